@@ -1,0 +1,124 @@
+"""Random keys that cost little: the same bits as jax.random, compiled straight-line.
+
+On CPU, jax lowers threefry as a rolled loop of five iterations, a fusion boundary at
+every draw. The same twenty rounds written in `jnp` fuse with what reads them, and the
+bits are equal. `inline` gives a key that draws that way and `plain` takes it back.
+
+A key of another implementation (`philox2x32`, `rbg`) passes through both unchanged:
+the caller's key decides the generator.
+
+Such a key is for draws whose kind is known: `jax.random.poisson` refuses keys that
+are not jax's own, and `jax.random.gamma` is slow on them. So the kernel draws with
+inline keys itself and hands plain ones to policies and environments; an adapter that
+knows its environment's draws may inline them again.
+
+Source:
+    "Parallel random numbers: as easy as 1, 2, 3" (Salmon et al., SC 2011), Threefry-
+    2x32-20; the counter layout is that of `jax_threefry_partitionable`.
+"""
+
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import random as extend_random
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = np.uint32(0x1BD11BDA)
+
+
+def inline(key: chex.PRNGKey) -> chex.PRNGKey:
+    """Wraps a threefry key so that its draws compile straight-line, bits unchanged."""
+    # Without partitionable counters jax itself lays out the bits in another order.
+    if _is_threefry(key) and jax.config.jax_threefry_partitionable:
+        return jax.random.wrap_key_data(jax.random.key_data(key), impl=_INLINE)
+    return key
+
+
+def plain(key: chex.PRNGKey) -> chex.PRNGKey:
+    """Takes back what `inline` did: a key of jax's own threefry implementation."""
+    if jax.random.key_impl(key) == _INLINE:
+        return jax.random.wrap_key_data(jax.random.key_data(key), impl="threefry2x32")
+    return key
+
+
+def fold_in(key: chex.PRNGKey, data: jax.typing.ArrayLike) -> chex.PRNGKey:
+    """Folds integers into keys, elementwise, and computes each new key only once.
+
+    Args:
+        key: `[...]` typed keys.
+        data: `[...]` integers; `key` and `data` broadcast against each other, a
+            scalar against an array.
+
+    Returns:
+        `[...]` keys, equal to `jax.random.fold_in(key, data)` of each element.
+    """
+    data = jnp.asarray(data)
+    fold = jax.random.fold_in
+    for _ in range(max(key.ndim, data.ndim)):
+        fold = jax.vmap(fold, (0 if key.ndim else None, 0 if data.ndim else None))
+    folded = fold(inline(key), data)
+    # Without a barrier XLA copies the hash into every consumer of the key, and a chain
+    # of two into every element of a wide draw.
+    bits = lax.optimization_barrier(jax.random.key_data(folded))
+    return plain(jax.random.wrap_key_data(bits, impl=jax.random.key_impl(folded)))
+
+
+def _is_threefry(key: chex.PRNGKey) -> bool:
+    return jax.random.key_impl(key) == "threefry2x32"
+
+
+def _hash(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, ...]:
+    """Threefry-2x32 with twenty rounds of the counters (high, low)."""
+    schedule = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    x, y = high + schedule[0], low + schedule[1]
+    for i in range(5):
+        for rotation in _ROTATIONS[i % 2]:
+            x = x + y
+            y = (y << np.uint32(rotation)) | (y >> np.uint32(32 - rotation))
+            y = x ^ y
+        x = x + schedule[(i + 1) % 3]
+        y = y + schedule[(i + 2) % 3] + np.uint32(i + 1)
+    return x, y
+
+
+def _counters(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    size = math.prod(shape)
+    if size >= 2**32:
+        raise ValueError(f"A draw must have fewer than 2**32 elements, got {shape}.")
+    low = lax.iota(jnp.uint32, size).reshape(shape)
+    return jnp.zeros(shape, jnp.uint32), low
+
+
+def _seed(seed: jax.Array) -> jax.Array:
+    return jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
+
+
+def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.stack(_hash(key, *_counters(shape)), axis=-1)
+
+
+def _fold_in(key: jax.Array, data: jax.Array) -> jax.Array:
+    low = jnp.asarray(data).astype(jnp.uint32)
+    return jnp.stack(_hash(key, jnp.zeros_like(low), low))
+
+
+def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
+    x, y = _hash(key, *_counters(shape))
+    if bit_width == 64:
+        return (x.astype(jnp.uint64) << np.uint64(32)) | y.astype(jnp.uint64)
+    return (x ^ y).astype(f"uint{bit_width}")
+
+
+_INLINE = extend_random.define_prng_impl(
+    key_shape=(2,),
+    seed=_seed,
+    split=_split,
+    random_bits=_random_bits,
+    fold_in=_fold_in,
+    name="threefry2x32_inline",
+    tag="fryi",
+)

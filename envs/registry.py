@@ -1,0 +1,117 @@
+"""Environments by name: `make`, `make_vec` and the list of ids."""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import urllib.error
+from typing import Any
+
+import jax.numpy as jnp
+
+from envs.from_gymnax import from_gymnax
+from envs.types import Env, VectorEnv
+from envs.vectorize import vectorize
+
+
+def env_ids() -> tuple[str, ...]:
+    """Lists the ids that `make` knows, in gymnax's order."""
+    return tuple(_gymnax().registered_envs)
+
+
+def make(env_id: str, **env_params: Any) -> Env:
+    """Makes the gymnax environment `env_id`.
+
+    Args:
+        env_id: an id of `env_ids()`.
+        **env_params: fields of the environment's parameters (`max_steps_in_episode`)
+            or arguments of its constructor (`use_minimal_action_set`), by name. What
+            gymnax derives from a parameter only once (`total_mass` from `masspole`)
+            is not derived anew.
+
+    Returns:
+        An `Env` whose leaves are the environment's parameters.
+
+    Raises:
+        ValueError: if the id is unknown (it names the nearest ids), if a parameter is
+            (it names the valid ones), or if the environment cannot be built here.
+    """
+    ids = env_ids()
+    if env_id not in ids:
+        near = difflib.get_close_matches(env_id, ids, n=3, cutoff=0.4)
+        hint = f" The nearest are {', '.join(near)}." if near else ""
+        raise ValueError(
+            f"`env_id` must be one of the {len(ids)} ids of `envs.env_ids()`, got "
+            f"{env_id!r}.{hint}"
+        )
+    env, params = _build(env_id)
+    arguments = _constructor_arguments(env)
+    chosen = {name: env_params[name] for name in env_params if name in arguments}
+    if chosen:
+        env, params = _build(env_id, **chosen)
+    fields = [field.name for field in dataclasses.fields(params)]
+    unknown = sorted(set(env_params) - set(fields) - set(arguments))
+    if unknown:
+        raise ValueError(
+            f"The parameters of {env_id} are {', '.join([*fields, *arguments])}; got "
+            f"{', '.join(unknown)}."
+        )
+    changes = {name: env_params[name] for name in env_params if name not in chosen}
+    for name, value in changes.items():
+        _check_parameter(name, value, getattr(params, name))
+    return from_gymnax(env, params.replace(**changes))
+
+
+def make_vec(
+    env_id: str, num_envs: int, *, auto_reset: str = "compact", **env_params: Any
+) -> VectorEnv:
+    """Makes `num_envs` environments `env_id` side by side.
+
+    `vectorize(make(env_id, **env_params), num_envs, auto_reset=auto_reset)`: see there.
+    """
+    return vectorize(make(env_id, **env_params), num_envs, auto_reset=auto_reset)
+
+
+def _gymnax() -> Any:
+    """Imports gymnax when it is called for: it takes seconds."""
+    import gymnax
+
+    return gymnax
+
+
+def _constructor_arguments(env: Any) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(type(env)).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def _build(env_id: str, **arguments: Any) -> tuple[Any, Any]:
+    """Builds the gymnax environment; the same object again for the same arguments.
+
+    It is a static part of every trace, so a second object would trace everything anew.
+    """
+    try:
+        return _build_once(env_id, **arguments)
+    except TypeError:  # an argument that cannot be hashed, or not one at all
+        return _gymnax().make(env_id, **arguments)
+    except (urllib.error.URLError, OSError) as error:
+        raise ValueError(
+            f"{env_id} must download its data set when it is made, got: {error}."
+        ) from error
+
+
+@functools.cache
+def _build_once(env_id: str, **arguments: Any) -> tuple[Any, Any]:
+    return _gymnax().make(env_id, **arguments)
+
+
+def _check_parameter(name: str, value: Any, default: Any) -> None:
+    """Refuses a parameter of another shape than its default has."""
+    try:
+        shape = jnp.shape(value)
+    except TypeError:
+        shape = None
+    if isinstance(value, str) or shape is None:
+        raise ValueError(f"`{name}` must be a number or array, got {value!r}.")
+    if shape != jnp.shape(default):
+        raise ValueError(f"`{name}` must have shape {jnp.shape(default)}, got {shape}.")

@@ -1,0 +1,137 @@
+"""The environment contracts: everything the kernel may ask of an environment.
+
+An `Env` is one environment, a pure function of its state; a `VectorEnv` is `B` of
+them side by side. Neither resets itself: `VectorEnv.reset_done` is the auto-reset,
+apart from `step`, so that the true successor of every step stays visible.
+
+All that is random in an episode comes from its *episode key*: the reset draws from
+`fold_in(episode_key, RESET)` and step number n >= 1 from `fold_in(episode_key, n)`.
+The reset does not get the episode key itself, because an environment that splits its
+reset key would then hold the keys of its own first steps (`split(key)[i]` is
+`fold_in(key, i)`).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import chex
+import jax
+from flax import struct
+
+RESET = 0  # what is folded into an episode key for the reset; steps count from 1
+
+
+@struct.dataclass(kw_only=True)
+class EnvStep:
+    """What one step of an environment gives back.
+
+    Shapes are those of an `Env`; a `VectorEnv` returns the same with a leading `B`.
+
+    Attributes:
+        state: the next environment state, not reset.
+        obs: the true successor observation, also where the episode ended.
+        reward: `()` float32, reward for the action.
+        terminated: `()` bool, the task itself ended: do not bootstrap.
+        truncated: `()` bool, cut from outside (time limit): bootstrap. Both flags may
+            be set; `terminated` then wins.
+        info: any pytree of arrays, `{}` if there is nothing to say.
+    """
+
+    state: chex.ArrayTree
+    obs: chex.ArrayTree
+    reward: jax.Array  # ()
+    terminated: jax.Array  # ()
+    truncated: jax.Array  # ()
+    info: chex.ArrayTree
+
+
+class Lanes(NamedTuple):
+    """The part of `B` environments that an auto-reset replaces, `[B, ...]` each."""
+
+    episode_key: chex.PRNGKey  # [B]
+    state: chex.ArrayTree  # [B, ...]
+    obs: chex.ArrayTree  # [B, ...]
+
+
+class Space(Protocol):
+    """The values an observation or an action of ONE environment can take."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one element."""
+
+    @property
+    def dtype(self) -> jax.typing.DTypeLike:
+        """Dtype of one element."""
+
+    def sample(self, key: chex.PRNGKey) -> chex.ArrayTree:
+        """Draws one element at random."""
+
+    def contains(self, x: chex.ArrayTree) -> jax.Array:
+        """Tells whether `x` is an element, `()` bool."""
+
+
+class Env(Protocol):
+    """ONE environment: pure, and it never resets itself.
+
+    An object that meets this is a pytree whose leaves are the environment's
+    parameters, so that `jax.vmap` over parameters works.
+    """
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of `obs`."""
+
+    @property
+    def action_space(self) -> Space:
+        """Space of `action`."""
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Starts an episode: `(state, obs)`."""
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step; `obs` and `state` are the true successor."""
+
+
+class VectorEnv(Protocol):
+    """`B` environments side by side, `[B, ...]` everywhere; a pytree like `Env`."""
+
+    num_envs: int
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of one lane's observation."""
+
+    @property
+    def action_space(self) -> Space:
+        """Space of one lane's action."""
+
+    def reset(self, keys: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Starts an episode in every lane: `[B]` keys to `(state, obs)`."""
+
+    def step(
+        self, keys: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step in every lane, without auto-reset."""
+
+    def reset_done(
+        self,
+        key_fn: Callable[[jax.Array], chex.PRNGKey],
+        done: jax.Array,
+        lanes: Lanes,
+    ) -> Lanes:
+        """Starts a new episode in the lanes whose episode is over.
+
+        Args:
+            key_fn: `[K]` int32 lane numbers to their `[K]` new episode keys, so that
+                only a lane that is reset pays for its key. Numbers may repeat; what
+                is drawn for a lane that is not done is not used.
+            done: `[B]` bool, the lanes to reset.
+            lanes: what stands in the lanes now.
+
+        Returns:
+            `lanes` with new episode key, state and observation where `done`, and
+            every other lane as it was, bit for bit.
+        """

@@ -1,0 +1,89 @@
+"""One environment becomes `B` of them side by side, with auto-reset."""
+
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from envs.auto_reset import reset_compact, reset_select
+from envs.types import Env, EnvStep, Lanes, Space, VectorEnv
+
+_AUTO_RESETS = {"compact": reset_compact, "select": reset_select}
+
+
+def vectorize(env: Env, num_envs: int, *, auto_reset: str = "compact") -> VectorEnv:
+    """Puts `num_envs` copies of `env` side by side.
+
+    Rewards become float32, flags bool, and no leaf stays weakly typed.
+
+    Args:
+        env: the environment; its parameters are shared by all lanes.
+        num_envs: B, at least 1.
+        auto_reset: `"compact"` resets only the lanes that are done; `"select"` resets
+            every lane at every step and keeps the done ones. Both give the same bits.
+            `"select"` is the one to use under `vmap`.
+
+    Returns:
+        A `VectorEnv`: a pytree whose leaves are those of `env`.
+
+    Raises:
+        ValueError: if `num_envs` is not a positive int or `auto_reset` is unknown.
+    """
+    if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
+        raise ValueError(f"`num_envs` must be an int of at least 1, got {num_envs!r}.")
+    if auto_reset not in _AUTO_RESETS:
+        names = " or ".join(f'"{name}"' for name in sorted(_AUTO_RESETS))
+        raise ValueError(f"`auto_reset` must be {names}, got {auto_reset!r}.")
+    return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset)
+
+
+@struct.dataclass(kw_only=True)
+class _VectorizedEnv:
+    """A `VectorEnv` made of one `Env` by `jax.vmap`."""
+
+    env: Env
+    num_envs: int = struct.field(pytree_node=False)
+    auto_reset: str = struct.field(pytree_node=False)
+
+    @property
+    def observation_space(self) -> Space:
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        return self.env.action_space
+
+    def reset(self, keys: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        return _strong(jax.vmap(self.env.reset)(keys))
+
+    def step(
+        self, keys: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        result = jax.vmap(self.env.step)(keys, state, action)
+        for name in ("reward", "terminated", "truncated"):
+            shape = jnp.shape(getattr(result, name))[1:]
+            if shape:
+                raise ValueError(
+                    f"`env.step` must return a scalar `{name}`, got shape "
+                    f"{shape} per environment."
+                )
+        return EnvStep(
+            state=_strong(result.state),
+            obs=_strong(result.obs),
+            reward=jnp.asarray(result.reward, jnp.float32),
+            terminated=jnp.asarray(result.terminated, bool),
+            truncated=jnp.asarray(result.truncated, bool),
+            info=_strong(result.info),
+        )
+
+    def reset_done(
+        self, key_fn: Callable[[jax.Array], chex.PRNGKey], done: jax.Array, lanes: Lanes
+    ) -> Lanes:
+        return _AUTO_RESETS[self.auto_reset](self.env, key_fn, done, lanes)
+
+
+def _strong(tree: chex.ArrayTree) -> chex.ArrayTree:
+    """Drops weak types, which would make a scan trace its body twice or refuse it."""
+    return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), tree)

@@ -1,0 +1,25 @@
+"""The kernel: a policy in an environment becomes transitions, as a pure function.
+
+`Collector` folds one pure step over time; `random_policy`, `stateless_policy` and
+`recurrent_policy` make its policy; `summarize` says which episodes ended. Everything
+runs inside your own `jit`, or jitted from a notebook.
+"""
+
+from rollout.collector import Collector
+from rollout.policies import random_policy, recurrent_policy, stateless_policy
+from rollout.stats import CollectStats, summarize
+from rollout.types import Carry, Episode, Policy, PolicyStep, Transition
+
+__all__ = [
+    "Carry",
+    "CollectStats",
+    "Collector",
+    "Episode",
+    "Policy",
+    "PolicyStep",
+    "Transition",
+    "random_policy",
+    "recurrent_policy",
+    "stateless_policy",
+    "summarize",
+]

@@ -1,0 +1,117 @@
+"""Checks of what users hand to the kernel: while tracing, so free at run time."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from envs.types import EnvStep, VectorEnv
+from rollout.types import PolicyStep
+
+
+def typed_key(key: Any) -> None:
+    """Refuses anything but one typed key."""
+    is_key = isinstance(key, jax.Array) and jnp.issubdtype(
+        key.dtype, jax.dtypes.prng_key
+    )
+    if not is_key or key.shape:
+        raise ValueError(
+            "`key` must be one typed key as `jax.random.key(seed)` makes it, got "
+            f"{_describe(key)}."
+        )
+
+
+def count(name: str, value: Any) -> None:
+    """Refuses a count that is not a Python int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
+
+
+def policy_init(state: chex.ArrayTree, num_envs: int) -> None:
+    """Refuses an initial policy state without the lane axis."""
+    for path, leaf in jax.tree.leaves_with_path(state):
+        if leaf.shape[:1] != (num_envs,):
+            raise ValueError(
+                "`policy.init` must return leaves with the leading axis "
+                f"num_envs={num_envs}, got shape {leaf.shape}{_at(path)}."
+            )
+
+
+def policy_step(
+    decision: PolicyStep, env: VectorEnv, policy_state: chex.ArrayTree
+) -> None:
+    """Refuses a policy's output that does not fit the environment or its input."""
+    if not isinstance(decision, PolicyStep):
+        raise ValueError(
+            "`policy.apply` must return a `PolicyStep`, got "
+            f"{type(decision).__name__}; `stateless_policy` and `recurrent_policy` "
+            "make a policy of a plain function."
+        )
+    _action(decision.action, env)
+    _same(
+        "`policy.apply` must return the state as it came in",
+        policy_state,
+        decision.state,
+    )
+    for path, leaf in jax.tree.leaves_with_path(decision.extras):
+        if jnp.shape(leaf)[:1] != (env.num_envs,):
+            raise ValueError(
+                "`policy.apply` must return extras with the leading axis "
+                f"num_envs={env.num_envs}, got shape {jnp.shape(leaf)}{_at(path)}."
+            )
+
+
+def env_step(
+    result: EnvStep, num_envs: int, state: chex.ArrayTree, obs: chex.ArrayTree
+) -> None:
+    """Refuses a step whose leaves are not those of the reset, or not `[B]`."""
+    kinds = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
+    for name, dtype in kinds.items():
+        leaf = getattr(result, name)
+        if jnp.shape(leaf) != (num_envs,) or leaf.dtype != dtype:
+            raise ValueError(
+                f"`env.step` must return `{name}` as {jnp.dtype(dtype).name} of shape "
+                f"({num_envs},), got {_describe(leaf)}."
+            )
+    _same("`env.step` must return the state as `env.reset` does", state, result.state)
+    _same("`env.step` must return `obs` as `env.reset` does", obs, result.obs)
+
+
+def _action(action: chex.ArrayTree, env: VectorEnv) -> None:
+    space = env.action_space
+    if not hasattr(space, "shape") or not hasattr(space, "dtype"):
+        return  # a space of several parts: the environment itself must say
+    shape, dtype = (env.num_envs, *space.shape), jnp.dtype(space.dtype)
+    if jnp.shape(action) != shape or jnp.result_type(action) != dtype:
+        raise ValueError(
+            f"`policy.apply` must return actions as {dtype.name} of shape {shape}, got "
+            f"{_describe(action)}."
+        )
+
+
+def _same(what: str, expected: chex.ArrayTree, got: chex.ArrayTree) -> None:
+    """Refuses a tree of another structure, or with a leaf of another shape or dtype."""
+    structures = jax.tree.structure(expected), jax.tree.structure(got)
+    if structures[0] != structures[1]:
+        raise ValueError(f"{what}: structure {structures[0]}, got {structures[1]}.")
+    pairs = zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True)
+    for (path, old), new in pairs:
+        if (old.shape, old.dtype) != (jnp.shape(new), jnp.result_type(new)):
+            raise ValueError(
+                f"{what}: {_describe(old)}{_at(path)}, got {_describe(new)}."
+            )
+
+
+def _at(path: tuple[Any, ...]) -> str:
+    return f" at {jax.tree_util.keystr(path)}" if path else ""
+
+
+def _describe(value: Any) -> str:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype} of shape {value.shape}"
+    return (
+        f"{type(value).__name__} {value!r}"
+        if not isinstance(value, tuple | list | dict)
+        else type(value).__name__
+    )

@@ -1,0 +1,125 @@
+"""The rollout contracts: what goes into the kernel and what comes out of it."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+from flax import struct
+
+
+@struct.dataclass(kw_only=True)
+class Transition:
+    """One step of every lane; stacked over time, a trajectory.
+
+    Shapes are those of a stacked trajectory, `T` steps of `B` lanes. A single
+    transition has no `T` axis.
+
+    Attributes:
+        obs: `[T, B, ...]`, the observation the action was chosen from.
+        action: `[T, B, ...]`, the action sent to the environment.
+        reward: `[T, B]` float32, reward for that action.
+        terminated: `[T, B]` bool, the task ended here: do not bootstrap.
+        truncated: `[T, B]` bool, cut from outside (time limit): bootstrap from
+            `next_obs`. Both flags may be set; `terminated` then wins.
+        next_obs: `[T, B, ...]`, the true successor, also where the episode ended: never
+            the observation of a reset.
+        mask: `[T, B]` bool, False where the lane was idle and the row is void.
+        episode_id: `[T, B]` int32, never reused by a collector's run.
+        episode_return: `[T, B]` float32, undiscounted sum of the episode's rewards,
+            this one included: where `done`, the return of the episode.
+        episode_length: `[T, B]` int32, steps of the episode, this one included.
+        extras: `[T, B, ...]`, whatever the policy gave along with the action.
+        info: `[T, B, ...]`, whatever the environment gave along with the step.
+    """
+
+    obs: chex.ArrayTree  # [T, B, ...]
+    action: chex.ArrayTree  # [T, B, ...]
+    reward: jax.Array  # [T, B]
+    terminated: jax.Array  # [T, B]
+    truncated: jax.Array  # [T, B]
+    next_obs: chex.ArrayTree  # [T, B, ...]
+    mask: jax.Array  # [T, B]
+    episode_id: jax.Array  # [T, B]
+    episode_return: jax.Array  # [T, B]
+    episode_length: jax.Array  # [T, B]
+    extras: chex.ArrayTree  # [T, B, ...]
+    info: chex.ArrayTree  # [T, B, ...]
+
+    @property
+    def done(self) -> jax.Array:
+        """`[T, B]` bool, the episode ended at this step, one way or the other."""
+        return self.terminated | self.truncated
+
+    @property
+    def first(self) -> jax.Array:
+        """`[T, B]` bool, this is the first step of its episode."""
+        return self.episode_length == 1
+
+
+@struct.dataclass(kw_only=True)
+class Episode:
+    """The episode each lane is in.
+
+    Attributes:
+        key: `[B]` typed keys; all that is random in the episode comes from its key.
+        episode_return: `[B]` float32, undiscounted sum of rewards so far.
+        episode_length: `[B]` int32, steps so far.
+        episode_id: `[B]` int32; lane i's n-th episode (from 0) is number `n * B + i`.
+    """
+
+    key: chex.PRNGKey  # [B]
+    episode_return: jax.Array  # [B]
+    episode_length: jax.Array  # [B]
+    episode_id: jax.Array  # [B]
+
+
+@struct.dataclass(kw_only=True)
+class Carry:
+    """What one step hands to the next, and all that a run needs to go on.
+
+    Attributes:
+        key: `()` typed root key; it never changes.
+        step: `()` int32, steps taken so far by every lane.
+        env_state: `[B, ...]`, environment state.
+        obs: `[B, ...]`, observation that the next action will be chosen from.
+        policy_state: `[B, ...]`, recurrent state of the policy, `()` if it has none.
+        episode: the episode each lane is in.
+    """
+
+    key: chex.PRNGKey  # ()
+    step: jax.Array  # ()
+    env_state: chex.ArrayTree  # [B, ...]
+    obs: chex.ArrayTree  # [B, ...]
+    policy_state: chex.ArrayTree  # [B, ...]
+    episode: Episode  # [B, ...]
+
+
+class PolicyStep(NamedTuple):
+    """What a policy returns.
+
+    Attributes:
+        action: `[B, ...]`, one action per lane, of the action space's shape and dtype.
+        state: `[B, ...]`, the new recurrent state, of the structure it came in.
+        extras: any pytree `[B, ...]` to record along: log_prob, value, logits.
+    """
+
+    action: chex.ArrayTree
+    state: chex.ArrayTree = ()
+    extras: chex.ArrayTree = ()
+
+
+class Policy(NamedTuple):
+    """A policy, batched over lanes: two functions.
+
+    Attributes:
+        init: `num_envs` to the `[B, ...]` state at the start of an episode, `()` if
+            there is none. A lane goes back to it at every episode boundary.
+        apply: `(params, obs, state, key)` to a `PolicyStep`. `obs` and `state` are
+            `[B, ...]`; `key` is one typed key for the whole batch, new at every step.
+    """
+
+    init: Callable[[int], chex.ArrayTree]
+    apply: Callable[
+        [chex.ArrayTree, chex.ArrayTree, chex.ArrayTree, chex.PRNGKey], PolicyStep
+    ]
