@@ -129,10 +129,17 @@ class Collector:
 def _collect_steps(
     collector: Collector, carry: Carry, params: Any, num_steps: int
 ) -> tuple[Carry, Transition]:
-    def step(carry: Carry, _: None) -> tuple[Carry, Transition]:
+    def step(carry: Carry, _: None) -> tuple[Carry, tuple[Transition, jax.Array]]:
         carry, transition = collector.step(carry, params)
-        return carry, transition.replace(mask=())
+        # XLA:CPU pays for every array that a step writes: both flags go into one, and
+        # the mask, a constant since no lane is ever idle here, is not written at all.
+        flags = transition.terminated + 2 * transition.truncated.astype(jnp.uint8)
+        rest = transition.replace(terminated=(), truncated=(), mask=())
+        return carry, (rest, flags)
 
-    carry, trajectory = lax.scan(step, carry, length=num_steps)
-    # No lane is ever idle here: a constant, not worth a write at every step.
-    return carry, trajectory.replace(mask=jnp.ones(trajectory.reward.shape, bool))
+    carry, (trajectory, flags) = lax.scan(step, carry, length=num_steps)
+    return carry, trajectory.replace(
+        terminated=(flags & 1) != 0,
+        truncated=flags > 1,
+        mask=jnp.ones(flags.shape, bool),
+    )
