@@ -24,11 +24,7 @@ _WORD = 32  # bits of a word of lane flags
 def reset_select(env: Env, key_fn: _KeyFn, done: jax.Array, lanes: Lanes) -> Lanes:
     """Resets every lane and keeps the result where `done`."""
     fresh = _start(env, key_fn(jnp.arange(done.shape[0], dtype=jnp.int32)))
-
-    def select(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(done.reshape(done.shape + (1,) * (old.ndim - 1)), new, old)
-
-    return jax.tree.map(select, fresh, lanes)
+    return keys.select(done, fresh, lanes)
 
 
 def reset_compact(env: Env, key_fn: _KeyFn, done: jax.Array, lanes: Lanes) -> Lanes:

@@ -63,8 +63,51 @@ def fold_in(key: chex.PRNGKey, data: jax.typing.ArrayLike) -> chex.PRNGKey:
     folded = fold(inline(key), data)
     # Without a barrier XLA copies the hash into every consumer of the key, and a chain
     # of two into every element of a wide draw.
-    bits = lax.optimization_barrier(jax.random.key_data(folded))
-    return plain(jax.random.wrap_key_data(bits, impl=jax.random.key_impl(folded)))
+    return plain(barrier(folded))
+
+
+def barrier(tree: chex.ArrayTree) -> chex.ArrayTree:
+    """`lax.optimization_barrier` for trees that may hold typed keys.
+
+    jax's checker of key reuse takes a key that passes the barrier for used up, so the
+    words of the keys pass it instead.
+    """
+    words = lax.optimization_barrier(jax.tree.map(_words, tree))
+    return jax.tree.map(_like, words, tree)
+
+
+def select(flag: jax.Array, new: chex.ArrayTree, old: chex.ArrayTree) -> chex.ArrayTree:
+    """Takes the lanes of `new` where `flag` and those of `old` elsewhere.
+
+    Args:
+        flag: `[B]` bool.
+        new: `[B, ...]`, any pytree; it may hold typed keys.
+        old: `[B, ...]`, of the same structure and shapes; it gives the dtypes.
+
+    Returns:
+        `[B, ...]`, of the structure of `old`.
+    """
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        column = flag.reshape(flag.shape + (1,) * (old.ndim - flag.ndim))
+        return jnp.where(column, new, old)
+
+    words = jax.tree.map(lambda new, old: choose(_words(new), _words(old)), new, old)
+    return jax.tree.map(_like, words, old)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    return jax.random.key_data(x) if _is_key(x) else x
+
+
+def _like(words: jax.Array, x: jax.Array) -> jax.Array:
+    if _is_key(x):
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return words
+
+
+def _is_key(x: jax.Array) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def _is_threefry(key: chex.PRNGKey) -> bool:

@@ -11,11 +11,10 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from envs import keys
 from envs.types import RESET, EnvStep, Lanes, VectorEnv
-from rollout import checks
+from rollout import checks, fence
 from rollout.types import Carry, Episode, Policy, PolicyStep, Transition
 
 _POLICY, _ENV = 0, 1
@@ -66,17 +65,13 @@ def _act(env: VectorEnv, policy: Policy, carry: Carry, params: Any) -> PolicySte
 
 
 def _step_env(env: VectorEnv, carry: Carry, action: chex.ArrayTree) -> EnvStep:
-    """Steps the environments between two barriers.
+    def step(*args: chex.ArrayTree) -> EnvStep:
+        result = env.step(*args)
+        checks.env_step(result, env.num_envs, carry.env_state, carry.obs)
+        return result
 
-    Without them XLA fuses the step into each of its consumers and computes it once
-    per consumer; `info`, read rarely, stays outside and vanishes where it is not.
-    """
     step_keys = keys.fold_in(carry.episode.key, carry.episode.episode_length + 1)
-    state, action = lax.optimization_barrier((carry.env_state, action))
-    result = env.step(step_keys, state, action)
-    checks.env_step(result, env.num_envs, carry.env_state, carry.obs)
-    done = lax.optimization_barrier(result.replace(info=()))
-    return done.replace(info=result.info)
+    return fence.step_once(step, step_keys, carry.env_state, action, counter=carry.step)
 
 
 def _record(
@@ -135,11 +130,7 @@ def _advance(
         step=carry.step + 1,
         env_state=lanes.state,
         obs=lanes.obs,
-        policy_state=jax.tree.map(
-            lambda new, old: jnp.where(_column(done, old), new, old),
-            fresh,
-            decision.state,
-        ),
+        policy_state=keys.select(done, fresh, decision.state),
         episode=episode,
     )
 
@@ -148,8 +139,3 @@ def _initial_policy_state(policy: Policy, num_envs: int) -> chex.ArrayTree:
     state = jax.tree.map(jnp.asarray, policy.init(num_envs))
     checks.policy_init(state, num_envs)
     return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), state)
-
-
-def _column(flag: jax.Array, like: jax.Array) -> jax.Array:
-    """Shapes `[B]` flags to broadcast against `[B, ...]`."""
-    return flag.reshape(flag.shape + (1,) * (like.ndim - 1))

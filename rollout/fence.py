@@ -1,0 +1,56 @@
+"""A fence around the environment step, so that XLA computes it once.
+
+XLA fuses a step into each of its consumers (the next state, the reward, the flags,
+what is recorded) and computes it once per consumer: slower, and with roundings that
+depend on who reads the result. `lax.optimization_barrier` keeps it in one piece, but
+XLA:CPU before jaxlib 0.11 drops barriers before it fuses. There a conditional does the
+same, whose predicate is always true and not known to be so (measured with jax 0.10.2:
+CartPole 1.5x, Acrobot 1.1x, and equal bits for both ways of auto-reset).
+"""
+
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from envs import keys
+from envs.types import EnvStep
+
+_Step = Callable[[chex.PRNGKey, chex.ArrayTree, chex.ArrayTree], EnvStep]
+
+
+def step_once(
+    step: _Step,
+    step_keys: chex.PRNGKey,
+    state: chex.ArrayTree,
+    action: chex.ArrayTree,
+    *,
+    counter: jax.Array,
+) -> EnvStep:
+    """Computes `step(step_keys, state, action)`, apart from what is around it.
+
+    Args:
+        step: steps `B` environments; the state keeps its structure and dtypes.
+        step_keys: `[B]` typed keys.
+        state: `[B, ...]`, environment state.
+        action: `[B, ...]`, one action per lane.
+        counter: `()` int32, any number that is not known when compiling.
+
+    Returns:
+        What `step` returns.
+    """
+    if jax.__version_info__ >= (0, 11) or jax.default_backend() != "cpu":
+        result = step(step_keys, *keys.barrier((state, action)))
+        # `info` is read rarely: outside the barrier it vanishes where it is not.
+        return keys.barrier(result.replace(info=())).replace(info=result.info)
+    shapes = jax.eval_shape(step, step_keys, state, action)
+
+    def never(*args: chex.ArrayTree) -> EnvStep:
+        rest = shapes.replace(state=())
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)
+        return zeros.replace(state=args[1])
+
+    always = (counter | 1) != 0
+    return lax.cond(always, step, never, step_keys, state, action)

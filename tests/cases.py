@@ -1,0 +1,98 @@
+"""What the tests share: a counting environment, four cases, and cached trajectories."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+import envs
+import rollout
+
+NUM_STEPS = 64  # each case ends several episodes per lane within them
+ENVS = ("count", "CartPole-v1", "Pendulum-v1", "Breakout-MinAtar")
+PARAMS = {
+    "CartPole-v1": {"max_steps_in_episode": 20},  # terminates and truncates
+    "Pendulum-v1": {"max_steps_in_episode": 25},  # only truncates
+    "Breakout-MinAtar": {"max_steps_in_episode": 12},  # terminates and truncates
+}
+
+
+@struct.dataclass(kw_only=True)
+class CountEnv:
+    """Counts its steps; every value is known in closed form.
+
+    An episode draws its length at the reset. Step n (from 1) has reward n, successor
+    observation n, and draws `info["noise"]` from its own key. It terminates at the
+    drawn length and truncates at `limit`, so both may be set.
+    """
+
+    min_length: int = 2
+    max_length: int = 9
+    limit: int = 7
+
+    @property
+    def observation_space(self) -> envs.Box:
+        return envs.Box(0.0, 1e6, (1,))
+
+    @property
+    def action_space(self) -> envs.Discrete:
+        return envs.Discrete(3)
+
+    def reset(self, key):
+        length_key, kept_key = jax.random.split(key)
+        length = jax.random.randint(
+            length_key, (), self.min_length, self.max_length + 1
+        )
+        return {"n": jnp.int32(0), "length": length, "key": kept_key}, jnp.zeros((1,))
+
+    def step(self, key, state, action):
+        n = state["n"] + 1
+        return envs.EnvStep(
+            state={**state, "n": n},
+            obs=jnp.full((1,), n, jnp.float32),
+            reward=n,  # int32 on purpose: `vectorize` casts it
+            terminated=n == state["length"],
+            truncated=n == self.limit,
+            info={"noise": jax.random.uniform(key), "action": action},
+        )
+
+
+def make_env(name: str, **params) -> envs.Env:
+    if name == "count":
+        return CountEnv(**params)
+    return envs.make(name, **{**PARAMS[name], **params})
+
+
+@functools.cache
+def make_collector(
+    name: str, num_envs: int = 16, auto_reset: str = "compact"
+) -> rollout.Collector:
+    env = envs.vectorize(make_env(name), num_envs, auto_reset=auto_reset)
+    return rollout.Collector(env=env, policy=rollout.random_policy(env.action_space))
+
+
+@functools.cache
+def collect(
+    name: str,
+    num_envs: int = 16,
+    auto_reset: str = "compact",
+    num_steps: int = NUM_STEPS,
+    impl: str = "threefry2x32",
+) -> tuple[rollout.Carry, rollout.Transition]:
+    """The trajectory of a case from seed 7; do not change what it returns."""
+    collector = make_collector(name, num_envs, auto_reset)
+    # One compilation instead of one per operation.
+    carry = jax.jit(collector.init)(jax.random.key(7, impl=impl))
+    return collector.collect_steps(carry, None, num_steps)
+
+
+def raw(tree):
+    """Typed keys as their words, so that trees compare with NumPy."""
+
+    def data(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.key_data(x)
+        return x
+
+    return jax.tree.map(data, tree)
