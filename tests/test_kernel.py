@@ -1,0 +1,221 @@
+"""The kernel against a plain Python loop, one environment at a time."""
+
+import gymnax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import ENVS, NUM_STEPS, PARAMS, CountEnv, collect, make_collector
+
+import envs
+import rollout
+
+NUM_LANES = 16  # of 64 steps each: 1,024 steps in plain Python
+
+
+class PlainGymnax:
+    """One gymnax environment through `step_env` and `is_truncated`, jitted singly."""
+
+    def __init__(self, name):
+        self.env, params = gymnax.make(name)
+        self.params = params.replace(**PARAMS[name])
+        self._reset = jax.jit(self.env.reset_env)
+        self._step = jax.jit(self.env.step_env)
+
+    def reset(self, key):
+        obs, state = self._reset(key, self.params)
+        return state, obs
+
+    def step(self, key, state, action):
+        obs, state, reward, terminated, info = self._step(
+            key, state, action, self.params
+        )
+        truncated = self.env.is_truncated(state, self.params)
+        return state, obs, reward, terminated, truncated, info
+
+
+class PlainCount:
+    """`CountEnv` through the same methods."""
+
+    def __init__(self):
+        self.env = CountEnv()
+
+    def reset(self, key):
+        return self.env.reset(key)
+
+    def step(self, key, state, action):
+        step = self.env.step(key, state, action)
+        flags = step.terminated, step.truncated
+        return step.state, step.obs, step.reward, *flags, step.info
+
+
+def play_lane(env, root, lane, actions):
+    """Plays one lane by the documented keys; yields a dict of fields per step."""
+    number, length, total = 0, 0, np.float32(0)
+    lane_key = jax.random.fold_in(jax.random.fold_in(root, 1), lane)
+    episode_key = jax.random.fold_in(lane_key, number)
+    state, obs = env.reset(jax.random.fold_in(episode_key, envs.RESET))
+    for action in actions:
+        length += 1
+        key = jax.random.fold_in(episode_key, length)
+        state, next_obs, reward, terminated, truncated, info = env.step(
+            key, state, action
+        )
+        total += np.float32(reward)
+        yield {
+            "obs": obs,
+            "action": action,
+            "reward": reward,
+            "terminated": terminated,
+            "truncated": truncated,
+            "next_obs": next_obs,
+            "mask": True,
+            "episode_id": number * NUM_LANES + lane,
+            "episode_return": total,
+            "episode_length": length,
+            "info": info,
+        }
+        obs = next_obs
+        if terminated or truncated:
+            number, length, total = number + 1, 0, np.float32(0)
+            episode_key = jax.random.fold_in(lane_key, number)
+            state, obs = env.reset(jax.random.fold_in(episode_key, envs.RESET))
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_every_field_of_every_row_agrees_with_a_plain_loop(name):
+    env = PlainCount() if name == "count" else PlainGymnax(name)
+    _, trajectory = collect(name)
+    trajectory = jax.tree.map(np.asarray, trajectory)
+    assert trajectory.reward.size >= 1000
+    for lane in range(NUM_LANES):
+        actions = trajectory.action[:, lane]
+        rows = list(play_lane(env, jax.random.key(7), lane, actions))
+        for field in rows[0]:
+            want = jax.tree.map(lambda *x: np.stack(x), *[row[field] for row in rows])
+            got = lane_of(getattr(trajectory, field), lane)
+            assert_agree(got, want, f"{field} of lane {lane}")
+    assert trajectory.extras == ()
+
+
+def lane_of(tree, lane):
+    return jax.tree.map(lambda x: x[:, lane], tree)
+
+
+def assert_agree(got, want, what):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if np.issubdtype(one.dtype, np.floating):
+            # A single environment compiles without vector instructions, which round
+            # sines and fused multiply-adds differently: units in the last place that
+            # the dynamics carry on for at most 25 steps.
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5, err_msg=what)
+        else:
+            np.testing.assert_array_equal(one, other, err_msg=what)
+
+
+def test_policy_key_is_that_of_the_step_counter():
+    seen = {}
+
+    def act(params, obs, key):
+        return jnp.zeros(obs.shape[0], jnp.int32), {
+            "word": jnp.broadcast_to(jax.random.bits(key), obs.shape[:1])
+        }
+
+    env = envs.vectorize(CountEnv(), 2)
+    collector = rollout.Collector(env=env, policy=rollout.stateless_policy(act))
+    root = jax.random.key(3)
+    carry, trajectory = collector.collect_steps(collector.init(root), None, 5)
+    for t in range(5):
+        key = jax.random.fold_in(jax.random.fold_in(root, 0), t)
+        seen[t] = np.uint32(jax.random.bits(key))
+        assert (trajectory.extras["word"][t] == seen[t]).all()
+    assert len(set(seen.values())) == 5
+    assert carry.step == 5
+
+
+@pytest.mark.usefixtures("key_reuse")
+def test_environment_noise_is_independent_of_the_reset():
+    """The reset splits its key; its children must not be the keys of the steps."""
+    _, trajectory = collect("count")
+    noise = np.asarray(trajectory.info["noise"])
+    assert len(np.unique(noise)) == noise.size
+
+    def children(key):
+        return np.asarray(jax.random.key_data(jax.random.split(key, 4)))
+
+    episode_key = jax.random.key(0)
+    reset_key = jax.random.fold_in(episode_key, envs.RESET)
+    steps = [jax.random.fold_in(episode_key, n) for n in range(1, 5)]
+    for step_key in steps:
+        words = np.asarray(jax.random.key_data(step_key))
+        assert not (children(reset_key) == words).all(axis=-1).any()
+
+
+def test_recurrent_state_restarts_exactly_with_the_episode():
+    def count(params, obs, state, key):
+        state = {"steps": state["steps"] + 1, "key": state["key"]}
+        action = jnp.zeros(obs.shape[0], jnp.int32)
+        return action, state, {"steps": state["steps"]}
+
+    def init(num_envs):
+        keys = jax.random.split(jax.random.key(5), num_envs)
+        return {"steps": jnp.zeros(num_envs, jnp.int32), "key": keys}
+
+    for name, env in (("count", CountEnv()), ("CartPole-v1", None)):
+        env = env or envs.make(name, **PARAMS[name])
+        vector_env = envs.vectorize(env, 8)
+        policy = rollout.recurrent_policy(count, init)
+        collector = rollout.Collector(env=vector_env, policy=policy)
+        carry = collector.init(jax.random.key(0))
+        carry, trajectory = collector.collect_steps(carry, None, NUM_STEPS)
+        steps = trajectory.extras["steps"]
+        np.testing.assert_array_equal(steps, trajectory.episode_length)
+        length = carry.episode.episode_length
+        np.testing.assert_array_equal(carry.policy_state["steps"], length)
+        want, got = init(8)["key"], carry.policy_state["key"]
+        assert (jax.random.key_data(want) == jax.random.key_data(got)).all()
+
+
+def test_profile_names_the_four_parts():
+    collector = make_collector("count")
+    carry = jax.eval_shape(collector.init, jax.random.key(0))
+    text = jax.jit(collector.step).lower(carry, None).as_text(debug_info=True)
+    for part in ("policy", "env_step", "auto_reset", "bookkeeping"):
+        assert f"/{part}/" in text
+
+
+def test_gradient_flows_through_the_kernel():
+    class Line:
+        """Moves by its action; the reward is minus the squared position."""
+
+        observation_space = envs.Box(-9.0, 9.0, (1,))
+        action_space = envs.Box(-1.0, 1.0, (1,))
+
+        def reset(self, key):
+            return jnp.ones(1), jnp.ones(1)
+
+        def step(self, key, state, action):
+            state = state + action
+            return envs.EnvStep(
+                state=state,
+                obs=state,
+                reward=-jnp.sum(state**2),
+                terminated=jnp.bool_(False),
+                truncated=jnp.bool_(False),
+                info={},
+            )
+
+    jax.tree_util.register_static(Line)
+    policy = rollout.stateless_policy(lambda gain, obs, key: gain * obs)
+    env = envs.vectorize(Line(), 2, auto_reset="select")
+    collector = rollout.Collector(env=env, policy=policy)
+
+    def loss(gain):
+        carry = collector.init(jax.random.key(0))
+        _, trajectory = collector.collect_steps(carry, gain, 2)
+        return trajectory.reward[:, 0].sum()
+
+    # x_1 = 1 + g, x_2 = (1 + g)^2: d/dg of -(x_1^2 + x_2^2) at g = -0.5 is
+    # -(2 (1 + g) + 4 (1 + g)^3) = -(1 + 0.5).
+    np.testing.assert_allclose(jax.grad(loss)(-0.5), -1.5, rtol=1e-6)

@@ -1,0 +1,188 @@
+"""Policies: the random one draws evenly, and wrong ones are refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv, make_collector
+
+import envs
+import rollout
+
+
+def draw(space, num_envs, seed=0):
+    policy = rollout.random_policy(space)
+    obs = jnp.zeros((num_envs, 1))
+    step = policy.apply(None, obs, policy.init(num_envs), jax.random.key(seed))
+    assert step.state == step.extras == ()
+    return np.asarray(step.action)
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 1000])
+def test_discrete_actions_are_uniform(n):
+    num_draws = 1000 * n if n < 100 else 100 * n
+    count = np.bincount(draw(envs.Discrete(n), num_draws), minlength=n)
+    assert len(count) == n
+    expected = num_draws / n
+    chi_squared = ((count - expected) ** 2 / expected).sum()
+    # Chi-squared with n - 1 degrees of freedom: mean n - 1, variance 2 (n - 1); five
+    # standard deviations and room for the skew at small n.
+    assert chi_squared < n - 1 + 5 * np.sqrt(2 * n) + 10
+
+
+def test_discrete_space_too_large_for_one_word_still_draws():
+    action = draw(envs.Discrete(1 << 20), 4096)
+    assert action.min() >= 0
+    assert (1 << 19) < action.max() < (1 << 20)
+
+
+def test_box_actions_fill_the_box():
+    space = envs.Box(jnp.array([-1.0, 0.0]), jnp.array([1.0, 5.0]), (2,))
+    action = draw(space, 20_000)
+    assert action.shape == (20_000, 2)
+    # The mean of 20,000 uniforms of width w has standard error w / sqrt(12 * 20000).
+    np.testing.assert_allclose(action.mean(axis=0), [0.0, 2.5], atol=5 * 0.0102)
+    assert (action.min(axis=0) >= [-1.0, 0.0]).all()
+    assert (action.max(axis=0) <= [1.0, 5.0]).all()
+
+
+class Pair:
+    """A space of two parts, without shape and dtype."""
+
+    def sample(self, key):
+        return {"a": jax.random.bits(key), "b": jax.random.uniform(key, (2,))}
+
+
+@pytest.mark.parametrize("space", [envs.Discrete(3), envs.Box(0.0, 1.0, (2,))])
+def test_lane_draws_the_same_among_any_number_of_lanes(space):
+    np.testing.assert_array_equal(draw(space, 1000)[:7], draw(space, 7))
+
+
+@pytest.mark.usefixtures("key_reuse")
+def test_space_of_several_parts_is_drawn_lane_by_lane():
+    policy = rollout.random_policy(Pair())
+    few, many = (
+        policy.apply(None, jnp.zeros((num, 1)), (), jax.random.key(0)).action
+        for num in (3, 50)
+    )
+    assert few["b"].shape == (3, 2)
+    np.testing.assert_array_equal(few["a"], many["a"][:3])
+    assert len(np.unique(many["a"])) == 50
+
+
+def test_unbounded_box_is_refused():
+    message = "`action_space` must have finite bounds"
+    with pytest.raises(ValueError, match=message):
+        rollout.random_policy(envs.Box(-jnp.inf, 1.0, (2,)))
+
+
+def run(policy, num_steps=3):
+    env = envs.vectorize(CountEnv(), 4)
+    collector = rollout.Collector(env=env, policy=policy)
+    carry = collector.init(jax.random.key(0))
+    return collector.collect_steps(carry, None, num_steps)
+
+
+@pytest.mark.parametrize(
+    ("make_action", "got"),
+    [
+        (lambda b: jnp.zeros(b), r"float32 of shape \(4,\)"),
+        (lambda b: jnp.zeros((b, 1), jnp.int32), r"int32 of shape \(4, 1\)"),
+        (lambda b: jnp.int32(0), r"int32 of shape \(\)"),
+    ],
+)
+def test_action_of_wrong_shape_or_dtype_is_refused(make_action, got):
+    policy = rollout.stateless_policy(lambda p, obs, key: make_action(obs.shape[0]))
+    message = r"must return actions as int32 of shape \(4,\), got " + got
+    with pytest.raises(ValueError, match=message):
+        run(policy)
+
+
+def recurrent(change, init):
+    def act(params, obs, state, key):
+        return jnp.zeros(obs.shape[0], jnp.int32), change(state)
+
+    return rollout.recurrent_policy(act, init)
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda h: (h, h), "structure"),
+        (lambda h: h[:, :1], r"float32 of shape \(4, 1\)"),
+        (lambda h: h.astype(jnp.bfloat16), r"bfloat16 of shape \(4, 3\)"),
+    ],
+)
+def test_policy_state_that_changes_is_refused(change, got):
+    policy = recurrent(change, lambda num_envs: jnp.zeros((num_envs, 3)))
+    with pytest.raises(ValueError, match="must return the state as it came in.*" + got):
+        run(policy)
+
+
+def test_initial_policy_state_without_lanes_is_refused():
+    policy = recurrent(lambda h: h, lambda num_envs: {"h": jnp.zeros(3)})
+    message = r"`policy.init` must return leaves .* num_envs=4, got shape \(3,\) at"
+    with pytest.raises(ValueError, match=message):
+        run(policy)
+
+
+def test_extras_without_lanes_are_refused():
+    def act(params, obs, key):
+        return jnp.zeros(obs.shape[0], jnp.int32), {"temperature": jnp.ones(())}
+
+    message = r"extras with the leading axis num_envs=4, got shape \(\) at"
+    with pytest.raises(ValueError, match=message):
+        run(rollout.stateless_policy(act))
+
+
+def test_recurrent_function_that_forgets_its_state_is_refused():
+    def act(params, obs, state, key):
+        return jnp.zeros(obs.shape[0], jnp.int32)
+
+    policy = rollout.recurrent_policy(act, lambda num_envs: jnp.zeros((num_envs, 3)))
+    with pytest.raises(ValueError, match=r"must return \(action, state\) .* no tuple"):
+        run(policy)
+
+
+def test_policy_that_is_no_policy_step_is_refused():
+    policy = rollout.Policy(
+        init=lambda num_envs: (),
+        apply=lambda params, obs, state, key: jnp.zeros(obs.shape[0], jnp.int32),
+    )
+    with pytest.raises(ValueError, match=r"`policy\.apply` must return a `PolicyStep`"):
+        run(policy)
+
+
+@pytest.mark.parametrize(
+    ("key", "got"),
+    [
+        (0, "int 0"),
+        (np.zeros(2, np.uint32), r"uint32 of shape \(2,\)"),
+        (None, "NoneType None"),
+    ],
+)
+def test_key_that_is_not_typed_is_refused(key, got):
+    with pytest.raises(ValueError, match="`key` must be one typed key .*, got " + got):
+        make_collector("count").init(key)
+
+
+def test_several_keys_are_refused():
+    keys = jax.random.split(jax.random.key(0), 3)
+    with pytest.raises(ValueError, match=r"`key` must be one .* of shape \(3,\)"):
+        make_collector("count").init(keys)
+
+
+def test_environment_whose_state_changes_is_refused():
+    class Drifting(CountEnv):
+        def step(self, key, state, action):
+            step = super().step(key, state, action)
+            return step.replace(state={**step.state, "n": step.obs[0]})
+
+    jax.tree_util.register_static(Drifting)
+    env = envs.vectorize(Drifting(), 4)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    carry = collector.init(jax.random.key(0))
+    message = r"must return the state as `env.reset` does: int32 of shape \(4,\) at"
+    with pytest.raises(ValueError, match=message):
+        collector.collect_steps(carry, None, 2)

@@ -1,0 +1,87 @@
+"""Environments by name, and the contract each of them keeps."""
+
+import pathlib
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import raw
+
+import envs
+import rollout
+
+IDS = envs.env_ids()
+NEEDS_DOWNLOAD = "MNISTBandit-bsuite"
+
+
+def test_all_environments_of_gymnax_are_there():
+    assert len(IDS) >= 24
+    assert {"CartPole-v1", "Pendulum-v1", "Breakout-MinAtar", "Pong-misc"} <= set(IDS)
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_every_environment_collects(env_id):
+    if env_id == NEEDS_DOWNLOAD and not pathlib.Path("/tmp/mnist").exists():
+        with pytest.raises(ValueError, match="must download its data set when"):
+            envs.make_vec(env_id, 2)
+        return
+    # Swimmer itself promotes ranks.
+    with jax.numpy_rank_promotion("allow"):
+        check_collects(envs.make_vec(env_id, 2))
+
+
+def check_collects(env):
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    carry = jax.jit(collector.init)(jax.random.key(0))
+    after, trajectory = collector.collect_steps(carry, None, 3)
+    chex.assert_trees_all_equal_shapes_and_dtypes(raw(carry), raw(after))
+    chex.assert_shape(trajectory.reward, (3, 2))
+    chex.assert_type([trajectory.reward, trajectory.terminated], [jnp.float32, bool])
+    inside = jax.vmap(jax.vmap(env.action_space.contains))(trajectory.action)
+    assert inside.all()
+    assert np.isfinite(np.asarray(trajectory.reward)).all()
+
+
+def test_unknown_id_names_the_nearest():
+    with pytest.raises(ValueError, match=r"'CartPole'\. The nearest are CartPole-v1"):
+        envs.make("CartPole")
+    with pytest.raises(ValueError, match="`env_id` must be one of the 26 ids"):
+        envs.make_vec("zzzz", 2)
+
+
+def test_unknown_parameter_names_the_valid_ones():
+    message = "The parameters of CartPole-v1 are max_steps_in_episode, gravity, .*; got"
+    with pytest.raises(ValueError, match=message + " color, size"):
+        envs.make("CartPole-v1", size=2, color=1)
+
+
+@pytest.mark.parametrize("value", ["9.8", jnp.ones(3)])
+def test_parameter_of_another_shape_is_refused(value):
+    with pytest.raises(ValueError, match="`gravity` must"):
+        envs.make("CartPole-v1", gravity=value)
+
+
+def test_parameters_and_constructor_arguments_are_both_overridden_by_name():
+    env = envs.make("Breakout-MinAtar", max_steps_in_episode=7)
+    assert env.env_params.max_steps_in_episode == 7
+    assert env.action_space == envs.Discrete(3)
+    full = envs.make("Breakout-MinAtar", use_minimal_action_set=False)
+    assert full.action_space == envs.Discrete(6)
+
+
+def test_parameters_are_leaves_of_the_environment():
+    env = envs.make("CartPole-v1")
+    leaves, structure = jax.tree.flatten(env)
+    assert 9.8 in leaves
+    assert jax.tree.structure(envs.make("CartPole-v1", gravity=1.0)) == structure
+
+    def fall(gravity):
+        env = envs.make("CartPole-v1", gravity=gravity)
+        state, _ = env.reset(jax.random.key(0))
+        return env.step(jax.random.key(1), state, jnp.int32(1)).state.theta_dot
+
+    speeds = jax.vmap(fall)(jnp.array([0.0, 50.0]))
+    assert speeds[0] != speeds[1]

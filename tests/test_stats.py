@@ -1,0 +1,81 @@
+"""Statistics of a trajectory, against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import ENVS, collect
+
+import rollout
+
+summarize = jax.jit(rollout.summarize)
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_statistics_are_those_of_the_episodes_that_ended(name):
+    _, trajectory = collect(name)
+    stats = summarize(trajectory)
+    done = np.asarray(trajectory.done)
+    terminated = np.asarray(trajectory.terminated)
+    assert stats.num_steps == trajectory.reward.size
+    assert stats.num_episodes == done.sum() > 0
+    assert stats.num_terminated == terminated.sum()
+    assert stats.num_truncated == (done & ~terminated).sum()
+    assert stats.num_nonfinite == 0
+    for field in ("return", "length"):
+        values = np.asarray(getattr(trajectory, f"episode_{field}"))[done]
+        values = values.astype(np.float64)
+        for stat in ("mean", "std", "min", "max"):
+            got = getattr(stats, f"{field}_{stat}")
+            # Sums of at most some hundred float32 values.
+            np.testing.assert_allclose(
+                got, getattr(values, stat)(), rtol=1e-5, atol=1e-5
+            )
+            assert got.dtype == jnp.float32
+    for leaf in (stats.num_steps, stats.num_episodes, stats.num_terminated):
+        assert leaf.dtype == jnp.int32
+
+
+def test_window_without_an_ending_says_so():
+    _, trajectory = collect("Pendulum-v1")
+    stats = summarize(jax.tree.map(lambda x: x[:10], trajectory))
+    assert stats.num_episodes == 0
+    assert stats.num_steps == 160
+    for stat in ("mean", "std", "min", "max"):
+        assert np.isnan(getattr(stats, f"return_{stat}"))
+        assert np.isnan(getattr(stats, f"length_{stat}"))
+
+
+def test_idle_rows_do_not_count():
+    _, trajectory = collect("count")
+    lanes = jnp.arange(16)[None, :]
+    masked = trajectory.replace(mask=trajectory.mask & (lanes < 5))
+    first = jax.tree.map(lambda x: x[:, :5], trajectory)
+    got, want = summarize(masked), summarize(first)
+    for field in ("num_steps", "num_episodes", "return_mean", "length_max"):
+        assert getattr(got, field) == getattr(want, field)
+
+
+@pytest.mark.parametrize("field", ["reward", "extras"])
+def test_rows_that_are_not_finite_are_counted(field):
+    _, trajectory = collect("count")
+    bad = trajectory.reward.at[3, 4].set(jnp.nan).at[5, 6].set(jnp.inf)
+    value = bad if field == "reward" else {"value": bad[..., None]}
+    assert summarize(trajectory.replace(**{field: value})).num_nonfinite == 2
+
+
+def test_nan_parameters_show_in_the_statistics():
+    from cases import CountEnv
+
+    import envs
+
+    def act(params, obs, key):
+        logits = jnp.stack([obs[:, 0] * params, obs[:, 0]], axis=1)
+        log_prob = jax.nn.log_softmax(logits)[:, 0]
+        return jax.random.categorical(key, logits), {"log_prob": log_prob}
+
+    env = envs.vectorize(CountEnv(), 4)
+    collector = rollout.Collector(env=env, policy=rollout.stateless_policy(act))
+    carry = collector.init(jax.random.key(0))
+    _, trajectory = collector.collect_steps(carry, jnp.nan, 6)
+    assert summarize(trajectory).num_nonfinite == 24

@@ -1,0 +1,56 @@
+"""One environment becomes B of them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import CountEnv
+
+import envs
+
+
+@pytest.mark.parametrize("num_envs", [0, -1, 1.5, True, None])
+def test_bad_num_envs_is_refused(num_envs):
+    message = "`num_envs` must be an int of at least 1, got"
+    with pytest.raises(ValueError, match=message):
+        envs.vectorize(CountEnv(), num_envs)
+    with pytest.raises(ValueError, match=message):
+        envs.make_vec("CartPole-v1", num_envs)
+
+
+def test_unknown_auto_reset_is_refused():
+    message = '`auto_reset` must be "compact" or "select", got \'lazy\'.'
+    with pytest.raises(ValueError, match=message):
+        envs.vectorize(CountEnv(), 2, auto_reset="lazy")
+
+
+@pytest.mark.parametrize("name", ["reward", "terminated", "truncated"])
+def test_flag_or_reward_that_is_no_scalar_is_refused(name):
+    class Wide(CountEnv):
+        def step(self, key, state, action):
+            step = super().step(key, state, action)
+            return step.replace(**{name: jnp.zeros((3,))})
+
+    jax.tree_util.register_static(Wide)
+    env = envs.vectorize(Wide(), 2)
+    state, _ = env.reset(jax.random.split(jax.random.key(0)))
+    message = rf"`env.step` must return a scalar `{name}`, got shape \(3,\)"
+    with pytest.raises(ValueError, match=message):
+        env.step(jax.random.split(jax.random.key(1)), state, jnp.zeros(2, jnp.int32))
+
+
+def test_rewards_and_flags_are_cast_and_nothing_stays_weakly_typed():
+    env = envs.vectorize(CountEnv(), 2)
+    state, obs = env.reset(jax.random.split(jax.random.key(0)))
+    action = jnp.zeros(2, jnp.int32)
+    step = env.step(jax.random.split(jax.random.key(1)), state, action)
+    assert step.reward.dtype == jnp.float32
+    assert step.terminated.dtype == step.truncated.dtype == bool
+    state.pop("key"), step.state.pop("key")
+    assert not any(x.weak_type for x in jax.tree.leaves((state, obs, step)))
+
+
+def test_vector_env_is_a_pytree_of_the_parameters():
+    env = envs.make_vec("CartPole-v1", 2, gravity=1.25)
+    assert 1.25 in jax.tree.leaves(env)
+    assert env.num_envs == 2
+    assert env.observation_space.shape == (4,)
