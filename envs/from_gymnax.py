@@ -129,7 +129,8 @@ def _merges_time_limit(env: Any) -> bool:
 def _to_space(space: Any) -> Space:
     """Makes a gymnax `Discrete` or `Box` one of ours; other spaces stay as they are."""
     if hasattr(space, "n"):
-        return spaces.Discrete(int(space.n), space.dtype)
+        return spaces.Discrete(int(space.n), jnp.dtype(space.dtype))
     if hasattr(space, "low") and hasattr(space, "high"):
-        return spaces.Box(space.low, space.high, tuple(space.shape), space.dtype)
+        dtype = jnp.dtype(space.dtype)
+        return spaces.Box(space.low, space.high, tuple(space.shape), dtype)
     return space

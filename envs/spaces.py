@@ -16,7 +16,9 @@ class Discrete:
     """
 
     n: int = struct.field(pytree_node=False)
-    dtype: jax.typing.DTypeLike = struct.field(pytree_node=False, default=jnp.int32)
+    dtype: jax.typing.DTypeLike = struct.field(
+        pytree_node=False, default=jnp.dtype(jnp.int32)
+    )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,7 +48,9 @@ class Box:
     low: jax.typing.ArrayLike
     high: jax.typing.ArrayLike
     shape: tuple[int, ...] = struct.field(pytree_node=False)
-    dtype: jax.typing.DTypeLike = struct.field(pytree_node=False, default=jnp.float32)
+    dtype: jax.typing.DTypeLike = struct.field(
+        pytree_node=False, default=jnp.dtype(jnp.float32)
+    )
 
     def sample(self, key: chex.PRNGKey) -> jax.Array:
         """Draws one element uniformly; the bounds must be finite."""

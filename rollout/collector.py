@@ -23,7 +23,9 @@ class Collector:
 
     A pytree whose leaves are the environment's parameters, so it may be an argument
     of your own jitted function or closed over. Every method is a pure function of its
-    arguments and gives the same bits inside and outside of `jit`.
+    arguments. `init` and `collect_steps` are jitted and give the same bits inside your
+    own `jit`; `step` and `fold_steps` are not, and run operation by operation a float
+    may differ from theirs in the last place.
 
     Attributes:
         env: `B` environments side by side.
@@ -34,7 +36,7 @@ class Collector:
     policy: Policy = struct.field(pytree_node=False)
 
     def init(self, key: chex.PRNGKey) -> Carry:
-        """Starts the first episode of every lane.
+        """Starts the first episode of every lane. Jitted.
 
         Args:
             key: one typed key; it decides all that is random in the run, and its
@@ -47,7 +49,8 @@ class Collector:
             ValueError: if `key` is not one typed key, or if the policy's initial state
                 lacks the lane axis.
         """
-        return kernel.init(self.env, self.policy, key)
+        checks.typed_key(key)
+        return _init(self, key)
 
     def step(self, carry: Carry, params: Any) -> tuple[Carry, Transition]:
         """Takes one step in every lane and resets those whose episode ended.
@@ -123,6 +126,12 @@ class Collector:
             return (carry, fn(state[1], transition)), None
 
         return lax.scan(step, (carry, acc), length=num_steps)[0]
+
+
+# Jitted, since operation by operation a first call compiles some forty programs.
+@jax.jit
+def _init(collector: Collector, key: chex.PRNGKey) -> Carry:
+    return kernel.init(collector.env, collector.policy, key)
 
 
 @functools.partial(jax.jit, static_argnames="num_steps")

@@ -22,7 +22,7 @@ _POLICY, _ENV = 0, 1
 
 def init(env: VectorEnv, policy: Policy, key: chex.PRNGKey) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
-    checks.typed_key(key)
+    env = keys.barrier(env)  # see `step`
     lane = jnp.arange(env.num_envs, dtype=jnp.int32)
     episode_key = keys.fold_in(keys.fold_in(keys.fold_in(key, _ENV), lane), 0)
     env_state, obs = env.reset(keys.fold_in(episode_key, RESET))
@@ -45,6 +45,9 @@ def step(
     env: VectorEnv, policy: Policy, carry: Carry, params: Any
 ) -> tuple[Carry, Transition]:
     """Takes one step in every lane; see `Collector.step`."""
+    # Parameters of a collector that is closed over are constants to XLA, which folds
+    # them and then rounds otherwise than where the collector is an argument.
+    env = keys.barrier(env)
     with jax.named_scope("policy"):
         decision = _act(env, policy, carry, params)
     with jax.named_scope("env_step"):

@@ -82,8 +82,7 @@ def collect(
 ) -> tuple[rollout.Carry, rollout.Transition]:
     """The trajectory of a case from seed 7; do not change what it returns."""
     collector = make_collector(name, num_envs, auto_reset)
-    # One compilation instead of one per operation.
-    carry = jax.jit(collector.init)(jax.random.key(7, impl=impl))
+    carry = collector.init(jax.random.key(7, impl=impl))
     return collector.collect_steps(carry, None, num_steps)
 
 

@@ -76,7 +76,7 @@ def test_episode_ids_are_never_reused_and_stay_through_an_episode(name):
 def test_two_halves_equal_the_whole_bit_for_bit(name):
     collector = make_collector(name)
     half = NUM_STEPS // 2
-    carry = jax.jit(collector.init)(jax.random.key(7))
+    carry = collector.init(jax.random.key(7))
     carry, first = collector.collect_steps(carry, None, half)
     carry, second = collector.collect_steps(carry, None, half)
     halves = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), first, second)
@@ -123,7 +123,7 @@ def test_lane_gives_the_same_stream_among_any_number(name, num_envs):
 @each_env
 def test_carry_keeps_structure_shapes_and_dtypes(name):
     carry, _ = collect(name)
-    fresh = jax.jit(make_collector(name).init)(jax.random.key(0))
+    fresh = make_collector(name).init(jax.random.key(0))
     chex.assert_trees_all_equal_shapes_and_dtypes(carry, fresh)
     assert jax.tree.structure(carry) == jax.tree.structure(fresh)
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(raw((carry, fresh))))
@@ -144,15 +144,18 @@ def test_step_without_jit_agrees_with_the_scan(name):
 
 
 @each_env
-def test_outer_jit_gives_the_same_bits(name):
+@pytest.mark.parametrize("how", ["argument", "closed over"])
+def test_outer_jit_gives_the_same_bits(name, how):
     collector = make_collector(name)
 
-    @jax.jit
     def run(collector, key):
         return collector.collect_steps(collector.init(key), None, NUM_STEPS)
 
-    carry, trajectory = run(collector, jax.random.key(7))
-    chex.assert_trees_all_equal(raw((carry, trajectory)), raw(collect(name)))
+    if how == "argument":
+        got = jax.jit(run)(collector, jax.random.key(7))
+    else:
+        got = jax.jit(lambda key: run(collector, key))(jax.random.key(7))
+    chex.assert_trees_all_equal(raw(got), raw(collect(name)))
 
 
 def test_collect_steps_traces_once_for_any_number_of_calls():

@@ -35,7 +35,7 @@ def test_every_environment_collects(env_id):
 def check_collects(env):
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
-    carry = jax.jit(collector.init)(jax.random.key(0))
+    carry = collector.init(jax.random.key(0))
     after, trajectory = collector.collect_steps(carry, None, 3)
     chex.assert_trees_all_equal_shapes_and_dtypes(raw(carry), raw(after))
     chex.assert_shape(trajectory.reward, (3, 2))

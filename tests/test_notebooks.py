@@ -1,0 +1,66 @@
+"""Every notebook runs from top to bottom, and is committed with its outputs."""
+
+import os
+import pathlib
+import sys
+
+import nbformat
+import pytest
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpecManager
+from nbclient import NotebookClient
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+TIMEOUT = 300  # seconds per cell; whole notebooks take well under a minute
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def kernel_manager() -> AsyncKernelManager:
+    """Makes a manager whose kernel is the interpreter that runs this test.
+
+    Without directories to search, "python3" is what ipykernel says of itself, which is
+    `sys.executable`; an installed spec of that name may be another interpreter.
+    """
+    specs = KernelSpecManager(kernel_dirs=[])
+    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=specs)
+    assert manager.kernel_spec.argv[0] == sys.executable
+    return manager
+
+
+def outputs(path: pathlib.Path) -> list[nbformat.NotebookNode]:
+    cells = nbformat.read(path, as_version=4).cells
+    return [output for cell in cells for output in cell.get("outputs", [])]
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@each_notebook
+def test_notebook_runs(path, tmp_path):
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        km=kernel_manager(),
+        timeout=TIMEOUT,
+        # The kernel starts in a directory of its own, so that it writes nothing here.
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    packages = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    # Nothing of the user's IPython profile may decide whether the notebook runs.
+    environ = {**os.environ, "PYTHONPATH": packages, "IPYTHONDIR": str(tmp_path)}
+    client.execute(cleanup_kc=True, env=environ)  # raises what a cell raises
+
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+
+
+@each_notebook
+def test_notebook_is_saved_with_its_outputs(path):
+    saved = outputs(path)
+
+    assert any("image/png" in output.get("data", {}) for output in saved)
+    assert not [output for output in saved if output.output_type == "error"]
+    assert not [output for output in saved if output.get("name") == "stderr"]
