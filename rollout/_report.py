@@ -43,11 +43,11 @@ def print_row(label: str, value: object) -> None:
     print(f"{label:<18}{value}".rstrip())
 
 
-def draw(title: str, num_envs: int, ended: Ended) -> "Figure":
+def draw(env_id: str, num_envs: int, ended: Ended) -> "Figure":
     """Draws the returns over time and the distribution of the lengths.
 
     Args:
-        title: title of the figure.
+        env_id: id of the environment, for the title.
         num_envs: B, lanes that stepped side by side.
         ended: the episodes, at least one.
 
@@ -59,7 +59,7 @@ def draw(title: str, num_envs: int, ended: Ended) -> "Figure":
 
     figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=13)
+    figure.suptitle(f"{env_id}: random policy in {num_envs:,} envs", fontsize=13)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_returns(left, num_envs, ended)
     _draw_lengths(right, ended)
@@ -97,6 +97,7 @@ def _draw_returns(axes: "Axes", num_envs: int, ended: Ended) -> None:
     if means.shape[1] > 1:
         label = f"mean over {width:,} steps"
         axes.plot(*means, ".-", color=_DARK, linewidth=1.6, label=label)
+        axes.margins(y=0.15)  # room for the legend
         axes.legend(frameon=False, loc="upper left")
     drawn = f" (1 in {every} drawn)" if every > 1 else ""
     axes.set_title(f"{value.size:,} episodes, where they ended{drawn}", fontsize=10)

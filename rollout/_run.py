@@ -127,7 +127,10 @@ def _chunk(
 
 def _windows(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
     """First step and stop of each chunk: of equal size, the last one may be shorter."""
-    size = min(-(-args.num_steps // _NUM_CHUNKS), max(1, _MAX_ROWS // args.num_envs))
+    most = min(-(-args.num_steps // _NUM_CHUNKS), max(1, _MAX_ROWS // args.num_envs))
+    # A shorter last chunk is a second program to compile: avoid it where that is easy.
+    sizes = range(most, most // 2, -1)
+    size = next((size for size in sizes if args.num_steps % size == 0), most)
     for first in range(0, args.num_steps, size):
         yield first, min(first + size, args.num_steps)
 
