@@ -4,10 +4,13 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import numbers
 import urllib.error
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from envs.from_gymnax import from_gymnax
 from envs.types import Env, VectorEnv
@@ -106,12 +109,13 @@ def _build_once(env_id: str, **arguments: Any) -> tuple[Any, Any]:
 
 
 def _check_parameter(name: str, value: Any, default: Any) -> None:
-    """Refuses a parameter of another shape than its default has."""
-    try:
-        shape = jnp.shape(value)
-    except TypeError:
-        shape = None
-    if isinstance(value, str) or shape is None:
+    """Refuses a parameter of another kind or shape than its default has."""
+    if not isinstance(value, numbers.Real | np.ndarray | np.generic | jax.Array):
         raise ValueError(f"`{name}` must be a number or array, got {value!r}.")
-    if shape != jnp.shape(default):
-        raise ValueError(f"`{name}` must have shape {jnp.shape(default)}, got {shape}.")
+    if jnp.shape(value) != jnp.shape(default):
+        raise ValueError(
+            f"`{name}` must have shape {jnp.shape(default)}, got {jnp.shape(value)}."
+        )
+    kinds = [jnp.result_type(x) for x in (value, default)]
+    if jnp.issubdtype(kinds[1], jnp.integer) and jnp.issubdtype(kinds[0], jnp.inexact):
+        raise ValueError(f"`{name}` must be an integer, got {value!r}.")

@@ -86,31 +86,37 @@ def _print_episodes(ended: Ended) -> None:
 
 
 def _draw_returns(axes: "Axes", num_envs: int, ended: Ended) -> None:
-    """Draws episodes as light points, and the mean of all in equal spans of steps."""
+    """Draws the episodes as light points, and the mean of all, group by group."""
+    from matplotlib.ticker import EngFormatter
+
     step, value = ended.step * num_envs, ended.episode_return
     every = -(-value.size // _MAX_POINTS)
     alpha = float(np.clip(300 / value.size, 0.3, 0.8))
     points = {"color": _BLUE, "alpha": alpha, "markersize": 6, "markeredgewidth": 0}
     axes.plot(step[::every], value[::every], ".", **points)
-    width = -(-int(step[-1]) // min(_MAX_MEANS, max(1, value.size // 10)))
-    means = _means(step, value, width)
+    means = _means(step, value, min(_MAX_MEANS, max(1, value.size // 10)))
     if means.shape[1] > 1:
-        label = f"mean over {width:,} steps"
-        axes.plot(*means, ".-", color=_DARK, linewidth=1.6, label=label)
+        line = {"color": _DARK, "linewidth": 1.6, "label": "mean of successive ones"}
+        axes.plot(*means, ".-", **line)
         axes.margins(y=0.15)  # room for the legend
         axes.legend(frameon=False, loc="upper left")
     drawn = f" (1 in {every} drawn)" if every > 1 else ""
     axes.set_title(f"{value.size:,} episodes, where they ended{drawn}", fontsize=10)
     axes.set_xlabel("environment steps, all envs together")
     axes.set_ylabel("episode return (sum of rewards)")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _means(step: np.ndarray, value: np.ndarray, width: int) -> np.ndarray:
-    """Mean step and mean value in every span of `width` steps that is not empty."""
-    span = (step - 1) // width
-    count = np.bincount(span)
-    sums = np.stack([np.bincount(span, weights=x) for x in (step, value)])
+def _means(step: np.ndarray, value: np.ndarray, num_groups: int) -> np.ndarray:
+    """Mean step and mean value of groups of successive episodes, about equally many.
+
+    Episodes of the same step stay together: their order among each other is the one of
+    the lanes, not of time.
+    """
+    rank = np.searchsorted(step, step)
+    group = rank * num_groups // step.size
+    count = np.bincount(group)
+    sums = np.stack([np.bincount(group, weights=x) for x in (step, value)])
     return sums[:, count > 0] / count[count > 0]
 
 

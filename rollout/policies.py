@@ -1,5 +1,6 @@
 """Policies from plain functions, and the random one."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,21 +32,13 @@ def random_policy(action_space: Space) -> Policy:
         ValueError: if a bound of the box is not finite.
     """
     if hasattr(action_space, "n"):
-        draw = _draw_discrete
-    elif hasattr(action_space, "low") and hasattr(action_space, "high"):
+        return _discrete_policy(int(action_space.n), jnp.dtype(action_space.dtype))
+    if hasattr(action_space, "low") and hasattr(action_space, "high"):
         _check_bounds(action_space)
         draw = _draw_box
     else:
         draw = _draw_any
-
-    def apply(
-        params: Any, obs: chex.ArrayTree, state: chex.ArrayTree, key: chex.PRNGKey
-    ) -> PolicyStep:
-        del params  # unused
-        num_envs = jax.tree.leaves(obs)[0].shape[0]
-        return PolicyStep(draw(action_space, num_envs, key), state)
-
-    return Policy(init=_no_state, apply=apply)
+    return _drawing_policy(functools.partial(draw, action_space))
 
 
 def stateless_policy(fn: Callable[..., Any]) -> Policy:
@@ -106,6 +99,24 @@ def recurrent_policy(
     return Policy(init=init, apply=apply)
 
 
+# The same object again, since a policy is a static part of every trace.
+@functools.cache
+def _discrete_policy(n: int, dtype: jnp.dtype) -> Policy:
+    return _drawing_policy(functools.partial(_draw_discrete, n, dtype))
+
+
+def _drawing_policy(draw: Callable[[int, chex.PRNGKey], chex.ArrayTree]) -> Policy:
+    """Makes a policy of `(num_envs, key)` to actions."""
+
+    def apply(
+        params: Any, obs: chex.ArrayTree, state: chex.ArrayTree, key: chex.PRNGKey
+    ) -> PolicyStep:
+        del params  # unused
+        return PolicyStep(draw(jax.tree.leaves(obs)[0].shape[0], key), state)
+
+    return Policy(init=_no_state, apply=apply)
+
+
 def _no_state(num_envs: int) -> tuple[()]:
     del num_envs  # unused
     return ()
@@ -122,19 +133,20 @@ def _check_bounds(space: Space) -> None:
         )
 
 
-def _draw_discrete(space: Space, num_envs: int, key: chex.PRNGKey) -> jax.Array:
+def _draw_discrete(
+    n: int, dtype: jnp.dtype, num_envs: int, key: chex.PRNGKey
+) -> jax.Array:
     """Draws `[B]` integers below n from one word each: the high half of word * n.
 
     The bias of an integer is below n / 2**32, that of `jax.random.randint` likewise,
     which draws two words and divides.
     """
-    n = int(space.n)
     if n > _LARGEST_N:
-        return jax.random.randint(keys.inline(key), (num_envs,), 0, n, space.dtype)
+        return jax.random.randint(keys.inline(key), (num_envs,), 0, n, dtype)
     word = jax.random.bits(keys.inline(key), (num_envs,), jnp.uint32)
     n, half = jnp.uint32(n), jnp.uint32(16)
     low = ((word & jnp.uint32(0xFFFF)) * n) >> half
-    return (((word >> half) * n + low) >> half).astype(space.dtype)
+    return (((word >> half) * n + low) >> half).astype(dtype)
 
 
 def _draw_box(space: Space, num_envs: int, key: chex.PRNGKey) -> jax.Array:

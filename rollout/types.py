@@ -66,6 +66,8 @@ class Episode:
         episode_return: `[B]` float32, undiscounted sum of rewards so far.
         episode_length: `[B]` int32, steps so far.
         episode_id: `[B]` int32; lane i's n-th episode (from 0) is number `n * B + i`.
+            After 2^31 episodes the numbers are negative; after 2^32 they, and with
+            them the episodes' randomness, repeat.
     """
 
     key: chex.PRNGKey  # [B]

@@ -30,6 +30,13 @@ def test_discrete_actions_are_uniform(n):
     assert chi_squared < n - 1 + 5 * np.sqrt(2 * n) + 10
 
 
+def test_random_policy_of_the_same_space_is_the_same_object():
+    # So that it does not trace again.
+    assert rollout.random_policy(envs.Discrete(5)) is rollout.random_policy(
+        envs.Discrete(5)
+    )
+
+
 def test_discrete_space_too_large_for_one_word_still_draws():
     action = draw(envs.Discrete(1 << 20), 4096)
     assert action.min() >= 0

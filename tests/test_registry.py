@@ -58,10 +58,16 @@ def test_unknown_parameter_names_the_valid_ones():
         envs.make("CartPole-v1", size=2, color=1)
 
 
-@pytest.mark.parametrize("value", ["9.8", jnp.ones(3)])
-def test_parameter_of_another_shape_is_refused(value):
+@pytest.mark.parametrize("value", ["9.8", None, {}, jnp.ones(3)])
+def test_parameter_of_another_kind_or_shape_is_refused(value):
     with pytest.raises(ValueError, match="`gravity` must"):
         envs.make("CartPole-v1", gravity=value)
+
+
+def test_fractional_value_of_an_integer_parameter_is_refused():
+    message = "`max_steps_in_episode` must be an integer, got 1.5"
+    with pytest.raises(ValueError, match=message):
+        envs.make("CartPole-v1", max_steps_in_episode=1.5)
 
 
 def test_parameters_and_constructor_arguments_are_both_overridden_by_name():

@@ -1,0 +1,212 @@
+"""The command line: `python -m rollout CartPole-v1` collects with the random policy.
+
+It prints what the episodes were like and how fast they came; on demand it saves the
+trajectory, draws the episodes, or profiles one more chunk.
+"""
+
+import argparse
+import ast
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import jax
+import numpy as np
+
+import envs
+from rollout import _report, _run
+from rollout._run import InputError
+
+_INT32_MAX = 2**31 - 1  # lanes and steps are counted in int32
+_SEED_MAX = 2**32 - 1  # jax takes a longer one and drops its upper bits
+_FIGURE_KINDS = (".pdf", ".png", ".svg")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: the arguments; None for those of the process. `--xla-cpu-loop` sets
+            XLA_FLAGS, which has no effect once jax has started its backend.
+
+    Returns:
+        The exit status: 0; 1 if `--plot` found no episode to draw; 130 after Ctrl-C
+            and 141 if the reader of stdout is gone, as a shell counts signals.
+
+    Raises:
+        SystemExit: with status 2 after one line on stderr if what was asked for cannot
+            be done, with status 0 after `--help`.
+    """
+    parser = _make_parser()
+    args = parser.parse_args(argv)
+    try:
+        status = _main(args)
+        sys.stdout.flush()
+        return status
+    except InputError as error:
+        parser.error(str(error))
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        parser.error(str(error).partition("\n")[0])
+    except BrokenPipeError:
+        # The reader of stdout is gone (`| head`); Python would complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        # On a terminal the cursor stands behind the ^C that was typed.
+        start = "\r" if sys.stderr.isatty() else ""
+        print(f"{start}{parser.prog}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _main(args: argparse.Namespace) -> int:
+    if args.xla_cpu_loop:  # before gymnax is imported, which starts the backend
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} {_run.XLA_CPU_LOOP}".strip()
+    if args.list_envs:
+        print(*envs.env_ids(), sep="\n")
+        return 0
+    _check(args)
+    program = _run.prepare(args)
+    result = _run.collect(program, args)
+    _report.print_table(args, program, result)
+    if args.save:
+        _write(args.save, lambda file: np.savez(file, **result.trajectory))
+        _report.print_row("saved", args.save)
+    if args.profile:
+        trace = _run.profile(program, result.carry, args.profile)
+        _report.print_row("profile", trace)
+    return _plot(args, result) if args.plot else 0
+
+
+def _plot(args: argparse.Namespace, result: _run.Result) -> int:
+    if not result.ended.step.size:
+        reason = "no episode ended in this window, nothing to draw"
+        print(f"python -m rollout: error: argument --plot: {reason}", file=sys.stderr)
+        return 1
+    figure = _report.draw(args.env, args.num_envs, result.ended)
+    kind = args.plot.suffix[1:].lower()
+    _write(args.plot, lambda file: figure.savefig(file, format=kind))
+    _report.print_row("plot", args.plot)
+    return 0
+
+
+def _write(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("xb") as file:
+            write(file)
+        os.replace(part, path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"{path} could not be written: {reason}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m rollout",
+        description="Collects experience with the random policy and reports on it.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    count, seed = _int_within(1, _INT32_MAX), _int_within(0, _SEED_MAX)
+    add("env", nargs="?", help="id of the environment, such as CartPole-v1")
+    add("--num-envs", type=count, default=1024, help="lanes side by side (1024)")
+    add("--num-steps", type=count, default=1000, help="steps of every lane (1000)")
+    add("--seed", type=seed, default=0, help="decides all that is random (0)")
+    add(
+        "--env-param",
+        type=_parse_parameter,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="parameter of the environment, VALUE a Python literal; repeatable",
+    )
+    add("--save", type=Path, metavar="FILE", help="write the trajectory as .npz")
+    add("--plot", type=Path, metavar="FILE", help="draw the episodes as .png")
+    add("--profile", type=Path, metavar="DIR", help="trace one more chunk to DIR")
+    add("--list-envs", action="store_true", help="print the known ids and exit")
+    add(
+        "--xla-cpu-loop",
+        action="store_true",
+        help="let XLA:CPU compile the whole loop to one kernel, which often pays for "
+        f"few envs; adds {_run.XLA_CPU_LOOP} to XLA_FLAGS",
+    )
+    return parser
+
+
+def _int_within(low: int, high: int) -> Callable[[str], int]:
+    """Makes the parser of an int from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            raise argparse.ArgumentTypeError(
+                f"must be an int from {low} to {high}, got {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def _parse_parameter(text: str) -> tuple[str, Any]:
+    name, equals, literal = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    try:
+        return name, ast.literal_eval(literal)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise argparse.ArgumentTypeError(
+            f"VALUE must be a Python literal, got {text!r}"
+        ) from None
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuses, before anything is collected, what could not be done afterwards."""
+    if args.env is None:
+        raise InputError("the environment is missing; --list-envs prints the ids")
+    for option, path in (("--save", args.save), ("--plot", args.plot)):
+        problem = path and _problem_with(path)
+        if problem:
+            raise InputError(f"argument {option}: {problem}")
+    if args.plot and args.plot.suffix.lower() not in _FIGURE_KINDS:
+        kinds = ", ".join(_FIGURE_KINDS)
+        raise InputError(f"argument --plot: must end in {kinds}, got {args.plot}")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise InputError("argument --plot: matplotlib is not installed")
+    try:
+        if args.profile:
+            args.profile.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"{args.profile}: {error.strerror}"
+        raise InputError(f"argument --profile: {reason}") from error
+
+
+def _problem_with(path: Path) -> str | None:
+    """Says why no file can be written there, if none can."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if path.exists() and not path.is_file():
+        return f"{path} is not a regular file"
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        return f"the folder {path.parent} is not writable"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
