@@ -14,6 +14,7 @@ length. Where `c` keeps no statistics it writes the reward in place of the retur
     python tests/benchmarks/rollout_speed.py                  # the table
     python tests/benchmarks/rollout_speed.py --both-loops     # and with the XLA flag
     python tests/benchmarks/rollout_speed.py --linear         # time against num_steps
+    python tests/benchmarks/rollout_speed.py --outer-jit      # called directly or not
 """
 
 import argparse
@@ -37,6 +38,7 @@ from jax import lax
 
 import envs
 import rollout
+from envs import keys
 from rollout import kernel
 
 ENVS = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "Breakout-MinAtar")
@@ -131,8 +133,9 @@ def bare_loop(case: Case, policy: rollout.Policy | None) -> tuple:
 
     def run(carry: Any, params: Any) -> tuple[Any, Any]:
         def step(carry: Any, _: None) -> tuple[Any, Any]:
-            decision = kernel._act(env, policy, carry, params)
-            result = kernel._step_env(env, carry, decision.action)
+            fenced = keys.barrier(env)  # as `kernel.step` does
+            decision = kernel._act(fenced, policy, carry, params)
+            result = kernel._step_env(fenced, carry, decision.action)
             length = carry.episode.episode_length
             out = (
                 carry.obs,
@@ -163,8 +166,8 @@ def everyones_loop(case: Case, policy: rollout.Policy | None) -> tuple:
 
     def init(key: jax.Array) -> tuple[Any, ...]:
         key, reset_key = jax.random.split(key)
-        keys = jax.random.split(reset_key, num_envs)
-        obs, state = jax.vmap(env.reset, (0, None))(keys, env_params)
+        reset_keys = jax.random.split(reset_key, num_envs)
+        obs, state = jax.vmap(env.reset, (0, None))(reset_keys, env_params)
         zero = jnp.zeros(num_envs)
         return key, state, obs, zero, zero.astype(jnp.int32)
 
@@ -173,14 +176,14 @@ def everyones_loop(case: Case, policy: rollout.Policy | None) -> tuple:
             key, state, obs, total, length = carry
             key, action_key, step_key = jax.random.split(key, 3)
             if policy is None:
-                keys = jax.random.split(action_key, num_envs)
-                action = jax.vmap(space.sample)(keys)
+                action_keys = jax.random.split(action_key, num_envs)
+                action = jax.vmap(space.sample)(action_keys)
             else:
                 action = policy.apply(params, obs, (), action_key).action
-            keys = jax.random.split(step_key, num_envs)
+            step_keys = jax.random.split(step_key, num_envs)
             next_obs, state, reward, terminated, truncated, _ = jax.vmap(
                 env.step, (0, 0, 0, None)
-            )(keys, state, action, env_params)
+            )(step_keys, state, action, env_params)
             done = terminated | truncated
             total, length = total + reward, length + 1
             out = obs, action, reward, done, total, length
@@ -288,6 +291,34 @@ def measure_linearity(repeats: int) -> None:
             print(f"| {env_id} | {n} | {t * 1e6:.2f} | {t / times[0]:.3f} |")
 
 
+def measure_outer_jit(repeats: int) -> None:
+    """Prints the time of a call from Python and from inside the caller's own jit."""
+    print("| env | envs | direct ms | inside jit ms | ratio |\n|---|---|---|---|---|")
+    for num_envs in (16, 1024):
+        env = envs.make_vec("CartPole-v1", num_envs)
+        policy = rollout.random_policy(env.action_space)
+        collector = rollout.Collector(env=env, policy=policy)
+
+        def direct(carry: Any, collector: Any = collector) -> tuple[Any, Any]:
+            return collector.collect_steps(carry, None, NUM_STEPS)
+
+        calls = {"direct": direct, "inside": jax.jit(direct)}
+        carry = collector.init(jax.random.key(0))
+        times = {name: [] for name in calls}
+        for call in calls.values():
+            jax.block_until_ready(call(carry))
+        for _ in range(repeats):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                jax.block_until_ready(call(carry))
+                times[name].append(time.perf_counter() - start)
+        one, other = (statistics.median(times[name]) * 1e3 for name in calls)
+        print(
+            f"| CartPole-v1 | {num_envs} | {one:.3f} | {other:.3f} "
+            f"| {one / other:.2f} |"
+        )
+
+
 def machine() -> str:
     """Says what this runs on."""
     device = jax.devices()[0]
@@ -322,6 +353,9 @@ def main() -> None:
     parser.add_argument(
         "--device", action="store_true", help="only say what it runs on"
     )
+    parser.add_argument(
+        "--outer-jit", action="store_true", help="a direct call against one in a jit"
+    )
     parser.add_argument("--linear", action="store_true", help="time against num_steps")
     parser.add_argument(
         "--both-loops",
@@ -331,6 +365,9 @@ def main() -> None:
     args = parser.parse_args()
     print(machine(), flush=True)
     if args.device:
+        return
+    if args.outer_jit:
+        measure_outer_jit(args.repeats)
         return
     if args.linear:
         measure_linearity(args.repeats)

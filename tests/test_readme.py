@@ -1,0 +1,34 @@
+"""The README tells the truth: its example runs and its commands are the ones tested."""
+
+import pathlib
+import re
+
+import envs
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_example_runs_and_prints_statistics(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert len(lines) <= 25
+    exec(compile(code, "README.md", "exec"), {})
+    num_episodes, mean, longest = capsys.readouterr().out.split()
+    assert int(num_episodes) > 100
+    assert 10 < float(mean) < float(longest) <= 200
+
+
+def test_continuous_integration_runs_the_command_of_the_readme():
+    assert README.count("<!-- ci: test -->\n```bash\n") == 1
+    assert "<!-- ci: test -->" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_picture_and_notebooks_that_are_named_exist():
+    for name in re.findall(r"\]\((docs/[^)]+)\)|`(notebooks/[^`]+)`", README):
+        assert (ROOT / "".join(name)).is_file(), name
+
+
+def test_number_of_environments_is_that_of_gymnax():
+    count = len(envs.env_ids())
+    assert f"{count - 1} of the {count} work as they are" in README
