@@ -8,13 +8,23 @@ runs inside your own `jit`, or jitted from a notebook.
 from rollout.collector import Collector
 from rollout.policies import random_policy, recurrent_policy, stateless_policy
 from rollout.stats import CollectStats, summarize
-from rollout.types import Carry, Episode, Policy, PolicyStep, Transition
+from rollout.types import (
+    Carry,
+    Episode,
+    Episodes,
+    Persistent,
+    Policy,
+    PolicyStep,
+    Transition,
+)
 
 __all__ = [
     "Carry",
     "CollectStats",
     "Collector",
     "Episode",
+    "Episodes",
+    "Persistent",
     "Policy",
     "PolicyStep",
     "Transition",

@@ -1,12 +1,16 @@
 """The kernel: `init` and `step`, one batched transition, nothing else.
 
-Randomness comes from counters. Under the root key hang two streams: `_POLICY`, folded
-with the step number for the policy's key, and `_ENV`, folded with the lane and the
-number of its episode for the episode key. So nothing is drawn that is not read, a
-lane's stream does not depend on the number of lanes, and the key is not carried.
+`step` is `advance`, which resets nothing, then `restart` of the lanes that are done.
+
+Randomness comes from counters. Under the root key hang three streams: `_POLICY`, folded
+with the step number for the policy's key; `_ENV`, folded with the lane and the number
+of its episode for the episode key; `_QUEUE`, folded with the position of an episode in
+the queue that `collect_episodes` serves. So nothing is drawn that is not read, a lane's
+stream does not depend on the number of lanes, and the key is not carried.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -15,20 +19,35 @@ import jax.numpy as jnp
 from envs import keys
 from envs.types import RESET, EnvStep, Lanes, VectorEnv
 from rollout import checks, fence
-from rollout.types import Carry, Episode, Policy, PolicyStep, Transition
+from rollout.types import (
+    Carry,
+    Episode,
+    Persistent,
+    Policy,
+    PolicyStep,
+    Transition,
+)
 
-_POLICY, _ENV = 0, 1
+_POLICY, _ENV, _QUEUE = 0, 1, 2
+
+
+class Start(NamedTuple):
+    """The episodes that lanes start next: lane numbers to keys, and `[B]` their ids."""
+
+    key_fn: Callable[[jax.Array], chex.PRNGKey]
+    episode_id: jax.Array  # [B]
 
 
 def init(env: VectorEnv, policy: Policy, key: chex.PRNGKey) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
     env = keys.barrier(env)  # see `step`
     lane = jnp.arange(env.num_envs, dtype=jnp.int32)
-    episode_key = keys.fold_in(keys.fold_in(keys.fold_in(key, _ENV), lane), 0)
+    episode_key = _own_key(env_key=keys.fold_in(key, _ENV), lane=lane, number=0)
     env_state, obs = env.reset(keys.fold_in(episode_key, RESET))
     return Carry(
         key=key,
         step=jnp.zeros((), jnp.int32),
+        next_episode=jnp.zeros((), jnp.int32),
         env_state=env_state,
         obs=obs,
         policy_state=_initial_policy_state(policy, env.num_envs),
@@ -48,16 +67,85 @@ def step(
     # Parameters of a collector that is closed over are constants to XLA, which folds
     # them and then rounds otherwise than where the collector is an argument.
     env = keys.barrier(env)
+    carry, transition = advance(env, policy, carry, params)
+    next_id = carry.episode.episode_id + env.num_envs
+    start = own_episodes(env, carry.key, next_id)
+    return restart(env, policy, carry, transition.done, start), transition
+
+
+def advance(
+    env: VectorEnv, policy: Policy, carry: Carry, params: Any
+) -> tuple[Carry, Transition]:
+    """Takes one step in every lane and resets none: the next carry is that of step t+1.
+
+    A lane whose episode ended must be given to `restart` before it is stepped again.
+    """
     with jax.named_scope("policy"):
         decision = _act(env, policy, carry, params)
     with jax.named_scope("env_step"):
         result = _step_env(env, carry, decision.action)
     with jax.named_scope("bookkeeping"):
         transition = _record(env, carry, decision, result)
+        carry = carry.replace(
+            step=carry.step + 1,
+            env_state=result.state,
+            obs=result.obs,
+            policy_state=decision.state,
+            episode=carry.episode.replace(
+                episode_return=transition.episode_return,
+                episode_length=transition.episode_length,
+            ),
+        )
+    return carry, transition
+
+
+def restart(
+    env: VectorEnv, policy: Policy, carry: Carry, over: jax.Array, start: Start
+) -> Carry:
+    """Starts new episodes in the lanes where `over`, `[B]` bool."""
+    episode = carry.episode
     with jax.named_scope("auto_reset"):
-        lanes = _reset_done(env, carry, result, transition.done)
+        lanes = Lanes(episode_key=episode.key, state=carry.env_state, obs=carry.obs)
+        lanes = env.reset_done(start.key_fn, over, lanes)
     with jax.named_scope("bookkeeping"):
-        return _advance(env, policy, carry, decision, transition, lanes), transition
+        return carry.replace(
+            env_state=lanes.state,
+            obs=lanes.obs,
+            policy_state=_restart_policy(policy, carry.policy_state, over),
+            episode=Episode(
+                key=lanes.episode_key,
+                episode_return=jnp.where(over, 0.0, episode.episode_return),
+                episode_length=jnp.where(over, 0, episode.episode_length),
+                episode_id=jnp.where(over, start.episode_id, episode.episode_id),
+            ),
+        )
+
+
+def own_episodes(env: VectorEnv, key: chex.PRNGKey, episode_id: jax.Array) -> Start:
+    """The episodes of the lanes' own streams that have the numbers `episode_id`."""
+    env_key = keys.fold_in(key, _ENV)
+
+    def key_fn(lane: jax.Array) -> chex.PRNGKey:
+        return _own_key(env_key, lane, episode_id[lane] // env.num_envs)
+
+    return Start(key_fn, episode_id)
+
+
+def queued_episodes(key: chex.PRNGKey, position: jax.Array) -> Start:
+    """The episodes at `position`, `[B]` int32, of the queue that all lanes serve."""
+    queue_key = keys.fold_in(key, _QUEUE)
+
+    def key_fn(lane: jax.Array) -> chex.PRNGKey:
+        return keys.fold_in(queue_key, position[lane])
+
+    return Start(key_fn, -1 - position)
+
+
+def _own_key(
+    env_key: chex.PRNGKey, lane: jax.Array, number: jax.typing.ArrayLike
+) -> chex.PRNGKey:
+    """The key of a lane's how-many-eth episode, from 0."""
+    return keys.fold_in(keys.fold_in(env_key, lane), number)
 
 
 def _act(env: VectorEnv, policy: Policy, carry: Carry, params: Any) -> PolicyStep:
@@ -97,45 +185,20 @@ def _record(
     )
 
 
-def _reset_done(
-    env: VectorEnv, carry: Carry, result: EnvStep, done: jax.Array
-) -> Lanes:
-    env_key = keys.fold_in(carry.key, _ENV)
+def _restart_policy(
+    policy: Policy, state: chex.ArrayTree, over: jax.Array
+) -> chex.ArrayTree:
+    """Puts the lanes where `over` back to the initial state, but what is persistent."""
 
-    def next_episode_key(lane: jax.Array) -> chex.PRNGKey:
-        number = carry.episode.episode_id[lane] // env.num_envs + 1
-        return keys.fold_in(keys.fold_in(env_key, lane), number)
+    def choose(fresh: chex.ArrayTree, state: chex.ArrayTree) -> chex.ArrayTree:
+        return state if _is_persistent(state) else keys.select(over, fresh, state)
 
-    lanes = Lanes(episode_key=carry.episode.key, state=result.state, obs=result.obs)
-    return env.reset_done(next_episode_key, done, lanes)
+    fresh = _initial_policy_state(policy, over.shape[0])
+    return jax.tree.map(choose, fresh, state, is_leaf=_is_persistent)
 
 
-def _advance(
-    env: VectorEnv,
-    policy: Policy,
-    carry: Carry,
-    decision: PolicyStep,
-    transition: Transition,
-    lanes: Lanes,
-) -> Carry:
-    """The carry of the next step: what belongs to an episode starts anew with it."""
-    done = transition.done
-    episode = Episode(
-        key=lanes.episode_key,
-        episode_return=jnp.where(done, 0.0, transition.episode_return),
-        episode_length=jnp.where(done, 0, transition.episode_length),
-        episode_id=jnp.where(
-            done, transition.episode_id + env.num_envs, transition.episode_id
-        ),
-    )
-    fresh = _initial_policy_state(policy, env.num_envs)
-    return carry.replace(
-        step=carry.step + 1,
-        env_state=lanes.state,
-        obs=lanes.obs,
-        policy_state=keys.select(done, fresh, decision.state),
-        episode=episode,
-    )
+def _is_persistent(state: Any) -> bool:
+    return isinstance(state, Persistent)
 
 
 def _initial_policy_state(policy: Policy, num_envs: int) -> chex.ArrayTree:

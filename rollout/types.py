@@ -65,9 +65,10 @@ class Episode:
         key: `[B]` typed keys; all that is random in the episode comes from its key.
         episode_return: `[B]` float32, undiscounted sum of rewards so far.
         episode_length: `[B]` int32, steps so far.
-        episode_id: `[B]` int32; lane i's n-th episode (from 0) is number `n * B + i`.
-            After 2^31 episodes the numbers are negative; after 2^32 they, and with
-            them the episodes' randomness, repeat.
+        episode_id: `[B]` int32; lane i's n-th episode (from 0) is number `n * B + i`,
+            the one at position e of the queue of `collect_episodes` number `-1 - e`.
+            After 2^31 episodes of a kind its numbers are those of the other kind, and
+            after 2^32 they, and with them the episodes' randomness, repeat.
     """
 
     key: chex.PRNGKey  # [B]
@@ -83,6 +84,8 @@ class Carry:
     Attributes:
         key: `()` typed root key; it never changes.
         step: `()` int32, steps taken so far by every lane.
+        next_episode: `()` int32, episodes that `collect_episodes` has served so far:
+            the position in its queue of the next one.
         env_state: `[B, ...]`, environment state.
         obs: `[B, ...]`, observation that the next action will be chosen from.
         policy_state: `[B, ...]`, recurrent state of the policy, `()` if it has none.
@@ -91,10 +94,49 @@ class Carry:
 
     key: chex.PRNGKey  # ()
     step: jax.Array  # ()
+    next_episode: jax.Array  # ()
     env_state: chex.ArrayTree  # [B, ...]
     obs: chex.ArrayTree  # [B, ...]
     policy_state: chex.ArrayTree  # [B, ...]
     episode: Episode  # [B, ...]
+
+
+@struct.dataclass
+class Persistent:
+    """A part of a policy's state that an episode boundary leaves as it is.
+
+    Everything else in a policy's state goes back to its initial value with the episode.
+    A count of steps, running statistics or a memory over several episodes goes in here.
+
+    Attributes:
+        value: `[B, ...]`, any pytree.
+    """
+
+    value: chex.ArrayTree  # [B, ...]
+
+
+@struct.dataclass(kw_only=True)
+class Episodes:
+    """The `N` episodes of one call, in the order in which they were started.
+
+    Attributes:
+        episode_return: `[N]` float32, undiscounted sum of rewards.
+        episode_length: `[N]` int32, steps.
+        terminated: `[N]` bool, the task ended.
+        truncated: `[N]` bool, the environment's own time limit cut it.
+        finished: `[N]` bool, False where `max_steps` ran out before the environment
+            ended the episode: return and length are those of the part played.
+        env_id: `[N]` int32, the lane that played it.
+        num_steps: `()` int32, rows that were not idle, over all lanes.
+    """
+
+    episode_return: jax.Array  # [N]
+    episode_length: jax.Array  # [N]
+    terminated: jax.Array  # [N]
+    truncated: jax.Array  # [N]
+    finished: jax.Array  # [N]
+    env_id: jax.Array  # [N]
+    num_steps: jax.Array  # ()
 
 
 class PolicyStep(NamedTuple):
@@ -116,7 +158,8 @@ class Policy(NamedTuple):
 
     Attributes:
         init: `num_envs` to the `[B, ...]` state at the start of an episode, `()` if
-            there is none. A lane goes back to it at every episode boundary.
+            there is none. A lane goes back to it at every episode boundary, apart
+            from what is wrapped in `Persistent`.
         apply: `(params, obs, state, key)` to a `PolicyStep`. `obs` and `state` are
             `[B, ...]`; `key` is one typed key for the whole batch, new at every step.
     """
