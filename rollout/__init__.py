@@ -1,11 +1,14 @@
 """The kernel: a policy in an environment becomes transitions, as a pure function.
 
 `Collector` folds one pure step over time; `random_policy`, `stateless_policy` and
-`recurrent_policy` make its policy; `summarize` says which episodes ended. Everything
-runs inside your own `jit`, or jitted from a notebook.
+`recurrent_policy` make its policy, and `epsilon_greedy`, `random_warmup`,
+`gaussian_noise` and `ornstein_uhlenbeck` make one explore; `summarize` says which
+episodes ended. Everything runs inside your own `jit`, or jitted from a notebook.
 """
 
 from rollout.collector import Collector
+from rollout.exploration import epsilon_greedy, random_warmup
+from rollout.noise import gaussian_noise, ornstein_uhlenbeck
 from rollout.policies import random_policy, recurrent_policy, stateless_policy
 from rollout.stats import CollectStats, summarize
 from rollout.types import (
@@ -28,7 +31,11 @@ __all__ = [
     "Policy",
     "PolicyStep",
     "Transition",
+    "epsilon_greedy",
+    "gaussian_noise",
+    "ornstein_uhlenbeck",
     "random_policy",
+    "random_warmup",
     "recurrent_policy",
     "stateless_policy",
     "summarize",

@@ -5,40 +5,40 @@ from collections.abc import Callable
 from typing import Any
 
 import chex
-import jax
 import jax.numpy as jnp
-import numpy as np
 
-from envs import keys
 from envs.types import Space
+from rollout import _draws
+from rollout._draws import MaskFn
 from rollout.types import Policy, PolicyStep
 
-_LARGEST_N = 1 << 16  # so that the product of two 16-bit halves fits 32 bits
 
-
-def random_policy(action_space: Space) -> Policy:
+def random_policy(action_space: Space, *, mask_fn: MaskFn | None = None) -> Policy:
     """Makes the policy that draws every action uniformly from the action space.
 
-    Lane i draws the same actions whatever the number of lanes.
+    Lane i draws the same actions whatever the number of lanes. A mask that the
+    environment gives in `info` is brought into `obs` by `envs.ObserveInfo`.
 
     Args:
         action_space: a space with `n` (discrete), with `low` and `high` (box), or any
             other with `sample(key)`.
+        mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed;
+            only for a discrete space. Where nothing is allowed, the action is drawn
+            from all. Pass the same function again to get the same policy again.
 
     Returns:
-        A policy without parameters, state and extras; its `params` are not read.
+        A policy without parameters and state; its `params` are not read. Its extras
+        are `()`, with a `mask_fn` `{"none_allowed": [B] bool}`.
 
     Raises:
-        ValueError: if a bound of the box is not finite.
+        ValueError: if a bound of the box is not finite; if a `mask_fn` is given and
+            the space is not discrete; while tracing, if the mask is not `[B, n]` bool.
     """
+    _draws.check_mask_fn(mask_fn, action_space)
     if hasattr(action_space, "n"):
-        return _discrete_policy(int(action_space.n), jnp.dtype(action_space.dtype))
-    if hasattr(action_space, "low") and hasattr(action_space, "high"):
-        _check_bounds(action_space)
-        draw = _draw_box
-    else:
-        draw = _draw_any
-    return _drawing_policy(functools.partial(draw, action_space))
+        n, dtype = int(action_space.n), jnp.dtype(action_space.dtype)
+        return _discrete_policy(n, dtype, mask_fn)
+    return _drawing_policy(_draws.uniform(action_space))
 
 
 def stateless_policy(fn: Callable[..., Any]) -> Policy:
@@ -101,8 +101,19 @@ def recurrent_policy(
 
 # The same object again, since a policy is a static part of every trace.
 @functools.cache
-def _discrete_policy(n: int, dtype: jnp.dtype) -> Policy:
-    return _drawing_policy(functools.partial(_draw_discrete, n, dtype))
+def _discrete_policy(n: int, dtype: jnp.dtype, mask_fn: MaskFn | None) -> Policy:
+    if mask_fn is None:
+        return _drawing_policy(functools.partial(_draws.discrete, n, dtype))
+
+    def apply(
+        params: Any, obs: chex.ArrayTree, state: chex.ArrayTree, key: chex.PRNGKey
+    ) -> PolicyStep:
+        del params  # unused
+        mask = _draws.make_mask(mask_fn, obs, n)
+        action = _draws.allowed(mask, dtype, key)
+        return PolicyStep(action, state, {"none_allowed": _draws.none_allowed(mask)})
+
+    return Policy(init=_no_state, apply=apply)
 
 
 def _drawing_policy(draw: Callable[[int, chex.PRNGKey], chex.ArrayTree]) -> Policy:
@@ -112,7 +123,7 @@ def _drawing_policy(draw: Callable[[int, chex.PRNGKey], chex.ArrayTree]) -> Poli
         params: Any, obs: chex.ArrayTree, state: chex.ArrayTree, key: chex.PRNGKey
     ) -> PolicyStep:
         del params  # unused
-        return PolicyStep(draw(jax.tree.leaves(obs)[0].shape[0], key), state)
+        return PolicyStep(draw(_draws.num_lanes(obs), key), state)
 
     return Policy(init=_no_state, apply=apply)
 
@@ -120,45 +131,3 @@ def _drawing_policy(draw: Callable[[int, chex.PRNGKey], chex.ArrayTree]) -> Poli
 def _no_state(num_envs: int) -> tuple[()]:
     del num_envs  # unused
     return ()
-
-
-def _check_bounds(space: Space) -> None:
-    bounds = (space.low, space.high)
-    if any(isinstance(bound, jax.core.Tracer) for bound in bounds):
-        return  # the values are not known while tracing
-    if not all(np.all(np.isfinite(np.asarray(bound))) for bound in bounds):
-        raise ValueError(
-            "`action_space` must have finite bounds to draw from, got "
-            f"low={space.low}, high={space.high}."
-        )
-
-
-def _draw_discrete(
-    n: int, dtype: jnp.dtype, num_envs: int, key: chex.PRNGKey
-) -> jax.Array:
-    """Draws `[B]` integers below n from one word each: the high half of word * n.
-
-    The bias of an integer is below n / 2**32, that of `jax.random.randint` likewise,
-    which draws two words and divides.
-    """
-    if n > _LARGEST_N:
-        return jax.random.randint(keys.inline(key), (num_envs,), 0, n, dtype)
-    word = jax.random.bits(keys.inline(key), (num_envs,), jnp.uint32)
-    n, half = jnp.uint32(n), jnp.uint32(16)
-    low = ((word & jnp.uint32(0xFFFF)) * n) >> half
-    return (((word >> half) * n + low) >> half).astype(dtype)
-
-
-def _draw_box(space: Space, num_envs: int, key: chex.PRNGKey) -> jax.Array:
-    shape = (num_envs, *space.shape)
-    low, high = (
-        jnp.broadcast_to(jnp.asarray(bound, jnp.float32), space.shape)[None]
-        for bound in (space.low, space.high)
-    )
-    uniform = jax.random.uniform(keys.inline(key), shape, minval=low, maxval=high)
-    return uniform.astype(space.dtype)
-
-
-def _draw_any(space: Space, num_envs: int, key: chex.PRNGKey) -> chex.ArrayTree:
-    lane = jnp.arange(num_envs, dtype=jnp.int32)
-    return jax.vmap(space.sample)(keys.fold_in(key, lane))

@@ -37,6 +37,64 @@ def test_random_policy_of_the_same_space_is_the_same_object():
     )
 
 
+def even(obs):
+    return jnp.broadcast_to(jnp.arange(6) % 2 == 0, (obs.shape[0], 6))
+
+
+def all_allowed(obs):
+    return jnp.ones((obs.shape[0], 7), bool)
+
+
+def test_random_policy_of_the_same_space_and_mask_is_the_same_object():
+    space = envs.Discrete(6)
+    masked = rollout.random_policy(space, mask_fn=even)
+    assert masked is rollout.random_policy(envs.Discrete(6), mask_fn=even)
+    assert masked is not rollout.random_policy(space, mask_fn=all_allowed)
+    assert masked is not rollout.random_policy(space)
+
+
+def test_mask_that_allows_everything_changes_no_draw():
+    masked = rollout.random_policy(envs.Discrete(7), mask_fn=all_allowed)
+    step = masked.apply(None, jnp.zeros((500, 1)), (), jax.random.key(0))
+    np.testing.assert_array_equal(step.action, draw(envs.Discrete(7), 500))
+    assert step.action.dtype == jnp.int32
+    assert not step.extras["none_allowed"].any()
+
+
+def test_masked_draw_in_a_space_too_large_for_one_word():
+    n = (1 << 16) + 3
+    mask = jnp.zeros((8, n), bool).at[:, jnp.array([5, n - 1])].set(True)
+    policy = rollout.random_policy(envs.Discrete(n), mask_fn=lambda obs: mask)
+    actions = [
+        policy.apply(None, jnp.zeros((8, 1)), (), jax.random.key(seed)).action
+        for seed in range(8)
+    ]
+    # 64 draws of two: one of them never comes with probability 2 ** -63.
+    assert set(np.concatenate(actions).tolist()) == {5, n - 1}
+
+
+def test_lane_draws_the_same_masked_action_among_any_number_of_lanes():
+    policy = rollout.random_policy(envs.Discrete(6), mask_fn=even)
+    few, many = (
+        policy.apply(None, jnp.zeros((num, 1)), (), jax.random.key(0)).action
+        for num in (7, 1000)
+    )
+    np.testing.assert_array_equal(few, many[:7])
+
+
+def test_mask_of_a_box_is_refused():
+    message = "`action_space` must be discrete .* where `mask_fn` is given, got Box"
+    with pytest.raises(ValueError, match=message):
+        rollout.random_policy(envs.Box(0.0, 1.0, (2,)), mask_fn=even)
+
+
+def test_mask_of_another_shape_is_refused():
+    policy = rollout.random_policy(envs.Discrete(4), mask_fn=even)
+    message = r"`mask_fn` must return .* shape \(3, 4\), got bool of shape \(3, 6\)"
+    with pytest.raises(ValueError, match=message):
+        policy.apply(None, jnp.zeros((3, 1)), (), jax.random.key(0))
+
+
 def test_discrete_space_too_large_for_one_word_still_draws():
     action = draw(envs.Discrete(1 << 20), 4096)
     assert action.min() >= 0

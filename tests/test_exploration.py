@@ -1,0 +1,661 @@
+"""Exploration: how often, how much, which actions, and over episode ends."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import CountEnv, raw
+from flax import struct
+
+import envs
+import rollout
+
+NUM_STEPS = 40  # at least five episodes of at most 7 steps in every lane
+NUM_LANES = 8
+DISCRETE = envs.Discrete(5)
+BOX = envs.Box(-1.0, 1.0, (2,))
+
+
+@struct.dataclass
+class Free:
+    """Vectors of floats without bounds."""
+
+    shape: tuple[int, ...] = struct.field(pytree_node=False, default=(2,))
+    dtype: jnp.dtype = struct.field(pytree_node=False, default=jnp.dtype(jnp.float32))
+
+
+FREE = Free()
+
+
+def constant_policy(value, space):
+    def act(params, obs, key):
+        return jnp.full((num_lanes(obs), *space.shape), value, space.dtype)
+
+    return rollout.stateless_policy(act)
+
+
+def num_lanes(obs):
+    return jax.tree.leaves(obs)[0].shape[0]
+
+
+def apply(policy, obs, seed=0):
+    """One step of a policy at the start of an episode, jitted."""
+    state = policy.init(num_lanes(obs))
+    return jax.jit(policy.apply)(None, obs, state, jax.random.key(seed))
+
+
+def actions(policy, num_lanes, seed=0):
+    return np.asarray(apply(policy, jnp.zeros((num_lanes, 1)), seed).action)
+
+
+def assert_uniform(action, n):
+    count = np.bincount(action, minlength=n)
+    assert len(count) == n
+    expected = len(action) / n
+    # Chi-squared with n - 1 degrees of freedom: mean n - 1, variance 2 (n - 1); five
+    # standard deviations and room for the skew at small n.
+    limit = n - 1 + 5 * np.sqrt(2 * n) + 10
+    assert ((count - expected) ** 2 / expected).sum() < limit
+
+
+def first_allowed(obs):
+    """Allows action 0 only, and every action in lanes whose episode just began."""
+    return (obs == 0) | (jnp.arange(DISCRETE.n) == 0)[None]
+
+
+# 32 is a power of two, so that no step of the schedule is rounded.
+decay = optax.linear_schedule(1.0, 0.0, 32)
+halt = optax.piecewise_constant_schedule(1.0, {10: 0.0})
+greedy = constant_policy(2, DISCRETE)
+still = constant_policy(0.0, BOX)
+free = constant_policy(0.0, FREE)
+upper = constant_policy(1.0, BOX)  # a random entry of the box is below 1
+
+
+def every_fifth(step):
+    return jnp.where(step % 5 == 2, 1.0, 0.0)
+
+
+def counting_policy(space):
+    """Counts the steps of the episode, and says in the extras what it saw."""
+
+    def act(params, obs, state, key):
+        action = jnp.zeros((num_lanes(obs), *space.shape), space.dtype)
+        words = jax.random.key_data(key)[None]
+        words = jnp.broadcast_to(words, (num_lanes(obs), 2))
+        return action, state + 1, {"count": state, "words": words}
+
+    return rollout.recurrent_policy(act, lambda n: jnp.zeros((n,), jnp.int32))
+
+
+WRAPS = {
+    "epsilon": (lambda p: rollout.epsilon_greedy(p, DISCRETE, 0.5), DISCRETE),
+    "epsilon decay": (lambda p: rollout.epsilon_greedy(p, DISCRETE, decay), DISCRETE),
+    "warmup": (lambda p: rollout.random_warmup(p, DISCRETE, 20), DISCRETE),
+    "gaussian": (lambda p: rollout.gaussian_noise(p, BOX, 0.5), BOX),
+    "ornstein": (lambda p: rollout.ornstein_uhlenbeck(p, BOX, decay), BOX),
+}
+epsilon_masked = rollout.epsilon_greedy(greedy, DISCRETE, decay, mask_fn=first_allowed)
+POLICIES = {
+    "epsilon": rollout.epsilon_greedy(greedy, DISCRETE, 0.5),
+    "epsilon masked": epsilon_masked,
+    "epsilon every fifth": rollout.epsilon_greedy(upper, BOX, every_fifth),
+    "warmup": rollout.random_warmup(upper, BOX, 10),
+    "warmup masked": rollout.random_warmup(
+        epsilon_masked, DISCRETE, 10, mask_fn=first_allowed
+    ),
+    "gaussian": rollout.gaussian_noise(free, FREE, 1.0),
+    "gaussian decay": rollout.gaussian_noise(free, FREE, decay),
+    "ornstein": rollout.ornstein_uhlenbeck(free, FREE, 0.3, theta=0.4, dt=0.5),
+    # θ dt = 1: no memory is left, so that the noise of every step stands by itself.
+    "white": rollout.ornstein_uhlenbeck(free, FREE, 1.0, theta=1.0, dt=1.0),
+    "white decay": rollout.ornstein_uhlenbeck(free, FREE, decay, theta=1.0, dt=1.0),
+    **{f"count {name}": wrap(counting_policy(s)) for name, (wrap, s) in WRAPS.items()},
+}
+
+
+def side_by_side(policies):
+    """Applies all policies to the same observations and records what they return.
+
+    So that one compiled collector serves all; the environment reads no action.
+    """
+
+    def act(params, obs, state, key):
+        steps = {
+            name: policy.apply(params, obs, state[name], key)
+            for name, policy in policies.items()
+        }
+        state = {name: step.state for name, step in steps.items()}
+        record = {name: (step.action, step.extras) for name, step in steps.items()}
+        return jnp.zeros(num_lanes(obs), jnp.int32), state, record
+
+    def init(num_envs):
+        return {name: policy.init(num_envs) for name, policy in policies.items()}
+
+    return rollout.recurrent_policy(act, init)
+
+
+@functools.cache
+def collect(num_calls=1):
+    """NUM_STEPS steps of every policy: the last carry and the trajectory."""
+    env = envs.vectorize(CountEnv(), NUM_LANES)
+    collector = rollout.Collector(env=env, policy=side_by_side(POLICIES))
+    carry, parts = collector.init(jax.random.key(7)), []
+    for _ in range(num_calls):
+        carry, part = collector.collect_steps(carry, None, NUM_STEPS // num_calls)
+        parts.append(part)
+    return carry, jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+def collected(name):
+    """`[T, B, ...]` actions and extras of one policy, and `[T, B]` starts."""
+    _, trajectory = collect()
+    return *trajectory.extras[name], trajectory.first
+
+
+# How often, how much
+
+
+def test_epsilon_is_the_probability_of_a_uniform_action():
+    num_draws, epsilon = 40_000, 0.3
+    action = actions(rollout.epsilon_greedy(greedy, DISCRETE, epsilon), num_draws)
+    other = action[action != 2]
+    # A random action is another one than the policy's in 4 of 5 cases.
+    p = epsilon * 4 / 5
+    error = np.sqrt(p * (1 - p) / num_draws)
+    assert abs(len(other) / num_draws - p) < 5 * error
+    assert_uniform(np.searchsorted([0, 1, 3, 4], other), 4)
+
+
+def test_epsilon_zero_never_explores_and_one_always_does():
+    never, always = (rollout.epsilon_greedy(greedy, DISCRETE, e) for e in (0.0, 1))
+    assert (actions(never, 10_000) == 2).all()
+    assert_uniform(actions(always, 10_000), 5)
+
+
+def test_random_box_actions_fill_the_box():
+    policy = rollout.epsilon_greedy(upper, BOX, 0.5)
+    action = actions(policy, 20_000)
+    random = (action != 1.0).all(axis=1)
+    assert abs(random.mean() - 0.5) < 5 * np.sqrt(0.25 / 20_000)
+    assert ((action == 1.0).all(axis=1) | random).all()  # both entries or none
+    # Uniform on [-1, 1]: variance 1/3, so the mean of n has error sqrt(1 / 3 n).
+    assert (np.abs(action[random].mean(axis=0)) < 5 * np.sqrt(1 / 3 / 9000)).all()
+    assert (np.abs(action) <= 1.0).all()
+
+
+def test_gaussian_noise_has_mean_zero_and_the_scale():
+    num_draws, scale = 20_000, 0.7
+    policy = rollout.gaussian_noise(constant_policy(3.0, FREE), FREE, scale)
+    noise = actions(policy, num_draws) - 3.0
+    n = noise.size
+    assert abs(noise.mean()) < 5 * scale / np.sqrt(n)
+    # The variance of a Gaussian sample has relative error sqrt(2 / n).
+    assert abs(noise.var() / scale**2 - 1) < 5 * np.sqrt(2 / n)
+    assert abs(np.corrcoef(noise.T)[0, 1]) < 5 / np.sqrt(num_draws)
+    # Within one standard deviation: 68.27 %.
+    p = 0.6827
+    within = (np.abs(noise) < scale).mean()
+    assert abs(within - p) < 5 * np.sqrt(p * (1 - p) / n)
+
+
+@pytest.mark.parametrize("wrap", [rollout.gaussian_noise, rollout.ornstein_uhlenbeck])
+def test_noisy_action_is_clipped_to_the_bounds(wrap):
+    box = envs.Box(jnp.array([-0.1, -2.0]), jnp.array([0.2, 0.5]), (2,))
+    options = {"dt": 1.0} if wrap is rollout.ornstein_uhlenbeck else {}
+    action = actions(wrap(still, box, 1.0, **options), 1000)
+    np.testing.assert_array_equal(action.min(axis=0), np.float32([-0.1, -2.0]))
+    np.testing.assert_array_equal(action.max(axis=0), np.float32([0.2, 0.5]))
+    assert len(np.unique(action)) > 100  # and between them
+
+
+def test_scale_zero_leaves_the_action():
+    for wrap in (rollout.gaussian_noise, rollout.ornstein_uhlenbeck):
+        policy = wrap(constant_policy(0.3, BOX), BOX, 0)
+        np.testing.assert_array_equal(actions(policy, 100), np.float32(0.3))
+
+
+@functools.cache
+def ornstein(num_steps):
+    """`[T, B, 2]` noise of 4096 lanes at θ dt = 0.3 and scale √dt = 0.5 √0.6."""
+    policy = rollout.ornstein_uhlenbeck(free, FREE, 0.5, theta=0.5, dt=0.6)
+    obs = jnp.zeros((4096, 1))
+
+    def step(state, key):
+        decision = policy.apply(None, obs, state, key)
+        return decision.state, decision.action
+
+    step_keys = jax.random.split(jax.random.key(1), num_steps)
+    return np.asarray(jax.lax.scan(step, policy.init(4096), step_keys)[1])
+
+
+def test_ornstein_uhlenbeck_has_the_variance_of_its_recursion():
+    noise = ornstein(30)
+    n = noise[0].size
+    one_step = 0.5**2 * 0.6
+    # Sums of squares of n Gaussians have relative error sqrt(2 / n).
+    for t, variance in ((0, one_step), (29, one_step / (1 - 0.7**2))):
+        assert abs(noise[t].var() / variance - 1) < 5 * np.sqrt(2 / n)
+        assert abs(noise[t].mean()) < 5 * np.sqrt(variance / n)
+
+
+def test_ornstein_uhlenbeck_reverts_to_zero_by_theta_dt():
+    before, after = (x.ravel() for x in ornstein(30)[-2:])
+    slope = (before * after).sum() / (before**2).sum()
+    # The least-squares slope ρ has error sqrt((1 - ρ²) / n); ρ = 1 - θ dt.
+    assert abs(slope - 0.7) < 5 * np.sqrt((1 - 0.7**2) / before.size)
+
+
+# Over episode ends
+
+
+def test_episodes_end_often_while_the_steps_are_counted():
+    carry, trajectory = collect()
+    assert (trajectory.first.sum(axis=0) >= 5).all()
+    for name in ("epsilon masked", "warmup", "gaussian decay", "white decay"):
+        step = carry.policy_state[name].step.value
+        np.testing.assert_array_equal(step, np.full(NUM_LANES, NUM_STEPS))
+        assert step.dtype == jnp.int32
+
+
+def test_ornstein_uhlenbeck_is_the_loop_that_restarts_with_each_episode():
+    action, _, first = collected("ornstein")
+    # With scale 1 the other wrapper's actions are the Gaussians themselves.
+    normal = collected("gaussian")[0]
+    theta, dt, scale = 0.4, 0.5, 0.3
+    x = np.zeros((NUM_LANES, 2))
+    for t in range(NUM_STEPS):
+        x[first[t]] = 0.0
+        x = x - theta * x * dt + scale * np.sqrt(dt) * normal[t]
+        # float32 against float64 over at most seven steps.
+        np.testing.assert_allclose(action[t], x, rtol=1e-5, atol=1e-6)
+
+
+def test_schedule_of_epsilon_is_read_at_the_step_of_the_lane():
+    action, _, _ = collected("epsilon every fifth")
+    explored = (action != 1.0).all(axis=-1)
+    step = np.arange(NUM_STEPS)[:, None]
+    expected = np.broadcast_to(step % 5 == 2, explored.shape)
+    np.testing.assert_array_equal(explored, expected)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "white"])
+def test_schedule_of_scale_is_read_at_the_step_of_the_lane(name):
+    scheduled, fixed = collected(f"{name} decay")[0], collected(name)[0]
+    scale = np.array([decay(t) for t in range(NUM_STEPS)])[:, None, None]
+    # Two roundings of the product against one.
+    np.testing.assert_allclose(scheduled, scale * fixed, rtol=1e-6)
+    assert (scheduled[32:] == 0.0).all()
+
+
+def test_schedule_may_differ_between_lanes():
+    policy = rollout.gaussian_noise(free, FREE, halt)
+    state = policy.init(4)
+    steps = jnp.array([0, 9, 10, 500], jnp.int32)
+    state = state.replace(step=rollout.Persistent(steps))
+    decision = policy.apply(None, jnp.zeros((4, 1)), state, jax.random.key(0))
+    np.testing.assert_array_equal(
+        (decision.action != 0).all(axis=1), [True, True, False, False]
+    )
+    np.testing.assert_array_equal(decision.state.step.value, steps + 1)
+
+
+def test_count_of_steps_stays_at_the_largest_integer():
+    policy = rollout.random_warmup(greedy, DISCRETE, 3)
+    largest = jnp.full((2,), jnp.iinfo(jnp.int32).max)
+    state = policy.init(2).replace(step=rollout.Persistent(largest))
+    decision = policy.apply(None, jnp.zeros((2, 1)), state, jax.random.key(0))
+    np.testing.assert_array_equal(decision.state.step.value, largest)
+
+
+def test_warmup_is_random_for_the_given_number_of_steps():
+    action, _, _ = collected("warmup")
+    assert (action[:10] != 1.0).all()
+    assert (action[10:] == 1.0).all()
+    assert len(np.unique(action[:10])) == 10 * NUM_LANES * 2
+
+
+def test_state_of_a_number_is_that_of_the_policy():
+    policy = counting_policy(DISCRETE)
+    assert rollout.epsilon_greedy(policy, DISCRETE, 0.5).init(3).shape == (3,)
+    assert rollout.gaussian_noise(still, BOX, 0.5).init(3) == ()
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_wrapped_policy_remembers_forgets_and_gives_its_extras(name):
+    _, extras, _ = collected(f"count {name}")
+    assert set(extras) == {"count", "words"}
+    # The state of the wrapped policy goes on under the wrapper, and back to 0 with
+    # the episode.
+    length = collect()[1].episode_length
+    np.testing.assert_array_equal(extras["count"], length - 1)
+
+
+def test_wrapped_policy_gets_a_key_of_its_own_at_every_step():
+    words = [collected(f"count {name}")[1]["words"][:, 0] for name in WRAPS]
+    assert len(np.unique(words[0], axis=0)) == NUM_STEPS
+    for other in words:  # the same in every wrapper
+        np.testing.assert_array_equal(other, words[0])
+    policy = rollout.gaussian_noise(counting_policy(BOX), BOX, 0.5)
+    words = apply(policy, jnp.zeros((1, 1)), seed=5).extras["words"][0]
+    assert (words != jax.random.key_data(jax.random.key(5))).all()
+
+
+def test_what_is_drawn_does_not_depend_on_what_the_policy_draws():
+    def act(params, obs, key):
+        return jax.random.normal(key, (num_lanes(obs), 2))
+
+    policy = rollout.gaussian_noise(rollout.stateless_policy(act), FREE, 1.0)
+    twice = rollout.gaussian_noise(policy, FREE, 1.0)
+    # Two and three independent Gaussians of variance 1; relative error sqrt(2 / n).
+    for variance, noisy in ((2, policy), (3, twice)):
+        noise = actions(noisy, 20_000)
+        assert abs(noise.var() / variance - 1) < 5 * np.sqrt(2 / noise.size)
+
+
+# Masks
+
+
+def random_mask(num_lanes, n, seed):
+    """Masks of every density, some of them empty."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.random((num_lanes, n)) < rng.random((num_lanes, 1)))
+
+
+def itself(obs):
+    return obs
+
+
+def drawing_policy(n):
+    """Draws from all actions, whatever the mask says."""
+    return rollout.random_policy(envs.Discrete(n))
+
+
+@pytest.mark.parametrize("n", [1, 7, 64])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda p, s: rollout.random_policy(s, mask_fn=itself),
+        lambda p, s: rollout.epsilon_greedy(p, s, 0.5, mask_fn=itself),
+        lambda p, s: rollout.random_warmup(p, s, 1, mask_fn=itself),
+    ],
+)
+def test_action_is_allowed_or_none_is(wrap, n):
+    mask = random_mask(4096, n, seed=n)
+    decision = apply(wrap(drawing_policy(n), envs.Discrete(n)), mask)
+    action, mask = np.asarray(decision.action), np.asarray(mask)
+    none = ~mask.any(axis=1)
+    assert none.any()
+    assert ((action >= 0) & (action < n)).all()
+    np.testing.assert_array_equal(decision.extras["none_allowed"], none)
+    assert mask[np.arange(4096), action][~none].all()
+
+
+def test_allowed_action_of_the_policy_is_kept_and_another_one_replaced():
+    mask = random_mask(20_000, 5, seed=0)
+    policy = rollout.epsilon_greedy(greedy, DISCRETE, 0.0, mask_fn=itself)
+    action = np.asarray(apply(policy, mask).action)
+    mask = np.asarray(mask)
+    np.testing.assert_array_equal(action == 2, mask[:, 2] | (action == 2))
+    replaced = action[~mask[:, 2] & mask.any(axis=1)]
+    assert len(replaced) > 1000
+    assert not (replaced == 2).any()
+
+
+@pytest.mark.parametrize("allowed", [[1, 4, 5], [0], [6], [0, 1, 2, 3, 4, 5, 6], []])
+def test_masked_actions_are_uniform(allowed):
+    mask = np.isin(np.arange(7), allowed)
+    obs = jnp.tile(mask[None], (7000, 1))
+    policy = rollout.random_policy(envs.Discrete(7), mask_fn=itself)
+    decision = apply(policy, obs)
+    rank = np.searchsorted(allowed, decision.action) if allowed else decision.action
+    assert_uniform(np.asarray(rank), len(allowed) or 7)
+    assert (np.asarray(decision.extras["none_allowed"]) == (not allowed)).all()
+
+
+def test_action_outside_the_space_is_replaced():
+    policy = constant_policy(9, DISCRETE)
+    policy = rollout.epsilon_greedy(policy, DISCRETE, 0.0, mask_fn=itself)
+    assert (np.asarray(apply(policy, jnp.ones((1000, 5), bool)).action) < 5).all()
+
+
+def test_mask_is_read_from_observations_of_several_parts():
+    obs = {"obs": jnp.zeros((6, 3)), "info": jnp.eye(5, dtype=bool)[jnp.arange(6) % 5]}
+    policy = rollout.epsilon_greedy(
+        greedy, DISCRETE, 0.5, mask_fn=lambda obs: obs["info"]
+    )
+    np.testing.assert_array_equal(apply(policy, obs).action, [0, 1, 2, 3, 4, 0])
+
+
+def test_mask_of_the_environments_info_reaches_the_policy():
+    def parity(obs):
+        return (obs["obs"].astype(jnp.int32) + jnp.arange(DISCRETE.n)[None]) % 2 == 0
+
+    policy = rollout.random_policy(DISCRETE, mask_fn=parity)
+    obs = {"obs": jnp.arange(512.0)[:, None]}
+    action = np.asarray(apply(policy, obs).action)
+    np.testing.assert_array_equal(action % 2, np.arange(512) % 2)
+
+
+def test_either_of_two_wrappers_says_that_none_is_allowed():
+    obs = jnp.arange(4)[:, None]
+
+    def not_in_lane(lane):
+        return lambda obs: jnp.broadcast_to(obs != lane, (4, 5))
+
+    inner = rollout.epsilon_greedy(greedy, DISCRETE, 0.5, mask_fn=not_in_lane(1))
+    policy = rollout.random_warmup(inner, DISCRETE, 5, mask_fn=not_in_lane(2))
+    flag = apply(policy, obs).extras["none_allowed"]
+    np.testing.assert_array_equal(flag, [False, True, True, False])
+    random = rollout.random_policy(DISCRETE, mask_fn=not_in_lane(3))
+    policy = rollout.epsilon_greedy(random, DISCRETE, 0.5, mask_fn=not_in_lane(0))
+    flag = apply(policy, obs).extras["none_allowed"]
+    np.testing.assert_array_equal(flag, [True, False, False, True])
+
+
+def test_flag_joins_the_extras_of_the_policy():
+    policy = rollout.epsilon_greedy(
+        counting_policy(DISCRETE), DISCRETE, 0.5, mask_fn=first_allowed
+    )
+    extras = apply(policy, jnp.zeros((3, 1))).extras
+    assert set(extras) == {"count", "words", "none_allowed"}
+    assert not extras["none_allowed"].any()
+
+
+def test_nested_wrappers_explore_within_the_mask_over_episode_ends():
+    action, extras, first = collected("warmup masked")
+    # Only the first action of an episode is free, see `first_allowed`.
+    assert (action[~first] == 0).all()
+    assert len(np.unique(action[:10][first[:10]])) > 2
+    assert (action[32:][first[32:]] == 2).all()  # epsilon has come to 0
+    assert not extras["none_allowed"].any()
+
+
+# What holds for all
+
+KINDS = ("epsilon", "epsilon masked", "warmup masked", "gaussian decay", "ornstein")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_lane_draws_the_same_among_any_number_of_lanes(name):
+    one, few, many = (actions(POLICIES[name], num) for num in (1, 16, 1024))
+    np.testing.assert_array_equal(one, many[:1])
+    np.testing.assert_array_equal(few, many[:16])
+    assert len(np.unique(many, axis=0)) > 1
+
+
+def test_one_call_gives_the_bits_of_two_halves():
+    once, halves = collect(), collect(num_calls=2)
+    jax.tree.map(np.testing.assert_array_equal, raw(once), raw(halves))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_jitted_step_is_the_plain_one_and_is_traced_once(name):
+    plain, obs, traces = POLICIES[name].apply, jnp.zeros((16, 1)), []
+
+    @jax.jit
+    def jitted(*args):
+        traces.append(args)
+        return plain(*args)
+
+    state = POLICIES[name].init(16)
+    for seed in range(3):
+        want = plain(None, obs, state, jax.random.key(seed))
+        got = jitted(None, obs, state, jax.random.key(seed))
+        # Fused multiply-adds round a float once less.
+        chex.assert_trees_all_close(got, want, rtol=1e-6, atol=1e-7)
+        chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+        chex.assert_trees_all_equal_shapes_and_dtypes(got.state, state)
+        assert not any(x.weak_type for x in jax.tree.leaves(got))
+        state = got.state
+    assert len(traces) == 1
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("epsilon", [-0.1, 1.5, float("nan"), True, "0.1", None])
+def test_epsilon_that_is_no_probability_is_refused(epsilon):
+    message = rf"`epsilon` must be in \[0, 1\], or a schedule, got {epsilon!r}\."
+    with pytest.raises(ValueError, match=message):
+        rollout.epsilon_greedy(greedy, DISCRETE, epsilon)
+
+
+@pytest.mark.parametrize("scale", [-0.1, float("inf"), float("nan"), False])
+@pytest.mark.parametrize("wrap", [rollout.gaussian_noise, rollout.ornstein_uhlenbeck])
+def test_scale_that_is_negative_or_not_finite_is_refused(wrap, scale):
+    message = f"`scale` must be at least 0 and finite, or a schedule, got {scale!r}"
+    with pytest.raises(ValueError, match=message):
+        wrap(still, BOX, scale)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "got"),
+    [
+        (lambda step: jnp.zeros((2,)), r"a scalar, got shape \(2,\)"),
+        (lambda step: step[None] * 0.1, r"a scalar, got shape \(1,\)"),
+        (lambda step: (step, step), "a scalar, got tuple"),
+        (lambda step: step > 3, "a real scalar, got bool"),
+    ],
+)
+def test_schedule_of_anything_but_scalars_is_refused(schedule, got):
+    with pytest.raises(ValueError, match="`epsilon` must return " + got):
+        rollout.epsilon_greedy(greedy, DISCRETE, schedule)
+    with pytest.raises(ValueError, match="`scale` must return " + got):
+        rollout.gaussian_noise(still, BOX, schedule)
+    with pytest.raises(ValueError, match="`scale` must return " + got):
+        rollout.ornstein_uhlenbeck(still, BOX, schedule)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"theta": -1.0}, r"`theta` must be at least 0 and finite, got -1\.0"),
+        ({"theta": float("nan")}, "`theta` must be at least 0 and finite, got nan"),
+        ({"dt": 0.0}, r"`dt` must be above 0 and finite, got 0\.0"),
+        ({"dt": float("inf")}, "`dt` must be above 0 and finite, got inf"),
+        ({"theta": 4.0, "dt": 0.5}, r"`theta` \* `dt` must be below 2.* 4\.0 \* 0\.5"),
+    ],
+)
+def test_process_that_does_not_revert_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        rollout.ornstein_uhlenbeck(still, BOX, 1.0, **options)
+
+
+@pytest.mark.parametrize("num_steps", [0, -1, 2.0, True])
+def test_warmup_of_no_steps_is_refused(num_steps):
+    message = f"`num_steps` must be an int of at least 1, got {num_steps!r}"
+    with pytest.raises(ValueError, match=message):
+        rollout.random_warmup(greedy, DISCRETE, num_steps)
+
+
+@pytest.mark.parametrize("wrap", [rollout.gaussian_noise, rollout.ornstein_uhlenbeck])
+def test_noise_on_integers_is_refused(wrap):
+    message = "`action_space` must be one of floats .* got Discrete with dtype int32"
+    with pytest.raises(ValueError, match=message):
+        wrap(greedy, DISCRETE, 0.1)
+
+
+def test_mask_of_a_box_is_refused():
+    message = "`action_space` must be discrete .* where `mask_fn` is given, got Box"
+    with pytest.raises(ValueError, match=message):
+        rollout.epsilon_greedy(still, BOX, 0.1, mask_fn=itself)
+    with pytest.raises(ValueError, match=message):
+        rollout.random_warmup(still, BOX, 1, mask_fn=itself)
+
+
+def test_unbounded_box_cannot_be_drawn_from():
+    space = envs.Box(-jnp.inf, jnp.inf, (2,))
+    with pytest.raises(ValueError, match="`action_space` must have finite bounds"):
+        rollout.epsilon_greedy(still, space, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "got"),
+    [
+        (jnp.ones((4, 3), bool), r"bool of shape \(4, 3\)"),
+        (jnp.ones((5,), bool), r"bool of shape \(5,\)"),
+        (jnp.ones((1, 5), bool), r"bool of shape \(1, 5\)"),
+        (jnp.ones((4, 5)), r"float32 of shape \(4, 5\)"),
+        ([True] * 5, "list"),
+    ],
+)
+def test_wrong_mask_is_refused(mask, got):
+    message = r"`mask_fn` must return .* bool of shape \(4, 5\), got " + got
+    for policy in (
+        rollout.epsilon_greedy(greedy, DISCRETE, 0.5, mask_fn=lambda obs: mask),
+        rollout.random_warmup(greedy, DISCRETE, 2, mask_fn=lambda obs: mask),
+    ):
+        with pytest.raises(ValueError, match=message):
+            apply(policy, jnp.zeros((4, 1)))
+
+
+@pytest.mark.parametrize(
+    ("make_extras", "message"),
+    [
+        (
+            lambda n: (jnp.zeros(n),),
+            r"extras must be \(\) or a dict, got structure .*\(\*,\)",
+        ),
+        (
+            lambda n: jnp.zeros(n),
+            r"extras must be \(\) or a dict, got structure .*\(\*\)",
+        ),
+        (
+            lambda n: {"none_allowed": jnp.zeros(n)},
+            r"must not have `none_allowed`, .* got float32 of shape \(4,\)",
+        ),
+        (
+            lambda n: {"none_allowed": jnp.zeros((n, 1), bool)},
+            r"must not have `none_allowed`, .* got bool of shape \(4, 1\)",
+        ),
+    ],
+)
+def test_extras_without_room_for_the_flag_are_refused(make_extras, message):
+    def act(params, obs, key):
+        return jnp.zeros(obs.shape[0], jnp.int32), make_extras(obs.shape[0])
+
+    policy = rollout.stateless_policy(act)
+    policy = rollout.epsilon_greedy(policy, DISCRETE, 0.5, mask_fn=first_allowed)
+    with pytest.raises(ValueError, match=message):
+        apply(policy, jnp.zeros((4, 1)))
+
+
+def test_wrong_action_of_the_wrapped_policy_is_refused():
+    policy = rollout.stateless_policy(lambda p, obs, key: jnp.zeros((4, 1), jnp.int32))
+    message = r"wrapped .* as int32 of shape \(4,\), got int32 of shape \(4, 1\)"
+    with pytest.raises(ValueError, match=message):
+        apply(rollout.epsilon_greedy(policy, DISCRETE, 0.5), jnp.zeros((4, 1)))
+
+
+def test_wrapped_policy_that_is_no_policy_step_is_refused():
+    policy = rollout.Policy(
+        init=lambda num_envs: (), apply=lambda params, obs, state, key: obs
+    )
+    message = r"wrapped `policy\.apply` must return a `PolicyStep`, got "
+    with pytest.raises(ValueError, match=message):
+        apply(rollout.gaussian_noise(policy, BOX, 0.5), jnp.zeros((4, 1)))
