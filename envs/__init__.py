@@ -7,19 +7,30 @@ it is called for.
 """
 
 from envs.from_gymnax import from_gymnax
+from envs.normalize import NormalizeObs
+from envs.obs_wrappers import FrameStack, ObserveInfo, TransformObs
 from envs.registry import env_ids, make, make_vec
 from envs.spaces import Box, Discrete
 from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv
 from envs.vectorize import vectorize
+from envs.wrappers import ActionRepeat, RescaleAction, TimeLimit, TransformReward
 
 __all__ = [
     "RESET",
+    "ActionRepeat",
     "Box",
     "Discrete",
     "Env",
     "EnvStep",
+    "FrameStack",
     "Lanes",
+    "NormalizeObs",
+    "ObserveInfo",
+    "RescaleAction",
     "Space",
+    "TimeLimit",
+    "TransformObs",
+    "TransformReward",
     "VectorEnv",
     "env_ids",
     "from_gymnax",

@@ -1,0 +1,299 @@
+"""Normalised observations against a plain NumPy loop over the raw ones."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv, raw
+from flax import struct
+
+import envs
+import rollout
+
+NUM_LANES, NUM_STEPS = 16, 24
+EPSILON = 1e-3
+TRACES = []  # grows where the step of `TreeEnv` is traced
+
+
+@struct.dataclass
+class TreeEnv(CountEnv):
+    """`CountEnv` whose observation is a tree of several dtypes."""
+
+    def reset(self, key):
+        state, _ = super().reset(key)
+        return state, self.show(state)
+
+    def step(self, key, state, action):
+        TRACES.append(1)
+        result = super().step(key, state, action)
+        return result.replace(obs=self.show(result.state))
+
+    def show(self, state):
+        n = state["n"]
+        table = jnp.full((2, 3), n, jnp.float16)
+        return {"n": n, "odd": (n % 2 == 1, jnp.uint8(2) + n.astype("uint8"), table)}
+
+
+ENVS = {
+    "tree": TreeEnv(),
+    "Pendulum": envs.make("Pendulum-v1", max_steps_in_episode=9),
+}
+each_env = pytest.mark.parametrize("name", ENVS)
+
+
+def make_inner(name, num_envs=NUM_LANES, auto_reset="compact"):
+    return envs.vectorize(ENVS[name], num_envs, auto_reset=auto_reset)
+
+
+def collector_of(env):
+    """The random policy does not look at the observation."""
+    return rollout.Collector(env=env, policy=rollout.random_policy(env.action_space))
+
+
+@functools.cache
+def collect(name):
+    """Carries before, between and after two halves, and the trajectory."""
+    collector = collector_of(envs.NormalizeObs(make_inner(name), EPSILON))
+    carries = [collector.init(jax.random.key(7))]
+    halves = []
+    for _ in range(2):
+        carry, half = collector.collect_steps(carries[-1], None, NUM_STEPS // 2)
+        carries.append(carry)
+        halves.append(half)
+    return carries, jax.tree.map(lambda *x: np.concatenate(x), *halves)
+
+
+def at(tree, index):
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+class PlainStatistics:
+    """All that was seen of one leaf, in float64, after a prior that counts 1e-4."""
+
+    def __init__(self):
+        self.seen = []
+
+    def take_in(self, batch):
+        self.seen.append(np.asarray(batch, np.float64))
+
+    def mean_and_var(self):
+        x = np.concatenate(self.seen)
+        count = 1e-4 + len(x)
+        mean = x.sum(axis=0) / count
+        # The prior has mean 0 and variance 1.
+        spread = 1e-4 * (1.0 + mean**2) + ((x - mean) ** 2).sum(axis=0)
+        return mean, spread / count
+
+    def normalize(self, batch):
+        mean, var = self.mean_and_var()
+        return (np.asarray(batch, np.float64) - mean) / np.sqrt(var + EPSILON)
+
+
+def close(got, want):
+    """Compares with float64.
+
+    Float32 has an error of 6e-8 per operation, which grows over 25 updates, and the
+    divisor may be as small as sqrt(EPSILON) = 0.03; half precision rounds the result
+    by 5e-4 of itself.
+    """
+    tolerance = 1e-3 if np.asarray(got).dtype == np.float16 else 1e-4
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+@each_env
+def test_every_row_agrees_with_a_plain_loop(name):
+    carries, trajectory = collect(name)
+    raw_obs, raw_next_obs, obs, next_obs = (
+        jax.tree.leaves(tree)
+        for tree in (
+            trajectory.info["raw_obs"],
+            trajectory.info["raw_next_obs"],
+            trajectory.obs,
+            trajectory.next_obs,
+        )
+    )
+    statistics = carries[-1].env_state.statistics
+    means, variances = map(jax.tree.leaves, (statistics.mean, statistics.var))
+    for leaf in range(len(obs)):
+        plain = PlainStatistics()
+        plain.take_in(raw_obs[leaf][0])
+        for t in range(NUM_STEPS):
+            close(obs[leaf][t], plain.normalize(raw_obs[leaf][t]))
+            plain.take_in(raw_next_obs[leaf][t])
+            close(next_obs[leaf][t], plain.normalize(raw_next_obs[leaf][t]))
+        close(means[leaf], plain.mean_and_var()[0])
+        close(variances[leaf], plain.mean_and_var()[1])
+    close(statistics.count, NUM_LANES * (NUM_STEPS + 1) + 1e-4)
+
+
+@each_env
+def test_next_obs_is_the_next_row_but_at_an_ending(name):
+    _, trajectory = collect(name)
+    done = trajectory.done[:-1]
+    assert 0 < done.sum() < done.size
+    for now, then in (
+        (trajectory.next_obs, trajectory.obs),
+        (trajectory.info["raw_next_obs"], trajectory.info["raw_obs"]),
+    ):
+        successor, following = at(now, slice(-1)), at(then, slice(1, None))
+        chex.assert_trees_all_equal(at(successor, ~done), at(following, ~done))
+        for x, y in zip(*map(jax.tree.leaves, (successor, following)), strict=True):
+            assert (x[done] != y[done]).any()
+
+
+def test_raw_observations_are_those_of_the_unwrapped_environment():
+    _, trajectory = collect("Pendulum")
+    collector = collector_of(make_inner("Pendulum"))
+    carry = collector.init(jax.random.key(7))
+    _, plain = collector.collect_steps(carry, None, NUM_STEPS)
+    info = dict(trajectory.info)
+    chex.assert_trees_all_equal(info.pop("raw_obs"), plain.obs)
+    chex.assert_trees_all_equal(info.pop("raw_next_obs"), plain.next_obs)
+    rest = trajectory.replace(obs=(), next_obs=(), info=info)
+    chex.assert_trees_all_equal(rest, plain.replace(obs=(), next_obs=()))
+
+
+@each_env
+def test_halves_and_auto_reset_do_not_change_a_bit(name):
+    """One call of all steps, with the other auto-reset."""
+    inner = make_inner(name, auto_reset="select")
+    collector = collector_of(envs.NormalizeObs(inner, EPSILON))
+    carry = collector.init(jax.random.key(7))
+    carry, whole = collector.collect_steps(carry, None, NUM_STEPS)
+    carries, trajectory = collect(name)
+    chex.assert_trees_all_equal(raw((carry, whole)), raw((carries[-1], trajectory)))
+
+
+def test_all_lanes_share_one_mean():
+    carries, _ = collect("Pendulum")
+    for carry in carries:
+        statistics = carry.env_state.statistics
+        shapes = [x.shape for x in jax.tree.leaves(statistics)]
+        assert shapes == [(3,), (3,), ()]
+    # The first update is already that of the whole batch.
+    first = carries[0].env_state
+    close(first.statistics.mean, np.asarray(first.raw_obs).mean(axis=0))
+
+
+def test_leaves_keep_their_float_dtype_or_become_float32():
+    carries, trajectory = collect("tree")
+    dtypes = jax.tree.map(lambda x: x.dtype.name, trajectory.obs)
+    assert dtypes == {"n": "float32", "odd": ("float32", "float32", "float16")}
+    kinds = jax.tree.map(lambda x: x.dtype.name, trajectory.info["raw_obs"])
+    assert kinds == {"n": "int32", "odd": ("bool", "uint8", "float16")}
+    statistics = carries[-1].env_state.statistics
+    assert {x.dtype.name for x in jax.tree.leaves(statistics)} == {"float32"}
+    space = envs.NormalizeObs(make_inner("tree"), EPSILON).observation_space
+    assert (space.parts["odd"][2].shape, space.parts["n"].dtype) == ((2, 3), "float32")
+    assert space.contains(at(trajectory.obs, (0, 0)))
+    assert not any(x.weak_type for x in jax.tree.leaves(raw(carries)))
+
+
+def test_spaces_are_those_of_one_lane():
+    env = envs.NormalizeObs(make_inner("Pendulum"))
+    assert env.num_envs == NUM_LANES
+    assert env.observation_space == envs.Box(-jnp.inf, jnp.inf, (3,))
+    assert env.action_space.shape == (1,)
+
+
+@functools.cache
+def frozen():
+    carries, _ = collect("tree")
+    env = envs.NormalizeObs(make_inner("tree"), EPSILON)
+    return collector_of(env.freeze(carries[1].env_state))
+
+
+def test_frozen_statistics_do_not_change_and_a_carry_goes_on():
+    carries, trajectory = collect("tree")
+    carry, rest = frozen().collect_steps(carries[1], None, NUM_STEPS // 2)
+    chex.assert_trees_all_equal_shapes_and_dtypes(carry, carries[1])
+    statistics = carries[1].env_state.statistics
+    chex.assert_trees_all_equal(carry.env_state.statistics, statistics)
+    second = at(trajectory, slice(NUM_STEPS // 2, None))
+    chex.assert_trees_all_equal(rest.info, second.info)
+    chex.assert_trees_all_equal(at(rest.obs, 0), at(second.obs, 0))
+    scale = np.sqrt(np.float64(statistics.var["n"]) + EPSILON)
+    for got, name in ((rest.obs, "raw_obs"), (rest.next_obs, "raw_next_obs")):
+        centred = np.asarray(rest.info[name]["n"]) - np.float64(statistics.mean["n"])
+        close(got["n"], centred / scale)
+
+
+def test_frozen_environment_starts_anew_with_its_statistics():
+    carries, _ = collect("tree")
+    statistics = carries[1].env_state.statistics
+    carry = frozen().init(jax.random.key(1))
+    chex.assert_trees_all_equal(carry.env_state.statistics, statistics)
+    # Every episode starts with the count 0.
+    want = -statistics.mean["n"] / jnp.sqrt(statistics.var["n"] + EPSILON)
+    close(carry.obs["n"], np.full(NUM_LANES, want))
+    chex.assert_trees_all_equal_shapes_and_dtypes(carry, carries[0])
+
+
+def test_collecting_again_does_not_trace_again():
+    carries, _ = collect("tree")
+    num_traces = len(TRACES)
+    assert num_traces > 0
+    collector = collector_of(envs.NormalizeObs(make_inner("tree"), EPSILON))
+    collector.collect_steps(carries[-1], None, NUM_STEPS // 2)
+    assert len(TRACES) == num_traces
+
+
+def test_unread_raw_observations_leave_no_buffer():
+    collector = collector_of(envs.NormalizeObs(make_inner("tree")))
+    carry = jax.eval_shape(collector.init, jax.random.key(0))
+
+    def rewards(carry):
+        return collector.collect_steps(carry, None, 1000)[1].reward
+
+    memory = jax.jit(rewards).lower(carry).compile().memory_analysis()
+    # One raw observation of 16 lanes is 288 bytes; 1000 of them would be 288 kB.
+    assert memory.temp_size_in_bytes < 100_000
+
+
+def test_leaves_may_be_replaced_by_anything():
+    env = frozen().env
+    for value in (None, object(), "x", 0):
+        jax.tree.map(lambda x, value=value: value, env)
+    jax.eval_shape(lambda env: env.num_envs * jnp.ones(2), env)
+
+
+def test_single_environment_is_refused():
+    message = "`env` must be a `VectorEnv` as `envs.vectorize` makes it, got CountEnv"
+    with pytest.raises(ValueError, match=message):
+        envs.NormalizeObs(CountEnv())
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1e-8, float("nan")])
+def test_bad_epsilon_is_refused(epsilon):
+    with pytest.raises(ValueError, match="`epsilon` must be above 0, got"):
+        envs.NormalizeObs(make_inner("tree"), epsilon)
+
+
+def step_with_info(info):
+    class Env(CountEnv):
+        def step(self, key, state, action):
+            return super().step(key, state, action).replace(info=info)
+
+    inner = envs.vectorize(jax.tree_util.register_static(Env)(), 2)
+    env = envs.NormalizeObs(inner)
+
+    def step(step_keys, reset_keys):
+        state, _ = env.reset(reset_keys)
+        return env.step(step_keys, state, jnp.zeros(2, jnp.int32))
+
+    pair = jax.random.split(jax.random.key(0))
+    jax.eval_shape(step, pair, pair)
+
+
+def test_info_that_is_no_dict_is_refused():
+    with pytest.raises(ValueError, match="`info` must be a dict, got tuple"):
+        step_with_info((jnp.zeros(()),))
+
+
+def test_names_of_the_raw_observations_must_be_free():
+    message = "`info` must not have the names raw_obs, raw_next_obs, got raw_obs"
+    with pytest.raises(ValueError, match=message):
+        step_with_info({"raw_obs": jnp.zeros(())})
