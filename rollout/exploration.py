@@ -53,13 +53,13 @@ def epsilon_greedy(
             steps of the lane. Of a schedule, a value above 1 counts as 1, and one below
             0 or NaN as 0.
         mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed;
-            only for a discrete space.
+            only for a discrete space. `envs.ObserveInfo` brings a mask into `obs`.
 
     Returns:
-        A policy with the state and the extras of `policy`, and a step count in the
-        state if `epsilon` is a schedule. With a `mask_fn` the extras gain
-        `none_allowed`, `[B]` bool; if they have it from another wrapper, either says
-        so.
+        A policy with the state of `policy`, and a step count in it if `epsilon` is a
+        schedule. The extras are those of `policy`, of its action and not of the one
+        that took its place. With a `mask_fn` they gain `none_allowed`, `[B]` bool; if
+        they have it from another wrapper, either says so.
 
     Raises:
         ValueError: if `epsilon` is a number outside [0, 1], or a schedule that does not
@@ -108,12 +108,13 @@ def random_warmup(
         action_space: any space that `random_policy` takes.
         num_steps: random steps per lane, at least 1. Episodes may end within them.
         mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed;
-            only for a discrete space.
+            only for a discrete space. `envs.ObserveInfo` brings a mask into `obs`.
 
     Returns:
-        A policy with the state of `policy` and a step count, and the extras of
-        `policy`. With a `mask_fn` the extras gain `none_allowed`, `[B]` bool; if they
-        have it from another wrapper, either says so.
+        A policy with the state of `policy` and a step count. The extras are those of
+        `policy`, of its action and not of the one that took its place. With a
+        `mask_fn` they gain `none_allowed`, `[B]` bool; if they have it from another
+        wrapper, either says so.
 
     Raises:
         ValueError: if `num_steps` is not an int of at least 1, or as `epsilon_greedy`

@@ -41,8 +41,8 @@ def gaussian_noise(
             or a schedule over the steps of the lane.
 
     Returns:
-        A policy with the state and the extras of `policy`, and a step count in the
-        state if `scale` is a schedule.
+        A policy with the state of `policy`, and a step count in it if `scale` is a
+        schedule. The extras are those of `policy`, of its action without the noise.
 
     Raises:
         ValueError: if `scale` is a number below 0 or not finite, or a schedule that
@@ -96,8 +96,9 @@ def ornstein_uhlenbeck(
         dt: time of one step, above 0; theta * dt must be below 2.
 
     Returns:
-        A policy with the extras of `policy`, and in its state that of `policy`, the
-        noise, and a step count if `scale` is a schedule.
+        A policy whose state is that of `policy`, the noise, and a step count if `scale`
+        is a schedule. The extras are those of `policy`, of its action without the
+        noise.
 
     Raises:
         ValueError: if `scale`, `theta` or `dt` is a number outside its range, or

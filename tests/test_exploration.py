@@ -375,7 +375,7 @@ def drawing_policy(n):
     return rollout.random_policy(envs.Discrete(n))
 
 
-@pytest.mark.parametrize("n", [1, 7, 64])
+@pytest.mark.parametrize("n", [1, 7, 70])
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -432,13 +432,19 @@ def test_mask_is_read_from_observations_of_several_parts():
 
 
 def test_mask_of_the_environments_info_reaches_the_policy():
-    def parity(obs):
-        return (obs["obs"].astype(jnp.int32) + jnp.arange(DISCRETE.n)[None]) % 2 == 0
-
-    policy = rollout.random_policy(DISCRETE, mask_fn=parity)
-    obs = {"obs": jnp.arange(512.0)[:, None]}
-    action = np.asarray(apply(policy, obs).action)
-    np.testing.assert_array_equal(action % 2, np.arange(512) % 2)
+    env = envs.ObserveInfo(
+        CountEnv(),
+        fn=lambda info: jnp.arange(3) != info["action"],  # not the same action again
+        initial=lambda state, obs: jnp.ones(3, bool),
+    )
+    env = envs.vectorize(env, NUM_LANES)
+    policy = rollout.random_policy(env.action_space, mask_fn=lambda obs: obs["info"])
+    collector = rollout.Collector(env=env, policy=policy)
+    carry = collector.init(jax.random.key(0))
+    trajectory = collector.collect_steps(carry, None, NUM_STEPS)[1]
+    same = trajectory.action[1:] == trajectory.action[:-1]
+    assert not (same & ~trajectory.first[1:]).any()
+    assert (same & trajectory.first[1:]).any()  # the first action is free
 
 
 def test_either_of_two_wrappers_says_that_none_is_allowed():
@@ -513,6 +519,13 @@ def test_jitted_step_is_the_plain_one_and_is_traced_once(name):
         assert not any(x.weak_type for x in jax.tree.leaves(got))
         state = got.state
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_dtype_is_promoted_in_silence(name):
+    with jax.numpy_dtype_promotion("strict"):
+        action = actions(POLICIES[name], 2)
+    np.testing.assert_array_equal(action, actions(POLICIES[name], 2))
 
 
 # What is refused
