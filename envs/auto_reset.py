@@ -4,6 +4,8 @@
 loop. `reset_compact` resets only done lanes, `K` at a time, in a `while_loop` that
 does not run at all when no lane is done; it is exact for any number of done lanes.
 It must stay outside every `vmap`, where a loop runs until the slowest one ends.
+
+Both take `start_fn`, which gives the fresh `Lanes` of the lanes it is asked for.
 """
 
 from collections.abc import Callable
@@ -14,21 +16,54 @@ import jax.numpy as jnp
 from jax import lax
 
 from envs import keys
-from envs.types import RESET, Env, Lanes
+from envs.types import Env, Lanes
 
-_KeyFn = Callable[[jax.Array], chex.PRNGKey]
+_StartFn = Callable[[Env, jax.Array], Lanes]
 
 _WORD = 32  # bits of a word of lane flags
 
 
-def reset_select(env: Env, key_fn: _KeyFn, done: jax.Array, lanes: Lanes) -> Lanes:
+def reset_select(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
     """Resets every lane and keeps the result where `done`."""
-    fresh = _start(env, key_fn(jnp.arange(done.shape[0], dtype=jnp.int32)))
+    fresh = start_fn(env, jnp.arange(done.shape[0], dtype=jnp.int32))
     return keys.select(done, fresh, lanes)
 
 
-def reset_compact(env: Env, key_fn: _KeyFn, done: jax.Array, lanes: Lanes) -> Lanes:
-    """Resets the done lanes only, `K` at a time, in lane order."""
+def reset_compact(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
+    """Resets the done lanes only, `K` at a time, in lane order.
+
+    A `while_loop` has no derivative in reverse. Derivatives pass through the lanes that
+    are not done; those of a reset with respect to `env` are only `reset_select`'s.
+    """
+    fixed_env, fixed_lanes = lax.stop_gradient((env, lanes))
+    fresh = _reset_some_at_a_time(fixed_env, start_fn, done, fixed_lanes)
+    return keys.like(_attach(keys.words(fresh), keys.words(lanes), done), lanes)
+
+
+@jax.custom_jvp
+def _attach(
+    fresh: chex.ArrayTree, lanes: chex.ArrayTree, done: jax.Array
+) -> chex.ArrayTree:
+    """Gives `fresh`, with the derivative that it has as a function of `lanes`."""
+    del lanes, done  # unused: the value is there already
+    return fresh
+
+
+@_attach.defjvp
+def _attach_jvp(primals: tuple, tangents: tuple) -> tuple:
+    fresh, _, done = primals
+
+    def through(x: jax.Array, tangent: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return tangent  # the empty one of an integer
+        return keys.select(done, jnp.zeros_like(x), tangent)
+
+    return fresh, jax.tree.map(through, fresh, tangents[1])
+
+
+def _reset_some_at_a_time(
+    env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes
+) -> Lanes:
     num_envs = done.shape[0]
     # Large enough that one round nearly always does, small enough to cost little. With
     # one slot there is no scatter, and XLA:CPU compiles the small loop to one kernel.
@@ -37,19 +72,13 @@ def reset_compact(env: Env, key_fn: _KeyFn, done: jax.Array, lanes: Lanes) -> La
     def reset_some(state: tuple[jax.Array, Lanes]) -> tuple[jax.Array, Lanes]:
         done, lanes = state
         lane, found = _first_true(done, num_slots)
-        fresh = _start(env, key_fn(lane))
+        fresh = start_fn(env, lane)
         # What is left over writes to rows that are not there.
         row = jnp.where(found, lane, num_envs + jnp.arange(num_slots))
         lanes = jax.tree.map(lambda old, new: _write(old, row, new), lanes, fresh)
         return _write(done, row, jnp.zeros((num_slots,), bool)), lanes
 
     return lax.while_loop(lambda state: jnp.any(state[0]), reset_some, (done, lanes))[1]
-
-
-def _start(env: Env, episode_key: chex.PRNGKey) -> Lanes:
-    """Starts one episode per key."""
-    state, obs = jax.vmap(env.reset)(keys.fold_in(episode_key, RESET))
-    return Lanes(episode_key=episode_key, state=state, obs=obs)
 
 
 def _write(old: jax.Array, row: jax.Array, new: jax.Array) -> jax.Array:

@@ -72,7 +72,16 @@ def barrier(tree: chex.ArrayTree) -> chex.ArrayTree:
     jax's checker of key reuse takes a key that passes the barrier for used up, so the
     words of the keys pass it instead.
     """
-    words = lax.optimization_barrier(jax.tree.map(_words, tree))
+    return like(lax.optimization_barrier(words(tree)), tree)
+
+
+def words(tree: chex.ArrayTree) -> chex.ArrayTree:
+    """Replaces the typed keys in a tree by their words, uint32 arrays."""
+    return jax.tree.map(_words, tree)
+
+
+def like(words: chex.ArrayTree, tree: chex.ArrayTree) -> chex.ArrayTree:
+    """Takes back what `words` did: where `tree` has typed keys, so has the result."""
     return jax.tree.map(_like, words, tree)
 
 
@@ -92,8 +101,7 @@ def select(flag: jax.Array, new: chex.ArrayTree, old: chex.ArrayTree) -> chex.Ar
         column = flag.reshape(flag.shape + (1,) * (old.ndim - flag.ndim))
         return jnp.where(column, new, old)
 
-    words = jax.tree.map(lambda new, old: choose(_words(new), _words(old)), new, old)
-    return jax.tree.map(_like, words, old)
+    return like(jax.tree.map(choose, words(new), words(old)), old)
 
 
 def _words(x: jax.Array) -> jax.Array:

@@ -96,7 +96,7 @@ def _build(env_id: str, **arguments: Any) -> tuple[Any, Any]:
     try:
         return _build_once(env_id, **arguments)
     except TypeError:  # an argument that cannot be hashed, or not one at all
-        return _gymnax().make(env_id, **arguments)
+        return _make(env_id, **arguments)
     except (urllib.error.URLError, OSError) as error:
         raise ValueError(
             f"{env_id} must download its data set when it is made, got: {error}."
@@ -105,7 +105,15 @@ def _build(env_id: str, **arguments: Any) -> tuple[Any, Any]:
 
 @functools.cache
 def _build_once(env_id: str, **arguments: Any) -> tuple[Any, Any]:
-    return _gymnax().make(env_id, **arguments)
+    return _make(env_id, **arguments)
+
+
+def _make(env_id: str, **arguments: Any) -> tuple[Any, Any]:
+    env, params = _gymnax().make(env_id, **arguments)
+    # gymnax stops the gradients of its differentiable environments unless asked.
+    if getattr(env, "supports_transition_gradients", False):
+        env = env.with_transition_gradients()
+    return env, params
 
 
 def _check_parameter(name: str, value: Any, default: Any) -> None:

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from envs import keys as env_keys
 from envs.auto_reset import reset_compact, reset_select
-from envs.types import Env, EnvStep, Lanes, Space, VectorEnv
+from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv
 
 _AUTO_RESETS = {"compact": reset_compact, "select": reset_select}
 
@@ -31,12 +32,47 @@ def vectorize(env: Env, num_envs: int, *, auto_reset: str = "compact") -> Vector
     Raises:
         ValueError: if `num_envs` is not a positive int or `auto_reset` is unknown.
     """
+    _check(num_envs, auto_reset)
+    return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset)
+
+
+def vectorize_each(
+    env: Env, num_envs: int, *, auto_reset: str = "compact"
+) -> VectorEnv:
+    """Puts `num_envs` environments with parameters of their own side by side.
+
+    Args:
+        env: the environment whose every leaf has the leading axis B, lane i's parameters
+            in row i: `jax.vmap(make_env)(values)`, or
+            `jax.tree.map(lambda *x: jnp.stack(x), *envs)`.
+        num_envs: B, at least 1.
+        auto_reset: as in `vectorize`.
+
+    Returns:
+        A `VectorEnv`; its spaces are those of lane 0.
+
+    Raises:
+        ValueError: as `vectorize`, and if a leaf lacks the leading axis, or if there is
+            none.
+    """
+    _check(num_envs, auto_reset)
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(env)]
+    wrong = [shape for shape in shapes if shape[:1] != (num_envs,)]
+    if wrong or not shapes:
+        got = f"shape {wrong[0]}" if wrong else "no leaves"
+        raise ValueError(
+            f"`env` must have leaves with the leading axis num_envs={num_envs}, got "
+            f"{got}."
+        )
+    return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=True)
+
+
+def _check(num_envs: int, auto_reset: str) -> None:
     if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
         raise ValueError(f"`num_envs` must be an int of at least 1, got {num_envs!r}.")
     if auto_reset not in _AUTO_RESETS:
         names = " or ".join(f'"{name}"' for name in sorted(_AUTO_RESETS))
         raise ValueError(f"`auto_reset` must be {names}, got {auto_reset!r}.")
-    return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset)
 
 
 @struct.dataclass(kw_only=True)
@@ -46,22 +82,24 @@ class _VectorizedEnv:
     env: Env
     num_envs: int = struct.field(pytree_node=False)
     auto_reset: str = struct.field(pytree_node=False)
+    each: bool = struct.field(pytree_node=False, default=False)  # parameters per lane
 
     @property
     def observation_space(self) -> Space:
-        return self.env.observation_space
+        return self._one.observation_space
 
     @property
     def action_space(self) -> Space:
-        return self.env.action_space
+        return self._one.action_space
 
     def reset(self, keys: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
-        return _strong(jax.vmap(self.env.reset)(keys))
+        return _strong(self._reset(self.env, keys))
 
     def step(
         self, keys: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
     ) -> EnvStep:
-        result = jax.vmap(self.env.step)(keys, state, action)
+        step = jax.vmap(lambda env, *args: env.step(*args), (self._axis, 0, 0, 0))
+        result = step(self.env, keys, state, action)
         for name in ("reward", "terminated", "truncated"):
             shape = jnp.shape(getattr(result, name))[1:]
             if shape:
@@ -81,7 +119,29 @@ class _VectorizedEnv:
     def reset_done(
         self, key_fn: Callable[[jax.Array], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
-        return _AUTO_RESETS[self.auto_reset](self.env, key_fn, done, lanes)
+        def start(env: Env, lane: jax.Array) -> Lanes:
+            episode_key = key_fn(lane)
+            if self.each:
+                env = jax.tree.map(lambda x: x[lane], env)
+            state, obs = self._reset(env, env_keys.fold_in(episode_key, RESET))
+            return Lanes(episode_key=episode_key, state=state, obs=obs)
+
+        return _AUTO_RESETS[self.auto_reset](self.env, start, done, lanes)
+
+    @property
+    def _axis(self) -> int | None:
+        return 0 if self.each else None
+
+    @property
+    def _one(self) -> Env:
+        return jax.tree.map(lambda x: x[0], self.env) if self.each else self.env
+
+    def _reset(
+        self, env: Env, reset_keys: chex.PRNGKey
+    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        return jax.vmap(lambda env, key: env.reset(key), (self._axis, 0))(
+            env, reset_keys
+        )
 
 
 def _strong(tree: chex.ArrayTree) -> chex.ArrayTree:

@@ -8,7 +8,7 @@ import pytest
 from cases import CountEnv, raw
 
 from envs import auto_reset, keys
-from envs.types import Lanes
+from envs.types import RESET, Lanes
 
 pytestmark = pytest.mark.usefixtures("key_reuse")
 
@@ -21,7 +21,13 @@ def make_lanes(num_envs):
     step = jax.vmap(env.step)(lane_keys, state, jnp.zeros(num_envs, jnp.int32))
     lanes = Lanes(episode_key=lane_keys, state=step.state, obs=step.obs)
     fresh_root = jax.random.key(2)
-    return env, lambda lane: keys.fold_in(fresh_root, lane), lanes
+
+    def start(env, lane):
+        key = keys.fold_in(fresh_root, lane)
+        state, obs = jax.vmap(env.reset)(keys.fold_in(key, RESET))
+        return Lanes(episode_key=key, state=state, obs=obs)
+
+    return env, start, lanes
 
 
 def patterns(num_envs):
@@ -39,9 +45,9 @@ def patterns(num_envs):
 
 @pytest.mark.parametrize("num_envs", [1, 2, 16, 33, 100])
 def test_compact_equals_select_for_every_number_of_done_lanes(num_envs):
-    env, key_fn, lanes = make_lanes(num_envs)
+    env, start, lanes = make_lanes(num_envs)
     compact, select = (
-        jax.jit(lambda done, reset=reset: raw(reset(env, key_fn, done, lanes)))
+        jax.jit(lambda done, reset=reset: raw(reset(env, start, done, lanes)))
         for reset in (auto_reset.reset_compact, auto_reset.reset_select)
     )
     for done in patterns(num_envs):

@@ -1,0 +1,61 @@
+"""Gradients flow through the kernel, with either way of auto-reset."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import make_env
+
+import envs
+import rollout
+
+
+def act(params, obs, key):
+    return jnp.tanh(obs @ params["w"] + params["b"][None])
+
+
+def mean_reward(params, env, carry, num_steps=20):
+    policy = rollout.stateless_policy(act)
+    collector = rollout.Collector(env=env, policy=policy)
+    _, trajectory = collector.collect_steps(carry, params, num_steps)
+    return trajectory.reward.mean()
+
+
+@pytest.fixture(scope="module", params=["compact", "select"])
+def start(request):
+    env = envs.vectorize(
+        make_env("Pendulum-v1", max_steps_in_episode=200), 8, auto_reset=request.param
+    )
+    policy = rollout.stateless_policy(act)
+    carry = rollout.Collector(env=env, policy=policy).init(jax.random.key(0))
+    return env, carry
+
+
+PARAMS = {"w": jnp.array([[0.3], [-0.2], [0.5]]), "b": jnp.array([0.1])}
+
+
+def test_gradient_of_policy_parameters_agrees_with_finite_differences(start):
+    gradient = jax.jit(jax.grad(mean_reward))(PARAMS, *start)
+    size = 1e-2
+    for name, row in (("w", 0), ("w", 1), ("w", 2), ("b", 0)):
+        ends = []
+        for sign in (-1, 1):
+            moved = PARAMS[name].at[row].add(sign * size)
+            ends.append(float(mean_reward({**PARAMS, name: moved}, *start)))
+        expected = (ends[1] - ends[0]) / (2 * size)
+        # Central differences err by O(size^2) relative to the third derivative, and by
+        # float32's 1e-7 * |reward| / size = 1e-5 * 5.
+        np.testing.assert_allclose(
+            np.ravel(gradient[name])[row], expected, rtol=2e-2, atol=1e-3
+        )
+        assert abs(expected) > 1e-3
+
+
+def test_gradient_of_environment_parameters_flows(start):
+    env, carry = start
+    gradient = jax.grad(lambda env: mean_reward(PARAMS, env, carry), allow_int=True)(
+        env
+    )
+    gravity = gradient.env.env_params.g
+    assert np.isfinite(gravity)
+    assert gravity != 0
