@@ -12,7 +12,7 @@ from envs.obs_wrappers import FrameStack, ObserveInfo, TransformObs
 from envs.registry import env_ids, make, make_vec
 from envs.spaces import Box, Discrete
 from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv
-from envs.vectorize import vectorize
+from envs.vectorize import vectorize, vectorize_each
 from envs.wrappers import ActionRepeat, RescaleAction, TimeLimit, TransformReward
 
 __all__ = [
@@ -37,4 +37,5 @@ __all__ = [
     "make",
     "make_vec",
     "vectorize",
+    "vectorize_each",
 ]

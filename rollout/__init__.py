@@ -7,6 +7,7 @@ episodes ended. Everything runs inside your own `jit`, or jitted from a notebook
 """
 
 from rollout.collector import Collector
+from rollout.evaluation import evaluate
 from rollout.exploration import epsilon_greedy, random_warmup
 from rollout.noise import gaussian_noise, ornstein_uhlenbeck
 from rollout.policies import random_policy, recurrent_policy, stateless_policy
@@ -32,6 +33,7 @@ __all__ = [
     "PolicyStep",
     "Transition",
     "epsilon_greedy",
+    "evaluate",
     "gaussian_noise",
     "ornstein_uhlenbeck",
     "random_policy",

@@ -7,7 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from envs.types import EnvStep, VectorEnv
-from rollout.types import PolicyStep
+from rollout.types import PolicyStep, Transition
+
+_BOOKKEEPING = (
+    "terminated",
+    "truncated",
+    "mask",
+    "episode_id",
+    "episode_return",
+    "episode_length",
+)
 
 
 def typed_key(key: Any) -> None:
@@ -26,6 +35,26 @@ def count(name: str, value: Any) -> None:
     """Refuses a count that is not a Python int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
+
+
+def max_steps(value: Any) -> jax.Array:
+    """Refuses what `count` does; one beyond int32 is as good as the largest."""
+    count("max_steps", value)
+    return jnp.int32(min(value, jnp.iinfo(jnp.int32).max))
+
+
+def recorded(before: Transition, after: Any) -> None:
+    """Refuses a recorded transition whose bookkeeping is not the kernel's own."""
+    if not isinstance(after, Transition):
+        raise ValueError(
+            f"`record_fn` must return a `Transition`, got {type(after).__name__}."
+        )
+    for name in _BOOKKEEPING:
+        if getattr(before, name) is not getattr(after, name):
+            raise ValueError(
+                f"`record_fn` must leave `{name}` as it is, since the statistics count "
+                "by it; what is derived from it goes into `extras`."
+            )
 
 
 def policy_init(state: chex.ArrayTree, num_envs: int) -> None:

@@ -11,8 +11,8 @@ from flax import struct
 from jax import lax
 
 from envs.types import VectorEnv
-from rollout import checks, kernel
-from rollout.types import Carry, Policy, Transition
+from rollout import checks, episodes, kernel
+from rollout.types import Carry, Episodes, Policy, Transition
 
 Acc = TypeVar("Acc")
 
@@ -23,17 +23,25 @@ class Collector:
 
     A pytree whose leaves are the environment's parameters, so it may be an argument
     of your own jitted function or closed over. Every method is a pure function of its
-    arguments. `init` and `collect_steps` are jitted and give the same bits inside your
-    own `jit`; `step` and `fold_steps` are not, and run operation by operation a float
-    may differ from theirs in the last place.
+    arguments. `init` and the methods `collect_*` are jitted and give the same bits
+    inside your own `jit`; `step` and the folds are not, and run operation by operation
+    a float may differ from theirs in the last place.
 
     Attributes:
         env: `B` environments side by side.
         policy: the policy that acts in them.
+        record_fn: what is recorded of a transition, `Transition` to `Transition`, pure:
+            it may add to `extras`, cast `obs`, clip `reward` or put `()` for a field.
+            Every method hands out what it returns; the policy and the running totals
+            never see it. It must leave the flags, `mask`, `episode_id`,
+            `episode_return` and `episode_length` as they are.
     """
 
     env: VectorEnv
     policy: Policy = struct.field(pytree_node=False)
+    record_fn: Callable[[Transition], Transition] | None = struct.field(
+        pytree_node=False, default=None
+    )
 
     def init(self, key: chex.PRNGKey) -> Carry:
         """Starts the first episode of every lane. Jitted.
@@ -66,7 +74,8 @@ class Collector:
             ValueError: while tracing, if the policy or the environment returns
                 something of the wrong structure, shape or dtype.
         """
-        return kernel.step(self.env, self.policy, carry, params)
+        carry, transition = kernel.step(self.env, self.policy, carry, params)
+        return carry, kernel.record(self.record_fn, transition)
 
     def collect_steps(
         self, carry: Carry, params: Any, num_steps: int
@@ -126,6 +135,128 @@ class Collector:
             return (carry, fn(state[1], transition)), None
 
         return lax.scan(step, (carry, acc), length=num_steps)[0]
+
+    def collect_episodes(
+        self, carry: Carry, params: Any, num_episodes: int, *, max_steps: int
+    ) -> tuple[Carry, Episodes]:
+        """Plays exactly `num_episodes` new episodes. Jitted.
+
+        The lanes serve one queue: a lane whose episode is over takes the next one that
+        has not started, and the call ends when all have ended. Which episodes are
+        played is settled by the order in which they start, so short ones are not
+        favoured. Episode k is the same whichever lane plays it, for any number of
+        lanes if the policy draws nothing; one call of N gives the episodes of two
+        calls of N/2.
+
+        Args:
+            carry: the carry of `init` or of an earlier call. Episodes that are under
+                way in it are given up.
+            params: whatever the policy takes as its parameters.
+            num_episodes: N, at least 1. Static: one trace per value.
+            max_steps: steps of an episode after which it is cut, at least 1. A large
+                one costs nothing. It bounds the call if an episode may never end.
+
+        Returns:
+            The next carry, every lane at the start of a new episode of its own, and
+            the episodes, `[N]`, in the order in which they started.
+
+        Raises:
+            ValueError: if `num_episodes` or `max_steps` is not an int of at least 1, or
+                as `step` does.
+        """
+        checks.count("num_episodes", num_episodes)
+        max_steps = checks.max_steps(max_steps)
+        return episodes.collect(self, carry, params, num_episodes, max_steps)
+
+    def collect_episodes_per_env(
+        self, carry: Carry, params: Any, episodes_per_env: int, *, max_steps: int
+    ) -> tuple[Carry, Episodes]:
+        """Plays `episodes_per_env` new episodes in every lane. Jitted.
+
+        The right choice where lanes differ, as those of `envs.vectorize_each` do: the
+        queue of `collect_episodes` would give a lane with short episodes more of them.
+
+        Args:
+            carry: the carry of `init` or of an earlier call. Episodes that are under
+                way in it are given up.
+            params: whatever the policy takes as its parameters.
+            episodes_per_env: M, at least 1. Static: one trace per value.
+            max_steps: steps of an episode after which it is cut, at least 1.
+
+        Returns:
+            The next carry, every lane at the start of a new episode, and the episodes,
+            `[M * B]`: lane i's m-th episode (from 0) is number `m * B + i`.
+
+        Raises:
+            ValueError: as `collect_episodes` does.
+        """
+        checks.count("episodes_per_env", episodes_per_env)
+        max_steps = checks.max_steps(max_steps)
+        return episodes.collect_per_env(
+            self, carry, params, episodes_per_env, max_steps
+        )
+
+    def fold_episodes(
+        self,
+        carry: Carry,
+        params: Any,
+        fn: Callable[[Acc, Transition], Acc],
+        acc: Acc,
+        *,
+        num_episodes: int,
+        max_steps: int,
+    ) -> tuple[Carry, Acc, Episodes]:
+        """Plays `num_episodes` episodes and folds each transition. Not jitted.
+
+        Args:
+            carry: the carry of `init` or of an earlier call.
+            params: whatever the policy takes as its parameters.
+            fn: `(acc, transition)` to the next `acc`, of unchanged structure, shapes
+                and dtypes. The transition is `[B, ...]`; where its `mask` is False the
+                lane is idle and the row void (no reward, no flag). A row at which
+                `max_steps` ran out is `truncated`. The episode at position e of the
+                queue has the `episode_id` `-1 - e`.
+            acc: what `fn` starts from, any pytree of arrays.
+            num_episodes: N, at least 1.
+            max_steps: steps of an episode after which it is cut, at least 1.
+
+        Returns:
+            The next carry, `acc` after the last step, and the episodes, as
+            `collect_episodes` gives them.
+
+        Raises:
+            ValueError: as `collect_episodes` does.
+            TypeError: if `fn` changes the structure, a shape or a dtype of `acc`.
+        """
+        checks.count("num_episodes", num_episodes)
+        max_steps = checks.max_steps(max_steps)
+        plan = episodes.queue(carry, num_episodes)
+        return episodes.play(self, carry, params, fn, acc, plan, max_steps)
+
+    def collect_padded_episodes(
+        self, carry: Carry, params: Any, num_episodes: int, *, max_length: int
+    ) -> tuple[Carry, Transition, Episodes]:
+        """Plays `num_episodes` episodes and returns them whole. Jitted.
+
+        Args:
+            carry: the carry of `init` or of an earlier call.
+            params: whatever the policy takes as its parameters.
+            num_episodes: N, at least 1. Static: one trace per value.
+            max_length: L, steps of an episode after which it is cut, at least 1.
+                Static. The memory is that of L x N rows.
+
+        Returns:
+            The next carry; the trajectory `[L, N, ...]`, step t of episode k in row
+            `[t, k]`, all zero with `mask` False behind the end of an episode; and the
+            episodes, as `collect_episodes` gives them.
+
+        Raises:
+            ValueError: if `num_episodes` or `max_length` is not an int of at least 1,
+                or as `step` does.
+        """
+        checks.count("num_episodes", num_episodes)
+        checks.count("max_length", max_length)
+        return episodes.collect_padded(self, carry, params, num_episodes, max_length)
 
 
 # Jitted, since operation by operation a first call compiles some forty programs.

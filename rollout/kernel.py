@@ -69,7 +69,7 @@ def step(
     env = keys.barrier(env)
     carry, transition = advance(env, policy, carry, params)
     next_id = carry.episode.episode_id + env.num_envs
-    start = own_episodes(env, carry.key, next_id)
+    start = own_episodes(carry.key, next_id)
     return restart(env, policy, carry, transition.done, start), transition
 
 
@@ -121,12 +121,23 @@ def restart(
         )
 
 
-def own_episodes(env: VectorEnv, key: chex.PRNGKey, episode_id: jax.Array) -> Start:
-    """The episodes of the lanes' own streams that have the numbers `episode_id`."""
+def record(
+    record_fn: Callable[[Transition], Transition] | None, transition: Transition
+) -> Transition:
+    """What is handed out of a transition; see `Collector.record_fn`."""
+    if record_fn is None:
+        return transition
+    recorded = record_fn(transition)
+    checks.recorded(transition, recorded)
+    return recorded
+
+
+def own_episodes(key: chex.PRNGKey, episode_id: jax.Array) -> Start:
+    """The episodes `episode_id`, `[B]` int32, of the lanes' own streams."""
     env_key = keys.fold_in(key, _ENV)
 
     def key_fn(lane: jax.Array) -> chex.PRNGKey:
-        return _own_key(env_key, lane, episode_id[lane] // env.num_envs)
+        return _own_key(env_key, lane, episode_id[lane] // episode_id.shape[0])
 
     return Start(key_fn, episode_id)
 

@@ -1,0 +1,246 @@
+"""Exactly N episodes, chosen before any of them ends: the queue and its loop.
+
+Which episodes are played is settled by the order in which they start, never by which
+end first, so short ones are not favoured. A lane whose episode is over takes the next
+one; a lane without one is idle. An idle lane plays on, so that its environment state
+stays valid, but its rows are void and counted nowhere.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from envs import keys
+from rollout import kernel
+from rollout.types import Carry, Episodes, Transition
+
+if TYPE_CHECKING:
+    from rollout.collector import Collector
+
+Acc = TypeVar("Acc")
+
+_COLUMNS = 4  # of the table of results: return, length, flags, lane
+_TERMINATED, _TRUNCATED, _FINISHED = 1, 2, 4
+
+
+class Plan(NamedTuple):
+    """Which lane plays which of the `N` episodes.
+
+    Attributes:
+        num_episodes: N.
+        next_fn: `(index, over, num_started)` to the `[B]` index of the episode that
+            each lane plays next, N or more for none, and the new `num_started`.
+        start_fn: `[B]` index of an episode to what starts it.
+        num_queued: episodes that the call takes from the queue.
+        next_id: `[B]` int32, ids of the episodes of their own that the lanes start
+            when the call is over.
+    """
+
+    num_episodes: int
+    next_fn: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    start_fn: Callable[[jax.Array], kernel.Start]
+    num_queued: int
+    next_id: jax.Array  # [B]
+
+
+@struct.dataclass(kw_only=True)
+class _Run:
+    """The state of the loop."""
+
+    carry: Carry
+    acc: Any
+    index: jax.Array  # [B] int32, the episode that the lane plays; idle from N on
+    num_started: jax.Array  # () int32
+    table: jax.Array  # [N, 4] int32, one row per episode that is over
+    num_steps: jax.Array  # () int32
+
+
+def queue(carry: Carry, num_episodes: int) -> Plan:
+    """All lanes serve one queue: whoever is free takes the next episode."""
+    own_id = carry.episode.episode_id
+
+    def take_next(
+        index: jax.Array, over: jax.Array, num_started: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        rank = jnp.cumsum(over, dtype=jnp.int32)
+        taken = jnp.where(over, num_started + rank - 1, index)
+        return taken, num_started + rank[-1]
+
+    def start(index: jax.Array) -> kernel.Start:
+        return kernel.queued_episodes(carry.key, carry.next_episode + index)
+
+    next_id = own_id + own_id.shape[0]
+    return Plan(num_episodes, take_next, start, num_episodes, next_id)
+
+
+def per_env(carry: Carry, episodes_per_env: int) -> Plan:
+    """Every lane plays the next `episodes_per_env` episodes of its own."""
+    num_envs = carry.episode.episode_id.shape[0]
+    first_id = carry.episode.episode_id + num_envs
+    lane = jnp.arange(num_envs, dtype=jnp.int32)
+    num_episodes = episodes_per_env * num_envs
+
+    def take_next(
+        index: jax.Array, over: jax.Array, num_started: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return jnp.where(over, index + num_envs, index), num_started
+
+    def start(index: jax.Array) -> kernel.Start:
+        return kernel.own_episodes(carry.key, first_id + (index - lane))
+
+    return Plan(num_episodes, take_next, start, 0, first_id + num_episodes)
+
+
+def play(
+    collector: "Collector",
+    carry: Carry,
+    params: Any,
+    fn: Callable[[Acc, Transition], Acc],
+    acc: Acc,
+    plan: Plan,
+    max_steps: jax.Array,
+) -> tuple[Carry, Acc, Episodes]:
+    """Plays the episodes of `plan`; see `Collector.fold_episodes`."""
+    env, policy = keys.barrier(collector.env), collector.policy  # see `kernel.step`
+    index = jnp.arange(env.num_envs, dtype=jnp.int32)
+    everywhere = jnp.ones((env.num_envs,), bool)
+    run = _Run(
+        carry=kernel.restart(env, policy, carry, everywhere, plan.start_fn(index)),
+        acc=acc,
+        index=index,
+        num_started=jnp.int32(env.num_envs),
+        table=jnp.zeros((plan.num_episodes, _COLUMNS), jnp.int32),
+        num_steps=jnp.zeros((), jnp.int32),
+    )
+
+    def is_playing(run: _Run) -> jax.Array:
+        return jnp.any(run.index < plan.num_episodes)
+
+    def step(run: _Run) -> _Run:
+        carry, transition = kernel.advance(env, policy, run.carry, params)
+        mask = run.index < plan.num_episodes
+        ended = transition.done
+        over = ended | (transition.episode_length >= max_steps)
+        table = _note(run.table, run.index, over, transition)
+        seen = kernel.record(collector.record_fn, _as_seen(transition, mask, over))
+        index, num_started = plan.next_fn(run.index, over, run.num_started)
+        return _Run(
+            carry=kernel.restart(env, policy, carry, over, plan.start_fn(index)),
+            acc=fn(run.acc, seen),
+            index=index,
+            num_started=num_started,
+            table=table,
+            num_steps=run.num_steps + jnp.sum(mask, dtype=jnp.int32),
+        )
+
+    run = lax.while_loop(is_playing, step, run)
+    start = kernel.own_episodes(carry.key, plan.next_id)
+    end = kernel.restart(env, policy, run.carry, everywhere, start)
+    end = end.replace(next_episode=end.next_episode + plan.num_queued)
+    return end, run.acc, _read(run.table, run.num_steps)
+
+
+@functools.partial(jax.jit, static_argnames="num_episodes")
+def collect(
+    collector: "Collector",
+    carry: Carry,
+    params: Any,
+    num_episodes: int,
+    max_steps: jax.Array,
+) -> tuple[Carry, Episodes]:
+    """See `Collector.collect_episodes`."""
+    plan = queue(carry, num_episodes)
+    carry, _, episodes = play(collector, carry, params, _ignore, (), plan, max_steps)
+    return carry, episodes
+
+
+@functools.partial(jax.jit, static_argnames="episodes_per_env")
+def collect_per_env(
+    collector: "Collector",
+    carry: Carry,
+    params: Any,
+    episodes_per_env: int,
+    max_steps: jax.Array,
+) -> tuple[Carry, Episodes]:
+    """See `Collector.collect_episodes_per_env`."""
+    plan = per_env(carry, episodes_per_env)
+    carry, _, episodes = play(collector, carry, params, _ignore, (), plan, max_steps)
+    return carry, episodes
+
+
+@functools.partial(jax.jit, static_argnames=("num_episodes", "max_length"))
+def collect_padded(
+    collector: "Collector",
+    carry: Carry,
+    params: Any,
+    num_episodes: int,
+    max_length: int,
+) -> tuple[Carry, Transition, Episodes]:
+    """See `Collector.collect_padded_episodes`."""
+    row = jax.eval_shape(collector.step, carry, params)[1]
+    padded = jax.tree.map(
+        lambda x: jnp.zeros((max_length, num_episodes, *x.shape[1:]), x.dtype), row
+    )
+
+    def write(padded: Transition, transition: Transition) -> Transition:
+        index = -1 - transition.episode_id - carry.next_episode
+        # A lane that is idle writes to a column that is not there.
+        column = jnp.where(transition.mask, index, num_episodes)
+        place = (transition.episode_length - 1, column)
+        return jax.tree.map(
+            lambda old, new: old.at[place].set(new, mode="drop"), padded, transition
+        )
+
+    plan, limit = queue(carry, num_episodes), jnp.int32(max_length)
+    return play(collector, carry, params, write, padded, plan, limit)
+
+
+def _ignore(acc: Acc, transition: Transition) -> Acc:
+    del transition  # unused
+    return acc
+
+
+def _as_seen(transition: Transition, mask: jax.Array, over: jax.Array) -> Transition:
+    """The transition for the fold: idle lanes void, a cut by `max_steps` truncated."""
+    truncated = transition.truncated | (over & ~transition.terminated)
+    return transition.replace(
+        mask=mask,
+        reward=jnp.where(mask, transition.reward, 0.0),
+        terminated=transition.terminated & mask,
+        truncated=truncated & mask,
+    )
+
+
+def _note(
+    table: jax.Array, index: jax.Array, over: jax.Array, transition: Transition
+) -> jax.Array:
+    """Writes the row of each episode that is over: one scatter for all its figures."""
+    flags = (
+        jnp.where(transition.terminated, _TERMINATED, 0)
+        | jnp.where(transition.truncated, _TRUNCATED, 0)
+        | jnp.where(transition.done, _FINISHED, 0)
+    )
+    lane = jnp.arange(index.shape[0], dtype=jnp.int32)
+    total = lax.bitcast_convert_type(transition.episode_return, jnp.int32)
+    row = jnp.stack([total, transition.episode_length, flags, lane], axis=1)
+    # Idle lanes, whose index is N or more, write to rows that are not there.
+    where = jnp.where(over, index, table.shape[0])
+    return table.at[where].set(row, mode="drop")
+
+
+def _read(table: jax.Array, num_steps: jax.Array) -> Episodes:
+    total, length, flags, lane = table.T
+    return Episodes(
+        episode_return=lax.bitcast_convert_type(total, jnp.float32),
+        episode_length=length,
+        terminated=flags & _TERMINATED != 0,
+        truncated=flags & _TRUNCATED != 0,
+        finished=flags & _FINISHED != 0,
+        env_id=lane,
+        num_steps=num_steps,
+    )

@@ -1,0 +1,66 @@
+"""Evaluation in one line: exactly N episodes and what they were like."""
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rollout import checks, episodes
+from rollout.collector import Collector
+from rollout.stats import CollectStats, count_nonfinite, summarize
+from rollout.types import Transition
+
+
+def evaluate(
+    collector: Collector,
+    key: chex.PRNGKey,
+    params: Any,
+    num_episodes: int,
+    *,
+    max_steps: int = 1_000_000,
+) -> CollectStats:
+    """Plays exactly `num_episodes` episodes and summarizes them. Jitted.
+
+    Which episodes count is settled before any of them ends, so the mean return is
+    without bias, and its confidence interval holds.
+
+    Args:
+        collector: policy and environments; with `num_envs` near `num_episodes` it is
+            fastest.
+        key: one typed key; it decides all that is random.
+        params: whatever the policy takes as its parameters.
+        num_episodes: N, at least 1. Static: one trace per value.
+        max_steps: steps of an episode after which it is cut, at least 1; the cut ones
+            count, and `num_unfinished` says how many they are.
+
+    Returns:
+        Statistics of the N episodes, each `()`.
+
+    Raises:
+        ValueError: if `key` is not one typed key, if `num_episodes` or `max_steps` is
+            not an int of at least 1, or as `Collector.step` does.
+    """
+    checks.typed_key(key)
+    checks.count("num_episodes", num_episodes)
+    return _evaluate(collector, key, params, num_episodes, checks.max_steps(max_steps))
+
+
+@functools.partial(jax.jit, static_argnames="num_episodes")
+def _evaluate(
+    collector: Collector,
+    key: chex.PRNGKey,
+    params: Any,
+    num_episodes: int,
+    max_steps: jax.Array,
+) -> CollectStats:
+    def count(num_nonfinite: jax.Array, transition: Transition) -> jax.Array:
+        return num_nonfinite + count_nonfinite(transition)
+
+    carry = collector.init(key)
+    plan, zero = episodes.queue(carry, num_episodes), jnp.zeros((), jnp.int32)
+    _, num_nonfinite, played = episodes.play(
+        collector, carry, params, count, zero, plan, max_steps
+    )
+    return summarize(played).replace(num_nonfinite=num_nonfinite)
