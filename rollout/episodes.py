@@ -54,7 +54,8 @@ class _Run:
 
     carry: Carry
     acc: Any
-    index: jax.Array  # [B] int32, the episode that the lane plays; idle from N on
+    index: jax.Array  # [B] int32, the episode that the lane plays next; idle from N on
+    over: jax.Array  # [B] bool, the lane starts that episode with the coming step
     num_started: jax.Array  # () int32
     table: jax.Array  # [N, 4] int32, one row per episode that is over
     num_steps: jax.Array  # () int32
@@ -107,12 +108,12 @@ def play(
 ) -> tuple[Carry, Acc, Episodes]:
     """Plays the episodes of `plan`; see `Collector.fold_episodes`."""
     env, policy = keys.barrier(collector.env), collector.policy  # see `kernel.step`
-    index = jnp.arange(env.num_envs, dtype=jnp.int32)
     everywhere = jnp.ones((env.num_envs,), bool)
     run = _Run(
-        carry=kernel.restart(env, policy, carry, everywhere, plan.start_fn(index)),
+        carry=carry,
         acc=acc,
-        index=index,
+        index=jnp.arange(env.num_envs, dtype=jnp.int32),
+        over=everywhere,
         num_started=jnp.int32(env.num_envs),
         table=jnp.zeros((plan.num_episodes, _COLUMNS), jnp.int32),
         num_steps=jnp.zeros((), jnp.int32),
@@ -122,19 +123,20 @@ def play(
         return jnp.any(run.index < plan.num_episodes)
 
     def step(run: _Run) -> _Run:
-        carry, transition = kernel.advance(env, policy, run.carry, params)
+        start = plan.start_fn(run.index)
+        carry = kernel.restart(env, policy, run.carry, run.over, start)
+        carry, transition = kernel.advance(env, policy, carry, params)
         mask = run.index < plan.num_episodes
-        ended = transition.done
-        over = ended | (transition.episode_length >= max_steps)
-        table = _note(run.table, run.index, over, transition)
+        over = transition.done | (transition.episode_length >= max_steps)
         seen = kernel.record(collector.record_fn, _as_seen(transition, mask, over))
         index, num_started = plan.next_fn(run.index, over, run.num_started)
         return _Run(
-            carry=kernel.restart(env, policy, carry, over, plan.start_fn(index)),
+            carry=carry,
             acc=fn(run.acc, seen),
             index=index,
+            over=over,
             num_started=num_started,
-            table=table,
+            table=_note(run.table, run.index, over, transition),
             num_steps=run.num_steps + jnp.sum(mask, dtype=jnp.int32),
         )
 

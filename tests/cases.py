@@ -58,6 +58,24 @@ class CountEnv:
         )
 
 
+@struct.dataclass(kw_only=True)
+class TwoLengthEnv(CountEnv):
+    """Counts like `CountEnv`; an episode lasts `min_length` or `max_length` steps.
+
+    Each with chance 1/2, so with 2 and 20 the mean is 11 and the deviation 9.
+    """
+
+    min_length: int = 2
+    max_length: int = 20
+    limit: int = 1000
+
+    def reset(self, key):
+        state, obs = super().reset(key)
+        long = jax.random.bernoulli(jax.random.fold_in(key, 7))
+        length = jnp.where(long, self.max_length, self.min_length)
+        return {**state, "length": length.astype(jnp.int32)}, obs
+
+
 def make_env(name: str, **params) -> envs.Env:
     if name == "count":
         return CountEnv(**params)

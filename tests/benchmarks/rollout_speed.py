@@ -21,13 +21,11 @@ import argparse
 import functools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -35,6 +33,7 @@ import gymnax
 import jax
 import jax.numpy as jnp
 from jax import lax
+from machine import LOOP_FLAG, machine
 
 import envs
 import rollout
@@ -44,9 +43,6 @@ from rollout import kernel
 ENVS = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "Breakout-MinAtar")
 NUM_ENVS = (16, 128, 1024, 4096)
 NUM_STEPS = 128
-LOOP_FLAG = (
-    "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
-)
 Run = Callable[..., Any]
 
 
@@ -317,27 +313,6 @@ def measure_outer_jit(repeats: int) -> None:
             f"| CartPole-v1 | {num_envs} | {one:.3f} | {other:.3f} "
             f"| {one / other:.2f} |"
         )
-
-
-def machine() -> str:
-    """Says what this runs on."""
-    device = jax.devices()[0]
-    flag = "on" if LOOP_FLAG in os.environ.get("XLA_FLAGS", "") else "off"
-    return (
-        f"{device.device_kind} ({device.platform}), {_processor()}, "
-        f"{os.cpu_count()} cores; Python {platform.python_version()}, "
-        f"jax {jax.__version__}, gymnax {metadata.version('gymnax')}; "
-        f"XLA loop flag {flag}"
-    )
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            names = [line.split(": ")[1] for line in lines if "model name" in line]
-        return names[0].strip()
-    except (OSError, IndexError):
-        return platform.processor() or platform.machine()
 
 
 def main() -> None:

@@ -1,0 +1,403 @@
+"""Exactly N episodes: which ones, on which lane, whole, and without bias."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv, TwoLengthEnv, make_env, raw
+
+import envs
+import rollout
+
+ENDLESS = 10**12
+
+
+def counting_policy():
+    """Counts its own steps and records the count."""
+
+    def act(params, obs, count, key):
+        return jnp.zeros(obs.shape[0], jnp.int32), count + 1, {"count": count + 1}
+
+    return rollout.recurrent_policy(act, lambda num_envs: jnp.zeros(num_envs, int))
+
+
+COUNTING = counting_policy()
+
+
+@functools.cache
+def make_collector(name="count", num_envs=4, auto_reset="compact"):
+    env = TwoLengthEnv() if name == "two lengths" else make_env(name)
+    vector_env = envs.vectorize(env, num_envs, auto_reset=auto_reset)
+    if name == "Pendulum-v1":
+        policy = rollout.stateless_policy(lambda params, obs, key: obs[:, 1:2])
+    else:
+        policy = COUNTING
+    return rollout.Collector(env=vector_env, policy=policy)
+
+
+@functools.cache
+def fixed_lengths():
+    """Lanes 0 to 3 with episodes of 2, 3, 4 and 5 steps, and a carry."""
+    length = jnp.arange(2, 6)
+    env = CountEnv(min_length=length, max_length=length, limit=jnp.full(4, 100))
+    vector_env = envs.vectorize_each(env, 4, auto_reset="select")  # compiles faster
+    collector = rollout.Collector(env=vector_env, policy=COUNTING)
+    return collector, collector.init(jax.random.key(0))
+
+
+# Which lane plays episode k, and its first and last step (from 1), found by hand: the
+# lanes start episodes 0 to 3; lane 0 is free after step 2 and takes 4, lane 1 after 3
+# and takes 5; after step 4 lanes 0 and 2 are free and take 6 and 7, lower lane first;
+# after 5 lane 3 takes 8; after 6 lanes 0 and 1 take 9 and 10; after 8 lane 0 takes 11.
+SCHEDULE = [
+    (0, 1, 2),
+    (1, 1, 3),
+    (2, 1, 4),
+    (3, 1, 5),
+    (0, 3, 4),
+    (1, 4, 6),
+    (0, 5, 6),
+    (2, 5, 8),
+    (3, 6, 10),
+    (0, 7, 8),
+    (1, 7, 9),
+    (0, 9, 10),
+]
+
+
+@pytest.mark.parametrize("num_episodes", range(1, 13))
+def test_lanes_take_episodes_as_written_down_by_hand(num_episodes):
+    collector, carry = fixed_lengths()
+    played = SCHEDULE[:num_episodes]
+    num_iterations = max(last for _, _, last in played)
+
+    def note(acc, transition):
+        mask, step = acc
+        return mask.at[step].set(transition.mask), step + 1
+
+    after, (mask, num_seen), episodes = collector.fold_episodes(
+        carry,
+        None,
+        note,
+        (jnp.zeros((12, 4), bool), 0),
+        num_episodes=num_episodes,
+        max_steps=ENDLESS,
+    )
+    want = np.zeros((12, 4), bool)
+    for lane, first, last in played:
+        want[first - 1 : last, lane] = True
+    lengths = np.array([last - first + 1 for _, first, last in played])
+    np.testing.assert_array_equal(mask, want)
+    np.testing.assert_array_equal(episodes.env_id, [lane for lane, _, _ in played])
+    np.testing.assert_array_equal(episodes.episode_length, lengths)
+    np.testing.assert_array_equal(episodes.episode_return, lengths * (lengths + 1) / 2)
+    assert episodes.finished.all()
+    assert episodes.terminated.all()
+    assert not episodes.truncated.any()
+    assert episodes.num_steps == lengths.sum() == want.sum()
+    assert num_seen == num_iterations
+    assert after.step == carry.step + num_iterations
+
+
+NUM_REPEATS = 300
+
+
+def mean_length(collector, play, num_steps=0):
+    """Mean length over `NUM_REPEATS` repeats, after `num_steps` of `collect_steps`."""
+
+    @jax.jit
+    def run(collector, keys):
+        def one(key):
+            carry = collector.init(key)
+            if num_steps:
+                carry, _ = collector.collect_steps(carry, None, num_steps)
+            return play(collector, carry).episode_length
+
+        return jax.lax.map(one, keys)
+
+    return np.mean(run(collector, jax.random.split(jax.random.key(5), NUM_REPEATS)))
+
+
+@pytest.mark.parametrize("num_steps", [0, 7])
+@pytest.mark.parametrize("num_episodes", [4, 6, 10, 40])
+def test_mean_length_is_not_biased(num_episodes, num_steps):
+    def play(collector, carry):
+        return collector.collect_episodes(carry, None, num_episodes, max_steps=ENDLESS)[
+            1
+        ]
+
+    got = mean_length(make_collector("two lengths"), play, num_steps)
+    # Independent lengths of mean 11 and standard deviation 9. Taking the episodes that
+    # end first gives 8.2 for N = 6, and counting those under way gives 18.4 after 7
+    # steps: both are more than 4 standard errors off.
+    assert abs(got - 11) < 4 * 9 / np.sqrt(NUM_REPEATS * num_episodes)
+
+
+def test_window_of_steps_is_biased_where_episodes_are_not():
+    """The bias is there to be found: the same estimate from a window of 20 steps."""
+    collector = make_collector("two lengths", num_envs=400)
+    carry = collector.init(jax.random.key(0))
+    _, trajectory = collector.collect_steps(carry, None, 20)
+    assert rollout.summarize(trajectory).length_mean < 9
+
+
+def test_mean_over_two_kinds_of_lanes_is_not_biased():
+    # Lanes 0 and 2 last 2 or 20 steps, lanes 1 and 3 always 4: mean (11 + 4) / 2.
+    env = TwoLengthEnv(
+        min_length=jnp.array([2, 4, 2, 4]),
+        max_length=jnp.array([20, 4, 20, 4]),
+        limit=jnp.full(4, 1000),
+    )
+    collector = rollout.Collector(env=envs.vectorize_each(env, 4), policy=COUNTING)
+
+    def play(collector, carry):
+        return collector.collect_episodes_per_env(carry, None, 3, max_steps=ENDLESS)[1]
+
+    got = mean_length(collector, play, num_steps=7)
+    # Half of the 3600 episodes have standard deviation 9, the others 0.
+    assert abs(got - 7.5) < 4 * 9 * np.sqrt(1800) / 3600
+
+
+def test_every_lane_plays_its_number_of_episodes():
+    collector, carry = fixed_lengths()
+    carry, _ = collector.collect_steps(carry, None, 7)
+    after, episodes = collector.collect_episodes_per_env(
+        carry, None, 3, max_steps=ENDLESS
+    )
+    np.testing.assert_array_equal(episodes.env_id, list(range(4)) * 3)
+    np.testing.assert_array_equal(episodes.episode_length, [2, 3, 4, 5] * 3)
+    assert episodes.finished.all()
+    assert episodes.num_steps == 3 * (2 + 3 + 4 + 5)
+    assert after.step == carry.step + 15  # the longest lane
+    # In 7 steps the lanes began episodes 3, 2, 1 and 1 (from 0); three more are over.
+    np.testing.assert_array_equal(after.episode.episode_id // 4, [7, 6, 5, 5])
+
+
+EACH_ENV = ["count", "CartPole-v1", "Pendulum-v1", "Breakout-MinAtar"]
+
+
+@pytest.mark.parametrize("name", ["count", "CartPole-v1", "Pendulum-v1"])
+def test_episode_is_the_same_whichever_lanes_serve_it(name):
+    results = []
+    for num_envs in (3, 16):
+        collector = make_collector(name, num_envs)
+        carry = collector.init(jax.random.key(3))
+        carry, _ = collector.collect_steps(carry, None, 5)
+        carry, first = collector.collect_episodes(carry, None, 6, max_steps=ENDLESS)
+        _, second = collector.collect_episodes(carry, None, 6, max_steps=ENDLESS)
+        results.append((first, second))
+    for first, second in results[1:]:
+        for got, want in ((first, results[0][0]), (second, results[0][1])):
+            blank = {"env_id": 0, "num_steps": 0}
+            if name != "Pendulum-v1":
+                chex.assert_trees_all_equal(got.replace(**blank), want.replace(**blank))
+            else:
+                # How XLA vectorizes a handful of lanes rounds the last place.
+                np.testing.assert_allclose(
+                    got.episode_return, want.episode_return, rtol=1e-4
+                )
+            assert got.num_steps == want.num_steps
+    assert not np.array_equal(first.episode_return, second.episode_return)
+
+
+@pytest.mark.parametrize("num_envs", [1, 1024])
+def test_one_and_a_thousand_lanes_serve_the_same_episodes(num_envs):
+    collector = make_collector("count", num_envs)
+    carry = collector.init(jax.random.key(3))
+    _, got = collector.collect_episodes(carry, None, 20, max_steps=ENDLESS)
+    collector = make_collector("count", 16)
+    carry = collector.init(jax.random.key(3))
+    _, want = collector.collect_episodes(carry, None, 20, max_steps=ENDLESS)
+    chex.assert_trees_all_equal(got.replace(env_id=0), want.replace(env_id=0))
+
+
+def test_one_call_gives_the_episodes_of_two():
+    collector = make_collector()
+    carry = collector.init(jax.random.key(1))
+    _, whole = collector.collect_episodes(carry, None, 10, max_steps=ENDLESS)
+    carry, first = collector.collect_episodes(carry, None, 5, max_steps=ENDLESS)
+    _, second = collector.collect_episodes(carry, None, 5, max_steps=ENDLESS)
+    for field in ("episode_return", "episode_length", "terminated", "truncated"):
+        halves = [getattr(part, field) for part in (first, second)]
+        np.testing.assert_array_equal(getattr(whole, field), np.concatenate(halves))
+
+
+@pytest.mark.parametrize("name", EACH_ENV)
+def test_compact_equals_select_bit_for_bit(name):
+    results = []
+    for auto_reset in ("compact", "select"):
+        collector = make_collector(name, 4, auto_reset)
+        carry = collector.init(jax.random.key(2))
+        carry, episodes = collector.collect_episodes(carry, None, 9, max_steps=15)
+        results.append((raw(carry), episodes))
+    chex.assert_trees_all_equal(*results)
+
+
+def test_fold_without_jit_gives_the_same():
+    collector = make_collector()
+    carry = collector.init(jax.random.key(2))
+    _, want = collector.collect_episodes(carry, None, 9, max_steps=ENDLESS)
+    _, _, got = collector.fold_episodes(
+        carry, None, lambda acc, t: acc, (), num_episodes=9, max_steps=ENDLESS
+    )
+    chex.assert_trees_all_equal(got, want)
+
+
+def test_philox_keys_serve_as_well():
+    if not hasattr(jax.random, "key_impl") or jax.__version_info__ < (0, 11):
+        pytest.skip("philox2x32 came with jax 0.11")
+    collector = make_collector()
+    carry = collector.init(jax.random.key(2, impl="philox2x32"))
+    carry, episodes = collector.collect_episodes(carry, None, 9, max_steps=ENDLESS)
+    assert episodes.finished.all()
+    assert len(set(np.asarray(episodes.episode_length))) > 1
+
+
+@pytest.mark.parametrize("method", ["collect_episodes", "collect_episodes_per_env"])
+def test_carry_is_ready_for_steps_and_ids_are_never_reused(method):
+    collector = make_collector()
+    carry = collector.init(jax.random.key(0))
+    seen = []
+
+    def note(acc, t):
+        ids, row = acc
+        return ids.at[row].set(jnp.where(t.mask, t.episode_id, 2**30)), row + 1
+
+    for _ in range(2):
+        start = carry
+        carry, trajectory = collector.collect_steps(carry, None, 5)
+        assert trajectory.first[0].all()
+        seen.append(np.unique(trajectory.episode_id))
+        carry, _ = getattr(collector, method)(carry, None, 6, max_steps=ENDLESS)
+        chex.assert_trees_all_equal_shapes_and_dtypes(raw(start), raw(carry))
+        carry, (ids, _), _ = collector.fold_episodes(
+            carry,
+            None,
+            note,
+            (jnp.full((40, 4), 2**30), 0),
+            num_episodes=6,
+            max_steps=ENDLESS,
+        )
+        seen.append(np.unique(ids[ids != 2**30]))
+    every = np.concatenate(seen)
+    assert len(np.unique(every)) == len(every)
+    assert carry.next_episode == (24 if method == "collect_episodes" else 12)
+
+
+def test_episode_that_spans_two_calls_is_reported_whole_where_it_ends():
+    collector, carry = fixed_lengths()
+    carry, first = collector.collect_steps(carry, None, 3)
+    carry, second = collector.collect_steps(carry, None, 2)
+    # Lane 3 lasts 5 steps: nothing ends in the first call, all of it in the second.
+    assert not first.done[:, 3].any()
+    np.testing.assert_array_equal(second.done[:, 3], [False, True])
+    assert second.episode_length[1, 3] == 5
+    assert second.episode_return[1, 3] == 1 + 2 + 3 + 4 + 5
+    assert rollout.summarize(second).num_episodes == 3  # of lanes 0, 2 and 3
+
+
+def test_recurrent_count_restarts_at_each_episode_and_in_idle_lanes():
+    collector, carry = fixed_lengths()
+    _, steps = collector.collect_steps(carry, None, 12)
+    np.testing.assert_array_equal(steps.extras["count"], steps.episode_length)
+
+    def compare(acc, transition):
+        wrong, idle = acc
+        count = transition.extras["count"]
+        wrong += jnp.sum(count != transition.episode_length)
+        return wrong, idle + jnp.sum(~transition.mask & (count == 1))
+
+    for num_episodes in (2, 7):
+        _, (wrong, idle), _ = collector.fold_episodes(
+            carry, None, compare, (0, 0), num_episodes=num_episodes, max_steps=4
+        )
+        assert wrong == 0
+        assert idle > 0  # idle lanes start over, too
+
+
+def test_max_steps_cuts_and_says_so():
+    collector, carry = fixed_lengths()
+
+    def note(acc, t):
+        return acc + jnp.sum(t.mask & t.truncated & (t.episode_length == 3))
+
+    _, num_cut, episodes = collector.fold_episodes(
+        carry, None, note, 0, num_episodes=6, max_steps=3
+    )
+    # Lanes of 2, 3, 3 (of 4) and 3 (of 5) steps; lane 0 takes 4, lane 1 takes 5.
+    np.testing.assert_array_equal(episodes.episode_length, [2, 3, 3, 3, 2, 3])
+    np.testing.assert_array_equal(episodes.env_id, [0, 1, 2, 3, 0, 1])
+    np.testing.assert_array_equal(episodes.finished, [1, 1, 0, 0, 1, 1])
+    np.testing.assert_array_equal(episodes.terminated, [1, 1, 0, 0, 1, 1])
+    assert not episodes.truncated.any()  # by the environment
+    np.testing.assert_array_equal(episodes.episode_return, [3, 6, 6, 6, 3, 6])
+    assert num_cut == 2  # in the rows a cut is a truncation
+
+
+def test_padded_episodes_hold_every_row_of_every_episode():
+    collector, carry = fixed_lengths()
+    _, padded, episodes = collector.collect_padded_episodes(
+        carry, None, 10, max_length=7
+    )
+    step = np.arange(1, 8)[:, None]
+    length = np.asarray(episodes.episode_length)[None]
+    mask = step <= length
+    np.testing.assert_array_equal(length[0], [2, 3, 4, 5, 2, 3, 2, 4, 5, 2])
+    np.testing.assert_array_equal(padded.mask, mask)
+    np.testing.assert_array_equal(padded.reward, np.where(mask, step, 0))
+    np.testing.assert_array_equal(padded.obs[..., 0], np.where(mask, step - 1, 0))
+    np.testing.assert_array_equal(padded.next_obs[..., 0], np.where(mask, step, 0))
+    np.testing.assert_array_equal(padded.episode_length, np.where(mask, step, 0))
+    np.testing.assert_array_equal(padded.extras["count"], np.where(mask, step, 0))
+    np.testing.assert_array_equal(padded.terminated, step == length)
+    want = np.where(mask, -1 - np.arange(10)[None], 0)
+    np.testing.assert_array_equal(padded.episode_id, want)
+
+
+def test_padded_episodes_are_cut_at_max_length():
+    collector, carry = fixed_lengths()
+    carry, _ = collector.collect_episodes(carry, None, 3, max_steps=ENDLESS)
+    _, padded, episodes = collector.collect_padded_episodes(
+        carry, None, 4, max_length=4
+    )
+    np.testing.assert_array_equal(episodes.finished, [True, True, True, False])
+    np.testing.assert_array_equal(padded.truncated[3], [False, False, False, True])
+    assert padded.mask[:, 3].all()
+    assert rollout.summarize(padded).num_episodes == 4
+
+
+def test_one_trace_for_all_calls():
+    num_traces = 0
+
+    def act(params, obs, key):
+        nonlocal num_traces
+        num_traces += 1
+        return jnp.zeros(obs.shape[0], jnp.int32)
+
+    env = envs.vectorize(CountEnv(), 4)
+    collector = rollout.Collector(env=env, policy=rollout.stateless_policy(act))
+    carry = collector.init(jax.random.key(0))
+    for max_steps in (5, ENDLESS):
+        carry, _ = collector.collect_episodes(carry, None, 6, max_steps=max_steps)
+    after_two = num_traces
+    for max_steps in (7, 100):
+        carry, _ = collector.collect_episodes(carry, None, 6, max_steps=max_steps)
+    assert num_traces == after_two == 1
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.0, True, None])
+def test_counts_that_are_none_are_refused(value):
+    collector, carry = fixed_lengths()
+    with pytest.raises(ValueError, match="`num_episodes` must be an int of at least 1"):
+        collector.collect_episodes(carry, None, value, max_steps=5)
+    with pytest.raises(ValueError, match="`max_steps` must be an int of at least 1"):
+        collector.collect_episodes(carry, None, 5, max_steps=value)
+    with pytest.raises(ValueError, match="`episodes_per_env` must be an int of at"):
+        collector.collect_episodes_per_env(carry, None, value, max_steps=5)
+    with pytest.raises(ValueError, match="`max_length` must be an int of at least 1"):
+        collector.collect_padded_episodes(carry, None, 5, max_length=value)
+    with pytest.raises(ValueError, match="`max_steps` must be an int of at least 1"):
+        rollout.evaluate(collector, jax.random.key(0), None, 5, max_steps=value)
