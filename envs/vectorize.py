@@ -42,9 +42,9 @@ def vectorize_each(
     """Puts `num_envs` environments with parameters of their own side by side.
 
     Args:
-        env: the environment whose every leaf has the leading axis B, lane i's parameters
-            in row i: `jax.vmap(make_env)(values)`, or
-            `jax.tree.map(lambda *x: jnp.stack(x), *envs)`.
+        env: the environment, every leaf with the leading axis B and lane i's parameters
+            in row i, as `jax.vmap(make_env)(values)` or
+            `jax.tree.map(lambda *x: jnp.stack(x), *envs)` makes it.
         num_envs: B, at least 1.
         auto_reset: as in `vectorize`.
 
