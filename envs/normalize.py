@@ -62,7 +62,8 @@ class NormalizeObs:
 
     The statistics are shared, so the normalised observations of a lane depend on what
     the other lanes saw, and on how many there are. Its raw observations, and under the
-    same actions its dynamics, do not.
+    same actions its dynamics, do not. Every step of every lane counts, also that of a
+    lane whose row is void (`mask` False): to evaluate, `freeze` first.
 
     `info` must be a dict, and gains `raw_obs` and `raw_next_obs`, the observation the
     action was chosen from and the true successor, not normalised. Unread inside `jit`
