@@ -1,11 +1,14 @@
 """One environment becomes B of them."""
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import CountEnv
 
 import envs
+import rollout
 
 
 @pytest.mark.parametrize("num_envs", [0, -1, 1.5, True, None])
@@ -54,3 +57,49 @@ def test_vector_env_is_a_pytree_of_the_parameters():
     assert 1.25 in jax.tree.leaves(env)
     assert env.num_envs == 2
     assert env.observation_space.shape == (4,)
+
+
+def lanes_of_three_kinds(auto_reset="compact"):
+    limit = jnp.array([2, 3, 4] * 6)
+    env = jax.vmap(lambda limit: CountEnv(min_length=9, max_length=9, limit=limit))
+    return envs.vectorize_each(env(limit), 18, auto_reset=auto_reset), limit
+
+
+@pytest.mark.parametrize("auto_reset", ["compact", "select"])
+def test_every_lane_has_parameters_of_its_own(auto_reset):
+    env, limit = lanes_of_three_kinds(auto_reset)
+    collector = rollout.Collector(
+        env=env, policy=rollout.random_policy(env.action_space)
+    )
+    carry = collector.init(jax.random.key(0))
+    _, trajectory = collector.collect_steps(carry, None, 12)
+    step = np.arange(1, 13)[:, None]
+    # An episode lasts `limit` steps, so it ends where the step is a multiple of it.
+    np.testing.assert_array_equal(trajectory.truncated, step % limit[None] == 0)
+    want = (step - 1) % np.asarray(limit)[None] + 1
+    np.testing.assert_array_equal(trajectory.episode_length, want)
+
+
+def test_lanes_with_equal_parameters_are_those_of_vectorize():
+    each = jax.tree.map(lambda x: jnp.broadcast_to(x, (4,)), CountEnv())
+    results = []
+    for env in (envs.vectorize_each(each, 4), envs.vectorize(CountEnv(), 4)):
+        policy = rollout.random_policy(env.action_space)
+        collector = rollout.Collector(env=env, policy=policy)
+        carry = collector.init(jax.random.key(0))
+        results.append(collector.collect_steps(carry, None, 12)[1])
+    chex.assert_trees_all_equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("env", "got"),
+    [
+        (CountEnv(), r"shape \(\)"),
+        (jax.tree.map(lambda x: jnp.full(3, x), CountEnv()), r"shape \(3,\)"),
+        ((), "no leaves"),
+    ],
+)
+def test_parameters_without_lanes_are_refused(env, got):
+    message = r"leaves with the leading axis num_envs=4, got " + got
+    with pytest.raises(ValueError, match=message):
+        envs.vectorize_each(env, 4)

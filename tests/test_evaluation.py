@@ -1,0 +1,132 @@
+"""`evaluate`: exactly N episodes and their statistics, against NumPy and SciPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv
+from scipy import stats as scipy_stats
+
+import envs
+import rollout
+from rollout.stats import _t_quantile
+
+NUM_EPISODES = 12
+
+
+def make_collector(policy=None, **params):
+    env = envs.vectorize(CountEnv(**params), 4, auto_reset="select")
+    policy = policy or rollout.random_policy(env.action_space)
+    return rollout.Collector(env=env, policy=policy)
+
+
+@pytest.fixture(scope="module")
+def collector():
+    return make_collector()
+
+
+@pytest.fixture(scope="module")
+def evaluated(collector):
+    return rollout.evaluate(collector, jax.random.key(1), None, NUM_EPISODES)
+
+
+def test_statistics_are_those_of_the_same_episodes(collector, evaluated):
+    carry = collector.init(jax.random.key(1))
+    _, episodes = collector.collect_episodes(carry, None, NUM_EPISODES, max_steps=10**9)
+    for field in ("return", "length"):
+        values = np.asarray(getattr(episodes, f"episode_{field}"), np.float64)
+        for stat in ("mean", "std", "min", "max"):
+            got = getattr(evaluated, f"{field}_{stat}")
+            # Sums of a dozen float32 values.
+            np.testing.assert_allclose(got, getattr(values, stat)(), rtol=1e-6)
+    terminated = np.asarray(episodes.terminated)
+    assert evaluated.num_episodes == NUM_EPISODES
+    assert evaluated.num_terminated == terminated.sum()
+    assert evaluated.num_truncated == (~terminated).sum()
+    assert evaluated.num_unfinished == evaluated.num_nonfinite == 0
+    assert evaluated.num_steps == np.asarray(episodes.episode_length).sum()
+
+
+def test_confidence_interval_is_that_of_students_t(collector, evaluated):
+    carry = collector.init(jax.random.key(1))
+    _, episodes = collector.collect_episodes(carry, None, NUM_EPISODES, max_steps=10**9)
+    returns = np.asarray(episodes.episode_return, np.float64)
+    low, high = scipy_stats.t.interval(
+        0.95, NUM_EPISODES - 1, loc=returns.mean(), scale=scipy_stats.sem(returns)
+    )
+    np.testing.assert_allclose(evaluated.return_ci_low, low, rtol=1e-4)
+    np.testing.assert_allclose(evaluated.return_ci_high, high, rtol=1e-4)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 6, 9, 30, 1000, 10**6])
+def test_quantile_is_that_of_students_t(freedom):
+    want = scipy_stats.t.ppf(0.975, freedom)
+    # The expansion is cut after its fourth term.
+    np.testing.assert_allclose(_t_quantile(jnp.int32(freedom)), want, rtol=2e-4)
+
+
+def test_interval_covers_the_mean_as_often_as_it_says(collector):
+    run = jax.jit(
+        lambda keys: jax.lax.map(
+            lambda key: rollout.evaluate(collector, key, None, NUM_EPISODES), keys
+        )
+    )
+    stats = run(jax.random.split(jax.random.key(0), 400))
+    # Lengths are uniform on 2, ..., 9 and cut at 7: returns n (n + 1) / 2.
+    lengths = np.minimum(np.arange(2, 10), 7)
+    mean = (lengths * (lengths + 1) / 2).mean()
+    covered = (stats.return_ci_low <= mean) & (mean <= stats.return_ci_high)
+    # 400 trials of chance 0.95: standard error 0.011; these returns are not normal.
+    assert 0.90 < np.mean(covered) < 0.99
+
+
+def test_one_episode_has_no_interval(collector):
+    stats = rollout.evaluate(collector, jax.random.key(0), None, 1)
+    assert stats.num_episodes == 1
+    assert np.isfinite(stats.return_mean)
+    assert np.isnan(stats.return_ci_low)
+    assert np.isnan(stats.return_ci_high)
+
+
+def test_cut_episodes_count_and_are_named():
+    collector = make_collector(min_length=100, max_length=100, limit=1000)
+    stats = rollout.evaluate(collector, jax.random.key(0), None, 6, max_steps=10)
+    assert stats.num_unfinished == stats.num_truncated == stats.num_episodes == 6
+    assert stats.length_mean == 10
+    assert stats.return_mean == 55
+
+
+def test_parameters_that_are_nan_are_counted_by_row():
+    def act(params, obs, key):
+        logits = jnp.broadcast_to(params[None], (obs.shape[0], 3))
+        action = jax.random.categorical(key, logits).astype(jnp.int32)
+        return action, {"logits": logits}
+
+    collector = make_collector(rollout.stateless_policy(act))
+    key = jax.random.key(0)
+    good = rollout.evaluate(collector, key, jnp.zeros(3), 6)
+    bad = rollout.evaluate(collector, key, jnp.full(3, jnp.nan), 6)
+    assert good.num_nonfinite == 0
+    assert bad.num_nonfinite == bad.num_steps > 0
+
+
+def test_call_is_traced_once():
+    num_traces = 0
+
+    def act(params, obs, key):
+        nonlocal num_traces
+        num_traces += 1
+        return jnp.zeros(obs.shape[0], jnp.int32)
+
+    collector = make_collector(rollout.stateless_policy(act))
+    for seed, max_steps in ((0, 10), (1, 10**12)):
+        key = jax.random.key(seed)
+        rollout.evaluate(collector, key, None, 5, max_steps=max_steps)
+    assert num_traces == 1
+
+
+def test_wrong_input_is_refused(collector):
+    with pytest.raises(ValueError, match="`key` must be one typed key"):
+        rollout.evaluate(collector, 0, None, 5)
+    with pytest.raises(ValueError, match="`num_episodes` must be an int of at least 1"):
+        rollout.evaluate(collector, jax.random.key(0), None, 0)

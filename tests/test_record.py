@@ -1,0 +1,119 @@
+"""`record_fn`: what is stored, and never what the policy sees or statistics count."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv
+
+import envs
+import rollout
+
+NUM_STEPS = 12
+
+
+def act(params, obs, key):
+    # It acts on what it sees, so that a changed observation would change the actions.
+    return obs[:, 0].astype(jnp.int32) % 3, {"seen": obs[:, 0]}
+
+
+POLICY = rollout.stateless_policy(act)
+
+
+def record(transition):
+    return transition.replace(
+        obs=(10 * transition.obs).astype(jnp.uint8),
+        next_obs=(),
+        reward=jnp.clip(transition.reward, -1.0, 1.0),
+        extras={**transition.extras, "double": 2 * transition.reward},
+    )
+
+
+def make_collector(record_fn):
+    env = envs.vectorize(CountEnv(), 4, auto_reset="select")
+    return rollout.Collector(env=env, policy=POLICY, record_fn=record_fn)
+
+
+@pytest.fixture(scope="module")
+def raw():
+    collector = make_collector(None)
+    carry = collector.init(jax.random.key(0))
+    return carry, collector.collect_steps(carry, None, NUM_STEPS)[1]
+
+
+def check(recorded, raw):
+    assert recorded.obs.dtype == jnp.uint8
+    np.testing.assert_array_equal(recorded.obs, 10 * raw.obs)
+    assert recorded.next_obs == ()
+    np.testing.assert_array_equal(recorded.reward, np.minimum(raw.reward, 1))
+    np.testing.assert_array_equal(recorded.extras["double"], 2 * raw.reward)
+    np.testing.assert_array_equal(recorded.extras["seen"], raw.extras["seen"])
+    np.testing.assert_array_equal(recorded.action, raw.action)
+    np.testing.assert_array_equal(recorded.terminated, raw.terminated)
+    np.testing.assert_array_equal(recorded.truncated, raw.truncated)
+    np.testing.assert_array_equal(recorded.episode_return, raw.episode_return)
+
+
+def test_steps_are_stored_as_recorded(raw):
+    carry, raw = raw
+    _, recorded = make_collector(record).collect_steps(carry, None, NUM_STEPS)
+    check(recorded, raw)
+    assert recorded.reward.max() == 1 < raw.reward.max()
+
+
+def test_statistics_count_the_raw_rewards(raw):
+    carry, raw = raw
+    _, recorded = make_collector(record).collect_steps(carry, None, NUM_STEPS)
+    got, want = rollout.summarize(recorded), rollout.summarize(raw)
+    assert got.return_mean == want.return_mean > 1
+    assert got.num_episodes == want.num_episodes > 0
+
+
+def test_single_steps_and_folds_hand_out_what_is_recorded(raw):
+    carry, raw = raw
+    collector = make_collector(record)
+    _, transition = collector.step(carry, None)
+    check(transition, jax.tree.map(lambda x: x[0], raw))
+
+    def note(acc, transition):
+        return acc + transition.extras["double"].sum()
+
+    _, total = collector.fold_steps(carry, None, note, 0.0, num_steps=NUM_STEPS)
+    np.testing.assert_allclose(total, 2 * raw.reward.sum())
+
+
+def test_episodes_are_stored_as_recorded_and_counted_raw(raw):
+    carry, _ = raw
+    _, plain, want = make_collector(None).collect_padded_episodes(
+        carry, None, 5, max_length=7
+    )
+    _, recorded, got = make_collector(record).collect_padded_episodes(
+        carry, None, 5, max_length=7
+    )
+    check(recorded, plain)
+    np.testing.assert_array_equal(got.episode_return, want.episode_return)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "terminated",
+        "truncated",
+        "mask",
+        "episode_id",
+        "episode_return",
+        "episode_length",
+    ],
+)
+def test_bookkeeping_must_stay(raw, field):
+    def change(transition):
+        return transition.replace(**{field: getattr(transition, field) * 1})
+
+    with pytest.raises(ValueError, match=f"`record_fn` must leave `{field}` as it is"):
+        make_collector(change).collect_steps(raw[0], None, 2)
+
+
+def test_anything_but_a_transition_is_refused(raw):
+    collector = make_collector(lambda transition: transition.obs)
+    with pytest.raises(ValueError, match="`record_fn` must return a `Transition`, got"):
+        collector.collect_steps(raw[0], None, 2)
