@@ -9,14 +9,21 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_example_runs_and_prints_statistics(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    lines = [line for line in code.splitlines() if line.strip()]
-    assert len(lines) <= 25
-    exec(compile(code, "README.md", "exec"), {})
+def test_examples_run_one_after_the_other(capsys):
+    first, *others = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in first.splitlines() if line.strip()]) <= 25
+    names = {}
+    exec(compile(first, "README.md", "exec"), names)
     num_episodes, mean, longest = capsys.readouterr().out.split()
     assert int(num_episodes) > 100
     assert 10 < float(mean) < float(longest) <= 200
+    assert others
+    for code in others:
+        exec(compile(code, "README.md", "exec"), names)
+    mean, low, high = (float(x) for x in capsys.readouterr().out.split())
+    assert low < mean < high
+    assert names["trajectory"].obs.shape == (200, 64, 4)
+    assert (names["episodes"].episode_length <= 200).all()
 
 
 def test_continuous_integration_runs_the_command_of_the_readme():
