@@ -68,8 +68,7 @@ def step(
     # them and then rounds otherwise than where the collector is an argument.
     env = keys.barrier(env)
     carry, transition = advance(env, policy, carry, params)
-    next_id = carry.episode.episode_id + env.num_envs
-    start = own_episodes(carry.key, next_id)
+    start = own_episodes(carry.key, carry.episode.episode_id, ahead=1)
     return restart(env, policy, carry, transition.done, start), transition
 
 
@@ -132,14 +131,14 @@ def record(
     return recorded
 
 
-def own_episodes(key: chex.PRNGKey, episode_id: jax.Array) -> Start:
-    """The episodes `episode_id`, `[B]` int32, of the lanes' own streams."""
-    env_key = keys.fold_in(key, _ENV)
+def own_episodes(key: chex.PRNGKey, episode_id: jax.Array, *, ahead: int = 0) -> Start:
+    """Those of the lanes' own streams that come `ahead` after `episode_id`, `[B]`."""
+    env_key, num_envs = keys.fold_in(key, _ENV), episode_id.shape[0]
 
     def key_fn(lane: jax.Array) -> chex.PRNGKey:
-        return _own_key(env_key, lane, episode_id[lane] // episode_id.shape[0])
+        return _own_key(env_key, lane, episode_id[lane] // num_envs + ahead)
 
-    return Start(key_fn, episode_id)
+    return Start(key_fn, episode_id + ahead * num_envs)
 
 
 def queued_episodes(key: chex.PRNGKey, position: jax.Array) -> Start:
