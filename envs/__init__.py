@@ -2,14 +2,15 @@
 
 `make` and `make_vec` give gymnax environments by id, `from_gymnax` adapts any
 gymnax-style object, `vectorize` puts copies side by side with auto-reset. To bring an
-environment of your own, write the two methods of `Env`. gymnax is imported only when
-it is called for.
+environment of your own, write the two methods of `Env`. `render_gif` draws an episode.
+gymnax is imported only when it is called for.
 """
 
 from envs.from_gymnax import from_gymnax
 from envs.normalize import NormalizeObs
 from envs.obs_wrappers import FrameStack, ObserveInfo, TransformObs
 from envs.registry import env_ids, make, make_vec
+from envs.render import can_render, expose_state, render_gif
 from envs.spaces import Box, Discrete
 from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv
 from envs.vectorize import vectorize, vectorize_each
@@ -32,10 +33,13 @@ __all__ = [
     "TransformObs",
     "TransformReward",
     "VectorEnv",
+    "can_render",
     "env_ids",
+    "expose_state",
     "from_gymnax",
     "make",
     "make_vec",
+    "render_gif",
     "vectorize",
     "vectorize_each",
 ]

@@ -1,0 +1,199 @@
+"""An episode as an animated GIF, by gymnax's own drawings of its environments."""
+
+import contextlib
+import importlib.util
+import io
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import chex
+import jax
+import numpy as np
+from flax import struct
+
+from envs.from_gymnax import _GymnaxEnv
+from envs.types import Env, EnvStep, Space
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# gymnax's visualizer draws any other environment as an empty frame, without an error.
+_BY_PYGAME = (
+    "CartPole-v1",
+    "Pendulum-v1",
+    "Acrobot-v1",
+    "MountainCar-v0",
+    "MountainCarContinuous-v0",
+)
+_BY_MATPLOTLIB = (
+    "Asterix-MinAtar",
+    "Breakout-MinAtar",
+    "Freeway-MinAtar",
+    "Seaquest-MinAtar",
+    "SpaceInvaders-MinAtar",
+    "Catch-bsuite",
+    "FourRooms-misc",
+    "MetaMaze-misc",
+    "PointRobot-misc",
+    "Pong-misc",
+)
+_PACKAGES = ("gymnasium", "matplotlib", "PIL", "seaborn")  # gymnax imports all of them
+_NO_SCREEN = {"SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy"}
+
+
+def can_render(env: Env) -> bool:
+    """Tells whether gymnax has a drawing of `env`, so that `render_gif` takes it.
+
+    Args:
+        env: an environment of `make` or `from_gymnax`, or one around it that has it as
+            its attribute `env`.
+
+    Returns:
+        True if there is a drawing; whether the packages that draw are installed is
+        another matter.
+    """
+    return _name(_innermost(env)) in _BY_PYGAME + _BY_MATPLOTLIB
+
+
+def render_gif(env: Env, states: chex.ArrayTree, rewards: jax.Array) -> bytes:
+    """Draws an episode of `T` steps as an animated GIF of `T + 1` frames.
+
+    No window is opened and no figure stays open. Frames follow one another as fast as
+    gymnax lets them: 20 per second in classic control, 10 elsewhere.
+
+    Args:
+        env: an environment that `can_render` accepts.
+        states: `[T + 1, ...]`, gymnax's states: the one before each step and the last
+            one. `expose_state` gives them.
+        rewards: `[T]` float, the rewards of the steps; the titles show their sum.
+
+    Returns:
+        The contents of the file, for `Path.write_bytes` or `IPython.display.Image`.
+
+    Raises:
+        ValueError: if gymnax has no drawing of `env`.
+        ModuleNotFoundError: if a package that draws is not installed.
+        AssertionError: if the shapes are not as above.
+    """
+    check_render(env)
+    chex.assert_rank(rewards, 1)
+    chex.assert_tree_shape_prefix(states, (len(rewards) + 1,))
+    states, rewards = jax.device_get((states, rewards))
+    returns = np.append(0.0, np.cumsum(rewards, dtype=np.float64))
+    inner, file = _innermost(env), io.BytesIO()
+    with _no_screen():
+        import matplotlib.pyplot as plt
+        from gymnax.visualize import Visualizer
+
+        rows = [jax.tree.map(lambda x: x[t], states) for t in range(returns.size)]  # noqa: B023
+        visualizer = Visualizer(inner.env, inner.env_params, rows)
+        try:
+            first, *rest = _draw(visualizer, returns)
+            options = {"duration": visualizer.interval, "loop": 0}  # loop 0: for ever
+            first.save(file, "GIF", save_all=True, append_images=rest, **options)
+        finally:
+            plt.close(visualizer.fig)
+    return file.getvalue()
+
+
+def expose_state(env: Env) -> Env:
+    """Puts the state into `info`, which a trajectory keeps, for `render_gif`.
+
+    Args:
+        env: any environment.
+
+    Returns:
+        The same environment with the `info` `{"state", "next_state", "info"}`: the
+        state before the step, the one after it, and what `env` put there.
+    """
+    return _ExposedState(env=env)
+
+
+def check_render(env: Env) -> None:
+    """Refuses an environment that `render_gif` could not draw here."""
+    name = _name(_innermost(env))
+    if not can_render(env):
+        raise ValueError(
+            "`env` must be one that gymnax draws "
+            f"({', '.join(_BY_PYGAME + _BY_MATPLOTLIB)}), got {name}."
+        )
+    needed = (*_PACKAGES, "pygame") if name in _BY_PYGAME else _PACKAGES
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"Drawing {name} needs {', '.join(missing)}, which the extra `render` "
+            'installs: pip install "rollout[render]".'
+        )
+
+
+@struct.dataclass(kw_only=True)
+class _ExposedState:
+    """An `Env` whose `info` holds its states."""
+
+    env: Env
+
+    @property
+    def observation_space(self) -> Space:
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        return self.env.action_space
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        return self.env.reset(key)
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        result = self.env.step(key, state, action)
+        info = {"state": state, "next_state": result.state, "info": result.info}
+        return result.replace(info=info)
+
+
+def _innermost(env: Any) -> Any:
+    while not isinstance(env, _GymnaxEnv) and hasattr(env, "env"):
+        env = env.env
+    return env
+
+
+def _name(inner: Any) -> str:
+    """The gymnax name of an environment, else the name of its type."""
+    env = inner.env if isinstance(inner, _GymnaxEnv) else inner
+    return getattr(env, "name", type(env).__name__)
+
+
+def _draw(visualizer: Any, returns: np.ndarray) -> Iterator["Image"]:
+    """Draws the frames, each titled by the steps taken and the return so far."""
+    from PIL import Image
+
+    visualizer.init()
+    for t, episode_return in enumerate(returns):
+        visualizer.update(t)
+        # gymnax numbers frames: its title would call the state before step 1 "step 1".
+        title = f"{visualizer.env.name}: step {t}, return {episode_return:.2f}"
+        visualizer.ax.set_title(title, fontsize=15)
+        visualizer.fig.canvas.draw()
+        frame = Image.fromarray(np.asarray(visualizer.fig.canvas.buffer_rgba()))
+        yield frame.convert("RGB").quantize()  # a third of the memory
+
+
+@contextlib.contextmanager
+def _no_screen() -> Iterator[None]:
+    """Lets pygame and matplotlib draw without a screen, and puts all back."""
+    import matplotlib
+
+    before = {name: os.environ.get(name) for name in _NO_SCREEN}
+    backend = matplotlib.get_backend()
+    os.environ.update(_NO_SCREEN)
+    matplotlib.use("Agg")
+    try:
+        yield
+    finally:
+        matplotlib.use(backend, force=False)  # no error where it cannot be loaded
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,178 @@
+"""gymnax's drawings: which environments have one, and what the GIF of an episode is."""
+
+import io
+import itertools
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from cases import CountEnv
+from flax import struct
+from gymnax.visualize import Visualizer
+from PIL import Image
+
+import envs
+from rollout import Collector, random_policy
+
+DOWNLOADS = "MNISTBandit-bsuite"  # a data set, when it is made
+LENGTH = 9  # of every episode of Catch: the ball falls through ten rows
+
+
+@pytest.fixture(scope="module")
+def catch():
+    """One whole episode of Catch: the environment, its states and its rewards."""
+    env = envs.make("Catch-bsuite")
+    vector_env = envs.vectorize(envs.expose_state(env), 1)
+    collector = Collector(env=vector_env, policy=random_policy(env.action_space))
+    carry = collector.init(jax.random.key(0))
+    _, trajectory, _ = collector.collect_padded_episodes(carry, None, 1, max_length=12)
+    one = jax.tree.map(lambda x: x[:LENGTH, 0], trajectory)
+    last = jax.tree.map(lambda x: x[-1:], one.info["next_state"])
+    states = jax.tree.map(lambda *x: jnp.concatenate(x), one.info["state"], last)
+    return env, states, one.reward
+
+
+def open_frames(gif):
+    """The frames of a GIF as arrays, and its number of ms per frame."""
+    with Image.open(io.BytesIO(gif)) as image:
+        frames = []
+        for index in range(image.n_frames):
+            image.seek(index)
+            frames.append(np.asarray(image.convert("RGB")))
+        return frames, image.info["duration"]
+
+
+def zero_states(env, num_states):
+    """States that need no compilation: all zero."""
+    state, _ = jax.eval_shape(env.reset, jax.random.key(0))
+    return jax.tree.map(lambda x: np.zeros((num_states, *x.shape), x.dtype), state)
+
+
+@struct.dataclass(kw_only=True)
+class Around:
+    """A wrapper as `can_render` looks through it."""
+
+    env: envs.Env
+
+
+@pytest.mark.parametrize(
+    "env_id", [name for name in envs.env_ids() if name != DOWNLOADS]
+)
+def test_an_environment_can_be_rendered_where_gymnax_draws_it(env_id):
+    env = envs.make(env_id)
+    states = zero_states(env, 2)
+    first = jax.tree.map(lambda x: x[0], states)
+    visualizer = Visualizer(env.env, env.env_params, [first])
+    visualizer.init()
+    drawn = visualizer.ax.has_data()
+    plt.close(visualizer.fig)
+    assert envs.can_render(env) == drawn
+    if drawn:
+        frames, _ = open_frames(envs.render_gif(env, states, jnp.zeros(1)))
+        assert len(frames) == 2
+    else:
+        with pytest.raises(ValueError, match=r"`env` must be one that gymnax draws \("):
+            envs.render_gif(env, states, jnp.zeros(1))
+
+
+def test_gif_has_one_frame_per_state_at_the_pace_of_gymnax(catch):
+    frames, duration = open_frames(envs.render_gif(*catch))
+    assert len(frames) == LENGTH + 1
+    assert duration == 100
+    assert {frame.shape for frame in frames} == {(500, 600, 3)}
+    for before, after in itertools.pairwise(frames):
+        assert (before != after).any()
+
+
+def test_frames_show_the_states_in_order(catch):
+    env, states, rewards = catch
+    forth, _ = open_frames(envs.render_gif(env, states, 0 * rewards))
+    back, _ = open_frames(
+        envs.render_gif(env, jax.tree.map(lambda x: x[::-1], states), 0 * rewards)
+    )
+    for before, after in zip(forth, back[::-1], strict=True):  # below the titles
+        np.testing.assert_array_equal(before[60:], after[60:])
+
+
+def test_titles_count_the_steps_taken_and_the_return_so_far(catch, monkeypatch):
+    env, states, _ = catch
+    titles = []
+    monkeypatch.setattr(
+        matplotlib.axes.Axes, "set_title", lambda _, text, **__: titles.append(text)
+    )
+    envs.render_gif(env, states, jnp.arange(LENGTH, dtype=jnp.float32))
+    ours = [title for title in titles if ": step" in title]
+    assert ours[0] == "Catch-bsuite: step 0, return 0.00"
+    assert ours[-1] == "Catch-bsuite: step 9, return 36.00"  # 0 + 1 + ... + 8
+
+
+def test_exposed_states_are_those_of_the_episode(catch):
+    env, states, _ = catch
+    np.testing.assert_array_equal(states.ball_y, np.arange(LENGTH + 1))
+    assert states.time.shape == (LENGTH + 1,)
+    exposed = envs.expose_state(env)
+    state, obs = exposed.reset(jax.random.key(1))
+    np.testing.assert_array_equal(obs, env.reset(jax.random.key(1))[1])
+    result = exposed.step(jax.random.key(2), state, jnp.int32(0))
+    assert result.info["state"] is state
+    assert result.info["next_state"] is result.state
+    assert set(result.info["info"]) == {"discount"}
+
+
+def test_wrappers_are_looked_through(catch):
+    env, states, rewards = catch
+    wrapped = Around(env=Around(env=env))
+    assert envs.can_render(wrapped)
+    assert envs.render_gif(wrapped, states, rewards) == envs.render_gif(*catch)
+
+
+def test_environment_of_ones_own_cannot_be_rendered():
+    assert not envs.can_render(CountEnv())
+    assert not envs.can_render(Around(env=CountEnv()))
+    with pytest.raises(ValueError, match=r"Pong-misc\), got CountEnv\."):
+        envs.render_gif(CountEnv(), {}, jnp.zeros(1))
+
+
+def test_drawing_leaves_neither_figure_nor_setting_behind(catch, monkeypatch):
+    monkeypatch.setenv("SDL_VIDEODRIVER", "x11")
+    monkeypatch.delenv("SDL_AUDIODRIVER", raising=False)
+    backend, figures = matplotlib.get_backend(), plt.get_fignums()
+    envs.render_gif(*catch)
+    assert matplotlib.get_backend() == backend
+    assert plt.get_fignums() == figures
+    assert os.environ["SDL_VIDEODRIVER"] == "x11"
+    assert "SDL_AUDIODRIVER" not in os.environ
+
+
+def test_drawing_that_breaks_off_leaves_no_figure(catch, monkeypatch):
+    def break_off(self, frame):
+        raise RuntimeError("broken off")
+
+    figures = plt.get_fignums()
+    monkeypatch.setattr(Visualizer, "update", break_off)
+    with pytest.raises(RuntimeError, match="broken off"):
+        envs.render_gif(*catch)
+    assert plt.get_fignums() == figures
+
+
+def test_missing_pygame_is_only_missed_where_it_draws(catch, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    env = envs.make("CartPole-v1")
+    assert envs.can_render(env)
+    message = r'CartPole-v1 needs pygame, .* install "rollout\[render\]"'
+    with pytest.raises(ModuleNotFoundError, match=message):
+        envs.render_gif(env, zero_states(env, 2), jnp.zeros(1))
+    assert envs.render_gif(*catch).startswith(b"GIF89a")
+
+
+def test_wrong_number_of_states_or_rewards_is_refused(catch):
+    env, states, rewards = catch
+    with pytest.raises(AssertionError):
+        envs.render_gif(env, states, rewards[1:])
+    with pytest.raises(AssertionError):
+        envs.render_gif(env, states, rewards[:, None])
