@@ -1,7 +1,8 @@
 """The command line: `python -m rollout CartPole-v1` collects with the random policy.
 
-It prints what the episodes were like and how fast they came; on demand it saves the
-trajectory, draws the episodes, or profiles one more chunk.
+It prints what the episodes were like and how fast they came, of a number of steps or of
+exactly N episodes; on demand it saves the trajectory, draws the episodes, or profiles
+one more chunk. `--gif` draws one episode instead.
 """
 
 import argparse
@@ -11,17 +12,21 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import jax
 import numpy as np
 
 import envs
-from rollout import _report, _run
+from rollout import _episodes, _figure, _report, _run
 from rollout._run import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _INT32_MAX = 2**31 - 1  # lanes and steps are counted in int32
 _SEED_MAX = 2**32 - 1  # jax takes a longer one and drops its upper bits
+_NUM_ENVS, _NUM_STEPS = 1024, 1000
 _FIGURE_KINDS = (".pdf", ".png", ".svg")
 
 
@@ -76,28 +81,51 @@ def _main(args: argparse.Namespace) -> int:
         print(*envs.env_ids(), sep="\n")
         return 0
     _check(args)
+    args = _with_defaults(args)
+    if args.gif:
+        return _run_gif(args)
+    return _run_episodes(args) if args.num_episodes else _run_steps(args)
+
+
+def _run_steps(args: argparse.Namespace) -> int:
     program = _run.prepare(args)
     result = _run.collect(program, args)
-    _report.print_table(args, program, result)
+    _report.print_steps(args, program, result)
     if args.save:
         _write(args.save, lambda file: np.savez(file, **result.trajectory))
         _report.print_row("saved", args.save)
     if args.profile:
         trace = _run.profile(program, result.carry, args.profile)
         _report.print_row("profile", trace)
-    return _plot(args, result) if args.plot else 0
-
-
-def _plot(args: argparse.Namespace, result: _run.Result) -> int:
-    if not result.ended.step.size:
+    if args.plot and not result.ended.step.size:
         reason = "no episode ended in this window, nothing to draw"
         print(f"python -m rollout: error: argument --plot: {reason}", file=sys.stderr)
         return 1
-    figure = _report.draw(args.env, args.num_envs, result.ended)
-    kind = args.plot.suffix[1:].lower()
-    _write(args.plot, lambda file: figure.savefig(file, format=kind))
-    _report.print_row("plot", args.plot)
+    if args.plot:
+        _plot(args.plot, _figure.draw_steps(args.env, args.num_envs, result.ended))
     return 0
+
+
+def _run_episodes(args: argparse.Namespace) -> int:
+    played = _episodes.play(args)
+    _report.print_episodes(args, played)
+    if args.plot:
+        _plot(args.plot, _figure.draw_episodes(args.env, args.num_envs, played))
+    return 0
+
+
+def _run_gif(args: argparse.Namespace) -> int:
+    recorded = _episodes.record(args)
+    gif = envs.render_gif(recorded.env, recorded.states, recorded.rewards)
+    _write(args.gif, lambda file: file.write(gif))
+    _report.print_episode(args, recorded.episodes)
+    _report.print_row("gif", f"{args.gif} ({recorded.rewards.size + 1} frames)")
+    return 0
+
+
+def _plot(path: Path, figure: "Figure") -> None:
+    _write(path, lambda file: figure.savefig(file, format=path.suffix[1:].lower()))
+    _report.print_row("plot", path)
 
 
 def _write(path: Path, write: Callable[[BinaryIO], None]) -> None:
@@ -123,8 +151,18 @@ def _make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     count, seed = _int_within(1, _INT32_MAX), _int_within(0, _SEED_MAX)
     add("env", nargs="?", help="id of the environment, such as CartPole-v1")
-    add("--num-envs", type=count, default=1024, help="lanes side by side (1024)")
-    add("--num-steps", type=count, default=1000, help="steps of every lane (1000)")
+    envs_help = f"lanes side by side ({_NUM_ENVS}, at most --num-episodes)"
+    add("--num-envs", type=count, help=envs_help)
+    add_run = parser.add_mutually_exclusive_group().add_argument
+    add_run("--num-steps", type=count, help=f"steps of every lane ({_NUM_STEPS})")
+    add_run("--num-episodes", type=count, help="play exactly so many episodes instead")
+    gif_help = "play one episode and draw it as .gif"
+    add_run("--gif", type=Path, metavar="FILE", help=gif_help)
+    steps_help = (
+        f"steps after which an episode is cut ({_episodes.MAX_STEPS}; for --gif "
+        f"{_episodes.MAX_STEPS_DRAWN})"
+    )
+    add("--max-steps", type=count, help=steps_help)
     add("--seed", type=seed, default=0, help="decides all that is random (0)")
     add(
         "--env-param",
@@ -145,6 +183,15 @@ def _make_parser() -> argparse.ArgumentParser:
         f"few envs; adds {_run.XLA_CPU_LOOP} to XLA_FLAGS",
     )
     return parser
+
+
+def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
+    """Fills in the defaults of the kind of run that was asked for."""
+    most_envs = min(_NUM_ENVS, args.num_episodes or _NUM_ENVS)  # more would idle
+    limit = _episodes.MAX_STEPS_DRAWN if args.gif else _episodes.MAX_STEPS
+    defaults = {"num_envs": most_envs, "num_steps": _NUM_STEPS, "max_steps": limit}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return argparse.Namespace(**{**vars(args), **defaults, **given})
 
 
 def _int_within(low: int, high: int) -> Callable[[str], int]:
@@ -180,10 +227,14 @@ def _check(args: argparse.Namespace) -> None:
     """Refuses, before anything is collected, what could not be done afterwards."""
     if args.env is None:
         raise InputError("the environment is missing; --list-envs prints the ids")
-    for option, path in (("--save", args.save), ("--plot", args.plot)):
+    _check_combination(args)
+    files = {"--save": args.save, "--plot": args.plot, "--gif": args.gif}
+    for option, path in files.items():
         problem = path and _problem_with(path)
         if problem:
             raise InputError(f"argument {option}: {problem}")
+    if args.gif and args.gif.suffix.lower() != ".gif":
+        raise InputError(f"argument --gif: must end in .gif, got {args.gif}")
     if args.plot and args.plot.suffix.lower() not in _FIGURE_KINDS:
         kinds = ", ".join(_FIGURE_KINDS)
         raise InputError(f"argument --plot: must end in {kinds}, got {args.plot}")
@@ -195,6 +246,23 @@ def _check(args: argparse.Namespace) -> None:
     except OSError as error:
         reason = f"{args.profile}: {error.strerror}"
         raise InputError(f"argument --profile: {reason}") from error
+
+
+def _check_combination(args: argparse.Namespace) -> None:
+    """Refuses options that say nothing to the kind of run that was asked for."""
+    if args.gif:
+        reason = "not allowed with argument --gif"
+        refused = {"num-envs": args.num_envs, "save": args.save, "plot": args.plot}
+        refused["profile"] = args.profile
+    elif args.num_episodes:
+        reason = "not allowed with argument --num-episodes"
+        refused = {"save": args.save, "profile": args.profile}
+    else:
+        reason = "only allowed with argument --num-episodes or --gif"
+        refused = {"max-steps": args.max_steps}
+    for option, value in refused.items():
+        if value is not None:
+            raise InputError(f"argument --{option}: {reason}")
 
 
 def _problem_with(path: Path) -> str | None:

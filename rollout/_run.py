@@ -1,6 +1,7 @@
-"""The run of `python -m rollout`: compile, collect chunk by chunk, profile."""
+"""A run of `--num-steps`: compile, collect chunk by chunk, profile."""
 
 import argparse
+import contextlib
 import functools
 import time
 from collections.abc import Iterator
@@ -62,17 +63,25 @@ def prepare(args: argparse.Namespace) -> Program:
     Raises:
         InputError: if there is no such environment, or not with these parameters.
     """
-    params = dict(args.env_param)
-    try:
-        env = envs.make_vec(args.env, args.num_envs, **params)
+    with naming_parameters(args):
+        env = envs.make_vec(args.env, args.num_envs, **dict(args.env_param))
         collector = Collector(env=env, policy=random_policy(env.action_space))
         start = time.perf_counter()
-        carry = jax.jit(Collector.init)(collector, jax.random.key(args.seed))
+        carry = collector.init(jax.random.key(args.seed))
         compile_chunk = functools.partial(_chunk.lower, collector, carry)
         chunks = {
             size: compile_chunk(num_steps=size, whole=bool(args.save)).compile()
             for size in {stop - first for first, stop in _windows(args)}
         }
+    return Program(collector, carry, chunks, time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def naming_parameters(args: argparse.Namespace) -> Iterator[None]:
+    """Makes an error of the environment an `InputError` that names its parameters."""
+    params = dict(args.env_param)
+    try:
+        yield
     except ValueError as error:
         raise InputError(str(error)) from error
     except Exception as error:
@@ -81,7 +90,6 @@ def prepare(args: argparse.Namespace) -> Program:
         # A wrong value breaks whatever in the environment first meets it.
         given = ", ".join(f"{name}={value!r}" for name, value in params.items())
         raise InputError(f"{args.env} with {given} fails: {error}") from error
-    return Program(collector, carry, chunks, time.perf_counter() - start)
 
 
 def collect(program: Program, args: argparse.Namespace) -> Result:

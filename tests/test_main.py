@@ -10,17 +10,38 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 import envs
-from rollout import Collector, _report, _run, random_policy
-from rollout.__main__ import _parse_parameter, _write, main
+from rollout import (
+    Collector,
+    Episodes,
+    _episodes,
+    _figure,
+    _report,
+    _run,
+    random_policy,
+    summarize,
+)
+from rollout.__main__ import (
+    _make_parser,
+    _parse_parameter,
+    _with_defaults,
+    _write,
+    main,
+)
 
 B, T, SEED, LIMIT = 4, 47, 3, 20  # 15 chunks of 3 steps and one of 2
+N, CUT = 34, 18  # some of the episodes are cut; the limit then truncates none
 ROOT = Path(__file__).parents[1]
 RUN = ["CartPole-v1", "--num-envs", f"{B}", "--seed", f"{SEED}"]
 RUN += ["--env-param", f"max_steps_in_episode={LIMIT}"]
+QUEUE_RUN = [*RUN, f"--num-episodes={N}", f"--max-steps={CUT}"]
+QUICK = ["Catch-bsuite"]  # its episodes have 9 steps
+NOT_BOTH = "argument --num-episodes: not allowed with argument --num-steps"
 FIELDS = {
     *("obs", "action", "reward", "terminated", "truncated", "next_obs", "mask"),
     *("episode_id", "episode_return", "episode_length", "info/discount"),
@@ -48,7 +69,7 @@ def run(tmp_path_factory):
 
 
 def read_table(text):
-    return {line[:18].strip(): line[18:].strip() for line in text.splitlines()}
+    return {line[:20].strip(): line[20:].strip() for line in text.splitlines()}
 
 
 def episode_rows(arrays, num_steps):
@@ -184,6 +205,157 @@ def test_windows_cover_the_steps_in_equal_chunks(num_envs, num_steps, sizes):
     assert [first for first, _ in windows] == [0, *np.cumsum(sizes)[:-1]]
 
 
+@pytest.fixture(scope="module")
+def queue_run(tmp_path_factory):
+    """One run of exactly N episodes with a figure."""
+    folder, stdout = tmp_path_factory.mktemp("queue"), io.StringIO()
+    with contextlib.redirect_stdout(stdout):
+        status = main([*QUEUE_RUN, f"--plot={folder}/a.png"])
+    return Run(status, read_table(stdout.getvalue()), {}, folder)
+
+
+def play_queue():
+    """The episodes of `queue_run`, by the library."""
+    env = envs.make_vec("CartPole-v1", B, max_steps_in_episode=LIMIT)
+    collector = Collector(env=env, policy=random_policy(env.action_space))
+    carry = collector.init(jax.random.key(SEED))
+    _, episodes = collector.collect_episodes(carry, None, N, max_steps=CUT)
+    return jax.device_get(episodes)
+
+
+def test_queue_run_reports_the_episodes_of_collect_episodes(queue_run):
+    episodes = play_queue()
+    num_terminated, num_cut = episodes.terminated.sum(), N - episodes.finished.sum()
+    assert min(num_terminated, num_cut) > 0
+    flags = f"{num_terminated} terminated, 0 truncated, {num_cut} cut by --max-steps"
+    assert queue_run.status == 0
+    assert queue_run.table["episodes"] == f"{N} ({flags})"
+    for label in ("return", "length"):
+        x = getattr(episodes, f"episode_{label}").astype(np.float64)
+        moments = [np.mean(x), np.std(x), np.min(x), np.max(x)]
+        assert queue_run.table[label].split() == [f"{moment:.6g}" for moment in moments]
+
+
+def test_queue_run_gives_the_confidence_interval_of_the_mean(queue_run):
+    x = play_queue().episode_return.astype(np.float64)
+    # 2.0345 is Student's t at 97.5 % for 33 degrees of freedom, from a table.
+    margin = 2.0345 * x.std(ddof=1) / np.sqrt(N)
+    expected = f"{x.mean():.6g} (95 % confidence interval "
+    assert queue_run.table["mean return"].startswith(expected)
+    low, _, high = queue_run.table["mean return"].rstrip(")").split()[-3:]
+    # The interval is computed in float32, and the table has five digits.
+    wanted = [x.mean() - margin, x.mean() + margin]
+    np.testing.assert_allclose([float(low), float(high)], wanted, rtol=1e-4)
+
+
+def test_queue_run_counts_busy_and_idle_steps(queue_run):
+    episodes = play_queue()
+    num_steps, busy_until = episodes.episode_length.sum(), np.zeros(B, int)
+    for lane, length in zip(episodes.env_id, episodes.episode_length, strict=True):
+        busy_until[lane] += length
+    idle = 100 * (1 - num_steps / (B * busy_until.max()))
+    assert idle > 0
+    expected = f"{num_steps} ({idle:.1f} % of the lane-steps idle)"
+    assert queue_run.table["steps"] == expected
+
+
+def test_queue_run_says_how_fast_it_was(queue_run):
+    table = queue_run.table
+    num_steps = int(table["steps"].split()[0])
+    assert table["envs"] == f"{B}"
+    assert float(table["compile time"].removesuffix(" s")) > 0
+    per_second = [
+        float(table[f"{unit} per second"].replace(",", ""))
+        for unit in ("episodes", "steps")
+    ]
+    # Both are printed as whole numbers.
+    ratio = per_second[1] / per_second[0]
+    assert abs(ratio - num_steps / N) <= num_steps / N / per_second[0]
+
+
+def test_queue_run_leaves_its_figure_and_nothing_else(queue_run):
+    assert queue_run.table["plot"] == f"{queue_run.folder}/a.png"
+    assert [path.name for path in queue_run.folder.iterdir()] == ["a.png"]
+    assert (queue_run.folder / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_queue_run_of_one_episode_has_one_lane_and_no_interval(capsys):
+    assert main([*QUICK, "--num-episodes=1"]) == 0
+    table = read_table(capsys.readouterr().out)
+    assert table["envs"] == "1"
+    assert table["episodes"].startswith("1 (1 terminated")
+    assert table["steps"] == "9 (0.0 % of the lane-steps idle)"
+    assert table["mean return"].endswith("(no confidence interval for one episode)")
+
+
+@pytest.mark.parametrize(
+    ("given", "num_envs", "num_steps", "max_steps"),
+    [
+        ([], 1024, 1000, None),
+        (["--num-envs=7"], 7, 1000, None),
+        (["--num-episodes=9"], 9, None, 1_000_000),
+        (["--num-episodes=5000"], 1024, None, 1_000_000),
+        (["--num-episodes=9", "--num-envs=12", "--max-steps=3"], 12, None, 3),
+        (["--gif=a.gif"], None, None, 500),
+    ],
+)
+def test_defaults_are_those_of_the_kind_of_run(given, num_envs, num_steps, max_steps):
+    args = _with_defaults(_make_parser().parse_args(["CartPole-v1", *given]))
+    assert num_envs in (None, args.num_envs)
+    assert num_steps in (None, args.num_steps)
+    assert max_steps in (None, args.max_steps)
+
+
+def test_gif_shows_the_first_episode_of_the_queue(tmp_path, capsys):
+    path = tmp_path / "a.gif"
+    argv = ["CartPole-v1", f"--seed={SEED}"]
+    assert main([*argv, f"--gif={path}"]) == 0
+    table = read_table(capsys.readouterr().out)
+    assert main([*argv, "--num-episodes=1"]) == 0
+    same = read_table(capsys.readouterr().out)
+    length = int(same["length"].split()[0])
+    assert table["length"] == f"{length} (terminated)"
+    assert table["return"] == same["return"].split()[0]
+    assert table["gif"] == f"{path} ({length + 1} frames)"
+    with Image.open(path) as image:
+        assert image.n_frames == length + 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("given", "ending"),
+    [
+        (["--max-steps=2"], "cut by --max-steps"),
+        (["--env-param=max_steps_in_episode=2"], "truncated"),
+    ],
+)
+def test_gif_of_an_episode_that_was_cut_says_so(given, ending, tmp_path, capsys):
+    path = tmp_path / "a.GIF"
+    assert main(["MountainCar-v0", f"--gif={path}", *given]) == 0
+    table = read_table(capsys.readouterr().out)
+    assert table["length"] == f"2 ({ending})"
+    assert table["gif"].endswith("(3 frames)")
+
+
+def test_gif_without_pygame_names_the_extra(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    line = error_line(["CartPole-v1", f"--gif={tmp_path}/a.gif"], capsys)
+    assert "argument --gif: Drawing CartPole-v1 needs pygame" in line
+    assert 'pip install "rollout[render]"' in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_process_that_draws_keeps_stderr_clean(tmp_path):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    hidden = {"SDL_VIDEODRIVER", "SDL_AUDIODRIVER", "MPLBACKEND", "DISPLAY"}
+    environ = {name: os.environ[name] for name in set(os.environ) - hidden}
+    argv = ["MountainCar-v0", "--max-steps=1", f"--gif={tmp_path}/a.gif"]
+    process = spawn(*argv, env=environ, **pipes)
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stderr) == (0, "")
+    assert "pygame" not in stdout
+
+
 def test_ended_episodes_are_those_of_a_plain_loop(run):
     expected = []
     for t in range(10, T):
@@ -209,7 +381,7 @@ def made_up_episodes(num_episodes):
 
 def test_figure_shows_every_episode_where_it_ended():
     ended = made_up_episodes(200)
-    left, right = _report.draw("Some-v0", 8, ended).axes
+    left, right = _figure.draw_steps("Some-v0", 8, ended).axes
     np.testing.assert_array_equal(left.lines[0].get_xdata(), ended.step * 8)
     np.testing.assert_array_equal(left.lines[0].get_ydata(), ended.episode_return)
     stacked = [[bar.get_height() for bar in bars] for bars in right.containers]
@@ -220,7 +392,7 @@ def test_figure_shows_every_episode_where_it_ended():
 
 
 def test_figure_names_its_axes_and_the_environment():
-    figure = _report.draw("Some-v0", 8, made_up_episodes(1))
+    figure = _figure.draw_steps("Some-v0", 8, made_up_episodes(1))
     left, right = figure.axes
     assert figure.get_suptitle() == "Some-v0: random policy in 8 envs"
     assert left.get_xlabel() == "environment steps, all envs together"
@@ -230,10 +402,43 @@ def test_figure_names_its_axes_and_the_environment():
 
 
 def test_figure_of_very_many_episodes_draws_some_and_says_so():
-    left, _ = _report.draw("Some-v0", 8, made_up_episodes(12_001)).axes
+    left, _ = _figure.draw_steps("Some-v0", 8, made_up_episodes(12_001)).axes
     assert left.lines[0].get_xdata().size == 4001
     assert "12,001 episodes" in left.get_title()
     assert "1 in 3 drawn" in left.get_title()
+
+
+def made_up_queue():
+    """Two episodes terminate, one of them at the limit, five reach it, one is cut."""
+    flags = np.arange(8)
+    episodes = Episodes(
+        episode_return=np.linspace(0, 7, 8, dtype=np.float32),
+        episode_length=np.arange(1, 9, dtype=np.int32),
+        terminated=flags < 2,
+        truncated=(flags > 0) & (flags < 7),
+        finished=flags < 7,
+        env_id=np.zeros(8, np.int32),
+        num_steps=np.int32(36),
+    )
+    stats = jax.device_get(summarize(jax.tree.map(jnp.asarray, episodes)))
+    return _episodes.Played(episodes, stats, 40, 1.0, 1.0)
+
+
+def test_every_ending_is_counted_once():
+    expected = "2 terminated, 5 truncated, 1 cut by --max-steps"
+    assert _report._describe_endings(made_up_queue().stats) == expected
+
+
+def test_figure_of_a_queue_shows_episodes_in_start_order_and_every_kind():
+    left, right = _figure.draw_episodes("Some-v0", 8, made_up_queue()).axes
+    np.testing.assert_array_equal(left.lines[0].get_xdata(), np.arange(1, 9))
+    np.testing.assert_array_equal(left.lines[0].get_ydata(), np.arange(8.0))
+    assert left.lines[1].get_ydata()[0] == 3.5  # the mean of 0, ..., 7
+    assert left.get_xlabel() == "episode, in the order in which they started"
+    heights = [sum(bar.get_height() for bar in bars) for bars in right.containers]
+    assert heights == [2, 5, 1]
+    labels = [text.get_text() for text in right.get_legend().get_texts()]
+    assert labels == ["terminated", "truncated", "cut"]
 
 
 def test_means_are_those_of_groups_of_successive_episodes():
@@ -243,11 +448,11 @@ def test_means_are_those_of_groups_of_successive_episodes():
     groups = [slice(0, 34), slice(34, 40), slice(40, 60), slice(60, 80)]
     expected = [(step[g].mean(), value[g].mean(dtype=float)) for g in groups]
     # Both sum in float64, in another order.
-    np.testing.assert_allclose(_report._means(step, value, 4).T, expected, rtol=1e-12)
+    np.testing.assert_allclose(_figure._means(step, value, 4).T, expected, rtol=1e-12)
 
 
 def test_mean_of_episodes_that_end_in_step_is_one_point_per_ending():
-    means = _report._means(np.repeat([200, 400, 600], 64), np.arange(192.0), 40)
+    means = _figure._means(np.repeat([200, 400, 600], 64), np.arange(192.0), 40)
     # Means of 0..63, 64..127 and 128..191.
     np.testing.assert_array_equal(means, [[200, 400, 600], [31.5, 95.5, 159.5]])
 
@@ -280,6 +485,32 @@ def test_list_envs_prints_one_id_per_line(capsys):
         ([*RUN, "--plot=a.txt"], "must end in .pdf, .png, .svg, got a.txt"),
         ([*RUN, "--profile=/dev/null"], "argument --profile: /dev/null: File exists"),
         ([*RUN, "--save=/dev/null"], "/dev/null is not a regular file"),
+        ([*RUN, "--num-steps=3", "--num-episodes=3"], NOT_BOTH),
+        ([*RUN, "--num-steps=1000", "--num-episodes=3"], NOT_BOTH),  # the default
+        ([*RUN, "--num-episodes=0"], "argument --num-episodes: must be an int from 1"),
+        (
+            [*RUN, "--num-episodes=3", "--save=a.npz"],
+            "argument --save: not allowed with argument --num-episodes",
+        ),
+        (
+            [*RUN, "--num-episodes=3", "--profile=a"],
+            "argument --profile: not allowed with argument --num-episodes",
+        ),
+        (
+            [*RUN, "--max-steps=3"],
+            "argument --max-steps: only allowed with argument --num-episodes or --gif",
+        ),
+        ([*RUN, "--gif=a.gif"], "argument --num-envs: not allowed with argument --gif"),
+        (
+            ["CartPole-v1", "--gif=a.gif", "--plot=a.png"],
+            "argument --plot: not allowed with argument --gif",
+        ),
+        (["CartPole-v1", "--gif=a.png"], "must end in .gif, got a.png"),
+        (["CartPole-v1", "--gif=/dev/null"], "/dev/null is not a regular file"),
+        (["CartPole-v1", "--gif=none/a.gif"], "--gif: there is no folder none"),
+        (["MemoryChain-bsuite", "--gif=a.gif"], "got MemoryChain-bsuite."),
+        (["CartPole", "--num-episodes=3"], "The nearest are CartPole-v1"),
+        (["CartPole", "--gif=a.gif"], "The nearest are CartPole-v1"),
         ([*RUN, "--nothing"], "unrecognized arguments: --nothing"),
     ],
 )
