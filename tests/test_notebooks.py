@@ -12,6 +12,7 @@ from nbclient import NotebookClient
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MAX_BYTES = 400_000  # every clone downloads them
 TIMEOUT = 300  # seconds per cell; whole notebooks take well under a minute
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -64,3 +65,11 @@ def test_notebook_is_saved_with_its_outputs(path):
     assert any("image/png" in output.get("data", {}) for output in saved)
     assert not [output for output in saved if output.output_type == "error"]
     assert not [output for output in saved if output.get("name") == "stderr"]
+
+
+@each_notebook
+def test_notebook_is_small_and_names_no_folder_of_a_machine(path):
+    assert path.stat().st_size < MAX_BYTES
+    texts = [str(output) for output in outputs(path)]
+    folders = ("/home/", "/root/", "/tmp/", "/Users/", "site-packages")
+    assert not [folder for folder in folders if any(folder in x for x in texts)]
