@@ -6,35 +6,22 @@ one more chunk. `--gif` draws one episode instead.
 """
 
 import argparse
-import ast
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, BinaryIO
 
 import jax
 import numpy as np
 
 import envs
 from rollout import _episodes, _figure, _report, _run
+from rollout._arguments import check, make_parser, with_defaults
 from rollout._run import InputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_INT32_MAX = 2**31 - 1  # lanes and steps are counted in int32
-_SEED_MAX = 2**32 - 1  # jax takes a longer one and drops its upper bits
-_NUM_ENVS, _NUM_STEPS = 1024, 1000
-_FIGURE_KINDS = (".pdf", ".png", ".svg")
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: with status 2 after one line on stderr if what was asked for cannot
             be done, with status 0 after `--help`.
     """
-    parser = _make_parser()
+    parser = make_parser()
     args = parser.parse_args(argv)
     try:
         status = _main(args)
@@ -80,8 +67,8 @@ def _main(args: argparse.Namespace) -> int:
     if args.list_envs:
         print(*envs.env_ids(), sep="\n")
         return 0
-    _check(args)
-    args = _with_defaults(args)
+    check(args)
+    args = with_defaults(args)
     if args.gif:
         return _run_gif(args)
     return _run_episodes(args) if args.num_episodes else _run_steps(args)
@@ -140,140 +127,6 @@ def _write(path: Path, write: Callable[[BinaryIO], None]) -> None:
         raise InputError(f"{path} could not be written: {reason}") from error
     finally:
         part.unlink(missing_ok=True)
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m rollout",
-        description="Collects experience with the random policy and reports on it.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    count, seed = _int_within(1, _INT32_MAX), _int_within(0, _SEED_MAX)
-    add("env", nargs="?", help="id of the environment, such as CartPole-v1")
-    envs_help = f"lanes side by side ({_NUM_ENVS}, at most --num-episodes)"
-    add("--num-envs", type=count, help=envs_help)
-    add_run = parser.add_mutually_exclusive_group().add_argument
-    add_run("--num-steps", type=count, help=f"steps of every lane ({_NUM_STEPS})")
-    add_run("--num-episodes", type=count, help="play exactly so many episodes instead")
-    gif_help = "play one episode and draw it as .gif"
-    add_run("--gif", type=Path, metavar="FILE", help=gif_help)
-    steps_help = (
-        f"steps after which an episode is cut ({_episodes.MAX_STEPS}; for --gif "
-        f"{_episodes.MAX_STEPS_DRAWN})"
-    )
-    add("--max-steps", type=count, help=steps_help)
-    add("--seed", type=seed, default=0, help="decides all that is random (0)")
-    add(
-        "--env-param",
-        type=_parse_parameter,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="parameter of the environment, VALUE a Python literal; repeatable",
-    )
-    add("--save", type=Path, metavar="FILE", help="write the trajectory as .npz")
-    add("--plot", type=Path, metavar="FILE", help="draw the episodes as .png")
-    add("--profile", type=Path, metavar="DIR", help="trace one more chunk to DIR")
-    add("--list-envs", action="store_true", help="print the known ids and exit")
-    add(
-        "--xla-cpu-loop",
-        action="store_true",
-        help="let XLA:CPU compile the whole loop to one kernel, which often pays for "
-        f"few envs; adds {_run.XLA_CPU_LOOP} to XLA_FLAGS",
-    )
-    return parser
-
-
-def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """Fills in the defaults of the kind of run that was asked for."""
-    most_envs = min(_NUM_ENVS, args.num_episodes or _NUM_ENVS)  # more would idle
-    limit = _episodes.MAX_STEPS_DRAWN if args.gif else _episodes.MAX_STEPS
-    defaults = {"num_envs": most_envs, "num_steps": _NUM_STEPS, "max_steps": limit}
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    return argparse.Namespace(**{**vars(args), **defaults, **given})
-
-
-def _int_within(low: int, high: int) -> Callable[[str], int]:
-    """Makes the parser of an int from `low` to `high`."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value <= high:
-            raise argparse.ArgumentTypeError(
-                f"must be an int from {low} to {high}, got {text!r}"
-            )
-        return value
-
-    return parse
-
-
-def _parse_parameter(text: str) -> tuple[str, Any]:
-    name, equals, literal = text.partition("=")
-    if not name.isidentifier() or not equals:
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
-    try:
-        return name, ast.literal_eval(literal)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise argparse.ArgumentTypeError(
-            f"VALUE must be a Python literal, got {text!r}"
-        ) from None
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Refuses, before anything is collected, what could not be done afterwards."""
-    if args.env is None:
-        raise InputError("the environment is missing; --list-envs prints the ids")
-    _check_combination(args)
-    files = {"--save": args.save, "--plot": args.plot, "--gif": args.gif}
-    for option, path in files.items():
-        problem = path and _problem_with(path)
-        if problem:
-            raise InputError(f"argument {option}: {problem}")
-    if args.gif and args.gif.suffix.lower() != ".gif":
-        raise InputError(f"argument --gif: must end in .gif, got {args.gif}")
-    if args.plot and args.plot.suffix.lower() not in _FIGURE_KINDS:
-        kinds = ", ".join(_FIGURE_KINDS)
-        raise InputError(f"argument --plot: must end in {kinds}, got {args.plot}")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise InputError("argument --plot: matplotlib is not installed")
-    try:
-        if args.profile:
-            args.profile.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = f"{args.profile}: {error.strerror}"
-        raise InputError(f"argument --profile: {reason}") from error
-
-
-def _check_combination(args: argparse.Namespace) -> None:
-    """Refuses options that say nothing to the kind of run that was asked for."""
-    if args.gif:
-        reason = "not allowed with argument --gif"
-        refused = {"num-envs": args.num_envs, "save": args.save, "plot": args.plot}
-        refused["profile"] = args.profile
-    elif args.num_episodes:
-        reason = "not allowed with argument --num-episodes"
-        refused = {"save": args.save, "profile": args.profile}
-    else:
-        reason = "only allowed with argument --num-episodes or --gif"
-        refused = {"max-steps": args.max_steps}
-    for option, value in refused.items():
-        if value is not None:
-            raise InputError(f"argument --{option}: {reason}")
-
-
-def _problem_with(path: Path) -> str | None:
-    """Says why no file can be written there, if none can."""
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    if path.exists() and not path.is_file():
-        return f"{path} is not a regular file"
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        return f"the folder {path.parent} is not writable"
-    return None
 
 
 if __name__ == "__main__":

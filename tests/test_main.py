@@ -26,13 +26,8 @@ from rollout import (
     random_policy,
     summarize,
 )
-from rollout.__main__ import (
-    _make_parser,
-    _parse_parameter,
-    _with_defaults,
-    _write,
-    main,
-)
+from rollout.__main__ import _write, main
+from rollout._arguments import _parse_parameter, make_parser, with_defaults
 
 B, T, SEED, LIMIT = 4, 47, 3, 20  # 15 chunks of 3 steps and one of 2
 N, CUT = 34, 18  # some of the episodes are cut; the limit then truncates none
@@ -300,7 +295,7 @@ def test_queue_run_of_one_episode_has_one_lane_and_no_interval(capsys):
     ],
 )
 def test_defaults_are_those_of_the_kind_of_run(given, num_envs, num_steps, max_steps):
-    args = _with_defaults(_make_parser().parse_args(["CartPole-v1", *given]))
+    args = with_defaults(make_parser().parse_args(["CartPole-v1", *given]))
     assert num_envs in (None, args.num_envs)
     assert num_steps in (None, args.num_steps)
     assert max_steps in (None, args.max_steps)
@@ -341,7 +336,7 @@ def test_gif_without_pygame_names_the_extra(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pygame", None)
     line = error_line(["CartPole-v1", f"--gif={tmp_path}/a.gif"], capsys)
     assert "argument --gif: Drawing CartPole-v1 needs pygame" in line
-    assert 'pip install "rollout[render]"' in line
+    assert 'pip install ".[render]"' in line
     assert list(tmp_path.iterdir()) == []
 
 
