@@ -13,7 +13,8 @@ import numpy as np
 from flax import struct
 
 from envs.from_gymnax import _GymnaxEnv
-from envs.types import Env, EnvStep, Space
+from envs.types import Env, EnvStep
+from envs.wrappers import Wrapper
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -107,7 +108,7 @@ def expose_state(env: Env) -> Env:
         The same environment with the `info` `{"state", "next_state", "info"}`: the
         state before the step, the one after it, and what `env` put there.
     """
-    return _ExposedState(env=env)
+    return _ExposedState(env)
 
 
 def check_render(env: Env) -> None:
@@ -127,22 +128,9 @@ def check_render(env: Env) -> None:
         )
 
 
-@struct.dataclass(kw_only=True)
-class _ExposedState:
+@struct.dataclass
+class _ExposedState(Wrapper):
     """An `Env` whose `info` holds its states."""
-
-    env: Env
-
-    @property
-    def observation_space(self) -> Space:
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> Space:
-        return self.env.action_space
-
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
-        return self.env.reset(key)
 
     def step(
         self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
