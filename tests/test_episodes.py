@@ -246,14 +246,16 @@ def test_fold_without_jit_gives_the_same():
     chex.assert_trees_all_equal(got, want)
 
 
-def test_philox_keys_serve_as_well():
-    if not hasattr(jax.random, "key_impl") or jax.__version_info__ < (0, 11):
-        pytest.skip("philox2x32 came with jax 0.11")
-    collector = make_collector()
-    carry = collector.init(jax.random.key(2, impl="philox2x32"))
-    carry, episodes = collector.collect_episodes(carry, None, 9, max_steps=ENDLESS)
-    assert episodes.finished.all()
-    assert len(set(np.asarray(episodes.episode_length))) > 1
+def test_philox_keys_serve_the_same_episodes_for_any_number_of_lanes():
+    results = []
+    for num_envs in (3, 4):
+        collector = make_collector(num_envs=num_envs)
+        carry = collector.init(jax.random.key(2, impl="philox2x32"))
+        _, episodes = collector.collect_episodes(carry, None, 9, max_steps=ENDLESS)
+        results.append(episodes.replace(env_id=0))
+    chex.assert_trees_all_equal(*results)
+    assert results[0].finished.all()
+    assert len(set(np.asarray(results[0].episode_length))) > 1
 
 
 @pytest.mark.parametrize("method", ["collect_episodes", "collect_episodes_per_env"])

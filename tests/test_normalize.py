@@ -256,8 +256,11 @@ def test_unread_raw_observations_leave_no_buffer():
 def test_leaves_may_be_replaced_by_anything():
     env = frozen().env
     for value in (None, object(), "x", 0):
-        jax.tree.map(lambda x, value=value: value, env)
-    jax.eval_shape(lambda env: env.num_envs * jnp.ones(2), env)
+        replaced = jax.tree.map(lambda x, value=value: value, env)
+        assert replaced.num_envs == env.num_envs
+    assert jax.eval_shape(lambda env: jnp.ones(env.num_envs), env).shape == (
+        env.num_envs,
+    )
 
 
 def test_single_environment_is_refused():
