@@ -99,8 +99,9 @@ def summarize(data: Transition | Episodes) -> CollectStats:
 
 def count_nonfinite(trajectory: Transition) -> jax.Array:
     """Counts the rows with a recorded number that is NaN or infinite."""
-    finite = jnp.isfinite(trajectory.reward)
-    for leaf in jax.tree.leaves((trajectory.action, trajectory.extras)):
+    finite = jnp.ones_like(trajectory.mask)
+    numbers = (trajectory.reward, trajectory.action, trajectory.extras)
+    for leaf in jax.tree.leaves(numbers):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             axes = tuple(range(finite.ndim, leaf.ndim))
             finite &= jnp.all(jnp.isfinite(leaf), axis=axes)

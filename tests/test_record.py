@@ -69,6 +69,17 @@ def test_statistics_count_the_raw_rewards(raw):
     assert got.num_episodes == want.num_episodes > 0
 
 
+def test_fields_that_are_not_recorded_are_not_missed(raw):
+    carry, raw = raw
+    collector = make_collector(lambda t: t.replace(reward=(), action=(), info=()))
+    _, recorded = collector.collect_steps(carry, None, NUM_STEPS)
+    assert recorded.reward == recorded.action == ()
+    got, want = rollout.summarize(recorded), rollout.summarize(raw)
+    assert got.return_mean == want.return_mean
+    assert got.num_nonfinite == 0
+    assert rollout.evaluate(collector, jax.random.key(0), None, 3).num_episodes == 3
+
+
 def test_single_steps_and_folds_hand_out_what_is_recorded(raw):
     carry, raw = raw
     collector = make_collector(record)
