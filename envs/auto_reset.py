@@ -35,9 +35,10 @@ def reset_compact(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -
     A `while_loop` has no derivative in reverse. Derivatives pass through the lanes that
     are not done; those of a reset with respect to `env` are only `reset_select`'s.
     """
-    fixed_env, fixed_lanes = lax.stop_gradient((env, lanes))
-    fresh = _reset_some_at_a_time(fixed_env, start_fn, done, fixed_lanes)
-    return keys.like(_attach(keys.words(fresh), keys.words(lanes), done), lanes)
+    words = keys.words(lanes)
+    fixed = lax.stop_gradient((env, words))
+    fresh = _reset_some_at_a_time(fixed[0], start_fn, done, fixed[1])
+    return keys.like(_attach(fresh, words, done), lanes)
 
 
 @jax.custom_jvp
@@ -64,6 +65,7 @@ def _attach_jvp(primals: tuple, tangents: tuple) -> tuple:
 def _reset_some_at_a_time(
     env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes
 ) -> Lanes:
+    """Resets the done lanes of `lanes`, in which words stand for the keys."""
     num_envs = done.shape[0]
     # Large enough that one round nearly always does, small enough to cost little. With
     # one slot there is no scatter, and XLA:CPU compiles the small loop to one kernel.
@@ -72,7 +74,7 @@ def _reset_some_at_a_time(
     def reset_some(state: tuple[jax.Array, Lanes]) -> tuple[jax.Array, Lanes]:
         done, lanes = state
         lane, found = _first_true(done, num_slots)
-        fresh = start_fn(env, lane)
+        fresh = keys.words(start_fn(env, lane))
         # What is left over writes to rows that are not there.
         row = jnp.where(found, lane, num_envs + jnp.arange(num_slots))
         lanes = jax.tree.map(lambda old, new: _write(old, row, new), lanes, fresh)
@@ -83,9 +85,6 @@ def _reset_some_at_a_time(
 
 def _write(old: jax.Array, row: jax.Array, new: jax.Array) -> jax.Array:
     """Writes `new[k]` to `old[row[k]]`; a row that does not exist is dropped."""
-    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
-        data = _write(jax.random.key_data(old), row, jax.random.key_data(new))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
     rows = old.at[row]
     return rows.set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 

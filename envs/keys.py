@@ -85,6 +85,17 @@ def like(words: chex.ArrayTree, tree: chex.ArrayTree) -> chex.ArrayTree:
     return jax.tree.map(_like, words, tree)
 
 
+def blank(
+    shape: tuple[int, ...], x: jax.ShapeDtypeStruct, key: chex.PRNGKey
+) -> jax.Array:
+    """Makes zeros of the dtype of `x`, or keys of the implementation of `key`."""
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(shape, x.dtype)
+    word_shape = jax.random.key_data(key).shape[key.ndim :]
+    zeros = jnp.zeros((*shape, *word_shape), jnp.uint32)
+    return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(key))
+
+
 def select(flag: jax.Array, new: chex.ArrayTree, old: chex.ArrayTree) -> chex.ArrayTree:
     """Takes the lanes of `new` where `flag` and those of `old` elsewhere.
 

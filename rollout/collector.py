@@ -11,7 +11,7 @@ from flax import struct
 from jax import lax
 
 from envs.types import VectorEnv
-from rollout import checks, episodes, kernel
+from rollout import checks, episodes, kernel, plans
 from rollout.types import Carry, Episodes, Policy, Transition
 
 Acc = TypeVar("Acc")
@@ -230,7 +230,7 @@ class Collector:
         """
         checks.count("num_episodes", num_episodes)
         max_steps = checks.max_steps(max_steps)
-        plan = episodes.queue(carry, num_episodes)
+        plan = plans.queue(carry, num_episodes)
         return episodes.play(self, carry, params, fn, acc, plan, max_steps)
 
     def collect_padded_episodes(

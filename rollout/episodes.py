@@ -1,14 +1,13 @@
-"""Exactly N episodes, chosen before any of them ends: the queue and its loop.
+"""Exactly N episodes: the loop that plays them, and what is made of their rows.
 
-Which episodes are played is settled by the order in which they start, never by which
-end first, so short ones are not favoured. A lane whose episode is over takes the next
-one; a lane without one is idle. An idle lane plays on, so that its environment state
-stays valid, but its rows are void and counted nowhere.
+A lane whose episode is over takes the next one of the plan; a lane without one is idle.
+An idle lane plays on, so that its environment state stays valid, but its rows are void
+and counted nowhere.
 """
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from flax import struct
 from jax import lax
 
 from envs import keys
-from rollout import kernel
+from rollout import kernel, plans
 from rollout.types import Carry, Episodes, Transition
 
 if TYPE_CHECKING:
@@ -26,26 +25,6 @@ Acc = TypeVar("Acc")
 
 _COLUMNS = 4  # of the table of results: return, length, flags, lane
 _TERMINATED, _TRUNCATED, _FINISHED = 1, 2, 4
-
-
-class Plan(NamedTuple):
-    """Which lane plays which of the `N` episodes.
-
-    Attributes:
-        num_episodes: N.
-        next_fn: `(index, over, num_started)` to the `[B]` index of the episode that
-            each lane plays next, N or more for none, and the new `num_started`.
-        start_fn: `[B]` index of an episode to what starts it.
-        num_queued: episodes that the call takes from the queue.
-        next_id: `[B]` int32, ids of the episodes of their own that the lanes start
-            when the call is over.
-    """
-
-    num_episodes: int
-    next_fn: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-    start_fn: Callable[[jax.Array], kernel.Start]
-    num_queued: int
-    next_id: jax.Array  # [B]
 
 
 @struct.dataclass(kw_only=True)
@@ -61,49 +40,13 @@ class _Run:
     num_steps: jax.Array  # () int32
 
 
-def queue(carry: Carry, num_episodes: int) -> Plan:
-    """All lanes serve one queue: whoever is free takes the next episode."""
-    own_id = carry.episode.episode_id
-
-    def take_next(
-        index: jax.Array, over: jax.Array, num_started: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        rank = jnp.cumsum(over, dtype=jnp.int32)
-        taken = jnp.where(over, num_started + rank - 1, index)
-        return taken, num_started + rank[-1]
-
-    def start(index: jax.Array) -> kernel.Start:
-        return kernel.queued_episodes(carry.key, carry.next_episode + index)
-
-    next_id = own_id + own_id.shape[0]
-    return Plan(num_episodes, take_next, start, num_episodes, next_id)
-
-
-def per_env(carry: Carry, episodes_per_env: int) -> Plan:
-    """Every lane plays the next `episodes_per_env` episodes of its own."""
-    num_envs = carry.episode.episode_id.shape[0]
-    first_id = carry.episode.episode_id + num_envs
-    lane = jnp.arange(num_envs, dtype=jnp.int32)
-    num_episodes = episodes_per_env * num_envs
-
-    def take_next(
-        index: jax.Array, over: jax.Array, num_started: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return jnp.where(over, index + num_envs, index), num_started
-
-    def start(index: jax.Array) -> kernel.Start:
-        return kernel.own_episodes(carry.key, first_id + (index - lane))
-
-    return Plan(num_episodes, take_next, start, 0, first_id + num_episodes)
-
-
 def play(
     collector: "Collector",
     carry: Carry,
     params: Any,
     fn: Callable[[Acc, Transition], Acc],
     acc: Acc,
-    plan: Plan,
+    plan: plans.Plan,
     max_steps: jax.Array,
 ) -> tuple[Carry, Acc, Episodes]:
     """Plays the episodes of `plan`; see `Collector.fold_episodes`."""
@@ -140,11 +83,27 @@ def play(
             num_steps=run.num_steps + jnp.sum(mask, dtype=jnp.int32),
         )
 
-    run = lax.while_loop(is_playing, step, run)
+    run = _while(is_playing, step, run)
     start = kernel.own_episodes(carry.key, plan.next_id)
     end = kernel.restart(env, policy, run.carry, everywhere, start)
     end = end.replace(next_episode=end.next_episode + plan.num_queued)
     return end, run.acc, _read(run.table, run.num_steps)
+
+
+def _while(
+    is_playing: Callable[[_Run], jax.Array], step: Callable[[_Run], _Run], run: _Run
+) -> _Run:
+    """`lax.while_loop`, with words for the keys.
+
+    Under `vmap` the loop selects between old and new, which jax's checker of key reuse
+    takes for a use of a key.
+    """
+    words = lax.while_loop(
+        lambda words: is_playing(keys.like(words, run)),
+        lambda words: keys.words(step(keys.like(words, run))),
+        keys.words(run),
+    )
+    return keys.like(words, run)
 
 
 @functools.partial(jax.jit, static_argnames="num_episodes")
@@ -156,7 +115,7 @@ def collect(
     max_steps: jax.Array,
 ) -> tuple[Carry, Episodes]:
     """See `Collector.collect_episodes`."""
-    plan = queue(carry, num_episodes)
+    plan = plans.queue(carry, num_episodes)
     carry, _, episodes = play(collector, carry, params, _ignore, (), plan, max_steps)
     return carry, episodes
 
@@ -170,7 +129,7 @@ def collect_per_env(
     max_steps: jax.Array,
 ) -> tuple[Carry, Episodes]:
     """See `Collector.collect_episodes_per_env`."""
-    plan = per_env(carry, episodes_per_env)
+    plan = plans.per_env(carry, episodes_per_env)
     carry, _, episodes = play(collector, carry, params, _ignore, (), plan, max_steps)
     return carry, episodes
 
@@ -185,8 +144,9 @@ def collect_padded(
 ) -> tuple[Carry, Transition, Episodes]:
     """See `Collector.collect_padded_episodes`."""
     row = jax.eval_shape(collector.step, carry, params)[1]
-    padded = jax.tree.map(
-        lambda x: jnp.zeros((max_length, num_episodes, *x.shape[1:]), x.dtype), row
+    blank = jax.tree.map(
+        lambda x: keys.blank((max_length, num_episodes, *x.shape[1:]), x, carry.key),
+        row,
     )
 
     def write(padded: Transition, transition: Transition) -> Transition:
@@ -195,11 +155,15 @@ def collect_padded(
         column = jnp.where(transition.mask, index, num_episodes)
         place = (transition.episode_length - 1, column)
         return jax.tree.map(
-            lambda old, new: old.at[place].set(new, mode="drop"), padded, transition
+            lambda old, new: old.at[place].set(new, mode="drop"),
+            padded,
+            keys.words(transition),
         )
 
-    plan, limit = queue(carry, num_episodes), jnp.int32(max_length)
-    return play(collector, carry, params, write, padded, plan, limit)
+    plan, limit = plans.queue(carry, num_episodes), jnp.int32(max_length)
+    padded = keys.words(blank)
+    carry, padded, episodes = play(collector, carry, params, write, padded, plan, limit)
+    return carry, keys.like(padded, blank), episodes
 
 
 def _ignore(acc: Acc, transition: Transition) -> Acc:

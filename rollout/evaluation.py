@@ -7,7 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout import checks, episodes
+from rollout import checks, episodes, plans
 from rollout.collector import Collector
 from rollout.stats import CollectStats, count_nonfinite, summarize
 from rollout.types import Transition
@@ -59,7 +59,7 @@ def _evaluate(
         return num_nonfinite + count_nonfinite(transition)
 
     carry = collector.init(key)
-    plan, zero = episodes.queue(carry, num_episodes), jnp.zeros((), jnp.int32)
+    plan, zero = plans.queue(carry, num_episodes), jnp.zeros((), jnp.int32)
     _, num_nonfinite, played = episodes.play(
         collector, carry, params, count, zero, plan, max_steps
     )

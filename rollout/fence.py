@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import chex
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from envs import keys
@@ -45,12 +44,19 @@ def step_once(
         result = step(step_keys, *keys.barrier((state, action)))
         # `info` is read rarely: outside the barrier it vanishes where it is not.
         return keys.barrier(result.replace(info=())).replace(info=result.info)
-    shapes = jax.eval_shape(step, step_keys, state, action)
+    operands = (step_keys, state, action)
+    shapes = jax.eval_shape(step, *operands).replace(state=())
 
-    def never(*args: chex.ArrayTree) -> EnvStep:
-        rest = shapes.replace(state=())
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)
-        return zeros.replace(state=args[1])
+    # Words for the keys: under `vmap` a conditional is a selection between the results,
+    # which jax's checker of key reuse takes for a use of a key.
+    def taken(words: chex.ArrayTree) -> EnvStep:
+        result = step(*keys.like(words, operands))
+        return result.replace(state=keys.words(result.state))
+
+    def never(words: chex.ArrayTree) -> EnvStep:
+        blank = jax.tree.map(lambda x: keys.blank(x.shape, x, step_keys), shapes)
+        return blank.replace(state=words[1])
 
     always = (counter | 1) != 0
-    return lax.cond(always, step, never, step_keys, state, action)
+    result = lax.cond(always, taken, never, keys.words(operands))
+    return result.replace(state=keys.like(result.state, state))

@@ -403,3 +403,52 @@ def test_counts_that_are_none_are_refused(value):
         collector.collect_padded_episodes(carry, None, 5, max_length=value)
     with pytest.raises(ValueError, match="`max_steps` must be an int of at least 1"):
         rollout.evaluate(collector, jax.random.key(0), None, 5, max_steps=value)
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Breakout-MinAtar"])
+def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(name):
+    env = make_env(name)
+    collector = make_collector(name, num_envs=3)
+    root = jax.random.key(11)
+    _, episodes = collector.collect_episodes(
+        collector.init(root), None, 5, max_steps=ENDLESS
+    )
+    step, reset = jax.jit(env.step), jax.jit(env.reset)
+    fold_in = jax.random.fold_in
+    with jax.debug_key_reuse(False):
+        for k in range(5):
+            episode_key = fold_in(fold_in(root, 2), k)  # 2: the stream of the queue
+            state, _ = reset(fold_in(episode_key, 0))
+            total, length, done = 0.0, 0, False
+            while not done:
+                length += 1
+                result = step(fold_in(episode_key, length), state, jnp.int32(0))
+                state, total = result.state, total + float(result.reward)
+                done = bool(result.terminated | result.truncated)
+            assert episodes.episode_length[k] == length
+            assert episodes.episode_return[k] == total
+            assert episodes.terminated[k] == result.terminated
+            assert episodes.truncated[k] == result.truncated
+
+
+@pytest.mark.parametrize("auto_reset", ["compact", "select"])
+def test_population_is_evaluated_under_vmap(auto_reset):
+    env = envs.vectorize(make_env("CartPole-v1"), 4, auto_reset=auto_reset)
+
+    def act(params, obs, key):
+        return (obs @ params > 0).astype(jnp.int32)
+
+    collector = rollout.Collector(env=env, policy=rollout.stateless_policy(act))
+    carry = collector.init(jax.random.key(0))
+
+    def play(params):
+        return collector.collect_episodes(carry, params, 6, max_steps=50)[1]
+
+    population = jax.random.normal(jax.random.key(1), (3, 4))
+    together = jax.jit(jax.vmap(play))(population)
+    for member, params in enumerate(population):
+        alone = play(params)
+        np.testing.assert_array_equal(
+            together.episode_length[member], alone.episode_length
+        )
+        assert together.num_steps[member] == alone.num_steps

@@ -219,3 +219,19 @@ def test_gradient_flows_through_the_kernel():
     # x_1 = 1 + g, x_2 = (1 + g)^2: d/dg of -(x_1^2 + x_2^2) at g = -0.5 is
     # -(2 (1 + g) + 4 (1 + g)^3) = -(1 + 0.5).
     np.testing.assert_allclose(jax.grad(loss)(-0.5), -1.5, rtol=1e-6)
+
+
+def test_keys_in_info_are_collected_like_anything_else():
+    env = envs.vectorize(envs.expose_state(CountEnv()), 4)  # its state holds a key
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    carry = collector.init(jax.random.key(0))
+    _, trajectory = collector.collect_steps(carry, None, 3)
+    got = jax.random.key_data(trajectory.info["state"]["key"])
+    want = jax.random.key_data(carry.env_state["key"])
+    assert got.shape == (3, *want.shape)
+    np.testing.assert_array_equal(got[0], want)
+    _, padded, _ = collector.collect_padded_episodes(carry, None, 4, max_length=3)
+    got = jax.random.key_data(padded.info["state"]["key"])
+    assert got.shape == (3, 4, *want.shape[1:])
+    np.testing.assert_array_equal(got[0], got[1])  # an episode keeps its key
