@@ -1,3 +1,10 @@
-"""Memory for transitions: pure stores. Empty until its issue is built."""
+"""Memory: pure stores of transitions.
 
-__all__: list[str] = []
+A buffer is a description; its state is explicit. `ReplayBuffer` keeps a ring of
+transitions per lane and samples them evenly.
+"""
+
+from buffers.replay import ReplayBuffer
+from buffers.types import Batch, RingState
+
+__all__ = ["Batch", "ReplayBuffer", "RingState"]
