@@ -111,15 +111,42 @@ def draw(
 ) -> tuple[jax.Array, jax.Array]:
     """Draws rows evenly: `[S]` int32 slots and lanes."""
     num_slots = jax.tree.leaves(state.experience)[0].shape[0]
-    end = jnp.cumsum(state.size)
-    # An empty ring gives slot 0 of lane 0.
-    number = jax.random.randint(key, (num_draws,), 0, jnp.maximum(end[-1], 1))
-    lane = jnp.searchsorted(end, number, side="right", method="scan_unrolled")
-    lane = jnp.minimum(lane, end.shape[0] - 1).astype(jnp.int32)
-    age = end[lane] - number  # 1 for the newest row of the lane
-    return (state.head[lane] - age) % num_slots, lane
+    num_envs = state.size.shape[0]
+    number = below(jnp.sum(state.size), (num_draws,), key)
+    lane, age = lax.cond(
+        jnp.all(state.size == state.size[0]),
+        lambda: (number % num_envs, number // num_envs),
+        lambda: _find(state.size, number),
+    )
+    return (state.head[lane] - 1 - age) % num_slots, lane
+
+
+def below(n: jax.Array, shape: tuple[int, ...], key: chex.PRNGKey) -> jax.Array:
+    """Draws int32 numbers evenly from 0 to `n - 1`, `()` int32; 0 if `n` is 0.
+
+    From one word each, the high half of the product word * n: `jax.random.randint`
+    draws two and divides. The bias of a number is below n / 2**32, as there.
+    """
+    word, n = jax.random.bits(key, shape, jnp.uint32), n.astype(jnp.uint32)
+    half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
+    lows = (word & low) * (n & low)
+    middle = (word >> half) * (n & low) + (lows >> half)
+    other = (word & low) * (n >> half) + (middle & low)
+    high = (word >> half) * (n >> half) + (middle >> half) + (other >> half)
+    return high.astype(jnp.int32)
 
 
 def read(state: RingState, slot: jax.Array, lane: jax.Array) -> chex.ArrayTree:
     """Reads rows, `[S, ...]`."""
-    return jax.tree.map(lambda ring: ring[slot, lane], state.experience)
+    row = slot * state.size.shape[0] + lane
+    return jax.tree.map(
+        lambda ring: ring.reshape(-1, *ring.shape[2:])[row], state.experience
+    )
+
+
+def _find(size: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Lane and age of the rows `number`, counted lane after lane."""
+    end = jnp.cumsum(size)
+    lane = jnp.searchsorted(end, number, side="right", method="scan_unrolled")
+    lane = jnp.minimum(lane, end.shape[0] - 1).astype(jnp.int32)
+    return lane, end[lane] - 1 - number

@@ -20,8 +20,10 @@ def test_examples_run_one_after_the_other(capsys):
     assert others
     for code in others:
         exec(compile(code, "README.md", "exec"), names)
-    mean, low, high = (float(x) for x in capsys.readouterr().out.split())
+    evaluated, replayed = capsys.readouterr().out.splitlines()
+    mean, low, high = (float(x) for x in evaluated.split())
     assert low < mean < high
+    assert replayed == f"{64 * 128} (256, 4)"
     assert names["trajectory"].obs.shape == (200, 64, 4)
     assert (names["episodes"].episode_length <= 200).all()
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 import buffers
+from buffers import ring
 
 
 @struct.dataclass(kw_only=True)
@@ -167,6 +168,15 @@ def test_sampling_is_even_where_lanes_hold_different_numbers():
     np.testing.assert_array_equal(values, np.sort(held))
     # Even odds over nine rows; a fixed seed, so the test cannot fail by chance later.
     assert scipy_stats.chisquare(count).pvalue > 0.01
+
+
+@pytest.mark.usefixtures("key_reuse")
+@pytest.mark.parametrize("n", [0, 1, 7, 2**16, 2**31 - 1])
+def test_numbers_are_the_high_half_of_an_exact_product(n):
+    key = jax.random.key(1)
+    got = ring.below(jnp.int32(n), (1000,), key)
+    word = np.asarray(jax.random.bits(key, (1000,), jnp.uint32)).astype(np.uint64)
+    np.testing.assert_array_equal(got, (word * np.uint64(n)) >> np.uint64(32))
 
 
 def test_can_sample_counts_what_is_stored():
