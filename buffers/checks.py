@@ -1,11 +1,17 @@
 """Checks of what users hand to a buffer: while tracing, so free at run time."""
 
-import dataclasses
+import numbers
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+
+from buffers import fields
+from buffers.types import RingState
+
+FLAGS = ("terminated", "truncated")
+_MOST_ROWS = 2**30  # row numbers are int32, and so are those a lap further on
 
 
 def count(name: str, value: Any) -> None:
@@ -14,17 +20,46 @@ def count(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
 
 
-def without_mask(tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Takes the field `mask` out of a dataclass that has one."""
-    return tree.replace(mask=()) if _has_mask(tree) else tree
+def fraction(name: str, value: Any) -> None:
+    """Refuses a number outside of [0, 1]; that of a traced one is not known."""
+    if isinstance(value, numbers.Real) and not 0 <= value <= 1:
+        raise ValueError(f"`{name}` must lie in [0, 1], got {value!r}.")
+    if jnp.shape(value) != ():
+        raise ValueError(f"`{name}` must be one number, got shape {jnp.shape(value)}.")
 
 
-def with_mask(rows: chex.ArrayTree) -> chex.ArrayTree:
-    """Puts back what `without_mask` took out: every row, `[S, ...]`, is valid."""
-    if not _has_mask(rows):
-        return rows
-    num_rows = jax.tree.leaves(rows)[0].shape[0]
-    return rows.replace(mask=jnp.ones((num_rows,), bool))
+def capacity(capacity: Any, num_envs: Any) -> None:
+    """Refuses a capacity that does not hold one step of all lanes, or too much."""
+    count("capacity", capacity)
+    count("num_envs", num_envs)
+    if capacity < num_envs:
+        raise ValueError(
+            f"`capacity` must hold one step of all lanes, num_envs={num_envs}, got "
+            f"{capacity}."
+        )
+    if capacity > _MOST_ROWS:
+        raise ValueError(f"`capacity` must be at most 2**30, got {capacity}.")
+
+
+def successor(successor: Any, final_capacity: Any, num_envs: int) -> None:
+    """Refuses an unknown way, and a side ring that is not asked for or too small."""
+    if successor not in ("stored", "shared"):
+        raise ValueError(
+            f'`successor` must be "stored" or "shared", got {successor!r}.'
+        )
+    if final_capacity is None:
+        return
+    count("final_capacity", final_capacity)
+    if successor == "stored":
+        raise ValueError(
+            f'`final_capacity` goes with successor="shared", got {final_capacity} with '
+            '"stored".'
+        )
+    if final_capacity < num_envs:
+        raise ValueError(
+            "`final_capacity` must hold one step of all lanes, num_envs="
+            f"{num_envs}, got {final_capacity}."
+        )
 
 
 def row(tree: chex.ArrayTree, num_envs: int) -> None:
@@ -40,29 +75,66 @@ def row(tree: chex.ArrayTree, num_envs: int) -> None:
             )
 
 
-def like_init(rows: chex.ArrayTree, experience: chex.ArrayTree) -> bool:
+def can_share(transition: chex.ArrayTree) -> None:
+    """Refuses a transition whose successor the next row cannot give."""
+    needed = ("obs", "next_obs", "terminated", "truncated")
+    obs, next_obs = fields.need(transition, needed, 'successor="shared"')[:2]
+    chex.assert_trees_all_equal_shapes_and_dtypes(obs, next_obs)
+
+
+def like_init(rows: chex.ArrayTree, ring: RingState) -> bool:
     """Refuses rows unlike those of `init`; tells whether they are a single step."""
-    structures = jax.tree.structure(experience), jax.tree.structure(rows)
+    kept = ring.experience
+    if ring.finals:
+        kept = fields.put(kept, next_obs=fields.get(kept, "obs"))
+    structures = jax.tree.structure(kept), jax.tree.structure(rows)
     if structures[0] != structures[1]:
         raise ValueError(
             f"`trajectory` must have the structure of `init`, {structures[0]}, got "
             f"{structures[1]}."
         )
-    old, new = jax.tree.leaves_with_path(experience), jax.tree.leaves(rows)
+    old, new = jax.tree.leaves_with_path(kept), jax.tree.leaves(rows)
     is_step = new[0].ndim == old[0][1].ndim - 1
     length = () if is_step else new[0].shape[:1]
-    for (path, ring), leaf in zip(old, new, strict=True):
-        want = (*length, *ring.shape[1:])
-        if (leaf.shape, leaf.dtype) != (want, ring.dtype):
+    for (path, memory), leaf in zip(old, new, strict=True):
+        want = (*length, *memory.shape[1:])
+        if (leaf.shape, leaf.dtype) != (want, memory.dtype):
             raise ValueError(
-                f"`trajectory` must be {ring.dtype} of shape {want}{_at(path)}, got "
+                f"`trajectory` must be {memory.dtype} of shape {want}{_at(path)}, got "
                 f"{leaf.dtype} of shape {leaf.shape}."
             )
     return is_step
 
 
-def _has_mask(tree: chex.ArrayTree) -> bool:
-    return dataclasses.is_dataclass(tree) and hasattr(tree, "mask")
+def mask(mask: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Refuses a mask that is not one flag per row; gives it the shape `[T, B]`."""
+    if mask.dtype != bool or mask.size != shape[0] * shape[1]:
+        raise ValueError(
+            f"`mask` must be bool of shape {shape}, got {mask.dtype} of shape "
+            f"{mask.shape}."
+        )
+    return mask.reshape(shape)
+
+
+def targets(ring: RingState, n_step: Any, gamma: Any, stack: Any) -> None:
+    """Refuses what `sample` cannot make of the rows."""
+    if (n_step is None) != (gamma is None):
+        raise ValueError(
+            f"`n_step` and `gamma` go together, got n_step={n_step}, gamma={gamma}."
+        )
+    if n_step is not None:
+        count("n_step", n_step)
+        fraction("gamma", gamma)
+        fields.need(ring.experience, ("reward", *FLAGS), "`n_step`")
+    if stack is not None:
+        count("stack", stack)
+        fields.need(ring.experience, ("obs", *FLAGS), "`stack`")
+
+
+def sequence(ring: RingState, length: Any) -> None:
+    """Refuses pieces of no length, and of rows that do not tell endings."""
+    count("length", length)
+    fields.need(ring.experience, FLAGS, "A sample of sequences")
 
 
 def _at(path: tuple[Any, ...]) -> str:

@@ -5,43 +5,18 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from buffers import checks, ring
-from buffers.types import Batch, RingState
+from buffers import batches, checks, ring, sampling
+from buffers.base import RingBuffer
+from buffers.types import Batch, RingState, Sequences
 
 
 @struct.dataclass
-class ReplayBuffer:
+class ReplayBuffer(RingBuffer):
     """A ring of transitions per lane, sampled evenly.
 
     The functions are pure and plain: jit them together with what is around them, and
-    donate the state, then `add` writes in place.
-
-    Attributes:
-        capacity: transitions that all lanes hold together. Each lane has
-            `capacity // num_envs` slots.
-        num_envs: B, lanes that are written side by side.
-
-    Raises:
-        ValueError: if one is not an int of at least 1, or if `capacity` is less than
-            one step of all lanes.
+    donate the state, then `add` writes in place. Attributes: see `RingBuffer`.
     """
-
-    capacity: int = struct.field(pytree_node=False)
-    num_envs: int = struct.field(pytree_node=False)
-
-    def __post_init__(self) -> None:
-        checks.count("capacity", self.capacity)
-        checks.count("num_envs", self.num_envs)
-        if self.capacity < self.num_envs:
-            raise ValueError(
-                "`capacity` must hold one step of all lanes, num_envs="
-                f"{self.num_envs}, got {self.capacity}."
-            )
-
-    @property
-    def num_slots(self) -> int:
-        """N, transitions that each lane holds."""
-        return self.capacity // self.num_envs
 
     def init(self, transition: chex.ArrayTree) -> RingState:
         """Makes an empty buffer.
@@ -55,11 +30,10 @@ class ReplayBuffer:
             The state to hand to the other methods.
 
         Raises:
-            ValueError: if a leaf lacks the lane axis.
+            ValueError: if a leaf lacks the lane axis, or if `successor` is "shared" and
+                the transition lacks `obs`, `next_obs`, `terminated` or `truncated`.
         """
-        row = checks.without_mask(transition)
-        checks.row(row, self.num_envs)
-        return ring.init(row, self.num_slots, self.num_envs)
+        return self._init(transition)
 
     def add(self, state: RingState, trajectory: chex.ArrayTree) -> RingState:
         """Appends transitions, and drops the oldest of a lane that is full.
@@ -77,52 +51,104 @@ class ReplayBuffer:
             ValueError: while tracing, if the structure, a shape or a dtype is not that
                 of `init`; it names the leaf.
         """
-        rows = checks.without_mask(trajectory)
-        is_step = checks.like_init(rows, state.experience)
-        mask = getattr(trajectory, "mask", None)
-        if is_step:
-            rows, mask = jax.tree.map(lambda x: x[None], (rows, mask))
-        if mask is None:
-            num_rows = jax.tree.leaves(rows)[0].shape[0]
-            mask = jnp.ones((num_rows, self.num_envs), bool)
-        return ring.write(state, rows, mask)
+        rows, mask = self._chunk(state, trajectory)
+        return ring.write(state, rows, mask)[0]
 
-    def sample(self, state: RingState, key: chex.PRNGKey, batch_size: int) -> Batch:
+    def sample(
+        self,
+        state: chex.ArrayTree,
+        key: chex.PRNGKey,
+        batch_size: int,
+        *,
+        n_step: int | None = None,
+        gamma: float | None = None,
+        stack: int | None = None,
+    ) -> Batch:
         """Draws `batch_size` transitions evenly, with replacement.
 
         Every transition that is stored has the same chance, also where lanes hold
-        different numbers of them.
+        different numbers of them; with `successor="shared"`, every one whose successor
+        is there.
 
         Args:
-            state: a state of which `can_sample` holds; of an empty one the rows are
-                void.
+            state: a state of which `can_sample` holds.
             key: one typed key.
             batch_size: S, at least 1.
+            n_step: steps that are summed up, at least 1. The sum stops at a termination
+                and at a truncation, and where the rows end: then it has fewer steps,
+                and `discount` and `next_obs` are right for those.
+
+                    G = r_t + γ r_{t+1} + ... + γ^{m-1} r_{t+m-1},  1 <= m <= n_step
+                    target = G + discount V(next_obs),  discount = γ^m (1 - terminated)
+
+            gamma: the discount per step, in [0, 1], a number or `()`; goes with
+                `n_step`.
+            stack: observations that are stacked, K, at least 1; before the beginning of
+                an episode its first one repeats. Rows whose history was evicted are not
+                drawn.
 
         Returns:
-            The batch, `[S, ...]`; weights are ones.
+            The batch, `[S, ...]`. Of a state without a transition that may be sampled,
+            the weights are zeros and a field `mask` is False.
 
         Raises:
-            ValueError: if `batch_size` is not an int of at least 1.
+            ValueError: if a count is not an int of at least 1, if `gamma` is out of
+                range or goes without `n_step`, or if the transition lacks a field that
+                is needed.
+
+        Source:
+            "Reinforcement Learning: An Introduction", 2nd ed., eq. 7.1.
         """
         checks.count("batch_size", batch_size)
-        slot, lane = ring.draw(state, key, batch_size)
-        return Batch(
-            experience=checks.with_mask(ring.read(state, slot, lane)),
-            indices=slot * self.num_envs + lane,
-            weights=jnp.ones((batch_size,), jnp.float32),
+        checks.targets(state.ring, n_step, gamma, stack)
+        row, weights = self._draw(state, key, batch_size, stack)
+        return batches.transitions(
+            state.ring, row, weights, n_step=n_step, gamma=gamma, stack=stack
         )
 
-    def can_sample(self, state: RingState, batch_size: int) -> jax.Array:
-        """Tells whether at least `batch_size` transitions are stored, `()` bool."""
-        return self.size(state) >= batch_size
+    def sample_sequences(
+        self, state: chex.ArrayTree, key: chex.PRNGKey, batch_size: int, length: int
+    ) -> Sequences:
+        """Draws pieces of episodes, evenly by their first rows, with replacement.
 
-    def size(self, state: RingState) -> jax.Array:
-        """Counts the transitions that are stored, `()` int32."""
-        return jnp.sum(state.size)
+        A piece is as long as its episode goes on in the buffer, `length` at most, and
+        padded behind that: `mask` says where. A recurrent policy that puts the state it
+        was given into `extras["policy_state"]` finds that of the first row there.
+
+        Args:
+            state: a state of which `can_sample` holds.
+            key: one typed key.
+            batch_size: S, at least 1.
+            length: L, at least 1.
+
+        Returns:
+            The pieces, `[L, S, ...]`.
+
+        Raises:
+            ValueError: if a count is not an int of at least 1, or if the transition has
+                no `terminated` or `truncated`.
+        """
+        checks.count("batch_size", batch_size)
+        checks.sequence(state.ring, length)
+        row, weights = self._draw(state, key, batch_size, None)
+        return batches.sequences(state.ring, row, weights, length)
 
     def clear(self, state: RingState) -> RingState:
         """Forgets all transitions; the memory stays."""
-        return state.replace(
-            head=jnp.zeros_like(state.head), size=jnp.zeros_like(state.size)
-        )
+        return ring.clear(state)
+
+    def _draw(
+        self,
+        state: chex.ArrayTree,
+        key: chex.PRNGKey,
+        num_draws: int,
+        stack: int | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Draws `[S]` rows; the weight of one that may not be used is 0."""
+        usable_fn = self._usable_fn(state, stack)
+        if usable_fn is None:
+            row = sampling.evenly(state.ring, key, num_draws)
+            usable = jnp.broadcast_to(self.size(state) > 0, row.shape)
+        else:
+            row, usable = sampling.evenly_usable(state.ring, key, num_draws, usable_fn)
+        return row, usable.astype(jnp.float32)

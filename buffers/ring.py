@@ -7,146 +7,174 @@ a conditional would copy the ring: two loops of no or one round write in place.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from buffers import fields, finals
 from buffers.types import RingState
 
 
-def init(row: chex.ArrayTree, num_slots: int, num_envs: int) -> RingState:
-    """Makes an empty ring for rows like `row`, `[B, ...]`."""
+def init(row: chex.ArrayTree, num_slots: int, final_capacity: int) -> RingState:
+    """Makes an empty ring for rows like `row`, `[B, ...]`.
+
+    Args:
+        row: `[B, ...]`, shapes and dtypes of one step.
+        num_slots: N, rows that a lane can hold.
+        final_capacity: F, final observations that are kept; 0 if every row keeps its
+            own successor.
+    """
+    num_envs = jax.tree.leaves(row)[0].shape[0]
+    kept, last = row, ()
+    if final_capacity:
+        kept, next_obs = fields.put(row, next_obs=()), fields.get(row, "next_obs")
+        last = finals.init(next_obs, final_capacity, num_slots, num_envs)
     return RingState(
         experience=jax.tree.map(
-            lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), row
+            lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), kept
         ),
         head=jnp.zeros((num_envs,), jnp.int32),
         size=jnp.zeros((num_envs,), jnp.int32),
+        finals=last,
     )
 
 
-def write(state: RingState, chunk: chex.ArrayTree, mask: jax.Array) -> RingState:
-    """Appends the rows of `chunk`, `[T, B, ...]`, where `mask`, `[T, B]` bool."""
-    num_slots = jax.tree.leaves(state.experience)[0].shape[0]
-    experience = state.experience
-    if mask.shape[0] <= num_slots:
-        together = jnp.all(mask) & jnp.all(state.head == state.head[0])
-        experience = _once(
-            together, _write_together, experience, state.head, chunk, mask
-        )
-        apart = ~together
-    else:
-        apart = jnp.ones((), bool)
-    experience = _once(apart, _write_apart, experience, state.head, chunk, mask)
+def write(
+    ring: RingState, chunk: chex.ArrayTree, mask: jax.Array
+) -> tuple[RingState, jax.Array]:
+    """Appends the rows of `chunk`, `[T, B, ...]`, where `mask`, `[T, B]` bool.
+
+    Returns:
+        The ring, and `[T, B]` int32 the slots that were written, N for a row that was
+        not.
+    """
+    num_slots = ring.num_slots
+    slot = _slots(ring.head, mask, num_slots)
+    ring = put(ring, chunk, slot)
     count = jnp.sum(mask, axis=0, dtype=jnp.int32)
-    return RingState(
-        experience=experience,
-        head=(state.head + count) % num_slots,
-        size=jnp.minimum(state.size + count, num_slots),
-    )
+    head, size = (ring.head + count) % num_slots, ring.size + count
+    return ring.replace(head=head, size=jnp.minimum(size, num_slots)), slot
 
 
-def _once(
+def clear(ring: RingState) -> RingState:
+    """Forgets all rows; the memory stays."""
+    return ring.replace(head=jnp.zeros_like(ring.head), size=jnp.zeros_like(ring.size))
+
+
+def put(ring: RingState, chunk: chex.ArrayTree, slot: jax.Array) -> RingState:
+    """Writes the rows of `chunk`, `[T, B, ...]`, to `slot`, `[T, B]` int32.
+
+    Slots of a lane follow each other. A row with slot N is not written.
+    """
+    if ring.finals:
+        next_obs, done = fields.get(chunk, "next_obs"), fields.done(chunk)
+        final, place = finals.put(ring.finals, next_obs, done, slot)
+        # Where its final observation lies is written along with the row.
+        kept = (ring.experience, final.place)
+        rows = (fields.put(chunk, next_obs=()), place)
+        experience, place = _put(kept, rows, slot)
+        return ring.replace(experience=experience, finals=final.replace(place=place))
+    return ring.replace(experience=_put(ring.experience, chunk, slot))
+
+
+def once(
     flag: jax.Array,
     write_fn: Callable[..., chex.ArrayTree],
-    experience: chex.ArrayTree,
+    memory: chex.ArrayTree,
     *args: chex.ArrayTree,
 ) -> chex.ArrayTree:
-    """Applies `write_fn` to `experience` if `flag`, in place."""
+    """Applies `write_fn` to `memory` if `flag`, `()` bool, in place."""
 
     def body(
         loop: tuple[jax.Array, chex.ArrayTree],
     ) -> tuple[jax.Array, chex.ArrayTree]:
         return jnp.zeros((), bool), write_fn(loop[1], *args)
 
-    return lax.while_loop(lambda loop: loop[0], body, (flag, experience))[1]
+    return lax.while_loop(lambda loop: loop[0], body, (flag, memory))[1]
 
 
-def _write_together(
-    experience: chex.ArrayTree, head: jax.Array, chunk: chex.ArrayTree, mask: jax.Array
-) -> chex.ArrayTree:
-    """Every lane writes all rows from the slot that lane 0 stands at."""
-    num_rows = mask.shape[0]
-    del mask  # unused: all are written
+class Window(NamedTuple):
+    """A piece of a ring: `length` slots from `start` on, of which some are written.
 
-    def write_leaf(ring: jax.Array, rows: jax.Array) -> jax.Array:
-        num_slots, start = ring.shape[0], head[0]
-        if num_rows == 1:
-            return lax.dynamic_update_slice_in_dim(ring, rows, start, 0)
-        # A chunk that wraps is two writes: what the window of one does not cover keeps
-        # what stands there.
-        number = jnp.arange(num_rows)
-        column = (slice(None), *(None,) * (ring.ndim - 1))
-        first = jnp.minimum(start, num_slots - num_rows)
-        shift = start - first  # 0 unless it wraps
-        rolled = jnp.roll(rows, shift, axis=0)
-        for window, keep in ((first, number >= shift), (0, number < shift)):
-            old = lax.dynamic_slice_in_dim(ring, window, num_rows, 0)
-            new = jnp.where(keep[column], rolled, old)
-            ring = lax.dynamic_update_slice_in_dim(ring, new, window, 0)
-        return ring
+    Attributes:
+        start: `()` int32.
+        keep: `[length]` bool, the slots that are written.
+    """
 
-    return jax.tree.map(write_leaf, experience, chunk)
+    start: jax.Array
+    keep: jax.Array
 
 
-def _write_apart(
-    experience: chex.ArrayTree, head: jax.Array, chunk: chex.ArrayTree, mask: jax.Array
-) -> chex.ArrayTree:
-    """Every row goes to the next slot of its lane, if it is not masked."""
-    num_slots = jax.tree.leaves(experience)[0].shape[0]
+def windows(start: jax.Array, length: int, num_slots: int) -> tuple[Window, Window]:
+    """The two pieces of a ring that `length` slots from `start` on lie in.
+
+    What wraps is two writes: each covers `length` slots, and keeps what stands where
+    the other one writes.
+    """
+    number = jnp.arange(length)
+    first = jnp.minimum(start, num_slots - length)
+    wrapped = start - first  # 0 unless it wraps
+    return Window(first, number >= wrapped), Window(
+        jnp.zeros_like(first), number < wrapped
+    )
+
+
+def is_together(slot: jax.Array, num_slots: int) -> jax.Array:
+    """Tells whether all rows are written, every lane to the same slots, `()` bool."""
+    if slot.shape[0] > num_slots:
+        return jnp.zeros((), bool)
+    return jnp.all((slot == slot[:, :1]) & (slot < num_slots))
+
+
+def _slots(head: jax.Array, mask: jax.Array, num_slots: int) -> jax.Array:
+    """The slot of every row of a chunk, `[T, B]`; N where it is not to be written."""
     count = jnp.cumsum(mask, axis=0, dtype=jnp.int32)
     # Of more rows than slots the last ones stay: no slot is written twice.
     stays = mask & (count > count[-1:] - num_slots)
-    slot = jnp.where(stays, (head[None] + count - 1) % num_slots, num_slots)
-    lane = jnp.broadcast_to(jnp.arange(mask.shape[1])[None], mask.shape)
+    return jnp.where(stays, (head[None] + count - 1) % num_slots, num_slots)
+
+
+def _put(
+    memory: chex.ArrayTree, rows: chex.ArrayTree, slot: jax.Array
+) -> chex.ArrayTree:
+    """Writes `rows`, `[T, B, ...]`, into `memory`, `[N, B, ...]`, in place."""
+    num_slots = jax.tree.leaves(memory)[0].shape[0]
+    together = is_together(slot, num_slots)
+    if slot.shape[0] <= num_slots:
+        memory = once(together, _put_together, memory, rows, slot)
+    return once(~together, _put_apart, memory, rows, slot)
+
+
+def _put_together(
+    memory: chex.ArrayTree, rows: chex.ArrayTree, slot: jax.Array
+) -> chex.ArrayTree:
+    """Every lane writes all rows from the slot that lane 0 stands at."""
+    num_rows, start = slot.shape[0], slot[0, 0]
+
+    def put_leaf(old: jax.Array, new: jax.Array) -> jax.Array:
+        if num_rows == 1:
+            return lax.dynamic_update_slice_in_dim(old, new, start, 0)
+        first, second = windows(start, num_rows, old.shape[0])
+        # The rows in the order of either window: rolled by what has wrapped.
+        rolled = jnp.roll(new, start - first.start, axis=0)
+        for window in (first, second):
+            keep = window.keep.reshape(-1, *(1,) * (old.ndim - 1))
+            there = lax.dynamic_slice_in_dim(old, window.start, num_rows, 0)
+            there = jnp.where(keep, rolled, there)
+            old = lax.dynamic_update_slice_in_dim(old, there, window.start, 0)
+        return old
+
+    return jax.tree.map(put_leaf, memory, rows)
+
+
+def _put_apart(
+    memory: chex.ArrayTree, rows: chex.ArrayTree, slot: jax.Array
+) -> chex.ArrayTree:
+    """Every row goes to the slot of its own lane."""
+    lane = jnp.broadcast_to(jnp.arange(slot.shape[1])[None], slot.shape)
     return jax.tree.map(
-        lambda ring, rows: ring.at[slot, lane].set(rows, mode="drop"), experience, chunk
+        lambda old, new: old.at[slot, lane].set(new, mode="drop"), memory, rows
     )
-
-
-def draw(
-    state: RingState, key: chex.PRNGKey, num_draws: int
-) -> tuple[jax.Array, jax.Array]:
-    """Draws rows evenly: `[S]` int32 slots and lanes."""
-    num_slots = jax.tree.leaves(state.experience)[0].shape[0]
-    num_envs = state.size.shape[0]
-    number = below(jnp.sum(state.size), (num_draws,), key)
-    lane, age = lax.cond(
-        jnp.all(state.size == state.size[0]),
-        lambda: (number % num_envs, number // num_envs),
-        lambda: _find(state.size, number),
-    )
-    return (state.head[lane] - 1 - age) % num_slots, lane
-
-
-def below(n: jax.Array, shape: tuple[int, ...], key: chex.PRNGKey) -> jax.Array:
-    """Draws int32 numbers evenly from 0 to `n - 1`, `()` int32; 0 if `n` is 0.
-
-    From one word each, the high half of the product word * n: `jax.random.randint`
-    draws two and divides. The bias of a number is below n / 2**32, as there.
-    """
-    word, n = jax.random.bits(key, shape, jnp.uint32), n.astype(jnp.uint32)
-    half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
-    lows = (word & low) * (n & low)
-    middle = (word >> half) * (n & low) + (lows >> half)
-    other = (word & low) * (n >> half) + (middle & low)
-    high = (word >> half) * (n >> half) + (middle >> half) + (other >> half)
-    return high.astype(jnp.int32)
-
-
-def read(state: RingState, slot: jax.Array, lane: jax.Array) -> chex.ArrayTree:
-    """Reads rows, `[S, ...]`."""
-    row = slot * state.size.shape[0] + lane
-    return jax.tree.map(
-        lambda ring: ring.reshape(-1, *ring.shape[2:])[row], state.experience
-    )
-
-
-def _find(size: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Lane and age of the rows `number`, counted lane after lane."""
-    end = jnp.cumsum(size)
-    lane = jnp.searchsorted(end, number, side="right", method="scan_unrolled")
-    lane = jnp.minimum(lane, end.shape[0] - 1).astype(jnp.int32)
-    return lane, end[lane] - 1 - number

@@ -6,19 +6,92 @@ from flax import struct
 
 
 @struct.dataclass(kw_only=True)
-class RingState:
-    """A ring of rows per lane.
+class Finals:
+    """The last observations of episodes, for rows that do not keep their successor.
 
     Attributes:
-        experience: `[N, B, ...]`, row `[n, i]` is slot n of lane i; any pytree, in the
-            dtypes it came in.
+        obs: `[F, ...]`, a ring of final observations.
+        row: `[F]` int32, the row whose successor it is; -1 where none was written.
+        place: `[N, B]` int32, where the final observation of a row was written; -1 for
+            a row at which no episode ended. It is there still if `row[place]` says so.
+        head: `()` int32, the place that is written next.
+    """
+
+    obs: chex.ArrayTree  # [F, ...]
+    row: jax.Array  # [F]
+    place: jax.Array  # [N, B]
+    head: jax.Array  # ()
+
+
+@struct.dataclass(kw_only=True)
+class RingState:
+    """A ring of rows per lane. Slot n of lane i is row number `n * B + i`.
+
+    Attributes:
+        experience: `[N, B, ...]`, any pytree, in the dtypes it came in. The field
+            `mask` is not kept, nor `next_obs` with `successor="shared"`.
         head: `[B]` int32, the slot that each lane writes next.
         size: `[B]` int32, rows that each lane holds, at most N.
+        finals: final observations with `successor="shared"`, else `()`.
     """
 
     experience: chex.ArrayTree  # [N, B, ...]
     head: jax.Array  # [B]
     size: jax.Array  # [B]
+    finals: Finals | tuple[()] = ()
+
+    @property
+    def ring(self) -> "RingState":
+        """This ring: every state of a buffer has one under this name."""
+        return self
+
+    @property
+    def num_slots(self) -> int:
+        """N, rows that a lane can hold."""
+        return jax.tree.leaves(self.experience)[0].shape[0]
+
+    @property
+    def num_envs(self) -> int:
+        """B, lanes."""
+        return self.head.shape[0]
+
+
+@struct.dataclass(kw_only=True)
+class PrioritizedState:
+    """A ring whose rows have priorities.
+
+    Attributes:
+        ring: the rows.
+        priorities: sums of `priority ** alpha`, level by level: `[P]` one number per
+            row and padding, then the sums of each eight of the level below.
+        max_priority: `()` float32, the largest priority seen, which new rows get.
+        num_rejected: `()` int32, priorities that were not taken, since they were
+            negative, not finite or too large.
+    """
+
+    ring: RingState
+    priorities: tuple[jax.Array, ...]  # [P], [P / 8], ...
+    max_priority: jax.Array  # ()
+    num_rejected: jax.Array  # ()
+
+
+@struct.dataclass(kw_only=True)
+class EpisodicState:
+    """A ring of whole episodes, and the rows of those under way behind its head.
+
+    Attributes:
+        ring: the rows that are visible.
+        pending: `[B]` int32, rows of the episode under way, written but not visible.
+        skipping: `[B]` bool, the episode under way is too long and is passed over.
+        num_too_long: `()` int32, episodes that were longer than `max_length`.
+        num_abandoned: `()` int32, episodes that broke off without an ending.
+    """
+
+    ring: RingState
+    pending: jax.Array  # [B]
+    skipping: jax.Array  # [B]
+    num_too_long: jax.Array  # ()
+    num_abandoned: jax.Array  # ()
 
 
 @struct.dataclass(kw_only=True)
@@ -26,11 +99,37 @@ class Batch:
     """A sample of `S` rows.
 
     Attributes:
-        experience: `[S, ...]`, the rows.
+        experience: `[S, ...]`, the rows. With `n_step`, `reward` is the n-step return,
+            and `terminated`, `truncated` and `next_obs` are those of the last step in
+            it. With `stack`, `obs` and `next_obs` are `[S, K, ...]`, oldest first.
         indices: `[S]` int32, where they lie: slot n of lane i is number `n * B + i`.
-        weights: `[S]` float32, importance weights; ones where rows are drawn evenly.
+        weights: `[S]` float32, importance weights; ones where rows are drawn evenly,
+            zeros where the buffer had no row to give (`can_sample` did not hold).
+        discount: `[S]` float32 with `n_step`, what the value of `next_obs` counts for:
+            `gamma ** steps * (1 - terminated)`. Else `()`.
     """
 
     experience: chex.ArrayTree  # [S, ...]
+    indices: jax.Array  # [S]
+    weights: jax.Array  # [S]
+    discount: jax.Array | tuple[()] = ()
+
+
+@struct.dataclass(kw_only=True)
+class Sequences:
+    """A sample of `S` contiguous pieces of at most `L` steps, each of one episode.
+
+    Attributes:
+        experience: `[L, S, ...]`, time-major; where `mask` is False the last row again.
+        mask: `[L, S]` bool, False behind the end of a piece.
+        policy_state: `[S, ...]`, `extras["policy_state"]` of the first rows, if the
+            policy recorded the state that it chose the action from; else `()`.
+        indices: `[S]` int32, where the first rows lie.
+        weights: `[S]` float32, as in `Batch`.
+    """
+
+    experience: chex.ArrayTree  # [L, S, ...]
+    mask: jax.Array  # [L, S]
+    policy_state: chex.ArrayTree  # [S, ...]
     indices: jax.Array  # [S]
     weights: jax.Array  # [S]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 import buffers
-from buffers import ring
+from buffers import sampling
 
 
 @struct.dataclass(kw_only=True)
@@ -174,7 +174,7 @@ def test_sampling_is_even_where_lanes_hold_different_numbers():
 @pytest.mark.parametrize("n", [0, 1, 7, 2**16, 2**31 - 1])
 def test_numbers_are_the_high_half_of_an_exact_product(n):
     key = jax.random.key(1)
-    got = ring.below(jnp.int32(n), (1000,), key)
+    got = sampling.below(jnp.int32(n), (1000,), key)
     word = np.asarray(jax.random.bits(key, (1000,), jnp.uint32)).astype(np.uint64)
     np.testing.assert_array_equal(got, (word * np.uint64(n)) >> np.uint64(32))
 

@@ -1,0 +1,111 @@
+"""What is made of rows that were drawn: transitions, n-step targets, stacks, pieces."""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from buffers import fields, walk
+from buffers.types import Batch, RingState, Sequences
+
+
+def get(ring: RingState, row: jax.Array) -> chex.ArrayTree:
+    """Reads rows of any shape as they came in, with successor and mask.
+
+    The mask is False where there is no such row, or its successor is not there.
+    """
+    usable = walk.is_stored(ring, row) & walk.has_successor(ring, row)
+    return fields.put(walk.read(ring, row), **_missing(ring, row, usable))
+
+
+def transitions(
+    ring: RingState,
+    row: jax.Array,
+    weights: jax.Array,
+    *,
+    n_step: int | None,
+    gamma: float | None,
+    stack: int | None,
+) -> Batch:
+    """Reads `[S]` rows that may be used; void where `weights` is 0."""
+    last, discount, changes = row, (), {}
+    if n_step is not None:
+        last, discount, changes = _n_step(ring, row, n_step, gamma)
+    changes |= _missing(ring, last, weights > 0)
+    if stack is not None:
+        changes |= _stacked(ring, row, last, stack)
+    return Batch(
+        experience=fields.put(walk.read(ring, row), **changes),
+        indices=row,
+        weights=weights,
+        discount=discount,
+    )
+
+
+def sequences(
+    ring: RingState, row: jax.Array, weights: jax.Array, length: int
+) -> Sequences:
+    """Reads pieces of at most `length` steps from `[S]` rows on."""
+    rows, valid = walk.window(ring, row, length)
+    valid &= (weights > 0)[None]
+    state = fields.get(fields.get(ring.experience, "extras"), "policy_state")
+    return Sequences(
+        experience=fields.put(walk.read(ring, rows), **_missing(ring, rows, valid)),
+        mask=valid,
+        policy_state=() if state is None else walk.read_leaves(state, row),
+        indices=row,
+        weights=weights,
+    )
+
+
+def _missing(
+    ring: RingState, row: jax.Array, valid: jax.Array
+) -> dict[str, chex.ArrayTree]:
+    """The fields that are not kept: `mask`, and the successor of `row`."""
+    if not walk.has_next_obs(ring):
+        return {"mask": valid}
+    return {"mask": valid, "next_obs": walk.successor(ring, row)}
+
+
+def _n_step(
+    ring: RingState, row: jax.Array, n_step: int, gamma: float
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """The last rows of the windows, what is left of the discount, and the returns."""
+    rows, valid = walk.window(ring, row, n_step)
+    last, num_steps = rows[-1], jnp.sum(valid, axis=0).astype(jnp.float32)
+    reward = walk.read_field(ring, "reward", rows)
+    terminated = walk.read_field(ring, "terminated", last)
+    gamma = jnp.asarray(gamma, jnp.float32)
+    power = gamma ** jnp.arange(n_step, dtype=jnp.float32)
+    column = (n_step, 1, *(1,) * (reward.ndim - 2))
+    counted = jnp.where(
+        valid.reshape(*valid.shape, *column[2:]), power.reshape(column) * reward, 0
+    )
+    return (
+        last,
+        gamma**num_steps * (1 - terminated.astype(jnp.float32)),
+        {
+            "reward": jnp.sum(counted, axis=0),
+            "terminated": terminated,
+            "truncated": walk.read_field(ring, "truncated", last),
+        },
+    )
+
+
+def _stacked(
+    ring: RingState, row: jax.Array, last: jax.Array, stack: int
+) -> dict[str, chex.ArrayTree]:
+    """The observations up to `row`, and those up to the successor of `last`."""
+
+    def frames(rows: jax.Array) -> chex.ArrayTree:
+        obs = walk.read_field(ring, "obs", rows)
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), obs)
+
+    changes = {"obs": frames(walk.history(ring, row, stack)[0])}
+    if walk.has_next_obs(ring):
+        earlier = frames(walk.history(ring, last, stack)[0][1:])
+        changes["next_obs"] = jax.tree.map(
+            lambda x, new: jnp.concatenate([x, new[:, None]], axis=1),
+            earlier,
+            walk.successor(ring, last),
+        )
+    return changes

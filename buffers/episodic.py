@@ -1,0 +1,120 @@
+"""The buffer of whole episodes."""
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from buffers import checks, fields, ring, walk
+from buffers.replay import ReplayBuffer
+from buffers.types import EpisodicState
+
+
+@struct.dataclass
+class EpisodeBuffer(ReplayBuffer):
+    """A ring per lane whose rows become visible when their episode has ended.
+
+    Until then they are written behind the visible ones, and `size`, `sample` and all
+    the others do not see them; then they do, all at once, without a copy. An episode
+    that turns out to be longer than `max_length` is passed over as a whole and counted
+    in `num_too_long`; one that breaks off without an ending, in `num_abandoned`. Its
+    rows have by then replaced the oldest ones of the lane.
+
+    Attributes:
+        max_length: steps of the longest episode that is kept, at most the slots of a
+            lane, by default all of them. For the others see `RingBuffer`.
+
+    Raises:
+        ValueError: if `max_length` is not an int of at least 1 or more than a lane
+            holds, and as `RingBuffer`.
+    """
+
+    max_length: int | None = struct.field(pytree_node=False, default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_length is None:
+            return
+        checks.count("max_length", self.max_length)
+        if self.max_length > self.num_slots:
+            raise ValueError(
+                "`max_length` must be at most the slots of a lane, capacity // "
+                f"num_envs={self.num_slots}, got {self.max_length}."
+            )
+
+    def init(self, transition: chex.ArrayTree) -> EpisodicState:
+        """Makes an empty buffer; arguments and errors as of `ReplayBuffer.init`.
+
+        Raises:
+            ValueError: also if the transition has no `terminated` or `truncated`.
+        """
+        fields.need(transition, checks.FLAGS, "`EpisodeBuffer`")
+        return EpisodicState(
+            ring=self._init(transition),
+            pending=jnp.zeros((self.num_envs,), jnp.int32),
+            skipping=jnp.zeros((self.num_envs,), bool),
+            num_too_long=jnp.zeros((), jnp.int32),
+            num_abandoned=jnp.zeros((), jnp.int32),
+        )
+
+    def add(self, state: EpisodicState, trajectory: chex.ArrayTree) -> EpisodicState:
+        """Appends transitions; arguments and errors as of `ReplayBuffer.add`."""
+        rows, mask = self._chunk(state, trajectory)
+
+        def add_step(
+            state: EpisodicState, step: tuple[chex.ArrayTree, jax.Array]
+        ) -> tuple[EpisodicState, None]:
+            return self._add_step(state, *step), None
+
+        return lax.scan(add_step, state, (rows, mask))[0]
+
+    def clear(self, state: EpisodicState) -> EpisodicState:
+        """Forgets all transitions, counts and episodes under way; the memory stays."""
+        zeros = jax.tree.map(jnp.zeros_like, state.replace(ring=()))
+        return zeros.replace(ring=ring.clear(state.ring))
+
+    def _add_step(
+        self, state: EpisodicState, row: chex.ArrayTree, mask: jax.Array
+    ) -> EpisodicState:
+        """Appends `[B, ...]` rows where `mask`."""
+        pending, skipping = state.pending, state.skipping
+        broken = mask & ((pending > 0) | skipping) & ~_goes_on(state, row)
+        abandoned = broken & ~skipping
+        pending, skipping = jnp.where(broken, 0, pending), skipping & ~broken
+        too_long = mask & (pending == (self.max_length or self.num_slots))
+        pending, skipping = jnp.where(too_long, 0, pending), skipping | too_long
+
+        # The last row of an episode that is passed over lies at the head, to tell
+        # whether the next one belongs to it.
+        done = mask & fields.done(row)
+        written = mask & ~(skipping & done)
+        slot = (state.ring.head + pending) % self.num_slots
+        memory = ring.put(
+            state.ring,
+            jax.tree.map(lambda x: x[None], row),
+            jnp.where(written, slot, self.num_slots)[None],
+        )
+        pending = pending + (mask & ~skipping)
+        size = jnp.minimum(memory.size, self.num_slots - pending)
+        visible = jnp.where(done, pending, 0)
+        return EpisodicState(
+            ring=memory.replace(
+                head=(memory.head + visible) % self.num_slots, size=size + visible
+            ),
+            pending=pending - visible,
+            skipping=skipping & ~done,
+            num_too_long=state.num_too_long + jnp.sum(too_long, dtype=jnp.int32),
+            num_abandoned=state.num_abandoned + jnp.sum(abandoned, dtype=jnp.int32),
+        )
+
+
+def _goes_on(state: EpisodicState, row: chex.ArrayTree) -> jax.Array:
+    """Tells whether `row` is the next step of the episode under way, `[B]` bool."""
+    memory = state.ring
+    slot = (memory.head + jnp.maximum(state.pending, 1) - 1) % memory.num_slots
+    lane = jnp.arange(memory.num_envs, dtype=jnp.int32)
+    last = walk.read_leaves(
+        walk.marks(memory.experience), slot * memory.num_envs + lane
+    )
+    return walk.is_next(last, walk.marks(row))

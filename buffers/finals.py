@@ -1,0 +1,82 @@
+"""The side ring of final observations, for rows that do not keep their successor.
+
+Within an episode the successor of a row is the observation of the next row. Where an
+episode ends, the next row belongs to another one, and the successor is kept here.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from buffers.types import Finals
+
+_ROUND = 16  # final observations that are written at a time
+
+
+def init(
+    obs: chex.ArrayTree, final_capacity: int, num_slots: int, num_envs: int
+) -> Finals:
+    """Makes an empty ring for observations like `obs`, `[B, ...]`."""
+    return Finals(
+        obs=jax.tree.map(
+            lambda x: jnp.zeros((final_capacity, *x.shape[1:]), x.dtype), obs
+        ),
+        row=jnp.full((final_capacity,), -1, jnp.int32),
+        place=jnp.full((num_slots, num_envs), -1, jnp.int32),
+        head=jnp.zeros((), jnp.int32),
+    )
+
+
+def put(
+    finals: Finals, next_obs: chex.ArrayTree, done: jax.Array, slot: jax.Array
+) -> tuple[Finals, jax.Array]:
+    """Keeps `next_obs`, `[T, B, ...]`, where `done`, of the rows that are written.
+
+    Args:
+        finals: the ring before.
+        next_obs: `[T, B, ...]`, the true successors.
+        done: `[T, B]` bool.
+        slot: `[T, B]` int32, where the rows are written, N for a row that is not.
+
+    Returns:
+        The ring after, and `[T, B]` int32, what to write to `place` for the rows.
+    """
+    num_slots, num_envs = finals.place.shape
+    capacity = finals.row.shape[0]
+    is_final = (done & (slot < num_slots)).reshape(-1)
+    # Numbers from 1 on, in the order of time.
+    number = jnp.cumsum(is_final, dtype=jnp.int32)
+    total = number[-1]
+    # Of more than there is room for, the last ones stay: no place is written twice.
+    stays = is_final & (number > total - capacity)
+    place = jnp.where(stays, (finals.head + number - 1) % capacity, -1)
+    row = (slot * num_envs + jnp.arange(num_envs)[None]).reshape(-1)
+    next_obs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), next_obs)
+    memory = (finals.obs, finals.row)
+
+    def write_some(
+        loop: tuple[jax.Array, chex.ArrayTree],
+    ) -> tuple[jax.Array, chex.ArrayTree]:
+        first, memory = loop
+        wanted = first + jnp.arange(_ROUND, dtype=jnp.int32)
+        source = jnp.searchsorted(number, wanted, method="scan_unrolled")
+        source = jnp.minimum(source, number.shape[0] - 1)
+        # What is left over goes to places that are not there.
+        beyond = capacity + jnp.arange(_ROUND, dtype=jnp.int32)
+        target = jnp.where(wanted <= total, place[source], beyond)
+        return first + _ROUND, jax.tree.map(
+            lambda old, new: old.at[target].set(
+                new[source], mode="drop", unique_indices=True
+            ),
+            memory,
+            (next_obs, row),
+        )
+
+    start = jnp.maximum(total - capacity, 0) + 1
+    _, (obs, owner) = lax.while_loop(
+        lambda loop: loop[0] <= total, write_some, (start, memory)
+    )
+    head = (finals.head + total) % capacity
+    final = finals.replace(obs=obs, row=owner, head=head)
+    return final, place.reshape(slot.shape)

@@ -1,0 +1,250 @@
+"""The prioritised replay buffer."""
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from buffers import batches, checks, ring, sampling, sum_tree, walk
+from buffers.base import RingBuffer
+from buffers.types import Batch, PrioritizedState, Sequences
+
+_LARGEST = 1e30  # of priority ** alpha: a sum of 2**30 of them is still finite
+
+
+@struct.dataclass
+class PrioritizedReplayBuffer(RingBuffer):
+    """A ring of transitions per lane, sampled in proportion to `priority ** alpha`.
+
+    New rows get the largest priority seen so far, at first 1. A row whose priority is 0
+    is never sampled. The functions are pure and plain, as those of `ReplayBuffer`.
+
+    Attributes:
+        alpha: how much priorities count, in [0, 1]; at 0 all rows are equal. For the
+            others see `RingBuffer`.
+
+    Raises:
+        ValueError: if `alpha` is out of range, and as `RingBuffer`.
+
+    Source:
+        "Prioritized Experience Replay", section 3.3, 3.4; arXiv:1511.05952.
+    """
+
+    alpha: float = struct.field(pytree_node=False, default=0.6, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.fraction("alpha", self.alpha)
+
+    def init(self, transition: chex.ArrayTree) -> PrioritizedState:
+        """Makes an empty buffer; arguments and errors as of `ReplayBuffer.init`."""
+        return PrioritizedState(
+            ring=self._init(transition),
+            priorities=sum_tree.init(self.num_slots * self.num_envs),
+            max_priority=jnp.ones((), jnp.float32),
+            num_rejected=jnp.zeros((), jnp.int32),
+        )
+
+    def add(
+        self, state: PrioritizedState, trajectory: chex.ArrayTree
+    ) -> PrioritizedState:
+        """Appends transitions, with the largest priority seen.
+
+        Arguments and errors as of `ReplayBuffer.add`.
+        """
+        rows, mask = self._chunk(state, trajectory)
+        written, slot = ring.write(state.ring, rows, mask)
+        value = self._mass(state.max_priority)
+        return state.replace(
+            ring=written,
+            priorities=_put_rows(state.priorities, slot, value, self.num_slots),
+        )
+
+    def sample(
+        self,
+        state: PrioritizedState,
+        key: chex.PRNGKey,
+        batch_size: int,
+        *,
+        beta: float | jax.Array,
+        n_step: int | None = None,
+        gamma: float | None = None,
+        stack: int | None = None,
+    ) -> Batch:
+        """Draws `batch_size` transitions in proportion to `priority ** alpha`.
+
+        Stratified: one from each of `batch_size` equal shares of the sum.
+
+        Args:
+            state: a state of which `can_sample` holds.
+            key: one typed key.
+            batch_size: S, at least 1.
+            beta: how much of the bias the weights take back, in [0, 1], a number or
+                `()`.
+            n_step: as of `ReplayBuffer.sample`.
+            gamma: as of `ReplayBuffer.sample`.
+            stack: as of `ReplayBuffer.sample`.
+
+        Returns:
+            The batch, `[S, ...]`. A weight is `(1 / (N P(i))) ** beta`, over the
+            largest one in the batch.
+
+        Raises:
+            ValueError: if `beta` is a number out of range, and as of
+                `ReplayBuffer.sample`.
+        """
+        checks.count("batch_size", batch_size)
+        checks.fraction("beta", beta)
+        checks.targets(state.ring, n_step, gamma, stack)
+        row, weights = self._draw(state, key, batch_size, beta, stack)
+        return batches.transitions(
+            state.ring, row, weights, n_step=n_step, gamma=gamma, stack=stack
+        )
+
+    def sample_sequences(
+        self,
+        state: PrioritizedState,
+        key: chex.PRNGKey,
+        batch_size: int,
+        length: int,
+        *,
+        beta: float | jax.Array,
+    ) -> Sequences:
+        """Draws pieces of episodes by the priorities of their first rows.
+
+        Arguments and errors as of `ReplayBuffer.sample_sequences`, `beta` as of
+        `sample`.
+        """
+        checks.count("batch_size", batch_size)
+        checks.fraction("beta", beta)
+        checks.sequence(state.ring, length)
+        row, weights = self._draw(state, key, batch_size, beta, None)
+        return batches.sequences(state.ring, row, weights, length)
+
+    def update(
+        self, state: PrioritizedState, indices: jax.Array, priorities: jax.Array
+    ) -> PrioritizedState:
+        """Sets the priorities of rows.
+
+        Args:
+            state: the state before; donate it.
+            indices: `[S]` int32, `batch.indices`. Of duplicates the last one counts. A
+                row that is not stored is passed over.
+            priorities: `[S]` float, at least 0: absolute errors. One that is negative,
+                not finite or above 1e30 is not taken, and counted in `num_rejected`.
+
+        Returns:
+            The state after.
+
+        Raises:
+            AssertionError: while tracing, if the shapes are not `[S]`.
+        """
+        chex.assert_rank([indices, priorities], 1)
+        chex.assert_equal_shape([indices, priorities])
+        priorities = priorities.astype(jnp.float32)
+        valid = (priorities >= 0) & (priorities <= _LARGEST)
+        stored = walk.is_stored(state.ring, indices)
+        taken = valid & stored
+        beyond = state.priorities[0].shape[0]
+        leaf, order = _last_of_each(jnp.where(taken, indices, beyond), beyond)
+        seen = jnp.max(jnp.where(taken, priorities, 0), initial=0)
+        rejected = jnp.sum(~valid, dtype=jnp.int32)
+        return state.replace(
+            priorities=sum_tree.put(
+                state.priorities, leaf, self._mass(priorities)[order]
+            ),
+            max_priority=jnp.maximum(state.max_priority, seen),
+            num_rejected=state.num_rejected + rejected,
+        )
+
+    def clear(self, state: PrioritizedState) -> PrioritizedState:
+        """Forgets all transitions and priorities; the memory stays."""
+        return PrioritizedState(
+            ring=ring.clear(state.ring),
+            priorities=jax.tree.map(jnp.zeros_like, state.priorities),
+            max_priority=jnp.ones_like(state.max_priority),
+            num_rejected=jnp.zeros_like(state.num_rejected),
+        )
+
+    def _mass(self, priority: jax.Array) -> jax.Array:
+        """What a priority counts for in the sums; 0 for 0 also with alpha 0."""
+        return jnp.where(priority > 0, priority ** jnp.float32(self.alpha), 0)
+
+    def _usable_fn(self, state: PrioritizedState, stack: int | None) -> sampling.RowFn:
+        """Rows of priority 0 do not count in `can_sample`."""
+        usable_fn = super()._usable_fn(state, stack)
+
+        def usable(row: jax.Array) -> jax.Array:
+            positive = state.priorities[0][row] > 0
+            return positive if usable_fn is None else positive & usable_fn(row)
+
+        return usable
+
+    def _draw(
+        self,
+        state: PrioritizedState,
+        key: chex.PRNGKey,
+        num_draws: int,
+        beta: float | jax.Array,
+        stack: int | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Draws `[S]` rows and their importance weights, 0 for one of no use."""
+        tree, usable_fn = state.priorities, self._usable_fn(state, stack)
+        first_key, again_key = jax.random.split(key)
+        row = sum_tree.draw(tree, first_key, num_draws)
+        usable = usable_fn(row)
+        if super()._usable_fn(state, stack) is not None:
+            row, usable = sampling.redraw(
+                row,
+                # Not by shares: a share in which most rows are of no use would give the
+                # others more than their due.
+                lambda key: sum_tree.draw_apart(tree, key, num_draws),
+                usable_fn,
+                lambda key: sampling.in_proportion_to(
+                    lambda row: tree[0][row] * usable_fn(row),
+                    state.ring,
+                    key,
+                    num_draws,
+                ),
+                again_key,
+            )
+        # N and the sum cancel where weights are taken over the largest.
+        mass = jnp.where(usable, tree[0][row], jnp.inf)
+        weights = (mass / jnp.min(mass)) ** -jnp.asarray(beta, jnp.float32)
+        return row, jnp.where(usable, weights, 0)
+
+
+def _put_rows(
+    tree: sum_tree.Tree, slot: jax.Array, value: jax.Array, num_slots: int
+) -> sum_tree.Tree:
+    """Sets the rows of the slots, `[T, B]`, to `value`, in place."""
+    num_rows, num_envs = slot.shape
+    together = ring.is_together(slot, num_slots)
+
+    def put_together(tree: sum_tree.Tree) -> sum_tree.Tree:
+        for window in ring.windows(slot[0, 0], num_rows, num_slots):
+            keep = jnp.repeat(window.keep, num_envs)
+            tree = sum_tree.put_window(tree, window.start * num_envs, keep, value)
+        return tree
+
+    def put_apart(tree: sum_tree.Tree) -> sum_tree.Tree:
+        # A row that is not written has the slot N, and so a number beyond all rows.
+        row = slot * num_envs + jnp.arange(num_envs, dtype=jnp.int32)[None]
+        row = jnp.where(slot < num_slots, row, tree[0].shape[0]).reshape(-1)
+        return sum_tree.put(tree, row, jnp.full(row.shape, value))
+
+    if num_rows <= num_slots:
+        tree = ring.once(together, put_together, tree)
+    return ring.once(~together, put_apart, tree)
+
+
+def _last_of_each(leaf: jax.Array, beyond: int) -> tuple[jax.Array, jax.Array]:
+    """Sorts leaves, and puts `beyond` for all but the last of equal ones.
+
+    Returns:
+        `[S]` int32 leaves, and `[S]` int32 the order they were sorted to.
+    """
+    order = jnp.argsort(leaf, stable=True)
+    leaf = leaf[order]
+    is_last = jnp.concatenate([leaf[:-1] != leaf[1:], jnp.ones((1,), bool)])
+    return jnp.where(is_last, leaf, beyond), order

@@ -1,0 +1,145 @@
+"""Drawing rows: evenly or in proportion, over those rows that may be used.
+
+Rows that may not be used (their successor is not there, their history is gone) are few
+and lie anywhere, so they are drawn and rejected: exact, and in the order of the sample,
+not of the buffer. If many rounds do not find enough, all rows are looked at once.
+"""
+
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from buffers import sum_tree, walk
+from buffers.types import RingState
+
+RowFn = Callable[[jax.Array], jax.Array]  # rows of any shape to a flag or number
+
+_ROUNDS = 16  # with half of the rows usable, a draw is left after them once in 65,536
+
+
+def evenly(ring: RingState, key: chex.PRNGKey, num_draws: int) -> jax.Array:
+    """Draws `[S]` int32 rows, each that is stored with the same chance."""
+    number = below(jnp.sum(ring.size), (num_draws,), key)
+    lane, age = lax.cond(
+        jnp.all(ring.size == ring.size[0]),
+        lambda: (number % ring.num_envs, number // ring.num_envs),
+        lambda: _find(ring.size, number),
+    )
+    slot = (ring.head[lane] - 1 - age) % ring.num_slots
+    return slot * ring.num_envs + lane
+
+
+def evenly_usable(
+    ring: RingState, key: chex.PRNGKey, num_draws: int, usable_fn: RowFn
+) -> tuple[jax.Array, jax.Array]:
+    """Draws `[S]` int32 rows evenly of those that may be used, and `[S]` bool."""
+    first_key, again_key = jax.random.split(key)
+    return redraw(
+        evenly(ring, first_key, num_draws),
+        lambda key: evenly(ring, key, num_draws),
+        lambda row: (jnp.sum(ring.size) > 0) & usable_fn(row),
+        lambda key: in_proportion_to(usable_fn, ring, key, num_draws),
+        again_key,
+    )
+
+
+def redraw(
+    first: jax.Array,
+    draw_fn: Callable[[chex.PRNGKey], jax.Array],
+    usable_fn: RowFn,
+    draw_usable_fn: Callable[[chex.PRNGKey], jax.Array],
+    key: chex.PRNGKey,
+) -> tuple[jax.Array, jax.Array]:
+    """Draws again what may not be used.
+
+    Args:
+        first: `[S]` int32, the rows drawn at first.
+        draw_fn: draws `[S]` rows, each from all.
+        usable_fn: tells which rows may be used.
+        draw_usable_fn: draws `[S]` rows that may be used, looking at all of them.
+        key: one typed key.
+
+    Returns:
+        `[S]` int32 rows, and `[S]` bool, False where no row may be used.
+    """
+
+    def again(
+        loop: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        number, row, usable = loop
+        round_key = jax.random.fold_in(key, number)
+        drawn = lax.cond(number < _ROUNDS, draw_fn, draw_usable_fn, round_key)
+        row = jnp.where(usable, row, drawn)
+        return number + 1, row, usable_fn(row)
+
+    state = (jnp.int32(0), first, usable_fn(first))
+    _, row, usable = lax.while_loop(
+        lambda loop: ~jnp.all(loop[2]) & (loop[0] <= _ROUNDS), again, state
+    )
+    return row, usable
+
+
+def in_proportion_to(
+    weight_fn: RowFn,
+    ring: RingState,
+    key: chex.PRNGKey,
+    num_draws: int,
+) -> jax.Array:
+    """Draws `[S]` int32 rows by `weight_fn(row)`, looking at all rows: O(capacity)."""
+    row = walk.all_rows(ring)
+    weight = jnp.where(walk.is_stored(ring, row), weight_fn(row), 0)
+    return sum_tree.draw_apart(
+        sum_tree.build(weight.astype(jnp.float32)), key, num_draws
+    )
+
+
+def has_usable(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
+    """Tells whether `number` rows may be used, `()` bool.
+
+    From the newest on, and no further than needed: as a rule nearly all rows may.
+    """
+    num_ages = min(ring.num_slots, -(-number // ring.num_envs) + 1)
+    lane = jnp.arange(ring.num_envs, dtype=jnp.int32)[None]
+    row_age = jnp.arange(num_ages, dtype=jnp.int32)[:, None]
+
+    def look(loop: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        first, count = loop
+        age = first + row_age
+        slot = (ring.head[None] - 1 - age) % ring.num_slots
+        stored = age < ring.size[None]
+        usable = stored & usable_fn(slot * ring.num_envs + lane)
+        return first + num_ages, count + jnp.sum(usable, dtype=jnp.int32)
+
+    longest = jnp.max(ring.size)
+    _, count = lax.while_loop(
+        lambda loop: (loop[1] < number) & (loop[0] < longest),
+        look,
+        (jnp.int32(0), jnp.int32(0)),
+    )
+    return count >= number
+
+
+def below(n: jax.Array, shape: tuple[int, ...], key: chex.PRNGKey) -> jax.Array:
+    """Draws int32 numbers evenly from 0 to `n - 1`, `()` int32; 0 if `n` is 0.
+
+    From one word each, the high half of the product word * n: `jax.random.randint`
+    draws two and divides. The bias of a number is below n / 2**32, as there.
+    """
+    word, n = jax.random.bits(key, shape, jnp.uint32), n.astype(jnp.uint32)
+    half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
+    lows = (word & low) * (n & low)
+    middle = (word >> half) * (n & low) + (lows >> half)
+    other = (word & low) * (n >> half) + (middle & low)
+    high = (word >> half) * (n >> half) + (middle >> half) + (other >> half)
+    return high.astype(jnp.int32)
+
+
+def _find(size: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Lane and age of the rows `number`, counted lane after lane."""
+    end = jnp.cumsum(size)
+    lane = jnp.searchsorted(end, number, side="right", method="scan_unrolled")
+    lane = jnp.minimum(lane, end.shape[0] - 1).astype(jnp.int32)
+    return lane, end[lane] - 1 - number

@@ -1,0 +1,130 @@
+"""A tree of sums: draws in proportion to a number per leaf.
+
+A tuple of levels: the leaves, then the sums of each `WIDTH` of the level below, up to
+a level of at most `WIDTH`. Sums are always taken anew from the level below, never
+adjusted by a difference: no rounding builds up, and what is zero is exactly zero.
+
+Source: "Prioritized Experience Replay", appendix B.2.1; arXiv:1511.05952.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+WIDTH = 8  # 16 draws as fast and updates slower, 32 draws at half the speed
+
+Tree = tuple[jax.Array, ...]
+
+
+def init(num_leaves: int) -> Tree:
+    """Makes a tree of zeros."""
+    return build(jnp.zeros((num_leaves,), jnp.float32))
+
+
+def build(leaf: jax.Array) -> Tree:
+    """Makes a tree of the leaves `leaf`, `[P]` float32."""
+    levels = [_pad(leaf)]
+    while levels[-1].shape[0] > WIDTH:
+        levels.append(_pad(_sums(levels[-1])))
+    return tuple(levels)
+
+
+def total(tree: Tree) -> jax.Array:
+    """The sum of all leaves, `()` float32."""
+    return jnp.sum(tree[-1])
+
+
+def put(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
+    """Sets the leaves `leaf`, `[K]` int32, without duplicates; others are left out.
+
+    A number that is no leaf is passed over.
+    """
+    level = tree[0].at[leaf].set(value, mode="drop")
+    levels, node = [level], leaf
+    for above in tree[1:]:
+        node = node // WIDTH
+        if above.shape[0] <= node.shape[0]:
+            level = _pad(_sums(level))
+        else:
+            children = level.reshape(-1, WIDTH).at[node].get(mode="clip")
+            level = above.at[node].set(jnp.sum(children, axis=1), mode="drop")
+        levels.append(level)
+    return tuple(levels)
+
+
+def put_window(tree: Tree, start: jax.Array, keep: jax.Array, value: jax.Array) -> Tree:
+    """Sets leaves to `value`, `()`: of the K from `start` on those of `keep`, `[K]`."""
+    length = keep.shape[0]
+    old = lax.dynamic_slice_in_dim(tree[0], start, length)
+    level = lax.dynamic_update_slice_in_dim(
+        tree[0], jnp.where(keep, value, old), start, 0
+    )
+    levels = [level]
+    for above in tree[1:]:
+        # Blocks that hold `length` neighbours, wherever these begin.
+        length = -(-length // WIDTH) + 1
+        blocks = level.reshape(-1, WIDTH)
+        if length >= blocks.shape[0]:
+            level = _pad(_sums(level))
+        else:
+            start = jnp.minimum(start // WIDTH, blocks.shape[0] - length)
+            part = lax.dynamic_slice_in_dim(blocks, start, length)
+            level = lax.dynamic_update_slice_in_dim(
+                above, jnp.sum(part, axis=1), start, 0
+            )
+        levels.append(level)
+    return tuple(levels)
+
+
+def draw(tree: Tree, key: chex.PRNGKey, num_draws: int) -> jax.Array:
+    """Draws `[S]` int32 leaves in proportion, one from each of S equal shares.
+
+    Never a leaf of zero, as long as one is not.
+    """
+    share = total(tree) / num_draws
+    fine = jax.random.uniform(key, (num_draws,)) * share
+    return _find(tree, jnp.arange(num_draws, dtype=jnp.float32) * share, fine)
+
+
+def draw_apart(tree: Tree, key: chex.PRNGKey, num_draws: int) -> jax.Array:
+    """Draws `[S]` int32 leaves in proportion, each from the whole."""
+    # A word for the share and one for the place in it: 24 bits of a single number are
+    # too coarse for a million leaves.
+    coarse_key, fine_key = jax.random.split(key)
+    num_shares = 1 << 12
+    share = total(tree) / num_shares
+    coarse = jax.random.randint(coarse_key, (num_draws,), 0, num_shares)
+    fine = jax.random.uniform(fine_key, (num_draws,)) * share
+    return _find(tree, coarse.astype(jnp.float32) * share, fine)
+
+
+def _find(tree: Tree, coarse: jax.Array, fine: jax.Array) -> jax.Array:
+    """Finds the leaves in which the points `coarse + fine` lie, counted in sums.
+
+    The two parts stay apart: what is subtracted on the way down is large beside `fine`,
+    whose digits would be lost.
+    """
+    node = jnp.zeros(coarse.shape, jnp.int32)
+    for level in reversed(tree):
+        width = min(WIDTH, level.shape[0])
+        children = level.reshape(-1, width)[node]
+        number = jnp.arange(width, dtype=jnp.int32)
+        is_before = (number[:, None] < number[None]).astype(jnp.float32)
+        before = jnp.dot(children, is_before, precision="highest")
+        reached = (coarse[:, None] - before) + fine[:, None] >= 0
+        # The first child that is not zero is always reached, whatever the rounding.
+        reached = (children > 0) & (reached | (before == 0))
+        coarse = coarse - jnp.max(jnp.where(reached, before, 0), axis=1)
+        node = node * width + jnp.max(jnp.where(reached, number[None], 0), axis=1)
+    return node
+
+
+def _sums(level: jax.Array) -> jax.Array:
+    return jnp.sum(level.reshape(-1, WIDTH), axis=1)
+
+
+def _pad(level: jax.Array) -> jax.Array:
+    """Fills up with zeros to a multiple of the width, if there is a level above."""
+    num_nodes = level.shape[0]
+    return jnp.pad(level, (0, -num_nodes % WIDTH if num_nodes > WIDTH else 0))

@@ -1,0 +1,204 @@
+"""Walking in a ring: from a row to the next and the previous one of its episode.
+
+A row is a number: slot n of lane i is `n * B + i`. Functions take rows of any shape.
+Two rows of a lane belong together if they lie side by side, the earlier one is no
+ending and, where the transition has `episode_id` and `episode_length`, these go on from
+one to the other: an episode that broke off, or has rows left out, ends there as well.
+"""
+
+import operator
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from buffers import fields
+from buffers.types import RingState
+
+
+def read(ring: RingState, row: jax.Array) -> chex.ArrayTree:
+    """Reads rows as they are kept, `[..., *leaf]`."""
+    return read_leaves(ring.experience, row)
+
+
+def read_field(ring: RingState, name: str, row: jax.Array) -> chex.ArrayTree:
+    """Reads a field of rows, `[..., *leaf]`."""
+    return read_leaves(fields.get(ring.experience, name), row)
+
+
+def read_leaves(memory: chex.ArrayTree, row: jax.Array) -> chex.ArrayTree:
+    """Reads rows of leaves `[N, B, *leaf]`."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[row], memory)
+
+
+def move(ring: RingState, row: jax.Array, num_slots: jax.Array | int) -> jax.Array:
+    """Goes `num_slots` slots on in the same lane."""
+    slot = (row // ring.num_envs + num_slots) % ring.num_slots
+    return slot * ring.num_envs + row % ring.num_envs
+
+
+def all_rows(ring: RingState) -> jax.Array:
+    """Every row number, `[N * B]` int32."""
+    return jnp.arange(ring.num_slots * ring.num_envs, dtype=jnp.int32)
+
+
+def newest(ring: RingState) -> jax.Array:
+    """The newest row of every lane, `[B]` int32; void where a lane is empty."""
+    slot = (ring.head - 1) % ring.num_slots
+    return slot * ring.num_envs + jnp.arange(ring.num_envs, dtype=jnp.int32)
+
+
+def age(ring: RingState, row: jax.Array) -> jax.Array:
+    """Rows of the lane that are newer, int32."""
+    return (ring.head[row % ring.num_envs] - 1 - row // ring.num_envs) % ring.num_slots
+
+
+def is_stored(ring: RingState, row: jax.Array) -> jax.Array:
+    """Tells whether there is such a row, bool."""
+    inside = (row >= 0) & (row < ring.num_slots * ring.num_envs)
+    return inside & (age(ring, row) < ring.size[row % ring.num_envs])
+
+
+def is_done(ring: RingState, row: jax.Array) -> jax.Array:
+    """Tells whether an episode ended at the row, bool."""
+    return read_field(ring, "terminated", row) | read_field(ring, "truncated", row)
+
+
+def goes_on(ring: RingState, row: jax.Array) -> jax.Array:
+    """Tells whether the next row is the next step of the same episode, bool."""
+    kept = marks(ring.experience)
+    here, there = (read_leaves(kept, r) for r in (row, move(ring, row, 1)))
+    return (age(ring, row) > 0) & ~is_done(ring, row) & is_next(here, there)
+
+
+def marks(rows: chex.ArrayTree) -> dict[str, jax.Array]:
+    """The recorded fields of `rows` that tell whether one is the step after another."""
+    names = ("episode_id", "episode_length")
+    return {n: fields.get(rows, n) for n in names if fields.get(rows, n) is not None}
+
+
+def is_next(here: dict[str, jax.Array], there: dict[str, jax.Array]) -> jax.Array:
+    """Tells whether `there` is the step after `here`, by their marks."""
+    is_next = jnp.ones((), bool)
+    if "episode_id" in here:
+        is_next &= here["episode_id"] == there["episode_id"]
+    if "episode_length" in here:
+        is_next &= here["episode_length"] + 1 == there["episode_length"]
+    return is_next
+
+
+def comes_from(ring: RingState, row: jax.Array) -> jax.Array:
+    """Tells whether the row before is the previous step of the same episode, bool."""
+    before = move(ring, row, -1)
+    return is_stored(ring, before) & goes_on(ring, before)
+
+
+def following(ring: RingState, row: jax.Array) -> jax.Array:
+    """The next row of the episode; the row itself where there is none."""
+    return jnp.where(goes_on(ring, row), move(ring, row, 1), row)
+
+
+def previous(ring: RingState, row: jax.Array) -> jax.Array:
+    """The previous row of the episode; the row itself where there is none."""
+    return jnp.where(comes_from(ring, row), move(ring, row, -1), row)
+
+
+def has_successor(ring: RingState, row: jax.Array) -> jax.Array:
+    """Tells whether the true successor of the row is there, bool."""
+    if not ring.finals:
+        return jnp.ones(row.shape, bool)
+    place = ring.finals.place.reshape(-1)[row]
+    kept = (place >= 0) & (ring.finals.row[place] == row)
+    return jnp.where(is_done(ring, row), kept, goes_on(ring, row))
+
+
+def has_next_obs(ring: RingState) -> bool:
+    """Tells whether rows have a successor to read, kept with them or not."""
+    return bool(ring.finals) or fields.get(ring.experience, "next_obs") is not None
+
+
+def successor(ring: RingState, row: jax.Array) -> chex.ArrayTree:
+    """Reads the true successors, `[..., *leaf]`; void where they are not there."""
+    if not ring.finals:
+        return read_field(ring, "next_obs", row)
+    after = read_field(ring, "obs", move(ring, row, 1))
+    place = ring.finals.place.reshape(-1)[row]
+    done = is_done(ring, row)
+
+    def choose(final: jax.Array, next_row: jax.Array) -> jax.Array:
+        flag = done.reshape(*done.shape, *(1,) * (next_row.ndim - done.ndim))
+        return jnp.where(flag, final[place], next_row)
+
+    return jax.tree.map(choose, ring.finals.obs, after)
+
+
+def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """The rows that follow, of the same episode, each with a successor.
+
+    Args:
+        ring: the ring.
+        row: `[S]` int32, where to begin; with a successor.
+        length: L, rows at most, with the first one.
+
+    Returns:
+        `[L, S]` int32 rows, the last one again behind the end; and `[L, S]` bool, False
+        behind the end.
+    """
+    step = jnp.arange(length, dtype=jnp.int32)[:, None]
+    rows = move(ring, row[None], step)
+    if length == 1:
+        return rows, jnp.ones(rows.shape, bool)
+    # A lane that is gone round once has no further rows.
+    on = goes_on(ring, rows[:-1]) & has_successor(ring, rows[1:])
+    on = jnp.cumprod(on & (step[1:] < ring.num_slots), axis=0, dtype=jnp.int32)
+    last = move(ring, row, jnp.sum(on, axis=0))
+    valid = jnp.concatenate([jnp.ones((1, row.shape[0]), bool), on.astype(bool)])
+    return jnp.where(valid, rows, last[None]), valid
+
+
+def history(
+    ring: RingState, row: jax.Array, length: int
+) -> tuple[jax.Array, jax.Array]:
+    """The rows before, of the same episode, oldest first and `row` last.
+
+    Returns:
+        `[L, S]` int32 rows, the first one of the episode again before its beginning;
+        and `[S]` bool, False where rows in between are no longer in the ring.
+    """
+    step = jnp.arange(length, dtype=jnp.int32)[:, None]
+    rows = move(ring, row[None], -step)
+    if length == 1:
+        return rows, jnp.ones(row.shape, bool)
+    on = is_stored(ring, rows[1:]) & goes_on(ring, rows[1:])
+    on = jnp.cumprod(on & (step[1:] < ring.num_slots), axis=0, dtype=jnp.int32)
+    oldest = move(ring, row, -jnp.sum(on, axis=0))
+    whole = on[-1].astype(bool) | is_first(ring, oldest)
+    valid = jnp.concatenate([jnp.ones((1, row.shape[0]), bool), on.astype(bool)])
+    return jnp.where(valid, rows, oldest[None])[::-1], whole
+
+
+def is_first(ring: RingState, row: jax.Array) -> jax.Array:
+    """Tells whether the row is known to be the first of its episode, bool."""
+    if fields.get(ring.experience, "episode_length") is not None:
+        return read_field(ring, "episode_length", row) == 1
+    # The oldest row of a full lane may have lost those before it.
+    is_cut = age(ring, row) == ring.num_slots - 1
+    return ~comes_from(ring, row) & ~is_cut
+
+
+def ends_whole(ring: RingState, row: jax.Array, max_length: int) -> jax.Array:
+    """Tells whether a stored row ends an episode stored from its first row on, bool."""
+    length = read_field(ring, "episode_length", row)
+    kept = age(ring, row) + length <= ring.size[row % ring.num_envs]
+    whole = is_done(ring, row) & kept & (length <= max_length)
+    first = first_of(ring, row)
+    if fields.get(ring.experience, "episode_id") is not None:
+        ids = (read_field(ring, "episode_id", r) for r in (row, first))
+        whole &= operator.eq(*ids)
+    whole &= read_field(ring, "episode_length", first) == 1
+    return whole & has_successor(ring, row)
+
+
+def first_of(ring: RingState, row: jax.Array) -> jax.Array:
+    """The first row of the episode, by the length that `row` tells."""
+    return move(ring, row, 1 - read_field(ring, "episode_length", row))
