@@ -26,8 +26,9 @@ class RingBuffer:
             since it is not written yet or since its final observation was evicted from
             the side ring, is never sampled.
         final_capacity: F, final observations that are kept with "shared", at least
-            `num_envs`; by default a twentieth of the capacity, right for episodes of 20
-            steps and more.
+            `num_envs`; by default a quarter of the capacity, which is right for
+            episodes of four steps and more. Twice the capacity over the mean length of
+            an episode is ample; `count_lost` tells whether it was.
 
     Raises:
         ValueError: if a number is not an int of at least 1, if `capacity` is less than
@@ -73,6 +74,19 @@ class RingBuffer:
         if usable_fn is None:
             return self.size(state) >= batch_size
         return sampling.has_usable(state.ring, usable_fn, batch_size)
+
+    def count_lost(self, state: chex.ArrayTree) -> jax.Array:
+        """Counts endings that are stored but never sampled, `()` int32.
+
+        With `successor="shared"`, those whose final observation was evicted from the
+        side ring: if it is not 0, raise `final_capacity`. It looks at the flags of all
+        rows: O(capacity).
+        """
+        if not state.ring.finals:
+            return jnp.zeros((), jnp.int32)
+        row = walk.all_rows(state.ring)
+        ended = walk.is_stored(state.ring, row) & walk.is_done(state.ring, row)
+        return jnp.sum(ended & ~walk.has_successor(state.ring, row), dtype=jnp.int32)
 
     def get(self, state: chex.ArrayTree, indices: jax.Array) -> chex.ArrayTree:
         """Reads rows.
@@ -204,7 +218,7 @@ class RingBuffer:
         final_capacity = 0
         if self.successor == "shared":
             checks.can_share(transition)
-            default = max(self.num_envs, self.capacity // 20)
+            default = max(self.num_envs, -(-self.capacity // 4))
             final_capacity = self.final_capacity or default
         row = fields.put(transition, mask=())
         return ring.init(row, self.num_slots, final_capacity)

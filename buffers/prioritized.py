@@ -222,10 +222,11 @@ def _put_rows(
     together = ring.is_together(slot, num_slots)
 
     def put_together(tree: sum_tree.Tree) -> sum_tree.Tree:
-        for window in ring.windows(slot[0, 0], num_rows, num_slots):
-            keep = jnp.repeat(window.keep, num_envs)
-            tree = sum_tree.put_window(tree, window.start * num_envs, keep, value)
-        return tree
+        windows = [
+            sum_tree.Window(start * num_envs, jnp.repeat(keep, num_envs))
+            for start, keep in ring.windows(slot[0, 0], num_rows, num_slots)
+        ]
+        return sum_tree.put_windows(tree, windows, value)
 
     def put_apart(tree: sum_tree.Tree) -> sum_tree.Tree:
         # A row that is not written has the slot N, and so a number beyond all rows.

@@ -7,7 +7,6 @@ a conditional would copy the ring: two loops of no or one round write in place.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import chex
 import jax
@@ -96,30 +95,23 @@ def once(
     return lax.while_loop(lambda loop: loop[0], body, (flag, memory))[1]
 
 
-class Window(NamedTuple):
-    """A piece of a ring: `length` slots from `start` on, of which some are written.
-
-    Attributes:
-        start: `()` int32.
-        keep: `[length]` bool, the slots that are written.
-    """
-
-    start: jax.Array
-    keep: jax.Array
-
-
-def windows(start: jax.Array, length: int, num_slots: int) -> tuple[Window, Window]:
-    """The two pieces of a ring that `length` slots from `start` on lie in.
+def windows(
+    start: jax.Array, length: int, num_slots: int
+) -> list[tuple[jax.Array, jax.Array]]:
+    """The pieces of a ring that `length` slots from `start` on lie in.
 
     What wraps is two writes: each covers `length` slots, and keeps what stands where
     the other one writes.
+
+    Returns:
+        For each, `()` int32 where it starts, and `[length]` bool what is written.
     """
     number = jnp.arange(length)
+    if length == 1:
+        return [(start, number == 0)]
     first = jnp.minimum(start, num_slots - length)
     wrapped = start - first  # 0 unless it wraps
-    return Window(first, number >= wrapped), Window(
-        jnp.zeros_like(first), number < wrapped
-    )
+    return [(first, number >= wrapped), (jnp.zeros_like(first), number < wrapped)]
 
 
 def is_together(slot: jax.Array, num_slots: int) -> jax.Array:
@@ -157,14 +149,14 @@ def _put_together(
     def put_leaf(old: jax.Array, new: jax.Array) -> jax.Array:
         if num_rows == 1:
             return lax.dynamic_update_slice_in_dim(old, new, start, 0)
-        first, second = windows(start, num_rows, old.shape[0])
-        # The rows in the order of either window: rolled by what has wrapped.
-        rolled = jnp.roll(new, start - first.start, axis=0)
-        for window in (first, second):
-            keep = window.keep.reshape(-1, *(1,) * (old.ndim - 1))
-            there = lax.dynamic_slice_in_dim(old, window.start, num_rows, 0)
+        pieces = windows(start, num_rows, old.shape[0])
+        # The rows in the order of either piece: rolled by what has wrapped.
+        rolled = jnp.roll(new, start - pieces[0][0], axis=0)
+        for first, keep in pieces:
+            there = lax.dynamic_slice_in_dim(old, first, num_rows, 0)
+            keep = keep.reshape(-1, *(1,) * (old.ndim - 1))
             there = jnp.where(keep, rolled, there)
-            old = lax.dynamic_update_slice_in_dim(old, there, window.start, 0)
+            old = lax.dynamic_update_slice_in_dim(old, there, first, 0)
         return old
 
     return jax.tree.map(put_leaf, memory, rows)

@@ -7,6 +7,9 @@ adjusted by a difference: no rounding builds up, and what is zero is exactly zer
 Source: "Prioritized Experience Replay", appendix B.2.1; arXiv:1511.05952.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,18 @@ from jax import lax
 WIDTH = 8  # 16 draws as fast and updates slower, 32 draws at half the speed
 
 Tree = tuple[jax.Array, ...]
+
+
+class Window(NamedTuple):
+    """A piece of an array, of which some elements are written.
+
+    Attributes:
+        start: `()` int32.
+        keep: `[length]` bool, the elements that are written.
+    """
+
+    start: jax.Array
+    keep: jax.Array
 
 
 def init(num_leaves: int) -> Tree:
@@ -53,14 +68,17 @@ def put(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
     return tuple(levels)
 
 
-def put_window(tree: Tree, start: jax.Array, keep: jax.Array, value: jax.Array) -> Tree:
-    """Sets leaves to `value`, `()`: of the K from `start` on those of `keep`, `[K]`."""
-    length = keep.shape[0]
-    old = lax.dynamic_slice_in_dim(tree[0], start, length)
-    level = lax.dynamic_update_slice_in_dim(
-        tree[0], jnp.where(keep, value, old), start, 0
-    )
-    levels = [level]
+def put_windows(tree: Tree, windows: Sequence[Window], value: jax.Array) -> Tree:
+    """Sets leaves to `value`, `()`: of each window those that are to be kept."""
+    # Level by level: a level is read only once it is complete, else it is copied.
+    level = tree[0]
+    for start, keep in windows:
+        old = lax.dynamic_slice_in_dim(level, start, keep.shape[0])
+        level = lax.dynamic_update_slice_in_dim(
+            level, jnp.where(keep, value, old), start, 0
+        )
+    levels, length = [level], windows[0].keep.shape[0]
+    starts = [window.start for window in windows]
     for above in tree[1:]:
         # Blocks that hold `length` neighbours, wherever these begin.
         length = -(-length // WIDTH) + 1
@@ -68,11 +86,14 @@ def put_window(tree: Tree, start: jax.Array, keep: jax.Array, value: jax.Array) 
         if length >= blocks.shape[0]:
             level = _pad(_sums(level))
         else:
-            start = jnp.minimum(start // WIDTH, blocks.shape[0] - length)
-            part = lax.dynamic_slice_in_dim(blocks, start, length)
-            level = lax.dynamic_update_slice_in_dim(
-                above, jnp.sum(part, axis=1), start, 0
-            )
+            last = blocks.shape[0] - length
+            starts = [jnp.minimum(start // WIDTH, last) for start in starts]
+            level = above
+            for start in starts:
+                part = lax.dynamic_slice_in_dim(blocks, start, length)
+                level = lax.dynamic_update_slice_in_dim(
+                    level, jnp.sum(part, axis=1), start, 0
+                )
         levels.append(level)
     return tuple(levels)
 
