@@ -11,8 +11,6 @@ from jax import lax
 
 from buffers.types import Finals
 
-_ROUND = 16  # final observations that are written at a time
-
 
 def init(
     obs: chex.ArrayTree, final_capacity: int, num_slots: int, num_envs: int
@@ -54,28 +52,33 @@ def put(
     row = (slot * num_envs + jnp.arange(num_envs)[None]).reshape(-1)
     next_obs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), next_obs)
     memory = (finals.obs, finals.row)
+    # Large enough that one round nearly always does, small enough to cost little.
+    num_rows = row.shape[0]
+    size = max(1, num_rows // 16)
+    # The rows that stay, in order, and behind them a row that is not there.
+    first = jnp.maximum(total - capacity, 0)
+    most = -(-min(num_rows, capacity) // size) * size
+    source = jnp.full((most,), num_rows, jnp.int32)
+    source = source.at[jnp.where(stays, number - 1 - first, most)].set(
+        jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
+    )
 
     def write_some(
         loop: tuple[jax.Array, chex.ArrayTree],
     ) -> tuple[jax.Array, chex.ArrayTree]:
-        first, memory = loop
-        wanted = first + jnp.arange(_ROUND, dtype=jnp.int32)
-        source = jnp.searchsorted(number, wanted, method="scan_unrolled")
-        source = jnp.minimum(source, number.shape[0] - 1)
-        # What is left over goes to places that are not there.
-        beyond = capacity + jnp.arange(_ROUND, dtype=jnp.int32)
-        target = jnp.where(wanted <= total, place[source], beyond)
-        return first + _ROUND, jax.tree.map(
+        start, memory = loop
+        some = lax.dynamic_slice_in_dim(source, start, size)
+        target = jnp.where(some < num_rows, place.at[some].get(mode="clip"), capacity)
+        return start + size, jax.tree.map(
             lambda old, new: old.at[target].set(
-                new[source], mode="drop", unique_indices=True
+                new.at[some].get(mode="clip"), mode="drop"
             ),
             memory,
             (next_obs, row),
         )
 
-    start = jnp.maximum(total - capacity, 0) + 1
     _, (obs, owner) = lax.while_loop(
-        lambda loop: loop[0] <= total, write_some, (start, memory)
+        lambda loop: loop[0] < total - first, write_some, (jnp.int32(0), memory)
     )
     head = (finals.head + total) % capacity
     final = finals.replace(obs=obs, row=owner, head=head)

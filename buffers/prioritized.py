@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from buffers import batches, checks, ring, sampling, sum_tree, walk
 from buffers.base import RingBuffer
@@ -146,13 +147,11 @@ class PrioritizedReplayBuffer(RingBuffer):
         stored = walk.is_stored(state.ring, indices)
         taken = valid & stored
         beyond = state.priorities[0].shape[0]
-        leaf, order = _last_of_each(jnp.where(taken, indices, beyond), beyond)
+        leaf = jnp.where(taken, indices, beyond)
         seen = jnp.max(jnp.where(taken, priorities, 0), initial=0)
         rejected = jnp.sum(~valid, dtype=jnp.int32)
         return state.replace(
-            priorities=sum_tree.put(
-                state.priorities, leaf, self._mass(priorities)[order]
-            ),
+            priorities=sum_tree.put(state.priorities, leaf, self._mass(priorities)),
             max_priority=jnp.maximum(state.max_priority, seen),
             num_rejected=state.num_rejected + rejected,
         )
@@ -190,10 +189,11 @@ class PrioritizedReplayBuffer(RingBuffer):
     ) -> tuple[jax.Array, jax.Array]:
         """Draws `[S]` rows and their importance weights, 0 for one of no use."""
         tree, usable_fn = state.priorities, self._usable_fn(state, stack)
-        first_key, again_key = jax.random.split(key)
-        row = sum_tree.draw(tree, first_key, num_draws)
+        all_usable = super()._usable_fn(state, stack) is None  # but those of priority 0
+        draw_key, again_key = (key, key) if all_usable else jax.random.split(key)
+        row = sum_tree.draw(tree, draw_key, num_draws)
         usable = usable_fn(row)
-        if super()._usable_fn(state, stack) is not None:
+        if not all_usable:
             row, usable = sampling.redraw(
                 row,
                 # Not by shares: a share in which most rows are of no use would give the
@@ -211,7 +211,9 @@ class PrioritizedReplayBuffer(RingBuffer):
         # N and the sum cancel where weights are taken over the largest.
         mass = jnp.where(usable, tree[0][row], jnp.inf)
         weights = (mass / jnp.min(mass)) ** -jnp.asarray(beta, jnp.float32)
-        return row, jnp.where(usable, weights, 0)
+        # Tied together, so that an `update` of these rows comes after the sums were
+        # read for the weights, and writes in place.
+        return lax.optimization_barrier((row, jnp.where(usable, weights, 0)))
 
 
 def _put_rows(
@@ -237,15 +239,3 @@ def _put_rows(
     if num_rows <= num_slots:
         tree = ring.once(together, put_together, tree)
     return ring.once(~together, put_apart, tree)
-
-
-def _last_of_each(leaf: jax.Array, beyond: int) -> tuple[jax.Array, jax.Array]:
-    """Sorts leaves, and puts `beyond` for all but the last of equal ones.
-
-    Returns:
-        `[S]` int32 leaves, and `[S]` int32 the order they were sorted to.
-    """
-    order = jnp.argsort(leaf, stable=True)
-    leaf = leaf[order]
-    is_last = jnp.concatenate([leaf[:-1] != leaf[1:], jnp.ones((1,), bool)])
-    return jnp.where(is_last, leaf, beyond), order

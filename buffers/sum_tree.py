@@ -51,11 +51,17 @@ def total(tree: Tree) -> jax.Array:
 
 
 def put(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
-    """Sets the leaves `leaf`, `[K]` int32, without duplicates; others are left out.
+    """Sets the leaves `leaf`, `[K]` int32, to `value`, `[K]` float32.
 
-    A number that is no leaf is passed over.
+    Of duplicates the last one counts; a number beyond the leaves is passed over.
     """
-    level = tree[0].at[leaf].set(value, mode="drop")
+    # Which of several writes to one place stays is not defined. So the place is first
+    # given the number of the last writer: negative, less than all that stands there.
+    writer = -1.0 - jnp.arange(leaf.shape[0], dtype=jnp.float32)
+    level = tree[0].at[leaf].min(writer, mode="drop")
+    is_last = level.at[leaf].get(mode="clip") == writer
+    beyond = jnp.int32(level.shape[0])
+    level = level.at[jnp.where(is_last, leaf, beyond)].set(value, mode="drop")
     levels, node = [level], leaf
     for above in tree[1:]:
         node = node // WIDTH
