@@ -6,6 +6,7 @@ and `EpisodeBuffer` shows whole episodes only.
 """
 
 from buffers.episodic import EpisodeBuffer
+from buffers.io import load, save
 from buffers.prioritized import PrioritizedReplayBuffer
 from buffers.replay import ReplayBuffer
 from buffers.types import (
@@ -27,4 +28,6 @@ __all__ = [
     "ReplayBuffer",
     "RingState",
     "Sequences",
+    "load",
+    "save",
 ]
