@@ -63,11 +63,13 @@ class EpisodeBuffer(ReplayBuffer):
         rows, mask = self._chunk(state, trajectory)
 
         def add_step(
-            state: EpisodicState, step: tuple[chex.ArrayTree, jax.Array]
-        ) -> tuple[EpisodicState, None]:
-            return self._add_step(state, *step), None
+            carry: tuple[EpisodicState, dict[str, jax.Array]],
+            step: tuple[chex.ArrayTree, jax.Array],
+        ) -> tuple[tuple[EpisodicState, dict[str, jax.Array]], None]:
+            return self._add_step(*carry, *step), None
 
-        return lax.scan(add_step, state, (rows, mask))[0]
+        # Read from the ring once: reading it in the loop that writes it would copy it.
+        return lax.scan(add_step, (state, _last_marks(state)), (rows, mask))[0][0]
 
     def clear(self, state: EpisodicState) -> EpisodicState:
         """Forgets all transitions, counts and episodes under way; the memory stays."""
@@ -75,11 +77,17 @@ class EpisodeBuffer(ReplayBuffer):
         return zeros.replace(ring=ring.clear(state.ring))
 
     def _add_step(
-        self, state: EpisodicState, row: chex.ArrayTree, mask: jax.Array
-    ) -> EpisodicState:
-        """Appends `[B, ...]` rows where `mask`."""
+        self,
+        state: EpisodicState,
+        last: dict[str, jax.Array],
+        row: chex.ArrayTree,
+        mask: jax.Array,
+    ) -> tuple[EpisodicState, dict[str, jax.Array]]:
+        """Appends `[B, ...]` rows where `mask`; `last` are the marks before them."""
         pending, skipping = state.pending, state.skipping
-        broken = mask & ((pending > 0) | skipping) & ~_goes_on(state, row)
+        marks = walk.marks(row)
+        broken = mask & ((pending > 0) | skipping) & ~walk.is_next(last, marks)
+        last = jax.tree.map(lambda old, new: jnp.where(mask, new, old), last, marks)
         abandoned = broken & ~skipping
         pending, skipping = jnp.where(broken, 0, pending), skipping & ~broken
         too_long = mask & (pending == (self.max_length or self.num_slots))
@@ -98,7 +106,7 @@ class EpisodeBuffer(ReplayBuffer):
         pending = pending + (mask & ~skipping)
         size = jnp.minimum(memory.size, self.num_slots - pending)
         visible = jnp.where(done, pending, 0)
-        return EpisodicState(
+        state = EpisodicState(
             ring=memory.replace(
                 head=(memory.head + visible) % self.num_slots, size=size + visible
             ),
@@ -107,14 +115,18 @@ class EpisodeBuffer(ReplayBuffer):
             num_too_long=state.num_too_long + jnp.sum(too_long, dtype=jnp.int32),
             num_abandoned=state.num_abandoned + jnp.sum(abandoned, dtype=jnp.int32),
         )
+        return state, last
 
 
-def _goes_on(state: EpisodicState, row: chex.ArrayTree) -> jax.Array:
-    """Tells whether `row` is the next step of the episode under way, `[B]` bool."""
+def _last_marks(state: EpisodicState) -> dict[str, jax.Array]:
+    """The marks of the last row of the episode under way, `[B]` each; else void."""
     memory = state.ring
     slot = (memory.head + jnp.maximum(state.pending, 1) - 1) % memory.num_slots
-    lane = jnp.arange(memory.num_envs, dtype=jnp.int32)
-    last = walk.read_leaves(
-        walk.marks(memory.experience), slot * memory.num_envs + lane
+    row = slot * memory.num_envs + jnp.arange(memory.num_envs, dtype=jnp.int32)
+    # XLA moves no read out of a conditional; behind the write it would need a copy.
+    return lax.cond(
+        jnp.any((state.pending > 0) | state.skipping),
+        lambda marks: walk.read_leaves(marks, row),
+        lambda marks: jax.tree.map(lambda x: jnp.zeros(row.shape, x.dtype), marks),
+        walk.marks(memory.experience),
     )
-    return walk.is_next(last, walk.marks(row))
