@@ -2,16 +2,20 @@
 
 A buffer is a description; its state is explicit. `ReplayBuffer` keeps a ring of
 transitions per lane and samples them evenly, `PrioritizedReplayBuffer` by priorities,
-and `EpisodeBuffer` shows whole episodes only.
+and `EpisodeBuffer` shows whole episodes only. `from_data` and `from_minari` fill one
+with recorded data, `to_minari` writes it as a dataset, `save` and `load` a state.
 """
 
 from buffers.episodic import EpisodeBuffer
 from buffers.io import load, save
+from buffers.minari import from_minari, to_minari
+from buffers.offline import from_data
 from buffers.prioritized import PrioritizedReplayBuffer
 from buffers.replay import ReplayBuffer
 from buffers.types import (
     Batch,
     EpisodicState,
+    Experience,
     Finals,
     PrioritizedState,
     RingState,
@@ -22,12 +26,16 @@ __all__ = [
     "Batch",
     "EpisodeBuffer",
     "EpisodicState",
+    "Experience",
     "Finals",
     "PrioritizedReplayBuffer",
     "PrioritizedState",
     "ReplayBuffer",
     "RingState",
     "Sequences",
+    "from_data",
+    "from_minari",
     "load",
     "save",
+    "to_minari",
 ]

@@ -95,6 +95,33 @@ class EpisodicState:
 
 
 @struct.dataclass(kw_only=True)
+class Experience:
+    """One recorded step of every lane: what `from_data` fills a buffer with.
+
+    Attributes:
+        obs: `[T, B, ...]`, the observation the action was chosen from.
+        action: `[T, B, ...]`, the action.
+        reward: `[T, B]` float32, reward for that action.
+        terminated: `[T, B]` bool, the task ended here: do not bootstrap.
+        truncated: `[T, B]` bool, cut from outside (time limit): bootstrap.
+        next_obs: `[T, B, ...]`, the true successor, also where the episode ended.
+        episode_id: `[T, B]` int32, from 0 on in the order of the data.
+        episode_length: `[T, B]` int32, steps of the episode, this one included.
+        mask: `[T, B]` bool, False where the row is void.
+    """
+
+    obs: chex.ArrayTree  # [T, B, ...]
+    action: chex.ArrayTree  # [T, B, ...]
+    reward: jax.Array  # [T, B]
+    terminated: jax.Array  # [T, B]
+    truncated: jax.Array  # [T, B]
+    next_obs: chex.ArrayTree  # [T, B, ...]
+    episode_id: jax.Array  # [T, B]
+    episode_length: jax.Array  # [T, B]
+    mask: jax.Array | tuple[()] = ()  # [T, B]
+
+
+@struct.dataclass(kw_only=True)
 class Batch:
     """A sample of `S` rows.
 
