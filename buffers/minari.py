@@ -26,7 +26,8 @@ def from_minari(buffer: RingBuffer, dataset: "MinariDataset | str") -> chex.Arra
     """Fills a buffer with a dataset of Minari.
 
     An episode whose last step has no flag set was cut off where the recording stopped:
-    that step counts as truncated. Infos are not read.
+    that step counts as truncated. A flag before the last step ends an episode as well.
+    Infos are not read.
 
     Args:
         buffer: any buffer.
