@@ -9,7 +9,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_examples_run_one_after_the_other(capsys):
+def test_examples_run_one_after_the_other(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # one of them writes a file
     first, *others = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len([line for line in first.splitlines() if line.strip()]) <= 25
     names = {}
@@ -26,6 +27,7 @@ def test_examples_run_one_after_the_other(capsys):
     assert replayed == f"{64 * 128} (256, 4)"
     assert names["trajectory"].obs.shape == (200, 64, 4)
     assert (names["episodes"].episode_length <= 200).all()
+    assert names["data"].size(names["offline"]) == 3
 
 
 def test_continuous_integration_runs_the_command_of_the_readme():
