@@ -40,7 +40,7 @@ def evenly_usable(
     return redraw(
         evenly(ring, first_key, num_draws),
         lambda key: evenly(ring, key, num_draws),
-        lambda row: (jnp.sum(ring.size) > 0) & usable_fn(row),
+        lambda row: walk.is_stored(ring, row) & usable_fn(row),
         lambda key: in_proportion_to(usable_fn, ring, key, num_draws),
         again_key,
     )

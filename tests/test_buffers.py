@@ -396,7 +396,10 @@ def test_training_step_of_add_and_sample_writes_in_place(kind, successor):
     assert not copies(program, state)
 
 
-@pytest.mark.parametrize(("kind", "successor"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "successor"),
+    [("uniform", "shared"), ("prioritized", "stored"), ("episodes", "stored")],
+)
 def test_kernel_fills_it_in_one_program(kind, successor):
     collector = make_collector("count", 4)
     carry = collector.init(jax.random.key(0))
@@ -433,13 +436,38 @@ def test_history_tells_frames_apart_that_were_evicted():
     row = {"obs": jnp.zeros((1,)), "terminated": jnp.zeros((1,), bool)}
     row["truncated"] = row["terminated"]
     state = buffer.init(row)
-    for n in range(4):
-        assert buffer.can_sample(state, n + 1, stack=3) == False  # noqa: E712
-        state = buffer.add(state, {**row, "obs": jnp.full((1,), float(n))})
-    assert buffer.can_sample(state, 2, stack=3)
-    assert not buffer.can_sample(state, 3, stack=3)
-    batch = buffer.sample(state, jax.random.key(0), 32, stack=3)
+    add = jax.jit(buffer.add)
+    can_sample = jax.jit(
+        functools.partial(buffer.can_sample, stack=3), static_argnums=1
+    )
+    for n in range(3):
+        state = add(state, {**row, "obs": jnp.full((1,), float(n))})
+        assert can_sample(state, n + 1)  # the first row begins an episode
+    state = add(state, {**row, "obs": jnp.full((1,), 3.0)})
+    assert can_sample(state, 2)
+    assert not can_sample(state, 3)
+    batch = jax.jit(functools.partial(buffer.sample, batch_size=32, stack=3))(
+        state, jax.random.key(0)
+    )
     assert set(np.asarray(batch.experience["obs"])[:, -1]) == {2.0, 3.0}
+
+
+def test_no_row_under_way_is_drawn_where_no_other_may_be():
+    """What is visible has lost its history; row 0 is pending, and would serve."""
+    buffer, add, read = programs("episodes", "stored")
+    state = buffer.init(row_like(NUM_ENVS))
+    model = EpisodeModel(NUM_SLOTS, NUM_ENVS)
+    steps, mask = model.make_chunk(
+        np.random.default_rng(2116), 8, done_rate=0.2, break_rate=0.0
+    )
+    model.add(steps, mask)
+    assert model.rows()
+    assert not model.usable(STACK)
+    state = add(state, encode(steps, mask))
+    assert state.ring.experience.episode_length[0, 0] == 1
+    batch = read(state, jax.random.key(0))["n_step"]
+    assert not np.any(batch.weights)
+    assert not np.any(batch.experience.mask)
 
 
 def test_containers_of_other_kinds_serve_as_well():
