@@ -142,8 +142,9 @@ def _find(tree: Tree, coarse: jax.Array, fine: jax.Array) -> jax.Array:
         reached = (coarse[:, None] - before) + fine[:, None] >= 0
         # The first child that is not zero is always reached, whatever the rounding.
         reached = (children > 0) & (reached | (before == 0))
-        coarse = coarse - jnp.max(jnp.where(reached, before, 0), axis=1)
-        node = node * width + jnp.max(jnp.where(reached, number[None], 0), axis=1)
+        child = jnp.max(jnp.where(reached, number[None], 0), axis=1)
+        coarse = coarse - jnp.take_along_axis(before, child[:, None], axis=1)[:, 0]
+        node = node * width + child
     return node
 
 
