@@ -12,6 +12,8 @@ from rollout.exploration import epsilon_greedy, random_warmup
 from rollout.noise import gaussian_noise, ornstein_uhlenbeck
 from rollout.policies import random_policy, recurrent_policy, stateless_policy
 from rollout.stats import CollectStats, summarize
+from rollout.stream import Batch, Stream
+from rollout.stream_stats import StreamStats, log_stats
 from rollout.types import (
     Carry,
     Episode,
@@ -23,6 +25,7 @@ from rollout.types import (
 )
 
 __all__ = [
+    "Batch",
     "Carry",
     "CollectStats",
     "Collector",
@@ -31,10 +34,13 @@ __all__ = [
     "Persistent",
     "Policy",
     "PolicyStep",
+    "Stream",
+    "StreamStats",
     "Transition",
     "epsilon_greedy",
     "evaluate",
     "gaussian_noise",
+    "log_stats",
     "ornstein_uhlenbeck",
     "random_policy",
     "random_warmup",

@@ -162,9 +162,18 @@ class Policy(NamedTuple):
             from what is wrapped in `Persistent`.
         apply: `(params, obs, state, key)` to a `PolicyStep`. `obs` and `state` are
             `[B, ...]`; `key` is one typed key for the whole batch, new at every step.
+        mode: as `apply`, with the same structure of the result, but the most likely
+            action instead of a drawn one; None if the policy does not say. It is what
+            a `Stream` with `deterministic=True` runs.
     """
 
     init: Callable[[int], chex.ArrayTree]
     apply: Callable[
         [chex.ArrayTree, chex.ArrayTree, chex.ArrayTree, chex.PRNGKey], PolicyStep
     ]
+    mode: (
+        Callable[
+            [chex.ArrayTree, chex.ArrayTree, chex.ArrayTree, chex.PRNGKey], PolicyStep
+        ]
+        | None
+    ) = None

@@ -1,0 +1,197 @@
+"""Makes the jobs of a stream, and batches of the jobs that are complete."""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from envs import keys
+from rollout import _faults, _options, _place, _programs, _rows
+from rollout._fill import Filled, Window
+from rollout._jobs import Job, Memory, Pace
+from rollout._options import Options
+from rollout.collector import Collector
+from rollout.stats import CollectStats
+from rollout.types import Carry, Transition
+
+
+@struct.dataclass(kw_only=True)
+class Batch:
+    """What a stream hands over.
+
+    Attributes:
+        trajectory: `[T, B, ...]`, all zero where its `mask` is False; with a
+            `postprocess`, what that returned.
+        stats: statistics of the episodes that ended in the batch.
+        steps: environment steps of the batch over all lanes.
+        warmup_steps: how many of them, the first ones, took random actions.
+        params_version: with which parameters it was made: 0 for those of the
+            constructor, n for those of the n-th `set_params`.
+    """
+
+    trajectory: Transition | chex.ArrayTree  # [T, B, ...]
+    stats: CollectStats
+    steps: int
+    warmup_steps: int
+    params_version: int
+
+
+class Position(NamedTuple):
+    """Where a stream stands: replaced as a whole, so that an interrupt tears nothing.
+
+    `carry`, `steps`, `batches` and `first_lane` are those behind the last batch that
+    was handed over, `job` is the batch under way, and `handed` what lies in the memory
+    of the last batch.
+    """
+
+    carry: Carry
+    steps: int = 0
+    batches: int = 0
+    first_lane: int = 0
+    job: Job | None = None
+    handed: "Handed | None" = None
+
+
+class Handed(NamedTuple):
+    """The memory of a batch, and the arrays by which the user knows it."""
+
+    memory: Memory
+    trajectory: chex.ArrayTree
+
+
+class Maker:
+    """What is the same for all batches of a stream."""
+
+    def __init__(self, collector: Collector, options: Options) -> None:
+        self.collector, self.options = collector, options
+        self.num_envs = collector.env.num_envs
+        self._spec = _options.make_spec(options, self.num_envs)
+        self._pace = Pace()
+        self._programs: _programs.Programs | None = None
+        self._free_rows: _rows.Rows | None = None
+
+    def own(self, params: Any) -> Any:
+        """Makes arrays of parameters; with `prefetch` copies, which nobody donates."""
+        params = jax.tree.map(_strong, params)
+        return _programs.copy(params) if self.options.prefetch else params
+
+    def make_job(
+        self, at: Position, handed: "Handed | None", params: Any, version: int
+    ) -> Job | None:
+        """Makes the job of the next batch; None if there is none."""
+        options = self.options
+        num_steps = options.steps_per_batch
+        if options.total_steps is not None:
+            num_steps = min(num_steps, options.total_steps - at.steps)
+        if num_steps <= 0:
+            return None
+        self._programs = _programs.make(
+            self._spec, self.collector, at.carry, params, recycle=options.recycle
+        )
+        window = Window(
+            first_row=0,
+            stop_row=0,
+            is_last=0,
+            num_steps=num_steps,
+            first_lane=at.first_lane,
+            num_random=min(max(options.warmup_steps - at.steps, 0), num_steps),
+            max_episode_steps=options.limit,
+        )
+        return Job(
+            self._programs,
+            self.collector,
+            at.carry,
+            params,
+            window,
+            params_version=version,
+            pace=self._pace,
+            memory=self._take_memory(handed),
+            finish=self._finish,
+        )
+
+    def problem(self, job: Job) -> BaseException | None:
+        """Says what went wrong in a job, if anything did."""
+        if job.error is not None:
+            return job.error
+        if job.fault == _faults.NONE or self.options.on_fault == "drop":
+            return None
+        row, order = divmod(job.fault, self.num_envs)
+        lane = (job.window.first_lane + order) % self.num_envs
+        return FloatingPointError(
+            f"`check_finite` found that {self._name_fault(job, row, lane)} must be "
+            f"finite and is not, first at step {row} of lane {lane} in a batch made "
+            f"with `params_version` {job.params_version}."
+        )
+
+    def hand_over(self, job: Job, at: Position) -> tuple[Batch, Position]:
+        """Makes the batch of a complete job, and the position behind it."""
+        filled, num_steps = job.filled, job.num_steps
+        batch = Batch(
+            trajectory=job.product,
+            stats=filled.result.stats,
+            steps=num_steps,
+            warmup_steps=min(job.window.num_random, num_steps),
+            params_version=job.params_version,
+        )
+        handed = None
+        if self.options.recycle:
+            rows = None if self._has_own_rows else filled.rows
+            handed = Handed(Memory(rows, filled.result.output), job.product)
+        return batch, Position(
+            carry=filled.carry,
+            steps=at.steps + num_steps,
+            batches=at.batches + 1,
+            first_lane=(at.first_lane + num_steps) % self.num_envs,
+            handed=handed,
+        )
+
+    def start(self, job: Job, handed: "Handed | None") -> None:
+        """Starts a job, and deletes the batch whose memory it takes."""
+        job.go()
+        if handed is not None:
+            job.wait_for_memory()
+            _place.delete(handed.trajectory)
+
+    @property
+    def _has_own_rows(self) -> bool:
+        """The rows never leave the stream: what is handed over is made of them."""
+        options = self.options
+        return options.postprocess is not None or options.placement != "device"
+
+    def _take_memory(self, handed: "Handed | None") -> Memory:
+        memory = Memory(None, None) if handed is None else handed.memory
+        if self._has_own_rows:
+            memory = memory._replace(rows=self._free_rows)
+            self._free_rows = None
+        # A job that was interrupted may have taken it.
+        is_gone = any(x.is_deleted() for x in jax.tree.leaves(memory))
+        return Memory(None, None) if is_gone else memory
+
+    def _finish(self, filled: Filled) -> chex.ArrayTree:
+        """Makes what is handed over, in the thread of the job."""
+        product = filled.result.output
+        if self.options.postprocess is None:
+            product = self._trajectory(filled)
+        product = jax.block_until_ready(_place.place(product, self.options.placement))
+        if self._has_own_rows:
+            self._free_rows = filled.rows
+        return product
+
+    def _trajectory(self, filled: Filled) -> Transition:
+        example = self._programs.example
+        rest = jax.tree.unflatten(jax.tree.structure(example), filled.rows.fields)
+        return keys.like(rest, example).replace(**filled.flags)
+
+    def _name_fault(self, job: Job, row: int, lane: int) -> str:
+        if any(field is None for field in job.filled.rows.fields):
+            return "an observation, reward, log-probability or value"
+        return _faults.describe(self._trajectory(job.filled), row, lane)
+
+
+def _strong(x: Any) -> jax.Array:
+    """An array that is not weakly typed, so that all parameters are of one kind."""
+    if isinstance(x, jax.Array) and not getattr(x, "weak_type", False):
+        return x
+    return jnp.asarray(x, jnp.result_type(x))

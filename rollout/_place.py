@@ -1,0 +1,31 @@
+"""Where a batch lands: on the device, in host memory, or by a sharding."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Placement = str | jax.sharding.Sharding  # "device", "host"
+
+
+def place(tree: chex.ArrayTree, placement: Placement) -> chex.ArrayTree:
+    """Puts a batch there; elsewhere than on the device it is a copy.
+
+    Typed keys have no form in host memory and stay on the device.
+    """
+    if isinstance(placement, jax.sharding.Sharding):
+        return jax.device_put(tree, placement, may_alias=False)
+    return jax.tree.map(_to_host, tree) if placement == "host" else tree
+
+
+def delete(tree: chex.ArrayTree) -> None:
+    """Deletes the arrays of a batch that is recycled, so that reading them raises."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            leaf.delete()
+
+
+def _to_host(x: jax.Array) -> np.ndarray | jax.Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jnp.copy(x)
+    return np.array(x)  # a copy: a view would be overwritten with the next batch

@@ -1,0 +1,93 @@
+"""The compiled programs of a stream, made once per kind of stream."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from envs import keys
+from rollout import _fill
+from rollout._fill import Spec, Window
+from rollout._rows import Rows
+from rollout.collector import Collector
+from rollout.types import Carry, Transition
+
+_MAX_KEPT = 64
+# What a user may set for a `with` block, and what a compiled program depends on.
+_SETTINGS = (
+    "jax_debug_infs",
+    "jax_debug_nans",
+    "jax_default_device",
+    "jax_default_matmul_precision",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_threefry_partitionable",
+)
+
+_kept: dict[Any, "Programs"] = {}
+
+
+class Programs(NamedTuple):
+    """Ahead of time, so that no thread traces: settings of jax belong to a thread."""
+
+    fill: Callable[..., _fill.Filled]
+    blank_rows: Callable[[], Rows]
+    blank_output: Callable[[], chex.ArrayTree]
+    copy: Callable[[Carry], Carry]
+    example: Transition  # tells which leaves of a trajectory are typed keys
+
+    def blank_what_is_missing(
+        self, rows: Rows | None, output: chex.ArrayTree | None
+    ) -> tuple[Rows, chex.ArrayTree]:
+        """Makes zeros where there is no memory to reuse."""
+        return (
+            self.blank_rows() if rows is None else rows,
+            self.blank_output() if output is None else output,
+        )
+
+
+def make(
+    spec: Spec, collector: Collector, carry: Carry, params: Any, *, recycle: bool
+) -> Programs:
+    """Compiles, or takes what was compiled for a stream of the same kind."""
+    arguments = collector, carry, params
+    leaves, structure = jax.tree.flatten(arguments)
+    kinds = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
+    settings = tuple(getattr(jax.config, name) for name in _SETTINGS)
+    kind = (spec, recycle, structure, kinds, settings)
+    if kind not in _kept:
+        while len(_kept) >= _MAX_KEPT:
+            _kept.pop(next(iter(_kept)), None)
+        _kept[kind] = _compile(spec, *arguments, recycle)
+    return _kept[kind]
+
+
+@jax.jit
+def copy(tree: chex.ArrayTree) -> chex.ArrayTree:
+    """Copies a tree that may hold typed keys: what jit passes on is not a copy."""
+    return keys.like(jax.tree.map(jnp.copy, keys.words(tree)), tree)
+
+
+def _compile(
+    spec: Spec, collector: Collector, carry: Carry, params: Any, recycle: bool
+) -> Programs:
+    rows, output = jax.eval_shape(
+        lambda *args: _fill.blank(spec, *args), collector, carry, params
+    )
+    output = output if recycle else ()
+    window = jax.ShapeDtypeStruct((len(Window._fields),), jnp.int32)
+    fill = jax.jit(_fill.fill, static_argnums=0, donate_argnums=(2, 3, 4))
+
+    def zeros(shapes: chex.ArrayTree) -> Callable[[], chex.ArrayTree]:
+        make = lambda x: keys.blank(x.shape, x, carry.key)  # noqa: E731
+        return jax.jit(lambda: jax.tree.map(make, shapes)).lower().compile()
+
+    return Programs(
+        fill=fill.lower(spec, collector, carry, rows, output, params, window).compile(),
+        blank_rows=zeros(rows),
+        blank_output=zeros(output),
+        copy=copy.lower(carry).compile(),
+        example=_fill.lay_out(spec, collector, carry, params).example,
+    )
