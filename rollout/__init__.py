@@ -6,6 +6,7 @@
 episodes ended. Everything runs inside your own `jit`, or jitted from a notebook.
 """
 
+from rollout import checkpoint
 from rollout.collector import Collector
 from rollout.evaluation import evaluate
 from rollout.exploration import epsilon_greedy, random_warmup
@@ -40,6 +41,7 @@ __all__ = [
     "epsilon_greedy",
     "evaluate",
     "gaussian_noise",
+    "checkpoint",
     "log_stats",
     "ornstein_uhlenbeck",
     "random_policy",

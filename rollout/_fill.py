@@ -83,6 +83,7 @@ def fill(
     spec: Spec,
     collector: Collector,
     carry: Carry,
+    old_carry: Carry,
     rows: Rows,
     old_output: chex.ArrayTree,
     params: Any,
@@ -94,15 +95,17 @@ def fill(
         spec: what is settled when compiling.
         collector: policy and environments.
         carry: the carry of the call before.
-        rows: the rows so far. Those that are filled now are not read.
-        old_output: an output of `postprocess` that is no longer needed; not read.
+        old_carry: one that is no longer needed, donated and not read.
+        rows: the rows so far, donated. Those that are filled now are not read.
+        old_output: an output of `postprocess` that is no longer needed, or (); donated
+            and not read.
         params: parameters of the policy.
         window: a `Window` as `[7]` int32.
 
     Returns:
         What goes into the next call, and what was made of the rows.
     """
-    del old_output  # unread: donated, its memory takes the new one
+    del old_carry, old_output  # unread: their memory takes the new ones
     layout = lay_out(spec, collector, carry, params)
     window = Window(*window)
     is_last = window.is_last != 0

@@ -6,6 +6,7 @@ thread other than the main one is never interrupted by Ctrl-C, so the carry, whi
 part consumes, cannot get lost between two lines.
 """
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -23,8 +24,39 @@ from rollout.collector import Collector
 from rollout.types import Carry
 
 _SECONDS = 0.1  # that a part should take
-_MOMENT = 1e-5  # s
 _GROWTH = 16  # a part has at most so many times the rows of the one before
+_MOMENT = 1e-5  # s
+_PATIENCE = 0.2  # s, after which a thread without work ends
+
+
+class Worker:
+    """A thread that runs jobs one after the other, and ends when there are none.
+
+    A new thread for every batch would cost more, and has no warm memory.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_alive = False
+
+    def run(self, job: "Job") -> None:
+        """Runs a job; returns at once."""
+        with self._lock:
+            self._jobs.put(job)
+            if not self._is_alive:
+                self._is_alive = True
+                threading.Thread(target=self._serve, name="rollout.Stream").start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                self._jobs.get(timeout=_PATIENCE).run()
+            except queue.Empty:
+                with self._lock:
+                    if self._jobs.empty():
+                        self._is_alive = False
+                        return
 
 
 class Pace:
@@ -46,8 +78,9 @@ class Pace:
 
 
 class Memory(NamedTuple):
-    """Memory to fill, None where there is none to reuse."""
+    """Memory to write to, None where there is none to reuse."""
 
+    carries: list[Carry]
     rows: Rows | None
     output: chex.ArrayTree | None
 
@@ -56,14 +89,17 @@ class Job:
     """The rows of one batch, and what it takes to fill them.
 
     Attributes:
-        start: the carry before the first row.
-        params_version: which parameters it is made with.
-        num_steps: its steps; fewer than planned if it was ended early.
+        start: the carry before the first row; it is not consumed.
+        params: the parameters it is made with.
+        params_version: their version.
+        window: what the batch is; its rows are those of a part.
+        num_steps: its steps, fewer than planned if it was ended early.
         is_complete: all that will be filled is.
         seconds: how long filling it took so far.
         error: what went wrong, None if nothing did.
         fault: the first step at which something was not finite, or `_faults.NONE`.
-        filled: what the last part returned.
+        filled: what the last part returned, None before the first.
+        product: what is handed over, once the job is complete.
     """
 
     def __init__(
@@ -75,9 +111,10 @@ class Job:
         window: Window,
         *,
         params_version: int,
+        worker: Worker,
         pace: Pace,
         memory: Memory,
-        finish: Callable[[Filled], Any],
+        finish: Callable[[Filled], chex.ArrayTree],
     ) -> None:
         self.start, self.params, self.window = start, params, window
         self.params_version = params_version
@@ -87,8 +124,9 @@ class Job:
         self.error: BaseException | None = None
         self.fault = _faults.NONE
         self.filled: Filled | None = None
-        self.product: Any = None
-        self._programs, self._collector, self._pace = programs, collector, pace
+        self.product: chex.ArrayTree | None = None
+        self._programs, self._collector = programs, collector
+        self._worker, self._pace = worker, pace
         self._memory, self._finish = memory, finish
         self._row = 0
         self._must_pause = self._must_end = False
@@ -97,23 +135,22 @@ class Job:
 
     def go(self) -> None:
         """Starts to fill, or goes on with it; returns at once."""
-        self._is_idle.wait()  # until a pause has come into force
         self._must_pause = False
-        if not self.is_complete and self.error is None:
+        if self._is_idle.is_set() and not self.is_complete and self.error is None:
             self._is_idle.clear()
-            threading.Thread(target=self._run, name="rollout.Stream").start()
-
-    def wait_for_memory(self) -> None:
-        """Waits until the memory that is reused is no longer the old batch's."""
-        rows, output = self._memory
-        owned = [] if rows is None else [rows.flags]
-        owned += jax.tree.leaves(output)[:1] if rows is None else []
-        while not self._is_idle.is_set() and not all(x.is_deleted() for x in owned):
-            time.sleep(_MOMENT)
+            self._worker.run(self)
 
     def wait(self) -> None:
         """Waits until nothing is being filled."""
         self._is_idle.wait()
+
+    def wait_for_memory(self) -> None:
+        """Waits until the rows that are written to are no longer the old batch's."""
+        rows = self._memory.rows
+        while rows is not None and not rows.flags.is_deleted():
+            if self._is_idle.is_set():
+                return
+            time.sleep(_MOMENT)
 
     def pause(self) -> None:
         """Stands still after the part under way, until the next `go`."""
@@ -123,52 +160,57 @@ class Job:
         """Ends the batch after the part under way; the rest of it is masked."""
         self._must_end = True
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Fills rows until the batch is complete or something is asked of the job."""
         try:
-            while not (self.is_complete or self._must_pause):
-                # The interpreter waits for this thread before it exits.
-                if not threading.main_thread().is_alive():
-                    break
+            # The interpreter waits for this thread before it exits.
+            while not self._must_pause and threading.main_thread().is_alive():
                 self._fill_part()
+                if self.is_complete:
+                    break
         except BaseException as error:
             self.error = error
         finally:
             self._is_idle.set()
 
     def _fill_part(self) -> None:
-        start, window = time.perf_counter(), self.window
-        num_envs = self._collector.env.num_envs
+        start, num_envs = time.perf_counter(), self._collector.env.num_envs
         num_rows = -(-self.num_steps // num_envs)
-        size = self._pace.next(num_rows - self._row)
-        if self._must_end:
-            size, self.num_steps = 0, min(self.num_steps, self._row * num_envs)
-        stop = self._row + size
-        is_last = self._must_end or stop == num_rows
+        is_last = self._must_end
+        if is_last:
+            stop = self._row
+            self.num_steps = min(self.num_steps, stop * num_envs)
+        else:
+            stop = self._row + self._pace.next(num_rows - self._row)
+            is_last = stop == num_rows
         if self.num_steps:
-            window = window._replace(
-                first_row=self._row,
-                stop_row=stop,
-                is_last=int(is_last),
-                num_steps=self.num_steps,
-            )
-            self._call(window)
-        self._row = stop
-        self.is_complete = is_last
-        if is_last and self.filled is not None:
-            self.product = self._finish(self.filled)
+            self._call(first_row=self._row, stop_row=stop, is_last=int(is_last))
+            if is_last:
+                self.product = self._finish(self.filled)
+        size, self._row, self.is_complete = stop - self._row, stop, is_last
         taken = time.perf_counter() - start
         self.seconds += taken
         if size:
             self._pace.note(size, taken)
 
-    def _call(self, window: Window) -> None:
-        if self.filled is None:
-            carry, memory = self._programs.copy(self.start), self._memory
+    def _call(self, **rows_of_part: int) -> None:
+        window = self.window._replace(**rows_of_part, num_steps=self.num_steps)
+        filled, memory = self.filled, self._memory
+        if filled is None:
+            carry, rows, output = self.start, memory.rows, memory.output
         else:
-            filled = self.filled
-            carry, memory = filled.carry, Memory(filled.rows, filled.result.output)
-        rows, output = self._programs.blank_what_is_missing(*memory)
-        self.filled = self._programs.fill(
-            self._collector, carry, rows, output, self.params, np.array(window, np.int32)
+            carry, rows, output = filled.carry, filled.rows, filled.result.output
+        programs, carries = self._programs, memory.carries
+        output = output if programs.recycles else ()
+        self.filled = programs.fill(
+            self._collector,
+            carry,
+            carries.pop() if carries else programs.copy(carry),
+            programs.blank_rows() if rows is None else rows,
+            programs.blank_output() if output is None else output,
+            self.params,
+            np.array(window, np.int32),
         )
-        self.fault = min(self.fault, int(jax.block_until_ready(self.filled.fault)))
+        self.fault = min(self.fault, int(self.filled.fault))
+        if carry is not self.start:
+            carries.append(carry)

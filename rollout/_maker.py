@@ -10,7 +10,7 @@ from flax import struct
 from envs import keys
 from rollout import _faults, _options, _place, _programs, _rows
 from rollout._fill import Filled, Window
-from rollout._jobs import Job, Memory, Pace
+from rollout._jobs import Job, Memory, Pace, Worker
 from rollout._options import Options
 from rollout.collector import Collector
 from rollout.stats import CollectStats
@@ -57,7 +57,8 @@ class Position(NamedTuple):
 class Handed(NamedTuple):
     """The memory of a batch, and the arrays by which the user knows it."""
 
-    memory: Memory
+    rows: _rows.Rows | None
+    output: chex.ArrayTree
     trajectory: chex.ArrayTree
 
 
@@ -68,7 +69,8 @@ class Maker:
         self.collector, self.options = collector, options
         self.num_envs = collector.env.num_envs
         self._spec = _options.make_spec(options, self.num_envs)
-        self._pace = Pace()
+        self._pace, self._worker = Pace(), Worker()
+        self._free_carries: list[Carry] = []
         self._programs: _programs.Programs | None = None
         self._free_rows: _rows.Rows | None = None
 
@@ -106,6 +108,7 @@ class Maker:
             params,
             window,
             params_version=version,
+            worker=self._worker,
             pace=self._pace,
             memory=self._take_memory(handed),
             finish=self._finish,
@@ -138,7 +141,7 @@ class Maker:
         handed = None
         if self.options.recycle:
             rows = None if self._has_own_rows else filled.rows
-            handed = Handed(Memory(rows, filled.result.output), job.product)
+            handed = Handed(rows, filled.result.output, job.product)
         return batch, Position(
             carry=filled.carry,
             steps=at.steps + num_steps,
@@ -146,6 +149,10 @@ class Maker:
             first_lane=(at.first_lane + num_steps) % self.num_envs,
             handed=handed,
         )
+
+    def free(self, carry: Carry) -> None:
+        """Takes back a carry behind which nothing will go any more."""
+        self._free_carries.append(carry)
 
     def start(self, job: Job, handed: "Handed | None") -> None:
         """Starts a job, and deletes the batch whose memory it takes."""
@@ -160,14 +167,16 @@ class Maker:
         options = self.options
         return options.postprocess is not None or options.placement != "device"
 
-    def _take_memory(self, handed: "Handed | None") -> Memory:
-        memory = Memory(None, None) if handed is None else handed.memory
+    def _take_memory(self, handed: Handed | None) -> Memory:
+        rows = output = None
+        if handed is not None:
+            rows, output = handed.rows, handed.output
         if self._has_own_rows:
-            memory = memory._replace(rows=self._free_rows)
-            self._free_rows = None
+            rows, self._free_rows = self._free_rows, None
         # A job that was interrupted may have taken it.
-        is_gone = any(x.is_deleted() for x in jax.tree.leaves(memory))
-        return Memory(None, None) if is_gone else memory
+        if any(x.is_deleted() for x in jax.tree.leaves((rows, output))):
+            rows = output = None
+        return Memory(self._free_carries, rows, output)
 
     def _finish(self, filled: Filled) -> chex.ArrayTree:
         """Makes what is handed over, in the thread of the job."""

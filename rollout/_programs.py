@@ -15,6 +15,7 @@ from rollout.collector import Collector
 from rollout.types import Carry, Transition
 
 _MAX_KEPT = 64
+_DONATED = (3, 4, 5)  # of the arguments of `fill`: what is only written to
 # What a user may set for a `with` block, and what a compiled program depends on.
 _SETTINGS = (
     "jax_debug_infs",
@@ -37,15 +38,7 @@ class Programs(NamedTuple):
     blank_output: Callable[[], chex.ArrayTree]
     copy: Callable[[Carry], Carry]
     example: Transition  # tells which leaves of a trajectory are typed keys
-
-    def blank_what_is_missing(
-        self, rows: Rows | None, output: chex.ArrayTree | None
-    ) -> tuple[Rows, chex.ArrayTree]:
-        """Makes zeros where there is no memory to reuse."""
-        return (
-            self.blank_rows() if rows is None else rows,
-            self.blank_output() if output is None else output,
-        )
+    recycles: bool  # `fill` takes an old output
 
 
 def make(
@@ -78,16 +71,19 @@ def _compile(
     )
     output = output if recycle else ()
     window = jax.ShapeDtypeStruct((len(Window._fields),), jnp.int32)
-    fill = jax.jit(_fill.fill, static_argnums=0, donate_argnums=(2, 3, 4))
+    fill = jax.jit(_fill.fill, static_argnums=0, donate_argnums=_DONATED, keep_unused=True)
 
     def zeros(shapes: chex.ArrayTree) -> Callable[[], chex.ArrayTree]:
         make = lambda x: keys.blank(x.shape, x, carry.key)  # noqa: E731
         return jax.jit(lambda: jax.tree.map(make, shapes)).lower().compile()
 
     return Programs(
-        fill=fill.lower(spec, collector, carry, rows, output, params, window).compile(),
+        fill=fill.lower(
+            spec, collector, carry, carry, rows, output, params, window
+        ).compile(),
         blank_rows=zeros(rows),
         blank_output=zeros(output),
         copy=copy.lower(carry).compile(),
         example=_fill.lay_out(spec, collector, carry, params).example,
+        recycles=recycle,
     )

@@ -41,33 +41,42 @@ def random_policy(action_space: Space, *, mask_fn: MaskFn | None = None) -> Poli
     return _drawing_policy(_draws.uniform(action_space))
 
 
-def stateless_policy(fn: Callable[..., Any]) -> Policy:
+def stateless_policy(
+    fn: Callable[..., Any], *, mode_fn: Callable[..., Any] | None = None
+) -> Policy:
     """Makes a policy of a function without memory.
 
     Args:
         fn: `(params, obs, key)` to `action`, or to the tuple `(action, extras)`; all
             are batched, `[B, ...]`. An action that is itself a tuple must come with
             extras, if only `()`.
+        mode_fn: as `fn`, but the most likely action, for `Stream(deterministic=True)`.
 
     Returns:
         A policy whose state is `()`.
     """
 
-    def apply(
-        params: chex.ArrayTree,
-        obs: chex.ArrayTree,
-        state: chex.ArrayTree,
-        key: chex.PRNGKey,
-    ) -> PolicyStep:
-        result = fn(params, obs, key)
-        action, extras = result if isinstance(result, tuple) else (result, ())
-        return PolicyStep(action, state, extras)
+    def make(fn: Callable[..., Any]) -> Callable[..., PolicyStep]:
+        def apply(
+            params: chex.ArrayTree,
+            obs: chex.ArrayTree,
+            state: chex.ArrayTree,
+            key: chex.PRNGKey,
+        ) -> PolicyStep:
+            result = fn(params, obs, key)
+            action, extras = result if isinstance(result, tuple) else (result, ())
+            return PolicyStep(action, state, extras)
 
-    return Policy(init=_no_state, apply=apply)
+        return apply
+
+    return Policy(_no_state, make(fn), make(mode_fn) if mode_fn else None)
 
 
 def recurrent_policy(
-    fn: Callable[..., Any], init: Callable[[int], chex.ArrayTree]
+    fn: Callable[..., Any],
+    init: Callable[[int], chex.ArrayTree],
+    *,
+    mode_fn: Callable[..., Any] | None = None,
 ) -> Policy:
     """Makes a policy of a function with memory.
 
@@ -75,28 +84,34 @@ def recurrent_policy(
         fn: `(params, obs, state, key)` to `(action, state)` or `(action, state,
             extras)`; all are batched, `[B, ...]`.
         init: `num_envs` to the `[B, ...]` state at the start of an episode, any pytree.
+        mode_fn: as `fn`, but the most likely action, for `Stream(deterministic=True)`.
 
     Returns:
         A policy whose state goes back to `init` at every episode boundary, lane by
         lane.
     """
 
-    def apply(
-        params: chex.ArrayTree,
-        obs: chex.ArrayTree,
-        state: chex.ArrayTree,
-        key: chex.PRNGKey,
-    ) -> PolicyStep:
-        result = fn(params, obs, state, key)
-        if not isinstance(result, tuple) or len(result) not in (2, 3):
-            got = f"{len(result)} values" if isinstance(result, tuple) else "no tuple"
-            raise ValueError(
-                "A recurrent policy's `fn` must return (action, state) or (action, "
-                f"state, extras), got {got}."
-            )
-        return PolicyStep(*result)
+    def make(fn: Callable[..., Any]) -> Callable[..., PolicyStep]:
+        def apply(
+            params: chex.ArrayTree,
+            obs: chex.ArrayTree,
+            state: chex.ArrayTree,
+            key: chex.PRNGKey,
+        ) -> PolicyStep:
+            result = fn(params, obs, state, key)
+            if not isinstance(result, tuple) or len(result) not in (2, 3):
+                got = (
+                    f"{len(result)} values" if isinstance(result, tuple) else "no tuple"
+                )
+                raise ValueError(
+                    "A recurrent policy's `fn` must return (action, state) or (action, "
+                    f"state, extras), got {got}."
+                )
+            return PolicyStep(*result)
 
-    return Policy(init=init, apply=apply)
+        return apply
+
+    return Policy(init, make(fn), make(mode_fn) if mode_fn else None)
 
 
 # The same object again, since a policy is a static part of every trace.

@@ -148,7 +148,7 @@ class Stream:
             next_params = self._params
         counts = (at.steps, at.batches, at.first_lane, self._params[1], next_params[1])
         state = {
-            "carry": at.carry,
+            "carry": _programs.copy(at.carry),  # its memory will take a later one
             "counts": np.asarray(counts, np.int64),
             "params": self._params[0],
             "totals": self._totals.save(),
@@ -169,7 +169,7 @@ class Stream:
             self._at.job.wait()
         counts = [int(x) for x in state["counts"]]
         steps, batches, first_lane, version, next_version = counts
-        carry = jax.tree.map(jnp.asarray, state["carry"])
+        carry = _programs.copy(jax.tree.map(jnp.asarray, state["carry"]))
         self._at = Position(carry, steps, batches, first_lane)
         self._params = self._maker.own(state["params"]), version
         self._next_params = None
@@ -202,6 +202,7 @@ class Stream:
         if self._is_ahead and not self._must_stop:
             at = self._begin(at, self._at.handed)
         self._at = at
+        self._maker.free(job.start)
         if self._must_stop and at.job is not None:  # `stop` came meanwhile
             at.job.end()
         self._totals.add(batch.steps, job.seconds, batch.stats, job.filled.num_faulty)
