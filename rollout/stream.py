@@ -114,6 +114,11 @@ class Stream:
         return self._params[0]
 
     @property
+    def steps(self) -> int:
+        """Environment steps in all batches handed over, also before a `restore`."""
+        return self._at.steps
+
+    @property
     def stats(self) -> StreamStats:
         """What was collected in the batches handed over since `reset_stats`."""
         return self._totals.read()
