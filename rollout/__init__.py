@@ -12,6 +12,7 @@ from rollout.evaluation import evaluate
 from rollout.exploration import epsilon_greedy, random_warmup
 from rollout.noise import gaussian_noise, ornstein_uhlenbeck
 from rollout.policies import random_policy, recurrent_policy, stateless_policy
+from rollout.split import Pieces, split_trajectories
 from rollout.stats import CollectStats, summarize
 from rollout.stream import Batch, Stream
 from rollout.stream_stats import StreamStats, log_stats
@@ -34,6 +35,7 @@ __all__ = [
     "Episodes",
     "Persistent",
     "Policy",
+    "Pieces",
     "PolicyStep",
     "Stream",
     "StreamStats",
@@ -47,6 +49,7 @@ __all__ = [
     "random_policy",
     "random_warmup",
     "recurrent_policy",
+    "split_trajectories",
     "stateless_policy",
     "summarize",
 ]

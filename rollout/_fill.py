@@ -37,6 +37,7 @@ class Spec(NamedTuple):
     check_finite: bool
     drop_faulty: bool
     postprocess: Postprocess | None
+    num_episodes: int | None  # of a batch of whole episodes
 
 
 class Window(NamedTuple):
@@ -60,6 +61,7 @@ class Filled(NamedTuple):
     result: Result  # zero unless the batch is complete
     fault: jax.Array  # () int32, the first step with a fault, or `_faults.NONE`
     num_faulty: jax.Array  # () int32, episodes that ended as faulty so far
+    num_steps: jax.Array  # () int32, of the batch
 
 
 def lay_out(spec: Spec, collector: Collector, carry: Carry, params: Any) -> Layout:
@@ -72,6 +74,8 @@ def blank(
     spec: Spec, collector: Collector, carry: Carry, params: Any
 ) -> tuple[Rows, chex.ArrayTree]:
     """Makes rows to fill and an output to overwrite, all zero."""
+    if spec.num_episodes is not None:
+        return (), ()
     layout = lay_out(spec, collector, carry, params)
     rows = _rows.blank(layout, spec.num_rows, collector.env.num_envs)
     mask = jnp.zeros(rows.flags.shape, bool)
@@ -130,7 +134,7 @@ def fill(
         lambda: blank_result,
     )
     flags = {} if spec.postprocess else _rows.read_flags(rows, mask)
-    return Filled(carry, rows, flags, result, fault, num_faulty)
+    return Filled(carry, rows, flags, result, fault, num_faulty, window.num_steps)
 
 
 def _make_step(

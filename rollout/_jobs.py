@@ -186,6 +186,7 @@ class Job:
         if self.num_steps:
             self._call(first_row=self._row, stop_row=stop, is_last=int(is_last))
             if is_last:
+                self.num_steps = int(self.filled.num_steps)
                 self.product = self._finish(self.filled)
         size, self._row, self.is_complete = stop - self._row, stop, is_last
         taken = time.perf_counter() - start

@@ -14,7 +14,7 @@ from rollout._jobs import Job, Memory, Pace, Worker
 from rollout._options import Options
 from rollout.collector import Collector
 from rollout.stats import CollectStats
-from rollout.types import Carry, Transition
+from rollout.types import Carry, Episodes, Transition
 
 
 @struct.dataclass(kw_only=True)
@@ -29,6 +29,7 @@ class Batch:
         warmup_steps: how many of them, the first ones, took random actions.
         params_version: with which parameters it was made: 0 for those of the
             constructor, n for those of the n-th `set_params`.
+        episodes: with `episodes_per_batch` the episodes, `[N]`, else None.
     """
 
     trajectory: Transition | chex.ArrayTree  # [T, B, ...]
@@ -36,6 +37,7 @@ class Batch:
     steps: int
     warmup_steps: int
     params_version: int
+    episodes: Episodes | None = None  # [N]
 
 
 class Position(NamedTuple):
@@ -84,7 +86,8 @@ class Maker:
     ) -> Job | None:
         """Makes the job of the next batch; None if there is none."""
         options = self.options
-        num_steps = options.steps_per_batch
+        # A batch of whole episodes has as many steps as they turn out to have.
+        num_steps = options.steps_per_batch or self.num_envs
         if options.total_steps is not None:
             num_steps = min(num_steps, options.total_steps - at.steps)
         if num_steps <= 0:
@@ -130,7 +133,7 @@ class Maker:
 
     def hand_over(self, job: Job, at: Position) -> tuple[Batch, Position]:
         """Makes the batch of a complete job, and the position behind it."""
-        filled, num_steps = job.filled, job.num_steps
+        filled, num_steps, options = job.filled, job.num_steps, self.options
         batch = Batch(
             trajectory=job.product,
             stats=filled.result.stats,
@@ -138,8 +141,11 @@ class Maker:
             warmup_steps=min(job.window.num_random, num_steps),
             params_version=job.params_version,
         )
+        if options.episodes_per_batch is not None:
+            trajectory, episodes = job.product
+            batch = batch.replace(trajectory=trajectory, episodes=episodes)
         handed = None
-        if self.options.recycle:
+        if options.recycle:
             rows = None if self._has_own_rows else filled.rows
             handed = Handed(rows, filled.result.output, job.product)
         return batch, Position(
@@ -180,10 +186,10 @@ class Maker:
 
     def _finish(self, filled: Filled) -> chex.ArrayTree:
         """Makes what is handed over, in the thread of the job."""
-        product = filled.result.output
-        if self.options.postprocess is None:
+        product, options = filled.result.output, self.options
+        if options.postprocess is None and options.episodes_per_batch is None:
             product = self._trajectory(filled)
-        product = jax.block_until_ready(_place.place(product, self.options.placement))
+        product = jax.block_until_ready(_place.place(product, options.placement))
         if self._has_own_rows:
             self._free_rows = filled.rows
         return product

@@ -12,13 +12,29 @@ from rollout.collector import Collector
 from rollout.types import Policy
 
 _MAX_INT = 2**31 - 1  # steps of a batch are counted in int32
+_COUNTS = (
+    "steps_per_batch",
+    "episodes_per_batch",
+    "total_steps",
+    "max_episode_steps",
+)
+# What counts steps, or says what the ends of a batch do to episodes.
+_NOT_WITH_EPISODES = (
+    "total_steps",
+    "warmup_steps",
+    "reset_each_batch",
+    "truncate_at_batch_end",
+    "recycle",
+    "check_finite",
+)
 _ON_FAULT = ("raise", "drop")
 
 
 class Options(NamedTuple):
     """The options as `Stream` takes them; see there."""
 
-    steps_per_batch: int
+    steps_per_batch: int | None
+    episodes_per_batch: int | None
     total_steps: int | None
     warmup_steps: int
     max_episode_steps: int | None
@@ -43,15 +59,21 @@ def check(options: Options) -> None:
     Raises:
         ValueError: if there is one.
     """
-    checks.count("steps_per_batch", options.steps_per_batch)
-    if options.steps_per_batch > _MAX_INT:
+    for name in _COUNTS:
+        if getattr(options, name) is not None:
+            checks.count(name, getattr(options, name))
+    if (options.steps_per_batch is None) == (options.episodes_per_batch is None):
+        raise ValueError(
+            "Either `steps_per_batch` or `episodes_per_batch` must be given, got "
+            f"{options.steps_per_batch} and {options.episodes_per_batch}."
+        )
+    if (options.steps_per_batch or 0) > _MAX_INT:
         raise ValueError(
             f"`steps_per_batch` must be at most {_MAX_INT}, got "
             f"{options.steps_per_batch}."
         )
-    for name in ("total_steps", "max_episode_steps"):
-        if getattr(options, name) is not None:
-            checks.count(name, getattr(options, name))
+    if options.episodes_per_batch is not None:
+        _check_episodes(options)
     if options.warmup_steps != 0:
         _check_warmup(options.warmup_steps)
     if isinstance(options.prefetch, bool) or options.prefetch not in (0, 1):
@@ -74,9 +96,10 @@ def check(options: Options) -> None:
 
 def make_spec(options: Options, num_envs: int) -> Spec:
     """Says what is settled when compiling."""
-    counts = options.steps_per_batch, options.total_steps or 0
+    steps = options.steps_per_batch or 0
+    counts = steps, options.total_steps or 0
     return Spec(
-        num_rows=-(-options.steps_per_batch // num_envs),
+        num_rows=-(-steps // num_envs) or options.max_episode_steps,
         has_idle_lanes=any(count % num_envs for count in counts),
         has_warmup=options.warmup_steps > 0,
         reset_each_batch=options.reset_each_batch,
@@ -84,6 +107,7 @@ def make_spec(options: Options, num_envs: int) -> Spec:
         check_finite=options.check_finite,
         drop_faulty=options.on_fault == "drop",
         postprocess=options.postprocess,
+        num_episodes=options.episodes_per_batch,
     )
 
 
@@ -114,6 +138,20 @@ def describe_kind(tree: Any) -> str:
     """Says of a tree what `same_kind` compares."""
     kinds = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree)]
     return f"{jax.tree.structure(tree)} of {', '.join(kinds) or 'nothing'}"
+
+
+def _check_episodes(options: Options) -> None:
+    if options.max_episode_steps is None:
+        raise ValueError(
+            "`episodes_per_batch` needs `max_episode_steps`, the number of rows, got "
+            "None."
+        )
+    for name in _NOT_WITH_EPISODES:
+        if getattr(options, name):
+            raise ValueError(
+                f"`{name}` must not be given with `episodes_per_batch`, got "
+                f"{getattr(options, name)!r}."
+            )
 
 
 def _check_warmup(value: Any) -> None:

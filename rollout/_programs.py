@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from envs import keys
 from rollout import _fill
 from rollout._fill import Spec, Window
+from rollout._fill_episodes import fill_episodes
 from rollout._rows import Rows
 from rollout.collector import Collector
 from rollout.types import Carry, Transition
@@ -71,7 +72,8 @@ def _compile(
     )
     output = output if recycle else ()
     window = jax.ShapeDtypeStruct((len(Window._fields),), jnp.int32)
-    fill = jax.jit(_fill.fill, static_argnums=0, donate_argnums=_DONATED, keep_unused=True)
+    fill = _fill.fill if spec.num_episodes is None else fill_episodes
+    fill = jax.jit(fill, static_argnums=0, donate_argnums=_DONATED, keep_unused=True)
 
     def zeros(shapes: chex.ArrayTree) -> Callable[[], chex.ArrayTree]:
         make = lambda x: keys.blank(x.shape, x, carry.key)  # noqa: E731

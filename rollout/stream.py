@@ -35,7 +35,8 @@ class Stream:
         *,
         key: chex.PRNGKey,
         params: Any = None,
-        steps_per_batch: int,
+        steps_per_batch: int | None = None,
+        episodes_per_batch: int | None = None,
         total_steps: int | None = None,
         warmup_steps: int = 0,
         max_episode_steps: int | None = None,
@@ -53,6 +54,7 @@ class Stream:
     ) -> None:
         options = Options(
             steps_per_batch=steps_per_batch,
+            episodes_per_batch=episodes_per_batch,
             total_steps=total_steps,
             warmup_steps=warmup_steps,
             max_episode_steps=max_episode_steps,

@@ -1,0 +1,49 @@
+"""The compiled part of a stream of whole episodes: all rows of a batch in one call."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rollout import _faults
+from rollout._fill import Filled, Spec
+from rollout._rows import Result
+from rollout.collector import Collector
+from rollout.stats import count_nonfinite, summarize
+from rollout.types import Carry
+
+
+def fill_episodes(
+    spec: Spec,
+    collector: Collector,
+    carry: Carry,
+    old_carry: Carry,
+    rows: tuple[()],
+    old_output: tuple[()],
+    params: Any,
+    window: jax.Array,
+) -> Filled:
+    """Plays the episodes of one batch; the arguments are those of `_fill.fill`.
+
+    Returns:
+        What goes into the next call; the output is the trajectory, `[L, N, ...]`, or
+        what `postprocess` made of it, and the `Episodes`.
+    """
+    del old_carry, old_output, window  # unread
+    carry, trajectory, episodes = collector.collect_padded_episodes(
+        carry, params, spec.num_episodes, max_length=spec.num_rows
+    )
+    output: chex.ArrayTree = trajectory
+    if spec.postprocess is not None:
+        output = spec.postprocess(trajectory)
+    stats = summarize(episodes).replace(num_nonfinite=count_nonfinite(trajectory))
+    return Filled(
+        carry=carry,
+        rows=rows,
+        flags={},
+        result=Result(output=(output, episodes), stats=stats),
+        fault=jnp.int32(_faults.NONE),
+        num_faulty=jnp.int32(0),
+        num_steps=episodes.num_steps,
+    )

@@ -1,0 +1,64 @@
+"""Trajectories apart: one row per episode, or per piece of one."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from envs import keys
+from rollout.types import Transition
+
+
+class Pieces(NamedTuple):
+    """The `N` pieces of episodes in a trajectory, of at most `L` steps.
+
+    Lane by lane, and within a lane in the order of time.
+
+    Attributes:
+        trajectory: `[N, L, ...]`, all zero behind the end of a piece.
+        mask: `[N, L]` bool, False behind the end of a piece.
+        episode_id: `[N]` int32. Pieces of one episode in several batches share it.
+        env_id: `[N]` int32, the lane.
+    """
+
+    trajectory: Transition  # [N, L, ...]
+    mask: np.ndarray  # [N, L]
+    episode_id: np.ndarray  # [N]
+    env_id: np.ndarray  # [N]
+
+
+def split_trajectories(trajectory: Transition) -> Pieces:
+    """Splits a trajectory where episodes begin and end. On the host, not inside `jit`.
+
+    How many pieces there are depends on the data, so no compiled program could say. A
+    piece begins where its episode does or where the trajectory does: the first row of
+    a piece is `first` only if the episode began in this trajectory, and the last row
+    is `done` only if it ended there.
+
+    Args:
+        trajectory: `[T, B, ...]`; rows whose `mask` is False belong to no piece.
+
+    Returns:
+        The pieces, as NumPy arrays; typed keys stay keys.
+    """
+    mask, episode_id = (
+        np.asarray(x).T for x in (trajectory.mask, trajectory.episode_id)
+    )
+    lane, step = np.nonzero(mask)  # lane by lane
+    ids = episode_id[lane, step]
+    is_new = np.ones(ids.shape, bool)
+    is_new[1:] = (lane[1:] != lane[:-1]) | (ids[1:] != ids[:-1])
+    piece = np.cumsum(is_new) - 1
+    begin = np.flatnonzero(is_new)
+    column = np.arange(ids.size) - begin[piece] if ids.size else piece
+    shape = begin.size, int(column.max(initial=-1)) + 1
+
+    def gather(x: jax.Array) -> np.ndarray:
+        x = np.asarray(x)
+        pieces = np.zeros((*shape, *x.shape[2:]), x.dtype)
+        pieces[piece, column] = x[step, lane]
+        return pieces
+
+    words = keys.words(trajectory)
+    pieces = keys.like(jax.tree.map(gather, words), trajectory)
+    return Pieces(pieces, np.asarray(pieces.mask), ids[begin], lane[begin].astype("i4"))

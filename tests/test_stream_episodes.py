@@ -1,0 +1,127 @@
+"""Batches of whole episodes, and trajectories split into pieces of them."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+from cases import make_collector, raw
+
+import rollout
+
+B = 4
+each_env = pytest.mark.parametrize("name", ["count", "CartPole-v1"])
+
+
+def make_stream(name, **options):
+    return rollout.Stream(make_collector(name, B), key=jax.random.key(7), **options)
+
+
+@each_env
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_batches_of_episodes_are_those_of_the_queue(name, prefetch):
+    stream = make_stream(
+        name, episodes_per_batch=5, max_episode_steps=6, prefetch=prefetch
+    )
+    batches = [next(stream) for _ in range(3)]
+    collector = make_collector(name, B)
+    carry = collector.init(jax.random.key(7))
+    for number, batch in enumerate(batches):
+        carry, trajectory, episodes = collector.collect_padded_episodes(
+            carry, None, 5, max_length=6
+        )
+        chex.assert_trees_all_equal(raw(batch.trajectory), raw(trajectory))
+        chex.assert_trees_all_equal(batch.episodes, episodes)
+        assert batch.steps == int(trajectory.mask.sum()) == int(batch.stats.num_steps)
+        # Episode e of the queue is number -1 - e: 5 in a batch, none twice.
+        ids = batch.trajectory.episode_id[0]
+        np.testing.assert_array_equal(ids, -1 - np.arange(5 * number, 5 * number + 5))
+    assert stream.stats.collect_episodes == 15
+    assert stream.stats.collect_steps == sum(batch.steps for batch in batches)
+
+
+def test_stream_of_episodes_is_restored():
+    options = {"episodes_per_batch": 5, "max_episode_steps": 6}
+    stream = make_stream("count", **options)
+    next(stream)
+    state, want = stream.state(), next(stream)
+    other = make_stream("count", **options)
+    other.restore(state)
+    chex.assert_trees_all_equal(raw(next(other).trajectory), raw(want.trajectory))
+
+
+@each_env
+def test_postprocess_sees_the_padded_episodes(name):
+    options = {"episodes_per_batch": 5, "max_episode_steps": 6}
+    got = next(make_stream(name, postprocess=lambda x: x.reward.sum(0), **options))
+    np.testing.assert_array_equal(got.trajectory, got.episodes.episode_return)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "Either `steps_per_batch` or `episodes_per_batch` must be given"),
+        (
+            {"steps_per_batch": 4, "episodes_per_batch": 4},
+            "Either `steps_per_batch` or `episodes_per_batch` must be given",
+        ),
+        ({"episodes_per_batch": 4}, "`episodes_per_batch` needs `max_episode_steps`"),
+        (
+            {"episodes_per_batch": 4, "max_episode_steps": 4, "total_steps": 9},
+            "`total_steps` must not be given with `episodes_per_batch`, got 9",
+        ),
+        (
+            {"episodes_per_batch": 4, "max_episode_steps": 4, "recycle": True},
+            "`recycle` must not be given with `episodes_per_batch`, got True",
+        ),
+    ],
+)
+def test_options_that_clash_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_stream("count", **options)
+
+
+@each_env
+@pytest.mark.parametrize("per_batch", [48, 45])
+def test_pieces_are_those_of_a_plain_loop(name, per_batch):
+    batch = next(make_stream(name, steps_per_batch=per_batch))
+    trajectory = jax.device_get(raw(batch.trajectory))
+    expected = []
+    for lane in range(B):
+        for t in range(12):
+            if trajectory.mask[t, lane]:
+                episode_id = trajectory.episode_id[t, lane]
+                if not expected or expected[-1][:2] != (lane, episode_id):
+                    expected.append((lane, episode_id, []))
+                expected[-1][2].append(t)
+    pieces = rollout.split_trajectories(batch.trajectory)
+    longest = max(len(steps) for *_, steps in expected)
+    assert pieces.mask.shape == (len(expected), longest)
+    assert pieces.mask.sum() == per_batch
+    for n, (lane, episode_id, steps) in enumerate(expected):
+        assert (pieces.env_id[n], pieces.episode_id[n]) == (lane, episode_id)
+        assert pieces.mask[n].sum() == len(steps)
+        for field in ("obs", "action", "reward", "next_obs", "episode_length"):
+            got = getattr(pieces.trajectory, field)[n]
+            want = getattr(trajectory, field)[steps, lane]
+            np.testing.assert_array_equal(got[: len(steps)], want)
+            assert not got[len(steps) :].any()
+
+
+def test_pieces_of_one_episode_in_two_batches_share_its_id():
+    stream = make_stream("CartPole-v1", steps_per_batch=12)
+    first, second = (
+        rollout.split_trajectories(next(stream).trajectory) for _ in range(2)
+    )
+    # Three rows each, and no pole falls within six: one piece per lane and batch.
+    np.testing.assert_array_equal(first.episode_id, [0, 1, 2, 3])
+    np.testing.assert_array_equal(second.episode_id, [0, 1, 2, 3])
+    np.testing.assert_array_equal(first.trajectory.episode_length, [[1, 2, 3]] * B)
+    np.testing.assert_array_equal(second.trajectory.episode_length, [[4, 5, 6]] * B)
+
+
+def test_trajectory_without_steps_has_no_pieces():
+    batch = next(make_stream("count", steps_per_batch=12))
+    void = batch.trajectory.replace(mask=np.zeros((3, B), bool))
+    pieces = rollout.split_trajectories(void)
+    assert pieces.mask.shape == (0, 0)
+    assert pieces.trajectory.obs.shape == (0, 0, 1)
