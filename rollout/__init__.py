@@ -4,6 +4,9 @@
 `recurrent_policy` make its policy, and `epsilon_greedy`, `random_warmup`,
 `gaussian_noise` and `ornstein_uhlenbeck` make one explore; `summarize` says which
 episodes ended. Everything runs inside your own `jit`, or jitted from a notebook.
+
+`Stream` hands batches to a training loop that is driven by Python; `checkpoint` saves
+and restores it; `profile` says where the time goes.
 """
 
 from rollout import checkpoint
@@ -12,6 +15,7 @@ from rollout.evaluation import evaluate
 from rollout.exploration import epsilon_greedy, random_warmup
 from rollout.noise import gaussian_noise, ornstein_uhlenbeck
 from rollout.policies import random_policy, recurrent_policy, stateless_policy
+from rollout.profiling import Profile, profile
 from rollout.split import Pieces, split_trajectories
 from rollout.stats import CollectStats, summarize
 from rollout.stream import Batch, Stream
@@ -34,18 +38,20 @@ __all__ = [
     "Episode",
     "Episodes",
     "Persistent",
-    "Policy",
     "Pieces",
+    "Policy",
     "PolicyStep",
+    "Profile",
     "Stream",
     "StreamStats",
     "Transition",
+    "checkpoint",
     "epsilon_greedy",
     "evaluate",
     "gaussian_noise",
-    "checkpoint",
     "log_stats",
     "ornstein_uhlenbeck",
+    "profile",
     "random_policy",
     "random_warmup",
     "recurrent_policy",

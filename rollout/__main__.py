@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
+        sys.stdout.flush()  # the table so far
         # On a terminal the cursor stands behind the ^C that was typed.
         start = "\r" if sys.stderr.isatty() else ""
         print(f"{start}{parser.prog}: interrupted", file=sys.stderr)
@@ -78,11 +79,14 @@ def _run_steps(args: argparse.Namespace) -> int:
     program = _run.prepare(args)
     result = _run.collect(program, args)
     _report.print_steps(args, program, result)
+    if result.is_interrupted:
+        raise KeyboardInterrupt
     if args.save:
         _write(args.save, lambda file: np.savez(file, **result.trajectory))
         _report.print_row("saved", args.save)
     if args.profile:
-        trace = _run.profile(program, result.carry, args.profile)
+        seconds, trace = _run.profile(args)
+        _report.print_profile(seconds)
         _report.print_row("profile", trace)
     if args.plot and not result.ended.step.size:
         reason = "no episode ended in this window, nothing to draw"

@@ -50,7 +50,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--save", type=Path, metavar="FILE", help="write the trajectory as .npz")
     add("--plot", type=Path, metavar="FILE", help="draw the episodes as .png")
-    add("--profile", type=Path, metavar="DIR", help="trace one more chunk to DIR")
+    add(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="say where the time of a batch goes, and trace one more to DIR",
+    )
     add("--list-envs", action="store_true", help="print the known ids and exit")
     add(
         "--xla-cpu-loop",

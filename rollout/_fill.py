@@ -176,9 +176,7 @@ def _make_step(
     return step
 
 
-def _warming(
-    policy: Policy, space: Any, carry: Carry, is_random: jax.Array
-) -> Policy:
+def _warming(policy: Policy, space: Any, carry: Carry, is_random: jax.Array) -> Policy:
     """Makes the policy that acts at random in the lanes where `is_random`."""
     draw = _draws.uniform(space)
 
@@ -201,9 +199,7 @@ def _warming(
     return Policy(init=policy.init, apply=apply)
 
 
-def _stand_still(
-    active: jax.Array, old: Carry, stepped: Carry, fresh: Carry
-) -> Carry:
+def _stand_still(active: jax.Array, old: Carry, stepped: Carry, fresh: Carry) -> Carry:
     """Gives the lanes that are not `active` back what they had."""
     paths = zip(
         jax.tree.leaves(old.env_state),

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
-import jax
 import numpy as np
 
 from rollout import _faults

@@ -81,6 +81,12 @@ class Maker:
         params = jax.tree.map(_strong, params)
         return _programs.copy(params) if self.options.prefetch else params
 
+    def compile(self, at: Position, params: Any) -> None:
+        """Makes the programs, unless they are there."""
+        self._programs = _programs.make(
+            self._spec, self.collector, at.carry, params, recycle=self.options.recycle
+        )
+
     def make_job(
         self, at: Position, handed: "Handed | None", params: Any, version: int
     ) -> Job | None:
@@ -92,9 +98,7 @@ class Maker:
             num_steps = min(num_steps, options.total_steps - at.steps)
         if num_steps <= 0:
             return None
-        self._programs = _programs.make(
-            self._spec, self.collector, at.carry, params, recycle=options.recycle
-        )
+        self.compile(at, params)
         window = Window(
             first_row=0,
             stop_row=0,

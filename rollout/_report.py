@@ -8,6 +8,7 @@ import numpy as np
 
 from rollout._episodes import Played
 from rollout._run import XLA_CPU_LOOP, Program, Result
+from rollout.profiling import Profile
 from rollout.stats import CollectStats
 from rollout.types import Episodes
 
@@ -16,10 +17,12 @@ _CUT = "cut by --max-steps"
 
 def print_steps(args: argparse.Namespace, program: Program, result: Result) -> None:
     """Prints what was run, what the episodes were like and how fast they came."""
-    num_rows, ended = args.num_envs * args.num_steps, result.ended
+    num_rows, ended = args.num_envs * result.num_steps, result.ended
     _print_run(args)
     print_row("envs", f"{args.num_envs:,}")
-    print_row("steps", f"{num_rows:,}")
+    wanted = args.num_envs * args.num_steps
+    so_far = f" (of {wanted:,}, interrupted)" if result.is_interrupted else ""
+    print_row("steps", f"{num_rows:,}{so_far}")
     count, num_terminated = ended.terminated.size, int(ended.terminated.sum())
     if count:
         flags = f"{num_terminated:,} terminated, {count - num_terminated:,} truncated"
@@ -56,6 +59,13 @@ def print_episode(args: argparse.Namespace, episodes: Episodes) -> None:
     _print_run(args)
     print_row("return", f"{episodes.episode_return[0]:.6g}")
     print_row("length", f"{episodes.episode_length[0]:,} ({ending})")
+
+
+def print_profile(seconds: Profile) -> None:
+    """Prints where the time of a batch goes."""
+    for name, value in seconds._asdict().items():
+        share = f"{1e3 * value:.3f} ms ({100 * value / seconds.whole:.0f} %)"
+        print_row(f"  {name}".replace("_", " "), share)
 
 
 def print_row(label: str, value: object) -> None:

@@ -177,5 +177,3 @@ def _write(rows: Rows, row: jax.Array, new: Rows) -> Rows:
 
 def _map(fn: Callable[[Any], Any], row: Transition) -> Transition:
     return jax.tree.map(fn, row)
-
-

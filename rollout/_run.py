@@ -1,8 +1,8 @@
-"""A run of `--num-steps`: compile, collect chunk by chunk, profile."""
+"""A run of `--num-steps`: compile, collect batch by batch, profile."""
 
 import argparse
 import contextlib
-import functools
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,19 +10,21 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 import envs
 from rollout.collector import Collector
 from rollout.policies import random_policy
-from rollout.types import Carry
+from rollout.profiling import Profile
+from rollout.profiling import profile as time_parts
+from rollout.stream import Batch, Stream
+from rollout.types import Transition
 
 XLA_CPU_LOOP = (
     "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
 )
 
-_NUM_CHUNKS = 20
-_MAX_ROWS = 1 << 22  # of a chunk, so that its memory does not grow with the run
+_NUM_BATCHES = 20
+_MAX_ROWS = 1 << 22  # of a batch, so that its memory does not grow with the run
 _ENDING_FIELDS = ("terminated", "truncated", "episode_return", "episode_length")
 
 
@@ -31,11 +33,9 @@ class InputError(Exception):
 
 
 class Program(NamedTuple):
-    """A compiled collection, ready to run."""
+    """A stream that is compiled, ready to run."""
 
-    collector: Collector
-    carry: Carry
-    chunks: dict[int, jax.stages.Compiled]  # by their number of steps
+    stream: Stream
     compile_time: float  # s
 
 
@@ -51,29 +51,30 @@ class Ended(NamedTuple):
 class Result(NamedTuple):
     """What was collected."""
 
-    carry: Carry
+    num_steps: int  # T, steps of every lane
     ended: Ended
     trajectory: dict[str, np.ndarray]  # [T, B, ...] by name, {} unless it is saved
     run_time: float  # s
+    is_interrupted: bool
 
 
 def prepare(args: argparse.Namespace) -> Program:
-    """Makes the environments, starts them, and compiles the chunks ahead of time.
+    """Makes the environments, starts them, and compiles the collection.
 
     Raises:
         InputError: if there is no such environment, or not with these parameters.
     """
     with naming_parameters(args):
-        env = envs.make_vec(args.env, args.num_envs, **dict(args.env_param))
-        collector = Collector(env=env, policy=random_policy(env.action_space))
         start = time.perf_counter()
-        carry = collector.init(jax.random.key(args.seed))
-        compile_chunk = functools.partial(_chunk.lower, collector, carry)
-        chunks = {
-            size: compile_chunk(num_steps=size, whole=bool(args.save)).compile()
-            for size in {stop - first for first, stop in _windows(args)}
-        }
-    return Program(collector, carry, chunks, time.perf_counter() - start)
+        stream = _make_stream(args, total_steps=args.num_steps * args.num_envs)
+        stream.compile()
+    return Program(stream, time.perf_counter() - start)
+
+
+def make_collector(args: argparse.Namespace) -> Collector:
+    """Makes the environments, and the random policy in them."""
+    env = envs.make_vec(args.env, args.num_envs, **dict(args.env_param))
+    return Collector(env=env, policy=random_policy(env.action_space))
 
 
 @contextlib.contextmanager
@@ -93,63 +94,101 @@ def naming_parameters(args: argparse.Namespace) -> Iterator[None]:
 
 
 def collect(program: Program, args: argparse.Namespace) -> Result:
-    """Collects `num_steps` steps of every lane, with a bar if stderr is a terminal."""
-    trajectory = _allocate(program, args) if args.save else {}
-    carry, ended = program.carry, []
-    num_rows = args.num_steps * args.num_envs
-    start = time.perf_counter()
-    with tqdm(total=num_rows, unit="step", unit_scale=True, disable=None) as bar:
-        for first, stop in _windows(args):
-            carry, fields = program.chunks[stop - first](program.collector, carry)
-            fields = {name: np.asarray(field) for name, field in fields.items()}
-            for name, rows in trajectory.items():
-                rows[first:stop] = fields[name]
-            ended.append(_find_ended(fields, first))
-            bar.update((stop - first) * args.num_envs)
-    run_time = time.perf_counter() - start
-    parts = zip(*ended, strict=True)
-    return Result(carry, Ended(*map(np.concatenate, parts)), trajectory, run_time)
+    """Collects `num_steps` steps of every lane, with a bar if stderr is a terminal.
+
+    After Ctrl-C the result is what was collected until then.
+    """
+    parts, start = _Parts(args), time.perf_counter()
+    try:
+        for batch in program.stream:
+            parts.add(batch)
+    except KeyboardInterrupt:
+        parts.is_interrupted = True
+        program.stream.stop()
+        for batch in program.stream:  # as much of it as is there
+            parts.add(batch)
+        if not parts.num_steps:
+            raise
+    return parts.join(time.perf_counter() - start)
 
 
-def profile(program: Program, carry: Carry, folder: Path) -> Path:
-    """Runs one more chunk under the profiler; returns where its trace lies."""
-    chunk = program.chunks[max(program.chunks)]
-    with jax.profiler.trace(folder):
-        jax.block_until_ready(chunk(program.collector, carry))
+def profile(args: argparse.Namespace) -> tuple[Profile, Path]:
+    """Times the parts of a batch, and runs one under jax's own profiler.
+
+    Returns:
+        Seconds per part, and where the trace lies.
+    """
+    seconds = time_parts(make_collector(args), None, _num_rows(args))
+    stream = _make_stream(args, total_steps=None)
+    next(stream)
+    with jax.profiler.trace(args.profile):
+        next(stream)
     # The profiler names its folders by the time.
-    return max(folder.glob("plugins/profile/*"), default=folder)
+    return seconds, max(args.profile.glob("plugins/profile/*"), default=args.profile)
 
 
-@functools.partial(jax.jit, static_argnames=("num_steps", "whole"))
-def _chunk(
-    collector: Collector, carry: Carry, *, num_steps: int, whole: bool
-) -> tuple[Carry, dict[str, jax.Array]]:
-    """Collects, and hands out what is read: the rest leaves no buffer."""
-    carry, trajectory = collector.collect_steps(carry, None, num_steps)
-    fields = {
+class _Parts:
+    """What is kept of the batches of a run."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.num_steps, self.is_interrupted = 0, False
+        self._args = args
+        self._ended: list[Ended] = []
+        self._trajectory: dict[str, np.ndarray] = {}
+
+    def add(self, batch: Batch) -> None:
+        """Keeps the rows of a batch that are not void."""
+        first, size = self.num_steps, batch.steps // self._args.num_envs
+        fields = {name: np.asarray(x)[:size] for name, x in batch.trajectory.items()}
+        if self._args.save:
+            self._keep(fields, first)
+        self._ended.append(_find_ended(fields, first))
+        self.num_steps = first + size
+
+    def join(self, run_time: float) -> Result:
+        """Puts the parts together."""
+        ended = Ended(*map(np.concatenate, zip(*self._ended, strict=True)))
+        rows = {name: x[: self.num_steps] for name, x in self._trajectory.items()}
+        return Result(self.num_steps, ended, rows, run_time, self.is_interrupted)
+
+    def _keep(self, fields: dict[str, np.ndarray], first: int) -> None:
+        for name, rows in fields.items():
+            if (
+                name not in self._trajectory
+            ):  # joined afterwards it would be there twice
+                shape = (self._args.num_steps, *rows.shape[1:])
+                self._trajectory[name] = np.empty(shape, rows.dtype)
+            self._trajectory[name][first : first + len(rows)] = rows
+
+
+def _make_stream(args: argparse.Namespace, *, total_steps: int | None) -> Stream:
+    return Stream(
+        make_collector(args),
+        key=jax.random.key(args.seed),
+        steps_per_batch=_num_rows(args) * args.num_envs,
+        total_steps=total_steps,
+        postprocess=_all_fields if args.save else _ending_fields,
+        prefetch=1,
+        progress=total_steps is not None and sys.stderr.isatty(),
+    )
+
+
+def _all_fields(trajectory: Transition) -> dict[str, jax.Array]:
+    return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree.leaves_with_path(trajectory)
     }
-    return carry, fields if whole else {name: fields[name] for name in _ENDING_FIELDS}
 
 
-def _windows(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """First step and stop of each chunk: of equal size, the last one may be shorter."""
-    most = min(-(-args.num_steps // _NUM_CHUNKS), max(1, _MAX_ROWS // args.num_envs))
-    # A shorter last chunk is a second program to compile: avoid it where that is easy.
-    sizes = range(most, most // 2, -1)
-    size = next((size for size in sizes if args.num_steps % size == 0), most)
-    for first in range(0, args.num_steps, size):
-        yield first, min(first + size, args.num_steps)
+def _ending_fields(trajectory: Transition) -> dict[str, jax.Array]:
+    """What the table is made of: the rest leaves no buffer."""
+    return {name: getattr(trajectory, name) for name in _ENDING_FIELDS}
 
 
-def _allocate(program: Program, args: argparse.Namespace) -> dict[str, np.ndarray]:
-    """Makes room for the trajectory: joining chunks afterwards would take it twice."""
-    _, fields = next(iter(program.chunks.values())).out_info
-    return {
-        name: np.empty((args.num_steps, *field.shape[1:]), field.dtype)
-        for name, field in fields.items()
-    }
+def _num_rows(args: argparse.Namespace) -> int:
+    """Steps of every lane in a batch."""
+    most = max(1, _MAX_ROWS // args.num_envs)
+    return min(-(-args.num_steps // _NUM_BATCHES), most)
 
 
 def _find_ended(fields: dict[str, np.ndarray], first: int) -> Ended:

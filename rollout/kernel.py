@@ -80,9 +80,9 @@ def advance(
     A lane whose episode ended must be given to `restart` before it is stepped again.
     """
     with jax.named_scope("policy"):
-        decision = _act(env, policy, carry, params)
+        decision = act(env, policy, carry, params)
     with jax.named_scope("env_step"):
-        result = _step_env(env, carry, decision.action)
+        result = step_env(env, carry, decision.action)
     with jax.named_scope("bookkeeping"):
         transition = _record(env, carry, decision, result)
         carry = carry.replace(
@@ -158,14 +158,17 @@ def _own_key(
     return keys.fold_in(keys.fold_in(env_key, lane), number)
 
 
-def _act(env: VectorEnv, policy: Policy, carry: Carry, params: Any) -> PolicyStep:
+def act(env: VectorEnv, policy: Policy, carry: Carry, params: Any) -> PolicyStep:
+    """Asks the policy what to do at the carry's step."""
     policy_key = keys.fold_in(keys.fold_in(carry.key, _POLICY), carry.step)
     decision = policy.apply(params, carry.obs, carry.policy_state, policy_key)
     checks.policy_step(decision, env, carry.policy_state)
     return decision
 
 
-def _step_env(env: VectorEnv, carry: Carry, action: chex.ArrayTree) -> EnvStep:
+def step_env(env: VectorEnv, carry: Carry, action: chex.ArrayTree) -> EnvStep:
+    """Steps the environments, and resets none."""
+
     def step(*args: chex.ArrayTree) -> EnvStep:
         result = env.step(*args)
         checks.env_step(result, env.num_envs, carry.env_state, carry.obs)

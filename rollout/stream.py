@@ -27,6 +27,77 @@ class Stream:
         for batch in stream:
             params = update(params, batch.trajectory)
             stream.set_params(params)
+
+    A batch is `[T, B, ...]` with T = ceil(steps_per_batch / num_envs) rows. Where
+    `steps_per_batch` is a multiple of `num_envs`, the batches are bit for bit the rows
+    of `Collector.collect_steps` (but for `max_episode_steps` and what follows below).
+    Otherwise some lanes stand still in the last row, whose `mask` is then False: they
+    keep their state, and are the first to step in the next batch. So a step is
+    collected once, and the masks add up to `total_steps` exactly. A multiple of
+    `num_envs` is a little faster, since no lane has to be kept as it is.
+
+    Episodes go on from batch to batch, and an `episode_id` is never used again, also
+    after `reset_each_batch`. Batches are filled in a thread of their own, in parts of
+    about 0.1 s, between which `stop` and Ctrl-C take effect.
+
+    Where TorchRL's `SyncDataCollector` is approximate, this is exact: it rounds
+    `frames_per_batch` up to a multiple of the environments and overshoots
+    `total_frames`; rounds `init_random_frames` up to whole batches, and leaves zeros,
+    or nothing, for the log-probability of random actions; keeps the trajectory id over
+    `reset_at_each_iter`; leaves rows of an earlier batch behind an interruption, and
+    counts them; pads with a real id; drops the last complete episodes; and does not
+    save the running environments.
+
+    Args:
+        collector: policy and environments.
+        key: one typed key; it decides all that is random.
+        params: whatever the policy takes as its parameters. With `prefetch` they are
+            copied, so that an update may donate them.
+        steps_per_batch: environment steps of a batch over all lanes, at least 1.
+        episodes_per_batch: N, whole episodes of a batch, instead of steps: those of
+            `Collector.collect_padded_episodes`, `[L, N, ...]` with L =
+            `max_episode_steps`, which must be given. Endless; a batch is made in one
+            part. Only `params`, `deterministic`, `postprocess`, `placement`,
+            `prefetch`, `progress` and `on_batch` go with it.
+        total_steps: steps after which the stream ends, None for an endless one. The
+            last batch has what is left.
+        warmup_steps: exactly so many steps, the first ones, take actions drawn
+            uniformly, also in the middle of a batch. Within a row lanes count in the
+            order in which they step. The policy is applied there too, and the extras
+            are its own, of the action that it would have taken.
+        max_episode_steps: steps after which an episode is truncated, counted over
+            batches. If the environment ends it at the same step, its flag is kept.
+        reset_each_batch: starts every batch with new episodes. What was under way is
+            given up without a mark.
+        truncate_at_batch_end: as `reset_each_batch`, but marks the last step of every
+            episode under way as `truncated`; its `next_obs` is the true successor. A
+            `record_fn` and `info` do not see the mark.
+        postprocess: `Transition`, `[T, B, ...]`, to any pytree of arrays, pure; it is
+            compiled into the collection, and a field that it does not read is not
+            stored. Pass the same function again to compile only once.
+        deterministic: runs `Policy.mode`.
+        placement: where the trajectory lands: "device", "host" (NumPy arrays, copied),
+            or a `jax.sharding.Sharding` of `[T, B, ...]`. The statistics stay.
+        prefetch: 1 begins the next batch before this one is handed over, with the
+            parameters of then, so `params_version` lags by one; 0 begins it when it is
+            asked for: strictly on-policy.
+        recycle: writes each batch to the memory of an earlier one, whose arrays are
+            deleted when the next batch is asked for: reading them raises. Keep what
+            you need by copying; a NumPy view of an array stays as it is, and costs
+            the reuse. It pays where batches are large, as observations that are images
+            make them: fresh memory is slow to touch for the first time.
+        check_finite: raises `FloatingPointError` at the first observation, reward,
+            `log_prob`, `value` or `next_value` (of the extras) that is not finite. The
+            stream then stands where it stood before that batch.
+        on_fault: "raise", or "drop": the episode ends there, what of it is in this
+            batch is masked and zero, the lane is reset, and the stream goes on. The
+            masks then add up to less than `steps`, and `stats.faulty_episodes` counts.
+        progress: shows a bar on stderr, with steps per second, episodes and their mean
+            return.
+        on_batch: functions that are called with every `Batch` before it is yielded.
+
+    Raises:
+        ValueError: if an option is not as above, or clashes with another.
     """
 
     def __init__(
@@ -91,7 +162,14 @@ class Stream:
             self._close_bar()
 
     def __next__(self) -> Batch:
-        """Collects the next batch, or waits for it."""
+        """Collects the next batch, or waits for it.
+
+        On Ctrl-C the batch under way stands still, and the next call goes on with it.
+
+        Raises:
+            StopIteration: behind the last batch, and once after a `stop`.
+            FloatingPointError: with `check_finite`.
+        """
         try:
             batch = self._next()
         except BaseException:
@@ -129,8 +207,20 @@ class Stream:
         """Starts to count anew; ids, steps and the warm-up go on."""
         self._totals = Totals()
 
+    def compile(self) -> None:
+        """Compiles ahead of the first batch, which else does it."""
+        made_with = self._next_params or self._params
+        self._maker.compile(self._at, made_with[0])
+
     def set_params(self, params: Any) -> None:
-        """Sets the parameters for the batches that are not under way yet."""
+        """Sets the parameters for the batches that are not under way yet.
+
+        Args:
+            params: of the structure, shapes and dtypes of those before.
+
+        Raises:
+            ValueError: if they are of another kind.
+        """
         old, version = self._params
         new = self._maker.own(params)
         if not _options.same_kind(old, new):
@@ -141,13 +231,23 @@ class Stream:
         self._params = new, version + 1
 
     def stop(self) -> None:
-        """Ends the batch under way early, and with it the iteration."""
+        """Ends the batch under way early, and with it the iteration.
+
+        From any thread, or from a signal handler. What was collected is handed over,
+        the rest of the batch is masked, and only real steps are counted. A loop, or
+        `next`, may go on afterwards. If no batch is under way the iteration just ends;
+        a batch of whole episodes is completed.
+        """
         self._must_stop = True
         if (job := self._at.job) is not None:
             job.end()
 
     def state(self) -> dict[str, Any]:
-        """All that the stream needs to go on, as a pytree of arrays."""
+        """All that the stream needs to go on, as a pytree of arrays.
+
+        It is the state behind the last batch that was handed over, also while another
+        one is under way, and parameters are part of it. `checkpoint.save` takes it.
+        """
         at = self._at
         made_with = (at.job.params, at.job.params_version) if at.job else None
         next_params = made_with or self._next_params or self._params
@@ -164,7 +264,15 @@ class Stream:
         return state | ({"next_params": next_params[0]} if self._is_ahead else {})
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken."""
+        """Goes on where `state` was taken, with the same bits.
+
+        Args:
+            state: from a stream with the same collector and a `prefetch` as here.
+                Other options, such as `total_steps`, are those of this stream.
+
+        Raises:
+            ValueError: if it is not from a stream of the same kind.
+        """
         like = self.state()
         if not _options.same_kind(like, state):
             raise ValueError(

@@ -103,7 +103,8 @@ def log_stats(stats: Any, *, prefix: str = "") -> dict[str, float]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if np.shape(leaf):
             raise ValueError(
-                f"`stats` must have scalar leaves, got shape {np.shape(leaf)} at {name}."
+                f"`stats` must have scalar leaves, got shape {np.shape(leaf)} at "
+                f"{name}."
             )
         flat[prefix + name] = float(leaf)
     return flat

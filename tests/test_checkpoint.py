@@ -69,8 +69,9 @@ def test_carry_and_buffer_are_restored(tmp_path):
 
 
 def test_every_and_keep_say_what_stays(tmp_path):
-    saved = [checkpoint.save(tmp_path, {"n": n}, step=n, every=3, keep=2)
-             for n in range(11)]
+    saved = [
+        checkpoint.save(tmp_path, {"n": n}, step=n, every=3, keep=2) for n in range(11)
+    ]
     # 0, 3, 6 and 9 are saved, and the last two stay.
     assert [n for n in range(11) if saved[n]] == [0, 3, 6, 9]
     assert checkpoint.steps(tmp_path) == [6, 9]
@@ -119,7 +120,7 @@ def test_number_that_is_there_already_is_refused(tmp_path):
 
 
 def test_missing_checkpoint_is_an_error_that_names_it(tmp_path):
-    with pytest.raises(FileNotFoundError, match="must hold a checkpoint, got .* none"):
+    with pytest.raises(FileNotFoundError, match=r"must hold a checkpoint, got .* none"):
         checkpoint.restore(tmp_path / "none", {"n": 1})
     checkpoint.save(tmp_path, {"n": 1}, step=5)
     with pytest.raises(FileNotFoundError, match=r"must hold a checkpoint 4, .* \[5\]"):

@@ -15,7 +15,8 @@ PACKAGES = ("buffers", "envs", "rollout")
 def test_import_does_not_load_gymnax(package):
     code = (
         f"import sys, {package}; print(sorted({{name.split('.')[0] for name in "
-        "sys.modules} & {'gymnax', 'gymnasium', 'matplotlib', 'minari', 'tqdm'}))"
+        "sys.modules} & {'gymnax', 'gymnasium', 'matplotlib', 'minari', 'orbax', "
+        "'tqdm'}))"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True

@@ -29,7 +29,7 @@ from rollout import (
 from rollout.__main__ import _write, main
 from rollout._arguments import _parse_parameter, make_parser, with_defaults
 
-B, T, SEED, LIMIT = 4, 47, 3, 20  # 15 chunks of 3 steps and one of 2
+B, T, SEED, LIMIT = 4, 47, 3, 20  # 15 batches of 3 steps and one of 2
 N, CUT = 34, 18  # some of the episodes are cut; the limit then truncates none
 ROOT = Path(__file__).parents[1]
 RUN = ["CartPole-v1", "--num-envs", f"{B}", "--seed", f"{SEED}"]
@@ -114,7 +114,7 @@ def test_saved_file_holds_every_field_time_major(run):
     assert run.saved["obs"].shape == (T, B, 4)
 
 
-def test_chunks_give_the_bits_of_one_call_of_collect_steps(run):
+def test_batches_give_the_bits_of_one_call_of_collect_steps(run):
     env = envs.make_vec("CartPole-v1", B, max_steps_in_episode=LIMIT)
     collector = Collector(env=env, policy=random_policy(env.action_space))
     carry = jax.jit(collector.init)(jax.random.key(SEED))
@@ -168,6 +168,15 @@ def test_profile_lies_where_the_table_says(run):
     assert list(trace.glob("*.xplane.pb"))
 
 
+def test_profile_says_where_the_time_of_a_batch_goes(run):
+    parts = ("policy", "env step", "auto reset", "recording", "whole", "unexplained")
+    assert set(parts) <= set(run.table)
+    shares = [int(run.table[part].split("(")[1].split()[0]) for part in parts]
+    assert shares[4] == 100
+    # Each is rounded to a whole one.
+    assert abs(sum(shares[:4]) + shares[5] - 100) <= 3
+
+
 def test_window_without_an_ending_says_so_and_is_not_drawn(tmp_path, capsys):
     picture = tmp_path / "a.png"
     argv = ["Pendulum-v1", "--num-envs=4", "--num-steps=3", f"--plot={picture}"]
@@ -183,21 +192,18 @@ def test_window_without_an_ending_says_so_and_is_not_drawn(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("num_envs", "num_steps", "sizes"),
+    ("num_envs", "num_steps", "num_rows"),
     [
-        (4, 1000, [50] * 20),
-        (4, 12, [1] * 12),
-        (4, 128, [4] * 32),  # 20 chunks of 7 would leave a shorter one
-        (4, 47, [3] * 15 + [2]),
-        (_run._MAX_ROWS, 40, [1] * 40),  # a chunk has at most _MAX_ROWS rows
-        (2 * _run._MAX_ROWS, 3, [1] * 3),  # but at least one step
+        (4, 1000, 50),
+        (4, 12, 1),
+        (4, 47, 3),  # the last batch has two
+        (_run._MAX_ROWS, 40, 1),  # a batch has at most _MAX_ROWS rows
+        (2 * _run._MAX_ROWS, 3, 1),  # but at least one step
     ],
 )
-def test_windows_cover_the_steps_in_equal_chunks(num_envs, num_steps, sizes):
+def test_batches_are_a_twentieth_of_the_run(num_envs, num_steps, num_rows):
     args = argparse.Namespace(num_envs=num_envs, num_steps=num_steps)
-    windows = list(_run._windows(args))
-    assert [stop - first for first, stop in windows] == sizes
-    assert [first for first, _ in windows] == [0, *np.cumsum(sizes)[:-1]]
+    assert _run._num_rows(args) == num_rows
 
 
 @pytest.fixture(scope="module")
@@ -671,9 +677,14 @@ def test_interrupt_under_the_bar_ends_on_a_line_of_its_own():
             process.kill()
             os.close(terminal)
     assert b"%|" in before  # the bar
-    assert (process.returncode, stdout) == (130, b"")
+    assert process.returncode == 130
     assert after.endswith(b"\n\rpython -m rollout: interrupted\r\n")
     assert b"Traceback" not in before + after
+    table = read_table(stdout.decode())
+    num_steps, *note = table["steps"].split(" ", 1)
+    assert 0 < int(num_steps.replace(",", "")) < 1_600_000_000
+    assert note == ["(of 1,600,000,000, interrupted)"]
+    assert {"episodes", "return", "run time", "steps per second"} <= set(table)
 
 
 def read_until(terminal, end):

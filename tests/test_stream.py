@@ -92,7 +92,9 @@ def test_no_step_is_lost_or_collected_twice_where_lanes_stand_still(name):
     for lane in range(B):
         steps = by_lane(trajectory, lane)
         within = ~steps.done[:-1]
-        np.testing.assert_array_equal(steps.next_obs[:-1][within], steps.obs[1:][within])
+        np.testing.assert_array_equal(
+            steps.next_obs[:-1][within], steps.obs[1:][within]
+        )
         np.testing.assert_array_equal(
             steps.episode_length[1:], np.where(within, steps.episode_length[:-1] + 1, 1)
         )

@@ -267,9 +267,7 @@ def test_stop_from_a_signal_handler_ends_the_batch_early(at_part, alarm):
 
 
 @each_prefetch
-def test_interrupt_leaves_the_stream_usable_and_loses_nothing(
-    prefetch, at_part, alarm
-):
+def test_interrupt_leaves_the_stream_usable_and_loses_nothing(prefetch, at_part, alarm):
     def interrupt():
         raise KeyboardInterrupt
 

@@ -154,7 +154,9 @@ def test_first_fault_is_named(fault):
         collector, key=jax.random.key(7), check_finite=True, **options
     )
     while (place := first_fault((batch := next(plain)).trajectory)) is None:
-        chex.assert_trees_all_equal(raw(next(checked).trajectory), raw(batch.trajectory))
+        chex.assert_trees_all_equal(
+            raw(next(checked).trajectory), raw(batch.trajectory)
+        )
     message = f"`reward` must be finite .* first at step {place[0]} of lane {place[1]} "
     before = checked.steps
     for _ in range(2):  # the stream stands where it stood
@@ -166,7 +168,10 @@ def test_first_fault_is_named(fault):
 def test_parameters_that_are_not_finite_are_found_in_what_the_policy_gives():
     def act(params, obs, key):
         value = obs[:, 0] * params
-        return jnp.zeros(B, jnp.int32), {"value": value, "logits": value[:, None] - jnp.inf}
+        return jnp.zeros(B, jnp.int32), {
+            "value": value,
+            "logits": value[:, None] - jnp.inf,
+        }
 
     policy = rollout.stateless_policy(act)
     for name in ("count", "CartPole-v1"):

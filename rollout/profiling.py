@@ -1,0 +1,185 @@
+"""Where the time of a collection goes: its parts, each timed on its own."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from envs import keys
+from rollout import checks, kernel
+from rollout.collector import Collector
+from rollout.types import Carry, Transition
+
+_NUM_REPEATS = 5
+
+
+class Profile(NamedTuple):
+    """Seconds that `num_steps` steps of every lane take.
+
+    Attributes:
+        policy: applying the policy.
+        env_step: stepping the environments.
+        auto_reset: starting new episodes where the old ones ended.
+        recording: writing the trajectory.
+        whole: the collection as it is, all parts together.
+        unexplained: `whole` less the four parts. Below zero where XLA computes parts
+            together that are apart here.
+    """
+
+    policy: float
+    env_step: float
+    auto_reset: float
+    recording: float
+    whole: float
+    unexplained: float
+
+
+def profile(
+    collector: Collector,
+    params: Any,
+    num_steps: int,
+    *,
+    key: chex.PRNGKey | None = None,
+    num_repeats: int = _NUM_REPEATS,
+) -> Profile:
+    """Times policy, environment, auto-reset and recording, each as its own scan.
+
+    Each part gets what it gets in a real collection, which is made first: the
+    observations, the actions, and which lanes are done. The environments are stepped
+    without being reset, so one that steps faster or slower behind its ending is timed
+    wrongly. All parts are timed in turn; given are medians.
+
+    Args:
+        collector: policy and environments.
+        params: whatever the policy takes as its parameters.
+        num_steps: T, steps per lane, at least 1. The memory is that of two
+            trajectories.
+        key: one typed key, `jax.random.key(0)` if None.
+        num_repeats: how often each part is timed, at least 1; compiling is not timed.
+
+    Returns:
+        Seconds per part.
+
+    Raises:
+        ValueError: if `num_steps` or `num_repeats` is not an int of at least 1, or as
+            `Collector.step` does.
+    """
+    checks.count("num_steps", num_steps)
+    checks.count("num_repeats", num_repeats)
+    carry = collector.init(jax.random.key(0) if key is None else key)
+    _, trajectory = collector.collect_steps(carry, params, num_steps)
+    given = carry, params, trajectory
+    programs = {
+        name: jax.jit(part).lower(collector, *given).compile()
+        for name, part in _PARTS.items()
+    }
+    programs["whole"] = lambda *_: collector.collect_steps(carry, params, num_steps)
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(num_repeats):
+        for name, program in programs.items():
+            times[name].append(_time(program, collector, *given))
+    seconds = {name: statistics.median(taken) for name, taken in times.items()}
+    explained = sum(seconds[name] for name in _PARTS)
+    return Profile(**seconds, unexplained=seconds["whole"] - explained)
+
+
+def _time(program: Callable[..., Any], *args: Any) -> float:
+    # Once before, so that all parts find memory that was freed just now.
+    jax.block_until_ready(program(*args))
+    start = time.perf_counter()
+    jax.block_until_ready(program(*args))
+    return time.perf_counter() - start
+
+
+def _policy(
+    collector: Collector, carry: Carry, params: Any, trajectory: Transition
+) -> Any:
+    def step(state: Any, obs: chex.ArrayTree) -> Any:
+        carry, _ = state
+        seen = carry.replace(obs=obs)
+        decision = kernel.act(collector.env, collector.policy, seen, params)
+        carry = carry.replace(step=carry.step + 1, policy_state=decision.state)
+        # What goes round cannot be dropped, and is not stacked either.
+        return (carry, (decision.action, decision.extras)), None
+
+    last = _last(trajectory.action), _last(trajectory.extras)
+    return lax.scan(step, (carry, last), trajectory.obs)[0]
+
+
+def _env_step(
+    collector: Collector, carry: Carry, params: Any, trajectory: Transition
+) -> Any:
+    del params  # unused
+
+    def step(state: Any, action: chex.ArrayTree) -> Any:
+        carry, _ = state
+        result = kernel.step_env(keys.barrier(collector.env), carry, action)
+        episode = carry.episode
+        episode = episode.replace(episode_length=episode.episode_length + 1)
+        carry = carry.replace(
+            step=carry.step + 1, env_state=result.state, episode=episode
+        )
+        return (carry, result.replace(state=(), info=())), None
+
+    return lax.scan(
+        step, (carry, _blank_result(collector, carry, trajectory)), trajectory.action
+    )[0]
+
+
+def _auto_reset(
+    collector: Collector, carry: Carry, params: Any, trajectory: Transition
+) -> Any:
+    del params  # unused
+
+    def step(carry: Carry, done: jax.Array) -> tuple[Carry, None]:
+        start = kernel.own_episodes(carry.key, carry.episode.episode_id, ahead=1)
+        env = keys.barrier(collector.env)
+        return kernel.restart(env, collector.policy, carry, done, start), None
+
+    return lax.scan(step, carry, trajectory.done)[0]
+
+
+def _recording(
+    collector: Collector, carry: Carry, params: Any, trajectory: Transition
+) -> Any:
+    del collector, carry, params  # unused
+    # As many arrays as `collect_steps` writes: one for both flags, none for the mask.
+    flags = trajectory.terminated.astype(jnp.uint8)
+    rows = trajectory.replace(terminated=(), truncated=(), mask=())
+    rows = keys.words((rows, flags))
+
+    def step(row: chex.ArrayTree, _: None) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        # Behind a barrier, or jax would broadcast the row instead of writing rows.
+        row = lax.optimization_barrier(row)
+        return row, row
+
+    return lax.scan(step, _last(rows), length=flags.shape[0])[1]
+
+
+def _last(tree: chex.ArrayTree) -> chex.ArrayTree:
+    return jax.tree.map(lambda x: x[-1], tree)
+
+
+def _blank_result(
+    collector: Collector, carry: Carry, trajectory: Transition
+) -> chex.ArrayTree:
+    action = _last(trajectory.action)
+    shapes = jax.eval_shape(
+        lambda carry, action: kernel.step_env(collector.env, carry, action),
+        carry,
+        action,
+    ).replace(state=(), info=())
+    return jax.tree.map(lambda x: keys.blank(x.shape, x, carry.key), shapes)
+
+
+_PARTS = {
+    "policy": _policy,
+    "env_step": _env_step,
+    "auto_reset": _auto_reset,
+    "recording": _recording,
+}
