@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
+import jax
 import numpy as np
 
 from rollout import _faults
@@ -185,7 +186,8 @@ class Job:
         if self.num_steps:
             self._call(first_row=self._row, stop_row=stop, is_last=int(is_last))
             if is_last:
-                self.num_steps = int(self.filled.num_steps)
+                if self._programs.counts_steps:
+                    self.num_steps = int(self.filled.num_steps)
                 self.product = self._finish(self.filled)
         size, self._row, self.is_complete = stop - self._row, stop, is_last
         taken = time.perf_counter() - start
@@ -211,6 +213,8 @@ class Job:
             self.params,
             np.array(window, np.int32),
         )
-        self.fault = min(self.fault, int(self.filled.fault))
+        jax.block_until_ready(self.filled.fault)
+        if programs.checks:
+            self.fault = min(self.fault, int(self.filled.fault))
         if carry is not self.start:
             carries.append(carry)

@@ -74,6 +74,7 @@ class Maker:
         self._pace, self._worker = Pace(), Worker()
         self._free_carries: list[Carry] = []
         self._programs: _programs.Programs | None = None
+        self._kinds: tuple[Any, ...] = ()
         self._free_rows: _rows.Rows | None = None
 
     def own(self, params: Any) -> Any:
@@ -83,9 +84,14 @@ class Maker:
 
     def compile(self, at: Position, params: Any) -> None:
         """Makes the programs, unless they are there."""
-        self._programs = _programs.make(
-            self._spec, self.collector, at.carry, params, recycle=self.options.recycle
-        )
+        # Nothing else changes its kind, and the parameters only where they lie.
+        kinds = _programs.kinds_of(params)
+        if self._programs is None or kinds != self._kinds:
+            options = {"recycle": self.options.recycle}
+            self._programs = _programs.make(
+                self._spec, self.collector, at.carry, params, **options
+            )
+            self._kinds = kinds
 
     def make_job(
         self, at: Position, handed: "Handed | None", params: Any, version: int

@@ -40,6 +40,8 @@ class Programs(NamedTuple):
     copy: Callable[[Carry], Carry]
     example: Transition  # tells which leaves of a trajectory are typed keys
     recycles: bool  # `fill` takes an old output
+    checks: bool  # `fill` says where something is not finite
+    counts_steps: bool  # only `fill` knows how many steps a batch has
 
 
 def make(
@@ -48,7 +50,7 @@ def make(
     """Compiles, or takes what was compiled for a stream of the same kind."""
     arguments = collector, carry, params
     leaves, structure = jax.tree.flatten(arguments)
-    kinds = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
+    kinds = kinds_of(leaves)
     settings = tuple(getattr(jax.config, name) for name in _SETTINGS)
     kind = (spec, recycle, structure, kinds, settings)
     if kind not in _kept:
@@ -56,6 +58,12 @@ def make(
             _kept.pop(next(iter(_kept)), None)
         _kept[kind] = _compile(spec, *arguments, recycle)
     return _kept[kind]
+
+
+def kinds_of(tree: chex.ArrayTree) -> tuple[Any, ...]:
+    """What of the leaves of a tree a compiled program depends on."""
+    leaves = jax.tree.leaves(tree)
+    return tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
 
 
 @jax.jit
@@ -88,4 +96,6 @@ def _compile(
         copy=copy.lower(carry).compile(),
         example=_fill.lay_out(spec, collector, carry, params).example,
         recycles=recycle,
+        checks=spec.check_finite,
+        counts_steps=spec.num_episodes is not None,
     )

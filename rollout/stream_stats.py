@@ -41,26 +41,29 @@ class Totals:
 
     def __init__(self) -> None:
         self._sums = np.zeros(7)
-        self._unread: list[tuple[CollectStats, jax.Array]] = []
+        self._unread: list[tuple[jax.Array, ...]] = []
 
     def add(
         self, steps: int, seconds: float, stats: CollectStats, num_faulty: jax.Array
     ) -> None:
         """Adds a batch."""
         self._sums[:3] += 1, steps, seconds
-        self._unread.append((stats, num_faulty))
+        means = stats.return_mean, stats.length_mean
+        self._unread.append((stats.num_episodes, *means, num_faulty))
         if len(self._unread) >= _MAX_UNREAD:
             self.save()
 
     def save(self) -> np.ndarray:
         """The sums as `[7]` float64: batches, steps, s, episodes, returns, ..."""
         unread, self._unread = self._unread, []
-        for stats, num_faulty in jax.device_get(unread):
-            count = int(stats.num_episodes)
+        for num_episodes, return_mean, length_mean, num_faulty in jax.device_get(
+            unread
+        ):
+            count = int(num_episodes)
             self._sums[3] += count
             if count:
-                self._sums[4] += count * float(stats.return_mean)
-                self._sums[5] += count * float(stats.length_mean)
+                self._sums[4] += count * float(return_mean)
+                self._sums[5] += count * float(length_mean)
             self._sums[6] += int(num_faulty)
         return self._sums.copy()
 
