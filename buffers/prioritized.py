@@ -66,8 +66,8 @@ class PrioritizedReplayBuffer(RingBuffer):
         state: PrioritizedState,
         key: chex.PRNGKey,
         batch_size: int,
+        beta: float | jax.Array = 0.4,
         *,
-        beta: float | jax.Array,
         n_step: int | None = None,
         gamma: float | None = None,
         stack: int | None = None,
@@ -81,7 +81,7 @@ class PrioritizedReplayBuffer(RingBuffer):
             key: one typed key.
             batch_size: S, at least 1.
             beta: how much of the bias the weights take back, in [0, 1], a number or
-                `()`.
+                `()`; by default what the paper starts from. Anneal it to 1.
             n_step: as of `ReplayBuffer.sample`.
             gamma: as of `ReplayBuffer.sample`.
             stack: as of `ReplayBuffer.sample`.
@@ -108,8 +108,7 @@ class PrioritizedReplayBuffer(RingBuffer):
         key: chex.PRNGKey,
         batch_size: int,
         length: int,
-        *,
-        beta: float | jax.Array,
+        beta: float | jax.Array = 0.4,
     ) -> Sequences:
         """Draws pieces of episodes by the priorities of their first rows.
 
