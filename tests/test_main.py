@@ -666,7 +666,11 @@ def test_interrupt_under_the_bar_ends_on_a_line_of_its_own():
     terminal, stderr = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 100))  # the bar fills the width, 0 at first
     command = ["CartPole-v1", "--num-envs=256", "--num-steps=6250000"]
-    with spawn(*command, stdout=subprocess.PIPE, stderr=stderr) as process:
+    # What runs in the background of a shell ignores the signal, and so would a child.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = spawn(*command, stdout=subprocess.PIPE, stderr=stderr)
+    signal.signal(signal.SIGINT, handler)
+    with process:
         os.close(stderr)
         try:
             before = read_until(terminal, b"M/1.60G")  # a chunk has come
