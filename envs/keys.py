@@ -85,6 +85,11 @@ def like(words: chex.ArrayTree, tree: chex.ArrayTree) -> chex.ArrayTree:
     return jax.tree.map(_like, words, tree)
 
 
+def has_keys(tree: chex.ArrayTree) -> bool:
+    """Tells whether a tree holds typed keys."""
+    return any(_is_key(x) for x in jax.tree.leaves(tree))
+
+
 def blank(
     shape: tuple[int, ...], x: jax.ShapeDtypeStruct, key: chex.PRNGKey
 ) -> jax.Array:

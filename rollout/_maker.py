@@ -199,15 +199,17 @@ class Maker:
         product, options = filled.result.output, self.options
         if options.postprocess is None and options.episodes_per_batch is None:
             product = self._trajectory(filled)
-        product = jax.block_until_ready(_place.place(product, options.placement))
+        product = _place.place(product, options.placement)
         if self._has_own_rows:
             self._free_rows = filled.rows
         return product
 
     def _trajectory(self, filled: Filled) -> Transition:
-        example = self._programs.example
-        rest = jax.tree.unflatten(jax.tree.structure(example), filled.rows.fields)
-        return keys.like(rest, example).replace(**filled.flags)
+        programs = self._programs
+        rest = jax.tree.unflatten(programs.structure, filled.rows.fields)
+        if programs.example is not None:
+            rest = keys.like(rest, programs.example)
+        return rest.replace(**filled.flags)
 
     def _name_fault(self, job: Job, row: int, lane: int) -> str:
         if any(field is None for field in job.filled.rows.fields):

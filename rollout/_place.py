@@ -14,7 +14,8 @@ def place(tree: chex.ArrayTree, placement: Placement) -> chex.ArrayTree:
     Typed keys have no form in host memory and stay on the device.
     """
     if isinstance(placement, jax.sharding.Sharding):
-        return jax.device_put(tree, placement, may_alias=False)
+        # The rows that are copied here are soon written to again.
+        return jax.block_until_ready(jax.device_put(tree, placement, may_alias=False))
     return jax.tree.map(_to_host, tree) if placement == "host" else tree
 
 

@@ -38,7 +38,8 @@ class Programs(NamedTuple):
     blank_rows: Callable[[], Rows]
     blank_output: Callable[[], chex.ArrayTree]
     copy: Callable[[Carry], Carry]
-    example: Transition  # tells which leaves of a trajectory are typed keys
+    structure: jax.tree_util.PyTreeDef  # of a trajectory
+    example: Transition | None  # where there are typed keys, None if there are none
     recycles: bool  # `fill` takes an old output
     checks: bool  # `fill` says where something is not finite
     counts_steps: bool  # only `fill` knows how many steps a batch has
@@ -83,6 +84,8 @@ def _compile(
     fill = _fill.fill if spec.num_episodes is None else fill_episodes
     fill = jax.jit(fill, static_argnums=0, donate_argnums=_DONATED, keep_unused=True)
 
+    example = _fill.lay_out(spec, collector, carry, params).example
+
     def zeros(shapes: chex.ArrayTree) -> Callable[[], chex.ArrayTree]:
         make = lambda x: keys.blank(x.shape, x, carry.key)  # noqa: E731
         return jax.jit(lambda: jax.tree.map(make, shapes)).lower().compile()
@@ -94,7 +97,8 @@ def _compile(
         blank_rows=zeros(rows),
         blank_output=zeros(output),
         copy=copy.lower(carry).compile(),
-        example=_fill.lay_out(spec, collector, carry, params).example,
+        structure=jax.tree.structure(example),
+        example=example if keys.has_keys(example) else None,
         recycles=recycle,
         checks=spec.check_finite,
         counts_steps=spec.num_episodes is not None,

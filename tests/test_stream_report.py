@@ -13,6 +13,7 @@ from flax import struct
 
 import envs
 import rollout
+from rollout import _faults
 
 B = 4
 each_env = pytest.mark.parametrize("name", ["count", "CartPole-v1"])
@@ -261,3 +262,74 @@ def lengths_by_id():
     ids = np.asarray(trajectory.episode_id)[ended].tolist()
     lengths = np.asarray(trajectory.episode_length)[ended].tolist()
     return dict(zip(ids, lengths, strict=True))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("field", ["obs", "next_obs", "reward", "log_prob", "value"])
+@pytest.mark.parametrize("size", [2, 20])
+def test_everything_that_is_checked_is_found_in_its_lane(field, value, size):
+    transition = jax.tree.map(lambda x: x[0], next(make_stream()).trajectory)
+    extras = {"log_prob": jnp.zeros(B), "value": jnp.zeros(B)}
+    transition = transition.replace(
+        obs={"a": jnp.zeros((B, 3, size)), "b": jnp.zeros(B, jnp.int32)},
+        next_obs={"a": jnp.full((B, 3, size), -1e38), "b": jnp.zeros(B, jnp.int32)},
+        extras={**extras, "logits": jnp.full((B, 2), -jnp.inf)},
+    )
+    assert not _faults.not_finite(transition).any()
+
+    def spoil(tree, name):
+        place = (2, *[1] * (tree[name].ndim - 1))
+        return {**tree, name: tree[name].at[place].set(value)}
+
+    if field in ("log_prob", "value"):
+        transition = transition.replace(extras=spoil(transition.extras, field))
+    elif field == "reward":
+        transition = transition.replace(reward=transition.reward.at[2].set(value))
+    else:
+        tree = spoil(getattr(transition, field), "a")
+        transition = transition.replace(**{field: tree})
+    np.testing.assert_array_equal(
+        _faults.not_finite(transition), [False, False, True, False]
+    )
+
+
+def test_faulty_episode_of_a_cart_is_dropped():
+    # The reward of CartPole's fourth step is spoilt: no pole falls before, so in 12
+    # rows each lane drops three episodes of four steps, and nothing is left.
+    @struct.dataclass(kw_only=True)
+    class Spoilt:
+        env: envs.Env
+
+        @property
+        def action_space(self):
+            return self.env.action_space
+
+        @property
+        def observation_space(self):
+            return self.env.observation_space
+
+        def reset(self, key):
+            state, obs = self.env.reset(key)
+            return (state, jnp.int32(0)), obs
+
+        def step(self, key, state, action):
+            result = self.env.step(key, state[0], action)
+            number = state[1] + 1
+            return result.replace(
+                state=(result.state, number),
+                reward=jnp.where(number == 4, jnp.nan, result.reward),
+            )
+
+    env = envs.vectorize(Spoilt(env=envs.make("CartPole-v1")), B)
+    policy = rollout.random_policy(env.action_space)
+    stream = rollout.Stream(
+        rollout.Collector(env=env, policy=policy),
+        key=jax.random.key(7),
+        steps_per_batch=12 * B,
+        check_finite=True,
+        on_fault="drop",
+    )
+    batch = next(stream)
+    assert (batch.steps, int(batch.trajectory.mask.sum())) == (12 * B, 0)
+    assert stream.stats.faulty_episodes == 3 * B
+    assert stream.stats.collect_episodes == 0
