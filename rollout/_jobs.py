@@ -134,11 +134,18 @@ class Job:
         self._is_idle.set()
 
     def go(self) -> None:
-        """Starts to fill, or goes on with it; returns at once."""
+        """Starts to fill, or goes on with it, as soon as a pause is in force."""
+        if self._must_pause:
+            self._is_idle.wait()
         self._must_pause = False
-        if self._is_idle.is_set() and not self.is_complete and self.error is None:
+        if self._is_idle.is_set() and not self.is_settled:
             self._is_idle.clear()
             self._worker.run(self)
+
+    @property
+    def is_settled(self) -> bool:
+        """There is nothing more to do."""
+        return self.is_complete or self.error is not None
 
     def wait(self) -> None:
         """Waits until nothing is being filled."""

@@ -337,9 +337,10 @@ class Stream:
 
     def _wait(self, job: Job) -> None:
         """Waits for a job; on Ctrl-C it stands still until it is waited for again."""
-        job.go()
         try:
-            job.wait()
+            while not job.is_settled:
+                job.go()
+                job.wait()
         except BaseException:
             job.pause()
             raise
