@@ -123,7 +123,7 @@ def test_step_is_a_chunk_of_one_row():
 CHUNKS = st.sampled_from([1, 3, 8])
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_sequence_of_operations_agrees_with_the_model(data):
     num_slots, num_envs = 5, 3
