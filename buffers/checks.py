@@ -71,7 +71,7 @@ def row(tree: chex.ArrayTree, num_envs: int) -> None:
         if leaf.shape[:1] != (num_envs,):
             raise ValueError(
                 f"`transition` must have the leading axis num_envs={num_envs}, got "
-                f"shape {leaf.shape}{_at(path)}."
+                f"shape {leaf.shape}{at(path)}."
             )
 
 
@@ -100,7 +100,7 @@ def like_init(rows: chex.ArrayTree, ring: RingState) -> bool:
         want = (*length, *memory.shape[1:])
         if (leaf.shape, leaf.dtype) != (want, memory.dtype):
             raise ValueError(
-                f"`trajectory` must be {memory.dtype} of shape {want}{_at(path)}, got "
+                f"`trajectory` must be {memory.dtype} of shape {want}{at(path)}, got "
                 f"{leaf.dtype} of shape {leaf.shape}."
             )
     return is_step
@@ -137,5 +137,6 @@ def sequence(ring: RingState, length: Any) -> None:
     fields.need(ring.experience, FLAGS, "A sample of sequences")
 
 
-def _at(path: tuple[Any, ...]) -> str:
+def at(path: tuple[Any, ...]) -> str:
+    """Says where in a tree a leaf is, for the end of a message."""
     return f" at {jax.tree_util.keystr(path)}" if path else ""

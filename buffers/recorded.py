@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from buffers import checks
 from buffers.types import Experience
 
 
@@ -64,7 +65,7 @@ def check_successors(
         if not same.all():
             raise ValueError(
                 "`next_obs` must be the `obs` of the next row within an episode, got "
-                f"another one in row {np.argmin(same)}{_at(path)}."
+                f"another one in row {np.argmin(same)}{checks.at(path)}."
             )
 
 
@@ -95,7 +96,7 @@ def _tree(name: str, tree: chex.ArrayTree, num_rows: int) -> chex.ArrayTree:
         if leaf.shape[:1] != (num_rows,):
             raise ValueError(
                 f"`{name}` must have {num_rows} rows, as `reward`, got shape "
-                f"{leaf.shape}{_at(path)}."
+                f"{leaf.shape}{checks.at(path)}."
             )
         return leaf
 
@@ -108,7 +109,9 @@ def _array(
     """An array of numbers in a dtype that jax keeps."""
     value = np.asarray(value)
     if not any(jnp.issubdtype(value.dtype, kind) for kind in (np.number, np.bool_)):
-        raise ValueError(f"`{name}` must hold numbers, got {value.dtype}{_at(path)}.")
+        raise ValueError(
+            f"`{name}` must hold numbers, got {value.dtype}{checks.at(path)}."
+        )
     dtype = jax.dtypes.canonicalize_dtype(dtype or value.dtype)
     if value.dtype == dtype:
         return value
@@ -118,7 +121,7 @@ def _array(
     lost = cast != value if is_exact else np.isinf(cast) & ~np.isinf(value)
     if lost.any():
         got = value[lost].flat[0]
-        raise ValueError(f"`{name}` must fit into {dtype}, got {got}{_at(path)}.")
+        raise ValueError(f"`{name}` must fit into {dtype}, got {got}{checks.at(path)}.")
     return cast
 
 
@@ -135,9 +138,5 @@ def _check_alike(obs: chex.ArrayTree, next_obs: chex.ArrayTree) -> None:
         if (leaf.dtype, leaf.shape) != (after.dtype, after.shape):
             raise ValueError(
                 f"`next_obs` must be {leaf.dtype} of shape {leaf.shape}, as `obs`, got "
-                f"{after.dtype} of shape {after.shape}{_at(path)}."
+                f"{after.dtype} of shape {after.shape}{checks.at(path)}."
             )
-
-
-def _at(path: tuple[Any, ...]) -> str:
-    return f" at {jax.tree_util.keystr(path)}" if path else ""

@@ -130,10 +130,13 @@ def test_parameters_may_be_donated_while_a_batch_is_made_with_them():
     update = jax.jit(lambda params: {"odds": params["odds"] / 2}, donate_argnums=0)
     stream, params = make_stream(prefetch=1), {"odds": jnp.float32(0.5)}
     stream.set_params(params)
+    versions = []
     for _ in range(4):
-        next(stream)
-        params = update(params)
+        versions.append(next(stream).params_version)
+        old, params = params, update(params)
+        assert old["odds"].is_deleted()
         stream.set_params(params)
+    assert versions == [1, 1, 2, 3]
 
 
 def test_parameters_of_another_kind_are_refused():
