@@ -67,10 +67,16 @@ def kinds_of(tree: chex.ArrayTree) -> tuple[Any, ...]:
     return tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
 
 
-@jax.jit
 def copy(tree: chex.ArrayTree) -> chex.ArrayTree:
     """Copies a tree that may hold typed keys: what jit passes on is not a copy."""
-    return keys.like(jax.tree.map(jnp.copy, keys.words(tree)), tree)
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _copy_leaves(leaves))
+
+
+# Of a list, for the cache of `jit` may take one dataclass for another.
+@jax.jit
+def _copy_leaves(leaves: list[chex.Array]) -> list[chex.Array]:
+    return keys.like(jax.tree.map(jnp.copy, keys.words(leaves)), leaves)
 
 
 def _compile(
@@ -85,6 +91,8 @@ def _compile(
     fill = jax.jit(fill, static_argnums=0, donate_argnums=_DONATED, keep_unused=True)
 
     example = _fill.lay_out(spec, collector, carry, params).example
+    leaves, structure = jax.tree.flatten(carry)
+    copy_leaves = _copy_leaves.lower(leaves).compile()
 
     def zeros(shapes: chex.ArrayTree) -> Callable[[], chex.ArrayTree]:
         make = lambda x: keys.blank(x.shape, x, carry.key)  # noqa: E731
@@ -96,7 +104,9 @@ def _compile(
         ).compile(),
         blank_rows=zeros(rows),
         blank_output=zeros(output),
-        copy=copy.lower(carry).compile(),
+        copy=lambda carry: jax.tree.unflatten(
+            structure, copy_leaves(jax.tree.leaves(carry))
+        ),
         structure=jax.tree.structure(example),
         example=example if keys.has_keys(example) else None,
         recycles=recycle,

@@ -1,6 +1,7 @@
 """The collector: folds over time of the kernel's one step."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -35,6 +36,9 @@ class Collector:
             Every method hands out what it returns; the policy and the running totals
             never see it. It must leave the flags, `mask`, `episode_id`,
             `episode_return` and `episode_length` as they are.
+        env_types: the types of the nodes of `env`; set by itself. Without it jax takes
+            two collectors whose environments differ by nothing but their class for
+            equal, and may run the one with the program of the other.
     """
 
     env: VectorEnv
@@ -42,6 +46,12 @@ class Collector:
     record_fn: Callable[[Transition], Transition] | None = struct.field(
         pytree_node=False, default=None
     )
+    env_types: tuple[type, ...] = struct.field(
+        pytree_node=False, default=(), repr=False
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "env_types", _node_types(jax.tree.structure(self.env)))
 
     def init(self, key: chex.PRNGKey) -> Carry:
         """Starts the first episode of every lane. Jitted.
@@ -257,6 +267,20 @@ class Collector:
         checks.count("num_episodes", num_episodes)
         checks.count("max_length", max_length)
         return episodes.collect_padded(self, carry, params, num_episodes, max_length)
+
+
+def _node_types(structure: jax.tree_util.PyTreeDef) -> tuple[type, ...]:
+    """The types of the nodes of a tree, from the root, depth first.
+
+    Two structures that differ by the class of a dataclass alone are equal to jax 0.10
+    and 0.11 (`jax.tree_util.register_dataclass`): only their hashes differ, of which
+    the cache of `jit` looks at a few bits before it asks for equality.
+    """
+    node = structure.node_data()
+    if node is None:  # a leaf
+        return ()
+    below = itertools.chain(*map(_node_types, structure.children()))
+    return (node[0], *below)
 
 
 # Jitted, since operation by operation a first call compiles some forty programs.

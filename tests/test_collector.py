@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ENVS, NUM_STEPS, CountEnv, collect, make_collector, raw
+from flax import struct
 
 import envs
 import rollout
@@ -186,6 +187,26 @@ def test_making_an_environment_twice_does_not_trace_again():
         collector = rollout.Collector(env=env, policy=policy)
         collector.collect_steps(collector.init(jax.random.key(0)), None, 3)
     assert len(traces) == 1
+
+
+def test_environments_that_differ_by_class_alone_share_no_program():
+    @struct.dataclass(kw_only=True)
+    class TwinEnv(CountEnv):
+        pass
+
+    one = make_collector("count")
+    other = one.replace(env=envs.vectorize(TwinEnv(), one.env.num_envs))
+    # `jit` looks its programs up by this structure.
+    assert jax.tree.structure(one) != jax.tree.structure(other)
+
+
+def test_collector_that_is_rebuilt_has_the_structure_of_its_new_environment():
+    old, new = make_collector("count"), make_collector("CartPole-v1")
+    policy = old.policy
+    replaced = old.replace(env=new.env)
+    made = rollout.Collector(env=new.env, policy=policy)
+    assert jax.tree.structure(replaced) == jax.tree.structure(made)
+    chex.assert_trees_all_equal_structs(jax.tree.map(jnp.asarray, made), made)
 
 
 def test_fold_steps_sees_the_transitions_of_collect_steps():
