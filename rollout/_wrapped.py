@@ -19,7 +19,8 @@ from rollout.types import Persistent, Policy, PolicyStep
 Schedule = Callable[[jax.Array], jax.Array]  # steps taken, `()` int32, to `()` float
 
 _Init = Callable[[int], chex.ArrayTree]
-_Apply = Callable[..., PolicyStep]  # `Policy.apply` with one more argument in front
+_Apply = Callable[..., PolicyStep]  # `Policy.apply`, or with the steps in front
+_Act = Callable[..., PolicyStep]  # with the wrapped policy and a value in front
 
 
 @struct.dataclass(kw_only=True)
@@ -30,15 +31,19 @@ class Counted:
     step: Persistent  # [B] int32, steps taken so far
 
 
-def counted(init: _Init, apply: _Apply) -> Policy:
-    """Makes a policy of an `apply` that takes `[B]` int32 steps so far in front."""
+def counted(init: _Init, apply: _Apply, mode: _Apply | None) -> Policy:
+    """Makes a policy of functions that take `[B]` int32 steps so far in front."""
 
     def counted_init(num_envs: int) -> Counted:
         step = jnp.zeros((num_envs,), jnp.int32)
         return Counted(inner=init(num_envs), step=Persistent(step))
 
-    def counted_apply(
-        params: Any, obs: chex.ArrayTree, state: Counted, key: chex.PRNGKey
+    def count(
+        apply: _Apply,
+        params: Any,
+        obs: chex.ArrayTree,
+        state: Counted,
+        key: chex.PRNGKey,
     ) -> PolicyStep:
         step = state.step.value
         decision = apply(step, params, obs, state.inner, key)
@@ -47,21 +52,40 @@ def counted(init: _Init, apply: _Apply) -> Policy:
         state = Counted(inner=decision.state, step=Persistent(step))
         return decision._replace(state=state)
 
-    return Policy(init=counted_init, apply=counted_apply)
+    return Policy(
+        init=counted_init,
+        apply=functools.partial(count, apply),
+        mode=mode and functools.partial(count, mode),
+    )
 
 
-def scheduled(value: float | Schedule, init: _Init, apply: _Apply) -> Policy:
-    """Makes a policy of an `apply` that takes the value in front.
+def scheduled(
+    value: float | Schedule, policy: Policy, act: _Act, init: _Init
+) -> Policy:
+    """Makes a policy of an `act` that takes the wrapped policy and the value in front.
 
-    The value is a Python float, or `[B]` float32 where a schedule gives it.
+    The value is a Python float, or `[B]` float32 where a schedule gives it. The mode is
+    that of the wrapped policy, acting with a value of 0.0.
     """
+    mode = act_by_mode(policy, act, 0.0)
     if not callable(value):
-        return Policy(init=init, apply=functools.partial(apply, float(value)))
+        return Policy(init, functools.partial(act, policy, float(value)), mode)
 
     def apply_schedule(step: jax.Array, *args: Any) -> PolicyStep:
-        return apply(jax.vmap(value)(step).astype(jnp.float32), *args)
+        return act(policy, jax.vmap(value)(step).astype(jnp.float32), *args)
 
-    return counted(init, apply_schedule)
+    def counted_mode(step: jax.Array, *args: Any) -> PolicyStep:
+        del step  # unused
+        return mode(*args)
+
+    return counted(init, apply_schedule, mode and counted_mode)
+
+
+def act_by_mode(policy: Policy, act: _Act, *values: Any) -> _Apply | None:
+    """Gives `act` the wrapped policy's mode to apply; None if it has none."""
+    if policy.mode is None:
+        return None
+    return functools.partial(act, policy._replace(apply=policy.mode), *values)
 
 
 def check_scheduled(

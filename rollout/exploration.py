@@ -6,6 +6,9 @@ is not that of the action that was sent). What a wrapper draws for lane i does n
 depend on the number of lanes. Build a wrapped policy once and keep it: another call
 gives another object, which is traced anew.
 
+The mode of a policy that explores is the mode of the wrapped one, without exploring.
+With a `mask_fn` the action is still an allowed one.
+
 A schedule, as optax has them, is a function of the number of steps that the lane has
 taken so far, `()` int32 from 0, to a scalar. Each lane counts its own steps, over
 episode ends too, in a `Persistent` part of the policy's state.
@@ -19,6 +22,7 @@ is allowed, the action is drawn from all, since one must be sent, and
 The noise for continuous actions is in `rollout.noise`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +78,8 @@ def epsilon_greedy(
     _wrapped.check_scheduled("epsilon", epsilon, highest=1.0)
     replace = _replacer(action_space, mask_fn)
 
-    def apply(
+    def act(
+        policy: Policy,
         epsilon: jax.typing.ArrayLike,
         params: Any,
         obs: chex.ArrayTree,
@@ -86,7 +91,7 @@ def epsilon_greedy(
         draw = jax.random.uniform(keys.inline(flag_key), (_draws.num_lanes(obs),))
         return replace(decision, obs, draw < epsilon, action_key)
 
-    return _wrapped.scheduled(epsilon, policy.init, apply)
+    return _wrapped.scheduled(epsilon, policy, act, policy.init)
 
 
 def random_warmup(
@@ -126,7 +131,9 @@ def random_warmup(
     checks.count("num_steps", num_steps)
     replace = _replacer(action_space, mask_fn)
 
-    def apply(
+    def act(
+        policy: Policy,
+        num_steps: int,
         step: jax.Array,
         params: Any,
         obs: chex.ArrayTree,
@@ -137,7 +144,8 @@ def random_warmup(
         decision = _wrapped.decide(policy, action_space, params, obs, state, inner_key)
         return replace(decision, obs, step < num_steps, action_key)
 
-    return _wrapped.counted(policy.init, apply)
+    apply = functools.partial(act, policy, num_steps)
+    return _wrapped.counted(policy.init, apply, _wrapped.act_by_mode(policy, act, 0))
 
 
 def _replacer(

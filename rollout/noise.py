@@ -56,7 +56,8 @@ def gaussian_noise(
     _wrapped.check_scheduled("scale", scale)
     add = _adder(action_space)
 
-    def apply(
+    def act(
+        policy: Policy,
         scale: jax.typing.ArrayLike,
         params: Any,
         obs: chex.ArrayTree,
@@ -68,7 +69,7 @@ def gaussian_noise(
         noise = _normal(scale, decision.action, noise_key)
         return decision._replace(action=add(decision.action, noise))
 
-    return _wrapped.scheduled(scale, policy.init, apply)
+    return _wrapped.scheduled(scale, policy, act, policy.init)
 
 
 def ornstein_uhlenbeck(
@@ -118,7 +119,8 @@ def ornstein_uhlenbeck(
         noise = jnp.zeros((num_envs, *action_space.shape), action_space.dtype)
         return _Noisy(inner=policy.init(num_envs), noise=noise)
 
-    def apply(
+    def act(
+        policy: Policy,
         scale: jax.typing.ArrayLike,
         params: Any,
         obs: chex.ArrayTree,
@@ -129,14 +131,16 @@ def ornstein_uhlenbeck(
         decision = _wrapped.decide(
             policy, action_space, params, obs, state.inner, inner_key
         )
-        normal = _normal(scale, decision.action, noise_key)
-        noise = state.noise - theta * dt * state.noise + math.sqrt(dt) * normal
+        noise = jnp.zeros_like(state.noise)
+        if not _is_zero(scale):
+            normal = _normal(scale, decision.action, noise_key)
+            noise = state.noise - theta * dt * state.noise + math.sqrt(dt) * normal
         return decision._replace(
             action=add(decision.action, noise),
             state=_Noisy(inner=decision.state, noise=noise),
         )
 
-    return _wrapped.scheduled(scale, init, apply)
+    return _wrapped.scheduled(scale, policy, act, init)
 
 
 def _adder(space: Space) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -160,10 +164,17 @@ def _adder(space: Space) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return add
 
 
+def _is_zero(scale: jax.typing.ArrayLike) -> bool:
+    """Tells whether there is no noise at all, as in the mode."""
+    return isinstance(scale, float) and scale == 0.0
+
+
 def _normal(
     scale: jax.typing.ArrayLike, action: jax.Array, key: chex.PRNGKey
 ) -> jax.Array:
     """Draws noise for `action`, of standard deviation `scale`, `[B]` or `()`."""
+    if _is_zero(scale):
+        return jnp.zeros_like(action)
     scale = jnp.asarray(scale, action.dtype)
     column = scale.reshape(scale.shape + (1,) * (action.ndim - scale.ndim))
     return column * jax.random.normal(keys.inline(key), action.shape, action.dtype)

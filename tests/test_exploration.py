@@ -357,6 +357,79 @@ def test_what_is_drawn_does_not_depend_on_what_the_policy_draws():
         assert abs(noise.var() / variance - 1) < 5 * np.sqrt(2 / noise.size)
 
 
+# The mode
+
+
+def policy_with_mode(value, mode, space):
+    """Draws `value`, and has `mode` as its mode."""
+
+    def always(value):
+        def fn(params, obs, key):
+            action = jnp.full((num_lanes(obs), *space.shape), value, space.dtype)
+            return action, {"of": action}
+
+        return fn
+
+    return rollout.stateless_policy(always(value), mode_fn=always(mode))
+
+
+def apply_mode(policy, obs):
+    """The second step by the mode, behind one that explores."""
+    key, later_key = jax.random.split(jax.random.key(0))
+    state = policy.apply(None, obs, policy.init(num_lanes(obs)), key).state
+    return policy.mode(None, obs, state, later_key)
+
+
+@pytest.mark.parametrize("amount", [1.0, decay])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda p, amount: rollout.epsilon_greedy(p, DISCRETE, amount),
+        lambda p, amount: rollout.random_warmup(
+            rollout.epsilon_greedy(p, DISCRETE, amount), DISCRETE, 100
+        ),
+    ],
+)
+def test_mode_of_a_policy_that_explores_takes_no_random_action(wrap, amount):
+    policy = wrap(policy_with_mode(2, 3, DISCRETE), amount)
+    obs = jnp.zeros((500, 1))
+    step, decision = apply(policy, obs), apply_mode(policy, obs)
+    assert len(np.unique(step.action)) == DISCRETE.n
+    assert (np.asarray(decision.action) == 3).all()
+    assert (np.asarray(decision.extras["of"]) == 3).all()
+    chex.assert_trees_all_equal_shapes_and_dtypes(step, decision)
+
+
+@pytest.mark.parametrize("amount", [1.0, decay])
+@pytest.mark.parametrize("wrap", [rollout.gaussian_noise, rollout.ornstein_uhlenbeck])
+def test_mode_of_a_noisy_policy_has_no_noise_and_keeps_to_the_bounds(wrap, amount):
+    obs = jnp.zeros((500, 1))
+    for mode, sent in ((0.5, 0.5), (3.0, 1.0)):
+        policy = wrap(policy_with_mode(0.0, mode, BOX), BOX, amount)
+        step, decision = apply(policy, obs), apply_mode(policy, obs)
+        assert (np.asarray(step.action) != 0.0).all()
+        assert (np.asarray(decision.action) == sent).all()
+        chex.assert_trees_all_equal_shapes_and_dtypes(step, decision)
+
+
+def test_mode_keeps_to_what_is_allowed():
+    mask = random_mask(1000, 5, seed=3)
+    policy = policy_with_mode(2, 3, DISCRETE)
+    policy = rollout.epsilon_greedy(policy, DISCRETE, 1.0, mask_fn=itself)
+    action, mask = np.asarray(apply_mode(policy, mask).action), np.asarray(mask)
+    some = mask.any(axis=1)
+    assert mask[np.arange(1000), action][some].all()
+    assert (action[mask[:, 3]] == 3).all()
+
+
+def test_policy_without_a_mode_has_none_when_it_explores():
+    assert rollout.epsilon_greedy(greedy, DISCRETE, 0.5).mode is None
+    assert rollout.epsilon_greedy(greedy, DISCRETE, decay).mode is None
+    assert rollout.random_warmup(greedy, DISCRETE, 3).mode is None
+    assert rollout.gaussian_noise(still, BOX, 0.5).mode is None
+    assert rollout.ornstein_uhlenbeck(still, BOX, decay).mode is None
+
+
 # Masks
 
 
