@@ -14,8 +14,10 @@ def place(tree: chex.ArrayTree, placement: Placement) -> chex.ArrayTree:
     Typed keys have no form in host memory and stay on the device.
     """
     if isinstance(placement, jax.sharding.Sharding):
-        # The rows that are copied here are soon written to again.
-        return jax.block_until_ready(jax.device_put(tree, placement, may_alias=False))
+        # The rows are soon written to again, and `device_put` may hand out their own
+        # memory, also with `may_alias=False`: where it replicates, on their device.
+        copied = jax.tree.map(jnp.copy, tree)
+        return jax.block_until_ready(jax.device_put(copied, placement))
     return jax.tree.map(_to_host, tree) if placement == "host" else tree
 
 

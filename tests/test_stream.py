@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, make_collector, raw
+from cases import make_collector, raw
 
 import envs
 import rollout
@@ -164,15 +164,15 @@ def lowest(params, obs, key):
 LOWEST = rollout.stateless_policy(lowest)
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 4, 11, 26])
-def test_warmup_takes_exactly_so_many_random_steps(warmup):
-    env = envs.vectorize(CountEnv(), B)
-    collector = rollout.Collector(env=env, policy=LOWEST)
+@pytest.mark.parametrize(
+    ("name", "warmup"),
+    [*(("count", warmup) for warmup in (0, 1, 4, 11, 26)), ("CartPole-v1", 11)],
+)
+def test_warmup_takes_exactly_so_many_random_steps(name, warmup):
+    collector = make_collector(name, B).replace(policy=LOWEST)
     stream = rollout.Stream(
         collector, key=key(), steps_per_batch=6, total_steps=26, warmup_steps=warmup
     )
-    # Of the random actions 0, 1, 2 of the counting environment a third is 0: count
-    # what `info` says was sent where the policy would have sent 0.
     plan = [6, 6, 6, 6, 2]
     random, done = [], 0
     for steps in plan:
@@ -193,15 +193,16 @@ def test_warmup_takes_exactly_so_many_random_steps(warmup):
         np.testing.assert_array_equal(trajectory.extras["log_prob"], -0.5 * mask)
 
 
-def test_random_steps_of_the_warmup_take_all_actions_evenly():
-    env = envs.vectorize(CountEnv(), B)
-    collector = rollout.Collector(env=env, policy=LOWEST)
+@pytest.mark.parametrize(("name", "num_actions"), [("count", 3), ("CartPole-v1", 2)])
+def test_random_steps_of_the_warmup_take_all_actions_evenly(name, num_actions):
+    collector = make_collector(name, B).replace(policy=LOWEST)
     stream = rollout.Stream(
         collector, key=key(), steps_per_batch=1200, total_steps=1200, warmup_steps=1200
     )
     counts = np.bincount(np.asarray(next(stream).trajectory.action).ravel())
-    # 1200 draws of three: mean 400, standard deviation 16.3; five of them.
-    np.testing.assert_allclose(counts, [400] * 3, atol=82)
+    # 1200 draws of three: mean 400, standard deviation 16.3; five of them. Of two: mean
+    # 600, standard deviation 17.3.
+    np.testing.assert_allclose(counts, [1200 / num_actions] * num_actions, atol=82)
 
 
 @each_env

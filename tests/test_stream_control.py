@@ -2,7 +2,10 @@
 
 import functools
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 import time
 import types
 
@@ -165,8 +168,9 @@ def test_recycled_batch_raises_and_never_shows_other_data(name):
         chex.assert_trees_all_equal(host(last), host(want))
 
 
-def test_recycled_stream_writes_to_the_memory_of_the_batch_before():
-    stream = make_stream(recycle=True)
+@each_env
+def test_recycled_stream_writes_to_the_memory_of_the_batch_before(name):
+    stream = make_stream(name, recycle=True)
     places = set()
     for _ in range(4):
         batch = next(stream)
@@ -206,16 +210,34 @@ def test_batch_lands_in_host_memory(name):
         chex.assert_trees_all_equal(raw(batch.trajectory), expected)
 
 
-@each_env
-def test_batch_lands_by_a_sharding(name):
-    mesh = jax.make_mesh((1,), ("lane",))
-    spec = jax.sharding.PartitionSpec(None, "lane")
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-    placed = list(make_stream(name, total_steps=21, placement=sharding))
-    want = [host(batch) for batch in make_stream(name, total_steps=21)]
-    for batch, expected in zip(placed, want, strict=True):
-        assert batch.trajectory.obs.sharding == sharding
-        chex.assert_trees_all_equal(host(batch), expected)
+# Batches of 7 steps in 4 lanes, so 2 rows; a process of its own can have two devices.
+SHARDED = """
+import sys
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+sys.path.insert(0, sys.argv[1])
+from test_stream_control import host, make_stream
+
+mesh = jax.make_mesh((2,), ("device",))
+for spec in [(None, "device"), ("device",), ()]:
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    for name in ("count", "CartPole-v1"):
+        placed = make_stream(name, total_steps=21, placement=sharding, prefetch=1)
+        for batch, want in zip(placed, make_stream(name, total_steps=21), strict=True):
+            for leaf in jax.tree.leaves(batch.trajectory):
+                assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+            jax.tree.map(np.testing.assert_array_equal, host(batch), host(want))
+"""
+
+
+def test_batch_lands_by_a_sharding():
+    folder = pathlib.Path(__file__).parent
+    flags = "--xla_force_host_platform_device_count=2"
+    environ = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(folder.parent)}
+    command = [sys.executable, "-c", SHARDED, str(folder)]
+    run = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 @each_env

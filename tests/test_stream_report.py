@@ -90,9 +90,11 @@ def test_log_stats_refuses_what_is_no_scalar():
         rollout.log_stats({"a": np.zeros(3)})
 
 
-@pytest.mark.parametrize("total", [20, None])
-def test_bar_shows_steps_episodes_and_the_mean_return(total, capsys):
-    stream = make_stream(total_steps=total, progress=True)
+@pytest.mark.parametrize(
+    ("name", "total"), [("count", 20), ("count", None), ("CartPole-v1", 20)]
+)
+def test_bar_shows_steps_episodes_and_the_mean_return(name, total, capsys):
+    stream = make_stream(name, total_steps=total, progress=True)
     for _ in stream:
         if stream.steps >= 20:
             break
