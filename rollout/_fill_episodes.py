@@ -11,7 +11,7 @@ from rollout._fill import Filled, Spec
 from rollout._rows import Result
 from rollout.collector import Collector
 from rollout.stats import count_nonfinite, summarize
-from rollout.types import Carry
+from rollout.types import Carry, Transition
 
 
 def fill_episodes(
@@ -38,12 +38,23 @@ def fill_episodes(
     if spec.postprocess is not None:
         output = spec.postprocess(trajectory)
     stats = summarize(episodes).replace(num_nonfinite=count_nonfinite(trajectory))
+    fault = jnp.int32(_faults.NONE)
+    if spec.check_finite:
+        fault = _first_fault(trajectory)
     return Filled(
         carry=carry,
         rows=rows,
         flags={},
         result=Result(output=(output, episodes), stats=stats),
-        fault=jnp.int32(_faults.NONE),
+        fault=fault,
         num_faulty=jnp.int32(0),
         num_steps=episodes.num_steps,
     )
+
+
+def _first_fault(trajectory: Transition) -> jax.Array:
+    """The first step of an episode, t * N + k, at which something is not finite."""
+    shape = trajectory.mask.shape
+    one_by_one = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trajectory)
+    bad = _faults.not_finite(one_by_one) & one_by_one.mask
+    return _faults.first(bad, jnp.arange(shape[0] * shape[1], dtype=jnp.int32))

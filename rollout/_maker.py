@@ -133,11 +133,8 @@ class Maker:
             return job.error
         if job.fault == _faults.NONE or self.options.on_fault == "drop":
             return None
-        row, order = divmod(job.fault, self.num_envs)
-        lane = (job.window.first_lane + order) % self.num_envs
         return FloatingPointError(
-            f"`check_finite` found that {self._name_fault(job, row, lane)} must be "
-            f"finite and is not, first at step {row} of lane {lane} in a batch made "
+            f"`check_finite` found that {self._describe_fault(job)} in a batch made "
             f"with `params_version` {job.params_version}."
         )
 
@@ -211,10 +208,28 @@ class Maker:
             rest = keys.like(rest, programs.example)
         return rest.replace(**filled.flags)
 
-    def _name_fault(self, job: Job, row: int, lane: int) -> str:
-        if any(field is None for field in job.filled.rows.fields):
-            return "an observation, reward, log-probability or value"
-        return _faults.describe(self._trajectory(job.filled), row, lane)
+    def _describe_fault(self, job: Job) -> str:
+        trajectory = self._recorded(job.filled)
+        num_episodes = self.options.episodes_per_batch
+        if num_episodes is not None:
+            row, column = divmod(job.fault, num_episodes)
+            where = f"step {row} of episode {column}"
+        else:
+            row, order = divmod(job.fault, self.num_envs)
+            column = (job.window.first_lane + order) % self.num_envs
+            where = f"step {row} of lane {column}"
+        what = "an observation, reward, log-probability or value"
+        if trajectory is not None:
+            what = _faults.describe(trajectory, row, column)
+        return f"{what} must be finite and is not, first at {where}"
+
+    def _recorded(self, filled: Filled) -> Transition | None:
+        """The trajectory, None where a `postprocess` is all that sees it whole."""
+        if self.options.episodes_per_batch is not None:
+            return None if self.options.postprocess else filled.result.output[0]
+        if any(field is None for field in filled.rows.fields):
+            return None
+        return self._trajectory(filled)
 
 
 def _strong(x: Any) -> jax.Array:

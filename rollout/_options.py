@@ -25,7 +25,6 @@ _NOT_WITH_EPISODES = (
     "reset_each_batch",
     "truncate_at_batch_end",
     "recycle",
-    "check_finite",
 )
 _ON_FAULT = ("raise", "drop")
 
@@ -152,6 +151,11 @@ def _check_episodes(options: Options) -> None:
                 f"`{name}` must not be given with `episodes_per_batch`, got "
                 f"{getattr(options, name)!r}."
             )
+    if options.on_fault == "drop":
+        raise ValueError(
+            '`on_fault="drop"` must not be given with `episodes_per_batch`: there the '
+            "number of episodes is exact."
+        )
 
 
 def _check_warmup(value: Any) -> None:

@@ -58,7 +58,8 @@ class Stream:
             `Collector.collect_padded_episodes`, `[L, N, ...]` with L =
             `max_episode_steps`, which must be given. Endless; a batch is made in one
             part. Only `params`, `deterministic`, `postprocess`, `placement`,
-            `prefetch`, `progress` and `on_batch` go with it.
+            `prefetch`, `check_finite` (which raises), `progress` and `on_batch` go with
+            it.
         total_steps: steps after which the stream ends, None for an endless one. The
             last batch has what is left.
         warmup_steps: exactly so many steps, the first ones, take actions drawn

@@ -73,6 +73,15 @@ def test_postprocess_sees_the_padded_episodes(name):
             {"episodes_per_batch": 4, "max_episode_steps": 4, "recycle": True},
             "`recycle` must not be given with `episodes_per_batch`, got True",
         ),
+        (
+            {
+                "episodes_per_batch": 4,
+                "max_episode_steps": 4,
+                "check_finite": True,
+                "on_fault": "drop",
+            },
+            '`on_fault="drop"` must not be given with `episodes_per_batch`',
+        ),
     ],
 )
 def test_options_that_clash_are_refused(options, message):

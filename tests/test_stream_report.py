@@ -168,6 +168,27 @@ def test_first_fault_is_named(fault):
     assert checked.steps == before
 
 
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_first_fault_in_whole_episodes_is_named(is_seen):
+    # The reward of a faulty episode is not finite at its third step, so the first
+    # faults are those of the first such episodes, at step 2.
+    options = {"episodes_per_batch": 6, "max_episode_steps": 6}
+    if not is_seen:
+        options["postprocess"] = lambda trajectory: trajectory.reward.sum()
+    collector = make_faulty()
+    plain = rollout.Stream(collector, key=jax.random.key(7), **options)
+    checked = rollout.Stream(
+        collector, key=jax.random.key(7), check_finite=True, **options
+    )
+    while np.isfinite((batch := next(plain)).episodes.episode_return).all():
+        chex.assert_trees_all_equal(next(checked).episodes, batch.episodes)
+    episode = np.isnan(batch.episodes.episode_return).argmax()
+    what = "`reward`" if is_seen else "an observation, reward, log-probability or value"
+    message = f"{what} must be finite .* first at step 2 of episode {episode} "
+    with pytest.raises(FloatingPointError, match=message):
+        next(checked)
+
+
 def test_parameters_that_are_not_finite_are_found_in_what_the_policy_gives():
     def act(params, obs, key):
         value = obs[:, 0] * params
