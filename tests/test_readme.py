@@ -30,6 +30,18 @@ def test_examples_run_one_after_the_other(capsys, tmp_path, monkeypatch):
     assert names["data"].size(names["offline"]) == 3
 
 
+def test_training_step_learns():
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names = {}
+    for code in blocks[:2]:
+        exec(compile(code, "README.md", "exec"), names)
+    state, before = names["state"], names["stats"].return_mean
+    for _ in range(10):
+        *state, stats = names["ppo_step"](*state)
+    assert before < 30
+    assert stats.return_mean > 100
+
+
 def test_continuous_integration_runs_the_command_of_the_readme():
     assert README.count("<!-- ci: test -->\n```bash\n") == 1
     assert "<!-- ci: test -->" in (ROOT / ".ci" / "run").read_text()
