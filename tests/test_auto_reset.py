@@ -43,7 +43,7 @@ def patterns(num_envs):
         yield rng.random(num_envs) < chance
 
 
-@pytest.mark.parametrize("num_envs", [1, 2, 16, 33, 100])
+@pytest.mark.parametrize("num_envs", [1, 33, 100])
 def test_compact_equals_select_for_every_number_of_done_lanes(num_envs):
     env, start, lanes = make_lanes(num_envs)
     compact, select = (

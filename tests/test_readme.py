@@ -28,17 +28,10 @@ def test_examples_run_one_after_the_other(capsys, tmp_path, monkeypatch):
     assert names["trajectory"].obs.shape == (200, 64, 4)
     assert (names["episodes"].episode_length <= 200).all()
     assert names["data"].size(names["offline"]) == 3
-
-
-def test_training_step_learns():
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    names = {}
-    for code in blocks[:2]:
-        exec(compile(code, "README.md", "exec"), names)
-    state, before = names["state"], names["stats"].return_mean
+    # The training step learns.
+    state = names["state"]
     for _ in range(10):
         *state, stats = names["ppo_step"](*state)
-    assert before < 30
     assert stats.return_mean > 100
 
 
