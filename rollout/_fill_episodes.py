@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from rollout import _faults
-from rollout._fill import Filled, Spec
+from rollout._fill import Filled
 from rollout._rows import Result
+from rollout._window import Spec
 from rollout.collector import Collector
 from rollout.stats import count_nonfinite, summarize
 from rollout.types import Carry, Transition

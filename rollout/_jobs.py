@@ -17,9 +17,10 @@ import jax
 import numpy as np
 
 from rollout import _faults
-from rollout._fill import Filled, Window
+from rollout._fill import Filled
 from rollout._programs import Programs
 from rollout._rows import Rows
+from rollout._window import Window
 from rollout.collector import Collector
 from rollout.types import Carry
 

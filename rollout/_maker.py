@@ -9,9 +9,10 @@ from flax import struct
 
 from envs import keys
 from rollout import _faults, _options, _place, _programs, _rows
-from rollout._fill import Filled, Window
+from rollout._fill import Filled
 from rollout._jobs import Job, Memory, Pace, Worker
 from rollout._options import Options
+from rollout._window import Window
 from rollout.collector import Collector
 from rollout.stats import CollectStats
 from rollout.types import Carry, Episodes, Transition

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import jax
 
 from rollout import checks
-from rollout._fill import Spec
 from rollout._place import Placement
 from rollout._rows import Postprocess
+from rollout._window import Spec
 from rollout.collector import Collector
 from rollout.types import Policy
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from envs import keys
 from rollout import _fill
-from rollout._fill import Spec, Window
 from rollout._fill_episodes import fill_episodes
 from rollout._rows import Rows
+from rollout._window import Spec, Window
 from rollout.collector import Collector
 from rollout.types import Carry, Transition
 

@@ -51,10 +51,10 @@ def main() -> None:
         for title, result in run(name).items():
             found[title] = result
             returns, seconds = result["returns"], result["seconds"]
-            each = ", ".join(f"{x:.1f}" for x in returns)
+            each = ", ".join(f"{x:.2f}" for x in returns)
             later = f"{statistics.median(seconds[1:]):.1f}" if seconds[1:] else ""
             print(
-                f"| {title} | {each} | {statistics.mean(returns):.1f} | "
+                f"| {title} | {each} | {statistics.mean(returns):.2f} | "
                 f"{seconds[0]:.1f} | {later} |",
                 flush=True,
             )
