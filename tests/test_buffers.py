@@ -347,8 +347,10 @@ def copies(program, state):
     return [line for line in lines if any(shape in line for shape in shapes)]
 
 
-@pytest.mark.parametrize("num_rows", [1, 4])
-@pytest.mark.parametrize(("kind", "successor"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "successor", "num_rows"),
+    [*((*case, 1) for case in CASES), *((kind, "shared", 4) for kind in KINDS)],
+)
 def test_add_writes_in_place(kind, successor, num_rows):
     """Donated, the state is aliased whole, and no leaf of the ring is copied."""
     num_slots, num_envs = 4099, 4  # no other array has these dimensions

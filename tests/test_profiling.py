@@ -8,9 +8,9 @@ import envs
 import rollout
 
 
-@pytest.mark.parametrize("name", ["count", "CartPole-v1"])
-def test_parts_and_the_rest_add_up_to_the_whole(name):
-    profile = rollout.profile(make_collector(name, 8), None, 16, num_repeats=2)
+def test_parts_and_the_rest_add_up_to_the_whole():
+    collector = make_collector("CartPole-v1", 8)
+    profile = rollout.profile(collector, None, 16, num_repeats=2)
     parts = profile.policy + profile.env_step + profile.auto_reset + profile.recording
     assert min(profile[:5]) > 0
     assert profile.unexplained == pytest.approx(profile.whole - parts)
