@@ -29,9 +29,9 @@ def test_examples_run_one_after_the_other(capsys, tmp_path, monkeypatch):
     assert (names["episodes"].episode_length <= 200).all()
     assert names["data"].size(names["offline"]) == 3
     # The training step learns.
-    state = names["state"]
+    training = names["training"]
     for _ in range(10):
-        *state, stats = names["ppo_step"](*state)
+        *training, stats = names["ppo_step"](*training)
     assert stats.return_mean > 100
 
 
