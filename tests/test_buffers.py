@@ -300,7 +300,7 @@ def draw_rates(data):
 def test_any_sequence_of_operations_agrees_with_the_model(kind, successor):
     buffer, add, read = programs(kind, successor)
 
-    @settings(max_examples=30, deadline=None, derandomize=True, phases=[Phase.generate])
+    @settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate])
     @given(data=st.data())
     def run(data):
         state, model = start(kind, successor)
