@@ -79,11 +79,11 @@ class Pace:
 
 
 class Memory(NamedTuple):
-    """Memory to write to, None where there is none to reuse."""
+    """Memory to write to."""
 
     carries: list[Carry]
-    rows: Rows | None
-    output: chex.ArrayTree | None
+    rows: Rows
+    output: chex.ArrayTree | None  # None where there is none to reuse
 
 
 class Job:
@@ -155,7 +155,7 @@ class Job:
     def wait_for_memory(self) -> None:
         """Waits until the rows that are written to are no longer the old batch's."""
         rows = self._memory.rows
-        while rows is not None and not rows.flags.is_deleted():
+        while not rows.flags.is_deleted():
             if self._is_idle.is_set():
                 return
             time.sleep(_MOMENT)
@@ -216,7 +216,7 @@ class Job:
             self._collector,
             carry,
             carries.pop() if carries else programs.copy(carry),
-            programs.blank_rows() if rows is None else rows,
+            rows,
             programs.blank_output() if output is None else output,
             self.params,
             np.array(window, np.int32),
