@@ -50,16 +50,30 @@ def put(
     stays = is_final & (number > total - capacity)
     place = jnp.where(stays, (finals.head + number - 1) % capacity, -1)
     row = (slot * num_envs + jnp.arange(num_envs)[None]).reshape(-1)
-    next_obs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), next_obs)
-    memory = (finals.obs, finals.row)
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), next_obs), row
+    # The rows that stay are numbered from 0 on, the oldest first.
+    order = jnp.where(stays, number - 1 - jnp.maximum(total - capacity, 0), -1)
+    obs, owner = _write((finals.obs, finals.row), rows, order, place)
+    head = (finals.head + total) % capacity
+    final = finals.replace(obs=obs, row=owner, head=head)
+    return final, place.reshape(slot.shape)
+
+
+def _write(
+    memory: chex.ArrayTree, rows: chex.ArrayTree, order: jax.Array, place: jax.Array
+) -> chex.ArrayTree:
+    """Writes the rows that have an `order`, `[R]` int32, -1 for none, to their `place`.
+
+    In rounds of a few, for of many rows few are final.
+    """
+    num_rows = order.shape[0]
+    capacity = jax.tree.leaves(memory)[0].shape[0]
     # Large enough that one round nearly always does, small enough to cost little.
-    num_rows = row.shape[0]
     size = max(1, num_rows // 16)
-    # The rows that stay, in order, and behind them a row that is not there.
-    first = jnp.maximum(total - capacity, 0)
     most = -(-min(num_rows, capacity) // size) * size
+    # The rows in their order, and behind them a row that is not there.
     source = jnp.full((most,), num_rows, jnp.int32)
-    source = source.at[jnp.where(stays, number - 1 - first, most)].set(
+    source = source.at[jnp.where(order >= 0, order, most)].set(
         jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
     )
 
@@ -74,12 +88,9 @@ def put(
                 new.at[some].get(mode="clip"), mode="drop"
             ),
             memory,
-            (next_obs, row),
+            rows,
         )
 
-    _, (obs, owner) = lax.while_loop(
-        lambda loop: loop[0] < total - first, write_some, (jnp.int32(0), memory)
-    )
-    head = (finals.head + total) % capacity
-    final = finals.replace(obs=obs, row=owner, head=head)
-    return final, place.reshape(slot.shape)
+    count = jnp.max(order) + 1
+    start = jnp.int32(0), memory
+    return lax.while_loop(lambda loop: loop[0] < count, write_some, start)[1]
