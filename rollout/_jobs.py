@@ -153,9 +153,10 @@ class Job:
         self._is_idle.wait()
 
     def wait_for_memory(self) -> None:
-        """Waits until the rows that are written to are no longer the old batch's."""
-        rows = self._memory.rows
-        while not rows.flags.is_deleted():
+        """Waits until the memory that is written to is no longer the old batch's."""
+        # All of it, for a call takes one array after the other.
+        memory = jax.tree.leaves((self._memory.rows, self._memory.output))
+        while not all(x.is_deleted() for x in memory):
             if self._is_idle.is_set():
                 return
             time.sleep(_MOMENT)

@@ -196,6 +196,15 @@ def test_output_of_a_postprocess_is_recycled_too():
         old = batch.trajectory
 
 
+def test_memory_is_not_taken_from_under_a_job():
+    def keep(trajectory):
+        return trajectory.obs * 2
+
+    # Once in about 600 batches the old one was deleted before all of it was donated.
+    stream = make_stream(recycle=True, postprocess=keep)
+    assert sum(next(stream).steps for _ in range(2000)) == 2000 * 7
+
+
 def test_last_batch_of_a_run_stays_readable():
     batches = list(make_stream(recycle=True, total_steps=14))
     assert int(batches[-1].trajectory.mask.sum()) == 7
