@@ -15,9 +15,10 @@ from jax import lax
 from envs import keys
 from rollout import _faults, _rows, kernel
 from rollout._fill_row import make_step
-from rollout._rows import Layout, Result, Rows
+from rollout._rows import Layout, Rows
 from rollout._window import Spec, Window, indices
 from rollout.collector import Collector
+from rollout.stats import CollectStats, summarize
 from rollout.types import Carry
 
 
@@ -26,11 +27,12 @@ class Filled(NamedTuple):
 
     carry: Carry
     rows: Rows
-    flags: dict[str, jax.Array]  # of the trajectory, {} with a `postprocess`
-    result: Result  # zero unless the batch is complete
+    flags: dict[str, jax.Array]  # of the trajectory
+    output: chex.ArrayTree  # of `postprocess`, zero unless the batch is complete
     fault: jax.Array  # () int32, the first step with a fault, or `_faults.NONE`
     num_faulty: jax.Array  # () int32, episodes that ended as faulty so far
     num_steps: jax.Array  # () int32, of the batch
+    stats: CollectStats | None = None  # None where `describe` makes them
 
 
 def lay_out(spec: Spec, collector: Collector, carry: Carry, params: Any) -> Layout:
@@ -48,8 +50,7 @@ def blank(
     layout = lay_out(spec, collector, carry, params)
     rows = _rows.blank(layout, spec.num_rows, collector.env.num_envs)
     mask = jnp.zeros(rows.flags.shape, bool)
-    result = _blank_result(spec, layout, rows, mask, carry.key)
-    return rows, result.output
+    return rows, _blank_output(spec, layout, rows, mask, carry.key)
 
 
 def fill(
@@ -96,14 +97,19 @@ def fill(
         rows = _rows.cut(rows, underway, num_steps - 1)
         carry = _restart_all(collector, carry, is_last)
     rows, mask, num_faulty = _void(spec, layout, rows, index, window)
-    blank_result = _blank_result(spec, layout, rows, mask, carry.key)
-    result = lax.cond(
+    blank_output = _blank_output(spec, layout, rows, mask, carry.key)
+    output = lax.cond(
         is_last,
-        lambda: _make_result(spec, layout, rows, mask),
-        lambda: blank_result,
+        lambda: _make_output(spec, layout, rows, mask),
+        lambda: blank_output,
     )
-    flags = {} if spec.postprocess else _rows.read_flags(rows, mask)
-    return Filled(carry, rows, flags, result, fault, num_faulty, window.num_steps)
+    flags = _rows.read_flags(rows, mask)
+    return Filled(carry, rows, flags, output, fault, num_faulty, window.num_steps)
+
+
+def describe(layout: Layout, rows: Rows, flags: dict[str, jax.Array]) -> CollectStats:
+    """Makes the statistics of a batch that is complete."""
+    return summarize(_rows.make_trajectory(layout, rows, flags))
 
 
 def _restart_all(collector: Collector, carry: Carry, flag: jax.Array) -> Carry:
@@ -133,16 +139,19 @@ def _void(
     return _rows.void(rows, mask, first), mask, num_faulty
 
 
-def _make_result(spec: Spec, layout: Layout, rows: Rows, mask: jax.Array) -> Result:
+def _make_output(
+    spec: Spec, layout: Layout, rows: Rows, mask: jax.Array
+) -> chex.ArrayTree:
+    if spec.postprocess is None:
+        return ()
     flags = _rows.read_flags(rows, mask)
-    trajectory = _rows.make_trajectory(layout, rows, flags)
-    return _rows.make_result(trajectory, spec.postprocess)
+    return spec.postprocess(_rows.make_trajectory(layout, rows, flags))
 
 
-def _blank_result(
+def _blank_output(
     spec: Spec, layout: Layout, rows: Rows, mask: jax.Array, key: chex.PRNGKey
-) -> Result:
+) -> chex.ArrayTree:
     shapes = jax.eval_shape(
-        lambda rows, mask: _make_result(spec, layout, rows, mask), rows, mask
+        lambda rows, mask: _make_output(spec, layout, rows, mask), rows, mask
     )
     return jax.tree.map(lambda x: keys.blank(x.shape, x, key), shapes)

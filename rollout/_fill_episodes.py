@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from rollout import _faults
 from rollout._fill import Filled
-from rollout._rows import Result
 from rollout._window import Spec
 from rollout.collector import Collector
 from rollout.stats import count_nonfinite, summarize
@@ -46,10 +45,11 @@ def fill_episodes(
         carry=carry,
         rows=rows,
         flags={},
-        result=Result(output=(output, episodes), stats=stats),
+        output=(output, episodes),
         fault=fault,
         num_faulty=jnp.int32(0),
         num_steps=episodes.num_steps,
+        stats=stats,
     )
 
 

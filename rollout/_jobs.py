@@ -22,6 +22,7 @@ from rollout._programs import Programs
 from rollout._rows import Rows
 from rollout._window import Window
 from rollout.collector import Collector
+from rollout.stats import CollectStats
 from rollout.types import Carry
 
 _SECONDS = 0.1  # that a part should take
@@ -101,6 +102,7 @@ class Job:
         fault: the first step at which something was not finite, or `_faults.NONE`.
         filled: what the last part returned, None before the first.
         product: what is handed over, once the job is complete.
+        stats: of the episodes in it; perhaps still being computed.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Job:
         self.fault = _faults.NONE
         self.filled: Filled | None = None
         self.product: chex.ArrayTree | None = None
+        self.stats: CollectStats | None = None
         self._programs, self._collector = programs, collector
         self._worker, self._pace = worker, pace
         self._memory, self._finish = memory, finish
@@ -197,6 +200,7 @@ class Job:
             if is_last:
                 if self._programs.counts_steps:
                     self.num_steps = int(self.filled.num_steps)
+                self.stats = self._programs.describe(self.filled)
                 self.product = self._finish(self.filled)
         size, self._row, self.is_complete = stop - self._row, stop, is_last
         taken = time.perf_counter() - start
@@ -210,7 +214,7 @@ class Job:
         if filled is None:
             carry, rows, output = self.start, memory.rows, memory.output
         else:
-            carry, rows, output = filled.carry, filled.rows, filled.result.output
+            carry, rows, output = filled.carry, filled.rows, filled.output
         programs, carries = self._programs, memory.carries
         output = output if programs.recycles else ()
         self.filled = programs.fill(

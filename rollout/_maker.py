@@ -144,7 +144,7 @@ class Maker:
         filled, num_steps, options = job.filled, job.num_steps, self.options
         batch = Batch(
             trajectory=job.product,
-            stats=filled.result.stats,
+            stats=job.stats,
             steps=num_steps,
             warmup_steps=min(job.window.num_random, num_steps),
             params_version=job.params_version,
@@ -155,7 +155,7 @@ class Maker:
         handed = None
         if options.recycle:
             rows = None if self._has_own_rows else filled.rows
-            handed = Handed(rows, filled.result.output, job.product)
+            handed = Handed(rows, filled.output, job.product)
         return batch, Position(
             carry=filled.carry,
             steps=at.steps + num_steps,
@@ -198,7 +198,7 @@ class Maker:
 
     def _finish(self, filled: Filled) -> chex.ArrayTree:
         """Makes what is handed over, in the thread of the job."""
-        product, options = filled.result.output, self.options
+        product, options = filled.output, self.options
         if options.postprocess is None and options.episodes_per_batch is None:
             product = self._trajectory(filled)
         product = _place.place(product, options.placement)
@@ -231,7 +231,7 @@ class Maker:
     def _recorded(self, filled: Filled) -> Transition | None:
         """The trajectory, None where a `postprocess` is all that sees it whole."""
         if self.options.episodes_per_batch is not None:
-            return None if self.options.postprocess else filled.result.output[0]
+            return None if self.options.postprocess else filled.output[0]
         if any(field is None for field in filled.rows.fields):
             return None
         return self._trajectory(filled)

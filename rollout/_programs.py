@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from envs import keys
 from rollout import _fill
 from rollout._fill_episodes import fill_episodes
-from rollout._rows import Rows
+from rollout._rows import Layout, Rows
 from rollout._window import Spec, Window
 from rollout.collector import Collector
+from rollout.stats import CollectStats
 from rollout.types import Carry, Transition
 
 _MAX_KEPT = 64
@@ -35,6 +36,7 @@ class Programs(NamedTuple):
     """Ahead of time, so that no thread traces: settings of jax belong to a thread."""
 
     fill: Callable[..., _fill.Filled]
+    describe: Callable[[_fill.Filled], CollectStats]
     blank_rows: Callable[[], Rows]
     blank_output: Callable[[], chex.ArrayTree]
     copy: Callable[[Carry], Carry]
@@ -79,6 +81,17 @@ def _copy_leaves(leaves: list[chex.Array]) -> list[chex.Array]:
     return keys.like(jax.tree.map(jnp.copy, keys.words(leaves)), leaves)
 
 
+def _compile_describe(
+    layout: Layout, filled: _fill.Filled
+) -> Callable[[_fill.Filled], CollectStats]:
+    """Statistics apart from `fill`: they are made while the batch is handed over."""
+    if filled.stats is not None:
+        return lambda filled: filled.stats
+    describe = jax.jit(lambda rows, flags: _fill.describe(layout, rows, flags))
+    describe = describe.lower(filled.rows, filled.flags).compile()
+    return lambda filled: describe(filled.rows, filled.flags)
+
+
 def _compile(
     spec: Spec, collector: Collector, carry: Carry, params: Any, recycle: bool
 ) -> Programs:
@@ -89,8 +102,9 @@ def _compile(
     window = jax.ShapeDtypeStruct((len(Window._fields),), jnp.int32)
     fill = _fill.fill if spec.num_episodes is None else fill_episodes
     fill = jax.jit(fill, static_argnums=0, donate_argnums=_DONATED, keep_unused=True)
-
-    example = _fill.lay_out(spec, collector, carry, params).example
+    fill = fill.lower(spec, collector, carry, carry, rows, output, params, window)
+    layout = _fill.lay_out(spec, collector, carry, params)
+    example = layout.example
     leaves, structure = jax.tree.flatten(carry)
     copy_leaves = _copy_leaves.lower(leaves).compile()
 
@@ -99,9 +113,8 @@ def _compile(
         return jax.jit(lambda: jax.tree.map(make, shapes)).lower().compile()
 
     return Programs(
-        fill=fill.lower(
-            spec, collector, carry, carry, rows, output, params, window
-        ).compile(),
+        fill=fill.compile(),
+        describe=_compile_describe(layout, fill.out_info),
         blank_rows=zeros(rows),
         blank_output=zeros(output),
         copy=lambda carry: jax.tree.unflatten(

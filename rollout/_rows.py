@@ -16,7 +16,7 @@ from jax import lax
 
 from envs import keys
 from rollout.collector import Collector
-from rollout.stats import CollectStats, summarize
+from rollout.stats import summarize
 from rollout.types import Carry, Transition
 
 Postprocess = Callable[[Transition], chex.ArrayTree]
@@ -31,14 +31,6 @@ class Rows:
 
     fields: tuple[jax.Array | None, ...]  # [T, B, ...], None for what nobody reads
     flags: jax.Array  # [T, B] uint8
-
-
-@struct.dataclass(kw_only=True)
-class Result:
-    """What is made of the rows when the last one is there."""
-
-    output: chex.ArrayTree  # of `postprocess`, () without one
-    stats: CollectStats
 
 
 class Layout(NamedTuple):
@@ -75,7 +67,7 @@ def lay_out(
         flags = dict.fromkeys(_FLAGS, jnp.zeros((num_rows, num_envs), bool))
         trajectory = make_trajectory(layout, Rows(fields=fields, flags=None), flags)
         # A fault is told by its episode.
-        return make_result(trajectory, postprocess), trajectory.episode_id
+        return postprocess(trajectory), summarize(trajectory), trajectory.episode_id
 
     program = jax.make_jaxpr(read)(whole.fields).jaxpr
     used = {id(x) for equation in program.eqns for x in equation.invars}
@@ -161,12 +153,6 @@ def make_trajectory(
     ]
     rest = jax.tree.unflatten(jax.tree.structure(layout.example), leaves)
     return keys.like(rest, layout.example).replace(**flags)
-
-
-def make_result(trajectory: Transition, postprocess: Postprocess | None) -> Result:
-    """Makes the statistics and the output."""
-    output = () if postprocess is None else postprocess(trajectory)
-    return Result(output=output, stats=summarize(trajectory))
 
 
 def _write(rows: Rows, row: jax.Array, new: Rows) -> Rows:

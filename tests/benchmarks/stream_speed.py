@@ -5,8 +5,10 @@ Times, interleaved in one process, with 1,024 environments and 128 steps of each
 - `ahead`: CartPole-v1, a delay on the host per batch that is as long as a collection;
   `prefetch=1` over `prefetch=0`;
 - `recycle`: Breakout-MinAtar; `recycle=False` over `recycle=True`;
-- `overhead`: CartPole-v1; the stream over a bare loop of one jitted function that
-  collects and summarizes, and over one that only collects;
+- `overhead`: CartPole-v1; the stream, with and without `recycle`, over a bare loop of
+  one jitted function that collects and summarizes, and over one that only collects.
+  Eight batches at a time, since a stream's statistics are made while the next batch
+  begins: those of a batch are waited for with the next one;
 - `check_finite`: both; with it over without.
 
     python tests/benchmarks/stream_speed.py
@@ -40,7 +42,15 @@ def make_stream(env_id: str, **options: Any) -> Callable[[], Any]:
     collector = make_collector(env_id)
     options = {"key": jax.random.key(0), "steps_per_batch": BATCH, **options}
     stream = rollout.Stream(collector, **options)
-    return lambda: jax.block_until_ready(next(stream).trajectory) and None
+    stats: Any = ()
+
+    def step() -> None:
+        nonlocal stats
+        batch = next(stream)
+        jax.block_until_ready((batch.trajectory, stats))
+        stats = batch.stats
+
+    return step
 
 
 def make_bare(env_id: str, *, summarize: bool) -> Callable[[], Any]:
@@ -62,8 +72,10 @@ def make_bare(env_id: str, *, summarize: bool) -> Callable[[], Any]:
     return step
 
 
-def measure(programs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Times the programs in turn; returns medians of wall time, in s."""
+def measure(
+    programs: dict[str, Callable[[], Any]], repeats: int, *, in_a_row: int = 1
+) -> dict[str, float]:
+    """Times the programs in turn; returns medians of wall time of one call, in s."""
     for program in programs.values():
         for _ in range(4):  # a stream finds its pace
             program()
@@ -71,8 +83,9 @@ def measure(programs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, f
     for _ in range(repeats):
         for name, program in programs.items():
             start = time.perf_counter()
-            program()
-            times[name].append(time.perf_counter() - start)
+            for _ in range(in_a_row):
+                program()
+            times[name].append((time.perf_counter() - start) / in_a_row)
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
@@ -119,10 +132,12 @@ def main() -> None:
         "overhead": lambda: measure(
             {
                 "collect and summarize": make_bare("CartPole-v1", summarize=True),
+                "recycle": make_stream("CartPole-v1", recycle=True),
                 "collect": make_bare("CartPole-v1", summarize=False),
                 "stream": make_stream("CartPole-v1"),
             },
-            4 * args.repeats,
+            args.repeats,
+            in_a_row=8,
         ),
         **{
             f"check_finite {env_id}": lambda env_id=env_id: measure(
@@ -144,8 +159,9 @@ def main() -> None:
             parts = ", ".join(f"{k} {1e3 * v:.2f} ms" for k, v in times.items())
             print(f"{kind}: {parts}; last over the one before {last / first:.3f}")
             if kind == "overhead":
-                whole = times["stream"] / times["collect and summarize"]
-                print(f"overhead: stream over collect and summarize {whole:.3f}")
+                for name in ("stream", "recycle"):
+                    whole = times[name] / times["collect and summarize"]
+                    print(f"overhead: {name} over collect and summarize {whole:.3f}")
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"machine": machine(), "rows": rows}, file, indent=1)
