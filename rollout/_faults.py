@@ -30,14 +30,21 @@ def checked(transition: Transition) -> dict[str, jax.Array]:
     }
 
 
-def not_finite(transition: Transition) -> jax.Array:
-    """Tells in which lanes of one transition something is not finite; `[B]` bool."""
-    leaves = checked(transition)
+def not_finite(
+    transition: Transition, proved: frozenset[str] = frozenset()
+) -> jax.Array:
+    """Tells in which lanes of one transition something is not finite; `[B]` bool.
+
+    Args:
+        transition: `[B, ...]`.
+        proved: the names that need not be looked at; see `_finite.proved`.
+    """
+    leaves = {k: x for k, x in checked(transition).items() if k not in proved}
     bad = jnp.zeros(transition.reward.shape, bool)
     for name, x in leaves.items():
         if x.size <= _SMALL * x.shape[0]:
             bad |= ~jnp.isfinite(x).all(axis=tuple(range(1, x.ndim)))
-        elif not name.startswith("next_obs"):
+        elif name.removeprefix("next_") not in leaves.keys() - {name}:
             pair = leaves.get(f"next_{name}", x)  # in one pass with `obs`
             size = jnp.maximum(jnp.abs(x), jnp.abs(pair)).reshape(x.shape[0], -1)
             # A NaN or an infinity is the largest of its lane. Of many numbers, three

@@ -40,7 +40,7 @@ def fill_episodes(
     stats = summarize(episodes).replace(num_nonfinite=count_nonfinite(trajectory))
     fault = jnp.int32(_faults.NONE)
     if spec.check_finite:
-        fault = _first_fault(trajectory)
+        fault = _first_fault(trajectory, spec.proved)
     return Filled(
         carry=carry,
         rows=rows,
@@ -53,9 +53,9 @@ def fill_episodes(
     )
 
 
-def _first_fault(trajectory: Transition) -> jax.Array:
+def _first_fault(trajectory: Transition, proved: frozenset[str]) -> jax.Array:
     """The first step of an episode, t * N + k, at which something is not finite."""
     shape = trajectory.mask.shape
     one_by_one = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trajectory)
-    bad = _faults.not_finite(one_by_one) & one_by_one.mask
+    bad = _faults.not_finite(one_by_one, proved) & one_by_one.mask
     return _faults.first(bad, jnp.arange(shape[0] * shape[1], dtype=jnp.int32))

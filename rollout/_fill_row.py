@@ -37,7 +37,7 @@ def make_step(
         transition = transition.replace(truncated=transition.truncated | limit)
         bad = jnp.zeros_like(active)
         if spec.check_finite:
-            bad = _faults.not_finite(transition)
+            bad = _faults.not_finite(transition, spec.proved)
             bad &= active if spec.has_idle_lanes else True
             fault = jnp.minimum(fault, _faults.first(bad, index))
         drop = bad if spec.drop_faulty else jnp.zeros_like(bad)

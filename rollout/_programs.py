@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from envs import keys
-from rollout import _fill
+from rollout import _fill, _finite
 from rollout._fill_episodes import fill_episodes
 from rollout._rows import Layout, Rows
 from rollout._window import Spec, Window
@@ -95,6 +95,8 @@ def _compile_describe(
 def _compile(
     spec: Spec, collector: Collector, carry: Carry, params: Any, recycle: bool
 ) -> Programs:
+    if spec.check_finite:
+        spec = spec._replace(proved=_finite.proved(collector, carry, params))
     rows, output = jax.eval_shape(
         lambda *args: _fill.blank(spec, *args), collector, carry, params
     )

@@ -25,6 +25,7 @@ class Spec(NamedTuple):
     drop_faulty: bool
     postprocess: Postprocess | None
     num_episodes: int | None  # of a batch of whole episodes
+    proved: frozenset[str] = frozenset()  # what `check_finite` need not look at
 
 
 class Window(NamedTuple):

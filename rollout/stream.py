@@ -89,7 +89,8 @@ class Stream:
             make them: fresh memory is slow to touch for the first time.
         check_finite: raises `FloatingPointError` at the first observation, reward,
             `log_prob`, `value` or `next_value` (of the extras) that is not finite. The
-            stream then stands where it stood before that batch.
+            stream then stands where it stood before that batch. What the program of a
+            step makes finite in any case, such as an image of flags, costs nothing.
         on_fault: "raise", or "drop": the episode ends there, what of it is in this
             batch is masked and zero, the lane is reset, and the stream goes on. The
             masks then add up to less than `steps`, and `stats.faulty_episodes` counts.
