@@ -45,8 +45,6 @@ def blank(
     spec: Spec, collector: Collector, carry: Carry, params: Any
 ) -> tuple[Rows, chex.ArrayTree]:
     """Makes rows to fill and an output to overwrite, all zero."""
-    if spec.num_episodes is not None:
-        return (), ()
     layout = lay_out(spec, collector, carry, params)
     rows = _rows.blank(layout, spec.num_rows, collector.env.num_envs)
     mask = jnp.zeros(rows.flags.shape, bool)

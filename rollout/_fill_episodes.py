@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from envs import keys
 from rollout import _faults
 from rollout._fill import Filled
 from rollout._window import Spec
@@ -14,13 +15,25 @@ from rollout.stats import count_nonfinite, summarize
 from rollout.types import Carry, Transition
 
 
+def blank_episodes(
+    spec: Spec, collector: Collector, carry: Carry, params: Any
+) -> tuple[tuple[()], chex.ArrayTree]:
+    """Makes an output to overwrite, all zero; there are no rows to fill."""
+    shapes = jax.eval_shape(
+        lambda *args: fill_episodes(spec, *args, (), (), (), params, None).output,
+        collector,
+        carry,
+    )
+    return (), jax.tree.map(lambda x: keys.blank(x.shape, x, carry.key), shapes)
+
+
 def fill_episodes(
     spec: Spec,
     collector: Collector,
     carry: Carry,
     old_carry: Carry,
     rows: tuple[()],
-    old_output: tuple[()],
+    old_output: chex.ArrayTree,
     params: Any,
     window: jax.Array,
 ) -> Filled:

@@ -18,14 +18,8 @@ _COUNTS = (
     "total_steps",
     "max_episode_steps",
 )
-# What counts steps, or says what the ends of a batch do to episodes.
-_NOT_WITH_EPISODES = (
-    "total_steps",
-    "warmup_steps",
-    "reset_each_batch",
-    "truncate_at_batch_end",
-    "recycle",
-)
+# What counts steps: those of whole episodes do not come out even.
+_NOT_WITH_EPISODES = ("total_steps", "warmup_steps")
 _ON_FAULT = ("raise", "drop")
 
 
@@ -101,8 +95,9 @@ def make_spec(options: Options, num_envs: int) -> Spec:
         num_rows=-(-steps // num_envs) or options.max_episode_steps,
         has_idle_lanes=any(count % num_envs for count in counts),
         has_warmup=options.warmup_steps > 0,
-        reset_each_batch=options.reset_each_batch,
-        truncate_at_batch_end=options.truncate_at_batch_end,
+        # Where a batch of whole episodes ends, nothing is under way.
+        reset_each_batch=options.reset_each_batch and steps > 0,
+        truncate_at_batch_end=options.truncate_at_batch_end and steps > 0,
         check_finite=options.check_finite,
         drop_faulty=options.on_fault == "drop",
         postprocess=options.postprocess,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from envs import keys
 from rollout import _fill, _finite
-from rollout._fill_episodes import fill_episodes
+from rollout._fill_episodes import blank_episodes, fill_episodes
 from rollout._rows import Layout, Rows
 from rollout._window import Spec, Window
 from rollout.collector import Collector
@@ -97,12 +97,14 @@ def _compile(
 ) -> Programs:
     if spec.check_finite:
         spec = spec._replace(proved=_finite.proved(collector, carry, params))
+    fill, blank = _fill.fill, _fill.blank
+    if spec.num_episodes is not None:
+        fill, blank = fill_episodes, blank_episodes
     rows, output = jax.eval_shape(
-        lambda *args: _fill.blank(spec, *args), collector, carry, params
+        lambda *args: blank(spec, *args), collector, carry, params
     )
     output = output if recycle else ()
     window = jax.ShapeDtypeStruct((len(Window._fields),), jnp.int32)
-    fill = _fill.fill if spec.num_episodes is None else fill_episodes
     fill = jax.jit(fill, static_argnums=0, donate_argnums=_DONATED, keep_unused=True)
     fill = fill.lower(spec, collector, carry, carry, rows, output, params, window)
     layout = _fill.lay_out(spec, collector, carry, params)

@@ -56,10 +56,11 @@ class Stream:
         steps_per_batch: environment steps of a batch over all lanes, at least 1.
         episodes_per_batch: N, whole episodes of a batch, instead of steps: those of
             `Collector.collect_padded_episodes`, `[L, N, ...]` with L =
-            `max_episode_steps`, which must be given. Endless; a batch is made in one
-            part. Only `params`, `deterministic`, `postprocess`, `placement`,
-            `prefetch`, `check_finite` (which raises), `progress` and `on_batch` go with
-            it.
+            `max_episode_steps`, which must be given. Endless, and a batch is made in
+            one part. Every batch begins with new episodes and leaves none under way,
+            so `reset_each_batch` and `truncate_at_batch_end` change nothing.
+            `total_steps`, `warmup_steps` (there is `random_warmup`) and
+            `on_fault="drop"` do not go with it.
         total_steps: steps after which the stream ends, None for an endless one. The
             last batch has what is left.
         warmup_steps: exactly so many steps, the first ones, take actions drawn

@@ -50,6 +50,38 @@ def test_stream_of_episodes_is_restored():
 
 
 @each_env
+def test_episodes_are_written_to_the_memory_of_earlier_ones(name):
+    options = {"episodes_per_batch": 5, "max_episode_steps": 6}
+    plain = make_stream(name, **options)
+    stream = make_stream(name, recycle=True, **options)
+    places, old = set(), None
+    for _ in range(4):
+        batch = next(stream)
+        want = next(plain)
+        chex.assert_trees_all_equal(raw(batch.trajectory), raw(want.trajectory))
+        chex.assert_trees_all_equal(batch.episodes, want.episodes)
+        if old is not None:
+            with pytest.raises(RuntimeError, match="deleted"):
+                np.asarray(old.trajectory.obs)
+        places.add(batch.trajectory.obs.unsafe_buffer_pointer())
+        old = batch
+        del batch
+    assert len(places) == 1
+
+
+@each_env
+@pytest.mark.parametrize("end", ["reset_each_batch", "truncate_at_batch_end"])
+def test_nothing_is_under_way_where_a_batch_of_episodes_ends(name, end):
+    options = {"episodes_per_batch": 5, "max_episode_steps": 6}
+    plain = make_stream(name, **options)
+    stream = make_stream(name, **{end: True}, **options)
+    for _ in range(2):
+        chex.assert_trees_all_equal(
+            raw(next(stream).trajectory), raw(next(plain).trajectory)
+        )
+
+
+@each_env
 def test_postprocess_sees_the_padded_episodes(name):
     options = {"episodes_per_batch": 5, "max_episode_steps": 6}
     got = next(make_stream(name, postprocess=lambda x: x.reward.sum(0), **options))
@@ -70,8 +102,8 @@ def test_postprocess_sees_the_padded_episodes(name):
             "`total_steps` must not be given with `episodes_per_batch`, got 9",
         ),
         (
-            {"episodes_per_batch": 4, "max_episode_steps": 4, "recycle": True},
-            "`recycle` must not be given with `episodes_per_batch`, got True",
+            {"episodes_per_batch": 4, "max_episode_steps": 4, "warmup_steps": 3},
+            "`warmup_steps` must not be given with `episodes_per_batch`, got 3",
         ),
         (
             {
