@@ -103,6 +103,7 @@ class Job:
         filled: what the last part returned, None before the first.
         product: what is handed over, once the job is complete.
         stats: of the episodes in it; perhaps still being computed.
+        counted: the part of them that a stream adds up, in one array.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Job:
         self.filled: Filled | None = None
         self.product: chex.ArrayTree | None = None
         self.stats: CollectStats | None = None
+        self.counted: jax.Array | None = None
         self._programs, self._collector = programs, collector
         self._worker, self._pace = worker, pace
         self._memory, self._finish = memory, finish
@@ -200,7 +202,7 @@ class Job:
             if is_last:
                 if self._programs.counts_steps:
                     self.num_steps = int(self.filled.num_steps)
-                self.stats = self._programs.describe(self.filled)
+                self.stats, self.counted = self._programs.describe(self.filled)
                 self.product = self._finish(self.filled)
         size, self._row, self.is_complete = stop - self._row, stop, is_last
         taken = time.perf_counter() - start

@@ -14,6 +14,7 @@ from rollout._rows import Layout, Rows
 from rollout._window import Spec, Window
 from rollout.collector import Collector
 from rollout.stats import CollectStats
+from rollout.stream_stats import pack
 from rollout.types import Carry, Transition
 
 _MAX_KEPT = 64
@@ -36,7 +37,7 @@ class Programs(NamedTuple):
     """Ahead of time, so that no thread traces: settings of jax belong to a thread."""
 
     fill: Callable[..., _fill.Filled]
-    describe: Callable[[_fill.Filled], CollectStats]
+    describe: Callable[[_fill.Filled], tuple[CollectStats, jax.Array]]
     blank_rows: Callable[[], Rows]
     blank_output: Callable[[], chex.ArrayTree]
     copy: Callable[[Carry], Carry]
@@ -83,13 +84,25 @@ def _copy_leaves(leaves: list[chex.Array]) -> list[chex.Array]:
 
 def _compile_describe(
     layout: Layout, filled: _fill.Filled
-) -> Callable[[_fill.Filled], CollectStats]:
+) -> Callable[[_fill.Filled], tuple[CollectStats, jax.Array]]:
     """Statistics apart from `fill`: they are made while the batch is handed over."""
-    if filled.stats is not None:
-        return lambda filled: filled.stats
-    describe = jax.jit(lambda rows, flags: _fill.describe(layout, rows, flags))
-    describe = describe.lower(filled.rows, filled.flags).compile()
-    return lambda filled: describe(filled.rows, filled.flags)
+
+    @jax.jit
+    def describe(
+        rows: Rows,
+        flags: dict[str, jax.Array],
+        stats: CollectStats | None,
+        num_faulty: jax.Array,
+    ) -> tuple[CollectStats, jax.Array]:
+        if stats is None:
+            stats = _fill.describe(layout, rows, flags)
+        return stats, pack(stats, num_faulty)
+
+    def arguments(filled: _fill.Filled) -> tuple[Any, ...]:
+        return filled.rows, filled.flags, filled.stats, filled.num_faulty
+
+    compiled = describe.lower(*arguments(filled)).compile()
+    return lambda filled: compiled(*arguments(filled))
 
 
 def _compile(

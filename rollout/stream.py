@@ -323,7 +323,7 @@ class Stream:
         self._maker.free(job.start)
         if self._must_stop and at.job is not None:  # `stop` came meanwhile
             at.job.end()
-        self._totals.add(batch.steps, job.seconds, batch.stats, job.filled.num_faulty)
+        self._totals.add(batch.steps, job.seconds, job.counted)
         return batch
 
     def _begin(self, at: Position, handed: Handed | None) -> Position:

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from rollout.stats import CollectStats
 
@@ -36,35 +38,38 @@ class StreamStats(NamedTuple):
     faulty_episodes: int
 
 
+def pack(stats: CollectStats, num_faulty: jax.Array) -> jax.Array:
+    """Puts what `Totals` adds up into one array, `[4]` int32, to be read at once."""
+    means = jnp.stack((stats.return_mean, stats.length_mean)).astype(jnp.float32)
+    counts = jnp.stack((stats.num_episodes, num_faulty))
+    return jnp.concatenate((counts, lax.bitcast_convert_type(means, jnp.int32)))
+
+
 class Totals:
     """The sums behind `StreamStats`; what a batch counted is read when it is asked."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(7)
-        self._unread: list[tuple[jax.Array, ...]] = []
+        self._unread: list[jax.Array] = []
 
-    def add(
-        self, steps: int, seconds: float, stats: CollectStats, num_faulty: jax.Array
-    ) -> None:
-        """Adds a batch."""
+    def add(self, steps: int, seconds: float, counted: jax.Array) -> None:
+        """Adds a batch; `counted` is what `pack` made."""
         self._sums[:3] += 1, steps, seconds
-        means = stats.return_mean, stats.length_mean
-        self._unread.append((stats.num_episodes, *means, num_faulty))
+        self._unread.append(counted)
         if len(self._unread) >= _MAX_UNREAD:
             self.save()
 
     def save(self) -> np.ndarray:
         """The sums as `[7]` float64: batches, steps, s, episodes, returns, ..."""
         unread, self._unread = self._unread, []
-        for num_episodes, return_mean, length_mean, num_faulty in jax.device_get(
-            unread
-        ):
-            count = int(num_episodes)
+        for counted in jax.device_get(unread):
+            count, num_faulty = counted[:2]
+            return_mean, length_mean = counted[2:].view(np.float32)
             self._sums[3] += count
             if count:
                 self._sums[4] += count * float(return_mean)
                 self._sums[5] += count * float(length_mean)
-            self._sums[6] += int(num_faulty)
+            self._sums[6] += num_faulty
         return self._sums.copy()
 
     def load(self, sums: np.ndarray) -> None:
