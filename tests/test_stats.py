@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ENVS, collect
+from cases import collect
 
 import rollout
 
 summarize = jax.jit(rollout.summarize)
 
 
-@pytest.mark.parametrize("name", ENVS)
+# Returns of both kinds of endings, and returns that are no small integers.
+@pytest.mark.parametrize("name", ["count", "Pendulum-v1"])
 def test_statistics_are_those_of_the_episodes_that_ended(name):
     _, trajectory = collect(name)
     stats = summarize(trajectory)
