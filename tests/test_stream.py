@@ -25,10 +25,10 @@ def make_stream(name="count", **options):
 
 
 @functools.cache
-def straight(name, num_rows):
-    """What `collect_steps` gives from the same key."""
+def straight(name):
+    """The 12 rows that `collect_steps` gives from the same key."""
     collector = make_collector(name, B)
-    _, trajectory = collector.collect_steps(collector.init(key()), None, num_rows)
+    _, trajectory = collector.collect_steps(collector.init(key()), None, 12)
     return jax.device_get(raw(trajectory))
 
 
@@ -51,10 +51,10 @@ def assert_void_rows_are_zero(trajectory):
 
 @each_env
 def test_batches_are_the_rows_of_collect_steps(name):
-    # 40 steps of 4 lanes are 10 rows; batches of 8 steps are 2 rows each.
-    batches = list(make_stream(name, steps_per_batch=8, total_steps=40))
-    assert [batch.steps for batch in batches] == [8] * 5
-    chex.assert_trees_all_equal(join(batches), straight(name, 10))
+    # 48 steps of 4 lanes are 12 rows; batches of 8 steps are 2 rows each.
+    batches = list(make_stream(name, steps_per_batch=8, total_steps=48))
+    assert [batch.steps for batch in batches] == [8] * 6
+    chex.assert_trees_all_equal(join(batches), straight(name))
 
 
 @each_env
@@ -76,6 +76,7 @@ def test_every_batch_has_exactly_its_steps(name, per_batch, total, steps):
     assert [batch.steps for batch in batches] == steps
     assert [int(batch.trajectory.mask.sum()) for batch in batches] == steps
     assert [int(batch.stats.num_steps) for batch in batches] == steps
+    assert not any(batch.warmup_steps for batch in batches)
     # ceil(per_batch / 4) rows, all of them two.
     assert {batch.trajectory.mask.shape for batch in batches} == {(2, B)}
     assert stream.stats.collect_steps == total
@@ -106,7 +107,7 @@ def test_lane_that_stands_still_keeps_its_randomness():
     # The counting environment ignores the action, so what it draws is the same
     # whenever a lane takes its n-th step.
     trajectory = join(make_stream(steps_per_batch=7, total_steps=48))
-    want = straight("count", 12)
+    want = straight("count")
     for lane in range(B):
         got = by_lane(trajectory, lane)
         for field in ("obs", "reward", "terminated", "truncated", "episode_id"):
@@ -136,15 +137,14 @@ def test_stream_without_a_total_is_endless_and_has_no_length():
         len(stream)
 
 
-@each_env
-def test_one_program_serves_every_batch(name):
+def test_one_program_serves_every_batch():
     traces = []
 
     def act(params, obs, key):
         traces.append(1)
         return jnp.zeros(obs.shape[0], jnp.int32)
 
-    env = make_collector(name, B).env
+    env = make_collector("count", B).env
     collector = rollout.Collector(env=env, policy=rollout.stateless_policy(act))
     stream = rollout.Stream(
         collector, key=key(), steps_per_batch=7, total_steps=24, warmup_steps=9
@@ -166,7 +166,7 @@ LOWEST = rollout.stateless_policy(lowest)
 
 @pytest.mark.parametrize(
     ("name", "warmup"),
-    [*(("count", warmup) for warmup in (0, 1, 4, 11, 26)), ("CartPole-v1", 11)],
+    [*(("count", warmup) for warmup in (1, 4, 11, 26)), ("CartPole-v1", 11)],
 )
 def test_warmup_takes_exactly_so_many_random_steps(name, warmup):
     collector = make_collector(name, B).replace(policy=LOWEST)
@@ -197,9 +197,10 @@ def test_warmup_takes_exactly_so_many_random_steps(name, warmup):
 def test_random_steps_of_the_warmup_take_all_actions_evenly(name, num_actions):
     collector = make_collector(name, B).replace(policy=LOWEST)
     stream = rollout.Stream(
-        collector, key=key(), steps_per_batch=1200, total_steps=1200, warmup_steps=1200
+        collector, key=key(), steps_per_batch=6, total_steps=1200, warmup_steps=1200
     )
-    counts = np.bincount(np.asarray(next(stream).trajectory.action).ravel())
+    trajectory = join(stream)
+    counts = np.bincount(trajectory.action[trajectory.mask])
     # 1200 draws of three: mean 400, standard deviation 16.3; five of them. Of two: mean
     # 600, standard deviation 17.3.
     np.testing.assert_allclose(counts, [1200 / num_actions] * num_actions, atol=82)
@@ -227,8 +228,9 @@ def test_episodes_are_truncated_across_batches(name):
         assert (trajectory.terminated & at_limit).any()
 
 
-@each_env
-@pytest.mark.parametrize("per_batch", [8, 7])
+@pytest.mark.parametrize(
+    ("name", "per_batch"), [("count", 8), ("count", 7), ("CartPole-v1", 7)]
+)
 def test_cut_at_the_end_of_a_batch_is_a_truncation(name, per_batch):
     batches = list(
         make_stream(
@@ -304,17 +306,17 @@ def test_field_that_a_postprocess_does_not_read_has_no_array():
 
 def test_deterministic_stream_takes_the_mode():
     policy = rollout.stateless_policy(
-        lambda params, obs, key: jax.random.randint(key, (B,), 0, 2),
+        lambda params, obs, key: jnp.zeros(B, jnp.int32),
         mode_fn=lambda params, obs, key: jnp.ones(B, jnp.int32),
     )
     for name in ("count", "CartPole-v1"):
-        env = make_collector(name, B).env
-        collector = rollout.Collector(env=env, policy=policy)
-        options = {"key": key(), "steps_per_batch": 48, "total_steps": 48}
-        drawn = next(rollout.Stream(collector, **options)).trajectory.action
-        taken = next(rollout.Stream(collector, deterministic=True, **options))
-        assert 0 < drawn.sum() < 48
-        assert (taken.trajectory.action == 1).all()
+        collector = make_collector(name, B).replace(policy=policy)
+        options = {"key": key(), "steps_per_batch": 8, "total_steps": 24}
+        taken = list(rollout.Stream(collector, deterministic=True, **options))
+        assert len(taken) == 3
+        assert (join(taken).action == 1).all()
+    drawn = next(rollout.Stream(collector, **options))  # without the option
+    assert (drawn.trajectory.action == 0).all()
 
 
 def test_deterministic_stream_of_a_policy_without_mode_is_refused():
