@@ -125,7 +125,7 @@ def test_bar_ends_on_a_line_of_its_own_where_the_loop_breaks_off(capsys):
 class FaultyEnv(CountEnv):
     """Counts; in an episode of 5 steps the third has a reward that is not finite."""
 
-    fault: float = struct.field(pytree_node=False, default=math.nan)
+    fault: float = math.nan
 
     def step(self, key, state, action):
         result = super().step(key, state, action)
@@ -173,10 +173,10 @@ def test_first_fault_in_whole_episodes_is_named(is_seen):
     # The reward of a faulty episode is not finite at its third step, so the first
     # faults are those of the first such episodes, at step 2.
     options = {"episodes_per_batch": 6, "max_episode_steps": 6}
-    if not is_seen:
-        options["postprocess"] = lambda trajectory: trajectory.reward.sum()
     collector = make_faulty()
     plain = rollout.Stream(collector, key=jax.random.key(7), **options)
+    if not is_seen:
+        options["postprocess"] = lambda trajectory: trajectory.reward.sum()
     checked = rollout.Stream(
         collector, key=jax.random.key(7), check_finite=True, **options
     )
