@@ -1,13 +1,10 @@
-"""Streams, checkpoints, and writes a hash of every batch: run as a process of its own.
-
-    python tests/streamer.py ENV FOLDER NUM_BATCHES
+"""Streams, checkpoints, and writes a hash of every batch: in a process of its own.
 
 Goes on from the newest checkpoint in FOLDER/checkpoint. Every line of FOLDER/hashes is
 the number of a batch and its hash.
 """
 
 import hashlib
-import sys
 from pathlib import Path
 
 import jax
@@ -41,7 +38,10 @@ def learn(batch: rollout.Batch) -> dict[str, jax.Array]:
 
 
 def main(env_id: str, folder: Path, num_batches: int) -> None:
-    """Streams up to the given batch."""
+    """Streams up to the given batch; `folder.parent` keeps what is compiled."""
+    # Compiled once, or most of the test would be compiling.
+    jax.config.update("jax_compilation_cache_dir", str(folder.parent / "cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     collector = rollout.Collector(
         env=envs.vectorize(make_env(env_id), B), policy=rollout.stateless_policy(act)
     )
@@ -66,7 +66,3 @@ def main(env_id: str, folder: Path, num_batches: int) -> None:
             number += 1
             tree = {"stream": stream.state()}
             rollout.checkpoint.save(checkpoints, tree, step=number, every=EVERY, keep=2)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

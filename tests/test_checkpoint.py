@@ -1,10 +1,9 @@
 """Checkpoints: the bits that were saved, and runs that are killed and resumed."""
 
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import streamer
 from cases import make_collector, raw
 
 import buffers
@@ -134,16 +134,32 @@ def test_tree_of_another_kind_is_refused(tmp_path):
             checkpoint.restore(tmp_path, like)
 
 
-def start(env_id, folder):
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, str(ROOT / "tests" / "streamer.py")]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    # Compiled once, or most of the test would be compiling.
-    environ["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "cache")
-    environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    return subprocess.Popen(
-        [*command, env_id, str(folder), str(NUM_BATCHES)], env=environ
-    )
+@pytest.fixture
+def start(monkeypatch):
+    """Starts the streamer in a process of its own.
+
+    A server that has imported it, and started nothing of jax, is forked each time:
+    importing was most of the time of a process.
+    """
+    folders = [str(ROOT / "tests"), str(ROOT)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))  # read by the server
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["streamer"])
+
+    def start(env_id, folder):
+        folder.mkdir(exist_ok=True)
+        process = context.Process(
+            target=streamer.main, args=(env_id, folder, NUM_BATCHES)
+        )
+        process.start()
+        return process
+
+    return start
+
+
+def exit_code(process):
+    process.join(timeout=120)
+    return process.exitcode
 
 
 def hashes(folder):
@@ -163,23 +179,23 @@ def num_lines(folder):
 
 @pytest.mark.parametrize(("env_id", "num_kills"), [("count", 7), ("CartPole-v1", 3)])
 def test_run_that_is_killed_again_and_again_yields_the_same_batches(
-    env_id, num_kills, tmp_path
+    env_id, num_kills, start, tmp_path
 ):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert start(env_id, whole).wait(timeout=120) == 0
+    assert exit_code(start(env_id, whole)) == 0
     rng, num_killed = random.Random(env_id), 0
     for _ in range(num_kills):
         lines = num_lines(killed)
         process = start(env_id, killed)
         while num_lines(killed) == lines:  # until it has made a batch
-            assert process.poll() is None
+            assert process.is_alive()
             time.sleep(0.002)
         # Anywhere within batches and checkpoints: two and one take about 0.1 s.
         time.sleep(rng.uniform(0.0, 0.25))
         process.kill()
-        num_killed += process.wait(timeout=60) == -signal.SIGKILL
+        num_killed += exit_code(process) == -signal.SIGKILL
     assert num_killed == num_kills
     assert sorted(hashes(killed)) != list(range(NUM_BATCHES))
-    assert start(env_id, killed).wait(timeout=120) == 0
+    assert exit_code(start(env_id, killed)) == 0
     assert hashes(killed) == hashes(whole)
     assert sorted(hashes(whole)) == list(range(NUM_BATCHES))
