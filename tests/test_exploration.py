@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CountEnv, raw
+from cases import CountEnv
 from flax import struct
 
 import envs
@@ -139,16 +139,20 @@ def side_by_side(policies):
     return rollout.recurrent_policy(act, init)
 
 
-@functools.cache
-def collect(num_calls=1):
-    """NUM_STEPS steps of every policy: the last carry and the trajectory."""
+def make_collector(policies):
     env = envs.vectorize(CountEnv(), NUM_LANES)
-    collector = rollout.Collector(env=env, policy=side_by_side(POLICIES))
-    carry, parts = collector.init(jax.random.key(7)), []
-    for _ in range(num_calls):
-        carry, part = collector.collect_steps(carry, None, NUM_STEPS // num_calls)
-        parts.append(part)
-    return carry, jax.tree.map(lambda *x: np.concatenate(x), *parts)
+    return rollout.Collector(env=env, policy=side_by_side(policies))
+
+
+@functools.cache
+def collect():
+    """NUM_STEPS steps of every policy, in two halves: last carry and trajectory."""
+    collector = make_collector(POLICIES)
+    carry, halves = collector.init(jax.random.key(7)), []
+    for _ in range(2):
+        carry, half = collector.collect_steps(carry, None, NUM_STEPS // 2)
+        halves.append(half)
+    return carry, jax.tree.map(lambda *x: np.concatenate(x), *halves)
 
 
 def collected(name):
@@ -556,32 +560,40 @@ def test_nested_wrappers_explore_within_the_mask_over_episode_ends():
 
 # What holds for all
 
-KINDS = ("epsilon", "epsilon masked", "warmup masked", "gaussian decay", "ornstein")
+NAMES = ("epsilon", "epsilon masked", "warmup masked", "gaussian decay", "ornstein")
+KINDS = {name: POLICIES[name] for name in NAMES}
+kinds = side_by_side(KINDS)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_lane_draws_the_same_among_any_number_of_lanes(name):
-    one, few, many = (actions(POLICIES[name], num) for num in (1, 16, 1024))
-    np.testing.assert_array_equal(one, many[:1])
-    np.testing.assert_array_equal(few, many[:16])
-    assert len(np.unique(many, axis=0)) > 1
+def test_lane_draws_the_same_among_any_number_of_lanes():
+    one, few, many = (apply(kinds, jnp.zeros((num, 1))).extras for num in (1, 16, 1024))
+    for name in KINDS:
+        action = np.asarray(many[name][0])
+        np.testing.assert_array_equal(one[name][0], action[:1])
+        np.testing.assert_array_equal(few[name][0], action[:16])
+        assert len(np.unique(action, axis=0)) > 1
 
 
 def test_one_call_gives_the_bits_of_two_halves():
-    once, halves = collect(), collect(num_calls=2)
-    jax.tree.map(np.testing.assert_array_equal, raw(once), raw(halves))
+    collector = make_collector(KINDS)
+    carry = collector.init(jax.random.key(7))
+    carry, once = collector.collect_steps(carry, None, NUM_STEPS)
+    last, halves = collect()
+    for name in KINDS:
+        got = carry.policy_state[name], once.extras[name]
+        want = last.policy_state[name], halves.extras[name]
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_jitted_step_is_the_plain_one_and_is_traced_once(name):
-    plain, obs, traces = POLICIES[name].apply, jnp.zeros((16, 1)), []
+def test_jitted_step_is_the_plain_one_and_is_traced_once():
+    plain, obs, traces = kinds.apply, jnp.zeros((16, 1)), []
 
     @jax.jit
     def jitted(*args):
         traces.append(args)
         return plain(*args)
 
-    state = POLICIES[name].init(16)
+    state = kinds.init(16)
     for seed in range(3):
         want = plain(None, obs, state, jax.random.key(seed))
         got = jitted(None, obs, state, jax.random.key(seed))
@@ -594,11 +606,11 @@ def test_jitted_step_is_the_plain_one_and_is_traced_once(name):
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_no_dtype_is_promoted_in_silence(name):
+def test_no_dtype_is_promoted_in_silence():
+    obs = jnp.zeros((16, 1))
     with jax.numpy_dtype_promotion("strict"):
-        action = actions(POLICIES[name], 2)
-    np.testing.assert_array_equal(action, actions(POLICIES[name], 2))
+        step = apply(kinds, obs)
+    chex.assert_trees_all_equal(step, apply(kinds, obs))
 
 
 # What is refused
