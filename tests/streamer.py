@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint  # noqa: F401 (here, so that the server has imported it)
 from cases import make_env
 
 import envs
