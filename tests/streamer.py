@@ -1,7 +1,8 @@
 """Streams, checkpoints, and writes a hash of every batch: in a process of its own.
 
 Goes on from the newest checkpoint in FOLDER/checkpoint. Every line of FOLDER/hashes is
-the number of a batch and its hash.
+the number of a batch and its hash, or "start" and the number of the batch with which
+a process begins.
 """
 
 import hashlib
@@ -61,6 +62,7 @@ def main(env_id: str, folder: Path, num_batches: int) -> None:
         stream.restore(saved["stream"])
     number = stream.steps // 7
     with (folder / "hashes").open("a") as file:
+        print("start", number, file=file, flush=True)
         for batch in stream:
             print(number, digest(batch), file=file, flush=True)
             stream.set_params(learn(batch))

@@ -401,7 +401,7 @@ def test_training_step_of_add_and_sample_writes_in_place(kind, successor):
 
 @pytest.mark.parametrize(
     ("kind", "successor"),
-    [("uniform", "shared"), ("episodes", "stored")],
+    [("uniform", "shared"), ("prioritized", "stored"), ("episodes", "stored")],
 )
 def test_kernel_fills_it_in_one_program(kind, successor):
     collector = make_collector("count", 4)
