@@ -1,7 +1,30 @@
 """Settings for every test, and the environments that tests share."""
 
+import os
+import tempfile
+
 import jax
 import pytest
+
+
+def pytest_configure(config):
+    """Shares what is compiled among the processes of a run.
+
+    Most of the time of the tests is compiling. A folder that
+    `JAX_COMPILATION_CACHE_DIR` names is kept, and makes the next run short.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": os.environ["JAX_COMPILATION_CACHE_DIR"],
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0,
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1,
+    }
+    for name, value in settings.items():
+        os.environ[name] = str(value)  # for the processes that tests start
+        jax.config.update(name.lower(), value)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -47,7 +47,7 @@ def test_there_are_notebooks():
 
 
 @each_notebook
-def test_notebook_runs(path, tmp_path, tmp_path_factory):
+def test_notebook_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     spend_little(notebook)
     client = NotebookClient(
@@ -60,9 +60,6 @@ def test_notebook_runs(path, tmp_path, tmp_path_factory):
     packages = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # Nothing of the user's IPython profile may decide whether the notebook runs.
     environ = {**os.environ, "PYTHONPATH": packages, "IPYTHONDIR": str(tmp_path)}
-    # Some start processes that compile the same again.
-    environ["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
-    environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     client.execute(cleanup_kc=True, env=environ)  # raises what a cell raises
 
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
