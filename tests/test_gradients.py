@@ -14,10 +14,12 @@ def act(params, obs, key):
     return jnp.tanh(obs @ params["w"] + params["b"][None])
 
 
-def mean_reward(params, env, carry, num_steps=20):
-    policy = rollout.stateless_policy(act)
-    collector = rollout.Collector(env=env, policy=policy)
-    _, trajectory = collector.collect_steps(carry, params, num_steps)
+POLICY = rollout.stateless_policy(act)
+
+
+def mean_reward(params, env, carry):
+    collector = rollout.Collector(env=env, policy=POLICY)
+    _, trajectory = collector.collect_steps(carry, params, 20)
     return trajectory.reward.mean()
 
 
@@ -26,22 +28,23 @@ def start(request):
     env = envs.vectorize(
         make_env("Pendulum-v1", max_steps_in_episode=200), 8, auto_reset=request.param
     )
-    policy = rollout.stateless_policy(act)
-    carry = rollout.Collector(env=env, policy=policy).init(jax.random.key(0))
-    return env, carry
+    return env, rollout.Collector(env=env, policy=POLICY).init(jax.random.key(0))
 
 
 PARAMS = {"w": jnp.array([[0.3], [-0.2], [0.5]]), "b": jnp.array([0.1])}
 
 
 def test_gradient_of_policy_parameters_agrees_with_finite_differences(start):
-    gradient = jax.jit(jax.grad(mean_reward))(PARAMS, *start)
+    mean, gradient = (
+        jax.jit(mean_reward),
+        jax.jit(jax.grad(mean_reward))(PARAMS, *start),
+    )
     size = 1e-2
     for name, row in (("w", 0), ("w", 1), ("w", 2), ("b", 0)):
         ends = []
         for sign in (-1, 1):
             moved = PARAMS[name].at[row].add(sign * size)
-            ends.append(float(mean_reward({**PARAMS, name: moved}, *start)))
+            ends.append(float(mean({**PARAMS, name: moved}, *start)))
         expected = (ends[1] - ends[0]) / (2 * size)
         # Central differences err by O(size^2) relative to the third derivative, and by
         # float32's 1e-7 * |reward| / size = 1e-5 * 5.
