@@ -43,7 +43,9 @@ def not_finite(
     bad = jnp.zeros(transition.reward.shape, bool)
     for name, x in leaves.items():
         if x.size <= _SMALL * x.shape[0]:
-            bad |= ~jnp.isfinite(x).all(axis=tuple(range(1, x.ndim)))
+            # One by one, for XLA:CPU would make a kernel of its own of every reduction.
+            for column in x.reshape(x.shape[0], -1).T:
+                bad |= ~jnp.isfinite(column)
         elif name.removeprefix("next_") not in leaves.keys() - {name}:
             pair = leaves.get(f"next_{name}", x)  # in one pass with `obs`
             size = jnp.maximum(jnp.abs(x), jnp.abs(pair)).reshape(x.shape[0], -1)
@@ -53,9 +55,9 @@ def not_finite(
     return bad
 
 
-def first(bad: jax.Array, index: jax.Array) -> jax.Array:
-    """The smallest `index`, `[B]` int32, where `bad`; `()` int32, `NONE` for none."""
-    return jnp.min(jnp.where(bad, index, NONE))
+def numbers(bad: jax.Array, index: jax.Array) -> jax.Array:
+    """The `index`, `[B]` int32, where `bad`, and `NONE` elsewhere."""
+    return jnp.where(bad, index, NONE)
 
 
 def of_same_episode(faulty: jax.Array, episode_id: jax.Array) -> jax.Array:

@@ -84,7 +84,9 @@ def fill(
     if spec.reset_each_batch:
         carry = _restart_all(collector, carry, window.first_row == 0)
     step = make_step(spec, collector, params, window)
-    state = window.first_row, carry, rows, jnp.int32(_faults.NONE)
+    num_faults = collector.env.num_envs if spec.check_finite else 1
+    fault = jnp.full((num_faults,), _faults.NONE, jnp.int32)
+    state = window.first_row, carry, rows, fault
     _, carry, rows, fault = lax.while_loop(
         lambda state: state[0] < window.stop_row, step, state
     )
@@ -102,7 +104,8 @@ def fill(
         lambda: blank_output,
     )
     flags = _rows.read_flags(rows, mask)
-    return Filled(carry, rows, flags, output, fault, num_faulty, window.num_steps)
+    first = fault.min()
+    return Filled(carry, rows, flags, output, first, num_faulty, window.num_steps)
 
 
 def describe(layout: Layout, rows: Rows, flags: dict[str, jax.Array]) -> CollectStats:

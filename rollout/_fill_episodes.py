@@ -68,7 +68,6 @@ def fill_episodes(
 
 def _first_fault(trajectory: Transition, proved: frozenset[str]) -> jax.Array:
     """The first step of an episode, t * N + k, at which something is not finite."""
-    shape = trajectory.mask.shape
     one_by_one = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trajectory)
     bad = _faults.not_finite(one_by_one, proved) & one_by_one.mask
-    return _faults.first(bad, jnp.arange(shape[0] * shape[1], dtype=jnp.int32))
+    return _faults.numbers(bad, jnp.arange(bad.size, dtype=jnp.int32)).min()

@@ -39,7 +39,8 @@ def make_step(
         if spec.check_finite:
             bad = _faults.not_finite(transition, spec.proved)
             bad &= active if spec.has_idle_lanes else True
-            fault = jnp.minimum(fault, _faults.first(bad, index))
+            # Per lane: a reduction in every row would cost more than the question.
+            fault = jnp.minimum(fault, _faults.numbers(bad, index))
         drop = bad if spec.drop_faulty else jnp.zeros_like(bad)
         over = transition.done | drop
         if spec.has_idle_lanes:

@@ -83,8 +83,8 @@ class Memory(NamedTuple):
     """Memory to write to."""
 
     carries: list[Carry]
-    rows: Rows
-    output: chex.ArrayTree | None  # None where there is none to reuse
+    rows: Rows | None  # None where there is none to reuse
+    output: chex.ArrayTree | None  # likewise
 
 
 class Job:
@@ -215,6 +215,7 @@ class Job:
         filled, memory = self.filled, self._memory
         if filled is None:
             carry, rows, output = self.start, memory.rows, memory.output
+            rows = self._programs.blank_rows() if rows is None else rows
         else:
             carry, rows, output = filled.carry, filled.rows, filled.output
         programs, carries = self._programs, memory.carries

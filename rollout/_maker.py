@@ -190,9 +190,10 @@ class Maker:
         # A job that was interrupted may have taken it.
         if any(x.is_deleted() for x in jax.tree.leaves((rows, output))):
             rows = output = None
-        if rows is None:
+        if rows is None and not self.options.prefetch:
             # Here, and not in the thread of the job: memory that the main thread frees
-            # is found again there, and is not touched for the first time.
+            # is found again there, and is not touched for the first time. A batch made
+            # in advance must not keep the main thread, and takes its own.
             rows = self._programs.blank_rows()
         return Memory(self._free_carries, rows, output)
 

@@ -21,7 +21,7 @@ from envs import keys
 from rollout import checkpoint
 
 ROOT = Path(__file__).parents[1]
-NUM_BATCHES = 60
+NUM_BATCHES = 50
 
 
 def some_tree():

@@ -60,6 +60,10 @@ def test_notebook_runs(path, tmp_path):
     packages = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # Nothing of the user's IPython profile may decide whether the notebook runs.
     environ = {**os.environ, "PYTHONPATH": packages, "IPYTHONDIR": str(tmp_path)}
+    # Most of the time is compiling, and nothing here asks how fast the code is that
+    # comes out, nor for its last bit.
+    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+    environ["XLA_FLAGS"] = " ".join(flags)
     client.execute(cleanup_kc=True, env=environ)  # raises what a cell raises
 
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
