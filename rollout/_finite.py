@@ -10,6 +10,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,18 +78,23 @@ def proved(collector: Collector, carry: Carry, params: Any) -> frozenset[str]:
 
     Returns:
         Names of `_faults.checked`. What a step hands to the next counts as finite if
-        it is after `init`, and after every step that finds it so.
+        it is after `init`, and after every step that finds it so. Nothing is known of
+        the arrays in `collector` and `params`: another stream may run the same program
+        with others.
     """
-    carry_flags = finite(collector.init, (carry.key,), (True,))
-    params_flags = jax.tree.map(lambda _: False, params)
+    unknown = jax.tree.map(lambda _: False, (collector, params))
 
-    def step(carry: Carry, params: Any) -> Any:
+    def init(collector: Collector, key: chex.PRNGKey) -> Carry:
+        return collector.init(key)
+
+    def step(collector: Collector, params: Any, carry: Carry) -> Any:
         after, transition = collector.step(carry, params)
         return after, _faults.checked(transition)
 
+    carry_flags = finite(init, (collector, carry.key), (unknown[0], True))
     while True:
-        flags = carry_flags, params_flags
-        after, checked = finite(step, (carry, params), flags)
+        flags = *unknown, carry_flags
+        after, checked = finite(step, (collector, params, carry), flags)
         kept = jax.tree.map(operator.and_, carry_flags, after)
         if kept == carry_flags:
             return frozenset(name for name, flag in checked.items() if flag)

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import make_collector, make_env
+from cases import CountEnv, make_collector, make_env
+from flax import struct
 
 import envs
 import rollout
@@ -97,3 +98,31 @@ def test_what_a_state_keeps_is_followed_from_step_to_step():
     policy = rollout.random_policy(stacked.action_space)
     collector = rollout.Collector(env=stacked, policy=policy)
     assert find(collector) >= {"obs", "next_obs"}
+
+
+@struct.dataclass(kw_only=True)
+class FlagEnv(CountEnv):
+    """Observes `shown` at odd steps."""
+
+    shown: jax.Array
+
+    def step(self, key, state, action):
+        result = super().step(key, state, action)
+        is_odd = result.state["n"] % 2 == 1
+        return result.replace(obs=jnp.where(is_odd, self.shown, 0.0)[None])
+
+
+def test_array_of_an_environment_is_looked_at_whatever_it_holds_at_first():
+    """Two environments of one kind run the same program."""
+
+    def make_stream(shown):
+        env = envs.vectorize(FlagEnv(shown=jnp.float32(shown)), 4)
+        policy = rollout.random_policy(env.action_space)
+        collector = rollout.Collector(env=env, policy=policy)
+        return rollout.Stream(
+            collector, key=jax.random.key(0), steps_per_batch=8, check_finite=True
+        )
+
+    assert next(make_stream(1.0)).steps == 8
+    with pytest.raises(FloatingPointError, match="`next_obs` must be finite"):
+        next(make_stream(jnp.nan))
