@@ -39,7 +39,6 @@ _KEEPING = frozenset(
         "max",
         "min",
         "neg",
-        "optimization_barrier",
         "pad",
         "reshape",
         "rev",
@@ -140,6 +139,8 @@ def _judge(equation: core.JaxprEqn, flags: list[bool]) -> list[bool]:
         body = params["call_jaxpr" if "call_jaxpr" in params else "jaxpr"]
         closed = body if hasattr(body, "consts") else core.ClosedJaxpr(body, ())
         return _walk(closed, flags)
+    if name == "optimization_barrier":
+        return flags
     if name == "cond":
         branches = [_walk(branch, flags[1:]) for branch in params["branches"]]
         return [all(of_branches) for of_branches in zip(*branches, strict=True)]
@@ -148,10 +149,18 @@ def _judge(equation: core.JaxprEqn, flags: list[bool]) -> list[bool]:
         start = params["cond_nconsts"] + params["body_nconsts"]
         return _settle(params["body_jaxpr"], consts, flags[start:], [])
     if name == "scan":
-        start = params["num_consts"]
-        stop = start + params["num_carry"]
-        return _settle(params["jaxpr"], flags[:start], flags[start:stop], flags[stop:])
+        # By their shapes, since the names of these numbers differ between jax 0.10
+        # and 0.11: what is stacked has one axis more outside than inside.
+        body = params["jaxpr"]
+        stop = _num_alike(equation.invars, body.jaxpr.invars)
+        start = stop - _num_alike(equation.outvars, body.jaxpr.outvars)
+        return _settle(body, flags[:start], flags[start:stop], flags[stop:])
     return [_keeps(equation, flags)] * len(equation.outvars)
+
+
+def _num_alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    pairs = zip(outside, inside, strict=True)
+    return sum(x.aval.ndim == y.aval.ndim for x, y in pairs)
 
 
 def _settle(

@@ -33,6 +33,7 @@ FINITE = {
     "a smaller one": lambda x, y: 0.5 * x,
     "one into more digits": lambda x, y: BYTES.astype(jnp.bfloat16).astype(jnp.float32),
     "a function that was jitted": lambda x, y: inner(x),
+    "one of two behind a barrier": lambda x, y: jax.lax.optimization_barrier((x, y))[0],
     "two branches": lambda x, y: jax.lax.cond(
         y[0, 0] > 0, lambda x: x, lambda x: -x, x
     ),
