@@ -7,7 +7,7 @@ it does not know it holds for not proven, and that is then looked at in every st
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -177,28 +177,26 @@ def _settle(
 
 def _keeps(equation: core.JaxprEqn, flags: list[bool]) -> bool:
     """Tells whether an equation without a body makes finite numbers."""
-    name, params = equation.primitive.name, equation.params
-    old, new = equation.invars[0].aval if equation.invars else None, equation.outvars[0]
+    name, params, inputs = equation.primitive.name, equation.params, equation.invars
     if name == "iota":
         return True
     if not all(flags):
         return False
     if name == "convert_element_type":
-        return _holds(new.aval.dtype, old.dtype)
+        return _holds(equation.outvars[0].aval.dtype, inputs[0].aval.dtype)
     if name == "gather":
         fills = params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
         return not fills or _is_finite(params["fill_value"])
-    if name in ("mul", "div"):
-        return any(_shrinks(x, name) for x in equation.invars[name == "div" :])
+    if name == "mul":
+        return any(_size(x, np.max) <= 1 for x in inputs)
+    if name == "div":
+        return _size(inputs[1], np.min) >= 1
     return name in _KEEPING
 
 
-def _shrinks(x: core.Var | core.Literal, name: str) -> bool:
-    """Tells of a factor, or of a divisor, that it makes nothing larger."""
-    if not isinstance(x, core.Literal):
-        return False
-    size = np.abs(np.asarray(x.val, np.float64))
-    return bool((size <= 1).all() if name == "mul" else (size >= 1).all())
+def _size(x: core.Var | core.Literal, most: Callable[[np.ndarray], float]) -> float:
+    """The largest, or smallest, size of a number that the program gives; else NaN."""
+    return float(most(np.abs(x.val))) if isinstance(x, core.Literal) else np.nan
 
 
 def _holds(new: np.dtype, old: np.dtype) -> bool:
