@@ -92,7 +92,7 @@ class PlainStatistics:
         return (np.asarray(batch, np.float64) - mean) / np.sqrt(var + EPSILON)
 
 
-def close(got, want):
+def assert_close(got, want):
     """Compares with float64.
 
     Float32 has an error of 6e-8 per operation, which grows over 25 updates, and the
@@ -121,12 +121,12 @@ def test_every_row_agrees_with_a_plain_loop(name):
         plain = PlainStatistics()
         plain.take_in(raw_obs[leaf][0])
         for t in range(NUM_STEPS):
-            close(obs[leaf][t], plain.normalize(raw_obs[leaf][t]))
+            assert_close(obs[leaf][t], plain.normalize(raw_obs[leaf][t]))
             plain.take_in(raw_next_obs[leaf][t])
-            close(next_obs[leaf][t], plain.normalize(raw_next_obs[leaf][t]))
-        close(means[leaf], plain.mean_and_var()[0])
-        close(variances[leaf], plain.mean_and_var()[1])
-    close(statistics.count, NUM_LANES * (NUM_STEPS + 1) + 1e-4)
+            assert_close(next_obs[leaf][t], plain.normalize(raw_next_obs[leaf][t]))
+        assert_close(means[leaf], plain.mean_and_var()[0])
+        assert_close(variances[leaf], plain.mean_and_var()[1])
+    assert_close(statistics.count, NUM_LANES * (NUM_STEPS + 1) + 1e-4)
 
 
 @each_env
@@ -175,7 +175,7 @@ def test_all_lanes_share_one_mean():
         assert shapes == [(3,), (3,), ()]
     # The first update is already that of the whole batch.
     first = carries[0].env_state
-    close(first.statistics.mean, np.asarray(first.raw_obs).mean(axis=0))
+    assert_close(first.statistics.mean, np.asarray(first.raw_obs).mean(axis=0))
 
 
 def test_leaves_keep_their_float_dtype_or_become_float32():
@@ -218,7 +218,7 @@ def test_frozen_statistics_do_not_change_and_a_carry_goes_on():
     scale = np.sqrt(np.float64(statistics.var["n"]) + EPSILON)
     for got, name in ((rest.obs, "raw_obs"), (rest.next_obs, "raw_next_obs")):
         centred = np.asarray(rest.info[name]["n"]) - np.float64(statistics.mean["n"])
-        close(got["n"], centred / scale)
+        assert_close(got["n"], centred / scale)
 
 
 def test_frozen_environment_starts_anew_with_its_statistics():
@@ -228,7 +228,7 @@ def test_frozen_environment_starts_anew_with_its_statistics():
     chex.assert_trees_all_equal(carry.env_state.statistics, statistics)
     # Every episode starts with the count 0.
     want = -statistics.mean["n"] / jnp.sqrt(statistics.var["n"] + EPSILON)
-    close(carry.obs["n"], np.full(NUM_LANES, want))
+    assert_close(carry.obs["n"], np.full(NUM_LANES, want))
     chex.assert_trees_all_equal_shapes_and_dtypes(carry, carries[0])
 
 
