@@ -8,8 +8,7 @@ with recorded data, `to_minari` writes it as a dataset, `save` and `load` a stat
 
 from buffers.episodic import EpisodeBuffer
 from buffers.io import load, save
-from buffers.minari import from_minari, to_minari
-from buffers.offline import from_data
+from buffers.offline import from_data, from_minari, to_minari
 from buffers.prioritized import PrioritizedReplayBuffer
 from buffers.replay import ReplayBuffer
 from buffers.types import (

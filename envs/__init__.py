@@ -6,15 +6,22 @@ environment of your own, write the two methods of `Env`. `render_gif` draws an e
 gymnax is imported only when it is called for.
 """
 
-from envs.from_gymnax import from_gymnax
-from envs.normalize import NormalizeObs
-from envs.obs_wrappers import FrameStack, ObserveInfo, TransformObs
 from envs.registry import env_ids, make, make_vec
 from envs.render import can_render, expose_state, render_gif
 from envs.spaces import Box, Discrete
+from envs.suites import from_gymnax
 from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv
 from envs.vectorize import vectorize, vectorize_each
-from envs.wrappers import ActionRepeat, RescaleAction, TimeLimit, TransformReward
+from envs.wrappers import (
+    ActionRepeat,
+    FrameStack,
+    NormalizeObs,
+    ObserveInfo,
+    RescaleAction,
+    TimeLimit,
+    TransformObs,
+    TransformReward,
+)
 
 __all__ = [
     "RESET",

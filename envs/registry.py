@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs.from_gymnax import from_gymnax
+from envs.suites.gymnax import from_gymnax
 from envs.types import Env, VectorEnv
 from envs.vectorize import vectorize
 

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from flax import struct
 
-from envs.from_gymnax import _GymnaxEnv
+from envs.suites.gymnax import _GymnaxEnv
 from envs.types import Env, EnvStep
-from envs.wrappers import Wrapper
+from envs.wrappers.base import Wrapper
 
 if TYPE_CHECKING:
     from PIL.Image import Image

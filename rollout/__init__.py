@@ -12,14 +12,19 @@ and restores it; `profile` says where the time goes.
 from rollout import checkpoint
 from rollout.collector import Collector
 from rollout.evaluation import evaluate
-from rollout.exploration import epsilon_greedy, random_warmup
-from rollout.noise import gaussian_noise, ornstein_uhlenbeck
-from rollout.policies import random_policy, recurrent_policy, stateless_policy
+from rollout.policies import (
+    epsilon_greedy,
+    gaussian_noise,
+    ornstein_uhlenbeck,
+    random_policy,
+    random_warmup,
+    recurrent_policy,
+    stateless_policy,
+)
 from rollout.profiling import Profile, profile
-from rollout.split import Pieces, split_trajectories
 from rollout.stats import CollectStats, summarize
-from rollout.stream import Batch, Stream
-from rollout.stream_stats import StreamStats, log_stats
+from rollout.stream import Batch, Stream, StreamStats, log_stats
+from rollout.trajectories import Pieces, split_trajectories
 from rollout.types import (
     Carry,
     Episode,

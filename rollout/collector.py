@@ -12,7 +12,8 @@ from flax import struct
 from jax import lax
 
 from envs.types import VectorEnv
-from rollout import checks, episodes, kernel, plans
+from rollout import checks, kernel
+from rollout.kernel import episodes, plans
 from rollout.types import Carry, Episodes, Policy, Transition
 
 Acc = TypeVar("Acc")

@@ -7,8 +7,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout import checks, episodes, plans
+from rollout import checks
 from rollout.collector import Collector
+from rollout.kernel import episodes, plans
 from rollout.stats import CollectStats, count_nonfinite, summarize
 from rollout.types import Transition
 

@@ -1,0 +1,6 @@
+"""Recorded data: into a buffer from arrays, and from and to datasets of Minari."""
+
+from buffers.offline.data import from_data
+from buffers.offline.minari import from_minari, to_minari
+
+__all__ = ["from_data", "from_minari", "to_minari"]

@@ -1,0 +1,224 @@
+"""Datasets of Minari, the field's format for recorded episodes, from and to a buffer.
+
+Minari is imported when it is called for. Its episodes hold one observation more than
+steps: every successor but the last one is the observation of the next step.
+"""
+
+import importlib
+import warnings
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import chex
+import jax
+import numpy as np
+
+from buffers import fields, walk
+from buffers.base import RingBuffer
+from buffers.offline import recorded
+from buffers.offline.data import from_data
+from buffers.types import Experience, RingState
+
+if TYPE_CHECKING:
+    from gymnasium.spaces import Space
+    from minari import MinariDataset
+
+
+def from_minari(buffer: RingBuffer, dataset: "MinariDataset | str") -> chex.ArrayTree:
+    """Fills a buffer with a dataset of Minari.
+
+    An episode whose last step has no flag set was cut off where the recording stopped:
+    that step counts as truncated. A flag before the last step ends an episode as well.
+    Infos are not read.
+
+    Args:
+        buffer: any buffer.
+        dataset: the dataset, or the id of a local one. Its dict and tuple observations
+            and actions become pytrees.
+
+    Returns:
+        The state, as of `from_data`.
+
+    Raises:
+        ModuleNotFoundError: if Minari is not installed.
+        ValueError: if the dataset has no step, if an episode does not have one
+            observation more than steps, and as of `from_data`.
+    """
+    minari = _import_minari()
+    if isinstance(dataset, str):
+        dataset = minari.load_dataset(dataset)
+    episodes = [_steps(episode) for episode in dataset.iterate_episodes()]
+    if not sum(len(episode["reward"]) for episode in episodes):
+        raise ValueError("`dataset` must have at least one step, got none.")
+    data = jax.tree.map(lambda *leaves: np.concatenate(leaves), *episodes)
+    return from_data(buffer, **data)
+
+
+def to_minari(
+    buffer: RingBuffer,
+    state: chex.ArrayTree,
+    dataset_id: str,
+    *,
+    observation_space: "Space | None" = None,
+    action_space: "Space | None" = None,
+    **metadata: Any,
+) -> "MinariDataset":
+    """Writes the episodes of a buffer as a dataset of Minari.
+
+    Every episode that has ended and is stored from its first row on, lane by lane and
+    the oldest first. `buffer.size(state) - dataset.total_steps` transitions belong to
+    others and are left out. Images are kept as they are, not as JPEG.
+
+    Args:
+        buffer: the buffer.
+        state: its state; rows with `obs`, `action`, `reward`, `terminated`,
+            `truncated`, `next_obs` and `episode_length`.
+        dataset_id: the name, "NAMESPACE/NAME-v0"; it must be new.
+        observation_space: a space of Gymnasium, by default boxes without bounds.
+        action_space: likewise; an `env` among the metadata gives both.
+        metadata: what `minari.create_dataset_from_buffers` takes besides: `author`,
+            `author_email`, `code_permalink`, `algorithm_name`, `description`, `env`.
+
+    Returns:
+        The dataset, a `MinariDataset`.
+
+    Raises:
+        ModuleNotFoundError: if Minari is not installed.
+        ValueError: if a field is missing or is not made of dicts, tuples and arrays of
+            NumPy's dtypes, if there is no whole episode, or if a successor within an
+            episode is not the observation of the next row.
+    """
+    minari = _import_minari()
+    rows, length = _whole_episodes(buffer, state)
+    spaces = [_space(name, getattr(rows, name)) for name in ("obs", "action")]
+    if metadata.get("env") is None:
+        observation_space = (
+            spaces[0] if observation_space is None else observation_space
+        )
+        action_space = spaces[1] if action_space is None else action_space
+    end = np.cumsum(length)
+    episodes = [
+        _episode(minari, rows, slice(stop - steps, stop))
+        for stop, steps in zip(end, length, strict=True)
+    ]
+    with warnings.catch_warnings():
+        # An environment of Gymnasium is what most buffers here do not come from.
+        for message in ("`eval_env` is set to None", "env_spec is None"):
+            warnings.filterwarnings("ignore", message=message, category=UserWarning)
+        return minari.create_dataset_from_buffers(
+            dataset_id,
+            episodes,
+            observation_space=observation_space,
+            action_space=action_space,
+            **{"jpeg_encoding": False, **metadata},
+        )
+
+
+def _import_minari() -> ModuleType:
+    try:
+        return importlib.import_module("minari")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Datasets of Minari need the package `minari`, which the extra `minari` "
+            'installs: pip install ".[minari]".'
+        ) from error
+
+
+def _steps(episode: Any) -> dict[str, chex.ArrayTree]:
+    """The steps of an episode of Minari, as of `from_data`."""
+    num_steps = len(episode.rewards)
+    for path, leaf in jax.tree.leaves_with_path(episode.observations):
+        if np.shape(leaf)[:1] != (num_steps + 1,):
+            raise ValueError(
+                f"`dataset` must have {num_steps + 1} observations in episode "
+                f"{episode.id}, one more than steps, got shape {np.shape(leaf)} at "
+                f"observations{jax.tree_util.keystr(path)}."
+            )
+    terminated = np.asarray(episode.terminations, bool)
+    truncated = np.array(episode.truncations, bool)
+    truncated[-1:] |= ~terminated[-1:]
+    return {
+        "obs": jax.tree.map(lambda x: x[:-1], episode.observations),
+        "action": episode.actions,
+        "reward": episode.rewards,
+        "terminated": terminated,
+        "truncated": truncated,
+        "next_obs": jax.tree.map(lambda x: x[1:], episode.observations),
+    }
+
+
+def _whole_episodes(
+    buffer: RingBuffer, state: chex.ArrayTree
+) -> tuple[Experience, np.ndarray]:
+    """The steps of all whole episodes, `[K, ...]`, and the lengths of these, `[E]`."""
+    ring: RingState = state.ring
+    needed = ("obs", "action", "reward", "terminated", "truncated", "episode_length")
+    fields.need(ring.experience, needed, "`to_minari`")
+    if not walk.has_next_obs(ring):
+        raise ValueError("`to_minari` needs the field `next_obs` in the transition.")
+    whole, age, first, length = jax.device_get(jax.jit(_endings)(ring))
+    last = np.flatnonzero(whole)
+    last = last[np.lexsort((-age[last], last % ring.num_envs))]
+    if not len(last):
+        raise ValueError("`state` must hold at least one whole episode, got none.")
+    first, length = first[last], length[last]
+    step = np.arange(np.sum(length)) - np.repeat(np.cumsum(length) - length, length)
+    row = (np.repeat(first, length) + step * ring.num_envs) % whole.size
+    stored = jax.jit(buffer.get)(state, row.astype(np.int32))
+    rows = Experience(
+        **{name: jax.device_get(fields.get(stored, name)) for name in needed},
+        next_obs=jax.device_get(fields.get(stored, "next_obs")),
+        episode_id=(),
+    )
+    recorded.check_successors(rows.obs, rows.next_obs, rows.terminated | rows.truncated)
+    return rows, length
+
+
+def _endings(ring: RingState) -> tuple[jax.Array, ...]:
+    """Of every row: does it end a whole episode, its age, the first row, the length."""
+    row = walk.all_rows(ring)
+    return (
+        walk.is_stored(ring, row) & walk.ends_whole(ring, row, ring.num_slots),
+        walk.age(ring, row),
+        walk.first_of(ring, row),
+        walk.read_field(ring, "episode_length", row),
+    )
+
+
+def _episode(minari: ModuleType, rows: Experience, steps: slice) -> Any:
+    """An episode as Minari takes it."""
+    return minari.data_collector.EpisodeBuffer(
+        observations=jax.tree.map(
+            lambda x, after: np.concatenate([x[steps], after[steps][-1:]]),
+            rows.obs,
+            rows.next_obs,
+        ),
+        actions=jax.tree.map(lambda x: x[steps], rows.action),
+        rewards=rows.reward[steps],
+        terminations=rows.terminated[steps],
+        truncations=rows.truncated[steps],
+    )
+
+
+def _space(name: str, tree: chex.ArrayTree) -> "Space":
+    """A space without bounds, of Gymnasium, for arrays `[K, ...]`."""
+    spaces = importlib.import_module("gymnasium.spaces")
+    if isinstance(tree, dict):
+        return spaces.Dict({key: _space(name, tree[key]) for key in tree})
+    if isinstance(tree, tuple):
+        return spaces.Tuple([_space(name, item) for item in tree])
+    if not isinstance(tree, np.ndarray) or tree.dtype.kind not in "biuf":
+        raise ValueError(
+            f"`{name}` must be made of dicts, tuples and arrays of NumPy's dtypes for "
+            f"Minari, got {getattr(tree, 'dtype', type(tree).__name__)}."
+        )
+    return spaces.Box(*_bounds(tree.dtype), tree.shape[1:], tree.dtype)
+
+
+def _bounds(dtype: np.dtype) -> tuple[float, float]:
+    """The least and the largest number of a dtype."""
+    if dtype.kind == "b":
+        return 0, 1
+    if dtype.kind == "f":
+        return -np.inf, np.inf
+    return np.iinfo(dtype).min, np.iinfo(dtype).max

@@ -1,0 +1,247 @@
+"""Wrappers: an `Env` over an `Env`, pure, and a pytree like it.
+
+A wrapper changes what the policy sees or does, never the contract: `obs` and `state`
+of a step are the true successor, and the two endings stay apart. Wrappers go over ONE
+environment, before `vectorize`, and over each other in any order:
+
+    env = TimeLimit(ActionRepeat(make("Pendulum-v1"), 4), 50)
+
+Counts and functions are static: another value, or a new lambda, is traced anew.
+"""
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from envs import keys
+from envs.spaces import Box
+from envs.types import Env, EnvStep, Space
+from envs.wrappers.spaces import TanhSpace, check_box
+
+_BOUNDS = ("clip", "tanh")
+
+
+@struct.dataclass(kw_only=True)
+class WrapperState:
+    """State of a wrapper that remembers something.
+
+    Attributes:
+        env_state: state of the wrapped environment.
+        memory: what the wrapper remembers, any pytree of arrays.
+    """
+
+    env_state: chex.ArrayTree
+    memory: chex.ArrayTree
+
+
+@struct.dataclass
+class Wrapper:
+    """The interface with its defaults: everything is passed on."""
+
+    env: Env
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of `obs`."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        """Space of `action`."""
+        return self.env.action_space
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Starts an episode: `(state, obs)`."""
+        return self.env.reset(key)
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step; `obs` and `state` are the true successor."""
+        return self.env.step(key, state, action)
+
+
+@struct.dataclass
+class TimeLimit(Wrapper):
+    """Truncates an episode after `num_steps` steps, if it has not ended before.
+
+    The environment's own flags stay: it may truncate earlier, and at the limit both
+    flags are set if it also terminates there.
+
+    Attributes:
+        env: the environment.
+        num_steps: limit in steps, an int of at least 1.
+
+    Raises:
+        ValueError: if `num_steps` is not an int of at least 1.
+    """
+
+    num_steps: int = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        check_count("num_steps", self.num_steps)
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Starts an episode: `(state, obs)`."""
+        state, obs = self.env.reset(key)
+        return WrapperState(env_state=state, memory=jnp.zeros((), jnp.int32)), obs
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step, and truncates at the limit."""
+        result = self.env.step(key, state.env_state, action)
+        num_taken = state.memory + 1
+        return result.replace(
+            state=WrapperState(env_state=result.state, memory=num_taken),
+            truncated=result.truncated | (num_taken >= self.num_steps),
+        )
+
+
+@struct.dataclass
+class RescaleAction(Wrapper):
+    """Lets the policy act on a scale of its own; the environment gets [low, high].
+
+    The map is affine from [-1, 1]; its result never leaves the bounds by rounding. It
+    happens inside `step`, so what is recorded is what the policy chose.
+
+    Attributes:
+        env: an environment whose action space is a bounded box of floats.
+        bound: `"clip"`: the policy acts in [-1, 1], anything outside is clipped;
+            `"tanh"`: it acts over the reals, squashed by tanh. Drawing from that action
+            space (`rollout.random_policy`) covers the environment's box uniformly.
+
+    Raises:
+        ValueError: if `bound` is unknown, or if the action space is discrete, has no
+            `low` and `high`, is not of floats, or has a bound that is not finite. The
+            space is not checked where the parameters are not known, as inside `jit`.
+    """
+
+    bound: str = struct.field(pytree_node=False, default="clip")
+
+    def __post_init__(self) -> None:
+        if self.bound not in _BOUNDS:
+            names = " or ".join(f'"{name}"' for name in _BOUNDS)
+            raise ValueError(f"`bound` must be {names}, got {self.bound!r}.")
+        if _is_known(self.env):
+            check_box(self.env.action_space)
+
+    @property
+    def action_space(self) -> Space:
+        """Space of the policy's `action`."""
+        space = self.env.action_space
+        if self.bound == "tanh":
+            return TanhSpace(space.shape, space.dtype)
+        return Box(-1.0, 1.0, space.shape, space.dtype)
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step with the action mapped to the environment's bounds."""
+        space = self.env.action_space
+        low, high = (
+            jnp.broadcast_to(jnp.asarray(bound, space.dtype), space.shape)
+            for bound in (space.low, space.high)
+        )
+        squash = jnp.tanh if self.bound == "tanh" else lambda x: jnp.clip(x, -1.0, 1.0)
+        weight = 0.5 * (squash(action) + 1.0)
+        # Not `low + (high - low) * weight`: the difference may overflow.
+        scaled = low * (1.0 - weight) + high * weight
+        return self.env.step(key, state, jnp.clip(scaled, low, high))
+
+
+@struct.dataclass
+class ActionRepeat(Wrapper):
+    """Repeats each action for up to `num_repeats` steps of the environment.
+
+    The reward is the sum, and an ending stops the repetition: state, observation,
+    flags and info are those of the last step taken. Inner step i (from 0) draws from
+    `fold_in(key, i)`.
+
+    Attributes:
+        env: the environment.
+        num_repeats: steps of the environment per action, an int of at least 1.
+
+    Raises:
+        ValueError: if `num_repeats` is not an int of at least 1.
+    """
+
+    num_repeats: int = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        check_count("num_repeats", self.num_repeats)
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes up to `num_repeats` steps with the same action."""
+
+        def step_env(number: jax.Array, state: chex.ArrayTree) -> EnvStep:
+            return _cast(self.env.step(keys.fold_in(key, number), state, action))
+
+        def again(last: EnvStep, number: jax.Array) -> tuple[EnvStep, None]:
+            new = step_env(number, last.state)
+            new = new.replace(reward=last.reward + new.reward)
+            return keys.select(last.terminated | last.truncated, last, new), None
+
+        first = step_env(jnp.int32(0), state)
+        numbers = jnp.arange(1, self.num_repeats, dtype=jnp.int32)
+        return lax.scan(again, first, numbers)[0]
+
+
+@struct.dataclass
+class TransformReward(Wrapper):
+    """Gives `fn(reward)` instead of `reward`.
+
+    Attributes:
+        env: the environment.
+        fn: a pure function of the reward, `()` float32 to a scalar; cast to float32.
+    """
+
+    fn: Callable[[jax.Array], jax.Array] = struct.field(pytree_node=False)
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step; a ValueError while tracing if `fn` gives no scalar."""
+        result = self.env.step(key, state, action)
+        reward = jnp.asarray(self.fn(jnp.asarray(result.reward, jnp.float32)))
+        if reward.shape:
+            raise ValueError(f"`fn` must return a scalar, got shape {reward.shape}.")
+        return result.replace(reward=reward.astype(jnp.float32))
+
+
+def _cast(result: EnvStep) -> EnvStep:
+    """Gives the leaves of a step the dtypes they keep in a scan."""
+    strong = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), result)
+    return strong.replace(
+        reward=strong.reward.astype(jnp.float32),
+        terminated=strong.terminated.astype(bool),
+        truncated=strong.truncated.astype(bool),
+    )
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuses a count that is not a Python int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
+
+
+def _is_known(env: Any) -> bool:
+    """Tells whether every parameter of `env` is a number or an array.
+
+    jax rebuilds a pytree with tracers, and with placeholders of any kind.
+    """
+    leaves = jax.tree.leaves(env, is_leaf=lambda x: x is None)
+    kinds = (numbers.Number, np.ndarray, np.generic, jax.Array)
+    return all(
+        isinstance(leaf, kinds) and not isinstance(leaf, jax.core.Tracer)
+        for leaf in leaves
+    )

@@ -1,0 +1,156 @@
+"""Wrappers that change what the policy sees; see `envs.wrappers`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from envs.types import Env, EnvStep, Space
+from envs.wrappers.base import Wrapper, WrapperState, check_count
+from envs.wrappers.spaces import TreeSpace, stacked, unbounded
+
+
+@struct.dataclass
+class FrameStack(Wrapper):
+    """Shows the last `num_frames` observations on a new leading axis, oldest first.
+
+    At an episode start the first frame is repeated. The observation may be a pytree.
+    The space of a box is a `Box` with broadcast bounds; of any other, a space of
+    independent frames.
+
+    Attributes:
+        env: the environment.
+        num_frames: number of frames, an int of at least 1.
+
+    Raises:
+        ValueError: if `num_frames` is not an int of at least 1.
+    """
+
+    num_frames: int = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        check_count("num_frames", self.num_frames)
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of `obs`, `[num_frames, ...]`."""
+        return stacked(self.env.observation_space, self.num_frames)
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Starts an episode: `(state, obs)`, its first frame repeated."""
+        state, obs = self.env.reset(key)
+        frames = jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (self.num_frames, *jnp.shape(x))), obs
+        )
+        return WrapperState(env_state=state, memory=frames), frames
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step; the oldest frame makes room for the new one."""
+        result = self.env.step(key, state.env_state, action)
+        frames = jax.tree.map(
+            lambda old, new: jnp.concatenate([old[1:], jnp.asarray(new)[None]]),
+            state.memory,
+            result.obs,
+        )
+        return result.replace(
+            state=WrapperState(env_state=result.state, memory=frames), obs=frames
+        )
+
+
+@struct.dataclass
+class TransformObs(Wrapper):
+    """Shows `fn(obs)` instead of `obs`.
+
+    Attributes:
+        env: the environment.
+        fn: a pure function of one observation, any pytree to any pytree.
+        observation_space: space of what `fn` returns, a pytree such as `Box`. By
+            default an unbounded box of the shape and dtype that `fn` returns.
+    """
+
+    fn: Callable[[chex.ArrayTree], chex.ArrayTree] = struct.field(pytree_node=False)
+    observation_space: Space | None = None
+
+    def __post_init__(self) -> None:
+        if self.observation_space is None:
+            shapes = _eval_reset(self.env, lambda state, obs: self.fn(obs))
+            object.__setattr__(self, "observation_space", unbounded(shapes))
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Starts an episode: `(state, fn(obs))`."""
+        state, obs = self.env.reset(key)
+        return state, self.fn(obs)
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step."""
+        result = self.env.step(key, state, action)
+        return result.replace(obs=self.fn(result.obs))
+
+
+@struct.dataclass
+class ObserveInfo(Wrapper):
+    """Puts what the last step said in `info` beside the observation.
+
+    A policy sees only `obs`, so this is the way of an action mask that the environment
+    gives in `info`. The observation becomes `{"obs": obs, "info": fn(info)}`.
+
+    Attributes:
+        env: the environment.
+        fn: a pure function of the info of the step that led to the observation.
+        initial: a pure function of the environment's `(state, obs)` that gives the same
+            at an episode start, where there was no step.
+    """
+
+    fn: Callable[[Any], chex.ArrayTree] = struct.field(pytree_node=False)
+    initial: Callable[[Any, Any], chex.ArrayTree] = struct.field(pytree_node=False)
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of `obs`; the part of the info is unbounded."""
+        info = unbounded(_eval_reset(self.env, self.initial))
+        return TreeSpace({"obs": self.env.observation_space, "info": info})
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Starts an episode: `(state, {"obs": obs, "info": initial(state, obs)})`."""
+        state, obs = self.env.reset(key)
+        return state, {"obs": obs, "info": _arrays(self.initial(state, obs))}
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step; a ValueError while tracing if `fn` and `initial` differ."""
+        result = self.env.step(key, state, action)
+        info = _arrays(self.fn(result.info))
+        _check_same(jax.eval_shape(self.initial, result.state, result.obs), info)
+        return result.replace(obs={"obs": result.obs, "info": info})
+
+
+def _eval_reset(
+    env: Env, fn: Callable[[chex.ArrayTree, chex.ArrayTree], chex.ArrayTree]
+) -> chex.ArrayTree:
+    """Shapes and dtypes of `fn(state, obs)` at an episode start."""
+    return jax.eval_shape(lambda: fn(*env.reset(jax.random.key(0))))
+
+
+def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def _check_same(initial: chex.ArrayTree, got: chex.ArrayTree) -> None:
+    initial, got = (
+        jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+        for tree in (initial, got)
+    )
+    same = jax.tree.structure(initial) == jax.tree.structure(got)
+    if not same or jax.tree.leaves(initial) != jax.tree.leaves(got):
+        raise ValueError(
+            "`fn(info)` must have the structure, shapes and dtypes of `initial(state, "
+            f"obs)`, {initial}, got {got}."
+        )

@@ -1,0 +1,174 @@
+"""The arguments of `python -m rollout`: the parser, what it refuses, the defaults."""
+
+import argparse
+import ast
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rollout.cli import episodes, steps
+from rollout.cli.steps import InputError
+
+_INT32_MAX = 2**31 - 1  # lanes and steps are counted in int32
+_SEED_MAX = 2**32 - 1  # jax takes a longer one and drops its upper bits
+_NUM_ENVS, _NUM_STEPS = 1024, 1000
+_FIGURE_KINDS = (".pdf", ".png", ".svg")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Makes the parser; what depends on the kind of run has no default here."""
+    parser = _Parser(
+        prog="python -m rollout",
+        description="Collects experience with the random policy and reports on it.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("env", nargs="?", help="id of the environment, such as CartPole-v1")
+    _add_kinds_of_run(parser)
+    add(
+        "--seed",
+        type=_int_within(0, _SEED_MAX),
+        default=0,
+        help="decides all that is random (0)",
+    )
+    add(
+        "--env-param",
+        type=_parse_parameter,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="parameter of the environment, VALUE a Python literal; repeatable",
+    )
+    add("--save", type=Path, metavar="FILE", help="write the trajectory as .npz")
+    add("--plot", type=Path, metavar="FILE", help="draw the episodes as .png")
+    add(
+        "--profile",
+        type=Path,
+        metavar="DIR",
+        help="say where the time of a batch goes, and trace one more to DIR",
+    )
+    add("--list-envs", action="store_true", help="print the known ids and exit")
+    add(
+        "--xla-cpu-loop",
+        action="store_true",
+        help="let XLA:CPU compile the whole loop to one kernel, which often pays for "
+        f"few envs; adds {steps.XLA_CPU_LOOP} to XLA_FLAGS",
+    )
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses, before anything is collected, what could not be done afterwards."""
+    if args.env is None:
+        raise InputError("the environment is missing; --list-envs prints the ids")
+    _check_combination(args)
+    files = {"--save": args.save, "--plot": args.plot, "--gif": args.gif}
+    for option, path in files.items():
+        problem = path and _problem_with(path)
+        if problem:
+            raise InputError(f"argument {option}: {problem}")
+    if args.gif and args.gif.suffix.lower() != ".gif":
+        raise InputError(f"argument --gif: must end in .gif, got {args.gif}")
+    if args.plot and args.plot.suffix.lower() not in _FIGURE_KINDS:
+        kinds = ", ".join(_FIGURE_KINDS)
+        raise InputError(f"argument --plot: must end in {kinds}, got {args.plot}")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise InputError("argument --plot: matplotlib is not installed")
+    try:
+        if args.profile:
+            args.profile.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"{args.profile}: {error.strerror}"
+        raise InputError(f"argument --profile: {reason}") from error
+
+
+def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
+    """Fills in the defaults of the kind of run that was asked for."""
+    most_envs = min(_NUM_ENVS, args.num_episodes or _NUM_ENVS)  # more would idle
+    limit = episodes.MAX_STEPS_DRAWN if args.gif else episodes.MAX_STEPS
+    defaults = {"num_envs": most_envs, "num_steps": _NUM_STEPS, "max_steps": limit}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    return argparse.Namespace(**{**vars(args), **defaults, **given})
+
+
+def _add_kinds_of_run(parser: argparse.ArgumentParser) -> None:
+    """Adds what to collect, and how much of it."""
+    add, count = parser.add_argument, _int_within(1, _INT32_MAX)
+    envs_help = f"lanes side by side ({_NUM_ENVS}, at most --num-episodes)"
+    add("--num-envs", type=count, help=envs_help)
+    add_run = parser.add_mutually_exclusive_group().add_argument
+    add_run("--num-steps", type=count, help=f"steps of every lane ({_NUM_STEPS})")
+    add_run("--num-episodes", type=count, help="play exactly so many episodes instead")
+    gif_help = "play one episode and draw it as .gif"
+    add_run("--gif", type=Path, metavar="FILE", help=gif_help)
+    steps_help = (
+        f"steps after which an episode is cut ({episodes.MAX_STEPS}; for --gif "
+        f"{episodes.MAX_STEPS_DRAWN})"
+    )
+    add("--max-steps", type=count, help=steps_help)
+
+
+def _int_within(low: int, high: int) -> Callable[[str], int]:
+    """Makes the parser of an int from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            raise argparse.ArgumentTypeError(
+                f"must be an int from {low} to {high}, got {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def _parse_parameter(text: str) -> tuple[str, Any]:
+    name, equals, literal = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    try:
+        return name, ast.literal_eval(literal)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise argparse.ArgumentTypeError(
+            f"VALUE must be a Python literal, got {text!r}"
+        ) from None
+
+
+def _check_combination(args: argparse.Namespace) -> None:
+    """Refuses options that say nothing to the kind of run that was asked for."""
+    if args.gif:
+        reason = "not allowed with argument --gif"
+        refused = {"num-envs": args.num_envs, "save": args.save, "plot": args.plot}
+        refused["profile"] = args.profile
+    elif args.num_episodes:
+        reason = "not allowed with argument --num-episodes"
+        refused = {"save": args.save, "profile": args.profile}
+    else:
+        reason = "only allowed with argument --num-episodes or --gif"
+        refused = {"max-steps": args.max_steps}
+    for option, value in refused.items():
+        if value is not None:
+            raise InputError(f"argument --{option}: {reason}")
+
+
+def _problem_with(path: Path) -> str | None:
+    """Says why no file can be written there, if none can."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if path.exists() and not path.is_file():
+        return f"{path} is not a regular file"
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        return f"the folder {path.parent} is not writable"
+    return None

@@ -1,0 +1,115 @@
+"""A run of `--num-episodes`, exactly N of them, and the one episode of `--gif`."""
+
+import argparse
+import functools
+import time
+from typing import NamedTuple
+
+import chex
+import jax
+import numpy as np
+
+import envs
+from envs.render import check_render
+from rollout.cli.steps import InputError, naming_parameters
+from rollout.collector import Collector
+from rollout.policies.basic import random_policy
+from rollout.stats import CollectStats, summarize
+from rollout.types import Carry, Episodes
+
+MAX_STEPS = 1_000_000  # so that a run ends even if an episode never does
+MAX_STEPS_DRAWN = 500  # a frame takes about a tenth of a second
+
+
+class Played(NamedTuple):
+    """What was played, as NumPy arrays."""
+
+    episodes: Episodes  # [N], in the order in which they started
+    stats: CollectStats
+    num_rows: int  # steps of all lanes together, the idle ones included
+    compile_time: float  # s
+    run_time: float  # s
+
+
+class Recorded(NamedTuple):
+    """One episode of `T` steps, as NumPy arrays."""
+
+    env: envs.Env
+    states: chex.ArrayTree  # [T + 1, ...]
+    rewards: np.ndarray  # [T] float32
+    episodes: Episodes  # [1]
+
+
+def play(args: argparse.Namespace) -> Played:
+    """Plays exactly `num_episodes` episodes of at most `max_steps` steps each.
+
+    Raises:
+        InputError: if there is no such environment, or not with these parameters.
+    """
+    with naming_parameters(args):
+        env = envs.make_vec(args.env, args.num_envs, **dict(args.env_param))
+        collector = Collector(env=env, policy=random_policy(env.action_space))
+        start = time.perf_counter()
+        carry = collector.init(jax.random.key(args.seed))
+        counts = {"num_episodes": args.num_episodes, "max_steps": args.max_steps}
+        program = _play.lower(collector, carry, **counts).compile()
+    compiled = time.perf_counter()
+    episodes, stats, num_steps = jax.device_get(program(collector, carry))
+    run_time = time.perf_counter() - compiled
+    num_rows = int(num_steps) * args.num_envs
+    return Played(episodes, stats, num_rows, compiled - start, run_time)
+
+
+def record(args: argparse.Namespace) -> Recorded:
+    """Plays the first episode of what `play` would, and keeps its states.
+
+    Raises:
+        InputError: if there is no such environment, not with these parameters, or if it
+            cannot be drawn here.
+    """
+    with naming_parameters(args):
+        env = envs.make(args.env, **dict(args.env_param))
+        _check_drawable(env)
+        vector_env = envs.vectorize(envs.expose_state(env), 1)
+        policy = random_policy(env.action_space)
+        collector = Collector(env=vector_env, policy=policy)
+        carry = collector.init(jax.random.key(args.seed))
+        result = _record(collector, carry, max_length=args.max_steps)
+    info, rewards, episodes = jax.device_get(result)
+    length = int(episodes.episode_length[0])
+    states = jax.tree.map(
+        lambda old, new: np.concatenate([old[:length], new[length - 1 : length]]),
+        info["state"],
+        info["next_state"],
+    )
+    return Recorded(env, states, rewards[:length], episodes)
+
+
+@functools.partial(jax.jit, static_argnames=("num_episodes", "max_steps"))
+def _play(
+    collector: Collector, carry: Carry, *, num_episodes: int, max_steps: int
+) -> tuple[Episodes, CollectStats, jax.Array]:
+    """Plays, and counts the steps that every lane took."""
+    end, episodes = collector.collect_episodes(
+        carry, None, num_episodes, max_steps=max_steps
+    )
+    return episodes, summarize(episodes), end.step - carry.step
+
+
+@functools.partial(jax.jit, static_argnames="max_length")
+def _record(
+    collector: Collector, carry: Carry, *, max_length: int
+) -> tuple[chex.ArrayTree, jax.Array, Episodes]:
+    """Hands out what is drawn, `[max_length, ...]`: the rest leaves no buffer."""
+    _, trajectory, episodes = collector.collect_padded_episodes(
+        carry, None, 1, max_length=max_length
+    )
+    one = jax.tree.map(lambda x: x[:, 0], trajectory)
+    return one.info, one.reward, episodes
+
+
+def _check_drawable(env: envs.Env) -> None:
+    try:
+        check_render(env)
+    except (ValueError, ImportError) as error:
+        raise InputError(f"argument --gif: {error}") from error

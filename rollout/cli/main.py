@@ -1,0 +1,133 @@
+"""The command line: `python -m rollout CartPole-v1` collects with the random policy.
+
+It prints what the episodes were like and how fast they came, of a number of steps or of
+exactly N episodes; on demand it saves the trajectory, draws the episodes, or profiles
+one more chunk. `--gif` draws one episode instead.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import jax
+import numpy as np
+
+import envs
+from rollout.cli import episodes, figure, report, steps
+from rollout.cli.arguments import check, make_parser, with_defaults
+from rollout.cli.steps import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: the arguments; None for those of the process. `--xla-cpu-loop` sets
+            XLA_FLAGS, which has no effect once jax has started its backend.
+
+    Returns:
+        The exit status: 0; 1 if `--plot` found no episode to draw; 130 after Ctrl-C
+            and 141 if the reader of stdout is gone, as a shell counts signals.
+
+    Raises:
+        SystemExit: with status 2 after one line on stderr if what was asked for cannot
+            be done, with status 0 after `--help`.
+    """
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        status = _main(args)
+        sys.stdout.flush()
+        return status
+    except InputError as error:
+        parser.error(str(error))
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        parser.error(str(error).partition("\n")[0])
+    except BrokenPipeError:
+        # The reader of stdout is gone (`| head`); Python would complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        sys.stdout.flush()  # the table so far
+        # On a terminal the cursor stands behind the ^C that was typed.
+        start = "\r" if sys.stderr.isatty() else ""
+        print(f"{start}{parser.prog}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _main(args: argparse.Namespace) -> int:
+    if args.xla_cpu_loop:  # before gymnax is imported, which starts the backend
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} {steps.XLA_CPU_LOOP}".strip()
+    if args.list_envs:
+        print(*envs.env_ids(), sep="\n")
+        return 0
+    check(args)
+    args = with_defaults(args)
+    if args.gif:
+        return _run_gif(args)
+    return _run_episodes(args) if args.num_episodes else _run_steps(args)
+
+
+def _run_steps(args: argparse.Namespace) -> int:
+    program = steps.prepare(args)
+    result = steps.collect(program, args)
+    report.print_steps(args, program, result)
+    if result.is_interrupted:
+        raise KeyboardInterrupt
+    if args.save:
+        _write(args.save, lambda file: np.savez(file, **result.trajectory))
+        report.print_row("saved", args.save)
+    if args.profile:
+        seconds, trace = steps.profile(args)
+        report.print_profile(seconds)
+        report.print_row("profile", trace)
+    if args.plot and not result.ended.step.size:
+        reason = "no episode ended in this window, nothing to draw"
+        print(f"python -m rollout: error: argument --plot: {reason}", file=sys.stderr)
+        return 1
+    if args.plot:
+        _plot(args.plot, figure.draw_steps(args.env, args.num_envs, result.ended))
+    return 0
+
+
+def _run_episodes(args: argparse.Namespace) -> int:
+    played = episodes.play(args)
+    report.print_episodes(args, played)
+    if args.plot:
+        _plot(args.plot, figure.draw_episodes(args.env, args.num_envs, played))
+    return 0
+
+
+def _run_gif(args: argparse.Namespace) -> int:
+    recorded = episodes.record(args)
+    gif = envs.render_gif(recorded.env, recorded.states, recorded.rewards)
+    _write(args.gif, lambda file: file.write(gif))
+    report.print_episode(args, recorded.episodes)
+    report.print_row("gif", f"{args.gif} ({recorded.rewards.size + 1} frames)")
+    return 0
+
+
+def _plot(path: Path, figure: "Figure") -> None:
+    _write(path, lambda file: figure.savefig(file, format=path.suffix[1:].lower()))
+    report.print_row("plot", path)
+
+
+def _write(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("xb") as file:
+            write(file)
+        os.replace(part, path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"{path} could not be written: {reason}") from error
+    finally:
+        part.unlink(missing_ok=True)

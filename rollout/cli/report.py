@@ -1,0 +1,108 @@
+"""The table that `python -m rollout` prints of a run."""
+
+import argparse
+import os
+
+import jax
+import numpy as np
+
+from rollout.cli.episodes import Played
+from rollout.cli.steps import XLA_CPU_LOOP, Program, Result
+from rollout.profiling import Profile
+from rollout.stats import CollectStats
+from rollout.types import Episodes
+
+_CUT = "cut by --max-steps"
+
+
+def print_steps(args: argparse.Namespace, program: Program, result: Result) -> None:
+    """Prints what was run, what the episodes were like and how fast they came."""
+    num_rows, ended = args.num_envs * result.num_steps, result.ended
+    _print_run(args)
+    print_row("envs", f"{args.num_envs:,}")
+    wanted = args.num_envs * args.num_steps
+    so_far = f" (of {wanted:,}, interrupted)" if result.is_interrupted else ""
+    print_row("steps", f"{num_rows:,}{so_far}")
+    count, num_terminated = ended.terminated.size, int(ended.terminated.sum())
+    if count:
+        flags = f"{num_terminated:,} terminated, {count - num_terminated:,} truncated"
+        print_row("episodes", f"{count:,} ({flags})")
+        _print_moments(ended.episode_return, ended.episode_length)
+    else:
+        print_row("episodes", "0 (no episode ended in this window)")
+    print_row("compile time", f"{program.compile_time:.2f} s")
+    print_row("run time", f"{result.run_time:.3f} s")
+    print_row("steps per second", f"{num_rows / result.run_time:,.0f}")
+
+
+def print_episodes(args: argparse.Namespace, played: Played) -> None:
+    """Prints what was run, what the N episodes were like and how fast they came."""
+    episodes, stats = played.episodes, played.stats
+    num_steps = int(episodes.episode_length.sum(dtype=np.int64))
+    idle = 1 - num_steps / played.num_rows
+    _print_run(args)
+    print_row("envs", f"{args.num_envs:,}")
+    print_row("episodes", f"{args.num_episodes:,} ({_describe_endings(stats)})")
+    print_row("steps", f"{num_steps:,} ({100 * idle:.1f} % of the lane-steps idle)")
+    _print_moments(episodes.episode_return, episodes.episode_length)
+    print_row("mean return", _describe_mean(stats))
+    print_row("compile time", f"{played.compile_time:.2f} s")
+    print_row("run time", f"{played.run_time:.3f} s")
+    print_row("episodes per second", f"{args.num_episodes / played.run_time:,.0f}")
+    print_row("steps per second", f"{num_steps / played.run_time:,.0f}")
+
+
+def print_episode(args: argparse.Namespace, episodes: Episodes) -> None:
+    """Prints what was run and what its one episode was like."""
+    (terminated,), (finished,) = episodes.terminated, episodes.finished
+    ending = "terminated" if terminated else "truncated" if finished else _CUT
+    _print_run(args)
+    print_row("return", f"{episodes.episode_return[0]:.6g}")
+    print_row("length", f"{episodes.episode_length[0]:,} ({ending})")
+
+
+def print_profile(seconds: Profile) -> None:
+    """Prints where the time of a batch goes."""
+    for name, value in seconds._asdict().items():
+        share = f"{1e3 * value:.3f} ms ({100 * value / seconds.whole:.0f} %)"
+        print_row(f"  {name}".replace("_", " "), share)
+
+
+def print_row(label: str, value: object) -> None:
+    """Prints one row of the table."""
+    print(f"{label:<20}{value}".rstrip())
+
+
+def _print_run(args: argparse.Namespace) -> None:
+    device = jax.devices()[0]
+    kind = "" if device.device_kind == device.platform else f" ({device.device_kind})"
+    params = ", ".join(f"{name}={value!r}" for name, value in args.env_param)
+    print_row("environment", args.env + (f" ({params})" if params else ""))
+    print_row("device", device.platform + kind)
+    print_row("jax", jax.__version__)
+    if XLA_CPU_LOOP in os.environ.get("XLA_FLAGS", ""):
+        print_row("xla cpu loop", "on")
+
+
+def _print_moments(episode_return: np.ndarray, episode_length: np.ndarray) -> None:
+    print_row("", "".join(f"{name:<12}" for name in ("mean", "std", "min", "max")))
+    for label, value in (("return", episode_return), ("length", episode_length)):
+        x = value.astype(np.float64)  # a float32 sum of many loses digits
+        moments = (x.mean(), x.std(), x.min(), x.max())
+        print_row(label, "".join(f"{moment:<12.6g}" for moment in moments))
+
+
+def _describe_endings(stats: CollectStats) -> str:
+    truncated = stats.num_truncated - stats.num_unfinished
+    return (
+        f"{stats.num_terminated:,} terminated, {truncated:,} truncated, "
+        f"{stats.num_unfinished:,} {_CUT}"
+    )
+
+
+def _describe_mean(stats: CollectStats) -> str:
+    mean = f"{stats.return_mean:.6g}"
+    if stats.num_episodes < 2:
+        return f"{mean} (no confidence interval for one episode)"
+    low, high = stats.return_ci_low, stats.return_ci_high
+    return f"{mean} (95 % confidence interval {low:.6g} to {high:.6g})"

@@ -1,0 +1,201 @@
+"""A run of `--num-steps`: compile, collect batch by batch, profile."""
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+import envs
+from rollout.collector import Collector
+from rollout.policies.basic import random_policy
+from rollout.profiling import Profile
+from rollout.profiling import profile as time_parts
+from rollout.stream.stream import Batch, Stream
+from rollout.types import Transition
+
+XLA_CPU_LOOP = (
+    "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
+)
+
+_NUM_BATCHES = 20
+_MAX_ROWS = 1 << 22  # of a batch, so that its memory does not grow with the run
+_ENDING_FIELDS = ("terminated", "truncated", "episode_return", "episode_length")
+
+
+class InputError(Exception):
+    """What was asked for cannot be done; the message says why."""
+
+
+class Program(NamedTuple):
+    """A stream that is compiled, ready to run."""
+
+    stream: Stream
+    compile_time: float  # s
+
+
+class Ended(NamedTuple):
+    """The `E` episodes that ended, in the order in which they did."""
+
+    step: np.ndarray  # [E] int, steps of each lane until then, the last one included
+    terminated: np.ndarray  # [E] bool, False where it was only truncated
+    episode_return: np.ndarray  # [E] float32
+    episode_length: np.ndarray  # [E] int32
+
+
+class Result(NamedTuple):
+    """What was collected."""
+
+    num_steps: int  # T, steps of every lane
+    ended: Ended
+    trajectory: dict[str, np.ndarray]  # [T, B, ...] by name, {} unless it is saved
+    run_time: float  # s
+    is_interrupted: bool
+
+
+def prepare(args: argparse.Namespace) -> Program:
+    """Makes the environments, starts them, and compiles the collection.
+
+    Raises:
+        InputError: if there is no such environment, or not with these parameters.
+    """
+    with naming_parameters(args):
+        start = time.perf_counter()
+        stream = _make_stream(args, total_steps=args.num_steps * args.num_envs)
+        stream.compile()
+    return Program(stream, time.perf_counter() - start)
+
+
+def make_collector(args: argparse.Namespace) -> Collector:
+    """Makes the environments, and the random policy in them."""
+    env = envs.make_vec(args.env, args.num_envs, **dict(args.env_param))
+    return Collector(env=env, policy=random_policy(env.action_space))
+
+
+@contextlib.contextmanager
+def naming_parameters(args: argparse.Namespace) -> Iterator[None]:
+    """Makes an error of the environment an `InputError` that names its parameters."""
+    params = dict(args.env_param)
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    except Exception as error:
+        if not params:
+            raise
+        # A wrong value breaks whatever in the environment first meets it.
+        given = ", ".join(f"{name}={value!r}" for name, value in params.items())
+        raise InputError(f"{args.env} with {given} fails: {error}") from error
+
+
+def collect(program: Program, args: argparse.Namespace) -> Result:
+    """Collects `num_steps` steps of every lane, with a bar if stderr is a terminal.
+
+    After Ctrl-C the result is what was collected until then.
+    """
+    parts, start = _Parts(args), time.perf_counter()
+    try:
+        for batch in program.stream:
+            parts.add(batch)
+    except KeyboardInterrupt:
+        parts.is_interrupted = True
+        program.stream.stop()
+        for batch in program.stream:  # as much of it as is there
+            parts.add(batch)
+        if not parts.num_steps:
+            raise
+    return parts.join(time.perf_counter() - start)
+
+
+def profile(args: argparse.Namespace) -> tuple[Profile, Path]:
+    """Times the parts of a batch, and runs one under jax's own profiler.
+
+    Returns:
+        Seconds per part, and where the trace lies.
+    """
+    seconds = time_parts(make_collector(args), None, _num_rows(args))
+    stream = _make_stream(args, total_steps=None)
+    next(stream)
+    with jax.profiler.trace(args.profile):
+        next(stream)
+    # The profiler names its folders by the time.
+    return seconds, max(args.profile.glob("plugins/profile/*"), default=args.profile)
+
+
+class _Parts:
+    """What is kept of the batches of a run."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.num_steps, self.is_interrupted = 0, False
+        self._args = args
+        self._ended: list[Ended] = []
+        self._trajectory: dict[str, np.ndarray] = {}
+
+    def add(self, batch: Batch) -> None:
+        """Keeps the rows of a batch that are not void."""
+        first, size = self.num_steps, batch.steps // self._args.num_envs
+        fields = {name: np.asarray(x)[:size] for name, x in batch.trajectory.items()}
+        if self._args.save:
+            self._keep(fields, first)
+        self._ended.append(_find_ended(fields, first))
+        self.num_steps = first + size
+
+    def join(self, run_time: float) -> Result:
+        """Puts the parts together."""
+        ended = Ended(*map(np.concatenate, zip(*self._ended, strict=True)))
+        rows = {name: x[: self.num_steps] for name, x in self._trajectory.items()}
+        return Result(self.num_steps, ended, rows, run_time, self.is_interrupted)
+
+    def _keep(self, fields: dict[str, np.ndarray], first: int) -> None:
+        for name, rows in fields.items():
+            if (
+                name not in self._trajectory
+            ):  # joined afterwards it would be there twice
+                shape = (self._args.num_steps, *rows.shape[1:])
+                self._trajectory[name] = np.empty(shape, rows.dtype)
+            self._trajectory[name][first : first + len(rows)] = rows
+
+
+def _make_stream(args: argparse.Namespace, *, total_steps: int | None) -> Stream:
+    return Stream(
+        make_collector(args),
+        key=jax.random.key(args.seed),
+        steps_per_batch=_num_rows(args) * args.num_envs,
+        total_steps=total_steps,
+        postprocess=_all_fields if args.save else _ending_fields,
+        prefetch=1,
+        progress=total_steps is not None and sys.stderr.isatty(),
+    )
+
+
+def _all_fields(trajectory: Transition) -> dict[str, jax.Array]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree.leaves_with_path(trajectory)
+    }
+
+
+def _ending_fields(trajectory: Transition) -> dict[str, jax.Array]:
+    """What the table is made of: the rest leaves no buffer."""
+    return {name: getattr(trajectory, name) for name in _ENDING_FIELDS}
+
+
+def _num_rows(args: argparse.Namespace) -> int:
+    """Steps of every lane in a batch."""
+    most = max(1, _MAX_ROWS // args.num_envs)
+    return min(-(-args.num_steps // _NUM_BATCHES), most)
+
+
+def _find_ended(fields: dict[str, np.ndarray], first: int) -> Ended:
+    done = fields["terminated"] | fields["truncated"]
+    return Ended(
+        step=first + np.nonzero(done)[0] + 1,
+        terminated=fields["terminated"][done],
+        episode_return=fields["episode_return"][done],
+        episode_length=fields["episode_length"][done],
+    )

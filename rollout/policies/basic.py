@@ -1,0 +1,148 @@
+"""Policies from plain functions, and the random one."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+
+from envs.types import Space
+from rollout.policies import draws
+from rollout.policies.draws import MaskFn
+from rollout.types import Policy, PolicyStep
+
+
+def random_policy(action_space: Space, *, mask_fn: MaskFn | None = None) -> Policy:
+    """Makes the policy that draws every action uniformly from the action space.
+
+    Lane i draws the same actions whatever the number of lanes. A mask that the
+    environment gives in `info` is brought into `obs` by `envs.ObserveInfo`.
+
+    Args:
+        action_space: a space with `n` (discrete), with `low` and `high` (box), or any
+            other with `sample(key)`.
+        mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed;
+            only for a discrete space. Where nothing is allowed, the action is drawn
+            from all. Pass the same function again to get the same policy again.
+
+    Returns:
+        A policy without parameters and state; its `params` are not read. Its extras
+        are `()`, with a `mask_fn` `{"none_allowed": [B] bool}`.
+
+    Raises:
+        ValueError: if a bound of the box is not finite; if a `mask_fn` is given and
+            the space is not discrete; while tracing, if the mask is not `[B, n]` bool.
+    """
+    draws.check_mask_fn(mask_fn, action_space)
+    if hasattr(action_space, "n"):
+        n, dtype = int(action_space.n), jnp.dtype(action_space.dtype)
+        return _discrete_policy(n, dtype, mask_fn)
+    return _drawing_policy(draws.uniform(action_space))
+
+
+def stateless_policy(
+    fn: Callable[..., Any], *, mode_fn: Callable[..., Any] | None = None
+) -> Policy:
+    """Makes a policy of a function without memory.
+
+    Args:
+        fn: `(params, obs, key)` to `action`, or to the tuple `(action, extras)`; all
+            are batched, `[B, ...]`. An action that is itself a tuple must come with
+            extras, if only `()`.
+        mode_fn: as `fn`, but the most likely action, for `Stream(deterministic=True)`.
+
+    Returns:
+        A policy whose state is `()`.
+    """
+
+    def make(fn: Callable[..., Any]) -> Callable[..., PolicyStep]:
+        def apply(
+            params: chex.ArrayTree,
+            obs: chex.ArrayTree,
+            state: chex.ArrayTree,
+            key: chex.PRNGKey,
+        ) -> PolicyStep:
+            result = fn(params, obs, key)
+            action, extras = result if isinstance(result, tuple) else (result, ())
+            return PolicyStep(action, state, extras)
+
+        return apply
+
+    return Policy(_no_state, make(fn), make(mode_fn) if mode_fn else None)
+
+
+def recurrent_policy(
+    fn: Callable[..., Any],
+    init: Callable[[int], chex.ArrayTree],
+    *,
+    mode_fn: Callable[..., Any] | None = None,
+) -> Policy:
+    """Makes a policy of a function with memory.
+
+    Args:
+        fn: `(params, obs, state, key)` to `(action, state)` or `(action, state,
+            extras)`; all are batched, `[B, ...]`.
+        init: `num_envs` to the `[B, ...]` state at the start of an episode, any pytree.
+        mode_fn: as `fn`, but the most likely action, for `Stream(deterministic=True)`.
+
+    Returns:
+        A policy whose state goes back to `init` at every episode boundary, lane by
+        lane.
+    """
+
+    def make(fn: Callable[..., Any]) -> Callable[..., PolicyStep]:
+        def apply(
+            params: chex.ArrayTree,
+            obs: chex.ArrayTree,
+            state: chex.ArrayTree,
+            key: chex.PRNGKey,
+        ) -> PolicyStep:
+            result = fn(params, obs, state, key)
+            if not isinstance(result, tuple) or len(result) not in (2, 3):
+                got = (
+                    f"{len(result)} values" if isinstance(result, tuple) else "no tuple"
+                )
+                raise ValueError(
+                    "A recurrent policy's `fn` must return (action, state) or (action, "
+                    f"state, extras), got {got}."
+                )
+            return PolicyStep(*result)
+
+        return apply
+
+    return Policy(init, make(fn), make(mode_fn) if mode_fn else None)
+
+
+# The same object again, since a policy is a static part of every trace.
+@functools.cache
+def _discrete_policy(n: int, dtype: jnp.dtype, mask_fn: MaskFn | None) -> Policy:
+    if mask_fn is None:
+        return _drawing_policy(functools.partial(draws.discrete, n, dtype))
+
+    def apply(
+        params: Any, obs: chex.ArrayTree, state: chex.ArrayTree, key: chex.PRNGKey
+    ) -> PolicyStep:
+        del params  # unused
+        mask = draws.make_mask(mask_fn, obs, n)
+        action = draws.allowed(mask, dtype, key)
+        return PolicyStep(action, state, {"none_allowed": draws.none_allowed(mask)})
+
+    return Policy(init=_no_state, apply=apply)
+
+
+def _drawing_policy(draw: Callable[[int, chex.PRNGKey], chex.ArrayTree]) -> Policy:
+    """Makes a policy of `(num_envs, key)` to actions."""
+
+    def apply(
+        params: Any, obs: chex.ArrayTree, state: chex.ArrayTree, key: chex.PRNGKey
+    ) -> PolicyStep:
+        del params  # unused
+        return PolicyStep(draw(draws.num_lanes(obs), key), state)
+
+    return Policy(init=_no_state, apply=apply)
+
+
+def _no_state(num_envs: int) -> tuple[()]:
+    del num_envs  # unused
+    return ()

@@ -1,0 +1,196 @@
+"""Exploration: wrappers that make a policy act at random at times.
+
+Each gives the wrapped policy a key of its own, applies it at every step, and passes on
+its extras unchanged: they are those of the wrapped policy's action (a `log_prob`, say,
+is not that of the action that was sent). What a wrapper draws for lane i does not
+depend on the number of lanes. Build a wrapped policy once and keep it: another call
+gives another object, which is traced anew.
+
+The mode of a policy that explores is the mode of the wrapped one, without exploring.
+With a `mask_fn` the action is still an allowed one.
+
+A schedule, as optax has them, is a function of the number of steps that the lane has
+taken so far, `()` int32 from 0, to a scalar. Each lane counts its own steps, over
+episode ends too, in a `Persistent` part of the policy's state.
+
+A `mask_fn` says which actions are allowed, `[B, n]` bool of the batched `obs`. A mask
+that the environment gives in `info` is brought into `obs` by
+`envs.ObserveInfo(env, fn, initial)`: there `mask_fn` reads `obs["info"]`. Where nothing
+is allowed, the action is drawn from all, since one must be sent, and
+`extras["none_allowed"]` says so.
+
+The noise for continuous actions is in `rollout.noise`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from envs import keys
+from envs.types import Space
+from rollout import checks
+from rollout.policies import draws, wrapping
+from rollout.policies.draws import MaskFn
+from rollout.policies.wrapping import Schedule
+from rollout.types import Policy, PolicyStep
+
+
+def epsilon_greedy(
+    policy: Policy,
+    action_space: Space,
+    epsilon: float | Schedule,
+    *,
+    mask_fn: MaskFn | None = None,
+) -> Policy:
+    """Replaces the action, with probability epsilon, by a uniformly random one.
+
+    Lane by lane. With a `mask_fn` the random action is an allowed one, and so is that
+    of the wrapped policy: where it chose another, a random allowed one takes its place.
+
+    Args:
+        policy: the policy to explore around.
+        action_space: any space that `random_policy` takes.
+        epsilon: probability per step, in [0, 1]: a number, or a schedule over the
+            steps of the lane. Of a schedule, a value above 1 counts as 1, and one below
+            0 or NaN as 0.
+        mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed;
+            only for a discrete space. `envs.ObserveInfo` brings a mask into `obs`.
+
+    Returns:
+        A policy with the state of `policy`, and a step count in it if `epsilon` is a
+        schedule. The extras are those of `policy`, of its action and not of the one
+        that took its place. With a `mask_fn` they gain `none_allowed`, `[B]` bool; if
+        they have it from another wrapper, either says so.
+
+    Raises:
+        ValueError: if `epsilon` is a number outside [0, 1], or a schedule that does not
+            return a scalar; if a bound of the space is not finite; if a `mask_fn` is
+            given and the space is not discrete. While tracing: if the mask is not
+            `[B, n]` bool; if the action is not one of the space; with a `mask_fn`, if
+            the extras are neither `()` nor a dict, or have another `none_allowed`.
+
+    Source:
+        "Reinforcement Learning: An Introduction", 2nd ed., section 2.2.
+    """
+    wrapping.check_scheduled("epsilon", epsilon, highest=1.0)
+    replace = _replacer(action_space, mask_fn)
+
+    def act(
+        policy: Policy,
+        epsilon: jax.typing.ArrayLike,
+        params: Any,
+        obs: chex.ArrayTree,
+        state: chex.ArrayTree,
+        key: chex.PRNGKey,
+    ) -> PolicyStep:
+        inner_key, flag_key, action_key = wrapping.derive(key, 3)
+        decision = wrapping.decide(policy, action_space, params, obs, state, inner_key)
+        draw = jax.random.uniform(keys.inline(flag_key), (draws.num_lanes(obs),))
+        return replace(decision, obs, draw < epsilon, action_key)
+
+    return wrapping.scheduled(epsilon, policy, act, policy.init)
+
+
+def random_warmup(
+    policy: Policy,
+    action_space: Space,
+    num_steps: int,
+    *,
+    mask_fn: MaskFn | None = None,
+) -> Policy:
+    """Takes random actions in the first steps of each lane, then those of the policy.
+
+    A random action is drawn uniformly; the steps are counted over episode ends.
+    `policy` is applied from the first step, so its state and its extras are there when
+    its actions are first taken. With a `mask_fn` every action is an allowed one, as in
+    `epsilon_greedy`.
+
+    Args:
+        policy: the policy that acts after the warm-up.
+        action_space: any space that `random_policy` takes.
+        num_steps: random steps per lane, at least 1. Episodes may end within them.
+        mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed;
+            only for a discrete space. `envs.ObserveInfo` brings a mask into `obs`.
+
+    Returns:
+        A policy with the state of `policy` and a step count. The extras are those of
+        `policy`, of its action and not of the one that took its place. With a
+        `mask_fn` they gain `none_allowed`, `[B]` bool; if they have it from another
+        wrapper, either says so.
+
+    Raises:
+        ValueError: if `num_steps` is not an int of at least 1, or as `epsilon_greedy`
+            does.
+
+    Source:
+        "Spinning Up in Deep RL" (OpenAI, 2018), `start_steps` of DDPG, TD3 and SAC.
+    """
+    checks.count("num_steps", num_steps)
+    replace = _replacer(action_space, mask_fn)
+
+    def act(
+        policy: Policy,
+        num_steps: int,
+        step: jax.Array,
+        params: Any,
+        obs: chex.ArrayTree,
+        state: chex.ArrayTree,
+        key: chex.PRNGKey,
+    ) -> PolicyStep:
+        inner_key, action_key = wrapping.derive(key, 2)
+        decision = wrapping.decide(policy, action_space, params, obs, state, inner_key)
+        return replace(decision, obs, step < num_steps, action_key)
+
+    apply = functools.partial(act, policy, num_steps)
+    return wrapping.counted(policy.init, apply, wrapping.act_by_mode(policy, act, 0))
+
+
+def _replacer(
+    action_space: Space, mask_fn: MaskFn | None
+) -> Callable[[PolicyStep, chex.ArrayTree, jax.Array, chex.PRNGKey], PolicyStep]:
+    """Makes `(decision, obs, flag, key)` to the decision, random where `flag`."""
+    draws.check_mask_fn(mask_fn, action_space)
+    draw = draws.uniform(action_space)
+
+    def replace(
+        decision: PolicyStep, obs: chex.ArrayTree, flag: jax.Array, key: chex.PRNGKey
+    ) -> PolicyStep:
+        del obs  # unused
+        action = draw(flag.shape[0], key)
+        return decision._replace(action=keys.select(flag, action, decision.action))
+
+    def replace_masked(
+        decision: PolicyStep, obs: chex.ArrayTree, flag: jax.Array, key: chex.PRNGKey
+    ) -> PolicyStep:
+        mask = draws.make_mask(mask_fn, obs, int(action_space.n))
+        flag = flag | ~draws.is_allowed(mask, decision.action)
+        action = draws.allowed(mask, jnp.dtype(action_space.dtype), key)
+        return decision._replace(
+            action=keys.select(flag, action, decision.action),
+            extras=_flag(decision.extras, draws.none_allowed(mask)),
+        )
+
+    return replace if mask_fn is None else replace_masked
+
+
+def _flag(extras: chex.ArrayTree, none_allowed: jax.Array) -> dict[str, Any]:
+    """Adds `none_allowed` to the extras; with that of another wrapper, either holds."""
+    extras = {} if isinstance(extras, tuple) and not extras else extras
+    if not isinstance(extras, dict):
+        raise ValueError(
+            "With a `mask_fn` the wrapped policy's extras must be () or a dict, got "
+            f"structure {jax.tree.structure(extras)}."
+        )
+    inner = extras.get("none_allowed", none_allowed)
+    kind = jnp.shape(inner), jnp.result_type(inner)
+    if kind != (none_allowed.shape, none_allowed.dtype):
+        raise ValueError(
+            "With a `mask_fn` the wrapped policy's extras must not have "
+            f"`none_allowed`, unless as bool of shape {none_allowed.shape}, got "
+            f"{kind[1]} of shape {kind[0]}."
+        )
+    return {**extras, "none_allowed": none_allowed | inner}

@@ -1,0 +1,150 @@
+"""What exploring wrappers share: the wrapped policy's step, and counts of steps."""
+
+import functools
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from envs import keys
+from envs.types import Space
+from rollout.policies.draws import num_lanes
+from rollout.types import Persistent, Policy, PolicyStep
+
+Schedule = Callable[[jax.Array], jax.Array]  # steps taken, `()` int32, to `()` float
+
+_Init = Callable[[int], chex.ArrayTree]
+_Apply = Callable[..., PolicyStep]  # `Policy.apply`, or with the steps in front
+_Act = Callable[..., PolicyStep]  # with the wrapped policy and a value in front
+
+
+@struct.dataclass(kw_only=True)
+class Counted:
+    """State of a policy that counts the steps of each lane."""
+
+    inner: chex.ArrayTree  # [B, ...]
+    step: Persistent  # [B] int32, steps taken so far
+
+
+def counted(init: _Init, apply: _Apply, mode: _Apply | None) -> Policy:
+    """Makes a policy of functions that take `[B]` int32 steps so far in front."""
+
+    def counted_init(num_envs: int) -> Counted:
+        step = jnp.zeros((num_envs,), jnp.int32)
+        return Counted(inner=init(num_envs), step=Persistent(step))
+
+    def count(
+        apply: _Apply,
+        params: Any,
+        obs: chex.ArrayTree,
+        state: Counted,
+        key: chex.PRNGKey,
+    ) -> PolicyStep:
+        step = state.step.value
+        decision = apply(step, params, obs, state.inner, key)
+        # The count stays at the largest integer, so that no schedule starts again.
+        step = step + (step < jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+        state = Counted(inner=decision.state, step=Persistent(step))
+        return decision._replace(state=state)
+
+    return Policy(
+        init=counted_init,
+        apply=functools.partial(count, apply),
+        mode=mode and functools.partial(count, mode),
+    )
+
+
+def scheduled(
+    value: float | Schedule, policy: Policy, act: _Act, init: _Init
+) -> Policy:
+    """Makes a policy of an `act` that takes the wrapped policy and the value in front.
+
+    The value is a Python float, or `[B]` float32 where a schedule gives it. The mode is
+    that of the wrapped policy, acting with a value of 0.0.
+    """
+    mode = act_by_mode(policy, act, 0.0)
+    if not callable(value):
+        return Policy(init, functools.partial(act, policy, float(value)), mode)
+
+    def apply_schedule(step: jax.Array, *args: Any) -> PolicyStep:
+        return act(policy, jax.vmap(value)(step).astype(jnp.float32), *args)
+
+    def counted_mode(step: jax.Array, *args: Any) -> PolicyStep:
+        del step  # unused
+        return mode(*args)
+
+    return counted(init, apply_schedule, mode and counted_mode)
+
+
+def act_by_mode(policy: Policy, act: _Act, *values: Any) -> _Apply | None:
+    """Gives `act` the wrapped policy's mode to apply; None if it has none."""
+    if policy.mode is None:
+        return None
+    return functools.partial(act, policy._replace(apply=policy.mode), *values)
+
+
+def check_scheduled(
+    name: str, value: float | Schedule, *, highest: float = math.inf
+) -> None:
+    """Refuses a number outside [0, highest], and a schedule of anything but scalars."""
+    if callable(value):
+        _check_schedule(name, value)
+    elif not is_number(value) or not 0.0 <= value <= highest:
+        what = (
+            "at least 0 and finite" if highest == math.inf else f"in [0, {highest:g}]"
+        )
+        raise ValueError(f"`{name}` must be {what}, or a schedule, got {value!r}.")
+
+
+def is_number(value: Any) -> bool:
+    """Tells whether `value` is a finite Python or NumPy number."""
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return real and math.isfinite(value)
+
+
+def derive(key: chex.PRNGKey, num: int) -> tuple[chex.PRNGKey, ...]:
+    """Derives the keys of a step: the wrapped policy's and one per draw."""
+    return tuple(keys.fold_in(key, jnp.arange(num, dtype=jnp.int32)))
+
+
+def decide(
+    policy: Policy,
+    space: Space,
+    params: Any,
+    obs: chex.ArrayTree,
+    state: chex.ArrayTree,
+    key: chex.PRNGKey,
+) -> PolicyStep:
+    """Applies the wrapped policy and refuses what is no action of the space."""
+    decision = policy.apply(params, obs, state, key)
+    if not isinstance(decision, PolicyStep):
+        raise ValueError(
+            "The wrapped `policy.apply` must return a `PolicyStep`, got "
+            f"{type(decision).__name__}."
+        )
+    if hasattr(space, "shape") and hasattr(space, "dtype"):
+        shape, dtype = (num_lanes(obs), *space.shape), jnp.dtype(space.dtype)
+        got = jnp.shape(decision.action), jnp.result_type(decision.action)
+        if got != (shape, dtype):
+            raise ValueError(
+                f"The wrapped `policy.apply` must return actions as {dtype.name} of "
+                f"shape {shape}, got {got[1]} of shape {got[0]}."
+            )
+    return decision
+
+
+def _check_schedule(name: str, schedule: Schedule) -> None:
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    value = jax.eval_shape(schedule, step)
+    if not hasattr(value, "shape"):
+        raise ValueError(f"`{name}` must return a scalar, got {type(value).__name__}.")
+    if value.shape:
+        raise ValueError(f"`{name}` must return a scalar, got shape {value.shape}.")
+    kinds = (jnp.floating, jnp.integer)
+    if not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
+        raise ValueError(f"`{name}` must return a real scalar, got {value.dtype}.")

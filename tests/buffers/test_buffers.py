@@ -1,0 +1,342 @@
+"""Every buffer against a slow model: random sequences of operations, row by row."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from buffer_checks import (
+    BETA,
+    CASES,
+    CHUNKS,
+    GAMMA,
+    KINDS,
+    NUM_ENVS,
+    NUM_SLOTS,
+    STACK,
+    EpisodeModel,
+    check,
+    indices,
+    programs,
+    row_like,
+    start,
+)
+from cases import make_collector
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from ring_model import Model, encode
+from scipy import stats as scipy_stats
+
+import buffers
+
+
+def draw_rates(data):
+    """How often a row is masked, ends an episode, or breaks one off."""
+    return {
+        "mask_rate": data.draw(st.sampled_from([0.0, 0.0, 0.3, 0.8])),
+        "done_rate": data.draw(st.sampled_from([0.0, 0.2, 0.5, 1.0])),
+        "break_rate": data.draw(st.sampled_from([0.0, 0.0, 0.3])),
+    }
+
+
+@pytest.mark.parametrize(("kind", "successor"), CASES)
+def test_any_sequence_of_operations_agrees_with_the_model(kind, successor):
+    buffer, add, read = programs(kind, successor)
+
+    @settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate])
+    @given(data=st.data())
+    def run(data):
+        state, model = start(kind, successor)
+        rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+        for _ in range(data.draw(st.integers(1, 6))):
+            if data.draw(st.integers(0, 7)) == 0:
+                state = buffer.clear(state)
+                model.clear()
+                continue
+            num_rows = data.draw(st.sampled_from(CHUNKS))
+            steps, mask = model.make_chunk(rng, num_rows, **draw_rates(data))
+            model.add(steps, mask)
+            state = add(state, encode(steps, mask))
+        got = read(state, jax.random.key(rng.integers(2**31)))
+        check(jax.device_get(state), model, jax.device_get(got))
+
+    run()
+
+
+@pytest.mark.parametrize("successor", ["stored", "shared"])
+def test_uniform_draws_are_even_over_the_rows_that_may_be_used(successor):
+    buffer, add, _ = programs("uniform", successor)
+    state, model = start("uniform", successor)
+    rng = np.random.default_rng(3)
+    for _ in range(4):
+        steps, mask = model.make_chunk(rng, 3, mask_rate=0.4)
+        model.add(steps, mask)
+        state = add(state, encode(steps, mask))
+    usable = [indices(state, model)[row] for row in model.usable()]
+    batch = jax.jit(buffer.sample, static_argnums=2)(state, jax.random.key(0), 30_000)
+    values, count = np.unique(np.asarray(batch.indices), return_counts=True)
+    np.testing.assert_array_equal(values, np.sort(usable))
+    assert scipy_stats.chisquare(count).pvalue > 0.01
+
+
+def copies(program, state):
+    """Copies of large leaves of the state in a compiled program."""
+    shapes = {
+        str(list(leaf.shape)).replace(" ", "")
+        for leaf in jax.tree.leaves(state)
+        if leaf.size > 1000
+    }
+    lines = [line for line in program.as_text().splitlines() if " copy(" in line]
+    return [line for line in lines if any(shape in line for shape in shapes)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "successor", "num_rows"),
+    [*((*case, 1) for case in CASES), *((kind, "shared", 4) for kind in KINDS)],
+)
+def test_add_writes_in_place(kind, successor, num_rows):
+    """Donated, the state is aliased whole, and no leaf of the ring is copied."""
+    num_slots, num_envs = 4099, 4  # no other array has these dimensions
+    make = KINDS[kind][0]
+    options = {} if successor == "stored" else {"successor": "shared"}
+    buffer = make(num_slots * num_envs, num_envs, **options)
+    model = Model(num_slots, num_envs)
+    chunk = encode(*model.make_chunk(np.random.default_rng(0), num_rows))
+    state = buffer.init(jax.tree.map(lambda x: x[0], chunk))
+    program = jax.jit(buffer.add, donate_argnums=0).lower(state, chunk).compile()
+    memory = program.memory_analysis()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert memory.alias_size_in_bytes >= 0.99 * size
+    assert memory.temp_size_in_bytes < 0.05 * size
+    assert not copies(program, state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "successor"),
+    [("uniform", "stored"), *((kind, "shared") for kind in KINDS)],
+)
+def test_training_step_of_add_and_sample_writes_in_place(kind, successor):
+    """Also with a sample, and an update, between two writes in one program."""
+    num_slots, num_envs = 4099, 4
+    options = {} if successor == "stored" else {"successor": "shared"}
+    buffer = KINDS[kind][0](num_slots * num_envs, num_envs, **options)
+    steps = Model(num_slots, num_envs).make_chunk(np.random.default_rng(0), 1)
+    chunk = encode(*steps)
+    state = buffer.init(jax.tree.map(lambda x: x[0], chunk))
+    beta = {"beta": BETA} if kind == "prioritized" else {}
+
+    def train(state, key):
+        def step(state, key):
+            state = buffer.add(state, chunk)
+            batch = buffer.sample(state, key, 8, n_step=2, gamma=GAMMA, **beta)
+            if kind == "prioritized":
+                state = buffer.update(state, batch.indices, batch.weights)
+            return state, batch.experience.reward.sum()
+
+        return jax.lax.scan(step, state, jax.random.split(key, 5))
+
+    program = jax.jit(train, donate_argnums=0).lower(state, jax.random.key(0)).compile()
+    memory = program.memory_analysis()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert memory.alias_size_in_bytes >= 0.99 * size
+    assert not copies(program, state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "successor"),
+    [("uniform", "shared"), ("prioritized", "stored"), ("episodes", "stored")],
+)
+def test_kernel_fills_it_in_one_program(kind, successor):
+    collector = make_collector("count", 4)
+    carry = collector.init(jax.random.key(0))
+    options = {} if successor == "stored" else {"successor": "shared"}
+    buffer = KINDS[kind][0](64 * 4, 4, **options)
+    _, transition = jax.eval_shape(collector.step, carry, None)
+
+    @jax.jit
+    def fill(carry):
+        state = buffer.init(transition)
+        carry, state = collector.fold_steps(
+            carry, None, buffer.add, state, num_steps=20
+        )
+        carry, state, episodes = collector.fold_episodes(
+            carry, None, buffer.add, state, num_episodes=6, max_steps=99
+        )
+        return state, episodes
+
+    state, episodes = fill(carry)
+    _, trajectory = collector.collect_steps(carry, None, 20)
+    ended = int(trajectory.done.sum())
+    assert buffer.count_episodes(state, 9) == ended + 6
+    if kind == "episodes":
+        # Those under way were given up for the six of the queue.
+        assert state.num_abandoned == 4 - int(trajectory.done[-1].sum())
+        assert state.num_too_long == 0
+    else:
+        assert buffer.size(state) == 80 + episodes.num_steps
+
+
+def test_history_tells_frames_apart_that_were_evicted():
+    """Without `episode_length` a full lane's oldest rows may have lost their past."""
+    buffer = buffers.ReplayBuffer(4, 1)
+    row = {"obs": jnp.zeros((1,)), "terminated": jnp.zeros((1,), bool)}
+    row["truncated"] = row["terminated"]
+    state = buffer.init(row)
+    add = jax.jit(buffer.add)
+    can_sample = jax.jit(
+        functools.partial(buffer.can_sample, stack=3), static_argnums=1
+    )
+    for n in range(3):
+        state = add(state, {**row, "obs": jnp.full((1,), float(n))})
+        assert can_sample(state, n + 1)  # the first row begins an episode
+    state = add(state, {**row, "obs": jnp.full((1,), 3.0)})
+    assert can_sample(state, 2)
+    assert not can_sample(state, 3)
+    batch = jax.jit(functools.partial(buffer.sample, batch_size=32, stack=3))(
+        state, jax.random.key(0)
+    )
+    assert set(np.asarray(batch.experience["obs"])[:, -1]) == {2.0, 3.0}
+
+
+def test_no_row_under_way_is_drawn_where_no_other_may_be():
+    """What is visible has lost its history; row 0 is pending, and would serve."""
+    buffer, add, read = programs("episodes", "stored")
+    state = buffer.init(row_like(NUM_ENVS))
+    model = EpisodeModel(NUM_SLOTS, NUM_ENVS)
+    steps, mask = model.make_chunk(
+        np.random.default_rng(2116), 8, done_rate=0.2, break_rate=0.0
+    )
+    model.add(steps, mask)
+    assert model.rows()
+    assert not model.usable(STACK)
+    state = add(state, encode(steps, mask))
+    assert state.ring.experience.episode_length[0, 0] == 1
+    batch = read(state, jax.random.key(0))["n_step"]
+    assert not np.any(batch.weights)
+    assert not np.any(batch.experience.mask)
+
+
+def test_containers_of_other_kinds_serve_as_well():
+    class Plain(NamedTuple):
+        obs: jax.Array
+        mask: jax.Array
+
+    for row in (
+        Plain(jnp.arange(2.0), jnp.array([True, False])),
+        {"obs": jnp.arange(2.0), "mask": jnp.array([True, False])},
+    ):
+        buffer = buffers.ReplayBuffer(8, 2)
+        state = buffer.add(buffer.init(row), row)
+        np.testing.assert_array_equal(state.size, [1, 0])
+        batch = buffer.sample(state, jax.random.key(0), 3)
+        assert type(batch.experience) is type(row)
+        rows = batch.experience if isinstance(row, dict) else batch.experience._asdict()
+        np.testing.assert_array_equal(rows["obs"], np.zeros(3))
+        np.testing.assert_array_equal(rows["mask"], np.ones(3, bool))
+
+
+def test_vector_rewards_sum_component_by_component():
+    buffer = buffers.ReplayBuffer(6, 1)
+    flag = jnp.zeros((3, 1), bool)
+    reward = jnp.arange(6.0).reshape(3, 1, 2)
+    rows = {"reward": reward, "terminated": flag, "truncated": flag}
+    state = buffer.init(jax.tree.map(lambda x: x[0], rows))
+    state = jax.jit(buffer.add)(state, rows)
+    sample = jax.jit(
+        functools.partial(buffer.sample, batch_size=64, n_step=2, gamma=0.5)
+    )
+    batch = sample(state, jax.random.key(0))
+    # Rows 0, 1 and 2: the last one has no further step.
+    want = np.array([[0 + 1, 1 + 1.5], [2 + 2, 3 + 2.5], [4, 5]])
+    np.testing.assert_array_equal(batch.experience["reward"], want[batch.indices])
+    np.testing.assert_array_equal(
+        batch.discount, np.array([0.25, 0.25, 0.5])[batch.indices]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"successor": "none"}, '`successor` must be "stored" or "shared", got'),
+        ({"final_capacity": 9}, '`final_capacity` goes with successor="shared", got 9'),
+        (
+            {"successor": "shared", "final_capacity": 3},
+            "`final_capacity` must hold one step of all lanes, num_envs=4, got 3",
+        ),
+        (
+            {"successor": "shared", "final_capacity": 0},
+            "`final_capacity` must be an int of at least 1, got 0",
+        ),
+    ],
+)
+def test_successors_are_kept_one_way_or_the_other(options, message):
+    with pytest.raises(ValueError, match=message):
+        buffers.ReplayBuffer(40, 4, **options)
+
+
+def test_episode_fits_into_a_lane():
+    with pytest.raises(ValueError, match="`max_length` must be at most the slots"):
+        buffers.EpisodeBuffer(40, 4, max_length=11)
+
+
+def test_rows_number_fits_into_int32():
+    with pytest.raises(ValueError, match=r"`capacity` must be at most 2\*\*30, got"):
+        buffers.ReplayBuffer(2**30 + 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_step": 3}, "`n_step` and `gamma` go together, got n_step=3, gamma=None"),
+        ({"gamma": 0.9}, "`n_step` and `gamma` go together, got n_step=None, gamma"),
+        ({"n_step": 0, "gamma": 0.9}, "`n_step` must be an int of at least 1, got 0"),
+        ({"n_step": 1, "gamma": 1.5}, r"`gamma` must lie in \[0, 1\], got 1.5"),
+        ({"stack": 0}, "`stack` must be an int of at least 1, got 0"),
+    ],
+)
+def test_targets_that_make_no_sense_are_refused(options, message):
+    buffer = programs("uniform", "stored")[0]
+    state = buffer.init(row_like(NUM_ENVS))
+    with pytest.raises(ValueError, match=message):
+        buffer.sample(state, jax.random.key(0), 4, **options)
+
+
+def test_fields_that_are_needed_are_named():
+    buffer = buffers.ReplayBuffer(8, 2)
+    state = buffer.init({"reward": jnp.zeros((2,))})
+    index = jnp.zeros((1,), jnp.int32)
+    for call, message in (
+        (lambda: buffer.previous(state, index), "`previous` needs the field `termin"),
+        (lambda: buffer.following(state, index), "`following` needs the field `term"),
+        (lambda: buffer.unfinished(state), "`unfinished` needs the field `terminate"),
+        (
+            lambda: buffer.sample(state, jax.random.key(0), 1, n_step=1, gamma=1.0),
+            "`n_step` needs the field `terminated`",
+        ),
+        (
+            lambda: buffer.sample(state, jax.random.key(0), 1, stack=2),
+            "`stack` needs the field `obs`",
+        ),
+        (
+            lambda: buffer.sample_sequences(state, jax.random.key(0), 1, 2),
+            "sample of sequences needs the field `terminated`",
+        ),
+        (
+            lambda: buffer.sample_episodes(state, jax.random.key(0), 1, 2),
+            "sample of episodes needs the field `terminated`",
+        ),
+        (
+            lambda: buffers.EpisodeBuffer(8, 2).init({"reward": jnp.zeros((2,))}),
+            "`EpisodeBuffer` needs the field `terminated`",
+        ),
+        (
+            lambda: buffers.ReplayBuffer(8, 2, successor="shared").init(
+                {"obs": jnp.zeros((2,))}
+            ),
+            'successor="shared" needs the field `next_obs`',
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -1,0 +1,699 @@
+import argparse
+import contextlib
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+import envs
+from rollout import Collector, Episodes, random_policy, summarize
+from rollout.cli import figure, report, steps
+from rollout.cli.arguments import _parse_parameter, make_parser, with_defaults
+from rollout.cli.episodes import Played
+from rollout.cli.main import _write, main
+
+B, T, SEED, LIMIT = 4, 47, 3, 20  # 15 batches of 3 steps and one of 2
+N, CUT = 34, 18  # some of the episodes are cut; the limit then truncates none
+ROOT = Path(__file__).parents[3]
+RUN = ["CartPole-v1", "--num-envs", f"{B}", "--seed", f"{SEED}"]
+RUN += ["--env-param", f"max_steps_in_episode={LIMIT}"]
+QUEUE_RUN = [*RUN, f"--num-episodes={N}", f"--max-steps={CUT}"]
+QUICK = ["Catch-bsuite"]  # its episodes have 9 steps
+NOT_BOTH = "argument --num-episodes: not allowed with argument --num-steps"
+FIELDS = {
+    *("obs", "action", "reward", "terminated", "truncated", "next_obs", "mask"),
+    *("episode_id", "episode_return", "episode_length", "info/discount"),
+}
+
+
+class Run(NamedTuple):
+    status: int
+    table: dict[str, str]
+    saved: dict[str, np.ndarray]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run that does everything; the tests look at what it left."""
+    folder, stdout = tmp_path_factory.mktemp("run"), io.StringIO()
+    files = [f"--save={folder}/a.npz", f"--plot={folder}/a.png"]
+    files += [f"--profile={folder}/trace"]
+    with contextlib.redirect_stdout(stdout):
+        status = main([*RUN, f"--num-steps={T}", *files])
+    with np.load(folder / "a.npz", allow_pickle=False) as file:
+        saved = dict(file)
+    return Run(status, read_table(stdout.getvalue()), saved, folder)
+
+
+def read_table(text):
+    return {line[:20].strip(): line[20:].strip() for line in text.splitlines()}
+
+
+def episode_rows(arrays, num_steps):
+    """The rows of the table about episodes, from whole arrays."""
+    rows = {name: x[:num_steps] for name, x in arrays.items()}
+    done = rows["terminated"] | rows["truncated"]
+    num_terminated = rows["terminated"].sum()
+    flags = f"{num_terminated} terminated, {done.sum() - num_terminated} truncated"
+    table = {"episodes": f"{done.sum()} ({flags})"}
+    for label in ("return", "length"):
+        x = rows[f"episode_{label}"][done].astype(np.float64)
+        moments = [np.mean(x), np.std(x), np.min(x), np.max(x)]
+        table[label] = [f"{moment:.6g}" for moment in moments]
+    return table
+
+
+def assert_episodes(table, expected):
+    assert table["episodes"] == expected["episodes"]
+    assert table["return"].split() == expected["return"]
+    assert table["length"].split() == expected["length"]
+
+
+def error_line(argv, capsys):
+    """What `main` prints where it refuses its arguments."""
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.endswith("\n")
+    return captured.err
+
+
+def spawn(*argv, **options):
+    command = [sys.executable, "-m", "rollout", *argv]
+    return subprocess.Popen(command, cwd=ROOT, **options)
+
+
+def test_run_that_succeeds_returns_zero(run):
+    assert run.status == 0
+
+
+def test_saved_file_holds_every_field_time_major(run):
+    assert set(run.saved) == FIELDS
+    assert {x.shape[:2] for x in run.saved.values()} == {(T, B)}
+    assert run.saved["obs"].shape == (T, B, 4)
+
+
+def test_batches_give_the_bits_of_one_call_of_collect_steps(run):
+    env = envs.make_vec("CartPole-v1", B, max_steps_in_episode=LIMIT)
+    collector = Collector(env=env, policy=random_policy(env.action_space))
+    carry = jax.jit(collector.init)(jax.random.key(SEED))
+    _, trajectory = collector.collect_steps(carry, None, T)
+    expected = {name: getattr(trajectory, name) for name in FIELDS - {"info/discount"}}
+    expected["info/discount"] = trajectory.info["discount"]
+    for name, array in expected.items():
+        np.testing.assert_array_equal(run.saved[name], array, err_msg=name, strict=True)
+
+
+def test_both_ways_to_end_occur_in_the_run(run):
+    assert run.saved["terminated"].any()
+    assert (run.saved["truncated"] & ~run.saved["terminated"]).any()
+
+
+def test_table_agrees_with_numpy_over_the_saved_file(run):
+    assert_episodes(run.table, episode_rows(run.saved, T))
+
+
+def test_table_says_what_was_run_and_how_fast(run):
+    assert run.table["environment"] == f"CartPole-v1 (max_steps_in_episode={LIMIT})"
+    assert run.table["device"].split()[0] == jax.devices()[0].platform
+    assert run.table["jax"] == jax.__version__
+    assert run.table["envs"] == f"{B}"
+    assert run.table["steps"] == f"{T * B}"
+    assert float(run.table["compile time"].removesuffix(" s")) > 0
+    run_time = float(run.table["run time"].removesuffix(" s"))
+    speed = float(run.table["steps per second"].replace(",", ""))
+    # The time is printed to the millisecond.
+    assert T * B / (run_time + 5e-4) <= speed + 0.5
+    assert speed - 0.5 <= T * B / max(run_time - 5e-4, 1e-9)
+
+
+def test_run_without_save_finds_the_same_episodes(run, capsys):
+    assert main([*RUN, "--num-steps=40"]) == 0
+    table = read_table(capsys.readouterr().out)
+    assert_episodes(table, episode_rows(run.saved, 40))
+    assert not {"saved", "plot", "profile"} & set(table)
+
+
+def test_files_are_named_in_the_table_and_no_others_are_left(run):
+    assert run.table["saved"] == f"{run.folder}/a.npz"
+    assert run.table["plot"] == f"{run.folder}/a.png"
+    assert {path.name for path in run.folder.iterdir()} == {"a.npz", "a.png", "trace"}
+    assert (run.folder / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_profile_lies_where_the_table_says(run):
+    trace = Path(run.table["profile"])
+    assert trace.is_relative_to(run.folder / "trace")
+    assert list(trace.glob("*.xplane.pb"))
+
+
+def test_profile_says_where_the_time_of_a_batch_goes(run):
+    parts = ("policy", "env step", "auto reset", "recording", "whole", "unexplained")
+    assert set(parts) <= set(run.table)
+    shares = [int(run.table[part].split("(")[1].split()[0]) for part in parts]
+    assert shares[4] == 100
+    # Each is rounded to a whole one.
+    assert abs(sum(shares[:4]) + shares[5] - 100) <= 3
+
+
+def test_window_without_an_ending_says_so_and_is_not_drawn(tmp_path, capsys):
+    picture = tmp_path / "a.png"
+    argv = ["Pendulum-v1", "--num-envs=4", "--num-steps=3", f"--plot={picture}"]
+    assert main(argv) == 1
+    captured = capsys.readouterr()
+    table = read_table(captured.out)
+    assert table["episodes"] == "0 (no episode ended in this window)"
+    assert "nan" not in captured.out
+    assert not {"return", "length", "plot"} & set(table)
+    assert captured.err.count("\n") == 1
+    assert "argument --plot: no episode ended" in captured.err
+    assert not picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "num_steps", "num_rows"),
+    [
+        (4, 1000, 50),
+        (4, 12, 1),
+        (4, 47, 3),  # the last batch has two
+        (steps._MAX_ROWS, 40, 1),  # a batch has at most _MAX_ROWS rows
+        (2 * steps._MAX_ROWS, 3, 1),  # but at least one step
+    ],
+)
+def test_batches_are_a_twentieth_of_the_run(num_envs, num_steps, num_rows):
+    args = argparse.Namespace(num_envs=num_envs, num_steps=num_steps)
+    assert steps._num_rows(args) == num_rows
+
+
+@pytest.fixture(scope="module")
+def queue_run(tmp_path_factory):
+    """One run of exactly N episodes with a figure."""
+    folder, stdout = tmp_path_factory.mktemp("queue"), io.StringIO()
+    with contextlib.redirect_stdout(stdout):
+        status = main([*QUEUE_RUN, f"--plot={folder}/a.png"])
+    return Run(status, read_table(stdout.getvalue()), {}, folder)
+
+
+def play_queue():
+    """The episodes of `queue_run`, by the library."""
+    env = envs.make_vec("CartPole-v1", B, max_steps_in_episode=LIMIT)
+    collector = Collector(env=env, policy=random_policy(env.action_space))
+    carry = collector.init(jax.random.key(SEED))
+    _, episodes = collector.collect_episodes(carry, None, N, max_steps=CUT)
+    return jax.device_get(episodes)
+
+
+def test_queue_run_reports_the_episodes_of_collect_episodes(queue_run):
+    episodes = play_queue()
+    num_terminated, num_cut = episodes.terminated.sum(), N - episodes.finished.sum()
+    assert min(num_terminated, num_cut) > 0
+    flags = f"{num_terminated} terminated, 0 truncated, {num_cut} cut by --max-steps"
+    assert queue_run.status == 0
+    assert queue_run.table["episodes"] == f"{N} ({flags})"
+    for label in ("return", "length"):
+        x = getattr(episodes, f"episode_{label}").astype(np.float64)
+        moments = [np.mean(x), np.std(x), np.min(x), np.max(x)]
+        assert queue_run.table[label].split() == [f"{moment:.6g}" for moment in moments]
+
+
+def test_queue_run_gives_the_confidence_interval_of_the_mean(queue_run):
+    x = play_queue().episode_return.astype(np.float64)
+    # 2.0345 is Student's t at 97.5 % for 33 degrees of freedom, from a table.
+    margin = 2.0345 * x.std(ddof=1) / np.sqrt(N)
+    expected = f"{x.mean():.6g} (95 % confidence interval "
+    assert queue_run.table["mean return"].startswith(expected)
+    low, _, high = queue_run.table["mean return"].rstrip(")").split()[-3:]
+    # The interval is computed in float32, and the table has five digits.
+    wanted = [x.mean() - margin, x.mean() + margin]
+    np.testing.assert_allclose([float(low), float(high)], wanted, rtol=1e-4)
+
+
+def test_queue_run_counts_busy_and_idle_steps(queue_run):
+    episodes = play_queue()
+    num_steps, busy_until = episodes.episode_length.sum(), np.zeros(B, int)
+    for lane, length in zip(episodes.env_id, episodes.episode_length, strict=True):
+        busy_until[lane] += length
+    idle = 100 * (1 - num_steps / (B * busy_until.max()))
+    assert idle > 0
+    expected = f"{num_steps} ({idle:.1f} % of the lane-steps idle)"
+    assert queue_run.table["steps"] == expected
+
+
+def test_queue_run_says_how_fast_it_was(queue_run):
+    table = queue_run.table
+    num_steps = int(table["steps"].split()[0])
+    assert table["envs"] == f"{B}"
+    assert float(table["compile time"].removesuffix(" s")) > 0
+    per_second = [
+        float(table[f"{unit} per second"].replace(",", ""))
+        for unit in ("episodes", "steps")
+    ]
+    # Both are printed as whole numbers.
+    ratio = per_second[1] / per_second[0]
+    assert abs(ratio - num_steps / N) <= num_steps / N / per_second[0]
+
+
+def test_queue_run_leaves_its_figure_and_nothing_else(queue_run):
+    assert queue_run.table["plot"] == f"{queue_run.folder}/a.png"
+    assert [path.name for path in queue_run.folder.iterdir()] == ["a.png"]
+    assert (queue_run.folder / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_queue_run_of_one_episode_has_one_lane_and_no_interval(capsys):
+    assert main([*QUICK, "--num-episodes=1"]) == 0
+    table = read_table(capsys.readouterr().out)
+    assert table["envs"] == "1"
+    assert table["episodes"].startswith("1 (1 terminated")
+    assert table["steps"] == "9 (0.0 % of the lane-steps idle)"
+    assert table["mean return"].endswith("(no confidence interval for one episode)")
+
+
+@pytest.mark.parametrize(
+    ("given", "num_envs", "num_steps", "max_steps"),
+    [
+        ([], 1024, 1000, None),
+        (["--num-envs=7"], 7, 1000, None),
+        (["--num-episodes=9"], 9, None, 1_000_000),
+        (["--num-episodes=5000"], 1024, None, 1_000_000),
+        (["--num-episodes=9", "--num-envs=12", "--max-steps=3"], 12, None, 3),
+        (["--gif=a.gif"], None, None, 500),
+    ],
+)
+def test_defaults_are_those_of_the_kind_of_run(given, num_envs, num_steps, max_steps):
+    args = with_defaults(make_parser().parse_args(["CartPole-v1", *given]))
+    assert num_envs in (None, args.num_envs)
+    assert num_steps in (None, args.num_steps)
+    assert max_steps in (None, args.max_steps)
+
+
+def test_gif_shows_the_first_episode_of_the_queue(tmp_path, capsys):
+    path = tmp_path / "a.gif"
+    argv = ["CartPole-v1", f"--seed={SEED}"]
+    assert main([*argv, f"--gif={path}"]) == 0
+    table = read_table(capsys.readouterr().out)
+    assert main([*argv, "--num-episodes=1"]) == 0
+    same = read_table(capsys.readouterr().out)
+    length = int(same["length"].split()[0])
+    assert table["length"] == f"{length} (terminated)"
+    assert table["return"] == same["return"].split()[0]
+    assert table["gif"] == f"{path} ({length + 1} frames)"
+    with Image.open(path) as image:
+        assert image.n_frames == length + 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("given", "ending"),
+    [
+        (["--max-steps=2"], "cut by --max-steps"),
+        (["--env-param=max_steps_in_episode=2"], "truncated"),
+    ],
+)
+def test_gif_of_an_episode_that_was_cut_says_so(given, ending, tmp_path, capsys):
+    path = tmp_path / "a.GIF"
+    assert main(["MountainCar-v0", f"--gif={path}", *given]) == 0
+    table = read_table(capsys.readouterr().out)
+    assert table["length"] == f"2 ({ending})"
+    assert table["gif"].endswith("(3 frames)")
+
+
+def test_gif_without_pygame_names_the_extra(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    line = error_line(["CartPole-v1", f"--gif={tmp_path}/a.gif"], capsys)
+    assert "argument --gif: Drawing CartPole-v1 needs pygame" in line
+    assert 'pip install ".[render]"' in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_process_that_draws_keeps_stderr_clean(tmp_path):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    hidden = {"SDL_VIDEODRIVER", "SDL_AUDIODRIVER", "MPLBACKEND", "DISPLAY"}
+    environ = {name: os.environ[name] for name in set(os.environ) - hidden}
+    argv = ["MountainCar-v0", "--max-steps=1", f"--gif={tmp_path}/a.gif"]
+    process = spawn(*argv, env=environ, **pipes)
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stderr) == (0, "")
+    assert "pygame" not in stdout
+
+
+def test_ended_episodes_are_those_of_a_plain_loop(run):
+    expected = []
+    for t in range(10, T):
+        for lane in range(B):
+            row = {name: run.saved[name][t, lane] for name in steps._ENDING_FIELDS}
+            if row["terminated"] or row["truncated"]:
+                values = row["terminated"], row["episode_return"], row["episode_length"]
+                expected.append((t + 1, *values))
+    late = {name: run.saved[name][10:] for name in steps._ENDING_FIELDS}
+    ended = steps._find_ended(late, first=10)
+    assert list(zip(*ended, strict=True)) == expected
+
+
+def made_up_episodes(num_episodes):
+    rng = np.random.default_rng(0)
+    return steps.Ended(
+        step=np.sort(rng.integers(1, 500, num_episodes)),
+        terminated=rng.random(num_episodes) < 0.7,
+        episode_return=rng.normal(size=num_episodes).astype(np.float32),
+        episode_length=rng.integers(10, 300, num_episodes).astype(np.int32),
+    )
+
+
+def test_figure_shows_every_episode_where_it_ended():
+    ended = made_up_episodes(200)
+    left, right = figure.draw_steps("Some-v0", 8, ended).axes
+    np.testing.assert_array_equal(left.lines[0].get_xdata(), ended.step * 8)
+    np.testing.assert_array_equal(left.lines[0].get_ydata(), ended.episode_return)
+    stacked = [[bar.get_height() for bar in bars] for bars in right.containers]
+    assert [sum(heights) for heights in stacked] == [
+        ended.terminated.sum(),
+        200 - ended.terminated.sum(),
+    ]
+
+
+def test_figure_names_its_axes_and_the_environment():
+    drawn = figure.draw_steps("Some-v0", 8, made_up_episodes(1))
+    left, right = drawn.axes
+    assert drawn.get_suptitle() == "Some-v0: random policy in 8 envs"
+    assert left.get_xlabel() == "environment steps, all envs together"
+    assert left.get_ylabel() == "episode return (sum of rewards)"
+    assert right.get_xlabel() == "episode length (steps)"
+    assert right.get_ylabel() == "number of episodes"
+
+
+def test_figure_of_very_many_episodes_draws_some_and_says_so():
+    left, _ = figure.draw_steps("Some-v0", 8, made_up_episodes(12_001)).axes
+    assert left.lines[0].get_xdata().size == 4001
+    assert "12,001 episodes" in left.get_title()
+    assert "1 in 3 drawn" in left.get_title()
+
+
+def made_up_queue():
+    """Two episodes terminate, one of them at the limit, five reach it, one is cut."""
+    flags = np.arange(8)
+    episodes = Episodes(
+        episode_return=np.linspace(0, 7, 8, dtype=np.float32),
+        episode_length=np.arange(1, 9, dtype=np.int32),
+        terminated=flags < 2,
+        truncated=(flags > 0) & (flags < 7),
+        finished=flags < 7,
+        env_id=np.zeros(8, np.int32),
+        num_steps=np.int32(36),
+    )
+    stats = jax.device_get(summarize(jax.tree.map(jnp.asarray, episodes)))
+    return Played(episodes, stats, 40, 1.0, 1.0)
+
+
+def test_every_ending_is_counted_once():
+    expected = "2 terminated, 5 truncated, 1 cut by --max-steps"
+    assert report._describe_endings(made_up_queue().stats) == expected
+
+
+def test_figure_of_a_queue_shows_episodes_in_start_order_and_every_kind():
+    left, right = figure.draw_episodes("Some-v0", 8, made_up_queue()).axes
+    np.testing.assert_array_equal(left.lines[0].get_xdata(), np.arange(1, 9))
+    np.testing.assert_array_equal(left.lines[0].get_ydata(), np.arange(8.0))
+    assert left.lines[1].get_ydata()[0] == 3.5  # the mean of 0, ..., 7
+    assert left.get_xlabel() == "episode, in the order in which they started"
+    heights = [sum(bar.get_height() for bar in bars) for bars in right.containers]
+    assert heights == [2, 5, 1]
+    labels = [text.get_text() for text in right.get_legend().get_texts()]
+    assert labels == ["terminated", "truncated", "cut"]
+
+
+def test_means_are_those_of_groups_of_successive_episodes():
+    # Four groups of 20 ranks; the episodes that ended together are not torn apart.
+    step = np.array([*range(1, 15), *[15] * 20, *range(16, 62)])
+    value = np.random.default_rng(0).normal(size=80).astype(np.float32)
+    groups = [slice(0, 34), slice(34, 40), slice(40, 60), slice(60, 80)]
+    expected = [(step[g].mean(), value[g].mean(dtype=float)) for g in groups]
+    # Both sum in float64, in another order.
+    np.testing.assert_allclose(figure._means(step, value, 4).T, expected, rtol=1e-12)
+
+
+def test_mean_of_episodes_that_end_in_step_is_one_point_per_ending():
+    means = figure._means(np.repeat([200, 400, 600], 64), np.arange(192.0), 40)
+    # Means of 0..63, 64..127 and 128..191.
+    np.testing.assert_array_equal(means, [[200, 400, 600], [31.5, 95.5, 159.5]])
+
+
+def test_list_envs_prints_one_id_per_line(capsys):
+    assert main(["--list-envs"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == list(envs.env_ids())
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the environment is missing"),
+        (["CartPole"], "The nearest are CartPole-v1"),
+        ([*RUN, "--num-envs=0"], "argument --num-envs: must be an int from 1"),
+        ([*RUN, "--num-steps=-1"], "argument --num-steps: must be an int from 1"),
+        ([*RUN, "--num-steps=many"], "argument --num-steps: must be an int from 1"),
+        ([*RUN, "--seed=1.5"], "argument --seed: must be an int from 0"),
+        ([*RUN, f"--seed={2**32}"], "argument --seed: must be an int from 0"),
+        ([*RUN, "--env-param=gravity"], "must be NAME=VALUE, got 'gravity'"),
+        ([*RUN, "--env-param==1"], "must be NAME=VALUE, got '=1'"),
+        ([*RUN, "--env-param=gravity=g"], "must be a Python literal, got 'gravity=g'"),
+        ([*RUN, "--env-param=gravty=1"], "x_threshold; got gravty."),
+        ([*RUN, "--env-param=gravity='a'"], "`gravity` must be a number"),
+        ([*RUN, "--env-param=num_envs=3"], "multiple values for argument 'num_envs'"),
+        ([*RUN, "--env-param=max_steps_in_episode=10**30"], "must be a Python literal"),
+        ([*RUN, f"--env-param=max_steps_in_episode={10**30}"], "verflow"),
+        ([*RUN, "--plot=a.txt"], "must end in .pdf, .png, .svg, got a.txt"),
+        ([*RUN, "--profile=/dev/null"], "argument --profile: /dev/null: File exists"),
+        ([*RUN, "--save=/dev/null"], "/dev/null is not a regular file"),
+        ([*RUN, "--num-steps=3", "--num-episodes=3"], NOT_BOTH),
+        ([*RUN, "--num-steps=1000", "--num-episodes=3"], NOT_BOTH),  # the default
+        ([*RUN, "--num-episodes=0"], "argument --num-episodes: must be an int from 1"),
+        (
+            [*RUN, "--num-episodes=3", "--save=a.npz"],
+            "argument --save: not allowed with argument --num-episodes",
+        ),
+        (
+            [*RUN, "--num-episodes=3", "--profile=a"],
+            "argument --profile: not allowed with argument --num-episodes",
+        ),
+        (
+            [*RUN, "--max-steps=3"],
+            "argument --max-steps: only allowed with argument --num-episodes or --gif",
+        ),
+        ([*RUN, "--gif=a.gif"], "argument --num-envs: not allowed with argument --gif"),
+        (
+            ["CartPole-v1", "--gif=a.gif", "--plot=a.png"],
+            "argument --plot: not allowed with argument --gif",
+        ),
+        (["CartPole-v1", "--gif=a.png"], "must end in .gif, got a.png"),
+        (["CartPole-v1", "--gif=/dev/null"], "/dev/null is not a regular file"),
+        (["CartPole-v1", "--gif=none/a.gif"], "--gif: there is no folder none"),
+        (["MemoryChain-bsuite", "--gif=a.gif"], "got MemoryChain-bsuite."),
+        (["CartPole", "--num-episodes=3"], "The nearest are CartPole-v1"),
+        (["CartPole", "--gif=a.gif"], "The nearest are CartPole-v1"),
+        ([*RUN, "--nothing"], "unrecognized arguments: --nothing"),
+    ],
+)
+def test_wrong_argument_is_refused_in_one_line(argv, message, capsys):
+    line = error_line(argv, capsys)
+    assert line.startswith("python -m rollout: error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize("option", ["--save", "--plot"])
+def test_missing_folder_is_found_before_anything_is_collected(
+    option, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.delattr(steps, "prepare")
+    path = tmp_path / "none" / "a.png"
+    line = error_line([*RUN, f"{option}={path}"], capsys)
+    assert f"argument {option}: there is no folder {path.parent}" in line
+
+
+def test_missing_matplotlib_is_found_before_anything_is_collected(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.delattr(steps, "prepare")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    line = error_line([*RUN, f"--plot={tmp_path}/a.png"], capsys)
+    assert "argument --plot: matplotlib is not installed" in line
+
+
+def test_error_of_an_environment_without_parameters_keeps_its_traceback(monkeypatch):
+    def fail(*args):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(envs, "make_vec", fail)
+    with pytest.raises(TypeError, match="a bug"):
+        main(["CartPole-v1"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("no room\nat all"), jax.errors.JaxRuntimeError("no room\nat all")],
+)
+def test_lack_of_memory_is_one_line(error, capsys, monkeypatch):
+    def fail(args):
+        raise error
+
+    monkeypatch.setattr(steps, "prepare", fail)
+    assert error_line(RUN, capsys) == "python -m rollout: error: no room\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a=1", ("a", 1)),
+        ("a=-0.5", ("a", -0.5)),
+        ("a=True", ("a", True)),
+        ("a=[1, 2]", ("a", [1, 2])),
+        ("a='b=c'", ("a", "b=c")),
+    ],
+)
+def test_parameter_is_a_name_and_a_python_literal(text, expected):
+    assert _parse_parameter(text) == expected
+
+
+def test_writing_that_breaks_off_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.npz"
+    path.write_bytes(b"old")
+
+    def break_off(file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _write(path, break_off)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_reader_of_the_old_file_never_sees_half_of_the_new_one(tmp_path):
+    path = tmp_path / "a.npz"
+    path.write_bytes(b"old")
+    with path.open("rb") as old:
+        _write(path, lambda file: file.write(b"new"))
+        assert old.read() == b"old"
+    assert path.read_bytes() == b"new"
+
+
+def test_full_disk_is_an_error_that_names_the_file(tmp_path):
+    def fill(file):
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "a.npz"
+    with pytest.raises(
+        steps.InputError, match=r"a\.npz could not be written: No space"
+    ):
+        _write(path, fill)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_written_file_is_as_readable_as_any_other(tmp_path):
+    plain, written = tmp_path / "plain", tmp_path / "written"
+    plain.touch()
+    _write(written, lambda file: file.write(b"whole"))
+    assert written.read_bytes() == b"whole"
+    assert written.stat().st_mode == plain.stat().st_mode
+
+
+def test_loop_flag_is_added_to_the_flags_that_are_set(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    monkeypatch.setattr(envs, "env_ids", tuple)
+    assert main(["--list-envs", "--xla-cpu-loop"]) == 0
+    assert os.environ["XLA_FLAGS"].split() == [
+        "--xla_cpu_enable_fast_math=false",
+        steps.XLA_CPU_LOOP,
+    ]
+
+
+def test_flags_are_set_before_the_backend_starts():
+    code = (
+        "import rollout.__main__, jax._src.xla_bridge as bridge; "
+        "assert not bridge.backends_are_initialized()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_process_with_the_loop_flag_says_so_and_keeps_stderr_clean(run):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = spawn(*RUN, "--num-steps=20", "--xla-cpu-loop", **pipes)
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stderr) == (0, "")
+    assert read_table(stdout)["xla cpu loop"] == "on"
+    assert "xla cpu loop" not in run.table
+
+
+def test_process_with_a_wrong_argument_exits_with_two():
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = spawn("CartPole-v1", "--num-envs=0", **pipes)
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stdout) == (2, "")
+    assert stderr.startswith("python -m rollout: error: argument --num-envs: must be")
+    assert stderr.count("\n") == 1
+
+
+def test_process_whose_reader_is_gone_is_quiet():
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with spawn("--list-envs", **pipes) as process:
+        process.stdout.close()
+        stderr = process.stderr.read()
+    assert (process.returncode, stderr) == (141, b"")
+
+
+def test_interrupt_under_the_bar_ends_on_a_line_of_its_own():
+    pty = pytest.importorskip("pty")  # not on Windows
+    termios = pytest.importorskip("termios")
+    terminal, stderr = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 100))  # the bar fills the width, 0 at first
+    command = ["CartPole-v1", "--num-envs=256", "--num-steps=6250000"]
+    # What runs in the background of a shell ignores the signal, and so would a child.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = spawn(*command, stdout=subprocess.PIPE, stderr=stderr)
+    signal.signal(signal.SIGINT, handler)
+    with process:
+        os.close(stderr)
+        try:
+            before = read_until(terminal, b"M/1.60G")  # a chunk has come
+            process.send_signal(signal.SIGINT)
+            after = read_until(terminal, None)
+            stdout, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            os.close(terminal)
+    assert b"%|" in before  # the bar
+    assert process.returncode == 130
+    assert after.endswith(b"\n\rpython -m rollout: interrupted\r\n")
+    assert b"Traceback" not in before + after
+    table = read_table(stdout.decode())
+    num_steps, *note = table["steps"].split(" ", 1)
+    assert 0 < int(num_steps.replace(",", "")) < 1_600_000_000
+    assert note == ["(of 1,600,000,000, interrupted)"]
+    assert {"episodes", "return", "run time", "steps per second"} <= set(table)
+
+
+def read_until(terminal, end):
+    """Reads a terminal until `end` has come, or until it is closed."""
+    text = b""
+    while end is None or end not in text:
+        ready, _, _ = select.select([terminal], [], [], 60)
+        assert ready, text
+        try:
+            text += os.read(terminal, 4096)
+        except OSError:  # Linux says so that nobody writes any more
+            break
+    return text

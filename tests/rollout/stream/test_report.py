@@ -1,0 +1,358 @@
+"""What a stream reports: statistics, progress, callbacks, and what is not finite."""
+
+import functools
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv, make_collector, raw
+from flax import struct
+
+import envs
+import rollout
+from rollout.stream import _faults
+
+B = 4
+each_env = pytest.mark.parametrize("name", ["count", "CartPole-v1"])
+
+
+def make_stream(name="count", **options):
+    options = {"key": jax.random.key(7), "steps_per_batch": 8, **options}
+    return rollout.Stream(make_collector(name, B), **options)
+
+
+@each_env
+def test_statistics_add_up_over_batches(name):
+    stream = make_stream(name, total_steps=64)
+    batches = [jax.device_get(raw(batch.trajectory)) for batch in stream]
+    done = np.concatenate([batch.done for batch in batches])
+    returns = np.concatenate([batch.episode_return for batch in batches])[done]
+    stats = stream.stats
+    assert stats.collect_batches == 8
+    assert stats.collect_steps == 64
+    assert stats.collect_episodes == done.sum() > 0
+    # Means of a batch are float32.
+    assert stats.return_mean == pytest.approx(returns.mean(), rel=1e-6)
+    assert stats.steps_per_second == 64 / stats.collect_seconds
+    assert stats.faulty_episodes == 0
+
+
+def test_reset_of_the_statistics_counts_anew():
+    stream = make_stream()
+    next(stream)
+    stream.reset_stats()
+    stats = stream.stats
+    assert (stats.collect_batches, stats.collect_steps) == (0, 0)
+    assert stats.collect_episodes == 0
+    assert math.isnan(stats.return_mean)
+    assert math.isnan(stats.steps_per_second)
+    assert next(stream).trajectory.first.sum() < B  # the run itself goes on
+    assert stream.stats.collect_steps == 8
+    assert stream.steps == 16
+
+
+def test_statistics_of_many_batches_are_read_now_and_then():
+    stream = make_stream(total_steps=8 * 70)
+    want = sum(int(batch.stats.num_episodes) for batch in stream)
+    assert stream.stats.collect_episodes == want
+    assert stream.stats.collect_batches == 70
+
+
+@each_env
+def test_callbacks_see_every_batch_in_order(name):
+    seen = []
+    stream = make_stream(
+        name,
+        total_steps=20,
+        on_batch=[lambda batch: seen.append(batch.steps), lambda _: seen.append("b")],
+    )
+    list(stream)
+    assert seen == [8, "b", 8, "b", 4, "b"]
+
+
+@each_env
+def test_log_stats_is_a_flat_dict_of_floats(name):
+    stream = make_stream(name)
+    batch = next(stream)
+    flat = rollout.log_stats({"batch": batch.stats, "run": stream.stats}, prefix="a/")
+    assert all(type(value) is float for value in flat.values())
+    assert flat["a/run/collect_steps"] == 8.0
+    assert flat["a/batch/num_steps"] == 8.0
+    assert len(flat) == 16 + 8
+    assert rollout.log_stats(batch.stats)["num_steps"] == 8.0
+
+
+def test_log_stats_refuses_what_is_no_scalar():
+    with pytest.raises(ValueError, match=r"must have scalar leaves, got shape \(3,\)"):
+        rollout.log_stats({"a": np.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("name", "total"), [("count", 20), ("count", None), ("CartPole-v1", 20)]
+)
+def test_bar_shows_steps_episodes_and_the_mean_return(name, total, capsys):
+    stream = make_stream(name, total_steps=total, progress=True)
+    for _ in stream:
+        if stream.steps >= 20:
+            break
+    shown = capsys.readouterr().err
+    stats = stream.stats
+    assert f"{stats.collect_episodes} episodes" in shown
+    assert f"mean return {stats.return_mean:.4g}" in shown
+    assert "step/s" in shown
+    assert shown.endswith("\n")
+
+
+def test_bar_ends_on_a_line_of_its_own_where_the_loop_breaks_off(capsys):
+    stream = make_stream(progress=True)
+
+    def loop():
+        for _ in stream:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert capsys.readouterr().err.endswith("\n")
+    next(stream)
+    stream.stop()
+    assert list(stream) == []
+
+
+@struct.dataclass(kw_only=True)
+class FaultyEnv(CountEnv):
+    """Counts; in an episode of 5 steps the third has a reward that is not finite."""
+
+    fault: float = math.nan
+
+    def step(self, key, state, action):
+        result = super().step(key, state, action)
+        is_faulty = (state["length"] == 5) & (result.state["n"] == 3)
+        reward = jnp.where(is_faulty, self.fault, result.reward)
+        return result.replace(reward=reward.astype(jnp.float32))
+
+
+@functools.cache
+def make_faulty(fault=math.nan):
+    env = envs.vectorize(FaultyEnv(fault=fault), B)
+    return rollout.Collector(env=env, policy=rollout.random_policy(env.action_space))
+
+
+def first_fault(trajectory):
+    """Step and lane of the first reward that is not finite, by a plain loop."""
+    for t, row in enumerate(np.asarray(trajectory.reward)):
+        for lane, reward in enumerate(row):
+            if not np.isfinite(reward):
+                return t, lane
+    return None
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf])
+def test_first_fault_is_named(fault):
+    collector, options = make_faulty(fault), {"steps_per_batch": 32}
+    plain = rollout.Stream(collector, key=jax.random.key(7), **options)
+    checked = rollout.Stream(
+        collector, key=jax.random.key(7), check_finite=True, **options
+    )
+    while (place := first_fault((batch := next(plain)).trajectory)) is None:
+        chex.assert_trees_all_equal(
+            raw(next(checked).trajectory), raw(batch.trajectory)
+        )
+    message = f"`reward` must be finite .* first at step {place[0]} of lane {place[1]} "
+    before = checked.steps
+    for _ in range(2):  # the stream stands where it stood
+        with pytest.raises(FloatingPointError, match=message):
+            next(checked)
+    assert checked.steps == before
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_first_fault_in_whole_episodes_is_named(is_seen):
+    # The reward of a faulty episode is not finite at its third step, so the first
+    # faults are those of the first such episodes, at step 2.
+    options = {"episodes_per_batch": 6, "max_episode_steps": 6}
+    collector = make_faulty()
+    plain = rollout.Stream(collector, key=jax.random.key(7), **options)
+    if not is_seen:
+        options["postprocess"] = lambda trajectory: trajectory.reward.sum()
+    checked = rollout.Stream(
+        collector, key=jax.random.key(7), check_finite=True, **options
+    )
+    while np.isfinite((batch := next(plain)).episodes.episode_return).all():
+        chex.assert_trees_all_equal(next(checked).episodes, batch.episodes)
+    episode = np.isnan(batch.episodes.episode_return).argmax()
+    what = "`reward`" if is_seen else "an observation, reward, log-probability or value"
+    message = f"{what} must be finite .* first at step 2 of episode {episode} "
+    with pytest.raises(FloatingPointError, match=message):
+        next(checked)
+
+
+def test_parameters_that_are_not_finite_are_found_in_what_the_policy_gives():
+    def act(params, obs, key):
+        value = obs[:, 0] * params
+        return jnp.zeros(B, jnp.int32), {
+            "value": value,
+            "logits": value[:, None] - jnp.inf,
+        }
+
+    policy = rollout.stateless_policy(act)
+    for name in ("count", "CartPole-v1"):
+        collector = rollout.Collector(env=make_collector(name, B).env, policy=policy)
+        stream = rollout.Stream(
+            collector,
+            key=jax.random.key(7),
+            params=jnp.float32(1),
+            steps_per_batch=8,
+            check_finite=True,
+        )
+        next(stream)  # logits may be infinite
+        stream.set_params(jnp.float32(jnp.nan))
+        message = "`extras.value` must be finite .* at step 0 of lane 0 .*version` 1"
+        with pytest.raises(FloatingPointError, match=message):
+            next(stream)
+        stream.set_params(jnp.float32(2))
+        assert next(stream).params_version == 2
+
+
+def test_observation_of_a_reset_is_checked():
+    @struct.dataclass(kw_only=True)
+    class Env(CountEnv):
+        def reset(self, key):
+            state, obs = super().reset(key)
+            return state, jnp.where(state["length"] == 5, jnp.nan, obs)
+
+    env = envs.vectorize(Env(), B)
+    collector = rollout.Collector(env=env, policy=make_collector("count", B).policy)
+    stream = rollout.Stream(
+        collector, key=jax.random.key(7), steps_per_batch=400, check_finite=True
+    )
+    with pytest.raises(FloatingPointError, match="`obs` must be finite"):
+        next(stream)
+
+
+@pytest.mark.parametrize("per_batch", [400, 399])
+def test_faulty_episode_is_dropped_and_the_lane_goes_on(per_batch):
+    options = {"key": jax.random.key(7), "steps_per_batch": per_batch}
+    stream = rollout.Stream(
+        make_faulty(), check_finite=True, on_fault="drop", **options
+    )
+    batch = next(stream)
+    trajectory = jax.device_get(raw(batch.trajectory))
+    for leaf in jax.tree.leaves(trajectory):
+        assert np.isfinite(leaf).all()
+        assert not leaf[~trajectory.mask].any()
+    # By a plain loop over the counting environment's lengths: an episode of 5 steps
+    # breaks off at its third, so its three rows are masked; others are as they were.
+    num_faulty = num_dropped = 0
+    for lane in range(B):
+        t, number = 0, 0
+        while t < 100:
+            length = episode_length(lane, number)
+            taken = min(3 if length == 5 else length, 100 - t)
+            is_faulty = length == 5 and taken == 3
+            rows = trajectory.mask[t : t + taken, lane]
+            if per_batch == 400:
+                assert (rows == (not is_faulty)).all()
+            kept = trajectory.episode_id[t : t + taken, lane][rows]
+            assert (kept == number * B + lane).all()
+            num_faulty += is_faulty
+            num_dropped += 3 * is_faulty
+            t, number = t + taken, number + 1
+    assert num_faulty > 10
+    if per_batch == 400:
+        assert stream.stats.faulty_episodes == num_faulty
+        assert trajectory.mask.sum() == 400 - num_dropped
+    assert batch.steps == per_batch
+    assert int(batch.stats.num_steps) == trajectory.mask.sum()
+    assert not (trajectory.done & (trajectory.episode_length == 5)).any()
+
+
+@functools.cache
+def episode_length(lane, number):
+    """The length of a lane's how-many-eth episode, from its first observations."""
+    plain = lengths_by_id()
+    return plain[number * B + lane]
+
+
+@functools.cache
+def lengths_by_id():
+    collector = make_collector("count", B)
+    carry = collector.init(jax.random.key(7))
+    _, trajectory = collector.collect_steps(carry, None, 400)
+    ended = np.asarray(trajectory.done)
+    ids = np.asarray(trajectory.episode_id)[ended].tolist()
+    lengths = np.asarray(trajectory.episode_length)[ended].tolist()
+    return dict(zip(ids, lengths, strict=True))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("field", ["obs", "next_obs", "reward", "log_prob", "value"])
+@pytest.mark.parametrize("size", [2, 20])
+def test_everything_that_is_checked_is_found_in_its_lane(field, value, size):
+    transition = jax.tree.map(lambda x: x[0], next(make_stream()).trajectory)
+    extras = {"log_prob": jnp.zeros(B), "value": jnp.zeros(B)}
+    transition = transition.replace(
+        obs={"a": jnp.zeros((B, 3, size)), "b": jnp.zeros(B, jnp.int32)},
+        next_obs={"a": jnp.full((B, 3, size), -1e38), "b": jnp.zeros(B, jnp.int32)},
+        extras={**extras, "logits": jnp.full((B, 2), -jnp.inf)},
+    )
+    assert not _faults.not_finite(transition).any()
+
+    def spoil(tree, name):
+        place = (2, *[1] * (tree[name].ndim - 1))
+        return {**tree, name: tree[name].at[place].set(value)}
+
+    if field in ("log_prob", "value"):
+        transition = transition.replace(extras=spoil(transition.extras, field))
+    elif field == "reward":
+        transition = transition.replace(reward=transition.reward.at[2].set(value))
+    else:
+        tree = spoil(getattr(transition, field), "a")
+        transition = transition.replace(**{field: tree})
+    np.testing.assert_array_equal(
+        _faults.not_finite(transition), [False, False, True, False]
+    )
+
+
+def test_faulty_episode_of_a_cart_is_dropped():
+    # The reward of CartPole's fourth step is spoilt: no pole falls before, so in 12
+    # rows each lane drops three episodes of four steps, and nothing is left.
+    @struct.dataclass(kw_only=True)
+    class Spoilt:
+        env: envs.Env
+
+        @property
+        def action_space(self):
+            return self.env.action_space
+
+        @property
+        def observation_space(self):
+            return self.env.observation_space
+
+        def reset(self, key):
+            state, obs = self.env.reset(key)
+            return (state, jnp.int32(0)), obs
+
+        def step(self, key, state, action):
+            result = self.env.step(key, state[0], action)
+            number = state[1] + 1
+            return result.replace(
+                state=(result.state, number),
+                reward=jnp.where(number == 4, jnp.nan, result.reward),
+            )
+
+    env = envs.vectorize(Spoilt(env=envs.make("CartPole-v1")), B)
+    policy = rollout.random_policy(env.action_space)
+    stream = rollout.Stream(
+        rollout.Collector(env=env, policy=policy),
+        key=jax.random.key(7),
+        steps_per_batch=12 * B,
+        check_finite=True,
+        on_fault="drop",
+    )
+    batch = next(stream)
+    assert (batch.steps, int(batch.trajectory.mask.sum())) == (12 * B, 0)
+    assert stream.stats.faulty_episodes == 3 * B
+    assert stream.stats.collect_episodes == 0

@@ -1,0 +1,210 @@
+"""Checkpoints: the bits that were saved, and runs that are killed and resumed."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import streamer
+from cases import make_collector, raw
+
+import buffers
+from envs import keys
+from rollout import checkpoint
+
+ROOT = Path(__file__).parents[2]
+NUM_BATCHES = 50
+
+
+def some_tree():
+    params = {"w": jnp.array([1.5, jnp.nan, -0.0, jnp.inf])}
+    return {
+        "key": jax.random.key(3),
+        "keys": jax.random.split(jax.random.key(1, impl="philox2x32"), 4),
+        "params": params,
+        "optimizer": optax.adam(1e-3).init(params),
+        "half": jnp.ones((2, 3), jnp.bfloat16),
+        "flag": np.array([True, False]),
+        "nothing": jnp.zeros((0, 3)),
+        "wide": np.float64(1) / 3,
+        "large": np.int64(2**40),
+        "number": 7,
+        "two words": {"a": (jnp.uint8(255), [jnp.int32(-1)])},
+    }
+
+
+def test_restored_tree_has_the_bits_that_were_saved(tmp_path):
+    tree = some_tree()
+    assert checkpoint.save(tmp_path / "new" / "folder", tree)
+    restored = checkpoint.restore(tmp_path / "new" / "folder", tree)
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(restored), strict=True)
+    for want, got in pairs:
+        want, got = (np.asarray(keys.words(x)) for x in (want, got))
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        assert got.tobytes() == want.tobytes()
+    assert jax.random.key_impl(restored["keys"]) == jax.random.key_impl(tree["keys"])
+
+
+def test_carry_and_buffer_are_restored(tmp_path):
+    collector = make_collector("count", 4)
+    carry = collector.init(jax.random.key(0))
+    carry, trajectory = collector.collect_steps(carry, None, 8)
+    buffer = buffers.ReplayBuffer(capacity=64, num_envs=4)
+    row = jax.eval_shape(collector.step, carry, None)[1]
+    state = buffer.add(buffer.init(row), trajectory)
+    checkpoint.save(tmp_path, (carry, state))
+    got = checkpoint.restore(tmp_path, (carry, state))
+    chex.assert_trees_all_equal(raw(got), raw((carry, state)))
+    after = [collector.collect_steps(x, None, 8) for x in (carry, got[0])]
+    chex.assert_trees_all_equal(raw(after[0]), raw(after[1]))
+
+
+def test_every_and_keep_say_what_stays(tmp_path):
+    saved = [
+        checkpoint.save(tmp_path, {"n": n}, step=n, every=3, keep=2) for n in range(11)
+    ]
+    # 0, 3, 6 and 9 are saved, and the last two stay.
+    assert [n for n in range(11) if saved[n]] == [0, 3, 6, 9]
+    assert checkpoint.steps(tmp_path) == [6, 9]
+    assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 9
+    assert checkpoint.restore(tmp_path, {"n": 0}, step=6)["n"] == 6
+
+
+def test_without_a_number_the_next_one_is_taken(tmp_path):
+    for n in range(3):
+        checkpoint.save(tmp_path, {"n": n})
+    assert checkpoint.steps(tmp_path) == [2]
+    assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 2
+
+
+def test_half_written_checkpoint_is_not_picked_up(tmp_path):
+    checkpoint.save(tmp_path, {"n": 1}, step=1)
+    half = tmp_path / "2.orbax-checkpoint-tmp-12345"
+    (half / "default").mkdir(parents=True)
+    (half / "default" / "manifest.ocdbt").write_bytes(b"half")
+    assert checkpoint.steps(tmp_path) == [1]
+    assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 1
+    checkpoint.save(tmp_path, {"n": 2}, step=2)
+    assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step": -1}, "`step` must be an int of at least 0, got -1"),
+        ({"step": True}, "`step` must be an int of at least 0, got True"),
+        ({"every": 0}, "`every` must be an int of at least 1, got 0"),
+        ({"keep": 0}, "`keep` must be an int of at least 1, got 0"),
+        ({"every": 2}, "`every` counts by `step`, got None with every=2"),
+    ],
+)
+def test_wrong_option_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        checkpoint.save(tmp_path, {"n": 1}, **options)
+    assert checkpoint.steps(tmp_path) == []
+
+
+def test_number_that_is_there_already_is_refused(tmp_path):
+    checkpoint.save(tmp_path, {"n": 1}, step=5)
+    with pytest.raises(ValueError, match="`step` must be an int of at least 6, got 5"):
+        checkpoint.save(tmp_path, {"n": 2}, step=5)
+
+
+def test_missing_checkpoint_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"must hold a checkpoint, got .* none"):
+        checkpoint.restore(tmp_path / "none", {"n": 1})
+    checkpoint.save(tmp_path, {"n": 1}, step=5)
+    with pytest.raises(FileNotFoundError, match=r"must hold a checkpoint 4, .* \[5\]"):
+        checkpoint.restore(tmp_path, {"n": 1}, step=4)
+
+
+def test_tree_of_another_kind_is_refused(tmp_path):
+    checkpoint.save(tmp_path, {"n": jnp.zeros(3)})
+    for like in ({"n": jnp.zeros(4)}, {"n": jnp.zeros(3), "m": 1}):
+        with pytest.raises(ValueError, match="`like` must have the leaves that were"):
+            checkpoint.restore(tmp_path, like)
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Starts the streamer in a process of its own.
+
+    A server that has imported it, and started nothing of jax, is forked each time:
+    importing was most of the time of a process.
+    """
+    folders = [str(ROOT / "tests" / "support"), str(ROOT)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))  # read by the server
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["streamer"])
+
+    def start(env_id, folder):
+        folder.mkdir(exist_ok=True)
+        process = context.Process(
+            target=streamer.main, args=(env_id, folder, NUM_BATCHES)
+        )
+        process.start()
+        return process
+
+    return start
+
+
+def exit_code(process):
+    process.join(timeout=120)
+    return process.exitcode
+
+
+def hashes(folder):
+    """The hashes by number; a batch that was made twice must be the same twice."""
+    found = {}
+    for line in (folder / "hashes").read_text().splitlines():
+        number, _, value = line.partition(" ")
+        if number != "start" and len(value) == 64:  # not a line that was cut off
+            assert found.setdefault(int(number), value) == value
+    return found
+
+
+def starts(folder):
+    """With which batch each process began."""
+    lines = (folder / "hashes").read_text().splitlines()
+    return [int(line.split()[1]) for line in lines if line.startswith("start ")]
+
+
+def num_lines(folder):
+    file = folder / "hashes"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.mark.parametrize(("env_id", "num_kills"), [("count", 7), ("CartPole-v1", 3)])
+def test_run_that_is_killed_again_and_again_yields_the_same_batches(
+    env_id, num_kills, start, tmp_path
+):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert exit_code(start(env_id, whole)) == 0
+    rng, num_killed = random.Random(env_id), 0
+    for _ in range(num_kills):
+        lines = num_lines(killed) + rng.randint(2, 5)
+        process = start(env_id, killed)
+        while num_lines(killed) < lines:  # until it has made some batches
+            assert process.is_alive()
+            time.sleep(0.002)
+        # Anywhere within batches and checkpoints: two and one take about 0.1 s.
+        time.sleep(rng.uniform(0.0, 0.1))
+        process.kill()
+        num_killed += exit_code(process) == -signal.SIGKILL
+    assert num_killed == num_kills
+    assert sorted(hashes(killed)) != list(range(NUM_BATCHES))
+    assert exit_code(start(env_id, killed)) == 0
+    assert len(starts(killed)) == num_kills + 1
+    # Most were killed behind a checkpoint, so the next one went on from there.
+    assert sum(number > 0 for number in starts(killed)) > num_kills / 2
+    assert hashes(killed) == hashes(whole)
+    assert sorted(hashes(whole)) == list(range(NUM_BATCHES))
