@@ -5,7 +5,7 @@ showing a picture, and prints what each left in its `results`: the mean return o
 seed over 100 evaluation episodes, and the wall time, that of the first with compiling.
 
     python tests/benchmarks/learning.py
-    python tests/benchmarks/learning.py 03_ppo 05_dqn_replay --json FILE
+    python tests/benchmarks/learning.py 04_ppo 06_dqn_replay --json FILE
 """
 
 import argparse
@@ -21,7 +21,7 @@ import nbformat
 from machine import machine
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-NOTEBOOKS = ("03_ppo", "04_recurrent_ppo", "05_dqn_replay")
+NOTEBOOKS = ("04_ppo", "05_recurrent_ppo", "06_dqn_replay")
 
 
 def run(name: str) -> dict[str, Any]:
