@@ -16,6 +16,7 @@ import rollout
 
 NUM_STEPS = 40  # at least five episodes of at most 7 steps in every lane
 NUM_LANES = 8
+NUM_DRAWS = 20_000
 DISCRETE = envs.Discrete(5)
 BOX = envs.Box(-1.0, 1.0, (2,))
 
@@ -42,14 +43,10 @@ def num_lanes(obs):
     return jax.tree.leaves(obs)[0].shape[0]
 
 
-def apply(policy, obs, seed=0):
-    """One step of a policy at the start of an episode, jitted."""
-    state = policy.init(num_lanes(obs))
+def apply(policy, obs, seed=0, state=None):
+    """One step of a policy, jitted; without a state at the start of an episode."""
+    state = policy.init(num_lanes(obs)) if state is None else state
     return jax.jit(policy.apply)(None, obs, state, jax.random.key(seed))
-
-
-def actions(policy, num_lanes, seed=0):
-    return np.asarray(apply(policy, jnp.zeros((num_lanes, 1)), seed).action)
 
 
 def assert_uniform(action, n):
@@ -140,7 +137,7 @@ def side_by_side(policies):
 
 
 def make_collector(policies):
-    env = envs.vectorize(CountEnv(), NUM_LANES)
+    env = envs.vectorize(CountEnv(), NUM_LANES, auto_reset="select")
     return rollout.Collector(env=env, policy=side_by_side(policies))
 
 
@@ -164,28 +161,54 @@ def collected(name):
 # How often, how much
 
 
+def draw_normal(params, obs, key):
+    return jax.random.normal(key, (num_lanes(obs), 2))
+
+
+NARROW = envs.Box(jnp.array([-0.1, -2.0]), jnp.array([0.2, 0.5]), (2,))
+near = constant_policy(0.3, BOX)
+noisy = rollout.gaussian_noise(rollout.stateless_policy(draw_normal), FREE, 1.0)
+SAMPLED = {
+    "epsilon": rollout.epsilon_greedy(greedy, DISCRETE, 0.3),
+    "epsilon 0": rollout.epsilon_greedy(greedy, DISCRETE, 0.0),
+    "epsilon 1": rollout.epsilon_greedy(greedy, DISCRETE, 1),
+    "epsilon in a box": rollout.epsilon_greedy(upper, BOX, 0.5),
+    "gaussian": rollout.gaussian_noise(constant_policy(3.0, FREE), FREE, 0.7),
+    "gaussian clipped": rollout.gaussian_noise(still, NARROW, 1.0),
+    "ornstein clipped": rollout.ornstein_uhlenbeck(still, NARROW, 1.0, dt=1.0),
+    "gaussian 0": rollout.gaussian_noise(near, BOX, 0),
+    "ornstein 0": rollout.ornstein_uhlenbeck(near, BOX, 0),
+    "noise on noise": noisy,
+    "noise on noise on noise": rollout.gaussian_noise(noisy, FREE, 1.0),
+}
+
+
+@functools.cache
+def draw_all():
+    """The first actions of all of `SAMPLED`, in one program."""
+    decision = apply(side_by_side(SAMPLED), np.zeros((NUM_DRAWS, 1), np.float32))
+    return {name: np.asarray(action) for name, (action, _) in decision.extras.items()}
+
+
 def test_epsilon_is_the_probability_of_a_uniform_action():
-    num_draws, epsilon = 40_000, 0.3
-    action = actions(rollout.epsilon_greedy(greedy, DISCRETE, epsilon), num_draws)
+    action = draw_all()["epsilon"]
     other = action[action != 2]
     # A random action is another one than the policy's in 4 of 5 cases.
-    p = epsilon * 4 / 5
-    error = np.sqrt(p * (1 - p) / num_draws)
-    assert abs(len(other) / num_draws - p) < 5 * error
+    p = 0.3 * 4 / 5
+    error = np.sqrt(p * (1 - p) / NUM_DRAWS)
+    assert abs(len(other) / NUM_DRAWS - p) < 5 * error
     assert_uniform(np.searchsorted([0, 1, 3, 4], other), 4)
 
 
 def test_epsilon_zero_never_explores_and_one_always_does():
-    never, always = (rollout.epsilon_greedy(greedy, DISCRETE, e) for e in (0.0, 1))
-    assert (actions(never, 10_000) == 2).all()
-    assert_uniform(actions(always, 10_000), 5)
+    assert (draw_all()["epsilon 0"] == 2).all()
+    assert_uniform(draw_all()["epsilon 1"], 5)
 
 
 def test_random_box_actions_fill_the_box():
-    policy = rollout.epsilon_greedy(upper, BOX, 0.5)
-    action = actions(policy, 20_000)
+    action = draw_all()["epsilon in a box"]
     random = (action != 1.0).all(axis=1)
-    assert abs(random.mean() - 0.5) < 5 * np.sqrt(0.25 / 20_000)
+    assert abs(random.mean() - 0.5) < 5 * np.sqrt(0.25 / NUM_DRAWS)
     assert ((action == 1.0).all(axis=1) | random).all()  # both entries or none
     # Uniform on [-1, 1]: variance 1/3, so the mean of n has error sqrt(1 / 3 n).
     assert (np.abs(action[random].mean(axis=0)) < 5 * np.sqrt(1 / 3 / 9000)).all()
@@ -193,50 +216,51 @@ def test_random_box_actions_fill_the_box():
 
 
 def test_gaussian_noise_has_mean_zero_and_the_scale():
-    num_draws, scale = 20_000, 0.7
-    policy = rollout.gaussian_noise(constant_policy(3.0, FREE), FREE, scale)
-    noise = actions(policy, num_draws) - 3.0
+    scale = 0.7
+    noise = draw_all()["gaussian"] - 3.0
     n = noise.size
     assert abs(noise.mean()) < 5 * scale / np.sqrt(n)
     # The variance of a Gaussian sample has relative error sqrt(2 / n).
     assert abs(noise.var() / scale**2 - 1) < 5 * np.sqrt(2 / n)
-    assert abs(np.corrcoef(noise.T)[0, 1]) < 5 / np.sqrt(num_draws)
+    assert abs(np.corrcoef(noise.T)[0, 1]) < 5 / np.sqrt(NUM_DRAWS)
     # Within one standard deviation: 68.27 %.
     p = 0.6827
     within = (np.abs(noise) < scale).mean()
     assert abs(within - p) < 5 * np.sqrt(p * (1 - p) / n)
 
 
-@pytest.mark.parametrize("wrap", [rollout.gaussian_noise, rollout.ornstein_uhlenbeck])
-def test_noisy_action_is_clipped_to_the_bounds(wrap):
-    box = envs.Box(jnp.array([-0.1, -2.0]), jnp.array([0.2, 0.5]), (2,))
-    options = {"dt": 1.0} if wrap is rollout.ornstein_uhlenbeck else {}
-    action = actions(wrap(still, box, 1.0, **options), 1000)
+@pytest.mark.parametrize("name", ["gaussian clipped", "ornstein clipped"])
+def test_noisy_action_is_clipped_to_the_bounds(name):
+    action = draw_all()[name]
     np.testing.assert_array_equal(action.min(axis=0), np.float32([-0.1, -2.0]))
     np.testing.assert_array_equal(action.max(axis=0), np.float32([0.2, 0.5]))
     assert len(np.unique(action)) > 100  # and between them
 
 
 def test_scale_zero_leaves_the_action():
-    for wrap in (rollout.gaussian_noise, rollout.ornstein_uhlenbeck):
-        policy = wrap(constant_policy(0.3, BOX), BOX, 0)
-        np.testing.assert_array_equal(actions(policy, 100), np.float32(0.3))
+    for name in ("gaussian 0", "ornstein 0"):
+        np.testing.assert_array_equal(draw_all()[name], np.float32(0.3))
 
 
 @functools.cache
 def ornstein(num_steps):
     """`[T, B, 2]` noise of 4096 lanes at θ dt = 0.3 and scale √dt = 0.5 √0.6."""
     policy = rollout.ornstein_uhlenbeck(free, FREE, 0.5, theta=0.5, dt=0.6)
-    obs = jnp.zeros((4096, 1))
+    obs = np.zeros((4096, 1), np.float32)
 
     def step(state, key):
         decision = policy.apply(None, obs, state, key)
         return decision.state, decision.action
 
-    step_keys = jax.random.split(jax.random.key(1), num_steps)
-    return np.asarray(jax.lax.scan(step, policy.init(4096), step_keys)[1])
+    @jax.jit
+    def run(key):
+        step_keys = jax.random.split(key, num_steps)
+        return jax.lax.scan(step, policy.init(4096), step_keys)[1]
+
+    return np.asarray(run(jax.random.key(1)))
 
 
+@pytest.mark.slow
 def test_ornstein_uhlenbeck_has_the_variance_of_its_recursion():
     noise = ornstein(30)
     n = noise[0].size
@@ -247,6 +271,7 @@ def test_ornstein_uhlenbeck_has_the_variance_of_its_recursion():
         assert abs(noise[t].mean()) < 5 * np.sqrt(variance / n)
 
 
+@pytest.mark.slow
 def test_ornstein_uhlenbeck_reverts_to_zero_by_theta_dt():
     before, after = (x.ravel() for x in ornstein(30)[-2:])
     slope = (before * after).sum() / (before**2).sum()
@@ -290,7 +315,7 @@ def test_schedule_of_epsilon_is_read_at_the_step_of_the_lane():
 @pytest.mark.parametrize("name", ["gaussian", "white"])
 def test_schedule_of_scale_is_read_at_the_step_of_the_lane(name):
     scheduled, fixed = collected(f"{name} decay")[0], collected(name)[0]
-    scale = np.array([decay(t) for t in range(NUM_STEPS)])[:, None, None]
+    scale = np.maximum(1 - np.arange(NUM_STEPS) / 32, 0)[:, None, None]
     # Two roundings of the product against one.
     np.testing.assert_allclose(scheduled, scale * fixed, rtol=1e-6)
     assert (scheduled[32:] == 0.0).all()
@@ -299,9 +324,9 @@ def test_schedule_of_scale_is_read_at_the_step_of_the_lane(name):
 def test_schedule_may_differ_between_lanes():
     policy = rollout.gaussian_noise(free, FREE, halt)
     state = policy.init(4)
-    steps = jnp.array([0, 9, 10, 500], jnp.int32)
+    steps = np.array([0, 9, 10, 500], np.int32)
     state = state.replace(step=rollout.Persistent(steps))
-    decision = policy.apply(None, jnp.zeros((4, 1)), state, jax.random.key(0))
+    decision = apply(policy, np.zeros((4, 1), np.float32), state=state)
     np.testing.assert_array_equal(
         (decision.action != 0).all(axis=1), [True, True, False, False]
     )
@@ -310,9 +335,9 @@ def test_schedule_may_differ_between_lanes():
 
 def test_count_of_steps_stays_at_the_largest_integer():
     policy = rollout.random_warmup(greedy, DISCRETE, 3)
-    largest = jnp.full((2,), jnp.iinfo(jnp.int32).max)
+    largest = np.full((2,), np.iinfo(np.int32).max, np.int32)
     state = policy.init(2).replace(step=rollout.Persistent(largest))
-    decision = policy.apply(None, jnp.zeros((2, 1)), state, jax.random.key(0))
+    decision = apply(policy, np.zeros((2, 1), np.float32), state=state)
     np.testing.assert_array_equal(decision.state.step.value, largest)
 
 
@@ -350,14 +375,9 @@ def test_wrapped_policy_gets_a_key_of_its_own_at_every_step():
 
 
 def test_what_is_drawn_does_not_depend_on_what_the_policy_draws():
-    def act(params, obs, key):
-        return jax.random.normal(key, (num_lanes(obs), 2))
-
-    policy = rollout.gaussian_noise(rollout.stateless_policy(act), FREE, 1.0)
-    twice = rollout.gaussian_noise(policy, FREE, 1.0)
     # Two and three independent Gaussians of variance 1; relative error sqrt(2 / n).
-    for variance, noisy in ((2, policy), (3, twice)):
-        noise = actions(noisy, 20_000)
+    for variance, name in ((2, "noise on noise"), (3, "noise on noise on noise")):
+        noise = draw_all()[name]
         assert abs(noise.var() / variance - 1) < 5 * np.sqrt(2 / noise.size)
 
 
@@ -377,50 +397,69 @@ def policy_with_mode(value, mode, space):
     return rollout.stateless_policy(always(value), mode_fn=always(mode))
 
 
-def apply_mode(policy, obs):
-    """The second step by the mode, behind one that explores."""
-    key, later_key = jax.random.split(jax.random.key(0))
-    state = policy.apply(None, obs, policy.init(num_lanes(obs)), key).state
-    return policy.mode(None, obs, state, later_key)
+def warm_up(policy, epsilon):
+    policy = rollout.epsilon_greedy(policy, DISCRETE, epsilon)
+    return rollout.random_warmup(policy, DISCRETE, 100)
 
 
-@pytest.mark.parametrize("amount", [1.0, decay])
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda p, amount: rollout.epsilon_greedy(p, DISCRETE, amount),
-        lambda p, amount: rollout.random_warmup(
-            rollout.epsilon_greedy(p, DISCRETE, amount), DISCRETE, 100
-        ),
-    ],
-)
-def test_mode_of_a_policy_that_explores_takes_no_random_action(wrap, amount):
-    policy = wrap(policy_with_mode(2, 3, DISCRETE), amount)
-    obs = jnp.zeros((500, 1))
-    step, decision = apply(policy, obs), apply_mode(policy, obs)
-    assert len(np.unique(step.action)) == DISCRETE.n
-    assert (np.asarray(decision.action) == 3).all()
-    assert (np.asarray(decision.extras["of"]) == 3).all()
-    chex.assert_trees_all_equal_shapes_and_dtypes(step, decision)
+two = policy_with_mode(2, 3, DISCRETE)
+within, beyond = (policy_with_mode(0.0, mode, BOX) for mode in (0.5, 3.0))
+# By a number and by a schedule; both explore in the first step.
+EXPLORING = {
+    "epsilon": rollout.epsilon_greedy(two, DISCRETE, 1.0),
+    "epsilon decay": rollout.epsilon_greedy(two, DISCRETE, decay),
+    "warmup": warm_up(two, 1.0),
+    "warmup decay": warm_up(two, decay),
+}
+NOISY = {
+    (wrap, amount, sent): wrap(policy, BOX, amount)
+    for wrap in (rollout.gaussian_noise, rollout.ornstein_uhlenbeck)
+    for amount in (1.0, decay)
+    for policy, sent in ((within, 0.5), (beyond, 1.0))
+}
+MASKED = rollout.epsilon_greedy(two, DISCRETE, 1.0, mask_fn=lambda mask: mask)
 
 
-@pytest.mark.parametrize("amount", [1.0, decay])
-@pytest.mark.parametrize("wrap", [rollout.gaussian_noise, rollout.ornstein_uhlenbeck])
-def test_mode_of_a_noisy_policy_has_no_noise_and_keeps_to_the_bounds(wrap, amount):
-    obs = jnp.zeros((500, 1))
-    for mode, sent in ((0.5, 0.5), (3.0, 1.0)):
-        policy = wrap(policy_with_mode(0.0, mode, BOX), BOX, amount)
-        step, decision = apply(policy, obs), apply_mode(policy, obs)
+@functools.cache
+def take_modes():
+    """A step of every policy here, the next one by its mode, and the masks."""
+    policies = {**EXPLORING, **NOISY, "masked": MASKED}
+    mask = random_mask(1000, 5, seed=3)
+
+    @jax.jit
+    def run(mask, key, later_key):
+        steps, modes = {}, {}
+        for name, policy in policies.items():
+            step = policy.apply(None, mask, policy.init(1000), key)
+            modes[name] = policy.mode(None, mask, step.state, later_key)
+            steps[name] = step
+        # As lists: jax sorts the keys of dicts, and these have no order.
+        return list(steps.values()), list(modes.values())
+
+    steps, modes = run(mask, *jax.random.split(jax.random.key(0)))
+    return dict(zip(policies, zip(steps, modes, strict=True), strict=True)), mask
+
+
+def test_mode_of_a_policy_that_explores_takes_no_random_action():
+    for name in EXPLORING:
+        step, decision = take_modes()[0][name]
+        assert len(np.unique(step.action)) == DISCRETE.n
+        assert (np.asarray(decision.action) == 3).all()
+        assert (np.asarray(decision.extras["of"]) == 3).all()
+        chex.assert_trees_all_equal_shapes_and_dtypes(step, decision)
+
+
+def test_mode_of_a_noisy_policy_has_no_noise_and_keeps_to_the_bounds():
+    for name in NOISY:
+        step, decision = take_modes()[0][name]
         assert (np.asarray(step.action) != 0.0).all()
-        assert (np.asarray(decision.action) == sent).all()
+        assert (np.asarray(decision.action) == name[-1]).all()
         chex.assert_trees_all_equal_shapes_and_dtypes(step, decision)
 
 
 def test_mode_keeps_to_what_is_allowed():
-    mask = random_mask(1000, 5, seed=3)
-    policy = policy_with_mode(2, 3, DISCRETE)
-    policy = rollout.epsilon_greedy(policy, DISCRETE, 1.0, mask_fn=itself)
-    action, mask = np.asarray(apply_mode(policy, mask).action), np.asarray(mask)
+    decided, mask = take_modes()
+    action = np.asarray(decided["masked"][1].action)
     some = mask.any(axis=1)
     assert mask[np.arange(1000), action][some].all()
     assert (action[mask[:, 3]] == 3).all()
@@ -440,11 +479,7 @@ def test_policy_without_a_mode_has_none_when_it_explores():
 def random_mask(num_lanes, n, seed):
     """Masks of every density, some of them empty."""
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.random((num_lanes, n)) < rng.random((num_lanes, 1)))
-
-
-def itself(obs):
-    return obs
+    return rng.random((num_lanes, n)) < rng.random((num_lanes, 1))
 
 
 def drawing_policy(n):
@@ -452,60 +487,119 @@ def drawing_policy(n):
     return rollout.random_policy(envs.Discrete(n))
 
 
-@pytest.mark.parametrize("n", [1, 7, 70])
+def random_part(obs):
+    return obs["random 7"]
+
+
+WAYS = {  # to draw from 7 actions by a mask
+    "random": rollout.random_policy(envs.Discrete(7), mask_fn=random_part),
+    "epsilon": rollout.epsilon_greedy(
+        drawing_policy(7), envs.Discrete(7), 0.5, mask_fn=random_part
+    ),
+    "warmup": rollout.random_warmup(
+        drawing_policy(7), envs.Discrete(7), 1, mask_fn=random_part
+    ),
+}
+
+
+def not_in_lane(lane):
+    return lambda obs: jnp.broadcast_to(obs["lane"] != lane, (NUM_DRAWS, 5))
+
+
+def twice_masked(inner, outer):
+    """Two wrappers; each allows nothing in one lane."""
+    inner = rollout.epsilon_greedy(greedy, DISCRETE, 0.5, mask_fn=not_in_lane(inner))
+    return rollout.random_warmup(inner, DISCRETE, 5, mask_fn=not_in_lane(outer))
+
+
+def random_twice_masked(inner, outer):
+    inner = rollout.random_policy(DISCRETE, mask_fn=not_in_lane(inner))
+    return rollout.epsilon_greedy(inner, DISCRETE, 0.5, mask_fn=not_in_lane(outer))
+
+
+ALLOWED = [[1, 4, 5], [0], [6], [0, 1, 2, 3, 4, 5, 6], []]  # in every fifth lane
+NINE = constant_policy(9, DISCRETE)
+OBS = {
+    "lane": np.arange(NUM_DRAWS)[:, None],
+    "one": np.eye(5, dtype=bool)[np.arange(NUM_DRAWS) % 5],
+    "all": np.ones((NUM_DRAWS, 5), bool),
+    "some": random_mask(NUM_DRAWS, 5, seed=0),
+    "lists": np.array(
+        [np.isin(np.arange(7), ALLOWED[lane % 5]) for lane in range(NUM_DRAWS)]
+    ),
+    **{f"random {n}": random_mask(NUM_DRAWS, n, seed=n) for n in (1, 7, 70)},
+}
+
+
+def masked_epsilon(policy, epsilon, part):
+    return rollout.epsilon_greedy(
+        policy, DISCRETE, epsilon, mask_fn=lambda obs: obs[part]
+    )
+
+
+MASKED_POLICIES = {
+    **WAYS,
+    "one action": rollout.random_policy(
+        envs.Discrete(1), mask_fn=lambda obs: obs["random 1"]
+    ),
+    "many actions": rollout.random_policy(
+        envs.Discrete(70), mask_fn=lambda obs: obs["random 70"]
+    ),
+    "kept": masked_epsilon(greedy, 0.0, "some"),
+    "lists": rollout.random_policy(envs.Discrete(7), mask_fn=lambda obs: obs["lists"]),
+    "nine": masked_epsilon(NINE, 0.0, "all"),
+    "one": masked_epsilon(greedy, 0.5, "one"),
+    "twice": twice_masked(1, 2),
+    "random twice": random_twice_masked(3, 0),
+    "counting": masked_epsilon(counting_policy(DISCRETE), 0.5, "all"),
+}
+
+
+@functools.cache
+def draw_masked():
+    """Actions and extras of all of them, in one program."""
+    extras = apply(side_by_side(MASKED_POLICIES), OBS).extras
+    return jax.tree.map(np.asarray, extras)
+
+
 @pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda p, s: rollout.random_policy(s, mask_fn=itself),
-        lambda p, s: rollout.epsilon_greedy(p, s, 0.5, mask_fn=itself),
-        lambda p, s: rollout.random_warmup(p, s, 1, mask_fn=itself),
-    ],
+    ("name", "n"),
+    [*((name, 7) for name in WAYS), ("one action", 1), ("many actions", 70)],
 )
-def test_action_is_allowed_or_none_is(wrap, n):
-    mask = random_mask(4096, n, seed=n)
-    decision = apply(wrap(drawing_policy(n), envs.Discrete(n)), mask)
-    action, mask = np.asarray(decision.action), np.asarray(mask)
+def test_action_is_allowed_or_none_is(name, n):
+    action, extras = draw_masked()[name]
+    mask = OBS[f"random {n}"]
     none = ~mask.any(axis=1)
     assert none.any()
     assert ((action >= 0) & (action < n)).all()
-    np.testing.assert_array_equal(decision.extras["none_allowed"], none)
-    assert mask[np.arange(4096), action][~none].all()
+    np.testing.assert_array_equal(extras["none_allowed"], none)
+    assert mask[np.arange(NUM_DRAWS), action][~none].all()
 
 
 def test_allowed_action_of_the_policy_is_kept_and_another_one_replaced():
-    mask = random_mask(20_000, 5, seed=0)
-    policy = rollout.epsilon_greedy(greedy, DISCRETE, 0.0, mask_fn=itself)
-    action = np.asarray(apply(policy, mask).action)
-    mask = np.asarray(mask)
-    np.testing.assert_array_equal(action == 2, mask[:, 2] | (action == 2))
+    action, mask = draw_masked()["kept"][0], OBS["some"]
+    assert (action[mask[:, 2]] == 2).all()
     replaced = action[~mask[:, 2] & mask.any(axis=1)]
     assert len(replaced) > 1000
     assert not (replaced == 2).any()
 
 
-@pytest.mark.parametrize("allowed", [[1, 4, 5], [0], [6], [0, 1, 2, 3, 4, 5, 6], []])
-def test_masked_actions_are_uniform(allowed):
-    mask = np.isin(np.arange(7), allowed)
-    obs = jnp.tile(mask[None], (7000, 1))
-    policy = rollout.random_policy(envs.Discrete(7), mask_fn=itself)
-    decision = apply(policy, obs)
-    rank = np.searchsorted(allowed, decision.action) if allowed else decision.action
-    assert_uniform(np.asarray(rank), len(allowed) or 7)
-    assert (np.asarray(decision.extras["none_allowed"]) == (not allowed)).all()
+@pytest.mark.parametrize("number", range(len(ALLOWED)))
+def test_masked_actions_are_uniform(number):
+    allowed = ALLOWED[number]
+    action, extras = draw_masked()["lists"]
+    action, none = action[number::5], extras["none_allowed"][number::5]
+    rank = np.searchsorted(allowed, action) if allowed else action
+    assert_uniform(rank, len(allowed) or 7)
+    assert (none == (not allowed)).all()
 
 
 def test_action_outside_the_space_is_replaced():
-    policy = constant_policy(9, DISCRETE)
-    policy = rollout.epsilon_greedy(policy, DISCRETE, 0.0, mask_fn=itself)
-    assert (np.asarray(apply(policy, jnp.ones((1000, 5), bool)).action) < 5).all()
+    assert (draw_masked()["nine"][0] < 5).all()
 
 
 def test_mask_is_read_from_observations_of_several_parts():
-    obs = {"obs": jnp.zeros((6, 3)), "info": jnp.eye(5, dtype=bool)[jnp.arange(6) % 5]}
-    policy = rollout.epsilon_greedy(
-        greedy, DISCRETE, 0.5, mask_fn=lambda obs: obs["info"]
-    )
-    np.testing.assert_array_equal(apply(policy, obs).action, [0, 1, 2, 3, 4, 0])
+    np.testing.assert_array_equal(draw_masked()["one"][0], np.arange(NUM_DRAWS) % 5)
 
 
 def test_mask_of_the_environments_info_reaches_the_policy():
@@ -514,7 +608,7 @@ def test_mask_of_the_environments_info_reaches_the_policy():
         fn=lambda info: jnp.arange(3) != info["action"],  # not the same action again
         initial=lambda state, obs: jnp.ones(3, bool),
     )
-    env = envs.vectorize(env, NUM_LANES)
+    env = envs.vectorize(env, NUM_LANES, auto_reset="select")
     policy = rollout.random_policy(env.action_space, mask_fn=lambda obs: obs["info"])
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(jax.random.key(0))
@@ -525,26 +619,13 @@ def test_mask_of_the_environments_info_reaches_the_policy():
 
 
 def test_either_of_two_wrappers_says_that_none_is_allowed():
-    obs = jnp.arange(4)[:, None]
-
-    def not_in_lane(lane):
-        return lambda obs: jnp.broadcast_to(obs != lane, (4, 5))
-
-    inner = rollout.epsilon_greedy(greedy, DISCRETE, 0.5, mask_fn=not_in_lane(1))
-    policy = rollout.random_warmup(inner, DISCRETE, 5, mask_fn=not_in_lane(2))
-    flag = apply(policy, obs).extras["none_allowed"]
-    np.testing.assert_array_equal(flag, [False, True, True, False])
-    random = rollout.random_policy(DISCRETE, mask_fn=not_in_lane(3))
-    policy = rollout.epsilon_greedy(random, DISCRETE, 0.5, mask_fn=not_in_lane(0))
-    flag = apply(policy, obs).extras["none_allowed"]
-    np.testing.assert_array_equal(flag, [True, False, False, True])
+    for name, lanes in (("twice", [1, 2]), ("random twice", [0, 3])):
+        flag = draw_masked()[name][1]["none_allowed"]
+        np.testing.assert_array_equal(np.flatnonzero(flag), lanes)
 
 
 def test_flag_joins_the_extras_of_the_policy():
-    policy = rollout.epsilon_greedy(
-        counting_policy(DISCRETE), DISCRETE, 0.5, mask_fn=first_allowed
-    )
-    extras = apply(policy, jnp.zeros((3, 1))).extras
+    _, extras = draw_masked()["counting"]
     assert set(extras) == {"count", "words", "none_allowed"}
     assert not extras["none_allowed"].any()
 
@@ -565,15 +646,22 @@ KINDS = {name: POLICIES[name] for name in NAMES}
 kinds = side_by_side(KINDS)
 
 
-def test_lane_draws_the_same_among_any_number_of_lanes():
-    one, few, many = (apply(kinds, jnp.zeros((num, 1))).extras for num in (1, 16, 1024))
+@functools.cache
+def draw_kinds(num_lanes):
+    return apply(kinds, np.zeros((num_lanes, 1), np.float32))
+
+
+@pytest.mark.parametrize("num_envs", [pytest.param(1, marks=pytest.mark.slow), 1024])
+def test_lane_draws_the_same_among_any_number_of_lanes(num_envs):
+    few, other = (draw_kinds(num).extras for num in (16, num_envs))
+    both = min(16, num_envs)
     for name in KINDS:
-        action = np.asarray(many[name][0])
-        np.testing.assert_array_equal(one[name][0], action[:1])
-        np.testing.assert_array_equal(few[name][0], action[:16])
-        assert len(np.unique(action, axis=0)) > 1
+        action, want = (np.asarray(extras[name][0]) for extras in (other, few))
+        np.testing.assert_array_equal(action[:both], want[:both])
+        assert len(np.unique(want, axis=0)) > 1
 
 
+@pytest.mark.slow
 def test_one_call_gives_the_bits_of_two_halves():
     collector = make_collector(KINDS)
     carry = collector.init(jax.random.key(7))
@@ -585,32 +673,39 @@ def test_one_call_gives_the_bits_of_two_halves():
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_jitted_step_is_the_plain_one_and_is_traced_once():
-    plain, obs, traces = kinds.apply, jnp.zeros((16, 1)), []
+def test_step_is_traced_once_and_keeps_its_state():
+    obs, traces = np.zeros((16, 1), np.float32), []
 
     @jax.jit
-    def jitted(*args):
+    def apply(*args):
         traces.append(args)
-        return plain(*args)
+        return kinds.apply(*args)
 
     state = kinds.init(16)
     for seed in range(3):
-        want = plain(None, obs, state, jax.random.key(seed))
-        got = jitted(None, obs, state, jax.random.key(seed))
-        # Fused multiply-adds round a float once less.
-        chex.assert_trees_all_close(got, want, rtol=1e-6, atol=1e-7)
-        chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
-        chex.assert_trees_all_equal_shapes_and_dtypes(got.state, state)
-        assert not any(x.weak_type for x in jax.tree.leaves(got))
-        state = got.state
+        step = apply(None, obs, state, jax.random.key(seed))
+        chex.assert_trees_all_equal_shapes_and_dtypes(step.state, state)
+        assert not any(x.weak_type for x in jax.tree.leaves(step))
+        state = step.state
     assert len(traces) == 1
 
 
+@pytest.mark.slow  # operation by operation, each is a program
+def test_jitted_step_is_the_plain_one():
+    obs, state = np.zeros((16, 1), np.float32), kinds.init(16)
+    for seed in range(3):
+        want = kinds.apply(None, obs, state, jax.random.key(seed))
+        got = apply(kinds, obs, seed, state)
+        # Fused multiply-adds round a float once less.
+        chex.assert_trees_all_close(got, want, rtol=1e-6, atol=1e-7)
+        chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+        state = got.state
+
+
 def test_no_dtype_is_promoted_in_silence():
-    obs = jnp.zeros((16, 1))
     with jax.numpy_dtype_promotion("strict"):
-        step = apply(kinds, obs)
-    chex.assert_trees_all_equal(step, apply(kinds, obs))
+        step = apply(kinds, np.zeros((16, 1), np.float32))
+    chex.assert_trees_all_equal(step, draw_kinds(16))
 
 
 # What is refused
@@ -681,9 +776,9 @@ def test_noise_on_integers_is_refused(wrap):
 def test_mask_of_a_box_is_refused():
     message = "`action_space` must be discrete .* where `mask_fn` is given, got Box"
     with pytest.raises(ValueError, match=message):
-        rollout.epsilon_greedy(still, BOX, 0.1, mask_fn=itself)
+        rollout.epsilon_greedy(still, BOX, 0.1, mask_fn=first_allowed)
     with pytest.raises(ValueError, match=message):
-        rollout.random_warmup(still, BOX, 1, mask_fn=itself)
+        rollout.random_warmup(still, BOX, 1, mask_fn=first_allowed)
 
 
 def test_unbounded_box_cannot_be_drawn_from():

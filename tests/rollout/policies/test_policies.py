@@ -1,5 +1,7 @@
 """Policies: the random one draws evenly, and wrong ones are refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,18 +12,52 @@ import envs
 import rollout
 
 
-def draw(space, num_envs, seed=0):
-    policy = rollout.random_policy(space)
-    obs = jnp.zeros((num_envs, 1))
-    step = policy.apply(None, obs, policy.init(num_envs), jax.random.key(seed))
-    assert step.state == step.extras == ()
-    return np.asarray(step.action)
+def even(obs):
+    return jnp.broadcast_to(jnp.arange(6) % 2 == 0, (obs.shape[0], 6))
+
+
+def all_allowed(obs):
+    return jnp.ones((obs.shape[0], 7), bool)
+
+
+class Pair:
+    """A space of two parts, without shape and dtype."""
+
+    def sample(self, key):
+        return {"a": jax.random.bits(key), "b": jax.random.uniform(key, (2,))}
+
+
+LARGE = (1 << 16) + 3
+BOX = envs.Box(jnp.array([-1.0, 0.0]), jnp.array([1.0, 5.0]), (2,))
+POLICIES = {
+    **{n: rollout.random_policy(envs.Discrete(n)) for n in (2, 3, 7, 1000, 1 << 20)},
+    "box": rollout.random_policy(BOX),
+    "pair": rollout.random_policy(Pair()),
+    "even": rollout.random_policy(envs.Discrete(6), mask_fn=even),
+    "all allowed": rollout.random_policy(envs.Discrete(7), mask_fn=all_allowed),
+}
+
+
+@functools.cache
+def draw(num_envs):
+    """What every policy does in its first step, in one program."""
+
+    @jax.jit
+    def run(obs, key):
+        return [policy.apply(None, obs, (), key) for policy in POLICIES.values()]
+
+    assert all(policy.init(num_envs) == () for policy in POLICIES.values())
+    with jax.debug_key_reuse(False):  # `Pair` draws twice from one
+        steps = run(np.zeros((num_envs, 1), np.float32), jax.random.key(0))
+    return dict(zip(POLICIES, jax.tree.map(np.asarray, steps), strict=True))
 
 
 @pytest.mark.parametrize("n", [2, 3, 7, 1000])
 def test_discrete_actions_are_uniform(n):
-    num_draws = 1000 * n if n < 100 else 100 * n
-    count = np.bincount(draw(envs.Discrete(n), num_draws), minlength=n)
+    num_draws = 100_000
+    step = draw(num_draws)[n]
+    assert step.state == step.extras == ()
+    count = np.bincount(step.action, minlength=n)
     assert len(count) == n
     expected = num_draws / n
     chi_squared = ((count - expected) ** 2 / expected).sum()
@@ -37,14 +73,6 @@ def test_random_policy_of_the_same_space_is_the_same_object():
     )
 
 
-def even(obs):
-    return jnp.broadcast_to(jnp.arange(6) % 2 == 0, (obs.shape[0], 6))
-
-
-def all_allowed(obs):
-    return jnp.ones((obs.shape[0], 7), bool)
-
-
 def test_random_policy_of_the_same_space_and_mask_is_the_same_object():
     space = envs.Discrete(6)
     masked = rollout.random_policy(space, mask_fn=even)
@@ -54,32 +82,21 @@ def test_random_policy_of_the_same_space_and_mask_is_the_same_object():
 
 
 def test_mask_that_allows_everything_changes_no_draw():
-    masked = rollout.random_policy(envs.Discrete(7), mask_fn=all_allowed)
-    step = masked.apply(None, jnp.zeros((500, 1)), (), jax.random.key(0))
-    np.testing.assert_array_equal(step.action, draw(envs.Discrete(7), 500))
+    step = draw(100_000)["all allowed"]
+    np.testing.assert_array_equal(step.action, draw(100_000)[7].action)
     assert step.action.dtype == jnp.int32
     assert not step.extras["none_allowed"].any()
 
 
+@pytest.mark.slow  # a loop over all the actions
 def test_masked_draw_in_a_space_too_large_for_one_word():
-    n = (1 << 16) + 3
-    mask = jnp.zeros((8, n), bool).at[:, jnp.array([5, n - 1])].set(True)
-    policy = rollout.random_policy(envs.Discrete(n), mask_fn=lambda obs: mask)
-    actions = [
-        policy.apply(None, jnp.zeros((8, 1)), (), jax.random.key(seed)).action
-        for seed in range(8)
-    ]
+    mask = np.zeros((8, LARGE), bool)
+    mask[:, [5, LARGE - 1]] = True
+    policy = rollout.random_policy(envs.Discrete(LARGE), mask_fn=lambda obs: obs)
+    run = jax.jit(policy.apply)
+    actions = [run(None, mask, (), jax.random.key(seed)).action for seed in range(8)]
     # 64 draws of two: one of them never comes with probability 2 ** -63.
-    assert set(np.concatenate(actions).tolist()) == {5, n - 1}
-
-
-def test_lane_draws_the_same_masked_action_among_any_number_of_lanes():
-    policy = rollout.random_policy(envs.Discrete(6), mask_fn=even)
-    few, many = (
-        policy.apply(None, jnp.zeros((num, 1)), (), jax.random.key(0)).action
-        for num in (7, 1000)
-    )
-    np.testing.assert_array_equal(few, many[:7])
+    assert set(np.concatenate(actions).tolist()) == {5, LARGE - 1}
 
 
 def test_mask_of_a_box_is_refused():
@@ -96,43 +113,32 @@ def test_mask_of_another_shape_is_refused():
 
 
 def test_discrete_space_too_large_for_one_word_still_draws():
-    action = draw(envs.Discrete(1 << 20), 4096)
+    action = draw(100_000)[1 << 20].action
     assert action.min() >= 0
     assert (1 << 19) < action.max() < (1 << 20)
 
 
 def test_box_actions_fill_the_box():
-    space = envs.Box(jnp.array([-1.0, 0.0]), jnp.array([1.0, 5.0]), (2,))
-    action = draw(space, 20_000)
-    assert action.shape == (20_000, 2)
-    # The mean of 20,000 uniforms of width w has standard error w / sqrt(12 * 20000).
-    np.testing.assert_allclose(action.mean(axis=0), [0.0, 2.5], atol=5 * 0.0102)
+    action = draw(100_000)["box"].action
+    assert action.shape == (100_000, 2)
+    # The mean of 100,000 uniforms of width w has standard error w / sqrt(1,200,000).
+    np.testing.assert_allclose(action.mean(axis=0), [0.0, 2.5], atol=5 * 0.0046)
     assert (action.min(axis=0) >= [-1.0, 0.0]).all()
     assert (action.max(axis=0) <= [1.0, 5.0]).all()
 
 
-class Pair:
-    """A space of two parts, without shape and dtype."""
-
-    def sample(self, key):
-        return {"a": jax.random.bits(key), "b": jax.random.uniform(key, (2,))}
-
-
-@pytest.mark.parametrize("space", [envs.Discrete(3), envs.Box(0.0, 1.0, (2,))])
-def test_lane_draws_the_same_among_any_number_of_lanes(space):
-    np.testing.assert_array_equal(draw(space, 1000)[:7], draw(space, 7))
-
-
-@pytest.mark.usefixtures("key_reuse")
-def test_space_of_several_parts_is_drawn_lane_by_lane():
-    policy = rollout.random_policy(Pair())
-    few, many = (
-        policy.apply(None, jnp.zeros((num, 1)), (), jax.random.key(0)).action
-        for num in (3, 50)
+@pytest.mark.parametrize("name", [3, "box", "even", "pair"])
+def test_lane_draws_the_same_among_any_number_of_lanes(name):
+    few, many = (draw(num)[name].action for num in (7, 100_000))
+    jax.tree.map(
+        lambda few, many: np.testing.assert_array_equal(few, many[:7]), few, many
     )
-    assert few["b"].shape == (3, 2)
-    np.testing.assert_array_equal(few["a"], many["a"][:3])
-    assert len(np.unique(many["a"])) == 50
+
+
+def test_space_of_several_parts_is_drawn_lane_by_lane():
+    action = draw(100_000)["pair"].action
+    assert action["b"].shape == (100_000, 2)
+    assert len(np.unique(action["a"][:50])) == 50
 
 
 def test_unbounded_box_is_refused():
@@ -141,11 +147,15 @@ def test_unbounded_box_is_refused():
         rollout.random_policy(envs.Box(-jnp.inf, 1.0, (2,)))
 
 
-def run(policy, num_steps=3):
-    env = envs.vectorize(CountEnv(), 4)
+def run(policy, env=None):
+    """Traces a collection; wrong policies are refused before anything is compiled."""
+    env = envs.vectorize(env or CountEnv(), 4)
     collector = rollout.Collector(env=env, policy=policy)
-    carry = collector.init(jax.random.key(0))
-    return collector.collect_steps(carry, None, num_steps)
+
+    def collect(key):
+        return collector.collect_steps(collector.init(key), None, 3)
+
+    return jax.eval_shape(collect, jax.random.key(0))
 
 
 @pytest.mark.parametrize(
@@ -244,10 +254,6 @@ def test_environment_whose_state_changes_is_refused():
             return step.replace(state={**step.state, "n": step.obs[0]})
 
     jax.tree_util.register_static(Drifting)
-    env = envs.vectorize(Drifting(), 4)
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
-    carry = collector.init(jax.random.key(0))
     message = r"must return the state as `env.reset` does: int32 of shape \(4,\) at"
     with pytest.raises(ValueError, match=message):
-        collector.collect_steps(carry, None, 2)
+        run(rollout.random_policy(Drifting().action_space), Drifting())
