@@ -15,6 +15,7 @@ from rollout.evaluation import evaluate
 from rollout.policies import (
     epsilon_greedy,
     gaussian_noise,
+    greedy,
     ornstein_uhlenbeck,
     random_policy,
     random_warmup,
@@ -22,8 +23,8 @@ from rollout.policies import (
     stateless_policy,
 )
 from rollout.profiling import Profile, profile
-from rollout.stats import CollectStats, summarize
-from rollout.stream import Batch, Stream, StreamStats, log_stats
+from rollout.stats import CollectStats, log_stats, summarize
+from rollout.stream import Stream, StreamBatch, StreamStats
 from rollout.trajectories import Pieces, split_trajectories
 from rollout.types import (
     Carry,
@@ -34,6 +35,8 @@ from rollout.types import (
     PolicyStep,
     Transition,
 )
+
+Batch = StreamBatch  # its name until 0.1; `buffers.Batch` is another thing
 
 __all__ = [
     "Batch",
@@ -48,12 +51,14 @@ __all__ = [
     "PolicyStep",
     "Profile",
     "Stream",
+    "StreamBatch",
     "StreamStats",
     "Transition",
     "checkpoint",
     "epsilon_greedy",
     "evaluate",
     "gaussian_noise",
+    "greedy",
     "log_stats",
     "ornstein_uhlenbeck",
     "profile",

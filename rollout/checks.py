@@ -31,14 +31,18 @@ def typed_key(key: Any) -> None:
         )
 
 
-def count(name: str, value: Any) -> None:
-    """Refuses a count that is not a Python int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
+def count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> None:
+    """Refuses a count that is not a Python int from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` must be an int of at least {least}, got {value!r}.")
+    if most is not None and value > most:
+        raise ValueError(f"`{name}` must be at most {most}, got {value}.")
 
 
 def max_steps(value: Any) -> jax.Array:
     """Refuses what `count` does; one beyond int32 is as good as the largest."""
+    if isinstance(value, jax.Array) and (value.shape, value.dtype) == ((), jnp.int32):
+        return value  # of an outer program, which has seen to it
     count("max_steps", value)
     return jnp.int32(min(value, jnp.iinfo(jnp.int32).max))
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from envs import keys
 from envs.types import VectorEnv
 from rollout import checks, kernel
-from rollout.kernel import episodes, plans
+from rollout.kernel import episode_keys, episodes
 from rollout.types import Carry, Episodes, Policy, Transition
 
 Acc = TypeVar("Acc")
@@ -85,7 +86,7 @@ class Collector:
             ValueError: while tracing, if the policy or the environment returns
                 something of the wrong structure, shape or dtype.
         """
-        carry, transition = kernel.step(self.env, self.policy, carry, params)
+        carry, transition, _ = kernel.step(self.env, self.policy, carry, params)
         return carry, kernel.record(self.record_fn, transition)
 
     def collect_steps(
@@ -177,7 +178,7 @@ class Collector:
         """
         checks.count("num_episodes", num_episodes)
         max_steps = checks.max_steps(max_steps)
-        return episodes.collect(self, carry, params, num_episodes, max_steps)
+        return _collect_episodes(self, carry, params, num_episodes, max_steps)
 
     def collect_episodes_per_env(
         self, carry: Carry, params: Any, episodes_per_env: int, *, max_steps: int
@@ -203,9 +204,7 @@ class Collector:
         """
         checks.count("episodes_per_env", episodes_per_env)
         max_steps = checks.max_steps(max_steps)
-        return episodes.collect_per_env(
-            self, carry, params, episodes_per_env, max_steps
-        )
+        return _collect_per_env(self, carry, params, episodes_per_env, max_steps)
 
     def fold_episodes(
         self,
@@ -241,8 +240,8 @@ class Collector:
         """
         checks.count("num_episodes", num_episodes)
         max_steps = checks.max_steps(max_steps)
-        plan = plans.queue(carry, num_episodes)
-        return episodes.play(self, carry, params, fn, acc, plan, max_steps)
+        plan = episodes.queue(carry, self._lanes, num_episodes)
+        return self._play(carry, params, fn, acc, plan, max_steps)
 
     def collect_padded_episodes(
         self, carry: Carry, params: Any, num_episodes: int, *, max_length: int
@@ -267,7 +266,36 @@ class Collector:
         """
         checks.count("num_episodes", num_episodes)
         checks.count("max_length", max_length)
-        return episodes.collect_padded(self, carry, params, num_episodes, max_length)
+        return _collect_padded(self, carry, params, num_episodes, max_length)
+
+    @property
+    def _lanes(self) -> episode_keys.LaneIds:
+        return episode_keys.all_lanes(self.env.num_envs)
+
+    def _play(
+        self,
+        carry: Carry,
+        params: Any,
+        fn: Callable[[Acc, Transition], Acc],
+        acc: Acc,
+        plan: episodes.Plan,
+        max_steps: jax.Array,
+    ) -> tuple[Carry, Acc, Episodes]:
+        """Plays a plan, with what is recorded handed to `fn`."""
+
+        def see(acc: Acc, transition: Transition) -> Acc:
+            return fn(acc, kernel.record(self.record_fn, transition))
+
+        return episodes.play(
+            self.env,
+            self.policy,
+            carry,
+            params,
+            see,
+            acc,
+            plan=plan,
+            max_steps=max_steps,
+        )
 
 
 def _node_types(structure: jax.tree_util.PyTreeDef) -> tuple[type, ...]:
@@ -296,15 +324,55 @@ def _collect_steps(
 ) -> tuple[Carry, Transition]:
     def step(carry: Carry, _: None) -> tuple[Carry, tuple[Transition, jax.Array]]:
         carry, transition = collector.step(carry, params)
-        # XLA:CPU pays for every array that a step writes: both flags go into one, and
-        # the mask, a constant since no lane is ever idle here, is not written at all.
-        flags = transition.terminated + 2 * transition.truncated.astype(jnp.uint8)
-        rest = transition.replace(terminated=(), truncated=(), mask=())
-        return carry, (rest, flags)
+        return carry, kernel.pack(transition)
 
-    carry, (trajectory, flags) = lax.scan(step, carry, length=num_steps)
-    return carry, trajectory.replace(
-        terminated=(flags & 1) != 0,
-        truncated=flags > 1,
-        mask=jnp.ones(flags.shape, bool),
+    carry, (rows, flags) = lax.scan(step, carry, length=num_steps)
+    return carry, kernel.unpack(rows, flags, jnp.ones(flags.shape, bool))
+
+
+@functools.partial(jax.jit, static_argnames="num_episodes")
+def _collect_episodes(
+    collector: Collector,
+    carry: Carry,
+    params: Any,
+    num_episodes: int,
+    max_steps: jax.Array,
+) -> tuple[Carry, Episodes]:
+    plan = episodes.queue(carry, collector._lanes, num_episodes)
+    carry, _, played = collector._play(carry, params, _ignore, (), plan, max_steps)
+    return carry, played
+
+
+@functools.partial(jax.jit, static_argnames="episodes_per_env")
+def _collect_per_env(
+    collector: Collector,
+    carry: Carry,
+    params: Any,
+    episodes_per_env: int,
+    max_steps: jax.Array,
+) -> tuple[Carry, Episodes]:
+    plan = episodes.per_env(carry, collector._lanes, episodes_per_env)
+    carry, _, played = collector._play(carry, params, _ignore, (), plan, max_steps)
+    return carry, played
+
+
+@functools.partial(jax.jit, static_argnames=("num_episodes", "max_length"))
+def _collect_padded(
+    collector: Collector,
+    carry: Carry,
+    params: Any,
+    num_episodes: int,
+    max_length: int,
+) -> tuple[Carry, Transition, Episodes]:
+    row = jax.eval_shape(collector.step, carry, params)[1]
+    blank, write = episodes.pad(row, carry, num_episodes, max_length)
+    plan = episodes.queue(carry, collector._lanes, num_episodes)
+    carry, padded, played = collector._play(
+        carry, params, write, keys.words(blank), plan, jnp.int32(max_length)
     )
+    return carry, keys.like(padded, blank), played
+
+
+def _ignore(acc: Acc, transition: Transition) -> Acc:
+    del transition  # unused
+    return acc

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from rollout import checks
 from rollout.collector import Collector
-from rollout.kernel import episodes, plans
-from rollout.stats import CollectStats, count_nonfinite, summarize
+from rollout.finite import count_faulty
+from rollout.stats import CollectStats, summarize
 from rollout.types import Transition
 
 
@@ -57,11 +57,14 @@ def _evaluate(
     max_steps: jax.Array,
 ) -> CollectStats:
     def count(num_nonfinite: jax.Array, transition: Transition) -> jax.Array:
-        return num_nonfinite + count_nonfinite(transition)
+        return num_nonfinite + count_faulty(transition)
 
-    carry = collector.init(key)
-    plan, zero = plans.queue(carry, num_episodes), jnp.zeros((), jnp.int32)
-    _, num_nonfinite, played = episodes.play(
-        collector, carry, params, count, zero, plan, max_steps
+    _, num_nonfinite, played = collector.fold_episodes(
+        collector.init(key),
+        params,
+        count,
+        jnp.zeros((), jnp.int32),
+        num_episodes=num_episodes,
+        max_steps=max_steps,
     )
     return summarize(played).replace(num_nonfinite=num_nonfinite)

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from envs import keys
@@ -118,7 +117,7 @@ def _env_step(
 
     def step(state: Any, action: chex.ArrayTree) -> Any:
         carry, _ = state
-        result = kernel.step_env(keys.barrier(collector.env), carry, action)
+        result = kernel.step_env(collector.env, carry, action)
         episode = carry.episode
         episode = episode.replace(episode_length=episode.episode_length + 1)
         carry = carry.replace(
@@ -137,9 +136,7 @@ def _auto_reset(
     del params  # unused
 
     def step(carry: Carry, done: jax.Array) -> tuple[Carry, None]:
-        start = kernel.own_episodes(carry.key, carry.episode.episode_id, ahead=1)
-        env = keys.barrier(collector.env)
-        return kernel.restart(env, collector.policy, carry, done, start), None
+        return kernel.restart(collector.env, collector.policy, carry, done), None
 
     return lax.scan(step, carry, trajectory.done)[0]
 
@@ -148,17 +145,14 @@ def _recording(
     collector: Collector, carry: Carry, params: Any, trajectory: Transition
 ) -> Any:
     del collector, carry, params  # unused
-    # As many arrays as `collect_steps` writes: one for both flags, none for the mask.
-    flags = trajectory.terminated.astype(jnp.uint8)
-    rows = trajectory.replace(terminated=(), truncated=(), mask=())
-    rows = keys.words((rows, flags))
+    rows = keys.words(kernel.pack(trajectory))
 
     def step(row: chex.ArrayTree, _: None) -> tuple[chex.ArrayTree, chex.ArrayTree]:
         # Behind a barrier, or jax would broadcast the row instead of writing rows.
         row = lax.optimization_barrier(row)
         return row, row
 
-    return lax.scan(step, _last(rows), length=flags.shape[0])[1]
+    return lax.scan(step, _last(rows), length=trajectory.reward.shape[0])[1]
 
 
 def _last(tree: chex.ArrayTree) -> chex.ArrayTree:

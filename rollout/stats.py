@@ -1,9 +1,14 @@
 """Statistics of episodes: of those that ended in a trajectory, or of exactly N."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
+from rollout.finite import count_faulty
 from rollout.types import Episodes, Transition
 
 # Student's t at 97.5 % for 1 to 4 degrees of freedom, where its expansion is poor.
@@ -27,9 +32,10 @@ class CollectStats:
         num_unfinished: `()` int32, of these the ones that `max_steps` cut: their return
             and length are those of the part that was played.
         num_nonfinite: `()` int32, rows with a NaN or infinity in the reward, the action
-            or the extras: NaN parameters show here, for a discrete policy if it
-            records its log_prob or logits. Of `Episodes`, which have no rows, the
-            episodes whose return is NaN or infinite.
+            or the extras (in logits and the like minus infinity is none): NaN
+            parameters show here, for a discrete policy if it records its log_prob or
+            logits. Of `Episodes`, which have no rows, the episodes whose return is NaN
+            or infinite.
         return_mean: `()` float32, mean undiscounted return.
         return_std: `()` float32, standard deviation of the returns (population).
         return_min: `()` float32, smallest return.
@@ -93,19 +99,35 @@ def summarize(data: Transition | Episodes) -> CollectStats:
         terminated=data.terminated & data.mask,
         num_steps=_count(data.mask),
         num_unfinished=jnp.zeros((), jnp.int32),
-        num_nonfinite=count_nonfinite(data),
+        num_nonfinite=count_faulty(data),
     )
 
 
-def count_nonfinite(trajectory: Transition) -> jax.Array:
-    """Counts the rows with a recorded number that is NaN or infinite."""
-    finite = jnp.ones_like(trajectory.mask)
-    numbers = (trajectory.reward, trajectory.action, trajectory.extras)
-    for leaf in jax.tree.leaves(numbers):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            axes = tuple(range(finite.ndim, leaf.ndim))
-            finite &= jnp.all(jnp.isfinite(leaf), axis=axes)
-    return _count(trajectory.mask & ~finite)
+def log_stats(stats: Any, *, prefix: str = "") -> dict[str, float]:
+    """Makes of statistics what any logger takes: a flat dict of Python floats.
+
+    Args:
+        stats: a `CollectStats`, a `StreamStats`, a mapping, or any of these nested;
+            every leaf a number or a `()` array.
+        prefix: put in front of every name.
+
+    Returns:
+        Names, those of nested ones joined by "/", to floats. A mean over no episode is
+        NaN there too.
+
+    Raises:
+        ValueError: if a leaf is not a scalar.
+    """
+    flat = {}
+    for path, leaf in jax.tree.leaves_with_path(jax.device_get(_named(stats))):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if np.shape(leaf):
+            raise ValueError(
+                f"`stats` must have scalar leaves, got shape {np.shape(leaf)} at "
+                f"{name}."
+            )
+        flat[prefix + name] = float(leaf)
+    return flat
 
 
 def _describe(
@@ -170,3 +192,9 @@ def _moments(value: jax.Array, flag: jax.Array) -> tuple[jax.Array, ...]:
     high = jnp.max(jnp.where(flag, value, -jnp.inf))
     empty = count == 0
     return mean, std, jnp.where(empty, jnp.nan, low), jnp.where(empty, jnp.nan, high)
+
+
+def _named(stats: Any) -> Any:
+    if isinstance(stats, Mapping):
+        return {name: _named(value) for name, value in stats.items()}
+    return stats

@@ -164,7 +164,7 @@ class Policy(NamedTuple):
             `[B, ...]`; `key` is one typed key for the whole batch, new at every step.
         mode: as `apply`, with the same structure of the result, but the most likely
             action instead of a drawn one; None if the policy does not say. It is what
-            a `Stream` with `deterministic=True` runs.
+            `greedy` makes a policy of.
     """
 
     init: Callable[[int], chex.ArrayTree]

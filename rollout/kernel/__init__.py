@@ -1,31 +1,29 @@
 """The kernel: the pure step, the keys that it draws from, and the loop of episodes.
 
-`init` and `step` are all that a fold over time needs. `step` is `advance`, which resets
-nothing, then `restart` of the lanes that are done.
+`init` and `step` are all that a fold over time needs; `pack` and `unpack` stand at the
+two ends of a stack of rows.
 """
 
 from rollout.kernel.transition import (
-    Start,
     act,
-    advance,
     init,
-    own_episodes,
-    queued_episodes,
+    pack,
     record,
     restart,
     step,
     step_env,
+    unpack,
+    void,
 )
 
 __all__ = [
-    "Start",
     "act",
-    "advance",
     "init",
-    "own_episodes",
-    "queued_episodes",
+    "pack",
     "record",
     "restart",
     "step",
     "step_env",
+    "unpack",
+    "void",
 ]

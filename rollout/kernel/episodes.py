@@ -1,31 +1,92 @@
-"""Exactly N episodes: the loop that plays them, and what is made of their rows.
+"""Exactly N episodes: which lane plays which, and the loop that plays them.
 
-A lane whose episode is over takes the next one of the plan; a lane without one is idle.
-An idle lane plays on, so that its environment state stays valid, but its rows are void
-and counted nowhere.
+Which episodes count is settled by the order in which they start, so that short ones are
+not favoured, as they are where those count that end first. A lane whose episode is over
+takes the next one of the plan; a lane without one is idle. An idle lane plays on, so
+that its environment state stays valid, but its rows are void and counted nowhere.
 """
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
 from envs import keys
-from rollout import kernel
-from rollout.kernel import plans
-from rollout.types import Carry, Episodes, Transition
-
-if TYPE_CHECKING:
-    from rollout.collector import Collector
+from envs.types import VectorEnv
+from rollout.kernel import episode_keys, transition
+from rollout.kernel.episode_keys import LaneIds, Start
+from rollout.types import Carry, Episodes, Policy, Transition
 
 Acc = TypeVar("Acc")
 
 _COLUMNS = 4  # of the table of results: return, length, flags, lane
-_TERMINATED, _TRUNCATED, _FINISHED = 1, 2, 4
+
+
+class Plan(NamedTuple):
+    """Which lane plays which of the `N` episodes, numbered as they start.
+
+    Attributes:
+        num_episodes: N.
+        index_fn: `[B]` ids of the episodes that lanes are in to their numbers.
+        next_fn: `[B]` numbers and `[B]` bool, where they are over, to the numbers of
+            the episodes that the lanes play next, N or more for none.
+        start_fn: `[B]` numbers to what starts these episodes.
+        first: `[B]` int32, numbers of the episodes that the lanes play first.
+        num_queued: episodes that the call takes from the queue.
+        after: the episodes of their own that the lanes start when the call is over.
+    """
+
+    num_episodes: int
+    index_fn: Callable[[jax.Array], jax.Array]
+    next_fn: Callable[[jax.Array, jax.Array], jax.Array]
+    start_fn: Callable[[jax.Array], Start]
+    first: jax.Array  # [B]
+    num_queued: int
+    after: Start
+
+
+def queue(carry: Carry, lanes: LaneIds, num_episodes: int) -> Plan:
+    """All lanes serve one queue: whoever is free takes the next episode."""
+    own_id = carry.episode.episode_id
+
+    def take_next(index: jax.Array, over: jax.Array) -> jax.Array:
+        # The highest number is that of the last episode which anybody has taken.
+        return jnp.where(
+            over, jnp.max(index) + jnp.cumsum(over, dtype=jnp.int32), index
+        )
+
+    return Plan(
+        num_episodes=num_episodes,
+        index_fn=lambda episode_id: -1 - episode_id - carry.next_episode,
+        next_fn=take_next,
+        start_fn=lambda index: episode_keys.queued_episodes(
+            carry.key, carry.next_episode + index
+        ),
+        first=lanes.number,
+        num_queued=num_episodes,
+        after=episode_keys.own_episodes(carry.key, lanes, own_id + lanes.total),
+    )
+
+
+def per_env(carry: Carry, lanes: LaneIds, episodes_per_env: int) -> Plan:
+    """Every lane plays the next `episodes_per_env` episodes of its own."""
+    num_episodes = episodes_per_env * lanes.total
+    first_id = carry.episode.episode_id + lanes.total
+    return Plan(
+        num_episodes=num_episodes,
+        index_fn=lambda episode_id: episode_id - first_id + lanes.number,
+        next_fn=lambda index, over: jnp.where(over, index + lanes.total, index),
+        start_fn=lambda index: episode_keys.own_episodes(
+            carry.key, lanes, first_id + (index - lanes.number)
+        ),
+        first=lanes.number,
+        num_queued=0,
+        after=episode_keys.own_episodes(carry.key, lanes, first_id + num_episodes),
+    )
 
 
 @struct.dataclass(kw_only=True)
@@ -34,61 +95,92 @@ class _Run:
 
     carry: Carry
     acc: Any
-    index: jax.Array  # [B] int32, the episode that the lane plays next; idle from N on
-    over: jax.Array  # [B] bool, the lane starts that episode with the coming step
-    num_started: jax.Array  # () int32
     table: jax.Array  # [N, 4] int32, one row per episode that is over
     num_steps: jax.Array  # () int32
 
 
 def play(
-    collector: "Collector",
+    env: VectorEnv,
+    policy: Policy,
     carry: Carry,
     params: Any,
     fn: Callable[[Acc, Transition], Acc],
     acc: Acc,
-    plan: plans.Plan,
+    *,
+    plan: Plan,
     max_steps: jax.Array,
 ) -> tuple[Carry, Acc, Episodes]:
-    """Plays the episodes of `plan`; see `Collector.fold_episodes`."""
-    env, policy = keys.barrier(collector.env), collector.policy  # see `kernel.step`
+    """Plays the episodes of a plan; see `Collector.fold_episodes`."""
     everywhere = jnp.ones((env.num_envs,), bool)
-    run = _Run(
-        carry=carry,
-        acc=acc,
-        index=jnp.arange(env.num_envs, dtype=jnp.int32),
-        over=everywhere,
-        num_started=jnp.int32(env.num_envs),
-        table=jnp.zeros((plan.num_episodes, _COLUMNS), jnp.int32),
-        num_steps=jnp.zeros((), jnp.int32),
-    )
+
+    def restart_all(carry: Carry, start: Start) -> Carry:
+        return transition.restart(env, policy, carry, everywhere, start)
 
     def is_playing(run: _Run) -> jax.Array:
-        return jnp.any(run.index < plan.num_episodes)
+        index = plan.index_fn(run.carry.episode.episode_id)
+        return jnp.any(index < plan.num_episodes)
 
     def step(run: _Run) -> _Run:
-        start = plan.start_fn(run.index)
-        carry = kernel.restart(env, policy, run.carry, run.over, start)
-        carry, transition = kernel.advance(env, policy, carry, params)
-        mask = run.index < plan.num_episodes
-        over = transition.done | (transition.episode_length >= max_steps)
-        seen = kernel.record(collector.record_fn, _as_seen(transition, mask, over))
-        index, num_started = plan.next_fn(run.index, over, run.num_started)
+        index = plan.index_fn(run.carry.episode.episode_id)
+        mask = index < plan.num_episodes
+        next_carry, row, cut = transition.step(
+            env,
+            policy,
+            run.carry,
+            params,
+            limit=max_steps,
+            start_fn=lambda over: plan.start_fn(plan.next_fn(index, over)),
+        )
         return _Run(
-            carry=carry,
-            acc=fn(run.acc, seen),
-            index=index,
-            over=over,
-            num_started=num_started,
-            table=_note(run.table, run.index, over, transition),
+            carry=next_carry,
+            acc=fn(run.acc, _void(row, mask, cut)),
+            table=_note(run.table, plan.first, index, row, cut),
             num_steps=run.num_steps + jnp.sum(mask, dtype=jnp.int32),
         )
 
+    run = _Run(
+        carry=restart_all(carry, plan.start_fn(plan.first)),
+        acc=acc,
+        table=jnp.zeros((plan.num_episodes, _COLUMNS), jnp.int32),
+        num_steps=jnp.zeros((), jnp.int32),
+    )
     run = _while(is_playing, step, run)
-    start = kernel.own_episodes(carry.key, plan.next_id)
-    end = kernel.restart(env, policy, run.carry, everywhere, start)
+    end = restart_all(run.carry, plan.after)
     end = end.replace(next_episode=end.next_episode + plan.num_queued)
     return end, run.acc, _read(run.table, run.num_steps)
+
+
+def pad(
+    row: Transition, carry: Carry, num_episodes: int, max_length: int
+) -> tuple[chex.ArrayTree, Callable[[chex.ArrayTree, Transition], chex.ArrayTree]]:
+    """What `play` folds with to get the episodes of the queue whole.
+
+    Args:
+        row: a transition, of which shapes and dtypes are read.
+        carry: the carry before the call.
+        num_episodes: N.
+        max_length: L.
+
+    Returns:
+        A trajectory `[L, N, ...]`, all zero, with words for its keys, and the function
+        that writes a transition to it.
+    """
+
+    def write(padded: chex.ArrayTree, row: Transition) -> chex.ArrayTree:
+        index = -1 - row.episode_id - carry.next_episode
+        # A lane that is idle writes to a column that is not there.
+        place = (row.episode_length - 1, jnp.where(row.mask, index, num_episodes))
+        return jax.tree.map(
+            lambda old, new: old.at[place].set(new, mode="drop"),
+            padded,
+            keys.words(row),
+        )
+
+    blank = jax.tree.map(
+        lambda x: keys.blank((max_length, num_episodes, *x.shape[1:]), x, carry.key),
+        row,
+    )
+    return blank, write
 
 
 def _while(
@@ -107,107 +199,42 @@ def _while(
     return keys.like(words, run)
 
 
-@functools.partial(jax.jit, static_argnames="num_episodes")
-def collect(
-    collector: "Collector",
-    carry: Carry,
-    params: Any,
-    num_episodes: int,
-    max_steps: jax.Array,
-) -> tuple[Carry, Episodes]:
-    """See `Collector.collect_episodes`."""
-    plan = plans.queue(carry, num_episodes)
-    carry, _, episodes = play(collector, carry, params, _ignore, (), plan, max_steps)
-    return carry, episodes
-
-
-@functools.partial(jax.jit, static_argnames="episodes_per_env")
-def collect_per_env(
-    collector: "Collector",
-    carry: Carry,
-    params: Any,
-    episodes_per_env: int,
-    max_steps: jax.Array,
-) -> tuple[Carry, Episodes]:
-    """See `Collector.collect_episodes_per_env`."""
-    plan = plans.per_env(carry, episodes_per_env)
-    carry, _, episodes = play(collector, carry, params, _ignore, (), plan, max_steps)
-    return carry, episodes
-
-
-@functools.partial(jax.jit, static_argnames=("num_episodes", "max_length"))
-def collect_padded(
-    collector: "Collector",
-    carry: Carry,
-    params: Any,
-    num_episodes: int,
-    max_length: int,
-) -> tuple[Carry, Transition, Episodes]:
-    """See `Collector.collect_padded_episodes`."""
-    row = jax.eval_shape(collector.step, carry, params)[1]
-    blank = jax.tree.map(
-        lambda x: keys.blank((max_length, num_episodes, *x.shape[1:]), x, carry.key),
-        row,
-    )
-
-    def write(padded: Transition, transition: Transition) -> Transition:
-        index = -1 - transition.episode_id - carry.next_episode
-        # A lane that is idle writes to a column that is not there.
-        column = jnp.where(transition.mask, index, num_episodes)
-        place = (transition.episode_length - 1, column)
-        return jax.tree.map(
-            lambda old, new: old.at[place].set(new, mode="drop"),
-            padded,
-            keys.words(transition),
-        )
-
-    plan, limit = plans.queue(carry, num_episodes), jnp.int32(max_length)
-    padded = keys.words(blank)
-    carry, padded, episodes = play(collector, carry, params, write, padded, plan, limit)
-    return carry, keys.like(padded, blank), episodes
-
-
-def _ignore(acc: Acc, transition: Transition) -> Acc:
-    del transition  # unused
-    return acc
-
-
-def _as_seen(transition: Transition, mask: jax.Array, over: jax.Array) -> Transition:
-    """The transition for the fold: idle lanes void, a cut by `max_steps` truncated."""
-    truncated = transition.truncated | (over & ~transition.terminated)
-    return transition.replace(
+def _void(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
+    """The transition for the fold: idle lanes void, truncated only what goes on."""
+    return row.replace(
         mask=mask,
-        reward=jnp.where(mask, transition.reward, 0.0),
-        terminated=transition.terminated & mask,
-        truncated=truncated & mask,
+        reward=jnp.where(mask, row.reward, 0.0),
+        terminated=row.terminated & mask,
+        truncated=row.truncated & ~(cut & row.terminated) & mask,
     )
 
 
 def _note(
-    table: jax.Array, index: jax.Array, over: jax.Array, transition: Transition
+    table: jax.Array,
+    lane: jax.Array,
+    index: jax.Array,
+    row: Transition,
+    cut: jax.Array,
 ) -> jax.Array:
     """Writes the row of each episode that is over: one scatter for all its figures."""
-    flags = (
-        jnp.where(transition.terminated, _TERMINATED, 0)
-        | jnp.where(transition.truncated, _TRUNCATED, 0)
-        | jnp.where(transition.done, _FINISHED, 0)
-    )
-    lane = jnp.arange(index.shape[0], dtype=jnp.int32)
-    total = lax.bitcast_convert_type(transition.episode_return, jnp.int32)
-    row = jnp.stack([total, transition.episode_length, flags, lane], axis=1)
+    truncated = row.truncated & ~cut  # by the environment itself
+    flags = transition.pack_flags(row.terminated, truncated, row.terminated | truncated)
+    total = lax.bitcast_convert_type(row.episode_return, jnp.int32)
+    figures = (total, row.episode_length, flags.astype(jnp.int32), lane)
     # Idle lanes, whose index is N or more, write to rows that are not there.
-    where = jnp.where(over, index, table.shape[0])
-    return table.at[where].set(row, mode="drop")
+    where = jnp.where(row.done, index, table.shape[0])
+    return table.at[where].set(jnp.stack(figures, axis=1), mode="drop")
 
 
 def _read(table: jax.Array, num_steps: jax.Array) -> Episodes:
     total, length, flags, lane = table.T
+    terminated, truncated, finished = transition.unpack_flags(flags, 3)
     return Episodes(
         episode_return=lax.bitcast_convert_type(total, jnp.float32),
         episode_length=length,
-        terminated=flags & _TERMINATED != 0,
-        truncated=flags & _TRUNCATED != 0,
-        finished=flags & _FINISHED != 0,
+        terminated=terminated,
+        truncated=truncated,
+        finished=finished,
         env_id=lane,
         num_steps=num_steps,
     )

@@ -1,25 +1,21 @@
-"""The kernel: `init` and `step`, one batched transition, nothing else.
+"""The pure step: `advance`, which resets nothing, then `restart` where it is due.
 
-`step` is `advance`, which resets nothing, then `restart` of the lanes that are done.
-
-Randomness comes from counters. Under the root key hang three streams: `_POLICY`, folded
-with the step number for the policy's key; `_ENV`, folded with the lane and the number
-of its episode for the episode key; `_QUEUE`, folded with the position of an episode in
-the queue that `collect_episodes` serves. So nothing is drawn that is not read, a lane's
-stream does not depend on the number of lanes, and the key is not carried.
+Every fold over time is one over `step`, and none has duties of its own: the fence
+around the environment, the keys, the limit and the lanes that stand still are in here.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from envs import keys
-from envs.types import RESET, EnvStep, Lanes, VectorEnv
+from envs.types import EnvStep, Lanes, VectorEnv
 from rollout import checks
-from rollout.kernel import fence
+from rollout.kernel import episode_keys, fence
+from rollout.kernel.episode_keys import LaneIds, Start
 from rollout.types import (
     Carry,
     Episode,
@@ -29,22 +25,14 @@ from rollout.types import (
     Transition,
 )
 
-_POLICY, _ENV, _QUEUE = 0, 1, 2
 
-
-class Start(NamedTuple):
-    """The episodes that lanes start next: lane numbers to keys, and `[B]` their ids."""
-
-    key_fn: Callable[[jax.Array], chex.PRNGKey]
-    episode_id: jax.Array  # [B]
-
-
-def init(env: VectorEnv, policy: Policy, key: chex.PRNGKey) -> Carry:
+def init(
+    env: VectorEnv, policy: Policy, key: chex.PRNGKey, *, lanes: LaneIds | None = None
+) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
-    env = keys.barrier(env)  # see `step`
-    lane = jnp.arange(env.num_envs, dtype=jnp.int32)
-    episode_key = _own_key(env_key=keys.fold_in(key, _ENV), lane=lane, number=0)
-    env_state, obs = env.reset(keys.fold_in(episode_key, RESET))
+    lanes = lanes or episode_keys.all_lanes(env.num_envs)
+    episode = episode_keys.first_episodes(key, lanes)
+    env_state, obs = keys.barrier(env).reset(episode_keys.reset_keys(episode))
     return Carry(
         key=key,
         step=jnp.zeros((), jnp.int32),
@@ -52,25 +40,59 @@ def init(env: VectorEnv, policy: Policy, key: chex.PRNGKey) -> Carry:
         env_state=env_state,
         obs=obs,
         policy_state=_initial_policy_state(policy, env.num_envs),
-        episode=Episode(
-            key=episode_key,
-            episode_return=jnp.zeros(lane.shape, jnp.float32),
-            episode_length=jnp.zeros(lane.shape, jnp.int32),
-            episode_id=lane,
-        ),
+        episode=episode,
     )
 
 
 def step(
-    env: VectorEnv, policy: Policy, carry: Carry, params: Any
-) -> tuple[Carry, Transition]:
-    """Takes one step in every lane; see `Collector.step`."""
-    # Parameters of a collector that is closed over are constants to XLA, which folds
-    # them and then rounds otherwise than where the collector is an argument.
-    env = keys.barrier(env)
-    carry, transition = advance(env, policy, carry, params)
-    start = own_episodes(carry.key, carry.episode.episode_id, ahead=1)
-    return restart(env, policy, carry, transition.done, start), transition
+    env: VectorEnv,
+    policy: Policy,
+    carry: Carry,
+    params: Any,
+    *,
+    lanes: LaneIds | None = None,
+    limit: jax.Array | None = None,
+    active: jax.Array | None = None,
+    start_fn: Callable[[jax.Array], Start] | None = None,
+    drop_fn: Callable[[Transition], jax.Array] | None = None,
+) -> tuple[Carry, Transition, jax.Array]:
+    """Takes one step in every lane, and starts new episodes where the old ones ended.
+
+    Args:
+        env: `B` environments side by side.
+        policy: the policy that acts in them.
+        carry: the carry of `init` or of an earlier step.
+        params: whatever the policy takes as its parameters.
+        lanes: which lanes these are; None for all there are.
+        limit: `()` int32, steps after which an episode is truncated; None for no limit.
+        active: `[B]` bool, the lanes that step; the others keep what they have, and
+            their row is void. None for all.
+        start_fn: `[B]` bool, where an episode is over, to the episodes that start
+            there; None for the next ones of the lanes' own.
+        drop_fn: the transition to `[B]` bool, where to give up an episode although it
+            goes on; no flag says so. None for nowhere.
+
+    Returns:
+        The next carry, the transition, `[B, ...]`, and `[B]` bool, where it is the
+        limit alone that truncated.
+    """
+    stepped, transition = advance(env, policy, carry, params)
+    cut = jnp.zeros_like(transition.truncated)
+    if limit is not None:
+        at_limit = transition.episode_length >= limit
+        cut = at_limit & ~transition.truncated
+        transition = transition.replace(truncated=transition.truncated | at_limit)
+    over = transition.done
+    if drop_fn is not None:
+        over |= drop_fn(transition)
+    if active is not None:
+        over &= active
+        transition = transition.replace(mask=active)
+    start = None if start_fn is None else start_fn(over)
+    fresh = restart(env, policy, stepped, over, start, lanes=lanes)
+    if active is not None:
+        fresh = _stand_still(active, carry, stepped, fresh)
+    return fresh, transition, cut
 
 
 def advance(
@@ -100,25 +122,60 @@ def advance(
 
 
 def restart(
-    env: VectorEnv, policy: Policy, carry: Carry, over: jax.Array, start: Start
+    env: VectorEnv,
+    policy: Policy,
+    carry: Carry,
+    over: jax.Array,
+    start: Start | None = None,
+    *,
+    lanes: LaneIds | None = None,
 ) -> Carry:
-    """Starts new episodes in the lanes where `over`, `[B]` bool."""
+    """Starts new episodes in the lanes where `over`, `[B]` bool.
+
+    Without a `start` these are the next ones of the lanes' own.
+    """
     episode = carry.episode
+    if start is None:
+        lanes = lanes or episode_keys.all_lanes(env.num_envs)
+        start = episode_keys.own_episodes(carry.key, lanes, episode.episode_id, ahead=1)
     with jax.named_scope("auto_reset"):
-        lanes = Lanes(episode_key=episode.key, state=carry.env_state, obs=carry.obs)
-        lanes = env.reset_done(start.key_fn, over, lanes)
+        old = Lanes(episode_key=episode.key, state=carry.env_state, obs=carry.obs)
+        new = keys.barrier(env).reset_done(start.key_fn, over, old)
     with jax.named_scope("bookkeeping"):
         return carry.replace(
-            env_state=lanes.state,
-            obs=lanes.obs,
+            env_state=new.state,
+            obs=new.obs,
             policy_state=_restart_policy(policy, carry.policy_state, over),
             episode=Episode(
-                key=lanes.episode_key,
+                key=new.episode_key,
                 episode_return=jnp.where(over, 0.0, episode.episode_return),
                 episode_length=jnp.where(over, 0, episode.episode_length),
                 episode_id=jnp.where(over, start.episode_id, episode.episode_id),
             ),
         )
+
+
+def act(env: VectorEnv, policy: Policy, carry: Carry, params: Any) -> PolicyStep:
+    """Asks the policy what to do at the carry's step."""
+    policy_key = episode_keys.policy_key(carry.key, carry.step)
+    decision = policy.apply(params, carry.obs, carry.policy_state, policy_key)
+    checks.policy_step(decision, env, carry.policy_state)
+    return decision
+
+
+def step_env(env: VectorEnv, carry: Carry, action: chex.ArrayTree) -> EnvStep:
+    """Steps the environments, and resets none."""
+    # Parameters of a collector that is closed over are constants to XLA, which folds
+    # them and then rounds otherwise than where the collector is an argument.
+    env = keys.barrier(env)
+
+    def step(*args: chex.ArrayTree) -> EnvStep:
+        result = env.step(*args)
+        checks.env_step(result, env.num_envs, carry.env_state, carry.obs)
+        return result
+
+    step_keys = episode_keys.step_keys(carry.episode)
+    return fence.step_once(step, step_keys, carry.env_state, action, counter=carry.step)
 
 
 def record(
@@ -132,51 +189,37 @@ def record(
     return recorded
 
 
-def own_episodes(key: chex.PRNGKey, episode_id: jax.Array, *, ahead: int = 0) -> Start:
-    """Those of the lanes' own streams that come `ahead` after `episode_id`, `[B]`."""
-    env_key, num_envs = keys.fold_in(key, _ENV), episode_id.shape[0]
-
-    def key_fn(lane: jax.Array) -> chex.PRNGKey:
-        return _own_key(env_key, lane, episode_id[lane] // num_envs + ahead)
-
-    return Start(key_fn, episode_id + ahead * num_envs)
+def void(transition: Transition) -> Transition:
+    """Zeroes the lanes whose `mask` is False."""
+    words = keys.words(transition)
+    zeros = jax.tree.map(jnp.zeros_like, words)
+    return keys.like(keys.select(transition.mask, words, zeros), transition)
 
 
-def queued_episodes(key: chex.PRNGKey, position: jax.Array) -> Start:
-    """The episodes at `position`, `[B]` int32, of the queue that all lanes serve."""
-    queue_key = keys.fold_in(key, _QUEUE)
+def pack(transition: Transition) -> tuple[Transition, jax.Array]:
+    """What is written of a transition: both flags in one array, and no mask.
 
-    def key_fn(lane: jax.Array) -> chex.PRNGKey:
-        return keys.fold_in(queue_key, position[lane])
-
-    return Start(key_fn, -1 - position)
-
-
-def _own_key(
-    env_key: chex.PRNGKey, lane: jax.Array, number: jax.typing.ArrayLike
-) -> chex.PRNGKey:
-    """The key of a lane's how-many-eth episode, from 0."""
-    return keys.fold_in(keys.fold_in(env_key, lane), number)
+    XLA:CPU pays for every array that a step writes, and the mask is known: that of all
+    lanes, or of `active`.
+    """
+    flags = pack_flags(transition.terminated, transition.truncated)
+    return transition.replace(terminated=(), truncated=(), mask=()), flags
 
 
-def act(env: VectorEnv, policy: Policy, carry: Carry, params: Any) -> PolicyStep:
-    """Asks the policy what to do at the carry's step."""
-    policy_key = keys.fold_in(keys.fold_in(carry.key, _POLICY), carry.step)
-    decision = policy.apply(params, carry.obs, carry.policy_state, policy_key)
-    checks.policy_step(decision, env, carry.policy_state)
-    return decision
+def unpack(rows: Transition, flags: jax.Array, mask: jax.Array) -> Transition:
+    """Takes back what `pack` did, over any leading axes."""
+    terminated, truncated = unpack_flags(flags, 2)
+    return rows.replace(terminated=terminated, truncated=truncated, mask=mask)
 
 
-def step_env(env: VectorEnv, carry: Carry, action: chex.ArrayTree) -> EnvStep:
-    """Steps the environments, and resets none."""
+def pack_flags(*flags: jax.Array) -> jax.Array:
+    """Puts up to eight flags into one array, uint8."""
+    return sum(flag.astype(jnp.uint8) << bit for bit, flag in enumerate(flags))
 
-    def step(*args: chex.ArrayTree) -> EnvStep:
-        result = env.step(*args)
-        checks.env_step(result, env.num_envs, carry.env_state, carry.obs)
-        return result
 
-    step_keys = keys.fold_in(carry.episode.key, carry.episode.episode_length + 1)
-    return fence.step_once(step, step_keys, carry.env_state, action, counter=carry.step)
+def unpack_flags(packed: jax.Array, num_flags: int) -> tuple[jax.Array, ...]:
+    """Takes back what `pack_flags` did."""
+    return tuple((packed & (1 << bit)) != 0 for bit in range(num_flags))
 
 
 def _record(
@@ -196,6 +239,29 @@ def _record(
         episode_length=episode.episode_length + 1,
         extras=decision.extras,
         info=result.info,
+    )
+
+
+def _stand_still(active: jax.Array, old: Carry, stepped: Carry, fresh: Carry) -> Carry:
+    """Gives the lanes that are not `active` back what they had."""
+    paths = zip(
+        jax.tree.leaves(old.env_state),
+        jax.tree.leaves(stepped.env_state),
+        jax.tree.leaves(fresh.env_state),
+        strict=True,
+    )
+    # What an auto-reset passes on as it is belongs to all lanes together, as the
+    # statistics of `NormalizeObs` do: their new value stands.
+    env_state = [
+        new if new is before else keys.select(active, new, was)
+        for was, before, new in paths
+    ]
+    structure = jax.tree.structure(old.env_state)
+    return fresh.replace(
+        env_state=jax.tree.unflatten(structure, env_state),
+        obs=keys.select(active, fresh.obs, old.obs),
+        policy_state=keys.select(active, fresh.policy_state, old.policy_state),
+        episode=keys.select(active, fresh.episode, old.episode),
     )
 
 

@@ -1,12 +1,18 @@
 """Policies: from plain functions, the random one, and wrappers that explore."""
 
-from rollout.policies.basic import random_policy, recurrent_policy, stateless_policy
+from rollout.policies.basic import (
+    greedy,
+    random_policy,
+    recurrent_policy,
+    stateless_policy,
+)
 from rollout.policies.exploration import epsilon_greedy, random_warmup
 from rollout.policies.noise import gaussian_noise, ornstein_uhlenbeck
 
 __all__ = [
     "epsilon_greedy",
     "gaussian_noise",
+    "greedy",
     "ornstein_uhlenbeck",
     "random_policy",
     "random_warmup",

@@ -50,7 +50,7 @@ def stateless_policy(
         fn: `(params, obs, key)` to `action`, or to the tuple `(action, extras)`; all
             are batched, `[B, ...]`. An action that is itself a tuple must come with
             extras, if only `()`.
-        mode_fn: as `fn`, but the most likely action, for `Stream(deterministic=True)`.
+        mode_fn: as `fn`, but the most likely action, for `greedy`.
 
     Returns:
         A policy whose state is `()`.
@@ -84,7 +84,7 @@ def recurrent_policy(
         fn: `(params, obs, state, key)` to `(action, state)` or `(action, state,
             extras)`; all are batched, `[B, ...]`.
         init: `num_envs` to the `[B, ...]` state at the start of an episode, any pytree.
-        mode_fn: as `fn`, but the most likely action, for `Stream(deterministic=True)`.
+        mode_fn: as `fn`, but the most likely action, for `greedy`.
 
     Returns:
         A policy whose state goes back to `init` at every episode boundary, lane by
@@ -112,6 +112,28 @@ def recurrent_policy(
         return apply
 
     return Policy(init, make(fn), make(mode_fn) if mode_fn else None)
+
+
+def greedy(policy: Policy) -> Policy:
+    """Makes the policy that takes the mode of another, as evaluation does.
+
+    Args:
+        policy: a policy with a `mode`; one that explores has that of the policy it
+            explores around.
+
+    Returns:
+        A policy of the same state and extras; equal for an equal `policy`, so nothing
+        is traced anew.
+
+    Raises:
+        ValueError: if it has no `mode`.
+    """
+    if policy.mode is None:
+        raise ValueError(
+            "`policy` must have a `mode`, got one without; `stateless_policy` and "
+            "`recurrent_policy` take it as `mode_fn`."
+        )
+    return Policy(init=policy.init, apply=policy.mode, mode=policy.mode)
 
 
 # The same object again, since a policy is a static part of every trace.

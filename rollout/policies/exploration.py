@@ -29,6 +29,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from envs import keys
 from envs.types import Space
@@ -147,6 +148,31 @@ def random_warmup(
 
     apply = functools.partial(act, policy, num_steps)
     return wrapping.counted(policy.init, apply, wrapping.act_by_mode(policy, act, 0))
+
+
+def random_where(
+    policy: Policy, action_space: Space, is_random: jax.Array, key: chex.PRNGKey
+) -> Policy:
+    """Makes the policy that acts at random in the lanes where `is_random`, `[B]` bool.
+
+    For one step, whose random actions are drawn from `key`: of a warm-up that is
+    counted over all lanes, where `random_warmup` counts the steps of each.
+    """
+    replace = _replacer(action_space, None)
+
+    def apply(
+        params: Any, obs: chex.ArrayTree, state: chex.ArrayTree, inner_key: chex.PRNGKey
+    ) -> PolicyStep:
+        decision = wrapping.decide(policy, action_space, params, obs, state, inner_key)
+
+        def draw(action: chex.ArrayTree) -> chex.ArrayTree:
+            return replace(decision._replace(action=action), obs, is_random, key).action
+
+        # Once the warm-up is over nothing is drawn.
+        action = lax.cond(jnp.any(is_random), draw, lambda x: x, decision.action)
+        return decision._replace(action=action)
+
+    return Policy(init=policy.init, apply=apply)
 
 
 def _replacer(

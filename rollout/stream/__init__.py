@@ -1,7 +1,11 @@
-"""The stream: batches for a training loop that is driven by Python."""
+"""Streams: batches for a training loop that is driven by Python.
 
-from rollout.stream._maker import Batch
-from rollout.stream.stats import StreamStats, log_stats
+`stream` is the loop; `fill` the one program that makes a batch; `worker` the thread in
+which it runs; `types` the containers; `options` what is refused.
+"""
+
+from rollout.stream.stats import StreamStats
 from rollout.stream.stream import Stream
+from rollout.stream.types import StreamBatch
 
-__all__ = ["Batch", "Stream", "StreamStats", "log_stats"]
+__all__ = ["Stream", "StreamBatch", "StreamStats"]

@@ -1,52 +1,59 @@
 """The streaming collector: batches for a training loop that is driven by Python."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Self
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from envs import keys
 from rollout.collector import Collector
-from rollout.stream import _options, _programs
-from rollout.stream._jobs import Job
-from rollout.stream._maker import Batch, Handed, Maker, Position
-from rollout.stream._options import Options
-from rollout.stream._place import Placement
-from rollout.stream._progress import Bar
-from rollout.stream.stats import StreamStats, Totals
-from rollout.types import Transition
+from rollout.policies import greedy
+from rollout.stream import options as option_checks
+from rollout.stream import stats
+from rollout.stream.fill import NO_FAULT, Filled, fill
+from rollout.stream.placement import place
+from rollout.stream.progress import Bar
+from rollout.stream.types import Options, Placement, Position, StreamBatch, Window
+from rollout.stream.worker import Job, Worker
+from rollout.types import Carry, Transition
+
+_MOMENT = 1e-5  # s
+
+
+class _Program(NamedTuple):
+    """What is compiled, once: no thread traces, for jax's settings are a thread's."""
+
+    fill: Callable[..., Filled]
+    blank: Callable[[], chex.ArrayTree]  # memory to write to where there is none
+    kinds: list[Any]  # of the parameters: what is compiled depends on where they lie
 
 
 class Stream:
     """Yields batches of exactly so many environment steps, one after the other.
 
-        stream = Stream(collector, key=key, params=params, steps_per_batch=4096,
-                        total_steps=1_000_000)
-        for batch in stream:
-            params = update(params, batch.trajectory)
-            stream.set_params(params)
+        with Stream(collector, key=key, params=params, steps_per_batch=4096,
+                    total_steps=1_000_000) as stream:
+            for batch in stream:
+                params = update(params, batch.trajectory)
+                stream.set_params(params)
 
     A batch is `[T, B, ...]` with T = ceil(steps_per_batch / num_envs) rows. Where
     `steps_per_batch` is a multiple of `num_envs`, the batches are bit for bit the rows
-    of `Collector.collect_steps` (but for `max_episode_steps` and what follows below).
-    Otherwise some lanes stand still in the last row, whose `mask` is then False: they
-    keep their state, and are the first to step in the next batch. So a step is
-    collected once, and the masks add up to `total_steps` exactly. A multiple of
-    `num_envs` is a little faster, since no lane has to be kept as it is.
+    of `Collector.collect_steps` (apart from what the options below change). Otherwise
+    some lanes stand still in the last row, whose `mask` is then False: they keep their
+    state, and are the first to step in the next batch. So a step is collected once, and
+    the masks add up to `total_steps` exactly. A multiple of `num_envs` is a little
+    faster, since no lane has to be kept as it is.
 
-    Episodes go on from batch to batch, and an `episode_id` is never used again, also
-    after `reset_each_batch`. Batches are filled in a thread of their own, in parts of
-    about 0.1 s, between which `stop` and Ctrl-C take effect.
-
-    Where TorchRL's `SyncDataCollector` is approximate, this is exact: it rounds
-    `frames_per_batch` up to a multiple of the environments and overshoots
-    `total_frames`; rounds `init_random_frames` up to whole batches, and leaves zeros,
-    or nothing, for the log-probability of random actions; keeps the trajectory id over
-    `reset_at_each_iter`; leaves rows of an earlier batch behind an interruption, and
-    counts them; pads with a real id; drops the last complete episodes; and does not
-    save the running environments.
+    Episodes go on from batch to batch, and an `episode_id` is never used again. Each
+    batch is one compiled program, which runs in a thread of its own: Ctrl-C raises in
+    `next` at once, the batch goes on being made, and the next call hands it over.
 
     Args:
         collector: policy and environments.
@@ -56,11 +63,9 @@ class Stream:
         steps_per_batch: environment steps of a batch over all lanes, at least 1.
         episodes_per_batch: N, whole episodes of a batch, instead of steps: those of
             `Collector.collect_padded_episodes`, `[L, N, ...]` with L =
-            `max_episode_steps`, which must be given. Endless, and a batch is made in
-            one part. Every batch begins with new episodes and leaves none under way,
-            so `reset_each_batch` and `truncate_at_batch_end` change nothing.
-            `total_steps`, `warmup_steps` (there is `random_warmup`) and
-            `on_fault="drop"` do not go with it.
+            `max_episode_steps`, which must be given. Endless. Every batch begins with
+            new episodes and leaves none under way. `total_steps`, `warmup_steps` (there
+            is `random_warmup`) and `on_fault="drop"` do not go with it.
         total_steps: steps after which the stream ends, None for an endless one. The
             last batch has what is left.
         warmup_steps: exactly so many steps, the first ones, take actions drawn
@@ -69,15 +74,14 @@ class Stream:
             are its own, of the action that it would have taken.
         max_episode_steps: steps after which an episode is truncated, counted over
             batches. If the environment ends it at the same step, its flag is kept.
-        reset_each_batch: starts every batch with new episodes. What was under way is
-            given up without a mark.
-        truncate_at_batch_end: as `reset_each_batch`, but marks the last step of every
-            episode under way as `truncated`; its `next_obs` is the true successor. A
+        at_batch_end: `"continue"`: episodes go on in the next batch. `"reset"`: every
+            batch starts with new episodes, and what was under way is given up without a
+            mark. `"truncate"`: likewise, but the last step of every episode under way
+            is marked as `truncated`; its `next_obs` is the true successor. A
             `record_fn` and `info` do not see the mark.
         postprocess: `Transition`, `[T, B, ...]`, to any pytree of arrays, pure; it is
             compiled into the collection, and a field that it does not read is not
-            stored. Pass the same function again to compile only once.
-        deterministic: runs `Policy.mode`.
+            stored.
         placement: where the trajectory lands: "device", "host" (NumPy arrays, copied),
             or a `jax.sharding.Sharding` of `[T, B, ...]`. The statistics stay.
         prefetch: 1 begins the next batch before this one is handed over, with the
@@ -88,16 +92,17 @@ class Stream:
             you need by copying; a NumPy view of an array stays as it is, and costs
             the reuse. It pays where batches are large, as observations that are images
             make them: fresh memory is slow to touch for the first time.
-        check_finite: raises `FloatingPointError` at the first observation, reward,
-            `log_prob`, `value` or `next_value` (of the extras) that is not finite. The
-            stream then stands where it stood before that batch. What the program of a
-            step makes finite in any case, such as an image of flags, costs nothing.
+        check_finite: raises `FloatingPointError` where something recorded is not finite
+            (see `rollout.finite`). The stream then stands where it stood before that
+            batch.
         on_fault: "raise", or "drop": the episode ends there, what of it is in this
             batch is masked and zero, the lane is reset, and the stream goes on. The
             masks then add up to less than `steps`, and `stats.faulty_episodes` counts.
         progress: shows a bar on stderr, with steps per second, episodes and their mean
             return.
-        on_batch: functions that are called with every `Batch` before it is yielded.
+        deterministic: deprecated; stream a collector of `rollout.greedy(policy)`.
+        reset_each_batch: deprecated; `at_batch_end="reset"`.
+        truncate_at_batch_end: deprecated; `at_batch_end="truncate"`.
 
     Raises:
         ValueError: if an option is not as above, or clashes with another.
@@ -114,26 +119,34 @@ class Stream:
         total_steps: int | None = None,
         warmup_steps: int = 0,
         max_episode_steps: int | None = None,
-        reset_each_batch: bool = False,
-        truncate_at_batch_end: bool = False,
+        at_batch_end: str = "continue",
         postprocess: Callable[[Transition], chex.ArrayTree] | None = None,
-        deterministic: bool = False,
         placement: Placement = "device",
         prefetch: int = 0,
         recycle: bool = False,
         check_finite: bool = False,
         on_fault: str = "raise",
         progress: bool = False,
-        on_batch: Sequence[Callable[[Batch], None]] = (),
+        deterministic: bool = False,
+        reset_each_batch: bool = False,
+        truncate_at_batch_end: bool = False,
     ) -> None:
-        options = Options(
+        if reset_each_batch:
+            at_batch_end = _renamed("reset_each_batch", 'at_batch_end="reset"', "reset")
+        if truncate_at_batch_end:
+            instead = 'at_batch_end="truncate"'
+            at_batch_end = _renamed("truncate_at_batch_end", instead, "truncate")
+        if deterministic:
+            policy = greedy(collector.policy)
+            policy = _renamed("deterministic", "rollout.greedy(policy)", policy)
+            collector = collector.replace(policy=policy)
+        self._options = Options(
             steps_per_batch=steps_per_batch,
             episodes_per_batch=episodes_per_batch,
             total_steps=total_steps,
             warmup_steps=warmup_steps,
             max_episode_steps=max_episode_steps,
-            reset_each_batch=reset_each_batch,
-            truncate_at_batch_end=truncate_at_batch_end,
+            at_batch_end=at_batch_end,
             postprocess=postprocess,
             placement=placement,
             prefetch=prefetch,
@@ -141,52 +154,54 @@ class Stream:
             check_finite=check_finite,
             on_fault=on_fault,
         )
-        _options.check(options)
-        collector = _options.with_mode(collector) if deterministic else collector
-        self._maker = Maker(collector, options)
-        self._at = Position(carry=_programs.copy(collector.init(key)))
-        self._params = self._maker.own(params), 0
-        self._next_params: tuple[Any, int] | None = None
+        option_checks.check(self._options)
+        self._collector = collector
+        self._worker = Worker()
+        self._at = Position(carry=collector.init(key), totals=stats.zero())
+        self._params = self._own(params), 0
+        self._program: _Program | None = None
         self._must_stop = False
-        self._totals = Totals()
         self._bar = Bar(total_steps) if progress else None
-        self._on_batch = tuple(on_batch)
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Yields the batches that are left."""
-        try:
-            while True:
-                try:
-                    batch = next(self)
-                except StopIteration:
-                    return
-                yield batch
-        finally:
-            self._close_bar()
+    def __enter__(self) -> Self:
+        """Closes the stream at the end of the `with` block."""
+        return self
 
-    def __next__(self) -> Batch:
+    def __exit__(self, *_: object) -> None:
+        """Closes the stream."""
+        self.close()
+
+    def __iter__(self) -> Iterator[StreamBatch]:
+        """The stream itself: it yields the batches that are left."""
+        return self
+
+    def __next__(self) -> StreamBatch:
         """Collects the next batch, or waits for it.
 
-        On Ctrl-C the batch under way stands still, and the next call goes on with it.
-
         Raises:
-            StopIteration: behind the last batch, and once after a `stop`.
+            StopIteration: after the last batch, and once after a `stop`.
             FloatingPointError: with `check_finite`.
+            RuntimeError: if the stream is closed.
         """
+        # Ctrl-C may come before any line. `_at` says all of where the stream stands, so
+        # until the last line nothing has happened that the next call does not repeat.
         try:
-            batch = self._next()
+            if (job := self._begin()) is None:
+                raise StopIteration
+            self._worker.wait(job)
+            batch, at = self._hand_over(job)
+            if self._options.prefetch and not self._must_stop:
+                at = self._run_ahead(job, at)
+            if self._bar is not None:
+                self._bar.show(at.steps, stats.read(at.totals))
         except BaseException:
             self._close_bar()
             raise
-        if self._bar is not None:
-            self._bar.show(self._at.steps, self.stats)
-        for callback in self._on_batch:
-            callback(batch)
-        return batch
+        self._at = at; return batch  # fmt: skip  # noqa: E702 (nothing in between)
 
     def __len__(self) -> int:
-        """The number of batches of a run that nobody stops, those behind included."""
-        options = self._maker.options
+        """The number of batches of a run that nobody stops, from its beginning."""
+        options = self._options
         if options.total_steps is None:
             raise TypeError("A stream without `total_steps` has no length.")
         return -(-options.total_steps // options.steps_per_batch)
@@ -202,18 +217,17 @@ class Stream:
         return self._at.steps
 
     @property
-    def stats(self) -> StreamStats:
+    def stats(self) -> stats.StreamStats:
         """What was collected in the batches handed over since `reset_stats`."""
-        return self._totals.read()
+        return stats.read(self._at.totals)
 
     def reset_stats(self) -> None:
         """Starts to count anew; ids, steps and the warm-up go on."""
-        self._totals = Totals()
+        self._at = self._at._replace(totals=stats.zero())
 
     def compile(self) -> None:
-        """Compiles ahead of the first batch, which else does it."""
-        made_with = self._next_params or self._params
-        self._maker.compile(self._at, made_with[0])
+        """Compiles ahead of the first batch, which otherwise does it."""
+        self._compile((self._at.params or self._params)[0])
 
     def set_params(self, params: Any) -> None:
         """Sets the parameters for the batches that are not under way yet.
@@ -225,46 +239,51 @@ class Stream:
             ValueError: if they are of another kind.
         """
         old, version = self._params
-        new = self._maker.own(params)
-        if not _options.same_kind(old, new):
+        new = self._own(params)
+        if _kind(old) != _kind(new):
             raise ValueError(
                 "`params` must keep structure, shapes and dtypes: "
-                f"{_options.describe_kind(old)}, got {_options.describe_kind(new)}."
+                f"{_kind(old)}, got {_kind(new)}."
             )
         self._params = new, version + 1
 
     def stop(self) -> None:
-        """Ends the batch under way early, and with it the iteration.
+        """Ends the iteration after the batch under way, which is handed over.
 
-        From any thread, or from a signal handler. What was collected is handed over,
-        the rest of the batch is masked, and only real steps are counted. A loop, or
-        `next`, may go on afterwards. If no batch is under way the iteration just ends;
-        a batch of whole episodes is completed.
+        From any thread, or from a signal handler. A loop, or `next`, may go on
+        afterwards.
         """
         self._must_stop = True
-        if (job := self._at.job) is not None:
-            job.end()
+
+    def close(self) -> None:
+        """Ends the thread, after the batch under way; there are no more batches."""
+        self._close_bar()
+        self._worker.close()
 
     def state(self) -> dict[str, Any]:
         """All that the stream needs to go on, as a pytree of arrays.
 
-        It is the state behind the last batch that was handed over, also while another
+        It is the state after the last batch that was handed over, also while another
         one is under way, and parameters are part of it. `checkpoint.save` takes it.
         """
         at = self._at
-        made_with = (at.job.params, at.job.params_version) if at.job else None
-        next_params = made_with or self._next_params or self._params
-        if not self._is_ahead:
-            next_params = self._params
-        counts = (at.steps, at.batches, at.first_lane, self._params[1], next_params[1])
+        next_params = at.params or self._params
+        counts = (
+            at.steps,
+            at.batches,
+            at.first_lane,
+            self._params[1],
+            next_params[1],
+        )
         state = {
-            "carry": _programs.copy(at.carry),  # its memory will take a later one
+            "carry": at.carry,
             "counts": np.asarray(counts, np.int64),
             "params": self._params[0],
-            "totals": self._totals.save(),
+            "totals": at.totals,
         }
         # Only a batch made in advance may have older parameters.
-        return state | ({"next_params": next_params[0]} if self._is_ahead else {})
+        ahead = {"next_params": next_params[0]} if self._options.prefetch else {}
+        return state | ahead
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken, with the same bits.
@@ -277,77 +296,199 @@ class Stream:
             ValueError: if it is not from a stream of the same kind.
         """
         like = self.state()
-        if not _options.same_kind(like, state):
+        if _kind(like) != _kind(state):
             raise ValueError(
                 "`state` must be one of a stream of the same kind: "
-                f"{_options.describe_kind(like)}, got {_options.describe_kind(state)}."
+                f"{_kind(like)}, got {_kind(state)}."
             )
-        if self._at.job is not None:
-            self._at.job.pause()
-            self._at.job.wait()
         counts = [int(x) for x in state["counts"]]
         steps, batches, first_lane, version, next_version = counts
-        carry = _programs.copy(jax.tree.map(jnp.asarray, state["carry"]))
-        self._at = Position(carry, steps, batches, first_lane)
-        self._params = self._maker.own(state["params"]), version
-        self._next_params = None
-        if self._is_ahead:
-            next_params = self._maker.own(state["next_params"])
-            self._next_params = next_params, next_version
-        self._totals.load(state["totals"])
+        next_params = None
+        if self._options.prefetch:
+            next_params = self._own(state["next_params"]), next_version
+        at = Position(
+            carry=jax.tree.map(jnp.asarray, state["carry"]),
+            totals=np.array(state["totals"], np.float64),
+            steps=steps,
+            batches=batches,
+            first_lane=first_lane,
+            params=next_params,
+        )
+        self._params = self._own(state["params"]), version
+        self._at = at
+
+    def _begin(self) -> Job | None:
+        """The job of the next batch, made if need be; None if there is none."""
+        if self._must_stop:
+            self._must_stop = False
+            return None
+        if self._at.job is None:
+            self._at = self._with_job(self._at, self._at.memory)
+        return self._at.job
+
+    def _run_ahead(self, job: Job, at: Position) -> Position:
+        """Begins the batch at `at`, which comes after that of `job`."""
+        memory = self._at.memory
+        # Kept with the job: after an interrupt it is not begun a second time.
+        job.ahead = job.ahead or self._with_job(at, memory)
+        ahead = job.ahead
+        if ahead.job is None:
+            return at
+        self._worker.start(ahead.job)
+        while not ahead.job.is_done and not _is_deleted(memory, all):
+            time.sleep(_MOMENT)  # until the old batch cannot be read any more
+        return at._replace(job=ahead.job, params=ahead.params)
+
+    def _with_job(self, at: Position, memory: chex.ArrayTree | None) -> Position:
+        """Makes the job of the batch at `at`, if there is one, to write to `memory`."""
+        options, num_envs = self._options, self._collector.env.num_envs
+        # A batch of whole episodes has as many steps as they turn out to have.
+        num_steps = options.steps_per_batch or num_envs
+        if options.total_steps is not None:
+            num_steps = min(num_steps, options.total_steps - at.steps)
+        if num_steps <= 0:
+            return at
+        params = at.params or self._params
+        window = Window(
+            num_steps=num_steps,
+            first_lane=at.first_lane,
+            num_random=min(max(options.warmup_steps - at.steps, 0), num_steps),
+        )
+        make = functools.partial(
+            _make_batch,
+            self._compile(params[0]),
+            (self._collector, at.carry, params[0], np.array(window, np.int32)),
+            memory,
+            options.placement,
+        )
+        return at._replace(job=Job(make), params=params)
+
+    def _hand_over(self, job: Job) -> tuple[StreamBatch, Position]:
+        """Makes the batch of a job that is done, and the position after it."""
+        at, options, filled = self._at, self._options, job.result
+        version = at.params[1]
+        problem = job.error or self._find_fault(filled, at.first_lane, version)
+        if problem is not None:
+            self._at = at._replace(job=None, params=None)
+            raise problem
+        num_steps = int(filled.counted[0])
+        batch = StreamBatch(
+            trajectory=filled.output,
+            stats=filled.stats,
+            steps=num_steps,
+            warmup_steps=min(max(options.warmup_steps - at.steps, 0), num_steps),
+            params_version=version,
+            episodes=filled.episodes,
+        )
+        return batch, Position(
+            carry=filled.carry,
+            totals=stats.add(at.totals, filled.counted, job.seconds),
+            steps=at.steps + num_steps,
+            batches=at.batches + 1,
+            first_lane=(at.first_lane + num_steps) % self._collector.env.num_envs,
+            memory=filled.output if options.recycle else None,
+        )
+
+    def _find_fault(
+        self, filled: Filled, first_lane: int, version: int
+    ) -> FloatingPointError | None:
+        first = min(filled.faults.values(), default=NO_FAULT)
+        if first == NO_FAULT:
+            return None
+        names = [f"`{name}`" for name, at in filled.faults.items() if at == first]
+        row, column = divmod(first, self._options.episodes_per_batch or self._num_envs)
+        what = "episode"
+        if self._options.episodes_per_batch is None:
+            what, column = "lane", (first_lane + column) % self._num_envs
+        return FloatingPointError(
+            f"`check_finite` found that {' and '.join(names)} must be finite and is "
+            f"not, first at step {row} of {what} {column} in a batch made with "
+            f"`params_version` {version}."
+        )
+
+    def _compile(self, params: Any) -> _Program:
+        """Makes the program, unless it is there."""
+        kinds = [(jax.typeof(x), x.sharding) for x in jax.tree.leaves(params)]
+        if self._program is None or self._program.kinds != kinds:
+            args = self._options, self._collector, self._at.carry, params
+            self._program = _compile(*args, kinds)
+        return self._program
+
+    def _own(self, params: Any) -> Any:
+        """Makes arrays of parameters; with `prefetch` copies, which nobody donates."""
+        params = jax.tree.map(_strong, params)
+        if not self._options.prefetch:
+            return params
+        leaves, structure = jax.tree.flatten(params)
+        return jax.tree.unflatten(structure, _copied(leaves))
 
     @property
-    def _is_ahead(self) -> bool:
-        return self._maker.options.prefetch > 0
-
-    def _next(self) -> Batch:
-        if self._at.job is None and not self._must_stop:
-            self._at = self._begin(self._at, self._at.handed)
-        job = self._at.job
-        if job is None:
-            self._must_stop = False
-            raise StopIteration
-        self._wait(job)
-        problem = self._maker.problem(job)
-        if problem is not None:
-            self._at = self._at._replace(job=None)
-            raise problem
-        if not job.num_steps:  # ended before its first step
-            self._at = self._at._replace(job=None)
-            self._must_stop = False
-            raise StopIteration
-        batch, at = self._maker.hand_over(job, self._at)
-        if self._is_ahead and not self._must_stop:
-            at = self._begin(at, self._at.handed)
-        self._at = at
-        self._maker.free(job.start)
-        if self._must_stop and at.job is not None:  # `stop` came meanwhile
-            at.job.end()
-        self._totals.add(batch.steps, job.seconds, job.counted)
-        return batch
-
-    def _begin(self, at: Position, handed: Handed | None) -> Position:
-        """Starts on the batch behind `at`, in the memory of an earlier one."""
-        made_with = self._next_params or self._params
-        job = self._maker.make_job(at, handed, *made_with)
-        if job is None:
-            return at
-        self._next_params = None
-        if self._must_stop:
-            job.end()
-        self._maker.start(job, handed)
-        return at._replace(job=job, handed=None if handed is at.handed else at.handed)
-
-    def _wait(self, job: Job) -> None:
-        """Waits for a job; on Ctrl-C it stands still until it is waited for again."""
-        try:
-            while not job.is_settled:
-                job.go()
-                job.wait()
-        except BaseException:
-            job.pause()
-            raise
+    def _num_envs(self) -> int:
+        return self._collector.env.num_envs
 
     def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _compile(
+    options: Options, collector: Collector, carry: Carry, params: Any, kinds: list[Any]
+) -> _Program:
+    window = jax.ShapeDtypeStruct((len(Window._fields),), jnp.int32)
+    args = options, collector, carry, params, window
+    shapes = jax.eval_shape(functools.partial(fill, options), *args[1:], ()).output
+    shapes = shapes if options.recycle else ()
+
+    def blank() -> chex.ArrayTree:
+        return jax.tree.map(lambda x: keys.blank(x.shape, x, carry.key), shapes)
+
+    program = jax.jit(fill, static_argnums=0, donate_argnums=5, keep_unused=True)
+    return _Program(
+        fill=program.lower(*args, shapes).compile(),
+        blank=jax.jit(blank).lower().compile(),
+        kinds=kinds,
+    )
+
+
+def _make_batch(
+    program: _Program,
+    args: tuple[Any, ...],
+    memory: chex.ArrayTree | None,
+    placement: Placement,
+) -> Filled:
+    """Makes a batch, in a thread of its own."""
+    # Whoever was interrupted, or the user, may have deleted it.
+    if memory is None or _is_deleted(memory, any):
+        memory = program.blank()
+    filled = jax.block_until_ready(program.fill(*args, memory))
+    counted, faults = jax.device_get((filled.counted, filled.faults))
+    output = place(filled.output, placement)
+    return filled._replace(output=output, counted=counted, faults=faults)
+
+
+def _is_deleted(tree: chex.ArrayTree, quantifier: Callable[..., bool]) -> bool:
+    return quantifier(x.is_deleted() for x in jax.tree.leaves(tree))
+
+
+def _kind(tree: Any) -> str:
+    """Structure, shapes and dtypes of a tree, in words."""
+    kinds = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree)]
+    return f"{jax.tree.structure(tree)} of {', '.join(kinds) or 'nothing'}"
+
+
+def _strong(x: Any) -> jax.Array:
+    """An array that is not weakly typed, so that all parameters are of one kind."""
+    if isinstance(x, jax.Array) and not getattr(x, "weak_type", False):
+        return x
+    return jnp.asarray(x, jnp.result_type(x))
+
+
+# Of a list, for the cache of `jit` may take one dataclass for another.
+@jax.jit
+def _copied(leaves: list[chex.Array]) -> list[chex.Array]:
+    return keys.like(jax.tree.map(jnp.copy, keys.words(leaves)), leaves)
+
+
+def _renamed(name: str, instead: str, value: Any) -> Any:
+    warnings.warn(f"`{name}` is deprecated: `{instead}`.", DeprecationWarning, 3)
+    return value

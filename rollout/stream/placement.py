@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Placement = str | jax.sharding.Sharding  # "device", "host"
+from rollout.stream.types import Placement
 
 
 def place(tree: chex.ArrayTree, placement: Placement) -> chex.ArrayTree:
@@ -19,13 +19,6 @@ def place(tree: chex.ArrayTree, placement: Placement) -> chex.ArrayTree:
         copied = jax.tree.map(jnp.copy, tree)
         return jax.block_until_ready(jax.device_put(copied, placement))
     return jax.tree.map(_to_host, tree) if placement == "host" else tree
-
-
-def delete(tree: chex.ArrayTree) -> None:
-    """Deletes the arrays of a batch that is recycled, so that reading them raises."""
-    for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
-            leaf.delete()
 
 
 def _to_host(x: jax.Array) -> np.ndarray | jax.Array:

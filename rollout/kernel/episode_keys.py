@@ -1,0 +1,116 @@
+"""Which key everything random has, and which number an episode.
+
+Randomness comes from counters, not from a chain of splits. Four streams hang under the
+root key; with `fold_in` written as a product,
+
+    root POLICY t      the policy's key at step t
+    root ENV i n       lane i's n-th episode, from 0
+    root QUEUE e       the e-th episode that `collect_episodes` serves, from 0
+    root WARMUP t      the random actions of a warm-up at step t
+
+so the key of lane i's n-th episode is `fold_in(fold_in(fold_in(root, ENV), i), n)`. All
+that is random inside an environment comes from the key of its episode: the reset, and
+step n by `fold_in(episode_key, n)`, counted from 1. Nothing is drawn that is not read,
+and a lane's stream does not depend on the number of lanes.
+
+Lane i's n-th episode has the id `n * B + i`, the e-th of the queue `-1 - e`. Which
+lanes there are is data, never a shape: a part of the lanes on another device has the
+ids and the randomness that it would have on one.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from envs import keys
+from envs.types import RESET
+from rollout.types import Episode
+
+_POLICY, _ENV, _QUEUE, _WARMUP = 0, 1, 2, 3
+
+
+class LaneIds(NamedTuple):
+    """Which lanes these are.
+
+    Attributes:
+        number: `[B]` int32, the number of each lane among all lanes.
+        total: `()` int32, how many lanes there are in all, on this device or another.
+    """
+
+    number: jax.Array  # [B]
+    total: jax.typing.ArrayLike  # ()
+
+
+class Start(NamedTuple):
+    """The episodes that lanes start next: positions in `[B]` to keys, and their ids."""
+
+    key_fn: Callable[[jax.Array], chex.PRNGKey]
+    episode_id: jax.Array  # [B]
+
+
+def all_lanes(num_envs: int) -> LaneIds:
+    """The lanes of a collector that has all of them."""
+    return LaneIds(jnp.arange(num_envs, dtype=jnp.int32), num_envs)
+
+
+def policy_key(root: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
+    """The policy's key at a step, one for all lanes."""
+    return keys.fold_in(keys.fold_in(root, _POLICY), step)
+
+
+def warmup_key(root: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
+    """The key of the random actions of a warm-up at a step, one for all lanes."""
+    return keys.fold_in(keys.fold_in(root, _WARMUP), step)
+
+
+def reset_keys(episode: Episode) -> chex.PRNGKey:
+    """`[B]` keys of the resets that the episodes begin with."""
+    return keys.fold_in(episode.key, RESET)
+
+
+def step_keys(episode: Episode) -> chex.PRNGKey:
+    """`[B]` keys of the environments' next steps."""
+    return keys.fold_in(episode.key, episode.episode_length + 1)
+
+
+def first_episodes(root: chex.PRNGKey, lanes: LaneIds) -> Episode:
+    """The first episode of every lane, before its first step."""
+    return Episode(
+        key=_own_key(keys.fold_in(root, _ENV), lanes.number, 0),
+        episode_return=jnp.zeros(lanes.number.shape, jnp.float32),
+        episode_length=jnp.zeros(lanes.number.shape, jnp.int32),
+        episode_id=lanes.number,
+    )
+
+
+def own_episodes(
+    root: chex.PRNGKey, lanes: LaneIds, episode_id: jax.Array, *, ahead: int = 0
+) -> Start:
+    """The lanes' own episodes that come `ahead` after those of `episode_id`, `[B]`."""
+    env_key = keys.fold_in(root, _ENV)
+
+    def key_fn(at: jax.Array) -> chex.PRNGKey:
+        number = episode_id[at] // lanes.total + ahead
+        return _own_key(env_key, lanes.number[at], number)
+
+    return Start(key_fn, episode_id + ahead * lanes.total)
+
+
+def queued_episodes(root: chex.PRNGKey, position: jax.Array) -> Start:
+    """The episodes at `position`, `[B]` int32, of the queue that all lanes serve."""
+    queue_key = keys.fold_in(root, _QUEUE)
+
+    def key_fn(at: jax.Array) -> chex.PRNGKey:
+        return keys.fold_in(queue_key, position[at])
+
+    return Start(key_fn, -1 - position)
+
+
+def _own_key(
+    env_key: chex.PRNGKey, lane: jax.Array, number: jax.typing.ArrayLike
+) -> chex.PRNGKey:
+    """The key of the lane's n-th episode, from 0."""
+    return keys.fold_in(keys.fold_in(env_key, lane), number)

@@ -1,0 +1,241 @@
+"""The program of a stream: all of a batch, its rows, its statistics and its faults.
+
+One program serves every batch: how many steps it has, which lane begins and how many of
+its steps are random are numbers that it reads. What `memory` lies in is donated and not
+read, so that XLA writes the batch there instead of to memory nobody has touched yet.
+"""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from envs import keys
+from rollout import checks, finite, kernel
+from rollout.collector import Collector
+from rollout.kernel import episode_keys
+from rollout.policies.exploration import random_where
+from rollout.stats import CollectStats, summarize
+from rollout.stream import stats as stream_stats
+from rollout.stream.types import Options, Window
+from rollout.types import Carry, Episodes, Transition
+
+NO_FAULT = 2**31 - 1  # no step of a batch has this number
+
+
+class Filled(NamedTuple):
+    """A batch as the program returns it.
+
+    Attributes:
+        carry: the carry after the batch.
+        output: the trajectory, `[T, B, ...]`, or what `postprocess` made of it.
+        episodes: with `episodes_per_batch` the episodes, else None.
+        stats: statistics of the episodes that ended.
+        counted: what `stats.add` takes.
+        faults: names of what `check_finite` looks at to the first step at which it is
+            not finite, `()` int32, or `NO_FAULT`.
+    """
+
+    carry: Carry
+    output: chex.ArrayTree
+    episodes: Episodes | None
+    stats: CollectStats
+    counted: jax.Array
+    faults: dict[str, jax.Array]
+
+
+def fill(
+    options: Options,
+    collector: Collector,
+    carry: Carry,
+    params: Any,
+    window: jax.Array,
+    memory: chex.ArrayTree,
+) -> Filled:
+    """Makes one batch.
+
+    Args:
+        options: of the stream, settled when compiling.
+        collector: policy and environments.
+        carry: the carry after the batch before.
+        params: parameters of the policy.
+        window: a `Window` as `[3]` int32.
+        memory: an `output` that nobody needs any more, or (); not read.
+
+    Returns:
+        The batch.
+    """
+    del memory  # unread
+    window = Window(*window)
+    if options.episodes_per_batch is not None:
+        return _fill_episodes(options, collector, carry, params)
+    carry, trajectory = _fill_rows(options, collector, carry, params, window)
+    num_faulty, faults = jnp.int32(0), {}
+    if options.on_fault == "drop":
+        trajectory, num_faulty = _drop(trajectory)
+    elif options.check_finite:
+        faults = _first_faults(trajectory, _numbers(trajectory.mask.shape, window))
+    stats = summarize(trajectory)
+    postprocess = options.postprocess or _as_it_is
+    return Filled(
+        carry=carry,
+        output=postprocess(trajectory),
+        episodes=None,
+        stats=stats,
+        counted=stream_stats.pack(stats, num_faulty, window.num_steps),
+        faults=faults,
+    )
+
+
+def has_idle_lanes(options: Options, num_envs: int) -> bool:
+    """Tells whether in some row not every lane steps."""
+    counts = (options.steps_per_batch, options.total_steps)
+    return any(count is not None and count % num_envs for count in counts)
+
+
+def num_rows(options: Options, num_envs: int) -> int:
+    """T, the number of rows of a batch."""
+    return -(-options.steps_per_batch // num_envs)
+
+
+def _fill_episodes(
+    options: Options, collector: Collector, carry: Carry, params: Any
+) -> Filled:
+    """Makes a batch of whole episodes, `[L, N, ...]`."""
+    carry, trajectory, episodes = collector.collect_padded_episodes(
+        carry,
+        params,
+        options.episodes_per_batch,
+        max_length=options.max_episode_steps,
+    )
+    faults = {}
+    if options.check_finite:
+        number = jnp.arange(trajectory.mask.size, dtype=jnp.int32)
+        faults = _first_faults(trajectory, number.reshape(trajectory.mask.shape))
+    num_nonfinite = finite.count_faulty(trajectory)
+    stats = summarize(episodes).replace(num_nonfinite=num_nonfinite)
+    postprocess = options.postprocess or _as_it_is
+    return Filled(
+        carry=carry,
+        output=postprocess(trajectory),
+        episodes=episodes,
+        stats=stats,
+        counted=stream_stats.pack(stats, jnp.int32(0), episodes.num_steps),
+        faults=faults,
+    )
+
+
+def _fill_rows(
+    options: Options, collector: Collector, carry: Carry, params: Any, window: Window
+) -> tuple[Carry, Transition]:
+    """Takes the steps of a batch; rows without a step stay zero."""
+    env, policy, num_envs = collector.env, collector.policy, collector.env.num_envs
+    shape = num_rows(options, num_envs), num_envs
+    number, idle = _numbers(shape, window), has_idle_lanes(options, num_envs)
+    limit = options.max_episode_steps and checks.max_steps(options.max_episode_steps)
+    if options.at_batch_end == "reset":
+        carry = _restart_all(collector, carry)
+
+    def step(row: jax.Array, state: tuple) -> tuple:
+        carry, rows = state
+        here = lax.dynamic_index_in_dim(number, row, keepdims=False)
+        active = here < window.num_steps if idle else None
+        acting = policy
+        if options.warmup_steps:
+            key = episode_keys.warmup_key(carry.key, carry.step)
+            is_random = here < window.num_random
+            acting = random_where(policy, env.action_space, is_random, key)
+        carry, transition, _ = kernel.step(
+            env,
+            acting,
+            carry,
+            params,
+            limit=limit,
+            active=active,
+            drop_fn=_faulty if options.on_fault == "drop" else None,
+        )
+        seen = kernel.record(collector.record_fn, transition)
+        seen = kernel.void(seen) if idle else seen
+        return carry, _write(rows, row, keys.words(kernel.pack(seen)))
+
+    def _faulty(transition: Transition) -> jax.Array:
+        return finite.is_faulty(kernel.record(collector.record_fn, transition))
+
+    like = jax.eval_shape(collector.step, carry, params)[1]
+    blank = jax.tree.map(
+        lambda x: keys.blank((shape[0], *x.shape), x, carry.key),
+        jax.eval_shape(kernel.pack, like),
+    )
+    stop = -(-window.num_steps // num_envs)
+    state = carry, keys.words(blank)
+    carry, words = lax.fori_loop(0, stop, step, state)
+    mask = number < window.num_steps
+    trajectory = kernel.unpack(*keys.like(words, blank), mask)
+    if options.at_batch_end == "truncate":
+        trajectory = _truncate(trajectory, carry)
+        carry = _restart_all(collector, carry)
+    return carry, trajectory
+
+
+def _numbers(shape: tuple[int, int], window: Window) -> jax.Array:
+    """Which step of the batch stands in each row and lane; `[T, B]` int32."""
+    lane = jnp.arange(shape[1], dtype=jnp.int32) - window.first_lane
+    order = jnp.where(lane < 0, lane + shape[1], lane)
+    row = jnp.arange(shape[0], dtype=jnp.int32)
+    return row[:, None] * shape[1] + order[None]
+
+
+def _write(rows: chex.ArrayTree, row: jax.Array, new: chex.ArrayTree) -> chex.ArrayTree:
+    return jax.tree.map(
+        lambda old, x: lax.dynamic_update_index_in_dim(old, x, row, 0), rows, new
+    )
+
+
+def _restart_all(collector: Collector, carry: Carry) -> Carry:
+    """Starts a new episode in every lane that is within one."""
+    over = carry.episode.episode_length > 0
+    return kernel.restart(collector.env, collector.policy, carry, over)
+
+
+def _truncate(trajectory: Transition, carry: Carry) -> Transition:
+    """Marks the last step of every episode that goes on in `carry`."""
+    num_steps = jnp.sum(trajectory.mask, axis=0, dtype=jnp.int32)
+    row = jnp.arange(trajectory.mask.shape[0], dtype=jnp.int32)
+    here = (carry.episode.episode_length > 0)[None] & (
+        row[:, None] == num_steps[None] - 1
+    )
+    return trajectory.replace(truncated=trajectory.truncated | here)
+
+
+def _first_faults(trajectory: Transition, number: jax.Array) -> dict[str, jax.Array]:
+    """The first step at which each field is not finite, or `NO_FAULT`."""
+    return {
+        name: jnp.where(bad & trajectory.mask, number, NO_FAULT).min()
+        for name, bad in finite.faults(trajectory).items()
+    }
+
+
+def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:
+    """Voids the episodes that were given up; the trajectory, and how many there are.
+
+    Such an episode ends at the row that is not finite, so the rows of it that are in
+    the batch are those before, of the same id.
+    """
+    faulty = finite.is_faulty(trajectory) & trajectory.mask
+
+    def mark(later: tuple, row: tuple) -> tuple[tuple, jax.Array]:
+        faulty, episode_id = row
+        faulty = faulty | (later[0] & (later[1] == episode_id))
+        return (faulty, episode_id), faulty
+
+    rows = faulty, trajectory.episode_id
+    start = jnp.zeros_like(faulty[0]), trajectory.episode_id[-1]
+    dropped = lax.scan(mark, start, rows, reverse=True)[1]
+    kept = trajectory.replace(mask=trajectory.mask & ~dropped)
+    return kernel.void(kept), jnp.sum(faulty, dtype=jnp.int32)
+
+
+def _as_it_is(trajectory: Transition) -> Transition:
+    return trajectory

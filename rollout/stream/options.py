@@ -1,0 +1,85 @@
+"""The options of a stream: what is refused."""
+
+from typing import Any
+
+import jax
+
+from rollout import checks
+from rollout.stream.types import Options
+
+_INT32_MAX = 2**31 - 1  # the steps of a batch are counted in int32
+_COUNTS = {
+    "steps_per_batch": _INT32_MAX,
+    "episodes_per_batch": _INT32_MAX,
+    "total_steps": None,
+    "max_episode_steps": None,
+}
+_CHOICES = {
+    "at_batch_end": ("continue", "reset", "truncate"),
+    "on_fault": ("raise", "drop"),
+    "prefetch": (0, 1),
+}
+
+
+def check(options: Options) -> None:
+    """Refuses options that cannot be served.
+
+    Raises:
+        ValueError: if there is one.
+    """
+    for name, most in _COUNTS.items():
+        if getattr(options, name) is not None:
+            checks.count(name, getattr(options, name), most=most)
+    checks.count("warmup_steps", options.warmup_steps, least=0)
+    for name, choices in _CHOICES.items():
+        value = getattr(options, name)
+        if isinstance(value, bool) or value not in choices:
+            names = " or ".join(repr(x).replace("'", '"') for x in choices)
+            raise ValueError(f"`{name}` must be {names}, got {value!r}.")
+    if (options.steps_per_batch is None) == (options.episodes_per_batch is None):
+        raise ValueError(
+            "Either `steps_per_batch` or `episodes_per_batch` must be given, got "
+            f"{options.steps_per_batch} and {options.episodes_per_batch}."
+        )
+    if options.episodes_per_batch is not None:
+        _check_episodes(options)
+    if options.on_fault == "drop" and not options.check_finite:
+        raise ValueError(
+            '`on_fault="drop"` needs `check_finite=True`, got `check_finite=False`.'
+        )
+    _check_placement(options)
+
+
+def _check_episodes(options: Options) -> None:
+    if options.max_episode_steps is None:
+        raise ValueError(
+            "`episodes_per_batch` needs `max_episode_steps`, the number of rows, got "
+            "None."
+        )
+    # Steps of whole episodes do not come out even.
+    for name in ("total_steps", "warmup_steps"):
+        if getattr(options, name):
+            raise ValueError(
+                f"`{name}` must not be given with `episodes_per_batch`, got "
+                f"{getattr(options, name)!r}."
+            )
+    if options.on_fault == "drop":
+        raise ValueError(
+            '`on_fault="drop"` must not be given with `episodes_per_batch`: there the '
+            "number of episodes is exact."
+        )
+
+
+def _check_placement(options: Options) -> None:
+    placement: Any = options.placement
+    named = isinstance(placement, str) and placement in ("device", "host")
+    if not named and not isinstance(placement, jax.sharding.Sharding):
+        raise ValueError(
+            '`placement` must be "device", "host" or a `jax.sharding.Sharding`, got '
+            f"{placement!r}."
+        )
+    if options.recycle and placement != "device":
+        raise ValueError(
+            '`recycle=True` needs `placement="device"`, got '
+            f"{placement!r}: a copy elsewhere is not the memory to hand back."
+        )

@@ -1,0 +1,93 @@
+"""The containers of a stream: what it hands over, what it is told, where it stands."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import numpy as np
+from flax import struct
+
+from rollout.stats import CollectStats
+from rollout.stream.worker import Job
+from rollout.types import Carry, Episodes, Transition
+
+Postprocess = Callable[[Transition], chex.ArrayTree]
+Placement = str | jax.sharding.Sharding  # "device", "host"
+
+
+@struct.dataclass(kw_only=True)
+class StreamBatch:
+    """What a stream hands over.
+
+    Attributes:
+        trajectory: `[T, B, ...]`, all zero where its `mask` is False; with a
+            `postprocess`, what that returned.
+        stats: statistics of the episodes that ended in the batch.
+        steps: environment steps of the batch over all lanes.
+        warmup_steps: how many of them, the first ones, took random actions.
+        params_version: with which parameters it was made: 0 for those of the
+            constructor, n for those of the n-th `set_params`.
+        episodes: with `episodes_per_batch` the episodes, `[N]`, else None.
+    """
+
+    trajectory: Transition | chex.ArrayTree  # [T, B, ...]
+    stats: CollectStats
+    steps: int
+    warmup_steps: int
+    params_version: int
+    episodes: Episodes | None = None  # [N]
+
+
+class Options(NamedTuple):
+    """The options as `Stream` takes them; see there."""
+
+    steps_per_batch: int | None
+    episodes_per_batch: int | None
+    total_steps: int | None
+    warmup_steps: int
+    max_episode_steps: int | None
+    at_batch_end: str
+    postprocess: Postprocess | None
+    placement: Placement
+    prefetch: int
+    recycle: bool
+    check_finite: bool
+    on_fault: str
+
+
+class Window(NamedTuple):
+    """What a batch is, of which one program makes them all; `()` int32 each.
+
+    Of the `B` lanes, the one that steps first in a batch is `first_lane`, and the order
+    goes round: step number k of the batch is row `k // B` of lane `first_lane + k % B`.
+    A lane without a step in the last row stands still, and is among the next to step.
+    """
+
+    num_steps: int  # of the batch, over all lanes
+    first_lane: int
+    num_random: int  # of the steps of the batch, the first ones
+
+
+class Position(NamedTuple):
+    """Where a stream stands: replaced as a whole, so that an interrupt tears nothing.
+
+    Attributes:
+        carry: the carry after the last batch that was handed over.
+        totals: what was counted in the batches handed over; see `stats.add`.
+        steps: environment steps in these batches, also before a `reset_stats`.
+        batches: how many there were.
+        first_lane: the lane that steps first in the next batch.
+        job: the next batch, if it is under way.
+        params: parameters and their version for the next batch; None for the newest.
+        memory: the arrays of the last batch, which a later one may write to.
+    """
+
+    carry: Carry
+    totals: np.ndarray
+    steps: int = 0
+    batches: int = 0
+    first_lane: int = 0
+    job: Job | None = None
+    params: tuple[Any, int] | None = None
+    memory: chex.ArrayTree | None = None

@@ -1,0 +1,81 @@
+"""A thread that makes the batches, so that the main one can be interrupted.
+
+Ctrl-C can come between any two lines of the main thread, so nothing there may have to
+be done together. A job is done once however often it is asked for; whoever waits asks
+for it again, and what an interrupt has left half said is of no matter.
+"""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class Job:
+    """A call that is made once.
+
+    Attributes:
+        is_done: the call has ended.
+        result: what it returned, None if it raised.
+        error: what it raised, None if it did not.
+        seconds: how long it took.
+        ahead: where the stream stands after this batch, if the next has been begun.
+    """
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self.is_done, self.result, self.error, self.seconds = False, None, None, 0.0
+        self.ahead: Any = None
+        self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry a `run`
+        self._fn = fn
+
+    def run(self) -> None:
+        """Makes the call, unless it has been made."""
+        if not self.is_done:
+            start = time.perf_counter()
+            try:
+                self.result = self._fn()
+            except BaseException as error:
+                self.error = error
+            self.seconds = time.perf_counter() - start
+            self._fn = None  # and with it what the call held
+            self.is_done = True
+        self.ended.put(None)
+
+
+class Worker:
+    """A thread that runs jobs one after the other, until it is closed or forgotten."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        thread = threading.Thread(
+            target=_serve, args=(self._jobs,), name="rollout.Stream", daemon=True
+        )
+        thread.start()
+        # Called when the interpreter exits, too: no thread may be within XLA by then.
+        self.close = weakref.finalize(self, _end, self._jobs, thread)
+
+    def start(self, job: Job) -> None:
+        """Has a job done; returns at once."""
+        if not self.close.alive:
+            raise RuntimeError("The stream is closed.")
+        self._jobs.put(job)
+
+    def wait(self, job: Job) -> None:
+        """Has a job done and waits until it is; Ctrl-C raises here."""
+        while not job.is_done:
+            self.start(job)
+            job.ended.get()
+
+
+def _serve(jobs: queue.SimpleQueue) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # what it holds must not wait for the next one
+
+
+def _end(jobs: queue.SimpleQueue, thread: threading.Thread) -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
