@@ -13,6 +13,7 @@ import envs
 import rollout
 
 ENDLESS = 10**12
+slow = pytest.mark.slow
 
 
 def counting_policy():
@@ -64,38 +65,66 @@ SCHEDULE = [
 ]
 
 
-# Fewer than lanes, as many, some lanes twice, and all of them more often than that.
-@pytest.mark.parametrize("num_episodes", [1, 4, 7, 12])
-def test_lanes_take_episodes_as_written_down_by_hand(num_episodes):
-    collector, carry = fixed_lengths()
-    played = SCHEDULE[:num_episodes]
-    num_iterations = max(last for _, _, last in played)
+MAX_ROWS = 40
+FLAGS = ("mask", "truncated")
+
+
+@functools.partial(jax.jit, static_argnames=("num_episodes", "max_steps"))
+def fold(collector, carry, *, num_episodes, max_steps):
+    """The carry afterwards, what a fold saw in every row, how many, the episodes."""
 
     def note(acc, transition):
-        mask, step = acc
-        return mask.at[step].set(transition.mask), step + 1
+        rows, step = acc
+        row = {
+            "mask": transition.mask,
+            "truncated": transition.truncated,
+            "length": transition.episode_length,
+            "count": transition.extras["count"],
+            "id": transition.episode_id,
+        }
+        return jax.tree.map(lambda x, new: x.at[step].set(new), rows, row), step + 1
 
-    after, (mask, num_seen), episodes = collector.fold_episodes(
-        carry,
-        None,
-        note,
-        (jnp.zeros((12, 4), bool), 0),
-        num_episodes=num_episodes,
-        max_steps=ENDLESS,
+    blank = {
+        name: jnp.zeros((MAX_ROWS, 4), bool if name in FLAGS else jnp.int32)
+        for name in ("mask", "truncated", "length", "count", "id")
+    }
+    after, (rows, num_rows), episodes = collector.fold_episodes(
+        carry, None, note, (blank, 0), num_episodes=num_episodes, max_steps=max_steps
     )
-    want = np.zeros((12, 4), bool)
-    for lane, first, last in played:
+    return after, rows, num_rows, episodes
+
+
+@functools.cache
+def played(num_episodes, max_steps=ENDLESS):
+    """The carry after a fold over `fixed_lengths`, its rows and its episodes."""
+    after, rows, num_rows, episodes = fold(
+        *fixed_lengths(), num_episodes=num_episodes, max_steps=max_steps
+    )
+    return after, {name: np.asarray(x)[:num_rows] for name, x in rows.items()}, episodes
+
+
+# Fewer than lanes, as many, some lanes twice, and all of them more often than that.
+@pytest.mark.parametrize(
+    "num_episodes",
+    [1, pytest.param(4, marks=slow), pytest.param(7, marks=slow), 12],
+)
+def test_lanes_take_episodes_as_written_down_by_hand(num_episodes):
+    _, carry = fixed_lengths()
+    schedule = SCHEDULE[:num_episodes]
+    num_iterations = max(last for _, _, last in schedule)
+    after, rows, episodes = played(num_episodes)
+    want = np.zeros((num_iterations, 4), bool)
+    for lane, first, last in schedule:
         want[first - 1 : last, lane] = True
-    lengths = np.array([last - first + 1 for _, first, last in played])
-    np.testing.assert_array_equal(mask, want)
-    np.testing.assert_array_equal(episodes.env_id, [lane for lane, _, _ in played])
+    lengths = np.array([last - first + 1 for _, first, last in schedule])
+    np.testing.assert_array_equal(rows["mask"], want)
+    np.testing.assert_array_equal(episodes.env_id, [lane for lane, _, _ in schedule])
     np.testing.assert_array_equal(episodes.episode_length, lengths)
     np.testing.assert_array_equal(episodes.episode_return, lengths * (lengths + 1) / 2)
-    assert episodes.finished.all()
-    assert episodes.terminated.all()
-    assert not episodes.truncated.any()
+    assert np.all(episodes.finished)
+    assert np.all(episodes.terminated)
+    assert not np.any(episodes.truncated)
     assert episodes.num_steps == lengths.sum() == want.sum()
-    assert num_seen == num_iterations
     assert after.step == carry.step + num_iterations
 
 
@@ -118,6 +147,7 @@ def mean_length(collector, play, num_steps=0):
     return np.mean(run(collector, jax.random.split(jax.random.key(5), NUM_REPEATS)))
 
 
+@slow
 @pytest.mark.parametrize(
     ("num_episodes", "num_steps"), [(4, 7), (6, 0), (6, 7), (40, 7)]
 )
@@ -134,6 +164,7 @@ def test_mean_length_is_not_biased(num_episodes, num_steps):
     assert abs(got - 11) < 4 * 9 / np.sqrt(NUM_REPEATS * num_episodes)
 
 
+@slow
 def test_window_of_steps_is_biased_where_episodes_are_not():
     """The bias is there to be found: the same estimate from a window of 20 steps."""
     collector = make_collector("two lengths", num_envs=400)
@@ -142,6 +173,7 @@ def test_window_of_steps_is_biased_where_episodes_are_not():
     assert rollout.summarize(trajectory).length_mean < 9
 
 
+@slow
 def test_mean_over_two_kinds_of_lanes_is_not_biased():
     # Lanes 0 and 2 last 2 or 20 steps, lanes 1 and 3 always 4: mean (11 + 4) / 2.
     env = TwoLengthEnv(
@@ -175,43 +207,59 @@ def test_every_lane_plays_its_number_of_episodes():
     np.testing.assert_array_equal(after.episode.episode_id // 4, [7, 6, 5, 5])
 
 
-def test_episode_is_the_same_whichever_lanes_serve_it():
-    results = []
-    for num_envs in (3, 16):
-        collector = make_collector("CartPole-v1", num_envs)
-        carry = collector.init(jax.random.key(3))
-        carry, _ = collector.collect_steps(carry, None, 5)
-        carry, first = collector.collect_episodes(carry, None, 6, max_steps=ENDLESS)
-        _, second = collector.collect_episodes(carry, None, 6, max_steps=ENDLESS)
-        results.append((first, second))
-    for few, many in zip(*results, strict=True):
-        chex.assert_trees_all_equal(few.replace(env_id=0), many.replace(env_id=0))
+@functools.cache
+def two_calls(name, num_envs, num_episodes):
+    """The episodes of two calls, the second behind the first one."""
+    collector = make_collector(name, num_envs)
+    carry = collector.init(jax.random.key(1))
+    carry, first = collector.collect_episodes(
+        carry, None, num_episodes, max_steps=ENDLESS
+    )
+    return first, collector.collect_episodes(
+        carry, None, num_episodes, max_steps=ENDLESS
+    )[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "few", "many", "num_episodes"),
+    [
+        ("count", 4, 16, 9),
+        pytest.param("count", 4, 1, 9, marks=slow),
+        pytest.param("count", 4, 1024, 9, marks=slow),
+        pytest.param("CartPole-v1", 3, 16, 6, marks=slow),
+    ],
+)
+def test_episode_is_the_same_whichever_lanes_serve_it(name, few, many, num_episodes):
+    calls = two_calls(name, few, num_episodes)
+    for got, want in zip(two_calls(name, many, num_episodes), calls, strict=True):
+        chex.assert_trees_all_equal(got.replace(env_id=0), want.replace(env_id=0))
+    first, second = calls
     assert not np.array_equal(first.episode_return, second.episode_return)
 
 
-@pytest.mark.parametrize("num_envs", [1, 1024])
-def test_one_and_a_thousand_lanes_serve_the_same_episodes(num_envs):
-    collector = make_collector("count", num_envs)
-    carry = collector.init(jax.random.key(3))
-    _, got = collector.collect_episodes(carry, None, 20, max_steps=ENDLESS)
-    collector = make_collector("count", 16)
-    carry = collector.init(jax.random.key(3))
-    _, want = collector.collect_episodes(carry, None, 20, max_steps=ENDLESS)
-    chex.assert_trees_all_equal(got.replace(env_id=0), want.replace(env_id=0))
+def test_steps_before_do_not_change_the_episodes():
+    collector, carry = fixed_lengths()
+    carry, _ = collector.collect_steps(carry, None, 3)
+    _, _, _, got = fold(collector, carry, num_episodes=12, max_steps=ENDLESS)
+    chex.assert_trees_all_equal(got, played(12)[2])
 
 
 def test_one_call_gives_the_episodes_of_two():
     collector = make_collector()
+    whole, _ = two_calls("count", 4, 9)
     carry = collector.init(jax.random.key(1))
-    _, whole = collector.collect_episodes(carry, None, 9, max_steps=ENDLESS)
-    carry, first = collector.collect_episodes(carry, None, 6, max_steps=ENDLESS)
-    _, second = collector.collect_episodes(carry, None, 3, max_steps=ENDLESS)
+    parts = []
+    for _ in range(3):
+        carry, part = collector.collect_episodes(carry, None, 3, max_steps=ENDLESS)
+        parts.append(part)
     for field in ("episode_return", "episode_length", "terminated", "truncated"):
-        parts = [getattr(part, field) for part in (first, second)]
-        np.testing.assert_array_equal(getattr(whole, field), np.concatenate(parts))
+        want = np.concatenate([getattr(part, field) for part in parts])
+        np.testing.assert_array_equal(getattr(whole, field), want)
 
 
-@pytest.mark.parametrize("name", ["count", "Breakout-MinAtar"])
+@pytest.mark.parametrize(
+    "name", ["count", pytest.param("Breakout-MinAtar", marks=slow)]
+)
 def test_compact_equals_select_bit_for_bit(name):
     results = []
     for auto_reset in ("compact", "select"):
@@ -222,6 +270,7 @@ def test_compact_equals_select_bit_for_bit(name):
     chex.assert_trees_all_equal(*results)
 
 
+@slow  # operation by operation, each is a program
 def test_fold_without_jit_gives_the_same():
     collector = make_collector()
     carry = collector.init(jax.random.key(2))
@@ -232,6 +281,7 @@ def test_fold_without_jit_gives_the_same():
     chex.assert_trees_all_equal(got, want)
 
 
+@slow
 def test_philox_keys_serve_the_same_episodes_for_any_number_of_lanes():
     results = []
     for num_envs in (3, 4):
@@ -244,38 +294,23 @@ def test_philox_keys_serve_the_same_episodes_for_any_number_of_lanes():
     assert len(set(np.asarray(results[0].episode_length))) > 1
 
 
-@jax.jit
-def ids_of_six_episodes(collector, carry):
-    """The carry behind six episodes, and the ids in their rows; 2**30 where idle."""
-
-    def note(acc, t):
-        ids, row = acc
-        return ids.at[row].set(jnp.where(t.mask, t.episode_id, 2**30)), row + 1
-
-    none = jnp.full((40, 4), 2**30)
-    carry, (ids, _), _ = collector.fold_episodes(
-        carry, None, note, (none, 0), num_episodes=6, max_steps=ENDLESS
-    )
-    return carry, ids
-
-
 @pytest.mark.parametrize("method", ["collect_episodes", "collect_episodes_per_env"])
 def test_carry_is_ready_for_steps_and_ids_are_never_reused(method):
-    collector = make_collector()
-    carry = collector.init(jax.random.key(0))
-    seen = []
+    collector, carry = fixed_lengths()
+    seen, num_queued = [], 0
     for _ in range(2):
         start = carry
-        carry, trajectory = collector.collect_steps(carry, None, 5)
-        assert trajectory.first[0].all()
+        carry, trajectory = collector.collect_steps(carry, None, 3)
+        assert np.all(trajectory.first[0])
         seen.append(np.unique(trajectory.episode_id))
-        carry, _ = getattr(collector, method)(carry, None, 6, max_steps=ENDLESS)
+        carry, _ = getattr(collector, method)(carry, None, 3, max_steps=ENDLESS)
         chex.assert_trees_all_equal_shapes_and_dtypes(raw(start), raw(carry))
-        carry, ids = ids_of_six_episodes(collector, carry)
-        seen.append(np.unique(ids[ids != 2**30]))
+        carry, rows, _, _ = fold(collector, carry, num_episodes=12, max_steps=ENDLESS)
+        seen.append(np.unique(rows["id"][np.asarray(rows["mask"])]))
+        num_queued += 12 + (3 if method == "collect_episodes" else 0)
     every = np.concatenate(seen)
     assert len(np.unique(every)) == len(every)
-    assert carry.next_episode == (24 if method == "collect_episodes" else 12)
+    assert carry.next_episode == num_queued
 
 
 def test_episode_that_spans_two_calls_is_reported_whole_where_it_ends():
@@ -297,69 +332,57 @@ def test_recurrent_count_restarts_at_each_episode_and_in_idle_lanes():
         carry, steps = collector.collect_steps(carry, None, 3)
         np.testing.assert_array_equal(steps.extras["count"], steps.episode_length)
 
-    def compare(acc, transition):
-        wrong, idle = acc
-        count = transition.extras["count"]
-        wrong += jnp.sum(count != transition.episode_length)
-        return wrong, idle + jnp.sum(~transition.mask & (count == 1))
-
-    for num_episodes in (2, 7):
-        _, (wrong, idle), _ = collector.fold_episodes(
-            carry, None, compare, (0, 0), num_episodes=num_episodes, max_steps=4
-        )
-        assert wrong == 0
-        assert idle > 0  # idle lanes start over, too
+    for num_episodes, max_steps in ((1, ENDLESS), (12, 3)):
+        _, rows, _ = played(num_episodes, max_steps)
+        np.testing.assert_array_equal(rows["count"], rows["length"])
+        assert (rows["count"][~rows["mask"]] == 1).any()  # idle lanes start over, too
 
 
 def test_max_steps_cuts_and_says_so():
+    _, rows, episodes = played(12, max_steps=3)
+    # Lanes of 2, 3, 3 (of 4) and 3 (of 5) steps; lane 0 takes 4 after step 2, lanes 1,
+    # 2 and 3 take 5, 6 and 7 after 3; lane 0 takes 8 after 4; after 6 all lanes are
+    # free and the lower three take what is left.
+    lane = np.array([0, 1, 2, 3, 0, 1, 2, 3, 0, 0, 1, 2])
+    length, is_whole = np.array([2, 3, 3, 3])[lane], lane < 2
+    np.testing.assert_array_equal(episodes.env_id, lane)
+    np.testing.assert_array_equal(episodes.episode_length, length)
+    np.testing.assert_array_equal(episodes.finished, is_whole)
+    np.testing.assert_array_equal(episodes.terminated, is_whole)
+    assert not np.any(episodes.truncated)  # by the environment
+    np.testing.assert_array_equal(episodes.episode_return, length * (length + 1) / 2)
+    # In the rows a cut is a truncation.
+    is_cut = rows["mask"] & rows["truncated"]
+    assert is_cut.sum() == (~is_whole).sum()
+    assert (rows["length"][is_cut] == 3).all()
+
+
+def test_padded_episodes_hold_every_row_and_are_cut_at_max_length():
     collector, carry = fixed_lengths()
-
-    def note(acc, t):
-        return acc + jnp.sum(t.mask & t.truncated & (t.episode_length == 3))
-
-    _, num_cut, episodes = collector.fold_episodes(
-        carry, None, note, 0, num_episodes=6, max_steps=3
-    )
-    # Lanes of 2, 3, 3 (of 4) and 3 (of 5) steps; lane 0 takes 4, lane 1 takes 5.
-    np.testing.assert_array_equal(episodes.episode_length, [2, 3, 3, 3, 2, 3])
-    np.testing.assert_array_equal(episodes.env_id, [0, 1, 2, 3, 0, 1])
-    np.testing.assert_array_equal(episodes.finished, [1, 1, 0, 0, 1, 1])
-    np.testing.assert_array_equal(episodes.terminated, [1, 1, 0, 0, 1, 1])
-    assert not episodes.truncated.any()  # by the environment
-    np.testing.assert_array_equal(episodes.episode_return, [3, 6, 6, 6, 3, 6])
-    assert num_cut == 2  # in the rows a cut is a truncation
-
-
-def test_padded_episodes_hold_every_row_of_every_episode():
-    collector, carry = fixed_lengths()
-    _, padded, episodes = collector.collect_padded_episodes(
-        carry, None, 10, max_length=7
-    )
-    step = np.arange(1, 8)[:, None]
-    length = np.asarray(episodes.episode_length)[None]
-    mask = step <= length
-    np.testing.assert_array_equal(length[0], [2, 3, 4, 5, 2, 3, 2, 4, 5, 2])
-    np.testing.assert_array_equal(padded.mask, mask)
-    np.testing.assert_array_equal(padded.reward, np.where(mask, step, 0))
-    np.testing.assert_array_equal(padded.obs[..., 0], np.where(mask, step - 1, 0))
-    np.testing.assert_array_equal(padded.next_obs[..., 0], np.where(mask, step, 0))
-    np.testing.assert_array_equal(padded.episode_length, np.where(mask, step, 0))
-    np.testing.assert_array_equal(padded.extras["count"], np.where(mask, step, 0))
-    np.testing.assert_array_equal(padded.terminated, step == length)
-    want = np.where(mask, -1 - np.arange(10)[None], 0)
-    np.testing.assert_array_equal(padded.episode_id, want)
-
-
-def test_padded_episodes_are_cut_at_max_length():
-    collector, carry = fixed_lengths()
-    for _ in range(2):
+    for call in range(2):
         carry, padded, episodes = collector.collect_padded_episodes(
-            carry, None, 4, max_length=4
+            carry, None, 10, max_length=4
         )
-    np.testing.assert_array_equal(episodes.finished, [True, True, True, False])
-    np.testing.assert_array_equal(padded.truncated[3], [False, False, False, True])
-    assert padded.mask[:, 3].all()
-    assert rollout.summarize(padded).num_episodes == 4
+        # Lanes of 2, 3, 4 and 4 (of 5) steps; lane 0 takes 4 after step 2 and lane 1
+        # takes 5 after 3; after 4 lanes 0, 2 and 3 take 6, 7 and 8; lane 0 takes 9.
+        lane = np.array([0, 1, 2, 3, 0, 1, 0, 2, 3, 0])
+        length, is_cut = np.array([2, 3, 4, 4])[lane], lane == 3
+        step = np.arange(1, 5)[:, None]
+        mask, is_last = step <= length, step == length
+        np.testing.assert_array_equal(episodes.env_id, lane)
+        np.testing.assert_array_equal(episodes.episode_length, length)
+        np.testing.assert_array_equal(episodes.finished, ~is_cut)
+        np.testing.assert_array_equal(padded.mask, mask)
+        np.testing.assert_array_equal(padded.reward, np.where(mask, step, 0))
+        np.testing.assert_array_equal(padded.obs[..., 0], np.where(mask, step - 1, 0))
+        np.testing.assert_array_equal(padded.next_obs[..., 0], np.where(mask, step, 0))
+        np.testing.assert_array_equal(padded.episode_length, np.where(mask, step, 0))
+        np.testing.assert_array_equal(padded.extras["count"], np.where(mask, step, 0))
+        np.testing.assert_array_equal(padded.terminated, is_last & ~is_cut)
+        np.testing.assert_array_equal(padded.truncated, is_last & is_cut)
+        want = np.where(mask, -1 - 10 * call - np.arange(10)[None], 0)
+        np.testing.assert_array_equal(padded.episode_id, want)
+        assert rollout.summarize(padded).num_episodes == 10
 
 
 def test_one_trace_for_all_calls():
@@ -372,13 +395,14 @@ def test_one_trace_for_all_calls():
 
     env = envs.vectorize(CountEnv(), 4)
     collector = rollout.Collector(env=env, policy=rollout.stateless_policy(act))
-    carry = collector.init(jax.random.key(0))
-    for max_steps in (5, ENDLESS):
-        carry, _ = collector.collect_episodes(carry, None, 6, max_steps=max_steps)
-    after_two = num_traces
-    for max_steps in (7, 100):
-        carry, _ = collector.collect_episodes(carry, None, 6, max_steps=max_steps)
-    assert num_traces == after_two == 1
+    carry = jax.eval_shape(collector.init, jax.random.key(0))
+    for max_steps in (5, ENDLESS, 7, 100):
+
+        def play(collector, carry, max_steps=max_steps):
+            return collector.collect_episodes(carry, None, 6, max_steps=max_steps)
+
+        carry, _ = jax.eval_shape(play, collector, carry)  # traces, and compiles not
+    assert num_traces == 1
 
 
 @pytest.mark.parametrize("value", [0, -3, 2.0, True, None])
@@ -398,7 +422,7 @@ def test_counts_that_are_none_are_refused(value):
 
 @pytest.mark.parametrize(
     ("name", "num_envs", "num_episodes"),
-    [("CartPole-v1", 3, 6), ("Breakout-MinAtar", 4, 9)],  # programs of other tests
+    [("CartPole-v1", 3, 6), pytest.param("Breakout-MinAtar", 4, 9, marks=slow)],
 )
 def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
     name, num_envs, num_episodes
@@ -427,6 +451,7 @@ def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
             assert episodes.truncated[k] == result.truncated
 
 
+@slow
 @pytest.mark.parametrize("auto_reset", ["compact", "select"])
 def test_population_is_evaluated_under_vmap(auto_reset):
     env = envs.vectorize(make_env("CartPole-v1"), 4, auto_reset=auto_reset)

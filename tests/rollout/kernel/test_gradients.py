@@ -1,5 +1,7 @@
 """Gradients flow through the kernel, with either way of auto-reset."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +25,9 @@ def mean_reward(params, env, carry):
     return trajectory.reward.mean()
 
 
-@pytest.fixture(scope="module", params=["compact", "select"])
+@pytest.fixture(
+    scope="module", params=["compact", pytest.param("select", marks=pytest.mark.slow)]
+)
 def start(request):
     env = envs.vectorize(
         make_env("Pendulum-v1", max_steps_in_episode=200), 8, auto_reset=request.param
@@ -34,17 +38,21 @@ def start(request):
 PARAMS = {"w": jnp.array([[0.3], [-0.2], [0.5]]), "b": jnp.array([0.1])}
 
 
+@functools.cache
+def with_gradients():
+    """The mean reward, and its gradients by policy and environment, in one program."""
+    gradients = jax.value_and_grad(mean_reward, argnums=(0, 1), allow_int=True)
+    return jax.jit(gradients)
+
+
 def test_gradient_of_policy_parameters_agrees_with_finite_differences(start):
-    mean, gradient = (
-        jax.jit(mean_reward),
-        jax.jit(jax.grad(mean_reward))(PARAMS, *start),
-    )
+    _, (gradient, _) = with_gradients()(PARAMS, *start)
     size = 1e-2
     for name, row in (("w", 0), ("w", 1), ("w", 2), ("b", 0)):
         ends = []
         for sign in (-1, 1):
             moved = PARAMS[name].at[row].add(sign * size)
-            ends.append(float(mean({**PARAMS, name: moved}, *start)))
+            ends.append(float(with_gradients()({**PARAMS, name: moved}, *start)[0]))
         expected = (ends[1] - ends[0]) / (2 * size)
         # Central differences err by O(size^2) relative to the third derivative, and by
         # float32's 1e-7 * |reward| / size = 1e-5 * 5.
@@ -55,10 +63,7 @@ def test_gradient_of_policy_parameters_agrees_with_finite_differences(start):
 
 
 def test_gradient_of_environment_parameters_flows(start):
-    env, carry = start
-    gradient = jax.grad(lambda env: mean_reward(PARAMS, env, carry), allow_int=True)(
-        env
-    )
+    _, (_, gradient) = with_gradients()(PARAMS, *start)
     gravity = gradient.env.env_params.g
     assert np.isfinite(gravity)
     assert gravity != 0
