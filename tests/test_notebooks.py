@@ -46,6 +46,7 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+@pytest.mark.slow
 @each_notebook
 def test_notebook_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 import streamer
-from cases import make_collector, raw
+from cases import NUM_STEPS, collect, make_collector, raw
 
 import buffers
 from envs import keys
@@ -55,16 +55,15 @@ def test_restored_tree_has_the_bits_that_were_saved(tmp_path):
 
 
 def test_carry_and_buffer_are_restored(tmp_path):
-    collector = make_collector("count", 4)
-    carry = collector.init(jax.random.key(0))
-    carry, trajectory = collector.collect_steps(carry, None, 8)
-    buffer = buffers.ReplayBuffer(capacity=64, num_envs=4)
+    collector = make_collector("count")
+    carry, trajectory = collect("count")
+    buffer = buffers.ReplayBuffer(capacity=16 * NUM_STEPS, num_envs=16)
     row = jax.eval_shape(collector.step, carry, None)[1]
     state = buffer.add(buffer.init(row), trajectory)
     checkpoint.save(tmp_path, (carry, state))
     got = checkpoint.restore(tmp_path, (carry, state))
     chex.assert_trees_all_equal(raw(got), raw((carry, state)))
-    after = [collector.collect_steps(x, None, 8) for x in (carry, got[0])]
+    after = [collector.collect_steps(x, None, NUM_STEPS) for x in (carry, got[0])]
     chex.assert_trees_all_equal(raw(after[0]), raw(after[1]))
 
 
@@ -183,6 +182,7 @@ def num_lines(folder):
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("env_id", "num_kills"), [("count", 7), ("CartPole-v1", 3)])
 def test_run_that_is_killed_again_and_again_yields_the_same_batches(
     env_id, num_kills, start, tmp_path

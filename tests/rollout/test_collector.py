@@ -11,7 +11,17 @@ from flax import struct
 import envs
 import rollout
 
-each_env = pytest.mark.parametrize("name", ENVS)
+slow = pytest.mark.slow
+FAST = ("count", "CartPole-v1")
+each_env = pytest.mark.parametrize(
+    "name",
+    [name if name in FAST else pytest.param(name, marks=slow) for name in ENVS],
+)
+# For what compiles another program: one environment is fast, the others are slow.
+each_env_again = pytest.mark.parametrize(
+    "name",
+    [name if name == "count" else pytest.param(name, marks=slow) for name in ENVS],
+)
 
 
 def rows(tree, index):
@@ -73,18 +83,18 @@ def test_episode_ids_are_never_reused_and_stay_through_an_episode(name):
     assert len(np.unique(starts)) == len(starts)
 
 
-@each_env
+@each_env_again
 def test_two_halves_equal_the_whole_bit_for_bit(name):
     collector = make_collector(name)
     half = NUM_STEPS // 2
     carry = collector.init(jax.random.key(7))
     carry, first = collector.collect_steps(carry, None, half)
     carry, second = collector.collect_steps(carry, None, half)
-    halves = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), first, second)
-    chex.assert_trees_all_equal(raw((carry, halves)), raw(collect(name)))
+    halves = jax.tree.map(lambda x, y: np.concatenate([x, y]), raw(first), raw(second))
+    chex.assert_trees_all_equal((raw(carry), halves), raw(collect(name)))
 
 
-@each_env
+@each_env_again
 def test_compact_reset_equals_select_bit_for_bit(name):
     chex.assert_trees_all_equal(raw(collect(name)), raw(collect(name, 16, "select")))
 
@@ -107,7 +117,12 @@ def test_compact_reset_equals_select_when_all_lanes_end_together():
 
 @pytest.mark.parametrize(
     ("name", "num_envs"),
-    [("count", 1), ("Pendulum-v1", 1), ("count", 1024), ("CartPole-v1", 1024)],
+    [
+        ("count", 1024),
+        pytest.param("CartPole-v1", 1024, marks=slow),
+        pytest.param("count", 1, marks=slow),
+        pytest.param("Pendulum-v1", 1, marks=slow),
+    ],
 )
 def test_lane_gives_the_same_stream_among_any_number(name, num_envs):
     few = min(num_envs, 16)
@@ -132,7 +147,7 @@ def test_carry_keeps_structure_shapes_and_dtypes(name):
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(raw((carry, fresh))))
 
 
-@each_env
+@each_env_again
 def test_step_without_jit_agrees_with_the_scan(name):
     collector = make_collector(name)
     carry = collector.init(jax.random.key(7))
@@ -149,9 +164,9 @@ def test_step_without_jit_agrees_with_the_scan(name):
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        ("CartPole-v1", "argument"),
         ("CartPole-v1", "closed over"),
-        ("Pendulum-v1", "closed over"),
+        pytest.param("CartPole-v1", "argument", marks=slow),
+        pytest.param("Pendulum-v1", "closed over", marks=slow),
     ],
 )
 def test_outer_jit_gives_the_same_bits(name, how):
@@ -167,18 +182,24 @@ def test_outer_jit_gives_the_same_bits(name, how):
     chex.assert_trees_all_equal(raw(got), raw(collect(name)))
 
 
-def test_collect_steps_traces_once_for_any_number_of_calls():
+def test_collect_steps_traces_once_and_params_reach_the_policy():
     traces = []
 
     def act(params, obs, key):
         traces.append(1)
-        return jnp.zeros(obs.shape[0], jnp.int32)
+        action = jnp.full(obs.shape[0], params["action"], jnp.int32)
+        return action, {"value": obs[:, 0] * 2.0}
 
-    env = envs.vectorize(CountEnv(), 4)
-    collector = rollout.Collector(env=env, policy=rollout.stateless_policy(act))
-    carry = collector.init(jax.random.key(0))
-    for _ in range(3):
-        carry, _ = collector.collect_steps(carry, jnp.ones(2), 5)
+    policy = rollout.stateless_policy(act)
+    # Its carry is the same whatever a policy without a state is.
+    start = make_collector("count", 16)
+    collector, carry = start.replace(policy=policy), start.init(jax.random.key(0))
+    for action in (2, 0, 1):
+        params = {"action": np.int32(action)}
+        carry, trajectory = collector.collect_steps(carry, params, 6)
+        assert (np.asarray(trajectory.action) == action).all()
+        value, obs = trajectory.extras["value"], np.asarray(trajectory.obs)
+        np.testing.assert_array_equal(value, obs[..., 0] * 2.0)
     assert len(traces) == 1
 
 
@@ -189,11 +210,14 @@ def test_making_an_environment_twice_does_not_trace_again():
         traces.append(1)
         return jnp.zeros(obs.shape[0], jnp.int32)
 
+    def run(collector, key):
+        return collector.collect_steps(collector.init(key), None, 3)
+
     policy = rollout.stateless_policy(act)
     for limit in (10, 20):
         env = envs.make_vec("CartPole-v1", 2, max_steps_in_episode=limit)
         collector = rollout.Collector(env=env, policy=policy)
-        collector.collect_steps(collector.init(jax.random.key(0)), None, 3)
+        jax.eval_shape(run, collector, jax.random.key(0))  # traces, and compiles not
     assert len(traces) == 1
 
 
@@ -224,30 +248,17 @@ def test_fold_steps_sees_the_transitions_of_collect_steps():
         return acc[0] + transition.reward.sum(), transition.episode_return
 
     carry = collector.init(jax.random.key(7))
-    acc = (jnp.zeros(()), jnp.zeros(16))
+    acc = (np.zeros((), np.float32), np.zeros(16, np.float32))
     carry, acc = collector.fold_steps(carry, None, total, acc, num_steps=NUM_STEPS)
+    acc = jax.tree.map(np.asarray, acc)
     want_carry, want = collect("count")
     chex.assert_trees_all_equal(raw(carry), raw(want_carry))
     # Sums of small integers: exact in float32.
-    assert acc[0] == want.reward.sum()
+    assert acc[0] == np.asarray(want.reward).sum()
     np.testing.assert_array_equal(acc[1], want.episode_return[-1])
 
 
-def test_params_reach_the_policy_and_extras_come_back():
-    def act(params, obs, key):
-        action = jnp.full(obs.shape[0], params["action"], jnp.int32)
-        return action, {"value": obs[:, 0] * 2.0}
-
-    env = envs.vectorize(CountEnv(), 4)
-    collector = rollout.Collector(env=env, policy=rollout.stateless_policy(act))
-    carry = collector.init(jax.random.key(0))
-    _, trajectory = collector.collect_steps(carry, {"action": 2}, 6)
-    assert (trajectory.action == 2).all()
-    np.testing.assert_array_equal(
-        trajectory.extras["value"], trajectory.obs[..., 0] * 2.0
-    )
-
-
+@slow
 def test_collector_vmaps_over_environment_parameters():
     def last_length(limit):
         env = envs.vectorize(CountEnv(limit=limit), 3, auto_reset="select")
@@ -287,7 +298,9 @@ def test_unread_fields_leave_no_buffer():
     assert one.temp_size_in_bytes < 500_000
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "Breakout-MinAtar"])
+@pytest.mark.parametrize(
+    "name", ["CartPole-v1", pytest.param("Breakout-MinAtar", marks=slow)]
+)
 def test_peak_memory_is_what_is_returned(name):
     collector = make_collector(name, 256)
     carry = jax.eval_shape(collector.init, jax.random.key(0))
@@ -300,7 +313,7 @@ def test_peak_memory_is_what_is_returned(name):
     assert returned + memory.temp_size_in_bytes <= 1.1 * returned
 
 
-@pytest.mark.parametrize("name", ["count", "CartPole-v1"])
+@pytest.mark.parametrize("name", ["count", pytest.param("CartPole-v1", marks=slow)])
 def test_philox_keys_keep_compact_equal_to_select(name):
     whole = collect(name, impl="philox2x32")
     select = collect(name, 16, "select", impl="philox2x32")
@@ -308,6 +321,7 @@ def test_philox_keys_keep_compact_equal_to_select(name):
     assert (whole[1].action != collect(name)[1].action).any()
 
 
+@slow
 def test_philox_keys_keep_a_lane_apart_from_the_number_of_lanes():
     alone = collect("count", 1, impl="philox2x32")[1]
     among = collect("count", impl="philox2x32")[1]

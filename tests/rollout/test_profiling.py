@@ -9,7 +9,7 @@ import rollout
 
 
 def test_parts_and_the_rest_add_up_to_the_whole():
-    collector = make_collector("CartPole-v1", 8)
+    collector = make_collector("count", 16)
     profile = rollout.profile(collector, None, 16, num_repeats=2)
     parts = profile.policy + profile.env_step + profile.auto_reset + profile.recording
     assert min(profile[:5]) > 0
@@ -31,6 +31,7 @@ class SlowEnv(CountEnv):
         return result.replace(obs=result.obs + slow(result.obs, 40))
 
 
+@pytest.mark.slow
 def test_slow_environment_shows_as_env_step():
     env = envs.vectorize(SlowEnv(), 4)
     policy = rollout.random_policy(env.action_space)
@@ -40,6 +41,7 @@ def test_slow_environment_shows_as_env_step():
     assert profile.env_step > 2 * others
 
 
+@pytest.mark.slow
 def test_slow_policy_shows_as_policy():
     def act(params, obs, key):
         value = slow(obs, 40)
@@ -56,4 +58,4 @@ def test_slow_policy_shows_as_policy():
 def test_wrong_count_is_refused(name):
     counts = {"num_steps": 4, name: 0}
     with pytest.raises(ValueError, match=f"`{name}` must be an int of at least 1"):
-        rollout.profile(make_collector("count", 8), None, **counts)
+        rollout.profile(make_collector("count", 16), None, **counts)

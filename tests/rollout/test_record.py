@@ -1,5 +1,7 @@
 """`record_fn`: what is stored, and never what the policy sees or statistics count."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,12 +43,17 @@ def raw():
     return carry, collector.collect_steps(carry, None, NUM_STEPS)[1]
 
 
+@functools.cache
+def summarize():
+    return jax.jit(rollout.summarize)
+
+
 def check(recorded, raw):
     assert recorded.obs.dtype == jnp.uint8
-    np.testing.assert_array_equal(recorded.obs, 10 * raw.obs)
+    np.testing.assert_array_equal(recorded.obs, 10 * np.asarray(raw.obs))
     assert recorded.next_obs == ()
     np.testing.assert_array_equal(recorded.reward, np.minimum(raw.reward, 1))
-    np.testing.assert_array_equal(recorded.extras["double"], 2 * raw.reward)
+    np.testing.assert_array_equal(recorded.extras["double"], 2 * np.asarray(raw.reward))
     np.testing.assert_array_equal(recorded.extras["seen"], raw.extras["seen"])
     np.testing.assert_array_equal(recorded.action, raw.action)
     np.testing.assert_array_equal(recorded.terminated, raw.terminated)
@@ -58,13 +65,13 @@ def test_steps_are_stored_as_recorded(raw):
     carry, raw = raw
     _, recorded = make_collector(record).collect_steps(carry, None, NUM_STEPS)
     check(recorded, raw)
-    assert recorded.reward.max() == 1 < raw.reward.max()
+    assert np.max(recorded.reward) == 1 < np.max(raw.reward)
 
 
 def test_statistics_count_the_raw_rewards(raw):
     carry, raw = raw
     _, recorded = make_collector(record).collect_steps(carry, None, NUM_STEPS)
-    got, want = rollout.summarize(recorded), rollout.summarize(raw)
+    got, want = summarize()(recorded), summarize()(raw)
     assert got.return_mean == want.return_mean > 1
     assert got.num_episodes == want.num_episodes > 0
 
@@ -74,7 +81,7 @@ def test_fields_that_are_not_recorded_are_not_missed(raw):
     collector = make_collector(lambda t: t.replace(reward=(), action=(), info=()))
     _, recorded = collector.collect_steps(carry, None, NUM_STEPS)
     assert recorded.reward == recorded.action == ()
-    got, want = rollout.summarize(recorded), rollout.summarize(raw)
+    got, want = summarize()(recorded), summarize()(raw)
     assert got.return_mean == want.return_mean
     assert got.num_nonfinite == 0
     assert rollout.evaluate(collector, jax.random.key(0), None, 3).num_episodes == 3
@@ -83,26 +90,40 @@ def test_fields_that_are_not_recorded_are_not_missed(raw):
 def test_single_steps_and_folds_hand_out_what_is_recorded(raw):
     carry, raw = raw
     collector = make_collector(record)
-    _, transition = collector.step(carry, None)
-    check(transition, jax.tree.map(lambda x: x[0], raw))
 
     def note(acc, transition):
         return acc + transition.extras["double"].sum()
 
-    _, total = collector.fold_steps(carry, None, note, 0.0, num_steps=NUM_STEPS)
+    @jax.jit
+    def run(carry):
+        _, transition = collector.step(carry, None)
+        return transition, collector.fold_steps(
+            carry, None, note, 0.0, num_steps=NUM_STEPS
+        )
+
+    transition, (_, total) = run(carry)
+    raw = jax.tree.map(np.asarray, raw)
+    check(transition, jax.tree.map(lambda x: x[0], raw))
     np.testing.assert_allclose(total, 2 * raw.reward.sum())
 
 
 def test_episodes_are_stored_as_recorded_and_counted_raw(raw):
-    carry, _ = raw
-    _, plain, want = make_collector(None).collect_padded_episodes(
-        carry, None, 5, max_length=7
+    _, padded, episodes = make_collector(record).collect_padded_episodes(
+        raw[0], None, 5, max_length=7
     )
-    _, recorded, got = make_collector(record).collect_padded_episodes(
-        carry, None, 5, max_length=7
-    )
-    check(recorded, plain)
-    np.testing.assert_array_equal(got.episode_return, want.episode_return)
+    length = np.asarray(episodes.episode_length)
+    np.testing.assert_array_equal(episodes.episode_return, length * (length + 1) / 2)
+    step = np.arange(1, 8)[:, None]
+    mask = step <= length
+    np.testing.assert_array_equal(padded.mask, mask)
+    assert padded.obs.dtype == jnp.uint8
+    want = {"obs": 10 * (step - 1), "reward": 1, "action": (step - 1) % 3}
+    got = {name: np.asarray(getattr(padded, name)) for name in want}
+    got["obs"] = got["obs"][..., 0]
+    extras = {"double": 2 * step, "seen": step - 1}
+    for name, value in {**want, **extras}.items():
+        array = got[name] if name in got else padded.extras[name]
+        np.testing.assert_array_equal(array, np.where(mask, value, 0), err_msg=name)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import argparse
 import contextlib
 import io
 import os
+import runpy
 import select
 import signal
 import subprocess
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 RUN = ["CartPole-v1", "--num-envs", f"{B}", "--seed", f"{SEED}"]
 RUN += ["--env-param", f"max_steps_in_episode={LIMIT}"]
 QUEUE_RUN = [*RUN, f"--num-episodes={N}", f"--max-steps={CUT}"]
-QUICK = ["Catch-bsuite"]  # its episodes have 9 steps
+slow = pytest.mark.slow
 NOT_BOTH = "argument --num-episodes: not allowed with argument --num-steps"
 FIELDS = {
     *("obs", "action", "reward", "terminated", "truncated", "next_obs", "mask"),
@@ -48,12 +48,29 @@ def run(tmp_path_factory):
     """One run that does everything; the tests look at what it left."""
     folder, stdout = tmp_path_factory.mktemp("run"), io.StringIO()
     files = [f"--save={folder}/a.npz", f"--plot={folder}/a.png"]
-    files += [f"--profile={folder}/trace"]
     with contextlib.redirect_stdout(stdout):
         status = main([*RUN, f"--num-steps={T}", *files])
     with np.load(folder / "a.npz", allow_pickle=False) as file:
         saved = dict(file)
     return Run(status, read_table(stdout.getvalue()), saved, folder)
+
+
+@pytest.fixture(scope="module")
+def profiled_run(tmp_path_factory):
+    folder, stdout = tmp_path_factory.mktemp("profile"), io.StringIO()
+    with contextlib.redirect_stdout(stdout):
+        status = main([*RUN, f"--num-steps={T}", f"--profile={folder}/trace"])
+    return Run(status, read_table(stdout.getvalue()), {}, folder)
+
+
+@pytest.fixture(scope="module")
+def one_episode():
+    """The table of a run of one episode of CartPole, without its parameters."""
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout):
+        status = main(["CartPole-v1", f"--seed={SEED}", "--num-episodes=1"])
+    assert status == 0
+    return read_table(stdout.getvalue())
 
 
 def read_table(text):
@@ -142,29 +159,33 @@ def test_table_says_what_was_run_and_how_fast(run):
 
 
 def test_run_without_save_finds_the_same_episodes(run, capsys):
-    assert main([*RUN, "--num-steps=40"]) == 0
+    assert main([*RUN, f"--num-steps={LIMIT}"]) == 0  # by then every lane has ended one
     table = read_table(capsys.readouterr().out)
-    assert_episodes(table, episode_rows(run.saved, 40))
+    assert_episodes(table, episode_rows(run.saved, LIMIT))
     assert not {"saved", "plot", "profile"} & set(table)
 
 
 def test_files_are_named_in_the_table_and_no_others_are_left(run):
     assert run.table["saved"] == f"{run.folder}/a.npz"
     assert run.table["plot"] == f"{run.folder}/a.png"
-    assert {path.name for path in run.folder.iterdir()} == {"a.npz", "a.png", "trace"}
+    assert {path.name for path in run.folder.iterdir()} == {"a.npz", "a.png"}
     assert (run.folder / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_profile_lies_where_the_table_says(run):
-    trace = Path(run.table["profile"])
-    assert trace.is_relative_to(run.folder / "trace")
+@slow
+def test_profile_lies_where_the_table_says(profiled_run):
+    assert profiled_run.status == 0
+    trace = Path(profiled_run.table["profile"])
+    assert trace.is_relative_to(profiled_run.folder / "trace")
     assert list(trace.glob("*.xplane.pb"))
 
 
-def test_profile_says_where_the_time_of_a_batch_goes(run):
+@slow
+def test_profile_says_where_the_time_of_a_batch_goes(profiled_run):
+    table = profiled_run.table
     parts = ("policy", "env step", "auto reset", "recording", "whole", "unexplained")
-    assert set(parts) <= set(run.table)
-    shares = [int(run.table[part].split("(")[1].split()[0]) for part in parts]
+    assert set(parts) <= set(table)
+    shares = [int(table[part].split("(")[1].split()[0]) for part in parts]
     assert shares[4] == 100
     # Each is rounded to a whole one.
     assert abs(sum(shares[:4]) + shares[5] - 100) <= 3
@@ -172,7 +193,7 @@ def test_profile_says_where_the_time_of_a_batch_goes(run):
 
 def test_window_without_an_ending_says_so_and_is_not_drawn(tmp_path, capsys):
     picture = tmp_path / "a.png"
-    argv = ["Pendulum-v1", "--num-envs=4", "--num-steps=3", f"--plot={picture}"]
+    argv = [*RUN, "--num-steps=3", f"--plot={picture}"]  # it balances for longer
     assert main(argv) == 1
     captured = capsys.readouterr()
     table = read_table(captured.out)
@@ -245,7 +266,7 @@ def test_queue_run_gives_the_confidence_interval_of_the_mean(queue_run):
 def test_queue_run_counts_busy_and_idle_steps(queue_run):
     episodes = play_queue()
     num_steps, busy_until = episodes.episode_length.sum(), np.zeros(B, int)
-    for lane, length in zip(episodes.env_id, episodes.episode_length, strict=True):
+    for lane, length in zip(episodes.lane, episodes.episode_length, strict=True):
         busy_until[lane] += length
     idle = 100 * (1 - num_steps / (B * busy_until.max()))
     assert idle > 0
@@ -273,12 +294,12 @@ def test_queue_run_leaves_its_figure_and_nothing_else(queue_run):
     assert (queue_run.folder / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_queue_run_of_one_episode_has_one_lane_and_no_interval(capsys):
-    assert main([*QUICK, "--num-episodes=1"]) == 0
-    table = read_table(capsys.readouterr().out)
+def test_queue_run_of_one_episode_has_one_lane_and_no_interval(one_episode):
+    table = one_episode
     assert table["envs"] == "1"
     assert table["episodes"].startswith("1 (1 terminated")
-    assert table["steps"] == "9 (0.0 % of the lane-steps idle)"
+    length = table["length"].split()[0]
+    assert table["steps"] == f"{length} (0.0 % of the lane-steps idle)"
     assert table["mean return"].endswith("(no confidence interval for one episode)")
 
 
@@ -300,13 +321,10 @@ def test_defaults_are_those_of_the_kind_of_run(given, num_envs, num_steps, max_s
     assert max_steps in (None, args.max_steps)
 
 
-def test_gif_shows_the_first_episode_of_the_queue(tmp_path, capsys):
-    path = tmp_path / "a.gif"
-    argv = ["CartPole-v1", f"--seed={SEED}"]
-    assert main([*argv, f"--gif={path}"]) == 0
+def test_gif_shows_the_first_episode_of_the_queue(one_episode, tmp_path, capsys):
+    path, same = tmp_path / "a.gif", one_episode
+    assert main(["CartPole-v1", f"--seed={SEED}", f"--gif={path}"]) == 0
     table = read_table(capsys.readouterr().out)
-    assert main([*argv, "--num-episodes=1"]) == 0
-    same = read_table(capsys.readouterr().out)
     length = int(same["length"].split()[0])
     assert table["length"] == f"{length} (terminated)"
     assert table["return"] == same["return"].split()[0]
@@ -316,6 +334,32 @@ def test_gif_shows_the_first_episode_of_the_queue(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(
+    ("terminated", "finished", "ending"),
+    [
+        (True, True, "terminated"),
+        (False, True, "truncated"),
+        (False, False, "cut by --max-steps"),
+    ],
+)
+def test_table_of_one_episode_says_how_it_ended(terminated, finished, ending, capsys):
+    episodes = Episodes(
+        episode_return=np.float32([1.5]),
+        episode_length=np.int32([1234]),
+        terminated=np.array([terminated]),
+        truncated=np.array([finished and not terminated]),
+        finished=np.array([finished]),
+        lane=np.int32([0]),
+        num_steps=np.int32(1234),
+    )
+    args = make_parser().parse_args(["CartPole-v1", "--gif=a.gif"])
+    report.print_episode(args, episodes)
+    table = read_table(capsys.readouterr().out)
+    assert table["length"] == f"1,234 ({ending})"
+    assert table["return"] == "1.5"
+
+
+@slow
 @pytest.mark.parametrize(
     ("given", "ending"),
     [
@@ -339,6 +383,7 @@ def test_gif_without_pygame_names_the_extra(tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@slow
 def test_process_that_draws_keeps_stderr_clean(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     hidden = {"SDL_VIDEODRIVER", "SDL_AUDIODRIVER", "MPLBACKEND", "DISPLAY"}
@@ -411,10 +456,10 @@ def made_up_queue():
         terminated=flags < 2,
         truncated=(flags > 0) & (flags < 7),
         finished=flags < 7,
-        env_id=np.zeros(8, np.int32),
+        lane=np.zeros(8, np.int32),
         num_steps=np.int32(36),
     )
-    stats = jax.device_get(summarize(jax.tree.map(jnp.asarray, episodes)))
+    stats = jax.device_get(jax.jit(summarize)(episodes))
     return Played(episodes, stats, 40, 1.0, 1.0)
 
 
@@ -621,6 +666,7 @@ def test_loop_flag_is_added_to_the_flags_that_are_set(monkeypatch, capsys):
     ]
 
 
+@slow
 def test_flags_are_set_before_the_backend_starts():
     code = (
         "import rollout.__main__, jax._src.xla_bridge as bridge; "
@@ -629,6 +675,16 @@ def test_flags_are_set_before_the_backend_starts():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+def test_module_runs_as_a_program(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rollout", "--list-envs"])
+    monkeypatch.delitem(sys.modules, "rollout.__main__", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("rollout", run_name="__main__")
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.splitlines() == list(envs.env_ids())
+
+
+@slow
 def test_process_with_the_loop_flag_says_so_and_keeps_stderr_clean(run):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = spawn(*RUN, "--num-steps=20", "--xla-cpu-loop", **pipes)
@@ -638,6 +694,7 @@ def test_process_with_the_loop_flag_says_so_and_keeps_stderr_clean(run):
     assert "xla cpu loop" not in run.table
 
 
+@slow
 def test_process_with_a_wrong_argument_exits_with_two():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = spawn("CartPole-v1", "--num-envs=0", **pipes)
@@ -647,6 +704,7 @@ def test_process_with_a_wrong_argument_exits_with_two():
     assert stderr.count("\n") == 1
 
 
+@slow
 def test_process_whose_reader_is_gone_is_quiet():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with spawn("--list-envs", **pipes) as process:
@@ -655,6 +713,7 @@ def test_process_whose_reader_is_gone_is_quiet():
     assert (process.returncode, stderr) == (141, b"")
 
 
+@slow
 def test_interrupt_under_the_bar_ends_on_a_line_of_its_own():
     pty = pytest.importorskip("pty")  # not on Windows
     termios = pytest.importorskip("termios")

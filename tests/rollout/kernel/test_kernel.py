@@ -1,33 +1,34 @@
 """The kernel against a plain Python loop, one environment at a time."""
 
+import functools
+
 import gymnax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ENVS, NUM_STEPS, PARAMS, CountEnv, collect, make_collector
+from cases import ENVS, NUM_STEPS, PARAMS, CountEnv, collect, make_collector, make_env
 
 import envs
 import rollout
 
+slow = pytest.mark.slow
 NUM_LANES = 16  # of 64 steps each: 1,024 steps in plain Python
 
 
 class PlainGymnax:
-    """One gymnax environment through `step_env` and `is_truncated`, jitted singly."""
+    """One gymnax environment through `step_env` and `is_truncated`."""
 
     def __init__(self, name):
         self.env, params = gymnax.make(name)
         self.params = params.replace(**PARAMS[name])
-        self._reset = jax.jit(self.env.reset_env)
-        self._step = jax.jit(self.env.step_env)
 
     def reset(self, key):
-        obs, state = self._reset(key, self.params)
+        obs, state = self.env.reset_env(key, self.params)
         return state, obs
 
     def step(self, key, state, action):
-        obs, state, reward, terminated, info = self._step(
+        obs, state, reward, terminated, info = self.env.step_env(
             key, state, action, self.params
         )
         truncated = self.env.is_truncated(state, self.params)
@@ -49,17 +50,32 @@ class PlainCount:
         return step.state, step.obs, step.reward, *flags, step.info
 
 
-def play_lane(env, root, lane, actions):
-    """Plays one lane by the documented keys; yields a dict of fields per step."""
+def make_plain(name):
+    """Start and step of one environment by the documented keys, each jitted."""
+    env = PlainCount() if name == "count" else PlainGymnax(name)
+
+    @jax.jit
+    def start(root, lane, number):
+        lane_key = jax.random.fold_in(jax.random.fold_in(root, 1), lane)
+        episode_key = jax.random.fold_in(lane_key, number)
+        return episode_key, *env.reset(jax.random.fold_in(episode_key, envs.RESET))
+
+    @jax.jit
+    def step(episode_key, length, state, action):
+        return env.step(jax.random.fold_in(episode_key, length), state, action)
+
+    return start, step
+
+
+def play_lane(plain, root, lane, actions):
+    """Plays one lane; yields a dict of fields per step."""
+    start, step = plain
     number, length, total = 0, 0, np.float32(0)
-    lane_key = jax.random.fold_in(jax.random.fold_in(root, 1), lane)
-    episode_key = jax.random.fold_in(lane_key, number)
-    state, obs = env.reset(jax.random.fold_in(episode_key, envs.RESET))
+    episode_key, state, obs = start(root, lane, number)
     for action in actions:
         length += 1
-        key = jax.random.fold_in(episode_key, length)
-        state, next_obs, reward, terminated, truncated, info = env.step(
-            key, state, action
+        state, next_obs, reward, terminated, truncated, info = step(
+            episode_key, length, state, action
         )
         total += np.float32(reward)
         yield {
@@ -78,19 +94,21 @@ def play_lane(env, root, lane, actions):
         obs = next_obs
         if terminated or truncated:
             number, length, total = number + 1, 0, np.float32(0)
-            episode_key = jax.random.fold_in(lane_key, number)
-            state, obs = env.reset(jax.random.fold_in(episode_key, envs.RESET))
+            episode_key, state, obs = start(root, lane, number)
 
 
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(
+    "name", [*ENVS[:2], *(pytest.param(name, marks=slow) for name in ENVS[2:])]
+)
 def test_every_field_of_every_row_agrees_with_a_plain_loop(name):
-    env = PlainCount() if name == "count" else PlainGymnax(name)
+    plain = make_plain(name)
     _, trajectory = collect(name)
     trajectory = jax.tree.map(np.asarray, trajectory)
     assert trajectory.reward.size >= 1000
+    root = jax.random.key(7)
     for lane in range(NUM_LANES):
         actions = trajectory.action[:, lane]
-        rows = list(play_lane(env, jax.random.key(7), lane, actions))
+        rows = list(play_lane(plain, root, lane, actions))
         for field in rows[0]:
             want = jax.tree.map(lambda *x: np.stack(x), *[row[field] for row in rows])
             got = lane_of(getattr(trajectory, field), lane)
@@ -114,24 +132,46 @@ def assert_agree(got, want, what):
             np.testing.assert_array_equal(one, other, err_msg=what)
 
 
+def counting_policy():
+    """Counts the steps of its episode; says so, and the word that its key gives."""
+
+    def act(params, obs, state, key):
+        state = {"steps": state["steps"] + 1, "key": state["key"]}
+        word = jnp.broadcast_to(jax.random.bits(key), obs.shape[:1])
+        action = jnp.zeros(obs.shape[0], jnp.int32)
+        return action, state, {"steps": state["steps"], "word": word}
+
+    return rollout.recurrent_policy(act, initial_state)
+
+
+def initial_state(num_envs):
+    keys = jax.random.split(jax.random.key(5), num_envs)
+    return {"steps": jnp.zeros(num_envs, jnp.int32), "key": keys}
+
+
+COUNTING = counting_policy()
+
+
+@functools.cache
+def count(name):
+    """First carry, last carry and trajectory of that policy; the states in `info`."""
+    env = envs.expose_state(make_env(name))  # that of "count" holds a key
+    env = envs.vectorize(env, 8, auto_reset="select")
+    collector = rollout.Collector(env=env, policy=COUNTING)
+    start = collector.init(jax.random.key(3))
+    return start, *collector.collect_steps(start, None, NUM_STEPS)
+
+
 def test_policy_key_is_that_of_the_step_counter():
-    seen = {}
-
-    def act(params, obs, key):
-        return jnp.zeros(obs.shape[0], jnp.int32), {
-            "word": jnp.broadcast_to(jax.random.bits(key), obs.shape[:1])
-        }
-
-    env = envs.vectorize(CountEnv(), 2)
-    collector = rollout.Collector(env=env, policy=rollout.stateless_policy(act))
-    root = jax.random.key(3)
-    carry, trajectory = collector.collect_steps(collector.init(root), None, 5)
-    for t in range(5):
-        key = jax.random.fold_in(jax.random.fold_in(root, 0), t)
-        seen[t] = np.uint32(jax.random.bits(key))
-        assert (trajectory.extras["word"][t] == seen[t]).all()
-    assert len(set(seen.values())) == 5
-    assert carry.step == 5
+    _, carry, trajectory = count("count")
+    with jax.debug_key_reuse(False):
+        key = jax.random.fold_in(jax.random.key(3), 0)
+        keys = jax.vmap(lambda t: jax.random.fold_in(key, t))(np.arange(NUM_STEPS))
+        words = np.asarray(jax.vmap(jax.random.bits)(keys))
+    got = np.asarray(trajectory.extras["word"])
+    np.testing.assert_array_equal(got, np.broadcast_to(words[:, None], got.shape))
+    assert len(set(words.tolist())) == NUM_STEPS
+    assert carry.step == NUM_STEPS
 
 
 @pytest.mark.usefixtures("key_reuse")
@@ -152,29 +192,15 @@ def test_environment_noise_is_independent_of_the_reset():
         assert not (children(reset_key) == words).all(axis=-1).any()
 
 
-def test_recurrent_state_restarts_exactly_with_the_episode():
-    def count(params, obs, state, key):
-        state = {"steps": state["steps"] + 1, "key": state["key"]}
-        action = jnp.zeros(obs.shape[0], jnp.int32)
-        return action, state, {"steps": state["steps"]}
-
-    def init(num_envs):
-        keys = jax.random.split(jax.random.key(5), num_envs)
-        return {"steps": jnp.zeros(num_envs, jnp.int32), "key": keys}
-
-    for name, env in (("count", CountEnv()), ("CartPole-v1", None)):
-        env = env or envs.make(name, **PARAMS[name])
-        vector_env = envs.vectorize(env, 8)
-        policy = rollout.recurrent_policy(count, init)
-        collector = rollout.Collector(env=vector_env, policy=policy)
-        carry = collector.init(jax.random.key(0))
-        carry, trajectory = collector.collect_steps(carry, None, NUM_STEPS)
-        steps = trajectory.extras["steps"]
-        np.testing.assert_array_equal(steps, trajectory.episode_length)
-        length = carry.episode.episode_length
-        np.testing.assert_array_equal(carry.policy_state["steps"], length)
-        want, got = init(8)["key"], carry.policy_state["key"]
-        assert (jax.random.key_data(want) == jax.random.key_data(got)).all()
+@pytest.mark.parametrize("name", ["count", pytest.param("CartPole-v1", marks=slow)])
+def test_recurrent_state_restarts_exactly_with_the_episode(name):
+    _, carry, trajectory = count(name)
+    steps = trajectory.extras["steps"]
+    np.testing.assert_array_equal(steps, trajectory.episode_length)
+    length = carry.episode.episode_length
+    np.testing.assert_array_equal(carry.policy_state["steps"], length)
+    want, got = initial_state(8)["key"], carry.policy_state["key"]
+    np.testing.assert_array_equal(jax.random.key_data(want), jax.random.key_data(got))
 
 
 def test_profile_names_the_four_parts():
@@ -218,20 +244,26 @@ def test_gradient_flows_through_the_kernel():
 
     # x_1 = 1 + g, x_2 = (1 + g)^2: d/dg of -(x_1^2 + x_2^2) at g = -0.5 is
     # -(2 (1 + g) + 4 (1 + g)^3) = -(1 + 0.5).
-    np.testing.assert_allclose(jax.grad(loss)(-0.5), -1.5, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(-0.5), -1.5, rtol=1e-6)
 
 
 def test_keys_in_info_are_collected_like_anything_else():
-    env = envs.vectorize(envs.expose_state(CountEnv()), 4)  # its state holds a key
+    start, _, trajectory = count("count")
+    got = np.asarray(jax.random.key_data(trajectory.info["state"]["key"]))
+    want = np.asarray(jax.random.key_data(start.env_state["key"]))
+    assert got.shape == (NUM_STEPS, *want.shape)
+    np.testing.assert_array_equal(got[0], want)
+
+
+@slow
+def test_keys_in_info_are_padded_like_anything_else():
+    env = envs.vectorize(envs.expose_state(CountEnv()), 4)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(jax.random.key(0))
-    _, trajectory = collector.collect_steps(carry, None, 3)
-    got = jax.random.key_data(trajectory.info["state"]["key"])
-    want = jax.random.key_data(carry.env_state["key"])
-    assert got.shape == (3, *want.shape)
-    np.testing.assert_array_equal(got[0], want)
     _, padded, _ = collector.collect_padded_episodes(carry, None, 4, max_length=3)
-    got = jax.random.key_data(padded.info["state"]["key"])
-    assert got.shape == (3, 4, *want.shape[1:])
-    np.testing.assert_array_equal(got[0], got[1])  # an episode keeps its key
+    got = np.asarray(jax.random.key_data(padded.info["state"]["key"]))
+    assert got.shape[:2] == (3, 4)
+    assert got[0].any()
+    # An episode keeps its key, and has at least two steps.
+    np.testing.assert_array_equal(got[0], got[1])
