@@ -56,15 +56,31 @@ def save(path: str | os.PathLike[str], state: chex.ArrayTree) -> None:
         ValueError: if a leaf is not such an array; it names the leaf.
         OSError: if the file cannot be written.
     """
-    path = Path(os.path.realpath(path))  # a link stays one
     header = {"version": _VERSION, "leaves": _describe("state", state)}
+    with whole_file(path) as file, zipfile.ZipFile(file, "w") as archive:
+        _put(archive, "header", np.asarray(json.dumps(header)))
+        for number, leaf in enumerate(jax.tree.leaves(state)):
+            _put(archive, f"leaf_{number}", _plain(leaf))
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Opens a file to write, which is there whole after the `with` block or not at all.
+
+    Args:
+        path: the file; one that exists is replaced.
+
+    Yields:
+        A file next to it, which is brought to the disk and then renamed.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    path = Path(os.path.realpath(path))  # a link stays one
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         with part.open("xb") as file:
-            with zipfile.ZipFile(file, "w") as archive:
-                _put(archive, "header", np.asarray(json.dumps(header)))
-                for number, leaf in enumerate(jax.tree.leaves(state)):
-                    _put(archive, f"leaf_{number}", _plain(leaf))
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -11,6 +11,7 @@ reset key would then hold the keys of its own first steps (`split(key)[i]` is
 `fold_in(key, i)`).
 """
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -135,3 +136,23 @@ class VectorEnv(Protocol):
             `lanes` with new episode key, state and observation where `done`, and
             every other lane as it was, bit for bit.
         """
+
+
+def node_types(tree: chex.ArrayTree) -> tuple[type, ...]:
+    """The types of the nodes of a tree, from the root, depth first.
+
+    jax 0.10 and 0.11 take two trees that differ by the class of a dataclass alone for
+    equal (`jax.tree_util.register_dataclass`): only their hashes differ, of which the
+    cache of `jit` looks at a few bits before it asks for equality. So what holds
+    environments, a collector or `vectorize`'s result, has this as static data, or one
+    would now and then run with the program of another.
+    """
+    return _types(jax.tree.structure(tree))
+
+
+def _types(structure: jax.tree_util.PyTreeDef) -> tuple[type, ...]:
+    node = structure.node_data()
+    if node is None:  # a leaf
+        return ()
+    below = itertools.chain(*map(_types, structure.children()))
+    return (node[0], *below)

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from envs import checks
 from envs import keys as env_keys
 from envs.auto_reset import reset_compact, reset_select
-from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv
+from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv, node_types
 
 _AUTO_RESETS = {"compact": reset_compact, "select": reset_select}
 
@@ -68,8 +69,7 @@ def vectorize_each(
 
 
 def _check(num_envs: int, auto_reset: str) -> None:
-    if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
-        raise ValueError(f"`num_envs` must be an int of at least 1, got {num_envs!r}.")
+    checks.count("num_envs", num_envs)
     if auto_reset not in _AUTO_RESETS:
         names = " or ".join(f'"{name}"' for name in sorted(_AUTO_RESETS))
         raise ValueError(f"`auto_reset` must be {names}, got {auto_reset!r}.")
@@ -83,6 +83,10 @@ class _VectorizedEnv:
     num_envs: int = struct.field(pytree_node=False)
     auto_reset: str = struct.field(pytree_node=False)
     each: bool = struct.field(pytree_node=False, default=False)  # parameters per lane
+    _types: tuple[type, ...] = struct.field(pytree_node=False, default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_types", node_types(self.env))
 
     @property
     def observation_space(self) -> Space:

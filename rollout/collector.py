@@ -1,7 +1,6 @@
 """The collector: folds over time of the kernel's one step."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,7 +11,7 @@ from flax import struct
 from jax import lax
 
 from envs import keys
-from envs.types import VectorEnv
+from envs.types import VectorEnv, node_types
 from rollout import checks, kernel
 from rollout.kernel import episode_keys, episodes
 from rollout.types import Carry, Episodes, Policy, Transition
@@ -38,9 +37,6 @@ class Collector:
             Every method hands out what it returns; the policy and the running totals
             never see it. It must leave the flags, `mask`, `episode_id`,
             `episode_return` and `episode_length` as they are.
-        env_types: the types of the nodes of `env`; set by itself. Without it jax takes
-            two collectors whose environments differ by nothing but their class for
-            equal, and may run the one with the program of the other.
     """
 
     env: VectorEnv
@@ -48,12 +44,10 @@ class Collector:
     record_fn: Callable[[Transition], Transition] | None = struct.field(
         pytree_node=False, default=None
     )
-    env_types: tuple[type, ...] = struct.field(
-        pytree_node=False, default=(), repr=False
-    )
+    _types: tuple[type, ...] = struct.field(pytree_node=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "env_types", _node_types(jax.tree.structure(self.env)))
+        object.__setattr__(self, "_types", node_types(self.env))
 
     def init(self, key: chex.PRNGKey) -> Carry:
         """Starts the first episode of every lane. Jitted.
@@ -296,20 +290,6 @@ class Collector:
             plan=plan,
             max_steps=max_steps,
         )
-
-
-def _node_types(structure: jax.tree_util.PyTreeDef) -> tuple[type, ...]:
-    """The types of the nodes of a tree, from the root, depth first.
-
-    Two structures that differ by the class of a dataclass alone are equal to jax 0.10
-    and 0.11 (`jax.tree_util.register_dataclass`): only their hashes differ, of which
-    the cache of `jit` looks at a few bits before it asks for equality.
-    """
-    node = structure.node_data()
-    if node is None:  # a leaf
-        return ()
-    below = itertools.chain(*map(_node_types, structure.children()))
-    return (node[0], *below)
 
 
 # Jitted, since operation by operation a first call compiles some forty programs.

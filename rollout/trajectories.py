@@ -12,19 +12,24 @@ from rollout.types import Transition
 class Pieces(NamedTuple):
     """The `N` pieces of episodes in a trajectory, of at most `L` steps.
 
-    Lane by lane, and within a lane in the order of time.
+    In the order of the lanes, and within a lane of time.
 
     Attributes:
-        trajectory: `[N, L, ...]`, all zero behind the end of a piece.
-        mask: `[N, L]` bool, False behind the end of a piece.
+        trajectory: `[L, N, ...]`, all zero after the end of a piece.
+        mask: `[L, N]` bool, False after the end of a piece.
         episode_id: `[N]` int32. Pieces of one episode in several batches share it.
-        env_id: `[N]` int32, the lane.
+        lane: `[N]` int32, the lane.
     """
 
-    trajectory: Transition  # [N, L, ...]
-    mask: np.ndarray  # [N, L]
+    trajectory: Transition  # [L, N, ...]
+    mask: np.ndarray  # [L, N]
     episode_id: np.ndarray  # [N]
-    env_id: np.ndarray  # [N]
+    lane: np.ndarray  # [N]
+
+    @property
+    def env_id(self) -> np.ndarray:
+        """`[N]` int32, the older name of `lane`."""
+        return self.lane
 
 
 def split_trajectories(trajectory: Transition) -> Pieces:
@@ -50,13 +55,13 @@ def split_trajectories(trajectory: Transition) -> Pieces:
     is_new[1:] = (lane[1:] != lane[:-1]) | (ids[1:] != ids[:-1])
     piece = np.cumsum(is_new) - 1
     begin = np.flatnonzero(is_new)
-    column = np.arange(ids.size) - begin[piece] if ids.size else piece
-    shape = begin.size, int(column.max(initial=-1)) + 1
+    row = np.arange(ids.size) - begin[piece] if ids.size else piece
+    shape = int(row.max(initial=-1)) + 1, begin.size
 
     def gather(x: jax.Array) -> np.ndarray:
         x = np.asarray(x)
         pieces = np.zeros((*shape, *x.shape[2:]), x.dtype)
-        pieces[piece, column] = x[step, lane]
+        pieces[row, piece] = x[step, lane]
         return pieces
 
     words = keys.words(trajectory)

@@ -126,7 +126,7 @@ class Episodes:
         truncated: `[N]` bool, the environment's own time limit cut it.
         finished: `[N]` bool, False where `max_steps` ran out before the environment
             ended the episode: return and length are those of the part played.
-        env_id: `[N]` int32, the lane that played it.
+        lane: `[N]` int32, the lane that played it.
         num_steps: `()` int32, rows that were not idle, over all lanes.
     """
 
@@ -135,8 +135,13 @@ class Episodes:
     terminated: jax.Array  # [N]
     truncated: jax.Array  # [N]
     finished: jax.Array  # [N]
-    env_id: jax.Array  # [N]
+    lane: jax.Array  # [N]
     num_steps: jax.Array  # ()
+
+    @property
+    def env_id(self) -> jax.Array:
+        """`[N]` int32, the older name of `lane`."""
+        return self.lane
 
 
 class PolicyStep(NamedTuple):

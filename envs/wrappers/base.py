@@ -20,7 +20,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from envs import keys
+from envs import checks, keys
 from envs.spaces import Box
 from envs.types import Env, EnvStep, Space
 from envs.wrappers.spaces import TanhSpace, check_box
@@ -86,7 +86,7 @@ class TimeLimit(Wrapper):
     num_steps: int = struct.field(pytree_node=False)
 
     def __post_init__(self) -> None:
-        check_count("num_steps", self.num_steps)
+        checks.count("num_steps", self.num_steps)
 
     def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
         """Starts an episode: `(state, obs)`."""
@@ -176,7 +176,7 @@ class ActionRepeat(Wrapper):
     num_repeats: int = struct.field(pytree_node=False)
 
     def __post_init__(self) -> None:
-        check_count("num_repeats", self.num_repeats)
+        checks.count("num_repeats", self.num_repeats)
 
     def step(
         self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
@@ -226,12 +226,6 @@ def _cast(result: EnvStep) -> EnvStep:
         terminated=strong.terminated.astype(bool),
         truncated=strong.truncated.astype(bool),
     )
-
-
-def check_count(name: str, value: Any) -> None:
-    """Refuses a count that is not a Python int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
 
 
 def _is_known(env: Any) -> bool:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from envs import checks
 from envs.types import Env, EnvStep, Space
-from envs.wrappers.base import Wrapper, WrapperState, check_count
+from envs.wrappers.base import Wrapper, WrapperState
 from envs.wrappers.spaces import TreeSpace, stacked, unbounded
 
 
@@ -32,7 +33,7 @@ class FrameStack(Wrapper):
     num_frames: int = struct.field(pytree_node=False)
 
     def __post_init__(self) -> None:
-        check_count("num_frames", self.num_frames)
+        checks.count("num_frames", self.num_frames)
 
     @property
     def observation_space(self) -> Space:

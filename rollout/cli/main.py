@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 import envs
+from buffers.io import whole_file
 from rollout.cli import episodes, figure, report, steps
 from rollout.cli.arguments import check, make_parser, with_defaults
 from rollout.cli.steps import InputError
@@ -120,14 +121,9 @@ def _plot(path: Path, figure: "Figure") -> None:
 
 
 def _write(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Writes a file whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("xb") as file:
+        with whole_file(path) as file:
             write(file)
-        os.replace(part, path)
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"{path} could not be written: {reason}") from error
-    finally:
-        part.unlink(missing_ok=True)

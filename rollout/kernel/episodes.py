@@ -235,6 +235,6 @@ def _read(table: jax.Array, num_steps: jax.Array) -> Episodes:
         terminated=terminated,
         truncated=truncated,
         finished=finished,
-        env_id=lane,
+        lane=lane,
         num_steps=num_steps,
     )
