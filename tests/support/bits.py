@@ -1,0 +1,149 @@
+"""Hashes of everything that is collected, of six environments and three policies.
+
+`tests/bits.json` has them as they were, for both lines of jax, before the kernel and
+the streams were rebuilt. Compilers of other processors round otherwise; whether this
+one rounds as that one did, a program that has nothing to do with this project tells.
+"""
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import make_env, raw
+
+import envs
+import rollout
+
+ENVS = (
+    "count",
+    "CartPole-v1",
+    "Pendulum-v1",
+    "Acrobot-v1",
+    "Breakout-MinAtar",
+    "normalized",
+)
+POLICIES = ("random", "net", "recurrent")
+B = 6
+
+
+def digest(tree) -> str:
+    """Hashes every bit of a tree."""
+    parts = [np.asarray(x) for x in jax.tree.leaves(raw(tree))]
+    text = b"".join(f"{x.dtype}{x.shape}".encode() + x.tobytes() for x in parts)
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+@jax.jit
+def chaos() -> jax.Array:
+    """A chaotic program of what environments and networks are made of."""
+
+    def step(x, _):
+        y = jnp.sin(3.1 * x) * jnp.exp(-(x**2)) + jnp.cos(x) @ (x.T @ x) / 7
+        return jnp.tanh(y) / (1 + jnp.abs(x.mean())), y.sum()
+
+    return jax.lax.scan(step, jnp.linspace(0.1, 0.9, 24).reshape(6, 4), length=100)
+
+
+def make_vector_env(name: str) -> envs.VectorEnv:
+    if name == "normalized":
+        return envs.NormalizeObs(envs.vectorize(make_env("CartPole-v1"), B))
+    if name == "Acrobot-v1":
+        return envs.make_vec(name, B, max_steps_in_episode=15)
+    return envs.vectorize(make_env(name), B)
+
+
+def features(obs: jax.Array) -> jax.Array:
+    flat = obs.reshape(obs.shape[0], -1).astype(jnp.float32)
+    mixed = flat[:, :4] + flat.mean(axis=1, keepdims=True)
+    return mixed.sum(axis=1, keepdims=True)
+
+
+def head(space: envs.Space, scores: jax.Array, key) -> tuple[jax.Array, dict]:
+    """An action and what goes with it, of `[B, 1]` scores."""
+    if hasattr(space, "n"):
+        logits = scores * jnp.arange(space.n, dtype=jnp.float32)[None]
+        action = jax.random.categorical(key, logits).astype(space.dtype)
+        return action, {"logits": logits}
+    noise = jax.random.normal(key, (scores.shape[0], *space.shape))
+    return jnp.tanh(scores + noise).astype(space.dtype), {"value": scores[:, 0]}
+
+
+def make_policy(name: str, space: envs.Space) -> rollout.Policy:
+    if name == "random":
+        return rollout.random_policy(space)
+    if name == "net":
+        return rollout.stateless_policy(
+            lambda w, obs, key: head(space, features(obs) * w, key)
+        )
+
+    def apply(w, obs, state, key):
+        state = jnp.tanh(state + features(obs) * w)
+        return *(head(space, state, key)[:1]), state, {"state": state}
+
+    policy = rollout.recurrent_policy(apply, lambda num_envs: jnp.zeros((num_envs, 1)))
+    if hasattr(space, "n"):
+        return rollout.epsilon_greedy(policy, space, lambda step: 1.0 / (1 + step / 9))
+    return rollout.ornstein_uhlenbeck(policy, space, 0.2)
+
+
+def hash_stream(collector, *, resume: bool = False, **options) -> str:
+    """Hashes four batches; with `resume` the last two come from another stream."""
+
+    def make(seed: int) -> rollout.Stream:
+        options_of_all = {"params": jnp.float32(0.3), **options}
+        return rollout.Stream(collector, key=jax.random.key(seed), **options_of_all)
+
+    stream, parts = make(11), []
+    for number in range(4):
+        if resume and number == 2:
+            state = stream.state()
+            stream.close()
+            stream = make(0)
+            stream.restore(state)
+        batch = next(stream)
+        counts = np.array([batch.steps, batch.warmup_steps])
+        parts.append(digest((batch.trajectory, counts)))
+        stream.set_params(jnp.float32(0.3 + batch.steps / 100))
+    hashes = np.frombuffer("".join(parts).encode(), np.uint8)
+    carry = stream.state()["carry"]
+    stream.close()
+    return digest((hashes, carry))
+
+
+def hash_all(env_name: str, policy_name: str) -> dict[str, str]:
+    """Hashes what every way to collect gives."""
+    env = make_vector_env(env_name)
+    policy = make_policy(policy_name, env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    params, carry = jnp.float32(0.3), collector.init(jax.random.key(7))
+    carry, trajectory = collector.collect_steps(carry, params, 40)
+    hashes = {"trajectory": digest((carry, trajectory))}
+    carry, episodes = collector.collect_episodes(carry, params, 9, max_steps=14)
+    fields = [
+        getattr(episodes, x)
+        for x in (
+            "episode_return",
+            "episode_length",
+            "terminated",
+            "truncated",
+            "finished",
+            "num_steps",
+        )
+    ]
+    hashes["episodes"] = digest((carry, fields))
+    carry, _ = collector.collect_episodes_per_env(carry, params, 2, max_steps=14)
+    hashes["per_env"] = digest(carry)
+    result = collector.collect_padded_episodes(carry, params, 5, max_length=14)
+    hashes["padded"] = digest(result[:2])
+    for name, options in {
+        "remainder": {"steps_per_batch": 2 * B + 1, "resume": True},
+        "warmup": {"steps_per_batch": 2 * B, "warmup_steps": 3 * B + 2},
+        "limit": {"steps_per_batch": 4 * B, "max_episode_steps": 5},
+        "recycle": {"steps_per_batch": 3 * B, "recycle": True, "prefetch": 1},
+        "truncate": {"steps_per_batch": 3 * B - 2, "at_batch_end": "truncate"},
+        "reset": {"steps_per_batch": 3 * B, "at_batch_end": "reset"},
+        "whole": {"episodes_per_batch": 3, "max_episode_steps": 8},
+    }.items():
+        hashes[f"stream {name}"] = hash_stream(collector, **options)
+    return hashes
