@@ -13,23 +13,6 @@ from envs.types import RESET, Lanes
 pytestmark = pytest.mark.usefixtures("key_reuse")
 
 
-def make_lanes(num_envs):
-    env = CountEnv()
-    root = jax.random.key(1)
-    lane_keys = keys.fold_in(root, jnp.arange(num_envs))
-    state, _ = jax.vmap(env.reset)(lane_keys)
-    step = jax.vmap(env.step)(lane_keys, state, jnp.zeros(num_envs, jnp.int32))
-    lanes = Lanes(episode_key=lane_keys, state=step.state, obs=step.obs)
-    fresh_root = jax.random.key(2)
-
-    def start(env, lane):
-        key = keys.fold_in(fresh_root, lane)
-        state, obs = jax.vmap(env.reset)(keys.fold_in(key, RESET))
-        return Lanes(episode_key=key, state=state, obs=obs)
-
-    return env, start, lanes
-
-
 def patterns(num_envs):
     """Done flags with 0, 1, K, K + 1 and all lanes, at both ends and at random."""
     num_slots = max(1, num_envs // 16)
@@ -43,30 +26,68 @@ def patterns(num_envs):
         yield rng.random(num_envs) < chance
 
 
-@pytest.mark.parametrize("num_envs", [1, 33, 100])
-def test_compact_equals_select_for_every_number_of_done_lanes(num_envs):
-    env, start, lanes = make_lanes(num_envs)
-    compact, select = (
-        jax.jit(lambda done, reset=reset: raw(reset(env, start, done, lanes)))
-        for reset in (auto_reset.reset_compact, auto_reset.reset_select)
-    )
-    for done in patterns(num_envs):
-        got = compact(done)
-        chex.assert_trees_all_equal(got, select(done))
-        # And both did what they should: fresh counters where done, others untouched.
-        np.testing.assert_array_equal(got.state["n"], np.where(done, 0, 1))
-        changed = (got.episode_key != raw(lanes.episode_key)).any(axis=1)
-        np.testing.assert_array_equal(changed, done)
-
-
+# Below, at and above the words of 32 flags, and 1, 2, 4 and 6 lanes at a time.
 @pytest.mark.parametrize("num_envs", [1, 31, 32, 33, 64, 100])
-@pytest.mark.parametrize("size", [1, 4, 7])
-def test_first_true_finds_positions_in_order(num_envs, size):
-    find = jax.jit(lambda flag: auto_reset._first_true(flag, size))
-    for flag in patterns(num_envs):
-        position, found = (np.asarray(x) for x in find(flag))
-        want = np.flatnonzero(flag)[:size]
-        np.testing.assert_array_equal(position[: len(want)], want)
-        np.testing.assert_array_equal(found, np.arange(size) < len(want))
-        assert (position >= 0).all()
-        assert (position < num_envs).all()
+def test_compact_resets_the_done_lanes_and_no_other(num_envs):
+    lane = np.arange(num_envs, dtype=np.int32)
+    lanes = Lanes(episode_key=lane, state=lane + 1000, obs=lane[:, None] * np.ones(2))
+
+    def start(env, lane):
+        obs = -lane[:, None] * jnp.ones((1, 2))
+        return Lanes(episode_key=lane + env, state=lane + 2 * env, obs=obs)
+
+    done = np.stack(list(patterns(num_envs)))
+    reset = lambda done: auto_reset.reset_compact(5000, start, done, lanes)  # noqa: E731
+    # One program for all patterns, which come one after the other as steps do.
+    got = jax.jit(lambda done: jax.lax.map(reset, done))(done)
+    np.testing.assert_array_equal(got.episode_key, np.where(done, lane + 5000, lane))
+    np.testing.assert_array_equal(got.state, lane + np.where(done, 10_000, 1000))
+    sign = np.where(done, -1.0, 1.0)[:, :, None]
+    np.testing.assert_array_equal(got.obs, sign * np.asarray(lanes.obs)[None])
+
+
+def test_compact_equals_select_bit_for_bit_with_typed_keys():
+    num_envs = 33  # two at a time
+    env, lane = CountEnv(), jnp.arange(num_envs)
+
+    def start(env, lane):
+        key = keys.fold_in(jax.random.key(2), lane)
+        state, obs = jax.vmap(env.reset)(keys.fold_in(key, RESET))
+        return Lanes(episode_key=key, state=state, obs=obs)
+
+    @jax.jit
+    def both(done):
+        lane_keys = keys.fold_in(jax.random.key(1), lane)
+        state, _ = jax.vmap(env.reset)(lane_keys)
+        step = jax.vmap(env.step)(lane_keys, state, jnp.zeros(num_envs, jnp.int32))
+        lanes = Lanes(episode_key=lane_keys, state=step.state, obs=step.obs)
+        resets = (auto_reset.reset_compact, auto_reset.reset_select)
+
+        def one(done):
+            return [raw(reset(env, start, done, lanes)) for reset in resets]
+
+        return jax.lax.map(one, done), raw(lanes.episode_key)
+
+    done = np.stack(list(patterns(num_envs)))
+    (compact, select), before = both(done)
+    chex.assert_trees_all_equal(compact, select)
+    # And both did what they should: fresh counters where done, others untouched.
+    np.testing.assert_array_equal(compact.state["n"], np.where(done, 0, 1))
+    changed = (compact.episode_key != np.asarray(before)[None]).any(axis=-1)
+    np.testing.assert_array_equal(changed, done)
+
+
+def test_derivatives_pass_through_the_lanes_that_are_not_done():
+    done = np.array([False, True, False])
+
+    def start(env, lane):
+        return Lanes(episode_key=lane, state=lane.astype(jnp.float32), obs=lane)
+
+    def total(state):
+        lane = jnp.arange(3)
+        lanes = Lanes(episode_key=lane, state=state, obs=lane)
+        return auto_reset.reset_compact((), start, done, lanes).state @ jnp.ones(3)
+
+    value, slope = jax.jit(jax.value_and_grad(total))(jnp.full(3, 10.0))
+    assert value == 10.0 + 1.0 + 10.0
+    np.testing.assert_array_equal(slope, [1.0, 0.0, 1.0])

@@ -1,5 +1,7 @@
 """Inline keys: the bits of jax.random, and only where they are safe."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,35 +11,58 @@ from envs import keys
 
 pytestmark = pytest.mark.usefixtures("key_reuse")
 
+BITS = [(shape, "uint32") for shape in [(), (1,), (5,), (3, 4)]]
+BITS += [((3, 4), "uint8"), ((3, 4), "uint16")]
+DRAWS = {
+    "uniform": lambda key: jax.random.uniform(key, (7,)),
+    "normal": lambda key: jax.random.normal(key, (2, 3)),
+    "randint": lambda key: jax.random.randint(key, (9,), 0, 5),
+    "permutation": lambda key: jax.random.permutation(key, 6),
+    "split": lambda key: jax.random.key_data(jax.random.split(key, 5)),
+    "fold_in": lambda key: jax.random.key_data(jax.random.fold_in(key, 123)),
+}
+NUM_LANES = 4
+
 
 def words(key):
     return np.asarray(jax.random.key_data(key))
 
 
-@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.uint32])
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4)])
-def test_bits_are_those_of_jax(shape, dtype):
-    key = jax.random.key(11)
-    want = jax.random.bits(key, shape, dtype)
-    np.testing.assert_array_equal(jax.random.bits(keys.inline(key), shape, dtype), want)
+@functools.cache
+def drawn():
+    """What keys draw, inline and not, in one program."""
+
+    def bits(key):
+        return [jax.random.bits(key, shape, jnp.dtype(dtype)) for shape, dtype in BITS]
+
+    def draw(key):
+        return {name: fn(key) for name, fn in DRAWS.items()}
+
+    @jax.jit
+    def draw_all(batch):
+        inline = keys.inline(batch)
+        return {
+            "bits": (bits(inline[0]), bits(batch[0])),
+            "one": draw(inline[0]),
+            "batch": (jax.vmap(draw)(inline), jax.vmap(draw)(batch)),
+        }
+
+    return jax.device_get(draw_all(jax.random.split(jax.random.key(2), NUM_LANES)))
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda key: jax.random.uniform(key, (7,)),
-        lambda key: jax.random.normal(key, (2, 3)),
-        lambda key: jax.random.randint(key, (9,), 0, 5),
-        lambda key: jax.random.permutation(key, 6),
-        lambda key: jax.random.key_data(jax.random.split(key, 5)),
-        lambda key: jax.random.key_data(jax.random.fold_in(key, 123)),
-    ],
-)
-def test_draws_are_those_of_jax_also_under_vmap(draw):
-    batch = jax.random.split(jax.random.key(2), 4)
-    np.testing.assert_array_equal(draw(keys.inline(batch[0])), draw(batch[0]))
-    got = jax.jit(jax.vmap(draw))(keys.inline(batch))
-    np.testing.assert_array_equal(got, jax.vmap(draw)(batch))
+@pytest.mark.parametrize("number", range(len(BITS)))
+def test_bits_are_those_of_jax(number):
+    got, want = (bits[number] for bits in drawn()["bits"])
+    assert (got.shape, got.dtype) == BITS[number]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_are_those_of_jax_also_under_vmap(name):
+    got, want = (batch[name] for batch in drawn()["batch"])
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(drawn()["one"][name], want[0])
+    assert (want[0] != want[1]).any()
 
 
 def test_seed_of_the_inline_implementation_is_that_of_threefry():
@@ -49,15 +74,18 @@ def test_seed_of_the_inline_implementation_is_that_of_threefry():
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "philox2x32", "rbg"])
 def test_fold_in_is_that_of_jax_for_every_implementation(impl):
+    @jax.jit
+    def fold(key):
+        folded = keys.fold_in(key, jnp.arange(6))
+        again = keys.fold_in(folded, 3)
+        want = [jax.random.fold_in(key, i) for i in range(6)]
+        return folded, again, want, [jax.random.fold_in(k, 3) for k in want]
+
     key = jax.random.key(1, impl=impl)
-    data = jnp.arange(6)
-    want = jnp.stack([jax.random.key_data(jax.random.fold_in(key, i)) for i in data])
-    folded = keys.fold_in(key, data)
-    np.testing.assert_array_equal(words(folded), want)
-    assert jax.random.key_impl(folded) == impl
-    again = keys.fold_in(folded, 3)
-    want = jax.vmap(lambda k: jax.random.key_data(jax.random.fold_in(k, 3)))(folded)
-    np.testing.assert_array_equal(words(again), want)
+    folded, again, want, want_again = fold(key)
+    assert folded.dtype == again.dtype == key.dtype
+    np.testing.assert_array_equal(words(folded), [words(key) for key in want])
+    np.testing.assert_array_equal(words(again), [words(key) for key in want_again])
 
 
 def test_plain_takes_back_inline_and_leaves_other_keys_alone():
