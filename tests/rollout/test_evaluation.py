@@ -60,19 +60,19 @@ def test_confidence_interval_is_that_of_students_t(collector, evaluated):
 @jax.jit
 def summarize_first(returns, num_episodes):
     """Statistics of the first of many episodes, of which one ends in every row."""
-    zeros, ones = jnp.zeros(returns.shape), jnp.ones(returns.shape, bool)
+    every = jnp.ones(returns.shape, bool)
     return rollout.summarize(
         rollout.Transition(
-            obs=zeros,
-            action=zeros,
-            reward=zeros,
-            terminated=ones,
-            truncated=~ones,
-            next_obs=zeros,
+            obs=(),
+            action=returns,
+            reward=returns,
+            terminated=every,
+            truncated=~every,
+            next_obs=(),
             mask=jnp.arange(returns.size) < num_episodes,
-            episode_id=zeros,
+            episode_id=(),
             episode_return=returns,
-            episode_length=ones.astype(jnp.int32),
+            episode_length=jnp.abs(returns).astype(jnp.int32),
             extras=(),
             info=(),
         )
