@@ -12,6 +12,8 @@ import rollout
 
 IDS = envs.env_ids()
 NEEDS_DOWNLOAD = "MNISTBandit-bsuite"
+# A box of actions, a set of them and the one that is refused; the others take minutes.
+QUICK = ("MountainCarContinuous-v0", "MountainCar-v0", NEEDS_DOWNLOAD)
 
 
 def test_all_environments_of_gymnax_are_there():
@@ -19,7 +21,10 @@ def test_all_environments_of_gymnax_are_there():
     assert {"CartPole-v1", "Pendulum-v1", "Breakout-MinAtar", "Pong-misc"} <= set(IDS)
 
 
-@pytest.mark.parametrize("env_id", IDS)
+@pytest.mark.parametrize(
+    "env_id",
+    [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in IDS],
+)
 def test_every_environment_collects(env_id):
     env, message = make_or_say_why_not(env_id)
     if env is None:
@@ -41,12 +46,18 @@ def make_or_say_why_not(env_id):
 def check_collects(env):
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
-    carry = collector.init(jax.random.key(0))
-    after, trajectory = collector.collect_steps(carry, None, 3)
-    chex.assert_trees_all_equal_shapes_and_dtypes(raw(carry), raw(after))
+
+    @jax.jit
+    def collect(key):
+        carry = collector.init(key)
+        after, trajectory = collector.collect_steps(carry, None, 3)
+        inside = jax.vmap(jax.vmap(env.action_space.contains))(trajectory.action)
+        return raw(carry), raw(after), trajectory, inside
+
+    carry, after, trajectory, inside = collect(jax.random.key(0))
+    chex.assert_trees_all_equal_shapes_and_dtypes(carry, after)
     chex.assert_shape(trajectory.reward, (3, 2))
     chex.assert_type([trajectory.reward, trajectory.terminated], [jnp.float32, bool])
-    inside = jax.vmap(jax.vmap(env.action_space.contains))(trajectory.action)
     assert inside.all()
     assert np.isfinite(np.asarray(trajectory.reward)).all()
 
@@ -95,5 +106,5 @@ def test_parameters_are_leaves_of_the_environment():
         state, _ = env.reset(jax.random.key(0))
         return env.step(jax.random.key(1), state, jnp.int32(1)).state.theta_dot
 
-    speeds = jax.vmap(fall)(jnp.array([0.0, 50.0]))
+    speeds = jax.jit(jax.vmap(fall))(jnp.array([0.0, 50.0]))
     assert speeds[0] != speeds[1]

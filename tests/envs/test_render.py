@@ -17,9 +17,10 @@ from gymnax.visualize import Visualizer
 from PIL import Image
 
 import envs
-from rollout import Collector, random_policy
 
 DOWNLOADS = "MNISTBandit-bsuite"  # a data set, when it is made
+# One that pygame draws, one that matplotlib draws, and one that is not drawn.
+QUICK = ("Pendulum-v1", "Catch-bsuite", "MemoryChain-bsuite")
 LENGTH = 9  # of every episode of Catch: the ball falls through ten rows
 
 
@@ -27,14 +28,27 @@ LENGTH = 9  # of every episode of Catch: the ball falls through ten rows
 def catch():
     """One whole episode of Catch: the environment, its states and its rewards."""
     env = envs.make("Catch-bsuite")
-    vector_env = envs.vectorize(envs.expose_state(env), 1)
-    collector = Collector(env=vector_env, policy=random_policy(env.action_space))
-    carry = collector.init(jax.random.key(0))
-    _, trajectory, _ = collector.collect_padded_episodes(carry, None, 1, max_length=12)
-    one = jax.tree.map(lambda x: x[:LENGTH, 0], trajectory)
-    last = jax.tree.map(lambda x: x[-1:], one.info["next_state"])
-    states = jax.tree.map(lambda *x: jnp.concatenate(x), one.info["state"], last)
-    return env, states, one.reward
+    exposed = envs.expose_state(env)
+
+    @jax.jit
+    def play(key):
+        def step(state, number):
+            step_key = jax.random.fold_in(key, number)
+            result = exposed.step(step_key, state, number % 3)
+            return result.state, (result.info["state"], result.reward)
+
+        state, _ = exposed.reset(key)
+        last, (states, rewards) = jax.lax.scan(step, state, jnp.arange(LENGTH))
+        after = jax.tree.map(lambda x, y: jnp.append(x, y[None], 0), states, last)
+        return after, rewards
+
+    states, rewards = play(jax.random.key(0))
+    return env, states, rewards
+
+
+@pytest.fixture(scope="module")
+def gif(catch):
+    return envs.render_gif(*catch)
 
 
 def open_frames(gif):
@@ -61,7 +75,12 @@ class Around:
 
 
 @pytest.mark.parametrize(
-    "env_id", [name for name in envs.env_ids() if name != DOWNLOADS]
+    "env_id",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in envs.env_ids()
+        if name != DOWNLOADS
+    ],
 )
 def test_an_environment_can_be_rendered_where_gymnax_draws_it(env_id):
     env = envs.make(env_id)
@@ -80,8 +99,8 @@ def test_an_environment_can_be_rendered_where_gymnax_draws_it(env_id):
             envs.render_gif(env, states, jnp.zeros(1))
 
 
-def test_gif_has_one_frame_per_state_at_the_pace_of_gymnax(catch):
-    frames, duration = open_frames(envs.render_gif(*catch))
+def test_gif_has_one_frame_per_state_at_the_pace_of_gymnax(gif):
+    frames, duration = open_frames(gif)
     assert len(frames) == LENGTH + 1
     assert duration == 100
     assert {frame.shape for frame in frames} == {(500, 600, 3)}
@@ -124,11 +143,11 @@ def test_exposed_states_are_those_of_the_episode(catch):
     assert set(result.info["info"]) == {"discount"}
 
 
-def test_wrappers_are_looked_through(catch):
+def test_wrappers_are_looked_through(catch, gif):
     env, states, rewards = catch
     wrapped = Around(env=Around(env=env))
     assert envs.can_render(wrapped)
-    assert envs.render_gif(wrapped, states, rewards) == envs.render_gif(*catch)
+    assert envs.render_gif(wrapped, states, rewards) == gif
 
 
 def test_environment_of_ones_own_cannot_be_rendered():

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv
+from cases import CountEnv, raw
 
 import envs
 import rollout
@@ -59,36 +59,50 @@ def test_vector_env_is_a_pytree_of_the_parameters():
     assert env.observation_space.shape == (4,)
 
 
-def lanes_of_three_kinds(auto_reset="compact"):
-    limit = jnp.array([2, 3, 4] * 6)
-    env = jax.vmap(lambda limit: CountEnv(min_length=9, max_length=9, limit=limit))
-    return envs.vectorize_each(env(limit), 18, auto_reset=auto_reset), limit
+def of_each(limit, auto_reset="compact"):
+    make = jax.vmap(lambda x: CountEnv(min_length=9, max_length=9, limit=x))
+    return envs.vectorize_each(make(limit), len(limit), auto_reset=auto_reset)
 
 
-@pytest.mark.parametrize("auto_reset", ["compact", "select"])
+# That both resets give the same bits is tested elsewhere too.
+@pytest.mark.parametrize(
+    "auto_reset", ["compact", pytest.param("select", marks=pytest.mark.slow)]
+)
 def test_every_lane_has_parameters_of_its_own(auto_reset):
-    env, limit = lanes_of_three_kinds(auto_reset)
-    collector = rollout.Collector(
-        env=env, policy=rollout.random_policy(env.action_space)
-    )
-    carry = collector.init(jax.random.key(0))
-    _, trajectory = collector.collect_steps(carry, None, 12)
-    step = np.arange(1, 13)[:, None]
+    limit = jnp.array([2, 3, 4] * 6)
+    env = of_each(limit, auto_reset)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+
+    @jax.jit
+    def run(key):
+        return collector.collect_steps(collector.init(key), None, 12)[1]
+
+    trajectory = run(jax.random.key(0))
+    step, limit = np.arange(1, 13)[:, None], np.asarray(limit)[None]
     # An episode lasts `limit` steps, so it ends where the step is a multiple of it.
-    np.testing.assert_array_equal(trajectory.truncated, step % limit[None] == 0)
-    want = (step - 1) % np.asarray(limit)[None] + 1
-    np.testing.assert_array_equal(trajectory.episode_length, want)
+    np.testing.assert_array_equal(trajectory.truncated, step % limit == 0)
+    np.testing.assert_array_equal(trajectory.episode_length, (step - 1) % limit + 1)
 
 
+@pytest.mark.usefixtures("key_reuse")
 def test_lanes_with_equal_parameters_are_those_of_vectorize():
-    each = jax.tree.map(lambda x: jnp.broadcast_to(x, (4,)), CountEnv())
-    results = []
-    for env in (envs.vectorize_each(each, 4), envs.vectorize(CountEnv(), 4)):
-        policy = rollout.random_policy(env.action_space)
-        collector = rollout.Collector(env=env, policy=policy)
-        carry = collector.init(jax.random.key(0))
-        results.append(collector.collect_steps(carry, None, 12)[1])
-    chex.assert_trees_all_equal(*results)
+    each = of_each(jnp.full(4, 5))
+    same = envs.vectorize(CountEnv(min_length=9, max_length=9, limit=5), 4)
+    assert each.action_space == same.action_space
+
+    @jax.jit
+    def run(keys):
+        results = []
+        for env in (each, same):
+            state, obs = env.reset(keys)
+            step = env.step(keys, state, jnp.arange(4) % 3)
+            lanes = envs.Lanes(episode_key=keys, state=step.state, obs=step.obs)
+            fresh = env.reset_done(lambda lane: keys[lane], jnp.arange(4) < 2, lanes)
+            results.append(raw((obs, step, fresh)))
+        return results
+
+    chex.assert_trees_all_equal(*run(jax.random.split(jax.random.key(0), 4)))
 
 
 @pytest.mark.parametrize(

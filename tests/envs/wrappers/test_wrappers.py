@@ -107,7 +107,10 @@ CASES = {
     "box": stack_box,
     "Pendulum": stack_pendulum,
 }
-each_case = pytest.mark.parametrize("name", CASES)
+# The slow one is of an environment that computes; the others hold every wrapper.
+each_case = pytest.mark.parametrize(
+    "name", ["count", "box", pytest.param("Pendulum", marks=pytest.mark.slow)]
+)
 
 
 @functools.cache
@@ -125,7 +128,7 @@ def collector_of(env, num_envs, auto_reset="compact"):
 def collect(name):
     """The trajectory of a case, collected in two halves."""
     collector = collector_of(wrapped(name), NUM_LANES)
-    carry = collector.init(jax.random.key(7))
+    carry = jax.jit(collector.init)(jax.random.key(7))
     carry, first = collector.collect_steps(carry, None, NUM_STEPS // 2)
     _, second = collector.collect_steps(carry, None, NUM_STEPS // 2)
     return jax.tree.map(lambda *x: np.concatenate(x), first, second)
@@ -185,12 +188,19 @@ def test_every_row_agrees_with_a_plain_loop(name):
     assert number > 0
 
 
-@each_case
+@pytest.mark.parametrize(
+    "name",
+    ["count", *(pytest.param(x, marks=pytest.mark.slow) for x in ("box", "Pendulum"))],
+)
 def test_halves_lanes_and_auto_reset_do_not_change_a_bit(name):
     """One call of all steps, in twice the lanes, with the other auto-reset."""
     collector = collector_of(wrapped(name), 2 * NUM_LANES, "select")
-    carry = collector.init(jax.random.key(7))
-    _, whole = collector.collect_steps(carry, None, NUM_STEPS)
+
+    @jax.jit
+    def run(key):
+        return collector.collect_steps(collector.init(key), None, NUM_STEPS)[1]
+
+    whole = run(jax.random.key(7))
     # Episode ids count lanes.
     want, got = (x.replace(episode_id=()) for x in (collect(name), whole))
     chex.assert_trees_all_equal(at(got, (slice(None), slice(NUM_LANES))), want)
