@@ -16,7 +16,7 @@ from rollout.collector import Collector
 from rollout.policies.basic import random_policy
 from rollout.profiling import Profile
 from rollout.profiling import profile as time_parts
-from rollout.stream.stream import Batch, Stream
+from rollout.stream import Stream, StreamBatch
 from rollout.types import Transition
 
 XLA_CPU_LOOP = (
@@ -103,12 +103,9 @@ def collect(program: Program, args: argparse.Namespace) -> Result:
         for batch in program.stream:
             parts.add(batch)
     except KeyboardInterrupt:
-        parts.is_interrupted = True
-        program.stream.stop()
-        for batch in program.stream:  # as much of it as is there
-            parts.add(batch)
         if not parts.num_steps:
             raise
+        parts.is_interrupted = True
     return parts.join(time.perf_counter() - start)
 
 
@@ -136,7 +133,7 @@ class _Parts:
         self._ended: list[Ended] = []
         self._trajectory: dict[str, np.ndarray] = {}
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: StreamBatch) -> None:
         """Keeps the rows of a batch that are not void."""
         first, size = self.num_steps, batch.steps // self._args.num_envs
         fields = {name: np.asarray(x)[:size] for name, x in batch.trajectory.items()}

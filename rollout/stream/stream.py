@@ -4,7 +4,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import chex
 import jax
@@ -15,23 +15,16 @@ from envs import keys
 from rollout.collector import Collector
 from rollout.policies import greedy
 from rollout.stream import options as option_checks
+from rollout.stream import program as programs
 from rollout.stream import stats
-from rollout.stream.fill import NO_FAULT, Filled, fill
-from rollout.stream.placement import place
+from rollout.stream.fill import NO_FAULT, Filled
 from rollout.stream.progress import Bar
 from rollout.stream.types import Options, Placement, Position, StreamBatch, Window
 from rollout.stream.worker import Job, Worker
-from rollout.types import Carry, Transition
+from rollout.types import Transition
 
 _MOMENT = 1e-5  # s
-
-
-class _Program(NamedTuple):
-    """What is compiled, once: no thread traces, for jax's settings are a thread's."""
-
-    fill: Callable[..., Filled]
-    blank: Callable[[], chex.ArrayTree]  # memory to write to where there is none
-    kinds: list[Any]  # of the parameters: what is compiled depends on where they lie
+_NEWEST = -1  # version of parameters: those that are set when the batch is begun
 
 
 class Stream:
@@ -159,7 +152,7 @@ class Stream:
         self._worker = Worker()
         self._at = Position(carry=collector.init(key), totals=stats.zero())
         self._params = self._own(params), 0
-        self._program: _Program | None = None
+        self._program: programs.Program | None = None
         self._must_stop = False
         self._bar = Bar(total_steps) if progress else None
 
@@ -267,14 +260,9 @@ class Stream:
         one is under way, and parameters are part of it. `checkpoint.save` takes it.
         """
         at = self._at
-        next_params = at.params or self._params
-        counts = (
-            at.steps,
-            at.batches,
-            at.first_lane,
-            self._params[1],
-            next_params[1],
-        )
+        next_params, next_version = at.params or (self._params[0], _NEWEST)
+        version = self._params[1]
+        counts = (at.steps, at.batches, at.first_lane, version, next_version)
         state = {
             "carry": at.carry,
             "counts": np.asarray(counts, np.int64),
@@ -282,7 +270,7 @@ class Stream:
             "totals": at.totals,
         }
         # Only a batch made in advance may have older parameters.
-        ahead = {"next_params": next_params[0]} if self._options.prefetch else {}
+        ahead = {"next_params": next_params} if self._options.prefetch else {}
         return state | ahead
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -304,7 +292,7 @@ class Stream:
         counts = [int(x) for x in state["counts"]]
         steps, batches, first_lane, version, next_version = counts
         next_params = None
-        if self._options.prefetch:
+        if self._options.prefetch and next_version != _NEWEST:
             next_params = self._own(state["next_params"]), next_version
         at = Position(
             carry=jax.tree.map(jnp.asarray, state["carry"]),
@@ -328,14 +316,14 @@ class Stream:
 
     def _run_ahead(self, job: Job, at: Position) -> Position:
         """Begins the batch at `at`, which comes after that of `job`."""
-        memory = self._at.memory
+        memory = jax.tree.leaves(self._at.memory)
         # Kept with the job: after an interrupt it is not begun a second time.
-        job.ahead = job.ahead or self._with_job(at, memory)
+        job.ahead = job.ahead or self._with_job(at, self._at.memory)
         ahead = job.ahead
         if ahead.job is None:
             return at
         self._worker.start(ahead.job)
-        while not ahead.job.is_done and not _is_deleted(memory, all):
+        while memory and not (ahead.job.is_done or any(x.is_deleted() for x in memory)):
             time.sleep(_MOMENT)  # until the old batch cannot be read any more
         return at._replace(job=ahead.job, params=ahead.params)
 
@@ -354,13 +342,9 @@ class Stream:
             first_lane=at.first_lane,
             num_random=min(max(options.warmup_steps - at.steps, 0), num_steps),
         )
-        make = functools.partial(
-            _make_batch,
-            self._compile(params[0]),
-            (self._collector, at.carry, params[0], np.array(window, np.int32)),
-            memory,
-            options.placement,
-        )
+        args = self._collector, at.carry, params[0], np.array(window, np.int32)
+        program = self._compile(params[0])
+        make = functools.partial(programs.run, program, options, args, memory)
         return at._replace(job=Job(make), params=params)
 
     def _hand_over(self, job: Job) -> tuple[StreamBatch, Position]:
@@ -406,12 +390,12 @@ class Stream:
             f"`params_version` {version}."
         )
 
-    def _compile(self, params: Any) -> _Program:
+    def _compile(self, params: Any) -> programs.Program:
         """Makes the program, unless it is there."""
-        kinds = [(jax.typeof(x), x.sharding) for x in jax.tree.leaves(params)]
-        if self._program is None or self._program.kinds != kinds:
+        old = self._program
+        if old is None or old.kinds != programs.kinds_of(params):
             args = self._options, self._collector, self._at.carry, params
-            self._program = _compile(*args, kinds)
+            self._program = programs.make(*args)
         return self._program
 
     def _own(self, params: Any) -> Any:
@@ -429,45 +413,6 @@ class Stream:
     def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def _compile(
-    options: Options, collector: Collector, carry: Carry, params: Any, kinds: list[Any]
-) -> _Program:
-    window = jax.ShapeDtypeStruct((len(Window._fields),), jnp.int32)
-    args = options, collector, carry, params, window
-    shapes = jax.eval_shape(functools.partial(fill, options), *args[1:], ()).output
-    shapes = shapes if options.recycle else ()
-
-    def blank() -> chex.ArrayTree:
-        return jax.tree.map(lambda x: keys.blank(x.shape, x, carry.key), shapes)
-
-    program = jax.jit(fill, static_argnums=0, donate_argnums=5, keep_unused=True)
-    return _Program(
-        fill=program.lower(*args, shapes).compile(),
-        blank=jax.jit(blank).lower().compile(),
-        kinds=kinds,
-    )
-
-
-def _make_batch(
-    program: _Program,
-    args: tuple[Any, ...],
-    memory: chex.ArrayTree | None,
-    placement: Placement,
-) -> Filled:
-    """Makes a batch, in a thread of its own."""
-    # Whoever was interrupted, or the user, may have deleted it.
-    if memory is None or _is_deleted(memory, any):
-        memory = program.blank()
-    filled = jax.block_until_ready(program.fill(*args, memory))
-    counted, faults = jax.device_get((filled.counted, filled.faults))
-    output = place(filled.output, placement)
-    return filled._replace(output=output, counted=counted, faults=faults)
-
-
-def _is_deleted(tree: chex.ArrayTree, quantifier: Callable[..., bool]) -> bool:
-    return quantifier(x.is_deleted() for x in jax.tree.leaves(tree))
 
 
 def _kind(tree: Any) -> str:

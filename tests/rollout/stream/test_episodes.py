@@ -5,30 +5,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import make_collector, raw
+from cases import raw
+from streams import B, host, make_learner, make_stream, new_stream
 
 import rollout
 
-B = 4
-each_env = pytest.mark.parametrize("name", ["count", "CartPole-v1"])
-
-
-def make_stream(name, **options):
-    return rollout.Stream(make_collector(name, B), key=jax.random.key(7), **options)
+slow = pytest.mark.slow
+each_env = pytest.mark.parametrize(
+    "name", ["count", pytest.param("CartPole-v1", marks=slow)]
+)
+EPISODES = {"steps_per_batch": None, "episodes_per_batch": 5, "max_episode_steps": 6}
 
 
 @each_env
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_batches_of_episodes_are_those_of_the_queue(name, prefetch):
-    stream = make_stream(
-        name, episodes_per_batch=5, max_episode_steps=6, prefetch=prefetch
-    )
+    stream = make_stream(name, prefetch=prefetch, **EPISODES)
     batches = [next(stream) for _ in range(3)]
-    collector = make_collector(name, B)
+    collector, params = make_learner(name), {"odds": jnp.float32(0.5)}
     carry = collector.init(jax.random.key(7))
     for number, batch in enumerate(batches):
         carry, trajectory, episodes = collector.collect_padded_episodes(
-            carry, None, 5, max_length=6
+            carry, params, 5, max_length=6
         )
         chex.assert_trees_all_equal(raw(batch.trajectory), raw(trajectory))
         chex.assert_trees_all_equal(batch.episodes, episodes)
@@ -41,20 +39,17 @@ def test_batches_of_episodes_are_those_of_the_queue(name, prefetch):
 
 
 def test_stream_of_episodes_is_restored():
-    options = {"episodes_per_batch": 5, "max_episode_steps": 6}
-    stream = make_stream("count", **options)
+    stream = make_stream(**EPISODES)
     next(stream)
-    state, want = stream.state(), next(stream)
-    other = make_stream("count", **options)
-    other.restore(state)
-    chex.assert_trees_all_equal(raw(next(other).trajectory), raw(want.trajectory))
+    state, want = stream.state(), host(next(stream))
+    stream.restore(state)
+    chex.assert_trees_all_equal(host(next(stream)), want)
 
 
 @each_env
 def test_episodes_are_written_to_the_memory_of_earlier_ones(name):
-    options = {"episodes_per_batch": 5, "max_episode_steps": 6}
-    plain = make_stream(name, **options)
-    stream = make_stream(name, recycle=True, **options)
+    plain = make_stream(name, **EPISODES)
+    stream = make_stream(name, recycle=True, **EPISODES)
     places, old = set(), None
     for _ in range(4):
         batch = next(stream)
@@ -71,22 +66,16 @@ def test_episodes_are_written_to_the_memory_of_earlier_ones(name):
     assert len(places) == 1
 
 
-@each_env
-@pytest.mark.parametrize("end", ["reset_each_batch", "truncate_at_batch_end"])
-def test_nothing_is_under_way_where_a_batch_of_episodes_ends(name, end):
-    options = {"episodes_per_batch": 5, "max_episode_steps": 6}
-    plain = make_stream(name, **options)
-    stream = make_stream(name, **{end: True}, **options)
+@pytest.mark.parametrize("end", ["reset", pytest.param("truncate", marks=slow)])
+def test_nothing_is_under_way_where_a_batch_of_episodes_ends(end):
+    plain = make_stream(**EPISODES)
+    stream = make_stream(at_batch_end=end, **EPISODES)
     for _ in range(2):
-        chex.assert_trees_all_equal(
-            raw(next(stream).trajectory), raw(next(plain).trajectory)
-        )
+        chex.assert_trees_all_equal(host(next(stream)), host(next(plain)))
 
 
-@each_env
-def test_postprocess_sees_the_padded_episodes(name):
-    options = {"episodes_per_batch": 5, "max_episode_steps": 6}
-    got = next(make_stream(name, postprocess=lambda x: x.reward.sum(0), **options))
+def test_postprocess_sees_the_padded_episodes():
+    got = next(make_stream(postprocess=lambda x: x.reward.sum(0), **EPISODES))
     np.testing.assert_array_equal(got.trajectory, got.episodes.episode_return)
 
 
@@ -120,11 +109,11 @@ def test_postprocess_sees_the_padded_episodes(name):
 )
 def test_options_that_clash_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        make_stream("count", **options)
+        new_stream(**{"steps_per_batch": None, **options})
 
 
 @each_env
-@pytest.mark.parametrize("per_batch", [48, 45])
+@pytest.mark.parametrize("per_batch", [45, pytest.param(48, marks=slow)])
 def test_pieces_are_those_of_a_plain_loop(name, per_batch):
     batch = next(make_stream(name, steps_per_batch=per_batch))
     trajectory = jax.device_get(raw(batch.trajectory))
@@ -138,33 +127,34 @@ def test_pieces_are_those_of_a_plain_loop(name, per_batch):
                 expected[-1][2].append(t)
     pieces = rollout.split_trajectories(batch.trajectory)
     longest = max(len(steps) for *_, steps in expected)
-    assert pieces.mask.shape == (len(expected), longest)
+    assert pieces.mask.shape == (longest, len(expected))
     assert pieces.mask.sum() == per_batch
     for n, (lane, episode_id, steps) in enumerate(expected):
-        assert (pieces.env_id[n], pieces.episode_id[n]) == (lane, episode_id)
-        assert pieces.mask[n].sum() == len(steps)
+        assert (pieces.lane[n], pieces.episode_id[n]) == (lane, episode_id)
+        assert pieces.mask[:, n].sum() == len(steps)
         for field in ("obs", "action", "reward", "next_obs", "episode_length"):
-            got = getattr(pieces.trajectory, field)[n]
+            got = getattr(pieces.trajectory, field)[:, n]
             want = getattr(trajectory, field)[steps, lane]
             np.testing.assert_array_equal(got[: len(steps)], want)
             assert not got[len(steps) :].any()
 
 
 def test_pieces_of_one_episode_in_two_batches_share_its_id():
-    stream = make_stream("CartPole-v1", steps_per_batch=12)
+    stream = make_stream(steps_per_batch=4)
     first, second = (
         rollout.split_trajectories(next(stream).trajectory) for _ in range(2)
     )
-    # Three rows each, and no pole falls within six: one piece per lane and batch.
-    np.testing.assert_array_equal(first.episode_id, [0, 1, 2, 3])
-    np.testing.assert_array_equal(second.episode_id, [0, 1, 2, 3])
-    np.testing.assert_array_equal(first.trajectory.episode_length, [[1, 2, 3]] * B)
-    np.testing.assert_array_equal(second.trajectory.episode_length, [[4, 5, 6]] * B)
+    # One row each, and an episode has two steps or more.
+    np.testing.assert_array_equal(first.episode_id, range(B))
+    np.testing.assert_array_equal(second.episode_id, range(B))
+    np.testing.assert_array_equal(first.lane, first.env_id)
+    np.testing.assert_array_equal(first.trajectory.episode_length, [[1] * B])
+    np.testing.assert_array_equal(second.trajectory.episode_length, [[2] * B])
 
 
 def test_trajectory_without_steps_has_no_pieces():
-    batch = next(make_stream("count", steps_per_batch=12))
-    void = batch.trajectory.replace(mask=np.zeros((3, B), bool))
+    batch = next(make_stream())
+    void = batch.trajectory.replace(mask=np.zeros((2, B), bool))
     pieces = rollout.split_trajectories(void)
     assert pieces.mask.shape == (0, 0)
     assert pieces.trajectory.obs.shape == (0, 0, 1)

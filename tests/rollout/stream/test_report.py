@@ -10,26 +10,24 @@ import numpy as np
 import pytest
 from cases import CountEnv, make_collector, raw
 from flax import struct
+from streams import B, host, join, make_stream, new_stream
 
 import envs
 import rollout
-from rollout.stream import _faults
+from rollout import finite
 
-B = 4
-each_env = pytest.mark.parametrize("name", ["count", "CartPole-v1"])
-
-
-def make_stream(name="count", **options):
-    options = {"key": jax.random.key(7), "steps_per_batch": 8, **options}
-    return rollout.Stream(make_collector(name, B), **options)
+slow = pytest.mark.slow
+each_env = pytest.mark.parametrize(
+    "name", ["count", pytest.param("CartPole-v1", marks=slow)]
+)
 
 
 @each_env
 def test_statistics_add_up_over_batches(name):
     stream = make_stream(name, total_steps=64)
-    batches = [jax.device_get(raw(batch.trajectory)) for batch in stream]
-    done = np.concatenate([batch.done for batch in batches])
-    returns = np.concatenate([batch.episode_return for batch in batches])[done]
+    trajectory = join(stream)
+    done = trajectory.done
+    returns = trajectory.episode_return[done]
     stats = stream.stats
     assert stats.collect_batches == 8
     assert stats.collect_steps == 64
@@ -54,25 +52,6 @@ def test_reset_of_the_statistics_counts_anew():
     assert stream.steps == 16
 
 
-def test_statistics_of_many_batches_are_read_now_and_then():
-    stream = make_stream(total_steps=8 * 70)
-    want = sum(int(batch.stats.num_episodes) for batch in stream)
-    assert stream.stats.collect_episodes == want
-    assert stream.stats.collect_batches == 70
-
-
-@each_env
-def test_callbacks_see_every_batch_in_order(name):
-    seen = []
-    stream = make_stream(
-        name,
-        total_steps=20,
-        on_batch=[lambda batch: seen.append(batch.steps), lambda _: seen.append("b")],
-    )
-    list(stream)
-    assert seen == [8, "b", 8, "b", 4, "b"]
-
-
 @each_env
 def test_log_stats_is_a_flat_dict_of_floats(name):
     stream = make_stream(name)
@@ -91,13 +70,18 @@ def test_log_stats_refuses_what_is_no_scalar():
 
 
 @pytest.mark.parametrize(
-    ("name", "total"), [("count", 20), ("count", None), ("CartPole-v1", 20)]
+    ("name", "total"),
+    [
+        ("count", None),
+        pytest.param("count", 20, marks=slow),
+        pytest.param("CartPole-v1", 20, marks=slow),
+    ],
 )
 def test_bar_shows_steps_episodes_and_the_mean_return(name, total, capsys):
-    stream = make_stream(name, total_steps=total, progress=True)
-    for _ in stream:
-        if stream.steps >= 20:
-            break
+    with new_stream(name, total_steps=total, progress=True) as stream:
+        for _ in stream:
+            if stream.steps >= 20:
+                break
     shown = capsys.readouterr().err
     stats = stream.stats
     assert f"{stats.collect_episodes} episodes" in shown
@@ -106,19 +90,10 @@ def test_bar_shows_steps_episodes_and_the_mean_return(name, total, capsys):
     assert shown.endswith("\n")
 
 
-def test_bar_ends_on_a_line_of_its_own_where_the_loop_breaks_off(capsys):
-    stream = make_stream(progress=True)
-
-    def loop():
-        for _ in stream:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        loop()
+def test_bar_ends_on_a_line_of_its_own_where_the_stream_ends(capsys):
+    stream = new_stream(progress=True, total_steps=16)
+    list(stream)
     assert capsys.readouterr().err.endswith("\n")
-    next(stream)
-    stream.stop()
-    assert list(stream) == []
 
 
 @struct.dataclass(kw_only=True)
@@ -149,7 +124,7 @@ def first_fault(trajectory):
     return None
 
 
-@pytest.mark.parametrize("fault", [math.nan, math.inf])
+@pytest.mark.parametrize("fault", [math.nan, pytest.param(math.inf, marks=slow)])
 def test_first_fault_is_named(fault):
     collector, options = make_faulty(fault), {"steps_per_batch": 32}
     plain = rollout.Stream(collector, key=jax.random.key(7), **options)
@@ -168,7 +143,7 @@ def test_first_fault_is_named(fault):
     assert checked.steps == before
 
 
-@pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.parametrize("is_seen", [False, pytest.param(True, marks=slow)])
 def test_first_fault_in_whole_episodes_is_named(is_seen):
     # The reward of a faulty episode is not finite at its third step, so the first
     # faults are those of the first such episodes, at step 2.
@@ -183,8 +158,7 @@ def test_first_fault_in_whole_episodes_is_named(is_seen):
     while np.isfinite((batch := next(plain)).episodes.episode_return).all():
         chex.assert_trees_all_equal(next(checked).episodes, batch.episodes)
     episode = np.isnan(batch.episodes.episode_return).argmax()
-    what = "`reward`" if is_seen else "an observation, reward, log-probability or value"
-    message = f"{what} must be finite .* first at step 2 of episode {episode} "
+    message = f"`reward` must be finite .* first at step 2 of episode {episode} "
     with pytest.raises(FloatingPointError, match=message):
         next(checked)
 
@@ -198,22 +172,21 @@ def test_parameters_that_are_not_finite_are_found_in_what_the_policy_gives():
         }
 
     policy = rollout.stateless_policy(act)
-    for name in ("count", "CartPole-v1"):
-        collector = rollout.Collector(env=make_collector(name, B).env, policy=policy)
-        stream = rollout.Stream(
-            collector,
-            key=jax.random.key(7),
-            params=jnp.float32(1),
-            steps_per_batch=8,
-            check_finite=True,
-        )
-        next(stream)  # logits may be infinite
-        stream.set_params(jnp.float32(jnp.nan))
-        message = "`extras.value` must be finite .* at step 0 of lane 0 .*version` 1"
-        with pytest.raises(FloatingPointError, match=message):
-            next(stream)
-        stream.set_params(jnp.float32(2))
-        assert next(stream).params_version == 2
+    collector = rollout.Collector(env=make_collector("count", B).env, policy=policy)
+    stream = rollout.Stream(
+        collector,
+        key=jax.random.key(7),
+        params=jnp.float32(1),
+        steps_per_batch=8,
+        check_finite=True,
+    )
+    next(stream)  # logits may be infinite
+    stream.set_params(jnp.float32(jnp.nan))
+    message = "`extras.value` must be finite .* at step 0 of lane 0 .*version` 1"
+    with pytest.raises(FloatingPointError, match=message):
+        next(stream)
+    stream.set_params(jnp.float32(2))
+    assert next(stream).params_version == 2
 
 
 def test_observation_of_a_reset_is_checked():
@@ -232,7 +205,7 @@ def test_observation_of_a_reset_is_checked():
         next(stream)
 
 
-@pytest.mark.parametrize("per_batch", [400, 399])
+@pytest.mark.parametrize("per_batch", [399, pytest.param(400, marks=slow)])
 def test_faulty_episode_is_dropped_and_the_lane_goes_on(per_batch):
     options = {"key": jax.random.key(7), "steps_per_batch": per_batch}
     stream = rollout.Stream(
@@ -271,7 +244,7 @@ def test_faulty_episode_is_dropped_and_the_lane_goes_on(per_batch):
 
 @functools.cache
 def episode_length(lane, number):
-    """The length of a lane's how-many-eth episode, from its first observations."""
+    """The length of the lane's n-th episode, from 0, from its first observations."""
     plain = lengths_by_id()
     return plain[number * B + lane]
 
@@ -288,34 +261,39 @@ def lengths_by_id():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("field", ["obs", "next_obs", "reward", "log_prob", "value"])
-@pytest.mark.parametrize("size", [2, 20])
-def test_everything_that_is_checked_is_found_in_its_lane(field, value, size):
-    transition = jax.tree.map(lambda x: x[0], next(make_stream()).trajectory)
-    extras = {"log_prob": jnp.zeros(B), "value": jnp.zeros(B)}
+@pytest.mark.parametrize("field", ["obs.a", "next_obs.a", "reward", "extras.value"])
+def test_everything_that_is_checked_is_found_in_its_row(field, value):
+    transition = jax.tree.map(lambda x: x[0], host(next(make_stream())))
+    obs = {"a": np.zeros((B, 3, 2), np.float32), "b": np.zeros(B, np.int32)}
+    extras = {"log_prob": np.zeros(B, np.float32), "value": np.zeros(B, np.float32)}
+    logits = np.full((B, 2), -np.inf, np.float32)  # of actions that are not allowed
     transition = transition.replace(
-        obs={"a": jnp.zeros((B, 3, size)), "b": jnp.zeros(B, jnp.int32)},
-        next_obs={"a": jnp.full((B, 3, size), -1e38), "b": jnp.zeros(B, jnp.int32)},
-        extras={**extras, "logits": jnp.full((B, 2), -jnp.inf)},
+        obs=obs,
+        next_obs=jax.tree.map(np.copy, obs),
+        extras={**extras, "logits": logits},
     )
-    assert not _faults.not_finite(transition).any()
+    assert not np.any(finite.is_faulty(transition))
+    name, _, key = field.partition(".")
+    leaf = getattr(transition, name)
+    leaf = leaf[key] if key else leaf
+    leaf[(2, *[1] * (leaf.ndim - 1))] = value
+    found = {k: np.flatnonzero(bad) for k, bad in finite.faults(transition).items()}
+    assert {k: rows.tolist() for k, rows in found.items() if rows.size} == {field: [2]}
 
-    def spoil(tree, name):
-        place = (2, *[1] * (tree[name].ndim - 1))
-        return {**tree, name: tree[name].at[place].set(value)}
 
-    if field in ("log_prob", "value"):
-        transition = transition.replace(extras=spoil(transition.extras, field))
-    elif field == "reward":
-        transition = transition.replace(reward=transition.reward.at[2].set(value))
-    else:
-        tree = spoil(getattr(transition, field), "a")
-        transition = transition.replace(**{field: tree})
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_may_be_infinite_below_only(value):
+    transition = jax.tree.map(lambda x: x[0], host(next(make_stream())))
+    logits = np.full((B, 2), -np.inf, np.float32)
+    logits[1, 0] = value
+    transition = transition.replace(extras={"logits": logits})
     np.testing.assert_array_equal(
-        _faults.not_finite(transition), [False, False, True, False]
+        finite.is_faulty(transition), [False, True, False, False]
     )
+    assert finite.count_faulty(transition) == 1
 
 
+@slow
 def test_faulty_episode_of_a_cart_is_dropped():
     # The reward of CartPole's fourth step is spoilt: no pole falls before, so in 12
     # rows each lane drops three episodes of four steps, and nothing is left.

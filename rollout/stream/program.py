@@ -1,0 +1,72 @@
+"""The program of a stream, compiled once, and the call that makes a batch with it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from envs import keys
+from rollout.collector import Collector
+from rollout.stream.fill import Filled, fill
+from rollout.stream.placement import place
+from rollout.stream.types import Options, Window
+from rollout.types import Carry
+
+
+class Program(NamedTuple):
+    """What is compiled ahead of time: no thread traces, for it has settings of its own.
+
+    Attributes:
+        fill: what `fill` does for the options and the collector it was compiled for.
+        blank: makes memory to write to where there is none to recycle.
+        kinds: `kinds_of` the parameters it was compiled for.
+    """
+
+    fill: Callable[..., Filled]
+    blank: Callable[[], chex.ArrayTree]
+    kinds: list[Any]
+
+
+def make(options: Options, collector: Collector, carry: Carry, params: Any) -> Program:
+    """Compiles the program of a stream."""
+    window = jax.ShapeDtypeStruct((len(Window._fields),), jnp.int32)
+    args = collector, carry, params, window
+    memory: chex.ArrayTree = ()
+    if options.recycle:
+        memory = jax.eval_shape(lambda *args: fill(options, *args, ()), *args).output
+
+    def blank() -> chex.ArrayTree:
+        return jax.tree.map(lambda x: keys.blank(x.shape, x, carry.key), memory)
+
+    program = jax.jit(fill, static_argnums=0, donate_argnums=5, keep_unused=True)
+    return Program(
+        fill=program.lower(options, *args, memory).compile(),
+        blank=jax.jit(blank).lower().compile(),
+        kinds=kinds_of(params),
+    )
+
+
+def kinds_of(params: Any) -> list[Any]:
+    """What of the parameters the program depends on: shapes, and where they lie."""
+    return [(jax.typeof(x), x.sharding) for x in jax.tree.leaves(params)]
+
+
+def run(
+    program: Program,
+    options: Options,
+    args: tuple[Any, ...],
+    memory: chex.ArrayTree | None,
+) -> Filled:
+    """Makes a batch and waits for it; what is read of it in Python is on the host."""
+    # An interrupt, or the user, may have left the memory deleted.
+    if memory is None or any(x.is_deleted() for x in jax.tree.leaves(memory)):
+        memory = program.blank()
+    filled = jax.block_until_ready(program.fill(*args, memory))
+    for x in jax.tree.leaves(memory):
+        if not x.is_deleted():  # somebody has a view of it, which stays as it is
+            x.delete()
+    counted, faults = jax.device_get((filled.counted, filled.faults))
+    output = place(filled.output, options.placement)
+    return filled._replace(output=output, counted=counted, faults=faults)

@@ -1,0 +1,87 @@
+"""What the tests of streams share: streams at their beginning, and their batches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import make_collector, raw
+
+import rollout
+
+B = 4
+
+
+def act(params, obs, key):
+    """Two actions: the second with the odds that the parameters give."""
+    del obs
+    action = jax.random.bernoulli(key, params["odds"], (B,)).astype(jnp.int32)
+    return action, {"value": jnp.broadcast_to(params["odds"], (B,))}
+
+
+POLICY = rollout.stateless_policy(act)
+
+
+@functools.cache
+def make_learner(name="count"):
+    return rollout.Collector(env=make_collector(name, B).env, policy=POLICY)
+
+
+def new_stream(name="count", **options):
+    """A stream that nobody else uses."""
+    options = {"params": {"odds": jnp.float32(0.5)}, "steps_per_batch": 8, **options}
+    return rollout.Stream(make_learner(name), key=jax.random.key(7), **options)
+
+
+@functools.cache
+def _made(name, options):
+    stream = new_stream(name, **dict(options))
+    return stream, stream.state()
+
+
+def make_stream(name="count", **options):
+    """A stream at its beginning; one for the same options, which compiles only once."""
+    stream, start = _made(name, tuple(options.items()))
+    stream.restore(start)
+    return stream
+
+
+@functools.cache
+def straight(name="count"):
+    """The 12 rows that `collect_steps` gives from the same key."""
+    collector = make_learner(name)
+    carry = collector.init(jax.random.key(7))
+    params = {"odds": jnp.float32(0.5)}
+    return jax.device_get(raw(collector.collect_steps(carry, params, 12)[1]))
+
+
+def host(batch):
+    """The trajectory as NumPy arrays of its own."""
+    return jax.tree.map(np.array, jax.device_get(raw(batch.trajectory)))
+
+
+def join(batches):
+    """The trajectories one after the other, `[T, B, ...]`."""
+    return jax.tree.map(lambda *x: np.concatenate(x), *map(host, batches))
+
+
+def by_lane(trajectory, lane):
+    """The steps of one lane, without the rows that are void."""
+    kept = trajectory.mask[:, lane]
+    return jax.tree.map(lambda x: x[kept, lane], trajectory)
+
+
+def learn(batch):
+    """Parameters that depend on every row of the batch."""
+    share = batch.trajectory.action.sum() + batch.trajectory.episode_return.sum() / 64
+    return {"odds": jnp.float32(share / 8 % 1)}
+
+
+def train(stream, num_batches):
+    """Batches of a loop that sets the parameters by what it saw."""
+    seen = []
+    for _ in range(num_batches):
+        batch = next(stream)
+        stream.set_params(learn(batch))
+        seen.append((host(batch), batch.steps, batch.params_version))
+    return seen
