@@ -25,28 +25,42 @@ def update_program(successor):
     return jax.jit(programs("prioritized", successor)[0].update)
 
 
-def numbers(num_rows):
-    """A transition with `num_rows` lanes: small, for tests of the draws alone."""
-    return {"number": jnp.arange(num_rows, dtype=jnp.int32)}
+NUM_LANES, NUM_DRAWS = 8, 256
+
+
+def numbers():
+    """A small transition, for tests of the draws alone."""
+    return {"number": np.arange(NUM_LANES, dtype=np.int32)}
+
+
+@functools.cache
+def small_programs(alpha=ALPHA):
+    """A buffer of two rows per lane, and its compiled functions."""
+    buffer = buffers.PrioritizedReplayBuffer(2 * NUM_LANES, NUM_LANES, alpha=alpha)
+
+    @jax.jit
+    def draw(state, key, beta):
+        return buffer.sample(state, key, NUM_DRAWS, beta), buffer.can_sample(state, 1)
+
+    return buffer, jax.jit(buffer.add), jax.jit(buffer.update), draw
 
 
 def filled(priorities, alpha=ALPHA):
-    """A full buffer of one row per lane with these priorities."""
-    priorities = jnp.asarray(priorities, jnp.float32)
-    num_rows = priorities.shape[0]
-    buffer = buffers.PrioritizedReplayBuffer(num_rows, num_rows, alpha=alpha)
-
-    @jax.jit
-    def fill():
-        state = buffer.add(buffer.init(numbers(num_rows)), numbers(num_rows))
-        return buffer.update(state, jnp.arange(num_rows), priorities)
-
-    return buffer, fill()
+    """One row per lane with these priorities, and 0 in the lanes that are left."""
+    buffer, add, update, _ = small_programs(alpha)
+    state = add(buffer.init(numbers()), numbers())
+    every = np.zeros(NUM_LANES, np.float32)
+    every[: len(priorities)] = priorities
+    return update(state, np.arange(NUM_LANES), every)
 
 
-def sample(buffer, state, num_draws, beta=0.4, seed=0):
-    draw = jax.jit(buffer.sample, static_argnums=2)
-    return draw(state, jax.random.key(seed), num_draws, beta=beta)
+def sample(state, beta=0.4, alpha=ALPHA):
+    """256 draws, and whether there is anything to draw."""
+    return small_programs(alpha)[3](state, jax.random.key(0), jnp.float32(beta))
+
+
+def count_draws(batch):
+    return np.bincount(batch.indices, minlength=NUM_LANES)
 
 
 def check_sums(tree):
@@ -57,63 +71,88 @@ def check_sums(tree):
         assert not np.any(above[want.size :])
 
 
-@pytest.mark.parametrize("successor", ["stored", "shared"])
-def test_any_sequence_of_adds_and_updates_agrees_with_the_model(successor):
+def run_adds_and_updates(successor, rng, num_operations, choose):
+    """Adds and updates at random; `choose` takes one of a list."""
     _, add, read = programs("prioritized", successor)
     update = update_program(successor)
+    state, model = start("prioritized", successor)
+    priority, largest, rejected = {}, 1.0, 0
+    values = choose(VALUES)
+    for _ in range(num_operations):
+        if choose([True, False]):
+            steps, mask = model.make_chunk(rng, choose([1, 3]), mask_rate=0.2)
+            model.add(steps, mask)
+            state = add(state, encode(steps, mask))
+            fresh = (steps[t][i].number for t, i in np.argwhere(mask))
+            priority |= dict.fromkeys(fresh, largest)
+            continue
+        # Any row number, stored or not, with duplicates; the last one counts.
+        chosen = rng.integers(-2, 17, size=6)
+        value = rng.choice(values, size=6)
+        state = update(state, chosen.astype(np.int32), value.astype(np.float32))
+        row_of = {i: row for row, i in indices(state, model).items()}
+        for index, each in zip(chosen, value, strict=True):
+            if not np.isfinite(each) or each < 0:
+                rejected += 1
+            elif index in row_of:
+                priority[model.step(row_of[index]).number] = each
+                largest = max(largest, each)
+    state = jax.device_get(state)
+    want = np.zeros(state.priorities[0].size)
+    for row, index in indices(state, model).items():
+        want[index] = priority[model.step(row).number] ** ALPHA
+    np.testing.assert_allclose(state.priorities[0], want, rtol=1e-5)
+    check_sums(state.priorities)
+    assert state.max_priority == largest
+    assert state.num_rejected == rejected
+    # 256 draws do not reach every row where priorities differ: those of no
+    # priority are out, and the rest is checked where all are alike.
+    if set(priority.values()) <= {0.0, largest}:
+        got = read(state, jax.random.key(rng.integers(2**31)))
+        positive = lambda row: priority[model.step(row).number] > 0  # noqa: E731
+        check(state, model, jax.device_get(got), positive)
+        return True
+    return False
 
+
+def test_short_sequences_of_adds_and_updates_agree_with_the_model():
+    num_checked = 0
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        choose = lambda values, rng=rng: values[rng.integers(len(values))]  # noqa: E731
+        num_checked += run_adds_and_updates("shared", rng, 2 + seed % 6, choose)
+    assert num_checked >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("successor", ["stored", "shared"])
+def test_any_sequence_of_adds_and_updates_agrees_with_the_model(successor):
     @settings(max_examples=30, deadline=None, derandomize=True, phases=[Phase.generate])
     @given(data=st.data())
     def run(data):
-        state, model = start("prioritized", successor)
         rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
-        priority, largest, rejected = {}, 1.0, 0
-        values = data.draw(st.sampled_from(VALUES))
-        for _ in range(data.draw(st.integers(1, 7))):
-            if data.draw(st.booleans()):
-                steps, mask = model.make_chunk(
-                    rng, data.draw(st.sampled_from([1, 3])), mask_rate=0.2
-                )
-                model.add(steps, mask)
-                state = add(state, encode(steps, mask))
-                fresh = (steps[t][i].number for t, i in np.argwhere(mask))
-                priority |= dict.fromkeys(fresh, largest)
-                continue
-            # Any row number, stored or not, with duplicates; the last one counts.
-            chosen = rng.integers(-2, 17, size=6)
-            value = rng.choice(values, size=6)
-            state = update(state, jnp.asarray(chosen), jnp.asarray(value, jnp.float32))
-            row_of = {i: row for row, i in indices(state, model).items()}
-            for index, each in zip(chosen, value, strict=True):
-                if not np.isfinite(each) or each < 0:
-                    rejected += 1
-                elif index in row_of:
-                    priority[model.step(row_of[index]).number] = each
-                    largest = max(largest, each)
-        state = jax.device_get(state)
-        want = np.zeros(state.priorities[0].size)
-        for row, index in indices(state, model).items():
-            want[index] = priority[model.step(row).number] ** ALPHA
-        np.testing.assert_allclose(state.priorities[0], want, rtol=1e-5)
-        check_sums(state.priorities)
-        assert state.max_priority == largest
-        assert state.num_rejected == rejected
-        got = jax.device_get(read(state, jax.random.key(rng.integers(2**31))))
-        # 256 draws do not reach every row where priorities differ: those of no
-        # priority are out, and the rest is checked where all are alike.
-        if set(priority.values()) <= {0.0, largest}:
-            check(state, model, got, lambda row: priority[model.step(row).number] > 0)
+        choose = lambda values: data.draw(st.sampled_from(values))  # noqa: E731
+        run_adds_and_updates(successor, rng, data.draw(st.integers(1, 7)), choose)
 
     run()
 
 
+def test_every_row_gets_its_share_of_the_draws():
+    priorities = 0.25 * np.arange(1, 9)
+    count = count_draws(sample(filled(priorities))[0])
+    share = priorities**ALPHA / (priorities**ALPHA).sum()
+    # A share of so many strata holds all that lie inside, and cuts two at most.
+    assert (np.abs(count - share * NUM_DRAWS) < 2).all()
+
+
+@pytest.mark.slow
 def test_draws_are_proportional_to_priority_to_the_alpha():
     priorities = 0.25 * np.arange(1, 9)
-    buffer, state = filled(priorities)
-    draw = jax.jit(buffer.sample, static_argnums=2)
+    state = filled(priorities)
+    draw = functools.partial(small_programs()[0].sample, batch_size=40)
     # 40 draws a call: strata of unequal rows, so that shares are cut in all ways.
     keys = jax.random.split(jax.random.key(0), 500)
-    drawn = jax.vmap(lambda key: draw(state, key, 40, beta=0.4).indices)(keys)
+    drawn = jax.jit(jax.vmap(lambda key: draw(state, key).indices))(keys)
     count = np.bincount(np.ravel(drawn), minlength=8)
     share = priorities**ALPHA / (priorities**ALPHA).sum()
     # Stratified draws vary less than independent ones, so p is close to 1.
@@ -121,8 +160,13 @@ def test_draws_are_proportional_to_priority_to_the_alpha():
 
 
 def test_draws_from_the_whole_are_proportional_too():
-    leaf = jnp.asarray([0.0, 1.0, 2.0, 3.0, 0.0, 0.5] * 20)
-    drawn = sum_tree.draw_apart(sum_tree.build(leaf), jax.random.key(1), 50_000)
+    leaf = np.float32([0.0, 1.0, 2.0, 3.0, 0.0, 0.5] * 20)
+
+    @jax.jit
+    def draw(key):
+        return sum_tree.draw_apart(sum_tree.build(leaf), key, 50_000)
+
+    drawn = draw(jax.random.key(1))
     count = np.bincount(np.asarray(drawn), minlength=120)
     want = np.asarray(leaf, float)
     assert not count[want == 0].any()
@@ -130,6 +174,7 @@ def test_draws_from_the_whole_are_proportional_too():
     assert scipy_stats.chisquare(count[count > 0], want).pvalue > 0.01
 
 
+@pytest.mark.slow
 def test_draws_are_proportional_among_the_rows_whose_successor_is_there():
     """A share of which much may not be used does not favour what is left of it."""
     buffer, add, _ = programs("prioritized", "shared")
@@ -153,18 +198,17 @@ def test_draws_are_proportional_among_the_rows_whose_successor_is_there():
     assert scipy_stats.chisquare(count, want).pvalue > 0.01
 
 
-def test_equal_priorities_are_drawn_once_each():
-    """Stratified: with as many draws as rows of one priority, each has its share."""
-    buffer, state = filled(np.full(100, 3.0))
-    batch = sample(buffer, state, 100)
-    np.testing.assert_array_equal(np.sort(batch.indices), np.arange(100))
+def test_equal_priorities_are_drawn_equally_often():
+    """Stratified: each row has whole strata of its own."""
+    count = count_draws(sample(filled(np.full(NUM_LANES, 3.0)))[0])
+    np.testing.assert_array_equal(count, np.full(NUM_LANES, NUM_DRAWS // NUM_LANES))
 
 
 def test_weights_are_those_of_the_paper_over_the_largest():
     priorities = 0.25 * np.arange(1, 9)
-    buffer, state = filled(priorities)
+    state = filled(priorities)
     for beta in (0.4, 1.0):
-        batch = sample(buffer, state, 256, beta)
+        batch, _ = sample(state, beta)
         share = priorities**ALPHA / (priorities**ALPHA).sum()
         want = (8 * share) ** -beta
         # 256 draws from 8 rows hold the one of the largest weight.
@@ -174,53 +218,62 @@ def test_weights_are_those_of_the_paper_over_the_largest():
 
 
 def test_beta_may_be_annealed_inside_a_compiled_step():
-    buffer, state = filled([1.0, 4.0])
-    draw = jax.jit(lambda beta: buffer.sample(state, jax.random.key(0), 64, beta=beta))
-    np.testing.assert_array_equal(draw(0.0).weights, np.ones(64))
-    low, high = draw(0.4).weights.min(), draw(1.0).weights.min()
+    state = filled([1.0, 4.0])
+    at = lambda beta: sample(state, beta)[0].weights  # noqa: E731
+    np.testing.assert_array_equal(at(0.0), np.ones(NUM_DRAWS))
+    low, high = at(0.4).min(), at(1.0).min()
     np.testing.assert_allclose([low, high], [0.25**0.24, 0.25**0.6], rtol=1e-5)
 
 
 def test_alpha_zero_is_uniform_but_for_priority_zero():
-    buffer, state = filled([0.0, 1.0, 100.0, 1e-6], alpha=0.0)
-    batch = sample(buffer, state, 300, 1.0)
-    np.testing.assert_array_equal(np.unique(batch.indices), [1, 2, 3])
-    np.testing.assert_array_equal(np.bincount(batch.indices)[1:], [100] * 3)
-    np.testing.assert_array_equal(batch.weights, np.ones(300))
+    state = filled([0.0, 1.0, 100.0, 1e-6], alpha=0.0)
+    batch, _ = sample(state, 1.0, alpha=0.0)
+    count = count_draws(batch)
+    np.testing.assert_array_equal(np.flatnonzero(count), [1, 2, 3])
+    # 85 and a third strata each.
+    assert (np.abs(count[1:4] - NUM_DRAWS / 3) < 2).all()
+    np.testing.assert_array_equal(batch.weights, np.ones(NUM_DRAWS))
 
 
 def test_cleared_buffer_gives_only_what_came_later():
     """Tianshou keeps the tree: after `reset` it samples rows that are gone."""
-    buffer = buffers.PrioritizedReplayBuffer(8, 1)
-    one = numbers(1)
-    state, add = buffer.init(one), jax.jit(buffer.add)
-    for _ in range(8):
-        state = add(state, one)
-    state = buffer.update(state, jnp.arange(8), jnp.full((8,), 9.0))
+    buffer, add, update, _ = small_programs()
+    state = buffer.init(numbers())
+    for _ in range(2):
+        state = add(state, numbers())
+    nine = np.full(NUM_LANES, 9, np.float32)
+    state = update(state, NUM_LANES + np.arange(NUM_LANES), nine)
+    assert count_draws(sample(state)[0]).size == 2 * NUM_LANES
     state = buffer.clear(state)
-    assert not buffer.can_sample(state, 1)
-    assert not np.any(sample(buffer, state, 4).weights)
-    state = add(state, one)
-    batch = sample(buffer, state, 32)
-    np.testing.assert_array_equal(batch.indices, np.zeros(32))
+    batch, can_sample = sample(state)
+    assert not can_sample
+    assert not np.any(batch.weights)
+    state = add(state, numbers())
+    batch, can_sample = sample(state)
+    assert can_sample
+    assert set(np.asarray(batch.indices)) == set(range(NUM_LANES))
     assert state.max_priority == 1
 
 
 def test_nothing_of_priority_is_nothing_to_sample():
-    buffer, state = filled([0.0, 0.0, 0.0])
-    assert not buffer.can_sample(state, 1)
-    assert not np.any(sample(buffer, state, 4).weights)
+    batch, can_sample = sample(filled([0.0, 0.0, 0.0]))
+    assert not can_sample
+    assert not np.any(batch.weights)
 
 
 def test_large_tree_draws_no_zero_and_every_part():
     """A million leaves: half of them zero, the others alike."""
-    leaf = (jnp.arange(1_000_000) % 2).astype(jnp.float32)
-    tree = sum_tree.build(leaf)
-    assert sum_tree.total(tree) == 500_000
-    for draw in (sum_tree.draw, sum_tree.draw_apart):
-        drawn = np.asarray(
-            jax.jit(draw, static_argnums=2)(tree, jax.random.key(0), 9999)
-        )
+
+    @jax.jit
+    def draw_both(keys):
+        tree = sum_tree.build((jnp.arange(1_000_000) % 2).astype(jnp.float32))
+        drawn = [sum_tree.draw(tree, keys[0], 9999)]
+        drawn.append(sum_tree.draw_apart(tree, keys[1], 9999))
+        return sum_tree.total(tree), drawn
+
+    total, draws = draw_both(jax.random.split(jax.random.key(0)))
+    assert total == 500_000
+    for drawn in map(np.asarray, draws):
         assert (drawn % 2 == 1).all()
         count = np.histogram(drawn, bins=20, range=(0, 1_000_000))[0]
         assert scipy_stats.chisquare(count).pvalue > 0.01
@@ -230,12 +283,12 @@ def test_large_tree_draws_no_zero_and_every_part():
 def test_alpha_and_beta_lie_between_0_and_1(value):
     with pytest.raises(ValueError, match=r"`alpha` must lie in \[0, 1\], got"):
         buffers.PrioritizedReplayBuffer(8, 1, alpha=value)
-    buffer, state = filled([1.0, 1.0])
+    buffer, state = small_programs()[0], filled([1.0, 1.0])
     with pytest.raises(ValueError, match=r"`beta` must lie in \[0, 1\], got"):
         buffer.sample(state, jax.random.key(0), 4, beta=value)
 
 
 def test_update_wants_one_priority_per_index():
-    buffer, state = filled([1.0, 1.0])
+    buffer, state = small_programs()[0], filled([1.0, 1.0])
     with pytest.raises(AssertionError):
         buffer.update(state, jnp.arange(2), jnp.ones((1,)))

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from cases import make_collector
 from flax import struct
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 import buffers
@@ -30,10 +28,10 @@ class Row:
 def encode(number, mask):
     number = np.asarray(number)
     return Row(
-        number=jnp.asarray(number, jnp.int32),
-        pair=jnp.stack([number, -number], axis=-1).astype(jnp.float32),
-        byte=jnp.asarray(number % 251, jnp.uint8),
-        mask=jnp.asarray(mask, bool),
+        number=number.astype(np.int32),
+        pair=np.stack([number, -number], axis=-1).astype(np.float32),
+        byte=(number % 251).astype(np.uint8),
+        mask=np.asarray(mask, bool),
     )
 
 
@@ -75,7 +73,7 @@ def programs(num_slots, num_envs):
 def start(num_slots, num_envs):
     row = encode(np.zeros(num_envs, int), np.ones(num_envs, bool))
     buffer = programs(num_slots, num_envs)[0]
-    return buffer.init(jax.eval_shape(lambda: row)), Model(num_slots, num_envs)
+    return buffer.init(row), Model(num_slots, num_envs)
 
 
 def check(state, model):
@@ -96,8 +94,11 @@ def add(state, model, num_rows, mask=None):
     return programs(num_slots, num_envs)[1](state, encode(number, mask))
 
 
-@pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 7, 17])
+# Three lanes for every length, one lane for those that are written in other ways.
+@pytest.mark.parametrize(
+    ("num_rows", "num_envs"),
+    [(1, 3), (2, 3), (5, 3), (7, 3), (17, 3), (1, 1), (5, 1)],
+)
 def test_chunks_are_held_over_exact_fill_one_past_and_many_wraps(num_rows, num_envs):
     num_slots = 7  # coprime to all chunks but its own length
     state, model = start(num_slots, num_envs)
@@ -119,42 +120,6 @@ def test_step_is_a_chunk_of_one_row():
     assert buffer.size(state) == 10
 
 
-# Shapes are few, so that few programs are compiled: what varies is what is stored.
-CHUNKS = st.sampled_from([1, 3, 8])
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_sequence_of_operations_agrees_with_the_model(data):
-    num_slots, num_envs = 5, 3
-    state, model = start(num_slots, num_envs)
-    buffer, _, sample = programs(num_slots, num_envs)
-    for _ in range(data.draw(st.integers(1, 6))):
-        kind = data.draw(st.sampled_from(["all", "some", "clear"]))
-        if kind == "clear":
-            state = buffer.clear(state)
-            for lane in model.lanes:
-                lane.clear()
-            continue
-        num_rows, mask = data.draw(CHUNKS), None
-        if kind == "some":
-            seed = data.draw(st.integers(0, 2**16))
-            rng = np.random.default_rng(seed)
-            mask = rng.random((num_rows, num_envs)) < rng.random()
-        state = add(state, model, num_rows, mask)
-    check(state, model)
-    held = {value for lane in model.lanes for value in lane}
-    assert buffer.size(state) == len(held)
-    if held:
-        batch = sample(state, jax.random.key(0), 16)
-        assert set(decode(batch.experience)) <= held
-        slot, lane = np.divmod(np.asarray(batch.indices), num_envs)
-        np.testing.assert_array_equal(
-            np.asarray(state.experience.number)[slot, lane], batch.experience.number
-        )
-        assert batch.experience.mask.all()
-
-
 def test_sampling_is_even_where_lanes_hold_different_numbers():
     state, model = start(6, 3)
     lane, row = np.arange(3)[None], np.arange(9)[:, None]
@@ -171,12 +136,17 @@ def test_sampling_is_even_where_lanes_hold_different_numbers():
 
 
 @pytest.mark.usefixtures("key_reuse")
-@pytest.mark.parametrize("n", [0, 1, 7, 2**16, 2**31 - 1])
-def test_numbers_are_the_high_half_of_an_exact_product(n):
-    key = jax.random.key(1)
-    got = sampling.below(jnp.int32(n), (1000,), key)
-    word = np.asarray(jax.random.bits(key, (1000,), jnp.uint32)).astype(np.uint64)
-    np.testing.assert_array_equal(got, (word * np.uint64(n)) >> np.uint64(32))
+def test_numbers_are_the_high_half_of_an_exact_product():
+    limits = np.array([0, 1, 7, 2**16, 2**31 - 1])
+
+    @jax.jit
+    def draw(key):
+        below = jax.vmap(lambda n: sampling.below(n, (1000,), key))
+        return below(limits.astype(np.int32)), jax.random.bits(key, (1000,), jnp.uint32)
+
+    got, word = draw(jax.random.key(1))
+    want = np.asarray(word).astype(np.uint64) * limits.astype(np.uint64)[:, None]
+    np.testing.assert_array_equal(got, want >> np.uint64(32))
 
 
 def test_can_sample_counts_what_is_stored():
@@ -208,6 +178,7 @@ def test_steps_of_a_collector_fill_it_in_one_program():
         np.testing.assert_array_equal(held, getattr(trajectory, name))
 
 
+@pytest.mark.slow
 def test_idle_rows_of_episodes_are_not_stored():
     collector = make_collector("count", 4)
     carry = collector.init(jax.random.key(0))
@@ -241,7 +212,7 @@ def test_rows_unlike_those_of_init_are_named():
     good = encode(model.make_chunk(2), np.ones((2, 3), bool))
     for change, message in (
         (
-            {"byte": good.byte.astype(jnp.int32)},
+            {"byte": good.byte.astype(np.int32)},
             r"uint8 of shape .* at \.byte, got int",
         ),
         ({"pair": good.pair[..., :1]}, r"\(2, 3, 2\) at \.pair, got .* \(2, 3, 1\)"),

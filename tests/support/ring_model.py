@@ -8,8 +8,6 @@ episode to the next they leave a gap, so no row has the final observation of ano
 import collections
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -74,7 +72,7 @@ def encode(steps, mask):
         return np.array([[getattr(s, name) for s in row] for row in steps], dtype)
 
     number = leaf("number", int)
-    row = Row(
+    return Row(
         obs=encode_obs(number),
         reward=reward_of(number).astype(np.float32),
         terminated=leaf("terminated", bool),
@@ -85,7 +83,6 @@ def encode(steps, mask):
         episode_length=leaf("episode_length", np.int32),
         extras={"policy_state": (number * 2).astype(np.int32)},
     )
-    return jax.tree.map(jnp.asarray, row)
 
 
 class Model:
