@@ -2,7 +2,7 @@
 
 import sys
 
-from rollout.cli import main
+from rollout.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,5 +1,4 @@
-"""The command line: `python -m rollout CartPole-v1` collects with the random policy."""
+"""The command line: `main` reads the arguments; `steps` and `episodes` are its runs.
 
-from rollout.cli.main import main
-
-__all__ = ["main"]
+`report` prints and `figure` draws what came of them.
+"""

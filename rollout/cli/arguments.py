@@ -2,19 +2,27 @@
 
 import argparse
 import ast
+import contextlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollout.cli import episodes, steps
-from rollout.cli.steps import InputError
+XLA_CPU_LOOP = (
+    "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
+)
 
+_MAX_STEPS = 1_000_000  # so that a run ends even if an episode never does
+_MAX_STEPS_DRAWN = 500  # a frame takes about a tenth of a second
 _INT32_MAX = 2**31 - 1  # lanes and steps are counted in int32
 _SEED_MAX = 2**32 - 1  # jax takes a longer one and drops its upper bits
 _NUM_ENVS, _NUM_STEPS = 1024, 1000
 _FIGURE_KINDS = (".pdf", ".png", ".svg")
+
+
+class InputError(Exception):
+    """What was asked for cannot be done; the message says why."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--xla-cpu-loop",
         action="store_true",
         help="let XLA:CPU compile the whole loop to one kernel, which often pays for "
-        f"few envs; adds {steps.XLA_CPU_LOOP} to XLA_FLAGS",
+        f"few envs; adds {XLA_CPU_LOOP} to XLA_FLAGS",
     )
     return parser
 
@@ -94,10 +102,26 @@ def check(args: argparse.Namespace) -> None:
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     """Fills in the defaults of the kind of run that was asked for."""
     most_envs = min(_NUM_ENVS, args.num_episodes or _NUM_ENVS)  # more would idle
-    limit = episodes.MAX_STEPS_DRAWN if args.gif else episodes.MAX_STEPS
+    limit = _MAX_STEPS_DRAWN if args.gif else _MAX_STEPS
     defaults = {"num_envs": most_envs, "num_steps": _NUM_STEPS, "max_steps": limit}
     given = {name: value for name, value in vars(args).items() if value is not None}
     return argparse.Namespace(**{**vars(args), **defaults, **given})
+
+
+@contextlib.contextmanager
+def naming_parameters(args: argparse.Namespace) -> Iterator[None]:
+    """Makes an error of the environment an `InputError` that names its parameters."""
+    params = dict(args.env_param)
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    except Exception as error:
+        if not params:
+            raise
+        # A wrong value breaks whatever in the environment first meets it.
+        given = ", ".join(f"{name}={value!r}" for name, value in params.items())
+        raise InputError(f"{args.env} with {given} fails: {error}") from error
 
 
 def _add_kinds_of_run(parser: argparse.ArgumentParser) -> None:
@@ -111,8 +135,8 @@ def _add_kinds_of_run(parser: argparse.ArgumentParser) -> None:
     gif_help = "play one episode and draw it as .gif"
     add_run("--gif", type=Path, metavar="FILE", help=gif_help)
     steps_help = (
-        f"steps after which an episode is cut ({episodes.MAX_STEPS}; for --gif "
-        f"{episodes.MAX_STEPS_DRAWN})"
+        f"steps after which an episode is cut ({_MAX_STEPS}; for --gif "
+        f"{_MAX_STEPS_DRAWN})"
     )
     add("--max-steps", type=count, help=steps_help)
 

@@ -11,14 +11,11 @@ import numpy as np
 
 import envs
 from envs.render import check_render
-from rollout.cli.steps import InputError, naming_parameters
+from rollout.cli.arguments import InputError, naming_parameters
 from rollout.collector import Collector
 from rollout.policies.basic import random_policy
 from rollout.stats import CollectStats, summarize
 from rollout.types import Carry, Episodes
-
-MAX_STEPS = 1_000_000  # so that a run ends even if an episode never does
-MAX_STEPS_DRAWN = 500  # a frame takes about a tenth of a second
 
 
 class Played(NamedTuple):

@@ -18,8 +18,13 @@ import numpy as np
 import envs
 from buffers.io import whole_file
 from rollout.cli import episodes, figure, report, steps
-from rollout.cli.arguments import check, make_parser, with_defaults
-from rollout.cli.steps import InputError
+from rollout.cli.arguments import (
+    XLA_CPU_LOOP,
+    InputError,
+    check,
+    make_parser,
+    with_defaults,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     if args.xla_cpu_loop:  # before gymnax is imported, which starts the backend
         flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} {steps.XLA_CPU_LOOP}".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} {XLA_CPU_LOOP}".strip()
     if args.list_envs:
         print(*envs.env_ids(), sep="\n")
         return 0

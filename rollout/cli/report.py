@@ -6,8 +6,9 @@ import os
 import jax
 import numpy as np
 
+from rollout.cli.arguments import XLA_CPU_LOOP
 from rollout.cli.episodes import Played
-from rollout.cli.steps import XLA_CPU_LOOP, Program, Result
+from rollout.cli.steps import Program, Result
 from rollout.profiling import Profile
 from rollout.stats import CollectStats
 from rollout.types import Episodes

@@ -1,10 +1,8 @@
 """A run of `--num-steps`: compile, collect batch by batch, profile."""
 
 import argparse
-import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,24 +10,18 @@ import jax
 import numpy as np
 
 import envs
+from rollout.cli.arguments import naming_parameters
 from rollout.collector import Collector
 from rollout.policies.basic import random_policy
 from rollout.profiling import Profile
 from rollout.profiling import profile as time_parts
-from rollout.stream import Stream, StreamBatch
+from rollout.stream.stream import Stream
+from rollout.stream.types import StreamBatch
 from rollout.types import Transition
-
-XLA_CPU_LOOP = (
-    "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
-)
 
 _NUM_BATCHES = 20
 _MAX_ROWS = 1 << 22  # of a batch, so that its memory does not grow with the run
 _ENDING_FIELDS = ("terminated", "truncated", "episode_return", "episode_length")
-
-
-class InputError(Exception):
-    """What was asked for cannot be done; the message says why."""
 
 
 class Program(NamedTuple):
@@ -75,22 +67,6 @@ def make_collector(args: argparse.Namespace) -> Collector:
     """Makes the environments, and the random policy in them."""
     env = envs.make_vec(args.env, args.num_envs, **dict(args.env_param))
     return Collector(env=env, policy=random_policy(env.action_space))
-
-
-@contextlib.contextmanager
-def naming_parameters(args: argparse.Namespace) -> Iterator[None]:
-    """Makes an error of the environment an `InputError` that names its parameters."""
-    params = dict(args.env_param)
-    try:
-        yield
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    except Exception as error:
-        if not params:
-            raise
-        # A wrong value breaks whatever in the environment first meets it.
-        given = ", ".join(f"{name}={value!r}" for name, value in params.items())
-        raise InputError(f"{args.env} with {given} fails: {error}") from error
 
 
 def collect(program: Program, args: argparse.Namespace) -> Result:
