@@ -17,10 +17,10 @@ each_env = pytest.mark.parametrize(
     "name",
     [name if name in FAST else pytest.param(name, marks=slow) for name in ENVS],
 )
-# For what compiles another program: one environment is fast, the others are slow.
+# For what compiles another program; these two terminate and truncate as "count" does.
+SLOW = ("CartPole-v1", "Breakout-MinAtar")
 each_env_again = pytest.mark.parametrize(
-    "name",
-    [name if name == "count" else pytest.param(name, marks=slow) for name in ENVS],
+    "name", ["count", *(pytest.param(name, marks=slow) for name in SLOW)]
 )
 
 
@@ -121,7 +121,6 @@ def test_compact_reset_equals_select_when_all_lanes_end_together():
         ("count", 1024),
         pytest.param("CartPole-v1", 1024, marks=slow),
         pytest.param("count", 1, marks=slow),
-        pytest.param("Pendulum-v1", 1, marks=slow),
     ],
 )
 def test_lane_gives_the_same_stream_among_any_number(name, num_envs):
@@ -131,11 +130,7 @@ def test_lane_gives_the_same_stream_among_any_number(name, num_envs):
         {field: np.asarray(getattr(trajectory, field))[:, :few] for field in kept}
         for _, trajectory in (collect(name), collect(name, num_envs))
     )
-    if num_envs > 1:
-        chex.assert_trees_all_equal(got, want)
-    # XLA:CPU computes a single lane without vector instructions, whose sines and fused
-    # multiply-adds round differently: units in the last place, on angles up to 8 rad/s.
-    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_equal(got, want)
 
 
 @each_env
@@ -166,7 +161,6 @@ def test_step_without_jit_agrees_with_the_scan(name):
     [
         ("CartPole-v1", "closed over"),
         pytest.param("CartPole-v1", "argument", marks=slow),
-        pytest.param("Pendulum-v1", "closed over", marks=slow),
     ],
 )
 def test_outer_jit_gives_the_same_bits(name, how):
@@ -313,12 +307,11 @@ def test_peak_memory_is_what_is_returned(name):
     assert returned + memory.temp_size_in_bytes <= 1.1 * returned
 
 
-@pytest.mark.parametrize("name", ["count", pytest.param("CartPole-v1", marks=slow)])
-def test_philox_keys_keep_compact_equal_to_select(name):
-    whole = collect(name, impl="philox2x32")
-    select = collect(name, 16, "select", impl="philox2x32")
+def test_philox_keys_keep_compact_equal_to_select():
+    whole = collect("count", impl="philox2x32")
+    select = collect("count", 16, "select", impl="philox2x32")
     chex.assert_trees_all_equal(raw(whole), raw(select))
-    assert (whole[1].action != collect(name)[1].action).any()
+    assert np.any(np.asarray(whole[1].action) != collect("count")[1].action)
 
 
 @slow

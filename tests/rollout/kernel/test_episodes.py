@@ -103,10 +103,10 @@ def played(num_episodes, max_steps=ENDLESS):
     return after, {name: np.asarray(x)[:num_rows] for name, x in rows.items()}, episodes
 
 
-# Fewer than lanes, as many, some lanes twice, and all of them more often than that.
+# Fewer than lanes, as many, and lanes that play twice to four times.
 @pytest.mark.parametrize(
     "num_episodes",
-    [1, pytest.param(4, marks=slow), pytest.param(7, marks=slow), 12],
+    [1, pytest.param(4, marks=slow), 12],
 )
 def test_lanes_take_episodes_as_written_down_by_hand(num_episodes):
     _, carry = fixed_lengths()
@@ -148,7 +148,7 @@ def mean_length(collector, play, num_steps=0):
 
 
 @slow
-@pytest.mark.parametrize(("num_episodes", "num_steps"), [(6, 0), (6, 7), (40, 7)])
+@pytest.mark.parametrize(("num_episodes", "num_steps"), [(6, 0), (6, 7)])
 def test_mean_length_is_not_biased(num_episodes, num_steps):
     def play(collector, carry):
         return collector.collect_episodes(carry, None, num_episodes, max_steps=ENDLESS)[
@@ -168,7 +168,7 @@ def test_window_of_steps_is_biased_where_episodes_are_not():
     collector = make_collector("two lengths", num_envs=400)
     carry = collector.init(jax.random.key(0))
     _, trajectory = collector.collect_steps(carry, None, 20)
-    assert rollout.summarize(trajectory).length_mean < 9
+    assert jax.jit(rollout.summarize)(trajectory).length_mean < 9
 
 
 @slow
@@ -459,9 +459,9 @@ def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
 
 
 @slow
-@pytest.mark.parametrize("auto_reset", ["compact", "select"])
-def test_population_is_evaluated_under_vmap(auto_reset):
-    env = envs.vectorize(make_env("CartPole-v1"), 4, auto_reset=auto_reset)
+def test_population_is_evaluated_under_vmap():
+    # With the way of auto-reset that loops, which `vmap` makes as long as the longest.
+    env = envs.vectorize(make_env("CartPole-v1"), 4, auto_reset="compact")
 
     def act(params, obs, key):
         return (obs @ params > 0).astype(jnp.int32)
