@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from envs.types import EnvStep, VectorEnv
+from envs.types import EnvStep, Space, VectorEnv
 from rollout.types import PolicyStep, Transition
 
 _BOOKKEEPING = (
@@ -71,23 +71,35 @@ def policy_init(state: chex.ArrayTree, num_envs: int) -> None:
             )
 
 
+def decision(who: str, result: PolicyStep, space: Space, num_envs: int) -> None:
+    """Refuses what is no `PolicyStep`, or has an action that is not of the space."""
+    if not isinstance(result, PolicyStep):
+        raise ValueError(
+            f"{who} must return a `PolicyStep`, got {type(result).__name__}; "
+            "`stateless_policy` and `recurrent_policy` make a policy of a plain "
+            "function."
+        )
+    if not hasattr(space, "shape") or not hasattr(space, "dtype"):
+        return  # a space of several parts: the environment itself must say
+    shape, dtype, action = (num_envs, *space.shape), space.dtype, result.action
+    if jnp.shape(action) != shape or jnp.result_type(action) != dtype:
+        raise ValueError(
+            f"{who} must return actions as {jnp.dtype(dtype).name} of shape {shape}, "
+            f"got {_describe(action)}."
+        )
+
+
 def policy_step(
-    decision: PolicyStep, env: VectorEnv, policy_state: chex.ArrayTree
+    result: PolicyStep, env: VectorEnv, policy_state: chex.ArrayTree
 ) -> None:
     """Refuses a policy's output that does not fit the environment or its input."""
-    if not isinstance(decision, PolicyStep):
-        raise ValueError(
-            "`policy.apply` must return a `PolicyStep`, got "
-            f"{type(decision).__name__}; `stateless_policy` and `recurrent_policy` "
-            "make a policy of a plain function."
-        )
-    _action(decision.action, env)
+    decision("`policy.apply`", result, env.action_space, env.num_envs)
     _same(
         "`policy.apply` must return the state as it came in",
         policy_state,
-        decision.state,
+        result.state,
     )
-    for path, leaf in jax.tree.leaves_with_path(decision.extras):
+    for path, leaf in jax.tree.leaves_with_path(result.extras):
         if jnp.shape(leaf)[:1] != (env.num_envs,):
             raise ValueError(
                 "`policy.apply` must return extras with the leading axis "
@@ -109,18 +121,6 @@ def env_step(
             )
     _same("`env.step` must return the state as `env.reset` does", state, result.state)
     _same("`env.step` must return `obs` as `env.reset` does", obs, result.obs)
-
-
-def _action(action: chex.ArrayTree, env: VectorEnv) -> None:
-    space = env.action_space
-    if not hasattr(space, "shape") or not hasattr(space, "dtype"):
-        return  # a space of several parts: the environment itself must say
-    shape, dtype = (env.num_envs, *space.shape), jnp.dtype(space.dtype)
-    if jnp.shape(action) != shape or jnp.result_type(action) != dtype:
-        raise ValueError(
-            f"`policy.apply` must return actions as {dtype.name} of shape {shape}, got "
-            f"{_describe(action)}."
-        )
 
 
 def _same(what: str, expected: chex.ArrayTree, got: chex.ArrayTree) -> None:

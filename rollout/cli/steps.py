@@ -16,7 +16,6 @@ from rollout.policies.basic import random_policy
 from rollout.profiling import Profile
 from rollout.profiling import profile as time_parts
 from rollout.stream.stream import Stream
-from rollout.stream.types import StreamBatch
 from rollout.types import Transition
 
 _NUM_BATCHES = 20
@@ -74,15 +73,29 @@ def collect(program: Program, args: argparse.Namespace) -> Result:
 
     After Ctrl-C the result is what was collected until then.
     """
-    parts, start = _Parts(args), time.perf_counter()
+    start, num_steps, is_interrupted = time.perf_counter(), 0, False
+    ended: list[Ended] = []
+    rows: list[dict[str, np.ndarray]] = []
     try:
         for batch in program.stream:
-            parts.add(batch)
+            size = batch.steps // args.num_envs  # rows that are not void
+            fields = {
+                name: np.asarray(x)[:size] for name, x in batch.trajectory.items()
+            }
+            ended.append(_find_ended(fields, num_steps))
+            rows += [fields] if args.save else []
+            num_steps += size
     except KeyboardInterrupt:
-        if not parts.num_steps:
+        if not ended:
             raise
-        parts.is_interrupted = True
-    return parts.join(time.perf_counter() - start)
+        is_interrupted = True
+    return Result(
+        num_steps=num_steps,
+        ended=Ended(*map(np.concatenate, zip(*ended, strict=True))),
+        trajectory={x: np.concatenate([r[x] for r in rows]) for x in fields if rows},
+        run_time=time.perf_counter() - start,
+        is_interrupted=is_interrupted,
+    )
 
 
 def profile(args: argparse.Namespace) -> tuple[Profile, Path]:
@@ -98,40 +111,6 @@ def profile(args: argparse.Namespace) -> tuple[Profile, Path]:
         next(stream)
     # The profiler names its folders by the time.
     return seconds, max(args.profile.glob("plugins/profile/*"), default=args.profile)
-
-
-class _Parts:
-    """What is kept of the batches of a run."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.num_steps, self.is_interrupted = 0, False
-        self._args = args
-        self._ended: list[Ended] = []
-        self._trajectory: dict[str, np.ndarray] = {}
-
-    def add(self, batch: StreamBatch) -> None:
-        """Keeps the rows of a batch that are not void."""
-        first, size = self.num_steps, batch.steps // self._args.num_envs
-        fields = {name: np.asarray(x)[:size] for name, x in batch.trajectory.items()}
-        if self._args.save:
-            self._keep(fields, first)
-        self._ended.append(_find_ended(fields, first))
-        self.num_steps = first + size
-
-    def join(self, run_time: float) -> Result:
-        """Puts the parts together."""
-        ended = Ended(*map(np.concatenate, zip(*self._ended, strict=True)))
-        rows = {name: x[: self.num_steps] for name, x in self._trajectory.items()}
-        return Result(self.num_steps, ended, rows, run_time, self.is_interrupted)
-
-    def _keep(self, fields: dict[str, np.ndarray], first: int) -> None:
-        for name, rows in fields.items():
-            if (
-                name not in self._trajectory
-            ):  # joined afterwards it would be there twice
-                shape = (self._args.num_steps, *rows.shape[1:])
-                self._trajectory[name] = np.empty(shape, rows.dtype)
-            self._trajectory[name][first : first + len(rows)] = rows
 
 
 def _make_stream(args: argparse.Namespace, *, total_steps: int | None) -> Stream:

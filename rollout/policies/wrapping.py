@@ -13,6 +13,7 @@ from flax import struct
 
 from envs import keys
 from envs.types import Space
+from rollout import checks
 from rollout.policies.draws import num_lanes
 from rollout.types import Persistent, Policy, PolicyStep
 
@@ -122,19 +123,7 @@ def decide(
 ) -> PolicyStep:
     """Applies the wrapped policy and refuses what is no action of the space."""
     decision = policy.apply(params, obs, state, key)
-    if not isinstance(decision, PolicyStep):
-        raise ValueError(
-            "The wrapped `policy.apply` must return a `PolicyStep`, got "
-            f"{type(decision).__name__}."
-        )
-    if hasattr(space, "shape") and hasattr(space, "dtype"):
-        shape, dtype = (num_lanes(obs), *space.shape), jnp.dtype(space.dtype)
-        got = jnp.shape(decision.action), jnp.result_type(decision.action)
-        if got != (shape, dtype):
-            raise ValueError(
-                f"The wrapped `policy.apply` must return actions as {dtype.name} of "
-                f"shape {shape}, got {got[1]} of shape {got[0]}."
-            )
+    checks.decision("The wrapped `policy.apply`", decision, space, num_lanes(obs))
     return decision
 
 
