@@ -307,6 +307,7 @@ def test_peak_memory_is_what_is_returned(name):
     assert returned + memory.temp_size_in_bytes <= 1.1 * returned
 
 
+@slow
 def test_philox_keys_keep_compact_equal_to_select():
     whole = collect("count", impl="philox2x32")
     select = collect("count", 16, "select", impl="philox2x32")

@@ -84,6 +84,11 @@ def test_fields_that_are_not_recorded_are_not_missed(raw):
     got, want = summarize()(recorded), summarize()(raw)
     assert got.return_mean == want.return_mean
     assert got.num_nonfinite == 0
+
+
+@pytest.mark.slow
+def test_episodes_are_evaluated_without_what_is_not_recorded():
+    collector = make_collector(lambda t: t.replace(reward=(), action=(), info=()))
     assert rollout.evaluate(collector, jax.random.key(0), None, 3).num_episodes == 3
 
 

@@ -83,3 +83,35 @@ def test_nan_parameters_show_in_the_statistics():
     carry = collector.init(jax.random.key(0))
     _, trajectory = collector.collect_steps(carry, jnp.nan, 6)
     assert summarize(trajectory).num_nonfinite == 24
+
+
+def test_pieces_of_a_trajectory_are_the_runs_of_one_episode_in_one_lane():
+    trajectory = jax.tree.map(np.asarray, collect("count")[1])
+    pieces = rollout.split_trajectories(trajectory)
+    expected = []  # lane, id and steps of every piece, by a plain loop
+    for lane in range(16):
+        for t, episode_id in enumerate(trajectory.episode_id[:, lane]):
+            if not expected or expected[-1][:2] != (lane, episode_id):
+                expected.append((lane, episode_id, []))
+            expected[-1][2].append(t)
+    np.testing.assert_array_equal(pieces.lane, [lane for lane, _, _ in expected])
+    np.testing.assert_array_equal(
+        pieces.episode_id, [number for _, number, _ in expected]
+    )
+    for n, (lane, _, steps) in enumerate(expected):
+        assert pieces.mask[:, n].sum() == len(steps)
+        for field in ("obs", "action", "reward", "next_obs", "episode_length"):
+            got = getattr(pieces.trajectory, field)[:, n]
+            want = getattr(trajectory, field)[steps, lane]
+            np.testing.assert_array_equal(got[: len(steps)], want)
+            assert not got[len(steps) :].any()
+
+
+def test_statistics_are_logged_by_name_as_floats():
+    stats = summarize(collect("count")[1])
+    logged = rollout.log_stats({"train": stats, "loss": np.float32(0.5)}, prefix="a/")
+    assert logged["a/loss"] == 0.5
+    assert logged["a/train/return_mean"] == float(stats.return_mean)
+    assert all(type(value) is float for value in logged.values())
+    with pytest.raises(ValueError, match="`stats` must have scalar leaves"):
+        rollout.log_stats({"x": np.zeros(2)})

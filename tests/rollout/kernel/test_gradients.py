@@ -25,9 +25,10 @@ def mean_reward(params, env, carry):
     return trajectory.reward.mean()
 
 
-@pytest.fixture(
-    scope="module", params=["compact", pytest.param("select", marks=pytest.mark.slow)]
-)
+pytestmark = pytest.mark.slow  # one gradient of test_kernel.py is fast
+
+
+@pytest.fixture(scope="module", params=["compact", "select"])
 def start(request):
     env = envs.vectorize(
         make_env("Pendulum-v1", max_steps_in_episode=200), 8, auto_reset=request.param

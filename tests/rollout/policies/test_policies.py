@@ -10,6 +10,7 @@ from cases import CountEnv, make_collector
 
 import envs
 import rollout
+from rollout.policies.basic import greedy
 
 
 def even(obs):
@@ -257,3 +258,20 @@ def test_environment_whose_state_changes_is_refused():
     message = r"must return the state as `env.reset` does: int32 of shape \(4,\) at"
     with pytest.raises(ValueError, match=message):
         run(rollout.random_policy(Drifting().action_space), Drifting())
+
+
+def test_greedy_policy_takes_the_mode_and_is_equal_for_an_equal_policy():
+    def always(action):
+        return lambda params, obs, key: jnp.full(obs.shape[0], action, jnp.int32)
+
+    policy = rollout.stateless_policy(always(1), mode_fn=always(2))
+    mode = greedy(policy)
+    assert mode == greedy(policy) == greedy(mode)
+    step = mode.apply(None, np.zeros((4, 1), np.float32), mode.init(4), None)
+    np.testing.assert_array_equal(step.action, [2, 2, 2, 2])
+
+
+def test_greedy_policy_of_one_without_a_mode_is_refused():
+    policy = rollout.random_policy(envs.Discrete(3))
+    with pytest.raises(ValueError, match="`policy` must have a `mode`"):
+        greedy(policy)
