@@ -10,7 +10,6 @@ from cases import CountEnv, make_collector
 
 import envs
 import rollout
-from rollout.policies.basic import greedy
 
 
 def even(obs):
@@ -265,8 +264,8 @@ def test_greedy_policy_takes_the_mode_and_is_equal_for_an_equal_policy():
         return lambda params, obs, key: jnp.full(obs.shape[0], action, jnp.int32)
 
     policy = rollout.stateless_policy(always(1), mode_fn=always(2))
-    mode = greedy(policy)
-    assert mode == greedy(policy) == greedy(mode)
+    mode = rollout.greedy(policy)
+    assert mode == rollout.greedy(policy) == rollout.greedy(mode)
     step = mode.apply(None, np.zeros((4, 1), np.float32), mode.init(4), None)
     np.testing.assert_array_equal(step.action, [2, 2, 2, 2])
 
@@ -274,4 +273,4 @@ def test_greedy_policy_takes_the_mode_and_is_equal_for_an_equal_policy():
 def test_greedy_policy_of_one_without_a_mode_is_refused():
     policy = rollout.random_policy(envs.Discrete(3))
     with pytest.raises(ValueError, match="`policy` must have a `mode`"):
-        greedy(policy)
+        rollout.greedy(policy)
