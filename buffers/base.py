@@ -1,4 +1,4 @@
-"""What all buffers over a ring per lane have in common: reading, walking, counting."""
+"""What all buffers have in common: a ring per lane to read, walk and count."""
 
 import chex
 import jax
@@ -13,27 +13,26 @@ from buffers.types import RingState, Sequences
 class RingBuffer:
     """The part that the buffers share; it has no way to add a row.
 
-    Every state of a buffer has a `ring`, of which the rows that it holds are visible.
+    Every buffer state has a `ring`, which holds the rows that are visible.
     Indices are row numbers, int32: slot n of lane i is `n * B + i`.
 
     Attributes:
         capacity: transitions that all lanes hold together. Each lane has
             `capacity // num_envs` slots.
-        num_envs: B, lanes that are written side by side.
+        num_envs: B, environments (lanes) that are written side by side.
         successor: "stored" keeps `next_obs` with every row. "shared" takes it from the
             next row of the lane, and keeps only the final observations of episodes, in
-            a side ring: about half of the memory. A row whose successor is not there,
-            since it is not written yet or since its final observation was evicted from
-            the side ring, is never sampled.
+            a side ring: about half of the memory. A row whose successor is
+            missing, not written yet or evicted from the side ring, is never sampled.
         final_capacity: F, final observations that are kept with "shared", at least
-            `num_envs`; by default a quarter of the capacity, which is right for
-            episodes of four steps and more. Twice the capacity over the mean length of
-            an episode is ample; `count_lost` tells whether it was.
+            `num_envs`; by default a quarter of the capacity, which is enough for
+            episodes of four steps or more. Twice the capacity divided by the mean
+            length of an episode is ample; `count_lost` tells whether it was.
 
     Raises:
         ValueError: if a number is not an int of at least 1, if `capacity` is less than
-            one step of all lanes or more than 2**30, or if the way of the successor is
-            not one of the two.
+            one step of all lanes or more than 2**30, or if `successor` or
+            `final_capacity` is not as above.
     """
 
     capacity: int = struct.field(pytree_node=False)
@@ -78,9 +77,9 @@ class RingBuffer:
     def count_lost(self, state: chex.ArrayTree) -> jax.Array:
         """Counts endings that are stored but never sampled, `()` int32.
 
-        With `successor="shared"`, those whose final observation was evicted from the
-        side ring: if it is not 0, raise `final_capacity`. It looks at the flags of all
-        rows: O(capacity).
+        With `successor="shared"` these are the endings whose final observation was
+        evicted from the side ring: if there are any, raise `final_capacity`. It looks
+        at the flags of all rows: O(capacity).
         """
         if not state.ring.finals:
             return jnp.zeros((), jnp.int32)
@@ -97,12 +96,12 @@ class RingBuffer:
 
         Returns:
             `[..., *leaf]`, like the transition of `init`. Its field `mask`, if it has
-            one, is False where there is no such row or its successor is not there.
+            one, is False where there is no such row or its successor is missing.
         """
         return batches.get(state.ring, indices)
 
     def previous(self, state: chex.ArrayTree, indices: jax.Array) -> jax.Array:
-        """Goes to the previous rows of the same episodes.
+        """Finds the previous rows of the same episodes.
 
         Args:
             state: the state.
@@ -119,7 +118,7 @@ class RingBuffer:
         return walk.previous(state.ring, indices)
 
     def following(self, state: chex.ArrayTree, indices: jax.Array) -> jax.Array:
-        """Goes to the next rows of the same episodes.
+        """Finds the next rows of the same episodes.
 
         Args:
             state: the state.
@@ -158,19 +157,19 @@ class RingBuffer:
     ) -> Sequences:
         """Draws whole episodes evenly, with replacement.
 
-        Every episode that has ended, is stored from its first row on and has at most
-        `max_length` steps has the same chance, however long it is. It looks at the
-        flags of all rows: O(capacity).
+        It draws from the episodes that have ended, are stored from their first row on
+        and have at most `max_length` steps. Each has the same chance, whatever its
+        length. It looks at the flags of all rows: O(capacity).
 
         Args:
-            state: a state of which `count_episodes` is at least 1.
+            state: a state for which `count_episodes` is at least 1.
             key: one typed key.
             batch_size: S, at least 1.
             max_length: L, at least 1.
 
         Returns:
-            The episodes, `[L, S, ...]`, padded; weights are ones. Of a state without
-            such an episode all is masked, and the weights are zeros.
+            The episodes, `[L, S, ...]`, padded; weights are ones. If there is no such
+            episode, everything is masked and the weights are zeros.
 
         Raises:
             ValueError: if a count is not an int of at least 1, or if the transition has
@@ -192,7 +191,7 @@ class RingBuffer:
         return jnp.sum(stored & whole_fn(row), dtype=jnp.int32)
 
     def _whole_fn(self, state: chex.ArrayTree, max_length: int) -> sampling.RowFn:
-        """Tells of a row whether it ends an episode that is stored as a whole."""
+        """Makes the test whether a row ends an episode that is stored whole."""
         checks.count("max_length", max_length)
         needed = (*checks.FLAGS, "episode_length")
         fields.need(state.ring.experience, needed, "A sample of episodes")
@@ -201,7 +200,7 @@ class RingBuffer:
     def _usable_fn(
         self, state: chex.ArrayTree, stack: int | None
     ) -> sampling.RowFn | None:
-        """Tells of a stored row whether it may be sampled; None if every one may."""
+        """Makes the test whether a stored row may be sampled; None if all may."""
         if not state.ring.finals and (stack is None or stack == 1):
             return None
 
@@ -226,7 +225,7 @@ class RingBuffer:
     def _chunk(
         self, state: chex.ArrayTree, trajectory: chex.ArrayTree
     ) -> tuple[chex.ArrayTree, jax.Array]:
-        """Checks what is to be added: `[T, B, ...]` rows, and `[T, B]` bool a mask."""
+        """Checks what is added: `[T, B, ...]` rows, and their mask, `[T, B]` bool."""
         rows = fields.put(trajectory, mask=())
         if checks.like_init(rows, state.ring):
             rows = jax.tree.map(lambda x: x[None], rows)

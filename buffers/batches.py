@@ -1,4 +1,4 @@
-"""What is made of rows that were drawn: transitions, n-step targets, stacks, pieces."""
+"""What drawn rows are made into: transitions, n-step targets, stacks, pieces."""
 
 import chex
 import jax
@@ -11,7 +11,7 @@ from buffers.types import Batch, RingState, Sequences
 def get(ring: RingState, row: jax.Array) -> chex.ArrayTree:
     """Reads rows of any shape as they came in, with successor and mask.
 
-    The mask is False where there is no such row, or its successor is not there.
+    The mask is False where there is no such row, or its successor is missing.
     """
     usable = walk.is_stored(ring, row) & walk.has_successor(ring, row)
     return fields.put(walk.read(ring, row), **_missing(ring, row, usable))
@@ -44,7 +44,7 @@ def transitions(
 def sequences(
     ring: RingState, row: jax.Array, weights: jax.Array, length: int
 ) -> Sequences:
-    """Reads pieces of at most `length` steps from `[S]` rows on."""
+    """Reads pieces of at most `length` steps that begin at the `[S]` rows."""
     rows, valid = walk.window(ring, row, length)
     valid &= (weights > 0)[None]
     state = fields.get(fields.get(ring.experience, "extras"), "policy_state")
@@ -60,7 +60,7 @@ def sequences(
 def _missing(
     ring: RingState, row: jax.Array, valid: jax.Array
 ) -> dict[str, chex.ArrayTree]:
-    """The fields that are not kept: `mask`, and the successor of `row`."""
+    """The fields that are not stored: `mask`, and the successor of `row`."""
     if not walk.has_next_obs(ring):
         return {"mask": valid}
     return {"mask": valid, "next_obs": walk.successor(ring, row)}
@@ -69,7 +69,7 @@ def _missing(
 def _n_step(
     ring: RingState, row: jax.Array, n_step: int, gamma: float
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """The last rows of the windows, what is left of the discount, and the returns."""
+    """The last rows of the windows, the discounts after them, and the returns."""
     rows, valid = walk.window(ring, row, n_step)
     last, num_steps = rows[-1], jnp.sum(valid, axis=0).astype(jnp.float32)
     reward = walk.read_field(ring, "reward", rows)

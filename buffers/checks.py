@@ -11,7 +11,7 @@ from buffers import fields
 from buffers.types import RingState
 
 FLAGS = ("terminated", "truncated")
-_MOST_ROWS = 2**30  # row numbers are int32, and so are those a lap further on
+_MOST_ROWS = 2**30  # row numbers are int32, even one lap further on
 
 
 def count(name: str, value: Any) -> None:
@@ -21,7 +21,7 @@ def count(name: str, value: Any) -> None:
 
 
 def fraction(name: str, value: Any) -> None:
-    """Refuses a number outside of [0, 1]; that of a traced one is not known."""
+    """Refuses a number outside [0, 1]; a traced one is not checked."""
     if isinstance(value, numbers.Real) and not 0 <= value <= 1:
         raise ValueError(f"`{name}` must lie in [0, 1], got {value!r}.")
     if jnp.shape(value) != ():
@@ -42,7 +42,7 @@ def capacity(capacity: Any, num_envs: Any) -> None:
 
 
 def successor(successor: Any, final_capacity: Any, num_envs: int) -> None:
-    """Refuses an unknown way, and a side ring that is not asked for or too small."""
+    """Refuses an unknown `successor`, and a `final_capacity` that does not fit."""
     if successor not in ("stored", "shared"):
         raise ValueError(
             f'`successor` must be "stored" or "shared", got {successor!r}.'
@@ -76,7 +76,7 @@ def row(tree: chex.ArrayTree, num_envs: int) -> None:
 
 
 def can_share(transition: chex.ArrayTree) -> None:
-    """Refuses a transition whose successor the next row cannot give."""
+    """Refuses a transition whose successor cannot be taken from the next row."""
     needed = ("obs", "next_obs", "terminated", "truncated")
     obs, next_obs = fields.need(transition, needed, 'successor="shared"')[:2]
     chex.assert_trees_all_equal_shapes_and_dtypes(obs, next_obs)
@@ -132,7 +132,7 @@ def targets(ring: RingState, n_step: Any, gamma: Any, stack: Any) -> None:
 
 
 def sequence(ring: RingState, length: Any) -> None:
-    """Refuses pieces of no length, and of rows that do not tell endings."""
+    """Refuses a length below 1, and rows that do not say where episodes end."""
     count("length", length)
     fields.need(ring.experience, FLAGS, "A sample of sequences")
 

@@ -15,11 +15,12 @@ from buffers.types import EpisodicState
 class EpisodeBuffer(ReplayBuffer):
     """A ring per lane whose rows become visible when their episode has ended.
 
-    Until then they are written behind the visible ones, and `size`, `sample` and all
-    the others do not see them; then they do, all at once, without a copy. An episode
-    that turns out to be longer than `max_length` is passed over as a whole and counted
-    in `num_too_long`; one that breaks off without an ending, in `num_abandoned`. Its
-    rows have by then replaced the oldest ones of the lane.
+    Until then they are written after the visible rows, where `size`, `sample` and the
+    other methods do not see them. When the episode ends they become visible all at
+    once, without a copy. An episode that turns out to be longer than `max_length` is
+    skipped as a whole and counted in `num_too_long`; one that breaks off without an
+    ending is counted in `num_abandoned`. By then its rows have replaced the oldest ones
+    of the lane.
 
     Attributes:
         max_length: steps of the longest episode that is kept, at most the slots of a
@@ -44,7 +45,7 @@ class EpisodeBuffer(ReplayBuffer):
             )
 
     def init(self, transition: chex.ArrayTree) -> EpisodicState:
-        """Makes an empty buffer; arguments and errors as of `ReplayBuffer.init`.
+        """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`.
 
         Raises:
             ValueError: also if the transition has no `terminated` or `truncated`.
@@ -59,7 +60,7 @@ class EpisodeBuffer(ReplayBuffer):
         )
 
     def add(self, state: EpisodicState, trajectory: chex.ArrayTree) -> EpisodicState:
-        """Appends transitions; arguments and errors as of `ReplayBuffer.add`."""
+        """Appends transitions; arguments and errors as in `ReplayBuffer.add`."""
         rows, mask = self._chunk(state, trajectory)
 
         def add_step(
@@ -93,7 +94,7 @@ class EpisodeBuffer(ReplayBuffer):
         too_long = mask & (pending == (self.max_length or self.num_slots))
         pending, skipping = jnp.where(too_long, 0, pending), skipping | too_long
 
-        # The last row of an episode that is passed over lies at the head, to tell
+        # The last row of an episode that is skipped is kept at the head, to tell
         # whether the next one belongs to it.
         done = mask & fields.done(row)
         written = mask & ~(skipping & done)
@@ -119,11 +120,11 @@ class EpisodeBuffer(ReplayBuffer):
 
 
 def _last_marks(state: EpisodicState) -> dict[str, jax.Array]:
-    """The marks of the last row of the episode under way, `[B]` each; else void."""
+    """The marks of the last row of the episode under way, `[B]` each; void if none."""
     memory = state.ring
     slot = (memory.head + jnp.maximum(state.pending, 1) - 1) % memory.num_slots
     row = slot * memory.num_envs + jnp.arange(memory.num_envs, dtype=jnp.int32)
-    # XLA moves no read out of a conditional; behind the write it would need a copy.
+    # XLA moves no read out of a conditional; after the write it would need a copy.
     return lax.cond(
         jnp.any((state.pending > 0) | state.skipping),
         lambda marks: walk.read_leaves(marks, row),

@@ -1,4 +1,4 @@
-"""The fields of a transition by name, in whatever container the user keeps them.
+"""The fields of a transition by name, whatever the container.
 
 A transition may be a dataclass, a named tuple or a mapping. A field that is `()` or
 None counts as one that is not recorded.
@@ -13,13 +13,13 @@ import jax
 
 
 def get(tree: chex.ArrayTree, name: str) -> chex.ArrayTree | None:
-    """Returns the field `name` of `tree`, None if it is not recorded."""
+    """Returns the field `name` of `tree`, or None if it is not recorded."""
     value = tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
     return None if isinstance(value, tuple) and not value else value
 
 
 def put(tree: chex.ArrayTree, **values: chex.ArrayTree) -> chex.ArrayTree:
-    """Returns `tree` with fields replaced, those that it has."""
+    """Returns `tree` with fields replaced; those that it lacks are left out."""
     if isinstance(tree, Mapping):
         return type(tree)({**tree, **{k: values[k] for k in values if k in tree}})
     values = {name: values[name] for name in values if hasattr(tree, name)}
@@ -29,13 +29,13 @@ def put(tree: chex.ArrayTree, **values: chex.ArrayTree) -> chex.ArrayTree:
 
 
 def done(tree: chex.ArrayTree) -> jax.Array:
-    """Tells where an episode ended, one way or the other, bool."""
+    """Tells where an episode ended, in either way, bool."""
     terminated, truncated = need(tree, ("terminated", "truncated"), "The buffer")
     return terminated | truncated
 
 
 def need(tree: chex.ArrayTree, names: tuple[str, ...], what: str) -> tuple[Any, ...]:
-    """Returns the fields `names`, refuses a `tree` that lacks one."""
+    """Returns the fields `names`; refuses a `tree` that lacks one."""
     values = tuple(get(tree, name) for name in names)
     for name, value in zip(names, values, strict=True):
         if value is None:

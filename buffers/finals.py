@@ -29,7 +29,7 @@ def init(
 def put(
     finals: Finals, next_obs: chex.ArrayTree, done: jax.Array, slot: jax.Array
 ) -> tuple[Finals, jax.Array]:
-    """Keeps `next_obs`, `[T, B, ...]`, where `done`, of the rows that are written.
+    """Keeps `next_obs`, `[T, B, ...]`, of written rows where `done`.
 
     Args:
         finals: the ring before.
@@ -46,7 +46,7 @@ def put(
     # Numbers from 1 on, in the order of time.
     number = jnp.cumsum(is_final, dtype=jnp.int32)
     total = number[-1]
-    # Of more than there is room for, the last ones stay: no place is written twice.
+    # If there are more than places, the last ones stay: no place is written twice.
     stays = is_final & (number > total - capacity)
     place = jnp.where(stays, (finals.head + number - 1) % capacity, -1)
     row = (slot * num_envs + jnp.arange(num_envs)[None]).reshape(-1)
@@ -64,14 +64,14 @@ def _write(
 ) -> chex.ArrayTree:
     """Writes the rows that have an `order`, `[R]` int32, -1 for none, to their `place`.
 
-    In rounds of a few, for of many rows few are final.
+    It goes in rounds of a few rows, since few of many are final.
     """
     num_rows = order.shape[0]
     capacity = jax.tree.leaves(memory)[0].shape[0]
-    # Large enough that one round nearly always does, small enough to cost little.
+    # Large enough that one round nearly always suffices, small enough to cost little.
     size = max(1, num_rows // 16)
     most = -(-min(num_rows, capacity) // size) * size
-    # The rows in their order, and behind them a row that is not there.
+    # The rows in their order, and after them a row that does not exist.
     source = jnp.full((most,), num_rows, jnp.int32)
     source = source.at[jnp.where(order >= 0, order, most)].set(
         jnp.arange(num_rows, dtype=jnp.int32), mode="drop"

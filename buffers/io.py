@@ -1,10 +1,10 @@
-"""A state as one file: plain arrays, whole or not at all.
+"""A state as one file of plain arrays, written whole or not at all.
 
 The file is an uncompressed `.npz`, which `numpy.load` reads without pickle. Its array
-`header` is JSON: the version of the format, and per leaf the path, dtype and shape.
-The arrays `leaf_0`, `leaf_1`, ... are the leaves, in their order; of a dtype that is
-none of NumPy's (bfloat16, float8) the bits are kept as unsigned integers, of typed keys
-the words. Every array has a checksum, which `load` verifies before it looks at it.
+`header` is JSON: the version of the format, and the path, dtype and shape of each leaf.
+The arrays `leaf_0`, `leaf_1`, ... are the leaves, in order. A leaf of a dtype that
+NumPy lacks (bfloat16, float8) is stored as its bits, in unsigned integers, and a typed
+key as its words. Every array has a checksum, which `load` verifies before it uses it.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _VERSION = 1
-# What zipfile, NumPy and JSON raise over bytes that are not what they should be.
+# What zipfile, NumPy and JSON raise on damaged bytes.
 _DAMAGE = (
     EOFError,
     KeyError,
@@ -43,14 +43,14 @@ _DAMAGE = (
 def save(path: str | os.PathLike[str], state: chex.ArrayTree) -> None:
     """Writes a state to a file, whole or not at all.
 
-    The file is written next to `path`, brought to the disk and then renamed: whatever
-    happens on the way, `path` is the old file or the new one. A process that is killed
-    may leave its unfinished file behind, `.NAME.*.part`.
+    The file is written next to `path`, flushed to disk and then renamed. Whatever
+    happens on the way, `path` is either the old file or the new one. A process that is
+    killed may leave its unfinished file behind, `.NAME.*.part`.
 
     Args:
         path: the file, under exactly this name; one that exists is replaced.
         state: the state of any buffer, or any other pytree of arrays of numbers and
-            typed keys. Not to be called under `jit`.
+            typed keys. It cannot be called under `jit`.
 
     Raises:
         ValueError: if a leaf is not such an array; it names the leaf.
@@ -65,13 +65,13 @@ def save(path: str | os.PathLike[str], state: chex.ArrayTree) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a file to write, which is there whole after the `with` block or not at all.
+    """Opens a file to write that is there whole after the `with` block, or not at all.
 
     Args:
         path: the file; one that exists is replaced.
 
     Yields:
-        A file next to it, which is brought to the disk and then renamed.
+        A file next to it, which is flushed to disk and then renamed.
 
     Raises:
         OSError: if the file cannot be written.
@@ -129,14 +129,14 @@ def load(path: str | os.PathLike[str], like: chex.ArrayTree) -> chex.ArrayTree:
 
 
 def _describe(name: str, tree: chex.ArrayTree) -> list[dict[str, Any]]:
-    """Path, dtype and shape of every leaf; refuses what is no array of numbers."""
+    """Path, dtype and shape of every leaf; refuses all but arrays of numbers."""
     leaves = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         at, dtype = jax.tree_util.keystr(path), getattr(leaf, "dtype", None)
         if dtype is None or not _is_plain(dtype):
             got = type(leaf).__name__ if dtype is None else dtype
             raise ValueError(
-                f"`{name}` must hold arrays of numbers, of booleans and typed keys "
+                f"`{name}` must hold arrays of numbers, booleans or typed keys "
                 f"only, got {got} at {at}."
             )
         described = {"path": at, "dtype": str(dtype), "shape": list(leaf.shape)}
@@ -204,7 +204,7 @@ def _get(archive: zipfile.ZipFile, file: BinaryIO, name: str) -> np.ndarray:
 
 @contextlib.contextmanager
 def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Says of whatever goes wrong that the file is damaged."""
+    """Reports whatever goes wrong as a damaged file."""
     try:
         yield
     except _DAMAGE as error:
@@ -215,7 +215,7 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Brings the new name to the disk, where directories can be opened for that."""
+    """Flushes the new name to disk, where directories can be opened for that."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -230,7 +230,7 @@ def _is_key(dtype: Any) -> bool:
 
 
 def _is_plain(dtype: Any) -> bool:
-    """Tells whether it is a dtype that `save` takes: no objects, text, other ends."""
+    """Tells whether `save` takes a dtype: no objects, text or foreign byte order."""
     if _is_key(dtype):
         return True
     kinds = (np.number, np.bool_)

@@ -18,7 +18,7 @@ class PrioritizedReplayBuffer(RingBuffer):
     """A ring of transitions per lane, sampled in proportion to `priority ** alpha`.
 
     New rows get the largest priority seen so far, at first 1. A row whose priority is 0
-    is never sampled. The functions are pure and plain, as those of `ReplayBuffer`.
+    is never sampled. The functions are pure and plain, like those of `ReplayBuffer`.
 
     Attributes:
         alpha: how much priorities count, in [0, 1]; at 0 all rows are equal. For the
@@ -38,7 +38,7 @@ class PrioritizedReplayBuffer(RingBuffer):
         checks.fraction("alpha", self.alpha)
 
     def init(self, transition: chex.ArrayTree) -> PrioritizedState:
-        """Makes an empty buffer; arguments and errors as of `ReplayBuffer.init`."""
+        """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`."""
         return PrioritizedState(
             ring=self._init(transition),
             priorities=sum_tree.init(self.num_slots * self.num_envs),
@@ -51,7 +51,7 @@ class PrioritizedReplayBuffer(RingBuffer):
     ) -> PrioritizedState:
         """Appends transitions, with the largest priority seen.
 
-        Arguments and errors as of `ReplayBuffer.add`.
+        Arguments and errors as in `ReplayBuffer.add`.
         """
         rows, mask = self._chunk(state, trajectory)
         written, slot = ring.write(state.ring, rows, mask)
@@ -77,21 +77,21 @@ class PrioritizedReplayBuffer(RingBuffer):
         Stratified: one from each of `batch_size` equal shares of the sum.
 
         Args:
-            state: a state of which `can_sample` holds.
+            state: a state for which `can_sample` holds.
             key: one typed key.
             batch_size: S, at least 1.
-            beta: how much of the bias the weights take back, in [0, 1], a number or
-                `()`; by default what the paper starts from. Anneal it to 1.
-            n_step: as of `ReplayBuffer.sample`.
-            gamma: as of `ReplayBuffer.sample`.
-            stack: as of `ReplayBuffer.sample`.
+            beta: how much of the bias the weights correct, in [0, 1], a number or
+                `()`; by default the value that the paper starts from. Anneal it to 1.
+            n_step: as in `ReplayBuffer.sample`.
+            gamma: as in `ReplayBuffer.sample`.
+            stack: as in `ReplayBuffer.sample`.
 
         Returns:
-            The batch, `[S, ...]`. A weight is `(1 / (N P(i))) ** beta`, over the
-            largest one in the batch.
+            The batch, `[S, ...]`. A weight is `(1 / (N P(i))) ** beta`, divided by
+            the largest one in the batch.
 
         Raises:
-            ValueError: if `beta` is a number out of range, and as of
+            ValueError: if `beta` is a number out of range, and as in
                 `ReplayBuffer.sample`.
         """
         checks.count("batch_size", batch_size)
@@ -112,7 +112,7 @@ class PrioritizedReplayBuffer(RingBuffer):
     ) -> Sequences:
         """Draws pieces of episodes by the priorities of their first rows.
 
-        Arguments and errors as of `ReplayBuffer.sample_sequences`, `beta` as of
+        Arguments and errors as in `ReplayBuffer.sample_sequences`, `beta` as in
         `sample`.
         """
         checks.count("batch_size", batch_size)
@@ -128,10 +128,10 @@ class PrioritizedReplayBuffer(RingBuffer):
 
         Args:
             state: the state before; donate it.
-            indices: `[S]` int32, `batch.indices`. Of duplicates the last one counts. A
-                row that is not stored is passed over.
+            indices: `[S]` int32, `batch.indices`. If a row appears twice, the last one
+                counts. A row that is not stored is skipped.
             priorities: `[S]` float, at least 0: absolute errors. One that is negative,
-                not finite or above 1e30 is not taken, and counted in `num_rejected`.
+                not finite or above 1e30 is rejected and counted in `num_rejected`.
 
         Returns:
             The state after.
@@ -165,7 +165,7 @@ class PrioritizedReplayBuffer(RingBuffer):
         )
 
     def _mass(self, priority: jax.Array) -> jax.Array:
-        """What a priority counts for in the sums; 0 for 0 also with alpha 0."""
+        """What a priority counts in the sums; 0 stays 0, even with alpha 0."""
         return jnp.where(priority > 0, priority ** jnp.float32(self.alpha), 0)
 
     def _usable_fn(self, state: PrioritizedState, stack: int | None) -> sampling.RowFn:
@@ -186,17 +186,17 @@ class PrioritizedReplayBuffer(RingBuffer):
         beta: float | jax.Array,
         stack: int | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Draws `[S]` rows and their importance weights, 0 for one of no use."""
+        """Draws `[S]` rows and their importance weights, 0 for an unusable row."""
         tree, usable_fn = state.priorities, self._usable_fn(state, stack)
-        all_usable = super()._usable_fn(state, stack) is None  # but those of priority 0
+        all_usable = super()._usable_fn(state, stack) is None  # except at priority 0
         draw_key, again_key = (key, key) if all_usable else jax.random.split(key)
         row = sum_tree.draw(tree, draw_key, num_draws)
         usable = usable_fn(row)
         if not all_usable:
             row, usable = sampling.redraw(
                 row,
-                # Not by shares: a share in which most rows are of no use would give the
-                # others more than their due.
+                # Not by shares: where most rows of a share are unusable, the others
+                # would be drawn too often.
                 lambda key: sum_tree.draw_apart(tree, key, num_draws),
                 usable_fn,
                 lambda key: sampling.in_proportion_to(
@@ -207,10 +207,10 @@ class PrioritizedReplayBuffer(RingBuffer):
                 ),
                 again_key,
             )
-        # N and the sum cancel where weights are taken over the largest.
+        # N and the sum cancel when weights are divided by the largest.
         mass = jnp.where(usable, tree[0][row], jnp.inf)
         weights = (mass / jnp.min(mass)) ** -jnp.asarray(beta, jnp.float32)
-        # Tied together, so that an `update` of these rows comes after the sums were
+        # Tied together, so that an `update` of these rows comes after the sums are
         # read for the weights, and writes in place.
         return lax.optimization_barrier((row, jnp.where(usable, weights, 0)))
 

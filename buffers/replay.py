@@ -14,8 +14,9 @@ from buffers.types import Batch, RingState, Sequences
 class ReplayBuffer(RingBuffer):
     """A ring of transitions per lane, sampled evenly.
 
-    The functions are pure and plain: jit them together with what is around them, and
-    donate the state, then `add` writes in place. Attributes: see `RingBuffer`.
+    The functions are pure and plain: jit them together with the code around them, and
+    donate the state, so that `add` writes in place. For the attributes see
+    `RingBuffer`.
     """
 
     def init(self, transition: chex.ArrayTree) -> RingState:
@@ -24,7 +25,7 @@ class ReplayBuffer(RingBuffer):
         Args:
             transition: `[B, ...]`, one `Transition` or any other pytree, of which only
                 the shapes and dtypes are read (`jax.eval_shape` gives them). A field
-                `mask` is not stored, since every row that is stored is a valid one.
+                `mask` is not stored, since every stored row is valid.
 
         Returns:
             The state to hand to the other methods.
@@ -36,7 +37,7 @@ class ReplayBuffer(RingBuffer):
         return self._init(transition)
 
     def add(self, state: RingState, trajectory: chex.ArrayTree) -> RingState:
-        """Appends transitions, and drops the oldest of a lane that is full.
+        """Appends transitions; a lane that is full drops its oldest ones.
 
         Args:
             state: the state before; donate it.
@@ -66,30 +67,30 @@ class ReplayBuffer(RingBuffer):
     ) -> Batch:
         """Draws `batch_size` transitions evenly, with replacement.
 
-        Every transition that is stored has the same chance, also where lanes hold
-        different numbers of them; with `successor="shared"`, every one whose successor
-        is there.
+        Every stored transition has the same chance, even where lanes hold different
+        numbers of them. With `successor="shared"`, only those whose successor is there
+        are drawn.
 
         Args:
-            state: a state of which `can_sample` holds.
+            state: a state for which `can_sample` holds.
             key: one typed key.
             batch_size: S, at least 1.
-            n_step: steps that are summed up, at least 1. The sum stops at a termination
-                and at a truncation, and where the rows end: then it has fewer steps,
-                and `discount` and `next_obs` are right for those.
+            n_step: steps that are summed, at least 1. The sum stops at a termination,
+                at a truncation, and where the rows end. Then it has fewer steps, and
+                `discount` and `next_obs` match them.
 
                     G = r_t + γ r_{t+1} + ... + γ^{m-1} r_{t+m-1},  1 <= m <= n_step
                     target = G + discount V(next_obs),  discount = γ^m (1 - terminated)
 
             gamma: the discount per step, in [0, 1], a number or `()`; goes with
                 `n_step`.
-            stack: observations that are stacked, K, at least 1; before the beginning of
-                an episode its first one repeats. Rows whose history was evicted are not
+            stack: K, observations that are stacked, at least 1; before the start of an
+                episode its first one repeats. Rows whose history was evicted are not
                 drawn.
 
         Returns:
-            The batch, `[S, ...]`. Of a state without a transition that may be sampled,
-            the weights are zeros and a field `mask` is False.
+            The batch, `[S, ...]`. If no transition may be sampled, the weights are
+            zeros, and the field `mask`, if it has one, is False.
 
         Raises:
             ValueError: if a count is not an int of at least 1, if `gamma` is out of
@@ -111,12 +112,13 @@ class ReplayBuffer(RingBuffer):
     ) -> Sequences:
         """Draws pieces of episodes, evenly by their first rows, with replacement.
 
-        A piece is as long as its episode goes on in the buffer, `length` at most, and
-        padded behind that: `mask` says where. A recurrent policy that puts the state it
-        was given into `extras["policy_state"]` finds that of the first row there.
+        A piece goes on as long as its episode does in the buffer, for `length` steps at
+        most, and is padded after that: `mask` says where. If a recurrent policy puts
+        the state it was given into `extras["policy_state"]`, that of the first row
+        comes with the piece.
 
         Args:
-            state: a state of which `can_sample` holds.
+            state: a state for which `can_sample` holds.
             key: one typed key.
             batch_size: S, at least 1.
             length: L, at least 1.
@@ -144,7 +146,7 @@ class ReplayBuffer(RingBuffer):
         num_draws: int,
         stack: int | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Draws `[S]` rows; the weight of one that may not be used is 0."""
+        """Draws `[S]` rows; the weight of an unusable one is 0."""
         usable_fn = self._usable_fn(state, stack)
         if usable_fn is None:
             row = sampling.evenly(state.ring, key, num_draws)

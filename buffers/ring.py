@@ -1,9 +1,9 @@
 """A ring of rows per lane: writing into it, in place.
 
-Lanes that have always been given the same number of rows stand at the same slot, and
-then a chunk is one contiguous write. Where a mask has let them drift apart, each row
-goes to the slot of its own lane. Which of the two it is, is known only at run time, and
-a conditional would copy the ring: two loops of no or one round write in place.
+Lanes that have always been given the same number of rows are at the same slot, and then
+a chunk is one contiguous write. Once a mask has let them drift apart, each row goes to
+the slot of its own lane. Which case holds is known only at run time, and a conditional
+would copy the ring. So there are two loops, of zero or one round, that write in place.
 """
 
 from collections.abc import Callable
@@ -98,13 +98,14 @@ def once(
 def windows(
     start: jax.Array, length: int, num_slots: int
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """The pieces of a ring that `length` slots from `start` on lie in.
+    """The pieces of a ring that hold the `length` slots from `start` on.
 
-    What wraps is two writes: each covers `length` slots, and keeps what stands where
-    the other one writes.
+    Slots that wrap take two writes: each covers `length` slots, and leaves what the
+    other one writes as it is.
 
     Returns:
-        For each, `()` int32 where it starts, and `[length]` bool what is written.
+        For each piece, `()` int32, where it starts, and `[length]` bool, the slots that
+        are written.
     """
     number = jnp.arange(length)
     if length == 1:
@@ -124,7 +125,7 @@ def is_together(slot: jax.Array, num_slots: int) -> jax.Array:
 def _slots(head: jax.Array, mask: jax.Array, num_slots: int) -> jax.Array:
     """The slot of every row of a chunk, `[T, B]`; N where it is not to be written."""
     count = jnp.cumsum(mask, axis=0, dtype=jnp.int32)
-    # Of more rows than slots the last ones stay: no slot is written twice.
+    # If there are more rows than slots, the last ones stay: none is written twice.
     stays = mask & (count > count[-1:] - num_slots)
     return jnp.where(stays, (head[None] + count - 1) % num_slots, num_slots)
 
@@ -143,14 +144,14 @@ def _put(
 def _put_together(
     memory: chex.ArrayTree, rows: chex.ArrayTree, slot: jax.Array
 ) -> chex.ArrayTree:
-    """Every lane writes all rows from the slot that lane 0 stands at."""
+    """Writes all rows of every lane, from the slot of lane 0 on."""
     num_rows, start = slot.shape[0], slot[0, 0]
 
     def put_leaf(old: jax.Array, new: jax.Array) -> jax.Array:
         if num_rows == 1:
             return lax.dynamic_update_slice_in_dim(old, new, start, 0)
         pieces = windows(start, num_rows, old.shape[0])
-        # The rows in the order of either piece: rolled by what has wrapped.
+        # The rows in the order of either piece: rolled by the part that wraps.
         rolled = jnp.roll(new, start - pieces[0][0], axis=0)
         for first, keep in pieces:
             there = lax.dynamic_slice_in_dim(old, first, num_rows, 0)
@@ -165,7 +166,7 @@ def _put_together(
 def _put_apart(
     memory: chex.ArrayTree, rows: chex.ArrayTree, slot: jax.Array
 ) -> chex.ArrayTree:
-    """Every row goes to the slot of its own lane."""
+    """Writes every row to the slot of its own lane."""
     lane = jnp.broadcast_to(jnp.arange(slot.shape[1])[None], slot.shape)
     return jax.tree.map(
         lambda old, new: old.at[slot, lane].set(new, mode="drop"), memory, rows

@@ -1,8 +1,8 @@
-"""Drawing rows: evenly or in proportion, over those rows that may be used.
+"""Drawing rows, evenly or in proportion to a weight, from those that may be used.
 
-Rows that may not be used (their successor is not there, their history is gone) are few
-and lie anywhere, so they are drawn and rejected: exact, and in the order of the sample,
-not of the buffer. If many rounds do not find enough, all rows are looked at once.
+Rows that may not be used (their successor is missing, or their history is gone) are few
+and scattered, so they are drawn and rejected. That is exact, and costs O(sample), not
+O(capacity). If many rounds do not find enough rows, all rows are looked at, once.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from buffers.types import RingState
 
 RowFn = Callable[[jax.Array], jax.Array]  # rows of any shape to a flag or number
 
-_ROUNDS = 16  # with half of the rows usable, a draw is left after them once in 65,536
+_ROUNDS = 16  # if half of the rows are usable, one draw in 65,536 is left after these
 
 
 def evenly(ring: RingState, key: chex.PRNGKey, num_draws: int) -> jax.Array:
-    """Draws `[S]` int32 rows, each that is stored with the same chance."""
+    """Draws `[S]` int32 rows, every stored one with the same chance."""
     number = below(jnp.sum(ring.size), (num_draws,), key)
     lane, age = lax.cond(
         jnp.all(ring.size == ring.size[0]),
@@ -35,7 +35,7 @@ def evenly(ring: RingState, key: chex.PRNGKey, num_draws: int) -> jax.Array:
 def evenly_usable(
     ring: RingState, key: chex.PRNGKey, num_draws: int, usable_fn: RowFn
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws `[S]` int32 rows evenly of those that may be used, and `[S]` bool."""
+    """Draws `[S]` rows evenly from those that may be used; returns as `redraw`."""
     first_key, again_key = jax.random.split(key)
     return redraw(
         evenly(ring, first_key, num_draws),
@@ -53,11 +53,11 @@ def redraw(
     draw_usable_fn: Callable[[chex.PRNGKey], jax.Array],
     key: chex.PRNGKey,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws again what may not be used.
+    """Replaces the rows that may not be used by drawing again.
 
     Args:
         first: `[S]` int32, the rows drawn at first.
-        draw_fn: draws `[S]` rows, each from all.
+        draw_fn: draws `[S]` rows, each from all rows.
         usable_fn: tells which rows may be used.
         draw_usable_fn: draws `[S]` rows that may be used, looking at all of them.
         key: one typed key.
@@ -97,9 +97,9 @@ def in_proportion_to(
 
 
 def has_usable(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
-    """Tells whether `number` rows may be used, `()` bool.
+    """Tells whether at least `number` rows may be used, `()` bool.
 
-    From the newest on, and no further than needed: as a rule nearly all rows may.
+    It goes back from the newest rows, no further than needed: nearly all may be used.
     """
     num_ages = min(ring.num_slots, -(-number // ring.num_envs) + 1)
     lane = jnp.arange(ring.num_envs, dtype=jnp.int32)[None]
@@ -123,10 +123,11 @@ def has_usable(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
 
 
 def below(n: jax.Array, shape: tuple[int, ...], key: chex.PRNGKey) -> jax.Array:
-    """Draws int32 numbers evenly from 0 to `n - 1`, `()` int32; 0 if `n` is 0.
+    """Draws int32 numbers evenly from 0 to `n - 1`; 0 if `n`, `()` int32, is 0.
 
-    From one word each, the high half of the product word * n: `jax.random.randint`
-    draws two and divides. The bias of a number is below n / 2**32, as there.
+    Each is the high half of the product word * n, for one random word.
+    `jax.random.randint` draws two words and divides. The bias of a number is below
+    n / 2**32, as there.
     """
     word, n = jax.random.bits(key, shape, jnp.uint32), n.astype(jnp.uint32)
     half, low = jnp.uint32(16), jnp.uint32(0xFFFF)

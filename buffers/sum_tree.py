@@ -1,8 +1,9 @@
-"""A tree of sums: draws in proportion to a number per leaf.
+"""A tree of sums, for draws in proportion to a number per leaf.
 
-A tuple of levels: the leaves, then the sums of each `WIDTH` of the level below, up to
-a level of at most `WIDTH`. Sums are always taken anew from the level below, never
-adjusted by a difference: no rounding builds up, and what is zero is exactly zero.
+A tuple of levels: the leaves, then the sums of every `WIDTH` entries of the level
+below, up to a level of at most `WIDTH` entries. Sums are always computed from the level
+below, never adjusted by a difference, so rounding does not build up and zero is exactly
+zero.
 
 Source: "Prioritized Experience Replay", appendix B.2.1; arXiv:1511.05952.
 """
@@ -21,7 +22,7 @@ Tree = tuple[jax.Array, ...]
 
 
 class Window(NamedTuple):
-    """A piece of an array, of which some elements are written.
+    """A piece of an array, some elements of which are written.
 
     Attributes:
         start: `()` int32.
@@ -53,10 +54,10 @@ def total(tree: Tree) -> jax.Array:
 def put(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
     """Sets the leaves `leaf`, `[K]` int32, to `value`, `[K]` float32.
 
-    Of duplicates the last one counts; a number beyond the leaves is passed over.
+    If a leaf appears twice, its last value counts; a number beyond them is skipped.
     """
-    # Which of several writes to one place stays is not defined. So the place is first
-    # given the number of the last writer: negative, less than all that stands there.
+    # Which of several writes to one place wins is not defined. So the place first gets
+    # the number of its last writer: negative, and so less than any value there.
     writer = -1.0 - jnp.arange(leaf.shape[0], dtype=jnp.float32)
     level = tree[0].at[leaf].min(writer, mode="drop")
     is_last = level.at[leaf].get(mode="clip") == writer
@@ -75,8 +76,8 @@ def put(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
 
 
 def put_windows(tree: Tree, windows: Sequence[Window], value: jax.Array) -> Tree:
-    """Sets leaves to `value`, `()`: of each window those that are to be kept."""
-    # Level by level: a level is read only once it is complete, else it is copied.
+    """Sets the leaves that `keep` marks in each window to `value`, `()`."""
+    # Level by level: a level is read only when it is complete, else it is copied.
     level = tree[0]
     for start, keep in windows:
         old = lax.dynamic_slice_in_dim(level, start, keep.shape[0])
@@ -86,7 +87,7 @@ def put_windows(tree: Tree, windows: Sequence[Window], value: jax.Array) -> Tree
     levels, length = [level], windows[0].keep.shape[0]
     starts = [window.start for window in windows]
     for above in tree[1:]:
-        # Blocks that hold `length` neighbours, wherever these begin.
+        # Blocks that hold `length` neighbours, wherever they begin.
         length = -(-length // WIDTH) + 1
         blocks = level.reshape(-1, WIDTH)
         if length >= blocks.shape[0]:
@@ -107,7 +108,7 @@ def put_windows(tree: Tree, windows: Sequence[Window], value: jax.Array) -> Tree
 def draw(tree: Tree, key: chex.PRNGKey, num_draws: int) -> jax.Array:
     """Draws `[S]` int32 leaves in proportion, one from each of S equal shares.
 
-    Never a leaf of zero, as long as one is not.
+    A leaf of zero is never drawn, unless all are zero.
     """
     share = total(tree) / num_draws
     fine = jax.random.uniform(key, (num_draws,)) * share
@@ -115,7 +116,7 @@ def draw(tree: Tree, key: chex.PRNGKey, num_draws: int) -> jax.Array:
 
 
 def draw_apart(tree: Tree, key: chex.PRNGKey, num_draws: int) -> jax.Array:
-    """Draws `[S]` int32 leaves in proportion, each from the whole."""
+    """Draws `[S]` int32 leaves in proportion, each from all leaves."""
     # A word for the share and one for the place in it: 24 bits of a single number are
     # too coarse for a million leaves.
     coarse_key, fine_key = jax.random.split(key)
@@ -153,6 +154,6 @@ def _sums(level: jax.Array) -> jax.Array:
 
 
 def _pad(level: jax.Array) -> jax.Array:
-    """Fills up with zeros to a multiple of the width, if there is a level above."""
+    """Pads with zeros to a multiple of the width, if there is a level above."""
     num_nodes = level.shape[0]
     return jnp.pad(level, (0, -num_nodes % WIDTH if num_nodes > WIDTH else 0))

@@ -13,7 +13,7 @@ class Finals:
         obs: `[F, ...]`, a ring of final observations.
         row: `[F]` int32, the row whose successor it is; -1 where none was written.
         place: `[N, B]` int32, where the final observation of a row was written; -1 for
-            a row at which no episode ended. It is there still if `row[place]` says so.
+            a row at which no episode ended. It is still there if `row[place]` says so.
         head: `()` int32, the place that is written next.
     """
 
@@ -62,10 +62,10 @@ class PrioritizedState:
 
     Attributes:
         ring: the rows.
-        priorities: sums of `priority ** alpha`, level by level: `[P]` one number per
-            row and padding, then the sums of each eight of the level below.
+        priorities: sums of `priority ** alpha`, level by level: `[P]`, one number per
+            row and padding, then the sums of every eight entries of the level below.
         max_priority: `()` float32, the largest priority seen, which new rows get.
-        num_rejected: `()` int32, priorities that were not taken, since they were
+        num_rejected: `()` int32, priorities that were rejected, since they were
             negative, not finite or too large.
     """
 
@@ -77,12 +77,12 @@ class PrioritizedState:
 
 @struct.dataclass(kw_only=True)
 class EpisodicState:
-    """A ring of whole episodes, and the rows of those under way behind its head.
+    """A ring of whole episodes, and after its head the rows of those under way.
 
     Attributes:
         ring: the rows that are visible.
         pending: `[B]` int32, rows of the episode under way, written but not visible.
-        skipping: `[B]` bool, the episode under way is too long and is passed over.
+        skipping: `[B]` bool, True where the episode under way is skipped as too long.
         num_too_long: `()` int32, episodes that were longer than `max_length`.
         num_abandoned: `()` int32, episodes that broke off without an ending.
     """
@@ -129,10 +129,10 @@ class Batch:
         experience: `[S, ...]`, the rows. With `n_step`, `reward` is the n-step return,
             and `terminated`, `truncated` and `next_obs` are those of the last step in
             it. With `stack`, `obs` and `next_obs` are `[S, K, ...]`, oldest first.
-        indices: `[S]` int32, where they lie: slot n of lane i is number `n * B + i`.
+        indices: `[S]` int32, their numbers: slot n of lane i is `n * B + i`.
         weights: `[S]` float32, importance weights; ones where rows are drawn evenly,
             zeros where the buffer had no row to give (`can_sample` did not hold).
-        discount: `[S]` float32 with `n_step`, what the value of `next_obs` counts for:
+        discount: `[S]` float32 with `n_step`, the factor of the value of `next_obs`:
             `gamma ** steps * (1 - terminated)`. Else `()`.
     """
 
@@ -147,11 +147,11 @@ class Sequences:
     """A sample of `S` contiguous pieces of at most `L` steps, each of one episode.
 
     Attributes:
-        experience: `[L, S, ...]`, time-major; where `mask` is False the last row again.
-        mask: `[L, S]` bool, False behind the end of a piece.
+        experience: `[L, S, ...]`, time-major; the last row again where `mask` is False.
+        mask: `[L, S]` bool, False after the end of a piece.
         policy_state: `[S, ...]`, `extras["policy_state"]` of the first rows, if the
             policy recorded the state that it chose the action from; else `()`.
-        indices: `[S]` int32, where the first rows lie.
+        indices: `[S]` int32, the numbers of the first rows.
         weights: `[S]` float32, as in `Batch`.
     """
 

@@ -1,9 +1,9 @@
 """Walking in a ring: from a row to the next and the previous one of its episode.
 
 A row is a number: slot n of lane i is `n * B + i`. Functions take rows of any shape.
-Two rows of a lane belong together if they lie side by side, the earlier one is no
+Two rows of a lane belong together if they are neighbours, the earlier one is not an
 ending and, where the transition has `episode_id` and `episode_length`, these go on from
-one to the other: an episode that broke off, or has rows left out, ends there as well.
+one to the other. So an episode that broke off, or lacks rows, ends there as well.
 """
 
 import operator
@@ -32,7 +32,7 @@ def read_leaves(memory: chex.ArrayTree, row: jax.Array) -> chex.ArrayTree:
 
 
 def move(ring: RingState, row: jax.Array, num_slots: jax.Array | int) -> jax.Array:
-    """Goes `num_slots` slots on in the same lane."""
+    """Moves `num_slots` slots forward in the same lane."""
     slot = (row // ring.num_envs + num_slots) % ring.num_slots
     return slot * ring.num_envs + row % ring.num_envs
 
@@ -49,7 +49,7 @@ def newest(ring: RingState) -> jax.Array:
 
 
 def age(ring: RingState, row: jax.Array) -> jax.Array:
-    """Rows of the lane that are newer, int32."""
+    """Counts the rows of the lane that are newer, int32."""
     return (ring.head[row % ring.num_envs] - 1 - row // ring.num_envs) % ring.num_slots
 
 
@@ -118,7 +118,7 @@ def has_next_obs(ring: RingState) -> bool:
 
 
 def successor(ring: RingState, row: jax.Array) -> chex.ArrayTree:
-    """Reads the true successors, `[..., *leaf]`; void where they are not there."""
+    """Reads the true successors, `[..., *leaf]`; void where they are missing."""
     if not ring.finals:
         return read_field(ring, "next_obs", row)
     after = read_field(ring, "obs", move(ring, row, 1))
@@ -137,18 +137,18 @@ def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax
 
     Args:
         ring: the ring.
-        row: `[S]` int32, where to begin; with a successor.
-        length: L, rows at most, with the first one.
+        row: `[S]` int32, where to begin; each has a successor.
+        length: L, rows at most, including the first one.
 
     Returns:
-        `[L, S]` int32 rows, the last one again behind the end; and `[L, S]` bool, False
-        behind the end.
+        `[L, S]` int32 rows, the last one repeated after the end; and `[L, S]` bool,
+        False after the end.
     """
     step = jnp.arange(length, dtype=jnp.int32)[:, None]
     rows = move(ring, row[None], step)
     if length == 1:
         return rows, jnp.ones(rows.shape, bool)
-    # A lane that is gone round once has no further rows.
+    # Once round the lane there are no further rows.
     on = goes_on(ring, rows[:-1]) & has_successor(ring, rows[1:])
     on = jnp.cumprod(on & (step[1:] < ring.num_slots), axis=0, dtype=jnp.int32)
     last = move(ring, row, jnp.sum(on, axis=0))
@@ -162,7 +162,7 @@ def history(
     """The rows before, of the same episode, oldest first and `row` last.
 
     Returns:
-        `[L, S]` int32 rows, the first one of the episode again before its beginning;
+        `[L, S]` int32 rows, the first one of the episode repeated before its start;
         and `[S]` bool, False where rows in between are no longer in the ring.
     """
     step = jnp.arange(length, dtype=jnp.int32)[:, None]
@@ -200,5 +200,5 @@ def ends_whole(ring: RingState, row: jax.Array, max_length: int) -> jax.Array:
 
 
 def first_of(ring: RingState, row: jax.Array) -> jax.Array:
-    """The first row of the episode, by the length that `row` tells."""
+    """The first row of the episode, by the episode length at `row`."""
     return move(ring, row, 1 - read_field(ring, "episode_length", row))

@@ -3,7 +3,7 @@
 `make` and `make_vec` give gymnax environments by id, `from_gymnax` adapts any
 gymnax-style object, `vectorize` puts copies side by side with auto-reset. To bring an
 environment of your own, write the two methods of `Env`. `render_gif` draws an episode.
-gymnax is imported only when it is called for.
+gymnax is imported only when it is needed.
 """
 
 from envs.registry import env_ids, make, make_vec

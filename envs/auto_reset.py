@@ -1,11 +1,11 @@
-"""Starting new episodes in the lanes that are done: the two ways, bit-equal.
+"""Two ways to start new episodes in the lanes that are done, equal bit for bit.
 
-`reset_select` resets all `B` lanes and keeps the done ones: the reference, without a
-loop. `reset_compact` resets only done lanes, `K` at a time, in a `while_loop` that
-does not run at all when no lane is done; it is exact for any number of done lanes.
-It must stay outside every `vmap`, where a loop runs until the slowest one ends.
+`reset_select` resets all `B` lanes and keeps the result where a lane is done: the
+reference, without a loop. `reset_compact` resets only done lanes, `K` at a time, in a
+`while_loop` that does not run at all when no lane is done. It is exact for any number
+of done lanes. Keep it outside every `vmap`, where a loop runs until the slowest ends.
 
-Both take `start_fn`, which gives the fresh `Lanes` of the lanes it is asked for.
+Both take `start_fn`, which returns fresh `Lanes` for the lane numbers it is given.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,8 @@ def reset_select(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) ->
 def reset_compact(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
     """Resets the done lanes only, `K` at a time, in lane order.
 
-    A `while_loop` has no derivative in reverse. Derivatives pass through the lanes that
-    are not done; those of a reset with respect to `env` are only `reset_select`'s.
+    A `while_loop` has no reverse-mode derivative. Derivatives pass through the lanes
+    that are not done; only `reset_select` differentiates a reset with respect to `env`.
     """
     words = keys.words(lanes)
     fixed = lax.stop_gradient((env, words))
@@ -45,7 +45,7 @@ def reset_compact(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -
 def _attach(
     fresh: chex.ArrayTree, lanes: chex.ArrayTree, done: jax.Array
 ) -> chex.ArrayTree:
-    """Gives `fresh`, with the derivative that it has as a function of `lanes`."""
+    """Returns `fresh`, with its derivative as a function of `lanes`."""
     del lanes, done  # unused: the value is there already
     return fresh
 
@@ -56,7 +56,7 @@ def _attach_jvp(primals: tuple, tangents: tuple) -> tuple:
 
     def through(x: jax.Array, tangent: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return tangent  # the empty one of an integer
+            return tangent  # an integer has an empty one
         return keys.select(done, jnp.zeros_like(x), tangent)
 
     return fresh, jax.tree.map(through, fresh, tangents[1])
@@ -67,15 +67,15 @@ def _reset_some_at_a_time(
 ) -> Lanes:
     """Resets the done lanes of `lanes`, in which words stand for the keys."""
     num_envs = done.shape[0]
-    # Large enough that one round nearly always does, small enough to cost little. With
-    # one slot there is no scatter, and XLA:CPU compiles the small loop to one kernel.
+    # Large enough that one round is nearly always enough, small enough to cost little.
+    # With one slot there is no scatter, and XLA:CPU compiles the loop to one kernel.
     num_slots = max(1, num_envs // 16)
 
     def reset_some(state: tuple[jax.Array, Lanes]) -> tuple[jax.Array, Lanes]:
         done, lanes = state
         lane, found = _first_true(done, num_slots)
         fresh = keys.words(start_fn(env, lane))
-        # What is left over writes to rows that are not there.
+        # Slots that are left over write to rows that do not exist.
         row = jnp.where(found, lane, num_envs + jnp.arange(num_slots))
         lanes = jax.tree.map(lambda old, new: _write(old, row, new), lanes, fresh)
         return _write(done, row, jnp.zeros((num_slots,), bool)), lanes
@@ -92,13 +92,13 @@ def _write(old: jax.Array, row: jax.Array, new: jax.Array) -> jax.Array:
 def _first_true(flag: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Finds the first `size` positions where `flag` is True.
 
-    `jnp.nonzero` costs a cumulative sum and a scatter over all lanes. Flags packed
-    into words cost one small reduction, and then each rank looks up its word and
-    selects a bit in it in five halvings: measured 1.3x of the whole CartPole loop.
+    `jnp.nonzero` costs a cumulative sum and a scatter over all lanes. Packing the flags
+    into words costs one small reduction; then each rank looks up its word and finds its
+    bit in five halvings. Measured: 1.3x on the whole CartPole loop.
 
     Returns:
         `[size]` int32 positions, ascending and in range, and `[size]` bool, False where
-        there was no True left to find.
+        no True was left.
     """
     num_words = -(-flag.shape[0] // _WORD)
     padding = num_words * _WORD - flag.shape[0]

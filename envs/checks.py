@@ -1,4 +1,4 @@
-"""What is refused of the options of environments."""
+"""Checks of the options of environments."""
 
 from typing import Any
 

@@ -1,13 +1,13 @@
-"""Random keys that cost little: the same bits as jax.random, compiled straight-line.
+"""Cheap random keys: the same bits as jax.random, compiled straight-line.
 
 On CPU, jax lowers threefry as a rolled loop of five iterations, a fusion boundary at
 every draw. The same twenty rounds written in `jnp` fuse with what reads them, and the
-bits are equal. `inline` gives a key that draws that way and `plain` takes it back.
+bits are equal. `inline` makes a key that draws this way, and `plain` undoes it.
 
 A key of another implementation (`philox2x32`, `rbg`) passes through both unchanged:
 the caller's key decides the generator.
 
-Such a key is for draws whose kind is known: `jax.random.poisson` refuses keys that
+An inline key is for draws of a known kind: `jax.random.poisson` refuses keys that
 are not jax's own, and `jax.random.gamma` is slow on them. So the kernel draws with
 inline keys itself and hands plain ones to policies and environments; an adapter that
 knows its environment's draws may inline them again.
@@ -39,7 +39,7 @@ def inline(key: chex.PRNGKey) -> chex.PRNGKey:
 
 
 def plain(key: chex.PRNGKey) -> chex.PRNGKey:
-    """Takes back what `inline` did: a key of jax's own threefry implementation."""
+    """Undoes `inline`: returns a key of jax's own threefry implementation."""
     if jax.random.key_impl(key) == _INLINE:
         return jax.random.wrap_key_data(jax.random.key_data(key), impl="threefry2x32")
     return key
@@ -69,8 +69,8 @@ def fold_in(key: chex.PRNGKey, data: jax.typing.ArrayLike) -> chex.PRNGKey:
 def barrier(tree: chex.ArrayTree) -> chex.ArrayTree:
     """`lax.optimization_barrier` for trees that may hold typed keys.
 
-    jax's checker of key reuse takes a key that passes the barrier for used up, so the
-    words of the keys pass it instead.
+    jax's key-reuse checker counts a key that passes the barrier as used, so the words
+    of the keys pass it instead.
     """
     return like(lax.optimization_barrier(words(tree)), tree)
 
@@ -81,7 +81,7 @@ def words(tree: chex.ArrayTree) -> chex.ArrayTree:
 
 
 def like(words: chex.ArrayTree, tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Takes back what `words` did: where `tree` has typed keys, so has the result."""
+    """Undoes `words`: where `tree` has typed keys, so does the result."""
     return jax.tree.map(_like, words, tree)
 
 
@@ -139,7 +139,7 @@ def _is_threefry(key: chex.PRNGKey) -> bool:
 
 
 def _hash(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, ...]:
-    """Threefry-2x32 with twenty rounds of the counters (high, low)."""
+    """Threefry-2x32, with twenty rounds, of the counters (high, low)."""
     schedule = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
     x, y = high + schedule[0], low + schedule[1]
     for i in range(5):

@@ -29,15 +29,16 @@ def make(env_id: str, **env_params: Any) -> Env:
         env_id: an id of `env_ids()`.
         **env_params: fields of the environment's parameters (`max_steps_in_episode`)
             or arguments of its constructor (`use_minimal_action_set`), by name. What
-            gymnax derives from a parameter only once (`total_mass` from `masspole`)
-            is not derived anew.
+            gymnax derives from a parameter when it builds the environment
+            (`total_mass` from `masspole`) is not computed again.
 
     Returns:
         An `Env` whose leaves are the environment's parameters.
 
     Raises:
-        ValueError: if the id is unknown (it names the nearest ids), if a parameter is
-            (it names the valid ones), or if the environment cannot be built here.
+        ValueError: if the id is unknown (the message names the nearest ids), if a
+            parameter is unknown (it names the valid ones), or if the environment cannot
+            be built here.
     """
     ids = env_ids()
     if env_id not in ids:
@@ -70,13 +71,13 @@ def make_vec(
 ) -> VectorEnv:
     """Makes `num_envs` environments `env_id` side by side.
 
-    `vectorize(make(env_id, **env_params), num_envs, auto_reset=auto_reset)`: see there.
+    Short for `vectorize(make(env_id, **env_params), num_envs, auto_reset=auto_reset)`.
     """
     return vectorize(make(env_id, **env_params), num_envs, auto_reset=auto_reset)
 
 
 def _gymnax() -> Any:
-    """Imports gymnax when it is called for: it takes seconds."""
+    """Imports gymnax only when it is needed, since that takes seconds."""
     import gymnax
 
     return gymnax
@@ -91,11 +92,11 @@ def _constructor_arguments(env: Any) -> tuple[str, ...]:
 def _build(env_id: str, **arguments: Any) -> tuple[Any, Any]:
     """Builds the gymnax environment; the same object again for the same arguments.
 
-    It is a static part of every trace, so a second object would trace everything anew.
+    It is a static part of every trace: with a second object all is traced again.
     """
     try:
         return _build_once(env_id, **arguments)
-    except TypeError:  # an argument that cannot be hashed, or not one at all
+    except TypeError:  # an argument that cannot be hashed, or is unknown
         return _make(env_id, **arguments)
     except (urllib.error.URLError, OSError) as error:
         raise ValueError(
@@ -110,7 +111,7 @@ def _build_once(env_id: str, **arguments: Any) -> tuple[Any, Any]:
 
 def _make(env_id: str, **arguments: Any) -> tuple[Any, Any]:
     env, params = _gymnax().make(env_id, **arguments)
-    # gymnax stops the gradients of its differentiable environments unless asked.
+    # gymnax stops the gradients of its differentiable environments by default.
     if getattr(env, "supports_transition_gradients", False):
         env = env.with_transition_gradients()
     return env, params

@@ -1,4 +1,4 @@
-"""An episode as an animated GIF, by gymnax's own drawings of its environments."""
+"""Draws an episode as an animated GIF, with gymnax's own drawings."""
 
 import contextlib
 import importlib.util
@@ -47,12 +47,12 @@ def can_render(env: Env) -> bool:
     """Tells whether gymnax has a drawing of `env`, so that `render_gif` takes it.
 
     Args:
-        env: an environment of `make` or `from_gymnax`, or one around it that has it as
+        env: an environment from `make` or `from_gymnax`, or a wrapper that holds one in
             its attribute `env`.
 
     Returns:
-        True if there is a drawing; whether the packages that draw are installed is
-        another matter.
+        True if there is a drawing. Whether the packages that draw it are installed is
+        not checked.
     """
     return _name(_innermost(env)) in _BY_PYGAME + _BY_MATPLOTLIB
 
@@ -65,9 +65,9 @@ def render_gif(env: Env, states: chex.ArrayTree, rewards: jax.Array) -> bytes:
 
     Args:
         env: an environment that `can_render` accepts.
-        states: `[T + 1, ...]`, gymnax's states: the one before each step and the last
-            one. `expose_state` gives them.
-        rewards: `[T]` float, the rewards of the steps; the titles show their sum.
+        states: `[T + 1, ...]`, gymnax's states: the one before each step, and the last
+            one. `expose_state` records them.
+        rewards: `[T]` float, rewards of the steps; titles show the return so far.
 
     Returns:
         The contents of the file, for `Path.write_bytes` or `IPython.display.Image`.
@@ -112,7 +112,7 @@ def expose_state(env: Env) -> Env:
 
 
 def check_render(env: Env) -> None:
-    """Refuses an environment that `render_gif` could not draw here."""
+    """Refuses an environment that `render_gif` cannot draw here."""
     name = _name(_innermost(env))
     if not can_render(env):
         raise ValueError(
@@ -153,7 +153,7 @@ def _name(inner: Any) -> str:
 
 
 def _draw(visualizer: Any, returns: np.ndarray) -> Iterator["Image"]:
-    """Draws the frames, each titled by the steps taken and the return so far."""
+    """Draws the frames, each titled with the steps taken and the return so far."""
     from PIL import Image
 
     visualizer.init()
@@ -169,7 +169,7 @@ def _draw(visualizer: Any, returns: np.ndarray) -> Iterator["Image"]:
 
 @contextlib.contextmanager
 def _no_screen() -> Iterator[None]:
-    """Lets pygame and matplotlib draw without a screen, and puts all back."""
+    """Lets pygame and matplotlib draw without a screen, then restores the settings."""
     import matplotlib
 
     before = {name: os.environ.get(name) for name in _NO_SCREEN}

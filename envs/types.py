@@ -1,10 +1,11 @@
 """The environment contracts: everything the kernel may ask of an environment.
 
 An `Env` is one environment, a pure function of its state; a `VectorEnv` is `B` of
-them side by side. Neither resets itself: `VectorEnv.reset_done` is the auto-reset,
-apart from `step`, so that the true successor of every step stays visible.
+them side by side, called lanes. Neither resets itself: `VectorEnv.reset_done` is the
+auto-reset, separate from `step`, so that the true successor of every step stays
+visible.
 
-All that is random in an episode comes from its *episode key*: the reset draws from
+All randomness of an episode comes from its *episode key*: the reset draws from
 `fold_in(episode_key, RESET)` and step number n >= 1 from `fold_in(episode_key, n)`.
 The reset does not get the episode key itself, because an environment that splits its
 reset key would then hold the keys of its own first steps (`split(key)[i]` is
@@ -24,7 +25,7 @@ RESET = 0  # what is folded into an episode key for the reset; steps count from 
 
 @struct.dataclass(kw_only=True)
 class EnvStep:
-    """What one step of an environment gives back.
+    """What one step of an environment returns.
 
     Shapes are those of an `Env`; a `VectorEnv` returns the same with a leading `B`.
 
@@ -35,7 +36,7 @@ class EnvStep:
         terminated: `()` bool, the task itself ended: do not bootstrap.
         truncated: `()` bool, cut from outside (time limit): bootstrap. Both flags may
             be set; `terminated` then wins.
-        info: any pytree of arrays, `{}` if there is nothing to say.
+        info: any pytree of arrays, `{}` if there is none.
     """
 
     state: chex.ArrayTree
@@ -75,7 +76,7 @@ class Space(Protocol):
 class Env(Protocol):
     """ONE environment: pure, and it never resets itself.
 
-    An object that meets this is a pytree whose leaves are the environment's
+    An implementation is a pytree whose leaves are the environment's
     parameters, so that `jax.vmap` over parameters works.
     """
 
@@ -126,11 +127,11 @@ class VectorEnv(Protocol):
         """Starts a new episode in the lanes whose episode is over.
 
         Args:
-            key_fn: `[K]` int32 lane numbers to their `[K]` new episode keys, so that
-                only a lane that is reset pays for its key. Numbers may repeat; what
-                is drawn for a lane that is not done is not used.
+            key_fn: maps `[K]` int32 lane numbers to their `[K]` new episode keys, so
+                that only a lane that is reset pays for its key. Numbers may repeat; the
+                key of a lane that is not done is not used.
             done: `[B]` bool, the lanes to reset.
-            lanes: what stands in the lanes now.
+            lanes: the lanes as they are now.
 
         Returns:
             `lanes` with new episode key, state and observation where `done`, and
@@ -141,11 +142,11 @@ class VectorEnv(Protocol):
 def node_types(tree: chex.ArrayTree) -> tuple[type, ...]:
     """The types of the nodes of a tree, from the root, depth first.
 
-    jax 0.10 and 0.11 take two trees that differ by the class of a dataclass alone for
-    equal (`jax.tree_util.register_dataclass`): only their hashes differ, of which the
-    cache of `jit` looks at a few bits before it asks for equality. So what holds
-    environments, a collector or `vectorize`'s result, has this as static data, or one
-    would now and then run with the program of another.
+    jax 0.10 and 0.11 consider two trees equal if they differ only in the class of a
+    dataclass (`jax.tree_util.register_dataclass`). Their hashes differ, but the cache
+    of `jit` compares only a few bits of those before it asks for equality. So whatever
+    holds an environment, such as a collector or the result of `vectorize`, keeps these
+    types as static data. Otherwise it would now and then run another one's program.
     """
     return _types(jax.tree.structure(tree))
 

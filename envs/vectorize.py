@@ -1,4 +1,4 @@
-"""One environment becomes `B` of them side by side, with auto-reset."""
+"""Puts `B` copies of one environment side by side, with auto-reset."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ _AUTO_RESETS = {"compact": reset_compact, "select": reset_select}
 
 
 def vectorize(env: Env, num_envs: int, *, auto_reset: str = "compact") -> VectorEnv:
-    """Puts `num_envs` copies of `env` side by side.
+    """Puts `num_envs` copies of `env`, the lanes, side by side.
 
     Rewards become float32, flags bool, and no leaf stays weakly typed.
 
@@ -25,7 +25,7 @@ def vectorize(env: Env, num_envs: int, *, auto_reset: str = "compact") -> Vector
         num_envs: B, at least 1.
         auto_reset: `"compact"` resets only the lanes that are done; `"select"` resets
             every lane at every step and keeps the done ones. Both give the same bits.
-            `"select"` is the one to use under `vmap`.
+            Use `"select"` under `vmap`.
 
     Returns:
         A `VectorEnv`: a pytree whose leaves are those of `env`.
@@ -54,7 +54,7 @@ def vectorize_each(
 
     Raises:
         ValueError: as `vectorize`, and if a leaf lacks the leading axis, or if there is
-            none.
+            no leaf.
     """
     _check(num_envs, auto_reset)
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(env)]

@@ -1,4 +1,4 @@
-"""Recorded data: into a buffer from arrays, and from and to datasets of Minari."""
+"""Recorded data: from arrays into a buffer, and from and to datasets of Minari."""
 
 from buffers.offline.data import from_data
 from buffers.offline.minari import from_minari, to_minari

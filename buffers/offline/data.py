@@ -10,7 +10,7 @@ from buffers.base import RingBuffer
 from buffers.offline import recorded
 from buffers.types import Experience
 
-_CHUNK_BYTES = 2**26  # of rows that are handed to the device at a time
+_CHUNK_BYTES = 2**26  # of rows that go to the device at a time
 
 
 def from_data(
@@ -25,10 +25,11 @@ def from_data(
 ) -> chex.ArrayTree:
     """Fills a buffer with recorded steps, on the host.
 
-    The rows are episodes one after another, each in the order of time; one ends where a
-    flag says so. Behind the last row the data breaks off, and nothing takes it on. With
-    one lane the order is kept. With more, whole episodes are dealt, the longest first,
-    each to the lane with the fewest rows; a lane keeps the order of its own.
+    The rows are episodes one after another, each in order of time; one ends where
+    a flag says so. After the last row the data breaks off, and rows added later do not
+    continue it. With one lane the order is kept. With more, whole episodes are dealt
+    out, the longest first, each to the lane with the fewest rows; within a lane they
+    keep their order.
 
     Args:
         buffer: any buffer; if nothing is added later, `num_envs=1` is as good as more.

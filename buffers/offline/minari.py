@@ -1,7 +1,7 @@
 """Datasets of Minari, the field's format for recorded episodes, from and to a buffer.
 
-Minari is imported when it is called for. Its episodes hold one observation more than
-steps: every successor but the last one is the observation of the next step.
+Minari is imported when it is needed. Its episodes have one observation more than steps:
+every successor but the last one is the observation of the next step.
 """
 
 import importlib
@@ -37,12 +37,12 @@ def from_minari(buffer: RingBuffer, dataset: "MinariDataset | str") -> chex.Arra
             and actions become pytrees.
 
     Returns:
-        The state, as of `from_data`.
+        The state, as in `from_data`.
 
     Raises:
         ModuleNotFoundError: if Minari is not installed.
         ValueError: if the dataset has no step, if an episode does not have one
-            observation more than steps, and as of `from_data`.
+            observation more than steps, and as in `from_data`.
     """
     minari = _import_minari()
     if isinstance(dataset, str):
@@ -65,9 +65,9 @@ def to_minari(
 ) -> "MinariDataset":
     """Writes the episodes of a buffer as a dataset of Minari.
 
-    Every episode that has ended and is stored from its first row on, lane by lane and
-    the oldest first. `buffer.size(state) - dataset.total_steps` transitions belong to
-    others and are left out. Images are kept as they are, not as JPEG.
+    It takes every episode that has ended and is stored from its first row on, lane by
+    lane, the oldest first. The other `buffer.size(state) - dataset.total_steps`
+    transitions are left out. Images are kept as they are, not as JPEG.
 
     Args:
         buffer: the buffer.
@@ -75,8 +75,8 @@ def to_minari(
             `truncated`, `next_obs` and `episode_length`.
         dataset_id: the name, "NAMESPACE/NAME-v0"; it must be new.
         observation_space: a space of Gymnasium, by default boxes without bounds.
-        action_space: likewise; an `env` among the metadata gives both.
-        metadata: what `minari.create_dataset_from_buffers` takes besides: `author`,
+        action_space: likewise. An `env` in the metadata gives both.
+        metadata: other arguments of `minari.create_dataset_from_buffers`: `author`,
             `author_email`, `code_permalink`, `algorithm_name`, `description`, `env`.
 
     Returns:
@@ -102,7 +102,7 @@ def to_minari(
         for stop, steps in zip(end, length, strict=True)
     ]
     with warnings.catch_warnings():
-        # An environment of Gymnasium is what most buffers here do not come from.
+        # Most buffers here do not come from an environment of Gymnasium.
         for message in ("`eval_env` is set to None", "env_spec is None"):
             warnings.filterwarnings("ignore", message=message, category=UserWarning)
         return minari.create_dataset_from_buffers(
@@ -125,7 +125,7 @@ def _import_minari() -> ModuleType:
 
 
 def _steps(episode: Any) -> dict[str, chex.ArrayTree]:
-    """The steps of an episode of Minari, as of `from_data`."""
+    """The steps of an episode of Minari, as `from_data` takes them."""
     num_steps = len(episode.rewards)
     for path, leaf in jax.tree.leaves_with_path(episode.observations):
         if np.shape(leaf)[:1] != (num_steps + 1,):
@@ -175,7 +175,7 @@ def _whole_episodes(
 
 
 def _endings(ring: RingState) -> tuple[jax.Array, ...]:
-    """Of every row: does it end a whole episode, its age, the first row, the length."""
+    """For every row: if it ends a whole episode, its age, and first row and length."""
     row = walk.all_rows(ring)
     return (
         walk.is_stored(ring, row) & walk.ends_whole(ring, row, ring.num_slots),

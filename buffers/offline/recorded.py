@@ -1,4 +1,4 @@
-"""Recorded data as host arrays: what is refused, cast, and marked as episodes."""
+"""Recorded data as host arrays: checked, cast, and marked as episodes."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def read(
     truncated: chex.Array,
     next_obs: chex.ArrayTree,
 ) -> Experience:
-    """Returns the data, `[K, ...]`, in dtypes that jax keeps and with its marks."""
+    """Returns the data, `[K, ...]`, in dtypes that jax keeps, with episodes marked."""
     reward = _array("reward", (), reward, np.float32)
     terminated, truncated = (
         _flag("terminated", terminated),

@@ -1,4 +1,4 @@
-"""Suites of environments, one module each, imported when it is called for."""
+"""Suites of environments, one module each, imported when it is needed."""
 
 from envs.suites.gymnax import from_gymnax
 

@@ -5,11 +5,11 @@ Three kinds of environments are told apart by what they return and define:
 - gymnax 1.x: `step_env` returns `(obs, state, reward, terminated, info)` and
   `is_truncated` says whether the time limit was reached.
 - Written for gymnax before 1.0: the fourth value merges the time limit into `done`.
-  Where `params.max_steps_in_episode` and `state.time` exist, reaching the limit is
-  taken for the truncation, and `done` before it for the termination.
-- `step_env` returns six values, both flags among them.
+  Where `params.max_steps_in_episode` and `state.time` exist, reaching the limit
+  counts as truncation, and `done` before it as termination.
+- `step_env` returns six values, including both flags.
 
-`step` of gymnax is never called: it resets the environment at every step.
+gymnax's own `step` is never called: it computes a reset at every step.
 """
 
 from typing import Any
@@ -104,8 +104,8 @@ class _GymnaxEnv:
         return done & ~truncated, truncated
 
     def _own(self, key: chex.PRNGKey) -> chex.PRNGKey:
-        # gymnax's own environments draw nothing that inline keys are bad at; of
-        # someone else's environment that is not known.
+        # gymnax's own environments draw nothing that inline keys are bad at; the
+        # draws of other environments are not known.
         own = type(self.env).__module__.startswith("gymnax.")
         return keys.inline(key) if own else key
 
@@ -127,7 +127,7 @@ def _merges_time_limit(env: Any) -> bool:
 
 
 def _to_space(space: Any) -> Space:
-    """Makes a gymnax `Discrete` or `Box` one of ours; other spaces stay as they are."""
+    """Turns a gymnax `Discrete` or `Box` into one of ours; other spaces stay."""
     if hasattr(space, "n"):
         return spaces.Discrete(int(space.n), jnp.dtype(space.dtype))
     if hasattr(space, "low") and hasattr(space, "high"):

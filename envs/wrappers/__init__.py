@@ -1,7 +1,8 @@
-"""Wrappers: of one environment, and `NormalizeObs` of many side by side.
+"""Wrappers of one environment, and `NormalizeObs`, which wraps many side by side.
 
-`base` has what every wrapper shares, and those of actions, endings and rewards;
-`observations` and `normalize` those of observations; `spaces` the spaces they make.
+`base` has what all wrappers share, and the wrappers of actions, endings and rewards.
+`observations` and `normalize` have those of observations, `spaces` the spaces they
+make.
 """
 
 from envs.wrappers.base import ActionRepeat, RescaleAction, TimeLimit, TransformReward

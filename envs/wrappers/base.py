@@ -1,12 +1,12 @@
-"""Wrappers: an `Env` over an `Env`, pure, and a pytree like it.
+"""Wrappers: an `Env` around an `Env`, pure, and a pytree like it.
 
 A wrapper changes what the policy sees or does, never the contract: `obs` and `state`
-of a step are the true successor, and the two endings stay apart. Wrappers go over ONE
-environment, before `vectorize`, and over each other in any order:
+of a step are the true successor, and the two endings stay apart. Wrappers go around
+ONE environment, before `vectorize`, and around each other in any order:
 
     env = TimeLimit(ActionRepeat(make("Pendulum-v1"), 4), 50)
 
-Counts and functions are static: another value, or a new lambda, is traced anew.
+Counts and functions are static: another value, or a new lambda, is traced again.
 """
 
 import numbers
@@ -107,10 +107,11 @@ class TimeLimit(Wrapper):
 
 @struct.dataclass
 class RescaleAction(Wrapper):
-    """Lets the policy act on a scale of its own; the environment gets [low, high].
+    """Lets the policy act on a scale of its own, mapped to the environment's bounds.
 
-    The map is affine from [-1, 1]; its result never leaves the bounds by rounding. It
-    happens inside `step`, so what is recorded is what the policy chose.
+    The map from [-1, 1] to [low, high] is affine, and rounding never takes its result
+    out of the bounds. It is applied inside `step`, so the recorded action is the one
+    that the policy chose.
 
     Attributes:
         env: an environment whose action space is a bounded box of floats.
@@ -198,7 +199,7 @@ class ActionRepeat(Wrapper):
 
 @struct.dataclass
 class TransformReward(Wrapper):
-    """Gives `fn(reward)` instead of `reward`.
+    """Returns `fn(reward)` instead of `reward`.
 
     Attributes:
         env: the environment.
@@ -210,7 +211,11 @@ class TransformReward(Wrapper):
     def step(
         self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
     ) -> EnvStep:
-        """Takes one step; a ValueError while tracing if `fn` gives no scalar."""
+        """Takes one step.
+
+        Raises:
+            ValueError: while tracing, if `fn` does not return a scalar.
+        """
         result = self.env.step(key, state, action)
         reward = jnp.asarray(self.fn(jnp.asarray(result.reward, jnp.float32)))
         if reward.shape:
@@ -231,7 +236,7 @@ def _cast(result: EnvStep) -> EnvStep:
 def _is_known(env: Any) -> bool:
     """Tells whether every parameter of `env` is a number or an array.
 
-    jax rebuilds a pytree with tracers, and with placeholders of any kind.
+    jax also builds pytrees of tracers, and of placeholders of any kind.
     """
     leaves = jax.tree.leaves(env, is_leaf=lambda x: x is None)
     kinds = (numbers.Number, np.ndarray, np.generic, jax.Array)

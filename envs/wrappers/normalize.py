@@ -21,9 +21,9 @@ class ObsStatistics:
 
     Attributes:
         mean: `[...]` float, in the structure of one observation.
-        var: `[...]` float, population variance, likewise.
-        count: `()` float32, observations seen. From 2^24 batches on, a batch no longer
-            raises it, and the newest weigh a little more than the old ones.
+        var: `[...]` float, population variance, in the same structure.
+        count: `()` float32, observations seen. After 2^24 batches it no longer grows,
+            and the newest batches weigh a little more than the old ones.
     """
 
     mean: chex.ArrayTree
@@ -54,20 +54,20 @@ class NormalizeObs:
 
         obs = (raw - mean) / sqrt(var + epsilon)
 
-    One mean and one variance serve all lanes. They take in the batch of first
-    observations at `reset`, and at each step the batch of true successors, which is
-    then normalised with the new statistics. The observation of an auto-reset is
-    normalised with the current statistics and not counted, and no other lane changes:
-    within an episode `next_obs` is the next row's `obs`, bit for bit.
+    One mean and one variance serve all lanes. They are updated with the first
+    observations at `reset`, and at each step with the true successors, which are then
+    normalised with the new statistics. The observation of an auto-reset is normalised
+    with the current statistics and not counted, and no other lane changes. So within an
+    episode `next_obs` is the next row's `obs`, bit for bit.
 
     The statistics are shared, so the normalised observations of a lane depend on what
-    the other lanes saw, and on how many there are. Its raw observations, and under the
-    same actions its dynamics, do not. Every step of every lane counts, also that of a
-    lane whose row is void (`mask` False): to evaluate, `freeze` first.
+    the other lanes saw, and on how many there are. Its raw observations do not, nor,
+    under the same actions, do its dynamics. Every step of every lane counts, even where
+    the row is void (`mask` False). To evaluate, `freeze` first.
 
     `info` must be a dict, and gains `raw_obs` and `raw_next_obs`, the observation the
-    action was chosen from and the true successor, not normalised. Unread inside `jit`
-    they cost nothing.
+    action was chosen from and the true successor, not normalised. Inside `jit`
+    they cost nothing if they are not read.
 
     Attributes:
         env: `B` environments side by side, as `vectorize` makes them. Observations may
@@ -77,7 +77,7 @@ class NormalizeObs:
 
     Raises:
         ValueError: if `env` is a single environment or `epsilon` is not above 0; while
-            tracing, if `info` is no dict or has one of the two names already.
+            tracing, if `info` is not a dict or already has one of the two names.
 
     Source:
         "Updating formulae and a pairwise algorithm for computing sample variances"
@@ -130,7 +130,7 @@ class NormalizeObs:
 
         Returns:
             The same environment, which uses the statistics of `env_state` and never
-            changes them, also after a `reset`. A carry of this one goes on with it.
+            changes them, also after a `reset`. A carry of this one works with it.
         """
         return self.replace(statistics=env_state.statistics)
 
@@ -198,7 +198,7 @@ def _prior(raw: chex.ArrayTree) -> ObsStatistics:
 
 
 def _updated(old: ObsStatistics, raw: chex.ArrayTree) -> ObsStatistics:
-    """Takes in the batch `raw`, `[B, ...]`."""
+    """Updates the statistics with the batch `raw`, `[B, ...]`."""
     num_new = jax.tree.leaves(raw)[0].shape[0]
     count = old.count + num_new
     # As weights, so that nothing grows with the count.

@@ -18,9 +18,9 @@ from envs.wrappers.spaces import TreeSpace, stacked, unbounded
 class FrameStack(Wrapper):
     """Shows the last `num_frames` observations on a new leading axis, oldest first.
 
-    At an episode start the first frame is repeated. The observation may be a pytree.
-    The space of a box is a `Box` with broadcast bounds; of any other, a space of
-    independent frames.
+    At the start of an episode the first frame is repeated. The observation may be a
+    pytree. For a box the space is a `Box` with broadcast bounds; for any other, it is a
+    space of independent frames.
 
     Attributes:
         env: the environment.
@@ -97,16 +97,17 @@ class TransformObs(Wrapper):
 
 @struct.dataclass
 class ObserveInfo(Wrapper):
-    """Puts what the last step said in `info` beside the observation.
+    """Puts what the last step returned as `info` next to the observation.
 
-    A policy sees only `obs`, so this is the way of an action mask that the environment
-    gives in `info`. The observation becomes `{"obs": obs, "info": fn(info)}`.
+    A policy sees only `obs`, so this is how it gets an action mask that the environment
+    returns in `info`. The observation becomes `{"obs": obs, "info": fn(info)}`.
 
     Attributes:
         env: the environment.
         fn: a pure function of the info of the step that led to the observation.
-        initial: a pure function of the environment's `(state, obs)` that gives the same
-            at an episode start, where there was no step.
+        initial: a pure function of the environment's `(state, obs)` that stands in for
+            `fn` at the start of an episode, where there was no step; it returns the
+            same structure, shapes and dtypes.
     """
 
     fn: Callable[[Any], chex.ArrayTree] = struct.field(pytree_node=False)
@@ -114,7 +115,7 @@ class ObserveInfo(Wrapper):
 
     @property
     def observation_space(self) -> Space:
-        """Space of `obs`; the part of the info is unbounded."""
+        """Space of `obs`; the info part is unbounded."""
         info = unbounded(_eval_reset(self.env, self.initial))
         return TreeSpace({"obs": self.env.observation_space, "info": info})
 
@@ -126,7 +127,11 @@ class ObserveInfo(Wrapper):
     def step(
         self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
     ) -> EnvStep:
-        """Takes one step; a ValueError while tracing if `fn` and `initial` differ."""
+        """Takes one step.
+
+        Raises:
+            ValueError: while tracing, if `fn` and `initial` return different kinds.
+        """
         result = self.env.step(key, state, action)
         info = _arrays(self.fn(result.info))
         _check_same(jax.eval_shape(self.initial, result.state, result.obs), info)
@@ -136,7 +141,7 @@ class ObserveInfo(Wrapper):
 def _eval_reset(
     env: Env, fn: Callable[[chex.ArrayTree, chex.ArrayTree], chex.ArrayTree]
 ) -> chex.ArrayTree:
-    """Shapes and dtypes of `fn(state, obs)` at an episode start."""
+    """Shapes and dtypes of `fn(state, obs)` at the start of an episode."""
     return jax.eval_shape(lambda: fn(*env.reset(jax.random.key(0))))
 
 

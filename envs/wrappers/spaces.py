@@ -1,4 +1,4 @@
-"""The spaces that wrappers make: unbounded, stacked, of several parts, for a tanh."""
+"""The spaces that wrappers make: unbounded, stacked, in parts, and for a tanh."""
 
 import chex
 import jax
@@ -35,7 +35,7 @@ class TanhSpace:
 
 @struct.dataclass
 class TreeSpace:
-    """Pytrees of which every leaf has a space of its own.
+    """Pytrees in which every leaf has a space of its own.
 
     It has neither `shape` nor `dtype`: each part has its own.
 
@@ -101,7 +101,7 @@ def stacked(space: Space, num: int) -> Space:
     """The space of `num` elements of `space` on a new leading axis.
 
     Returns:
-        A `Box` for a box, a `TreeSpace` for one, and a `StackedSpace` for any other.
+        A `Box` for a box, a `TreeSpace` for a tree, a `StackedSpace` for any other.
     """
     if isinstance(space, TreeSpace):
         parts = jax.tree.map(
