@@ -602,6 +602,7 @@ def test_mask_is_read_from_observations_of_several_parts():
     np.testing.assert_array_equal(draw_masked()["one"][0], np.arange(NUM_DRAWS) % 5)
 
 
+@pytest.mark.slow
 def test_mask_of_the_environments_info_reaches_the_policy():
     env = envs.ObserveInfo(
         CountEnv(),
