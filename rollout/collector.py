@@ -80,7 +80,7 @@ class Collector:
             ValueError: while tracing, if the policy or the environment returns
                 something of the wrong structure, shape or dtype.
         """
-        carry, transition, _ = kernel.step(self.env, self.policy, carry, params)
+        carry, transition = kernel.step(self.env, self.policy, carry, params)
         return carry, kernel.record(self.record_fn, transition)
 
     def collect_steps(

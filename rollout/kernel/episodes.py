@@ -31,7 +31,6 @@ class Plan(NamedTuple):
 
     Attributes:
         num_episodes: N.
-        index_fn: `[B]` ids of the episodes that lanes are in to their numbers.
         next_fn: `[B]` numbers and `[B]` bool, where they are over, to the numbers of
             the episodes that the lanes play next, N or more for none.
         start_fn: `[B]` numbers to what starts these episodes.
@@ -41,7 +40,6 @@ class Plan(NamedTuple):
     """
 
     num_episodes: int
-    index_fn: Callable[[jax.Array], jax.Array]
     next_fn: Callable[[jax.Array, jax.Array], jax.Array]
     start_fn: Callable[[jax.Array], Start]
     first: jax.Array  # [B]
@@ -61,7 +59,6 @@ def queue(carry: Carry, lanes: LaneIds, num_episodes: int) -> Plan:
 
     return Plan(
         num_episodes=num_episodes,
-        index_fn=lambda episode_id: -1 - episode_id - carry.next_episode,
         next_fn=take_next,
         start_fn=lambda index: episode_keys.queued_episodes(
             carry.key, carry.next_episode + index
@@ -78,7 +75,6 @@ def per_env(carry: Carry, lanes: LaneIds, episodes_per_env: int) -> Plan:
     first_id = carry.episode.episode_id + lanes.total
     return Plan(
         num_episodes=num_episodes,
-        index_fn=lambda episode_id: episode_id - first_id + lanes.number,
         next_fn=lambda index, over: jnp.where(over, index + lanes.total, index),
         start_fn=lambda index: episode_keys.own_episodes(
             carry.key, lanes, first_id + (index - lanes.number)
@@ -95,6 +91,8 @@ class _Run:
 
     carry: Carry
     acc: Any
+    index: jax.Array  # [B] int32, the episode that the lane plays next; idle from N on
+    over: jax.Array  # [B] bool, the lane starts that episode with the coming step
     table: jax.Array  # [N, 4] int32, one row per episode that is over
     num_steps: jax.Array  # () int32
 
@@ -113,39 +111,37 @@ def play(
     """Plays the episodes of a plan; see `Collector.fold_episodes`."""
     everywhere = jnp.ones((env.num_envs,), bool)
 
-    def restart_all(carry: Carry, start: Start) -> Carry:
-        return transition.restart(env, policy, carry, everywhere, start)
-
     def is_playing(run: _Run) -> jax.Array:
-        index = plan.index_fn(run.carry.episode.episode_id)
-        return jnp.any(index < plan.num_episodes)
+        return jnp.any(run.index < plan.num_episodes)
 
+    # The other way round than `transition.step`, which would compile one restart more:
+    # that of all lanes before the first step.
     def step(run: _Run) -> _Run:
-        index = plan.index_fn(run.carry.episode.episode_id)
-        mask = index < plan.num_episodes
-        next_carry, row, cut = transition.step(
-            env,
-            policy,
-            run.carry,
-            params,
-            limit=max_steps,
-            start_fn=lambda over: plan.start_fn(plan.next_fn(index, over)),
+        start = plan.start_fn(run.index)
+        carry = transition.restart(env, policy, run.carry, run.over, start)
+        carry, row, cut = transition.advance(
+            env, policy, carry, params, limit=max_steps
         )
+        mask = run.index < plan.num_episodes
         return _Run(
-            carry=next_carry,
+            carry=carry,
             acc=fn(run.acc, _void(row, mask, cut)),
-            table=_note(run.table, plan.first, index, row, cut),
+            index=plan.next_fn(run.index, row.done),
+            over=row.done,
+            table=_note(run.table, plan.first, run.index, row, cut),
             num_steps=run.num_steps + jnp.sum(mask, dtype=jnp.int32),
         )
 
     run = _Run(
-        carry=restart_all(carry, plan.start_fn(plan.first)),
+        carry=carry,
         acc=acc,
+        index=plan.first,
+        over=everywhere,
         table=jnp.zeros((plan.num_episodes, _COLUMNS), jnp.int32),
         num_steps=jnp.zeros((), jnp.int32),
     )
     run = _while(is_playing, step, run)
-    end = restart_all(run.carry, plan.after)
+    end = transition.restart(env, policy, run.carry, everywhere, plan.after)
     end = end.replace(next_episode=end.next_episode + plan.num_queued)
     return end, run.acc, _read(run.table, run.num_steps)
 

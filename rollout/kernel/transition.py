@@ -53,9 +53,8 @@ def step(
     lanes: LaneIds | None = None,
     limit: jax.Array | None = None,
     active: jax.Array | None = None,
-    start_fn: Callable[[jax.Array], Start] | None = None,
     drop_fn: Callable[[Transition], jax.Array] | None = None,
-) -> tuple[Carry, Transition, jax.Array]:
+) -> tuple[Carry, Transition]:
     """Takes one step in every lane, and starts new episodes where the old ones ended.
 
     Args:
@@ -67,40 +66,47 @@ def step(
         limit: `()` int32, steps after which an episode is truncated; None for no limit.
         active: `[B]` bool, the lanes that step; the others keep what they have, and
             their row is void. None for all.
-        start_fn: `[B]` bool, where an episode is over, to the episodes that start
-            there; None for the next ones of the lanes' own.
         drop_fn: the transition to `[B]` bool, where to give up an episode although it
             goes on; no flag says so. None for nowhere.
 
     Returns:
-        The next carry, the transition, `[B, ...]`, and `[B]` bool, where it is the
-        limit alone that truncated.
+        The next carry, and the transition, `[B, ...]`.
     """
-    stepped, transition = advance(env, policy, carry, params)
-    cut = jnp.zeros_like(transition.truncated)
-    if limit is not None:
-        at_limit = transition.episode_length >= limit
-        cut = at_limit & ~transition.truncated
-        transition = transition.replace(truncated=transition.truncated | at_limit)
+    stepped, transition, _ = advance(env, policy, carry, params, limit=limit)
     over = transition.done
     if drop_fn is not None:
         over |= drop_fn(transition)
     if active is not None:
         over &= active
         transition = transition.replace(mask=active)
-    start = None if start_fn is None else start_fn(over)
-    fresh = restart(env, policy, stepped, over, start, lanes=lanes)
+    fresh = restart(env, policy, stepped, over, lanes=lanes)
     if active is not None:
         fresh = _stand_still(active, carry, stepped, fresh)
-    return fresh, transition, cut
+    return fresh, transition
 
 
 def advance(
-    env: VectorEnv, policy: Policy, carry: Carry, params: Any
-) -> tuple[Carry, Transition]:
+    env: VectorEnv,
+    policy: Policy,
+    carry: Carry,
+    params: Any,
+    *,
+    limit: jax.Array | None = None,
+) -> tuple[Carry, Transition, jax.Array]:
     """Takes one step in every lane and resets none: the next carry is that of step t+1.
 
     A lane whose episode ended must be given to `restart` before it is stepped again.
+
+    Args:
+        env: `B` environments side by side.
+        policy: the policy that acts in them.
+        carry: the carry of `init` or of an earlier step.
+        params: whatever the policy takes as its parameters.
+        limit: `()` int32, steps after which an episode is truncated; None for no limit.
+
+    Returns:
+        The next carry, the transition, `[B, ...]`, and `[B]` bool, where it is the
+        limit alone that truncated.
     """
     with jax.named_scope("policy"):
         decision = act(env, policy, carry, params)
@@ -118,7 +124,12 @@ def advance(
                 episode_length=transition.episode_length,
             ),
         )
-    return carry, transition
+        cut = jnp.zeros_like(transition.truncated)
+        if limit is not None:
+            at_limit = transition.episode_length >= limit
+            cut = at_limit & ~transition.truncated
+            transition = transition.replace(truncated=transition.truncated | at_limit)
+    return carry, transition, cut
 
 
 def restart(

@@ -147,7 +147,7 @@ def _fill_rows(
             key = episode_keys.warmup_key(carry.key, carry.step)
             is_random = here < window.num_random
             acting = random_where(policy, env.action_space, is_random, key)
-        carry, transition, _ = kernel.step(
+        carry, transition = kernel.step(
             env,
             acting,
             carry,
