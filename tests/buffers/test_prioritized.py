@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from buffer_checks import check, indices, programs, start
+from buffer_checks import check, check_more, indices, programs, start
+from cases import quick_jit
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from ring_model import encode
@@ -22,7 +23,7 @@ VALUES = ([0.0, 1.0, -1.0, np.nan], [0.0, 0.5, 2.0, 9.0, np.inf])
 
 @functools.cache
 def update_program(successor):
-    return jax.jit(programs("prioritized", successor)[0].update)
+    return quick_jit(programs("prioritized", successor).buffer.update)
 
 
 NUM_LANES, NUM_DRAWS = 8, 256
@@ -38,11 +39,11 @@ def small_programs(alpha=ALPHA):
     """A buffer of two rows per lane, and its compiled functions."""
     buffer = buffers.PrioritizedReplayBuffer(2 * NUM_LANES, NUM_LANES, alpha=alpha)
 
-    @jax.jit
+    @quick_jit
     def draw(state, key, beta):
         return buffer.sample(state, key, NUM_DRAWS, beta), buffer.can_sample(state, 1)
 
-    return buffer, jax.jit(buffer.add), jax.jit(buffer.update), draw
+    return buffer, quick_jit(buffer.add), quick_jit(buffer.update), draw
 
 
 def filled(priorities, alpha=ALPHA):
@@ -71,9 +72,9 @@ def check_sums(tree):
         assert not np.any(above[want.size :])
 
 
-def run_adds_and_updates(successor, rng, num_operations, choose):
+def run_adds_and_updates(successor, rng, num_operations, choose, more=True):
     """Adds and updates at random; `choose` takes one of a list."""
-    _, add, read = programs("prioritized", successor)
+    _, add, read, read_more = programs("prioritized", successor)
     update = update_program(successor)
     state, model = start("prioritized", successor)
     priority, largest, rejected = {}, 1.0, 0
@@ -108,9 +109,12 @@ def run_adds_and_updates(successor, rng, num_operations, choose):
     # 256 draws do not reach every row where priorities differ: those of no
     # priority are out, and the rest is checked where all are alike.
     if set(priority.values()) <= {0.0, largest}:
-        got = read(state, jax.random.key(rng.integers(2**31)))
+        keys = [jax.random.key(seed) for seed in rng.integers(2**31, size=2)]
         positive = lambda row: priority[model.step(row).number] > 0  # noqa: E731
-        check(state, model, jax.device_get(got), positive)
+        check(state, model, jax.device_get(read(state, keys[0])), positive)
+        if more:
+            got = jax.device_get(read_more(state, keys[1]))
+            check_more(state, model, got, positive)
         return True
     return False
 
@@ -120,7 +124,7 @@ def test_short_sequences_of_adds_and_updates_agree_with_the_model():
     for seed in range(12):
         rng = np.random.default_rng(seed)
         choose = lambda values, rng=rng: values[rng.integers(len(values))]  # noqa: E731
-        num_checked += run_adds_and_updates("shared", rng, 2 + seed % 6, choose)
+        num_checked += run_adds_and_updates("shared", rng, 2 + seed % 6, choose, False)
     assert num_checked >= 3
 
 
@@ -162,7 +166,7 @@ def test_draws_are_proportional_to_priority_to_the_alpha():
 def test_draws_from_the_whole_are_proportional_too():
     leaf = np.float32([0.0, 1.0, 2.0, 3.0, 0.0, 0.5] * 20)
 
-    @jax.jit
+    @quick_jit
     def draw(key):
         return sum_tree.draw_apart(sum_tree.build(leaf), key, 50_000)
 
@@ -177,7 +181,7 @@ def test_draws_from_the_whole_are_proportional_too():
 @pytest.mark.slow
 def test_draws_are_proportional_among_the_rows_whose_successor_is_there():
     """A share of which much may not be used does not favour what is left of it."""
-    buffer, add, _ = programs("prioritized", "shared")
+    buffer, add, *_ = programs("prioritized", "shared")
     state, model = start("prioritized", "shared")
     rng = np.random.default_rng(1)
     for _ in range(4):
@@ -264,7 +268,7 @@ def test_nothing_of_priority_is_nothing_to_sample():
 def test_large_tree_draws_no_zero_and_every_part():
     """A million leaves: half of them zero, the others alike."""
 
-    @jax.jit
+    @quick_jit
     def draw_both(keys):
         tree = sum_tree.build((jnp.arange(1_000_000) % 2).astype(jnp.float32))
         drawn = [sum_tree.draw(tree, keys[0], 9999)]
@@ -277,6 +281,30 @@ def test_large_tree_draws_no_zero_and_every_part():
         assert (drawn % 2 == 1).all()
         count = np.histogram(drawn, bins=20, range=(0, 1_000_000))[0]
         assert scipy_stats.chisquare(count).pvalue > 0.01
+
+
+def test_sums_of_a_large_tree_follow_what_is_written():
+    """Only the paths of what is written are added up again."""
+    rng = np.random.default_rng(0)
+    leaf = rng.random(1000).astype(np.float32)
+    chosen = np.int32([3, 999, 3, 500, 2000, 64])  # one twice, one beyond the leaves
+    value = np.float32([1, 2, 3, 4, 5, 6])
+    want = leaf.copy()
+    want[702:709] = want[0:2] = 7
+    want[[3, 999, 500, 64]] = [3, 2, 4, 6]
+
+    @quick_jit
+    def write(leaf):
+        windows = [
+            sum_tree.Window(jnp.int32(700), jnp.arange(9) >= 2),
+            sum_tree.Window(jnp.int32(0), jnp.arange(9) < 2),
+        ]
+        tree = sum_tree.put_windows(sum_tree.build(leaf), windows, jnp.float32(7))
+        return sum_tree.put(tree, chosen, value)
+
+    tree = write(leaf)
+    np.testing.assert_array_equal(tree[0][:1000], want)
+    check_sums(tree)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import make_collector
+from cases import make_collector, quick_jit
 from flax import struct
 from scipy import stats as scipy_stats
 
@@ -161,21 +161,28 @@ def test_can_sample_counts_what_is_stored():
 
 def test_steps_of_a_collector_fill_it_in_one_program():
     collector = make_collector("count", 4)
-    carry = collector.init(jax.random.key(0))
     buffer = buffers.ReplayBuffer(64 * 4, 4)
-    _, trajectory = collector.collect_steps(carry, None, 20)
 
-    @jax.jit
-    def fill(carry):
-        state = buffer.init(jax.tree.map(lambda x: x[0], trajectory))
-        _, state = collector.fold_steps(carry, None, buffer.add, state, num_steps=20)
-        return state
+    @quick_jit
+    def fill(key):
+        carry = collector.init(key)
+        _, transition = jax.eval_shape(collector.step, carry, None)
+        state = buffer.init(transition)
+        return collector.fold_steps(carry, None, buffer.add, state, num_steps=20)[1]
 
-    state = fill(carry)
+    state = fill(jax.random.key(0))
     np.testing.assert_array_equal(state.size, [20] * 4)
-    for name in ("obs", "reward", "next_obs", "episode_id"):
-        held = getattr(state.experience, name)[:20]
-        np.testing.assert_array_equal(held, getattr(trajectory, name))
+    held = jax.tree.map(lambda x: np.asarray(x)[:20], state.experience)
+    # Step n of an episode has reward n, and counts are what is observed.
+    length = held.episode_length
+    np.testing.assert_array_equal(held.reward, length)
+    np.testing.assert_array_equal(held.obs[..., 0], length - 1)
+    np.testing.assert_array_equal(held.next_obs[..., 0], length)
+    done = held.terminated | held.truncated
+    assert done.any(axis=0).all()
+    want = np.where(done[:-1], 1, length[:-1] + 1)
+    np.testing.assert_array_equal(length[1:], want)
+    np.testing.assert_array_equal(np.diff(held.episode_id, axis=0) != 0, done[:-1])
 
 
 @pytest.mark.slow

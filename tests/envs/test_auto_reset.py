@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, raw
+from cases import CountEnv, quick_jit, raw
 
 from envs import auto_reset, keys
 from envs.types import RESET, Lanes
@@ -39,7 +39,7 @@ def test_compact_resets_the_done_lanes_and_no_other(num_envs):
     done = np.stack(list(patterns(num_envs)))
     reset = lambda done: auto_reset.reset_compact(5000, start, done, lanes)  # noqa: E731
     # One program for all patterns, which come one after the other as steps do.
-    got = jax.jit(lambda done: jax.lax.map(reset, done))(done)
+    got = quick_jit(lambda done: jax.lax.map(reset, done))(done)
     np.testing.assert_array_equal(got.episode_key, np.where(done, lane + 5000, lane))
     np.testing.assert_array_equal(got.state, lane + np.where(done, 10_000, 1000))
     sign = np.where(done, -1.0, 1.0)[:, :, None]
@@ -55,7 +55,7 @@ def test_compact_equals_select_bit_for_bit_with_typed_keys():
         state, obs = jax.vmap(env.reset)(keys.fold_in(key, RESET))
         return Lanes(episode_key=key, state=state, obs=obs)
 
-    @jax.jit
+    @quick_jit
     def both(done):
         lane_keys = keys.fold_in(jax.random.key(1), lane)
         state, _ = jax.vmap(env.reset)(lane_keys)

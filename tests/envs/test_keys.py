@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import quick_jit
 
 from envs import keys
 
@@ -38,7 +39,7 @@ def drawn():
     def draw(key):
         return {name: fn(key) for name, fn in DRAWS.items()}
 
-    @jax.jit
+    @quick_jit
     def draw_all(batch):
         inline = keys.inline(batch)
         return {
@@ -74,7 +75,7 @@ def test_seed_of_the_inline_implementation_is_that_of_threefry():
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "philox2x32", "rbg"])
 def test_fold_in_is_that_of_jax_for_every_implementation(impl):
-    @jax.jit
+    @quick_jit
     def fold(key):
         folded = keys.fold_in(key, jnp.arange(6))
         again = keys.fold_in(folded, 3)

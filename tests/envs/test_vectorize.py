@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, raw
+from cases import CountEnv, quick_jit, raw
 
 import envs
 import rollout
@@ -74,7 +74,7 @@ def test_every_lane_has_parameters_of_its_own(auto_reset):
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
 
-    @jax.jit
+    @quick_jit
     def run(key):
         return collector.collect_steps(collector.init(key), None, 12)[1]
 
@@ -91,7 +91,7 @@ def test_lanes_with_equal_parameters_are_those_of_vectorize():
     same = envs.vectorize(CountEnv(min_length=9, max_length=9, limit=5), 4)
     assert each.action_space == same.action_space
 
-    @jax.jit
+    @quick_jit
     def run(keys):
         results = []
         for env in (each, same):

@@ -1,10 +1,13 @@
 """Buffers held against the slow models: their programs, and what must agree."""
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases import quick_jit
 from ring_model import Model, decode_obs, encode
 
 import buffers
@@ -16,8 +19,6 @@ LENGTH, MAX_LENGTH = 3, 4
 NUM_DRAWS = 256  # of at most 15 rows: one is missed once in three million samples
 BETA = 0.5
 COUNTS = (1, 7)  # transitions that `can_sample` is asked for
-# Half of the compiling; what is written in place is asked of programs without it.
-QUICK = {"xla_backend_optimization_level": 0}
 # Lengths are few, so that few programs are compiled; 8 is longer than the ring.
 CHUNKS = (1, 3, 8)
 
@@ -85,41 +86,54 @@ def row_like(num_envs):
     return jax.tree.map(lambda x: x[0], encode(steps, mask))
 
 
+class Programs(NamedTuple):
+    """A buffer, its `add`, and two programs that between them read all there is."""
+
+    buffer: object
+    add: Callable
+    read: Callable
+    read_more: Callable
+
+
 @functools.cache
 def programs(kind, successor):
-    """The buffer, its compiled `add`, and one program that reads all there is."""
+    """The compiled programs of a buffer."""
     make, _, options = KINDS[kind]
     buffer = make(NUM_SLOTS * NUM_ENVS, NUM_ENVS, **options, **SUCCESSORS[successor][0])
     beta = {"beta": BETA} if kind == "prioritized" else {}
 
+    draw = functools.partial(buffer.sample, batch_size=NUM_DRAWS, **beta)
+    every = jnp.arange(NUM_SLOTS * NUM_ENVS)
+
     def read(state, key):
-        keys = jax.random.split(key, 4)
-        every = jnp.arange(NUM_SLOTS * NUM_ENVS)
-        draw = functools.partial(buffer.sample, state, batch_size=NUM_DRAWS, **beta)
         return {
             "size": buffer.size(state),
             "get": buffer.get(state, every),
             "previous": buffer.previous(state, every),
             "following": buffer.following(state, every),
             "unfinished": buffer.unfinished(state),
-            "plain": draw(keys[0]),
-            "n_step": draw(keys[1], n_step=N_STEP, gamma=GAMMA, stack=STACK),
-            "sequences": buffer.sample_sequences(
-                state, keys[2], NUM_DRAWS, LENGTH, **beta
-            ),
-            "episodes": buffer.sample_episodes(state, keys[3], NUM_DRAWS, MAX_LENGTH),
+            "n_step": draw(state, key, n_step=N_STEP, gamma=GAMMA, stack=STACK),
             "num_lost": buffer.count_lost(state),
             "num_episodes": buffer.count_episodes(state, MAX_LENGTH),
-            "can_sample": [buffer.can_sample(state, n) for n in COUNTS],
             "can_stack": [buffer.can_sample(state, n, stack=STACK) for n in COUNTS],
         }
 
-    compiled = functools.partial(jax.jit, compiler_options=QUICK)
-    return buffer, compiled(buffer.add), compiled(read)
+    def read_more(state, key):
+        keys = jax.random.split(key, 3)
+        return {
+            "plain": draw(state, keys[0]),
+            "sequences": buffer.sample_sequences(
+                state, keys[1], NUM_DRAWS, LENGTH, **beta
+            ),
+            "episodes": buffer.sample_episodes(state, keys[2], NUM_DRAWS, MAX_LENGTH),
+            "can_sample": [buffer.can_sample(state, n) for n in COUNTS],
+        }
+
+    return Programs(buffer, *map(quick_jit, (buffer.add, read, read_more)))
 
 
 def start(kind, successor):
-    buffer = programs(kind, successor)[0]
+    buffer = programs(kind, successor).buffer
     model = KINDS[kind][1](NUM_SLOTS, NUM_ENVS, SUCCESSORS[successor][1])
     return buffer.init(row_like(NUM_ENVS)), model
 
@@ -249,7 +263,6 @@ def check_sequences(state, model, got, allowed):
 
 def check_episodes(model, got):
     whole = model.whole_episodes(MAX_LENGTH)
-    assert got["num_episodes"] == len(whole)
     batch = got["episodes"]
     if not whole:
         assert not np.any(batch.mask)
@@ -263,21 +276,32 @@ def check_episodes(model, got):
     )
 
 
+def check_counts(got, allowed):
+    np.testing.assert_array_equal(got, [len(allowed) >= n for n in COUNTS])
+
+
+def allowed_fn(model, positive):
+    """The rows that may be drawn; `positive` tells which have a priority."""
+    return lambda stack: [row for row in model.usable(stack) if positive(row)]
+
+
 def check(state, model, got, positive=lambda row: True):
-    """All that the buffer says; `positive` tells which rows have a priority."""
-
-    def allowed(stack):
-        return [row for row in model.usable(stack) if positive(row)]
-
+    """What `read` gave."""
+    allowed = allowed_fn(model, positive)
     check_held(state, model, got)
     check_unfinished(state, model, got)
-    check_transitions(state, model, got, allowed)
     check_n_step(state, model, got, allowed)
-    check_sequences(state, model, got, allowed)
-    check_episodes(model, got)
-    for name, stack in (("can_sample", 1), ("can_stack", STACK)):
-        want = [len(allowed(stack)) >= n for n in COUNTS]
-        np.testing.assert_array_equal(got[name], want)
+    assert got["num_episodes"] == len(model.whole_episodes(MAX_LENGTH))
+    check_counts(got["can_stack"], allowed(STACK))
     if isinstance(model, EpisodeModel):
         assert state.num_too_long == model.num_too_long
         assert state.num_abandoned == model.num_abandoned
+
+
+def check_more(state, model, got, positive=lambda row: True):
+    """What `read_more` gave."""
+    allowed = allowed_fn(model, positive)
+    check_transitions(state, model, got, allowed)
+    check_sequences(state, model, got, allowed)
+    check_episodes(model, got)
+    check_counts(got["can_sample"], allowed(1))

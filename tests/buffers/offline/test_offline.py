@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import quick_jit
 
 import buffers
 
@@ -65,7 +66,7 @@ def lane_rows(state):
     ]
 
 
-@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("num_rows", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_lane_of_episodes_is_written_in_place(num_rows):
     """With one lane XLA moves reads that are not held back behind the write."""
     buffer = buffers.EpisodeBuffer(4099, 1)
@@ -81,6 +82,9 @@ def test_one_lane_of_episodes_is_written_in_place(num_rows):
     assert not [line for line in copies if "[4099,1" in line]
 
 
+ONE = buffers.ReplayBuffer(12, 1)  # the same object: its programs are traced once
+
+
 def options(successor):
     return {"successor": "shared", "final_capacity": 8} if successor == "shared" else {}
 
@@ -92,38 +96,54 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "successor"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "successor"),
+    [CASES[0], pytest.param(*CASES[1], marks=pytest.mark.slow), CASES[2]],
+)
 def test_one_lane_keeps_the_order(kind, successor):
     buffer = KINDS[kind](12, 1, **options(successor))
     data = make_data([3, 1, 5])
     state = buffers.from_data(buffer, **data)
     (rows,) = lane_rows(state)
-    held = jax.jit(buffer.get)(state, rows)
+
+    @quick_jit
+    def look(state):
+        steps = buffer.following(state, rows), buffer.previous(state, rows)
+        return buffer.get(state, rows), steps, buffer.count_episodes(state, 5)
+
+    held, (following, previous), num_episodes = look(state)
+    np.testing.assert_array_equal(following, rows[[1, 2, 2, 3, 5, 6, 7, 8, 8]])
+    np.testing.assert_array_equal(previous, rows[[0, 0, 1, 3, 4, 4, 5, 6, 7]])
     np.testing.assert_array_equal(decode(held), data["reward"])
     np.testing.assert_array_equal(held.terminated, data["terminated"])
     np.testing.assert_array_equal(held.truncated, data["truncated"])
     np.testing.assert_array_equal(held.episode_id, [0, 0, 0, 1, 2, 2, 2, 2, 2])
     np.testing.assert_array_equal(held.episode_length, [1, 2, 3, 1, 1, 2, 3, 4, 5])
     assert held.mask.all()
-    assert jax.jit(buffer.count_episodes, static_argnums=1)(state, 5) == 3
+    assert num_episodes == 3
 
 
 def test_jax_arrays_are_taken_too():
-    buffer, data = buffers.ReplayBuffer(12, 1), make_data([3, 1, 5])
-    got = buffers.from_data(buffer, **jax.tree.map(jnp.asarray, data))
-    want = buffers.from_data(buffer, **data)
+    data = make_data([3, 1, 5])
+    got = buffers.from_data(ONE, **jax.tree.map(jnp.asarray, data))
+    want = buffers.from_data(ONE, **data)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.parametrize(  # a full ring, and one with room
     ("kind", "capacity"),
-    [("replay", 9), ("replay", 12), ("prioritized", 9), ("episodic", 9)],
+    [
+        ("replay", 9),
+        ("replay", 12),
+        pytest.param("prioritized", 9, marks=pytest.mark.slow),
+        ("episodic", 9),
+    ],
 )
 def test_last_episode_that_is_open_is_linked_to_nothing(kind, capacity):
     buffer = KINDS[kind](capacity, 1)
     state = buffers.from_data(buffer, **make_data([3, 1, 5], open_end=True))
 
-    @jax.jit
+    @quick_jit
     def look(state):
         ends = jnp.array([7, 8]), jnp.array([0, 4])
         following, previous = (
@@ -143,13 +163,14 @@ def test_last_episode_that_is_open_is_linked_to_nothing(kind, capacity):
     np.testing.assert_array_equal(following, [8, 8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("successor", ["stored", "shared"])
 def test_windows_and_stacks_stay_inside_an_episode(successor):
     buffer = buffers.ReplayBuffer(9, 1, **options(successor))
     data = make_data([3, 1, 5], open_end=True)
     state = buffers.from_data(buffer, **data)
     sample = lambda s, k: buffer.sample(s, k, 64, n_step=4, gamma=1.0, stack=3)  # noqa: E731
-    batch = jax.jit(sample)(state, jax.random.key(0))
+    batch = quick_jit(sample)(state, jax.random.key(0))
     slot = np.asarray(batch.indices)
     last = np.minimum(slot + 3, np.array([2, 2, 2, 3, *[8] * 5])[slot])
     if successor == "shared":  # the successor of the open row is not there
@@ -164,7 +185,11 @@ def test_windows_and_stacks_stay_inside_an_episode(successor):
 
 @pytest.mark.parametrize(
     ("kind", "successor", "num_envs"),
-    [(*case, 2 + number) for number, case in enumerate(CASES)],
+    [
+        ("replay", "shared", 2),
+        pytest.param("prioritized", "stored", 3, marks=pytest.mark.slow),
+        pytest.param("episodic", "shared", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_lanes_hold_whole_episodes_in_order(kind, successor, num_envs):
     lengths = [4, 1, 9, 2, 2, 6, 3, 1]
@@ -193,20 +218,37 @@ def test_episode_that_is_open_is_the_newest_of_its_lane():
     """It is the longest, and dealt first."""
     buffer = buffers.ReplayBuffer(60, 2)
     state = buffers.from_data(buffer, **make_data([2, 1, 1, 5], open_end=True))
-    row, is_open = jax.jit(buffer.unfinished)(state)
+
+    @quick_jit
+    def look(state):
+        row, is_open = buffer.unfinished(state)
+        return row, is_open, buffer.following(state, row)
+
+    row, is_open, following = look(state)
     assert is_open.sum() == 1
-    np.testing.assert_array_equal(jax.jit(buffer.following)(state, row), row)
+    np.testing.assert_array_equal(following, row)
     (row,) = np.asarray(row)[np.asarray(is_open)]
     assert np.asarray(state.experience.episode_id).reshape(-1)[row] == 3
 
 
-def test_chunks_make_the_same_state(monkeypatch):
-    data = make_data([4, 1, 9, 2, 2, 6, 3, 1], open_end=True)
-    buffer = buffers.PrioritizedReplayBuffer(60, 2)
-    whole = buffers.from_data(buffer, **data)
-    monkeypatch.setattr(buffers.offline, "_CHUNK_BYTES", 400)
-    parts = buffers.from_data(buffer, **data)
-    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+@pytest.mark.slow
+def test_data_of_many_chunks_makes_the_state_of_one():
+    """64 MiB go to the device at a time; the last chunk is the shorter one."""
+    length = [4, 1, 9, 2, 2, 6, 3, 8]
+    buffer = buffers.PrioritizedReplayBuffer(40, 1)
+    data = make_data(length, open_end=True)
+    data["obs"] = data["reward"][:, None]
+    data["next_obs"] = data["obs"] + 1
+    small = buffers.from_data(buffer, **data)
+    for name in ("obs", "next_obs"):
+        data[name] = np.broadcast_to(data[name], (sum(length), 1 << 18))  # 1 MiB each
+    large = buffers.from_data(buffer, **data)
+    rows = large.ring.experience
+    for leaf in (rows.obs, rows.next_obs):
+        np.testing.assert_array_equal(leaf.min(axis=2), leaf.max(axis=2))
+    rows = rows.replace(obs=rows.obs[:, :, :1], next_obs=rows.next_obs[:, :, :1])
+    large = large.replace(ring=large.ring.replace(experience=rows))
+    jax.tree.map(np.testing.assert_array_equal, large, small)
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
@@ -220,12 +262,18 @@ def test_no_rows_are_an_empty_state(kind, num_envs):
 
 
 def test_rows_can_be_added_afterwards():
-    buffer = buffers.ReplayBuffer(8, 1)
-    state = buffers.from_data(buffer, **make_data([3, 2]))
+    state = buffers.from_data(ONE, **make_data([3, 1, 5]))
     rows = jax.tree.map(lambda x: x[:1], state.experience)
-    state = jax.jit(buffer.add)(state, rows.replace(episode_id=rows.episode_id + 99))
-    assert buffer.size(state) == 6
-    assert jax.jit(buffer.following)(state, jnp.array([4])) == 4
+
+    @jax.jit
+    def add(state):
+        marked = rows.replace(episode_id=rows.episode_id + 99)
+        state = ONE.add(state, marked)
+        return ONE.size(state), ONE.following(state, jnp.array([8]))
+
+    size, following = add(state)
+    assert size == 10
+    assert following == 8
 
 
 def test_types_are_those_that_jax_keeps():
@@ -295,14 +343,14 @@ def test_buffer_that_is_too_small_is_told_what_is_needed():
 
 
 def test_successors_that_cannot_be_shared_are_refused():
-    data = make_data([3, 2])
-    data["next_obs"]["short"][3] += 1
-    shared = buffers.ReplayBuffer(8, 1, successor="shared")
-    with pytest.raises(ValueError, match=r"got another one in row 3 at \['short'\]"):
+    data = make_data([3, 1, 5])
+    data["next_obs"]["short"][5] += 1
+    shared = buffers.ReplayBuffer(12, 1, **options("shared"))
+    with pytest.raises(ValueError, match=r"got another one in row 5 at \['short'\]"):
         buffers.from_data(shared, **data)
-    state = buffers.from_data(buffers.ReplayBuffer(8, 1), **data)
-    assert state.experience.next_obs["short"][3, 0] == data["next_obs"]["short"][3]
-    data = make_data([3, 2])
+    state = buffers.from_data(ONE, **data)
+    assert state.experience.next_obs["short"][5, 0] == data["next_obs"]["short"][5]
+    data = make_data([3, 1, 5])
     data["obs"]["pair"][1] = data["next_obs"]["pair"][0] = np.nan  # equal to itself
     buffers.from_data(shared, **data)
 
@@ -341,7 +389,10 @@ def rows_of(state):
     return {n: jax.tree.map(flat, getattr(state.ring.experience, n)) for n in names}
 
 
-@pytest.mark.parametrize(("kind", "successor"), [("replay", "stored"), CASES[2]])
+@pytest.mark.parametrize(
+    ("kind", "successor"),
+    [("replay", "stored"), pytest.param(*CASES[2], marks=pytest.mark.slow)],
+)
 def test_episodes_go_to_minari_and_back(datasets, kind, successor):
     data = make_data([3, 1, 5, 2])
     buffer = KINDS[kind](24, 2, **options(successor))
@@ -457,6 +508,7 @@ def test_minari_that_is_not_installed_is_named(monkeypatch):
             call()
 
 
+@pytest.mark.slow
 def test_what_minari_cannot_hold_is_refused(datasets):
     data = make_data([3])
     buffer = buffers.ReplayBuffer(4, 1)

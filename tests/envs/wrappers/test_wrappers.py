@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, make_env, raw
+from cases import CountEnv, make_env, quick_jit, raw
 from flax import struct
 
 import envs
@@ -101,15 +101,26 @@ def stack_pendulum():
     return envs.FrameStack(envs.TimeLimit(env, 7), 4)
 
 
-# Every wrapper over two of the three inner environments, in several orders.
+def only_noise(state, obs):
+    return {"noise": jnp.float32(-1.0)}
+
+
+def stack_all():
+    env = envs.TransformObs(envs.RescaleAction(BoxEnv()), observed)
+    env = envs.ObserveInfo(envs.TransformReward(env, cube), all_info, only_noise)
+    return envs.TimeLimit(envs.ActionRepeat(envs.FrameStack(env, 2), 2), 3)
+
+
+# Every wrapper at once, and over two of the three inner environments in several orders.
 CASES = {
+    "all": stack_all,
     "count": stack_count,
     "box": stack_box,
     "Pendulum": stack_pendulum,
 }
-# The slow one is of an environment that computes; the others hold every wrapper.
 each_case = pytest.mark.parametrize(
-    "name", ["count", "box", pytest.param("Pendulum", marks=pytest.mark.slow)]
+    "name",
+    [x if x == "all" else pytest.param(x, marks=pytest.mark.slow) for x in CASES],
 )
 
 
@@ -128,9 +139,13 @@ def collector_of(env, num_envs, auto_reset="compact"):
 def collect(name):
     """The trajectory of a case, collected in two halves."""
     collector = collector_of(wrapped(name), NUM_LANES)
-    carry = jax.jit(collector.init)(jax.random.key(7))
-    carry, first = collector.collect_steps(carry, None, NUM_STEPS // 2)
-    _, second = collector.collect_steps(carry, None, NUM_STEPS // 2)
+
+    @quick_jit
+    def half(carry):
+        return collector.collect_steps(carry, None, NUM_STEPS // 2)
+
+    carry, first = half(quick_jit(collector.init)(jax.random.key(7)))
+    _, second = half(carry)
     return jax.tree.map(lambda *x: np.concatenate(x), first, second)
 
 
@@ -188,15 +203,12 @@ def test_every_row_agrees_with_a_plain_loop(name):
     assert number > 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["count", *(pytest.param(x, marks=pytest.mark.slow) for x in ("box", "Pendulum"))],
-)
+@each_case
 def test_halves_lanes_and_auto_reset_do_not_change_a_bit(name):
     """One call of all steps, in twice the lanes, with the other auto-reset."""
     collector = collector_of(wrapped(name), 2 * NUM_LANES, "select")
 
-    @jax.jit
+    @quick_jit
     def run(key):
         return collector.collect_steps(collector.init(key), None, NUM_STEPS)[1]
 
@@ -273,12 +285,12 @@ def test_vmap_over_the_bounds_of_the_action():
 
 def play(env, actions=(0,) * 9, seed=0):
     """Plays one episode; a list of what it showed first and each step gave."""
-    root = jax.random.key(seed)
+    root, take = jax.random.key(seed), quick_jit(env.step)
     state, obs = env.reset(jax.random.fold_in(root, 0))
     steps = []
     for n, action in enumerate(actions, 1):
         key = jax.random.fold_in(root, n)
-        steps.append(env.step(key, state, jnp.int32(action)))
+        steps.append(take(key, state, jnp.int32(action)))
         state = steps[-1].state
         if steps[-1].terminated | steps[-1].truncated:
             break
@@ -369,12 +381,12 @@ def test_random_policy_covers_the_box_uniformly(bound):
 
 
 def test_recorded_action_is_what_the_policy_chose():
-    trajectory = collect("box")
-    # The case repeats an action until an ending, and shows the two last frames.
-    action = trajectory.action
+    trajectory = collect("all")
+    # The case repeats an action until an ending, and shows it twice in two frames.
+    action, shown = trajectory.action, trajectory.next_obs["obs"]["twice"][:, :, -1]
     assert (np.abs(action) <= 1.0).all()
     np.testing.assert_allclose(
-        trajectory.next_obs[:, :, -1], -2.0 + 2.5 * (action + 1.0) / 2.0, atol=1e-6
+        shown, 2.0 * (-2.0 + 2.5 * (action + 1.0) / 2.0), atol=2e-6
     )
 
 
