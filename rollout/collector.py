@@ -251,7 +251,7 @@ class Collector:
 
         Returns:
             The next carry; the trajectory `[L, N, ...]`, step t of episode k in row
-            `[t, k]`, all zero with `mask` False behind the end of an episode; and the
+            `[t, k]`, all zero with `mask` False after the end of an episode; and the
             episodes, as `collect_episodes` gives them.
 
         Raises:

@@ -50,7 +50,7 @@ def profile(
 
     Each part gets what it gets in a real collection, which is made first: the
     observations, the actions, and which lanes are done. The environments are stepped
-    without being reset, so one that steps faster or slower behind its ending is timed
+    without being reset, so one that steps faster or slower after its ending is timed
     wrongly. All parts are timed in turn; given are medians.
 
     Args:

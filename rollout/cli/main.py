@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except KeyboardInterrupt:
         sys.stdout.flush()  # the table so far
-        # On a terminal the cursor stands behind the ^C that was typed.
+        # On a terminal the cursor stands after the ^C that was typed.
         start = "\r" if sys.stderr.isatty() else ""
         print(f"{start}{parser.prog}: interrupted", file=sys.stderr)
         return 130

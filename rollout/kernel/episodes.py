@@ -27,24 +27,15 @@ _COLUMNS = 4  # of the table of results: return, length, flags, lane
 
 
 class Plan(NamedTuple):
-    """Which lane plays which of the `N` episodes, numbered as they start.
+    """Which lane plays which of the `N` episodes, numbered as they start."""
 
-    Attributes:
-        num_episodes: N.
-        next_fn: `[B]` numbers and `[B]` bool, where they are over, to the numbers of
-            the episodes that the lanes play next, N or more for none.
-        start_fn: `[B]` numbers to what starts these episodes.
-        first: `[B]` int32, numbers of the episodes that the lanes play first.
-        num_queued: episodes that the call takes from the queue.
-        after: the episodes of their own that the lanes start when the call is over.
-    """
-
-    num_episodes: int
+    num_episodes: int  # N
+    first: jax.Array  # [B] int32, the episodes that the lanes play first
+    # Those that they play and where these are over, to those that they play next.
     next_fn: Callable[[jax.Array, jax.Array], jax.Array]
     start_fn: Callable[[jax.Array], Start]
-    first: jax.Array  # [B]
-    num_queued: int
-    after: Start
+    num_queued: int  # how many the call takes from the queue
+    after: Start  # the episodes of their own that lanes start when the call is over
 
 
 def queue(carry: Carry, lanes: LaneIds, num_episodes: int) -> Plan:
@@ -114,8 +105,8 @@ def play(
     def is_playing(run: _Run) -> jax.Array:
         return jnp.any(run.index < plan.num_episodes)
 
-    # The other way round than `transition.step`, which would compile one restart more:
-    # that of all lanes before the first step.
+    # Restart, then step: the other way round the restart of all lanes before the first
+    # step would be compiled apart.
     def step(run: _Run) -> _Run:
         start = plan.start_fn(run.index)
         carry = transition.restart(env, policy, run.carry, run.over, start)
@@ -151,15 +142,8 @@ def pad(
 ) -> tuple[chex.ArrayTree, Callable[[chex.ArrayTree, Transition], chex.ArrayTree]]:
     """What `play` folds with to get the episodes of the queue whole.
 
-    Args:
-        row: a transition, of which shapes and dtypes are read.
-        carry: the carry before the call.
-        num_episodes: N.
-        max_length: L.
-
-    Returns:
-        A trajectory `[L, N, ...]`, all zero, with words for its keys, and the function
-        that writes a transition to it.
+    A trajectory `[L, N, ...]` of the kind of `row`, all zero, and the function that
+    writes a transition to its words.
     """
 
     def write(padded: chex.ArrayTree, row: Transition) -> chex.ArrayTree:

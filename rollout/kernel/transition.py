@@ -63,14 +63,10 @@ def step(
         carry: the carry of `init` or of an earlier step.
         params: whatever the policy takes as its parameters.
         lanes: which lanes these are; None for all there are.
-        limit: `()` int32, steps after which an episode is truncated; None for no limit.
+        limit: `()` int32, steps after which an episode is truncated.
         active: `[B]` bool, the lanes that step; the others keep what they have, and
-            their row is void. None for all.
-        drop_fn: the transition to `[B]` bool, where to give up an episode although it
-            goes on; no flag says so. None for nowhere.
-
-    Returns:
-        The next carry, and the transition, `[B, ...]`.
+            their row is void.
+        drop_fn: the transition to `[B]` bool, where to give up an episode that goes on.
     """
     stepped, transition, _ = advance(env, policy, carry, params, limit=limit)
     over = transition.done
@@ -96,17 +92,7 @@ def advance(
     """Takes one step in every lane and resets none: the next carry is that of step t+1.
 
     A lane whose episode ended must be given to `restart` before it is stepped again.
-
-    Args:
-        env: `B` environments side by side.
-        policy: the policy that acts in them.
-        carry: the carry of `init` or of an earlier step.
-        params: whatever the policy takes as its parameters.
-        limit: `()` int32, steps after which an episode is truncated; None for no limit.
-
-    Returns:
-        The next carry, the transition, `[B, ...]`, and `[B]` bool, where it is the
-        limit alone that truncated.
+    The third value, `[B]` bool, tells where it is the `limit` alone that truncated.
     """
     with jax.named_scope("policy"):
         decision = act(env, policy, carry, params)
@@ -210,8 +196,7 @@ def void(transition: Transition) -> Transition:
 def pack(transition: Transition) -> tuple[Transition, jax.Array]:
     """What is written of a transition: both flags in one array, and no mask.
 
-    XLA:CPU pays for every array that a step writes, and the mask is known: that of all
-    lanes, or of `active`.
+    XLA:CPU pays for every array that a step writes, and the mask is known anyway.
     """
     flags = pack_flags(transition.terminated, transition.truncated)
     return transition.replace(terminated=(), truncated=(), mask=()), flags

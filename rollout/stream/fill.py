@@ -26,24 +26,15 @@ NO_FAULT = 2**31 - 1  # no step of a batch has this number
 
 
 class Filled(NamedTuple):
-    """A batch as the program returns it.
+    """A batch as the program returns it."""
 
-    Attributes:
-        carry: the carry after the batch.
-        output: the trajectory, `[T, B, ...]`, or what `postprocess` made of it.
-        episodes: with `episodes_per_batch` the episodes, else None.
-        stats: statistics of the episodes that ended.
-        counted: what `stats.add` takes.
-        faults: names of what `check_finite` looks at to the first step at which it is
-            not finite, `()` int32, or `NO_FAULT`.
-    """
-
-    carry: Carry
-    output: chex.ArrayTree
+    carry: Carry  # after the batch
+    output: chex.ArrayTree  # the trajectory, or what `postprocess` made of it
     episodes: Episodes | None
     stats: CollectStats
-    counted: jax.Array
-    faults: dict[str, jax.Array]
+    counted: jax.Array  # what `stats.add` takes
+    # Fields that are looked at, to the first step that is not finite, or `NO_FAULT`.
+    faults: dict[str, jax.Array]  # () int32
 
 
 def fill(
@@ -54,20 +45,8 @@ def fill(
     window: jax.Array,
     memory: chex.ArrayTree,
 ) -> Filled:
-    """Makes one batch.
-
-    Args:
-        options: of the stream, settled when compiling.
-        collector: policy and environments.
-        carry: the carry after the batch before.
-        params: parameters of the policy.
-        window: a `Window` as `[3]` int32.
-        memory: an `output` that nobody needs any more, or (); not read.
-
-    Returns:
-        The batch.
-    """
-    del memory  # unread
+    """Makes one batch; `window` is a `Window` as `[3]` int32."""
+    del memory  # unread: an `output` that nobody needs any more, or ()
     window = Window(*window)
     if options.episodes_per_batch is not None:
         return _fill_episodes(options, collector, carry, params)

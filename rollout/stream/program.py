@@ -16,17 +16,11 @@ from rollout.types import Carry
 
 
 class Program(NamedTuple):
-    """What is compiled ahead of time: no thread traces, for it has settings of its own.
-
-    Attributes:
-        fill: what `fill` does for the options and the collector it was compiled for.
-        blank: makes memory to write to where there is none to recycle.
-        kinds: `kinds_of` the parameters it was compiled for.
-    """
+    """What is compiled ahead of time, for jax's settings are those of a thread."""
 
     fill: Callable[..., Filled]
-    blank: Callable[[], chex.ArrayTree]
-    kinds: list[Any]
+    blank: Callable[[], chex.ArrayTree]  # memory to write to where there is none
+    kinds: list[Any]  # of the parameters, see `kinds_of`
 
 
 def make(options: Options, collector: Collector, carry: Carry, params: Any) -> Program:

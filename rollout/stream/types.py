@@ -70,24 +70,13 @@ class Window(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where a stream stands: replaced as a whole, so that an interrupt tears nothing.
+    """Where a stream stands: replaced as a whole, so an interrupt tears nothing."""
 
-    Attributes:
-        carry: the carry after the last batch that was handed over.
-        totals: what was counted in the batches handed over; see `stats.add`.
-        steps: environment steps in these batches, also before a `reset_stats`.
-        batches: how many there were.
-        first_lane: the lane that steps first in the next batch.
-        job: the next batch, if it is under way.
-        params: parameters and their version for the next batch; None for the newest.
-        memory: the arrays of the last batch, which a later one may write to.
-    """
-
-    carry: Carry
-    totals: np.ndarray
-    steps: int = 0
+    carry: Carry  # after the last batch that was handed over
+    totals: np.ndarray  # what was counted until then, see `stats.add`
+    steps: int = 0  # until then, also before a `reset_stats`
     batches: int = 0
-    first_lane: int = 0
-    job: Job | None = None
-    params: tuple[Any, int] | None = None
-    memory: chex.ArrayTree | None = None
+    first_lane: int = 0  # of the next batch
+    job: Job | None = None  # that makes the next batch, if it is under way
+    params: tuple[Any, int] | None = None  # for it, and their version; None: the newest
+    memory: chex.ArrayTree | None = None  # of the last batch, for a later one

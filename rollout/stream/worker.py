@@ -14,19 +14,11 @@ from typing import Any
 
 
 class Job:
-    """A call that is made once.
-
-    Attributes:
-        is_done: the call has ended.
-        result: what it returned, None if it raised.
-        error: what it raised, None if it did not.
-        seconds: how long it took.
-        ahead: where the stream stands after this batch, if the next has been begun.
-    """
+    """A call that is made once: its result or its error, and how long it took."""
 
     def __init__(self, fn: Callable[[], Any]) -> None:
         self.is_done, self.result, self.error, self.seconds = False, None, None, 0.0
-        self.ahead: Any = None
+        self.ahead: Any = None  # where the stream stands, if the next batch is begun
         self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry a `run`
         self._fn = fn
 
