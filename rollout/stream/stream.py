@@ -233,11 +233,7 @@ class Stream:
         """
         old, version = self._params
         new = self._own(params)
-        if _kind(old) != _kind(new):
-            raise ValueError(
-                "`params` must keep structure, shapes and dtypes: "
-                f"{_kind(old)}, got {_kind(new)}."
-            )
+        _check_same_kind("`params` must keep structure, shapes and dtypes", old, new)
         self._params = new, version + 1
 
     def stop(self) -> None:
@@ -283,19 +279,15 @@ class Stream:
         Raises:
             ValueError: if it is not from a stream of the same kind.
         """
-        like = self.state()
-        if _kind(like) != _kind(state):
-            raise ValueError(
-                "`state` must be one of a stream of the same kind: "
-                f"{_kind(like)}, got {_kind(state)}."
-            )
+        what = "`state` must be one of a stream of the same kind"
+        _check_same_kind(what, self.state(), state)
         counts = [int(x) for x in state["counts"]]
         steps, batches, first_lane, version, next_version = counts
         next_params = None
         if self._options.prefetch and next_version != _NEWEST:
             next_params = self._own(state["next_params"]), next_version
         at = Position(
-            carry=jax.tree.map(jnp.asarray, state["carry"]),
+            carry=_copy(state["carry"]),
             totals=np.array(state["totals"], np.float64),
             steps=steps,
             batches=batches,
@@ -329,9 +321,9 @@ class Stream:
 
     def _with_job(self, at: Position, memory: chex.ArrayTree | None) -> Position:
         """Makes the job of the batch at `at`, if there is one, to write to `memory`."""
-        options, num_envs = self._options, self._collector.env.num_envs
+        options = self._options
         # A batch of whole episodes has as many steps as they turn out to have.
-        num_steps = options.steps_per_batch or num_envs
+        num_steps = options.steps_per_batch or self._num_envs
         if options.total_steps is not None:
             num_steps = min(num_steps, options.total_steps - at.steps)
         if num_steps <= 0:
@@ -340,7 +332,7 @@ class Stream:
         window = Window(
             num_steps=num_steps,
             first_lane=at.first_lane,
-            num_random=min(max(options.warmup_steps - at.steps, 0), num_steps),
+            num_random=self._num_random(at, num_steps),
         )
         args = self._collector, at.carry, params[0], np.array(window, np.int32)
         program = self._compile(params[0])
@@ -360,7 +352,7 @@ class Stream:
             trajectory=filled.output,
             stats=filled.stats,
             steps=num_steps,
-            warmup_steps=min(max(options.warmup_steps - at.steps, 0), num_steps),
+            warmup_steps=self._num_random(at, num_steps),
             params_version=version,
             episodes=filled.episodes,
         )
@@ -369,7 +361,7 @@ class Stream:
             totals=stats.add(at.totals, filled.counted, job.seconds),
             steps=at.steps + num_steps,
             batches=at.batches + 1,
-            first_lane=(at.first_lane + num_steps) % self._collector.env.num_envs,
+            first_lane=(at.first_lane + num_steps) % self._num_envs,
             memory=filled.output if options.recycle else None,
         )
 
@@ -401,10 +393,11 @@ class Stream:
     def _own(self, params: Any) -> Any:
         """Makes arrays of parameters; with `prefetch` copies, which nobody donates."""
         params = jax.tree.map(_strong, params)
-        if not self._options.prefetch:
-            return params
-        leaves, structure = jax.tree.flatten(params)
-        return jax.tree.unflatten(structure, _copied(leaves))
+        return _copy(params) if self._options.prefetch else params
+
+    def _num_random(self, at: Position, num_steps: int) -> int:
+        """How many of the steps of the batch at `at` belong to the warm-up."""
+        return min(max(self._options.warmup_steps - at.steps, 0), num_steps)
 
     @property
     def _num_envs(self) -> int:
@@ -421,11 +414,21 @@ def _kind(tree: Any) -> str:
     return f"{jax.tree.structure(tree)} of {', '.join(kinds) or 'nothing'}"
 
 
+def _check_same_kind(what: str, old: Any, new: Any) -> None:
+    if _kind(old) != _kind(new):
+        raise ValueError(f"{what}: {_kind(old)}, got {_kind(new)}.")
+
+
 def _strong(x: Any) -> jax.Array:
     """An array that is not weakly typed, so that all parameters are of one kind."""
     if isinstance(x, jax.Array) and not getattr(x, "weak_type", False):
         return x
     return jnp.asarray(x, jnp.result_type(x))
+
+
+def _copy(tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _copied(leaves))
 
 
 # Of a list, for the cache of `jit` may take one dataclass for another.
