@@ -47,23 +47,33 @@ def fill(
 ) -> Filled:
     """Makes one batch; `window` is a `Window` as `[3]` int32."""
     del memory  # unread: an `output` that nobody needs any more, or ()
-    window = Window(*window)
-    if options.episodes_per_batch is not None:
-        return _fill_episodes(options, collector, carry, params)
-    carry, trajectory = _fill_rows(options, collector, carry, params, window)
+    window, episodes = Window(*window), None
+    if options.episodes_per_batch is None:
+        carry, trajectory = _fill_rows(options, collector, carry, params, window)
+        number = _numbers(trajectory.mask.shape, window)
+        num_steps = window.num_steps
+    else:
+        carry, trajectory, episodes = collector.collect_padded_episodes(
+            carry,
+            params,
+            options.episodes_per_batch,
+            max_length=options.max_episode_steps,
+        )
+        shape = trajectory.mask.shape
+        number = jnp.arange(trajectory.mask.size, dtype=jnp.int32).reshape(shape)
+        num_steps = episodes.num_steps
     num_faulty, faults = jnp.int32(0), {}
     if options.on_fault == "drop":
         trajectory, num_faulty = _drop(trajectory)
     elif options.check_finite:
-        faults = _first_faults(trajectory, _numbers(trajectory.mask.shape, window))
-    stats = summarize(trajectory)
-    postprocess = options.postprocess or _as_it_is
+        faults = _first_faults(trajectory, number)
+    stats = _summarize(trajectory, episodes)
     return Filled(
         carry=carry,
-        output=postprocess(trajectory),
-        episodes=None,
+        output=options.postprocess(trajectory) if options.postprocess else trajectory,
+        episodes=episodes,
         stats=stats,
-        counted=stream_stats.pack(stats, num_faulty, window.num_steps),
+        counted=stream_stats.pack(stats, num_faulty, num_steps),
         faults=faults,
     )
 
@@ -77,33 +87,6 @@ def has_idle_lanes(options: Options, num_envs: int) -> bool:
 def num_rows(options: Options, num_envs: int) -> int:
     """T, the number of rows of a batch."""
     return -(-options.steps_per_batch // num_envs)
-
-
-def _fill_episodes(
-    options: Options, collector: Collector, carry: Carry, params: Any
-) -> Filled:
-    """Makes a batch of whole episodes, `[L, N, ...]`."""
-    carry, trajectory, episodes = collector.collect_padded_episodes(
-        carry,
-        params,
-        options.episodes_per_batch,
-        max_length=options.max_episode_steps,
-    )
-    faults = {}
-    if options.check_finite:
-        number = jnp.arange(trajectory.mask.size, dtype=jnp.int32)
-        faults = _first_faults(trajectory, number.reshape(trajectory.mask.shape))
-    num_nonfinite = finite.count_faulty(trajectory)
-    stats = summarize(episodes).replace(num_nonfinite=num_nonfinite)
-    postprocess = options.postprocess or _as_it_is
-    return Filled(
-        carry=carry,
-        output=postprocess(trajectory),
-        episodes=episodes,
-        stats=stats,
-        counted=stream_stats.pack(stats, jnp.int32(0), episodes.num_steps),
-        faults=faults,
-    )
 
 
 def _fill_rows(
@@ -216,5 +199,7 @@ def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:
     return kernel.void(kept), jnp.sum(faulty, dtype=jnp.int32)
 
 
-def _as_it_is(trajectory: Transition) -> Transition:
-    return trajectory
+def _summarize(trajectory: Transition, episodes: Episodes | None) -> CollectStats:
+    if episodes is None:
+        return summarize(trajectory)
+    return summarize(episodes).replace(num_nonfinite=finite.count_faulty(trajectory))
