@@ -1,8 +1,9 @@
 """The program of a stream: all of a batch, its rows, its statistics and its faults.
 
 One program serves every batch: how many steps it has, which lane begins and how many of
-its steps are random are numbers that it reads. What `memory` lies in is donated and not
-read, so that XLA writes the batch there instead of to memory nobody has touched yet.
+its steps are random are numbers that it reads. `memory`, an `output` that nobody needs
+any more, is donated, so that XLA writes the batch there instead of to memory that
+nobody has touched yet.
 """
 
 from typing import Any, NamedTuple
@@ -46,10 +47,10 @@ def fill(
     memory: chex.ArrayTree,
 ) -> Filled:
     """Makes one batch; `window` is a `Window` as `[3]` int32."""
-    del memory  # unread: an `output` that nobody needs any more, or ()
     window, episodes = Window(*window), None
     if options.episodes_per_batch is None:
-        carry, trajectory = _fill_rows(options, collector, carry, params, window)
+        args = options, collector, carry, params, window
+        carry, trajectory = _fill_rows(*args, memory)
         number = _numbers(trajectory.mask.shape, window)
         num_steps = window.num_steps
     else:
@@ -90,7 +91,12 @@ def num_rows(options: Options, num_envs: int) -> int:
 
 
 def _fill_rows(
-    options: Options, collector: Collector, carry: Carry, params: Any, window: Window
+    options: Options,
+    collector: Collector,
+    carry: Carry,
+    params: Any,
+    window: Window,
+    memory: chex.ArrayTree,
 ) -> tuple[Carry, Transition]:
     """Takes the steps of a batch; rows without a step stay zero."""
     env, policy, num_envs = collector.env, collector.policy, collector.env.num_envs
@@ -125,16 +131,20 @@ def _fill_rows(
     def _faulty(transition: Transition) -> jax.Array:
         return finite.is_faulty(kernel.record(collector.record_fn, transition))
 
-    like = jax.eval_shape(collector.step, carry, params)[1]
-    blank = jax.tree.map(
-        lambda x: keys.blank((shape[0], *x.shape), x, carry.key),
-        jax.eval_shape(kernel.pack, like),
-    )
+    row = jax.eval_shape(lambda: kernel.pack(collector.step(carry, params)[1]))
+    rows = jax.tree.map(lambda x: keys.blank((shape[0], *x.shape), x, carry.key), row)
     stop = -(-window.num_steps // num_envs)
-    state = carry, keys.words(blank)
-    carry, words = lax.fori_loop(0, stop, step, state)
+    words = keys.words(rows)
+    if isinstance(memory, Transition) and options.postprocess is None:
+        # What is written over needs no zeros first.
+        words = keys.words((kernel.pack(memory)[0], rows[1]))
+        zero = jax.tree.map(lambda x: jnp.zeros_like(x[0]), words)
+        words = lax.fori_loop(
+            stop, shape[0], lambda row, words: _write(words, row, zero), words
+        )
+    carry, words = lax.fori_loop(0, stop, step, (carry, words))
     mask = number < window.num_steps
-    trajectory = kernel.unpack(*keys.like(words, blank), mask)
+    trajectory = kernel.unpack(*keys.like(words, rows), mask)
     if options.at_batch_end == "truncate":
         trajectory = _truncate(trajectory, carry)
         carry = _restart_all(collector, carry)
