@@ -77,12 +77,18 @@ def test_short_sequences_of_operations_agree_with_the_model(kind, successor, mor
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "successor"), CASES)
 def test_any_sequence_of_operations_agrees_with_the_model(kind, successor):
-    @settings(max_examples=30, deadline=None, derandomize=True, phases=[Phase.generate])
+    @settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
     @given(data=st.data())
     def run(data):
         rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
         choose = lambda values: data.draw(st.sampled_from(values))  # noqa: E731
-        run_operations(kind, successor, rng, data.draw(st.integers(1, 6)), choose)
+        # The other draws of these two are those of cases that are asked for them.
+        more = (kind, successor) not in (
+            ("uniform", "shared"),
+            ("prioritized", "shared"),
+        )
+        number = data.draw(st.integers(1, 6))
+        run_operations(kind, successor, rng, number, choose, more)
 
     run()
 
@@ -158,7 +164,7 @@ def test_training_step_of_add_and_sample_writes_in_place(kind, successor):
     options = {} if successor == "stored" else {"successor": "shared"}
     buffer = KINDS[kind][0](num_slots * num_envs, num_envs, **options)
     steps = Model(num_slots, num_envs).make_chunk(np.random.default_rng(0), 1)
-    chunk = encode(*steps)
+    chunk = jax.tree.map(jnp.asarray, encode(*steps))
     state = buffer.init(jax.tree.map(lambda x: x[0], chunk))
     beta = {"beta": BETA} if kind == "prioritized" else {}
 
@@ -182,7 +188,7 @@ def test_training_step_of_add_and_sample_writes_in_place(kind, successor):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "successor"),
-    [("uniform", "shared"), ("prioritized", "stored"), ("episodes", "stored")],
+    [("uniform", "shared"), ("episodes", "stored")],
 )
 def test_kernel_fills_it_in_one_program(kind, successor):
     collector = make_collector("count", 4)
@@ -211,7 +217,13 @@ def test_kernel_fills_it_in_one_program(kind, successor):
         assert state.num_abandoned == 4 - int(trajectory.done[-1].sum())
         assert state.num_too_long == 0
     else:
+        # Rows that lie idle are not stored; those of the queue have ids below 0.
         assert buffer.size(state) == 80 + episodes.num_steps
+        every = jnp.arange(buffer.capacity)
+        rows = jax.jit(lambda state: buffer.get(state, every))(state)
+        stored = np.arange(64)[:, None] < np.asarray(state.size)[None]
+        from_queue = (rows.episode_id < 0) & stored.reshape(-1)
+        assert from_queue.sum() == episodes.num_steps
 
 
 def test_history_tells_frames_apart_that_were_evicted():

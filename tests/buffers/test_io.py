@@ -296,7 +296,7 @@ def test_kill_while_saving_leaves_a_whole_file(tmp_path):
     like = {"a": np.zeros(500_000, np.int32), "b": np.zeros(1, np.int32)}
     buffers.save(path, like)
     num_cut = 0
-    for _ in range(6):
+    for _ in range(4):
         process = subprocess.Popen(
             [sys.executable, "-c", SAVE_FOR_EVER, path], stdout=subprocess.PIPE
         )

@@ -128,6 +128,7 @@ def test_sampling_is_even_where_lanes_hold_different_numbers():
     np.testing.assert_array_equal(state.size, [6, 2, 1])
     sample = programs(6, 3)[2]
     batch = sample(state, jax.random.key(3), 9000)
+    np.testing.assert_array_equal(batch.weights, np.ones(9000, np.float32))
     held = [value for lane in model.lanes for value in lane]
     values, count = np.unique(decode(batch.experience), return_counts=True)
     np.testing.assert_array_equal(values, np.sort(held))
@@ -183,21 +184,6 @@ def test_steps_of_a_collector_fill_it_in_one_program():
     want = np.where(done[:-1], 1, length[:-1] + 1)
     np.testing.assert_array_equal(length[1:], want)
     np.testing.assert_array_equal(np.diff(held.episode_id, axis=0) != 0, done[:-1])
-
-
-@pytest.mark.slow
-def test_idle_rows_of_episodes_are_not_stored():
-    collector = make_collector("count", 4)
-    carry = collector.init(jax.random.key(0))
-    buffer = buffers.ReplayBuffer(64 * 4, 4)
-    _, transition = jax.eval_shape(collector.step, carry, None)
-    _, state, episodes = collector.fold_episodes(
-        carry, None, buffer.add, buffer.init(transition), num_episodes=6, max_steps=99
-    )
-    assert buffer.size(state) == episodes.num_steps
-    batch = buffer.sample(state, jax.random.key(0), 50)
-    assert (batch.experience.episode_id < 0).all()
-    np.testing.assert_array_equal(batch.weights, np.ones(50, np.float32))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import rollout
 
 IDS = envs.env_ids()
 NEEDS_DOWNLOAD = "MNISTBandit-bsuite"
-QUICK = ("MountainCarContinuous-v0", NEEDS_DOWNLOAD)  # all others take a minute
+QUICK = ("MountainCarContinuous-v0", "DiscountingChain-bsuite", NEEDS_DOWNLOAD)
 
 
 def test_all_environments_of_gymnax_are_there():
@@ -43,22 +43,32 @@ def make_or_say_why_not(env_id):
 
 
 def check_collects(env):
+    """Traces the collection of three steps, and compiles one step without it."""
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
 
-    @quick_jit
     def collect(key):
         carry = collector.init(key)
-        after, trajectory = collector.collect_steps(carry, None, 3)
-        inside = jax.vmap(jax.vmap(env.action_space.contains))(trajectory.action)
-        return raw(carry), raw(after), trajectory, inside
+        return raw((carry, *collector.collect_steps(carry, None, 3)))
 
-    carry, after, trajectory, inside = collect(jax.random.key(0))
+    carry, after, trajectory = jax.eval_shape(collect, jax.random.key(0))
     chex.assert_trees_all_equal_shapes_and_dtypes(carry, after)
     chex.assert_shape(trajectory.reward, (3, 2))
     chex.assert_type([trajectory.reward, trajectory.terminated], [jnp.float32, bool])
+
+    @quick_jit
+    def step(keys):
+        state, obs = env.reset(keys[0])
+        action = jax.vmap(env.action_space.sample)(keys[1])
+        inside = jax.vmap(env.action_space.contains)(action)
+        return raw((state, obs, env.step(keys[2], state, action), inside))
+
+    state, obs, result, inside = step(jax.random.split(jax.random.key(0), (3, 2)))
+    before, after = (state, obs), (result.state, result.obs)
+    chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
     assert inside.all()
-    assert np.isfinite(np.asarray(trajectory.reward)).all()
+    assert np.isfinite(np.asarray(result.reward)).all()
+    assert not np.any(result.truncated)
 
 
 def test_unknown_id_names_the_nearest():

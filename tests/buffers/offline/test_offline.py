@@ -132,12 +132,7 @@ def test_jax_arrays_are_taken_too():
 
 @pytest.mark.parametrize(  # a full ring, and one with room
     ("kind", "capacity"),
-    [
-        ("replay", 9),
-        ("replay", 12),
-        pytest.param("prioritized", 9, marks=pytest.mark.slow),
-        ("episodic", 9),
-    ],
+    [("replay", 9), ("replay", 12), ("episodic", 9)],
 )
 def test_last_episode_that_is_open_is_linked_to_nothing(kind, capacity):
     buffer = KINDS[kind](capacity, 1)
@@ -164,18 +159,16 @@ def test_last_episode_that_is_open_is_linked_to_nothing(kind, capacity):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("successor", ["stored", "shared"])
-def test_windows_and_stacks_stay_inside_an_episode(successor):
-    buffer = buffers.ReplayBuffer(9, 1, **options(successor))
+def test_windows_and_stacks_stay_inside_an_episode():
+    buffer = buffers.ReplayBuffer(9, 1, **options("shared"))
     data = make_data([3, 1, 5], open_end=True)
     state = buffers.from_data(buffer, **data)
     sample = lambda s, k: buffer.sample(s, k, 64, n_step=4, gamma=1.0, stack=3)  # noqa: E731
     batch = quick_jit(sample)(state, jax.random.key(0))
     slot = np.asarray(batch.indices)
     last = np.minimum(slot + 3, np.array([2, 2, 2, 3, *[8] * 5])[slot])
-    if successor == "shared":  # the successor of the open row is not there
-        assert (slot < 8).all()
-        last = np.minimum(last, 7)
+    assert (slot < 8).all()  # the successor of the open row is not there
+    last = np.minimum(last, 7)
     number = data["reward"].astype(int)
     stacks = batch.experience.next_obs["short"]
     np.testing.assert_array_equal(stacks[:, -1], number[last] + 1)
@@ -187,7 +180,6 @@ def test_windows_and_stacks_stay_inside_an_episode(successor):
     ("kind", "successor", "num_envs"),
     [
         ("replay", "shared", 2),
-        pytest.param("prioritized", "stored", 3, marks=pytest.mark.slow),
         pytest.param("episodic", "shared", 4, marks=pytest.mark.slow),
     ],
 )
