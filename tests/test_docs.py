@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {"README.md": README} | {f"docs/{p.name}": p.read_text() for p in PAGES}
-SLOW = ("docs/episodes.md", "docs/training.md")  # three folds; PPO
+SLOW = ("docs/buffers.md", "docs/episodes.md", "docs/training.md")
 
 
 def blocks(text: str) -> list[str]:

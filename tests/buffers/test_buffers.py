@@ -65,7 +65,10 @@ def run_operations(kind, successor, rng, num_operations, choose, more=True):
 # Each way of the successor once; a buffer of episodes draws as the uniform one does.
 @pytest.mark.parametrize(
     ("kind", "successor", "more"),
-    [("prioritized", "shared", False), ("episodes", "stored", True)],
+    [
+        ("prioritized", "shared", False),
+        pytest.param("episodes", "stored", True, marks=pytest.mark.slow),
+    ],
 )
 def test_short_sequences_of_operations_agree_with_the_model(kind, successor, more):
     for seed in range(8):

@@ -652,7 +652,8 @@ def draw_kinds(num_lanes):
     return apply(kinds, np.zeros((num_lanes, 1), np.float32))
 
 
-@pytest.mark.parametrize("num_envs", [pytest.param(1, marks=pytest.mark.slow), 1024])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_envs", [1, 1024])
 def test_lane_draws_the_same_among_any_number_of_lanes(num_envs):
     few, other = (draw_kinds(num).extras for num in (16, num_envs))
     both = min(16, num_envs)

@@ -53,7 +53,8 @@ def test_batch_made_ahead_has_the_parameters_of_its_version():
         stream.set_params({"odds": jnp.float32(odds[-1])})
 
 
-@each_env
+@slow
+@pytest.mark.parametrize("name", ["count", "CartPole-v1"])
 def test_running_ahead_gives_the_same_steps_where_parameters_stay(name):
     options = {"steps_per_batch": 7, "total_steps": 30}
     batches = [
@@ -283,7 +284,13 @@ INTERRUPTED = {
 }
 
 
-@pytest.mark.parametrize("case", INTERRUPTED)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if "recycled" in case else pytest.param(case, marks=slow)
+        for case in INTERRUPTED
+    ],
+)
 def test_interrupt_at_any_line_of_next_loses_no_batch(case, capfd):
     """Whichever line it is, of ours or of a library, the same batches go on."""
     options = INTERRUPTED[case]

@@ -143,7 +143,8 @@ def test_first_fault_is_named(fault):
     assert checked.steps == before
 
 
-@pytest.mark.parametrize("is_seen", [False, pytest.param(True, marks=slow)])
+@slow
+@pytest.mark.parametrize("is_seen", [False, True])
 def test_first_fault_in_whole_episodes_is_named(is_seen):
     # The reward of a faulty episode is not finite at its third step, so the first
     # faults are those of the first such episodes, at step 2.
@@ -189,6 +190,7 @@ def test_parameters_that_are_not_finite_are_found_in_what_the_policy_gives():
     assert next(stream).params_version == 2
 
 
+@slow
 def test_observation_of_a_reset_is_checked():
     @struct.dataclass(kw_only=True)
     class Env(CountEnv):

@@ -280,6 +280,7 @@ def test_postprocess_runs_in_the_same_program(name):
     assert total.traces == traces
 
 
+@slow
 def test_field_that_a_postprocess_does_not_read_has_no_array():
     env = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (5,)))
     env = envs.vectorize(env, B)
