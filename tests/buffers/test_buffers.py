@@ -158,7 +158,7 @@ def test_add_writes_in_place(kind, successor, num_rows):
     ("kind", "successor"),
     slow_but(
         [("uniform", "stored")],
-        [("uniform", "stored"), *((kind, "shared") for kind in KINDS)],
+        [("uniform", "stored"), ("prioritized", "shared"), ("episodes", "shared")],
     ),
 )
 def test_training_step_of_add_and_sample_writes_in_place(kind, successor):

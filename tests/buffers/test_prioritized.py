@@ -72,7 +72,7 @@ def check_sums(tree):
         assert not np.any(above[want.size :])
 
 
-def run_adds_and_updates(successor, rng, num_operations, choose, more=True):
+def run_adds_and_updates(successor, rng, num_operations, choose, more):
     """Adds and updates at random; `choose` takes one of a list."""
     _, add, read, read_more = programs("prioritized", successor)
     update = update_program(successor)
@@ -124,7 +124,9 @@ def test_short_sequences_of_adds_and_updates_agree_with_the_model():
     for seed in range(12):
         rng = np.random.default_rng(seed)
         choose = lambda values, rng=rng: values[rng.integers(len(values))]  # noqa: E731
-        num_checked += run_adds_and_updates("shared", rng, 2 + seed % 6, choose, False)
+        num_checked += run_adds_and_updates(
+            "shared", rng, 2 + seed % 6, choose, more=False
+        )
     assert num_checked >= 3
 
 
@@ -136,7 +138,8 @@ def test_any_sequence_of_adds_and_updates_agrees_with_the_model(successor):
     def run(data):
         rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
         choose = lambda values: data.draw(st.sampled_from(values))  # noqa: E731
-        run_adds_and_updates(successor, rng, data.draw(st.integers(1, 7)), choose)
+        number, more = data.draw(st.integers(1, 7)), successor == "stored"
+        run_adds_and_updates(successor, rng, number, choose, more)
 
     run()
 
