@@ -12,13 +12,13 @@ import pytest
 
 FILE = pathlib.Path(__file__).parent / "bits.json"
 KNOWN = json.loads(FILE.read_text()).get(jax.__version__)
-# All take twenty minutes, which are worth it when the kernel or a stream changes:
-# `bits.hash_all` makes the others.
+# All 18 pairs take twenty minutes: worth it when the kernel or a stream changes.
 CASES = [
-    *((env, policy) for env in bits.ENVS[:2] for policy in bits.POLICIES),
+    ("count", "recurrent"),
+    ("CartPole-v1", "net"),
     ("Pendulum-v1", "recurrent"),
     ("Acrobot-v1", "net"),
-    ("Breakout-MinAtar", "net"),
+    ("Breakout-MinAtar", "random"),
     ("normalized", "random"),
 ]
 
