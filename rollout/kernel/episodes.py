@@ -31,8 +31,9 @@ class Plan(NamedTuple):
 
     num_episodes: int  # N
     first: jax.Array  # [B] int32, the episodes that the lanes play first
-    # Those that they play and where these are over, to those that they play next.
-    next_fn: Callable[[jax.Array, jax.Array], jax.Array]
+    # Those that they play, where these are over, and how many have started, to those
+    # that they play next, and how many have started then.
+    next_fn: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     start_fn: Callable[[jax.Array], Start]
     num_queued: int  # how many the call takes from the queue
     after: Start  # the episodes of their own that lanes start when the call is over
@@ -42,11 +43,12 @@ def queue(carry: Carry, lanes: LaneIds, num_episodes: int) -> Plan:
     """All lanes serve one queue: whoever is free takes the next episode."""
     own_id = carry.episode.episode_id
 
-    def take_next(index: jax.Array, over: jax.Array) -> jax.Array:
-        # The highest number is that of the last episode which anybody has taken.
-        return jnp.where(
-            over, jnp.max(index) + jnp.cumsum(over, dtype=jnp.int32), index
-        )
+    def take_next(
+        index: jax.Array, over: jax.Array, num_started: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        rank = jnp.cumsum(over, dtype=jnp.int32)
+        taken = jnp.where(over, num_started + rank - 1, index)
+        return taken, num_started + rank[-1]
 
     return Plan(
         num_episodes=num_episodes,
@@ -66,7 +68,10 @@ def per_env(carry: Carry, lanes: LaneIds, episodes_per_env: int) -> Plan:
     first_id = carry.episode.episode_id + lanes.total
     return Plan(
         num_episodes=num_episodes,
-        next_fn=lambda index, over: jnp.where(over, index + lanes.total, index),
+        next_fn=lambda index, over, num_started: (
+            jnp.where(over, index + lanes.total, index),
+            num_started,
+        ),
         start_fn=lambda index: episode_keys.own_episodes(
             carry.key, lanes, first_id + (index - lanes.number)
         ),
@@ -84,6 +89,7 @@ class _Run:
     acc: Any
     index: jax.Array  # [B] int32, the episode that the lane plays next; idle from N on
     over: jax.Array  # [B] bool, the lane starts that episode with the coming step
+    num_started: jax.Array  # () int32
     table: jax.Array  # [N, 4] int32, one row per episode that is over
     num_steps: jax.Array  # () int32
 
@@ -114,11 +120,13 @@ def play(
             env, policy, carry, params, limit=max_steps
         )
         mask = run.index < plan.num_episodes
+        index, num_started = plan.next_fn(run.index, row.done, run.num_started)
         return _Run(
             carry=carry,
             acc=fn(run.acc, _void(row, mask, cut)),
-            index=plan.next_fn(run.index, row.done),
+            index=index,
             over=row.done,
+            num_started=num_started,
             table=_note(run.table, plan.first, run.index, row, cut),
             num_steps=run.num_steps + jnp.sum(mask, dtype=jnp.int32),
         )
@@ -128,6 +136,7 @@ def play(
         acc=acc,
         index=plan.first,
         over=everywhere,
+        num_started=jnp.int32(env.num_envs),
         table=jnp.zeros((plan.num_episodes, _COLUMNS), jnp.int32),
         num_steps=jnp.zeros((), jnp.int32),
     )
