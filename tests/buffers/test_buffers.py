@@ -77,6 +77,36 @@ def test_short_sequences_of_operations_agree_with_the_model(kind, successor, mor
         run_operations(kind, successor, rng, 1 + seed % 5, choose, more)
 
 
+@pytest.mark.parametrize("kind", ["uniform", "prioritized"])
+def test_pieces_and_episodes_are_read_from_their_first_row_on(kind):
+    length = np.array([1, 2, 3, 1, 2, 1, 2])  # the third episode is under way
+    last = np.array([3, 3, 3, 5, 5, 7, 7])  # where the episode of a row stops
+    rows = {
+        "number": np.arange(7, dtype=np.int32)[:, None],
+        "terminated": np.isin(np.arange(7), [2, 4])[:, None],
+        "truncated": np.zeros((7, 1), bool),
+        "episode_length": length.astype(np.int32)[:, None],
+    }
+    buffer = KINDS[kind][0](8, 1)
+
+    @quick_jit
+    def draw(keys):
+        state = buffer.init(jax.tree.map(lambda x: x[0], rows))
+        state = buffer.add(state, jax.tree.map(jnp.asarray, rows))
+        pieces = buffer.sample_sequences(state, keys[0], 64, 2)
+        return pieces, buffer.sample_episodes(state, keys[1], 64, 3)
+
+    batches = draw(jax.random.split(jax.random.key(0)))
+    for batch, longest, first in zip(batches, (2, 3), (range(7), (0, 3)), strict=True):
+        start = np.asarray(batch.indices)
+        assert set(start) == set(first)
+        step = start[None] + np.arange(longest)[:, None]
+        np.testing.assert_array_equal(batch.mask, step < last[start])
+        want = np.minimum(step, last[start] - 1)  # the last row again
+        np.testing.assert_array_equal(batch.experience["number"], want)
+        np.testing.assert_array_equal(batch.weights, np.ones(64))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "successor"), CASES)
 def test_any_sequence_of_operations_agrees_with_the_model(kind, successor):
@@ -250,6 +280,7 @@ def test_history_tells_frames_apart_that_were_evicted():
     assert set(np.asarray(batch.experience["obs"])[:, -1]) == {2.0, 3.0}
 
 
+@pytest.mark.slow
 def test_no_row_under_way_is_drawn_where_no_other_may_be():
     """What is visible has lost its history; row 0 is pending, and would serve."""
     buffer, add, read, _ = programs("episodes", "stored")
