@@ -59,9 +59,10 @@ def test_vector_env_is_a_pytree_of_the_parameters():
     assert env.observation_space.shape == (4,)
 
 
-def of_each(limit, auto_reset="compact"):
-    make = jax.vmap(lambda x: CountEnv(min_length=9, max_length=9, limit=x))
-    return envs.vectorize_each(make(limit), len(limit), auto_reset=auto_reset)
+def of_each(length, limit, auto_reset="compact"):
+    """Lanes that terminate after a length, which a reset sets, or stop at a limit."""
+    make = jax.vmap(lambda x, y: CountEnv(min_length=x, max_length=x, limit=y))
+    return envs.vectorize_each(make(length, limit), len(limit), auto_reset=auto_reset)
 
 
 # That both resets give the same bits is tested elsewhere too.
@@ -69,8 +70,8 @@ def of_each(limit, auto_reset="compact"):
     "auto_reset", ["compact", pytest.param("select", marks=pytest.mark.slow)]
 )
 def test_every_lane_has_parameters_of_its_own(auto_reset):
-    limit = jnp.array([2, 3, 4] * 6)
-    env = of_each(limit, auto_reset)
+    length, limit = np.array([3, 9, 2] * 6), np.array([9, 4, 9] * 6)
+    env = of_each(length, limit, auto_reset)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
 
@@ -79,15 +80,21 @@ def test_every_lane_has_parameters_of_its_own(auto_reset):
         return collector.collect_steps(collector.init(key), None, 12)[1]
 
     trajectory = run(jax.random.key(0))
-    step, limit = np.arange(1, 13)[:, None], np.asarray(limit)[None]
-    # An episode lasts `limit` steps, so it ends where the step is a multiple of it.
-    np.testing.assert_array_equal(trajectory.truncated, step % limit == 0)
-    np.testing.assert_array_equal(trajectory.episode_length, (step - 1) % limit + 1)
+    step = np.arange(1, 13)[:, None]  # a multiple of 2, 3 and 4
+    length, limit = length[None], limit[None]
+    np.testing.assert_array_equal(
+        trajectory.terminated, (step % length == 0) & (length < limit)
+    )
+    np.testing.assert_array_equal(
+        trajectory.truncated, (step % limit == 0) & (limit < length)
+    )
+    steps = (step - 1) % np.minimum(length, limit) + 1
+    np.testing.assert_array_equal(trajectory.episode_length, steps)
 
 
 @pytest.mark.usefixtures("key_reuse")
 def test_lanes_with_equal_parameters_are_those_of_vectorize():
-    each = of_each(jnp.full(4, 5))
+    each = of_each(jnp.full(4, 9), jnp.full(4, 5))
     same = envs.vectorize(CountEnv(min_length=9, max_length=9, limit=5), 4)
     assert each.action_space == same.action_space
 
