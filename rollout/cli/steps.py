@@ -74,25 +74,24 @@ def collect(program: Program, args: argparse.Namespace) -> Result:
     After Ctrl-C the result is what was collected until then.
     """
     start, num_steps, is_interrupted = time.perf_counter(), 0, False
-    ended: list[Ended] = []
-    rows: list[dict[str, np.ndarray]] = []
+    parts: list[tuple[int, Ended, dict[str, np.ndarray]]] = []
     try:
-        for batch in program.stream:
-            size = batch.steps // args.num_envs  # rows that are not void
-            fields = {
-                name: np.asarray(x)[:size] for name, x in batch.trajectory.items()
-            }
-            ended.append(_find_ended(fields, num_steps))
-            rows += [fields] if args.save else []
-            num_steps += size
+        with program.stream as stream:
+            for batch in stream:
+                size = batch.steps // args.num_envs  # rows that are not void
+                fields = {x: np.asarray(y)[:size] for x, y in batch.trajectory.items()}
+                ended = _find_ended(fields, num_steps)
+                num_steps += size
+                parts.append((num_steps, ended, fields if args.save else {}))
     except KeyboardInterrupt:
-        if not ended:
+        if not parts:
             raise
         is_interrupted = True
+    counts, ended, rows = zip(*parts, strict=True)
     return Result(
-        num_steps=num_steps,
+        num_steps=counts[-1],
         ended=Ended(*map(np.concatenate, zip(*ended, strict=True))),
-        trajectory={x: np.concatenate([r[x] for r in rows]) for x in fields if rows},
+        trajectory={x: np.concatenate([row[x] for row in rows]) for x in rows[0]},
         run_time=time.perf_counter() - start,
         is_interrupted=is_interrupted,
     )
