@@ -91,14 +91,26 @@ def has_keys(tree: chex.ArrayTree) -> bool:
 
 
 def blank(
-    shape: tuple[int, ...], x: jax.ShapeDtypeStruct, key: chex.PRNGKey
-) -> jax.Array:
-    """Makes zeros of the dtype of `x`, or keys of the implementation of `key`."""
-    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jnp.zeros(shape, x.dtype)
-    word_shape = jax.random.key_data(key).shape[key.ndim :]
-    zeros = jnp.zeros((*shape, *word_shape), jnp.uint32)
-    return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(key))
+    tree: chex.ArrayTree,
+    key: chex.PRNGKey,
+    axes: tuple[int, ...] = (),
+    *,
+    skip: int = 0,
+) -> chex.ArrayTree:
+    """Makes zeros of the shapes and dtypes of a tree, `axes` in place of `skip` axes.
+
+    Keys are of the implementation of `key`: `tree` may hold `jax.ShapeDtypeStruct`s.
+    """
+    impl, word_shape = jax.random.key_impl(key), jax.random.key_data(key).shape
+
+    def make(x: jax.ShapeDtypeStruct) -> jax.Array:
+        shape = *axes, *x.shape[skip:]
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jnp.zeros(shape, x.dtype)
+        zeros = jnp.zeros(shape + word_shape[key.ndim :], jnp.uint32)
+        return jax.random.wrap_key_data(zeros, impl=impl)
+
+    return jax.tree.map(make, tree)
 
 
 def select(flag: jax.Array, new: chex.ArrayTree, old: chex.ArrayTree) -> chex.ArrayTree:

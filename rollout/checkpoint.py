@@ -136,17 +136,15 @@ def _flatten(tree: chex.ArrayTree) -> dict[str, np.ndarray]:
 
 def _unflatten(saved: dict[str, np.ndarray], like: chex.ArrayTree) -> chex.ArrayTree:
     words = keys.words(_arrays(like))
-    pairs = zip(jax.tree.leaves(words), sorted(saved.items()), strict=True)
-    leaves = [
-        np.asarray(array) if isinstance(old, np.ndarray) else jnp.asarray(array)
-        for old, (_, array) in pairs
-    ]
-    leaves = [
-        new if np.size(old) else old
-        for old, new in zip(jax.tree.leaves(words), leaves, strict=True)
-    ]
-    tree = jax.tree.unflatten(jax.tree.structure(words), leaves)
-    return keys.like(tree, _arrays(like))
+    arrays = iter([array for _, array in sorted(saved.items())])
+
+    def read(old: chex.Array) -> chex.Array:
+        array = next(arrays)
+        if not old.size:
+            return old
+        return np.asarray(array) if isinstance(old, np.ndarray) else jnp.asarray(array)
+
+    return keys.like(jax.tree.map(read, words), _arrays(like))
 
 
 def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:

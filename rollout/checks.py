@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from envs import keys
 from envs.types import EnvStep, Space, VectorEnv
 from rollout.types import PolicyStep, Transition
 
@@ -21,10 +22,7 @@ _BOOKKEEPING = (
 
 def typed_key(key: Any) -> None:
     """Refuses anything but one typed key."""
-    is_key = isinstance(key, jax.Array) and jnp.issubdtype(
-        key.dtype, jax.dtypes.prng_key
-    )
-    if not is_key or key.shape:
+    if not (isinstance(key, jax.Array) and keys.has_keys(key)) or key.shape:
         raise ValueError(
             "`key` must be one typed key as `jax.random.key(seed)` makes it, got "
             f"{_describe(key)}."
@@ -143,8 +141,6 @@ def _at(path: tuple[Any, ...]) -> str:
 def _describe(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype} of shape {value.shape}"
-    return (
-        f"{type(value).__name__} {value!r}"
-        if not isinstance(value, tuple | list | dict)
-        else type(value).__name__
-    )
+    if isinstance(value, tuple | list | dict):
+        return type(value).__name__
+    return f"{type(value).__name__} {value!r}"

@@ -172,7 +172,8 @@ class Collector:
         """
         checks.count("num_episodes", num_episodes)
         max_steps = checks.max_steps(max_steps)
-        return _collect_episodes(self, carry, params, num_episodes, max_steps)
+        args = self, carry, params, max_steps
+        return _collect_episodes(*args, episodes.queue, num_episodes)
 
     def collect_episodes_per_env(
         self, carry: Carry, params: Any, episodes_per_env: int, *, max_steps: int
@@ -198,7 +199,8 @@ class Collector:
         """
         checks.count("episodes_per_env", episodes_per_env)
         max_steps = checks.max_steps(max_steps)
-        return _collect_per_env(self, carry, params, episodes_per_env, max_steps)
+        args = self, carry, params, max_steps
+        return _collect_episodes(*args, episodes.per_env, episodes_per_env)
 
     def fold_episodes(
         self,
@@ -310,29 +312,18 @@ def _collect_steps(
     return carry, kernel.unpack(rows, flags, jnp.ones(flags.shape, bool))
 
 
-@functools.partial(jax.jit, static_argnames="num_episodes")
+@functools.partial(jax.jit, static_argnames=("make_plan", "count"))
 def _collect_episodes(
     collector: Collector,
     carry: Carry,
     params: Any,
-    num_episodes: int,
     max_steps: jax.Array,
+    make_plan: Callable[..., episodes.Plan],
+    count: int,
 ) -> tuple[Carry, Episodes]:
-    plan = episodes.queue(carry, collector._lanes, num_episodes)
-    carry, _, played = collector._play(carry, params, _ignore, (), plan, max_steps)
-    return carry, played
-
-
-@functools.partial(jax.jit, static_argnames="episodes_per_env")
-def _collect_per_env(
-    collector: Collector,
-    carry: Carry,
-    params: Any,
-    episodes_per_env: int,
-    max_steps: jax.Array,
-) -> tuple[Carry, Episodes]:
-    plan = episodes.per_env(carry, collector._lanes, episodes_per_env)
-    carry, _, played = collector._play(carry, params, _ignore, (), plan, max_steps)
+    plan = make_plan(carry, collector._lanes, count)
+    args = carry, params, lambda acc, transition: acc, ()
+    carry, _, played = collector._play(*args, plan, max_steps)
     return carry, played
 
 
@@ -351,8 +342,3 @@ def _collect_padded(
         carry, params, write, keys.words(blank), plan, jnp.int32(max_length)
     )
     return carry, keys.like(padded, blank), played
-
-
-def _ignore(acc: Acc, transition: Transition) -> Acc:
-    del transition  # unused
-    return acc

@@ -23,12 +23,13 @@ def faults(trajectory: Transition) -> dict[str, jax.Array]:
     Returns:
         Names of the floats it holds, such as `extras.value`, to `[T, B]` bool.
     """
+    num_axes = trajectory.mask.ndim
     fields = {
         name: getattr(trajectory, name)
         for name in ("obs", "action", "next_obs", "reward", "extras")
     }
     return {
-        name: _any_in_row(_is_fault(name, leaf), trajectory.mask.ndim)
+        name: jnp.any(_is_fault(name, leaf), axis=tuple(range(num_axes, leaf.ndim)))
         for path, leaf in jax.tree.leaves_with_path(fields)
         if jnp.issubdtype(leaf.dtype, jnp.floating)
         and (name := jax.tree_util.keystr(path, simple=True, separator="."))
@@ -54,7 +55,3 @@ def _is_fault(name: str, leaf: jax.Array) -> jax.Array:
     if field == "extras" and rest.rpartition(".")[2] not in _NEVER_INFINITE:
         return jnp.isnan(leaf) | (leaf == jnp.inf)
     return ~jnp.isfinite(leaf)
-
-
-def _any_in_row(flag: jax.Array, num_axes: int) -> jax.Array:
-    return jnp.any(flag, axis=tuple(range(num_axes, flag.ndim)))

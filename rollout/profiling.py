@@ -38,6 +38,15 @@ class Profile(NamedTuple):
     unexplained: float
 
 
+class _Given(NamedTuple):
+    """What every part gets."""
+
+    collector: Collector
+    carry: Carry  # at the beginning
+    params: Any
+    trajectory: Transition  # [T, B, ...]
+
+
 def profile(
     collector: Collector,
     params: Any,
@@ -72,32 +81,31 @@ def profile(
     checks.count("num_repeats", num_repeats)
     carry = collector.init(jax.random.key(0) if key is None else key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
-    given = carry, params, trajectory
+    given = _Given(collector, carry, params, trajectory)
     programs = {
-        name: jax.jit(part).lower(collector, *given).compile()
-        for name, part in _PARTS.items()
+        name: jax.jit(part).lower(given).compile() for name, part in _PARTS.items()
     }
-    programs["whole"] = lambda *_: collector.collect_steps(carry, params, num_steps)
+    programs["whole"] = lambda _: collector.collect_steps(carry, params, num_steps)
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(num_repeats):
         for name, program in programs.items():
-            times[name].append(_time(program, collector, *given))
+            times[name].append(_time(program, given))
     seconds = {name: statistics.median(taken) for name, taken in times.items()}
     explained = sum(seconds[name] for name in _PARTS)
     return Profile(**seconds, unexplained=seconds["whole"] - explained)
 
 
-def _time(program: Callable[..., Any], *args: Any) -> float:
+def _time(program: Callable[[_Given], Any], given: _Given) -> float:
     # Once before, so that all parts find memory that was freed just now.
-    jax.block_until_ready(program(*args))
+    jax.block_until_ready(program(given))
     start = time.perf_counter()
-    jax.block_until_ready(program(*args))
+    jax.block_until_ready(program(given))
     return time.perf_counter() - start
 
 
-def _policy(
-    collector: Collector, carry: Carry, params: Any, trajectory: Transition
-) -> Any:
+def _policy(given: _Given) -> Any:
+    collector, carry, params, trajectory = given
+
     def step(state: Any, obs: chex.ArrayTree) -> Any:
         carry, _ = state
         seen = carry.replace(obs=obs)
@@ -110,30 +118,28 @@ def _policy(
     return lax.scan(step, (carry, last), trajectory.obs)[0]
 
 
-def _env_step(
-    collector: Collector, carry: Carry, params: Any, trajectory: Transition
-) -> Any:
-    del params  # unused
+def _env_step(given: _Given) -> Any:
+    collector, carry, _, trajectory = given
 
     def step(state: Any, action: chex.ArrayTree) -> Any:
         carry, _ = state
+        length = carry.episode.episode_length + 1
         result = kernel.step_env(collector.env, carry, action)
-        episode = carry.episode
-        episode = episode.replace(episode_length=episode.episode_length + 1)
         carry = carry.replace(
-            step=carry.step + 1, env_state=result.state, episode=episode
+            step=carry.step + 1,
+            env_state=result.state,
+            episode=carry.episode.replace(episode_length=length),
         )
         return (carry, result.replace(state=(), info=())), None
 
-    return lax.scan(
-        step, (carry, _blank_result(collector, carry, trajectory)), trajectory.action
-    )[0]
+    action = _last(trajectory.action)
+    result = jax.eval_shape(step, (carry, None), action)[0][1]
+    start = carry, keys.blank(result, carry.key)
+    return lax.scan(step, start, trajectory.action)[0]
 
 
-def _auto_reset(
-    collector: Collector, carry: Carry, params: Any, trajectory: Transition
-) -> Any:
-    del params  # unused
+def _auto_reset(given: _Given) -> Any:
+    collector, carry, _, trajectory = given
 
     def step(carry: Carry, done: jax.Array) -> tuple[Carry, None]:
         return kernel.restart(collector.env, collector.policy, carry, done), None
@@ -141,34 +147,19 @@ def _auto_reset(
     return lax.scan(step, carry, trajectory.done)[0]
 
 
-def _recording(
-    collector: Collector, carry: Carry, params: Any, trajectory: Transition
-) -> Any:
-    del collector, carry, params  # unused
-    rows = keys.words(kernel.pack(trajectory))
+def _recording(given: _Given) -> Any:
+    rows = keys.words(kernel.pack(given.trajectory))
 
     def step(row: chex.ArrayTree, _: None) -> tuple[chex.ArrayTree, chex.ArrayTree]:
         # Behind a barrier, or jax would broadcast the row instead of writing rows.
         row = lax.optimization_barrier(row)
         return row, row
 
-    return lax.scan(step, _last(rows), length=trajectory.reward.shape[0])[1]
+    return lax.scan(step, _last(rows), length=given.trajectory.reward.shape[0])[1]
 
 
 def _last(tree: chex.ArrayTree) -> chex.ArrayTree:
     return jax.tree.map(lambda x: x[-1], tree)
-
-
-def _blank_result(
-    collector: Collector, carry: Carry, trajectory: Transition
-) -> chex.ArrayTree:
-    action = _last(trajectory.action)
-    shapes = jax.eval_shape(
-        lambda carry, action: kernel.step_env(collector.env, carry, action),
-        carry,
-        action,
-    ).replace(state=(), info=())
-    return jax.tree.map(lambda x: keys.blank(x.shape, x, carry.key), shapes)
 
 
 _PARTS = {

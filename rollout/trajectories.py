@@ -46,11 +46,8 @@ def split_trajectories(trajectory: Transition) -> Pieces:
     Returns:
         The pieces, as NumPy arrays; typed keys stay keys.
     """
-    mask, episode_id = (
-        np.asarray(x).T for x in (trajectory.mask, trajectory.episode_id)
-    )
-    lane, step = np.nonzero(mask)  # lane by lane
-    ids = episode_id[lane, step]
+    lane, step = np.nonzero(np.asarray(trajectory.mask).T)  # lane by lane
+    ids = np.asarray(trajectory.episode_id)[step, lane]
     is_new = np.ones(ids.shape, bool)
     is_new[1:] = (lane[1:] != lane[:-1]) | (ids[1:] != ids[:-1])
     piece = np.cumsum(is_new) - 1

@@ -1,11 +1,16 @@
 """The rollout contracts: what goes into the kernel and what comes out of it."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
 from flax import struct
+
+Key = chex.PRNGKey
+Params = Any  # whatever the policy takes
+Obs = chex.ArrayTree  # [B, ...]
+PolicyState = chex.ArrayTree  # [B, ...]
 
 
 @struct.dataclass(kw_only=True)
@@ -158,6 +163,9 @@ class PolicyStep(NamedTuple):
     extras: chex.ArrayTree = ()
 
 
+PolicyFn = Callable[[Params, Obs, PolicyState, Key], PolicyStep]
+
+
 class Policy(NamedTuple):
     """A policy, batched over lanes: two functions.
 
@@ -168,17 +176,9 @@ class Policy(NamedTuple):
         apply: `(params, obs, state, key)` to a `PolicyStep`. `obs` and `state` are
             `[B, ...]`; `key` is one typed key for the whole batch, new at every step.
         mode: as `apply`, with the same structure of the result, but the most likely
-            action instead of a drawn one; None if the policy does not say. It is what
-            `greedy` makes a policy of.
+            action instead of a drawn one, for `greedy`; None if there is none.
     """
 
-    init: Callable[[int], chex.ArrayTree]
-    apply: Callable[
-        [chex.ArrayTree, chex.ArrayTree, chex.ArrayTree, chex.PRNGKey], PolicyStep
-    ]
-    mode: (
-        Callable[
-            [chex.ArrayTree, chex.ArrayTree, chex.ArrayTree, chex.PRNGKey], PolicyStep
-        ]
-        | None
-    ) = None
+    init: Callable[[int], PolicyState]
+    apply: PolicyFn
+    mode: PolicyFn | None = None

@@ -38,11 +38,7 @@ class Recorded(NamedTuple):
 
 
 def play(args: argparse.Namespace) -> Played:
-    """Plays exactly `num_episodes` episodes of at most `max_steps` steps each.
-
-    Raises:
-        InputError: if there is no such environment, or not with these parameters.
-    """
+    """Plays exactly `num_episodes` episodes of at most `max_steps` steps each."""
     with naming_parameters(args):
         env = envs.make_vec(args.env, args.num_envs, **dict(args.env_param))
         collector = Collector(env=env, policy=random_policy(env.action_space))
@@ -58,18 +54,14 @@ def play(args: argparse.Namespace) -> Played:
 
 
 def record(args: argparse.Namespace) -> Recorded:
-    """Plays the first episode of what `play` would, and keeps its states.
-
-    Raises:
-        InputError: if there is no such environment, not with these parameters, or if it
-            cannot be drawn here.
-    """
+    """Plays the first episode of what `play` would, and keeps its states."""
     with naming_parameters(args):
         env = envs.make(args.env, **dict(args.env_param))
         _check_drawable(env)
-        vector_env = envs.vectorize(envs.expose_state(env), 1)
-        policy = random_policy(env.action_space)
-        collector = Collector(env=vector_env, policy=policy)
+        collector = Collector(
+            env=envs.vectorize(envs.expose_state(env), 1),
+            policy=random_policy(env.action_space),
+        )
         carry = collector.init(jax.random.key(args.seed))
         result = _record(collector, carry, max_length=args.max_steps)
     info, rewards, episodes = jax.device_get(result)

@@ -19,16 +19,7 @@ _MAX_POINTS = 5000
 
 
 def draw_steps(env_id: str, num_envs: int, ended: Ended) -> "Figure":
-    """Draws the returns over time and the distribution of the lengths.
-
-    Args:
-        env_id: id of the environment, for the title.
-        num_envs: B, lanes that stepped side by side.
-        ended: the episodes, at least one.
-
-    Returns:
-        A figure that no other code can see: nothing of pyplot's global state is used.
-    """
+    """Draws the returns over time, and how the lengths of the episodes spread."""
     figure, left, right = _make_figure(env_id, num_envs)
     step, value = ended.step * num_envs, ended.episode_return
     drawn = _draw_points(left, step, value)
@@ -45,16 +36,7 @@ def draw_steps(env_id: str, num_envs: int, ended: Ended) -> "Figure":
 
 
 def draw_episodes(env_id: str, num_envs: int, played: "Played") -> "Figure":
-    """Draws the returns in start order, their mean, and the distribution of lengths.
-
-    Args:
-        env_id: id of the environment, for the title.
-        num_envs: B, lanes that stepped side by side.
-        played: the episodes and their statistics.
-
-    Returns:
-        A figure, as `draw_steps` returns one.
-    """
+    """Draws the returns in start order and their mean, and how the lengths spread."""
     figure, left, right = _make_figure(env_id, num_envs)
     episodes, stats = played.episodes, played.stats
     value = episodes.episode_return
@@ -79,7 +61,7 @@ def draw_episodes(env_id: str, num_envs: int, played: "Played") -> "Figure":
 
 def _make_figure(env_id: str, num_envs: int) -> tuple["Figure", "Axes", "Axes"]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # without pyplot and its global state
 
     figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)

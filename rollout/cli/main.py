@@ -31,19 +31,12 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        argv: the arguments; None for those of the process. `--xla-cpu-loop` sets
-            XLA_FLAGS, which has no effect once jax has started its backend.
+    """Runs the command line, with the arguments of the process if `argv` is None.
 
     Returns:
         The exit status: 0; 1 if `--plot` found no episode to draw; 130 after Ctrl-C
-            and 141 if the reader of stdout is gone, as a shell counts signals.
-
-    Raises:
-        SystemExit: with status 2 after one line on stderr if what was asked for cannot
-            be done, with status 0 after `--help`.
+            and 141 if the reader of stdout is gone, as a shell counts signals. What
+            cannot be done exits with 2, after one line on stderr.
     """
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -82,9 +75,8 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def _run_steps(args: argparse.Namespace) -> int:
-    program = steps.prepare(args)
-    result = steps.collect(program, args)
-    report.print_steps(args, program, result)
+    result = steps.collect(args)
+    report.print_steps(args, result)
     if result.is_interrupted:
         raise KeyboardInterrupt
     if args.save:

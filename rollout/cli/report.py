@@ -8,7 +8,7 @@ import numpy as np
 
 from rollout.cli.arguments import XLA_CPU_LOOP
 from rollout.cli.episodes import Played
-from rollout.cli.steps import Program, Result
+from rollout.cli.steps import Result
 from rollout.profiling import Profile
 from rollout.stats import CollectStats
 from rollout.types import Episodes
@@ -16,7 +16,7 @@ from rollout.types import Episodes
 _CUT = "cut by --max-steps"
 
 
-def print_steps(args: argparse.Namespace, program: Program, result: Result) -> None:
+def print_steps(args: argparse.Namespace, result: Result) -> None:
     """Prints what was run, what the episodes were like and how fast they came."""
     num_rows, ended = args.num_envs * result.num_steps, result.ended
     _print_run(args)
@@ -31,7 +31,7 @@ def print_steps(args: argparse.Namespace, program: Program, result: Result) -> N
         _print_moments(ended.episode_return, ended.episode_length)
     else:
         print_row("episodes", "0 (no episode ended in this window)")
-    print_row("compile time", f"{program.compile_time:.2f} s")
+    print_row("compile time", f"{result.compile_time:.2f} s")
     print_row("run time", f"{result.run_time:.3f} s")
     print_row("steps per second", f"{num_rows / result.run_time:,.0f}")
 

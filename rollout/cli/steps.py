@@ -23,13 +23,6 @@ _MAX_ROWS = 1 << 22  # of a batch, so that its memory does not grow with the run
 _ENDING_FIELDS = ("terminated", "truncated", "episode_return", "episode_length")
 
 
-class Program(NamedTuple):
-    """A stream that is compiled, ready to run."""
-
-    stream: Stream
-    compile_time: float  # s
-
-
 class Ended(NamedTuple):
     """The `E` episodes that ended, in the order in which they did."""
 
@@ -45,21 +38,9 @@ class Result(NamedTuple):
     num_steps: int  # T, steps of every lane
     ended: Ended
     trajectory: dict[str, np.ndarray]  # [T, B, ...] by name, {} unless it is saved
+    compile_time: float  # s
     run_time: float  # s
     is_interrupted: bool
-
-
-def prepare(args: argparse.Namespace) -> Program:
-    """Makes the environments, starts them, and compiles the collection.
-
-    Raises:
-        InputError: if there is no such environment, or not with these parameters.
-    """
-    with naming_parameters(args):
-        start = time.perf_counter()
-        stream = _make_stream(args, total_steps=args.num_steps * args.num_envs)
-        stream.compile()
-    return Program(stream, time.perf_counter() - start)
 
 
 def make_collector(args: argparse.Namespace) -> Collector:
@@ -68,15 +49,19 @@ def make_collector(args: argparse.Namespace) -> Collector:
     return Collector(env=env, policy=random_policy(env.action_space))
 
 
-def collect(program: Program, args: argparse.Namespace) -> Result:
+def collect(args: argparse.Namespace) -> Result:
     """Collects `num_steps` steps of every lane, with a bar if stderr is a terminal.
 
     After Ctrl-C the result is what was collected until then.
     """
     start, num_steps, is_interrupted = time.perf_counter(), 0, False
+    with naming_parameters(args):
+        stream = _make_stream(args, total_steps=args.num_steps * args.num_envs)
+        stream.compile()
+    compiled = time.perf_counter()
     parts: list[tuple[int, Ended, dict[str, np.ndarray]]] = []
     try:
-        with program.stream as stream:
+        with stream:
             for batch in stream:
                 size = batch.steps // args.num_envs  # rows that are not void
                 fields = {x: np.asarray(y)[:size] for x, y in batch.trajectory.items()}
@@ -92,17 +77,14 @@ def collect(program: Program, args: argparse.Namespace) -> Result:
         num_steps=counts[-1],
         ended=Ended(*map(np.concatenate, zip(*ended, strict=True))),
         trajectory={x: np.concatenate([row[x] for row in rows]) for x in rows[0]},
-        run_time=time.perf_counter() - start,
+        compile_time=compiled - start,
+        run_time=time.perf_counter() - compiled,
         is_interrupted=is_interrupted,
     )
 
 
 def profile(args: argparse.Namespace) -> tuple[Profile, Path]:
-    """Times the parts of a batch, and runs one under jax's own profiler.
-
-    Returns:
-        Seconds per part, and where the trace lies.
-    """
+    """Seconds per part of a batch, and where the trace of one more lies."""
     seconds = time_parts(make_collector(args), None, _num_rows(args))
     stream = _make_stream(args, total_steps=None)
     next(stream)

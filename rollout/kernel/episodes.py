@@ -108,9 +108,6 @@ def play(
     """Plays the episodes of a plan; see `Collector.fold_episodes`."""
     everywhere = jnp.ones((env.num_envs,), bool)
 
-    def is_playing(run: _Run) -> jax.Array:
-        return jnp.any(run.index < plan.num_episodes)
-
     # Restart, then step: the other way round the restart of all lanes before the first
     # step would be compiled apart.
     def step(run: _Run) -> _Run:
@@ -140,7 +137,14 @@ def play(
         table=jnp.zeros((plan.num_episodes, _COLUMNS), jnp.int32),
         num_steps=jnp.zeros((), jnp.int32),
     )
-    run = _while(is_playing, step, run)
+    # Of words, for under `vmap` the loop selects between old and new, which jax's
+    # checker of key reuse takes for a use of a key.
+    words = lax.while_loop(
+        lambda words: jnp.any(words.index < plan.num_episodes),
+        lambda words: keys.words(step(keys.like(words, run))),
+        keys.words(run),
+    )
+    run = keys.like(words, run)
     end = transition.restart(env, policy, run.carry, everywhere, plan.after)
     end = end.replace(next_episode=end.next_episode + plan.num_queued)
     return end, run.acc, _read(run.table, run.num_steps)
@@ -165,27 +169,7 @@ def pad(
             keys.words(row),
         )
 
-    blank = jax.tree.map(
-        lambda x: keys.blank((max_length, num_episodes, *x.shape[1:]), x, carry.key),
-        row,
-    )
-    return blank, write
-
-
-def _while(
-    is_playing: Callable[[_Run], jax.Array], step: Callable[[_Run], _Run], run: _Run
-) -> _Run:
-    """`lax.while_loop`, with words for the keys.
-
-    Under `vmap` the loop selects between old and new, which jax's checker of key reuse
-    takes for a use of a key.
-    """
-    words = lax.while_loop(
-        lambda words: is_playing(keys.like(words, run)),
-        lambda words: keys.words(step(keys.like(words, run))),
-        keys.words(run),
-    )
-    return keys.like(words, run)
+    return keys.blank(row, carry.key, (max_length, num_episodes), skip=1), write
 
 
 def _void(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:

@@ -30,15 +30,7 @@ def step_once(
 ) -> EnvStep:
     """Computes `step(step_keys, state, action)`, apart from what is around it.
 
-    Args:
-        step: steps `B` environments; the state keeps its structure and dtypes.
-        step_keys: `[B]` typed keys.
-        state: `[B, ...]`, environment state.
-        action: `[B, ...]`, one action per lane.
-        counter: `()` int32, any number that is not known when compiling.
-
-    Returns:
-        What `step` returns.
+    `counter` is any `()` int32 that is not known when compiling.
     """
     if jax.__version_info__ >= (0, 11) or jax.default_backend() != "cpu":
         result = step(step_keys, *keys.barrier((state, action)))
@@ -54,8 +46,7 @@ def step_once(
         return result.replace(state=keys.words(result.state))
 
     def never(words: chex.ArrayTree) -> EnvStep:
-        blank = jax.tree.map(lambda x: keys.blank(x.shape, x, step_keys), shapes)
-        return blank.replace(state=words[1])
+        return keys.blank(shapes, step_keys).replace(state=words[1])
 
     always = (counter | 1) != 0
     result = lax.cond(always, taken, never, keys.words(operands))

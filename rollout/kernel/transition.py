@@ -278,6 +278,8 @@ def _is_persistent(state: Any) -> bool:
 
 
 def _initial_policy_state(policy: Policy, num_envs: int) -> chex.ArrayTree:
-    state = jax.tree.map(jnp.asarray, policy.init(num_envs))
+    state = jax.tree.map(
+        lambda x: jnp.asarray(x, jnp.result_type(x)), policy.init(num_envs)
+    )
     checks.policy_init(state, num_envs)
-    return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), state)
+    return state

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from envs.types import Space
 from rollout.policies import draws
 from rollout.policies.draws import MaskFn
-from rollout.types import Policy, PolicyStep
+from rollout.types import Key, Obs, Params, Policy, PolicyFn, PolicyState, PolicyStep
 
 
 def random_policy(action_space: Space, *, mask_fn: MaskFn | None = None) -> Policy:
@@ -56,13 +56,8 @@ def stateless_policy(
         A policy whose state is `()`.
     """
 
-    def make(fn: Callable[..., Any]) -> Callable[..., PolicyStep]:
-        def apply(
-            params: chex.ArrayTree,
-            obs: chex.ArrayTree,
-            state: chex.ArrayTree,
-            key: chex.PRNGKey,
-        ) -> PolicyStep:
+    def make(fn: Callable[..., Any]) -> PolicyFn:
+        def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
             result = fn(params, obs, key)
             action, extras = result if isinstance(result, tuple) else (result, ())
             return PolicyStep(action, state, extras)
@@ -91,21 +86,14 @@ def recurrent_policy(
         lane.
     """
 
-    def make(fn: Callable[..., Any]) -> Callable[..., PolicyStep]:
-        def apply(
-            params: chex.ArrayTree,
-            obs: chex.ArrayTree,
-            state: chex.ArrayTree,
-            key: chex.PRNGKey,
-        ) -> PolicyStep:
+    def make(fn: Callable[..., Any]) -> PolicyFn:
+        def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
             result = fn(params, obs, state, key)
             if not isinstance(result, tuple) or len(result) not in (2, 3):
-                got = (
-                    f"{len(result)} values" if isinstance(result, tuple) else "no tuple"
-                )
+                got = len(result) if isinstance(result, tuple) else "no tuple"
                 raise ValueError(
                     "A recurrent policy's `fn` must return (action, state) or (action, "
-                    f"state, extras), got {got}."
+                    f"state, extras), a tuple of 2 or 3, got {got}."
                 )
             return PolicyStep(*result)
 
@@ -142,9 +130,7 @@ def _discrete_policy(n: int, dtype: jnp.dtype, mask_fn: MaskFn | None) -> Policy
     if mask_fn is None:
         return _drawing_policy(functools.partial(draws.discrete, n, dtype))
 
-    def apply(
-        params: Any, obs: chex.ArrayTree, state: chex.ArrayTree, key: chex.PRNGKey
-    ) -> PolicyStep:
+    def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
         del params  # unused
         mask = draws.make_mask(mask_fn, obs, n)
         action = draws.allowed(mask, dtype, key)
@@ -156,9 +142,7 @@ def _discrete_policy(n: int, dtype: jnp.dtype, mask_fn: MaskFn | None) -> Policy
 def _drawing_policy(draw: Callable[[int, chex.PRNGKey], chex.ArrayTree]) -> Policy:
     """Makes a policy of `(num_envs, key)` to actions."""
 
-    def apply(
-        params: Any, obs: chex.ArrayTree, state: chex.ArrayTree, key: chex.PRNGKey
-    ) -> PolicyStep:
+    def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
         del params  # unused
         return PolicyStep(draw(draws.num_lanes(obs), key), state)
 

@@ -19,7 +19,7 @@ that the environment gives in `info` is brought into `obs` by
 is allowed, the action is drawn from all, since one must be sent, and
 `extras["none_allowed"]` says so.
 
-The noise for continuous actions is in `rollout.noise`.
+The noise for continuous actions is in `noise`.
 """
 
 import functools
@@ -37,7 +37,7 @@ from rollout import checks
 from rollout.policies import draws, wrapping
 from rollout.policies.draws import MaskFn
 from rollout.policies.wrapping import Schedule
-from rollout.types import Policy, PolicyStep
+from rollout.types import Obs, Params, Policy, PolicyStep
 
 
 def epsilon_greedy(
@@ -58,14 +58,12 @@ def epsilon_greedy(
         epsilon: probability per step, in [0, 1]: a number, or a schedule over the
             steps of the lane. Of a schedule, a value above 1 counts as 1, and one below
             0 or NaN as 0.
-        mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed;
-            only for a discrete space. `envs.ObserveInfo` brings a mask into `obs`.
+        mask_fn: which actions are allowed, as `random_policy` takes it.
 
     Returns:
         A policy with the state of `policy`, and a step count in it if `epsilon` is a
-        schedule. The extras are those of `policy`, of its action and not of the one
-        that took its place. With a `mask_fn` they gain `none_allowed`, `[B]` bool; if
-        they have it from another wrapper, either says so.
+        schedule. The extras are those of `policy`, of its own action; with a `mask_fn`
+        and `none_allowed`, `[B]` bool.
 
     Raises:
         ValueError: if `epsilon` is a number outside [0, 1], or a schedule that does not
@@ -114,14 +112,11 @@ def random_warmup(
         policy: the policy that acts after the warm-up.
         action_space: any space that `random_policy` takes.
         num_steps: random steps per lane, at least 1. Episodes may end within them.
-        mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed;
-            only for a discrete space. `envs.ObserveInfo` brings a mask into `obs`.
+        mask_fn: which actions are allowed, as `random_policy` takes it.
 
     Returns:
-        A policy with the state of `policy` and a step count. The extras are those of
-        `policy`, of its action and not of the one that took its place. With a
-        `mask_fn` they gain `none_allowed`, `[B]` bool; if they have it from another
-        wrapper, either says so.
+        A policy with the state of `policy` and a step count, and with the extras that
+        `epsilon_greedy` gives.
 
     Raises:
         ValueError: if `num_steps` is not an int of at least 1, or as `epsilon_greedy`
@@ -160,10 +155,8 @@ def random_where(
     """
     replace = _replacer(action_space, None)
 
-    def apply(
-        params: Any, obs: chex.ArrayTree, state: chex.ArrayTree, inner_key: chex.PRNGKey
-    ) -> PolicyStep:
-        decision = wrapping.decide(policy, action_space, params, obs, state, inner_key)
+    def apply(params: Params, obs: Obs, *inputs: Any) -> PolicyStep:
+        decision = wrapping.decide(policy, action_space, params, obs, *inputs)
 
         def draw(action: chex.ArrayTree) -> chex.ArrayTree:
             return replace(decision._replace(action=action), obs, is_random, key).action

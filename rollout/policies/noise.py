@@ -1,6 +1,6 @@
 """Noise for continuous actions: wrappers that take a policy and return a noisy one.
 
-What `rollout.exploration` says of keys, extras and schedules holds here too.
+What `exploration` says of keys, extras and schedules holds here too.
 """
 
 import math

@@ -15,12 +15,12 @@ from envs import keys
 from envs.types import Space
 from rollout import checks
 from rollout.policies.draws import num_lanes
-from rollout.types import Persistent, Policy, PolicyStep
+from rollout.types import Key, Obs, Params, Persistent, Policy, PolicyFn, PolicyStep
 
 Schedule = Callable[[jax.Array], jax.Array]  # steps taken, `()` int32, to `()` float
 
 _Init = Callable[[int], chex.ArrayTree]
-_Apply = Callable[..., PolicyStep]  # `Policy.apply`, or with the steps in front
+_Apply = Callable[..., PolicyStep]  # a `PolicyFn`, or with the steps in front
 _Act = Callable[..., PolicyStep]  # with the wrapped policy and a value in front
 
 
@@ -40,11 +40,7 @@ def counted(init: _Init, apply: _Apply, mode: _Apply | None) -> Policy:
         return Counted(inner=init(num_envs), step=Persistent(step))
 
     def count(
-        apply: _Apply,
-        params: Any,
-        obs: chex.ArrayTree,
-        state: Counted,
-        key: chex.PRNGKey,
+        apply: _Apply, params: Params, obs: Obs, state: Counted, key: Key
     ) -> PolicyStep:
         step = state.step.value
         decision = apply(step, params, obs, state.inner, key)
@@ -82,7 +78,7 @@ def scheduled(
     return counted(init, apply_schedule, mode and counted_mode)
 
 
-def act_by_mode(policy: Policy, act: _Act, *values: Any) -> _Apply | None:
+def act_by_mode(policy: Policy, act: _Act, *values: Any) -> PolicyFn | None:
     """Gives `act` the wrapped policy's mode to apply; None if it has none."""
     if policy.mode is None:
         return None
@@ -96,9 +92,8 @@ def check_scheduled(
     if callable(value):
         _check_schedule(name, value)
     elif not is_number(value) or not 0.0 <= value <= highest:
-        what = (
-            "at least 0 and finite" if highest == math.inf else f"in [0, {highest:g}]"
-        )
+        bounded = f"in [0, {highest:g}]"
+        what = "at least 0 and finite" if highest == math.inf else bounded
         raise ValueError(f"`{name}` must be {what}, or a schedule, got {value!r}.")
 
 
@@ -114,15 +109,10 @@ def derive(key: chex.PRNGKey, num: int) -> tuple[chex.PRNGKey, ...]:
 
 
 def decide(
-    policy: Policy,
-    space: Space,
-    params: Any,
-    obs: chex.ArrayTree,
-    state: chex.ArrayTree,
-    key: chex.PRNGKey,
+    policy: Policy, space: Space, params: Params, obs: Obs, *inputs: Any
 ) -> PolicyStep:
     """Applies the wrapped policy and refuses what is no action of the space."""
-    decision = policy.apply(params, obs, state, key)
+    decision = policy.apply(params, obs, *inputs)
     checks.decision("The wrapped `policy.apply`", decision, space, num_lanes(obs))
     return decision
 
@@ -130,10 +120,9 @@ def decide(
 def _check_schedule(name: str, schedule: Schedule) -> None:
     step = jax.ShapeDtypeStruct((), jnp.int32)
     value = jax.eval_shape(schedule, step)
-    if not hasattr(value, "shape"):
-        raise ValueError(f"`{name}` must return a scalar, got {type(value).__name__}.")
-    if value.shape:
-        raise ValueError(f"`{name}` must return a scalar, got shape {value.shape}.")
-    kinds = (jnp.floating, jnp.integer)
-    if not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
+    shape = getattr(value, "shape", type(value).__name__)
+    if shape != ():
+        what = f"shape {shape}" if isinstance(shape, tuple) else shape
+        raise ValueError(f"`{name}` must return a scalar, got {what}.")
+    if not any(jnp.issubdtype(value.dtype, x) for x in (jnp.floating, jnp.integer)):
         raise ValueError(f"`{name}` must return a real scalar, got {value.dtype}.")

@@ -67,7 +67,10 @@ def fill(
     if options.on_fault == "drop":
         trajectory, num_faulty = _drop(trajectory)
     elif options.check_finite:
-        faults = _first_faults(trajectory, number)
+        faults = {
+            name: jnp.where(bad & trajectory.mask, number, NO_FAULT).min()
+            for name, bad in finite.faults(trajectory).items()
+        }
     stats = _summarize(trajectory, episodes)
     return Filled(
         carry=carry,
@@ -77,17 +80,6 @@ def fill(
         counted=stream_stats.pack(stats, num_faulty, num_steps),
         faults=faults,
     )
-
-
-def has_idle_lanes(options: Options, num_envs: int) -> bool:
-    """Tells whether in some row not every lane steps."""
-    counts = (options.steps_per_batch, options.total_steps)
-    return any(count is not None and count % num_envs for count in counts)
-
-
-def num_rows(options: Options, num_envs: int) -> int:
-    """T, the number of rows of a batch."""
-    return -(-options.steps_per_batch // num_envs)
 
 
 def _fill_rows(
@@ -100,8 +92,10 @@ def _fill_rows(
 ) -> tuple[Carry, Transition]:
     """Takes the steps of a batch; rows without a step stay zero."""
     env, policy, num_envs = collector.env, collector.policy, collector.env.num_envs
-    shape = num_rows(options, num_envs), num_envs
-    number, idle = _numbers(shape, window), has_idle_lanes(options, num_envs)
+    shape = -(-options.steps_per_batch // num_envs), num_envs
+    number = _numbers(shape, window)
+    counts = (options.steps_per_batch, options.total_steps or 0)
+    idle = any(count % num_envs for count in counts)  # some lanes, in the last row
     limit = options.max_episode_steps and checks.max_steps(options.max_episode_steps)
     if options.at_batch_end == "reset":
         carry = _restart_all(collector, carry)
@@ -132,8 +126,8 @@ def _fill_rows(
         return finite.is_faulty(kernel.record(collector.record_fn, transition))
 
     row = jax.eval_shape(lambda: kernel.pack(collector.step(carry, params)[1]))
-    rows = jax.tree.map(lambda x: keys.blank((shape[0], *x.shape), x, carry.key), row)
-    stop = -(-window.num_steps // num_envs)
+    rows = keys.blank(row, carry.key, shape[:1])
+    stop = -(-window.num_steps // num_envs)  # rows from here on have no step
     words = keys.words(rows)
     if isinstance(memory, Transition) and options.postprocess is None:
         # What is written over needs no zeros first.
@@ -179,14 +173,6 @@ def _truncate(trajectory: Transition, carry: Carry) -> Transition:
         row[:, None] == num_steps[None] - 1
     )
     return trajectory.replace(truncated=trajectory.truncated | here)
-
-
-def _first_faults(trajectory: Transition, number: jax.Array) -> dict[str, jax.Array]:
-    """The first step at which each field is not finite, or `NO_FAULT`."""
-    return {
-        name: jnp.where(bad & trajectory.mask, number, NO_FAULT).min()
-        for name, bad in finite.faults(trajectory).items()
-    }
 
 
 def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:

@@ -52,17 +52,12 @@ def check(options: Options) -> None:
 
 def _check_episodes(options: Options) -> None:
     if options.max_episode_steps is None:
-        raise ValueError(
-            "`episodes_per_batch` needs `max_episode_steps`, the number of rows, got "
-            "None."
-        )
+        raise ValueError("`episodes_per_batch` needs `max_episode_steps`, got None.")
     # Steps of whole episodes do not come out even.
     for name in ("total_steps", "warmup_steps"):
-        if getattr(options, name):
-            raise ValueError(
-                f"`{name}` must not be given with `episodes_per_batch`, got "
-                f"{getattr(options, name)!r}."
-            )
+        if value := getattr(options, name):
+            what = f"`{name}` must not be given with `episodes_per_batch`"
+            raise ValueError(f"{what}, got {value!r}.")
     if options.on_fault == "drop":
         raise ValueError(
             '`on_fault="drop"` must not be given with `episodes_per_batch`: there the '

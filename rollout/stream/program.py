@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from envs import keys
 from rollout.collector import Collector
 from rollout.stream.fill import Filled, fill
-from rollout.stream.placement import place
-from rollout.stream.types import Options, Window
+from rollout.stream.types import Options, Placement, Window
 from rollout.types import Carry
 
 
@@ -30,14 +30,10 @@ def make(options: Options, collector: Collector, carry: Carry, params: Any) -> P
     memory: chex.ArrayTree = ()
     if options.recycle:
         memory = jax.eval_shape(lambda *args: fill(options, *args, ()), *args).output
-
-    def blank() -> chex.ArrayTree:
-        return jax.tree.map(lambda x: keys.blank(x.shape, x, carry.key), memory)
-
     program = jax.jit(fill, static_argnums=0, donate_argnums=5, keep_unused=True)
     return Program(
         fill=program.lower(options, *args, memory).compile(),
-        blank=jax.jit(blank).lower().compile(),
+        blank=jax.jit(lambda: keys.blank(memory, carry.key)).lower().compile(),
         kinds=kinds_of(params),
     )
 
@@ -62,5 +58,22 @@ def run(
         if not x.is_deleted():  # somebody has a view of it, which stays as it is
             x.delete()
     counted, faults = jax.device_get((filled.counted, filled.faults))
-    output = place(filled.output, options.placement)
+    output = _place(filled.output, options.placement)
     return filled._replace(output=output, counted=counted, faults=faults)
+
+
+def _place(tree: chex.ArrayTree, placement: Placement) -> chex.ArrayTree:
+    """Puts a batch where it lands; elsewhere than on the device it is a copy."""
+    if isinstance(placement, jax.sharding.Sharding):
+        # The rows are soon written to again, and `device_put` may hand out their own
+        # memory, also with `may_alias=False`: where it replicates, on their device.
+        copied = jax.tree.map(jnp.copy, tree)
+        return jax.block_until_ready(jax.device_put(copied, placement))
+    return jax.tree.map(_to_host, tree) if placement == "host" else tree
+
+
+def _to_host(x: jax.Array) -> np.ndarray | jax.Array:
+    # Typed keys have no form in host memory.
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jnp.copy(x)
+    return np.array(x)  # a copy: a view would be overwritten with the next batch

@@ -93,9 +93,8 @@ class Stream:
             masks then add up to less than `steps`, and `stats.faulty_episodes` counts.
         progress: shows a bar on stderr, with steps per second, episodes and their mean
             return.
-        deterministic: deprecated; stream a collector of `rollout.greedy(policy)`.
-        reset_each_batch: deprecated; `at_batch_end="reset"`.
-        truncate_at_batch_end: deprecated; `at_batch_end="truncate"`.
+        deterministic, reset_each_batch, truncate_at_batch_end: deprecated, for
+            `rollout.greedy(policy)` and `at_batch_end="reset"` or `"truncate"`.
 
     Raises:
         ValueError: if an option is not as above, or clashes with another.

@@ -562,7 +562,7 @@ def test_wrong_argument_is_refused_in_one_line(argv, message, capsys):
 def test_missing_folder_is_found_before_anything_is_collected(
     option, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.delattr(steps, "prepare")
+    monkeypatch.delattr(steps, "collect")
     path = tmp_path / "none" / "a.png"
     line = error_line([*RUN, f"{option}={path}"], capsys)
     assert f"argument {option}: there is no folder {path.parent}" in line
@@ -571,7 +571,7 @@ def test_missing_folder_is_found_before_anything_is_collected(
 def test_missing_matplotlib_is_found_before_anything_is_collected(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.delattr(steps, "prepare")
+    monkeypatch.delattr(steps, "collect")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     line = error_line([*RUN, f"--plot={tmp_path}/a.png"], capsys)
     assert "argument --plot: matplotlib is not installed" in line
@@ -594,7 +594,7 @@ def test_lack_of_memory_is_one_line(error, capsys, monkeypatch):
     def fail(args):
         raise error
 
-    monkeypatch.setattr(steps, "prepare", fail)
+    monkeypatch.setattr(steps, "collect", fail)
     assert error_line(RUN, capsys) == "python -m rollout: error: no room\n"
 
 
