@@ -1,4 +1,4 @@
-"""Checks of what users hand to the kernel: while tracing, so free at run time."""
+"""Checks of what users hand to the kernel: made while tracing, so free at run time."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> 
 
 
 def max_steps(value: Any) -> jax.Array:
-    """Refuses what `count` does; one beyond int32 is as good as the largest."""
+    """Refuses what `count` does; beyond int32 it is the largest int32."""
     if isinstance(value, jax.Array) and (value.shape, value.dtype) == ((), jnp.int32):
         return value  # of an outer program, which has seen to it
     count("max_steps", value)

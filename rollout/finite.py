@@ -1,8 +1,8 @@
-"""What is not finite of what was recorded: the notion that all of the package shares.
+"""Non-finite values in what was recorded, as the whole package understands them.
 
-A NaN or an infinity in an observation, an action or a reward, and of the extras in
-`log_prob`, `value` and `next_value`. In other extras, such as logits, minus infinity
-says that an action is not allowed; a NaN and plus infinity are faults there too.
+A fault is a NaN or an infinity in an observation, an action or a reward, and in the
+extras `log_prob`, `value` and `next_value`. In other extras, such as logits, minus
+infinity says that an action is not allowed, and only a NaN or plus infinity is one.
 """
 
 import jax
@@ -21,7 +21,7 @@ def faults(trajectory: Transition) -> dict[str, jax.Array]:
             not looked at.
 
     Returns:
-        Names of the floats it holds, such as `extras.value`, to `[T, B]` bool.
+        The names of its float fields, such as `extras.value`, to `[T, B]` bool.
     """
     num_axes = trajectory.mask.ndim
     fields = {

@@ -1,4 +1,4 @@
-"""Where the time of a collection goes: its parts, each timed on its own."""
+"""Where the time of a collection goes: each part timed on its own."""
 
 import statistics
 import time
@@ -60,7 +60,7 @@ def profile(
     Each part gets what it gets in a real collection, which is made first: the
     observations, the actions, and which lanes are done. The environments are stepped
     without being reset, so one that steps faster or slower after its ending is timed
-    wrongly. All parts are timed in turn; given are medians.
+    wrongly. The parts are timed in turn, and each has the median of its times.
 
     Args:
         collector: policy and environments.

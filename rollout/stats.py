@@ -26,16 +26,16 @@ class CollectStats:
     Attributes:
         num_steps: `()` int32, environment steps over all lanes, idle rows not counted.
         num_episodes: `()` int32, episodes that ended, also if they began before.
-        num_terminated: `()` int32, of these the ones that terminated.
-        num_truncated: `()` int32, of these the ones that were only truncated, also by
+        num_terminated: `()` int32, those of them that terminated.
+        num_truncated: `()` int32, those of them that were only truncated, also by
             `max_steps`.
-        num_unfinished: `()` int32, of these the ones that `max_steps` cut: their return
+        num_unfinished: `()` int32, those of them that `max_steps` cut: their return
             and length are those of the part that was played.
         num_nonfinite: `()` int32, rows with a NaN or infinity in the reward, the action
-            or the extras (in logits and the like minus infinity is none): NaN
+            or the extras (minus infinity in logits and the like does not count): NaN
             parameters show here, for a discrete policy if it records its log_prob or
-            logits. Of `Episodes`, which have no rows, the episodes whose return is NaN
-            or infinite.
+            logits. For `Episodes`, which have no rows, the episodes whose return is
+            NaN or infinite.
         return_mean: `()` float32, mean undiscounted return.
         return_std: `()` float32, standard deviation of the returns (population).
         return_min: `()` float32, smallest return.
@@ -104,7 +104,7 @@ def summarize(data: Transition | Episodes) -> CollectStats:
 
 
 def log_stats(stats: Any, *, prefix: str = "") -> dict[str, float]:
-    """Makes of statistics what any logger takes: a flat dict of Python floats.
+    """Turns statistics into what any logger takes: a flat dict of Python floats.
 
     Args:
         stats: a `CollectStats`, a `StreamStats`, a mapping, or any of these nested;

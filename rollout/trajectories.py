@@ -1,4 +1,4 @@
-"""Trajectories apart: one row per episode, or per piece of one."""
+"""Trajectories cut into pieces: one column per episode, or per part of one."""
 
 from typing import NamedTuple
 
@@ -35,8 +35,8 @@ class Pieces(NamedTuple):
 def split_trajectories(trajectory: Transition) -> Pieces:
     """Splits a trajectory where episodes begin and end. On the host, not inside `jit`.
 
-    How many pieces there are depends on the data, so no compiled program could say. A
-    piece begins where its episode does or where the trajectory does: the first row of
+    How many pieces there are depends on the data, so it cannot be compiled. A piece
+    begins where its episode does or where the trajectory does: the first row of
     a piece is `first` only if the episode began in this trajectory, and the last row
     is `done` only if it ended there.
 

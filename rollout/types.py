@@ -72,8 +72,8 @@ class Episode:
         episode_length: `[B]` int32, steps so far.
         episode_id: `[B]` int32; lane i's n-th episode (from 0) is number `n * B + i`,
             the one at position e of the queue of `collect_episodes` number `-1 - e`.
-            After 2^31 episodes of a kind its numbers are those of the other kind, and
-            after 2^32 they, and with them the episodes' randomness, repeat.
+            After 2^31 episodes of one kind its numbers run into those of the other,
+            and after 2^32 they repeat, and with them the episodes' randomness.
     """
 
     key: chex.PRNGKey  # [B]
@@ -89,8 +89,8 @@ class Carry:
     Attributes:
         key: `()` typed root key; it never changes.
         step: `()` int32, steps taken so far by every lane.
-        next_episode: `()` int32, episodes that `collect_episodes` has served so far:
-            the position in its queue of the next one.
+        next_episode: `()` int32, episodes that `collect_episodes` has started so far:
+            the position of the next one in its queue.
         env_state: `[B, ...]`, environment state.
         obs: `[B, ...]`, observation that the next action will be chosen from.
         policy_state: `[B, ...]`, recurrent state of the policy, `()` if it has none.
@@ -111,7 +111,7 @@ class Persistent:
     """A part of a policy's state that an episode boundary leaves as it is.
 
     Everything else in a policy's state goes back to its initial value with the episode.
-    A count of steps, running statistics or a memory over several episodes goes in here.
+    A step count, running statistics or a memory over several episodes belong in here.
 
     Attributes:
         value: `[B, ...]`, any pytree.

@@ -1,4 +1,4 @@
-"""Which key everything random has, and which number an episode.
+"""Every key that something random is drawn from, and the number of every episode.
 
 Randomness comes from counters, not from a chain of splits. Four streams hang under the
 root key; with `fold_in` written as a product,
@@ -14,8 +14,8 @@ step n by `fold_in(episode_key, n)`, counted from 1. Nothing is drawn that is no
 and a lane's stream does not depend on the number of lanes.
 
 Lane i's n-th episode has the id `n * B + i`, the e-th of the queue `-1 - e`. Which
-lanes there are is data, never a shape: a part of the lanes on another device has the
-ids and the randomness that it would have on one.
+lanes these are is data, never a shape: some of the lanes on another device have the
+ids and the randomness that they would have on one.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The pure step: `advance`, which resets nothing, then `restart` where it is due.
 
-Every fold over time is one over `step`, and none has duties of its own: the fence
-around the environment, the keys, the limit and the lanes that stand still are in here.
+Every fold over time folds `step` and has no duties of its own: the fence around the
+environment, the keys, the limit and the lanes that stand still are all in here.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def step(
         limit: `()` int32, steps after which an episode is truncated.
         active: `[B]` bool, the lanes that step; the others keep what they have, and
             their row is void.
-        drop_fn: the transition to `[B]` bool, where to give up an episode that goes on.
+        drop_fn: the transition to `[B]` bool, True where to give the episode up.
     """
     stepped, transition, _ = advance(env, policy, carry, params, limit=limit)
     over = transition.done

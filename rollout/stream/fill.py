@@ -1,9 +1,9 @@
 """The program of a stream: all of a batch, its rows, its statistics and its faults.
 
-One program serves every batch: how many steps it has, which lane begins and how many of
-its steps are random are numbers that it reads. `memory`, an `output` that nobody needs
-any more, is donated, so that XLA writes the batch there instead of to memory that
-nobody has touched yet.
+One program makes every batch: how many steps it has, which lane begins and how many of
+its steps are random are numbers that it reads. `memory`, an earlier `output` that
+nobody needs any more, is donated: XLA writes the batch there rather than to fresh
+memory, which is slow to touch for the first time.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The options of a stream: what is refused."""
+"""Which options of a stream are refused."""
 
 from typing import Any
 

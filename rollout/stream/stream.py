@@ -66,7 +66,7 @@ class Stream:
             order in which they step. The policy is applied there too, and the extras
             are its own, of the action that it would have taken.
         max_episode_steps: steps after which an episode is truncated, counted over
-            batches. If the environment ends it at the same step, its flag is kept.
+            batches. If the environment ends it at that very step, both flags are set.
         at_batch_end: `"continue"`: episodes go on in the next batch. `"reset"`: every
             batch starts with new episodes, and what was under way is given up without a
             mark. `"truncate"`: likewise, but the last step of every episode under way
@@ -83,8 +83,8 @@ class Stream:
         recycle: writes each batch to the memory of an earlier one, whose arrays are
             deleted when the next batch is asked for: reading them raises. Keep what
             you need by copying; a NumPy view of an array stays as it is, and costs
-            the reuse. It pays where batches are large, as observations that are images
-            make them: fresh memory is slow to touch for the first time.
+            the reuse. It pays for large batches, such as images: fresh memory is slow
+            to touch for the first time.
         check_finite: raises `FloatingPointError` where something recorded is not finite
             (see `rollout.finite`). The stream then stands where it stood before that
             batch.
@@ -175,7 +175,7 @@ class Stream:
             FloatingPointError: with `check_finite`.
             RuntimeError: if the stream is closed.
         """
-        # Ctrl-C may come before any line. `_at` says all of where the stream stands, so
+        # Ctrl-C may come before any line. `_at` alone says where the stream stands, so
         # until the last line nothing has happened that the next call does not repeat.
         try:
             if (job := self._begin()) is None:
@@ -192,7 +192,7 @@ class Stream:
         self._at = at; return batch  # fmt: skip  # noqa: E702 (nothing in between)
 
     def __len__(self) -> int:
-        """The number of batches of a run that nobody stops, from its beginning."""
+        """The number of batches of the whole run, if nobody stops it."""
         options = self._options
         if options.total_steps is None:
             raise TypeError("A stream without `total_steps` has no length.")

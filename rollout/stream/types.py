@@ -1,4 +1,4 @@
-"""The containers of a stream: what it hands over, what it is told, where it stands."""
+"""The containers of a stream: its batches, its options and its position."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class StreamBatch:
         stats: statistics of the episodes that ended in the batch.
         steps: environment steps of the batch over all lanes.
         warmup_steps: how many of them, the first ones, took random actions.
-        params_version: with which parameters it was made: 0 for those of the
+        params_version: which parameters it was made with: 0 for those of the
             constructor, n for those of the n-th `set_params`.
         episodes: with `episodes_per_batch` the episodes, `[N]`, else None.
     """
@@ -57,7 +57,7 @@ class Options(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What a batch is, of which one program makes them all; `()` int32 each.
+    """Which steps a batch has, so that one program makes every batch; `()` int32 each.
 
     Of the `B` lanes, the one that steps first in a batch is `first_lane`, and the order
     goes round: step number k of the batch is row `k // B` of lane `first_lane + k % B`.

@@ -1,8 +1,8 @@
 """A thread that makes the batches, so that the main one can be interrupted.
 
-Ctrl-C can come between any two lines of the main thread, so nothing there may have to
-be done together. A job is done once however often it is asked for; whoever waits asks
-for it again, and what an interrupt has left half said is of no matter.
+Ctrl-C can come between any two lines of the main thread, so no two of them may depend
+on both being run. A job is run once, however often it is started: whoever waits for it
+starts it again, and a request that an interrupt cut short does no harm.
 """
 
 import queue
@@ -49,13 +49,13 @@ class Worker:
         self.close = weakref.finalize(self, _end, self._jobs, thread)
 
     def start(self, job: Job) -> None:
-        """Has a job done; returns at once."""
+        """Hands a job to the thread; returns at once."""
         if not self.close.alive:
             raise RuntimeError("The stream is closed.")
         self._jobs.put(job)
 
     def wait(self, job: Job) -> None:
-        """Has a job done and waits until it is; Ctrl-C raises here."""
+        """Waits until a job is done, starting it if need be; Ctrl-C raises here."""
         while not job.is_done:
             self.start(job)
             job.ended.get()
