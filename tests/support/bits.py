@@ -25,6 +25,15 @@ ENVS = (
 )
 POLICIES = ("random", "net", "recurrent")
 B = 6
+STREAMS = {
+    "remainder": {"steps_per_batch": 2 * B + 1, "resume": True},
+    "warmup": {"steps_per_batch": 2 * B, "warmup_steps": 3 * B + 2},
+    "limit": {"steps_per_batch": 4 * B, "max_episode_steps": 5},
+    "recycle": {"steps_per_batch": 3 * B, "recycle": True, "prefetch": 1},
+    "truncate": {"steps_per_batch": 3 * B - 2, "at_batch_end": "truncate"},
+    "reset": {"steps_per_batch": 3 * B, "at_batch_end": "reset"},
+    "whole": {"episodes_per_batch": 3, "max_episode_steps": 8},
+}
 
 
 def digest(tree) -> str:
@@ -111,8 +120,8 @@ def hash_stream(collector, *, resume: bool = False, **options) -> str:
     return digest((hashes, carry))
 
 
-def hash_all(env_name: str, policy_name: str) -> dict[str, str]:
-    """Hashes what every way to collect gives."""
+def hash_all(env_name: str, policy_name: str, streams=tuple(STREAMS)) -> dict[str, str]:
+    """Hashes what every way to collect gives, and these streams."""
     env = make_vector_env(env_name)
     policy = make_policy(policy_name, env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
@@ -136,14 +145,6 @@ def hash_all(env_name: str, policy_name: str) -> dict[str, str]:
     hashes["per_env"] = digest(carry)
     result = collector.collect_padded_episodes(carry, params, 5, max_length=14)
     hashes["padded"] = digest(result[:2])
-    for name, options in {
-        "remainder": {"steps_per_batch": 2 * B + 1, "resume": True},
-        "warmup": {"steps_per_batch": 2 * B, "warmup_steps": 3 * B + 2},
-        "limit": {"steps_per_batch": 4 * B, "max_episode_steps": 5},
-        "recycle": {"steps_per_batch": 3 * B, "recycle": True, "prefetch": 1},
-        "truncate": {"steps_per_batch": 3 * B - 2, "at_batch_end": "truncate"},
-        "reset": {"steps_per_batch": 3 * B, "at_batch_end": "reset"},
-        "whole": {"episodes_per_batch": 3, "max_episode_steps": 8},
-    }.items():
-        hashes[f"stream {name}"] = hash_stream(collector, **options)
+    for name in streams:
+        hashes[f"stream {name}"] = hash_stream(collector, **STREAMS[name])
     return hashes
