@@ -101,14 +101,14 @@ def blank(
 
     Keys are of the implementation of `key`: `tree` may hold `jax.ShapeDtypeStruct`s.
     """
-    impl, word_shape = jax.random.key_impl(key), jax.random.key_data(key).shape
 
     def make(x: jax.ShapeDtypeStruct) -> jax.Array:
         shape = *axes, *x.shape[skip:]
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jnp.zeros(shape, x.dtype)
-        zeros = jnp.zeros(shape + word_shape[key.ndim :], jnp.uint32)
-        return jax.random.wrap_key_data(zeros, impl=impl)
+        word_shape = jax.random.key_data(key).shape[key.ndim :]
+        zeros = jnp.zeros(shape + word_shape, jnp.uint32)
+        return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(key))
 
     return jax.tree.map(make, tree)
 
