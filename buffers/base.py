@@ -1,17 +1,20 @@
 """What all buffers have in common: a ring per lane to read, walk and count."""
 
+import functools
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from buffers import batches, checks, fields, ring, sampling, walk
-from buffers.types import RingState, Sequences
+from buffers.types import Batch, RingState, Sequences
 
 
 @struct.dataclass
 class RingBuffer:
-    """The part that the buffers share; it has no way to add a row.
+    """The part that the buffers share.
 
     Every buffer state has a `ring`, which holds the rows that are visible.
     Indices are row numbers, int32: slot n of lane i is `n * B + i`.
@@ -51,6 +54,25 @@ class RingBuffer:
         """N, transitions that each lane holds."""
         return self.capacity // self.num_envs
 
+    def add(self, state: chex.ArrayTree, trajectory: chex.ArrayTree) -> chex.ArrayTree:
+        """Appends transitions; a lane that is full drops its oldest ones.
+
+        Args:
+            state: the state before; donate it.
+            trajectory: `[T, B, ...]`, a chunk, or `[B, ...]`, one step, like the
+                transition of `init`. Rows where its field `mask` is False, if it has
+                one, are not stored: lanes may advance by different numbers of rows.
+
+        Returns:
+            The state after.
+
+        Raises:
+            ValueError: while tracing, if the structure, a shape or a dtype is not that
+                of `init`; it names the leaf.
+        """
+        rows, mask = self._chunk(state, trajectory)
+        return self._run("_add", state, rows, mask)
+
     def size(self, state: chex.ArrayTree) -> jax.Array:
         """Counts the transitions that are stored, `()` int32."""
         return jnp.sum(state.ring.size)
@@ -68,7 +90,12 @@ class RingBuffer:
         Returns:
             `()` bool. It costs as much as a small sample.
         """
-        checks.count("batch_size", batch_size)
+        counts = {"batch_size": checks.count("batch_size", batch_size), "stack": stack}
+        return self._run("_can_sample", state, **counts)
+
+    def _can_sample(
+        self, state: chex.ArrayTree, batch_size: int, stack: int | None
+    ) -> jax.Array:
         usable_fn = self._usable_fn(state, stack)
         if usable_fn is None:
             return self.size(state) >= batch_size
@@ -175,7 +202,19 @@ class RingBuffer:
             ValueError: if a count is not an int of at least 1, or if the transition has
                 no `terminated`, `truncated` or `episode_length`.
         """
-        checks.count("batch_size", batch_size)
+        batch_size = checks.count("batch_size", batch_size)
+        max_length = self._check_whole(state, max_length)
+        counts = {"batch_size": batch_size, "max_length": max_length}
+        return self._run("_sample_episodes", state, key, **counts)
+
+    def count_episodes(self, state: chex.ArrayTree, max_length: int) -> jax.Array:
+        """Counts the episodes that `sample_episodes` draws from, `()` int32."""
+        max_length = self._check_whole(state, max_length)
+        return self._run("_count_episodes", state, max_length=max_length)
+
+    def _sample_episodes(
+        self, state: chex.ArrayTree, key: chex.PRNGKey, batch_size: int, max_length: int
+    ) -> Sequences:
         whole_fn = self._whole_fn(state, max_length)
         last = sampling.in_proportion_to(whole_fn, state.ring, key, batch_size)
         found = walk.is_stored(state.ring, last) & whole_fn(last)
@@ -183,8 +222,7 @@ class RingBuffer:
         weights = found.astype(jnp.float32)
         return batches.sequences(state.ring, first, weights, max_length)
 
-    def count_episodes(self, state: chex.ArrayTree, max_length: int) -> jax.Array:
-        """Counts the episodes that `sample_episodes` draws from, `()` int32."""
+    def _count_episodes(self, state: chex.ArrayTree, max_length: int) -> jax.Array:
         whole_fn = self._whole_fn(state, max_length)
         row = walk.all_rows(state.ring)
         stored = walk.is_stored(state.ring, row)
@@ -192,10 +230,12 @@ class RingBuffer:
 
     def _whole_fn(self, state: chex.ArrayTree, max_length: int) -> sampling.RowFn:
         """Makes the test whether a row ends an episode that is stored whole."""
-        checks.count("max_length", max_length)
+        return lambda row: walk.ends_whole(state.ring, row, max_length)
+
+    def _check_whole(self, state: chex.ArrayTree, max_length: int) -> int:
         needed = (*checks.FLAGS, "episode_length")
         fields.need(state.ring.experience, needed, "A sample of episodes")
-        return lambda row: walk.ends_whole(state.ring, row, max_length)
+        return checks.count("max_length", max_length)
 
     def _usable_fn(
         self, state: chex.ArrayTree, stack: int | None
@@ -211,8 +251,90 @@ class RingBuffer:
 
         return usable
 
-    def _init(self, transition: chex.ArrayTree) -> RingState:
-        """Makes an empty ring for transitions `[B, ...]`."""
+    def dump(self, state: chex.ArrayTree) -> tuple[chex.ArrayTree, jax.Array]:
+        """Reads all rows of every lane, in the order of time.
+
+        Returns:
+            `[N, B, *leaf]`, like the transition of `init`, the oldest row of every lane
+            first; and `[N, B]` bool, False where a lane holds no further row, or the
+            successor of a row is missing. A field `mask` is the same.
+        """
+        return self._run("_dump", state)
+
+    def merge(self, state: chex.ArrayTree, other: chex.ArrayTree) -> chex.ArrayTree:
+        """Appends all rows of another buffer, lane by lane, in the order of time.
+
+        Args:
+            state: the state before.
+            other: the state of a buffer with as many lanes and rows of the same kind,
+                of any capacity.
+
+        Returns:
+            The state after. Priorities are those of new rows. Rows whose successor is
+            missing in `other` are left out.
+
+        Raises:
+            ValueError: if the lanes or the rows are of another kind.
+        """
+        rows, mask = self.dump(other)
+        return self._run("_add", state, *self._chunk(state, rows, mask))
+
+    def _dump(self, state: chex.ArrayTree) -> tuple[chex.ArrayTree, jax.Array]:
+        memory = state.ring
+        time = jnp.arange(memory.num_slots, dtype=jnp.int32)[:, None]
+        slot = (memory.head - memory.size)[None] + time
+        lane = jnp.arange(memory.num_envs, dtype=jnp.int32)[None]
+        row = slot % memory.num_slots * memory.num_envs + lane
+        mask = (time < memory.size[None]) & walk.has_successor(memory, row)
+        return batches.get(memory, row), mask
+
+    def _sample(
+        self,
+        state: chex.ArrayTree,
+        key: chex.PRNGKey,
+        gamma: jax.Array | None,
+        *drawing: jax.Array,
+        batch_size: int,
+        stack: int | None,
+        n_step: int | None,
+        relabel_fn: batches.RelabelFn | None,
+        horizon: int,
+    ) -> Batch:
+        if relabel_fn is not None:
+            key, relabel_key = jax.random.split(key)
+        row, weights = self._draw(state, key, batch_size, stack, *drawing)
+        batch = batches.transitions(
+            state.ring, row, weights, n_step=n_step, gamma=gamma, stack=stack
+        )
+        if relabel_fn is None:
+            return batch
+        return batches.relabelled(state.ring, batch, relabel_key, relabel_fn, horizon)
+
+    def _sample_sequences(
+        self,
+        state: chex.ArrayTree,
+        key: chex.PRNGKey,
+        *drawing: jax.Array,
+        batch_size: int,
+        length: int,
+    ) -> Sequences:
+        row, weights = self._draw(state, key, batch_size, None, *drawing)
+        return batches.sequences(state.ring, row, weights, length)
+
+    def _run(self, method: str, *args: Any, **options: Any) -> Any:
+        """Calls a method that checks nothing; jitted, unless it is traced already."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+            return getattr(self, method)(*args, **options)
+        return _call(self, method, tuple(options.items()), *args)
+
+    def _init(self, transition: chex.ArrayTree, params: Any) -> RingState:
+        """Makes an empty ring for transitions `[B, ...]`, or those of a collector."""
+        if hasattr(transition, "collect_steps"):
+            collector = transition
+            transition = jax.eval_shape(
+                lambda key: collector.step(collector.init(key), params)[1],
+                jax.random.key(0),
+            )
         checks.row(transition, self.num_envs)
         final_capacity = 0
         if self.successor == "shared":
@@ -223,14 +345,22 @@ class RingBuffer:
         return ring.init(row, self.num_slots, final_capacity)
 
     def _chunk(
-        self, state: chex.ArrayTree, trajectory: chex.ArrayTree
+        self,
+        state: chex.ArrayTree,
+        trajectory: chex.ArrayTree,
+        mask: jax.Array | None = None,
     ) -> tuple[chex.ArrayTree, jax.Array]:
         """Checks what is added: `[T, B, ...]` rows, and their mask, `[T, B]` bool."""
         rows = fields.put(trajectory, mask=())
-        if checks.like_init(rows, state.ring):
-            rows = jax.tree.map(lambda x: x[None], rows)
-        shape = jax.tree.leaves(rows)[0].shape[:2]
-        mask = fields.get(trajectory, "mask")
-        if mask is None:
-            return rows, jnp.ones(shape, bool)
-        return rows, checks.mask(mask, shape)
+        is_step = checks.like_init(rows, state.ring)
+        mask = fields.get(trajectory, "mask") if mask is None else mask
+        shape = jax.tree.leaves(rows)[0].shape[: 1 if is_step else 2]
+        mask = jnp.ones(shape, bool) if mask is None else checks.mask(mask, shape)
+        if is_step:
+            rows, mask = jax.tree.map(lambda x: x[None], (rows, mask))
+        return rows, mask
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _call(buffer: RingBuffer, method: str, options: tuple, *args: Any) -> Any:
+    return getattr(buffer, method)(*args, **dict(options))

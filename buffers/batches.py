@@ -1,11 +1,16 @@
 """What drawn rows are made into: transitions, n-step targets, stacks, pieces."""
 
+from collections.abc import Callable
+
 import chex
 import jax
 import jax.numpy as jnp
 
 from buffers import fields, walk
 from buffers.types import Batch, RingState, Sequences
+
+# A key, the rows and later rows of their episodes, `[S, ...]`, to the rows.
+RelabelFn = Callable[[chex.PRNGKey, chex.ArrayTree, chex.ArrayTree], chex.ArrayTree]
 
 
 def get(ring: RingState, row: jax.Array) -> chex.ArrayTree:
@@ -39,6 +44,35 @@ def transitions(
         weights=weights,
         discount=discount,
     )
+
+
+def relabelled(
+    ring: RingState,
+    batch: Batch,
+    key: chex.PRNGKey,
+    relabel_fn: RelabelFn,
+    horizon: int,
+) -> Batch:
+    """Gives each row of a batch a later one of its episode, and relabels it."""
+    rows, valid = walk.window(ring, batch.indices, horizon + 1)
+    ahead_key, relabel_key = jax.random.split(key)
+    count = jnp.sum(valid, axis=0)
+    ahead = jax.random.randint(ahead_key, count.shape, 0, count)
+    later = jnp.take_along_axis(rows, ahead[None], axis=0)[0]
+    future = fields.put(
+        walk.read(ring, later), **_missing(ring, later, batch.weights > 0)
+    )
+    changed = relabel_fn(relabel_key, batch.experience, future)
+    old, new = (
+        jax.tree.map(lambda x: f"{jnp.result_type(x)}{jnp.shape(x)}", tree)
+        for tree in (batch.experience, changed)
+    )
+    if old != new:
+        raise ValueError(
+            "`relabel_fn` must return the experience in the structure, shapes and "
+            f"dtypes it came in, {old}, got {new}."
+        )
+    return batch.replace(experience=changed)
 
 
 def sequences(

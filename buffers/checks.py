@@ -1,6 +1,7 @@
 """Checks of what users hand to a buffer: while tracing, so free at run time."""
 
 import numbers
+import operator
 from typing import Any
 
 import chex
@@ -14,10 +15,12 @@ FLAGS = ("terminated", "truncated")
 _MOST_ROWS = 2**30  # row numbers are int32, even one lap further on
 
 
-def count(name: str, value: Any) -> None:
-    """Refuses a count that is not a Python int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def count(name: str, value: Any) -> int:
+    """Refuses what is no integer of at least 1; returns it as a Python int."""
+    is_int = not isinstance(value, bool | jax.Array) and hasattr(value, "__index__")
+    if not is_int or operator.index(value) < 1:
         raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
+    return operator.index(value)
 
 
 def fraction(name: str, value: Any) -> None:
@@ -67,12 +70,39 @@ def row(tree: chex.ArrayTree, num_envs: int) -> None:
     leaves = jax.tree.leaves_with_path(tree)
     if not leaves:
         raise ValueError("`transition` must have at least one array, got none.")
+    arrays("transition", tree)
     for path, leaf in leaves:
         if leaf.shape[:1] != (num_envs,):
             raise ValueError(
                 f"`transition` must have the leading axis num_envs={num_envs}, got "
                 f"shape {leaf.shape}{at(path)}."
             )
+    for name in FLAGS:
+        flag = fields.get(tree, name)
+        if flag is not None and flag.dtype != bool:
+            raise ValueError(f"`{name}` must be bool, got {flag.dtype}.")
+
+
+def arrays(name: str, tree: chex.ArrayTree) -> None:
+    """Refuses a tree with a leaf that is no array."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            got = type(leaf).__name__
+            raise ValueError(f"`{name}` must hold arrays, got {got}{at(path)}.")
+
+
+def relabelling(
+    ring: RingState, relabel_fn: Any, horizon: Any, other: int | None
+) -> None:
+    """Refuses what no later row of an episode can be drawn for."""
+    if relabel_fn is None:
+        return
+    count("horizon", horizon)
+    if not callable(relabel_fn):
+        raise ValueError(f"`relabel_fn` must be a function, got {relabel_fn!r}.")
+    if other is not None:
+        raise ValueError("`relabel_fn` must not be given with `n_step` or `stack`.")
+    fields.need(ring.experience, FLAGS, "`relabel_fn`")
 
 
 def can_share(transition: chex.ArrayTree) -> None:
@@ -87,6 +117,7 @@ def like_init(rows: chex.ArrayTree, ring: RingState) -> bool:
     kept = ring.experience
     if ring.finals:
         kept = fields.put(kept, next_obs=fields.get(kept, "obs"))
+    arrays("trajectory", rows)
     structures = jax.tree.structure(kept), jax.tree.structure(rows)
     if structures[0] != structures[1]:
         raise ValueError(
@@ -96,6 +127,8 @@ def like_init(rows: chex.ArrayTree, ring: RingState) -> bool:
     old, new = jax.tree.leaves_with_path(kept), jax.tree.leaves(rows)
     is_step = new[0].ndim == old[0][1].ndim - 1
     length = () if is_step else new[0].shape[:1]
+    if length == (0,):
+        raise ValueError("`trajectory` must have at least one row, got none.")
     for (path, memory), leaf in zip(old, new, strict=True):
         want = (*length, *memory.shape[1:])
         if (leaf.shape, leaf.dtype) != (want, memory.dtype):
@@ -107,13 +140,13 @@ def like_init(rows: chex.ArrayTree, ring: RingState) -> bool:
 
 
 def mask(mask: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Refuses a mask that is not one flag per row; gives it the shape `[T, B]`."""
-    if mask.dtype != bool or mask.size != shape[0] * shape[1]:
+    """Refuses a mask that is not one flag per row."""
+    if mask.dtype != bool or mask.shape != shape:
         raise ValueError(
             f"`mask` must be bool of shape {shape}, got {mask.dtype} of shape "
             f"{mask.shape}."
         )
-    return mask.reshape(shape)
+    return jnp.asarray(mask)
 
 
 def targets(ring: RingState, n_step: Any, gamma: Any, stack: Any) -> None:

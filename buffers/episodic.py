@@ -1,5 +1,7 @@
 """The buffer of whole episodes."""
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -44,24 +46,26 @@ class EpisodeBuffer(ReplayBuffer):
                 f"num_envs={self.num_slots}, got {self.max_length}."
             )
 
-    def init(self, transition: chex.ArrayTree) -> EpisodicState:
+    def init(self, transition: chex.ArrayTree, params: Any = None) -> EpisodicState:
         """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`.
 
         Raises:
             ValueError: also if the transition has no `terminated` or `truncated`.
         """
-        fields.need(transition, checks.FLAGS, "`EpisodeBuffer`")
+        empty = self._init(transition, params)
+        fields.need(empty.experience, checks.FLAGS, "`EpisodeBuffer`")
         return EpisodicState(
-            ring=self._init(transition),
+            ring=empty.replace(lost=jnp.zeros((self.num_envs,), bool)),
             pending=jnp.zeros((self.num_envs,), jnp.int32),
             skipping=jnp.zeros((self.num_envs,), bool),
             num_too_long=jnp.zeros((), jnp.int32),
             num_abandoned=jnp.zeros((), jnp.int32),
         )
 
-    def add(self, state: EpisodicState, trajectory: chex.ArrayTree) -> EpisodicState:
-        """Appends transitions; arguments and errors as in `ReplayBuffer.add`."""
-        rows, mask = self._chunk(state, trajectory)
+    def _add(
+        self, state: EpisodicState, rows: chex.ArrayTree, mask: jax.Array
+    ) -> EpisodicState:
+        """Appends rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
 
         def add_step(
             carry: tuple[EpisodicState, dict[str, jax.Array]],
@@ -106,10 +110,13 @@ class EpisodeBuffer(ReplayBuffer):
         )
         pending = pending + (mask & ~skipping)
         size = jnp.minimum(memory.size, self.num_slots - pending)
+        lost = memory.lost | (size < memory.size)
         visible = jnp.where(done, pending, 0)
         state = EpisodicState(
             ring=memory.replace(
-                head=(memory.head + visible) % self.num_slots, size=size + visible
+                head=(memory.head + visible) % self.num_slots,
+                size=size + visible,
+                lost=lost,
             ),
             pending=pending - visible,
             skipping=skipping & ~done,

@@ -68,7 +68,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a file to write that is there whole after the `with` block, or not at all.
 
     Args:
-        path: the file; one that exists is replaced.
+        path: the file; one that exists is replaced, and keeps its permissions.
 
     Yields:
         A file next to it, which is flushed to disk and then renamed.
@@ -80,6 +80,8 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         with part.open("xb") as file:
+            if path.exists():
+                os.chmod(part, path.stat().st_mode & 0o7777)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -124,6 +126,7 @@ def load(path: str | os.PathLike[str], like: chex.ArrayTree) -> chex.ArrayTree:
         ):
             with _reading(path):
                 array = _get(archive, file, f"leaf_{number}")
+                _check_kind(array, leaf)
             leaves.append(_restore(array, leaf.dtype, at))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -171,6 +174,20 @@ def _plain(leaf: chex.Array) -> np.ndarray:
     if array.dtype.isbuiltin == 1:
         return array
     return array.view(f"u{array.dtype.itemsize}")
+
+
+def _check_kind(array: np.ndarray, leaf: Any) -> None:
+    """Refuses an array that is not what the header says of the leaf."""
+    if _is_key(leaf.dtype):
+        words = array.shape[: len(leaf.shape)], str(array.dtype)
+        good = words == (tuple(leaf.shape), "uint32")
+    else:
+        dtype = np.dtype(leaf.dtype)
+        plain = dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")
+        good = (array.shape, array.dtype) == (tuple(leaf.shape), plain)
+    if not good:
+        got = f"{array.dtype} of shape {array.shape}"
+        raise ValueError(f"an array is not what the header says, but {got}")
 
 
 def _restore(array: np.ndarray, dtype: Any, stored: dict[str, Any]) -> jax.Array:

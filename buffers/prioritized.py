@@ -1,13 +1,16 @@
 """The prioritised replay buffer."""
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from buffers import batches, checks, ring, sampling, sum_tree, walk
+from buffers import checks, ring, sampling, sum_tree, walk
 from buffers.base import RingBuffer
+from buffers.batches import RelabelFn
 from buffers.types import Batch, PrioritizedState, Sequences
 
 _LARGEST = 1e30  # of priority ** alpha: a sum of 2**30 of them is still finite
@@ -18,7 +21,7 @@ class PrioritizedReplayBuffer(RingBuffer):
     """A ring of transitions per lane, sampled in proportion to `priority ** alpha`.
 
     New rows get the largest priority seen so far, at first 1. A row whose priority is 0
-    is never sampled. The functions are pure and plain, like those of `ReplayBuffer`.
+    is never sampled. The methods are pure and jitted, like those of `ReplayBuffer`.
 
     Attributes:
         alpha: how much priorities count, in [0, 1]; at 0 all rows are equal. For the
@@ -37,23 +40,19 @@ class PrioritizedReplayBuffer(RingBuffer):
         super().__post_init__()
         checks.fraction("alpha", self.alpha)
 
-    def init(self, transition: chex.ArrayTree) -> PrioritizedState:
+    def init(self, transition: chex.ArrayTree, params: Any = None) -> PrioritizedState:
         """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`."""
         return PrioritizedState(
-            ring=self._init(transition),
+            ring=self._init(transition, params),
             priorities=sum_tree.init(self.num_slots * self.num_envs),
             max_priority=jnp.ones((), jnp.float32),
             num_rejected=jnp.zeros((), jnp.int32),
         )
 
-    def add(
-        self, state: PrioritizedState, trajectory: chex.ArrayTree
+    def _add(
+        self, state: PrioritizedState, rows: chex.ArrayTree, mask: jax.Array
     ) -> PrioritizedState:
-        """Appends transitions, with the largest priority seen.
-
-        Arguments and errors as in `ReplayBuffer.add`.
-        """
-        rows, mask = self._chunk(state, trajectory)
+        """Appends rows `[T, B, ...]` where `mask`, with the largest priority seen."""
         written, slot = ring.write(state.ring, rows, mask)
         value = self._mass(state.max_priority)
         return state.replace(
@@ -71,6 +70,8 @@ class PrioritizedReplayBuffer(RingBuffer):
         n_step: int | None = None,
         gamma: float | None = None,
         stack: int | None = None,
+        relabel_fn: RelabelFn | None = None,
+        horizon: int = 64,
     ) -> Batch:
         """Draws `batch_size` transitions in proportion to `priority ** alpha`.
 
@@ -85,6 +86,8 @@ class PrioritizedReplayBuffer(RingBuffer):
             n_step: as in `ReplayBuffer.sample`.
             gamma: as in `ReplayBuffer.sample`.
             stack: as in `ReplayBuffer.sample`.
+            relabel_fn: as in `ReplayBuffer.sample`.
+            horizon: as in `ReplayBuffer.sample`.
 
         Returns:
             The batch, `[S, ...]`. A weight is `(1 / (N P(i))) ** beta`, divided by
@@ -94,13 +97,13 @@ class PrioritizedReplayBuffer(RingBuffer):
             ValueError: if `beta` is a number out of range, and as in
                 `ReplayBuffer.sample`.
         """
-        checks.count("batch_size", batch_size)
+        batch_size = checks.count("batch_size", batch_size)
         checks.fraction("beta", beta)
         checks.targets(state.ring, n_step, gamma, stack)
-        row, weights = self._draw(state, key, batch_size, beta, stack)
-        return batches.transitions(
-            state.ring, row, weights, n_step=n_step, gamma=gamma, stack=stack
-        )
+        checks.relabelling(state.ring, relabel_fn, horizon, n_step or stack)
+        drawn = {"batch_size": batch_size, "stack": stack}
+        made = {"n_step": n_step, "relabel_fn": relabel_fn, "horizon": horizon}
+        return self._run("_sample", state, key, gamma, beta, **drawn, **made)
 
     def sample_sequences(
         self,
@@ -115,11 +118,11 @@ class PrioritizedReplayBuffer(RingBuffer):
         Arguments and errors as in `ReplayBuffer.sample_sequences`, `beta` as in
         `sample`.
         """
-        checks.count("batch_size", batch_size)
+        batch_size = checks.count("batch_size", batch_size)
         checks.fraction("beta", beta)
         checks.sequence(state.ring, length)
-        row, weights = self._draw(state, key, batch_size, beta, None)
-        return batches.sequences(state.ring, row, weights, length)
+        counts = {"batch_size": batch_size, "length": length}
+        return self._run("_sample_sequences", state, key, beta, **counts)
 
     def update(
         self, state: PrioritizedState, indices: jax.Array, priorities: jax.Array
@@ -139,8 +142,23 @@ class PrioritizedReplayBuffer(RingBuffer):
         Raises:
             AssertionError: while tracing, if the shapes are not `[S]`.
         """
+        indices, priorities = jnp.asarray(indices), jnp.asarray(priorities)
         chex.assert_rank([indices, priorities], 1)
         chex.assert_equal_shape([indices, priorities])
+        return self._run("_update", state, indices, priorities)
+
+    def clear(self, state: PrioritizedState) -> PrioritizedState:
+        """Forgets all transitions and priorities; the memory stays."""
+        return PrioritizedState(
+            ring=ring.clear(state.ring),
+            priorities=jax.tree.map(jnp.zeros_like, state.priorities),
+            max_priority=jnp.ones_like(state.max_priority),
+            num_rejected=jnp.zeros_like(state.num_rejected),
+        )
+
+    def _update(
+        self, state: PrioritizedState, indices: jax.Array, priorities: jax.Array
+    ) -> PrioritizedState:
         priorities = priorities.astype(jnp.float32)
         valid = (priorities >= 0) & (priorities <= _LARGEST)
         stored = walk.is_stored(state.ring, indices)
@@ -153,15 +171,6 @@ class PrioritizedReplayBuffer(RingBuffer):
             priorities=sum_tree.put(state.priorities, leaf, self._mass(priorities)),
             max_priority=jnp.maximum(state.max_priority, seen),
             num_rejected=state.num_rejected + rejected,
-        )
-
-    def clear(self, state: PrioritizedState) -> PrioritizedState:
-        """Forgets all transitions and priorities; the memory stays."""
-        return PrioritizedState(
-            ring=ring.clear(state.ring),
-            priorities=jax.tree.map(jnp.zeros_like, state.priorities),
-            max_priority=jnp.ones_like(state.max_priority),
-            num_rejected=jnp.zeros_like(state.num_rejected),
         )
 
     def _mass(self, priority: jax.Array) -> jax.Array:
@@ -183,8 +192,8 @@ class PrioritizedReplayBuffer(RingBuffer):
         state: PrioritizedState,
         key: chex.PRNGKey,
         num_draws: int,
-        beta: float | jax.Array,
         stack: int | None,
+        beta: float | jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """Draws `[S]` rows and their importance weights, 0 for an unusable row."""
         tree, usable_fn = state.priorities, self._usable_fn(state, stack)

@@ -1,12 +1,15 @@
 """The uniform replay buffer."""
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from buffers import batches, checks, ring, sampling
+from buffers import checks, ring, sampling
 from buffers.base import RingBuffer
+from buffers.batches import RelabelFn
 from buffers.types import Batch, RingState, Sequences
 
 
@@ -14,45 +17,35 @@ from buffers.types import Batch, RingState, Sequences
 class ReplayBuffer(RingBuffer):
     """A ring of transitions per lane, sampled evenly.
 
-    The functions are pure and plain: jit them together with the code around them, and
-    donate the state, so that `add` writes in place. For the attributes see
-    `RingBuffer`.
+    The methods are pure and jitted. Jit them together with the code around them, and
+    donate the state, so that `add` writes in place: alone it copies the ring. For the
+    attributes see `RingBuffer`.
     """
 
-    def init(self, transition: chex.ArrayTree) -> RingState:
+    def init(self, transition: chex.ArrayTree, params: Any = None) -> RingState:
         """Makes an empty buffer.
 
         Args:
             transition: `[B, ...]`, one `Transition` or any other pytree, of which only
-                the shapes and dtypes are read (`jax.eval_shape` gives them). A field
-                `mask` is not stored, since every stored row is valid.
+                the shapes and dtypes are read; or a `rollout.Collector`, for the
+                transitions that it makes. A field `mask` is not stored, since every
+                stored row is valid.
+            params: what the collector's policy takes as its parameters.
 
         Returns:
             The state to hand to the other methods.
 
         Raises:
-            ValueError: if a leaf lacks the lane axis, or if `successor` is "shared" and
-                the transition lacks `obs`, `next_obs`, `terminated` or `truncated`.
+            ValueError: if a leaf lacks the lane axis, if a flag is not bool, or if
+                `successor` is "shared" and the transition lacks `obs`, `next_obs`,
+                `terminated` or `truncated`.
         """
-        return self._init(transition)
+        return self._init(transition, params)
 
-    def add(self, state: RingState, trajectory: chex.ArrayTree) -> RingState:
-        """Appends transitions; a lane that is full drops its oldest ones.
-
-        Args:
-            state: the state before; donate it.
-            trajectory: `[T, B, ...]`, a chunk, or `[B, ...]`, one step, like the
-                transition of `init`. Rows where its field `mask` is False, if it has
-                one, are not stored: lanes may advance by different numbers of rows.
-
-        Returns:
-            The state after.
-
-        Raises:
-            ValueError: while tracing, if the structure, a shape or a dtype is not that
-                of `init`; it names the leaf.
-        """
-        rows, mask = self._chunk(state, trajectory)
+    def _add(
+        self, state: RingState, rows: chex.ArrayTree, mask: jax.Array
+    ) -> RingState:
+        """Appends rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
         return ring.write(state, rows, mask)[0]
 
     def sample(
@@ -64,6 +57,8 @@ class ReplayBuffer(RingBuffer):
         n_step: int | None = None,
         gamma: float | None = None,
         stack: int | None = None,
+        relabel_fn: RelabelFn | None = None,
+        horizon: int = 64,
     ) -> Batch:
         """Draws `batch_size` transitions evenly, with replacement.
 
@@ -87,6 +82,11 @@ class ReplayBuffer(RingBuffer):
             stack: K, observations that are stacked, at least 1; before the start of an
                 episode its first one repeats. Rows whose history was evicted are not
                 drawn.
+            relabel_fn: `(key, experience, future)` to the experience, `[S, ...]` each:
+                hindsight goals. `future` is drawn evenly, row by row, from the row
+                itself and those after it in its episode. It does not go with `n_step`
+                or `stack`. Pass the same function again, or it is compiled again.
+            horizon: rows ahead that `future` is drawn from, at least 1.
 
         Returns:
             The batch, `[S, ...]`. If no transition may be sampled, the weights are
@@ -98,14 +98,15 @@ class ReplayBuffer(RingBuffer):
                 is needed.
 
         Source:
-            "Reinforcement Learning: An Introduction", 2nd ed., eq. 7.1.
+            "Reinforcement Learning: An Introduction", 2nd ed., eq. 7.1; "Hindsight
+            Experience Replay", section 4.5, arXiv:1707.01495.
         """
-        checks.count("batch_size", batch_size)
+        batch_size = checks.count("batch_size", batch_size)
         checks.targets(state.ring, n_step, gamma, stack)
-        row, weights = self._draw(state, key, batch_size, stack)
-        return batches.transitions(
-            state.ring, row, weights, n_step=n_step, gamma=gamma, stack=stack
-        )
+        checks.relabelling(state.ring, relabel_fn, horizon, n_step or stack)
+        drawn = {"batch_size": batch_size, "stack": stack}
+        made = {"n_step": n_step, "relabel_fn": relabel_fn, "horizon": horizon}
+        return self._run("_sample", state, key, gamma, **drawn, **made)
 
     def sample_sequences(
         self, state: chex.ArrayTree, key: chex.PRNGKey, batch_size: int, length: int
@@ -130,10 +131,10 @@ class ReplayBuffer(RingBuffer):
             ValueError: if a count is not an int of at least 1, or if the transition has
                 no `terminated` or `truncated`.
         """
-        checks.count("batch_size", batch_size)
+        batch_size = checks.count("batch_size", batch_size)
         checks.sequence(state.ring, length)
-        row, weights = self._draw(state, key, batch_size, None)
-        return batches.sequences(state.ring, row, weights, length)
+        counts = {"batch_size": batch_size, "length": length}
+        return self._run("_sample_sequences", state, key, **counts)
 
     def clear(self, state: RingState) -> RingState:
         """Forgets all transitions; the memory stays."""

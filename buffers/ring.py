@@ -60,7 +60,9 @@ def write(
 
 def clear(ring: RingState) -> RingState:
     """Forgets all rows; the memory stays."""
-    return ring.replace(head=jnp.zeros_like(ring.head), size=jnp.zeros_like(ring.size))
+    empty = (ring.head, ring.size, ring.lost)
+    head, size, lost = jax.tree.map(jnp.zeros_like, empty)
+    return ring.replace(head=head, size=size, lost=lost)
 
 
 def put(ring: RingState, chunk: chex.ArrayTree, slot: jax.Array) -> RingState:

@@ -33,12 +33,15 @@ class RingState:
         head: `[B]` int32, the slot that each lane writes next.
         size: `[B]` int32, rows that each lane holds, at most N.
         finals: final observations with `successor="shared"`, else `()`.
+        lost: `[B]` bool of an `EpisodeBuffer`, True where rows under way have replaced
+            the oldest ones, else `()`.
     """
 
     experience: chex.ArrayTree  # [N, B, ...]
     head: jax.Array  # [B]
     size: jax.Array  # [B]
     finals: Finals | tuple[()] = ()
+    lost: jax.Array | tuple[()] = ()  # [B]
 
     @property
     def ring(self) -> "RingState":

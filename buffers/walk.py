@@ -183,6 +183,9 @@ def is_first(ring: RingState, row: jax.Array) -> jax.Array:
         return read_field(ring, "episode_length", row) == 1
     # The oldest row of a full lane may have lost those before it.
     is_cut = age(ring, row) == ring.num_slots - 1
+    if not isinstance(ring.lost, tuple):
+        lane = row % ring.num_envs
+        is_cut |= ring.lost[lane] & (age(ring, row) == ring.size[lane] - 1)
     return ~comes_from(ring, row) & ~is_cut
 
 

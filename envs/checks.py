@@ -1,9 +1,74 @@
 """Checks of the options of environments."""
 
+import operator
 from typing import Any
 
+import jax
 
-def count(name: str, value: Any) -> None:
-    """Refuses a count that is not a Python int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+from envs.types import EnvStep
+
+_MOST = 2**31 - 1  # what is counted, is counted in int32
+
+
+def count(name: str, value: Any) -> int:
+    """Refuses what is no integer from 1 to 2^31 - 1; returns it as a Python int."""
+    if not _is_integer(value) or operator.index(value) < 1:
         raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
+    if value > _MOST:
+        raise ValueError(f"`{name}` must be at most {_MOST}, got {value!r}.")
+    return operator.index(value)
+
+
+def single(env: Any) -> None:
+    """Refuses what is not one environment, as a pytree."""
+    if hasattr(env, "num_envs"):
+        raise ValueError(
+            "`env` must be one environment, got many side by side: wrap it before "
+            "`vectorize`."
+        )
+    missing = [name for name in ("reset", "step") if not hasattr(env, name)]
+    if missing:
+        raise ValueError(
+            f"`env` must have the methods `reset` and `step` of `envs.Env`, got "
+            f"{type(env).__name__} without {missing[0]}; `from_gymnax` adapts others."
+        )
+    if jax.tree_util.all_leaves([env]):
+        raise ValueError(
+            "`env` must be a pytree, such as a `flax.struct.dataclass`, got a plain "
+            f"{type(env).__name__}."
+        )
+
+
+def reset(result: Any) -> tuple[Any, Any]:
+    """Refuses what is not `(state, obs)`."""
+    if type(result) is tuple and len(result) == 2:
+        return result
+    got = (
+        f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+    )
+    raise ValueError(f"`env.reset` must return (state, obs), got {got}.")
+
+
+def step(result: Any) -> EnvStep:
+    """Refuses what is not an `EnvStep`."""
+    if isinstance(result, EnvStep):
+        return result
+    got = (
+        f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+    )
+    raise ValueError(f"`env.step` must return an `envs.EnvStep`, got {got}.")
+
+
+def integer(name: str, value: Any) -> int:
+    """Refuses what is no integer of Python or NumPy; returns it as a Python int."""
+    if not _is_integer(value):
+        raise ValueError(f"`{name}` must be an int, got {value!r}.")
+    return operator.index(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return not isinstance(value, bool | jax.Array) and hasattr(value, "__index__")
+
+
+def _name(result: Any) -> str:
+    return f"{len(result)} values" if type(result) is tuple else type(result).__name__

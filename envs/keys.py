@@ -66,6 +66,65 @@ def fold_in(key: chex.PRNGKey, data: jax.typing.ArrayLike) -> chex.PRNGKey:
     return plain(barrier(folded))
 
 
+def bits(key: chex.PRNGKey, shape: tuple[int, ...]) -> jax.Array:
+    """Draws `shape` words, uint32; those of a longer leading axis begin with them.
+
+    Threefry makes two words at once, and `jax.random.bits` makes one of the two. Here
+    both are used, by neighbours.
+    """
+    size = math.prod(shape)
+    if not _is_threefry(key):
+        return jax.random.bits(key, shape, jnp.uint32)
+    pairs = _hash(jax.random.key_data(key), *_counters((-(-size // 2),)))
+    return jnp.stack(pairs, axis=-1).reshape(-1)[:size].reshape(shape)
+
+
+def draw(
+    key: chex.PRNGKey,
+    low: jax.typing.ArrayLike,
+    high: jax.typing.ArrayLike,
+    shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Draws evenly between bounds: floats, integers of at most 32 bits, or flags.
+
+    Args:
+        key: one typed key.
+        low: lowest values, finite, broadcast to `shape`.
+        high: highest values, included, finite and at least `low`, likewise.
+        shape: of the draw; see `bits`.
+        dtype: of the draw; the bounds have values of it.
+    """
+    if jnp.issubdtype(dtype, jnp.floating):
+        return uniform(key, low, high, shape).astype(dtype)
+    low, high = (
+        jnp.broadcast_to(jnp.asarray(x).astype(dtype), shape).astype(jnp.uint32)
+        for x in (low, high)
+    )
+    words, num = bits(key, (*shape, 2)), high - low + 1  # 0 stands for 2**32
+    # The high word of a fraction of two words times `num`.
+    first, second = words[..., 0], words[..., 1]
+    whole, part = _product(first, num)
+    carry = part + _product(second, num)[0] < part
+    offset = jnp.where(num == 0, first, whole + carry.astype(jnp.uint32))
+    return (low + offset).astype(jnp.int32).astype(dtype)
+
+
+def uniform(
+    key: chex.PRNGKey,
+    low: jax.typing.ArrayLike,
+    high: jax.typing.ArrayLike,
+    shape: tuple[int, ...],
+) -> jax.Array:
+    """Draws float32 evenly between finite bounds, however far they are apart."""
+    low, high = (
+        jnp.broadcast_to(jnp.asarray(x).astype(jnp.float32), shape) for x in (low, high)
+    )
+    unit = (bits(key, shape) >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+    # Not `low + (high - low) * unit`: the difference may overflow.
+    return jnp.clip(low * (1.0 - unit) + high * unit, low, high)
+
+
 def barrier(tree: chex.ArrayTree) -> chex.ArrayTree:
     """`lax.optimization_barrier` for trees that may hold typed keys.
 
@@ -162,6 +221,16 @@ def _hash(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, .
         x = x + schedule[(i + 1) % 3]
         y = y + schedule[(i + 2) % 3] + np.uint32(i + 1)
     return x, y
+
+
+def _product(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The high and the low word of the product of two words."""
+    half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
+    low, high = (x & mask), (x >> half)
+    first = low * (y & mask)
+    second = high * (y & mask) + (first >> half)
+    third = low * (y >> half) + (second & mask)
+    return high * (y >> half) + (second >> half) + (third >> half), x * y
 
 
 def _counters(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

@@ -3,22 +3,34 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+
+from envs import checks, keys
 
 
 @struct.dataclass
 class Discrete:
-    """The integers 0, ..., n - 1.
+    """The integers `start`, ..., `start + n - 1`.
 
     Attributes:
-        n: number of elements, a Python int.
+        n: number of elements, an int of at least 1.
         dtype: integer dtype of an element.
+        start: the smallest element, an int.
+
+    Raises:
+        ValueError: if `n` is not an int of at least 1, or `start` not an int.
     """
 
     n: int = struct.field(pytree_node=False)
     dtype: jax.typing.DTypeLike = struct.field(
         pytree_node=False, default=jnp.dtype(jnp.int32)
     )
+    start: int = struct.field(pytree_node=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", checks.count("n", self.n))
+        object.__setattr__(self, "start", checks.integer("start", self.start))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -27,22 +39,26 @@ class Discrete:
 
     def sample(self, key: chex.PRNGKey) -> jax.Array:
         """Draws one element uniformly."""
-        return jax.random.randint(key, (), 0, self.n, self.dtype)
+        return keys.draw(key, self.start, self.start + self.n - 1, (), self.dtype)
 
     def contains(self, x: jax.Array) -> jax.Array:
         """Tells whether `x` is one of the integers, `()` bool."""
-        return (x >= 0) & (x < self.n)
+        return (x >= self.start) & (x < self.start + self.n)
 
 
 @struct.dataclass
 class Box:
-    """Arrays with every entry between `low` and `high`.
+    """Arrays with every entry between `low` and `high`, both included.
 
     Attributes:
         low: lower bounds, broadcast to `shape`.
         high: upper bounds, broadcast to `shape`.
         shape: shape of one element.
-        dtype: dtype of an element.
+        dtype: dtype of an element: floats, integers of at most 32 bits, or bool.
+
+    Raises:
+        ValueError: if a bound is NaN, does not broadcast to `shape`, or `low` is above
+            `high`; of arrays whose values are known.
     """
 
     low: jax.typing.ArrayLike
@@ -52,11 +68,25 @@ class Box:
         pytree_node=False, default=jnp.dtype(jnp.float32)
     )
 
+    def __post_init__(self) -> None:
+        bounds = self.low, self.high
+        if not all(isinstance(x, _NUMBERS) for x in bounds):
+            return  # placeholders, with which jax builds pytrees
+        if any(isinstance(x, jax.core.Tracer) for x in bounds):
+            return
+        # Rows of spaces, as `vmap` over environments makes them, have an axis more.
+        if not np.all(np.asarray(self.low) <= np.asarray(self.high)):
+            raise ValueError(
+                f"`low` must be at most `high`, got low={self.low}, high={self.high}."
+            )
+
     def sample(self, key: chex.PRNGKey) -> jax.Array:
         """Draws one element uniformly; the bounds must be finite."""
-        uniform = jax.random.uniform(key, self.shape, minval=self.low, maxval=self.high)
-        return uniform.astype(self.dtype)
+        return keys.draw(key, self.low, self.high, self.shape, self.dtype)
 
     def contains(self, x: jax.Array) -> jax.Array:
         """Tells whether every entry lies within its bounds, `()` bool."""
         return jnp.all((x >= self.low) & (x <= self.high))
+
+
+_NUMBERS = (int, float, np.ndarray, np.generic, jax.Array)

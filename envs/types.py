@@ -78,6 +78,11 @@ class Env(Protocol):
 
     An implementation is a pytree whose leaves are the environment's
     parameters, so that `jax.vmap` over parameters works.
+
+    One that plays levels or rows of data by number may have another method,
+    `at_episode(number) -> Env`, `()` int32 from 0. Its result is reset in its place:
+    `number` is the position in the queue of `collect_episodes`, so that each is played
+    once, and elsewhere it counts the episodes of all lanes, lane by lane.
     """
 
     @property
@@ -129,7 +134,8 @@ class VectorEnv(Protocol):
         Args:
             key_fn: maps `[K]` int32 lane numbers to their `[K]` new episode keys, so
                 that only a lane that is reset pays for its key. Numbers may repeat; the
-                key of a lane that is not done is not used.
+                key of a lane that is not done is not used. The collector's has
+                `number`, which maps them to the numbers of the new episodes.
             done: `[B]` bool, the lanes to reset.
             lanes: the lanes as they are now.
 

@@ -33,7 +33,8 @@ def vectorize(env: Env, num_envs: int, *, auto_reset: str = "compact") -> Vector
     Raises:
         ValueError: if `num_envs` is not a positive int or `auto_reset` is unknown.
     """
-    _check(num_envs, auto_reset)
+    checks.single(env)
+    num_envs = _check(num_envs, auto_reset)
     return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset)
 
 
@@ -56,7 +57,8 @@ def vectorize_each(
         ValueError: as `vectorize`, and if a leaf lacks the leading axis, or if there is
             no leaf.
     """
-    _check(num_envs, auto_reset)
+    checks.single(env)
+    num_envs = _check(num_envs, auto_reset)
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(env)]
     wrong = [shape for shape in shapes if shape[:1] != (num_envs,)]
     if wrong or not shapes:
@@ -68,11 +70,11 @@ def vectorize_each(
     return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=True)
 
 
-def _check(num_envs: int, auto_reset: str) -> None:
-    checks.count("num_envs", num_envs)
+def _check(num_envs: int, auto_reset: str) -> int:
     if auto_reset not in _AUTO_RESETS:
         names = " or ".join(f'"{name}"' for name in sorted(_AUTO_RESETS))
         raise ValueError(f"`auto_reset` must be {names}, got {auto_reset!r}.")
+    return checks.count("num_envs", num_envs)
 
 
 @struct.dataclass(kw_only=True)
@@ -97,12 +99,14 @@ class _VectorizedEnv:
         return self._one.action_space
 
     def reset(self, keys: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
-        return _strong(self._reset(self.env, keys))
+        return _strong(self._reset(self.env, keys, jnp.arange(self.num_envs)))
 
     def step(
         self, keys: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
     ) -> EnvStep:
-        step = jax.vmap(lambda env, *args: env.step(*args), (self._axis, 0, 0, 0))
+        step = jax.vmap(
+            lambda env, *args: checks.step(env.step(*args)), (self._axis, 0, 0, 0)
+        )
         result = step(self.env, keys, state, action)
         for name in ("reward", "terminated", "truncated"):
             shape = jnp.shape(getattr(result, name))[1:]
@@ -127,7 +131,9 @@ class _VectorizedEnv:
             episode_key = key_fn(lane)
             if self.each:
                 env = jax.tree.map(lambda x: x[lane], env)
-            state, obs = self._reset(env, env_keys.fold_in(episode_key, RESET))
+            number = getattr(key_fn, "number", lambda lane: lane)(lane)
+            reset_key = env_keys.fold_in(episode_key, RESET)
+            state, obs = self._reset(env, reset_key, number)
             return Lanes(episode_key=episode_key, state=state, obs=obs)
 
         return _AUTO_RESETS[self.auto_reset](self.env, start, done, lanes)
@@ -141,11 +147,16 @@ class _VectorizedEnv:
         return jax.tree.map(lambda x: x[0], self.env) if self.each else self.env
 
     def _reset(
-        self, env: Env, reset_keys: chex.PRNGKey
+        self, env: Env, reset_keys: chex.PRNGKey, number: jax.Array
     ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
-        return jax.vmap(lambda env, key: env.reset(key), (self._axis, 0))(
-            env, reset_keys
-        )
+        """Resets `[K]` lanes that start the episodes of these numbers, `[K]` int32."""
+
+        def reset(env: Env, key: chex.PRNGKey, number: jax.Array) -> tuple:
+            if hasattr(env, "at_episode"):
+                env = env.at_episode(number)
+            return checks.reset(env.reset(key))
+
+        return jax.vmap(reset, (self._axis, 0, 0))(env, reset_keys, number)
 
 
 def _strong(tree: chex.ArrayTree) -> chex.ArrayTree:

@@ -12,6 +12,7 @@ and restores it; `profile` says where the time goes.
 from rollout import checkpoint
 from rollout.collector import Collector
 from rollout.evaluation import evaluate
+from rollout.minibatches import minibatches
 from rollout.policies import (
     epsilon_greedy,
     gaussian_noise,
@@ -23,10 +24,19 @@ from rollout.policies import (
     stateless_policy,
 )
 from rollout.profiling import Profile, profile
-from rollout.stats import CollectStats, log_stats, summarize
+from rollout.stats import (
+    CollectStats,
+    Finished,
+    Moments,
+    finished,
+    log_stats,
+    summarize,
+)
 from rollout.stream import Stream, StreamBatch, StreamStats
+from rollout.targets import discounted_returns, gae, lambda_returns
 from rollout.trajectories import Pieces, split_trajectories
 from rollout.types import (
+    Accumulator,
     Carry,
     Episode,
     Episodes,
@@ -39,12 +49,15 @@ from rollout.types import (
 Batch = StreamBatch  # its name until 0.1; `buffers.Batch` is another thing
 
 __all__ = [
+    "Accumulator",
     "Batch",
     "Carry",
     "CollectStats",
     "Collector",
     "Episode",
     "Episodes",
+    "Finished",
+    "Moments",
     "Persistent",
     "Pieces",
     "Policy",
@@ -55,11 +68,16 @@ __all__ = [
     "StreamStats",
     "Transition",
     "checkpoint",
+    "discounted_returns",
     "epsilon_greedy",
     "evaluate",
+    "finished",
+    "gae",
     "gaussian_noise",
     "greedy",
+    "lambda_returns",
     "log_stats",
+    "minibatches",
     "ornstein_uhlenbeck",
     "profile",
     "random_policy",

@@ -2,9 +2,12 @@
 
 A checkpoint is a folder `path/<step>` that orbax writes under another name and renames
 when every byte is on disk; so a process that is killed at any moment leaves the ones
-before as they were, and what it left half written is never read.
+before as they were, and what it left half written is never read. Its manifest says what
+every leaf is, with a checksum, and marks the folder as ours: no other is ever deleted.
 """
 
+import itertools
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from envs import keys
 from rollout import checks
 
 _EMPTY = np.zeros(1, np.uint8)  # orbax has no form for an array of no entries
+_TREE, _MANIFEST = "tree", "rollout_manifest"  # the two parts of a checkpoint
+_UNFINISHED = "orbax-checkpoint-tmp"  # in the names of what was left half written
 
 
 def save(
@@ -30,7 +35,8 @@ def save(
     """Saves a tree, and forgets the oldest ones.
 
     Args:
-        path: folder of the checkpoints of one run; it is made if it is not there.
+        path: folder of the checkpoints of one run, which holds nothing else; it is made
+            if it is not there.
         tree: any pytree of arrays, typed keys and numbers: `stream.state()`, the
             parameters, the state of an optimizer or of a buffer.
         step: number of the checkpoint, at least 0 and above those of the ones before;
@@ -43,17 +49,29 @@ def save(
 
     Raises:
         ValueError: if `step` is not an int above those of the ones before, or None
-            where `every` is not 1; if `every` or `keep` is not an int of at least 1.
+            where `every` is not 1; if `every` or `keep` is not an int of at least 1; if
+            there is anything else in the folder.
     """
-    checks.count("every", every)
-    checks.count("keep", keep)
-    step = _number(steps(path), step, every)
+    every = checks.count("every", every)
+    keep = checks.count("keep", keep)
+    found = steps(path)
+    _refuse_others(Path(path), found)
+    step = _number(found, step, every)
     if step % every:
         return False
+    leaves = _flatten(tree)
+    manifest = [
+        {**kind, "checksum": zlib.crc32(leaf.tobytes())}
+        for kind, leaf in zip(_describe(tree), leaves.values(), strict=True)
+    ]
     with _open(path, keep) as manager:
         from orbax.checkpoint import args
 
-        manager.save(step, args=args.StandardSave(_flatten(tree)))
+        parts = {
+            _TREE: args.StandardSave(leaves),
+            _MANIFEST: args.JsonSave({"leaves": manifest}),
+        }
+        manager.save(step, args=args.Composite(**parts))
     return True
 
 
@@ -66,14 +84,15 @@ def restore(
         path: the folder given to `save`.
         like: a tree of the structure, shapes and dtypes that were saved; its values
             are not read. A new stream's `state()` serves for a stream.
-        step: number of the checkpoint, None for the newest one that is whole.
+        step: number of the checkpoint, None for the newest one.
 
     Returns:
         The tree, of the structure of `like`, with the bits that were saved.
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ValueError: if it holds other leaves than `like`.
+        ValueError: if it holds other leaves than `like`, of which the first is named;
+            if it is damaged: the message says which one there is before it.
     """
     found = steps(path)
     step = found[-1] if step is None and found else step
@@ -82,25 +101,61 @@ def restore(
             f"`path` must hold a checkpoint{'' if step is None else f' {step}'}, got "
             f"{path} with {found or 'none'}."
         )
-    with _open(path, None) as manager:
-        from orbax.checkpoint import args
-
-        wanted = _flatten(like)
-        saved = manager.restore(step, args=args.StandardRestore())
-        if _kinds(saved) != _kinds(wanted):
+    saved, manifest = _read(Path(path), step, found)
+    for want, got in itertools.zip_longest(_describe(like), manifest, fillvalue={}):
+        if not want or want != {name: got.get(name) for name in want}:
             raise ValueError(
-                f"`like` must have the leaves that were saved, {_kinds(saved)}, got "
-                f"{_kinds(wanted)}."
+                f"`like` must have the leaves that were saved: {_say(got)}, got "
+                f"{_say(want)}."
             )
     return _unflatten(saved, like)
 
 
 def steps(path: str | Path) -> list[int]:
-    """The numbers of the checkpoints in a folder that are whole, ascending."""
+    """The numbers of the checkpoints in a folder that are whole, ascending.
+
+    What `save` did not write is not among them, whatever its name.
+    """
     if not Path(path).is_dir():
         return []
-    names = [entry.name for entry in Path(path).iterdir() if entry.is_dir()]
-    return sorted(int(name) for name in names if name.isdecimal())
+    entries = [entry for entry in Path(path).iterdir() if entry.name.isdecimal()]
+    return sorted(int(x.name) for x in entries if (x / _MANIFEST).is_dir())
+
+
+def _refuse_others(path: Path, found: list[int]) -> None:
+    """Refuses to write where somebody else keeps something: orbax deletes by number."""
+    ours = {str(step) for step in found}
+    entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    others = [x for x in entries if x not in ours and _UNFINISHED not in x]
+    if others:
+        raise ValueError(
+            "`path` must be a folder with nothing in it but checkpoints of this "
+            f"version, got {path} with {others[0]!r}."
+        )
+
+
+def _read(path: Path, step: int, found: list[int]) -> tuple[dict, list[dict]]:
+    """Reads the leaves of a checkpoint and its manifest; refuses a damaged one."""
+    try:
+        with _open(path, None) as manager:
+            from orbax.checkpoint import args
+
+            parts = {_TREE: args.StandardRestore(), _MANIFEST: args.JsonRestore()}
+            read = manager.restore(step, args=args.Composite(**parts))
+        saved, manifest = read[_TREE], read[_MANIFEST]["leaves"]
+        sums = [zlib.crc32(np.asarray(x).tobytes()) for _, x in sorted(saved.items())]
+        if sums != [leaf["checksum"] for leaf in manifest]:
+            raise ValueError("a checksum does not agree")
+    except Exception as error:  # of whatever kind: orbax promises none
+        before = [x for x in found if x < step]
+        hint = (
+            f"`step={before[-1]}` is the one before" if before else "there is no other"
+        )
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"Checkpoint {step} in {path} is damaged ({reason}); {hint}."
+        ) from error
+    return saved, manifest
 
 
 def _number(found: list[int], step: int | None, every: int) -> int:
@@ -110,9 +165,7 @@ def _number(found: list[int], step: int | None, every: int) -> int:
     if step is None:
         return lowest
     # Replacing one would leave a moment with neither.
-    if isinstance(step, bool) or not isinstance(step, int) or step < lowest:
-        raise ValueError(f"`step` must be an int of at least {lowest}, got {step!r}.")
-    return step
+    return checks.count("step", step, least=lowest, most=None)
 
 
 def _open(path: str | Path, keep: int | None) -> Any:
@@ -154,5 +207,17 @@ def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
     )
 
 
-def _kinds(flat: dict[str, np.ndarray]) -> list[str]:
-    return [f"{x.dtype}{list(x.shape)}" for _, x in sorted(flat.items())]
+def _describe(tree: chex.ArrayTree) -> list[dict[str, Any]]:
+    """Of every leaf its place in the tree, dtype and shape."""
+    return [
+        {
+            "path": jax.tree_util.keystr(path),
+            "dtype": str(leaf.dtype),  # of a key with its implementation
+            "shape": list(leaf.shape),
+        }
+        for path, leaf in jax.tree.leaves_with_path(_arrays(tree))
+    ]
+
+
+def _say(leaf: dict[str, Any]) -> str:
+    return f"{leaf['path']} {leaf['dtype']}{leaf['shape']}" if leaf else "no more"

@@ -1,5 +1,7 @@
 """Checks of what users hand to the kernel: made while tracing, so free at run time."""
 
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 import chex
@@ -8,8 +10,16 @@ import jax.numpy as jnp
 
 from envs import keys
 from envs.types import EnvStep, Space, VectorEnv
-from rollout.types import PolicyStep, Transition
+from rollout.types import (
+    Accumulator,
+    Accumulators,
+    Carry,
+    Policy,
+    PolicyStep,
+    Transition,
+)
 
+_INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 _BOOKKEEPING = (
     "terminated",
     "truncated",
@@ -17,6 +27,7 @@ _BOOKKEEPING = (
     "episode_id",
     "episode_return",
     "episode_length",
+    "accumulated",
 )
 
 
@@ -29,20 +40,90 @@ def typed_key(key: Any) -> None:
         )
 
 
-def count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> None:
-    """Refuses a count that is not a Python int from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def count(
+    name: str, value: Any, *, least: int = 1, most: int | None = _INT32_MAX
+) -> int:
+    """Refuses what is no integer from `least` to `most`; returns it as a Python int."""
+    is_int = not isinstance(value, bool | jax.Array) and hasattr(value, "__index__")
+    if not is_int or operator.index(value) < least:
         raise ValueError(f"`{name}` must be an int of at least {least}, got {value!r}.")
     if most is not None and value > most:
         raise ValueError(f"`{name}` must be at most {most}, got {value}.")
+    return operator.index(value)
+
+
+def flag(name: str, value: Any) -> None:
+    """Refuses what is no bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be a bool, got {value!r}.")
+
+
+def function(name: str, value: Any) -> None:
+    """Refuses what cannot be called."""
+    if not callable(value):
+        raise ValueError(f"`{name}` must be a function, got {_describe(value)}.")
 
 
 def max_steps(value: Any) -> jax.Array:
     """Refuses what `count` does; beyond int32 it is the largest int32."""
     if isinstance(value, jax.Array) and (value.shape, value.dtype) == ((), jnp.int32):
         return value  # of an outer program, which has seen to it
-    count("max_steps", value)
-    return jnp.int32(min(value, jnp.iinfo(jnp.int32).max))
+    return jnp.int32(min(count("max_steps", value, most=None), _INT32_MAX))
+
+
+def collector(env: Any, policy: Any, record_fn: Any) -> None:
+    """Refuses what a collector cannot be made of."""
+    # A placeholder that jax builds pytrees with has no `step`.
+    if hasattr(env, "step") and not hasattr(env, "num_envs"):
+        raise ValueError(
+            "`env` must be many environments side by side, as `envs.vectorize` makes "
+            f"them, got one {type(env).__name__}."
+        )
+    if not isinstance(policy, Policy):
+        raise ValueError(
+            "`policy` must be a `Policy`, such as `stateless_policy` makes, "
+            f"got {_describe(policy)}."
+        )
+    if record_fn is not None:
+        function("record_fn", record_fn)
+
+
+def carry(value: Any, num_envs: int) -> None:
+    """Refuses what is no carry, or one of another number of lanes."""
+    if not isinstance(value, Carry):
+        raise ValueError(
+            "`carry` must be what `Collector.init` or an earlier call returned, got "
+            f"{_describe(value)}."
+        )
+    lanes = jnp.shape(value.episode.episode_id)
+    if lanes != (num_envs,):
+        raise ValueError(
+            f"`carry` must have the lanes of the collector, num_envs={num_envs}, got "
+            f"shape {lanes}."
+        )
+
+
+def accumulators(value: Any) -> Accumulators:
+    """Refuses what are no accumulators by name; returns them as a tuple."""
+    items = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
+    for name, accumulator in items:
+        if not isinstance(name, str) or not isinstance(accumulator, Accumulator):
+            raise ValueError(
+                "`accumulators` must map names to `Accumulator`s, got "
+                f"{name!r}: {_describe(accumulator)}."
+            )
+    return items
+
+
+def accumulated(name: str, old: chex.ArrayTree, new: chex.ArrayTree) -> None:
+    """Refuses a figure that an accumulator returns of another kind."""
+    _same(f"The accumulator `{name}` must return what it is given", old, new)
+
+
+def env_state(env: VectorEnv, state: chex.ArrayTree, reset_keys: chex.PRNGKey) -> None:
+    """Refuses a state that is not one of this environment."""
+    expected = jax.eval_shape(env.reset, reset_keys)[0]
+    _same("`carry` must be of this collector's environment", expected, state)
 
 
 def recorded(before: Transition, after: Any) -> None:
@@ -62,7 +143,7 @@ def recorded(before: Transition, after: Any) -> None:
 def policy_init(state: chex.ArrayTree, num_envs: int) -> None:
     """Refuses an initial policy state without the lane axis."""
     for path, leaf in jax.tree.leaves_with_path(state):
-        if leaf.shape[:1] != (num_envs,):
+        if jnp.shape(leaf)[:1] != (num_envs,):
             raise ValueError(
                 "`policy.init` must return leaves with the leading axis "
                 f"num_envs={num_envs}, got shape {leaf.shape}{_at(path)}."
@@ -109,6 +190,10 @@ def env_step(
     result: EnvStep, num_envs: int, state: chex.ArrayTree, obs: chex.ArrayTree
 ) -> None:
     """Refuses a step whose leaves are not those of the reset, or not `[B]`."""
+    if not isinstance(result, EnvStep):
+        raise ValueError(
+            f"`env.step` must return an `envs.EnvStep`, got {_describe(result)}."
+        )
     kinds = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
     for name, dtype in kinds.items():
         leaf = getattr(result, name)

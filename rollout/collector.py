@@ -1,7 +1,7 @@
 """The collector: folds over time of the kernel's one step."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import chex
@@ -14,7 +14,14 @@ from envs import keys
 from envs.types import VectorEnv, node_types
 from rollout import checks, kernel
 from rollout.kernel import episode_keys, episodes
-from rollout.types import Carry, Episodes, Policy, Transition
+from rollout.types import (
+    Accumulator,
+    Accumulators,
+    Carry,
+    Episodes,
+    Policy,
+    Transition,
+)
 
 Acc = TypeVar("Acc")
 
@@ -25,9 +32,7 @@ class Collector:
 
     A pytree whose leaves are the environment's parameters, so it may be an argument
     of your own jitted function or closed over. Every method is a pure function of its
-    arguments. `init` and the methods `collect_*` are jitted and give the same bits
-    inside your own `jit`; `step` and the folds are not, and run operation by operation
-    a float may differ from theirs in the last place.
+    arguments, is jitted, and gives the same bits inside your own `jit`.
 
     Attributes:
         env: `B` environments side by side.
@@ -37,6 +42,9 @@ class Collector:
             Every method hands out what it returns; the policy and the running totals
             never see it. It must leave the flags, `mask`, `episode_id`,
             `episode_return` and `episode_length` as they are.
+        accumulators: figures of one's own that are kept per episode, by name, besides
+            `episode_return` and `episode_length`: they stand in `accumulated` of
+            transitions, of episodes and of statistics.
     """
 
     env: VectorEnv
@@ -44,9 +52,15 @@ class Collector:
     record_fn: Callable[[Transition], Transition] | None = struct.field(
         pytree_node=False, default=None
     )
+    accumulators: Mapping[str, Accumulator] | Accumulators = struct.field(
+        pytree_node=False, default=()
+    )
     _types: tuple[type, ...] = struct.field(pytree_node=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
+        checks.collector(self.env, self.policy, self.record_fn)
+        accumulators = checks.accumulators(self.accumulators)
+        object.__setattr__(self, "accumulators", accumulators)
         object.__setattr__(self, "_types", node_types(self.env))
 
     def init(self, key: chex.PRNGKey) -> Carry:
@@ -67,7 +81,7 @@ class Collector:
         return _init(self, key)
 
     def step(self, carry: Carry, params: Any) -> tuple[Carry, Transition]:
-        """Takes one step in every lane and resets those whose episode ended.
+        """Takes one step in every lane and resets those whose episode ended. Jitted.
 
         Args:
             carry: the carry of `init` or of an earlier call.
@@ -80,8 +94,7 @@ class Collector:
             ValueError: while tracing, if the policy or the environment returns
                 something of the wrong structure, shape or dtype.
         """
-        carry, transition = kernel.step(self.env, self.policy, carry, params)
-        return carry, kernel.record(self.record_fn, transition)
+        return _step(self, carry, params)
 
     def collect_steps(
         self, carry: Carry, params: Any, num_steps: int
@@ -103,7 +116,7 @@ class Collector:
         Raises:
             ValueError: if `num_steps` is not an int of at least 1, or as `step` does.
         """
-        checks.count("num_steps", num_steps)
+        num_steps = checks.count("num_steps", num_steps)
         return _collect_steps(self, carry, params, num_steps)
 
     def fold_steps(
@@ -115,7 +128,7 @@ class Collector:
         *,
         num_steps: int,
     ) -> tuple[Carry, Acc]:
-        """Takes `num_steps` steps and folds each transition into `acc`. Not jitted.
+        """Takes `num_steps` steps and folds each transition into `acc`. Jitted.
 
         Nothing is stacked, so memory does not grow with `num_steps`.
 
@@ -123,7 +136,8 @@ class Collector:
             carry: the carry of `init` or of an earlier call.
             params: whatever the policy takes as its parameters.
             fn: `(acc, transition)` to the next `acc`, of unchanged structure, shapes
-                and dtypes; the transition is `[B, ...]`.
+                and dtypes; the transition is `[B, ...]`. Static: pass the same function
+                again, or it is compiled again.
             acc: what `fn` starts from, any pytree of arrays.
             num_steps: steps per lane, at least 1.
 
@@ -134,16 +148,19 @@ class Collector:
             ValueError: if `num_steps` is not an int of at least 1, or as `step` does.
             TypeError: if `fn` changes the structure, a shape or a dtype of `acc`.
         """
-        checks.count("num_steps", num_steps)
-
-        def step(state: tuple[Carry, Acc], _: None) -> tuple[tuple[Carry, Acc], None]:
-            carry, transition = self.step(state[0], params)
-            return (carry, fn(state[1], transition)), None
-
-        return lax.scan(step, (carry, acc), length=num_steps)[0]
+        num_steps = checks.count("num_steps", num_steps)
+        checks.function("fn", fn)
+        args = self, carry, params, acc
+        return _jitted(_fold_steps, fn, args)(*args, fn, num_steps)
 
     def collect_episodes(
-        self, carry: Carry, params: Any, num_episodes: int, *, max_steps: int
+        self,
+        carry: Carry,
+        params: Any,
+        num_episodes: int,
+        *,
+        max_steps: int,
+        min_steps: int | None = None,
     ) -> tuple[Carry, Episodes]:
         """Plays exactly `num_episodes` new episodes. Jitted.
 
@@ -161,6 +178,10 @@ class Collector:
             num_episodes: N, at least 1. Static: one trace per value.
             max_steps: steps of an episode after which it is cut, at least 1. A large
                 one costs nothing. It bounds the call if an episode may never end.
+            min_steps: plays no more episodes than it takes to have so many steps, at
+                least 1: the first ones, in the order of their start, so that which
+                these are depends on no lane. `Episodes.mask` tells them; N is the most
+                there can be, and may be too few. None plays all N.
 
         Returns:
             The next carry, every lane at the start of a new episode of its own, and
@@ -170,10 +191,12 @@ class Collector:
             ValueError: if `num_episodes` or `max_steps` is not an int of at least 1, or
                 as `step` does.
         """
-        checks.count("num_episodes", num_episodes)
-        max_steps = checks.max_steps(max_steps)
-        args = self, carry, params, max_steps
-        return _collect_episodes(*args, episodes.queue, num_episodes)
+        num_episodes = checks.count("num_episodes", num_episodes)
+        args = self, carry, params, checks.max_steps(max_steps)
+        least = None
+        if min_steps is not None:
+            least = jnp.int32(checks.count("min_steps", min_steps))
+        return _collect_episodes(*args, episodes.queue, num_episodes, least)
 
     def collect_episodes_per_env(
         self, carry: Carry, params: Any, episodes_per_env: int, *, max_steps: int
@@ -197,7 +220,7 @@ class Collector:
         Raises:
             ValueError: as `collect_episodes` does.
         """
-        checks.count("episodes_per_env", episodes_per_env)
+        episodes_per_env = checks.count("episodes_per_env", episodes_per_env)
         max_steps = checks.max_steps(max_steps)
         args = self, carry, params, max_steps
         return _collect_episodes(*args, episodes.per_env, episodes_per_env)
@@ -212,7 +235,7 @@ class Collector:
         num_episodes: int,
         max_steps: int,
     ) -> tuple[Carry, Acc, Episodes]:
-        """Plays `num_episodes` episodes and folds each transition. Not jitted.
+        """Plays `num_episodes` episodes and folds each transition. Jitted.
 
         Args:
             carry: the carry of `init` or of an earlier call.
@@ -221,7 +244,7 @@ class Collector:
                 and dtypes. The transition is `[B, ...]`; where its `mask` is False the
                 lane is idle and the row void (no reward, no flag). A row at which
                 `max_steps` ran out is `truncated`. The episode at position e of the
-                queue has the `episode_id` `-1 - e`.
+                queue has the `episode_id` `-1 - e`. Static, as in `fold_steps`.
             acc: what `fn` starts from, any pytree of arrays.
             num_episodes: N, at least 1.
             max_steps: steps of an episode after which it is cut, at least 1.
@@ -234,10 +257,10 @@ class Collector:
             ValueError: as `collect_episodes` does.
             TypeError: if `fn` changes the structure, a shape or a dtype of `acc`.
         """
-        checks.count("num_episodes", num_episodes)
-        max_steps = checks.max_steps(max_steps)
-        plan = episodes.queue(carry, self._lanes, num_episodes)
-        return self._play(carry, params, fn, acc, plan, max_steps)
+        num_episodes = checks.count("num_episodes", num_episodes)
+        checks.function("fn", fn)
+        args = self, carry, params, acc, checks.max_steps(max_steps)
+        return _jitted(_fold_episodes, fn, args)(*args, fn, num_episodes)
 
     def collect_padded_episodes(
         self, carry: Carry, params: Any, num_episodes: int, *, max_length: int
@@ -260,8 +283,8 @@ class Collector:
             ValueError: if `num_episodes` or `max_length` is not an int of at least 1,
                 or as `step` does.
         """
-        checks.count("num_episodes", num_episodes)
-        checks.count("max_length", max_length)
+        num_episodes = checks.count("num_episodes", num_episodes)
+        max_length = checks.count("max_length", max_length)
         return _collect_padded(self, carry, params, num_episodes, max_length)
 
     @property
@@ -276,8 +299,10 @@ class Collector:
         acc: Acc,
         plan: episodes.Plan,
         max_steps: jax.Array,
+        min_steps: jax.Array | None = None,
     ) -> tuple[Carry, Acc, Episodes]:
         """Plays a plan, with what is recorded handed to `fn`."""
+        checks.carry(carry, self.env.num_envs)
 
         def see(acc: Acc, transition: Transition) -> Acc:
             return fn(acc, kernel.record(self.record_fn, transition))
@@ -291,13 +316,68 @@ class Collector:
             acc,
             plan=plan,
             max_steps=max_steps,
+            min_steps=min_steps,
+            accumulators=self.accumulators,
         )
 
 
 # Jitted, since operation by operation a first call compiles some forty programs.
 @jax.jit
 def _init(collector: Collector, key: chex.PRNGKey) -> Carry:
-    return kernel.init(collector.env, collector.policy, key)
+    args = collector.env, collector.policy, key
+    return kernel.init(*args, accumulators=collector.accumulators)
+
+
+def _take(collector: Collector, carry: Carry, params: Any) -> tuple[Carry, Transition]:
+    args = collector.env, collector.policy, carry, params
+    carry, transition = kernel.step(*args, accumulators=collector.accumulators)
+    return carry, kernel.record(collector.record_fn, transition)
+
+
+_step = jax.jit(_take)
+
+
+def _jitted(
+    fold: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """Jits a fold, of which `fn` and a count are static, unless it is traced already.
+
+    There `fn` may hold on to what is traced, which must not stay in a cache.
+    """
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+    try:
+        hash(fn)
+    except TypeError:
+        return fold
+    return fold if is_traced else _JITTED[fold]
+
+
+def _fold_steps(
+    collector: Collector,
+    carry: Carry,
+    params: Any,
+    acc: Acc,
+    fn: Callable[[Acc, Transition], Acc],
+    num_steps: int,
+) -> tuple[Carry, Acc]:
+    def step(state: tuple[Carry, Acc], _: None) -> tuple[tuple[Carry, Acc], None]:
+        carry, transition = _take(collector, state[0], params)
+        return (carry, fn(state[1], transition)), None
+
+    return lax.scan(step, (carry, acc), length=num_steps)[0]
+
+
+def _fold_episodes(
+    collector: Collector,
+    carry: Carry,
+    params: Any,
+    acc: Acc,
+    max_steps: jax.Array,
+    fn: Callable[[Acc, Transition], Acc],
+    num_episodes: int,
+) -> tuple[Carry, Acc, Episodes]:
+    plan = episodes.queue(carry, collector._lanes, num_episodes)
+    return collector._play(carry, params, fn, acc, plan, max_steps)
 
 
 @functools.partial(jax.jit, static_argnames="num_steps")
@@ -305,7 +385,7 @@ def _collect_steps(
     collector: Collector, carry: Carry, params: Any, num_steps: int
 ) -> tuple[Carry, Transition]:
     def step(carry: Carry, _: None) -> tuple[Carry, tuple[Transition, jax.Array]]:
-        carry, transition = collector.step(carry, params)
+        carry, transition = _take(collector, carry, params)
         return carry, kernel.pack(transition)
 
     carry, (rows, flags) = lax.scan(step, carry, length=num_steps)
@@ -320,10 +400,11 @@ def _collect_episodes(
     max_steps: jax.Array,
     make_plan: Callable[..., episodes.Plan],
     count: int,
+    min_steps: jax.Array | None = None,
 ) -> tuple[Carry, Episodes]:
     plan = make_plan(carry, collector._lanes, count)
     args = carry, params, lambda acc, transition: acc, ()
-    carry, _, played = collector._play(*args, plan, max_steps)
+    carry, _, played = collector._play(*args, plan, max_steps, min_steps)
     return carry, played
 
 
@@ -342,3 +423,9 @@ def _collect_padded(
         carry, params, write, keys.words(blank), plan, jnp.int32(max_length)
     )
     return carry, keys.like(padded, blank), played
+
+
+_JITTED = {
+    _fold_steps: jax.jit(_fold_steps, static_argnames=("fn", "num_steps")),
+    _fold_episodes: jax.jit(_fold_episodes, static_argnames=("fn", "num_episodes")),
+}

@@ -44,7 +44,7 @@ def evaluate(
             not an int of at least 1, or as `Collector.step` does.
     """
     checks.typed_key(key)
-    checks.count("num_episodes", num_episodes)
+    num_episodes = checks.count("num_episodes", num_episodes)
     return _evaluate(collector, key, params, num_episodes, checks.max_steps(max_steps))
 
 

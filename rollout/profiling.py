@@ -77,8 +77,8 @@ def profile(
         ValueError: if `num_steps` or `num_repeats` is not an int of at least 1, or as
             `Collector.step` does.
     """
-    checks.count("num_steps", num_steps)
-    checks.count("num_repeats", num_repeats)
+    num_steps = checks.count("num_steps", num_steps)
+    num_repeats = checks.count("num_repeats", num_repeats)
     carry = collector.init(jax.random.key(0) if key is None else key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
     given = _Given(collector, carry, params, trajectory)
@@ -142,7 +142,8 @@ def _auto_reset(given: _Given) -> Any:
     collector, carry, _, trajectory = given
 
     def step(carry: Carry, done: jax.Array) -> tuple[Carry, None]:
-        return kernel.restart(collector.env, collector.policy, carry, done), None
+        args = collector.env, collector.policy, carry, done
+        return kernel.restart(*args, accumulators=collector.accumulators), None
 
     return lax.scan(step, carry, trajectory.done)[0]
 

@@ -1,7 +1,7 @@
 """Statistics of episodes: of those that ended in a trajectory, or of exactly N."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,78 @@ _Z_QUANTILE = 1.959964  # the normal one
 
 
 @struct.dataclass(kw_only=True)
+class Moments:
+    """What is kept of some numbers; nothing of it is NaN where there are none.
+
+    Attributes:
+        count: `()` int32, how many there are.
+        total: `()` float32, their sum.
+        spread: `()` float32, the sum of their squared deviations from the mean.
+        low: `()` float32, the smallest, infinity if there is none.
+        high: `()` float32, the largest, minus infinity if there is none.
+    """
+
+    count: jax.Array  # ()
+    total: jax.Array  # ()
+    spread: jax.Array  # ()
+    low: jax.Array  # ()
+    high: jax.Array  # ()
+
+    @property
+    def mean(self) -> jax.Array:
+        """`()` float32, NaN if there are none, as the other figures."""
+        return self._figure(lambda xp, x, n: x.total / n)
+
+    @property
+    def std(self) -> jax.Array:
+        """`()` float32, standard deviation (population)."""
+        return self._figure(lambda xp, x, n: xp.sqrt(x.spread / n))
+
+    @property
+    def min(self) -> jax.Array:
+        """`()` float32, the smallest."""
+        return self._figure(lambda xp, x, n: x.low)
+
+    @property
+    def max(self) -> jax.Array:
+        """`()` float32, the largest."""
+        return self._figure(lambda xp, x, n: x.high)
+
+    def interval(self, side: int) -> jax.Array:
+        """`()` float32, an end of the 95 % confidence interval of the mean; -1 or 1."""
+
+        def end(xp: Any, x: Moments, n: Any) -> Any:
+            # The interval takes the sample's standard deviation, of divisor n - 1.
+            freedom = xp.maximum(n - 1, 1)
+            error = xp.sqrt(x.spread / n) / xp.sqrt(freedom)
+            margin = _t_quantile(xp, freedom) * error
+            return x.total / n + np.float32(side) * margin
+
+        return self._figure(end, least=2)
+
+    def _figure(self, fn: Callable[..., Any], least: int = 1) -> jax.Array:
+        """Makes a figure of at least so many numbers, on the host where they are known.
+
+        So nothing on the device is NaN, whatever `jax_debug_nans` says.
+        """
+        fields = jax.tree.leaves(self)
+        if any(isinstance(x, jax.core.Tracer) for x in fields):
+            count = jnp.maximum(self.count, 1).astype(jnp.float32)
+            return jnp.where(self.count < least, jnp.nan, fn(jnp, self, count))
+        host = jax.device_get(self)
+        count = np.maximum(host.count, 1).astype(np.float32)
+        with np.errstate(all="ignore"):
+            figure = fn(np, host, count)
+        return np.where(host.count < least, np.float32(np.nan), figure)[()]
+
+
+@struct.dataclass(kw_only=True)
 class CollectStats:
     """What is known of the episodes that ended.
 
     A window in which no episode ended has `num_episodes` 0 and NaN for every mean,
-    standard deviation, minimum and maximum: nothing that looks like data.
+    standard deviation, minimum and maximum: nothing that looks like data. These are
+    made when they are read, of `returns` and `lengths`: NumPy floats, or traced.
 
     Attributes:
         num_steps: `()` int32, environment steps over all lanes, idle rows not counted.
@@ -36,17 +103,10 @@ class CollectStats:
             parameters show here, for a discrete policy if it records its log_prob or
             logits. For `Episodes`, which have no rows, the episodes whose return is
             NaN or infinite.
-        return_mean: `()` float32, mean undiscounted return.
-        return_std: `()` float32, standard deviation of the returns (population).
-        return_min: `()` float32, smallest return.
-        return_max: `()` float32, largest return.
-        return_ci_low: `()` float32, lower end of the 95 % confidence interval of the
-            mean return, by Student's t; NaN for fewer than two episodes.
-        return_ci_high: `()` float32, its upper end.
-        length_mean: `()` float32, mean length in steps.
-        length_std: `()` float32, standard deviation of the lengths (population).
-        length_min: `()` float32, shortest length.
-        length_max: `()` float32, longest length.
+        returns: of the undiscounted returns.
+        lengths: of the lengths in steps.
+        accumulated: of each figure that the collector's accumulators keep and that is
+            one number per episode, by its place in `accumulated`, joined by "/".
     """
 
     num_steps: jax.Array  # ()
@@ -55,16 +115,79 @@ class CollectStats:
     num_truncated: jax.Array  # ()
     num_unfinished: jax.Array  # ()
     num_nonfinite: jax.Array  # ()
-    return_mean: jax.Array  # ()
-    return_std: jax.Array  # ()
-    return_min: jax.Array  # ()
-    return_max: jax.Array  # ()
-    return_ci_low: jax.Array  # ()
-    return_ci_high: jax.Array  # ()
-    length_mean: jax.Array  # ()
-    length_std: jax.Array  # ()
-    length_min: jax.Array  # ()
-    length_max: jax.Array  # ()
+    returns: Moments
+    lengths: Moments
+    accumulated: dict[str, Moments] = struct.field(default_factory=dict)
+
+    @property
+    def return_mean(self) -> jax.Array:
+        """`()` float32, mean undiscounted return."""
+        return self.returns.mean
+
+    @property
+    def return_std(self) -> jax.Array:
+        """`()` float32, standard deviation of the returns (population)."""
+        return self.returns.std
+
+    @property
+    def return_min(self) -> jax.Array:
+        """`()` float32, smallest return."""
+        return self.returns.min
+
+    @property
+    def return_max(self) -> jax.Array:
+        """`()` float32, largest return."""
+        return self.returns.max
+
+    @property
+    def return_ci_low(self) -> jax.Array:
+        """`()` float32, lower end of the 95 % confidence interval of the mean return.
+
+        By Student's t; NaN for fewer than two episodes.
+        """
+        return self.returns.interval(-1)
+
+    @property
+    def return_ci_high(self) -> jax.Array:
+        """`()` float32, upper end of that interval."""
+        return self.returns.interval(1)
+
+    @property
+    def length_mean(self) -> jax.Array:
+        """`()` float32, mean length in steps."""
+        return self.lengths.mean
+
+    @property
+    def length_std(self) -> jax.Array:
+        """`()` float32, standard deviation of the lengths (population)."""
+        return self.lengths.std
+
+    @property
+    def length_min(self) -> jax.Array:
+        """`()` float32, shortest length."""
+        return self.lengths.min
+
+    @property
+    def length_max(self) -> jax.Array:
+        """`()` float32, longest length."""
+        return self.lengths.max
+
+
+class Finished(NamedTuple):
+    """The episodes that ended in `T` steps of `B` lanes, one entry per row.
+
+    Attributes:
+        episode_return: `[T * B]` float32, undiscounted return; elsewhere of the episode
+            under way, so far.
+        episode_length: `[T * B]` int32, length in steps, likewise.
+        lane: `[T * B]` int32, the lane.
+        mask: `[T * B]` bool, True where an episode ended.
+    """
+
+    episode_return: jax.Array
+    episode_length: jax.Array
+    lane: jax.Array
+    mask: jax.Array
 
 
 def summarize(data: Transition | Episodes) -> CollectStats:
@@ -80,26 +203,53 @@ def summarize(data: Transition | Episodes) -> CollectStats:
 
     Returns:
         Statistics, each `()`.
+
+    Raises:
+        ValueError: if it is neither.
     """
+    if not isinstance(data, Transition | Episodes):
+        raise ValueError(
+            "`data` must be a trajectory or `Episodes`, got "
+            f"{type(data).__name__}; of a stream's batch, its `trajectory`."
+        )
     if isinstance(data, Episodes):
         every = jnp.ones(data.terminated.shape, bool)
+        ended = every if isinstance(data.mask, tuple) else data.mask
         return _describe(
-            data.episode_return,
-            data.episode_length,
-            ended=every,
+            data,
+            ended=ended,
             terminated=data.terminated,
             num_steps=data.num_steps,
-            num_unfinished=_count(~data.finished),
-            num_nonfinite=_count(~jnp.isfinite(data.episode_return)),
+            num_unfinished=_count(~data.finished & ended),
+            num_nonfinite=_count(~jnp.isfinite(data.episode_return) & ended),
         )
     return _describe(
-        data.episode_return,
-        data.episode_length,
+        data,
         ended=data.done & data.mask,
         terminated=data.terminated & data.mask,
         num_steps=_count(data.mask),
         num_unfinished=jnp.zeros((), jnp.int32),
         num_nonfinite=count_faulty(data),
+    )
+
+
+def finished(trajectory: Transition) -> Finished:
+    """Lists the episodes that ended in a trajectory, inside or outside of `jit`.
+
+    Args:
+        trajectory: `[T, B, ...]`; rows whose `mask` is False do not count.
+
+    Returns:
+        One entry per row, in the order of time and within a step of lanes, of which
+        `mask` says where an episode ended. Outside of `jit`,
+        `finished(trajectory).episode_return[finished(trajectory).mask]` is the list.
+    """
+    num_steps, num_envs = trajectory.mask.shape
+    return Finished(
+        episode_return=trajectory.episode_return.reshape(-1),
+        episode_length=trajectory.episode_length.reshape(-1),
+        lane=jnp.tile(jnp.arange(num_envs, dtype=jnp.int32), num_steps),
+        mask=(trajectory.done & trajectory.mask).reshape(-1),
     )
 
 
@@ -131,70 +281,84 @@ def log_stats(stats: Any, *, prefix: str = "") -> dict[str, float]:
 
 
 def _describe(
-    episode_return: jax.Array,
-    episode_length: jax.Array,
+    data: Transition | Episodes,
     *,
     ended: jax.Array,
     terminated: jax.Array,
     **counts: jax.Array,
 ) -> CollectStats:
-    returns = _moments(episode_return, ended)
-    lengths = _moments(episode_length.astype(jnp.float32), ended)
-    num_episodes = _count(ended)
-    mean, std, *_ = returns
-    # The interval takes the sample's standard deviation, whose divisor is n - 1.
-    freedom = num_episodes - 1
-    margin = _t_quantile(freedom) * std / jnp.sqrt(freedom)
-    names = ("mean", "std", "min", "max")
     return CollectStats(
-        num_episodes=num_episodes,
+        num_episodes=_count(ended),
         num_terminated=_count(terminated),
         num_truncated=_count(ended & ~terminated),
-        return_ci_low=mean - margin,
-        return_ci_high=mean + margin,
-        **{f"return_{name}": x for name, x in zip(names, returns, strict=True)},
-        **{f"length_{name}": x for name, x in zip(names, lengths, strict=True)},
+        returns=_moments(data.episode_return, ended),
+        lengths=_moments(data.episode_length.astype(jnp.float32), ended),
+        accumulated={
+            jax.tree_util.keystr(path, simple=True, separator="/"): _moments(
+                leaf.astype(jnp.float32), ended
+            )
+            for path, leaf in jax.tree.leaves_with_path(data.accumulated)
+            if leaf.shape == ended.shape
+        },
         **counts,
     )
 
 
-def _t_quantile(freedom: jax.Array) -> jax.Array:
-    """Student's t at 97.5 % for `freedom` degrees, NaN below 1.
+def _t_quantile(xp: Any, freedom: Any) -> Any:
+    """Student's t at 97.5 % for `freedom` degrees, at least 1.
 
     Cornish-Fisher expansion, "Handbook of Mathematical Functions" (Abramowitz and
     Stegun), 26.7.5: within 3e-4 of the true value from 5 degrees on.
     """
-    z, n = _Z_QUANTILE, jnp.maximum(freedom, 1).astype(jnp.float32)
+    z = _Z_QUANTILE
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    expansion = z + sum(term / n ** (i + 1) for i, term in enumerate(terms))
-    table = jnp.array((jnp.nan, *_T_QUANTILES), jnp.float32)
-    small = table[jnp.clip(freedom, 0, len(_T_QUANTILES))]
-    return jnp.where(freedom > len(_T_QUANTILES), expansion, small)
+    expansion = z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
+    table = xp.asarray(_T_QUANTILES, xp.float32)
+    small = table[xp.clip(freedom, 1, len(_T_QUANTILES)).astype(xp.int32) - 1]
+    return xp.where(freedom > len(_T_QUANTILES), expansion, small)
 
 
 def _count(flag: jax.Array) -> jax.Array:
     return jnp.sum(flag, dtype=jnp.int32)
 
 
-def _moments(value: jax.Array, flag: jax.Array) -> tuple[jax.Array, ...]:
-    """Mean, standard deviation, minimum and maximum of `value` where `flag`."""
-    count = _count(flag)
-    mean = jnp.sum(jnp.where(flag, value, 0.0)) / count
+def _moments(value: jax.Array, flag: jax.Array) -> Moments:
+    """What is kept of `value` where `flag`."""
+    count, total = _count(flag), jnp.sum(jnp.where(flag, value, 0.0))
     # Two passes: the difference of two large sums would lose the digits that matter.
-    deviation = jnp.where(flag, value - mean, 0.0)
-    std = jnp.sqrt(jnp.sum(deviation**2) / count)
-    low = jnp.min(jnp.where(flag, value, jnp.inf))
-    high = jnp.max(jnp.where(flag, value, -jnp.inf))
-    empty = count == 0
-    return mean, std, jnp.where(empty, jnp.nan, low), jnp.where(empty, jnp.nan, high)
+    deviation = jnp.where(flag, value - total / jnp.maximum(count, 1), 0.0)
+    return Moments(
+        count=count,
+        total=total,
+        spread=jnp.sum(deviation**2),
+        low=jnp.min(jnp.where(flag, value, jnp.inf)),
+        high=jnp.max(jnp.where(flag, value, -jnp.inf)),
+    )
 
 
 def _named(stats: Any) -> Any:
+    """Statistics as plain dicts, for not every mapping is a pytree."""
     if isinstance(stats, Mapping):
         return {name: _named(value) for name, value in stats.items()}
+    if isinstance(stats, CollectStats):
+        figures = {name: getattr(stats, name) for name in _NAMES}
+        own = stats.accumulated.items()
+        return figures | {f"{name}_mean": moments.mean for name, moments in own}
     return stats
+
+
+_NAMES = (
+    "num_steps",
+    "num_episodes",
+    "num_terminated",
+    "num_truncated",
+    "num_unfinished",
+    "num_nonfinite",
+    *(f"return_{x}" for x in ("mean", "std", "min", "max", "ci_low", "ci_high")),
+    *(f"length_{x}" for x in ("mean", "std", "min", "max")),
+)

@@ -36,6 +36,8 @@ class Transition:
         episode_length: `[T, B]` int32, steps of the episode, this one included.
         extras: `[T, B, ...]`, whatever the policy gave along with the action.
         info: `[T, B, ...]`, whatever the environment gave along with the step.
+        accumulated: `[T, B, ...]` by name, what the collector's accumulators have of
+            the episode, this step included; `()` if it has none.
     """
 
     obs: chex.ArrayTree  # [T, B, ...]
@@ -50,6 +52,7 @@ class Transition:
     episode_length: jax.Array  # [T, B]
     extras: chex.ArrayTree  # [T, B, ...]
     info: chex.ArrayTree  # [T, B, ...]
+    accumulated: chex.ArrayTree = ()  # [T, B, ...]
 
     @property
     def done(self) -> jax.Array:
@@ -74,12 +77,14 @@ class Episode:
             the one at position e of the queue of `collect_episodes` number `-1 - e`.
             After 2^31 episodes of one kind its numbers run into those of the other,
             and after 2^32 they repeat, and with them the episodes' randomness.
+        accumulated: `[B, ...]` by name, of the collector's accumulators so far.
     """
 
     key: chex.PRNGKey  # [B]
     episode_return: jax.Array  # [B]
     episode_length: jax.Array  # [B]
     episode_id: jax.Array  # [B]
+    accumulated: chex.ArrayTree = ()  # [B, ...]
 
 
 @struct.dataclass(kw_only=True)
@@ -133,6 +138,10 @@ class Episodes:
             ended the episode: return and length are those of the part played.
         lane: `[N]` int32, the lane that played it.
         num_steps: `()` int32, rows that were not idle, over all lanes.
+        mask: `[N]` bool, False where there is no such episode, and everything else is
+            zero: only with `min_steps`, after the last one that counts.
+        accumulated: `[N, ...]` by name, what the collector's accumulators had where
+            each episode ended; `()` if it has none.
     """
 
     episode_return: jax.Array  # [N]
@@ -142,11 +151,30 @@ class Episodes:
     finished: jax.Array  # [N]
     lane: jax.Array  # [N]
     num_steps: jax.Array  # ()
+    mask: jax.Array | tuple[()] = ()  # [N]; () stands for True
+    accumulated: chex.ArrayTree = ()  # [N, ...]
 
     @property
     def env_id(self) -> jax.Array:
         """`[N]` int32, the older name of `lane`."""
         return self.lane
+
+
+class Accumulator(NamedTuple):
+    """A figure of one's own that is kept per episode, batched over lanes.
+
+    Attributes:
+        init: `num_envs` to `[B, ...]`, any pytree: the figure before the first step. A
+            lane goes back to it with every new episode.
+        update: `(figure, transition)` to the figure after the step, of unchanged
+            structure, shapes and dtypes; the transition is `[B, ...]`. Pure.
+    """
+
+    init: Callable[[int], chex.ArrayTree]
+    update: Callable[[chex.ArrayTree, Transition], chex.ArrayTree]
+
+
+Accumulators = tuple[tuple[str, Accumulator], ...]  # by name, hashable
 
 
 class PolicyStep(NamedTuple):

@@ -14,7 +14,7 @@ MOST_FLOORS = 12
 LADDER = (
     {"types"},
     {"finite", "checks"},
-    {"stats", "trajectories", "checkpoint"},
+    {"stats", "trajectories", "checkpoint", "targets", "minibatches"},
     {"policies"},
     {"kernel"},
     {"collector"},

@@ -17,25 +17,42 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from envs import keys, spaces
 from envs.types import Env, EnvStep, Space
 
+_BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
+_LIMIT = "max_steps_in_episode"
 
-def from_gymnax(env: Any, env_params: chex.ArrayTree) -> Env:
+
+def from_gymnax(
+    env: Any,
+    env_params: chex.ArrayTree,
+    *,
+    limit_field: str | None = None,
+    time_field: str | None = None,
+) -> Env:
     """Makes an `Env` of a gymnax-style environment and its parameters.
 
     Args:
         env: an object with `reset_env(key, params)`, `step_env(key, state, action,
             params)`, `action_space(params)` and `observation_space(params)`.
         env_params: its parameters, a pytree: they become the leaves of the `Env`.
+        limit_field: the name of the time limit in `env_params`, for environments whose
+            one flag merges the time limit into `done`. By default
+            `max_steps_in_episode`, if the class of the parameters has one of its own:
+            that of gymnax's base class is no limit.
+        time_field: the name of the steps taken in the state, by default `time`.
 
     Returns:
         An `Env` that returns the true successor and keeps the two endings apart.
 
     Raises:
         TypeError: if `env` lacks one of these methods.
+        ValueError: if `env_params` has no such `limit_field`; while tracing, if the
+            state has no such `time_field`.
     """
     needed = ("reset_env", "step_env", "action_space", "observation_space")
     missing = [name for name in needed if not callable(getattr(env, name, None))]
@@ -44,7 +61,14 @@ def from_gymnax(env: Any, env_params: chex.ArrayTree) -> Env:
             f"`env` must have the gymnax methods {', '.join(needed)}, got "
             f"{type(env).__name__} without {', '.join(missing)}."
         )
-    return _GymnaxEnv(env_params=env_params, env=env)
+    if limit_field is not None and not hasattr(env_params, limit_field):
+        raise ValueError(
+            "`limit_field` must be a field of `env_params`, got "
+            f"{limit_field!r} and {type(env_params).__name__}."
+        )
+    return _GymnaxEnv(
+        env_params=env_params, env=env, limit_field=limit_field, time_field=time_field
+    )
 
 
 @struct.dataclass(kw_only=True)
@@ -53,6 +77,8 @@ class _GymnaxEnv:
 
     env_params: chex.ArrayTree
     env: Any = struct.field(pytree_node=False)
+    limit_field: str | None = struct.field(pytree_node=False, default=None)
+    time_field: str | None = struct.field(pytree_node=False, default=None)
 
     @property
     def observation_space(self) -> Space:
@@ -82,7 +108,8 @@ class _GymnaxEnv:
                 f"{len(result)} values."
             )
         return EnvStep(
-            state=jax.tree.map(jnp.asarray, next_state),
+            # With `jax_enable_x64` some environments return floats of twice the width.
+            state=jax.tree.map(_like, next_state, state),
             obs=jax.tree.map(jnp.asarray, obs),
             reward=jnp.asarray(reward, jnp.float32),
             terminated=jnp.asarray(terminated, bool),
@@ -94,12 +121,19 @@ class _GymnaxEnv:
         self, done: jax.Array, state: chex.ArrayTree
     ) -> tuple[jax.Array, jax.Array]:
         """Tells termination and truncation apart from one flag and the new state."""
-        if not _merges_time_limit(self.env):
+        if self.limit_field is None and not _merges_time_limit(self.env):
             return done, self.env.is_truncated(state, self.env_params)
-        time = getattr(state, "time", None)
-        limit = getattr(self.env_params, "max_steps_in_episode", None)
-        if time is None or limit is None:
+        limit_field, time_field = self.limit_field or _LIMIT, self.time_field or "time"
+        if self.limit_field is None and not _has_own_limit(self.env_params):
             return done, jnp.zeros((), bool)
+        if self.time_field is not None and not hasattr(state, time_field):
+            raise ValueError(
+                f"`time_field` must be a field of the state, got {time_field!r} and "
+                f"{type(state).__name__}."
+            )
+        if not hasattr(state, time_field):
+            return done, jnp.zeros((), bool)
+        time, limit = getattr(state, time_field), getattr(self.env_params, limit_field)
         truncated = jnp.asarray(time >= limit)
         return done & ~truncated, truncated
 
@@ -108,6 +142,19 @@ class _GymnaxEnv:
         # draws of other environments are not known.
         own = type(self.env).__module__.startswith("gymnax.")
         return keys.inline(key) if own else key
+
+
+def _like(new: chex.Array, old: chex.Array) -> jax.Array:
+    same = jnp.result_type(new) == jnp.result_type(old)
+    return jnp.asarray(new) if same else jnp.asarray(new, jnp.result_type(old))
+
+
+def _has_own_limit(env_params: Any) -> bool:
+    """Tells whether the limit of the parameters is not that of gymnax's base class."""
+    for cls in type(env_params).__mro__:
+        if _LIMIT in vars(cls) or _LIMIT in vars(cls).get("__annotations__", {}):
+            return not cls.__module__.startswith(_BASE)
+    return hasattr(env_params, _LIMIT)
 
 
 def _merges_time_limit(env: Any) -> bool:
@@ -119,7 +166,7 @@ def _merges_time_limit(env: Any) -> bool:
         name
         for cls in type(env).__mro__[:-1]
         for name in vars(cls)
-        if not cls.__module__.startswith("gymnax.environments.environment")
+        if not cls.__module__.startswith(_BASE)
     }
     return "is_terminal" in overridden and not (
         overridden & {"is_terminated", "is_truncated"}
@@ -127,10 +174,18 @@ def _merges_time_limit(env: Any) -> bool:
 
 
 def _to_space(space: Any) -> Space:
-    """Turns a gymnax `Discrete` or `Box` into one of ours; other spaces stay."""
+    """Turns a space of gymnax or Gymnasium into one of ours; others stay."""
+    shape, dtype = (getattr(space, name, None) for name in ("shape", "dtype"))
+    start = getattr(space, "start", 0)
+    if hasattr(space, "nvec"):  # MultiDiscrete
+        high = np.asarray(start) + np.asarray(space.nvec) - 1
+        return spaces.Box(np.asarray(start), high, tuple(shape), jnp.dtype(dtype))
+    if hasattr(space, "n") and shape:  # MultiBinary
+        return spaces.Box(0, 1, tuple(shape), jnp.dtype(dtype))
     if hasattr(space, "n"):
-        return spaces.Discrete(int(space.n), jnp.dtype(space.dtype))
+        # Gymnasium counts in int64, which jax has only on demand.
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return spaces.Discrete(int(space.n), dtype, int(start))
     if hasattr(space, "low") and hasattr(space, "high"):
-        dtype = jnp.dtype(space.dtype)
-        return spaces.Box(space.low, space.high, tuple(space.shape), dtype)
+        return spaces.Box(space.low, space.high, tuple(shape), jnp.dtype(dtype))
     return space

@@ -1,19 +1,33 @@
-"""Wrappers of one environment, and `NormalizeObs`, which wraps many side by side.
+"""Wrappers of one environment, and two that wrap many side by side.
 
-`base` has what all wrappers share, and the wrappers of actions, endings and rewards.
-`observations` and `normalize` have those of observations, `spaces` the spaces they
-make.
+`base` has what all wrappers share, and those of actions, endings and rewards;
+`observations` those of observations, `spaces` the spaces they make. `normalize` wraps
+many environments, with the statistics of `running`.
 """
 
-from envs.wrappers.base import ActionRepeat, RescaleAction, TimeLimit, TransformReward
-from envs.wrappers.normalize import NormalizeObs
-from envs.wrappers.observations import FrameStack, ObserveInfo, TransformObs
+from envs.wrappers.base import (
+    ActionRepeat,
+    EndOnFault,
+    RescaleAction,
+    TimeLimit,
+    TransformReward,
+)
+from envs.wrappers.normalize import NormalizeObs, NormalizeReward
+from envs.wrappers.observations import (
+    FrameStack,
+    ObserveInfo,
+    ObservePrevious,
+    TransformObs,
+)
 
 __all__ = [
     "ActionRepeat",
+    "EndOnFault",
     "FrameStack",
     "NormalizeObs",
+    "NormalizeReward",
     "ObserveInfo",
+    "ObservePrevious",
     "RescaleAction",
     "TimeLimit",
     "TransformObs",

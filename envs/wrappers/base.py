@@ -11,7 +11,7 @@ Counts and functions are static: another value, or a new lambda, is traced again
 
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import chex
 import jax
@@ -22,7 +22,7 @@ from jax import lax
 
 from envs import checks, keys
 from envs.spaces import Box
-from envs.types import Env, EnvStep, Space
+from envs.types import Env, EnvStep, Space, VectorEnv
 from envs.wrappers.spaces import TanhSpace, check_box
 
 _BOUNDS = ("clip", "tanh")
@@ -47,6 +47,11 @@ class Wrapper:
 
     env: Env
 
+    def __post_init__(self) -> None:
+        # A placeholder that jax builds pytrees with has no `step`.
+        if hasattr(self.env, "step"):
+            checks.single(self.env)
+
     @property
     def observation_space(self) -> Space:
         """Space of `obs`."""
@@ -57,6 +62,12 @@ class Wrapper:
         """Space of `action`."""
         return self.env.action_space
 
+    def at_episode(self, number: jax.Array) -> Self:
+        """Tells the wrapped environment which episode it starts; see `Env`."""
+        if not hasattr(self.env, "at_episode"):
+            return self
+        return self.replace(env=self.env.at_episode(number))
+
     def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
         """Starts an episode: `(state, obs)`."""
         return self.env.reset(key)
@@ -66,6 +77,36 @@ class Wrapper:
     ) -> EnvStep:
         """Takes one step; `obs` and `state` are the true successor."""
         return self.env.step(key, state, action)
+
+
+@struct.dataclass
+class VectorWrapper:
+    """The same for wrappers of a `VectorEnv`."""
+
+    env: VectorEnv
+
+    def __post_init__(self) -> None:
+        # A placeholder that jax builds pytrees with has no `step`.
+        if hasattr(self.env, "step") and not hasattr(self.env, "num_envs"):
+            raise ValueError(
+                "`env` must be a `VectorEnv` as `envs.vectorize` makes it, got "
+                f"{type(self.env).__name__} without `num_envs`."
+            )
+
+    @property
+    def num_envs(self) -> int:
+        """B, the number of lanes."""
+        return self.env.num_envs
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of one lane's observation."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        """Space of one lane's action."""
+        return self.env.action_space
 
 
 @struct.dataclass
@@ -86,6 +127,7 @@ class TimeLimit(Wrapper):
     num_steps: int = struct.field(pytree_node=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks.count("num_steps", self.num_steps)
 
     def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
@@ -111,7 +153,7 @@ class RescaleAction(Wrapper):
 
     The map from [-1, 1] to [low, high] is affine, and rounding never takes its result
     out of the bounds. It is applied inside `step`, so the recorded action is the one
-    that the policy chose.
+    that the policy chose, not the one that the wrapped environment gets.
 
     Attributes:
         env: an environment whose action space is a bounded box of floats.
@@ -128,6 +170,7 @@ class RescaleAction(Wrapper):
     bound: str = struct.field(pytree_node=False, default="clip")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.bound not in _BOUNDS:
             names = " or ".join(f'"{name}"' for name in _BOUNDS)
             raise ValueError(f"`bound` must be {names}, got {self.bound!r}.")
@@ -159,6 +202,56 @@ class RescaleAction(Wrapper):
 
 
 @struct.dataclass
+class EndOnFault(Wrapper):
+    """Truncates an episode at a step whose observation or reward is not finite.
+
+    One environment that blows up then spoils nothing but its own episode. The last
+    finite observation stands for the faulty one, the reward is 0, and both flags are
+    the wrapper's own. `info` must be a dict, and gains `faulty`, `()` bool.
+
+    Attributes:
+        env: the environment; put it closer than wrappers that remember observations.
+    """
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Starts an episode: `(state, obs)`."""
+        state, obs = self.env.reset(key)
+        return WrapperState(env_state=state, memory=obs), obs
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step.
+
+        Raises:
+            ValueError: while tracing, if `info` is not a dict, or has a `faulty`.
+        """
+        result = self.env.step(key, state.env_state, action)
+        if not isinstance(result.info, dict) or "faulty" in result.info:
+            raise ValueError(
+                "`info` must be a dict without `faulty`, got "
+                f"{jax.tree.structure(result.info)}."
+            )
+        floats = [
+            x
+            for x in map(jnp.asarray, jax.tree.leaves((result.obs, result.reward)))
+            if jnp.issubdtype(x.dtype, jnp.floating)
+        ]
+        faulty = ~jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]).all()
+        obs = jax.tree.map(
+            lambda old, new: jnp.where(faulty, old, new), state.memory, result.obs
+        )
+        return result.replace(
+            state=WrapperState(env_state=result.state, memory=obs),
+            obs=obs,
+            reward=jnp.where(faulty, 0.0, result.reward),
+            terminated=result.terminated & ~faulty,
+            truncated=result.truncated | faulty,
+            info={**result.info, "faulty": faulty},
+        )
+
+
+@struct.dataclass
 class ActionRepeat(Wrapper):
     """Repeats each action for up to `num_repeats` steps of the environment.
 
@@ -177,6 +270,7 @@ class ActionRepeat(Wrapper):
     num_repeats: int = struct.field(pytree_node=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks.count("num_repeats", self.num_repeats)
 
     def step(

@@ -1,4 +1,4 @@
-"""Observations on a common scale: running mean and variance over all lanes."""
+"""Observations and rewards on a common scale, by statistics over all lanes."""
 
 from collections.abc import Callable
 from typing import Self
@@ -9,26 +9,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import keys as env_keys
-from envs.types import EnvStep, Lanes, Space, VectorEnv
+from envs.types import EnvStep, Lanes, Space
+from envs.wrappers import running
+from envs.wrappers.base import VectorWrapper
+from envs.wrappers.running import Statistics
 from envs.wrappers.spaces import unbounded
-
-_PRIOR_COUNT = 1e-4  # as Gymnasium's RunningMeanStd
-
-
-@struct.dataclass(kw_only=True)
-class ObsStatistics:
-    """Mean and variance of every entry of an observation; no lane axis.
-
-    Attributes:
-        mean: `[...]` float, in the structure of one observation.
-        var: `[...]` float, population variance, in the same structure.
-        count: `()` float32, observations seen. After 2^24 batches it no longer grows,
-            and the newest batches weigh a little more than the old ones.
-    """
-
-    mean: chex.ArrayTree
-    var: chex.ArrayTree
-    count: jax.Array  # ()
 
 
 @struct.dataclass(kw_only=True)
@@ -45,11 +30,11 @@ class NormalizeState:
 
     env_state: chex.ArrayTree  # [B, ...]
     raw_obs: chex.ArrayTree  # [B, ...]
-    statistics: ObsStatistics
+    statistics: Statistics
 
 
 @struct.dataclass
-class NormalizeObs:
+class NormalizeObs(VectorWrapper):
     """Normalises observations with the mean and variance of all those seen so far.
 
         obs = (raw - mean) / sqrt(var + epsilon)
@@ -65,9 +50,10 @@ class NormalizeObs:
     under the same actions, do its dynamics. Every step of every lane counts, even where
     the row is void (`mask` False). To evaluate, `freeze` first.
 
-    `info` must be a dict, and gains `raw_obs` and `raw_next_obs`, the observation the
-    action was chosen from and the true successor, not normalised. Inside `jit`
-    they cost nothing if they are not read.
+    A batch with a NaN or infinity in an entry leaves the statistics of that entry as
+    they were. `info` must be a dict, and gains `raw_obs` and `raw_next_obs`, the
+    observation the action was chosen from and the true successor, not normalised.
+    Inside `jit` they cost nothing if they are not read.
 
     Attributes:
         env: `B` environments side by side, as `vectorize` makes them. Observations may
@@ -85,24 +71,12 @@ class NormalizeObs:
         Gymnasium's `NormalizeObservation`.
     """
 
-    env: VectorEnv
     epsilon: float = struct.field(pytree_node=False, default=1e-8)
-    statistics: ObsStatistics | None = None
+    statistics: Statistics | None = None
 
     def __post_init__(self) -> None:
-        # A placeholder that jax builds pytrees with has no `step`.
-        if hasattr(self.env, "step") and not hasattr(self.env, "num_envs"):
-            raise ValueError(
-                "`env` must be a `VectorEnv` as `envs.vectorize` makes it, got "
-                f"{type(self.env).__name__} without `num_envs`."
-            )
-        if not self.epsilon > 0:
-            raise ValueError(f"`epsilon` must be above 0, got {self.epsilon!r}.")
-
-    @property
-    def num_envs(self) -> int:
-        """B, the number of lanes."""
-        return self.env.num_envs
+        super().__post_init__()
+        _check_epsilon(self.epsilon)
 
     @property
     def observation_space(self) -> Space:
@@ -113,14 +87,9 @@ class NormalizeObs:
         )
         return unbounded(
             jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape[1:], _float_dtype(x)), obs
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], running.float_dtype(x)), obs
             )
         )
-
-    @property
-    def action_space(self) -> Space:
-        """Space of one lane's action."""
-        return self.env.action_space
 
     def freeze(self, env_state: NormalizeState) -> Self:
         """Fixes the statistics, to evaluate with those of training.
@@ -137,7 +106,7 @@ class NormalizeObs:
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, chex.ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, raw_obs = self.env.reset(keys)
-        statistics = self._take_in(_prior(raw_obs), raw_obs)
+        statistics = self._take_in(running.prior(raw_obs), raw_obs)
         state = NormalizeState(
             env_state=env_state, raw_obs=raw_obs, statistics=statistics
         )
@@ -174,49 +143,114 @@ class NormalizeObs:
             obs=env_keys.select(done, fresh, lanes.obs),
         )
 
-    def _take_in(self, old: ObsStatistics, raw: chex.ArrayTree) -> ObsStatistics:
-        return _updated(old, raw) if self.statistics is None else self.statistics
+    def _take_in(self, old: Statistics, raw: chex.ArrayTree) -> Statistics:
+        return running.updated(old, raw) if self.statistics is None else self.statistics
 
-    def _normalize(
-        self, statistics: ObsStatistics, raw: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def _normalize(self, statistics: Statistics, raw: chex.ArrayTree) -> chex.ArrayTree:
         def normalize(x: jax.Array, mean: jax.Array, var: jax.Array) -> jax.Array:
             centred = x.astype(mean.dtype) - mean[None]
             scale = jnp.sqrt(var + self.epsilon)[None]
-            return (centred / scale).astype(_float_dtype(x))
+            return (centred / scale).astype(running.float_dtype(x))
 
         return jax.tree.map(normalize, raw, statistics.mean, statistics.var)
 
 
-def _prior(raw: chex.ArrayTree) -> ObsStatistics:
-    def full(value: float) -> chex.ArrayTree:
-        return jax.tree.map(
-            lambda x: jnp.full(x.shape[1:], value, _accumulator_dtype(x)), raw
+@struct.dataclass(kw_only=True)
+class RewardState:
+    """State of `NormalizeReward`.
+
+    Attributes:
+        env_state: `[B, ...]`, state of the wrapped environment.
+        discounted: `[B]` float32, discounted sum of the episode's rewards so far.
+        statistics: of these sums, shared by all lanes: no lane axis.
+    """
+
+    env_state: chex.ArrayTree  # [B, ...]
+    discounted: jax.Array  # [B]
+    statistics: Statistics
+
+
+@struct.dataclass
+class NormalizeReward(VectorWrapper):
+    """Divides rewards by the standard deviation of the discounted returns seen so far.
+
+        reward = raw / sqrt(var(R) + epsilon),   R_t = γ R_{t-1} + raw_t
+
+    within an episode. The mean is not taken off, so the sign of a reward stays. Sums
+    of rewards, `episode_return` among them, are sums of normalised ones: to evaluate,
+    take the wrapped environment. What `NormalizeObs` says of shared statistics holds
+    here too. `info` must be a dict, and gains `raw_reward`, `[B]` float32.
+
+    Attributes:
+        env: `B` environments side by side, as `vectorize` makes them.
+        gamma: γ, discount per step, in [0, 1]: that of the learner.
+        epsilon: added to the variance, above 0, in squared reward.
+        statistics: fixed statistics, as `freeze` sets them; None if they are learnt.
+
+    Raises:
+        ValueError: if `env` is a single environment, if `gamma` is outside [0, 1] or
+            `epsilon` not above 0; while tracing, if `info` is not a dict or already has
+            a `raw_reward`.
+
+    Source:
+        "Implementation Matters in Deep Policy Gradients" (Engstrom et al.), section 3,
+        arXiv:2005.12729; prior as in Gymnasium's `NormalizeReward`.
+    """
+
+    gamma: float = struct.field(pytree_node=False, default=0.99)
+    epsilon: float = struct.field(pytree_node=False, default=1e-8)
+    statistics: Statistics | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_epsilon(self.epsilon)
+        if not 0 <= self.gamma <= 1:
+            raise ValueError(f"`gamma` must lie in [0, 1], got {self.gamma!r}.")
+
+    def freeze(self, env_state: RewardState) -> Self:
+        """Fixes the statistics to those of `env_state`; see `NormalizeObs.freeze`."""
+        return self.replace(statistics=env_state.statistics)
+
+    def reset(self, keys: chex.PRNGKey) -> tuple[RewardState, chex.ArrayTree]:
+        """Starts an episode in every lane, and the statistics: `(state, obs)`."""
+        env_state, obs = self.env.reset(keys)
+        discounted = jnp.zeros((self.num_envs,), jnp.float32)
+        statistics = self.statistics or running.prior(discounted)
+        state = RewardState(
+            env_state=env_state, discounted=discounted, statistics=statistics
+        )
+        return state, obs
+
+    def step(
+        self, keys: chex.PRNGKey, state: RewardState, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step in every lane, without auto-reset."""
+        result = self.env.step(keys, state.env_state, action)
+        discounted = self.gamma * state.discounted + result.reward
+        statistics = self.statistics or running.updated(state.statistics, discounted)
+        return result.replace(
+            state=RewardState(
+                env_state=result.state, discounted=discounted, statistics=statistics
+            ),
+            reward=result.reward / jnp.sqrt(statistics.var + self.epsilon),
+            info=_merge({"raw_reward": result.reward}, result.info),
         )
 
-    return ObsStatistics(mean=full(0.0), var=full(1.0), count=jnp.float32(_PRIOR_COUNT))
+    def reset_done(
+        self, key_fn: Callable[[jax.Array], chex.PRNGKey], done: jax.Array, lanes: Lanes
+    ) -> Lanes:
+        """Starts a new episode in the lanes whose episode is over."""
+        state = lanes.state
+        inner = self.env.reset_done(key_fn, done, lanes._replace(state=state.env_state))
+        discounted = jnp.where(done, 0.0, state.discounted)
+        return inner._replace(
+            state=state.replace(env_state=inner.state, discounted=discounted)
+        )
 
 
-def _updated(old: ObsStatistics, raw: chex.ArrayTree) -> ObsStatistics:
-    """Updates the statistics with the batch `raw`, `[B, ...]`."""
-    num_new = jax.tree.leaves(raw)[0].shape[0]
-    count = old.count + num_new
-    # As weights, so that nothing grows with the count.
-    kept, new = old.count / count, num_new / count
-
-    def update(
-        x: jax.Array, mean: jax.Array, var: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        x = x.astype(mean.dtype)
-        delta = jnp.mean(x, axis=0) - mean
-        spread = kept * var + new * jnp.var(x, axis=0)
-        return mean + delta * new, spread + jnp.square(delta) * kept * new
-
-    pairs = jax.tree.map(update, raw, old.mean, old.var)
-    mean, var = jax.tree.transpose(
-        jax.tree.structure(raw), jax.tree.structure((0, 0)), pairs
-    )
-    return ObsStatistics(mean=mean, var=var, count=count)
+def _check_epsilon(epsilon: float) -> None:
+    if not epsilon > 0:
+        raise ValueError(f"`epsilon` must be above 0, got {epsilon!r}.")
 
 
 def _merge(raw: dict[str, chex.ArrayTree], info: chex.ArrayTree) -> chex.ArrayTree:
@@ -228,13 +262,3 @@ def _merge(raw: dict[str, chex.ArrayTree], info: chex.ArrayTree) -> chex.ArrayTr
             f"`info` must not have the names {', '.join(raw)}, got {', '.join(clash)}."
         )
     return {**raw, **info}
-
-
-def _float_dtype(x: jax.Array) -> jnp.dtype:
-    """Dtype of a normalised leaf."""
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(jnp.float32)
-
-
-def _accumulator_dtype(x: jax.Array) -> jnp.dtype:
-    """Dtype of the statistics of a leaf: half precision cannot hold a running mean."""
-    return jnp.promote_types(_float_dtype(x), jnp.float32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import checks
+from envs.spaces import Box
 from envs.types import Env, EnvStep, Space
 from envs.wrappers.base import Wrapper, WrapperState
 from envs.wrappers.spaces import TreeSpace, stacked, unbounded
@@ -33,6 +34,7 @@ class FrameStack(Wrapper):
     num_frames: int = struct.field(pytree_node=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checks.count("num_frames", self.num_frames)
 
     @property
@@ -78,6 +80,7 @@ class TransformObs(Wrapper):
     observation_space: Space | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.observation_space is None:
             shapes = _eval_reset(self.env, lambda state, obs: self.fn(obs))
             object.__setattr__(self, "observation_space", unbounded(shapes))
@@ -136,6 +139,57 @@ class ObserveInfo(Wrapper):
         info = _arrays(self.fn(result.info))
         _check_same(jax.eval_shape(self.initial, result.state, result.obs), info)
         return result.replace(obs={"obs": result.obs, "info": info})
+
+
+@struct.dataclass
+class ObservePrevious(Wrapper):
+    """Shows the last action and reward next to the observation, and where it begins.
+
+    The observation becomes `{"obs": obs, "action": action, "reward": reward, "first":
+    first}`: what a recurrent policy that learns to learn is given. At the start of an
+    episode the action is zero in every entry, the reward 0 and `first` True.
+
+    Attributes:
+        env: the environment.
+
+    Source:
+        "RL²: Fast Reinforcement Learning via Slow Reinforcement Learning", section
+        3.2, arXiv:1611.02779.
+    """
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of `obs`; the reward is unbounded."""
+        return TreeSpace(
+            {
+                "obs": self.env.observation_space,
+                "action": self.env.action_space,
+                "reward": unbounded(jax.ShapeDtypeStruct((), jnp.float32)),
+                "first": Box(False, True, (), jnp.dtype(bool)),
+            }
+        )
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Starts an episode: `(state, obs)`, without a previous step."""
+        state, obs = self.env.reset(key)
+        kinds = jax.eval_shape(self.env.action_space.sample, jax.random.key(0))
+        action = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)
+        return state, _with_previous(obs, action, jnp.float32(0), jnp.bool_(True))
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step."""
+        result = self.env.step(key, state, action)
+        reward = jnp.asarray(result.reward, jnp.float32)
+        obs = _with_previous(result.obs, action, reward, jnp.bool_(False))
+        return result.replace(obs=obs)
+
+
+def _with_previous(
+    obs: chex.ArrayTree, action: chex.ArrayTree, reward: jax.Array, first: jax.Array
+) -> dict[str, chex.ArrayTree]:
+    return {"obs": obs, "action": action, "reward": reward, "first": first}
 
 
 def _eval_reset(

@@ -50,6 +50,15 @@ class Start(NamedTuple):
     key_fn: Callable[[jax.Array], chex.PRNGKey]
     episode_id: jax.Array  # [B]
 
+    def __call__(self, at: jax.Array) -> chex.PRNGKey:
+        """The keys of the episodes at positions in `[B]`."""
+        return self.key_fn(at)
+
+    def number(self, at: jax.Array) -> jax.Array:
+        """Their numbers, int32 from 0: of the queue, or those of the lanes' own."""
+        episode_id = self.episode_id[at]
+        return jnp.where(episode_id < 0, -1 - episode_id, episode_id)
+
 
 def all_lanes(num_envs: int) -> LaneIds:
     """The lanes of a collector that has all of them."""
@@ -76,13 +85,16 @@ def step_keys(episode: Episode) -> chex.PRNGKey:
     return keys.fold_in(episode.key, episode.episode_length + 1)
 
 
-def first_episodes(root: chex.PRNGKey, lanes: LaneIds) -> Episode:
+def first_episodes(
+    root: chex.PRNGKey, lanes: LaneIds, accumulated: chex.ArrayTree
+) -> Episode:
     """The first episode of every lane, before its first step."""
     return Episode(
         key=_own_key(keys.fold_in(root, _ENV), lanes.number, 0),
         episode_return=jnp.zeros(lanes.number.shape, jnp.float32),
         episode_length=jnp.zeros(lanes.number.shape, jnp.int32),
         episode_id=lanes.number,
+        accumulated=accumulated,
     )
 
 

@@ -19,11 +19,18 @@ from envs import keys
 from envs.types import VectorEnv
 from rollout.kernel import episode_keys, transition
 from rollout.kernel.episode_keys import LaneIds, Start
-from rollout.types import Carry, Episodes, Policy, Transition
+from rollout.types import (
+    Accumulators,
+    Carry,
+    Episode,
+    Episodes,
+    Policy,
+    Transition,
+)
 
 Acc = TypeVar("Acc")
 
-_COLUMNS = 4  # of the table of results: return, length, flags, lane
+_COLUMNS = 3  # of the table of results: length, flags, lane
 
 
 class Plan(NamedTuple):
@@ -90,7 +97,8 @@ class _Run:
     index: jax.Array  # [B] int32, the episode that the lane plays next; idle from N on
     over: jax.Array  # [B] bool, the lane starts that episode with the coming step
     num_started: jax.Array  # () int32
-    table: jax.Array  # [N, 4] int32, one row per episode that is over
+    table: jax.Array  # [N, 3] int32, one row per episode that is over
+    figures: chex.ArrayTree  # [N, ...], its return and what was accumulated
     num_steps: jax.Array  # () int32
 
 
@@ -104,20 +112,27 @@ def play(
     *,
     plan: Plan,
     max_steps: jax.Array,
+    min_steps: jax.Array | None = None,
+    accumulators: Accumulators = (),
 ) -> tuple[Carry, Acc, Episodes]:
     """Plays the episodes of a plan; see `Collector.fold_episodes`."""
+    figures = {"accumulators": accumulators}
     everywhere = jnp.ones((env.num_envs,), bool)
 
     # Restart, then step: the other way round the restart of all lanes before the first
     # step would be compiled apart.
     def step(run: _Run) -> _Run:
         start = plan.start_fn(run.index)
-        carry = transition.restart(env, policy, run.carry, run.over, start)
+        carry = transition.restart(env, policy, run.carry, run.over, start, **figures)
         carry, row, cut = transition.advance(
-            env, policy, carry, params, limit=max_steps
+            env, policy, carry, params, limit=max_steps, **figures
         )
         mask = run.index < plan.num_episodes
         index, num_started = plan.next_fn(run.index, row.done, run.num_started)
+        num_steps = run.num_steps + jnp.sum(mask, dtype=jnp.int32)
+        if min_steps is not None:  # once there are enough, no episode starts
+            is_over = row.done & (num_steps >= min_steps)
+            index = jnp.where(is_over, plan.num_episodes, index)
         return _Run(
             carry=carry,
             acc=fn(run.acc, _void(row, mask, cut)),
@@ -125,7 +140,8 @@ def play(
             over=row.done,
             num_started=num_started,
             table=_note(run.table, plan.first, run.index, row, cut),
-            num_steps=run.num_steps + jnp.sum(mask, dtype=jnp.int32),
+            figures=_note_figures(run.figures, run.index, row),
+            num_steps=num_steps,
         )
 
     run = _Run(
@@ -135,6 +151,10 @@ def play(
         over=everywhere,
         num_started=jnp.int32(env.num_envs),
         table=jnp.zeros((plan.num_episodes, _COLUMNS), jnp.int32),
+        figures=jax.tree.map(
+            lambda x: jnp.zeros((plan.num_episodes, *x.shape[1:]), x.dtype),
+            _figures(carry.episode),
+        ),
         num_steps=jnp.zeros((), jnp.int32),
     )
     # Of words, for under `vmap` the loop selects between old and new, which jax's
@@ -145,9 +165,14 @@ def play(
         keys.words(run),
     )
     run = keys.like(words, run)
-    end = transition.restart(env, policy, run.carry, everywhere, plan.after)
-    end = end.replace(next_episode=end.next_episode + plan.num_queued)
-    return end, run.acc, _read(run.table, run.num_steps)
+    end = transition.restart(env, policy, run.carry, everywhere, plan.after, **figures)
+    played = _read(run.table, run.figures, run.num_steps)
+    num_queued = plan.num_queued
+    if min_steps is not None:
+        played = _first(played, min_steps)
+        num_queued = jnp.sum(played.mask, dtype=jnp.int32)
+    end = end.replace(next_episode=end.next_episode + num_queued)
+    return end, run.acc, played
 
 
 def pad(
@@ -189,25 +214,55 @@ def _note(
     row: Transition,
     cut: jax.Array,
 ) -> jax.Array:
-    """Writes the row of each episode that is over: one scatter for all its figures."""
+    """Writes the row of each episode that is over: one scatter for all integers."""
     truncated = row.truncated & ~cut  # by the environment itself
     flags = transition.pack_flags(row.terminated, truncated, row.terminated | truncated)
-    total = lax.bitcast_convert_type(row.episode_return, jnp.int32)
-    figures = (total, row.episode_length, flags.astype(jnp.int32), lane)
+    figures = (row.episode_length, flags.astype(jnp.int32), lane)
     # Idle lanes, whose index is N or more, write to rows that are not there.
     where = jnp.where(row.done, index, table.shape[0])
     return table.at[where].set(jnp.stack(figures, axis=1), mode="drop")
 
 
-def _read(table: jax.Array, num_steps: jax.Array) -> Episodes:
-    total, length, flags, lane = table.T
+def _note_figures(
+    table: chex.ArrayTree, index: jax.Array, row: Transition
+) -> chex.ArrayTree:
+    """Writes the figures of each episode that is over; they may be differentiated."""
+    return jax.tree.map(
+        lambda old, new: old.at[jnp.where(row.done, index, old.shape[0])].set(
+            new, mode="drop"
+        ),
+        table,
+        _figures(row),
+    )
+
+
+def _figures(of: Episode | Transition) -> chex.ArrayTree:
+    return of.episode_return, of.accumulated
+
+
+def _read(table: jax.Array, figures: chex.ArrayTree, num_steps: jax.Array) -> Episodes:
+    length, flags, lane = table.T
     terminated, truncated, finished = transition.unpack_flags(flags, 3)
     return Episodes(
-        episode_return=lax.bitcast_convert_type(total, jnp.float32),
+        episode_return=figures[0],
         episode_length=length,
         terminated=terminated,
         truncated=truncated,
         finished=finished,
         lane=lane,
         num_steps=num_steps,
+        mask=jnp.ones(length.shape, bool),
+        accumulated=figures[1],
     )
+
+
+def _first(played: Episodes, min_steps: jax.Array) -> Episodes:
+    """The episodes, in the order of their start, that have so many steps together.
+
+    Which they are depends on no lane: others that were started do not count.
+    """
+    length = played.episode_length
+    mask = jnp.cumsum(length) - length < min_steps
+    void = played.replace(mask=mask, num_steps=())
+    first = keys.select(mask, void, jax.tree.map(jnp.zeros_like, void))
+    return first.replace(num_steps=jnp.sum(first.episode_length))

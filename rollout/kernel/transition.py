@@ -17,6 +17,7 @@ from rollout import checks
 from rollout.kernel import episode_keys, fence
 from rollout.kernel.episode_keys import LaneIds, Start
 from rollout.types import (
+    Accumulators,
     Carry,
     Episode,
     Persistent,
@@ -27,11 +28,17 @@ from rollout.types import (
 
 
 def init(
-    env: VectorEnv, policy: Policy, key: chex.PRNGKey, *, lanes: LaneIds | None = None
+    env: VectorEnv,
+    policy: Policy,
+    key: chex.PRNGKey,
+    *,
+    lanes: LaneIds | None = None,
+    accumulators: Accumulators = (),
 ) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
     lanes = lanes or episode_keys.all_lanes(env.num_envs)
-    episode = episode_keys.first_episodes(key, lanes)
+    accumulated = _accumulate_nothing(accumulators, env.num_envs)
+    episode = episode_keys.first_episodes(key, lanes, accumulated)
     env_state, obs = keys.barrier(env).reset(episode_keys.reset_keys(episode))
     return Carry(
         key=key,
@@ -54,6 +61,7 @@ def step(
     limit: jax.Array | None = None,
     active: jax.Array | None = None,
     drop_fn: Callable[[Transition], jax.Array] | None = None,
+    accumulators: Accumulators = (),
 ) -> tuple[Carry, Transition]:
     """Takes one step in every lane, and starts new episodes where the old ones ended.
 
@@ -67,15 +75,17 @@ def step(
         active: `[B]` bool, the lanes that step; the others keep what they have, and
             their row is void.
         drop_fn: the transition to `[B]` bool, True where to give the episode up.
+        accumulators: figures that are kept per episode.
     """
-    stepped, transition, _ = advance(env, policy, carry, params, limit=limit)
+    figures = {"accumulators": accumulators}
+    stepped, transition, _ = advance(env, policy, carry, params, limit=limit, **figures)
     over = transition.done
     if drop_fn is not None:
         over |= drop_fn(transition)
     if active is not None:
         over &= active
         transition = transition.replace(mask=active)
-    fresh = restart(env, policy, stepped, over, lanes=lanes)
+    fresh = restart(env, policy, stepped, over, lanes=lanes, **figures)
     if active is not None:
         fresh = _stand_still(active, carry, stepped, fresh)
     return fresh, transition
@@ -88,12 +98,14 @@ def advance(
     params: Any,
     *,
     limit: jax.Array | None = None,
+    accumulators: Accumulators = (),
 ) -> tuple[Carry, Transition, jax.Array]:
     """Takes one step in every lane and resets none: the next carry is that of step t+1.
 
     A lane whose episode ended must be given to `restart` before it is stepped again.
     The third value, `[B]` bool, tells where it is the `limit` alone that truncated.
     """
+    checks.carry(carry, env.num_envs)
     with jax.named_scope("policy"):
         decision = act(env, policy, carry, params)
     with jax.named_scope("env_step"):
@@ -115,6 +127,10 @@ def advance(
             at_limit = transition.episode_length >= limit
             cut = at_limit & ~transition.truncated
             transition = transition.replace(truncated=transition.truncated | at_limit)
+        if accumulators:
+            figures = _accumulate(accumulators, carry.episode.accumulated, transition)
+            transition = transition.replace(accumulated=figures)
+            carry = carry.replace(episode=carry.episode.replace(accumulated=figures))
     return carry, transition, cut
 
 
@@ -126,6 +142,7 @@ def restart(
     start: Start | None = None,
     *,
     lanes: LaneIds | None = None,
+    accumulators: Accumulators = (),
 ) -> Carry:
     """Starts new episodes in the lanes where `over`, `[B]` bool.
 
@@ -137,7 +154,7 @@ def restart(
         start = episode_keys.own_episodes(carry.key, lanes, episode.episode_id, ahead=1)
     with jax.named_scope("auto_reset"):
         old = Lanes(episode_key=episode.key, state=carry.env_state, obs=carry.obs)
-        new = keys.barrier(env).reset_done(start.key_fn, over, old)
+        new = keys.barrier(env).reset_done(start, over, old)
     with jax.named_scope("bookkeeping"):
         return carry.replace(
             env_state=new.state,
@@ -148,6 +165,11 @@ def restart(
                 episode_return=jnp.where(over, 0.0, episode.episode_return),
                 episode_length=jnp.where(over, 0, episode.episode_length),
                 episode_id=jnp.where(over, start.episode_id, episode.episode_id),
+                accumulated=keys.select(
+                    over,
+                    _accumulate_nothing(accumulators, env.num_envs),
+                    episode.accumulated,
+                ),
             ),
         )
 
@@ -167,7 +189,11 @@ def step_env(env: VectorEnv, carry: Carry, action: chex.ArrayTree) -> EnvStep:
     env = keys.barrier(env)
 
     def step(*args: chex.ArrayTree) -> EnvStep:
-        result = env.step(*args)
+        try:
+            result = env.step(*args)
+        except Exception:
+            checks.env_state(env, carry.env_state, carry.episode.key)
+            raise
         checks.env_step(result, env.num_envs, carry.env_state, carry.obs)
         return result
 
@@ -236,6 +262,22 @@ def _record(
         extras=decision.extras,
         info=result.info,
     )
+
+
+def _accumulate_nothing(accumulators: Accumulators, num_envs: int) -> chex.ArrayTree:
+    """The figures of an episode before its first step, `[B, ...]`."""
+    figures = {name: x.init(num_envs) for name, x in accumulators}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), figures or ())
+
+
+def _accumulate(
+    accumulators: Accumulators, figures: chex.ArrayTree, transition: Transition
+) -> chex.ArrayTree:
+    """Updates the figures with a step."""
+    updated = {name: x.update(figures[name], transition) for name, x in accumulators}
+    for name, _ in accumulators:
+        checks.accumulated(name, figures[name], updated[name])
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), updated)
 
 
 def _stand_still(active: jax.Array, old: Carry, stepped: Carry, fresh: Carry) -> Carry:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import chex
-import jax.numpy as jnp
 
 from envs.types import Space
 from rollout.policies import draws
@@ -35,9 +34,8 @@ def random_policy(action_space: Space, *, mask_fn: MaskFn | None = None) -> Poli
             the space is not discrete; while tracing, if the mask is not `[B, n]` bool.
     """
     draws.check_mask_fn(mask_fn, action_space)
-    if hasattr(action_space, "n"):
-        n, dtype = int(action_space.n), jnp.dtype(action_space.dtype)
-        return _discrete_policy(n, dtype, mask_fn)
+    if draws.is_discrete(action_space):
+        return _discrete_policy(draws.describe(action_space), mask_fn)
     return _drawing_policy(draws.uniform(action_space))
 
 
@@ -126,14 +124,14 @@ def greedy(policy: Policy) -> Policy:
 
 # The same object again, since a policy is a static part of every trace.
 @functools.cache
-def _discrete_policy(n: int, dtype: jnp.dtype, mask_fn: MaskFn | None) -> Policy:
+def _discrete_policy(choice: draws.Choice, mask_fn: MaskFn | None) -> Policy:
     if mask_fn is None:
-        return _drawing_policy(functools.partial(draws.discrete, n, dtype))
+        return _drawing_policy(functools.partial(draws.discrete, choice))
 
     def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
         del params  # unused
-        mask = draws.make_mask(mask_fn, obs, n)
-        action = draws.allowed(mask, dtype, key)
+        mask = draws.make_mask(mask_fn, obs, choice.n)
+        action = draws.allowed(mask, choice, key)
         return PolicyStep(action, state, {"none_allowed": draws.none_allowed(mask)})
 
     return Policy(init=_no_state, apply=apply)

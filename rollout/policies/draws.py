@@ -5,6 +5,7 @@ Every draw takes one key for all lanes, and lane i draws the same whatever their
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import chex
 import jax
@@ -23,29 +24,54 @@ _UNROLL = 32  # columns of a mask per iteration: straight-line for few actions
 
 def uniform(action_space: Space) -> Callable[[int, chex.PRNGKey], chex.ArrayTree]:
     """Makes the function `(num_envs, key)` to actions, drawn from the whole space."""
-    if hasattr(action_space, "n"):
-        n, dtype = int(action_space.n), jnp.dtype(action_space.dtype)
-        return functools.partial(discrete, n, dtype)
-    if hasattr(action_space, "low") and hasattr(action_space, "high"):
-        _check_bounds(action_space)
-        return functools.partial(_draw_box, action_space)
-    return functools.partial(_draw_any, action_space)
+    if is_discrete(action_space):
+        return functools.partial(discrete, describe(action_space))
+    bounds = _bounds(action_space)
+    if bounds is None:
+        return functools.partial(_draw_any, action_space)
+    _check_bounds(*bounds)
+
+    def draw(num_envs: int, key: chex.PRNGKey) -> jax.Array:
+        shape = (num_envs, *action_space.shape)
+        return keys.draw(key, *bounds, shape, action_space.dtype)
+
+    return draw
 
 
-def discrete(n: int, dtype: jnp.dtype, num_envs: int, key: chex.PRNGKey) -> jax.Array:
-    """Draws `[B]` integers below `n`."""
-    return _below(n, n, (num_envs,), dtype, key)
+class Choice(NamedTuple):
+    """What is read of a discrete space; hashable."""
+
+    n: int
+    dtype: jnp.dtype
+    start: int  # the smallest action
 
 
-def allowed(mask: jax.Array, dtype: jnp.dtype, key: chex.PRNGKey) -> jax.Array:
+def is_discrete(space: Space) -> bool:
+    """Tells whether a space has `n` actions, numbers that follow each other."""
+    return hasattr(space, "n") and getattr(space, "shape", ()) == ()
+
+
+def describe(space: Space) -> Choice:
+    """Reads a discrete space, ours or another library's."""
+    dtype, start = jnp.dtype(space.dtype), int(getattr(space, "start", 0))
+    return Choice(int(space.n), dtype, start)
+
+
+def discrete(choice: Choice, num_envs: int, key: chex.PRNGKey) -> jax.Array:
+    """Draws `[B]` actions."""
+    action = _below(choice.n, choice.n, num_envs, key).astype(choice.dtype)
+    return action + jnp.asarray(choice.start, choice.dtype)
+
+
+def allowed(mask: jax.Array, choice: Choice, key: chex.PRNGKey) -> jax.Array:
     """Draws `[B]` actions evenly among those where `mask`, `[B, n]` bool.
 
     Where nothing is allowed, the action is drawn from all.
     """
-    mask = mask | none_allowed(mask)[:, None]
+    dtype, mask = choice.dtype, mask | none_allowed(mask)[:, None]
     num_envs, n = mask.shape
     mask = mask.astype(jnp.int32)
-    rank = _below(mask.sum(axis=-1), n, (num_envs,), jnp.int32, key)
+    rank = _below(mask.sum(axis=-1), n, num_envs, key)
 
     # The allowed action of that rank comes after all those up to which at most `rank`
     # are allowed. `jnp.cumsum` would do, but is ten times slower on CPU.
@@ -58,13 +84,15 @@ def allowed(mask: jax.Array, dtype: jnp.dtype, key: chex.PRNGKey) -> jax.Array:
 
     zero = jnp.zeros_like(rank)
     carry = zero, zero.astype(dtype)
-    return lax.scan(count, carry, mask.T, unroll=_UNROLL)[0][1]
+    index = lax.scan(count, carry, mask.T, unroll=_UNROLL)[0][1]
+    return index + jnp.asarray(choice.start, dtype)
 
 
-def is_allowed(mask: jax.Array, action: jax.Array) -> jax.Array:
+def is_allowed(mask: jax.Array, action: jax.Array, choice: Choice) -> jax.Array:
     """Tells where `mask`, `[B, n]` bool, allows `action`, `[B]`; `[B]` bool."""
-    choice = jnp.arange(mask.shape[-1], dtype=action.dtype)
-    return (mask & (action[:, None] == choice[None])).any(axis=-1)
+    index = action - jnp.asarray(choice.start, action.dtype)
+    every = jnp.arange(choice.n, dtype=action.dtype)
+    return (mask & (index[:, None] == every[None])).any(axis=-1)
 
 
 def none_allowed(mask: jax.Array) -> jax.Array:
@@ -89,7 +117,7 @@ def make_mask(mask_fn: MaskFn, obs: chex.ArrayTree, n: int) -> jax.Array:
 
 def check_mask_fn(mask_fn: MaskFn | None, action_space: Space) -> None:
     """Refuses a mask of anything but the actions of a discrete space."""
-    if mask_fn is not None and not hasattr(action_space, "n"):
+    if mask_fn is not None and not is_discrete(action_space):
         raise ValueError(
             "`action_space` must be discrete (have `n`) where `mask_fn` is given, got "
             f"{type(action_space).__name__}."
@@ -101,47 +129,41 @@ def num_lanes(obs: chex.ArrayTree) -> int:
     return jax.tree.leaves(obs)[0].shape[0]
 
 
-def _check_bounds(space: Space) -> None:
-    bounds = (space.low, space.high)
-    if any(isinstance(bound, jax.core.Tracer) for bound in bounds):
+def _bounds(space: Space) -> tuple[jax.Array, jax.Array] | None:
+    """The lowest and the highest value of each entry; None if a space has no such."""
+    if hasattr(space, "nvec"):  # Gymnasium's MultiDiscrete
+        low = np.asarray(getattr(space, "start", 0))
+        return low, low + np.asarray(space.nvec) - 1
+    if hasattr(space, "n"):  # Gymnasium's MultiBinary
+        return np.asarray(0), np.asarray(1)
+    if hasattr(space, "low") and hasattr(space, "high"):
+        return space.low, space.high
+    return None
+
+
+def _check_bounds(low: jax.typing.ArrayLike, high: jax.typing.ArrayLike) -> None:
+    if any(isinstance(bound, jax.core.Tracer) for bound in (low, high)):
         return  # the values are not known while tracing
-    if not all(np.all(np.isfinite(np.asarray(bound))) for bound in bounds):
+    if not all(np.all(np.isfinite(np.asarray(bound))) for bound in (low, high)):
         raise ValueError(
             "`action_space` must have finite bounds to draw from, got "
-            f"low={space.low}, high={space.high}."
+            f"low={low}, high={high}."
         )
 
 
 def _below(
-    n: jax.typing.ArrayLike,
-    largest: int,
-    shape: tuple[int, ...],
-    dtype: jnp.dtype,
-    key: chex.PRNGKey,
+    n: jax.typing.ArrayLike, largest: int, num_envs: int, key: chex.PRNGKey
 ) -> jax.Array:
-    """Draws integers below `n`, from one word each: the high half of word * n.
+    """Draws `[B]` int32 below `n`, from one word each: the high half of word * n.
 
-    `n` is at most `largest`, a Python int.
-
-    The bias of an integer is below n / 2**32, that of `jax.random.randint` likewise,
-    which draws two words and divides.
+    `n` is at most `largest`, a Python int. The bias of an integer is below n / 2**32.
     """
     if largest > _LARGEST_N:
-        return jax.random.randint(keys.inline(key), shape, 0, n, dtype)
-    word = jax.random.bits(keys.inline(key), shape, jnp.uint32)
+        return keys.draw(key, 0, jnp.asarray(n, jnp.int32) - 1, (num_envs,), jnp.int32)
+    word = keys.bits(key, (num_envs,))
     n, half = jnp.asarray(n, jnp.uint32), jnp.uint32(16)
     low = ((word & jnp.uint32(0xFFFF)) * n) >> half
-    return (((word >> half) * n + low) >> half).astype(dtype)
-
-
-def _draw_box(space: Space, num_envs: int, key: chex.PRNGKey) -> jax.Array:
-    shape = (num_envs, *space.shape)
-    low, high = (
-        jnp.broadcast_to(jnp.asarray(bound, jnp.float32), space.shape)[None]
-        for bound in (space.low, space.high)
-    )
-    uniform = jax.random.uniform(keys.inline(key), shape, minval=low, maxval=high)
-    return uniform.astype(space.dtype)
+    return (((word >> half) * n + low) >> half).astype(jnp.int32)
 
 
 def _draw_any(space: Space, num_envs: int, key: chex.PRNGKey) -> chex.ArrayTree:

@@ -88,7 +88,7 @@ def epsilon_greedy(
     ) -> PolicyStep:
         inner_key, flag_key, action_key = wrapping.derive(key, 3)
         decision = wrapping.decide(policy, action_space, params, obs, state, inner_key)
-        draw = jax.random.uniform(keys.inline(flag_key), (draws.num_lanes(obs),))
+        draw = keys.uniform(flag_key, 0.0, 1.0, (draws.num_lanes(obs),))
         return replace(decision, obs, draw < epsilon, action_key)
 
     return wrapping.scheduled(epsilon, policy, act, policy.init)
@@ -125,7 +125,7 @@ def random_warmup(
     Source:
         "Spinning Up in Deep RL" (OpenAI, 2018), `start_steps` of DDPG, TD3 and SAC.
     """
-    checks.count("num_steps", num_steps)
+    num_steps = checks.count("num_steps", num_steps)
     replace = _replacer(action_space, mask_fn)
 
     def act(
@@ -185,9 +185,10 @@ def _replacer(
     def replace_masked(
         decision: PolicyStep, obs: chex.ArrayTree, flag: jax.Array, key: chex.PRNGKey
     ) -> PolicyStep:
-        mask = draws.make_mask(mask_fn, obs, int(action_space.n))
-        flag = flag | ~draws.is_allowed(mask, decision.action)
-        action = draws.allowed(mask, jnp.dtype(action_space.dtype), key)
+        choice = draws.describe(action_space)
+        mask = draws.make_mask(mask_fn, obs, choice.n)
+        flag = flag | ~draws.is_allowed(mask, decision.action, choice)
+        action = draws.allowed(mask, choice, key)
         return decision._replace(
             action=keys.select(flag, action, decision.action),
             extras=_flag(decision.extras, draws.none_allowed(mask)),

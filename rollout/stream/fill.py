@@ -117,6 +117,7 @@ def _fill_rows(
             limit=limit,
             active=active,
             drop_fn=_faulty if options.on_fault == "drop" else None,
+            accumulators=collector.accumulators,
         )
         seen = kernel.record(collector.record_fn, transition)
         seen = kernel.void(seen) if idle else seen
@@ -162,7 +163,8 @@ def _write(rows: chex.ArrayTree, row: jax.Array, new: chex.ArrayTree) -> chex.Ar
 def _restart_all(collector: Collector, carry: Carry) -> Carry:
     """Starts a new episode in every lane that is within one."""
     over = carry.episode.episode_length > 0
-    return kernel.restart(collector.env, collector.policy, carry, over)
+    args = collector.env, collector.policy, carry, over
+    return kernel.restart(*args, accumulators=collector.accumulators)
 
 
 def _truncate(trajectory: Transition, carry: Carry) -> Transition:

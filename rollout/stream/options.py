@@ -7,13 +7,9 @@ import jax
 from rollout import checks
 from rollout.stream.types import Options
 
-_INT32_MAX = 2**31 - 1  # the steps of a batch are counted in int32
-_COUNTS = {
-    "steps_per_batch": _INT32_MAX,
-    "episodes_per_batch": _INT32_MAX,
-    "total_steps": None,
-    "max_episode_steps": None,
-}
+_BATCH_COUNTS = ("steps_per_batch", "episodes_per_batch")
+_RUN_COUNTS = ("total_steps", "max_episode_steps", "warmup_steps")  # without a limit
+_FLAGS = ("recycle", "check_finite")
 _CHOICES = {
     "at_batch_end": ("continue", "reset", "truncate"),
     "on_fault": ("raise", "drop"),
@@ -21,16 +17,22 @@ _CHOICES = {
 }
 
 
-def check(options: Options) -> None:
-    """Refuses options that cannot be served.
+def check(options: Options) -> Options:
+    """Refuses options that cannot be served; returns them, counts as Python ints.
 
     Raises:
         ValueError: if there is one.
     """
-    for name, most in _COUNTS.items():
-        if getattr(options, name) is not None:
-            checks.count(name, getattr(options, name), most=most)
-    checks.count("warmup_steps", options.warmup_steps, least=0)
+    counts = {}
+    for name in (*_BATCH_COUNTS, *_RUN_COUNTS):
+        if (value := getattr(options, name)) is not None:
+            bounds = {"most": None} if name in _RUN_COUNTS else {}
+            least = 0 if name == "warmup_steps" else 1
+            counts[name] = checks.count(name, value, least=least, **bounds)
+    for name in _FLAGS:
+        checks.flag(name, getattr(options, name))
+    if options.postprocess is not None:
+        checks.function("postprocess", options.postprocess)
     for name, choices in _CHOICES.items():
         value = getattr(options, name)
         if isinstance(value, bool) or value not in choices:
@@ -48,6 +50,7 @@ def check(options: Options) -> None:
             '`on_fault="drop"` needs `check_finite=True`, got `check_finite=False`.'
         )
     _check_placement(options)
+    return options._replace(**counts)
 
 
 def _check_episodes(options: Options) -> None:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +24,8 @@ class StreamStats(NamedTuple):
         return_mean: mean undiscounted return of these episodes, NaN if there are none.
         length_mean: mean length of these episodes in steps, NaN if there are none.
         faulty_episodes: episodes that `on_fault="drop"` dropped.
+        accumulated: the mean over these episodes of each figure in
+            `CollectStats.accumulated`, by name.
     """
 
     collect_batches: int
@@ -33,39 +36,54 @@ class StreamStats(NamedTuple):
     return_mean: float
     length_mean: float
     faulty_episodes: int
+    accumulated: dict[str, float]
 
 
 def pack(stats: CollectStats, num_faulty: jax.Array, num_steps: jax.Array) -> jax.Array:
-    """Puts what `add` takes of a batch into one array, `[5]` int32, read at once."""
-    means = jnp.stack((stats.return_mean, stats.length_mean)).astype(jnp.float32)
+    """Puts what `add` takes of a batch into one array, `[5 + K]` int32, read at once.
+
+    K figures are accumulated per episode.
+    """
+    moments = stats.returns, stats.lengths, *stats.accumulated.values()
+    sums = jnp.stack([x.total for x in moments]).astype(jnp.float32)
     counts = jnp.stack((num_steps, stats.num_episodes, num_faulty)).astype(jnp.int32)
-    return jnp.concatenate((counts, lax.bitcast_convert_type(means, jnp.int32)))
+    return jnp.concatenate((counts, lax.bitcast_convert_type(sums, jnp.int32)))
 
 
-def zero() -> np.ndarray:
-    """Nothing counted: `[7]` float64, batches, steps, s, episodes, returns, ..."""
-    return np.zeros(7)
+def zero(names: tuple[str, ...]) -> np.ndarray:
+    """Nothing counted: `[7 + K]` float64, batches, steps, s, episodes, faulty, ..."""
+    return np.zeros(7 + len(names))
 
 
 def add(totals: np.ndarray, counted: np.ndarray, seconds: float) -> np.ndarray:
     """Adds a batch to what was counted; a new array."""
     num_steps, num_episodes, num_faulty = counted[:3]
-    means = counted[3:].view(np.float32).astype(np.float64)
-    sums = num_episodes * means if num_episodes else np.zeros(2)
-    batch = np.array([1, num_steps, seconds, num_episodes, *sums, num_faulty])
+    sums = counted[3:].view(np.float32).astype(np.float64)
+    batch = np.array([1, num_steps, seconds, num_episodes, num_faulty, *sums])
     return totals + batch
 
 
-def read(totals: np.ndarray) -> StreamStats:
+def names_of(accumulated: chex.ArrayTree, num_envs: int) -> tuple[str, ...]:
+    """The names of the figures that are one number per episode, in order."""
+    return tuple(
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, leaf in jax.tree.leaves_with_path(accumulated)
+        if leaf.shape == (num_envs,)
+    )
+
+
+def read(totals: np.ndarray, names: tuple[str, ...]) -> StreamStats:
     """Reads what was counted."""
-    batches, steps, seconds, episodes, returns, lengths, faulty = totals.tolist()
+    batches, steps, seconds, episodes, faulty, *sums = totals.tolist()
+    returns, lengths, *own = (x / episodes if episodes else np.nan for x in sums)
     return StreamStats(
         collect_batches=int(batches),
         collect_steps=int(steps),
         collect_episodes=int(episodes),
         collect_seconds=seconds,
         steps_per_second=steps / seconds if seconds else np.nan,
-        return_mean=returns / episodes if episodes else np.nan,
-        length_mean=lengths / episodes if episodes else np.nan,
+        return_mean=returns,
+        length_mean=lengths,
         faulty_episodes=int(faulty),
+        accumulated=dict(zip(names, own, strict=True)),
     )

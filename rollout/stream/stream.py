@@ -1,8 +1,10 @@
 """The streaming collector: batches for a training loop that is driven by Python."""
 
 import functools
+import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
+from rollout import checks
 from rollout.collector import Collector
 from rollout.policies import greedy
 from rollout.stream import options as option_checks
@@ -146,13 +149,20 @@ class Stream:
             check_finite=check_finite,
             on_fault=on_fault,
         )
-        option_checks.check(self._options)
+        self._options = option_checks.check(self._options)
+        checks.flag("progress", progress)
         self._collector = collector
         self._worker = Worker()
-        self._at = Position(carry=collector.init(key), totals=stats.zero())
+        carry = collector.init(key)
+        accumulated = carry.episode.accumulated
+        self._figures = stats.names_of(accumulated, collector.env.num_envs)
+        self._at = Position(carry=carry, totals=stats.zero(self._figures))
         self._params = self._own(params), 0
         self._program: programs.Program | None = None
         self._must_stop = False
+        self._inside: dict[str, int] = {}  # the thread that is in `next`
+        self._setting = threading.Lock()
+        self._env_checksum = _checksum(collector.env)
         self._bar = Bar(total_steps) if progress else None
 
     def __enter__(self) -> Self:
@@ -173,8 +183,13 @@ class Stream:
         Raises:
             StopIteration: after the last batch, and once after a `stop`.
             FloatingPointError: with `check_finite`.
-            RuntimeError: if the stream is closed.
+            RuntimeError: if the stream is closed, or another thread is in here.
         """
+        me = threading.get_ident()
+        if self._inside.setdefault("next", me) != me:  # atomic
+            raise RuntimeError(
+                "`next` must be called by one thread at a time, got a second one."
+            )
         # Ctrl-C may come before any line. `_at` alone says where the stream stands, so
         # until the last line nothing has happened that the next call does not repeat.
         try:
@@ -185,10 +200,12 @@ class Stream:
             if self._options.prefetch and not self._must_stop:
                 at = self._run_ahead(job, at)
             if self._bar is not None:
-                self._bar.show(at.steps, stats.read(at.totals))
+                self._bar.show(at.steps, stats.read(at.totals, self._figures))
         except BaseException:
+            self._inside.clear()
             self._close_bar()
             raise
+        self._inside.clear()
         self._at = at; return batch  # fmt: skip  # noqa: E702 (nothing in between)
 
     def __len__(self) -> int:
@@ -211,11 +228,11 @@ class Stream:
     @property
     def stats(self) -> stats.StreamStats:
         """What was collected in the batches handed over since `reset_stats`."""
-        return stats.read(self._at.totals)
+        return stats.read(self._at.totals, self._figures)
 
     def reset_stats(self) -> None:
         """Starts to count anew; ids, steps and the warm-up go on."""
-        self._at = self._at._replace(totals=stats.zero())
+        self._at = self._at._replace(totals=stats.zero(self._figures))
 
     def compile(self) -> None:
         """Compiles ahead of the first batch, which otherwise does it."""
@@ -224,16 +241,19 @@ class Stream:
     def set_params(self, params: Any) -> None:
         """Sets the parameters for the batches that are not under way yet.
 
+        From any thread.
+
         Args:
             params: of the structure, shapes and dtypes of those before.
 
         Raises:
             ValueError: if they are of another kind.
         """
-        old, version = self._params
-        new = self._own(params)
-        _check_same_kind("`params` must keep structure, shapes and dtypes", old, new)
-        self._params = new, version + 1
+        new, what = self._own(params), "`params` must keep structure, shapes and dtypes"
+        with self._setting:
+            old, version = self._params
+            _check_same_kind(what, old, new)
+            self._params = new, version + 1
 
     def stop(self) -> None:
         """Ends the iteration after the batch under way, which is handed over.
@@ -254,14 +274,14 @@ class Stream:
         It is the state after the last batch that was handed over, also while another
         one is under way, and parameters are part of it. `checkpoint.save` takes it.
         """
-        at = self._at
-        next_params, next_version = at.params or (self._params[0], _NEWEST)
-        version = self._params[1]
+        at, (params, version) = self._at, self._params
+        next_params, next_version = at.params or (params, _NEWEST)
         counts = (at.steps, at.batches, at.first_lane, version, next_version)
         state = {
             "carry": at.carry,
             "counts": np.asarray(counts, np.int64),
-            "params": self._params[0],
+            "env": np.uint32(self._env_checksum),
+            "params": params,
             "totals": at.totals,
         }
         # Only a batch made in advance may have older parameters.
@@ -276,11 +296,22 @@ class Stream:
                 Other options, such as `total_steps`, are those of this stream.
 
         Raises:
-            ValueError: if it is not from a stream of the same kind.
+            ValueError: if it is not from a stream of the same kind, with the same
+                environment parameters, or has more steps than `total_steps`.
         """
         what = "`state` must be one of a stream of the same kind"
         _check_same_kind(what, self.state(), state)
+        if int(state["env"]) != self._env_checksum:
+            raise ValueError(
+                "`state` must be of the same environment parameters, got others."
+            )
         counts = [int(x) for x in state["counts"]]
+        total = self._options.total_steps
+        if total is not None and counts[0] > total:
+            raise ValueError(
+                f"`state` must have at most `total_steps`={total} steps, got "
+                f"{counts[0]}."
+            )
         steps, batches, first_lane, version, next_version = counts
         next_params = None
         if self._options.prefetch and next_version != _NEWEST:
@@ -407,9 +438,18 @@ class Stream:
             self._bar.close()
 
 
+def _checksum(tree: Any) -> int:
+    """A checksum of the bits of a tree."""
+    leaves = jax.device_get(jax.tree.leaves(keys.words(tree)))
+    return zlib.crc32(b"".join(np.asarray(x).tobytes() for x in leaves))
+
+
 def _kind(tree: Any) -> str:
     """Structure, shapes and dtypes of a tree, in words."""
-    kinds = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(tree)]
+    kinds = [
+        f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}"
+        for x in jax.tree.leaves(tree)
+    ]
     return f"{jax.tree.structure(tree)} of {', '.join(kinds) or 'nothing'}"
 
 

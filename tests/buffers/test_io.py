@@ -316,3 +316,22 @@ def test_kill_while_saving_leaves_a_whole_file(tmp_path):
             part.unlink()
     assert num_cut  # at least one was killed in the middle of a file
     assert min(numbers) >= 1
+
+
+def test_array_that_is_not_what_the_header_says_is_damage(tmp_path):
+    path, like = tmp_path / "state", {"a": np.zeros(3, np.float32), "b": np.zeros(2)}
+    like["b"] = like["b"].astype(np.int32)
+    wrong = [np.zeros(4, np.float32), np.zeros(3, np.int32), np.zeros(3, np.float16)]
+    for array in wrong:
+        buffers.save(path, like)
+        header = str(np.load(path)["header"])
+        np.savez(tmp_path / "other", header=header, leaf_0=array, leaf_1=like["b"])
+        with pytest.raises(ValueError, match=r"damaged .* not what the header says"):
+            buffers.load(tmp_path / "other.npz", like)
+
+
+def test_file_keeps_its_permissions(tmp_path):
+    path = tmp_path / "state"
+    path.touch(mode=0o600)
+    buffers.save(path, {"a": np.zeros(3)})
+    assert path.stat().st_mode & 0o777 == 0o600

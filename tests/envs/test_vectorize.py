@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
+from flax import struct
 
 import envs
 import rollout
@@ -112,12 +113,19 @@ def test_lanes_with_equal_parameters_are_those_of_vectorize():
     chex.assert_trees_all_equal(*run(jax.random.split(jax.random.key(0), 4)))
 
 
+@struct.dataclass
+class NoParameters:
+    """An environment without a leaf."""
+
+    reset = step = None
+
+
 @pytest.mark.parametrize(
     ("env", "got"),
     [
         (CountEnv(), r"shape \(\)"),
         (jax.tree.map(lambda x: jnp.full(3, x), CountEnv()), r"shape \(3,\)"),
-        ((), "no leaves"),
+        (NoParameters(), "no leaves"),
     ],
 )
 def test_parameters_without_lanes_are_refused(env, got):

@@ -208,3 +208,67 @@ def test_run_that_is_killed_again_and_again_yields_the_same_batches(
     assert sum(number > 0 for number in starts(killed)) > num_kills / 2
     assert hashes(killed) == hashes(whole)
     assert sorted(hashes(whole)) == list(range(NUM_BATCHES))
+
+
+def test_folders_of_others_are_never_touched(tmp_path):
+    for name in ("0", "1", "2023"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "photo").write_bytes(b"mine")
+    with pytest.raises(ValueError, match=r"nothing in it but checkpoints.*'0'"):
+        checkpoint.save(tmp_path, {"n": 1})
+    assert checkpoint.steps(tmp_path) == []
+    assert [(tmp_path / x / "photo").is_file() for x in ("0", "1", "2023")] == [
+        True
+    ] * 3
+    (tmp_path / "run").mkdir()
+    checkpoint.save(tmp_path / "run", {"n": 1}, step=3)
+    (tmp_path / "run" / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"nothing in it but .*'notes\.txt'"):
+        checkpoint.save(tmp_path / "run", {"n": 2})
+    assert checkpoint.restore(tmp_path / "run", {"n": 0})["n"] == 1
+
+
+OTHER_TREES = {
+    "names": ({"critic": 1.0, "actor": 2.0}, {"critic": 0.0, "policy": 0.0}, "actor"),
+    "order": ({"w1": 1.0, "w2": 2.0}, {"w2": 0.0, "z1": 0.0}, "w1"),
+    "list": ({"a": 1.0, "b": 2.0}, [0.0, 0.0], "'a'"),
+    "more": ({"a": 1.0}, {"a": 0.0, "b": 0.0}, "no more"),
+    "fewer": ({"a": 1.0, "b": 2.0}, {"a": 0.0}, "'b'"),
+    "dtype": ({"a": jnp.int32(1)}, {"a": jnp.float32(0)}, "int32"),
+    "key": (
+        {"key": jax.random.key(0, impl="rbg")},
+        {"key": jax.random.key(0, impl="unsafe_rbg")},
+        "key",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TREES)
+def test_leaves_are_restored_by_name_and_kind(name, tmp_path):
+    saved, like, named = OTHER_TREES[name]
+    checkpoint.save(tmp_path, saved)
+    with pytest.raises(ValueError, match=rf"leaves that were saved: .*{named}.*, got"):
+        checkpoint.restore(tmp_path, like)
+
+
+def test_damaged_checkpoint_is_refused_and_the_one_before_named(tmp_path):
+    tree = {"w": jnp.arange(64.0), "b": jnp.ones(3)}
+    checkpoint.save(tmp_path, tree, step=1, keep=2)
+    checkpoint.save(tmp_path, tree, step=2, keep=2)
+    files = [x for x in (tmp_path / "2" / "tree").rglob("*") if x.is_file()]
+    rng, messages = random.Random(0), []
+    for _ in range(20):
+        path = rng.choice([x for x in files if x.stat().st_size])
+        content = path.read_bytes()
+        place = rng.randrange(len(content))
+        flipped = content[place] ^ (1 << rng.randrange(8))
+        path.write_bytes(content[:place] + bytes([flipped]) + content[place + 1 :])
+        try:  # what is not read may be damaged
+            chex.assert_trees_all_equal(checkpoint.restore(tmp_path, tree), tree)
+        except ValueError as error:
+            messages.append(str(error))
+        path.write_bytes(content)
+    named = ("Checkpoint 2 in", "`step=1` is the one before")
+    assert messages
+    assert all(name in message for message in messages for name in named)
+    chex.assert_trees_all_equal(checkpoint.restore(tmp_path, tree, step=1), tree)

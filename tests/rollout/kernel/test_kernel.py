@@ -208,7 +208,7 @@ def test_recurrent_state_restarts_exactly_with_the_episode(name):
 def test_profile_names_the_four_parts():
     collector = make_collector("count")
     carry = jax.eval_shape(collector.init, jax.random.key(0))
-    text = jax.jit(collector.step).lower(carry, None).as_text(debug_info=True)
+    text = jax.jit(collector.step).lower(carry, None).compile().as_text()
     for part in ("policy", "env_step", "auto_reset", "bookkeeping"):
         assert f"/{part}/" in text
 

@@ -1,0 +1,75 @@
+"""Minibatches of a trajectory: shuffled inside `jit`, every row once per epoch."""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rollout import checks
+
+
+def minibatches(
+    key: chex.PRNGKey,
+    tree: chex.ArrayTree,
+    num_minibatches: int,
+    epochs: int = 1,
+    *,
+    axis: int | None = None,
+) -> chex.ArrayTree:
+    """Shuffles a trajectory and splits it into minibatches, to `lax.scan` over.
+
+        params, losses = jax.lax.scan(update, params, minibatches(key, data, 4, 10))
+
+    Every row is in exactly one minibatch of each epoch, and each epoch is shuffled
+    anew. Void rows come along, with their `mask`.
+
+    Args:
+        key: one typed key.
+        tree: any pytree of `[T, B, ...]`, such as `(trajectory, advantages)`.
+        num_minibatches: M, minibatches of an epoch, at least 1; it must divide the
+            number of rows that are shuffled.
+        epochs: E, at least 1. The memory is that of E trees: for large observations
+            scan over epochs, with one each.
+        axis: None shuffles steps, all `T * B` of them; 1 shuffles whole lanes, for
+            recurrent policies; 0 shuffles the leading axis of a tree of any rank.
+
+    Returns:
+        The tree with the leading axis `E * M`: `[E * M, T * B / M, ...]`; with axis 1
+        `[E * M, T, B / M, ...]`, with axis 0 `[E * M, T / M, ...]`.
+
+    Raises:
+        ValueError: if a count is not an int of at least 1, if `axis` is another, if
+            the leaves differ in the axes that are shuffled, or M does not divide them.
+    """
+    checks.typed_key(key)
+    num_minibatches = checks.count("num_minibatches", num_minibatches)
+    epochs = checks.count("epochs", epochs)
+    if axis not in (None, 0, 1) or isinstance(axis, bool):
+        raise ValueError(f"`axis` must be None, 0 or 1, got {axis!r}.")
+    num_rows = _count_rows(tree, axis)
+    if num_rows % num_minibatches:
+        raise ValueError(
+            f"`num_minibatches` must divide the {num_rows} rows, got {num_minibatches}."
+        )
+    shuffle = jax.vmap(lambda key: jax.random.permutation(key, num_rows))
+    order = shuffle(jax.random.split(key, epochs))
+    order = order.reshape(epochs * num_minibatches, -1)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.asarray(x)
+        if axis == 1:
+            return jnp.moveaxis(x[:, order], 1, 0)
+        return (x.reshape(-1, *x.shape[2:]) if axis is None else x)[order]
+
+    return jax.tree.map(split, tree)
+
+
+def _count_rows(tree: chex.ArrayTree, axis: int | None) -> int:
+    """How many rows there are to shuffle; refuses leaves that differ in that."""
+    num_axes = 1 if axis == 0 else 2
+    shapes = {jnp.shape(x)[:num_axes] for x in jax.tree.leaves(tree)}
+    if len(shapes) != 1 or len(min(shapes)) != num_axes:
+        what = "`[T, ...]`" if axis == 0 else "`[T, B, ...]`"
+        got = ", ".join(map(str, sorted(shapes))) or "none"
+        raise ValueError(f"`tree` must have leaves {what} of one T and B, got {got}.")
+    shape = min(shapes)
+    return shape[0] if axis == 0 else shape[1] if axis == 1 else shape[0] * shape[1]

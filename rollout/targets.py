@@ -1,0 +1,170 @@
+"""Targets to learn from: advantages and returns of a trajectory, backwards in time.
+
+Within an episode each row looks at the row after it. Where an episode ends, where the
+window does, and before a void row, it looks at `next_value` instead, unless the task
+terminated there. Jitted, so that a notebook may call them as they are.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rollout.types import Transition
+
+Scalar = float | jax.Array  # (), may be traced
+
+
+def gae(
+    trajectory: Transition, next_value: jax.Array, *, gamma: Scalar, lam: Scalar
+) -> jax.Array:
+    """Computes the generalized advantage estimate of every step.
+
+        δ_t = r_t + γ (1 - terminated_t) V(next_obs_t) - V(obs_t)
+        A_t = δ_t + γ λ (1 - done_t) A_{t+1}
+
+    The sum of A and V(obs) is the λ-return, the usual target of the value function.
+
+    Args:
+        trajectory: `[T, B, ...]`, with V(obs) in `extras["value"]`, `[T, B]` float.
+        next_value: `[T, B]` float, V(next_obs): the value of the true successors.
+        gamma: γ, discount per step, in [0, 1].
+        lam: λ, in [0, 1]: 0 for the one-step error, 1 for return minus value.
+
+    Returns:
+        `[T, B]` float, in discounted reward; 0 where `mask` is False.
+
+    Raises:
+        ValueError: if the extras have no `value`.
+        AssertionError: while tracing, if a shape is not as above.
+
+    Source:
+        "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
+        eq. 11 and 16, arXiv:1506.02438.
+    """
+    extras = trajectory.extras
+    if not isinstance(extras, dict) or "value" not in extras:
+        got = sorted(extras) if isinstance(extras, dict) else type(extras).__name__
+        raise ValueError(f"`trajectory.extras` must have `value`, got {got}.")
+    _check(trajectory, next_value, extras["value"])
+    return _gae(_fields(trajectory), extras["value"], next_value, gamma, lam)
+
+
+def lambda_returns(
+    trajectory: Transition, next_value: jax.Array, *, gamma: Scalar, lam: Scalar
+) -> jax.Array:
+    """Computes the λ-return of every step.
+
+        G_t = r_t + γ (1 - terminated_t) ((1 - λ) V(next_obs_t) + λ G_{t+1})
+
+    with V(next_obs_t) for G_{t+1} in the last row of an episode or of the window.
+
+    Args:
+        trajectory: `[T, B, ...]`.
+        next_value: `[T, B]` float, V(next_obs): the value of the true successors.
+        gamma: γ, discount per step, in [0, 1].
+        lam: λ, in [0, 1].
+
+    Returns:
+        `[T, B]` float, in discounted reward; 0 where `mask` is False.
+
+    Raises:
+        AssertionError: while tracing, if `next_value` is not `[T, B]`.
+
+    Source:
+        "Reinforcement Learning: An Introduction", 2nd ed., eq. 12.19 (without the
+        approximation) and "High-Dimensional Continuous Control", arXiv:1506.02438.
+    """
+    _check(trajectory, next_value)
+    return _lambda_returns(_fields(trajectory), next_value, gamma, lam)
+
+
+def discounted_returns(
+    trajectory: Transition, next_value: jax.Array | None = None, *, gamma: Scalar
+) -> jax.Array:
+    """Computes the discounted sum of the rewards from every step on.
+
+        G_t = r_t + γ (1 - done_t) G_{t+1}
+
+    Args:
+        trajectory: `[T, B, ...]`.
+        next_value: `[T, B]` float, V(next_obs), which stands for the rewards that are
+            not in the trajectory where an episode was truncated or goes on after the
+            window; None counts them as 0.
+        gamma: γ, discount per step, in [0, 1].
+
+    Returns:
+        `[T, B]` float, in discounted reward; 0 where `mask` is False.
+
+    Raises:
+        AssertionError: while tracing, if `next_value` is not `[T, B]`.
+
+    Source:
+        "Reinforcement Learning: An Introduction", 2nd ed., eq. 3.9.
+    """
+    if next_value is None:
+        next_value = jnp.zeros_like(trajectory.reward)
+    return lambda_returns(trajectory, next_value, gamma=gamma, lam=1.0)
+
+
+def _check(trajectory: Transition, *values: jax.Array) -> None:
+    chex.assert_rank(trajectory.reward, 2)
+    chex.assert_equal_shape([trajectory.reward, trajectory.mask, *values])
+
+
+def _fields(trajectory: Transition) -> tuple[jax.Array, ...]:
+    """What is read of a trajectory; other fields may be `()`."""
+    return (
+        trajectory.reward,
+        trajectory.terminated,
+        trajectory.terminated | trajectory.truncated,
+        trajectory.mask,
+    )
+
+
+@jax.jit
+def _gae(
+    fields: tuple[jax.Array, ...],
+    value: jax.Array,
+    next_value: jax.Array,
+    gamma: jax.Array,
+    lam: jax.Array,
+) -> jax.Array:
+    one_step, weight, _ = _one_step(fields, next_value, gamma, lam)
+    return _sum_up(one_step - value, weight, fields[-1])
+
+
+@jax.jit
+def _lambda_returns(
+    fields: tuple[jax.Array, ...],
+    next_value: jax.Array,
+    gamma: jax.Array,
+    lam: jax.Array,
+) -> jax.Array:
+    one_step, weight, bootstrap = _one_step(fields, next_value, gamma, lam)
+    return _sum_up(one_step - weight * bootstrap, weight, fields[-1])
+
+
+def _one_step(
+    fields: tuple[jax.Array, ...], next_value: jax.Array, gamma: jax.Array, lam: Scalar
+) -> tuple[jax.Array, ...]:
+    """The one-step target, what the row after it counts, and V(next_obs) or 0."""
+    reward, terminated, done, mask = fields
+    discount = jnp.asarray(gamma, reward.dtype)
+    # A row that counts nothing may hold anything.
+    bootstrap = jnp.where(terminated | ~mask, 0.0, next_value)
+    goes_on = jnp.zeros_like(done).at[:-1].set(~done[:-1] & mask[1:])
+    weight = jnp.where(goes_on, discount * jnp.asarray(lam, reward.dtype), 0.0)
+    return reward + discount * bootstrap, weight, bootstrap
+
+
+def _sum_up(term: jax.Array, weight: jax.Array, mask: jax.Array) -> jax.Array:
+    """x_t = term_t + weight_t x_{t+1} where `mask`, 0 elsewhere; `[T, B]`."""
+
+    def step(later: jax.Array, row: tuple) -> tuple[jax.Array, jax.Array]:
+        term, weight, mask = row
+        here = jnp.where(mask, term + weight * later, 0.0)
+        return here, here
+
+    start = jnp.zeros_like(term[0])
+    return lax.scan(step, start, (term, weight, mask), reverse=True)[1]

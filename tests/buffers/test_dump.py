@@ -1,0 +1,133 @@
+"""What a buffer gives back and takes over: dumps, merges, later rows of episodes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import collect, make_collector, raw
+from compiles import count_compiles
+
+import buffers
+
+B = 16
+KINDS = {
+    "replay": buffers.ReplayBuffer,
+    "prioritized": buffers.PrioritizedReplayBuffer,
+    "episodic": buffers.EpisodeBuffer,
+}
+
+
+def fill(kind="replay", capacity=40 * B, num_rows=64, **options):
+    """A buffer with rows of a trajectory, the trajectory, and which of them it has."""
+    collector, trajectory = make_collector("count", B), collect("count")[1]
+    buffer = KINDS[kind](capacity, B, **options)
+    chunk = jax.tree.map(lambda x: x[:num_rows], trajectory)
+    return buffer, buffer.add(buffer.init(collector), chunk), chunk
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"successor": "shared"}], ids=["stored", "shared"]
+)
+@pytest.mark.parametrize("num_rows", [7, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dump_is_the_newest_rows_in_the_order_of_time(kind, num_rows, options):
+    buffer, state, chunk = fill(kind, num_rows=num_rows, **options)
+    rows, mask = buffer.dump(state)
+    mask = np.asarray(mask)
+    np.testing.assert_array_equal(rows.mask, mask)
+    seen = jax.tree.map(np.asarray, raw(chunk))
+    done = seen.terminated | seen.truncated
+    for lane in range(B):
+        last = num_rows
+        if kind == "episodic":  # rows under way do not show, and take slots
+            last = np.flatnonzero(done[:, lane]).max(initial=-1) + 1
+        first = max(0, num_rows - 40)
+        if options:  # a row within an episode needs the next one
+            last = last if last and done[last - 1, lane] else last - 1
+        got = jax.tree.map(lambda x, i=lane: np.asarray(x)[mask[:, i], i], raw(rows))
+        want = jax.tree.map(lambda x, at=(slice(first, last), lane): x[at], seen)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_rows_come_after_those_before(kind):
+    buffer, state, _ = fill(kind, capacity=200 * B, num_rows=30)
+    other, their_state, _ = fill(kind, num_rows=64)
+    merged = buffer.merge(state, their_state)
+    parts = [buffer.dump(state), other.dump(their_state), buffer.dump(merged)]
+    ids = [np.asarray(rows.reward) for rows, _ in parts]
+    masks = [np.asarray(mask) for _, mask in parts]
+    for lane in range(B):
+        ours, theirs, both = (
+            x[m[:, lane], lane] for x, m in zip(ids, masks, strict=True)
+        )
+        np.testing.assert_array_equal(both, np.concatenate([ours, theirs]))
+
+
+def test_goals_are_later_rows_of_the_same_episode():
+    buffer, state, _ = fill()
+    horizon, size = 3, 4000
+
+    def relabel(key, rows, future):
+        ahead = future.episode_length - rows.episode_length
+        same = future.episode_id == rows.episode_id
+        return rows.replace(reward=ahead.astype(jnp.float32), truncated=same)
+
+    batch = buffer.sample(
+        state, jax.random.key(0), size, relabel_fn=relabel, horizon=horizon
+    )
+    ahead, rows = np.asarray(batch.experience.reward), buffer.get(state, batch.indices)
+    assert batch.experience.truncated.all()
+    assert set(np.unique(ahead)) == {0, 1, 2, 3}
+    assert not ahead[np.asarray(rows.terminated | rows.truncated)].any()
+    # Far from the end each of the four rows has the same chance.
+    lasting = np.asarray(rows.episode_length) == 1
+    following = np.asarray(
+        buffer.following(state, buffer.following(state, batch.indices))
+    )
+    third = np.asarray(buffer.following(state, following))
+    far = lasting & (third != following)
+    counts = np.bincount(ahead[far].astype(int), minlength=4)
+    assert counts.min() > 0.7 * far.sum() / 4
+
+
+def test_rows_whose_history_was_overwritten_are_not_stacked():
+    # One lane, nine slots, episodes of four, no episode length to tell the first row.
+    def row(number):
+        return {
+            "obs": jnp.float32([number]),
+            "terminated": jnp.array([number % 4 == 3]),
+            "truncated": jnp.array([False]),
+        }
+
+    buffer = buffers.EpisodeBuffer(9, 1)
+    state = buffer.init(row(0))
+    for number in range(18):
+        state = buffer.add(state, row(number))
+    batch = buffer.sample(state, jax.random.key(0), 500, stack=4)
+    assert batch.weights.all()
+    for stacked in np.unique(np.asarray(batch.experience["obs"]), axis=0):
+        start = stacked[-1] // 4 * 4
+        np.testing.assert_array_equal(
+            stacked, np.maximum(stacked[-1] - np.arange(3, -1, -1), start)
+        )
+
+
+def test_methods_are_compiled_once():
+    buffer, state, chunk = fill()
+    step, keys = (
+        jax.tree.map(lambda x: x[0], chunk),
+        jax.random.split(jax.random.key(0), 4),
+    )
+
+    def use(state, key):
+        state = buffer.add(state, step)
+        batch = buffer.sample(state, key, 8, n_step=2, gamma=0.9)
+        return state, batch, buffer.can_sample(state, 8)
+
+    use(state, keys[0])
+    keys = list(keys)
+    with count_compiles() as compiled:
+        for key in keys[1:]:
+            state = use(state, key)[0]
+    assert not compiled

@@ -1,0 +1,152 @@
+"""Spaces: what is drawn covers them evenly, bounds included."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import envs
+import rollout
+from envs import keys
+from envs.suites.gymnax import from_gymnax
+
+NUM_DRAWS = 20_000
+INTEGERS = {
+    "int32": (0, 3, jnp.int32),
+    "uint8": (0, 255, jnp.uint8),
+    "around zero": (-1, 1, jnp.int32),
+    "five": (-2, 2, jnp.int8),
+    "one": (7, 7, jnp.int32),
+    "flags": (False, True, jnp.bool_),
+}
+
+
+def sample(space):
+    draw = jax.jit(jax.vmap(space.sample))
+    return np.asarray(draw(jax.random.split(jax.random.key(0), NUM_DRAWS)))
+
+
+def act(space, num_envs=NUM_DRAWS):
+    policy = rollout.random_policy(space)
+    return np.asarray(
+        policy.apply(None, jnp.zeros((num_envs, 1)), (), jax.random.key(1)).action
+    )
+
+
+@pytest.mark.parametrize("draw", [sample, act])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_are_drawn_evenly_with_both_bounds(name, draw):
+    low, high, dtype = INTEGERS[name]
+    drawn = draw(envs.Box(low, high, (), jnp.dtype(dtype)))
+    assert drawn.dtype == dtype
+    counts = np.bincount(drawn.astype(int) - int(low), minlength=int(high) - int(low))
+    n = int(high) - int(low) + 1
+    assert len(counts) == n
+    # Chi-squared: mean n - 1, variance 2 (n - 1); five standard deviations and room.
+    chi_squared = ((counts - NUM_DRAWS / n) ** 2 / (NUM_DRAWS / n)).sum()
+    assert chi_squared < n - 1 + 5 * np.sqrt(2 * n) + 10
+
+
+@pytest.mark.parametrize("draw", [sample, act])
+@pytest.mark.parametrize(
+    ("low", "high", "dtype"),
+    [
+        (-(2**31), 2**31 - 1, jnp.int32),
+        (0, 2**32 - 1, jnp.uint32),
+        (-3e38, 3e38, jnp.float32),
+    ],
+)
+def test_widest_ranges_are_drawn_evenly(low, high, dtype, draw):
+    low, high = np.asarray(low, dtype), np.asarray(high, dtype)
+    drawn = draw(envs.Box(low, high, (), jnp.dtype(dtype))).astype(np.float64)
+    place = (drawn - float(low)) / (float(high) - float(low))
+    assert np.isfinite(drawn).all()
+    assert place.min() >= 0
+    assert place.max() <= 1
+    counts = np.histogram(place, 16, (0, 1))[0]
+    assert ((counts - NUM_DRAWS / 16) ** 2 / (NUM_DRAWS / 16)).sum() < 15 + 5 * 5.7 + 10
+
+
+def test_bounds_of_each_entry_hold():
+    low, high = np.array([-1, 0, 5]), np.array([1, 0, 9])
+    drawn = sample(envs.Box(low, high, (3,), jnp.dtype(jnp.int32)))
+    np.testing.assert_array_equal(drawn.min(0), low)
+    np.testing.assert_array_equal(drawn.max(0), high)
+
+
+def test_discrete_space_starts_where_it_says():
+    space = envs.Discrete(4, start=3)
+    for drawn in (sample(space), act(space)):
+        np.testing.assert_array_equal(np.unique(drawn), [3, 4, 5, 6])
+    contained = [bool(space.contains(jnp.int32(x))) for x in (2, 3, 6, 7)]
+    assert contained == [False, True, True, False]
+
+
+def test_mask_counts_from_the_start_of_the_space():
+    space, allowed = envs.Discrete(3, start=5), jnp.array([[True, False, True]])
+
+    def mask(obs):
+        return jnp.broadcast_to(allowed, (obs.shape[0], 3))
+
+    policy = rollout.random_policy(space, mask_fn=mask)
+    obs, key = jnp.zeros((500, 1)), jax.random.key(0)
+    assert set(np.unique(policy.apply(None, obs, (), key).action)) == {5, 7}
+    wrong = rollout.stateless_policy(lambda params, obs, key: jnp.full((500,), 6))
+    masked = rollout.epsilon_greedy(wrong, space, 0.0, mask_fn=mask)
+    assert set(np.unique(masked.apply(None, obs, (), key).action)) == {5, 7}
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 16])
+def test_words_of_more_lanes_begin_with_those_of_fewer(size):
+    key = jax.random.key(3)
+    many, few = keys.bits(key, (33, 2)), keys.bits(key, (size, 2))
+    np.testing.assert_array_equal(many[:size], few)
+    assert len(np.unique(many)) == many.size
+
+
+def foreign(**fields):
+    """A space of Gymnasium, as an environment in gymnax's style would return it."""
+    env = types.SimpleNamespace(action_space=lambda params: None)
+    for name in ("reset_env", "step_env", "observation_space"):
+        setattr(env, name, lambda *args: None)
+    env.action_space = lambda params: types.SimpleNamespace(**fields)
+    return from_gymnax(env, {}).action_space
+
+
+def test_spaces_of_gymnasium_keep_what_they_say():
+    discrete = foreign(n=np.int64(4), start=np.int64(3), shape=(), dtype=np.int64)
+    np.testing.assert_array_equal(np.unique(act(discrete)), [3, 4, 5, 6])
+    several = foreign(nvec=np.array([2, 5]), shape=(2,), dtype=np.int32)
+    drawn = act(several)
+    np.testing.assert_array_equal(drawn.min(0), [0, 0])
+    np.testing.assert_array_equal(drawn.max(0), [1, 4])
+    binary = foreign(n=3, shape=(3,), dtype=np.int8)
+    assert act(binary).shape == (NUM_DRAWS, 3)
+    assert set(np.unique(act(binary))) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: envs.Discrete(0), "`n` must be an int of at least 1, got 0"),
+        (lambda: envs.Discrete(2.7), "`n` must be an int, got 2.7"),
+        (lambda: envs.Discrete(2, start=0.5), "`start` must be an int, got 0.5"),
+        (lambda: envs.Box(1.0, 0.0, ()), "`low` must be at most `high`, got low=1.0"),
+        (
+            lambda: envs.Box(np.nan, 0.0, ()),
+            "`low` must be at most `high`, got low=nan",
+        ),
+    ],
+)
+def test_space_that_is_none_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_counts_may_be_numpy_integers():
+    assert envs.Discrete(np.int64(3)) == envs.Discrete(3)
+    env = envs.make_vec("CartPole-v1", np.int32(2))
+    assert env.num_envs == 2
+    assert type(env.num_envs) is int

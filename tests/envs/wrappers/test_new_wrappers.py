@@ -1,0 +1,151 @@
+"""Rewards on a common scale, the previous step in view, faults that end an episode."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv
+from flax import struct
+
+import envs
+import rollout
+
+B, T, GAMMA = 4, 30, 0.9
+
+
+def collect(env, num_steps=T, seed=0):
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    carry = collector.init(jax.random.key(seed))
+    return collector.collect_steps(carry, None, num_steps)
+
+
+def plain_scales(raw, done):
+    """The scales that a plain loop over NumPy numbers gives, in float64."""
+    count, mean, var, total = 1e-4, 0.0, 1.0, np.zeros(B)
+    scales = []
+    for reward, over in zip(raw, done, strict=True):
+        total = GAMMA * total + reward
+        delta, all_seen = total.mean() - mean, count + B
+        second = var * count + total.var() * B + delta**2 * count * B / all_seen
+        mean, var, count = mean + delta * B / all_seen, second / all_seen, all_seen
+        scales.append(np.sqrt(var + 1e-8))
+        total = np.where(over, 0.0, total)
+    return np.array(scales)[:, None]
+
+
+def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
+    inner = envs.vectorize(CountEnv(), B)
+    carry, got = collect(envs.NormalizeReward(inner, gamma=GAMMA))
+    _, plain = collect(inner)
+    np.testing.assert_array_equal(got.info["raw_reward"], plain.reward)
+    np.testing.assert_array_equal(got.obs, plain.obs)
+    scales = plain_scales(np.asarray(plain.reward, np.float64), np.asarray(plain.done))
+    # Float32 against float64, over thirty updates.
+    np.testing.assert_allclose(got.reward, plain.reward / scales, rtol=1e-4)
+    frozen = envs.NormalizeReward(inner, gamma=GAMMA).freeze(carry.env_state)
+    end, later = collect(frozen, seed=1)
+    np.testing.assert_array_equal(
+        end.env_state.statistics.var, carry.env_state.statistics.var
+    )
+    scale = later.info["raw_reward"] / later.reward
+    np.testing.assert_allclose(scale, scales[-1, 0], rtol=1e-4)
+
+
+def test_rewards_of_an_environment_without_dict_info_are_refused():
+    env = envs.NormalizeReward(envs.NormalizeReward(envs.vectorize(CountEnv(), B)))
+    with pytest.raises(ValueError, match="`info` must not have the names raw_reward"):
+        collect(env)
+
+
+def test_previous_action_and_reward_are_in_view():
+    env = envs.vectorize(envs.ObservePrevious(CountEnv()), B)
+    trajectory = collect(env)[1]
+    obs, first = trajectory.obs, np.asarray(trajectory.first)
+    np.testing.assert_array_equal(obs["first"], first)
+    going_on = ~first[1:]
+    for name in ("action", "reward"):
+        seen = np.asarray(obs[name])
+        assert not seen[first].any()
+        before = np.asarray(getattr(trajectory, name))[:-1]
+        np.testing.assert_array_equal(seen[1:][going_on], before[going_on])
+        after = trajectory.next_obs[name]
+        np.testing.assert_array_equal(after, getattr(trajectory, name))
+    space = envs.ObservePrevious(CountEnv()).observation_space
+    assert space.contains(jax.tree.map(lambda x: x[0, 0], obs))
+
+
+@struct.dataclass
+class Breaking(CountEnv):
+    """Counts, and is NaN from its third step on in what `broken` names."""
+
+    broken: str = struct.field(pytree_node=False, default="obs")
+    limit: int = 100
+    min_length: int = 50
+    max_length: int = 60
+
+    def step(self, key, state, action):
+        result = super().step(key, state, action)
+        result = result.replace(reward=jnp.float32(result.reward))
+        value = getattr(result, self.broken)
+        bad = jnp.where(state["n"] >= 2, jnp.nan, value)
+        return result.replace(**{self.broken: bad})
+
+
+@pytest.mark.parametrize("broken", ["obs", "reward"])
+def test_step_that_is_not_finite_ends_the_episode(broken):
+    env = envs.vectorize(envs.EndOnFault(Breaking(broken=broken)), B)
+    trajectory = collect(env)[1]
+    faulty = np.asarray(trajectory.info["faulty"])
+    np.testing.assert_array_equal(faulty, trajectory.episode_length == 3)
+    np.testing.assert_array_equal(trajectory.truncated, faulty)
+    assert not trajectory.terminated.any()
+    assert not trajectory.reward[faulty].any()
+    # The last finite observation stands for the faulty one.
+    assert (trajectory.next_obs[faulty] == 2).all()
+    stats = rollout.summarize(trajectory)
+    assert (int(stats.num_nonfinite), float(stats.return_mean)) == (0, 3.0)
+
+
+def test_one_nan_does_not_poison_the_statistics():
+    env = envs.NormalizeObs(envs.vectorize(Breaking(), B))
+    carry, trajectory = collect(env, 2)
+    state = carry.env_state
+    assert np.isfinite(state.statistics.mean).all()
+    carry, trajectory = collect(env)
+    assert np.isnan(trajectory.next_obs).any()
+    assert np.isfinite(carry.env_state.statistics.mean).all()
+    assert np.isfinite(carry.env_state.statistics.var).all()
+
+
+@struct.dataclass
+class Levels(CountEnv):
+    """Counts, and starts with the number of the episode as its observation."""
+
+    number: jax.Array = -1
+
+    def at_episode(self, number):
+        return self.replace(number=number)
+
+    def reset(self, key):
+        state, _ = super().reset(key)
+        state = {**state, "level": jnp.asarray(self.number, jnp.int32)}
+        return state, jnp.full((1,), self.number, jnp.float32)
+
+
+@pytest.mark.parametrize("auto_reset", ["compact", "select"])
+def test_environment_that_wants_it_learns_which_episode_it_starts(auto_reset):
+    env = envs.vectorize(envs.TimeLimit(Levels(), 4), B, auto_reset=auto_reset)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    carry = collector.init(jax.random.key(0))
+    np.testing.assert_array_equal(carry.obs[:, 0], np.arange(B))
+    for first in (0, 11):
+        carry, rows, _ = collector.collect_padded_episodes(
+            carry, None, 11, max_length=9
+        )
+        np.testing.assert_array_equal(rows.obs[0, :, 0], first + np.arange(11))
+    carry, trajectory = collector.collect_steps(carry, None, T)
+    level = np.asarray(trajectory.obs[..., 0])[np.asarray(trajectory.first)]
+    ids = np.asarray(trajectory.episode_id)[np.asarray(trajectory.first)]
+    np.testing.assert_array_equal(level, ids)

@@ -1,0 +1,121 @@
+"""Figures of one's own: per episode, over windows, in episodes and statistics."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv, raw
+
+import envs
+import rollout
+
+GAMMA, B = 0.5, 5
+
+
+def zeros(num_envs):
+    return jnp.zeros((num_envs,))
+
+
+ACCUMULATORS = {
+    "discounted": rollout.Accumulator(
+        zeros,
+        lambda x, t: x + t.reward * GAMMA ** (t.episode_length - 1).astype(jnp.float32),
+    ),
+    "best": rollout.Accumulator(
+        lambda num_envs: {"highest": jnp.full((num_envs,), -jnp.inf)},
+        lambda x, t: {"highest": jnp.maximum(x["highest"], t.next_obs[:, 0])},
+    ),
+    "visits": rollout.Accumulator(
+        lambda num_envs: jnp.zeros((num_envs, 3), jnp.int32),
+        lambda x, t: x + jax.nn.one_hot(t.action, 3, dtype=jnp.int32),
+    ),
+}
+
+
+def make_collector(accumulators=ACCUMULATORS, **changes):
+    env = envs.vectorize(CountEnv(), B)
+    policy = rollout.random_policy(env.action_space)
+    return rollout.Collector(
+        env=env, policy=policy, accumulators=accumulators, **changes
+    )
+
+
+def discounted(length):
+    """The sum of n * GAMMA ** (n - 1) over the steps n of an episode."""
+    return sum(n * GAMMA ** (n - 1) for n in range(1, int(length) + 1))
+
+
+def test_figures_of_every_row_are_those_of_its_episode_so_far():
+    collector = make_collector()
+    carry, first = collector.collect_steps(collector.init(jax.random.key(0)), None, 13)
+    carry, second = collector.collect_steps(carry, None, 12)
+    trajectory = jax.tree.map(lambda *x: jnp.concatenate(x), first, second)
+    figures, length = trajectory.accumulated, np.asarray(trajectory.episode_length)
+    expected = np.vectorize(discounted)(length)
+    np.testing.assert_allclose(figures["discounted"], expected, rtol=1e-6)
+    np.testing.assert_array_equal(figures["best"]["highest"], length)
+    np.testing.assert_array_equal(figures["visits"].sum(-1), length)
+    assert trajectory.done.sum() > 2 * B
+
+
+def test_figures_change_nothing_else():
+    plain, own = make_collector({}), make_collector()
+    for collector in (plain, own):
+        assert hash(collector.accumulators) == hash(collector.accumulators)
+    results = []
+    for collector in (plain, own):
+        carry = collector.init(jax.random.key(0))
+        carry, trajectory = collector.collect_steps(carry, None, 9)
+        episodes = collector.collect_episodes(carry, None, 7, max_steps=5)[1]
+        results.append((trajectory.replace(accumulated=()), episodes))
+    (rows, episodes), (own_rows, own_episodes) = results
+    jax.tree.map(np.testing.assert_array_equal, *map(raw, (rows, own_rows)))
+    own_episodes = own_episodes.replace(accumulated=())
+    jax.tree.map(np.testing.assert_array_equal, episodes, own_episodes)
+
+
+def test_episodes_have_the_figures_of_their_last_step():
+    collector = make_collector()
+    carry = collector.init(jax.random.key(1))
+    for play in ("collect_episodes", "collect_episodes_per_env"):
+        carry, episodes = getattr(collector, play)(carry, None, 4, max_steps=6)
+        figures, length = episodes.accumulated, np.asarray(episodes.episode_length)
+        expected = np.vectorize(discounted)(length)
+        np.testing.assert_allclose(figures["discounted"], expected, rtol=1e-6)
+        np.testing.assert_array_equal(figures["visits"].sum(-1), length)
+        stats = rollout.summarize(episodes)
+        mean = stats.accumulated["best/highest"].mean
+        np.testing.assert_allclose(mean, length.mean(), rtol=1e-6)
+    assert set(stats.accumulated) == {"best/highest", "discounted"}
+    logged = rollout.log_stats(stats, prefix="eval/")
+    assert logged["eval/best/highest_mean"] == pytest.approx(float(mean))
+
+
+def test_stream_counts_the_figures_of_all_batches():
+    stream = rollout.Stream(
+        make_collector(), key=jax.random.key(2), steps_per_batch=7, total_steps=70
+    )
+    highest, length = [], []
+    for batch in stream:
+        ended = np.asarray(batch.trajectory.done & batch.trajectory.mask)
+        figures = batch.trajectory.accumulated
+        highest += figures["best"]["highest"][ended].tolist()
+        length += batch.trajectory.episode_length[ended].tolist()
+    assert highest == length
+    assert len(length) > 5
+    own = stream.stats.accumulated
+    assert own["best/highest"] == pytest.approx(np.mean(length))
+    expected = np.mean([discounted(x) for x in length])
+    assert own["discounted"] == pytest.approx(expected)
+    logged = rollout.log_stats(stream.stats)
+    assert logged["accumulated/discounted"] == pytest.approx(expected)
+
+
+def test_accumulator_that_changes_its_kind_is_refused():
+    wrong = rollout.Accumulator(zeros, lambda x, t: (x + t.reward).astype(jnp.int32))
+    collector = make_collector({"wrong": wrong})
+    carry = collector.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="The accumulator `wrong` must return what"):
+        collector.step(carry, None)
+    with pytest.raises(ValueError, match="`accumulators` must map names to"):
+        make_collector({"wrong": lambda x, t: x})

@@ -1,0 +1,120 @@
+"""Advantages and returns against plain loops, with endings, windows and void rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import collect
+
+import rollout
+
+T, B, GAMMA, LAM = 64, 16, 0.9, 0.7
+# Float32 sums of at most 64 terms against float64.
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def make_trajectory(seed=0, void=0.0):
+    """Random rewards and values over real endings, both flags among them."""
+    rng = np.random.default_rng(seed)
+    trajectory = collect("count")[1]
+    mask = rng.random((T, B)) >= void
+    numbers = jnp.asarray(rng.normal(size=(3, T, B)), jnp.float32)
+    reward, value, next_value = numbers
+    # A value that counts nowhere may be anything.
+    next_value = jnp.where(trajectory.terminated, jnp.nan, next_value)
+    trajectory = trajectory.replace(
+        reward=reward, mask=jnp.asarray(mask), extras={"value": value}
+    )
+    return trajectory, next_value
+
+
+def goes_on(t, lane, trajectory):
+    done = trajectory.terminated | trajectory.truncated
+    return t + 1 < T and not done[t, lane] and trajectory.mask[t + 1, lane]
+
+
+def plain_lambda_returns(trajectory, next_value, gamma, lam):
+    x = jax.tree.map(lambda x: np.asarray(x, np.float64), trajectory.replace(info=()))
+    after = np.where(x.terminated, 0.0, np.asarray(next_value, np.float64))
+    returns = np.zeros((T, B))
+    for lane in range(B):
+        for t in reversed(range(T)):
+            if not x.mask[t, lane]:
+                continue
+            later = after[t, lane]
+            if goes_on(t, lane, trajectory):
+                later = (1 - lam) * later + lam * returns[t + 1, lane]
+            returns[t, lane] = x.reward[t, lane] + gamma * later
+    return returns
+
+
+def plain_gae(trajectory, next_value, gamma, lam):
+    mask, value = (np.asarray(x) for x in (trajectory.mask, trajectory.extras["value"]))
+    after = np.where(trajectory.terminated, 0.0, next_value)
+    error = np.asarray(trajectory.reward) + gamma * after - value
+    advantage = np.zeros((T, B))
+    for lane in range(B):
+        for t in reversed(range(T)):
+            if mask[t, lane]:
+                advantage[t, lane] = error[t, lane]
+                if goes_on(t, lane, trajectory):
+                    advantage[t, lane] += gamma * lam * advantage[t + 1, lane]
+    return advantage
+
+
+@pytest.mark.parametrize("void", [0.0, 0.2])
+@pytest.mark.parametrize(("gamma", "lam"), [(GAMMA, LAM), (1.0, 1.0), (0.9, 0.0)])
+def test_targets_agree_with_plain_loops(gamma, lam, void):
+    trajectory, next_value = make_trajectory(void=void)
+    assert trajectory.terminated.any()
+    assert trajectory.truncated.any()
+    options = {"gamma": gamma, "lam": lam}
+    advantage = rollout.gae(trajectory, next_value, **options)
+    expected = plain_gae(trajectory, next_value, gamma, lam)
+    np.testing.assert_allclose(advantage, expected, **CLOSE)
+    returns = rollout.lambda_returns(trajectory, next_value, **options)
+    expected = plain_lambda_returns(trajectory, next_value, gamma, lam)
+    np.testing.assert_allclose(returns, expected, **CLOSE)
+
+
+def test_discounted_returns_agree_with_a_plain_loop():
+    trajectory, next_value = make_trajectory()
+    for after in (None, next_value):
+        values = jnp.zeros((T, B)) if after is None else after
+        expected = plain_lambda_returns(trajectory, values, GAMMA, 1.0)
+        returns = rollout.discounted_returns(trajectory, after, gamma=GAMMA)
+        np.testing.assert_allclose(returns, expected, **CLOSE)
+
+
+def test_advantage_is_return_minus_value():
+    trajectory, next_value = make_trajectory()
+    value, options = trajectory.extras["value"], {"gamma": GAMMA, "lam": LAM}
+    # The two agree where the successor's value is that of the next row.
+    chained = jnp.where(trajectory.done[:-1], next_value[:-1], value[1:])
+    next_value = next_value.at[:-1].set(chained)
+    returns = rollout.lambda_returns(trajectory, next_value, **options)
+    advantage = rollout.gae(trajectory, next_value, **options)
+    np.testing.assert_allclose(advantage, returns - value, **CLOSE)
+
+
+def test_targets_are_the_same_within_jit_and_are_differentiated():
+    trajectory, next_value = make_trajectory()
+    next_value = jnp.nan_to_num(next_value)
+
+    def total(next_value, gamma):
+        options = {"gamma": gamma, "lam": LAM}
+        return rollout.gae(trajectory, next_value, **options).sum()
+
+    inside = jax.jit(total)(next_value, jnp.float32(GAMMA))
+    np.testing.assert_allclose(inside, total(next_value, GAMMA), rtol=1e-5)
+    gradient = jax.grad(total)(next_value, GAMMA)
+    assert not gradient[trajectory.terminated].any()
+    assert gradient[-1][~trajectory.terminated[-1]].all()
+
+
+def test_targets_refuse_what_they_cannot_use():
+    trajectory, next_value = make_trajectory()
+    with pytest.raises(ValueError, match=r"`trajectory.extras` must have `value`, got"):
+        rollout.gae(trajectory.replace(extras=()), next_value, gamma=1.0, lam=1.0)
+    with pytest.raises(AssertionError):
+        rollout.lambda_returns(trajectory, next_value[0], gamma=1.0, lam=1.0)
