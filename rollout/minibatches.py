@@ -1,5 +1,7 @@
 """Minibatches of a trajectory: shuffled inside `jit`, every row once per epoch."""
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,8 @@ def minibatches(
         epochs: E, at least 1. The memory is that of E trees: for large observations
             scan over epochs, with one each.
         axis: None shuffles steps, all `T * B` of them; 1 shuffles whole lanes, for
-            recurrent policies; 0 shuffles the leading axis of a tree of any rank.
+            recurrent policies, where T may differ between leaves: a state that the
+            lanes start from is `[1, B, ...]`; 0 shuffles the leading axis of any tree.
 
     Returns:
         The tree with the leading axis `E * M`: `[E * M, T * B / M, ...]`; with axis 1
@@ -65,11 +68,13 @@ def minibatches(
 
 def _count_rows(tree: chex.ArrayTree, axis: int | None) -> int:
     """How many rows there are to shuffle; refuses leaves that differ in that."""
-    num_axes = 1 if axis == 0 else 2
-    shapes = {jnp.shape(x)[:num_axes] for x in jax.tree.leaves(tree)}
-    if len(shapes) != 1 or len(min(shapes)) != num_axes:
+    first, last = (0, 2) if axis is None else (axis, axis + 1)
+    counts = {jnp.shape(x)[first:last] for x in jax.tree.leaves(tree)}
+    if len(counts) != 1 or len(min(counts)) != last - first:
         what = "`[T, ...]`" if axis == 0 else "`[T, B, ...]`"
-        got = ", ".join(map(str, sorted(shapes))) or "none"
-        raise ValueError(f"`tree` must have leaves {what} of one T and B, got {got}.")
-    shape = min(shapes)
-    return shape[0] if axis == 0 else shape[1] if axis == 1 else shape[0] * shape[1]
+        shapes = sorted({jnp.shape(x) for x in jax.tree.leaves(tree)})
+        got = ", ".join(map(str, shapes)) or "none"
+        raise ValueError(
+            f"`tree` must have leaves {what}, alike where they are shuffled, got {got}."
+        )
+    return math.prod(min(counts))

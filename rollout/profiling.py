@@ -82,9 +82,7 @@ def profile(
     carry = collector.init(jax.random.key(0) if key is None else key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
     given = _Given(collector, carry, params, trajectory)
-    programs = {
-        name: jax.jit(part).lower(given).compile() for name, part in _PARTS.items()
-    }
+    programs = {name: jax.jit(part) for name, part in _PARTS.items()}
     programs["whole"] = lambda _: collector.collect_steps(carry, params, num_steps)
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(num_repeats):

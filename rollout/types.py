@@ -22,7 +22,8 @@ class Transition:
 
     Attributes:
         obs: `[T, B, ...]`, the observation the action was chosen from.
-        action: `[T, B, ...]`, the action sent to the environment.
+        action: `[T, B, ...]`, the action that the policy chose. A wrapper such as
+            `envs.RescaleAction` may send another on.
         reward: `[T, B]` float32, reward for that action.
         terminated: `[T, B]` bool, the task ended here: do not bootstrap.
         truncated: `[T, B]` bool, cut from outside (time limit): bootstrap from

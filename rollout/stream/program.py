@@ -1,5 +1,6 @@
 """The program of a stream, compiled once, and the call that makes a batch with it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,12 @@ def make(options: Options, collector: Collector, carry: Carry, params: Any) -> P
     memory: chex.ArrayTree = ()
     if options.recycle:
         memory = jax.eval_shape(lambda *args: fill(options, *args, ()), *args).output
+    if jax.config.jax_disable_jit:  # to debug: operation by operation
+        return Program(
+            fill=functools.partial(fill, options),
+            blank=lambda: keys.blank(memory, carry.key),
+            kinds=kinds_of(params),
+        )
     program = jax.jit(fill, static_argnums=0, donate_argnums=5, keep_unused=True)
     return Program(
         fill=program.lower(options, *args, memory).compile(),

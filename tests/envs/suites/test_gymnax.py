@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from gymnax.environments import environment
 
 import envs
@@ -144,3 +145,74 @@ def test_spaces_of_gymnax_become_ours():
         space.contains(jnp.array([-1, 0, 2, 3])), [False, True, True, False]
     )
     assert space.sample(jax.random.key(0)).dtype == jnp.int32
+
+
+@struct.dataclass
+class Inherited(environment.EnvParams):
+    """Parameters of an old environment, with gymnax's own limit of one step."""
+
+
+@struct.dataclass
+class OtherNames:
+    max_timesteps: int = 3
+
+
+class Endless(OldEnv):
+    """Merges nothing: its base class's limit is not its own."""
+
+    def step_env(self, key, state, action, params):
+        state = types_state(state.time + 1)
+        return jnp.float32(state.time), state, 1.0, action == 1, {}
+
+
+class OtherTime(Base):
+    """Keeps its time and its limit under other names, and merges them into `done`."""
+
+    def reset_env(self, key, params):
+        return jnp.float32(0), {"timestep": 0}
+
+    def step_env(self, key, state, action, params):
+        state = Timed(state.timestep + 1)
+        done = (action == 1) | (state.timestep >= params.max_timesteps)
+        return jnp.float32(state.timestep), state, 1.0, done, {}
+
+
+@struct.dataclass
+class Timed:
+    timestep: jax.Array
+
+
+def flags(env, state, action):
+    result = env.step(jax.random.key(0), state, jnp.int32(action))
+    return bool(result.terminated), bool(result.truncated), result.state
+
+
+def test_limit_of_the_base_class_alone_is_none():
+    env = envs.from_gymnax(Endless(), Inherited())
+    state = types_state(0)
+    for action, expected in (
+        (0, (False, False)),
+        (0, (False, False)),
+        (1, (True, False)),
+    ):
+        *got, state = flags(env, state, action)
+        assert tuple(got) == expected
+
+
+def test_limit_and_time_may_have_other_names():
+    env = envs.from_gymnax(
+        OtherTime(),
+        OtherNames(),
+        limit_field="max_timesteps",
+        time_field="timestep",
+    )
+    state = Timed(jnp.int32(0))
+    for expected in ((False, False), (False, False), (False, True)):
+        *got, state = flags(env, state, 0)
+        assert tuple(got) == expected
+    assert flags(env, Timed(jnp.int32(0)), 1)[:2] == (True, False)
+    wrong = envs.from_gymnax(
+        OtherTime(), OtherNames(), limit_field="max_timesteps", time_field="clock"
+    )
+    with pytest.raises(ValueError, match="`time_field` must be a field of the state"):
+        flags(wrong, Timed(jnp.int32(0)), 0)

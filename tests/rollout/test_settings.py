@@ -1,0 +1,234 @@
+"""jax's own settings, threads, eager calls: what a notebook does to the library."""
+
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv, collect, make_collector
+from compiles import count_compiles
+from flax import struct
+
+import envs
+import rollout
+
+
+def count_steps(count, transition):
+    return count + transition.mask.sum()
+
+
+def test_eager_calls_compile_once():
+    collector = make_collector("count")
+    carry, _ = collect("count")
+
+    def use(carry):
+        carry, _ = collector.step(carry, None)
+        zero, counts = jnp.int32(0), {"num_episodes": 2, "max_steps": 9}
+        carry, _ = collector.fold_steps(carry, None, count_steps, zero, num_steps=3)
+        return collector.fold_episodes(carry, None, count_steps, zero, **counts)[0]
+
+    carry = use(carry)
+    with count_compiles() as compiled:
+        for _ in range(3):
+            carry = use(carry)
+    assert not compiled
+
+
+def test_fold_takes_a_function_that_holds_on_to_what_is_traced():
+    collector = make_collector("count")
+    trajectory = collect("count")[1]
+
+    @jax.jit
+    def total(carry, scale):
+        def add(acc, transition):
+            return acc + scale * transition.reward.sum()
+
+        return collector.fold_steps(carry, None, add, 0.0, num_steps=4)[1]
+
+    fresh = collector.init(jax.random.key(7))
+    for scale in (1.0, 2.0):
+        expected = scale * trajectory.reward[:4].sum()
+        assert total(fresh, scale) == expected
+
+
+def test_statistics_of_nothing_pass_debug_nans():
+    collector = make_collector("count")
+    carry = collector.init(jax.random.key(0))
+    with jax.debug_nans(True):
+        stats = rollout.summarize(collector.collect_steps(carry, None, 1)[1])
+        assert stats.num_episodes == 0
+        assert np.isnan(
+            [stats.return_mean, stats.return_ci_low, stats.length_min]
+        ).all()
+        stream = rollout.Stream(collector, key=jax.random.key(0), steps_per_batch=16)
+        assert np.isnan(next(stream).stats.return_mean)
+        assert np.isnan(stream.stats.return_mean)
+
+
+@pytest.mark.usefixtures("key_reuse")
+def test_stream_and_profile_run_operation_by_operation():
+    env = envs.vectorize(CountEnv(), 2)
+    policy = rollout.stateless_policy(lambda params, obs, key: jnp.zeros(2, jnp.int32))
+    collector = rollout.Collector(env=env, policy=policy)
+    batches = []
+    for disabled in (True, False):
+        with jax.disable_jit(disabled):
+            stream = rollout.Stream(collector, key=jax.random.key(0), steps_per_batch=6)
+            batches.append(np.asarray(next(stream).trajectory.reward))
+            if disabled:
+                assert rollout.profile(collector, None, 2, num_repeats=1).whole > 0
+    np.testing.assert_array_equal(*batches)
+
+
+X64 = """
+import jax; jax.config.update("jax_enable_x64", True)
+import envs, rollout
+env = envs.make_vec("Pendulum-v1", 2)
+collector = rollout.Collector(env=env, policy=rollout.random_policy(env.action_space))
+carry, trajectory = collector.collect_steps(collector.init(jax.random.key(0)), None, 3)
+assert trajectory.reward.dtype == "float32", trajectory.reward.dtype
+"""
+
+
+@pytest.mark.slow
+def test_pendulum_steps_with_wide_floats():
+    assert subprocess.run([sys.executable, "-c", X64]).returncode == 0
+
+
+def test_derivative_of_a_return_is_that_of_finite_differences():
+    @struct.dataclass
+    class Pay(CountEnv):
+        """Pays what the parameter says at every step."""
+
+        pay: jax.Array = 1.0
+
+        def step(self, key, state, action):
+            return super().step(key, state, action).replace(reward=self.pay * 1.0)
+
+    def mean_return(pay):
+        env = envs.vectorize(Pay(pay=pay), 4)
+        collector = rollout.Collector(
+            env=env, policy=rollout.random_policy(env.action_space)
+        )
+        carry = collector.init(jax.random.key(0))
+        episodes = collector.collect_episodes(carry, None, 6, max_steps=20)[1]
+        return episodes.episode_return.mean(), episodes.episode_length.mean()
+
+    (value, length), (slope, _) = jax.jvp(mean_return, (2.0,), (1.0,))
+    assert slope == pytest.approx(float(length))
+    assert value == pytest.approx(2.0 * float(length))
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jax.grad(lambda pay: mean_return(pay)[0])(2.0)
+
+
+def make_stream(**options):
+    options = {"key": jax.random.key(0), "steps_per_batch": 16, **options}
+    return rollout.Stream(make_collector("count"), **options)
+
+
+def test_parameters_set_from_many_threads_are_all_counted():
+    stream = make_stream(params=jnp.float32(0))
+
+    def set_often():
+        for _ in range(50):
+            stream.set_params(jnp.float32(1))
+
+    threads = [threading.Thread(target=set_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert next(stream).params_version == 200
+
+
+def test_second_thread_within_next_is_refused():
+    stream, errors = make_stream(), []
+    entered, leave = threading.Event(), threading.Event()
+    begin = stream._begin
+
+    def wait_there():
+        entered.set()
+        leave.wait(30)
+        return begin()
+
+    stream._begin = wait_there
+    first = threading.Thread(target=lambda: next(stream))
+    first.start()
+    assert entered.wait(30)
+    with pytest.raises(RuntimeError, match="`next` must be called by one thread at a"):
+        next(stream)
+    leave.set()
+    first.join()
+    del stream._begin
+    assert stream.steps == 16
+    next(stream)
+    assert (stream.steps, errors) == (32, [])
+
+
+def test_state_of_other_parameters_or_of_more_steps_is_refused():
+    def stream_of(length, total=64):
+        env = envs.vectorize(CountEnv(max_length=length), 4)
+        collector = rollout.Collector(
+            env=env, policy=rollout.random_policy(env.action_space)
+        )
+        options = {"key": jax.random.key(0), "steps_per_batch": 16}
+        return rollout.Stream(collector, total_steps=total, **options)
+
+    stream = stream_of(9)
+    for _ in range(3):
+        next(stream)
+    with pytest.raises(ValueError, match="`state` must be of the same environment"):
+        stream_of(8).restore(stream.state())
+    with pytest.raises(ValueError, match="at most `total_steps`=32 steps, got 48"):
+        stream_of(9, total=32).restore(stream.state())
+
+
+def test_episodes_until_there_are_enough_steps_depend_on_no_lane():
+    played = {}
+    for num_envs in (2, 5, 16):
+        env = envs.vectorize(CountEnv(), num_envs)
+        collector = rollout.Collector(
+            env=env,
+            policy=rollout.stateless_policy(
+                lambda params, obs, key: jnp.zeros(obs.shape[0], jnp.int32)
+            ),
+        )
+        carry = collector.init(jax.random.key(3))
+        parts = []
+        for _ in range(2):
+            carry, episodes = collector.collect_episodes(
+                carry, None, 40, max_steps=20, min_steps=50
+            )
+            mask = np.asarray(episodes.mask)
+            length = np.asarray(episodes.episode_length)
+            assert length.sum() == length[mask].sum() == episodes.num_steps
+            assert 50 <= length.sum() < 50 + 20
+            assert length[mask][:-1].sum() < 50
+            assert not mask[np.argmin(mask) :].any()
+            stats = rollout.summarize(episodes)
+            assert stats.num_episodes == mask.sum()
+            assert stats.length_mean == pytest.approx(length[mask].mean())
+            parts.append(length[mask])
+        whole = collector.collect_episodes(
+            collector.init(jax.random.key(3)), None, 80, max_steps=20
+        )[1]
+        joined = np.concatenate(parts)
+        np.testing.assert_array_equal(joined, whole.episode_length[: joined.size])
+        played[num_envs] = joined
+    np.testing.assert_array_equal(played[2], played[5])
+    np.testing.assert_array_equal(played[2], played[16])
+
+
+def test_finished_lists_the_episodes_that_ended():
+    trajectory = collect("count")[1]
+    found = jax.jit(rollout.finished)(trajectory)
+    ended = np.asarray(trajectory.done & trajectory.mask)
+    step, lane = np.nonzero(ended)
+    np.testing.assert_array_equal(found.lane[found.mask], lane)
+    expected = np.asarray(trajectory.episode_return)[step, lane]
+    np.testing.assert_array_equal(found.episode_return[found.mask], expected)
+    expected = np.asarray(trajectory.episode_length)[step, lane]
+    np.testing.assert_array_equal(found.episode_length[found.mask], expected)
