@@ -9,6 +9,9 @@ episodes ended. Everything runs inside your own `jit`, or jitted from a notebook
 and restores it; `profile` says where the time goes.
 """
 
+from rollout import siblings  # noqa: F401 (first: it says who hides `envs`)
+
+# isort: split
 from rollout import checkpoint
 from rollout.collector import Collector
 from rollout.evaluation import evaluate

@@ -12,7 +12,7 @@ PACKAGES = ("buffers", "envs", "rollout")
 MOST_FLOORS = 12
 # A room of `rollout` imports from those above it only; within one there is no circle.
 LADDER = (
-    {"types"},
+    {"types", "siblings"},
     {"finite", "checks"},
     {"stats", "trajectories", "checkpoint", "targets", "minibatches"},
     {"policies"},
@@ -124,3 +124,11 @@ def test_all_is_alphabetical_and_documented(package):
     for name in module.__all__:
         value = getattr(module, name)
         assert not callable(value) or value.__doc__
+
+
+def test_own_module_that_hides_one_of_ours_is_named(tmp_path):
+    (tmp_path / "envs.py").write_text("")
+    command = [sys.executable, "-c", "import rollout"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "`envs` must be the package that comes with `rollout`" in done.stderr
+    assert str(tmp_path / "envs.py") in done.stderr

@@ -21,6 +21,14 @@ _NUM_ENVS, _NUM_STEPS = 1024, 1000
 _FIGURE_KINDS = (".pdf", ".png", ".svg")
 
 
+_USAGE = """%(prog)s ENV [--num-envs N] [--seed N] [--env-param NAME=VALUE]
+    [--xla-cpu-loop] and one of
+        [--num-steps N] [--save FILE] [--plot FILE] [--profile DIR]
+        --num-episodes N [--max-steps N] [--plot FILE]
+        --gif FILE [--max-steps N], without --num-envs
+       %(prog)s --list-envs"""
+
+
 class InputError(Exception):
     """What was asked for cannot be done; the message says why."""
 
@@ -36,6 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Makes the parser; what depends on the kind of run has no default here."""
     parser = _Parser(
         prog="python -m rollout",
+        usage=_USAGE,
         description="Collects experience with the random policy and reports on it.",
         allow_abbrev=False,
     )

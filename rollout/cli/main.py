@@ -6,9 +6,12 @@ one more chunk. `--gif` draws one episode instead.
 """
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -41,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
-        status = _main(args)
+        with _one_interrupt():
+            status = _main(args)
         sys.stdout.flush()
         return status
     except InputError as error:
@@ -58,6 +62,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         start = "\r" if sys.stderr.isatty() else ""
         print(f"{start}{parser.prog}: interrupted", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Lets the first Ctrl-C raise, and those after it be: they would lose the table."""
+    own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not own or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _main(args: argparse.Namespace) -> int:

@@ -63,10 +63,13 @@ def print_episode(args: argparse.Namespace, episodes: Episodes) -> None:
 
 
 def print_profile(seconds: Profile) -> None:
-    """Prints where the time of a batch goes."""
+    """Prints where the time of a batch goes; the parts apart may take longer."""
+    parts = sum(seconds) - seconds.whole - seconds.unexplained
     for name, value in seconds._asdict().items():
-        share = f"{1e3 * value:.3f} ms ({100 * value / seconds.whole:.0f} %)"
-        print_row(f"  {name}".replace("_", " "), share)
+        share = f" ({100 * value / parts:.0f} % of the parts)"
+        row = f"{1e3 * value:.3f} ms{'' if name == 'whole' else share}"
+        if name != "unexplained":
+            print_row(f"  {name}".replace("_", " "), row)
 
 
 def print_row(label: str, value: object) -> None:

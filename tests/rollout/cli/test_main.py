@@ -189,12 +189,10 @@ def test_profile_lies_where_the_table_says(profiled_run):
 @slow
 def test_profile_says_where_the_time_of_a_batch_goes(profiled_run):
     table = profiled_run.table
-    parts = ("policy", "env step", "auto reset", "recording", "whole", "unexplained")
-    assert set(parts) <= set(table)
+    parts = ("policy", "env step", "auto reset", "recording")
+    assert {*parts, "whole"} <= set(table)
     shares = [int(table[part].split("(")[1].split()[0]) for part in parts]
-    assert shares[4] == 100
-    # Each is rounded to a whole one.
-    assert abs(sum(shares[:4]) + shares[5] - 100) <= 3
+    assert abs(sum(shares) - 100) <= 2  # each is rounded to a whole one
 
 
 def test_window_without_an_ending_says_so_and_is_not_drawn(tmp_path, capsys):
@@ -725,7 +723,8 @@ def test_interrupt_under_the_bar_ends_on_a_line_of_its_own():
         os.close(stderr)
         try:
             before = read_until(terminal, b"M/1.60G")  # a chunk has come
-            process.send_signal(signal.SIGINT)
+            for _ in range(4):  # as people do
+                process.send_signal(signal.SIGINT)
             after = read_until(terminal, None)
             stdout, _ = process.communicate(timeout=60)
         finally:

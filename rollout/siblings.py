@@ -1,0 +1,23 @@
+"""Refuses, when it is imported, a module of the user's own that hides one of ours."""
+
+import importlib.util
+from pathlib import Path
+
+
+def _check(name: str) -> None:
+    """Refuses a module of the user's own that hides one of our packages.
+
+    Raises:
+        ImportError: if `import name` would find another one.
+    """
+    ours = Path(__file__).parents[1] / name / "__init__.py"
+    spec = importlib.util.find_spec(name)
+    found = spec and spec.origin
+    if found and ours.exists() and not ours.samefile(found):
+        raise ImportError(
+            f"`{name}` must be the package that comes with `rollout`, {ours}, got "
+            f"{found}, which hides it: give that another name."
+        )
+
+
+_check("envs")
