@@ -34,6 +34,7 @@ class Filled(NamedTuple):
     episodes: Episodes | None
     stats: CollectStats
     counted: jax.Array  # what `stats.add` takes
+    recent: jax.Array  # what `stats.slide` takes
     # Fields that are looked at, to the first step that is not finite, or `NO_FAULT`.
     faults: dict[str, jax.Array]  # () int32
 
@@ -78,6 +79,7 @@ def fill(
         episodes=episodes,
         stats=stats,
         counted=stream_stats.pack(stats, num_faulty, num_steps),
+        recent=stream_stats.newest(episodes or trajectory, options.window_episodes),
         faults=faults,
     )
 

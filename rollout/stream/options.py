@@ -29,6 +29,8 @@ def check(options: Options) -> Options:
             bounds = {"most": None} if name in _RUN_COUNTS else {}
             least = 0 if name == "warmup_steps" else 1
             counts[name] = checks.count(name, value, least=least, **bounds)
+    window = options.window_episodes
+    counts["window_episodes"] = checks.count("window_episodes", window, least=0)
     for name in _FLAGS:
         checks.flag(name, getattr(options, name))
     if options.postprocess is not None:

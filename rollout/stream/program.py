@@ -64,9 +64,9 @@ def run(
     for x in jax.tree.leaves(memory):
         if not x.is_deleted():  # somebody has a view of it, which stays as it is
             x.delete()
-    counted, faults = jax.device_get((filled.counted, filled.faults))
+    read = {name: getattr(filled, name) for name in ("counted", "recent", "faults")}
     output = _place(filled.output, options.placement)
-    return filled._replace(output=output, counted=counted, faults=faults)
+    return filled._replace(output=output, **jax.device_get(read))
 
 
 def _place(tree: chex.ArrayTree, placement: Placement) -> chex.ArrayTree:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rollout.stats import CollectStats
+from rollout.stats import CollectStats, finished
+from rollout.types import Episodes, Transition
 
 
 class StreamStats(NamedTuple):
@@ -26,6 +27,10 @@ class StreamStats(NamedTuple):
         faulty_episodes: episodes that `on_fault="drop"` dropped.
         accumulated: the mean over these episodes of each figure in
             `CollectStats.accumulated`, by name.
+        window_episodes: how many of the last episodes the two below are of, at most the
+            option `window_episodes`; None without it.
+        window_return_mean: mean return of these, NaN if there are none.
+        window_length_mean: mean length of these in steps, likewise.
     """
 
     collect_batches: int
@@ -37,6 +42,9 @@ class StreamStats(NamedTuple):
     length_mean: float
     faulty_episodes: int
     accumulated: dict[str, float]
+    window_episodes: int | None = None
+    window_return_mean: float | None = None
+    window_length_mean: float | None = None
 
 
 def pack(stats: CollectStats, num_faulty: jax.Array, num_steps: jax.Array) -> jax.Array:
@@ -48,6 +56,28 @@ def pack(stats: CollectStats, num_faulty: jax.Array, num_steps: jax.Array) -> ja
     sums = jnp.stack([x.total for x in moments]).astype(jnp.float32)
     counts = jnp.stack((num_steps, stats.num_episodes, num_faulty)).astype(jnp.int32)
     return jnp.concatenate((counts, lax.bitcast_convert_type(sums, jnp.int32)))
+
+
+def newest(data: Transition | Episodes, size: int) -> jax.Array:
+    """The last episodes that ended, `[size, 2]` float32: returns and lengths.
+
+    In the order in which they ended, or started if whole; NaN before the first.
+    """
+    if isinstance(data, Episodes):
+        mask = jnp.ones(data.terminated.shape, bool)
+    else:
+        data = finished(data)
+        mask = data.mask
+    number = jnp.cumsum(mask[::-1])[::-1]  # 1 for the last
+    row = jnp.where(mask & (number <= size), size - number, size)
+    figures = (data.episode_return, data.episode_length.astype(jnp.float32))
+    blank = jnp.full((size, 2), jnp.nan)
+    return blank.at[row].set(jnp.stack(figures, axis=1), mode="drop")
+
+
+def slide(recent: np.ndarray, newest: np.ndarray) -> np.ndarray:
+    """Moves the window on by the episodes of a batch; a new array."""
+    return np.concatenate((recent, newest[~np.isnan(newest[:, 1])]))[-len(recent) :]
 
 
 def zero(names: tuple[str, ...]) -> np.ndarray:
@@ -72,9 +102,15 @@ def names_of(accumulated: chex.ArrayTree, num_envs: int) -> tuple[str, ...]:
     )
 
 
-def read(totals: np.ndarray, names: tuple[str, ...]) -> StreamStats:
+def read(totals: np.ndarray, recent: np.ndarray, names: tuple[str, ...]) -> StreamStats:
     """Reads what was counted."""
     batches, steps, seconds, episodes, faulty, *sums = totals.tolist()
+    window: dict[str, float] = {}
+    if len(recent):
+        last = recent[~np.isnan(recent[:, 1])].astype(np.float64)
+        means = last.mean(axis=0) if len(last) else np.full(2, np.nan)
+        window = {"window_episodes": len(last), "window_return_mean": float(means[0])}
+        window |= {"window_length_mean": float(means[1])}
     returns, lengths, *own = (x / episodes if episodes else np.nan for x in sums)
     return StreamStats(
         collect_batches=int(batches),
@@ -86,4 +122,5 @@ def read(totals: np.ndarray, names: tuple[str, ...]) -> StreamStats:
         length_mean=lengths,
         faulty_episodes=int(faulty),
         accumulated=dict(zip(names, own, strict=True)),
+        **window,
     )

@@ -94,6 +94,8 @@ class Stream:
         on_fault: "raise", or "drop": the episode ends there, what of it is in this
             batch is masked and zero, the lane is reset, and the stream goes on. The
             masks then add up to less than `steps`, and `stats.faulty_episodes` counts.
+        window_episodes: K, episodes that `stats.window_return_mean` is of, the last
+            ones of all batches; 0 for none.
         progress: shows a bar on stderr, with steps per second, episodes and their mean
             return.
         deterministic, reset_each_batch, truncate_at_batch_end: deprecated, for
@@ -121,6 +123,7 @@ class Stream:
         recycle: bool = False,
         check_finite: bool = False,
         on_fault: str = "raise",
+        window_episodes: int = 0,
         progress: bool = False,
         deterministic: bool = False,
         reset_each_batch: bool = False,
@@ -148,6 +151,7 @@ class Stream:
             recycle=recycle,
             check_finite=check_finite,
             on_fault=on_fault,
+            window_episodes=window_episodes,
         )
         self._options = option_checks.check(self._options)
         checks.flag("progress", progress)
@@ -156,7 +160,11 @@ class Stream:
         carry = collector.init(key)
         accumulated = carry.episode.accumulated
         self._figures = stats.names_of(accumulated, collector.env.num_envs)
-        self._at = Position(carry=carry, totals=stats.zero(self._figures))
+        self._at = Position(
+            carry=carry,
+            totals=stats.zero(self._figures),
+            recent=np.full((self._options.window_episodes, 2), np.nan, np.float32),
+        )
         self._params = self._own(params), 0
         self._program: programs.Program | None = None
         self._must_stop = False
@@ -200,7 +208,9 @@ class Stream:
             if self._options.prefetch and not self._must_stop:
                 at = self._run_ahead(job, at)
             if self._bar is not None:
-                self._bar.show(at.steps, stats.read(at.totals, self._figures))
+                self._bar.show(
+                    at.steps, stats.read(at.totals, at.recent, self._figures)
+                )
         except BaseException:
             self._inside.clear()
             self._close_bar()
@@ -228,11 +238,13 @@ class Stream:
     @property
     def stats(self) -> stats.StreamStats:
         """What was collected in the batches handed over since `reset_stats`."""
-        return stats.read(self._at.totals, self._figures)
+        return stats.read(self._at.totals, self._at.recent, self._figures)
 
     def reset_stats(self) -> None:
         """Starts to count anew; ids, steps and the warm-up go on."""
-        self._at = self._at._replace(totals=stats.zero(self._figures))
+        recent = np.full_like(self._at.recent, np.nan)
+        totals = stats.zero(self._figures)
+        self._at = self._at._replace(totals=totals, recent=recent)
 
     def compile(self) -> None:
         """Compiles ahead of the first batch, which otherwise does it."""
@@ -282,6 +294,7 @@ class Stream:
             "counts": np.asarray(counts, np.int64),
             "env": np.uint32(self._env_checksum),
             "params": params,
+            "recent": at.recent,
             "totals": at.totals,
         }
         # Only a batch made in advance may have older parameters.
@@ -319,6 +332,7 @@ class Stream:
         at = Position(
             carry=_copy(state["carry"]),
             totals=np.array(state["totals"], np.float64),
+            recent=np.array(state["recent"], np.float32),
             steps=steps,
             batches=batches,
             first_lane=first_lane,
@@ -389,6 +403,7 @@ class Stream:
         return batch, Position(
             carry=filled.carry,
             totals=stats.add(at.totals, filled.counted, job.seconds),
+            recent=stats.slide(at.recent, filled.recent),
             steps=at.steps + num_steps,
             batches=at.batches + 1,
             first_lane=(at.first_lane + num_steps) % self._num_envs,

@@ -54,6 +54,7 @@ class Options(NamedTuple):
     recycle: bool
     check_finite: bool
     on_fault: str
+    window_episodes: int
 
 
 class Window(NamedTuple):
@@ -74,6 +75,7 @@ class Position(NamedTuple):
 
     carry: Carry  # after the last batch that was handed over
     totals: np.ndarray  # what was counted until then, see `stats.add`
+    recent: np.ndarray  # the last episodes until then, see `stats.slide`
     steps: int = 0  # until then, also before a `reset_stats`
     batches: int = 0
     first_lane: int = 0  # of the next batch

@@ -336,3 +336,28 @@ def test_faulty_episode_of_a_cart_is_dropped():
     assert (batch.steps, int(batch.trajectory.mask.sum())) == (12 * B, 0)
     assert stream.stats.faulty_episodes == 3 * B
     assert stream.stats.collect_episodes == 0
+
+
+@pytest.mark.parametrize("size", [3, 40])
+def test_window_is_of_the_last_episodes_of_all_batches(size):
+    def make():
+        return rollout.Stream(
+            make_collector("count", 4),
+            key=jax.random.key(0),
+            steps_per_batch=22,
+            window_episodes=size,
+        )
+
+    stream, returns = make(), []
+    for number in range(8):
+        if number == 4:
+            state, stream = stream.state(), make()
+            stream.restore(state)
+        trajectory = next(stream).trajectory
+        ended = np.asarray(trajectory.done & trajectory.mask)
+        returns += np.asarray(trajectory.episode_return)[ended].tolist()
+        assert stream.stats.window_episodes == min(size, len(returns))
+        expected = np.mean(returns[-size:]) if returns else np.nan
+        np.testing.assert_allclose(stream.stats.window_return_mean, expected, rtol=1e-6)
+    stream.reset_stats()
+    assert stream.stats.window_episodes == 0
