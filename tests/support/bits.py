@@ -1,8 +1,8 @@
 """Hashes of everything that is collected, of six environments and three policies.
 
-`tests/bits.json` has them as they were, for both lines of jax, before the kernel and
-the streams were rebuilt. Compilers of other processors round otherwise; whether this
-one rounds as that one did, a program that has nothing to do with this project tells.
+`tests/bits.json` has most of them, for both lines of jax. Compilers of other processors
+round otherwise; whether this one rounds as that one did, a program that has nothing to
+do with this project tells.
 """
 
 import hashlib
