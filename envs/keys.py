@@ -27,6 +27,7 @@ from jax import lax
 from jax.extend import random as extend_random
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_HALF = 512  # words of half a block of draws
 _PARITY = np.uint32(0x1BD11BDA)
 
 
@@ -70,13 +71,17 @@ def bits(key: chex.PRNGKey, shape: tuple[int, ...]) -> jax.Array:
     """Draws `shape` words, uint32; those of a longer leading axis begin with them.
 
     Threefry makes two words at once, and `jax.random.bits` makes one of the two. Here
-    both are used, by neighbours.
+    the first ones are half of a block and the second ones the other half: side by side
+    in memory, for words in turns are slower than hashes.
     """
     size = math.prod(shape)
     if not _is_threefry(key):
         return jax.random.bits(key, shape, jnp.uint32)
-    pairs = _hash(jax.random.key_data(key), *_counters((-(-size // 2),)))
-    return jnp.stack(pairs, axis=-1).reshape(-1)[:size].reshape(shape)
+    words = jax.random.key_data(key)
+    if size <= _HALF:
+        return _hash(words, *_counters((size,)))[0].reshape(shape)
+    pairs = _hash(words, *_counters((-(-size // (2 * _HALF)), _HALF)))
+    return jnp.stack(pairs, axis=1).reshape(-1)[:size].reshape(shape)
 
 
 def draw(

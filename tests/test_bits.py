@@ -15,8 +15,8 @@ import pytest
 
 FILE = pathlib.Path(__file__).parent / "bits.json"
 KNOWN = json.loads(FILE.read_text()).get(jax.__version__)
-# All pairs of the file with all streams take twenty minutes: worth it when the kernel or
-# the streams change. What takes long to compile has two of the streams here.
+# All pairs of the file with all streams take twenty minutes, which is worth it when the
+# kernel or a stream changes. What takes long to compile has two of the streams here.
 CASES = [
     ("count", "recurrent", tuple(bits.STREAMS)),
     ("CartPole-v1", "net", tuple(bits.STREAMS)),
