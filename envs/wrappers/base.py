@@ -232,12 +232,10 @@ class EndOnFault(Wrapper):
                 "`info` must be a dict without `faulty`, got "
                 f"{jax.tree.structure(result.info)}."
             )
-        floats = [
-            x
-            for x in map(jnp.asarray, jax.tree.leaves((result.obs, result.reward)))
-            if jnp.issubdtype(x.dtype, jnp.floating)
-        ]
-        faulty = ~jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]).all()
+        faulty = jnp.bool_(False)
+        for x in map(jnp.asarray, jax.tree.leaves((result.obs, result.reward))):
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                faulty |= ~jnp.all(jnp.isfinite(x))
         obs = jax.tree.map(
             lambda old, new: jnp.where(faulty, old, new), state.memory, result.obs
         )
