@@ -61,7 +61,7 @@ def pack(stats: CollectStats, num_faulty: jax.Array, num_steps: jax.Array) -> ja
 def newest(data: Transition | Episodes, size: int) -> jax.Array:
     """The last episodes that ended, `[size, 2]` float32: returns and lengths.
 
-    In the order in which they ended, or started if whole; NaN before the first.
+    In the order in which they ended, or started if whole; zero before the first.
     """
     if isinstance(data, Episodes):
         mask = jnp.ones(data.terminated.shape, bool)
@@ -71,13 +71,13 @@ def newest(data: Transition | Episodes, size: int) -> jax.Array:
     number = jnp.cumsum(mask[::-1])[::-1]  # 1 for the last
     row = jnp.where(mask & (number <= size), size - number, size)
     figures = (data.episode_return, data.episode_length.astype(jnp.float32))
-    blank = jnp.full((size, 2), jnp.nan)
+    blank = jnp.zeros((size, 2), jnp.float32)
     return blank.at[row].set(jnp.stack(figures, axis=1), mode="drop")
 
 
 def slide(recent: np.ndarray, newest: np.ndarray) -> np.ndarray:
     """Moves the window on by the episodes of a batch; a new array."""
-    return np.concatenate((recent, newest[~np.isnan(newest[:, 1])]))[-len(recent) :]
+    return np.concatenate((recent, newest[newest[:, 1] > 0]))[-len(recent) :]
 
 
 def zero(names: tuple[str, ...]) -> np.ndarray:
@@ -107,7 +107,7 @@ def read(totals: np.ndarray, recent: np.ndarray, names: tuple[str, ...]) -> Stre
     batches, steps, seconds, episodes, faulty, *sums = totals.tolist()
     window: dict[str, float] = {}
     if len(recent):
-        last = recent[~np.isnan(recent[:, 1])].astype(np.float64)
+        last = recent[recent[:, 1] > 0].astype(np.float64)
         means = last.mean(axis=0) if len(last) else np.full(2, np.nan)
         window = {"window_episodes": len(last), "window_return_mean": float(means[0])}
         window |= {"window_length_mean": float(means[1])}

@@ -163,7 +163,7 @@ class Stream:
         self._at = Position(
             carry=carry,
             totals=stats.zero(self._figures),
-            recent=np.full((self._options.window_episodes, 2), np.nan, np.float32),
+            recent=np.zeros((self._options.window_episodes, 2), np.float32),
         )
         self._params = self._own(params), 0
         self._program: programs.Program | None = None
@@ -242,7 +242,7 @@ class Stream:
 
     def reset_stats(self) -> None:
         """Starts to count anew; ids, steps and the warm-up go on."""
-        recent = np.full_like(self._at.recent, np.nan)
+        recent = np.zeros_like(self._at.recent)
         totals = stats.zero(self._figures)
         self._at = self._at._replace(totals=totals, recent=recent)
 
