@@ -25,11 +25,19 @@ def fill(kind="replay", capacity=40 * B, num_rows=64, **options):
     return buffer, buffer.add(buffer.init(collector), chunk), chunk
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"successor": "shared"}], ids=["stored", "shared"]
-)
-@pytest.mark.parametrize("num_rows", [7, 64])
-@pytest.mark.parametrize("kind", KINDS)
+SHARED = {"successor": "shared"}
+slow = pytest.mark.slow
+CASES = [
+    ("replay", 64, SHARED),
+    ("episodic", 64, {}),
+    pytest.param("replay", 7, {}, marks=slow),
+    pytest.param("prioritized", 64, {}, marks=slow),
+    pytest.param("prioritized", 7, SHARED, marks=slow),
+    pytest.param("episodic", 64, SHARED, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "num_rows", "options"), CASES)
 def test_dump_is_the_newest_rows_in_the_order_of_time(kind, num_rows, options):
     buffer, state, chunk = fill(kind, num_rows=num_rows, **options)
     rows, mask = buffer.dump(state)
@@ -49,7 +57,9 @@ def test_dump_is_the_newest_rows_in_the_order_of_time(kind, num_rows, options):
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["replay", *(pytest.param(x, marks=slow) for x in KINDS if x != "replay")]
+)
 def test_merged_rows_come_after_those_before(kind):
     buffer, state, _ = fill(kind, capacity=200 * B, num_rows=30)
     other, their_state, _ = fill(kind, num_rows=64)

@@ -49,6 +49,7 @@ def test_integers_are_drawn_evenly_with_both_bounds(name, draw):
     assert chi_squared < n - 1 + 5 * np.sqrt(2 * n) + 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [sample, act])
 @pytest.mark.parametrize(
     ("low", "high", "dtype"),
@@ -98,7 +99,7 @@ def test_mask_counts_from_the_start_of_the_space():
     assert set(np.unique(masked.apply(None, obs, (), key).action)) == {5, 7}
 
 
-@pytest.mark.parametrize("size", [1, 7, 256, 257, 513, 1100])
+@pytest.mark.parametrize("size", [7, 257, 513])
 def test_words_of_more_lanes_begin_with_those_of_fewer(size):
     key = jax.random.key(3)
     many, few = keys.bits(key, (1500, 2)), keys.bits(key, (size, 2))

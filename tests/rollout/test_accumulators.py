@@ -58,6 +58,7 @@ def test_figures_of_every_row_are_those_of_its_episode_so_far():
     assert trajectory.done.sum() > 2 * B
 
 
+@pytest.mark.slow
 def test_figures_change_nothing_else():
     plain, own = make_collector({}), make_collector()
     for collector in (plain, own):

@@ -68,6 +68,7 @@ def test_statistics_of_nothing_pass_debug_nans():
         assert np.isnan(stream.stats.return_mean)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("key_reuse")
 def test_stream_and_profile_run_operation_by_operation():
     env = envs.vectorize(CountEnv(), 2)
@@ -98,6 +99,7 @@ def test_pendulum_steps_with_wide_floats():
     assert subprocess.run([sys.executable, "-c", X64]).returncode == 0
 
 
+@pytest.mark.slow
 def test_derivative_of_a_return_is_that_of_finite_differences():
     @struct.dataclass
     class Pay(CountEnv):
@@ -188,7 +190,7 @@ def test_state_of_other_parameters_or_of_more_steps_is_refused():
 
 def test_episodes_until_there_are_enough_steps_depend_on_no_lane():
     played = {}
-    for num_envs in (2, 5, 16):
+    for num_envs in (2, 5):
         env = envs.vectorize(CountEnv(), num_envs)
         collector = rollout.Collector(
             env=env,
@@ -219,7 +221,6 @@ def test_episodes_until_there_are_enough_steps_depend_on_no_lane():
         np.testing.assert_array_equal(joined, whole.episode_length[: joined.size])
         played[num_envs] = joined
     np.testing.assert_array_equal(played[2], played[5])
-    np.testing.assert_array_equal(played[2], played[16])
 
 
 def test_finished_lists_the_episodes_that_ended():

@@ -133,7 +133,9 @@ class Levels(CountEnv):
         return state, jnp.full((1,), self.number, jnp.float32)
 
 
-@pytest.mark.parametrize("auto_reset", ["compact", "select"])
+@pytest.mark.parametrize(
+    "auto_reset", ["compact", pytest.param("select", marks=pytest.mark.slow)]
+)
 def test_environment_that_wants_it_learns_which_episode_it_starts(auto_reset):
     env = envs.vectorize(envs.TimeLimit(Levels(), 4), B, auto_reset=auto_reset)
     policy = rollout.random_policy(env.action_space)
