@@ -57,9 +57,8 @@ def test_dump_is_the_newest_rows_in_the_order_of_time(kind, num_rows, options):
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize(
-    "kind", ["replay", *(pytest.param(x, marks=slow) for x in KINDS if x != "replay")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_merged_rows_come_after_those_before(kind):
     buffer, state, _ = fill(kind, capacity=200 * B, num_rows=30)
     other, their_state, _ = fill(kind, num_rows=64)

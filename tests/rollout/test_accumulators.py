@@ -75,6 +75,7 @@ def test_figures_change_nothing_else():
     jax.tree.map(np.testing.assert_array_equal, episodes, own_episodes)
 
 
+@pytest.mark.slow
 def test_episodes_have_the_figures_of_their_last_step():
     collector = make_collector()
     carry = collector.init(jax.random.key(1))
@@ -92,6 +93,7 @@ def test_episodes_have_the_figures_of_their_last_step():
     assert logged["eval/best/highest_mean"] == pytest.approx(float(mean))
 
 
+@pytest.mark.slow
 def test_stream_counts_the_figures_of_all_batches():
     stream = rollout.Stream(
         make_collector(), key=jax.random.key(2), steps_per_batch=7, total_steps=70

@@ -54,6 +54,7 @@ def test_fold_takes_a_function_that_holds_on_to_what_is_traced():
         assert total(fresh, scale) == expected
 
 
+@pytest.mark.slow
 def test_statistics_of_nothing_pass_debug_nans():
     collector = make_collector("count")
     carry = collector.init(jax.random.key(0))
@@ -188,6 +189,7 @@ def test_state_of_other_parameters_or_of_more_steps_is_refused():
         stream_of(9, total=32).restore(stream.state())
 
 
+@pytest.mark.slow
 def test_episodes_until_there_are_enough_steps_depend_on_no_lane():
     played = {}
     for num_envs in (2, 5):

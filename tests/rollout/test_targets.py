@@ -28,21 +28,22 @@ def make_trajectory(seed=0, void=0.0):
     return trajectory, next_value
 
 
-def goes_on(t, lane, trajectory):
-    done = trajectory.terminated | trajectory.truncated
-    return t + 1 < T and not done[t, lane] and trajectory.mask[t + 1, lane]
+def find_going_on(trajectory):
+    """Where the next row is of the same episode, and there is one."""
+    done = np.asarray(trajectory.terminated | trajectory.truncated)
+    return np.append(~done[:-1] & np.asarray(trajectory.mask)[1:], np.zeros((1, B)), 0)
 
 
 def plain_lambda_returns(trajectory, next_value, gamma, lam):
     x = jax.tree.map(lambda x: np.asarray(x, np.float64), trajectory.replace(info=()))
     after = np.where(x.terminated, 0.0, np.asarray(next_value, np.float64))
-    returns = np.zeros((T, B))
+    returns, goes_on = np.zeros((T, B)), find_going_on(trajectory)
     for lane in range(B):
         for t in reversed(range(T)):
             if not x.mask[t, lane]:
                 continue
             later = after[t, lane]
-            if goes_on(t, lane, trajectory):
+            if goes_on[t, lane]:
                 later = (1 - lam) * later + lam * returns[t + 1, lane]
             returns[t, lane] = x.reward[t, lane] + gamma * later
     return returns
@@ -52,12 +53,12 @@ def plain_gae(trajectory, next_value, gamma, lam):
     mask, value = (np.asarray(x) for x in (trajectory.mask, trajectory.extras["value"]))
     after = np.where(trajectory.terminated, 0.0, next_value)
     error = np.asarray(trajectory.reward) + gamma * after - value
-    advantage = np.zeros((T, B))
+    advantage, goes_on = np.zeros((T, B)), find_going_on(trajectory)
     for lane in range(B):
         for t in reversed(range(T)):
             if mask[t, lane]:
                 advantage[t, lane] = error[t, lane]
-                if goes_on(t, lane, trajectory):
+                if goes_on[t, lane]:
                     advantage[t, lane] += gamma * lam * advantage[t + 1, lane]
     return advantage
 

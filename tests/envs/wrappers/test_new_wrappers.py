@@ -58,6 +58,7 @@ def test_rewards_of_an_environment_without_dict_info_are_refused():
         collect(env)
 
 
+@pytest.mark.slow
 def test_previous_action_and_reward_are_in_view():
     env = envs.vectorize(envs.ObservePrevious(CountEnv()), B)
     trajectory = collect(env)[1]
@@ -107,6 +108,7 @@ def test_step_that_is_not_finite_ends_the_episode(broken):
     assert (int(stats.num_nonfinite), float(stats.return_mean)) == (0, 3.0)
 
 
+@pytest.mark.slow
 def test_one_nan_does_not_poison_the_statistics():
     env = envs.NormalizeObs(envs.vectorize(Breaking(), B))
     carry, trajectory = collect(env, 2)
@@ -133,9 +135,8 @@ class Levels(CountEnv):
         return state, jnp.full((1,), self.number, jnp.float32)
 
 
-@pytest.mark.parametrize(
-    "auto_reset", ["compact", pytest.param("select", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("auto_reset", ["compact", "select"])
 def test_environment_that_wants_it_learns_which_episode_it_starts(auto_reset):
     env = envs.vectorize(envs.TimeLimit(Levels(), 4), B, auto_reset=auto_reset)
     policy = rollout.random_policy(env.action_space)
