@@ -287,7 +287,7 @@ def test_field_that_a_postprocess_does_not_read_has_no_array():
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(jax.random.key(7))
-    defaults = dict.fromkeys(Options._fields)
+    defaults = dict.fromkeys(Options._fields) | {"window_episodes": 0}
     defaults |= {"steps_per_batch": 13 * B, "placement": "device", "on_fault": "raise"}
     window = jax.ShapeDtypeStruct((3,), jnp.int32)
 
