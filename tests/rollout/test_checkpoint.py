@@ -251,6 +251,7 @@ def test_leaves_are_restored_by_name_and_kind(name, tmp_path):
         checkpoint.restore(tmp_path, like)
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_is_refused_and_the_one_before_named(tmp_path):
     tree = {"w": jnp.arange(64.0), "b": jnp.ones(3)}
     checkpoint.save(tmp_path, tree, step=1, keep=2)
