@@ -15,7 +15,7 @@ import pytest
 
 FILE = pathlib.Path(__file__).parent / "bits.json"
 KNOWN = json.loads(FILE.read_text()).get(jax.__version__)
-# All pairs of the file with all streams take twenty minutes, which is worth it when the
+# All 18 pairs with all streams take twenty minutes, which is worth it when the
 # kernel or a stream changes. What takes long to compile has two of the streams here.
 CASES = [
     ("count", "recurrent", tuple(bits.STREAMS)),

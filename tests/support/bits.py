@@ -1,8 +1,8 @@
 """Hashes of everything that is collected, of six environments and three policies.
 
-`tests/bits.json` has most of them, for both lines of jax. Compilers of other processors
-round otherwise; whether this one rounds as that one did, a program that has nothing to
-do with this project tells.
+`tests/bits.json` has those that `test_bits` compares, for both lines of jax. Compilers
+of other processors round otherwise; whether this one rounds as that one did, a program
+that has nothing to do with this project tells.
 """
 
 import hashlib
@@ -15,15 +15,6 @@ from cases import make_env, raw
 import envs
 import rollout
 
-ENVS = (
-    "count",
-    "CartPole-v1",
-    "Pendulum-v1",
-    "Acrobot-v1",
-    "Breakout-MinAtar",
-    "normalized",
-)
-POLICIES = ("random", "net", "recurrent")
 B = 6
 STREAMS = {
     "remainder": {"steps_per_batch": 2 * B + 1, "resume": True},
