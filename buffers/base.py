@@ -282,9 +282,8 @@ class RingBuffer:
     def _dump(self, state: chex.ArrayTree) -> tuple[chex.ArrayTree, jax.Array]:
         memory = state.ring
         time = jnp.arange(memory.num_slots, dtype=jnp.int32)[:, None]
-        slot = (memory.head - memory.size)[None] + time
-        lane = jnp.arange(memory.num_envs, dtype=jnp.int32)[None]
-        row = slot % memory.num_slots * memory.num_envs + lane
+        oldest = walk.move(memory, walk.newest(memory), 1 - memory.size)
+        row = walk.move(memory, oldest[None], time)
         mask = (time < memory.size[None]) & walk.has_successor(memory, row)
         return batches.get(memory, row), mask
 

@@ -43,20 +43,14 @@ def reset(result: Any) -> tuple[Any, Any]:
     """Refuses what is not `(state, obs)`."""
     if type(result) is tuple and len(result) == 2:
         return result
-    got = (
-        f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
-    )
-    raise ValueError(f"`env.reset` must return (state, obs), got {got}.")
+    raise ValueError(f"`env.reset` must return (state, obs), got {_name(result)}.")
 
 
 def step(result: Any) -> EnvStep:
     """Refuses what is not an `EnvStep`."""
     if isinstance(result, EnvStep):
         return result
-    got = (
-        f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
-    )
-    raise ValueError(f"`env.step` must return an `envs.EnvStep`, got {got}.")
+    raise ValueError(f"`env.step` must return an `envs.EnvStep`, got {_name(result)}.")
 
 
 def integer(name: str, value: Any) -> int:

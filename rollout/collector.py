@@ -41,7 +41,7 @@ class Collector:
             it may add to `extras`, cast `obs`, clip `reward` or put `()` for a field.
             Every method hands out what it returns; the policy and the running totals
             never see it. It must leave the flags, `mask`, `episode_id`,
-            `episode_return` and `episode_length` as they are.
+            `episode_return`, `episode_length` and `accumulated` as they are.
         accumulators: figures of one's own that are kept per episode, by name, besides
             `episode_return` and `episode_length`: they stand in `accumulated` of
             transitions, of episodes and of statistics.
@@ -287,22 +287,21 @@ class Collector:
         max_length = checks.count("max_length", max_length)
         return _collect_padded(self, carry, params, num_episodes, max_length)
 
-    @property
-    def _lanes(self) -> episode_keys.LaneIds:
-        return episode_keys.all_lanes(self.env.num_envs)
-
     def _play(
         self,
         carry: Carry,
         params: Any,
         fn: Callable[[Acc, Transition], Acc],
         acc: Acc,
-        plan: episodes.Plan,
         max_steps: jax.Array,
+        num_episodes: int,
+        *,
+        make_plan: Callable[..., episodes.Plan] = episodes.queue,
         min_steps: jax.Array | None = None,
     ) -> tuple[Carry, Acc, Episodes]:
-        """Plays a plan, with what is recorded handed to `fn`."""
+        """Makes a plan and plays it, with what is recorded handed to `fn`."""
         checks.carry(carry, self.env.num_envs)
+        lanes = episode_keys.all_lanes(self.env.num_envs)
 
         def see(acc: Acc, transition: Transition) -> Acc:
             return fn(acc, kernel.record(self.record_fn, transition))
@@ -314,7 +313,7 @@ class Collector:
             params,
             see,
             acc,
-            plan=plan,
+            plan=make_plan(carry, lanes, num_episodes),
             max_steps=max_steps,
             min_steps=min_steps,
             accumulators=self.accumulators,
@@ -376,8 +375,7 @@ def _fold_episodes(
     fn: Callable[[Acc, Transition], Acc],
     num_episodes: int,
 ) -> tuple[Carry, Acc, Episodes]:
-    plan = episodes.queue(carry, collector._lanes, num_episodes)
-    return collector._play(carry, params, fn, acc, plan, max_steps)
+    return collector._play(carry, params, fn, acc, max_steps, num_episodes)
 
 
 @functools.partial(jax.jit, static_argnames="num_steps")
@@ -402,9 +400,9 @@ def _collect_episodes(
     count: int,
     min_steps: jax.Array | None = None,
 ) -> tuple[Carry, Episodes]:
-    plan = make_plan(carry, collector._lanes, count)
-    args = carry, params, lambda acc, transition: acc, ()
-    carry, _, played = collector._play(*args, plan, max_steps, min_steps)
+    args = carry, params, lambda acc, transition: acc, (), max_steps, count
+    plan = {"make_plan": make_plan, "min_steps": min_steps}
+    carry, _, played = collector._play(*args, **plan)
     return carry, played
 
 
@@ -418,10 +416,8 @@ def _collect_padded(
 ) -> tuple[Carry, Transition, Episodes]:
     row = jax.eval_shape(collector.step, carry, params)[1]
     blank, write = episodes.pad(row, carry, num_episodes, max_length)
-    plan = episodes.queue(carry, collector._lanes, num_episodes)
-    carry, padded, played = collector._play(
-        carry, params, write, keys.words(blank), plan, jnp.int32(max_length)
-    )
+    args = carry, params, write, keys.words(blank), jnp.int32(max_length)
+    carry, padded, played = collector._play(*args, num_episodes)
     return carry, keys.like(padded, blank), played
 
 

@@ -190,6 +190,15 @@ OTHERS = {
     "no key": lambda: collector().init(None),
     "key of evaluate": lambda: rollout.evaluate(collector(), 1, None, 2),
     "carry and params swapped": lambda: collector().collect_steps(None, carry(), 2),
+    "no carry, episodes": lambda: collector().collect_episodes(
+        None, None, 2, max_steps=3
+    ),
+    "no carry, whole episodes": lambda: collector().collect_padded_episodes(
+        None, None, 2, max_length=3
+    ),
+    "no carry, folded episodes": lambda: collector().fold_episodes(
+        None, None, max, 0, num_episodes=2, max_steps=3
+    ),
     "carry is a state": lambda: collector().step(carry().env_state, None),
     "carry of other lanes": lambda: make_collector("count", 8).step(carry(), None),
     "carry of other lanes, episodes": lambda: make_collector(

@@ -42,25 +42,30 @@ class WrapperState:
 
 
 @struct.dataclass
-class Wrapper:
-    """The interface with its defaults: everything is passed on."""
+class _Around:
+    """What is around one environment or many, and has their spaces."""
 
-    env: Env
+    env: Env | VectorEnv
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of one environment's `obs`."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        """Space of one environment's `action`."""
+        return self.env.action_space
+
+
+@struct.dataclass
+class Wrapper(_Around):
+    """The interface with its defaults: everything is passed on."""
 
     def __post_init__(self) -> None:
         # A placeholder that jax builds pytrees with has no `step`.
         if hasattr(self.env, "step"):
             checks.single(self.env)
-
-    @property
-    def observation_space(self) -> Space:
-        """Space of `obs`."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> Space:
-        """Space of `action`."""
-        return self.env.action_space
 
     def at_episode(self, number: jax.Array) -> Self:
         """Tells the wrapped environment which episode it starts; see `Env`."""
@@ -80,10 +85,8 @@ class Wrapper:
 
 
 @struct.dataclass
-class VectorWrapper:
-    """The same for wrappers of a `VectorEnv`."""
-
-    env: VectorEnv
+class VectorWrapper(_Around):
+    """What wrappers of a `VectorEnv` share."""
 
     def __post_init__(self) -> None:
         # A placeholder that jax builds pytrees with has no `step`.
@@ -97,16 +100,6 @@ class VectorWrapper:
     def num_envs(self) -> int:
         """B, the number of lanes."""
         return self.env.num_envs
-
-    @property
-    def observation_space(self) -> Space:
-        """Space of one lane's observation."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> Space:
-        """Space of one lane's action."""
-        return self.env.action_space
 
 
 @struct.dataclass

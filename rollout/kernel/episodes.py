@@ -117,7 +117,6 @@ def play(
 ) -> tuple[Carry, Acc, Episodes]:
     """Plays the episodes of a plan; see `Collector.fold_episodes`."""
     figures = {"accumulators": accumulators}
-    everywhere = jnp.ones((env.num_envs,), bool)
 
     # Restart, then step: the other way round the restart of all lanes before the first
     # step would be compiled apart.
@@ -144,19 +143,7 @@ def play(
             num_steps=num_steps,
         )
 
-    run = _Run(
-        carry=carry,
-        acc=acc,
-        index=plan.first,
-        over=everywhere,
-        num_started=jnp.int32(env.num_envs),
-        table=jnp.zeros((plan.num_episodes, _COLUMNS), jnp.int32),
-        figures=jax.tree.map(
-            lambda x: jnp.zeros((plan.num_episodes, *x.shape[1:]), x.dtype),
-            _figures(carry.episode),
-        ),
-        num_steps=jnp.zeros((), jnp.int32),
-    )
+    run = _before_the_first(plan, carry, acc)
     # Of words, for under `vmap` the loop selects between old and new, which jax's
     # checker of key reuse takes for a use of a key.
     words = lax.while_loop(
@@ -165,6 +152,7 @@ def play(
         keys.words(run),
     )
     run = keys.like(words, run)
+    everywhere = jnp.ones((env.num_envs,), bool)
     end = transition.restart(env, policy, run.carry, everywhere, plan.after, **figures)
     played = _read(run.table, run.figures, run.num_steps)
     num_queued = plan.num_queued
@@ -195,6 +183,23 @@ def pad(
         )
 
     return keys.blank(row, carry.key, (max_length, num_episodes), skip=1), write
+
+
+def _before_the_first(plan: Plan, carry: Carry, acc: Any) -> _Run:
+    """The loop before its first step: every lane starts an episode with it."""
+    return _Run(
+        carry=carry,
+        acc=acc,
+        index=plan.first,
+        over=jnp.ones(plan.first.shape, bool),
+        num_started=jnp.int32(plan.first.size),
+        table=jnp.zeros((plan.num_episodes, _COLUMNS), jnp.int32),
+        figures=jax.tree.map(
+            lambda x: jnp.zeros((plan.num_episodes, *x.shape[1:]), x.dtype),
+            _figures(carry.episode),
+        ),
+        num_steps=jnp.zeros((), jnp.int32),
+    )
 
 
 def _void(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:

@@ -133,12 +133,7 @@ def _fill_rows(
     stop = -(-window.num_steps // num_envs)  # rows from here on have no step
     words = keys.words(rows)
     if isinstance(memory, Transition) and options.postprocess is None:
-        # What is written over needs no zeros first.
-        words = keys.words((kernel.pack(memory)[0], rows[1]))
-        zero = jax.tree.map(lambda x: jnp.zeros_like(x[0]), words)
-        words = lax.fori_loop(
-            stop, shape[0], lambda row, words: _write(words, row, zero), words
-        )
+        words = _reuse(memory, rows[1], stop)
     carry, words = lax.fori_loop(0, stop, step, (carry, words))
     mask = number < window.num_steps
     trajectory = kernel.unpack(*keys.like(words, rows), mask)
@@ -146,6 +141,18 @@ def _fill_rows(
         trajectory = _truncate(trajectory, carry)
         carry = _restart_all(collector, carry)
     return carry, trajectory
+
+
+def _reuse(memory: Transition, flags: jax.Array, stop: jax.Array) -> chex.ArrayTree:
+    """The words of an earlier batch to write over, zero from row `stop` on.
+
+    What is written over needs no zeros first.
+    """
+    words = keys.words((kernel.pack(memory)[0], flags))
+    zero = jax.tree.map(lambda x: jnp.zeros_like(x[0]), words)
+    return lax.fori_loop(
+        stop, flags.shape[0], lambda row, words: _write(words, row, zero), words
+    )
 
 
 def _numbers(shape: tuple[int, int], window: Window) -> jax.Array:
