@@ -17,7 +17,10 @@ Source:
     2x32-20; the counter layout is that of `jax_threefry_partitionable`.
 """
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
 
 import chex
 import jax
@@ -28,6 +31,7 @@ from jax.extend import random as extend_random
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _HALF = 512  # words of half a block of draws
+_NUM_PARTS = contextvars.ContextVar("num_parts", default=1)
 _PARITY = np.uint32(0x1BD11BDA)
 
 
@@ -80,8 +84,25 @@ def bits(key: chex.PRNGKey, shape: tuple[int, ...]) -> jax.Array:
     words = jax.random.key_data(key)
     if size <= _HALF:
         return _hash(words, *_counters((size,)))[0].reshape(shape)
+    num_parts = _NUM_PARTS.get()
+    if num_parts > 1 and size % (2 * _HALF * num_parts):
+        # Some part of the lanes ends within a block: every word is made where it lies.
+        block, at = jnp.divmod(lax.iota(jnp.uint32, size), np.uint32(2 * _HALF))
+        counter = block * np.uint32(_HALF) + at % np.uint32(_HALF)
+        pair = _hash(words, jnp.zeros_like(counter), counter)
+        return jnp.where(at < _HALF, *pair).reshape(shape)
     pairs = _hash(words, *_counters((-(-size // (2 * _HALF)), _HALF)))
     return jnp.stack(pairs, axis=1).reshape(-1)[:size].reshape(shape)
+
+
+@contextlib.contextmanager
+def in_parts(num_parts: int) -> Iterator[None]:
+    """Tells `bits` that what it draws lies on so many devices, with equal shares."""
+    token = _NUM_PARTS.set(num_parts)
+    try:
+        yield
+    finally:
+        _NUM_PARTS.reset(token)
 
 
 def draw(

@@ -1,6 +1,7 @@
 """Puts `B` copies of one environment side by side, with auto-reset."""
 
 from collections.abc import Callable
+from typing import Self
 
 import chex
 import jax
@@ -85,6 +86,7 @@ class _VectorizedEnv:
     num_envs: int = struct.field(pytree_node=False)
     auto_reset: str = struct.field(pytree_node=False)
     each: bool = struct.field(pytree_node=False, default=False)  # parameters per lane
+    first_lane: jax.Array | None = None  # () int32, see `local`
     _types: tuple[type, ...] = struct.field(pytree_node=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -98,8 +100,18 @@ class _VectorizedEnv:
     def action_space(self) -> Space:
         return self._one.action_space
 
+    def local(self, num_envs: int, first_lane: jax.Array) -> Self:
+        """Some of the lanes, as they are stepped on a device of their own.
+
+        With parameters per lane these are those of the device, `[num_envs, ...]`.
+        """
+        return self.replace(num_envs=num_envs, first_lane=first_lane)
+
     def reset(self, keys: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
-        return _strong(self._reset(self.env, keys, jnp.arange(self.num_envs)))
+        number = jnp.arange(self.num_envs)
+        if self.first_lane is not None:
+            number = number + self.first_lane
+        return _strong(self._reset(self.env, keys, number))
 
     def step(
         self, keys: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree

@@ -6,7 +6,7 @@
 episodes ended. Everything runs inside your own `jit`, or jitted from a notebook.
 
 `Stream` hands batches to a training loop that is driven by Python; `checkpoint` saves
-and restores it; `profile` says where the time goes.
+and restores it; `profile` says where the time goes; `shard` spreads lanes over devices.
 """
 
 from rollout import siblings  # noqa: F401 (first: it says who hides `envs`)
@@ -14,6 +14,7 @@ from rollout import siblings  # noqa: F401 (first: it says who hides `envs`)
 # isort: split
 from rollout import checkpoint
 from rollout.collector import Collector
+from rollout.devices import shard
 from rollout.evaluation import evaluate
 from rollout.minibatches import minibatches
 from rollout.policies import (
@@ -86,6 +87,7 @@ __all__ = [
     "random_policy",
     "random_warmup",
     "recurrent_policy",
+    "shard",
     "split_trajectories",
     "stateless_policy",
     "summarize",

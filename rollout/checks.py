@@ -103,6 +103,25 @@ def carry(value: Any, num_envs: int) -> None:
         )
 
 
+def devices(env: VectorEnv, carry: Any) -> None:
+    """Refuses a carry that was put on other devices than those of a spread `env`."""
+    spread = getattr(env, "spread", None)
+    if spread is None or not isinstance(carry, Carry):
+        return
+    step = carry.step  # one leaf stands for all
+    if isinstance(step, jax.core.Tracer) or not getattr(step, "committed", False):
+        return  # it goes where it is needed
+    if step.sharding.device_set != set(spread.mesh.devices.flat):
+        want, got = (
+            ", ".join(str(x.id) for x in sorted(devices, key=lambda x: x.id))
+            for devices in (spread.mesh.devices.flat, step.sharding.device_set)
+        )
+        raise ValueError(
+            f"`carry` must lie on the devices of the collector, {want}, got {got}; "
+            "`jax.device_put` takes it there."
+        )
+
+
 def accumulators(value: Any) -> Accumulators:
     """Refuses what are no accumulators by name; returns them as a tuple."""
     items = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)

@@ -333,7 +333,18 @@ def _take(collector: Collector, carry: Carry, params: Any) -> tuple[Carry, Trans
     return carry, kernel.record(collector.record_fn, transition)
 
 
-_step = jax.jit(_take)
+def _on_devices(jitted: Callable[..., Any]) -> Callable[..., Any]:
+    """Says which devices the carry must lie on, where jax speaks of arguments."""
+
+    @functools.wraps(jitted)
+    def call(collector: Collector, carry: Carry, *args: Any, **options: Any) -> Any:
+        checks.devices(collector.env, carry)
+        return jitted(collector, carry, *args, **options)
+
+    return call
+
+
+_step = _on_devices(jax.jit(_take))
 
 
 def _jitted(
@@ -378,6 +389,7 @@ def _fold_episodes(
     return collector._play(carry, params, fn, acc, max_steps, num_episodes)
 
 
+@_on_devices
 @functools.partial(jax.jit, static_argnames="num_steps")
 def _collect_steps(
     collector: Collector, carry: Carry, params: Any, num_steps: int
@@ -390,6 +402,7 @@ def _collect_steps(
     return carry, kernel.unpack(rows, flags, jnp.ones(flags.shape, bool))
 
 
+@_on_devices
 @functools.partial(jax.jit, static_argnames=("make_plan", "count"))
 def _collect_episodes(
     collector: Collector,
@@ -406,6 +419,7 @@ def _collect_episodes(
     return carry, played
 
 
+@_on_devices
 @functools.partial(jax.jit, static_argnames=("num_episodes", "max_length"))
 def _collect_padded(
     collector: Collector,
@@ -422,6 +436,6 @@ def _collect_padded(
 
 
 _JITTED = {
-    _fold_steps: jax.jit(_fold_steps, static_argnames=("fn", "num_steps")),
-    _fold_episodes: jax.jit(_fold_episodes, static_argnames=("fn", "num_episodes")),
+    fold: _on_devices(jax.jit(fold, static_argnames=("fn", count)))
+    for fold, count in ((_fold_steps, "num_steps"), (_fold_episodes, "num_episodes"))
 }

@@ -25,6 +25,8 @@ def pytest_configure(config):
     for name, value in settings.items():
         os.environ[name] = str(value)  # for the processes that tests start
         jax.config.update(name.lower(), value)
+    # Devices in name: all share the cores.
+    jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {"README.md": README} | {f"docs/{p.name}": p.read_text() for p in PAGES}
-SLOW = ("docs/buffers.md", "docs/episodes.md", "docs/training.md")
+SLOW = ("docs/buffers.md", "docs/devices.md", "docs/episodes.md", "docs/training.md")
 
 
 def blocks(text: str) -> list[str]:
@@ -38,6 +38,13 @@ def check_readme(names, out):
 def check_buffers(names, out):
     assert out.strip() == f"{64 * 128} (256, 4)"
     assert names["data"].size(names["offline"]) == 3
+
+
+def check_devices(names, out):
+    assert "(None, 'lanes'" in out
+    reward = names["trajectory"].reward
+    assert reward.sharding.device_set == set(names["devices"])
+    assert reward.shape == (128, 64 * len(names["devices"]))
 
 
 def check_environments(names, out):
@@ -73,6 +80,7 @@ def check_training(names, out):
 CHECKS = {
     "README.md": check_readme,
     "docs/buffers.md": check_buffers,
+    "docs/devices.md": check_devices,
     "docs/environments.md": check_environments,
     "docs/episodes.md": check_episodes,
     "docs/streaming.md": check_streaming,

@@ -18,7 +18,7 @@ LADDER = (
     {"policies"},
     {"kernel"},
     {"collector"},
-    {"evaluation", "profiling", "stream"},
+    {"devices", "evaluation", "profiling", "stream"},
     {"cli"},
     {"__main__"},
 )

@@ -101,6 +101,11 @@ class VectorWrapper(_Around):
         """B, the number of lanes."""
         return self.env.num_envs
 
+    @property
+    def spread(self) -> Any:
+        """Where the lanes lie, if `rollout.shard` spread them; else None."""
+        return getattr(self.env, "spread", None)
+
 
 @struct.dataclass
 class TimeLimit(Wrapper):

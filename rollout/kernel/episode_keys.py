@@ -18,7 +18,6 @@ lanes these are is data, never a shape: some of the lanes on another device have
 ids and the randomness that they would have on one.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
@@ -45,14 +44,25 @@ class LaneIds(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The episodes that lanes start next: positions in `[B]` to keys, and their ids."""
+    """The episodes that lanes start next: positions in `[B]` to their keys.
 
-    key_fn: Callable[[jax.Array], chex.PRNGKey]
+    Attributes:
+        stream: `()` key that those of the episodes hang under.
+        episode_id: `[B]` int32, their ids.
+        lanes: whose own episodes they are; None if they are of the queue.
+    """
+
+    stream: chex.PRNGKey  # ()
     episode_id: jax.Array  # [B]
+    lanes: LaneIds | None
 
     def __call__(self, at: jax.Array) -> chex.PRNGKey:
         """The keys of the episodes at positions in `[B]`."""
-        return self.key_fn(at)
+        episode_id = self.episode_id[at]
+        if self.lanes is None:
+            return keys.fold_in(self.stream, -1 - episode_id)
+        number = episode_id // self.lanes.total
+        return _own_key(self.stream, self.lanes.number[at], number)
 
     def number(self, at: jax.Array) -> jax.Array:
         """Their numbers, int32 from 0: of the queue, or those of the lanes' own."""
@@ -102,23 +112,12 @@ def own_episodes(
     root: chex.PRNGKey, lanes: LaneIds, episode_id: jax.Array, *, ahead: int = 0
 ) -> Start:
     """The lanes' own episodes that come `ahead` after those of `episode_id`, `[B]`."""
-    env_key = keys.fold_in(root, _ENV)
-
-    def key_fn(at: jax.Array) -> chex.PRNGKey:
-        number = episode_id[at] // lanes.total + ahead
-        return _own_key(env_key, lanes.number[at], number)
-
-    return Start(key_fn, episode_id + ahead * lanes.total)
+    return Start(keys.fold_in(root, _ENV), episode_id + ahead * lanes.total, lanes)
 
 
 def queued_episodes(root: chex.PRNGKey, position: jax.Array) -> Start:
     """The episodes at `position`, `[B]` int32, of the queue that all lanes serve."""
-    queue_key = keys.fold_in(root, _QUEUE)
-
-    def key_fn(at: jax.Array) -> chex.PRNGKey:
-        return keys.fold_in(queue_key, position[at])
-
-    return Start(key_fn, -1 - position)
+    return Start(keys.fold_in(root, _QUEUE), -1 - position, None)
 
 
 def _own_key(

@@ -40,7 +40,7 @@ def init(
     accumulated = _accumulate_nothing(accumulators, env.num_envs)
     episode = episode_keys.first_episodes(key, lanes, accumulated)
     env_state, obs = keys.barrier(env).reset(episode_keys.reset_keys(episode))
-    return Carry(
+    carry = Carry(
         key=key,
         step=jnp.zeros((), jnp.int32),
         next_episode=jnp.zeros((), jnp.int32),
@@ -49,6 +49,7 @@ def init(
         policy_state=_initial_policy_state(policy, env.num_envs),
         episode=episode,
     )
+    return _place(env, carry)
 
 
 def step(
@@ -156,7 +157,7 @@ def restart(
         old = Lanes(episode_key=episode.key, state=carry.env_state, obs=carry.obs)
         new = keys.barrier(env).reset_done(start, over, old)
     with jax.named_scope("bookkeeping"):
-        return carry.replace(
+        fresh = carry.replace(
             env_state=new.state,
             obs=new.obs,
             policy_state=_restart_policy(policy, carry.policy_state, over),
@@ -172,12 +173,15 @@ def restart(
                 ),
             ),
         )
+        return _place(env, fresh)
 
 
 def act(env: VectorEnv, policy: Policy, carry: Carry, params: Any) -> PolicyStep:
     """Asks the policy what to do at the carry's step."""
     policy_key = episode_keys.policy_key(carry.key, carry.step)
-    decision = policy.apply(params, carry.obs, carry.policy_state, policy_key)
+    spread = getattr(env, "spread", None)
+    with keys.in_parts(spread.num_devices if spread else 1):
+        decision = policy.apply(params, carry.obs, carry.policy_state, policy_key)
     checks.policy_step(decision, env, carry.policy_state)
     return decision
 
@@ -198,6 +202,8 @@ def step_env(env: VectorEnv, carry: Carry, action: chex.ArrayTree) -> EnvStep:
         return result
 
     step_keys = episode_keys.step_keys(carry.episode)
+    if getattr(env, "spread", None):  # every device has a fence of its own
+        return step(step_keys, carry.env_state, action)
     return fence.step_once(step, step_keys, carry.env_state, action, counter=carry.step)
 
 
@@ -301,6 +307,12 @@ def _stand_still(active: jax.Array, old: Carry, stepped: Carry, fresh: Carry) ->
         policy_state=keys.select(active, fresh.policy_state, old.policy_state),
         episode=keys.select(active, fresh.episode, old.episode),
     )
+
+
+def _place(env: VectorEnv, carry: Carry) -> Carry:
+    """Keeps the lanes where they lie, if they are spread over devices."""
+    spread = getattr(env, "spread", None)
+    return carry if spread is None else spread.place(carry, env.num_envs)
 
 
 def _restart_policy(

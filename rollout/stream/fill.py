@@ -73,9 +73,13 @@ def fill(
             for name, bad in finite.faults(trajectory).items()
         }
     stats = _summarize(trajectory, episodes)
+    output = options.postprocess(trajectory) if options.postprocess else trajectory
+    spread = getattr(collector.env, "spread", None)
+    if spread is not None:  # so that it may be memory for another batch
+        output = spread.place(output, collector.env.num_envs, lane_axis=1)
     return Filled(
         carry=carry,
-        output=options.postprocess(trajectory) if options.postprocess else trajectory,
+        output=output,
         episodes=episodes,
         stats=stats,
         counted=stream_stats.pack(stats, num_faulty, num_steps),

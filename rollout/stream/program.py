@@ -31,6 +31,7 @@ def make(options: Options, collector: Collector, carry: Carry, params: Any) -> P
     memory: chex.ArrayTree = ()
     if options.recycle:
         memory = jax.eval_shape(lambda *args: fill(options, *args, ()), *args).output
+        memory = _placed(memory, collector)
     if jax.config.jax_disable_jit:  # to debug: operation by operation
         return Program(
             fill=functools.partial(fill, options),
@@ -38,10 +39,24 @@ def make(options: Options, collector: Collector, carry: Carry, params: Any) -> P
             kinds=kinds_of(params),
         )
     program = jax.jit(fill, static_argnums=0, donate_argnums=5, keep_unused=True)
+    shardings = jax.tree.map(lambda x: x.sharding, memory)
+    blank = jax.jit(lambda: keys.blank(memory, carry.key), out_shardings=shardings)
     return Program(
         fill=program.lower(options, *args, memory).compile(),
-        blank=jax.jit(lambda: keys.blank(memory, carry.key)).lower().compile(),
+        blank=blank.lower().compile(),
         kinds=kinds_of(params),
+    )
+
+
+def _placed(memory: chex.ArrayTree, collector: Collector) -> chex.ArrayTree:
+    """Says of the shapes of a batch where it lies, if lanes are spread over devices."""
+    spread, num_envs = getattr(collector.env, "spread", None), collector.env.num_envs
+    if spread is None:
+        return memory
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        memory,
+        spread.shardings(memory, num_envs, lane_axis=1),
     )
 
 

@@ -330,7 +330,7 @@ class Stream:
         if self._options.prefetch and next_version != _NEWEST:
             next_params = self._own(state["next_params"]), next_version
         at = Position(
-            carry=_copy(state["carry"]),
+            carry=_copy(_put_like(state["carry"], self._at.carry)),
             totals=np.array(state["totals"], np.float64),
             recent=np.array(state["recent"], np.float32),
             steps=steps,
@@ -483,6 +483,11 @@ def _strong(x: Any) -> jax.Array:
 def _copy(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, _copied(leaves))
+
+
+def _put_like(tree: Any, like: Any) -> Any:
+    """Puts arrays where others lie, which may be on other devices than the saved."""
+    return jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), tree, like)
 
 
 # Of a list, for the cache of `jit` may take one dataclass for another.

@@ -1,0 +1,193 @@
+"""Lanes over devices: the same calls and the same bits, with some of the lanes on each.
+
+The policy, the records and the totals are programs of all lanes, `[B, ...]`, which XLA
+divides: so a draw for all lanes is that of one device. What is local by nature, the
+step of the environments and their reset, is mapped over the devices by hand.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from envs import keys as env_keys
+from envs.types import EnvStep, Lanes, Space, VectorEnv
+from rollout.collector import Collector
+from rollout.kernel import fence
+
+
+def shard(collector: Collector, mesh: Mesh, axis: str = "lanes") -> Collector:
+    """Spreads the lanes of a collector over the devices of a mesh axis.
+
+        mesh = jax.make_mesh((8,), ("lanes",))
+        collector = rollout.shard(collector, mesh)
+
+    Every method works as on one device, with the same random numbers for any number of
+    devices. Carry and trajectories are sharded over their lanes, from `init` on, and
+    statistics are those of all lanes. In your own `jit` the parameters may be
+    replicated over the same devices. An axis of the type Explicit is taken for Auto:
+    your arrays in that `jit` must be on a mesh of Auto axes.
+
+    The bits are those of one device, but for what XLA rounds otherwise there, in the
+    last place: sums of floats over lanes, as the statistics of `NormalizeObs` are; a
+    division by one number that divides several times, such as the mass of CartPole;
+    and of `collect_padded_episodes` what a network computes for the record alone.
+
+    Steps and streams do not wait for other devices, but where something is of all
+    lanes: the statistics of `NormalizeObs` and `NormalizeReward`, or what a `fn` of
+    `fold_steps` sums. Whole episodes are handed out by one queue, so there the devices
+    tell each other at every step which lanes are done, and each holds all results.
+
+    Args:
+        collector: policy and environments, of `envs.vectorize` or
+            `envs.vectorize_each`, with wrappers around them or not.
+        mesh: the devices.
+        axis: the axis of the mesh that the lanes are spread over; along others they are
+            replicated.
+
+    Returns:
+        A collector of the same lanes.
+
+    Raises:
+        ValueError: if the mesh lacks the axis, if the lanes do not divide by its size,
+            or if the environment is of another kind or spread already; later, if a
+            carry lies on other devices.
+    """
+    if axis not in mesh.shape:
+        raise ValueError(
+            f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
+        )
+    num_envs, num_devices = collector.env.num_envs, mesh.shape[axis]
+    if num_envs % num_devices:
+        below = num_envs // num_devices * num_devices
+        nearest = f"{below} or {below + num_devices}" if below else str(num_devices)
+        raise ValueError(
+            f"`num_envs` must be a multiple of the {num_devices} devices of the axis "
+            f"{axis!r}, got {num_envs}; the nearest are {nearest}."
+        )
+    # Axes of other types would be part of the types of arrays.
+    auto = Mesh(
+        mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim
+    )
+    return collector.replace(env=_spread(collector.env, Spread(auto, axis)))
+
+
+class Spread(NamedTuple):
+    """Where lanes lie."""
+
+    mesh: Mesh
+    axis: str
+
+    @property
+    def num_devices(self) -> int:
+        """How many parts the lanes are in."""
+        return self.mesh.shape[self.axis]
+
+    def place(
+        self, tree: chex.ArrayTree, num_envs: int, *, lane_axis: int = 0
+    ) -> chex.ArrayTree:
+        """Says that what has a lane axis is spread, and that all else is replicated."""
+        shardings = self.shardings(tree, num_envs, lane_axis=lane_axis)
+        return lax.with_sharding_constraint(tree, shardings)
+
+    def shardings(
+        self, tree: chex.ArrayTree, num_envs: int, *, lane_axis: int = 0
+    ) -> chex.ArrayTree:
+        """Where `place` puts each array of a tree."""
+
+        def make(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+            has_lanes = x.shape[lane_axis : lane_axis + 1] == (num_envs,)
+            spec = [*[None] * lane_axis, self.axis] if has_lanes else []
+            return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+        return jax.tree.map(make, tree)
+
+    def map(
+        self, fn: Callable[..., chex.ArrayTree], shared: Any, *lanes: chex.ArrayTree
+    ) -> chex.ArrayTree:
+        """Calls `fn(number of the device, shared, *lanes)` on each device.
+
+        What has no axis is shared too.
+        """
+        own, every = PartitionSpec(self.axis), PartitionSpec()
+        specs = jax.tree.map(lambda x: own if jnp.ndim(x) else every, lanes)
+
+        def local(shared: Any, *lanes: chex.ArrayTree) -> chex.ArrayTree:
+            return fn(lax.axis_index(self.axis), shared, *lanes)
+
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(every, *specs),
+            out_specs=own,
+            check_vma=False,  # the fence around a step makes no difference of it
+        )(shared, *lanes)
+
+
+@struct.dataclass(kw_only=True)
+class _SpreadEnv:
+    """A `VectorEnv` of which every device steps its own lanes."""
+
+    env: VectorEnv
+    spread: Spread = struct.field(pytree_node=False)
+
+    @property
+    def num_envs(self) -> int:
+        return self.env.num_envs
+
+    @property
+    def observation_space(self) -> Space:
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        return self.env.action_space
+
+    def reset(self, keys: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        return self._map(lambda env, keys: env.reset(keys), keys)
+
+    def step(
+        self, keys: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        # Fenced where it is stepped, so that XLA compiles it as on one device.
+        def step(env: VectorEnv, *args: chex.ArrayTree) -> EnvStep:
+            counter = lax.axis_index(self.spread.axis)
+            return fence.step_once(env.step, *args, counter=counter)
+
+        return self._map(step, keys, state, action)
+
+    def reset_done(
+        self, key_fn: Callable[[jax.Array], chex.PRNGKey], done: jax.Array, lanes: Lanes
+    ) -> Lanes:
+        args = key_fn, done, lanes
+        return self._map(lambda env, *args: env.reset_done(*args), *args)
+
+    def _map(
+        self, fn: Callable[..., chex.ArrayTree], *args: chex.ArrayTree
+    ) -> chex.ArrayTree:
+        num_local = self.num_envs // self.spread.num_devices
+        each = (self.env,) if self.env.each else ()
+
+        def local(device: jax.Array, env: Any, *args: chex.ArrayTree) -> chex.ArrayTree:
+            if each:
+                env, *args = args
+            local_env = env_keys.barrier(env.local(num_local, device * num_local))
+            return fn(local_env, *args)
+
+        return self.spread.map(local, () if each else self.env, *each, *args)
+
+
+def _spread(env: VectorEnv, spread: Spread) -> VectorEnv:
+    if hasattr(env, "local"):
+        return _SpreadEnv(env=env, spread=spread)
+    if getattr(env, "spread", None) is None and hasattr(env, "env"):  # a wrapper
+        return env.replace(env=_spread(env.env, spread))
+    raise ValueError(
+        "`collector.env` must be one of `envs.vectorize` or `envs.vectorize_each`, "
+        f"which are not spread yet, got {type(env).__name__}."
+    )

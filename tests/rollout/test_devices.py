@@ -1,0 +1,280 @@
+import functools
+import re
+
+import bits
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv, make_collector, make_env, raw
+from flax import struct
+
+import buffers
+import envs
+import rollout
+
+B = 16
+T = 24
+PARAMS = jnp.float32(0.3)
+KEY = jax.random.key(5)
+
+
+def make_mesh(num_devices, axis="lanes"):
+    devices = jax.devices()[:num_devices]
+    types = {"axis_types": (jax.sharding.AxisType.Auto,)}
+    return jax.make_mesh((num_devices,), (axis,), devices=devices, **types)
+
+
+def shard(collector, num_devices):
+    return rollout.shard(collector, make_mesh(num_devices))
+
+
+def make_case(env_id, policy, auto_reset="compact", num_envs=B):
+    env = make_env(env_id)
+    policy = bits.make_policy(policy, env.action_space)
+    env = envs.vectorize(env, num_envs, auto_reset=auto_reset)
+    return rollout.Collector(env=env, policy=policy)
+
+
+def assert_near(got, want):
+    """Equal but for the last places of floats."""
+    for x, y in zip(jax.tree.leaves(raw(got)), jax.tree.leaves(raw(want)), strict=True):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+        else:
+            np.testing.assert_array_equal(x, y)
+
+
+def assert_same(got, want):
+    got, want = jax.tree.leaves_with_path(raw(got)), jax.tree.leaves(raw(want))
+    for (path, x), y in zip(got, want, strict=True):
+        assert x.dtype == y.dtype
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=name)
+
+
+def collectives(program, *args):
+    """Operations between devices in what XLA made of a program."""
+    text = jax.jit(program).lower(*args).compile().as_text()
+    names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    return set(re.findall(rf" ({names})(?:-start)?\(", text))
+
+
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_steps_have_the_bits_of_one_device(num_devices):
+    collector = make_collector("count", B)
+    spread = shard(collector, num_devices)
+    want = collector.collect_steps(collector.init(KEY), None, T)
+    carry = spread.init(KEY)
+    assert_same(carry, collector.init(KEY))
+    assert_same(spread.collect_steps(carry, None, T), want)
+
+
+CASES = {
+    "recurrent": ("count", "recurrent"),  # that explores
+    "select": ("count", "recurrent", "select"),
+    "box": ("Pendulum-v1", "recurrent"),
+    "image": ("Breakout-MinAtar", "net"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "devices"), [("recurrent", (4,)), ("box", (2, 8)), ("image", (2,))]
+)
+def test_every_field_has_the_bits_of_one_device(name, devices):
+    collector = make_case(*CASES[name])
+    want = collector.collect_steps(collector.init(KEY), PARAMS, T)
+    for num_devices in devices:
+        spread = shard(collector, num_devices)
+        got = spread.collect_steps(spread.init(KEY), PARAMS, T)
+        assert_same(got, want)
+
+
+def methods(collector, carry):
+    """What the other methods give."""
+    buffer = buffers.ReplayBuffer(capacity=8 * B, num_envs=B)
+    kinds = jax.eval_shape(collector.step, carry, PARAMS)[1]
+    example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)
+    empty = buffer.init(example)
+    steps = functools.partial(collector.fold_steps, num_steps=T)
+    limit = {"max_steps": 15}
+    return {
+        "step": collector.step(carry, PARAMS),
+        "fold": steps(carry, PARAMS, buffer.add, empty),
+        "episodes": collector.collect_episodes(carry, PARAMS, 3 * B + 1, **limit),
+        "per env": collector.collect_episodes_per_env(carry, PARAMS, 2, **limit),
+        "padded": collector.collect_padded_episodes(
+            carry, PARAMS, 2 * B + 3, max_length=15
+        ),
+    }
+
+
+@pytest.mark.slow
+def test_a_number_that_divides_twice_makes_a_last_place_of_several_devices():
+    collector = make_case("CartPole-v1", "net")
+    results = []
+    for num_devices in (2, 8):
+        spread = shard(collector, num_devices)
+        results.append(spread.collect_steps(spread.init(KEY), PARAMS, T))
+    want = collector.collect_steps(collector.init(KEY), PARAMS, T)
+    assert_near(results[0], want)
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.slow
+def test_every_method_has_the_bits_of_one_device():
+    collector = make_case(*CASES["select"])
+    spread = shard(collector, 2)
+    got = methods(spread, spread.init(KEY))
+    want = methods(collector, collector.init(KEY))
+    for method in want:
+        assert_same(got[method], want[method])
+
+
+def make_stream(collector, **options):
+    options = {"steps_per_batch": 2 * B + 5, "total_steps": 7 * B, **options}
+    return rollout.Stream(collector, key=KEY, params=PARAMS, **options)
+
+
+@pytest.mark.slow
+def test_stream_goes_on_over_another_number_of_devices(tmp_path):
+    collector = make_case("count", "recurrent")
+    with make_stream(collector, warmup_steps=B + 3) as stream:
+        want = list(stream)
+    with make_stream(shard(collector, 2), warmup_steps=B + 3) as first:
+        got = [next(first), next(first)]
+        rollout.checkpoint.save(tmp_path, first.state())
+    with make_stream(shard(collector, 4), warmup_steps=B + 3) as second:
+        state = rollout.checkpoint.restore(tmp_path, second.state())
+        second.restore(state)
+        got += list(second)
+    for a, b in zip(got, want, strict=True):
+        assert_same(a.trajectory, b.trajectory)
+        assert (a.steps, a.warmup_steps) == (b.steps, b.warmup_steps)
+    assert len(got[-1].trajectory.reward.sharding.device_set) == 4
+
+
+@pytest.mark.slow
+def test_batches_land_where_they_are_wanted_and_memory_is_used_again():
+    collector = make_case("count", "net")
+    options = {"prefetch": 1, "steps_per_batch": 2 * B}
+    with make_stream(collector, **options) as stream:
+        want = [jax.device_get(raw(x.trajectory)) for x in stream]
+    spread = shard(collector, 4)
+    for more in ({"recycle": True}, {"placement": "host"}):
+        with make_stream(spread, **options, **more) as stream:
+            got = [jax.device_get(raw(x.trajectory)) for x in stream]
+        assert_same(got, want)
+
+
+@pytest.mark.slow
+def test_evaluation_inside_jit_beside_replicated_parameters():
+    collector = make_case("count", "net")
+    mesh = make_mesh(4)
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    params = jax.device_put(PARAMS, everywhere)
+
+    def run(collector, params):
+        return rollout.evaluate(collector, KEY, params, 2 * B, max_steps=20)
+
+    got = jax.jit(run)(shard(collector, 4), params)
+    want = jax.jit(run)(collector, PARAMS)
+    assert_near(got, want)
+
+
+@pytest.mark.slow
+def test_devices_tell_each_other_nothing_in_the_loop_over_time():
+    def run(collector, carry):
+        return collector.collect_steps(carry, PARAMS, 4)
+
+    # Of a block of draws a device has all or a part, or a few of its own.
+    cases = ("random", 1024), ("random", 2048), ("recurrent", B)
+    for policy, num_envs in cases:
+        spread = shard(make_case("count", policy, num_envs=num_envs), 2)
+        assert collectives(run, spread, spread.init(KEY)) == set()
+    collector = make_collector("CartPole-v1", B)
+    collector = collector.replace(env=envs.NormalizeObs(collector.env))
+    spread = shard(collector, 2)
+    assert collectives(run, spread, spread.init(KEY)) == {"all-reduce"}
+    want = collector.collect_steps(collector.init(KEY), PARAMS, 4)
+    assert_near(spread.collect_steps(spread.init(KEY), PARAMS, 4), want)
+
+
+@pytest.mark.slow
+def test_parameters_per_lane_and_numbers_of_episodes_follow_their_lanes():
+    env = jax.vmap(lambda limit: CountEnv(limit=limit))(3 + jnp.arange(B) % 5)
+    env = envs.vectorize_each(env, B)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    spread = shard(collector, 4)
+    want = collector.collect_steps(collector.init(KEY), None, T)
+    assert_same(spread.collect_steps(spread.init(KEY), None, T), want)
+
+    env = envs.vectorize(LevelEnv(), B)
+    collector = rollout.Collector(env=env, policy=policy)
+    spread = shard(collector, 4)
+    want = collector.collect_steps(collector.init(KEY), None, T)
+    assert want[1].obs[0].ravel().tolist() == list(range(B))
+    assert_same(spread.collect_steps(spread.init(KEY), None, T), want)
+
+
+@struct.dataclass(kw_only=True)
+class LevelEnv(CountEnv):
+    """Shows at reset which episode it plays."""
+
+    level: jax.Array = 0
+
+    def at_episode(self, number):
+        return self.replace(level=number)
+
+    def reset(self, key):
+        state, obs = super().reset(key)
+        return state, obs + jnp.float32(self.level)
+
+
+def test_no_device_holds_all_lanes():
+    num_devices, num_envs = 8, 512
+    spread = shard(make_collector("CartPole-v1", num_envs), num_devices)
+    init = jax.jit(lambda collector: collector.init(KEY)).lower(spread).compile()
+    whole = make_collector("CartPole-v1", num_envs)
+    plain = jax.jit(lambda collector: collector.init(KEY)).lower(whole).compile()
+    mine, all_of_it = init.memory_analysis(), plain.memory_analysis()
+    assert mine.output_size_in_bytes < all_of_it.output_size_in_bytes / 6
+    assert mine.temp_size_in_bytes < all_of_it.temp_size_in_bytes / 2
+    carry = init(spread)
+    for leaf in jax.tree.leaves(raw(carry)):
+        if leaf.shape[:1] == (num_envs,):
+            shapes = {shard.data.shape for shard in leaf.addressable_shards}
+            assert shapes == {(num_envs // num_devices, *leaf.shape[1:])}
+
+
+def test_lanes_that_do_not_divide_are_refused_with_the_nearest_that_do():
+    with pytest.raises(ValueError, match=r"of the 4 devices .* got 6; .* are 4 or 8"):
+        shard(make_collector("count", 6), 4)
+    with pytest.raises(ValueError, match="got 2; the nearest are 4"):
+        shard(make_collector("count", 2), 4)
+
+
+def test_other_axes_and_environments_are_refused():
+    collector = make_collector("count", 8)
+    with pytest.raises(ValueError, match="`axis` must be one of the mesh, x, got 'la"):
+        rollout.shard(collector, make_mesh(2, "x"))
+    with pytest.raises(ValueError, match="which are not spread yet, got _SpreadEnv"):
+        shard(shard(collector, 2), 2)
+
+
+def test_carry_on_other_devices_is_refused():
+    collector = make_collector("count", 8)
+    carry = shard(collector, 2).init(KEY)
+    other = shard(collector, 4)
+    fold = functools.partial(other.fold_steps, num_steps=2)
+    for call in (
+        lambda: other.step(carry, None),
+        lambda: other.collect_steps(carry, None, 2),
+        lambda: other.collect_episodes(carry, None, 2, max_steps=3),
+        lambda: other.collect_padded_episodes(carry, None, 2, max_length=3),
+        lambda: fold(carry, None, lambda acc, _: acc, 0),
+    ):
+        with pytest.raises(ValueError, match="collector, 0, 1, 2, 3, got 0, 1;"):
+            call()
