@@ -156,7 +156,9 @@ class _SpreadEnv:
     ) -> EnvStep:
         # Fenced where it is stepped, so that XLA compiles it as on one device.
         def step(env: VectorEnv, *args: chex.ArrayTree) -> EnvStep:
-            counter = lax.axis_index(self.spread.axis)
+            leaves = jax.tree.leaves(env_keys.words(args[1:]))
+            some = next(x for x in leaves if x.size)  # any number, not known before
+            counter = some.ravel()[0].astype(jnp.int32)
             return fence.step_once(env.step, *args, counter=counter)
 
         return self._map(step, keys, state, action)

@@ -80,7 +80,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "devices"), [("recurrent", (4,)), ("box", (2, 8)), ("image", (2,))]
+    ("name", "devices"), [("recurrent", (4,)), ("box", (1, 2, 8)), ("image", (2,))]
 )
 def test_every_field_has_the_bits_of_one_device(name, devices):
     collector = make_case(*CASES[name])
