@@ -37,7 +37,6 @@ from machine import LOOP_FLAG, machine
 
 import envs
 import rollout
-from envs import keys
 from rollout import kernel
 
 ENVS = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "Breakout-MinAtar")
@@ -129,9 +128,8 @@ def bare_loop(case: Case, policy: rollout.Policy | None) -> tuple:
 
     def run(carry: Any, params: Any) -> tuple[Any, Any]:
         def step(carry: Any, _: None) -> tuple[Any, Any]:
-            fenced = keys.barrier(env)  # as `kernel.step` does
-            decision = kernel._act(fenced, policy, carry, params)
-            result = kernel._step_env(fenced, carry, decision.action)
+            decision = kernel.act(env, policy, carry, params)
+            result = kernel.step_env(env, carry, decision.action)
             length = carry.episode.episode_length
             out = (
                 carry.obs,
