@@ -12,7 +12,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {"README.md": README} | {f"docs/{p.name}": p.read_text() for p in PAGES}
-SLOW = ("docs/buffers.md", "docs/devices.md", "docs/episodes.md", "docs/training.md")
+SLOW = tuple(
+    f"docs/{x}.md"
+    for x in ("buffers", "devices", "environments", "episodes", "training")
+)
 
 
 def blocks(text: str) -> list[str]:

@@ -329,8 +329,11 @@ class Stream:
         next_params = None
         if self._options.prefetch and next_version != _NEWEST:
             next_params = self._own(state["next_params"]), next_version
+        carry = _copy(state["carry"])
+        if getattr(self._collector.env, "spread", None) is not None:
+            carry = _put_like(carry, self._at.carry)
         at = Position(
-            carry=_copy(_put_like(state["carry"], self._at.carry)),
+            carry=carry,
             totals=np.array(state["totals"], np.float64),
             recent=np.array(state["recent"], np.float32),
             steps=steps,
@@ -486,7 +489,7 @@ def _copy(tree: Any) -> Any:
 
 
 def _put_like(tree: Any, like: Any) -> Any:
-    """Puts arrays where others lie, which may be on other devices than the saved."""
+    """Puts arrays where others lie: what was saved may come from other devices."""
     return jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), tree, like)
 
 

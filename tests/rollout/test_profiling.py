@@ -46,6 +46,7 @@ def hard_policy(params, obs, key):
     return jnp.zeros(obs.shape[0], jnp.int32), {"value": obs[:, 0] + work(obs)}
 
 
+@pytest.mark.slow
 def test_work_of_the_environment_shows_as_env_step(count_operations):
     env = envs.vectorize(HardEnv(), 4)
     policy = rollout.random_policy(env.action_space)
@@ -55,6 +56,7 @@ def test_work_of_the_environment_shows_as_env_step(count_operations):
     assert profile.whole > 100 * others
 
 
+@pytest.mark.slow
 def test_work_of_the_policy_shows_as_policy(count_operations):
     env = envs.vectorize(CountEnv(), 4)
     policy = rollout.stateless_policy(hard_policy)
