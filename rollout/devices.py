@@ -190,6 +190,6 @@ def _spread(env: VectorEnv, spread: Spread) -> VectorEnv:
     if getattr(env, "spread", None) is None and hasattr(env, "env"):  # a wrapper
         return env.replace(env=_spread(env.env, spread))
     raise ValueError(
-        "`collector.env` must be made by `envs.vectorize` or `envs.vectorize_each`, and "
-        f"not be spread already, got {type(env).__name__}."
+        "`collector.env` must be made by `envs.vectorize` or `envs.vectorize_each`, "
+        f"and not be spread already, got {type(env).__name__}."
     )

@@ -12,10 +12,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {"README.md": README} | {f"docs/{p.name}": p.read_text() for p in PAGES}
-SLOW = tuple(
-    f"docs/{x}.md"
-    for x in ("buffers", "devices", "environments", "episodes", "training")
-)
+SLOW_PAGES = ("buffers", "devices", "environments", "episodes", "training")
+SLOW = [f"docs/{page}.md" for page in SLOW_PAGES]
 
 
 def blocks(text: str) -> list[str]:

@@ -259,7 +259,7 @@ def test_other_axes_and_environments_are_refused():
     collector = make_collector("count", 8)
     with pytest.raises(ValueError, match="`axis` must be one of the mesh, x, got 'la"):
         rollout.shard(collector, make_mesh(2, "x"))
-    with pytest.raises(ValueError, match="not be spread already, got _SpreadEnv"):
+    with pytest.raises(ValueError, match="and not be spread already, got _Spr"):
         shard(shard(collector, 2), 2)
 
 
