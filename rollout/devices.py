@@ -6,7 +6,7 @@ step of the environments and their reset, is mapped over the devices by hand.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -108,27 +108,6 @@ class Spread(NamedTuple):
 
         return jax.tree.map(make, tree)
 
-    def map(
-        self, fn: Callable[..., chex.ArrayTree], shared: Any, *lanes: chex.ArrayTree
-    ) -> chex.ArrayTree:
-        """Calls `fn(number of the device, shared, *lanes)` on each device.
-
-        What has no axis is shared too.
-        """
-        own, every = PartitionSpec(self.axis), PartitionSpec()
-        specs = jax.tree.map(lambda x: own if jnp.ndim(x) else every, lanes)
-
-        def local(shared: Any, *lanes: chex.ArrayTree) -> chex.ArrayTree:
-            return fn(lax.axis_index(self.axis), shared, *lanes)
-
-        return jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=(every, *specs),
-            out_specs=own,
-            check_vma=False,  # the fence around a step makes no difference of it
-        )(shared, *lanes)
-
 
 @struct.dataclass(kw_only=True)
 class _SpreadEnv:
@@ -173,16 +152,23 @@ class _SpreadEnv:
     def _map(
         self, fn: Callable[..., chex.ArrayTree], *args: chex.ArrayTree
     ) -> chex.ArrayTree:
-        num_local = self.num_envs // self.spread.num_devices
-        each = (self.env,) if self.env.each else ()
+        """Calls `fn(env of its lanes, *args)` on each device; scalars are shared."""
+        spread = self.spread
+        own, every = PartitionSpec(spread.axis), PartitionSpec()
+        num_local = self.num_envs // spread.num_devices
 
-        def local(device: jax.Array, env: Any, *args: chex.ArrayTree) -> chex.ArrayTree:
-            if each:
-                env, *args = args
-            local_env = env_keys.barrier(env.local(num_local, device * num_local))
-            return fn(local_env, *args)
+        def local(env: VectorEnv, *args: chex.ArrayTree) -> chex.ArrayTree:
+            first_lane = lax.axis_index(spread.axis) * num_local
+            return fn(env_keys.barrier(env.local(num_local, first_lane)), *args)
 
-        return self.spread.map(local, () if each else self.env, *each, *args)
+        specs = jax.tree.map(lambda x: own if jnp.ndim(x) else every, args)
+        return jax.shard_map(
+            local,
+            mesh=spread.mesh,
+            in_specs=(own if self.env.each else every, *specs),
+            out_specs=own,
+            check_vma=False,  # the branches of the fence vary unlike
+        )(self.env, *args)
 
 
 def _spread(env: VectorEnv, spread: Spread) -> VectorEnv:
