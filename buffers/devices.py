@@ -1,0 +1,203 @@
+"""A buffer over devices: each holds some of the lanes, and draws from those."""
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from buffers.replay import ReplayBuffer
+from buffers.types import Batch, RingState, Sequences
+
+
+def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer:
+    """Spreads the lanes of a replay buffer over the devices of a mesh axis.
+
+        buffer = buffers.shard(buffers.ReplayBuffer(capacity, num_envs), mesh)
+
+    The state is that of `buffer`, sharded over its lanes from `init` on, with the same
+    bits after `add`. `add` and samples stay on their device, but for one number that is
+    summed. Each device draws its share of a sample, `batch_size` divided by the number
+    of devices, evenly from its own rows, and the batch is sharded likewise. So every
+    stored row has the same chance where all devices hold as many; where they do not, as
+    after masked rows, `weights` are the number of rows that the device holds divided by
+    the mean over devices: a mean of losses with these weights is that of an even draw.
+
+    What is not `add`, `sample`, `sample_sequences` or `can_sample` has the meaning it
+    has on one device, but may gather the rows.
+
+    Args:
+        buffer: a `ReplayBuffer` with `successor="stored"`.
+        mesh: the devices.
+        axis: the axis of the mesh that the lanes are spread over.
+
+    Returns:
+        A buffer with the methods of `ReplayBuffer`. A `batch_size` must be a multiple
+        of the number of devices.
+
+    Raises:
+        ValueError: if the mesh lacks the axis, if the lanes do not divide by its size,
+            or if the buffer is of another kind.
+    """
+    if axis not in mesh.shape:
+        raise ValueError(
+            f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
+        )
+    if type(buffer) is not ReplayBuffer or buffer.successor != "stored":
+        raise ValueError(
+            '`buffer` must be a `ReplayBuffer` with successor="stored", got '
+            f"{type(buffer).__name__} with {buffer.successor!r}."
+        )
+    _divide("num_envs", buffer.num_envs, mesh.shape[axis])
+    # As in `rollout.shard`: axes of other types would be part of the types of arrays.
+    types = (AxisType.Auto,) * mesh.devices.ndim
+    return _Sharded(
+        capacity=buffer.capacity,
+        num_envs=buffer.num_envs,
+        mesh=Mesh(mesh.devices, mesh.axis_names, axis_types=types),
+        axis=axis,
+    )
+
+
+@struct.dataclass
+class _Sharded(ReplayBuffer):
+    """A `ReplayBuffer` of which every device keeps its own lanes."""
+
+    mesh: Mesh = struct.field(pytree_node=False, kw_only=True)
+    axis: str = struct.field(pytree_node=False, kw_only=True)
+
+    @property
+    def _num_devices(self) -> int:
+        return self.mesh.shape[self.axis]
+
+    @property
+    def _local(self) -> ReplayBuffer:
+        """The buffer of one device."""
+        num_envs = self.num_envs // self._num_devices
+        return ReplayBuffer(self.num_slots * num_envs, num_envs)
+
+    @property
+    def _first(self) -> PartitionSpec:
+        """Spread along the first axis."""
+        return PartitionSpec(self.axis)
+
+    @property
+    def _second(self) -> PartitionSpec:
+        """Spread along the second axis, after that of time."""
+        return PartitionSpec(None, self.axis)
+
+    @property
+    def _ring(self) -> RingState:
+        return RingState(experience=self._second, head=self._first, size=self._first)
+
+    def _init(self, transition: chex.ArrayTree, params: Any) -> RingState:
+        def make() -> RingState:
+            return ReplayBuffer._init(self, transition, params)
+
+        where = jax.tree.map(
+            lambda x: NamedSharding(
+                self.mesh, self._second if x.ndim > 1 else self._first
+            ),
+            jax.eval_shape(make),
+        )
+        return jax.jit(make, out_shardings=where)()
+
+    def _add(
+        self, state: RingState, rows: chex.ArrayTree, mask: jax.Array
+    ) -> RingState:
+        specs = self._ring, self._second, self._second
+        return self._map(self._local._add, specs, self._ring)(state, rows, mask)
+
+    def _can_sample(
+        self, state: RingState, batch_size: int, stack: int | None
+    ) -> jax.Array:
+        share = self._share(batch_size)
+
+        def can(state: RingState) -> jax.Array:
+            return self._local._can_sample(state, share, stack)[None]
+
+        return jnp.all(self._map(can, (self._ring,), self._first)(state))
+
+    def _sample(
+        self,
+        state: RingState,
+        key: chex.PRNGKey,
+        gamma: jax.Array | None,
+        *,
+        batch_size: int,
+        **options: Any,
+    ) -> Batch:
+        options["batch_size"] = self._share(batch_size)
+
+        def draw(key: chex.PRNGKey, state: RingState, gamma: Any) -> Batch:
+            return self._local._sample(state, key, gamma, **options)
+
+        return self._draw_apart(draw, self._first, state, key, gamma)
+
+    def _sample_sequences(
+        self, state: RingState, key: chex.PRNGKey, *, batch_size: int, length: int
+    ) -> Sequences:
+        options = {"batch_size": self._share(batch_size), "length": length}
+
+        def draw(key: chex.PRNGKey, state: RingState) -> Sequences:
+            return self._local._sample_sequences(state, key, **options)
+
+        where = Sequences(
+            experience=self._second,
+            mask=self._second,
+            policy_state=self._first,
+            indices=self._first,
+            weights=self._first,
+        )
+        return self._draw_apart(draw, where, state, key)
+
+    def _draw_apart(
+        self,
+        draw: Callable[..., Batch | Sequences],
+        where: chex.ArrayTree,
+        state: RingState,
+        key: chex.PRNGKey,
+        *args: Any,
+    ) -> Batch | Sequences:
+        """Draws on every device, with a key of its own and rows of its own."""
+
+        def local(state: RingState, key: chex.PRNGKey, *args: Any) -> Batch | Sequences:
+            device = lax.axis_index(self.axis)
+            batch = draw(jax.random.fold_in(key, device), state, *args)
+            slot, lane = jnp.divmod(batch.indices, state.num_envs)
+            lane = lane + device * state.num_envs
+            held = jnp.sum(state.size).astype(jnp.float32)
+            even = lax.pmean(held, self.axis)
+            return batch.replace(
+                indices=slot * self.num_envs + lane,
+                weights=batch.weights * held / jnp.maximum(even, 1.0),
+            )
+
+        shared = (PartitionSpec(),) * (1 + len(args))
+        return self._map(local, (self._ring, *shared), where)(state, key, *args)
+
+    def _map(
+        self, fn: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        return jax.shard_map(
+            fn,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,  # the loops that write in place start from constants
+        )
+
+    def _share(self, batch_size: int) -> int:
+        _divide("batch_size", batch_size, self._num_devices)
+        return batch_size // self._num_devices
+
+
+def _divide(name: str, number: int, num_devices: int) -> None:
+    if number % num_devices:
+        raise ValueError(
+            f"`{name}` must be a multiple of the {num_devices} devices, got {number}."
+        )
