@@ -36,8 +36,9 @@ def shard(collector: Collector, mesh: Mesh, axis: str = "lanes") -> Collector:
     The bits are those of one device, but for what XLA rounds otherwise there, in the
     last place: sums of floats over lanes, as the statistics of `NormalizeObs` are; a
     division by one number that divides several times, such as the mass of CartPole;
-    and of `collect_padded_episodes` what a network computes for the record alone. Where
-    states differ so, choices and endings do too, after enough steps.
+    anything where a device has one lane only; and of `collect_padded_episodes` what a
+    network computes for the record alone. Where states differ so, choices and endings
+    do too, after enough steps.
 
     Steps and streams do not wait for other devices, but where something is of all
     lanes: the statistics of `NormalizeObs` and `NormalizeReward`, or what a `fn` of

@@ -27,6 +27,7 @@ def pytest_configure(config):
         jax.config.update(name.lower(), value)
     # Devices in name: all share the cores.
     jax.config.update("jax_num_cpu_devices", 8)
+    assert jax.device_count() == 8  # from here on they are as they are
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -17,15 +17,16 @@ _MAX_STEPS = 1_000_000  # so that a run ends even if an episode never does
 _MAX_STEPS_DRAWN = 500  # a frame takes about a tenth of a second
 _INT32_MAX = 2**31 - 1  # lanes and steps are counted in int32
 _SEED_MAX = 2**32 - 1  # jax takes a longer one and drops its upper bits
+_MAX_DEVICES = 1024  # jax starts a thread for each device of a CPU
 _NUM_ENVS, _NUM_STEPS = 1024, 1000
 _FIGURE_KINDS = (".pdf", ".png", ".svg")
 
 
-_USAGE = """%(prog)s ENV [--num-envs N] [--seed N] [--env-param NAME=VALUE]
-    [--xla-cpu-loop] and one of
+_USAGE = """%(prog)s ENV [--num-envs N] [--devices N] [--seed N]
+    [--env-param NAME=VALUE] [--xla-cpu-loop] and one of
         [--num-steps N] [--save FILE] [--plot FILE] [--profile DIR]
         --num-episodes N [--max-steps N] [--plot FILE]
-        --gif FILE [--max-steps N], without --num-envs
+        --gif FILE [--max-steps N], without --num-envs and --devices
        %(prog)s --list-envs"""
 
 
@@ -138,6 +139,13 @@ def _add_kinds_of_run(parser: argparse.ArgumentParser) -> None:
     add, count = parser.add_argument, _int_within(1, _INT32_MAX)
     envs_help = f"lanes side by side ({_NUM_ENVS}, at most --num-episodes)"
     add("--num-envs", type=count, help=envs_help)
+    add(
+        "--devices",
+        type=_parse_devices,
+        metavar="N",
+        help="devices that the lanes are spread over, or all (on a CPU what is fastest "
+        "for so many lanes; else 1)",
+    )
     add_run = parser.add_mutually_exclusive_group().add_argument
     add_run("--num-steps", type=count, help=f"steps of every lane ({_NUM_STEPS})")
     add_run("--num-episodes", type=count, help="play exactly so many episodes instead")
@@ -167,6 +175,13 @@ def _int_within(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def _parse_devices(text: str) -> int | str:
+    try:
+        return text if text == "all" else _int_within(1, _MAX_DEVICES)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or all") from None
+
+
 def _parse_parameter(text: str) -> tuple[str, Any]:
     name, equals, literal = text.partition("=")
     if not name.isidentifier() or not equals:
@@ -184,7 +199,7 @@ def _check_combination(args: argparse.Namespace) -> None:
     if args.gif:
         reason = "not allowed with argument --gif"
         refused = {"num-envs": args.num_envs, "save": args.save, "plot": args.plot}
-        refused["profile"] = args.profile
+        refused |= {"profile": args.profile, "devices": args.devices}
     elif args.num_episodes:
         reason = "not allowed with argument --num-episodes"
         refused = {"save": args.save, "profile": args.profile}

@@ -12,6 +12,7 @@ import numpy as np
 import envs
 from envs.render import check_render
 from rollout.cli.arguments import InputError, naming_parameters
+from rollout.cli.devices import spread
 from rollout.collector import Collector
 from rollout.policies.basic import random_policy
 from rollout.stats import CollectStats, summarize
@@ -42,6 +43,7 @@ def play(args: argparse.Namespace) -> Played:
     with naming_parameters(args):
         env = envs.make_vec(args.env, args.num_envs, **dict(args.env_param))
         collector = Collector(env=env, policy=random_policy(env.action_space))
+        collector = spread(collector, args.devices)
         start = time.perf_counter()
         carry = collector.init(jax.random.key(args.seed))
         counts = {"num_episodes": args.num_episodes, "max_steps": args.max_steps}

@@ -20,7 +20,7 @@ import numpy as np
 
 import envs
 from buffers.io import whole_file
-from rollout.cli import episodes, figure, report, steps
+from rollout.cli import devices, episodes, figure, report, steps
 from rollout.cli.arguments import (
     XLA_CPU_LOOP,
     InputError,
@@ -94,6 +94,7 @@ def _main(args: argparse.Namespace) -> int:
     args = with_defaults(args)
     if args.gif:
         return _run_gif(args)
+    args.devices = devices.start(args)
     return _run_episodes(args) if args.num_episodes else _run_steps(args)
 
 

@@ -82,7 +82,8 @@ def _print_run(args: argparse.Namespace) -> None:
     kind = "" if device.device_kind == device.platform else f" ({device.device_kind})"
     params = ", ".join(f"{name}={value!r}" for name, value in args.env_param)
     print_row("environment", args.env + (f" ({params})" if params else ""))
-    print_row("device", device.platform + kind)
+    count = "" if args.gif or args.devices == 1 else f", {args.devices} devices"
+    print_row("device", device.platform + kind + count)
     print_row("jax", jax.__version__)
     if XLA_CPU_LOOP in os.environ.get("XLA_FLAGS", ""):
         print_row("xla cpu loop", "on")

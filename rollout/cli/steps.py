@@ -11,6 +11,7 @@ import numpy as np
 
 import envs
 from rollout.cli.arguments import naming_parameters
+from rollout.cli.devices import spread
 from rollout.collector import Collector
 from rollout.policies.basic import random_policy
 from rollout.profiling import Profile
@@ -44,9 +45,10 @@ class Result(NamedTuple):
 
 
 def make_collector(args: argparse.Namespace) -> Collector:
-    """Makes the environments, and the random policy in them."""
+    """Makes the environments, with the random policy in them, on their devices."""
     env = envs.make_vec(args.env, args.num_envs, **dict(args.env_param))
-    return Collector(env=env, policy=random_policy(env.action_space))
+    collector = Collector(env=env, policy=random_policy(env.action_space))
+    return spread(collector, args.devices)
 
 
 def collect(args: argparse.Namespace) -> Result:

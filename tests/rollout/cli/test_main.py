@@ -17,7 +17,7 @@ from PIL import Image
 
 import envs
 from rollout import Collector, Episodes, random_policy, summarize
-from rollout.cli import figure, report, steps
+from rollout.cli import devices, figure, report, steps
 from rollout.cli.arguments import (
     XLA_CPU_LOOP,
     InputError,
@@ -547,6 +547,9 @@ def test_list_envs_prints_one_id_per_line(capsys):
         (["MemoryChain-bsuite", "--gif=a.gif"], "got MemoryChain-bsuite."),
         (["CartPole", "--num-episodes=3"], "The nearest are CartPole-v1"),
         (["CartPole", "--gif=a.gif"], "The nearest are CartPole-v1"),
+        ([*RUN, "--devices=2000"], "must be an int from 1 to 1024, got '2000', or all"),
+        ([*RUN, "--devices=3"], "argument --devices: must divide --num-envs 4, got 3"),
+        ([*RUN, "--devices=1000"], "argument --devices: there are "),
         ([*RUN, "--nothing"], "unrecognized arguments: --nothing"),
     ],
 )
@@ -662,6 +665,37 @@ def test_loop_flag_is_added_to_the_flags_that_are_set(monkeypatch, capsys):
 
 
 @slow
+def test_number_of_devices_changes_no_row(tmp_path):
+    argv = ["Pendulum-v1", "--num-envs=8", "--num-steps=5", "--save"]
+    saved = []
+    for number in ("1", "4"):
+        path = tmp_path / f"{number}.npz"
+        assert main([*argv, str(path), "--devices", number]) == 0
+        saved.append(dict(np.load(path)))
+    assert saved[0].keys() == FIELDS
+    for name in FIELDS:
+        np.testing.assert_array_equal(saved[1][name], saved[0][name])
+
+
+@pytest.mark.parametrize(
+    ("argv", "cpus", "number"),
+    [
+        ([], 2, 1),
+        (["--num-envs=4096"], 2, 2),
+        (["--num-envs=4096"], 16, 2),
+        (["--num-envs=12289"], 4, 1),  # a prime
+        (["--num-envs=4096", "--num-episodes=5000"], 2, 1),
+        (["--devices=all"], 4, 4),
+        (["--devices=8"], 4, 8),
+    ],
+)
+def test_devices_are_by_default_what_is_fastest(argv, cpus, number, monkeypatch):
+    monkeypatch.setattr(devices, "_count_cpus", lambda: cpus)
+    args = with_defaults(make_parser().parse_args(["CartPole-v1", *argv]))
+    assert devices.start(args) == number
+
+
+@slow
 def test_flags_are_set_before_the_backend_starts():
     code = (
         "import rollout.__main__, jax._src.xla_bridge as bridge; "
@@ -682,11 +716,13 @@ def test_module_runs_as_a_program(monkeypatch, capsys):
 @slow
 def test_process_with_the_loop_flag_says_so_and_keeps_stderr_clean(run):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = spawn(*RUN, "--num-steps=20", "--xla-cpu-loop", **pipes)
+    options = ["--num-steps=20", "--xla-cpu-loop", "--devices=2"]
+    process = spawn(*RUN, *options, **pipes)
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (0, "")
-    assert read_table(stdout)["xla cpu loop"] == "on"
-    assert "xla cpu loop" not in run.table
+    table = read_table(stdout)
+    assert (table["xla cpu loop"], table["device"]) == ("on", "cpu, 2 devices")
+    assert (run.table["device"], "xla cpu loop" in run.table) == ("cpu", False)
 
 
 @slow
