@@ -14,7 +14,7 @@ reset key would then hold the keys of its own first steps (`split(key)[i]` is
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import chex
 import jax
@@ -143,6 +143,11 @@ class VectorEnv(Protocol):
             `lanes` with new episode key, state and observation where `done`, and
             every other lane as it was, bit for bit.
         """
+
+
+def spread_of(env: VectorEnv) -> Any:
+    """Where the lanes lie if they are spread over devices; else None."""
+    return getattr(env, "spread", None)
 
 
 def node_types(tree: chex.ArrayTree) -> tuple[type, ...]:

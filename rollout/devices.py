@@ -43,7 +43,7 @@ def shard(collector: Collector, mesh: Mesh, axis: str = "lanes") -> Collector:
     Steps and streams do not wait for other devices, but where something is of all
     lanes: the statistics of `NormalizeObs` and `NormalizeReward`, or what a `fn` of
     `fold_steps` sums. Whole episodes are handed out by one queue, so there the devices
-    tell each other at every step which lanes are done, and each holds all results.
+    tell each other at every step how many lanes are done, and each has all results.
 
     Args:
         collector: policy and environments, of `envs.vectorize` or
@@ -96,6 +96,11 @@ class Spread(NamedTuple):
         """Says that what has a lane axis is spread, and that all else is replicated."""
         shardings = self.shardings(tree, num_envs, lane_axis=lane_axis)
         return lax.with_sharding_constraint(tree, shardings)
+
+    def replicate(self, tree: chex.ArrayTree) -> chex.ArrayTree:
+        """Says that every device has all of it."""
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return lax.with_sharding_constraint(tree, everywhere)
 
     def shardings(
         self, tree: chex.ArrayTree, num_envs: int, *, lane_axis: int = 0

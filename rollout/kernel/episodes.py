@@ -16,7 +16,7 @@ from flax import struct
 from jax import lax
 
 from envs import keys
-from envs.types import VectorEnv
+from envs.types import VectorEnv, spread_of
 from rollout.kernel import episode_keys, transition
 from rollout.kernel.episode_keys import LaneIds, Start
 from rollout.types import (
@@ -38,9 +38,9 @@ class Plan(NamedTuple):
 
     num_episodes: int  # N
     first: jax.Array  # [B] int32, the episodes that the lanes play first
-    # Those that they play, where these are over, and how many have started, to those
-    # that they play next, and how many have started then.
-    next_fn: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    # Those that they play, where these are over, and the first that each device may
+    # take, `[D]`, to those that they play next.
+    next_fn: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     start_fn: Callable[[jax.Array], Start]
     num_queued: int  # how many the call takes from the queue
     after: Start  # the episodes of their own that lanes start when the call is over
@@ -50,12 +50,10 @@ def queue(carry: Carry, lanes: LaneIds, num_episodes: int) -> Plan:
     """All lanes serve one queue: whoever is free takes the next episode."""
     own_id = carry.episode.episode_id
 
-    def take_next(
-        index: jax.Array, over: jax.Array, num_started: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        rank = jnp.cumsum(over, dtype=jnp.int32)
-        taken = jnp.where(over, num_started + rank - 1, index)
-        return taken, num_started + rank[-1]
+    def take_next(index: jax.Array, over: jax.Array, before: jax.Array) -> jax.Array:
+        rank = jnp.cumsum(_parts(over, before.size), axis=1, dtype=jnp.int32)
+        taken = (before[:, None] + rank - 1).reshape(over.shape)
+        return jnp.where(over, taken, index)
 
     return Plan(
         num_episodes=num_episodes,
@@ -75,10 +73,7 @@ def per_env(carry: Carry, lanes: LaneIds, episodes_per_env: int) -> Plan:
     first_id = carry.episode.episode_id + lanes.total
     return Plan(
         num_episodes=num_episodes,
-        next_fn=lambda index, over, num_started: (
-            jnp.where(over, index + lanes.total, index),
-            num_started,
-        ),
+        next_fn=lambda index, over, _: jnp.where(over, index + lanes.total, index),
         start_fn=lambda index: episode_keys.own_episodes(
             carry.key, lanes, first_id + (index - lanes.number)
         ),
@@ -97,9 +92,11 @@ class _Run:
     index: jax.Array  # [B] int32, the episode that the lane plays next; idle from N on
     over: jax.Array  # [B] bool, the lane starts that episode with the coming step
     num_started: jax.Array  # () int32
-    table: jax.Array  # [N, 3] int32, one row per episode that is over
-    figures: chex.ArrayTree  # [N, ...], its return and what was accumulated
-    num_steps: jax.Array  # () int32
+    num_over: jax.Array  # () int32, of the episodes that count
+    num_wanted: jax.Array  # () int32, how many are played
+    table: jax.Array  # [D, N, 3] int32, one row per episode that is over, by device
+    figures: chex.ArrayTree  # [D, N, ...], its return and what was accumulated
+    num_steps: jax.Array  # () int32, counted with `min_steps`
 
 
 def play(
@@ -116,7 +113,7 @@ def play(
     accumulators: Accumulators = (),
 ) -> tuple[Carry, Acc, Episodes]:
     """Plays the episodes of a plan; see `Collector.fold_episodes`."""
-    figures = {"accumulators": accumulators}
+    figures, spread = {"accumulators": accumulators}, spread_of(env)
 
     # Restart, then step: the other way round the restart of all lanes before the first
     # step would be compiled apart.
@@ -127,34 +124,44 @@ def play(
             env, policy, carry, params, limit=max_steps, **figures
         )
         mask = run.index < plan.num_episodes
-        index, num_started = plan.next_fn(run.index, row.done, run.num_started)
-        num_steps = run.num_steps + jnp.sum(mask, dtype=jnp.int32)
+        flags = (row.done, row.done & mask)
+        if min_steps is not None:
+            flags = (*flags, mask)
+        before, total = _count(spread, *flags)
+        before = run.num_started + before[:, 0]
+        index = plan.next_fn(run.index, row.done, before)
+        num_steps, num_wanted = run.num_steps, run.num_wanted
         if min_steps is not None:  # once there are enough, no episode starts
-            is_over = row.done & (num_steps >= min_steps)
-            index = jnp.where(is_over, plan.num_episodes, index)
+            num_steps += total[2]
+            is_enough = num_steps >= min_steps
+            index = jnp.where(row.done & is_enough, plan.num_episodes, index)
+            started = jnp.minimum(num_wanted, run.num_started)
+            num_wanted = jnp.where(is_enough, started, num_wanted)
         return _Run(
             carry=carry,
             acc=fn(run.acc, _void(row, mask, cut)),
             index=index,
             over=row.done,
-            num_started=num_started,
+            num_started=run.num_started + total[0],
+            num_over=run.num_over + total[1],
+            num_wanted=num_wanted,
             table=_note(run.table, plan.first, run.index, row, cut),
             figures=_note_figures(run.figures, run.index, row),
             num_steps=num_steps,
         )
 
-    run = _before_the_first(plan, carry, acc)
+    run = _before_the_first(plan, carry, acc, spread)
     # Of words, for under `vmap` the loop selects between old and new, which jax's
     # checker of key reuse takes for a use of a key.
     words = lax.while_loop(
-        lambda words: jnp.any(words.index < plan.num_episodes),
+        lambda words: words.num_over < words.num_wanted,
         lambda words: keys.words(step(keys.like(words, run))),
         keys.words(run),
     )
     run = keys.like(words, run)
     everywhere = jnp.ones((env.num_envs,), bool)
     end = transition.restart(env, policy, run.carry, everywhere, plan.after, **figures)
-    played = _read(run.table, run.figures, run.num_steps)
+    played = _read(run.table, run.figures)
     num_queued = plan.num_queued
     if min_steps is not None:
         played = _first(played, min_steps)
@@ -185,21 +192,48 @@ def pad(
     return keys.blank(row, carry.key, (max_length, num_episodes), skip=1), write
 
 
-def _before_the_first(plan: Plan, carry: Carry, acc: Any) -> _Run:
+def _before_the_first(plan: Plan, carry: Carry, acc: Any, spread: Any) -> _Run:
     """The loop before its first step: every lane starts an episode with it."""
+    num_parts = spread.num_devices if spread else 1
+
+    def make(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        table = jnp.zeros((num_parts, plan.num_episodes, *shape), dtype)
+        return spread.place(table, num_parts) if spread else table
+
     return _Run(
         carry=carry,
         acc=acc,
         index=plan.first,
         over=jnp.ones(plan.first.shape, bool),
         num_started=jnp.int32(plan.first.size),
-        table=jnp.zeros((plan.num_episodes, _COLUMNS), jnp.int32),
+        num_over=jnp.int32(0),
+        num_wanted=jnp.int32(plan.num_episodes),
+        table=make((_COLUMNS,), jnp.int32),
         figures=jax.tree.map(
-            lambda x: jnp.zeros((plan.num_episodes, *x.shape[1:]), x.dtype),
-            _figures(carry.episode),
+            lambda x: make(x.shape[1:], x.dtype), _figures(carry.episode)
         ),
         num_steps=jnp.zeros((), jnp.int32),
     )
+
+
+def _parts(lanes: jax.Array, num_parts: int) -> jax.Array:
+    """What lies on each device, `[D, B / D, ...]`: all of it on one."""
+    return lanes.reshape(num_parts, -1, *lanes.shape[1:])
+
+
+def _count(spread: Any, *flags: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Counts the lanes where a flag is set; all that devices tell each other in a step.
+
+    Returns:
+        `[D, len(flags)]` int32, those on the devices before each, and `[len(flags)]`
+        int32, all of them.
+    """
+    num_parts = spread.num_devices if spread else 1
+    replicate = spread.replicate if spread else lambda x: x
+    counts = [jnp.sum(_parts(x, num_parts), axis=1, dtype=jnp.int32) for x in flags]
+    counts = replicate(jnp.stack(counts, axis=1))
+    so_far = replicate(jnp.cumsum(counts, axis=0))
+    return so_far - counts, so_far[-1]
 
 
 def _void(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
@@ -223,9 +257,7 @@ def _note(
     truncated = row.truncated & ~cut  # by the environment itself
     flags = transition.pack_flags(row.terminated, truncated, row.terminated | truncated)
     figures = (row.episode_length, flags.astype(jnp.int32), lane)
-    # Idle lanes, whose index is N or more, write to rows that are not there.
-    where = jnp.where(row.done, index, table.shape[0])
-    return table.at[where].set(jnp.stack(figures, axis=1), mode="drop")
+    return _write(table, index, row.done, jnp.stack(figures, axis=1))
 
 
 def _note_figures(
@@ -233,11 +265,19 @@ def _note_figures(
 ) -> chex.ArrayTree:
     """Writes the figures of each episode that is over; they may be differentiated."""
     return jax.tree.map(
-        lambda old, new: old.at[jnp.where(row.done, index, old.shape[0])].set(
-            new, mode="drop"
-        ),
-        table,
-        _figures(row),
+        lambda old, new: _write(old, index, row.done, new), table, _figures(row)
+    )
+
+
+def _write(
+    table: jax.Array, index: jax.Array, done: jax.Array, rows: jax.Array
+) -> jax.Array:
+    """Writes the rows of the lanes where `done` into the table of their device."""
+    num_parts, num_episodes = table.shape[:2]
+    # Idle lanes, whose index is N or more, write to rows that are not there.
+    where = jnp.where(done, index, num_episodes)
+    return jax.vmap(lambda old, where, new: old.at[where].set(new, mode="drop"))(
+        table, _parts(where, num_parts), _parts(rows, num_parts)
     )
 
 
@@ -245,7 +285,12 @@ def _figures(of: Episode | Transition) -> chex.ArrayTree:
     return of.episode_return, of.accumulated
 
 
-def _read(table: jax.Array, figures: chex.ArrayTree, num_steps: jax.Array) -> Episodes:
+def _read(table: jax.Array, figures: chex.ArrayTree) -> Episodes:
+    # Every row was written on one device, and is zero on the others.
+    table, figures = jax.tree.map(
+        lambda x: x[0] if len(x) == 1 else jnp.sum(x, axis=0, dtype=x.dtype),
+        (table, figures),
+    )
     length, flags, lane = table.T
     terminated, truncated, finished = transition.unpack_flags(flags, 3)
     return Episodes(
@@ -255,7 +300,7 @@ def _read(table: jax.Array, figures: chex.ArrayTree, num_steps: jax.Array) -> Ep
         truncated=truncated,
         finished=finished,
         lane=lane,
-        num_steps=num_steps,
+        num_steps=jnp.sum(length),
         mask=jnp.ones(length.shape, bool),
         accumulated=figures[1],
     )

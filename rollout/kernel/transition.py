@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from envs import keys
-from envs.types import EnvStep, Lanes, VectorEnv
+from envs.types import EnvStep, Lanes, VectorEnv, spread_of
 from rollout import checks
 from rollout.kernel import episode_keys, fence
 from rollout.kernel.episode_keys import LaneIds, Start
@@ -179,7 +179,7 @@ def restart(
 def act(env: VectorEnv, policy: Policy, carry: Carry, params: Any) -> PolicyStep:
     """Asks the policy what to do at the carry's step."""
     policy_key = episode_keys.policy_key(carry.key, carry.step)
-    spread = getattr(env, "spread", None)
+    spread = spread_of(env)
     with keys.in_parts(spread.num_devices if spread else 1):
         decision = policy.apply(params, carry.obs, carry.policy_state, policy_key)
     checks.policy_step(decision, env, carry.policy_state)
@@ -202,7 +202,7 @@ def step_env(env: VectorEnv, carry: Carry, action: chex.ArrayTree) -> EnvStep:
         return result
 
     step_keys = episode_keys.step_keys(carry.episode)
-    if getattr(env, "spread", None):  # every device has a fence of its own
+    if spread_of(env):  # every device has a fence of its own
         return step(step_keys, carry.env_state, action)
     return fence.step_once(step, step_keys, carry.env_state, action, counter=carry.step)
 
@@ -311,7 +311,7 @@ def _stand_still(active: jax.Array, old: Carry, stepped: Carry, fresh: Carry) ->
 
 def _place(env: VectorEnv, carry: Carry) -> Carry:
     """Keeps the lanes where they lie, if they are spread over devices."""
-    spread = getattr(env, "spread", None)
+    spread = spread_of(env)
     return carry if spread is None else spread.place(carry, env.num_envs)
 
 

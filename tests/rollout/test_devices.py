@@ -57,7 +57,7 @@ def collectives(program, *args):
     """Operations between devices in what XLA made of a program."""
     text = jax.jit(program).lower(*args).compile().as_text()
     names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
-    return set(re.findall(rf" ({names})(?:-start)?\(", text))
+    return re.findall(rf" ({names})(?:-start)?\(", text)
 
 
 def test_steps_have_the_bits_of_one_device():
@@ -190,11 +190,11 @@ def test_devices_tell_each_other_nothing_in_the_loop_over_time():
     # At 1,024 a block of draws lies on both devices.
     for policy, num_envs in (("random", 1024), ("recurrent", B)):
         spread = shard(make_case("count", policy, num_envs=num_envs), 2)
-        assert collectives(run, spread, spread.init(KEY)) == set()
+        assert collectives(run, spread, spread.init(KEY)) == []
     collector = make_collector("CartPole-v1", B)
     collector = collector.replace(env=envs.NormalizeObs(collector.env))
     spread = shard(collector, 2)
-    assert collectives(run, spread, spread.init(KEY)) == {"all-reduce"}
+    assert set(collectives(run, spread, spread.init(KEY))) == {"all-reduce"}
     want = collector.collect_steps(collector.init(KEY), PARAMS, 4)
     assert_near(spread.collect_steps(spread.init(KEY), PARAMS, 4), want)
 
@@ -229,6 +229,17 @@ class LevelEnv(CountEnv):
     def reset(self, key):
         state, obs = super().reset(key)
         return state, obs + jnp.float32(self.level)
+
+
+@pytest.mark.slow
+def test_devices_tell_each_other_three_counts_per_step_of_an_episode():
+    def run(collector, carry):
+        return collector.collect_episodes(carry, None, 2 * B, max_steps=9)[1]
+
+    spread = shard(make_collector("count", B), 2)
+    found = collectives(run, spread, spread.init(KEY))
+    # The tables of the results are summed after the loop.
+    assert sorted(found) == ["all-gather", "all-reduce", "all-reduce"]
 
 
 def test_no_device_holds_all_lanes():
