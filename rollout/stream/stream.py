@@ -82,7 +82,8 @@ class Stream:
             or a `jax.sharding.Sharding` of `[T, B, ...]`. The statistics stay.
         prefetch: 1 begins the next batch before this one is handed over, with the
             parameters of then, so `params_version` lags by one; 0 begins it when it is
-            asked for: strictly on-policy.
+            asked for: strictly on-policy, and the choice where lanes are spread over
+            several processes.
         recycle: writes each batch to the memory of an earlier one, whose arrays are
             deleted when the next batch is asked for: reading them raises. Keep what
             you need by copying; a NumPy view of an array stays as it is, and costs
@@ -154,6 +155,9 @@ class Stream:
             window_episodes=window_episodes,
         )
         self._options = option_checks.check(self._options)
+        spread = getattr(collector.env, "spread", None)
+        if spread is not None and spread.mesh.is_multi_process:
+            option_checks.check_processes(self._options)
         checks.flag("progress", progress)
         self._collector = collector
         self._worker = Worker()
