@@ -95,7 +95,7 @@ def test_run_that_goes_on_has_the_bits_of_one_process(resumed, folder, tmp_path)
             if "trajectory" in name:  # of each process its own lanes
                 got = np.concatenate([part[name] for part in parts], axis=1)
                 np.testing.assert_array_equal(got, want, err_msg=name)
-            elif "learnt" in name:
+            elif "training" in name:
                 for part in parts:
                     np.testing.assert_array_equal(part[name], want, err_msg=name)
             else:  # summed over devices by XLA, in an order of its own
@@ -110,10 +110,10 @@ def test_checkpoint_of_several_processes_goes_on_in_one(resumed, folder):
     collector = rollout.shard(processes.make_collector(), processes.make_mesh())
     stream = processes.make_stream(collector, training[0])
     like = stream.state(), training
-    state, learnt = rollout.checkpoint.restore(folder / "checkpoint", like)
+    state, training = rollout.checkpoint.restore(folder / "checkpoint", like)
     stream.restore(state)
     assert stream.steps == NUM_UPDATES * processes.T * processes.B
-    got, want = processes.arrays({"learnt": learnt}), read(folder, NUM_UPDATES)[0]
+    got, want = processes.arrays({"training": training}), read(folder, NUM_UPDATES)[0]
     for name in got:
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 

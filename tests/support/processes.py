@@ -28,7 +28,7 @@ import rollout
 
 B, T, WIDTH = 16, 8, 8
 NUM_DEVICES, NUM_PROCESSES = 4, 2
-SHORT = 6  # s, after which a process that sends no sign of life is taken for dead
+SHORT = 5  # s, after which a process that sends no sign of life is taken for dead
 OPTIMIZER = optax.adam(1e-2)
 
 
@@ -62,9 +62,6 @@ def loss(params, trajectory):
     return jnp.mean((value - advantage - extras["value"]) ** 2 - gain)
 
 
-plain_gradient = jax.jit(jax.grad(loss))
-
-
 def gradient(params, trajectory):
     """The gradient of the loss, summed in one order wherever the devices are."""
 
@@ -82,18 +79,17 @@ def gradient(params, trajectory):
 
 
 @jax.jit
-def update(params, optimizer_state, trajectory):
-    """Two steps of the optimizer on one batch."""
-    for _ in range(2):
-        grads = gradient(params, trajectory)
-        changes, optimizer_state = OPTIMIZER.update(grads, optimizer_state)
-        params = optax.apply_updates(params, changes)
-    return params, optimizer_state
+def update(training, trajectory):
+    """A step of the optimizer; returns also what XLA makes of the gradient."""
+    params, state = training
+    changes, state = OPTIMIZER.update(gradient(params, trajectory), state)
+    plain = jax.grad(loss)(params, trajectory)
+    return (optax.apply_updates(params, changes), state), plain
 
 
 def make_collector(num_envs=B, act=act, **params):
     """Counting environments and the network."""
-    env = envs.vectorize(make_env("count", **params), num_envs)
+    env = envs.vectorize(make_env("count", **params), num_envs, auto_reset="select")
     return rollout.Collector(env=env, policy=rollout.stateless_policy(act))
 
 
@@ -105,14 +101,16 @@ def make_mesh():
 
 
 def make_training():
-    """Parameters and the state of the optimizer, on every device."""
-    hidden_key, heads_key = jax.random.split(jax.random.key(1))
-    params = {
-        "hidden": jax.random.normal(hidden_key, (1, WIDTH)),
-        "heads": jax.random.normal(heads_key, (WIDTH, 4)),
-    }
-    training = params, OPTIMIZER.init(params)
-    return jax.device_put(training, NamedSharding(make_mesh(), PartitionSpec()))
+    """Parameters and the state of the optimizer, made on every device."""
+
+    def make():
+        numbers = np.random.default_rng(1).normal(size=WIDTH * 5).astype(np.float32)
+        hidden, heads = jnp.asarray(numbers[:WIDTH]), jnp.asarray(numbers[WIDTH:])
+        params = {"hidden": hidden[None], "heads": heads.reshape(WIDTH, 4)}
+        return params, OPTIMIZER.init(params)
+
+    everywhere = NamedSharding(make_mesh(), PartitionSpec())
+    return jax.jit(make, out_shardings=everywhere)()
 
 
 def make_stream(collector, params, **options):
@@ -123,22 +121,21 @@ def make_stream(collector, params, **options):
 
 def train(folder, num_updates, dies=None):
     """Yields the number of every update, its batch, and what was learnt from it."""
-    learnt = make_training()
+    training = make_training()
     collector = rollout.shard(make_collector(), make_mesh())
-    stream = make_stream(collector, learnt[0], total_steps=num_updates * T * B)
+    stream = make_stream(collector, training[0], total_steps=num_updates * T * B)
     if rollout.checkpoint.steps(folder):
-        like = stream.state(), learnt
-        state, learnt = rollout.checkpoint.restore(folder, like)
-        stream.restore(state)
+        saved = rollout.checkpoint.restore(folder, (stream.state(), training))
+        stream.restore(saved[0])
+        training = saved[1]
     for batch in stream:
-        plain = plain_gradient(learnt[0], batch.trajectory)
-        learnt = update(*learnt, batch.trajectory)
-        stream.set_params(learnt[0])
+        training, plain = update(training, batch.trajectory)
+        stream.set_params(training[0])
         number = stream.steps // (T * B)
         if number == dies and jax.process_index() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        rollout.checkpoint.save(folder, (stream.state(), learnt), step=number)
-        yield number, batch, {"learnt": learnt, "plain": plain}
+        rollout.checkpoint.save(folder, (stream.state(), training), step=number)
+        yield number, batch, {"training": training, "plain": plain}
 
 
 def arrays(tree):
@@ -195,6 +192,5 @@ if __name__ == "__main__":
         num_processes=NUM_PROCESSES,
         process_id=int(process_id),
         heartbeat_timeout_seconds=SHORT,
-        shutdown_timeout_seconds=SHORT,
     )
     main(Path(folder), *map(int, numbers))
