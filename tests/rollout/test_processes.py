@@ -20,6 +20,7 @@ import rollout
 
 ROOT = Path(__file__).parents[2]
 NUM_UPDATES, DIES = 4, 3  # the update in which a process dies
+LANE_AXES = {"trajectory": 1, "lanes": 0}
 
 pytestmark = pytest.mark.slow
 
@@ -88,21 +89,19 @@ def test_run_that_goes_on_has_the_bits_of_one_process(resumed, folder, tmp_path)
     codes, errors = resumed
     assert codes == [0, 0], errors
     assert checkpoints(folder) == [NUM_UPDATES]
-    for number, batch, learnt in processes.train(tmp_path, NUM_UPDATES):
-        one = processes.arrays({"trajectory": batch.trajectory, **learnt})
+    for number, after in processes.train(tmp_path, NUM_UPDATES):
         parts = read(folder, number)
-        for name, want in one.items():
-            if "trajectory" in name:  # of each process its own lanes
-                got = np.concatenate([part[name] for part in parts], axis=1)
-                np.testing.assert_array_equal(got, want, err_msg=name)
-            elif "training" in name:
-                for part in parts:
-                    np.testing.assert_array_equal(part[name], want, err_msg=name)
-            else:  # summed over devices by XLA, in an order of its own
-                for part in parts:
-                    np.testing.assert_allclose(part[name], want, rtol=1e-5, atol=1e-6)
-                    np.testing.assert_array_equal(part[name], parts[0][name])
+        for name, want in processes.arrays(after).items():
+            got, kind = [part[name] for part in parts], name.split("'")[1]
+            if kind in LANE_AXES:  # each process has its own
+                got = [np.concatenate(got, axis=LANE_AXES[kind])]
+            for mine in got:
+                if kind == "plain":  # summed over devices in an order of XLA's
+                    np.testing.assert_allclose(mine, want, rtol=1e-5, atol=1e-6)
+                    want = got[0]  # by which all processes go
+                np.testing.assert_array_equal(mine, want, err_msg=name)
     assert number == NUM_UPDATES
+    assert "episodes" in after
 
 
 def test_checkpoint_of_several_processes_goes_on_in_one(resumed, folder):

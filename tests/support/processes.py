@@ -2,8 +2,8 @@
 
     python processes.py PORT PROCESS_ID FOLDER NUM_UPDATES [DIES]
 
-Goes on from the newest checkpoint in FOLDER/checkpoint. Each process writes its own
-lanes of every batch, and what was learnt from it, to FOLDER/<update>-<process>.npz.
+Goes on from the newest checkpoint in FOLDER/checkpoint. Each process writes what it has
+after every update, of what has lanes its own ones, to FOLDER/<update>-<process>.npz.
 With DIES the second one kills itself before it saves the checkpoint of that update. A
 run from the beginning first tries what must be refused, and writes the messages to
 FOLDER/refused-<process>.json.
@@ -120,7 +120,7 @@ def make_stream(collector, params, **options):
 
 
 def train(folder, num_updates, dies=None):
-    """Yields the number of every update, its batch, and what was learnt from it."""
+    """Yields the number of every update, and what there is after it, by name."""
     training = make_training()
     collector = rollout.shard(make_collector(), make_mesh())
     stream = make_stream(collector, training[0], total_steps=num_updates * T * B)
@@ -135,7 +135,13 @@ def train(folder, num_updates, dies=None):
         if number == dies and jax.process_index() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         rollout.checkpoint.save(folder, (stream.state(), training), step=number)
-        yield number, batch, {"training": training, "plain": plain}
+        after = {"trajectory": batch.trajectory, "training": training, "plain": plain}
+        carry = stream.state()["carry"]
+        after["lanes"] = carry.episode  # with keys
+        if number == num_updates:
+            args = carry, training[0], 2 * B
+            _, after["episodes"] = collector.collect_episodes(*args, max_steps=9)
+        yield number, after
 
 
 def arrays(tree):
@@ -144,12 +150,10 @@ def arrays(tree):
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def local(trajectory):
+def local(tree, *axes):
     """The lanes of this process."""
-    lanes = PartitionSpec(None, "lanes")
-    return multihost_utils.global_array_to_host_local_array(
-        trajectory, make_mesh(), lanes
-    )
+    lanes = PartitionSpec(*axes)
+    return multihost_utils.global_array_to_host_local_array(tree, make_mesh(), lanes)
 
 
 def refused(process):
@@ -179,9 +183,10 @@ def main(folder, num_updates, dies=None):
     if not rollout.checkpoint.steps(folder / "checkpoint"):
         text = json.dumps(dict(refused(process)))
         (folder / f"refused-{process}.json").write_text(text)
-    for number, batch, learnt in train(folder / "checkpoint", num_updates, dies):
-        rows = arrays({"trajectory": local(batch.trajectory), **learnt})
-        np.savez(folder / f"{number}-{process}.npz", **rows)
+    for number, after in train(folder / "checkpoint", num_updates, dies):
+        after["trajectory"] = local(after["trajectory"], None, "lanes")
+        after["lanes"] = local(after["lanes"], "lanes")
+        np.savez(folder / f"{number}-{process}.npz", **arrays(after))
 
 
 if __name__ == "__main__":
