@@ -101,7 +101,6 @@ def test_run_that_goes_on_has_the_bits_of_one_process(resumed, folder, tmp_path)
                     want = got[0]  # by which all processes go
                 np.testing.assert_array_equal(mine, want, err_msg=name)
     assert number == NUM_UPDATES
-    assert "episodes" in after
 
 
 def test_checkpoint_of_several_processes_goes_on_in_one(resumed, folder):
