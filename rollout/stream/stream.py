@@ -78,8 +78,9 @@ class Stream:
         postprocess: `Transition`, `[T, B, ...]`, to any pytree of arrays, pure; it is
             compiled into the collection, and a field that it does not read is not
             stored.
-        placement: where the trajectory lands: "device", "host" (NumPy arrays, copied),
-            or a `jax.sharding.Sharding` of `[T, B, ...]`. The statistics stay.
+        placement: where the trajectory lands: "device", "host" (NumPy arrays, copied;
+            not where lanes are spread over several processes), or a
+            `jax.sharding.Sharding` of `[T, B, ...]`. The statistics stay.
         prefetch: 1 begins the next batch before this one is handed over, with the
             parameters of then, so `params_version` lags by one; 0 begins it when it is
             asked for: strictly on-policy, and the choice where lanes are spread over
