@@ -4,6 +4,9 @@ A checkpoint is a folder `path/<step>` that orbax writes under another name and 
 when every byte is on disk; so a process that is killed at any moment leaves the ones
 before as they were, and what it left half written is never read. Its manifest says what
 every leaf is, with a checksum, and marks the folder as ours: no other is ever deleted.
+
+With `jax.distributed` all processes save to and restore from one folder, which all of
+them see. For a moment each has the whole tree in its memory, and the first one writes.
 """
 
 import itertools
@@ -17,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
-from rollout import checks
+from rollout import checks, processes
 
 _EMPTY = np.zeros(1, np.uint8)  # orbax has no form for an array of no entries
 _TREE, _MANIFEST = "tree", "rollout_manifest"  # the two parts of a checkpoint
@@ -33,6 +36,9 @@ def save(
     keep: int = 1,
 ) -> bool:
     """Saves a tree, and forgets the oldest ones.
+
+    Of several processes all must call it, with the same `path` and the same options;
+    none returns before the checkpoint is on disk.
 
     Args:
         path: folder of the checkpoints of one run, which holds nothing else; it is made
@@ -83,7 +89,8 @@ def restore(
     Args:
         path: the folder given to `save`.
         like: a tree of the structure, shapes and dtypes that were saved; its values
-            are not read. A new stream's `state()` serves for a stream.
+            are not read. A new stream's `state()` serves for a stream. An array of
+            several processes lies afterwards as it does here.
         step: number of the checkpoint, None for the newest one.
 
     Returns:
@@ -179,7 +186,8 @@ def _open(path: str | Path, keep: int | None) -> Any:
 
 def _flatten(tree: chex.ArrayTree) -> dict[str, np.ndarray]:
     """The leaves as plain arrays, by their position: names alone need not differ."""
-    leaves = jax.device_get(jax.tree.leaves(keys.words(_arrays(tree))))
+    leaves = jax.tree.leaves(keys.words(_arrays(tree)))
+    leaves = jax.device_get([processes.gather(leaf) for leaf in leaves])
     arrays = [np.asarray(leaf) for leaf in leaves]
     return {
         f"{number:05d}": array if array.size else _EMPTY
@@ -195,7 +203,12 @@ def _unflatten(saved: dict[str, np.ndarray], like: chex.ArrayTree) -> chex.Array
         array = next(arrays)
         if not old.size:
             return old
-        return np.asarray(array) if isinstance(old, np.ndarray) else jnp.asarray(array)
+        if isinstance(old, np.ndarray):
+            return np.asarray(array)
+        if old.is_fully_addressable:
+            return jnp.asarray(array)
+        array = np.asarray(array)  # of which each process takes what is its own
+        return jax.make_array_from_callback(old.shape, old.sharding, array.__getitem__)
 
     return keys.like(jax.tree.map(read, words), _arrays(like))
 

@@ -1,22 +1,25 @@
-"""Lanes over devices: the same calls and the same bits, with some of the lanes on each.
+"""Lanes over devices, of one process or of several: the same calls, the same bits.
 
 The policy, the records and the totals are programs of all lanes, `[B, ...]`, which XLA
 divides: so a draw for all lanes is that of one device. What is local by nature, the
 step of the environments and their reset, is mapped over the devices by hand.
 """
 
+import zlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from envs import keys as env_keys
 from envs.types import EnvStep, Lanes, Space, VectorEnv
+from rollout import processes
 from rollout.collector import Collector
 from rollout.kernel import fence
 
@@ -45,6 +48,11 @@ def shard(collector: Collector, mesh: Mesh, axis: str = "lanes") -> Collector:
     `fold_steps` sums. Whole episodes are handed out by one queue, so there the devices
     tell each other at every step how many lanes are done, and each has all results.
 
+    With `jax.distributed` the mesh may be of the devices of several processes. Each
+    runs the same script, makes the same calls in the same order, and holds its own
+    lanes. That they have the same collector is checked here, where they wait for each
+    other.
+
     Args:
         collector: policy and environments, of `envs.vectorize` or
             `envs.vectorize_each`, with wrappers around them or not.
@@ -57,13 +65,16 @@ def shard(collector: Collector, mesh: Mesh, axis: str = "lanes") -> Collector:
 
     Raises:
         ValueError: if the mesh lacks the axis, if the lanes do not divide by its size,
-            or if the environment is of another kind or spread already; later, if a
-            carry lies on other devices.
+            or if the environment is of another kind or spread already; if another
+            process has another collector or mesh; later, if a carry lies on other
+            devices.
     """
     if axis not in mesh.shape:
         raise ValueError(
             f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
         )
+    if mesh.is_multi_process:  # before what one process alone may refuse
+        processes.compare("collector", _facts(collector, mesh, axis))
     num_envs, num_devices = collector.env.num_envs, mesh.shape[axis]
     if num_envs % num_devices:
         below = num_envs // num_devices * num_devices
@@ -186,3 +197,19 @@ def _spread(env: VectorEnv, spread: Spread) -> VectorEnv:
         "`collector.env` must be made by `envs.vectorize` or `envs.vectorize_each`, "
         f"and not be spread already, got {type(env).__name__}."
     )
+
+
+def _facts(collector: Collector, mesh: Mesh, axis: str) -> dict[str, object]:
+    """What tells one collector from another, the same in every process."""
+    init = jax.jit(Collector.init).trace(collector, jax.random.key(0))
+    carry = jax.tree.leaves(init.out_info)
+    leaves = jax.tree.leaves(env_keys.words(collector.env))
+    bits = [np.asarray(x).tobytes() for x in leaves if not processes.is_elsewhere(x)]
+    return {
+        "jax": jax.__version__,
+        "`num_envs`": collector.env.num_envs,
+        "`mesh`": [axis, *mesh.shape.items(), *(x.id for x in mesh.devices.flat)],
+        "a carry of": [f"{x.dtype}{[*x.shape]}" for x in carry],
+        "environment parameters of checksum": zlib.crc32(b"".join(bits)),
+        "an `init` of checksum": zlib.crc32(init.lower().as_text().encode()),
+    }

@@ -4,6 +4,9 @@ import importlib
 import pathlib
 import re
 
+import chex
+import jax
+import numpy as np
 import pytest
 
 import envs
@@ -12,8 +15,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {"README.md": README} | {f"docs/{p.name}": p.read_text() for p in PAGES}
-SLOW_PAGES = ("buffers", "devices", "environments", "episodes", "training")
-SLOW = [f"docs/{page}.md" for page in SLOW_PAGES]
+SLOW_PAGES = "buffers devices environments episodes many_machines training"
+SLOW = [f"docs/{page}.md" for page in SLOW_PAGES.split()]
 
 
 def blocks(text: str) -> list[str]:
@@ -62,6 +65,16 @@ def check_episodes(names, out):
     assert (names["episodes"].episode_length <= 200).all()
 
 
+def check_many_machines(names, out):
+    assert [line.split()[0] for line in out.splitlines()] == [*"12345678"]
+    trajectory = names["batch"].trajectory
+    assert len(trajectory.obs.sharding.device_set) == names["num_devices"]
+    chex.assert_trees_all_equal(names["mine"], trajectory)  # there is one process
+    args = names["training"][0], trajectory
+    got, want = names["gradient"](*args), jax.grad(names["loss"])(*args)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)  # sums of 32 * B
+
+
 def check_streaming(names, out):
     """The second run begins where the first one ended, and the third goes on."""
     page = TEXTS["docs/streaming.md"]
@@ -84,6 +97,7 @@ CHECKS = {
     "docs/devices.md": check_devices,
     "docs/environments.md": check_environments,
     "docs/episodes.md": check_episodes,
+    "docs/many_machines.md": check_many_machines,
     "docs/streaming.md": check_streaming,
     "docs/training.md": check_training,
 }

@@ -55,6 +55,24 @@ def check(options: Options) -> Options:
     return options._replace(**counts)
 
 
+def check_processes(options: Options) -> None:
+    """Refuses what does not go with lanes in several processes.
+
+    Raises:
+        ValueError: if there is such an option.
+    """
+    if options.prefetch:
+        raise ValueError(
+            "`prefetch` must be 0 with lanes in several processes, which must run all "
+            f"programs in the same order, got {options.prefetch}."
+        )
+    if options.placement == "host":
+        raise ValueError(
+            '`placement` must not be "host" with lanes in several processes: no one '
+            "has all of them."
+        )
+
+
 def _check_episodes(options: Options) -> None:
     if options.max_episode_steps is None:
         raise ValueError("`episodes_per_batch` needs `max_episode_steps`, got None.")

@@ -1,6 +1,7 @@
 """The program of a stream, compiled once, and the call that makes a batch with it."""
 
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
+from rollout import processes
 from rollout.collector import Collector
 from rollout.stream.fill import Filled, fill
 from rollout.stream.types import Options, Placement, Window
@@ -41,11 +43,24 @@ def make(options: Options, collector: Collector, carry: Carry, params: Any) -> P
     program = jax.jit(fill, static_argnums=0, donate_argnums=5, keep_unused=True)
     shardings = jax.tree.map(lambda x: x.sharding, memory)
     blank = jax.jit(lambda: keys.blank(memory, carry.key), out_shardings=shardings)
+    lowered = program.lower(options, *args, memory)
+    spread = getattr(collector.env, "spread", None)
+    if spread is not None and spread.mesh.is_multi_process:
+        processes.compare("stream", _facts(options, params, lowered.as_text()))
     return Program(
-        fill=program.lower(options, *args, memory).compile(),
+        fill=lowered.compile(),
         blank=blank.lower().compile(),
         kinds=kinds_of(params),
     )
+
+
+def _facts(options: Options, params: Any, text: str) -> dict[str, object]:
+    """What tells one stream from another, the same in every process."""
+    return {
+        "options": options._replace(postprocess=options.postprocess is not None),
+        "`params` of": [str(jax.typeof(x)) for x in jax.tree.leaves(params)],
+        "a program of checksum": zlib.crc32(text.encode()),
+    }
 
 
 def _placed(memory: chex.ArrayTree, collector: Collector) -> chex.ArrayTree:

@@ -78,11 +78,13 @@ class Stream:
         postprocess: `Transition`, `[T, B, ...]`, to any pytree of arrays, pure; it is
             compiled into the collection, and a field that it does not read is not
             stored.
-        placement: where the trajectory lands: "device", "host" (NumPy arrays, copied),
-            or a `jax.sharding.Sharding` of `[T, B, ...]`. The statistics stay.
+        placement: where the trajectory lands: "device", "host" (NumPy arrays, copied;
+            not where lanes are spread over several processes), or a
+            `jax.sharding.Sharding` of `[T, B, ...]`. The statistics stay.
         prefetch: 1 begins the next batch before this one is handed over, with the
             parameters of then, so `params_version` lags by one; 0 begins it when it is
-            asked for: strictly on-policy.
+            asked for: strictly on-policy, and the choice where lanes are spread over
+            several processes.
         recycle: writes each batch to the memory of an earlier one, whose arrays are
             deleted when the next batch is asked for: reading them raises. Keep what
             you need by copying; a NumPy view of an array stays as it is, and costs
@@ -154,6 +156,9 @@ class Stream:
             window_episodes=window_episodes,
         )
         self._options = option_checks.check(self._options)
+        spread = getattr(collector.env, "spread", None)
+        if spread is not None and spread.mesh.is_multi_process:
+            option_checks.check_processes(self._options)
         checks.flag("progress", progress)
         self._collector = collector
         self._worker = Worker()

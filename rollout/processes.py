@@ -1,0 +1,38 @@
+"""Several processes of one run: what they must have alike, and what lies elsewhere."""
+
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def compare(name: str, facts: dict[str, object]) -> None:
+    """Refuses to go on if facts differ between processes; each tells its own.
+
+    All processes wait for each other here.
+
+    Raises:
+        ValueError: in every process, if there is a difference in any.
+    """
+    words = [zlib.crc32(str(fact).encode()) for fact in facts.values()]
+    everyone = multihost_utils.process_allgather(np.array(words, np.uint32))
+    for number, (what, fact) in enumerate(facts.items()):
+        others = np.flatnonzero(everyone[:, number] != words[number])
+        if others.size:
+            raise ValueError(
+                f"`{name}` must be the same in all processes, got {what} {fact} here "
+                f"and another in process {others[0]}."
+            )
+
+
+def is_elsewhere(x: Any) -> bool:
+    """Whether some of an array lies in other processes only."""
+    is_here = not isinstance(x, jax.Array) or x.is_fully_addressable
+    return not (is_here or x.is_fully_replicated)
+
+
+def gather(x: Any) -> Any:
+    """Brings an array here as NumPy if it is elsewhere; all processes must call it."""
+    return multihost_utils.process_allgather(x, tiled=True) if is_elsewhere(x) else x
