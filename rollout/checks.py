@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from envs import keys
-from envs.types import EnvStep, Space, VectorEnv
+from envs.types import EnvStep, Space, VectorEnv, spread_of
 from rollout.types import (
     Accumulator,
     Accumulators,
@@ -105,7 +105,7 @@ def carry(value: Any, num_envs: int) -> None:
 
 def devices(env: VectorEnv, carry: Any) -> None:
     """Refuses a carry that was put on other devices than those of a spread `env`."""
-    spread = getattr(env, "spread", None)
+    spread = spread_of(env)
     if spread is None or not isinstance(carry, Carry):
         return
     step = carry.step  # one leaf stands for all

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from envs import keys as env_keys
-from envs.types import EnvStep, Lanes, Space, VectorEnv
+from envs.types import EnvStep, Lanes, Space, VectorEnv, spread_of
 from rollout import processes
 from rollout.collector import Collector
 from rollout.kernel import fence
@@ -191,7 +191,7 @@ class _SpreadEnv:
 def _spread(env: VectorEnv, spread: Spread) -> VectorEnv:
     if hasattr(env, "local"):
         return _SpreadEnv(env=env, spread=spread)
-    if getattr(env, "spread", None) is None and hasattr(env, "env"):  # a wrapper
+    if spread_of(env) is None and hasattr(env, "env"):  # a wrapper
         return env.replace(env=_spread(env.env, spread))
     raise ValueError(
         "`collector.env` must be made by `envs.vectorize` or `envs.vectorize_each`, "

@@ -49,6 +49,9 @@ def check_devices(names, out):
     reward = names["trajectory"].reward
     assert reward.sharding.device_set == set(names["devices"])
     assert reward.shape == (128, 64 * len(names["devices"]))
+    batch = names["batch"]
+    assert batch.experience.obs.sharding.device_set == set(names["devices"])
+    np.testing.assert_array_equal(batch.weights, 1.0)
 
 
 def check_environments(names, out):

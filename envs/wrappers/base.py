@@ -22,7 +22,7 @@ from jax import lax
 
 from envs import checks, keys
 from envs.spaces import Box
-from envs.types import Env, EnvStep, Space, VectorEnv
+from envs.types import Env, EnvStep, Space, VectorEnv, spread_of
 from envs.wrappers.spaces import TanhSpace, check_box
 
 _BOUNDS = ("clip", "tanh")
@@ -104,7 +104,7 @@ class VectorWrapper(_Around):
     @property
     def spread(self) -> Any:
         """Where the lanes lie, if `rollout.shard` spread them; else None."""
-        return getattr(self.env, "spread", None)
+        return spread_of(self.env)
 
 
 @struct.dataclass

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from envs import keys
+from envs.types import spread_of
 from rollout import checks, finite, kernel
 from rollout.collector import Collector
 from rollout.kernel import episode_keys
@@ -74,7 +75,7 @@ def fill(
         }
     stats = _summarize(trajectory, episodes)
     output = options.postprocess(trajectory) if options.postprocess else trajectory
-    spread = getattr(collector.env, "spread", None)
+    spread = spread_of(collector.env)
     if spread is not None:  # so that it may be memory for another batch
         output = spread.place(output, collector.env.num_envs, lane_axis=1)
     return Filled(

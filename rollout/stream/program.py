@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
+from envs.types import spread_of
 from rollout import processes
 from rollout.collector import Collector
 from rollout.stream.fill import Filled, fill
@@ -44,7 +45,7 @@ def make(options: Options, collector: Collector, carry: Carry, params: Any) -> P
     shardings = jax.tree.map(lambda x: x.sharding, memory)
     blank = jax.jit(lambda: keys.blank(memory, carry.key), out_shardings=shardings)
     lowered = program.lower(options, *args, memory)
-    spread = getattr(collector.env, "spread", None)
+    spread = spread_of(collector.env)
     if spread is not None and spread.mesh.is_multi_process:
         processes.compare("stream", _facts(options, params, lowered.as_text()))
     return Program(
@@ -65,7 +66,7 @@ def _facts(options: Options, params: Any, text: str) -> dict[str, object]:
 
 def _placed(memory: chex.ArrayTree, collector: Collector) -> chex.ArrayTree:
     """Says of the shapes of a batch where it lies, if lanes are spread over devices."""
-    spread, num_envs = getattr(collector.env, "spread", None), collector.env.num_envs
+    spread, num_envs = spread_of(collector.env), collector.env.num_envs
     if spread is None:
         return memory
     return jax.tree.map(

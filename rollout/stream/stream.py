@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
+from envs.types import spread_of
 from rollout import checks
 from rollout.collector import Collector
 from rollout.policies import greedy
@@ -156,7 +157,7 @@ class Stream:
             window_episodes=window_episodes,
         )
         self._options = option_checks.check(self._options)
-        spread = getattr(collector.env, "spread", None)
+        spread = spread_of(collector.env)
         if spread is not None and spread.mesh.is_multi_process:
             option_checks.check_processes(self._options)
         checks.flag("progress", progress)
@@ -335,7 +336,7 @@ class Stream:
         if self._options.prefetch and next_version != _NEWEST:
             next_params = self._own(state["next_params"]), next_version
         carry = _copy(state["carry"])
-        if getattr(self._collector.env, "spread", None) is not None:
+        if spread_of(self._collector.env) is not None:
             carry = _put_like(carry, self._at.carry)
         at = Position(
             carry=carry,

@@ -28,7 +28,7 @@ import rollout
 
 B, T, WIDTH = 16, 8, 8
 NUM_DEVICES, NUM_PROCESSES = 4, 2
-SHORT = 5  # s, after which a process that sends no sign of life is taken for dead
+SHORT = 10  # s, after which a process that sends no sign of life is taken for dead
 OPTIMIZER = optax.adam(1e-2)
 
 
