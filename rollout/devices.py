@@ -190,6 +190,9 @@ class _SpreadEnv:
 
 def _spread(env: VectorEnv, spread: Spread) -> VectorEnv:
     if hasattr(env, "local"):
+        # Numbers of Python would be sent to every device with each call.
+        spec = PartitionSpec(spread.axis) if env.each else PartitionSpec()
+        env = jax.device_put(env, NamedSharding(spread.mesh, spec))
         return _SpreadEnv(env=env, spread=spread)
     if spread_of(env) is None and hasattr(env, "env"):  # a wrapper
         return env.replace(env=_spread(env.env, spread))
