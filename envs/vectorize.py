@@ -116,10 +116,11 @@ class _VectorizedEnv:
     def step(
         self, keys: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
     ) -> EnvStep:
+        env, axes = self._lay_out(self.env, self.num_envs)
         step = jax.vmap(
-            lambda env, *args: checks.step(env.step(*args)), (self._axis, 0, 0, 0)
+            lambda env, *args: checks.step(env.step(*args)), (axes, 0, 0, 0)
         )
-        result = step(self.env, keys, state, action)
+        result = step(env, keys, state, action)
         for name in ("reward", "terminated", "truncated"):
             shape = jnp.shape(getattr(result, name))[1:]
             if shape:
@@ -151,10 +152,6 @@ class _VectorizedEnv:
         return _AUTO_RESETS[self.auto_reset](self.env, start, done, lanes)
 
     @property
-    def _axis(self) -> int | None:
-        return 0 if self.each else None
-
-    @property
     def _one(self) -> Env:
         return jax.tree.map(lambda x: x[0], self.env) if self.each else self.env
 
@@ -168,7 +165,28 @@ class _VectorizedEnv:
                 env = env.at_episode(number)
             return checks.reset(env.reset(key))
 
-        return jax.vmap(reset, (self._axis, 0, 0))(env, reset_keys, number)
+        env, axes = self._lay_out(env, number.size)
+        return jax.vmap(reset, (axes, 0, 0))(env, reset_keys, number)
+
+    def _lay_out(self, env: Env, num_lanes: int) -> tuple[Env, Env]:
+        """The parameters of so many lanes, and over which axis each is mapped.
+
+        A float of all lanes is repeated here, once, and not by XLA wherever it is used:
+        how XLA divides by a number depends on how many uses it has, and how many it
+        makes of equal ones on the number of devices.
+        """
+
+        def repeat(x: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(x, (num_lanes,)) if _is_float(x) else x
+
+        if self.each:
+            return env, jax.tree.map(lambda _: 0, env)
+        axes = jax.tree.map(lambda x: 0 if _is_float(x) else None, env)
+        return jax.tree.map(repeat, env), axes
+
+
+def _is_float(x: jax.typing.ArrayLike) -> bool:
+    return jnp.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
 def _strong(tree: chex.ArrayTree) -> chex.ArrayTree:

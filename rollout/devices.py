@@ -37,8 +37,7 @@ def shard(collector: Collector, mesh: Mesh, axis: str = "lanes") -> Collector:
     your arrays in that `jit` must be on a mesh of Auto axes.
 
     The bits are those of one device, but for what XLA rounds otherwise there, in the
-    last place: sums of floats over lanes, as the statistics of `NormalizeObs` are; a
-    division by one number that divides several times, such as the mass of CartPole;
+    last place: sums of floats over lanes, as the statistics of `NormalizeObs` are;
     anything where a device has one lane only; and of `collect_padded_episodes` what a
     network computes for the record alone. Where states differ so, choices and endings
     do too, after enough steps.
