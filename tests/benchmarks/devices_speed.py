@@ -1,6 +1,6 @@
 """How much faster are lanes on two CPU devices than on one?
 
-Times of one run of `collect_steps`, every field returned, interleaved in one process:
+Times of one run of `collect_steps`, every field returned, in turns in one process:
 
 - `plain`: the collector, on one device;
 - `one`: `rollout.shard` over one device;
@@ -15,6 +15,7 @@ Times of one run of `collect_steps`, every field returned, interleaved in one pr
 import argparse
 import functools
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -99,7 +100,8 @@ def measure(case: Case, repeats: int) -> dict[str, float]:
     for program in programs.values():
         jax.block_until_ready(program())
     for _ in range(repeats):
-        for name, program in programs.items():
+        # In any order: a program may find the memory that the one before has freed.
+        for name, program in random.sample(list(programs.items()), len(programs)):
             start = time.perf_counter()
             jax.block_until_ready(program())
             times[name].append(time.perf_counter() - start)
