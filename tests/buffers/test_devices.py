@@ -102,24 +102,15 @@ def test_rows_stay_on_their_device():
 
 @pytest.mark.slow
 def test_collector_folds_into_it():
+    def fold(collector, buffer):
+        carry = collector.init(jax.random.key(0))
+        empty = buffer.init(collector)
+        return collector.fold_steps(carry, None, buffer.add, empty, num_steps=N + 1)[1]
+
     collector = make_collector("count", B)
     plain, spread = make_pair()
-    want = collector.fold_steps(
-        collector.init(jax.random.key(0)),
-        None,
-        plain.add,
-        plain.init(collector),
-        num_steps=N + 1,
-    )
-    sharded = rollout.shard(collector, make_mesh())
-    got = sharded.fold_steps(
-        sharded.init(jax.random.key(0)),
-        None,
-        spread.add,
-        spread.init(sharded),
-        num_steps=N + 1,
-    )
-    assert_same(got[1], want[1])
+    got = fold(rollout.shard(collector, make_mesh()), spread)
+    assert_same(got, fold(collector, plain))
 
 
 def test_what_does_not_divide_and_other_buffers_are_refused():
