@@ -10,7 +10,7 @@ from rollout.cli.arguments import InputError
 from rollout.collector import Collector
 from rollout.devices import shard
 
-# Environments of a CPU device: with fewer, one device is as fast (docs/speed.md).
+# Environments of a CPU device; with a quarter, one is as fast (docs/speed.md).
 _LEAST_ENVS = 2048
 
 

@@ -124,30 +124,13 @@ def play(
             env, policy, carry, params, limit=max_steps, **figures
         )
         mask = run.index < plan.num_episodes
-        flags = (row.done, row.done & mask)
-        if min_steps is not None:
-            flags = (*flags, mask)
-        before, total = _count(spread, *flags)
-        before = run.num_started + before[:, 0]
-        index = plan.next_fn(run.index, row.done, before)
-        num_steps, num_wanted = run.num_steps, run.num_wanted
-        if min_steps is not None:  # once there are enough, no episode starts
-            num_steps += total[2]
-            is_enough = num_steps >= min_steps
-            index = jnp.where(row.done & is_enough, plan.num_episodes, index)
-            started = jnp.minimum(num_wanted, run.num_started)
-            num_wanted = jnp.where(is_enough, started, num_wanted)
-        return _Run(
+        return run.replace(
             carry=carry,
             acc=fn(run.acc, _void(row, mask, cut)),
-            index=index,
             over=row.done,
-            num_started=run.num_started + total[0],
-            num_over=run.num_over + total[1],
-            num_wanted=num_wanted,
             table=_note(run.table, plan.first, run.index, row, cut),
             figures=_note_figures(run.figures, run.index, row),
-            num_steps=num_steps,
+            **_hand_out(plan, run, row.done, mask, spread, min_steps),
         )
 
     run = _before_the_first(plan, carry, acc, spread)
@@ -214,6 +197,34 @@ def _before_the_first(plan: Plan, carry: Carry, acc: Any, spread: Any) -> _Run:
         ),
         num_steps=jnp.zeros((), jnp.int32),
     )
+
+
+def _hand_out(
+    plan: Plan,
+    run: _Run,
+    done: jax.Array,
+    mask: jax.Array,
+    spread: Any,
+    min_steps: jax.Array | None,
+) -> dict[str, jax.Array]:
+    """Who plays what next, and what that makes of the counts of the loop."""
+    flags = (done, done & mask) if min_steps is None else (done, done & mask, mask)
+    before, total = _count(spread, *flags)
+    index = plan.next_fn(run.index, done, run.num_started + before[:, 0])
+    num_steps, num_wanted = run.num_steps, run.num_wanted
+    if min_steps is not None:  # once there are enough, no episode starts
+        num_steps += total[2]
+        is_enough = num_steps >= min_steps
+        index = jnp.where(done & is_enough, plan.num_episodes, index)
+        started = jnp.minimum(num_wanted, run.num_started)
+        num_wanted = jnp.where(is_enough, started, num_wanted)
+    return {
+        "index": index,
+        "num_started": run.num_started + total[0],
+        "num_over": run.num_over + total[1],
+        "num_wanted": num_wanted,
+        "num_steps": num_steps,
+    }
 
 
 def _parts(lanes: jax.Array, num_parts: int) -> jax.Array:
