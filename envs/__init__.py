@@ -6,9 +6,16 @@ environment of your own, write the two methods of `Env`. `render_gif` draws an e
 gymnax is imported only when it is needed.
 """
 
+from envs.multi_agent import (
+    AgentInfo,
+    MultiAgentEnv,
+    MultiAgentInfo,
+    MultiAgentStep,
+    vectorize_agents,
+)
 from envs.registry import env_ids, make, make_vec
 from envs.render import can_render, expose_state, render_gif
-from envs.spaces import Box, Discrete
+from envs.spaces import Box, Dict, Discrete, Repeated
 from envs.suites import from_gymnax
 from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv
 from envs.vectorize import vectorize, vectorize_each
@@ -29,17 +36,23 @@ from envs.wrappers import (
 __all__ = [
     "RESET",
     "ActionRepeat",
+    "AgentInfo",
     "Box",
+    "Dict",
     "Discrete",
     "EndOnFault",
     "Env",
     "EnvStep",
     "FrameStack",
     "Lanes",
+    "MultiAgentEnv",
+    "MultiAgentInfo",
+    "MultiAgentStep",
     "NormalizeObs",
     "NormalizeReward",
     "ObserveInfo",
     "ObservePrevious",
+    "Repeated",
     "RescaleAction",
     "Space",
     "TimeLimit",
@@ -54,5 +67,6 @@ __all__ = [
     "make_vec",
     "render_gif",
     "vectorize",
+    "vectorize_agents",
     "vectorize_each",
 ]

@@ -43,14 +43,16 @@ def reset(result: Any) -> tuple[Any, Any]:
     """Refuses what is not `(state, obs)`."""
     if type(result) is tuple and len(result) == 2:
         return result
-    raise ValueError(f"`env.reset` must return (state, obs), got {_name(result)}.")
+    raise ValueError(f"`env.reset` must return (state, obs), got {describe(result)}.")
 
 
 def step(result: Any) -> EnvStep:
     """Refuses what is not an `EnvStep`."""
     if isinstance(result, EnvStep):
         return result
-    raise ValueError(f"`env.step` must return an `envs.EnvStep`, got {_name(result)}.")
+    raise ValueError(
+        f"`env.step` must return an `envs.EnvStep`, got {describe(result)}."
+    )
 
 
 def integer(name: str, value: Any) -> int:
@@ -64,5 +66,8 @@ def _is_integer(value: Any) -> bool:
     return not isinstance(value, bool | jax.Array) and hasattr(value, "__index__")
 
 
-def _name(result: Any) -> str:
-    return f"{len(result)} values" if type(result) is tuple else type(result).__name__
+def describe(value: Any) -> str:
+    """Says what a value is, for a message."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype} of shape {value.shape}"
+    return f"{len(value)} values" if type(value) is tuple else type(value).__name__

@@ -1,4 +1,6 @@
-"""The two spaces most environments need: `Discrete` and `Box`."""
+"""The spaces most environments need, and two that are made of others."""
+
+from collections.abc import Mapping
 
 import chex
 import jax
@@ -7,6 +9,7 @@ import numpy as np
 from flax import struct
 
 from envs import checks, keys
+from envs.types import Space
 
 
 @struct.dataclass
@@ -87,6 +90,62 @@ class Box:
     def contains(self, x: jax.Array) -> jax.Array:
         """Tells whether every entry lies within its bounds, `()` bool."""
         return jnp.all((x >= self.low) & (x <= self.high))
+
+
+@struct.dataclass
+class Repeated:
+    """`num` elements of one space, stacked.
+
+    Attributes:
+        space: the space of each element.
+        num: how many there are, an int of at least 1.
+    """
+
+    space: Space
+    num: int = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of all elements; None if an element has none, being made of parts."""
+        shape = getattr(self.space, "shape", None)
+        return None if shape is None else (self.num, *shape)
+
+    @property
+    def dtype(self) -> jax.typing.DTypeLike | None:
+        """Dtype of an element, if it has one."""
+        return getattr(self.space, "dtype", None)
+
+    def sample(self, key: chex.PRNGKey) -> chex.ArrayTree:
+        """Draws each element from a key of its own."""
+        number = jnp.arange(self.num, dtype=jnp.int32)
+        return jax.vmap(self.space.sample)(keys.fold_in(key, number))
+
+    def contains(self, x: chex.ArrayTree) -> jax.Array:
+        """Tells whether every one is an element, `()` bool."""
+        return jnp.all(jax.vmap(self.space.contains)(x))
+
+
+@struct.dataclass
+class Dict:
+    """Elements of several spaces, by name.
+
+    Attributes:
+        spaces: the spaces, by name.
+    """
+
+    spaces: Mapping[str, Space]
+
+    def sample(self, key: chex.PRNGKey) -> dict[str, chex.ArrayTree]:
+        """Draws each from a key of its own, in the order of their names."""
+        return {
+            name: self.spaces[name].sample(keys.fold_in(key, number))
+            for number, name in enumerate(sorted(self.spaces))
+        }
+
+    def contains(self, x: Mapping[str, chex.ArrayTree]) -> jax.Array:
+        """Tells whether every one is an element of its space, `()` bool."""
+        inside = [self.spaces[name].contains(x[name]) for name in sorted(self.spaces)]
+        return jnp.all(jnp.stack(inside))
 
 
 _NUMBERS = (int, float, np.ndarray, np.generic, jax.Array)

@@ -126,6 +126,21 @@ class Persistent:
     value: chex.ArrayTree  # [B, ...]
 
 
+@struct.dataclass
+class EpisodeKey:
+    """A place in a policy's state for a key that belongs to the lane's episode.
+
+    `policy.init` leaves it empty, and the kernel puts a new key in with every episode.
+    What is drawn from it is the same at every step of an episode, whichever lane plays
+    it: which opponent is met, which head of an ensemble acts.
+
+    Attributes:
+        value: `[B]` typed keys; None before the kernel has put them in.
+    """
+
+    value: chex.PRNGKey | None = None  # [B]
+
+
 @struct.dataclass(kw_only=True)
 class Episodes:
     """The `N` episodes of one call, in the order in which they were started.

@@ -10,7 +10,8 @@ root key; with `fold_in` written as a product,
 
 so the key of lane i's n-th episode is `fold_in(fold_in(fold_in(root, ENV), i), n)`. All
 that is random inside an environment comes from the key of its episode: the reset, and
-step n by `fold_in(episode_key, n)`, counted from 1. Nothing is drawn that is not read,
+step n by `fold_in(episode_key, n)`, counted from 1; what a policy draws once for the
+whole episode comes from `fold_in(episode_key, -1)`. Nothing is drawn that is not read,
 and a lane's stream does not depend on the number of lanes.
 
 Lane i's n-th episode has the id `n * B + i`, the e-th of the queue `-1 - e`. Which
@@ -29,6 +30,7 @@ from envs.types import RESET
 from rollout.types import Episode
 
 _POLICY, _ENV, _QUEUE, _WARMUP = 0, 1, 2, 3
+_ONCE = -1  # under the key of an episode, where the steps count upwards
 
 
 class LaneIds(NamedTuple):
@@ -93,6 +95,11 @@ def reset_keys(episode: Episode) -> chex.PRNGKey:
 def step_keys(episode: Episode) -> chex.PRNGKey:
     """`[B]` keys of the environments' next steps."""
     return keys.fold_in(episode.key, episode.episode_length + 1)
+
+
+def policy_episode_keys(episode_key: chex.PRNGKey) -> chex.PRNGKey:
+    """`[B]` keys of what a policy draws once for each of these episodes."""
+    return keys.fold_in(episode_key, _ONCE)
 
 
 def first_episodes(

@@ -20,6 +20,7 @@ from rollout.types import (
     Accumulators,
     Carry,
     Episode,
+    EpisodeKey,
     Persistent,
     Policy,
     PolicyStep,
@@ -46,7 +47,7 @@ def init(
         next_episode=jnp.zeros((), jnp.int32),
         env_state=env_state,
         obs=obs,
-        policy_state=_initial_policy_state(policy, env.num_envs),
+        policy_state=_initial_policy_state(policy, env, episode.key),
         episode=episode,
     )
     return _place(env, carry)
@@ -160,7 +161,9 @@ def restart(
         fresh = carry.replace(
             env_state=new.state,
             obs=new.obs,
-            policy_state=_restart_policy(policy, carry.policy_state, over),
+            policy_state=_restart_policy(
+                policy, env, carry.policy_state, over, new.episode_key
+            ),
             episode=Episode(
                 key=new.episode_key,
                 episode_return=jnp.where(over, 0.0, episode.episode_return),
@@ -316,24 +319,37 @@ def _place(env: VectorEnv, carry: Carry) -> Carry:
 
 
 def _restart_policy(
-    policy: Policy, state: chex.ArrayTree, over: jax.Array
+    policy: Policy,
+    env: VectorEnv,
+    state: chex.ArrayTree,
+    over: jax.Array,
+    episode_key: chex.PRNGKey,
 ) -> chex.ArrayTree:
     """Puts the lanes where `over` back to the initial state, but what is persistent."""
 
     def choose(fresh: chex.ArrayTree, state: chex.ArrayTree) -> chex.ArrayTree:
-        return state if _is_persistent(state) else keys.select(over, fresh, state)
+        if isinstance(state, Persistent):
+            return state
+        return keys.select(over, fresh, state)
 
-    fresh = _initial_policy_state(policy, over.shape[0])
-    return jax.tree.map(choose, fresh, state, is_leaf=_is_persistent)
-
-
-def _is_persistent(state: Any) -> bool:
-    return isinstance(state, Persistent)
-
-
-def _initial_policy_state(policy: Policy, num_envs: int) -> chex.ArrayTree:
-    state = jax.tree.map(
-        lambda x: jnp.asarray(x, jnp.result_type(x)), policy.init(num_envs)
+    fresh = _initial_policy_state(policy, env, episode_key)
+    return jax.tree.map(
+        choose, fresh, state, is_leaf=lambda x: isinstance(x, Persistent)
     )
-    checks.policy_init(state, num_envs)
+
+
+def _initial_policy_state(
+    policy: Policy, env: VectorEnv, episode_key: chex.PRNGKey
+) -> chex.ArrayTree:
+    """The state at the start of the episodes with these keys, `[B]`."""
+
+    def make(x: Any) -> chex.ArrayTree:
+        if isinstance(x, EpisodeKey):
+            return EpisodeKey(episode_keys.policy_episode_keys(episode_key))
+        return jnp.asarray(x, jnp.result_type(x))
+
+    state = jax.tree.map(
+        make, policy.init(env.num_envs), is_leaf=lambda x: isinstance(x, EpisodeKey)
+    )
+    checks.policy_init(state, env.num_envs)
     return state

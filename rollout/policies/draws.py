@@ -4,8 +4,8 @@ Every draw takes one key for all lanes, and lane i draws the same whatever their
 """
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -26,6 +26,10 @@ def uniform(action_space: Space) -> Callable[[int, chex.PRNGKey], chex.ArrayTree
     """Makes the function `(num_envs, key)` to actions, drawn from the whole space."""
     if is_discrete(action_space):
         return functools.partial(discrete, describe(action_space))
+    if isinstance(getattr(action_space, "spaces", None), Mapping):
+        return _draw_each(action_space.spaces)
+    if hasattr(action_space, "num"):
+        return _draw_repeated(action_space)
     bounds = _bounds(action_space)
     if bounds is None:
         return functools.partial(_draw_any, action_space)
@@ -164,6 +168,32 @@ def _below(
     n, half = jnp.asarray(n, jnp.uint32), jnp.uint32(16)
     low = ((word & jnp.uint32(0xFFFF)) * n) >> half
     return (((word >> half) * n + low) >> half).astype(jnp.int32)
+
+
+def _draw_each(spaces: Mapping[str, Space]) -> Callable[..., dict[str, Any]]:
+    """Makes the draw from several spaces by name, each from a key of its own."""
+    draw_fns = {name: uniform(spaces[name]) for name in sorted(spaces)}
+
+    def draw(num_envs: int, key: chex.PRNGKey) -> dict[str, Any]:
+        return {
+            name: draw_fn(num_envs, keys.fold_in(key, number))
+            for number, (name, draw_fn) in enumerate(draw_fns.items())
+        }
+
+    return draw
+
+
+def _draw_repeated(space: Space) -> Callable[[int, chex.PRNGKey], chex.ArrayTree]:
+    """Makes the draw of `space.num` elements per lane, all in one."""
+    draw_fn = uniform(space.space)
+
+    def draw(num_envs: int, key: chex.PRNGKey) -> chex.ArrayTree:
+        every = draw_fn(num_envs * space.num, key)
+        return jax.tree.map(
+            lambda x: x.reshape(num_envs, space.num, *x.shape[1:]), every
+        )
+
+    return draw
 
 
 def _draw_any(space: Space, num_envs: int, key: chex.PRNGKey) -> chex.ArrayTree:
