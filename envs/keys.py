@@ -84,8 +84,8 @@ def bits(key: chex.PRNGKey, shape: tuple[int, ...]) -> jax.Array:
     words = jax.random.key_data(key)
     if size <= _HALF:
         return _hash(words, *_counters((size,)))[0].reshape(shape)
-    num_parts = _NUM_PARTS.get()
-    if num_parts > 1 and size % (2 * _HALF * num_parts):
+    parts = num_parts()
+    if parts > 1 and size % (2 * _HALF * parts):
         # Some part of the lanes ends within a block: every word is made where it lies.
         block, at = jnp.divmod(lax.iota(jnp.uint32, size), np.uint32(2 * _HALF))
         counter = block * np.uint32(_HALF) + at % np.uint32(_HALF)
@@ -96,13 +96,18 @@ def bits(key: chex.PRNGKey, shape: tuple[int, ...]) -> jax.Array:
 
 
 @contextlib.contextmanager
-def in_parts(num_parts: int) -> Iterator[None]:
+def in_parts(number: int) -> Iterator[None]:
     """Tells `bits` that what it draws lies on so many devices, with equal shares."""
-    token = _NUM_PARTS.set(num_parts)
+    token = _NUM_PARTS.set(number)
     try:
         yield
     finally:
         _NUM_PARTS.reset(token)
+
+
+def num_parts() -> int:
+    """On how many devices the lanes lie, with equal shares; see `in_parts`."""
+    return _NUM_PARTS.get()
 
 
 def draw(

@@ -87,17 +87,33 @@ class MultiAgentEnv(Protocol):
         """Takes one step. `action` is `{group: [A_g, ...]}`, void where nobody acts."""
 
 
+class AgentGroup(NamedTuple):
+    """Agents with equal spaces.
+
+    Attributes:
+        name: of the group.
+        members: `A_g` positions in `AgentLayout.agents`.
+        shape: of the action of one agent; None if that has several parts.
+        dtype: of the action, likewise.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    shape: tuple[int, ...] | None
+    dtype: jnp.dtype | None
+
+
 class AgentLayout(NamedTuple):
     """Who is in an environment and where; static, hashable.
 
     Attributes:
         agents: the names, in the order of every `[A]` array.
-        groups: `(group, positions in agents)` of every group.
+        groups: the groups they are stacked in.
         simultaneous: whether every agent that has not ended acts at every step.
     """
 
     agents: tuple[str, ...]
-    groups: tuple[tuple[str, tuple[int, ...]], ...]
+    groups: tuple[AgentGroup, ...]
     simultaneous: bool
 
 
@@ -356,8 +372,8 @@ class _Joint:
 
     def _stack(self, spaces: Mapping[str, Space]) -> dict[str, Space]:
         return {
-            group: Repeated(spaces[group], len(members))
-            for group, members in self.layout.groups
+            group.name: Repeated(spaces[group.name], len(group.members))
+            for group in self.layout.groups
         }
 
     def _each(self, name: str, value: Any, dtype: Any) -> jax.Array:
@@ -379,28 +395,33 @@ class _Joint:
         has_dtype: bool = False,
     ) -> None:
         """Refuses what is not stacked by group, or not of the groups' spaces."""
-        names = sorted(group for group, _ in self.layout.groups)
+        names = sorted(group.name for group in self.layout.groups)
         if not isinstance(value, Mapping) or sorted(value) != names:
             got = sorted(value) if isinstance(value, Mapping) else type(value).__name__
             raise ValueError(
                 f"`{name}` must be a dict of the groups {', '.join(names)}, got {got}."
             )
-        for group, members in self.layout.groups:
-            leaves, space = jax.tree.leaves(value[group]), spaces[group]
-            shape = len(members), *(getattr(space, "shape", None) or ())
-            same = [jnp.shape(x)[:1] == shape[:1] for x in leaves]
-            dtype = getattr(space, "dtype", None)
-            if getattr(space, "shape", None) is not None:  # not one of several parts
-                same = [len(leaves) == 1 and jnp.shape(leaves[0]) == shape]
-                if has_dtype and same[0]:
-                    same = [jnp.result_type(leaves[0]) == dtype]
-            if not all(same):
-                what = f"{jnp.dtype(dtype).name} " if has_dtype and dtype else ""
-                got = ", ".join(map(checks.describe, leaves))
-                raise ValueError(
-                    f"`{name}` of the group {group!r} must be {what}of shape {shape}, "
-                    f"got {got}."
-                )
+        for group in self.layout.groups:
+            space = Repeated(spaces[group.name], len(group.members))
+            _check_of_space(name, group.name, value[group.name], space, has_dtype)
+
+
+def _check_of_space(
+    name: str, group: str, value: chex.ArrayTree, space: Space, has_dtype: bool
+) -> None:
+    leaves, dtype = jax.tree.leaves(value), space.dtype if has_dtype else None
+    if space.shape is None:  # of several parts: the environment itself must say
+        fits = all(jnp.shape(x)[:1] == (space.num,) for x in leaves)
+    else:
+        fits = [jnp.shape(x) for x in leaves] == [space.shape]
+        fits &= dtype is None or jnp.result_type(leaves[0]) == dtype
+    if not fits:
+        what = f"shape {space.shape or (space.num, '...')}"
+        raise ValueError(
+            f"`{name}` of the group {group!r} must be of "
+            f"{what if dtype is None else f'{jnp.dtype(dtype).name} and {what}'}, got "
+            f"{', '.join(map(checks.describe, leaves))}."
+        )
 
 
 def _layout(env: MultiAgentEnv) -> AgentLayout:
@@ -431,11 +452,17 @@ def _layout(env: MultiAgentEnv) -> AgentLayout:
     return AgentLayout(
         agents=agents,
         groups=tuple(
-            (group, tuple(agents.index(agent) for agent in names))
+            _group(group, tuple(map(agents.index, names)), env.action_spaces[group])
             for group, names in groups.items()
         ),
         simultaneous=bool(getattr(env, "simultaneous", False)),
     )
+
+
+def _group(name: str, members: tuple[int, ...], action_space: Space) -> AgentGroup:
+    shape = getattr(action_space, "shape", None)
+    dtype = None if shape is None else jnp.dtype(action_space.dtype)
+    return AgentGroup(name, members, shape, dtype)
 
 
 def _pack(*flags: jax.Array) -> jax.Array:

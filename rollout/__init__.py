@@ -7,6 +7,9 @@ episodes ended. Everything runs inside your own `jit`, or jitted from a notebook
 
 `Stream` hands batches to a training loop that is driven by Python; `checkpoint` saves
 and restores it; `profile` says where the time goes; `shard` spreads lanes over devices.
+
+With several agents, `policy_map` says who plays whom, and `agent_transitions` makes
+what each of them experienced of what happened.
 """
 
 from rollout import siblings  # noqa: F401 (first: it says who hides `envs`)
@@ -17,6 +20,19 @@ from rollout.collector import Collector
 from rollout.devices import shard
 from rollout.evaluation import evaluate
 from rollout.minibatches import minibatches
+from rollout.multi_agent import (
+    AgentFigures,
+    AgentStats,
+    Pending,
+    Population,
+    agent_transitions,
+    fixed_mapping,
+    for_policy,
+    init_agent_transitions,
+    policy_map,
+    population,
+    summarize_agents,
+)
 from rollout.policies import (
     epsilon_greedy,
     gaussian_noise,
@@ -43,7 +59,9 @@ from rollout.types import (
     Accumulator,
     Carry,
     Episode,
+    EpisodeKey,
     Episodes,
+    PerAgent,
     Persistent,
     Policy,
     PolicyStep,
@@ -54,35 +72,47 @@ Batch = StreamBatch  # its name until 0.1; `buffers.Batch` is another thing
 
 __all__ = [
     "Accumulator",
+    "AgentFigures",
+    "AgentStats",
     "Batch",
     "Carry",
     "CollectStats",
     "Collector",
     "Episode",
+    "EpisodeKey",
     "Episodes",
     "Finished",
     "Moments",
+    "Pending",
+    "PerAgent",
     "Persistent",
     "Pieces",
     "Policy",
     "PolicyStep",
+    "Population",
     "Profile",
     "Stream",
     "StreamBatch",
     "StreamStats",
     "Transition",
+    "agent_transitions",
     "checkpoint",
     "discounted_returns",
     "epsilon_greedy",
     "evaluate",
     "finished",
+    "fixed_mapping",
+    "for_policy",
     "gae",
     "gaussian_noise",
     "greedy",
+    "init_agent_transitions",
     "lambda_returns",
     "log_stats",
     "minibatches",
     "ornstein_uhlenbeck",
+    "policy_map",
+    "population",
     "profile",
     "random_policy",
     "random_warmup",
@@ -91,4 +121,5 @@ __all__ = [
     "split_trajectories",
     "stateless_policy",
     "summarize",
+    "summarize_agents",
 ]

@@ -36,7 +36,7 @@ def typed_key(key: Any) -> None:
     if not (isinstance(key, jax.Array) and keys.has_keys(key)) or key.shape:
         raise ValueError(
             "`key` must be one typed key as `jax.random.key(seed)` makes it, got "
-            f"{_describe(key)}."
+            f"{describe(key)}."
         )
 
 
@@ -61,7 +61,7 @@ def flag(name: str, value: Any) -> None:
 def function(name: str, value: Any) -> None:
     """Refuses what cannot be called."""
     if not callable(value):
-        raise ValueError(f"`{name}` must be a function, got {_describe(value)}.")
+        raise ValueError(f"`{name}` must be a function, got {describe(value)}.")
 
 
 def max_steps(value: Any) -> jax.Array:
@@ -82,7 +82,7 @@ def collector(env: Any, policy: Any, record_fn: Any) -> None:
     if not isinstance(policy, Policy):
         raise ValueError(
             "`policy` must be a `Policy`, such as `stateless_policy` makes, "
-            f"got {_describe(policy)}."
+            f"got {describe(policy)}."
         )
     if record_fn is not None:
         function("record_fn", record_fn)
@@ -93,7 +93,7 @@ def carry(value: Any, num_envs: int) -> None:
     if not isinstance(value, Carry):
         raise ValueError(
             "`carry` must be what `Collector.init` or an earlier call returned, got "
-            f"{_describe(value)}."
+            f"{describe(value)}."
         )
     lanes = jnp.shape(value.episode.episode_id)
     if lanes != (num_envs,):
@@ -129,20 +129,20 @@ def accumulators(value: Any) -> Accumulators:
         if not isinstance(name, str) or not isinstance(accumulator, Accumulator):
             raise ValueError(
                 "`accumulators` must map names to `Accumulator`s, got "
-                f"{name!r}: {_describe(accumulator)}."
+                f"{name!r}: {describe(accumulator)}."
             )
     return items
 
 
 def accumulated(name: str, old: chex.ArrayTree, new: chex.ArrayTree) -> None:
     """Refuses a figure that an accumulator returns of another kind."""
-    _same(f"The accumulator `{name}` must return what it is given", old, new)
+    same(f"The accumulator `{name}` must return what it is given", old, new)
 
 
 def env_state(env: VectorEnv, state: chex.ArrayTree, reset_keys: chex.PRNGKey) -> None:
     """Refuses a state that is not one of this environment."""
     expected = jax.eval_shape(env.reset, reset_keys)[0]
-    _same("`carry` must be of this collector's environment", expected, state)
+    same("`carry` must be of this collector's environment", expected, state)
 
 
 def recorded(before: Transition, after: Any) -> None:
@@ -177,13 +177,13 @@ def decision(who: str, result: PolicyStep, space: Space, num_envs: int) -> None:
             "`stateless_policy` and `recurrent_policy` make a policy of a plain "
             "function."
         )
-    if not hasattr(space, "shape") or not hasattr(space, "dtype"):
+    if getattr(space, "shape", None) is None or not hasattr(space, "dtype"):
         return  # a space of several parts: the environment itself must say
     shape, dtype, action = (num_envs, *space.shape), space.dtype, result.action
     if jnp.shape(action) != shape or jnp.result_type(action) != dtype:
         raise ValueError(
             f"{who} must return actions as {jnp.dtype(dtype).name} of shape {shape}, "
-            f"got {_describe(action)}."
+            f"got {describe(action)}."
         )
 
 
@@ -192,7 +192,7 @@ def policy_step(
 ) -> None:
     """Refuses a policy's output that does not fit the environment or its input."""
     decision("`policy.apply`", result, env.action_space, env.num_envs)
-    _same(
+    same(
         "`policy.apply` must return the state as it came in",
         policy_state,
         result.state,
@@ -211,7 +211,7 @@ def env_step(
     """Refuses a step whose leaves are not those of the reset, or not `[B]`."""
     if not isinstance(result, EnvStep):
         raise ValueError(
-            f"`env.step` must return an `envs.EnvStep`, got {_describe(result)}."
+            f"`env.step` must return an `envs.EnvStep`, got {describe(result)}."
         )
     kinds = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
     for name, dtype in kinds.items():
@@ -219,13 +219,13 @@ def env_step(
         if jnp.shape(leaf) != (num_envs,) or leaf.dtype != dtype:
             raise ValueError(
                 f"`env.step` must return `{name}` as {jnp.dtype(dtype).name} of shape "
-                f"({num_envs},), got {_describe(leaf)}."
+                f"({num_envs},), got {describe(leaf)}."
             )
-    _same("`env.step` must return the state as `env.reset` does", state, result.state)
-    _same("`env.step` must return `obs` as `env.reset` does", obs, result.obs)
+    same("`env.step` must return the state as `env.reset` does", state, result.state)
+    same("`env.step` must return `obs` as `env.reset` does", obs, result.obs)
 
 
-def _same(what: str, expected: chex.ArrayTree, got: chex.ArrayTree) -> None:
+def same(what: str, expected: chex.ArrayTree, got: chex.ArrayTree) -> None:
     """Refuses a tree of another structure, or with a leaf of another shape or dtype."""
     structures = jax.tree.structure(expected), jax.tree.structure(got)
     if structures[0] != structures[1]:
@@ -234,7 +234,7 @@ def _same(what: str, expected: chex.ArrayTree, got: chex.ArrayTree) -> None:
     for (path, old), new in pairs:
         if (old.shape, old.dtype) != (jnp.shape(new), jnp.result_type(new)):
             raise ValueError(
-                f"{what}: {_describe(old)}{_at(path)}, got {_describe(new)}."
+                f"{what}: {describe(old)}{_at(path)}, got {describe(new)}."
             )
 
 
@@ -242,7 +242,8 @@ def _at(path: tuple[Any, ...]) -> str:
     return f" at {jax.tree_util.keystr(path)}" if path else ""
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
+    """Says what a value is, for a message."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype} of shape {value.shape}"
     if isinstance(value, tuple | list | dict):

@@ -1,5 +1,6 @@
 """Statistics of episodes: of those that ended in a trajectory, or of exactly N."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -257,8 +258,8 @@ def log_stats(stats: Any, *, prefix: str = "") -> dict[str, float]:
     """Turns statistics into what any logger takes: a flat dict of Python floats.
 
     Args:
-        stats: a `CollectStats`, a `StreamStats`, a mapping, or any of these nested;
-            every leaf a number or a `()` array.
+        stats: a `CollectStats`, a `StreamStats`, an `AgentStats`, a mapping, or any of
+            these nested; every leaf a number or a `()` array.
         prefix: put in front of every name.
 
     Returns:
@@ -291,10 +292,10 @@ def _describe(
         num_episodes=_count(ended),
         num_terminated=_count(terminated),
         num_truncated=_count(ended & ~terminated),
-        returns=_moments(data.episode_return, ended),
-        lengths=_moments(data.episode_length.astype(jnp.float32), ended),
+        returns=moments(data.episode_return, ended),
+        lengths=moments(data.episode_length.astype(jnp.float32), ended),
         accumulated={
-            jax.tree_util.keystr(path, simple=True, separator="/"): _moments(
+            jax.tree_util.keystr(path, simple=True, separator="/"): moments(
                 leaf.astype(jnp.float32), ended
             )
             for path, leaf in jax.tree.leaves_with_path(data.accumulated)
@@ -327,8 +328,8 @@ def _count(flag: jax.Array) -> jax.Array:
     return jnp.sum(flag, dtype=jnp.int32)
 
 
-def _moments(value: jax.Array, flag: jax.Array) -> Moments:
-    """What is kept of `value` where `flag`."""
+def moments(value: jax.Array, flag: jax.Array) -> Moments:
+    """What is kept of `value`, float, where `flag`, of the same shape."""
     count, total = _count(flag), jnp.sum(jnp.where(flag, value, 0.0))
     # Two passes: the difference of two large sums would lose the digits that matter.
     deviation = jnp.where(flag, value - total / jnp.maximum(count, 1), 0.0)
@@ -349,9 +350,14 @@ def _named(stats: Any) -> Any:
         figures = {name: getattr(stats, name) for name in _NAMES}
         own = stats.accumulated.items()
         return figures | {f"{name}_mean": moments.mean for name, moments in own}
+    if isinstance(stats, Moments):
+        return {name: getattr(stats, name) for name in _MOMENTS}
+    if dataclasses.is_dataclass(stats) and not isinstance(stats, type):
+        return _named(vars(stats))
     return stats
 
 
+_MOMENTS = ("count", "mean", "std", "min", "max")
 _NAMES = (
     "num_steps",
     "num_episodes",

@@ -176,6 +176,19 @@ class Episodes:
         return self.lane
 
 
+@struct.dataclass
+class PerAgent:
+    """A figure that an accumulator keeps for every agent of a lane.
+
+    `Accumulator.init` returns it, and `update` takes and returns it.
+
+    Attributes:
+        value: `[B, A, ...]`, any pytree, of the agents in the environment's order.
+    """
+
+    value: chex.ArrayTree  # [B, A, ...]
+
+
 class Accumulator(NamedTuple):
     """A figure of one's own that is kept per episode, batched over lanes.
 

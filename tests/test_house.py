@@ -18,7 +18,7 @@ LADDER = (
     {"policies"},
     {"kernel"},
     {"collector"},
-    {"devices", "evaluation", "profiling", "stream"},
+    {"devices", "evaluation", "multi_agent", "profiling", "stream"},
     {"cli"},
     {"__main__"},
 )
@@ -84,6 +84,8 @@ def test_packages_import_only_what_they_may():
         if name.startswith("rollout.cli"):
             continue
         allowed = {"envs.types", "envs.keys"} if name.startswith("rollout") else set()
+        if name.startswith("rollout.multi_agent"):  # for its own kind
+            allowed |= {"envs.multi_agent"}
         assert others <= allowed, name
 
 

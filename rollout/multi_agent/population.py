@@ -1,0 +1,125 @@
+"""Many sets of parameters for one policy, of which every agent plays one.
+
+Agents are put in order of their members and cut into blocks of one member each, so
+that parameters are gathered per block and not per agent, and every agent is evaluated
+by its own member only. `N` agents of `P` members fill at most `N / K + P` blocks of
+`K`, however they are spread: shapes stay static, and nobody is left out.
+"""
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from envs import keys
+from rollout import checks
+from rollout.types import Key, Obs, Params, Policy, PolicyState, PolicyStep
+
+# Blocks per member on average. Few are padded in vain, many are slow one by one: with
+# 1024 agents and 8 members 4 took 1.6 times one policy's time, 2 took 1.9, 1 took 2.4.
+_BLOCKS_PER_MEMBER = 4
+
+
+class Population(NamedTuple):
+    """A policy with many sets of parameters.
+
+    Attributes:
+        policy: the policy of every member.
+        size: P, how many there are.
+    """
+
+    policy: Policy
+    size: int
+
+
+def population(policy: Policy, size: int) -> Population:
+    """Makes an entry of `policy_map` that many members play: past selves, a league.
+
+    Its entry in `params` has the leading axis P. Its members have P indices, from the
+    one it has in the order of policies on. Each agent costs one member, not P, and
+    draws from a key of its own, as a batch of one.
+
+    Args:
+        policy: the policy of every member.
+        size: P, at least 1.
+
+    Raises:
+        ValueError: if `policy` is not a `Policy` or `size` not an int of at least 1;
+            while tracing, if the parameters lack the axis.
+    """
+    if not isinstance(policy, Policy):
+        raise ValueError(f"`policy` must be a `Policy`, got {checks.describe(policy)}.")
+    return Population(policy, checks.count("size", size))
+
+
+def apply_members(
+    policy: Policy,
+    size: int,
+    member: jax.Array,
+    params: Params,
+    obs: Obs,
+    state: PolicyState,
+    key: Key,
+) -> PolicyStep:
+    """What the members do, `[N, ...]`, where agent i is played by `member[i]`."""
+    _check_members(params, size)
+    num_agents = member.shape[0]
+    agent_keys = keys.fold_in(key, jnp.arange(num_agents, dtype=jnp.int32))
+
+    def apply_one(params: Params, *inputs: chex.ArrayTree) -> PolicyStep:
+        *inputs, key = inputs
+        batch = jax.tree.map(lambda x: x[None], inputs)
+        return jax.tree.map(lambda x: x[0], policy.apply(params, *batch, key))
+
+    def apply_local(member: jax.Array, *inputs: chex.ArrayTree) -> PolicyStep:
+        agent, block_member, row = _blocks(member, size)
+        block_params = jax.tree.map(lambda x: x[block_member], params)
+        blocks = jax.tree.map(lambda x: x[agent], inputs)
+        apply_block = jax.vmap(apply_one, (None, 0, 0, 0))
+        decided = jax.vmap(apply_block)(block_params, *blocks)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[row], decided)
+
+    # Agents on different devices are not put in one order.
+    num_parts = keys.num_parts()
+    parts = jax.tree.map(
+        lambda x: x.reshape(num_parts, -1, *x.shape[1:]),
+        (member, obs, state, agent_keys),
+    )
+    decided = jax.vmap(apply_local)(*parts)
+    return jax.tree.map(lambda x: x.reshape(num_agents, *x.shape[2:]), decided)
+
+
+def _blocks(member: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Cuts `N` agents into blocks of `K` that have one member each.
+
+    Returns:
+        `[blocks, K]` int32, the agent in each row, any where none is left; `[blocks]`
+        int32, the member; `[N]` int32, the row of each agent in all blocks.
+    """
+    num_agents = member.shape[0]
+    num_rows = max(1, num_agents // (_BLOCKS_PER_MEMBER * size))
+    num_blocks = num_agents // num_rows + size
+    every = jnp.arange(num_agents, dtype=jnp.int32)
+    ordered, agent = lax.sort_key_val(member, every)
+    count = jnp.sum(member[None] == jnp.arange(size)[:, None], axis=1, dtype=jnp.int32)
+    blocks = -(-count // num_rows)
+    end, end_block = jnp.cumsum(count), jnp.cumsum(blocks)
+    rank = every - (end - count)[ordered]
+    row_in_order = (end_block - blocks)[ordered] * num_rows + rank
+    in_rows = jnp.zeros((num_blocks * num_rows,), jnp.int32)
+    in_rows = in_rows.at[row_in_order].set(agent, unique_indices=True)
+    row = jnp.zeros_like(member).at[agent].set(row_in_order, unique_indices=True)
+    is_after = jnp.arange(num_blocks)[:, None] >= end_block[None]
+    block_member = jnp.minimum(jnp.sum(is_after, axis=1), size - 1)
+    return in_rows.reshape(num_blocks, num_rows), block_member, row
+
+
+def _check_members(params: Params, size: int) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if jnp.shape(leaf)[:1] != (size,):
+            raise ValueError(
+                f"The parameters of a population must have the leading axis {size}, "
+                f"got shape {jnp.shape(leaf)} at {jax.tree_util.keystr(path)}."
+            )

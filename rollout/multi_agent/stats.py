@@ -1,0 +1,120 @@
+"""Statistics of agents and of policies, over the episodes that ended."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from rollout.multi_agent.transitions import agents_of
+from rollout.stats import Moments, moments
+from rollout.types import PerAgent, Transition
+
+
+@struct.dataclass(kw_only=True)
+class AgentFigures:
+    """Of one agent or of one policy; an episode in which it never acted is not counted.
+
+    Attributes:
+        returns: of the agent's undiscounted returns.
+        lengths: of the numbers of its actions.
+        accumulated: of each `PerAgent` figure that is one number per agent, by its
+            place in `accumulated`, joined by "/".
+    """
+
+    returns: Moments
+    lengths: Moments
+    accumulated: dict[str, Moments] = struct.field(default_factory=dict)
+
+
+@struct.dataclass(kw_only=True)
+class AgentStats:
+    """What is known of the agents.
+
+    Attributes:
+        num_steps: `()` int32, environment steps over all lanes, idle rows not counted.
+        num_agent_steps: `()` int32, actions that agents took in them.
+        num_episodes: `()` int32, episodes that ended, also if they began before.
+        unassigned_reward: `()` float32, in these episodes, the sum of rewards that no
+            action answers for: from before an agent's first and from after its end.
+        num_stale: `()` int32, agents without a last observation in these episodes.
+        num_unmapped: `()` int32, actions in these steps of agents to whom the mapping
+            gave no policy that can play them.
+        agents: figures by agent.
+        policies: figures by policy, of a `policy_map`; else empty.
+    """
+
+    num_steps: jax.Array  # ()
+    num_agent_steps: jax.Array  # ()
+    num_episodes: jax.Array  # ()
+    unassigned_reward: jax.Array  # ()
+    num_stale: jax.Array  # ()
+    num_unmapped: jax.Array  # ()
+    agents: dict[str, AgentFigures]
+    policies: dict[str, AgentFigures]
+
+
+def summarize_agents(trajectory: Transition) -> AgentStats:
+    """Summarizes agents and policies in a trajectory, inside or outside of `jit`.
+
+    Returns and lengths are those of the episodes that ended in it, each counted whole.
+
+    Args:
+        trajectory: `[T, B, ...]`, of an environment of `envs.vectorize_agents`; rows
+            whose `mask` is False do not count.
+
+    Returns:
+        Statistics, each `()`; means over no episode are NaN.
+
+    Raises:
+        ValueError: if the trajectory is not one of several agents.
+    """
+    info, mask = agents_of(trajectory), trajectory.mask[..., None]
+    ended = trajectory.done[..., None] & mask
+    took_part = ended & (info.agent_length > 0)
+    policy_id, roster = None, None
+    if isinstance(trajectory.extras, dict):
+        policy_id = trajectory.extras.get("policy_id")
+        roster = trajectory.extras.get("roster")
+    acted, names = info.acted & mask, () if roster is None else roster.indices
+    is_unmapped = jnp.zeros((), bool) if roster is None else acted & (policy_id < 0)
+    return AgentStats(
+        num_steps=_count(trajectory.mask),
+        num_agent_steps=_count(acted),
+        num_episodes=_count(ended),
+        unassigned_reward=jnp.sum(jnp.where(ended, info.unassigned_reward, 0.0)),
+        num_stale=_count(ended & info.waiting),
+        num_unmapped=_count(is_unmapped),
+        agents={
+            agent: _figures(trajectory, took_part & _is_only(i, took_part.shape[-1]))
+            for i, agent in enumerate(info.layout.agents)
+        },
+        policies={
+            name: _figures(trajectory, took_part & roster.select(name, policy_id))
+            for name, *_ in names
+        },
+    )
+
+
+def _figures(trajectory: Transition, flag: jax.Array) -> AgentFigures:
+    """The figures of those agents at those steps where `flag`, `[T, B, A]`."""
+    info, figures = trajectory.info.agents, trajectory.accumulated
+    own = figures.items() if isinstance(figures, dict) else ()
+    own = {name: x.value for name, x in own if isinstance(x, PerAgent)}
+    return AgentFigures(
+        returns=moments(info.agent_return, flag),
+        lengths=moments(info.agent_length.astype(jnp.float32), flag),
+        accumulated={
+            jax.tree_util.keystr(path, simple=True, separator="/"): moments(
+                leaf.astype(jnp.float32), flag
+            )
+            for path, leaf in jax.tree.leaves_with_path(own)
+            if leaf.shape == flag.shape
+        },
+    )
+
+
+def _is_only(number: int, num_agents: int) -> jax.Array:
+    return (jnp.arange(num_agents) == number)[None, None]
+
+
+def _count(flag: jax.Array) -> jax.Array:
+    return jnp.sum(flag, dtype=jnp.int32)

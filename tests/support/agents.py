@@ -1,0 +1,164 @@
+"""Environments of several agents in closed form, and what agents experience, plainly.
+
+The observation of agent a after n steps is `10 n + a`, and -1 where it is void.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+import envs
+
+
+@struct.dataclass(kw_only=True)
+class ScheduleEnv:
+    """Does what tables say: who acts, what they get, when they end.
+
+    Attributes:
+        acting: `[L + 1, A]` bool, who acts before each step, and after the last.
+        reward: `[L, A]` float32.
+        terminated: `[L, A]` bool, own endings.
+        truncated: `[L, A]` bool, likewise.
+        episode_terminated: `[L]` bool, the end for all.
+        episode_truncated: `[L]` bool, likewise. Step L is one or the other.
+    """
+
+    acting: jax.Array  # [L + 1, A]
+    reward: jax.Array  # [L, A]
+    terminated: jax.Array  # [L, A]
+    truncated: jax.Array  # [L, A]
+    episode_terminated: jax.Array  # [L]
+    episode_truncated: jax.Array  # [L]
+    names: tuple[str, ...] = struct.field(pytree_node=False, default=("a", "b", "c"))
+
+    @property
+    def agents(self):
+        return self.names
+
+    @property
+    def groups(self):
+        return {"all": self.names}
+
+    @property
+    def observation_spaces(self):
+        return {"all": envs.Box(-1.0, 1e6, ())}
+
+    @property
+    def action_spaces(self):
+        return {"all": envs.Discrete(1_000_000)}
+
+    def reset(self, key):
+        # Another key, another state, so that a reset that is forgotten shows.
+        return jnp.int32(0), {"all": self.observe(0, self.acting[0])}, self.acting[0]
+
+    def step(self, key, state, action):
+        num, n = self.reward.shape[0], state + 1
+        ended = self.terminated[state] | self.truncated[state]
+        is_cut = (n == num) & ~self.episode_terminated[state]
+        return envs.MultiAgentStep(
+            state=n,
+            obs={"all": self.observe(n, self.acting[n] | ended)},
+            acting=self.acting[n],
+            reward=self.reward[state],
+            terminated=self.terminated[state],
+            truncated=self.truncated[state],
+            episode_terminated=self.episode_terminated[state],
+            episode_truncated=self.episode_truncated[state] | is_cut,
+        )
+
+    def observe(self, n, valid):
+        return jnp.where(valid, 10.0 * n + jnp.arange(len(self.names)), -1.0)
+
+
+def schedule(
+    acting, reward, *, terminated=None, truncated=None, end="terminated", names="abc"
+):
+    """A `ScheduleEnv` of lists; `end` says what the last step is."""
+    num_steps, num_agents = np.shape(reward)
+    last = np.arange(num_steps) == num_steps - 1
+    none = np.zeros((num_steps, num_agents), bool)
+    return ScheduleEnv(
+        acting=jnp.asarray(acting, bool),
+        reward=jnp.asarray(reward, jnp.float32),
+        terminated=jnp.asarray(none if terminated is None else terminated, bool),
+        truncated=jnp.asarray(none if truncated is None else truncated, bool),
+        episode_terminated=jnp.asarray(last & (end == "terminated")),
+        episode_truncated=jnp.asarray(last & (end == "truncated")),
+        names=tuple(names)[:num_agents],
+    )
+
+
+def play(env):
+    """One episode of a `ScheduleEnv`, agent by agent in plain Python.
+
+    Returns:
+        Rows by agent, `(obs, reward, next_obs, terminated, truncated, stale)`; the
+        return of each agent, the part of it that no row has, and the episode's length.
+    """
+    tables = jax.tree.map(np.asarray, env)
+    num_steps, num_agents = tables.reward.shape
+    rows = [[] for _ in range(num_agents)]
+    pending = [None] * num_agents  # [obs, reward so far]
+    over = [(False, False)] * num_agents  # terminated, truncated
+    total, unassigned = np.zeros(num_agents), np.zeros(num_agents)
+    for n in range(num_steps):
+        for a in range(num_agents):
+            if tables.acting[n, a] and not any(over[a]):
+                assert pending[a] is None
+                pending[a] = [10 * n + a, 0.0]
+        for a in range(num_agents):
+            total[a] += tables.reward[n, a]
+            if pending[a] is None:
+                unassigned[a] += tables.reward[n, a]
+            else:
+                pending[a][1] += tables.reward[n, a]
+        now = [(False, False)] * num_agents  # how each agent itself ends
+        for a in range(num_agents):
+            if not any(over[a]):
+                now[a] = bool(tables.terminated[n, a]), bool(tables.truncated[n, a])
+                over[a] = now[a]
+        all_over = all(map(any, over))
+        is_cut = n == num_steps - 1 and not tables.episode_terminated[n]
+        all_terminated = all(terminated for terminated, _ in over)
+        end = (
+            bool(tables.episode_terminated[n]) or (all_over and all_terminated),
+            bool(tables.episode_truncated[n])
+            or is_cut
+            or (all_over and not all_terminated),
+        )
+        for a in range(num_agents):
+            is_over = any(over[a])
+            seen = any(now[a]) or (tables.acting[n + 1, a] and not is_over)
+            if pending[a] is None or not (seen or any(end)):
+                continue
+            obs, reward = pending[a]
+            next_obs = 10 * (n + 1) + a if seen else obs
+            flags = now[a] if any(now[a]) else end
+            rows[a].append((obs, reward, next_obs, *flags, not seen))
+            pending[a] = None
+        if any(end):
+            return rows, total, unassigned, n + 1
+    raise AssertionError("it must end")
+
+
+def rows_of(trajectories, num_envs, num_agents):
+    """The rows of `agent_transitions`, by lane and agent, in order of time."""
+    found = {}
+    for lane in range(num_envs):
+        for agent in range(num_agents):
+            column = lane * num_agents + agent
+            found[lane, agent] = [
+                (
+                    float(rows.obs[t, column]),
+                    float(rows.reward[t, column]),
+                    float(rows.next_obs[t, column]),
+                    bool(rows.terminated[t, column]),
+                    bool(rows.truncated[t, column]),
+                    bool(rows.extras["stale_next_obs"][t, column]),
+                )
+                for rows in trajectories
+                for t in range(rows.mask.shape[0])
+                if rows.mask[t, column]
+            ]
+    return found
