@@ -24,6 +24,12 @@ from envs.wrappers.base import VectorWrapper
 ACTING = "acting"  # the entry of `obs` that says who must act
 
 _FLAG = Box(0, 1, (), jnp.dtype(bool))
+_NUM_FLAGS = 8
+_MOST_ACTIONS = 2**24 - 1
+# What is known of an agent after a step: four flags for the next step,
+_ACTS_NEXT, _WAITING, _HAS_TERMINATED, _WAS_TRUNCATED = range(4)
+# and four of this one.
+_ACTED, _TERMINATED, _TRUNCATED, _ANSWERS = range(4, 8)
 
 
 @struct.dataclass(kw_only=True)
@@ -136,24 +142,27 @@ class AgentInfo:
     Attributes:
         reward: float32, the agent's own reward at this step.
         agent_return: float32, sum of its rewards in the episode so far.
-        agent_length: int32, actions that it has taken in the episode so far.
-        unassigned_reward: float32, the part of `agent_return` that answers no action of
-            its own: from before its first action, and from after its end.
-        flags: uint8, from which the properties are read.
+        packed: uint32, which the properties are read from.
         layout: the agents.
     """
 
     reward: jax.Array  # [T, B, A]
     agent_return: jax.Array  # [T, B, A]
-    agent_length: jax.Array  # [T, B, A]
-    unassigned_reward: jax.Array  # [T, B, A]
-    flags: jax.Array  # [T, B, A]
+    packed: jax.Array  # [T, B, A]
     layout: AgentLayout = struct.field(pytree_node=False)
+
+    @property
+    def agent_length(self) -> jax.Array:
+        """`[T, B, A]` int32, actions that the agent has taken in the episode so far.
+
+        Beyond 2^24 - 1 it does not count on.
+        """
+        return _length(self.packed)
 
     @property
     def acted(self) -> jax.Array:
         """`[T, B, A]` bool, the agent acted at this step."""
-        return _flag(self.flags, 0)
+        return _flag(self.packed, _ACTED)
 
     @property
     def waiting(self) -> jax.Array:
@@ -161,17 +170,25 @@ class AgentInfo:
 
         It neither acts next nor has ended, so it has no observation here.
         """
-        return _flag(self.flags, 1)
+        return _flag(self.packed, _WAITING)
 
     @property
     def terminated(self) -> jax.Array:
         """`[T, B, A]` bool, its own task ended at this step."""
-        return _flag(self.flags, 2)
+        return _flag(self.packed, _TERMINATED)
 
     @property
     def truncated(self) -> jax.Array:
         """`[T, B, A]` bool, it alone was cut from outside at this step."""
-        return _flag(self.flags, 3)
+        return _flag(self.packed, _TRUNCATED)
+
+    @property
+    def unassigned_reward(self) -> jax.Array:
+        """`[T, B, A]` float32, the reward, where it answers no action of the agent.
+
+        So it is before its first action, and after its end.
+        """
+        return jnp.where(_flag(self.packed, _ANSWERS), 0.0, self.reward)
 
 
 @struct.dataclass
@@ -265,10 +282,8 @@ class _JointState:
     """State of one environment, and what is known of its `A` agents."""
 
     env_state: chex.ArrayTree
-    flags: jax.Array  # [A] uint8: acts next, waits, has terminated, was truncated
     agent_return: jax.Array  # [A] float32
-    agent_length: jax.Array  # [A] int32
-    unassigned_reward: jax.Array  # [A] float32
+    packed: jax.Array  # [A] uint32, as in `AgentInfo`
 
 
 @struct.dataclass(kw_only=True)
@@ -306,10 +321,8 @@ class _Joint:
             acting = jnp.ones(shape, bool)
         state = _JointState(
             env_state=env_state,
-            flags=_pack(acting),
             agent_return=jnp.zeros(shape, jnp.float32),
-            agent_length=jnp.zeros(shape, jnp.int32),
-            unassigned_reward=jnp.zeros(shape, jnp.float32),
+            packed=_pack(jnp.zeros(shape, jnp.int32), {_ACTS_NEXT: acting}),
         )
         return state, self._observe(obs, acting)
 
@@ -325,7 +338,8 @@ class _Joint:
             )
         reward = self._each("reward", result.reward, jnp.float32)
         acted, waiting, has_terminated, was_truncated = (
-            _flag(state.flags, bit) for bit in range(4)
+            _flag(state.packed, bit)
+            for bit in (_ACTS_NEXT, _WAITING, _HAS_TERMINATED, _WAS_TRUNCATED)
         )
         is_left = ~(has_terminated | was_truncated)
         terminated = self._each("terminated", result.terminated, bool) & is_left
@@ -336,19 +350,24 @@ class _Joint:
         acting = self._each("acting", result.acting, bool) & goes_on
         if self.layout.simultaneous:
             acting = goes_on
-        is_answered = acted | waiting  # what happens here answers an action
-        waiting = is_answered & goes_on & ~acting
-        next_state = _JointState(
-            env_state=result.state,
-            flags=_pack(acting, waiting, has_terminated, was_truncated),
-            agent_return=state.agent_return + reward,
-            agent_length=state.agent_length + acted.astype(jnp.int32),
-            unassigned_reward=state.unassigned_reward
-            + jnp.where(is_answered, 0.0, reward),
-        )
+        answers = acted | waiting  # what happens here answers an action
+        agent_return = state.agent_return + reward
+        flags = {
+            _ACTS_NEXT: acting,
+            _WAITING: answers & goes_on & ~acting,
+            _HAS_TERMINATED: has_terminated,
+            _WAS_TRUNCATED: was_truncated,
+            _ACTED: acted,
+            _TERMINATED: terminated,
+            _TRUNCATED: truncated,
+            _ANSWERS: answers,
+        }
+        packed = _pack(_length(state.packed) + acted.astype(jnp.int32), flags)
         is_over, all_terminated = ~jnp.any(goes_on), jnp.all(has_terminated)
         return EnvStep(
-            state=next_state,
+            state=_JointState(
+                env_state=result.state, agent_return=agent_return, packed=packed
+            ),
             obs=self._observe(result.obs, acting),
             reward=jnp.sum(reward),
             terminated=result.episode_terminated | (is_over & all_terminated),
@@ -356,10 +375,8 @@ class _Joint:
             info=MultiAgentInfo(
                 AgentInfo(
                     reward=reward,
-                    agent_return=next_state.agent_return,
-                    agent_length=next_state.agent_length,
-                    unassigned_reward=next_state.unassigned_reward,
-                    flags=_pack(acted, waiting, terminated, truncated),
+                    agent_return=agent_return,
+                    packed=packed,
                     layout=self.layout,
                 ),
                 result.info,
@@ -465,10 +482,20 @@ def _group(name: str, members: tuple[int, ...], action_space: Space) -> AgentGro
     return AgentGroup(name, members, shape, dtype)
 
 
-def _pack(*flags: jax.Array) -> jax.Array:
-    """Several flags in one array: XLA:CPU pays for every array that a step writes."""
-    return sum(flag.astype(jnp.uint8) << bit for bit, flag in enumerate(flags))
+def _pack(length: jax.Array, flags: dict[int, jax.Array]) -> jax.Array:
+    """A count of 24 bits and eight flags in one word.
+
+    XLA:CPU pays for every array that a step or a reset writes.
+    """
+    word = jnp.minimum(length, _MOST_ACTIONS).astype(jnp.uint32) << _NUM_FLAGS
+    for bit, flag in flags.items():
+        word |= flag.astype(jnp.uint32) << bit
+    return word
 
 
-def _flag(flags: jax.Array, bit: int) -> jax.Array:
-    return (flags & (1 << bit)) != 0
+def _flag(packed: jax.Array, bit: int) -> jax.Array:
+    return (packed & (1 << bit)) != 0
+
+
+def _length(packed: jax.Array) -> jax.Array:
+    return (packed >> _NUM_FLAGS).astype(jnp.int32)

@@ -33,8 +33,8 @@ class AgentStats:
         num_steps: `()` int32, environment steps over all lanes, idle rows not counted.
         num_agent_steps: `()` int32, actions that agents took in them.
         num_episodes: `()` int32, episodes that ended, also if they began before.
-        unassigned_reward: `()` float32, in these episodes, the sum of rewards that no
-            action answers for: from before an agent's first and from after its end.
+        unassigned_reward: `()` float32, in these steps, the sum of rewards that answer
+            no action: from before an agent's first action and from after its end.
         num_stale: `()` int32, agents without a last observation in these episodes.
         num_unmapped: `()` int32, actions in these steps of agents to whom the mapping
             gave no policy that can play them.
@@ -80,7 +80,7 @@ def summarize_agents(trajectory: Transition) -> AgentStats:
         num_steps=_count(trajectory.mask),
         num_agent_steps=_count(acted),
         num_episodes=_count(ended),
-        unassigned_reward=jnp.sum(jnp.where(ended, info.unassigned_reward, 0.0)),
+        unassigned_reward=jnp.sum(jnp.where(mask, info.unassigned_reward, 0.0)),
         num_stale=_count(ended & info.waiting),
         num_unmapped=_count(is_unmapped),
         agents={

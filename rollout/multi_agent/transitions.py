@@ -28,12 +28,14 @@ class Pending:
     Attributes:
         is_open: `[B, A]` bool, there is one.
         reward: `[B, A]` float32, sum of the agent's rewards since.
+        answered: `[B, A]` float32, sum of the rewards of its rows in the episode.
         episode_id: `[B]` int32, the episode that it belongs to.
         source: `(obs, action, extras)` of it, each `{group: [B, A_g, ...]}`.
     """
 
     is_open: jax.Array  # [B, A]
     reward: jax.Array  # [B, A]
+    answered: jax.Array  # [B, A]
     episode_id: jax.Array  # [B]
     source: dict[str, tuple[chex.ArrayTree, ...]]  # {group: [B, A_g, ...]}
 
@@ -71,6 +73,7 @@ def init_agent_transitions(
         return Pending(
             is_open=info.acted,
             reward=info.reward,
+            answered=info.reward,
             episode_id=transition.episode_id,
             source={group.name: _source(transition, group) for group in layout.groups},
         )
@@ -113,7 +116,8 @@ def agent_transitions(
         answers = _Answers(
             mask=info.acted & trajectory.mask[..., None],
             reward=info.reward,
-            is_stale=jnp.zeros(info.flags.shape, bool),
+            total=info.agent_return,
+            is_stale=jnp.zeros(info.reward.shape, bool),
         )
         return (), {
             group.name: _rows(trajectory, answers, group, _source(trajectory, group))
@@ -187,6 +191,7 @@ class _Answers(NamedTuple):
 
     mask: jax.Array  # bool, an action is answered here
     reward: jax.Array  # float32, since that action
+    total: jax.Array  # float32, of the agent's answers in the episode so far
     is_stale: jax.Array  # bool, without an observation
 
 
@@ -215,20 +220,20 @@ def _match(
     """
 
     def step(state: tuple, now: tuple) -> tuple:
-        is_open, reward, taken_at, episode_id = state
+        is_open, reward, total, taken_at, episode_id = state
         number, row, agents = now
         mask = row.mask[:, None]
         # A new episode without an end of the old one: that was given up.
-        is_open &= (episode_id == row.episode_id)[:, None]
+        is_same = (episode_id == row.episode_id)[:, None]
         acted = agents.acted & mask
-        is_open |= acted
+        is_open = (is_open & is_same) | acted
         reward = jnp.where(acted, 0.0, reward) + jnp.where(mask, agents.reward, 0.0)
         taken_at = jnp.where(acted, number + 1, taken_at)
-        done = row.done[:, None]
-        answered = is_open & mask & (done | ~agents.waiting)
-        answers = _Answers(answered, reward, answered & agents.waiting)
-        state = is_open & ~answered, reward, taken_at, row.episode_id
-        return state, (answers, taken_at)
+        answered = is_open & mask & (row.done[:, None] | ~agents.waiting)
+        total = jnp.where(is_same, total, 0.0) + jnp.where(answered, reward, 0.0)
+        answers = _Answers(answered, reward, total, answered & agents.waiting)
+        is_open &= ~answered
+        return (is_open, reward, total, taken_at, row.episode_id), (answers, taken_at)
 
     rows = trajectory.replace(obs=(), next_obs=(), action=(), extras=(), info=())
     rows = rows.replace(accumulated=())
@@ -236,12 +241,15 @@ def _match(
     start = (
         pending.is_open,
         pending.reward,
+        pending.answered,
         jnp.zeros(pending.is_open.shape, jnp.int32),
         pending.episode_id,
     )
     end, (answers, taken_at) = lax.scan(step, start, (numbers, rows, info))
-    is_open, reward, _, episode_id = end
-    pending = pending.replace(is_open=is_open, reward=reward, episode_id=episode_id)
+    is_open, reward, total, _, episode_id = end
+    pending = pending.replace(
+        is_open=is_open, reward=reward, answered=total, episode_id=episode_id
+    )
     return pending, answers, taken_at
 
 
@@ -264,7 +272,7 @@ def _rows(
     """The rows of a group, `[T, B * A_g, ...]`."""
     info, members = trajectory.info.agents, list(group.members)
     obs, action, extras = source
-    mask, reward, is_stale = (x[..., members] for x in answers)
+    mask, reward, total, is_stale = (x[..., members] for x in answers)
     terminated, truncated = info.terminated[..., members], info.truncated[..., members]
     # How the episode ended counts for those who had not ended before.
     goes_on = ~(terminated | truncated)
@@ -288,7 +296,7 @@ def _rows(
         next_obs=next_obs,
         mask=mask,
         episode_id=jnp.broadcast_to(trajectory.episode_id[..., None], mask.shape),
-        episode_return=(info.agent_return - info.unassigned_reward)[..., members],
+        episode_return=total,
         episode_length=info.agent_length[..., members],
         extras={**extras, "stale_next_obs": is_stale},
         info=(),
