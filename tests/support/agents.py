@@ -3,9 +3,12 @@
 The observation of agent a after n steps is `10 n + a`, and -1 where it is void.
 """
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases import last_word
 from flax import struct
 
 import envs
@@ -69,6 +72,59 @@ class ScheduleEnv:
 
     def observe(self, n, valid):
         return jnp.where(valid, 10.0 * n + jnp.arange(len(self.names)), -1.0)
+
+
+@struct.dataclass
+class ChanceEnv:
+    """Acting, rewards and endings by chance, from the words of keys.
+
+    Agents a, c are one group, b another with other spaces. The observation of an agent
+    after n steps is `10 n + a`, and -1 where it is void. `info` is the action.
+    """
+
+    is_turn_based: bool = struct.field(pytree_node=False, default=False)
+    agents = "a", "b", "c"
+
+    groups = types.MappingProxyType({"two": ("a", "c"), "one": ("b",)})
+
+    @property
+    def observation_spaces(self):
+        return {"two": envs.Box(-1.0, 1e6, ()), "one": envs.Box(-1.0, 1e6, (2,))}
+
+    @property
+    def action_spaces(self):
+        return {"two": envs.Discrete(4), "one": envs.Box(0.0, 1.0, (2,))}
+
+    def reset(self, key):
+        acting = self.choose(last_word(key))
+        obs = self.observe(0, acting)
+        return {"n": jnp.int32(0), "next": acting}, obs, acting
+
+    def step(self, key, state, action):
+        word, n = last_word(key), state["n"] + 1
+        bits = (word >> jnp.arange(30)) & 1 != 0
+        ended = bits[3:6] & bits[6:9] & bits[9:12]
+        acting = self.choose(word >> 12)
+        return envs.MultiAgentStep(
+            state={"n": n, "next": acting},
+            obs=self.observe(n, acting | ended),
+            acting=acting,
+            reward=((word >> jnp.array([16, 18, 20])) & 3).astype(jnp.float32),
+            terminated=ended & bits[22],
+            truncated=ended & ~bits[22],
+            episode_terminated=bits[23] & bits[24] & bits[25],
+            episode_truncated=n == 9,
+            info={"action": action},
+        )
+
+    def choose(self, word):
+        if self.is_turn_based:
+            return jnp.arange(3) == word % 3
+        return (word >> jnp.arange(3)) & 1 != 0
+
+    def observe(self, n, valid):
+        obs = jnp.where(valid, 10.0 * n + jnp.arange(3), -1.0)
+        return {"two": obs[jnp.array([0, 2])], "one": jnp.repeat(obs[1:2], 2)[None]}
 
 
 def schedule(

@@ -1,0 +1,483 @@
+"""What each agent experienced, against closed forms and a plain Python model."""
+
+import functools
+
+import agents
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agents import ChanceEnv, schedule
+from cases import raw
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_np
+
+import buffers
+import envs
+import rollout
+
+KEY = jax.random.key(3)
+
+
+@functools.partial(jax.jit, static_argnames=("num_envs", "num_steps"))
+def experience(env, num_envs=1, num_steps=12):
+    """The trajectory and the rows of a table's environment."""
+    env = envs.vectorize_agents(env, num_envs)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    carry = collector.init(KEY)
+    pending = rollout.init_agent_transitions(collector, carry)
+    _, trajectory = collector.collect_steps(carry, None, num_steps)
+    _, rows = rollout.agent_transitions(pending, trajectory)
+    return trajectory, rows["all"]
+
+
+def by_agent(env):
+    """The rows of the first episode, by agent, and its trajectory."""
+    trajectory, rows = jax.device_get(experience(env))
+    length = int(np.argmax(trajectory.done[:, 0])) + 1
+    first = jax.tree.map(lambda x: x[:length], (trajectory, rows))
+    found = agents.rows_of([first[1]], 1, len(env.names))
+    return [found[0, agent] for agent in range(len(env.names))], first[0]
+
+
+def answered_rewards(rows):
+    return [sum(row[1] for row in agent) for agent in rows]
+
+
+def check(env, want, unassigned):
+    """The rows `(obs, reward, next_obs, terminated, truncated, stale)` by agent."""
+    rows, trajectory = by_agent(env)
+    assert rows == [[tuple(map(float, row)) for row in agent] for agent in want]
+    info = trajectory.info.agents
+    np.testing.assert_array_equal(np.sum(info.unassigned_reward, (0, 1)), unassigned)
+    answered = answered_rewards(rows)
+    np.testing.assert_array_equal(
+        info.agent_return[-1, 0], np.add(answered, unassigned)
+    )
+    assert trajectory.episode_return[-1, 0] == np.sum(answered) + np.sum(unassigned)
+    assert [len(agent) for agent in rows] == info.agent_length[-1, 0].tolist()
+
+
+def worked_example(end):
+    """RLlib's scenario A: b comes late, both skip steps."""
+    return schedule(
+        acting=[[1, 0], [1, 0], [0, 1], [0, 1], [1, 1], [0, 1]],
+        reward=[[1, 5], [2, 7], [4, 8], [8, 9], [16, 10]],
+        end=end,
+    )
+
+
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_worked_example_of_rllib(end):
+    """Observation n of agent a stands for 10 n + a here."""
+    last = (True, False) if end == "terminated" else (False, True)
+    a = [
+        (0, 1, 10, False, False, False),
+        (10, 2 + 4 + 8, 40, False, False, False),
+        (40, 16, 40, *last, True),  # no observation at the end: its last one again
+    ]
+    b = [
+        (21, 8, 31, False, False, False),
+        (31, 9, 41, False, False, False),
+        (41, 10, 51, *last, False),
+    ]
+    env = worked_example(end)
+    check(env, [a, b], [0, 5 + 7])
+    _, trajectory = by_agent(env)
+    stats = rollout.summarize_agents(trajectory)
+    assert trajectory.episode_return[-1, 0] == 70
+    assert (stats.num_steps, stats.num_agent_steps, stats.num_episodes) == (5, 6, 1)
+    assert (stats.unassigned_reward, stats.num_stale) == (12, 1)
+    returns = [stats.agents[name].returns.mean for name in "ab"]
+    lengths = [stats.agents[name].lengths.mean for name in "ab"]
+    assert returns == [31, 27 + 12]
+    assert lengths == [3, 3]
+
+
+def test_new_agent_that_is_over_already_has_no_row():
+    env = schedule(
+        acting=[[1, 0], [1, 0], [1, 0]],
+        reward=[[1, 2], [4, 8]],
+        terminated=[[0, 1], [0, 0]],
+    )
+    a = [(0, 1, 10, False, False, False), (10, 4, 20, True, False, False)]
+    check(env, [a, []], [0, 2 + 8])
+
+
+def test_reward_after_the_own_end_belongs_to_no_row():
+    env = schedule(
+        acting=[[1, 1], [1, 0], [1, 0]],
+        reward=[[1, 2], [4, 50]],
+        terminated=[[0, 1], [0, 0]],
+    )
+    a = [(0, 1, 10, False, False, False), (10, 4, 20, True, False, False)]
+    check(env, [a, [(1, 2, 11, True, False, False)]], [0, 50])
+
+
+@pytest.mark.parametrize("second", ["terminated", "truncated"])
+def test_episode_ends_when_every_agent_has(second):
+    """It terminates if all of them did; the tables would go on for a third step."""
+    ends = {"terminated": [[0, 1], [0, 0], [0, 0]], "truncated": np.zeros((3, 2), bool)}
+    ends[second] = np.asarray(ends[second], bool) | [[0, 0], [1, 0], [0, 0]]
+    env = schedule(
+        acting=[[1, 1], [1, 0], [0, 0], [0, 0]],
+        reward=[[1, 2], [4, 8], [16, 32]],
+        **{**ends, "terminated": ends["terminated"]},
+    )
+    flags = second == "terminated", second == "truncated"
+    a = [(0, 1, 10, False, False, False), (10, 4, 20, *flags, False)]
+    check(env, [a, [(1, 2, 11, True, False, False)]], [0, 8])
+    _, trajectory = by_agent(env)
+    ended = trajectory.terminated[-1, 0], trajectory.truncated[-1, 0]
+    assert ended == flags
+    assert trajectory.episode_length[-1, 0] == 2
+
+
+def test_nobody_ever_acts():
+    env = schedule(acting=np.zeros((4, 3)), reward=[[1, 2, 4]] * 3, end="truncated")
+    check(env, [[], [], []], [3, 6, 12])
+    _, trajectory = by_agent(env)
+    stats = rollout.summarize_agents(trajectory)
+    assert stats.num_agent_steps == 0
+    assert np.isnan(stats.agents["a"].returns.mean)
+
+
+def test_single_agent_experiences_the_transitions():
+    env = schedule(acting=np.ones((4, 1)), reward=[[1], [2], [4]])
+    rows = [
+        (0, 1, 10, False, False, False),
+        (10, 2, 20, False, False, False),
+        (20, 4, 30, True, False, False),
+    ]
+    check(env, [rows], [0])
+
+
+def test_game_of_three_in_turns():
+    """Who wins is told at the end, when only the next to move sees the board."""
+    env = schedule(
+        acting=np.eye(3)[[0, 1, 2, 0, 1, 2]],
+        reward=[[0, 0, 0]] * 4 + [[-1, 2, -1]],
+    )
+    a = [(0, 0, 30, False, False, False), (30, -1, 30, True, False, True)]
+    b = [(11, 0, 41, False, False, False), (41, 2, 41, True, False, True)]
+    check(env, [a, b, [(22, -1, 52, True, False, False)]], [0, 0, 0])
+
+
+NUM_STEPS, NUM_AGENTS, B = 5, 3, 2
+
+
+def tables(num_rows, dtype, elements):
+    return st_np.arrays(dtype, (num_rows, NUM_AGENTS), elements=elements)
+
+
+RARE = st.integers(0, 7).map(lambda x: x == 7)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    acting=tables(NUM_STEPS + 1, bool, st.booleans()),
+    reward=tables(NUM_STEPS, np.float32, st.integers(-3, 9).map(float)),
+    terminated=tables(NUM_STEPS, bool, RARE),
+    truncated=tables(NUM_STEPS, bool, RARE),
+    end=st.sampled_from(["terminated", "truncated"]),
+)
+def test_rows_are_those_of_a_plain_model(acting, reward, terminated, truncated, end):
+    env = schedule(acting, reward, terminated=terminated, truncated=truncated, end=end)
+    want, total, unassigned, length = agents.play(env)
+    trajectory, rows = jax.device_get(experience(env, B, 3 * NUM_STEPS))
+    found = agents.rows_of([rows], B, NUM_AGENTS)
+    num_episodes = 3 * NUM_STEPS // length
+    for (_, agent), got in found.items():
+        expected = [tuple(map(float, row)) for row in want[agent]] * num_episodes
+        assert got[: len(expected)] == expected
+    info = trajectory.info.agents
+    np.testing.assert_array_equal(info.agent_return[length - 1, 0], total)
+    missed = np.sum(info.unassigned_reward[:length, 0], axis=0)
+    np.testing.assert_array_equal(missed, unassigned)
+    np.testing.assert_array_equal(total - missed, answered_rewards(want))
+
+
+T, LANES = 24, 4
+
+
+def make_policy(env):
+    """A recurrent policy for two agents, and a random one for the third."""
+    count = rollout.recurrent_policy(
+        lambda params, obs, state, key: (
+            (obs.astype(jnp.int32) + state) % 4,
+            state + 1,
+            {"count": state},
+        ),
+        lambda num_envs: jnp.zeros((num_envs,), jnp.int32),
+    )
+    policies = {
+        "count": count,
+        "random": rollout.random_policy(env.action_spaces["one"]),
+    }
+    mapping = rollout.fixed_mapping({"a": "count", "b": "random", "c": "count"})
+    return rollout.policy_map(policies, mapping)
+
+
+PARAMS = {"count": None, "random": None}
+
+
+def make_collector(num_envs=LANES, auto_reset="compact", **options):
+    env = envs.vectorize_agents(ChanceEnv(**options), num_envs, auto_reset=auto_reset)
+    return rollout.Collector(env=env, policy=make_policy(env))
+
+
+@functools.cache
+def collected(num_envs=LANES, auto_reset="compact", **options):
+    """A trajectory, and what nothing pending looks like before it."""
+    collector = make_collector(num_envs, auto_reset, **options)
+    carry = collector.init(KEY)
+    pending = rollout.init_agent_transitions(collector, carry, PARAMS)
+    return pending, collector.collect_steps(carry, PARAMS, T)[1]
+
+
+def part(trajectory, begin, end):
+    return jax.tree.map(lambda x: x[begin:end], trajectory)
+
+
+def windows(pending, trajectory, lengths=(T,)):
+    """The rows of windows of these lengths, one after the other."""
+    every, ends = [], np.cumsum((0, *lengths))
+    for begin, end in zip(ends, ends[1:], strict=False):
+        window = part(trajectory, begin, end)
+        pending, rows = jax.jit(rollout.agent_transitions)(pending, window)
+        every.append(rows)
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *every)
+
+
+def compressed(rows):
+    """Every field, without the rows that are void, lane by lane in order of time."""
+    found = {}
+    for group, row in raw(rows).items():
+        mask = np.asarray(row.mask).T
+        found[group] = jax.tree.map(
+            lambda x, mask=mask: np.swapaxes(np.asarray(x), 0, 1)[mask], row
+        )
+    return found
+
+
+def assert_same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_windows_do_not_matter(turns):
+    case = collected(is_turn_based=turns)
+    want = compressed(windows(*case))
+    assert want["two"].obs.size > 20
+    assert_same(compressed(windows(*case, (T // 2, T // 2))), want)
+    assert_same(compressed(windows(*case, (5, 1, T - 6))), want)
+
+
+@pytest.mark.slow
+def test_rows_of_a_stream_are_those_of_one_call():
+    collector = make_collector()
+    stream = rollout.Stream(
+        collector, key=KEY, params=PARAMS, steps_per_batch=6 * LANES
+    )
+    pending, every = collected()[0], []
+    for _ in range(T // 6):
+        pending, rows = rollout.agent_transitions(pending, next(stream).trajectory)
+        every.append(rows)
+    got = jax.tree.map(lambda *x: jnp.concatenate(x), *every)
+    assert_same(compressed(got), compressed(windows(*collected())))
+
+
+@pytest.mark.slow
+def test_either_auto_reset_gives_the_same_rows():
+    got = windows(*collected(auto_reset="select"))
+    assert_same(raw(got), raw(windows(*collected())))
+
+
+@pytest.mark.parametrize("num_envs", [1, pytest.param(64, marks=pytest.mark.slow)])
+def test_lane_has_the_same_rows_among_any_number(num_envs):
+    few = min(num_envs, LANES)
+    got, want = (windows(*collected(num)) for num in (num_envs, LANES))
+    for group, size in (("two", 2), ("one", 1)):
+        for name in ("obs", "action", "reward", "next_obs", "mask", "terminated"):
+            pair = (getattr(x[group], name)[:, : few * size] for x in (got, want))
+            np.testing.assert_array_equal(*pair)
+
+
+def test_rows_without_jit_are_the_same():
+    pending, trajectory = collected()
+    few = part(trajectory, 0, 3)
+    with jax.disable_jit():
+        _, rows = rollout.agent_transitions(pending, few)
+    assert_same(raw(rows), raw(windows(pending, few, (3,))))
+
+
+@pytest.mark.slow
+def test_rows_over_four_devices_are_the_same():
+    types = {"axis_types": (jax.sharding.AxisType.Auto,)}
+    mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4], **types)
+    spread = rollout.shard(make_collector(8), mesh)
+
+    @jax.jit
+    def run(collector):
+        carry = collector.init(KEY)
+        pending = rollout.init_agent_transitions(collector, carry, PARAMS)
+        trajectory = collector.collect_steps(carry, PARAMS, T)[1]
+        return trajectory, rollout.agent_transitions(pending, trajectory)
+
+    trajectory, (_, rows) = run(spread)
+    assert_same(raw(trajectory), raw(collected(8)[1]))
+    assert_same(raw(rows), raw(windows(*collected(8))))
+
+
+def test_row_says_which_episode_and_which_step_of_it():
+    """Within an agent's episode rows count up, and their return is the sum so far."""
+    rows = compressed(windows(*collected()))["two"]
+    assert set(rows.episode_id) <= set(np.unique(collected()[1].episode_id))
+    first = rows.episode_length == 1
+    np.testing.assert_array_equal(rows.episode_return[first], rows.reward[first])
+    later = np.flatnonzero(~first)
+    before = later - 1
+    assert (rows.episode_id[later] == rows.episode_id[before]).all()
+    assert (rows.episode_length[later] == rows.episode_length[before] + 1).all()
+    np.testing.assert_array_equal(
+        rows.episode_return[later], rows.episode_return[before] + rows.reward[later]
+    )
+
+
+def test_cut_of_the_episode_truncates_who_is_left():
+    env = schedule(
+        acting=[[1, 1], [1, 0], [1, 0], [1, 0]],
+        reward=[[1, 2], [4, 8], [16, 32]],
+        terminated=[[0, 0], [0, 0], [0, 0]],
+    )
+    env = envs.vectorize_agents(env, 1)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    carry = collector.init(KEY)
+    pending = rollout.init_agent_transitions(collector, carry)
+    _, trajectory, played = collector.collect_padded_episodes(
+        carry, None, 1, max_length=2
+    )
+    assert not played.finished[0]
+    _, rows = rollout.agent_transitions(pending, trajectory)
+    got = agents.rows_of([rows["all"]], 1, 2)
+    assert got[0, 0][-1] == (10, 4, 20, False, True, False)
+    assert got[0, 1] == [(1, 10, 1, False, True, True)]
+
+
+def test_what_is_pending_goes_with_an_episode_that_is_given_up():
+    pending, trajectory = collected()
+    jit = jax.jit(rollout.agent_transitions)
+    halves = part(trajectory, 0, T // 2), part(trajectory, T // 2, T)
+    pending, _ = jit(pending, halves[0])
+    assert np.any(pending.is_open)
+    # As if `collect_episodes` had come between, after which all lanes begin anew.
+    other = halves[1].replace(episode_id=halves[1].episode_id + 1000)
+    _, got = jit(pending, other)
+    _, want = jit(collected()[0], other)
+    for group, rows in got.items():
+        np.testing.assert_array_equal(rows.mask, want[group].mask)
+        np.testing.assert_array_equal(rows.reward, want[group].reward)
+
+
+def test_void_steps_answer_nothing():
+    pending, trajectory = collected()
+    void = trajectory.replace(mask=jnp.zeros_like(trajectory.mask))
+    pending, rows = jax.jit(rollout.agent_transitions)(pending, void)
+    assert not any(np.any(row.mask) for row in rows.values())
+    assert not np.any(pending.is_open)
+
+
+@jax.tree_util.register_static
+class AllAct(ChanceEnv):
+    """Everyone who is left acts."""
+
+    simultaneous = True
+
+
+def test_nothing_is_pending_where_all_act():
+    env = envs.vectorize_agents(AllAct(), LANES)
+    collector = rollout.Collector(env=env, policy=make_policy(env))
+    carry = collector.init(KEY)
+    assert rollout.init_agent_transitions(collector, carry, PARAMS) == ()
+    _, trajectory = collector.collect_steps(carry, PARAMS, T)
+    pending, rows = rollout.agent_transitions((), trajectory)
+    assert pending == ()
+    np.testing.assert_array_equal(
+        rows["two"].mask, trajectory.info.agents.acted[:, :, [0, 2]].reshape(T, -1)
+    )
+    make = jax.make_jaxpr(lambda t: rollout.agent_transitions((), t)[1]["two"].obs)
+    names = {str(line.primitive) for line in make(trajectory).eqns}
+    assert not names & {"scan", "while", "concatenate"}
+
+
+def test_rows_go_where_transitions_go():
+    rows = windows(*collected())["two"]
+    stats = rollout.summarize(rows)
+    assert stats.num_steps == np.sum(rows.mask)
+    assert stats.num_episodes == np.sum(rows.done)
+    value = jnp.zeros(rows.reward.shape)
+    learned = rows.replace(extras={**rows.extras, "value": value})
+    advantage = rollout.gae(learned, value, gamma=0.5, lam=0.0)
+    np.testing.assert_array_equal(advantage[rows.mask], rows.reward[rows.mask])
+    buffer = buffers.ReplayBuffer(capacity=64, num_envs=rows.mask.shape[1])
+    state = buffer.init(jax.tree.map(lambda x: x[0, 0], rows))
+    state = buffer.add(state, rows)
+    batch = buffer.sample(state, jax.random.key(0), batch_size=32)
+    assert np.asarray(batch.experience.obs).min() >= 0  # never a void row
+
+
+def test_rows_for_a_policy_are_its_own():
+    rows = windows(*collected())
+    count = rollout.for_policy(rows, "count")
+    assert list(count) == ["two"]
+    assert_same(raw(count["two"].obs), raw(rows["two"].obs))
+    assert list(rollout.for_policy(rows, "random")) == ["one"]
+    with pytest.raises(ValueError, match="`name` must be a policy of count, random"):
+        rollout.for_policy(rows, "blue")
+
+
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_rows_of_policies_that_share_a_group(is_fixed):
+    env = schedule(acting=np.ones((6, 3)), reward=np.arange(15).reshape(5, 3))
+    env = envs.vectorize_agents(env, LANES)
+    policy = rollout.random_policy(env.action_spaces["all"])
+    names = {"a": "red", "b": "blue", "c": "red"}
+    mapping = (
+        rollout.fixed_mapping(names)
+        if is_fixed
+        else lambda key, names: jax.random.randint(key, (3,), 0, 2)
+    )
+    policy = rollout.policy_map({"red": policy, "blue": policy}, mapping)
+    collector = rollout.Collector(env=env, policy=policy)
+    params = {"red": None, "blue": None}
+    carry = collector.init(KEY)
+    pending = rollout.init_agent_transitions(collector, carry, params)
+    _, trajectory = collector.collect_steps(carry, params, T)
+    _, rows = rollout.agent_transitions(pending, trajectory)
+    red, blue = (rollout.for_policy(rows, name)["all"] for name in ("red", "blue"))
+    every = rows["all"]
+    assert red.mask.sum() + blue.mask.sum() == every.mask.sum()
+    if is_fixed:
+        assert red.mask.shape == (T, LANES * 2)
+        assert set(np.asarray(blue.obs[blue.mask]) % 10) == {1}
+    else:
+        np.testing.assert_array_equal(
+            red.mask, every.mask & (every.extras["policy_id"] == 0)
+        )
+
+
+def test_errors_say_what_is_missing():
+    from cases import make_collector as make_single
+
+    single = make_single("count")
+    carry = single.init(KEY)
+    with pytest.raises(ValueError, match=r"`collector.env` must be made by"):
+        rollout.init_agent_transitions(single, carry)
+    _, trajectory = single.collect_steps(carry, None, 2)
+    with pytest.raises(ValueError, match=r"must be one of `envs.vectorize_agents`"):
+        rollout.agent_transitions((), trajectory)
+    with pytest.raises(ValueError, match="`pending` must be of"):
+        rollout.agent_transitions(collected()[0], collected(1)[1])
