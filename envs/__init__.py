@@ -16,7 +16,7 @@ from envs.multi_agent import (
 from envs.registry import env_ids, make, make_vec
 from envs.render import can_render, expose_state, render_gif
 from envs.spaces import Box, Dict, Discrete, Repeated
-from envs.suites import from_gymnax
+from envs.suites import from_gymnax, from_jaxmarl, from_pgx
 from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv
 from envs.vectorize import vectorize, vectorize_each
 from envs.wrappers import (
@@ -63,6 +63,8 @@ __all__ = [
     "env_ids",
     "expose_state",
     "from_gymnax",
+    "from_jaxmarl",
+    "from_pgx",
     "make",
     "make_vec",
     "render_gif",
