@@ -2,7 +2,8 @@
 
 Every agent that has not ended acts at every step. JaxMARL merges the time limit into
 `dones`. Where the environment has `max_steps` and its state counts the steps, an ending
-at the limit counts as truncation, and one before it as termination.
+at the limit or past it counts as truncation, and one before it as termination. (MPE and
+SMAX end one step past their limit.)
 
 JaxMARL's own `step` is never called: it resets the environment and loses the last
 observation.
@@ -62,9 +63,9 @@ def from_jaxmarl(
 
     Raises:
         TypeError: if `env` lacks one of these methods.
-        ValueError: if a group is empty or its agents have different spaces; if what
-            `reset` returns has no observation of some agent; if there is no such
-            `limit_field` or `time_field`.
+        ValueError: if a group is empty or its agents have different spaces; if there is
+            no such `limit_field` or `time_field`; if `reset`, or while tracing
+            `step_env`, does not return what it returns by the names of the agents.
     """
     needed = ("reset", "step_env", "action_space", "observation_space")
     missing = [name for name in needed if not callable(getattr(env, name, None))]
@@ -74,11 +75,7 @@ def from_jaxmarl(
             f"got {type(env).__name__} without {', '.join(missing or ['agents'])}."
         )
     obs, state = jax.eval_shape(env.reset, _key())
-    if not isinstance(obs, Mapping) or not set(env.agents) <= set(obs):
-        raise ValueError(
-            "`env.reset` must return the observations by the names of the agents, got "
-            f"{sorted(obs) if isinstance(obs, Mapping) else type(obs).__name__}."
-        )
+    _check_names("reset", "observations", obs, env.agents)
     groups = _group(env) if groups is None else groups
     _check_groups(env, groups)
     limit_field, time_field = _find_limit(env, state, limit_field, time_field)
@@ -144,6 +141,8 @@ class _JaxmarlEnv:
         obs, next_state, reward, dones, info = self.env.step_env(key, state, chosen)
         # Some states begin with a Python number and go on with an array.
         next_state = jax.tree.map(like, next_state, state)
+        _check_names("step_env", "rewards", reward, self.agents)
+        _check_names("step_env", "dones", dones, (*self.agents, "__all__"))
         done = jnp.stack([jnp.asarray(dones[name], bool) for name in self.agents])
         all_done = jnp.asarray(dones["__all__"], bool)
         at_limit = self._at_limit(next_state)
@@ -164,9 +163,7 @@ class _JaxmarlEnv:
         if self.limit_field is None:
             return jnp.zeros((), bool)
         limit = getattr(self.env, self.limit_field)
-        return jnp.asarray(
-            getattr(_timed(state, self.time_field), self.time_field) >= limit
-        )
+        return jnp.asarray(_time(state, self.time_field) >= limit)
 
     def _observe(
         self, obs: Mapping[str, chex.ArrayTree], state: chex.ArrayTree
@@ -195,7 +192,12 @@ class _JaxmarlEnv:
 
     def _observation_space(self, agent: str, observed: chex.ArrayTree) -> Space:
         own = to_space(self.env.observation_space(agent))
-        if self.mask_method is None and not self.has_world:
+        is_dict = self.mask_method is not None or self.has_world
+        seen = observed["observation"] if is_dict else observed
+        if isinstance(own, spaces.Box):
+            # Overcooked declares another shape, and several another dtype.
+            own = own.replace(shape=seen.shape[1:], dtype=seen.dtype)
+        if not is_dict:
             return own
         parts = {"observation": own}
         if self.mask_method is not None:
@@ -222,6 +224,16 @@ def _group(env: Any) -> dict[str, list[str]]:
     begins = [stem.pop() if len(stem) == 1 else "" for stem in stems]
     is_clear = len(set(begins)) == len(begins) and not {"", ACTING} & set(begins)
     return dict(zip(begins if is_clear else [x[0] for x in alike], alike, strict=True))
+
+
+def _check_names(method: str, what: str, value: Any, names: Sequence[str]) -> None:
+    """Refuses what is not a dict of these names."""
+    if not isinstance(value, Mapping) or not set(names) <= set(value):
+        got = list(value) if isinstance(value, Mapping) else type(value).__name__
+        raise ValueError(
+            f"`{method}` must return the {what} by the names of the agents, "
+            f"{', '.join(map(str, names))}, got {got}."
+        )
 
 
 def _check_groups(env: Any, groups: Mapping[str, Sequence[str]]) -> None:
@@ -274,7 +286,7 @@ def _find_limit(
     """The names of the time limit and of the time; None if there is no limit."""
     is_asked = limit_field is not None or time_field is not None
     limit_field = limit_field or _LIMIT
-    if not hasattr(env, limit_field):
+    if getattr(env, limit_field, None) is None:
         if is_asked:
             raise ValueError(
                 f"`limit_field` must be a field of `env`, got {limit_field!r} and "
@@ -282,7 +294,7 @@ def _find_limit(
             )
         return None, None
     for name in _TIMES if time_field is None else (time_field,):
-        if _timed(state, name) is not None:
+        if _time(state, name) is not None:
             return limit_field, name
     if is_asked:
         raise ValueError(
@@ -292,11 +304,11 @@ def _find_limit(
     return None, None
 
 
-def _timed(state: chex.ArrayTree, time_field: str) -> chex.ArrayTree | None:
-    """The state itself, or the one that it wraps, which has the time."""
+def _time(state: chex.ArrayTree, time_field: str) -> Any:
+    """The steps taken, of the state or of one that it wraps; None if there are none."""
     while state is not None and not hasattr(state, time_field):
         state = getattr(state, "state", None)
-    return state
+    return getattr(state, time_field, None)
 
 
 def _arrays(info: Any) -> chex.ArrayTree:
