@@ -31,8 +31,8 @@ class State:
 class Duel:
     """Two reds and a blue; action 1 takes an agent out, and nobody left is the end.
 
-    In step n (from 1) everyone has the reward n. Observations are integers at first and
-    floats later, and the count of steps begins as a Python number.
+    In step n (from 1) everyone has the reward n. Observations are floats at first and
+    integers later, and the count of steps begins as a Python number.
     """
 
     agents = ("red_0", "red_1", "blue_0")
@@ -54,7 +54,7 @@ class Duel:
     def reset(self, key):
         del key  # unused
         state = Inner(step=0, is_out=jnp.zeros((3,), bool))
-        return self.observe(state, jnp.int32), State(state)
+        return self.observe(state, jnp.float32), State(state)
 
     def step_env(self, key, state, actions):
         state = state.state
@@ -65,7 +65,7 @@ class Duel:
         dones["__all__"] = jnp.all(is_out) | (state.step >= self.max_steps)
         reward = dict.fromkeys((*self.agents, "__all__"), state.step)
         info = {"draw": jax.random.uniform(key), "count": 3}
-        return self.observe(state, jnp.float32), State(state), reward, dones, info
+        return self.observe(state, jnp.int32), State(state), reward, dones, info
 
     def get_avail_actions(self, state):
         """Not the action of the number of the steps taken."""
@@ -287,6 +287,21 @@ def test_spaces_are_ours_and_masks_and_world_state_have_theirs():
     assert solo.observation_spaces["agents"].dtype == jnp.int32
     np.testing.assert_array_equal(solo.observation_spaces["agents"].high, [4])
     assert solo.action_spaces == {"agents": envs.Box(-1, 1, (2,))}
+
+
+class Swapped(Solo):
+    """Declares its observation in another shape and dtype, as Overcooked does."""
+
+    def observation_space(self, agent):
+        return spaces.Box(0, 255, (3, 2))
+
+    def reset(self, key):
+        return {"solo": jnp.zeros((2, 3), jnp.uint8)}, Clock(jnp.int32(0))
+
+
+def test_space_has_the_shape_and_dtype_of_what_is_observed():
+    space = envs.from_jaxmarl(Swapped()).observation_spaces["agents"]
+    assert space == envs.Box(0, 255, (2, 3), jnp.dtype(jnp.uint8))
 
 
 def test_masks_and_world_state_stand_beside_each_observation(key_reuse):
