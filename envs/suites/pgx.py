@@ -25,8 +25,8 @@ def from_pgx(env: Any) -> MultiAgentEnv:
 
     The agents are "player_0", "player_1", ..., in one group, "players". All have the
     observation of the one who acts next, `{"observation": ..., "action_mask": [n]
-    bool}`; at the end of a game nobody does, but pgx still names a player, and
-    `acting` with it. An action that is not allowed ends the game, with pgx's penalty,
+    bool}`; at the end of a game nobody does, but pgx still names a player, and so does
+    `acting`. An action that is not allowed ends the game, with pgx's penalty,
     and `info["illegal_action"]`, `()` bool, says so.
 
     Args:
@@ -44,7 +44,7 @@ def from_pgx(env: Any) -> MultiAgentEnv:
             "`env` must have the methods init and step of pgx, and `num_players`, got "
             f"{type(env).__name__}."
         )
-    # Not `env.num_actions` and `env.observation_shape`, which play the first move.
+    # Not `env.num_actions` and `env.observation_shape`: each computes a whole state.
     state = jax.eval_shape(env.init, jax.eval_shape(jax.random.key, 0))
     return _PgxEnv(
         env=env,
