@@ -3,6 +3,8 @@
 `make` and `make_vec` give gymnax environments by id, `from_gymnax` adapts any
 gymnax-style object, `vectorize` puts copies side by side with auto-reset. To bring an
 environment of your own, write the two methods of `Env`. `render_gif` draws an episode.
+Where several agents act, `from_jaxmarl` and `from_pgx` adapt an environment,
+`vectorize_agents` puts copies side by side, and `MultiAgentEnv` is what to write.
 gymnax is imported only when it is needed.
 """
 
@@ -16,7 +18,9 @@ from envs.multi_agent import (
 from envs.registry import env_ids, make, make_vec
 from envs.render import can_render, expose_state, render_gif
 from envs.spaces import Box, Dict, Discrete, Repeated
-from envs.suites import from_gymnax
+from envs.suites.gymnax import from_gymnax
+from envs.suites.jaxmarl import from_jaxmarl
+from envs.suites.pgx import from_pgx
 from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv
 from envs.vectorize import vectorize, vectorize_each
 from envs.wrappers import (
@@ -63,6 +67,8 @@ __all__ = [
     "env_ids",
     "expose_state",
     "from_gymnax",
+    "from_jaxmarl",
+    "from_pgx",
     "make",
     "make_vec",
     "render_gif",

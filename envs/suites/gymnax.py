@@ -17,10 +17,10 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
-from envs import keys, spaces
+from envs import keys
+from envs.suites.convert import like, to_space
 from envs.types import Env, EnvStep, Space
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
@@ -82,11 +82,11 @@ class _GymnaxEnv:
 
     @property
     def observation_space(self) -> Space:
-        return _to_space(self.env.observation_space(self.env_params))
+        return to_space(self.env.observation_space(self.env_params))
 
     @property
     def action_space(self) -> Space:
-        return _to_space(self.env.action_space(self.env_params))
+        return to_space(self.env.action_space(self.env_params))
 
     def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
         obs, state = self.env.reset_env(self._own(key), self.env_params)
@@ -109,7 +109,7 @@ class _GymnaxEnv:
             )
         return EnvStep(
             # With `jax_enable_x64` some environments return floats of twice the width.
-            state=jax.tree.map(_like, next_state, state),
+            state=jax.tree.map(like, next_state, state),
             obs=jax.tree.map(jnp.asarray, obs),
             reward=jnp.asarray(reward, jnp.float32),
             terminated=jnp.asarray(terminated, bool),
@@ -144,11 +144,6 @@ class _GymnaxEnv:
         return keys.inline(key) if own else key
 
 
-def _like(new: chex.Array, old: chex.Array) -> jax.Array:
-    same = jnp.result_type(new) == jnp.result_type(old)
-    return jnp.asarray(new) if same else jnp.asarray(new, jnp.result_type(old))
-
-
 def _has_own_limit(env_params: Any) -> bool:
     """Tells whether the limit of the parameters is not that of gymnax's base class."""
     for cls in type(env_params).__mro__:
@@ -171,21 +166,3 @@ def _merges_time_limit(env: Any) -> bool:
     return "is_terminal" in overridden and not (
         overridden & {"is_terminated", "is_truncated"}
     )
-
-
-def _to_space(space: Any) -> Space:
-    """Turns a space of gymnax or Gymnasium into one of ours; others stay."""
-    shape, dtype = (getattr(space, name, None) for name in ("shape", "dtype"))
-    start = getattr(space, "start", 0)
-    if hasattr(space, "nvec"):  # MultiDiscrete
-        high = np.asarray(start) + np.asarray(space.nvec) - 1
-        return spaces.Box(np.asarray(start), high, tuple(shape), jnp.dtype(dtype))
-    if hasattr(space, "n") and shape:  # MultiBinary
-        return spaces.Box(0, 1, tuple(shape), jnp.dtype(dtype))
-    if hasattr(space, "n"):
-        # Gymnasium counts in int64, which jax has only on demand.
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-        return spaces.Discrete(int(space.n), dtype, int(start))
-    if hasattr(space, "low") and hasattr(space, "high"):
-        return spaces.Box(space.low, space.high, tuple(shape), jnp.dtype(dtype))
-    return space

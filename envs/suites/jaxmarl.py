@@ -1,0 +1,323 @@
+"""Any environment of JaxMARL, seen through the `MultiAgentEnv` contract.
+
+Every agent that has not ended acts at every step. JaxMARL merges the time limit into
+`dones`. Where the environment has `max_steps` and its state counts the steps, an ending
+at the limit or past it counts as truncation, and one before it as termination. (MPE and
+SMAX end one step past their limit.)
+
+JaxMARL's own `step` is never called: it resets the environment and loses the last
+observation.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from envs import spaces
+from envs.multi_agent import ACTING, MultiAgentEnv, MultiAgentStep
+from envs.suites.convert import like, to_space
+from envs.types import Space
+
+_LIMIT = "max_steps"
+_TIMES = ("step", "time", "t")
+_MASKS = ("get_avail_actions", "get_legal_moves")  # the second is Hanabi's
+_WORLD = "world_state"
+
+
+def from_jaxmarl(
+    env: Any,
+    *,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    limit_field: str | None = None,
+    time_field: str | None = None,
+) -> MultiAgentEnv:
+    """Makes a `MultiAgentEnv` of an environment of JaxMARL.
+
+    An agent's observation is JaxMARL's own. If the environment says which actions are
+    allowed or what the state of the whole is, it becomes a dict: "observation";
+    "action_mask", `[n]` bool, for `n` discrete actions; "world_state", the same for
+    every agent.
+
+    Args:
+        env: what `jaxmarl.make` returns, or any other object with `agents`,
+            `reset(key)`, `step_env(key, state, actions)`, `action_space(agent)` and
+            `observation_space(agent)`.
+        groups: agents with equal spaces, name to agents. By default all such agents
+            are one group. If there is only one it is called "agents", else each is
+            called as its agents without their numbers ("adversary" for "adversary_0"
+            and "adversary_1"), or as its first agent where this does not tell them
+            apart.
+        limit_field: the name of the time limit in `env`, by default `max_steps`, if
+            there is one.
+        time_field: the name of the steps taken in the state, or in its `state`; by
+            default `step`, `time` or `t`.
+
+    Returns:
+        A `MultiAgentEnv` that returns the true successor and keeps the two endings
+        apart. Its state is JaxMARL's own.
+
+    Raises:
+        TypeError: if `env` lacks one of these methods.
+        ValueError: if a group is empty or its agents have different spaces; if there is
+            no such `limit_field` or `time_field`; if `reset`, or while tracing
+            `step_env`, does not return what it returns by the names of the agents.
+    """
+    needed = ("reset", "step_env", "action_space", "observation_space")
+    missing = [name for name in needed if not callable(getattr(env, name, None))]
+    if missing or not hasattr(env, "agents"):
+        raise TypeError(
+            f"`env` must have `agents` and the JaxMARL methods {', '.join(needed)}, "
+            f"got {type(env).__name__} without {', '.join(missing or ['agents'])}."
+        )
+    obs, state = jax.eval_shape(env.reset, _key())
+    _check_names("reset", "observations", obs, env.agents)
+    groups = _group(env) if groups is None else groups
+    _check_groups(env, groups)
+    limit_field, time_field = _find_limit(env, state, limit_field, time_field)
+    return _JaxmarlEnv(
+        env=env,
+        agents=tuple(env.agents),
+        members=tuple((group, tuple(names)) for group, names in groups.items()),
+        mask_method=_find_mask(env, state),
+        has_world=_WORLD in obs and _WORLD not in env.agents,
+        limit_field=limit_field,
+        time_field=time_field,
+    )
+
+
+@struct.dataclass(kw_only=True)
+class _JaxmarlEnv:
+    """A `MultiAgentEnv` over one of JaxMARL; it has no parameters."""
+
+    simultaneous = True
+
+    env: Any = struct.field(pytree_node=False)
+    agents: tuple[str, ...] = struct.field(pytree_node=False)
+    members: tuple[tuple[str, tuple[str, ...]], ...] = struct.field(pytree_node=False)
+    mask_method: str | None = struct.field(pytree_node=False)
+    has_world: bool = struct.field(pytree_node=False)
+    limit_field: str | None = struct.field(pytree_node=False)
+    time_field: str | None = struct.field(pytree_node=False)
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        return dict(self.members)
+
+    @property
+    def observation_spaces(self) -> dict[str, Space]:
+        observed = self._observed()
+        return {
+            group: self._observation_space(names[0], observed[group])
+            for group, names in self.members
+        }
+
+    @property
+    def action_spaces(self) -> dict[str, Space]:
+        return {
+            group: to_space(self.env.action_space(names[0]))
+            for group, names in self.members
+        }
+
+    def reset(
+        self, key: chex.PRNGKey
+    ) -> tuple[chex.ArrayTree, dict[str, chex.ArrayTree], jax.Array]:
+        obs, state = self.env.reset(key)
+        state = jax.tree.map(jnp.asarray, state)
+        return state, self._observe(obs, state), jnp.ones((len(self.agents),), bool)
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: dict[str, jax.Array]
+    ) -> MultiAgentStep:
+        rows = {
+            name: (group, i) for group, x in self.members for i, name in enumerate(x)
+        }
+        # In the order of the agents, in which some environments read them.
+        chosen = {name: action[rows[name][0]][rows[name][1]] for name in self.agents}
+        obs, next_state, reward, dones, info = self.env.step_env(key, state, chosen)
+        # Some states begin with a Python number and go on with an array.
+        next_state = jax.tree.map(like, next_state, state)
+        _check_names("step_env", "rewards", reward, self.agents)
+        _check_names("step_env", "dones", dones, (*self.agents, "__all__"))
+        done = jnp.stack([jnp.asarray(dones[name], bool) for name in self.agents])
+        all_done = jnp.asarray(dones["__all__"], bool)
+        at_limit = self._at_limit(next_state)
+        return MultiAgentStep(
+            state=next_state,
+            obs=jax.tree.map(like, self._observe(obs, next_state), self._observed()),
+            acting=~done,
+            reward=jnp.stack([jnp.float32(reward[name]) for name in self.agents]),
+            terminated=done & ~at_limit,
+            truncated=done & at_limit,
+            episode_terminated=all_done & ~at_limit,
+            episode_truncated=all_done & at_limit,
+            info=_arrays(info),
+        )
+
+    def _at_limit(self, state: chex.ArrayTree) -> jax.Array:
+        # Some environments compare the steps before this one: the limit may be passed.
+        if self.limit_field is None:
+            return jnp.zeros((), bool)
+        limit = getattr(self.env, self.limit_field)
+        return jnp.asarray(_time(state, self.time_field) >= limit)
+
+    def _observe(
+        self, obs: Mapping[str, chex.ArrayTree], state: chex.ArrayTree
+    ) -> dict[str, chex.ArrayTree]:
+        """Stacks what the agents of each group see."""
+        parts = {"observation": obs}
+        if self.mask_method is not None:
+            masks = getattr(self.env, self.mask_method)(state)
+            parts["action_mask"] = {x: jnp.asarray(masks[x], bool) for x in self.agents}
+        if self.has_world:
+            parts[_WORLD] = dict.fromkeys(self.agents, obs[_WORLD])
+
+        def see(agent: str) -> chex.ArrayTree:
+            if len(parts) == 1:
+                return obs[agent]
+            return {name: part[agent] for name, part in parts.items()}
+
+        return {
+            group: jax.tree.map(lambda *x: jnp.stack(x), *map(see, names))
+            for group, names in self.members
+        }
+
+    def _observed(self) -> dict[str, chex.ArrayTree]:
+        """The shapes and dtypes of what is observed at the start."""
+        return jax.eval_shape(lambda key: self.reset(key)[1], _key())
+
+    def _observation_space(self, agent: str, observed: chex.ArrayTree) -> Space:
+        own = to_space(self.env.observation_space(agent))
+        is_dict = self.mask_method is not None or self.has_world
+        seen = observed["observation"] if is_dict else observed
+        if isinstance(own, spaces.Box):
+            # Overcooked declares another shape, and several another dtype.
+            own = own.replace(shape=seen.shape[1:], dtype=seen.dtype)
+        if not is_dict:
+            return own
+        parts = {"observation": own}
+        if self.mask_method is not None:
+            shape = observed["action_mask"].shape[1:]
+            parts["action_mask"] = spaces.Box(0, 1, shape, jnp.dtype(bool))
+        if self.has_world:
+            world = observed[_WORLD]
+            parts[_WORLD] = spaces.Box(-np.inf, np.inf, world.shape[1:], world.dtype)
+        return spaces.Dict(parts)
+
+
+def _group(env: Any) -> dict[str, list[str]]:
+    """Puts agents with equal spaces together, and finds names for the groups."""
+    alike: list[list[str]] = []
+    for agent in env.agents:
+        same = [names for names in alike if _difference(env, names[0], agent) is None]
+        if same:
+            same[0].append(agent)
+        else:
+            alike.append([agent])
+    if len(alike) == 1:
+        return {"agents": alike[0]}
+    stems = [{name.rstrip("0123456789_") for name in names} for names in alike]
+    begins = [stem.pop() if len(stem) == 1 else "" for stem in stems]
+    is_clear = len(set(begins)) == len(begins) and not {"", ACTING} & set(begins)
+    return dict(zip(begins if is_clear else [x[0] for x in alike], alike, strict=True))
+
+
+def _check_names(method: str, what: str, value: Any, names: Sequence[str]) -> None:
+    """Refuses what is not a dict of these names."""
+    if not isinstance(value, Mapping) or not set(names) <= set(value):
+        got = list(value) if isinstance(value, Mapping) else type(value).__name__
+        raise ValueError(
+            f"`{method}` must return the {what} by the names of the agents, "
+            f"{', '.join(map(str, names))}, got {got}."
+        )
+
+
+def _check_groups(env: Any, groups: Mapping[str, Sequence[str]]) -> None:
+    """Refuses a group that is empty, or whose agents differ in their spaces."""
+    for group, names in groups.items():
+        if not names:
+            raise ValueError(f"`groups` must have agents in each, got {group!r} empty.")
+        known = [name for name in names if name in env.agents]
+        for name in known[1:]:
+            difference = _difference(env, known[0], name)
+            if difference is not None:
+                one, other = difference
+                raise ValueError(
+                    f"`groups` must have agents with equal spaces, got {group!r} with "
+                    f"{known[0]!r}, {one}, and {name!r}, {other}."
+                )
+
+
+def _difference(env: Any, agent: str, other: str) -> tuple[Space, Space] | None:
+    """The spaces in which two agents differ, if they do."""
+    for space_of in (env.observation_space, env.action_space):
+        pair = to_space(space_of(agent)), to_space(space_of(other))
+        (leaves, structure), (others, structure_of_other) = map(jax.tree.flatten, pair)
+        if structure != structure_of_other or not all(
+            map(np.array_equal, leaves, others)
+        ):
+            return pair
+    return None
+
+
+def _find_mask(env: Any, state: chex.ArrayTree) -> str | None:
+    """The method that gives a mask over the discrete actions of every agent."""
+    sizes = {name: getattr(env.action_space(name), "n", None) for name in env.agents}
+    for method in _MASKS:
+        if not hasattr(env, method):
+            continue
+        try:
+            masks = jax.eval_shape(getattr(env, method), state)
+        except NotImplementedError:
+            continue
+        # JaxNav's are of another length.
+        if all(np.shape(masks[name]) == (sizes[name],) for name in env.agents):
+            return method
+    return None
+
+
+def _find_limit(
+    env: Any, state: chex.ArrayTree, limit_field: str | None, time_field: str | None
+) -> tuple[str | None, str | None]:
+    """The names of the time limit and of the time; None if there is no limit."""
+    is_asked = limit_field is not None or time_field is not None
+    limit_field = limit_field or _LIMIT
+    if getattr(env, limit_field, None) is None:
+        if is_asked:
+            raise ValueError(
+                f"`limit_field` must be a field of `env`, got {limit_field!r} and "
+                f"{type(env).__name__}."
+            )
+        return None, None
+    for name in _TIMES if time_field is None else (time_field,):
+        if _time(state, name) is not None:
+            return limit_field, name
+    if is_asked:
+        raise ValueError(
+            "`time_field` must be a field of the state, got "
+            f"{time_field or ' or '.join(_TIMES)!r} and {type(state).__name__}."
+        )
+    return None, None
+
+
+def _time(state: chex.ArrayTree, time_field: str) -> Any:
+    """The steps taken, of the state or of one that it wraps; None if there are none."""
+    while state is not None and not hasattr(state, time_field):
+        state = getattr(state, "state", None)
+    return getattr(state, time_field, None)
+
+
+def _arrays(info: Any) -> chex.ArrayTree:
+    """The info, or `{}` if it is not made of numbers."""
+    numbers = jax.Array | np.ndarray | np.generic | bool | int | float
+    if not all(isinstance(x, numbers) for x in jax.tree.leaves(info)):
+        return {}
+    return jax.tree.map(jnp.asarray, info)
+
+
+def _key() -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(jax.random.key, 0)

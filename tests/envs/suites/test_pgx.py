@@ -1,0 +1,163 @@
+"""Adapting games of pgx."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pgx
+import pytest
+
+import envs
+import rollout
+
+KEY = jax.random.key(3)
+
+
+@functools.cache
+def make(name):
+    """A game, its adapter, and both of its steps, jitted."""
+    game = pgx.make(name)
+    env = envs.from_pgx(game)
+    return game, env, jax.jit(game.step), jax.jit(env.step)
+
+
+def play_both(name, pick):
+    """Each step of the adapter, and pgx's state before and after it, to the end."""
+    game, env, pgx_step, env_step = make(name)
+    before = game.init(KEY)
+    state, obs, acting = env.reset(KEY)
+    check_observed(obs, acting, before)
+    number = 0
+    while not (before.terminated | before.truncated):
+        key = jax.random.fold_in(KEY, number)
+        action = pick(np.asarray(before.legal_action_mask), number)
+        after = pgx_step(before, jnp.int32(action), key)
+        # What the others would do is not read.
+        joint = jnp.full((len(env.agents),), action + 1, jnp.int32)
+        joint = joint.at[before.current_player].set(action)
+        step = env_step(key, state, {"players": joint})
+        yield step, before, after
+        before, state, number = after, step.state, number + 1
+
+
+def check_observed(obs, acting, state):
+    players = obs["players"]
+    num_players = len(state.rewards)
+    assert players["observation"].dtype == state.observation.dtype
+    for row in range(num_players):
+        np.testing.assert_array_equal(players["observation"][row], state.observation)
+        np.testing.assert_array_equal(
+            players["action_mask"][row], state.legal_action_mask
+        )
+    assert acting.tolist() == [i == state.current_player for i in range(num_players)]
+
+
+def pick_random(seed):
+    rng = np.random.default_rng(seed)
+    return lambda mask, number: rng.choice(np.flatnonzero(mask))
+
+
+@pytest.mark.parametrize("name", ["tic_tac_toe", "connect_four"])
+def test_game_is_as_in_a_plain_loop(name, key_reuse):
+    for step, _, state in play_both(name, pick_random(1)):
+        check_observed(step.obs, step.acting, state)
+        np.testing.assert_array_equal(step.reward, state.rewards)
+        assert step.reward.dtype == jnp.float32
+        assert step.episode_terminated == state.terminated
+        assert not step.episode_truncated
+        assert not (step.terminated | step.truncated).any()
+        assert not step.info["illegal_action"]
+    assert step.episode_terminated
+    assert sorted(step.reward.tolist()) == [-1, 1]  # with this seed nobody draws
+
+
+def test_action_that_is_not_allowed_ends_the_game_and_is_told(key_reuse):
+    steps = list(play_both("tic_tac_toe", lambda mask, number: 4))
+    assert [bool(step.info["illegal_action"]) for step, _, _ in steps] == [False, True]
+    step, before, _ = steps[-1]
+    assert step.episode_terminated
+    assert step.reward[before.current_player] == -1
+
+
+def test_spaces_are_those_of_the_game():
+    env = envs.from_pgx(pgx.make("connect_four"))
+    assert env.agents == ("player_0", "player_1")
+    assert env.groups == {"players": env.agents}
+    assert env.action_spaces == {"players": envs.Discrete(7)}
+    spaces = env.observation_spaces["players"].spaces
+    assert spaces["observation"].shape == (6, 7, 2)
+    assert spaces["action_mask"].shape == (7,)
+    assert spaces["observation"].dtype == bool
+
+
+def test_one_player_has_a_game_of_its_own():
+    env = envs.from_pgx(pgx.make("2048"))
+    assert env.agents == ("player_0",)
+    state, obs, acting = jax.eval_shape(env.reset, KEY)
+    assert acting.shape == (1,)
+    assert obs["players"]["action_mask"].shape == (1, 4)
+    step = jax.eval_shape(
+        env.step, KEY, state, {"players": jax.ShapeDtypeStruct((1,), jnp.int32)}
+    )
+    assert step.reward.shape == (1,)
+    assert jax.tree.structure(step.state) == jax.tree.structure(state)
+
+
+def test_adapters_of_one_game_are_one_program():
+    game = pgx.make("tic_tac_toe")
+    one, other = (jax.tree.structure(envs.from_pgx(x)) for x in (game, game))
+    assert one == other
+    assert hash(one) == hash(other)
+
+
+def test_object_without_the_methods_is_refused():
+    with pytest.raises(TypeError, match=r"`env` must have the methods .* got object"):
+        envs.from_pgx(object())
+
+
+def collect(name, num_steps, num_envs=4):
+    env = envs.vectorize_agents(make(name)[1], num_envs)
+    collector = rollout.Collector(env=env, policy=POLICIES[name](env.action_space))
+    carry = collector.init(jax.random.key(0))
+    return env, collector.collect_steps(carry, None, num_steps)[1]
+
+
+def allowed_policy(action_space):
+    """Draws one of the allowed actions for every player."""
+    del action_space  # unused
+
+    def act(params, obs, key):
+        del params  # unused
+        mask = obs["players"]["action_mask"]
+        return {"players": jax.random.categorical(key, jnp.log(mask)).astype(jnp.int32)}
+
+    return rollout.stateless_policy(act)
+
+
+POLICIES = {"tic_tac_toe": rollout.random_policy, "kuhn_poker": allowed_policy}
+
+
+def test_collector_plays_tic_tac_toe():
+    env, trajectory = collect("tic_tac_toe", 24)
+    contains = jax.vmap(jax.vmap(env.observation_space.contains))
+    assert contains(trajectory.obs).all()
+    assert contains(trajectory.next_obs).all()
+    agents, illegal = trajectory.info.agents, trajectory.info.env["illegal_action"]
+    assert (agents.acted.sum(axis=-1) == 1).all()
+    # Who does what is not allowed has lost, and the other one has won.
+    assert illegal.any()
+    assert (trajectory.terminated | ~illegal).all()
+    loser = agents.reward == -1
+    np.testing.assert_array_equal(loser[illegal], agents.acted[illegal])
+
+
+@pytest.mark.slow
+def test_collector_plays_kuhn_poker_by_the_rules():
+    _, trajectory = collect("kuhn_poker", 24)
+    assert not trajectory.info.env["illegal_action"].any()
+    assert trajectory.terminated.any()
+    # What one player wins, the other one loses.
+    np.testing.assert_array_equal(trajectory.reward, 0)
+    won = jnp.abs(trajectory.info.agents.reward)[trajectory.terminated]
+    assert (won > 0).all()
