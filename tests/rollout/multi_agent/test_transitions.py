@@ -1,6 +1,7 @@
 """What each agent experienced, against closed forms and a plain Python model."""
 
 import functools
+import itertools
 
 import agents
 import jax
@@ -244,7 +245,7 @@ def part(trajectory, begin, end):
 def windows(pending, trajectory, lengths=(T,)):
     """The rows of windows of these lengths, one after the other."""
     every, ends = [], np.cumsum((0, *lengths))
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in itertools.pairwise(ends):
         window = part(trajectory, begin, end)
         pending, rows = jax.jit(rollout.agent_transitions)(pending, window)
         every.append(rows)
@@ -423,7 +424,7 @@ def test_rows_go_where_transitions_go():
     advantage = rollout.gae(learned, value, gamma=0.5, lam=0.0)
     np.testing.assert_array_equal(advantage[rows.mask], rows.reward[rows.mask])
     buffer = buffers.ReplayBuffer(capacity=64, num_envs=rows.mask.shape[1])
-    state = buffer.init(jax.tree.map(lambda x: x[0, 0], rows))
+    state = buffer.init(jax.tree.map(lambda x: x[0], rows))
     state = buffer.add(state, rows)
     batch = buffer.sample(state, jax.random.key(0), batch_size=32)
     assert np.asarray(batch.experience.obs).min() >= 0  # never a void row
