@@ -75,6 +75,43 @@ class ScheduleEnv:
 
 
 @struct.dataclass
+class OneAgent:
+    """An `Env` as an environment of one agent."""
+
+    env: envs.Env
+    agents = ("only",)
+    simultaneous = True
+
+    groups = types.MappingProxyType({"all": ("only",)})
+
+    @property
+    def observation_spaces(self):
+        return {"all": self.env.observation_space}
+
+    @property
+    def action_spaces(self):
+        return {"all": self.env.action_space}
+
+    def reset(self, key):
+        state, obs = self.env.reset(key)
+        return state, {"all": obs[None]}, jnp.ones(1, bool)
+
+    def step(self, key, state, action):
+        result, none = self.env.step(key, state, action["all"][0]), jnp.zeros(1, bool)
+        return envs.MultiAgentStep(
+            state=result.state,
+            obs={"all": result.obs[None]},
+            acting=none,  # not read
+            reward=jnp.float32(result.reward)[None],
+            terminated=none,
+            truncated=none,
+            episode_terminated=result.terminated,
+            episode_truncated=result.truncated,
+            info=result.info,
+        )
+
+
+@struct.dataclass
 class ChanceEnv:
     """Acting, rewards and endings by chance, from the words of keys.
 

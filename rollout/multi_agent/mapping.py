@@ -19,7 +19,7 @@ from flax import struct
 from envs import keys
 from envs.multi_agent import ACTING, AgentGroup, AgentLayout
 from rollout import checks
-from rollout.multi_agent.population import Population, apply_members
+from rollout.multi_agent.members import Population, apply_members
 from rollout.types import EpisodeKey, Key, Obs, Params, Policy, PolicyStep
 
 MappingFn = Callable[[Key, tuple[str, ...]], jax.Array]
@@ -475,7 +475,10 @@ def _join_chosen(
 
 def _join_extras(join: _Join, made: _Made) -> chex.ArrayTree:
     """Joins the extras of a group's policies by name."""
-    named = [{} if x.extras == () else x.extras for _, x in made]
+    named = [
+        {} if isinstance(x.extras, tuple) and not x.extras else x.extras
+        for _, x in made
+    ]
     for (seat, _), extras in zip(made, named, strict=True):
         if not isinstance(extras, dict):
             raise ValueError(
@@ -501,6 +504,10 @@ def _join_extras(join: _Join, made: _Made) -> chex.ArrayTree:
     return joined
 
 
+def _is_nothing(extras: chex.ArrayTree) -> bool:
+    return isinstance(extras, tuple) and not extras
+
+
 def _zeros(like: chex.ArrayTree, seat: _Seat) -> chex.ArrayTree:
     """Zeros for a seat, of the kind of another's extras."""
     num = len(seat.columns)
@@ -514,11 +521,9 @@ def _row(tree: chex.ArrayTree) -> chex.ArrayTree:
 
 
 def _check_params(params: Params, entries: tuple[_Entry, ...]) -> None:
-    names = [entry.name for entry in entries]
-    if not isinstance(params, Mapping) or not set(names) <= set(params):
-        got = (
-            ", ".join(params) if isinstance(params, Mapping) else type(params).__name__
-        )
+    names, is_dict = [entry.name for entry in entries], isinstance(params, Mapping)
+    if not is_dict or not set(names) <= set(params):
+        got = ", ".join(params) if is_dict else checks.describe(params)
         raise ValueError(
             f"`params` must have an entry for each policy, {', '.join(names)}, got "
             f"{got or 'none'}."

@@ -1,0 +1,323 @@
+"""Who plays whom: fixed and drawn mappings, states, extras, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agents import ChanceEnv, OneAgent
+from agents import schedule as make_table
+from cases import CountEnv, quick_jit, raw
+from scipy import stats as scipy_stats
+
+import envs
+import rollout
+
+KEY = jax.random.key(11)
+B, T = 4, 12
+
+
+def constant(number, **extras):
+    """A policy that always takes one action, and says what it saw."""
+
+    def act(params, obs, key):
+        del params, key
+        action = jnp.full(obs.shape, number, jnp.int32)
+        return action, {name: obs * x for name, x in extras.items()}
+
+    return rollout.stateless_policy(act)
+
+
+def counting():
+    """A policy that counts the steps it acts, and takes the count as its action."""
+    return rollout.recurrent_policy(
+        lambda params, obs, state, key: (state, state + 1),
+        lambda num_envs: jnp.zeros((num_envs,), jnp.int32),
+    )
+
+
+def table(num_agents=3, num_steps=3, acting=None):
+    acting = np.ones((num_steps + 1, num_agents)) if acting is None else acting
+    reward = np.arange(num_steps * num_agents).reshape(num_steps, num_agents)
+    return make_table(acting, reward)
+
+
+def collect(
+    env, policies, mapping, *, num_envs=B, num_steps=T, params=None, jit=quick_jit
+):
+    env = envs.vectorize_agents(env, num_envs)
+    policy = rollout.policy_map(policies, mapping)
+    collector = rollout.Collector(env=env, policy=policy)
+    params = dict.fromkeys(policies) if params is None else params
+
+    @jit
+    def run(key):
+        return collector.collect_steps(collector.init(key), params, num_steps)[1]
+
+    return run(KEY)
+
+
+def test_fixed_mapping_gives_every_agent_its_policy():
+    names = {"a": "one", "b": "two", "c": "one"}
+    policies = {"two": constant(2), "one": constant(1)}
+    trajectory = collect(table(), policies, rollout.fixed_mapping(names))
+    np.testing.assert_array_equal(trajectory.action["all"][3, 1], [1, 2, 1])
+    np.testing.assert_array_equal(trajectory.extras["policy_id"][3, 1], [1, 0, 1])
+
+
+def test_policy_sees_no_more_agents_than_it_plays():
+    seen = []
+
+    def act(params, obs, key):
+        del params, key
+        seen.append(obs.shape)
+        return jnp.zeros(obs.shape, jnp.int32)
+
+    policies = {"one": rollout.stateless_policy(act), "two": constant(2)}
+    names = {"a": "two", "b": "one", "c": "two"}
+    collect(table(), policies, rollout.fixed_mapping(names))
+    assert set(seen) == {(B * 1,)}
+
+
+def test_one_agent_with_one_policy_has_the_bits_of_the_plain_kernel():
+    env = envs.vectorize(CountEnv(), B)
+    policy = rollout.random_policy(env.action_space)
+    plain = rollout.Collector(env=env, policy=policy)
+    _, want = plain.collect_steps(plain.init(KEY), None, T)
+    mapping = rollout.fixed_mapping("only")
+    got = collect(OneAgent(CountEnv()), {"only": policy}, mapping)
+    np.testing.assert_array_equal(got.action["all"][..., 0], want.action)
+    np.testing.assert_array_equal(got.obs["all"][:, :, 0], want.obs)
+    np.testing.assert_array_equal(got.next_obs["all"][:, :, 0], want.next_obs)
+    for name in ("reward", "terminated", "truncated", "episode_return", "episode_id"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    np.testing.assert_array_equal(got.info.env["noise"], want.info["noise"])
+    np.testing.assert_array_equal(
+        got.info.agents.agent_return[..., 0], want.episode_return
+    )
+
+
+def test_state_moves_only_where_the_agent_acts_and_starts_with_the_episode():
+    acting = [[1, 0, 1], [1, 1, 0], [0, 0, 1], [1, 1, 1]]
+    env = table(acting=acting)
+    got = collect(env, {"count": counting()}, rollout.fixed_mapping("count"))
+    # An agent that does not act has an action too, which nobody reads.
+    want = np.cumsum([[0, 0, 0], *acting[:2]], axis=0)
+    np.testing.assert_array_equal(got.action["all"][:, 1], np.tile(want, (T // 3, 1)))
+
+
+@functools.cache
+def drawn_mapping(num):
+    return lambda key, agents: jax.random.randint(key, (len(agents),), 0, num)
+
+
+@pytest.mark.slow
+def test_drawn_mapping_holds_for_an_episode_and_no_longer():
+    """10,000 episodes of two steps."""
+    num_envs, num_steps = 250, 80
+    env = table(num_agents=2, num_steps=2)
+    policies = {name: constant(i) for i, name in enumerate(("x", "y", "z"))}
+    got = collect(
+        env, policies, drawn_mapping(3), num_envs=num_envs, num_steps=num_steps
+    )
+    policy_id = np.asarray(got.extras["policy_id"])
+    np.testing.assert_array_equal(got.action["all"], policy_id)
+    by_episode = policy_id.reshape(num_steps // 2, 2, num_envs, 2)
+    np.testing.assert_array_equal(by_episode[:, 0], by_episode[:, 1])
+    drawn = by_episode[:, 0].reshape(-1, 2)
+    assert len(drawn) == 10_000
+    # Each of the nine pairs is as likely as any other.
+    counts = np.bincount(3 * drawn[:, 0] + drawn[:, 1], minlength=9)
+    assert scipy_stats.chisquare(counts).pvalue > 1e-3
+    again = by_episode[1:, 0] == by_episode[:-1, 0]
+    assert abs(again.mean() - 1 / 3) < 0.02  # nine deviations: it is drawn anew
+
+
+def test_drawn_mapping_does_not_depend_on_the_number_of_lanes():
+    policies = {"x": constant(0), "y": constant(1)}
+    few, many = (
+        collect(table(), policies, drawn_mapping(2), num_envs=num) for num in (2, 5)
+    )
+    few, many = few.extras["policy_id"], many.extras["policy_id"]
+    np.testing.assert_array_equal(few, many[:, :2])
+    assert len(np.unique(many.reshape(-1, 3), axis=0)) > 2
+
+
+def test_states_of_a_drawn_mapping_are_those_of_who_plays():
+    policies = {"count": counting(), "seven": constant(7)}
+    got = collect(table(), policies, drawn_mapping(2))
+    counted = got.extras["policy_id"] == 0
+    steps = jnp.broadcast_to((got.episode_length - 1)[..., None], counted.shape)
+    np.testing.assert_array_equal(got.action["all"], jnp.where(counted, steps, 7))
+
+
+def test_extras_are_joined_by_name():
+    policies = {"x": constant(0, value=2.0), "y": constant(1, value=3.0, log_prob=5.0)}
+    for mapping in (
+        drawn_mapping(2),
+        rollout.fixed_mapping({"a": "y", "b": "x", "c": "y"}),
+    ):
+        got = collect(table(), policies, mapping)
+        is_y, obs = got.extras["policy_id"] == 1, got.obs["all"]
+        extras = got.extras["agents"]["all"]
+        np.testing.assert_array_equal(extras["value"], obs * jnp.where(is_y, 3.0, 2.0))
+        np.testing.assert_array_equal(extras["log_prob"], obs * is_y * 5.0)
+
+
+def test_groups_have_policies_of_their_own():
+    env = ChanceEnv()
+    box = rollout.random_policy(env.action_spaces["one"])
+    discrete = rollout.stateless_policy(
+        lambda params, obs, key: jnp.full(obs.shape, 3, jnp.int32)
+    )
+    names = {"a": "discrete", "b": "box", "c": "discrete"}
+    policies = {"box": box, "discrete": discrete}
+    got = collect(env, policies, rollout.fixed_mapping(names))
+    assert np.all(np.asarray(got.action["two"]) == 3)
+    assert len(np.unique(got.action["one"])) > 20
+
+    def mapping(key, agents):  # drawn, and right
+        return jnp.where(jax.random.bits(key) > 0, jnp.array([1, 0, 1]), 1)
+
+    drawn = collect(env, policies, mapping)
+    np.testing.assert_array_equal(drawn.action["two"], got.action["two"])
+    wrong = "must not give the group 'two' to the policy 'box', which cannot play it"
+    with pytest.raises(ValueError, match=wrong):
+        collect(env, policies, drawn_mapping(2))
+
+
+def test_agent_that_the_mapping_forgets_at_run_time_is_seen():
+    """An index out of range that no trial can show, since it is traced."""
+
+    @quick_jit
+    def run(far):
+        def mapping(key, agents):
+            is_rare = jax.random.bits(key) >> 30 == 0
+            return jnp.where(is_rare, far, jnp.array([0, 1, 0]))
+
+        policies = {"x": constant(3), "y": constant(4)}
+        return collect(table(), policies, mapping, jit=lambda fn: fn)
+
+    got = run(5)
+    unmapped = got.extras["policy_id"] == -1
+    assert 0 < unmapped.mean() < 1
+    assert np.all(np.asarray(got.action["all"])[unmapped] == 0)
+    acted = got.info.agents.acted & unmapped
+    assert rollout.summarize_agents(got).num_unmapped == acted.sum()
+
+
+def test_mode_is_that_of_policies_that_have_one():
+    greedy = rollout.stateless_policy(
+        lambda params, obs, key: jnp.full(obs.shape, 1, jnp.int32),
+        mode_fn=lambda params, obs, key: jnp.full(obs.shape, 2, jnp.int32),
+    )
+    mapping = rollout.fixed_mapping({"a": "greedy", "b": "x", "c": "x"})
+    policy = rollout.policy_map({"greedy": greedy, "x": constant(5)}, mapping)
+    env = envs.vectorize_agents(table(), B)
+    collector = rollout.Collector(env=env, policy=rollout.greedy(policy))
+    params = {"greedy": None, "x": None}
+    got = collector.step(collector.init(KEY), params)[1]
+    np.testing.assert_array_equal(got.action["all"][0], [2, 5, 5])
+    assert rollout.policy_map({"x": constant(0)}, mapping).mode is None
+
+
+def test_exploration_stands_inside():
+    space = envs.Discrete(1_000_000)
+    noisy = rollout.epsilon_greedy(
+        constant(5), space, lambda step: jnp.where(step < 2, 1.0, 0.0)
+    )
+    acting = [[1, 0, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
+    got = collect(table(acting=acting), {"x": noisy}, rollout.fixed_mapping("x"))
+    # Each agent explores in the first two steps that it acts in, whatever the episode.
+    explored = np.asarray(got.action["all"])[:, 0] != 5
+    acted = np.asarray(got.info.agents.acted)[:, 0]
+    before = np.cumsum(acted, axis=0) - acted
+    np.testing.assert_array_equal(explored, before < 2)
+
+
+WRONG = {
+    "no policies": ({}, rollout.fixed_mapping("x"), "`policies` must be a dict"),
+    "no function": ({"x": constant(0)}, {"a": "x"}, "`mapping_fn` must be a function"),
+    "agents": (
+        {"x": constant(0)},
+        rollout.fixed_mapping({"a": "x"}),
+        "must have the agents a, b, c, got a",
+    ),
+    "name": (
+        {"x": constant(0)},
+        rollout.fixed_mapping("y"),
+        "must have policies of x, got 'y' for 'a'",
+    ),
+    "shape": (
+        {"x": constant(0)},
+        lambda key, agents: jnp.int32(0),
+        r"int32 of shape \(3,\), got int32 of shape \(\)",
+    ),
+    "dtype": ({"x": constant(0)}, lambda key, agents: jnp.zeros(3), "got float32 of"),
+    "range": (
+        {"x": constant(0)},
+        lambda key, agents: jnp.full(3, 1, jnp.int32),
+        "indices from 0 to 0, got 1",
+    ),
+    "space": (
+        {"x": rollout.stateless_policy(lambda params, obs, key: obs)},
+        rollout.fixed_mapping("x"),
+        "The policy 'x', which plays the group 'all', must return actions as int32",
+    ),
+    "extras": (
+        {"x": rollout.stateless_policy(lambda p, obs, k: (obs.astype("int32"), obs))},
+        rollout.fixed_mapping("x"),
+        r"extras of the policy 'x' must be \(\) or a dict",
+    ),
+    "population": (
+        {"x": rollout.population(constant(0), 2)},
+        rollout.fixed_mapping("x"),
+        "must not have a population",
+    ),
+    "alike": (
+        {
+            "x": constant(0, value=1.0),
+            "y": rollout.stateless_policy(
+                lambda p, obs, k: (obs.astype("int32"), {"value": obs[:, None]})
+            ),
+        },
+        drawn_mapping(2),
+        "must give `value` alike",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_refused(case):
+    policies, mapping, match = WRONG[case]
+    with pytest.raises(ValueError, match=match):
+        collect(table(), policies, mapping)
+
+
+def test_params_must_have_every_policy():
+    policies = {"x": constant(0), "y": constant(1)}
+    with pytest.raises(ValueError, match="entry for each policy, x, y, got x"):
+        collect(table(), policies, drawn_mapping(2), params={"x": None})
+    with pytest.raises(ValueError, match="entry for each policy, x, y, got int"):
+        collect(table(), policies, drawn_mapping(2), params=3)
+
+
+def test_environment_must_have_agents():
+    env = envs.vectorize(CountEnv(), B)
+    policy = rollout.policy_map({"x": constant(0)}, rollout.fixed_mapping("x"))
+    with pytest.raises(ValueError, match="must act in an environment of"):
+        rollout.Collector(env=env, policy=policy).init(KEY)
+
+
+@pytest.mark.slow
+def test_wrapped_map_and_stream_with_a_warm_up():
+    env = envs.vectorize_agents(table(), B)
+    policy = rollout.policy_map({"x": counting()}, rollout.fixed_mapping("x"))
+    wrapped = rollout.random_warmup(policy, env.action_space, 2)
+    collector = rollout.Collector(env=env, policy=wrapped)
+    carry = collector.init(KEY)
+    _, got = collector.collect_steps(carry, {"x": None}, 6)
+    assert np.unique(got.action["all"][:2]).size == 2 * B * 3
+    np.testing.assert_array_equal(got.action["all"][3:, 0, 0], [0, 1, 2])
+    raw(carry)
