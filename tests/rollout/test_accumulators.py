@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agents import schedule
 from cases import CountEnv, raw
 
 import envs
@@ -122,3 +123,26 @@ def test_accumulator_that_changes_its_kind_is_refused():
         collector.step(carry, None)
     with pytest.raises(ValueError, match="`accumulators` must map names to"):
         make_collector({"wrong": lambda x, t: x})
+
+
+def test_figure_may_be_one_per_agent():
+    """Rewards above 10 of each agent, against the trajectory's own."""
+    env = envs.vectorize_agents(
+        schedule(np.ones((4, 2)), [[1, 20], [11, 30], [12, 5]]), B
+    )
+    high = rollout.Accumulator(
+        lambda num_envs: rollout.PerAgent(jnp.zeros((num_envs, 2), jnp.int32)),
+        lambda x, t: rollout.PerAgent(x.value + (t.info.agents.reward > 10)),
+    )
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy, accumulators={"high": high})
+    carry = collector.init(jax.random.key(0))
+    _, trajectory = collector.collect_steps(carry, None, 6)
+    want = [[0, 1], [1, 2], [2, 2]] * 2
+    np.testing.assert_array_equal(trajectory.accumulated["high"].value[:, 0], want)
+    pending = rollout.init_agent_transitions(collector, carry)
+    _, rows = rollout.agent_transitions(pending, trajectory)
+    np.testing.assert_array_equal(rows["all"].accumulated["high"][:, :2], want)
+    agents = rollout.summarize_agents(trajectory).agents
+    assert [agents[name].accumulated["high"].mean for name in "ab"] == [2, 2]
+    assert agents["a"].accumulated["high"].count == 2 * B

@@ -1,0 +1,207 @@
+"""The contract of several agents: what the lanes of it return, and what is refused."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agents import ChanceEnv, OneAgent, schedule
+from cases import CountEnv, raw
+
+import envs
+
+B = 3
+
+
+def keys(num=B):
+    return jax.random.split(jax.random.key(0), num)
+
+
+def draw(env, num=B):
+    return jax.jit(jax.vmap(env.action_space.sample))(keys(num))
+
+
+def one_step(env, num_envs=B):
+    """The first step of every lane, with the actions that the space draws."""
+    env = envs.vectorize_agents(env, num_envs)
+    state, obs = env.reset(keys(num_envs))
+    action = draw(env, num_envs)
+    return env, obs, action, env.step(keys(num_envs), state, action)
+
+
+def test_lanes_have_stacked_groups_and_say_who_acts():
+    env, obs, action, step = one_step(ChanceEnv())
+    assert env.agents == ("a", "b", "c")
+    assert env.groups == {"two": ("a", "c"), "one": ("b",)}
+    shapes = {"two": (B, 2), "one": (B, 1, 2)}
+    assert {x: action[x].shape for x in action} == shapes
+    assert {x: obs[x].shape for x in obs} == {**shapes, "acting": (B, 3)}
+    inside = jax.vmap(env.observation_space.contains)
+    assert np.all(inside(obs))
+    assert np.all(inside(step.obs))
+    assert np.all(jax.vmap(env.action_space.contains)(action))
+    np.testing.assert_array_equal(step.info.env["action"]["two"], action["two"])
+
+
+def test_reward_is_that_of_the_team():
+    _, obs, _, step = one_step(ChanceEnv())
+    info = step.info.agents
+    assert (step.reward.shape, step.reward.dtype) == ((B,), jnp.float32)
+    np.testing.assert_array_equal(step.reward, info.reward.sum(axis=1))
+    np.testing.assert_array_equal(info.acted, obs["acting"])
+    np.testing.assert_array_equal(info.agent_length, obs["acting"])
+    np.testing.assert_array_equal(
+        info.unassigned_reward, jnp.where(obs["acting"], 0.0, info.reward)
+    )
+
+
+def test_who_has_ended_acts_no_more_and_ends_no_more():
+    env = schedule(
+        acting=np.ones((5, 2)),
+        reward=np.ones((4, 2)),
+        terminated=[[0, 1], [0, 1], [0, 0], [0, 0]],
+        truncated=[[0, 0], [0, 0], [0, 1], [0, 0]],
+    )
+    env = envs.vectorize_agents(env, 1)
+    state, obs = env.reset(keys(1))
+    seen = []
+    for _ in range(4):
+        action = {"all": jnp.zeros((1, 2), jnp.int32)}
+        step = env.step(keys(1), state, action)
+        info = step.info.agents
+        flags = info.terminated | info.truncated
+        seen.append((bool(info.acted[0, 1]), bool(flags[0, 1])))
+        state, obs = step.state, step.obs
+    assert seen == [(True, True), (False, False), (False, False), (False, False)]
+    assert not obs["acting"][0, 1]
+
+
+def test_word_of_an_agent_counts_to_its_end():
+    """24 bits hold the number of actions, and stay at the largest."""
+    env = envs.vectorize_agents(OneAgent(CountEnv()), 1)
+    state, _ = env.reset(keys(1))
+    packed = state.packed + jnp.uint32((2**24 - 2) << 8)
+    state = state.replace(packed=packed)
+    lengths = []
+    for _ in range(2):
+        step = env.step(keys(1), state, {"all": jnp.zeros((1, 1), jnp.int32)})
+        state = step.state
+        lengths.append(int(step.info.agents.agent_length[0, 0]))
+        assert step.info.agents.acted[0, 0]
+    assert lengths == [2**24 - 1, 2**24 - 1]
+
+
+def test_space_of_several_parts_draws_each_from_a_key_of_its_own():
+    space = envs.Repeated(
+        envs.Dict({"x": envs.Discrete(9), "y": envs.Box(0, 1, (2,))}), 4
+    )
+    drawn = space.sample(jax.random.key(1))
+    assert drawn["x"].shape == (4,)
+    assert drawn["y"].shape == (4, 2)
+    assert len(np.unique(drawn["y"])) == 8
+    assert space.contains(drawn)
+    assert not space.contains({**drawn, "x": drawn["x"].at[2].set(9)})
+    assert space.shape is None
+    assert envs.Repeated(envs.Box(0, 1, (2,)), 4).shape == (4, 2)
+
+
+class Changed:
+    """A `ChanceEnv` of which something is otherwise."""
+
+    def __init__(self, **changes):
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name):
+        return getattr(ChanceEnv(), name)
+
+
+jax.tree_util.register_static(Changed)
+
+
+def changed_step(**changes):
+    return Changed(step=lambda *args: ChanceEnv().step(*args).replace(**changes))
+
+
+WRONG_AGENTS = {
+    "none": ({"groups": {"two": ("a", "c")}}, "in one group, got 'b' in none"),
+    "twice": (
+        {"groups": {"two": ("a", "c"), "one": ("b", "a")}},
+        "in one group, got 'a' in two, one",
+    ),
+    "unknown": (
+        {"groups": {"two": ("a", "c"), "one": ("b", "d")}},
+        "got 'd' in and not in `env.agents`",
+    ),
+    "names": ({"agents": ("a", "b", "b")}, "must be names, each once"),
+    "spaces": (
+        {"action_spaces": {"two": envs.Discrete(2)}},
+        "`env.action_spaces` must have the groups two, one, got two",
+    ),
+    "acting": (
+        {
+            "groups": {"acting": ("a", "b", "c")},
+            "action_spaces": {"acting": envs.Discrete(2)},
+            "observation_spaces": {"acting": envs.Discrete(2)},
+        },
+        'must not have one called "acting"',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_AGENTS)
+def test_agents_must_be_in_groups(case):
+    changes, match = WRONG_AGENTS[case]
+    with pytest.raises(ValueError, match=match):
+        envs.vectorize_agents(Changed(**changes), B)
+
+
+def spaces_of(**changes):
+    return types.MappingProxyType({**ChanceEnv().observation_spaces, **changes})
+
+
+WRONG_STEPS = {
+    "reset": (Changed(reset=lambda key: (0, 1)), r"return \(state, obs, acting\)"),
+    "step": (Changed(step=lambda *args: 3), "`envs.MultiAgentStep`, got int"),
+    "reward": (
+        changed_step(reward=jnp.zeros(2)),
+        r"`reward` must be one per agent, shape \(3,\), got float32 of shape \(2,\)",
+    ),
+    "flag": (changed_step(terminated=jnp.bool_(0)), "`terminated` must be one per"),
+    "obs": (
+        changed_step(obs={"two": jnp.zeros(2)}),
+        r"`obs` must be a dict of the groups one, two, got \['two'\]",
+    ),
+    # Agents of other spaces in one group.
+    "shape": (
+        Changed(observation_spaces=spaces_of(two=envs.Box(0.0, 1.0, (4,)))),
+        r"`obs` of the group 'two' must be of shape \(2, 4\), got float32 of shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STEPS)
+def test_what_is_returned_must_fit(case):
+    env, match = WRONG_STEPS[case]
+    with pytest.raises(ValueError, match=match):
+        one_step(env)
+
+
+def test_action_must_be_of_the_groups():
+    env, *_ = one_step(ChanceEnv())
+    state, _ = env.reset(keys())
+    two, one = jnp.zeros((B, 2), jnp.int32), jnp.zeros((B, 1, 2))
+    with pytest.raises(ValueError, match="`action` must be a dict of the groups"):
+        env.step(keys(), state, two)
+    with pytest.raises(ValueError, match=r"'two' must be of int32 and shape \(2,\)"):
+        env.step(keys(), state, {"two": two.astype(jnp.float32), "one": one})
+
+
+def test_lanes_of_one_agent_are_those_of_the_plain_environment():
+    plain = envs.vectorize(CountEnv(), B)
+    want_state, want = plain.reset(keys())
+    env = envs.vectorize_agents(OneAgent(CountEnv()), B)
+    state, obs = env.reset(keys())
+    np.testing.assert_array_equal(obs["all"][:, 0], want)
+    jax.tree.map(np.testing.assert_array_equal, raw(state.env_state), raw(want_state))
