@@ -11,7 +11,7 @@ root key; with `fold_in` written as a product,
 so the key of lane i's n-th episode is `fold_in(fold_in(fold_in(root, ENV), i), n)`. All
 that is random inside an environment comes from the key of its episode: the reset, and
 step n by `fold_in(episode_key, n)`, counted from 1; what a policy draws once for the
-whole episode comes from `fold_in(episode_key, -1)`. Nothing is drawn that is not read,
+whole episode comes from `fold_in(episode_key, 2**32 - 1)`. Nothing is drawn that is not read,
 and a lane's stream does not depend on the number of lanes.
 
 Lane i's n-th episode has the id `n * B + i`, the e-th of the queue `-1 - e`. Which
@@ -24,13 +24,14 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from envs import keys
 from envs.types import RESET
 from rollout.types import Episode
 
 _POLICY, _ENV, _QUEUE, _WARMUP = 0, 1, 2, 3
-_ONCE = -1  # under the key of an episode, where the steps count upwards
+_ONCE = np.uint32(2**32 - 1)  # under the key of an episode; steps count from 1
 
 
 class LaneIds(NamedTuple):

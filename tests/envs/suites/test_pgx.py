@@ -161,3 +161,38 @@ def test_collector_plays_kuhn_poker_by_the_rules():
     np.testing.assert_array_equal(trajectory.reward, 0)
     won = jnp.abs(trajectory.info.agents.reward)[trajectory.terminated]
     assert (won > 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("game", ["tic_tac_toe", "connect_four"])
+def test_masked_policies_never_make_an_illegal_move(game):
+    """A million moves of each: drawn evenly, and sampled from a policy's logits."""
+    env = envs.vectorize_agents(envs.from_pgx(pgx.make(game)), 1000)
+    space = env.action_spaces["players"]
+
+    def sample(params, obs, key):
+        del params
+        mask = obs["action_mask"]
+        logits = jax.random.normal(key, mask.shape) * 9.0
+        logits = jnp.where(mask, logits, -jnp.inf)
+        return jax.random.categorical(jax.random.fold_in(key, 1), logits)
+
+    policies = {
+        "random": rollout.random_policy(space, mask_fn=lambda obs: obs["action_mask"]),
+        "sampled": rollout.stateless_policy(sample),
+    }
+
+    def count(totals, transition):
+        illegal = transition.info.env["illegal_action"]
+        moves = transition.info.agents.acted.sum(axis=1)
+        return totals + jnp.array([illegal.sum(), moves.sum()], jnp.int32)
+
+    for name, policy in policies.items():
+        mapped = rollout.policy_map({name: policy}, rollout.fixed_mapping(name))
+        collector = rollout.Collector(env=env, policy=mapped)
+        carry = collector.init(jax.random.key(5))
+        totals = jnp.zeros(2, jnp.int32)
+        _, totals = collector.fold_steps(
+            carry, {name: None}, count, totals, num_steps=1000
+        )
+        assert totals.tolist() == [0, 1_000_000]

@@ -11,6 +11,7 @@ from cases import ENVS, NUM_STEPS, PARAMS, CountEnv, collect, make_collector, ma
 
 import envs
 import rollout
+from rollout.kernel import episode_keys
 
 slow = pytest.mark.slow
 NUM_LANES = 16  # of 64 steps each: 1,024 steps in plain Python
@@ -269,3 +270,37 @@ def test_keys_in_info_are_padded_like_anything_else():
     assert got[0].any()
     # An episode keeps its key, and has at least two steps.
     np.testing.assert_array_equal(got[0], got[1])
+
+
+@functools.cache
+def keyed_collector(num_envs):
+    """A policy whose extras are the words of its episode's key."""
+    policy = rollout.Policy(
+        init=lambda num_envs: {"key": rollout.EpisodeKey(), "n": jnp.zeros(num_envs)},
+        apply=lambda params, obs, state, key: rollout.PolicyStep(
+            action=jnp.zeros(obs.shape[:1], jnp.int32),
+            state=state,
+            extras=jax.random.key_data(state["key"].value),
+        ),
+    )
+    env = envs.vectorize(CountEnv(), num_envs)
+    return rollout.Collector(env=env, policy=policy)
+
+
+def test_policy_has_a_key_of_each_episode():
+    trajectories = {}
+    for num_envs in (2, 5):
+        collector = keyed_collector(num_envs)
+        carry = collector.init(jax.random.key(3))
+        _, trajectories[num_envs] = collector.collect_steps(carry, None, 24)
+    few, many = trajectories.values()
+    np.testing.assert_array_equal(few.extras, many.extras[:, :2])
+    words, ids = np.asarray(many.extras).reshape(-1, 2), np.asarray(many.episode_id)
+    pairs = {(*word, number) for word, number in zip(words, ids.ravel(), strict=True)}
+    assert len(pairs) == len(np.unique(ids)) == len(np.unique(words, axis=0)) > 10
+    # It is a stream of its own: neither the episode's key nor that of a step.
+    lanes = episode_keys.all_lanes(5)
+    first = episode_keys.first_episodes(jax.random.key(3), lanes, ())
+    fold = jax.vmap(jax.random.fold_in, (0, None))
+    want = jax.random.key_data(fold(first.key, np.uint32(2**32 - 1)))
+    np.testing.assert_array_equal(many.extras[0], want)
