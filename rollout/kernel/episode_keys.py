@@ -10,9 +10,9 @@ root key; with `fold_in` written as a product,
 
 so the key of lane i's n-th episode is `fold_in(fold_in(fold_in(root, ENV), i), n)`. All
 that is random inside an environment comes from the key of its episode: the reset, and
-step n by `fold_in(episode_key, n)`, counted from 1; what a policy draws once for the
-whole episode comes from `fold_in(episode_key, 2**32 - 1)`. Nothing is drawn that is not read,
-and a lane's stream does not depend on the number of lanes.
+step n by `fold_in(episode_key, n)`, counted from 1. What a policy draws once for the
+whole episode comes from `fold_in(episode_key, 2**32 - 1)`. Nothing is drawn that is not
+read, and a lane's stream does not depend on the number of lanes.
 
 Lane i's n-th episode has the id `n * B + i`, the e-th of the queue `-1 - e`. Which
 lanes these are is data, never a shape: some of the lanes on another device have the

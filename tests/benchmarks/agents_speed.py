@@ -1,0 +1,337 @@
+"""How fast are several agents, one agent, and many members of a population?
+
+Medians of single runs in random order, in one process:
+
+- `spread`: MPE simple_spread under the random policy, against JaxMARL's own loop: its
+  `LogWrapper` around its auto-reset `step`, vmapped in a `lax.scan`, one key split per
+  environment and step, and one draw of all actions. Both return the observations,
+  actions and rewards of every agent, the flag and the returns of finished episodes.
+- `one`: an environment as one of one agent against the plain kernel; both return eight
+  fields of the transition, or (`full`) every field.
+- `population`: the agents of 512 lanes of two, with a network of two layers of 64: one
+  policy for all, or P members of which each agent plays one, against the same members
+  with the parameters gathered per agent.
+
+    python tests/benchmarks/agents_speed.py
+    python tests/benchmarks/agents_speed.py --only population --repeats 50
+"""
+
+import argparse
+import contextlib
+import functools
+import io
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from machine import machine
+
+import envs
+import rollout
+from envs import keys
+
+with contextlib.redirect_stdout(io.StringIO()):  # it says which parts are missing
+    import jaxmarl
+    from jaxmarl.wrappers.baselines import LogWrapper
+
+NUM_STEPS = 128
+SPREAD_ENVS = (64, 256, 1024)
+ONE_ENVS = (128, 1024, 4096)
+SIZES = (1, 2, 8, 32)
+NUM_LANES, NUM_AGENTS, OBS_SIZE, WIDTH, NUM_ACTIONS = 512, 2, 18, 64, 5
+
+Program = Callable[[], Any]
+
+
+@struct.dataclass
+class OneAgent:
+    """An `Env` as an environment of one agent."""
+
+    env: envs.Env
+    agents = ("agent",)
+    simultaneous = True
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """The only group."""
+        return {"agents": self.agents}
+
+    @property
+    def observation_spaces(self) -> dict[str, envs.Space]:
+        """Those of the environment."""
+        return {"agents": self.env.observation_space}
+
+    @property
+    def action_spaces(self) -> dict[str, envs.Space]:
+        """Those of the environment."""
+        return {"agents": self.env.action_space}
+
+    def reset(self, key: jax.Array) -> tuple[Any, dict[str, Any], jax.Array]:
+        """Starts an episode."""
+        state, obs = self.env.reset(key)
+        return state, {"agents": obs[None]}, jnp.ones(1, bool)
+
+    def step(
+        self, key: jax.Array, state: Any, action: dict[str, jax.Array]
+    ) -> envs.MultiAgentStep:
+        """Takes one step."""
+        result = self.env.step(key, state, action["agents"][0])
+        none = jnp.zeros(1, bool)
+        return envs.MultiAgentStep(
+            state=result.state,
+            obs={"agents": result.obs[None]},
+            acting=~none,
+            reward=result.reward[None],
+            terminated=none,
+            truncated=none,
+            episode_terminated=result.terminated,
+            episode_truncated=result.truncated,
+            info=result.info,
+        )
+
+
+@struct.dataclass
+class Still:
+    """Agents whose observations are drawn once, so that policies are what costs."""
+
+    agents = tuple(f"agent_{i}" for i in range(NUM_AGENTS))
+    simultaneous = True
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """All in one."""
+        return {"agents": self.agents}
+
+    @property
+    def observation_spaces(self) -> dict[str, envs.Space]:
+        """Of one agent."""
+        return {"agents": envs.Box(-10.0, 10.0, (OBS_SIZE,))}
+
+    @property
+    def action_spaces(self) -> dict[str, envs.Space]:
+        """Of one agent."""
+        return {"agents": envs.Discrete(NUM_ACTIONS)}
+
+    def reset(self, key: jax.Array) -> tuple[Any, dict[str, Any], jax.Array]:
+        """Starts an episode of 25 steps."""
+        obs = jax.random.normal(key, (NUM_AGENTS, OBS_SIZE))
+        return (jnp.int32(0), obs), {"agents": obs}, jnp.ones(NUM_AGENTS, bool)
+
+    def step(
+        self, key: jax.Array, state: Any, action: dict[str, jax.Array]
+    ) -> envs.MultiAgentStep:
+        """Adds a little of the action to the observation."""
+        number, obs = state[0] + 1, state[1]
+        obs = obs + 1e-3 * action["agents"][:, None].astype(jnp.float32)
+        none = jnp.zeros(NUM_AGENTS, bool)
+        return envs.MultiAgentStep(
+            state=(number, obs),
+            obs={"agents": obs},
+            acting=~none,
+            reward=obs[:, 0],
+            terminated=none,
+            truncated=none,
+            episode_terminated=jnp.bool_(False),
+            episode_truncated=number >= 25,
+        )
+
+
+def spread_programs(num_envs: int) -> dict[str, Program]:
+    """Ours and JaxMARL's loop, with the same things returned."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        game = jaxmarl.make("MPE_simple_spread_v3")
+    env = envs.vectorize_agents(envs.from_jaxmarl(game), num_envs)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+
+    @jax.jit
+    def ours(carry: rollout.Carry) -> Any:
+        carry, t = collector.collect_steps(carry, None, NUM_STEPS)
+        info = t.info.agents
+        fields = t.obs["agents"], t.action["agents"], info.reward, t.done
+        return carry, (*fields, info.agent_return, t.episode_length)
+
+    logged, num_agents = LogWrapper(game), len(game.agents)
+
+    def step(state: tuple, _: None) -> tuple:
+        env_state, obs, key = state
+        key, action_key, step_key = jax.random.split(key, 3)
+        shape = num_agents, num_envs
+        drawn = jax.random.randint(action_key, shape, 0, NUM_ACTIONS)
+        action = {name: drawn[i] for i, name in enumerate(game.agents)}
+        step_keys = jax.random.split(step_key, num_envs)
+        result = jax.vmap(logged.step)(step_keys, env_state, action)
+        next_obs, env_state, reward, done, info = result
+        stack = lambda x: jnp.stack([x[name] for name in game.agents], axis=1)  # noqa: E731
+        row = (
+            stack(obs),
+            drawn.T,
+            stack(reward),
+            done["__all__"],
+            info["returned_episode_returns"],
+            info["returned_episode_lengths"],
+        )
+        return (env_state, next_obs, key), row
+
+    @jax.jit
+    def theirs(state: tuple) -> Any:
+        return lax.scan(step, state, length=NUM_STEPS)
+
+    reset_keys = jax.random.split(jax.random.key(0), num_envs)
+    obs, env_state = jax.jit(jax.vmap(logged.reset))(reset_keys)
+    start = env_state, obs, jax.random.key(1)
+    full = collector.collect_steps
+    carry = collector.init(jax.random.key(0))
+    return {
+        "ours": functools.partial(ours, carry),
+        "full": functools.partial(full, carry, None, NUM_STEPS),
+        "jaxmarl": functools.partial(theirs, start),
+    }
+
+
+def one_programs(env_id: str, num_envs: int) -> dict[str, Program]:
+    """An environment plainly, and as one of one agent."""
+
+    def run(collector: rollout.Collector, carry: rollout.Carry) -> Any:
+        carry, t = collector.collect_steps(carry, None, NUM_STEPS)
+        flags = t.terminated, t.truncated
+        figures = t.episode_return, t.episode_length
+        return carry, (t.obs, t.action, t.reward, *flags, t.next_obs, *figures)
+
+    env = envs.make(env_id)
+    programs = {}
+    for name, lanes in (
+        ("plain", envs.vectorize(env, num_envs)),
+        ("agent", envs.vectorize_agents(OneAgent(env), num_envs)),
+    ):
+        policy = rollout.random_policy(lanes.action_space)
+        collector = rollout.Collector(env=lanes, policy=policy)
+        carry = collector.init(jax.random.key(0))
+        programs[name] = functools.partial(jax.jit(run), collector, carry)
+        programs[f"{name}_full"] = functools.partial(
+            collector.collect_steps, carry, None, NUM_STEPS
+        )
+    return programs
+
+
+def init_network(key: jax.Array) -> dict[str, jax.Array]:
+    """The parameters of one member."""
+    sizes = OBS_SIZE, WIDTH, WIDTH, NUM_ACTIONS
+    params = {}
+    for i, shape in enumerate(itertools.pairwise(sizes)):
+        weights = jax.random.normal(jax.random.fold_in(key, i), shape)
+        params[f"w{i}"], params[f"b{i}"] = weights / 8, jnp.zeros(shape[1])
+    return params
+
+
+def draw(params: dict[str, jax.Array], obs: jax.Array, key: jax.Array) -> jax.Array:
+    """Draws from the network's logits."""
+    x = jnp.tanh(obs @ params["w0"] + params["b0"][None])
+    x = jnp.tanh(x @ params["w1"] + params["b1"][None])
+    logits = x @ params["w2"] + params["b2"][None]
+    return jax.random.categorical(keys.inline(key), logits)
+
+
+def population_programs(size: int) -> dict[str, Program]:
+    """One policy for all, members in blocks, and members gathered per agent."""
+    env = envs.vectorize_agents(Still(), NUM_LANES)
+    policy = rollout.stateless_policy(draw)
+    init_key = jax.random.key(1)
+    league = jax.vmap(init_network)(jax.random.split(init_key, size))
+
+    def mapping(key: jax.Array, agents: tuple[str, ...]) -> jax.Array:
+        return jax.random.randint(key, (len(agents),), 0, size)
+
+    def gather(params: Any, obs: tuple, state: Any, key: jax.Array) -> Any:
+        # The member stands in the state, where the mapping draws it in the others.
+        own = jax.tree.map(lambda x: x[state], params)
+        one = lambda params, obs, key: draw(params, obs[None], key)[0]  # noqa: E731
+        agent_keys = keys.fold_in(key, jnp.arange(obs.shape[0]))
+        return jax.vmap(one)(own, obs, agent_keys), state
+
+    members = jax.random.randint(init_key, (NUM_LANES * NUM_AGENTS,), 0, size)
+    gathered = rollout.recurrent_policy(gather, lambda num: members)
+    shared = rollout.fixed_mapping("it")
+    single = jax.tree.map(lambda x: x[0], league)
+    cases = {
+        "one": (rollout.policy_map({"it": policy}, shared), single),
+        "blocks": (
+            rollout.policy_map({"it": rollout.population(policy, size)}, mapping),
+            league,
+        ),
+        "gather": (rollout.policy_map({"it": gathered}, shared), league),
+    }
+
+    def run(collector: rollout.Collector, carry: Any, params: Any) -> Any:
+        carry, t = collector.collect_steps(carry, params, NUM_STEPS)
+        return carry, (t.obs["agents"], t.action["agents"], t.reward)
+
+    programs = {}
+    for name, (policy, params) in cases.items():
+        collector = rollout.Collector(env=env, policy=policy)
+        carry = collector.init(jax.random.key(0))
+        programs[name] = functools.partial(
+            jax.jit(run), collector, carry, {"it": params}
+        )
+    return programs
+
+
+def measure(programs: dict[str, Program], repeats: int) -> dict[str, float]:
+    """The median seconds of each program."""
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for program in programs.values():
+        jax.block_until_ready(program())
+    for _ in range(repeats):
+        for name, program in random.sample(list(programs.items()), len(programs)):
+            start = time.perf_counter()
+            jax.block_until_ready(program())
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    tables = ("spread", "one", "population")
+    parser.add_argument("--only", nargs="*", default=tables, choices=tables)
+    parser.add_argument("--repeats", type=int, default=25)
+    args = parser.parse_args()
+    print(f"{machine()}; {NUM_STEPS} steps, median of {args.repeats} runs")
+    if "spread" in args.only:
+        print("\n| envs | ours, M env steps/s | over JaxMARL | every field, over it |")
+        print(f"|{' --- |' * 4}")
+        for num_envs in SPREAD_ENVS:
+            taken = measure(spread_programs(num_envs), args.repeats)
+            rate = num_envs * NUM_STEPS / taken["ours"] / 1e6
+            ratios = (taken["jaxmarl"] / taken[x] for x in ("ours", "full"))
+            print(f"| {num_envs:,} | {rate:.2f} |", *(f"{x:.2f} |" for x in ratios))
+    if "one" in args.only:
+        print("\n| env | envs | time of one agent over plain | every field |")
+        print(f"|{' --- |' * 4}")
+        for env_id in ("CartPole-v1", "Acrobot-v1", "Breakout-MinAtar"):
+            for num_envs in ONE_ENVS:
+                taken = measure(one_programs(env_id, num_envs), args.repeats)
+                ratio = taken["agent"] / taken["plain"]
+                full = taken["agent_full"] / taken["plain_full"]
+                print(f"| {env_id} | {num_envs:,} | {ratio:.2f} | {full:.2f} |")
+    if "population" in args.only:
+        print("\n| members | one policy, ms | members / one | gathered / members |")
+        print(f"|{' --- |' * 4}")
+        for size in SIZES:
+            taken = measure(population_programs(size), args.repeats)
+            ratio = taken["blocks"] / taken["one"]
+            gathered = taken["gather"] / taken["blocks"]
+            print(
+                f"| {size} | {1e3 * taken['one']:.1f} | {ratio:.2f} | {gathered:.2f} |"
+            )
+
+
+if __name__ == "__main__":
+    main()
