@@ -121,6 +121,7 @@ def _fields(trajectory: Transition) -> tuple[jax.Array, ...]:
         trajectory.terminated,
         trajectory.terminated | trajectory.truncated,
         trajectory.mask,
+        trajectory.episode_id,
     )
 
 
@@ -132,8 +133,8 @@ def _gae(
     gamma: jax.Array,
     lam: jax.Array,
 ) -> jax.Array:
-    one_step, weight, _ = _one_step(fields, next_value, gamma, lam)
-    return _sum_up(one_step - value, weight, fields[-1])
+    one_step, _ = _one_step(fields, next_value, gamma)
+    return _sum_up(fields, one_step - value, jnp.zeros_like(value), gamma * lam)
 
 
 @jax.jit
@@ -143,41 +144,43 @@ def _lambda_returns(
     gamma: jax.Array,
     lam: jax.Array,
 ) -> jax.Array:
-    one_step, weight, bootstrap = _one_step(fields, next_value, gamma, lam)
-    return _sum_up(one_step - weight * bootstrap, weight, fields[-1])
+    one_step, bootstrap = _one_step(fields, next_value, gamma)
+    return _sum_up(fields, one_step, bootstrap, gamma * lam)
 
 
 def _one_step(
-    fields: tuple[jax.Array, ...], next_value: jax.Array, gamma: jax.Array, lam: Scalar
-) -> tuple[jax.Array, ...]:
-    """The one-step target, what the row after it counts, and V(next_obs) or 0."""
-    reward, terminated, done, mask = fields
-    discount = jnp.asarray(gamma, reward.dtype)
+    fields: tuple[jax.Array, ...], next_value: jax.Array, gamma: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The one-step target, and V(next_obs) or 0."""
+    reward, terminated, _, mask, _ = fields
     # A row that counts nothing may hold anything.
     bootstrap = jnp.where(terminated | ~mask, 0.0, next_value)
-    both = discount * jnp.asarray(lam, reward.dtype)
-    weight = jnp.where(_goes_on(done, mask), both, 0.0)
-    return reward + discount * bootstrap, weight, bootstrap
+    return reward + jnp.asarray(gamma, reward.dtype) * bootstrap, bootstrap
 
 
-def _goes_on(done: jax.Array, mask: jax.Array) -> jax.Array:
-    """Where a row of the same episode follows, with void ones between or not."""
+def _sum_up(
+    fields: tuple[jax.Array, ...], term: jax.Array, instead: jax.Array, weight: Scalar
+) -> jax.Array:
+    """x_t = term_t + weight (x of the next row - instead_t); 0 where void; `[T, B]`.
 
-    def step(follows: jax.Array, row: tuple) -> tuple[jax.Array, jax.Array]:
-        done, mask = row
-        goes_on = follows & ~done
-        return mask | goes_on, goes_on
+    The next row is that of the same episode which follows, with void ones between or
+    not. Without one x_t is term_t.
+    """
+    _, _, done, mask, episode_id = fields
+    weight = jnp.asarray(weight, term.dtype)
 
-    return lax.scan(step, jnp.zeros_like(mask[0]), (done, mask), reverse=True)[1]
+    def step(following: tuple, row: tuple) -> tuple:
+        later, later_id, is_there = following
+        term, instead, done, mask, episode_id = row
+        goes_on = is_there & ~done & (episode_id == later_id)
+        here = term + jnp.where(goes_on, weight * (later - instead), 0.0)
+        following = (
+            jnp.where(mask, here, later),
+            jnp.where(mask, episode_id, later_id),
+            is_there | mask,
+        )
+        return following, jnp.where(mask, here, 0.0)
 
-
-def _sum_up(term: jax.Array, weight: jax.Array, mask: jax.Array) -> jax.Array:
-    """x_t = term_t + weight_t x of the next row where `mask`, 0 elsewhere; `[T, B]`."""
-
-    def step(later: jax.Array, row: tuple) -> tuple[jax.Array, jax.Array]:
-        term, weight, mask = row
-        here = term + weight * later
-        return jnp.where(mask, here, later), jnp.where(mask, here, 0.0)
-
-    start = jnp.zeros_like(term[0])
-    return lax.scan(step, start, (term, weight, mask), reverse=True)[1]
+    nothing = jnp.zeros_like(term[0]), episode_id[0], jnp.zeros_like(mask[0])
+    rows = term, instead, done, mask, episode_id
+    return lax.scan(step, nothing, rows, reverse=True)[1]

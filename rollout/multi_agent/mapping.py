@@ -320,7 +320,9 @@ def _draw_ids(
         first = {entry.name: entry.first for entry in entries}
         fixed = [first[policies[agent]] for agent in agents]
         return jnp.broadcast_to(jnp.asarray(fixed, jnp.int32)[None], shape)
-    drawn = jax.vmap(lambda key: mapping_fn(key, agents))(state.key.value)
+    # Drawn at every step, from the same key: a select would keep what all lanes draw.
+    episode_keys = keys.inline(state.key.value)
+    drawn = jax.vmap(lambda key: mapping_fn(key, agents))(episode_keys)
     is_index = (drawn >= 0) & (drawn < entries[-1].last)
     return jnp.where(is_index, drawn, -1)
 

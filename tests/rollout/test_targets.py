@@ -104,6 +104,20 @@ def test_void_rows_between_two_rows_change_nothing():
         assert not got[2::3].any()
 
 
+def test_row_does_not_look_into_another_episode_behind_void_rows():
+    """As where a stream drops the rest of an episode, with its end."""
+    trajectory, next_value = make_trajectory()
+    dropped = trajectory.mask.at[5:9].set(False) & ~trajectory.done
+    dropped = trajectory.replace(
+        mask=dropped,
+        terminated=jnp.zeros_like(trajectory.terminated),
+        truncated=jnp.zeros_like(trajectory.truncated),
+    )
+    got = rollout.lambda_returns(dropped, next_value, gamma=GAMMA, lam=LAM)
+    expected = plain_lambda_returns(dropped, next_value, GAMMA, LAM)
+    np.testing.assert_allclose(got, expected, **CLOSE)
+
+
 def test_discounted_returns_agree_with_a_plain_loop():
     trajectory, next_value = make_trajectory()
     for after in (None, next_value):
