@@ -8,12 +8,12 @@ Where several agents act, `from_jaxmarl` and `from_pgx` adapt an environment,
 gymnax is imported only when it is needed.
 """
 
+from envs.joint import vectorize_agents
 from envs.multi_agent import (
     AgentInfo,
     MultiAgentEnv,
     MultiAgentInfo,
     MultiAgentStep,
-    vectorize_agents,
 )
 from envs.registry import env_ids, make, make_vec
 from envs.render import can_render, expose_state, render_gif
