@@ -154,9 +154,7 @@ class _Joint:
         state = _JointState(
             env_state=env_state,
             agent_return=jnp.zeros(shape, jnp.float32),
-            packed=multi_agent.pack(
-                jnp.zeros(shape, jnp.int32), {multi_agent.ACTS_NEXT: acting}
-            ),
+            packed=pack(jnp.zeros(shape, jnp.int32), {Flag.ACTS_NEXT: acting}),
         )
         return state, self._observe(obs, acting)
 

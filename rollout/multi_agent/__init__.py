@@ -1,6 +1,7 @@
 """Several agents: who plays whom, what each experienced, and statistics of it."""
 
-from rollout.multi_agent.mapping import Roster, fixed_mapping, policy_map
+from rollout.multi_agent.joint import policy_map
+from rollout.multi_agent.mapping import Roster, fixed_mapping
 from rollout.multi_agent.members import Population, population
 from rollout.multi_agent.stats import AgentFigures, AgentStats, summarize_agents
 from rollout.multi_agent.transitions import (

@@ -1,0 +1,175 @@
+"""A policy for several agents, made of policies for one."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from envs import keys
+from envs.multi_agent import ACTING, AgentLayout
+from rollout import checks
+from rollout.multi_agent import mapping, seating
+from rollout.multi_agent.mapping import Entry, FixedMapping, MappingFn, Roster
+from rollout.multi_agent.members import Population
+from rollout.multi_agent.seating import Seat
+from rollout.types import EpisodeKey, Key, Obs, Params, Policy, PolicyStep
+
+
+def policy_map(
+    policies: Mapping[str, Policy | Population], mapping_fn: MappingFn | FixedMapping
+) -> Policy:
+    """Makes a policy for several agents of policies for one.
+
+    Each of them sees the agents that it plays as a batch: `obs` of their group,
+    `[B * n, ...]`, lane by lane. An agent's recurrent state goes back to the start with
+    the episode, and stays where the agent does not act. Its key at a step is that of
+    the batch if it is the only one, else derived from it.
+
+    Args:
+        policies: by name. Policies of one group may differ in class; `extras` that are
+            dicts are joined by name, with zeros where a policy has no such entry.
+        mapping_fn: `(key, agents)` to `[A]` int32, for each agent the index of its
+            policy in the order of `policies`, where a population takes as many indices
+            as it has members. `agents` are the names. It is called with a key of each
+            lane's episode, so it holds until that ends and does not depend on the
+            number of lanes. Or what `fixed_mapping` makes.
+
+    Returns:
+        A policy for an environment of `envs.vectorize_agents`. Its `params` are a dict
+        by policy name, with an entry for each. Its extras are `policy_id`, `[B, A]`
+        int32, the index of who played each agent, -1 where the mapping gave none that
+        can (the action is zero then); `agents`, the extras of the policies by group,
+        `[B, A_g, ...]`; and `roster`, which says who the indices are. Its mode takes
+        the modes of those policies that have one.
+
+    Raises:
+        ValueError: if `policies` are not policies by name, or a population under a
+            fixed mapping. When a collector is initialized: if the environment is not
+            one of several agents, if the mapping lacks an agent, names one or a policy
+            that is not there, or gives an index out of range. While tracing: if
+            `params` lacks an entry, or if a policy returns actions that are not of the
+            group's action space, or extras that are not () or a dict.
+    """
+    entries = mapping.make_entries(policies)
+    if not callable(mapping_fn) and not isinstance(mapping_fn, FixedMapping):
+        raise ValueError(
+            "`mapping_fn` must be a function or made by `fixed_mapping`, got "
+            f"{type(mapping_fn).__name__}."
+        )
+    modes = tuple(
+        entry._replace(policy=entry.policy._replace(apply=entry.policy.mode))
+        if entry.policy.mode
+        else entry
+        for entry in entries
+    )
+    has_mode = any(entry.policy.mode for entry in entries)
+    return Policy(
+        init=functools.partial(_init, entries, mapping_fn),
+        apply=functools.partial(_apply, entries, mapping_fn),
+        mode=functools.partial(_apply, modes, mapping_fn) if has_mode else None,
+    )
+
+
+@struct.dataclass(kw_only=True)
+class _MapState:
+    """State of a policy map, `[B, n, ...]` per seat."""
+
+    key: EpisodeKey | tuple[()]  # that the mapping is drawn from
+    inner: dict[str, dict[str, chex.ArrayTree]]  # by policy and group
+    layout: AgentLayout = struct.field(pytree_node=False)
+
+
+def _init(
+    entries: tuple[Entry, ...], mapping_fn: MappingFn | FixedMapping, num_envs: int
+) -> _MapState:
+    layout = getattr(num_envs, "agents", None)
+    if layout is None:
+        raise ValueError(
+            "`policy_map` must act in an environment of `envs.vectorize_agents`, got "
+            "one without agents."
+        )
+    is_fixed = isinstance(mapping_fn, FixedMapping)
+    if not is_fixed:
+        mapping.check(mapping_fn, layout.agents, entries[-1].last)
+    inner = {entry.name: {} for entry in entries}
+    for seat in seating.make_seats(entries, mapping_fn, layout):
+        num = len(seat.columns)
+        state = seat.entry.policy.init(num_envs * num)
+        if any(isinstance(x, EpisodeKey) for x in _nodes(state)):
+            raise ValueError(
+                f"The policy {seat.entry.name!r} must have no `EpisodeKey` in its "
+                "state, which belongs to a lane and not to an agent."
+            )
+        inner[seat.entry.name][seat.group.name] = seating.part(state, num_envs)
+    return _MapState(key=() if is_fixed else EpisodeKey(), inner=inner, layout=layout)
+
+
+def _apply(
+    entries: tuple[Entry, ...],
+    mapping_fn: MappingFn | FixedMapping,
+    params: Params,
+    obs: Obs,
+    state: _MapState,
+    key: Key,
+) -> PolicyStep:
+    _check_params(params, entries)
+    layout, acting = state.layout, obs[ACTING]
+    is_fixed = isinstance(mapping_fn, FixedMapping)
+    if is_fixed:
+        policy_id = mapping.fixed_ids(entries, mapping_fn, layout.agents)
+        policy_id = jnp.broadcast_to(policy_id[None], acting.shape)
+    else:
+        args = entries, mapping_fn, layout.agents, state.key.value
+        policy_id = mapping.drawn_ids(*args)
+
+    def decide(seat: Seat, key: Key) -> PolicyStep:
+        own = state.inner[seat.entry.name][seat.group.name]
+        return seating.decide(seat, policy_id, params, obs, own, key)
+
+    seats = seating.make_seats(entries, mapping_fn, layout)
+    if not is_fixed and len(layout.groups) > 1:
+        args = mapping_fn, layout, policy_id, decide, key
+        seats, policy_id = seating.fitting(seats, *args)
+    inner = {name: dict(groups) for name, groups in state.inner.items()}
+    made: dict[str, seating.Made] = {group.name: [] for group in layout.groups}
+    for number, seat in enumerate(seats):
+        name, group = seat.entry.name, seat.group.name
+        decision = decide(seat, key if len(seats) == 1 else keys.fold_in(key, number))
+        moves = seating.columns_of(acting & seat.entry.plays(policy_id), seat)
+        inner[name][group] = keys.select(moves, decision.state, inner[name][group])
+        made[group].append((seat, decision))
+    join = seating.join_columns if is_fixed else seating.join_chosen
+    join = functools.partial(join, policy_id=policy_id)
+    actions = {x: [step.action for _, step in of] for x, of in made.items()}
+    return PolicyStep(
+        action={group: join(of, actions[group]) for group, of in made.items()},
+        state=state.replace(inner=inner),
+        extras={
+            "policy_id": policy_id,
+            "agents": {x: seating.join_extras(join, of) for x, of in made.items()},
+            "roster": _roster(entries, seats if is_fixed else None),
+        },
+    )
+
+
+def _roster(entries: tuple[Entry, ...], seats: list[Seat] | None) -> Roster:
+    columns = seats and tuple((x.entry.name, x.group.name, x.columns) for x in seats)
+    return Roster(tuple((x.name, x.first, x.last) for x in entries), columns)
+
+
+def _check_params(params: Params, entries: tuple[Entry, ...]) -> None:
+    names, is_dict = [entry.name for entry in entries], isinstance(params, Mapping)
+    if not is_dict or not set(names) <= set(params):
+        got = ", ".join(params) if is_dict else checks.describe(params)
+        raise ValueError(
+            f"`params` must have an entry for each policy, {', '.join(names)}, got "
+            f"{got or 'none'}."
+        )
+
+
+def _nodes(tree: chex.ArrayTree) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, EpisodeKey))

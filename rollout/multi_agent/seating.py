@@ -1,0 +1,213 @@
+"""Seats: what one policy plays of one group, and how what they decide is joined.
+
+A seat is some columns of a group's agents, in every lane. Under a fixed mapping the
+seats share a group out between them. Under a mapping that is drawn anyone may sit
+anywhere, so every policy has a seat for the whole group and what counts is chosen
+afterwards; only a population costs one member per agent.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from envs import keys
+from envs.multi_agent import AgentGroup, AgentLayout
+from rollout import checks
+from rollout.multi_agent import mapping
+from rollout.multi_agent.mapping import Entry, FixedMapping, MappingFn
+from rollout.multi_agent.members import apply_members
+from rollout.types import Key, Obs, Params, PolicyStep
+
+
+class Seat(NamedTuple):
+    """What one policy plays of one group: `columns` of its agents."""
+
+    entry: Entry
+    group: AgentGroup
+    columns: tuple[int, ...]
+
+
+Made = list[tuple[Seat, PolicyStep]]  # the seats of a group and what they decided
+Join = Callable[[Made, list[chex.ArrayTree]], chex.ArrayTree]
+
+
+def make_seats(
+    entries: tuple[Entry, ...],
+    mapping_fn: MappingFn | FixedMapping,
+    layout: AgentLayout,
+) -> list[Seat]:
+    """Who may sit where."""
+    if not isinstance(mapping_fn, FixedMapping):
+        return [
+            Seat(entry, group, tuple(range(len(group.members))))
+            for group in layout.groups
+            for entry in entries
+        ]
+    policies = mapping.policies_by_agent(entries, mapping_fn, layout.agents)
+    seats = []
+    for group in layout.groups:
+        names = [policies[layout.agents[member]] for member in group.members]
+        for entry in entries:
+            columns = tuple(i for i, name in enumerate(names) if name == entry.name)
+            if columns:
+                seats.append(Seat(entry, group, columns))
+    return seats
+
+
+def fitting(
+    seats: list[Seat],
+    mapping_fn: MappingFn,
+    layout: AgentLayout,
+    policy_id: jax.Array,
+    decide: Callable[[Seat, Key], PolicyStep],
+    key: Key,
+) -> tuple[list[Seat], jax.Array]:
+    """Leaves out the seats whose policy cannot play the group.
+
+    Refuses a mapping that is seen to give such a group to such a policy. Where it does
+    so later, nobody plays: the index is -1.
+    """
+    fitting = []
+    for seat in seats:
+        members = np.asarray(seat.group.members)
+        try:
+            jax.eval_shape(functools.partial(decide, seat), key)
+        except Exception as error:
+            drawn = mapping.try_out(mapping_fn, layout.agents)
+            if drawn is None or np.any(seat.entry.plays(drawn[:, members])):
+                raise ValueError(
+                    f"`mapping_fn` must not give the group {seat.group.name!r} to the "
+                    f"policy {seat.entry.name!r}, which cannot play it: {error}"
+                ) from error
+            is_member = np.isin(np.arange(len(layout.agents)), members)
+            wrong = seat.entry.plays(policy_id) & is_member[None]
+            policy_id = jnp.where(wrong, -1, policy_id)
+        else:
+            fitting.append(seat)
+    return fitting, policy_id
+
+
+def decide(
+    seat: Seat,
+    policy_id: jax.Array,
+    params: Params,
+    obs: Obs,
+    state: chex.ArrayTree,
+    key: Key,
+) -> PolicyStep:
+    """What the policy does in its seat, `[B, n, ...]`, from its `state` there."""
+    entry, group = seat.entry, seat.group
+    num_envs, num = policy_id.shape[0], len(seat.columns)
+    args = _merge((_take(obs[group.name], seat.columns), state))
+    args = params[entry.name], *args, key
+    if entry.size is None:
+        decision = entry.policy.apply(*args)
+    else:
+        member = jnp.clip(columns_of(policy_id, seat) - entry.first, 0, entry.size - 1)
+        decision = apply_members(entry.policy, entry.size, member.reshape(-1), *args)
+    who = f"The policy {entry.name!r}, which plays the group {group.name!r},"
+    checks.decision(who, decision, group, num_envs * num)
+    checks.same(f"{who} must return the state as it came in", args[2], decision.state)
+    return part(decision, num_envs)
+
+
+def columns_of(per_agent: jax.Array, seat: Seat) -> jax.Array:
+    """`[B, A]` to the `[B, n]` of a seat."""
+    return _take(per_agent, tuple(seat.group.members[x] for x in seat.columns))
+
+
+def join_columns(
+    made: Made, values: list[chex.ArrayTree], policy_id: jax.Array
+) -> chex.ArrayTree:
+    """Puts the columns of a group's seats back in their order."""
+    del policy_id  # unused: it does not change
+    if len(made) == 1:
+        return values[0]
+    order = np.argsort(np.concatenate([seat.columns for seat, _ in made]))
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1)[:, order], *values)
+
+
+def join_chosen(
+    made: Made, values: list[chex.ArrayTree], policy_id: jax.Array
+) -> chex.ArrayTree:
+    """Takes for every agent what its policy decided, zero where it has none."""
+    joined = jax.tree.map(jnp.zeros_like, values[0])
+    for (seat, _), value in zip(made, values, strict=True):
+        is_its = seat.entry.plays(columns_of(policy_id, seat))
+        joined = keys.select(is_its, value, joined)
+    return joined
+
+
+def join_extras(join: Join, made: Made) -> chex.ArrayTree:
+    """Joins the extras of a group's policies by name."""
+    named = [
+        {} if isinstance(x.extras, tuple) and not x.extras else x.extras
+        for _, x in made
+    ]
+    for (seat, _), extras in zip(made, named, strict=True):
+        if not isinstance(extras, dict):
+            raise ValueError(
+                f"The extras of the policy {seat.entry.name!r} must be () or a dict, "
+                f"got {type(extras).__name__}."
+            )
+    if len(named) == 1:
+        return named[0]
+    joined = {}
+    for name in sorted(set().union(*named)):
+        like = next(x[name] for x in named if name in x)
+        values = [
+            x[name] if name in x else _zeros(like, seat)
+            for x, (seat, _) in zip(named, made, strict=True)
+        ]
+        for value in values:
+            checks.same(
+                f"Policies that share a group must give `{name}` alike",
+                _row(like),
+                _row(value),
+            )
+        joined[name] = join(made, values)
+    return joined
+
+
+def _take(tree: chex.ArrayTree, columns: tuple[int, ...]) -> chex.ArrayTree:
+    """Columns of `[B, n, ...]`."""
+    first, num = columns[0], len(columns)
+    if columns == tuple(range(first, first + num)):
+        return jax.tree.map(lambda x: x[:, first : first + num], tree)
+    return jax.tree.map(lambda x: x[:, np.asarray(columns)], tree)
+
+
+def _merge(tree: chex.ArrayTree) -> chex.ArrayTree:
+    """`[B, n, ...]` to `[B * n, ...]`."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+
+def part(tree: chex.ArrayTree, num_envs: int) -> chex.ArrayTree:
+    """Undoes the merging of lanes and columns: `[B * n, ...]` to `[B, n, ...]`."""
+
+    def part(x: jax.typing.ArrayLike) -> jax.Array:
+        x = jnp.asarray(x, jnp.result_type(x))
+        return x.reshape(num_envs, -1, *x.shape[1:])
+
+    return jax.tree.map(part, tree)
+
+
+def _is_nothing(extras: chex.ArrayTree) -> bool:
+    return isinstance(extras, tuple) and not extras
+
+
+def _zeros(like: chex.ArrayTree, seat: Seat) -> chex.ArrayTree:
+    """Zeros for a seat, of the kind of another's extras."""
+    num = len(seat.columns)
+    return jax.tree.map(
+        lambda x: jnp.zeros((x.shape[0], num, *x.shape[2:]), x.dtype), like
+    )
+
+
+def _row(tree: chex.ArrayTree) -> chex.ArrayTree:
+    return jax.eval_shape(lambda: jax.tree.map(lambda x: x[0, 0], tree))
