@@ -157,7 +157,7 @@ def test_batch_lands_by_a_sharding():
     options = {"steps_per_batch": 7, "total_steps": 21}
     want = [host(batch) for batch in make_stream(**options)]
     mesh = jax.make_mesh((2,), ("device",), devices=jax.devices()[:2])
-    for spec in [(None, "device"), ("device",), ()]:
+    for spec in [(None, "device"), ()]:
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         placed = list(make_stream(placement=sharding, prefetch=1, **options))
         for leaf in jax.tree.leaves([batch.trajectory for batch in placed]):
