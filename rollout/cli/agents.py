@@ -1,15 +1,15 @@
 """What the table says of several agents: of each, and of each policy."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from envs.multi_agent import AgentLayout
+from rollout.cli.types import Agents
 from rollout.collector import Collector
-from rollout.multi_agent import summarize_agents
+from rollout.multi_agent.stats import summarize_agents
 from rollout.types import Accumulator, Transition
 
 _NAME = "agents"
@@ -17,26 +17,6 @@ _FIELDS = (
     *("reward", "agent_return", "agent_length", "acted", "waiting"),
     *("terminated", "truncated", "unassigned_reward"),
 )
-
-
-class Agents(NamedTuple):
-    """What is known of `A` agents: in `E` episodes that ended, and in all steps."""
-
-    layout: AgentLayout
-    episode_return: np.ndarray  # [E, A] float32
-    episode_length: np.ndarray  # [E, A] int32, actions
-    num_steps: int  # actions, in all steps
-    unassigned_reward: float  # in all steps
-    num_stale: int  # agents that an episode ended for without an observation
-
-    def select(self, figure: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """Takes a figure, `[E, A]`, by agent and by policy, of those who acted."""
-        groups, has_acted = self.layout.groups, self.episode_length > 0
-        columns = {name: [i] for i, name in enumerate(self.layout.agents)}
-        if len(groups) > 1:  # a policy plays a group, and has its name
-            columns |= {f"policy {x.name}": list(x.members) for x in groups}
-        for name, its in columns.items():
-            yield name, figure[:, its][has_acted[:, its]]
 
 
 def layout_of(collector: Collector) -> AgentLayout | None:

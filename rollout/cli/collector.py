@@ -5,12 +5,13 @@ from typing import Any
 
 import jax
 
-import envs
+from envs.multi_agent import vectorize_agents
+from envs.registry import make_agents, make_vec
 from envs.types import VectorEnv
 from rollout.cli.arguments import has_suite
 from rollout.cli.devices import spread
 from rollout.collector import Collector
-from rollout.multi_agent import fixed_mapping, policy_map
+from rollout.multi_agent.policy_map import fixed_mapping, policy_map
 from rollout.policies.basic import random_policy
 from rollout.types import Obs, Policy
 
@@ -25,11 +26,10 @@ def make_collector(args: argparse.Namespace) -> tuple[Collector, Any]:
     """
     options = dict(args.env_param)
     if has_suite(args.env):
-        env = envs.make_agents(args.env, **options)
-        env = envs.vectorize_agents(env, args.num_envs)
+        env = vectorize_agents(make_agents(args.env, **options), args.num_envs)
         policy, params = _random_agents(env), dict.fromkeys(env.groups)
     else:
-        env = envs.make_vec(args.env, args.num_envs, **options)
+        env = make_vec(args.env, args.num_envs, **options)
         policy, params = random_policy(env.action_space), None
     return spread(Collector(env=env, policy=policy), args.devices), params
 

@@ -3,7 +3,7 @@
 import argparse
 import functools
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -12,33 +12,13 @@ import numpy as np
 import envs
 from envs.render import check_render
 from rollout.cli import agents
-from rollout.cli.agents import Agents
 from rollout.cli.arguments import InputError, naming_parameters
 from rollout.cli.collector import make_collector
+from rollout.cli.types import Played, Recorded
 from rollout.collector import Collector
 from rollout.policies.basic import random_policy
 from rollout.stats import CollectStats, summarize
 from rollout.types import Carry, Episodes
-
-
-class Played(NamedTuple):
-    """What was played, as NumPy arrays."""
-
-    episodes: Episodes  # [N], in the order in which they started
-    stats: CollectStats
-    num_rows: int  # steps of all lanes together, the idle ones included
-    compile_time: float  # s
-    run_time: float  # s
-    agents: Agents | None = None
-
-
-class Recorded(NamedTuple):
-    """One episode of `T` steps, as NumPy arrays."""
-
-    env: envs.Env
-    states: chex.ArrayTree  # [T + 1, ...]
-    rewards: np.ndarray  # [T] float32
-    episodes: Episodes  # [1]
 
 
 def play(args: argparse.Namespace) -> Played:

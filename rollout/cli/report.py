@@ -6,10 +6,8 @@ import os
 import jax
 import numpy as np
 
-from rollout.cli.agents import Agents
 from rollout.cli.arguments import XLA_CPU_LOOP
-from rollout.cli.episodes import Played
-from rollout.cli.steps import Result
+from rollout.cli.types import Agents, Played, Result
 from rollout.profiling import Profile
 from rollout.stats import CollectStats
 from rollout.types import Episodes

@@ -4,15 +4,15 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from rollout.cli import agents
-from rollout.cli.agents import Agents
 from rollout.cli.arguments import naming_parameters
 from rollout.cli.collector import make_collector
+from rollout.cli.types import Ended, Result
 from rollout.collector import Collector
 from rollout.profiling import Profile
 from rollout.profiling import profile as time_parts
@@ -22,27 +22,6 @@ from rollout.types import Transition
 _NUM_BATCHES = 20
 _MAX_ROWS = 1 << 22  # of a batch, so that its memory does not grow with the run
 _ENDING_FIELDS = ("terminated", "truncated", "episode_return", "episode_length")
-
-
-class Ended(NamedTuple):
-    """The `E` episodes that ended, in the order in which they did."""
-
-    step: np.ndarray  # [E] int, steps of each lane until then, the last one included
-    terminated: np.ndarray  # [E] bool, False where it was only truncated
-    episode_return: np.ndarray  # [E] float32
-    episode_length: np.ndarray  # [E] int32
-
-
-class Result(NamedTuple):
-    """What was collected."""
-
-    num_steps: int  # T, steps of every lane
-    ended: Ended
-    trajectory: dict[str, np.ndarray]  # [T, B, ...] by name, {} unless it is saved
-    compile_time: float  # s
-    run_time: float  # s
-    is_interrupted: bool
-    agents: Agents | None = None
 
 
 def collect(args: argparse.Namespace) -> Result:

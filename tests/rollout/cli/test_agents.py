@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from agents import ChanceEnv
 
-import envs
 import rollout
 from rollout.cli import collector
 from rollout.cli.arguments import make_parser, with_defaults
@@ -55,7 +54,7 @@ def assert_agents(table, name, values, lengths):
 @pytest.fixture
 def chance(monkeypatch):
     """Agents that come and go at random, in two groups."""
-    monkeypatch.setattr(envs, "make_agents", lambda env_id: ChanceEnv())
+    monkeypatch.setattr(collector, "make_agents", lambda env_id: ChanceEnv())
 
 
 def test_table_agrees_with_numpy_over_the_saved_file(chance, tmp_path):
