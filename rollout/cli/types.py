@@ -50,7 +50,7 @@ class Result(NamedTuple):
     compile_time: float  # s
     run_time: float  # s
     is_interrupted: bool
-    agents: Agents | None  # None where there is one only
+    agents: Agents | None  # None where one acts alone
 
 
 class Played(NamedTuple):
@@ -61,7 +61,7 @@ class Played(NamedTuple):
     num_rows: int  # steps of all lanes together, the idle ones included
     compile_time: float  # s
     run_time: float  # s
-    agents: Agents | None = None  # None where there is one only
+    agents: Agents | None = None  # None where one acts alone
 
 
 class Recorded(NamedTuple):
