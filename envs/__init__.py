@@ -3,9 +3,9 @@
 `make` and `make_vec` give gymnax environments by id, `from_gymnax` adapts any
 gymnax-style object, `vectorize` puts copies side by side with auto-reset. To bring an
 environment of your own, write the two methods of `Env`. `render_gif` draws an episode.
-Where several agents act, `from_jaxmarl` and `from_pgx` adapt an environment,
-`vectorize_agents` puts copies side by side, and `MultiAgentEnv` is what to write.
-gymnax is imported only when it is needed.
+Where several agents act, `make_agents` gives environments of JaxMARL and pgx by id,
+`from_jaxmarl` and `from_pgx` adapt one, `vectorize_agents` puts copies side by side,
+and `MultiAgentEnv` is what to write. Suites are imported only when they are needed.
 """
 
 from envs.joint import vectorize_agents
@@ -15,7 +15,7 @@ from envs.multi_agent import (
     MultiAgentInfo,
     MultiAgentStep,
 )
-from envs.registry import env_ids, make, make_vec
+from envs.registry import env_ids, make, make_agents, make_vec
 from envs.render import can_render, expose_state, render_gif
 from envs.spaces import Box, Dict, Discrete, Repeated
 from envs.suites.gymnax import from_gymnax
@@ -70,6 +70,7 @@ __all__ = [
     "from_jaxmarl",
     "from_pgx",
     "make",
+    "make_agents",
     "make_vec",
     "render_gif",
     "vectorize",

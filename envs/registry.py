@@ -1,20 +1,35 @@
-"""Environments by name: `make`, `make_vec` and the list of ids."""
+"""Environments by name: `make`, `make_vec`, `make_agents` and the list of ids."""
 
+import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib
 import inspect
+import io
 import numbers
+import sys
 import urllib.error
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from envs.multi_agent import MultiAgentEnv
 from envs.suites.gymnax import from_gymnax
+from envs.suites.jaxmarl import from_jaxmarl
+from envs.suites.pgx import from_pgx
 from envs.types import Env, VectorEnv
 from envs.vectorize import vectorize
+
+# By suite: what adapts an environment of it, and what lists its ids.
+_SUITES = {
+    "jaxmarl": (from_jaxmarl, lambda suite: suite.registered_envs),
+    "pgx": (from_pgx, lambda suite: suite.available_envs()),
+}
 
 
 def env_ids() -> tuple[str, ...]:
@@ -42,11 +57,9 @@ def make(env_id: str, **env_params: Any) -> Env:
     """
     ids = env_ids()
     if env_id not in ids:
-        near = difflib.get_close_matches(env_id, ids, n=3, cutoff=0.4)
-        hint = f" The nearest are {', '.join(near)}." if near else ""
         raise ValueError(
             f"`env_id` must be one of the {len(ids)} ids of `envs.env_ids()`, got "
-            f"{env_id!r}.{hint}"
+            f"{env_id!r}.{_nearest(env_id, ids)}"
         )
     env, params = _build(env_id)
     arguments = _constructor_arguments(env)
@@ -74,6 +87,74 @@ def make_vec(
     Short for `vectorize(make(env_id, **env_params), num_envs, auto_reset=auto_reset)`.
     """
     return vectorize(make(env_id, **env_params), num_envs, auto_reset=auto_reset)
+
+
+def make_agents(env_id: str, **options: Any) -> MultiAgentEnv:
+    """Makes an environment of several agents, of a suite that is installed.
+
+    Args:
+        env_id: the suite, a colon, and the suite's own id:
+            "jaxmarl:MPE_simple_spread_v3", "pgx:tic_tac_toe".
+        **options: arguments of `jaxmarl.make`, by name. pgx has none.
+
+    Returns:
+        A `MultiAgentEnv`, as `from_jaxmarl` and `from_pgx` make it.
+
+    Raises:
+        ValueError: if the suite is unknown or not installed (the message names the
+            extra), if it has no such id (it names the nearest), or if the environment
+            cannot be made here.
+    """
+    suite_name, _, name = env_id.partition(":")
+    if suite_name not in _SUITES:
+        begin = " or ".join(f"{suite}:" for suite in _SUITES)
+        raise ValueError(f"`env_id` must begin with {begin}, got {env_id!r}.")
+    suite, (adapt, list_ids) = _import(suite_name), _SUITES[suite_name]
+    ids = list_ids(suite)
+    if name not in ids:
+        raise ValueError(
+            f"`env_id` must be {suite_name}: and one of its {len(ids)} ids, got "
+            f"{env_id!r}.{_nearest(name, ids)}"
+        )
+    try:
+        return adapt(suite.make(name, **options))
+    except (ImportError, OSError) as error:  # it needs another package, or a download
+        raise ValueError(f"{env_id} cannot be made here: {error}") from error
+
+
+def _import(suite: str) -> ModuleType:
+    """Imports a suite only when it is needed."""
+    try:
+        with _quiet():
+            return importlib.import_module(suite)
+    except ModuleNotFoundError as error:
+        if error.name != suite:
+            raise
+        raise ValueError(
+            f'{suite} is not installed: pip install "rollout[{suite}]"'
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Drops what an import prints.
+
+    JaxMARL's sets `sys.stdout` and `sys.stderr` to what they were when Python started,
+    prints there, and leaves them so: in a notebook nothing would be shown any more.
+    """
+    names = ("stdout", "stderr", "__stdout__")
+    before = {name: getattr(sys, name) for name in names}
+    sys.stdout = sys.__stdout__ = io.StringIO()
+    try:
+        yield
+    finally:
+        for name, stream in before.items():
+            setattr(sys, name, stream)
+
+
+def _nearest(env_id: str, ids: Sequence[str]) -> str:
+    near = difflib.get_close_matches(env_id, ids, n=3, cutoff=0.4)
+    return f" The nearest are {', '.join(near)}." if near else ""
 
 
 def _gymnax() -> Any:

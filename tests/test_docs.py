@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {"README.md": README} | {f"docs/{p.name}": p.read_text() for p in PAGES}
-SLOW_PAGES = "buffers devices environments episodes many_machines training"
+SLOW_PAGES = "agents buffers devices environments episodes many_machines training"
 SLOW = [f"docs/{page}.md" for page in SLOW_PAGES.split()]
 
 
@@ -37,6 +37,25 @@ def check_readme(names, out):
     assert int(num_episodes) > 100
     assert 10 < float(mean) < float(longest) <= 200
     assert float(learnt) > 150
+
+
+def check_agents(names, out):
+    won, moves = (line.split() for line in out.splitlines())
+    assert int(won[0]) > 64 * 64 // 9 - 64  # a game has at most nine moves
+    assert -1 < float(won[1]) < 1
+    assert names["mine"].mask.any()
+    assert names["mine"].reward.shape == (64, 64)
+    won_of = dict.fromkeys(range(64))  # the last game that ended, by lane
+    rows, returns = jax.device_get((names["mine"], names["returns"]))
+    for t, lane in np.argwhere(rows.mask)[::-1]:
+        if rows.terminated[t, lane]:
+            won_of[lane] = rows.reward[t, lane]
+        assert returns[t, lane] == (won_of[lane] or 0)  # 0: it has not ended yet
+    assert 3 < float(moves[0]) < 11
+    assert int(moves[1]) == 40 * 64
+    ids = names["played"].extras["policy_id"]
+    assert set(np.unique(ids)) == set(range(5))
+    assert ((ids == 0).sum(axis=-1) == 1).all()
 
 
 def check_buffers(names, out):
@@ -96,6 +115,7 @@ def check_training(names, out):
 
 CHECKS = {
     "README.md": check_readme,
+    "docs/agents.md": check_agents,
     "docs/buffers.md": check_buffers,
     "docs/devices.md": check_devices,
     "docs/environments.md": check_environments,

@@ -1,4 +1,5 @@
 """The command line: `main` reads the arguments; `steps` and `episodes` are its runs.
 
-`report` prints and `figure` draws what came of them.
+`collector` makes what they collect with; `report` prints and `figure` draws what came
+of them, which is in `types`; `agents` is what they say of several agents.
 """

@@ -50,7 +50,8 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("env", nargs="?", help="id of the environment, such as CartPole-v1")
+    env_help = "id of the environment, such as CartPole-v1 or pgx:tic_tac_toe"
+    add("env", nargs="?", help=env_help)
     _add_kinds_of_run(parser)
     add(
         "--seed",
@@ -89,6 +90,9 @@ def check(args: argparse.Namespace) -> None:
     if args.env is None:
         raise InputError("the environment is missing; --list-envs prints the ids")
     _check_combination(args)
+    if args.gif and has_suite(args.env):
+        reason = "environments of several agents are not drawn"
+        raise InputError(f"argument --gif: {reason}, got {args.env}")
     files = {"--save": args.save, "--plot": args.plot, "--gif": args.gif}
     for option, path in files.items():
         problem = path and _problem_with(path)
@@ -107,6 +111,11 @@ def check(args: argparse.Namespace) -> None:
     except OSError as error:
         reason = f"{args.profile}: {error.strerror}"
         raise InputError(f"argument --profile: {reason}") from error
+
+
+def has_suite(env_id: str) -> bool:
+    """Tells whether an id is one of `envs.make_agents`, as pgx:tic_tac_toe is."""
+    return ":" in env_id
 
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:

@@ -3,7 +3,7 @@
 import argparse
 import functools
 import time
-from typing import NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -11,48 +11,33 @@ import numpy as np
 
 import envs
 from envs.render import check_render
+from rollout.cli import agents
 from rollout.cli.arguments import InputError, naming_parameters
-from rollout.cli.devices import spread
+from rollout.cli.collector import make_collector
+from rollout.cli.types import Played, Recorded
 from rollout.collector import Collector
 from rollout.policies.basic import random_policy
 from rollout.stats import CollectStats, summarize
 from rollout.types import Carry, Episodes
 
 
-class Played(NamedTuple):
-    """What was played, as NumPy arrays."""
-
-    episodes: Episodes  # [N], in the order in which they started
-    stats: CollectStats
-    num_rows: int  # steps of all lanes together, the idle ones included
-    compile_time: float  # s
-    run_time: float  # s
-
-
-class Recorded(NamedTuple):
-    """One episode of `T` steps, as NumPy arrays."""
-
-    env: envs.Env
-    states: chex.ArrayTree  # [T + 1, ...]
-    rewards: np.ndarray  # [T] float32
-    episodes: Episodes  # [1]
-
-
 def play(args: argparse.Namespace) -> Played:
     """Plays exactly `num_episodes` episodes of at most `max_steps` steps each."""
     with naming_parameters(args):
-        env = envs.make_vec(args.env, args.num_envs, **dict(args.env_param))
-        collector = Collector(env=env, policy=random_policy(env.action_space))
-        collector = spread(collector, args.devices)
+        collector, params = make_collector(args)
+        layout = agents.layout_of(collector)
+        if layout:
+            collector = agents.keep(collector, layout)
         start = time.perf_counter()
         carry = collector.init(jax.random.key(args.seed))
         counts = {"num_episodes": args.num_episodes, "max_steps": args.max_steps}
-        program = _play.lower(collector, carry, **counts).compile()
+        program = _play.lower(collector, carry, params, **counts).compile()
     compiled = time.perf_counter()
-    episodes, stats, num_steps = jax.device_get(program(collector, carry))
+    episodes, stats, num_steps = jax.device_get(program(collector, carry, params))
     run_time = time.perf_counter() - compiled
     num_rows = int(num_steps) * args.num_envs
-    return Played(episodes, stats, num_rows, compiled - start, run_time)
+    figures = agents.kept(layout, episodes.accumulated) if layout else None
+    return Played(episodes, stats, num_rows, compiled - start, run_time, figures)
 
 
 def record(args: argparse.Namespace) -> Recorded:
@@ -78,11 +63,16 @@ def record(args: argparse.Namespace) -> Recorded:
 
 @functools.partial(jax.jit, static_argnames=("num_episodes", "max_steps"))
 def _play(
-    collector: Collector, carry: Carry, *, num_episodes: int, max_steps: int
+    collector: Collector,
+    carry: Carry,
+    params: Any,
+    *,
+    num_episodes: int,
+    max_steps: int,
 ) -> tuple[Episodes, CollectStats, jax.Array]:
     """Plays, and counts the steps that every lane took."""
     end, episodes = collector.collect_episodes(
-        carry, None, num_episodes, max_steps=max_steps
+        carry, params, num_episodes, max_steps=max_steps
     )
     return episodes, summarize(episodes), end.step - carry.step
 

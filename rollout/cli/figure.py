@@ -4,13 +4,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.cli.steps import Ended
+from rollout.cli.types import Ended, Played
 
 if TYPE_CHECKING:  # these take long to import, and not every run needs them
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from rollout.cli.episodes import Played
 
 _BLUE, _ORANGE, _GREY, _DARK = "#4c78a8", "#f58518", "#9d9da1", "#1f3552"
 _MAX_BINS = 50
@@ -35,7 +33,7 @@ def draw_steps(env_id: str, num_envs: int, ended: Ended) -> "Figure":
     return figure
 
 
-def draw_episodes(env_id: str, num_envs: int, played: "Played") -> "Figure":
+def draw_episodes(env_id: str, num_envs: int, played: Played) -> "Figure":
     """Draws the returns in start order and their mean, and how the lengths spread."""
     figure, left, right = _make_figure(env_id, num_envs)
     episodes, stats = played.episodes, played.stats

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 
 from rollout.cli.arguments import XLA_CPU_LOOP
-from rollout.cli.episodes import Played
-from rollout.cli.steps import Result
+from rollout.cli.types import Agents, Played, Result
 from rollout.profiling import Profile
 from rollout.stats import CollectStats
 from rollout.types import Episodes
@@ -24,13 +23,15 @@ def print_steps(args: argparse.Namespace, result: Result) -> None:
     wanted = args.num_envs * args.num_steps
     so_far = f" (of {wanted:,}, interrupted)" if result.is_interrupted else ""
     print_row("steps", f"{num_rows:,}{so_far}")
+    _print_agent_steps(result.agents)
     count, num_terminated = ended.terminated.size, int(ended.terminated.sum())
     if count:
         flags = f"{num_terminated:,} terminated, {count - num_terminated:,} truncated"
         print_row("episodes", f"{count:,} ({flags})")
-        _print_moments(ended.episode_return, ended.episode_length)
+        _print_moments(ended.episode_return, ended.episode_length, result.agents)
     else:
         print_row("episodes", "0 (no episode ended in this window)")
+    _print_losses(result.agents)
     print_row("compile time", f"{result.compile_time:.2f} s")
     print_row("run time", f"{result.run_time:.3f} s")
     print_row("steps per second", f"{num_rows / result.run_time:,.0f}")
@@ -45,7 +46,9 @@ def print_episodes(args: argparse.Namespace, played: Played) -> None:
     print_row("envs", f"{args.num_envs:,}")
     print_row("episodes", f"{args.num_episodes:,} ({_describe_endings(stats)})")
     print_row("steps", f"{num_steps:,} ({100 * idle:.1f} % of the lane-steps idle)")
-    _print_moments(episodes.episode_return, episodes.episode_length)
+    _print_agent_steps(played.agents)
+    _print_moments(episodes.episode_return, episodes.episode_length, played.agents)
+    _print_losses(played.agents)
     print_row("mean return", _describe_mean(stats))
     print_row("compile time", f"{played.compile_time:.2f} s")
     print_row("run time", f"{played.run_time:.3f} s")
@@ -74,7 +77,7 @@ def print_profile(seconds: Profile) -> None:
 
 def print_row(label: str, value: object) -> None:
     """Prints one row of the table."""
-    print(f"{label:<20}{value}".rstrip())
+    print(f"{label:<19} {value}".rstrip())
 
 
 def _print_run(args: argparse.Namespace) -> None:
@@ -89,12 +92,41 @@ def _print_run(args: argparse.Namespace) -> None:
         print_row("xla cpu loop", "on")
 
 
-def _print_moments(episode_return: np.ndarray, episode_length: np.ndarray) -> None:
+def _print_moments(
+    episode_return: np.ndarray, episode_length: np.ndarray, agents: Agents | None
+) -> None:
+    """Prints figures of the episodes, and under each those of agents and policies."""
     print_row("", "".join(f"{name:<12}" for name in ("mean", "std", "min", "max")))
-    for label, value in (("return", episode_return), ("length", episode_length)):
-        x = value.astype(np.float64)  # a float32 sum of many loses digits
-        moments = (x.mean(), x.std(), x.min(), x.max())
-        print_row(label, "".join(f"{moment:<12.6g}" for moment in moments))
+    for name, value in (("return", episode_return), ("length", episode_length)):
+        _print_figure(name, value)
+        of_agents = getattr(agents, f"episode_{name}", None)
+        is_told = of_agents is not None
+        if name == "length" and is_told:
+            is_told = np.any(of_agents != of_agents[:, :1])  # else it says nothing new
+        for who, its in agents.select(of_agents) if is_told else ():
+            _print_figure(f"  {who}", its)
+
+
+def _print_figure(label: str, value: np.ndarray) -> None:
+    if not value.size:
+        print_row(label, "never acted")
+        return
+    x = value.astype(np.float64)  # a float32 sum of many loses digits
+    moments = (x.mean(), x.std(), x.min(), x.max())
+    print_row(label, "".join(f"{moment:<12.6g}" for moment in moments))
+
+
+def _print_agent_steps(agents: Agents | None) -> None:
+    if agents:
+        print_row("agent steps", f"{agents.num_steps:,}")
+
+
+def _print_losses(agents: Agents | None) -> None:
+    """Prints what no agent experienced: rewards without a row, rows without an end."""
+    if agents and agents.unassigned_reward:
+        print_row("unassigned reward", f"{agents.unassigned_reward:.6g}")
+    if agents and agents.num_stale:
+        print_row("stale endings", f"{agents.num_stale:,}")
 
 
 def _describe_endings(stats: CollectStats) -> str:

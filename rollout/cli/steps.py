@@ -4,16 +4,16 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-import envs
+from rollout.cli import agents
 from rollout.cli.arguments import naming_parameters
-from rollout.cli.devices import spread
+from rollout.cli.collector import make_collector
+from rollout.cli.types import Ended, Result
 from rollout.collector import Collector
-from rollout.policies.basic import random_policy
 from rollout.profiling import Profile
 from rollout.profiling import profile as time_parts
 from rollout.stream.stream import Stream
@@ -24,33 +24,6 @@ _MAX_ROWS = 1 << 22  # of a batch, so that its memory does not grow with the run
 _ENDING_FIELDS = ("terminated", "truncated", "episode_return", "episode_length")
 
 
-class Ended(NamedTuple):
-    """The `E` episodes that ended, in the order in which they did."""
-
-    step: np.ndarray  # [E] int, steps of each lane until then, the last one included
-    terminated: np.ndarray  # [E] bool, False where it was only truncated
-    episode_return: np.ndarray  # [E] float32
-    episode_length: np.ndarray  # [E] int32
-
-
-class Result(NamedTuple):
-    """What was collected."""
-
-    num_steps: int  # T, steps of every lane
-    ended: Ended
-    trajectory: dict[str, np.ndarray]  # [T, B, ...] by name, {} unless it is saved
-    compile_time: float  # s
-    run_time: float  # s
-    is_interrupted: bool
-
-
-def make_collector(args: argparse.Namespace) -> Collector:
-    """Makes the environments, with the random policy in them, on their devices."""
-    env = envs.make_vec(args.env, args.num_envs, **dict(args.env_param))
-    collector = Collector(env=env, policy=random_policy(env.action_space))
-    return spread(collector, args.devices)
-
-
 def collect(args: argparse.Namespace) -> Result:
     """Collects `num_steps` steps of every lane, with a bar if stderr is a terminal.
 
@@ -58,23 +31,28 @@ def collect(args: argparse.Namespace) -> Result:
     """
     start, num_steps, is_interrupted = time.perf_counter(), 0, False
     with naming_parameters(args):
-        stream = _make_stream(args, total_steps=args.num_steps * args.num_envs)
+        collector, params = make_collector(args)
+        total_steps = args.num_steps * args.num_envs
+        stream = _make_stream(args, collector, params, total_steps=total_steps)
         stream.compile()
     compiled = time.perf_counter()
-    parts: list[tuple[int, Ended, dict[str, np.ndarray]]] = []
+    layout = agents.layout_of(collector)
+    parts: list[tuple[int, Ended, dict[str, np.ndarray], dict]] = []
     try:
         with stream:
             for batch in stream:
                 size = batch.steps // args.num_envs  # rows that are not void
-                fields = {x: np.asarray(y)[:size] for x, y in batch.trajectory.items()}
-                ended = _find_ended(fields, num_steps)
+                fields, of_agents = jax.tree.map(np.asarray, batch.trajectory)
+                fields = {name: x[:size] for name, x in fields.items()}
+                ended, done = _find_ended(fields, num_steps), _find_done(fields)
                 num_steps += size
-                parts.append((num_steps, ended, fields if args.save else {}))
+                of_agents = agents.at_endings(of_agents, done)
+                parts.append((num_steps, ended, fields if args.save else {}, of_agents))
     except KeyboardInterrupt:
         if not parts:
             raise
         is_interrupted = True
-    counts, ended, rows = zip(*parts, strict=True)
+    counts, ended, rows, of_agents = zip(*parts, strict=True)
     return Result(
         num_steps=counts[-1],
         ended=Ended(*map(np.concatenate, zip(*ended, strict=True))),
@@ -82,13 +60,15 @@ def collect(args: argparse.Namespace) -> Result:
         compile_time=compiled - start,
         run_time=time.perf_counter() - compiled,
         is_interrupted=is_interrupted,
+        agents=agents.join(layout, of_agents) if layout else None,
     )
 
 
 def profile(args: argparse.Namespace) -> tuple[Profile, Path]:
     """Seconds per part of a batch, and where the trace of one more lies."""
-    seconds = time_parts(make_collector(args), None, _num_rows(args))
-    stream = _make_stream(args, total_steps=None)
+    collector, params = make_collector(args)
+    seconds = time_parts(collector, params, _num_rows(args))
+    stream = _make_stream(args, collector, params, total_steps=None)
     next(stream)
     with jax.profiler.trace(args.profile):
         next(stream)
@@ -96,13 +76,28 @@ def profile(args: argparse.Namespace) -> tuple[Profile, Path]:
     return seconds, max(args.profile.glob("plugins/profile/*"), default=args.profile)
 
 
-def _make_stream(args: argparse.Namespace, *, total_steps: int | None) -> Stream:
+def _make_stream(
+    args: argparse.Namespace,
+    collector: Collector,
+    params: Any,
+    *,
+    total_steps: int | None,
+) -> Stream:
+    has_agents = agents.layout_of(collector) is not None
+    fields_of = _all_fields if args.save else _ending_fields
+
+    def read(trajectory: Transition) -> tuple[dict[str, jax.Array], dict]:
+        if not has_agents:
+            return fields_of(trajectory), {}
+        return fields_of(agents.unpack(trajectory)), agents.read(trajectory)
+
     return Stream(
-        make_collector(args),
+        collector,
         key=jax.random.key(args.seed),
+        params=params,
         steps_per_batch=_num_rows(args) * args.num_envs,
         total_steps=total_steps,
-        postprocess=_all_fields if args.save else _ending_fields,
+        postprocess=read,
         prefetch=1,
         progress=total_steps is not None and sys.stderr.isatty(),
     )
@@ -127,10 +122,14 @@ def _num_rows(args: argparse.Namespace) -> int:
 
 
 def _find_ended(fields: dict[str, np.ndarray], first: int) -> Ended:
-    done = fields["terminated"] | fields["truncated"]
+    done = _find_done(fields)
     return Ended(
         step=first + np.nonzero(done)[0] + 1,
         terminated=fields["terminated"][done],
         episode_return=fields["episode_return"][done],
         episode_length=fields["episode_length"][done],
     )
+
+
+def _find_done(fields: dict[str, np.ndarray]) -> np.ndarray:
+    return fields["terminated"] | fields["truncated"]

@@ -1,5 +1,7 @@
 """Environments by name, and the contract each of them keeps."""
 
+import sys
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from cases import quick_jit, raw
 
 import envs
 import rollout
+from envs import registry
 
 IDS = envs.env_ids()
 NEEDS_DOWNLOAD = "MNISTBandit-bsuite"
@@ -117,3 +120,32 @@ def test_parameters_are_leaves_of_the_environment():
 
     speeds = jax.jit(jax.vmap(fall))(jnp.array([0.0, 50.0]))
     assert speeds[0] != speeds[1]
+
+
+def test_environments_of_several_agents_by_id():
+    game = envs.make_agents("pgx:tic_tac_toe")
+    assert game.agents == ("player_0", "player_1")
+    with pytest.raises(ValueError, match=r"of its 20 ids, got 'pgx:go'. The nearest"):
+        envs.make_agents("pgx:go")
+    for env_id in ("CartPole-v1", "gymnax:CartPole-v1"):
+        with pytest.raises(ValueError, match="must begin with jaxmarl: or pgx:, got"):
+            envs.make_agents(env_id)
+
+
+def test_suite_that_is_not_installed_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jaxmarl", None)
+    with pytest.raises(ValueError, match=r'pip install "rollout\[jaxmarl\]"'):
+        envs.make_agents("jaxmarl:coin_game")
+
+
+def test_import_of_a_suite_prints_nothing_and_leaves_the_streams(
+    tmp_path, monkeypatch, capfd
+):
+    """As JaxMARL does it."""
+    code = "import sys; sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__; "
+    (tmp_path / "noisy_suite.py").write_text(code + "print('here I am')")
+    monkeypatch.syspath_prepend(tmp_path)
+    streams = sys.stdout, sys.stderr, sys.__stdout__
+    registry._import("noisy_suite")
+    assert (sys.stdout, sys.stderr, sys.__stdout__) == streams
+    assert capfd.readouterr().out == ""

@@ -1,0 +1,49 @@
+"""What a run collects with: environments by id, and the random policy in them."""
+
+import argparse
+from typing import Any
+
+import jax
+
+from envs.multi_agent import vectorize_agents
+from envs.registry import make_agents, make_vec
+from envs.types import VectorEnv
+from rollout.cli.arguments import has_suite
+from rollout.cli.devices import spread
+from rollout.collector import Collector
+from rollout.multi_agent.policy_map import fixed_mapping, policy_map
+from rollout.policies.basic import random_policy
+from rollout.types import Obs, Policy
+
+_MASK = "action_mask"
+
+
+def make_collector(args: argparse.Namespace) -> tuple[Collector, Any]:
+    """Makes the environments, with the random policy in them, on their devices.
+
+    Returns:
+        The collector, and the parameters that its policy takes.
+    """
+    options = dict(args.env_param)
+    if has_suite(args.env):
+        env = vectorize_agents(make_agents(args.env, **options), args.num_envs)
+        policy, params = _random_agents(env), dict.fromkeys(env.groups)
+    else:
+        env = make_vec(args.env, args.num_envs, **options)
+        policy, params = random_policy(env.action_space), None
+    return spread(Collector(env=env, policy=policy), args.devices), params
+
+
+def _random_agents(env: VectorEnv) -> Policy:
+    """The random policy for each group, of its name, that does what is allowed."""
+    policies = {}
+    for group, space in env.action_spaces.items():
+        observed = getattr(env.observation_spaces[group], "spaces", {})
+        mask_fn = _read_mask if _MASK in observed else None
+        policies[group] = random_policy(space, mask_fn=mask_fn)
+    groups = {agent: group for group, names in env.groups.items() for agent in names}
+    return policy_map(policies, fixed_mapping(groups))
+
+
+def _read_mask(obs: Obs) -> jax.Array:
+    return obs[_MASK]
