@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from envs.multi_agent import vectorize_agents
+from envs.joint import vectorize_agents
 from envs.registry import make_agents, make_vec
 from envs.types import VectorEnv
 from rollout.cli.arguments import has_suite
