@@ -11,7 +11,8 @@ from envs.types import VectorEnv
 from rollout.cli.arguments import has_suite
 from rollout.cli.devices import spread
 from rollout.collector import Collector
-from rollout.multi_agent.policy_map import fixed_mapping, policy_map
+from rollout.multi_agent.joint import policy_map
+from rollout.multi_agent.mapping import fixed_mapping
 from rollout.policies.basic import random_policy
 from rollout.types import Obs, Policy
 
