@@ -406,6 +406,7 @@ def check_in_space(env, obs):
     assert contains(obs).all()
 
 
+@pytest.mark.slow
 def test_collector_plays_switch_riddle():
     env, trajectory = collect(make("switch_riddle"), 24)
     check_in_space(env, trajectory.obs)
@@ -415,6 +416,7 @@ def test_collector_plays_switch_riddle():
     assert trajectory.terminated.any()
 
 
+@pytest.mark.slow
 def test_collector_plays_an_environment_of_two_groups():
     env, trajectory = collect(Duel(), 24)
     check_in_space(env, trajectory.obs)

@@ -134,6 +134,7 @@ def test_drawn_mapping_holds_for_an_episode_and_no_longer():
     assert abs(again.mean() - 1 / 3) < 0.02  # nine deviations: it is drawn anew
 
 
+@pytest.mark.slow
 def test_drawn_mapping_does_not_depend_on_the_number_of_lanes():
     policies = {"x": constant(0), "y": constant(1)}
     few, many = (

@@ -267,7 +267,7 @@ def assert_same(got, want):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("turns", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_windows_do_not_matter(turns):
     case = collected(is_turn_based=turns)
     want = compressed(windows(*case))
@@ -296,7 +296,8 @@ def test_either_auto_reset_gives_the_same_rows():
     assert_same(raw(got), raw(windows(*collected())))
 
 
-@pytest.mark.parametrize("num_envs", [1, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_envs", [1, 64])
 def test_lane_has_the_same_rows_among_any_number(num_envs):
     few = min(num_envs, LANES)
     got, want = (windows(*collected(num)) for num in (num_envs, LANES))
@@ -347,6 +348,7 @@ def test_row_says_which_episode_and_which_step_of_it():
     )
 
 
+@pytest.mark.slow
 def test_cut_of_the_episode_truncates_who_is_left():
     env = schedule(
         acting=[[1, 1], [1, 0], [1, 0], [1, 0]],
@@ -440,7 +442,9 @@ def test_rows_for_a_policy_are_its_own():
         rollout.for_policy(rows, "blue")
 
 
-@pytest.mark.parametrize("is_fixed", [True, False])
+@pytest.mark.parametrize(
+    "is_fixed", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_rows_of_policies_that_share_a_group(is_fixed):
     env = schedule(acting=np.ones((6, 3)), reward=np.arange(15).reshape(5, 3))
     env = envs.vectorize_agents(env, LANES)
@@ -480,5 +484,6 @@ def test_errors_say_what_is_missing():
     _, trajectory = single.collect_steps(carry, None, 2)
     with pytest.raises(ValueError, match=r"must be one of `envs.vectorize_agents`"):
         rollout.agent_transitions((), trajectory)
+    few = jax.tree.map(lambda x: x[:, :2], collected()[1])
     with pytest.raises(ValueError, match="`pending` must be of"):
-        rollout.agent_transitions(collected()[0], collected(1)[1])
+        rollout.agent_transitions(collected()[0], few)
