@@ -1,8 +1,9 @@
 """Targets to learn from: advantages and returns of a trajectory, backwards in time.
 
-Within an episode each row looks at the row after it. Where an episode ends, where the
-window does, and before a void row, it looks at `next_value` instead, unless the task
-terminated there. Jitted, so that a notebook may call them as they are.
+Within an episode each row looks at the next one that is not void: an agent that waits
+for its turn has void rows between its own. In the last row of an episode or of the
+window it looks at `next_value` instead, unless the task terminated there. Jitted, so
+that a notebook may call them as they are.
 """
 
 import chex
@@ -23,7 +24,8 @@ def gae(
         δ_t = r_t + γ (1 - terminated_t) V(next_obs_t) - V(obs_t)
         A_t = δ_t + γ λ (1 - done_t) A_{t+1}
 
-    The sum of A and V(obs) is the λ-return, the usual target of the value function.
+    t + 1 is the next row that is not void, and γ is per row. The sum of A and V(obs) is
+    the λ-return, the usual target of the value function.
 
     Args:
         trajectory: `[T, B, ...]`, with V(obs) in `extras["value"]`, `[T, B]` float.
@@ -153,18 +155,29 @@ def _one_step(
     discount = jnp.asarray(gamma, reward.dtype)
     # A row that counts nothing may hold anything.
     bootstrap = jnp.where(terminated | ~mask, 0.0, next_value)
-    goes_on = jnp.zeros_like(done).at[:-1].set(~done[:-1] & mask[1:])
-    weight = jnp.where(goes_on, discount * jnp.asarray(lam, reward.dtype), 0.0)
+    both = discount * jnp.asarray(lam, reward.dtype)
+    weight = jnp.where(_goes_on(done, mask), both, 0.0)
     return reward + discount * bootstrap, weight, bootstrap
 
 
+def _goes_on(done: jax.Array, mask: jax.Array) -> jax.Array:
+    """Where a row of the same episode follows, with void ones between or not."""
+
+    def step(follows: jax.Array, row: tuple) -> tuple[jax.Array, jax.Array]:
+        done, mask = row
+        goes_on = follows & ~done
+        return mask | goes_on, goes_on
+
+    return lax.scan(step, jnp.zeros_like(mask[0]), (done, mask), reverse=True)[1]
+
+
 def _sum_up(term: jax.Array, weight: jax.Array, mask: jax.Array) -> jax.Array:
-    """x_t = term_t + weight_t x_{t+1} where `mask`, 0 elsewhere; `[T, B]`."""
+    """x_t = term_t + weight_t x of the next row where `mask`, 0 elsewhere; `[T, B]`."""
 
     def step(later: jax.Array, row: tuple) -> tuple[jax.Array, jax.Array]:
         term, weight, mask = row
-        here = jnp.where(mask, term + weight * later, 0.0)
-        return here, here
+        here = term + weight * later
+        return jnp.where(mask, here, later), jnp.where(mask, here, 0.0)
 
     start = jnp.zeros_like(term[0])
     return lax.scan(step, start, (term, weight, mask), reverse=True)[1]

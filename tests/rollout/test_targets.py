@@ -28,23 +28,29 @@ def make_trajectory(seed=0, void=0.0):
     return trajectory, next_value
 
 
-def find_going_on(trajectory):
-    """Where the next row is of the same episode, and there is one."""
-    done = np.asarray(trajectory.terminated | trajectory.truncated)
-    return np.append(~done[:-1] & np.asarray(trajectory.mask)[1:], np.zeros((1, B)), 0)
+def find_next(trajectory):
+    """The next row that is not void, if it is of the same episode; else None."""
+    mask, episode = np.asarray(trajectory.mask), np.asarray(trajectory.episode_id)
+
+    def after(t, lane):
+        later = np.flatnonzero(mask[t + 1 :, lane]) + t + 1
+        same = later[:1][episode[later[:1], lane] == episode[t, lane]]
+        return same[0] if same.size else None
+
+    return [[after(t, lane) for lane in range(B)] for t in range(T)]
 
 
 def plain_lambda_returns(trajectory, next_value, gamma, lam):
     x = jax.tree.map(lambda x: np.asarray(x, np.float64), trajectory.replace(info=()))
     after = np.where(x.terminated, 0.0, np.asarray(next_value, np.float64))
-    returns, goes_on = np.zeros((T, B)), find_going_on(trajectory)
+    returns, following = np.zeros((T, B)), find_next(trajectory)
     for lane in range(B):
         for t in reversed(range(T)):
             if not x.mask[t, lane]:
                 continue
             later = after[t, lane]
-            if goes_on[t, lane]:
-                later = (1 - lam) * later + lam * returns[t + 1, lane]
+            if following[t][lane] is not None:
+                later = (1 - lam) * later + lam * returns[following[t][lane], lane]
             returns[t, lane] = x.reward[t, lane] + gamma * later
     return returns
 
@@ -53,13 +59,14 @@ def plain_gae(trajectory, next_value, gamma, lam):
     mask, value = (np.asarray(x) for x in (trajectory.mask, trajectory.extras["value"]))
     after = np.where(trajectory.terminated, 0.0, next_value)
     error = np.asarray(trajectory.reward) + gamma * after - value
-    advantage, goes_on = np.zeros((T, B)), find_going_on(trajectory)
+    advantage, following = np.zeros((T, B)), find_next(trajectory)
     for lane in range(B):
         for t in reversed(range(T)):
             if mask[t, lane]:
                 advantage[t, lane] = error[t, lane]
-                if goes_on[t, lane]:
-                    advantage[t, lane] += gamma * lam * advantage[t + 1, lane]
+                if following[t][lane] is not None:
+                    later = advantage[following[t][lane], lane]
+                    advantage[t, lane] += gamma * lam * later
     return advantage
 
 
@@ -76,6 +83,25 @@ def test_targets_agree_with_plain_loops(gamma, lam, void):
     returns = rollout.lambda_returns(trajectory, next_value, **options)
     expected = plain_lambda_returns(trajectory, next_value, gamma, lam)
     np.testing.assert_allclose(returns, expected, **CLOSE)
+
+
+def test_void_rows_between_two_rows_change_nothing():
+    """As those of an agent that waits for its turn."""
+    trajectory, next_value = make_trajectory()
+    fields = trajectory.replace(obs=(), next_obs=(), action=(), info=())
+    fields = fields.replace(accumulated=())
+
+    def thin_out(x):
+        spread = jnp.zeros((3 * T, B), x.dtype)
+        return spread.at[1::3].set(x)
+
+    spread, after = jax.tree.map(thin_out, (fields, next_value))
+    for target in (rollout.gae, rollout.lambda_returns):
+        expected = target(fields, next_value, gamma=GAMMA, lam=LAM)
+        got = target(spread, after, gamma=GAMMA, lam=LAM)
+        np.testing.assert_allclose(got[1::3], expected, **CLOSE)
+        assert not got[0::3].any()
+        assert not got[2::3].any()
 
 
 def test_discounted_returns_agree_with_a_plain_loop():
