@@ -81,12 +81,11 @@ def apply_members(
         decided = jax.vmap(apply_block)(block_params, *blocks)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[row], decided)
 
+    inputs, num_parts = (member, obs, state, agent_keys), keys.num_parts()
+    if num_parts == 1:
+        return apply_local(*inputs)
     # Agents on different devices are not put in one order.
-    num_parts = keys.num_parts()
-    parts = jax.tree.map(
-        lambda x: x.reshape(num_parts, -1, *x.shape[1:]),
-        (member, obs, state, agent_keys),
-    )
+    parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), inputs)
     decided = jax.vmap(apply_local)(*parts)
     return jax.tree.map(lambda x: x.reshape(num_agents, *x.shape[2:]), decided)
 
