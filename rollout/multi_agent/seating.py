@@ -145,10 +145,7 @@ def join_chosen(
 
 def join_extras(join: Join, made: Made) -> chex.ArrayTree:
     """Joins the extras of a group's policies by name."""
-    named = [
-        {} if isinstance(x.extras, tuple) and not x.extras else x.extras
-        for _, x in made
-    ]
+    named = [{} if _is_nothing(x.extras) else x.extras for _, x in made]
     for (seat, _), extras in zip(made, named, strict=True):
         if not isinstance(extras, dict):
             raise ValueError(
