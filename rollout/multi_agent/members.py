@@ -1,9 +1,9 @@
 """Many sets of parameters for one policy, of which every agent plays one.
 
-Agents are put in order of their members and cut into blocks of one member each, so
-that parameters are gathered per block and not per agent, and every agent is evaluated
-by its own member only. `N` agents of `P` members fill at most `N / K + P` blocks of
-`K`, however they are spread: shapes stay static, and nobody is left out.
+Agents are put into blocks of one member each, so that parameters are gathered per block
+and not per agent, and every agent is evaluated by its own member only. `N` agents of
+`P` members fill at most `N / K + P` blocks of `K`, however they are spread: shapes stay
+static, and nobody is left out.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,6 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from envs import keys
 from rollout import checks
@@ -20,6 +19,7 @@ from rollout.types import Key, Obs, Params, Policy, PolicyState, PolicyStep
 # Blocks per member on average. Few are padded in vain, many are slow one by one: with
 # 1024 agents and 8 members 4 took 1.6 times one policy's time, 2 took 1.9, 1 took 2.4.
 _BLOCKS_PER_MEMBER = 4
+_CHUNK = 32
 
 
 class Population(NamedTuple):
@@ -100,19 +100,34 @@ def _blocks(member: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Arr
     num_agents = member.shape[0]
     num_rows = max(1, num_agents // (_BLOCKS_PER_MEMBER * size))
     num_blocks = num_agents // num_rows + size
+    rank, count = _ranks(member, size)
+    end = jnp.cumsum(-(-count // num_rows))  # of each member's blocks
+    begin = jnp.concatenate([jnp.zeros((1,), end.dtype), end[:-1]])
+    row = begin[member] * num_rows + rank
+    agent = jnp.zeros((num_blocks * num_rows,), jnp.int32)
     every = jnp.arange(num_agents, dtype=jnp.int32)
-    ordered, agent = lax.sort_key_val(member, every)
-    count = jnp.sum(member[None] == jnp.arange(size)[:, None], axis=1, dtype=jnp.int32)
-    blocks = -(-count // num_rows)
-    end, end_block = jnp.cumsum(count), jnp.cumsum(blocks)
-    rank = every - (end - count)[ordered]
-    row_in_order = (end_block - blocks)[ordered] * num_rows + rank
-    in_rows = jnp.zeros((num_blocks * num_rows,), jnp.int32)
-    in_rows = in_rows.at[row_in_order].set(agent, unique_indices=True)
-    row = jnp.zeros_like(member).at[agent].set(row_in_order, unique_indices=True)
-    is_after = jnp.arange(num_blocks)[:, None] >= end_block[None]
+    agent = agent.at[row].set(every, unique_indices=True)
+    is_after = jnp.arange(num_blocks)[:, None] >= end[None]
     block_member = jnp.minimum(jnp.sum(is_after, axis=1), size - 1)
-    return in_rows.reshape(num_blocks, num_rows), block_member, row
+    return agent.reshape(num_blocks, num_rows), block_member, row
+
+
+def _ranks(member: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """How many agents before each have its member, `[N]`; how many have each, `[P]`.
+
+    Compared within chunks, and counted over them: three times as fast on a CPU as
+    sorting, and faster than a cumulative sum.
+    """
+    num_agents = member.shape[0]
+    chunks = jnp.pad(member, (0, -num_agents % _CHUNK), constant_values=size)
+    chunks = chunks.reshape(-1, _CHUNK)
+    earlier = jnp.tri(_CHUNK, k=-1, dtype=bool)[None]
+    within = jnp.sum((chunks[:, :, None] == chunks[:, None]) & earlier, axis=2)
+    counts = jnp.sum(chunks[:, :, None] == jnp.arange(size)[None, None], axis=1)
+    earlier = jnp.tri(counts.shape[0], k=-1, dtype=bool)[:, :, None]
+    before = jnp.sum(jnp.where(earlier, counts[None], 0), axis=1)
+    chunk = jnp.arange(num_agents) // _CHUNK
+    return before[chunk, member] + within.reshape(-1)[:num_agents], counts.sum(axis=0)
 
 
 def _check_members(params: Params, size: int) -> None:
