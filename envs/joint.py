@@ -282,6 +282,11 @@ def _layout(env: MultiAgentEnv) -> AgentLayout:
     """Refuses what is no order of agents in groups; returns it."""
     agents, groups = tuple(env.agents), {x: tuple(y) for x, y in env.groups.items()}
     members = [agent for group in groups.values() for agent in group]
+    empty = [group for group, names in groups.items() if not names]
+    if empty:
+        raise ValueError(
+            f"`env.groups` must have agents in each, got {empty[0]!r} empty."
+        )
     if not agents or len(set(agents)) != len(agents):
         raise ValueError(f"`env.agents` must be names, each once, got {agents}.")
     for agent in {*agents, *members}:

@@ -56,6 +56,7 @@ def test_reward_is_that_of_the_team():
     )
 
 
+@pytest.mark.slow
 def test_who_has_ended_acts_no_more_and_ends_no_more():
     env = schedule(
         acting=np.ones((5, 2)),
@@ -133,6 +134,10 @@ WRONG_AGENTS = {
     "unknown": (
         {"groups": {"two": ("a", "c"), "one": ("b", "d")}},
         "got 'd' in and not in `env.agents`",
+    ),
+    "empty": (
+        {"groups": {"two": ("a", "c"), "one": ("b",), "no": ()}},
+        "must have agents in each, got 'no' empty",
     ),
     "names": ({"agents": ("a", "b", "b")}, "must be names, each once"),
     "spaces": (

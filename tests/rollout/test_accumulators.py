@@ -125,6 +125,7 @@ def test_accumulator_that_changes_its_kind_is_refused():
         make_collector({"wrong": lambda x, t: x})
 
 
+@pytest.mark.slow
 def test_figure_may_be_one_per_agent():
     """Rewards above 10 of each agent, against the trajectory's own."""
     env = envs.vectorize_agents(

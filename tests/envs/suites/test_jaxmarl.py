@@ -149,6 +149,7 @@ def test_switch_riddle_is_as_in_a_plain_loop(key_reuse):
     check_parity(make("switch_riddle"), 6)
 
 
+@pytest.mark.slow
 def test_simple_spread_is_as_in_a_plain_loop(key_reuse, rank_promotion):
     check_parity(make("MPE_simple_spread_v3", max_steps=3), 4)
 

@@ -287,6 +287,7 @@ def keyed_collector(num_envs):
     return rollout.Collector(env=env, policy=policy)
 
 
+@pytest.mark.slow
 def test_policy_has_a_key_of_each_episode():
     trajectories = {}
     for num_envs in (2, 5):

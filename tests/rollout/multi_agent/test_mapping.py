@@ -80,6 +80,7 @@ def test_policy_sees_no_more_agents_than_it_plays():
     assert set(seen) == {(B * 1,)}
 
 
+@pytest.mark.slow
 def test_one_agent_with_one_policy_has_the_bits_of_the_plain_kernel():
     env = envs.vectorize(CountEnv(), B)
     policy = rollout.random_policy(env.action_space)
@@ -145,6 +146,7 @@ def test_drawn_mapping_does_not_depend_on_the_number_of_lanes():
     assert len(np.unique(many.reshape(-1, 3), axis=0)) > 2
 
 
+@pytest.mark.slow
 def test_states_of_a_drawn_mapping_are_those_of_who_plays():
     policies = {"count": counting(), "seven": constant(7)}
     got = collect(table(), policies, drawn_mapping(2))
@@ -166,6 +168,7 @@ def test_extras_are_joined_by_name():
         np.testing.assert_array_equal(extras["log_prob"], obs * is_y * 5.0)
 
 
+@pytest.mark.slow
 def test_groups_have_policies_of_their_own():
     env = ChanceEnv()
     box = rollout.random_policy(env.action_spaces["one"])
@@ -188,6 +191,7 @@ def test_groups_have_policies_of_their_own():
         collect(env, policies, drawn_mapping(2))
 
 
+@pytest.mark.slow
 def test_agent_that_the_mapping_forgets_at_run_time_is_seen():
     """An index out of range that no trial can show, since it is traced."""
 
@@ -223,6 +227,7 @@ def test_mode_is_that_of_policies_that_have_one():
     assert rollout.policy_map({"x": constant(0)}, mapping).mode is None
 
 
+@pytest.mark.slow
 def test_exploration_stands_inside():
     space = envs.Discrete(1_000_000)
     noisy = rollout.epsilon_greedy(

@@ -97,6 +97,7 @@ def make_collector(num_envs):
 LEAGUE = {"fixed": None, "league": jnp.arange(P, dtype=jnp.int32)}
 
 
+@pytest.mark.slow
 def test_members_have_the_indices_after_the_policies_before_them():
     collector = make_collector(16)
     _, got = collector.collect_steps(collector.init(KEY), LEAGUE, 6)

@@ -21,25 +21,44 @@ import rollout
 KEY = jax.random.key(3)
 
 
-@functools.partial(jax.jit, static_argnames=("num_envs", "num_steps"))
-def experience(env, num_envs=1, num_steps=12):
-    """The trajectory and the rows of a table's environment."""
-    env = envs.vectorize_agents(env, num_envs)
+NUM_STEPS, NUM_AGENTS, B = 5, 3, 2
+
+
+@jax.jit
+def experience(env):
+    """The trajectory and the rows of a table's environment, one program for all."""
+    env = envs.vectorize_agents(env, B)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(KEY)
     pending = rollout.init_agent_transitions(collector, carry)
-    _, trajectory = collector.collect_steps(carry, None, num_steps)
+    _, trajectory = collector.collect_steps(carry, None, 3 * NUM_STEPS)
     _, rows = rollout.agent_transitions(pending, trajectory)
     return trajectory, rows["all"]
 
 
+def pad(env):
+    """The tables with steps that are never reached, and agents that end at once."""
+
+    def fill(x, num_rows):
+        shape = (num_rows, NUM_AGENTS)[: x.ndim]
+        return jnp.zeros(shape, x.dtype).at[tuple(map(slice, x.shape))].set(x)
+
+    num_agents = env.reward.shape[1]
+    tables = jax.tree.map(lambda x: fill(x, NUM_STEPS), env.replace(acting=()))
+    return tables.replace(
+        acting=fill(env.acting, NUM_STEPS + 1),
+        terminated=tables.terminated.at[0, num_agents:].set(True),
+        names=("a", "b", "c"),
+    )
+
+
 def by_agent(env):
     """The rows of the first episode, by agent, and its trajectory."""
-    trajectory, rows = jax.device_get(experience(env))
+    trajectory, rows = jax.device_get(experience(pad(env)))
     length = int(np.argmax(trajectory.done[:, 0])) + 1
     first = jax.tree.map(lambda x: x[:length], (trajectory, rows))
-    found = agents.rows_of([first[1]], 1, len(env.names))
+    found = agents.rows_of([first[1]], 1, NUM_AGENTS)
     return [found[0, agent] for agent in range(len(env.names))], first[0]
 
 
@@ -51,14 +70,14 @@ def check(env, want, unassigned):
     """The rows `(obs, reward, next_obs, terminated, truncated, stale)` by agent."""
     rows, trajectory = by_agent(env)
     assert rows == [[tuple(map(float, row)) for row in agent] for agent in want]
-    info = trajectory.info.agents
-    np.testing.assert_array_equal(np.sum(info.unassigned_reward, (0, 1)), unassigned)
+    info, num = trajectory.info.agents, len(env.names)
+    missed = np.sum(info.unassigned_reward[:, 0], axis=0)
+    np.testing.assert_array_equal(missed[:num], unassigned)
     answered = answered_rewards(rows)
-    np.testing.assert_array_equal(
-        info.agent_return[-1, 0], np.add(answered, unassigned)
-    )
-    assert trajectory.episode_return[-1, 0] == np.sum(answered) + np.sum(unassigned)
-    assert [len(agent) for agent in rows] == info.agent_length[-1, 0].tolist()
+    returns = info.agent_return[-1, 0, :num]
+    np.testing.assert_array_equal(returns, np.add(answered, unassigned))
+    assert trajectory.episode_return[-1, 0] == np.sum(returns)
+    assert [len(agent) for agent in rows] == info.agent_length[-1, 0, :num].tolist()
 
 
 def worked_example(end):
@@ -87,7 +106,8 @@ def test_worked_example_of_rllib(end):
     env = worked_example(end)
     check(env, [a, b], [0, 5 + 7])
     _, trajectory = by_agent(env)
-    stats = rollout.summarize_agents(trajectory)
+    alone = jax.tree.map(lambda x: x[:, :1], trajectory)
+    stats = rollout.summarize_agents(alone)
     assert trajectory.episode_return[-1, 0] == 70
     assert (stats.num_steps, stats.num_agent_steps, stats.num_episodes) == (5, 6, 1)
     assert (stats.unassigned_reward, stats.num_stale) == (12, 1)
@@ -166,9 +186,6 @@ def test_game_of_three_in_turns():
     check(env, [a, b, [(22, -1, 52, True, False, False)]], [0, 0, 0])
 
 
-NUM_STEPS, NUM_AGENTS, B = 5, 3, 2
-
-
 def tables(num_rows, dtype, elements):
     return st_np.arrays(dtype, (num_rows, NUM_AGENTS), elements=elements)
 
@@ -187,7 +204,7 @@ RARE = st.integers(0, 7).map(lambda x: x == 7)
 def test_rows_are_those_of_a_plain_model(acting, reward, terminated, truncated, end):
     env = schedule(acting, reward, terminated=terminated, truncated=truncated, end=end)
     want, total, unassigned, length = agents.play(env)
-    trajectory, rows = jax.device_get(experience(env, B, 3 * NUM_STEPS))
+    trajectory, rows = jax.device_get(experience(env))
     found = agents.rows_of([rows], B, NUM_AGENTS)
     num_episodes = 3 * NUM_STEPS // length
     for (_, agent), got in found.items():
@@ -272,8 +289,8 @@ def test_windows_do_not_matter(turns):
     case = collected(is_turn_based=turns)
     want = compressed(windows(*case))
     assert want["two"].obs.size > 20
-    assert_same(compressed(windows(*case, (T // 2, T // 2))), want)
-    assert_same(compressed(windows(*case, (5, 1, T - 6))), want)
+    for lengths in ((T // 2, T // 2), (5, 1, T - 6))[: 1 + turns]:
+        assert_same(compressed(windows(*case, lengths)), want)
 
 
 @pytest.mark.slow
@@ -307,6 +324,7 @@ def test_lane_has_the_same_rows_among_any_number(num_envs):
             np.testing.assert_array_equal(*pair)
 
 
+@pytest.mark.slow
 def test_rows_without_jit_are_the_same():
     pending, trajectory = collected()
     few = part(trajectory, 0, 3)
@@ -400,6 +418,7 @@ class AllAct(ChanceEnv):
     simultaneous = True
 
 
+@pytest.mark.slow
 def test_nothing_is_pending_where_all_act():
     env = envs.vectorize_agents(AllAct(), LANES)
     collector = rollout.Collector(env=env, policy=make_policy(env))
@@ -416,6 +435,7 @@ def test_nothing_is_pending_where_all_act():
     assert not names & {"scan", "while", "concatenate"}
 
 
+@pytest.mark.slow
 def test_rows_go_where_transitions_go():
     rows = windows(*collected())["two"]
     stats = rollout.summarize(rows)
@@ -445,6 +465,7 @@ def test_rows_for_a_policy_are_its_own():
 @pytest.mark.parametrize(
     "is_fixed", [True, pytest.param(False, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_rows_of_policies_that_share_a_group(is_fixed):
     env = schedule(acting=np.ones((6, 3)), reward=np.arange(15).reshape(5, 3))
     env = envs.vectorize_agents(env, LANES)
@@ -477,13 +498,10 @@ def test_rows_of_policies_that_share_a_group(is_fixed):
 def test_errors_say_what_is_missing():
     from cases import make_collector as make_single
 
-    single = make_single("count")
-    carry = single.init(KEY)
     with pytest.raises(ValueError, match=r"`collector.env` must be made by"):
-        rollout.init_agent_transitions(single, carry)
-    _, trajectory = single.collect_steps(carry, None, 2)
+        rollout.init_agent_transitions(make_single("count"), None)
     with pytest.raises(ValueError, match=r"must be one of `envs.vectorize_agents`"):
-        rollout.agent_transitions((), trajectory)
+        rollout.agent_transitions((), collected()[1].replace(info={}))
     few = jax.tree.map(lambda x: x[:, :2], collected()[1])
     with pytest.raises(ValueError, match="`pending` must be of"):
         rollout.agent_transitions(collected()[0], few)
