@@ -15,7 +15,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {"README.md": README} | {f"docs/{p.name}": p.read_text() for p in PAGES}
-SLOW_PAGES = "agents buffers devices environments episodes many_machines training"
+SLOW_PAGES = (
+    "agents buffers devices environments episodes many_machines streaming training"
+)
 SLOW = [f"docs/{page}.md" for page in SLOW_PAGES.split()]
 
 

@@ -66,7 +66,7 @@ def run_operations(kind, successor, rng, num_operations, choose, more=True):
 @pytest.mark.parametrize(
     ("kind", "successor", "more"),
     [
-        ("prioritized", "shared", False),
+        pytest.param("prioritized", "shared", False, marks=pytest.mark.slow),
         pytest.param("episodes", "stored", True, marks=pytest.mark.slow),
     ],
 )

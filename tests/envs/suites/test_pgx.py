@@ -58,7 +58,9 @@ def pick_random(seed):
     return lambda mask, number: rng.choice(np.flatnonzero(mask))
 
 
-@pytest.mark.parametrize("name", ["tic_tac_toe", "connect_four"])
+@pytest.mark.parametrize(
+    "name", ["tic_tac_toe", pytest.param("connect_four", marks=pytest.mark.slow)]
+)
 def test_game_is_as_in_a_plain_loop(name, key_reuse):
     for step, _, state in play_both(name, pick_random(1)):
         check_observed(step.obs, step.acting, state)

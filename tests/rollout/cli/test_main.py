@@ -325,6 +325,7 @@ def test_defaults_are_those_of_the_kind_of_run(given, num_envs, num_steps, max_s
     assert max_steps in (None, args.max_steps)
 
 
+@pytest.mark.slow
 def test_gif_shows_the_first_episode_of_the_queue(one_episode, tmp_path, capsys):
     path, same = tmp_path / "a.gif", one_episode
     assert main(["CartPole-v1", f"--seed={SEED}", f"--gif={path}"]) == 0

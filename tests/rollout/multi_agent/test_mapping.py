@@ -155,6 +155,7 @@ def test_states_of_a_drawn_mapping_are_those_of_who_plays():
     np.testing.assert_array_equal(got.action["all"], jnp.where(counted, steps, 7))
 
 
+@pytest.mark.slow
 def test_extras_are_joined_by_name():
     policies = {"x": constant(0, value=2.0), "y": constant(1, value=3.0, log_prob=5.0)}
     for mapping in (
