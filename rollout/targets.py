@@ -115,13 +115,16 @@ def _check(trajectory: Transition, *values: jax.Array) -> None:
 
 
 def _fields(trajectory: Transition) -> tuple[jax.Array, ...]:
-    """What is read of a trajectory; other fields may be `()`."""
+    """What is read of a trajectory; other fields may be `()`, and the ids, too."""
+    episode_id = trajectory.episode_id
+    if isinstance(episode_id, tuple):  # then only an ending ends an episode
+        episode_id = jnp.zeros(trajectory.reward.shape, jnp.int32)
     return (
         trajectory.reward,
         trajectory.terminated,
         trajectory.terminated | trajectory.truncated,
         trajectory.mask,
-        trajectory.episode_id,
+        episode_id,
     )
 
 

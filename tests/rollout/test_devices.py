@@ -60,6 +60,7 @@ def collectives(program, *args):
     return re.findall(rf" ({names})(?:-start)?\(", text)
 
 
+@pytest.mark.slow
 def test_steps_have_the_bits_of_one_device():
     collector = make_collector("count", B)
     spread = shard(collector, 8)

@@ -118,6 +118,14 @@ def test_row_does_not_look_into_another_episode_behind_void_rows():
     np.testing.assert_allclose(got, expected, **CLOSE)
 
 
+def test_trajectory_of_hand_needs_no_episode_ids():
+    trajectory, next_value = make_trajectory()
+    want = rollout.gae(trajectory, next_value, gamma=GAMMA, lam=LAM)
+    trajectory = trajectory.replace(episode_id=())
+    got = rollout.gae(trajectory, next_value, gamma=GAMMA, lam=LAM)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_discounted_returns_agree_with_a_plain_loop():
     trajectory, next_value = make_trajectory()
     for after in (None, next_value):

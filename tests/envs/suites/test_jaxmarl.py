@@ -15,6 +15,7 @@ import envs
 import rollout
 
 KEY = jax.random.key(3)
+pytestmark = pytest.mark.slow  # the import alone takes seconds
 
 
 @struct.dataclass
@@ -149,7 +150,6 @@ def test_switch_riddle_is_as_in_a_plain_loop(key_reuse):
     check_parity(make("switch_riddle"), 6)
 
 
-@pytest.mark.slow
 def test_simple_spread_is_as_in_a_plain_loop(key_reuse, rank_promotion):
     check_parity(make("MPE_simple_spread_v3", max_steps=3), 4)
 
@@ -407,7 +407,6 @@ def check_in_space(env, obs):
     assert contains(obs).all()
 
 
-@pytest.mark.slow
 def test_collector_plays_switch_riddle():
     env, trajectory = collect(make("switch_riddle"), 24)
     check_in_space(env, trajectory.obs)
@@ -417,7 +416,6 @@ def test_collector_plays_switch_riddle():
     assert trajectory.terminated.any()
 
 
-@pytest.mark.slow
 def test_collector_plays_an_environment_of_two_groups():
     env, trajectory = collect(Duel(), 24)
     check_in_space(env, trajectory.obs)
@@ -432,7 +430,6 @@ def test_collector_plays_an_environment_of_two_groups():
     assert (trajectory.info.env["count"] == 3).all()
 
 
-@pytest.mark.slow
 def test_shapes_of_smax_with_masks_and_world_state(key_reuse, rank_promotion):
     """Traced only: to compile it takes most of a minute."""
     suite = make("HeuristicEnemySMAX", num_allies=2, num_enemies=2)

@@ -207,7 +207,8 @@ def test_observation_of_a_reset_is_checked():
         next(stream)
 
 
-@pytest.mark.parametrize("per_batch", [399, pytest.param(400, marks=slow)])
+@slow
+@pytest.mark.parametrize("per_batch", [399, 400])
 def test_faulty_episode_is_dropped_and_the_lane_goes_on(per_batch):
     options = {"key": jax.random.key(7), "steps_per_batch": per_batch}
     stream = rollout.Stream(
