@@ -9,6 +9,7 @@ import rollout
 from rollout import profiling
 
 
+@pytest.mark.slow
 def test_parts_and_the_rest_add_up_to_the_whole():
     collector = make_collector("count", 16)
     profile = rollout.profile(collector, None, 16, num_repeats=2)

@@ -20,6 +20,7 @@ def count_steps(count, transition):
     return count + transition.mask.sum()
 
 
+@pytest.mark.slow
 def test_eager_calls_compile_once():
     collector = make_collector("count")
     carry, _ = collect("count")

@@ -34,6 +34,7 @@ def plain_scales(raw, done):
     return np.array(scales)[:, None]
 
 
+@pytest.mark.slow
 def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     inner = envs.vectorize(CountEnv(), B)
     carry, got = collect(envs.NormalizeReward(inner, gamma=GAMMA))

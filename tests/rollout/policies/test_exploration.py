@@ -440,6 +440,7 @@ def take_modes():
     return dict(zip(policies, zip(steps, modes, strict=True), strict=True)), mask
 
 
+@pytest.mark.slow
 def test_mode_of_a_policy_that_explores_takes_no_random_action():
     for name in EXPLORING:
         step, decision = take_modes()[0][name]

@@ -301,6 +301,7 @@ def test_field_that_a_postprocess_does_not_read_has_no_array():
     assert stored not in text(postprocess=lambda t: t.reward).as_text()
 
 
+@pytest.mark.slow
 def test_stream_of_a_greedy_policy_takes_the_mode():
     policy = rollout.stateless_policy(
         lambda params, obs, key: jnp.zeros(B, jnp.int32),
