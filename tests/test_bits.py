@@ -22,7 +22,6 @@ CASES = [
     ("count", "recurrent", tuple(bits.STREAMS)),
     ("CartPole-v1", "net", ("truncate", "whole")),
     ("Breakout-MinAtar", "random", ("recycle",)),
-    ("normalized", "random", ("recycle",)),
 ]
 
 

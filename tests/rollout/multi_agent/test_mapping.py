@@ -15,6 +15,7 @@ import envs
 import rollout
 
 KEY = jax.random.key(11)
+pytestmark = pytest.mark.slow  # each is a program of its own
 B, T = 4, 12
 
 
@@ -80,7 +81,6 @@ def test_policy_sees_no_more_agents_than_it_plays():
     assert set(seen) == {(B * 1,)}
 
 
-@pytest.mark.slow
 def test_one_agent_with_one_policy_has_the_bits_of_the_plain_kernel():
     env = envs.vectorize(CountEnv(), B)
     policy = rollout.random_policy(env.action_space)
@@ -113,7 +113,6 @@ def drawn_mapping(num):
     return lambda key, agents: jax.random.randint(key, (len(agents),), 0, num)
 
 
-@pytest.mark.slow
 def test_drawn_mapping_holds_for_an_episode_and_no_longer():
     """10,000 episodes of two steps."""
     num_envs, num_steps = 250, 80
@@ -135,7 +134,6 @@ def test_drawn_mapping_holds_for_an_episode_and_no_longer():
     assert abs(again.mean() - 1 / 3) < 0.02  # nine deviations: it is drawn anew
 
 
-@pytest.mark.slow
 def test_drawn_mapping_does_not_depend_on_the_number_of_lanes():
     policies = {"x": constant(0), "y": constant(1)}
     few, many = (
@@ -146,7 +144,6 @@ def test_drawn_mapping_does_not_depend_on_the_number_of_lanes():
     assert len(np.unique(many.reshape(-1, 3), axis=0)) > 2
 
 
-@pytest.mark.slow
 def test_states_of_a_drawn_mapping_are_those_of_who_plays():
     policies = {"count": counting(), "seven": constant(7)}
     got = collect(table(), policies, drawn_mapping(2))
@@ -155,7 +152,6 @@ def test_states_of_a_drawn_mapping_are_those_of_who_plays():
     np.testing.assert_array_equal(got.action["all"], jnp.where(counted, steps, 7))
 
 
-@pytest.mark.slow
 def test_extras_are_joined_by_name():
     policies = {"x": constant(0, value=2.0), "y": constant(1, value=3.0, log_prob=5.0)}
     for mapping in (
@@ -169,7 +165,6 @@ def test_extras_are_joined_by_name():
         np.testing.assert_array_equal(extras["log_prob"], obs * is_y * 5.0)
 
 
-@pytest.mark.slow
 def test_groups_have_policies_of_their_own():
     env = ChanceEnv()
     box = rollout.random_policy(env.action_spaces["one"])
@@ -192,7 +187,6 @@ def test_groups_have_policies_of_their_own():
         collect(env, policies, drawn_mapping(2))
 
 
-@pytest.mark.slow
 def test_agent_that_the_mapping_forgets_at_run_time_is_seen():
     """An index out of range that no trial can show, since it is traced."""
 
@@ -228,7 +222,6 @@ def test_mode_is_that_of_policies_that_have_one():
     assert rollout.policy_map({"x": constant(0)}, mapping).mode is None
 
 
-@pytest.mark.slow
 def test_exploration_stands_inside():
     space = envs.Discrete(1_000_000)
     noisy = rollout.epsilon_greedy(
@@ -317,7 +310,6 @@ def test_environment_must_have_agents():
         rollout.Collector(env=env, policy=policy).init(KEY)
 
 
-@pytest.mark.slow
 def test_wrapped_map_and_stream_with_a_warm_up():
     env = envs.vectorize_agents(table(), B)
     policy = rollout.policy_map({"x": counting()}, rollout.fixed_mapping("x"))
