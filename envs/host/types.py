@@ -1,0 +1,131 @@
+"""The contracts of environments that are not JAX: NumPy in, NumPy out.
+
+A `HostVectorEnv` is `E` environments side by side that reset only when they are told
+to, each from a seed of its own. An `AsyncHostVectorEnv` can also step some of them and
+hand over whichever answer first.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import chex
+import numpy as np
+
+from envs.types import Space
+
+
+class HostStep(NamedTuple):
+    """What a step of `E` environments returned, or of the `R` that were received.
+
+    The arrays may be views of memory that the next call writes to.
+
+    Attributes:
+        obs: `[E, ...]`, true successors, also where an episode ended; any pytree.
+        reward: `[E]` float32.
+        terminated: `[E]` bool, the task itself ended.
+        truncated: `[E]` bool, cut from outside (time limit). Both flags may be set.
+        faulty: `[E]` bool, the environment failed: nothing else of its row holds, and
+            it takes no step before `rebuild`, then `reset`.
+        info: `[E, ...]`, any pytree of arrays of one structure; `{}` if there is none.
+        mask: `[E]` bool, False where the environment took no step but reset itself:
+            `obs` is then the first of a new episode. None stands for True everywhere.
+        causes: of each that is faulty, by its number, why.
+    """
+
+    obs: chex.ArrayTree  # [E, ...]
+    reward: np.ndarray  # [E]
+    terminated: np.ndarray  # [E]
+    truncated: np.ndarray  # [E]
+    faulty: np.ndarray  # [E]
+    info: chex.ArrayTree  # [E, ...]
+    mask: np.ndarray | None = None  # [E]
+    causes: Mapping[int, BaseException] = {}
+
+
+class EnvFault(RuntimeError):
+    """Environments failed at `reset`; those that did not are reset all the same.
+
+    Attributes:
+        causes: of each that failed, by its number, why.
+    """
+
+    def __init__(self, causes: Mapping[int, BaseException]) -> None:
+        self.causes = dict(causes)
+        number, cause = next(iter(self.causes.items()))
+        more = f", and {len(self.causes) - 1} more" if len(self.causes) > 1 else ""
+        super().__init__(
+            f"environment {number} failed: {type(cause).__name__}: {cause}{more}"
+        )
+
+
+@runtime_checkable
+class HostVectorEnv(Protocol):
+    """`E` environments side by side on the host, `[E, ...]` everywhere.
+
+    One that can go on after a fault has a further method, `rebuild(mask)`, `[E]` bool,
+    which makes those anew; each must be reset before its next step. One whose state
+    can be saved has `save()`, which returns a list of `E` `bytes`, and `load(states)`,
+    which takes it.
+    """
+
+    num_envs: int
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of one environment's observation."""
+
+    @property
+    def action_space(self) -> Space:
+        """Space of one environment's action."""
+
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
+        """Starts an episode in some environments, each from a seed of its own.
+
+        Args:
+            seeds: `[E]` uint32; read where `mask`.
+            mask: `[E]` bool, which to reset; at least one.
+
+        Returns:
+            `[E, ...]` observations; rows of the others are what they were. They may be
+            views of memory that the next call writes to.
+
+        Raises:
+            EnvFault: if some failed.
+        """
+
+    def step(self, action: chex.ArrayTree) -> HostStep:
+        """Takes one step in every environment, `[E, ...]`, and resets none."""
+
+    def close(self) -> None:
+        """Ends processes and frees memory; a second call does nothing."""
+
+
+@runtime_checkable
+class AsyncHostVectorEnv(HostVectorEnv, Protocol):
+    """A `HostVectorEnv` that can step some of its environments while others work."""
+
+    def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:
+        """Begins a step in some environments.
+
+        Args:
+            action: `[R, ...]`, one action for each.
+            env_id: `[R]` int, which they are; none of them may be under way.
+        """
+
+    def receive(
+        self, num_ready: int, timeout: float | None = None
+    ) -> tuple[HostStep, np.ndarray]:
+        """Waits for the first `num_ready` environments that answer.
+
+        Args:
+            num_ready: R, how many, at least 1 and at most as many as are under way.
+            timeout: seconds to wait, None for any time.
+
+        Returns:
+            What they answered, `[R, ...]`, the first that answered first; and which
+            they are, `[R]` int32.
+
+        Raises:
+            TimeoutError: if there are fewer for longer than `timeout`. Nothing is
+                lost: the next call hands them over.
+        """
