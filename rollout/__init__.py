@@ -19,6 +19,7 @@ from rollout import checkpoint
 from rollout.collector import Collector
 from rollout.devices import shard
 from rollout.evaluation import evaluate
+from rollout.host import FaultStats, HostCollector
 from rollout.minibatches import minibatches
 from rollout.multi_agent import (
     AgentFigures,
@@ -81,7 +82,9 @@ __all__ = [
     "Episode",
     "EpisodeKey",
     "Episodes",
+    "FaultStats",
     "Finished",
+    "HostCollector",
     "Moments",
     "Pending",
     "PerAgent",

@@ -88,6 +88,30 @@ def collector(env: Any, policy: Any, record_fn: Any) -> None:
         function("record_fn", record_fn)
 
 
+def host_env(env: Any) -> None:
+    """Refuses what is no environment of NumPy."""
+    if hasattr(env, "reset_done") or not hasattr(env, "close"):
+        raise ValueError(
+            "`env` must be a `HostVectorEnv`, as `envs.from_gymnasium` makes it, got "
+            f"{type(env).__name__}; environments in JAX go into a `Collector`."
+        )
+
+
+def host_call(carry: Any, params: Any) -> None:
+    """Refuses to step environments of NumPy while tracing."""
+    leaves = jax.tree.leaves((carry, params))
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        raise ValueError(
+            "A `HostCollector` steps environments in Python, so it must be called "
+            "outside of `jit`, got traced arguments."
+        )
+    if not isinstance(carry, Carry):
+        raise ValueError(
+            "`carry` must be what `init` or the last call returned, got "
+            f"{describe(carry)}."
+        )
+
+
 def carry(value: Any, num_envs: int) -> None:
     """Refuses what is no carry, or one of another number of lanes."""
     if not isinstance(value, Carry):

@@ -18,6 +18,7 @@ LADDER = (
     {"policies"},
     {"kernel"},
     {"collector"},
+    {"host"},
     {"devices", "evaluation", "multi_agent", "profiling", "stream"},
     {"cli"},
     {"__main__"},
@@ -84,8 +85,9 @@ def test_packages_import_only_what_they_may():
         if name.startswith("rollout.cli"):
             continue
         allowed = {"envs.types", "envs.keys"} if name.startswith("rollout") else set()
-        if name.startswith("rollout.multi_agent"):  # for its own kind
-            allowed |= {"envs.multi_agent"}
+        for kind in ("multi_agent", "host.types"):  # for its own kind
+            if name.startswith("rollout." + kind.split(".")[0]):
+                allowed |= {f"envs.{kind}"}
         assert others <= allowed, name
 
 

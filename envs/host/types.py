@@ -43,18 +43,18 @@ class HostStep(NamedTuple):
 
 
 class EnvFault(RuntimeError):
-    """Environments failed at `reset`; those that did not are reset all the same.
+    """Environments failed; at a `reset`, the others are reset all the same.
 
     Attributes:
         causes: of each that failed, by its number, why.
     """
 
-    def __init__(self, causes: Mapping[int, BaseException]) -> None:
+    def __init__(self, causes: Mapping[int, BaseException], hint: str = "") -> None:
         self.causes = dict(causes)
         number, cause = next(iter(self.causes.items()))
         more = f", and {len(self.causes) - 1} more" if len(self.causes) > 1 else ""
         super().__init__(
-            f"environment {number} failed: {type(cause).__name__}: {cause}{more}"
+            f"environment {number} failed: {type(cause).__name__}: {cause}{more}{hint}"
         )
 
 

@@ -98,6 +98,16 @@ def step_keys(episode: Episode) -> chex.PRNGKey:
     return keys.fold_in(episode.key, episode.episode_length + 1)
 
 
+def seeds(episode_key: chex.PRNGKey) -> jax.Array:
+    """`[...]` uint32, what environments that are not JAX begin these episodes with.
+
+    It is drawn from the key that a reset in JAX draws from.
+    """
+    reset_key = keys.fold_in(episode_key, RESET)
+    words = jax.vmap(lambda key: keys.bits(key, ()))(reset_key.reshape(-1))
+    return words.reshape(episode_key.shape)
+
+
 def policy_episode_keys(episode_key: chex.PRNGKey) -> chex.PRNGKey:
     """`[B]` keys of what a policy draws once for each of these episodes."""
     return keys.fold_in(episode_key, _ONCE)
@@ -126,6 +136,15 @@ def own_episodes(
 def queued_episodes(root: chex.PRNGKey, position: jax.Array) -> Start:
     """The episodes at `position`, `[B]` int32, of the queue that all lanes serve."""
     return Start(keys.fold_in(root, _QUEUE), -1 - position, None)
+
+
+def keys_of(
+    root: chex.PRNGKey, lanes: LaneIds, episode_id: jax.Array
+) -> chex.PRNGKey:
+    """The keys of episodes by their ids, `[B]`: of the lanes' own, or of the queue."""
+    own = _own_key(keys.fold_in(root, _ENV), lanes.number, episode_id // lanes.total)
+    queued = keys.fold_in(keys.fold_in(root, _QUEUE), -1 - episode_id)
+    return keys.select(episode_id < 0, queued, own)
 
 
 def _own_key(

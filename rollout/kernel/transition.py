@@ -38,7 +38,7 @@ def init(
 ) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
     lanes = lanes or episode_keys.all_lanes(env.num_envs)
-    accumulated = _accumulate_nothing(accumulators, env.num_envs)
+    accumulated = accumulate_nothing(accumulators, env.num_envs)
     episode = episode_keys.first_episodes(key, lanes, accumulated)
     env_state, obs = keys.barrier(env).reset(episode_keys.reset_keys(episode))
     carry = Carry(
@@ -47,7 +47,7 @@ def init(
         next_episode=jnp.zeros((), jnp.int32),
         env_state=env_state,
         obs=obs,
-        policy_state=_initial_policy_state(policy, env, episode.key),
+        policy_state=initial_policy_state(policy, env, episode.key),
         episode=episode,
     )
     return _place(env, carry)
@@ -130,7 +130,7 @@ def advance(
             cut = at_limit & ~transition.truncated
             transition = transition.replace(truncated=transition.truncated | at_limit)
         if accumulators:
-            figures = _accumulate(accumulators, carry.episode.accumulated, transition)
+            figures = accumulate(accumulators, carry.episode.accumulated, transition)
             transition = transition.replace(accumulated=figures)
             carry = carry.replace(episode=carry.episode.replace(accumulated=figures))
     return carry, transition, cut
@@ -161,7 +161,7 @@ def restart(
         fresh = carry.replace(
             env_state=new.state,
             obs=new.obs,
-            policy_state=_restart_policy(
+            policy_state=restart_policy(
                 policy, env, carry.policy_state, over, new.episode_key
             ),
             episode=Episode(
@@ -171,7 +171,7 @@ def restart(
                 episode_id=jnp.where(over, start.episode_id, episode.episode_id),
                 accumulated=keys.select(
                     over,
-                    _accumulate_nothing(accumulators, env.num_envs),
+                    accumulate_nothing(accumulators, env.num_envs),
                     episode.accumulated,
                 ),
             ),
@@ -273,13 +273,13 @@ def _record(
     )
 
 
-def _accumulate_nothing(accumulators: Accumulators, num_envs: int) -> chex.ArrayTree:
+def accumulate_nothing(accumulators: Accumulators, num_envs: int) -> chex.ArrayTree:
     """The figures of an episode before its first step, `[B, ...]`."""
     figures = {name: x.init(num_envs) for name, x in accumulators}
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), figures or ())
 
 
-def _accumulate(
+def accumulate(
     accumulators: Accumulators, figures: chex.ArrayTree, transition: Transition
 ) -> chex.ArrayTree:
     """Updates the figures with a step."""
@@ -318,7 +318,7 @@ def _place(env: VectorEnv, carry: Carry) -> Carry:
     return carry if spread is None else spread.place(carry, env.num_envs)
 
 
-def _restart_policy(
+def restart_policy(
     policy: Policy,
     env: VectorEnv,
     state: chex.ArrayTree,
@@ -332,13 +332,13 @@ def _restart_policy(
             return state
         return keys.select(over, fresh, state)
 
-    fresh = _initial_policy_state(policy, env, episode_key)
+    fresh = initial_policy_state(policy, env, episode_key)
     return jax.tree.map(
         choose, fresh, state, is_leaf=lambda x: isinstance(x, Persistent)
     )
 
 
-def _initial_policy_state(
+def initial_policy_state(
     policy: Policy, env: VectorEnv, episode_key: chex.PRNGKey
 ) -> chex.ArrayTree:
     """The state at the start of the episodes with these keys, `[B]`."""

@@ -1,0 +1,11 @@
+"""The folds over environments that are not JAX.
+
+`collector` is the facade; `run` the loop in Python, around one compiled `program` per
+step; `lanes` counts episodes and their seeds, `seats` says who plays which of exactly
+N, `rows` is what is written, and `faults` what is done where an environment fails.
+"""
+
+from rollout.host.collector import HostCollector
+from rollout.host.faults import FaultStats
+
+__all__ = ["FaultStats", "HostCollector"]

@@ -1,0 +1,417 @@
+"""`HostCollector`: the folds of `Collector` over environments that are not JAX."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from envs import keys
+from envs.host.types import HostVectorEnv
+from rollout import checks, kernel
+from rollout.host.faults import Faults, FaultStats
+from rollout.host.lanes import Lanes
+from rollout.host.rows import Rows
+from rollout.host.run import Run
+from rollout.host.seats import Seats
+from rollout.kernel.transition import accumulate, accumulate_nothing
+from rollout.types import (
+    Accumulator,
+    Accumulators,
+    Carry,
+    Episodes,
+    Policy,
+    Transition,
+)
+
+Acc = TypeVar("Acc")
+
+_BLOCK = 64  # rows that are collected before they are folded
+_NUMBERS = itertools.count(1)  # of collectors, in this process
+
+
+class HostCollector:
+    """Collects experience from environments that are not JAX.
+
+    The methods, the arguments and the results are those of `Collector`, but the
+    environments are stepped by a loop in Python, so nothing of it is called inside
+    `jit`. The policy is one jitted program, called once per step. A carry is good for
+    one call: afterwards the environments have moved on.
+
+    Rows whose `mask` is False are zero. Rows are void where an environment only reset
+    itself, and where an episode was lost to a fault.
+
+    Attributes:
+        env: `E` environments side by side.
+        policy: the policy that acts in them.
+        record_fn: what is recorded of a transition, as in `Collector`.
+        accumulators: figures of one's own that are kept per episode, likewise.
+
+    Args:
+        on_fault: what is done where an environment fails: it raises, a worker process
+            dies or does not answer, an observation is not finite or outside of its
+            space. "raise" raises `envs.EnvFault`; "restart" masks the episode from its
+            first row in this call on, counts it in `fault_stats`, logs the cause and
+            makes the environment anew; the others go on.
+        max_restarts: how many times in all environments are made anew; then it raises.
+
+    Raises:
+        ValueError: if an argument is not as above.
+    """
+
+    def __init__(
+        self,
+        *,
+        env: HostVectorEnv,
+        policy: Policy,
+        record_fn: Callable[[Transition], Transition] | None = None,
+        accumulators: Mapping[str, Accumulator] | Accumulators = (),
+        on_fault: str = "raise",
+        max_restarts: int = 100,
+    ) -> None:
+        checks.host_env(env)
+        checks.collector(env, policy, record_fn)
+        checks.count("max_restarts", max_restarts, least=0)
+        self.env, self.policy, self.record_fn = env, policy, record_fn
+        self.accumulators = checks.accumulators(accumulators)
+        self._faults = Faults(env, on_fault, max_restarts)
+        self._number, self._ticket = next(_NUMBERS), 0
+        self._run: Run | None = None
+        self._rows: Rows | None = None  # that an error cut short
+        self._key, self._next_episode = None, 0
+        self._figures: chex.ArrayTree = ()  # of the accumulators
+        self._seats: Seats | None = None
+        self._derive = jax.jit(self._derive_all)
+
+    @property
+    def fault_stats(self) -> FaultStats:
+        """What faults have cost so far."""
+        return self._faults.stats
+
+    def close(self) -> None:
+        """Closes the environments."""
+        self.env.close()
+
+    def init(self, key: chex.PRNGKey) -> Carry:
+        """Starts the first episode of every lane; see `Collector.init`.
+
+        Raises:
+            ValueError: as there.
+            envs.EnvFault: if an environment failed at its reset.
+        """
+        checks.typed_key(key)
+        self._ticket += 1
+        self._key, self._next_episode, self._rows = key, 0, None
+        self._figures = accumulate_nothing(self.accumulators, self.env.num_envs)
+        self._run = Run(self.env, self.policy, key, self._faults)
+        return self._snapshot()
+
+    def step(self, carry: Carry, params: Any) -> tuple[Carry, Transition]:
+        """Takes one step in every lane; see `Collector.step`."""
+        carry, trajectory = self.collect_steps(carry, params, 1)
+        return carry, jax.tree.map(lambda x: x[0], trajectory)
+
+    def collect_steps(
+        self, carry: Carry, params: Any, num_steps: int
+    ) -> tuple[Carry, Transition]:
+        """Takes `num_steps` steps in every lane; see `Collector.collect_steps`.
+
+        Raises:
+            ValueError: as there, or if `carry` is not that of the last call.
+            envs.EnvFault: if an environment failed, and is not to be made anew. What
+                was collected until then is kept for `recover`, as after Ctrl-C, which
+                raises between two steps.
+        """
+        rows = Rows(checks.count("num_steps", num_steps))
+        self._begin(carry, params, rows)
+        self._run.play(params, rows)
+        trajectory = self._finish(rows)
+        return self._snapshot(), trajectory
+
+    def fold_steps(
+        self,
+        carry: Carry,
+        params: Any,
+        fn: Callable[[Acc, Transition], Acc],
+        acc: Acc,
+        *,
+        num_steps: int,
+    ) -> tuple[Carry, Acc]:
+        """Folds each of `num_steps` transitions into `acc`; see `Collector.fold_steps`.
+
+        Rows of an episode that were folded before it was lost stay so.
+        """
+        num_steps = checks.count("num_steps", num_steps)
+        checks.function("fn", fn)
+        self._begin(carry, params)
+        capacity = min(_BLOCK, num_steps)
+        for first in range(0, num_steps, capacity):
+            self._rows = Rows(min(capacity, num_steps - first), capacity)
+            self._run.play(params, self._rows)
+            acc = _fold(fn, acc, self._finish(self._rows), self._rows.num)
+        return self._snapshot(), acc
+
+    def collect_episodes(
+        self,
+        carry: Carry,
+        params: Any,
+        num_episodes: int,
+        *,
+        max_steps: int,
+        min_steps: int | None = None,
+    ) -> tuple[Carry, Episodes]:
+        """Plays exactly `num_episodes` episodes; see `Collector.collect_episodes`.
+
+        One that is lost to a fault is among them, with `mask` False and all else zero.
+        """
+        num_episodes = checks.count("num_episodes", num_episodes)
+        if min_steps is not None:
+            min_steps = checks.count("min_steps", min_steps)
+        seats = self._make_queue(carry, params, num_episodes, min_steps)
+        return self._play(params, seats, max_steps, self._note_figures(seats))
+
+    def collect_episodes_per_env(
+        self, carry: Carry, params: Any, episodes_per_env: int, *, max_steps: int
+    ) -> tuple[Carry, Episodes]:
+        """Plays episodes of every lane; see `Collector.collect_episodes_per_env`."""
+        episodes_per_env = checks.count("episodes_per_env", episodes_per_env)
+        self._begin(carry, params)
+        lane = np.arange(self.env.num_envs)
+        seats = Seats(
+            lane,
+            episodes_per_env * self.env.num_envs,
+            self._run.lanes.next_own() - lane,
+            is_queue=False,
+        )
+        return self._play(params, seats, max_steps, self._note_figures(seats))
+
+    def fold_episodes(
+        self,
+        carry: Carry,
+        params: Any,
+        fn: Callable[[Acc, Transition], Acc],
+        acc: Acc,
+        *,
+        num_episodes: int,
+        max_steps: int,
+    ) -> tuple[Carry, Acc, Episodes]:
+        """Folds each transition of `num_episodes`; see `Collector.fold_episodes`."""
+        num_episodes = checks.count("num_episodes", num_episodes)
+        checks.function("fn", fn)
+        seats = self._make_queue(carry, params, num_episodes, None)
+
+        def consume(rows: Rows) -> None:
+            nonlocal acc
+            trajectory = self._finish(rows)
+            self._accumulate(seats, trajectory)
+            acc = _fold(fn, acc, trajectory, rows.num)
+
+        carry, episodes = self._play(params, seats, max_steps, consume)
+        return carry, acc, episodes
+
+    def collect_padded_episodes(
+        self, carry: Carry, params: Any, num_episodes: int, *, max_length: int
+    ) -> tuple[Carry, Transition, Episodes]:
+        """Returns `num_episodes` whole; see `Collector.collect_padded_episodes`."""
+        num_episodes = checks.count("num_episodes", num_episodes)
+        max_length = checks.count("max_length", max_length)
+        seats = self._make_queue(carry, params, num_episodes, None)
+        padded: chex.ArrayTree = None
+
+        def consume(rows: Rows) -> None:
+            nonlocal padded
+            trajectory = jax.device_get(self._finish(rows))
+            self._accumulate(seats, trajectory)
+            if padded is None:
+                padded = _blank(trajectory, (max_length, num_episodes))
+            here = trajectory.mask
+            index = seats.index_of(trajectory.episode_id)[here]
+            place = (trajectory.episode_length[here] - 1, index)
+            pairs = zip(
+                jax.tree.leaves(padded), jax.tree.leaves(trajectory), strict=True
+            )
+            for table, new in pairs:
+                table[place] = new[here]
+
+        carry, episodes = self._play(params, seats, max_length, consume)
+        for table in jax.tree.leaves(padded):
+            table[:, seats.is_lost] = 0
+        return carry, jax.device_put(padded), episodes
+
+    def recover(self) -> tuple[Carry, Transition]:
+        """Goes on after an error, or after Ctrl-C, that cut a call short.
+
+        Environments that failed are made anew, if they can be, and lanes whose episode
+        cannot go on begin new ones.
+
+        Returns:
+            The carry to go on with; and what the call had collected, `[T, E, ...]`, of
+            a fold or of whole episodes the rows that it had not done with yet.
+
+        Raises:
+            ValueError: if no call was cut short.
+        """
+        if self._rows is None:
+            raise ValueError(
+                "`recover` must follow a call that was cut short, got none."
+            )
+        num_rows = self._rows.num
+        trajectory = self._finish(self._rows) if num_rows else None
+        if self._seats is not None:
+            self._next_episode += self._seats.num_queued
+            self._seats = None
+        self._run.recover()
+        if trajectory is not None:
+            trajectory = jax.tree.map(lambda x: x[:num_rows], trajectory)
+        return self._snapshot(), trajectory
+
+    def _begin(self, carry: Carry, params: Any, rows: Rows | None = None) -> None:
+        """Refuses a carry that is not the last one, and uses it up."""
+        checks.host_call(carry, params)
+        if self._run is None or not np.array_equal(carry.env_state, self._mark):
+            raise ValueError(
+                "`carry` must be the one that the last call returned, for the "
+                "environments have moved on; after an error `recover` returns one."
+            )
+        self._ticket += 1
+        self._rows = rows or Rows(1)
+
+    @property
+    def _mark(self) -> np.ndarray:
+        """What the carry of the last call has, and no other."""
+        return np.array([self._number, self._ticket], np.uint32)
+
+    def _snapshot(self) -> Carry:
+        """The carry that the next call takes."""
+        run, lanes = self._run, self._run.lanes
+        run.program.restart(lanes.over, lanes.episode_id)
+        self._rows = None
+        accumulated = self._figures
+        if self.accumulators:
+            accumulated = _restarted(self.accumulators, accumulated, lanes)
+        return Carry(
+            key=self._key,
+            step=run.program.step,
+            next_episode=np.int32(self._next_episode),
+            env_state=self._mark,
+            obs=jax.tree.map(np.array, run.obs),
+            policy_state=run.program.state,
+            episode=lanes.snapshot(accumulated),
+        )
+
+    def _make_queue(
+        self, carry: Carry, params: Any, num_episodes: int, min_steps: int | None
+    ) -> Seats:
+        """All lanes serve one queue: whoever is free takes the next episode."""
+        self._begin(carry, params)
+        num_envs = self.env.num_envs
+        ids = np.full(num_envs, -1 - self._next_episode)
+        options = {"is_queue": True, "min_steps": min_steps}
+        return Seats(np.arange(num_envs), num_episodes, ids, **options)
+
+    def _play(
+        self,
+        params: Any,
+        seats: Seats,
+        max_steps: int,
+        consume: Callable[[Rows], None],
+    ) -> tuple[Carry, Episodes]:
+        """Plays the episodes of `seats`, and hands every block of rows to `consume`."""
+        limit, run = checks.count("max_steps", max_steps, most=None), self._run
+        self._seats = seats
+        everywhere = np.ones(self.env.num_envs, bool)
+        after = seats.after(run.lanes)
+        run.begin(everywhere, seats.episode_id, seats)
+        while not seats.is_over:
+            self._rows = Rows(_BLOCK)
+            run.play(params, self._rows, limit=limit, seats=seats)
+            consume(self._rows)
+        episodes = seats.read()
+        self._next_episode += seats.num_queued
+        self._seats = None
+        run.begin(everywhere, after)
+        return self._snapshot(), jax.device_put(episodes)
+
+    def _note_figures(self, seats: Seats) -> Callable[[Rows], None]:
+        """What reads of a block only what is accumulated."""
+
+        def consume(rows: Rows) -> None:
+            if self.accumulators:
+                self._accumulate(seats, self._finish(rows))
+
+        return consume
+
+    def _accumulate(self, seats: Seats, trajectory: Transition) -> None:
+        """Notes the figures of the episodes that ended in a block."""
+        if self.accumulators:
+            ended = np.asarray(trajectory.done & trajectory.mask)
+            index = seats.index_of(np.asarray(trajectory.episode_id))[ended]
+            figures = jax.device_get(trajectory.accumulated)
+            seats.accumulate(index, jax.tree.map(lambda x: x[ended], figures))
+
+    def _finish(self, rows: Rows) -> Transition:
+        """Rows as they are handed out, on the device; zero from number `num` on."""
+        trajectory = jax.device_put(rows.read())
+        if self.record_fn is None and not self.accumulators:
+            return trajectory
+        self._figures, trajectory = self._derive(self._figures, trajectory)
+        return trajectory
+
+    def _derive_all(
+        self, figures: chex.ArrayTree, trajectory: Transition
+    ) -> tuple[chex.ArrayTree, Transition]:
+        """Row by row, what the accumulators and `record_fn` make of a trajectory."""
+        nothing = accumulate_nothing(self.accumulators, self.env.num_envs)
+
+        def see(old: chex.ArrayTree, row: Transition) -> tuple:
+            if self.accumulators:
+                new = accumulate(
+                    self.accumulators, keys.select(row.first, nothing, old), row
+                )
+                old = keys.select(row.mask, new, old)
+                row = row.replace(accumulated=old)
+            return old, kernel.void(kernel.record(self.record_fn, row))
+
+        return lax.scan(see, figures, trajectory)
+
+
+def _fold(
+    fn: Callable[[Acc, Transition], Acc], acc: Acc, trajectory: Transition, num: int
+) -> Acc:
+    """Folds the first `num` rows of a trajectory into `acc`."""
+    try:
+        hash(fn)
+    except TypeError:
+        return _fold_rows(fn, acc, trajectory, num)
+    return _fold_jitted(fn, acc, trajectory, num)
+
+
+def _fold_rows(
+    fn: Callable[[Acc, Transition], Acc],
+    acc: Acc,
+    trajectory: Transition,
+    num: jax.Array,
+) -> Acc:
+    def step(row: jax.Array, acc: Acc) -> Acc:
+        return fn(acc, jax.tree.map(lambda x: x[row], trajectory))
+
+    return lax.fori_loop(0, num, step, acc)
+
+
+_fold_jitted = jax.jit(_fold_rows, static_argnums=0)
+
+
+def _restarted(
+    accumulators: Accumulators, figures: chex.ArrayTree, lanes: Lanes
+) -> chex.ArrayTree:
+    """The figures of the episodes that the lanes are in."""
+    nothing = accumulate_nothing(accumulators, lanes.num_envs)
+    return keys.select(jnp.asarray(lanes.episode_length == 0), nothing, figures)
+
+
+def _blank(trajectory: Transition, shape: tuple[int, int]) -> Transition:
+    return jax.tree.map(lambda x: np.zeros(shape + x.shape[2:], x.dtype), trajectory)

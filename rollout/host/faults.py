@@ -1,0 +1,133 @@
+"""Environments that fail: what is done about it, and what it cost."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import numpy as np
+
+from envs.host.types import EnvFault
+from envs.types import Space
+
+_LOG = logging.getLogger("rollout")
+
+
+class FaultStats(NamedTuple):
+    """What faults cost since the collector was made.
+
+    Attributes:
+        faulty_episodes: episodes that were given up.
+        lost_steps: rows that were masked for it, those of the faults included.
+        restarts: environments that were made anew.
+    """
+
+    faulty_episodes: int
+    lost_steps: int
+    restarts: int
+
+
+class Faults:
+    """Counts faults, reports each once, and says when there were too many."""
+
+    def __init__(self, env: Any, on_fault: str, max_restarts: int) -> None:
+        if on_fault not in ("raise", "restart"):
+            raise ValueError(
+                f'`on_fault` must be "raise" or "restart", got {on_fault!r}.'
+            )
+        if on_fault == "restart" and not hasattr(env, "rebuild"):
+            raise ValueError(
+                '`on_fault="restart"` needs environments that can be made anew one by '
+                "one, as those of `envs.workers` and of `envs.from_gymnasium` with an "
+                f"id or a function, got {type(env).__name__}."
+            )
+        self._env, self._on_fault = env, on_fault
+        self._max_restarts = max_restarts
+        self.stats = FaultStats(0, 0, 0)
+
+    def report(
+        self, causes: Mapping[int, BaseException], *, episodes: int, steps: int
+    ) -> None:
+        """Counts a fault, and says what it was.
+
+        Args:
+            causes: of each environment that failed, by its number, why.
+            episodes: episodes that are lost with them.
+            steps: rows that are masked.
+
+        Raises:
+            EnvFault: if they shall not be made anew, or were too often.
+        """
+        old = self.stats
+        self.stats = old._replace(
+            faulty_episodes=old.faulty_episodes + episodes,
+            lost_steps=old.lost_steps + steps,
+        )
+        cause = next(iter(causes.values()))
+        if self._on_fault == "raise":
+            raise EnvFault(causes) from cause
+        if old.restarts + len(causes) > self._max_restarts:
+            hint = f"; `max_restarts`={self._max_restarts} are used up"
+            raise EnvFault(causes, hint) from cause
+        for number, reason in causes.items():
+            what = f"{type(reason).__name__}: {reason}"
+            _LOG.warning("environment %d is made anew after %s", number, what)
+
+    def rebuild(self, numbers: Iterable[int]) -> None:
+        """Makes environments anew, whatever was asked for."""
+        mask = np.zeros(self._env.num_envs, bool)
+        mask[list(numbers)] = True
+        if hasattr(self._env, "rebuild"):
+            self._env.rebuild(mask)
+        count = int(mask.sum())
+        self.stats = self.stats._replace(restarts=self.stats.restarts + count)
+
+
+class Guard:
+    """Finds observations that are not finite or not in their space."""
+
+    def __init__(self, space: Space) -> None:
+        self._bounds = [_bounds_of(x) for x in _leaves_of(space)]
+
+    def find(self, obs: chex.ArrayTree) -> np.ndarray | None:
+        """`[E]` bool, where an observation is none of the space; None: nowhere."""
+        leaves = [obs] if isinstance(obs, np.ndarray) else jax.tree.leaves(obs)
+        bad = None
+        for leaf, bounds in zip(leaves, self._bounds, strict=True):
+            if bounds is None:
+                continue
+            # Bounds are finite, so what is not finite is outside of them.
+            inside = (leaf >= bounds[0]) & (leaf <= bounds[1])
+            if not inside.all():
+                here = ~inside.reshape(len(leaf), -1).all(axis=1)
+                bad = here if bad is None else bad | here
+        return bad
+
+
+def _leaves_of(space: Any) -> list[Any]:
+    """The spaces of the leaves of an observation, in their order."""
+    parts = getattr(space, "spaces", None)
+    if isinstance(parts, Mapping):
+        return [leaf for name in sorted(parts) for leaf in _leaves_of(parts[name])]
+    if parts is not None:
+        return [leaf for part in parts for leaf in _leaves_of(part)]
+    return [space]
+
+
+def _bounds_of(space: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    """The smallest and the largest value; None if the dtype has no others."""
+    dtype = np.dtype(space.dtype)
+    if hasattr(space, "n"):
+        return np.asarray(space.start, dtype), np.asarray(
+            space.start + space.n - 1, dtype
+        )
+    low, high = np.asarray(space.low), np.asarray(space.high)
+    if dtype.kind == "b":
+        return None
+    most = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    if dtype.kind != "f" and (low <= most.min).all() and (high >= most.max).all():
+        return None
+    low = np.maximum(low.astype(np.float64), most.min)
+    high = np.minimum(high.astype(np.float64), most.max)
+    return low.astype(dtype), high.astype(dtype)

@@ -1,0 +1,177 @@
+"""The policy as one compiled program, which a loop in Python calls at every step."""
+
+import functools
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from envs import keys
+from envs.types import Space
+from rollout import kernel
+from rollout.kernel import episode_keys
+from rollout.kernel.episode_keys import LaneIds
+from rollout.kernel.transition import initial_policy_state, restart_policy
+from rollout.policies.exploration import random_where
+from rollout.types import Carry, Episode, Policy
+
+
+class View(NamedTuple):
+    """What the kernel asks of an environment to let a policy act in it."""
+
+    num_envs: int
+    action_space: Space
+
+
+class Program:
+    """A policy that acts on the host: its state and its keys stay on the device.
+
+    Args:
+        policy: the policy.
+        action_space: of one lane.
+        num_envs: E, lanes; a call may be about some of them.
+        key: one typed root key.
+    """
+
+    def __init__(
+        self, policy: Policy, action_space: Space, num_envs: int, key: chex.PRNGKey
+    ) -> None:
+        self._policy, self._impl = policy, jax.random.key_impl(key)
+        self._view = View(num_envs, action_space)
+        lanes = episode_keys.all_lanes(num_envs)
+        first = episode_keys.keys_of(key, lanes, lanes.number)
+        self._words = jax.random.key_data(key)  # a typed key takes jax's slow way in
+        self.step = jnp.zeros((), jnp.int32)
+        self.state = initial_policy_state(policy, self._view, first)
+        self.has_state = bool(jax.tree.leaves(self.state))
+        self._act = jax.jit(self._apply, static_argnames="warmup")
+        self._restart = jax.jit(self._restarted)
+
+    def act(
+        self,
+        params: Any,
+        obs: chex.ArrayTree,
+        over: np.ndarray,
+        episode_id: np.ndarray,
+        *,
+        env_id: np.ndarray | None = None,
+        is_random: np.ndarray | None = None,
+    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Asks the policy what to do, and moves its state on.
+
+        Args:
+            params: whatever the policy takes as its parameters.
+            obs: `[R, ...]`, NumPy; nobody may write to it afterwards.
+            over: `[R]` bool, lanes that are at the start of an episode.
+            episode_id: `[R]` int32, the episodes they are in.
+            env_id: `[R]` int32, which lanes these are; None for all E in order.
+            is_random: `[R]` bool, lanes that act at random instead; None for nowhere.
+
+        Returns:
+            Action and extras, `[R, ...]`, NumPy.
+        """
+        lanes = (over, episode_id) if self.has_state else ()
+        moved, out = self._act(
+            params,
+            self._words,
+            (self.step, self.state),
+            obs,
+            lanes,
+            env_id,
+            is_random,
+            warmup=is_random is not None,
+        )
+        self.step, self.state = moved
+        # All copies begin before the first is waited for.
+        return jax.tree.map(np.asarray, out) if _is_on_host() else jax.device_get(out)
+
+    def restart(self, over: np.ndarray, episode_id: np.ndarray) -> None:
+        """Puts the state of the lanes where `over` back to that of an episode's start.
+
+        `act` does so by itself; this is for a state that is looked at.
+        """
+        if self.has_state and over.any():
+            self.state = self._restart(self._words, self.state, over, episode_id)
+
+    def _apply(
+        self,
+        params: Any,
+        words: jax.Array,
+        moved: tuple[jax.Array, chex.ArrayTree],
+        obs: chex.ArrayTree,
+        lanes: tuple[jax.Array, ...],
+        env_id: jax.Array | None,
+        is_random: jax.Array | None,
+        *,
+        warmup: bool,
+    ) -> tuple[tuple[jax.Array, chex.ArrayTree], tuple[chex.ArrayTree, ...]]:
+        root = jax.random.wrap_key_data(words, impl=self._impl)
+        step, state = moved
+        policy, num_lanes = self._policy, len(jax.tree.leaves(obs)[0])
+        view = self._view._replace(num_envs=num_lanes)
+        if lanes:
+            state = self._restarted(words, state, *lanes, env_id)
+        if warmup:
+            key = episode_keys.warmup_key(root, step)
+            policy = random_where(policy, view.action_space, is_random, key)
+        decision = kernel.act(view, policy, _carry(root, step, obs, state), params)
+        return self._moved(step, decision.state, moved[1], env_id), (
+            decision.action,
+            decision.extras,
+        )
+
+    def _moved(
+        self,
+        step: jax.Array,
+        new: chex.ArrayTree,
+        old: chex.ArrayTree,
+        env_id: jax.Array | None,
+    ) -> tuple[jax.Array, chex.ArrayTree]:
+        """The next step, and the state of all lanes."""
+        if env_id is not None:
+            new = jax.tree.map(lambda x, rows: x.at[env_id].set(rows), old, new)
+        return step + 1, new
+
+    def _restarted(
+        self,
+        words: jax.Array,
+        state: chex.ArrayTree,
+        over: jax.Array,
+        episode_id: jax.Array,
+        env_id: jax.Array | None = None,
+    ) -> chex.ArrayTree:
+        """The state of the lanes that act, of new episodes where `over`."""
+        root = jax.random.wrap_key_data(words, impl=self._impl)
+        lanes = episode_keys.all_lanes(self._view.num_envs)
+        policy, take = self._policy, lambda tree: tree
+        if env_id is not None:
+            take = functools.partial(jax.tree.map, lambda x: jnp.asarray(x)[env_id])
+            lanes = LaneIds(lanes.number[env_id], lanes.total)
+            init, num_envs = policy.init, self._view.num_envs
+            policy = policy._replace(init=lambda _: take(init(num_envs)))
+        view = self._view._replace(num_envs=len(over))
+        key = episode_keys.keys_of(root, lanes, episode_id)
+        return restart_policy(policy, view, take(state), over, key)
+
+
+def _carry(
+    root: chex.PRNGKey, step: jax.Array, obs: chex.ArrayTree, state: chex.ArrayTree
+) -> Carry:
+    """What `kernel.act` reads of a carry."""
+    nothing = Episode(key=(), episode_return=(), episode_length=(), episode_id=())
+    return Carry(
+        key=root,
+        step=step,
+        next_episode=(),
+        env_state=(),
+        obs=obs,
+        policy_state=state,
+        episode=nothing,
+    )
+
+
+def _is_on_host() -> bool:
+    """Tells whether what is computed lies in the memory that NumPy reads."""
+    return jax.default_backend() == "cpu"

@@ -1,0 +1,234 @@
+"""`HostCollector` against the kernel: the same rows, from NumPy."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from host_count import HostCount, SeedCount
+
+import envs
+import rollout
+from rollout.host import HostCollector
+
+KEY = jax.random.key(3)
+
+
+def act(params, obs, count, key):
+    """A recurrent policy that draws, counts its steps and records both."""
+    noise = jax.random.uniform(key, count.shape)
+    action = (noise * 3).astype(jnp.int32)
+    return action, count + 1, {"count": count, "noise": noise}
+
+
+POLICY = rollout.recurrent_policy(act, lambda num_envs: jnp.zeros(num_envs, int))
+
+
+def add_square(transition):
+    return transition.replace(extras={**transition.extras, "two": transition.reward**2})
+
+
+def longest(num_envs):
+    return jnp.zeros(num_envs, jnp.float32)
+
+
+ACCUMULATORS = {
+    "squares": rollout.Accumulator(longest, lambda x, t: x + t.reward**2),
+}
+OPTIONS = {"policy": POLICY, "accumulators": ACCUMULATORS, "record_fn": add_square}
+
+
+@functools.cache
+def in_jax(num_envs=4, **params):
+    env = envs.vectorize(SeedCount(**params), num_envs, auto_reset="select")
+    return rollout.Collector(env=env, **OPTIONS)
+
+
+def on_host(num_envs=4, **params):
+    return HostCollector(env=HostCount(num_envs, **params), **OPTIONS)
+
+
+def assert_same(host, kernel):
+    """Equal but for what only one of them has: keys, and the state of environments."""
+    chex.assert_trees_all_equal(jax.device_get(host), jax.device_get(kernel))
+
+
+def assert_same_carry(host, kernel):
+    assert_same(
+        host.replace(key=0, env_state=0, episode=host.episode.replace(key=0)),
+        kernel.replace(key=0, env_state=0, episode=kernel.episode.replace(key=0)),
+    )
+
+
+def test_steps_are_those_of_the_kernel():
+    collectors = on_host(), in_jax()
+    carries = [x.init(KEY) for x in collectors]
+    assert_same_carry(*carries)
+    for _ in range(2):
+        pairs = [x.collect_steps(c, None, 40) for x, c in zip(collectors, carries)]
+        carries, trajectories = zip(*pairs)
+        assert_same(*trajectories)
+        assert_same_carry(*carries)
+    assert trajectories[0].done.any() and trajectories[0].truncated.any()
+
+
+def test_one_call_is_two_calls_is_single_steps():
+    whole, parts = on_host(), on_host()
+    _, expected = whole.collect_steps(whole.init(KEY), None, 20)
+    carry, first = parts.collect_steps(parts.init(KEY), None, 13)
+    rows = [jax.tree.map(lambda x: x[i], first) for i in range(13)]
+    for _ in range(7):
+        carry, row = parts.step(carry, None)
+        rows.append(row)
+    assert_same(jax.tree.map(lambda *x: jnp.stack(x), *rows), expected)
+
+
+@pytest.mark.parametrize("num_episodes", [1, 3, 4, 11])
+def test_episodes_are_those_of_the_kernel(num_episodes):
+    lengths = dict(min_length=np.arange(2, 6), max_length=np.arange(2, 6), limit=100)
+    fixed = envs.vectorize_each(
+        SeedCount(**{k: jnp.broadcast_to(v, 4) for k, v in lengths.items()}), 4,
+        auto_reset="select",
+    )  # fmt: skip
+    kernel, host = rollout.Collector(env=fixed, **OPTIONS), on_host(**lengths)
+    options = {"num_episodes": num_episodes, "max_steps": 4}
+    carries = [x.init(KEY) for x in (host, kernel)]
+    for _ in range(2):
+        pairs = [
+            x.collect_episodes(c, None, **options)
+            for x, c in zip((host, kernel), carries)
+        ]
+        carries, episodes = zip(*pairs)
+        assert_same(*episodes)
+        assert_same_carry(*carries)
+
+
+def test_episodes_per_env_are_those_of_the_kernel():
+    collectors = on_host(), in_jax()
+    pairs = [
+        x.collect_episodes_per_env(x.init(KEY), None, 3, max_steps=6)
+        for x in collectors
+    ]
+    carries, episodes = zip(*pairs)
+    assert_same(*episodes)
+    assert_same_carry(*carries)
+
+
+def test_enough_steps_are_those_of_the_kernel():
+    for min_steps in (1, 17, 30):
+        pairs = [
+            x.collect_episodes(x.init(KEY), None, 9, max_steps=6, min_steps=min_steps)
+            for x in (on_host(), in_jax())
+        ]
+        carries, episodes = zip(*pairs)
+        assert_same(*episodes)
+        assert_same_carry(*carries)
+
+
+def test_padded_episodes_are_those_of_the_kernel():
+    pairs = [
+        x.collect_padded_episodes(x.init(KEY), None, 7, max_length=6)
+        for x in (on_host(), in_jax())
+    ]
+    for host, kernel in zip(*pairs):
+        if isinstance(host, rollout.Carry):
+            assert_same_carry(host, kernel)
+        else:
+            assert_same(host, kernel)
+
+
+def count_rows(acc, transition):
+    return {
+        "steps": acc["steps"] + transition.mask.sum(dtype=jnp.int32),
+        "reward": acc["reward"] + jnp.where(transition.mask, transition.reward, 0),
+        "noise": acc["noise"] + jnp.where(transition.mask, transition.extras["two"], 0),
+    }
+
+
+def nothing():
+    zeros = jnp.zeros(4)
+    return {"steps": jnp.int32(0), "reward": zeros, "noise": zeros}
+
+
+def test_folds_are_those_of_the_kernel():
+    for num_steps in (3, 64, 150):
+        pairs = [
+            x.fold_steps(x.init(KEY), None, count_rows, nothing(), num_steps=num_steps)
+            for x in (on_host(), in_jax())
+        ]
+        carries, accs = zip(*pairs)
+        assert_same(*accs)
+        assert_same_carry(*carries)
+    folds = [
+        x.fold_episodes(
+            x.init(KEY), None, count_rows, nothing(), num_episodes=40, max_steps=6
+        )
+        for x in (on_host(), in_jax())
+    ]
+    assert_same(folds[0][1:], folds[1][1:])
+
+
+def test_environment_that_resets_itself_gives_void_rows():
+    """Its rows without the void ones are those of one that is told to."""
+    collectors = on_host(2), on_host(2, resets_itself=True)
+    rows = []
+    for collector in collectors:
+        _, t = collector.collect_steps(collector.init(KEY), None, 60)
+        mask = np.asarray(t.mask)
+        assert all(not np.any(x[~mask]) for x in jax.tree.leaves(jax.device_get(t)))
+        t = t.replace(extras={"count": t.extras["count"]}, action=(), info=())
+        by_lane = [jax.tree.map(lambda x: x[mask[:, i], i][:40], t) for i in (0, 1)]
+        rows.append(by_lane)
+        if collector is collectors[1]:
+            over = np.asarray(t.done)[:-1]
+            np.testing.assert_array_equal(~mask[1:], over)
+    assert_same(rows[1], rows[0])
+
+
+def test_policy_that_draws_per_episode_gets_the_kernels_keys():
+    def apply(params, obs, state, key):
+        drawn = jax.vmap(jax.random.uniform)(state.value)
+        action = jnp.zeros(len(obs), jnp.int32)
+        return rollout.PolicyStep(action, state, {"drawn": drawn})
+
+    policy = rollout.Policy(init=lambda num_envs: rollout.EpisodeKey(), apply=apply)
+    env = envs.vectorize(SeedCount(), 4, auto_reset="select")
+    kernel = rollout.Collector(env=env, policy=policy)
+    host = HostCollector(env=HostCount(4), policy=policy)
+    with jax.debug_key_reuse(False):
+        rows = [x.collect_steps(x.init(KEY), None, 20)[1] for x in (host, kernel)]
+        assert_same(*rows)
+        episodes = [
+            x.collect_padded_episodes(x.init(KEY), None, 5, max_length=5)[1:]
+            for x in (host, kernel)
+        ]
+        assert_same(*episodes)
+
+
+def test_only_the_last_carry_is_taken():
+    collector = on_host()
+    first = collector.init(KEY)
+    second, _ = collector.step(first, None)
+    with pytest.raises(ValueError, match="`carry` must be the one that the last call"):
+        collector.step(first, None)
+    collector.step(second, None)
+    other = on_host()
+    with pytest.raises(ValueError, match="`carry` must be the one that the last call"):
+        other.step(collector.init(KEY), None)
+
+
+def test_what_is_refused():
+    env = envs.make_vec("CartPole-v1", 2)
+    with pytest.raises(ValueError, match="`env` must be a `HostVectorEnv`"):
+        HostCollector(env=env, policy=POLICY)
+    with pytest.raises(ValueError, match="`on_fault` must be"):
+        HostCollector(env=HostCount(2), policy=POLICY, on_fault="drop")
+    collector = on_host()
+    carry = collector.init(KEY)
+    with pytest.raises(ValueError, match="outside of `jit`"):
+        jax.jit(lambda p: collector.step(carry, p)[1].reward)(1.0)
+    with pytest.raises(ValueError, match="`num_steps` must be"):
+        collector.collect_steps(carry, None, 0)
+    collector.step(carry, None)  # nothing has used it up

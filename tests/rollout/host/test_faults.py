@@ -1,0 +1,152 @@
+"""Environments that fail: what is masked, what is counted, and who goes on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from host_count import HostCount
+
+import rollout
+from envs.host.types import EnvFault
+from rollout.host import HostCollector
+
+KEY = jax.random.key(5)
+LENGTHS = {"min_length": 5, "max_length": 5, "limit": 100}
+BROKEN = RuntimeError("it broke")
+
+
+def act(params, obs, key):
+    return jnp.zeros(len(obs), jnp.int32)
+
+
+def make(fault_fn=lambda number, env: None, num_envs=3, **options):
+    """Lanes whose episodes have five steps; calls are counted from the first reset."""
+    env = HostCount(num_envs, fault_fn=fault_fn, **LENGTHS)
+    policy = rollout.stateless_policy(act)
+    return HostCollector(env=env, policy=policy, **options)
+
+
+def fails_at(*numbers, env=1, what=BROKEN):
+    return lambda number, at: what if at == env and number in numbers else None
+
+
+def collect(collector, num_steps, carry=None):
+    carry = collector.init(KEY) if carry is None else carry
+    carry, trajectory = collector.collect_steps(carry, None, num_steps)
+    return carry, jax.device_get(trajectory)
+
+
+# The calls of an environment: 1 is a reset, 2 to 6 the steps of the first episode, 7 a
+# reset, 8 to 12 the second episode. So call 4 is step 3 of the first one, in row 2.
+@pytest.mark.parametrize("what", [BROKEN, "nan"])
+@pytest.mark.parametrize(("call", "lost"), [(2, (0,)), (4, (0, 1, 2)), (10, (5, 6, 7))])
+def test_episode_is_masked_from_its_first_row(call, lost, what):
+    collector = make(fails_at(call, what=what), on_fault="restart")
+    _, rows = collect(collector, 20)
+    expected = np.ones((20, 3), bool)
+    expected[list(lost), 1] = False
+    np.testing.assert_array_equal(rows.mask, expected)
+    assert collector.fault_stats == (1, len(lost), 1)
+    assert all(not np.any(x[~rows.mask]) for x in jax.tree.leaves(rows))
+    after = lost[-1] + 1  # a new episode, of the lane's next number
+    assert rows.episode_length[after, 1] == 1
+    assert rows.episode_id[after, 1] == 1 + 3 * (1 + (call > 6))
+
+
+def test_neighbours_do_not_notice():
+    _, good = collect(make(), 30)
+    collector = make(fails_at(3, 4, 9, 15), on_fault="restart")
+    _, rows = collect(collector, 30)
+    others = lambda t: jax.tree.map(lambda x: x[:, [0, 2]], t)  # noqa: E731
+    for x, y in zip(jax.tree.leaves(others(good)), jax.tree.leaves(others(rows))):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_episode_that_began_in_an_earlier_call_keeps_the_rows_of_that():
+    collector = make(fails_at(5), on_fault="restart")
+    carry, first = collect(collector, 2)
+    _, second = collect(collector, 4, carry)
+    assert first.mask.all() and not second.mask[:2, 1].any()
+    assert second.mask[2:].all()
+    assert collector.fault_stats.lost_steps == 2
+
+
+def test_fault_at_a_reset_takes_the_next_episode():
+    collector = make(fails_at(7, 8), on_fault="restart")  # twice in a row
+    _, rows = collect(collector, 12)
+    assert rows.mask.all()
+    assert collector.fault_stats == (2, 0, 2)
+    assert rows.episode_id[5, 1] == 1 + 3 * 3
+
+
+def test_first_reset_may_fail():
+    collector = make(fails_at(1), on_fault="restart")
+    _, rows = collect(collector, 3)
+    assert rows.mask.all() and rows.episode_id[0, 1] == 4
+
+
+def test_environment_that_always_fails_is_given_up():
+    fault_fn = lambda number, env: BROKEN if env == 1 and number > 2 else None  # noqa: E731
+    collector = make(fault_fn, on_fault="restart", max_restarts=4)
+    carry = collector.init(KEY)
+    with pytest.raises(EnvFault, match="environment 1 .*`max_restarts`=4") as error:
+        collector.collect_steps(carry, None, 50)
+    assert error.value.__cause__ is BROKEN
+    assert collector.fault_stats.restarts == 4
+    with pytest.raises(ValueError, match="`recover`"):
+        collector.collect_steps(carry, None, 50)
+
+
+def test_what_was_collected_is_kept():
+    """Two rows are whole when the third step fails: of the others all three are."""
+    collector = make(fails_at(4))
+    carry = collector.init(KEY)
+    with pytest.raises(EnvFault, match="environment 1 failed: RuntimeError: it broke"):
+        collector.collect_steps(carry, None, 8)
+    carry, rows = collector.recover()
+    np.testing.assert_array_equal(rows.mask, np.tile([True, False, True], (3, 1)))
+    carry, after = collect(collector, 4, carry)
+    np.testing.assert_array_equal(after.episode_length[:, 0], [4, 5, 1, 2])
+    np.testing.assert_array_equal(after.episode_length[:, 1], [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="`recover` must follow a call"):
+        collector.recover()
+
+
+@pytest.mark.parametrize("num_episodes", [1, 4, 7])
+def test_lost_episode_is_among_the_episodes(num_episodes):
+    collector = make(fails_at(4), on_fault="restart")
+    carry, episodes = collector.collect_episodes(
+        collector.init(KEY), None, num_episodes, max_steps=100
+    )
+    # Lane 1 is reset by `init` and by the call, so it fails at step 2 of episode 1.
+    expected = np.arange(num_episodes) != 1
+    np.testing.assert_array_equal(episodes.mask, expected)
+    np.testing.assert_array_equal(episodes.episode_length, np.where(expected, 5, 0))
+    assert int(episodes.num_steps) == 5 * expected.sum()
+    assert collector.fault_stats.faulty_episodes == int(num_episodes > 1)
+    stats = rollout.summarize(episodes)
+    assert int(stats.num_episodes) == expected.sum()
+    _, rows, padded = collector.collect_padded_episodes(carry, None, 2, max_length=9)
+    assert rows.mask.sum() == 10 and padded.mask.all()
+
+
+@pytest.mark.slow
+def test_counts_add_up_over_a_thousand_faults():
+    rng = np.random.default_rng(0)
+    fault_fn = lambda number, env: BROKEN if rng.random() < 0.01 else None  # noqa: E731
+    collector = make(fault_fn, 10, on_fault="restart", max_restarts=10_000)
+    carry, num_rows, num_masked = collector.init(KEY), 0, 0
+    while num_rows < 100_000:
+        carry, rows = collect(collector, 500, carry)
+        num_rows += rows.mask.size
+        num_masked += int((~rows.mask).sum())
+        for lane in range(10):  # every episode that ends here ends whole
+            of_lane = jax.tree.map(lambda x: x[:, lane], rows)
+            kept = of_lane.episode_id[of_lane.mask]
+            ended = of_lane.episode_id[of_lane.terminated]
+            assert len(ended) == len(set(ended)) and set(ended) <= set(kept)
+            steps = np.diff(of_lane.episode_length[of_lane.mask])
+            assert set(steps) <= {1, -4, -3, -2, -1, 0}
+    stats = collector.fault_stats
+    assert stats.restarts > 900 and num_masked == stats.lost_steps
+    assert stats.faulty_episodes == stats.restarts

@@ -1,0 +1,126 @@
+"""A counting environment twice: in JAX, and as a `HostVectorEnv` of NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+from cases import CountEnv
+from flax import struct
+
+import envs
+from envs import keys
+from envs.host.types import EnvFault, HostStep
+
+
+@struct.dataclass(kw_only=True)
+class SeedCount(CountEnv):
+    """`CountEnv` whose episodes have their length from what a host would be given.
+
+    Its info is the action alone.
+    """
+
+    def reset(self, key):
+        state, obs = super().reset(key)
+        spread = self.max_length - self.min_length + 1
+        length = self.min_length + (keys.bits(key, ()) >> 1).astype(jnp.int32) % spread
+        return {**state, "length": length.astype(jnp.int32)}, obs
+
+    def step(self, key, state, action):
+        result = super().step(key, state, action)
+        return result.replace(info={"action": action})
+
+
+class HostCount:
+    """`E` of them in NumPy.
+
+    Args:
+        num_envs: E.
+        min_length, max_length, limit: as `CountEnv` has them; also `[E]`.
+        resets_itself: an environment whose episode is over takes no step but resets
+            itself, as those of EnvPool do.
+        fault_fn: `(number of the step or reset, env)` to what happens there: an
+            exception, "nan", or None.
+    """
+
+    observation_space = envs.Box(0.0, 1e6, (1,))
+    action_space = envs.Discrete(3)
+
+    def __init__(
+        self,
+        num_envs,
+        *,
+        min_length=2,
+        max_length=9,
+        limit=7,
+        resets_itself=False,
+        fault_fn=lambda number, env: None,
+    ):
+        self.num_envs = num_envs
+        self.bounds = [
+            np.broadcast_to(x, num_envs) for x in (min_length, max_length, limit)
+        ]
+        self.resets_itself, self.fault_fn = resets_itself, fault_fn
+        self.length = np.zeros(num_envs, np.int64)
+        self.obs = np.zeros((num_envs, 1), np.float32)
+        self.over = np.ones(num_envs, bool)  # must be reset before the next step
+        self.itself = np.zeros(num_envs, bool)
+        self.number = np.zeros(num_envs, np.int64)  # of calls, per environment
+        self.failed, self.rebuilt = np.zeros(num_envs, bool), []
+        self.num_resets, self.is_closed = 0, False
+
+    def reset(self, seeds, mask):
+        assert mask.any() and not self.failed[mask].any()
+        causes = {}
+        for env in np.flatnonzero(mask):
+            self.number[env] += 1
+            if fault := self.fault_fn(int(self.number[env]), int(env)):
+                self.failed[env], causes[int(env)] = True, fault
+                continue
+            self.num_resets += 1
+            if self.resets_itself and self.over[env] and self.length[env]:
+                self.itself[env] = True
+            else:
+                self.obs[env] = 0.0
+            low, high, _ = (bound[env] for bound in self.bounds)
+            self.length[env] = low + (int(seeds[env]) >> 1) % (high - low + 1)
+            self.over[env] = False
+        if causes:
+            raise EnvFault(causes)
+        return self.obs
+
+    def step(self, action):
+        assert not self.over.any(), "stepped after the end"
+        stepped = ~self.itself
+        self.obs[self.itself] = -1.0
+        self.obs += 1.0
+        n = self.obs[:, 0]
+        faulty, causes = np.zeros(self.num_envs, bool), {}
+        for env in range(self.num_envs):
+            self.number[env] += 1
+            fault = self.fault_fn(int(self.number[env]), env)
+            if isinstance(fault, str):
+                self.obs[env] = np.nan
+            elif fault:
+                faulty[env], causes[env] = True, fault
+        self.failed |= faulty
+        terminated = stepped & (n == self.length)
+        truncated = stepped & (n == self.bounds[2])
+        self.over = terminated | truncated
+        self.itself = ~stepped & False
+        return HostStep(
+            obs=self.obs,
+            reward=np.where(stepped, n, 0.0).astype(np.float32),
+            terminated=terminated & ~faulty,
+            truncated=truncated & ~faulty,
+            faulty=faulty,
+            info={"action": action},
+            mask=stepped if self.resets_itself else None,
+            causes=causes,
+        )
+
+    def rebuild(self, mask):
+        self.rebuilt += list(np.flatnonzero(mask))
+        self.failed[mask] = False
+        self.over[mask], self.itself[mask] = True, False
+        self.length[mask] = 0
+
+    def close(self):
+        self.is_closed = True
