@@ -23,6 +23,7 @@ from envs import keys
 from rollout import checks, processes
 
 _EMPTY = np.zeros(1, np.uint8)  # orbax has no form for an array of no entries
+_BYTES = b"\n"  # stands in front of bytes, so that these are not empty either
 _TREE, _MANIFEST = "tree", "rollout_manifest"  # the two parts of a checkpoint
 _UNFINISHED = "orbax-checkpoint-tmp"  # in the names of what was left half written
 
@@ -43,7 +44,7 @@ def save(
     Args:
         path: folder of the checkpoints of one run, which holds nothing else; it is made
             if it is not there.
-        tree: any pytree of arrays, typed keys and numbers: `stream.state()`, the
+        tree: any pytree of arrays, typed keys, numbers and bytes: `stream.state()`, the
             parameters, the state of an optimizer or of a buffer.
         step: number of the checkpoint, at least 0 and above those of the ones before;
             None for the next one.
@@ -89,7 +90,7 @@ def restore(
     Args:
         path: the folder given to `save`.
         like: a tree of the structure, shapes and dtypes that were saved; its values
-            are not read. A new stream's `state()` serves for a stream. An array of
+            are not read, and bytes may be of any length. A new stream's `state()` serves for a stream. An array of
             several processes lies afterwards as it does here.
         step: number of the checkpoint, None for the newest one.
 
@@ -210,26 +211,35 @@ def _unflatten(saved: dict[str, np.ndarray], like: chex.ArrayTree) -> chex.Array
         array = np.asarray(array)  # of which each process takes what is its own
         return jax.make_array_from_callback(old.shape, old.sharding, array.__getitem__)
 
-    return keys.like(jax.tree.map(read, words), _arrays(like))
+    tree = keys.like(jax.tree.map(read, words), _arrays(like))
+    return jax.tree.map(
+        lambda old, x: x.tobytes()[len(_BYTES) :] if isinstance(old, bytes) else x,
+        like,
+        tree,
+    )
 
 
 def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Numbers become NumPy arrays; arrays stay what they are."""
-    return jax.tree.map(
-        lambda x: x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x), tree
-    )
+    """Numbers and bytes become NumPy arrays; arrays stay what they are."""
+
+    def make(x: Any) -> jax.Array | np.ndarray:
+        if isinstance(x, bytes):
+            return np.frombuffer(_BYTES + x, np.uint8)
+        return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x)
+
+    return jax.tree.map(make, tree)
 
 
 def _describe(tree: chex.ArrayTree) -> list[dict[str, Any]]:
     """Of every leaf its place in the tree, dtype and shape."""
-    return [
-        {
-            "path": jax.tree_util.keystr(path),
-            "dtype": str(leaf.dtype),  # of a key with its implementation
-            "shape": list(leaf.shape),
-        }
-        for path, leaf in jax.tree.leaves_with_path(_arrays(tree))
-    ]
+    described = []
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        array = _arrays(leaf)
+        kind = {"dtype": str(array.dtype), "shape": list(array.shape)}
+        if isinstance(leaf, bytes):
+            kind = {"dtype": "bytes", "shape": []}
+        described.append({"path": jax.tree_util.keystr(path), **kind})
+    return described
 
 
 def _say(leaf: dict[str, Any]) -> str:

@@ -88,12 +88,18 @@ def collector(env: Any, policy: Any, record_fn: Any) -> None:
         function("record_fn", record_fn)
 
 
-def host_env(env: Any) -> None:
-    """Refuses what is no environment of NumPy."""
-    if hasattr(env, "reset_done") or not hasattr(env, "close"):
+def kind_of_env(env: Any, *, is_host: bool) -> None:
+    """Refuses an environment in JAX where one on the host belongs, and vice versa."""
+    if is_host and (hasattr(env, "reset_done") or not hasattr(env, "close")):
         raise ValueError(
             "`env` must be a `HostVectorEnv`, as `envs.from_gymnasium` makes it, got "
             f"{type(env).__name__}; environments in JAX go into a `Collector`."
+        )
+    if not is_host and hasattr(env, "num_envs") and not hasattr(env, "reset_done"):
+        raise ValueError(
+            "`env` must be in JAX, as `envs.vectorize` makes it, got "
+            f"{type(env).__name__}; what has a `step` in NumPy goes into a "
+            "`HostCollector`."
         )
 
 

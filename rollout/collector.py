@@ -59,6 +59,7 @@ class Collector:
 
     def __post_init__(self) -> None:
         checks.collector(self.env, self.policy, self.record_fn)
+        checks.kind_of_env(self.env, is_host=False)
         accumulators = checks.accumulators(self.accumulators)
         object.__setattr__(self, "accumulators", accumulators)
         object.__setattr__(self, "_types", node_types(self.env))

@@ -1,6 +1,5 @@
 """Evaluation in one line: exactly N episodes and what they were like."""
 
-import functools
 from typing import Any
 
 import chex
@@ -10,19 +9,20 @@ import jax.numpy as jnp
 from rollout import checks
 from rollout.collector import Collector
 from rollout.finite import count_faulty
+from rollout.host.collector import HostCollector
 from rollout.stats import CollectStats, summarize
 from rollout.types import Transition
 
 
 def evaluate(
-    collector: Collector,
+    collector: Collector | HostCollector,
     key: chex.PRNGKey,
     params: Any,
     num_episodes: int,
     *,
     max_steps: int = 1_000_000,
 ) -> CollectStats:
-    """Plays exactly `num_episodes` episodes and summarizes them. Jitted.
+    """Plays exactly `num_episodes` episodes and summarizes them. Jitted, if in JAX.
 
     Which episodes count is settled before any of them ends, so the mean return is
     without bias, and its confidence interval holds.
@@ -45,26 +45,32 @@ def evaluate(
     """
     checks.typed_key(key)
     num_episodes = checks.count("num_episodes", num_episodes)
-    return _evaluate(collector, key, params, num_episodes, checks.max_steps(max_steps))
+    if isinstance(collector, HostCollector):
+        return _evaluate(collector, key, params, num_episodes, max_steps)
+    max_steps = checks.max_steps(max_steps)
+    return _evaluate_jitted(collector, key, params, num_episodes, max_steps)
 
 
-@functools.partial(jax.jit, static_argnames="num_episodes")
 def _evaluate(
-    collector: Collector,
+    collector: Collector | HostCollector,
     key: chex.PRNGKey,
     params: Any,
     num_episodes: int,
-    max_steps: jax.Array,
+    max_steps: jax.typing.ArrayLike,
 ) -> CollectStats:
-    def count(num_nonfinite: jax.Array, transition: Transition) -> jax.Array:
-        return num_nonfinite + count_faulty(transition)
-
     _, num_nonfinite, played = collector.fold_episodes(
         collector.init(key),
         params,
-        count,
+        _count,
         jnp.zeros((), jnp.int32),
         num_episodes=num_episodes,
         max_steps=max_steps,
     )
     return summarize(played).replace(num_nonfinite=num_nonfinite)
+
+
+_evaluate_jitted = jax.jit(_evaluate, static_argnames="num_episodes")
+
+
+def _count(num_nonfinite: jax.Array, transition: Transition) -> jax.Array:
+    return num_nonfinite + count_faulty(transition)

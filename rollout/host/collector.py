@@ -1,6 +1,8 @@
 """`HostCollector`: the folds of `Collector` over environments that are not JAX."""
 
 import itertools
+import pickle
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,7 +18,7 @@ from rollout import checks, kernel
 from rollout.host.faults import Faults, FaultStats
 from rollout.host.lanes import Lanes
 from rollout.host.rows import Rows
-from rollout.host.run import Run
+from rollout.host.run import NO_LIMIT, Run
 from rollout.host.seats import Seats
 from rollout.kernel.transition import accumulate, accumulate_nothing
 from rollout.types import (
@@ -73,7 +75,7 @@ class HostCollector:
         on_fault: str = "raise",
         max_restarts: int = 100,
     ) -> None:
-        checks.host_env(env)
+        checks.kind_of_env(env, is_host=True)
         checks.collector(env, policy, record_fn)
         checks.count("max_restarts", max_restarts, least=0)
         self.env, self.policy, self.record_fn = env, policy, record_fn
@@ -84,6 +86,9 @@ class HostCollector:
         self._rows: Rows | None = None  # that an error cut short
         self._key, self._next_episode = None, 0
         self._figures: chex.ArrayTree = ()  # of the accumulators
+        self._used: np.ndarray | None = (
+            None  # the mark of the carry of the call under way
+        )
         self._seats: Seats | None = None
         self._derive = jax.jit(self._derive_all)
 
@@ -242,6 +247,97 @@ class HostCollector:
             table[:, seats.is_lost] = 0
         return carry, jax.device_put(padded), episodes
 
+    def collect_batch(
+        self,
+        carry: Carry,
+        params: Any,
+        num_steps: int,
+        *,
+        capacity: int,
+        limit: int = NO_LIMIT,
+        random_fn: Callable[[int], np.ndarray | None] = lambda row: None,
+        at_end: str = "continue",
+    ) -> tuple[Carry, Transition]:
+        """Takes steps as a `Stream` needs them.
+
+        Called again after an error, with the same carry, it goes on with the batch.
+
+        Args:
+            carry: as ever.
+            params: whatever the policy takes as its parameters.
+            num_steps: rows to fill.
+            capacity: rows of the trajectory, zero after those.
+            limit: steps after which an episode is truncated.
+            random_fn: the row to `[E]` bool, the lanes that act at random, or None.
+            at_end: see `Stream`'s `at_batch_end`.
+
+        Returns:
+            The next carry, and the trajectory, `[capacity, E, ...]`.
+        """
+        run = self._run
+        if self._rows is not None and np.array_equal(carry.env_state, self._used):
+            run.recover()
+        else:
+            self._begin(carry, params, Rows(num_steps, capacity))
+            if at_end == "reset":
+                run.begin(run.lanes.episode_length > 0, run.lanes.next_own())
+        run.play(params, self._rows, limit=limit, random_fn=random_fn)
+        trajectory = self._finish(self._rows)
+        if at_end == "truncate":
+            under_way = run.lanes.episode_length > 0
+            here = np.zeros(trajectory.truncated.shape, bool)
+            here[num_steps - 1] = under_way
+            trajectory = trajectory.replace(truncated=trajectory.truncated | here)
+            run.begin(under_way, run.lanes.next_own())
+        return self._snapshot(), trajectory
+
+    def compile(self, carry: Carry, params: Any) -> None:
+        """Compiles the program of the policy ahead of the first call."""
+        self._run.program.compile(params, carry.obs)
+
+    def save(self, carry: Carry) -> bytes:
+        """The state of the environments, `b""` if it is not to be had.
+
+        That of the moment at which `carry` was made: there is none any more if the
+        environments have moved on, or if they cannot be pickled.
+        """
+        is_current = np.array_equal(carry.env_state, self._mark)
+        saved = self.env.save() if is_current and hasattr(self.env, "save") else None
+        return pickle.dumps(saved) if saved else b""
+
+    def restore(self, carry: Carry, saved: bytes) -> Carry:
+        """Goes on where a carry stood, in this process or another.
+
+        Args:
+            carry: of a collector of the same kind.
+            saved: what `save` returned of it. If there is nothing, the episodes under
+                way begin anew, each with its own seed, and a warning says so.
+
+        Returns:
+            The carry to go on with.
+        """
+        self.init(carry.key)
+        self._next_episode, self._figures = (
+            int(carry.next_episode),
+            carry.episode.accumulated,
+        )
+        run, under_way = self._run, np.asarray(carry.episode.episode_length) > 0
+        run.lanes.put_back(carry.episode)
+        run.program.step, run.program.state = carry.step, carry.policy_state
+        run.lanes.over[:] = not saved
+        if saved:
+            self.env.load(pickle.loads(saved))
+            run.obs = jax.tree.map(np.asarray, carry.obs)
+        else:
+            run.begin(np.ones(self.env.num_envs, bool), run.lanes.episode_id)
+            if under_way.any():
+                warnings.warn(
+                    f"The state of the environments was not saved: {under_way.sum()} "
+                    "episodes under way begin anew.",
+                    stacklevel=3,
+                )
+        return self._snapshot()
+
     def recover(self) -> tuple[Carry, Transition]:
         """Goes on after an error, or after Ctrl-C, that cut a call short.
 
@@ -277,6 +373,7 @@ class HostCollector:
                 "`carry` must be the one that the last call returned, for the "
                 "environments have moved on; after an error `recover` returns one."
             )
+        self._used = self._mark
         self._ticket += 1
         self._rows = rows or Rows(1)
 

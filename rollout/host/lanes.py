@@ -39,6 +39,13 @@ class Lanes:
         np.copyto(self.first_row, row, where=mask)
         self.over |= mask
 
+    def put_back(self, episode: Episode) -> None:
+        """Takes what `snapshot` gave."""
+        self.episode_id = np.array(episode.episode_id)
+        self.own_id = self.episode_id.copy()
+        self.episode_return = np.array(episode.episode_return)
+        self.episode_length = np.array(episode.episode_length)
+
     def next_own(self) -> np.ndarray:
         """`[E]` int32, the ids of the lanes' next own episodes."""
         return self.own_id + np.int32(self.num_envs)

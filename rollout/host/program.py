@@ -87,6 +87,15 @@ class Program:
         # All copies begin before the first is waited for.
         return jax.tree.map(np.asarray, out) if _is_on_host() else jax.device_get(out)
 
+    def compile(self, params: Any, obs: chex.ArrayTree) -> None:
+        """Compiles `act`, which moves nothing on."""
+        at = self.step, self.state
+        num_lanes = self._view.num_envs
+        self.act(
+            params, obs, np.ones(num_lanes, bool), np.arange(num_lanes, dtype=np.int32)
+        )
+        self.step, self.state = at
+
     def restart(self, over: np.ndarray, episode_id: np.ndarray) -> None:
         """Puts the state of the lanes where `over` back to that of an episode's start.
 

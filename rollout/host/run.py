@@ -65,7 +65,8 @@ class Run:
             seats: the episodes to play; None to go on from episode to episode.
             random_fn: the row to `[E]` bool, the lanes that act at random, or None.
         """
-        self.lanes.first_row[:] = 0
+        if not rows.num:  # else it goes on after an error
+            self.lanes.first_row[:] = 0
         with _interrupted_between_steps() as check:
             while rows.num < rows.size and not (seats and seats.is_over):
                 check()

@@ -138,9 +138,7 @@ def queued_episodes(root: chex.PRNGKey, position: jax.Array) -> Start:
     return Start(keys.fold_in(root, _QUEUE), -1 - position, None)
 
 
-def keys_of(
-    root: chex.PRNGKey, lanes: LaneIds, episode_id: jax.Array
-) -> chex.PRNGKey:
+def keys_of(root: chex.PRNGKey, lanes: LaneIds, episode_id: jax.Array) -> chex.PRNGKey:
     """The keys of episodes by their ids, `[B]`: of the lanes' own, or of the queue."""
     own = _own_key(keys.fold_in(root, _ENV), lanes.number, episode_id // lanes.total)
     queued = keys.fold_in(keys.fold_in(root, _QUEUE), -1 - episode_id)

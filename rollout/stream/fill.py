@@ -53,7 +53,7 @@ def fill(
     if options.episodes_per_batch is None:
         args = options, collector, carry, params, window
         carry, trajectory = _fill_rows(*args, memory)
-        number = _numbers(trajectory.mask.shape, window)
+        number = numbers(trajectory.mask.shape, window)
         num_steps = window.num_steps
     else:
         carry, trajectory, episodes = collector.collect_padded_episodes(
@@ -62,25 +62,41 @@ def fill(
             options.episodes_per_batch,
             max_length=options.max_episode_steps,
         )
-        shape = trajectory.mask.shape
-        number = jnp.arange(trajectory.mask.size, dtype=jnp.int32).reshape(shape)
+        number = numbers_of_episodes(trajectory.mask.shape)
         num_steps = episodes.num_steps
-    num_faulty, faults = jnp.int32(0), {}
+    num_faulty = jnp.int32(0)
     if options.on_fault == "drop":
         trajectory, num_faulty = _drop(trajectory)
-    elif options.check_finite:
+    counts = number, num_steps, num_faulty
+    filled = conclude(options, carry, trajectory, episodes, *counts)
+    spread = spread_of(collector.env)
+    if spread is None:
+        return filled
+    # So that it may be memory for another batch.
+    output = spread.place(filled.output, collector.env.num_envs, lane_axis=1)
+    return filled._replace(output=output)
+
+
+def conclude(
+    options: Options,
+    carry: Carry,
+    trajectory: Transition,
+    episodes: Episodes | None,
+    number: jax.Array,
+    num_steps: jax.typing.ArrayLike,
+    num_faulty: jax.typing.ArrayLike,
+) -> Filled:
+    """What is made of the rows of a batch; `number` is that of each, `[T, B]` int32."""
+    faults = {}
+    if options.check_finite and options.on_fault != "drop":
         faults = {
             name: jnp.where(bad & trajectory.mask, number, NO_FAULT).min()
             for name, bad in finite.faults(trajectory).items()
         }
     stats = _summarize(trajectory, episodes)
-    output = options.postprocess(trajectory) if options.postprocess else trajectory
-    spread = spread_of(collector.env)
-    if spread is not None:  # so that it may be memory for another batch
-        output = spread.place(output, collector.env.num_envs, lane_axis=1)
     return Filled(
         carry=carry,
-        output=output,
+        output=options.postprocess(trajectory) if options.postprocess else trajectory,
         episodes=episodes,
         stats=stats,
         counted=stream_stats.pack(stats, num_faulty, num_steps),
@@ -100,7 +116,7 @@ def _fill_rows(
     """Takes the steps of a batch; rows without a step stay zero."""
     env, policy, num_envs = collector.env, collector.policy, collector.env.num_envs
     shape = -(-options.steps_per_batch // num_envs), num_envs
-    number = _numbers(shape, window)
+    number = numbers(shape, window)
     counts = (options.steps_per_batch, options.total_steps or 0)
     idle = any(count % num_envs for count in counts)  # some lanes, in the last row
     limit = options.max_episode_steps and checks.max_steps(options.max_episode_steps)
@@ -160,12 +176,17 @@ def _reuse(memory: Transition, flags: jax.Array, stop: jax.Array) -> chex.ArrayT
     )
 
 
-def _numbers(shape: tuple[int, int], window: Window) -> jax.Array:
+def numbers(shape: tuple[int, int], window: Window) -> jax.Array:
     """Which step of the batch stands in each row and lane; `[T, B]` int32."""
     lane = jnp.arange(shape[1], dtype=jnp.int32) - window.first_lane
     order = jnp.where(lane < 0, lane + shape[1], lane)
     row = jnp.arange(shape[0], dtype=jnp.int32)
     return row[:, None] * shape[1] + order[None]
+
+
+def numbers_of_episodes(shape: tuple[int, int]) -> jax.Array:
+    """The same where each column is an episode; `[L, N]` int32."""
+    return jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
 
 
 def _write(rows: chex.ArrayTree, row: jax.Array, new: chex.ArrayTree) -> chex.ArrayTree:

@@ -17,7 +17,9 @@ from envs import keys
 from envs.types import spread_of
 from rollout import checks
 from rollout.collector import Collector
+from rollout.host.collector import HostCollector
 from rollout.policies import greedy
+from rollout.stream import host
 from rollout.stream import options as option_checks
 from rollout.stream import program as programs
 from rollout.stream import stats
@@ -160,6 +162,8 @@ class Stream:
         spread = spread_of(collector.env)
         if spread is not None and spread.mesh.is_multi_process:
             option_checks.check_processes(self._options)
+        if isinstance(collector, HostCollector):
+            host.check(self._options, collector.env.num_envs)
         checks.flag("progress", progress)
         self._collector = collector
         self._worker = Worker()
@@ -291,6 +295,9 @@ class Stream:
 
         It is the state after the last batch that was handed over, also while another
         one is under way, and parameters are part of it. `checkpoint.save` takes it.
+
+        Of environments that are not JAX it has the state if they can be pickled and
+        no other batch is under way.
         """
         at, (params, version) = self._at, self._params
         next_params, next_version = at.params or (params, _NEWEST)
@@ -303,12 +310,17 @@ class Stream:
             "recent": at.recent,
             "totals": at.totals,
         }
+        if isinstance(self._collector, HostCollector):
+            state["saved_envs"] = self._collector.save(at.carry)
         # Only a batch made in advance may have older parameters.
         ahead = {"next_params": next_params} if self._options.prefetch else {}
         return state | ahead
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken, with the same bits.
+
+        Environments that are not JAX and whose state could not be saved begin the
+        episodes under way anew, each with its own seed, and a warning says so.
 
         Args:
             state: from a stream with the same collector and a `prefetch` as here.
@@ -336,6 +348,8 @@ class Stream:
         if self._options.prefetch and next_version != _NEWEST:
             next_params = self._own(state["next_params"]), next_version
         carry = _copy(state["carry"])
+        if isinstance(self._collector, HostCollector):
+            carry = self._collector.restore(carry, state["saved_envs"])
         if spread_of(self._collector.env) is not None:
             carry = _put_like(carry, self._at.carry)
         at = Position(
@@ -463,7 +477,10 @@ class Stream:
 
 
 def _checksum(tree: Any) -> int:
-    """A checksum of the bits of a tree."""
+    """A checksum of the bits of a tree; of an environment in Python, of its spaces."""
+    if jax.tree_util.all_leaves([tree]):
+        spaces = f"{tree.num_envs} {tree.observation_space} {tree.action_space}"
+        return zlib.crc32(spaces.encode())
     leaves = jax.device_get(jax.tree.leaves(keys.words(tree)))
     return zlib.crc32(b"".join(np.asarray(x).tobytes() for x in leaves))
 
@@ -471,7 +488,9 @@ def _checksum(tree: Any) -> int:
 def _kind(tree: Any) -> str:
     """Structure, shapes and dtypes of a tree, in words."""
     kinds = [
-        f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}"
+        "bytes"
+        if isinstance(x, bytes)
+        else f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}"
         for x in jax.tree.leaves(tree)
     ]
     return f"{jax.tree.structure(tree)} of {', '.join(kinds) or 'nothing'}"

@@ -1,13 +1,19 @@
-"""A counting environment twice: in JAX, and as a `HostVectorEnv` of NumPy."""
+"""A counting environment twice, in JAX and in NumPy, and collectors of both."""
 
+import functools
+
+import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 from cases import CountEnv
 from flax import struct
 
 import envs
+import rollout
 from envs import keys
 from envs.host.types import EnvFault, HostStep
+from rollout.host import HostCollector
 
 
 @struct.dataclass(kw_only=True)
@@ -124,3 +130,52 @@ class HostCount:
 
     def close(self):
         self.is_closed = True
+
+
+KEY = jax.random.key(3)
+
+
+def act(params, obs, count, key):
+    """A recurrent policy that draws, counts its steps and records both."""
+    noise = jax.random.uniform(key, count.shape)
+    action = (noise * 3).astype(jnp.int32)
+    return action, count + 1, {"count": count, "noise": noise}
+
+
+POLICY = rollout.recurrent_policy(act, lambda num_envs: jnp.zeros(num_envs, int))
+
+
+def add_square(transition):
+    return transition.replace(extras={**transition.extras, "two": transition.reward**2})
+
+
+def longest(num_envs):
+    return jnp.zeros(num_envs, jnp.float32)
+
+
+ACCUMULATORS = {
+    "squares": rollout.Accumulator(longest, lambda x, t: x + t.reward**2),
+}
+OPTIONS = {"policy": POLICY, "accumulators": ACCUMULATORS, "record_fn": add_square}
+
+
+@functools.cache
+def in_jax(num_envs=4, **params):
+    env = envs.vectorize(SeedCount(**params), num_envs, auto_reset="select")
+    return rollout.Collector(env=env, **OPTIONS)
+
+
+def on_host(num_envs=4, **params):
+    return HostCollector(env=HostCount(num_envs, **params), **OPTIONS)
+
+
+def assert_same(host, kernel):
+    """Equal but for what only one of them has: keys, and the state of environments."""
+    chex.assert_trees_all_equal(jax.device_get(host), jax.device_get(kernel))
+
+
+def assert_same_carry(host, kernel):
+    assert_same(
+        host.replace(key=0, env_state=0, episode=host.episode.replace(key=0)),
+        kernel.replace(key=0, env_state=0, episode=kernel.episode.replace(key=0)),
+    )

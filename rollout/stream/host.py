@@ -1,0 +1,102 @@
+"""Batches from environments that are not JAX: a loop in Python, then one program."""
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rollout import checks
+from rollout.host.collector import HostCollector
+from rollout.stream.fill import Filled, conclude, numbers, numbers_of_episodes
+from rollout.stream.types import Options, Window
+from rollout.types import Carry
+
+
+def check(options: Options, num_envs: int) -> None:
+    """Refuses options that environments in Python do not go with.
+
+    Raises:
+        ValueError: if there is one.
+    """
+    for name in ("steps_per_batch", "total_steps"):
+        if (getattr(options, name) or 0) % num_envs:
+            raise ValueError(
+                f"`{name}` must be a multiple of num_envs={num_envs}, for environments "
+                f"in Python step all together, got {getattr(options, name)}."
+            )
+    if options.on_fault == "drop":
+        raise ValueError(
+            '`on_fault="drop"` is for environments in JAX; '
+            '`HostCollector(on_fault="restart")` gives episodes up.'
+        )
+    if options.recycle:
+        raise ValueError(
+            "`recycle=True` is for environments in JAX: others write to memory of the "
+            "host."
+        )
+
+
+def fill(
+    options: Options,
+    collector: HostCollector,
+    carry: Carry,
+    params: Any,
+    window: np.ndarray,
+    memory: chex.ArrayTree,
+) -> Filled:
+    """Makes one batch, as `rollout.stream.fill.fill` does."""
+    del memory  # unused
+    window, episodes = Window(*map(int, window)), None
+    before = collector.fault_stats.faulty_episodes
+    if options.episodes_per_batch is None:
+        carry, trajectory = _collect_rows(options, collector, carry, params, window)
+        number = numbers(trajectory.mask.shape, window)
+        num_steps = jnp.int32(window.num_steps)
+    else:
+        carry, trajectory, episodes = collector.collect_padded_episodes(
+            carry,
+            params,
+            options.episodes_per_batch,
+            max_length=options.max_episode_steps,
+        )
+        number = numbers_of_episodes(trajectory.mask.shape)
+        num_steps = episodes.num_steps
+    num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
+    rows = trajectory, episodes, number, num_steps, num_faulty
+    return _conclude(options, *rows)._replace(carry=carry)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _conclude(options: Options, *rows: Any) -> Filled:
+    return conclude(options, (), *rows)
+
+
+def _collect_rows(
+    options: Options,
+    collector: HostCollector,
+    carry: Carry,
+    params: Any,
+    window: Window,
+) -> tuple[Carry, Any]:
+    num_envs = collector.env.num_envs
+    lane = np.arange(num_envs)
+
+    def is_random(row: int) -> np.ndarray | None:
+        left = window.num_random - row * num_envs
+        return lane < left if left > 0 else None
+
+    limits = {}
+    if options.max_episode_steps is not None:
+        limits["limit"] = int(checks.max_steps(options.max_episode_steps))
+    return collector.collect_batch(
+        carry,
+        params,
+        window.num_steps // num_envs,
+        capacity=options.steps_per_batch // num_envs,
+        random_fn=is_random,
+        at_end=options.at_batch_end,
+        **limits,
+    )

@@ -1,0 +1,163 @@
+"""`Stream`, `evaluate` and checkpoints over environments of NumPy."""
+
+import pickle
+
+import chex
+import jax
+import numpy as np
+import pytest
+from host_count import KEY, OPTIONS, POLICY, HostCount, assert_same, in_jax, on_host
+
+import envs
+import rollout
+from buffers import ReplayBuffer
+from envs.host.types import EnvFault
+from rollout.host import HostCollector
+
+
+class Pickled(HostCount):
+    """One whose state can be saved."""
+
+    STATE = ("length", "obs", "over", "itself", "number")
+
+    def save(self):
+        return [pickle.dumps({name: getattr(self, name) for name in self.STATE})]
+
+    def load(self, states):
+        vars(self).update(pickle.loads(states[0]))
+
+
+def make_stream(collector, **options):
+    options = {"steps_per_batch": 40, "total_steps": 120, **options}
+    return rollout.Stream(collector, key=KEY, params=np.float32(0), **options)
+
+
+STREAMS = [
+    {"prefetch": 1},
+    {"warmup_steps": 50, "max_episode_steps": 4, "window_episodes": 3},
+    {"at_batch_end": "truncate", "check_finite": True, "total_steps": 100},
+    {"at_batch_end": "reset", "postprocess": lambda t: (t.reward, t.mask)},
+    {"steps_per_batch": None, "episodes_per_batch": 5, "total_steps": None,
+     "max_episode_steps": 6, "placement": "host"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", STREAMS)
+def test_batches_are_those_of_the_kernel(options):
+    streams = [make_stream(collector, **options) for collector in (on_host(), in_jax())]
+    for _ in range(2):
+        batches = [next(stream) for stream in streams]
+        assert_same(batches[0].trajectory, batches[1].trajectory)
+        assert_same(batches[0].stats, batches[1].stats)
+        assert batches[0].steps == batches[1].steps
+        assert batches[0].warmup_steps == batches[1].warmup_steps
+    figures = [rollout.log_stats(stream.stats._asdict()) for stream in streams]
+    for name in ("collect_seconds", "steps_per_second"):
+        figures[0].pop(name), figures[1].pop(name)
+    assert figures[0] == pytest.approx(figures[1], nan_ok=True)
+    for stream in streams:
+        stream.close()
+
+
+def test_evaluation_is_that_of_the_kernel():
+    args = KEY, None, 9
+    host = rollout.evaluate(on_host(), *args, max_steps=6)
+    kernel = rollout.evaluate(in_jax(), *args, max_steps=6)
+    # Its sums are one program there, and operations one by one here.
+    chex.assert_trees_all_close(host, kernel, rtol=1e-6)
+    assert rollout.log_stats(host)["num_episodes"] == 9
+
+
+def test_state_that_was_saved_goes_on_exactly(tmp_path):
+    streams = [make_stream(HostCollector(env=Pickled(4), **OPTIONS)) for _ in "ab"]
+    next(streams[0])
+    rollout.checkpoint.save(tmp_path, streams[0].state())
+    expected = next(streams[0])
+    streams[1].restore(rollout.checkpoint.restore(tmp_path, streams[1].state()))
+    got = next(streams[1])
+    assert_same(got.trajectory, expected.trajectory)
+    for stream in streams:
+        stream.close()
+
+
+def test_episodes_begin_anew_where_no_state_was_saved(tmp_path):
+    first, second = make_stream(on_host()), make_stream(on_host())
+    batch = next(first)
+    rollout.checkpoint.save(tmp_path, first.state())
+    state = rollout.checkpoint.restore(tmp_path, second.state())
+    with pytest.warns(UserWarning, match="episodes under way begin anew"):
+        second.restore(state)
+    again = jax.device_get(next(second).trajectory)
+    last = jax.device_get(batch.trajectory)
+    under_way = ~last.done[-1]
+    assert under_way.any()
+    np.testing.assert_array_equal(
+        again.episode_id[0], last.episode_id[-1] + np.where(under_way, 0, 4)
+    )
+    assert again.first[0].all()
+    assert not again.extras["count"][0].any()  # the policy begins anew, too
+    for lane in np.flatnonzero(under_way):  # with the seed that it had
+        here = last.episode_id[:, lane] == last.episode_id[-1, lane]
+        assert (
+            last.reward[here, lane].tolist()
+            == again.reward[: here.sum(), lane].tolist()
+        )
+    first.close(), second.close()
+
+
+def test_batch_goes_on_after_a_fault():
+    fault_fn = lambda number, env: (
+        RuntimeError("no") if (number, env) == (6, 2) else None
+    )  # noqa: E731
+    stream = make_stream(on_host(fault_fn=fault_fn, max_length=2))
+    with pytest.raises(EnvFault, match="environment 2 failed"):
+        next(stream)
+    batch = next(stream)
+    assert batch.steps == 40
+    assert int(batch.trajectory.mask.sum()) == 40 - 2
+    stream.close()
+
+
+def test_faults_are_counted():
+    fault_fn = lambda number, env: RuntimeError("no") if number % 7 == 3 else None  # noqa: E731
+    collector = HostCollector(
+        env=HostCount(4, fault_fn=fault_fn), policy=POLICY, on_fault="restart"
+    )
+    stream = make_stream(collector)
+    masks = [batch.trajectory.mask for batch in stream]
+    lost = sum(int((~mask).sum()) for mask in masks)
+    assert lost == collector.fault_stats.lost_steps
+    assert stream.stats.faulty_episodes == collector.fault_stats.faulty_episodes > 4
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps_per_batch": 41}, "`steps_per_batch` must be a multiple"),
+        ({"total_steps": 41}, "`total_steps` must be a multiple"),
+        ({"recycle": True}, "`recycle=True` is for"),
+        ({"on_fault": "drop", "check_finite": True}, '`on_fault="drop"` is for'),
+    ],
+)
+def test_options_that_do_not_go_with_it(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_stream(on_host(), **options)
+
+
+def test_rows_go_into_a_buffer():
+    collector = on_host()
+    carry, row = collector.step(collector.init(KEY), None)
+    buffer = ReplayBuffer(capacity=64, num_envs=4)
+    state = buffer.init(row)
+    _, trajectory = collector.collect_steps(carry, None, 9)
+    state = buffer.add(state, trajectory)
+    batch = buffer.sample(state, jax.random.key(0), 8)
+    assert batch.experience.reward.shape == (8,)
+
+
+def test_host_environments_are_not_for_a_collector():
+    with pytest.raises(ValueError, match="goes into a `HostCollector`"):
+        rollout.Collector(env=HostCount(2), policy=POLICY)
+    with pytest.raises(ValueError, match="go into a `Collector`"):
+        HostCollector(env=envs.make_vec("CartPole-v1", 2), policy=POLICY)
