@@ -81,6 +81,8 @@ class HostVectorEnv(Protocol):
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
         """Starts an episode in some environments, each from a seed of its own.
 
+        One that is under way is reset when it has answered, and the answer is dropped.
+
         Args:
             seeds: `[E]` uint32; read where `mask`.
             mask: `[E]` bool, which to reset; at least one.

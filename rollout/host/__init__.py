@@ -5,7 +5,8 @@ step; `lanes` counts episodes and their seeds, `seats` says who plays which of e
 N, `rows` is what is written, and `faults` what is done where an environment fails.
 """
 
+from rollout.host.asynchronous import AsyncCollector, Served, by_env
 from rollout.host.collector import HostCollector
 from rollout.host.faults import FaultStats
 
-__all__ = ["FaultStats", "HostCollector"]
+__all__ = ["AsyncCollector", "FaultStats", "HostCollector", "Served", "by_env"]

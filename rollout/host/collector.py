@@ -112,7 +112,7 @@ class HostCollector:
         self._ticket += 1
         self._key, self._next_episode, self._rows = key, 0, None
         self._figures = accumulate_nothing(self.accumulators, self.env.num_envs)
-        self._run = Run(self.env, self.policy, key, self._faults)
+        self._run = self._make_run(key)
         return self._snapshot()
 
     def step(self, carry: Carry, params: Any) -> tuple[Carry, Transition]:
@@ -131,7 +131,7 @@ class HostCollector:
                 was collected until then is kept for `recover`, as after Ctrl-C, which
                 raises between two steps.
         """
-        rows = Rows(checks.count("num_steps", num_steps))
+        rows = self._make_rows(checks.count("num_steps", num_steps))
         self._begin(carry, params, rows)
         self._run.play(params, rows)
         trajectory = self._finish(rows)
@@ -155,7 +155,7 @@ class HostCollector:
         self._begin(carry, params)
         capacity = min(_BLOCK, num_steps)
         for first in range(0, num_steps, capacity):
-            self._rows = Rows(min(capacity, num_steps - first), capacity)
+            self._rows = self._make_rows(min(capacity, num_steps - first), capacity)
             self._run.play(params, self._rows)
             acc = _fold(fn, acc, self._finish(self._rows), self._rows.num)
         return self._snapshot(), acc
@@ -234,7 +234,7 @@ class HostCollector:
             if padded is None:
                 padded = _blank(trajectory, (max_length, num_episodes))
             here = trajectory.mask
-            index = seats.index_of(trajectory.episode_id)[here]
+            index = seats.index_of(trajectory.episode_id, _lanes_of(trajectory))[here]
             place = (trajectory.episode_length[here] - 1, index)
             pairs = zip(
                 jax.tree.leaves(padded), jax.tree.leaves(trajectory), strict=True
@@ -278,7 +278,7 @@ class HostCollector:
         if self._rows is not None and np.array_equal(carry.env_state, self._used):
             run.recover()
         else:
-            self._begin(carry, params, Rows(num_steps, capacity))
+            self._begin(carry, params, self._make_rows(num_steps, capacity))
             if at_end == "reset":
                 run.begin(run.lanes.episode_length > 0, run.lanes.next_own())
         run.play(params, self._rows, limit=limit, random_fn=random_fn)
@@ -365,6 +365,17 @@ class HostCollector:
             trajectory = jax.tree.map(lambda x: x[:num_rows], trajectory)
         return self._snapshot(), trajectory
 
+    @property
+    def _num_columns(self) -> int:
+        """Lanes of a row."""
+        return self.env.num_envs
+
+    def _make_run(self, key: chex.PRNGKey) -> Run:
+        return Run(self.env, self.policy, key, self._faults)
+
+    def _make_rows(self, size: int, capacity: int | None = None) -> Rows:
+        return Rows(self._num_columns, size, capacity)
+
     def _begin(self, carry: Carry, params: Any, rows: Rows | None = None) -> None:
         """Refuses a carry that is not the last one, and uses it up."""
         checks.host_call(carry, params)
@@ -375,7 +386,7 @@ class HostCollector:
             )
         self._used = self._mark
         self._ticket += 1
-        self._rows = rows or Rows(1)
+        self._rows = rows or self._make_rows(1)
 
     @property
     def _mark(self) -> np.ndarray:
@@ -424,7 +435,7 @@ class HostCollector:
         after = seats.after(run.lanes)
         run.begin(everywhere, seats.episode_id, seats)
         while not seats.is_over:
-            self._rows = Rows(_BLOCK)
+            self._rows = self._make_rows(_BLOCK)
             run.play(params, self._rows, limit=limit, seats=seats)
             consume(self._rows)
         episodes = seats.read()
@@ -446,9 +457,9 @@ class HostCollector:
         """Notes the figures of the episodes that ended in a block."""
         if self.accumulators:
             ended = np.asarray(trajectory.done & trajectory.mask)
-            index = seats.index_of(np.asarray(trajectory.episode_id))[ended]
-            figures = jax.device_get(trajectory.accumulated)
-            seats.accumulate(index, jax.tree.map(lambda x: x[ended], figures))
+            rows = jax.device_get(trajectory)
+            index = seats.index_of(rows.episode_id, _lanes_of(rows))[ended]
+            seats.accumulate(index, jax.tree.map(lambda x: x[ended], rows.accumulated))
 
     def _finish(self, rows: Rows) -> Transition:
         """Rows as they are handed out, on the device; zero from number `num` on."""
@@ -462,16 +473,19 @@ class HostCollector:
         self, figures: chex.ArrayTree, trajectory: Transition
     ) -> tuple[chex.ArrayTree, Transition]:
         """Row by row, what the accumulators and `record_fn` make of a trajectory."""
-        nothing = accumulate_nothing(self.accumulators, self.env.num_envs)
+        nothing = accumulate_nothing(self.accumulators, self._num_columns)
 
-        def see(old: chex.ArrayTree, row: Transition) -> tuple:
+        def see(figures: chex.ArrayTree, row: Transition) -> tuple:
             if self.accumulators:
-                new = accumulate(
-                    self.accumulators, keys.select(row.first, nothing, old), row
+                lane = jnp.where(row.mask, _lanes_of(row), self.env.num_envs)
+                old = jax.tree.map(lambda x: x[lane], figures)
+                old = keys.select(row.first, nothing, old)
+                new = accumulate(self.accumulators, old, row)
+                figures = jax.tree.map(
+                    lambda x, rows: x.at[lane].set(rows, mode="drop"), figures, new
                 )
-                old = keys.select(row.mask, new, old)
-                row = row.replace(accumulated=old)
-            return old, kernel.void(kernel.record(self.record_fn, row))
+                row = row.replace(accumulated=new)
+            return figures, kernel.void(kernel.record(self.record_fn, row))
 
         return lax.scan(see, figures, trajectory)
 
@@ -508,6 +522,13 @@ def _restarted(
     """The figures of the episodes that the lanes are in."""
     nothing = accumulate_nothing(accumulators, lanes.num_envs)
     return keys.select(jnp.asarray(lanes.episode_length == 0), nothing, figures)
+
+
+def _lanes_of(rows: Transition) -> chex.Array:
+    """Which lanes the columns are of."""
+    if hasattr(rows.info, "env_id"):
+        return rows.info.env_id
+    return np.arange(rows.mask.shape[-1])
 
 
 def _blank(trajectory: Transition, shape: tuple[int, int]) -> Transition:

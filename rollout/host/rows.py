@@ -12,13 +12,15 @@ from rollout.types import Transition
 class Rows:
     """Memory for rows of `[B, ...]`; what they are like, the first one says.
 
+    A row that is written with fewer columns has void ones after them.
+
     Attributes:
         size: how many shall be written.
         num: how many are whole.
     """
 
-    def __init__(self, size: int, capacity: int | None = None) -> None:
-        self.size, self.num = size, 0
+    def __init__(self, width: int, size: int, capacity: int | None = None) -> None:
+        self.size, self.num, self._width = size, 0, width
         self._capacity = capacity or size
         self._fields: dict[str, tuple[Any, list[np.ndarray]]] = {}
 
@@ -28,18 +30,20 @@ class Rows:
             self._fields[name] = self._allocate(tree)
         structure, arrays = self._fields[name]
         if structure is None:
-            arrays[0][self.num] = tree
+            arrays[0][self.num, : len(tree)] = tree
             return arrays[0][self.num]
         leaves = structure.flatten_up_to(tree)
         for array, leaf in zip(arrays, leaves, strict=True):
-            array[self.num] = leaf
+            array[self.num, : len(leaf)] = leaf
         return structure.unflatten([array[self.num] for array in arrays])
 
-    def mask_out(self, first: int, lane: int) -> None:
-        """Voids the rows of a lane from `first` to the newest one: zero everywhere."""
+    def void(self, row: Any, column: Any) -> int:
+        """Zeroes what stands there, by any index; tells how much of it was data."""
+        count = int(self._fields["mask"][1][0][row, column].sum())
         for _, arrays in self._fields.values():
             for array in arrays:
-                array[first : self.num + 1, lane] = 0
+                array[row, column] = 0
+        return count
 
     def read(self) -> Transition:
         """All rows, `[capacity, B, ...]`, not copied: zero from number `num` on."""
@@ -52,5 +56,6 @@ class Rows:
 
     def _allocate(self, tree: chex.ArrayTree) -> tuple[Any, list[np.ndarray]]:
         leaves, structure = jax.tree.flatten(tree)
-        arrays = [np.zeros((self._capacity, *x.shape), x.dtype) for x in leaves]
+        shape = self._capacity, self._width
+        arrays = [np.zeros(shape + x.shape[1:], x.dtype) for x in leaves]
         return None if isinstance(tree, np.ndarray) else structure, arrays

@@ -19,7 +19,10 @@ from rollout.types import Policy
 
 Causes = dict[int, BaseException]  # of environments that failed, by their numbers
 
+At = slice | np.ndarray  # lanes that answered, which are columns: all, or `[R]` int
+
 NO_LIMIT = 2**31 - 1
+_ALL = slice(None)
 
 
 class Run:
@@ -70,8 +73,9 @@ class Run:
         with _interrupted_between_steps() as check:
             while rows.num < rows.size and not (seats and seats.is_over):
                 check()
-                result = self._step(params, rows, random_fn(rows.num))
-                self._note(rows, result, limit, seats)
+                is_random = random_fn(rows.num)
+                result, at = self._step(params, rows, is_random, seats)
+                self._note(rows, result, at, limit, seats)
 
     def begin(
         self, mask: np.ndarray, episode_id: np.ndarray, seats: Seats | None = None
@@ -87,39 +91,49 @@ class Run:
             self._rebuild(failed)
         self.begin(self._must_begin.copy(), self.lanes.next_own())
 
-    def _step(self, params: Any, rows: Rows, is_random: np.ndarray | None) -> HostStep:
+    def _step(
+        self,
+        params: Any,
+        rows: Rows,
+        is_random: np.ndarray | None,
+        seats: Seats | None,
+    ) -> tuple[HostStep, At]:
+        """Writes what is chosen; returns what was answered, and by which lanes."""
+        del seats  # unused: idle lanes play on
         lanes = self.lanes
         # A row of `rows` stays as it is, so that jax may read it where it lies.
         obs = rows.write("obs", self.obs)
         action, extras = self.program.act(
             params, obs, lanes.over, lanes.episode_id, is_random=is_random
         )
+        lanes.over = np.zeros_like(lanes.over)
         self._must_begin[:] = True  # should the step be torn
         result = self._env.step(action)
         self._must_begin[:] = False
-        self.obs, lanes.over = result.obs, np.zeros_like(lanes.over)
+        self.obs = result.obs
         rows.write("action", action)
         rows.write("extras", extras)
-        return result
+        rows.write("info", result.info)
+        return result, _ALL
 
     def _note(
-        self, rows: Rows, result: HostStep, limit: int, seats: Seats | None
+        self, rows: Rows, result: HostStep, at: At, limit: int, seats: Seats | None
     ) -> None:
-        """Writes what the environments answered, and begins the episodes that follow."""
+        """Writes what was answered, and begins the episodes that follow."""
         lanes = self.lanes
-        mask = self._count(result, seats)
-        truncated = result.truncated
-        cut = lanes.episode_length >= limit
-        if cut.any():
-            cut &= ~truncated
-            truncated = truncated | cut
-        over = result.terminated | truncated
-        causes = self._find_faults(result)
+        mask = self._count(result, at, seats)
+        terminated = self._of_all(result.terminated, at)
+        truncated = self._of_all(result.truncated, at)
+        cut = mask & (lanes.episode_length >= limit) & ~truncated
+        truncated = truncated | cut
+        over = terminated | truncated
+        causes = self._find_faults(result, at)
         if seats is not None:
-            self._take_seats(seats, result, truncated, cut, mask, causes)
-            truncated = truncated & ~(cut & result.terminated)  # only what goes on
-        self._write(rows, result, truncated, mask)
-        num_lost = self._mask_out(rows, mask, causes)
+            flags = {"terminated": terminated, "truncated": truncated}
+            self._take_seats(seats, over, cut, mask, causes, flags)
+            truncated = truncated & ~(cut & terminated)  # only what goes on
+        self._write(rows, result, at, terminated, truncated, mask)
+        num_lost = self._mask_out(rows, at, mask, causes)
         rows.num += 1
         if causes:
             over = over | _flags(causes, len(over))
@@ -132,75 +146,88 @@ class Run:
             episode_id = lanes.next_own() if seats is None else seats.episode_id
             self._begin(over, episode_id, rows.num, seats)
 
-    def _count(self, result: HostStep, seats: Seats | None) -> np.ndarray:
+    def _count(self, result: HostStep, at: At, seats: Seats | None) -> np.ndarray:
         """Counts the step; tells in which lanes it is data, `[E]` bool."""
         lanes, stepped = self.lanes, result.mask
         if stepped is None:
-            stepped = self._everywhere
-            lanes.episode_return += result.reward
+            lanes.episode_return[at] += result.reward
+            lanes.episode_length[at] += 1
         else:
-            lanes.episode_return += np.where(stepped, result.reward, np.float32(0.0))
-            lanes.over |= ~stepped  # the first observation has come only now
-        lanes.episode_length += stepped
-        return stepped if seats is None else stepped & seats.mask
+            lanes.episode_return[at] += np.where(stepped, result.reward, np.float32(0))
+            lanes.episode_length[at] += stepped
+            lanes.over[at] |= ~stepped  # the first observation has come only now
+        if seats is None and stepped is None and at is _ALL:
+            return self._everywhere
+        mask = np.zeros(lanes.num_envs, bool)
+        mask[at] = True if stepped is None else stepped
+        return mask if seats is None else mask & seats.mask
+
+    def _of_all(self, flags: np.ndarray, at: At) -> np.ndarray:
+        """Flags of the lanes that answered, for all lanes, `[E]` bool."""
+        if at is _ALL:
+            return flags
+        of_all = np.zeros(self.lanes.num_envs, bool)
+        of_all[at] = flags
+        return of_all
 
     def _take_seats(
         self,
         seats: Seats,
-        result: HostStep,
-        truncated: np.ndarray,
+        over: np.ndarray,
         cut: np.ndarray,
         mask: np.ndarray,
         causes: Causes,
+        flags: dict[str, np.ndarray],
     ) -> None:
         """Notes the episodes that are over, or lost."""
         lanes, faulty = self.lanes, _flags(causes, len(mask))
         seats.count_steps(int(mask.sum()))
         seats.lose(faulty)
         seats.note(
-            (result.terminated | truncated) & ~faulty,
+            over & ~faulty,
             cut,
             lane=np.arange(len(mask), dtype=np.int32),
-            terminated=result.terminated,
-            truncated=truncated,
             episode_return=lanes.episode_return,
             episode_length=lanes.episode_length,
+            **flags,
         )
 
     def _write(
-        self, rows: Rows, result: HostStep, truncated: np.ndarray, mask: np.ndarray
+        self,
+        rows: Rows,
+        result: HostStep,
+        at: At,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        mask: np.ndarray,
     ) -> None:
         lanes = self.lanes
         rows.write("next_obs", result.obs)
         rows.write("reward", result.reward)
-        rows.write("terminated", result.terminated)
-        rows.write("truncated", truncated)
-        rows.write("mask", mask)
-        rows.write("episode_id", lanes.episode_id)
-        rows.write("episode_return", lanes.episode_return)
-        rows.write("episode_length", lanes.episode_length)
-        rows.write("info", result.info)
+        rows.write("terminated", terminated[at])
+        rows.write("truncated", truncated[at])
+        rows.write("mask", mask[at])
+        rows.write("episode_id", lanes.episode_id[at])
+        rows.write("episode_return", lanes.episode_return[at])
+        rows.write("episode_length", lanes.episode_length[at])
 
-    def _mask_out(self, rows: Rows, mask: np.ndarray, causes: Causes) -> int:
+    def _mask_out(self, rows: Rows, at: At, mask: np.ndarray, causes: Causes) -> int:
         """Voids what is no data; tells how many rows the faults cost."""
         num_lost = 0
         for lane in causes:
-            first = int(self.lanes.first_row[lane])
-            num_lost += (rows.num + 1 - first) if mask[lane] else 0
-            rows.mask_out(first, lane)
-        if not mask.all():
-            for lane in np.flatnonzero(~mask):
-                rows.mask_out(rows.num, lane)
+            num_lost += rows.void(*self._place_of(lane, rows))
+        if not (here := mask[at]).all():
+            rows.void(rows.num, np.flatnonzero(~here))
         return num_lost
 
-    def _find_faults(self, result: HostStep) -> Causes:
+    def _place_of(self, lane: int, rows: Rows) -> tuple[Any, Any]:
+        """Rows and columns of the lane's episode."""
+        return slice(int(self.lanes.first_row[lane]), rows.num + 1), lane
+
+    def _find_faults(self, result: HostStep, at: At) -> Causes:
         causes = dict(result.causes) if result.faulty.any() else {}
         bad = self._guard.find(result.obs)
-        return causes if bad is None else self._bad_obs(bad) | causes
-
-    def _bad_obs(self, bad: np.ndarray) -> Causes:
-        what = "the observation is not finite, or outside of its space"
-        return {int(number): ValueError(what) for number in np.flatnonzero(bad)}
+        return causes if bad is None else _bad_obs(self._of_all(bad, at)) | causes
 
     def _handle(self, causes: Causes, **lost: int) -> None:
         """Makes the environments anew, or raises."""
@@ -234,14 +261,25 @@ class Run:
             mask = failed
             episode_id = self.lanes.next_own() if seats is None else seats.episode_id
 
+    def _take(self, obs: chex.ArrayTree, mask: np.ndarray) -> None:
+        """Takes what a reset of the lanes where `mask` returned."""
+        del mask  # unused: the others are what they were
+        self.obs = obs
+
     def _reset(self, mask: np.ndarray) -> Causes:
         seeds = self._seeds.of(self.lanes.episode_id, mask)
         try:
-            self.obs = self._env.reset(seeds, mask)
+            obs = self._env.reset(seeds, mask)
         except EnvFault as fault:
             return fault.causes
-        bad = self._guard.find(self.obs)
-        return {} if bad is None else self._bad_obs(bad & mask)
+        self._take(obs, mask)
+        bad = self._guard.find(obs)
+        return {} if bad is None else _bad_obs(bad & mask)
+
+
+def _bad_obs(bad: np.ndarray) -> Causes:
+    what = "the observation is not finite, or outside of its space"
+    return {int(number): ValueError(what) for number in np.flatnonzero(bad)}
 
 
 def _flags(causes: Causes, num_envs: int) -> np.ndarray:

@@ -135,9 +135,9 @@ class Seats:
             self._num_wanted = min(self._num_wanted, self._num_started)
         self._num_started += count
 
-    def index_of(self, episode_id: np.ndarray) -> np.ndarray:
-        """The numbers of episodes among the `N`, of their ids, `[..., E]`."""
-        return (episode_id - self._ids) * (-1 if self._is_queue else 1)
+    def index_of(self, episode_id: np.ndarray, lane: np.ndarray) -> np.ndarray:
+        """The numbers of episodes among the `N`, of their ids and lanes."""
+        return (episode_id - self._ids[lane]) * (-1 if self._is_queue else 1)
 
     def accumulate(self, index: np.ndarray, figures: chex.ArrayTree) -> None:
         """Notes what was accumulated in the episodes of these numbers, `[n, ...]`."""

@@ -15,12 +15,18 @@ from rollout.stream.types import Options, Window
 from rollout.types import Carry
 
 
-def check(options: Options, num_envs: int) -> None:
+def check(options: Options, collector: HostCollector) -> None:
     """Refuses options that environments in Python do not go with.
 
     Raises:
         ValueError: if there is one.
     """
+    if hasattr(collector, "num_ready"):
+        raise ValueError(
+            "`collector` must step all environments together, got an "
+            f"{type(collector).__name__}: call its `collect_steps` in the loop."
+        )
+    num_envs = collector.env.num_envs
     for name in ("steps_per_batch", "total_steps"):
         if (getattr(options, name) or 0) % num_envs:
             raise ValueError(

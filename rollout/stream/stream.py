@@ -163,7 +163,7 @@ class Stream:
         if spread is not None and spread.mesh.is_multi_process:
             option_checks.check_processes(self._options)
         if isinstance(collector, HostCollector):
-            host.check(self._options, collector.env.num_envs)
+            host.check(self._options, collector)
         checks.flag("progress", progress)
         self._collector = collector
         self._worker = Worker()
