@@ -29,7 +29,7 @@ class HostStep(NamedTuple):
         info: `[E, ...]`, any pytree of arrays of one structure; `{}` if there is none.
         mask: `[E]` bool, False where the environment took no step but reset itself:
             `obs` is then the first of a new episode. None stands for True everywhere.
-        causes: of each that is faulty, by its number, why.
+        causes: of each that is faulty, and no other, by its number, why.
     """
 
     obs: chex.ArrayTree  # [E, ...]

@@ -323,7 +323,7 @@ class HostCollector:
         )
         run, under_way = self._run, np.asarray(carry.episode.episode_length) > 0
         run.lanes.put_back(carry.episode)
-        run.program.step, run.program.state = carry.step, carry.policy_state
+        run.program.step, run.program.state = int(carry.step), carry.policy_state
         run.lanes.over[:] = not saved
         if saved:
             self.env.load(pickle.loads(saved))
@@ -403,7 +403,7 @@ class HostCollector:
             accumulated = _restarted(self.accumulators, accumulated, lanes)
         return Carry(
             key=self._key,
-            step=run.program.step,
+            step=np.int32(run.program.step),
             next_episode=np.int32(self._next_episode),
             env_state=self._mark,
             obs=jax.tree.map(np.array, run.obs),

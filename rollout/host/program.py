@@ -18,6 +18,9 @@ from rollout.policies.exploration import random_where
 from rollout.types import Carry, Episode, Policy
 
 
+_AHEAD = 256  # keys that are drawn at once
+
+
 class View(NamedTuple):
     """What the kernel asks of an environment to let a policy act in it."""
 
@@ -42,11 +45,15 @@ class Program:
         self._view = View(num_envs, action_space)
         lanes = episode_keys.all_lanes(num_envs)
         first = episode_keys.keys_of(key, lanes, lanes.number)
-        self._words = jax.random.key_data(key)  # a typed key takes jax's slow way in
-        self.step = jnp.zeros((), jnp.int32)
+        self._key = key
+        self.step = 0
         self.state = initial_policy_state(policy, self._view, first)
         self.has_state = bool(jax.tree.leaves(self.state))
-        self._act = jax.jit(self._apply, static_argnames="warmup")
+        # Words, for a typed key takes jax's slow way in; and those of many steps are
+        # drawn at once, for in a small program two hashes are most of the time.
+        self._words = np.asarray(jax.random.key_data(key))
+        self._first, self._keys = 0, self._words[None][:0]
+        self._act = jax.jit(self._apply)
         self._restart = jax.jit(self._restarted)
 
     def act(
@@ -72,18 +79,11 @@ class Program:
         Returns:
             Action and extras, `[R, ...]`, NumPy.
         """
-        lanes = (over, episode_id) if self.has_state else ()
-        moved, out = self._act(
-            params,
-            self._words,
-            (self.step, self.state),
-            obs,
-            lanes,
-            env_id,
-            is_random,
-            warmup=is_random is not None,
-        )
-        self.step, self.state = moved
+        lanes = (self._words, over, episode_id) if self.has_state else ()
+        warmup = () if is_random is None else (self._warmup_words(), is_random)
+        args = self._policy_words(), self.state, obs, lanes, env_id, warmup
+        self.state, out = self._act(params, *args)
+        self.step += 1
         # All copies begin before the first is waited for.
         return jax.tree.map(np.asarray, out) if _is_on_host() else jax.device_get(out)
 
@@ -104,44 +104,48 @@ class Program:
         if self.has_state and over.any():
             self.state = self._restart(self._words, self.state, over, episode_id)
 
+    def _policy_words(self) -> np.ndarray:
+        """The words of the policy's key at this step."""
+        row = self.step - self._first
+        if not 0 <= row < len(self._keys):
+            row, self._first = 0, self.step
+            self._keys = np.asarray(_policy_keys(self._key, self.step))
+        return self._keys[row]
+
+    def _warmup_words(self) -> np.ndarray:
+        key = episode_keys.warmup_key(self._key, self.step)
+        return np.asarray(jax.random.key_data(key))
+
     def _apply(
         self,
         params: Any,
         words: jax.Array,
-        moved: tuple[jax.Array, chex.ArrayTree],
+        state: chex.ArrayTree,
         obs: chex.ArrayTree,
         lanes: tuple[jax.Array, ...],
         env_id: jax.Array | None,
-        is_random: jax.Array | None,
-        *,
-        warmup: bool,
-    ) -> tuple[tuple[jax.Array, chex.ArrayTree], tuple[chex.ArrayTree, ...]]:
-        root = jax.random.wrap_key_data(words, impl=self._impl)
-        step, state = moved
-        policy, num_lanes = self._policy, len(jax.tree.leaves(obs)[0])
+        warmup: tuple[jax.Array, ...],
+    ) -> tuple[chex.ArrayTree, tuple[chex.ArrayTree, ...]]:
+        policy, num_lanes, old = self._policy, len(jax.tree.leaves(obs)[0]), state
         view = self._view._replace(num_envs=num_lanes)
         if lanes:
-            state = self._restarted(words, state, *lanes, env_id)
+            root, over, episode_id = lanes
+            state = self._restarted(root, state, over, episode_id, env_id)
         if warmup:
-            key = episode_keys.warmup_key(root, step)
-            policy = random_where(policy, view.action_space, is_random, key)
-        decision = kernel.act(view, policy, _carry(root, step, obs, state), params)
-        return self._moved(step, decision.state, moved[1], env_id), (
-            decision.action,
-            decision.extras,
-        )
-
-    def _moved(
-        self,
-        step: jax.Array,
-        new: chex.ArrayTree,
-        old: chex.ArrayTree,
-        env_id: jax.Array | None,
-    ) -> tuple[jax.Array, chex.ArrayTree]:
-        """The next step, and the state of all lanes."""
+            warmup_words, is_random = warmup
+            policy = random_where(
+                policy, view.action_space, is_random, self._wrap(warmup_words)
+            )
+        carry = _carry(obs, state)
+        decision = kernel.act(view, policy, carry, params, self._wrap(words))
+        state = decision.state
         if env_id is not None:
-            new = jax.tree.map(lambda x, rows: x.at[env_id].set(rows), old, new)
-        return step + 1, new
+            put = lambda x, rows: x.at[env_id].set(rows, mode="drop")  # noqa: E731
+            state = jax.tree.map(put, old, state)
+        return state, (decision.action, decision.extras)
+
+    def _wrap(self, words: jax.Array) -> chex.PRNGKey:
+        return jax.random.wrap_key_data(words, impl=self._impl)
 
     def _restarted(
         self,
@@ -152,7 +156,7 @@ class Program:
         env_id: jax.Array | None = None,
     ) -> chex.ArrayTree:
         """The state of the lanes that act, of new episodes where `over`."""
-        root = jax.random.wrap_key_data(words, impl=self._impl)
+        root = self._wrap(words)
         lanes = episode_keys.all_lanes(self._view.num_envs)
         policy, take = self._policy, lambda tree: tree
         if env_id is not None:
@@ -165,14 +169,19 @@ class Program:
         return restart_policy(policy, view, take(state), over, key)
 
 
-def _carry(
-    root: chex.PRNGKey, step: jax.Array, obs: chex.ArrayTree, state: chex.ArrayTree
-) -> Carry:
+@jax.jit
+def _policy_keys(root: chex.PRNGKey, step: jax.Array) -> jax.Array:
+    """The words of the keys of so many steps from `step` on."""
+    steps = step + jnp.arange(_AHEAD, dtype=jnp.int32)
+    return jax.random.key_data(episode_keys.policy_key(root, steps))
+
+
+def _carry(obs: chex.ArrayTree, state: chex.ArrayTree) -> Carry:
     """What `kernel.act` reads of a carry."""
     nothing = Episode(key=(), episode_return=(), episode_length=(), episode_id=())
     return Carry(
-        key=root,
-        step=step,
+        key=(),
+        step=(),
         next_episode=(),
         env_state=(),
         obs=obs,

@@ -38,15 +38,22 @@ class Rows:
         return structure.unflatten([array[self.num] for array in arrays])
 
     def void(self, row: Any, column: Any) -> int:
-        """Zeroes what stands there, by any index; tells how much of it was data."""
-        count = int(self._fields["mask"][1][0][row, column].sum())
-        for _, arrays in self._fields.values():
-            for array in arrays:
-                array[row, column] = 0
+        """Voids what stands there, by any index; tells how much of it was data."""
+        mask = self._fields["mask"][1][0]
+        count = int(mask[row, column].sum())
+        mask[row, column] = False
         return count
 
     def read(self) -> Transition:
-        """All rows, `[capacity, B, ...]`, not copied: zero from number `num` on."""
+        """All rows, `[capacity, B, ...]`, not copied; zero from number `num` on.
+
+        Zero, too, is what is void.
+        """
+        is_void = ~self._fields["mask"][1][0][: self.num]
+        if is_void.any():
+            for _, arrays in self._fields.values():
+                for array in arrays:
+                    array[: self.num][is_void] = 0
         return Transition(
             **{
                 name: arrays[0] if structure is None else structure.unflatten(arrays)

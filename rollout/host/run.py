@@ -23,6 +23,7 @@ At = slice | np.ndarray  # lanes that answered, which are columns: all, or `[R]`
 
 NO_LIMIT = 2**31 - 1
 _ALL = slice(None)
+_NOWHERE = np.zeros((), bool)
 
 
 class Run:
@@ -106,7 +107,7 @@ class Run:
         action, extras = self.program.act(
             params, obs, lanes.over, lanes.episode_id, is_random=is_random
         )
-        lanes.over = np.zeros_like(lanes.over)
+        lanes.over = ~self._everywhere
         self._must_begin[:] = True  # should the step be torn
         result = self._env.step(action)
         self._must_begin[:] = False
@@ -124,8 +125,10 @@ class Run:
         mask = self._count(result, at, seats)
         terminated = self._of_all(result.terminated, at)
         truncated = self._of_all(result.truncated, at)
-        cut = mask & (lanes.episode_length >= limit) & ~truncated
-        truncated = truncated | cut
+        cut = _NOWHERE
+        if limit < NO_LIMIT:
+            cut = mask & (lanes.episode_length >= limit) & ~truncated
+            truncated = truncated | cut
         over = terminated | truncated
         causes = self._find_faults(result, at)
         if seats is not None:
@@ -133,7 +136,7 @@ class Run:
             self._take_seats(seats, over, cut, mask, causes, flags)
             truncated = truncated & ~(cut & terminated)  # only what goes on
         self._write(rows, result, at, terminated, truncated, mask)
-        num_lost = self._mask_out(rows, at, mask, causes)
+        num_lost = self._void(rows, causes) if causes else 0
         rows.num += 1
         if causes:
             over = over | _flags(causes, len(over))
@@ -211,21 +214,16 @@ class Run:
         rows.write("episode_return", lanes.episode_return[at])
         rows.write("episode_length", lanes.episode_length[at])
 
-    def _mask_out(self, rows: Rows, at: At, mask: np.ndarray, causes: Causes) -> int:
-        """Voids what is no data; tells how many rows the faults cost."""
-        num_lost = 0
-        for lane in causes:
-            num_lost += rows.void(*self._place_of(lane, rows))
-        if not (here := mask[at]).all():
-            rows.void(rows.num, np.flatnonzero(~here))
-        return num_lost
+    def _void(self, rows: Rows, causes: Causes) -> int:
+        """Voids the episodes that are lost; tells how many rows they have."""
+        return sum(rows.void(*self._place_of(lane, rows)) for lane in causes)
 
     def _place_of(self, lane: int, rows: Rows) -> tuple[Any, Any]:
         """Rows and columns of the lane's episode."""
         return slice(int(self.lanes.first_row[lane]), rows.num + 1), lane
 
     def _find_faults(self, result: HostStep, at: At) -> Causes:
-        causes = dict(result.causes) if result.faulty.any() else {}
+        causes = dict(result.causes)
         bad = self._guard.find(result.obs)
         return causes if bad is None else _bad_obs(self._of_all(bad, at)) | causes
 

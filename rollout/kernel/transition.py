@@ -179,9 +179,16 @@ def restart(
         return _place(env, fresh)
 
 
-def act(env: VectorEnv, policy: Policy, carry: Carry, params: Any) -> PolicyStep:
-    """Asks the policy what to do at the carry's step."""
-    policy_key = episode_keys.policy_key(carry.key, carry.step)
+def act(
+    env: VectorEnv,
+    policy: Policy,
+    carry: Carry,
+    params: Any,
+    policy_key: chex.PRNGKey | None = None,
+) -> PolicyStep:
+    """Asks the policy what to do at the carry's step; None: with the key of that."""
+    if policy_key is None:
+        policy_key = episode_keys.policy_key(carry.key, carry.step)
     spread = spread_of(env)
     with keys.in_parts(spread.num_devices if spread else 1):
         decision = policy.apply(params, carry.obs, carry.policy_state, policy_key)
