@@ -10,6 +10,7 @@ and `MultiAgentEnv` is what to write. Suites are imported only when they are nee
 
 from envs.host.gymnasium import from_gymnasium
 from envs.host.types import AsyncHostVectorEnv, EnvFault, HostStep, HostVectorEnv
+from envs.host.workers import workers
 from envs.joint import vectorize_agents
 from envs.multi_agent import (
     AgentInfo,
@@ -84,4 +85,5 @@ __all__ = [
     "vectorize",
     "vectorize_agents",
     "vectorize_each",
+    "workers",
 ]

@@ -12,7 +12,7 @@ def pack(cause: BaseException) -> bytes:
     text = "".join(traceback.format_exception(cause)).rstrip()
     told = f"{type(cause).__name__}: {cause}"
     try:
-        if cause.__traceback__ is not None:
+        if cause.__traceback__ is not None and not hasattr(cause, "__notes__"):
             cause.add_note(f"In the environment:\n{text}")
         whole = pickle.dumps(cause)
     except Exception:

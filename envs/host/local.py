@@ -220,7 +220,7 @@ class LocalEnvs:
             states: what `save` returned; one that was faulty is faulty again.
         """
         checks.length("states", states, self.num_envs)
-        self._answered.clear()
+        checks.all_idle("load", self._under_way())
         for at, state in enumerate(states):
             env, obs, packed = pickle.loads(state)
             if packed is not None:
@@ -259,6 +259,7 @@ class LocalEnvs:
         """Makes an environment faulty: it takes no step before it is made anew."""
         self._broken[at] = cause
 
+    @property
     def causes(self) -> dict[int, BaseException]:
         """Of each that is faulty, why."""
         return dict(self._broken)

@@ -117,15 +117,22 @@ def pick(tree: chex.ArrayTree, index: Any) -> chex.ArrayTree:
     return tree[index]
 
 
-def put(tree: chex.ArrayTree, index: Any, values: chex.ArrayTree) -> None:
-    """Writes rows of every array."""
+def put(
+    tree: chex.ArrayTree, index: Any, values: chex.ArrayTree, name: str = "values"
+) -> None:
+    """Writes rows of every array, and refuses those of another shape."""
     if isinstance(tree, dict):
-        for name, part in tree.items():
-            put(part, index, values[name])
+        for key, part in tree.items():
+            put(part, index, values[key], name)
     elif isinstance(tree, tuple):
         for part, value in zip(tree, values, strict=True):
-            put(part, index, value)
+            put(part, index, value, name)
     else:
+        values, shape = np.asarray(values), tree[index].shape
+        if values.shape != shape:  # NumPy would broadcast it
+            raise ValueError(
+                f"`{name}` must have shape {shape}, got shape {values.shape}."
+            )
         tree[index] = values
 
 
