@@ -3,12 +3,14 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import pickle
 import selectors
+import sys
 import time
 from collections.abc import Callable, Iterable
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from typing import Any
 
 from envs.host import faults
@@ -177,6 +179,19 @@ class Crew:
             if link.busy and link.since is not None
         ]
         return min(waits + ([] if timeout is None else [timeout]), default=None)
+
+
+@functools.cache
+def preload(context: Any) -> None:
+    """Has the fork server import what every worker needs, once, if it is not running.
+
+    Not the modules of the functions: they may start threads, or jax's backend.
+    """
+    known = getattr(forkserver, "_forkserver", None)
+    modules = list(getattr(known, "_preload_modules", None) or ["__main__"])
+    modules += ["envs.host.worker"]
+    modules += ["gymnasium"] if "gymnasium" in sys.modules else []
+    context.set_forkserver_preload(list(dict.fromkeys(modules)))
 
 
 def _end(link: Link) -> None:

@@ -94,7 +94,7 @@ class LocalEnvs:
             (key, writer(space, rows.info[key], f"info[{key!r}]"))
             for key, space in spaces.items()
         ]
-        self._blank = self.layout.make(1, np.zeros).info
+        self._blank = pick(self.layout.make(1, np.zeros).info, 0)
         self._fine = np.zeros(self.num_envs, bool)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:

@@ -1,16 +1,14 @@
 """Environments in worker processes, which a crash or a hang cannot take along."""
 
 import contextlib
-import functools
 import itertools
 import multiprocessing
 import os
 import pickle
-import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from multiprocessing import forkserver, reduction
+from multiprocessing import reduction
 from typing import Any
 
 import chex
@@ -18,7 +16,7 @@ import numpy as np
 
 from envs import checks as counts
 from envs.host import checks, faults, memory, worker
-from envs.host.crew import Crew, Link
+from envs.host.crew import Crew, Link, preload
 from envs.host.rows import answer, make_layout, put
 from envs.host.types import EnvFault, HostStep
 from envs.types import Space
@@ -305,7 +303,7 @@ class WorkerEnvs:
     def _begin(self) -> None:
         """Starts every worker, and makes the rows once their kind is known."""
         if self._context.get_start_method() == "forkserver":
-            _preload(self._context)
+            preload(self._context)
         spaces = self._launch(self._crew.links)
         self._raise(range(self.num_envs))
         first = spaces[self._crew.links[0]]
@@ -390,16 +388,3 @@ def _check_picklable(make_fns: Sequence[Callable[[], Any]]) -> None:
                 "`functools.partial` of such a function takes options. Got function "
                 f"{at}, {fn!r}: {error}."
             ) from error
-
-
-@functools.cache
-def _preload(context: Any) -> None:
-    """Has the fork server import what every worker needs, once, if it is not running.
-
-    Not the modules of the functions: they may start threads, or jax's backend.
-    """
-    known = getattr(forkserver, "_forkserver", None)
-    modules = list(getattr(known, "_preload_modules", None) or ["__main__"])
-    modules += [worker.__name__]
-    modules += ["gymnasium"] if "gymnasium" in sys.modules else []
-    context.set_forkserver_preload(list(dict.fromkeys(modules)))
