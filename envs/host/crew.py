@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import multiprocessing
+import os
 import pickle
 import selectors
 import sys
@@ -72,6 +73,7 @@ class Crew:
         )
         self.broken: dict[int, BaseException] = {}
         self.closed = False
+        self._owner = os.getpid()
         self._timeout = timeout
         self._selector = selectors.DefaultSelector()
 
@@ -140,7 +142,7 @@ class Crew:
 
     def close(self) -> None:
         """Ends every process; a second call does nothing."""
-        if self.closed:
+        if self.closed or os.getpid() != self._owner:  # a fork has a copy of this
             return
         self.closed = True
         alive = [link for link in self.links if link.pipe is not None]

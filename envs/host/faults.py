@@ -3,6 +3,8 @@
 import pickle
 import traceback
 
+_NOTE = "In the environment:"
+
 
 def pack(cause: BaseException) -> bytes:
     """Pickles an exception; one that cannot be pickled is told by its text.
@@ -12,8 +14,9 @@ def pack(cause: BaseException) -> bytes:
     text = "".join(traceback.format_exception(cause)).rstrip()
     told = f"{type(cause).__name__}: {cause}"
     try:
-        if cause.__traceback__ is not None and not hasattr(cause, "__notes__"):
-            cause.add_note(f"In the environment:\n{text}")
+        notes = getattr(cause, "__notes__", ())
+        if not any(note.startswith(_NOTE) for note in notes):
+            cause.add_note(f"{_NOTE}\n{text}")
         whole = pickle.dumps(cause)
     except Exception:
         whole = None
@@ -30,7 +33,7 @@ def unpack(packed: bytes) -> BaseException:
     if isinstance(cause, BaseException):
         return cause
     error = RuntimeError(told)
-    error.add_note(f"In the environment:\n{text}")
+    error.add_note(f"{_NOTE}\n{text}")
     return error
 
 

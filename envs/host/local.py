@@ -87,7 +87,8 @@ class LocalEnvs:
 
     def place(self, rows: Rows) -> None:
         """Writes to these arrays from now on."""
-        self._rows = rows
+        self._rows, self._reward = rows, rows.reward
+        self._terminated, self._truncated = rows.terminated, rows.truncated
         self._write = writer(self.layout.observation_space, rows.obs, "obs")
         spaces = self.layout.info.spaces
         self._records = [
@@ -236,20 +237,23 @@ class LocalEnvs:
 
     def advance(self, at: int, action: Any) -> BaseException | None:
         """Takes one step in one environment; returns why it is faulty, if it is."""
+        # A loop in Python over all environments: what is usual is tested first.
         if at in self._broken:
             return self._broken[at]
-        rows = self._rows
         try:
             obs, reward, terminated, truncated, info = self._steps[at](action)
             self._write(at, {"obs": obs, "info": info} if self._observes else obs)
-            rows.reward[at] = number(reward)
-            rows.terminated[at] = flag("terminated", terminated)
-            rows.truncated[at] = flag("truncated", truncated)
-            for key, write in self._records:
-                if key in info:
-                    write(at, info[key])
-                else:
-                    put(rows.info[key], at, self._blank[key])
+            self._reward[at] = reward if type(reward) is float else number(reward)
+            self._terminated[at] = (
+                terminated
+                if type(terminated) is bool
+                else flag("terminated", terminated)
+            )
+            self._truncated[at] = (
+                truncated if type(truncated) is bool else flag("truncated", truncated)
+            )
+            if self._records:
+                self._record(at, info)
         except Exception as cause:
             self.fail(at, cause)
             return cause
@@ -263,6 +267,13 @@ class LocalEnvs:
     def causes(self) -> dict[int, BaseException]:
         """Of each that is faulty, why."""
         return dict(self._broken)
+
+    def _record(self, at: int, info: Mapping[str, Any]) -> None:
+        for key, write in self._records:
+            if key in info:
+                write(at, info[key])
+            else:
+                put(self._rows.info[key], at, self._blank[key])
 
     def _reset_one(self, at: int, seed: int) -> None:
         try:

@@ -187,6 +187,46 @@ def test_hanging_worker_is_killed_after_the_timeout(make):
     assert not env.step(ACTION).faulty.any()
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_call_that_is_interrupted_leaves_no_answer_behind(make):
+    """Workers themselves take no notice of Ctrl-C."""
+    env = make()
+    start(env, ("slow", "fine", "fine", "fine"))
+    for pid in pids(env):
+        os.kill(pid, signal.SIGINT)
+    old = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            env.step(ACTION)
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    step = env.step(ACTION[::-1].copy())
+    np.testing.assert_array_equal(step.reward, ACTION[::-1])
+    np.testing.assert_array_equal(step.obs[:, 0], [2, 2, 2, 2])
+    obs = start(env)
+    np.testing.assert_array_equal(obs, np.zeros((4, 2)))
+
+
+def test_copy_in_a_fork_leaves_the_workers_alone(make):
+    env = make()
+    crew = env._crew
+    crew._owner += 1  # as a fork would see it
+    crew.close()
+    crew._owner -= 1
+    start(env)
+    assert not env.step(ACTION).faulty.any()
+
+
+def test_no_worker_starts_a_backend_of_jax(make):
+    env = make([host_envs.Backends], 1, record_info={"backends": np.int32(-1)})
+    start(env, ("fine",), np.ones(1, bool))
+    np.testing.assert_array_equal(env.step(np.int32([1])).info["backends"], [0])
+
+
 def test_fault_at_reset_leaves_the_others_reset(make):
     env = make()
     start(env)
@@ -336,8 +376,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-@pytest.mark.parametrize("steps", [1, AT])
+@pytest.mark.parametrize(
+    ("method", "steps"), [("forkserver", 1), ("forkserver", AT), ("spawn", AT)]
+)
 def test_workers_end_with_a_main_process(tmp_path, method, steps):
     """One that ends without `close`, or is killed while an environment hangs."""
     script = tmp_path / "main.py"
