@@ -46,13 +46,10 @@ def serve(
     _end_with_parent(start_method)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends this one
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        try:
-            envs = LocalEnvs(pickle.loads(make_fns), **info)
-        except EnvFault as error:
-            causes = {at: faults.pack(cause) for at, cause in error.causes.items()}
-            return _tell(pipe, None, (None, causes))
-        except Exception as error:
-            return _tell(pipe, None, (None, {0: faults.pack(error)}))
+        envs = _make(pipe, make_fns, info)
+        if envs is None:
+            pipe.recv_bytes()  # not to end before the answer is read
+            return
         for at, cause in broken.items():
             envs.fail(at, faults.unpack(cause))
         _tell(pipe, None, (envs.spaces, {}))
@@ -128,6 +125,20 @@ class _Worker:
         new = causes.keys() - self._told
         self._told |= new
         return {at: faults.pack(causes[at]) for at in new}
+
+
+def _make(
+    pipe: connection.Connection, make_fns: bytes, info: Mapping[str, Any]
+) -> LocalEnvs | None:
+    """Makes the environments, or tells why that failed."""
+    try:
+        return LocalEnvs(pickle.loads(make_fns), **info)
+    except EnvFault as error:
+        causes = {at: faults.pack(cause) for at, cause in error.causes.items()}
+    except Exception as error:  # a module that cannot be imported, spaces that differ
+        causes = {0: faults.pack(error)}
+    _tell(pipe, None, (None, causes))
+    return None
 
 
 def _tell(pipe: connection.Connection, at: int | None, message: Any) -> None:

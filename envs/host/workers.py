@@ -231,8 +231,8 @@ class WorkerEnvs:
     def rebuild(self, mask: np.ndarray) -> None:
         """Makes some environments anew; each must be reset before its next step.
 
-        If its worker is gone, a new one is started. Others that the worker had stay
-        faulty until they are made anew, too.
+        If its worker is gone, or ends while it is asked, a new one is started. Others
+        that the worker had stay faulty until they are made anew, too.
 
         Args:
             mask: `[E]` bool, which.
@@ -242,16 +242,19 @@ class WorkerEnvs:
         """
         which = checks.masked(mask, self.num_envs)
         checks.idle(which, self._under_way)
-        self._check_open()
-        alive, gone = [], []
-        for link in dict.fromkeys(self._link_of[at] for at in which):
-            (gone if link.pipe is None else alive).append(link)
         for at in which:
             self._crew.broken.pop(at, None)
+        links = self._alive(which)
+        alive = [link for link in links if link.pipe is not None]
         for link in alive:
             part = np.asarray(mask)[link.ids.start : link.ids.stop]
             self._crew.ask(link, "rebuild", part)
         self._gather(alive)
+        # Another environment may have ended a worker before it came to this.
+        gone = [link for link in links if link.pipe is None]
+        for at in which:
+            if self._link_of[at] in gone:
+                self._crew.broken.pop(at, None)
         self._start(gone)
         self._raise(which)
 
@@ -355,7 +358,7 @@ class WorkerEnvs:
         self._crew.gather(links)
 
     def _alive(self, which: Collection[int]) -> list[Link]:
-        """The workers of those that are not faulty."""
+        """The workers of those that are not faulty, each once."""
         self._check_open()
         broken = self._crew.broken
         links = (self._link_of[at] for at in which if at not in broken)

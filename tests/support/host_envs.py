@@ -13,7 +13,7 @@ import numpy as np
 
 FAULTS = ("raise", "shape", "dtype", "reward", "flag", "values", "odd")  # inside
 ENDS = {"kill": -9, "exit": 3}  # of the process, with its exit code
-NAMES = ("fine", *FAULTS, *ENDS, "hang", "nan", "reset", "slow")
+NAMES = ("fine", *FAULTS, *ENDS, "hang", "nan", "reset", "slow", "late")
 AT = 3  # the step that goes wrong
 
 
@@ -76,7 +76,9 @@ class Count(gymnasium.Env):
             raise ZeroDivisionError("at step 3")
         if self.fault == "odd":
             raise OddError("odd", "error")
-        if self.fault == "kill":
+        if self.fault == "late":
+            time.sleep(0.2)
+        if self.fault in ("kill", "late"):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "exit":
             raise SystemExit(3)

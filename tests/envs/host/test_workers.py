@@ -172,13 +172,13 @@ def test_worker_that_dies_between_calls_is_noticed_at_the_next(make):
 
 
 def test_hanging_worker_is_killed_after_the_timeout(make):
-    env = make(timeout=0.3)
+    env = make(timeout=1.0)
     start(env, ("hang", "fine", "fine", "fine"))
     pid = pids(env)[0]
     for _ in range(AT):
         step = env.step(ACTION)
     np.testing.assert_array_equal(step.faulty, [True, True, False, False])
-    words = r"worker 0 \(environments 0 to 1\) did not answer within 0.3 s"
+    words = r"worker 0 \(environments 0 to 1\) did not answer within 1.0 s"
     with pytest.raises(TimeoutError, match=words):
         raise step.causes[0]
     assert not alive(pid)
@@ -262,10 +262,10 @@ def test_each_environment_of_a_worker_answers_on_its_own(make):
     env = make(num_workers=1)
     start(env, ("fine", "slow", "fine", "fine"))
     env.send(np.int32([1, 1]), np.int32([0, 1]))
-    began = time.monotonic()
     _, env_id = env.receive(1)
     np.testing.assert_array_equal(env_id, [0])
-    assert time.monotonic() - began < 0.15  # the other one sleeps 0.2 s
+    with pytest.raises(TimeoutError):  # the other one sleeps
+        env.receive(1, timeout=0.0)
     env.receive(1)
 
 
@@ -283,7 +283,7 @@ def test_idle_one_is_reset_while_others_are_under_way(make):
 
 
 def test_asynchronous_faults_come_with_their_rows(make):
-    env = make(num_workers=2, timeout=0.5)
+    env = make(num_workers=2)
     start(env, ("raise", "fine", "kill", "fine"))
     for _ in range(AT):
         env.send(ACTION[[0, 1, 2]], np.int32([0, 1, 2]))
@@ -302,8 +302,56 @@ def test_asynchronous_faults_come_with_their_rows(make):
     assert not step.faulty.any()
 
 
+def test_worker_that_another_ends_during_a_rebuild_is_started_again(make):
+    env = make(num_workers=1)
+    start(env, ("raise", "late", "fine", "fine"))
+    for _ in range(AT):
+        env.send(ACTION[:2], np.int32([0, 1]))
+        step, env_id = env.receive(1)
+        if not step.faulty.any():
+            env.receive(1)
+    np.testing.assert_array_equal(env_id, [0])
+    first = np.bool_([True, False, False, False])
+    env.rebuild(first)
+    step, env_id = env.receive(1)
+    np.testing.assert_array_equal(env_id, [1])
+    assert step.faulty.all()
+    np.testing.assert_array_equal(start(env, mask=first)[0], [0, 0])
+    np.testing.assert_array_equal(env.step(ACTION).faulty, ~first)
+
+
+def test_steps_of_each_environment_run_on_without_a_gap_through_all_faults(make):
+    env, draw = make(num_workers=2), np.random.default_rng(0)
+    faults = ["fine"] * 12 + ["raise", "kill", "exit", "shape"]
+    counts, idle, num_faults = np.zeros(4, int), np.arange(4), 0
+    start(env, draw.choice(faults, 4))
+    for _ in range(200):
+        env.send(draw.integers(1, 4, len(idle)).astype(np.int32), idle)
+        step, idle = env.receive(int(draw.integers(1, 4)))
+        counts[idle] += 1
+        np.testing.assert_array_equal(
+            step.obs[~step.faulty, 0], counts[idle][~step.faulty]
+        )
+        anew = np.zeros(4, bool)
+        anew[idle[step.faulty]] = True
+        over = anew.copy()
+        over[idle[step.truncated]] = True
+        num_faults += int(step.faulty.sum())
+        while over.any():
+            if anew.any():
+                env.rebuild(anew)
+            anew = np.zeros(4, bool)
+            try:
+                start(env, draw.choice(faults, 4), over)
+            except envs.EnvFault as error:  # another environment ended the worker
+                anew[list(error.causes)] = True
+            counts[over & ~anew] = 0
+            over = anew
+    assert num_faults > 20
+
+
 def test_hang_while_others_are_under_way_is_ended_by_the_timeout(make):
-    env = make(timeout=0.3)
+    env = make(timeout=1.0)
     start(env, ("hang", "fine", "fine", "fine"))
     for _ in range(AT):
         env.send(ACTION, np.arange(4))
