@@ -3,6 +3,7 @@
 `make` and `make_vec` give gymnax environments by id, `from_gymnax` adapts any
 gymnax-style object, `vectorize` puts copies side by side with auto-reset. To bring an
 environment of your own, write the two methods of `Env`. `render_gif` draws an episode.
+`from_gymnasium` and `workers` give environments that are not JAX, a `HostVectorEnv`.
 Where several agents act, `make_agents` gives environments of JaxMARL and pgx by id,
 `from_jaxmarl` and `from_pgx` adapt one, `vectorize_agents` puts copies side by side,
 and `MultiAgentEnv` is what to write. Suites are imported only when they are needed.

@@ -52,7 +52,7 @@ def serve(
             return
         for at, cause in broken.items():
             envs.fail(at, faults.unpack(cause))
-        _tell(pipe, None, (envs.spaces, {}))
+        _tell(pipe, None, (envs.spaces, {}, False))
         worker = _Worker(pipe, envs, set(broken))
         while worker.obey(*pickle.loads(pipe.recv_bytes())):
             pass
@@ -135,9 +135,10 @@ def _make(
         return LocalEnvs(pickle.loads(make_fns), **info)
     except EnvFault as error:
         causes = {at: faults.pack(cause) for at, cause in error.causes.items()}
+        refused = False
     except Exception as error:  # a module that cannot be imported, spaces that differ
-        causes = {0: faults.pack(error)}
-    _tell(pipe, None, (None, causes))
+        causes, refused = {0: faults.pack(error)}, True
+    _tell(pipe, None, (None, causes, refused))
     return None
 
 

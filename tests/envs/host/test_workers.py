@@ -463,10 +463,16 @@ def test_function_must_be_picklable(make):
         make([Count, lambda: Count()])
 
 
-def test_spaces_must_be_those_of_the_first(make):
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_spaces_must_be_those_of_the_first(make, num_workers):
     words = r"one action space, got Discrete.* of environment 0 and .* of environment 1"
     with pytest.raises(ValueError, match=words):
-        make([Count, host_envs.OtherCount], 2)
+        make([Count, host_envs.OtherCount], num_workers)
+
+
+def test_example_must_be_numbers(make):
+    with pytest.raises(ValueError, match="must map keys of `info` to examples"):
+        make(record_info={"third": "text"})
 
 
 @pytest.mark.parametrize(
