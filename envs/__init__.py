@@ -3,11 +3,15 @@
 `make` and `make_vec` give gymnax environments by id, `from_gymnax` adapts any
 gymnax-style object, `vectorize` puts copies side by side with auto-reset. To bring an
 environment of your own, write the two methods of `Env`. `render_gif` draws an episode.
+`from_gymnasium` and `workers` give environments that are not JAX, a `HostVectorEnv`.
 Where several agents act, `make_agents` gives environments of JaxMARL and pgx by id,
 `from_jaxmarl` and `from_pgx` adapt one, `vectorize_agents` puts copies side by side,
 and `MultiAgentEnv` is what to write. Suites are imported only when they are needed.
 """
 
+from envs.host.gymnasium import from_gymnasium
+from envs.host.types import AsyncHostVectorEnv, EnvFault, HostStep, HostVectorEnv
+from envs.host.workers import workers
 from envs.joint import vectorize_agents
 from envs.multi_agent import (
     AgentInfo,
@@ -17,7 +21,7 @@ from envs.multi_agent import (
 )
 from envs.registry import env_ids, make, make_agents, make_vec
 from envs.render import can_render, expose_state, render_gif
-from envs.spaces import Box, Dict, Discrete, Repeated
+from envs.spaces import Box, Dict, Discrete, Repeated, Tuple
 from envs.suites.gymnax import from_gymnax
 from envs.suites.jaxmarl import from_jaxmarl
 from envs.suites.pgx import from_pgx
@@ -41,13 +45,17 @@ __all__ = [
     "RESET",
     "ActionRepeat",
     "AgentInfo",
+    "AsyncHostVectorEnv",
     "Box",
     "Dict",
     "Discrete",
     "EndOnFault",
     "Env",
+    "EnvFault",
     "EnvStep",
     "FrameStack",
+    "HostStep",
+    "HostVectorEnv",
     "Lanes",
     "MultiAgentEnv",
     "MultiAgentInfo",
@@ -62,10 +70,12 @@ __all__ = [
     "TimeLimit",
     "TransformObs",
     "TransformReward",
+    "Tuple",
     "VectorEnv",
     "can_render",
     "env_ids",
     "expose_state",
+    "from_gymnasium",
     "from_gymnax",
     "from_jaxmarl",
     "from_pgx",
@@ -76,4 +86,5 @@ __all__ = [
     "vectorize",
     "vectorize_agents",
     "vectorize_each",
+    "workers",
 ]

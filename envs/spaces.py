@@ -1,4 +1,4 @@
-"""The spaces most environments need, and two that are made of others."""
+"""The spaces most environments need, and three that are made of others."""
 
 from collections.abc import Mapping
 
@@ -146,6 +146,29 @@ class Dict:
         """Tells whether every one is an element of its space, `()` bool."""
         inside = [self.spaces[name].contains(x[name]) for name in sorted(self.spaces)]
         return jnp.all(jnp.stack(inside))
+
+
+@struct.dataclass
+class Tuple:
+    """Elements of several spaces, in order.
+
+    Attributes:
+        spaces: the spaces, in order.
+    """
+
+    spaces: tuple[Space, ...]
+
+    def sample(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, ...]:
+        """Draws each from a key of its own."""
+        return tuple(
+            space.sample(keys.fold_in(key, number))
+            for number, space in enumerate(self.spaces)
+        )
+
+    def contains(self, x: tuple[chex.ArrayTree, ...]) -> jax.Array:
+        """Tells whether every one is an element of its space, `()` bool."""
+        pairs = zip(self.spaces, x, strict=True)
+        return jnp.all(jnp.stack([space.contains(part) for space, part in pairs]))
 
 
 _NUMBERS = (int, float, np.ndarray, np.generic, jax.Array)

@@ -4,4 +4,8 @@
 others; `gymnasium` and `envpool` adapt those packages, which are imported only when
 they are called for; `spaces` converts their spaces; `simulated` is a JAX environment
 that answers after a latency, for tests and teaching.
+
+Below them: `rows` has the arrays that environments write to, `checks` what is refused,
+`faults` exceptions on their way between processes; `worker` is a worker process, `crew`
+all of them as the main process sees them, `memory` what they share.
 """

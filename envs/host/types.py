@@ -42,7 +42,7 @@ class HostStep(NamedTuple):
     causes: Mapping[int, BaseException] = {}
 
 
-class EnvFault(RuntimeError):
+class EnvFault(RuntimeError):  # noqa: N818
     """Environments failed; at a `reset`, the others are reset all the same.
 
     Attributes:

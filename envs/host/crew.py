@@ -1,0 +1,204 @@
+"""Worker processes: what they are asked, what they answer, and when one is lost."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import os
+import pickle
+import selectors
+import sys
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing import connection, forkserver
+from typing import Any
+
+from envs.host import faults
+
+_GRACE = 2.0  # seconds to close environments in, before a process is killed
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Link:
+    """One worker process, as the main process sees it.
+
+    Attributes:
+        number: which worker it is.
+        ids: which environments it has.
+        process: None if it is lost, or was not started yet.
+        pipe: None likewise.
+        owed: how many answers it owes; the last one is kept.
+        answer: what it answered last.
+        under_way: environments that it was sent and that have not answered.
+        since: since when it could have answered; None if it may take any time.
+    """
+
+    number: int
+    ids: range
+    process: multiprocessing.process.BaseProcess | None = None
+    pipe: connection.Connection | None = None
+    owed: int = 0
+    answer: Any = None
+    under_way: set[int] = dataclasses.field(default_factory=set)
+    since: float | None = None
+
+    def __str__(self) -> str:
+        first, last = self.ids[0], self.ids[-1]
+        which = f"environment {first}"
+        if last > first:
+            which = f"environments {first} to {last}"
+        return f"worker {self.number} ({which})"
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has something to answer."""
+        return self.owed > 0 or bool(self.under_way)
+
+
+class Crew:
+    """All worker processes.
+
+    Attributes:
+        links: one for each.
+        answered: environments that were sent and answered, the first one first, each
+            with its fault.
+        broken: of each environment that is faulty, why.
+    """
+
+    def __init__(self, groups: Iterable[range], timeout: float | None) -> None:
+        self.links = [Link(number=i, ids=ids) for i, ids in enumerate(groups)]
+        self.answered: collections.deque[tuple[int, BaseException | None]] = (
+            collections.deque()
+        )
+        self.broken: dict[int, BaseException] = {}
+        self.closed = False
+        self._owner = os.getpid()
+        self._timeout = timeout
+        self._selector = selectors.DefaultSelector()
+
+    def start(self, link: Link, context: Any, target: Callable, args: tuple) -> None:
+        """Starts a process; it owes an answer, and may take any time for it."""
+        link.pipe, theirs = context.Pipe()
+        link.process = context.Process(target=target, args=(theirs, *args), daemon=True)
+        try:
+            link.process.start()
+        finally:
+            theirs.close()
+        link.owed, link.answer, link.since = 1, None, None
+        self._selector.register(link.pipe, selectors.EVENT_READ, link)
+
+    def ask(self, link: Link, command: str, argument: Any = None) -> None:
+        """Tells a process what to do, for which it owes an answer; `send` has none."""
+        if not link.busy:
+            link.since = time.monotonic()
+        if command == "send":
+            link.under_way.update(link.ids[at] for at in argument)
+        else:
+            link.owed += 1
+        try:
+            link.pipe.send_bytes(pickle.dumps((command, argument)))
+        except OSError:
+            self.lose(link)
+
+    def gather(self, links: Iterable[Link]) -> list[tuple[Link, Any]]:
+        """Waits until none of them owes an answer; returns those of all not lost."""
+        links = list(links)
+        while any(link.owed for link in links):
+            self.pump()
+        return [(link, link.answer) for link in links if link.pipe is not None]
+
+    def pump(self, timeout: float | None = None) -> None:
+        """Waits for a message, at most so many seconds, and takes in what is there."""
+        for key, _ in self._selector.select(self._patience(timeout)):
+            self._read(key.data)
+        if self._timeout is None:
+            return
+        now = time.monotonic()
+        for link in self.links:
+            since = link.since if link.busy else None
+            if since is not None and now - since >= self._timeout:
+                text = f"{link} did not answer within {self._timeout} s"
+                self.lose(link, TimeoutError(text))
+
+    def lose(self, link: Link, cause: BaseException | None = None) -> None:
+        """Ends a process; its environments are faulty, and those under way answer."""
+        self._selector.unregister(link.pipe)
+        if cause is None:
+            link.process.join(_GRACE)  # its pipe may be closed a moment before
+            text = f"{link} ended with exit code {link.process.exitcode}"
+            if link.since is None:
+                text += (
+                    " before it was ready: see its output; a script must call "
+                    '`workers` under `if __name__ == "__main__":`'
+                )
+            cause = RuntimeError(text)
+        _end(link)
+        for at in link.ids:
+            self.broken[at] = cause
+        self.answered.extend((at, cause) for at in sorted(link.under_way))
+        link.under_way.clear()
+        link.owed = 0
+
+    def close(self) -> None:
+        """Ends every process; a second call does nothing."""
+        if self.closed or os.getpid() != self._owner:  # a fork has a copy of this
+            return
+        self.closed = True
+        alive = [link for link in self.links if link.pipe is not None]
+        for link in alive:
+            with contextlib.suppress(OSError):
+                link.pipe.send_bytes(pickle.dumps(("close", None)))
+        end = time.monotonic() + _GRACE
+        for link in alive:
+            link.process.join(max(0.0, end - time.monotonic()))
+            _end(link)
+        self._selector.close()
+
+    def _read(self, link: Link) -> None:
+        try:
+            at, message = pickle.loads(link.pipe.recv_bytes())
+        except (EOFError, OSError):
+            return self.lose(link)
+        link.since = time.monotonic()
+        if at is None:
+            link.owed, link.answer = link.owed - 1, message
+            return
+        number, cause = link.ids[at], message and faults.unpack(message)
+        if cause is not None:
+            self.broken[number] = cause
+        link.under_way.discard(number)
+        self.answered.append((number, cause))
+
+    def _patience(self, timeout: float | None) -> float | None:
+        """How long to wait until somebody has waited for too long."""
+        if self._timeout is None:
+            return timeout
+        now = time.monotonic()
+        waits = [
+            link.since + self._timeout - now
+            for link in self.links
+            if link.busy and link.since is not None
+        ]
+        return min(waits + ([] if timeout is None else [timeout]), default=None)
+
+
+@functools.cache
+def preload(context: Any) -> None:
+    """Has the fork server import what every worker needs, once, if it is not running.
+
+    Not the modules of the functions: they may start threads, or jax's backend.
+    """
+    known = getattr(forkserver, "_forkserver", None)
+    modules = list(getattr(known, "_preload_modules", None) or ["__main__"])
+    modules += ["envs.host.worker"]
+    modules += ["gymnasium"] if "gymnasium" in sys.modules else []
+    context.set_forkserver_preload(list(dict.fromkeys(modules)))
+
+
+def _end(link: Link) -> None:
+    link.process.kill()
+    link.process.join()
+    link.process.close()
+    link.pipe.close()
+    link.process = link.pipe = None

@@ -1,0 +1,272 @@
+"""Environments of Gymnasium, seen through the `HostVectorEnv` contract.
+
+gymnasium is imported only when a function here is called.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import chex
+import numpy as np
+
+from envs import checks
+from envs.host import checks as host_checks
+from envs.host.local import LocalEnvs
+from envs.host.rows import make_layout
+from envs.host.spaces import batched_action
+from envs.host.types import HostStep, HostVectorEnv
+from envs.spaces import Dict, Tuple
+from envs.types import Space
+
+
+def from_gymnasium(
+    env: Any,
+    num_envs: int | None = None,
+    *,
+    observe_info: Mapping[str, Any] | None = None,
+    record_info: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> HostVectorEnv:
+    """Makes a `HostVectorEnv` of environments of Gymnasium.
+
+    A vector environment must have the autoreset mode DISABLED or NEXT_STEP. With
+    NEXT_STEP each environment resets itself, in a step of its own that `HostStep.mask`
+    marks: a `reset` of some does nothing, and their seeds are not used. A `reset` of
+    all is one in both modes. An exception in a vector environment is raised, because
+    it does not tell which of them failed.
+
+    Args:
+        env: an id, of which `gymnasium.make` makes `num_envs` environments; a function
+            that makes one environment, or a vector environment if `num_envs` is None;
+            or a vector environment.
+        num_envs: E, how many; None for a vector environment, which knows it.
+        observe_info: keys of `info` that policies are shown, each with an example, as
+            in `LocalEnvs`.
+        record_info: keys of `info` that `HostStep.info` has, each with an example.
+        **options: for `gymnasium.make`, or for the function.
+
+    Returns:
+        A `LocalEnvs`, whose environments are told apart when one fails and which can be
+        rebuilt and saved; for a vector environment one that neither rebuilds nor saves.
+
+    Raises:
+        EnvFault: if an environment could not be made.
+        ImportError: if gymnasium is not installed.
+        ValueError: if `env` or `num_envs` is none of these, if an autoreset mode is
+            another one, or a space has no arrays.
+    """
+    gymnasium = _import()
+    info = {"observe_info": observe_info, "record_info": record_info}
+    if isinstance(env, gymnasium.vector.VectorEnv):
+        if num_envs is not None or options:
+            raise ValueError(
+                "`num_envs` and options must be left out for a vector environment, got "
+                f"num_envs={num_envs}, options={options}."
+            )
+        return _VectorEnv(env, **info)
+    if isinstance(env, str):
+        make = functools.partial(gymnasium.make, env, **options)
+    elif callable(env):
+        make = functools.partial(env, **options) if options else env
+    else:
+        raise ValueError(
+            "`env` must be an id, a function that makes an environment or a vector "
+            f"environment of gymnasium, got {type(env).__name__}."
+        )
+    if num_envs is not None:
+        return LocalEnvs([make] * checks.count("num_envs", num_envs), **info)
+    made = None if isinstance(env, str) else make()
+    if not isinstance(made, gymnasium.vector.VectorEnv):
+        raise ValueError(
+            "`num_envs` must be given, except for a vector environment, got None for "
+            f"{env!r}."
+        )
+    return _VectorEnv(made, **info)
+
+
+class _VectorEnv:
+    """A `HostVectorEnv` over a vector environment of gymnasium."""
+
+    def __init__(
+        self,
+        env: Any,
+        observe_info: Mapping[str, Any] | None,
+        record_info: Mapping[str, Any] | None,
+    ) -> None:
+        self._resets_itself = _mode(env) == "NEXT_STEP"
+        self._seeds_each = _seeds_each(env)
+        self._env, self.num_envs = env, env.num_envs
+        spaces = env.single_observation_space, env.single_action_space
+        self._layout = make_layout(spaces, observe_info, record_info)
+        self._batch = batched_action(spaces[1])
+        rows = self._layout.make(self.num_envs, np.zeros)
+        self._info, self._observes = rows.info, bool(observe_info)
+        own = self.observation_space
+        if self._observes:
+            self._shown, own = rows.obs["info"], own.spaces["obs"]
+        self._cast = _caster(own)
+        self._fine = np.zeros(self.num_envs, bool)
+        self._ended: np.ndarray | None = None  # None before the first reset
+        self._obs: chex.ArrayTree = None
+
+    @property
+    def observation_space(self) -> Space:
+        return self._layout.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        return self._layout.action_space
+
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
+        which = host_checks.reset(seeds, mask, self.num_envs)
+        every = len(which) == self.num_envs
+        if not every and self._ended is None:
+            raise ValueError("`mask` must be True everywhere at the first reset.")
+        if self._resets_itself and not every:
+            self._check_ended(mask)
+            return self._obs
+        seed = (
+            [int(seed) for seed in seeds] if self._seeds_each else int(seeds[which[0]])
+        )
+        options = {} if every else {"options": {"reset_mask": np.array(mask)}}
+        obs, info = self._env.reset(seed=seed, **options)
+        if every:
+            self._ended = np.zeros(self.num_envs, bool)
+        else:
+            self._ended[which] = False
+        return self._observe(obs, info, mask)
+
+    def step(self, action: chex.ArrayTree) -> HostStep:
+        began = self._ended if self._resets_itself else None
+        action = self._batch(action)
+        obs, reward, terminated, truncated, info = self._env.step(action)
+        self._ended = terminated | truncated
+        for key, rows in self._info.items():
+            _read(rows, info, key)
+        return HostStep(
+            obs=self._observe(obs, info, ~self._fine),
+            reward=np.asarray(reward).astype(np.float32, copy=False),
+            terminated=terminated,
+            truncated=truncated,
+            faulty=self._fine,
+            info=self._info,
+            mask=~began if began is not None and began.any() else None,
+        )
+
+    def close(self) -> None:
+        if not getattr(self._env, "closed", False):
+            self._env.close()
+
+    def _check_ended(self, mask: np.ndarray) -> None:
+        going = np.flatnonzero(mask & ~self._ended)
+        if going.size:
+            raise ValueError(
+                "`mask` must be True only where the episode is over, as environments "
+                "with the autoreset mode NEXT_STEP cannot be cut short, got "
+                f"environment {going[0]}: use the mode DISABLED."
+            )
+
+    def _observe(
+        self, obs: chex.ArrayTree, info: Mapping[str, Any], mask: np.ndarray
+    ) -> chex.ArrayTree:
+        """Casts an observation, and puts the rows of info next to it."""
+        self._obs = self._cast(obs)
+        if self._observes:
+            for key, rows in self._shown.items():
+                missing = np.flatnonzero(mask & ~_read(rows, info, key, mask))
+                if missing.size:
+                    raise ValueError(
+                        f"`observe_info` must name what is in every `info`, got none "
+                        f"for {key!r} of environment {missing[0]}."
+                    )
+            self._obs = {"obs": self._obs, "info": self._shown}
+        return self._obs
+
+
+def _import() -> Any:
+    try:
+        return importlib.import_module("gymnasium")
+    except ImportError as error:
+        raise ImportError(
+            'gymnasium is not installed: pip install "rollout[gymnasium]"'
+        ) from error
+
+
+def _mode(env: Any) -> str:
+    """DISABLED or NEXT_STEP."""
+    mode = (env.metadata or {}).get("autoreset_mode")
+    name = getattr(mode, "name", None)
+    if name not in ("DISABLED", "NEXT_STEP"):
+        raise ValueError(
+            "`env` must have the autoreset mode DISABLED or NEXT_STEP, got "
+            f"{name or mode}: pass autoreset_mode="
+            "gymnasium.vector.AutoresetMode.DISABLED to its class, or to "
+            "`gymnasium.make_vec` vector_kwargs={'autoreset_mode': "
+            "gymnasium.vector.AutoresetMode.DISABLED}."
+        )
+    return name
+
+
+def _seeds_each(env: Any) -> bool:
+    """Whether `reset` takes a list of seeds; others take one for all."""
+    vector = _import().vector
+    return isinstance(env.unwrapped, vector.SyncVectorEnv | vector.AsyncVectorEnv)
+
+
+def _caster(space: Space) -> Callable[[Any], chex.ArrayTree]:
+    """Makes a function that gives `[E, ...]` observations the dtypes of a space."""
+    if isinstance(space, Dict):
+        parts = {name: _caster(part) for name, part in space.spaces.items()}
+        return lambda obs: {name: fn(obs[name]) for name, fn in parts.items()}
+    if isinstance(space, Tuple):
+        fns = [_caster(part) for part in space.spaces]
+        return lambda obs: tuple(fn(part) for fn, part in zip(fns, obs, strict=True))
+    return lambda obs: np.asarray(obs).astype(space.dtype, copy=False)
+
+
+def _read(
+    rows: chex.ArrayTree,
+    info: Mapping[str, Any],
+    key: str,
+    mask: np.ndarray | None = None,
+) -> np.ndarray:
+    """Copies one key of a vector environment's info, and tells which rows have it.
+
+    Without a `mask` the rows that do not have it become zero.
+    """
+    first = next(iter(_leaves(rows)))
+    have = np.zeros(len(first), bool)
+    if key in info:
+        have = np.asarray(info.get(f"_{key}", ~have))
+    if mask is None:
+        for leaf in _leaves(rows):
+            leaf[~have] = 0
+    else:
+        have = have & mask
+    if have.any():
+        _copy(rows, info[key], have, key)
+    return have
+
+
+def _copy(rows: chex.ArrayTree, values: Any, have: np.ndarray, name: str) -> None:
+    if isinstance(rows, dict):
+        for key, part in rows.items():
+            _copy(part, values[key], have, f"{name}.{key}")
+        return
+    values = np.asarray(values)[have]
+    if values.dtype == object:  # gymnasium's way with what it does not know
+        values = np.stack([np.asarray(value) for value in values])
+    if values.shape[1:] != rows.shape[1:]:
+        raise ValueError(
+            f"`info` must have the shape {rows.shape[1:]} of its example in {name!r}, "
+            f"got {values.shape[1:]}."
+        )
+    rows[have] = values
+
+
+def _leaves(tree: chex.ArrayTree) -> list[np.ndarray]:
+    if isinstance(tree, dict):
+        return [leaf for part in tree.values() for leaf in _leaves(part)]
+    return [tree]

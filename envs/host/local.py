@@ -1,0 +1,313 @@
+"""Environments of Gymnasium's kind, stepped one after the other in this process."""
+
+import collections
+import contextlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import chex
+import numpy as np
+
+from envs.host import checks, faults
+from envs.host.rows import (
+    Rows,
+    answer,
+    flag,
+    make_layout,
+    number,
+    pick,
+    put,
+    writer,
+)
+from envs.host.spaces import split_action
+from envs.host.types import EnvFault, HostStep
+from envs.types import Space
+
+
+class LocalEnvs:
+    """Several environments in this process, a `HostVectorEnv` that can also `rebuild`.
+
+    It implements `AsyncHostVectorEnv` too, without doing anything at the same time:
+    `send` steps at once, and `receive` hands over in that order. An exception of one
+    environment makes its row faulty and leaves the others alone.
+
+    Args:
+        make_fns: `E` functions that make one environment each, with the methods and
+            spaces of `gymnasium.Env`.
+        observe_info: keys of `info` that policies are shown, each with an example, as
+            `{"action_mask": np.ones(2, bool)}`. An observation is then `{"obs": obs,
+            "info": {key: value}}`; `reset` and every step must have those keys.
+        record_info: keys of `info` that `HostStep.info` has, each with an example.
+            Where a step has none, the row is zero.
+
+    Raises:
+        EnvFault: if an environment could not be made.
+        ValueError: if there is none, if their spaces differ, or a space has no arrays.
+    """
+
+    def __init__(
+        self,
+        make_fns: Sequence[Callable[[], Any]],
+        *,
+        observe_info: Mapping[str, Any] | None = None,
+        record_info: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._make_fns = list(make_fns)
+        if not self._make_fns:
+            raise ValueError("`make_fns` must have at least one function, got none.")
+        self.num_envs = len(self._make_fns)
+        self._envs: list[Any] = []
+        try:
+            for at in range(self.num_envs):
+                self._envs.append(self._make(at))
+            self.spaces = _spaces(self._envs[0])
+            self.layout = make_layout(self.spaces, observe_info, record_info)
+        except BaseException:
+            self.close()
+            raise
+        self._broken: dict[int, BaseException] = {}
+        self._answered: collections.deque[tuple[int, BaseException | None]] = (
+            collections.deque()
+        )
+        self._observes = bool(observe_info)
+        self._split = split_action(self.spaces[1])
+        self._steps = [env.step for env in self._envs]
+        self.place(self.layout.make(self.num_envs, np.zeros))
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of one environment's observation."""
+        return self.layout.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        """Space of one environment's action."""
+        return self.layout.action_space
+
+    def place(self, rows: Rows) -> None:
+        """Writes to these arrays from now on."""
+        self._rows, self._reward = rows, rows.reward
+        self._terminated, self._truncated = rows.terminated, rows.truncated
+        self._write = writer(self.layout.observation_space, rows.obs, "obs")
+        spaces = self.layout.info.spaces
+        self._records = [
+            (key, writer(space, rows.info[key], f"info[{key!r}]"))
+            for key, space in spaces.items()
+        ]
+        self._blank = pick(self.layout.make(1, np.zeros).info, 0)
+        self._fine = np.zeros(self.num_envs, bool)
+
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
+        """Starts an episode in some environments, each from a seed of its own.
+
+        Args:
+            seeds: `[E]` uint32; read where `mask`.
+            mask: `[E]` bool, which to reset; at least one.
+
+        Returns:
+            `[E, ...]` observations, the memory that the next call writes to.
+
+        Raises:
+            EnvFault: if some failed, or had failed and were not made anew.
+            ValueError: if one of them is under way.
+        """
+        which = checks.reset(seeds, mask, self.num_envs)
+        checks.idle(which, self._under_way())
+        for at in which:
+            if at not in self._broken:
+                self._reset_one(at, int(seeds[at]))
+        causes = {at: self._broken[at] for at in which if at in self._broken}
+        if causes:
+            raise EnvFault(causes)
+        return self._rows.obs
+
+    def step(self, action: chex.ArrayTree) -> HostStep:
+        """Takes one step in every environment, `[E, ...]`, and resets none."""
+        if self._answered:
+            checks.all_idle("step", self._under_way())
+        actions = self._split(action)
+        checks.length("action", actions, self.num_envs)
+        for at, one in enumerate(actions):
+            self.advance(at, one)
+        rows, broken = self._rows, self._broken
+        faulty = self._fine
+        if broken:
+            faulty = np.zeros(self.num_envs, bool)
+            faulty[list(broken)] = True
+        return HostStep(
+            obs=rows.obs,
+            reward=rows.reward,
+            terminated=rows.terminated,
+            truncated=rows.truncated,
+            faulty=faulty,
+            info=rows.info,
+            causes=dict(broken),
+        )
+
+    def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:
+        """Takes a step in some environments, at once.
+
+        Args:
+            action: `[R, ...]`, one action for each.
+            env_id: `[R]` int, which they are; none of them may be under way.
+        """
+        actions, ids = self._split(action), checks.env_ids(env_id, self.num_envs)
+        checks.length("action", actions, len(ids))
+        checks.idle(ids, self._under_way())
+        for at, one in zip(ids, actions, strict=True):
+            self._answered.append((at, self.advance(at, one)))
+
+    def receive(
+        self, num_ready: int, timeout: float | None = None
+    ) -> tuple[HostStep, np.ndarray]:
+        """Hands over the first `num_ready` environments that were sent.
+
+        Args:
+            num_ready: R, how many, at least 1 and at most as many as were sent.
+            timeout: unused, as nothing is waited for.
+
+        Returns:
+            What they answered, `[R, ...]`, and which they are, `[R]` int32.
+
+        Raises:
+            ValueError: if fewer than `num_ready` were sent.
+        """
+        del timeout  # unused
+        checks.num_ready(num_ready, len(self._answered))
+        answered = [self._answered.popleft() for _ in range(num_ready)]
+        return answer(self._rows, answered)
+
+    def rebuild(self, mask: np.ndarray) -> None:
+        """Makes some environments anew; each must be reset before its next step.
+
+        Args:
+            mask: `[E]` bool, which.
+
+        Raises:
+            EnvFault: if some could not be made; they stay faulty.
+        """
+        causes = {}
+        which = checks.masked(mask, self.num_envs)
+        checks.idle(which, self._under_way())
+        for at in which:
+            _close(self._envs[at])
+            try:
+                self._use(at, self._make(at))
+            except (EnvFault, ValueError) as error:
+                causes[at] = self._broken[at] = error.__cause__ or error
+        if causes:
+            raise EnvFault(causes)
+
+    def save(self) -> list[bytes] | None:
+        """Pickles every environment with its observation.
+
+        Returns:
+            `E` states; None if an environment cannot be pickled.
+
+        Raises:
+            ValueError: if some are under way.
+        """
+        checks.all_idle("save", self._under_way())
+        try:
+            return [self._save_one(at) for at in range(self.num_envs)]
+        except Exception:  # whatever the environment's own methods raise
+            return None
+
+    def load(self, states: Sequence[bytes]) -> None:
+        """Puts every environment where it was at `save`.
+
+        Args:
+            states: what `save` returned; one that was faulty is faulty again.
+        """
+        checks.length("states", states, self.num_envs)
+        checks.all_idle("load", self._under_way())
+        for at, state in enumerate(states):
+            env, obs, packed = pickle.loads(state)
+            if packed is not None:
+                self.fail(at, faults.unpack(packed))
+                continue
+            self._use(at, env)
+            put(self._rows.obs, at, obs)
+
+    def close(self) -> None:
+        """Closes every environment; a second call does nothing."""
+        while self._envs:
+            _close(self._envs.pop())
+
+    def advance(self, at: int, action: Any) -> BaseException | None:
+        """Takes one step in one environment; returns why it is faulty, if it is."""
+        # A loop in Python over all environments: what is usual is tested first.
+        if at in self._broken:
+            return self._broken[at]
+        try:
+            obs, reward, terminated, truncated, info = self._steps[at](action)
+            self._write(at, {"obs": obs, "info": info} if self._observes else obs)
+            self._reward[at] = reward if type(reward) is float else number(reward)
+            self._terminated[at] = (
+                terminated
+                if type(terminated) is bool
+                else flag("terminated", terminated)
+            )
+            self._truncated[at] = (
+                truncated if type(truncated) is bool else flag("truncated", truncated)
+            )
+            if self._records:
+                self._record(at, info)
+        except Exception as cause:
+            self.fail(at, cause)
+            return cause
+        return None
+
+    def fail(self, at: int, cause: BaseException) -> None:
+        """Makes an environment faulty: it takes no step before it is made anew."""
+        self._broken[at] = cause
+
+    @property
+    def causes(self) -> dict[int, BaseException]:
+        """Of each that is faulty, why."""
+        return dict(self._broken)
+
+    def _record(self, at: int, info: Mapping[str, Any]) -> None:
+        for key, write in self._records:
+            if key in info:
+                write(at, info[key])
+            else:
+                put(self._rows.info[key], at, self._blank[key])
+
+    def _reset_one(self, at: int, seed: int) -> None:
+        try:
+            obs, info = self._envs[at].reset(seed=seed)
+            self._write(at, {"obs": obs, "info": info} if self._observes else obs)
+        except Exception as cause:
+            self.fail(at, cause)
+
+    def _make(self, at: int) -> Any:
+        try:
+            env = self._make_fns[at]()
+        except Exception as cause:
+            raise EnvFault({at: cause}) from cause
+        first = self._envs[0] if self._envs else env
+        checks.same_spaces(_spaces(first), _spaces(env), at)
+        return env
+
+    def _use(self, at: int, env: Any) -> None:
+        self._envs[at], self._steps[at] = env, env.step
+        self._broken.pop(at, None)
+
+    def _save_one(self, at: int) -> bytes:
+        if at in self._broken:
+            return faults.state(self._broken[at])
+        return pickle.dumps((self._envs[at], pick(self._rows.obs, at), None))
+
+    def _under_way(self) -> set[int]:
+        return {at for at, _ in self._answered}
+
+
+def _spaces(env: Any) -> tuple[Any, Any]:
+    return env.observation_space, env.action_space
+
+
+def _close(env: Any) -> None:
+    with contextlib.suppress(Exception):  # it may be broken
+        env.close()

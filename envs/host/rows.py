@@ -1,0 +1,211 @@
+"""The arrays that host environments write to, one row each.
+
+Observations are trees of dicts and tuples. The functions here walk them without jax,
+because they run in every step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import chex
+import numpy as np
+
+from envs import checks
+from envs.host.spaces import from_gymnasium_space
+from envs.host.types import HostStep
+from envs.spaces import Box, Dict, Tuple
+from envs.types import Space
+
+WriteFn = Callable[[int, Any], None]
+
+_NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32"}
+_NUMBERS = frozenset({float, int, np.float32, np.float64})
+_FLAGS = frozenset({bool, np.bool_})
+
+
+class Rows(NamedTuple):
+    """What `E` environments return, and the actions that they are given."""
+
+    obs: chex.ArrayTree  # [E, ...]
+    reward: np.ndarray  # [E]
+    terminated: np.ndarray  # [E]
+    truncated: np.ndarray  # [E]
+    info: chex.ArrayTree  # [E, ...]
+    action: chex.ArrayTree  # [E, ...]
+
+
+class Layout(NamedTuple):
+    """Of what kind the rows are."""
+
+    observation_space: Space
+    action_space: Space
+    info: Dict
+
+    def make(
+        self, num_envs: int, empty: Callable[[tuple[int, ...], Any], np.ndarray]
+    ) -> Rows:
+        """Makes the arrays with `empty(shape, dtype)`."""
+        return Rows(
+            obs=_arrays(self.observation_space, num_envs, empty),
+            reward=empty((num_envs,), np.dtype(np.float32)),
+            terminated=empty((num_envs,), np.dtype(bool)),
+            truncated=empty((num_envs,), np.dtype(bool)),
+            info=_arrays(self.info, num_envs, empty),
+            action=_arrays(self.action_space, num_envs, empty),
+        )
+
+
+def make_layout(
+    spaces: tuple[Any, Any],
+    observe_info: Mapping[str, Any] | None,
+    record_info: Mapping[str, Any] | None,
+) -> Layout:
+    """The kinds of rows of environments with these spaces of Gymnasium."""
+    obs, action = map(from_gymnasium_space, spaces)
+    return Layout(with_info(obs, observe_info), action, space_like(record_info or {}))
+
+
+def answer(
+    rows: Rows, answered: Sequence[tuple[int, BaseException | None]]
+) -> tuple[HostStep, np.ndarray]:
+    """What some environments answered, each with its fault, and which they are."""
+    ids = np.asarray([number for number, _ in answered], np.int32)
+    causes = {number: cause for number, cause in answered if cause is not None}
+    step = HostStep(
+        obs=pick(rows.obs, ids),
+        reward=rows.reward[ids],
+        terminated=rows.terminated[ids],
+        truncated=rows.truncated[ids],
+        faulty=np.asarray([cause is not None for _, cause in answered]),
+        info=pick(rows.info, ids),
+        causes=causes,
+    )
+    return step, ids
+
+
+def with_info(space: Space, observe_info: Mapping[str, Any] | None) -> Space:
+    """The space of observations that have a part of `info` next to them."""
+    if not observe_info:
+        return space
+    return Dict({"obs": space, "info": space_like(observe_info)})
+
+
+def space_like(example: Any) -> Space:
+    """The space of everything of the shape and dtype of an example; trees of dicts."""
+    if isinstance(example, Mapping):
+        return Dict({name: space_like(part) for name, part in example.items()})
+    example = np.asarray(example)
+    dtype = np.dtype(_NARROW.get(str(example.dtype), example.dtype))
+    if dtype.kind not in "biuf":
+        raise ValueError(
+            "`observe_info` and `record_info` must map keys of `info` to examples, "
+            f"numbers or arrays, got {example.dtype}."
+        )
+    if dtype.kind == "b":
+        return Box(False, True, example.shape, dtype)
+    if dtype.kind == "f":
+        return Box(-np.inf, np.inf, example.shape, dtype)
+    return Box(np.iinfo(dtype).min, np.iinfo(dtype).max, example.shape, dtype)
+
+
+def pick(tree: chex.ArrayTree, index: Any) -> chex.ArrayTree:
+    """Rows of every array; views, if `index` is a number or a slice."""
+    if isinstance(tree, dict):
+        return {name: pick(part, index) for name, part in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(pick(part, index) for part in tree)
+    return tree[index]
+
+
+def put(
+    tree: chex.ArrayTree, index: Any, values: chex.ArrayTree, name: str = "values"
+) -> None:
+    """Writes rows of every array, and refuses those of another shape."""
+    if isinstance(tree, dict):
+        for key, part in tree.items():
+            put(part, index, values[key], name)
+    elif isinstance(tree, tuple):
+        for part, value in zip(tree, values, strict=True):
+            put(part, index, value, name)
+    else:
+        values, shape = np.asarray(values), tree[index].shape
+        if values.shape != shape:  # NumPy would broadcast it
+            raise ValueError(
+                f"`{name}` must have shape {shape}, got shape {values.shape}."
+            )
+        tree[index] = values
+
+
+def writer(space: Space, rows: chex.ArrayTree, name: str) -> WriteFn:
+    """Makes a function that writes one element to its row, or raises if it is none."""
+    if isinstance(space, Dict):
+        parts = {
+            key: writer(part, rows[key], f"{name}[{key!r}]")
+            for key, part in space.spaces.items()
+        }
+
+        def write_dict(number: int, value: Any) -> None:
+            for key, write in parts.items():
+                if key not in value:
+                    raise KeyError(f"{name} without {key!r}")
+                write(number, value[key])
+
+        return write_dict
+    if isinstance(space, Tuple):
+        fns = [
+            writer(part, rows[at], f"{name}[{at}]")
+            for at, part in enumerate(space.spaces)
+        ]
+
+        def write_tuple(number: int, value: Any) -> None:
+            for write, part in zip(fns, value, strict=True):
+                write(number, part)
+
+        return write_tuple
+    return _leaf_writer(rows, name)
+
+
+def number(value: Any) -> Any:
+    """Refuses a reward that is no number."""
+    if type(value) in _NUMBERS:
+        return value
+    array = np.asarray(value)
+    if array.shape != () or array.dtype.kind not in "biuf":
+        raise TypeError(f"reward must be a number, got {checks.describe(value)}")
+    return array
+
+
+def flag(name: str, value: Any) -> Any:
+    """Refuses a flag that is no bool."""
+    if type(value) in _FLAGS:
+        return value
+    array = np.asarray(value)
+    if array.shape != () or array.dtype != bool:
+        raise TypeError(f"{name} must be a bool, got {checks.describe(value)}")
+    return array
+
+
+def _leaf_writer(rows: np.ndarray, name: str) -> WriteFn:
+    shape, dtype = rows.shape[1:], rows.dtype
+
+    def write(number: int, value: Any) -> None:
+        if type(value) is not np.ndarray:
+            value = np.asarray(value)
+        if value.shape != shape:  # NumPy would broadcast it
+            raise ValueError(f"{name} must have shape {shape}, got {value.shape}")
+        if value.dtype != dtype and not np.can_cast(value.dtype, dtype, "same_kind"):
+            raise TypeError(f"{name} must have dtype {dtype}, got {value.dtype}")
+        rows[number] = value
+
+    return write
+
+
+def _arrays(
+    space: Space, num_envs: int, empty: Callable[[tuple[int, ...], Any], np.ndarray]
+) -> chex.ArrayTree:
+    if isinstance(space, Dict):
+        parts = space.spaces.items()
+        return {name: _arrays(part, num_envs, empty) for name, part in parts}
+    if isinstance(space, Tuple):
+        return tuple(_arrays(part, num_envs, empty) for part in space.spaces)
+    return empty((num_envs, *space.shape), np.dtype(space.dtype))

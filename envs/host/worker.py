@@ -1,0 +1,160 @@
+"""What a worker process does: it steps its environments when it is told to.
+
+A message to it is `(command, argument)`. It answers each with `(None, result)`, but
+`send` with `(number, cause)` for each environment as soon as that one has stepped.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from multiprocessing import connection, reduction
+from typing import Any
+
+import numpy as np
+
+from envs.host import faults, memory
+from envs.host.local import LocalEnvs
+from envs.host.rows import Rows, pick
+from envs.host.spaces import split_action
+from envs.host.types import EnvFault
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def serve(
+    pipe: connection.Connection,
+    make_fns: bytes,
+    info: Mapping[str, Any],
+    broken: Mapping[int, bytes],
+    start_method: str,
+) -> None:
+    """Makes environments and steps them until it is told to end, or nobody is there.
+
+    Args:
+        pipe: where messages come from.
+        make_fns: a pickled list of functions, one for each environment.
+        info: `observe_info` and `record_info` of `LocalEnvs`.
+        broken: of those that are faulty from the start, why.
+        start_method: how this process was started.
+    """
+    _end_with_parent(start_method)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends this one
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        envs = _make(pipe, make_fns, info)
+        if envs is None:
+            pipe.recv_bytes()  # not to end before the answer is read
+            return
+        for at, cause in broken.items():
+            envs.fail(at, faults.unpack(cause))
+        _tell(pipe, None, (envs.spaces, {}, False))
+        worker = _Worker(pipe, envs, set(broken))
+        while worker.obey(*pickle.loads(pipe.recv_bytes())):
+            pass
+        envs.close()
+
+
+class _Worker:
+    """The commands, each a method."""
+
+    def __init__(
+        self, pipe: connection.Connection, envs: LocalEnvs, told: set[int]
+    ) -> None:
+        self._pipe, self._envs = pipe, envs
+        self._told = told  # whose fault the main process knows
+        self._split = split_action(envs.spaces[1])
+
+    def obey(self, command: str, argument: Any) -> bool:
+        """Does what it is told to; returns whether to go on."""
+        if command == "close":
+            return False
+        if command == "send":
+            self.send(argument)
+        else:
+            _tell(self._pipe, None, getattr(self, command)(argument))
+        return True
+
+    def share(self, place: tuple[int, int]) -> None:
+        """Moves the rows to the memory whose descriptor comes after this message."""
+        first, total = place
+        descriptor = reduction.recv_handle(self._pipe)
+        rows = memory.rows(self._envs.layout, total, descriptor)
+        os.close(descriptor)
+        mine = slice(first, first + self._envs.num_envs)
+        self._rows = Rows(*(pick(part, mine) for part in rows))
+        self._envs.place(self._rows)
+
+    def step(self, _: None) -> dict[int, bytes]:
+        self._envs.step(self._rows.action)
+        return self._causes()
+
+    def send(self, numbers: list[int]) -> None:
+        actions = self._split(pick(self._rows.action, np.asarray(numbers)))
+        for at, action in zip(numbers, actions, strict=True):
+            cause = self._envs.advance(at, action)
+            self._told |= set() if cause is None else {at}
+            _tell(self._pipe, at, None if cause is None else faults.pack(cause))
+
+    def reset(self, argument: tuple[np.ndarray, np.ndarray]) -> dict[int, bytes]:
+        with contextlib.suppress(EnvFault):
+            self._envs.reset(*argument)
+        return self._causes()
+
+    def rebuild(self, mask: np.ndarray) -> dict[int, bytes]:
+        self._told -= set(np.flatnonzero(mask).tolist())
+        with contextlib.suppress(EnvFault):
+            self._envs.rebuild(mask)
+        return self._causes()
+
+    def save(self, _: None) -> list[bytes] | None:
+        return self._envs.save()
+
+    def load(self, states: list[bytes]) -> dict[int, bytes]:
+        self._envs.load(states)
+        self._told = set()
+        return self._causes()
+
+    def _causes(self) -> dict[int, bytes]:
+        """Of each that is faulty and was not before, why."""
+        causes = self._envs.causes
+        new = causes.keys() - self._told
+        self._told |= new
+        return {at: faults.pack(causes[at]) for at in new}
+
+
+def _make(
+    pipe: connection.Connection, make_fns: bytes, info: Mapping[str, Any]
+) -> LocalEnvs | None:
+    """Makes the environments, or tells why that failed."""
+    try:
+        return LocalEnvs(pickle.loads(make_fns), **info)
+    except EnvFault as error:
+        causes = {at: faults.pack(cause) for at, cause in error.causes.items()}
+        refused = False
+    except Exception as error:  # a module that cannot be imported, spaces that differ
+        causes, refused = {0: faults.pack(error)}, True
+    _tell(pipe, None, (None, causes, refused))
+    return None
+
+
+def _tell(pipe: connection.Connection, at: int | None, message: Any) -> None:
+    pipe.send_bytes(pickle.dumps((at, message)))
+
+
+def _end_with_parent(start_method: str) -> None:
+    """Ends this process when the main one is gone, also in the middle of a step."""
+
+    def wait() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+    # The thread needs the interpreter's lock, which a hanging step may hold. A worker
+    # that was spawned has a thread for a parent, which may end before its process.
+    if sys.platform == "linux" and start_method == "forkserver":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

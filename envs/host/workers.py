@@ -1,0 +1,395 @@
+"""Environments in worker processes, which a crash or a hang cannot take along."""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from multiprocessing import reduction
+from typing import Any
+
+import chex
+import numpy as np
+
+from envs import checks as counts
+from envs.host import checks, faults, memory, worker
+from envs.host.crew import Crew, Link, preload
+from envs.host.rows import answer, make_layout, put
+from envs.host.types import EnvFault, HostStep
+from envs.types import Space
+
+_START_METHODS = ("forkserver", "spawn")
+
+
+def workers(
+    make_fns: Sequence[Callable[[], Any]],
+    num_workers: int | None = None,
+    *,
+    start_method: str = "forkserver",
+    timeout: float | None = None,
+    observe_info: Mapping[str, Any] | None = None,
+    record_info: Mapping[str, Any] | None = None,
+) -> "WorkerEnvs":
+    """Makes environments in worker processes, each of which steps several in turn.
+
+    A script must call it under `if __name__ == "__main__":`, as everything that starts
+    processes. The processes end with the main one, however that ends. Environments in
+    them cannot start processes by `multiprocessing`.
+
+    Args:
+        make_fns: `E` functions that make one environment each, with the methods and
+            spaces of `gymnasium.Env`; picklable, so defined at module level.
+        num_workers: how many processes; by default as many as there are CPUs, and at
+            most E.
+        start_method: "forkserver", or "spawn", which is slower. A fork of a process
+            that runs jax can block for ever.
+        timeout: seconds that a worker may take for one answer: a step of all its
+            environments, or of one after `send`; a reset of some. It is then killed,
+            and its environments are faulty. None for any time; a start may always take
+            any.
+        observe_info: keys of `info` that policies are shown, each with an example, as
+            in `LocalEnvs`.
+        record_info: keys of `info` that `HostStep.info` has, each with an example.
+
+    Returns:
+        Environments 0, 1, ... in the order of `make_fns`, the first ones in worker 0.
+
+    Raises:
+        EnvFault: if an environment could not be made.
+        ValueError: if an option is not as above, a function cannot be pickled, spaces
+            differ, or a space has no arrays.
+    """
+    make_fns = list(make_fns)
+    if not make_fns:
+        raise ValueError("`make_fns` must have at least one function, got none.")
+    if num_workers is None:
+        num_workers = min(len(make_fns), os.cpu_count() or 1)
+    if counts.count("num_workers", num_workers) > len(make_fns):
+        raise ValueError(
+            f"`num_workers` must be at most the number of environments, "
+            f"{len(make_fns)}, got {num_workers}."
+        )
+    if start_method not in _START_METHODS:
+        raise ValueError(
+            f'`start_method` must be "forkserver" or "spawn", got {start_method!r}.'
+        )
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"`timeout` must be above 0 seconds, got {timeout}.")
+    _check_picklable(make_fns)
+    info = {"observe_info": observe_info, "record_info": record_info}
+    return WorkerEnvs(make_fns, num_workers, start_method, timeout, info)
+
+
+class WorkerEnvs:
+    """Environments in worker processes, an `AsyncHostVectorEnv`; see `workers`.
+
+    It can `rebuild`, also those of a worker that is gone, and `save`. What it returns
+    lies in memory that the workers write to. While environments are under way, their
+    rows of what `reset` returns may change.
+    """
+
+    def __init__(
+        self,
+        make_fns: list[Callable[[], Any]],
+        num_workers: int,
+        start_method: str,
+        timeout: float | None,
+        info: Mapping[str, Any],
+    ) -> None:
+        self.num_envs = len(make_fns)
+        self._make_fns, self._info = make_fns, info
+        self._context = multiprocessing.get_context(start_method)
+        cuts = np.linspace(0, self.num_envs, num_workers + 1).astype(int).tolist()
+        groups = [range(a, b) for a, b in itertools.pairwise(cuts)]
+        self._crew = Crew(groups, timeout)
+        self._link_of = [link for link in self._crew.links for _ in link.ids]
+        self._under_way: set[int] = set()
+        weakref.finalize(self, self._crew.close)
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of one environment's observation."""
+        return self._layout.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        """Space of one environment's action."""
+        return self._layout.action_space
+
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
+        """Starts an episode in some environments, each from a seed of its own.
+
+        Args:
+            seeds: `[E]` uint32; read where `mask`.
+            mask: `[E]` bool, which to reset; at least one.
+
+        Returns:
+            `[E, ...]` observations, the memory that the workers write to.
+
+        Raises:
+            EnvFault: if some failed, or had failed and were not made anew.
+            ValueError: if one of them is under way.
+        """
+        which = checks.reset(seeds, mask, self.num_envs)
+        checks.idle(which, self._under_way)
+        seeds, mask = np.asarray(seeds), np.asarray(mask)
+        asked = []
+        for link in self._alive(which):
+            mine = slice(link.ids.start, link.ids.stop)
+            self._crew.ask(link, "reset", (seeds[mine], mask[mine]))
+            asked.append(link)
+        self._gather(asked)
+        self._raise(which)
+        return self._rows.obs
+
+    def step(self, action: chex.ArrayTree) -> HostStep:
+        """Takes one step in every environment, `[E, ...]`, and resets none."""
+        checks.all_idle("step", self._under_way)
+        alive = self._alive(range(self.num_envs))
+        self._crew.gather(alive)  # what a call that was interrupted left behind
+        put(self._rows.action, slice(None), action, "action")
+        for link in alive:
+            self._crew.ask(link, "step")
+        self._gather(alive)
+        rows, broken = self._rows, self._crew.broken
+        faulty = np.zeros(self.num_envs, bool)
+        if broken:
+            faulty[list(broken)] = True
+        return HostStep(
+            obs=rows.obs,
+            reward=rows.reward,
+            terminated=rows.terminated,
+            truncated=rows.truncated,
+            faulty=faulty,
+            info=rows.info,
+            causes=dict(broken),
+        )
+
+    def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:
+        """Begins a step in some environments.
+
+        Args:
+            action: `[R, ...]`, one action for each.
+            env_id: `[R]` int, which they are; none of them may be under way.
+        """
+        ids = checks.env_ids(env_id, self.num_envs)
+        checks.idle(ids, self._under_way)
+        self._check_open()
+        put(self._rows.action, np.asarray(ids, np.intp), action, "action")
+        groups: dict[Link, list[int]] = {}
+        for at in ids:
+            if at in self._crew.broken:
+                self._crew.answered.append((at, self._crew.broken[at]))
+            else:
+                link = self._link_of[at]
+                groups.setdefault(link, []).append(at - link.ids.start)
+        self._under_way.update(ids)
+        for link, numbers in groups.items():
+            self._crew.ask(link, "send", numbers)
+
+    def receive(
+        self, num_ready: int, timeout: float | None = None
+    ) -> tuple[HostStep, np.ndarray]:
+        """Waits for the first `num_ready` environments that answer.
+
+        Args:
+            num_ready: R, how many, at least 1 and at most as many as are under way.
+            timeout: seconds to wait, None for any time.
+
+        Returns:
+            What they answered, `[R, ...]`, the first that answered first; and which
+            they are, `[R]` int32.
+
+        Raises:
+            TimeoutError: if there are fewer for longer than `timeout`. Nothing is
+                lost: the next call hands them over.
+            ValueError: if fewer are under way.
+        """
+        checks.num_ready(num_ready, len(self._under_way))
+        answered = self._crew.answered
+        end = None if timeout is None else time.monotonic() + timeout
+        while len(answered) < num_ready:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            self._crew.pump(left)
+            if left == 0 and len(answered) < num_ready:
+                raise TimeoutError(
+                    f"{len(answered)} of {num_ready} environments answered within "
+                    f"{timeout} s."
+                )
+        first = [answered.popleft() for _ in range(num_ready)]
+        self._under_way.difference_update(at for at, _ in first)
+        return answer(self._rows, first)
+
+    def rebuild(self, mask: np.ndarray) -> None:
+        """Makes some environments anew; each must be reset before its next step.
+
+        If its worker is gone, or ends while it is asked, a new one is started. Others
+        that the worker had stay faulty until they are made anew, too.
+
+        Args:
+            mask: `[E]` bool, which.
+
+        Raises:
+            EnvFault: if some could not be made; they stay faulty.
+        """
+        which = checks.masked(mask, self.num_envs)
+        checks.idle(which, self._under_way)
+        for at in which:
+            self._crew.broken.pop(at, None)
+        links = self._alive(which)
+        alive = [link for link in links if link.pipe is not None]
+        for link in alive:
+            part = np.asarray(mask)[link.ids.start : link.ids.stop]
+            self._crew.ask(link, "rebuild", part)
+        self._gather(alive)
+        # Another environment may have ended a worker before it came to this.
+        gone = [link for link in links if link.pipe is None]
+        for at in which:
+            if self._link_of[at] in gone:
+                self._crew.broken.pop(at, None)
+        self._start(gone)
+        self._raise(which)
+
+    def save(self) -> list[bytes] | None:
+        """Pickles every environment with its observation.
+
+        Returns:
+            `E` states; None if an environment cannot be pickled.
+
+        Raises:
+            ValueError: if some are under way.
+        """
+        checks.all_idle("save", self._under_way)
+        alive = [link for link in self._crew.links if link.pipe is not None]
+        self._check_open()
+        for link in alive:
+            self._crew.ask(link, "save")
+        states: list[Any] = [None] * self.num_envs
+        for link, saved in self._crew.gather(alive):
+            if saved is None:
+                return None
+            states[link.ids.start : link.ids.stop] = saved
+        for at, cause in self._crew.broken.items():
+            states[at] = states[at] or faults.state(cause)
+        return states
+
+    def load(self, states: Sequence[bytes]) -> None:
+        """Puts every environment where it was at `save`.
+
+        Args:
+            states: what `save` returned; one that was faulty is faulty again.
+        """
+        checks.length("states", states, self.num_envs)
+        checks.all_idle("load", self._under_way)
+        self._check_open()
+        links = self._crew.links
+        self._crew.broken.clear()
+        self._start([link for link in links if link.pipe is None])
+        alive = [link for link in links if link.pipe is not None]
+        for link in alive:
+            mine = list(states[link.ids.start : link.ids.stop])
+            self._crew.ask(link, "load", mine)
+        self._gather(alive)
+
+    def close(self) -> None:
+        """Ends the processes; a second call does nothing."""
+        self._crew.close()
+
+    def _begin(self) -> None:
+        """Starts every worker, and makes the rows once their kind is known."""
+        if self._context.get_start_method() == "forkserver":
+            preload(self._context)
+        spaces = self._launch(self._crew.links)
+        self._raise(range(self.num_envs))
+        first = spaces[self._crew.links[0]]
+        for link, other in spaces.items():
+            checks.same_spaces(first, other, link.ids.start)
+        self._spaces, self._layout = first, make_layout(first, **self._info)
+        self._memory = memory.new(self._layout, self.num_envs)
+        weakref.finalize(self, os.close, self._memory)
+        self._rows = memory.rows(self._layout, self.num_envs, self._memory)
+        self._share(self._crew.links)
+
+    def _start(self, links: Collection[Link]) -> None:
+        """Starts workers that were lost."""
+        for link, spaces in self._launch(links).items():
+            checks.same_spaces(self._spaces, spaces, link.ids.start)
+            self._share([link])
+
+    def _launch(self, links: Collection[Link]) -> dict[Link, tuple[Any, Any]]:
+        """Starts workers; returns the spaces of each that could make its own."""
+        method = self._context.get_start_method()
+        for link in links:
+            start = link.ids.start
+            make_fns = pickle.dumps(self._make_fns[start : link.ids.stop])
+            broken = {
+                at - start: faults.pack(self._crew.broken[at])
+                for at in link.ids
+                if at in self._crew.broken
+            }
+            args = (make_fns, self._info, broken, method)
+            self._crew.start(link, self._context, worker.serve, args)
+        ready = {}
+        for link, (spaces, causes, refused) in self._crew.gather(links):
+            if spaces is not None:
+                ready[link] = spaces
+                continue
+            at, packed = next(iter(causes.items()))
+            cause, at = faults.unpack(packed), link.ids[at]
+            if isinstance(cause, ValueError) and refused:
+                raise ValueError(f"{cause} Counted within {link}.") from cause
+            told = f"environment {at}: {type(cause).__name__}: {cause}"
+            self._crew.lose(link, RuntimeError(f"{link} could not make {told}"))
+            self._crew.broken[at] = cause
+        return ready
+
+    def _share(self, links: Collection[Link]) -> None:
+        for link in links:
+            self._crew.ask(link, "share", (link.ids.start, self.num_envs))
+            if link.pipe is not None:
+                with contextlib.suppress(OSError):  # it is lost, as `gather` will see
+                    reduction.send_handle(link.pipe, self._memory, link.process.pid)
+        self._crew.gather(links)
+
+    def _alive(self, which: Collection[int]) -> list[Link]:
+        """The workers of those that are not faulty, each once."""
+        self._check_open()
+        broken = self._crew.broken
+        links = (self._link_of[at] for at in which if at not in broken)
+        return list(dict.fromkeys(links))
+
+    def _gather(self, links: Collection[Link]) -> None:
+        """Waits for the faults that each answers."""
+        for link, causes in self._crew.gather(links):
+            for at, packed in causes.items():
+                self._crew.broken[link.ids[at]] = faults.unpack(packed)
+
+    def _raise(self, which: Collection[int]) -> None:
+        broken = self._crew.broken
+        causes = {at: broken[at] for at in which if at in broken}
+        if causes:
+            raise EnvFault(causes) from next(iter(causes.values()))
+
+    def _check_open(self) -> None:
+        if self._crew.closed:
+            raise ValueError("`env` must be open, got one after `close`.")
+
+
+def _check_picklable(make_fns: Sequence[Callable[[], Any]]) -> None:
+    for at, fn in enumerate(make_fns):
+        try:
+            pickle.dumps(fn)
+        except Exception as error:
+            raise ValueError(
+                "`make_fns` must be picklable, defined at module level; "
+                "`functools.partial` of such a function takes options. Got function "
+                f"{at}, {fn!r}: {error}."
+            ) from error

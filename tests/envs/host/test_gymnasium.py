@@ -1,0 +1,258 @@
+"""Environments of Gymnasium: all ways to step them are one, and what is refused."""
+
+import functools
+import sys
+
+import gymnasium
+import host_envs
+import numpy as np
+import pytest
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from host_envs import Count
+
+import envs
+from envs.host.local import LocalEnvs
+
+E, T = 4, 200
+EVERY = np.ones(E, bool)
+SEEDS = np.arange(E, dtype=np.uint32)
+DISABLED = {"autoreset_mode": AutoresetMode.DISABLED}
+NEXT_STEP = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+
+def make_fns(env_id):
+    """Short episodes, so that there are resets."""
+    steps = 40 if env_id == "Pendulum-v1" else None
+    return [functools.partial(gymnasium.make, env_id, max_episode_steps=steps)] * E
+
+
+WAYS = {
+    "local": LocalEnvs,
+    "workers": lambda fns: envs.workers(fns, 2),
+    "sync": lambda fns: envs.from_gymnasium(SyncVectorEnv(fns, copy=False, **DISABLED)),
+    "async": lambda fns: envs.from_gymnasium(
+        AsyncVectorEnv(fns, context="forkserver", **DISABLED)
+    ),
+}
+
+
+def actions(env_id):
+    draw = np.random.default_rng(0)
+    if env_id == "CartPole-v1":
+        return draw.integers(0, 2, (T, E)).astype(np.int32)
+    return draw.uniform(-2, 2, (T, E, 1)).astype(np.float32)
+
+
+@functools.cache
+def reference(env_id):
+    """What gymnasium's own SyncVectorEnv does, with seeds that count up."""
+    env = SyncVectorEnv(make_fns(env_id), **DISABLED)
+    rows = [env.reset(seed=SEEDS.tolist())[0]]
+    seeds = SEEDS
+    for action in actions(env_id):
+        obs, reward, terminated, truncated, _ = env.step(action)
+        rows += [obs, reward.astype(np.float32), terminated, truncated]
+        done = terminated | truncated
+        if done.any():
+            seeds = seeds + np.uint32(E)
+            options = {"reset_mask": done}
+            rows.append(env.reset(seed=seeds.tolist(), options=options)[0])
+    env.close()
+    assert len(rows) > 4 * T + 4  # there were resets
+    return rows
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_returns_what_gymnasium_does(way, env_id):
+    env = WAYS[way](make_fns(env_id))
+    assert isinstance(env, envs.HostVectorEnv)
+    rows = iter(reference(env_id))
+    np.testing.assert_array_equal(env.reset(SEEDS, EVERY), next(rows))
+    seeds = SEEDS
+    for action in actions(env_id):
+        step = env.step(action)
+        assert not step.faulty.any()
+        assert step.mask is None
+        assert step.obs.dtype == step.reward.dtype == np.float32
+        for ours in (step.obs, step.reward, step.terminated, step.truncated):
+            np.testing.assert_array_equal(ours, next(rows))
+        done = step.terminated | step.truncated
+        if done.any():
+            seeds = seeds + np.uint32(E)
+            np.testing.assert_array_equal(env.reset(seeds, done), next(rows))
+    env.close()
+    env.close()
+
+
+def test_id_makes_environments_in_this_process():
+    env = envs.from_gymnasium("Pendulum-v1", 3, g=9.0)
+    assert isinstance(env, LocalEnvs)
+    assert env.num_envs == 3
+    assert [one.unwrapped.g for one in env._envs] == [9.0] * 3
+
+
+def test_function_makes_one_environment_or_a_vector():
+    one = envs.from_gymnasium(Count, 2, length=7)
+    assert [env.length for env in one._envs] == [7, 7]
+    many = functools.partial(SyncVectorEnv, [Count] * 3, **DISABLED)
+    assert envs.from_gymnasium(many).num_envs == 3
+
+
+@pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
+def test_next_step_marks_the_steps_that_reset(mode):
+    options = {"vector_kwargs": NEXT_STEP} if mode == "sync" else {}
+    make = functools.partial(gymnasium.make_vec, "CartPole-v1", E, mode, **options)
+    env, own = envs.from_gymnasium(make()), make()
+    seed = SEEDS.tolist() if mode == "sync" else int(SEEDS[0])
+    np.testing.assert_array_equal(env.reset(SEEDS, EVERY), own.reset(seed=seed)[0])
+    ended, marked = np.zeros(E, bool), 0
+    if mode == "sync":  # those resets are without a seed, so equal by this one only
+        for ours, theirs in zip(env._env.envs, own.envs, strict=True):
+            ours.reset(seed=7), theirs.reset(seed=7)
+    for action in actions("CartPole-v1"):
+        step = env.step(action)
+        obs, reward, terminated, truncated, _ = own.step(action.astype(np.int64))
+        np.testing.assert_array_equal(step.obs, obs)
+        np.testing.assert_array_equal(step.reward, reward)
+        np.testing.assert_array_equal(step.terminated, terminated)
+        mask = EVERY if step.mask is None else step.mask
+        np.testing.assert_array_equal(mask, ~ended)
+        marked += int((~mask).sum())
+        ended = terminated | truncated
+        if ended.any() and not ended.all():
+            last = env.reset(SEEDS, ended)
+            np.testing.assert_array_equal(last, obs)  # not reset yet
+    assert marked > 10
+
+
+def test_next_step_cannot_be_cut_short():
+    env = envs.from_gymnasium(SyncVectorEnv([Count] * 2, **NEXT_STEP))
+    env.reset(SEEDS[:2], EVERY[:2])
+    env.step(np.int32([1, 1]))
+    with pytest.raises(ValueError, match="`mask` must be True only where the episode"):
+        env.reset(SEEDS[:2], np.bool_([True, False]))
+    np.testing.assert_array_equal(env.reset(SEEDS[:2], EVERY[:2]), np.zeros((2, 2)))
+
+
+def test_first_reset_is_one_of_all():
+    env = envs.from_gymnasium(SyncVectorEnv([Count] * 2, **DISABLED))
+    with pytest.raises(ValueError, match="`mask` must be True everywhere at the first"):
+        env.reset(SEEDS[:2], np.bool_([True, False]))
+
+
+def test_observations_and_rewards_become_float32():
+    env = envs.from_gymnasium(SyncVectorEnv([Count] * 2, **DISABLED))
+    assert env.observation_space.dtype == np.float32
+    assert env.reset(SEEDS[:2], EVERY[:2]).dtype == np.float32
+    step = env.step(np.int32([1, 3]))
+    assert step.obs.dtype == step.reward.dtype == np.float32
+    np.testing.assert_array_equal(step.reward, [1, 3])
+
+
+def test_info_of_a_vector_environment_is_that_of_single_ones():
+    info = {
+        "observe_info": {"even": np.bool_(0)},
+        "record_info": {"third": np.int32(0), "none": np.zeros(2, np.float32)},
+    }
+    fns = [functools.partial(Count, length) for length in (2, 3, 4, 5)]
+    vector = envs.from_gymnasium(SyncVectorEnv(fns, **DISABLED), **info)
+    local = LocalEnvs(fns, **info)
+    for env in (vector, local):
+        obs = env.reset(SEEDS, EVERY)
+        np.testing.assert_array_equal(obs["info"]["even"], EVERY)
+    assert vector.observation_space.spaces.keys() == {"obs", "info"}
+    for _ in range(7):
+        a, b = vector.step(np.int32([1] * E)), local.step(np.int32([1] * E))
+        np.testing.assert_array_equal(a.obs["obs"], b.obs["obs"])
+        np.testing.assert_array_equal(a.obs["info"]["even"], b.obs["info"]["even"])
+        np.testing.assert_array_equal(a.info["third"], b.info["third"])
+        np.testing.assert_array_equal(a.info["none"], np.zeros((E, 2)))
+        done = b.terminated | b.truncated
+        if done.any():
+            x, y = vector.reset(SEEDS, done), local.reset(SEEDS, done)
+            np.testing.assert_array_equal(x["info"]["even"], y["info"]["even"])
+
+
+def test_nested_info_is_recorded_from_both_kinds():
+    """That of gymnasium's statistics wrapper, which only the last step has."""
+    record = {"episode": {"r": np.float32(0), "l": np.int32(0)}}
+    fns = [lambda: gymnasium.wrappers.RecordEpisodeStatistics(Count(2))] * 2
+    vector = envs.from_gymnasium(SyncVectorEnv(fns, **DISABLED), record_info=record)
+    for env in (vector, LocalEnvs(fns, record_info=record)):
+        env.reset(SEEDS[:2], EVERY[:2])
+        first = env.step(np.int32([1, 2])).info["episode"]
+        np.testing.assert_array_equal(first["l"], [0, 0])
+        last = env.step(np.int32([1, 2])).info["episode"]
+        np.testing.assert_array_equal(last["l"], [2, 2])
+        np.testing.assert_array_equal(last["r"], [2, 4])
+
+
+def test_observed_info_that_is_missing_is_named():
+    vector = SyncVectorEnv([Count] * 2, **DISABLED)
+    env = envs.from_gymnasium(vector, observe_info={"seed": np.int32(0)})
+    env.reset(SEEDS[:2], EVERY[:2])
+    with pytest.raises(ValueError, match=r"`observe_info` must name .* for 'seed' of"):
+        env.step(np.int32([1, 1]))
+
+
+def test_recorded_info_of_another_shape_is_refused():
+    vector = SyncVectorEnv([Count] * 2, **DISABLED)
+    env = envs.from_gymnasium(vector, record_info={"even": np.zeros(3)})
+    env.reset(SEEDS[:2], EVERY[:2])
+    with pytest.raises(ValueError, match=r"`info` must have the shape \(3,\)"):
+        env.step(np.int32([1, 1]))
+
+
+def test_exception_in_a_vector_environment_is_raised():
+    env = envs.from_gymnasium(SyncVectorEnv([Count] * 2, **DISABLED))
+    env.reset(np.uint32([0, host_envs.seed_of("raise")]), EVERY[:2])
+    for _ in range(host_envs.AT - 1):
+        env.step(np.int32([1, 1]))
+    with pytest.raises(ZeroDivisionError, match="at step 3"):
+        env.step(np.int32([1, 1]))
+
+
+def test_mode_same_step_is_refused_with_what_to_pass():
+    mode = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    vector = gymnasium.make_vec("CartPole-v1", 2, "sync", vector_kwargs=mode)
+    with pytest.raises(ValueError, match=r"got SAME_STEP.*vector_kwargs=.*DISABLED"):
+        envs.from_gymnasium(vector)
+
+
+def test_unknown_mode_is_refused():
+    vector = SyncVectorEnv([Count] * 2, **DISABLED)
+    vector.metadata = {}
+    with pytest.raises(ValueError, match=r"must have the autoreset mode .* got None"):
+        envs.from_gymnasium(vector)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"env": "CartPole-v1"}, "`num_envs` must be given, .* got None for 'Cart"),
+        ({"env": Count}, "`num_envs` must be given, except for a vector environment"),
+        ({"env": 3, "num_envs": 2}, "`env` must be an id, a function .* got int"),
+        ({"env": Count, "num_envs": 0}, "`num_envs` must be an int of at least 1"),
+    ],
+)
+def test_options_are_checked(options, words):
+    with pytest.raises(ValueError, match=words):
+        envs.from_gymnasium(**options)
+
+
+def test_vector_environment_takes_no_options():
+    vector = SyncVectorEnv([Count] * 2, **DISABLED)
+    with pytest.raises(ValueError, match="`num_envs` and options must be left out"):
+        envs.from_gymnasium(vector, 2)
+
+
+def test_id_that_is_none_is_named():
+    with pytest.raises(envs.EnvFault, match="environment 0 failed: NameNotFound"):
+        envs.from_gymnasium("NoSuch-v0", 2)
+
+
+def test_command_that_installs_gymnasium_is_in_the_message(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ImportError, match=r'pip install "rollout\[gymnasium\]"'):
+        envs.from_gymnasium("CartPole-v1", 2)

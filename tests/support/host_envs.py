@@ -1,0 +1,120 @@
+"""Environments of Gymnasium's kind that fail when they are asked to.
+
+Module-level classes, so that worker processes can import them. The observation counts
+the steps of an episode; the seed of a reset says which fault the episode has.
+"""
+
+import os
+import signal
+import time
+
+import gymnasium
+import numpy as np
+
+FAULTS = ("raise", "shape", "dtype", "reward", "flag", "values", "odd")  # inside
+ENDS = {"kill": -9, "exit": 3}  # of the process, with its exit code
+NAMES = ("fine", *FAULTS, *ENDS, "hang", "nan", "reset", "slow", "late")
+AT = 3  # the step that goes wrong
+
+
+def seed_of(name):
+    """The seed of an episode with this fault."""
+    return 1000 + NAMES.index(name)
+
+
+class OddError(Exception):
+    """An exception that can be pickled and not be made again."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+class Count(gymnasium.Env):
+    """Counts its steps up to `length`; even lengths terminate, odd ones truncate."""
+
+    observation_space = gymnasium.spaces.Box(0, 100, (2,), np.float64)
+    action_space = gymnasium.spaces.Discrete(3, start=1)
+
+    def __init__(self, length=5, fails=False):
+        if fails:
+            raise ValueError("no such game")
+        self.length, self.closed = length, False
+        self.actions = []
+
+    def reset(self, *, seed=None, options=None):
+        self.fault = NAMES[seed - 1000] if seed >= 1000 else "fine"
+        self.seed, self.count = seed, 0
+        if self.fault == "reset":
+            raise RuntimeError("no start")
+        return self._obs(), {"even": True, "seed": seed}
+
+    def step(self, action):
+        assert type(action) is np.int64
+        self.actions.append(int(action))
+        self.count += 1
+        done = self.count >= self.length
+        ends = done and self.length % 2 == 0, done and self.length % 2 == 1
+        result = [self._obs(), float(action), *ends, self._info()]
+        if self.fault == "slow":
+            time.sleep(0.2)
+        if self.count == AT:
+            self._fail(result)
+        return tuple(result)
+
+    def close(self):
+        self.closed = True
+
+    def _obs(self):
+        return np.full(2, self.count, np.float64)
+
+    def _info(self):
+        info = {"even": self.count % 2 == 0}
+        return info | ({"third": self.count} if self.count % 3 == 0 else {})
+
+    def _fail(self, result):
+        if self.fault == "raise":
+            raise ZeroDivisionError("at step 3")
+        if self.fault == "odd":
+            raise OddError("odd", "error")
+        if self.fault == "late":
+            time.sleep(0.2)
+        if self.fault in ("kill", "late"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "exit":
+            raise SystemExit(3)
+        if self.fault == "hang":
+            time.sleep(1000)
+        wrong = {
+            "shape": (0, np.zeros(1)),
+            "dtype": (0, np.zeros(2, complex)),
+            "reward": (1, "1.0"),
+            "flag": (2, 1.0),
+            "nan": (0, np.full(2, np.nan)),
+        }
+        if self.fault in wrong:
+            at, value = wrong[self.fault]
+            result[at] = value
+        if self.fault == "values":
+            result.pop()
+
+
+class OtherCount(Count):
+    """Has another action space."""
+
+    action_space = gymnasium.spaces.Discrete(4)
+
+
+class Stubborn(Count):
+    """Cannot be pickled."""
+
+    def __reduce__(self):
+        raise TypeError("stubborn")
+
+
+class Backends(Count):
+    """Tells how many backends of jax its process has started."""
+
+    def _info(self):
+        from jax._src import xla_bridge
+
+        return {"backends": len(xla_bridge._backends)}
