@@ -1,0 +1,223 @@
+"""A JAX environment that answers after a latency, for tests and teaching.
+
+Time is virtual: nothing waits, and the clock jumps to the answers. So what latencies do
+to a collector takes no time to measure, and comes out the same every time.
+"""
+
+import pickle
+from typing import NamedTuple, Protocol
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from envs import checks, keys
+from envs.host.types import AsyncHostVectorEnv, HostStep
+from envs.types import RESET, Env, Space, VectorEnv
+from envs.vectorize import vectorize
+
+
+class LatencyFn(Protocol):
+    """How long the steps of environments take."""
+
+    def __call__(self, rng: np.random.Generator, env_id: int, number: int) -> float:
+        """Returns the seconds of a step, at least 0.
+
+        Args:
+            rng: the generator of this environment, not used for anything else.
+            env_id: which environment.
+            number: of the step, from 0, counted over all episodes of the environment.
+        """
+
+
+class _Lanes(NamedTuple):
+    """`E` environments, each somewhere in an episode."""
+
+    episode_key: chex.PRNGKey  # [E]
+    number: jax.Array  # [E] int32, steps since the reset
+    state: chex.ArrayTree  # [E, ...]
+    obs: chex.ArrayTree  # [E, ...]
+
+
+def simulate_latency(
+    env: Env, num_envs: int, *, latency_fn: LatencyFn | None = None, seed: int = 0
+) -> AsyncHostVectorEnv:
+    """Makes an `AsyncHostVectorEnv` of a JAX environment, in virtual time.
+
+    The result has a clock, `now`, in seconds from 0.0. `send` begins steps now;
+    `receive` sets the clock to when the last of its answers comes, or raises
+    `TimeoutError` when `timeout` of these seconds are over. Of answers at the same time
+    the one that was sent first comes first. A reset takes no time; if the environment
+    is under way, that step never answers.
+
+    The key of an episode is `jax.random.key` of its seed. With equal keys, the rows are
+    those of `vectorize(env, num_envs)`.
+
+    Args:
+        env: the environment.
+        num_envs: E, at least 1.
+        latency_fn: how long steps take; by default they take no time.
+        seed: of the generators, at least 0; environment i has
+            `numpy.random.default_rng((seed, i))`.
+
+    Raises:
+        ValueError: as `vectorize`, or if `seed` is not an int of at least 0.
+    """
+    if checks.integer("seed", seed) < 0:
+        raise ValueError(f"`seed` must be at least 0, got {seed}.")
+    return _Simulated(vectorize(env, num_envs), latency_fn, seed)
+
+
+class _Simulated:
+    """Steps all environments in one program, and keeps the rows that were sent."""
+
+    def __init__(self, env: VectorEnv, latency_fn: LatencyFn | None, seed: int) -> None:
+        self.num_envs = env.num_envs
+        self.now = 0.0
+        self._env = env
+        self._latency_fn = latency_fn
+        self._rngs = [np.random.default_rng((seed, i)) for i in range(self.num_envs)]
+        self._num_steps = [0] * self.num_envs
+        self._num_sent = 0
+        self._under_way = []  # (when it answers, how many were sent before, env_id)
+        shapes = jax.eval_shape(_first_step, env, np.zeros(self.num_envs, np.uint32))
+        self._rows = keys.blank(shapes, jax.random.key(0))  # lanes, what they answer
+
+    @property
+    def observation_space(self) -> Space:
+        return self._env.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        return self._env.action_space
+
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
+        self._under_way = [item for item in self._under_way if not mask[item[-1]]]
+        lanes, answers = self._rows
+        lanes = _reset(self._env, lanes, seeds, mask)
+        self._rows = lanes, answers
+        return jax.device_get(lanes.obs)
+
+    def step(self, action: chex.ArrayTree) -> HostStep:
+        self.send(action, np.arange(self.num_envs))
+        self.receive(self.num_envs)
+        return jax.device_get(self._rows[1])
+
+    def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:
+        env_id = np.asarray(env_id, np.int32)
+        busy = {item[-1] for item in self._under_way}.intersection(env_id.tolist())
+        if busy:
+            raise ValueError(
+                f"`env_id` must not be under way, got {sorted(busy)} that are."
+            )
+        latencies = [self._latency(number) for number in env_id.tolist()]
+        for number, latency in zip(env_id.tolist(), latencies, strict=True):
+            self._under_way.append((self.now + latency, self._num_sent, number))
+            self._num_steps[number] += 1
+            self._num_sent += 1
+
+        def spread(x: np.ndarray) -> np.ndarray:
+            rows = np.zeros((self.num_envs, *np.shape(x)[1:]), x.dtype)
+            rows[env_id] = x
+            return rows
+
+        sent = np.isin(np.arange(self.num_envs), env_id)
+        self._rows = _step(self._env, self._rows, jax.tree.map(spread, action), sent)
+
+    def receive(
+        self, num_ready: int, timeout: float | None = None
+    ) -> tuple[HostStep, np.ndarray]:
+        if not 1 <= num_ready <= len(self._under_way):
+            raise ValueError(
+                "`num_ready` must be from 1 to the number under way, got "
+                f"{num_ready} and {len(self._under_way)}."
+            )
+        self._under_way.sort()
+        first, rest = self._under_way[:num_ready], self._under_way[num_ready:]
+        when, _, _ = first[-1]
+        if timeout is not None and when > self.now + timeout:
+            self.now += timeout
+            raise TimeoutError(f"fewer than {num_ready} answered in {timeout} seconds")
+        self._under_way = rest
+        self.now = max(self.now, when)
+        env_id = np.array([number for _, _, number in first], np.int32)
+        return jax.tree.map(lambda x: np.asarray(x)[env_id], self._rows[1]), env_id
+
+    def save(self) -> list[bytes]:
+        leaves = jax.device_get(jax.tree.leaves(keys.words(self._rows)))
+        under_way = {item[-1]: item for item in self._under_way}
+        states = (
+            ([x[i] for x in leaves], rng, under_way.get(i), self._num_steps[i])
+            for i, rng in enumerate(self._rngs)
+        )
+        return [pickle.dumps((self.now, self._num_sent, *state)) for state in states]
+
+    def load(self, states: list[bytes]) -> None:
+        now, num_sent, leaves, rngs, under_way, num_steps = zip(
+            *map(pickle.loads, states), strict=True
+        )
+        leaves = [jnp.stack(rows) for rows in zip(*leaves, strict=True)]
+        words = jax.tree.unflatten(jax.tree.structure(keys.words(self._rows)), leaves)
+        self._rows = keys.like(words, self._rows)
+        self.now, self._num_sent = now[0], num_sent[0]
+        self._rngs, self._num_steps = list(rngs), list(num_steps)
+        self._under_way = [item for item in under_way if item is not None]
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def _latency(self, number: int) -> float:
+        """How long the next step of this environment takes."""
+        if self._latency_fn is None:
+            return 0.0
+        latency = self._latency_fn(self._rngs[number], number, self._num_steps[number])
+        if not latency >= 0:
+            raise ValueError(f"`latency_fn` must return at least 0, got {latency}.")
+        return float(latency)
+
+
+def _start(env: VectorEnv, seeds: jax.Array) -> _Lanes:
+    episode_key = jax.vmap(jax.random.key)(seeds)
+    state, obs = env.reset(keys.fold_in(episode_key, RESET))
+    number = jnp.zeros(env.num_envs, jnp.int32)
+    return _Lanes(episode_key=episode_key, number=number, state=state, obs=obs)
+
+
+def _advance(
+    env: VectorEnv, lanes: _Lanes, action: chex.ArrayTree
+) -> tuple[_Lanes, HostStep]:
+    number = lanes.number + 1
+    step_keys = keys.fold_in(lanes.episode_key, number)
+    result = env.step(step_keys, lanes.state, action)
+    answers = HostStep(
+        obs=result.obs,
+        reward=result.reward,
+        terminated=result.terminated,
+        truncated=result.truncated,
+        faulty=jnp.zeros_like(result.terminated),
+        info=result.info,
+    )
+    lanes = lanes._replace(number=number, state=result.state, obs=result.obs)
+    return lanes, answers
+
+
+def _first_step(env: VectorEnv, seeds: jax.Array) -> tuple[_Lanes, HostStep]:
+    lanes = _start(env, seeds)
+    return _advance(env, lanes, jax.vmap(env.action_space.sample)(lanes.episode_key))
+
+
+@jax.jit
+def _reset(env: VectorEnv, lanes: _Lanes, seeds: jax.Array, mask: jax.Array) -> _Lanes:
+    return keys.select(mask, _start(env, seeds), lanes)
+
+
+@jax.jit
+def _step(
+    env: VectorEnv,
+    rows: tuple[_Lanes, HostStep],
+    action: chex.ArrayTree,
+    sent: jax.Array,
+) -> tuple[_Lanes, HostStep]:
+    lanes, _ = rows
+    return keys.select(sent, _advance(env, lanes, action), rows)

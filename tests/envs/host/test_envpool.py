@@ -1,0 +1,273 @@
+"""EnvPool through our contracts: what is a step, what a reset, and who comes when."""
+
+import sys
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import envs
+from envs.host.envpool import from_envpool
+from envs.host.types import AsyncHostVectorEnv, HostVectorEnv
+
+E, R = 16, 6
+ALL = np.ones(E, bool)
+SEEDS = np.zeros(E, np.uint32)
+
+
+def make(name="CartPole-v1", num_envs=E, **options):
+    pytest.importorskip("envpool")
+    return from_envpool(name, num_envs, **options)
+
+
+def make_raw(**options):
+    envpool = pytest.importorskip("envpool")
+    pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=E, **options)
+    with warnings.catch_warnings(action="ignore"):  # gymnasium's, of the bounds
+        _ = pool.observation_space
+    return pool
+
+
+def draw(rng, num):
+    return rng.integers(0, 2, num, dtype=np.int32)
+
+
+def only(*numbers):
+    return np.isin(np.arange(E), numbers)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+def test_a_pool_fills_the_contract_and_one_in_batches_the_asynchronous_one():
+    env, in_batches = make(), make(batch_size=R)
+    assert isinstance(env, HostVectorEnv)
+    assert isinstance(in_batches, AsyncHostVectorEnv)
+    assert not isinstance(env, AsyncHostVectorEnv)
+    assert not {"rebuild", "save"} & set(dir(env))
+    assert env.num_envs == in_batches.num_envs == E
+    assert env.action_space == envs.Discrete(2)
+    assert env.observation_space.shape == (4,)
+    assert env.observation_space.dtype == np.float32
+
+
+def test_rows_are_those_of_envpool_and_resets_are_masked(rng):
+    env, raw = make(seed=3), make_raw(seed=3)
+    obs, _ = raw.reset()
+    np.testing.assert_array_equal(env.reset(SEEDS, ALL), obs)
+    num_resets = 0
+    for _ in range(100):
+        action = draw(rng, E)
+        step = env.step(action)
+        obs, reward, terminated, truncated, info = raw.step(action)
+        mask = info["elapsed_step"] > 0
+        want = obs, reward * mask, terminated, truncated, mask
+        got = step.obs, step.reward, step.terminated, step.truncated, step.mask
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+        assert [x.dtype for x in got] == [x.dtype for x in want]
+        assert not step.faulty.any()
+        assert not (step.terminated | step.truncated)[~mask].any()
+        num_resets += np.count_nonzero(~mask)
+        done = terminated | truncated
+        if done.any():  # nothing, EnvPool does it in the next row
+            np.testing.assert_array_equal(env.reset(SEEDS, done), obs)
+    assert num_resets > E
+
+
+def test_the_time_limit_truncates(rng):
+    env = make(max_episode_steps=3)
+    env.reset(SEEDS, ALL)
+    flags = [env.step(draw(rng, E)) for _ in range(8)]
+    want = [False, False, True, False, False, False, True, False]
+    for step, truncated in zip(flags, want, strict=True):
+        assert (step.truncated == truncated).all()
+        assert not step.terminated.any()
+    assert [step.mask.all() for step in flags] == [i not in (3, 7) for i in range(8)]
+
+
+def test_a_restart_within_an_episode_starts_those_and_no_other(rng):
+    env = make(record_info=["elapsed_step"])
+    env.reset(SEEDS, ALL)
+    for _ in range(3):
+        before = env.step(draw(rng, E)).obs
+    mask = only(1, 5)
+    old = before.copy()
+    obs = env.reset(SEEDS, mask)
+    np.testing.assert_array_equal(before, old)
+    np.testing.assert_array_equal(obs[~mask], before[~mask])
+    assert (obs[mask] != before[mask]).any(axis=1).all()
+    step = env.step(draw(rng, E))
+    assert step.mask.all()
+    np.testing.assert_array_equal(step.info["elapsed_step"], np.where(mask, 1, 4))
+
+
+def test_a_restart_of_ended_and_others_starts_all_of_them_at_once(rng):
+    env = make(record_info=["elapsed_step"])
+    env.reset(SEEDS, ALL)
+    ended = np.zeros(E, bool)
+    while not ended.any():
+        ended = env.step(draw(rng, E)).terminated
+    assert not ended.all()
+    env.reset(SEEDS, ALL)
+    step = env.step(draw(rng, E))
+    assert step.mask.all()
+    assert (step.info["elapsed_step"] == 1).all()
+
+
+def test_the_first_reset_is_of_all():
+    with pytest.raises(ValueError, match="`mask` must be True everywhere at the first"):
+        make().reset(SEEDS, only(2))
+
+
+@pytest.mark.parametrize("chunk", [E, 5])
+def test_none_is_lost_or_doubled_in_batches(rng, chunk):
+    env = make(batch_size=R, record_info=["elapsed_step"])
+    obs = env.reset(SEEDS, ALL)
+    assert obs.shape == (E, 4)
+    assert (np.abs(obs) <= 0.05).all()  # CartPole starts there
+    order = rng.permutation(E)
+    for start in range(0, E, chunk):
+        numbers = order[start : start + chunk]
+        env.send(draw(rng, len(numbers)), numbers)
+    elapsed, served = np.zeros(E, int), np.zeros(E, int)
+    ended = np.zeros(E, bool)
+    for _ in range(1000):
+        step, number = env.receive(R)
+        assert number.dtype == np.int32
+        assert len(set(number)) == R
+        elapsed[number] = np.where(ended[number], 0, elapsed[number] + 1)
+        np.testing.assert_array_equal(step.info["elapsed_step"], elapsed[number])
+        np.testing.assert_array_equal(step.mask, ~ended[number])
+        np.testing.assert_array_equal(step.reward, step.mask.astype(np.float32))
+        done = step.terminated | step.truncated
+        ended[number] = done
+        served[number] += 1
+        if done.any():
+            obs = env.reset(SEEDS, only(*number[done]))
+            np.testing.assert_array_equal(obs[number], step.obs)
+        env.send(draw(rng, R), number)
+    assert served.sum() == 1000 * R
+    assert served.min() > 0
+    env.close()  # while all are under way
+    env.close()
+
+
+@pytest.mark.parametrize("num_received", [0, 1, 2])
+def test_a_restart_of_all_waits_for_those_under_way(rng, num_received):
+    env = make(batch_size=R, record_info=["elapsed_step"])
+    env.reset(SEEDS, ALL)
+    env.send(draw(rng, E), np.arange(E))
+    for _ in range(num_received):
+        env.receive(R)
+    obs = env.reset(SEEDS, ALL)
+    assert (np.abs(obs) <= 0.05).all()
+    env.send(draw(rng, E), np.arange(E))
+    for _ in range(2):
+        step, _ = env.receive(R)
+        assert step.mask.all()
+        assert (step.info["elapsed_step"] == 1).all()
+
+
+def test_each_stream_in_batches_is_that_of_all_together(rng):
+    env, other = make(seed=3), make(seed=3, batch_size=E // 2)
+    np.testing.assert_array_equal(env.reset(SEEDS, ALL), other.reset(SEEDS, ALL))
+    for _ in range(50):
+        action = draw(rng, E)
+        want, got = env.step(action), other.step(action)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_in_batches_some_cannot_restart_within_an_episode(rng):
+    env = make(batch_size=R)
+    env.reset(SEEDS, ALL)
+    with pytest.raises(ValueError, match="`mask` must be True everywhere or only"):
+        env.reset(SEEDS, only(2))
+    with pytest.raises(ValueError, match="`batch_size` must divide `num_envs`"):
+        env.step(draw(rng, E))
+
+
+def test_only_full_batches_come(rng):
+    env = make(batch_size=R)
+    env.reset(SEEDS, ALL)
+    with pytest.raises(ValueError, match="at most the number under way, got 6 and 0"):
+        env.receive(R)
+    env.send(draw(rng, E), np.arange(E))
+    with pytest.raises(ValueError, match="`batch_size` of EnvPool, got 5 and 6"):
+        env.receive(5)
+    with pytest.raises(ValueError, match=r"must not be under way, got \[3\]"):
+        env.send(draw(rng, 1), [3])
+
+
+def test_64_bits_become_32_and_info_is_recorded():
+    env = make("HalfCheetah-v4", 2, record_info=("x_velocity", "elapsed_step"))
+    obs = env.reset(SEEDS[:2], ALL[:2])
+    step = env.step(np.zeros((2, 6), np.float32))
+    assert obs.dtype == step.obs.dtype == step.reward.dtype == np.float32
+    assert env.observation_space.dtype == env.action_space.dtype == np.float32
+    assert step.info["x_velocity"].dtype == np.float32
+    assert list(step.info) == ["x_velocity", "elapsed_step"]
+
+
+def test_observations_by_name():
+    env = make("CartpoleBalance-v1", 2)
+    assert isinstance(env.observation_space, envs.Dict)
+    env.reset(SEEDS[:2], ALL[:2])
+    env.step(np.zeros((2, 1), np.float32))
+    obs = env.reset(SEEDS[:2], ALL[:2])
+    want = {"position": ((2, 3), np.float32), "velocity": ((2, 2), np.float32)}
+    assert {name: (x.shape, x.dtype) for name, x in obs.items()} == want
+
+
+def test_a_life_lost_is_an_ending_though_the_game_goes_on(rng):
+    info = ["lives", "elapsed_step"]
+    env = make("Breakout-v5", 2, episodic_life=True, record_info=info, seed=3)
+    env.reset(SEEDS[:2], ALL[:2])
+    ended = np.zeros(2, bool)
+    num_lost = 0
+    for _ in range(60):
+        step = env.step(rng.integers(0, 4, 2))
+        assert step.obs.dtype == np.uint8
+        np.testing.assert_array_equal(step.mask, ~ended)
+        num_lost += np.count_nonzero(~step.mask & (step.info["elapsed_step"] > 0))
+        ended = step.terminated | step.truncated
+    assert num_lost
+
+
+def test_a_pool_of_ones_own():
+    raw = make_raw(seed=3)
+    env = from_envpool(raw, record_info="elapsed_step")
+    np.testing.assert_array_equal(env.reset(SEEDS, ALL), make(seed=3).reset(SEEDS, ALL))
+    assert isinstance(from_envpool(make_raw(batch_size=R)), AsyncHostVectorEnv)
+    with pytest.raises(ValueError, match="`num_envs` must be given to"):
+        from_envpool(raw, E)
+    with pytest.raises(ValueError, match="`num_threads` must be given to"):
+        from_envpool(raw, num_threads=1)
+
+
+def test_what_is_no_pool_is_refused():
+    envpool = pytest.importorskip("envpool")
+    pool = envpool.make("CartPole-v1", env_type="dm", num_envs=2)
+    with pytest.raises(ValueError, match="`env` must be an id or what"):
+        from_envpool(pool)
+    with pytest.raises(ValueError, match="`env` must be an id or what"):
+        from_envpool(object())
+
+
+def test_wrong_options_are_named():
+    with pytest.raises(ValueError, match="`record_info` must be names of"):
+        make(record_info=["lives"])
+    with pytest.raises(ValueError, match="`num_envs` must be an int"):
+        from_envpool("CartPole-v1")
+    with pytest.raises(ValueError, match="`batch_size` must be at most `num_envs`"):
+        from_envpool("CartPole-v1", 2, batch_size=3)
+    with pytest.raises(ValueError, match="`batch_size` must be an int of at least 1"):
+        from_envpool("CartPole-v1", 2, batch_size=0)
+
+
+def test_what_to_install_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    with pytest.raises(ValueError, match=r'pip install "rollout\[envpool\]"'):
+        from_envpool("CartPole-v1", 2)

@@ -1,0 +1,233 @@
+"""JAX environments in virtual time: whose rows, in which order, at what time."""
+
+import jax
+import numpy as np
+import pytest
+
+import envs
+from envs import keys
+from envs.host.simulated import simulate_latency
+from envs.host.types import AsyncHostVectorEnv
+
+E = 4
+ALL = np.ones(E, bool)
+NUMBERS = np.arange(E)
+
+
+def by_number(rng, env_id, number):
+    """Environment i takes 4 - i seconds."""
+    del rng, number
+    return float(E - env_id)
+
+
+def exponential(rng, env_id, number):
+    del env_id, number
+    return rng.exponential()
+
+
+@pytest.fixture
+def cart_pole():
+    return envs.make("CartPole-v1")
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+def draw(rng, num=E):
+    return rng.integers(0, 2, num, dtype=np.int32)
+
+
+@jax.jit
+def kernel_reset(env, seeds):
+    episode_key = jax.vmap(jax.random.key)(seeds)
+    state, obs = env.reset(keys.fold_in(episode_key, envs.RESET))
+    return envs.Lanes(episode_key=episode_key, state=state, obs=obs)
+
+
+@jax.jit
+def kernel_step(env, lanes, number, action, next_seeds):
+    """As a collector steps lanes: the answer, then the lanes with new episodes."""
+    step_keys = keys.fold_in(lanes.episode_key, number)
+    result = env.step(step_keys, lanes.state, action)
+    next_keys = jax.vmap(jax.random.key)(next_seeds)
+    lanes = lanes._replace(state=result.state, obs=result.obs)
+    done = result.terminated | result.truncated
+    return result, env.reset_done(lambda lane: next_keys[lane], done, lanes)
+
+
+def test_it_fills_the_contract(cart_pole):
+    env = simulate_latency(cart_pole, E)
+    assert isinstance(env, AsyncHostVectorEnv)
+    assert env.num_envs == E
+    assert env.action_space == cart_pole.action_space
+    assert env.observation_space.shape == (4,)
+    env.close()
+    env.close()
+
+
+def test_rows_are_those_of_vectorize(cart_pole, rng):
+    # Seeds up to the largest, and 60 steps: each ends more than once.
+    seeds = np.array([0, 7, 2**31, 2**32 - 50 * E], np.uint32)
+    env, kernel = simulate_latency(cart_pole, E), envs.vectorize(cart_pole, E)
+    lanes, number = kernel_reset(kernel, seeds), np.zeros(E, np.int32)
+    np.testing.assert_array_equal(env.reset(seeds, ALL), lanes.obs)
+    num_done = 0
+    for _ in range(60):
+        action, next_seeds = draw(rng), seeds + np.uint32(E)
+        number += 1
+        want, lanes = kernel_step(kernel, lanes, number, action, next_seeds)
+        step = env.step(action)
+        for name in ("obs", "reward", "terminated", "truncated"):
+            got, expected = getattr(step, name), np.asarray(getattr(want, name))
+            np.testing.assert_array_equal(got, expected)
+            assert got.dtype == expected.dtype
+        assert not step.faulty.any()
+        assert step.mask is None
+        done = step.terminated | step.truncated
+        seeds, number[done] = np.where(done, next_seeds, seeds), 0
+        obs = env.reset(seeds, done) if done.any() else step.obs
+        np.testing.assert_array_equal(obs, lanes.obs)
+        num_done += np.count_nonzero(done)
+    assert num_done > E
+    assert env.now == 0.0
+
+
+def test_one_stream_is_the_same_whoever_else_is_sent(cart_pole, rng):
+    together, apart = (simulate_latency(cart_pole, E) for _ in range(2))
+    for env in (together, apart):
+        env.reset(NUMBERS.astype(np.uint32), ALL)
+    for _ in range(5):
+        action = draw(rng)
+        want = together.step(action)
+        for numbers in ([2], [3, 0], [1]):
+            apart.send(action[numbers], np.array(numbers))
+        got, env_id = apart.receive(E)
+        np.testing.assert_array_equal(env_id, [2, 3, 0, 1])
+        want = jax.tree.map(lambda x, rows=env_id: x[rows], want)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_only_masked_rows_are_reset(cart_pole, rng):
+    env = simulate_latency(cart_pole, E)
+    first = env.reset(np.zeros(E, np.uint32), ALL)
+    before = env.step(draw(rng)).obs
+    mask = np.array([False, True, False, True])
+    obs = env.reset(np.zeros(E, np.uint32), mask)
+    np.testing.assert_array_equal(obs, np.where(mask[:, None], first, before))
+
+
+def test_answers_come_in_the_order_of_their_times(cart_pole, rng):
+    env = simulate_latency(cart_pole, E, latency_fn=by_number)
+    env.reset(NUMBERS.astype(np.uint32), ALL)
+    env.send(draw(rng), NUMBERS)
+    assert env.now == 0.0
+    assert env.receive(2)[1].tolist() == [3, 2]
+    assert env.now == 2.0
+    env.send(draw(rng, 1), np.array([3]))  # at 2, so it answers at 3, after 1
+    step, env_id = env.receive(3)
+    assert env_id.tolist() == [1, 3, 0]
+    assert env_id.dtype == np.int32
+    assert env.now == 4.0
+    assert step.obs.shape == (3, 4)
+
+
+def test_without_latency_the_first_sent_comes_first(cart_pole, rng):
+    env = simulate_latency(cart_pole, E)
+    env.reset(NUMBERS.astype(np.uint32), ALL)
+    env.send(draw(rng, 2), np.array([2, 0]))
+    env.send(draw(rng, 1), np.array([1]))
+    assert [env.receive(1)[1].item() for _ in range(3)] == [2, 0, 1]
+
+
+def test_a_timeout_loses_nothing(cart_pole, rng):
+    env = simulate_latency(cart_pole, E, latency_fn=by_number)
+    env.reset(NUMBERS.astype(np.uint32), ALL)
+    env.send(draw(rng), NUMBERS)
+    with pytest.raises(TimeoutError, match=r"fewer than 3 answered in 2\.5 seconds"):
+        env.receive(3, timeout=2.5)
+    assert env.now == 2.5
+    assert env.receive(3, timeout=0.5)[1].tolist() == [3, 2, 1]
+    assert env.now == 3.0
+
+
+def test_latencies_are_a_function_of_seed_environment_and_number(cart_pole, rng):
+    calls = []
+
+    def latency_fn(rng, env_id, number):
+        calls.append((env_id, number, rng.exponential()))
+        return calls[-1][-1]
+
+    env = simulate_latency(cart_pole, E, latency_fn=latency_fn, seed=3)
+    env.reset(NUMBERS.astype(np.uint32), ALL)
+    for numbers in ([3, 0], [0], [1, 0, 3]):
+        env.send(draw(rng, len(numbers)), np.array(numbers))
+        env.receive(len(numbers))
+    assert [call[:2] for call in calls] == [
+        (3, 0),
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (0, 2),
+        (3, 1),
+    ]
+    for env_id in (0, 1, 3):
+        own = np.random.default_rng((3, env_id))
+        drawn = [latency for number, _, latency in calls if number == env_id]
+        assert drawn == [own.exponential() for _ in drawn]
+
+
+def test_a_reset_drops_what_is_under_way(cart_pole, rng):
+    env = simulate_latency(cart_pole, E, latency_fn=by_number)
+    env.reset(NUMBERS.astype(np.uint32), ALL)
+    env.send(draw(rng), NUMBERS)
+    first = env.reset(NUMBERS.astype(np.uint32), NUMBERS >= 2)
+    assert env.receive(2)[1].tolist() == [1, 0]
+    np.testing.assert_array_equal(
+        first[2:], env.reset(NUMBERS.astype(np.uint32), ALL)[2:]
+    )
+    env.send(draw(rng), NUMBERS)
+
+
+def test_a_saved_one_goes_on_as_it_was(cart_pole, rng):
+    def make():
+        return simulate_latency(cart_pole, E, latency_fn=exponential)
+
+    def go_on(env):
+        rng = np.random.default_rng(1)
+        for _ in range(5):
+            step, env_id = env.receive(2)
+            yield step, env_id, env.now
+            env.send(draw(rng, 2), env_id)
+
+    env = make()
+    env.reset(NUMBERS.astype(np.uint32), ALL)
+    env.send(draw(rng), NUMBERS)
+    _, env_id = env.receive(3)
+    env.send(draw(rng, 2), env_id[:2])
+    states = env.save()
+    assert len(states) == E
+    other = make()
+    other.load(states)
+    for got, want in zip(go_on(other), go_on(env), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_wrong_calls_are_refused(cart_pole, rng):
+    with pytest.raises(ValueError, match="`seed` must be at least 0"):
+        simulate_latency(cart_pole, E, seed=-1)
+    with pytest.raises(ValueError, match="`num_envs` must be an int"):
+        simulate_latency(cart_pole, 0)
+    env = simulate_latency(cart_pole, E, latency_fn=lambda rng, env_id, number: -1)
+    env.reset(NUMBERS.astype(np.uint32), ALL)
+    with pytest.raises(ValueError, match="`latency_fn` must return at least 0"):
+        env.send(draw(rng), NUMBERS)
+    env = simulate_latency(cart_pole, E)
+    env.reset(NUMBERS.astype(np.uint32), ALL)
+    env.send(draw(rng, 2), np.array([1, 2]))
+    with pytest.raises(ValueError, match=r"must not be under way, got \[2\]"):
+        env.send(draw(rng, 2), np.array([2, 3]))
+    for num_ready in (0, 3):
+        with pytest.raises(ValueError, match="`num_ready` must be from 1 to"):
+            env.receive(num_ready)
