@@ -9,7 +9,9 @@ Where several agents act, `make_agents` gives environments of JaxMARL and pgx by
 and `MultiAgentEnv` is what to write. Suites are imported only when they are needed.
 """
 
+from envs.host.envpool import from_envpool
 from envs.host.gymnasium import from_gymnasium
+from envs.host.simulated import simulate_latency
 from envs.host.types import AsyncHostVectorEnv, EnvFault, HostStep, HostVectorEnv
 from envs.host.workers import workers
 from envs.joint import vectorize_agents
@@ -75,6 +77,7 @@ __all__ = [
     "can_render",
     "env_ids",
     "expose_state",
+    "from_envpool",
     "from_gymnasium",
     "from_gymnax",
     "from_jaxmarl",
@@ -83,6 +86,7 @@ __all__ = [
     "make_agents",
     "make_vec",
     "render_gif",
+    "simulate_latency",
     "vectorize",
     "vectorize_agents",
     "vectorize_each",

@@ -19,7 +19,7 @@ from rollout import checkpoint
 from rollout.collector import Collector
 from rollout.devices import shard
 from rollout.evaluation import evaluate
-from rollout.host import FaultStats, HostCollector
+from rollout.host import AsyncCollector, FaultStats, HostCollector, Served, by_env
 from rollout.minibatches import minibatches
 from rollout.multi_agent import (
     AgentFigures,
@@ -75,6 +75,7 @@ __all__ = [
     "Accumulator",
     "AgentFigures",
     "AgentStats",
+    "AsyncCollector",
     "Batch",
     "Carry",
     "CollectStats",
@@ -94,11 +95,13 @@ __all__ = [
     "PolicyStep",
     "Population",
     "Profile",
+    "Served",
     "Stream",
     "StreamBatch",
     "StreamStats",
     "Transition",
     "agent_transitions",
+    "by_env",
     "checkpoint",
     "discounted_returns",
     "epsilon_greedy",

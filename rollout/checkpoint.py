@@ -90,8 +90,9 @@ def restore(
     Args:
         path: the folder given to `save`.
         like: a tree of the structure, shapes and dtypes that were saved; its values
-            are not read, and bytes may be of any length. A new stream's `state()` serves for a stream. An array of
-            several processes lies afterwards as it does here.
+            are not read, and bytes may be of any length. A new stream's `state()`
+            serves for a stream. An array of several processes lies afterwards as it
+            does here.
         step: number of the checkpoint, None for the newest one.
 
     Returns:

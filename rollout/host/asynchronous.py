@@ -90,8 +90,8 @@ class AsyncCollector(HostCollector):
         )
         if not hasattr(env, "receive"):
             raise ValueError(
-                "`env` must be an `AsyncHostVectorEnv`, as `envs.workers` makes it, got "
-                f"{type(env).__name__}."
+                "`env` must be an `AsyncHostVectorEnv`, as `envs.workers` makes it, "
+                f"got {type(env).__name__}."
             )
         most = env.num_envs
         self.num_ready = checks.count("num_ready", num_ready, most=most)

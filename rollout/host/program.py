@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs import keys
 from envs.types import Space
 from rollout import kernel
 from rollout.kernel import episode_keys
@@ -16,7 +15,6 @@ from rollout.kernel.episode_keys import LaneIds
 from rollout.kernel.transition import initial_policy_state, restart_policy
 from rollout.policies.exploration import random_where
 from rollout.types import Carry, Episode, Policy
-
 
 _AHEAD = 256  # keys that are drawn at once
 

@@ -87,7 +87,7 @@ class Run:
 
     def recover(self) -> None:
         """Begins new episodes where an error left none that can go on."""
-        failed = {number: None for number in np.flatnonzero(self._has_failed)}
+        failed = dict.fromkeys(np.flatnonzero(self._has_failed))
         if failed:
             self._rebuild(failed)
         self.begin(self._must_begin.copy(), self.lanes.next_own())

@@ -19,10 +19,9 @@ from rollout import checks
 from rollout.collector import Collector
 from rollout.host.collector import HostCollector
 from rollout.policies import greedy
-from rollout.stream import host
+from rollout.stream import host, stats
 from rollout.stream import options as option_checks
 from rollout.stream import program as programs
-from rollout.stream import stats
 from rollout.stream.fill import NO_FAULT, Filled
 from rollout.stream.progress import Bar
 from rollout.stream.types import Options, Placement, Position, StreamBatch, Window
