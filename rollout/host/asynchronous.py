@@ -180,7 +180,7 @@ class _AsyncRun(Run):
                 f"`timeout`={self._timeout} s, got fewer."
             ) from error
         except BaseException:
-            self._must_begin[:] = True  # who knows what is under way
+            self._is_torn = True
             raise
         self._works[env_id], self._waits[env_id] = False, True
         _put(self.obs, env_id, result.obs)

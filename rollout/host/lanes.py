@@ -18,6 +18,7 @@ class Lanes:
         episode_return: `[E]` float32, so far.
         episode_length: `[E]` int32, so far.
         over: `[E]` bool, lanes whose policy has not seen their episode yet.
+        any_over: whether there may be one.
         first_row: `[E]` int, the row of the call in which their episode begins.
     """
 
@@ -27,17 +28,19 @@ class Lanes:
         self.own_id = self.episode_id.copy()  # of the last episode of the lane's own
         self.episode_return = np.zeros(num_envs, np.float32)
         self.episode_length = np.zeros(num_envs, np.int32)
-        self.over = np.ones(num_envs, bool)
+        self.over, self.any_over = np.ones(num_envs, bool), True
         self.first_row = np.zeros(num_envs, np.int64)
 
-    def begin(self, mask: np.ndarray, episode_id: np.ndarray, row: int) -> None:
-        """Begins the episodes of these ids where `mask`; their first row is `row`."""
-        np.copyto(self.episode_id, episode_id, where=mask)
-        np.copyto(self.own_id, episode_id, where=mask & (episode_id >= 0))
-        np.copyto(self.episode_return, 0.0, where=mask)
-        np.copyto(self.episode_length, 0, where=mask)
-        np.copyto(self.first_row, row, where=mask)
-        self.over |= mask
+    def begin(self, lane: np.ndarray, episode_id: np.ndarray, row: int) -> None:
+        """Begins episodes of these ids in some lanes, `[n]`; their first row is `row`."""
+        self.episode_id[lane] = episode_id
+        if episode_id[0] >= 0:  # all are their own, or none
+            self.own_id[lane] = episode_id
+        self.episode_return[lane] = 0.0
+        self.episode_length[lane] = 0
+        self.first_row[lane] = row
+        self.over[lane] = True
+        self.any_over = True
 
     def put_back(self, episode: Episode) -> None:
         """Takes what `snapshot` gave."""
@@ -67,39 +70,40 @@ class Seeds:
     def __init__(self, key: chex.PRNGKey, num_envs: int) -> None:
         self._key, self._num_envs = key, num_envs
         self._lane = np.arange(num_envs)
-        self._own: tuple[np.ndarray, np.ndarray] | None = None
-        self._queue: tuple[int, np.ndarray] | None = None
+        self._first = np.zeros(num_envs, np.int64)  # of each lane's own that are drawn
+        self._own = np.zeros((0, num_envs), np.uint32)
+        self._queue_first, self._queue = 0, np.zeros(0, np.uint32)
 
-    def of(self, episode_id: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """`[E]` uint32, the seeds of these episodes where `mask`."""
-        if episode_id[mask.argmax()] < 0:
-            return self._of_queue(-1 - episode_id, mask)
+    def of(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
+        """`[E]` uint32, the seeds of these lanes' episodes, `[n]`; of others zero."""
+        seeds = np.zeros(self._num_envs, np.uint32)
+        is_queue = episode_id[0] < 0
+        seeds[lane] = (self._of_queue if is_queue else self._of_own)(lane, episode_id)
+        return seeds
+
+    def _of_own(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
         number = episode_id // self._num_envs
-        column = number - self._own[0] if self._own else number
-        if self._own is None or not _all_within(column[mask], _AHEAD):
-            later = episode_id + self._num_envs * np.arange(_AHEAD)[:, None]
-            self._own = number, self._draw(later)
-            column = np.zeros_like(number)
-        return self._own[1][np.where(mask, column, 0), self._lane]
+        row = number - self._first[lane]
+        if row.min() < 0 or row.max() >= len(self._own):
+            self._first[lane] = number  # lanes that are not asked for stay behind
+            later = self._first + np.arange(_AHEAD)[:, None]
+            self._own = self._draw(later * self._num_envs + self._lane)
+            row = number - self._first[lane]
+        return self._own[row, lane]
 
-    def _of_queue(self, position: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        first = int(position[mask].min())
-        column = position - self._queue[0] if self._queue else position
-        size = _AHEAD * self._num_envs
-        if self._queue is None or not _all_within(column[mask], size):
+    def _of_queue(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
+        position = -1 - episode_id
+        row = position - self._queue_first
+        if row.min() < 0 or row.max() >= len(self._queue):
+            self._queue_first = int(position.min())
             # In the shape of those of the lanes' own: one program draws both.
-            later = first + np.arange(size)
-            drawn = self._draw(-1 - later.reshape(_AHEAD, self._num_envs))
-            self._queue = first, drawn.reshape(-1)
-            column = position - first
-        return self._queue[1][np.where(mask, column, 0)]
+            later = np.arange(_AHEAD * self._num_envs).reshape(_AHEAD, -1)
+            self._queue = self._draw(-1 - (self._queue_first + later)).reshape(-1)
+            row = position - self._queue_first
+        return self._queue[row]
 
     def _draw(self, episode_id: np.ndarray) -> np.ndarray:
         return np.asarray(_seeds(self._key, episode_id.astype(np.int32)))
-
-
-def _all_within(column: np.ndarray, size: int) -> bool:
-    return bool((column >= 0).all() and (column < size).all())
 
 
 @jax.jit

@@ -51,6 +51,7 @@ class Program:
         # drawn at once, for in a small program two hashes are most of the time.
         self._words = np.asarray(jax.random.key_data(key))
         self._first, self._keys = 0, self._words[None][:0]
+        self._is_on_host = jax.default_backend() == "cpu"
         self._act = jax.jit(self._apply)
         self._restart = jax.jit(self._restarted)
 
@@ -82,8 +83,10 @@ class Program:
         args = self._policy_words(), self.state, obs, lanes, env_id, warmup
         self.state, out = self._act(params, *args)
         self.step += 1
-        # All copies begin before the first is waited for.
-        return jax.tree.map(np.asarray, out) if _is_on_host() else jax.device_get(out)
+        if not self._is_on_host:
+            return jax.device_get(out)  # all copies begin before one is waited for
+        leaves, structure = jax.tree.flatten(out)
+        return structure.unflatten([np.asarray(x) for x in leaves])
 
     def compile(self, params: Any, obs: chex.ArrayTree) -> None:
         """Compiles `act`, which moves nothing on."""
@@ -105,7 +108,7 @@ class Program:
     def _policy_words(self) -> np.ndarray:
         """The words of the policy's key at this step."""
         row = self.step - self._first
-        if not 0 <= row < len(self._keys):
+        if row < 0 or row >= len(self._keys):
             row, self._first = 0, self.step
             self._keys = np.asarray(_policy_keys(self._key, self.step))
         return self._keys[row]
@@ -186,8 +189,3 @@ def _carry(obs: chex.ArrayTree, state: chex.ArrayTree) -> Carry:
         policy_state=state,
         episode=nothing,
     )
-
-
-def _is_on_host() -> bool:
-    """Tells whether what is computed lies in the memory that NumPy reads."""
-    return jax.default_backend() == "cpu"

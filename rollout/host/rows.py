@@ -8,6 +8,8 @@ import numpy as np
 
 from rollout.types import Transition
 
+_TREES = ("obs", "action", "next_obs", "extras", "info")
+
 
 class Rows:
     """Memory for rows of `[B, ...]`; what they are like, the first one says.
@@ -17,21 +19,31 @@ class Rows:
     Attributes:
         size: how many shall be written.
         num: how many are whole.
+        reward, terminated, truncated, mask, episode_id, episode_return, episode_length:
+            `[capacity, B]`, as `Transition` has them.
     """
 
     def __init__(self, width: int, size: int, capacity: int | None = None) -> None:
-        self.size, self.num, self._width = size, 0, width
-        self._capacity = capacity or size
-        self._fields: dict[str, tuple[Any, list[np.ndarray]]] = {}
+        self.size, self.num = size, 0
+        self._shape = shape = capacity or size, width
+        self.reward = np.zeros(shape, np.float32)
+        self.terminated = np.zeros(shape, bool)
+        self.truncated = np.zeros(shape, bool)
+        self.mask = np.zeros(shape, bool)
+        self.episode_id = np.zeros(shape, np.int32)
+        self.episode_return = np.zeros(shape, np.float32)
+        self.episode_length = np.zeros(shape, np.int32)
+        self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
 
     def write(self, name: str, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Writes a field of the row under way; returns what stands there now."""
-        if name not in self._fields:
-            self._fields[name] = self._allocate(tree)
-        structure, arrays = self._fields[name]
+        if name not in self._trees:
+            self._trees[name] = self._allocate(tree)
+        structure, arrays = self._trees[name]
         if structure is None:
-            arrays[0][self.num, : len(tree)] = tree
-            return arrays[0][self.num]
+            row = arrays[0][self.num]
+            row[: len(tree)] = tree
+            return row
         leaves = structure.flatten_up_to(tree)
         for array, leaf in zip(arrays, leaves, strict=True):
             array[self.num, : len(leaf)] = leaf
@@ -39,30 +51,31 @@ class Rows:
 
     def void(self, row: Any, column: Any) -> int:
         """Voids what stands there, by any index; tells how much of it was data."""
-        mask = self._fields["mask"][1][0]
-        count = int(mask[row, column].sum())
-        mask[row, column] = False
+        count = int(self.mask[row, column].sum())
+        self.mask[row, column] = False
         return count
 
     def read(self) -> Transition:
-        """All rows, `[capacity, B, ...]`, not copied; zero from number `num` on.
+        """All rows, `[capacity, B, ...]`, not copied.
 
-        Zero, too, is what is void.
+        Zero is what is void, and everything from number `num` on.
         """
-        is_void = ~self._fields["mask"][1][0][: self.num]
+        fields = {name: [x] for name, x in vars(self).items() if name in _FLAT}
+        trees = {name: arrays for name, (_, arrays) in self._trees.items()}
+        is_void = ~self.mask[: self.num]
         if is_void.any():
-            for _, arrays in self._fields.values():
-                for array in arrays:
-                    array[: self.num][is_void] = 0
-        return Transition(
-            **{
-                name: arrays[0] if structure is None else structure.unflatten(arrays)
-                for name, (structure, arrays) in self._fields.items()
-            }
-        )
+            for array in sum((fields | trees).values(), []):
+                array[: self.num][is_void] = 0
+        read = {
+            name: arrays[0] if structure is None else structure.unflatten(arrays)
+            for name, (structure, arrays) in self._trees.items()
+        }
+        return Transition(**{name: x for name, (x,) in fields.items()}, **read)
 
     def _allocate(self, tree: chex.ArrayTree) -> tuple[Any, list[np.ndarray]]:
         leaves, structure = jax.tree.flatten(tree)
-        shape = self._capacity, self._width
-        arrays = [np.zeros(shape + x.shape[1:], x.dtype) for x in leaves]
+        arrays = [np.zeros(self._shape + x.shape[1:], x.dtype) for x in leaves]
         return None if isinstance(tree, np.ndarray) else structure, arrays
+
+
+_FLAT = frozenset(Transition.__dataclass_fields__) - {*_TREES, "accumulated"}

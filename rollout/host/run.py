@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import chex
@@ -45,7 +45,8 @@ class Run:
         self._guard = Guard(env.observation_space)
         self._everywhere = np.ones(env.num_envs, bool)
         self._has_failed = ~self._everywhere  # must be made anew before it is reset
-        self._must_begin = ~self._everywhere  # whose episode is over, or torn
+        self._must_begin = ~self._everywhere  # whose episode is over
+        self._is_torn = False  # a step was interrupted: nobody knows how far it got
         self.obs: chex.ArrayTree = None  # [E, ...], in the environments' own memory
         self.begin(self._everywhere, self.lanes.episode_id)
 
@@ -83,7 +84,7 @@ class Run:
     ) -> None:
         """Begins the episodes of these ids, `[E]` int32, where `mask`."""
         if mask.any():
-            self._begin(mask, episode_id, 0, seats)
+            self._begin(mask.nonzero()[0], 0, seats, episode_id[mask])
 
     def recover(self) -> None:
         """Begins new episodes where an error left none that can go on."""
@@ -107,10 +108,11 @@ class Run:
         action, extras = self.program.act(
             params, obs, lanes.over, lanes.episode_id, is_random=is_random
         )
-        lanes.over = ~self._everywhere
-        self._must_begin[:] = True  # should the step be torn
+        if lanes.any_over:
+            lanes.over, lanes.any_over = ~self._everywhere, False
+        self._is_torn = True
         result = self._env.step(action)
-        self._must_begin[:] = False
+        self._is_torn = False
         self.obs = result.obs
         rows.write("action", action)
         rows.write("extras", extras)
@@ -121,11 +123,13 @@ class Run:
         self, rows: Rows, result: HostStep, at: At, limit: int, seats: Seats | None
     ) -> None:
         """Writes what was answered, and begins the episodes that follow."""
-        lanes = self.lanes
+        lanes, cut = self.lanes, _NOWHERE
         mask = self._count(result, at, seats)
-        terminated = self._of_all(result.terminated, at)
-        truncated = self._of_all(result.truncated, at)
-        cut = _NOWHERE
+        terminated, truncated = result.terminated, result.truncated
+        if at is not _ALL:
+            terminated, truncated = (
+                self._of_all(x, at) for x in (terminated, truncated)
+            )
         if limit < NO_LIMIT:
             cut = mask & (lanes.episode_length >= limit) & ~truncated
             truncated = truncated | cut
@@ -146,8 +150,7 @@ class Run:
         if over.any():
             if seats is not None:
                 seats.free(over)
-            episode_id = lanes.next_own() if seats is None else seats.episode_id
-            self._begin(over, episode_id, rows.num, seats)
+            self._begin(over.nonzero()[0], rows.num, seats)
 
     def _count(self, result: HostStep, at: At, seats: Seats | None) -> np.ndarray:
         """Counts the step; tells in which lanes it is data, `[E]` bool."""
@@ -159,6 +162,7 @@ class Run:
             lanes.episode_return[at] += np.where(stepped, result.reward, np.float32(0))
             lanes.episode_length[at] += stepped
             lanes.over[at] |= ~stepped  # the first observation has come only now
+            lanes.any_over = True
         if seats is None and stepped is None and at is _ALL:
             return self._everywhere
         mask = np.zeros(lanes.num_envs, bool)
@@ -167,8 +171,6 @@ class Run:
 
     def _of_all(self, flags: np.ndarray, at: At) -> np.ndarray:
         """Flags of the lanes that answered, for all lanes, `[E]` bool."""
-        if at is _ALL:
-            return flags
         of_all = np.zeros(self.lanes.num_envs, bool)
         of_all[at] = flags
         return of_all
@@ -204,15 +206,15 @@ class Run:
         truncated: np.ndarray,
         mask: np.ndarray,
     ) -> None:
-        lanes = self.lanes
+        lanes, row, width = self.lanes, rows.num, len(result.reward)
         rows.write("next_obs", result.obs)
-        rows.write("reward", result.reward)
-        rows.write("terminated", terminated[at])
-        rows.write("truncated", truncated[at])
-        rows.write("mask", mask[at])
-        rows.write("episode_id", lanes.episode_id[at])
-        rows.write("episode_return", lanes.episode_return[at])
-        rows.write("episode_length", lanes.episode_length[at])
+        rows.reward[row, :width] = result.reward
+        rows.terminated[row, :width] = terminated[at]
+        rows.truncated[row, :width] = truncated[at]
+        rows.mask[row, :width] = mask[at]
+        rows.episode_id[row, :width] = lanes.episode_id[at]
+        rows.episode_return[row, :width] = lanes.episode_return[at]
+        rows.episode_length[row, :width] = lanes.episode_length[at]
 
     def _void(self, rows: Rows, causes: Causes) -> int:
         """Voids the episodes that are lost; tells how many rows they have."""
@@ -233,41 +235,52 @@ class Run:
         self._faults.report(causes, **lost)
         self._rebuild(causes)
 
-    def _rebuild(self, causes: Causes) -> None:
-        self._faults.rebuild(causes)
-        self._has_failed[list(causes)] = False
+    def _rebuild(self, lanes: Iterable[int]) -> None:
+        self._faults.rebuild(lanes)
+        self._has_failed[list(lanes)] = False
 
     def _begin(
-        self, mask: np.ndarray, episode_id: np.ndarray, row: int, seats: Seats | None
+        self,
+        lane: np.ndarray,
+        row: int,
+        seats: Seats | None,
+        episode_id: np.ndarray | None = None,
     ) -> None:
-        """Begins episodes; the rows that follow begin with `row`."""
+        """Begins episodes in some lanes, `[n]`; the rows that follow begin with `row`.
+
+        Those of the ids, `[n]`, or else the next ones of `seats`, or of their own.
+        """
         while True:
-            self._must_begin |= mask
-            self.lanes.begin(mask, episode_id, row)
-            causes = self._reset(mask)
-            failed = _flags(causes, len(mask))
-            self._must_begin &= ~mask | failed
+            if episode_id is None:
+                of_all = self.lanes.next_own() if seats is None else seats.episode_id
+                episode_id = of_all[lane]
+            self._must_begin[lane] = True
+            self.lanes.begin(lane, episode_id, row)
+            causes = self._reset(lane, episode_id)
+            self._must_begin[lane] = False
             if not causes:
                 return
             # Its seed may be what it fails at, so the next episode takes its place.
+            failed = _flags(causes, self.lanes.num_envs)
+            self._must_begin |= failed
             num_faulty = len(causes) if seats is None else int(seats.mask[failed].sum())
             if seats is not None:
                 seats.lose(failed)
             self._handle(causes, episodes=num_faulty, steps=0)
             if seats is not None:
                 seats.free(failed)
-            mask = failed
-            episode_id = self.lanes.next_own() if seats is None else seats.episode_id
+            lane, episode_id = failed.nonzero()[0], None
 
     def _take(self, obs: chex.ArrayTree, mask: np.ndarray) -> None:
         """Takes what a reset of the lanes where `mask` returned."""
         del mask  # unused: the others are what they were
         self.obs = obs
 
-    def _reset(self, mask: np.ndarray) -> Causes:
-        seeds = self._seeds.of(self.lanes.episode_id, mask)
+    def _reset(self, lane: np.ndarray, episode_id: np.ndarray) -> Causes:
+        mask = ~self._everywhere
+        mask[lane] = True
         try:
-            obs = self._env.reset(seeds, mask)
+            obs = self._env.reset(self._seeds.of(lane, episode_id), mask)
         except EnvFault as fault:
             return fault.causes
         self._take(obs, mask)
