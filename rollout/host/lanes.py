@@ -32,7 +32,7 @@ class Lanes:
         self.first_row = np.zeros(num_envs, np.int64)
 
     def begin(self, lane: np.ndarray, episode_id: np.ndarray, row: int) -> None:
-        """Begins episodes of these ids in some lanes, `[n]`; their first row is `row`."""
+        """Begins episodes of these ids in some lanes, `[n]`, with the row `row`."""
         self.episode_id[lane] = episode_id
         if episode_id[0] >= 0:  # all are their own, or none
             self.own_id[lane] = episode_id

@@ -1,5 +1,6 @@
 """Rows of transitions in host memory, written one by one."""
 
+import itertools
 from typing import Any
 
 import chex
@@ -64,7 +65,7 @@ class Rows:
         trees = {name: arrays for name, (_, arrays) in self._trees.items()}
         is_void = ~self.mask[: self.num]
         if is_void.any():
-            for array in sum((fields | trees).values(), []):
+            for array in itertools.chain(*(fields | trees).values()):
                 array[: self.num][is_void] = 0
         read = {
             name: arrays[0] if structure is None else structure.unflatten(arrays)

@@ -127,9 +127,8 @@ class Run:
         mask = self._count(result, at, seats)
         terminated, truncated = result.terminated, result.truncated
         if at is not _ALL:
-            terminated, truncated = (
-                self._of_all(x, at) for x in (terminated, truncated)
-            )
+            terminated = self._of_all(terminated, at)
+            truncated = self._of_all(truncated, at)
         if limit < NO_LIMIT:
             cut = mask & (lanes.episode_length >= limit) & ~truncated
             truncated = truncated | cut

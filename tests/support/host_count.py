@@ -73,7 +73,8 @@ class HostCount:
         self.num_resets, self.is_closed = 0, False
 
     def reset(self, seeds, mask):
-        assert mask.any() and not self.failed[mask].any()
+        assert mask.any()
+        assert not self.failed[mask].any()
         causes = {}
         for env in np.flatnonzero(mask):
             self.number[env] += 1

@@ -26,18 +26,22 @@ def test_steps_are_those_of_the_kernel():
     carries = [x.init(KEY) for x in collectors]
     assert_same_carry(*carries)
     for _ in range(2):
-        pairs = [x.collect_steps(c, None, 40) for x, c in zip(collectors, carries)]
-        carries, trajectories = zip(*pairs)
+        pairs = [
+            x.collect_steps(c, None, 40)
+            for x, c in zip(collectors, carries, strict=True)
+        ]
+        carries, trajectories = zip(*pairs, strict=True)
         assert_same(*trajectories)
         assert_same_carry(*carries)
-    assert trajectories[0].done.any() and trajectories[0].truncated.any()
+    assert trajectories[0].terminated.any()
+    assert trajectories[0].truncated.any()
 
 
 def test_one_call_is_two_calls_is_single_steps():
     whole, parts = on_host(), on_host()
     _, expected = whole.collect_steps(whole.init(KEY), None, 20)
     carry, first = parts.collect_steps(parts.init(KEY), None, 13)
-    rows = [jax.tree.map(lambda x: x[i], first) for i in range(13)]
+    rows = [jax.tree.map(lambda x, i=i: x[i], first) for i in range(13)]
     for _ in range(7):
         carry, row = parts.step(carry, None)
         rows.append(row)
@@ -46,7 +50,8 @@ def test_one_call_is_two_calls_is_single_steps():
 
 @pytest.mark.parametrize("num_episodes", [1, 3, 4, 11])
 def test_episodes_are_those_of_the_kernel(num_episodes):
-    lengths = dict(min_length=np.arange(2, 6), max_length=np.arange(2, 6), limit=100)
+    length = np.arange(2, 6)
+    lengths = {"min_length": length, "max_length": length, "limit": 100}
     fixed = envs.vectorize_each(
         SeedCount(**{k: jnp.broadcast_to(v, 4) for k, v in lengths.items()}), 4,
         auto_reset="select",
@@ -57,9 +62,9 @@ def test_episodes_are_those_of_the_kernel(num_episodes):
     for _ in range(2):
         pairs = [
             x.collect_episodes(c, None, **options)
-            for x, c in zip((host, kernel), carries)
+            for x, c in zip((host, kernel), carries, strict=True)
         ]
-        carries, episodes = zip(*pairs)
+        carries, episodes = zip(*pairs, strict=True)
         assert_same(*episodes)
         assert_same_carry(*carries)
 
@@ -70,7 +75,7 @@ def test_episodes_per_env_are_those_of_the_kernel():
         x.collect_episodes_per_env(x.init(KEY), None, 3, max_steps=6)
         for x in collectors
     ]
-    carries, episodes = zip(*pairs)
+    carries, episodes = zip(*pairs, strict=True)
     assert_same(*episodes)
     assert_same_carry(*carries)
 
@@ -81,7 +86,7 @@ def test_enough_steps_are_those_of_the_kernel():
             x.collect_episodes(x.init(KEY), None, 9, max_steps=6, min_steps=min_steps)
             for x in (on_host(), in_jax())
         ]
-        carries, episodes = zip(*pairs)
+        carries, episodes = zip(*pairs, strict=True)
         assert_same(*episodes)
         assert_same_carry(*carries)
 
@@ -91,7 +96,7 @@ def test_padded_episodes_are_those_of_the_kernel():
         x.collect_padded_episodes(x.init(KEY), None, 7, max_length=6)
         for x in (on_host(), in_jax())
     ]
-    for host, kernel in zip(*pairs):
+    for host, kernel in zip(*pairs, strict=True):
         if isinstance(host, rollout.Carry):
             assert_same_carry(host, kernel)
         else:
@@ -117,7 +122,7 @@ def test_folds_are_those_of_the_kernel():
             x.fold_steps(x.init(KEY), None, count_rows, nothing(), num_steps=num_steps)
             for x in (on_host(), in_jax())
         ]
-        carries, accs = zip(*pairs)
+        carries, accs = zip(*pairs, strict=True)
         assert_same(*accs)
         assert_same_carry(*carries)
     folds = [
@@ -129,6 +134,11 @@ def test_folds_are_those_of_the_kernel():
     assert_same(folds[0][1:], folds[1][1:])
 
 
+def lane_of(trajectory, mask, lane):
+    """The first rows of a lane that are not void."""
+    return jax.tree.map(lambda x: x[mask[:, lane], lane][:40], trajectory)
+
+
 def test_environment_that_resets_itself_gives_void_rows():
     """Its rows without the void ones are those of one that is told to."""
     collectors = on_host(2), on_host(2, resets_itself=True)
@@ -138,8 +148,7 @@ def test_environment_that_resets_itself_gives_void_rows():
         mask = np.asarray(t.mask)
         assert all(not np.any(x[~mask]) for x in jax.tree.leaves(jax.device_get(t)))
         t = t.replace(extras={"count": t.extras["count"]}, action=(), info=())
-        by_lane = [jax.tree.map(lambda x: x[mask[:, i], i][:40], t) for i in (0, 1)]
-        rows.append(by_lane)
+        rows.append([lane_of(t, mask, lane) for lane in (0, 1)])
         if collector is collectors[1]:
             over = np.asarray(t.done)[:-1]
             np.testing.assert_array_equal(~mask[1:], over)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_count import HostCount
+from host_count import HostCount, assert_same
 
 import rollout
 from envs.host.types import EnvFault
@@ -57,16 +57,16 @@ def test_neighbours_do_not_notice():
     _, good = collect(make(), 30)
     collector = make(fails_at(3, 4, 9, 15), on_fault="restart")
     _, rows = collect(collector, 30)
-    others = lambda t: jax.tree.map(lambda x: x[:, [0, 2]], t)  # noqa: E731
-    for x, y in zip(jax.tree.leaves(others(good)), jax.tree.leaves(others(rows))):
-        np.testing.assert_array_equal(x, y)
+    others = [jax.tree.map(lambda x: x[:, [0, 2]], t) for t in (good, rows)]
+    assert_same(*others)
 
 
 def test_episode_that_began_in_an_earlier_call_keeps_the_rows_of_that():
     collector = make(fails_at(5), on_fault="restart")
     carry, first = collect(collector, 2)
     _, second = collect(collector, 4, carry)
-    assert first.mask.all() and not second.mask[:2, 1].any()
+    assert first.mask.all()
+    assert not second.mask[:2, 1].any()
     assert second.mask[2:].all()
     assert collector.fault_stats.lost_steps == 2
 
@@ -82,14 +82,15 @@ def test_fault_at_a_reset_takes_the_next_episode():
 def test_first_reset_may_fail():
     collector = make(fails_at(1), on_fault="restart")
     _, rows = collect(collector, 3)
-    assert rows.mask.all() and rows.episode_id[0, 1] == 4
+    assert rows.mask.all()
+    assert rows.episode_id[0, 1] == 4
 
 
 def test_environment_that_always_fails_is_given_up():
     fault_fn = lambda number, env: BROKEN if env == 1 and number > 2 else None  # noqa: E731
     collector = make(fault_fn, on_fault="restart", max_restarts=4)
     carry = collector.init(KEY)
-    with pytest.raises(EnvFault, match="environment 1 .*`max_restarts`=4") as error:
+    with pytest.raises(EnvFault, match=r"environment 1 .*`max_restarts`=4") as error:
         collector.collect_steps(carry, None, 50)
     assert error.value.__cause__ is BROKEN
     assert collector.fault_stats.restarts == 4
@@ -127,7 +128,8 @@ def test_lost_episode_is_among_the_episodes(num_episodes):
     stats = rollout.summarize(episodes)
     assert int(stats.num_episodes) == expected.sum()
     _, rows, padded = collector.collect_padded_episodes(carry, None, 2, max_length=9)
-    assert rows.mask.sum() == 10 and padded.mask.all()
+    assert rows.mask.sum() == 10
+    assert padded.mask.all()
 
 
 @pytest.mark.slow
@@ -141,12 +143,14 @@ def test_counts_add_up_over_a_thousand_faults():
         num_rows += rows.mask.size
         num_masked += int((~rows.mask).sum())
         for lane in range(10):  # every episode that ends here ends whole
-            of_lane = jax.tree.map(lambda x: x[:, lane], rows)
+            of_lane = jax.tree.map(lambda x, lane=lane: x[:, lane], rows)
             kept = of_lane.episode_id[of_lane.mask]
             ended = of_lane.episode_id[of_lane.terminated]
-            assert len(ended) == len(set(ended)) and set(ended) <= set(kept)
+            assert len(ended) == len(set(ended))
+            assert set(ended) <= set(kept)
             steps = np.diff(of_lane.episode_length[of_lane.mask])
             assert set(steps) <= {1, -4, -3, -2, -1, 0}
     stats = collector.fault_stats
-    assert stats.restarts > 900 and num_masked == stats.lost_steps
+    assert stats.restarts > 900
+    assert num_masked == stats.lost_steps
     assert stats.faulty_episodes == stats.restarts

@@ -106,9 +106,9 @@ def test_episodes_begin_anew_where_no_state_was_saved(tmp_path):
 
 
 def test_batch_goes_on_after_a_fault():
-    fault_fn = lambda number, env: (
-        RuntimeError("no") if (number, env) == (6, 2) else None
-    )
+    def fault_fn(number, env):
+        return RuntimeError("no") if (number, env) == (6, 2) else None
+
     stream = make_stream(on_host(fault_fn=fault_fn, max_length=2))
     with pytest.raises(EnvFault, match="environment 2 failed"):
         next(stream)
