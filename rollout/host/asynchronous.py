@@ -15,7 +15,7 @@ from rollout import checks
 from rollout.host.collector import HostCollector
 from rollout.host.faults import Faults
 from rollout.host.rows import Rows
-from rollout.host.run import At, Run
+from rollout.host.run import ActFn, At, Run
 from rollout.host.seats import Seats
 from rollout.types import Accumulator, Accumulators, Policy, Transition
 
@@ -103,7 +103,7 @@ class AsyncCollector(HostCollector):
 
     def _make_run(self, key: chex.PRNGKey) -> Run:
         wait = self.num_ready, self._timeout
-        return _AsyncRun(self.env, self.policy, key, self._faults, *wait)
+        return _AsyncRun(self.env, self._program.act, key, self._faults, *wait)
 
 
 def by_env(rows: Transition) -> Transition:
@@ -147,7 +147,7 @@ class _AsyncRun(Run):
     def __init__(
         self,
         env: AsyncHostVectorEnv,
-        policy: Policy,
+        act_fn: ActFn,
         key: chex.PRNGKey,
         faults: Faults,
         num_ready: int,
@@ -160,7 +160,7 @@ class _AsyncRun(Run):
         # What is known of the steps under way, `[E, ...]`, and who is in which row.
         self._chosen: chex.ArrayTree = None
         self._served: list[np.ndarray] = []
-        super().__init__(env, policy, key, faults)
+        super().__init__(env, act_fn, key, faults)
 
     def _step(
         self,
@@ -208,7 +208,7 @@ class _AsyncRun(Run):
         padded[:count] = env_id
         at = np.minimum(padded, lanes.num_envs - 1)
         obs = jax.tree.map(lambda x: x[at], self.obs)
-        action, extras = self.program.act(
+        action, extras = self._act_fn(
             params, obs, lanes.over[at], lanes.episode_id[at], env_id=padded
         )
         lanes.over[env_id] = False

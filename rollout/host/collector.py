@@ -17,6 +17,7 @@ from envs.host.types import HostVectorEnv
 from rollout import checks, kernel
 from rollout.host.faults import Faults, FaultStats
 from rollout.host.lanes import Lanes
+from rollout.host.program import Program
 from rollout.host.rows import Rows
 from rollout.host.run import NO_LIMIT, Run
 from rollout.host.seats import Seats
@@ -83,6 +84,7 @@ class HostCollector:
         self._faults = Faults(env, on_fault, max_restarts)
         self._number, self._ticket = next(_NUMBERS), 0
         self._run: Run | None = None
+        self._program: Program | None = None
         self._rows: Rows | None = None  # that an error cut short
         self._key, self._next_episode = None, 0
         self._figures: chex.ArrayTree = ()  # of the accumulators
@@ -112,6 +114,8 @@ class HostCollector:
         self._ticket += 1
         self._key, self._next_episode, self._rows = key, 0, None
         self._figures = accumulate_nothing(self.accumulators, self.env.num_envs)
+        space, num_envs = self.env.action_space, self.env.num_envs
+        self._program = Program(self.policy, space, num_envs, key)
         self._run = self._make_run(key)
         return self._snapshot()
 
@@ -293,7 +297,7 @@ class HostCollector:
 
     def compile(self, carry: Carry, params: Any) -> None:
         """Compiles the program of the policy ahead of the first call."""
-        self._run.program.compile(params, carry.obs)
+        self._program.compile(params, carry.obs)
 
     def save(self, carry: Carry) -> bytes:
         """The state of the environments, `b""` if it is not to be had.
@@ -323,7 +327,7 @@ class HostCollector:
         )
         run, under_way = self._run, np.asarray(carry.episode.episode_length) > 0
         run.lanes.put_back(carry.episode)
-        run.program.step, run.program.state = int(carry.step), carry.policy_state
+        self._program.step, self._program.state = int(carry.step), carry.policy_state
         run.lanes.over[:] = not saved
         if saved:
             self.env.load(pickle.loads(saved))
@@ -371,7 +375,7 @@ class HostCollector:
         return self.env.num_envs
 
     def _make_run(self, key: chex.PRNGKey) -> Run:
-        return Run(self.env, self.policy, key, self._faults)
+        return Run(self.env, self._program.act, key, self._faults)
 
     def _make_rows(self, size: int, capacity: int | None = None) -> Rows:
         return Rows(self._num_columns, size, capacity)
@@ -396,18 +400,18 @@ class HostCollector:
     def _snapshot(self) -> Carry:
         """The carry that the next call takes."""
         run, lanes = self._run, self._run.lanes
-        run.program.restart(lanes.over, lanes.episode_id)
+        self._program.restart(lanes.over, lanes.episode_id)
         self._rows = None
         accumulated = self._figures
         if self.accumulators:
             accumulated = _restarted(self.accumulators, accumulated, lanes)
         return Carry(
             key=self._key,
-            step=np.int32(run.program.step),
+            step=np.int32(self._program.step),
             next_episode=np.int32(self._next_episode),
             env_state=self._mark,
             obs=jax.tree.map(np.array, run.obs),
-            policy_state=run.program.state,
+            policy_state=self._program.state,
             episode=lanes.snapshot(accumulated),
         )
 

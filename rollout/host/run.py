@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import chex
 import numpy as np
@@ -12,10 +12,8 @@ import numpy as np
 from envs.host.types import EnvFault, HostStep, HostVectorEnv
 from rollout.host.faults import Faults, Guard
 from rollout.host.lanes import Lanes, Seeds
-from rollout.host.program import Program
 from rollout.host.rows import Rows
 from rollout.host.seats import Seats
-from rollout.types import Policy
 
 Causes = dict[int, BaseException]  # of environments that failed, by their numbers
 
@@ -26,21 +24,36 @@ _ALL = slice(None)
 _NOWHERE = np.zeros((), bool)
 
 
+class ActFn(Protocol):
+    """What chooses the actions: `Program.act`, see there."""
+
+    def __call__(
+        self,
+        params: Any,
+        obs: chex.ArrayTree,
+        over: np.ndarray,
+        episode_id: np.ndarray,
+        *,
+        env_id: np.ndarray | None = None,
+        is_random: np.ndarray | None = None,
+    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Returns action and extras."""
+
+
 class Run:
     """A policy in environments: where they stand, and how they go on.
 
     Args:
         env: `E` environments.
-        policy: the policy that acts in them.
+        act_fn: chooses the actions.
         key: one typed root key.
         faults: what is done about those that fail.
     """
 
     def __init__(
-        self, env: HostVectorEnv, policy: Policy, key: chex.PRNGKey, faults: Faults
+        self, env: HostVectorEnv, act_fn: ActFn, key: chex.PRNGKey, faults: Faults
     ) -> None:
-        self._env, self._faults = env, faults
-        self.program = Program(policy, env.action_space, env.num_envs, key)
+        self._env, self._act_fn, self._faults = env, act_fn, faults
         self.lanes, self._seeds = Lanes(env.num_envs), Seeds(key, env.num_envs)
         self._guard = Guard(env.observation_space)
         self._everywhere = np.ones(env.num_envs, bool)
@@ -105,7 +118,7 @@ class Run:
         lanes = self.lanes
         # A row of `rows` stays as it is, so that jax may read it where it lies.
         obs = rows.write("obs", self.obs)
-        action, extras = self.program.act(
+        action, extras = self._act_fn(
             params, obs, lanes.over, lanes.episode_id, is_random=is_random
         )
         if lanes.any_over:
