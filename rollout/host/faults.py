@@ -78,10 +78,10 @@ class Faults:
         """Makes environments anew, whatever was asked for."""
         mask = np.zeros(self._env.num_envs, bool)
         mask[list(numbers)] = True
+        restarts = self.stats.restarts + int(mask.sum())
+        self.stats = self.stats._replace(restarts=restarts)
         if hasattr(self._env, "rebuild"):
             self._env.rebuild(mask)
-        count = int(mask.sum())
-        self.stats = self.stats._replace(restarts=self.stats.restarts + count)
 
 
 class Guard:

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import chex
@@ -101,10 +101,11 @@ class Run:
 
     def recover(self) -> None:
         """Begins new episodes where an error left none that can go on."""
-        failed = dict.fromkeys(np.flatnonzero(self._has_failed))
-        if failed:
-            self._rebuild(failed)
-        self.begin(self._must_begin.copy(), self.lanes.next_own())
+        if self._has_failed.any():
+            self._rebuild(self._has_failed.nonzero()[0].tolist())
+        mask = self._everywhere if self._is_torn else self._must_begin.copy()
+        self._is_torn = False
+        self.begin(mask, self.lanes.next_own())
 
     def _step(
         self,
@@ -245,11 +246,17 @@ class Run:
         """Makes the environments anew, or raises."""
         self._has_failed |= _flags(causes, len(self._has_failed))
         self._faults.report(causes, **lost)
-        self._rebuild(causes)
+        while causes:
+            try:
+                self._rebuild(list(causes))
+                causes = {}
+            except EnvFault as fault:  # they fail at that, too
+                causes = fault.causes
+                self._faults.report(causes, episodes=0, steps=0)
 
-    def _rebuild(self, lanes: Iterable[int]) -> None:
+    def _rebuild(self, lanes: list[int]) -> None:
         self._faults.rebuild(lanes)
-        self._has_failed[list(lanes)] = False
+        self._has_failed[lanes] = False
 
     def _begin(
         self,
@@ -262,19 +269,20 @@ class Run:
 
         Those of the ids, `[n]`, or else the next ones of `seats`, or of their own.
         """
+        begun = ~self._everywhere
         while True:
             if episode_id is None:
                 of_all = self.lanes.next_own() if seats is None else seats.episode_id
                 episode_id = of_all[lane]
-            self._must_begin[lane] = True
+            begun[lane] = True
+            self._must_begin |= begun  # until what a reset returned is taken
             self.lanes.begin(lane, episode_id, row)
-            causes = self._reset(lane, episode_id)
-            self._must_begin[lane] = False
+            causes = self._reset(lane, episode_id, begun)
             if not causes:
+                self._must_begin &= ~begun
                 return
             # Its seed may be what it fails at, so the next episode takes its place.
             failed = _flags(causes, self.lanes.num_envs)
-            self._must_begin |= failed
             num_faulty = len(causes) if seats is None else int(seats.mask[failed].sum())
             if seats is not None:
                 seats.lose(failed)
@@ -288,14 +296,17 @@ class Run:
         del mask  # unused: the others are what they were
         self.obs = obs
 
-    def _reset(self, lane: np.ndarray, episode_id: np.ndarray) -> Causes:
+    def _reset(
+        self, lane: np.ndarray, episode_id: np.ndarray, begun: np.ndarray
+    ) -> Causes:
+        """Resets some lanes, `[n]`; takes the observations of those `begun`, `[E]`."""
         mask = ~self._everywhere
         mask[lane] = True
         try:
             obs = self._env.reset(self._seeds.of(lane, episode_id), mask)
         except EnvFault as fault:
             return fault.causes
-        self._take(obs, mask)
+        self._take(obs, begun)
         bad = self._guard.find(obs)
         return {} if bad is None else _bad_obs(bad & mask)
 

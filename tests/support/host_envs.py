@@ -118,3 +118,13 @@ class Backends(Count):
         from jax._src import xla_bridge
 
         return {"backends": len(xla_bridge._backends)}
+
+
+class Unreliable(Count):
+    """One in which one episode in eight goes wrong, in one of these ways."""
+
+    WAYS = ("raise", "shape", "kill", "nan", "reset", "hang")
+
+    def reset(self, *, seed=None, options=None):
+        way, rest = seed % len(self.WAYS), seed // len(self.WAYS)
+        return super().reset(seed=seed_of("fine" if rest % 8 else self.WAYS[way]))
