@@ -80,6 +80,14 @@ class AsyncCollector(HostCollector):
         on_fault: str = "raise",
         max_restarts: int = 100,
     ) -> None:
+        checks.kind_of_env(env, is_host=True)
+        if not hasattr(env, "receive"):
+            raise ValueError(
+                "`env` must be an `AsyncHostVectorEnv`, as `envs.workers` makes it, "
+                f"got {type(env).__name__}."
+            )
+        self.num_ready = checks.count("num_ready", num_ready, most=env.num_envs)
+        self._timeout = timeout
         super().__init__(
             env=env,
             policy=policy,
@@ -88,14 +96,6 @@ class AsyncCollector(HostCollector):
             on_fault=on_fault,
             max_restarts=max_restarts,
         )
-        if not hasattr(env, "receive"):
-            raise ValueError(
-                "`env` must be an `AsyncHostVectorEnv`, as `envs.workers` makes it, "
-                f"got {type(env).__name__}."
-            )
-        most = env.num_envs
-        self.num_ready = checks.count("num_ready", num_ready, most=most)
-        self._timeout = timeout
 
     @property
     def _num_columns(self) -> int:

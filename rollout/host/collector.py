@@ -8,20 +8,16 @@ from typing import Any, TypeVar
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from envs import keys
 from envs.host.types import HostVectorEnv
-from rollout import checks, kernel
+from rollout import checks
 from rollout.host.faults import Faults, FaultStats
-from rollout.host.lanes import Lanes
+from rollout.host.figures import Figures, fold, lanes_of
 from rollout.host.program import Program
 from rollout.host.rows import Rows
 from rollout.host.run import NO_LIMIT, Run
 from rollout.host.seats import Seats
-from rollout.kernel.transition import accumulate, accumulate_nothing
 from rollout.types import (
     Accumulator,
     Accumulators,
@@ -83,16 +79,16 @@ class HostCollector:
         self.accumulators = checks.accumulators(accumulators)
         self._faults = Faults(env, on_fault, max_restarts)
         self._number, self._ticket = next(_NUMBERS), 0
+        columns = env.num_envs, self._num_columns
+        self._figures = Figures(self.accumulators, record_fn, *columns)
+        self._program = Program(policy, env.action_space, env.num_envs)
         self._run: Run | None = None
-        self._program: Program | None = None
-        self._rows: Rows | None = None  # that an error cut short
         self._key, self._next_episode = None, 0
-        self._figures: chex.ArrayTree = ()  # of the accumulators
-        self._used: np.ndarray | None = (
-            None  # the mark of the carry of the call under way
-        )
+        # Of the call under way, or cut short: the mark of its carry, what it has filled
+        # of the block, and who plays which episode.
+        self._used: np.ndarray | None = None
+        self._rows: Rows | None = None
         self._seats: Seats | None = None
-        self._derive = jax.jit(self._derive_all)
 
     @property
     def fault_stats(self) -> FaultStats:
@@ -112,10 +108,9 @@ class HostCollector:
         """
         checks.typed_key(key)
         self._ticket += 1
-        self._key, self._next_episode, self._rows = key, 0, None
-        self._figures = accumulate_nothing(self.accumulators, self.env.num_envs)
-        space, num_envs = self.env.action_space, self.env.num_envs
-        self._program = Program(self.policy, space, num_envs, key)
+        self._key, self._next_episode, self._seats = key, 0, None
+        self._figures.start()
+        self._program.start(key)
         self._run = self._make_run(key)
         return self._snapshot()
 
@@ -138,7 +133,7 @@ class HostCollector:
         rows = self._make_rows(checks.count("num_steps", num_steps))
         self._begin(carry, params, rows)
         self._run.play(params, rows)
-        trajectory = self._finish(rows)
+        trajectory = self._figures.finish(rows)
         return self._snapshot(), trajectory
 
     def fold_steps(
@@ -161,7 +156,7 @@ class HostCollector:
         for first in range(0, num_steps, capacity):
             self._rows = self._make_rows(min(capacity, num_steps - first), capacity)
             self._run.play(params, self._rows)
-            acc = _fold(fn, acc, self._finish(self._rows), self._rows.num)
+            acc = fold(fn, acc, self._figures.finish(self._rows), self._rows.num)
         return self._snapshot(), acc
 
     def collect_episodes(
@@ -215,9 +210,9 @@ class HostCollector:
 
         def consume(rows: Rows) -> None:
             nonlocal acc
-            trajectory = self._finish(rows)
+            trajectory = self._figures.finish(rows)
             self._accumulate(seats, trajectory)
-            acc = _fold(fn, acc, trajectory, rows.num)
+            acc = fold(fn, acc, trajectory, rows.num)
 
         carry, episodes = self._play(params, seats, max_steps, consume)
         return carry, acc, episodes
@@ -233,12 +228,12 @@ class HostCollector:
 
         def consume(rows: Rows) -> None:
             nonlocal padded
-            trajectory = jax.device_get(self._finish(rows))
+            trajectory = jax.device_get(self._figures.finish(rows))
             self._accumulate(seats, trajectory)
             if padded is None:
                 padded = _blank(trajectory, (max_length, num_episodes))
             here = trajectory.mask
-            index = seats.index_of(trajectory.episode_id, _lanes_of(trajectory))[here]
+            index = seats.index_of(trajectory.episode_id, lanes_of(trajectory))[here]
             place = (trajectory.episode_length[here] - 1, index)
             pairs = zip(
                 jax.tree.leaves(padded), jax.tree.leaves(trajectory), strict=True
@@ -286,7 +281,7 @@ class HostCollector:
             if at_end == "reset":
                 run.begin(run.lanes.episode_length > 0, run.lanes.next_own())
         run.play(params, self._rows, limit=limit, random_fn=random_fn)
-        trajectory = self._finish(self._rows)
+        trajectory = self._figures.finish(self._rows)
         if at_end == "truncate":
             under_way = run.lanes.episode_length > 0
             here = np.zeros(trajectory.truncated.shape, bool)
@@ -321,10 +316,8 @@ class HostCollector:
             The carry to go on with.
         """
         self.init(carry.key)
-        self._next_episode, self._figures = (
-            int(carry.next_episode),
-            carry.episode.accumulated,
-        )
+        self._next_episode = int(carry.next_episode)
+        self._figures.figures = carry.episode.accumulated
         run, under_way = self._run, np.asarray(carry.episode.episode_length) > 0
         run.lanes.put_back(carry.episode)
         self._program.step, self._program.state = int(carry.step), carry.policy_state
@@ -360,7 +353,7 @@ class HostCollector:
                 "`recover` must follow a call that was cut short, got none."
             )
         num_rows = self._rows.num
-        trajectory = self._finish(self._rows) if num_rows else None
+        trajectory = self._figures.finish(self._rows) if num_rows else None
         if self._seats is not None:
             self._next_episode += self._seats.num_queued
             self._seats = None
@@ -402,9 +395,6 @@ class HostCollector:
         run, lanes = self._run, self._run.lanes
         self._program.restart(lanes.over, lanes.episode_id)
         self._rows = None
-        accumulated = self._figures
-        if self.accumulators:
-            accumulated = _restarted(self.accumulators, accumulated, lanes)
         return Carry(
             key=self._key,
             step=np.int32(self._program.step),
@@ -412,7 +402,7 @@ class HostCollector:
             env_state=self._mark,
             obs=jax.tree.map(np.array, run.obs),
             policy_state=self._program.state,
-            episode=lanes.snapshot(accumulated),
+            episode=lanes.snapshot(self._figures.of(lanes)),
         )
 
     def _make_queue(
@@ -453,86 +443,18 @@ class HostCollector:
 
         def consume(rows: Rows) -> None:
             if self.accumulators:
-                self._accumulate(seats, self._finish(rows))
+                self._accumulate(seats, self._figures.finish(rows))
 
         return consume
 
     def _accumulate(self, seats: Seats, trajectory: Transition) -> None:
         """Notes the figures of the episodes that ended in a block."""
         if self.accumulators:
-            ended = np.asarray(trajectory.done & trajectory.mask)
-            rows = jax.device_get(trajectory)
-            index = seats.index_of(rows.episode_id, _lanes_of(rows))[ended]
-            seats.accumulate(index, jax.tree.map(lambda x: x[ended], rows.accumulated))
-
-    def _finish(self, rows: Rows) -> Transition:
-        """Rows as they are handed out, on the device; zero from number `num` on."""
-        trajectory = jax.device_put(rows.read())
-        if self.record_fn is None and not self.accumulators:
-            return trajectory
-        self._figures, trajectory = self._derive(self._figures, trajectory)
-        return trajectory
-
-    def _derive_all(
-        self, figures: chex.ArrayTree, trajectory: Transition
-    ) -> tuple[chex.ArrayTree, Transition]:
-        """Row by row, what the accumulators and `record_fn` make of a trajectory."""
-        nothing = accumulate_nothing(self.accumulators, self._num_columns)
-
-        def see(figures: chex.ArrayTree, row: Transition) -> tuple:
-            if self.accumulators:
-                lane = jnp.where(row.mask, _lanes_of(row), self.env.num_envs)
-                old = jax.tree.map(lambda x: x[lane], figures)
-                old = keys.select(row.first, nothing, old)
-                new = accumulate(self.accumulators, old, row)
-                figures = jax.tree.map(
-                    lambda x, rows: x.at[lane].set(rows, mode="drop"), figures, new
-                )
-                row = row.replace(accumulated=new)
-            return figures, kernel.void(kernel.record(self.record_fn, row))
-
-        return lax.scan(see, figures, trajectory)
-
-
-def _fold(
-    fn: Callable[[Acc, Transition], Acc], acc: Acc, trajectory: Transition, num: int
-) -> Acc:
-    """Folds the first `num` rows of a trajectory into `acc`."""
-    try:
-        hash(fn)
-    except TypeError:
-        return _fold_rows(fn, acc, trajectory, num)
-    return _fold_jitted(fn, acc, trajectory, num)
-
-
-def _fold_rows(
-    fn: Callable[[Acc, Transition], Acc],
-    acc: Acc,
-    trajectory: Transition,
-    num: jax.Array,
-) -> Acc:
-    def step(row: jax.Array, acc: Acc) -> Acc:
-        return fn(acc, jax.tree.map(lambda x: x[row], trajectory))
-
-    return lax.fori_loop(0, num, step, acc)
-
-
-_fold_jitted = jax.jit(_fold_rows, static_argnums=0)
-
-
-def _restarted(
-    accumulators: Accumulators, figures: chex.ArrayTree, lanes: Lanes
-) -> chex.ArrayTree:
-    """The figures of the episodes that the lanes are in."""
-    nothing = accumulate_nothing(accumulators, lanes.num_envs)
-    return keys.select(jnp.asarray(lanes.episode_length == 0), nothing, figures)
-
-
-def _lanes_of(rows: Transition) -> chex.Array:
-    """Which lanes the columns are of."""
-    if hasattr(rows.info, "env_id"):
-        return rows.info.env_id
-    return np.arange(rows.mask.shape[-1])
+            fields = trajectory.done & trajectory.mask, trajectory.episode_id
+            fields = *fields, lanes_of(trajectory), trajectory.accumulated
+            ended, episode_id, lane, figures = jax.device_get(fields)
+            index = seats.index_of(episode_id, lane)[ended]
+            seats.accumulate(index, jax.tree.map(lambda x: x[ended], figures))
 
 
 def _blank(trajectory: Transition, shape: tuple[int, int]) -> Transition:

@@ -33,27 +33,33 @@ class Program:
         policy: the policy.
         action_space: of one lane.
         num_envs: E, lanes; a call may be about some of them.
-        key: one typed root key.
+
+    Attributes:
+        step: how often it has acted.
+        state: `[E, ...]`, of the policy.
+        has_state: whether there is anything in it.
     """
 
-    def __init__(
-        self, policy: Policy, action_space: Space, num_envs: int, key: chex.PRNGKey
-    ) -> None:
-        self._policy, self._impl = policy, jax.random.key_impl(key)
-        self._view = View(num_envs, action_space)
-        lanes = episode_keys.all_lanes(num_envs)
+    def __init__(self, policy: Policy, action_space: Space, num_envs: int) -> None:
+        self._policy, self._view = policy, View(num_envs, action_space)
+        self._is_on_host = jax.default_backend() == "cpu"
+        self._impl: Any = None
+
+    def start(self, key: chex.PRNGKey) -> None:
+        """Puts the policy to its first step; `key` is one typed root key."""
+        if self._impl != (impl := jax.random.key_impl(key)):
+            self._impl = impl
+            self._act = jax.jit(self._apply)
+            self._restart = jax.jit(self._restarted)
+        lanes = episode_keys.all_lanes(self._view.num_envs)
         first = episode_keys.keys_of(key, lanes, lanes.number)
-        self._key = key
-        self.step = 0
-        self.state = initial_policy_state(policy, self._view, first)
+        self.step, self._key = 0, key
+        self.state = initial_policy_state(self._policy, self._view, first)
         self.has_state = bool(jax.tree.leaves(self.state))
         # Words, for a typed key takes jax's slow way in; and those of many steps are
         # drawn at once, for in a small program two hashes are most of the time.
         self._words = np.asarray(jax.random.key_data(key))
         self._first, self._keys = 0, self._words[None][:0]
-        self._is_on_host = jax.default_backend() == "cpu"
-        self._act = jax.jit(self._apply)
-        self._restart = jax.jit(self._restarted)
 
     def act(
         self,
