@@ -19,7 +19,15 @@ from rollout import checkpoint
 from rollout.collector import Collector
 from rollout.devices import shard
 from rollout.evaluation import evaluate
-from rollout.host import AsyncCollector, FaultStats, HostCollector, Served, by_env
+from rollout.host import (
+    AsyncCollector,
+    FaultStats,
+    Finding,
+    HostCollector,
+    Served,
+    by_env,
+    probe,
+)
 from rollout.minibatches import minibatches
 from rollout.multi_agent import (
     AgentFigures,
@@ -84,6 +92,7 @@ __all__ = [
     "EpisodeKey",
     "Episodes",
     "FaultStats",
+    "Finding",
     "Finished",
     "HostCollector",
     "Moments",
@@ -119,6 +128,7 @@ __all__ = [
     "ornstein_uhlenbeck",
     "policy_map",
     "population",
+    "probe",
     "profile",
     "random_policy",
     "random_warmup",

@@ -16,7 +16,8 @@ README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {"README.md": README} | {f"docs/{p.name}": p.read_text() for p in PAGES}
 SLOW_PAGES = (
-    "agents buffers devices environments episodes many_machines streaming training"
+    "agents buffers devices environments episodes host_environments many_machines "
+    "streaming training"
 )
 SLOW = [f"docs/{page}.md" for page in SLOW_PAGES.split()]
 
@@ -89,6 +90,22 @@ def check_episodes(names, out):
     assert (names["episodes"].episode_length <= 200).all()
 
 
+def check_host_environments(names, out):
+    first, steps, *findings, stats = out.splitlines()
+    assert int(first.split()[0]) > 50
+    assert int(steps) == 16 * 256
+    assert findings == [""]  # `probe` found nothing
+    assert stats.startswith("FaultStats(faulty_episodes=")
+    lost = names["patient"].fault_stats
+    assert lost.faulty_episodes == lost.restarts > 0
+    rows = jax.device_get(names["rows"])
+    assert np.count_nonzero(~rows.mask) == lost.lost_steps
+    one = names["collector"].env.num_envs, names["episodes"].finished.size
+    assert one == (16, 32)
+    assert names["ordered"].mask.sum() == names["served"].mask.sum() == 128
+    assert names["target"].shape == (64, 4)
+
+
 def check_many_machines(names, out):
     assert [line.split()[0] for line in out.splitlines()] == [*"12345678"]
     trajectory = names["batch"].trajectory
@@ -122,6 +139,7 @@ CHECKS = {
     "docs/devices.md": check_devices,
     "docs/environments.md": check_environments,
     "docs/episodes.md": check_episodes,
+    "docs/host_environments.md": check_host_environments,
     "docs/many_machines.md": check_many_machines,
     "docs/streaming.md": check_streaming,
     "docs/training.md": check_training,

@@ -60,8 +60,8 @@ def from_envpool(
             an id only.
 
     Raises:
-        ValueError: if EnvPool is not installed, an option does not fit, there is no
-            such info, or the environment has several players.
+        ValueError: if EnvPool is not installed, there is no such id, an option does not
+            fit, there is no such info, or the environment has several players.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gymnasium's, of the bounds of its spaces
@@ -254,7 +254,10 @@ def _make(
             'envpool is not installed: pip install "rollout[envpool]"'
         ) from error
     counts = {"num_envs": num_envs, "batch_size": batch_size, "seed": seed}
-    return envpool.make(env_id, env_type="gymnasium", **counts, **options)
+    try:
+        return envpool.make(env_id, env_type="gymnasium", **counts, **options)
+    except (AssertionError, TypeError) as error:
+        raise ValueError(f"{env_id} cannot be made: {error}") from error
 
 
 def _check(env: Any, **options: Any) -> None:

@@ -19,6 +19,8 @@ _INT32_MAX = 2**31 - 1  # lanes and steps are counted in int32
 _SEED_MAX = 2**32 - 1  # jax takes a longer one and drops its upper bits
 _MAX_DEVICES = 1024  # jax starts a thread for each device of a CPU
 _NUM_ENVS, _NUM_STEPS = 1024, 1000
+_NUM_HOST_ENVS = 16  # where a loop in Python steps them
+_HOST_SUITES = ("gymnasium", "envpool")
 _FIGURE_KINDS = (".pdf", ".png", ".svg")
 
 
@@ -50,7 +52,10 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    env_help = "id of the environment, such as CartPole-v1 or pgx:tic_tac_toe"
+    env_help = (
+        "id of the environment, such as CartPole-v1, pgx:tic_tac_toe or "
+        "gymnasium:CartPole-v1"
+    )
     add("env", nargs="?", help=env_help)
     _add_kinds_of_run(parser)
     add(
@@ -90,6 +95,8 @@ def check(args: argparse.Namespace) -> None:
     if args.env is None:
         raise InputError("the environment is missing; --list-envs prints the ids")
     _check_combination(args)
+    if is_on_host(args.env):
+        _check_host(args)
     if args.gif and has_suite(args.env):
         reason = "environments of several agents are not drawn"
         raise InputError(f"argument --gif: {reason}, got {args.env}")
@@ -115,14 +122,22 @@ def check(args: argparse.Namespace) -> None:
 
 def has_suite(env_id: str) -> bool:
     """Tells whether an id is one of `envs.make_agents`, as pgx:tic_tac_toe is."""
-    return ":" in env_id
+    return ":" in env_id and not is_on_host(env_id)
+
+
+def is_on_host(env_id: str) -> bool:
+    """Tells whether an id is one of an environment that is not JAX."""
+    return env_id.partition(":")[0] in _HOST_SUITES and ":" in env_id
 
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     """Fills in the defaults of the kind of run that was asked for."""
-    most_envs = min(_NUM_ENVS, args.num_episodes or _NUM_ENVS)  # more would idle
+    most_envs = _NUM_HOST_ENVS if is_on_host(args.env) else _NUM_ENVS
+    most_envs = min(most_envs, args.num_episodes or most_envs)  # more would idle
     limit = _MAX_STEPS_DRAWN if args.gif else _MAX_STEPS
     defaults = {"num_envs": most_envs, "num_steps": _NUM_STEPS, "max_steps": limit}
+    if is_on_host(args.env):
+        defaults["devices"] = 1
     given = {name: value for name, value in vars(args).items() if value is not None}
     return argparse.Namespace(**{**vars(args), **defaults, **given})
 
@@ -133,6 +148,8 @@ def naming_parameters(args: argparse.Namespace) -> Iterator[None]:
     params = dict(args.env_param)
     try:
         yield
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(str(error)) from error
     except Exception as error:
@@ -146,7 +163,10 @@ def naming_parameters(args: argparse.Namespace) -> Iterator[None]:
 def _add_kinds_of_run(parser: argparse.ArgumentParser) -> None:
     """Adds what to collect, and how much of it."""
     add, count = parser.add_argument, _int_within(1, _INT32_MAX)
-    envs_help = f"lanes side by side ({_NUM_ENVS}, at most --num-episodes)"
+    envs_help = (
+        f"lanes side by side ({_NUM_ENVS}, of gymnasium: and envpool: "
+        f"{_NUM_HOST_ENVS}; at most --num-episodes)"
+    )
     add("--num-envs", type=count, help=envs_help)
     add(
         "--devices",
@@ -217,6 +237,16 @@ def _check_combination(args: argparse.Namespace) -> None:
         refused = {"max-steps": args.max_steps}
     for option, value in refused.items():
         if value is not None:
+            raise InputError(f"argument --{option}: {reason}")
+
+
+def _check_host(args: argparse.Namespace) -> None:
+    """Refuses options that environments which are not JAX do not go with."""
+    refused = {"gif": args.gif, "profile": args.profile}
+    refused["devices"] = args.devices not in (None, 1)
+    for option, value in refused.items():
+        if value:
+            reason = f"only for environments in JAX, got {args.env}"
             raise InputError(f"argument --{option}: {reason}")
 
 

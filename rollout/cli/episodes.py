@@ -16,6 +16,7 @@ from rollout.cli.arguments import InputError, naming_parameters
 from rollout.cli.collector import make_collector
 from rollout.cli.types import Played, Recorded
 from rollout.collector import Collector
+from rollout.host.collector import HostCollector
 from rollout.policies.basic import random_policy
 from rollout.stats import CollectStats, summarize
 from rollout.types import Carry, Episodes
@@ -31,7 +32,11 @@ def play(args: argparse.Namespace) -> Played:
         start = time.perf_counter()
         carry = collector.init(jax.random.key(args.seed))
         counts = {"num_episodes": args.num_episodes, "max_steps": args.max_steps}
-        program = _play.lower(collector, carry, params, **counts).compile()
+        if isinstance(collector, HostCollector):
+            collector.compile(carry, params)
+            program = functools.partial(_play, **counts)
+        else:
+            program = _play_jitted.lower(collector, carry, params, **counts).compile()
     compiled = time.perf_counter()
     episodes, stats, num_steps = jax.device_get(program(collector, carry, params))
     run_time = time.perf_counter() - compiled
@@ -61,9 +66,8 @@ def record(args: argparse.Namespace) -> Recorded:
     return Recorded(env, states, rewards[:length], episodes)
 
 
-@functools.partial(jax.jit, static_argnames=("num_episodes", "max_steps"))
 def _play(
-    collector: Collector,
+    collector: Collector | HostCollector,
     carry: Carry,
     params: Any,
     *,
@@ -75,6 +79,9 @@ def _play(
         carry, params, num_episodes, max_steps=max_steps
     )
     return episodes, summarize(episodes), end.step - carry.step
+
+
+_play_jitted = jax.jit(_play, static_argnames=("num_episodes", "max_steps"))
 
 
 @functools.partial(jax.jit, static_argnames="max_length")

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _OTHER_IDS = (
-    "jaxmarl:ID and pgx:ID, such as jaxmarl:MPE_simple_spread_v3 and pgx:tic_tac_toe"
+    "jaxmarl:ID and pgx:ID, such as jaxmarl:MPE_simple_spread_v3 and pgx:tic_tac_toe; "
+    "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"
 )
 
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except InputError as error:
         parser.error(str(error))
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+    except (MemoryError, envs.EnvFault, jax.errors.JaxRuntimeError) as error:
         parser.error(str(error).partition("\n")[0])
     except BrokenPipeError:
         # The reader of stdout is gone (`| head`); Python would complain at exit.

@@ -18,11 +18,14 @@ _CUT = "cut by --max-steps"
 def print_steps(args: argparse.Namespace, result: Result) -> None:
     """Prints what was run, what the episodes were like and how fast they came."""
     num_rows, ended = args.num_envs * result.num_steps, result.ended
+    num_rows -= result.num_void
     _print_run(args)
     print_row("envs", f"{args.num_envs:,}")
     wanted = args.num_envs * args.num_steps
     so_far = f" (of {wanted:,}, interrupted)" if result.is_interrupted else ""
     print_row("steps", f"{num_rows:,}{so_far}")
+    if result.num_void:
+        print_row("void rows", f"{result.num_void:,} (environments reset themselves)")
     _print_agent_steps(result.agents)
     count, num_terminated = ended.terminated.size, int(ended.terminated.sum())
     if count:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from rollout.cli import agents
-from rollout.cli.arguments import naming_parameters
+from rollout.cli.arguments import is_on_host, naming_parameters
 from rollout.cli.collector import make_collector
 from rollout.cli.types import Ended, Result
 from rollout.collector import Collector
@@ -21,6 +21,7 @@ from rollout.types import Transition
 
 _NUM_BATCHES = 20
 _MAX_ROWS = 1 << 22  # of a batch, so that its memory does not grow with the run
+_MAX_HOST_ROWS = 1 << 10  # where a loop in Python steps, so that Ctrl-C waits for less
 _ENDING_FIELDS = ("terminated", "truncated", "episode_return", "episode_length")
 
 
@@ -29,7 +30,8 @@ def collect(args: argparse.Namespace) -> Result:
 
     After Ctrl-C the result is what was collected until then.
     """
-    start, num_steps, is_interrupted = time.perf_counter(), 0, False
+    start, is_interrupted = time.perf_counter(), False
+    num_steps = num_void = 0
     with naming_parameters(args):
         collector, params = make_collector(args)
         total_steps = args.num_steps * args.num_envs
@@ -46,6 +48,7 @@ def collect(args: argparse.Namespace) -> Result:
                 fields = {name: x[:size] for name, x in fields.items()}
                 ended, done = _find_ended(fields, num_steps), _find_done(fields)
                 num_steps += size
+                num_void += np.count_nonzero(~fields.get("mask", np.True_))
                 of_agents = agents.at_endings(of_agents, done)
                 parts.append((num_steps, ended, fields if args.save else {}, of_agents))
     except KeyboardInterrupt:
@@ -55,6 +58,7 @@ def collect(args: argparse.Namespace) -> Result:
     counts, ended, rows, of_agents = zip(*parts, strict=True)
     return Result(
         num_steps=counts[-1],
+        num_void=num_void,
         ended=Ended(*map(np.concatenate, zip(*ended, strict=True))),
         trajectory={x: np.concatenate([row[x] for row in rows]) for x in rows[0]},
         compile_time=compiled - start,
@@ -85,6 +89,8 @@ def _make_stream(
 ) -> Stream:
     has_agents = agents.layout_of(collector) is not None
     fields_of = _all_fields if args.save else _ending_fields
+    if not args.save and is_on_host(args.env):
+        fields_of = _ending_fields_and_mask
 
     def read(trajectory: Transition) -> tuple[dict[str, jax.Array], dict]:
         if not has_agents:
@@ -115,9 +121,14 @@ def _ending_fields(trajectory: Transition) -> dict[str, jax.Array]:
     return {name: getattr(trajectory, name) for name in _ENDING_FIELDS}
 
 
+def _ending_fields_and_mask(trajectory: Transition) -> dict[str, jax.Array]:
+    return {**_ending_fields(trajectory), "mask": trajectory.mask}
+
+
 def _num_rows(args: argparse.Namespace) -> int:
     """Steps of every lane in a batch."""
-    most = max(1, _MAX_ROWS // args.num_envs)
+    most_rows = _MAX_HOST_ROWS if is_on_host(args.env) else _MAX_ROWS
+    most = max(1, most_rows // args.num_envs)
     return min(-(-args.num_steps // _NUM_BATCHES), most)
 
 

@@ -44,7 +44,8 @@ class Ended(NamedTuple):
 class Result(NamedTuple):
     """What a number of steps gave."""
 
-    num_steps: int  # T, steps of every lane
+    num_steps: int  # T, rows of every lane
+    num_void: int  # rows of all lanes together that are no step
     ended: Ended
     trajectory: dict[str, np.ndarray]  # [T, B, ...] by name, {} unless it is saved
     compile_time: float  # s

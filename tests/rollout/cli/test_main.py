@@ -210,17 +210,20 @@ def test_window_without_an_ending_says_so_and_is_not_drawn(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("num_envs", "num_steps", "num_rows"),
+    ("num_envs", "num_steps", "num_rows", "suite"),
     [
-        (4, 1000, 50),
-        (4, 12, 1),
-        (4, 47, 3),  # the last batch has two
-        (steps._MAX_ROWS, 40, 1),  # a batch has at most _MAX_ROWS rows
-        (2 * steps._MAX_ROWS, 3, 1),  # but at least one step
+        (4, 1000, 50, ""),
+        (4, 12, 1, ""),
+        (4, 47, 3, ""),  # the last batch has two
+        (steps._MAX_ROWS, 40, 1, ""),  # a batch has at most _MAX_ROWS rows
+        (2 * steps._MAX_ROWS, 3, 1, ""),  # but at least one step
+        (4, 1000, 50, "gymnasium:"),
+        (16, 100_000, 64, "gymnasium:"),  # 1024 steps, not five thousand rows
     ],
 )
-def test_batches_are_a_twentieth_of_the_run(num_envs, num_steps, num_rows):
-    args = argparse.Namespace(num_envs=num_envs, num_steps=num_steps)
+def test_batches_are_a_twentieth_of_the_run(num_envs, num_steps, num_rows, suite):
+    env = f"{suite}CartPole-v1"
+    args = argparse.Namespace(env=env, num_envs=num_envs, num_steps=num_steps)
     assert steps._num_rows(args) == num_rows
 
 

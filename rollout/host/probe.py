@@ -1,0 +1,321 @@
+"""`probe`: what environments on the host get wrong, by name."""
+
+import contextlib
+import warnings
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import chex
+import jax
+import numpy as np
+
+from envs.host.types import EnvFault, HostStep, HostVectorEnv
+from rollout import checks
+from rollout.host.faults import Guard
+
+_CUT_EVERY = 7  # steps after which all but environment 0 are cut short
+
+
+class Finding(NamedTuple):
+    """One thing that environments get wrong; it prints as `name: message`.
+
+    Attributes:
+        name: what it is about, one of those that `probe` lists.
+        message: what was met, and where.
+    """
+
+    name: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.message}"
+
+
+def probe(
+    env: HostVectorEnv, *, num_steps: int = 200, seed: int = 0
+) -> tuple[Finding, ...]:
+    r"""Looks for what new environments get wrong.
+
+        print(*rollout.probe(env), sep="\n")
+
+    It plays random actions several times over, and raises nothing of what it meets: an
+    exception is a finding, too. The names of findings:
+
+    - `observation_space`, `action_space`: its elements are not arrays of one kind.
+    - `raises`: a call raised. `fault`: an environment failed, as one of Gymnasium's
+      kind does whose flag is no bool, or whose observation has another shape.
+    - `step`, `obs`, `reward`, `terminated`, `truncated`, `faulty`, `mask`, `info`: of
+      another structure, shape or dtype than `HostStep` has it, or than at the first
+      step; an observation outside of its space, a reward that is not finite.
+    - `action`: `step` writes to it.
+    - `reset`: that of some environments changes observations of the others.
+    - `rows`: environments share memory or state, so that one depends on the others.
+    - `seed`: the same one gives another episode; or others give the same one, which is
+      right only where nothing is random.
+    - `ending`: there was none; or an environment plays on after its end, as one does
+      that resets itself: `obs` at an ending is then no true successor.
+
+    Args:
+        env: `E` environments, left wherever they are in the end: use them for nothing
+            else. With one alone nothing is known of `reset` and `rows`.
+        num_steps: steps of each time, at least 1.
+        seed: what actions and seeds are drawn from, at least 0.
+
+    Returns:
+        The first finding of each name, as they were met; empty if all is well.
+
+    Raises:
+        ValueError: if `env` is no `HostVectorEnv`, or an option is not as above.
+    """
+    checks.kind_of_env(env, is_host=True)
+    num_steps = checks.count("num_steps", num_steps)
+    seed = checks.count("seed", seed, least=0, most=None)
+    probing = _Probe(env, np.random.default_rng(seed))
+    with contextlib.suppress(_Stop):
+        probing.run(num_steps)
+    return tuple(Finding(*item) for item in probing.found.items())
+
+
+class _Stop(Exception):  # noqa: N818
+    """What was found leaves nothing to go on with."""
+
+
+class _Plan(NamedTuple):
+    """What the environments are given in `T` steps."""
+
+    action: chex.ArrayTree  # [T, E, ...]
+    seeds: np.ndarray  # [T + 1, E] uint32, of the episodes of each
+    cut: np.ndarray  # [T, E] bool, whose episode is cut short after the step
+
+
+class _Probe:
+    """Plays, looks at what is returned, and keeps the first finding of each name."""
+
+    def __init__(self, env: HostVectorEnv, rng: np.random.Generator) -> None:
+        self.found: dict[str, str] = {}
+        self._env, self._rng, self._when = env, rng, ""
+        self._everywhere = np.ones(env.num_envs, bool)
+        flag = jax.ShapeDtypeStruct((env.num_envs,), bool)
+        self._kinds: dict[str, chex.ArrayTree] = {
+            "reward": jax.ShapeDtypeStruct((env.num_envs,), np.float32),
+            **dict.fromkeys(("terminated", "truncated", "faulty", "mask"), flag),
+        }
+
+    def run(self, num_steps: int) -> None:
+        """Plays the same twice, then with other seeds, then with other companions."""
+        self._learn_spaces()
+        plan = self._plan(num_steps)
+        rows, over = self._play(plan)
+        again, _ = self._play(plan)
+        if (again != rows).any():
+            t, at = np.argwhere(again != rows)[0]
+            what = f"the same one gives environment {at} another episode"
+            self._report("seed", f"{what}, after {t} steps")
+        else:
+            self._check_other_seeds(plan, rows)
+            self._check_companions(plan, rows[:, 0])
+        self._check_ending(plan, over)
+
+    def _check_other_seeds(self, plan: _Plan, rows: np.ndarray) -> None:
+        others, _ = self._play(plan._replace(seeds=self._seeds(len(plan.cut))))
+        if (others == rows).all():
+            what = "others give the same episodes: right if nothing is random"
+            self._report("seed", what)
+
+    def _check_companions(self, plan: _Plan, rows: np.ndarray) -> None:
+        """Gives all but environment 0 other seeds and actions, and cuts them short."""
+        seeds, cut = self._seeds(len(plan.cut)), plan.cut.copy()
+        seeds[:, 0] = plan.seeds[:, 0]
+        cut[_CUT_EVERY - 1 :: _CUT_EVERY, 1:] = True
+
+        def shift(action: np.ndarray) -> np.ndarray:
+            other = np.roll(action, 1, axis=0)
+            other[:, 0] = action[:, 0]
+            return other
+
+        others, _ = self._play(_Plan(jax.tree.map(shift, plan.action), seeds, cut))
+        if (others[:, 0] != rows).any():
+            t = np.argmax(others[:, 0] != rows)
+            what = "environment 0 depends on what the others are given"
+            self._report("rows", f"{what}, after {t} steps")
+
+    def _check_ending(self, plan: _Plan, over: np.ndarray) -> None:
+        """Plays to the first ending, and one step more."""
+        if not over.any():
+            what = f"there was none in {len(over)} steps: take more `num_steps`"
+            return self._report("ending", what)
+        last = int(over.any(axis=1).argmax())
+        self._play(plan._replace(cut=plan.cut[:last]))
+        step, _ = self._step(plan, last)
+        ended = step.terminated | step.truncated
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it is what they may warn of
+                step = self._env.step(_row(plan.action, last))
+        except Exception:  # as it should
+            return None
+        goes_on = ended & ~(step.terminated | step.truncated | step.faulty)
+        if step.mask is not None:  # False where it reset itself, and says so
+            goes_on &= step.mask
+        if goes_on.any():
+            what = f"environment {goes_on.argmax()} plays on after its end"
+            hint = "if it resets itself, `obs` at an ending is no true successor"
+            self._report("ending", f"{what}; {hint}")
+
+    def _play(self, plan: _Plan) -> tuple[np.ndarray, np.ndarray]:
+        """Plays, and looks at everything.
+
+        Returns:
+            `[T + 1, E]` uint32, checksums of what the first reset and each step gave;
+            and `[T, E]` bool, where an episode ended.
+        """
+        lanes = np.arange(self._env.num_envs)
+        number, endings = np.zeros_like(lanes), []
+        obs = self._reset(plan.seeds[0], self._everywhere, None, 0)
+        rows = [_checksums(obs)]
+        for t, cut in enumerate(plan.cut):
+            step, seen = self._step(plan, t)
+            obs, over = seen[0], step.terminated | step.truncated
+            endings.append(over)
+            if (over | cut).any():
+                number += over | cut
+                obs = self._reset(plan.seeds[number, lanes], over | cut, obs, t + 1)
+            rows.append(_checksums((seen, obs)))
+        self._when = ""
+        return np.stack(rows), np.array(endings).reshape(plan.cut.shape)
+
+    def _step(self, plan: _Plan, t: int) -> tuple[HostStep, tuple]:
+        """Takes a step; returns it, and copies of its fields."""
+        self._when = f"at step {t + 1}"
+        action = _row(plan.action, t)
+        step = self._call(self._env.step, action)
+        if not isinstance(step, HostStep):
+            what = type(step).__name__
+            self._stop("step", f"it must return an `envs.HostStep`, got {what}")
+        if "info" not in self._kinds:
+            self._kinds["info"] = jax.tree.map(self._rows_like, step.info)
+        names = set(self._kinds) - ({"mask"} if step.mask is None else set())
+        self._look_at_kinds({name: getattr(step, name) for name in names})
+        for at, cause in step.causes.items():
+            self._stop("fault", f"environment {at} failed: {_say(cause)}")
+        if not np.isfinite(step.reward).all():
+            self._report("reward", f"it must be finite, got {step.reward}")
+        pairs = zip(*map(jax.tree.leaves, (action, plan.action)), strict=True)
+        if any((now != given[t]).any() for now, given in pairs):
+            self._report("action", "`step` must leave it as it is")
+        fields = step.obs, step.reward, step.terminated, step.truncated
+        self._look_at(step.obs)
+        return step, jax.tree.map(np.array, fields)
+
+    def _reset(
+        self, seeds: np.ndarray, mask: np.ndarray, before: chex.ArrayTree, t: int
+    ) -> chex.ArrayTree:
+        """Resets those where `mask`; the others must be as they were `before`."""
+        self._when = f"at a reset after {t} steps"
+        obs = self._call(self._env.reset, seeds, mask.copy())
+        self._look_at_kinds({"obs": obs})
+        self._look_at(obs)
+        if not mask.all():
+            changed = (_checksums(obs) != _checksums(before)) & ~mask
+            if changed.any():
+                what = "that of others changes the observation of environment"
+                self._report("reset", f"{what} {changed.argmax()}")
+        return jax.tree.map(np.array, obs)
+
+    def _look_at(self, obs: chex.ArrayTree) -> None:
+        bad = self._guard.find(obs)
+        if bad is not None:
+            what = "is not finite, or outside of its space"
+            self._report("obs", f"that of environment {bad.argmax()} {what}")
+        leaves = [x for x in jax.tree.leaves(obs) if len(x) > 1 and x.size]
+        if any(x.strides[0] == 0 for x in leaves):
+            self._report("rows", "those of `obs` lie in the same memory")
+
+    def _look_at_kinds(self, fields: dict[str, chex.ArrayTree]) -> None:
+        """Finds what is of another kind, and stops if there is something."""
+        wrong = {x: _difference(self._kinds[x], fields[x]) for x in sorted(fields)}
+        for name, message in wrong.items():
+            if message:
+                self._report(name, message)
+        if any(wrong.values()):
+            raise _Stop
+
+    def _learn_spaces(self) -> None:
+        """Learns what observations are like, and that actions can be drawn."""
+        keys = jax.random.split(jax.random.key(0), self._env.num_envs)
+        for name in ("action_space", "observation_space"):
+            try:
+                space = getattr(self._env, name)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")  # of 64 bits, which jax has not
+                    self._kinds["obs"] = jax.eval_shape(jax.vmap(space.sample), keys)
+                self._guard = Guard(space)
+            except Exception as error:
+                self._stop(name, f"its elements must be arrays, got {_say(error)}")
+
+    def _plan(self, num_steps: int) -> _Plan:
+        shape = num_steps, self._env.num_envs
+        keys = jax.random.split(jax.random.key(self._rng.integers(2**32)), shape)
+        action = jax.jit(jax.vmap(jax.vmap(self._env.action_space.sample)))(keys)
+        # Between infinite bounds nothing finite is drawn.
+        finite = {"nan": 0.0, "posinf": 1.0, "neginf": -1.0}
+        return _Plan(
+            jax.tree.map(lambda x: np.nan_to_num(np.asarray(x), **finite), action),
+            self._seeds(num_steps),
+            np.zeros(shape, bool),
+        )
+
+    def _seeds(self, num_steps: int) -> np.ndarray:
+        shape = num_steps + 1, self._env.num_envs
+        return self._rng.integers(2**32, size=shape, dtype=np.uint32)
+
+    def _rows_like(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        leaf = np.asarray(leaf)
+        shape = self._env.num_envs, *leaf.shape[1:]
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Calls the environments; what they raise is found."""
+        try:
+            return fn(*args)
+        except EnvFault as fault:
+            self._stop("fault", str(fault))
+        except Exception as error:
+            self._stop("raises", _say(error))
+
+    def _report(self, name: str, message: str) -> None:
+        when = f", {self._when}" if self._when else ""
+        self.found.setdefault(name, f"{message}{when}")
+
+    def _stop(self, name: str, message: str) -> NoReturn:
+        self._report(name, message)
+        raise _Stop
+
+
+def _row(tree: chex.ArrayTree, t: int) -> chex.ArrayTree:
+    return jax.tree.map(lambda x: x[t].copy(), tree)
+
+
+def _difference(kind: chex.ArrayTree, got: chex.ArrayTree) -> str | None:
+    """How a tree differs from its kind, in words."""
+    structures = jax.tree.structure(kind), jax.tree.structure(got)
+    if structures[0] != structures[1]:
+        return f"it must have the structure {structures[0]}, got {structures[1]}"
+    for want, leaf in zip(jax.tree.leaves(kind), jax.tree.leaves(got), strict=True):
+        if (np.shape(leaf), getattr(leaf, "dtype", None)) != (want.shape, want.dtype):
+            return f"it must be {checks.describe(want)}, got {checks.describe(leaf)}"
+    return None
+
+
+def _checksums(tree: chex.ArrayTree) -> np.ndarray:
+    """`[E]` uint32, of the rows of a tree."""
+    leaves = [np.ascontiguousarray(x) for x in jax.tree.leaves(tree)]
+    sums = [0] * len(leaves[0])
+    for leaf in leaves:
+        sums = [zlib.crc32(row, old) for row, old in zip(leaf, sums, strict=True)]
+    return np.array(sums, np.uint32)
+
+
+def _say(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).rstrip('.')}"

@@ -1,0 +1,213 @@
+"""The command line with environments that are not JAX: its table against NumPy."""
+
+import contextlib
+import io
+import signal
+import sys
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+from host_count import HostCount
+
+import envs
+import rollout
+from rollout.cli import collector, steps
+from rollout.cli.arguments import has_suite, is_on_host, make_parser, with_defaults
+from rollout.cli.main import main
+
+E, T, SEED = 3, 47, 5
+ID = "gymnasium:CartPole-v1"
+RUN = [ID, f"--num-envs={E}", f"--seed={SEED}"]
+
+
+def run(argv, status=0):
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout):
+        assert main(argv) == status
+    lines = stdout.getvalue().splitlines()
+    return {line[:20].strip(): line[20:].strip() for line in lines}
+
+
+def error_line(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    captured = capsys.readouterr()
+    assert (stop.value.code, captured.out) == (2, "")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def figures(x):
+    x = np.asarray(x, np.float64)
+    return [f"{moment:.6g}" for moment in (x.mean(), x.std(), x.min(), x.max())]
+
+
+def make():
+    env = envs.from_gymnasium("CartPole-v1", E)
+    policy = rollout.random_policy(env.action_space)
+    return rollout.HostCollector(env=env, policy=policy)
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """Environments that reset themselves in a row of their own, as EnvPool does."""
+    made = HostCount(E, resets_itself=True)
+    monkeypatch.setattr(collector, "from_envpool", lambda *args, **options: made)
+    return made
+
+
+def test_rows_are_those_of_collect_steps(tmp_path):
+    table = run([*RUN, f"--num-steps={T}", f"--save={tmp_path}/a.npz"])
+    saved = dict(np.load(tmp_path / "a.npz", allow_pickle=False))
+    host = make()
+    _, expected = host.collect_steps(host.init(jax.random.key(SEED)), None, T)
+    for name in ("obs", "action", "reward", "terminated", "next_obs", "episode_id"):
+        np.testing.assert_array_equal(saved[name], getattr(expected, name))
+    done = saved["terminated"] | saved["truncated"]
+    assert done.any()
+    assert table["environment"] == ID
+    assert (table["envs"], table["steps"]) == (f"{E}", f"{E * T}")
+    assert table["return"].split() == figures(saved["episode_return"][done])
+    assert table["length"].split() == figures(saved["episode_length"][done])
+    assert "void rows" not in table
+
+
+def test_episodes_are_those_of_collect_episodes(tmp_path):
+    table = run([*RUN, "--num-episodes=7", f"--plot={tmp_path}/a.png"])
+    host = make()
+    carry = host.init(jax.random.key(SEED))
+    _, episodes = host.collect_episodes(carry, None, 7, max_steps=1000)
+    assert table["episodes"].startswith("7 (7 terminated")
+    assert table["length"].split() == figures(episodes.episode_length)
+    assert table["steps"].split()[0] == f"{episodes.episode_length.sum()}"
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_resets_are_no_steps(count, tmp_path):
+    argv = ["envpool:Count-v0", f"--num-envs={E}", f"--num-steps={T}"]
+    table = run([*argv, f"--save={tmp_path}/a.npz"])
+    mask = np.load(tmp_path / "a.npz")["mask"]
+    num_void = np.count_nonzero(~mask)
+    assert num_void > E
+    assert table["steps"] == f"{mask.sum()}"
+    assert table["void rows"] == f"{num_void} (environments reset themselves)"
+
+
+def test_rows_of_resets_are_counted_without_save(count):
+    table = run(["envpool:Count-v0", f"--num-envs={E}", f"--num-steps={T}"])
+    num_void = int(table["void rows"].split()[0])
+    assert int(table["steps"]) == E * T - num_void < E * T
+
+
+def test_seed_and_parameters_go_to_envpool(monkeypatch):
+    given = {}
+
+    def make(env_id, num_envs, **options):
+        given.update(env_id=env_id, num_envs=num_envs, **options)
+        return HostCount(num_envs)
+
+    monkeypatch.setattr(collector, "from_envpool", make)
+    run(
+        ["envpool:Some-v0", "--num-episodes=2", "--seed=8", "--env-param=num_threads=1"]
+    )
+    assert given == {"env_id": "Some-v0", "num_envs": 2, "seed": 8, "num_threads": 1}
+
+
+@pytest.mark.parametrize("name", ["tests/Toy-v0", "json:Toy-v0", "json:tests/Toy-v0"])
+def test_id_may_have_a_module_and_a_namespace(name, monkeypatch):
+    made = []
+
+    class Toy(gymnasium.envs.classic_control.CartPoleEnv):
+        def __init__(self, **options):
+            made.append(options)
+            super().__init__()
+
+    for env_id in ("tests/Toy-v0", "Toy-v0"):
+        gymnasium.register(env_id, Toy)
+    argv = [f"gymnasium:{name}", "--num-envs=2", "--num-steps=2"]
+    table = run([*argv, "--env-param=size=3"])
+    for env_id in ("tests/Toy-v0", "Toy-v0"):
+        del gymnasium.registry[env_id]
+    assert made == [{"size": 3}, {"size": 3}]
+    assert table["environment"] == f"gymnasium:{name} (size=3)"
+
+
+def test_interrupted_run_prints_the_table_so_far(monkeypatch, capsys):
+    done = []
+
+    def interrupt(fields, first):
+        if done:
+            signal.raise_signal(signal.SIGINT)
+        done.append(first)
+        return find_ended(fields, first)
+
+    find_ended = steps._find_ended
+    monkeypatch.setattr(steps, "_find_ended", interrupt)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        table = run([*RUN, "--num-steps=40"], status=130)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert table["steps"] == f"{2 * E} (of {40 * E}, interrupted)"
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_fault_is_one_line(count, capsys):
+    count.resets_itself = False
+    count.fault_fn = lambda number, env: OSError("torn") if number == 9 else None
+    argv = ["envpool:Count-v0", f"--num-envs={E}", "--num-steps=40"]
+    assert "failed: OSError: torn" in error_line(argv, capsys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["gymnasium:Nope-v1"], "gymnasium:Nope-v1 cannot be made: Environment `Nope`"),
+        (["gymnasium:nope:Nope-v1"], "No module named 'nope'"),
+        ([*RUN, "--env-param=foo=1"], "got an unexpected keyword argument 'foo'"),
+        ([*RUN, "--env-param=num_envs=3"], "multiple values for argument 'num_envs'"),
+        (
+            [ID, "--gif=a.gif"],
+            f"argument --gif: only for environments in JAX, got {ID}",
+        ),
+        ([*RUN, "--devices=2"], "argument --devices: only for environments in JAX"),
+        ([*RUN, "--devices=all"], "argument --devices: only for environments in JAX"),
+        ([*RUN, "--profile=a"], "argument --profile: only for environments in JAX"),
+    ],
+)
+def test_wrong_argument_is_refused_in_one_line(argv, message, capsys):
+    assert message in error_line(argv, capsys)
+
+
+@pytest.mark.parametrize("package", ["gymnasium", "envpool"])
+def test_package_that_is_not_installed_is_named_with_the_command(
+    package, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    line = error_line([f"{package}:CartPole-v1"], capsys)
+    assert f'{package} is not installed: pip install "rollout[{package}]"' in line
+
+
+@pytest.mark.parametrize(
+    ("given", "num_envs"),
+    [([], 16), (["--num-episodes=9"], 9), (["--num-envs=40"], 40)],
+)
+def test_defaults_are_those_of_a_loop_in_python(given, num_envs):
+    args = with_defaults(make_parser().parse_args([ID, *given]))
+    assert (args.num_envs, args.devices) == (num_envs, 1)
+
+
+def test_kinds_of_ids_are_told_apart():
+    assert [is_on_host(x) for x in (ID, "envpool:A-v0", "pgx:chess", "gymnasium")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [has_suite(x) for x in (ID, "pgx:chess", "CartPole-v1")] == [
+        False,
+        True,
+        False,
+    ]
