@@ -88,6 +88,15 @@ def collector(env: Any, policy: Any, record_fn: Any) -> None:
         function("record_fn", record_fn)
 
 
+def collects_in_jax(value: Any) -> None:
+    """Refuses a collector over environments that are not JAX."""
+    if not hasattr(value, "replace"):
+        raise ValueError(
+            "`collector` must be a `Collector`, whose environments are in JAX, got "
+            f"{type(value).__name__}."
+        )
+
+
 def kind_of_env(env: Any, *, is_host: bool) -> None:
     """Refuses an environment in JAX where one on the host belongs, and vice versa."""
     if is_host and (hasattr(env, "reset_done") or not hasattr(env, "close")):

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from envs import keys as env_keys
 from envs.types import EnvStep, Lanes, Space, VectorEnv, spread_of
-from rollout import processes
+from rollout import checks, processes
 from rollout.collector import Collector
 from rollout.kernel import fence
 
@@ -68,6 +68,7 @@ def shard(collector: Collector, mesh: Mesh, axis: str = "lanes") -> Collector:
             process has another collector or mesh; later, if a carry lies on other
             devices.
     """
+    checks.collects_in_jax(collector)
     if axis not in mesh.shape:
         raise ValueError(
             f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."

@@ -77,6 +77,7 @@ def profile(
         ValueError: if `num_steps` or `num_repeats` is not an int of at least 1, or as
             `Collector.step` does.
     """
+    checks.collects_in_jax(collector)
     num_steps = checks.count("num_steps", num_steps)
     num_repeats = checks.count("num_repeats", num_repeats)
     carry = collector.init(jax.random.key(0) if key is None else key)

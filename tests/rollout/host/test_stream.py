@@ -161,3 +161,11 @@ def test_host_environments_are_not_for_a_collector():
         rollout.Collector(env=HostCount(2), policy=POLICY)
     with pytest.raises(ValueError, match="go into a `Collector`"):
         HostCollector(env=envs.make_vec("CartPole-v1", 2), policy=POLICY)
+
+
+def test_what_is_for_collectors_in_jax_says_so():
+    mesh = jax.make_mesh((2,), ("lanes",))
+    with pytest.raises(ValueError, match="`collector` must be a `Collector`"):
+        rollout.shard(on_host(), mesh, axis="lanes")
+    with pytest.raises(ValueError, match="`collector` must be a `Collector`"):
+        rollout.profile(on_host(), None, 10)
