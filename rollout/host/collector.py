@@ -275,19 +275,18 @@ class HostCollector:
         """
         run = self._run
         if self._rows is not None and np.array_equal(carry.env_state, self._used):
-            run.recover()
+            run.recover(self._rows.num)
         else:
             self._begin(carry, params, self._make_rows(num_steps, capacity))
             if at_end == "reset":
                 run.begin(run.lanes.episode_length > 0, run.lanes.next_own())
         run.play(params, self._rows, limit=limit, random_fn=random_fn)
-        trajectory = self._figures.finish(self._rows)
+        is_cut = np.zeros(self._rows.mask.shape, bool)
         if at_end == "truncate":
-            under_way = run.lanes.episode_length > 0
-            here = np.zeros(trajectory.truncated.shape, bool)
-            here[num_steps - 1] = under_way
-            trajectory = trajectory.replace(truncated=trajectory.truncated | here)
-            run.begin(under_way, run.lanes.next_own())
+            is_cut[num_steps - 1] = run.lanes.episode_length > 0
+            run.begin(is_cut[num_steps - 1], run.lanes.next_own())
+        trajectory = self._figures.finish(self._rows)
+        trajectory = trajectory.replace(truncated=trajectory.truncated | is_cut)
         return self._snapshot(), trajectory
 
     def compile(self, carry: Carry, params: Any) -> None:

@@ -99,13 +99,14 @@ class Run:
         if mask.any():
             self._begin(mask.nonzero()[0], 0, seats, episode_id[mask])
 
-    def recover(self) -> None:
-        """Begins new episodes where an error left none that can go on."""
+    def recover(self, row: int = 0) -> None:
+        """Begins new episodes where an error left none; rows go on with `row`."""
         if self._has_failed.any():
             self._rebuild(self._has_failed.nonzero()[0].tolist())
-        mask = self._everywhere if self._is_torn else self._must_begin.copy()
+        mask = self._everywhere if self._is_torn else self._must_begin
         self._is_torn = False
-        self.begin(mask, self.lanes.next_own())
+        if mask.any():
+            self._begin(mask.nonzero()[0], row, None)
 
     def _step(
         self,

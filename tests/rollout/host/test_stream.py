@@ -118,6 +118,24 @@ def test_batch_goes_on_after_a_fault():
     stream.close()
 
 
+def test_fault_after_a_fault_leaves_the_rows_before():
+    """Rows of whole episodes stay, though the call was cut short in between."""
+
+    def fault_fn(number, env):
+        return RuntimeError("no") if env == 2 and number in (6, 12) else None
+
+    stream = make_stream(on_host(fault_fn=fault_fn, max_length=2))
+    for _ in range(2):
+        with pytest.raises(EnvFault, match="environment 2 failed"):
+            next(stream)
+    batch = next(stream)
+    # Calls 1 to 3 are an episode, 4 to 6 a lost one, 7 to 9 and 10 to 12 likewise.
+    mask = np.asarray(batch.trajectory.mask)
+    assert mask[:, 2].tolist() == [True, True, False, False] * 2 + [True, True]
+    assert mask.sum() == 40 - 4
+    stream.close()
+
+
 def test_faults_are_counted():
     fault_fn = lambda number, env: RuntimeError("no") if number % 7 == 3 else None  # noqa: E731
     collector = HostCollector(
