@@ -157,7 +157,7 @@ class _AsyncEnvPool(_EnvPool):
 
     def __init__(self, env: Any, names: tuple[str, ...]) -> None:
         super().__init__(env, names)
-        self._batch_size = int(env.config["batch_size"])
+        self.batch_size = int(env.config["batch_size"])
         self._under_way = np.zeros(self.num_envs, bool)
 
     def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:
@@ -172,7 +172,7 @@ class _AsyncEnvPool(_EnvPool):
         self, num_ready: int, timeout: float | None = None
     ) -> tuple[HostStep, np.ndarray]:
         del timeout  # EnvPool waits
-        size, num = self._batch_size, np.count_nonzero(self._under_way)
+        size, num = self.batch_size, np.count_nonzero(self._under_way)
         if num_ready != size:
             raise ValueError(
                 f"`num_ready` must be the `batch_size` of EnvPool, got {num_ready} and "
@@ -192,14 +192,14 @@ class _AsyncEnvPool(_EnvPool):
         return step, env_id
 
     def step(self, action: chex.ArrayTree) -> HostStep:
-        if self.num_envs % self._batch_size:
+        if self.num_envs % self.batch_size:
             raise ValueError(
                 "`batch_size` must divide `num_envs` for a step of all environments, "
-                f"got {self._batch_size} and {self.num_envs}."
+                f"got {self.batch_size} and {self.num_envs}."
             )
         self.send(action, self._all)
-        num_batches = self.num_envs // self._batch_size
-        batches = [self.receive(self._batch_size) for _ in range(num_batches)]
+        num_batches = self.num_envs // self.batch_size
+        batches = [self.receive(self.batch_size) for _ in range(num_batches)]
         steps, env_id = zip(*batches, strict=True)
         order = np.argsort(np.concatenate(env_id))
         return jax.tree.map(lambda *x: np.concatenate(x)[order], *steps)
@@ -215,7 +215,7 @@ class _AsyncEnvPool(_EnvPool):
                 f"got {env_id.size} of {self.num_envs}."
             )
         self._drain()
-        size = self._batch_size
+        size = self.batch_size
         for start in range(0, self.num_envs, size):
             # Only full batches come back: the last one resets some a second time.
             super()._restart(np.roll(self._all, -start)[:size])
@@ -223,7 +223,7 @@ class _AsyncEnvPool(_EnvPool):
     def _drain(self) -> None:
         """Waits for all that are under way; their answers are lost."""
         while num := np.count_nonzero(self._under_way):
-            num_more = max(self._batch_size - num, 0)
+            num_more = max(self.batch_size - num, 0)
             more = self._all[~self._under_way][:num_more]  # to fill the batch
             *_, info = self._env.reset(more) if num_more else self._env.recv()
             self._under_way[more] = True

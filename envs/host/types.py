@@ -104,7 +104,10 @@ class HostVectorEnv(Protocol):
 
 @runtime_checkable
 class AsyncHostVectorEnv(HostVectorEnv, Protocol):
-    """A `HostVectorEnv` that can step some of its environments while others work."""
+    """A `HostVectorEnv` that can step some of its environments while others work.
+
+    One that hands over a fixed number at a time has it as `batch_size`.
+    """
 
     def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:
         """Begins a step in some environments.

@@ -87,6 +87,12 @@ class AsyncCollector(HostCollector):
                 f"got {type(env).__name__}."
             )
         self.num_ready = checks.count("num_ready", num_ready, most=env.num_envs)
+        fixed = getattr(env, "batch_size", num_ready)
+        if fixed != num_ready:
+            raise ValueError(
+                f"`num_ready` must be the `batch_size` of the environment, {fixed}, "
+                f"got {num_ready}."
+            )
         self._timeout = timeout
         super().__init__(
             env=env,

@@ -51,10 +51,9 @@ class Program:
             self._impl = impl
             self._act = jax.jit(self._apply)
             self._restart = jax.jit(self._restarted)
-        lanes = episode_keys.all_lanes(self._view.num_envs)
-        first = episode_keys.keys_of(key, lanes, lanes.number)
+            self._initial = jax.jit(self._initial_state)
         self.step, self._key = 0, key
-        self.state = initial_policy_state(self._policy, self._view, first)
+        self.state = self._initial(key)
         self.has_state = bool(jax.tree.leaves(self.state))
         # Words, for a typed key takes jax's slow way in; and those of many steps are
         # drawn at once, for in a small program two hashes are most of the time.
@@ -110,6 +109,11 @@ class Program:
         """
         if self.has_state and over.any():
             self.state = self._restart(self._words, self.state, over, episode_id)
+
+    def _initial_state(self, key: chex.PRNGKey) -> chex.ArrayTree:
+        lanes = episode_keys.all_lanes(self._view.num_envs)
+        first = episode_keys.keys_of(key, lanes, lanes.number)
+        return initial_policy_state(self._policy, self._view, first)
 
     def _policy_words(self) -> np.ndarray:
         """The words of the policy's key at this step."""

@@ -233,3 +233,25 @@ def test_targets_of_each_environment_look_ahead():
             end = t + np.argmax(np.asarray(rows.done)[t:, env])
             if rows.done[end, env] and length[end] == end - t + 1:
                 np.testing.assert_allclose(returns[t, env], ended[end, env])
+
+
+class Fixed(Late):
+    """One that hands over two at a time, neither more nor fewer."""
+
+    batch_size = 2
+
+    def receive(self, num_ready, timeout=None):
+        assert num_ready == self.batch_size
+        return super().receive(num_ready, timeout)
+
+
+def test_where_the_number_is_fixed_idle_environments_play_on():
+    collector = rollout.AsyncCollector(env=Fixed(5), policy=POLICY, num_ready=2)
+    carry = collector.init(KEY)
+    for num_episodes in (1, 7):
+        carry, episodes = collector.collect_episodes(
+            carry, None, num_episodes, max_steps=100
+        )
+        assert episodes.finished.all()
+    with pytest.raises(ValueError, match="`batch_size` of the environment, 2, got 3"):
+        rollout.AsyncCollector(env=Fixed(5), policy=POLICY, num_ready=3)
