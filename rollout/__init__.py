@@ -19,7 +19,17 @@ from rollout import checkpoint
 from rollout.collector import Collector
 from rollout.devices import shard
 from rollout.evaluation import evaluate
-from rollout.host import AsyncCollector, FaultStats, HostCollector, Served, by_env
+from rollout.host import (
+    AsyncCollector,
+    FaultStats,
+    HostCollector,
+    RemoteBatch,
+    RemoteBatches,
+    RemoteStats,
+    Served,
+    by_env,
+    remote_batches,
+)
 from rollout.minibatches import minibatches
 from rollout.multi_agent import (
     AgentFigures,
@@ -95,6 +105,9 @@ __all__ = [
     "PolicyStep",
     "Population",
     "Profile",
+    "RemoteBatch",
+    "RemoteBatches",
+    "RemoteStats",
     "Served",
     "Stream",
     "StreamBatch",
@@ -123,6 +136,7 @@ __all__ = [
     "random_policy",
     "random_warmup",
     "recurrent_policy",
+    "remote_batches",
     "shard",
     "split_trajectories",
     "stateless_policy",
