@@ -24,9 +24,13 @@ from rollout.host import (
     FaultStats,
     Finding,
     HostCollector,
+    RemoteBatch,
+    RemoteBatches,
+    RemoteStats,
     Served,
     by_env,
     probe,
+    remote_batches,
 )
 from rollout.minibatches import minibatches
 from rollout.multi_agent import (
@@ -104,6 +108,9 @@ __all__ = [
     "PolicyStep",
     "Population",
     "Profile",
+    "RemoteBatch",
+    "RemoteBatches",
+    "RemoteStats",
     "Served",
     "Stream",
     "StreamBatch",
@@ -133,6 +140,7 @@ __all__ = [
     "random_policy",
     "random_warmup",
     "recurrent_policy",
+    "remote_batches",
     "shard",
     "split_trajectories",
     "stateless_policy",

@@ -1,22 +1,33 @@
-"""The folds over environments that are not JAX.
+"""The folds over environments that are not JAX, and collectors in other processes.
 
 `collector` is the facade; `run` the loop in Python, around one compiled `program` per
 step; `lanes` counts episodes and their seeds, `seats` says who plays which of exactly
 N, `rows` is what is written, and `faults` what is done where an environment fails.
 `probe` looks for what new environments get wrong.
+`remote` has collectors, of either kind, in actors of Ray.
 """
 
 from rollout.host.asynchronous import AsyncCollector, Served, by_env
 from rollout.host.collector import HostCollector
 from rollout.host.faults import FaultStats
 from rollout.host.probe import Finding, probe
+from rollout.host.remote import (
+    RemoteBatch,
+    RemoteBatches,
+    RemoteStats,
+    remote_batches,
+)
 
 __all__ = [
     "AsyncCollector",
     "FaultStats",
     "Finding",
     "HostCollector",
+    "RemoteBatch",
+    "RemoteBatches",
+    "RemoteStats",
     "Served",
     "by_env",
     "probe",
+    "remote_batches",
 ]

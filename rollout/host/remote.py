@@ -1,0 +1,400 @@
+"""Batches from collectors in actors of Ray, on this machine or on many.
+
+Ray starts the processes, moves arrays, and says who is gone. Here is what it does not
+know: which parameters made a batch, that nothing piles up, who replaces whom.
+"""
+
+import importlib
+import itertools
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple, Self
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from envs import keys
+from rollout import checks
+from rollout.collector import Collector
+from rollout.host.collector import HostCollector
+from rollout.stats import CollectStats, summarize
+from rollout.types import Transition
+
+_LOG = logging.getLogger("rollout")
+_summarize = jax.jit(summarize)
+# What Ray would do about a lost actor is done here, and actors have no names.
+_NO_OPTIONS = ("lifetime", "max_restarts", "max_task_retries", "name")
+
+
+@struct.dataclass(kw_only=True)
+class RemoteBatch:
+    """What an actor collected at a time; the fields are those of a `StreamBatch`.
+
+    Attributes:
+        trajectory: `[T, B, ...]` of NumPy, read-only: it lies in Ray's object store,
+            and takes room there as long as an array of it is kept.
+        stats: statistics of the episodes that ended in the batch.
+        steps: environment steps of the batch over all lanes.
+        warmup_steps: 0; a `random_warmup` of the policy is counted by each actor.
+        params_version: which parameters it was made with: 0 for the first ones, n for
+            those of the n-th `set_params`.
+        actor: number of the actor. One that replaces another has a new number, so an
+            episode is told by `actor` and its `episode_id`.
+    """
+
+    trajectory: Transition  # [T, B, ...]
+    stats: CollectStats
+    steps: int
+    warmup_steps: int = 0
+    params_version: int
+    actor: int
+
+
+class RemoteStats(NamedTuple):
+    """What came of the actors so far.
+
+    Attributes:
+        collect_batches: batches handed over.
+        collect_steps: environment steps of these over all lanes.
+        stale_batches: those that were not handed over, for `max_params_lag`.
+        lost_fragments: those that were lost with their actor.
+        restarts: actors that were started in place of lost ones.
+    """
+
+    collect_batches: int = 0
+    collect_steps: int = 0
+    stale_batches: int = 0
+    lost_fragments: int = 0
+    restarts: int = 0
+
+
+def remote_batches(
+    make_collector: Callable[[], Collector | HostCollector],
+    *,
+    key: chex.PRNGKey,
+    params: Any = None,
+    num_actors: int,
+    steps_per_batch: int,
+    max_params_lag: int | None = None,
+    total_steps: int | None = None,
+    max_restarts: int = 10,
+    ray_options: Mapping[str, Any] | None = None,
+) -> "RemoteBatches":
+    """Collects in actors of Ray, each with a collector of its own.
+
+        with rollout.remote_batches(make_collector, key=key, params=params,
+                                    num_actors=8, steps_per_batch=4096) as batches:
+            for batch in batches:
+                params = update(params, batch.trajectory)
+                batches.set_params(params)
+
+    Batches come in the order in which they are done, so a slow actor holds up nobody.
+    An actor begins its next batch when its last one is handed over, with the newest
+    parameters of then: it works while you learn, and never has more than one batch
+    waiting. If every batch is followed by one `set_params`, a batch is therefore about
+    `num_actors` versions behind.
+
+    An actor is lost if its process or its machine ends, or if it raises. Its batch and
+    its episodes under way are then lost too; another actor is started in its place,
+    with new episodes. What is raised before an actor has handed over anything, by
+    `make_collector` or in the first batch, is taken for a mistake and is raised here.
+    An actor that hangs is not lost: environments in `envs.workers` have a `timeout`.
+
+    The order of batches depends on the speed of actors, and with it what is learnt.
+
+    Args:
+        make_collector: makes the collector, in the actor: it imports what it needs, and
+            sets what it needs of jax. It travels by `cloudpickle`.
+        key: one typed key. Each actor has its own, and so has one that replaces it.
+        params: whatever the policy takes as its parameters.
+        num_actors: at least 1.
+        steps_per_batch: environment steps of a batch over all lanes of an actor,
+            rounded up to rows: T = ceil(steps_per_batch / num_envs).
+        max_params_lag: a batch whose parameters are more than so many versions behind
+            the newest when it would be handed over is dropped and counted. None keeps
+            all, 0 those of the newest; below `num_actors` much is dropped, see above.
+        total_steps: steps after which the iteration ends, None for an endless one. The
+            last batch is whole; what is dropped or lost does not count.
+        max_restarts: how many lost actors are replaced in all.
+        ray_options: what each actor needs, as `ray.remote` takes it: `num_cpus`,
+            `num_gpus`, `resources`, `runtime_env`. By default one CPU each. Where Ray
+            assigns no accelerator, jax is on the CPU. Ray waits, without a word, for
+            machines that have as much.
+
+    Returns:
+        An iterator over `RemoteBatch`es. If Ray was not running, it is started here,
+        and ended by `close`.
+
+    Raises:
+        ImportError: if Ray is not installed.
+        ValueError: if an option is not as above.
+    """
+    checks.function("make_collector", make_collector)
+    checks.typed_key(key)
+    num_actors = checks.count("num_actors", num_actors)
+    steps_per_batch = checks.count("steps_per_batch", steps_per_batch)
+    if max_params_lag is not None:
+        max_params_lag = checks.count("max_params_lag", max_params_lag, least=0)
+    if total_steps is not None:
+        total_steps = checks.count("total_steps", total_steps, most=None)
+    max_restarts = checks.count("max_restarts", max_restarts, least=0)
+    ray_options = dict(ray_options or {})
+    if refused := [name for name in _NO_OPTIONS if name in ray_options]:
+        raise ValueError(
+            f"`ray_options` must be without {', '.join(_NO_OPTIONS)}, for lost actors "
+            f"are replaced by `max_restarts`, got {', '.join(refused)}."
+        )
+    ray = _import()
+    actor_class = ray.remote(_Actor).options(**ray_options)
+    if owns_ray := not ray.is_initialized():
+        _init(ray)
+
+    def make_actor(number: int) -> Any:
+        words = np.asarray(keys.words(jax.random.fold_in(key, number)))
+        impl = str(jax.random.key_impl(key))
+        return actor_class.remote(make_collector, words, impl, steps_per_batch)
+
+    return RemoteBatches(
+        ray,
+        make_actor,
+        params=params,
+        num_actors=num_actors,
+        max_params_lag=max_params_lag,
+        total_steps=total_steps,
+        max_restarts=max_restarts,
+        owns_ray=owns_ray,
+    )
+
+
+class RemoteBatches:
+    """Yields the batches of actors; `remote_batches` makes it and says how."""
+
+    def __init__(
+        self,
+        ray: ModuleType,
+        make_actor: Callable[[int], Any],
+        *,
+        params: Any,
+        num_actors: int,
+        max_params_lag: int | None,
+        total_steps: int | None,
+        max_restarts: int,
+        owns_ray: bool,
+    ) -> None:
+        self._ray, self._owns_ray, self._make_actor = ray, owns_ray, make_actor
+        self._total_steps, self._max_restarts = total_steps, max_restarts
+        self._max_lag = max_params_lag
+        self._numbers = itertools.count()
+        self._actors: dict[int, Any] = {}  # by number
+        self._proven: set[int] = set()  # that have handed over something
+        # The oldest first: reference to actor, version of the parameters.
+        self._under_way: dict[Any, tuple[int, int]] = {}
+        self._stats = RemoteStats()
+        self._setting, self._is_closed = threading.Lock(), False
+        try:
+            host = _on_host(params)
+            self._kind = jax.eval_shape(lambda x: x, host)
+            self._params = ray.put(host), 0
+            for _ in range(num_actors):
+                self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        """Closes itself at the end of the `with` block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes itself."""
+        self.close()
+
+    def __iter__(self) -> Iterator[RemoteBatch]:
+        """Itself: it yields the batches that are left."""
+        return self
+
+    def __next__(self) -> RemoteBatch:
+        """Waits for the next batch, of whichever actor.
+
+        Raises:
+            StopIteration: after `total_steps`; the actors are then closed.
+            RuntimeError: if an actor raised before it had handed over anything, if more
+                than `max_restarts` were lost, and after `close`.
+        """
+        total, ray = self._total_steps, self._ray
+        if total is not None and self._stats.collect_steps >= total:
+            self.close()
+            raise StopIteration
+        if self._is_closed:
+            raise RuntimeError("`next` must be called before `close`.")
+        while True:
+            (reference,), _ = ray.wait(list(self._under_way), num_returns=1)
+            try:
+                trajectory, stats = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                self._replace(self._under_way.pop(reference)[0], error)
+                continue
+            number, version = self._under_way[reference]
+            self._proven.add(number)
+            newest = self._begin(number)
+            del self._under_way[reference]  # last: Ctrl-C leaves no actor without work
+            if self._max_lag is not None and newest - version > self._max_lag:
+                self._count(stale_batches=1)
+                continue
+            steps = int(np.size(trajectory.mask))
+            self._count(collect_batches=1, collect_steps=steps)
+            return RemoteBatch(
+                trajectory=trajectory,
+                stats=stats,
+                steps=steps,
+                params_version=version,
+                actor=number,
+            )
+
+    @property
+    def stats(self) -> RemoteStats:
+        """What came of the actors so far."""
+        return self._stats
+
+    def set_params(self, params: Any) -> None:
+        """Sets the parameters for the batches that are not under way yet.
+
+        They are put into Ray's object store once, for all actors. From any thread.
+
+        Args:
+            params: of the structure, shapes and dtypes of those before. They are
+                copied, so that an update may donate them.
+
+        Raises:
+            ValueError: if they are of another kind.
+        """
+        new = _on_host(params)
+        checks.same("`params` must keep structure, shapes and dtypes", self._kind, new)
+        with self._setting:
+            self._params = self._ray.put(new), self._params[1] + 1
+
+    def close(self) -> None:
+        """Kills the actors; there are no more batches."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+        self._under_way.clear()
+        self._actors.clear()
+        if self._owns_ray:
+            self._ray.shutdown()
+
+    def _start(self) -> None:
+        """Starts an actor, and its first fragment."""
+        number = next(self._numbers)
+        self._actors[number] = self._make_actor(number)
+        self._begin(number)
+
+    def _begin(self, number: int) -> int:
+        """Begins a fragment of an actor; returns the version of the parameters."""
+        params, version = self._params
+        reference = self._actors[number].collect.remote(params, version)
+        self._under_way[reference] = number, version
+        return version
+
+    def _replace(self, number: int, error: Exception) -> None:
+        """Puts a new actor in the place of one that is lost."""
+        self._ray.kill(self._actors.pop(number))  # it may be alive, and have raised
+        self._count(lost_fragments=1)
+        cause = getattr(error, "cause", None) or error
+        has_raised = isinstance(error, self._ray.exceptions.RayTaskError)
+        has_raised |= getattr(error, "actor_init_failed", False)
+        reason = f"{type(cause).__name__}: {cause}"
+        if has_raised and number not in self._proven:
+            self.close()
+            raise RuntimeError(f"Actor {number} raised {reason}") from error
+        if self._stats.restarts >= self._max_restarts:
+            self.close()
+            raise RuntimeError(
+                f"Actor {number} is lost, and `max_restarts`={self._max_restarts} are "
+                f"used up: {reason}"
+            ) from error
+        _LOG.warning("actor %d is replaced after %s", number, reason)
+        self._count(restarts=1)
+        self._start()
+
+    def _count(self, **more: int) -> None:
+        old = self._stats._asdict()
+        self._stats = RemoteStats(**{x: old[x] + more.get(x, 0) for x in old})
+
+
+class _Actor:
+    """Owns a collector, in a process of its own."""
+
+    def __init__(
+        self,
+        make_collector: Callable[[], Collector | HostCollector],
+        words: np.ndarray,
+        impl: str,
+        steps_per_batch: int,
+    ) -> None:
+        context = _import().get_runtime_context()
+        if not any(context.get_accelerator_ids().values()):
+            # Those of the machine are for others. No array of jax may come before.
+            jax.config.update("jax_platforms", "cpu")
+        self._make_collector, self._words, self._impl = make_collector, words, impl
+        self._steps_per_batch = steps_per_batch
+        self._collector: Collector | HostCollector | None = None
+        self._params, self._version = None, None
+
+    def collect(
+        self, params: chex.ArrayTree, version: int
+    ) -> tuple[Transition, CollectStats]:
+        """Collects a fragment, and returns it in NumPy: one object for Ray."""
+        if self._collector is None:  # not in `__init__`, which hides what is raised
+            self._begin()
+        if version != self._version:
+            self._params, self._version = jax.device_put(params), version
+        args = self._carry, self._params, self._num_steps
+        self._carry, trajectory = self._collector.collect_steps(*args)
+        return jax.device_get((trajectory, _summarize(trajectory)))
+
+    def _begin(self) -> None:
+        collector = self._make_collector()
+        if not isinstance(collector, Collector | HostCollector):
+            raise ValueError(
+                "`make_collector` must return a `Collector` or a `HostCollector`, got "
+                f"{checks.describe(collector)}."
+            )
+        # Of an `AsyncCollector` a row has as many as are ready.
+        num_columns = getattr(collector, "num_ready", collector.env.num_envs)
+        self._num_steps = -(-self._steps_per_batch // num_columns)
+        key = jax.random.wrap_key_data(self._words, impl=self._impl)
+        self._carry = collector.init(key)
+        self._collector = collector
+
+
+def _import() -> ModuleType:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError('ray is not installed: pip install "rollout[ray]"') from error
+
+
+def _init(ray: ModuleType, **options: Any) -> None:
+    options |= {"log_to_driver": False, "logging_level": logging.ERROR}
+    with warnings.catch_warnings():
+        # Ray forks only to execute another program at once.
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+        ray.init(include_dashboard=False, **options)
+
+
+def _on_host(params: Any) -> Any:
+    """Parameters in NumPy, not weakly typed; typed keys stay what they are."""
+
+    def convert(x: Any) -> Any:
+        return x if keys.has_keys(x) else np.asarray(x, jnp.result_type(x))
+
+    return jax.tree.map(convert, jax.device_get(params))

@@ -1,0 +1,346 @@
+"""Batches of remote actors: what is promised, in this process and with Ray itself."""
+
+import functools
+import itertools
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import remote_cases as cases
+from host_count import KEY
+
+import rollout
+from rollout.host import remote
+
+# Ray in a process that did not start it; the batch is too large to travel otherwise
+# than by the object store.
+SCRIPT = """
+import functools, sys, jax, ray, remote_cases, rollout
+make = functools.partial(remote_cases.noted, sys.argv[1], 64)
+options = {"num_actors": 1, "steps_per_batch": 64_000, "key": jax.random.key(0)}
+with rollout.remote_batches(make, **options) as batches:
+    batch = next(batches)
+    total = batch.trajectory.obs.sum()
+print(ray.is_initialized(), total == batch.trajectory.obs.sum())
+"""
+SUPPORT = pathlib.Path(cases.__file__).parent
+B, T = 4, 6
+OPTIONS = {"key": KEY, "num_actors": 2, "steps_per_batch": B * T}
+
+
+@pytest.fixture
+def local_ray(monkeypatch):
+    ray = cases.LocalRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    return ray
+
+
+def start(make_collector=cases.on_host, **options):
+    return rollout.remote_batches(make_collector, **{**OPTIONS, **options})
+
+
+def take(batches, number):
+    return list(itertools.islice(batches, number))
+
+
+def collect(collector, number, params=None, actor=0):
+    """What an actor collects, as NumPy."""
+    carry, collected = collector.init(jax.random.fold_in(KEY, actor)), []
+    for _ in range(number):
+        carry, trajectory = collector.collect_steps(carry, params, T)
+        collected.append(jax.device_get(trajectory))
+    return collected
+
+
+def assert_batches(batches, make_collector):
+    """Each actor's batches are those of a collector with the key of its number."""
+    for actor in {batch.actor for batch in batches}:
+        mine = [batch for batch in batches if batch.actor == actor]
+        want = collect(make_collector(), len(mine), actor=actor)
+        for batch, trajectory in zip(mine, want, strict=True):
+            chex.assert_trees_all_equal(batch.trajectory, trajectory)
+            stats = jax.device_get(rollout.summarize(trajectory))
+            # Jitted there, so a sum may be made in another order.
+            chex.assert_trees_all_close(batch.stats, stats, rtol=1e-6)
+            assert batch.steps == trajectory.mask.size
+
+
+@pytest.mark.usefixtures("local_ray")
+class TestInThisProcess:
+    @pytest.mark.parametrize("make", [cases.on_host, cases.in_jax])
+    def test_batches_are_those_of_collectors_with_keys_of_their_own(self, make):
+        with start(make) as batches:
+            some = take(batches, 6)
+        assert [batch.actor for batch in some] == [0, 1] * 3
+        assert_batches(some, make)
+        first, second = (batch.trajectory.action for batch in some[:2])
+        assert (first != second).any()
+
+    def test_batches_are_arrays_of_numpy(self):
+        batch = next(start())
+        leaves = jax.tree.leaves((batch.trajectory, batch.stats))
+        assert all(isinstance(x, np.ndarray | np.generic) for x in leaves)
+        assert batch.warmup_steps == 0
+
+    def test_rows_are_rounded_up(self):
+        batch = next(start(steps_per_batch=B * T + 1))
+        assert batch.trajectory.mask.shape == (T + 1, B)
+        assert batch.steps == B * (T + 1)
+
+    def test_rows_may_have_those_that_are_ready(self):
+        batch = next(start(cases.served, steps_per_batch=10))
+        assert batch.trajectory.mask.shape == (4, 3)
+        assert batch.steps == 12
+
+    def test_ends_after_total_steps_and_closes(self, local_ray):
+        batches = start(total_steps=3 * B * T - 1)
+        assert len(list(batches)) == 3
+        assert batches.stats == (3, 3 * B * T, 0, 0, 0)
+        assert all(actor.is_killed for actor in local_ray.actors)
+        assert list(batches) == []
+
+    def test_an_actor_works_on_one_fragment_at_a_time(self, local_ray):
+        with start() as batches:
+            for _ in range(4):
+                next(batches)
+                under_way = [number for number, _ in batches._under_way.values()]
+                assert sorted(under_way) == [0, 1]
+
+    def test_slow_actor_holds_up_nobody(self, local_ray):
+        with start() as batches:
+            local_ray.actors[0].is_slow = True
+            assert [batch.actor for batch in take(batches, 3)] == [1, 1, 1]
+
+    def test_params_are_put_once_and_reach_the_next_fragment(self, local_ray):
+        with start(params=jnp.zeros(3)) as batches:
+            assert local_ray.num_put == 1
+            batches.set_params(jnp.ones(3))
+            assert local_ray.num_put == 2
+            # Those that were under way have the parameters of before.
+            assert [x.params_version for x in take(batches, 4)] == [0, 0, 1, 1]
+            np.testing.assert_array_equal(local_ray.actors[0].actor._params, 1.0)
+            assert local_ray.num_put == 2
+
+    def test_params_of_another_kind_are_refused(self):
+        with (
+            start(params={"w": 1.0}) as batches,
+            pytest.raises(ValueError, match="`params` must keep structure"),
+        ):
+            batches.set_params({"w": jnp.ones(2)})
+
+    def test_batch_that_lags_too_much_is_dropped_and_counted(self):
+        with start(max_params_lag=1) as batches:
+            batches.set_params(None)
+            assert next(batches).params_version == 0  # one behind
+            batches.set_params(None)
+            # Actor 1 is two behind, actor 0 began after the first `set_params`.
+            batch = next(batches)
+            assert (batch.actor, batch.params_version) == (0, 1)
+            assert batches.stats.stale_batches == 1
+            assert batches.stats.collect_batches == 2
+
+    def test_without_lag_every_batch_is_of_the_newest(self):
+        with start(max_params_lag=0, num_actors=1) as batches:
+            for version in range(4):
+                assert next(batches).params_version == version
+                batches.set_params(None)
+            # Each fragment that was under way at a `set_params`, but the last.
+            assert batches.stats.stale_batches == 3
+
+    def test_lost_actor_is_replaced_by_one_that_repeats_nothing(self, local_ray):
+        with start(total_steps=8 * B * T) as batches:
+            some = take(batches, 2)
+            local_ray.actors[0].is_killed = True
+            some += list(batches)
+        assert {batch.actor for batch in some} == {0, 1, 2}
+        assert batches.stats == (8, 8 * B * T, 0, 1, 1)
+        assert_batches(some, cases.on_host)
+
+    def test_actor_that_raises_later_is_replaced(self, caplog):
+        with start(cases.late, total_steps=6 * B * T) as batches:
+            assert len(list(batches)) == 6
+        assert batches.stats.restarts == batches.stats.lost_fragments > 0
+        assert "actor 0 is replaced after EnvFault" in caplog.text
+        assert "the game is gone" in caplog.text
+
+    def test_too_many_losses_name_the_cause(self, local_ray):
+        batches = start(max_restarts=1)
+        take(batches, 2)
+        for actor in local_ray.actors:
+            actor.is_killed = True
+        with pytest.raises(
+            RuntimeError,
+            match=r"Actor 1 is lost, and `max_restarts`=1 are used up: .*process ended",
+        ):
+            take(batches, 9)
+        assert batches.stats.lost_fragments == 2
+        assert all(actor.is_killed for actor in local_ray.actors)
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (cases.failing, "Actor 0 raised LookupError: there is no such game"),
+            (dict, "Actor 0 raised ValueError: `make_collector` must return"),
+            (functools.partial(cases.late, 2), "the game is gone"),
+        ],
+    )
+    def test_mistake_is_raised_and_not_repeated(self, make, message, local_ray):
+        with pytest.raises(RuntimeError, match=message):
+            next(start(make))
+        assert len(local_ray.actors) == 2
+        assert all(actor.is_killed for actor in local_ray.actors)
+
+    def test_closed_ones_are_refused(self):
+        batches = start()
+        batches.close()
+        batches.close()
+        with pytest.raises(RuntimeError, match="`next` must be called before `close`"):
+            next(batches)
+
+    @pytest.mark.parametrize("is_initialized", [True, False])
+    def test_ray_is_ended_by_whoever_began_it(self, monkeypatch, is_initialized):
+        ray = cases.LocalRay(is_initialized=is_initialized)
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        with start():
+            assert ray.is_running
+        assert ray.is_running == is_initialized
+
+    def test_ray_options_reach_the_actors(self, local_ray):
+        with start(ray_options={"num_cpus": 2}):
+            assert local_ray.options == {"num_cpus": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"make_collector": 3}, "`make_collector` must be a function, got int 3"),
+        ({"key": 0}, "`key` must be one typed key"),
+        ({"num_actors": 0}, "`num_actors` must be an int of at least 1, got 0"),
+        ({"steps_per_batch": 2.5}, "`steps_per_batch` must be an int of at least 1"),
+        ({"max_params_lag": -1}, "`max_params_lag` must be an int of at least 0"),
+        ({"total_steps": 0}, "`total_steps` must be an int of at least 1, got 0"),
+        ({"max_restarts": True}, "`max_restarts` must be an int of at least 0"),
+        ({"ray_options": {"max_restarts": 3}}, "must be without .* got max_restarts"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        start(**options)
+
+
+def test_missing_ray_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    message = r'ray is not installed: pip install "rollout\[ray\]"'
+    with pytest.raises(ImportError, match=message):
+        start()
+
+
+@pytest.fixture(scope="module")
+def path_of_cases():
+    """Actors find what the tests share."""
+    with pytest.MonkeyPatch.context() as patch:
+        path = [str(SUPPORT), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def ray(path_of_cases):
+    ray = pytest.importorskip("ray")
+    remote._init(ray, num_cpus=2)
+    yield ray
+    ray.shutdown()
+
+
+def wait_until(is_true):
+    deadline = time.monotonic() + 30
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert is_true()
+
+
+def is_alive(pid):
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    except FileNotFoundError:
+        return False
+    return state.split()[0] != "Z"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("path_of_cases")
+def test_ray_that_is_started_here_is_ended_in_silence(tmp_path):
+    pytest.importorskip("ray")
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=SUPPORT)
+    assert (run.stdout, run.stderr) == ("False True\n", "")
+    wait_until(lambda: not any(map(is_alive, pids_in(tmp_path))))
+
+
+def pids_in(folder):
+    return {int(path.name) for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+# Ray leaves sockets and files to the garbage collector.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+class TestWithRay:
+    @pytest.mark.parametrize("make", [cases.on_host, cases.in_jax])
+    def test_batches_are_those_of_collectors_with_keys_of_their_own(self, ray, make):
+        with start(make, total_steps=8 * B * T) as batches:
+            some = list(batches)
+            assert batches.stats == (8, 8 * B * T, 0, 0, 0)
+        assert_batches(some, make)
+        assert not some[0].trajectory.reward.flags.writeable
+
+    def test_params_reach_all_actors(self, ray):
+        params = jnp.zeros(100_000)
+        with start(params=params, max_params_lag=2) as batches:
+            versions = []
+            for version in range(1, 9):
+                versions.append(next(batches).params_version)
+                batches.set_params(params)
+                assert version - 1 - versions[-1] <= 2
+        assert versions[0] == 0
+        assert versions[-1] > 0
+
+    def test_typed_keys_travel(self, ray):
+        with start(cases.keyed, num_actors=1) as batches:
+            key = next(batches).trajectory.extras["key"]
+        want = jax.random.split(jax.random.key(5), B)
+        same = jax.random.key_data(key) == jax.random.key_data(want)[None]
+        assert key.shape == (T, B)
+        assert same.all()
+
+    def test_killed_actor_is_replaced_and_the_others_go_on(self, ray, tmp_path, caplog):
+        make = functools.partial(cases.noted, tmp_path)
+        with start(make, total_steps=30 * B * T) as batches:
+            some = take(batches, 10)
+            before = pids_in(tmp_path)
+            os.kill(min(before), signal.SIGKILL)
+            some += list(batches)
+            assert batches.stats.collect_batches == 30
+            assert batches.stats.lost_fragments == batches.stats.restarts == 1
+        assert {batch.actor for batch in some} <= {0, 1, 2}
+        assert_batches(some, cases.on_host)
+        assert "is replaced after" in caplog.text
+        wait_until(lambda: not any(map(is_alive, before)))
+
+    def test_mistake_is_raised_with_its_message(self, ray):
+        with pytest.raises(RuntimeError, match="LookupError: there is no such game"):
+            next(start(cases.failing))
+
+    def test_close_leaves_no_actor_and_lets_ray_run(self, ray, tmp_path):
+        with start(functools.partial(cases.noted, tmp_path)) as batches:
+            wait_until(lambda: len(pids_in(tmp_path)) == 2)
+            next(batches)
+        assert ray.is_initialized()
+        wait_until(lambda: not any(map(is_alive, pids_in(tmp_path))))
