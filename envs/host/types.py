@@ -81,7 +81,7 @@ class HostVectorEnv(Protocol):
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
         """Starts an episode in some environments, each from a seed of its own.
 
-        One that is under way is reset when it has answered, and the answer is dropped.
+        None of them may be under way, unless there is a `batch_size`.
 
         Args:
             seeds: `[E]` uint32; read where `mask`.
@@ -106,7 +106,8 @@ class HostVectorEnv(Protocol):
 class AsyncHostVectorEnv(HostVectorEnv, Protocol):
     """A `HostVectorEnv` that can step some of its environments while others work.
 
-    One that hands over a fixed number at a time has it as `batch_size`.
+    One that hands over a fixed number at a time has it as `batch_size`; a reset of all
+    its environments drops what is under way.
     """
 
     def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from rollout import checks
 from rollout.host.collector import HostCollector
 from rollout.host.faults import Faults
 from rollout.host.rows import Rows
-from rollout.host.run import ActFn, At, Run
+from rollout.host.run import ActFn, At, Causes, Run
 from rollout.host.seats import Seats
 from rollout.types import Accumulator, Accumulators, Policy, Transition
 
@@ -108,6 +108,8 @@ class AsyncCollector(HostCollector):
         return self.num_ready
 
     def _make_run(self, key: chex.PRNGKey) -> Run:
+        if isinstance(self._run, _AsyncRun):
+            self._run.drain()
         wait = self.num_ready, self._timeout
         return _AsyncRun(self.env, self._program.act, key, self._faults, *wait)
 
@@ -177,7 +179,24 @@ class _AsyncRun(Run):
     ) -> tuple[HostStep, At]:
         del is_random  # unused: nobody knows which steps come first
         self._send(params, seats)
-        num_ready = min(self._num_ready, int(self._works.sum()))
+        result, env_id = self._receive(min(self._num_ready, int(self._works.sum())))
+        self._waits[env_id] = True
+        _put(self.obs, env_id, result.obs)
+        if not rows.num:
+            self._served.clear()
+        self._served.append(env_id)
+        for name, field in zip(_CHOSEN, self._chosen, strict=True):
+            rows.write(name, jax.tree.map(lambda x: x[env_id], field))
+        rows.write("info", self._info(result, env_id))
+        return result, env_id
+
+    def drain(self) -> None:
+        """Waits for what is under way, and drops it."""
+        count = int(self._works.sum())
+        if count and not hasattr(self._env, "batch_size"):
+            self._receive(count)
+
+    def _receive(self, num_ready: int) -> tuple[HostStep, np.ndarray]:
         try:
             result, env_id = self._env.receive(num_ready, self._timeout)
         except TimeoutError as error:
@@ -188,15 +207,15 @@ class _AsyncRun(Run):
         except BaseException:
             self._is_torn = True
             raise
-        self._works[env_id], self._waits[env_id] = False, True
-        _put(self.obs, env_id, result.obs)
-        if not rows.num:
-            self._served.clear()
-        self._served.append(env_id)
-        for name, field in zip(_CHOSEN, self._chosen, strict=True):
-            rows.write(name, jax.tree.map(lambda x: x[env_id], field))
-        rows.write("info", self._info(result, env_id))
+        self._works[env_id] = False
         return result, env_id
+
+    def _reset(
+        self, lane: np.ndarray, episode_id: np.ndarray, begun: np.ndarray
+    ) -> Causes:
+        if self._works[lane].any():  # only where all lanes begin anew
+            self.drain()
+        return super()._reset(lane, episode_id, begun)
 
     def _send(self, params: Any, seats: Seats | None) -> None:
         """Chooses for all that wait, and sends them on; idle ones wait on."""

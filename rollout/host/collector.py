@@ -173,6 +173,7 @@ class HostCollector:
         One that is lost to a fault is among them, with `mask` False and all else zero.
         """
         num_episodes = checks.count("num_episodes", num_episodes)
+        max_steps = checks.count("max_steps", max_steps, most=None)
         if min_steps is not None:
             min_steps = checks.count("min_steps", min_steps)
         seats = self._make_queue(carry, params, num_episodes, min_steps)
@@ -183,6 +184,7 @@ class HostCollector:
     ) -> tuple[Carry, Episodes]:
         """Plays episodes of every lane; see `Collector.collect_episodes_per_env`."""
         episodes_per_env = checks.count("episodes_per_env", episodes_per_env)
+        max_steps = checks.count("max_steps", max_steps, most=None)
         self._begin(carry, params)
         lane = np.arange(self.env.num_envs)
         seats = Seats(
@@ -205,6 +207,7 @@ class HostCollector:
     ) -> tuple[Carry, Acc, Episodes]:
         """Folds each transition of `num_episodes`; see `Collector.fold_episodes`."""
         num_episodes = checks.count("num_episodes", num_episodes)
+        max_steps = checks.count("max_steps", max_steps, most=None)
         checks.function("fn", fn)
         seats = self._make_queue(carry, params, num_episodes, None)
 
@@ -422,14 +425,13 @@ class HostCollector:
         consume: Callable[[Rows], None],
     ) -> tuple[Carry, Episodes]:
         """Plays the episodes of `seats`, and hands every block of rows to `consume`."""
-        limit, run = checks.count("max_steps", max_steps, most=None), self._run
-        self._seats = seats
+        run, self._seats = self._run, seats
         everywhere = np.ones(self.env.num_envs, bool)
         after = seats.after(run.lanes)
         run.begin(everywhere, seats.episode_id, seats)
         while not seats.is_over:
             self._rows = self._make_rows(_BLOCK)
-            run.play(params, self._rows, limit=limit, seats=seats)
+            run.play(params, self._rows, limit=max_steps, seats=seats)
             consume(self._rows)
         episodes = seats.read()
         self._next_episode += seats.num_queued

@@ -94,6 +94,8 @@ class Guard:
         """`[E]` bool, where an observation is none of the space; None: nowhere."""
         leaves = [obs] if isinstance(obs, np.ndarray) else jax.tree.leaves(obs)
         bad = None
+        if len(leaves) != len(self._bounds):
+            return None  # a space of a kind of its own, of which nothing is known
         for leaf, bounds in zip(leaves, self._bounds, strict=True):
             if bounds is None:
                 continue
@@ -119,9 +121,10 @@ def _bounds_of(space: Any) -> tuple[np.ndarray, np.ndarray] | None:
     """The smallest and the largest value; None if the dtype has no others."""
     dtype = np.dtype(space.dtype)
     if hasattr(space, "n"):
-        return np.asarray(space.start, dtype), np.asarray(
-            space.start + space.n - 1, dtype
-        )
+        bounds = space.start, space.start + space.n - 1
+        return tuple(np.asarray(x, dtype) for x in bounds)
+    if not hasattr(space, "low"):
+        return None
     low, high = np.asarray(space.low), np.asarray(space.high)
     if dtype.kind == "b":
         return None

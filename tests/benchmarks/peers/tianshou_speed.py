@@ -8,14 +8,10 @@ log-probabilities are recorded: its PPO computes them from the batch afterwards.
     python tianshou_speed.py
 """
 
-import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable
-from importlib import metadata
 
 import gymnasium
+import timing
 import torch
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
 from tianshou.data import Collector, VectorReplayBuffer
@@ -54,43 +50,5 @@ def make_program() -> Callable[[], int]:
     return collect
 
 
-def main() -> None:
-    """Prints one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--warmup", type=int, default=2_000)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    # More threads are slower: the network is tiny.
-    torch.set_num_threads(args.threads)
-    collect = make_program()
-    run(collect, args.warmup)
-    taken, num_steps = [], 0
-    for _ in range(args.repeats):
-        start = time.perf_counter()
-        num_steps = run(collect, args.steps)
-        taken.append(time.perf_counter() - start)
-    result = {
-        "peer": "tianshou",
-        "version": metadata.version("tianshou"),
-        "gymnasium": gymnasium.__version__,
-        "torch": torch.__version__,
-        "num_envs": NUM_ENVS,
-        "steps": num_steps,
-        "seconds": [round(x, 4) for x in taken],
-        "steps_per_second": round(num_steps / statistics.median(taken)),
-    }
-    print(json.dumps(result))
-
-
-def run(collect: Callable[[], int], num_steps: int) -> int:
-    """Collects batches until there are so many steps."""
-    collected = 0
-    while collected < num_steps:
-        collected += collect()
-    return collected
-
-
 if __name__ == "__main__":
-    main()
+    timing.report(make_program, "tianshou")

@@ -199,4 +199,6 @@ def test_what_is_refused():
         jax.jit(lambda p: collector.step(carry, p)[1].reward)(1.0)
     with pytest.raises(ValueError, match="`num_steps` must be"):
         collector.collect_steps(carry, None, 0)
+    with pytest.raises(ValueError, match="`max_steps` must be"):
+        collector.collect_episodes(carry, None, 3, max_steps=0)
     collector.step(carry, None)  # nothing has used it up
