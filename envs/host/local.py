@@ -13,6 +13,7 @@ from envs.host import checks, faults
 from envs.host.rows import (
     Rows,
     answer,
+    answer_all,
     flag,
     make_layout,
     number,
@@ -96,7 +97,6 @@ class LocalEnvs:
             for key, space in spaces.items()
         ]
         self._blank = pick(self.layout.make(1, np.zeros).info, 0)
-        self._fine = np.zeros(self.num_envs, bool)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
         """Starts an episode in some environments, each from a seed of its own.
@@ -130,20 +130,7 @@ class LocalEnvs:
         checks.length("action", actions, self.num_envs)
         for at, one in enumerate(actions):
             self.advance(at, one)
-        rows, broken = self._rows, self._broken
-        faulty = self._fine
-        if broken:
-            faulty = np.zeros(self.num_envs, bool)
-            faulty[list(broken)] = True
-        return HostStep(
-            obs=rows.obs,
-            reward=rows.reward,
-            terminated=rows.terminated,
-            truncated=rows.truncated,
-            faulty=faulty,
-            info=rows.info,
-            causes=dict(broken),
-        )
+        return answer_all(self._rows, self._broken)
 
     def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:
         """Takes a step in some environments, at once.

@@ -65,6 +65,22 @@ def make_layout(
     return Layout(with_info(obs, observe_info), action, space_like(record_info or {}))
 
 
+def answer_all(rows: Rows, broken: Mapping[int, BaseException]) -> HostStep:
+    """What all environments answered; views of their memory, apart from `faulty`."""
+    faulty = np.zeros(len(rows.reward), bool)
+    if broken:
+        faulty[list(broken)] = True
+    return HostStep(
+        obs=rows.obs,
+        reward=rows.reward,
+        terminated=rows.terminated,
+        truncated=rows.truncated,
+        faulty=faulty,
+        info=rows.info,
+        causes=dict(broken),
+    )
+
+
 def answer(
     rows: Rows, answered: Sequence[tuple[int, BaseException | None]]
 ) -> tuple[HostStep, np.ndarray]:

@@ -17,7 +17,7 @@ import numpy as np
 from envs import checks as counts
 from envs.host import checks, faults, memory, worker
 from envs.host.crew import Crew, Link, preload
-from envs.host.rows import answer, make_layout, put
+from envs.host.rows import answer, answer_all, make_layout, put
 from envs.host.types import EnvFault, HostStep
 from envs.types import Space
 
@@ -159,19 +159,7 @@ class WorkerEnvs:
         for link in alive:
             self._crew.ask(link, "step")
         self._gather(alive)
-        rows, broken = self._rows, self._crew.broken
-        faulty = np.zeros(self.num_envs, bool)
-        if broken:
-            faulty[list(broken)] = True
-        return HostStep(
-            obs=rows.obs,
-            reward=rows.reward,
-            terminated=rows.terminated,
-            truncated=rows.truncated,
-            faulty=faulty,
-            info=rows.info,
-            causes=dict(broken),
-        )
+        return answer_all(self._rows, self._crew.broken)
 
     def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:
         """Begins a step in some environments.
