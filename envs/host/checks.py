@@ -70,11 +70,12 @@ def reset(seeds: Any, mask: Any, num_envs: int) -> list[int]:
 def masked(mask: Any, num_envs: int) -> list[int]:
     """Refuses what is no mask of at least one; returns which it has."""
     mask = np.asarray(mask)
-    if mask.shape != (num_envs,) or mask.dtype != bool or not mask.any():
+    which = mask.nonzero()[0].tolist() if mask.shape == (num_envs,) else []
+    if not which or mask.dtype != bool:
         raise ValueError(
             f"`mask` must be [{num_envs}] bool with at least one True, got {mask!r}."
         )
-    return np.flatnonzero(mask).tolist()
+    return which
 
 
 def same_spaces(first: tuple[Any, Any], other: tuple[Any, Any], number: int) -> None:

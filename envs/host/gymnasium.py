@@ -108,6 +108,7 @@ class _VectorEnv:
             self._shown, own = rows.obs["info"], own.spaces["obs"]
         self._cast = _caster(own)
         self._fine = np.zeros(self.num_envs, bool)
+        self._every = ~self._fine
         self._ended: np.ndarray | None = None  # None before the first reset
         self._obs: chex.ArrayTree = None
 
@@ -127,9 +128,7 @@ class _VectorEnv:
         if self._resets_itself and not every:
             self._check_ended(mask)
             return self._obs
-        seed = (
-            [int(seed) for seed in seeds] if self._seeds_each else int(seeds[which[0]])
-        )
+        seed = seeds.tolist() if self._seeds_each else int(seeds[which[0]])
         options = {} if every else {"options": {"reset_mask": np.array(mask)}}
         obs, info = self._env.reset(seed=seed, **options)
         if every:
@@ -139,20 +138,22 @@ class _VectorEnv:
         return self._observe(obs, info, mask)
 
     def step(self, action: chex.ArrayTree) -> HostStep:
-        began = self._ended if self._resets_itself else None
-        action = self._batch(action)
+        mask, action = None, self._batch(action)
         obs, reward, terminated, truncated, info = self._env.step(action)
-        self._ended = terminated | truncated
+        if self._resets_itself:
+            if np.count_nonzero(self._ended):
+                mask = ~self._ended
+            self._ended = terminated | truncated
         for key, rows in self._info.items():
             _read(rows, info, key)
         return HostStep(
-            obs=self._observe(obs, info, ~self._fine),
+            obs=self._observe(obs, info, self._every),
             reward=np.asarray(reward).astype(np.float32, copy=False),
             terminated=terminated,
             truncated=truncated,
             faulty=self._fine,
             info=self._info,
-            mask=~began if began is not None and began.any() else None,
+            mask=mask,
         )
 
     def close(self) -> None:
@@ -160,7 +161,7 @@ class _VectorEnv:
             self._env.close()
 
     def _check_ended(self, mask: np.ndarray) -> None:
-        going = np.flatnonzero(mask & ~self._ended)
+        going = (mask & ~self._ended).nonzero()[0]
         if going.size:
             raise ValueError(
                 "`mask` must be True only where the episode is over, as environments "

@@ -210,12 +210,10 @@ class _AsyncRun(Run):
         self._works[env_id] = False
         return result, env_id
 
-    def _reset(
-        self, lane: np.ndarray, episode_id: np.ndarray, begun: np.ndarray
-    ) -> Causes:
+    def _reset(self, lane: np.ndarray, mask: np.ndarray, begun: np.ndarray) -> Causes:
         if self._works[lane].any():  # only where all lanes begin anew
             self.drain()
-        return super()._reset(lane, episode_id, begun)
+        return super()._reset(lane, mask, begun)
 
     def _send(self, params: Any, seats: Seats | None) -> None:
         """Chooses for all that wait, and sends them on; idle ones wait on."""

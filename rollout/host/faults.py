@@ -101,7 +101,7 @@ class Guard:
                 continue
             # Bounds are finite, so what is not finite is outside of them.
             inside = (leaf >= bounds[0]) & (leaf <= bounds[1])
-            if not inside.all():
+            if np.count_nonzero(inside) < inside.size:
                 here = ~inside.reshape(len(leaf), -1).all(axis=1)
                 bad = here if bad is None else bad | here
         return bad

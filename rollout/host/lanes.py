@@ -4,6 +4,7 @@ import chex
 import jax
 import numpy as np
 
+from rollout.host.rows import views_of
 from rollout.kernel import episode_keys
 from rollout.types import Episode
 
@@ -14,6 +15,7 @@ class Lanes:
     """What is known of the episode that each of `E` lanes is in.
 
     Attributes:
+        episodes: `[3, E]` int32, the memory of the next three, see `rows.views_of`.
         episode_id: `[E]` int32, as `Episode` has it.
         episode_return: `[E]` float32, so far.
         episode_length: `[E]` int32, so far.
@@ -24,10 +26,12 @@ class Lanes:
 
     def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs
-        self.episode_id = np.arange(num_envs, dtype=np.int32)
+        self.episodes = np.zeros((3, num_envs), np.int32)
+        self.episode_id, self.episode_return, self.episode_length = views_of(
+            self.episodes
+        )
+        self.episode_id[:] = np.arange(num_envs)
         self.own_id = self.episode_id.copy()  # of the last episode of the lane's own
-        self.episode_return = np.zeros(num_envs, np.float32)
-        self.episode_length = np.zeros(num_envs, np.int32)
         self.over, self.any_over = np.ones(num_envs, bool), True
         self.first_row = np.zeros(num_envs, np.int64)
 
@@ -44,10 +48,9 @@ class Lanes:
 
     def put_back(self, episode: Episode) -> None:
         """Takes what `snapshot` gave."""
-        self.episode_id = np.array(episode.episode_id)
-        self.own_id = self.episode_id.copy()
-        self.episode_return = np.array(episode.episode_return)
-        self.episode_length = np.array(episode.episode_length)
+        self.own_id[:] = self.episode_id[:] = episode.episode_id
+        self.episode_return[:] = episode.episode_return
+        self.episode_length[:] = episode.episode_length
 
     def next_own(self) -> np.ndarray:
         """`[E]` int32, the ids of the lanes' next own episodes."""
@@ -84,7 +87,7 @@ class Seeds:
     def _of_own(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
         number = episode_id // self._num_envs
         row = number - self._first[lane]
-        if row.min() < 0 or row.max() >= len(self._own):
+        if not _are_rows(row, self._own):
             self._first[lane] = number  # lanes that are not asked for stay behind
             later = self._first + np.arange(_AHEAD)[:, None]
             self._own = self._draw(later * self._num_envs + self._lane)
@@ -94,7 +97,7 @@ class Seeds:
     def _of_queue(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
         position = -1 - episode_id
         row = position - self._queue_first
-        if row.min() < 0 or row.max() >= len(self._queue):
+        if not _are_rows(row, self._queue):
             self._queue_first = int(position.min())
             # In the shape of those of the lanes' own: one program draws both.
             later = np.arange(_AHEAD * self._num_envs).reshape(_AHEAD, -1)
@@ -104,6 +107,12 @@ class Seeds:
 
     def _draw(self, episode_id: np.ndarray) -> np.ndarray:
         return np.asarray(_seeds(self._key, episode_id.astype(np.int32)))
+
+
+def _are_rows(row: np.ndarray, table: np.ndarray) -> bool:
+    """Whether a table has all of these rows."""
+    row = row.tolist()  # often a single one, for which NumPy's ways are long
+    return min(row) >= 0 and max(row) < len(table)
 
 
 @jax.jit

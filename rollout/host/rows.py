@@ -31,9 +31,10 @@ class Rows:
         self.terminated = np.zeros(shape, bool)
         self.truncated = np.zeros(shape, bool)
         self.mask = np.zeros(shape, bool)
-        self.episode_id = np.zeros(shape, np.int32)
-        self.episode_return = np.zeros(shape, np.float32)
-        self.episode_length = np.zeros(shape, np.int32)
+        self._episodes = np.zeros((3, *shape), np.int32)
+        self.episode_id, self.episode_return, self.episode_length = views_of(
+            self._episodes
+        )
         self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
 
     def write(self, name: str, tree: chex.ArrayTree) -> chex.ArrayTree:
@@ -49,6 +50,25 @@ class Rows:
         for array, leaf in zip(arrays, leaves, strict=True):
             array[self.num, : len(leaf)] = leaf
         return structure.unflatten([array[self.num] for array in arrays])
+
+    def end(
+        self,
+        reward: np.ndarray,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        mask: np.ndarray,
+        episodes: np.ndarray,
+    ) -> None:
+        """Writes what is known of the row under way only when it is over.
+
+        All are `[B]` or fewer, `episodes` `[3, B]` or fewer, see `views_of`.
+        """
+        row, columns = self.num, slice(len(reward))
+        self.reward[row, columns] = reward
+        self.terminated[row, columns] = terminated
+        self.truncated[row, columns] = truncated
+        self.mask[row, columns] = mask
+        self._episodes[:, row, columns] = episodes
 
     def void(self, row: Any, column: Any) -> int:
         """Voids what stands there, by any index; tells how much of it was data."""
@@ -77,6 +97,15 @@ class Rows:
         leaves, structure = jax.tree.flatten(tree)
         arrays = [np.zeros(self._shape + x.shape[1:], x.dtype) for x in leaves]
         return None if isinstance(tree, np.ndarray) else structure, arrays
+
+
+def views_of(episodes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids, returns and lengths in one array, `[3, ...]` int32, so that one copy does.
+
+    Returns are float32 in the same bits.
+    """
+    episode_id, episode_return, episode_length = episodes
+    return episode_id, episode_return.view(np.float32), episode_length
 
 
 _FLAT = frozenset(Transition.__dataclass_fields__) - {*_TREES, "accumulated"}
