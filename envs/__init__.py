@@ -21,6 +21,7 @@ from envs.multi_agent import (
     MultiAgentInfo,
     MultiAgentStep,
 )
+from envs.recommendation import LeaveByCategory, LeaveByDistance, RecommendationEnv
 from envs.registry import env_ids, make, make_agents, make_vec
 from envs.render import can_render, expose_state, render_gif
 from envs.spaces import Box, Dict, Discrete, Repeated, Tuple
@@ -32,7 +33,10 @@ from envs.vectorize import vectorize, vectorize_each
 from envs.wrappers import (
     ActionRepeat,
     EndOnFault,
+    ForceLength,
     FrameStack,
+    History,
+    NoRepeat,
     NormalizeObs,
     NormalizeReward,
     ObserveInfo,
@@ -55,17 +59,23 @@ __all__ = [
     "Env",
     "EnvFault",
     "EnvStep",
+    "ForceLength",
     "FrameStack",
+    "History",
     "HostStep",
     "HostVectorEnv",
     "Lanes",
+    "LeaveByCategory",
+    "LeaveByDistance",
     "MultiAgentEnv",
     "MultiAgentInfo",
     "MultiAgentStep",
+    "NoRepeat",
     "NormalizeObs",
     "NormalizeReward",
     "ObserveInfo",
     "ObservePrevious",
+    "RecommendationEnv",
     "Repeated",
     "RescaleAction",
     "Space",

@@ -47,9 +47,11 @@ from rollout.multi_agent import (
     summarize_agents,
 )
 from rollout.policies import (
+    choose_items,
     epsilon_greedy,
     gaussian_noise,
     greedy,
+    item_policy,
     ornstein_uhlenbeck,
     random_policy,
     random_warmup,
@@ -57,6 +59,12 @@ from rollout.policies import (
     stateless_policy,
 )
 from rollout.profiling import Profile, profile
+from rollout.recommendation import (
+    Catalogue,
+    RecommendationStats,
+    evaluate_settings,
+    recommendation_settings,
+)
 from rollout.stats import (
     CollectStats,
     Finished,
@@ -90,6 +98,7 @@ __all__ = [
     "AsyncCollector",
     "Batch",
     "Carry",
+    "Catalogue",
     "CollectStats",
     "Collector",
     "Episode",
@@ -108,6 +117,7 @@ __all__ = [
     "PolicyStep",
     "Population",
     "Profile",
+    "RecommendationStats",
     "RemoteBatch",
     "RemoteBatches",
     "RemoteStats",
@@ -119,9 +129,11 @@ __all__ = [
     "agent_transitions",
     "by_env",
     "checkpoint",
+    "choose_items",
     "discounted_returns",
     "epsilon_greedy",
     "evaluate",
+    "evaluate_settings",
     "finished",
     "fixed_mapping",
     "for_policy",
@@ -129,6 +141,7 @@ __all__ = [
     "gaussian_noise",
     "greedy",
     "init_agent_transitions",
+    "item_policy",
     "lambda_returns",
     "log_stats",
     "minibatches",
@@ -139,6 +152,7 @@ __all__ = [
     "profile",
     "random_policy",
     "random_warmup",
+    "recommendation_settings",
     "recurrent_policy",
     "remote_batches",
     "shard",

@@ -146,6 +146,56 @@ class TimeLimit(Wrapper):
 
 
 @struct.dataclass
+class ForceLength(Wrapper):
+    """Ends every episode after exactly `num_steps` steps, as a truncation.
+
+    The environment's own endings change nothing: it is stepped on, so it must go on
+    after one, as `RecommendationEnv` does. `info` must be a dict, and gains `left`,
+    `()` bool: whether it has ended by itself, at this step or before.
+
+    Attributes:
+        env: the environment.
+        num_steps: length of every episode in steps, an int of at least 1.
+
+    Raises:
+        ValueError: if `num_steps` is not an int of at least 1.
+    """
+
+    num_steps: int = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.count("num_steps", self.num_steps)
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Starts an episode: `(state, obs)`."""
+        state, obs = self.env.reset(key)
+        memory = jnp.zeros((), jnp.int32), jnp.bool_(False)
+        return WrapperState(env_state=state, memory=memory), obs
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step.
+
+        Raises:
+            ValueError: while tracing, if `info` is not a dict, or has a `left`.
+        """
+        result = self.env.step(key, state.env_state, action)
+        num_taken, has_left = state.memory
+        num_taken, has_left = (
+            num_taken + 1,
+            has_left | result.terminated | result.truncated,
+        )
+        return result.replace(
+            state=WrapperState(env_state=result.state, memory=(num_taken, has_left)),
+            terminated=jnp.zeros_like(result.terminated),
+            truncated=num_taken >= self.num_steps,
+            info=_with(result.info, "left", has_left),
+        )
+
+
+@struct.dataclass
 class RescaleAction(Wrapper):
     """Lets the policy act on a scale of its own, mapped to the environment's bounds.
 
@@ -225,11 +275,6 @@ class EndOnFault(Wrapper):
             ValueError: while tracing, if `info` is not a dict, or has a `faulty`.
         """
         result = self.env.step(key, state.env_state, action)
-        if not isinstance(result.info, dict) or "faulty" in result.info:
-            raise ValueError(
-                "`info` must be a dict without `faulty`, got "
-                f"{jax.tree.structure(result.info)}."
-            )
         faulty = jnp.bool_(False)
         for x in map(jnp.asarray, jax.tree.leaves((result.obs, result.reward))):
             if jnp.issubdtype(x.dtype, jnp.floating):
@@ -243,7 +288,7 @@ class EndOnFault(Wrapper):
             reward=jnp.where(faulty, 0.0, result.reward),
             terminated=result.terminated & ~faulty,
             truncated=result.truncated | faulty,
-            info={**result.info, "faulty": faulty},
+            info=_with(result.info, "faulty", faulty),
         )
 
 
@@ -311,6 +356,15 @@ class TransformReward(Wrapper):
         if reward.shape:
             raise ValueError(f"`fn` must return a scalar, got shape {reward.shape}.")
         return result.replace(reward=reward.astype(jnp.float32))
+
+
+def _with(info: chex.ArrayTree, name: str, value: jax.Array) -> dict[str, Any]:
+    """Puts a value next to what the environment says."""
+    if not isinstance(info, dict) or name in info:
+        raise ValueError(
+            f"`info` must be a dict without `{name}`, got {jax.tree.structure(info)}."
+        )
+    return {**info, name: value}
 
 
 def _cast(result: EnvStep) -> EnvStep:

@@ -7,12 +7,15 @@ from rollout.policies.basic import (
     stateless_policy,
 )
 from rollout.policies.exploration import epsilon_greedy, random_warmup
+from rollout.policies.items import choose_items, item_policy
 from rollout.policies.noise import gaussian_noise, ornstein_uhlenbeck
 
 __all__ = [
+    "choose_items",
     "epsilon_greedy",
     "gaussian_noise",
     "greedy",
+    "item_policy",
     "ornstein_uhlenbeck",
     "random_policy",
     "random_warmup",

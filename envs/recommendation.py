@@ -1,0 +1,296 @@
+"""Recommending items to users, one after the other, until they have enough.
+
+A user is drawn, the policy recommends items, and the reward is what the user thinks of
+each. Users leave when what they are shown becomes monotonous; `LeaveByCategory` and
+`LeaveByDistance` are the rules of the field. `NoRepeat`, `ForceLength` and `History`
+among the wrappers, `rollout.item_policy` and `rollout.evaluate_settings` do the rest.
+
+Source:
+    "EasyRL4Rec: An Easy-to-use Library for Reinforcement Learning Based Recommender
+    Systems", arXiv:2402.15164, section 3.2, without the faults of its environments.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from envs import checks, keys
+from envs.spaces import Box, Dict, Discrete
+from envs.types import EnvStep, Space
+
+FeedbackFn = Callable[[jax.Array, jax.Array], jax.Array]  # user, item: () to () float32
+
+
+class LeaveRule(Protocol):
+    """When users leave: a pytree."""
+
+    window: int  # W, of how many items before it the rule is told
+
+    def leaves(self, item: jax.Array, last: jax.Array, mask: jax.Array) -> jax.Array:
+        """Tells whether the user leaves after an item, `()` bool.
+
+        Args:
+            item: `()` int32.
+            last: `[W]` int32, the items before it, in any order.
+            mask: `[W]` bool, which of them are there: fewer at the start.
+        """
+
+
+@struct.dataclass
+class LeaveByCategory:
+    """A user leaves if a category of the item was on too many of the last ones.
+
+    That is, on more than `threshold` of the `window` items before it.
+
+    Attributes:
+        categories: `[I, C]` bool, the categories of each item.
+        window: W, items that count, an int of at least 1.
+        threshold: how many of them may share a category with the item, an int.
+
+    Raises:
+        ValueError: if an argument is not as above.
+
+    Source:
+        The environments KuaiRec and KuaiRand of EasyRL4Rec, arXiv:2402.15164.
+    """
+
+    categories: jax.Array  # [I, C]
+    window: int = struct.field(pytree_node=False)
+    threshold: int = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        checks.count("window", self.window)
+        checks.integer("threshold", self.threshold)
+        if _is_known(self.categories):
+            _check_table("categories", self.categories, "[I, C] bool", "b")
+
+    @property
+    def num_items(self) -> int:
+        """I, of how many items the rule knows."""
+        return self.categories.shape[0]
+
+    def leaves(self, item: jax.Array, last: jax.Array, mask: jax.Array) -> jax.Array:
+        """Tells whether the user leaves after an item, `()` bool."""
+        counts = jnp.sum(self.categories[last] & mask[:, None], axis=0, dtype=jnp.int32)
+        return jnp.any(self.categories[item] & (counts > self.threshold))
+
+
+@struct.dataclass
+class LeaveByDistance:
+    """A user leaves if the item is too close to one of the last ones.
+
+    That is, if the distance of their features is below `threshold` for one of the
+    `window` items before it.
+
+    Attributes:
+        features: `[I, F]` float32, where each item lies; distances are Euclidean.
+        window: W, items that count, an int of at least 1.
+        threshold: in the units of the features.
+
+    Raises:
+        ValueError: if an argument is not as above.
+
+    Source:
+        The environments Coat and Yahoo! R3 of EasyRL4Rec, arXiv:2402.15164.
+    """
+
+    features: jax.Array  # [I, F]
+    window: int = struct.field(pytree_node=False)
+    threshold: jax.typing.ArrayLike
+
+    def __post_init__(self) -> None:
+        checks.count("window", self.window)
+        if _is_known(self.features):
+            _check_table("features", self.features, "[I, F] of floats", "f")
+
+    @property
+    def num_items(self) -> int:
+        """I, of how many items the rule knows."""
+        return self.features.shape[0]
+
+    def leaves(self, item: jax.Array, last: jax.Array, mask: jax.Array) -> jax.Array:
+        """Tells whether the user leaves after an item, `()` bool."""
+        difference = self.features[last] - self.features[item]
+        distance = jnp.sqrt(jnp.sum(difference**2, axis=-1))
+        return jnp.any(mask & (distance < self.threshold))
+
+
+@struct.dataclass(kw_only=True)
+class RecommendationState:
+    """Where a user stands.
+
+    Attributes:
+        user: `()` int32.
+        last: `[W]` int32, what the rule reads: the last items, that of turn t at place
+            t modulo W.
+        turn: `()` int32, items that were recommended.
+    """
+
+    user: jax.Array  # ()
+    last: jax.Array  # [W]
+    turn: jax.Array  # ()
+
+
+@struct.dataclass
+class RecommendationEnv:
+    """Users, of whom one is drawn for each episode, and what they think of items.
+
+    The action is an item; the reward is the feedback of the user. The observation is
+    `{"user": () int32, "item": () int32, "mask": [I] bool}`: the user, the last item,
+    and which items may be recommended, here all. Before the first item `item` is the
+    number I, which is none. An episode terminates when the user leaves and is truncated
+    after `max_turn` items.
+
+    An action that is no item gives the reward NaN, which `num_nonfinite` counts;
+    outside of `jit` it is an error.
+
+    Attributes:
+        feedback: `[U, I]` float32, what each user thinks of each item; or a pure
+            function of user and item, `()` int32 each, to that, `()` float32.
+        leave: when users leave; None if they never do.
+        max_turn: items after which an episode is truncated, an int of at least 1.
+        random_first: whether `item` is a random one at first. It counts for no rule.
+        num_users: U, if `feedback` is a function.
+        num_items: I, if `feedback` is a function.
+
+    Raises:
+        ValueError: if `feedback` is not `[U, I]` of finite floats, or an argument is
+            not as above; if `leave` knows of another number of items.
+    """
+
+    feedback: jax.Array | FeedbackFn  # [U, I]
+    leave: LeaveRule | None = None
+    max_turn: int = struct.field(pytree_node=False, default=100)
+    random_first: bool = struct.field(pytree_node=False, default=False)
+    num_users: int | None = struct.field(pytree_node=False, default=None)
+    num_items: int | None = struct.field(pytree_node=False, default=None)
+
+    def __post_init__(self) -> None:
+        checks.count("max_turn", self.max_turn)
+        if _is_known(self.feedback):
+            _check_feedback(self.feedback)
+            self._set("feedback", jnp.asarray(self.feedback, jnp.float32))
+            num_users, num_items = self.feedback.shape[-2:]
+            self._set("num_users", num_users)
+            self._set("num_items", num_items)
+        elif callable(self.feedback):
+            checks.count("num_users", self.num_users)
+            checks.count("num_items", self.num_items)
+            # A function is no array, so it is a part of the structure.
+            self._set("feedback", jax.tree_util.Partial(self.feedback))
+        else:
+            return  # a placeholder, with which jax builds pytrees
+        of_rule = getattr(self.leave, "num_items", self.num_items)
+        if of_rule != self.num_items:
+            raise ValueError(
+                f"`leave` must know of as many items as there are, {self.num_items}, "
+                f"got {of_rule}."
+            )
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of `obs`."""
+        return Dict(
+            {
+                "user": Discrete(self.num_users),
+                "item": Discrete(self.num_items + 1),
+                "mask": Box(False, True, (self.num_items,), jnp.dtype(bool)),
+            }
+        )
+
+    @property
+    def action_space(self) -> Discrete:
+        """Space of `action`: the items."""
+        return Discrete(self.num_items)
+
+    def reset(self, key: chex.PRNGKey) -> tuple[RecommendationState, chex.ArrayTree]:
+        """Draws a user: `(state, obs)`."""
+        user = _draw(keys.fold_in(key, 0), self.num_users)
+        item = jnp.int32(self.num_items)
+        if self.random_first:
+            item = _draw(keys.fold_in(key, 1), self.num_items)
+        window = 1 if self.leave is None else self.leave.window
+        state = RecommendationState(
+            user=user, last=jnp.zeros(window, jnp.int32), turn=jnp.zeros((), jnp.int32)
+        )
+        return state, self._observe(user, item)
+
+    def step(
+        self, key: chex.PRNGKey, state: RecommendationState, action: jax.Array
+    ) -> EnvStep:
+        """Recommends an item.
+
+        Raises:
+            ValueError: outside of `jit`, if `action` is no item.
+        """
+        del key  # unused: nothing is random but who comes
+        is_item = (action >= 0) & (action < self.num_items)
+        if _is_known(is_item) and not np.all(is_item):
+            raise ValueError(
+                f"`action` must be an item, from 0 to {self.num_items - 1}, got "
+                f"{action}."
+            )
+        item = jnp.asarray(action, jnp.int32)
+        window = state.last.shape[0]
+        leaves = jnp.bool_(False)
+        if self.leave is not None:
+            is_there = jnp.arange(window) < state.turn
+            leaves = self.leave.leaves(item, state.last, is_there)
+        turn = state.turn + 1
+        new = state.replace(
+            last=state.last.at[state.turn % window].set(item), turn=turn
+        )
+        reward = jnp.where(is_item, self._feedback_of(state.user, item), jnp.nan)
+        return EnvStep(
+            state=new,
+            obs=self._observe(state.user, item),
+            reward=reward.astype(jnp.float32),
+            terminated=leaves,
+            truncated=turn >= self.max_turn,
+            info={},
+        )
+
+    def _feedback_of(self, user: jax.Array, item: jax.Array) -> jax.Array:
+        if callable(self.feedback):
+            return jnp.asarray(self.feedback(user, item))
+        return self.feedback[user, item]
+
+    def _observe(self, user: jax.Array, item: jax.Array) -> dict[str, jax.Array]:
+        return {"user": user, "item": item, "mask": jnp.ones(self.num_items, bool)}
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _draw(key: chex.PRNGKey, num: int) -> jax.Array:
+    return keys.draw(key, 0, num - 1, (), jnp.int32)
+
+
+def _is_known(x: Any) -> bool:
+    """Whether it is an array with values: jax builds pytrees of other things, too."""
+    kinds = np.ndarray, np.generic, jax.Array
+    return isinstance(x, kinds) and not isinstance(x, jax.core.Tracer)
+
+
+def _check_feedback(feedback: Any) -> None:
+    """Refuses what is no table of finite numbers, and says where it is not."""
+    _check_table("feedback", feedback, "[U, I] of numbers", "biuf")
+    places = np.argwhere(~np.isfinite(np.asarray(feedback, np.float32)))
+    if len(places):
+        user, item = places[0][-2:]
+        raise ValueError(
+            f"`feedback` must be finite, got {np.asarray(feedback)[tuple(places[0])]} "
+            f"for user {user} and item {item}, and {len(places) - 1} more: "
+            "`envs.from_interactions` completes what is missing."
+        )
+
+
+def _check_table(name: str, table: Any, what: str, kinds: str) -> None:
+    # Rows of tables, as `vmap` over environments makes them, have an axis more.
+    if table.ndim < 2 or 0 in table.shape or np.dtype(table.dtype).kind not in kinds:
+        raise ValueError(f"`{name}` must be {what}, got {checks.describe(table)}.")

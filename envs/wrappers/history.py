@@ -1,0 +1,148 @@
+"""Wrappers that remember what was done in an episode; see `envs.wrappers`."""
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from envs import checks
+from envs.spaces import Box, Discrete, Repeated
+from envs.types import EnvStep, Space
+from envs.wrappers.base import Wrapper, WrapperState
+from envs.wrappers.spaces import TreeSpace, unbounded
+
+
+@struct.dataclass
+class NoRepeat(Wrapper):
+    """Says which actions were not taken in the episode yet: items not shown before.
+
+    If the observation is a dict with a `mask`, `[n]` bool, as that of
+    `RecommendationEnv`, the actions that were taken are taken out of it; any other
+    becomes `{"obs": obs, "mask": mask}`. The mask only says so: `rollout.item_policy`
+    and a `mask_fn` obey it. An episode may go on after the last action is used up.
+
+    Attributes:
+        env: an environment with discrete actions.
+        initial: whether the item that a dict observation has as `item` at the start,
+            as with `random_first`, counts as shown.
+
+    Raises:
+        ValueError: if the action space is not discrete.
+    """
+
+    initial: bool = struct.field(pytree_node=False, default=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if hasattr(self.env, "step") and not hasattr(self.env.action_space, "n"):
+            raise ValueError(
+                "`env` must have a discrete action space, got "
+                f"{type(self.env.action_space).__name__}."
+            )
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of `obs`."""
+        space, num = self.env.observation_space, self.env.action_space.n
+        if "mask" in getattr(space, "spaces", {}):
+            return space
+        mask = Box(False, True, (num,), jnp.dtype(bool))
+        return TreeSpace({"obs": space, "mask": mask})
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Starts an episode: `(state, obs)`."""
+        state, obs = self.env.reset(key)
+        mask = jnp.ones(self.env.action_space.n, bool)
+        if self.initial and isinstance(obs, dict) and "item" in obs:
+            mask = mask & (jnp.arange(mask.size) != obs["item"])
+        return WrapperState(env_state=state, memory=mask), _with_mask(obs, mask)
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step."""
+        result = self.env.step(key, state.env_state, action)
+        index = action - getattr(self.env.action_space, "start", 0)
+        mask = state.memory & (jnp.arange(state.memory.size) != index)
+        return result.replace(
+            state=WrapperState(env_state=result.state, memory=mask),
+            obs=_with_mask(result.obs, mask),
+        )
+
+
+@struct.dataclass
+class History(Wrapper):
+    """Shows the last actions and rewards of the episode, in the order of time.
+
+    The observation becomes `{"obs": obs, "actions": actions, "rewards": rewards,
+    "length": length}`: the last `window` actions, `[window, ...]`, with their rewards,
+    `[window]` float32, of which the first `length`, `()` int32, are there and the
+    others zero. What a policy reads that has no memory of its own.
+
+    Attributes:
+        env: the environment.
+        window: actions that are shown, an int of at least 1.
+
+    Raises:
+        ValueError: if `window` is not an int of at least 1.
+    """
+
+    window: int = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.count("window", self.window)
+
+    @property
+    def observation_space(self) -> Space:
+        """Space of `obs`; rewards are unbounded."""
+        rewards = jax.ShapeDtypeStruct((self.window,), jnp.float32)
+        return TreeSpace(
+            {
+                "obs": self.env.observation_space,
+                "actions": Repeated(self.env.action_space, self.window),
+                "rewards": unbounded(rewards),
+                "length": Discrete(self.window + 1),
+            }
+        )
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        """Starts an episode: `(state, obs)`."""
+        state, obs = self.env.reset(key)
+        kinds = jax.eval_shape(self.env.action_space.sample, jax.random.key(0))
+        memory = {
+            "actions": jax.tree.map(
+                lambda x: jnp.zeros((self.window, *x.shape), x.dtype), kinds
+            ),
+            "rewards": jnp.zeros(self.window, jnp.float32),
+            "length": jnp.zeros((), jnp.int32),
+        }
+        return WrapperState(env_state=state, memory=memory), {"obs": obs, **memory}
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        """Takes one step."""
+        result = self.env.step(key, state.env_state, action)
+        length, is_full = state.memory["length"], self.window == state.memory["length"]
+        at = jnp.minimum(length, self.window - 1)
+
+        def append(old: jax.Array, new: jax.Array) -> jax.Array:
+            moved = jnp.where(is_full, jnp.roll(old, -1, axis=0), old)
+            return moved.at[at].set(jnp.asarray(new, old.dtype))
+
+        memory = {
+            "actions": jax.tree.map(append, state.memory["actions"], action),
+            "rewards": append(state.memory["rewards"], result.reward),
+            "length": at + 1,
+        }
+        return result.replace(
+            state=WrapperState(env_state=result.state, memory=memory),
+            obs={"obs": result.obs, **memory},
+        )
+
+
+def _with_mask(obs: chex.ArrayTree, mask: jax.Array) -> dict[str, chex.ArrayTree]:
+    if isinstance(obs, dict) and "mask" in obs:
+        return {**obs, "mask": obs["mask"] & mask}
+    return {"obs": obs, "mask": mask}

@@ -1,0 +1,123 @@
+"""Policies that choose among items of which some are not allowed.
+
+What is not allowed is never chosen, whatever its score: it is not multiplied by zero,
+which would let it win against negative scores. Where nothing is allowed, an item is
+chosen among all, since one must be sent, and `extras["none_allowed"]` says so.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rollout.policies import draws
+from rollout.policies.basic import stateless_policy
+from rollout.policies.draws import MaskFn
+from rollout.types import Policy
+
+ScoreFn = Callable[[Any, chex.ArrayTree], Any]
+
+
+def mask_of(obs: chex.ArrayTree) -> jax.Array:
+    """The `mask` of an observation, as `RecommendationEnv` and `NoRepeat` have it.
+
+    Further down, too: under `obs`, where wrappers put what they wrap.
+    """
+    while "mask" not in obs:
+        obs = obs["obs"]
+    return obs["mask"]
+
+
+def item_policy(
+    fn: ScoreFn,
+    *,
+    sample: bool = False,
+    items: jax.typing.ArrayLike | None = None,
+    mask_fn: MaskFn = mask_of,
+) -> Policy:
+    """Makes a policy of a function that scores items.
+
+    Args:
+        fn: `(params, obs)` to scores, `[B, I]`, or to `(scores, extras)` with a dict of
+            extras; batched, `[B, ...]`. With `items`, to a point `[B, F]` instead.
+        sample: whether items are drawn by the softmax of their scores; else the one of
+            the highest score is taken, as `greedy` does in both cases.
+        items: `[I, F]`, where each item lies: the nearest allowed one is chosen, which
+            makes of a continuous action an item. Not with `sample`.
+        mask_fn: `obs`, `[B, ...]`, to `[B, I]` bool, the items that are allowed; by
+            default their `mask`.
+
+    Returns:
+        A policy without state. Its extras are those of `fn` and of `choose_items`; with
+        `items` also `point`, `[B, F]`.
+
+    Raises:
+        ValueError: if there are `items` and `sample`; while tracing, if the mask is not
+            `[B, I]` bool.
+
+    Source:
+        Masks: "A Closer Look at Invalid Action Masking in Policy Gradient Algorithms",
+        arXiv:2006.14171. The nearest item: "Deep Reinforcement Learning in Large
+        Discrete Action Spaces", arXiv:1512.07679, with one neighbour.
+    """
+    if sample and items is not None:
+        raise ValueError("`sample` must be False where `items` are given, got True.")
+
+    def choose(params: Any, obs: chex.ArrayTree, key: chex.PRNGKey | None) -> tuple:
+        scores, extras = _with_extras(fn(params, obs))
+        if items is not None:
+            extras = {**extras, "point": scores}
+            scores = _nearness(scores, jnp.asarray(items, scores.dtype))
+        mask = draws.make_mask(mask_fn, obs, scores.shape[-1])
+        action, more = choose_items(scores, mask, key)
+        return action, {**extras, **more}
+
+    def act(params: Any, obs: chex.ArrayTree, key: chex.PRNGKey) -> tuple:
+        return choose(params, obs, key if sample else None)
+
+    def act_greedily(params: Any, obs: chex.ArrayTree, key: chex.PRNGKey) -> tuple:
+        del key  # unused
+        return choose(params, obs, None)
+
+    return stateless_policy(act, mode_fn=act_greedily)
+
+
+def choose_items(
+    scores: jax.Array, mask: jax.Array, key: chex.PRNGKey | None = None
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Chooses an allowed item in every lane, for policies of one's own.
+
+    Args:
+        scores: `[B, I]` float32, of any sign.
+        mask: `[B, I]` bool, the items that are allowed.
+        key: one typed key, to draw by the softmax of the scores of allowed items; None
+            for the one of the highest score, the first of equals.
+
+    Returns:
+        Items, `[B]` int32; and `{"none_allowed": none_allowed, "log_prob": log_prob}`,
+        `[B]` bool and float32: of the softmax, also without a key. What is not read of
+        it costs nothing inside `jit`.
+    """
+    none_allowed = draws.none_allowed(mask)
+    lowest = jnp.finfo(scores.dtype).min  # what is allowed beats what is not
+    scores = jnp.maximum(scores, lowest)
+    scores = jnp.where(mask | none_allowed[:, None], scores, -jnp.inf)
+    log_probs = jax.nn.log_softmax(scores)
+    if key is None:
+        action = jnp.argmax(scores, axis=-1)
+    else:
+        action = jax.random.categorical(key, log_probs)
+    log_prob = jnp.take_along_axis(log_probs, action[:, None], axis=-1)[:, 0]
+    extras = {"none_allowed": none_allowed, "log_prob": log_prob}
+    return action.astype(jnp.int32), extras
+
+
+def _with_extras(result: Any) -> tuple[jax.Array, dict[str, Any]]:
+    return result if isinstance(result, tuple) else (result, {})
+
+
+def _nearness(point: jax.Array, items: jax.Array) -> jax.Array:
+    """`[B, I]`, larger for an item that is nearer; the squared distance, turned."""
+    return 2.0 * point @ items.T - jnp.sum(items**2, axis=-1)

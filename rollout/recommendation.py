@@ -1,0 +1,278 @@
+"""What recommendation is evaluated by: several settings, and the metrics of the field.
+
+A setting is a `Collector`: the same policy where items may be repeated or not, and
+where users leave or stay. Metrics are folds over exactly N episodes, of all of which
+every step counts.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from envs.types import Env
+from envs.wrappers import ForceLength, NoRepeat
+from rollout import checks
+from rollout.collector import Collector
+from rollout.stats import CollectStats, summarize
+from rollout.types import Transition
+
+
+@struct.dataclass(kw_only=True)
+class Catalogue:
+    """What metrics know of the items; None where it is not known.
+
+    Attributes:
+        features: `[I, F]` float32, what items are like, for the diversity.
+        popularity: `[I]` float32, the share of users who know an item, above 0 and at
+            most 1, for the novelty.
+        dominated: `[I]` bool, whether an item has one of the values that dominate a
+            feature, such as the most frequent categories.
+    """
+
+    features: jax.Array | None = None  # [I, F]
+    popularity: jax.Array | None = None  # [I]
+    dominated: jax.Array | None = None  # [I]
+
+
+@struct.dataclass(kw_only=True)
+class RecommendationStats:
+    """What exactly N episodes of recommendation were like.
+
+    Each is `()` float32, None if the `Catalogue` does not have what it needs.
+
+    Attributes:
+        episodes: lengths, returns and all that `summarize` says.
+        click_through_rate: mean reward of a recommendation.
+        coverage: share of the catalogue that was recommended at least once.
+        coverage_per_turn: different items over recommendations.
+        diversity: 1 minus the cosine of the features of two items, mean of all pairs in
+            an episode, mean of episodes; 1 for an episode of one item.
+        novelty: minus the natural logarithm of the popularity, mean of recommendations:
+            the self-information in nats.
+        dominated_share: share of recommendations that are `dominated`.
+        none_allowed_share: share of recommendations where no item was left.
+
+    Source:
+        Click-through rate, coverages, dominated share: "EasyRL4Rec", arXiv:2402.15164,
+        section 3.4. Diversity: "Improving recommendation lists through topic
+        diversification" (Ziegler et al., 2005), the intra-list similarity. Novelty:
+        "Solving the apparent diversity-accuracy dilemma of recommender systems" (Zhou
+        et al., 2010), the surprisal, here in nats.
+    """
+
+    episodes: CollectStats
+    click_through_rate: jax.Array  # ()
+    coverage: jax.Array  # ()
+    coverage_per_turn: jax.Array  # ()
+    diversity: jax.Array | None  # ()
+    novelty: jax.Array | None  # ()
+    dominated_share: jax.Array | None  # ()
+    none_allowed_share: jax.Array  # ()
+
+
+@struct.dataclass(kw_only=True)
+class _Shown:
+    """What is kept of recommendations.
+
+    Attributes:
+        counts: `[I]` int32, how often each item was recommended.
+        none_allowed: `()` int32, how often no item was left.
+        total: `[B, F]`, the sum of the directions of the episodes under way.
+        squares: `[B]`, that of their squared lengths.
+        diversity: `()` float32, the sum of that of the episodes that ended.
+    """
+
+    counts: jax.Array  # [I]
+    none_allowed: jax.Array  # ()
+    total: jax.Array  # [B, F]
+    squares: jax.Array  # [B]
+    diversity: jax.Array  # ()
+
+
+def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
+    """Makes the three settings of the field of one environment.
+
+    Args:
+        env: where users leave by themselves, such as `envs.RecommendationEnv`.
+        force_length: X, recommendations of an episode of the third one.
+
+    Returns:
+        "FB": items may be repeated, users leave (free browsing); "NX_0": no repeats,
+        users leave; "NX_X" (with the number): no repeats, exactly X rounds.
+
+    Raises:
+        ValueError: if `force_length` is not an int of at least 1, or there are fewer
+            items than that.
+
+    Source:
+        "EasyRL4Rec", arXiv:2402.15164, section 3.4.
+    """
+    force_length = checks.count("force_length", force_length)
+    num_items = env.action_space.n - bool(getattr(env, "random_first", False))
+    if num_items < force_length:
+        raise ValueError(
+            "`force_length` must be at most the number of items that can be shown "
+            f"without a repeat, {num_items}, got {force_length}."
+        )
+    without = NoRepeat(env)
+    return {
+        "FB": env,
+        "NX_0": without,
+        f"NX_{force_length}": ForceLength(without, force_length),
+    }
+
+
+def evaluate_settings(
+    settings: Mapping[str, Collector],
+    key: chex.PRNGKey,
+    params: Any,
+    num_episodes: int,
+    *,
+    catalogue: Catalogue | None = None,
+    max_steps: int = 1_000_000,
+) -> dict[str, RecommendationStats]:
+    """Plays exactly `num_episodes` in each of several settings. Jitted, as one program.
+
+    All get the same key, so episode number k has the same user in each.
+
+    Args:
+        settings: a collector each, by name; their actions are items, from 0.
+        key: one typed key; it decides all that is random.
+        params: whatever the policies take as their parameters.
+        num_episodes: N, at least 1. Static: one trace per value.
+        catalogue: what is known of the items.
+        max_steps: steps of an episode after which it is cut, at least 1.
+
+    Returns:
+        Statistics by the names of the settings; `log_stats` makes of it what loggers
+        take, with those names in front.
+
+    Raises:
+        ValueError: if an argument is not as above.
+    """
+    checks.typed_key(key)
+    num_episodes = checks.count("num_episodes", num_episodes)
+    max_steps = checks.max_steps(max_steps)
+    catalogue = catalogue or Catalogue()
+    for name, collector in settings.items():
+        _check(name, collector, catalogue)
+    return _evaluate(dict(settings), key, params, num_episodes, catalogue, max_steps)
+
+
+def _evaluate(
+    settings: dict[str, Collector],
+    key: chex.PRNGKey,
+    params: Any,
+    num_episodes: int,
+    catalogue: Catalogue,
+    max_steps: jax.Array,
+) -> dict[str, RecommendationStats]:
+    return {
+        name: _play(collector, key, params, num_episodes, catalogue, max_steps)
+        for name, collector in settings.items()
+    }
+
+
+_evaluate = jax.jit(_evaluate, static_argnames="num_episodes")
+
+
+def _play(
+    collector: Collector,
+    key: chex.PRNGKey,
+    params: Any,
+    num_episodes: int,
+    catalogue: Catalogue,
+    max_steps: jax.Array,
+) -> RecommendationStats:
+    features = _directions(catalogue.features)
+    num_envs, num_items = collector.env.num_envs, collector.env.action_space.n
+
+    def see(shown: _Shown, row: Transition) -> _Shown:
+        return _see(shown, row, features)
+
+    nothing = _Shown(
+        counts=jnp.zeros(num_items, jnp.int32),
+        none_allowed=jnp.zeros((), jnp.int32),
+        total=jnp.zeros((num_envs, features.shape[1])),
+        squares=jnp.zeros(num_envs),
+        diversity=jnp.zeros(()),
+    )
+    _, shown, played = collector.fold_episodes(
+        collector.init(key),
+        params,
+        see,
+        nothing,
+        num_episodes=num_episodes,
+        max_steps=max_steps,
+    )
+    num_shown = jnp.sum(shown.counts)
+    num_different = jnp.sum(shown.counts > 0)
+
+    def mean_of(values: jax.Array | None) -> jax.Array | None:
+        if values is None:
+            return None
+        return jnp.sum(values * shown.counts) / num_shown
+
+    popularity = catalogue.popularity
+    return RecommendationStats(
+        episodes=summarize(played),
+        click_through_rate=jnp.sum(played.episode_return) / num_shown,
+        coverage=num_different / num_items,
+        coverage_per_turn=num_different / num_shown,
+        diversity=None
+        if catalogue.features is None
+        else shown.diversity / num_episodes,
+        novelty=mean_of(None if popularity is None else -jnp.log(popularity)),
+        dominated_share=mean_of(catalogue.dominated),
+        none_allowed_share=shown.none_allowed / num_shown,
+    )
+
+
+def _see(shown: _Shown, row: Transition, features: jax.Array) -> _Shown:
+    """Takes in one recommendation of each lane."""
+    item, direction = row.action, features[row.action]
+    total = jnp.where(row.first[:, None], 0.0, shown.total) + direction
+    squares = jnp.where(row.first, 0.0, shown.squares) + jnp.sum(direction**2, axis=1)
+    # The squared length of the sum of all directions has the cosines of all pairs.
+    num = row.episode_length.astype(jnp.float32)
+    cosine = (jnp.sum(total**2, axis=1) - squares) / jnp.maximum(num * (num - 1), 1)
+    diversity = jnp.where(row.done & row.mask, 1.0 - cosine, 0.0)
+    none_allowed = jnp.zeros_like(row.mask)
+    if isinstance(row.extras, dict) and "none_allowed" in row.extras:
+        none_allowed = row.extras["none_allowed"]
+    return shown.replace(
+        counts=shown.counts.at[item].add(row.mask),
+        none_allowed=shown.none_allowed + jnp.sum(none_allowed & row.mask),
+        total=total,
+        squares=squares,
+        diversity=shown.diversity + jnp.sum(diversity),
+    )
+
+
+def _directions(features: jax.Array | None) -> jax.Array:
+    """`[I, F]` unit vectors, zero where the features are; of nothing, nothing."""
+    if features is None:
+        return jnp.zeros((1, 0))
+    length = jnp.linalg.norm(features, axis=1, keepdims=True)
+    return features / jnp.where(length > 0.0, length, 1.0)
+
+
+def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
+    """Refuses a collector whose actions are no items, and tables of other items."""
+    checks.kind_of_env(collector.env, is_host=False)
+    num_items = getattr(collector.env.action_space, "n", None)
+    if num_items is None:
+        raise ValueError(
+            f"`settings` must have items as actions, a `Discrete` space, got "
+            f"{type(collector.env.action_space).__name__} for {name!r}."
+        )
+    for field, table in vars(catalogue).items():
+        if table is not None and table.shape[0] != num_items:
+            raise ValueError(
+                f"`catalogue.{field}` must have one row for each of {num_items} items, "
+                f"got shape {table.shape}."
+            )
