@@ -181,8 +181,9 @@ class RecommendationEnv:
         elif callable(self.feedback):
             checks.count("num_users", self.num_users)
             checks.count("num_items", self.num_items)
-            # A function is no array, so it is a part of the structure.
-            self._set("feedback", jax.tree_util.Partial(self.feedback))
+            if not isinstance(self.feedback, jax.tree_util.Partial):
+                # A function is no array, so it is a part of the structure.
+                self._set("feedback", jax.tree_util.Partial(self.feedback))
         else:
             return  # a placeholder, with which jax builds pytrees
         of_rule = getattr(self.leave, "num_items", self.num_items)

@@ -120,4 +120,4 @@ def _with_extras(result: Any) -> tuple[jax.Array, dict[str, Any]]:
 
 def _nearness(point: jax.Array, items: jax.Array) -> jax.Array:
     """`[B, I]`, larger for an item that is nearer; the squared distance, turned."""
-    return 2.0 * point @ items.T - jnp.sum(items**2, axis=-1)
+    return 2.0 * point @ items.T - jnp.sum(items**2, axis=-1)[None]

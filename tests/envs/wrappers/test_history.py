@@ -1,0 +1,84 @@
+"""Wrappers that remember what was done in an episode."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import envs
+import rollout
+
+
+def play(env, num_steps=40, num_lanes=4):
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=envs.vectorize(env, num_lanes), policy=policy)
+    carry = collector.init(jax.random.key(0))
+    return jax.device_get(collector.collect_steps(carry, None, num_steps)[1])
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_history_is_that_of_a_plain_list(env_id, window):
+    env = envs.History(envs.TimeLimit(envs.make(env_id), 7), window)
+    rows = play(env)
+    for lane in range(4):
+        actions, rewards = [], []
+        for row in range(40):
+            if rows.first[row, lane]:
+                actions, rewards = [], []
+            length = int(rows.obs["length"][row, lane])
+            assert length == min(window, len(actions))
+            shown = rows.obs["actions"][row, lane]
+            np.testing.assert_array_equal(
+                shown[:length], actions[-window:] or shown[:0]
+            )
+            assert not shown[length:].any()
+            shown = rows.obs["rewards"][row, lane]
+            np.testing.assert_array_equal(shown[:length], rewards[-window:])
+            assert not shown[length:].any()
+            actions.append(rows.action[row, lane])
+            rewards.append(rows.reward[row, lane])
+    assert env.observation_space.contains(jax.tree.map(lambda x: x[3, 0], rows.obs))
+
+
+def test_no_repeat_masks_the_actions_of_the_episode():
+    env = envs.NoRepeat(envs.TimeLimit(envs.make("Acrobot-v1"), 5))
+    rows = play(env)
+    assert rows.obs["obs"].shape == (40, 4, 6)
+    for lane in range(4):
+        taken = set()
+        for row in range(40):
+            if rows.first[row, lane]:
+                taken = set()
+            mask = rows.obs["mask"][row, lane]
+            assert mask.tolist() == [x not in taken for x in range(3)]
+            taken.add(int(rows.action[row, lane]))
+            mask = rows.next_obs["mask"][row, lane]
+            assert mask.tolist() == [x not in taken for x in range(3)]
+    assert env.observation_space.contains(jax.tree.map(lambda x: x[3, 0], rows.obs))
+
+
+def test_forced_length_goes_on_after_the_end():
+    env = envs.ForceLength(envs.TimeLimit(envs.make("CartPole-v1"), 4), 6)
+    rows = play(env, 24)
+    assert not rows.terminated.any()
+    assert rows.truncated[:, 0].tolist() == 4 * [*5 * [False], True]
+    assert rows.info["left"][:, 0].tolist() == 4 * [*3 * [False], *3 * [True]]
+
+
+def test_no_repeat_needs_discrete_actions():
+    with pytest.raises(ValueError, match="`env` must have a discrete action space"):
+        envs.NoRepeat(envs.make("Pendulum-v1"))
+
+
+@pytest.mark.parametrize("wrapper", [envs.History, envs.ForceLength])
+def test_counts_are_at_least_one(wrapper):
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        wrapper(envs.make("CartPole-v1"), 0)
+
+
+def test_left_is_refused_where_it_is_already():
+    env = envs.ForceLength(envs.ForceLength(envs.make("CartPole-v1"), 3), 2)
+    state, _ = env.reset(jax.random.key(0))
+    with pytest.raises(ValueError, match="`info` must be a dict without `left`"):
+        env.step(jax.random.key(0), state, jnp.int32(0))

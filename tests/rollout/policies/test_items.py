@@ -1,0 +1,109 @@
+"""Policies that choose among items of which some are not allowed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rollout
+from envs import Discrete
+
+
+def obs_of(*mask):
+    return {"mask": jnp.array(mask, bool)}
+
+
+def scores(params, obs):
+    return jnp.broadcast_to(params, obs["mask"].shape)
+
+
+def test_masked_item_does_not_win_against_negative_scores():
+    policy = rollout.item_policy(scores)
+    params = jnp.array([-1.0, -2.0, -3.0])
+    decision = policy.apply(
+        params, obs_of([0, 1, 1], [1, 1, 1], [0, 0, 1]), (), jax.random.key(0)
+    )
+    assert decision.action.tolist() == [1, 0, 2]
+    assert not decision.extras["none_allowed"].any()
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("worst", [-jnp.inf, float(np.finfo(np.float32).min), 0.0])
+def test_item_that_is_allowed_is_taken_whatever_its_score(sample, worst):
+    policy = rollout.item_policy(scores, sample=sample)
+    params = jnp.array([5.0, worst, 7.0])
+    decision = policy.apply(params, obs_of([0, 1, 0]), (), jax.random.key(0))
+    assert decision.action.tolist() == [1]
+    assert decision.extras["log_prob"].tolist() == [0.0]
+
+
+def test_softmax_draws_allowed_items_as_often_as_it_says():
+    policy, params = rollout.item_policy(scores, sample=True), jnp.log(jnp.arange(1, 5))
+    obs = {"mask": jnp.broadcast_to(jnp.array([True, False, True, True]), (8_000, 4))}
+    decision = policy.apply(params, obs, (), jax.random.key(0))
+    shares = np.bincount(decision.action, minlength=4) / 8_000
+    wanted = np.array([1, 0, 3, 4]) / 8
+    np.testing.assert_allclose(shares, wanted, atol=0.025)
+    chosen = wanted[np.asarray(decision.action)]
+    np.testing.assert_allclose(np.exp(decision.extras["log_prob"]), chosen, rtol=1e-5)
+    greedy = rollout.greedy(policy).apply(params, obs, (), jax.random.key(0))
+    assert (greedy.action == 3).all()
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_where_nothing_is_allowed_it_is_flagged(sample):
+    policy = rollout.item_policy(scores, sample=sample)
+    obs = obs_of([0, 0, 0], [1, 0, 0])
+    decision = policy.apply(jnp.array([-1.0, -2.0, -3.0]), obs, (), jax.random.key(0))
+    assert decision.extras["none_allowed"].tolist() == [True, False]
+    assert decision.action[1] == 0
+    assert 0 <= decision.action[0] < 3
+    assert np.isfinite(decision.extras["log_prob"]).all()
+
+
+def test_continuous_action_is_the_nearest_allowed_item():
+    rng = np.random.default_rng(0)
+    items = rng.normal(size=(30, 4)).astype(np.float32)
+    points = rng.normal(size=(100, 4)).astype(np.float32)
+    mask = rng.random((100, 30)) < 0.5
+    policy = rollout.item_policy(lambda params, obs: params, items=items)
+    decision = policy.apply(
+        jnp.asarray(points), {"mask": jnp.asarray(mask)}, (), jax.random.key(0)
+    )
+    distance = np.linalg.norm(points[:, None] - items[None], axis=-1)
+    wanted = np.where(mask, distance, np.inf).argmin(axis=1)
+    np.testing.assert_array_equal(decision.action, wanted)
+    np.testing.assert_array_equal(decision.extras["point"], points)
+
+
+def test_random_and_epsilon_obey_the_mask():
+    policy = rollout.item_policy(scores)
+    mask_fn = lambda obs: obs["mask"]  # noqa: E731
+    mask = np.random.default_rng(0).random((500, 6)) < 0.4
+    obs = {"mask": jnp.asarray(mask)}
+    made = [
+        rollout.random_policy(Discrete(6), mask_fn=mask_fn),
+        rollout.epsilon_greedy(policy, Discrete(6), 0.5, mask_fn=mask_fn),
+    ]
+    for each in made:
+        state = each.init(500)
+        decision = each.apply(jnp.arange(6.0), obs, state, jax.random.key(0))
+        is_any = mask.any(axis=1)
+        assert mask[np.arange(500), np.asarray(decision.action)][is_any].all()
+        np.testing.assert_array_equal(decision.extras["none_allowed"], ~is_any)
+
+
+def test_mask_is_found_where_wrappers_put_it():
+    policy = rollout.item_policy(lambda params, obs: params[None])
+    obs = {"obs": {"obs": obs_of([0, 1])}, "length": jnp.zeros(1)}
+    assert policy.apply(
+        jnp.array([2.0, 1.0]), obs, (), jax.random.key(0)
+    ).action.tolist() == [1]
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="`sample` must be False where `items`"):
+        rollout.item_policy(scores, sample=True, items=np.ones((3, 2)))
+    policy = rollout.item_policy(lambda params, obs: jnp.zeros((1, 4)))
+    with pytest.raises(ValueError, match="`mask_fn` must return one bool per lane"):
+        policy.apply(None, obs_of([1, 1, 1]), (), jax.random.key(0))

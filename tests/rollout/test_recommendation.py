@@ -1,0 +1,270 @@
+"""Recommendation: every row, mask, length and metric is that of a plain loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import envs
+import rollout
+from tests.support.plain_recommendation import Model, Setting, metrics
+
+NUM_USERS, NUM_ITEMS, NUM_LANES, NUM_EPISODES = 7, 12, 8, 200
+SETTINGS = {
+    "FB": Setting(no_repeats=False),
+    "NX_0": Setting(no_repeats=True),
+    "NX_10": Setting(no_repeats=True, force_length=10),
+}
+RNG = np.random.default_rng(0)
+MODEL = Model(
+    feedback=RNG.normal(size=(NUM_USERS, NUM_ITEMS)).astype(np.float32),
+    categories=RNG.random((NUM_ITEMS, 5)) < 0.3,
+    window=5,
+    threshold=2,
+    max_turn=9,
+)
+SCORES = RNG.normal(size=(NUM_USERS, NUM_ITEMS + 1, NUM_ITEMS)).astype(np.float32)
+CATALOGUE = rollout.Catalogue(
+    features=RNG.normal(size=(NUM_ITEMS, 3)).astype(np.float32),
+    popularity=RNG.uniform(0.1, 1.0, NUM_ITEMS).astype(np.float32),
+    dominated=RNG.random(NUM_ITEMS) < 0.4,
+)
+
+
+def score(params, obs):
+    """A score of each item, by the user and the last item; most are negative."""
+    return params[obs["user"], obs["item"]]
+
+
+POLICY = rollout.item_policy(score)
+
+
+def make_env(model=MODEL, **options):
+    rule = model.categories, model.window, model.threshold
+    return envs.RecommendationEnv(
+        model.feedback,
+        envs.LeaveByCategory(*rule),
+        max_turn=model.max_turn,
+        **options,
+    )
+
+
+def make_collector(env, num_lanes=NUM_LANES, policy=POLICY, **options):
+    vector = envs.vectorize(env, num_lanes, **options)
+    return rollout.Collector(env=vector, policy=policy)
+
+
+def play(collector, num_episodes=NUM_EPISODES, max_length=16, seed=0):
+    carry = collector.init(jax.random.key(seed))
+    _, rows, episodes = collector.collect_padded_episodes(
+        carry, SCORES, num_episodes, max_length=max_length
+    )
+    return jax.device_get((rows, episodes))
+
+
+@pytest.fixture(scope="module")
+def collectors():
+    made = rollout.recommendation_settings(make_env())
+    return {name: make_collector(env) for name, env in made.items()}
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_rows_are_those_of_a_plain_loop(collectors, name):
+    setting = SETTINGS[name]
+    rows, episodes = play(collectors[name])
+    lengths = []
+    for number in range(NUM_EPISODES):
+        played = MODEL.play(SCORES, int(rows.obs["user"][0, number]), setting)
+        length = len(played.item)
+        lengths.append(length)
+        here = jax.tree.map(lambda x, at=number: x[: x.shape[0], at], rows)
+        assert here.mask.sum() == length
+        np.testing.assert_array_equal(here.action[:length], played.item)
+        np.testing.assert_array_equal(here.reward[:length], played.reward)
+        np.testing.assert_array_equal(here.obs["item"][:length], played.last)
+        np.testing.assert_array_equal(here.obs["mask"][:length], played.mask)
+        np.testing.assert_array_equal(here.next_obs["item"][:length], played.item)
+        np.testing.assert_array_equal(here.next_obs["user"][:length], played.user)
+        is_left = here.terminated | here.truncated
+        if setting.force_length:
+            is_left = here.info["left"]
+            assert not here.terminated.any()
+            assert here.truncated[:length].tolist() == [False] * (length - 1) + [True]
+        np.testing.assert_array_equal(is_left[:length], played.left)
+        total = np.float32(0)
+        for reward in played.reward:
+            total += reward
+        assert episodes.episode_return[number] == total
+    np.testing.assert_array_equal(episodes.episode_length, lengths)
+
+
+def test_metrics_are_those_of_all_episodes_in_a_plain_loop(collectors):
+    stats = rollout.evaluate_settings(
+        collectors, jax.random.key(0), SCORES, NUM_EPISODES, catalogue=CATALOGUE
+    )
+    assert list(stats) == list(SETTINGS)
+    tables = CATALOGUE.features, CATALOGUE.popularity, CATALOGUE.dominated
+    for name, setting in SETTINGS.items():
+        rows, _ = play(collectors[name])
+        users = rows.obs["user"][0]
+        episodes = [MODEL.play(SCORES, int(user), setting) for user in users]
+        wanted = metrics(episodes, NUM_ITEMS, *tables)
+        for figure, value in wanted.items():
+            np.testing.assert_allclose(getattr(stats[name], figure), value, rtol=1e-5)
+        lengths = [len(played.item) for played in episodes]
+        assert stats[name].episodes.length_mean == np.float32(np.mean(lengths))
+        assert stats[name].episodes.num_episodes == NUM_EPISODES
+
+
+def test_what_is_not_known_of_items_is_no_figure(collectors):
+    stats = rollout.evaluate_settings(collectors, jax.random.key(0), SCORES, 3)
+    assert stats["FB"].diversity is stats["FB"].novelty is None
+    logged = rollout.log_stats(stats, prefix="test/")
+    assert "test/NX_10/click_through_rate" in logged
+    assert "test/FB/novelty" not in logged
+
+
+def test_last_reward_reaches_the_policy():
+    env = envs.ObservePrevious(make_env())
+    collector = make_collector(env, policy=rollout.random_policy(env.action_space))
+    carry = collector.init(jax.random.key(0))
+    _, rows = collector.collect_steps(carry, None, 50)
+    shown = rows.obs["reward"][1:]
+    wanted = jnp.where(rows.first[1:], 0.0, rows.reward[:-1])
+    np.testing.assert_array_equal(shown, wanted)
+    assert np.count_nonzero(shown) > 100
+
+
+def test_new_episode_begins_with_its_own_observation(collectors):
+    carry = collectors["NX_0"].init(jax.random.key(0))
+    _, rows = collectors["NX_0"].collect_steps(carry, SCORES, 60)
+    first = np.asarray(rows.first)
+    assert first.sum() > 5 * NUM_LANES
+    assert (rows.obs["item"][first] == NUM_ITEMS).all()
+    assert rows.obs["mask"][first].all()  # nothing of the episode before
+    follows = ~first[1:]
+    for name in ("user", "item", "mask"):
+        old, new = rows.next_obs[name][:-1], rows.obs[name][1:]
+        np.testing.assert_array_equal(old[follows], new[follows])
+
+
+def test_forced_length_is_that_of_each_episode():
+    env = rollout.recommendation_settings(make_env(), force_length=3)["NX_3"]
+    _, episodes = play(make_collector(env, num_lanes=2), num_episodes=4)
+    assert episodes.episode_length.tolist() == [3, 3, 3, 3]
+    collector = make_collector(env, num_lanes=2)
+    carry, _ = collector.collect_steps(collector.init(jax.random.key(0)), SCORES, 2)
+    _, rows = collector.collect_steps(carry, SCORES, 4)  # a call does not begin anew
+    assert rows.truncated.tolist() == [[x, x] for x in (True, False, False, True)]
+
+
+def test_random_first_item_is_not_shown_again():
+    env = rollout.recommendation_settings(make_env(random_first=True), 5)["NX_5"]
+    rows, _ = play(make_collector(env), num_episodes=50)
+    first = rows.obs["item"][0]
+    assert len(set(first.tolist())) > 5
+    assert not (rows.action[:5] == first).any()
+    assert not rows.obs["mask"][0][np.arange(50), first].any()
+    again = envs.NoRepeat(make_env(random_first=True), initial=False)
+    rows, _ = play(make_collector(again), num_episodes=50)
+    assert rows.obs["mask"][0].all()
+
+
+def test_items_that_are_used_up_are_flagged():
+    env = envs.ForceLength(envs.NoRepeat(make_env()), NUM_ITEMS + 3)
+    setting = Setting(no_repeats=True, force_length=NUM_ITEMS + 3)
+    collector = make_collector(env)
+    rows, _ = play(collector, num_episodes=20)
+    flags = rows.extras["none_allowed"]
+    assert flags[NUM_ITEMS : NUM_ITEMS + 3].all()
+    assert flags.sum() == 3 * 20
+    assert np.isfinite(rows.extras["log_prob"]).all()
+    played = MODEL.play(SCORES, int(rows.obs["user"][0, 0]), setting)
+    assert rows.action[: NUM_ITEMS + 3, 0].tolist() == played.item
+    stats = rollout.evaluate_settings(
+        {"all": collector}, jax.random.key(0), SCORES, 20, catalogue=CATALOGUE
+    )["all"]
+    assert stats.none_allowed_share == np.float32(3 / (NUM_ITEMS + 3))
+    assert all(np.isfinite(x) for x in rollout.log_stats(stats).values())
+
+
+@pytest.mark.parametrize("policy", ["greedy", "softmax", "random"])
+def test_compact_is_select_and_lanes_do_not_matter(policy):
+    made = {
+        "greedy": POLICY,
+        "softmax": rollout.item_policy(score, sample=True),
+        "random": rollout.random_policy(
+            make_env().action_space, mask_fn=lambda obs: obs["mask"]
+        ),
+    }[policy]
+    env = rollout.recommendation_settings(make_env())["NX_0"]
+    compact, select, one = (
+        make_collector(env, num_lanes=lanes, policy=made, auto_reset=how)
+        for lanes, how in ((16, "compact"), (16, "select"), (1, "compact"))
+    )
+    rows = [
+        collector.collect_steps(collector.init(jax.random.key(1)), SCORES, 40)[1]
+        for collector in (compact, select, one)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, rows[0], rows[1])
+    first = jax.tree.map(lambda x: x[:, :1], rows[0])
+    first, alone = (x.replace(episode_id=None) for x in (first, rows[2]))
+    jax.tree.map(np.testing.assert_array_equal, first, alone)
+
+
+def test_rows_without_jit_and_over_devices_are_the_same():
+    env = rollout.recommendation_settings(make_env())["NX_10"]
+    collector = make_collector(env)
+    _, rows = collector.collect_steps(collector.init(jax.random.key(2)), SCORES, 12)
+    with jax.disable_jit():
+        plain = make_collector(env)
+        _, slow = plain.collect_steps(plain.init(jax.random.key(2)), SCORES, 12)
+    jax.tree.map(np.testing.assert_array_equal, rows, slow)
+    spread = rollout.shard(
+        collector, jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4])
+    )
+    _, far = spread.collect_steps(spread.init(jax.random.key(2)), SCORES, 12)
+    jax.tree.map(np.testing.assert_array_equal, rows, far)
+
+
+def test_stream_has_the_rows_of_one_call():
+    env = rollout.recommendation_settings(make_env())["NX_0"]
+    collector = make_collector(env)
+    _, rows = collector.collect_steps(collector.init(jax.random.key(3)), SCORES, 30)
+    stream = rollout.Stream(
+        collector,
+        key=jax.random.key(3),
+        params=SCORES,
+        steps_per_batch=10 * NUM_LANES,
+        total_steps=30 * NUM_LANES,
+    )
+    with stream:
+        batches = [batch.trajectory for batch in stream]
+    joined = jax.tree.map(lambda *x: jnp.concatenate(x), *batches)
+    jax.tree.map(np.testing.assert_array_equal, rows, joined)
+
+
+def test_settings_are_refused():
+    with pytest.raises(ValueError, match=r"`force_length` must be .*at least 1, got 0"):
+        rollout.recommendation_settings(make_env(), force_length=0)
+    with pytest.raises(
+        ValueError, match=r"`force_length` must be at most .*12, got 13"
+    ):
+        rollout.recommendation_settings(make_env(), force_length=13)
+    with pytest.raises(
+        ValueError, match=r"`force_length` must be at most .*11, got 12"
+    ):
+        rollout.recommendation_settings(make_env(random_first=True), force_length=12)
+    with pytest.raises(ValueError, match=r"`catalogue.popularity` must have one row"):
+        rollout.evaluate_settings(
+            {"FB": make_collector(make_env())},
+            jax.random.key(0),
+            SCORES,
+            2,
+            catalogue=rollout.Catalogue(popularity=np.ones(3, np.float32)),
+        )
+    pendulum = envs.make_vec("Pendulum-v1", 2)
+    policy = rollout.random_policy(pendulum.action_space)
+    collector = rollout.Collector(env=pendulum, policy=policy)
+    with pytest.raises(ValueError, match="`settings` must have items as actions"):
+        rollout.evaluate_settings({"FB": collector}, jax.random.key(0), None, 2)
