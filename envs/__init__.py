@@ -14,6 +14,7 @@ from envs.host.gymnasium import from_gymnasium
 from envs.host.simulated import simulate_latency
 from envs.host.types import AsyncHostVectorEnv, EnvFault, HostStep, HostVectorEnv
 from envs.host.workers import workers
+from envs.interactions import Interactions, from_interactions
 from envs.joint import vectorize_agents
 from envs.multi_agent import (
     AgentInfo,
@@ -64,6 +65,7 @@ __all__ = [
     "History",
     "HostStep",
     "HostVectorEnv",
+    "Interactions",
     "Lanes",
     "LeaveByCategory",
     "LeaveByDistance",
@@ -90,6 +92,7 @@ __all__ = [
     "from_envpool",
     "from_gymnasium",
     "from_gymnax",
+    "from_interactions",
     "from_jaxmarl",
     "from_pgx",
     "make",

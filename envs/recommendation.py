@@ -142,9 +142,10 @@ class RecommendationEnv:
 
     The action is an item; the reward is the feedback of the user. The observation is
     `{"user": () int32, "item": () int32, "mask": [I] bool}`: the user, the last item,
-    and which items may be recommended, here all. Before the first item `item` is the
-    number I, which is none. An episode terminates when the user leaves and is truncated
-    after `max_turn` items.
+    and which items may be recommended: all, or those whose feedback is `known`. Before
+    the first item `item` is the number I, which is none. An episode terminates when the
+    user leaves and is truncated after `max_turn` items. The mask only says so: an item
+    outside of it may be recommended, and its feedback counts.
 
     An action that is no item gives the reward NaN, which `num_nonfinite` counts;
     outside of `jit` it is an error.
@@ -157,6 +158,7 @@ class RecommendationEnv:
         random_first: whether `item` is a random one at first. It counts for no rule.
         num_users: U, if `feedback` is a function.
         num_items: I, if `feedback` is a function.
+        known: `[U, I]` bool, the items in the mask of each user; None for all.
 
     Raises:
         ValueError: if `feedback` is not `[U, I]` of finite floats, or an argument is
@@ -169,6 +171,7 @@ class RecommendationEnv:
     random_first: bool = struct.field(pytree_node=False, default=False)
     num_users: int | None = struct.field(pytree_node=False, default=None)
     num_items: int | None = struct.field(pytree_node=False, default=None)
+    known: jax.Array | None = None  # [U, I]
 
     def __post_init__(self) -> None:
         checks.count("max_turn", self.max_turn)
@@ -186,6 +189,15 @@ class RecommendationEnv:
                 self._set("feedback", jax.tree_util.Partial(self.feedback))
         else:
             return  # a placeholder, with which jax builds pytrees
+        if _is_known(self.known):
+            _check_table("known", self.known, "[U, I] bool", "b")
+            sizes = self.num_users, self.num_items
+            if self.known.shape[-2:] != sizes:
+                raise ValueError(
+                    f"`known` must have the shape {sizes} of users and items, got "
+                    f"{self.known.shape}."
+                )
+            self._set("known", jnp.asarray(self.known))
         of_rule = getattr(self.leave, "num_items", self.num_items)
         if of_rule != self.num_items:
             raise ValueError(
@@ -262,7 +274,10 @@ class RecommendationEnv:
         return self.feedback[user, item]
 
     def _observe(self, user: jax.Array, item: jax.Array) -> dict[str, jax.Array]:
-        return {"user": user, "item": item, "mask": jnp.ones(self.num_items, bool)}
+        mask = jnp.ones(self.num_items, bool)
+        if self.known is not None:
+            mask = self.known[user]
+        return {"user": user, "item": item, "mask": mask}
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -77,6 +77,8 @@ def check_devices(names, out):
 
 
 def check_environments(names, out):
+    assert out.strip() == "[7 9] ['a' 'b'] [0.5 1. ]"
+    np.testing.assert_array_equal(names["shop"].known, [[True, True], [False, True]])
     trajectory = names["trajectory"]
     assert trajectory.reward.shape == (100, 16)
     assert trajectory.terminated.any()

@@ -111,7 +111,7 @@ def imported_by(package):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_import_loads_no_package_that_is_not_always_needed(package):
     costly = {"gymnax", "gymnasium", "matplotlib", "minari", "orbax", "tqdm"}
-    costly |= {"jaxmarl", "pgx", "ray"}
+    costly |= {"jaxmarl", "pandas", "pgx", "ray"}
     others = set(PACKAGES) - {package} - ({"envs"} if package == "rollout" else set())
     assert not imported_by(package) & (costly | others)
 
