@@ -17,7 +17,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {"README.md": README} | {f"docs/{p.name}": p.read_text() for p in PAGES}
 SLOW_PAGES = (
     "agents buffers devices environments episodes host_environments many_machines "
-    "streaming training"
+    "recommendation streaming training"
 )
 SLOW = [f"docs/{page}.md" for page in SLOW_PAGES.split()]
 
@@ -118,6 +118,15 @@ def check_many_machines(names, out):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)  # sums of 32 * B
 
 
+def check_recommendation(names, out):
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[0] for line in lines[:3]] == ["FB", "NX_0", "NX_10"]
+    lengths = [float(line[1]) for line in lines[:3]]
+    assert 1 < lengths[0] < 10
+    assert lengths[2] == 10
+    assert 0 < float(lines[3][0]) <= 1
+
+
 def check_streaming(names, out):
     """The second run begins where the first one ended, and the third goes on."""
     page = TEXTS["docs/streaming.md"]
@@ -143,6 +152,7 @@ CHECKS = {
     "docs/episodes.md": check_episodes,
     "docs/host_environments.md": check_host_environments,
     "docs/many_machines.md": check_many_machines,
+    "docs/recommendation.md": check_recommendation,
     "docs/streaming.md": check_streaming,
     "docs/training.md": check_training,
 }

@@ -1,0 +1,163 @@
+"""How fast is recommendation, against a plain Python loop of the same steps?
+
+A random policy over what was not shown yet, users who leave by the categories of the
+last items. The loop is what libraries with an environment in NumPy do: one environment
+after the other, the policy called once for all of them. Both take turns; ratios are of
+medians. Then the memory of the compiled program, against that of masks and rows.
+
+    python tests/benchmarks/recommendation_speed.py
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from machine import machine
+
+import envs
+import rollout
+
+NUM_USERS, NUM_CATEGORIES, WINDOW, THRESHOLD, MAX_TURN = 100, 31, 5, 2, 100
+NUM_STEPS = 64
+
+
+class PlainEnv:
+    """One user after the other, in NumPy."""
+
+    def __init__(self, feedback: np.ndarray, categories: np.ndarray) -> None:
+        self.feedback, self.categories = feedback, categories
+        self.rng = np.random.default_rng(0)
+
+    def reset(self) -> np.ndarray:
+        """Draws a user."""
+        self.user = self.rng.integers(len(self.feedback))
+        self.items: list[int] = []
+        return np.array([self.user, self.feedback.shape[1]])
+
+    def step(self, item: int) -> tuple[np.ndarray, float, bool, bool]:
+        """Recommends an item."""
+        last = self.items[-WINDOW:]
+        counts = self.categories[last].sum(axis=0)
+        left = bool((counts[self.categories[item]] > THRESHOLD).any())
+        self.items.append(item)
+        obs = np.array([self.user, item])
+        cut = len(self.items) >= MAX_TURN
+        return obs, self.feedback[self.user, item], left, cut
+
+
+def tables(num_items: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random feedback and categories."""
+    rng = np.random.default_rng(0)
+    feedback = rng.random((NUM_USERS, num_items), np.float32)
+    return feedback, rng.random((num_items, NUM_CATEGORIES)) < 2 / NUM_CATEGORIES
+
+
+def plain_loop(num_items: int, num_lanes: int) -> Callable[[int], None]:
+    """Steps of all lanes, with the rows and the masks that a policy needs."""
+    made = [PlainEnv(*tables(num_items)) for _ in range(num_lanes)]
+    rng = np.random.default_rng(1)
+    obs = np.stack([env.reset() for env in made])
+    mask = np.ones((num_lanes, num_items), bool)
+
+    def run(num_steps: int) -> None:
+        rows = []
+        for _ in range(num_steps):
+            scores = np.where(mask, rng.random(mask.shape), -1.0)
+            items = scores.argmax(axis=1)
+            for lane, env in enumerate(made):
+                new, reward, left, cut = env.step(int(items[lane]))
+                rows.append((obs[lane].copy(), items[lane], reward, left, cut, new))
+                mask[lane, items[lane]] = False
+                obs[lane] = new
+                if left or cut:
+                    obs[lane], mask[lane] = env.reset(), True
+
+    return run
+
+
+def make_collector(num_items: int, num_lanes: int) -> rollout.Collector:
+    """The same in a `Collector`; rows do without the masks, which follow from items."""
+    feedback, categories = tables(num_items)
+    rule = envs.LeaveByCategory(categories, WINDOW, THRESHOLD)
+    env = envs.NoRepeat(envs.RecommendationEnv(feedback, rule, max_turn=MAX_TURN))
+    return rollout.Collector(
+        env=envs.vectorize(env, num_lanes),
+        policy=rollout.random_policy(env.action_space, mask_fn=lambda obs: obs["mask"]),
+        record_fn=without_masks,
+    )
+
+
+def without_masks(row: rollout.Transition) -> rollout.Transition:
+    """Leaves out what is large."""
+    short = lambda obs: {name: obs[name] for name in ("user", "item")}  # noqa: E731
+    return row.replace(obs=short(row.obs), next_obs=short(row.next_obs))
+
+
+def fast_loop(collector: rollout.Collector) -> Callable[[int], None]:
+    """Calls `collect_steps`."""
+    carry = collector.init(jax.random.key(0))
+
+    def run(num_steps: int) -> None:
+        nonlocal carry
+        carry, rows = collector.collect_steps(carry, None, num_steps)
+        jax.block_until_ready(rows)
+
+    return run
+
+
+def measure(run: Callable[[int], None], num_steps: int) -> float:
+    """Seconds per step of all lanes."""
+    start = time.perf_counter()
+    run(num_steps)
+    return (time.perf_counter() - start) / num_steps
+
+
+def memory(collector: rollout.Collector) -> tuple[float, float]:
+    """Bytes of the compiled program, and of the masks and rows that it must have."""
+    carry = collector.init(jax.random.key(0))
+    step = jax.jit(lambda carry: collector.collect_steps(carry, None, NUM_STEPS))
+    used = step.lower(carry).compile().memory_analysis()
+    total = (
+        used.argument_size_in_bytes
+        + used.output_size_in_bytes
+        + used.temp_size_in_bytes
+    )
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
+    rows = jax.eval_shape(step, carry)[1]
+    masks = 2 * size(carry.obs["mask"])  # shown, and of the next observation
+    env = jax.tree.map(jnp.asarray, jax.tree.leaves(collector.env))
+    return total, size(rows) + masks + size(env)
+
+
+def main() -> None:
+    """Measures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args()
+    print(machine())
+    print(f"{'items':>6} {'lanes':>6} {'loop':>10} {'ours':>12} {'ratio':>7} {'MB':>8}")
+    for num_items in (1_000, 10_000):
+        for num_lanes in (64, 1_024):
+            collector = make_collector(num_items, num_lanes)
+            plain, fast = plain_loop(num_items, num_lanes), fast_loop(collector)
+            num_slow = 4 if num_lanes > 64 else NUM_STEPS
+            fast(NUM_STEPS)
+            seconds = [
+                (measure(plain, num_slow), measure(fast, NUM_STEPS))
+                for _ in range(args.repeats)
+            ]
+            slow, quick = map(statistics.median, zip(*seconds, strict=True))
+            used, needed = memory(collector)
+            rates = num_lanes / slow, num_lanes / quick
+            print(
+                f"{num_items:6} {num_lanes:6} {rates[0]:10,.0f} {rates[1]:12,.0f} "
+                f"{slow / quick:7.0f} {used / 1e6:8.1f} ({used / needed:.2f})"
+            )
+
+
+if __name__ == "__main__":
+    main()
