@@ -5,6 +5,7 @@ where users leave or stay. Metrics are folds over exactly N episodes, of all of 
 every step counts.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -163,6 +164,7 @@ def evaluate_settings(
     return _evaluate(dict(settings), key, params, num_episodes, catalogue, max_steps)
 
 
+@functools.partial(jax.jit, static_argnames="num_episodes")
 def _evaluate(
     settings: dict[str, Collector],
     key: chex.PRNGKey,
@@ -175,9 +177,6 @@ def _evaluate(
         name: _play(collector, key, params, num_episodes, catalogue, max_steps)
         for name, collector in settings.items()
     }
-
-
-_evaluate = jax.jit(_evaluate, static_argnames="num_episodes")
 
 
 def _play(

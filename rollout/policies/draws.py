@@ -19,6 +19,8 @@ from envs.types import Space
 MaskFn = Callable[[chex.ArrayTree], jax.Array]  # obs to `[B, n]` bool, True: allowed
 
 _LARGEST_N = 1 << 16  # so that the product of two 16-bit halves fits 32 bits
+_MANY = 256  # actions of which a few are tried first
+_TRIES = 16
 _UNROLL = 32  # columns of a mask per iteration: straight-line for few actions
 
 
@@ -72,6 +74,27 @@ def allowed(mask: jax.Array, choice: Choice, key: chex.PRNGKey) -> jax.Array:
 
     Where nothing is allowed, the action is drawn from all.
     """
+    if choice.n < _MANY:
+        return _allowed(mask, choice, key)
+    # Most often one of a few tries is allowed, so that nobody counts all of them.
+    num_envs, counter = mask.shape[0], jnp.arange(_TRIES, dtype=jnp.int32)
+    draw = functools.partial(_below, choice.n, choice.n, num_envs)
+    tries = jax.vmap(draw)(keys.fold_in(key, counter))
+    hits = mask[jnp.arange(num_envs), tries]
+    first = jnp.argmax(hits, axis=0)
+    found = tries[first, jnp.arange(num_envs)].astype(choice.dtype)
+    found = found + jnp.asarray(choice.start, choice.dtype)
+    is_found = hits.any(axis=0)
+    exact_key = keys.fold_in(key, _TRIES)
+    return lax.cond(
+        is_found.all(),
+        lambda: found,
+        lambda: jnp.where(is_found, found, _allowed(mask, choice, exact_key)),
+    )
+
+
+def _allowed(mask: jax.Array, choice: Choice, key: chex.PRNGKey) -> jax.Array:
+    """Draws one of those that are counted to be allowed."""
     dtype, mask = choice.dtype, mask | none_allowed(mask)[:, None]
     num_envs, n = mask.shape
     mask = mask.astype(jnp.int32)

@@ -107,3 +107,31 @@ def test_bad_arguments_are_refused():
     policy = rollout.item_policy(lambda params, obs: jnp.zeros((1, 4)))
     with pytest.raises(ValueError, match="`mask_fn` must return one bool per lane"):
         policy.apply(None, obs_of([1, 1, 1]), (), jax.random.key(0))
+
+
+@pytest.mark.parametrize("share", [0.9, 0.05, 0.002])
+def test_random_items_of_a_large_catalogue_are_drawn_evenly(share):
+    num_lanes, num_items = 4_000, 1_000
+    mask = np.random.default_rng(0).random(num_items) < share
+    assert mask.sum() >= 2
+    policy = rollout.random_policy(Discrete(num_items), mask_fn=lambda obs: obs["mask"])
+    obs = {"mask": jnp.broadcast_to(jnp.asarray(mask), (num_lanes, num_items))}
+    act = jax.jit(lambda obs, key: policy.apply(None, obs, (), key).action)
+    drawn = np.concatenate(
+        [act(obs, key) for key in jax.random.split(jax.random.key(0), 5)]
+    )
+    assert mask[drawn].all()
+    wanted = drawn.size / mask.sum()
+    counts = np.bincount(drawn, minlength=num_items)[mask]
+    assert np.abs(counts - wanted).max() < 5 * np.sqrt(wanted) + 1
+    few = jax.tree.map(lambda x: x[:7], obs)
+    key = jax.random.key(1)
+    assert act(few, jax.random.clone(key)).tolist() == act(obs, key)[:7].tolist()
+
+
+def test_random_item_where_none_of_many_is_allowed_is_any():
+    policy = rollout.random_policy(Discrete(300), mask_fn=lambda obs: obs["mask"])
+    obs = {"mask": jnp.zeros((50, 300), bool)}
+    decision = policy.apply(None, obs, (), jax.random.key(0))
+    assert decision.extras["none_allowed"].all()
+    assert len(set(decision.action.tolist())) > 30
