@@ -1,17 +1,15 @@
 """Recorded feedback as tables, which `RecommendationEnv` plays.
 
-A log has one row for each rating; here it becomes what every user thinks of every item,
-with a choice of what is put where nothing is known. pandas is imported only where a
-file is read.
+A log has one row for each rating. pandas makes of it what every user thinks of every
+item, with a choice of what is put where nothing is known.
 """
 
 import dataclasses
-import importlib
+import itertools
 import numbers
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +19,8 @@ if TYPE_CHECKING:
 
 _MISSING = ("user_mean", "item_mean", "mask")
 _DUPLICATES = ("mean", "last", "error")
+_REASONS = ("missing_id", "missing_timestamp", "nonfinite_feedback", "duplicate")
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,10 +30,9 @@ class Interactions:
     Attributes:
         feedback: `[U, I]` float32, completed where it is not known.
         known: `[U, I]` bool, which pairs are in the data.
-        users: `[U]`, the ids of users, sorted: user number u is `users[u]`.
+        users: `[U]`, the ids of users as pandas sorts them: user u is `users[u]`.
         items: `[I]`, the ids of items, likewise.
-        popularity: `[I]` float32, the share of users with a known pair: above 0, since
-            every item occurs, and at most 1.
+        popularity: `[I]` float32, the share of users with a known pair, in (0, 1].
         num_dropped: how many rows were left out, by the reason: "missing_id",
             "missing_timestamp", "nonfinite_feedback", "duplicate". A row counts under
             the first of them that holds.
@@ -64,277 +63,98 @@ def from_interactions(
     left. The tables are dense, with 5 bytes for each of U * I pairs.
 
     Args:
-        data: the path of a CSV file, a DataFrame, or a mapping, whose columns are found
-            by name, others are not read; or a tuple of columns, user, item, feedback
-            and, if `timestamp` is given, time. Columns are 1-D, of one length K. Ids
-            are of any kind that can be hashed and sorted.
+        data: the path of a CSV file, a DataFrame or a mapping with these columns; or a
+            tuple of columns, user, item, feedback and, if `timestamp` is given, time.
         missing: what is put where a pair is not in the data: a finite number; the mean
             of the known pairs of the user, "user_mean", or of the item, "item_mean";
-            or 0, "mask", where `known` is meant to be the mask of the environment.
-        duplicates: what is made of several rows of one pair: their "mean"; the "last"
-            of them, by row or by `timestamp`, where the others count as dropped; or an
-            "error".
+            or 0, "mask", where `known` is to be the mask of the environment.
+        duplicates: what counts of several rows of one pair: their "mean"; the "last",
+            by row or by `timestamp`, and the others are dropped; or an "error".
         user: name of the column of users.
         item: name of the column of items.
         feedback: name of the column of feedback, numbers.
-        timestamp: name of the column of times, numbers or dates, if the last row is the
-            one of the latest time; of equal times the later row. A row without a time
-            is dropped. None for the order of rows.
+        timestamp: name of the column of times, if the last row is that of the latest
+            time, of equal times the later row, and a row without a time is dropped.
 
     Returns:
         The tables, for `RecommendationEnv(tables.feedback)`, or with "mask" for
         `RecommendationEnv(tables.feedback, known=tables.known)`.
 
     Raises:
-        ImportError: if a file is to be read, and pandas is not installed.
+        ImportError: if pandas is not installed.
         ValueError: if an argument is not as above, a column is not there, no row is
             left, or a pair has several rows and `duplicates` is "error".
     """
     _check_options(missing, duplicates, timestamp)
-    names = [name for name in (user, item, feedback, timestamp) if name is not None]
-    columns = _read(data, names)
-    shapes = [column.shape for column in columns]
-    if len(shapes[0]) != 1 or len(set(shapes)) != 1:
-        raise ValueError(
-            "`data` must have 1-D columns of one length, got "
-            f"{', '.join(map(str, shapes))} for {', '.join(names)}."
-        )
-    columns, num_dropped = _drop(names, columns)
-    users, user_index = _number(user, columns[0])
-    items, item_index = _number(item, columns[1])
-    pair, values = user_index * len(items) + item_index, columns[2]
-    if duplicates == "error":
-        _check_single(pair, users, items)
-    if duplicates == "last":
-        time = None if timestamp is None else _number(timestamp, columns[3])[1]
-        pair, values = _take_last(pair, values, time)
-    # Nothing is lost of rows whose mean is taken.
-    num_dropped["duplicate"] = len(user_index) - len(pair)
-    _warn(num_dropped, *shapes[0])
-    table, known = _tabulate(pair, values, (len(users), len(items)))
+    names = {"user": user, "item": item, "feedback": feedback, "timestamp": timestamp}
+    log = _read(data, {key: name for key, name in names.items() if name is not None})
+    rows, num_dropped = _drop(log, duplicates)
+    if len(rows) < len(log):
+        counts = ", ".join(f"{x} {reason}" for reason, x in num_dropped.items() if x)
+        message = f"`data` lost {len(log) - len(rows)} of {len(log)} rows: {counts}."
+        warnings.warn(message, stacklevel=2)
+    table = rows.groupby(["user", "item"], observed=True)["feedback"].mean().unstack()
+    known = table.notna().to_numpy()  # NaN stands where a pair is not in the data
+    means = {
+        "user_mean": table.mean(axis=1).to_numpy()[:, None],
+        "item_mean": table.mean(axis=0).to_numpy(),
+        "mask": 0.0,
+    }
     return Interactions(
-        feedback=_complete(table, known, missing),
+        feedback=np.where(known, table, means.get(missing, missing)).astype(np.float32),
         known=known,
-        users=users,
-        items=items,
-        popularity=np.mean(known, axis=0).astype(np.float32),
+        users=table.index.to_numpy(),
+        items=table.columns.to_numpy(),
+        popularity=known.mean(axis=0).astype(np.float32),
         num_dropped=num_dropped,
     )
 
 
 def _check_options(missing: Any, duplicates: Any, timestamp: Any) -> None:
-    if isinstance(missing, str):
-        is_one = missing in _MISSING
-    else:
-        is_number = isinstance(missing, numbers.Real) and not isinstance(missing, bool)
-        is_one = is_number and _is_finite(missing)
-    if not is_one:
-        raise ValueError(
-            f"`missing` must be a finite number or one of {', '.join(_MISSING)}, got "
-            f"{missing!r}."
-        )
+    is_number = isinstance(missing, numbers.Real) and abs(missing) <= _FLOAT32_MAX
+    if not is_number and missing not in _MISSING:
+        one = f"a finite number or one of {', '.join(_MISSING)}"
+        raise ValueError(f"`missing` must be {one}, got {missing!r}.")
     if duplicates not in _DUPLICATES:
-        raise ValueError(
-            f"`duplicates` must be one of {', '.join(_DUPLICATES)}, got {duplicates!r}."
-        )
+        one = f"one of {', '.join(_DUPLICATES)}"
+        raise ValueError(f"`duplicates` must be {one}, got {duplicates!r}.")
     if timestamp is not None and duplicates != "last":
-        raise ValueError(
-            '`timestamp` must be None unless `duplicates` is "last", got '
-            f"{timestamp!r} with {duplicates!r}."
-        )
+        raise ValueError('`timestamp` must be None unless `duplicates` is "last".')
 
 
-def _read(data: Any, names: list[str]) -> list[Any]:
-    """The columns of these names: arrays, or series of pandas."""
-    if isinstance(data, tuple):
-        if len(data) != len(names):
-            raise ValueError(
-                f"`data` must have {len(names)} columns, {', '.join(names)}, got "
-                f"{len(data)}."
-            )
-        return [_column(name, x) for name, x in zip(names, data, strict=True)]
-    if isinstance(data, str | os.PathLike):
-        data = _read_csv(data, names)
-    if not (isinstance(data, Mapping) or hasattr(data, "columns")):
-        raise ValueError(
-            "`data` must be a path, a DataFrame, a mapping or a tuple of columns, got "
-            f"{type(data).__name__}."
-        )
-    _check_names(names, data.keys() if isinstance(data, Mapping) else data.columns)
-    return [_column(name, data[name]) for name in names]
-
-
-def _read_csv(path: str | os.PathLike, names: list[str]) -> "DataFrame":
-    pandas = _import_pandas()
-    _check_names(names, pandas.read_csv(path, nrows=0).columns)
-    # Integers stay integers where some are missing, and a column is of one type.
-    options = {"dtype_backend": "numpy_nullable", "low_memory": False}
-    return pandas.read_csv(path, usecols=names, **options)
-
-
-def _import_pandas() -> ModuleType:
+def _read(data: Any, names: dict[str, str]) -> "DataFrame":
+    """The columns of these names, under the keys of `names`, feedback in float64."""
     try:
-        return importlib.import_module("pandas")
+        import pandas
     except ImportError as error:
-        raise ImportError(
-            'pandas is not installed: pip install "rollout[recommend]"'
-        ) from error
+        message = 'pandas is not installed: pip install "rollout[recommend]"'
+        raise ImportError(message) from error
+    if isinstance(data, str | os.PathLike):
+        # Integers stay integers where some are missing.
+        data = pandas.read_csv(data, dtype_backend="numpy_nullable", low_memory=False)
+    if isinstance(data, tuple):
+        data = dict(zip(names.values(), data, strict=True))
+    if lost := [name for name in names.values() if name not in data]:
+        raise ValueError(f"`data` must have the columns {lost}, got {list(data)}.")
+    log = pandas.DataFrame({key: data[name] for key, name in names.items()})
+    return log.assign(feedback=pandas.to_numeric(log["feedback"]).astype("float64"))
 
 
-def _check_names(names: list[str], there: Iterable[Any]) -> None:
-    there = list(there)
-    for name in names:
-        if name not in there:
-            raise ValueError(
-                f"`data` must have the column {name!r}, got "
-                f"{', '.join(map(str, there))}."
-            )
-
-
-def _column(name: str, values: Any) -> Any:
-    """An array; a series of pandas as it is, since it knows what is missing."""
-    if hasattr(values, "isna"):
-        return values
-    if hasattr(values, "dtype"):
-        return np.asarray(values)
-    if isinstance(values, Sequence) and not isinstance(values, str | bytes):
-        # Not `np.asarray`, which makes strings of what is mixed, and of None.
-        return np.fromiter(values, object)
-    raise ValueError(
-        f"`data` must have 1-D columns, got {type(values).__name__} for {name!r}."
-    )
-
-
-def _drop(
-    names: list[str], columns: list[Any]
-) -> tuple[list[np.ndarray], dict[str, int]]:
-    """The rows that count, with feedback in float64; how many others, by reason."""
-    is_missing = [_is_missing(column) for column in columns]
-    values = _floats(names[2], columns[2], is_missing[2])
-    reasons = {
-        "missing_id": is_missing[0] | is_missing[1],
-        "missing_timestamp": np.any(is_missing[3:], axis=0),
-        "nonfinite_feedback": ~_is_finite(values),
-    }
-    kept = np.ones(len(values), bool)
-    num_dropped = {}
-    for reason, holds in reasons.items():
-        num_dropped[reason] = int(np.sum(kept & holds))
-        kept &= ~holds
-    if not np.any(kept):
-        raise ValueError(
-            "`data` must have a row with a user, an item and finite feedback, got none "
-            f"in {len(kept)} rows."
-        )
-    columns = [*columns[:2], values, *columns[3:]]
-    return [np.asarray(column[kept]) for column in columns], num_dropped
-
-
-def _is_missing(column: Any) -> np.ndarray:
-    """`[K]` bool."""
-    if hasattr(column, "isna"):
-        return np.asarray(column.isna(), bool)
-    if column.dtype.kind in "OT":
-        return np.fromiter(map(_is_nothing, column), bool)
-    if column.dtype.kind in "fcmM":
-        return np.asarray(column != column)  # NaN and NaT
-    return np.zeros(len(column), bool)
-
-
-def _is_nothing(value: Any) -> bool:
-    """None, NaN, NaT and NA: nothing else differs from itself."""
-    is_same = value == value
-    return value is None or not (isinstance(is_same, bool | np.bool_) and is_same)
-
-
-def _floats(name: str, column: Any, is_missing: np.ndarray) -> np.ndarray:
-    """`[K]` float64, NaN where it is missing."""
-    column = np.asarray(column)
-    if column.dtype.kind in "biuf":
-        return column.astype(np.float64)
-    values = np.full(len(column), np.nan)
-    for row in np.flatnonzero(~is_missing):
-        try:
-            values[row] = float(column[row])
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"`data` must have numbers as {name!r}, got {column[row]!r} in row "
-                f"{row}."
-            ) from None
-    return values
-
-
-def _is_finite(values: Any) -> np.ndarray:
-    """Whether float32, which tables are of, has finite numbers for them."""
-    with np.errstate(over="ignore"):
-        return np.isfinite(np.asarray(values, np.float32))
-
-
-def _number(name: str, column: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What there is, sorted, and where each row stands in that, `[K]` int64."""
-    if column.dtype.kind != "O":
-        return np.unique(column, return_inverse=True)
-    try:
-        ids = np.fromiter(sorted(set(column)), object)
-    except TypeError as error:
-        raise ValueError(
-            f"`data` must have what can be hashed and sorted as {name!r}, got an error:"
-            f" {error}."
-        ) from error
-    index = {x: number for number, x in enumerate(ids)}
-    return ids, np.fromiter((index[x] for x in column), np.int64)
-
-
-def _check_single(pair: np.ndarray, users: np.ndarray, items: np.ndarray) -> None:
-    """Refuses pairs of which there are several."""
-    _, first, inverse = np.unique(pair, return_index=True, return_inverse=True)
-    rows = np.flatnonzero(first[inverse] != np.arange(len(pair)))
-    if len(rows):
-        user, item = divmod(int(pair[rows[0]]), len(items))
-        raise ValueError(
-            "`data` must have each pair once, got another row of user "
-            f"{users[user]} and item {items[item]}, and {len(rows) - 1} more:"
-            ' `duplicates="mean"` or "last" takes them.'
-        )
-
-
-def _take_last(
-    pair: np.ndarray, values: np.ndarray, time: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """One row for each pair: the last one, or that of the latest time."""
-    if time is not None:
-        order = np.argsort(time, kind="stable")
-        pair, values = pair[order], values[order]
-    pair, row = np.unique(pair[::-1], return_index=True)
-    return pair, values[::-1][row]
-
-
-def _tabulate(
-    pair: np.ndarray, values: np.ndarray, shape: tuple[int, int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of each pair, 0 where there is none, and which there are, `[U, I]`."""
-    pair, inverse, counts = np.unique(pair, return_inverse=True, return_counts=True)
-    table, known = np.zeros(shape, np.float32), np.zeros(shape, bool)
-    table.flat[pair] = np.bincount(inverse, values) / counts
-    known.flat[pair] = True
-    return table, known
-
-
-def _complete(table: np.ndarray, known: np.ndarray, missing: float | str) -> np.ndarray:
-    if missing == "mask":
-        return table
-    if isinstance(missing, str):
-        axis = 1 if missing == "user_mean" else 0
-        total = np.sum(table, axis, np.float64, keepdims=True)
-        missing = total / np.sum(known, axis, keepdims=True)
-    return np.where(known, table, np.asarray(missing, np.float32))
-
-
-def _warn(num_dropped: dict[str, int], num_rows: int) -> None:
-    counts = [f"{number} {reason}" for reason, number in num_dropped.items() if number]
-    if counts:
-        warnings.warn(
-            f"`data` lost {sum(num_dropped.values())} of {num_rows} rows: "
-            f"{', '.join(counts)}.",
-            stacklevel=3,
-        )
+def _drop(log: "DataFrame", duplicates: str) -> tuple["DataFrame", dict[str, int]]:
+    """The rows that count, and how many others there are, by the reason."""
+    ids = ["user", "item"]
+    with_ids = log.dropna(subset=ids)
+    timed = with_ids.dropna(subset=with_ids.columns.drop("feedback"))
+    rows = finite = timed[timed["feedback"].abs() <= _FLOAT32_MAX]
+    if finite.empty:
+        what = "a row with a user, an item and finite feedback"
+        raise ValueError(f"`data` must have {what}, got none in {len(log)} rows.")
+    if duplicates == "error" and (again := rows[rows.duplicated(ids)]).size:
+        user, item = again[ids].iloc[0]
+        got = f"another row of user {user} and item {item}, and {len(again) - 1} more"
+        raise ValueError(f"`data` must have each pair once, got {got}.")
+    if duplicates == "last":
+        by = ["timestamp"] if "timestamp" in rows else []
+        rows = rows.sort_values(by, kind="stable").drop_duplicates(ids, keep="last")
+    sizes = itertools.pairwise(map(len, (log, with_ids, timed, finite, rows)))
+    return rows, {x: a - b for x, (a, b) in zip(_REASONS, sizes, strict=True)}
