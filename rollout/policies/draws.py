@@ -97,8 +97,7 @@ def _allowed(mask: jax.Array, choice: Choice, key: chex.PRNGKey) -> jax.Array:
     """Draws one of those that are counted to be allowed."""
     dtype, mask = choice.dtype, mask | none_allowed(mask)[:, None]
     num_envs, n = mask.shape
-    mask = mask.astype(jnp.int32)
-    rank = _below(mask.sum(axis=-1), n, num_envs, key)
+    rank = _below(mask.sum(axis=-1, dtype=jnp.int32), n, num_envs, key)
 
     # The allowed action of that rank comes after all those up to which at most `rank`
     # are allowed. `jnp.cumsum` would do, but is ten times slower on CPU.
@@ -106,7 +105,7 @@ def _allowed(mask: jax.Array, choice: Choice, key: chex.PRNGKey) -> jax.Array:
         carry: tuple[jax.Array, jax.Array], column: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array], None]:
         so_far, action = carry
-        so_far = so_far + column
+        so_far = so_far + column.astype(jnp.int32)
         return (so_far, action + (so_far <= rank).astype(dtype)), None
 
     zero = jnp.zeros_like(rank)
