@@ -97,7 +97,16 @@ def _allowed(mask: jax.Array, choice: Choice, key: chex.PRNGKey) -> jax.Array:
     """Draws one of those that are counted to be allowed."""
     dtype, mask = choice.dtype, mask | none_allowed(mask)[:, None]
     num_envs, n = mask.shape
-    rank = _below(mask.sum(axis=-1, dtype=jnp.int32), n, num_envs, key)
+    columns, zero = mask.T, jnp.zeros(num_envs, jnp.int32)
+
+    def add(total: jax.Array, column: jax.Array) -> tuple[jax.Array, None]:
+        return total + column.astype(jnp.int32), None
+
+    if n < _MANY:
+        total = mask.sum(axis=-1, dtype=jnp.int32)
+    else:  # `sum` would make integers of the whole mask
+        total, _ = lax.scan(add, zero, columns, unroll=_UNROLL)
+    rank = _below(total, n, num_envs, key)
 
     # The allowed action of that rank comes after all those up to which at most `rank`
     # are allowed. `jnp.cumsum` would do, but is ten times slower on CPU.
@@ -108,9 +117,8 @@ def _allowed(mask: jax.Array, choice: Choice, key: chex.PRNGKey) -> jax.Array:
         so_far = so_far + column.astype(jnp.int32)
         return (so_far, action + (so_far <= rank).astype(dtype)), None
 
-    zero = jnp.zeros_like(rank)
     carry = zero, zero.astype(dtype)
-    index = lax.scan(count, carry, mask.T, unroll=_UNROLL)[0][1]
+    index = lax.scan(count, carry, columns, unroll=_UNROLL)[0][1]
     return index + jnp.asarray(choice.start, dtype)
 
 
