@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import buffers
 import envs
 import rollout
 from tests.support.plain_recommendation import Model, Setting, metrics
@@ -268,3 +269,55 @@ def test_settings_are_refused():
     collector = rollout.Collector(env=pendulum, policy=policy)
     with pytest.raises(ValueError, match="`settings` must have items as actions"):
         rollout.evaluate_settings({"FB": collector}, jax.random.key(0), None, 2)
+
+
+def without_history(row):
+    """What the ring keeps: the last item and reward, and where an episode begins."""
+    short = lambda obs: {  # noqa: E731
+        "item": obs["obs"]["obs"]["item"],
+        "reward": obs["obs"]["reward"],
+        "first": obs["obs"]["first"],
+        "wanted": {name: obs[name] for name in ("actions", "rewards", "length")},
+    }
+    return row.replace(obs=short(row.obs), next_obs=short(row.next_obs))
+
+
+def test_history_is_rebuilt_from_the_ring():
+    window = 4
+    env = envs.ObservePrevious(envs.NoRepeat(make_env()))
+    env = envs.History(env, window)
+    collector = rollout.Collector(
+        env=envs.vectorize(env, NUM_LANES),
+        policy=rollout.random_policy(env.action_space),
+        record_fn=without_history,
+    )
+    buffer = buffers.ReplayBuffer(NUM_LANES * 30, NUM_LANES, successor="stored")
+
+    @jax.jit
+    def run(key):
+        _, rows = collector.collect_steps(collector.init(key), None, 50)
+        state = buffer.add(buffer.init(collector), rows)
+        batch = buffer.sample(state, jax.random.key(1), 200, stack=window)
+        return batch, buffer.sample_sequences(state, jax.random.key(2), 50, window + 1)
+
+    batch, pieces = jax.device_get(run(jax.random.key(0)))
+    for obs in (batch.experience.obs, batch.experience.next_obs):
+        for number in np.flatnonzero(batch.weights):
+            one = jax.tree.map(lambda x, at=number: x[at], obs)
+            wanted = jax.tree.map(lambda x: x[-1], one["wanted"])
+            # A frame that begins an episode, or repeats one that does, shows no item.
+            shown = ~one["first"]
+            length = wanted["length"]
+            assert shown.sum() == length
+            assert one["item"][shown].tolist() == wanted["actions"][:length].tolist()
+            assert one["reward"][shown].tolist() == wanted["rewards"][:length].tolist()
+    # A piece has them from its first row on.
+    rows = pieces.experience
+    for number in range(50):
+        for step in range(1, window + 1):
+            if not pieces.mask[step, number]:
+                break
+            length = rows.obs["wanted"]["length"][step, number]
+            wanted = rows.obs["wanted"]["actions"][step, number, :length]
+            got = rows.action[max(0, step - window) : step, number]
+            assert got.tolist() == wanted[length - len(got) :].tolist()
