@@ -36,7 +36,7 @@ import envs
 import rollout
 
 NUM_ENVS, ROWS = 16, 125
-EVERY = np.ones(NUM_ENVS, bool)
+EVERY, FEW = np.ones(NUM_ENVS, bool), list(range(NUM_ENVS))
 MAKE = functools.partial(gymnasium.make, "CartPole-v1")
 LATENCY = 0.005  # s, on average
 
@@ -93,8 +93,11 @@ def numpy() -> gymnasium.vector.VectorEnv:
     return gymnasium.make_vec("CartPole-v1", NUM_ENVS, vectorization_mode=kind)
 
 
-def plain_loop(env: Any, *, resets: bool) -> Callable[[int], None]:
-    """A loop that steps a vector environment of Gymnasium, and keeps nothing."""
+def plain_loop(env: Any, *, resets: bool, seeds: bool = False) -> Callable[[int], None]:
+    """A loop that steps a vector environment of Gymnasium, and keeps nothing.
+
+    With `seeds` every episode has a seed of its own, as `HostCollector` does it.
+    """
 
     @jax.jit
     def choose(params: Any, obs: Any, key: jax.Array) -> tuple:
@@ -110,7 +113,8 @@ def plain_loop(env: Any, *, resets: bool) -> Callable[[int], None]:
             obs, _, terminated, truncated, _ = env.step(np.asarray(action))
             done = terminated | truncated
             if resets and done.any():
-                obs = env.reset(options={"reset_mask": done})[0]
+                seed = FEW if seeds else None
+                obs = env.reset(seed=seed, options={"reset_mask": done})[0]
 
     return run
 
@@ -278,6 +282,7 @@ def main() -> None:
             "HostCollector": host(envs.from_gymnasium(make())),
         }
         if resets:
+            runs["plain loop, seeds"] = plain_loop(make(), resets=True, seeds=True)
             local = envs.from_gymnasium("CartPole-v1", NUM_ENVS)
             runs["HostCollector, ours"] = host(local)
         compare(f"with a policy: {name}", runs, args.repeats)
