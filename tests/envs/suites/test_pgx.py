@@ -119,7 +119,7 @@ def test_object_without_the_methods_is_refused():
 
 
 def collect(name, num_steps, num_envs=4):
-    env = envs.vectorize_agents(make(name)[1], num_envs)
+    env = envs.vectorize_agents(make(name)[0], num_envs)
     collector = rollout.Collector(env=env, policy=POLICIES[name](env.action_space))
     carry = collector.init(jax.random.key(0))
     return env, collector.collect_steps(carry, None, num_steps)[1]
