@@ -120,15 +120,15 @@ def resident():
 def test_a_million_steps_leave_no_memory_behind():
     env = envs.from_gymnasium(
         gymnasium.make_vec(
-            "CartPole-v1", num_envs=100, vectorization_mode="vector_entry_point"
+            "CartPole-v1", num_envs=16, vectorization_mode="vector_entry_point"
         )
     )
     policy = rollout.random_policy(env.action_space)
     collector = rollout.HostCollector(env=env, policy=policy)
     carry, sizes = collector.init(KEY), []
     for count in (100_000, 900_000):
-        for _ in range(count // (100 * 50)):
-            carry, _ = collector.collect_steps(carry, None, 50)
+        for _ in range(count // (16 * 125)):
+            carry, _ = collector.collect_steps(carry, None, 125)
         gc.collect()
         sizes.append(resident())
     assert sizes[1] <= 1.02 * sizes[0]
