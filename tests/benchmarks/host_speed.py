@@ -224,24 +224,32 @@ def compare_envpool(repeats: int) -> None:
 
 
 def compare_peers(peers: dict[str, str], repeats: int) -> None:
-    """Each library by its script, in turn with `HostCollector`."""
-    ours = host(envs.from_gymnasium("CartPole-v1", NUM_ENVS))
-    ours(ROWS)
-    rates: dict[str, list[float]] = {"HostCollector": [], **{x: [] for x in peers}}
+    """Each library by its script, in turn with `HostCollector`.
+
+    The same environments, and those that Gymnasium steps as one array.
+    """
+    ours = {
+        "HostCollector": host(envs.from_gymnasium("CartPole-v1", NUM_ENVS)),
+        "HostCollector, numpy": host(envs.from_gymnasium(numpy())),
+    }
+    rates: dict[str, list[float]] = {x: [] for x in (*ours, *peers)}
     versions = {}
+    for run in ours.values():
+        run(ROWS)  # compiles
     for _ in range(repeats):
-        start = time.perf_counter()
-        ours(20_000 // NUM_ENVS)
-        rates["HostCollector"].append(20_000 / (time.perf_counter() - start))
+        for name, run in ours.items():
+            start = time.perf_counter()
+            run(20_000 // NUM_ENVS)
+            rates[name].append(20_000 / (time.perf_counter() - start))
         for name, told in run_peers(peers):
             rates[name].append(told["steps_per_second"])
             versions[name] = told["version"]
-    print("\nother libraries")
-    first = statistics.median(rates["HostCollector"])
-    for name, values in rates.items():
-        middle = statistics.median(values)
+    middles = {name: statistics.median(values) for name, values in rates.items()}
+    print(f"\n{'':26} {'steps/s':>9}  HostCollector, numpy")
+    for name, middle in middles.items():
         what = f"{name} {versions.get(name, '')}"
-        print(f"{what:26} {middle:9,.0f} steps/s, HostCollector {first / middle:5.1f}x")
+        factors = [f"{middles[x] / middle:11.1f}x" for x in ours]
+        print(f"{what:26} {middle:9,.0f} {''.join(factors)}")
 
 
 def run_peers(peers: dict[str, str]) -> Iterator[tuple[str, dict]]:
