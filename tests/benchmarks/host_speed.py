@@ -36,7 +36,7 @@ import envs
 import rollout
 
 NUM_ENVS, ROWS = 16, 125
-EVERY = np.ones(NUM_ENVS, bool)
+EVERY, FEW = np.ones(NUM_ENVS, bool), list(range(NUM_ENVS))
 MAKE = functools.partial(gymnasium.make, "CartPole-v1")
 LATENCY = 0.005  # s, on average
 
@@ -93,8 +93,11 @@ def numpy() -> gymnasium.vector.VectorEnv:
     return gymnasium.make_vec("CartPole-v1", NUM_ENVS, vectorization_mode=kind)
 
 
-def plain_loop(env: Any, *, resets: bool) -> Callable[[int], None]:
-    """A loop that steps a vector environment of Gymnasium, and keeps nothing."""
+def plain_loop(env: Any, *, resets: bool, seeds: bool = False) -> Callable[[int], None]:
+    """A loop that steps a vector environment of Gymnasium, and keeps nothing.
+
+    With `seeds` every episode has a seed of its own, as `HostCollector` does it.
+    """
 
     @jax.jit
     def choose(params: Any, obs: Any, key: jax.Array) -> tuple:
@@ -110,7 +113,8 @@ def plain_loop(env: Any, *, resets: bool) -> Callable[[int], None]:
             obs, _, terminated, truncated, _ = env.step(np.asarray(action))
             done = terminated | truncated
             if resets and done.any():
-                obs = env.reset(options={"reset_mask": done})[0]
+                seed = FEW if seeds else None
+                obs = env.reset(seed=seed, options={"reset_mask": done})[0]
 
     return run
 
@@ -220,24 +224,32 @@ def compare_envpool(repeats: int) -> None:
 
 
 def compare_peers(peers: dict[str, str], repeats: int) -> None:
-    """Each library by its script, in turn with `HostCollector`."""
-    ours = host(envs.from_gymnasium("CartPole-v1", NUM_ENVS))
-    ours(ROWS)
-    rates: dict[str, list[float]] = {"HostCollector": [], **{x: [] for x in peers}}
+    """Each library by its script, in turn with `HostCollector`.
+
+    The same environments, and those that Gymnasium steps as one array.
+    """
+    ours = {
+        "HostCollector": host(envs.from_gymnasium("CartPole-v1", NUM_ENVS)),
+        "HostCollector, numpy": host(envs.from_gymnasium(numpy())),
+    }
+    rates: dict[str, list[float]] = {x: [] for x in (*ours, *peers)}
     versions = {}
+    for run in ours.values():
+        run(ROWS)  # compiles
     for _ in range(repeats):
-        start = time.perf_counter()
-        ours(20_000 // NUM_ENVS)
-        rates["HostCollector"].append(20_000 / (time.perf_counter() - start))
+        for name, run in ours.items():
+            start = time.perf_counter()
+            run(20_000 // NUM_ENVS)
+            rates[name].append(20_000 / (time.perf_counter() - start))
         for name, told in run_peers(peers):
             rates[name].append(told["steps_per_second"])
             versions[name] = told["version"]
-    print("\nother libraries")
-    first = statistics.median(rates["HostCollector"])
-    for name, values in rates.items():
-        middle = statistics.median(values)
+    middles = {name: statistics.median(values) for name, values in rates.items()}
+    print(f"\n{'':26} {'steps/s':>9}  HostCollector, numpy")
+    for name, middle in middles.items():
         what = f"{name} {versions.get(name, '')}"
-        print(f"{what:26} {middle:9,.0f} steps/s, HostCollector {first / middle:5.1f}x")
+        factors = [f"{middles[x] / middle:11.1f}x" for x in ours]
+        print(f"{what:26} {middle:9,.0f} {''.join(factors)}")
 
 
 def run_peers(peers: dict[str, str]) -> Iterator[tuple[str, dict]]:
@@ -278,6 +290,7 @@ def main() -> None:
             "HostCollector": host(envs.from_gymnasium(make())),
         }
         if resets:
+            runs["plain loop, seeds"] = plain_loop(make(), resets=True, seeds=True)
             local = envs.from_gymnasium("CartPole-v1", NUM_ENVS)
             runs["HostCollector, ours"] = host(local)
         compare(f"with a policy: {name}", runs, args.repeats)

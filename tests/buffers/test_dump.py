@@ -1,10 +1,12 @@
 """What a buffer gives back and takes over: dumps, merges, later rows of episodes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import collect, make_collector, raw
+from cases import collect, make_collector, quick_jit, raw
 from compiles import count_compiles
 
 import buffers
@@ -17,12 +19,14 @@ KINDS = {
 }
 
 
+@functools.cache
 def fill(kind="replay", capacity=40 * B, num_rows=64, **options):
     """A buffer with rows of a trajectory, the trajectory, and which of them it has."""
     collector, trajectory = make_collector("count", B), collect("count")[1]
     buffer = KINDS[kind](capacity, B, **options)
-    chunk = jax.tree.map(lambda x: x[:num_rows], trajectory)
-    return buffer, buffer.add(buffer.init(collector), chunk), chunk
+    chunk = jax.tree.map(lambda x: x[:num_rows], jax.device_get(trajectory))
+    add = quick_jit(lambda chunk: buffer.add(buffer.init(collector), chunk))
+    return buffer, add(chunk), chunk
 
 
 SHARED = {"successor": "shared"}
@@ -40,8 +44,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "num_rows", "options"), CASES)
 def test_dump_is_the_newest_rows_in_the_order_of_time(kind, num_rows, options):
     buffer, state, chunk = fill(kind, num_rows=num_rows, **options)
-    rows, mask = buffer.dump(state)
-    mask = np.asarray(mask)
+    rows, mask = jax.device_get(buffer.dump(state))
     np.testing.assert_array_equal(rows.mask, mask)
     seen = jax.tree.map(np.asarray, raw(chunk))
     done = seen.terminated | seen.truncated
@@ -82,20 +85,21 @@ def test_goals_are_later_rows_of_the_same_episode():
         same = future.episode_id == rows.episode_id
         return rows.replace(reward=ahead.astype(jnp.float32), truncated=same)
 
-    batch = buffer.sample(
-        state, jax.random.key(0), size, relabel_fn=relabel, horizon=horizon
-    )
-    ahead, rows = np.asarray(batch.experience.reward), buffer.get(state, batch.indices)
+    @quick_jit
+    def draw(state, key):
+        batch = buffer.sample(state, key, size, relabel_fn=relabel, horizon=horizon)
+        rows, later = buffer.get(state, batch.indices), [batch.indices]
+        for _ in range(horizon):
+            later.append(buffer.following(state, later[-1]))
+        return batch, rows, later
+
+    batch, rows, later = jax.device_get(draw(state, jax.random.key(0)))
+    ahead = batch.experience.reward
     assert batch.experience.truncated.all()
     assert set(np.unique(ahead)) == {0, 1, 2, 3}
-    assert not ahead[np.asarray(rows.terminated | rows.truncated)].any()
+    assert not ahead[rows.terminated | rows.truncated].any()
     # Far from the end each of the four rows has the same chance.
-    lasting = np.asarray(rows.episode_length) == 1
-    following = np.asarray(
-        buffer.following(state, buffer.following(state, batch.indices))
-    )
-    third = np.asarray(buffer.following(state, following))
-    far = lasting & (third != following)
+    far = (rows.episode_length == 1) & (later[3] != later[2])
     counts = np.bincount(ahead[far].astype(int), minlength=4)
     assert counts.min() > 0.7 * far.sum() / 4
 
@@ -104,16 +108,21 @@ def test_rows_whose_history_was_overwritten_are_not_stacked():
     # One lane, nine slots, episodes of four, no episode length to tell the first row.
     def row(number):
         return {
-            "obs": jnp.float32([number]),
-            "terminated": jnp.array([number % 4 == 3]),
+            "obs": jnp.float32(number)[None],
+            "terminated": jnp.asarray(number % 4 == 3)[None],
             "truncated": jnp.array([False]),
         }
 
     buffer = buffers.EpisodeBuffer(9, 1)
-    state = buffer.init(row(0))
-    for number in range(18):
-        state = buffer.add(state, row(number))
-    batch = buffer.sample(state, jax.random.key(0), 500, stack=4)
+
+    @quick_jit
+    def fill_and_draw(key):
+        state = buffer.init(row(0))
+        step = lambda state, number: (buffer.add(state, row(number)), None)  # noqa: E731
+        state, _ = jax.lax.scan(step, state, jnp.arange(18))
+        return buffer.sample(state, key, 500, stack=4)
+
+    batch = jax.device_get(fill_and_draw(jax.random.key(0)))
     assert batch.weights.all()
     for stacked in np.unique(np.asarray(batch.experience["obs"]), axis=0):
         start = stacked[-1] // 4 * 4

@@ -72,9 +72,9 @@ def check_sums(tree):
         assert not np.any(above[want.size :])
 
 
-def run_adds_and_updates(successor, rng, num_operations, choose, more):
+def run_adds_and_updates(successor, rng, num_operations, choose):
     """Adds and updates at random; `choose` takes one of a list."""
-    _, add, read, read_more = programs("prioritized", successor)
+    add = programs("prioritized", successor).add
     update = update_program(successor)
     state, model = start("prioritized", successor)
     priority, largest, rejected = {}, 1.0, 0
@@ -106,28 +106,35 @@ def run_adds_and_updates(successor, rng, num_operations, choose, more):
     check_sums(state.priorities)
     assert state.max_priority == largest
     assert state.num_rejected == rejected
+    return state, model, priority, largest
+
+
+def read_rows(successor, rng, more, state, model, priority, largest):
+    """All that is read and drawn; returns whether there was anything to check."""
     # 256 draws do not reach every row where priorities differ: those of no
     # priority are out, and the rest is checked where all are alike.
-    if set(priority.values()) <= {0.0, largest}:
-        keys = [jax.random.key(seed) for seed in rng.integers(2**31, size=2)]
-        positive = lambda row: priority[model.step(row).number] > 0  # noqa: E731
-        check(state, model, jax.device_get(read(state, keys[0])), positive)
-        if more:
-            got = jax.device_get(read_more(state, keys[1]))
-            check_more(state, model, got, positive)
-        return True
-    return False
+    if not set(priority.values()) <= {0.0, largest}:
+        return False
+    _, _, read, read_more = programs("prioritized", successor)
+    keys = [jax.random.key(seed) for seed in rng.integers(2**31, size=2)]
+    positive = lambda row: priority[model.step(row).number] > 0  # noqa: E731
+    check(state, model, jax.device_get(read(state, keys[0])), positive)
+    if more:
+        got = jax.device_get(read_more(state, keys[1]))
+        check_more(state, model, got, positive)
+    return True
 
 
-def test_short_sequences_of_adds_and_updates_agree_with_the_model():
-    num_checked = 0
+# What is read and drawn after them is a large program, for the slow part.
+@pytest.mark.parametrize("reads", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_short_sequences_of_adds_and_updates_agree_with_the_model(reads):
+    num_read = 0
     for seed in range(12):
         rng = np.random.default_rng(seed)
         choose = lambda values, rng=rng: values[rng.integers(len(values))]  # noqa: E731
-        num_checked += run_adds_and_updates(
-            "shared", rng, 2 + seed % 6, choose, more=False
-        )
-    assert num_checked >= 3
+        held = run_adds_and_updates("shared", rng, 2 + seed % 6, choose)
+        num_read += reads and read_rows("shared", rng, False, *held)
+    assert num_read >= 3 * reads
 
 
 @pytest.mark.slow
@@ -139,7 +146,8 @@ def test_any_sequence_of_adds_and_updates_agrees_with_the_model(successor):
         rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
         choose = lambda values: data.draw(st.sampled_from(values))  # noqa: E731
         number, more = data.draw(st.integers(1, 7)), successor == "stored"
-        run_adds_and_updates(successor, rng, number, choose, more)
+        held = run_adds_and_updates(successor, rng, number, choose)
+        read_rows(successor, rng, more, *held)
 
     run()
 

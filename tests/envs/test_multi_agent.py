@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from agents import ChanceEnv, OneAgent, schedule
-from cases import CountEnv, raw
+from cases import CountEnv, quick_jit, raw
 
 import envs
 
@@ -18,16 +18,17 @@ def keys(num=B):
     return jax.random.split(jax.random.key(0), num)
 
 
-def draw(env, num=B):
-    return jax.jit(jax.vmap(env.action_space.sample))(keys(num))
-
-
 def one_step(env, num_envs=B):
     """The first step of every lane, with the actions that the space draws."""
     env = envs.vectorize_agents(env, num_envs)
-    state, obs = env.reset(keys(num_envs))
-    action = draw(env, num_envs)
-    return env, obs, action, env.step(keys(num_envs), state, action)
+
+    @quick_jit
+    def run(reset_keys, action_keys, step_keys):
+        state, obs = env.reset(reset_keys)
+        action = jax.vmap(env.action_space.sample)(action_keys)
+        return obs, action, env.step(step_keys, state, action)
+
+    return env, *run(keys(num_envs), keys(num_envs), keys(num_envs))
 
 
 def test_lanes_have_stacked_groups_and_say_who_acts():
@@ -37,10 +38,10 @@ def test_lanes_have_stacked_groups_and_say_who_acts():
     shapes = {"two": (B, 2), "one": (B, 1, 2)}
     assert {x: action[x].shape for x in action} == shapes
     assert {x: obs[x].shape for x in obs} == {**shapes, "acting": (B, 3)}
-    inside = jax.vmap(env.observation_space.contains)
+    inside = quick_jit(jax.vmap(env.observation_space.contains))
     assert np.all(inside(obs))
     assert np.all(inside(step.obs))
-    assert np.all(jax.vmap(env.action_space.contains)(action))
+    assert np.all(quick_jit(jax.vmap(env.action_space.contains))(action))
     np.testing.assert_array_equal(step.info.env["action"]["two"], action["two"])
 
 
@@ -65,11 +66,11 @@ def test_who_has_ended_acts_no_more_and_ends_no_more():
         truncated=[[0, 0], [0, 0], [0, 1], [0, 0]],
     )
     env = envs.vectorize_agents(env, 1)
-    state, obs = env.reset(keys(1))
-    seen = []
+    state, obs = quick_jit(env.reset)(keys(1))
+    take, seen = quick_jit(env.step), []
     for _ in range(4):
         action = {"all": jnp.zeros((1, 2), jnp.int32)}
-        step = env.step(keys(1), state, action)
+        step = take(keys(1), state, action)
         info = step.info.agents
         flags = info.terminated | info.truncated
         seen.append((bool(info.acted[0, 1]), bool(flags[0, 1])))
@@ -81,12 +82,12 @@ def test_who_has_ended_acts_no_more_and_ends_no_more():
 def test_word_of_an_agent_counts_to_its_end():
     """24 bits hold the number of actions, and stay at the largest."""
     env = envs.vectorize_agents(OneAgent(CountEnv()), 1)
-    state, _ = env.reset(keys(1))
+    state, _ = quick_jit(env.reset)(keys(1))
     packed = state.packed + jnp.uint32((2**24 - 2) << 8)
     state = state.replace(packed=packed)
-    lengths = []
+    take, lengths = quick_jit(env.step), []
     for _ in range(2):
-        step = env.step(keys(1), state, {"all": jnp.zeros((1, 1), jnp.int32)})
+        step = take(keys(1), state, {"all": jnp.zeros((1, 1), jnp.int32)})
         state = step.state
         lengths.append(int(step.info.agents.agent_length[0, 0]))
         assert step.info.agents.acted[0, 0]
@@ -97,7 +98,7 @@ def test_space_of_several_parts_draws_each_from_a_key_of_its_own():
     space = envs.Repeated(
         envs.Dict({"x": envs.Discrete(9), "y": envs.Box(0, 1, (2,))}), 4
     )
-    drawn = space.sample(jax.random.key(1))
+    drawn = quick_jit(space.sample)(jax.random.key(1))
     assert drawn["x"].shape == (4,)
     assert drawn["y"].shape == (4, 2)
     assert len(np.unique(drawn["y"])) == 8
@@ -195,7 +196,7 @@ def test_what_is_returned_must_fit(case):
 
 def test_action_must_be_of_the_groups():
     env, *_ = one_step(ChanceEnv())
-    state, _ = env.reset(keys())
+    state, _ = quick_jit(env.reset)(keys())
     two, one = jnp.zeros((B, 2), jnp.int32), jnp.zeros((B, 1, 2))
     with pytest.raises(ValueError, match="`action` must be a dict of the groups"):
         env.step(keys(), state, two)
@@ -205,8 +206,8 @@ def test_action_must_be_of_the_groups():
 
 def test_lanes_of_one_agent_are_those_of_the_plain_environment():
     plain = envs.vectorize(CountEnv(), B)
-    want_state, want = plain.reset(keys())
+    want_state, want = quick_jit(plain.reset)(keys())
     env = envs.vectorize_agents(OneAgent(CountEnv()), B)
-    state, obs = env.reset(keys())
+    state, obs = quick_jit(env.reset)(keys())
     np.testing.assert_array_equal(obs["all"][:, 0], want)
     jax.tree.map(np.testing.assert_array_equal, raw(state.env_state), raw(want_state))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pgx
 import pytest
+from cases import quick_jit
 
 import envs
 import rollout
@@ -16,17 +17,17 @@ KEY = jax.random.key(3)
 
 @functools.cache
 def make(name):
-    """A game, its adapter, and both of its steps, jitted."""
+    """A game and its adapter, and how each begins and steps, jitted."""
     game = pgx.make(name)
     env = envs.from_pgx(game)
-    return game, env, jax.jit(game.step), jax.jit(env.step)
+    return env, *map(quick_jit, (game.init, game.step, env.reset, env.step))
 
 
 def play_both(name, pick):
     """Each step of the adapter, and pgx's state before and after it, to the end."""
-    game, env, pgx_step, env_step = make(name)
-    before = game.init(KEY)
-    state, obs, acting = env.reset(KEY)
+    env, pgx_init, pgx_step, env_reset, env_step = make(name)
+    before = pgx_init(KEY)
+    state, obs, acting = env_reset(KEY)
     check_observed(obs, acting, before)
     number = 0
     while not (before.terminated | before.truncated):
@@ -34,16 +35,15 @@ def play_both(name, pick):
         action = pick(np.asarray(before.legal_action_mask), number)
         after = pgx_step(before, jnp.int32(action), key)
         # What the others would do is not read.
-        joint = jnp.full((len(env.agents),), action + 1, jnp.int32)
-        joint = joint.at[before.current_player].set(action)
+        joint = np.full((len(env.agents),), action + 1, np.int32)
+        joint[before.current_player] = action
         step = env_step(key, state, {"players": joint})
         yield step, before, after
         before, state, number = after, step.state, number + 1
 
 
 def check_observed(obs, acting, state):
-    players = obs["players"]
-    num_players = len(state.rewards)
+    players, num_players = jax.device_get(obs["players"]), len(state.rewards)
     assert players["observation"].dtype == state.observation.dtype
     for row in range(num_players):
         np.testing.assert_array_equal(players["observation"][row], state.observation)
@@ -119,7 +119,7 @@ def test_object_without_the_methods_is_refused():
 
 
 def collect(name, num_steps, num_envs=4):
-    env = envs.vectorize_agents(make(name)[1], num_envs)
+    env = envs.vectorize_agents(make(name)[0], num_envs)
     collector = rollout.Collector(env=env, policy=POLICIES[name](env.action_space))
     carry = collector.init(jax.random.key(0))
     return env, collector.collect_steps(carry, None, num_steps)[1]

@@ -35,14 +35,19 @@ def make_stream(collector, **options):
 STREAMS = [
     {"prefetch": 1},
     {"warmup_steps": 50, "max_episode_steps": 4, "window_episodes": 3},
-    {"at_batch_end": "truncate", "check_finite": True, "total_steps": 100},
-    {"at_batch_end": "reset", "postprocess": lambda t: (t.reward, t.mask)},
     {"steps_per_batch": None, "episodes_per_batch": 5, "total_steps": None,
      "max_episode_steps": 6, "placement": "host"},
 ]  # fmt: skip
+SLOW_STREAMS = [
+    {"at_batch_end": "truncate", "check_finite": True, "total_steps": 100},
+    {"at_batch_end": "reset", "postprocess": lambda t: (t.reward, t.mask)},
+]
 
 
-@pytest.mark.parametrize("options", STREAMS)
+@pytest.mark.parametrize(
+    "options",
+    [*STREAMS, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW_STREAMS)],
+)
 def test_batches_are_those_of_the_kernel(options):
     streams = [make_stream(collector, **options) for collector in (on_host(), in_jax())]
     for _ in range(2):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from agents import ChanceEnv, schedule
-from cases import raw
+from cases import quick_jit, raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
@@ -24,7 +24,7 @@ KEY = jax.random.key(3)
 NUM_STEPS, NUM_AGENTS, B = 5, 3, 2
 
 
-@jax.jit
+@quick_jit
 def experience(env):
     """The trajectory and the rows of a table's environment, one program for all."""
     env = envs.vectorize_agents(env, B)
@@ -249,10 +249,18 @@ def make_collector(num_envs=LANES, auto_reset="compact", **options):
 @functools.cache
 def collected(num_envs=LANES, auto_reset="compact", **options):
     """A trajectory, and what nothing pending looks like before it."""
-    collector = make_collector(num_envs, auto_reset, **options)
+    return jax.device_get(run(make_collector(num_envs, auto_reset, **options)))
+
+
+@quick_jit
+def run(collector, params=PARAMS):
+    """Nothing pending, and a trajectory after it."""
     carry = collector.init(KEY)
-    pending = rollout.init_agent_transitions(collector, carry, PARAMS)
-    return pending, collector.collect_steps(carry, PARAMS, T)[1]
+    pending = rollout.init_agent_transitions(collector, carry, params)
+    return pending, collector.collect_steps(carry, params, T)[1]
+
+
+transitions = quick_jit(rollout.agent_transitions)
 
 
 def part(trajectory, begin, end):
@@ -264,9 +272,13 @@ def windows(pending, trajectory, lengths=(T,)):
     every, ends = [], np.cumsum((0, *lengths))
     for begin, end in itertools.pairwise(ends):
         window = part(trajectory, begin, end)
-        pending, rows = jax.jit(rollout.agent_transitions)(pending, window)
+        pending, rows = transitions(pending, window)
         every.append(rows)
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *every)
+    return joined(every)
+
+
+def joined(windows):
+    return jax.tree.map(lambda *x: np.concatenate(x), *windows)
 
 
 def compressed(rows):
@@ -301,10 +313,9 @@ def test_rows_of_a_stream_are_those_of_one_call():
     )
     pending, every = collected()[0], []
     for _ in range(T // 6):
-        pending, rows = rollout.agent_transitions(pending, next(stream).trajectory)
+        pending, rows = transitions(pending, next(stream).trajectory)
         every.append(rows)
-    got = jax.tree.map(lambda *x: jnp.concatenate(x), *every)
-    assert_same(compressed(got), compressed(windows(*collected())))
+    assert_same(compressed(joined(every)), compressed(windows(*collected())))
 
 
 @pytest.mark.slow
@@ -338,15 +349,9 @@ def test_rows_over_four_devices_are_the_same():
     types = {"axis_types": (jax.sharding.AxisType.Auto,)}
     mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4], **types)
     spread = rollout.shard(make_collector(8), mesh)
-
-    @jax.jit
-    def run(collector):
-        carry = collector.init(KEY)
-        pending = rollout.init_agent_transitions(collector, carry, PARAMS)
-        trajectory = collector.collect_steps(carry, PARAMS, T)[1]
-        return trajectory, rollout.agent_transitions(pending, trajectory)
-
-    trajectory, (_, rows) = run(spread)
+    pending, trajectory = run(spread)
+    _, rows = transitions(pending, trajectory)
+    assert rows["two"].mask.sharding.device_set == set(mesh.devices.flat)
     assert_same(raw(trajectory), raw(collected(8)[1]))
     assert_same(raw(rows), raw(windows(*collected(8))))
 
@@ -376,13 +381,18 @@ def test_cut_of_the_episode_truncates_who_is_left():
     env = envs.vectorize_agents(env, 1)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
-    carry = collector.init(KEY)
-    pending = rollout.init_agent_transitions(collector, carry)
-    _, trajectory, played = collector.collect_padded_episodes(
-        carry, None, 1, max_length=2
-    )
+
+    @quick_jit
+    def play(collector):
+        carry = collector.init(KEY)
+        pending = rollout.init_agent_transitions(collector, carry)
+        _, trajectory, played = collector.collect_padded_episodes(
+            carry, None, 1, max_length=2
+        )
+        return played, rollout.agent_transitions(pending, trajectory)[1]
+
+    played, rows = jax.device_get(play(collector))
     assert not played.finished[0]
-    _, rows = rollout.agent_transitions(pending, trajectory)
     got = agents.rows_of([rows["all"]], 1, 2)
     assert got[0, 0][-1] == (10, 4, 20, False, True, False)
     assert got[0, 1] == [(1, 10, 1, False, True, True)]
@@ -390,14 +400,13 @@ def test_cut_of_the_episode_truncates_who_is_left():
 
 def test_what_is_pending_goes_with_an_episode_that_is_given_up():
     pending, trajectory = collected()
-    jit = jax.jit(rollout.agent_transitions)
     halves = part(trajectory, 0, T // 2), part(trajectory, T // 2, T)
-    pending, _ = jit(pending, halves[0])
+    pending, _ = transitions(pending, halves[0])
     assert np.any(pending.is_open)
     # As if `collect_episodes` had come between, after which all lanes begin anew.
     other = halves[1].replace(episode_id=halves[1].episode_id + 1000)
-    _, got = jit(pending, other)
-    _, want = jit(collected()[0], other)
+    _, got = transitions(pending, other)
+    _, want = transitions(collected()[0], other)
     for group, rows in got.items():
         np.testing.assert_array_equal(rows.mask, want[group].mask)
         np.testing.assert_array_equal(rows.reward, want[group].reward)
@@ -405,8 +414,8 @@ def test_what_is_pending_goes_with_an_episode_that_is_given_up():
 
 def test_void_steps_answer_nothing():
     pending, trajectory = collected()
-    void = trajectory.replace(mask=jnp.zeros_like(trajectory.mask))
-    pending, rows = jax.jit(rollout.agent_transitions)(pending, void)
+    void = trajectory.replace(mask=np.zeros_like(trajectory.mask))
+    pending, rows = transitions(pending, void)
     assert not any(np.any(row.mask) for row in rows.values())
     assert not np.any(pending.is_open)
 
@@ -422,10 +431,9 @@ class AllAct(ChanceEnv):
 def test_nothing_is_pending_where_all_act():
     env = envs.vectorize_agents(AllAct(), LANES)
     collector = rollout.Collector(env=env, policy=make_policy(env))
-    carry = collector.init(KEY)
-    assert rollout.init_agent_transitions(collector, carry, PARAMS) == ()
-    _, trajectory = collector.collect_steps(carry, PARAMS, T)
-    pending, rows = rollout.agent_transitions((), trajectory)
+    pending, trajectory = jax.device_get(run(collector))
+    assert pending == ()
+    pending, rows = transitions(pending, trajectory)
     assert pending == ()
     np.testing.assert_array_equal(
         rows["two"].mask, trajectory.info.agents.acted[:, :, [0, 2]].reshape(T, -1)
@@ -479,10 +487,7 @@ def test_rows_of_policies_that_share_a_group(is_fixed):
     policy = rollout.policy_map({"red": policy, "blue": policy}, mapping)
     collector = rollout.Collector(env=env, policy=policy)
     params = {"red": None, "blue": None}
-    carry = collector.init(KEY)
-    pending = rollout.init_agent_transitions(collector, carry, params)
-    _, trajectory = collector.collect_steps(carry, params, T)
-    _, rows = rollout.agent_transitions(pending, trajectory)
+    _, rows = transitions(*jax.device_get(run(collector, params)))
     red, blue = (rollout.for_policy(rows, name)["all"] for name in ("red", "blue"))
     every = rows["all"]
     assert red.mask.sum() + blue.mask.sum() == every.mask.sum()
