@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plain_recommendation import Model
 
 import envs
-from tests.support.plain_recommendation import Model
 
 FEEDBACK = np.arange(12, dtype=np.float32).reshape(3, 4) - 5.0
 

@@ -1,14 +1,17 @@
 """Recommendation: every row, mask, length and metric is that of a plain loop."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import quick_jit
+from plain_recommendation import Model, Setting, metrics
 
 import buffers
 import envs
 import rollout
-from tests.support.plain_recommendation import Model, Setting, metrics
 
 NUM_USERS, NUM_ITEMS, NUM_LANES, NUM_EPISODES = 7, 12, 8, 200
 SETTINGS = {
@@ -55,12 +58,21 @@ def make_collector(env, num_lanes=NUM_LANES, policy=POLICY, **options):
     return rollout.Collector(env=vector, policy=policy)
 
 
-def play(collector, num_episodes=NUM_EPISODES, max_length=16, seed=0):
-    carry = collector.init(jax.random.key(seed))
-    _, rows, episodes = collector.collect_padded_episodes(
-        carry, SCORES, num_episodes, max_length=max_length
-    )
-    return jax.device_get((rows, episodes))
+def play(collector, num_episodes=NUM_EPISODES):
+    """The rows of episodes, padded, and their table."""
+
+    @quick_jit
+    def run(collector, key):
+        return collector.collect_padded_episodes(
+            collector.init(key), SCORES, num_episodes, max_length=16
+        )[1:]
+
+    return jax.device_get(run(collector, jax.random.key(0)))
+
+
+@functools.partial(quick_jit, static_argnames="num_steps")
+def collect(collector, key, params, num_steps):
+    return collector.collect_steps(collector.init(key), params, num_steps)[1]
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +140,7 @@ def test_what_is_not_known_of_items_is_no_figure(collectors):
 def test_last_reward_reaches_the_policy():
     env = envs.ObservePrevious(make_env())
     collector = make_collector(env, policy=rollout.random_policy(env.action_space))
-    carry = collector.init(jax.random.key(0))
-    _, rows = collector.collect_steps(carry, None, 50)
+    rows = jax.device_get(collect(collector, jax.random.key(0), None, 50))
     shown = rows.obs["reward"][1:]
     wanted = jnp.where(rows.first[1:], 0.0, rows.reward[:-1])
     np.testing.assert_array_equal(shown, wanted)
@@ -137,9 +148,9 @@ def test_last_reward_reaches_the_policy():
 
 
 def test_new_episode_begins_with_its_own_observation(collectors):
-    carry = collectors["NX_0"].init(jax.random.key(0))
-    _, rows = collectors["NX_0"].collect_steps(carry, SCORES, 60)
-    first = np.asarray(rows.first)
+    key = jax.random.key(0)
+    rows = jax.device_get(collect(collectors["NX_0"], key, SCORES, 60))
+    first = rows.first
     assert first.sum() > 5 * NUM_LANES
     assert (rows.obs["item"][first] == NUM_ITEMS).all()
     assert rows.obs["mask"][first].all()  # nothing of the episode before
@@ -159,6 +170,7 @@ def test_forced_length_is_that_of_each_episode():
     assert rows.truncated.tolist() == [[x, x] for x in (True, False, False, True)]
 
 
+@pytest.mark.slow
 def test_random_first_item_is_not_shown_again():
     env = rollout.recommendation_settings(make_env(random_first=True), 5)["NX_5"]
     rows, _ = play(make_collector(env), num_episodes=50)
@@ -189,7 +201,10 @@ def test_items_that_are_used_up_are_flagged():
     assert all(np.isfinite(x) for x in rollout.log_stats(stats).values())
 
 
-@pytest.mark.parametrize("policy", ["greedy", "softmax", "random"])
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("policy", ["softmax", slow("greedy"), slow("random")])
 def test_compact_is_select_and_lanes_do_not_matter(policy):
     made = {
         "greedy": POLICY,
@@ -199,20 +214,17 @@ def test_compact_is_select_and_lanes_do_not_matter(policy):
         ),
     }[policy]
     env = rollout.recommendation_settings(make_env())["NX_0"]
-    compact, select, one = (
-        make_collector(env, num_lanes=lanes, policy=made, auto_reset=how)
-        for lanes, how in ((16, "compact"), (16, "select"), (1, "compact"))
-    )
-    rows = [
-        collector.collect_steps(collector.init(jax.random.key(1)), SCORES, 40)[1]
-        for collector in (compact, select, one)
-    ]
+    rows = []
+    for num_lanes, auto_reset in ((16, "compact"), (16, "select"), (1, "compact")):
+        collector = make_collector(env, num_lanes, made, auto_reset=auto_reset)
+        rows.append(jax.device_get(collect(collector, jax.random.key(1), SCORES, 40)))
     jax.tree.map(np.testing.assert_array_equal, rows[0], rows[1])
     first = jax.tree.map(lambda x: x[:, :1], rows[0])
     first, alone = (x.replace(episode_id=None) for x in (first, rows[2]))
     jax.tree.map(np.testing.assert_array_equal, first, alone)
 
 
+@pytest.mark.slow
 def test_rows_without_jit_and_over_devices_are_the_same():
     env = rollout.recommendation_settings(make_env())["NX_10"]
     collector = make_collector(env)
@@ -228,6 +240,7 @@ def test_rows_without_jit_and_over_devices_are_the_same():
     jax.tree.map(np.testing.assert_array_equal, rows, far)
 
 
+@pytest.mark.slow
 def test_stream_has_the_rows_of_one_call():
     env = rollout.recommendation_settings(make_env())["NX_0"]
     collector = make_collector(env)
