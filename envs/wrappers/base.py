@@ -182,11 +182,9 @@ class ForceLength(Wrapper):
             ValueError: while tracing, if `info` is not a dict, or has a `left`.
         """
         result = self.env.step(key, state.env_state, action)
-        num_taken, has_left = state.memory
-        num_taken, has_left = (
-            num_taken + 1,
-            has_left | result.terminated | result.truncated,
-        )
+        num_before, had_left = state.memory
+        num_taken = num_before + 1
+        has_left = had_left | result.terminated | result.truncated
         return result.replace(
             state=WrapperState(env_state=result.state, memory=(num_taken, has_left)),
             terminated=jnp.zeros_like(result.terminated),
