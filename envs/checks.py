@@ -1,9 +1,11 @@
 """Checks of the options of environments."""
 
+import numbers
 import operator
 from typing import Any
 
 import jax
+import numpy as np
 
 from envs.types import EnvStep
 
@@ -64,6 +66,19 @@ def integer(name: str, value: Any) -> int:
 
 def _is_integer(value: Any) -> bool:
     return not isinstance(value, bool | jax.Array) and hasattr(value, "__index__")
+
+
+def is_known(tree: Any) -> bool:
+    """Tells whether every leaf is a number or an array with values.
+
+    jax also builds pytrees of tracers, and of placeholders of any kind.
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+    kinds = (numbers.Number, np.ndarray, np.generic, jax.Array)
+    return all(
+        isinstance(leaf, kinds) and not isinstance(leaf, jax.core.Tracer)
+        for leaf in leaves
+    )
 
 
 def describe(value: Any) -> str:

@@ -66,8 +66,9 @@ class LeaveByCategory:
     def __post_init__(self) -> None:
         checks.count("window", self.window)
         checks.integer("threshold", self.threshold)
-        if _is_known(self.categories):
+        if _is_table(self.categories):
             _check_table("categories", self.categories, "[I, C] bool", "b")
+            object.__setattr__(self, "categories", jnp.asarray(self.categories))
 
     @property
     def num_items(self) -> int:
@@ -105,8 +106,9 @@ class LeaveByDistance:
 
     def __post_init__(self) -> None:
         checks.count("window", self.window)
-        if _is_known(self.features):
+        if _is_table(self.features):
             _check_table("features", self.features, "[I, F] of floats", "f")
+            object.__setattr__(self, "features", jnp.asarray(self.features))
 
     @property
     def num_items(self) -> int:
@@ -115,7 +117,7 @@ class LeaveByDistance:
 
     def leaves(self, item: jax.Array, last: jax.Array, mask: jax.Array) -> jax.Array:
         """Tells whether the user leaves after an item, `()` bool."""
-        difference = self.features[last] - self.features[item]
+        difference = self.features[last] - self.features[item][None]
         distance = jnp.sqrt(jnp.sum(difference**2, axis=-1))
         return jnp.any(mask & (distance < self.threshold))
 
@@ -175,21 +177,21 @@ class RecommendationEnv:
 
     def __post_init__(self) -> None:
         checks.count("max_turn", self.max_turn)
-        if _is_known(self.feedback):
-            _check_feedback(self.feedback)
-            self._set("feedback", jnp.asarray(self.feedback, jnp.float32))
-            num_users, num_items = self.feedback.shape[-2:]
-            self._set("num_users", num_users)
-            self._set("num_items", num_items)
-        elif callable(self.feedback):
+        if callable(self.feedback):
             checks.count("num_users", self.num_users)
             checks.count("num_items", self.num_items)
             if not isinstance(self.feedback, jax.tree_util.Partial):
                 # A function is no array, so it is a part of the structure.
                 self._set("feedback", jax.tree_util.Partial(self.feedback))
+        elif _is_table(self.feedback):
+            _check_feedback(self.feedback)
+            self._set("feedback", jnp.asarray(self.feedback, jnp.float32))
+            num_users, num_items = self.feedback.shape[-2:]
+            self._set("num_users", num_users)
+            self._set("num_items", num_items)
         else:
             return  # a placeholder, with which jax builds pytrees
-        if _is_known(self.known):
+        if _is_table(self.known):
             _check_table("known", self.known, "[U, I] bool", "b")
             sizes = self.num_users, self.num_items
             if self.known.shape[-2:] != sizes:
@@ -243,7 +245,7 @@ class RecommendationEnv:
         """
         del key  # unused: nothing is random but who comes
         is_item = (action >= 0) & (action < self.num_items)
-        if _is_known(is_item) and not np.all(is_item):
+        if checks.is_known(is_item) and not np.all(is_item):
             raise ValueError(
                 f"`action` must be an item, from 0 to {self.num_items - 1}, got "
                 f"{action}."
@@ -287,10 +289,9 @@ def _draw(key: chex.PRNGKey, num: int) -> jax.Array:
     return keys.draw(key, 0, num - 1, (), jnp.int32)
 
 
-def _is_known(x: Any) -> bool:
-    """Whether it is an array with values: jax builds pytrees of other things, too."""
-    kinds = np.ndarray, np.generic, jax.Array
-    return isinstance(x, kinds) and not isinstance(x, jax.core.Tracer)
+def _is_table(x: Any) -> bool:
+    """Whether it is an array with values; jax puts numbers in its place, too."""
+    return checks.is_known(x) and np.ndim(x) > 0
 
 
 def _check_feedback(feedback: Any) -> None:
@@ -308,5 +309,6 @@ def _check_feedback(feedback: Any) -> None:
 
 def _check_table(name: str, table: Any, what: str, kinds: str) -> None:
     # Rows of tables, as `vmap` over environments makes them, have an axis more.
+    table = np.asarray(table)
     if table.ndim < 2 or 0 in table.shape or np.dtype(table.dtype).kind not in kinds:
         raise ValueError(f"`{name}` must be {what}, got {checks.describe(table)}.")

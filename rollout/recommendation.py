@@ -19,7 +19,7 @@ from envs.wrappers import ForceLength, NoRepeat
 from rollout import checks
 from rollout.collector import Collector
 from rollout.stats import CollectStats, summarize
-from rollout.types import Transition
+from rollout.types import Episodes, Transition
 
 
 @struct.dataclass(kw_only=True)
@@ -208,7 +208,14 @@ def _play(
         num_episodes=num_episodes,
         max_steps=max_steps,
     )
-    num_shown = jnp.sum(shown.counts)
+    return _summarize(shown, played, catalogue)
+
+
+def _summarize(
+    shown: _Shown, played: Episodes, catalogue: Catalogue
+) -> RecommendationStats:
+    """Makes figures of what was kept."""
+    num_shown, (num_items,) = jnp.sum(shown.counts), shown.counts.shape
     num_different = jnp.sum(shown.counts > 0)
 
     def mean_of(values: jax.Array | None) -> jax.Array | None:
@@ -216,15 +223,13 @@ def _play(
             return None
         return jnp.sum(values * shown.counts) / num_shown
 
-    popularity = catalogue.popularity
+    features, popularity = catalogue.features, catalogue.popularity
     return RecommendationStats(
         episodes=summarize(played),
         click_through_rate=jnp.sum(played.episode_return) / num_shown,
         coverage=num_different / num_items,
         coverage_per_turn=num_different / num_shown,
-        diversity=None
-        if catalogue.features is None
-        else shown.diversity / num_episodes,
+        diversity=None if features is None else shown.diversity / played.mask.size,
         novelty=mean_of(None if popularity is None else -jnp.log(popularity)),
         dominated_share=mean_of(catalogue.dominated),
         none_allowed_share=shown.none_allowed / num_shown,

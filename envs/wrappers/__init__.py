@@ -2,8 +2,8 @@
 
 `base` has what all wrappers share, and those of actions, endings and rewards;
 `observations` those of observations, `history` those that remember what was done,
-`spaces` the spaces they make. `normalize` wraps
-many environments, with the statistics of `running`.
+`spaces` the spaces they make. `normalize` wraps many environments, with the statistics
+of `running`.
 """
 
 from envs.wrappers.base import (

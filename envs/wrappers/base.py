@@ -9,14 +9,12 @@ ONE environment, before `vectorize`, and around each other in any order:
 Counts and functions are static: another value, or a new lambda, is traced again.
 """
 
-import numbers
 from collections.abc import Callable
 from typing import Any, Self
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 
@@ -220,7 +218,7 @@ class RescaleAction(Wrapper):
         if self.bound not in _BOUNDS:
             names = " or ".join(f'"{name}"' for name in _BOUNDS)
             raise ValueError(f"`bound` must be {names}, got {self.bound!r}.")
-        if _is_known(self.env):
+        if checks.is_known(self.env):
             check_box(self.env.action_space)
 
     @property
@@ -372,17 +370,4 @@ def _cast(result: EnvStep) -> EnvStep:
         reward=strong.reward.astype(jnp.float32),
         terminated=strong.terminated.astype(bool),
         truncated=strong.truncated.astype(bool),
-    )
-
-
-def _is_known(env: Any) -> bool:
-    """Tells whether every parameter of `env` is a number or an array.
-
-    jax also builds pytrees of tracers, and of placeholders of any kind.
-    """
-    leaves = jax.tree.leaves(env, is_leaf=lambda x: x is None)
-    kinds = (numbers.Number, np.ndarray, np.generic, jax.Array)
-    return all(
-        isinstance(leaf, kinds) and not isinstance(leaf, jax.core.Tracer)
-        for leaf in leaves
     )

@@ -124,8 +124,8 @@ class History(Wrapper):
     ) -> EnvStep:
         """Takes one step."""
         result = self.env.step(key, state.env_state, action)
-        length, is_full = state.memory["length"], self.window == state.memory["length"]
-        at = jnp.minimum(length, self.window - 1)
+        length = state.memory["length"]
+        is_full, at = length == self.window, jnp.minimum(length, self.window - 1)
 
         def append(old: jax.Array, new: jax.Array) -> jax.Array:
             moved = jnp.where(is_full, jnp.roll(old, -1, axis=0), old)

@@ -80,17 +80,19 @@ def allowed(mask: jax.Array, choice: Choice, key: chex.PRNGKey) -> jax.Array:
     num_envs, counter = mask.shape[0], jnp.arange(_TRIES, dtype=jnp.int32)
     draw = functools.partial(_below, choice.n, choice.n, num_envs)
     tries = jax.vmap(draw)(keys.fold_in(key, counter))
-    hits = mask[jnp.arange(num_envs), tries]
-    first = jnp.argmax(hits, axis=0)
-    found = tries[first, jnp.arange(num_envs)].astype(choice.dtype)
+    tries = tries.T
+    hits = jnp.take_along_axis(mask, tries, axis=1)
+    first = jnp.argmax(hits, axis=1)[:, None]
+    found = jnp.take_along_axis(tries, first, axis=1)[:, 0].astype(choice.dtype)
     found = found + jnp.asarray(choice.start, choice.dtype)
-    is_found = hits.any(axis=0)
-    exact_key = keys.fold_in(key, _TRIES)
-    return lax.cond(
-        is_found.all(),
-        lambda: found,
-        lambda: jnp.where(is_found, found, _allowed(mask, choice, exact_key)),
-    )
+    is_found, exact_key = hits.any(axis=1), keys.fold_in(key, _TRIES)
+
+    def count() -> jax.Array:
+        return jnp.where(is_found, found, _allowed(mask, choice, exact_key))
+
+    if keys.num_parts() > 1:  # devices would have to ask each other
+        return count()
+    return lax.cond(is_found.all(), lambda: found, count)
 
 
 def _allowed(mask: jax.Array, choice: Choice, key: chex.PRNGKey) -> jax.Array:

@@ -36,7 +36,7 @@ import envs
 import rollout
 
 NUM_ENVS, ROWS = 16, 125
-EVERY, FEW = np.ones(NUM_ENVS, bool), list(range(NUM_ENVS))
+EVERY, SEEDS = np.ones(NUM_ENVS, bool), list(range(NUM_ENVS))
 MAKE = functools.partial(gymnasium.make, "CartPole-v1")
 LATENCY = 0.005  # s, on average
 
@@ -113,7 +113,7 @@ def plain_loop(env: Any, *, resets: bool, seeds: bool = False) -> Callable[[int]
             obs, _, terminated, truncated, _ = env.step(np.asarray(action))
             done = terminated | truncated
             if resets and done.any():
-                seed = FEW if seeds else None
+                seed = SEEDS if seeds else None
                 obs = env.reset(seed=seed, options={"reset_mask": done})[0]
 
     return run

@@ -1,6 +1,7 @@
 """Recommendation: every row, mask, length and metric is that of a plain loop."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -238,6 +239,24 @@ def test_rows_without_jit_and_over_devices_are_the_same():
     )
     _, far = spread.collect_steps(spread.init(jax.random.key(2)), SCORES, 12)
     jax.tree.map(np.testing.assert_array_equal, rows, far)
+
+
+@pytest.mark.slow
+def test_devices_ask_each_other_nothing_about_many_items():
+    feedback = RNG.random((5, 300), np.float32)
+    env = envs.NoRepeat(envs.RecommendationEnv(feedback, max_turn=8))
+    mask_fn = lambda obs: obs["mask"]  # noqa: E731
+    policy = rollout.random_policy(env.action_space, mask_fn=mask_fn)
+    alone = make_collector(env, policy=policy)
+    mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4])
+    spread, rows = rollout.shard(alone, mesh), []
+    for collector in (alone, spread):
+        carry = collector.init(jax.random.key(0))
+        run = jax.jit(lambda carry, x=collector: x.collect_steps(carry, None, 10)[1])
+        compiled = run.lower(carry).compile()
+        assert not re.search(r"all-\w+\(|collective-\w+\(", compiled.as_text())
+        rows.append(compiled(carry))
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get(rows))
 
 
 @pytest.mark.slow
