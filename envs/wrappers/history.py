@@ -63,7 +63,7 @@ class NoRepeat(Wrapper):
         """Takes one step."""
         result = self.env.step(key, state.env_state, action)
         index = action - getattr(self.env.action_space, "start", 0)
-        mask = state.memory & (jnp.arange(state.memory.size) != index)
+        mask = state.memory.at[index].set(False)
         return result.replace(
             state=WrapperState(env_state=result.state, memory=mask),
             obs=_with_mask(result.obs, mask),

@@ -131,8 +131,8 @@ def _discrete_policy(choice: draws.Choice, mask_fn: MaskFn | None) -> Policy:
     def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
         del params  # unused
         mask = draws.make_mask(mask_fn, obs, choice.n)
-        action = draws.allowed(mask, choice, key)
-        return PolicyStep(action, state, {"none_allowed": draws.none_allowed(mask)})
+        action, none_allowed = draws.allowed(mask, choice, key)
+        return PolicyStep(action, state, {"none_allowed": none_allowed})
 
     return Policy(init=_no_state, apply=apply)
 

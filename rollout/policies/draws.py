@@ -20,7 +20,7 @@ MaskFn = Callable[[chex.ArrayTree], jax.Array]  # obs to `[B, n]` bool, True: al
 
 _LARGEST_N = 1 << 16  # so that the product of two 16-bit halves fits 32 bits
 _MANY = 256  # actions of which a few are tried first
-_TRIES = 16
+_TRIES = 8
 _UNROLL = 32  # columns of a mask per iteration: straight-line for few actions
 
 
@@ -65,70 +65,99 @@ def describe(space: Space) -> Choice:
 
 def discrete(choice: Choice, num_envs: int, key: chex.PRNGKey) -> jax.Array:
     """Draws `[B]` actions."""
-    action = _below(choice.n, choice.n, num_envs, key).astype(choice.dtype)
+    action = _below(choice.n, choice.n, (num_envs,), key).astype(choice.dtype)
     return action + jnp.asarray(choice.start, choice.dtype)
 
 
-def allowed(mask: jax.Array, choice: Choice, key: chex.PRNGKey) -> jax.Array:
+def allowed(
+    mask: jax.Array, choice: Choice, key: chex.PRNGKey
+) -> tuple[jax.Array, jax.Array]:
     """Draws `[B]` actions evenly among those where `mask`, `[B, n]` bool.
 
-    Where nothing is allowed, the action is drawn from all.
+    Where nothing is allowed, the action is drawn from all; the second array, `[B]`
+    bool, tells where.
     """
     if choice.n < _MANY:
-        return _allowed(mask, choice, key)
-    # Most often one of a few tries is allowed, so that nobody counts all of them.
-    num_envs, counter = mask.shape[0], jnp.arange(_TRIES, dtype=jnp.int32)
-    draw = functools.partial(_below, choice.n, choice.n, num_envs)
-    tries = jax.vmap(draw)(keys.fold_in(key, counter))
-    tries = tries.T
-    hits = jnp.take_along_axis(mask, tries, axis=1)
-    first = jnp.argmax(hits, axis=1)[:, None]
-    found = jnp.take_along_axis(tries, first, axis=1)[:, 0].astype(choice.dtype)
-    found = found + jnp.asarray(choice.start, choice.dtype)
-    is_found, exact_key = hits.any(axis=1), keys.fold_in(key, _TRIES)
+        return _count(mask, choice, key)
+    # Most often one of a few tries is allowed, so that nobody reads the whole mask.
+    num_envs = mask.shape[0]
+    tries = _below(choice.n, choice.n, (num_envs, _TRIES), keys.fold_in(key, 0))
+    index, is_found = tries[:, 0], jnp.zeros(num_envs, bool)
+    for this in tries.T:
+        index = jnp.where(is_found, index, this)
+        is_found |= _at(mask, this)
+    found = index.astype(choice.dtype) + jnp.asarray(choice.start, choice.dtype)
 
-    def count() -> jax.Array:
-        return jnp.where(is_found, found, _allowed(mask, choice, exact_key))
+    def count(_: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        counted, is_none = _count(mask, choice, keys.fold_in(key, 1))
+        return jnp.bool_(True), jnp.where(is_found, found, counted), is_none
 
+    tried = is_found.all(), found, jnp.zeros_like(is_found)
     if keys.num_parts() > 1:  # devices would have to ask each other
-        return count()
-    return lax.cond(is_found.all(), lambda: found, count)
+        return count(tried)[1:]
+    # A loop of at most one round: XLA copies what a `cond` reads, here the mask.
+    return lax.while_loop(lambda state: ~state[0], count, tried)[1:]
 
 
-def _allowed(mask: jax.Array, choice: Choice, key: chex.PRNGKey) -> jax.Array:
-    """Draws one of those that are counted to be allowed."""
-    dtype, mask = choice.dtype, mask | none_allowed(mask)[:, None]
+def _count(
+    mask: jax.Array, choice: Choice, key: chex.PRNGKey
+) -> tuple[jax.Array, jax.Array]:
+    """Draws as `allowed` does, one of those that are counted to be allowed."""
     num_envs, n = mask.shape
-    columns, zero = mask.T, jnp.zeros(num_envs, jnp.int32)
-
-    def add(total: jax.Array, column: jax.Array) -> tuple[jax.Array, None]:
-        return total + column.astype(jnp.int32), None
-
+    dtype, zero = choice.dtype, jnp.zeros(num_envs, jnp.int32)
     if n < _MANY:
         total = mask.sum(axis=-1, dtype=jnp.int32)
     else:  # `sum` would make integers of the whole mask
-        total, _ = lax.scan(add, zero, columns, unroll=_UNROLL)
-    rank = _below(total, n, num_envs, key)
+        total = _fold_columns(_add, zero, mask)
+    is_none = total == 0
+    rank = _below(jnp.where(is_none, n, total), n, (num_envs,), key)
 
     # The allowed action of that rank comes after all those up to which at most `rank`
     # are allowed. `jnp.cumsum` would do, but is ten times slower on CPU.
     def count(
-        carry: tuple[jax.Array, jax.Array], column: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], None]:
-        so_far, action = carry
-        so_far = so_far + column.astype(jnp.int32)
-        return (so_far, action + (so_far <= rank).astype(dtype)), None
+        state: tuple[jax.Array, jax.Array], column: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        so_far, action = state
+        so_far = _add(so_far, column | is_none)
+        return so_far, action + (so_far <= rank).astype(dtype)
 
-    carry = zero, zero.astype(dtype)
-    index = lax.scan(count, carry, columns, unroll=_UNROLL)[0][1]
-    return index + jnp.asarray(choice.start, dtype)
+    _, index = _fold_columns(count, (zero, zero.astype(dtype)), mask)
+    return index + jnp.asarray(choice.start, dtype), is_none
+
+
+def _add(total: jax.Array, flag: jax.Array) -> jax.Array:
+    return total + flag.astype(jnp.int32)
+
+
+def _fold_columns(fn: Callable[..., Any], state: Any, mask: jax.Array) -> Any:
+    """Folds the columns of a mask, `[B]` each; a `scan` would copy them all first."""
+
+    def fold(block: jax.Array, state: Any) -> Any:
+        for column in range(block.shape[1]):
+            state = fn(state, block[:, column])
+        return state
+
+    def fold_block(number: jax.Array, state: Any) -> Any:
+        start = number * _UNROLL
+        return fold(lax.dynamic_slice_in_dim(mask, start, _UNROLL, axis=1), state)
+
+    num_blocks, rest = divmod(mask.shape[1], _UNROLL)
+    if num_blocks:
+        state = lax.fori_loop(0, num_blocks, fold_block, state)
+    return fold(mask[:, mask.shape[1] - rest :], state)
 
 
 def is_allowed(mask: jax.Array, action: jax.Array, choice: Choice) -> jax.Array:
     """Tells where `mask`, `[B, n]` bool, allows `action`, `[B]`; `[B]` bool."""
     index = action - jnp.asarray(choice.start, action.dtype)
-    every = jnp.arange(choice.n, dtype=action.dtype)
-    return (mask & (index[:, None] == every[None])).any(axis=-1)
+    is_inside = (index >= 0) & (index < choice.n)
+    return is_inside & _at(mask, jnp.where(is_inside, index, 0))
+
+
+def _at(mask: jax.Array, index: jax.Array) -> jax.Array:
+    """What `mask`, `[B, n]`, says of `index`, `[B]` from 0 to n - 1; `[B]` bool."""
+    at = index[:, None]
+    return jnp.take_along_axis(mask, at, axis=1, mode="promise_in_bounds")[:, 0]
 
 
 def none_allowed(mask: jax.Array) -> jax.Array:
@@ -188,15 +217,15 @@ def _check_bounds(low: jax.typing.ArrayLike, high: jax.typing.ArrayLike) -> None
 
 
 def _below(
-    n: jax.typing.ArrayLike, largest: int, num_envs: int, key: chex.PRNGKey
+    n: jax.typing.ArrayLike, largest: int, shape: tuple[int, ...], key: chex.PRNGKey
 ) -> jax.Array:
-    """Draws `[B]` int32 below `n`, from one word each: the high half of word * n.
+    """Draws int32 below `n`, from one word each: the high half of word * n.
 
     `n` is at most `largest`, a Python int. The bias of an integer is below n / 2**32.
     """
     if largest > _LARGEST_N:
-        return keys.draw(key, 0, jnp.asarray(n, jnp.int32) - 1, (num_envs,), jnp.int32)
-    word = keys.bits(key, (num_envs,))
+        return keys.draw(key, 0, jnp.asarray(n, jnp.int32) - 1, shape, jnp.int32)
+    word = keys.bits(key, shape)
     n, half = jnp.asarray(n, jnp.uint32), jnp.uint32(16)
     low = ((word & jnp.uint32(0xFFFF)) * n) >> half
     return (((word >> half) * n + low) >> half).astype(jnp.int32)

@@ -188,10 +188,10 @@ def _replacer(
         choice = draws.describe(action_space)
         mask = draws.make_mask(mask_fn, obs, choice.n)
         flag = flag | ~draws.is_allowed(mask, decision.action, choice)
-        action = draws.allowed(mask, choice, key)
+        action, none_allowed = draws.allowed(mask, choice, key)
         return decision._replace(
             action=keys.select(flag, action, decision.action),
-            extras=_flag(decision.extras, draws.none_allowed(mask)),
+            extras=_flag(decision.extras, none_allowed),
         )
 
     return replace if mask_fn is None else replace_masked
