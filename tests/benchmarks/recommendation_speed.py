@@ -117,17 +117,23 @@ def measure(run: Callable[[int], None], num_steps: int) -> float:
 
 
 def memory(collector: rollout.Collector) -> tuple[float, float]:
-    """Bytes of the compiled program, and of the masks and rows that it must have."""
+    """Bytes of the compiled program, and of the masks and rows that it must have.
+
+    The carry is donated, as a training loop does: the next one takes its place.
+    """
     carry = collector.init(jax.random.key(0))
-    step = jax.jit(lambda carry: collector.collect_steps(carry, None, NUM_STEPS))
-    used = step.lower(carry).compile().memory_analysis()
+    collect = type(collector).collect_steps
+    step = jax.jit(collect, static_argnums=3, donate_argnums=1)
+    args = collector, carry, None, NUM_STEPS
+    used = step.lower(*args).compile().memory_analysis()
     total = (
         used.argument_size_in_bytes
         + used.output_size_in_bytes
         + used.temp_size_in_bytes
+        - used.alias_size_in_bytes
     )
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
-    rows = jax.eval_shape(step, carry)[1]
+    rows = jax.eval_shape(lambda: collect(*args))[1]
     masks = 2 * size(carry.obs["mask"])  # shown, and of the next observation
     env = jax.tree.map(jnp.asarray, jax.tree.leaves(collector.env))
     return total, size(rows) + masks + size(env)
