@@ -1,0 +1,209 @@
+"""How many steps of recommendation does EasyRL4Rec collect in a second?
+
+`Collector.collect` on a `DummyVectorEnv` of its `KuaiEnv` into a `VectorReplayBuffer`,
+with feedback, users who leave, and sizes as in `recommendation_speed.py`. Nothing is
+shown twice: before every step, `RecPolicy` makes masks of all items in all lanes, from
+what the buffer holds of the episodes (`remove_recommended_ids`). With `--policy`:
+
+- `random` draws one of the allowed items, and reads no state;
+- `pg` is `PGPolicy`, untrained: the average of the last 3 items and rewards, and a
+  network of two layers of 64, the defaults of EasyRL4Rec's own examples.
+
+A call collects an episode of every lane into an empty buffer, as its trainer does for
+PG; lanes that are done wait. `--steps 100` collects as many of every lane instead, and
+keeps the buffer: slower, for there are always long episodes to go through, and in this
+version the first observation of an episode is then the last one of the episode before.
+
+`collect(random=True)` makes no masks, and fails on `KuaiEnv`: its actions are arrays.
+
+There is no package, but a folder, named on the command line. Importing `KuaiEnv` reads
+recorded data; tables without rows do. Importing the state tracker takes TensorFlow.
+
+    pip install "torch==2.13.0" "gymnasium==1.4.0" "numpy==2.4.6" "pandas==3.1.1" \\
+        "numba==0.68.1" "scipy==1.17.1" "scikit-learn==1.9.1" "pettingzoo==1.27.0" \\
+        "tensorflow-cpu==2.21.0" h5py logzero packaging requests tensorboard tqdm
+    git clone https://github.com/chongminggao/EasyRL4Rec
+    git -C EasyRL4Rec checkout 8cecd00
+    git clone https://github.com/yuyq18/tianshou EasyRL4Rec/src/tianshou
+    git -C EasyRL4Rec/src/tianshou checkout d533736
+    python easyrl4rec_speed.py EasyRL4Rec --items 1000 --lanes 64
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+NUM_USERS, NUM_CATEGORIES, WINDOW, THRESHOLD, MAX_TURN = 100, 31, 5, 2, 100
+EMBEDDING_DIM, TRACKED = 32, 3
+POLICIES = ("random", "pg")
+
+
+def find(checkout: Path) -> None:
+    """Makes importable what the examples of EasyRL4Rec import."""
+    folders = ("", "src/DeepCTR-Torch", "src/tianshou")
+    sys.path[:0] = [str(checkout.resolve() / folder) for folder in folders]
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        raw = Path("data/KuaiRec/data_raw")
+        raw.mkdir(parents=True)
+        for name in ("big", "small"):
+            (raw / f"{name}_matrix.csv").write_text("user_id\n")
+        import src.core.envs.KuaiRec.KuaiEnv  # noqa: F401
+
+
+def make_env(num_items: int, num_lanes: int) -> Any:
+    """Makes all environments, of the same tables."""
+    from sklearn.preprocessing import LabelEncoder
+    from src.core.envs.KuaiRec.KuaiEnv import KuaiEnv
+    from src.tianshou.tianshou.env import DummyVectorEnv
+
+    rng = np.random.default_rng(0)
+    feedback = rng.random((NUM_USERS, num_items), np.float32)
+    categories = rng.random((num_items, NUM_CATEGORIES)) < 2 / NUM_CATEGORIES
+    tables = {
+        "mat": feedback,
+        "lbe_item": LabelEncoder().fit(np.arange(num_items)),
+        "list_feat": [np.flatnonzero(row).tolist() for row in categories],
+    }
+
+    def make_one() -> KuaiEnv:
+        return KuaiEnv(
+            **tables,
+            num_leave_compute=WINDOW,
+            leave_threshold=THRESHOLD,
+            max_turn=MAX_TURN,
+        )
+
+    return DummyVectorEnv([make_one] * num_lanes)
+
+
+def make_tracker(num_items: int) -> torch.nn.Module:
+    """Makes what encodes the last items and rewards of an episode."""
+    from src.core.state_tracker.Average import StateTrackerAvg
+    from src.core.util.inputs import get_dataset_columns
+
+    user, item, feedback, *_ = get_dataset_columns(
+        EMBEDDING_DIM, EMBEDDING_DIM, NUM_USERS, num_items, envname="KuaiEnv-v0"
+    )
+    embedding = torch.nn.ModuleDict(
+        {
+            "feat_user": torch.nn.Embedding(NUM_USERS, EMBEDDING_DIM),
+            "feat_item": torch.nn.Embedding(num_items, EMBEDDING_DIM),
+        }
+    )
+    tracker = StateTrackerAvg(
+        user,
+        item,
+        feedback,
+        EMBEDDING_DIM,
+        reward_handle="cat",
+        saved_embedding=embedding,
+        window_size=TRACKED,
+    )
+    tracker.set_need_normalization(False)
+    return tracker
+
+
+def make_policy(kind: str, num_items: int) -> torch.nn.Module:
+    """Makes the policy, in the one that masks."""
+    from gymnasium.spaces import Discrete
+    from src.core.policy.RecPolicy import RecPolicy
+    from src.tianshou.tianshou.data import Batch
+    from src.tianshou.tianshou.policy import BasePolicy, PGPolicy
+    from src.tianshou.tianshou.utils.net.common import Net
+
+    class Random(BasePolicy):
+        def forward(self, batch: Batch, state: Any = None, **kwargs: Any) -> Batch:
+            scores = torch.rand(batch.mask.shape).where(batch.mask, -1.0)
+            return Batch(act=scores.argmax(1), state=None)
+
+        def learn(self, batch: Batch, **kwargs: Any) -> dict[str, Any]:
+            raise NotImplementedError
+
+    tracker = make_tracker(num_items)
+    if kind == "random":
+        policy = Random(action_space=Discrete(num_items))
+    else:
+        policy = PGPolicy(
+            Net(tracker.final_dim, num_items, hidden_sizes=[64, 64], softmax=True),
+            optim=None,  # nothing is learned
+            dist_fn=torch.distributions.Categorical,
+            state_tracker=tracker,
+            action_space=Discrete(num_items),
+        )
+    args = SimpleNamespace(device="cpu", remove_recommended_ids=True)
+    return RecPolicy(args, policy, tracker)
+
+
+def make_program(kind: str, num_items: int, num_lanes: int) -> Callable[[int], int]:
+    """Makes a call that collects so many steps of every lane, or with 0 an episode."""
+    from src.core.collector.collector import Collector
+    from src.tianshou.tianshou.data import VectorReplayBuffer
+
+    collector = Collector(
+        make_policy(kind, num_items),
+        make_env(num_items, num_lanes),
+        # The masks need whole episodes.
+        VectorReplayBuffer(2 * MAX_TURN * num_lanes, num_lanes),
+        remove_recommended_ids=True,
+    )
+
+    def collect(num_steps: int) -> int:
+        if num_steps:
+            return collector.collect(n_step=num_steps * num_lanes)["n/st"]
+        collector.reset_buffer()
+        return collector.collect(n_episode=num_lanes)["n/st"]
+
+    return collect
+
+
+def main() -> None:
+    """Prints one line of JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkout", type=Path, help="folder of EasyRL4Rec")
+    parser.add_argument("--policy", default=POLICIES[0], choices=POLICIES)
+    parser.add_argument("--items", type=int, default=1_000)
+    parser.add_argument("--lanes", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=0, help="instead of an episode")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    random.seed(0)  # draws the users
+    find(args.checkout)
+    collect = make_program(args.policy, args.items, args.lanes)
+    collect(MAX_TURN if args.steps else 0)
+    seconds, rates = [], []
+    for _ in range(args.repeats):
+        start = time.perf_counter()
+        num_steps = collect(args.steps)
+        seconds.append(time.perf_counter() - start)
+        rates.append(num_steps / seconds[-1])
+    result = {
+        "gymnasium": metadata.version("gymnasium"),
+        "torch": torch.__version__,
+        "policy": args.policy,
+        "items": args.items,
+        "lanes": args.lanes,
+        "steps": num_steps,
+        "seconds": [round(x, 4) for x in seconds],
+        "steps_per_second": round(statistics.median(rates)),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
