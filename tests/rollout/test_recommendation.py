@@ -216,7 +216,7 @@ def test_compact_is_select_and_lanes_do_not_matter(policy):
     }[policy]
     env = rollout.recommendation_settings(make_env())["NX_0"]
     rows = []
-    for num_lanes, auto_reset in ((16, "compact"), (16, "select"), (1, "compact")):
+    for num_lanes, auto_reset in ((64, "compact"), (64, "select"), (1, "compact")):
         collector = make_collector(env, num_lanes, made, auto_reset=auto_reset)
         rows.append(jax.device_get(collect(collector, jax.random.key(1), SCORES, 40)))
     jax.tree.map(np.testing.assert_array_equal, rows[0], rows[1])
