@@ -25,7 +25,16 @@ from envs.multi_agent import (
 from envs.recommendation import LeaveByCategory, LeaveByDistance, RecommendationEnv
 from envs.registry import env_ids, make, make_agents, make_vec
 from envs.render import can_render, expose_state, render_gif
-from envs.spaces import Box, Dict, Discrete, Repeated, Tuple
+from envs.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Repeated,
+    TreeSpace,
+    Tuple,
+)
 from envs.suites.gymnax import from_gymnax
 from envs.suites.jaxmarl import from_jaxmarl
 from envs.suites.pgx import from_pgx
@@ -72,6 +81,8 @@ __all__ = [
     "MultiAgentEnv",
     "MultiAgentInfo",
     "MultiAgentStep",
+    "MultiBinary",
+    "MultiDiscrete",
     "NoRepeat",
     "NormalizeObs",
     "NormalizeReward",
@@ -84,6 +95,7 @@ __all__ = [
     "TimeLimit",
     "TransformObs",
     "TransformReward",
+    "TreeSpace",
     "Tuple",
     "VectorEnv",
     "can_render",

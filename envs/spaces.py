@@ -1,4 +1,4 @@
-"""The spaces most environments need, and three that are made of others."""
+"""The spaces most environments need, and those that are made of others."""
 
 from collections.abc import Mapping
 
@@ -93,6 +93,101 @@ class Box:
 
 
 @struct.dataclass
+class MultiDiscrete:
+    """Arrays of integers, each entry with a range of its own.
+
+    Entry i is one of `start[i]`, ..., `start[i] + nvec[i] - 1`.
+
+    Attributes:
+        nvec: how many values each entry has, an array of ints of at least 1; kept as
+            tuples.
+        dtype: integer dtype of an element.
+        start: the smallest value of each entry, an int or one for each.
+
+    Raises:
+        ValueError: if `nvec` is not an array of ints of at least 1, or `start` not one
+            int, or one for each entry.
+    """
+
+    nvec: tuple = struct.field(pytree_node=False)
+    dtype: jax.typing.DTypeLike = struct.field(
+        pytree_node=False, default=jnp.dtype(jnp.int32)
+    )
+    start: int | tuple = struct.field(pytree_node=False, default=0)
+
+    def __post_init__(self) -> None:
+        nvec, start = np.asarray(self.nvec), np.asarray(self.start)
+        if nvec.ndim == 0 or nvec.dtype.kind not in "iu" or not np.all(nvec >= 1):
+            raise ValueError(
+                f"`nvec` must be an array of ints of at least 1, got {self.nvec!r}."
+            )
+        if start.shape not in ((), nvec.shape) or start.dtype.kind not in "iu":
+            raise ValueError(
+                "`start` must be an int, or an array of ints of the shape "
+                f"{nvec.shape} of `nvec`, got {self.start!r}."
+            )
+        start = np.broadcast_to(start, nvec.shape)
+        object.__setattr__(self, "nvec", _tuples(nvec.tolist()))
+        object.__setattr__(self, "start", _tuples(start.tolist()))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one element, that of `nvec`."""
+        return np.shape(self.nvec)
+
+    @property
+    def low(self) -> np.ndarray:
+        """The smallest value of each entry."""
+        return np.asarray(self.start)
+
+    @property
+    def high(self) -> np.ndarray:
+        """The largest value of each entry."""
+        return np.asarray(self.start) + np.asarray(self.nvec) - 1
+
+    def sample(self, key: chex.PRNGKey) -> jax.Array:
+        """Draws one element uniformly."""
+        return keys.draw(key, self.low, self.high, self.shape, self.dtype)
+
+    def contains(self, x: jax.Array) -> jax.Array:
+        """Tells whether every entry is in its range, `()` bool."""
+        return jnp.all((x >= self.low) & (x <= self.high))
+
+
+@struct.dataclass
+class MultiBinary:
+    """Arrays of zeros and ones.
+
+    Attributes:
+        shape: shape of one element.
+        dtype: dtype of an element: integer or bool.
+    """
+
+    shape: tuple[int, ...] = struct.field(pytree_node=False)
+    dtype: jax.typing.DTypeLike = struct.field(
+        pytree_node=False, default=jnp.dtype(jnp.int8)
+    )
+
+    @property
+    def low(self) -> int:
+        """The smallest value, 0."""
+        return 0
+
+    @property
+    def high(self) -> int:
+        """The largest value, 1."""
+        return 1
+
+    def sample(self, key: chex.PRNGKey) -> jax.Array:
+        """Draws one element uniformly."""
+        return keys.draw(key, 0, 1, self.shape, self.dtype)
+
+    def contains(self, x: jax.Array) -> jax.Array:
+        """Tells whether every entry is 0 or 1, `()` bool."""
+        return jnp.all((x == 0) | (x == 1))
+
+
+@struct.dataclass
 class Repeated:
     """`num` elements of one space, stacked.
 
@@ -169,6 +264,48 @@ class Tuple:
         """Tells whether every one is an element of its space, `()` bool."""
         pairs = zip(self.spaces, x, strict=True)
         return jnp.all(jnp.stack([space.contains(part) for space, part in pairs]))
+
+
+@struct.dataclass
+class TreeSpace:
+    """Pytrees in which every leaf has a space of its own.
+
+    It has neither `shape` nor `dtype`: each part has its own.
+
+    Attributes:
+        parts: the spaces, in the structure of an element.
+    """
+
+    parts: chex.ArrayTree
+
+    def sample(self, key: chex.PRNGKey) -> chex.ArrayTree:
+        """Draws every part, each from a key of its own."""
+        parts, structure = jax.tree.flatten(self.parts, is_leaf=is_space)
+        drawn = [
+            part.sample(part_key)
+            for part, part_key in zip(
+                parts, jax.random.split(key, len(parts)), strict=True
+            )
+        ]
+        return jax.tree.unflatten(structure, drawn)
+
+    def contains(self, x: chex.ArrayTree) -> jax.Array:
+        """Tells whether every part contains its leaf of `x`, `()` bool."""
+        flags = jax.tree.map(
+            lambda part, leaf: part.contains(leaf), self.parts, x, is_leaf=is_space
+        )
+        return jnp.all(
+            jnp.stack([jnp.asarray(flag) for flag in jax.tree.leaves(flags)])
+        )
+
+
+def is_space(x: object) -> bool:
+    """Tells a space from the containers of spaces."""
+    return hasattr(x, "sample")
+
+
+def _tuples(x: int | list) -> int | tuple:
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
 _NUMBERS = (int, float, np.ndarray, np.generic, jax.Array)

@@ -16,14 +16,16 @@ def to_space(space: Any) -> Space:
     shape, dtype = (getattr(space, name, None) for name in ("shape", "dtype"))
     start = getattr(space, "start", 0)
     sizes = getattr(space, "nvec", getattr(space, "num_categories", None))
-    if sizes is not None:  # MultiDiscrete
-        high = np.asarray(start) + np.asarray(sizes) - 1
-        return spaces.Box(np.asarray(start), high, tuple(shape), jnp.dtype(dtype))
-    if hasattr(space, "n") and shape:  # MultiBinary
-        return spaces.Box(0, 1, tuple(shape), jnp.dtype(dtype))
-    if hasattr(space, "n"):
+    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
+        return space
+    if sizes is not None or hasattr(space, "n"):
         # Gymnasium counts in int64, which jax has only on demand.
         dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if sizes is not None:
+        return spaces.MultiDiscrete(np.asarray(sizes), dtype, np.asarray(start))
+    if hasattr(space, "n") and shape:
+        return spaces.MultiBinary(tuple(shape), dtype)
+    if hasattr(space, "n"):
         return spaces.Discrete(int(space.n), dtype, int(start))
     if hasattr(space, "low") and hasattr(space, "high"):
         # JaxMARL's Hanabi has a number for a shape.

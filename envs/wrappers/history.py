@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import checks
-from envs.spaces import Box, Discrete, Repeated
+from envs.spaces import Box, Discrete, Repeated, TreeSpace
 from envs.types import EnvStep, Space
 from envs.wrappers.base import Wrapper, WrapperState
-from envs.wrappers.spaces import TreeSpace, unbounded
+from envs.wrappers.spaces import unbounded
 
 
 @struct.dataclass

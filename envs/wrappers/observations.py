@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import checks
-from envs.spaces import Box
+from envs.spaces import Box, TreeSpace
 from envs.types import Env, EnvStep, Space
 from envs.wrappers.base import Wrapper, WrapperState
-from envs.wrappers.spaces import TreeSpace, stacked, unbounded
+from envs.wrappers.spaces import stacked, unbounded
 
 
 @struct.dataclass

@@ -1,4 +1,4 @@
-"""The spaces that wrappers make: unbounded, stacked, in parts, and for a tanh."""
+"""The spaces that wrappers make: unbounded, stacked, and for a tanh."""
 
 import chex
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs.spaces import Box
+from envs.spaces import Box, TreeSpace, is_space
 from envs.types import Space
 
 
@@ -31,39 +31,6 @@ class TanhSpace:
     def contains(self, x: jax.Array) -> jax.Array:
         """Tells whether every entry is finite, `()` bool."""
         return jnp.all(jnp.isfinite(x))
-
-
-@struct.dataclass
-class TreeSpace:
-    """Pytrees in which every leaf has a space of its own.
-
-    It has neither `shape` nor `dtype`: each part has its own.
-
-    Attributes:
-        parts: the spaces, in the structure of an element.
-    """
-
-    parts: chex.ArrayTree
-
-    def sample(self, key: chex.PRNGKey) -> chex.ArrayTree:
-        """Draws every part, each from a key of its own."""
-        parts, structure = jax.tree.flatten(self.parts, is_leaf=_is_space)
-        drawn = [
-            part.sample(part_key)
-            for part, part_key in zip(
-                parts, jax.random.split(key, len(parts)), strict=True
-            )
-        ]
-        return jax.tree.unflatten(structure, drawn)
-
-    def contains(self, x: chex.ArrayTree) -> jax.Array:
-        """Tells whether every part contains its leaf of `x`, `()` bool."""
-        flags = jax.tree.map(
-            lambda part, leaf: part.contains(leaf), self.parts, x, is_leaf=_is_space
-        )
-        return jnp.all(
-            jnp.stack([jnp.asarray(flag) for flag in jax.tree.leaves(flags)])
-        )
 
 
 @struct.dataclass
@@ -105,7 +72,7 @@ def stacked(space: Space, num: int) -> Space:
     """
     if isinstance(space, TreeSpace):
         parts = jax.tree.map(
-            lambda part: stacked(part, num), space.parts, is_leaf=_is_space
+            lambda part: stacked(part, num), space.parts, is_leaf=is_space
         )
         return TreeSpace(parts)
     if not (hasattr(space, "low") and hasattr(space, "high")):
@@ -147,7 +114,3 @@ def check_box(space: Space) -> None:
             "`env.action_space` must have finite bounds, got "
             f"low={space.low}, high={space.high}."
         )
-
-
-def _is_space(x: object) -> bool:
-    return hasattr(x, "sample")

@@ -7,8 +7,8 @@ from typing import Any
 import chex
 
 from envs.types import Space
-from rollout.policies import draws
-from rollout.policies.draws import MaskFn
+from rollout.policies import draws, masks
+from rollout.policies.masks import MaskFn
 from rollout.types import Key, Obs, Params, Policy, PolicyFn, PolicyState, PolicyStep
 
 
@@ -21,9 +21,12 @@ def random_policy(action_space: Space, *, mask_fn: MaskFn | None = None) -> Poli
     Args:
         action_space: a space with `n` (discrete), with `low` and `high` (box), or any
             other with `sample(key)`.
-        mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed;
-            only for a discrete space. Where nothing is allowed, the action is drawn
-            from all. Pass the same function again to get the same policy again.
+        mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed.
+            For a `MultiDiscrete`, a tuple of one mask for each entry, or `[B, *nvec]`;
+            for a `MultiBinary`, `[B, *shape, 2]`; for a space of several parts, masks
+            in its structure, None for a part without. Where nothing is allowed, the
+            action is drawn from all. Pass the same function again to get the same
+            policy again.
 
     Returns:
         A policy without parameters and state; its `params` are not read. Its extras
@@ -31,11 +34,15 @@ def random_policy(action_space: Space, *, mask_fn: MaskFn | None = None) -> Poli
 
     Raises:
         ValueError: if a bound of the box is not finite; if a `mask_fn` is given and
-            the space is not discrete; while tracing, if the mask is not `[B, n]` bool.
+            the space is not discrete, nor a part of it; while tracing, if the mask is
+            not of such a shape, or not bool.
     """
-    draws.check_mask_fn(mask_fn, action_space)
+    if mask_fn is not None:
+        kind = masks.kind_of(action_space)
+        make = _masked_policy if isinstance(kind, masks.Parts) else _same_masked_policy
+        return make(kind, mask_fn)
     if draws.is_discrete(action_space):
-        return _discrete_policy(draws.describe(action_space), mask_fn)
+        return _discrete_policy(draws.describe(action_space))
     return _drawing_policy(draws.uniform(action_space))
 
 
@@ -124,17 +131,21 @@ def greedy(policy: Policy) -> Policy:
 
 # The same object again, since a policy is a static part of every trace.
 @functools.cache
-def _discrete_policy(choice: draws.Choice, mask_fn: MaskFn | None) -> Policy:
-    if mask_fn is None:
-        return _drawing_policy(functools.partial(draws.discrete, choice))
+def _discrete_policy(choice: draws.Choice) -> Policy:
+    return _drawing_policy(functools.partial(draws.discrete, choice))
 
+
+def _masked_policy(kind: masks.Kind, mask_fn: MaskFn) -> Policy:
     def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
         del params  # unused
-        mask = draws.make_mask(mask_fn, obs, choice.n)
-        action, none_allowed = draws.allowed(mask, choice, key)
+        mask = masks.read(mask_fn, obs, kind)
+        action, none_allowed = masks.draw(mask, kind, key)
         return PolicyStep(action, state, {"none_allowed": none_allowed})
 
     return Policy(init=_no_state, apply=apply)
+
+
+_same_masked_policy = functools.cache(_masked_policy)
 
 
 def _drawing_policy(draw: Callable[[int, chex.PRNGKey], chex.ArrayTree]) -> Policy:

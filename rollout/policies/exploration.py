@@ -34,8 +34,8 @@ from jax import lax
 from envs import keys
 from envs.types import Space
 from rollout import checks
-from rollout.policies import draws, wrapping
-from rollout.policies.draws import MaskFn
+from rollout.policies import draws, masks, wrapping
+from rollout.policies.masks import MaskFn
 from rollout.policies.wrapping import Schedule
 from rollout.types import Obs, Params, Policy, PolicyStep
 
@@ -172,7 +172,7 @@ def _replacer(
     action_space: Space, mask_fn: MaskFn | None
 ) -> Callable[[PolicyStep, chex.ArrayTree, jax.Array, chex.PRNGKey], PolicyStep]:
     """Makes `(decision, obs, flag, key)` to the decision, random where `flag`."""
-    draws.check_mask_fn(mask_fn, action_space)
+    kind = masks.kind_of(action_space) if mask_fn is not None else None
     draw = draws.uniform(action_space)
 
     def replace(
@@ -185,10 +185,9 @@ def _replacer(
     def replace_masked(
         decision: PolicyStep, obs: chex.ArrayTree, flag: jax.Array, key: chex.PRNGKey
     ) -> PolicyStep:
-        choice = draws.describe(action_space)
-        mask = draws.make_mask(mask_fn, obs, choice.n)
-        flag = flag | ~draws.is_allowed(mask, decision.action, choice)
-        action, none_allowed = draws.allowed(mask, choice, key)
+        mask = masks.read(mask_fn, obs, kind)
+        flag = flag | ~masks.is_allowed(mask, decision.action, kind)
+        action, none_allowed = masks.draw(mask, kind, key)
         return decision._replace(
             action=keys.select(flag, action, decision.action),
             extras=_flag(decision.extras, none_allowed),

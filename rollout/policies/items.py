@@ -12,9 +12,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout.policies import draws
+from rollout.policies import allowed, masks
 from rollout.policies.basic import stateless_policy
-from rollout.policies.draws import MaskFn
+from rollout.policies.masks import MaskFn
 from rollout.types import Policy
 
 ScoreFn = Callable[[Any, chex.ArrayTree], Any]
@@ -70,7 +70,7 @@ def item_policy(
         if items is not None:
             extras = {**extras, "point": scores}
             scores = _nearness(scores, jnp.asarray(items, scores.dtype))
-        mask = draws.make_mask(mask_fn, obs, scores.shape[-1])
+        mask = masks.read(mask_fn, obs, masks.choice(scores.shape[-1]))
         action, more = choose_items(scores, mask, key)
         return action, {**extras, **more}
 
@@ -100,7 +100,7 @@ def choose_items(
         `[B]` bool and float32: of the softmax, also without a key. What is not read of
         it costs nothing inside `jit`.
     """
-    none_allowed = draws.none_allowed(mask)
+    none_allowed = allowed.none_allowed(mask)
     lowest = jnp.finfo(scores.dtype).min  # what is allowed beats what is not
     scores = jnp.maximum(scores, lowest)
     scores = jnp.where(mask | none_allowed[:, None], scores, -jnp.inf)

@@ -154,3 +154,52 @@ def test_counts_may_be_numpy_integers():
     env = envs.make_vec("CartPole-v1", np.int32(2))
     assert env.num_envs == 2
     assert type(env.num_envs) is int
+
+
+@pytest.mark.parametrize("draw", [sample, act])
+def test_integers_of_several_ranges_are_drawn_evenly(draw):
+    nvec, start = np.array([[2, 3], [1, 4]]), np.array([[0, 5], [7, 0]])
+    space = envs.MultiDiscrete(nvec, start=start)
+    drawn = draw(space)
+    assert drawn.shape == (NUM_DRAWS, 2, 2)
+    assert drawn.dtype == np.int32
+    assert jax.vmap(space.contains)(drawn).all()
+    places = np.ravel_multi_index((drawn - space.low).reshape(-1, 4).T, (2, 3, 1, 4))
+    counts = np.bincount(places, minlength=24)
+    assert len(counts) == 24
+    assert np.abs(counts - NUM_DRAWS / 24).max() < 5 * np.sqrt(NUM_DRAWS / 24)
+    assert not space.contains(space.high + 1)
+    assert not space.contains(space.low - 1)
+
+
+@pytest.mark.parametrize("draw", [sample, act])
+def test_flags_are_drawn_evenly(draw):
+    space = envs.MultiBinary((3,))
+    drawn = draw(space)
+    assert drawn.dtype == np.int8
+    counts = np.bincount(drawn @ np.array([1, 2, 4]), minlength=8)
+    assert np.abs(counts - NUM_DRAWS / 8).max() < 5 * np.sqrt(NUM_DRAWS / 8)
+    assert jax.vmap(space.contains)(drawn).all()
+    assert not space.contains(jnp.array([0, 2, 1]))
+
+
+def test_equal_spaces_of_integers_are_equal_and_static():
+    made = envs.MultiDiscrete([3, 4], start=1), envs.MultiDiscrete((3, 4), start=(1, 1))
+    assert made[0] == made[1]
+    assert hash(made[0]) == hash(made[1])
+    assert jax.tree.leaves(made[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((3, 0),), "`nvec` must be an array of ints of at least 1, got .3, 0."),
+        ((5,), "`nvec` must be an array of ints"),
+        (((1.5, 2),), "`nvec` must be an array of ints"),
+        (((3, 4), jnp.int32, (1, 2, 3)), "`start` must be an int, or an array of ints"),
+        (((3, 4), jnp.int32, 0.5), "`start` must be an int, or an array of ints"),
+    ],
+)
+def test_bad_ranges_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        envs.MultiDiscrete(*arguments)

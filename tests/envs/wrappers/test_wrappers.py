@@ -12,7 +12,8 @@ from flax import struct
 
 import envs
 import rollout
-from envs.wrappers.spaces import TanhSpace, TreeSpace
+from envs.spaces import TreeSpace
+from envs.wrappers.spaces import TanhSpace
 
 NUM_LANES, NUM_STEPS = 16, 24
 

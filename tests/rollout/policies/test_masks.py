@@ -1,0 +1,189 @@
+"""Masks of spaces of several entries or parts, against a list of what is allowed."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import quick_jit
+
+import envs
+import rollout
+
+NUM_LANES = 6_000
+LANES = np.zeros((NUM_LANES, 1), np.float32)
+RNG = np.random.default_rng(0)
+JOINT = RNG.random((2, 3, 4)) < 0.4
+# A space, its mask in one lane, and whether the mask allows an element.
+CASES = {
+    "entries": (
+        envs.MultiDiscrete((2, 3)),
+        (np.array([True, True]), np.array([True, False, True])),
+        lambda x: x[1] != 1,
+    ),
+    "equal entries": (
+        envs.MultiDiscrete((2, 2)),
+        (np.array([False, True]), np.array([True, True])),
+        lambda x: x[0] == 1,
+    ),
+    "joint": (envs.MultiDiscrete((2, 3, 4)), JOINT, lambda x: JOINT[x]),
+    "joint, as many as entries": (
+        envs.MultiDiscrete((2, 2), start=(1, -1)),
+        np.array([[True, False], [False, True]]),
+        lambda x: x in ((1, -1), (2, 0)),
+    ),
+    "binary": (
+        envs.MultiBinary((2, 2)),
+        np.array([[[1, 1], [1, 0]], [[0, 1], [1, 1]]], bool),
+        lambda x: x[1] == 0 and x[2] == 1,
+    ),
+}
+
+
+def spread(mask, num_lanes=NUM_LANES):
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_lanes, *x.shape)), mask)
+
+
+def elements(space):
+    low, high = (
+        np.broadcast_to(x, space.shape).reshape(-1) for x in (space.low, space.high)
+    )
+    ranges = [range(a, b + 1) for a, b in zip(low, high, strict=True)]
+    return list(itertools.product(*ranges))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_allowed_is_drawn_evenly_and_nothing_else(name):
+    space, mask, is_allowed = CASES[name]
+    policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
+    act = quick_jit(lambda obs, key: policy.apply(None, obs, (), key))
+    decision = act(LANES, jax.random.key(0))
+    assert decision.action.shape == (NUM_LANES, *space.shape)
+    assert decision.action.dtype == space.dtype
+    assert not decision.extras["none_allowed"].any()
+    drawn = [tuple(x) for x in np.asarray(decision.action).reshape(NUM_LANES, -1)]
+    wanted = [x for x in elements(space) if is_allowed(x)]
+    assert 1 < len(wanted) < len(elements(space))
+    counts = np.array([drawn.count(x) for x in wanted])
+    assert counts.sum() == NUM_LANES
+    mean = NUM_LANES / len(wanted)
+    assert np.abs(counts - mean).max() < 5 * np.sqrt(mean)
+    few = policy.apply(None, LANES[:7], (), jax.random.key(0)).action
+    np.testing.assert_array_equal(few, decision.action[:7])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forbidden_action_of_a_policy_is_replaced_and_no_other(name):
+    space, mask, is_allowed = CASES[name]
+    every = elements(space)
+    actions = jnp.asarray(every, space.dtype).reshape(-1, *space.shape)
+    policy = rollout.epsilon_greedy(
+        rollout.stateless_policy(lambda params, obs, key: params),
+        space,
+        0.0,
+        mask_fn=lambda obs: spread(mask, len(obs)),
+    )
+    apply = quick_jit(lambda obs, key: policy.apply(actions, obs, (), key).action)
+    sent = np.asarray(apply(LANES[: len(every)], jax.random.key(0)))
+    for before, after in zip(every, sent.reshape(len(every), -1), strict=True):
+        assert is_allowed(tuple(after))
+        if is_allowed(before):
+            assert before == tuple(after)
+
+
+def test_action_outside_of_the_space_is_not_allowed():
+    space = envs.MultiDiscrete((2, 2))
+    masks = [(np.ones(2, bool),) * 2, np.ones((2, 2), bool)]
+    action = jnp.array([[2, 0], [0, -1], [1, 1]])
+    for mask in masks:
+        policy = rollout.epsilon_greedy(
+            rollout.stateless_policy(lambda params, obs, key: params),
+            space,
+            0.0,
+            mask_fn=lambda obs, mask=mask: spread(mask, len(obs)),
+        )
+        sent = policy.apply(action, LANES[:3], (), jax.random.key(0)).action
+        assert ((sent >= 0) & (sent < 2)).all()
+        assert sent[2].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("nvec", "mask"),
+    [
+        ((2, 3), (np.ones(2, bool), np.zeros(3, bool))),
+        ((2, 2), (np.ones(2, bool), np.zeros(2, bool))),
+        ((2, 3), np.zeros((2, 3), bool)),
+    ],
+)
+def test_where_nothing_is_allowed_it_is_flagged(nvec, mask):
+    space = envs.MultiDiscrete(nvec)
+    policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
+    decision = policy.apply(None, LANES[:500], (), jax.random.key(0))
+    assert decision.extras["none_allowed"].all()
+    assert jax.vmap(space.contains)(decision.action).all()
+    assert len(np.unique(decision.action, axis=0)) == np.prod(nvec)
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "tree"])
+def test_parts_have_masks_of_their_own_or_none(kind):
+    box = envs.Box(0.0, 1.0, (2,))
+    parts = {"a": envs.Discrete(3), "b": box, "c": envs.Discrete(2)}
+    mask = {"a": np.array([True, False, True]), "b": None, "c": None}
+    space = envs.Dict(parts) if kind == "dict" else envs.TreeSpace(parts)
+    if kind == "tuple":
+        space, mask = envs.Tuple(tuple(parts.values())), tuple(mask.values())
+    policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
+    decision = policy.apply(None, LANES[:200], (), jax.random.key(0))
+    a, b, c = jax.tree.leaves(decision.action)
+    assert set(a.tolist()) == {0, 2}
+    assert ((b >= 0) & (b <= 1)).all()
+    assert set(c.tolist()) == {0, 1}
+    assert not decision.extras["none_allowed"].any()
+    greedy = rollout.stateless_policy(lambda params, obs, key: (params, ()))
+    around = rollout.epsilon_greedy(
+        greedy, space, 0.0, mask_fn=lambda obs: spread(mask, len(obs))
+    )
+    ones = jax.tree.map(jnp.ones_like, decision.action)
+    sent = around.apply(ones, LANES[:200], (), jax.random.key(1)).action
+    assert set(jax.tree.leaves(sent)[0].tolist()) == {0, 2}  # 1 is not allowed
+
+
+def test_same_space_and_mask_make_the_same_policy():
+    mask_fn = lambda obs: obs["mask"]  # noqa: E731
+    made = [
+        rollout.random_policy(envs.MultiDiscrete([2, 3]), mask_fn=mask_fn)
+        for _ in range(2)
+    ]
+    assert made[0] is made[1]
+
+
+@pytest.mark.parametrize(
+    ("space", "mask", "message"),
+    [
+        (envs.MultiDiscrete((2, 3)), np.ones((5, 3, 2), bool), "shape .5, 2, 3."),
+        (envs.MultiDiscrete((2, 3)), (np.ones((5, 2), bool),), "each of 2 entries"),
+        (
+            envs.MultiDiscrete((2, 3)),
+            (np.ones((5, 2), bool), np.ones((5, 2), bool)),
+            r"shape .5, 3., got bool of shape .5, 2.",
+        ),
+        (envs.MultiBinary((2,)), np.ones((5, 2), bool), "shape .5, 2, 2."),
+        (envs.Dict({"a": envs.Discrete(2)}), np.ones((5, 2), bool), "in the structure"),
+        (
+            envs.Tuple((envs.Discrete(2), envs.Box(0.0, 1.0, ()))),
+            (np.ones((5, 2), bool), np.ones((5, 2), bool)),
+            "None for a part",
+        ),
+    ],
+)
+def test_mask_of_another_shape_is_refused(space, mask, message):
+    policy = rollout.random_policy(space, mask_fn=lambda obs: mask)
+    with pytest.raises(ValueError, match=f"`mask_fn` must return .*{message}"):
+        policy.apply(None, LANES[:5], (), jax.random.key(0))
+
+
+def test_mask_of_parts_without_a_discrete_one_is_refused():
+    space = envs.Dict({"a": envs.Box(0.0, 1.0, ())})
+    with pytest.raises(ValueError, match="`action_space` must be discrete or have"):
+        rollout.random_policy(space, mask_fn=lambda obs: obs)
