@@ -10,7 +10,7 @@ from typing import Any
 import chex
 import numpy as np
 
-from envs.spaces import Box, Dict, Discrete, Tuple
+from envs.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 from envs.types import Space
 
 ActionFn = Callable[[chex.ArrayTree], Any]
@@ -25,8 +25,7 @@ def from_gymnasium_space(space: Any) -> Space:
         space: a `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `Dict` or `Tuple`.
 
     Returns:
-        A `Box` with at most 32 bits a number; a `Discrete` of int32; a `Box` of int32
-        for `MultiDiscrete` and of int8 for `MultiBinary`; a `Dict` or a `Tuple`.
+        The one of ours of that name, with numbers of at most 32 bits.
 
     Raises:
         ValueError: if the elements are no arrays of one shape, as of `Text`, `Graph`,
@@ -130,16 +129,13 @@ def _discrete(space: Any) -> Discrete:
     return Discrete(int(space.n), np.dtype(np.int32), int(space.start))
 
 
-def _multi_discrete(space: Any) -> Box:
-    low = np.asarray(getattr(space, "start", 0)) + np.zeros_like(space.nvec)
-    high = low + np.asarray(space.nvec) - 1
-    dtype = np.dtype(np.int32)
-    return Box(low.astype(dtype), high.astype(dtype), tuple(space.shape), dtype)
+def _multi_discrete(space: Any) -> MultiDiscrete:
+    start = getattr(space, "start", 0)
+    return MultiDiscrete(space.nvec, np.dtype(np.int32), start)
 
 
-def _multi_binary(space: Any) -> Box:
-    shape, dtype = tuple(space.shape), np.dtype(np.int8)
-    return Box(np.zeros(shape, dtype), np.ones(shape, dtype), shape, dtype)
+def _multi_binary(space: Any) -> MultiBinary:
+    return MultiBinary(tuple(space.shape), np.dtype(np.int8))
 
 
 def _dict(space: Any) -> Dict:
