@@ -12,7 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout.policies import allowed, masks
+from rollout.policies import draws, masks
 from rollout.policies.basic import stateless_policy
 from rollout.policies.masks import MaskFn
 from rollout.types import Policy
@@ -100,7 +100,7 @@ def choose_items(
         `[B]` bool and float32: of the softmax, also without a key. What is not read of
         it costs nothing inside `jit`.
     """
-    none_allowed = allowed.none_allowed(mask)
+    none_allowed = draws.none_allowed(mask)
     lowest = jnp.finfo(scores.dtype).min  # what is allowed beats what is not
     scores = jnp.maximum(scores, lowest)
     scores = jnp.where(mask | none_allowed[:, None], scores, -jnp.inf)

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
-from envs.spaces import is_space
 from envs.types import Space
-from rollout.policies import allowed, draws
+from rollout.policies import draws
 from rollout.policies.draws import Choice
 
 MaskFn = Callable[[chex.ArrayTree], chex.ArrayTree]  # obs to a mask
@@ -79,21 +78,21 @@ def draw(mask: Any, kind: Kind, key: chex.PRNGKey) -> tuple[chex.ArrayTree, jax.
     second array, `[B]` bool, tells where.
     """
     if isinstance(kind, Choice):
-        return allowed.draw(mask, kind, key)
+        return draws.allowed(mask, kind, key)
     if isinstance(kind, Parts):
         return _draw_parts(mask, kind, key)
     if isinstance(mask, tuple):
         drawn = [
-            allowed.draw(each, choice(n), keys.fold_in(key, number))
+            draws.allowed(each, choice(n), keys.fold_in(key, number))
             for number, (each, n) in enumerate(zip(mask, kind.sizes, strict=True))
         ]
         index, is_none = (jnp.stack(x, axis=1) for x in zip(*drawn, strict=True))
     elif mask.ndim == 3:
         flat = mask.reshape(-1, mask.shape[-1])
-        drawn = allowed.draw(flat, choice(mask.shape[-1]), key)
+        drawn = draws.allowed(flat, choice(mask.shape[-1]), key)
         index, is_none = (x.reshape(mask.shape[:2]) for x in drawn)
     else:
-        index, is_none = allowed.draw(mask, choice(mask.shape[-1]), key)
+        index, is_none = draws.allowed(mask, choice(mask.shape[-1]), key)
         index = jnp.stack(jnp.unravel_index(index, kind.sizes), axis=1)
         is_none = is_none[:, None]
     action = index + jnp.asarray(kind.starts, jnp.int32)[None]
@@ -104,7 +103,7 @@ def draw(mask: Any, kind: Kind, key: chex.PRNGKey) -> tuple[chex.ArrayTree, jax.
 def is_allowed(mask: Any, action: chex.ArrayTree, kind: Kind) -> jax.Array:
     """Tells where a mask allows an action, `[B]` bool."""
     if isinstance(kind, Choice):
-        return allowed.is_allowed(mask, action, kind)
+        return draws.is_allowed(mask, action, kind)
     if isinstance(kind, Parts):
         parts = kind.structure.flatten_up_to(action)
         flags = [
@@ -118,15 +117,15 @@ def is_allowed(mask: Any, action: chex.ArrayTree, kind: Kind) -> jax.Array:
     index = action.astype(jnp.int32).reshape(-1, len(kind.sizes)) - starts
     if isinstance(mask, tuple):
         columns = zip(mask, index.T, kind.sizes, strict=True)
-        flags = [allowed.is_allowed(each, at, choice(n)) for each, at, n in columns]
+        flags = [draws.is_allowed(each, at, choice(n)) for each, at, n in columns]
         return jnp.stack(flags).all(axis=0)
     if mask.ndim == 3:
         flat = mask.reshape(-1, mask.shape[-1])
-        flags = allowed.is_allowed(flat, index.reshape(-1), choice(mask.shape[-1]))
+        flags = draws.is_allowed(flat, index.reshape(-1), choice(mask.shape[-1]))
         return flags.reshape(index.shape).all(axis=1)
     is_inside = ((index >= 0) & (index < sizes)).all(axis=1)
     at = jnp.ravel_multi_index(tuple(index.T), kind.sizes, mode="clip")
-    return is_inside & allowed.is_allowed(mask, at, choice(mask.shape[-1]))
+    return is_inside & draws.is_allowed(mask, at, choice(mask.shape[-1]))
 
 
 def _kind_of(space: Space) -> Kind | None:
@@ -134,7 +133,7 @@ def _kind_of(space: Space) -> Kind | None:
         return draws.describe(space)
     parts = getattr(space, "spaces", getattr(space, "parts", None))
     if parts is not None:
-        leaves, structure = jax.tree.flatten(parts, is_leaf=is_space)
+        leaves, structure = jax.tree.flatten(parts, is_leaf=_is_space)
         kinds = tuple(_kind_of(leaf) for leaf in leaves)
         if not any(kinds):
             return None
@@ -151,6 +150,10 @@ def _kind_of(space: Space) -> Kind | None:
     dtype = jax.dtypes.canonicalize_dtype(space.dtype)
     counts = (tuple(x.reshape(-1).tolist()) for x in (sizes, starts))
     return Several(*counts, sizes.shape, dtype, is_binary)
+
+
+def _is_space(x: object) -> bool:
+    return hasattr(x, "sample")
 
 
 def _checked(mask: Any, num_envs: int, kind: Kind) -> Any:
