@@ -165,6 +165,8 @@ def _checked(mask: Any, num_envs: int, kind: Kind) -> Any:
                 "`mask_fn` must return masks in the structure of the action space, "
                 f"{kind.structure}, got {jax.tree.structure(mask)}."
             ) from error
+        if all(part is None for part in parts):
+            raise ValueError("`mask_fn` must return a mask for some part, got none.")
         pairs = zip(parts, kind.kinds, strict=True)
         return tuple(_checked_part(part, num_envs, each) for part, each in pairs)
     if isinstance(kind, Choice):

@@ -175,6 +175,7 @@ def test_same_space_and_mask_make_the_same_policy():
             (np.ones((5, 2), bool), np.ones((5, 2), bool)),
             "None for a part",
         ),
+        (envs.Dict({"a": envs.Discrete(2)}), {"a": None}, "for some part, got none"),
     ],
 )
 def test_mask_of_another_shape_is_refused(space, mask, message):
