@@ -49,8 +49,20 @@ class Discrete:
         return (x >= self.start) & (x < self.start + self.n)
 
 
+class _Bounded:
+    """What spaces with a lowest and a highest value of every entry share."""
+
+    def sample(self, key: chex.PRNGKey) -> jax.Array:
+        """Draws one element uniformly; the bounds must be finite."""
+        return keys.draw(key, self.low, self.high, self.shape, self.dtype)
+
+    def contains(self, x: jax.Array) -> jax.Array:
+        """Tells whether every entry lies within its bounds, `()` bool."""
+        return jnp.all((x >= self.low) & (x <= self.high))
+
+
 @struct.dataclass
-class Box:
+class Box(_Bounded):
     """Arrays with every entry between `low` and `high`, both included.
 
     Attributes:
@@ -83,17 +95,9 @@ class Box:
                 f"`low` must be at most `high`, got low={self.low}, high={self.high}."
             )
 
-    def sample(self, key: chex.PRNGKey) -> jax.Array:
-        """Draws one element uniformly; the bounds must be finite."""
-        return keys.draw(key, self.low, self.high, self.shape, self.dtype)
-
-    def contains(self, x: jax.Array) -> jax.Array:
-        """Tells whether every entry lies within its bounds, `()` bool."""
-        return jnp.all((x >= self.low) & (x <= self.high))
-
 
 @struct.dataclass
-class MultiDiscrete:
+class MultiDiscrete(_Bounded):
     """Arrays of integers, each entry with a range of its own.
 
     Entry i is one of `start[i]`, ..., `start[i] + nvec[i] - 1`.
@@ -145,17 +149,9 @@ class MultiDiscrete:
         """The largest value of each entry."""
         return np.asarray(self.start) + np.asarray(self.nvec) - 1
 
-    def sample(self, key: chex.PRNGKey) -> jax.Array:
-        """Draws one element uniformly."""
-        return keys.draw(key, self.low, self.high, self.shape, self.dtype)
-
-    def contains(self, x: jax.Array) -> jax.Array:
-        """Tells whether every entry is in its range, `()` bool."""
-        return jnp.all((x >= self.low) & (x <= self.high))
-
 
 @struct.dataclass
-class MultiBinary:
+class MultiBinary(_Bounded):
     """Arrays of zeros and ones.
 
     Attributes:
@@ -177,14 +173,6 @@ class MultiBinary:
     def high(self) -> int:
         """The largest value, 1."""
         return 1
-
-    def sample(self, key: chex.PRNGKey) -> jax.Array:
-        """Draws one element uniformly."""
-        return keys.draw(key, 0, 1, self.shape, self.dtype)
-
-    def contains(self, x: jax.Array) -> jax.Array:
-        """Tells whether every entry is 0 or 1, `()` bool."""
-        return jnp.all((x == 0) | (x == 1))
 
 
 @struct.dataclass
