@@ -58,11 +58,15 @@ class AsyncCollector(HostCollector):
         num_ready: R.
 
     Args:
+        env: E environments of which any number may be stepped.
+        policy: as `HostCollector` has it, and so the last four.
         num_ready: R, environments of a row, at least 1 and at most E.
         timeout: seconds to wait for R environments, None for any time; what is longer
             is a `TimeoutError`.
-        env, policy, record_fn, accumulators, on_fault, max_restarts: as `HostCollector`
-            has them.
+        record_fn: what is recorded of a transition.
+        accumulators: figures of one's own that are kept per episode, by name.
+        on_fault: what becomes of an environment that fails.
+        max_restarts: how often that may happen.
 
     Raises:
         ValueError: if an argument is not as above.

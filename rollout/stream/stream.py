@@ -102,8 +102,9 @@ class Stream:
             ones of all batches; 0 for none.
         progress: shows a bar on stderr, with steps per second, episodes and their mean
             return.
-        deterministic, reset_each_batch, truncate_at_batch_end: deprecated, for
-            `rollout.greedy(policy)` and `at_batch_end="reset"` or `"truncate"`.
+        deterministic: deprecated, for `rollout.greedy(policy)`.
+        reset_each_batch: deprecated, for `at_batch_end="reset"`.
+        truncate_at_batch_end: deprecated, for `at_batch_end="truncate"`.
 
     Raises:
         ValueError: if an option is not as above, or clashes with another.

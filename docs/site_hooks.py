@@ -1,0 +1,45 @@
+"""What MkDocs does with the pages, so that they read as well in the repository.
+
+The README is the first page of the site. Links that leave `docs/` lead to the file at
+`repo_url`; as long as mkdocs.yml names none, its path stands in their place. Names of
+the packages lead to the API.
+"""
+
+import pathlib
+import posixpath
+import re
+
+from mkdocs.structure.files import File
+
+ROOT = pathlib.Path(__file__).parent.parent
+API = "".join(page.read_text() for page in ROOT.glob("docs/api/*.md"))
+PUBLIC = set(re.findall(r"^::: (\S+)", API, re.MULTILINE))
+
+
+def on_files(files, config):
+    """Adds the README as the first page."""
+    readme = (ROOT / "README.md").read_text()
+    files.append(File.generated(config, "index.md", content=readme))
+
+
+def on_page_markdown(markdown, page, config, **_):
+    """Turns the links of a page, which are those of the repository, into the site's."""
+    is_readme = page.file.src_uri == "index.md"
+    folder = "" if is_readme else posixpath.dirname("docs/" + page.file.src_uri)
+
+    def link(found):
+        text, path, anchor = found.groups()
+        target = posixpath.normpath(posixpath.join(folder, path))
+        if not (ROOT / target).is_file():
+            return found.group()
+        if target.startswith("docs/"):
+            return f"[{text}]({posixpath.relpath(target, folder or 'docs')}{anchor})"
+        if config.repo_url:
+            return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{target})"
+        return f"{text} (`{target}`)"
+
+    def name(found):
+        return f"[{found[0]}][{found[1]}]" if found[1] in PUBLIC else found[0]
+
+    markdown = re.sub(r"(?<!\[)`(\w+\.\w+)(?:\([^`]*\))?`(?!\])", name, markdown)
+    return re.sub(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*|)\)", link, markdown)
