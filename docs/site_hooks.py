@@ -2,18 +2,35 @@
 
 The README is the first page of the site. Links that leave `docs/` lead to the file at
 `repo_url`; as long as mkdocs.yml names none, its path stands in their place. Names of
-the packages lead to the API.
+the packages lead to the API, where classes of flax have the signature of dataclasses.
 """
 
 import pathlib
 import posixpath
 import re
 
+import griffe
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).parent.parent
 API = "".join(page.read_text() for page in ROOT.glob("docs/api/*.md"))
-PUBLIC = set(re.findall(r"^::: (\S+)", API, re.MULTILINE))
+# A function in a module of its own name stands there as `envs.vectorize.vectorize`.
+PUBLIC = {re.sub(r"\.\w+\.", ".", x): x for x in re.findall(r"::: (\S+)", API)}
+
+
+class FlaxDataclasses(griffe.Extension):
+    """Takes `flax.struct` for `dataclasses`, which griffe knows, without private fields."""
+
+    def on_module_members(self, *, mod, **_):
+        """Redirects the import."""
+        if "struct" in mod.members:
+            mod.members["struct"].target_path = "dataclasses"
+
+    def on_class_members(self, *, cls, **_):
+        """Removes private fields."""
+        for name in [x for x in cls.members if x.startswith("_")]:
+            if cls.members[name].is_attribute:
+                del cls.members[name]
 
 
 def on_files(files, config):
@@ -39,7 +56,8 @@ def on_page_markdown(markdown, page, config, **_):
         return f"{text} (`{target}`)"
 
     def name(found):
-        return f"[{found[0]}][{found[1]}]" if found[1] in PUBLIC else found[0]
+        target = PUBLIC.get(found[1])
+        return f"[{found[0]}][{target}]" if target else found[0]
 
     markdown = re.sub(r"(?<!\[)`(\w+\.\w+)(?:\([^`]*\))?`(?!\])", name, markdown)
     return re.sub(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*|)\)", link, markdown)
