@@ -19,7 +19,7 @@ PUBLIC = {re.sub(r"\.\w+\.", ".", x): x for x in re.findall(r"::: (\S+)", API)}
 
 
 class FlaxDataclasses(griffe.Extension):
-    """Takes `flax.struct` for `dataclasses`, which griffe knows, without private fields."""
+    """Takes `flax.struct` for `dataclasses`; private fields are left out."""
 
     def on_module_members(self, *, mod, **_):
         """Redirects the import."""

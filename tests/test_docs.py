@@ -13,8 +13,9 @@ import envs
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = sorted((ROOT / "docs").glob("*.md"))
-TEXTS = {"README.md": README} | {f"docs/{p.name}": p.read_text() for p in PAGES}
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+TEXTS = {"README.md": README}
+TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 SLOW_PAGES = (
     "agents buffers devices environments episodes host_environments many_machines "
     "recommendation streaming training"
@@ -26,12 +27,25 @@ def blocks(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
+def headings(name: str) -> set[str]:
+    """The anchors of a page: its headings, and the names whose docstrings it shows."""
+    text = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
+    words = (re.sub(r"[^\w\s-]", "", x) for x in re.findall(r"^#+ (.+)", text, re.M))
+    slugs = {re.sub(r"[-\s]+", "-", x.strip().lower()) for x in words}
+    return slugs | set(re.findall(r"^::: (\S+)", text, re.MULTILINE))
+
+
 def run(name: str, text: str) -> dict:
     """Runs the code of a page, block by block, in one namespace of its own."""
     names = {}
     for code in blocks(text):
         exec(compile(code, name, "exec"), names)
     return names
+
+
+def check_printed(name, out):
+    """The page shows what its code prints."""
+    assert out == "".join(re.findall(r"```text\n(.*?)```", TEXTS[name], re.DOTALL))
 
 
 def check_readme(names, out):
@@ -64,6 +78,46 @@ def check_agents(names, out):
 def check_buffers(names, out):
     assert out.strip() == f"{64 * 128} (256, 4)"
     assert names["data"].size(names["offline"]) == 3
+
+
+def check_endings(names, out):
+    rows = names["rows"]
+    np.testing.assert_array_equal(rows.obs.T, [[0, 1, 2] * 2, [0, 1, 2, 3, 0, 1]])
+    np.testing.assert_array_equal(rows.next_obs.T, [[1, 2, 3] * 2, [1, 2, 3, 4, 1, 2]])
+    np.testing.assert_array_equal(np.argwhere(rows.terminated), [[2, 0], [5, 0]])
+    np.testing.assert_array_equal(np.argwhere(rows.truncated), [[3, 1]])
+    np.testing.assert_array_equal(names["target"], rows.obs[:, 1] - 6.0)
+    check_printed("docs/concepts/endings.md", out)
+
+
+def check_keys(names, out):
+    """The keys are those of the figure, and draws of the user's keep lanes apart."""
+    carry = names["many"].init(names["root"])
+    step = jax.random.fold_in(carry.episode.key[3], envs.RESET)
+    _, obs = envs.make("CartPole-v1").reset(step)
+    np.testing.assert_array_equal(obs, carry.obs[3])
+    few, many = (jax.random.normal(jax.random.key(1), (size, 3)) for size in (8, 64))
+    np.testing.assert_array_equal(few, many[:8])
+    check_printed("docs/concepts/keys.md", out)
+
+
+def check_lanes(names, out):
+    mean = names["queue"].length_mean
+    assert abs(mean - 6) < 4 * 4 / np.sqrt(1000)  # four deviations of that mean
+    assert names["window"].length_mean < 6 - 4 * 4 / np.sqrt(1000)
+    check_printed("docs/concepts/lanes.md", out)
+
+
+def check_masks(names, out):
+    rows = names["rows"]
+    for leaf in jax.tree.leaves(rows):
+        assert not np.any(np.asarray(leaf)[~np.asarray(rows.mask)])
+    bad = np.where(rows.mask, rows.reward, np.nan)
+    np.testing.assert_array_equal(names["masked_mean"](bad, rows.mask), 1.0)
+    where, log = jax.numpy.where, jax.numpy.log
+    slope = jax.grad(lambda x: log(where(rows.mask, x, 1.0)).sum())(rows.reward)
+    np.testing.assert_array_equal(slope, rows.mask)
+    check_printed("docs/concepts/masks.md", out)
 
 
 def check_devices(names, out):
@@ -147,6 +201,10 @@ CHECKS = {
     "README.md": check_readme,
     "docs/agents.md": check_agents,
     "docs/buffers.md": check_buffers,
+    "docs/concepts/endings.md": check_endings,
+    "docs/concepts/keys.md": check_keys,
+    "docs/concepts/lanes.md": check_lanes,
+    "docs/concepts/masks.md": check_masks,
     "docs/devices.md": check_devices,
     "docs/environments.md": check_environments,
     "docs/episodes.md": check_episodes,
@@ -196,19 +254,44 @@ def test_every_page_and_notebook_is_linked_from_the_readme():
             assert linked.count(f"{folder}/{path.name}") == 1, path.name
 
 
+def test_every_page_is_in_the_navigation_of_the_site():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
+    # The first page is the README.
+    assert sorted(re.findall(r"\S+\.md", nav)) == sorted([*pages, "index.md"])
+
+
+def test_every_public_name_is_on_one_page_of_the_api():
+    api = "".join(text for name, text in TEXTS.items() if name.startswith("docs/api/"))
+    # A function in a module of its own name stands there as `rollout.probe.probe`, and
+    # what the buffers share is private.
+    names = re.findall(r"^::: (\w+)\S*\.(\w+)$", api, re.MULTILINE)
+    public = [
+        (package, name)
+        for package in ("envs", "rollout", "buffers")
+        for name in importlib.import_module(package).__all__
+    ]
+    assert sorted(names) == sorted([*public, ("buffers", "RingBuffer")])
+
+
 @each_text
-def test_links_lead_to_files(name):
+def test_links_lead_to_files_and_headings(name):
     for link in re.findall(r"\]\(([^)]+)\)", TEXTS[name]):
-        if not link.startswith(("http://", "https://", "#")):
-            path = (ROOT / name).parent / link.partition("#")[0]
-            assert path.is_file(), link
+        if link.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = link.partition("#")
+        path = ((ROOT / name).parent / file).resolve() if file else ROOT / name
+        assert path.is_file(), link
+        if anchor:
+            assert anchor in headings(path.relative_to(ROOT).as_posix()), link
 
 
 @each_text
 def test_files_and_names_that_are_mentioned_exist(name):
     for file in re.findall(r"`((?:docs|notebooks|tests)/[^`\s]+)`", TEXTS[name]):
         assert (ROOT / file).exists(), file
-    words = re.findall(r"\b(?:envs|rollout|buffers)(?:\.\w+)+\b", TEXTS[name])
+    text = re.sub(r"^::: .*", "", TEXTS[name], flags=re.MULTILINE)  # tested above
+    words = re.findall(r"\b(?:envs|rollout|buffers)(?:\.\w+)+\b", text)
     for dotted in (word for word in words if not word.endswith(".md")):
         found, *rest = dotted.split(".")
         found = importlib.import_module(found)
