@@ -17,8 +17,8 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 SLOW_PAGES = (
-    "agents buffers concepts/keys devices environments episodes host_environments many_machines "
-    "recommendation streaming training"
+    "agents buffers concepts/keys devices environments episodes host_environments "
+    "many_machines recommendation streaming training"
 )
 SLOW = [f"docs/{page}.md" for page in SLOW_PAGES.split()]
 
