@@ -89,6 +89,8 @@ from rollout.types import (
     Transition,
 )
 
+__version__ = "0.1.0"
+
 Batch = StreamBatch  # its name until 0.1; `buffers.Batch` is another thing
 
 __all__ = [
