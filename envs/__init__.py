@@ -35,9 +35,17 @@ from envs.spaces import (
     TreeSpace,
     Tuple,
 )
-from envs.suites.gymnax import from_gymnax
-from envs.suites.jaxmarl import from_jaxmarl
-from envs.suites.pgx import from_pgx
+from envs.suites import (
+    from_craftax,
+    from_gymnax,
+    from_jaxmarl,
+    from_jumanji,
+    from_jumanji_agents,
+    from_navix,
+    from_pgx,
+    from_pgx_seat,
+    from_xminigrid,
+)
 from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv
 from envs.vectorize import vectorize, vectorize_each
 from envs.wrappers import (
@@ -101,12 +109,18 @@ __all__ = [
     "can_render",
     "env_ids",
     "expose_state",
+    "from_craftax",
     "from_envpool",
     "from_gymnasium",
     "from_gymnax",
     "from_interactions",
     "from_jaxmarl",
+    "from_jumanji",
+    "from_jumanji_agents",
+    "from_navix",
     "from_pgx",
+    "from_pgx_seat",
+    "from_xminigrid",
     "make",
     "make_agents",
     "make_vec",

@@ -4,14 +4,13 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-import importlib
 import inspect
 import io
+import itertools
 import numbers
 import sys
 import urllib.error
 from collections.abc import Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -19,43 +18,73 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs.multi_agent import MultiAgentEnv
+from envs.suites import craftax, jaxmarl, jumanji, navix, pgx, xminigrid
 from envs.suites.gymnax import from_gymnax
-from envs.suites.jaxmarl import from_jaxmarl
-from envs.suites.pgx import from_pgx
 from envs.types import Env, VectorEnv
 from envs.vectorize import vectorize
 
-# By suite: what adapts an environment of it, and what lists its ids.
+_GYMNAX = "gymnax"
+_INSTALLED = "installed"
+# Each has `ids`, and `make_one`, `make_agents` or both.
 _SUITES = {
-    "jaxmarl": (from_jaxmarl, lambda suite: suite.registered_envs),
-    "pgx": (from_pgx, lambda suite: suite.available_envs()),
+    "craftax": craftax,
+    "jaxmarl": jaxmarl,
+    "jumanji": jumanji,
+    "navix": navix,
+    "pgx": pgx,
+    "xminigrid": xminigrid,
 }
 
 
-def env_ids() -> tuple[str, ...]:
-    """Lists the ids that `make` knows, in gymnax's order."""
-    return tuple(_gymnax().registered_envs)
+def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
+    """Lists ids that `make` and `make_agents` know.
+
+    Args:
+        suite: whose, in its own order: "gymnax", whose ids have no prefix, or one of
+            those in the table of the docs. "installed": those of every suite that is
+            installed; that imports them all, which takes seconds.
+
+    Returns:
+        The ids, those of other suites as "suite:id".
+
+    Raises:
+        ValueError: if there is no such suite, or if it is not installed.
+    """
+    if suite == _INSTALLED:
+        return tuple(itertools.chain(env_ids(), *map(_ids_if_installed, _SUITES)))
+    if suite == _GYMNAX:
+        return tuple(_gymnax().registered_envs)
+    if suite not in _SUITES:
+        known = ", ".join((_INSTALLED, _GYMNAX, *_SUITES))
+        raise ValueError(f"`suite` must be one of {known}, got {suite!r}.")
+    return tuple(f"{suite}:{name}" for name in _ids(suite))
 
 
 def make(env_id: str, **env_params: Any) -> Env:
-    """Makes the gymnax environment `env_id`.
+    """Makes the environment `env_id` of gymnax, or of a suite that is installed.
 
     Args:
-        env_id: an id of `env_ids()`.
-        **env_params: fields of the environment's parameters (`max_steps_in_episode`)
-            or arguments of its constructor (`use_minimal_action_set`), by name. What
-            gymnax derives from a parameter when it builds the environment
-            (`total_mass` from `masspole`) is not computed again.
+        env_id: an id of `env_ids()`, or the suite, a colon, and the suite's own id:
+            "brax:ant", "jumanji:Snake-v1", "navix:Navix-Empty-8x8-v0". Of pgx it is
+            one player's part, against the others.
+        **env_params: of gymnax, fields of the environment's parameters
+            (`max_steps_in_episode`) or arguments of its constructor
+            (`use_minimal_action_set`), by name. What gymnax derives from a parameter
+            when it builds the environment (`total_mass` from `masspole`) is not
+            computed again. Of another suite, what its own `make` takes.
 
     Returns:
         An `Env` whose leaves are the environment's parameters.
 
     Raises:
         ValueError: if the id is unknown (the message names the nearest ids), if a
-            parameter is unknown (it names the valid ones), or if the environment cannot
-            be built here.
+            parameter is unknown, if the suite is not installed (it names the extra), if
+            the environment has several agents, or if it cannot be built here.
     """
-    ids = env_ids()
+    suite, _, name = env_id.rpartition(":")
+    if suite not in ("", _GYMNAX):
+        return _make_of_suite("make_one", env_id, env_params)
+    ids, env_id = env_ids(), name
     if env_id not in ids:
         raise ValueError(
             f"`env_id` must be one of the {len(ids)} ids of `envs.env_ids()`, got "
@@ -94,45 +123,73 @@ def make_agents(env_id: str, **options: Any) -> MultiAgentEnv:
 
     Args:
         env_id: the suite, a colon, and the suite's own id:
-            "jaxmarl:MPE_simple_spread_v3", "pgx:tic_tac_toe".
-        **options: arguments of `jaxmarl.make`, by name. pgx has none.
+            "jaxmarl:MPE_simple_spread_v3", "jumanji:Connector-v3", "pgx:tic_tac_toe".
+        **options: what the suite's own `make` takes, by name.
 
     Returns:
-        A `MultiAgentEnv`, as `from_jaxmarl` and `from_pgx` make it.
+        A `MultiAgentEnv`, as `from_jaxmarl`, `from_jumanji_agents` and `from_pgx` make
+        it.
 
     Raises:
         ValueError: if the suite is unknown or not installed (the message names the
-            extra), if it has no such id (it names the nearest), or if the environment
-            cannot be made here.
+            extra), if it has no such id (it names the nearest), if an option is
+            unknown, or if the environment has one agent or cannot be made here.
     """
-    suite_name, _, name = env_id.partition(":")
-    if suite_name not in _SUITES:
-        begin = " or ".join(f"{suite}:" for suite in _SUITES)
-        raise ValueError(f"`env_id` must begin with {begin}, got {env_id!r}.")
-    suite, (adapt, list_ids) = _import(suite_name), _SUITES[suite_name]
-    ids = list_ids(suite)
+    return _make_of_suite("make_agents", env_id, options)
+
+
+def _make_of_suite(how: str, env_id: str, options: dict[str, Any]) -> Any:
+    """Makes an environment of a suite other than gymnax: `how` it has it."""
+    suite, _, name = env_id.rpartition(":")
+    able = [x for x, module in _SUITES.items() if hasattr(module, how)]
+    if suite not in able:
+        *first, last = (f"{x}:" for x in able)
+        other = ", whose environments have several agents" if suite in _SUITES else ""
+        raise ValueError(
+            f"`env_id` must begin with {', '.join(first)} or {last}, got "
+            f"{env_id!r}{other}."
+        )
+    ids = _ids(suite)
     if name not in ids:
         raise ValueError(
-            f"`env_id` must be {suite_name}: and one of its {len(ids)} ids, got "
+            f"`env_id` must be {suite}: and one of its {len(ids)} ids, got "
             f"{env_id!r}.{_nearest(name, ids)}"
         )
     try:
-        return adapt(suite.make(name, **options))
+        return _make_once(how, suite, name, **options)
     except (ImportError, OSError) as error:  # it needs another package, or a download
         raise ValueError(f"{env_id} cannot be made here: {error}") from error
+    except TypeError:  # an option that cannot be hashed, or is unknown
+        try:
+            return getattr(_SUITES[suite], how)(name, **options)
+        except TypeError as error:
+            given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            raise ValueError(f"{env_id} with {given} fails: {error}") from error
 
 
-def _import(suite: str) -> ModuleType:
-    """Imports a suite only when it is needed."""
+@functools.cache
+def _make_once(how: str, suite: str, name: str, **options: Any) -> Any:
+    """The same object again for the same options: see `_build`."""
+    return getattr(_SUITES[suite], how)(name, **options)
+
+
+def _ids(suite: str) -> tuple[str, ...]:
+    """The suite's own ids; it is imported only when it is needed."""
     try:
         with _quiet():
-            return importlib.import_module(suite)
+            return _SUITES[suite].ids()
     except ModuleNotFoundError as error:
-        if error.name != suite:
-            raise
         raise ValueError(
-            f'{suite} is not installed: pip install "rollout[{suite}]"'
+            f"{suite} needs {error.name}, which is not installed: "
+            f'pip install "rollout[{suite}]"'
         ) from error
+
+
+def _ids_if_installed(suite: str) -> tuple[str, ...]:
+    try:
+        return env_ids(suite)
+    except ValueError:
+        return ()
 
 
 @contextlib.contextmanager

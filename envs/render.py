@@ -1,4 +1,8 @@
-"""Draws an episode as an animated GIF, with gymnax's own drawings."""
+"""Draws an episode as an animated GIF, with the drawings of its suite.
+
+The adapter of another suite than gymnax draws in `render_frames(states)`: a state after
+the other, as `[H, W, 3]` or `[H, W, 4]` uint8 each.
+"""
 
 import contextlib
 import importlib.util
@@ -39,33 +43,37 @@ _BY_MATPLOTLIB = (
     "PointRobot-misc",
     "Pong-misc",
 )
+_FRAMES = "render_frames"
 _PACKAGES = ("gymnasium", "matplotlib", "PIL", "seaborn")  # gymnax imports all of them
+_INTERVAL = 100  # ms, of a frame that gymnax has not drawn
+_TITLE_HEIGHT, _LEAST_WIDTH, _MOST_WIDTH = 20, 200, 600  # pixels, of such a frame
 _NO_SCREEN = {"SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy"}
 
 
 def can_render(env: Env) -> bool:
-    """Tells whether gymnax has a drawing of `env`, so that `render_gif` takes it.
+    """Tells whether its suite has a drawing of `env`, so that `render_gif` takes it.
 
     Args:
-        env: an environment from `make` or `from_gymnax`, or a wrapper that holds one in
+        env: an environment from `make` or an adapter, or a wrapper that holds one in
             its attribute `env`.
 
     Returns:
         True if there is a drawing. Whether the packages that draw it are installed is
         not checked.
     """
-    return _name(_innermost(env)) in _BY_PYGAME + _BY_MATPLOTLIB
+    inner = _innermost(env)
+    return hasattr(inner, _FRAMES) or _name(inner) in _BY_PYGAME + _BY_MATPLOTLIB
 
 
 def render_gif(env: Env, states: chex.ArrayTree, rewards: jax.Array) -> bytes:
     """Draws an episode of `T` steps as an animated GIF of `T + 1` frames.
 
-    No window is opened and no figure stays open. Frames follow one another as fast as
-    gymnax lets them: 20 per second in classic control, 10 elsewhere.
+    No window is opened and no figure stays open. There are 20 frames per second in
+    classic control, 10 elsewhere.
 
     Args:
         env: an environment that `can_render` accepts.
-        states: `[T + 1, ...]`, gymnax's states: the one before each step, and the last
+        states: `[T + 1, ...]`, states of `env`: the one before each step, and the last
             one. `expose_state` records them.
         rewards: `[T]` float, rewards of the steps; titles show the return so far.
 
@@ -73,7 +81,7 @@ def render_gif(env: Env, states: chex.ArrayTree, rewards: jax.Array) -> bytes:
         The contents of the file, for `Path.write_bytes` or `IPython.display.Image`.
 
     Raises:
-        ValueError: if gymnax has no drawing of `env`.
+        ValueError: if there is no drawing of `env`.
         ModuleNotFoundError: if a package that draws is not installed.
         AssertionError: if the shapes are not as above.
     """
@@ -82,19 +90,13 @@ def render_gif(env: Env, states: chex.ArrayTree, rewards: jax.Array) -> bytes:
     chex.assert_tree_shape_prefix(states, (len(rewards) + 1,))
     states, rewards = jax.device_get((states, rewards))
     returns = np.append(0.0, np.cumsum(rewards, dtype=np.float64))
+    rows = [jax.tree.map(lambda x: x[t], states) for t in range(returns.size)]  # noqa: B023
     inner, file = _innermost(env), io.BytesIO()
     with _no_screen():
-        import matplotlib.pyplot as plt
-        from gymnax.visualize import Visualizer
-
-        rows = [jax.tree.map(lambda x: x[t], states) for t in range(returns.size)]  # noqa: B023
-        visualizer = Visualizer(inner.env, inner.env_params, rows)
-        try:
-            first, *rest = _draw(visualizer, returns)
-            options = {"duration": visualizer.interval, "loop": 0}  # loop 0: for ever
-            first.save(file, "GIF", save_all=True, append_images=rest, **options)
-        finally:
-            plt.close(visualizer.fig)
+        draw = _draw_frames if hasattr(inner, _FRAMES) else _draw_by_gymnax
+        frames, interval = draw(inner, rows, returns)
+    options = {"duration": interval, "loop": 0}  # loop 0: for ever
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], **options)
     return file.getvalue()
 
 
@@ -116,10 +118,12 @@ def check_render(env: Env) -> None:
     name = _name(_innermost(env))
     if not can_render(env):
         raise ValueError(
-            "`env` must be one that gymnax draws "
+            "`env` must be of a suite that draws, or one that gymnax draws "
             f"({', '.join(_BY_PYGAME + _BY_MATPLOTLIB)}), got {name}."
         )
     needed = (*_PACKAGES, "pygame") if name in _BY_PYGAME else _PACKAGES
+    if hasattr(_innermost(env), _FRAMES):
+        needed = ("PIL",)
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(
@@ -141,15 +145,48 @@ class _ExposedState(Wrapper):
 
 
 def _innermost(env: Any) -> Any:
-    while not isinstance(env, _GymnaxEnv) and hasattr(env, "env"):
-        env = env.env
-    return env
+    draws = isinstance(env, _GymnaxEnv) or hasattr(env, _FRAMES)
+    return _innermost(env.env) if hasattr(env, "env") and not draws else env
 
 
 def _name(inner: Any) -> str:
     """The gymnax name of an environment, else the name of its type."""
     env = inner.env if isinstance(inner, _GymnaxEnv) else inner
     return getattr(env, "name", type(env).__name__)
+
+
+def _draw_frames(
+    inner: Any, rows: list[chex.ArrayTree], returns: np.ndarray
+) -> tuple[list["Image"], int]:
+    """Frames that the suite draws, each with a title above; and ms of each."""
+    from PIL import Image, ImageDraw
+
+    frames = []
+    drawn = inner.render_frames(rows)
+    for t, (pixels, total) in enumerate(zip(drawn, returns, strict=True)):
+        larger = -(-_LEAST_WIDTH // pixels.shape[1])
+        pixels = pixels[..., :3].repeat(larger, 0).repeat(larger, 1)
+        picture = Image.fromarray(pixels).reduce(-(-pixels.shape[1] // _MOST_WIDTH))
+        size = picture.width, picture.height + _TITLE_HEIGHT
+        frame = Image.new("RGB", size, "white")
+        frame.paste(picture, (0, _TITLE_HEIGHT))
+        ImageDraw.Draw(frame).text((4, 4), f"step {t}, return {total:.2f}", "black")
+        frames.append(frame.quantize())  # a third of the memory
+    return frames, _INTERVAL
+
+
+def _draw_by_gymnax(
+    inner: _GymnaxEnv, rows: list[chex.ArrayTree], returns: np.ndarray
+) -> tuple[list["Image"], int]:
+    """Frames of gymnax's visualizer, and ms of each."""
+    import matplotlib.pyplot as plt
+    from gymnax.visualize import Visualizer
+
+    visualizer = Visualizer(inner.env, inner.env_params, rows)
+    try:
+        return list(_draw(visualizer, returns)), visualizer.interval
+    finally:
+        plt.close(visualizer.fig)
 
 
 def _draw(visualizer: Any, returns: np.ndarray) -> Iterator["Image"]:

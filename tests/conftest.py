@@ -42,3 +42,10 @@ def key_reuse():
     """Allows a test to draw twice from one key, to compare what is drawn."""
     with jax.debug_key_reuse(False):
         yield
+
+
+@pytest.fixture
+def rank_promotion():
+    """Allows what some environments of others do."""
+    with jax.numpy_rank_promotion("allow"):
+        yield

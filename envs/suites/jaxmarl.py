@@ -90,6 +90,20 @@ def from_jaxmarl(
     )
 
 
+def ids() -> tuple[str, ...]:
+    """Lists the ids of JaxMARL."""
+    import jaxmarl
+
+    return tuple(jaxmarl.registered_envs)
+
+
+def make_agents(name: str, **options: Any) -> MultiAgentEnv:
+    """Makes the environment of this id; options are those of `jaxmarl.make`."""
+    import jaxmarl
+
+    return from_jaxmarl(jaxmarl.make(name, **options))
+
+
 @struct.dataclass(kw_only=True)
 class _JaxmarlEnv:
     """A `MultiAgentEnv` over one of JaxMARL; it has no parameters."""

@@ -1,23 +1,27 @@
-"""Any game of pgx, seen through the `MultiAgentEnv` contract.
+"""Any game of pgx, seen through the `MultiAgentEnv` or the `Env` contract.
 
 The players act one after the other. A pgx state holds the observation and the allowed
 actions of the player whose turn it is, and of nobody else. pgx's own auto-reset is
-never used.
+never used. As an `Env` a game is one player's; the others are a part of it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from envs.multi_agent import MultiAgentEnv, MultiAgentStep
 from envs.spaces import Box, Dict, Discrete
-from envs.types import Space
+from envs.suites.convert import box_of
+from envs.types import Env, EnvStep, Space
 
 _GROUP = "players"
+_SEAT = 0
+
+OpponentFn = Callable[[chex.ArrayTree, dict[str, jax.Array], chex.PRNGKey], jax.Array]
 
 
 def from_pgx(env: Any) -> MultiAgentEnv:
@@ -38,32 +42,86 @@ def from_pgx(env: Any) -> MultiAgentEnv:
     Raises:
         TypeError: if `env` lacks the methods of a `pgx.Env`.
     """
-    missing = [x for x in ("init", "step") if not callable(getattr(env, x, None))]
-    if missing or not hasattr(env, "num_players"):
-        raise TypeError(
-            "`env` must have the methods init and step of pgx, and `num_players`, got "
-            f"{type(env).__name__}."
-        )
-    # Not `env.num_actions` and `env.observation_shape`: each computes a whole state.
-    state = jax.eval_shape(env.init, jax.eval_shape(jax.random.key, 0))
-    return _PgxEnv(
+    agents = tuple(f"player_{number}" for number in range(_num_players(env)))
+    return _PgxEnv(env=env, agents=agents, **_describe(env))
+
+
+def from_pgx_seat(
+    env: Any, opponent: OpponentFn | None = None, opponent_params: chex.ArrayTree = None
+) -> Env:
+    """Makes an `Env` of one player's part in a game of pgx.
+
+    The player is pgx's number 0; who begins is drawn by most games. The others answer
+    within a step, so the reward of a step is the sum until it is that player's turn
+    again, or the game ends. The observation is `{"observation": ..., "action_mask":
+    [n] bool}`, also at the end the player's own. An action that is not allowed ends
+    the game, with pgx's penalty, and `info["illegal_action"]`, `()` bool, says so.
+
+    Args:
+        env: what `pgx.make` returns, or another `pgx.Env`.
+        opponent: `(params, obs, key) -> action`, what the others do, of one game: `obs`
+            is what the one whose turn it is sees. By default an allowed action, drawn
+            evenly.
+        opponent_params: what `opponent` is given. They are the leaves of the `Env`: a
+            league, with another opponent in every lane of `vectorize_each`.
+
+    Returns:
+        An `Env` whose state is pgx's own.
+
+    Raises:
+        TypeError: if `env` lacks the methods of a `pgx.Env`.
+    """
+    _num_players(env)
+    return _PgxSeat(
+        opponent_params=opponent_params,
         env=env,
-        agents=tuple(f"player_{number}" for number in range(env.num_players)),
-        num_actions=state.legal_action_mask.shape[0],
-        obs_shape=state.observation.shape,
-        obs_dtype=state.observation.dtype,
+        opponent=opponent or _play_evenly,
+        **_describe(env),
     )
 
 
+def ids() -> tuple[str, ...]:
+    """Lists the ids of pgx."""
+    import pgx
+
+    return tuple(pgx.available_envs())
+
+
+def make_one(name: str, **options: Any) -> Env:
+    """Makes one player's part in a game; options are those of `from_pgx_seat`."""
+    import pgx
+
+    return from_pgx_seat(pgx.make(name), **options)
+
+
+def make_agents(name: str) -> MultiAgentEnv:
+    """Makes a game for all of its players."""
+    import pgx
+
+    return from_pgx(pgx.make(name))
+
+
 @struct.dataclass(kw_only=True)
-class _PgxEnv:
-    """A `MultiAgentEnv` over a game of pgx; it has no parameters."""
+class _Pgx:
+    """A game of pgx, and what a player sees of it."""
 
     env: Any = struct.field(pytree_node=False)
-    agents: tuple[str, ...] = struct.field(pytree_node=False)
     num_actions: int = struct.field(pytree_node=False)
     obs_shape: tuple[int, ...] = struct.field(pytree_node=False)
     obs_dtype: jax.typing.DTypeLike = struct.field(pytree_node=False)
+
+    @property
+    def seen(self) -> Space:
+        mask = Box(0, 1, (self.num_actions,), jnp.dtype(bool))
+        obs = box_of(jax.ShapeDtypeStruct(self.obs_shape, self.obs_dtype))
+        return Dict({"observation": obs, "action_mask": mask})
+
+
+@struct.dataclass(kw_only=True)
+class _PgxEnv(_Pgx):
+    """A `MultiAgentEnv` over a game of pgx; it has no parameters."""
+
+    agents: tuple[str, ...] = struct.field(pytree_node=False)
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
@@ -71,10 +129,7 @@ class _PgxEnv:
 
     @property
     def observation_spaces(self) -> dict[str, Space]:
-        mask = Box(0, 1, (self.num_actions,), jnp.dtype(bool))
-        low, high = _bounds(self.obs_dtype)
-        obs = Box(low, high, self.obs_shape, self.obs_dtype)
-        return {_GROUP: Dict({"observation": obs, "action_mask": mask})}
+        return {_GROUP: self.seen}
 
     @property
     def action_spaces(self) -> dict[str, Space]:
@@ -106,21 +161,104 @@ class _PgxEnv:
 
     def _observe(self, state: chex.ArrayTree) -> dict[str, chex.ArrayTree]:
         """What the player who acts next sees, to everyone."""
-        obs = {
-            "observation": state.observation,
-            "action_mask": state.legal_action_mask,
-        }
         repeat = lambda x: jnp.broadcast_to(x, (len(self.agents), *x.shape))  # noqa: E731
-        return {_GROUP: jax.tree.map(repeat, obs)}
+        return {_GROUP: jax.tree.map(repeat, _seen(state, state.observation))}
 
     def _turn(self, state: chex.ArrayTree) -> jax.Array:
         return jnp.arange(len(self.agents)) == state.current_player
 
 
-def _bounds(dtype: jax.typing.DTypeLike) -> tuple[float, float]:
-    """The least and the greatest number of a dtype: pgx declares no others."""
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return 0, 1
-    if jnp.issubdtype(dtype, jnp.integer):
-        return np.iinfo(dtype).min, np.iinfo(dtype).max
-    return -np.inf, np.inf
+@struct.dataclass(kw_only=True)
+class _PgxSeat(_Pgx):
+    """An `Env` of one player; the leaves are the parameters of the others."""
+
+    opponent_params: chex.ArrayTree
+    opponent: OpponentFn = struct.field(pytree_node=False)
+
+    @property
+    def observation_space(self) -> Space:
+        return self.seen
+
+    @property
+    def action_space(self) -> Space:
+        return Discrete(self.num_actions)
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, dict[str, jax.Array]]:
+        init_key, reply_key = jax.random.split(key)
+        state, _ = self._until_turn(self.env.init(init_key), reply_key)
+        return state, self._observe(state)
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: jax.Array
+    ) -> EnvStep:
+        step_key, reply_key = jax.random.split(key)
+        moved = self.env.step(state, action, step_key)
+        next_state, reward = self._until_turn(moved, reply_key)
+        return EnvStep(
+            state=next_state,
+            obs=self._observe(next_state),
+            reward=moved.rewards[_SEAT].astype(jnp.float32) + reward,
+            terminated=next_state.terminated,
+            truncated=next_state.truncated,
+            info={"illegal_action": ~state.legal_action_mask[action]},
+        )
+
+    def _until_turn(
+        self, state: chex.ArrayTree, key: chex.PRNGKey
+    ) -> tuple[chex.ArrayTree, jax.Array]:
+        """Lets the others play until it is the player's turn, or the end."""
+        if self.env.num_players == 1:
+            return state, jnp.float32(0.0)
+
+        def goes_on(carry: tuple) -> jax.Array:
+            state, _, _ = carry
+            is_over = state.terminated | state.truncated
+            return ~is_over & (state.current_player != _SEAT)
+
+        def reply(carry: tuple) -> tuple:
+            state, number, reward = carry
+            action_key, step_key = jax.random.split(jax.random.fold_in(key, number))
+            obs = _seen(state, state.observation)
+            action = self.opponent(self.opponent_params, obs, action_key)
+            state = self.env.step(state, action, step_key)
+            return state, number + 1, reward + state.rewards[_SEAT].astype(jnp.float32)
+
+        start = state, jnp.int32(0), jnp.float32(0.0)
+        state, _, reward = jax.lax.while_loop(goes_on, reply, start)
+        return state, reward
+
+    def _observe(self, state: chex.ArrayTree) -> dict[str, jax.Array]:
+        # At the end of a game pgx has observed for the player who would be next.
+        return _seen(state, self.env._observe(state, jnp.int32(_SEAT)))
+
+
+def _num_players(env: Any) -> int:
+    missing = [x for x in ("init", "step") if not callable(getattr(env, x, None))]
+    if missing or not hasattr(env, "num_players"):
+        raise TypeError(
+            "`env` must have the methods init and step of pgx, and `num_players`, got "
+            f"{type(env).__name__}."
+        )
+    return env.num_players
+
+
+def _describe(env: Any) -> dict[str, Any]:
+    """What there is to see and to do, as fields of an adapter."""
+    # Not `env.num_actions` and `env.observation_shape`: each computes a whole state.
+    state = jax.eval_shape(env.init, jax.eval_shape(jax.random.key, 0))
+    return {
+        "num_actions": state.legal_action_mask.shape[0],
+        "obs_shape": state.observation.shape,
+        "obs_dtype": state.observation.dtype,
+    }
+
+
+def _seen(state: chex.ArrayTree, observation: jax.Array) -> dict[str, jax.Array]:
+    return {"observation": observation, "action_mask": state.legal_action_mask}
+
+
+def _play_evenly(
+    params: chex.ArrayTree, obs: dict[str, jax.Array], key: chex.PRNGKey
+) -> jax.Array:
+    del params  # unused
+    return jax.random.categorical(key, jnp.log(obs["action_mask"])).astype(jnp.int32)

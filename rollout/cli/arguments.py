@@ -21,6 +21,7 @@ _MAX_DEVICES = 1024  # jax starts a thread for each device of a CPU
 _NUM_ENVS, _NUM_STEPS = 1024, 1000
 _NUM_HOST_ENVS = 16  # where a loop in Python steps them
 _HOST_SUITES = ("gymnasium", "envpool")
+_AGENT_SUITES = ("jaxmarl", "pgx")  # of which all agents are played
 _FIGURE_KINDS = (".pdf", ".png", ".svg")
 
 
@@ -53,8 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     env_help = (
-        "id of the environment, such as CartPole-v1, pgx:tic_tac_toe or "
-        "gymnasium:CartPole-v1"
+        "id of the environment, such as CartPole-v1, jumanji:Snake-v1, "
+        "pgx:tic_tac_toe or gymnasium:CartPole-v1"
     )
     add("env", nargs="?", help=env_help)
     _add_kinds_of_run(parser)
@@ -97,7 +98,7 @@ def check(args: argparse.Namespace) -> None:
     _check_combination(args)
     if is_on_host(args.env):
         _check_host(args)
-    if args.gif and has_suite(args.env):
+    if args.gif and has_agents(args.env):
         reason = "environments of several agents are not drawn"
         raise InputError(f"argument --gif: {reason}, got {args.env}")
     files = {"--save": args.save, "--plot": args.plot, "--gif": args.gif}
@@ -120,9 +121,9 @@ def check(args: argparse.Namespace) -> None:
         raise InputError(f"argument --profile: {reason}") from error
 
 
-def has_suite(env_id: str) -> bool:
-    """Tells whether an id is one of `envs.make_agents`, as pgx:tic_tac_toe is."""
-    return ":" in env_id and not is_on_host(env_id)
+def has_agents(env_id: str) -> bool:
+    """Tells whether an id is played by `envs.make_agents`, as pgx:tic_tac_toe is."""
+    return env_id.partition(":")[0] in _AGENT_SUITES and ":" in env_id
 
 
 def is_on_host(env_id: str) -> bool:

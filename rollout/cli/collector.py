@@ -1,24 +1,27 @@
 """What a run collects with: environments by id, and the random policy in them."""
 
 import argparse
+import operator
+from collections.abc import Mapping
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 
 from envs.host.envpool import from_envpool
 from envs.host.gymnasium import from_gymnasium
 from envs.host.types import EnvFault, HostVectorEnv
 from envs.joint import vectorize_agents
 from envs.registry import make_agents, make_vec
-from envs.types import VectorEnv
-from rollout.cli.arguments import InputError, has_suite, is_on_host
+from envs.types import Space, VectorEnv
+from rollout.cli.arguments import InputError, has_agents, is_on_host
 from rollout.cli.devices import spread
 from rollout.collector import Collector
 from rollout.host.collector import HostCollector
 from rollout.multi_agent.joint import policy_map
 from rollout.multi_agent.mapping import fixed_mapping
 from rollout.policies.basic import random_policy
-from rollout.types import Obs, Policy
+from rollout.policies.masks import MaskFn
+from rollout.types import Policy
 
 _MASK = "action_mask"
 
@@ -36,12 +39,13 @@ def make_collector(args: argparse.Namespace) -> tuple[Collector | HostCollector,
     if is_on_host(args.env):
         env = _make_host(args, options)
         return HostCollector(env=env, policy=random_policy(env.action_space)), None
-    if has_suite(args.env):
+    if has_agents(args.env):
         env = vectorize_agents(make_agents(args.env, **options), args.num_envs)
         policy, params = _random_agents(env), dict.fromkeys(env.groups)
     else:
         env = make_vec(args.env, args.num_envs, **options)
-        policy, params = random_policy(env.action_space), None
+        mask_fn = _find_mask(env.observation_space, env.action_space)
+        policy, params = random_policy(env.action_space, mask_fn=mask_fn), None
     return spread(Collector(env=env, policy=policy), args.devices), params
 
 
@@ -62,12 +66,21 @@ def _random_agents(env: VectorEnv) -> Policy:
     """The random policy for each group, of its name, that does what is allowed."""
     policies = {}
     for group, space in env.action_spaces.items():
-        observed = getattr(env.observation_spaces[group], "spaces", {})
-        mask_fn = _read_mask if _MASK in observed else None
+        mask_fn = _find_mask(env.observation_spaces[group], space)
         policies[group] = random_policy(space, mask_fn=mask_fn)
     groups = {agent: group for group, names in env.groups.items() for agent in names}
     return policy_map(policies, fixed_mapping(groups))
 
 
-def _read_mask(obs: Obs) -> jax.Array:
-    return obs[_MASK]
+def _find_mask(observed: Space, space: Space) -> MaskFn | None:
+    """How to read which actions are allowed, where an observation says so."""
+    parts = getattr(observed, "spaces", getattr(observed, "parts", {}))
+    read = operator.itemgetter(_MASK)
+    if not isinstance(parts, Mapping):
+        parts, read = getattr(parts, "_asdict", dict)(), operator.attrgetter(_MASK)
+    if _MASK not in parts:
+        return None
+    sizes = getattr(space, "nvec", None)
+    if sizes is None or parts[_MASK].shape == sizes:
+        return read
+    return lambda obs: tuple(jnp.moveaxis(read(obs), 1, 0))  # one mask for each entry

@@ -7,7 +7,7 @@ from typing import Any
 
 import chex
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 import envs
 from envs.render import check_render
@@ -59,7 +59,7 @@ def record(args: argparse.Namespace) -> Recorded:
     info, rewards, episodes = jax.device_get(result)
     length = int(episodes.episode_length[0])
     states = jax.tree.map(
-        lambda old, new: np.concatenate([old[:length], new[length - 1 : length]]),
+        lambda old, new: jnp.concatenate([old[:length], new[length - 1 : length]]),
         info["state"],
         info["next_state"],
     )

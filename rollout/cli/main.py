@@ -32,10 +32,7 @@ from rollout.cli.arguments import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_OTHER_IDS = (
-    "jaxmarl:ID and pgx:ID, such as jaxmarl:MPE_simple_spread_v3 and pgx:tic_tac_toe; "
-    "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"
-)
+_OTHER_IDS = "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +90,7 @@ def _main(args: argparse.Namespace) -> int:
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} {XLA_CPU_LOOP}".strip()
     if args.list_envs:
-        print(*envs.env_ids(), _OTHER_IDS, sep="\n")
+        print(*envs.env_ids("installed"), _OTHER_IDS, sep="\n")
         return 0
     check(args)
     args = with_defaults(args)

@@ -1,5 +1,6 @@
 """Environments by name, and the contract each of them keeps."""
 
+import importlib
 import sys
 
 import chex
@@ -128,14 +129,42 @@ def test_environments_of_several_agents_by_id():
     with pytest.raises(ValueError, match=r"of its 20 ids, got 'pgx:go'. The nearest"):
         envs.make_agents("pgx:go")
     for env_id in ("CartPole-v1", "gymnax:CartPole-v1"):
-        with pytest.raises(ValueError, match="must begin with jaxmarl: or pgx:, got"):
+        with pytest.raises(
+            ValueError, match=r"must begin with jaxmarl:, .* or .*, got"
+        ):
             envs.make_agents(env_id)
+
+
+def test_environments_of_suites_by_id():
+    seat = envs.make("pgx:tic_tac_toe")
+    assert seat.action_space == envs.Discrete(9)
+    assert envs.make("pgx:tic_tac_toe") is seat  # so it is one program
+    assert envs.make("gymnax:CartPole-v1") == envs.make("CartPole-v1")
+    with pytest.raises(ValueError, match=r"of its 20 ids, got 'pgx:go'. The nearest"):
+        envs.make("pgx:go")
+    with pytest.raises(ValueError, match="got 'jaxmarl:hanabi', whose environments"):
+        envs.make("jaxmarl:hanabi")
+    with pytest.raises(ValueError, match=r"must begin with .*, got 'zzz:hanabi'"):
+        envs.make("zzz:hanabi")
+    with pytest.raises(ValueError, match=r"pgx:tic_tac_toe with speed=\[3\] fails"):
+        envs.make("pgx:tic_tac_toe", speed=[3])
+
+
+def test_ids_of_a_suite_are_those_that_can_be_made():
+    ids = envs.env_ids("pgx")
+    assert "pgx:tic_tac_toe" in ids
+    installed = envs.env_ids("installed")
+    assert installed[: len(IDS)] == IDS
+    assert set(ids) <= set(installed)
+    with pytest.raises(ValueError, match="`suite` must be one of installed, gymnax, "):
+        envs.env_ids("zzz")
 
 
 def test_suite_that_is_not_installed_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jaxmarl", None)
     with pytest.raises(ValueError, match=r'pip install "rollout\[jaxmarl\]"'):
         envs.make_agents("jaxmarl:coin_game")
+    assert not any(x.startswith("jaxmarl:") for x in envs.env_ids("installed"))
 
 
 def test_import_of_a_suite_prints_nothing_and_leaves_the_streams(
@@ -146,6 +175,7 @@ def test_import_of_a_suite_prints_nothing_and_leaves_the_streams(
     (tmp_path / "noisy_suite.py").write_text(code + "print('here I am')")
     monkeypatch.syspath_prepend(tmp_path)
     streams = sys.stdout, sys.stderr, sys.__stdout__
-    registry._import("noisy_suite")
+    with registry._quiet():
+        importlib.import_module("noisy_suite")
     assert (sys.stdout, sys.stderr, sys.__stdout__) == streams
     assert capfd.readouterr().out == ""

@@ -95,7 +95,7 @@ def test_an_environment_can_be_rendered_where_gymnax_draws_it(env_id):
         frames, _ = open_frames(envs.render_gif(env, states, jnp.zeros(1)))
         assert len(frames) == 2
     else:
-        with pytest.raises(ValueError, match=r"`env` must be one that gymnax draws \("):
+        with pytest.raises(ValueError, match=r"one that gymnax draws \("):
             envs.render_gif(env, states, jnp.zeros(1))
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pgx
 import pytest
 from cases import quick_jit
+from suite_checks import check_is_as_in_plain_loop
+from suite_checks import collect as collect_rows
 
 import envs
 import rollout
@@ -15,10 +17,13 @@ import rollout
 KEY = jax.random.key(3)
 
 
+make_game = functools.cache(pgx.make)
+
+
 @functools.cache
 def make(name):
     """A game and its adapter, and how each begins and steps, jitted."""
-    game = pgx.make(name)
+    game = make_game(name)
     env = envs.from_pgx(game)
     return env, *map(quick_jit, (game.init, game.step, env.reset, env.step))
 
@@ -199,3 +204,110 @@ def test_masked_policies_never_make_an_illegal_move(game):
             carry, {name: None}, count, totals, num_steps=500
         )
         assert totals.tolist() == [0, 500_000]
+
+
+def first_allowed(params, obs, key):
+    """The first allowed action from a number on, in a circle."""
+    del key  # unused
+    mask = jnp.roll(obs["action_mask"], -params)
+    return ((jnp.argmax(mask) + params) % mask.size).astype(jnp.int32)
+
+
+def one_or_evenly(params, obs, key):
+    """Draws evenly, as the adapter's own opponent does."""
+    del params  # unused
+    return jax.random.categorical(key, jnp.log(obs["action_mask"])).astype(jnp.int32)
+
+
+def plain_seat(game, opponent, params):
+    """The part of player 0 by pgx's own functions, one move after the other."""
+    init = quick_jit(game.init)
+    split = quick_jit(jax.random.split)
+
+    @quick_jit
+    def see(state):
+        own = game._observe(state, jnp.int32(0))
+        return {"observation": own, "action_mask": state.legal_action_mask}
+
+    @quick_jit
+    def move(state, action, key):
+        info = {"illegal_action": ~state.legal_action_mask[action]}
+        return game.step(state, action, key), info
+
+    @quick_jit
+    def answer(state, key, number):
+        seen = {
+            "observation": state.observation,
+            "action_mask": state.legal_action_mask,
+        }
+        action_key, step_key = jax.random.split(jax.random.fold_in(key, number))
+        action = opponent(params, seen, action_key)
+        return game.step(state, action, step_key)
+
+    def finish_round(state, key):
+        number, reward = 0, np.float32(0.0)
+        while not (state.terminated or state.truncated) and state.current_player != 0:
+            state = answer(state, key, number)
+            number, reward = number + 1, reward + np.asarray(state.rewards)[0]
+        return state, reward
+
+    def begin(key):
+        init_key, key = split(key)
+        state, _ = finish_round(init(init_key), key)
+        return state, see(state)
+
+    def advance(key, state, action):
+        step_key, key = split(key)
+        moved, info = move(state, action, step_key)
+        after, reward = finish_round(moved, key)
+        reward = np.asarray(moved.rewards)[0] + reward
+        return after, see(after), reward, after.terminated, after.truncated, info
+
+    return begin, advance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "opponent", "params", "num_steps"),
+    [
+        ("tic_tac_toe", None, None, 250),
+        ("kuhn_poker", first_allowed, 1, 50),
+        ("2048", None, None, 50),
+    ],
+)
+def test_one_seat_is_as_in_a_plain_loop(name, opponent, params, num_steps, key_reuse):
+    game = make_game(name)
+    env = envs.from_pgx_seat(game, opponent, params)
+    trajectory = collect_rows(env, lambda obs: obs["action_mask"], num_steps=num_steps)
+    loop = plain_seat(game, opponent or one_or_evenly, params)
+    check_is_as_in_plain_loop(trajectory, *loop)
+    assert trajectory.terminated.any() or name == "2048"
+    assert not trajectory.info["illegal_action"].any()
+    if name == "tic_tac_toe":
+        assert set(np.unique(trajectory.reward)) == {-1.0, 0.0, 1.0}
+
+
+@pytest.mark.slow
+def test_every_lane_may_meet_an_opponent_of_its_own(key_reuse):
+    game = make_game("tic_tac_toe")
+    params = jnp.arange(3, dtype=jnp.int32)
+    each = jax.vmap(lambda number: envs.from_pgx_seat(game, first_allowed, number))
+    vector = envs.vectorize_each(each(params), 3)
+    keys = jax.random.split(jax.random.key(2), 3)
+    state, _ = quick_jit(vector.reset)(keys)
+    step = quick_jit(vector.step)(keys, state, jnp.full((3,), 8, jnp.int32))
+    board = jax.device_get(step.obs["observation"])[..., 1].reshape(3, 9)
+    before = jax.device_get(state._x.board if hasattr(state, "_x") else state._board)
+    for lane in range(3):
+        free = [x for x in range(9) if before[lane, x] < 0 and x != 8]
+        answer = min(free, key=lambda x: (x - lane) % 9)
+        assert board[lane, answer]
+
+
+def test_seat_is_one_program_for_all_parameters_of_the_opponent():
+    game = make_game("tic_tac_toe")
+    one, other = (envs.from_pgx_seat(game, first_allowed, x) for x in (1, 2))
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    assert jax.tree.leaves(one) == [1]
+    with pytest.raises(TypeError, match=r"`env` must have the methods .* got object"):
+        envs.from_pgx_seat(object())

@@ -59,7 +59,7 @@ def chance(monkeypatch):
 
 def test_table_agrees_with_numpy_over_the_saved_file(chance, tmp_path):
     files = [f"--save={tmp_path}/a.npz", f"--plot={tmp_path}/a.png"]
-    argv = ["some:thing", f"--num-envs={B}", f"--num-steps={T}"]
+    argv = ["pgx:thing", f"--num-envs={B}", f"--num-steps={T}"]
     table = run([*argv, *files])
     saved = dict(np.load(tmp_path / "a.npz", allow_pickle=False))
     own = {x.split("/")[-1]: y for x, y in saved.items() if "info/agents" in x}
@@ -76,7 +76,7 @@ def test_table_agrees_with_numpy_over_the_saved_file(chance, tmp_path):
 
 @pytest.mark.slow
 def test_table_of_episodes_is_that_of_their_rows(chance):
-    argv = ["some:thing", f"--num-envs={B}", f"--num-episodes={N}", "--max-steps=7"]
+    argv = ["pgx:thing", f"--num-envs={B}", f"--num-episodes={N}", "--max-steps=7"]
     table = run(argv)
     args = with_defaults(make_parser().parse_args(argv))
     args.devices = 1
@@ -121,9 +121,12 @@ def test_parameters_go_to_the_suite():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["foo:bar"], "`env_id` must begin with jaxmarl: or pgx:, got 'foo:bar'"),
+        (["foo:bar"], "or xminigrid:, got 'foo:bar'"),
         (["pgx:tictactoe"], "The nearest are tic_tac_toe"),
-        (["pgx:tic_tac_toe", "--env-param=size=4"], "with size=4 fails: make() got"),
+        (
+            ["pgx:tic_tac_toe", "--env-param=size=4"],
+            "with size=4 fails: make_agents() got",
+        ),
         (["jaxmarl:coin_game", "--num-episodes=2"], 'pip install "rollout[jaxmarl]"'),
         (["pgx:chess", "--gif=a.gif"], "several agents are not drawn, got pgx:chess"),
     ],

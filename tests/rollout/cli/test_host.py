@@ -14,7 +14,7 @@ from host_count import HostCount
 import envs
 import rollout
 from rollout.cli import collector, steps
-from rollout.cli.arguments import has_suite, is_on_host, make_parser, with_defaults
+from rollout.cli.arguments import has_agents, is_on_host, make_parser, with_defaults
 from rollout.cli.main import main
 
 E, T, SEED = 3, 47, 5
@@ -206,7 +206,7 @@ def test_kinds_of_ids_are_told_apart():
         False,
         False,
     ]
-    assert [has_suite(x) for x in (ID, "pgx:chess", "CartPole-v1")] == [
+    assert [has_agents(x) for x in (ID, "pgx:chess", "CartPole-v1")] == [
         False,
         True,
         False,

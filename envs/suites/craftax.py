@@ -1,0 +1,112 @@
+"""Craftax and Craftax-Classic, seen through the `Env` contract.
+
+Craftax merges its time limit into one flag. Whether the task itself ended is what it
+says of the same state without a limit.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from envs.suites.convert import check_methods, like, to_space
+from envs.types import Env, EnvStep, Space
+
+_IDS = (
+    "Craftax-Symbolic-v1",
+    "Craftax-Pixels-v1",
+    "Craftax-Classic-Symbolic-v1",
+    "Craftax-Classic-Pixels-v1",
+)
+_NO_LIMIT = np.iinfo(np.int32).max
+_PIXELS = 16  # of a block in a drawing
+
+
+def from_craftax(env: Any, env_params: chex.ArrayTree | None = None) -> Env:
+    """Makes an `Env` of Craftax or Craftax-Classic and its parameters.
+
+    `info` is Craftax's own: the achievements of an episode where it ends, zero
+    elsewhere, and the discount.
+
+    Args:
+        env: an environment of Craftax. Its `step` is not called, so it may be one that
+            resets itself.
+        env_params: its parameters, by default `env.default_params`: they become the
+            leaves of the `Env`. `env_params.max_timesteps` is the time limit.
+
+    Returns:
+        An `Env` whose state is Craftax's own.
+
+    Raises:
+        TypeError: if `env` lacks the methods of an environment of Craftax.
+    """
+    needed = ("reset_env", "step_env", "is_terminal", "action_space", "default_params")
+    check_methods(env, "Craftax", needed)
+    env_params = env.default_params if env_params is None else env_params
+    return _CraftaxEnv(env_params=env_params, env=env)
+
+
+def ids() -> tuple[str, ...]:
+    """Lists the ids of Craftax."""
+    import craftax  # noqa: F401, it must be there
+
+    return _IDS
+
+
+def make_one(name: str, **options: Any) -> Env:
+    """Makes the environment of this id; options are fields of its parameters."""
+    from craftax.craftax_env import make_craftax_env_from_name
+
+    env = make_craftax_env_from_name(name, auto_reset=False)
+    return from_craftax(env, env.default_params.replace(**options))
+
+
+@struct.dataclass(kw_only=True)
+class _CraftaxEnv:
+    """An `Env` over Craftax; the leaves are its parameters."""
+
+    env_params: chex.ArrayTree
+    env: Any = struct.field(pytree_node=False)
+
+    @property
+    def observation_space(self) -> Space:
+        return to_space(self.env.observation_space(self.env_params))
+
+    @property
+    def action_space(self) -> Space:
+        return to_space(self.env.action_space(self.env_params))
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        obs, state = self.env.reset_env(key, self.env_params)
+        return jax.tree.map(jnp.asarray, (state, obs))
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: jax.Array
+    ) -> EnvStep:
+        obs, next_state, reward, done, info = self.env.step_env(
+            key, state, action, self.env_params
+        )
+        unlimited = self.env_params.replace(max_timesteps=_NO_LIMIT)
+        terminated = self.env.is_terminal(next_state, unlimited)
+        return EnvStep(
+            state=jax.tree.map(like, next_state, state),
+            obs=obs,
+            reward=jnp.asarray(reward, jnp.float32),
+            terminated=terminated,
+            truncated=done & ~terminated,
+            info=jax.tree.map(jnp.asarray, info),
+        )
+
+    def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
+        """Draws states as Craftax does for people, `[H, W, 3]` uint8 each."""
+        if ".craftax_classic." in type(self.env).__module__:
+            from craftax.craftax_classic.renderer import make_craftax_pixel_renderer
+        else:
+            from craftax.craftax.renderer import make_craftax_pixel_renderer
+        draw = jax.jit(make_craftax_pixel_renderer(_PIXELS))
+        for state in states:
+            yield np.asarray(draw(state)).astype(np.uint8)

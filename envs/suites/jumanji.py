@@ -1,0 +1,257 @@
+"""Any environment of Jumanji, seen through the `Env` or the `MultiAgentEnv` contract.
+
+A Jumanji episode ends with the discount 0, a termination, or with another, a
+truncation. Several games give the discount 0 at their own time limit: it is a
+termination then, as the game says. Jumanji's auto-reset wrappers are never used.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from envs.multi_agent import MultiAgentEnv, MultiAgentStep
+from envs.spaces import Box, Discrete, MultiDiscrete, TreeSpace
+from envs.suites.convert import box_of, check_methods, check_no_reset
+from envs.types import Env, EnvStep, Space
+
+_GROUP = "agents"
+
+
+def from_jumanji(env: Any) -> Env:
+    """Makes an `Env` of an environment of Jumanji with one reward.
+
+    The observation is Jumanji's own, most often a NamedTuple whose `action_mask` says
+    what is allowed. `info` is what Jumanji has as `extras`. The key of a step takes
+    the place of `state.key`.
+
+    Args:
+        env: what `jumanji.make` returns, or another environment of Jumanji without a
+            wrapper that resets.
+
+    Returns:
+        An `Env` whose state is Jumanji's own, without the key. It has no parameters.
+
+    Raises:
+        TypeError: if `env` lacks the methods of an environment of Jumanji.
+        ValueError: if `env` has a reward for each agent, or resets itself.
+    """
+    _check(env)
+    if env.reward_spec.shape:
+        raise ValueError(
+            "`env` must have one reward, got one for each agent: that is an "
+            "environment for `from_jumanji_agents`."
+        )
+    return _JumanjiEnv(env=env)
+
+
+def from_jumanji_agents(env: Any) -> MultiAgentEnv:
+    """Makes a `MultiAgentEnv` of an environment of Jumanji with a reward per agent.
+
+    The agents are "agent_0", "agent_1", ..., in one group, "agents". What Jumanji
+    observes for each of them goes to its own, everything else to all. An agent whose
+    discount is 0 has terminated.
+
+    Args:
+        env: as for `from_jumanji`.
+
+    Returns:
+        A `MultiAgentEnv` whose state is Jumanji's own, without the key. It has no
+        parameters.
+
+    Raises:
+        TypeError: if `env` lacks the methods of an environment of Jumanji.
+        ValueError: if `env` has one reward, or resets itself.
+    """
+    _check(env)
+    if not env.reward_spec.shape:
+        raise ValueError(
+            "`env` must have a reward for each agent, got one: that is an environment "
+            "for `from_jumanji`."
+        )
+    (num_agents,) = env.reward_spec.shape
+    return _JumanjiAgents(
+        env=env, agents=tuple(f"agent_{number}" for number in range(num_agents))
+    )
+
+
+def ids() -> tuple[str, ...]:
+    """Lists the ids of Jumanji."""
+    import jumanji
+
+    return tuple(sorted(jumanji.registered_environments()))
+
+
+def make_one(name: str, **options: Any) -> Env:
+    """Makes the environment of this id; options are those of its constructor."""
+    import jumanji
+
+    return from_jumanji(jumanji.make(name, **options))
+
+
+def make_agents(name: str, **options: Any) -> MultiAgentEnv:
+    """Makes the environment of several agents of this id."""
+    import jumanji
+
+    return from_jumanji_agents(jumanji.make(name, **options))
+
+
+@struct.dataclass(kw_only=True)
+class _Jumanji:
+    """What both kinds share: how an episode begins and goes on, and how it is drawn."""
+
+    env: Any = struct.field(pytree_node=False)
+
+    def begin(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, Any]:
+        state, timestep = self.env.reset(key)
+        return jax.tree.map(jnp.asarray, (state.replace(key=()), timestep))
+
+    def advance(
+        self, key: chex.PRNGKey, state: Any, action: jax.Array
+    ) -> tuple[chex.ArrayTree, Any]:
+        next_state, timestep = self.env.step(state.replace(key=key), action)
+        return jax.tree.map(jnp.asarray, (next_state.replace(key=()), timestep))
+
+    def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
+        """Draws states with the viewer of Jumanji, `[H, W, 4]` uint8 each."""
+        viewer = getattr(self.env, "_viewer", None) or self.env._env_viewer
+        viewer._display = viewer._display_rgb_array  # by default it opens a window
+        for state in states:
+            yield np.array(viewer.render(state))
+        viewer.close()
+
+
+@struct.dataclass(kw_only=True)
+class _JumanjiEnv(_Jumanji):
+    """An `Env` over an environment of Jumanji with one reward."""
+
+    @property
+    def observation_space(self) -> Space:
+        return _to_space(self.env.observation_spec)
+
+    @property
+    def action_space(self) -> Space:
+        return _to_action_space(self.env.action_spec)
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        state, timestep = self.begin(key)
+        return state, timestep.observation
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: jax.Array
+    ) -> EnvStep:
+        next_state, timestep = self.advance(key, state, action)
+        is_over = timestep.discount == 0
+        return EnvStep(
+            state=next_state,
+            obs=timestep.observation,
+            reward=jnp.asarray(timestep.reward, jnp.float32),
+            terminated=timestep.last() & is_over,
+            truncated=timestep.last() & ~is_over,
+            info=timestep.extras,
+        )
+
+
+@struct.dataclass(kw_only=True)
+class _JumanjiAgents(_Jumanji):
+    """A `MultiAgentEnv` over an environment of Jumanji with a reward per agent."""
+
+    simultaneous = True
+
+    agents: tuple[str, ...] = struct.field(pytree_node=False)
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        return {_GROUP: self.agents}
+
+    @property
+    def observation_spaces(self) -> dict[str, Space]:
+        return {_GROUP: _to_space(self.env.observation_spec, len(self.agents))}
+
+    @property
+    def action_spaces(self) -> dict[str, Space]:
+        space = _to_action_space(self.env.action_spec)
+        if isinstance(space, MultiDiscrete):
+            return {_GROUP: Discrete(space.nvec[0], space.dtype)}
+        return {_GROUP: Box(space.low, space.high, space.shape[1:], space.dtype)}
+
+    def reset(
+        self, key: chex.PRNGKey
+    ) -> tuple[chex.ArrayTree, dict[str, chex.ArrayTree], jax.Array]:
+        state, timestep = self.begin(key)
+        return state, self._observe(timestep), jnp.ones((len(self.agents),), bool)
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: dict[str, jax.Array]
+    ) -> MultiAgentStep:
+        next_state, timestep = self.advance(key, state, action[_GROUP])
+        is_over = timestep.discount == 0
+        return MultiAgentStep(
+            state=next_state,
+            obs=self._observe(timestep),
+            acting=~is_over,
+            reward=jnp.asarray(timestep.reward, jnp.float32),
+            terminated=is_over,
+            truncated=jnp.zeros_like(is_over),
+            episode_terminated=timestep.last() & is_over.all(),
+            episode_truncated=timestep.last() & ~is_over.all(),
+            info=timestep.extras,
+        )
+
+    def _observe(self, timestep: Any) -> dict[str, chex.ArrayTree]:
+        num_agents = len(self.agents)
+
+        def spread(x: jax.Array) -> jax.Array:
+            if _is_per_agent(x.shape, num_agents):
+                return x
+            return jnp.broadcast_to(x, (num_agents, *x.shape))
+
+        return {_GROUP: jax.tree.map(spread, timestep.observation)}
+
+
+def _check(env: Any) -> None:
+    needed = ("reset", "step", "observation_spec", "action_spec", "reward_spec")
+    check_methods(env, "Jumanji", needed)
+    check_no_reset(env)
+
+
+def _is_per_agent(shape: tuple[int, ...], num_agents: int) -> bool:
+    return shape[:1] == (num_agents,)
+
+
+def _to_action_space(spec: Any) -> Space:
+    """The space of a spec of actions: integers with bounds can have masks."""
+    space = _to_space(spec)
+    if isinstance(space, Box) and jnp.issubdtype(space.dtype, jnp.integer):
+        low, high = (np.broadcast_to(x, space.shape) for x in (space.low, space.high))
+        return MultiDiscrete(high.astype(int) - low + 1, space.dtype, low.astype(int))
+    return space
+
+
+def _to_space(spec: Any, num_agents: int | None = None) -> Space:
+    """The space of a spec: of one agent where there are several."""
+    parts = _to_parts(spec, num_agents)
+    return parts if hasattr(parts, "sample") else TreeSpace(parts)
+
+
+def _to_parts(spec: Any, num_agents: int | None) -> Any:
+    """The spaces of a spec, in the structure of what it describes."""
+    if not hasattr(spec, "dtype"):
+        inner = {name: _to_parts(x, num_agents) for name, x in spec._specs.items()}
+        return spec._constructor(**inner)
+    shape, dtype = spec.shape, jnp.dtype(spec.dtype)
+    sizes = getattr(spec, "num_values", None)
+    if sizes is not None and num_agents is None:
+        sizes = np.asarray(sizes)
+        return MultiDiscrete(sizes, dtype) if shape else Discrete(int(sizes), dtype)
+    free = box_of(jax.ShapeDtypeStruct(shape, dtype))
+    bounds = getattr(spec, "minimum", free.low), getattr(spec, "maximum", free.high)
+    low, high = map(np.asarray, bounds)
+    if num_agents is not None and _is_per_agent(shape, num_agents):
+        shape = shape[1:]
+        low, high = (x if x.ndim == 0 else x[0] for x in (low, high))
+    return Box(low, high, shape, dtype)

@@ -1,0 +1,101 @@
+"""Any grid of navix, seen through the `Env` contract, of navix 0.7 and 4.
+
+navix tells termination from truncation itself. What its `step` does besides, starting a
+new episode after the last one, is never used: `_step` is what it does otherwise.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from envs.spaces import Discrete
+from envs.suites.convert import Held, check_methods, like, space_of
+from envs.types import Env, EnvStep, Space
+
+
+def from_navix(env: Any) -> Env:
+    """Makes an `Env` of a grid of navix.
+
+    The key of a step takes the place of `state.key`. Of two adapters of grids that are
+    made twice, each is a program of its own; `envs.make` makes each once.
+
+    Args:
+        env: what `navix.make` returns, or another `navix.Environment`.
+
+    Returns:
+        An `Env` whose state is navix's `Timestep`, without observation, reward,
+        `info` and key. It has no parameters.
+
+    Raises:
+        TypeError: if `env` lacks the methods of a grid of navix.
+    """
+    check_methods(env, "navix", ("reset", "_step", "action_space"))
+    return _NavixEnv(held=Held(env))
+
+
+def ids() -> tuple[str, ...]:
+    """Lists the ids of navix."""
+    import navix
+
+    return tuple(navix.registry())
+
+
+def make_one(name: str, **options: Any) -> Env:
+    """Makes the grid of this id; options are those of `navix.make`."""
+    import navix
+
+    return from_navix(navix.make(name, **options))
+
+
+@struct.dataclass(kw_only=True)
+class _NavixEnv:
+    """An `Env` over a grid of navix."""
+
+    held: Held = struct.field(pytree_node=False)
+
+    @property
+    def observation_space(self) -> Space:
+        # navix 0.7 declares fewer values than there are.
+        key = jax.eval_shape(jax.random.key, 0)
+        return space_of(jax.eval_shape(self.reset, key)[1])
+
+    @property
+    def action_space(self) -> Space:
+        space = self.held.value.action_space
+        return Discrete(int(space.maximum) + 1, jnp.dtype(space.dtype))
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        timestep = self.held.value.reset(key)
+        return _slim(timestep), timestep.observation
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: jax.Array
+    ) -> EnvStep:
+        keyed = state.replace(state=state.state.replace(key=key))
+        timestep = self.held.value._step(keyed, action)
+        return EnvStep(
+            state=jax.tree.map(like, _slim(timestep), state),
+            obs=timestep.observation,
+            reward=jnp.asarray(timestep.reward, jnp.float32),
+            terminated=timestep.is_termination(),
+            truncated=timestep.is_truncation(),
+            info={},
+        )
+
+    def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
+        """Draws states, `[H, W, 3]` uint8 each."""
+        from navix.observations import rgb
+
+        draw = jax.jit(rgb)
+        for state in states:
+            yield np.asarray(draw(state.state))
+
+
+def _slim(timestep: Any) -> Any:
+    """What the next step reads."""
+    return timestep.replace(observation=(), action=(), reward=(), step_type=(), info={})

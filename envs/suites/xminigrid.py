@@ -1,0 +1,108 @@
+"""Any grid of XLand-MiniGrid, seen through the `Env` contract.
+
+An episode ends with the discount 0, a termination, or with 1, a truncation. The
+suite's auto-reset wrappers are never used.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from envs.spaces import Discrete
+from envs.suites.convert import check_methods, check_no_reset, like, space_of
+from envs.types import Env, EnvStep, Space
+
+
+def from_xminigrid(env: Any, env_params: chex.ArrayTree) -> Env:
+    """Makes an `Env` of a grid of XLand-MiniGrid and its parameters.
+
+    The key of a step takes the place of `state.key`.
+
+    Args:
+        env: the first thing that `xminigrid.make` returns, or such an environment in
+            a wrapper that changes the observation.
+        env_params: the second one. Its leaves are the leaves of the `Env`: the rules
+            of an XLand, `env_params.replace(ruleset=...)`, may vary from lane to lane.
+
+    Returns:
+        An `Env` whose state is that of the suite, without the key.
+
+    Raises:
+        TypeError: if `env` lacks the methods of a grid of XLand-MiniGrid.
+        ValueError: if `env` resets itself.
+    """
+    check_methods(env, "XLand-MiniGrid", ("reset", "step", "num_actions"))
+    check_no_reset(env)
+    return _XminigridEnv(env_params=env_params, env=env)
+
+
+def ids() -> tuple[str, ...]:
+    """Lists the ids of XLand-MiniGrid."""
+    import xminigrid
+
+    return tuple(xminigrid.registered_environments())
+
+
+def make_one(name: str, **options: Any) -> Env:
+    """Makes the grid of this id; options are fields of its parameters."""
+    import xminigrid
+
+    return from_xminigrid(*xminigrid.make(name, **options))
+
+
+@struct.dataclass(kw_only=True)
+class _XminigridEnv:
+    """An `Env` over a grid; the leaves are the parameters of the suite."""
+
+    env_params: chex.ArrayTree
+    env: Any = struct.field(pytree_node=False)
+
+    @property
+    def observation_space(self) -> Space:
+        key = jax.eval_shape(jax.random.key, 0)
+        return space_of(jax.eval_shape(self.reset, key)[1])
+
+    @property
+    def action_space(self) -> Space:
+        return Discrete(self.env.num_actions(self.env_params))
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        timestep = self.env.reset(self.env_params, key)
+        return timestep.state.replace(key=()), timestep.observation
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: jax.Array
+    ) -> EnvStep:
+        timestep = self.env.step(self.env_params, _timestep(state, key), action)
+        is_over = timestep.discount == 0
+        return EnvStep(
+            state=jax.tree.map(like, timestep.state.replace(key=()), state),
+            obs=timestep.observation,
+            reward=jnp.asarray(timestep.reward, jnp.float32),
+            terminated=timestep.last() & is_over,
+            truncated=timestep.last() & ~is_over,
+            info={},
+        )
+
+    def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
+        """Draws states, `[H, W, 3]` uint8 each."""
+        for state in states:
+            yield self.env.render(self.env_params, _timestep(state, ()))
+
+
+def _timestep(state: Any, key: chex.PRNGKey) -> Any:
+    """A time step of the suite, of which only the state is read."""
+    from xminigrid.types import TimeStep
+
+    return TimeStep(
+        state=state.replace(key=key),
+        step_type=None,
+        reward=None,
+        discount=None,
+        observation=None,
+    )
