@@ -130,7 +130,7 @@ def test_environments_of_several_agents_by_id():
         envs.make_agents("pgx:go")
     for env_id in ("CartPole-v1", "gymnax:CartPole-v1"):
         with pytest.raises(
-            ValueError, match=r"must begin with jaxmarl:, .* or .*, got"
+            ValueError, match="must begin with jaxmarl:, jumanji: or pgx:, got"
         ):
             envs.make_agents(env_id)
 
