@@ -1,0 +1,72 @@
+"""Pages for those who come from another library: code runs, tables tell the truth."""
+
+import importlib
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+import rollout
+
+FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "coming_from"
+TEXTS = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXTS[name], re.DOTALL)
+
+
+def check_purejaxrl(names, out):
+    assert float(names["stats"].num_steps) == 64 * 128
+    num_episodes, mean = (float(x) for x in out.split())
+    assert num_episodes > 100
+    assert 10 < mean < 40
+
+    # Without a time limit in the window, `gae` is the recursion over `done`.
+    collector, params = names["collector"], names["params"]
+    _, t = collector.collect_steps(names["carry"], params, num_steps=128)
+    value = np.asarray(t.extras["value"], np.float64)
+    next_value = names["read"](params, t.next_obs)[1]
+    got = rollout.gae(t, next_value, gamma=0.99, lam=0.95)
+    assert not t.truncated.any()
+    going_on, later, later_value = 1.0 - np.asarray(t.done), 0.0, next_value[-1]
+    for row in reversed(range(128)):
+        delta = t.reward[row] + 0.99 * going_on[row] * later_value - value[row]
+        later = delta + 0.99 * 0.95 * going_on[row] * later
+        np.testing.assert_allclose(got[row], later, rtol=1e-4, atol=1e-4)  # sums of 128
+        later_value = value[row]
+
+
+CHECKS = {
+    "purejaxrl": check_purejaxrl,
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_code_here_runs_and_does_what_is_said(name, capsys):
+    (code,), names = blocks(name, "python"), {}
+    exec(compile(code, f"docs/coming_from/{name}.md", "exec"), names)
+    CHECKS[name](names, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_programs_and_pages_are_short(name):
+    (there,), (here,) = blocks(name, "py"), blocks(name, "python")
+    compile(there, name, "exec")
+    lengths = [len(re.findall(r"^.*\S", code, re.MULTILINE)) for code in (there, here)]
+    assert 20 <= min(lengths) <= max(lengths) <= 50
+    assert 100 <= len(TEXTS[name].splitlines()) <= 180
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_names_and_links_of_a_page_exist(name):
+    prose = re.sub(r"```py\n.*?```", "", TEXTS[name], flags=re.DOTALL)
+    for word in re.findall(r"\b(?:envs|rollout|buffers)(?:\.\w+)+\b", prose):
+        found, *rest = word.split(".")
+        found = importlib.import_module(found)
+        for attribute in rest:
+            assert hasattr(found, attribute), word
+            found = getattr(found, attribute)
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+        assert (FOLDER / link).is_file(), link
