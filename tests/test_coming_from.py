@@ -38,8 +38,25 @@ def check_purejaxrl(names, out):
         later_value = value[row]
 
 
+def check_tianshou(names, out):
+    stored, evaluated = out.splitlines()
+    assert int(stored) == 8 * (100 + 20 * 7)
+    assert evaluated.split()[0] == "20"
+    assert 8 < float(evaluated.split()[1]) <= 500
+    rows, mask = names["buffer"].dump(names["state"])
+    assert mask[:240].all()
+    assert not mask[240:].any()
+    share = np.asarray(rows.action)[:100].mean()  # the random ones
+    assert 0.4 < share < 0.6
+    np.testing.assert_array_equal(  # the buffer has the successors, also at endings
+        np.asarray(rows.obs)[1:240][~np.asarray(rows.done)[:239]],
+        np.asarray(rows.next_obs)[:239][~np.asarray(rows.done)[:239]],
+    )
+
+
 CHECKS = {
     "purejaxrl": check_purejaxrl,
+    "tianshou": check_tianshou,
 }
 
 
@@ -62,7 +79,7 @@ def test_programs_and_pages_are_short(name):
 @pytest.mark.parametrize("name", TEXTS)
 def test_names_and_links_of_a_page_exist(name):
     prose = re.sub(r"```py\n.*?```", "", TEXTS[name], flags=re.DOTALL)
-    for word in re.findall(r"\b(?:envs|rollout|buffers)(?:\.\w+)+\b", prose):
+    for word in re.findall(r"\b(?:envs|rollout|buffers)(?:\.(?!md\b)\w+)+\b", prose):
         found, *rest = word.split(".")
         found = importlib.import_module(found)
         for attribute in rest:
