@@ -54,9 +54,20 @@ def check_tianshou(names, out):
     )
 
 
+def check_torchrl(names, out):
+    assert out.splitlines() == [
+        f"{[100] * 10} 1000 1000 (128, 4)",
+        f"{[100, 100, 50] + [0] * 7} 250",
+    ]
+    rows, mask = names["buffer"].dump(names["state"])
+    assert mask.sum(axis=0).tolist() == [167, 167, 167, 167, 166, 166]  # six lanes
+    assert (np.asarray(rows.episode_length)[np.asarray(mask)] <= 200).all()
+
+
 CHECKS = {
     "purejaxrl": check_purejaxrl,
     "tianshou": check_tianshou,
+    "torchrl": check_torchrl,
 }
 
 
