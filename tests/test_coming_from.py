@@ -64,10 +64,26 @@ def check_torchrl(names, out):
     assert (np.asarray(rows.episode_length)[np.asarray(mask)] <= 200).all()
 
 
+def check_rllib(names, out):
+    counts, learner, rival = (line.split() for line in out.splitlines())
+    assert counts == ["96", "1000", "1000"]  # 8 lanes of 12.5 episodes of ten rounds
+    assert learner[0] == "learner"
+    assert rival[0] == "rival"
+    assert float(learner[1]) == -float(rival[1])  # what one wins, the other loses
+    assert learner[2] == rival[2] == "10.0"
+    mine = names["mine"]
+    assert mine.truncated[mine.mask].sum() == 96
+    assert not mine.terminated.any()
+    sides = np.asarray(mine.mask).reshape(125, 8, 2)
+    assert (sides.sum(axis=-1) == 1).all()  # it sits on one side of every game
+    assert sides.any(axis=(0, 1)).all()  # and on either side of some
+
+
 CHECKS = {
     "purejaxrl": check_purejaxrl,
     "tianshou": check_tianshou,
     "torchrl": check_torchrl,
+    "rllib": check_rllib,
 }
 
 
