@@ -79,11 +79,25 @@ def check_rllib(names, out):
     assert sides.any(axis=(0, 1)).all()  # and on either side of some
 
 
+def check_easyrl4rec(names, out):
+    first, *settings = out.splitlines()
+    assert first == "[10 10 10 10 10 10 10 10] 80"
+    rows, mask = names["buffer"].dump(names["state"])
+    assert mask.sum() == 80
+    for lane in range(8):  # one episode each, in which no item comes twice
+        assert len(set(np.asarray(rows.action)[np.asarray(mask)[:, lane], lane])) == 10
+    assert rows.truncated.sum() == 8
+    assert not rows.terminated.any()
+    assert [line.split()[0] for line in settings] == ["FB", "NX_0", "NX_10"]
+    assert settings[2].split()[1] == "10.0"
+
+
 CHECKS = {
     "purejaxrl": check_purejaxrl,
     "tianshou": check_tianshou,
     "torchrl": check_torchrl,
     "rllib": check_rllib,
+    "easyrl4rec": check_easyrl4rec,
 }
 
 
