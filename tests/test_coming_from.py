@@ -26,16 +26,18 @@ def check_purejaxrl(names, out):
     # Without a time limit in the window, `gae` is the recursion over `done`.
     collector, params = names["collector"], names["params"]
     _, t = collector.collect_steps(names["carry"], params, num_steps=128)
-    value = np.asarray(t.extras["value"], np.float64)
     next_value = names["read"](params, t.next_obs)[1]
     got = rollout.gae(t, next_value, gamma=0.99, lam=0.95)
+    fields = t.reward, t.done, t.extras["value"], next_value
+    reward, done, value, next_value = (np.asarray(x, np.float64) for x in fields)
     assert not t.truncated.any()
-    going_on, later, later_value = 1.0 - np.asarray(t.done), 0.0, next_value[-1]
+    later, later_value, want = 0.0, next_value[-1], []
     for row in reversed(range(128)):
-        delta = t.reward[row] + 0.99 * going_on[row] * later_value - value[row]
-        later = delta + 0.99 * 0.95 * going_on[row] * later
-        np.testing.assert_allclose(got[row], later, rtol=1e-4, atol=1e-4)  # sums of 128
+        delta = reward[row] + 0.99 * (1 - done[row]) * later_value - value[row]
+        later = delta + 0.99 * 0.95 * (1 - done[row]) * later
         later_value = value[row]
+        want.insert(0, later)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)  # float32, sums of 128
 
 
 def check_tianshou(names, out):
