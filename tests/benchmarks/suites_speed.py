@@ -1,0 +1,284 @@
+"""How fast are environments of the suites, against the loop of each suite?
+
+Medians of single runs in random order, in one process, under the random policy (among
+what is allowed, where the suite says so). The suite's loop is the one that its
+documentation shows: its own auto-reset, vmapped, in a `lax.scan`, one key split per
+step. Both return observation, action, reward, flags, the observation after the step,
+and return and length of the episode so far. That observation is the true successor
+here; of XLand-MiniGrid, Craftax and pgx it is that of the reset where an episode ended,
+which costs them nothing.
+
+    python tests/benchmarks/suites_speed.py
+    python tests/benchmarks/suites_speed.py --only navix --num-envs 64 256
+"""
+
+import argparse
+import functools
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from machine import machine
+
+import envs
+import rollout
+
+NUM_STEPS = 128
+
+Program = Callable[[], Any]
+
+
+class Peer(NamedTuple):
+    """A suite's own functions, of one environment.
+
+    Attributes:
+        reset: `key -> state`, whatever the suite carries.
+        step: `(key, state, action) -> state`, which resets where an episode has ended.
+        see: `state -> (obs, reward, terminated, truncated, successor)` after a step.
+        act: `(key, obs) -> action`.
+    """
+
+    reset: Callable
+    step: Callable
+    see: Callable
+    act: Callable
+
+
+def jumanji_peer(name: str) -> Peer:
+    """`AutoResetWrapper`, which keeps the last observation if it is asked to."""
+    import jumanji
+    from jumanji.wrappers import AutoResetWrapper
+
+    env = AutoResetWrapper(jumanji.make(name), next_obs_in_extras=True)
+
+    def see(state: tuple) -> tuple:
+        timestep = state[1]
+        last, over = timestep.last(), timestep.discount == 0
+        obs, successor = timestep.observation, timestep.extras["next_obs"]
+        return obs, timestep.reward, last & over, last & ~over, successor
+
+    step = lambda key, state, action: env.step(state[0], action)  # noqa: E731
+    return Peer(env.reset, step, see, lambda key, obs: draw(key, obs.action_mask))
+
+
+def navix_peer(name: str) -> Peer:
+    """Its `step`, which resets one call later."""
+    import navix
+
+    env = navix.make(name)
+
+    def see(timestep: Any) -> tuple:
+        ends = timestep.is_termination(), timestep.is_truncation()
+        return timestep.observation, timestep.reward, *ends, timestep.observation
+
+    step = lambda key, state, action: env.step(state, action)  # noqa: E731
+    return Peer(env.reset, step, see, draw_of(int(env.action_space.maximum) + 1))
+
+
+def xminigrid_peer(name: str) -> Peer:
+    """`GymAutoResetWrapper`, as in its training loops."""
+    import xminigrid
+    from xminigrid.wrappers import GymAutoResetWrapper
+
+    env, params = xminigrid.make(name)
+    env = GymAutoResetWrapper(env)
+
+    def see(timestep: Any) -> tuple:
+        last, over = timestep.last(), timestep.discount == 0
+        obs = timestep.observation
+        return obs, timestep.reward, last & over, last & ~over, obs
+
+    step = lambda key, state, action: env.step(params, state, action)  # noqa: E731
+    reset = functools.partial(env.reset, params)
+    return Peer(reset, step, see, draw_of(env.num_actions(params)))
+
+
+def craftax_peer(name: str) -> Peer:
+    """Its environment with auto-reset, as in its README."""
+    from craftax.craftax_env import make_craftax_env_from_name
+
+    env = make_craftax_env_from_name(name, auto_reset=True)
+    params = env.default_params
+
+    def reset(key: jax.Array) -> tuple:
+        obs, state = env.reset(key, params)
+        return obs, state, jnp.float32(0.0), jnp.bool_(False)
+
+    def step(key: jax.Array, state: tuple, action: jax.Array) -> tuple:
+        return env.step(key, state[1], action, params)[:4]
+
+    def see(state: tuple) -> tuple:
+        obs, _, reward, done = state
+        return obs, reward, done, jnp.zeros_like(done), obs
+
+    return Peer(reset, step, see, draw_of(env.action_space(params).n))
+
+
+def pgx_peer(name: str) -> Peer:
+    """`auto_reset`, as in its training loops."""
+    import pgx
+    from pgx.experimental import auto_reset
+
+    env = pgx.make(name)
+    resetting = auto_reset(env.step, env.init)
+
+    def see(state: Any) -> tuple:
+        obs = state.observation, state.legal_action_mask
+        ends = state.terminated, state.truncated
+        return obs, state.rewards, *ends, state.observation
+
+    step = lambda key, state, action: resetting(state, action, key)  # noqa: E731
+    return Peer(env.init, step, see, lambda key, obs: draw(key, obs[1]))
+
+
+def draw(key: jax.Array, mask: jax.Array) -> jax.Array:
+    """One of the allowed actions."""
+    return jax.random.categorical(key, jnp.log(mask.astype(jnp.float32)))
+
+
+def draw_of(num_actions: int) -> Callable:
+    """One of so many actions."""
+    return lambda key, obs: jax.random.randint(key, (), 0, num_actions)
+
+
+def run_peer(peer: Peer, num_envs: int) -> Program:
+    """The suite's loop."""
+
+    def step(carry: tuple, _: None) -> tuple:
+        state, (total, length), key = carry
+        obs, *_ = jax.vmap(peer.see)(state)
+        key, action_key, step_key = jax.random.split(key, 3)
+        action = jax.vmap(peer.act)(jax.random.split(action_key, num_envs), obs)
+        state = jax.vmap(peer.step)(jax.random.split(step_key, num_envs), state, action)
+        _, reward, terminated, truncated, successor = jax.vmap(peer.see)(state)
+        done = terminated | truncated
+        total, length = total + reward.reshape(num_envs, -1)[:, 0], length + 1
+        row = obs, action, reward, terminated, truncated, successor, total, length
+        figures = jnp.where(done, 0.0, total), jnp.where(done, 0, length)
+        return (state, figures, key), row
+
+    figures = jnp.zeros(num_envs), jnp.zeros(num_envs, jnp.int32)
+    reset_keys = jax.random.split(jax.random.key(0), num_envs)
+    start = jax.jit(jax.vmap(peer.reset))(reset_keys), figures, jax.random.key(1)
+    loop = jax.jit(lambda carry: lax.scan(step, carry, length=NUM_STEPS))
+    return functools.partial(loop, start)
+
+
+def run_ours(env_id: str, num_envs: int, mask_fn: Callable | None) -> Program:
+    """The same of ours."""
+    env = envs.make_vec(env_id, num_envs)
+    policy = rollout.random_policy(env.action_space, mask_fn=mask_fn)
+    collector = rollout.Collector(env=env, policy=policy)
+
+    @jax.jit
+    def run(carry: rollout.Carry) -> Any:
+        carry, t = collector.collect_steps(carry, None, NUM_STEPS)
+        flags, figures = (
+            (t.terminated, t.truncated),
+            (t.episode_return, t.episode_length),
+        )
+        return carry, (t.obs, t.action, t.reward, *flags, t.next_obs, *figures)
+
+    return functools.partial(run, collector.init(jax.random.key(0)))
+
+
+def run_game(env_id: str, num_envs: int) -> Program:
+    """The same of a game of pgx for all players, who all see the same."""
+    env = envs.vectorize_agents(envs.make_agents(env_id), num_envs)
+    space = env.action_spaces["players"]
+    policy = rollout.random_policy(space, mask_fn=lambda obs: obs["action_mask"])
+    policy = rollout.policy_map({"all": policy}, rollout.fixed_mapping("all"))
+    collector = rollout.Collector(env=env, policy=policy)
+
+    @jax.jit
+    def run(carry: rollout.Carry) -> Any:
+        carry, t = collector.collect_steps(carry, {"all": None}, NUM_STEPS)
+        obs = jax.tree.map(lambda x: x[:, :, 0], t.obs["players"])
+        successor = t.next_obs["players"]["observation"][:, :, 0]
+        flags, info = (t.terminated, t.truncated), t.info.agents
+        action = t.action["players"], info.reward
+        figures = info.agent_return, t.episode_length
+        return carry, (obs, *action, *flags, successor, *figures)
+
+    return functools.partial(run, collector.init(jax.random.key(0)))
+
+
+# Of each suite what makes its loop, how an allowed action is found, and environments.
+SUITES = {
+    "jumanji": (
+        jumanji_peer,
+        lambda obs: obs.action_mask,
+        ("Snake-v1", "Game2048-v1"),
+    ),
+    "navix": (navix_peer, None, ("Navix-Empty-8x8-v0", "Navix-DoorKey-8x8-v0")),
+    "xminigrid": (
+        xminigrid_peer,
+        None,
+        ("MiniGrid-Empty-8x8", "XLand-MiniGrid-R1-9x9"),
+    ),
+    "craftax": (craftax_peer, None, ("Craftax-Classic-Symbolic-v1",)),
+    "pgx": (pgx_peer, None, ("tic_tac_toe", "connect_four")),
+}
+
+
+def measure(programs: dict[str, Program], repeats: int) -> dict[str, float]:
+    """The median seconds of each program."""
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for program in programs.values():
+        jax.block_until_ready(program())
+    for _ in range(repeats):
+        for name, program in random.sample(list(programs.items()), len(programs)):
+            start = time.perf_counter()
+            jax.block_until_ready(program())
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="*", default=list(SUITES), choices=SUITES)
+    parser.add_argument("--num-envs", type=int, nargs="*", default=[256])
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    print(f"{machine()}; {NUM_STEPS} steps, median of {args.repeats} runs")
+    print(
+        "\n| environment | version | envs | ours, k steps/s | over the suite's loop |"
+    )
+    print(f"|{' --- |' * 5}")
+    for suite in args.only:
+        make_peer, mask_fn, names = SUITES[suite]
+        for name in names:
+            for num_envs in args.num_envs:
+                env_id = f"{suite}:{name}"
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    ours = (
+                        run_game(env_id, num_envs)
+                        if suite == "pgx"
+                        else run_ours(env_id, num_envs, mask_fn)
+                    )
+                    programs = {
+                        "ours": ours,
+                        "theirs": run_peer(make_peer(name), num_envs),
+                    }
+                    taken = measure(programs, args.repeats)
+                rate = num_envs * NUM_STEPS / taken["ours"] / 1e3
+                ratio = taken["theirs"] / taken["ours"]
+                version = metadata.version(suite)
+                print(
+                    f"| {env_id} | {version} | {num_envs:,} | {rate:,.0f} | "
+                    f"{ratio:.2f} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Pages for those who come from another library: code runs, tables tell the truth."""
+
+import importlib
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+import rollout
+
+FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "coming_from"
+TEXTS = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXTS[name], re.DOTALL)
+
+
+def check_purejaxrl(names, out):
+    assert float(names["stats"].num_steps) == 64 * 128
+    num_episodes, mean = (float(x) for x in out.split())
+    assert num_episodes > 100
+    assert 10 < mean < 40
+
+    # Without a time limit in the window, `gae` is the recursion over `done`.
+    collector, params = names["collector"], names["params"]
+    _, t = collector.collect_steps(names["carry"], params, num_steps=128)
+    next_value = names["read"](params, t.next_obs)[1]
+    got = rollout.gae(t, next_value, gamma=0.99, lam=0.95)
+    fields = t.reward, t.done, t.extras["value"], next_value
+    reward, done, value, next_value = (np.asarray(x, np.float64) for x in fields)
+    assert not t.truncated.any()
+    later, later_value, want = 0.0, next_value[-1], []
+    for row in reversed(range(128)):
+        delta = reward[row] + 0.99 * (1 - done[row]) * later_value - value[row]
+        later = delta + 0.99 * 0.95 * (1 - done[row]) * later
+        later_value = value[row]
+        want.insert(0, later)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)  # float32, sums of 128
+
+
+def check_tianshou(names, out):
+    stored, evaluated = out.splitlines()
+    assert int(stored) == 8 * (100 + 20 * 7)
+    assert evaluated.split()[0] == "20"
+    assert 8 < float(evaluated.split()[1]) <= 500
+    rows, mask = names["buffer"].dump(names["state"])
+    assert mask[:240].all()
+    assert not mask[240:].any()
+    share = np.asarray(rows.action)[:100].mean()  # the random ones
+    assert 0.4 < share < 0.6
+    np.testing.assert_array_equal(  # the buffer has the successors, also at endings
+        np.asarray(rows.obs)[1:240][~np.asarray(rows.done)[:239]],
+        np.asarray(rows.next_obs)[:239][~np.asarray(rows.done)[:239]],
+    )
+
+
+def check_torchrl(names, out):
+    assert out.splitlines() == [
+        f"{[100] * 10} 1000 1000 (128, 4)",
+        f"{[100, 100, 50] + [0] * 7} 250",
+    ]
+    rows, mask = names["buffer"].dump(names["state"])
+    assert mask.sum(axis=0).tolist() == [167, 167, 167, 167, 166, 166]  # six lanes
+    assert (np.asarray(rows.episode_length)[np.asarray(mask)] <= 200).all()
+
+
+def check_rllib(names, out):
+    counts, learner, rival = (line.split() for line in out.splitlines())
+    assert counts == ["96", "1000", "1000"]  # 8 lanes of 12.5 episodes of ten rounds
+    assert learner[0] == "learner"
+    assert rival[0] == "rival"
+    assert float(learner[1]) == -float(rival[1])  # what one wins, the other loses
+    assert learner[2] == rival[2] == "10.0"
+    mine = names["mine"]
+    assert mine.truncated[mine.mask].sum() == 96
+    assert not mine.terminated.any()
+    sides = np.asarray(mine.mask).reshape(125, 8, 2)
+    assert (sides.sum(axis=-1) == 1).all()  # it sits on one side of every game
+    assert sides.any(axis=(0, 1)).all()  # and on either side of some
+
+
+def check_easyrl4rec(names, out):
+    first, *settings = out.splitlines()
+    assert first == "[10 10 10 10 10 10 10 10] 80"
+    rows, mask = names["buffer"].dump(names["state"])
+    assert mask.sum() == 80
+    for lane in range(8):  # one episode each, in which no item comes twice
+        assert len(set(np.asarray(rows.action)[np.asarray(mask)[:, lane], lane])) == 10
+    assert rows.truncated.sum() == 8
+    assert not rows.terminated.any()
+    assert [line.split()[0] for line in settings] == ["FB", "NX_0", "NX_10"]
+    assert settings[2].split()[1] == "10.0"
+
+
+CHECKS = {
+    "purejaxrl": check_purejaxrl,
+    "tianshou": check_tianshou,
+    "torchrl": check_torchrl,
+    "rllib": check_rllib,
+    "easyrl4rec": check_easyrl4rec,
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_code_here_runs_and_does_what_is_said(name, capsys):
+    (code,), names = blocks(name, "python"), {}
+    exec(compile(code, f"docs/coming_from/{name}.md", "exec"), names)
+    CHECKS[name](names, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_programs_and_pages_are_short(name):
+    (there,), (here,) = blocks(name, "py"), blocks(name, "python")
+    compile(there, name, "exec")
+    lengths = [len(re.findall(r"^.*\S", code, re.MULTILINE)) for code in (there, here)]
+    assert 20 <= min(lengths) <= max(lengths) <= 50
+    assert 100 <= len(TEXTS[name].splitlines()) <= 180
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_names_and_links_of_a_page_exist(name):
+    prose = re.sub(r"```py\n.*?```", "", TEXTS[name], flags=re.DOTALL)
+    for word in re.findall(r"\b(?:envs|rollout|buffers)(?:\.(?!md\b)\w+)+\b", prose):
+        found, *rest = word.split(".")
+        found = importlib.import_module(found)
+        for attribute in rest:
+            assert hasattr(found, attribute), word
+            found = getattr(found, attribute)
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+        assert (FOLDER / link).is_file(), link
