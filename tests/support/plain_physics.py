@@ -1,5 +1,6 @@
 """brax and MuJoCo Playground in a plain loop, by the suites' own functions alone."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,22 +12,22 @@ import rollout
 NUM_ENVS, NUM_STEPS = 4, 250
 
 
-class Row(NamedTuple):
-    """What a step must have been, in one lane."""
+class Rows(NamedTuple):
+    """What steps must have been, `[NUM_STEPS, NUM_ENVS, ...]`."""
 
     obs: Any
     next_obs: Any
-    reward: Any
-    terminated: bool
-    truncated: bool
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
     info: Any
-    episode_return: np.float32
-    episode_length: int
-    episode_id: int
+    episode_return: np.ndarray
+    episode_length: np.ndarray
+    episode_id: np.ndarray
 
 
 def collect(env: envs.Env, limit: int, seed: int) -> rollout.Transition:
-    """Rows of a random policy, `[NUM_STEPS, NUM_ENVS, ...]`."""
+    """The rows of a random policy."""
     lanes = envs.vectorize(envs.TimeLimit(env, limit), NUM_ENVS)
     policy = rollout.random_policy(lanes.action_space)
     collector = rollout.Collector(env=lanes, policy=policy)
@@ -34,54 +35,88 @@ def collect(env: envs.Env, limit: int, seed: int) -> rollout.Transition:
     return collector.collect_steps(carry, None, NUM_STEPS)[1]
 
 
-def play(suite_env: Any, actions: np.ndarray, limit: int, seed: int) -> Row:
-    """The same rows, by a loop through a suite's jitted environment, lane by lane.
+def play(
+    suite_env: Any, model_field: str, actions: np.ndarray, limit: int, seed: int
+) -> Rows:
+    """The same rows, by a loop through a suite's environment.
 
     The keys of an episode are those that `envs.types` promises: lane i's n-th episode
-    has the key `fold_in(fold_in(fold_in(root, 1), i), n)`.
+    has the key `fold_in(fold_in(fold_in(root, 1), i), n)`, its reset `fold_in(key, 0)`
+    and its step number n `fold_in(key, n)`.
     """
-    reset, step = jax.jit(suite_env.reset), jax.jit(suite_env.step)
-    fold_in = jax.jit(jax.random.fold_in)
-    lanes = []
-    for lane in range(actions.shape[1]):
-        stream = fold_in(fold_in(jax.random.key(seed), 1), lane)
-        rows, number, state = [], -1, None
-        for action in actions[:, lane]:
-            if state is None:
-                number, length, total = number + 1, 0, np.float32(0)
-                episode_key = fold_in(stream, number)
-                state = reset(jax.random.key_data(fold_in(episode_key, 0)))
-            length += 1
-            if "rng" in state.info:  # randomness is from counters
-                words = jax.random.key_data(fold_in(episode_key, length))
-                state = state.replace(info={**state.info, "rng": words})
-            after = step(state, action)
-            total += np.float32(after.reward)
-            row = Row(
-                obs=state.obs,
-                next_obs=after.obs,
-                reward=np.float32(after.reward),
-                terminated=bool(after.done),
-                truncated=length == limit,
-                info=after.metrics,
-                episode_return=total,
-                episode_length=length,
-                episode_id=number * NUM_ENVS + lane,
-            )
-            rows.append(jax.device_get(row))
-            state = None if row.terminated or row.truncated else after
-        lanes.append(jax.tree.map(lambda *x: np.stack(x), *rows))
-    return jax.tree.map(lambda *x: np.stack(x, axis=1), *lanes)
+    reset, step = (_batched(suite_env, model_field, x) for x in ("reset", "step"))
+    number, length = np.zeros((2, NUM_ENVS), np.int32)
+    total = np.zeros(NUM_ENVS, np.float32)
+    state, rows = reset(_words(seed, number, length)), []
+    for action in actions:
+        length, before = length + 1, state
+        if "rng" in state.info:  # randomness is from counters
+            words = _words(seed, number, length)
+            state = state.replace(info={**state.info, "rng": words})
+        after = step(state, action)
+        total = total + np.asarray(after.reward)
+        row = Rows(
+            obs=before.obs,
+            next_obs=after.obs,
+            reward=after.reward,
+            terminated=np.asarray(after.done) == 1,
+            truncated=length == limit,
+            info=after.metrics,
+            episode_return=total,
+            episode_length=length,
+            episode_id=number * NUM_ENVS + np.arange(NUM_ENVS),
+        )
+        rows.append(jax.device_get(row))
+        done = row.terminated | row.truncated
+        number = number + done
+        length, total = np.where(done, 0, length), np.where(done, 0, total)
+        total = total.astype(np.float32)
+        fresh = reset(_words(seed, number, np.zeros_like(length)))
+        state = jax.tree.map(lambda x, y: _choose(done, x, y), fresh, after)  # noqa: B023
+    return jax.tree.map(lambda *x: np.stack(x), *rows)
 
 
-def check(trajectory: rollout.Transition, rows: Row, **tolerance: float) -> None:
-    """Every field of every row: exactly, but floats within `tolerance` if given."""
+def check(trajectory: rollout.Transition, rows: Rows) -> None:
+    """Every field of every row, bit for bit."""
     assert trajectory.mask.all()
     for name, want in rows._asdict().items():
         got = getattr(trajectory, name)
         assert jax.tree.structure(got) == jax.tree.structure(want), name
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            if tolerance and np.issubdtype(y.dtype, np.floating):
-                np.testing.assert_allclose(x, y, err_msg=name, **tolerance)
-            else:
-                np.testing.assert_array_equal(x, y, err_msg=name)
+            np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def _batched(env: Any, model_field: str, method: str) -> Callable:
+    """A method for all lanes at once, jitted, with the model as an argument.
+
+    Single lanes, or a model of constants, give other bits: XLA then computes in another
+    order.
+    """
+
+    @jax.jit
+    def call(model: Any, *args: Any) -> Any:
+        own = getattr(env, model_field)
+        setattr(env, model_field, model)  # as the suites' domain randomization does
+        try:
+            return jax.vmap(getattr(env, method))(*args)
+        finally:
+            setattr(env, model_field, own)
+
+    return lambda *args: call(getattr(env, model_field), *args)
+
+
+@jax.jit
+def _words(seed: int, number: jax.Array, step: jax.Array) -> jax.Array:
+    """The words of the keys of these steps of these episodes; step 0 is the reset."""
+    fold = jax.random.fold_in
+    root = fold(jax.random.key(seed), 1)
+
+    def one(lane: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
+        return jax.random.key_data(fold(fold(fold(root, lane), number), step))
+
+    return jax.vmap(one)(np.arange(NUM_ENVS), number, step)
+
+
+def _choose(done: np.ndarray, x: jax.Array, y: jax.Array) -> np.ndarray:
+    done = done.reshape(done.shape + (1,) * (x.ndim - 1))
+    return np.where(done, x, y)
