@@ -1,10 +1,14 @@
 """brax and MuJoCo Playground in a plain loop, by the suites' own functions alone."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import pytest
 
 import envs
 import rollout
@@ -76,14 +80,31 @@ def play(
     return jax.tree.map(lambda *x: np.stack(x), *rows)
 
 
-def check(trajectory: rollout.Transition, rows: Rows) -> None:
-    """Every field of every row, bit for bit."""
+def check(trajectory: rollout.Transition, rows: Rows, atol: float = 0.0) -> None:
+    """Every field of every row: bit for bit, but floats within `atol`."""
     assert trajectory.mask.all()
     for name, want in rows._asdict().items():
         got = getattr(trajectory, name)
         assert jax.tree.structure(got) == jax.tree.structure(want), name
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(x, y, err_msg=name)
+            if np.issubdtype(y.dtype, np.floating):
+                np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=name)
+            else:
+                np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def draw(code: str) -> None:
+    """Runs `code` with EGL, which must be chosen before mujoco is imported."""
+    environ = {**os.environ, "MUJOCO_GL": "egl"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        env=environ,
+    )
+    if "EGL" in done.stderr or "Drawing needs OpenGL" in done.stderr:
+        pytest.skip("there is no EGL")
+    assert done.returncode == 0, done.stderr
 
 
 def _batched(env: Any, model_field: str, method: str) -> Callable:
