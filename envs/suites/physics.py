@@ -109,8 +109,12 @@ class _PhysicsEnv:
             `T` frames `[H, W, 3]` uint8, seen by the first camera of the model.
 
         Raises:
+            ValueError: if the environment has no model.
             RuntimeError: if OpenGL is not to be had.
         """
+        if self.model is None:
+            name = type(self.env).__name__
+            raise ValueError(f"`env` must have a model to be drawn, got {name}.")
         import mujoco
 
         drawn = (
