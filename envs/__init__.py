@@ -36,6 +36,7 @@ from envs.spaces import (
     Tuple,
 )
 from envs.suites import (
+    from_brax,
     from_craftax,
     from_gymnax,
     from_jaxmarl,
@@ -44,6 +45,7 @@ from envs.suites import (
     from_navix,
     from_pgx,
     from_pgx_seat,
+    from_playground,
     from_xminigrid,
 )
 from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv
@@ -109,6 +111,7 @@ __all__ = [
     "can_render",
     "env_ids",
     "expose_state",
+    "from_brax",
     "from_craftax",
     "from_envpool",
     "from_gymnasium",
@@ -120,6 +123,7 @@ __all__ = [
     "from_navix",
     "from_pgx",
     "from_pgx_seat",
+    "from_playground",
     "from_xminigrid",
     "make",
     "make_agents",

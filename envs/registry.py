@@ -18,7 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs.multi_agent import MultiAgentEnv
-from envs.suites import craftax, jaxmarl, jumanji, navix, pgx, xminigrid
+from envs.suites import (
+    brax,
+    craftax,
+    jaxmarl,
+    jumanji,
+    navix,
+    pgx,
+    playground,
+    xminigrid,
+)
 from envs.suites.gymnax import from_gymnax
 from envs.types import Env, VectorEnv
 from envs.vectorize import vectorize
@@ -27,11 +36,13 @@ _GYMNAX = "gymnax"
 _INSTALLED = "installed"
 # Each has `ids`, and `make_one`, `make_agents` or both.
 _SUITES = {
+    "brax": brax,
     "craftax": craftax,
     "jaxmarl": jaxmarl,
     "jumanji": jumanji,
     "navix": navix,
     "pgx": pgx,
+    "playground": playground,
     "xminigrid": xminigrid,
 }
 

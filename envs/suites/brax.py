@@ -1,0 +1,44 @@
+"""Any environment of brax, seen through the `Env` contract."""
+
+from typing import Any
+
+from envs.suites import physics
+from envs.types import Env
+
+
+def from_brax(env: Any) -> Env:
+    """Makes an `Env` of an environment of brax.
+
+    `done` is a termination. The time limit of an episode is that of brax's wrapper,
+    which is not used: `TimeLimit` sets one. Actions lie in [-1, 1], as brax's own
+    agents choose them; its environments scale them to their actuators. `info` has
+    brax's metrics.
+
+    Args:
+        env: what `brax.envs.get_environment` returns, or another `brax.envs.Env`
+            without the wrappers of `brax.envs.training`.
+
+    Returns:
+        An `Env` whose state is brax's own, and whose leaves are those of `env.sys`, so
+        that with `vectorize_each` lanes differ in masses, gravity or gears. What `env`
+        computed from `sys` when it was made stays as it is.
+
+    Raises:
+        TypeError: if `env` lacks the methods of a `brax.envs.Env`.
+        ValueError: if `env` resets itself, counts its steps, or is a batch.
+    """
+    return physics.adapt(env, model_field="sys", frame_field="pipeline_state")
+
+
+def ids() -> tuple[str, ...]:
+    """Lists the names of brax's environments."""
+    from brax import envs
+
+    return tuple(envs._envs)
+
+
+def make_one(name: str, **options: Any) -> Env:
+    """Makes the environment of this name; options are arguments of its class."""
+    from brax import envs
+
+    return from_brax(envs.get_environment(name, **options))

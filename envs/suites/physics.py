@@ -1,0 +1,190 @@
+"""What the adapters of brax and MuJoCo Playground share.
+
+Both suites describe a moment by a `State` with the fields `obs`, `reward`, `done`,
+`metrics` and `info`, next to that of the physics, and both keep the parameters of the
+physical model in an attribute of the environment. Their wrappers, which count steps
+and reset, are never used.
+"""
+
+import copy
+import inspect
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from envs.spaces import Box, Dict
+from envs.suites.convert import like
+from envs.types import Env, EnvStep, Space
+
+# Modules of wrappers that reset, cut episodes or stack lanes.
+_WRAPPERS = ("brax.envs.wrappers.", "mujoco_playground._src.wrapper")
+
+
+def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
+    """Makes an `Env` of an environment of one of the suites.
+
+    Args:
+        env: the suite's environment, without the wrappers of its training.
+        model_field: the attribute of `env` that holds the physical model; if there is
+            none, the result has no leaves.
+        frame_field: the field of the suite's state that `env.render` takes, or None if
+            it takes the state.
+
+    Returns:
+        An `Env` whose state is the suite's own.
+
+    Raises:
+        TypeError: if `env` lacks a method.
+        ValueError: if `env` is wrapped for training.
+    """
+    missing = [x for x in ("reset", "step") if not callable(getattr(env, x, None))]
+    if missing or not hasattr(env, "action_size"):
+        raise TypeError(
+            "`env` must have the methods reset and step, and `action_size`, got "
+            f"{type(env).__name__}."
+        )
+    wrapper = next(filter(_is_training_wrapper, _chain(env)), None)
+    if wrapper is not None:
+        raise ValueError(
+            "`env` must be without the wrappers of the suite's training, since lanes, "
+            "resets and time limits are made here (`vectorize`, `TimeLimit`), got "
+            f"{type(wrapper).__name__}."
+        )
+    state = jax.eval_shape(env.reset, jax.eval_shape(lambda: jax.random.PRNGKey(0)))
+    model = getattr(env, model_field, None)
+    return _PhysicsEnv(
+        model=jax.tree.map(jnp.asarray, model),
+        env=env,
+        model_field=model_field,
+        frame_field=frame_field,
+        observation_space=_to_space(state.obs),
+        action_space=Box(-1.0, 1.0, (env.action_size,), jnp.dtype(jnp.float32)),
+    )
+
+
+@struct.dataclass(kw_only=True)
+class _PhysicsEnv:
+    """An `Env` over a suite's environment; the leaves are those of its model."""
+
+    model: chex.ArrayTree = struct.field(repr=False)  # more than a hundred arrays
+    env: Any = struct.field(pytree_node=False)
+    model_field: str = struct.field(pytree_node=False)
+    frame_field: str | None = struct.field(pytree_node=False)
+    observation_space: Space = struct.field(pytree_node=False)
+    action_space: Space = struct.field(pytree_node=False)
+
+    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+        state = self._own().reset(_raw(key))
+        state = jax.tree.map(jnp.asarray, state)
+        return state, state.obs
+
+    def step(
+        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
+    ) -> EnvStep:
+        # The suites write into the dicts of the state that they are given.
+        given = jax.tree.map(lambda x: x, state)
+        if _is_raw(given.info.get("rng")):
+            given.info["rng"] = _raw(key)
+        next_state = self._own().step(given, action)
+        next_state = jax.tree.map(like, next_state, state)
+        return EnvStep(
+            state=next_state,
+            obs=next_state.obs,
+            reward=jnp.asarray(next_state.reward, jnp.float32),
+            terminated=next_state.done.astype(bool),
+            truncated=jnp.zeros((), bool),
+            info=next_state.metrics,
+        )
+
+    def render_frames(self, states: Sequence[Any]) -> Sequence[np.ndarray]:
+        """Draws states, `[H, W, 3]` uint8 each, from the first camera of the model.
+
+        Raises:
+            ValueError: if the environment has no model.
+            RuntimeError: if OpenGL is not to be had.
+        """
+        if self.model is None:
+            name = type(self.env).__name__
+            raise ValueError(f"`env` must have a model to be drawn, got {name}.")
+        import mujoco
+
+        field = self.frame_field
+        rows = [x if field is None else getattr(x, field) for x in states]
+        mj_model = getattr(self.env, "mj_model", None) or self.env.sys.mj_model
+        camera = mj_model.camera(0).name if mj_model.ncam else None
+        try:
+            return self.env.render(rows, camera=camera)
+        except mujoco.FatalError as error:
+            raise RuntimeError(
+                "Drawing needs OpenGL; where there is no screen, the environment "
+                'variable MUJOCO_GL must be "egl" or "osmesa" before mujoco is '
+                f"imported: {error}"
+            ) from error
+
+    def _own(self) -> Any:
+        """The suite's environment with the model of this one."""
+        return _with_model(self.env, self.model_field, self.model)
+
+
+def _with_model(env: Any, field: str, model: chex.ArrayTree) -> Any:
+    """A shallow copy of an environment, and of those it wraps, with another model."""
+    if model is None:
+        return env
+    other = copy.copy(env)
+    for name, value in vars(env).items():
+        # Some keep a choice among their methods, bound to the environment copied.
+        if inspect.ismethod(value) and value.__self__ is env:
+            setattr(other, name, types.MethodType(value.__func__, other))
+    if field in vars(env):
+        setattr(other, field, model)
+    if "env" in vars(env):
+        other.env = _with_model(env.env, field, model)
+    return other
+
+
+def _chain(env: Any) -> list[Any]:
+    """An environment and those inside it, from the outside."""
+    inner = vars(env).get("env")
+    return [env] if inner is None else [env, *_chain(inner)]
+
+
+def _is_training_wrapper(env: Any) -> bool:
+    # The base class of playground's wrappers stands in the module of the others.
+    return any(
+        cls.__module__.startswith(_WRAPPERS) and cls.__name__ != "Wrapper"
+        for cls in type(env).__mro__
+    )
+
+
+def _to_space(obs: chex.ArrayTree) -> Space:
+    if isinstance(obs, Mapping):
+        return Dict({name: _to_space(x) for name, x in obs.items()})
+    return Box(-np.inf, np.inf, obs.shape, obs.dtype)
+
+
+def _raw(key: chex.PRNGKey) -> jax.Array:
+    """The words of a key of jax's default kind, which the suites work with.
+
+    Not the key itself: several of their environments draw twice from one, which
+    `jax_debug_key_reuse` refuses of typed keys.
+    """
+    default = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    words = jax.random.key_data(key)
+    if words.shape == default.shape:
+        return words
+    return jax.random.bits(key, default.shape, default.dtype)
+
+
+def _is_raw(x: Any) -> bool:
+    default = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+    return (
+        isinstance(x, jax.Array)
+        and x.shape == default.shape
+        and x.dtype == default.dtype
+    )

@@ -1,0 +1,80 @@
+"""Any environment of MuJoCo Playground, seen through the `Env` contract."""
+
+from typing import Any
+
+from envs.suites import physics
+from envs.types import Env
+
+
+def from_playground(env: Any) -> Env:
+    """Makes an `Env` of an environment of MuJoCo Playground.
+
+    `done` is a termination. The time limit of an episode is that of Playground's
+    wrapper, which is not used: `TimeLimit` sets one. Actions lie in [-1, 1], as the
+    agents that Playground trains choose them. `info` has Playground's metrics. Draws
+    of a step are from its own key: it replaces `info["rng"]` in Playground's state.
+
+    Args:
+        env: what `mujoco_playground.registry.load` returns, or another `MjxEnv`
+            without the wrappers of its training, with `impl="jax"`.
+
+    Returns:
+        An `Env` whose state is Playground's own, and whose leaves are those of
+        `env.mjx_model`, so that with `vectorize_each` lanes differ in masses, gravity
+        or gears. What `env` computed from its model when it was made stays as it is.
+
+    Raises:
+        TypeError: if `env` lacks the methods of an `MjxEnv`.
+        ValueError: if `env` resets itself, counts its steps, or is a batch, or if its
+            `impl` is not "jax".
+    """
+    impl = getattr(getattr(env, "mjx_model", None), "impl", None)
+    # The lanes of the others share their contacts, so that none can be reset alone.
+    if impl is not None and impl.value != "jax":
+        raise ValueError(
+            '`env` must be made with `config_overrides={"impl": "jax"}`, got impl='
+            f"{impl.value!r}."
+        )
+    return physics.adapt(env, model_field="_mjx_model", frame_field=None)
+
+
+def ids() -> tuple[str, ...]:
+    """Lists the names of Playground's environments."""
+    from mujoco_playground import registry
+
+    return tuple(registry.ALL_ENVS)
+
+
+def make_one(name: str, **options: Any) -> Env:
+    """Makes the environment of this name.
+
+    Options are fields of its configuration, such as `sim_dt`, with dots for those
+    inside others (`**{"reward_config.scales.termination": -1.0}`). `impl` is "jax" by
+    default. Some environments download the model of their robot, which needs git.
+    """
+    import subprocess
+
+    from mujoco_playground import registry
+
+    fields = _fields(registry.get_default_config(name))
+    unknown = sorted(set(options) - set(fields))
+    if unknown:
+        raise ValueError(
+            f"The options of playground:{name} are {', '.join(fields)}; got "
+            f"{', '.join(unknown)}."
+        )
+    if "impl" in fields:
+        options = {"impl": "jax", **options}
+    try:
+        return from_playground(registry.load(name, config_overrides=options))
+    except subprocess.CalledProcessError as error:
+        raise OSError(f"its robot must be downloaded with git: {error}") from error
+
+
+def _fields(config: Any, prefix: str = "") -> list[str]:
+    """The names of a configuration's values, with dots for those inside others."""
+    names = []
+    for name, value in config.items():
+        inside = hasattr(value, "items")
+        names += _fields(value, f"{prefix}{name}.") if inside else [prefix + name]
+    return names
