@@ -1,7 +1,7 @@
 """The collector: folds over time of the kernel's one step."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import chex
@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.core import Tracer
 
 from envs import keys
-from envs.types import VectorEnv, node_types
+from envs.types import Replaceable, VectorEnv, node_types
 from rollout import checks, kernel
 from rollout.kernel import episode_keys, episodes
 from rollout.types import (
-    Accumulator,
-    Accumulators,
     Carry,
     Episodes,
     Policy,
@@ -27,7 +26,7 @@ Acc = TypeVar("Acc")
 
 
 @struct.dataclass(kw_only=True)
-class Collector:
+class Collector(Replaceable):
     """Collects experience: a policy in a vector of environments.
 
     A pytree whose leaves are the environment's parameters, so it may be an argument
@@ -52,9 +51,8 @@ class Collector:
     record_fn: Callable[[Transition], Transition] | None = struct.field(
         pytree_node=False, default=None
     )
-    accumulators: Mapping[str, Accumulator] | Accumulators = struct.field(
-        pytree_node=False, default=()
-    )
+    # A mapping from names to `Accumulator`s, kept as `Accumulators`.
+    accumulators: Any = struct.field(pytree_node=False, default=())
     _types: tuple[type, ...] = struct.field(pytree_node=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -222,8 +220,7 @@ class Collector:
             ValueError: as `collect_episodes` does.
         """
         episodes_per_env = checks.count("episodes_per_env", episodes_per_env)
-        max_steps = checks.max_steps(max_steps)
-        args = self, carry, params, max_steps
+        args = self, carry, params, checks.max_steps(max_steps)
         return _collect_episodes(*args, episodes.per_env, episodes_per_env)
 
     def fold_episodes(
@@ -355,7 +352,7 @@ def _jitted(
 
     There `fn` may hold on to what is traced, which must not stay in a cache.
     """
-    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
     try:
         hash(fn)
     except TypeError:

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import spaces
-from envs.types import Space
+from envs.types import AnySpace
 
 
-def to_space(space: Any) -> Space:
+def to_space(space: Any) -> AnySpace:
     """Turns a space of gymnax, Gymnasium or JaxMARL into one of ours; others stay."""
-    shape, dtype = (getattr(space, name, None) for name in ("shape", "dtype"))
+    shape: Any = getattr(space, "shape", None)
+    dtype: Any = getattr(space, "dtype", None)
     start = getattr(space, "start", 0)
     sizes = getattr(space, "nvec", getattr(space, "num_categories", None))
     if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):

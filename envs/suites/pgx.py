@@ -15,7 +15,7 @@ from flax import struct
 
 from envs.multi_agent import MultiAgentEnv, MultiAgentStep
 from envs.spaces import Box, Dict, Discrete
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 
 _GROUP = "players"
 
@@ -70,24 +70,24 @@ class _PgxEnv:
         return {_GROUP: self.agents}
 
     @property
-    def observation_spaces(self) -> dict[str, Space]:
+    def observation_spaces(self) -> dict[str, AnySpace]:
         mask = Box(0, 1, (self.num_actions,), jnp.dtype(bool))
         low, high = _bounds(self.obs_dtype)
         obs = Box(low, high, self.obs_shape, self.obs_dtype)
         return {_GROUP: Dict({"observation": obs, "action_mask": mask})}
 
     @property
-    def action_spaces(self) -> dict[str, Space]:
+    def action_spaces(self) -> dict[str, AnySpace]:
         return {_GROUP: Discrete(self.num_actions)}
 
     def reset(
         self, key: chex.PRNGKey
-    ) -> tuple[chex.ArrayTree, dict[str, chex.ArrayTree], jax.Array]:
+    ) -> tuple[ArrayTree, dict[str, ArrayTree], jax.Array]:
         state = self.env.init(key)
         return state, self._observe(state), self._turn(state)
 
     def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: dict[str, jax.Array]
+        self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
         chosen = action[_GROUP][state.current_player]
         next_state = self.env.step(state, chosen, key)
@@ -104,7 +104,7 @@ class _PgxEnv:
             info={"illegal_action": ~state.legal_action_mask[chosen]},
         )
 
-    def _observe(self, state: chex.ArrayTree) -> dict[str, chex.ArrayTree]:
+    def _observe(self, state: ArrayTree) -> dict[str, ArrayTree]:
         """What the player who acts next sees, to everyone."""
         obs = {
             "observation": state.observation,
@@ -113,7 +113,7 @@ class _PgxEnv:
         repeat = lambda x: jnp.broadcast_to(x, (len(self.agents), *x.shape))  # noqa: E731
         return {_GROUP: jax.tree.map(repeat, obs)}
 
-    def _turn(self, state: chex.ArrayTree) -> jax.Array:
+    def _turn(self, state: ArrayTree) -> jax.Array:
         return jnp.arange(len(self.agents)) == state.current_player
 
 

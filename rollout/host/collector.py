@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from envs.host.types import HostVectorEnv
+from envs.types import ArrayTree
 from rollout import checks
 from rollout.host.faults import Faults, FaultStats
 from rollout.host.figures import Figures, fold, lanes_of
@@ -82,12 +83,13 @@ class HostCollector:
         columns = env.num_envs, self._num_columns
         self._figures = Figures(self.accumulators, record_fn, *columns)
         self._program = Program(policy, env.action_space, env.num_envs)
-        self._run: Run | None = None
-        self._key, self._next_episode = None, 0
+        self._run: Any = None  # the Run, once there is a first carry
+        self._key: Any = None
+        self._next_episode = 0
         # Of the call under way, or cut short: the mark of its carry, what it has filled
         # of the block, and who plays which episode.
-        self._used: np.ndarray | None = None
-        self._rows: Rows | None = None
+        self._used: Any = None  # [2] uint32
+        self._rows: Any = None  # Rows
         self._seats: Seats | None = None
 
     @property
@@ -227,7 +229,7 @@ class HostCollector:
         num_episodes = checks.count("num_episodes", num_episodes)
         max_length = checks.count("max_length", max_length)
         seats = self._make_queue(carry, params, num_episodes, None)
-        padded: chex.ArrayTree = None
+        padded: ArrayTree = None
 
         def consume(rows: Rows) -> None:
             nonlocal padded
@@ -276,19 +278,20 @@ class HostCollector:
         Returns:
             The next carry, and the trajectory, `[capacity, E, ...]`.
         """
-        run = self._run
-        if self._rows is not None and np.array_equal(carry.env_state, self._used):
-            run.recover(self._rows.num)
+        run, rows = self._run, self._rows
+        if rows is not None and np.array_equal(carry.env_state, self._used):
+            run.recover(rows.num)
         else:
-            self._begin(carry, params, self._make_rows(num_steps, capacity))
+            rows = self._make_rows(num_steps, capacity)
+            self._begin(carry, params, rows)
             if at_end == "reset":
                 run.begin(run.lanes.episode_length > 0, run.lanes.next_own())
-        run.play(params, self._rows, limit=limit, random_fn=random_fn)
-        is_cut = np.zeros(self._rows.mask.shape, bool)
+        run.play(params, rows, limit=limit, random_fn=random_fn)
+        is_cut = np.zeros(rows.mask.shape, bool)
         if at_end == "truncate":
             is_cut[num_steps - 1] = run.lanes.episode_length > 0
             run.begin(is_cut[num_steps - 1], run.lanes.next_own())
-        trajectory = self._figures.finish(self._rows)
+        trajectory = self._figures.finish(rows)
         trajectory = trajectory.replace(truncated=trajectory.truncated | is_cut)
         return self._snapshot(), trajectory
 
@@ -303,7 +306,8 @@ class HostCollector:
         environments have moved on, or if they cannot be pickled.
         """
         is_current = np.array_equal(carry.env_state, self._mark)
-        saved = self.env.save() if is_current and hasattr(self.env, "save") else None
+        save = getattr(self.env, "save", None)
+        saved = save() if is_current and save is not None else None
         return pickle.dumps(saved) if saved else b""
 
     def restore(self, carry: Carry, saved: bytes) -> Carry:
@@ -325,7 +329,8 @@ class HostCollector:
         self._program.step, self._program.state = int(carry.step), carry.policy_state
         run.lanes.over[:] = not saved
         if saved:
-            self.env.load(pickle.loads(saved))
+            env: Any = self.env  # one that has `save` has `load`
+            env.load(pickle.loads(saved))
             run.obs = jax.tree.map(np.asarray, carry.obs)
         else:
             run.begin(np.ones(self.env.num_envs, bool), run.lanes.episode_id)
@@ -337,7 +342,7 @@ class HostCollector:
                 )
         return self._snapshot()
 
-    def recover(self) -> tuple[Carry, Transition]:
+    def recover(self) -> tuple[Carry, Transition | None]:
         """Goes on after an error, or after Ctrl-C, that cut a call short.
 
         Environments that failed are made anew, if they can be, and lanes whose episode
@@ -345,7 +350,8 @@ class HostCollector:
 
         Returns:
             The carry to go on with; and what the call had collected, `[T, E, ...]`, of
-            a fold or of whole episodes the rows that it had not done with yet.
+            a fold or of whole episodes the rows that it had not done with yet; None
+            if there are none.
 
         Raises:
             ValueError: if no call was cut short.
@@ -395,12 +401,14 @@ class HostCollector:
     def _snapshot(self) -> Carry:
         """The carry that the next call takes."""
         run, lanes = self._run, self._run.lanes
+        step: Any = np.int32(self._program.step)
+        next_episode: Any = np.int32(self._next_episode)
         self._program.restart(lanes.over, lanes.episode_id)
         self._rows = None
         return Carry(
             key=self._key,
-            step=np.int32(self._program.step),
-            next_episode=np.int32(self._next_episode),
+            step=step,
+            next_episode=next_episode,
             env_state=self._mark,
             obs=jax.tree.map(np.array, run.obs),
             policy_state=self._program.state,

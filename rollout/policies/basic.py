@@ -6,13 +6,13 @@ from typing import Any
 
 import chex
 
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 from rollout.policies import draws, masks
 from rollout.policies.masks import MaskFn
 from rollout.types import Key, Obs, Params, Policy, PolicyFn, PolicyState, PolicyStep
 
 
-def random_policy(action_space: Space, *, mask_fn: MaskFn | None = None) -> Policy:
+def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> Policy:
     """Makes the policy that draws every action uniformly from the action space.
 
     Lane i draws the same actions whatever the number of lanes. A mask that the
@@ -74,7 +74,7 @@ def stateless_policy(
 
 def recurrent_policy(
     fn: Callable[..., Any],
-    init: Callable[[int], chex.ArrayTree],
+    init: Callable[[int], ArrayTree],
     *,
     mode_fn: Callable[..., Any] | None = None,
 ) -> Policy:
@@ -148,7 +148,7 @@ def _masked_policy(kind: masks.Kind, mask_fn: MaskFn) -> Policy:
 _same_masked_policy = functools.cache(_masked_policy)
 
 
-def _drawing_policy(draw: Callable[[int, chex.PRNGKey], chex.ArrayTree]) -> Policy:
+def _drawing_policy(draw: Callable[[int, chex.PRNGKey], ArrayTree]) -> Policy:
     """Makes a policy of `(num_envs, key)` to actions."""
 
     def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
-from envs.types import spread_of
+from envs.types import ArrayTree, spread_of
 from rollout import checks
 from rollout.collector import Collector
 from rollout.host.collector import HostCollector
@@ -111,7 +111,7 @@ class Stream:
 
     def __init__(
         self,
-        collector: Collector,
+        collector: Collector | HostCollector,
         *,
         key: chex.PRNGKey,
         params: Any = None,
@@ -121,7 +121,7 @@ class Stream:
         warmup_steps: int = 0,
         max_episode_steps: int | None = None,
         at_batch_end: str = "continue",
-        postprocess: Callable[[Transition], chex.ArrayTree] | None = None,
+        postprocess: Callable[[Transition], ArrayTree] | None = None,
         placement: Placement = "device",
         prefetch: int = 0,
         recycle: bool = False,
@@ -141,7 +141,8 @@ class Stream:
         if deterministic:
             policy = greedy(collector.policy)
             policy = _renamed("deterministic", "rollout.greedy(policy)", policy)
-            collector = collector.replace(policy=policy)
+            given: Any = collector
+            collector = given.replace(policy=policy)
         self._options = Options(
             steps_per_batch=steps_per_batch,
             episodes_per_batch=episodes_per_batch,
@@ -385,7 +386,7 @@ class Stream:
             time.sleep(_MOMENT)  # until the old batch cannot be read any more
         return at._replace(job=ahead.job, params=ahead.params)
 
-    def _with_job(self, at: Position, memory: chex.ArrayTree | None) -> Position:
+    def _with_job(self, at: Position, memory: ArrayTree | None) -> Position:
         """Makes the job of the batch at `at`, if there is one, to write to `memory`."""
         options = self._options
         # A batch of whole episodes has as many steps as they turn out to have.
@@ -407,7 +408,8 @@ class Stream:
 
     def _hand_over(self, job: Job) -> tuple[StreamBatch, Position]:
         """Makes the batch of a job that is done, and the position after it."""
-        at, options, filled = self._at, self._options, job.result
+        at, options = self._at, self._options
+        filled: Any = job.result
         version = at.params[1]
         problem = job.error or self._find_fault(filled, at.first_lane, version)
         if problem is not None:
@@ -451,11 +453,11 @@ class Stream:
 
     def _compile(self, params: Any) -> programs.Program:
         """Makes the program, unless it is there."""
-        old = self._program
-        if old is None or old.kinds != programs.kinds_of(params):
+        program = self._program
+        if program is None or program.kinds != programs.kinds_of(params):
             args = self._options, self._collector, self._at.carry, params
-            self._program = programs.make(*args)
-        return self._program
+            self._program = program = programs.make(*args)
+        return program
 
     def _own(self, params: Any) -> Any:
         """Makes arrays of parameters; with `prefetch` copies, which nobody donates."""
