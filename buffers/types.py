@@ -1,13 +1,16 @@
 """The buffer contracts: what a buffer keeps and what a sample is."""
 
-from typing import Any, Self, TypeAlias
+from typing import Any, Generic, Self, TypeAlias
 
 import jax
 from flax import struct
+from typing_extensions import TypeVar
 
 # A pytree of arrays. It is `Any`, since no annotation can say which structure a tree
 # has: with `chex.ArrayTree`, a union, a checker refuses every access to a part of it.
 ArrayTree: TypeAlias = Any
+
+ExperienceT = TypeVar("ExperienceT", default=Any)
 
 
 class Replaceable:
@@ -141,7 +144,7 @@ class Experience(Replaceable):
 
 
 @struct.dataclass(kw_only=True)
-class Batch(Replaceable):
+class Batch(Replaceable, Generic[ExperienceT]):
     """A sample of `S` rows.
 
     Attributes:
@@ -155,14 +158,14 @@ class Batch(Replaceable):
             `gamma ** steps * (1 - terminated)`. Else `()`.
     """
 
-    experience: ArrayTree  # [S, ...]
+    experience: ExperienceT  # [S, ...]
     indices: jax.Array  # [S]
     weights: jax.Array  # [S]
     discount: ArrayTree = ()  # [S] or ()
 
 
 @struct.dataclass(kw_only=True)
-class Sequences(Replaceable):
+class Sequences(Replaceable, Generic[ExperienceT]):
     """A sample of `S` contiguous pieces of at most `L` steps, each of one episode.
 
     Attributes:
@@ -174,7 +177,7 @@ class Sequences(Replaceable):
         weights: `[S]` float32, as in `Batch`.
     """
 
-    experience: ArrayTree  # [L, S, ...]
+    experience: ExperienceT  # [L, S, ...]
     mask: jax.Array  # [L, S]
     policy_state: ArrayTree  # [S, ...]
     indices: jax.Array  # [S]

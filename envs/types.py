@@ -14,11 +14,12 @@ reset key would then hold the keys of its own first steps (`split(key)[i]` is
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeAlias
 
 import chex
 import jax
 from flax import struct
+from typing_extensions import TypeVar
 
 RESET = 0  # what is folded into an episode key for the reset; steps count from 1
 
@@ -29,6 +30,9 @@ AnySpace: TypeAlias = Any
 # A pytree of arrays. It is `Any`, since no annotation can say which structure a tree
 # has: with `chex.ArrayTree`, a union, a checker refuses every access to a part of it.
 ArrayTree: TypeAlias = Any
+
+StateT = TypeVar("StateT", default=Any)
+ObsT = TypeVar("ObsT", default=Any)
 
 
 class Replaceable:
@@ -43,7 +47,7 @@ class Replaceable:
 
 
 @struct.dataclass(kw_only=True)
-class EnvStep(Replaceable):
+class EnvStep(Replaceable, Generic[StateT, ObsT]):
     """What one step of an environment returns.
 
     Shapes are those of an `Env`; a `VectorEnv` returns the same with a leading `B`.
@@ -58,8 +62,8 @@ class EnvStep(Replaceable):
         info: any pytree of arrays, `{}` if there is none.
     """
 
-    state: ArrayTree
-    obs: ArrayTree
+    state: StateT
+    obs: ObsT
     reward: jax.Array  # ()
     terminated: jax.Array  # ()
     truncated: jax.Array  # ()

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import chex
 import jax
@@ -16,9 +16,13 @@ from envs.types import Replaceable, VectorEnv, node_types
 from rollout import checks, kernel
 from rollout.kernel import episode_keys, episodes
 from rollout.types import (
+    ActionT,
     Carry,
     Episodes,
+    ObsT,
+    ParamsT,
     Policy,
+    RecordFn,
     Transition,
 )
 
@@ -26,7 +30,7 @@ Acc = TypeVar("Acc")
 
 
 @struct.dataclass(kw_only=True)
-class Collector(Replaceable):
+class Collector(Replaceable, Generic[ParamsT, ObsT, ActionT]):
     """Collects experience: a policy in a vector of environments.
 
     A pytree whose leaves are the environment's parameters, so it may be an argument
@@ -47,8 +51,8 @@ class Collector(Replaceable):
     """
 
     env: VectorEnv
-    policy: Policy = struct.field(pytree_node=False)
-    record_fn: Callable[[Transition], Transition] | None = struct.field(
+    policy: Policy[ParamsT, ObsT, ActionT] = struct.field(pytree_node=False)
+    record_fn: RecordFn[ObsT, ActionT] | None = struct.field(
         pytree_node=False, default=None
     )
     # A mapping from names to `Accumulator`s, kept as `Accumulators`.
@@ -79,7 +83,9 @@ class Collector(Replaceable):
         checks.typed_key(key)
         return _init(self, key)
 
-    def step(self, carry: Carry, params: Any) -> tuple[Carry, Transition]:
+    def step(
+        self, carry: Carry, params: ParamsT
+    ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes one step in every lane and resets those whose episode ended. Jitted.
 
         Args:
@@ -96,8 +102,8 @@ class Collector(Replaceable):
         return _step(self, carry, params)
 
     def collect_steps(
-        self, carry: Carry, params: Any, num_steps: int
-    ) -> tuple[Carry, Transition]:
+        self, carry: Carry, params: ParamsT, num_steps: int
+    ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes `num_steps` steps in every lane. Jitted.
 
         Inside your own `jit` it is inlined: a field of the trajectory that is not read
@@ -121,8 +127,8 @@ class Collector(Replaceable):
     def fold_steps(
         self,
         carry: Carry,
-        params: Any,
-        fn: Callable[[Acc, Transition], Acc],
+        params: ParamsT,
+        fn: Callable[[Acc, Transition[ObsT, ActionT]], Acc],
         acc: Acc,
         *,
         num_steps: int,
@@ -155,7 +161,7 @@ class Collector(Replaceable):
     def collect_episodes(
         self,
         carry: Carry,
-        params: Any,
+        params: ParamsT,
         num_episodes: int,
         *,
         max_steps: int,
@@ -198,7 +204,12 @@ class Collector(Replaceable):
         return _collect_episodes(*args, episodes.queue, num_episodes, least)
 
     def collect_episodes_per_env(
-        self, carry: Carry, params: Any, episodes_per_env: int, *, max_steps: int
+        self,
+        carry: Carry,
+        params: ParamsT,
+        episodes_per_env: int,
+        *,
+        max_steps: int,
     ) -> tuple[Carry, Episodes]:
         """Plays `episodes_per_env` new episodes in every lane. Jitted.
 
@@ -226,8 +237,8 @@ class Collector(Replaceable):
     def fold_episodes(
         self,
         carry: Carry,
-        params: Any,
-        fn: Callable[[Acc, Transition], Acc],
+        params: ParamsT,
+        fn: Callable[[Acc, Transition[ObsT, ActionT]], Acc],
         acc: Acc,
         *,
         num_episodes: int,
@@ -261,8 +272,8 @@ class Collector(Replaceable):
         return _jitted(_fold_episodes, fn, args)(*args, fn, num_episodes)
 
     def collect_padded_episodes(
-        self, carry: Carry, params: Any, num_episodes: int, *, max_length: int
-    ) -> tuple[Carry, Transition, Episodes]:
+        self, carry: Carry, params: ParamsT, num_episodes: int, *, max_length: int
+    ) -> tuple[Carry, Transition[ObsT, ActionT], Episodes]:
         """Plays `num_episodes` episodes and returns them whole. Jitted.
 
         Args:
@@ -288,8 +299,8 @@ class Collector(Replaceable):
     def _play(
         self,
         carry: Carry,
-        params: Any,
-        fn: Callable[[Acc, Transition], Acc],
+        params: ParamsT,
+        fn: Callable[[Acc, Transition[ObsT, ActionT]], Acc],
         acc: Acc,
         max_steps: jax.Array,
         num_episodes: int,

@@ -30,9 +30,12 @@ from envs.types import (
 from rollout import checks, processes
 from rollout.collector import Collector
 from rollout.kernel import fence
+from rollout.types import ActionT, ObsT, ParamsT
 
 
-def shard(collector: Collector, mesh: Mesh, axis: str = "lanes") -> Collector:
+def shard(
+    collector: Collector[ParamsT, ObsT, ActionT], mesh: Mesh, axis: str = "lanes"
+) -> Collector[ParamsT, ObsT, ActionT]:
     """Spreads the lanes of a collector over the devices of a mesh axis.
 
         mesh = jax.make_mesh((8,), ("lanes",))

@@ -11,13 +11,13 @@ from rollout.collector import Collector
 from rollout.finite import count_faulty
 from rollout.host.collector import HostCollector
 from rollout.stats import CollectStats, summarize
-from rollout.types import Transition
+from rollout.types import ParamsT, Transition
 
 
 def evaluate(
-    collector: Collector | HostCollector,
+    collector: Collector[ParamsT] | HostCollector[ParamsT],
     key: chex.PRNGKey,
-    params: Any,
+    params: ParamsT,
     num_episodes: int,
     *,
     max_steps: int = 1_000_000,

@@ -1,11 +1,12 @@
 """The rollout contracts: what goes into the kernel and what comes out of it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import chex
 import jax
 from flax import struct
+from typing_extensions import TypeVar
 
 from envs.types import ArrayTree, Replaceable
 
@@ -14,9 +15,15 @@ Params = Any  # whatever the policy takes
 Obs = ArrayTree  # [B, ...]
 PolicyState = ArrayTree  # [B, ...]
 
+# What a user's own policy takes and gives; a type checker has it from `fn` of
+# `stateless_policy` or `recurrent_policy`, and hands it on as far as `Transition`.
+ParamsT = TypeVar("ParamsT", default=Any)
+ObsT = TypeVar("ObsT", default=Any)
+ActionT = TypeVar("ActionT", default=Any)
+
 
 @struct.dataclass(kw_only=True)
-class Transition(Replaceable):
+class Transition(Replaceable, Generic[ObsT, ActionT]):
     """One step of every lane; stacked over time, a trajectory.
 
     Shapes are those of a stacked trajectory, `T` steps of `B` lanes. A single
@@ -43,12 +50,12 @@ class Transition(Replaceable):
             the episode, this step included; `()` if it has none.
     """
 
-    obs: ArrayTree  # [T, B, ...]
-    action: ArrayTree  # [T, B, ...]
+    obs: ObsT  # [T, B, ...]
+    action: ActionT  # [T, B, ...]
     reward: jax.Array  # [T, B]
     terminated: jax.Array  # [T, B]
     truncated: jax.Array  # [T, B]
-    next_obs: ArrayTree  # [T, B, ...]
+    next_obs: ObsT  # [T, B, ...]
     mask: jax.Array  # [T, B]
     episode_id: jax.Array  # [T, B]
     episode_return: jax.Array  # [T, B]
@@ -66,6 +73,9 @@ class Transition(Replaceable):
     def first(self) -> jax.Array:
         """`[T, B]` bool, this is the first step of its episode."""
         return self.episode_length == 1
+
+
+RecordFn = Callable[[Transition[ObsT, ActionT]], Transition[ObsT, ActionT]]
 
 
 @struct.dataclass(kw_only=True)
@@ -208,7 +218,7 @@ class Accumulator(NamedTuple):
 Accumulators = tuple[tuple[str, Accumulator], ...]  # by name, hashable
 
 
-class PolicyStep(NamedTuple):
+class PolicyStep(NamedTuple, Generic[ActionT]):
     """What a policy returns.
 
     Attributes:
@@ -217,15 +227,15 @@ class PolicyStep(NamedTuple):
         extras: any pytree `[B, ...]` to record along: log_prob, value, logits.
     """
 
-    action: ArrayTree
+    action: ActionT
     state: ArrayTree = ()
     extras: ArrayTree = ()
 
 
-PolicyFn = Callable[[Params, Obs, PolicyState, Key], PolicyStep]
+PolicyFn = Callable[[ParamsT, ObsT, PolicyState, Key], PolicyStep[ActionT]]
 
 
-class Policy(NamedTuple):
+class Policy(NamedTuple, Generic[ParamsT, ObsT, ActionT]):
     """A policy, batched over lanes: two functions.
 
     Attributes:
@@ -239,5 +249,5 @@ class Policy(NamedTuple):
     """
 
     init: Callable[[int], PolicyState]
-    apply: PolicyFn
-    mode: PolicyFn | None = None
+    apply: PolicyFn[ParamsT, ObsT, ActionT]
+    mode: PolicyFn[ParamsT, ObsT, ActionT] | None = None

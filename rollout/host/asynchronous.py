@@ -1,7 +1,7 @@
 """`AsyncCollector`: of many environments those step that are ready."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import chex
@@ -18,7 +18,16 @@ from rollout.host.faults import Faults
 from rollout.host.rows import Rows
 from rollout.host.run import ActFn, At, Causes, Run
 from rollout.host.seats import Seats
-from rollout.types import Accumulator, Accumulators, Policy, Transition
+from rollout.types import (
+    Accumulator,
+    Accumulators,
+    ActionT,
+    ObsT,
+    ParamsT,
+    Policy,
+    RecordFn,
+    Transition,
+)
 
 
 @struct.dataclass
@@ -39,7 +48,7 @@ class Served(Replaceable):
     num_envs: int = struct.field(pytree_node=False)
 
 
-class AsyncCollector(HostCollector):
+class AsyncCollector(HostCollector[ParamsT, ObsT, ActionT]):
     """Collects experience from environments of which some are slower than others.
 
     In every row the first `R` environments that have answered stand, in the order in
@@ -75,10 +84,10 @@ class AsyncCollector(HostCollector):
         self,
         *,
         env: AsyncHostVectorEnv,
-        policy: Policy,
+        policy: Policy[ParamsT, ObsT, ActionT],
         num_ready: int,
         timeout: float | None = None,
-        record_fn: Callable[[Transition], Transition] | None = None,
+        record_fn: RecordFn[ObsT, ActionT] | None = None,
         accumulators: Mapping[str, Accumulator] | Accumulators = (),
         on_fault: str = "raise",
         max_restarts: int = 100,

@@ -4,7 +4,7 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import chex
 import jax
@@ -22,9 +22,13 @@ from rollout.host.seats import Seats
 from rollout.types import (
     Accumulator,
     Accumulators,
+    ActionT,
     Carry,
     Episodes,
+    ObsT,
+    ParamsT,
     Policy,
+    RecordFn,
     Transition,
 )
 
@@ -34,7 +38,7 @@ _BLOCK = 64  # rows that are collected before they are folded
 _NUMBERS = itertools.count(1)  # of collectors, in this process
 
 
-class HostCollector:
+class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     """Collects experience from environments that are not JAX.
 
     The methods, the arguments and the results are those of `Collector`, but the
@@ -67,8 +71,8 @@ class HostCollector:
         self,
         *,
         env: HostVectorEnv,
-        policy: Policy,
-        record_fn: Callable[[Transition], Transition] | None = None,
+        policy: Policy[ParamsT, ObsT, ActionT],
+        record_fn: RecordFn[ObsT, ActionT] | None = None,
         accumulators: Mapping[str, Accumulator] | Accumulators = (),
         on_fault: str = "raise",
         max_restarts: int = 100,
@@ -116,14 +120,16 @@ class HostCollector:
         self._run = self._make_run(key)
         return self._snapshot()
 
-    def step(self, carry: Carry, params: Any) -> tuple[Carry, Transition]:
+    def step(
+        self, carry: Carry, params: ParamsT
+    ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes one step in every lane; see `Collector.step`."""
         carry, trajectory = self.collect_steps(carry, params, 1)
         return carry, jax.tree.map(lambda x: x[0], trajectory)
 
     def collect_steps(
-        self, carry: Carry, params: Any, num_steps: int
-    ) -> tuple[Carry, Transition]:
+        self, carry: Carry, params: ParamsT, num_steps: int
+    ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes `num_steps` steps in every lane; see `Collector.collect_steps`.
 
         Raises:
@@ -141,8 +147,8 @@ class HostCollector:
     def fold_steps(
         self,
         carry: Carry,
-        params: Any,
-        fn: Callable[[Acc, Transition], Acc],
+        params: ParamsT,
+        fn: Callable[[Acc, Transition[ObsT, ActionT]], Acc],
         acc: Acc,
         *,
         num_steps: int,
@@ -164,7 +170,7 @@ class HostCollector:
     def collect_episodes(
         self,
         carry: Carry,
-        params: Any,
+        params: ParamsT,
         num_episodes: int,
         *,
         max_steps: int,
@@ -182,7 +188,7 @@ class HostCollector:
         return self._play(params, seats, max_steps, self._note_figures(seats))
 
     def collect_episodes_per_env(
-        self, carry: Carry, params: Any, episodes_per_env: int, *, max_steps: int
+        self, carry: Carry, params: ParamsT, episodes_per_env: int, *, max_steps: int
     ) -> tuple[Carry, Episodes]:
         """Plays episodes of every lane; see `Collector.collect_episodes_per_env`."""
         episodes_per_env = checks.count("episodes_per_env", episodes_per_env)
@@ -200,8 +206,8 @@ class HostCollector:
     def fold_episodes(
         self,
         carry: Carry,
-        params: Any,
-        fn: Callable[[Acc, Transition], Acc],
+        params: ParamsT,
+        fn: Callable[[Acc, Transition[ObsT, ActionT]], Acc],
         acc: Acc,
         *,
         num_episodes: int,
@@ -223,8 +229,8 @@ class HostCollector:
         return carry, acc, episodes
 
     def collect_padded_episodes(
-        self, carry: Carry, params: Any, num_episodes: int, *, max_length: int
-    ) -> tuple[Carry, Transition, Episodes]:
+        self, carry: Carry, params: ParamsT, num_episodes: int, *, max_length: int
+    ) -> tuple[Carry, Transition[ObsT, ActionT], Episodes]:
         """Returns `num_episodes` whole; see `Collector.collect_padded_episodes`."""
         num_episodes = checks.count("num_episodes", num_episodes)
         max_length = checks.count("max_length", max_length)
@@ -254,14 +260,14 @@ class HostCollector:
     def collect_batch(
         self,
         carry: Carry,
-        params: Any,
+        params: ParamsT,
         num_steps: int,
         *,
         capacity: int,
         limit: int = NO_LIMIT,
         random_fn: Callable[[int], np.ndarray | None] = lambda row: None,
         at_end: str = "continue",
-    ) -> tuple[Carry, Transition]:
+    ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes steps as a `Stream` needs them.
 
         Called again after an error, with the same carry, it goes on with the batch.
@@ -295,7 +301,7 @@ class HostCollector:
         trajectory = trajectory.replace(truncated=trajectory.truncated | is_cut)
         return self._snapshot(), trajectory
 
-    def compile(self, carry: Carry, params: Any) -> None:
+    def compile(self, carry: Carry, params: ParamsT) -> None:
         """Compiles the program of the policy ahead of the first call."""
         self._program.compile(params, carry.obs)
 
@@ -342,7 +348,7 @@ class HostCollector:
                 )
         return self._snapshot()
 
-    def recover(self) -> tuple[Carry, Transition | None]:
+    def recover(self) -> tuple[Carry, Transition[ObsT, ActionT] | None]:
         """Goes on after an error, or after Ctrl-C, that cut a call short.
 
         Environments that failed are made anew, if they can be, and lanes whose episode

@@ -78,6 +78,12 @@ def summarize_agents(trajectory: Transition) -> AgentStats:
     policy_id, roster = extras.get("policy_id", -1), extras.get("roster")
     acted = info.acted & mask
     is_unmapped = jnp.zeros((), bool) if roster is None else acted & (policy_id < 0)
+    policies = {}
+    if roster is not None:
+        policies = {
+            name: _figures(trajectory, took_part & roster.select(name, policy_id))
+            for name, *_ in roster.indices
+        }
     return AgentStats(
         num_steps=_count(trajectory.mask),
         num_agent_steps=_count(acted),
@@ -89,12 +95,7 @@ def summarize_agents(trajectory: Transition) -> AgentStats:
             agent: _figures(trajectory, took_part & _is_only(i, took_part.shape[-1]))
             for i, agent in enumerate(info.layout.agents)
         },
-        policies={}
-        if roster is None
-        else {
-            name: _figures(trajectory, took_part & roster.select(name, policy_id))
-            for name, *_ in roster.indices
-        },
+        policies=policies,
     )
 
 

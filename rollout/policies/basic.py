@@ -2,14 +2,25 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import chex
 
 from envs.types import AnySpace, ArrayTree
 from rollout.policies import draws, masks
 from rollout.policies.masks import MaskFn
-from rollout.types import Key, Obs, Params, Policy, PolicyFn, PolicyState, PolicyStep
+from rollout.types import (
+    ActionT,
+    Key,
+    Obs,
+    ObsT,
+    Params,
+    ParamsT,
+    Policy,
+    PolicyFn,
+    PolicyState,
+    PolicyStep,
+)
 
 
 def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> Policy:
@@ -46,6 +57,22 @@ def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> P
     return _drawing_policy(draws.uniform(action_space))
 
 
+@overload
+def stateless_policy(
+    fn: Callable[[ParamsT, ObsT, Key], tuple[ActionT, Any]],
+    *,
+    mode_fn: Callable[[ParamsT, ObsT, Key], Any] | None = None,
+) -> Policy[ParamsT, ObsT, ActionT]: ...
+
+
+@overload
+def stateless_policy(
+    fn: Callable[[ParamsT, ObsT, Key], ActionT],
+    *,
+    mode_fn: Callable[[ParamsT, ObsT, Key], Any] | None = None,
+) -> Policy[ParamsT, ObsT, ActionT]: ...
+
+
 def stateless_policy(
     fn: Callable[..., Any], *, mode_fn: Callable[..., Any] | None = None
 ) -> Policy:
@@ -73,11 +100,14 @@ def stateless_policy(
 
 
 def recurrent_policy(
-    fn: Callable[..., Any],
+    fn: Callable[
+        [ParamsT, ObsT, Any, Key],
+        tuple[ActionT, Any] | tuple[ActionT, Any, Any],
+    ],
     init: Callable[[int], ArrayTree],
     *,
-    mode_fn: Callable[..., Any] | None = None,
-) -> Policy:
+    mode_fn: Callable[[ParamsT, ObsT, Any, Key], Any] | None = None,
+) -> Policy[ParamsT, ObsT, ActionT]:
     """Makes a policy of a function with memory.
 
     Args:
@@ -107,7 +137,7 @@ def recurrent_policy(
     return Policy(init, make(fn), make(mode_fn) if mode_fn else None)
 
 
-def greedy(policy: Policy) -> Policy:
+def greedy(policy: Policy[ParamsT, ObsT, ActionT]) -> Policy[ParamsT, ObsT, ActionT]:
     """Makes the policy that takes the mode of another, as evaluation does.
 
     Args:

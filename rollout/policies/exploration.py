@@ -37,16 +37,16 @@ from rollout import checks
 from rollout.policies import draws, masks, wrapping
 from rollout.policies.masks import MaskFn
 from rollout.policies.wrapping import Schedule
-from rollout.types import Obs, Params, Policy, PolicyStep
+from rollout.types import ActionT, Obs, ObsT, Params, ParamsT, Policy, PolicyStep
 
 
 def epsilon_greedy(
-    policy: Policy,
+    policy: Policy[ParamsT, ObsT, ActionT],
     action_space: AnySpace,
     epsilon: float | Schedule,
     *,
     mask_fn: MaskFn | None = None,
-) -> Policy:
+) -> Policy[ParamsT, ObsT, ActionT]:
     """Replaces the action, with probability epsilon, by a uniformly random one.
 
     Lane by lane. With a `mask_fn` the random action is an allowed one, and so is that
@@ -95,12 +95,12 @@ def epsilon_greedy(
 
 
 def random_warmup(
-    policy: Policy,
+    policy: Policy[ParamsT, ObsT, ActionT],
     action_space: AnySpace,
     num_steps: int,
     *,
     mask_fn: MaskFn | None = None,
-) -> Policy:
+) -> Policy[ParamsT, ObsT, ActionT]:
     """Takes random actions in the first steps of each lane, then those of the policy.
 
     A random action is drawn uniformly; the steps are counted over episode ends.

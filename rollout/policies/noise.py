@@ -16,7 +16,7 @@ from envs import keys
 from envs.types import AnySpace, ArrayTree, Replaceable
 from rollout.policies import wrapping
 from rollout.policies.wrapping import Schedule
-from rollout.types import Policy, PolicyStep
+from rollout.types import ActionT, ObsT, ParamsT, Policy, PolicyStep
 
 
 @struct.dataclass(kw_only=True)
@@ -28,8 +28,10 @@ class _Noisy(Replaceable):
 
 
 def gaussian_noise(
-    policy: Policy, action_space: AnySpace, scale: float | Schedule
-) -> Policy:
+    policy: Policy[ParamsT, ObsT, ActionT],
+    action_space: AnySpace,
+    scale: float | Schedule,
+) -> Policy[ParamsT, ObsT, ActionT]:
     """Adds independent Gaussian noise to the action and clips to the space's bounds.
 
         a_t + ε_t,  ε_t ~ N(0, scale²)  in every entry
@@ -73,13 +75,13 @@ def gaussian_noise(
 
 
 def ornstein_uhlenbeck(
-    policy: Policy,
+    policy: Policy[ParamsT, ObsT, ActionT],
     action_space: AnySpace,
     scale: float | Schedule,
     *,
     theta: float = 0.15,
     dt: float = 0.01,
-) -> Policy:
+) -> Policy[ParamsT, ObsT, ActionT]:
     """Adds noise that is correlated over time, and clips to the space's bounds.
 
         x_t = x_{t-1} - θ x_{t-1} dt + scale √dt N(0, 1),  a_t + x_t  in every entry

@@ -31,7 +31,7 @@ class StreamBatch(Replaceable):
         episodes: with `episodes_per_batch` the episodes, `[N]`, else None.
     """
 
-    trajectory: Transition | ArrayTree  # [T, B, ...]
+    trajectory: Any  # [T, B, ...]
     stats: CollectStats
     steps: int
     warmup_steps: int
