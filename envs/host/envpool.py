@@ -254,6 +254,7 @@ def _make(
         ) from error
     counts = {"num_envs": num_envs, "batch_size": batch_size, "seed": seed}
     try:
+        # Where EnvPool is not installed a checker takes this module for it.
         make = envpool.make  # pyright: ignore[reportAttributeAccessIssue]
         return make(env_id, env_type="gymnasium", **counts, **options)
     except (AssertionError, TypeError) as error:
