@@ -13,7 +13,7 @@ from envs import keys
 from envs.types import ArrayTree
 from rollout import checks, kernel
 from rollout.collector import Collector
-from rollout.types import Carry, Transition
+from rollout.types import Carry, ParamsT, Transition
 
 _NUM_REPEATS = 5
 
@@ -49,8 +49,8 @@ class _Given(NamedTuple):
 
 
 def profile(
-    collector: Collector,
-    params: Any,
+    collector: Collector[ParamsT],
+    params: ParamsT,
     num_steps: int,
     *,
     key: chex.PRNGKey | None = None,

@@ -6,7 +6,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, Generic, Self
 
 import chex
 import jax
@@ -26,13 +26,13 @@ from rollout.stream.fill import NO_FAULT, Filled
 from rollout.stream.progress import Bar
 from rollout.stream.types import Options, Placement, Position, StreamBatch, Window
 from rollout.stream.worker import Job, Worker
-from rollout.types import Transition
+from rollout.types import ParamsT, Transition
 
 _MOMENT = 1e-5  # s
 _NEWEST = -1  # version of parameters: those that are set when the batch is begun
 
 
-class Stream:
+class Stream(Generic[ParamsT]):
     """Yields batches of exactly so many environment steps, one after the other.
 
         with Stream(collector, key=key, params=params, steps_per_batch=4096,
@@ -111,10 +111,10 @@ class Stream:
 
     def __init__(
         self,
-        collector: Collector | HostCollector,
+        collector: Collector[ParamsT] | HostCollector[ParamsT],
         *,
         key: chex.PRNGKey,
-        params: Any = None,
+        params: ParamsT | None = None,
         steps_per_batch: int | None = None,
         episodes_per_batch: int | None = None,
         total_steps: int | None = None,
@@ -260,7 +260,7 @@ class Stream:
         """Compiles ahead of the first batch, which otherwise does it."""
         self._compile((self._at.params or self._params)[0])
 
-    def set_params(self, params: Any) -> None:
+    def set_params(self, params: ParamsT) -> None:
         """Sets the parameters for the batches that are not under way yet.
 
         From any thread.
