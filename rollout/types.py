@@ -16,10 +16,11 @@ Obs = ArrayTree  # [B, ...]
 PolicyState = ArrayTree  # [B, ...]
 
 # What a user's own policy takes and gives; a type checker has it from `fn` of
-# `stateless_policy` or `recurrent_policy`, and hands it on as far as `Transition`.
-ParamsT = TypeVar("ParamsT", default=Any)
-ObsT = TypeVar("ObsT", default=Any)
-ActionT = TypeVar("ActionT", default=Any)
+# `stateless_policy` or `recurrent_policy`, and hands it on as far as `Transition`. The
+# bound is for a `lambda`: without it a checker takes its arguments for an `object`.
+ParamsT = TypeVar("ParamsT", bound=Any, default=Any)
+ObsT = TypeVar("ObsT", bound=Any, default=Any)
+ActionT = TypeVar("ActionT", bound=Any, default=Any)
 
 
 @struct.dataclass(kw_only=True)

@@ -131,6 +131,8 @@ def test_what_makes_other_policies_keeps_their_types():
     assert_type(exploring, rollout.Policy[Params, jax.Array, jax.Array])
     recurrent = rollout.recurrent_policy(remember, memory)
     assert_type(recurrent, rollout.Policy[Params, jax.Array, jax.Array])
+    short = rollout.stateless_policy(lambda params, obs, key: obs.x @ params["weight"])
+    assert_type(short, rollout.Policy)
     by_parts = rollout.stateless_policy(act_by_parts)
     assert_type(by_parts, rollout.Policy[Gains, Obs, dict[str, jax.Array]])
     assert by_parts.mode is None
