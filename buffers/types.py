@@ -1,14 +1,14 @@
 """The buffer contracts: what a buffer keeps and what a sample is."""
 
-from typing import Any, Generic, Self, TypeAlias
+from typing import Any, Generic, Self
+from typing import Any as ArrayTree
 
 import jax
 from flax import struct
 from typing_extensions import TypeVar
 
-# A pytree of arrays. It is `Any`, since no annotation can say which structure a tree
-# has: with `chex.ArrayTree`, a union, a checker refuses every access to a part of it.
-ArrayTree: TypeAlias = Any
+# `ArrayTree`, a pytree of arrays, is `Any`: no annotation can say which structure it
+# has. See `envs.types`, which is not imported here.
 
 ExperienceT = TypeVar("ExperienceT", default=Any)
 

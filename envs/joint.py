@@ -35,7 +35,6 @@ from envs.types import (
     EnvStep,
     Lanes,
     Replaceable,
-    VectorEnv,
 )
 from envs.vectorize import vectorize
 from envs.wrappers.base import VectorWrapper
@@ -45,7 +44,7 @@ _FLAG = Box(0, 1, (), jnp.dtype(bool))
 
 def vectorize_agents(
     env: MultiAgentEnv, num_envs: int, *, auto_reset: str = "compact"
-) -> VectorEnv:
+) -> "_VectorizedAgents":
     """Puts `num_envs` copies of an environment of several agents side by side.
 
     Args:

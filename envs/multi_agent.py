@@ -8,7 +8,7 @@ what belongs to single agents.
 
 import enum
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import chex
 import jax
@@ -59,8 +59,8 @@ class MultiAgentStep(Replaceable):
     reward: jax.Array  # [A]
     terminated: jax.Array  # [A]
     truncated: jax.Array  # [A]
-    episode_terminated: jax.Array  # ()
-    episode_truncated: jax.Array  # ()
+    episode_terminated: Any  # (), an array or a bool of Python
+    episode_truncated: Any  # (), likewise
     info: ArrayTree = struct.field(default_factory=dict)
 
 

@@ -60,7 +60,7 @@ class LeaveByCategory(Replaceable):
         The environments KuaiRec and KuaiRand of EasyRL4Rec, arXiv:2402.15164.
     """
 
-    categories: jax.Array  # [I, C]
+    categories: Any  # [I, C]
     window: int = struct.field(pytree_node=False)
     threshold: int = struct.field(pytree_node=False)
 
@@ -101,7 +101,7 @@ class LeaveByDistance(Replaceable):
         The environments Coat and Yahoo! R3 of EasyRL4Rec, arXiv:2402.15164.
     """
 
-    features: jax.Array  # [I, F]
+    features: Any  # [I, F]
     window: int = struct.field(pytree_node=False)
     threshold: jax.typing.ArrayLike
 
@@ -168,7 +168,7 @@ class RecommendationEnv(Replaceable):
             not as above; if `leave` knows of another number of items.
     """
 
-    feedback: jax.Array | FeedbackFn  # [U, I]
+    feedback: Any  # [U, I], or a FeedbackFn
     leave: LeaveRule | None = None
     max_turn: int = struct.field(pytree_node=False, default=100)
     random_first: bool = struct.field(pytree_node=False, default=False)

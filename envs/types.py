@@ -14,7 +14,9 @@ reset key would then hold the keys of its own first steps (`split(key)[i]` is
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, Generic, NamedTuple, Protocol, Self
+from typing import Any as AnySpace
+from typing import Any as ArrayTree
 
 import chex
 import jax
@@ -23,13 +25,11 @@ from typing_extensions import TypeVar
 
 RESET = 0  # what is folded into an episode key for the reset; steps count from 1
 
-# A `Space`, or one of several parts, which has no `shape` and no `dtype`. It is `Any`,
-# since a space is asked for what its kind has: `n`, `low` and `high`, `spaces`.
-AnySpace: TypeAlias = Any
-
-# A pytree of arrays. It is `Any`, since no annotation can say which structure a tree
-# has: with `chex.ArrayTree`, a union, a checker refuses every access to a part of it.
-ArrayTree: TypeAlias = Any
+# Other names of `Any`. `ArrayTree` is a pytree of arrays: no annotation can say which
+# structure it has, and with `chex.ArrayTree`, a union, a checker refuses every access to
+# a part. `AnySpace` is a `Space`, or one of several parts, which has no `shape` and no
+# `dtype`: a space is asked for what its kind has. They are imported under these names,
+# since pyright takes `a | b` of the values of an alias for a union of types.
 
 StateT = TypeVar("StateT", default=Any)
 ObsT = TypeVar("ObsT", default=Any)
@@ -64,9 +64,9 @@ class EnvStep(Replaceable, Generic[StateT, ObsT]):
 
     state: StateT
     obs: ObsT
-    reward: jax.Array  # ()
-    terminated: jax.Array  # ()
-    truncated: jax.Array  # ()
+    reward: Any  # (), an array or a number of Python
+    terminated: Any  # (), likewise
+    truncated: Any  # (), likewise
     info: ArrayTree
 
 

@@ -34,9 +34,9 @@ class Catalogue(Replaceable):
             feature, such as the most frequent categories.
     """
 
-    features: jax.Array | None = None  # [I, F]
-    popularity: jax.Array | None = None  # [I]
-    dominated: jax.Array | None = None  # [I]
+    features: Any = None  # [I, F]
+    popularity: Any = None  # [I]
+    dominated: Any = None  # [I]
 
 
 @struct.dataclass(kw_only=True)
