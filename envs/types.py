@@ -26,7 +26,7 @@ from typing_extensions import TypeVar
 RESET = 0  # what is folded into an episode key for the reset; steps count from 1
 
 # Other names of `Any`. `ArrayTree` is a pytree of arrays: no annotation can say which
-# structure it has, and with `chex.ArrayTree`, a union, a checker refuses every access to
+# structure it has, and with `chex.ArrayTree`, a union, a checker refuses all access to
 # a part. `AnySpace` is a `Space`, or one of several parts, which has no `shape` and no
 # `dtype`: a space is asked for what its kind has. They are imported under these names,
 # since pyright takes `a | b` of the values of an alias for a union of types.
