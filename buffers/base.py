@@ -7,13 +7,14 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.core import Tracer
 
 from buffers import batches, checks, fields, ring, sampling, walk
-from buffers.types import Batch, RingState, Sequences
+from buffers.types import ArrayTree, Batch, Replaceable, RingState, Sequences
 
 
 @struct.dataclass
-class RingBuffer:
+class RingBuffer(Replaceable):
     """The part that the buffers share.
 
     Every buffer state has a `ring`, which holds the rows that are visible.
@@ -54,7 +55,7 @@ class RingBuffer:
         """N, transitions that each lane holds."""
         return self.capacity // self.num_envs
 
-    def add(self, state: chex.ArrayTree, trajectory: chex.ArrayTree) -> chex.ArrayTree:
+    def add(self, state: ArrayTree, trajectory: ArrayTree) -> ArrayTree:
         """Appends transitions; a lane that is full drops its oldest ones.
 
         Args:
@@ -73,12 +74,16 @@ class RingBuffer:
         rows, mask = self._chunk(state, trajectory)
         return self._run("_add", state, rows, mask)
 
-    def size(self, state: chex.ArrayTree) -> jax.Array:
+    def init(self, transition: ArrayTree, params: Any = None) -> ArrayTree:
+        """Makes an empty buffer; every kind of buffer has a state of its own."""
+        raise NotImplementedError
+
+    def size(self, state: ArrayTree) -> jax.Array:
         """Counts the transitions that are stored, `()` int32."""
         return jnp.sum(state.ring.size)
 
     def can_sample(
-        self, state: chex.ArrayTree, batch_size: int, *, stack: int | None = None
+        self, state: ArrayTree, batch_size: int, *, stack: int | None = None
     ) -> jax.Array:
         """Tells whether at least `batch_size` transitions may be sampled.
 
@@ -94,14 +99,14 @@ class RingBuffer:
         return self._run("_can_sample", state, **counts)
 
     def _can_sample(
-        self, state: chex.ArrayTree, batch_size: int, stack: int | None
+        self, state: ArrayTree, batch_size: int, stack: int | None
     ) -> jax.Array:
         usable_fn = self._usable_fn(state, stack)
         if usable_fn is None:
             return self.size(state) >= batch_size
         return sampling.has_usable(state.ring, usable_fn, batch_size)
 
-    def count_lost(self, state: chex.ArrayTree) -> jax.Array:
+    def count_lost(self, state: ArrayTree) -> jax.Array:
         """Counts endings that are stored but never sampled, `()` int32.
 
         With `successor="shared"` these are the endings whose final observation was
@@ -114,7 +119,7 @@ class RingBuffer:
         ended = walk.is_stored(state.ring, row) & walk.is_done(state.ring, row)
         return jnp.sum(ended & ~walk.has_successor(state.ring, row), dtype=jnp.int32)
 
-    def get(self, state: chex.ArrayTree, indices: jax.Array) -> chex.ArrayTree:
+    def get(self, state: ArrayTree, indices: jax.Array) -> ArrayTree:
         """Reads rows.
 
         Args:
@@ -127,7 +132,7 @@ class RingBuffer:
         """
         return batches.get(state.ring, indices)
 
-    def previous(self, state: chex.ArrayTree, indices: jax.Array) -> jax.Array:
+    def previous(self, state: ArrayTree, indices: jax.Array) -> jax.Array:
         """Finds the previous rows of the same episodes.
 
         Args:
@@ -144,7 +149,7 @@ class RingBuffer:
         fields.need(state.ring.experience, checks.FLAGS, "`previous`")
         return walk.previous(state.ring, indices)
 
-    def following(self, state: chex.ArrayTree, indices: jax.Array) -> jax.Array:
+    def following(self, state: ArrayTree, indices: jax.Array) -> jax.Array:
         """Finds the next rows of the same episodes.
 
         Args:
@@ -161,7 +166,7 @@ class RingBuffer:
         fields.need(state.ring.experience, checks.FLAGS, "`following`")
         return walk.following(state.ring, indices)
 
-    def unfinished(self, state: chex.ArrayTree) -> tuple[jax.Array, jax.Array]:
+    def unfinished(self, state: ArrayTree) -> tuple[jax.Array, jax.Array]:
         """Finds the newest rows of the episodes that are under way.
 
         Returns:
@@ -177,7 +182,7 @@ class RingBuffer:
 
     def sample_episodes(
         self,
-        state: chex.ArrayTree,
+        state: ArrayTree,
         key: chex.PRNGKey,
         batch_size: int,
         max_length: int,
@@ -207,13 +212,13 @@ class RingBuffer:
         counts = {"batch_size": batch_size, "max_length": max_length}
         return self._run("_sample_episodes", state, key, **counts)
 
-    def count_episodes(self, state: chex.ArrayTree, max_length: int) -> jax.Array:
+    def count_episodes(self, state: ArrayTree, max_length: int) -> jax.Array:
         """Counts the episodes that `sample_episodes` draws from, `()` int32."""
         max_length = self._check_whole(state, max_length)
         return self._run("_count_episodes", state, max_length=max_length)
 
     def _sample_episodes(
-        self, state: chex.ArrayTree, key: chex.PRNGKey, batch_size: int, max_length: int
+        self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, max_length: int
     ) -> Sequences:
         whole_fn = self._whole_fn(state, max_length)
         last = sampling.in_proportion_to(whole_fn, state.ring, key, batch_size)
@@ -222,24 +227,22 @@ class RingBuffer:
         weights = found.astype(jnp.float32)
         return batches.sequences(state.ring, first, weights, max_length)
 
-    def _count_episodes(self, state: chex.ArrayTree, max_length: int) -> jax.Array:
+    def _count_episodes(self, state: ArrayTree, max_length: int) -> jax.Array:
         whole_fn = self._whole_fn(state, max_length)
         row = walk.all_rows(state.ring)
         stored = walk.is_stored(state.ring, row)
         return jnp.sum(stored & whole_fn(row), dtype=jnp.int32)
 
-    def _whole_fn(self, state: chex.ArrayTree, max_length: int) -> sampling.RowFn:
+    def _whole_fn(self, state: ArrayTree, max_length: int) -> sampling.RowFn:
         """Makes the test whether a row ends an episode that is stored whole."""
         return lambda row: walk.ends_whole(state.ring, row, max_length)
 
-    def _check_whole(self, state: chex.ArrayTree, max_length: int) -> int:
+    def _check_whole(self, state: ArrayTree, max_length: int) -> int:
         needed = (*checks.FLAGS, "episode_length")
         fields.need(state.ring.experience, needed, "A sample of episodes")
         return checks.count("max_length", max_length)
 
-    def _usable_fn(
-        self, state: chex.ArrayTree, stack: int | None
-    ) -> sampling.RowFn | None:
+    def _usable_fn(self, state: ArrayTree, stack: int | None) -> sampling.RowFn | None:
         """Makes the test whether a stored row may be sampled; None if all may."""
         if not state.ring.finals and (stack is None or stack == 1):
             return None
@@ -251,7 +254,7 @@ class RingBuffer:
 
         return usable
 
-    def dump(self, state: chex.ArrayTree) -> tuple[chex.ArrayTree, jax.Array]:
+    def dump(self, state: ArrayTree) -> tuple[ArrayTree, jax.Array]:
         """Reads all rows of every lane, in the order of time.
 
         Returns:
@@ -261,7 +264,7 @@ class RingBuffer:
         """
         return self._run("_dump", state)
 
-    def merge(self, state: chex.ArrayTree, other: chex.ArrayTree) -> chex.ArrayTree:
+    def merge(self, state: ArrayTree, other: ArrayTree) -> ArrayTree:
         """Appends all rows of another buffer, lane by lane, in the order of time.
 
         Args:
@@ -279,7 +282,7 @@ class RingBuffer:
         rows, mask = self.dump(other)
         return self._run("_add", state, *self._chunk(state, rows, mask))
 
-    def _dump(self, state: chex.ArrayTree) -> tuple[chex.ArrayTree, jax.Array]:
+    def _dump(self, state: ArrayTree) -> tuple[ArrayTree, jax.Array]:
         memory = state.ring
         time = jnp.arange(memory.num_slots, dtype=jnp.int32)[:, None]
         oldest = walk.move(memory, walk.newest(memory), 1 - memory.size)
@@ -287,9 +290,20 @@ class RingBuffer:
         mask = (time < memory.size[None]) & walk.has_successor(memory, row)
         return batches.get(memory, row), mask
 
+    def _draw(
+        self,
+        state: ArrayTree,
+        key: chex.PRNGKey,
+        num_draws: int,
+        stack: int | None,
+        *drawing: Any,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Draws `[S]` rows and their weights; every kind of buffer has its own way."""
+        raise NotImplementedError
+
     def _sample(
         self,
-        state: chex.ArrayTree,
+        state: ArrayTree,
         key: chex.PRNGKey,
         gamma: jax.Array | None,
         *drawing: jax.Array,
@@ -311,7 +325,7 @@ class RingBuffer:
 
     def _sample_sequences(
         self,
-        state: chex.ArrayTree,
+        state: ArrayTree,
         key: chex.PRNGKey,
         *drawing: jax.Array,
         batch_size: int,
@@ -322,11 +336,11 @@ class RingBuffer:
 
     def _run(self, method: str, *args: Any, **options: Any) -> Any:
         """Calls a method that checks nothing; jitted, unless it is traced already."""
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
             return getattr(self, method)(*args, **options)
         return _call(self, method, tuple(options.items()), *args)
 
-    def _init(self, transition: chex.ArrayTree, params: Any) -> RingState:
+    def _init(self, transition: ArrayTree, params: Any) -> RingState:
         """Makes an empty ring for transitions `[B, ...]`, or those of a collector."""
         if hasattr(transition, "collect_steps"):
             collector = transition
@@ -345,19 +359,18 @@ class RingBuffer:
 
     def _chunk(
         self,
-        state: chex.ArrayTree,
-        trajectory: chex.ArrayTree,
-        mask: jax.Array | None = None,
-    ) -> tuple[chex.ArrayTree, jax.Array]:
+        state: ArrayTree,
+        trajectory: ArrayTree,
+        mask: ArrayTree | None = None,
+    ) -> tuple[ArrayTree, jax.Array]:
         """Checks what is added: `[T, B, ...]` rows, and their mask, `[T, B]` bool."""
         rows = fields.put(trajectory, mask=())
         is_step = checks.like_init(rows, state.ring)
-        mask = fields.get(trajectory, "mask") if mask is None else mask
+        given: Any = fields.get(trajectory, "mask") if mask is None else mask
         shape = jax.tree.leaves(rows)[0].shape[: 1 if is_step else 2]
-        mask = jnp.ones(shape, bool) if mask is None else checks.mask(mask, shape)
-        if is_step:
-            rows, mask = jax.tree.map(lambda x: x[None], (rows, mask))
-        return rows, mask
+        mask = jnp.ones(shape, bool) if given is None else checks.mask(given, shape)
+        added = rows, mask
+        return jax.tree.map(lambda x: x[None], added) if is_step else added
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

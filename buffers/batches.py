@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from buffers import fields, walk
-from buffers.types import Batch, RingState, Sequences
+from buffers.types import ArrayTree, Batch, RingState, Sequences
 
 # A key, the rows and later rows of their episodes, `[S, ...]`, to the rows.
-RelabelFn = Callable[[chex.PRNGKey, chex.ArrayTree, chex.ArrayTree], chex.ArrayTree]
+RelabelFn = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], ArrayTree]
 
 
-def get(ring: RingState, row: jax.Array) -> chex.ArrayTree:
+def get(ring: RingState, row: jax.Array) -> ArrayTree:
     """Reads rows of any shape as they came in, with successor and mask.
 
     The mask is False where there is no such row, or its successor is missing.
@@ -28,7 +28,7 @@ def transitions(
     weights: jax.Array,
     *,
     n_step: int | None,
-    gamma: float | None,
+    gamma: ArrayTree | None,
     stack: int | None,
 ) -> Batch:
     """Reads `[S]` rows that may be used; void where `weights` is 0."""
@@ -91,9 +91,7 @@ def sequences(
     )
 
 
-def _missing(
-    ring: RingState, row: jax.Array, valid: jax.Array
-) -> dict[str, chex.ArrayTree]:
+def _missing(ring: RingState, row: jax.Array, valid: jax.Array) -> dict[str, ArrayTree]:
     """The fields that are not stored: `mask`, and the successor of `row`."""
     if not walk.has_next_obs(ring):
         return {"mask": valid}
@@ -101,7 +99,7 @@ def _missing(
 
 
 def _n_step(
-    ring: RingState, row: jax.Array, n_step: int, gamma: float
+    ring: RingState, row: jax.Array, n_step: int, gamma: ArrayTree
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """The last rows of the windows, the discounts after them, and the returns."""
     rows, valid = walk.window(ring, row, n_step)
@@ -127,10 +125,10 @@ def _n_step(
 
 def _stacked(
     ring: RingState, row: jax.Array, last: jax.Array, stack: int
-) -> dict[str, chex.ArrayTree]:
+) -> dict[str, ArrayTree]:
     """The observations up to `row`, and those up to the successor of `last`."""
 
-    def frames(rows: jax.Array) -> chex.ArrayTree:
+    def frames(rows: jax.Array) -> ArrayTree:
         obs = walk.read_field(ring, "obs", rows)
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), obs)
 

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from buffers import fields
-from buffers.types import RingState
+from buffers.types import ArrayTree, RingState
 
+_REAL: Any = numbers.Real  # which has no order that a type checker knows of
 FLAGS = ("terminated", "truncated")
 _MOST_ROWS = 2**30  # row numbers are int32, even one lap further on
 
@@ -25,10 +26,10 @@ def count(name: str, value: Any) -> int:
 
 def fraction(name: str, value: Any) -> None:
     """Refuses a number outside [0, 1]; a traced one is not checked."""
-    if isinstance(value, numbers.Real) and not 0 <= value <= 1:
-        raise ValueError(f"`{name}` must lie in [0, 1], got {value!r}.")
     if jnp.shape(value) != ():
         raise ValueError(f"`{name}` must be one number, got shape {jnp.shape(value)}.")
+    if isinstance(value, _REAL) and not 0 <= value <= 1:
+        raise ValueError(f"`{name}` must lie in [0, 1], got {value!r}.")
 
 
 def capacity(capacity: Any, num_envs: Any) -> None:
@@ -65,7 +66,7 @@ def successor(successor: Any, final_capacity: Any, num_envs: int) -> None:
         )
 
 
-def row(tree: chex.ArrayTree, num_envs: int) -> None:
+def row(tree: ArrayTree, num_envs: int) -> None:
     """Refuses a transition without leaves, or with a leaf that lacks the lane axis."""
     leaves = jax.tree.leaves_with_path(tree)
     if not leaves:
@@ -83,7 +84,7 @@ def row(tree: chex.ArrayTree, num_envs: int) -> None:
             raise ValueError(f"`{name}` must be bool, got {flag.dtype}.")
 
 
-def arrays(name: str, tree: chex.ArrayTree) -> None:
+def arrays(name: str, tree: ArrayTree) -> None:
     """Refuses a tree with a leaf that is no array."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
@@ -105,14 +106,14 @@ def relabelling(
     fields.need(ring.experience, FLAGS, "`relabel_fn`")
 
 
-def can_share(transition: chex.ArrayTree) -> None:
+def can_share(transition: ArrayTree) -> None:
     """Refuses a transition whose successor cannot be taken from the next row."""
     needed = ("obs", "next_obs", "terminated", "truncated")
     obs, next_obs = fields.need(transition, needed, 'successor="shared"')[:2]
     chex.assert_trees_all_equal_shapes_and_dtypes(obs, next_obs)
 
 
-def like_init(rows: chex.ArrayTree, ring: RingState) -> bool:
+def like_init(rows: ArrayTree, ring: RingState) -> bool:
     """Refuses rows unlike those of `init`; tells whether they are a single step."""
     kept = ring.experience
     if ring.finals:

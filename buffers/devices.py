@@ -1,7 +1,7 @@
 """A buffer over devices: each holds some of the lanes, and draws from those."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import chex
 import jax
@@ -11,7 +11,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from buffers.replay import ReplayBuffer
-from buffers.types import Batch, RingState, Sequences
+from buffers.types import ArrayTree, Batch, RingState, Sequences
+
+Sample = TypeVar("Sample", Batch, Sequences)
 
 
 def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer:
@@ -81,12 +83,12 @@ class _Sharded(ReplayBuffer):
         return ReplayBuffer(self.num_slots * num_envs, num_envs)
 
     @property
-    def _first(self) -> PartitionSpec:
+    def _first(self) -> Any:
         """Spread along the first axis."""
         return PartitionSpec(self.axis)
 
     @property
-    def _second(self) -> PartitionSpec:
+    def _second(self) -> Any:
         """Spread along the second axis, after that of time."""
         return PartitionSpec(None, self.axis)
 
@@ -94,7 +96,7 @@ class _Sharded(ReplayBuffer):
     def _ring(self) -> RingState:
         return RingState(experience=self._second, head=self._first, size=self._first)
 
-    def _init(self, transition: chex.ArrayTree, params: Any) -> RingState:
+    def _init(self, transition: ArrayTree, params: Any) -> RingState:
         def make() -> RingState:
             return ReplayBuffer._init(self, transition, params)
 
@@ -106,9 +108,7 @@ class _Sharded(ReplayBuffer):
         )
         return jax.jit(make, out_shardings=where)()
 
-    def _add(
-        self, state: RingState, rows: chex.ArrayTree, mask: jax.Array
-    ) -> RingState:
+    def _add(self, state: RingState, rows: ArrayTree, mask: jax.Array) -> RingState:
         specs = self._ring, self._second, self._second
         return self._map(self._local._add, specs, self._ring)(state, rows, mask)
 
@@ -157,15 +157,15 @@ class _Sharded(ReplayBuffer):
 
     def _draw_apart(
         self,
-        draw: Callable[..., Batch | Sequences],
-        where: chex.ArrayTree,
+        draw: Callable[..., Sample],
+        where: ArrayTree,
         state: RingState,
         key: chex.PRNGKey,
         *args: Any,
-    ) -> Batch | Sequences:
+    ) -> Sample:
         """Draws on every device, with a key of its own and rows of its own."""
 
-        def local(state: RingState, key: chex.PRNGKey, *args: Any) -> Batch | Sequences:
+        def local(state: RingState, key: chex.PRNGKey, *args: Any) -> Sample:
             device = lax.axis_index(self.axis)
             batch = draw(jax.random.fold_in(key, device), state, *args)
             slot, lane = jnp.divmod(batch.indices, state.num_envs)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -10,7 +9,7 @@ from jax import lax
 
 from buffers import checks, fields, ring, walk
 from buffers.replay import ReplayBuffer
-from buffers.types import EpisodicState
+from buffers.types import ArrayTree, EpisodicState
 
 
 @struct.dataclass
@@ -46,7 +45,7 @@ class EpisodeBuffer(ReplayBuffer):
                 f"num_envs={self.num_slots}, got {self.max_length}."
             )
 
-    def init(self, transition: chex.ArrayTree, params: Any = None) -> EpisodicState:
+    def init(self, transition: ArrayTree, params: Any = None) -> EpisodicState:
         """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`.
 
         Raises:
@@ -63,13 +62,13 @@ class EpisodeBuffer(ReplayBuffer):
         )
 
     def _add(
-        self, state: EpisodicState, rows: chex.ArrayTree, mask: jax.Array
+        self, state: EpisodicState, rows: ArrayTree, mask: jax.Array
     ) -> EpisodicState:
         """Appends rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
 
         def add_step(
             carry: tuple[EpisodicState, dict[str, jax.Array]],
-            step: tuple[chex.ArrayTree, jax.Array],
+            step: tuple[ArrayTree, jax.Array],
         ) -> tuple[tuple[EpisodicState, dict[str, jax.Array]], None]:
             return self._add_step(*carry, *step), None
 
@@ -85,7 +84,7 @@ class EpisodeBuffer(ReplayBuffer):
         self,
         state: EpisodicState,
         last: dict[str, jax.Array],
-        row: chex.ArrayTree,
+        row: ArrayTree,
         mask: jax.Array,
     ) -> tuple[EpisodicState, dict[str, jax.Array]]:
         """Appends `[B, ...]` rows where `mask`; `last` are the marks before them."""

@@ -8,33 +8,35 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import chex
 import jax
 
+from buffers.types import ArrayTree
 
-def get(tree: chex.ArrayTree, name: str) -> chex.ArrayTree | None:
+
+def get(tree: ArrayTree, name: str) -> ArrayTree | None:
     """Returns the field `name` of `tree`, or None if it is not recorded."""
     value = tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
     return None if isinstance(value, tuple) and not value else value
 
 
-def put(tree: chex.ArrayTree, **values: chex.ArrayTree) -> chex.ArrayTree:
+def put(tree: ArrayTree, **values: ArrayTree) -> ArrayTree:
     """Returns `tree` with fields replaced; those that it lacks are left out."""
     if isinstance(tree, Mapping):
-        return type(tree)({**tree, **{k: values[k] for k in values if k in tree}})
+        kind: Any = type(tree)
+        return kind({**tree, **{k: values[k] for k in values if k in tree}})
     values = {name: values[name] for name in values if hasattr(tree, name)}
     if hasattr(tree, "_replace"):
         return tree._replace(**values)
     return dataclasses.replace(tree, **values) if values else tree
 
 
-def done(tree: chex.ArrayTree) -> jax.Array:
+def done(tree: ArrayTree) -> jax.Array:
     """Tells where an episode ended, in either way, bool."""
     terminated, truncated = need(tree, ("terminated", "truncated"), "The buffer")
     return terminated | truncated
 
 
-def need(tree: chex.ArrayTree, names: tuple[str, ...], what: str) -> tuple[Any, ...]:
+def need(tree: ArrayTree, names: tuple[str, ...], what: str) -> tuple[Any, ...]:
     """Returns the fields `names`; refuses a `tree` that lacks one."""
     values = tuple(get(tree, name) for name in names)
     for name, value in zip(names, values, strict=True):

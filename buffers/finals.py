@@ -4,17 +4,14 @@ Within an episode the successor of a row is the observation of the next row. Whe
 episode ends, the next row belongs to another one, and the successor is kept here.
 """
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from buffers.types import Finals
+from buffers.types import ArrayTree, Finals
 
 
-def init(
-    obs: chex.ArrayTree, final_capacity: int, num_slots: int, num_envs: int
-) -> Finals:
+def init(obs: ArrayTree, final_capacity: int, num_slots: int, num_envs: int) -> Finals:
     """Makes an empty ring for observations like `obs`, `[B, ...]`."""
     return Finals(
         obs=jax.tree.map(
@@ -27,7 +24,7 @@ def init(
 
 
 def put(
-    finals: Finals, next_obs: chex.ArrayTree, done: jax.Array, slot: jax.Array
+    finals: Finals, next_obs: ArrayTree, done: jax.Array, slot: jax.Array
 ) -> tuple[Finals, jax.Array]:
     """Keeps `next_obs`, `[T, B, ...]`, of written rows where `done`.
 
@@ -60,8 +57,8 @@ def put(
 
 
 def _write(
-    memory: chex.ArrayTree, rows: chex.ArrayTree, order: jax.Array, place: jax.Array
-) -> chex.ArrayTree:
+    memory: ArrayTree, rows: ArrayTree, order: jax.Array, place: jax.Array
+) -> ArrayTree:
     """Writes the rows that have an `order`, `[R]` int32, -1 for none, to their `place`.
 
     It goes in rounds of a few rows, since few of many are final.
@@ -78,8 +75,8 @@ def _write(
     )
 
     def write_some(
-        loop: tuple[jax.Array, chex.ArrayTree],
-    ) -> tuple[jax.Array, chex.ArrayTree]:
+        loop: tuple[jax.Array, ArrayTree],
+    ) -> tuple[jax.Array, ArrayTree]:
         start, memory = loop
         some = lax.dynamic_slice_in_dim(source, start, size)
         target = jnp.where(some < num_rows, place.at[some].get(mode="clip"), capacity)

@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from buffers.types import ArrayTree
+
 _VERSION = 1
 # What zipfile, NumPy and JSON raise on damaged bytes.
 _DAMAGE = (
@@ -40,7 +42,7 @@ _DAMAGE = (
 )
 
 
-def save(path: str | os.PathLike[str], state: chex.ArrayTree) -> None:
+def save(path: str | os.PathLike[str], state: ArrayTree) -> None:
     """Writes a state to a file, whole or not at all.
 
     The file is written next to `path`, flushed to disk and then renamed. Whatever
@@ -91,7 +93,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     _sync_directory(path.parent)
 
 
-def load(path: str | os.PathLike[str], like: chex.ArrayTree) -> chex.ArrayTree:
+def load(path: str | os.PathLike[str], like: ArrayTree) -> ArrayTree:
     """Reads a state that `save` wrote.
 
     Args:
@@ -131,7 +133,7 @@ def load(path: str | os.PathLike[str], like: chex.ArrayTree) -> chex.ArrayTree:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _describe(name: str, tree: chex.ArrayTree) -> list[dict[str, Any]]:
+def _describe(name: str, tree: ArrayTree) -> list[dict[str, Any]]:
     """Path, dtype and shape of every leaf; refuses all but arrays of numbers."""
     leaves = []
     for path, leaf in jax.tree.leaves_with_path(tree):

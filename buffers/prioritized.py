@@ -11,7 +11,7 @@ from jax import lax
 from buffers import checks, ring, sampling, sum_tree, walk
 from buffers.base import RingBuffer
 from buffers.batches import RelabelFn
-from buffers.types import Batch, PrioritizedState, Sequences
+from buffers.types import ArrayTree, Batch, PrioritizedState, Sequences
 
 _LARGEST = 1e30  # of priority ** alpha: a sum of 2**30 of them is still finite
 
@@ -40,7 +40,7 @@ class PrioritizedReplayBuffer(RingBuffer):
         super().__post_init__()
         checks.fraction("alpha", self.alpha)
 
-    def init(self, transition: chex.ArrayTree, params: Any = None) -> PrioritizedState:
+    def init(self, transition: ArrayTree, params: Any = None) -> PrioritizedState:
         """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`."""
         return PrioritizedState(
             ring=self._init(transition, params),
@@ -50,7 +50,7 @@ class PrioritizedReplayBuffer(RingBuffer):
         )
 
     def _add(
-        self, state: PrioritizedState, rows: chex.ArrayTree, mask: jax.Array
+        self, state: PrioritizedState, rows: ArrayTree, mask: jax.Array
     ) -> PrioritizedState:
         """Appends rows `[T, B, ...]` where `mask`, with the largest priority seen."""
         written, slot = ring.write(state.ring, rows, mask)

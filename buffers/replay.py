@@ -10,7 +10,7 @@ from flax import struct
 from buffers import checks, ring, sampling
 from buffers.base import RingBuffer
 from buffers.batches import RelabelFn
-from buffers.types import Batch, RingState, Sequences
+from buffers.types import ArrayTree, Batch, RingState, Sequences
 
 
 @struct.dataclass
@@ -22,7 +22,7 @@ class ReplayBuffer(RingBuffer):
     attributes see `RingBuffer`.
     """
 
-    def init(self, transition: chex.ArrayTree, params: Any = None) -> RingState:
+    def init(self, transition: ArrayTree, params: Any = None) -> RingState:
         """Makes an empty buffer.
 
         Args:
@@ -42,15 +42,13 @@ class ReplayBuffer(RingBuffer):
         """
         return self._init(transition, params)
 
-    def _add(
-        self, state: RingState, rows: chex.ArrayTree, mask: jax.Array
-    ) -> RingState:
+    def _add(self, state: RingState, rows: ArrayTree, mask: jax.Array) -> RingState:
         """Appends rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
         return ring.write(state, rows, mask)[0]
 
     def sample(
         self,
-        state: chex.ArrayTree,
+        state: ArrayTree,
         key: chex.PRNGKey,
         batch_size: int,
         *,
@@ -109,7 +107,7 @@ class ReplayBuffer(RingBuffer):
         return self._run("_sample", state, key, gamma, **drawn, **made)
 
     def sample_sequences(
-        self, state: chex.ArrayTree, key: chex.PRNGKey, batch_size: int, length: int
+        self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, length: int
     ) -> Sequences:
         """Draws pieces of episodes, evenly by their first rows, with replacement.
 
@@ -142,7 +140,7 @@ class ReplayBuffer(RingBuffer):
 
     def _draw(
         self,
-        state: chex.ArrayTree,
+        state: ArrayTree,
         key: chex.PRNGKey,
         num_draws: int,
         stack: int | None,

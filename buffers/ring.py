@@ -8,16 +8,15 @@ would copy the ring. So there are two loops, of zero or one round, that write in
 
 from collections.abc import Callable
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from buffers import fields, finals
-from buffers.types import RingState
+from buffers.types import ArrayTree, RingState
 
 
-def init(row: chex.ArrayTree, num_slots: int, final_capacity: int) -> RingState:
+def init(row: ArrayTree, num_slots: int, final_capacity: int) -> RingState:
     """Makes an empty ring for rows like `row`, `[B, ...]`.
 
     Args:
@@ -42,7 +41,7 @@ def init(row: chex.ArrayTree, num_slots: int, final_capacity: int) -> RingState:
 
 
 def write(
-    ring: RingState, chunk: chex.ArrayTree, mask: jax.Array
+    ring: RingState, chunk: ArrayTree, mask: jax.Array
 ) -> tuple[RingState, jax.Array]:
     """Appends the rows of `chunk`, `[T, B, ...]`, where `mask`, `[T, B]` bool.
 
@@ -65,7 +64,7 @@ def clear(ring: RingState) -> RingState:
     return ring.replace(head=head, size=size, lost=lost)
 
 
-def put(ring: RingState, chunk: chex.ArrayTree, slot: jax.Array) -> RingState:
+def put(ring: RingState, chunk: ArrayTree, slot: jax.Array) -> RingState:
     """Writes the rows of `chunk`, `[T, B, ...]`, to `slot`, `[T, B]` int32.
 
     Slots of a lane follow each other. A row with slot N is not written.
@@ -83,15 +82,15 @@ def put(ring: RingState, chunk: chex.ArrayTree, slot: jax.Array) -> RingState:
 
 def once(
     flag: jax.Array,
-    write_fn: Callable[..., chex.ArrayTree],
-    memory: chex.ArrayTree,
-    *args: chex.ArrayTree,
-) -> chex.ArrayTree:
+    write_fn: Callable[..., ArrayTree],
+    memory: ArrayTree,
+    *args: ArrayTree,
+) -> ArrayTree:
     """Applies `write_fn` to `memory` if `flag`, `()` bool, in place."""
 
     def body(
-        loop: tuple[jax.Array, chex.ArrayTree],
-    ) -> tuple[jax.Array, chex.ArrayTree]:
+        loop: tuple[jax.Array, ArrayTree],
+    ) -> tuple[jax.Array, ArrayTree]:
         return jnp.zeros((), bool), write_fn(loop[1], *args)
 
     return lax.while_loop(lambda loop: loop[0], body, (flag, memory))[1]
@@ -132,9 +131,7 @@ def _slots(head: jax.Array, mask: jax.Array, num_slots: int) -> jax.Array:
     return jnp.where(stays, (head[None] + count - 1) % num_slots, num_slots)
 
 
-def _put(
-    memory: chex.ArrayTree, rows: chex.ArrayTree, slot: jax.Array
-) -> chex.ArrayTree:
+def _put(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:
     """Writes `rows`, `[T, B, ...]`, into `memory`, `[N, B, ...]`, in place."""
     num_slots = jax.tree.leaves(memory)[0].shape[0]
     together = is_together(slot, num_slots)
@@ -143,9 +140,7 @@ def _put(
     return once(~together, _put_apart, memory, rows, slot)
 
 
-def _put_together(
-    memory: chex.ArrayTree, rows: chex.ArrayTree, slot: jax.Array
-) -> chex.ArrayTree:
+def _put_together(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:
     """Writes all rows of every lane, from the slot of lane 0 on."""
     num_rows, start = slot.shape[0], slot[0, 0]
 
@@ -165,9 +160,7 @@ def _put_together(
     return jax.tree.map(put_leaf, memory, rows)
 
 
-def _put_apart(
-    memory: chex.ArrayTree, rows: chex.ArrayTree, slot: jax.Array
-) -> chex.ArrayTree:
+def _put_apart(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:
     """Writes every row to the slot of its own lane."""
     lane = jnp.broadcast_to(jnp.arange(slot.shape[1])[None], slot.shape)
     return jax.tree.map(

@@ -1,12 +1,31 @@
 """The buffer contracts: what a buffer keeps and what a sample is."""
 
-import chex
+from typing import Any, Generic, Self
+from typing import Any as ArrayTree
+
 import jax
 from flax import struct
+from typing_extensions import TypeVar
+
+# `ArrayTree`, a pytree of arrays, is `Any`: no annotation can say which structure it
+# has. See `envs.types`, which is not imported here.
+
+ExperienceT = TypeVar("ExperienceT", default=Any)
+
+
+class Replaceable:
+    """Declares the `replace` that `flax.struct.dataclass` gives a class.
+
+    That decorator tells type checkers of the fields only.
+    """
+
+    def replace(self, **changes: Any) -> Self:
+        """Makes a copy with other values in the fields that are named."""
+        raise NotImplementedError(changes)  # flax's takes the place of this one
 
 
 @struct.dataclass(kw_only=True)
-class Finals:
+class Finals(Replaceable):
     """The last observations of episodes, for rows that do not keep their successor.
 
     Attributes:
@@ -17,14 +36,14 @@ class Finals:
         head: `()` int32, the place that is written next.
     """
 
-    obs: chex.ArrayTree  # [F, ...]
+    obs: ArrayTree  # [F, ...]
     row: jax.Array  # [F]
     place: jax.Array  # [N, B]
     head: jax.Array  # ()
 
 
 @struct.dataclass(kw_only=True)
-class RingState:
+class RingState(Replaceable):
     """A ring of rows per lane. Slot n of lane i is row number `n * B + i`.
 
     Attributes:
@@ -37,11 +56,11 @@ class RingState:
             the oldest ones, else `()`.
     """
 
-    experience: chex.ArrayTree  # [N, B, ...]
+    experience: ArrayTree  # [N, B, ...]
     head: jax.Array  # [B]
     size: jax.Array  # [B]
-    finals: Finals | tuple[()] = ()
-    lost: jax.Array | tuple[()] = ()  # [B]
+    finals: Any = ()  # Finals or ()
+    lost: ArrayTree = ()  # [B] or ()
 
     @property
     def ring(self) -> "RingState":
@@ -60,7 +79,7 @@ class RingState:
 
 
 @struct.dataclass(kw_only=True)
-class PrioritizedState:
+class PrioritizedState(Replaceable):
     """A ring whose rows have priorities.
 
     Attributes:
@@ -79,7 +98,7 @@ class PrioritizedState:
 
 
 @struct.dataclass(kw_only=True)
-class EpisodicState:
+class EpisodicState(Replaceable):
     """A ring of whole episodes, and after its head the rows of those under way.
 
     Attributes:
@@ -98,7 +117,7 @@ class EpisodicState:
 
 
 @struct.dataclass(kw_only=True)
-class Experience:
+class Experience(Replaceable):
     """One recorded step of every lane: what `from_data` fills a buffer with.
 
     Attributes:
@@ -113,19 +132,19 @@ class Experience:
         mask: `[T, B]` bool, False where the row is void.
     """
 
-    obs: chex.ArrayTree  # [T, B, ...]
-    action: chex.ArrayTree  # [T, B, ...]
+    obs: ArrayTree  # [T, B, ...]
+    action: ArrayTree  # [T, B, ...]
     reward: jax.Array  # [T, B]
     terminated: jax.Array  # [T, B]
     truncated: jax.Array  # [T, B]
-    next_obs: chex.ArrayTree  # [T, B, ...]
+    next_obs: ArrayTree  # [T, B, ...]
     episode_id: jax.Array  # [T, B]
     episode_length: jax.Array  # [T, B]
-    mask: jax.Array | tuple[()] = ()  # [T, B]
+    mask: ArrayTree = ()  # [T, B] or ()
 
 
 @struct.dataclass(kw_only=True)
-class Batch:
+class Batch(Replaceable, Generic[ExperienceT]):
     """A sample of `S` rows.
 
     Attributes:
@@ -139,14 +158,14 @@ class Batch:
             `gamma ** steps * (1 - terminated)`. Else `()`.
     """
 
-    experience: chex.ArrayTree  # [S, ...]
+    experience: ExperienceT  # [S, ...]
     indices: jax.Array  # [S]
     weights: jax.Array  # [S]
-    discount: jax.Array | tuple[()] = ()
+    discount: ArrayTree = ()  # [S] or ()
 
 
 @struct.dataclass(kw_only=True)
-class Sequences:
+class Sequences(Replaceable, Generic[ExperienceT]):
     """A sample of `S` contiguous pieces of at most `L` steps, each of one episode.
 
     Attributes:
@@ -158,8 +177,8 @@ class Sequences:
         weights: `[S]` float32, as in `Batch`.
     """
 
-    experience: chex.ArrayTree  # [L, S, ...]
+    experience: ExperienceT  # [L, S, ...]
     mask: jax.Array  # [L, S]
-    policy_state: chex.ArrayTree  # [S, ...]
+    policy_state: ArrayTree  # [S, ...]
     indices: jax.Array  # [S]
     weights: jax.Array  # [S]

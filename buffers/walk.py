@@ -8,25 +8,24 @@ one to the other. So an episode that broke off, or lacks rows, ends there as wel
 
 import operator
 
-import chex
 import jax
 import jax.numpy as jnp
 
 from buffers import fields
-from buffers.types import RingState
+from buffers.types import ArrayTree, RingState
 
 
-def read(ring: RingState, row: jax.Array) -> chex.ArrayTree:
+def read(ring: RingState, row: jax.Array) -> ArrayTree:
     """Reads rows as they are kept, `[..., *leaf]`."""
     return read_leaves(ring.experience, row)
 
 
-def read_field(ring: RingState, name: str, row: jax.Array) -> chex.ArrayTree:
+def read_field(ring: RingState, name: str, row: jax.Array) -> ArrayTree:
     """Reads a field of rows, `[..., *leaf]`."""
     return read_leaves(fields.get(ring.experience, name), row)
 
 
-def read_leaves(memory: chex.ArrayTree, row: jax.Array) -> chex.ArrayTree:
+def read_leaves(memory: ArrayTree, row: jax.Array) -> ArrayTree:
     """Reads rows of leaves `[N, B, *leaf]`."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[row], memory)
 
@@ -71,10 +70,11 @@ def goes_on(ring: RingState, row: jax.Array) -> jax.Array:
     return (age(ring, row) > 0) & ~is_done(ring, row) & is_next(here, there)
 
 
-def marks(rows: chex.ArrayTree) -> dict[str, jax.Array]:
+def marks(rows: ArrayTree) -> dict[str, jax.Array]:
     """The recorded fields of `rows` that tell whether one is the step after another."""
     names = ("episode_id", "episode_length")
-    return {n: fields.get(rows, n) for n in names if fields.get(rows, n) is not None}
+    found = {name: fields.get(rows, name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def is_next(here: dict[str, jax.Array], there: dict[str, jax.Array]) -> jax.Array:
@@ -117,7 +117,7 @@ def has_next_obs(ring: RingState) -> bool:
     return bool(ring.finals) or fields.get(ring.experience, "next_obs") is not None
 
 
-def successor(ring: RingState, row: jax.Array) -> chex.ArrayTree:
+def successor(ring: RingState, row: jax.Array) -> ArrayTree:
     """Reads the true successors, `[..., *leaf]`; void where they are missing."""
     if not ring.finals:
         return read_field(ring, "next_obs", row)

@@ -10,13 +10,12 @@ Both take `start_fn`, which returns fresh `Lanes` for the lane numbers it is giv
 
 from collections.abc import Callable
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from envs import keys
-from envs.types import Env, Lanes
+from envs.types import ArrayTree, Env, Lanes
 
 _StartFn = Callable[[Env, jax.Array], Lanes]
 
@@ -42,9 +41,7 @@ def reset_compact(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -
 
 
 @jax.custom_jvp
-def _attach(
-    fresh: chex.ArrayTree, lanes: chex.ArrayTree, done: jax.Array
-) -> chex.ArrayTree:
+def _attach(fresh: ArrayTree, lanes: ArrayTree, done: jax.Array) -> ArrayTree:
     """Returns `fresh`, with its derivative as a function of `lanes`."""
     del lanes, done  # unused: the value is there already
     return fresh

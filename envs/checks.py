@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from envs.types import EnvStep
 
@@ -76,8 +77,7 @@ def is_known(tree: Any) -> bool:
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
     kinds = (numbers.Number, np.ndarray, np.generic, jax.Array)
     return all(
-        isinstance(leaf, kinds) and not isinstance(leaf, jax.core.Tracer)
-        for leaf in leaves
+        isinstance(leaf, kinds) and not isinstance(leaf, Tracer) for leaf in leaves
     )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _MISSING = ("user_mean", "item_mean", "mask")
 _DUPLICATES = ("mean", "last", "error")
 _REASONS = ("missing_id", "missing_timestamp", "nonfinite_feedback", "duplicate")
+_REAL: Any = numbers.Real  # which has no order that a type checker knows of
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -95,7 +96,7 @@ def from_interactions(
         warnings.warn(message, stacklevel=2)
     table = rows.groupby(["user", "item"], observed=True)["feedback"].mean().unstack()
     known = table.notna().to_numpy()  # NaN stands where a pair is not in the data
-    means = {
+    means: dict[Any, Any] = {
         "user_mean": table.mean(axis=1).to_numpy()[:, None],
         "item_mean": table.mean(axis=0).to_numpy(),
         "mask": 0.0,
@@ -111,7 +112,7 @@ def from_interactions(
 
 
 def _check_options(missing: Any, duplicates: Any, timestamp: Any) -> None:
-    is_number = isinstance(missing, numbers.Real) and abs(missing) <= _FLOAT32_MAX
+    is_number = isinstance(missing, _REAL) and abs(missing) <= _FLOAT32_MAX
     if not is_number and missing not in _MISSING:
         one = f"a finite number or one of {', '.join(_MISSING)}"
         raise ValueError(f"`missing` must be {one}, got {missing!r}.")
@@ -122,7 +123,7 @@ def _check_options(missing: Any, duplicates: Any, timestamp: Any) -> None:
         raise ValueError('`timestamp` must be None unless `duplicates` is "last".')
 
 
-def _read(data: Any, names: dict[str, str]) -> "DataFrame":
+def _read(data: Any, names: dict[str, str]) -> Any:
     """The columns of these names, under the keys of `names`, feedback in float64."""
     try:
         import pandas
@@ -137,10 +138,11 @@ def _read(data: Any, names: dict[str, str]) -> "DataFrame":
     if lost := [name for name in names.values() if name not in data]:
         raise ValueError(f"`data` must have the columns {lost}, got {list(data)}.")
     log = pandas.DataFrame({key: data[name] for key, name in names.items()})
-    return log.assign(feedback=pandas.to_numeric(log["feedback"]).astype("float64"))
+    column: Any = pandas.to_numeric(log["feedback"])
+    return log.assign(feedback=column.astype("float64"))
 
 
-def _drop(log: "DataFrame", duplicates: str) -> tuple["DataFrame", dict[str, int]]:
+def _drop(log: Any, duplicates: str) -> tuple[Any, dict[str, int]]:
     """The rows that count, and how many others there are, by the reason."""
     ids = ["user", "item"]
     with_ids = log.dropna(subset=ids)

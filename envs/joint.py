@@ -29,7 +29,13 @@ from envs.multi_agent import (
     read_length,
 )
 from envs.spaces import Box, Dict, Repeated
-from envs.types import EnvStep, Lanes, Space, VectorEnv
+from envs.types import (
+    AnySpace,
+    ArrayTree,
+    EnvStep,
+    Lanes,
+    Replaceable,
+)
 from envs.vectorize import vectorize
 from envs.wrappers.base import VectorWrapper
 
@@ -38,7 +44,7 @@ _FLAG = Box(0, 1, (), jnp.dtype(bool))
 
 def vectorize_agents(
     env: MultiAgentEnv, num_envs: int, *, auto_reset: str = "compact"
-) -> VectorEnv:
+) -> "_VectorizedAgents":
     """Puts `num_envs` copies of an environment of several agents side by side.
 
     Args:
@@ -81,19 +87,17 @@ class _VectorizedAgents(VectorWrapper):
         return dict(self._joint.env.groups)
 
     @property
-    def observation_spaces(self) -> dict[str, Space]:
+    def observation_spaces(self) -> dict[str, AnySpace]:
         return dict(self._joint.env.observation_spaces)
 
     @property
-    def action_spaces(self) -> dict[str, Space]:
+    def action_spaces(self) -> dict[str, AnySpace]:
         return dict(self._joint.env.action_spaces)
 
-    def reset(self, keys: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         return self.env.reset(keys)
 
-    def step(
-        self, keys: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         return self.env.step(keys, state, action)
 
     def reset_done(
@@ -103,41 +107,40 @@ class _VectorizedAgents(VectorWrapper):
 
     @property
     def _joint(self) -> "_Joint":
-        env = self.env
+        env: Any = self.env
         while not isinstance(env, _Joint):  # it may be spread over devices
             env = env.env
         return env
 
 
 @struct.dataclass(kw_only=True)
-class _JointState:
+class _JointState(Replaceable):
     """State of one environment, and what is known of its `A` agents."""
 
-    env_state: chex.ArrayTree
+    env_state: ArrayTree
     agent_return: jax.Array  # [A] float32
     packed: jax.Array  # [A] uint32, as in `AgentInfo`
 
 
 @struct.dataclass(kw_only=True)
-class _Joint:
+class _Joint(Replaceable):
     """An `Env` in which all agents of one environment act together."""
 
     env: MultiAgentEnv
     layout: AgentLayout = struct.field(pytree_node=False)
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         spaces = self._stack(self.env.observation_spaces)
         return Dict({**spaces, ACTING: Repeated(_FLAG, len(self.layout.agents))})
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         return Dict(self._stack(self.env.action_spaces))
 
     def at_episode(self, number: jax.Array) -> Self:
-        if not hasattr(self.env, "at_episode"):
-            return self
-        return self.replace(env=self.env.at_episode(number))
+        at_episode = getattr(self.env, "at_episode", None)
+        return self if at_episode is None else self.replace(env=at_episode(number))
 
     def reset(self, key: chex.PRNGKey) -> tuple[_JointState, dict[str, Any]]:
         result = self.env.reset(key)
@@ -158,9 +161,7 @@ class _Joint:
         )
         return state, self._observe(obs, acting)
 
-    def step(
-        self, key: chex.PRNGKey, state: _JointState, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: _JointState, action: ArrayTree) -> EnvStep:
         self._check_stacked("action", action, self.env.action_spaces, has_dtype=True)
         result = self.env.step(key, state.env_state, action)
         if not isinstance(result, MultiAgentStep):
@@ -220,11 +221,11 @@ class _Joint:
             Flag.ANSWERS: answers,
         }
 
-    def _observe(self, obs: Any, acting: jax.Array) -> dict[str, chex.ArrayTree]:
+    def _observe(self, obs: Any, acting: jax.Array) -> dict[str, ArrayTree]:
         self._check_stacked("obs", obs, self.env.observation_spaces)
         return {**obs, ACTING: acting}
 
-    def _stack(self, spaces: Mapping[str, Space]) -> dict[str, Space]:
+    def _stack(self, spaces: Mapping[str, AnySpace]) -> dict[str, AnySpace]:
         return {
             group.name: Repeated(spaces[group.name], len(group.members))
             for group in self.layout.groups
@@ -244,7 +245,7 @@ class _Joint:
         self,
         name: str,
         value: Any,
-        spaces: Mapping[str, Space],
+        spaces: Mapping[str, AnySpace],
         *,
         has_dtype: bool = False,
     ) -> None:
@@ -261,7 +262,7 @@ class _Joint:
 
 
 def _check_of_space(
-    name: str, group: str, value: chex.ArrayTree, space: Space, has_dtype: bool
+    name: str, group: str, value: ArrayTree, space: AnySpace, has_dtype: bool
 ) -> None:
     leaves, dtype = jax.tree.leaves(value), space.dtype if has_dtype else None
     if space.shape is None:  # of several parts: the environment itself must say
@@ -318,7 +319,7 @@ def _layout(env: MultiAgentEnv) -> AgentLayout:
     )
 
 
-def _group(name: str, members: tuple[int, ...], action_space: Space) -> AgentGroup:
+def _group(name: str, members: tuple[int, ...], action_space: AnySpace) -> AgentGroup:
     shape = getattr(action_space, "shape", None)
     dtype = None if shape is None else jnp.dtype(action_space.dtype)
     return AgentGroup(name, members, shape, dtype)

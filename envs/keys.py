@@ -29,6 +29,8 @@ import numpy as np
 from jax import lax
 from jax.extend import random as extend_random
 
+from envs.types import ArrayTree
+
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _HALF = 512  # words of half a block of draws
 _NUM_PARTS = contextvars.ContextVar("num_parts", default=1)
@@ -38,7 +40,8 @@ _PARITY = np.uint32(0x1BD11BDA)
 def inline(key: chex.PRNGKey) -> chex.PRNGKey:
     """Wraps a threefry key so that its draws compile straight-line, bits unchanged."""
     # Without partitionable counters jax itself lays out the bits in another order.
-    if _is_threefry(key) and jax.config.jax_threefry_partitionable:
+    is_partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    if _is_threefry(key) and is_partitionable:
         return jax.random.wrap_key_data(jax.random.key_data(key), impl=_INLINE)
     return key
 
@@ -156,7 +159,7 @@ def uniform(
     return jnp.clip(low * (1.0 - unit) + high * unit, low, high)
 
 
-def barrier(tree: chex.ArrayTree) -> chex.ArrayTree:
+def barrier(tree: ArrayTree) -> ArrayTree:
     """`lax.optimization_barrier` for trees that may hold typed keys.
 
     jax's key-reuse checker counts a key that passes the barrier as used, so the words
@@ -165,28 +168,28 @@ def barrier(tree: chex.ArrayTree) -> chex.ArrayTree:
     return like(lax.optimization_barrier(words(tree)), tree)
 
 
-def words(tree: chex.ArrayTree) -> chex.ArrayTree:
+def words(tree: ArrayTree) -> ArrayTree:
     """Replaces the typed keys in a tree by their words, uint32 arrays."""
     return jax.tree.map(_words, tree)
 
 
-def like(words: chex.ArrayTree, tree: chex.ArrayTree) -> chex.ArrayTree:
+def like(words: ArrayTree, tree: ArrayTree) -> ArrayTree:
     """Undoes `words`: where `tree` has typed keys, so does the result."""
     return jax.tree.map(_like, words, tree)
 
 
-def has_keys(tree: chex.ArrayTree) -> bool:
+def has_keys(tree: ArrayTree) -> bool:
     """Tells whether a tree holds typed keys."""
     return any(_is_key(x) for x in jax.tree.leaves(tree))
 
 
 def blank(
-    tree: chex.ArrayTree,
+    tree: ArrayTree,
     key: chex.PRNGKey,
     axes: tuple[int, ...] = (),
     *,
     skip: int = 0,
-) -> chex.ArrayTree:
+) -> ArrayTree:
     """Makes zeros of the shapes and dtypes of a tree, `axes` in place of `skip` axes.
 
     Keys are of the implementation of `key`: `tree` may hold `jax.ShapeDtypeStruct`s.
@@ -203,7 +206,7 @@ def blank(
     return jax.tree.map(make, tree)
 
 
-def select(flag: jax.Array, new: chex.ArrayTree, old: chex.ArrayTree) -> chex.ArrayTree:
+def select(flag: jax.Array, new: ArrayTree, old: ArrayTree) -> ArrayTree:
     """Takes the lanes of `new` where `flag` and those of `old` elsewhere.
 
     Args:
@@ -280,7 +283,7 @@ def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.stack(_hash(key, *_counters(shape)), axis=-1)
 
 
-def _fold_in(key: jax.Array, data: jax.Array) -> jax.Array:
+def _fold_in(key: jax.Array, data: jax.typing.ArrayLike) -> jax.Array:
     low = jnp.asarray(data).astype(jnp.uint32)
     return jnp.stack(_hash(key, jnp.zeros_like(low), low))
 

@@ -8,14 +8,14 @@ what belongs to single agents.
 
 import enum
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree, Replaceable
 
 ACTING = "acting"  # the entry of `obs` that says who must act
 
@@ -36,7 +36,7 @@ class Flag(enum.IntEnum):
 
 
 @struct.dataclass(kw_only=True)
-class MultiAgentStep:
+class MultiAgentStep(Replaceable):
     """What one step of a `MultiAgentEnv` returns, of `A` agents.
 
     Attributes:
@@ -53,15 +53,15 @@ class MultiAgentStep:
         info: any pytree of arrays, `{}` if there is none.
     """
 
-    state: chex.ArrayTree
-    obs: dict[str, chex.ArrayTree]  # {group: [A_g, ...]}
+    state: ArrayTree
+    obs: dict[str, ArrayTree]  # {group: [A_g, ...]}
     acting: jax.Array  # [A]
     reward: jax.Array  # [A]
     terminated: jax.Array  # [A]
     truncated: jax.Array  # [A]
-    episode_terminated: jax.Array  # ()
-    episode_truncated: jax.Array  # ()
-    info: chex.ArrayTree = struct.field(default_factory=dict)
+    episode_terminated: Any  # (), an array or a bool of Python
+    episode_truncated: Any  # (), likewise
+    info: ArrayTree = struct.field(default_factory=dict)
 
 
 class MultiAgentEnv(Protocol):
@@ -71,29 +71,42 @@ class MultiAgentEnv(Protocol):
     have a class attribute `simultaneous`, True where every agent that has not ended
     acts at every step: then nothing ever waits for an answer, and what agents
     experienced costs no memory of its own. It may have `at_episode`, as an `Env`.
-
-    Attributes:
-        agents: every agent that can ever be there, in a fixed order.
-        groups: agents with equal spaces, stacked in one array: name to agents. Every
-            agent is in one group.
-        observation_spaces: of one agent, by group.
-        action_spaces: of one agent, by group.
     """
 
-    agents: tuple[str, ...]
-    groups: Mapping[str, tuple[str, ...]]
-    observation_spaces: Mapping[str, Space]
-    action_spaces: Mapping[str, Space]
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """Every agent that can ever be there, in a fixed order."""
+        ...
+
+    @property
+    def groups(self) -> Mapping[str, tuple[str, ...]]:
+        """Agents with equal spaces, stacked in one array: name to agents.
+
+        Every agent is in one group.
+        """
+        ...
+
+    @property
+    def observation_spaces(self) -> Mapping[str, AnySpace]:
+        """Space of one agent's observation, by group."""
+        ...
+
+    @property
+    def action_spaces(self) -> Mapping[str, AnySpace]:
+        """Space of one agent's action, by group."""
+        ...
 
     def reset(
         self, key: chex.PRNGKey
-    ) -> tuple[chex.ArrayTree, dict[str, chex.ArrayTree], jax.Array]:
+    ) -> tuple[ArrayTree, dict[str, ArrayTree], jax.Array]:
         """Starts an episode: `(state, obs, acting)`, as in `MultiAgentStep`."""
+        ...
 
     def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: dict[str, jax.Array]
+        self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
         """Takes one step. `action` is `{group: [A_g, ...]}`, void where nobody acts."""
+        ...
 
 
 class AgentGroup(NamedTuple):
@@ -139,7 +152,7 @@ class NumEnvs(int):
 
 
 @struct.dataclass(kw_only=True)
-class AgentInfo:
+class AgentInfo(Replaceable):
     """The part of a step that belongs to single agents, `[T, B, A]` in a trajectory.
 
     Attributes:
@@ -195,7 +208,7 @@ class AgentInfo:
 
 
 @struct.dataclass
-class MultiAgentInfo:
+class MultiAgentInfo(Replaceable):
     """The `info` of a step of `vectorize_agents`.
 
     Attributes:
@@ -204,7 +217,7 @@ class MultiAgentInfo:
     """
 
     agents: AgentInfo
-    env: chex.ArrayTree
+    env: ArrayTree
 
 
 def pack(length: jax.Array, flags: dict[Flag, jax.Array]) -> jax.Array:

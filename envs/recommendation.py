@@ -21,7 +21,7 @@ from flax import struct
 
 from envs import checks, keys
 from envs.spaces import Box, Dict, Discrete
-from envs.types import EnvStep, Space
+from envs.types import AnySpace, ArrayTree, EnvStep, Replaceable
 
 FeedbackFn = Callable[[jax.Array, jax.Array], jax.Array]  # user, item: () to () float32
 
@@ -39,10 +39,11 @@ class LeaveRule(Protocol):
             last: `[W]` int32, the items before it, in any order.
             mask: `[W]` bool, which of them are there: fewer at the start.
         """
+        ...
 
 
 @struct.dataclass
-class LeaveByCategory:
+class LeaveByCategory(Replaceable):
     """A user leaves if a category of the item was on too many of the last ones.
 
     That is, on more than `threshold` of the `window` items before it.
@@ -59,7 +60,7 @@ class LeaveByCategory:
         The environments KuaiRec and KuaiRand of EasyRL4Rec, arXiv:2402.15164.
     """
 
-    categories: jax.Array  # [I, C]
+    categories: Any  # [I, C]
     window: int = struct.field(pytree_node=False)
     threshold: int = struct.field(pytree_node=False)
 
@@ -82,7 +83,7 @@ class LeaveByCategory:
 
 
 @struct.dataclass
-class LeaveByDistance:
+class LeaveByDistance(Replaceable):
     """A user leaves if the item is too close to one of the last ones.
 
     That is, if the distance of their features is below `threshold` for one of the
@@ -100,7 +101,7 @@ class LeaveByDistance:
         The environments Coat and Yahoo! R3 of EasyRL4Rec, arXiv:2402.15164.
     """
 
-    features: jax.Array  # [I, F]
+    features: Any  # [I, F]
     window: int = struct.field(pytree_node=False)
     threshold: jax.typing.ArrayLike
 
@@ -123,7 +124,7 @@ class LeaveByDistance:
 
 
 @struct.dataclass(kw_only=True)
-class RecommendationState:
+class RecommendationState(Replaceable):
     """Where a user stands.
 
     Attributes:
@@ -139,7 +140,7 @@ class RecommendationState:
 
 
 @struct.dataclass
-class RecommendationEnv:
+class RecommendationEnv(Replaceable):
     """Users, of whom one is drawn for each episode, and what they think of items.
 
     The action is an item; the reward is the feedback of the user. The observation is
@@ -167,13 +168,14 @@ class RecommendationEnv:
             not as above; if `leave` knows of another number of items.
     """
 
-    feedback: jax.Array | FeedbackFn  # [U, I]
+    feedback: Any  # [U, I], or a FeedbackFn
     leave: LeaveRule | None = None
     max_turn: int = struct.field(pytree_node=False, default=100)
     random_first: bool = struct.field(pytree_node=False, default=False)
-    num_users: int | None = struct.field(pytree_node=False, default=None)
-    num_items: int | None = struct.field(pytree_node=False, default=None)
-    known: jax.Array | None = None  # [U, I]
+    # Ints: None is replaced by what `feedback` says.
+    num_users: Any = struct.field(pytree_node=False, default=None)
+    num_items: Any = struct.field(pytree_node=False, default=None)
+    known: Any = None  # [U, I]
 
     def __post_init__(self) -> None:
         checks.count("max_turn", self.max_turn)
@@ -208,7 +210,7 @@ class RecommendationEnv:
             )
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         """Space of `obs`."""
         return Dict(
             {
@@ -223,7 +225,7 @@ class RecommendationEnv:
         """Space of `action`: the items."""
         return Discrete(self.num_items)
 
-    def reset(self, key: chex.PRNGKey) -> tuple[RecommendationState, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[RecommendationState, ArrayTree]:
         """Draws a user: `(state, obs)`."""
         user = _draw(keys.fold_in(key, 0), self.num_users)
         item = jnp.int32(self.num_items)

@@ -268,7 +268,8 @@ def _make(env_id: str, **arguments: Any) -> tuple[Any, Any]:
 
 def _check_parameter(name: str, value: Any, default: Any) -> None:
     """Refuses a parameter of another kind or shape than its default has."""
-    if not isinstance(value, numbers.Real | np.ndarray | np.generic | jax.Array):
+    kinds: Any = numbers.Real | np.ndarray | np.generic | jax.Array
+    if not isinstance(value, kinds):
         raise ValueError(f"`{name}` must be a number or array, got {value!r}.")
     if jnp.shape(value) != jnp.shape(default):
         raise ValueError(

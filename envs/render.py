@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 
 from envs.suites.gymnax import _GymnaxEnv
-from envs.types import Env, EnvStep
+from envs.types import ArrayTree, Env, EnvStep
 from envs.wrappers.base import Wrapper
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def can_render(env: Env) -> bool:
     return hasattr(inner, _FRAMES) or _name(inner) in _BY_PYGAME + _BY_MATPLOTLIB
 
 
-def render_gif(env: Env, states: chex.ArrayTree, rewards: jax.Array) -> bytes:
+def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
     """Draws an episode of `T` steps as an animated GIF of `T + 1` frames.
 
     No window is opened and no figure stays open. There are 20 frames per second in
@@ -136,9 +136,7 @@ def check_render(env: Env) -> None:
 class _ExposedState(Wrapper):
     """An `Env` whose `info` holds its states."""
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         result = self.env.step(key, state, action)
         info = {"state": state, "next_state": result.state, "info": result.info}
         return result.replace(info=info)

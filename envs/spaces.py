@@ -1,19 +1,21 @@
 """The spaces most environments need, and those that are made of others."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 
 from envs import checks, keys
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree, Replaceable
 
 
 @struct.dataclass
-class Discrete:
+class Discrete(Replaceable):
     """The integers `start`, ..., `start + n - 1`.
 
     Attributes:
@@ -49,8 +51,13 @@ class Discrete:
         return (x >= self.start) & (x < self.start + self.n)
 
 
-class _Bounded:
+class _Bounded(Replaceable):
     """What spaces with a lowest and a highest value of every entry share."""
+
+    low: Any
+    high: Any
+    shape: Any
+    dtype: Any
 
     def sample(self, key: chex.PRNGKey) -> jax.Array:
         """Draws one element uniformly; the bounds must be finite."""
@@ -87,7 +94,7 @@ class Box(_Bounded):
         bounds = self.low, self.high
         if not all(isinstance(x, _NUMBERS) for x in bounds):
             return  # placeholders, with which jax builds pytrees
-        if any(isinstance(x, jax.core.Tracer) for x in bounds):
+        if any(isinstance(x, Tracer) for x in bounds):
             return
         # Rows of spaces, as `vmap` over environments makes them, have an axis more.
         if not np.all(np.asarray(self.low) <= np.asarray(self.high)):
@@ -113,11 +120,11 @@ class MultiDiscrete(_Bounded):
             int, or one for each entry.
     """
 
-    nvec: tuple = struct.field(pytree_node=False)
+    nvec: Any = struct.field(pytree_node=False)
     dtype: jax.typing.DTypeLike = struct.field(
         pytree_node=False, default=jnp.dtype(jnp.int32)
     )
-    start: int | tuple = struct.field(pytree_node=False, default=0)
+    start: Any = struct.field(pytree_node=False, default=0)
 
     def __post_init__(self) -> None:
         nvec, start = np.asarray(self.nvec), np.asarray(self.start)
@@ -176,7 +183,7 @@ class MultiBinary(_Bounded):
 
 
 @struct.dataclass
-class Repeated:
+class Repeated(Replaceable):
     """`num` elements of one space, stacked.
 
     Attributes:
@@ -184,7 +191,7 @@ class Repeated:
         num: how many there are, an int of at least 1.
     """
 
-    space: Space
+    space: AnySpace
     num: int = struct.field(pytree_node=False)
 
     @property
@@ -198,64 +205,64 @@ class Repeated:
         """Dtype of an element, if it has one."""
         return getattr(self.space, "dtype", None)
 
-    def sample(self, key: chex.PRNGKey) -> chex.ArrayTree:
+    def sample(self, key: chex.PRNGKey) -> ArrayTree:
         """Draws each element from a key of its own."""
         number = jnp.arange(self.num, dtype=jnp.int32)
         return jax.vmap(self.space.sample)(keys.fold_in(key, number))
 
-    def contains(self, x: chex.ArrayTree) -> jax.Array:
+    def contains(self, x: ArrayTree) -> jax.Array:
         """Tells whether every one is an element, `()` bool."""
         return jnp.all(jax.vmap(self.space.contains)(x))
 
 
 @struct.dataclass
-class Dict:
+class Dict(Replaceable):
     """Elements of several spaces, by name.
 
     Attributes:
         spaces: the spaces, by name.
     """
 
-    spaces: Mapping[str, Space]
+    spaces: Mapping[str, AnySpace]
 
-    def sample(self, key: chex.PRNGKey) -> dict[str, chex.ArrayTree]:
+    def sample(self, key: chex.PRNGKey) -> dict[str, ArrayTree]:
         """Draws each from a key of its own, in the order of their names."""
         return {
             name: self.spaces[name].sample(keys.fold_in(key, number))
             for number, name in enumerate(sorted(self.spaces))
         }
 
-    def contains(self, x: Mapping[str, chex.ArrayTree]) -> jax.Array:
+    def contains(self, x: Mapping[str, ArrayTree]) -> jax.Array:
         """Tells whether every one is an element of its space, `()` bool."""
         inside = [self.spaces[name].contains(x[name]) for name in sorted(self.spaces)]
         return jnp.all(jnp.stack(inside))
 
 
 @struct.dataclass
-class Tuple:
+class Tuple(Replaceable):
     """Elements of several spaces, in order.
 
     Attributes:
         spaces: the spaces, in order.
     """
 
-    spaces: tuple[Space, ...]
+    spaces: tuple[AnySpace, ...]
 
-    def sample(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, ...]:
+    def sample(self, key: chex.PRNGKey) -> tuple[ArrayTree, ...]:
         """Draws each from a key of its own."""
         return tuple(
             space.sample(keys.fold_in(key, number))
             for number, space in enumerate(self.spaces)
         )
 
-    def contains(self, x: tuple[chex.ArrayTree, ...]) -> jax.Array:
+    def contains(self, x: tuple[ArrayTree, ...]) -> jax.Array:
         """Tells whether every one is an element of its space, `()` bool."""
         pairs = zip(self.spaces, x, strict=True)
         return jnp.all(jnp.stack([space.contains(part) for space, part in pairs]))
 
 
 @struct.dataclass
-class TreeSpace:
+class TreeSpace(Replaceable):
     """Pytrees in which every leaf has a space of its own.
 
     It has neither `shape` nor `dtype`: each part has its own.
@@ -264,9 +271,9 @@ class TreeSpace:
         parts: the spaces, in the structure of an element.
     """
 
-    parts: chex.ArrayTree
+    parts: ArrayTree
 
-    def sample(self, key: chex.PRNGKey) -> chex.ArrayTree:
+    def sample(self, key: chex.PRNGKey) -> ArrayTree:
         """Draws every part, each from a key of its own."""
         parts, structure = jax.tree.flatten(self.parts, is_leaf=is_space)
         drawn = [
@@ -277,7 +284,7 @@ class TreeSpace:
         ]
         return jax.tree.unflatten(structure, drawn)
 
-    def contains(self, x: chex.ArrayTree) -> jax.Array:
+    def contains(self, x: ArrayTree) -> jax.Array:
         """Tells whether every part contains its leaf of `x`, `()` bool."""
         flags = jax.tree.map(
             lambda part, leaf: part.contains(leaf), self.parts, x, is_leaf=is_space

@@ -14,17 +14,40 @@ reset key would then hold the keys of its own first steps (`split(key)[i]` is
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, Self
+from typing import Any as AnySpace
+from typing import Any as ArrayTree
 
 import chex
 import jax
 from flax import struct
+from typing_extensions import TypeVar
 
 RESET = 0  # what is folded into an episode key for the reset; steps count from 1
 
+# Other names of `Any`. `ArrayTree` is a pytree of arrays: no annotation can say which
+# structure it has, and with `chex.ArrayTree`, a union, a checker refuses all access to
+# a part. `AnySpace` is a `Space`, or one of several parts, which has no `shape` and no
+# `dtype`: a space is asked for what its kind has. They are imported under these names,
+# since pyright takes `a | b` of the values of an alias for a union of types.
+
+StateT = TypeVar("StateT", default=Any)
+ObsT = TypeVar("ObsT", default=Any)
+
+
+class Replaceable:
+    """Declares the `replace` that `flax.struct.dataclass` gives a class.
+
+    That decorator tells type checkers of the fields only.
+    """
+
+    def replace(self, **changes: Any) -> Self:
+        """Makes a copy with other values in the fields that are named."""
+        raise NotImplementedError(changes)  # flax's takes the place of this one
+
 
 @struct.dataclass(kw_only=True)
-class EnvStep:
+class EnvStep(Replaceable, Generic[StateT, ObsT]):
     """What one step of an environment returns.
 
     Shapes are those of an `Env`; a `VectorEnv` returns the same with a leading `B`.
@@ -39,20 +62,20 @@ class EnvStep:
         info: any pytree of arrays, `{}` if there is none.
     """
 
-    state: chex.ArrayTree
-    obs: chex.ArrayTree
-    reward: jax.Array  # ()
-    terminated: jax.Array  # ()
-    truncated: jax.Array  # ()
-    info: chex.ArrayTree
+    state: StateT
+    obs: ObsT
+    reward: Any  # (), an array or a number of Python
+    terminated: Any  # (), likewise
+    truncated: Any  # (), likewise
+    info: ArrayTree
 
 
 class Lanes(NamedTuple):
     """The part of `B` environments that an auto-reset replaces, `[B, ...]` each."""
 
     episode_key: chex.PRNGKey  # [B]
-    state: chex.ArrayTree  # [B, ...]
-    obs: chex.ArrayTree  # [B, ...]
+    state: ArrayTree  # [B, ...]
+    obs: ArrayTree  # [B, ...]
 
 
 class Space(Protocol):
@@ -61,16 +84,20 @@ class Space(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one element."""
+        ...
 
     @property
     def dtype(self) -> jax.typing.DTypeLike:
         """Dtype of one element."""
+        ...
 
-    def sample(self, key: chex.PRNGKey) -> chex.ArrayTree:
+    def sample(self, key: chex.PRNGKey) -> ArrayTree:
         """Draws one element at random."""
+        ...
 
-    def contains(self, x: chex.ArrayTree) -> jax.Array:
+    def contains(self, x: ArrayTree) -> jax.Array:
         """Tells whether `x` is an element, `()` bool."""
+        ...
 
 
 class Env(Protocol):
@@ -86,42 +113,49 @@ class Env(Protocol):
     """
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         """Space of `obs`."""
+        ...
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         """Space of `action`."""
+        ...
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
+        ...
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step; `obs` and `state` are the true successor."""
+        ...
 
 
 class VectorEnv(Protocol):
     """`B` environments side by side, `[B, ...]` everywhere; a pytree like `Env`."""
 
-    num_envs: int
+    @property
+    def num_envs(self) -> int:
+        """B, the number of lanes."""
+        ...
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         """Space of one lane's observation."""
+        ...
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         """Space of one lane's action."""
+        ...
 
-    def reset(self, keys: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode in every lane: `[B]` keys to `(state, obs)`."""
+        ...
 
-    def step(
-        self, keys: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step in every lane, without auto-reset."""
+        ...
 
     def reset_done(
         self,
@@ -143,14 +177,15 @@ class VectorEnv(Protocol):
             `lanes` with new episode key, state and observation where `done`, and
             every other lane as it was, bit for bit.
         """
+        ...
 
 
-def spread_of(env: VectorEnv) -> Any:
+def spread_of(env: Any) -> Any:
     """Where the lanes lie if they are spread over devices; else None."""
     return getattr(env, "spread", None)
 
 
-def node_types(tree: chex.ArrayTree) -> tuple[type, ...]:
+def node_types(tree: ArrayTree) -> tuple[type, ...]:
     """The types of the nodes of a tree, from the root, depth first.
 
     jax 0.10 and 0.11 consider two trees equal if they differ only in the class of a
@@ -162,7 +197,7 @@ def node_types(tree: chex.ArrayTree) -> tuple[type, ...]:
     return _types(jax.tree.structure(tree))
 
 
-def _types(structure: jax.tree_util.PyTreeDef) -> tuple[type, ...]:
+def _types(structure: Any) -> tuple[type, ...]:
     node = structure.node_data()
     if node is None:  # a leaf
         return ()

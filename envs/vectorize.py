@@ -1,7 +1,7 @@
 """Puts `B` copies of one environment side by side, with auto-reset."""
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import chex
 import jax
@@ -11,7 +11,17 @@ from flax import struct
 from envs import checks
 from envs import keys as env_keys
 from envs.auto_reset import reset_compact, reset_select
-from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv, node_types
+from envs.types import (
+    RESET,
+    AnySpace,
+    ArrayTree,
+    Env,
+    EnvStep,
+    Lanes,
+    Replaceable,
+    VectorEnv,
+    node_types,
+)
 
 _AUTO_RESETS = {"compact": reset_compact, "select": reset_select}
 
@@ -79,7 +89,7 @@ def _check(num_envs: int, auto_reset: str) -> int:
 
 
 @struct.dataclass(kw_only=True)
-class _VectorizedEnv:
+class _VectorizedEnv(Replaceable):
     """A `VectorEnv` made of one `Env` by `jax.vmap`."""
 
     env: Env
@@ -93,11 +103,11 @@ class _VectorizedEnv:
         object.__setattr__(self, "_types", node_types(self.env))
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         return self._one.observation_space
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         return self._one.action_space
 
     def local(self, num_envs: int, first_lane: jax.Array) -> Self:
@@ -107,15 +117,13 @@ class _VectorizedEnv:
         """
         return self.replace(num_envs=num_envs, first_lane=first_lane)
 
-    def reset(self, keys: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         number = jnp.arange(self.num_envs)
         if self.first_lane is not None:
             number = number + self.first_lane
         return _strong(self._reset(self.env, keys, number))
 
-    def step(
-        self, keys: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         env, axes = self._lay_out(self.env, self.num_envs)
         step = jax.vmap(
             lambda env, *args: checks.step(env.step(*args)), (axes, 0, 0, 0)
@@ -157,10 +165,10 @@ class _VectorizedEnv:
 
     def _reset(
         self, env: Env, reset_keys: chex.PRNGKey, number: jax.Array
-    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    ) -> tuple[ArrayTree, ArrayTree]:
         """Resets `[K]` lanes that start the episodes of these numbers, `[K]` int32."""
 
-        def reset(env: Env, key: chex.PRNGKey, number: jax.Array) -> tuple:
+        def reset(env: Any, key: chex.PRNGKey, number: jax.Array) -> tuple:
             if hasattr(env, "at_episode"):
                 env = env.at_episode(number)
             return checks.reset(env.reset(key))
@@ -189,6 +197,6 @@ def _is_float(x: jax.typing.ArrayLike) -> bool:
     return jnp.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
-def _strong(tree: chex.ArrayTree) -> chex.ArrayTree:
+def _strong(tree: ArrayTree) -> ArrayTree:
     """Drops weak types, which would make a scan trace its body twice or refuse it."""
     return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), tree)

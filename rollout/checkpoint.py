@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
+from envs.types import ArrayTree
 from rollout import checks, processes
 
 _EMPTY = np.zeros(1, np.uint8)  # orbax has no form for an array of no entries
@@ -30,7 +31,7 @@ _UNFINISHED = "orbax-checkpoint-tmp"  # in the names of what was left half writt
 
 def save(
     path: str | Path,
-    tree: chex.ArrayTree,
+    tree: ArrayTree,
     *,
     step: int | None = None,
     every: int = 1,
@@ -82,9 +83,7 @@ def save(
     return True
 
 
-def restore(
-    path: str | Path, like: chex.ArrayTree, *, step: int | None = None
-) -> chex.ArrayTree:
+def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> ArrayTree:
     """Reads a tree that `save` wrote.
 
     Args:
@@ -186,7 +185,7 @@ def _open(path: str | Path, keep: int | None) -> Any:
     return ocp.CheckpointManager(Path(path).absolute(), options=options)
 
 
-def _flatten(tree: chex.ArrayTree) -> dict[str, np.ndarray]:
+def _flatten(tree: ArrayTree) -> dict[str, np.ndarray]:
     """The leaves as plain arrays, by their position: names alone need not differ."""
     leaves = jax.tree.leaves(keys.words(_arrays(tree)))
     leaves = jax.device_get([processes.gather(leaf) for leaf in leaves])
@@ -197,11 +196,11 @@ def _flatten(tree: chex.ArrayTree) -> dict[str, np.ndarray]:
     }
 
 
-def _unflatten(saved: dict[str, np.ndarray], like: chex.ArrayTree) -> chex.ArrayTree:
+def _unflatten(saved: dict[str, np.ndarray], like: ArrayTree) -> ArrayTree:
     words = keys.words(_arrays(like))
     arrays = iter([array for _, array in sorted(saved.items())])
 
-    def read(old: chex.Array) -> chex.Array:
+    def read(old: Any) -> chex.Array:
         array = next(arrays)
         if not old.size:
             return old
@@ -220,7 +219,7 @@ def _unflatten(saved: dict[str, np.ndarray], like: chex.ArrayTree) -> chex.Array
     )
 
 
-def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
+def _arrays(tree: ArrayTree) -> ArrayTree:
     """Numbers and bytes become NumPy arrays; arrays stay what they are."""
 
     def make(x: Any) -> jax.Array | np.ndarray:
@@ -231,7 +230,7 @@ def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
     return jax.tree.map(make, tree)
 
 
-def _describe(tree: chex.ArrayTree) -> list[dict[str, Any]]:
+def _describe(tree: ArrayTree) -> list[dict[str, Any]]:
     """Of every leaf its place in the tree, dtype and shape."""
     described = []
     for path, leaf in jax.tree.leaves_with_path(tree):

@@ -7,9 +7,10 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from envs import keys
-from envs.types import EnvStep, Space, VectorEnv, spread_of
+from envs.types import AnySpace, ArrayTree, EnvStep, VectorEnv, spread_of
 from rollout.types import (
     Accumulator,
     Accumulators,
@@ -115,7 +116,7 @@ def kind_of_env(env: Any, *, is_host: bool) -> None:
 def host_call(carry: Any, params: Any) -> None:
     """Refuses to step environments of NumPy while tracing."""
     leaves = jax.tree.leaves((carry, params))
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    if any(isinstance(x, Tracer) for x in leaves):
         raise ValueError(
             "A `HostCollector` steps environments in Python, so it must be called "
             "outside of `jit`, got traced arguments."
@@ -148,7 +149,7 @@ def devices(env: VectorEnv, carry: Any) -> None:
     if spread is None or not isinstance(carry, Carry):
         return
     step = carry.step  # one leaf stands for all
-    if isinstance(step, jax.core.Tracer) or not getattr(step, "committed", False):
+    if isinstance(step, Tracer) or not getattr(step, "committed", False):
         return  # it goes where it is needed
     if step.sharding.device_set != set(spread.mesh.devices.flat):
         want, got = (
@@ -173,12 +174,12 @@ def accumulators(value: Any) -> Accumulators:
     return items
 
 
-def accumulated(name: str, old: chex.ArrayTree, new: chex.ArrayTree) -> None:
+def accumulated(name: str, old: ArrayTree, new: ArrayTree) -> None:
     """Refuses a figure that an accumulator returns of another kind."""
     same(f"The accumulator `{name}` must return what it is given", old, new)
 
 
-def env_state(env: VectorEnv, state: chex.ArrayTree, reset_keys: chex.PRNGKey) -> None:
+def env_state(env: VectorEnv, state: ArrayTree, reset_keys: chex.PRNGKey) -> None:
     """Refuses a state that is not one of this environment."""
     expected = jax.eval_shape(env.reset, reset_keys)[0]
     same("`carry` must be of this collector's environment", expected, state)
@@ -198,7 +199,7 @@ def recorded(before: Transition, after: Any) -> None:
             )
 
 
-def policy_init(state: chex.ArrayTree, num_envs: int) -> None:
+def policy_init(state: ArrayTree, num_envs: int) -> None:
     """Refuses an initial policy state without the lane axis."""
     for path, leaf in jax.tree.leaves_with_path(state):
         if jnp.shape(leaf)[:1] != (num_envs,):
@@ -208,7 +209,7 @@ def policy_init(state: chex.ArrayTree, num_envs: int) -> None:
             )
 
 
-def decision(who: str, result: PolicyStep, space: Space, num_envs: int) -> None:
+def decision(who: str, result: PolicyStep, space: AnySpace, num_envs: int) -> None:
     """Refuses what is no `PolicyStep`, or has an action that is not of the space."""
     if not isinstance(result, PolicyStep):
         raise ValueError(
@@ -226,9 +227,7 @@ def decision(who: str, result: PolicyStep, space: Space, num_envs: int) -> None:
         )
 
 
-def policy_step(
-    result: PolicyStep, env: VectorEnv, policy_state: chex.ArrayTree
-) -> None:
+def policy_step(result: PolicyStep, env: VectorEnv, policy_state: ArrayTree) -> None:
     """Refuses a policy's output that does not fit the environment or its input."""
     decision("`policy.apply`", result, env.action_space, env.num_envs)
     same(
@@ -244,9 +243,7 @@ def policy_step(
             )
 
 
-def env_step(
-    result: EnvStep, num_envs: int, state: chex.ArrayTree, obs: chex.ArrayTree
-) -> None:
+def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -> None:
     """Refuses a step whose leaves are not those of the reset, or not `[B]`."""
     if not isinstance(result, EnvStep):
         raise ValueError(
@@ -264,7 +261,7 @@ def env_step(
     same("`env.step` must return `obs` as `env.reset` does", obs, result.obs)
 
 
-def same(what: str, expected: chex.ArrayTree, got: chex.ArrayTree) -> None:
+def same(what: str, expected: ArrayTree, got: ArrayTree) -> None:
     """Refuses a tree of another structure, or with a leaf of another shape or dtype."""
     structures = jax.tree.structure(expected), jax.tree.structure(got)
     if structures[0] != structures[1]:

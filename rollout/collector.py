@@ -1,25 +1,28 @@
 """The collector: folds over time of the kernel's one step."""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.core import Tracer
 
 from envs import keys
-from envs.types import VectorEnv, node_types
+from envs.types import Replaceable, VectorEnv, node_types
 from rollout import checks, kernel
 from rollout.kernel import episode_keys, episodes
 from rollout.types import (
-    Accumulator,
-    Accumulators,
+    ActionT,
     Carry,
     Episodes,
+    ObsT,
+    ParamsT,
     Policy,
+    RecordFn,
     Transition,
 )
 
@@ -27,7 +30,7 @@ Acc = TypeVar("Acc")
 
 
 @struct.dataclass(kw_only=True)
-class Collector:
+class Collector(Replaceable, Generic[ParamsT, ObsT, ActionT]):
     """Collects experience: a policy in a vector of environments.
 
     A pytree whose leaves are the environment's parameters, so it may be an argument
@@ -48,13 +51,12 @@ class Collector:
     """
 
     env: VectorEnv
-    policy: Policy = struct.field(pytree_node=False)
-    record_fn: Callable[[Transition], Transition] | None = struct.field(
+    policy: Policy[ParamsT, ObsT, ActionT] = struct.field(pytree_node=False)
+    record_fn: RecordFn[ObsT, ActionT] | None = struct.field(
         pytree_node=False, default=None
     )
-    accumulators: Mapping[str, Accumulator] | Accumulators = struct.field(
-        pytree_node=False, default=()
-    )
+    # A mapping from names to `Accumulator`s, kept as `Accumulators`.
+    accumulators: Any = struct.field(pytree_node=False, default=())
     _types: tuple[type, ...] = struct.field(pytree_node=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -81,7 +83,9 @@ class Collector:
         checks.typed_key(key)
         return _init(self, key)
 
-    def step(self, carry: Carry, params: Any) -> tuple[Carry, Transition]:
+    def step(
+        self, carry: Carry, params: ParamsT
+    ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes one step in every lane and resets those whose episode ended. Jitted.
 
         Args:
@@ -98,8 +102,8 @@ class Collector:
         return _step(self, carry, params)
 
     def collect_steps(
-        self, carry: Carry, params: Any, num_steps: int
-    ) -> tuple[Carry, Transition]:
+        self, carry: Carry, params: ParamsT, num_steps: int
+    ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes `num_steps` steps in every lane. Jitted.
 
         Inside your own `jit` it is inlined: a field of the trajectory that is not read
@@ -123,8 +127,8 @@ class Collector:
     def fold_steps(
         self,
         carry: Carry,
-        params: Any,
-        fn: Callable[[Acc, Transition], Acc],
+        params: ParamsT,
+        fn: Callable[[Acc, Transition[ObsT, ActionT]], Acc],
         acc: Acc,
         *,
         num_steps: int,
@@ -157,7 +161,7 @@ class Collector:
     def collect_episodes(
         self,
         carry: Carry,
-        params: Any,
+        params: ParamsT,
         num_episodes: int,
         *,
         max_steps: int,
@@ -200,7 +204,12 @@ class Collector:
         return _collect_episodes(*args, episodes.queue, num_episodes, least)
 
     def collect_episodes_per_env(
-        self, carry: Carry, params: Any, episodes_per_env: int, *, max_steps: int
+        self,
+        carry: Carry,
+        params: ParamsT,
+        episodes_per_env: int,
+        *,
+        max_steps: int,
     ) -> tuple[Carry, Episodes]:
         """Plays `episodes_per_env` new episodes in every lane. Jitted.
 
@@ -222,15 +231,14 @@ class Collector:
             ValueError: as `collect_episodes` does.
         """
         episodes_per_env = checks.count("episodes_per_env", episodes_per_env)
-        max_steps = checks.max_steps(max_steps)
-        args = self, carry, params, max_steps
+        args = self, carry, params, checks.max_steps(max_steps)
         return _collect_episodes(*args, episodes.per_env, episodes_per_env)
 
     def fold_episodes(
         self,
         carry: Carry,
-        params: Any,
-        fn: Callable[[Acc, Transition], Acc],
+        params: ParamsT,
+        fn: Callable[[Acc, Transition[ObsT, ActionT]], Acc],
         acc: Acc,
         *,
         num_episodes: int,
@@ -264,8 +272,8 @@ class Collector:
         return _jitted(_fold_episodes, fn, args)(*args, fn, num_episodes)
 
     def collect_padded_episodes(
-        self, carry: Carry, params: Any, num_episodes: int, *, max_length: int
-    ) -> tuple[Carry, Transition, Episodes]:
+        self, carry: Carry, params: ParamsT, num_episodes: int, *, max_length: int
+    ) -> tuple[Carry, Transition[ObsT, ActionT], Episodes]:
         """Plays `num_episodes` episodes and returns them whole. Jitted.
 
         Args:
@@ -291,8 +299,8 @@ class Collector:
     def _play(
         self,
         carry: Carry,
-        params: Any,
-        fn: Callable[[Acc, Transition], Acc],
+        params: ParamsT,
+        fn: Callable[[Acc, Transition[ObsT, ActionT]], Acc],
         acc: Acc,
         max_steps: jax.Array,
         num_episodes: int,
@@ -355,7 +363,7 @@ def _jitted(
 
     There `fn` may hold on to what is traced, which must not stay in a cache.
     """
-    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
     try:
         hash(fn)
     except TypeError:

@@ -7,7 +7,7 @@ step of the environments and their reset, is mapped over the devices by hand.
 
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -18,13 +18,24 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from envs import keys as env_keys
-from envs.types import EnvStep, Lanes, Space, VectorEnv, spread_of
+from envs.types import (
+    AnySpace,
+    ArrayTree,
+    EnvStep,
+    Lanes,
+    Replaceable,
+    VectorEnv,
+    spread_of,
+)
 from rollout import checks, processes
 from rollout.collector import Collector
 from rollout.kernel import fence
+from rollout.types import ActionT, ObsT, ParamsT
 
 
-def shard(collector: Collector, mesh: Mesh, axis: str = "lanes") -> Collector:
+def shard(
+    collector: Collector[ParamsT, ObsT, ActionT], mesh: Mesh, axis: str = "lanes"
+) -> Collector[ParamsT, ObsT, ActionT]:
     """Spreads the lanes of a collector over the devices of a mesh axis.
 
         mesh = jax.make_mesh((8,), ("lanes",))
@@ -101,21 +112,19 @@ class Spread(NamedTuple):
         """How many parts the lanes are in."""
         return self.mesh.shape[self.axis]
 
-    def place(
-        self, tree: chex.ArrayTree, num_envs: int, *, lane_axis: int = 0
-    ) -> chex.ArrayTree:
+    def place(self, tree: ArrayTree, num_envs: int, *, lane_axis: int = 0) -> ArrayTree:
         """Says that what has a lane axis is spread, and that all else is replicated."""
         shardings = self.shardings(tree, num_envs, lane_axis=lane_axis)
         return lax.with_sharding_constraint(tree, shardings)
 
-    def replicate(self, tree: chex.ArrayTree) -> chex.ArrayTree:
+    def replicate(self, tree: ArrayTree) -> ArrayTree:
         """Says that every device has all of it."""
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return lax.with_sharding_constraint(tree, everywhere)
 
     def shardings(
-        self, tree: chex.ArrayTree, num_envs: int, *, lane_axis: int = 0
-    ) -> chex.ArrayTree:
+        self, tree: ArrayTree, num_envs: int, *, lane_axis: int = 0
+    ) -> ArrayTree:
         """Where `place` puts each array of a tree."""
 
         def make(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
@@ -127,10 +136,10 @@ class Spread(NamedTuple):
 
 
 @struct.dataclass(kw_only=True)
-class _SpreadEnv:
+class _SpreadEnv(Replaceable):
     """A `VectorEnv` of which every device steps its own lanes."""
 
-    env: VectorEnv
+    env: Any  # one that `envs.vectorize` or `envs.vectorize_each` made
     spread: Spread = struct.field(pytree_node=False)
 
     @property
@@ -138,21 +147,19 @@ class _SpreadEnv:
         return self.env.num_envs
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         return self.env.observation_space
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         return self.env.action_space
 
-    def reset(self, keys: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         return self._map(lambda env, keys: env.reset(keys), keys)
 
-    def step(
-        self, keys: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         # Fenced where it is stepped, so that XLA compiles it as on one device.
-        def step(env: VectorEnv, *args: chex.ArrayTree) -> EnvStep:
+        def step(env: VectorEnv, *args: ArrayTree) -> EnvStep:
             leaves = jax.tree.leaves(env_keys.words(args[1:]))
             some = next(x for x in leaves if x.size)  # any number, not known before
             counter = some.ravel()[0].astype(jnp.int32)
@@ -166,15 +173,13 @@ class _SpreadEnv:
         args = key_fn, done, lanes
         return self._map(lambda env, *args: env.reset_done(*args), *args)
 
-    def _map(
-        self, fn: Callable[..., chex.ArrayTree], *args: chex.ArrayTree
-    ) -> chex.ArrayTree:
+    def _map(self, fn: Callable[..., ArrayTree], *args: ArrayTree) -> ArrayTree:
         """Calls `fn(env of its lanes, *args)` on each device; scalars are shared."""
         spread = self.spread
         own, every = PartitionSpec(spread.axis), PartitionSpec()
         num_local = self.num_envs // spread.num_devices
 
-        def local(env: VectorEnv, *args: chex.ArrayTree) -> chex.ArrayTree:
+        def local(env: Any, *args: ArrayTree) -> ArrayTree:
             first_lane = lax.axis_index(spread.axis) * num_local
             return fn(env_keys.barrier(env.local(num_local, first_lane)), *args)
 
@@ -188,7 +193,7 @@ class _SpreadEnv:
         )(self.env, *args)
 
 
-def _spread(env: VectorEnv, spread: Spread) -> VectorEnv:
+def _spread(env: Any, spread: Spread) -> VectorEnv:
     if hasattr(env, "local"):
         # Numbers of Python would be sent to every device with each call.
         spec = PartitionSpec(spread.axis) if env.each else PartitionSpec()

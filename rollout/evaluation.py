@@ -11,13 +11,13 @@ from rollout.collector import Collector
 from rollout.finite import count_faulty
 from rollout.host.collector import HostCollector
 from rollout.stats import CollectStats, summarize
-from rollout.types import Transition
+from rollout.types import ParamsT, Transition
 
 
 def evaluate(
-    collector: Collector | HostCollector,
+    collector: Collector[ParamsT] | HostCollector[ParamsT],
     key: chex.PRNGKey,
-    params: Any,
+    params: ParamsT,
     num_episodes: int,
     *,
     max_steps: int = 1_000_000,
@@ -47,8 +47,8 @@ def evaluate(
     num_episodes = checks.count("num_episodes", num_episodes)
     if isinstance(collector, HostCollector):
         return _evaluate(collector, key, params, num_episodes, max_steps)
-    max_steps = checks.max_steps(max_steps)
-    return _evaluate_jitted(collector, key, params, num_episodes, max_steps)
+    limit = checks.max_steps(max_steps)
+    return _evaluate_jitted(collector, key, params, num_episodes, limit)
 
 
 def _evaluate(
@@ -56,7 +56,7 @@ def _evaluate(
     key: chex.PRNGKey,
     params: Any,
     num_episodes: int,
-    max_steps: jax.typing.ArrayLike,
+    max_steps: Any,  # an int, or `()` int32 where it is traced
 ) -> CollectStats:
     _, num_nonfinite, played = collector.fold_episodes(
         collector.init(key),

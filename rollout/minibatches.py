@@ -6,17 +6,18 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from envs.types import ArrayTree
 from rollout import checks
 
 
 def minibatches(
     key: chex.PRNGKey,
-    tree: chex.ArrayTree,
+    tree: ArrayTree,
     num_minibatches: int,
     epochs: int = 1,
     *,
     axis: int | None = None,
-) -> chex.ArrayTree:
+) -> ArrayTree:
     """Shuffles a trajectory and splits it into minibatches, to `lax.scan` over.
 
         params, losses = jax.lax.scan(update, params, minibatches(key, data, 4, 10))
@@ -66,7 +67,7 @@ def minibatches(
     return jax.tree.map(split, tree)
 
 
-def _count_rows(tree: chex.ArrayTree, axis: int | None) -> int:
+def _count_rows(tree: ArrayTree, axis: int | None) -> int:
     """How many rows there are to shuffle; refuses leaves that differ in that."""
     first, last = (0, 2) if axis is None else (axis, axis + 1)
     counts = {jnp.shape(x)[first:last] for x in jax.tree.leaves(tree)}

@@ -10,9 +10,10 @@ import jax
 from jax import lax
 
 from envs import keys
+from envs.types import ArrayTree
 from rollout import checks, kernel
 from rollout.collector import Collector
-from rollout.types import Carry, Transition
+from rollout.types import Carry, ParamsT, Transition
 
 _NUM_REPEATS = 5
 
@@ -48,8 +49,8 @@ class _Given(NamedTuple):
 
 
 def profile(
-    collector: Collector,
-    params: Any,
+    collector: Collector[ParamsT],
+    params: ParamsT,
     num_steps: int,
     *,
     key: chex.PRNGKey | None = None,
@@ -83,7 +84,9 @@ def profile(
     carry = collector.init(jax.random.key(0) if key is None else key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
     given = _Given(collector, carry, params, trajectory)
-    programs = {name: jax.jit(part) for name, part in _PARTS.items()}
+    programs: dict[str, Callable[[Any], Any]] = {
+        name: jax.jit(part) for name, part in _PARTS.items()
+    }
     programs["whole"] = lambda _: collector.collect_steps(carry, params, num_steps)
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(num_repeats):
@@ -105,7 +108,7 @@ def _time(program: Callable[[_Given], Any], given: _Given) -> float:
 def _policy(given: _Given) -> Any:
     collector, carry, params, trajectory = given
 
-    def step(state: Any, obs: chex.ArrayTree) -> Any:
+    def step(state: Any, obs: ArrayTree) -> Any:
         carry, _ = state
         seen = carry.replace(obs=obs)
         decision = kernel.act(collector.env, collector.policy, seen, params)
@@ -120,7 +123,7 @@ def _policy(given: _Given) -> Any:
 def _env_step(given: _Given) -> Any:
     collector, carry, _, trajectory = given
 
-    def step(state: Any, action: chex.ArrayTree) -> Any:
+    def step(state: Any, action: ArrayTree) -> Any:
         carry, _ = state
         length = carry.episode.episode_length + 1
         result = kernel.step_env(collector.env, carry, action)
@@ -150,7 +153,7 @@ def _auto_reset(given: _Given) -> Any:
 def _recording(given: _Given) -> Any:
     rows = keys.words(kernel.pack(given.trajectory))
 
-    def step(row: chex.ArrayTree, _: None) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def step(row: ArrayTree, _: None) -> tuple[ArrayTree, ArrayTree]:
         # Behind a barrier, or jax would broadcast the row instead of writing rows.
         row = lax.optimization_barrier(row)
         return row, row
@@ -158,7 +161,7 @@ def _recording(given: _Given) -> Any:
     return lax.scan(step, _last(rows), length=given.trajectory.reward.shape[0])[1]
 
 
-def _last(tree: chex.ArrayTree) -> chex.ArrayTree:
+def _last(tree: ArrayTree) -> ArrayTree:
     return jax.tree.map(lambda x: x[-1], tree)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs.types import Env
+from envs.types import Env, Replaceable
 from envs.wrappers import ForceLength, NoRepeat
 from rollout import checks
 from rollout.collector import Collector
@@ -23,7 +23,7 @@ from rollout.types import Episodes, Transition
 
 
 @struct.dataclass(kw_only=True)
-class Catalogue:
+class Catalogue(Replaceable):
     """What metrics know of the items; None where it is not known.
 
     Attributes:
@@ -34,13 +34,13 @@ class Catalogue:
             feature, such as the most frequent categories.
     """
 
-    features: jax.Array | None = None  # [I, F]
-    popularity: jax.Array | None = None  # [I]
-    dominated: jax.Array | None = None  # [I]
+    features: Any = None  # [I, F]
+    popularity: Any = None  # [I]
+    dominated: Any = None  # [I]
 
 
 @struct.dataclass(kw_only=True)
-class RecommendationStats:
+class RecommendationStats(Replaceable):
     """What exactly N episodes of recommendation were like.
 
     Each is `()` float32, None if the `Catalogue` does not have what it needs.
@@ -76,7 +76,7 @@ class RecommendationStats:
 
 
 @struct.dataclass(kw_only=True)
-class _Shown:
+class _Shown(Replaceable):
     """What is kept of recommendations.
 
     Attributes:
@@ -157,11 +157,11 @@ def evaluate_settings(
     """
     checks.typed_key(key)
     num_episodes = checks.count("num_episodes", num_episodes)
-    max_steps = checks.max_steps(max_steps)
+    limit = checks.max_steps(max_steps)
     catalogue = catalogue or Catalogue()
     for name, collector in settings.items():
         _check(name, collector, catalogue)
-    return _evaluate(dict(settings), key, params, num_episodes, catalogue, max_steps)
+    return _evaluate(dict(settings), key, params, num_episodes, catalogue, limit)
 
 
 @functools.partial(jax.jit, static_argnames="num_episodes")
@@ -171,7 +171,7 @@ def _evaluate(
     params: Any,
     num_episodes: int,
     catalogue: Catalogue,
-    max_steps: jax.Array,
+    max_steps: Any,  # () int32
 ) -> dict[str, RecommendationStats]:
     return {
         name: _play(collector, key, params, num_episodes, catalogue, max_steps)
@@ -185,7 +185,7 @@ def _play(
     params: Any,
     num_episodes: int,
     catalogue: Catalogue,
-    max_steps: jax.Array,
+    max_steps: Any,  # () int32
 ) -> RecommendationStats:
     features = _directions(catalogue.features)
     num_envs, num_items = collector.env.num_envs, collector.env.action_space.n

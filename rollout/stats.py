@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 
+from envs.types import Replaceable
 from rollout.finite import count_faulty
 from rollout.types import Episodes, Transition
 
@@ -18,7 +20,7 @@ _Z_QUANTILE = 1.959964  # the normal one
 
 
 @struct.dataclass(kw_only=True)
-class Moments:
+class Moments(Replaceable):
     """What is kept of some numbers; nothing of it is NaN where there are none.
 
     Attributes:
@@ -67,13 +69,13 @@ class Moments:
 
         return self._figure(end, least=2)
 
-    def _figure(self, fn: Callable[..., Any], least: int = 1) -> jax.Array:
+    def _figure(self, fn: Callable[..., Any], least: int = 1) -> Any:
         """Makes a figure of at least so many numbers, on the host where they are known.
 
         So nothing on the device is NaN, whatever `jax_debug_nans` says.
         """
         fields = jax.tree.leaves(self)
-        if any(isinstance(x, jax.core.Tracer) for x in fields):
+        if any(isinstance(x, Tracer) for x in fields):
             count = jnp.maximum(self.count, 1).astype(jnp.float32)
             return jnp.where(self.count < least, jnp.nan, fn(jnp, self, count))
         host = jax.device_get(self)
@@ -84,7 +86,7 @@ class Moments:
 
 
 @struct.dataclass(kw_only=True)
-class CollectStats:
+class CollectStats(Replaceable):
     """What is known of the episodes that ended.
 
     A window in which no episode ended has `num_episodes` 0 and NaN for every mean,

@@ -56,9 +56,9 @@ def split_trajectories(trajectory: Transition) -> Pieces:
     shape = int(row.max(initial=-1)) + 1, begin.size
 
     def gather(x: jax.Array) -> np.ndarray:
-        x = np.asarray(x)
-        pieces = np.zeros((*shape, *x.shape[2:]), x.dtype)
-        pieces[row, piece] = x[step, lane]
+        host = np.asarray(x)
+        pieces = np.zeros((*shape, *host.shape[2:]), host.dtype)
+        pieces[row, piece] = host[step, lane]
         return pieces
 
     words = keys.words(trajectory)

@@ -1,20 +1,30 @@
 """The rollout contracts: what goes into the kernel and what comes out of it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import chex
 import jax
 from flax import struct
+from typing_extensions import TypeVar
+
+from envs.types import ArrayTree, Replaceable
 
 Key = chex.PRNGKey
 Params = Any  # whatever the policy takes
-Obs = chex.ArrayTree  # [B, ...]
-PolicyState = chex.ArrayTree  # [B, ...]
+Obs = ArrayTree  # [B, ...]
+PolicyState = ArrayTree  # [B, ...]
+
+# What a user's own policy takes and gives; a type checker has it from `fn` of
+# `stateless_policy` or `recurrent_policy`, and hands it on as far as `Transition`. The
+# bound is for a `lambda`: without it a checker takes its arguments for an `object`.
+ParamsT = TypeVar("ParamsT", bound=Any, default=Any)
+ObsT = TypeVar("ObsT", bound=Any, default=Any)
+ActionT = TypeVar("ActionT", bound=Any, default=Any)
 
 
 @struct.dataclass(kw_only=True)
-class Transition:
+class Transition(Replaceable, Generic[ObsT, ActionT]):
     """One step of every lane; stacked over time, a trajectory.
 
     Shapes are those of a stacked trajectory, `T` steps of `B` lanes. A single
@@ -41,19 +51,19 @@ class Transition:
             the episode, this step included; `()` if it has none.
     """
 
-    obs: chex.ArrayTree  # [T, B, ...]
-    action: chex.ArrayTree  # [T, B, ...]
+    obs: ObsT  # [T, B, ...]
+    action: ActionT  # [T, B, ...]
     reward: jax.Array  # [T, B]
     terminated: jax.Array  # [T, B]
     truncated: jax.Array  # [T, B]
-    next_obs: chex.ArrayTree  # [T, B, ...]
+    next_obs: ObsT  # [T, B, ...]
     mask: jax.Array  # [T, B]
     episode_id: jax.Array  # [T, B]
     episode_return: jax.Array  # [T, B]
     episode_length: jax.Array  # [T, B]
-    extras: chex.ArrayTree  # [T, B, ...]
-    info: chex.ArrayTree  # [T, B, ...]
-    accumulated: chex.ArrayTree = ()  # [T, B, ...]
+    extras: ArrayTree  # [T, B, ...]
+    info: ArrayTree  # [T, B, ...]
+    accumulated: ArrayTree = ()  # [T, B, ...]
 
     @property
     def done(self) -> jax.Array:
@@ -66,8 +76,11 @@ class Transition:
         return self.episode_length == 1
 
 
+RecordFn = Callable[[Transition[ObsT, ActionT]], Transition[ObsT, ActionT]]
+
+
 @struct.dataclass(kw_only=True)
-class Episode:
+class Episode(Replaceable):
     """The episode each lane is in.
 
     Attributes:
@@ -85,11 +98,11 @@ class Episode:
     episode_return: jax.Array  # [B]
     episode_length: jax.Array  # [B]
     episode_id: jax.Array  # [B]
-    accumulated: chex.ArrayTree = ()  # [B, ...]
+    accumulated: ArrayTree = ()  # [B, ...]
 
 
 @struct.dataclass(kw_only=True)
-class Carry:
+class Carry(Replaceable):
     """What one step hands to the next, and all that a run needs to go on.
 
     Attributes:
@@ -106,14 +119,14 @@ class Carry:
     key: chex.PRNGKey  # ()
     step: jax.Array  # ()
     next_episode: jax.Array  # ()
-    env_state: chex.ArrayTree  # [B, ...]
-    obs: chex.ArrayTree  # [B, ...]
-    policy_state: chex.ArrayTree  # [B, ...]
+    env_state: ArrayTree  # [B, ...]
+    obs: ArrayTree  # [B, ...]
+    policy_state: ArrayTree  # [B, ...]
     episode: Episode  # [B, ...]
 
 
 @struct.dataclass
-class Persistent:
+class Persistent(Replaceable):
     """A part of a policy's state that an episode boundary leaves as it is.
 
     Everything else in a policy's state goes back to its initial value with the episode.
@@ -123,11 +136,11 @@ class Persistent:
         value: `[B, ...]`, any pytree.
     """
 
-    value: chex.ArrayTree  # [B, ...]
+    value: ArrayTree  # [B, ...]
 
 
 @struct.dataclass
-class EpisodeKey:
+class EpisodeKey(Replaceable):
     """A place in a policy's state for a key that belongs to the lane's episode.
 
     `policy.init` leaves it empty, and the kernel puts a new key in with every episode.
@@ -142,7 +155,7 @@ class EpisodeKey:
 
 
 @struct.dataclass(kw_only=True)
-class Episodes:
+class Episodes(Replaceable):
     """The `N` episodes of one call, in the order in which they were started.
 
     Attributes:
@@ -167,8 +180,8 @@ class Episodes:
     finished: jax.Array  # [N]
     lane: jax.Array  # [N]
     num_steps: jax.Array  # ()
-    mask: jax.Array | tuple[()] = ()  # [N]; () stands for True
-    accumulated: chex.ArrayTree = ()  # [N, ...]
+    mask: ArrayTree = ()  # [N]; () stands for True
+    accumulated: ArrayTree = ()  # [N, ...]
 
     @property
     def env_id(self) -> jax.Array:
@@ -177,7 +190,7 @@ class Episodes:
 
 
 @struct.dataclass
-class PerAgent:
+class PerAgent(Replaceable):
     """A figure that an accumulator keeps for every agent of a lane.
 
     `Accumulator.init` returns it, and `update` takes and returns it.
@@ -186,7 +199,7 @@ class PerAgent:
         value: `[B, A, ...]`, any pytree, of the agents in the environment's order.
     """
 
-    value: chex.ArrayTree  # [B, A, ...]
+    value: ArrayTree  # [B, A, ...]
 
 
 class Accumulator(NamedTuple):
@@ -199,14 +212,14 @@ class Accumulator(NamedTuple):
             structure, shapes and dtypes; the transition is `[B, ...]`. Pure.
     """
 
-    init: Callable[[int], chex.ArrayTree]
-    update: Callable[[chex.ArrayTree, Transition], chex.ArrayTree]
+    init: Callable[[int], ArrayTree]
+    update: Callable[[ArrayTree, Transition], ArrayTree]
 
 
 Accumulators = tuple[tuple[str, Accumulator], ...]  # by name, hashable
 
 
-class PolicyStep(NamedTuple):
+class PolicyStep(NamedTuple, Generic[ActionT]):
     """What a policy returns.
 
     Attributes:
@@ -215,15 +228,15 @@ class PolicyStep(NamedTuple):
         extras: any pytree `[B, ...]` to record along: log_prob, value, logits.
     """
 
-    action: chex.ArrayTree
-    state: chex.ArrayTree = ()
-    extras: chex.ArrayTree = ()
+    action: ActionT
+    state: ArrayTree = ()
+    extras: ArrayTree = ()
 
 
-PolicyFn = Callable[[Params, Obs, PolicyState, Key], PolicyStep]
+PolicyFn = Callable[[ParamsT, ObsT, PolicyState, Key], PolicyStep[ActionT]]
 
 
-class Policy(NamedTuple):
+class Policy(NamedTuple, Generic[ParamsT, ObsT, ActionT]):
     """A policy, batched over lanes: two functions.
 
     Attributes:
@@ -237,5 +250,5 @@ class Policy(NamedTuple):
     """
 
     init: Callable[[int], PolicyState]
-    apply: PolicyFn
-    mode: PolicyFn | None = None
+    apply: PolicyFn[ParamsT, ObsT, ActionT]
+    mode: PolicyFn[ParamsT, ObsT, ActionT] | None = None

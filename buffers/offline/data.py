@@ -1,6 +1,7 @@
 """Recorded data into a buffer: which lane gets which episode, in large chunks."""
 
 import heapq
+from typing import Any
 
 import chex
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 
 from buffers.base import RingBuffer
 from buffers.offline import recorded
-from buffers.types import Experience
+from buffers.types import ArrayTree, Experience
 
 _CHUNK_BYTES = 2**26  # of rows that go to the device at a time
 
@@ -16,13 +17,13 @@ _CHUNK_BYTES = 2**26  # of rows that go to the device at a time
 def from_data(
     buffer: RingBuffer,
     *,
-    obs: chex.ArrayTree,
-    action: chex.ArrayTree,
+    obs: ArrayTree,
+    action: ArrayTree,
     reward: chex.Array,
     terminated: chex.Array,
     truncated: chex.Array,
-    next_obs: chex.ArrayTree,
-) -> chex.ArrayTree:
+    next_obs: ArrayTree,
+) -> ArrayTree:
     """Fills a buffer with recorded steps, on the host.
 
     The rows are episodes one after another, each in order of time; one ends where
@@ -74,7 +75,7 @@ def from_data(
     return _add(buffer, state, rows, index)
 
 
-def _deal(done: np.ndarray, num_envs: int) -> np.ndarray:
+def _deal(done: Any, num_envs: int) -> np.ndarray:
     """The row that each slot of each lane gets, `[T, B]`; -1 for none."""
     num_rows = len(done)
     end = np.flatnonzero(done) + 1
@@ -103,7 +104,7 @@ def _lanes(length: np.ndarray, num_envs: int) -> np.ndarray:
     return lanes
 
 
-def _check_finals(state: chex.ArrayTree, num_ends: int) -> None:
+def _check_finals(state: ArrayTree, num_ends: int) -> None:
     """Refuses a side ring that would lose the ends of episodes."""
     finals = state.ring.finals
     if finals and finals.row.shape[0] < num_ends:
@@ -114,8 +115,8 @@ def _check_finals(state: chex.ArrayTree, num_ends: int) -> None:
 
 
 def _add(
-    buffer: RingBuffer, state: chex.ArrayTree, rows: Experience, index: np.ndarray
-) -> chex.ArrayTree:
+    buffer: RingBuffer, state: ArrayTree, rows: Experience, index: np.ndarray
+) -> ArrayTree:
     """Adds the rows of `index`, `[T, B]`, in chunks of one shape."""
     if not len(index):
         return state

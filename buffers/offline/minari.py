@@ -9,7 +9,6 @@ import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import chex
 import jax
 import numpy as np
 
@@ -17,14 +16,14 @@ from buffers import fields, walk
 from buffers.base import RingBuffer
 from buffers.offline import recorded
 from buffers.offline.data import from_data
-from buffers.types import Experience, RingState
+from buffers.types import ArrayTree, Experience, RingState
 
 if TYPE_CHECKING:
     from gymnasium.spaces import Space
     from minari import MinariDataset
 
 
-def from_minari(buffer: RingBuffer, dataset: "MinariDataset | str") -> chex.ArrayTree:
+def from_minari(buffer: RingBuffer, dataset: "MinariDataset | str") -> ArrayTree:
     """Fills a buffer with a dataset of Minari.
 
     An episode whose last step has no flag set was cut off where the recording stopped:
@@ -45,9 +44,8 @@ def from_minari(buffer: RingBuffer, dataset: "MinariDataset | str") -> chex.Arra
             observation more than steps, and as in `from_data`.
     """
     minari = _import_minari()
-    if isinstance(dataset, str):
-        dataset = minari.load_dataset(dataset)
-    episodes = [_steps(episode) for episode in dataset.iterate_episodes()]
+    opened = minari.load_dataset(dataset) if isinstance(dataset, str) else dataset
+    episodes = [_steps(episode) for episode in opened.iterate_episodes()]
     if not sum(len(episode["reward"]) for episode in episodes):
         raise ValueError("`dataset` must have at least one step, got none.")
     data = jax.tree.map(lambda *leaves: np.concatenate(leaves), *episodes)
@@ -56,7 +54,7 @@ def from_minari(buffer: RingBuffer, dataset: "MinariDataset | str") -> chex.Arra
 
 def to_minari(
     buffer: RingBuffer,
-    state: chex.ArrayTree,
+    state: ArrayTree,
     dataset_id: str,
     *,
     observation_space: "Space | None" = None,
@@ -124,7 +122,7 @@ def _import_minari() -> ModuleType:
         ) from error
 
 
-def _steps(episode: Any) -> dict[str, chex.ArrayTree]:
+def _steps(episode: Any) -> dict[str, ArrayTree]:
     """The steps of an episode of Minari, as `from_data` takes them."""
     num_steps = len(episode.rewards)
     for path, leaf in jax.tree.leaves_with_path(episode.observations):
@@ -148,7 +146,7 @@ def _steps(episode: Any) -> dict[str, chex.ArrayTree]:
 
 
 def _whole_episodes(
-    buffer: RingBuffer, state: chex.ArrayTree
+    buffer: RingBuffer, state: ArrayTree
 ) -> tuple[Experience, np.ndarray]:
     """The steps of all whole episodes, `[K, ...]`, and the lengths of these, `[E]`."""
     ring: RingState = state.ring
@@ -165,11 +163,12 @@ def _whole_episodes(
     step = np.arange(np.sum(length)) - np.repeat(np.cumsum(length) - length, length)
     row = (np.repeat(first, length) + step * ring.num_envs) % whole.size
     stored = jax.jit(buffer.get)(state, row.astype(np.int32))
-    rows = Experience(
+    columns: dict[str, Any] = {
+        "episode_id": (),
         **{name: jax.device_get(fields.get(stored, name)) for name in needed},
-        next_obs=jax.device_get(fields.get(stored, "next_obs")),
-        episode_id=(),
-    )
+    }
+    next_obs = jax.device_get(fields.get(stored, "next_obs"))
+    rows = Experience(next_obs=next_obs, **columns)
     recorded.check_successors(rows.obs, rows.next_obs, rows.terminated | rows.truncated)
     return rows, length
 
@@ -200,7 +199,7 @@ def _episode(minari: ModuleType, rows: Experience, steps: slice) -> Any:
     )
 
 
-def _space(name: str, tree: chex.ArrayTree) -> "Space":
+def _space(name: str, tree: ArrayTree) -> "Space":
     """A space without bounds, of Gymnasium, for arrays `[K, ...]`."""
     spaces = importlib.import_module("gymnasium.spaces")
     if isinstance(tree, dict):

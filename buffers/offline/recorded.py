@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from buffers import checks
-from buffers.types import Experience
+from buffers.types import ArrayTree, Experience
 
 
 def read(
     *,
-    obs: chex.ArrayTree,
-    action: chex.ArrayTree,
+    obs: ArrayTree,
+    action: ArrayTree,
     reward: chex.Array,
     terminated: chex.Array,
     truncated: chex.Array,
-    next_obs: chex.ArrayTree,
+    next_obs: ArrayTree,
 ) -> Experience:
     """Returns the data, `[K, ...]`, in dtypes that jax keeps, with episodes marked."""
     reward = _array("reward", (), reward, np.float32)
@@ -27,7 +27,11 @@ def read(
         _flag("truncated", truncated),
     )
     shape = reward.shape[:1]
-    columns = {"reward": reward, "terminated": terminated, "truncated": truncated}
+    columns: dict[str, Any] = {
+        "reward": reward,
+        "terminated": terminated,
+        "truncated": truncated,
+    }
     for name, value in columns.items():
         if value.shape != shape:
             raise ValueError(
@@ -47,9 +51,7 @@ def read(
     )
 
 
-def check_successors(
-    obs: chex.ArrayTree, next_obs: chex.ArrayTree, done: np.ndarray
-) -> None:
+def check_successors(obs: ArrayTree, next_obs: ArrayTree, done: Any) -> None:
     """Refuses successors that are not the observation of the next row.
 
     Args:
@@ -69,7 +71,7 @@ def check_successors(
             )
 
 
-def _marks(done: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _marks(done: np.ndarray) -> tuple[Any, Any]:
     """Number and step of the episode that each row belongs to, `[K]` int32 each."""
     first = np.concatenate([np.ones(1, bool), done[:-1]])[: len(done)]
     episode = np.cumsum(first) - 1
@@ -88,7 +90,7 @@ def _flag(name: str, value: Any) -> np.ndarray:
     return value.astype(bool)
 
 
-def _tree(name: str, tree: chex.ArrayTree, num_rows: int) -> chex.ArrayTree:
+def _tree(name: str, tree: ArrayTree, num_rows: int) -> ArrayTree:
     """A tree of arrays, each with `num_rows` rows."""
 
     def read_leaf(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
@@ -125,7 +127,7 @@ def _array(
     return cast
 
 
-def _check_alike(obs: chex.ArrayTree, next_obs: chex.ArrayTree) -> None:
+def _check_alike(obs: ArrayTree, next_obs: ArrayTree) -> None:
     """Refuses successors that are not like observations."""
     structures = jax.tree.structure(obs), jax.tree.structure(next_obs)
     if structures[0] != structures[1]:

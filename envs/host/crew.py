@@ -4,14 +4,13 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import multiprocessing
 import os
 import pickle
 import selectors
 import sys
 import time
 from collections.abc import Callable, Iterable
-from multiprocessing import connection, forkserver
+from multiprocessing import forkserver
 from typing import Any
 
 from envs.host import faults
@@ -36,8 +35,8 @@ class Link:
 
     number: int
     ids: range
-    process: multiprocessing.process.BaseProcess | None = None
-    pipe: connection.Connection | None = None
+    process: Any = None
+    pipe: Any = None
     owed: int = 0
     answer: Any = None
     under_way: set[int] = dataclasses.field(default_factory=set)

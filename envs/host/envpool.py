@@ -9,14 +9,13 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import chex
 import jax
 import numpy as np
 
 from envs import checks
 from envs.host.spaces import from_gymnasium_space
 from envs.host.types import AsyncHostVectorEnv, HostStep, HostVectorEnv
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 
 _NEEDED = ("async_reset", "config", "recv", "send", "spec", "observation_space")
 _NARROW = {
@@ -78,7 +77,7 @@ class _EnvPool:
 
     def __init__(self, env: Any, names: tuple[str, ...]) -> None:
         self.num_envs = int(env.config["num_envs"])
-        self._env = env
+        self._env: Any = env
         self._names = names
         self._observation_space = from_gymnasium_space(env.observation_space)
         self._action_space = from_gymnasium_space(env.action_space)
@@ -87,14 +86,14 @@ class _EnvPool:
         self._ended = np.ones(self.num_envs, bool)  # reset by EnvPool in the next row
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         return self._observation_space
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         return self._action_space
 
-    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         del seeds  # EnvPool was given one when it was made
         first = self._obs is None
         if first and not mask.all():
@@ -106,7 +105,7 @@ class _EnvPool:
             self._restart(np.flatnonzero(mask).astype(np.int32))
         return self._obs
 
-    def step(self, action: chex.ArrayTree) -> HostStep:
+    def step(self, action: ArrayTree) -> HostStep:
         self._env.send(_map(np.asarray, action), self._all)
         step = self._to_step(self._env.recv(), ~self._ended)
         self._obs = step.obs
@@ -120,7 +119,7 @@ class _EnvPool:
 
     def _resets_itself(self, mask: np.ndarray) -> bool:
         """Whether EnvPool resets all of these in their next row."""
-        return self._ended[mask].all()
+        return bool(self._ended[mask].all())
 
     def _restart(self, env_id: np.ndarray) -> None:
         """Resets these environments, `[K]` int32, at once."""
@@ -132,7 +131,7 @@ class _EnvPool:
         self._write(obs, info["env_id"])
         self._ended[env_id] = False
 
-    def _write(self, obs: chex.ArrayTree, env_id: np.ndarray) -> None:
+    def _write(self, obs: ArrayTree, env_id: np.ndarray) -> None:
         def write(old: np.ndarray, new: np.ndarray) -> None:
             old[env_id] = new
 
@@ -160,7 +159,7 @@ class _AsyncEnvPool(_EnvPool):
         self.batch_size = int(env.config["batch_size"])
         self._under_way = np.zeros(self.num_envs, bool)
 
-    def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:
+    def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         env_id = np.asarray(env_id, np.int32)
         if self._under_way[env_id].any():
             busy = env_id[self._under_way[env_id]].tolist()
@@ -191,7 +190,7 @@ class _AsyncEnvPool(_EnvPool):
         self._write(step.obs, env_id)
         return step, env_id
 
-    def step(self, action: chex.ArrayTree) -> HostStep:
+    def step(self, action: ArrayTree) -> HostStep:
         if self.num_envs % self.batch_size:
             raise ValueError(
                 "`batch_size` must divide `num_envs` for a step of all environments, "
@@ -255,7 +254,9 @@ def _make(
         ) from error
     counts = {"num_envs": num_envs, "batch_size": batch_size, "seed": seed}
     try:
-        return envpool.make(env_id, env_type="gymnasium", **counts, **options)
+        # Where EnvPool is not installed a checker takes this module for it.
+        make = envpool.make  # pyright: ignore[reportAttributeAccessIssue]
+        return make(env_id, env_type="gymnasium", **counts, **options)
     except (AssertionError, TypeError) as error:
         raise ValueError(f"{env_id} cannot be made: {error}") from error
 
@@ -295,7 +296,7 @@ def _names(env: Any, record_info: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def _map(fn: Callable[[Any], np.ndarray], tree: chex.ArrayTree) -> chex.ArrayTree:
+def _map(fn: Callable[[Any], np.ndarray], tree: ArrayTree) -> ArrayTree:
     """`jax.tree.map` for arrays and dicts of them, in a tenth of the time."""
     if isinstance(tree, dict):
         return {name: _map(fn, x) for name, x in tree.items()}

@@ -8,7 +8,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import chex
 import numpy as np
 
 from envs import checks
@@ -18,7 +17,7 @@ from envs.host.rows import make_layout
 from envs.host.spaces import batched_action
 from envs.host.types import HostStep, HostVectorEnv
 from envs.spaces import Dict, Tuple
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 
 
 def from_gymnasium(
@@ -109,18 +108,18 @@ class _VectorEnv:
         self._cast = _caster(own)
         self._fine = np.zeros(self.num_envs, bool)
         self._every = ~self._fine
-        self._ended: np.ndarray | None = None  # None before the first reset
-        self._obs: chex.ArrayTree = None
+        self._ended: Any = None  # [E] bool, None before the first reset
+        self._obs: ArrayTree = None
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         return self._layout.observation_space
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         return self._layout.action_space
 
-    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         which = host_checks.reset(seeds, mask, self.num_envs)
         every = len(which) == self.num_envs
         if not every and self._ended is None:
@@ -137,7 +136,7 @@ class _VectorEnv:
             self._ended[which] = False
         return self._observe(obs, info, mask)
 
-    def step(self, action: chex.ArrayTree) -> HostStep:
+    def step(self, action: ArrayTree) -> HostStep:
         mask, action = None, self._batch(action)
         obs, reward, terminated, truncated, info = self._env.step(action)
         if self._resets_itself:
@@ -170,8 +169,8 @@ class _VectorEnv:
             )
 
     def _observe(
-        self, obs: chex.ArrayTree, info: Mapping[str, Any], mask: np.ndarray
-    ) -> chex.ArrayTree:
+        self, obs: ArrayTree, info: Mapping[str, Any], mask: np.ndarray
+    ) -> ArrayTree:
         """Casts an observation, and puts the rows of info next to it."""
         self._obs = self._cast(obs)
         if self._observes:
@@ -216,7 +215,7 @@ def _seeds_each(env: Any) -> bool:
     return isinstance(env.unwrapped, vector.SyncVectorEnv | vector.AsyncVectorEnv)
 
 
-def _caster(space: Space) -> Callable[[Any], chex.ArrayTree]:
+def _caster(space: AnySpace) -> Callable[[Any], ArrayTree]:
     """Makes a function that gives `[E, ...]` observations the dtypes of a space."""
     if isinstance(space, Dict):
         parts = {name: _caster(part) for name, part in space.spaces.items()}
@@ -228,7 +227,7 @@ def _caster(space: Space) -> Callable[[Any], chex.ArrayTree]:
 
 
 def _read(
-    rows: chex.ArrayTree,
+    rows: ArrayTree,
     info: Mapping[str, Any],
     key: str,
     mask: np.ndarray | None = None,
@@ -251,7 +250,7 @@ def _read(
     return have
 
 
-def _copy(rows: chex.ArrayTree, values: Any, have: np.ndarray, name: str) -> None:
+def _copy(rows: ArrayTree, values: Any, have: np.ndarray, name: str) -> None:
     if isinstance(rows, dict):
         for key, part in rows.items():
             _copy(part, values[key], have, f"{name}.{key}")
@@ -267,7 +266,7 @@ def _copy(rows: chex.ArrayTree, values: Any, have: np.ndarray, name: str) -> Non
     rows[have] = values
 
 
-def _leaves(tree: chex.ArrayTree) -> list[np.ndarray]:
+def _leaves(tree: ArrayTree) -> list[np.ndarray]:
     if isinstance(tree, dict):
         return [leaf for part in tree.values() for leaf in _leaves(part)]
     return [tree]

@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import chex
 import numpy as np
 
 from envs.host import checks, faults
@@ -23,7 +22,7 @@ from envs.host.rows import (
 )
 from envs.host.spaces import split_action
 from envs.host.types import EnvFault, HostStep
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 
 
 class LocalEnvs:
@@ -77,12 +76,12 @@ class LocalEnvs:
         self.place(self.layout.make(self.num_envs, np.zeros))
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         """Space of one environment's observation."""
         return self.layout.observation_space
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         """Space of one environment's action."""
         return self.layout.action_space
 
@@ -98,7 +97,7 @@ class LocalEnvs:
         ]
         self._blank = pick(self.layout.make(1, np.zeros).info, 0)
 
-    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each from a seed of its own.
 
         Args:
@@ -122,7 +121,7 @@ class LocalEnvs:
             raise EnvFault(causes)
         return self._rows.obs
 
-    def step(self, action: chex.ArrayTree) -> HostStep:
+    def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[E, ...]`, and resets none."""
         if self._answered:
             checks.all_idle("step", self._under_way())
@@ -132,7 +131,7 @@ class LocalEnvs:
             self.advance(at, one)
         return answer_all(self._rows, self._broken)
 
-    def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:
+    def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Takes a step in some environments, at once.
 
         Args:

@@ -7,14 +7,13 @@ because they run in every step.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import chex
 import numpy as np
 
 from envs import checks
 from envs.host.spaces import from_gymnasium_space
 from envs.host.types import HostStep
 from envs.spaces import Box, Dict, Tuple
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 
 WriteFn = Callable[[int, Any], None]
 
@@ -26,19 +25,19 @@ _FLAGS = frozenset({bool, np.bool_})
 class Rows(NamedTuple):
     """What `E` environments return, and the actions that they are given."""
 
-    obs: chex.ArrayTree  # [E, ...]
+    obs: ArrayTree  # [E, ...]
     reward: np.ndarray  # [E]
     terminated: np.ndarray  # [E]
     truncated: np.ndarray  # [E]
-    info: chex.ArrayTree  # [E, ...]
-    action: chex.ArrayTree  # [E, ...]
+    info: ArrayTree  # [E, ...]
+    action: ArrayTree  # [E, ...]
 
 
 class Layout(NamedTuple):
     """Of what kind the rows are."""
 
-    observation_space: Space
-    action_space: Space
+    observation_space: AnySpace
+    action_space: AnySpace
     info: Dict
 
     def make(
@@ -99,19 +98,19 @@ def answer(
     return step, ids
 
 
-def with_info(space: Space, observe_info: Mapping[str, Any] | None) -> Space:
+def with_info(space: AnySpace, observe_info: Mapping[str, Any] | None) -> AnySpace:
     """The space of observations that have a part of `info` next to them."""
     if not observe_info:
         return space
     return Dict({"obs": space, "info": space_like(observe_info)})
 
 
-def space_like(example: Any) -> Space:
+def space_like(example: Any) -> AnySpace:
     """The space of everything of the shape and dtype of an example; trees of dicts."""
     if isinstance(example, Mapping):
         return Dict({name: space_like(part) for name, part in example.items()})
     example = np.asarray(example)
-    dtype = np.dtype(_NARROW.get(str(example.dtype), example.dtype))
+    dtype: np.dtype = np.dtype(_NARROW.get(str(example.dtype), example.dtype))
     if dtype.kind not in "biuf":
         raise ValueError(
             "`observe_info` and `record_info` must map keys of `info` to examples, "
@@ -124,7 +123,7 @@ def space_like(example: Any) -> Space:
     return Box(np.iinfo(dtype).min, np.iinfo(dtype).max, example.shape, dtype)
 
 
-def pick(tree: chex.ArrayTree, index: Any) -> chex.ArrayTree:
+def pick(tree: ArrayTree, index: Any) -> ArrayTree:
     """Rows of every array; views, if `index` is a number or a slice."""
     if isinstance(tree, dict):
         return {name: pick(part, index) for name, part in tree.items()}
@@ -133,9 +132,7 @@ def pick(tree: chex.ArrayTree, index: Any) -> chex.ArrayTree:
     return tree[index]
 
 
-def put(
-    tree: chex.ArrayTree, index: Any, values: chex.ArrayTree, name: str = "values"
-) -> None:
+def put(tree: ArrayTree, index: Any, values: ArrayTree, name: str = "values") -> None:
     """Writes rows of every array, and refuses those of another shape."""
     if isinstance(tree, dict):
         for key, part in tree.items():
@@ -152,7 +149,7 @@ def put(
         tree[index] = values
 
 
-def writer(space: Space, rows: chex.ArrayTree, name: str) -> WriteFn:
+def writer(space: AnySpace, rows: ArrayTree, name: str) -> WriteFn:
     """Makes a function that writes one element to its row, or raises if it is none."""
     if isinstance(space, Dict):
         parts = {
@@ -217,8 +214,8 @@ def _leaf_writer(rows: np.ndarray, name: str) -> WriteFn:
 
 
 def _arrays(
-    space: Space, num_envs: int, empty: Callable[[tuple[int, ...], Any], np.ndarray]
-) -> chex.ArrayTree:
+    space: AnySpace, num_envs: int, empty: Callable[[tuple[int, ...], Any], np.ndarray]
+) -> ArrayTree:
     if isinstance(space, Dict):
         parts = space.spaces.items()
         return {name: _arrays(part, num_envs, empty) for name, part in parts}

@@ -5,7 +5,7 @@ to a collector takes no time to measure, and comes out the same every time.
 """
 
 import pickle
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import chex
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 
 from envs import checks, keys
 from envs.host.types import AsyncHostVectorEnv, HostStep
-from envs.types import RESET, Env, Space, VectorEnv
+from envs.types import RESET, AnySpace, ArrayTree, Env, VectorEnv
 from envs.vectorize import vectorize
 
 
@@ -29,6 +29,7 @@ class LatencyFn(Protocol):
             env_id: which environment.
             number: of the step, from 0, counted over all episodes of the environment.
         """
+        ...
 
 
 class _Lanes(NamedTuple):
@@ -36,8 +37,8 @@ class _Lanes(NamedTuple):
 
     episode_key: chex.PRNGKey  # [E]
     number: jax.Array  # [E] int32, steps since the reset
-    state: chex.ArrayTree  # [E, ...]
-    obs: chex.ArrayTree  # [E, ...]
+    state: ArrayTree  # [E, ...]
+    obs: ArrayTree  # [E, ...]
 
 
 def simulate_latency(
@@ -85,26 +86,26 @@ class _Simulated:
         self._rows = keys.blank(shapes, jax.random.key(0))  # lanes, what they answer
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         return self._env.observation_space
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         return self._env.action_space
 
-    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         self._under_way = [item for item in self._under_way if not mask[item[-1]]]
         lanes, answers = self._rows
         lanes = _reset(self._env, lanes, seeds, mask)
         self._rows = lanes, answers
         return jax.device_get(lanes.obs)
 
-    def step(self, action: chex.ArrayTree) -> HostStep:
+    def step(self, action: ArrayTree) -> HostStep:
         self.send(action, np.arange(self.num_envs))
         self.receive(self.num_envs)
         return jax.device_get(self._rows[1])
 
-    def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:
+    def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         env_id = np.asarray(env_id, np.int32)
         busy = {item[-1] for item in self._under_way}.intersection(env_id.tolist())
         if busy:
@@ -185,17 +186,18 @@ def _start(env: VectorEnv, seeds: jax.Array) -> _Lanes:
 
 
 def _advance(
-    env: VectorEnv, lanes: _Lanes, action: chex.ArrayTree
+    env: VectorEnv, lanes: _Lanes, action: ArrayTree
 ) -> tuple[_Lanes, HostStep]:
     number = lanes.number + 1
     step_keys = keys.fold_in(lanes.episode_key, number)
-    result = env.step(step_keys, lanes.state, action)
+    result: Any = env.step(step_keys, lanes.state, action)
+    faulty: Any = jnp.zeros_like(result.terminated)
     answers = HostStep(
         obs=result.obs,
         reward=result.reward,
         terminated=result.terminated,
         truncated=result.truncated,
-        faulty=jnp.zeros_like(result.terminated),
+        faulty=faulty,
         info=result.info,
     )
     lanes = lanes._replace(number=number, state=result.state, obs=result.obs)
@@ -216,7 +218,7 @@ def _reset(env: VectorEnv, lanes: _Lanes, seeds: jax.Array, mask: jax.Array) -> 
 def _step(
     env: VectorEnv,
     rows: tuple[_Lanes, HostStep],
-    action: chex.ArrayTree,
+    action: ArrayTree,
     sent: jax.Array,
 ) -> tuple[_Lanes, HostStep]:
     lanes, _ = rows

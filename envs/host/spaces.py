@@ -11,14 +11,14 @@ import chex
 import numpy as np
 
 from envs.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 
-ActionFn = Callable[[chex.ArrayTree], Any]
+ActionFn = Callable[[ArrayTree], Any]
 
 _NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32"}
 
 
-def from_gymnasium_space(space: Any) -> Space:
+def from_gymnasium_space(space: Any) -> AnySpace:
     """Turns a space of Gymnasium into one of ours.
 
     Args:
@@ -74,7 +74,7 @@ def batched_action(space: Any) -> ActionFn:
     return cast
 
 
-def split_action(space: Any) -> Callable[[chex.ArrayTree], Sequence[Any]]:
+def split_action(space: Any) -> Callable[[ArrayTree], Sequence[Any]]:
     """Makes a function that turns `[E, ...]` actions of ours into `E` of Gymnasium's.
 
     Args:
@@ -109,14 +109,14 @@ def _rows(space: Any) -> Callable[[Any], list[Any]]:
     return list
 
 
-def _kind(space: Any) -> str | None:
+def _kind(space: Any) -> str:
     """Which of the spaces below it is, also if it is a subclass."""
     names = (base.__name__ for base in type(space).__mro__)
-    return next((name for name in names if name in _CONVERT), None)
+    return next((name for name in names if name in _CONVERT), "")
 
 
 def _box(space: Any) -> Box:
-    dtype = np.dtype(_NARROW.get(str(space.dtype), space.dtype))
+    dtype: np.dtype = np.dtype(_NARROW.get(str(space.dtype), space.dtype))
     low, high = np.asarray(space.low), np.asarray(space.high)
     if dtype != space.dtype and dtype.kind in "iu":
         range_ = np.iinfo(dtype)

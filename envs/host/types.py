@@ -8,10 +8,9 @@ hand over whichever answer first.
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import chex
 import numpy as np
 
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 
 
 class HostStep(NamedTuple):
@@ -32,12 +31,12 @@ class HostStep(NamedTuple):
         causes: of each that is faulty, and no other, by its number, why.
     """
 
-    obs: chex.ArrayTree  # [E, ...]
+    obs: ArrayTree  # [E, ...]
     reward: np.ndarray  # [E]
     terminated: np.ndarray  # [E]
     truncated: np.ndarray  # [E]
     faulty: np.ndarray  # [E]
-    info: chex.ArrayTree  # [E, ...]
+    info: ArrayTree  # [E, ...]
     mask: np.ndarray | None = None  # [E]
     causes: Mapping[int, BaseException] = {}
 
@@ -68,17 +67,22 @@ class HostVectorEnv(Protocol):
     which takes it.
     """
 
-    num_envs: int
+    @property
+    def num_envs(self) -> int:
+        """E, the number of environments."""
+        ...
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         """Space of one environment's observation."""
+        ...
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         """Space of one environment's action."""
+        ...
 
-    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each from a seed of its own.
 
         None of them may be under way, unless there is a `batch_size`.
@@ -94,9 +98,11 @@ class HostVectorEnv(Protocol):
         Raises:
             EnvFault: if some failed.
         """
+        ...
 
-    def step(self, action: chex.ArrayTree) -> HostStep:
+    def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[E, ...]`, and resets none."""
+        ...
 
     def close(self) -> None:
         """Ends processes and frees memory; a second call does nothing."""
@@ -110,7 +116,7 @@ class AsyncHostVectorEnv(HostVectorEnv, Protocol):
     its environments drops what is under way.
     """
 
-    def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:
+    def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Begins a step in some environments.
 
         Args:
@@ -135,3 +141,4 @@ class AsyncHostVectorEnv(HostVectorEnv, Protocol):
             TimeoutError: if there are fewer for longer than `timeout`. Nothing is
                 lost: the next call hands them over.
         """
+        ...

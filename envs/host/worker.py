@@ -148,9 +148,10 @@ def _tell(pipe: connection.Connection, at: int | None, message: Any) -> None:
 
 def _end_with_parent(start_method: str) -> None:
     """Ends this process when the main one is gone, also in the middle of a step."""
+    parent: Any = multiprocessing.parent_process()
 
     def wait() -> None:
-        multiprocessing.parent_process().join()
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

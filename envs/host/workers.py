@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import reduction
 from typing import Any
 
-import chex
 import numpy as np
 
 from envs import checks as counts
@@ -19,7 +18,7 @@ from envs.host import checks, faults, memory, worker
 from envs.host.crew import Crew, Link, preload
 from envs.host.rows import answer, answer_all, make_layout, put
 from envs.host.types import EnvFault, HostStep
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 
 _START_METHODS = ("forkserver", "spawn")
 
@@ -115,16 +114,16 @@ class WorkerEnvs:
             raise
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         """Space of one environment's observation."""
         return self._layout.observation_space
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         """Space of one environment's action."""
         return self._layout.action_space
 
-    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> chex.ArrayTree:
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each from a seed of its own.
 
         Args:
@@ -150,7 +149,7 @@ class WorkerEnvs:
         self._raise(which)
         return self._rows.obs
 
-    def step(self, action: chex.ArrayTree) -> HostStep:
+    def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[E, ...]`, and resets none."""
         checks.all_idle("step", self._under_way)
         alive = self._alive(range(self.num_envs))
@@ -161,7 +160,7 @@ class WorkerEnvs:
         self._gather(alive)
         return answer_all(self._rows, self._crew.broken)
 
-    def send(self, action: chex.ArrayTree, env_id: np.ndarray) -> None:
+    def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Begins a step in some environments.
 
         Args:

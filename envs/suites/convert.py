@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs.spaces import Box, Discrete, MultiBinary, MultiDiscrete, TreeSpace
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 
 
-def to_space(space: Any) -> Space:
+def to_space(space: Any) -> AnySpace:
     """Turns a space of gymnax, Gymnasium or JaxMARL into one of ours; others stay."""
-    shape, dtype = (getattr(space, name, None) for name in ("shape", "dtype"))
+    shape: Any = getattr(space, "shape", None)
+    dtype: Any = getattr(space, "dtype", None)
     start = getattr(space, "start", 0)
     sizes = getattr(space, "nvec", getattr(space, "num_categories", None))
     if isinstance(space, MultiDiscrete | MultiBinary):
@@ -46,7 +47,7 @@ def box_of(x: jax.ShapeDtypeStruct) -> Box:
     return Box(low, high, x.shape, x.dtype)
 
 
-def space_of(tree: chex.ArrayTree) -> Space:
+def space_of(tree: ArrayTree) -> AnySpace:
     """The space of such arrays in a pytree."""
     parts = jax.tree.map(box_of, tree)
     return parts if isinstance(parts, Box) else TreeSpace(parts)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from envs.suites.convert import check_methods, like, to_space
-from envs.types import Env, EnvStep, Space
+from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _IDS = (
     "Craftax-Symbolic-v1",
@@ -26,7 +26,7 @@ _NO_LIMIT = np.iinfo(np.int32).max
 _PIXELS = 16  # of a block in a drawing
 
 
-def from_craftax(env: Any, env_params: chex.ArrayTree | None = None) -> Env:
+def from_craftax(env: Any, env_params: ArrayTree | None = None) -> Env:
     """Makes an `Env` of Craftax or Craftax-Classic and its parameters.
 
     `info` is Craftax's own: the achievements of an episode where it ends, zero
@@ -69,24 +69,22 @@ def make_one(name: str, **options: Any) -> Env:
 class _CraftaxEnv:
     """An `Env` over Craftax; the leaves are its parameters."""
 
-    env_params: chex.ArrayTree
+    env_params: ArrayTree
     env: Any = struct.field(pytree_node=False)
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         return to_space(self.env.observation_space(self.env_params))
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         return to_space(self.env.action_space(self.env_params))
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         obs, state = self.env.reset_env(key, self.env_params)
         return jax.tree.map(jnp.asarray, (state, obs))
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: jax.Array
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         obs, next_state, reward, done, info = self.env.step_env(
             key, state, action, self.env_params
         )

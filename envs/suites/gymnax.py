@@ -21,7 +21,7 @@ from flax import struct
 
 from envs import keys
 from envs.suites.convert import like, to_space
-from envs.types import Env, EnvStep, Space
+from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
 _LIMIT = "max_steps_in_episode"
@@ -29,7 +29,7 @@ _LIMIT = "max_steps_in_episode"
 
 def from_gymnax(
     env: Any,
-    env_params: chex.ArrayTree,
+    env_params: ArrayTree,
     *,
     limit_field: str | None = None,
     time_field: str | None = None,
@@ -75,26 +75,24 @@ def from_gymnax(
 class _GymnaxEnv:
     """An `Env` over a gymnax environment; the leaves are the gymnax parameters."""
 
-    env_params: chex.ArrayTree
+    env_params: ArrayTree
     env: Any = struct.field(pytree_node=False)
     limit_field: str | None = struct.field(pytree_node=False, default=None)
     time_field: str | None = struct.field(pytree_node=False, default=None)
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         return to_space(self.env.observation_space(self.env_params))
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         return to_space(self.env.action_space(self.env_params))
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         obs, state = self.env.reset_env(self._own(key), self.env_params)
         return jax.tree.map(jnp.asarray, (state, obs))
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         result = self.env.step_env(self._own(key), state, action, self.env_params)
         obs, next_state, reward, *flags, info = result
         if len(flags) == 2:
@@ -118,7 +116,7 @@ class _GymnaxEnv:
         )
 
     def _endings(
-        self, done: jax.Array, state: chex.ArrayTree
+        self, done: jax.Array, state: ArrayTree
     ) -> tuple[jax.Array, jax.Array]:
         """Tells termination and truncation apart from one flag and the new state."""
         if self.limit_field is None and not _merges_time_limit(self.env):

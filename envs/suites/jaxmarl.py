@@ -21,7 +21,7 @@ from flax import struct
 from envs import keys, spaces
 from envs.multi_agent import ACTING, MultiAgentEnv, MultiAgentStep
 from envs.suites.convert import like, to_space
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 
 _LIMIT = "max_steps"
 _TIMES = ("step", "time", "t")
@@ -116,14 +116,14 @@ class _JaxmarlEnv:
     mask_method: str | None = struct.field(pytree_node=False)
     has_world: bool = struct.field(pytree_node=False)
     limit_field: str | None = struct.field(pytree_node=False)
-    time_field: str | None = struct.field(pytree_node=False)
+    time_field: Any = struct.field(pytree_node=False)
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
         return dict(self.members)
 
     @property
-    def observation_spaces(self) -> dict[str, Space]:
+    def observation_spaces(self) -> dict[str, AnySpace]:
         observed = self._observed()
         return {
             group: self._observation_space(names[0], observed[group])
@@ -131,7 +131,7 @@ class _JaxmarlEnv:
         }
 
     @property
-    def action_spaces(self) -> dict[str, Space]:
+    def action_spaces(self) -> dict[str, AnySpace]:
         return {
             group: to_space(self.env.action_space(names[0]))
             for group, names in self.members
@@ -139,13 +139,13 @@ class _JaxmarlEnv:
 
     def reset(
         self, key: chex.PRNGKey
-    ) -> tuple[chex.ArrayTree, dict[str, chex.ArrayTree], jax.Array]:
+    ) -> tuple[ArrayTree, dict[str, ArrayTree], jax.Array]:
         obs, state = self.env.reset(self._own(key))
         state = jax.tree.map(jnp.asarray, state)
         return state, self._observe(obs, state), jnp.ones((len(self.agents),), bool)
 
     def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: dict[str, jax.Array]
+        self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
         rows = {
             name: (group, i) for group, x in self.members for i, name in enumerate(x)
@@ -180,7 +180,7 @@ class _JaxmarlEnv:
         own = type(self.env).__module__.startswith("jaxmarl.environments.mpe.")
         return keys.inline(key) if own else key
 
-    def _at_limit(self, state: chex.ArrayTree) -> jax.Array:
+    def _at_limit(self, state: ArrayTree) -> jax.Array:
         # Some environments compare the steps before this one: the limit may be passed.
         if self.limit_field is None:
             return jnp.zeros((), bool)
@@ -188,8 +188,8 @@ class _JaxmarlEnv:
         return jnp.asarray(_time(state, self.time_field) >= limit)
 
     def _observe(
-        self, obs: Mapping[str, chex.ArrayTree], state: chex.ArrayTree
-    ) -> dict[str, chex.ArrayTree]:
+        self, obs: Mapping[str, ArrayTree], state: ArrayTree
+    ) -> dict[str, ArrayTree]:
         """Stacks what the agents of each group see."""
         parts = {"observation": obs}
         if self.mask_method is not None:
@@ -198,7 +198,7 @@ class _JaxmarlEnv:
         if self.has_world:
             parts[_WORLD] = dict.fromkeys(self.agents, obs[_WORLD])
 
-        def see(agent: str) -> chex.ArrayTree:
+        def see(agent: str) -> ArrayTree:
             if len(parts) == 1:
                 return obs[agent]
             return {name: part[agent] for name, part in parts.items()}
@@ -208,11 +208,11 @@ class _JaxmarlEnv:
             for group, names in self.members
         }
 
-    def _observed(self) -> dict[str, chex.ArrayTree]:
+    def _observed(self) -> dict[str, ArrayTree]:
         """The shapes and dtypes of what is observed at the start."""
         return jax.eval_shape(lambda key: self.reset(key)[1], _key())
 
-    def _observation_space(self, agent: str, observed: chex.ArrayTree) -> Space:
+    def _observation_space(self, agent: str, observed: ArrayTree) -> AnySpace:
         own = to_space(self.env.observation_space(agent))
         is_dict = self.mask_method is not None or self.has_world
         seen = observed["observation"] if is_dict else observed
@@ -274,7 +274,7 @@ def _check_groups(env: Any, groups: Mapping[str, Sequence[str]]) -> None:
                 )
 
 
-def _difference(env: Any, agent: str, other: str) -> tuple[Space, Space] | None:
+def _difference(env: Any, agent: str, other: str) -> tuple[AnySpace, AnySpace] | None:
     """The spaces in which two agents differ, if they do."""
     for space_of in (env.observation_space, env.action_space):
         pair = to_space(space_of(agent)), to_space(space_of(other))
@@ -286,7 +286,7 @@ def _difference(env: Any, agent: str, other: str) -> tuple[Space, Space] | None:
     return None
 
 
-def _find_mask(env: Any, state: chex.ArrayTree) -> str | None:
+def _find_mask(env: Any, state: ArrayTree) -> str | None:
     """The method that gives a mask over the discrete actions of every agent."""
     sizes = {name: getattr(env.action_space(name), "n", None) for name in env.agents}
     for method in _MASKS:
@@ -303,7 +303,7 @@ def _find_mask(env: Any, state: chex.ArrayTree) -> str | None:
 
 
 def _find_limit(
-    env: Any, state: chex.ArrayTree, limit_field: str | None, time_field: str | None
+    env: Any, state: ArrayTree, limit_field: str | None, time_field: str | None
 ) -> tuple[str | None, str | None]:
     """The names of the time limit and of the time; None if there is no limit."""
     is_asked = limit_field is not None or time_field is not None
@@ -326,14 +326,14 @@ def _find_limit(
     return None, None
 
 
-def _time(state: chex.ArrayTree, time_field: str) -> Any:
+def _time(state: ArrayTree, time_field: str) -> Any:
     """The steps taken, of the state or of one that it wraps; None if there are none."""
     while state is not None and not hasattr(state, time_field):
         state = getattr(state, "state", None)
     return getattr(state, time_field, None)
 
 
-def _arrays(info: Any) -> chex.ArrayTree:
+def _arrays(info: Any) -> ArrayTree:
     """The info, or `{}` if it is not made of numbers."""
     numbers = jax.Array | np.ndarray | np.generic | bool | int | float
     if not all(isinstance(x, numbers) for x in jax.tree.leaves(info)):

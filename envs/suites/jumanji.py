@@ -17,7 +17,7 @@ from flax import struct
 from envs.multi_agent import MultiAgentEnv, MultiAgentStep
 from envs.spaces import Box, Discrete, MultiDiscrete, TreeSpace
 from envs.suites.convert import box_of, check_methods, check_no_reset
-from envs.types import Env, EnvStep, Space
+from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _GROUP = "agents"
 
@@ -106,13 +106,13 @@ class _Jumanji:
 
     env: Any = struct.field(pytree_node=False)
 
-    def begin(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, Any]:
+    def begin(self, key: chex.PRNGKey) -> tuple[ArrayTree, Any]:
         state, timestep = self.env.reset(key)
         return jax.tree.map(jnp.asarray, (state.replace(key=()), timestep))
 
     def advance(
         self, key: chex.PRNGKey, state: Any, action: jax.Array
-    ) -> tuple[chex.ArrayTree, Any]:
+    ) -> tuple[ArrayTree, Any]:
         next_state, timestep = self.env.step(state.replace(key=key), action)
         return jax.tree.map(jnp.asarray, (next_state.replace(key=()), timestep))
 
@@ -130,20 +130,18 @@ class _JumanjiEnv(_Jumanji):
     """An `Env` over an environment of Jumanji with one reward."""
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         return _to_space(self.env.observation_spec)
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         return _to_action_space(self.env.action_spec)
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         state, timestep = self.begin(key)
         return state, timestep.observation
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: jax.Array
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         next_state, timestep = self.advance(key, state, action)
         is_over = timestep.discount == 0
         return EnvStep(
@@ -169,11 +167,11 @@ class _JumanjiAgents(_Jumanji):
         return {_GROUP: self.agents}
 
     @property
-    def observation_spaces(self) -> dict[str, Space]:
+    def observation_spaces(self) -> dict[str, AnySpace]:
         return {_GROUP: _to_space(self.env.observation_spec, len(self.agents))}
 
     @property
-    def action_spaces(self) -> dict[str, Space]:
+    def action_spaces(self) -> dict[str, AnySpace]:
         space = _to_action_space(self.env.action_spec)
         if isinstance(space, MultiDiscrete):
             return {_GROUP: Discrete(space.nvec[0], space.dtype)}
@@ -181,12 +179,12 @@ class _JumanjiAgents(_Jumanji):
 
     def reset(
         self, key: chex.PRNGKey
-    ) -> tuple[chex.ArrayTree, dict[str, chex.ArrayTree], jax.Array]:
+    ) -> tuple[ArrayTree, dict[str, ArrayTree], jax.Array]:
         state, timestep = self.begin(key)
         return state, self._observe(timestep), jnp.ones((len(self.agents),), bool)
 
     def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: dict[str, jax.Array]
+        self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
         next_state, timestep = self.advance(key, state, action[_GROUP])
         is_over = timestep.discount == 0
@@ -202,7 +200,7 @@ class _JumanjiAgents(_Jumanji):
             info=timestep.extras,
         )
 
-    def _observe(self, timestep: Any) -> dict[str, chex.ArrayTree]:
+    def _observe(self, timestep: Any) -> dict[str, ArrayTree]:
         num_agents = len(self.agents)
 
         def spread(x: jax.Array) -> jax.Array:
@@ -223,7 +221,7 @@ def _is_per_agent(shape: tuple[int, ...], num_agents: int) -> bool:
     return shape[:1] == (num_agents,)
 
 
-def _to_action_space(spec: Any) -> Space:
+def _to_action_space(spec: Any) -> AnySpace:
     """The space of a spec of actions: integers with bounds can have masks."""
     space = _to_space(spec)
     if isinstance(space, Box) and jnp.issubdtype(space.dtype, jnp.integer):
@@ -232,7 +230,7 @@ def _to_action_space(spec: Any) -> Space:
     return space
 
 
-def _to_space(spec: Any, num_agents: int | None = None) -> Space:
+def _to_space(spec: Any, num_agents: int | None = None) -> AnySpace:
     """The space of a spec: of one agent where there are several."""
     parts = _to_parts(spec, num_agents)
     return parts if hasattr(parts, "sample") else TreeSpace(parts)

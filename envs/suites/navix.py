@@ -15,7 +15,7 @@ from flax import struct
 
 from envs.spaces import Discrete
 from envs.suites.convert import Held, check_methods, like, space_of
-from envs.types import Env, EnvStep, Space
+from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 
 def from_navix(env: Any) -> Env:
@@ -59,23 +59,21 @@ class _NavixEnv:
     held: Held = struct.field(pytree_node=False)
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         # navix 0.7 declares fewer values than there are.
         key = jax.eval_shape(jax.random.key, 0)
         return space_of(jax.eval_shape(self.reset, key)[1])
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         space = self.held.value.action_space
         return Discrete(int(space.maximum) + 1, jnp.dtype(space.dtype))
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         timestep = self.held.value.reset(key)
         return _slim(timestep), timestep.observation
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: jax.Array
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         keyed = state.replace(state=state.state.replace(key=key))
         timestep = self.held.value._step(keyed, action)
         return EnvStep(

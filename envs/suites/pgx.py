@@ -16,12 +16,12 @@ from flax import struct
 from envs.multi_agent import MultiAgentEnv, MultiAgentStep
 from envs.spaces import Box, Dict, Discrete
 from envs.suites.convert import box_of
-from envs.types import Env, EnvStep, Space
+from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _GROUP = "players"
 _SEAT = 0
 
-OpponentFn = Callable[[chex.ArrayTree, dict[str, jax.Array], chex.PRNGKey], jax.Array]
+OpponentFn = Callable[[ArrayTree, dict[str, jax.Array], chex.PRNGKey], jax.Array]
 
 
 def from_pgx(env: Any) -> MultiAgentEnv:
@@ -47,7 +47,7 @@ def from_pgx(env: Any) -> MultiAgentEnv:
 
 
 def from_pgx_seat(
-    env: Any, opponent: OpponentFn | None = None, opponent_params: chex.ArrayTree = None
+    env: Any, opponent: OpponentFn | None = None, opponent_params: ArrayTree = None
 ) -> Env:
     """Makes an `Env` of one player's part in a game of pgx.
 
@@ -111,7 +111,7 @@ class _Pgx:
     obs_dtype: jax.typing.DTypeLike = struct.field(pytree_node=False)
 
     @property
-    def seen(self) -> Space:
+    def seen(self) -> AnySpace:
         mask = Box(0, 1, (self.num_actions,), jnp.dtype(bool))
         obs = box_of(jax.ShapeDtypeStruct(self.obs_shape, self.obs_dtype))
         return Dict({"observation": obs, "action_mask": mask})
@@ -128,21 +128,21 @@ class _PgxEnv(_Pgx):
         return {_GROUP: self.agents}
 
     @property
-    def observation_spaces(self) -> dict[str, Space]:
+    def observation_spaces(self) -> dict[str, AnySpace]:
         return {_GROUP: self.seen}
 
     @property
-    def action_spaces(self) -> dict[str, Space]:
+    def action_spaces(self) -> dict[str, AnySpace]:
         return {_GROUP: Discrete(self.num_actions)}
 
     def reset(
         self, key: chex.PRNGKey
-    ) -> tuple[chex.ArrayTree, dict[str, chex.ArrayTree], jax.Array]:
+    ) -> tuple[ArrayTree, dict[str, ArrayTree], jax.Array]:
         state = self.env.init(key)
         return state, self._observe(state), self._turn(state)
 
     def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: dict[str, jax.Array]
+        self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
         chosen = action[_GROUP][state.current_player]
         next_state = self.env.step(state, chosen, key)
@@ -159,12 +159,12 @@ class _PgxEnv(_Pgx):
             info={"illegal_action": ~state.legal_action_mask[chosen]},
         )
 
-    def _observe(self, state: chex.ArrayTree) -> dict[str, chex.ArrayTree]:
+    def _observe(self, state: ArrayTree) -> dict[str, ArrayTree]:
         """What the player who acts next sees, to everyone."""
         repeat = lambda x: jnp.broadcast_to(x, (len(self.agents), *x.shape))  # noqa: E731
         return {_GROUP: jax.tree.map(repeat, _seen(state, state.observation))}
 
-    def _turn(self, state: chex.ArrayTree) -> jax.Array:
+    def _turn(self, state: ArrayTree) -> jax.Array:
         return jnp.arange(len(self.agents)) == state.current_player
 
 
@@ -172,25 +172,23 @@ class _PgxEnv(_Pgx):
 class _PgxSeat(_Pgx):
     """An `Env` of one player; the leaves are the parameters of the others."""
 
-    opponent_params: chex.ArrayTree
+    opponent_params: ArrayTree
     opponent: OpponentFn = struct.field(pytree_node=False)
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         return self.seen
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         return Discrete(self.num_actions)
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, dict[str, jax.Array]]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, dict[str, jax.Array]]:
         init_key, reply_key = jax.random.split(key)
         state, _ = self._until_turn(self.env.init(init_key), reply_key)
         return state, self._observe(state)
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: jax.Array
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         step_key, reply_key = jax.random.split(key)
         moved = self.env.step(state, action, step_key)
         next_state, reward = self._until_turn(moved, reply_key)
@@ -204,8 +202,8 @@ class _PgxSeat(_Pgx):
         )
 
     def _until_turn(
-        self, state: chex.ArrayTree, key: chex.PRNGKey
-    ) -> tuple[chex.ArrayTree, jax.Array]:
+        self, state: ArrayTree, key: chex.PRNGKey
+    ) -> tuple[ArrayTree, jax.Array]:
         """Lets the others play until it is the player's turn, or the end."""
         if self.env.num_players == 1:
             return state, jnp.float32(0.0)
@@ -227,7 +225,7 @@ class _PgxSeat(_Pgx):
         state, _, reward = jax.lax.while_loop(goes_on, reply, start)
         return state, reward
 
-    def _observe(self, state: chex.ArrayTree) -> dict[str, jax.Array]:
+    def _observe(self, state: ArrayTree) -> dict[str, jax.Array]:
         # At the end of a game pgx has observed for the player who would be next.
         return _seen(state, self.env._observe(state, jnp.int32(_SEAT)))
 
@@ -253,12 +251,12 @@ def _describe(env: Any) -> dict[str, Any]:
     }
 
 
-def _seen(state: chex.ArrayTree, observation: jax.Array) -> dict[str, jax.Array]:
+def _seen(state: ArrayTree, observation: jax.Array) -> dict[str, jax.Array]:
     return {"observation": observation, "action_mask": state.legal_action_mask}
 
 
 def _play_evenly(
-    params: chex.ArrayTree, obs: dict[str, jax.Array], key: chex.PRNGKey
+    params: ArrayTree, obs: dict[str, jax.Array], key: chex.PRNGKey
 ) -> jax.Array:
     del params  # unused
     return jax.random.categorical(key, jnp.log(obs["action_mask"])).astype(jnp.int32)

@@ -20,7 +20,7 @@ from flax import struct
 
 from envs.spaces import Box, Dict
 from envs.suites.convert import like
-from envs.types import Env, EnvStep, Space
+from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 # Modules of wrappers that reset, cut episodes or stack lanes.
 _WRAPPERS = ("brax.envs.wrappers.", "mujoco_playground._src.wrapper")
@@ -72,21 +72,19 @@ def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
 class _PhysicsEnv:
     """An `Env` over a suite's environment; the leaves are those of its model."""
 
-    model: chex.ArrayTree = struct.field(repr=False)  # more than a hundred arrays
+    model: ArrayTree = struct.field(repr=False)  # more than a hundred arrays
     env: Any = struct.field(pytree_node=False)
     model_field: str = struct.field(pytree_node=False)
     frame_field: str | None = struct.field(pytree_node=False)
-    observation_space: Space = struct.field(pytree_node=False)
-    action_space: Space = struct.field(pytree_node=False)
+    observation_space: AnySpace = struct.field(pytree_node=False)
+    action_space: AnySpace = struct.field(pytree_node=False)
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         state = self._own().reset(_raw(key))
         state = jax.tree.map(jnp.asarray, state)
         return state, state.obs
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         # The suites write into the dicts of the state that they are given.
         given = jax.tree.map(lambda x: x, state)
         if _is_raw(given.info.get("rng")):
@@ -132,7 +130,7 @@ class _PhysicsEnv:
         return _with_model(self.env, self.model_field, self.model)
 
 
-def _with_model(env: Any, field: str, model: chex.ArrayTree) -> Any:
+def _with_model(env: Any, field: str, model: ArrayTree) -> Any:
     """A shallow copy of an environment, and of those it wraps, with another model."""
     if model is None:
         return env
@@ -162,7 +160,7 @@ def _is_training_wrapper(env: Any) -> bool:
     )
 
 
-def _to_space(obs: chex.ArrayTree) -> Space:
+def _to_space(obs: ArrayTree) -> AnySpace:
     if isinstance(obs, Mapping):
         return Dict({name: _to_space(x) for name, x in obs.items()})
     return Box(-np.inf, np.inf, obs.shape, obs.dtype)

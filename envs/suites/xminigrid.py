@@ -15,10 +15,10 @@ from flax import struct
 
 from envs.spaces import Discrete
 from envs.suites.convert import check_methods, check_no_reset, like, space_of
-from envs.types import Env, EnvStep, Space
+from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 
-def from_xminigrid(env: Any, env_params: chex.ArrayTree) -> Env:
+def from_xminigrid(env: Any, env_params: ArrayTree) -> Env:
     """Makes an `Env` of a grid of XLand-MiniGrid and its parameters.
 
     The key of a step takes the place of `state.key`.
@@ -59,25 +59,23 @@ def make_one(name: str, **options: Any) -> Env:
 class _XminigridEnv:
     """An `Env` over a grid; the leaves are the parameters of the suite."""
 
-    env_params: chex.ArrayTree
+    env_params: ArrayTree
     env: Any = struct.field(pytree_node=False)
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         key = jax.eval_shape(jax.random.key, 0)
         return space_of(jax.eval_shape(self.reset, key)[1])
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         return Discrete(self.env.num_actions(self.env_params))
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         timestep = self.env.reset(self.env_params, key)
         return timestep.state.replace(key=()), timestep.observation
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: jax.Array
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         timestep = self.env.step(self.env_params, _timestep(state, key), action)
         is_over = timestep.discount == 0
         return EnvStep(

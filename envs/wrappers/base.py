@@ -20,14 +20,22 @@ from jax import lax
 
 from envs import checks, keys
 from envs.spaces import Box
-from envs.types import Env, EnvStep, Space, VectorEnv, spread_of
+from envs.types import (
+    AnySpace,
+    ArrayTree,
+    Env,
+    EnvStep,
+    Replaceable,
+    VectorEnv,
+    spread_of,
+)
 from envs.wrappers.spaces import TanhSpace, check_box
 
 _BOUNDS = ("clip", "tanh")
 
 
 @struct.dataclass(kw_only=True)
-class WrapperState:
+class WrapperState(Replaceable):
     """State of a wrapper that remembers something.
 
     Attributes:
@@ -35,23 +43,23 @@ class WrapperState:
         memory: what the wrapper remembers, any pytree of arrays.
     """
 
-    env_state: chex.ArrayTree
-    memory: chex.ArrayTree
+    env_state: ArrayTree
+    memory: ArrayTree
 
 
 @struct.dataclass
-class _Around:
+class _Around(Replaceable):
     """What is around one environment or many, and has their spaces."""
 
-    env: Env | VectorEnv
+    env: Any
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         """Space of one environment's `obs`."""
         return self.env.observation_space
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         """Space of one environment's `action`."""
         return self.env.action_space
 
@@ -60,6 +68,8 @@ class _Around:
 class Wrapper(_Around):
     """The interface with its defaults: everything is passed on."""
 
+    env: Env
+
     def __post_init__(self) -> None:
         # A placeholder that jax builds pytrees with has no `step`.
         if hasattr(self.env, "step"):
@@ -67,17 +77,14 @@ class Wrapper(_Around):
 
     def at_episode(self, number: jax.Array) -> Self:
         """Tells the wrapped environment which episode it starts; see `Env`."""
-        if not hasattr(self.env, "at_episode"):
-            return self
-        return self.replace(env=self.env.at_episode(number))
+        at_episode = getattr(self.env, "at_episode", None)
+        return self if at_episode is None else self.replace(env=at_episode(number))
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
         return self.env.reset(key)
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step; `obs` and `state` are the true successor."""
         return self.env.step(key, state, action)
 
@@ -85,6 +92,8 @@ class Wrapper(_Around):
 @struct.dataclass
 class VectorWrapper(_Around):
     """What wrappers of a `VectorEnv` share."""
+
+    env: VectorEnv
 
     def __post_init__(self) -> None:
         # A placeholder that jax builds pytrees with has no `step`.
@@ -126,14 +135,12 @@ class TimeLimit(Wrapper):
         super().__post_init__()
         checks.count("num_steps", self.num_steps)
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
         state, obs = self.env.reset(key)
         return WrapperState(env_state=state, memory=jnp.zeros((), jnp.int32)), obs
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step, and truncates at the limit."""
         result = self.env.step(key, state.env_state, action)
         num_taken = state.memory + 1
@@ -165,15 +172,13 @@ class ForceLength(Wrapper):
         super().__post_init__()
         checks.count("num_steps", self.num_steps)
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
         state, obs = self.env.reset(key)
         memory = jnp.zeros((), jnp.int32), jnp.bool_(False)
         return WrapperState(env_state=state, memory=memory), obs
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step.
 
         Raises:
@@ -222,16 +227,14 @@ class RescaleAction(Wrapper):
             check_box(self.env.action_space)
 
     @property
-    def action_space(self) -> Space:
+    def action_space(self) -> AnySpace:
         """Space of the policy's `action`."""
         space = self.env.action_space
         if self.bound == "tanh":
             return TanhSpace(space.shape, space.dtype)
         return Box(-1.0, 1.0, space.shape, space.dtype)
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step with the action mapped to the environment's bounds."""
         space = self.env.action_space
         low, high = (
@@ -257,14 +260,12 @@ class EndOnFault(Wrapper):
         env: the environment; put it closer than wrappers that remember observations.
     """
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
         state, obs = self.env.reset(key)
         return WrapperState(env_state=state, memory=obs), obs
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step.
 
         Raises:
@@ -310,12 +311,10 @@ class ActionRepeat(Wrapper):
         super().__post_init__()
         checks.count("num_repeats", self.num_repeats)
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes up to `num_repeats` steps with the same action."""
 
-        def step_env(number: jax.Array, state: chex.ArrayTree) -> EnvStep:
+        def step_env(number: jax.Array, state: ArrayTree) -> EnvStep:
             return _cast(self.env.step(keys.fold_in(key, number), state, action))
 
         def again(last: EnvStep, number: jax.Array) -> tuple[EnvStep, None]:
@@ -339,9 +338,7 @@ class TransformReward(Wrapper):
 
     fn: Callable[[jax.Array], jax.Array] = struct.field(pytree_node=False)
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step.
 
         Raises:
@@ -354,7 +351,7 @@ class TransformReward(Wrapper):
         return result.replace(reward=reward.astype(jnp.float32))
 
 
-def _with(info: chex.ArrayTree, name: str, value: jax.Array) -> dict[str, Any]:
+def _with(info: ArrayTree, name: str, value: jax.Array) -> dict[str, Any]:
     """Puts a value next to what the environment says."""
     if not isinstance(info, dict) or name in info:
         raise ValueError(

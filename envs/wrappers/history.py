@@ -7,7 +7,7 @@ from flax import struct
 
 from envs import checks
 from envs.spaces import Box, Discrete, Repeated, TreeSpace
-from envs.types import EnvStep, Space
+from envs.types import AnySpace, ArrayTree, EnvStep
 from envs.wrappers.base import Wrapper, WrapperState
 from envs.wrappers.spaces import unbounded
 
@@ -41,7 +41,7 @@ class NoRepeat(Wrapper):
             )
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         """Space of `obs`."""
         space, num = self.env.observation_space, self.env.action_space.n
         if "mask" in getattr(space, "spaces", {}):
@@ -49,7 +49,7 @@ class NoRepeat(Wrapper):
         mask = Box(False, True, (num,), jnp.dtype(bool))
         return TreeSpace({"obs": space, "mask": mask})
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
         state, obs = self.env.reset(key)
         mask = jnp.ones(self.env.action_space.n, bool)
@@ -57,9 +57,7 @@ class NoRepeat(Wrapper):
             mask = mask & (jnp.arange(mask.size) != obs["item"])
         return WrapperState(env_state=state, memory=mask), _with_mask(obs, mask)
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step."""
         result = self.env.step(key, state.env_state, action)
         index = action - getattr(self.env.action_space, "start", 0)
@@ -94,7 +92,7 @@ class History(Wrapper):
         checks.count("window", self.window)
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         """Space of `obs`; rewards are unbounded."""
         rewards = jax.ShapeDtypeStruct((self.window,), jnp.float32)
         return TreeSpace(
@@ -106,7 +104,7 @@ class History(Wrapper):
             }
         )
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
         state, obs = self.env.reset(key)
         kinds = jax.eval_shape(self.env.action_space.sample, jax.random.key(0))
@@ -119,9 +117,7 @@ class History(Wrapper):
         }
         return WrapperState(env_state=state, memory=memory), {"obs": obs, **memory}
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step."""
         result = self.env.step(key, state.env_state, action)
         length = state.memory["length"]
@@ -142,7 +138,7 @@ class History(Wrapper):
         )
 
 
-def _with_mask(obs: chex.ArrayTree, mask: jax.Array) -> dict[str, chex.ArrayTree]:
+def _with_mask(obs: ArrayTree, mask: jax.Array) -> dict[str, ArrayTree]:
     if isinstance(obs, dict) and "mask" in obs:
         return {**obs, "mask": obs["mask"] & mask}
     return {"obs": obs, "mask": mask}

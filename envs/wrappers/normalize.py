@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import keys as env_keys
-from envs.types import EnvStep, Lanes, Space
+from envs.types import AnySpace, ArrayTree, EnvStep, Lanes, Replaceable
 from envs.wrappers import running
 from envs.wrappers.base import VectorWrapper
 from envs.wrappers.running import Statistics
@@ -17,7 +17,7 @@ from envs.wrappers.spaces import unbounded
 
 
 @struct.dataclass(kw_only=True)
-class NormalizeState:
+class NormalizeState(Replaceable):
     """State of `NormalizeObs`.
 
     Attributes:
@@ -28,8 +28,8 @@ class NormalizeState:
             exception in an environment state.
     """
 
-    env_state: chex.ArrayTree  # [B, ...]
-    raw_obs: chex.ArrayTree  # [B, ...]
+    env_state: ArrayTree  # [B, ...]
+    raw_obs: ArrayTree  # [B, ...]
     statistics: Statistics
 
 
@@ -79,7 +79,7 @@ class NormalizeObs(VectorWrapper):
         _check_epsilon(self.epsilon)
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         """Space of one lane's observation: unbounded."""
         lane = jnp.arange(self.num_envs)
         obs = jax.eval_shape(
@@ -103,7 +103,7 @@ class NormalizeObs(VectorWrapper):
         """
         return self.replace(statistics=env_state.statistics)
 
-    def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, chex.ArrayTree]:
+    def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, raw_obs = self.env.reset(keys)
         statistics = self._take_in(running.prior(raw_obs), raw_obs)
@@ -113,7 +113,7 @@ class NormalizeObs(VectorWrapper):
         return state, self._normalize(statistics, raw_obs)
 
     def step(
-        self, keys: chex.PRNGKey, state: NormalizeState, action: chex.ArrayTree
+        self, keys: chex.PRNGKey, state: NormalizeState, action: ArrayTree
     ) -> EnvStep:
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
@@ -143,10 +143,10 @@ class NormalizeObs(VectorWrapper):
             obs=env_keys.select(done, fresh, lanes.obs),
         )
 
-    def _take_in(self, old: Statistics, raw: chex.ArrayTree) -> Statistics:
+    def _take_in(self, old: Statistics, raw: ArrayTree) -> Statistics:
         return running.updated(old, raw) if self.statistics is None else self.statistics
 
-    def _normalize(self, statistics: Statistics, raw: chex.ArrayTree) -> chex.ArrayTree:
+    def _normalize(self, statistics: Statistics, raw: ArrayTree) -> ArrayTree:
         def normalize(x: jax.Array, mean: jax.Array, var: jax.Array) -> jax.Array:
             centred = x.astype(mean.dtype) - mean[None]
             scale = jnp.sqrt(var + self.epsilon)[None]
@@ -156,7 +156,7 @@ class NormalizeObs(VectorWrapper):
 
 
 @struct.dataclass(kw_only=True)
-class RewardState:
+class RewardState(Replaceable):
     """State of `NormalizeReward`.
 
     Attributes:
@@ -165,7 +165,7 @@ class RewardState:
         statistics: of these sums, shared by all lanes: no lane axis.
     """
 
-    env_state: chex.ArrayTree  # [B, ...]
+    env_state: ArrayTree  # [B, ...]
     discounted: jax.Array  # [B]
     statistics: Statistics
 
@@ -211,7 +211,7 @@ class NormalizeReward(VectorWrapper):
         """Fixes the statistics to those of `env_state`; see `NormalizeObs.freeze`."""
         return self.replace(statistics=env_state.statistics)
 
-    def reset(self, keys: chex.PRNGKey) -> tuple[RewardState, chex.ArrayTree]:
+    def reset(self, keys: chex.PRNGKey) -> tuple[RewardState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, obs = self.env.reset(keys)
         discounted = jnp.zeros((self.num_envs,), jnp.float32)
@@ -222,7 +222,7 @@ class NormalizeReward(VectorWrapper):
         return state, obs
 
     def step(
-        self, keys: chex.PRNGKey, state: RewardState, action: chex.ArrayTree
+        self, keys: chex.PRNGKey, state: RewardState, action: ArrayTree
     ) -> EnvStep:
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
@@ -253,7 +253,7 @@ def _check_epsilon(epsilon: float) -> None:
         raise ValueError(f"`epsilon` must be above 0, got {epsilon!r}.")
 
 
-def _merge(raw: dict[str, chex.ArrayTree], info: chex.ArrayTree) -> chex.ArrayTree:
+def _merge(raw: dict[str, ArrayTree], info: ArrayTree) -> ArrayTree:
     if not isinstance(info, dict):
         raise ValueError(f"`info` must be a dict, got {type(info).__name__}.")
     clash = sorted(raw.keys() & info.keys())

@@ -10,7 +10,7 @@ from flax import struct
 
 from envs import checks
 from envs.spaces import Box, TreeSpace
-from envs.types import Env, EnvStep, Space
+from envs.types import AnySpace, ArrayTree, Env, EnvStep
 from envs.wrappers.base import Wrapper, WrapperState
 from envs.wrappers.spaces import stacked, unbounded
 
@@ -38,11 +38,11 @@ class FrameStack(Wrapper):
         checks.count("num_frames", self.num_frames)
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         """Space of `obs`, `[num_frames, ...]`."""
         return stacked(self.env.observation_space, self.num_frames)
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`, its first frame repeated."""
         state, obs = self.env.reset(key)
         frames = jax.tree.map(
@@ -50,9 +50,7 @@ class FrameStack(Wrapper):
         )
         return WrapperState(env_state=state, memory=frames), frames
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step; the oldest frame makes room for the new one."""
         result = self.env.step(key, state.env_state, action)
         frames = jax.tree.map(
@@ -76,8 +74,8 @@ class TransformObs(Wrapper):
             default an unbounded box of the shape and dtype that `fn` returns.
     """
 
-    fn: Callable[[chex.ArrayTree], chex.ArrayTree] = struct.field(pytree_node=False)
-    observation_space: Space | None = None
+    fn: Callable[[ArrayTree], ArrayTree] = struct.field(pytree_node=False)
+    observation_space: AnySpace | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,14 +83,12 @@ class TransformObs(Wrapper):
             shapes = _eval_reset(self.env, lambda state, obs: self.fn(obs))
             object.__setattr__(self, "observation_space", unbounded(shapes))
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, fn(obs))`."""
         state, obs = self.env.reset(key)
         return state, self.fn(obs)
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step."""
         result = self.env.step(key, state, action)
         return result.replace(obs=self.fn(result.obs))
@@ -113,23 +109,21 @@ class ObserveInfo(Wrapper):
             same structure, shapes and dtypes.
     """
 
-    fn: Callable[[Any], chex.ArrayTree] = struct.field(pytree_node=False)
-    initial: Callable[[Any, Any], chex.ArrayTree] = struct.field(pytree_node=False)
+    fn: Callable[[Any], ArrayTree] = struct.field(pytree_node=False)
+    initial: Callable[[Any, Any], ArrayTree] = struct.field(pytree_node=False)
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         """Space of `obs`; the info part is unbounded."""
         info = unbounded(_eval_reset(self.env, self.initial))
         return TreeSpace({"obs": self.env.observation_space, "info": info})
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, {"obs": obs, "info": initial(state, obs)})`."""
         state, obs = self.env.reset(key)
         return state, {"obs": obs, "info": _arrays(self.initial(state, obs))}
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step.
 
         Raises:
@@ -158,7 +152,7 @@ class ObservePrevious(Wrapper):
     """
 
     @property
-    def observation_space(self) -> Space:
+    def observation_space(self) -> AnySpace:
         """Space of `obs`; the reward is unbounded."""
         return TreeSpace(
             {
@@ -169,16 +163,14 @@ class ObservePrevious(Wrapper):
             }
         )
 
-    def reset(self, key: chex.PRNGKey) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`, without a previous step."""
         state, obs = self.env.reset(key)
         kinds = jax.eval_shape(self.env.action_space.sample, jax.random.key(0))
         action = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)
         return state, _with_previous(obs, action, jnp.float32(0), jnp.bool_(True))
 
-    def step(
-        self, key: chex.PRNGKey, state: chex.ArrayTree, action: chex.ArrayTree
-    ) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step."""
         result = self.env.step(key, state, action)
         reward = jnp.asarray(result.reward, jnp.float32)
@@ -187,23 +179,21 @@ class ObservePrevious(Wrapper):
 
 
 def _with_previous(
-    obs: chex.ArrayTree, action: chex.ArrayTree, reward: jax.Array, first: jax.Array
-) -> dict[str, chex.ArrayTree]:
+    obs: ArrayTree, action: ArrayTree, reward: jax.Array, first: jax.Array
+) -> dict[str, ArrayTree]:
     return {"obs": obs, "action": action, "reward": reward, "first": first}
 
 
-def _eval_reset(
-    env: Env, fn: Callable[[chex.ArrayTree, chex.ArrayTree], chex.ArrayTree]
-) -> chex.ArrayTree:
+def _eval_reset(env: Env, fn: Callable[[ArrayTree, ArrayTree], ArrayTree]) -> ArrayTree:
     """Shapes and dtypes of `fn(state, obs)` at the start of an episode."""
     return jax.eval_shape(lambda: fn(*env.reset(jax.random.key(0))))
 
 
-def _arrays(tree: chex.ArrayTree) -> chex.ArrayTree:
+def _arrays(tree: ArrayTree) -> ArrayTree:
     return jax.tree.map(jnp.asarray, tree)
 
 
-def _check_same(initial: chex.ArrayTree, got: chex.ArrayTree) -> None:
+def _check_same(initial: ArrayTree, got: ArrayTree) -> None:
     initial, got = (
         jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
         for tree in (initial, got)

@@ -1,15 +1,16 @@
 """Running mean and variance of batches, and what is kept of them."""
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
+
+from envs.types import ArrayTree, Replaceable
 
 _PRIOR_COUNT = 1e-4  # as Gymnasium's RunningMeanStd
 
 
 @struct.dataclass(kw_only=True)
-class Statistics:
+class Statistics(Replaceable):
     """Mean and variance of every entry of a value; no lane axis.
 
     Attributes:
@@ -19,15 +20,15 @@ class Statistics:
             newest batches weigh a little more than the old ones.
     """
 
-    mean: chex.ArrayTree
-    var: chex.ArrayTree
+    mean: ArrayTree
+    var: ArrayTree
     count: jax.Array  # ()
 
 
-def prior(value: chex.ArrayTree) -> Statistics:
+def prior(value: ArrayTree) -> Statistics:
     """The statistics before anything is seen of values like `value`, `[B, ...]`."""
 
-    def full(number: float) -> chex.ArrayTree:
+    def full(number: float) -> ArrayTree:
         return jax.tree.map(
             lambda x: jnp.full(x.shape[1:], number, _accumulator_dtype(x)), value
         )
@@ -35,7 +36,7 @@ def prior(value: chex.ArrayTree) -> Statistics:
     return Statistics(mean=full(0.0), var=full(1.0), count=jnp.float32(_PRIOR_COUNT))
 
 
-def updated(old: Statistics, value: chex.ArrayTree) -> Statistics:
+def updated(old: Statistics, value: ArrayTree) -> Statistics:
     """Updates the statistics with the batch `value`, `[B, ...]`.
 
     An entry that is not finite in some lane keeps its mean and variance.

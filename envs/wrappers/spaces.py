@@ -7,11 +7,11 @@ import numpy as np
 from flax import struct
 
 from envs.spaces import Box, TreeSpace, is_space
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree, Replaceable
 
 
 @struct.dataclass
-class TanhSpace:
+class TanhSpace(Replaceable):
     """The reals, for actions that are squashed by tanh: it has no bounds.
 
     Attributes:
@@ -34,7 +34,7 @@ class TanhSpace:
 
 
 @struct.dataclass
-class StackedSpace:
+class StackedSpace(Replaceable):
     """`num` elements of one space on a new leading axis.
 
     Attributes:
@@ -42,7 +42,7 @@ class StackedSpace:
         num: how many.
     """
 
-    space: Space
+    space: AnySpace
     num: int = struct.field(pytree_node=False)
 
     @property
@@ -64,7 +64,7 @@ class StackedSpace:
         return jnp.all(jax.vmap(self.space.contains)(x))
 
 
-def stacked(space: Space, num: int) -> Space:
+def stacked(space: AnySpace, num: int) -> AnySpace:
     """The space of `num` elements of `space` on a new leading axis.
 
     Returns:
@@ -82,7 +82,7 @@ def stacked(space: Space, num: int) -> Space:
     return Box(low, high, shape, space.dtype)
 
 
-def unbounded(shapes: chex.ArrayTree) -> Space:
+def unbounded(shapes: ArrayTree) -> AnySpace:
     """The space of every array, or tree of arrays, of these shapes and dtypes.
 
     Args:
@@ -97,7 +97,7 @@ def unbounded(shapes: chex.ArrayTree) -> Space:
     return boxes if isinstance(boxes, Box) else TreeSpace(boxes)
 
 
-def check_box(space: Space) -> None:
+def check_box(space: AnySpace) -> None:
     """Refuses an action space that is not a bounded box of floats."""
     if not (hasattr(space, "low") and hasattr(space, "high")):
         kind = type(space).__name__

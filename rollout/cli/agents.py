@@ -1,6 +1,7 @@
 """What the table says of several agents: of each, and of each policy."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ _FIELDS = (
 )
 
 
-def layout_of(collector: Collector) -> AgentLayout | None:
+def layout_of(collector: Any) -> AgentLayout | None:
     """Who is in the environments, if these are of several agents."""
     return getattr(collector.env.num_envs, "agents", None)
 

@@ -12,7 +12,7 @@ from envs.host.gymnasium import from_gymnasium
 from envs.host.types import EnvFault, HostVectorEnv
 from envs.joint import vectorize_agents
 from envs.registry import make_agents, make_vec
-from envs.types import Space, VectorEnv
+from envs.types import AnySpace
 from rollout.cli.arguments import InputError, has_agents, is_on_host
 from rollout.cli.devices import spread
 from rollout.collector import Collector
@@ -26,7 +26,7 @@ from rollout.types import Policy
 _MASK = "action_mask"
 
 
-def make_collector(args: argparse.Namespace) -> tuple[Collector | HostCollector, Any]:
+def make_collector(args: argparse.Namespace) -> tuple[Any, Any]:
     """Makes the environments, with the random policy in them, on their devices.
 
     Returns:
@@ -40,7 +40,7 @@ def make_collector(args: argparse.Namespace) -> tuple[Collector | HostCollector,
         env = _make_host(args, options)
         return HostCollector(env=env, policy=random_policy(env.action_space)), None
     if has_agents(args.env):
-        env = vectorize_agents(make_agents(args.env, **options), args.num_envs)
+        env: Any = vectorize_agents(make_agents(args.env, **options), args.num_envs)
         policy, params = _random_agents(env), dict.fromkeys(env.groups)
     else:
         env = make_vec(args.env, args.num_envs, **options)
@@ -62,7 +62,7 @@ def _make_host(args: argparse.Namespace, options: dict[str, Any]) -> HostVectorE
         raise InputError(str(error)) from error
 
 
-def _random_agents(env: VectorEnv) -> Policy:
+def _random_agents(env: Any) -> Policy:
     """The random policy for each group, of its name, that does what is allowed."""
     policies = {}
     for group, space in env.action_spaces.items():
@@ -72,7 +72,7 @@ def _random_agents(env: VectorEnv) -> Policy:
     return policy_map(policies, fixed_mapping(groups))
 
 
-def _find_mask(observed: Space, space: Space) -> MaskFn | None:
+def _find_mask(observed: AnySpace, space: AnySpace) -> MaskFn | None:
     """How to read which actions are allowed, where an observation says so."""
     parts = getattr(observed, "spaces", getattr(observed, "parts", {}))
     read = operator.itemgetter(_MASK)

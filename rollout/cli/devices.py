@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+from typing import Any
 
 import jax
 
@@ -21,9 +22,12 @@ def start(args: argparse.Namespace) -> int:
         InputError: if there are not so many, or if the environments do not divide.
     """
     cpus = _count_cpus()
-    wanted = {None: _fastest(args, cpus), "all": cpus}.get(args.devices, args.devices)
+    wanted: Any = {None: _fastest(args, cpus), "all": cpus}.get(
+        args.devices, args.devices
+    )
     with contextlib.suppress(RuntimeError):  # jax has started already, in a notebook
-        most = max(wanted, jax.config.jax_num_cpu_devices)
+        now = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+        most = max(wanted, now)
         jax.config.update("jax_num_cpu_devices", most)
     found = jax.device_count()
     if jax.default_backend() != "cpu":

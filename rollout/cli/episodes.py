@@ -5,12 +5,12 @@ import functools
 import time
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
 import envs
 from envs.render import check_render
+from envs.types import ArrayTree
 from rollout.cli import agents
 from rollout.cli.arguments import InputError, naming_parameters
 from rollout.cli.collector import make_collector
@@ -87,7 +87,7 @@ _play_jitted = jax.jit(_play, static_argnames=("num_episodes", "max_steps"))
 @functools.partial(jax.jit, static_argnames="max_length")
 def _record(
     collector: Collector, carry: Carry, *, max_length: int
-) -> tuple[chex.ArrayTree, jax.Array, Episodes]:
+) -> tuple[ArrayTree, jax.Array, Episodes]:
     """Hands out what is drawn, `[max_length, ...]`: the rest leaves no buffer."""
     _, trajectory, episodes = collector.collect_padded_episodes(
         carry, None, 1, max_length=max_length

@@ -1,6 +1,6 @@
 """The figures of `python -m rollout --plot`: returns and lengths of episodes."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,7 +36,8 @@ def draw_steps(env_id: str, num_envs: int, ended: Ended) -> "Figure":
 def draw_episodes(env_id: str, num_envs: int, played: Played) -> "Figure":
     """Draws the returns in start order and their mean, and how the lengths spread."""
     figure, left, right = _make_figure(env_id, num_envs)
-    episodes, stats = played.episodes, played.stats
+    episodes: Any = played.episodes
+    stats: Any = played.stats
     value = episodes.episode_return
     drawn = _draw_points(left, np.arange(1, value.size + 1), value)
     left.set_xlim(0, value.size + 1)
@@ -72,7 +73,7 @@ def _make_figure(env_id: str, num_envs: int) -> tuple["Figure", "Axes", "Axes"]:
     return figure, left, right
 
 
-def _draw_points(axes: "Axes", x: np.ndarray, value: np.ndarray) -> str:
+def _draw_points(axes: Any, x: np.ndarray, value: np.ndarray) -> str:
     """Draws the returns as light points; says how many, if not all."""
     from matplotlib.ticker import EngFormatter
 
@@ -86,7 +87,7 @@ def _draw_points(axes: "Axes", x: np.ndarray, value: np.ndarray) -> str:
     return f" (1 in {every} drawn)" if every > 1 else ""
 
 
-def _make_room_for_legend(axes: "Axes") -> None:
+def _make_room_for_legend(axes: Any) -> None:
     axes.margins(y=0.15)
     axes.legend(frameon=False, loc="upper left", ncols=2)
 
@@ -104,7 +105,7 @@ def _means(step: np.ndarray, value: np.ndarray, num_groups: int) -> np.ndarray:
     return sums[:, count > 0] / count[count > 0]
 
 
-def _draw_lengths(axes: "Axes", length: np.ndarray, kinds: dict) -> None:
+def _draw_lengths(axes: Any, length: np.ndarray, kinds: dict) -> None:
     """Draws the histogram of the lengths, the ways to end (names to flags) apart."""
     low, high = int(length.min()), int(length.max())
     width = -(-(high - low + 1) // _MAX_BINS)  # whole steps, so that no bin is favoured

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import jax
 import numpy as np
@@ -106,7 +106,8 @@ def _run_steps(args: argparse.Namespace) -> int:
     if result.is_interrupted:
         raise KeyboardInterrupt
     if args.save:
-        _write(args.save, lambda file: np.savez(file, **result.trajectory))
+        arrays: dict[str, Any] = result.trajectory
+        _write(args.save, lambda file: np.savez(file, **arrays))
         report.print_row("saved", args.save)
     if args.profile:
         seconds, trace = steps.profile(args)
@@ -143,7 +144,7 @@ def _plot(path: Path, figure: "Figure") -> None:
     report.print_row("plot", path)
 
 
-def _write(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def _write(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     try:
         with whole_file(path) as file:
             write(file)

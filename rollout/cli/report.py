@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,7 +43,8 @@ def print_steps(args: argparse.Namespace, result: Result) -> None:
 
 def print_episodes(args: argparse.Namespace, played: Played) -> None:
     """Prints what was run, what the N episodes were like and how fast they came."""
-    episodes, stats = played.episodes, played.stats
+    episodes: Any = played.episodes
+    stats = played.stats
     num_steps = int(episodes.episode_length.sum(dtype=np.int64))
     idle = 1 - num_steps / played.num_rows
     _print_run(args)
@@ -96,13 +98,13 @@ def _print_run(args: argparse.Namespace) -> None:
 
 
 def _print_moments(
-    episode_return: np.ndarray, episode_length: np.ndarray, agents: Agents | None
+    episode_return: np.ndarray, episode_length: np.ndarray, agents: Any
 ) -> None:
     """Prints figures of the episodes, and under each those of agents and policies."""
     print_row("", "".join(f"{name:<12}" for name in ("mean", "std", "min", "max")))
     for name, value in (("return", episode_return), ("length", episode_length)):
         _print_figure(name, value)
-        of_agents = getattr(agents, f"episode_{name}", None)
+        of_agents: Any = getattr(agents, f"episode_{name}", None)
         is_told = of_agents is not None
         if name == "length" and is_told:
             is_told = np.any(of_agents != of_agents[:, :1])  # else it says nothing new

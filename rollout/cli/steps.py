@@ -48,7 +48,7 @@ def collect(args: argparse.Namespace) -> Result:
                 fields = {name: x[:size] for name, x in fields.items()}
                 ended, done = _find_ended(fields, num_steps), _find_done(fields)
                 num_steps += size
-                num_void += np.count_nonzero(~fields.get("mask", np.True_))
+                num_void += int(np.count_nonzero(~fields.get("mask", np.True_)))
                 of_agents = agents.at_endings(of_agents, done)
                 parts.append((num_steps, ended, fields if args.save else {}, of_agents))
     except KeyboardInterrupt:

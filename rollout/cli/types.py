@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import chex
 import numpy as np
 
 from envs.multi_agent import AgentLayout
-from envs.types import Env
+from envs.types import ArrayTree, Env
 from rollout.stats import CollectStats
 from rollout.types import Episodes
 
@@ -69,6 +68,6 @@ class Recorded(NamedTuple):
     """One episode of `T` steps, as NumPy arrays."""
 
     env: Env
-    states: chex.ArrayTree  # [T + 1, ...]
+    states: ArrayTree  # [T + 1, ...]
     rewards: np.ndarray  # [T] float32
     episodes: Episodes  # [1]

@@ -1,7 +1,7 @@
 """`AsyncCollector`: of many environments those step that are ready."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import chex
@@ -11,17 +11,27 @@ import numpy as np
 from flax import struct
 
 from envs.host.types import AsyncHostVectorEnv, HostStep
+from envs.types import ArrayTree, Replaceable
 from rollout import checks
 from rollout.host.collector import HostCollector
 from rollout.host.faults import Faults
 from rollout.host.rows import Rows
 from rollout.host.run import ActFn, At, Causes, Run
 from rollout.host.seats import Seats
-from rollout.types import Accumulator, Accumulators, Policy, Transition
+from rollout.types import (
+    Accumulator,
+    Accumulators,
+    ActionT,
+    ObsT,
+    ParamsT,
+    Policy,
+    RecordFn,
+    Transition,
+)
 
 
 @struct.dataclass
-class Served:
+class Served(Replaceable):
     """`info` of what an `AsyncCollector` collects: who answered, and when.
 
     Attributes:
@@ -34,11 +44,11 @@ class Served:
 
     env_id: jax.Array  # [T, R]
     time: jax.Array  # [T, R]
-    info: chex.ArrayTree  # [T, R, ...]
+    info: ArrayTree  # [T, R, ...]
     num_envs: int = struct.field(pytree_node=False)
 
 
-class AsyncCollector(HostCollector):
+class AsyncCollector(HostCollector[ParamsT, ObsT, ActionT]):
     """Collects experience from environments of which some are slower than others.
 
     In every row the first `R` environments that have answered stand, in the order in
@@ -72,14 +82,16 @@ class AsyncCollector(HostCollector):
         ValueError: if an argument is not as above.
     """
 
+    env: AsyncHostVectorEnv
+
     def __init__(
         self,
         *,
         env: AsyncHostVectorEnv,
-        policy: Policy,
+        policy: Policy[ParamsT, ObsT, ActionT],
         num_ready: int,
         timeout: float | None = None,
-        record_fn: Callable[[Transition], Transition] | None = None,
+        record_fn: RecordFn[ObsT, ActionT] | None = None,
         accumulators: Mapping[str, Accumulator] | Accumulators = (),
         on_fault: str = "raise",
         max_restarts: int = 100,
@@ -156,6 +168,8 @@ def by_env(rows: Transition) -> Transition:
 class _AsyncRun(Run):
     """The loop of an `AsyncCollector`: act, send, receive whoever answers first."""
 
+    _env: AsyncHostVectorEnv
+
     def __init__(
         self,
         env: AsyncHostVectorEnv,
@@ -170,7 +184,7 @@ class _AsyncRun(Run):
         self._waits = np.zeros(env.num_envs, bool)  # for an action
         self._works = np.zeros(env.num_envs, bool)  # on one
         # What is known of the steps under way, `[E, ...]`, and who is in which row.
-        self._chosen: chex.ArrayTree = None
+        self._chosen: ArrayTree = None
         self._served: list[np.ndarray] = []
         super().__init__(env, act_fn, key, faults)
 
@@ -248,16 +262,17 @@ class _AsyncRun(Run):
         self._env.send(chosen[1], env_id)
         self._works[env_id], self._waits[env_id] = True, False
 
-    def _info(self, result: HostStep, env_id: np.ndarray) -> Served:
+    def _info(self, result: HostStep, env_id: Any) -> Served:
         now = getattr(self._env, "now", time.monotonic() - self._start)
+        at: Any = np.full(len(env_id), now, np.float32)
         return Served(
             env_id=env_id,
-            time=np.full(len(env_id), now, np.float32),
+            time=at,
             info=result.info,
             num_envs=self.lanes.num_envs,
         )
 
-    def _take(self, obs: chex.ArrayTree, mask: np.ndarray) -> None:
+    def _take(self, obs: ArrayTree, mask: np.ndarray) -> None:
         if self.obs is None:
             self.obs = jax.tree.map(np.array, obs)
         where = np.flatnonzero(mask)
@@ -278,7 +293,7 @@ class _AsyncRun(Run):
 _CHOSEN = ("obs", "action", "extras")
 
 
-def _put(tree: chex.ArrayTree, where: np.ndarray, rows: chex.ArrayTree) -> None:
+def _put(tree: ArrayTree, where: np.ndarray, rows: ArrayTree) -> None:
     """Writes rows into arrays, in place."""
     for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
         array[where] = leaf

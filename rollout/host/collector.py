@@ -4,13 +4,14 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import chex
 import jax
 import numpy as np
 
 from envs.host.types import HostVectorEnv
+from envs.types import ArrayTree
 from rollout import checks
 from rollout.host.faults import Faults, FaultStats
 from rollout.host.figures import Figures, fold, lanes_of
@@ -21,9 +22,13 @@ from rollout.host.seats import Seats
 from rollout.types import (
     Accumulator,
     Accumulators,
+    ActionT,
     Carry,
     Episodes,
+    ObsT,
+    ParamsT,
     Policy,
+    RecordFn,
     Transition,
 )
 
@@ -33,7 +38,7 @@ _BLOCK = 64  # rows that are collected before they are folded
 _NUMBERS = itertools.count(1)  # of collectors, in this process
 
 
-class HostCollector:
+class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     """Collects experience from environments that are not JAX.
 
     The methods, the arguments and the results are those of `Collector`, but the
@@ -66,8 +71,8 @@ class HostCollector:
         self,
         *,
         env: HostVectorEnv,
-        policy: Policy,
-        record_fn: Callable[[Transition], Transition] | None = None,
+        policy: Policy[ParamsT, ObsT, ActionT],
+        record_fn: RecordFn[ObsT, ActionT] | None = None,
         accumulators: Mapping[str, Accumulator] | Accumulators = (),
         on_fault: str = "raise",
         max_restarts: int = 100,
@@ -82,12 +87,13 @@ class HostCollector:
         columns = env.num_envs, self._num_columns
         self._figures = Figures(self.accumulators, record_fn, *columns)
         self._program = Program(policy, env.action_space, env.num_envs)
-        self._run: Run | None = None
-        self._key, self._next_episode = None, 0
+        self._run: Any = None  # the Run, once there is a first carry
+        self._key: Any = None
+        self._next_episode = 0
         # Of the call under way, or cut short: the mark of its carry, what it has filled
         # of the block, and who plays which episode.
-        self._used: np.ndarray | None = None
-        self._rows: Rows | None = None
+        self._used: Any = None  # [2] uint32
+        self._rows: Any = None  # Rows
         self._seats: Seats | None = None
 
     @property
@@ -114,14 +120,16 @@ class HostCollector:
         self._run = self._make_run(key)
         return self._snapshot()
 
-    def step(self, carry: Carry, params: Any) -> tuple[Carry, Transition]:
+    def step(
+        self, carry: Carry, params: ParamsT
+    ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes one step in every lane; see `Collector.step`."""
         carry, trajectory = self.collect_steps(carry, params, 1)
         return carry, jax.tree.map(lambda x: x[0], trajectory)
 
     def collect_steps(
-        self, carry: Carry, params: Any, num_steps: int
-    ) -> tuple[Carry, Transition]:
+        self, carry: Carry, params: ParamsT, num_steps: int
+    ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes `num_steps` steps in every lane; see `Collector.collect_steps`.
 
         Raises:
@@ -139,8 +147,8 @@ class HostCollector:
     def fold_steps(
         self,
         carry: Carry,
-        params: Any,
-        fn: Callable[[Acc, Transition], Acc],
+        params: ParamsT,
+        fn: Callable[[Acc, Transition[ObsT, ActionT]], Acc],
         acc: Acc,
         *,
         num_steps: int,
@@ -162,7 +170,7 @@ class HostCollector:
     def collect_episodes(
         self,
         carry: Carry,
-        params: Any,
+        params: ParamsT,
         num_episodes: int,
         *,
         max_steps: int,
@@ -180,7 +188,7 @@ class HostCollector:
         return self._play(params, seats, max_steps, self._note_figures(seats))
 
     def collect_episodes_per_env(
-        self, carry: Carry, params: Any, episodes_per_env: int, *, max_steps: int
+        self, carry: Carry, params: ParamsT, episodes_per_env: int, *, max_steps: int
     ) -> tuple[Carry, Episodes]:
         """Plays episodes of every lane; see `Collector.collect_episodes_per_env`."""
         episodes_per_env = checks.count("episodes_per_env", episodes_per_env)
@@ -198,8 +206,8 @@ class HostCollector:
     def fold_episodes(
         self,
         carry: Carry,
-        params: Any,
-        fn: Callable[[Acc, Transition], Acc],
+        params: ParamsT,
+        fn: Callable[[Acc, Transition[ObsT, ActionT]], Acc],
         acc: Acc,
         *,
         num_episodes: int,
@@ -221,13 +229,13 @@ class HostCollector:
         return carry, acc, episodes
 
     def collect_padded_episodes(
-        self, carry: Carry, params: Any, num_episodes: int, *, max_length: int
-    ) -> tuple[Carry, Transition, Episodes]:
+        self, carry: Carry, params: ParamsT, num_episodes: int, *, max_length: int
+    ) -> tuple[Carry, Transition[ObsT, ActionT], Episodes]:
         """Returns `num_episodes` whole; see `Collector.collect_padded_episodes`."""
         num_episodes = checks.count("num_episodes", num_episodes)
         max_length = checks.count("max_length", max_length)
         seats = self._make_queue(carry, params, num_episodes, None)
-        padded: chex.ArrayTree = None
+        padded: ArrayTree = None
 
         def consume(rows: Rows) -> None:
             nonlocal padded
@@ -252,14 +260,14 @@ class HostCollector:
     def collect_batch(
         self,
         carry: Carry,
-        params: Any,
+        params: ParamsT,
         num_steps: int,
         *,
         capacity: int,
         limit: int = NO_LIMIT,
         random_fn: Callable[[int], np.ndarray | None] = lambda row: None,
         at_end: str = "continue",
-    ) -> tuple[Carry, Transition]:
+    ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes steps as a `Stream` needs them.
 
         Called again after an error, with the same carry, it goes on with the batch.
@@ -276,23 +284,24 @@ class HostCollector:
         Returns:
             The next carry, and the trajectory, `[capacity, E, ...]`.
         """
-        run = self._run
-        if self._rows is not None and np.array_equal(carry.env_state, self._used):
-            run.recover(self._rows.num)
+        run, rows = self._run, self._rows
+        if rows is not None and np.array_equal(carry.env_state, self._used):
+            run.recover(rows.num)
         else:
-            self._begin(carry, params, self._make_rows(num_steps, capacity))
+            rows = self._make_rows(num_steps, capacity)
+            self._begin(carry, params, rows)
             if at_end == "reset":
                 run.begin(run.lanes.episode_length > 0, run.lanes.next_own())
-        run.play(params, self._rows, limit=limit, random_fn=random_fn)
-        is_cut = np.zeros(self._rows.mask.shape, bool)
+        run.play(params, rows, limit=limit, random_fn=random_fn)
+        is_cut = np.zeros(rows.mask.shape, bool)
         if at_end == "truncate":
             is_cut[num_steps - 1] = run.lanes.episode_length > 0
             run.begin(is_cut[num_steps - 1], run.lanes.next_own())
-        trajectory = self._figures.finish(self._rows)
+        trajectory = self._figures.finish(rows)
         trajectory = trajectory.replace(truncated=trajectory.truncated | is_cut)
         return self._snapshot(), trajectory
 
-    def compile(self, carry: Carry, params: Any) -> None:
+    def compile(self, carry: Carry, params: ParamsT) -> None:
         """Compiles the program of the policy ahead of the first call."""
         self._program.compile(params, carry.obs)
 
@@ -303,7 +312,8 @@ class HostCollector:
         environments have moved on, or if they cannot be pickled.
         """
         is_current = np.array_equal(carry.env_state, self._mark)
-        saved = self.env.save() if is_current and hasattr(self.env, "save") else None
+        save = getattr(self.env, "save", None)
+        saved = save() if is_current and save is not None else None
         return pickle.dumps(saved) if saved else b""
 
     def restore(self, carry: Carry, saved: bytes) -> Carry:
@@ -325,7 +335,8 @@ class HostCollector:
         self._program.step, self._program.state = int(carry.step), carry.policy_state
         run.lanes.over[:] = not saved
         if saved:
-            self.env.load(pickle.loads(saved))
+            env: Any = self.env  # one that has `save` has `load`
+            env.load(pickle.loads(saved))
             run.obs = jax.tree.map(np.asarray, carry.obs)
         else:
             run.begin(np.ones(self.env.num_envs, bool), run.lanes.episode_id)
@@ -337,7 +348,7 @@ class HostCollector:
                 )
         return self._snapshot()
 
-    def recover(self) -> tuple[Carry, Transition]:
+    def recover(self) -> tuple[Carry, Transition[ObsT, ActionT] | None]:
         """Goes on after an error, or after Ctrl-C, that cut a call short.
 
         Environments that failed are made anew, if they can be, and lanes whose episode
@@ -345,7 +356,8 @@ class HostCollector:
 
         Returns:
             The carry to go on with; and what the call had collected, `[T, E, ...]`, of
-            a fold or of whole episodes the rows that it had not done with yet.
+            a fold or of whole episodes the rows that it had not done with yet; None
+            if there are none.
 
         Raises:
             ValueError: if no call was cut short.
@@ -395,12 +407,14 @@ class HostCollector:
     def _snapshot(self) -> Carry:
         """The carry that the next call takes."""
         run, lanes = self._run, self._run.lanes
+        step: Any = np.int32(self._program.step)
+        next_episode: Any = np.int32(self._next_episode)
         self._program.restart(lanes.over, lanes.episode_id)
         self._rows = None
         return Carry(
             key=self._key,
-            step=np.int32(self._program.step),
-            next_episode=np.int32(self._next_episode),
+            step=step,
+            next_episode=next_episode,
             env_state=self._mark,
             obs=jax.tree.map(np.array, run.obs),
             policy_state=self._program.state,

@@ -4,12 +4,11 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import numpy as np
 
 from envs.host.types import EnvFault
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 
 _LOG = logging.getLogger("rollout")
 
@@ -87,10 +86,10 @@ class Faults:
 class Guard:
     """Finds observations that are not finite or not in their space."""
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: AnySpace) -> None:
         self._bounds = [_bounds_of(x) for x in _leaves_of(space)]
 
-    def find(self, obs: chex.ArrayTree) -> np.ndarray | None:
+    def find(self, obs: ArrayTree) -> np.ndarray | None:
         """`[E]` bool, where an observation is none of the space; None: nowhere."""
         leaves = [obs] if isinstance(obs, np.ndarray) else jax.tree.leaves(obs)
         bad = None
@@ -121,8 +120,8 @@ def _bounds_of(space: Any) -> tuple[np.ndarray, np.ndarray] | None:
     """The smallest and the largest value; None if the dtype has no others."""
     dtype = np.dtype(space.dtype)
     if hasattr(space, "n"):
-        bounds = space.start, space.start + space.n - 1
-        return tuple(np.asarray(x, dtype) for x in bounds)
+        last = space.start + space.n - 1
+        return np.asarray(space.start, dtype), np.asarray(last, dtype)
     if not hasattr(space, "low"):
         return None
     low, high = np.asarray(space.low), np.asarray(space.high)

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from envs import keys
+from envs.types import ArrayTree
 from rollout import kernel
 from rollout.host.lanes import Lanes
 from rollout.host.rows import Rows
@@ -53,7 +54,7 @@ class Figures:
         self.figures, trajectory = self._derive(self.figures, trajectory)
         return trajectory
 
-    def of(self, lanes: Lanes) -> chex.ArrayTree:
+    def of(self, lanes: Lanes) -> ArrayTree:
         """The figures of the episodes that the lanes are in."""
         if not self._accumulators:
             return ()
@@ -62,11 +63,11 @@ class Figures:
         return keys.select(is_first, nothing, self.figures)
 
     def _derive_rows(
-        self, figures: chex.ArrayTree, trajectory: Transition
-    ) -> tuple[chex.ArrayTree, Transition]:
+        self, figures: ArrayTree, trajectory: Transition
+    ) -> tuple[ArrayTree, Transition]:
         nothing = accumulate_nothing(self._accumulators, self._num_columns)
 
-        def see(figures: chex.ArrayTree, row: Transition) -> tuple:
+        def see(figures: ArrayTree, row: Transition) -> tuple:
             if self._accumulators:
                 lane = jnp.where(row.mask, lanes_of(row), self._num_envs)
                 old = jax.tree.map(lambda x: x[lane], figures)

@@ -1,9 +1,12 @@
 """The episodes that the lanes are in, as a loop in Python counts them."""
 
+from typing import Any
+
 import chex
 import jax
 import numpy as np
 
+from envs.types import ArrayTree
 from rollout.host.rows import views_of
 from rollout.kernel import episode_keys
 from rollout.types import Episode
@@ -56,15 +59,15 @@ class Lanes:
         """`[E]` int32, the ids of the lanes' next own episodes."""
         return self.own_id + np.int32(self.num_envs)
 
-    def snapshot(self, accumulated: chex.ArrayTree) -> Episode:
+    def snapshot(self, accumulated: ArrayTree) -> Episode:
         """The episodes, as a carry has them; their keys follow from their ids."""
-        return Episode(
-            key=(),
-            episode_return=self.episode_return.copy(),
-            episode_length=self.episode_length.copy(),
-            episode_id=self.episode_id.copy(),
-            accumulated=accumulated,
-        )
+        columns: dict[str, Any] = {
+            "key": (),
+            "episode_return": self.episode_return.copy(),
+            "episode_length": self.episode_length.copy(),
+            "episode_id": self.episode_id.copy(),
+        }
+        return Episode(accumulated=accumulated, **columns)
 
 
 class Seeds:

@@ -6,11 +6,11 @@ import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-import chex
 import jax
 import numpy as np
 
 from envs.host.types import EnvFault, HostStep, HostVectorEnv
+from envs.types import ArrayTree
 from rollout import checks
 from rollout.host.faults import Guard
 
@@ -84,7 +84,7 @@ class _Stop(Exception):  # noqa: N818
 class _Plan(NamedTuple):
     """What the environments are given in `T` steps."""
 
-    action: chex.ArrayTree  # [T, E, ...]
+    action: ArrayTree  # [T, E, ...]
     seeds: np.ndarray  # [T + 1, E] uint32, of the episodes of each
     cut: np.ndarray  # [T, E] bool, whose episode is cut short after the step
 
@@ -97,7 +97,7 @@ class _Probe:
         self._env, self._rng, self._when = env, rng, ""
         self._everywhere = np.ones(env.num_envs, bool)
         flag = jax.ShapeDtypeStruct((env.num_envs,), bool)
-        self._kinds: dict[str, chex.ArrayTree] = {
+        self._kinds: dict[str, ArrayTree] = {
             "reward": jax.ShapeDtypeStruct((env.num_envs,), np.float32),
             **dict.fromkeys(("terminated", "truncated", "faulty", "mask"), flag),
         }
@@ -209,8 +209,8 @@ class _Probe:
         return step, jax.tree.map(np.array, fields)
 
     def _reset(
-        self, seeds: np.ndarray, mask: np.ndarray, before: chex.ArrayTree, t: int
-    ) -> chex.ArrayTree:
+        self, seeds: np.ndarray, mask: np.ndarray, before: ArrayTree, t: int
+    ) -> ArrayTree:
         """Resets those where `mask`; the others must be as they were `before`."""
         self._when = f"at a reset after {t} steps"
         obs = self._call(self._env.reset, seeds, mask.copy())
@@ -223,7 +223,7 @@ class _Probe:
                 self._report("reset", f"{what} {changed.argmax()}")
         return jax.tree.map(np.array, obs)
 
-    def _look_at(self, obs: chex.ArrayTree) -> None:
+    def _look_at(self, obs: ArrayTree) -> None:
         bad = self._guard.find(obs)
         if bad is not None:
             what = "is not finite, or outside of its space"
@@ -232,7 +232,7 @@ class _Probe:
         if any(x.strides[0] == 0 for x in leaves):
             self._report("rows", "those of `obs` lie in the same memory")
 
-    def _look_at_kinds(self, fields: dict[str, chex.ArrayTree]) -> None:
+    def _look_at_kinds(self, fields: dict[str, ArrayTree]) -> None:
         """Finds what is of another kind, and stops if there is something."""
         wrong = {x: _difference(self._kinds[x], fields[x]) for x in sorted(fields)}
         for name, message in wrong.items():
@@ -259,7 +259,7 @@ class _Probe:
         keys = jax.random.split(jax.random.key(self._rng.integers(2**32)), shape)
         action = jax.jit(jax.vmap(jax.vmap(self._env.action_space.sample)))(keys)
         # Between infinite bounds nothing finite is drawn.
-        finite = {"nan": 0.0, "posinf": 1.0, "neginf": -1.0}
+        finite: dict[str, Any] = {"nan": 0.0, "posinf": 1.0, "neginf": -1.0}
         return _Plan(
             jax.tree.map(lambda x: np.nan_to_num(np.asarray(x), **finite), action),
             self._seeds(num_steps),
@@ -293,11 +293,11 @@ class _Probe:
         raise _Stop
 
 
-def _row(tree: chex.ArrayTree, t: int) -> chex.ArrayTree:
+def _row(tree: ArrayTree, t: int) -> ArrayTree:
     return jax.tree.map(lambda x: x[t].copy(), tree)
 
 
-def _difference(kind: chex.ArrayTree, got: chex.ArrayTree) -> str | None:
+def _difference(kind: ArrayTree, got: ArrayTree) -> str | None:
     """How a tree differs from its kind, in words."""
     structures = jax.tree.structure(kind), jax.tree.structure(got)
     if structures[0] != structures[1]:
@@ -308,7 +308,7 @@ def _difference(kind: chex.ArrayTree, got: chex.ArrayTree) -> str | None:
     return None
 
 
-def _checksums(tree: chex.ArrayTree) -> np.ndarray:
+def _checksums(tree: ArrayTree) -> np.ndarray:
     """`[E]` uint32, of the rows of a tree."""
     leaves = [np.ascontiguousarray(x) for x in jax.tree.leaves(tree)]
     sums = [0] * len(leaves[0])

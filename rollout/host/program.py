@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 from rollout import kernel
 from rollout.kernel import episode_keys
 from rollout.kernel.episode_keys import LaneIds
@@ -23,7 +23,7 @@ class View(NamedTuple):
     """What the kernel asks of an environment to let a policy act in it."""
 
     num_envs: int
-    action_space: Space
+    action_space: AnySpace
 
 
 class Program:
@@ -40,8 +40,9 @@ class Program:
         has_state: whether there is anything in it.
     """
 
-    def __init__(self, policy: Policy, action_space: Space, num_envs: int) -> None:
-        self._policy, self._view = policy, View(num_envs, action_space)
+    def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
+        self._policy = policy
+        self._view: Any = View(num_envs, action_space)
         self._is_on_host = jax.default_backend() == "cpu"
         self._impl: Any = None
 
@@ -63,13 +64,13 @@ class Program:
     def act(
         self,
         params: Any,
-        obs: chex.ArrayTree,
+        obs: ArrayTree,
         over: np.ndarray,
         episode_id: np.ndarray,
         *,
         env_id: np.ndarray | None = None,
         is_random: np.ndarray | None = None,
-    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    ) -> tuple[ArrayTree, ArrayTree]:
         """Asks the policy what to do, and moves its state on.
 
         Args:
@@ -93,7 +94,7 @@ class Program:
         leaves, structure = jax.tree.flatten(out)
         return structure.unflatten([np.asarray(x) for x in leaves])
 
-    def compile(self, params: Any, obs: chex.ArrayTree) -> None:
+    def compile(self, params: Any, obs: ArrayTree) -> None:
         """Compiles `act`, which moves nothing on."""
         at = self.step, self.state
         num_lanes = self._view.num_envs
@@ -110,7 +111,7 @@ class Program:
         if self.has_state and over.any():
             self.state = self._restart(self._words, self.state, over, episode_id)
 
-    def _initial_state(self, key: chex.PRNGKey) -> chex.ArrayTree:
+    def _initial_state(self, key: chex.PRNGKey) -> ArrayTree:
         lanes = episode_keys.all_lanes(self._view.num_envs)
         first = episode_keys.keys_of(key, lanes, lanes.number)
         return initial_policy_state(self._policy, self._view, first)
@@ -124,19 +125,20 @@ class Program:
         return self._keys[row]
 
     def _warmup_words(self) -> np.ndarray:
-        key = episode_keys.warmup_key(self._key, self.step)
+        step: Any = self.step
+        key = episode_keys.warmup_key(self._key, step)
         return np.asarray(jax.random.key_data(key))
 
     def _apply(
         self,
         params: Any,
         words: jax.Array,
-        state: chex.ArrayTree,
-        obs: chex.ArrayTree,
+        state: ArrayTree,
+        obs: ArrayTree,
         lanes: tuple[jax.Array, ...],
         env_id: jax.Array | None,
         warmup: tuple[jax.Array, ...],
-    ) -> tuple[chex.ArrayTree, tuple[chex.ArrayTree, ...]]:
+    ) -> tuple[ArrayTree, tuple[ArrayTree, ...]]:
         policy, num_lanes, old = self._policy, len(jax.tree.leaves(obs)[0]), state
         view = self._view._replace(num_envs=num_lanes)
         if lanes:
@@ -161,11 +163,11 @@ class Program:
     def _restarted(
         self,
         words: jax.Array,
-        state: chex.ArrayTree,
+        state: ArrayTree,
         over: jax.Array,
         episode_id: jax.Array,
         env_id: jax.Array | None = None,
-    ) -> chex.ArrayTree:
+    ) -> ArrayTree:
         """The state of the lanes that act, of new episodes where `over`."""
         root = self._wrap(words)
         lanes = episode_keys.all_lanes(self._view.num_envs)
@@ -187,14 +189,15 @@ def _policy_keys(root: chex.PRNGKey, step: jax.Array) -> jax.Array:
     return jax.random.key_data(episode_keys.policy_key(root, steps))
 
 
-def _carry(obs: chex.ArrayTree, state: chex.ArrayTree) -> Carry:
+def _carry(obs: ArrayTree, state: ArrayTree) -> Carry:
     """What `kernel.act` reads of a carry."""
-    nothing = Episode(key=(), episode_return=(), episode_length=(), episode_id=())
+    no: Any = ()
+    nothing = Episode(key=no, episode_return=no, episode_length=no, episode_id=no)
     return Carry(
-        key=(),
-        step=(),
-        next_episode=(),
-        env_state=(),
+        key=no,
+        step=no,
+        next_episode=no,
+        env_state=no,
         obs=obs,
         policy_state=state,
         episode=nothing,

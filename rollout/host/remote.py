@@ -20,6 +20,7 @@ import numpy as np
 from flax import struct
 
 from envs import keys
+from envs.types import ArrayTree, Replaceable
 from rollout import checks
 from rollout.collector import Collector
 from rollout.host.collector import HostCollector
@@ -33,7 +34,7 @@ _NO_OPTIONS = ("lifetime", "max_restarts", "max_task_retries", "name")
 
 
 @struct.dataclass(kw_only=True)
-class RemoteBatch:
+class RemoteBatch(Replaceable):
     """What an actor collected at a time; the fields are those of a `StreamBatch`.
 
     Attributes:
@@ -336,7 +337,7 @@ class _Actor:
     def __init__(
         self,
         make_collector: Callable[[], Collector | HostCollector],
-        words: np.ndarray,
+        words: Any,
         impl: str,
         steps_per_batch: int,
     ) -> None:
@@ -346,14 +347,14 @@ class _Actor:
             jax.config.update("jax_platforms", "cpu")
         self._make_collector, self._words, self._impl = make_collector, words, impl
         self._steps_per_batch = steps_per_batch
-        self._collector: Collector | HostCollector | None = None
+        self._collector: Any = None
         self._params, self._version = None, None
 
     def collect(
-        self, params: chex.ArrayTree, version: int
+        self, params: ArrayTree, version: int
     ) -> tuple[Transition, CollectStats]:
         """Collects a fragment, and returns it in NumPy: one object for Ray."""
-        if self._collector is None:  # not in `__init__`, which hides what is raised
+        if not self._collector:  # not in `__init__`, which hides what is raised
             self._begin()
         if version != self._version:
             self._params, self._version = jax.device_put(params), version

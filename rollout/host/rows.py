@@ -3,10 +3,10 @@
 import itertools
 from typing import Any
 
-import chex
 import jax
 import numpy as np
 
+from envs.types import ArrayTree
 from rollout.types import Transition
 
 _TREES = ("obs", "action", "next_obs", "extras", "info")
@@ -37,7 +37,7 @@ class Rows:
         )
         self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
 
-    def write(self, name: str, tree: chex.ArrayTree) -> chex.ArrayTree:
+    def write(self, name: str, tree: ArrayTree) -> ArrayTree:
         """Writes a field of the row under way; returns what stands there now."""
         if name not in self._trees:
             self._trees[name] = self._allocate(tree)
@@ -87,13 +87,14 @@ class Rows:
         if is_void.any():
             for array in itertools.chain(*(fields | trees).values()):
                 array[: self.num][is_void] = 0
-        read = {
+        read: dict[str, Any] = {
             name: arrays[0] if structure is None else structure.unflatten(arrays)
             for name, (structure, arrays) in self._trees.items()
         }
-        return Transition(**{name: x for name, (x,) in fields.items()}, **read)
+        read |= {name: x for name, (x,) in fields.items()}
+        return Transition(**read)
 
-    def _allocate(self, tree: chex.ArrayTree) -> tuple[Any, list[np.ndarray]]:
+    def _allocate(self, tree: ArrayTree) -> tuple[Any, list[np.ndarray]]:
         leaves, structure = jax.tree.flatten(tree)
         arrays = [np.zeros(self._shape + x.shape[1:], x.dtype) for x in leaves]
         return None if isinstance(tree, np.ndarray) else structure, arrays

@@ -10,6 +10,7 @@ import chex
 import numpy as np
 
 from envs.host.types import EnvFault, HostStep, HostVectorEnv
+from envs.types import ArrayTree
 from rollout.host.faults import Faults, Guard
 from rollout.host.lanes import Lanes, Seeds
 from rollout.host.rows import Rows
@@ -30,14 +31,15 @@ class ActFn(Protocol):
     def __call__(
         self,
         params: Any,
-        obs: chex.ArrayTree,
+        obs: ArrayTree,
         over: np.ndarray,
         episode_id: np.ndarray,
         *,
         env_id: np.ndarray | None = None,
         is_random: np.ndarray | None = None,
-    ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    ) -> tuple[ArrayTree, ArrayTree]:
         """Returns action and extras."""
+        ...
 
 
 class Run:
@@ -60,7 +62,7 @@ class Run:
         self._has_failed = ~self._everywhere  # must be made anew before it is reset
         self._must_begin = ~self._everywhere  # whose episode is over
         self._is_torn = False  # a step was interrupted: nobody knows how far it got
-        self.obs: chex.ArrayTree = None  # [E, ...], in the environments' own memory
+        self.obs: ArrayTree = None  # [E, ...], in the environments' own memory
         self.begin(self._everywhere, self.lanes.episode_id)
 
     def play(
@@ -275,7 +277,7 @@ class Run:
                 seats.free(failed)
             mask, lane, episode_id = failed, failed.nonzero()[0], None
 
-    def _take(self, obs: chex.ArrayTree, mask: np.ndarray) -> None:
+    def _take(self, obs: ArrayTree, mask: np.ndarray) -> None:
         """Takes what a reset of the lanes where `mask` returned."""
         del mask  # unused: the others are what they were
         self.obs = obs

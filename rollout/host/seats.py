@@ -5,10 +5,12 @@ counts is settled by the order in which they start. One that is lost to a fault 
 played again, for what fails would be missing from the mean.
 """
 
-import chex
+from typing import Any
+
 import jax
 import numpy as np
 
+from envs.types import ArrayTree
 from rollout.host.lanes import Lanes
 from rollout.types import Episodes
 
@@ -135,11 +137,11 @@ class Seats:
             self._num_wanted = min(self._num_wanted, self._num_started)
         self._num_started += count
 
-    def index_of(self, episode_id: np.ndarray, lane: np.ndarray) -> np.ndarray:
+    def index_of(self, episode_id: Any, lane: Any) -> np.ndarray:
         """The numbers of episodes among the `N`, of their ids and lanes."""
         return (episode_id - self._ids[lane]) * (-1 if self._is_queue else 1)
 
-    def accumulate(self, index: np.ndarray, figures: chex.ArrayTree) -> None:
+    def accumulate(self, index: np.ndarray, figures: ArrayTree) -> None:
         """Notes what was accumulated in the episodes of these numbers, `[n, ...]`."""
         leaves, structure = jax.tree.flatten(figures)
         if self._accumulated is None:
@@ -155,9 +157,10 @@ class Seats:
         for table in (*self._table.values(), *self._figures()):
             table[~mask] = 0
         structure = self._accumulated[0] if self._accumulated else None
+        num_steps: Any = np.int32(length.sum())
         return Episodes(
             **self._table,
-            num_steps=np.int32(length.sum()),
+            num_steps=num_steps,
             mask=mask,
             accumulated=structure.unflatten(self._figures()) if structure else (),
         )

@@ -19,7 +19,7 @@ lanes these are is data, never a shape: some of the lanes on another device have
 ids and the randomness that they would have on one.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
-from envs.types import RESET
+from envs.types import RESET, ArrayTree
 from rollout.types import Episode
 
 _POLICY, _ENV, _QUEUE, _WARMUP = 0, 1, 2, 3
@@ -43,7 +43,7 @@ class LaneIds(NamedTuple):
     """
 
     number: jax.Array  # [B]
-    total: jax.typing.ArrayLike  # ()
+    total: Any  # (), also an int
 
 
 class Start(NamedTuple):
@@ -114,7 +114,7 @@ def policy_episode_keys(episode_key: chex.PRNGKey) -> chex.PRNGKey:
 
 
 def first_episodes(
-    root: chex.PRNGKey, lanes: LaneIds, accumulated: chex.ArrayTree
+    root: chex.PRNGKey, lanes: LaneIds, accumulated: ArrayTree
 ) -> Episode:
     """The first episode of every lane, before its first step."""
     return Episode(

@@ -9,14 +9,13 @@ that its environment state stays valid, but its rows are void and counted nowher
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
 from envs import keys
-from envs.types import VectorEnv, spread_of
+from envs.types import ArrayTree, Replaceable, VectorEnv, spread_of
 from rollout.kernel import episode_keys, transition
 from rollout.kernel.episode_keys import LaneIds, Start
 from rollout.types import (
@@ -84,7 +83,7 @@ def per_env(carry: Carry, lanes: LaneIds, episodes_per_env: int) -> Plan:
 
 
 @struct.dataclass(kw_only=True)
-class _Run:
+class _Run(Replaceable):
     """The state of the loop."""
 
     carry: Carry
@@ -95,7 +94,7 @@ class _Run:
     num_over: jax.Array  # () int32, of the episodes that count
     num_wanted: jax.Array  # () int32, how many are played
     table: jax.Array  # [D, N, 3] int32, one row per episode that is over, by device
-    figures: chex.ArrayTree  # [D, N, ...], its return and what was accumulated
+    figures: ArrayTree  # [D, N, ...], its return and what was accumulated
     num_steps: jax.Array  # () int32, counted with `min_steps`
 
 
@@ -113,7 +112,8 @@ def play(
     accumulators: Accumulators = (),
 ) -> tuple[Carry, Acc, Episodes]:
     """Plays the episodes of a plan; see `Collector.fold_episodes`."""
-    figures, spread = {"accumulators": accumulators}, spread_of(env)
+    figures: dict[str, Any] = {"accumulators": accumulators}
+    spread = spread_of(env)
 
     # Restart, then step: the other way round the restart of all lanes before the first
     # step would be compiled apart.
@@ -155,14 +155,14 @@ def play(
 
 def pad(
     row: Transition, carry: Carry, num_episodes: int, max_length: int
-) -> tuple[chex.ArrayTree, Callable[[chex.ArrayTree, Transition], chex.ArrayTree]]:
+) -> tuple[ArrayTree, Callable[[ArrayTree, Transition], ArrayTree]]:
     """What `play` folds with to get the episodes of the queue whole.
 
     A trajectory `[L, N, ...]` of the kind of `row`, all zero, and the function that
     writes a transition to its words.
     """
 
-    def write(padded: chex.ArrayTree, row: Transition) -> chex.ArrayTree:
+    def write(padded: ArrayTree, row: Transition) -> ArrayTree:
         index = -1 - row.episode_id - carry.next_episode
         # A lane that is idle writes to a column that is not there.
         place = (row.episode_length - 1, jnp.where(row.mask, index, num_episodes))
@@ -271,9 +271,7 @@ def _note(
     return _write(table, index, row.done, jnp.stack(figures, axis=1))
 
 
-def _note_figures(
-    table: chex.ArrayTree, index: jax.Array, row: Transition
-) -> chex.ArrayTree:
+def _note_figures(table: ArrayTree, index: jax.Array, row: Transition) -> ArrayTree:
     """Writes the figures of each episode that is over; they may be differentiated."""
     return jax.tree.map(
         lambda old, new: _write(old, index, row.done, new), table, _figures(row)
@@ -292,11 +290,11 @@ def _write(
     )
 
 
-def _figures(of: Episode | Transition) -> chex.ArrayTree:
+def _figures(of: Episode | Transition) -> ArrayTree:
     return of.episode_return, of.accumulated
 
 
-def _read(table: jax.Array, figures: chex.ArrayTree) -> Episodes:
+def _read(table: jax.Array, figures: ArrayTree) -> Episodes:
     # Every row was written on one device, and is zero on the others.
     table, figures = jax.tree.map(
         lambda x: x[0] if len(x) == 1 else jnp.sum(x, axis=0, dtype=x.dtype),

@@ -15,16 +15,16 @@ import jax
 from jax import lax
 
 from envs import keys
-from envs.types import EnvStep
+from envs.types import ArrayTree, EnvStep
 
-_Step = Callable[[chex.PRNGKey, chex.ArrayTree, chex.ArrayTree], EnvStep]
+_Step = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], EnvStep]
 
 
 def step_once(
     step: _Step,
     step_keys: chex.PRNGKey,
-    state: chex.ArrayTree,
-    action: chex.ArrayTree,
+    state: ArrayTree,
+    action: ArrayTree,
     *,
     counter: jax.Array,
 ) -> EnvStep:
@@ -41,11 +41,11 @@ def step_once(
 
     # Words for the keys: under `vmap` a conditional is a selection between the results,
     # which jax's checker of key reuse takes for a use of a key.
-    def taken(words: chex.ArrayTree) -> EnvStep:
+    def taken(words: ArrayTree) -> EnvStep:
         result = step(*keys.like(words, operands))
         return result.replace(state=keys.words(result.state))
 
-    def never(words: chex.ArrayTree) -> EnvStep:
+    def never(words: ArrayTree) -> EnvStep:
         return keys.blank(shapes, step_keys).replace(state=words[1])
 
     always = (counter | 1) != 0

@@ -4,6 +4,8 @@ Every fold over time folds `step` and has no duties of its own: the fence around
 environment, the keys, the limit and the lanes that stand still are all in here.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from envs import keys
-from envs.types import EnvStep, Lanes, VectorEnv, spread_of
+from envs.types import ArrayTree, EnvStep, Lanes, VectorEnv, spread_of
 from rollout import checks
 from rollout.kernel import episode_keys, fence
 from rollout.kernel.episode_keys import LaneIds, Start
@@ -79,7 +81,7 @@ def step(
         drop_fn: the transition to `[B]` bool, True where to give the episode up.
         accumulators: figures that are kept per episode.
     """
-    figures = {"accumulators": accumulators}
+    figures: dict[str, Any] = {"accumulators": accumulators}
     stepped, transition, _ = advance(env, policy, carry, params, limit=limit, **figures)
     over = transition.done
     if drop_fn is not None:
@@ -196,13 +198,13 @@ def act(
     return decision
 
 
-def step_env(env: VectorEnv, carry: Carry, action: chex.ArrayTree) -> EnvStep:
+def step_env(env: VectorEnv, carry: Carry, action: ArrayTree) -> EnvStep:
     """Steps the environments, and resets none."""
     # Parameters of a collector that is closed over are constants to XLA, which folds
     # them and then rounds otherwise than where the collector is an argument.
     env = keys.barrier(env)
 
-    def step(*args: chex.ArrayTree) -> EnvStep:
+    def step(*args: ArrayTree) -> EnvStep:
         try:
             result = env.step(*args)
         except Exception:
@@ -252,7 +254,8 @@ def unpack(rows: Transition, flags: jax.Array, mask: jax.Array) -> Transition:
 
 def pack_flags(*flags: jax.Array) -> jax.Array:
     """Puts up to eight flags into one array, uint8."""
-    return sum(flag.astype(jnp.uint8) << bit for bit, flag in enumerate(flags))
+    shifted = (flag.astype(jnp.uint8) << bit for bit, flag in enumerate(flags))
+    return functools.reduce(operator.add, shifted)
 
 
 def unpack_flags(packed: jax.Array, num_flags: int) -> tuple[jax.Array, ...]:
@@ -280,15 +283,15 @@ def _record(
     )
 
 
-def accumulate_nothing(accumulators: Accumulators, num_envs: int) -> chex.ArrayTree:
+def accumulate_nothing(accumulators: Accumulators, num_envs: int) -> ArrayTree:
     """The figures of an episode before its first step, `[B, ...]`."""
     figures = {name: x.init(num_envs) for name, x in accumulators}
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), figures or ())
 
 
 def accumulate(
-    accumulators: Accumulators, figures: chex.ArrayTree, transition: Transition
-) -> chex.ArrayTree:
+    accumulators: Accumulators, figures: ArrayTree, transition: Transition
+) -> ArrayTree:
     """Updates the figures with a step."""
     updated = {name: x.update(figures[name], transition) for name, x in accumulators}
     for name, _ in accumulators:
@@ -328,13 +331,13 @@ def _place(env: VectorEnv, carry: Carry) -> Carry:
 def restart_policy(
     policy: Policy,
     env: VectorEnv,
-    state: chex.ArrayTree,
+    state: ArrayTree,
     over: jax.Array,
     episode_key: chex.PRNGKey,
-) -> chex.ArrayTree:
+) -> ArrayTree:
     """Puts the lanes where `over` back to the initial state, but what is persistent."""
 
-    def choose(fresh: chex.ArrayTree, state: chex.ArrayTree) -> chex.ArrayTree:
+    def choose(fresh: ArrayTree, state: ArrayTree) -> ArrayTree:
         if isinstance(state, Persistent):
             return state
         return keys.select(over, fresh, state)
@@ -347,10 +350,10 @@ def restart_policy(
 
 def initial_policy_state(
     policy: Policy, env: VectorEnv, episode_key: chex.PRNGKey
-) -> chex.ArrayTree:
+) -> ArrayTree:
     """The state at the start of the episodes with these keys, `[B]`."""
 
-    def make(x: Any) -> chex.ArrayTree:
+    def make(x: Any) -> ArrayTree:
         if isinstance(x, EpisodeKey):
             return EpisodeKey(episode_keys.policy_episode_keys(episode_key))
         return jnp.asarray(x, jnp.result_type(x))

@@ -4,13 +4,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from envs import keys
 from envs.multi_agent import ACTING, AgentLayout
+from envs.types import ArrayTree, Replaceable
 from rollout import checks
 from rollout.multi_agent import mapping, seating
 from rollout.multi_agent.mapping import Entry, FixedMapping, MappingFn, Roster
@@ -75,11 +75,11 @@ def policy_map(
 
 
 @struct.dataclass(kw_only=True)
-class _MapState:
+class _MapState(Replaceable):
     """State of a policy map, `[B, n, ...]` per seat."""
 
-    key: EpisodeKey | tuple[()]  # that the mapping is drawn from
-    inner: dict[str, dict[str, chex.ArrayTree]]  # by policy and group
+    key: Any  # the EpisodeKey that the mapping is drawn from, or ()
+    inner: dict[str, dict[str, ArrayTree]]  # by policy and group
     layout: AgentLayout = struct.field(pytree_node=False)
 
 
@@ -157,7 +157,9 @@ def _apply(
 
 
 def _roster(entries: tuple[Entry, ...], seats: list[Seat] | None) -> Roster:
-    columns = seats and tuple((x.entry.name, x.group.name, x.columns) for x in seats)
+    columns = None
+    if seats is not None:
+        columns = tuple((x.entry.name, x.group.name, x.columns) for x in seats)
     return Roster(tuple((x.name, x.first, x.last) for x in entries), columns)
 
 
@@ -171,5 +173,5 @@ def _check_params(params: Params, entries: tuple[Entry, ...]) -> None:
         )
 
 
-def _nodes(tree: chex.ArrayTree) -> list[Any]:
+def _nodes(tree: ArrayTree) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, EpisodeKey))

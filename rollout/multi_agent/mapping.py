@@ -14,6 +14,7 @@ import numpy as np
 from flax import struct
 
 from envs import keys
+from envs.types import Replaceable
 from rollout import checks
 from rollout.multi_agent.members import Population
 from rollout.types import Key, Policy
@@ -62,7 +63,7 @@ class Entry(NamedTuple):
 
 
 @struct.dataclass
-class Roster:
+class Roster(Replaceable):
     """Who the policies of a map are; no arrays.
 
     Attributes:
@@ -171,8 +172,8 @@ def check(mapping_fn: MappingFn, agents: tuple[str, ...], num: int) -> None:
             f"({len(agents)},), got {checks.describe(shape)}."
         )
     drawn = try_out(mapping_fn, agents)
-    wrong = () if drawn is None else drawn[(drawn < 0) | (drawn >= num)]
-    if len(wrong):
+    wrong = None if drawn is None else drawn[(drawn < 0) | (drawn >= num)]
+    if wrong is not None and len(wrong):
         raise ValueError(
             f"`mapping_fn` must return indices from 0 to {num - 1}, got {wrong[0]}."
         )

@@ -8,11 +8,11 @@ static, and nobody is left out.
 
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 
 from envs import keys
+from envs.types import ArrayTree
 from rollout import checks
 from rollout.types import Key, Obs, Params, Policy, PolicyState, PolicyStep
 
@@ -68,12 +68,12 @@ def apply_members(
     num_agents = member.shape[0]
     agent_keys = keys.fold_in(key, jnp.arange(num_agents, dtype=jnp.int32))
 
-    def apply_one(params: Params, *inputs: chex.ArrayTree) -> PolicyStep:
-        *inputs, key = inputs
-        batch = jax.tree.map(lambda x: x[None], inputs)
-        return jax.tree.map(lambda x: x[0], policy.apply(params, *batch, key))
+    def apply_one(params: Params, *inputs: ArrayTree) -> PolicyStep:
+        obs, state, key = inputs
+        obs, state = jax.tree.map(lambda x: x[None], (obs, state))
+        return jax.tree.map(lambda x: x[0], policy.apply(params, obs, state, key))
 
-    def apply_local(member: jax.Array, *inputs: chex.ArrayTree) -> PolicyStep:
+    def apply_local(member: jax.Array, *inputs: ArrayTree) -> PolicyStep:
         agent, block_member, row = _blocks(member, size)
         block_params = jax.tree.map(lambda x: x[block_member], params)
         blocks = jax.tree.map(lambda x: x[agent], inputs)

@@ -8,15 +8,15 @@ afterwards; only a population costs one member per agent.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
 from envs.multi_agent import AgentGroup, AgentLayout
+from envs.types import ArrayTree
 from rollout import checks
 from rollout.multi_agent import mapping
 from rollout.multi_agent.mapping import Entry, FixedMapping, MappingFn
@@ -33,7 +33,7 @@ class Seat(NamedTuple):
 
 
 Made = list[tuple[Seat, PolicyStep]]  # the seats of a group and what they decided
-Join = Callable[[Made, list[chex.ArrayTree]], chex.ArrayTree]
+Join = Callable[[Made, list[ArrayTree]], ArrayTree]
 
 
 def make_seats(
@@ -78,7 +78,7 @@ def fitting(
         try:
             jax.eval_shape(functools.partial(decide, seat), key)
         except Exception as error:
-            drawn = mapping.try_out(mapping_fn, layout.agents)
+            drawn: Any = mapping.try_out(mapping_fn, layout.agents)
             if drawn is None or np.any(seat.entry.plays(drawn[:, members])):
                 raise ValueError(
                     f"`mapping_fn` must not give the group {seat.group.name!r} to the "
@@ -97,14 +97,14 @@ def decide(
     policy_id: jax.Array,
     params: Params,
     obs: Obs,
-    state: chex.ArrayTree,
+    state: ArrayTree,
     key: Key,
 ) -> PolicyStep:
     """What the policy does in its seat, `[B, n, ...]`, from its `state` there."""
     entry, group = seat.entry, seat.group
     num_envs, num = policy_id.shape[0], len(seat.columns)
-    args = _merge((_take(obs[group.name], seat.columns), state))
-    args = params[entry.name], *args, key
+    seen, state = _merge((_take(obs[group.name], seat.columns), state))
+    args = params[entry.name], seen, state, key
     if entry.size is None:
         decision = entry.policy.apply(*args)
     else:
@@ -112,7 +112,7 @@ def decide(
         decision = apply_members(entry.policy, entry.size, member.reshape(-1), *args)
     who = f"The policy {entry.name!r}, which plays the group {group.name!r},"
     checks.decision(who, decision, group, num_envs * num)
-    checks.same(f"{who} must return the state as it came in", args[2], decision.state)
+    checks.same(f"{who} must return the state as it came in", state, decision.state)
     return part(decision, num_envs)
 
 
@@ -122,8 +122,8 @@ def columns_of(per_agent: jax.Array, seat: Seat) -> jax.Array:
 
 
 def join_columns(
-    made: Made, values: list[chex.ArrayTree], policy_id: jax.Array
-) -> chex.ArrayTree:
+    made: Made, values: list[ArrayTree], policy_id: jax.Array
+) -> ArrayTree:
     """Puts the columns of a group's seats back in their order."""
     del policy_id  # unused: it does not change
     if len(made) == 1:
@@ -132,9 +132,7 @@ def join_columns(
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1)[:, order], *values)
 
 
-def join_chosen(
-    made: Made, values: list[chex.ArrayTree], policy_id: jax.Array
-) -> chex.ArrayTree:
+def join_chosen(made: Made, values: list[ArrayTree], policy_id: jax.Array) -> ArrayTree:
     """Takes for every agent what its policy decided, zero where it has none."""
     joined = jax.tree.map(jnp.zeros_like, values[0])
     for (seat, _), value in zip(made, values, strict=True):
@@ -143,7 +141,7 @@ def join_chosen(
     return joined
 
 
-def join_extras(join: Join, made: Made) -> chex.ArrayTree:
+def join_extras(join: Join, made: Made) -> ArrayTree:
     """Joins the extras of a group's policies by name."""
     named = [{} if _is_nothing(x.extras) else x.extras for _, x in made]
     for (seat, _), extras in zip(made, named, strict=True):
@@ -171,7 +169,7 @@ def join_extras(join: Join, made: Made) -> chex.ArrayTree:
     return joined
 
 
-def _take(tree: chex.ArrayTree, columns: tuple[int, ...]) -> chex.ArrayTree:
+def _take(tree: ArrayTree, columns: tuple[int, ...]) -> ArrayTree:
     """Columns of `[B, n, ...]`."""
     first, num = columns[0], len(columns)
     if columns == tuple(range(first, first + num)):
@@ -179,12 +177,12 @@ def _take(tree: chex.ArrayTree, columns: tuple[int, ...]) -> chex.ArrayTree:
     return jax.tree.map(lambda x: x[:, np.asarray(columns)], tree)
 
 
-def _merge(tree: chex.ArrayTree) -> chex.ArrayTree:
+def _merge(tree: ArrayTree) -> ArrayTree:
     """`[B, n, ...]` to `[B * n, ...]`."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
 
-def part(tree: chex.ArrayTree, num_envs: int) -> chex.ArrayTree:
+def part(tree: ArrayTree, num_envs: int) -> ArrayTree:
     """Undoes the merging of lanes and columns: `[B * n, ...]` to `[B, n, ...]`."""
 
     def part(x: jax.typing.ArrayLike) -> jax.Array:
@@ -194,11 +192,11 @@ def part(tree: chex.ArrayTree, num_envs: int) -> chex.ArrayTree:
     return jax.tree.map(part, tree)
 
 
-def _is_nothing(extras: chex.ArrayTree) -> bool:
+def _is_nothing(extras: ArrayTree) -> bool:
     return isinstance(extras, tuple) and not extras
 
 
-def _zeros(like: chex.ArrayTree, seat: Seat) -> chex.ArrayTree:
+def _zeros(like: ArrayTree, seat: Seat) -> ArrayTree:
     """Zeros for a seat, of the kind of another's extras."""
     num = len(seat.columns)
     return jax.tree.map(
@@ -206,5 +204,5 @@ def _zeros(like: chex.ArrayTree, seat: Seat) -> chex.ArrayTree:
     )
 
 
-def _row(tree: chex.ArrayTree) -> chex.ArrayTree:
+def _row(tree: ArrayTree) -> ArrayTree:
     return jax.eval_shape(lambda: jax.tree.map(lambda x: x[0, 0], tree))

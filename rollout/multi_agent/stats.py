@@ -1,16 +1,19 @@
 """Statistics of agents and of policies, over the episodes that ended."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from envs.types import Replaceable
 from rollout.multi_agent.transitions import agents_of
 from rollout.stats import Moments, moments
 from rollout.types import PerAgent, Transition
 
 
 @struct.dataclass(kw_only=True)
-class AgentFigures:
+class AgentFigures(Replaceable):
     """Of one agent or of one policy; an episode in which it never acted is not counted.
 
     Attributes:
@@ -26,7 +29,7 @@ class AgentFigures:
 
 
 @struct.dataclass(kw_only=True)
-class AgentStats:
+class AgentStats(Replaceable):
     """What is known of the agents.
 
     Attributes:
@@ -70,12 +73,17 @@ def summarize_agents(trajectory: Transition) -> AgentStats:
     info, mask = agents_of(trajectory), trajectory.mask[..., None]
     ended = trajectory.done[..., None] & mask
     took_part = ended & (info.agent_length > 0)
-    policy_id, roster = None, None
-    if isinstance(trajectory.extras, dict):
-        policy_id = trajectory.extras.get("policy_id")
-        roster = trajectory.extras.get("roster")
-    acted, names = info.acted & mask, () if roster is None else roster.indices
+    is_dict = isinstance(trajectory.extras, dict)
+    extras: dict[str, Any] = trajectory.extras if is_dict else {}
+    policy_id, roster = extras.get("policy_id", -1), extras.get("roster")
+    acted = info.acted & mask
     is_unmapped = jnp.zeros((), bool) if roster is None else acted & (policy_id < 0)
+    policies = {}
+    if roster is not None:
+        policies = {
+            name: _figures(trajectory, took_part & roster.select(name, policy_id))
+            for name, *_ in roster.indices
+        }
     return AgentStats(
         num_steps=_count(trajectory.mask),
         num_agent_steps=_count(acted),
@@ -87,10 +95,7 @@ def summarize_agents(trajectory: Transition) -> AgentStats:
             agent: _figures(trajectory, took_part & _is_only(i, took_part.shape[-1]))
             for i, agent in enumerate(info.layout.agents)
         },
-        policies={
-            name: _figures(trajectory, took_part & roster.select(name, policy_id))
-            for name, *_ in names
-        },
+        policies=policies,
     )
 
 

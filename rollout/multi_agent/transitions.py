@@ -7,13 +7,13 @@ in another.
 
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
 from envs.multi_agent import AgentGroup, AgentInfo
+from envs.types import ArrayTree, Replaceable
 from rollout import checks
 from rollout.collector import Collector
 from rollout.types import Carry, PerAgent, Transition
@@ -22,7 +22,7 @@ AgentRows = dict[str, Transition]  # by group, `[T, B * A_g]`
 
 
 @struct.dataclass(kw_only=True)
-class Pending:
+class Pending(Replaceable):
     """The actions that were not answered when a window ended.
 
     Attributes:
@@ -37,7 +37,7 @@ class Pending:
     reward: jax.Array  # [B, A]
     answered: jax.Array  # [B, A]
     episode_id: jax.Array  # [B]
-    source: dict[str, tuple[chex.ArrayTree, ...]]  # {group: [B, A_g, ...]}
+    source: dict[str, tuple[ArrayTree, ...]]  # {group: [B, A_g, ...]}
 
 
 def init_agent_transitions(
@@ -197,7 +197,7 @@ class _Answers(NamedTuple):
 
 def _source(
     transition: Transition, group: AgentGroup
-) -> tuple[chex.ArrayTree, chex.ArrayTree, dict[str, Any]]:
+) -> tuple[ArrayTree, ArrayTree, dict[str, Any]]:
     """`(obs, action, extras)` of a group, `[..., A_g]`."""
     extras = {}
     if isinstance(transition.extras, dict) and "roster" in transition.extras:
@@ -253,7 +253,7 @@ def _match(
     return pending, answers, taken_at
 
 
-def _rows_at(tree: chex.ArrayTree, at: jax.Array) -> chex.ArrayTree:
+def _rows_at(tree: ArrayTree, at: jax.Array) -> ArrayTree:
     """Takes row `at[t, b, i]` of `[R, B, A_g, ...]`."""
 
     def take(x: jax.Array) -> jax.Array:
@@ -267,10 +267,11 @@ def _rows(
     trajectory: Transition,
     answers: _Answers,
     group: AgentGroup,
-    source: tuple[chex.ArrayTree, chex.ArrayTree, dict[str, Any]],
+    source: tuple[ArrayTree, ArrayTree, dict[str, Any]],
 ) -> Transition:
     """The rows of a group, `[T, B * A_g, ...]`."""
-    info, members = trajectory.info.agents, list(group.members)
+    info: Any = trajectory.info.agents
+    members = list(group.members)
     obs, action, extras = source
     mask, reward, total, is_stale = (x[..., members] for x in answers)
     terminated, truncated = info.terminated[..., members], info.truncated[..., members]
@@ -305,7 +306,7 @@ def _rows(
     return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), rows)
 
 
-def _accumulated(figures: chex.ArrayTree, members: list[int]) -> chex.ArrayTree:
+def _accumulated(figures: ArrayTree, members: list[int]) -> ArrayTree:
     """The figures that are per agent, of a group."""
     items = figures.items() if isinstance(figures, dict) else ()
     return {

@@ -2,17 +2,28 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import chex
 
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 from rollout.policies import draws, masks
 from rollout.policies.masks import MaskFn
-from rollout.types import Key, Obs, Params, Policy, PolicyFn, PolicyState, PolicyStep
+from rollout.types import (
+    ActionT,
+    Key,
+    Obs,
+    ObsT,
+    Params,
+    ParamsT,
+    Policy,
+    PolicyFn,
+    PolicyState,
+    PolicyStep,
+)
 
 
-def random_policy(action_space: Space, *, mask_fn: MaskFn | None = None) -> Policy:
+def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> Policy:
     """Makes the policy that draws every action uniformly from the action space.
 
     Lane i draws the same actions whatever the number of lanes. A mask that the
@@ -46,6 +57,22 @@ def random_policy(action_space: Space, *, mask_fn: MaskFn | None = None) -> Poli
     return _drawing_policy(draws.uniform(action_space))
 
 
+@overload
+def stateless_policy(
+    fn: Callable[[ParamsT, ObsT, Key], tuple[ActionT, Any]],
+    *,
+    mode_fn: Callable[[ParamsT, ObsT, Key], Any] | None = None,
+) -> Policy[ParamsT, ObsT, ActionT]: ...
+
+
+@overload
+def stateless_policy(
+    fn: Callable[[ParamsT, ObsT, Key], ActionT],
+    *,
+    mode_fn: Callable[[ParamsT, ObsT, Key], Any] | None = None,
+) -> Policy[ParamsT, ObsT, ActionT]: ...
+
+
 def stateless_policy(
     fn: Callable[..., Any], *, mode_fn: Callable[..., Any] | None = None
 ) -> Policy:
@@ -73,11 +100,14 @@ def stateless_policy(
 
 
 def recurrent_policy(
-    fn: Callable[..., Any],
-    init: Callable[[int], chex.ArrayTree],
+    fn: Callable[
+        [ParamsT, ObsT, Any, Key],
+        tuple[ActionT, Any] | tuple[ActionT, Any, Any],
+    ],
+    init: Callable[[int], ArrayTree],
     *,
-    mode_fn: Callable[..., Any] | None = None,
-) -> Policy:
+    mode_fn: Callable[[ParamsT, ObsT, Any, Key], Any] | None = None,
+) -> Policy[ParamsT, ObsT, ActionT]:
     """Makes a policy of a function with memory.
 
     Args:
@@ -107,7 +137,7 @@ def recurrent_policy(
     return Policy(init, make(fn), make(mode_fn) if mode_fn else None)
 
 
-def greedy(policy: Policy) -> Policy:
+def greedy(policy: Policy[ParamsT, ObsT, ActionT]) -> Policy[ParamsT, ObsT, ActionT]:
     """Makes the policy that takes the mode of another, as evaluation does.
 
     Args:
@@ -148,7 +178,7 @@ def _masked_policy(kind: masks.Kind, mask_fn: MaskFn) -> Policy:
 _same_masked_policy = functools.cache(_masked_policy)
 
 
-def _drawing_policy(draw: Callable[[int, chex.PRNGKey], chex.ArrayTree]) -> Policy:
+def _drawing_policy(draw: Callable[[int, chex.PRNGKey], ArrayTree]) -> Policy:
     """Makes a policy of `(num_envs, key)` to actions."""
 
     def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:

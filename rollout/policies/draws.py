@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from envs import keys
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 
 _LARGEST_N = 1 << 16  # so that the product of two 16-bit halves fits 32 bits
 _MANY = 256  # actions of which a few are tried first
@@ -22,7 +23,7 @@ _TRIES = 8
 _UNROLL = 32  # columns of a mask per iteration: straight-line for few actions
 
 
-def uniform(action_space: Space) -> Callable[[int, chex.PRNGKey], chex.ArrayTree]:
+def uniform(action_space: AnySpace) -> Callable[[int, chex.PRNGKey], ArrayTree]:
     """Makes the function `(num_envs, key)` to actions, drawn from the whole space."""
     if is_discrete(action_space):
         return functools.partial(discrete, describe(action_space))
@@ -50,12 +51,12 @@ class Choice(NamedTuple):
     start: int  # the smallest action
 
 
-def is_discrete(space: Space) -> bool:
+def is_discrete(space: AnySpace) -> bool:
     """Tells whether a space has `n` actions, numbers that follow each other."""
     return hasattr(space, "n") and getattr(space, "shape", ()) == ()
 
 
-def describe(space: Space) -> Choice:
+def describe(space: AnySpace) -> Choice:
     """Reads a discrete space, ours or another library's."""
     dtype, start = jnp.dtype(space.dtype), int(getattr(space, "start", 0))
     return Choice(int(space.n), dtype, start)
@@ -86,15 +87,17 @@ def allowed(
         is_found |= _at(mask, this)
     found = index.astype(choice.dtype) + jnp.asarray(choice.start, choice.dtype)
 
-    def count(_: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def count(_: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
         counted, is_none = _count(mask, choice, keys.fold_in(key, 1))
         return jnp.bool_(True), jnp.where(is_found, found, counted), is_none
 
     tried = is_found.all(), found, jnp.zeros_like(is_found)
     if keys.num_parts() > 1:  # devices would have to ask each other
-        return count(tried)[1:]
+        _, action, is_none = count(tried)
+        return action, is_none
     # A loop of at most one round: XLA copies what a `cond` reads, here the mask.
-    return lax.while_loop(lambda state: ~state[0], count, tried)[1:]
+    _, action, is_none = lax.while_loop(lambda state: ~state[0], count, tried)
+    return action, is_none
 
 
 def _count(
@@ -163,12 +166,12 @@ def none_allowed(mask: jax.Array) -> jax.Array:
     return ~mask.any(axis=-1)
 
 
-def num_lanes(obs: chex.ArrayTree) -> int:
+def num_lanes(obs: ArrayTree) -> int:
     """Length of the leading axis, B."""
     return jax.tree.leaves(obs)[0].shape[0]
 
 
-def _bounds(space: Space) -> tuple[jax.Array, jax.Array] | None:
+def _bounds(space: AnySpace) -> tuple[chex.Array, chex.Array] | None:
     """The lowest and the highest value of each entry; None if a space has no such."""
     if hasattr(space, "low") and hasattr(space, "high"):
         return space.low, space.high
@@ -181,7 +184,7 @@ def _bounds(space: Space) -> tuple[jax.Array, jax.Array] | None:
 
 
 def _check_bounds(low: jax.typing.ArrayLike, high: jax.typing.ArrayLike) -> None:
-    if any(isinstance(bound, jax.core.Tracer) for bound in (low, high)):
+    if any(isinstance(bound, Tracer) for bound in (low, high)):
         return  # the values are not known while tracing
     if not all(np.all(np.isfinite(np.asarray(bound))) for bound in (low, high)):
         raise ValueError(
@@ -205,7 +208,7 @@ def _below(
     return (((word >> half) * n + low) >> half).astype(jnp.int32)
 
 
-def _draw_each(spaces: Mapping[str, Space]) -> Callable[..., dict[str, Any]]:
+def _draw_each(spaces: Mapping[str, AnySpace]) -> Callable[..., dict[str, Any]]:
     """Makes the draw from several spaces by name, each from a key of its own."""
     draw_fns = {name: uniform(spaces[name]) for name in sorted(spaces)}
 
@@ -218,11 +221,11 @@ def _draw_each(spaces: Mapping[str, Space]) -> Callable[..., dict[str, Any]]:
     return draw
 
 
-def _draw_repeated(space: Space) -> Callable[[int, chex.PRNGKey], chex.ArrayTree]:
+def _draw_repeated(space: AnySpace) -> Callable[[int, chex.PRNGKey], ArrayTree]:
     """Makes the draw of `space.num` elements per lane, all in one."""
     draw_fn = uniform(space.space)
 
-    def draw(num_envs: int, key: chex.PRNGKey) -> chex.ArrayTree:
+    def draw(num_envs: int, key: chex.PRNGKey) -> ArrayTree:
         every = draw_fn(num_envs * space.num, key)
         return jax.tree.map(
             lambda x: x.reshape(num_envs, space.num, *x.shape[1:]), every
@@ -231,6 +234,6 @@ def _draw_repeated(space: Space) -> Callable[[int, chex.PRNGKey], chex.ArrayTree
     return draw
 
 
-def _draw_any(space: Space, num_envs: int, key: chex.PRNGKey) -> chex.ArrayTree:
+def _draw_any(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
     lane = jnp.arange(num_envs, dtype=jnp.int32)
     return jax.vmap(space.sample)(keys.fold_in(key, lane))

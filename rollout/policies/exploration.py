@@ -32,21 +32,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from envs import keys
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 from rollout import checks
 from rollout.policies import draws, masks, wrapping
 from rollout.policies.masks import MaskFn
 from rollout.policies.wrapping import Schedule
-from rollout.types import Obs, Params, Policy, PolicyStep
+from rollout.types import ActionT, Obs, ObsT, Params, ParamsT, Policy, PolicyStep
 
 
 def epsilon_greedy(
-    policy: Policy,
-    action_space: Space,
+    policy: Policy[ParamsT, ObsT, ActionT],
+    action_space: AnySpace,
     epsilon: float | Schedule,
     *,
     mask_fn: MaskFn | None = None,
-) -> Policy:
+) -> Policy[ParamsT, ObsT, ActionT]:
     """Replaces the action, with probability epsilon, by a uniformly random one.
 
     Lane by lane. With a `mask_fn` the random action is an allowed one, and so is that
@@ -82,8 +82,8 @@ def epsilon_greedy(
         policy: Policy,
         epsilon: jax.typing.ArrayLike,
         params: Any,
-        obs: chex.ArrayTree,
-        state: chex.ArrayTree,
+        obs: ArrayTree,
+        state: ArrayTree,
         key: chex.PRNGKey,
     ) -> PolicyStep:
         inner_key, flag_key, action_key = wrapping.derive(key, 3)
@@ -95,12 +95,12 @@ def epsilon_greedy(
 
 
 def random_warmup(
-    policy: Policy,
-    action_space: Space,
+    policy: Policy[ParamsT, ObsT, ActionT],
+    action_space: AnySpace,
     num_steps: int,
     *,
     mask_fn: MaskFn | None = None,
-) -> Policy:
+) -> Policy[ParamsT, ObsT, ActionT]:
     """Takes random actions in the first steps of each lane, then those of the policy.
 
     A random action is drawn uniformly; the steps are counted over episode ends.
@@ -133,8 +133,8 @@ def random_warmup(
         num_steps: int,
         step: jax.Array,
         params: Any,
-        obs: chex.ArrayTree,
-        state: chex.ArrayTree,
+        obs: ArrayTree,
+        state: ArrayTree,
         key: chex.PRNGKey,
     ) -> PolicyStep:
         inner_key, action_key = wrapping.derive(key, 2)
@@ -146,7 +146,7 @@ def random_warmup(
 
 
 def random_where(
-    policy: Policy, action_space: Space, is_random: jax.Array, key: chex.PRNGKey
+    policy: Policy, action_space: AnySpace, is_random: jax.Array, key: chex.PRNGKey
 ) -> Policy:
     """Makes the policy that acts at random in the lanes where `is_random`, `[B]` bool.
 
@@ -158,7 +158,7 @@ def random_where(
     def apply(params: Params, obs: Obs, *inputs: Any) -> PolicyStep:
         decision = wrapping.decide(policy, action_space, params, obs, *inputs)
 
-        def draw(action: chex.ArrayTree) -> chex.ArrayTree:
+        def draw(action: ArrayTree) -> ArrayTree:
             return replace(decision._replace(action=action), obs, is_random, key).action
 
         # Once the warm-up is over nothing is drawn.
@@ -169,21 +169,24 @@ def random_where(
 
 
 def _replacer(
-    action_space: Space, mask_fn: MaskFn | None
-) -> Callable[[PolicyStep, chex.ArrayTree, jax.Array, chex.PRNGKey], PolicyStep]:
+    action_space: AnySpace, mask_fn: MaskFn | None
+) -> Callable[[PolicyStep, ArrayTree, jax.Array, chex.PRNGKey], PolicyStep]:
     """Makes `(decision, obs, flag, key)` to the decision, random where `flag`."""
-    kind = masks.kind_of(action_space) if mask_fn is not None else None
+    kind: Any = masks.kind_of(action_space) if mask_fn is not None else None
     draw = draws.uniform(action_space)
 
     def replace(
-        decision: PolicyStep, obs: chex.ArrayTree, flag: jax.Array, key: chex.PRNGKey
+        decision: PolicyStep, obs: ArrayTree, flag: jax.Array, key: chex.PRNGKey
     ) -> PolicyStep:
         del obs  # unused
         action = draw(flag.shape[0], key)
         return decision._replace(action=keys.select(flag, action, decision.action))
 
+    if mask_fn is None:
+        return replace
+
     def replace_masked(
-        decision: PolicyStep, obs: chex.ArrayTree, flag: jax.Array, key: chex.PRNGKey
+        decision: PolicyStep, obs: ArrayTree, flag: jax.Array, key: chex.PRNGKey
     ) -> PolicyStep:
         mask = masks.read(mask_fn, obs, kind)
         flag = flag | ~masks.is_allowed(mask, decision.action, kind)
@@ -193,10 +196,10 @@ def _replacer(
             extras=_flag(decision.extras, none_allowed),
         )
 
-    return replace if mask_fn is None else replace_masked
+    return replace_masked
 
 
-def _flag(extras: chex.ArrayTree, none_allowed: jax.Array) -> dict[str, Any]:
+def _flag(extras: ArrayTree, none_allowed: jax.Array) -> dict[str, Any]:
     """Adds `none_allowed` to the extras; with that of another wrapper, either holds."""
     extras = {} if isinstance(extras, tuple) and not extras else extras
     if not isinstance(extras, dict):

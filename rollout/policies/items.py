@@ -12,15 +12,16 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from envs.types import ArrayTree
 from rollout.policies import draws, masks
 from rollout.policies.basic import stateless_policy
 from rollout.policies.masks import MaskFn
 from rollout.types import Policy
 
-ScoreFn = Callable[[Any, chex.ArrayTree], Any]
+ScoreFn = Callable[[Any, ArrayTree], Any]
 
 
-def mask_of(obs: chex.ArrayTree) -> jax.Array:
+def mask_of(obs: ArrayTree) -> jax.Array:
     """The `mask` of an observation, as `RecommendationEnv` and `NoRepeat` have it.
 
     Further down, too: under `obs`, where wrappers put what they wrap.
@@ -65,7 +66,7 @@ def item_policy(
     if sample and items is not None:
         raise ValueError("`sample` must be False where `items` are given, got True.")
 
-    def choose(params: Any, obs: chex.ArrayTree, key: chex.PRNGKey | None) -> tuple:
+    def choose(params: Any, obs: ArrayTree, key: chex.PRNGKey | None) -> tuple:
         scores, extras = _with_extras(fn(params, obs))
         if items is not None:
             extras = {**extras, "point": scores}
@@ -74,10 +75,10 @@ def item_policy(
         action, more = choose_items(scores, mask, key)
         return action, {**extras, **more}
 
-    def act(params: Any, obs: chex.ArrayTree, key: chex.PRNGKey) -> tuple:
+    def act(params: Any, obs: ArrayTree, key: chex.PRNGKey) -> tuple:
         return choose(params, obs, key if sample else None)
 
-    def act_greedily(params: Any, obs: chex.ArrayTree, key: chex.PRNGKey) -> tuple:
+    def act_greedily(params: Any, obs: ArrayTree, key: chex.PRNGKey) -> tuple:
         del key  # unused
         return choose(params, obs, None)
 

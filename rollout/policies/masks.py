@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree
 from rollout.policies import draws
 from rollout.policies.draws import Choice
 
-MaskFn = Callable[[chex.ArrayTree], chex.ArrayTree]  # obs to a mask
+MaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
 
 
 class Several(NamedTuple):
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 
     structure: Any
     kinds: tuple[Any, ...]  # None for a part that takes no mask
-    draws: tuple[Callable[..., chex.ArrayTree], ...]  # each from its whole space
+    draws: tuple[Callable[..., ArrayTree], ...]  # each from its whole space
 
 
 Kind = Choice | Several | Parts
@@ -50,7 +50,7 @@ def choice(n: int) -> Choice:
     return Choice(n, jnp.dtype(jnp.int32), 0)
 
 
-def kind_of(action_space: Space) -> Kind:
+def kind_of(action_space: AnySpace) -> Kind:
     """Reads a space, and refuses one of which nothing can be masked."""
     kind = _kind_of(action_space)
     if kind is None:
@@ -61,7 +61,7 @@ def kind_of(action_space: Space) -> Kind:
     return kind
 
 
-def read(mask_fn: MaskFn, obs: chex.ArrayTree, kind: Kind) -> Any:
+def read(mask_fn: MaskFn, obs: ArrayTree, kind: Kind) -> Any:
     """Calls `mask_fn`, and refuses what is no mask of that kind.
 
     Returns:
@@ -71,7 +71,7 @@ def read(mask_fn: MaskFn, obs: chex.ArrayTree, kind: Kind) -> Any:
     return _checked(mask_fn(obs), draws.num_lanes(obs), kind)
 
 
-def draw(mask: Any, kind: Kind, key: chex.PRNGKey) -> tuple[chex.ArrayTree, jax.Array]:
+def draw(mask: Any, kind: Kind, key: chex.PRNGKey) -> tuple[ArrayTree, jax.Array]:
     """Draws `[B]` actions evenly among those that are allowed.
 
     Where nothing is allowed, of the whole or of an entry, it is drawn from all; the
@@ -100,7 +100,7 @@ def draw(mask: Any, kind: Kind, key: chex.PRNGKey) -> tuple[chex.ArrayTree, jax.
     return action, is_none.any(axis=1)
 
 
-def is_allowed(mask: Any, action: chex.ArrayTree, kind: Kind) -> jax.Array:
+def is_allowed(mask: Any, action: ArrayTree, kind: Kind) -> jax.Array:
     """Tells where a mask allows an action, `[B]` bool."""
     if isinstance(kind, Choice):
         return draws.is_allowed(mask, action, kind)
@@ -128,7 +128,7 @@ def is_allowed(mask: Any, action: chex.ArrayTree, kind: Kind) -> jax.Array:
     return is_inside & draws.is_allowed(mask, at, choice(mask.shape[-1]))
 
 
-def _kind_of(space: Space) -> Kind | None:
+def _kind_of(space: AnySpace) -> Kind | None:
     if draws.is_discrete(space):
         return draws.describe(space)
     parts = getattr(space, "spaces", getattr(space, "parts", None))
@@ -148,8 +148,8 @@ def _kind_of(space: Space) -> Kind | None:
     sizes = np.asarray(sizes)
     starts = np.broadcast_to(getattr(space, "start", 0), sizes.shape)
     dtype = jax.dtypes.canonicalize_dtype(space.dtype)
-    counts = (tuple(x.reshape(-1).tolist()) for x in (sizes, starts))
-    return Several(*counts, sizes.shape, dtype, is_binary)
+    counts, firsts = (tuple(x.reshape(-1).tolist()) for x in (sizes, starts))
+    return Several(counts, firsts, sizes.shape, dtype, is_binary)
 
 
 def _is_space(x: object) -> bool:

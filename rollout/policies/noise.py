@@ -13,23 +13,25 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import keys
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree, Replaceable
 from rollout.policies import wrapping
 from rollout.policies.wrapping import Schedule
-from rollout.types import Policy, PolicyStep
+from rollout.types import ActionT, ObsT, ParamsT, Policy, PolicyStep
 
 
 @struct.dataclass(kw_only=True)
-class _Noisy:
+class _Noisy(Replaceable):
     """State of a policy whose noise has a memory."""
 
-    inner: chex.ArrayTree  # [B, ...]
+    inner: ArrayTree  # [B, ...]
     noise: jax.Array  # [B, ...]
 
 
 def gaussian_noise(
-    policy: Policy, action_space: Space, scale: float | Schedule
-) -> Policy:
+    policy: Policy[ParamsT, ObsT, ActionT],
+    action_space: AnySpace,
+    scale: float | Schedule,
+) -> Policy[ParamsT, ObsT, ActionT]:
     """Adds independent Gaussian noise to the action and clips to the space's bounds.
 
         a_t + ε_t,  ε_t ~ N(0, scale²)  in every entry
@@ -60,8 +62,8 @@ def gaussian_noise(
         policy: Policy,
         scale: jax.typing.ArrayLike,
         params: Any,
-        obs: chex.ArrayTree,
-        state: chex.ArrayTree,
+        obs: ArrayTree,
+        state: ArrayTree,
         key: chex.PRNGKey,
     ) -> PolicyStep:
         inner_key, noise_key = wrapping.derive(key, 2)
@@ -73,13 +75,13 @@ def gaussian_noise(
 
 
 def ornstein_uhlenbeck(
-    policy: Policy,
-    action_space: Space,
+    policy: Policy[ParamsT, ObsT, ActionT],
+    action_space: AnySpace,
     scale: float | Schedule,
     *,
     theta: float = 0.15,
     dt: float = 0.01,
-) -> Policy:
+) -> Policy[ParamsT, ObsT, ActionT]:
     """Adds noise that is correlated over time, and clips to the space's bounds.
 
         x_t = x_{t-1} - θ x_{t-1} dt + scale √dt N(0, 1),  a_t + x_t  in every entry
@@ -123,7 +125,7 @@ def ornstein_uhlenbeck(
         policy: Policy,
         scale: jax.typing.ArrayLike,
         params: Any,
-        obs: chex.ArrayTree,
+        obs: ArrayTree,
         state: _Noisy,
         key: chex.PRNGKey,
     ) -> PolicyStep:
@@ -143,7 +145,7 @@ def ornstein_uhlenbeck(
     return wrapping.scheduled(scale, policy, act, init)
 
 
-def _adder(space: Space) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _adder(space: AnySpace) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Makes the sum of action and noise, clipped to the bounds of the space."""
     dtype = getattr(space, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

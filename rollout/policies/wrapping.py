@@ -12,23 +12,23 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import keys
-from envs.types import Space
+from envs.types import AnySpace, ArrayTree, Replaceable
 from rollout import checks
 from rollout.policies.draws import num_lanes
 from rollout.types import Key, Obs, Params, Persistent, Policy, PolicyFn, PolicyStep
 
 Schedule = Callable[[jax.Array], jax.Array]  # steps taken, `()` int32, to `()` float
 
-_Init = Callable[[int], chex.ArrayTree]
+_Init = Callable[[int], ArrayTree]
 _Apply = Callable[..., PolicyStep]  # a `PolicyFn`, or with the steps in front
 _Act = Callable[..., PolicyStep]  # with the wrapped policy and a value in front
 
 
 @struct.dataclass(kw_only=True)
-class Counted:
+class Counted(Replaceable):
     """State of a policy that counts the steps of each lane."""
 
-    inner: chex.ArrayTree  # [B, ...]
+    inner: ArrayTree  # [B, ...]
     step: Persistent  # [B] int32, steps taken so far
 
 
@@ -71,11 +71,14 @@ def scheduled(
     def apply_schedule(step: jax.Array, *args: Any) -> PolicyStep:
         return act(policy, jax.vmap(value)(step).astype(jnp.float32), *args)
 
+    if mode is None:
+        return counted(init, apply_schedule, None)
+
     def counted_mode(step: jax.Array, *args: Any) -> PolicyStep:
         del step  # unused
         return mode(*args)
 
-    return counted(init, apply_schedule, mode and counted_mode)
+    return counted(init, apply_schedule, counted_mode)
 
 
 def act_by_mode(policy: Policy, act: _Act, *values: Any) -> PolicyFn | None:
@@ -109,7 +112,7 @@ def derive(key: chex.PRNGKey, num: int) -> tuple[chex.PRNGKey, ...]:
 
 
 def decide(
-    policy: Policy, space: Space, params: Params, obs: Obs, *inputs: Any
+    policy: Policy, space: AnySpace, params: Params, obs: Obs, *inputs: Any
 ) -> PolicyStep:
     """Applies the wrapped policy and refuses what is no action of the space."""
     decision = policy.apply(params, obs, *inputs)

@@ -8,13 +8,12 @@ memory, which is slow to touch for the first time.
 
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from envs import keys
-from envs.types import spread_of
+from envs.types import ArrayTree, spread_of
 from rollout import checks, finite, kernel
 from rollout.collector import Collector
 from rollout.kernel import episode_keys
@@ -31,7 +30,7 @@ class Filled(NamedTuple):
     """A batch as the program returns it."""
 
     carry: Carry  # after the batch
-    output: chex.ArrayTree  # the trajectory, or what `postprocess` made of it
+    output: ArrayTree  # the trajectory, or what `postprocess` made of it
     episodes: Episodes | None
     stats: CollectStats
     counted: jax.Array  # what `stats.add` takes
@@ -46,15 +45,15 @@ def fill(
     carry: Carry,
     params: Any,
     window: jax.Array,
-    memory: chex.ArrayTree,
+    memory: ArrayTree,
 ) -> Filled:
     """Makes one batch; `window` is a `Window` as `[3]` int32."""
-    window, episodes = Window(*window), None
+    these, episodes = Window(*window), None
     if options.episodes_per_batch is None:
-        args = options, collector, carry, params, window
+        args = options, collector, carry, params, these
         carry, trajectory = _fill_rows(*args, memory)
-        number = numbers(trajectory.mask.shape, window)
-        num_steps = window.num_steps
+        number = numbers(trajectory.mask.shape, these)
+        num_steps = these.num_steps
     else:
         carry, trajectory, episodes = collector.collect_padded_episodes(
             carry,
@@ -79,12 +78,12 @@ def fill(
 
 def conclude(
     options: Options,
-    carry: Carry,
+    carry: Any,
     trajectory: Transition,
     episodes: Episodes | None,
     number: jax.Array,
-    num_steps: jax.typing.ArrayLike,
-    num_faulty: jax.typing.ArrayLike,
+    num_steps: jax.Array,
+    num_faulty: jax.Array,
 ) -> Filled:
     """What is made of the rows of a batch; `number` is that of each, `[T, B]` int32."""
     faults = {}
@@ -111,7 +110,7 @@ def _fill_rows(
     carry: Carry,
     params: Any,
     window: Window,
-    memory: chex.ArrayTree,
+    memory: ArrayTree,
 ) -> tuple[Carry, Transition]:
     """Takes the steps of a batch; rows without a step stay zero."""
     env, policy, num_envs = collector.env, collector.policy, collector.env.num_envs
@@ -119,7 +118,9 @@ def _fill_rows(
     number = numbers(shape, window)
     counts = (options.steps_per_batch, options.total_steps or 0)
     idle = any(count % num_envs for count in counts)  # some lanes, in the last row
-    limit = options.max_episode_steps and checks.max_steps(options.max_episode_steps)
+    limit = None
+    if options.max_episode_steps is not None:
+        limit = checks.max_steps(options.max_episode_steps)
     if options.at_batch_end == "reset":
         carry = _restart_all(collector, carry)
 
@@ -157,14 +158,15 @@ def _fill_rows(
         words = _reuse(memory, rows[1], stop)
     carry, words = lax.fori_loop(0, stop, step, (carry, words))
     mask = number < window.num_steps
-    trajectory = kernel.unpack(*keys.like(words, rows), mask)
+    written, flags = keys.like(words, rows)
+    trajectory = kernel.unpack(written, flags, mask)
     if options.at_batch_end == "truncate":
         trajectory = _truncate(trajectory, carry)
         carry = _restart_all(collector, carry)
     return carry, trajectory
 
 
-def _reuse(memory: Transition, flags: jax.Array, stop: jax.Array) -> chex.ArrayTree:
+def _reuse(memory: Transition, flags: jax.Array, stop: jax.Array) -> ArrayTree:
     """The words of an earlier batch to write over, zero from row `stop` on.
 
     What is written over needs no zeros first.
@@ -176,7 +178,7 @@ def _reuse(memory: Transition, flags: jax.Array, stop: jax.Array) -> chex.ArrayT
     )
 
 
-def numbers(shape: tuple[int, int], window: Window) -> jax.Array:
+def numbers(shape: tuple[int, ...], window: Window) -> jax.Array:
     """Which step of the batch stands in each row and lane; `[T, B]` int32."""
     lane = jnp.arange(shape[1], dtype=jnp.int32) - window.first_lane
     order = jnp.where(lane < 0, lane + shape[1], lane)
@@ -184,12 +186,12 @@ def numbers(shape: tuple[int, int], window: Window) -> jax.Array:
     return row[:, None] * shape[1] + order[None]
 
 
-def numbers_of_episodes(shape: tuple[int, int]) -> jax.Array:
+def numbers_of_episodes(shape: tuple[int, ...]) -> jax.Array:
     """The same where each column is an episode; `[L, N]` int32."""
     return jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
 
 
-def _write(rows: chex.ArrayTree, row: jax.Array, new: chex.ArrayTree) -> chex.ArrayTree:
+def _write(rows: ArrayTree, row: jax.Array, new: ArrayTree) -> ArrayTree:
     return jax.tree.map(
         lambda old, x: lax.dynamic_update_index_in_dim(old, x, row, 0), rows, new
     )

@@ -3,11 +3,11 @@
 import functools
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from envs.types import ArrayTree
 from rollout import checks
 from rollout.host.collector import HostCollector
 from rollout.stream.fill import Filled, conclude, numbers, numbers_of_episodes
@@ -51,16 +51,16 @@ def fill(
     carry: Carry,
     params: Any,
     window: np.ndarray,
-    memory: chex.ArrayTree,
+    memory: ArrayTree,
 ) -> Filled:
     """Makes one batch, as `rollout.stream.fill.fill` does."""
     del memory  # unused
-    window, episodes = Window(*map(int, window)), None
+    these, episodes = Window(*map(int, window)), None
     before = collector.fault_stats.faulty_episodes
     if options.episodes_per_batch is None:
-        carry, trajectory = _collect_rows(options, collector, carry, params, window)
-        number = numbers(trajectory.mask.shape, window)
-        num_steps = jnp.int32(window.num_steps)
+        carry, trajectory = _collect_rows(options, collector, carry, params, these)
+        number = numbers(trajectory.mask.shape, these)
+        num_steps = jnp.int32(these.num_steps)
     else:
         carry, trajectory, episodes = collector.collect_padded_episodes(
             carry,

@@ -5,13 +5,12 @@ import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
-from envs.types import spread_of
+from envs.types import ArrayTree, spread_of
 from rollout import processes
 from rollout.collector import Collector
 from rollout.host.collector import HostCollector
@@ -25,11 +24,13 @@ class Program(NamedTuple):
     """What is compiled ahead of time, for jax's settings are those of a thread."""
 
     fill: Callable[..., Filled]
-    blank: Callable[[], chex.ArrayTree]  # memory to write to where there is none
+    blank: Callable[[], ArrayTree]  # memory to write to where there is none
     kinds: list[Any]  # of the parameters, see `kinds_of`
 
 
-def make(options: Options, collector: Collector, carry: Carry, params: Any) -> Program:
+def make(
+    options: Options, collector: Collector | HostCollector, carry: Carry, params: Any
+) -> Program:
     """Compiles the program of a stream."""
     if isinstance(collector, HostCollector):
         collector.compile(carry, params)
@@ -40,11 +41,13 @@ def make(options: Options, collector: Collector, carry: Carry, params: Any) -> P
         )
     window = jax.ShapeDtypeStruct((len(Window._fields),), jnp.int32)
     args = collector, carry, params, window
-    memory: chex.ArrayTree = ()
+    memory: ArrayTree = ()
     if options.recycle:
-        memory = jax.eval_shape(lambda *args: fill(options, *args, ()), *args).output
+        make = functools.partial(fill, options, memory=())
+        memory = jax.eval_shape(make, *args).output
         memory = _placed(memory, collector)
-    if jax.config.jax_disable_jit:  # to debug: operation by operation
+    is_jitted = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    if not is_jitted:  # to debug: operation by operation
         return Program(
             fill=functools.partial(fill, options),
             blank=lambda: keys.blank(memory, carry.key),
@@ -73,7 +76,7 @@ def _facts(options: Options, params: Any, text: str) -> dict[str, object]:
     }
 
 
-def _placed(memory: chex.ArrayTree, collector: Collector) -> chex.ArrayTree:
+def _placed(memory: ArrayTree, collector: Collector) -> ArrayTree:
     """Says of the shapes of a batch where it lies, if lanes are spread over devices."""
     spread, num_envs = spread_of(collector.env), collector.env.num_envs
     if spread is None:
@@ -94,7 +97,7 @@ def run(
     program: Program,
     options: Options,
     args: tuple[Any, ...],
-    memory: chex.ArrayTree | None,
+    memory: ArrayTree | None,
 ) -> Filled:
     """Makes a batch and waits for it; what is read of it in Python is on the host."""
     # An interrupt, or the user, may have left the memory deleted.
@@ -109,7 +112,7 @@ def run(
     return filled._replace(output=output, **jax.device_get(read))
 
 
-def _place(tree: chex.ArrayTree, placement: Placement) -> chex.ArrayTree:
+def _place(tree: ArrayTree, placement: Placement) -> ArrayTree:
     """Puts a batch where it lands; elsewhere than on the device it is a copy."""
     if isinstance(placement, jax.sharding.Sharding):
         # The rows are soon written to again, and `device_put` may hand out their own

@@ -1,13 +1,13 @@
 """What a stream counts over its batches."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from envs.types import ArrayTree
 from rollout.stats import CollectStats, finished
 from rollout.types import Episodes, Transition
 
@@ -64,13 +64,13 @@ def newest(data: Transition | Episodes, size: int) -> jax.Array:
     In the order in which they ended, or started if whole; zero before the first.
     """
     if isinstance(data, Episodes):
-        mask = jnp.ones(data.terminated.shape, bool)
+        ended, mask = data, jnp.ones(data.terminated.shape, bool)
     else:
-        data = finished(data)
-        mask = data.mask
+        ended = finished(data)
+        mask = ended.mask
     number = jnp.cumsum(mask[::-1])[::-1]  # 1 for the last
     row = jnp.where(mask & (number <= size), size - number, size)
-    figures = (data.episode_return, data.episode_length.astype(jnp.float32))
+    figures = (ended.episode_return, ended.episode_length.astype(jnp.float32))
     blank = jnp.zeros((size, 2), jnp.float32)
     return blank.at[row].set(jnp.stack(figures, axis=1), mode="drop")
 
@@ -93,7 +93,7 @@ def add(totals: np.ndarray, counted: np.ndarray, seconds: float) -> np.ndarray:
     return totals + batch
 
 
-def names_of(accumulated: chex.ArrayTree, num_envs: int) -> tuple[str, ...]:
+def names_of(accumulated: ArrayTree, num_envs: int) -> tuple[str, ...]:
     """The names of the figures that are one number per episode, in order."""
     return tuple(
         jax.tree_util.keystr(path, simple=True, separator="/")
@@ -105,7 +105,7 @@ def names_of(accumulated: chex.ArrayTree, num_envs: int) -> tuple[str, ...]:
 def read(totals: np.ndarray, recent: np.ndarray, names: tuple[str, ...]) -> StreamStats:
     """Reads what was counted."""
     batches, steps, seconds, episodes, faulty, *sums = totals.tolist()
-    window: dict[str, float] = {}
+    window: dict[str, Any] = {}
     if len(recent):
         last = recent[recent[:, 1] > 0].astype(np.float64)
         means = last.mean(axis=0) if len(last) else np.full(2, np.nan)

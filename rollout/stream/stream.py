@@ -6,7 +6,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, Generic, Self
 
 import chex
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
-from envs.types import spread_of
+from envs.types import ArrayTree, spread_of
 from rollout import checks
 from rollout.collector import Collector
 from rollout.host.collector import HostCollector
@@ -26,13 +26,13 @@ from rollout.stream.fill import NO_FAULT, Filled
 from rollout.stream.progress import Bar
 from rollout.stream.types import Options, Placement, Position, StreamBatch, Window
 from rollout.stream.worker import Job, Worker
-from rollout.types import Transition
+from rollout.types import ParamsT, Transition
 
 _MOMENT = 1e-5  # s
 _NEWEST = -1  # version of parameters: those that are set when the batch is begun
 
 
-class Stream:
+class Stream(Generic[ParamsT]):
     """Yields batches of exactly so many environment steps, one after the other.
 
         with Stream(collector, key=key, params=params, steps_per_batch=4096,
@@ -112,17 +112,17 @@ class Stream:
 
     def __init__(
         self,
-        collector: Collector,
+        collector: Collector[ParamsT] | HostCollector[ParamsT],
         *,
         key: chex.PRNGKey,
-        params: Any = None,
+        params: ParamsT | None = None,
         steps_per_batch: int | None = None,
         episodes_per_batch: int | None = None,
         total_steps: int | None = None,
         warmup_steps: int = 0,
         max_episode_steps: int | None = None,
         at_batch_end: str = "continue",
-        postprocess: Callable[[Transition], chex.ArrayTree] | None = None,
+        postprocess: Callable[[Transition], ArrayTree] | None = None,
         placement: Placement = "device",
         prefetch: int = 0,
         recycle: bool = False,
@@ -142,7 +142,8 @@ class Stream:
         if deterministic:
             policy = greedy(collector.policy)
             policy = _renamed("deterministic", "rollout.greedy(policy)", policy)
-            collector = collector.replace(policy=policy)
+            given: Any = collector
+            collector = given.replace(policy=policy)
         self._options = Options(
             steps_per_batch=steps_per_batch,
             episodes_per_batch=episodes_per_batch,
@@ -260,7 +261,7 @@ class Stream:
         """Compiles ahead of the first batch, which otherwise does it."""
         self._compile((self._at.params or self._params)[0])
 
-    def set_params(self, params: Any) -> None:
+    def set_params(self, params: ParamsT) -> None:
         """Sets the parameters for the batches that are not under way yet.
 
         From any thread.
@@ -386,7 +387,7 @@ class Stream:
             time.sleep(_MOMENT)  # until the old batch cannot be read any more
         return at._replace(job=ahead.job, params=ahead.params)
 
-    def _with_job(self, at: Position, memory: chex.ArrayTree | None) -> Position:
+    def _with_job(self, at: Position, memory: ArrayTree | None) -> Position:
         """Makes the job of the batch at `at`, if there is one, to write to `memory`."""
         options = self._options
         # A batch of whole episodes has as many steps as they turn out to have.
@@ -408,7 +409,8 @@ class Stream:
 
     def _hand_over(self, job: Job) -> tuple[StreamBatch, Position]:
         """Makes the batch of a job that is done, and the position after it."""
-        at, options, filled = self._at, self._options, job.result
+        at, options = self._at, self._options
+        filled: Any = job.result
         version = at.params[1]
         problem = job.error or self._find_fault(filled, at.first_lane, version)
         if problem is not None:
@@ -452,11 +454,11 @@ class Stream:
 
     def _compile(self, params: Any) -> programs.Program:
         """Makes the program, unless it is there."""
-        old = self._program
-        if old is None or old.kinds != programs.kinds_of(params):
+        program = self._program
+        if program is None or program.kinds != programs.kinds_of(params):
             args = self._options, self._collector, self._at.carry, params
-            self._program = programs.make(*args)
-        return self._program
+            self._program = program = programs.make(*args)
+        return program
 
     def _own(self, params: Any) -> Any:
         """Makes arrays of parameters; with `prefetch` copies, which nobody donates."""

@@ -3,21 +3,21 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import numpy as np
 from flax import struct
 
+from envs.types import ArrayTree, Replaceable
 from rollout.stats import CollectStats
 from rollout.stream.worker import Job
 from rollout.types import Carry, Episodes, Transition
 
-Postprocess = Callable[[Transition], chex.ArrayTree]
+Postprocess = Callable[[Transition], ArrayTree]
 Placement = str | jax.sharding.Sharding  # "device", "host"
 
 
 @struct.dataclass(kw_only=True)
-class StreamBatch:
+class StreamBatch(Replaceable):
     """What a stream hands over.
 
     Attributes:
@@ -31,7 +31,7 @@ class StreamBatch:
         episodes: with `episodes_per_batch` the episodes, `[N]`, else None.
     """
 
-    trajectory: Transition | chex.ArrayTree  # [T, B, ...]
+    trajectory: Any  # [T, B, ...]
     stats: CollectStats
     steps: int
     warmup_steps: int
@@ -42,11 +42,11 @@ class StreamBatch:
 class Options(NamedTuple):
     """The options as `Stream` takes them; see there."""
 
-    steps_per_batch: int | None
+    steps_per_batch: Any  # an int, or None
     episodes_per_batch: int | None
     total_steps: int | None
     warmup_steps: int
-    max_episode_steps: int | None
+    max_episode_steps: Any  # an int, or None
     at_batch_end: str
     postprocess: Postprocess | None
     placement: Placement
@@ -65,9 +65,9 @@ class Window(NamedTuple):
     A lane without a step in the last row stands still, and is among the next to step.
     """
 
-    num_steps: int  # of the batch, over all lanes
-    first_lane: int
-    num_random: int  # of the steps of the batch, the first ones
+    num_steps: Any  # of the batch, over all lanes
+    first_lane: Any
+    num_random: Any  # of the steps of the batch, the first ones
 
 
 class Position(NamedTuple):
@@ -80,5 +80,5 @@ class Position(NamedTuple):
     batches: int = 0
     first_lane: int = 0  # of the next batch
     job: Job | None = None  # that makes the next batch, if it is under way
-    params: tuple[Any, int] | None = None  # for it, and their version; None: the newest
-    memory: chex.ArrayTree | None = None  # of the last batch, for a later one
+    params: Any = None  # for it, and their version, a pair; None: the newest
+    memory: ArrayTree | None = None  # of the last batch, for a later one

@@ -17,10 +17,12 @@ class Job:
     """A call that is made once: its result or its error, and how long it took."""
 
     def __init__(self, fn: Callable[[], Any]) -> None:
-        self.is_done, self.result, self.error, self.seconds = False, None, None, 0.0
+        self.is_done, self.seconds = False, 0.0
+        self.result: Any = None
+        self.error: BaseException | None = None
         self.ahead: Any = None  # where the stream stands, if the next batch is begun
         self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry a `run`
-        self._fn = fn
+        self._fn: Any = fn
 
     def run(self) -> None:
         """Makes the call, unless it has been made."""
