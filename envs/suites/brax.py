@@ -3,6 +3,7 @@
 from typing import Any
 
 from envs.suites import physics
+from envs.suites.convert import load
 from envs.types import Env
 
 
@@ -32,13 +33,9 @@ def from_brax(env: Any) -> Env:
 
 def ids() -> tuple[str, ...]:
     """Lists the names of brax's environments."""
-    from brax import envs
-
-    return tuple(envs._envs)
+    return tuple(load("brax.envs")._envs)
 
 
 def make_one(name: str, **options: Any) -> Env:
     """Makes the environment of this name; options are arguments of its class."""
-    from brax import envs
-
-    return from_brax(envs.get_environment(name, **options))
+    return from_brax(load("brax.envs").get_environment(name, **options))

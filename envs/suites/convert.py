@@ -1,5 +1,6 @@
 """What the spaces and arrays of a suite become here."""
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,11 @@ def space_of(tree: ArrayTree) -> AnySpace:
     """The space of such arrays in a pytree."""
     parts = jax.tree.map(box_of, tree)
     return parts if isinstance(parts, Box) else TreeSpace(parts)
+
+
+def load(suite: str) -> Any:
+    """Imports a suite, whose module here may be called as it is."""
+    return importlib.import_module(suite)
 
 
 def check_methods(env: Any, suite: str, methods: Sequence[str]) -> None:

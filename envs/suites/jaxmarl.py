@@ -20,7 +20,7 @@ from flax import struct
 
 from envs import keys, spaces
 from envs.multi_agent import ACTING, MultiAgentEnv, MultiAgentStep
-from envs.suites.convert import like, to_space
+from envs.suites.convert import like, load, to_space
 from envs.types import AnySpace, ArrayTree
 
 _LIMIT = "max_steps"
@@ -92,16 +92,12 @@ def from_jaxmarl(
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of JaxMARL."""
-    import jaxmarl
-
-    return tuple(jaxmarl.registered_envs)
+    return tuple(load("jaxmarl").registered_envs)
 
 
 def make_agents(name: str, **options: Any) -> MultiAgentEnv:
     """Makes the environment of this id; options are those of `jaxmarl.make`."""
-    import jaxmarl
-
-    return from_jaxmarl(jaxmarl.make(name, **options))
+    return from_jaxmarl(load("jaxmarl").make(name, **options))
 
 
 @struct.dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from flax import struct
 
 from envs.multi_agent import MultiAgentEnv, MultiAgentStep
 from envs.spaces import Box, Discrete, MultiDiscrete, TreeSpace
-from envs.suites.convert import box_of, check_methods, check_no_reset
+from envs.suites.convert import box_of, check_methods, check_no_reset, load
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _GROUP = "agents"
@@ -81,23 +81,17 @@ def from_jumanji_agents(env: Any) -> MultiAgentEnv:
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of Jumanji."""
-    import jumanji
-
-    return tuple(sorted(jumanji.registered_environments()))
+    return tuple(sorted(load("jumanji").registered_environments()))
 
 
 def make_one(name: str, **options: Any) -> Env:
     """Makes the environment of this id; options are those of its constructor."""
-    import jumanji
-
-    return from_jumanji(jumanji.make(name, **options))
+    return from_jumanji(load("jumanji").make(name, **options))
 
 
 def make_agents(name: str, **options: Any) -> MultiAgentEnv:
     """Makes the environment of several agents of this id."""
-    import jumanji
-
-    return from_jumanji_agents(jumanji.make(name, **options))
+    return from_jumanji_agents(load("jumanji").make(name, **options))
 
 
 @struct.dataclass(kw_only=True)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from envs.spaces import Discrete
-from envs.suites.convert import Held, check_methods, like, space_of
+from envs.suites.convert import Held, check_methods, like, load, space_of
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 
@@ -40,16 +40,12 @@ def from_navix(env: Any) -> Env:
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of navix."""
-    import navix
-
-    return tuple(navix.registry())
+    return tuple(load("navix").registry())
 
 
 def make_one(name: str, **options: Any) -> Env:
     """Makes the grid of this id; options are those of `navix.make`."""
-    import navix
-
-    return from_navix(navix.make(name, **options))
+    return from_navix(load("navix").make(name, **options))
 
 
 @struct.dataclass(kw_only=True)

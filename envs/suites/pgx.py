@@ -15,7 +15,7 @@ from flax import struct
 
 from envs.multi_agent import MultiAgentEnv, MultiAgentStep
 from envs.spaces import Box, Dict, Discrete
-from envs.suites.convert import box_of
+from envs.suites.convert import box_of, load
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _GROUP = "players"
@@ -82,23 +82,17 @@ def from_pgx_seat(
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of pgx."""
-    import pgx
-
-    return tuple(pgx.available_envs())
+    return tuple(load("pgx").available_envs())
 
 
 def make_one(name: str, **options: Any) -> Env:
     """Makes one player's part in a game; options are those of `from_pgx_seat`."""
-    import pgx
-
-    return from_pgx_seat(pgx.make(name), **options)
+    return from_pgx_seat(load("pgx").make(name), **options)
 
 
 def make_agents(name: str) -> MultiAgentEnv:
     """Makes a game for all of its players."""
-    import pgx
-
-    return from_pgx(pgx.make(name))
+    return from_pgx(load("pgx").make(name))
 
 
 @struct.dataclass(kw_only=True)

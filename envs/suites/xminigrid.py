@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from envs.spaces import Discrete
-from envs.suites.convert import check_methods, check_no_reset, like, space_of
+from envs.suites.convert import check_methods, check_no_reset, like, load, space_of
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 
@@ -43,16 +43,12 @@ def from_xminigrid(env: Any, env_params: ArrayTree) -> Env:
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of XLand-MiniGrid."""
-    import xminigrid
-
-    return tuple(xminigrid.registered_environments())
+    return tuple(load("xminigrid").registered_environments())
 
 
 def make_one(name: str, **options: Any) -> Env:
     """Makes the grid of this id; options are fields of its parameters."""
-    import xminigrid
-
-    return from_xminigrid(*xminigrid.make(name, **options))
+    return from_xminigrid(*load("xminigrid").make(name, **options))
 
 
 @struct.dataclass(kw_only=True)
@@ -93,7 +89,7 @@ class _XminigridEnv:
             yield self.env.render(self.env_params, _timestep(state, ()))
 
 
-def _timestep(state: Any, key: chex.PRNGKey) -> Any:
+def _timestep(state: Any, key: chex.PRNGKey | tuple[()]) -> Any:
     """A time step of the suite, of which only the state is read."""
     from xminigrid.types import TimeStep
 
