@@ -344,6 +344,12 @@ class RingBuffer(Replaceable):
         """Makes an empty ring for transitions `[B, ...]`, or those of a collector."""
         if hasattr(transition, "collect_steps"):
             collector = transition
+            if not hasattr(collector.env, "reset_done"):  # it has stepped to be known
+                raise TypeError(
+                    "`transition` must be a transition, such as one of "
+                    "`collector.step`, where environments are not JAX, got "
+                    f"{type(collector).__name__}."
+                )
             transition = jax.eval_shape(
                 lambda key: collector.step(collector.init(key), params)[1],
                 jax.random.key(0),

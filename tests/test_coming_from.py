@@ -1,6 +1,5 @@
 """Pages for those who come from another library: code runs, tables tell the truth."""
 
-import importlib
 import pathlib
 import re
 
@@ -117,16 +116,3 @@ def test_programs_and_pages_are_short(name):
     lengths = [len(re.findall(r"^.*\S", code, re.MULTILINE)) for code in (there, here)]
     assert 20 <= min(lengths) <= max(lengths) <= 50
     assert 100 <= len(TEXTS[name].splitlines()) <= 180
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_names_and_links_of_a_page_exist(name):
-    prose = re.sub(r"```py\n.*?```", "", TEXTS[name], flags=re.DOTALL)
-    for word in re.findall(r"\b(?:envs|rollout|buffers)(?:\.(?!md\b)\w+)+\b", prose):
-        found, *rest = word.split(".")
-        found = importlib.import_module(found)
-        for attribute in rest:
-            assert hasattr(found, attribute), word
-            found = getattr(found, attribute)
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
-        assert (FOLDER / link).is_file(), link

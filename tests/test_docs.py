@@ -221,7 +221,8 @@ each_with_code = pytest.mark.parametrize(
     [
         pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
         for name, text in TEXTS.items()
-        if blocks(text)
+        # The others are in `test_coming_from.py`.
+        if blocks(text) and "coming_from" not in name
     ],
 )
 

@@ -111,7 +111,8 @@ def imported_by(package):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_import_loads_no_package_that_is_not_always_needed(package):
     costly = {"gymnax", "gymnasium", "matplotlib", "minari", "orbax", "tqdm"}
-    costly |= {"jaxmarl", "pandas", "pgx", "ray"}
+    costly |= {"brax", "craftax", "jaxmarl", "jumanji", "mujoco", "mujoco_playground"}
+    costly |= {"navix", "pandas", "pgx", "ray", "xminigrid"}
     others = set(PACKAGES) - {package} - ({"envs"} if package == "rollout" else set())
     assert not imported_by(package) & (costly | others)
 

@@ -5,8 +5,9 @@ what is allowed, where the suite says so). The suite's loop is the one that its
 documentation shows: its own auto-reset, vmapped, in a `lax.scan`, one key split per
 step. Both return observation, action, reward, flags, the observation after the step,
 and return and length of the episode so far. That observation is the true successor
-here; of XLand-MiniGrid, Craftax and pgx it is that of the reset where an episode ended,
-which costs them nothing.
+here; of XLand-MiniGrid, Craftax, pgx, brax and Playground it is that of the reset where
+an episode ended, which costs them nothing. A reset in the wrappers of brax and
+Playground goes back to the first state of the lane, which costs nothing either.
 
     python tests/benchmarks/suites_speed.py
     python tests/benchmarks/suites_speed.py --only navix --num-envs 64 256
@@ -31,6 +32,7 @@ import envs
 import rollout
 
 NUM_STEPS = 128
+LIMIT = 1000  # steps of an episode of brax and Playground
 
 Program = Callable[[], Any]
 
@@ -138,6 +140,43 @@ def pgx_peer(name: str) -> Peer:
     return Peer(env.init, step, see, lambda key, obs: draw(key, obs[1]))
 
 
+def brax_loop(name: str, num_envs: int) -> tuple[Any, Any]:
+    """`brax.envs.training.wrap`, and the lanes that it starts with."""
+    from brax.envs import get_environment, training
+
+    env = training.wrap(get_environment(name), LIMIT)
+    return env, jax.jit(env.reset)(jax.random.split(jax.random.PRNGKey(0), num_envs))
+
+
+def playground_loop(name: str, num_envs: int) -> tuple[Any, Any]:
+    """`wrap_for_brax_training`, likewise."""
+    from mujoco_playground import registry, wrapper
+
+    env = registry.load(name, config_overrides={"impl": "jax"})
+    env = wrapper.wrap_for_brax_training(env, episode_length=LIMIT)
+    return env, jax.jit(env.reset)(jax.random.split(jax.random.PRNGKey(0), num_envs))
+
+
+def run_physics(env: Any, state: Any) -> Program:
+    """The loop of a suite that steps a batch."""
+    shape = *state.reward.shape, env.action_size
+
+    def step(carry: tuple, _: None) -> tuple:
+        state, key = carry
+        key, action_key = jax.random.split(key)
+        action = jax.random.uniform(action_key, shape, minval=-1.0, maxval=1.0)
+        obs = state.obs
+        # The wrappers write into the dicts of the state.
+        state = env.step(jax.tree.map(lambda x: x, state), action)
+        truncated = state.info["truncation"].astype(bool)
+        flags = state.done.astype(bool) & ~truncated, truncated
+        figures = state.info["episode_metrics"]["sum_reward"], state.info["steps"]
+        return (state, key), (obs, action, state.reward, *flags, state.obs, *figures)
+
+    loop = jax.jit(lambda carry: lax.scan(step, carry, length=NUM_STEPS))
+    return functools.partial(loop, (state, jax.random.key(1)))
+
+
 def draw(key: jax.Array, mask: jax.Array) -> jax.Array:
     """One of the allowed actions."""
     return jax.random.categorical(key, jnp.log(mask.astype(jnp.float32)))
@@ -173,7 +212,10 @@ def run_peer(peer: Peer, num_envs: int) -> Program:
 
 def run_ours(env_id: str, num_envs: int, mask_fn: Callable | None) -> Program:
     """The same of ours."""
-    env = envs.make_vec(env_id, num_envs)
+    env = envs.make(env_id)
+    if env_id.startswith(("brax", "playground")):
+        env = envs.TimeLimit(env, LIMIT)
+    env = envs.vectorize(env, num_envs)
     policy = rollout.random_policy(env.action_space, mask_fn=mask_fn)
     collector = rollout.Collector(env=env, policy=policy)
 
@@ -210,8 +252,10 @@ def run_game(env_id: str, num_envs: int) -> Program:
     return functools.partial(run, collector.init(jax.random.key(0)))
 
 
+LOOPS = {"brax": brax_loop, "playground": playground_loop}
 # Of each suite what makes its loop, how an allowed action is found, and environments.
 SUITES = {
+    "brax": (None, None, ("inverted_pendulum", "reacher")),
     "jumanji": (
         jumanji_peer,
         lambda obs: obs.action_mask,
@@ -225,7 +269,21 @@ SUITES = {
     ),
     "craftax": (craftax_peer, None, ("Craftax-Classic-Symbolic-v1",)),
     "pgx": (pgx_peer, None, ("tic_tac_toe", "connect_four")),
+    "playground": (None, None, ("CartpoleBalance",)),
 }
+
+
+def make_programs(suite: str, name: str, num_envs: int) -> dict[str, Program]:
+    """Ours and the suite's."""
+    make_peer, mask_fn, _ = SUITES[suite]
+    env_id = f"{suite}:{name}"
+    if suite == "pgx":
+        ours = run_game(env_id, num_envs)
+    else:
+        ours = run_ours(env_id, num_envs, mask_fn)
+    if make_peer is None:
+        return {"ours": ours, "theirs": run_physics(*LOOPS[suite](name, num_envs))}
+    return {"ours": ours, "theirs": run_peer(make_peer(name), num_envs)}
 
 
 def measure(programs: dict[str, Program], repeats: int) -> dict[str, float]:
@@ -254,28 +312,17 @@ def main() -> None:
     )
     print(f"|{' --- |' * 5}")
     for suite in args.only:
-        make_peer, mask_fn, names = SUITES[suite]
-        for name in names:
+        for name in SUITES[suite][2]:
             for num_envs in args.num_envs:
-                env_id = f"{suite}:{name}"
-                with warnings.catch_warnings():
+                with warnings.catch_warnings(), jax.numpy_rank_promotion("allow"):
                     warnings.simplefilter("ignore")
-                    ours = (
-                        run_game(env_id, num_envs)
-                        if suite == "pgx"
-                        else run_ours(env_id, num_envs, mask_fn)
-                    )
-                    programs = {
-                        "ours": ours,
-                        "theirs": run_peer(make_peer(name), num_envs),
-                    }
+                    programs = make_programs(suite, name, num_envs)
                     taken = measure(programs, args.repeats)
                 rate = num_envs * NUM_STEPS / taken["ours"] / 1e3
                 ratio = taken["theirs"] / taken["ours"]
-                version = metadata.version(suite)
                 print(
-                    f"| {env_id} | {version} | {num_envs:,} | {rate:,.0f} | "
-                    f"{ratio:.2f} |",
+                    f"| {suite}:{name} | {metadata.version(suite)} | {num_envs:,} | "
+                    f"{rate:,.0f} | {ratio:.2f} |",
                     flush=True,
                 )
 
