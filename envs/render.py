@@ -154,7 +154,7 @@ def _name(inner: Any) -> str:
 
 
 def _draw_frames(
-    inner: Any, rows: list[chex.ArrayTree], returns: np.ndarray
+    inner: Any, rows: list[ArrayTree], returns: np.ndarray
 ) -> tuple[list["Image"], int]:
     """Frames that the suite draws, each with a title above; and ms of each."""
     from PIL import Image, ImageDraw
@@ -174,7 +174,7 @@ def _draw_frames(
 
 
 def _draw_by_gymnax(
-    inner: _GymnaxEnv, rows: list[chex.ArrayTree], returns: np.ndarray
+    inner: _GymnaxEnv, rows: list[ArrayTree], returns: np.ndarray
 ) -> tuple[list["Image"], int]:
     """Frames of gymnax's visualizer, and ms of each."""
     import matplotlib.pyplot as plt
