@@ -21,9 +21,6 @@ import contextlib
 import functools
 import io
 import itertools
-import random
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +29,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from machine import machine
+from timing import measure
 
 import envs
 import rollout
@@ -281,19 +279,6 @@ def population_programs(size: int) -> dict[str, Program]:
             jax.jit(run), collector, carry, {"it": params}
         )
     return programs
-
-
-def measure(programs: dict[str, Program], repeats: int) -> dict[str, float]:
-    """The median seconds of each program."""
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for program in programs.values():
-        jax.block_until_ready(program())
-    for _ in range(repeats):
-        for name, program in random.sample(list(programs.items()), len(programs)):
-            start = time.perf_counter()
-            jax.block_until_ready(program())
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def main() -> None:

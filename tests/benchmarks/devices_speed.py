@@ -15,9 +15,6 @@ Times of one run of `collect_steps`, every field returned, in turns in one proce
 import argparse
 import functools
 import os
-import random
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +26,7 @@ import jax
 from jax.sharding import PartitionSpec
 from machine import machine
 from rollout_speed import Case, make_policy
+from timing import measure
 
 import envs
 import rollout
@@ -93,21 +91,6 @@ def make_programs(case: Case) -> dict[str, Callable[[], Any]]:
     return programs
 
 
-def measure(case: Case, repeats: int) -> dict[str, float]:
-    """The median seconds of each program."""
-    programs = make_programs(case)
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for program in programs.values():
-        jax.block_until_ready(program())
-    for _ in range(repeats):
-        # In any order: a program may find the memory that the one before has freed.
-        for name, program in random.sample(list(programs.items()), len(programs)):
-            start = time.perf_counter()
-            jax.block_until_ready(program())
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken) for name, taken in times.items()}
-
-
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -123,7 +106,7 @@ def main() -> None:
         for policy in args.policies:
             for num_envs in args.num_envs:
                 case = Case(env_id, num_envs, policy, "threefry2x32")
-                seconds = measure(case, args.repeats)
+                seconds = measure(make_programs(case), args.repeats)
                 plain, two = seconds["plain"], seconds["two"]
                 rate = num_envs * NUM_STEPS / plain / 1e6
                 print(

@@ -15,9 +15,6 @@ Playground goes back to the first state of the lane, which costs nothing either.
 
 import argparse
 import functools
-import random
-import statistics
-import time
 import warnings
 from collections.abc import Callable
 from importlib import metadata
@@ -27,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from machine import machine
+from timing import measure
 
 import envs
 import rollout
@@ -284,19 +282,6 @@ def make_programs(suite: str, name: str, num_envs: int) -> dict[str, Program]:
     if make_peer is None:
         return {"ours": ours, "theirs": run_physics(*LOOPS[suite](name, num_envs))}
     return {"ours": ours, "theirs": run_peer(make_peer(name), num_envs)}
-
-
-def measure(programs: dict[str, Program], repeats: int) -> dict[str, float]:
-    """The median seconds of each program."""
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for program in programs.values():
-        jax.block_until_ready(program())
-    for _ in range(repeats):
-        for name, program in random.sample(list(programs.items()), len(programs)):
-            start = time.perf_counter()
-            jax.block_until_ready(program())
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def main() -> None:

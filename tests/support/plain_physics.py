@@ -93,11 +93,19 @@ def check(trajectory: rollout.Transition, rows: Rows, atol: float = 0.0) -> None
                 np.testing.assert_array_equal(x, y, err_msg=name)
 
 
-def draw(code: str) -> None:
-    """Runs `code` with EGL, which must be chosen before mujoco is imported."""
-    environ = {**os.environ, "MUJOCO_GL": "egl"}
+DRAW = """
+import sys, jax, envs, suite_checks
+suite_checks.check_is_drawn(envs.make(sys.argv[1]))
+"""
+
+
+def check_is_drawn(env_id: str) -> None:
+    """Draws with EGL, which must be chosen before mujoco is imported."""
+    support = os.path.dirname(__file__)
+    path = os.pathsep.join([support, os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "MUJOCO_GL": "egl", "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+        [sys.executable, "-W", "ignore", "-c", DRAW, env_id],
         capture_output=True,
         text=True,
         env=environ,

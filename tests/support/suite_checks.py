@@ -1,9 +1,12 @@
 """What the tests of suites share: a plain loop through a suite's own functions."""
 
+import io
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL import Image
 
 import envs
 import rollout
@@ -84,3 +87,20 @@ def check_contract(env):
     before, after = (state, obs), (step.state, step.obs)
     chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
     assert step.reward.shape == step.terminated.shape == step.truncated.shape == ()
+
+
+def check_is_drawn(env):
+    """Draws two states, as frames that differ from each other and from plain paper."""
+    assert envs.can_render(env)
+    keys = jax.random.split(KEY, 2)
+    state, _ = jax.jit(jax.vmap(env.reset))(keys)
+    gif = envs.render_gif(env, state, jnp.ones(1))
+    with Image.open(io.BytesIO(gif)) as image:
+        assert image.n_frames == 2
+        first = np.asarray(image.convert("RGB"))
+        image.seek(1)
+        second = np.asarray(image.convert("RGB"))
+    assert first.shape == second.shape
+    assert 200 <= first.shape[1] <= 600
+    assert first[20:].std() > 1  # below the title
+    assert (first != second).any()

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import quick_jit
-from suite_checks import check_contract, check_is_as_in_plain_loop, collect
+from suite_checks import (
+    check_contract,
+    check_is_as_in_plain_loop,
+    check_is_drawn,
+    collect,
+)
 
 import envs
 
@@ -93,6 +98,10 @@ def test_large_game_keeps_the_contract():
     check_contract(env)
     assert env.action_space == envs.Discrete(43)
     assert np.prod(env.observation_space.shape) == 8268
+
+
+def test_states_are_drawn():
+    check_is_drawn(classic())
 
 
 def test_other_objects_are_refused():

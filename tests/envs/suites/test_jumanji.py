@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import quick_jit
-from suite_checks import check_contract, check_is_as_in_plain_loop, collect
+from suite_checks import (
+    check_contract,
+    check_is_as_in_plain_loop,
+    check_is_drawn,
+    collect,
+)
 
 import envs
 import rollout
@@ -165,6 +170,10 @@ def test_spaces_are_those_of_the_game():
     assert envs.make("jumanji:FlatPack-v0").action_space.nvec == (25, 4, 9, 9)
     routes = envs.make("jumanji:MultiCVRP-v0").action_space
     assert routes == envs.MultiDiscrete((22, 22), jnp.dtype(jnp.int16))
+
+
+def test_states_are_drawn():
+    check_is_drawn(envs.from_jumanji(snake()[0]))
 
 
 def test_other_objects_are_refused():

@@ -5,7 +5,12 @@ import functools
 import numpy as np
 import pytest
 from cases import quick_jit
-from suite_checks import check_contract, check_is_as_in_plain_loop, collect
+from suite_checks import (
+    check_contract,
+    check_is_as_in_plain_loop,
+    check_is_drawn,
+    collect,
+)
 
 import envs
 
@@ -61,6 +66,10 @@ def test_contract_is_kept(name):
     space = env.observation_space
     assert (space.shape[-1], space.dtype) == (3, np.uint8)
     assert envs.make(f"navix:{name}") is env  # so it is one program
+
+
+def test_states_are_drawn():
+    check_is_drawn(envs.from_navix(grid()))
 
 
 def test_other_objects_are_refused():

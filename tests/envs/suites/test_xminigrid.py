@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import quick_jit
-from suite_checks import check_contract, check_is_as_in_plain_loop, collect
+from suite_checks import (
+    check_contract,
+    check_is_as_in_plain_loop,
+    check_is_drawn,
+    collect,
+)
 
 import envs
 
@@ -79,6 +84,10 @@ def test_observations_of_wrappers_come_through():
     env = envs.from_xminigrid(wrappers.DirectionObservationWrapper(env), params)
     check_contract(env)
     assert set(env.observation_space.parts) == {"img", "direction"}
+
+
+def test_states_are_drawn():
+    check_is_drawn(envs.from_xminigrid(*grid()))
 
 
 def test_other_objects_are_refused():
