@@ -346,9 +346,9 @@ class RingBuffer(Replaceable):
             collector = transition
             if not hasattr(collector.env, "reset_done"):  # it has stepped to be known
                 raise TypeError(
-                    "`transition` must be a transition, such as one of "
-                    "`collector.step`, where environments are not JAX, got "
-                    f"{type(collector).__name__}."
+                    "`transition` must be one step where environments are not JAX, "
+                    "such as `collector.step(carry, params)[1]` or a row of a "
+                    f"trajectory, got {type(collector).__name__}."
                 )
             transition = jax.eval_shape(
                 lambda key: collector.step(collector.init(key), params)[1],

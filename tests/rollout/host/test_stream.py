@@ -172,7 +172,7 @@ def test_rows_go_into_a_buffer():
     collector = on_host()
     carry, row = collector.step(collector.init(KEY), None)
     buffer = ReplayBuffer(capacity=64, num_envs=4)
-    with pytest.raises(TypeError, match=r"must be a transition.*, got HostCollector"):
+    with pytest.raises(TypeError, match=r"must be one step .*, got HostCollector"):
         buffer.init(collector)
     state = buffer.init(row)
     _, trajectory = collector.collect_steps(carry, None, 9)
