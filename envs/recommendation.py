@@ -191,6 +191,11 @@ class RecommendationEnv(Replaceable):
             num_users, num_items = self.feedback.shape[-2:]
             self._set("num_users", num_users)
             self._set("num_items", num_items)
+        elif hasattr(self.feedback, "feedback"):
+            raise ValueError(
+                "`feedback` must be an array [U, I] or a function, got "
+                f"{type(self.feedback).__name__}: pass its `feedback`."
+            )
         else:
             return  # a placeholder, with which jax builds pytrees
         if _is_table(self.known):

@@ -135,6 +135,9 @@ def test_bad_arguments_are_refused():
         envs.RecommendationEnv(bad)
     with pytest.raises(ValueError, match=r"`feedback` must be \[U, I\]"):
         envs.RecommendationEnv(FEEDBACK[0])
+    tables = envs.from_interactions(([1, 2], [3, 4], [1.0, 2.0]), missing=0.0)
+    with pytest.raises(ValueError, match="got Interactions: pass its `feedback`"):
+        envs.RecommendationEnv(tables)
     with pytest.raises(ValueError, match="`num_users` must be an int"):
         envs.RecommendationEnv(lambda user, item: 0.0, num_items=3)
     with pytest.raises(ValueError, match="`max_turn`"):
