@@ -150,7 +150,7 @@ def make_agents(env_id: str, **options: Any) -> MultiAgentEnv:
 
 
 def _make_of_suite(how: str, env_id: str, options: dict[str, Any]) -> Any:
-    """Makes an environment of a suite other than gymnax: `how` it has it."""
+    """Makes an environment by `how`, `make_one` or `make_agents`, of its suite."""
     suite, _, name = env_id.rpartition(":")
     able = [x for x, module in _SUITES.items() if hasattr(module, how)]
     if suite not in able:
@@ -179,7 +179,7 @@ def _make_of_suite(how: str, env_id: str, options: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def _make_once(how: str, suite: str, name: str, **options: Any) -> Any:
+def _make_once(how: str, suite: str, name: str, /, **options: Any) -> Any:
     """The same object again for the same options: see `_build`."""
     return getattr(_SUITES[suite], how)(name, **options)
 
