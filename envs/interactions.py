@@ -128,7 +128,7 @@ def _read(data: Any, names: dict[str, str]) -> Any:
     try:
         import pandas
     except ImportError as error:
-        message = 'pandas is not installed: pip install "rollout[recommend]"'
+        message = 'pandas is not installed: pip install ".[recommend]"'
         raise ImportError(message) from error
     if isinstance(data, str | os.PathLike):
         # Integers stay integers where some are missing.

@@ -192,7 +192,7 @@ def _ids(suite: str) -> tuple[str, ...]:
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{suite} needs {error.name}, which is not installed: "
-            f'pip install "rollout[{suite}]"'
+            f'pip install ".[{suite}]"'
         ) from error
 
 

@@ -250,7 +250,7 @@ def _make(
         import envpool
     except ImportError as error:
         raise ValueError(
-            'envpool is not installed: pip install "rollout[envpool]"'
+            'envpool is not installed: pip install ".[envpool]"'
         ) from error
     counts = {"num_envs": num_envs, "batch_size": batch_size, "seed": seed}
     try:

@@ -190,7 +190,7 @@ def _import() -> Any:
         return importlib.import_module("gymnasium")
     except ImportError as error:
         raise ImportError(
-            'gymnasium is not installed: pip install "rollout[gymnasium]"'
+            'gymnasium is not installed: pip install ".[gymnasium]"'
         ) from error
 
 

@@ -113,10 +113,14 @@ class _Jumanji:
     def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
         """Draws states with the viewer of Jumanji, `[H, W, 4]` uint8 each."""
         viewer = getattr(self.env, "_viewer", None) or self.env._env_viewer
+        display = viewer._display
         viewer._display = viewer._display_rgb_array  # by default it opens a window
-        for state in states:
-            yield np.array(viewer.render(state))
-        viewer.close()
+        try:
+            for state in states:
+                yield np.array(viewer.render(state))
+        finally:
+            viewer._display = display
+            viewer.close()
 
 
 @struct.dataclass(kw_only=True)

@@ -381,7 +381,7 @@ def _import() -> ModuleType:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise ImportError('ray is not installed: pip install "rollout[ray]"') from error
+        raise ImportError('ray is not installed: pip install ".[ray]"') from error
 
 
 def _init(ray: ModuleType, **options: Any) -> None:
