@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs.suites.convert import check_methods, like, to_space
+from envs.suites.convert import check_methods, like, load, to_space
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _IDS = (
@@ -59,9 +59,8 @@ def ids() -> tuple[str, ...]:
 
 def make_one(name: str, **options: Any) -> Env:
     """Makes the environment of this id; options are fields of its parameters."""
-    from craftax.craftax_env import make_craftax_env_from_name
-
-    env = make_craftax_env_from_name(name, auto_reset=False)
+    suite = load("craftax.craftax_env")
+    env = suite.make_craftax_env_from_name(name, auto_reset=False)
     return from_craftax(env, env.default_params.replace(**options))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 
 from envs.spaces import Box, Dict
-from envs.suites.convert import like
+from envs.suites.convert import like, load
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 # Modules of wrappers that reset, cut episodes or stack lanes.
@@ -110,15 +110,13 @@ class _PhysicsEnv:
         if self.model is None:
             name = type(self.env).__name__
             raise ValueError(f"`env` must have a model to be drawn, got {name}.")
-        import mujoco
-
         field = self.frame_field
         rows = [x if field is None else getattr(x, field) for x in states]
         mj_model = getattr(self.env, "mj_model", None) or self.env.sys.mj_model
         camera = mj_model.camera(0).name if mj_model.ncam else None
         try:
             return self.env.render(rows, camera=camera)
-        except mujoco.FatalError as error:
+        except load("mujoco").FatalError as error:
             raise RuntimeError(
                 "Drawing needs OpenGL; where there is no screen, the environment "
                 'variable MUJOCO_GL must be "egl" or "osmesa" before mujoco is '

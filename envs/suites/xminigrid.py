@@ -91,9 +91,7 @@ class _XminigridEnv:
 
 def _timestep(state: Any, key: chex.PRNGKey | tuple[()]) -> Any:
     """A time step of the suite, of which only the state is read."""
-    from xminigrid.types import TimeStep
-
-    return TimeStep(
+    return load("xminigrid.types").TimeStep(
         state=state.replace(key=key),
         step_type=None,
         reward=None,
