@@ -21,8 +21,8 @@ from envs.types import AnySpace, ArrayTree, Env, EnvStep
 def from_navix(env: Any) -> Env:
     """Makes an `Env` of a grid of navix.
 
-    The key of a step takes the place of `state.key`. Of two adapters of grids that are
-    made twice, each is a program of its own; `envs.make` makes each once.
+    The key of a step takes the place of `state.key`. Each adapter compiles a program of
+    its own, since navix's grids cannot be compared; `envs.make` gives the same again.
 
     Args:
         env: what `navix.make` returns, or another `navix.Environment`.

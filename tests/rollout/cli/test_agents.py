@@ -3,12 +3,15 @@
 import contextlib
 import io
 import sys
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from agents import ChanceEnv
 
+import envs
 import rollout
 from rollout.cli import collector
 from rollout.cli.arguments import make_parser, with_defaults
@@ -140,3 +143,24 @@ def test_wrong_argument_is_refused_in_one_line(argv, message, capsys, monkeypatc
     assert captured.err.startswith("python -m rollout: error: ")
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+class Seen(NamedTuple):
+    """An observation as Jumanji has it."""
+
+    action_mask: Any
+
+
+@pytest.mark.parametrize(
+    ("space", "shape", "want"),
+    [
+        (envs.Discrete(4), (4,), (3, 4)),
+        (envs.MultiDiscrete((2, 2)), (2, 2), (3, 2, 2)),  # joint
+        (envs.MultiDiscrete((4, 4)), (2, 4), ((3, 4), (3, 4))),  # one for each entry
+    ],
+)
+def test_mask_of_an_observation_is_found_in_the_form_of_the_action(space, shape, want):
+    observed = envs.TreeSpace(Seen(envs.Box(0, 1, shape, jnp.dtype(bool))))
+    masks = collector._find_mask(observed, space)(Seen(jnp.ones((3, *shape), bool)))
+    assert jax.tree.map(jnp.shape, masks) == want
+    assert collector._find_mask(envs.Box(0, 1, shape), space) is None
