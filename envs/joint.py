@@ -33,6 +33,7 @@ from envs.types import (
     AnySpace,
     ArrayTree,
     EnvStep,
+    LaneIndex,
     Lanes,
     Replaceable,
 )
@@ -43,7 +44,7 @@ _FLAG = Box(0, 1, (), jnp.dtype(bool))
 
 
 def vectorize_agents(
-    env: MultiAgentEnv, num_envs: int, *, auto_reset: str = "compact"
+    env: MultiAgentEnv, num_envs: int, *, auto_reset: str = "auto"
 ) -> "_VectorizedAgents":
     """Puts `num_envs` copies of an environment of several agents side by side.
 
@@ -101,7 +102,7 @@ class _VectorizedAgents(VectorWrapper):
         return self.env.step(keys, state, action)
 
     def reset_done(
-        self, key_fn: Callable[[jax.Array], chex.PRNGKey], done: jax.Array, lanes: Lanes
+        self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
         return self.env.reset_done(key_fn, done, lanes)
 

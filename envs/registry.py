@@ -120,7 +120,7 @@ def make(env_id: str, **env_params: Any) -> Env:
 
 
 def make_vec(
-    env_id: str, num_envs: int, *, auto_reset: str = "compact", **env_params: Any
+    env_id: str, num_envs: int, *, auto_reset: str = "auto", **env_params: Any
 ) -> VectorEnv:
     """Makes `num_envs` environments `env_id` side by side.
 

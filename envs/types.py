@@ -23,6 +23,10 @@ import jax
 from flax import struct
 from typing_extensions import TypeVar
 
+# Which lanes, as an index into an array `[B]`: `[K]` int32 numbers, or all of them.
+LaneIndex = jax.Array | slice
+ALL_LANES = slice(None)  # in order, without a gather
+
 RESET = 0  # what is folded into an episode key for the reset; steps count from 1
 
 # Other names of `Any`. `ArrayTree` is a pytree of arrays: no annotation can say which
@@ -159,7 +163,7 @@ class VectorEnv(Protocol):
 
     def reset_done(
         self,
-        key_fn: Callable[[jax.Array], chex.PRNGKey],
+        key_fn: Callable[[LaneIndex], chex.PRNGKey],
         done: jax.Array,
         lanes: Lanes,
     ) -> Lanes:
@@ -167,9 +171,10 @@ class VectorEnv(Protocol):
 
         Args:
             key_fn: maps `[K]` int32 lane numbers to their `[K]` new episode keys, so
-                that only a lane that is reset pays for its key. Numbers may repeat; the
-                key of a lane that is not done is not used. The collector's has
-                `number`, which maps them to the numbers of the new episodes.
+                that only a lane that is reset pays for its key, and `ALL_LANES` to
+                those of all lanes. Numbers may repeat; the key of a lane that is not
+                done is not used. The collector's has `number`, which maps lanes to the
+                numbers of their new episodes.
             done: `[B]` bool, the lanes to reset.
             lanes: the lanes as they are now.
 

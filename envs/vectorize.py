@@ -1,5 +1,6 @@
 """Puts `B` copies of one environment side by side, with auto-reset."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -10,23 +11,24 @@ from flax import struct
 
 from envs import checks
 from envs import keys as env_keys
-from envs.auto_reset import reset_compact, reset_select
+from envs.auto_reset import reset_auto, reset_compact, reset_select
 from envs.types import (
     RESET,
     AnySpace,
     ArrayTree,
     Env,
     EnvStep,
+    LaneIndex,
     Lanes,
     Replaceable,
     VectorEnv,
     node_types,
 )
 
-_AUTO_RESETS = {"compact": reset_compact, "select": reset_select}
+_AUTO_RESETS = {"auto": reset_auto, "compact": reset_compact, "select": reset_select}
 
 
-def vectorize(env: Env, num_envs: int, *, auto_reset: str = "compact") -> VectorEnv:
+def vectorize(env: Env, num_envs: int, *, auto_reset: str = "auto") -> VectorEnv:
     """Puts `num_envs` copies of `env`, the lanes, side by side.
 
     Rewards become float32, flags bool, and no leaf stays weakly typed.
@@ -35,8 +37,9 @@ def vectorize(env: Env, num_envs: int, *, auto_reset: str = "compact") -> Vector
         env: the environment; its parameters are shared by all lanes.
         num_envs: B, at least 1.
         auto_reset: `"compact"` resets only the lanes that are done; `"select"` resets
-            every lane at every step and keeps the done ones. Both give the same bits.
-            Use `"select"` under `vmap`.
+            every lane at every step and keeps the done ones; `"auto"` takes what suits
+            the platform that the program is lowered for. All give the same bits. Use
+            `"select"` under `vmap`.
 
     Returns:
         A `VectorEnv`: a pytree whose leaves are those of `env`.
@@ -49,9 +52,7 @@ def vectorize(env: Env, num_envs: int, *, auto_reset: str = "compact") -> Vector
     return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset)
 
 
-def vectorize_each(
-    env: Env, num_envs: int, *, auto_reset: str = "compact"
-) -> VectorEnv:
+def vectorize_each(env: Env, num_envs: int, *, auto_reset: str = "auto") -> VectorEnv:
     """Puts `num_envs` environments with parameters of their own side by side.
 
     Args:
@@ -125,10 +126,8 @@ class _VectorizedEnv(Replaceable):
 
     def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         env, axes = self._lay_out(self.env, self.num_envs)
-        step = jax.vmap(
-            lambda env, *args: checks.step(env.step(*args)), (axes, 0, 0, 0)
-        )
-        result = step(env, keys, state, action)
+        step = functools.partial(_step, self._types)
+        result = jax.vmap(step, (axes, 0, 0, 0))(env, keys, state, action)
         for name in ("reward", "terminated", "truncated"):
             shape = jnp.shape(getattr(result, name))[1:]
             if shape:
@@ -146,13 +145,15 @@ class _VectorizedEnv(Replaceable):
         )
 
     def reset_done(
-        self, key_fn: Callable[[jax.Array], chex.PRNGKey], done: jax.Array, lanes: Lanes
+        self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
-        def start(env: Env, lane: jax.Array) -> Lanes:
+        every = jnp.arange(self.num_envs, dtype=jnp.int32)
+
+        def start(env: Env, lane: LaneIndex) -> Lanes:
             episode_key = key_fn(lane)
             if self.each:
                 env = jax.tree.map(lambda x: x[lane], env)
-            number = getattr(key_fn, "number", lambda lane: lane)(lane)
+            number = getattr(key_fn, "number", lambda lane: every[lane])(lane)
             reset_key = env_keys.fold_in(episode_key, RESET)
             state, obs = self._reset(env, reset_key, number)
             return Lanes(episode_key=episode_key, state=state, obs=obs)
@@ -167,13 +168,8 @@ class _VectorizedEnv(Replaceable):
         self, env: Env, reset_keys: chex.PRNGKey, number: jax.Array
     ) -> tuple[ArrayTree, ArrayTree]:
         """Resets `[K]` lanes that start the episodes of these numbers, `[K]` int32."""
-
-        def reset(env: Any, key: chex.PRNGKey, number: jax.Array) -> tuple:
-            if hasattr(env, "at_episode"):
-                env = env.at_episode(number)
-            return checks.reset(env.reset(key))
-
         env, axes = self._lay_out(env, number.size)
+        reset = functools.partial(_reset, self._types)
         return jax.vmap(reset, (axes, 0, 0))(env, reset_keys, number)
 
     def _lay_out(self, env: Env, num_lanes: int) -> tuple[Env, Env]:
@@ -191,6 +187,31 @@ class _VectorizedEnv(Replaceable):
             return env, jax.tree.map(lambda _: 0, env)
         axes = jax.tree.map(lambda x: 0 if _is_float(x) else None, env)
         return jax.tree.map(repeat, env), axes
+
+
+# A program may hold a step or a reset several times, one for each kind of platform.
+# Jitted, the environment's own code is traced once. The types are static: see
+# `node_types`.
+@functools.partial(jax.jit, static_argnums=0)
+def _step(
+    types: tuple[type, ...],
+    env: Env,
+    key: chex.PRNGKey,
+    state: ArrayTree,
+    action: ArrayTree,
+) -> EnvStep:
+    del types  # only for the cache
+    return checks.step(env.step(key, state, action))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _reset(
+    types: tuple[type, ...], env: Any, key: chex.PRNGKey, number: jax.Array
+) -> tuple[ArrayTree, ArrayTree]:
+    del types  # only for the cache
+    if hasattr(env, "at_episode"):
+        env = env.at_episode(number)
+    return checks.reset(env.reset(key))
 
 
 def _is_float(x: jax.typing.ArrayLike) -> bool:

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import keys as env_keys
-from envs.types import AnySpace, ArrayTree, EnvStep, Lanes, Replaceable
+from envs.types import (
+    AnySpace,
+    ArrayTree,
+    EnvStep,
+    LaneIndex,
+    Lanes,
+    Replaceable,
+)
 from envs.wrappers import running
 from envs.wrappers.base import VectorWrapper
 from envs.wrappers.running import Statistics
@@ -128,7 +135,7 @@ class NormalizeObs(VectorWrapper):
         )
 
     def reset_done(
-        self, key_fn: Callable[[jax.Array], chex.PRNGKey], done: jax.Array, lanes: Lanes
+        self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
         """Starts a new episode in the lanes whose episode is over."""
         state = lanes.state
@@ -237,7 +244,7 @@ class NormalizeReward(VectorWrapper):
         )
 
     def reset_done(
-        self, key_fn: Callable[[jax.Array], chex.PRNGKey], done: jax.Array, lanes: Lanes
+        self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
         """Starts a new episode in the lanes whose episode is over."""
         state = lanes.state

@@ -46,12 +46,12 @@ def test_compact_resets_the_done_lanes_and_no_other(num_envs):
     np.testing.assert_array_equal(got.obs, sign * np.asarray(lanes.obs)[None])
 
 
-def test_compact_equals_select_bit_for_bit_with_typed_keys():
+def test_all_ways_are_equal_bit_for_bit_with_typed_keys():
     num_envs = 33  # two at a time
     env, lane = CountEnv(), jnp.arange(num_envs)
 
-    def start(env, lane):
-        key = keys.fold_in(jax.random.key(2), lane)
+    def start(env, some):
+        key = keys.fold_in(jax.random.key(2), lane[some])
         state, obs = jax.vmap(env.reset)(keys.fold_in(key, RESET))
         return Lanes(episode_key=key, state=state, obs=obs)
 
@@ -61,7 +61,12 @@ def test_compact_equals_select_bit_for_bit_with_typed_keys():
         state, _ = jax.vmap(env.reset)(lane_keys)
         step = jax.vmap(env.step)(lane_keys, state, jnp.zeros(num_envs, jnp.int32))
         lanes = Lanes(episode_key=lane_keys, state=step.state, obs=step.obs)
-        resets = (auto_reset.reset_compact, auto_reset.reset_select)
+        resets = (
+            auto_reset.reset_select,
+            auto_reset.reset_compact,
+            auto_reset.reset_switch,
+            auto_reset.reset_auto,
+        )
 
         def one(done):
             return [raw(reset(env, start, done, lanes)) for reset in resets]
@@ -69,11 +74,12 @@ def test_compact_equals_select_bit_for_bit_with_typed_keys():
         return jax.lax.map(one, done), raw(lanes.episode_key)
 
     done = np.stack(list(patterns(num_envs)))
-    (compact, select), before = both(done)
-    chex.assert_trees_all_equal(compact, select)
+    (select, *others), before = both(done)
+    for other in others:
+        chex.assert_trees_all_equal(other, select)
     # And both did what they should: fresh counters where done, others untouched.
-    np.testing.assert_array_equal(compact.state["n"], np.where(done, 0, 1))
-    changed = (compact.episode_key != np.asarray(before)[None]).any(axis=-1)
+    np.testing.assert_array_equal(select.state["n"], np.where(done, 0, 1))
+    changed = (select.episode_key != np.asarray(before)[None]).any(axis=-1)
     np.testing.assert_array_equal(changed, done)
 
 

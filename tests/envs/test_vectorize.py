@@ -22,7 +22,7 @@ def test_bad_num_envs_is_refused(num_envs):
 
 
 def test_unknown_auto_reset_is_refused():
-    message = '`auto_reset` must be "compact" or "select", got \'lazy\'.'
+    message = '`auto_reset` must be "auto" or "compact" or "select", got \'lazy\'.'
     with pytest.raises(ValueError, match=message):
         envs.vectorize(CountEnv(), 2, auto_reset="lazy")
 
