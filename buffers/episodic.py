@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from buffers import checks, fields, ring, walk
+from buffers import checks, fields, lowering, ring, walk
 from buffers.replay import ReplayBuffer
 from buffers.types import ArrayTree, EpisodicState
 
@@ -130,10 +130,17 @@ def _last_marks(state: EpisodicState) -> dict[str, jax.Array]:
     memory = state.ring
     slot = (memory.head + jnp.maximum(state.pending, 1) - 1) % memory.num_slots
     row = slot * memory.num_envs + jnp.arange(memory.num_envs, dtype=jnp.int32)
+
     # XLA moves no read out of a conditional; after the write it would need a copy.
-    return lax.cond(
-        jnp.any((state.pending > 0) | state.skipping),
-        lambda marks: walk.read_leaves(marks, row),
-        lambda marks: jax.tree.map(lambda x: jnp.zeros(row.shape, x.dtype), marks),
-        walk.marks(memory.experience),
-    )
+    def read_if_any(marks: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return lax.cond(
+            jnp.any((state.pending > 0) | state.skipping),
+            lambda marks: walk.read_leaves(marks, row),
+            lambda marks: jax.tree.map(lambda x: jnp.zeros(row.shape, x.dtype), marks),
+            marks,
+        )
+
+    def read(marks: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return lax.optimization_barrier(walk.read_leaves(marks, row))
+
+    return lowering.choose(read_if_any, read, walk.marks(memory.experience))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from buffers import lowering
 from buffers.types import ArrayTree, Finals
 
 
@@ -59,10 +60,14 @@ def put(
 def _write(
     memory: ArrayTree, rows: ArrayTree, order: jax.Array, place: jax.Array
 ) -> ArrayTree:
-    """Writes the rows that have an `order`, `[R]` int32, -1 for none, to their `place`.
+    """Writes the rows that have an `order`, `[R]` int32, to their `place`; -1: none."""
+    return lowering.choose(_write_in_rounds, _write_apart, memory, rows, order, place)
 
-    It goes in rounds of a few rows, since few of many are final.
-    """
+
+def _write_in_rounds(
+    memory: ArrayTree, rows: ArrayTree, order: jax.Array, place: jax.Array
+) -> ArrayTree:
+    """Writes a few rows a round, since few of many are final."""
     num_rows = order.shape[0]
     capacity = jax.tree.leaves(memory)[0].shape[0]
     # Large enough that one round nearly always suffices, small enough to cost little.
@@ -91,3 +96,18 @@ def _write(
     count = jnp.max(order) + 1
     start = jnp.int32(0), memory
     return lax.while_loop(lambda loop: loop[0] < count, write_some, start)[1]
+
+
+def _write_apart(
+    memory: ArrayTree, rows: ArrayTree, order: jax.Array, place: jax.Array
+) -> ArrayTree:
+    """Writes every row on its own."""
+    del order  # unused
+    capacity = jax.tree.leaves(memory)[0].shape[0]
+    beyond = capacity + jnp.arange(place.shape[0], dtype=jnp.int32)
+    target = jnp.where(place >= 0, place, beyond)  # no number twice
+
+    def put_leaf(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[target].set(new, mode="drop", unique_indices=True)
+
+    return jax.tree.map(put_leaf, memory, rows)

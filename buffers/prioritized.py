@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from buffers import checks, ring, sampling, sum_tree, walk
+from buffers import checks, lowering, ring, sampling, sum_tree, walk
 from buffers.base import RingBuffer
 from buffers.batches import RelabelFn
 from buffers.types import ArrayTree, Batch, PrioritizedState, Sequences
@@ -229,7 +229,6 @@ def _put_rows(
 ) -> sum_tree.Tree:
     """Sets the rows of the slots, `[T, B]`, to `value`, in place."""
     num_rows, num_envs = slot.shape
-    together = ring.is_together(slot, num_slots)
 
     def put_together(tree: sum_tree.Tree) -> sum_tree.Tree:
         windows = [
@@ -242,8 +241,12 @@ def _put_rows(
         # A row that is not written has the slot N, and so a number beyond all rows.
         row = slot * num_envs + jnp.arange(num_envs, dtype=jnp.int32)[None]
         row = jnp.where(slot < num_slots, row, tree[0].shape[0]).reshape(-1)
-        return sum_tree.put(tree, row, jnp.full(row.shape, value))
+        return sum_tree.put_distinct(tree, row, value)
 
-    if num_rows <= num_slots:
-        tree = ring.once(together, put_together, tree)
-    return ring.once(~together, put_apart, tree)
+    def put_in_loops(tree: sum_tree.Tree) -> sum_tree.Tree:
+        together = ring.is_together(slot, num_slots)
+        if num_rows <= num_slots:
+            tree = lowering.once(together, put_together, tree)
+        return lowering.once(~together, put_apart, tree)
+
+    return lowering.choose(put_in_loops, put_apart, tree)

@@ -4,15 +4,14 @@ Lanes that have always been given the same number of rows are at the same slot, 
 a chunk is one contiguous write. Once a mask has let them drift apart, each row goes to
 the slot of its own lane. Which case holds is known only at run time, and a conditional
 would copy the ring. So there are two loops, of zero or one round, that write in place.
+On a GPU every row goes to the slot of its own lane, always: no loop, no wait.
 """
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from buffers import fields, finals
+from buffers import fields, finals, lowering
 from buffers.types import ArrayTree, RingState
 
 
@@ -80,22 +79,6 @@ def put(ring: RingState, chunk: ArrayTree, slot: jax.Array) -> RingState:
     return ring.replace(experience=_put(ring.experience, chunk, slot))
 
 
-def once(
-    flag: jax.Array,
-    write_fn: Callable[..., ArrayTree],
-    memory: ArrayTree,
-    *args: ArrayTree,
-) -> ArrayTree:
-    """Applies `write_fn` to `memory` if `flag`, `()` bool, in place."""
-
-    def body(
-        loop: tuple[jax.Array, ArrayTree],
-    ) -> tuple[jax.Array, ArrayTree]:
-        return jnp.zeros((), bool), write_fn(loop[1], *args)
-
-    return lax.while_loop(lambda loop: loop[0], body, (flag, memory))[1]
-
-
 def windows(
     start: jax.Array, length: int, num_slots: int
 ) -> list[tuple[jax.Array, jax.Array]]:
@@ -133,11 +116,16 @@ def _slots(head: jax.Array, mask: jax.Array, num_slots: int) -> jax.Array:
 
 def _put(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:
     """Writes `rows`, `[T, B, ...]`, into `memory`, `[N, B, ...]`, in place."""
+    return lowering.choose(_put_in_loops, _put_apart, memory, rows, slot)
+
+
+def _put_in_loops(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:
+    """Writes all lanes at once where they are at the same slot."""
     num_slots = jax.tree.leaves(memory)[0].shape[0]
     together = is_together(slot, num_slots)
     if slot.shape[0] <= num_slots:
-        memory = once(together, _put_together, memory, rows, slot)
-    return once(~together, _put_apart, memory, rows, slot)
+        memory = lowering.once(together, _put_together, memory, rows, slot)
+    return lowering.once(~together, _put_apart, memory, rows, slot)
 
 
 def _put_together(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:
@@ -162,7 +150,11 @@ def _put_together(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayT
 
 def _put_apart(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:
     """Writes every row to the slot of its own lane."""
-    lane = jnp.broadcast_to(jnp.arange(slot.shape[1])[None], slot.shape)
-    return jax.tree.map(
-        lambda old, new: old.at[slot, lane].set(new, mode="drop"), memory, rows
-    )
+    num_slots = jax.tree.leaves(memory)[0].shape[0]
+    time, lane = jnp.indices(slot.shape, dtype=jnp.int32)
+    slot = jnp.where(slot < num_slots, slot, num_slots + time)  # no place twice
+
+    def put_leaf(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[slot, lane].set(new, mode="drop", unique_indices=True)
+
+    return jax.tree.map(put_leaf, memory, rows)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from buffers import sum_tree, walk
+from buffers import lowering, sum_tree, walk
 from buffers.types import RingState
 
 RowFn = Callable[[jax.Array], jax.Array]  # rows of any shape to a flag or number
@@ -66,6 +66,24 @@ def redraw(
         `[S]` int32 rows, and `[S]` bool, False where no row may be used.
     """
 
+    def redraw_in_rounds(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+        return _redraw_in_rounds(first, draw_fn, usable_fn, draw_usable_fn, key)
+
+    def redraw_at_once(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+        return _redraw_at_once(first, draw_fn, usable_fn, draw_usable_fn, key)
+
+    return lowering.choose(redraw_in_rounds, redraw_at_once, key)
+
+
+def _redraw_in_rounds(
+    first: jax.Array,
+    draw_fn: Callable[[chex.PRNGKey], jax.Array],
+    usable_fn: RowFn,
+    draw_usable_fn: Callable[[chex.PRNGKey], jax.Array],
+    key: chex.PRNGKey,
+) -> tuple[jax.Array, jax.Array]:
+    """Draws again until all rows may be used, most often not once."""
+
     def again(
         loop: tuple[jax.Array, jax.Array, jax.Array],
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -80,6 +98,29 @@ def redraw(
         lambda loop: ~jnp.all(loop[2]) & (loop[0] <= _ROUNDS), again, state
     )
     return row, usable
+
+
+def _redraw_at_once(
+    first: jax.Array,
+    draw_fn: Callable[[chex.PRNGKey], jax.Array],
+    usable_fn: RowFn,
+    draw_usable_fn: Callable[[chex.PRNGKey], jax.Array],
+    key: chex.PRNGKey,
+) -> tuple[jax.Array, jax.Array]:
+    """Draws all rounds side by side, and takes the first row that may be used."""
+    number = jnp.arange(_ROUNDS, dtype=jnp.int32)
+    round_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
+    rows = jnp.concatenate([first[None], jax.vmap(draw_fn)(round_keys)])
+    usable = usable_fn(rows)
+    row = jnp.take_along_axis(rows, jnp.argmax(usable, axis=0)[None], axis=0)[0]
+    is_found = usable.any(axis=0)
+
+    def look_at_all(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+        drawn = jnp.where(is_found, row, draw_usable_fn(key))
+        return drawn, usable_fn(drawn)
+
+    last_key = jax.random.fold_in(key, _ROUNDS)
+    return lax.cond(is_found.all(), lambda _: (row, is_found), look_at_all, last_key)
 
 
 def in_proportion_to(
@@ -101,6 +142,20 @@ def has_usable(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
 
     It goes back from the newest rows, no further than needed: nearly all may be used.
     """
+
+    def count_back(ring: RingState) -> jax.Array:
+        return _count_back(ring, usable_fn, number)
+
+    def count_all(ring: RingState) -> jax.Array:
+        row = walk.all_rows(ring)
+        usable = walk.is_stored(ring, row) & usable_fn(row)
+        return jnp.sum(usable, dtype=jnp.int32)
+
+    return lowering.choose(count_back, count_all, ring) >= number
+
+
+def _count_back(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
+    """Counts rows that may be used, from the newest ones until there are `number`."""
     num_ages = min(ring.num_slots, -(-number // ring.num_envs) + 1)
     lane = jnp.arange(ring.num_envs, dtype=jnp.int32)[None]
     row_age = jnp.arange(num_ages, dtype=jnp.int32)[:, None]
@@ -119,7 +174,7 @@ def has_usable(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
         look,
         (jnp.int32(0), jnp.int32(0)),
     )
-    return count >= number
+    return count
 
 
 def below(n: jax.Array, shape: tuple[int, ...], key: chex.PRNGKey) -> jax.Array:

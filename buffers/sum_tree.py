@@ -63,6 +63,19 @@ def put(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
     is_last = level.at[leaf].get(mode="clip") == writer
     beyond = jnp.int32(level.shape[0])
     level = level.at[jnp.where(is_last, leaf, beyond)].set(value, mode="drop")
+    return _sum_up(tree, level, leaf)
+
+
+def put_distinct(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
+    """Sets the leaves `leaf`, `[K]` int32, no two alike, to `value`, `()` float32.
+
+    Any number of them may lie beyond the leaves: these are skipped.
+    """
+    return _sum_up(tree, tree[0].at[leaf].set(value, mode="drop"), leaf)
+
+
+def _sum_up(tree: Tree, level: jax.Array, leaf: jax.Array) -> Tree:
+    """Replaces the leaves by `level`, and the sums above the written ones, `leaf`."""
     levels, node = [level], leaf
     for above in tree[1:]:
         node = node // WIDTH
