@@ -22,6 +22,7 @@ from envs.types import (
     AnySpace,
     ArrayTree,
     EnvStep,
+    LaneIndex,
     Lanes,
     Replaceable,
     VectorEnv,
@@ -63,6 +64,9 @@ def shard(
     lanes. That they have the same collector is checked here, where they wait for each
     other.
 
+    The devices may be absent, those of `rollout.inspection.devices`: such a collector
+    is for `rollout.inspect`.
+
     Args:
         collector: policy and environments, of `envs.vectorize` or
             `envs.vectorize_each`, with wrappers around them or not.
@@ -84,7 +88,8 @@ def shard(
         raise ValueError(
             f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
         )
-    if mesh.is_multi_process:  # before what one process alone may refuse
+    if mesh.is_multi_process and not _is_absent(mesh):
+        # Before what one process alone may refuse.
         processes.compare("collector", _facts(collector, mesh, axis))
     num_envs, num_devices = collector.env.num_envs, mesh.shape[axis]
     if num_envs % num_devices:
@@ -168,7 +173,7 @@ class _SpreadEnv(Replaceable):
         return self._map(step, keys, state, action)
 
     def reset_done(
-        self, key_fn: Callable[[jax.Array], chex.PRNGKey], done: jax.Array, lanes: Lanes
+        self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
     ) -> Lanes:
         args = key_fn, done, lanes
         return self._map(lambda env, *args: env.reset_done(*args), *args)
@@ -195,9 +200,10 @@ class _SpreadEnv(Replaceable):
 
 def _spread(env: Any, spread: Spread) -> VectorEnv:
     if hasattr(env, "local"):
-        # Numbers of Python would be sent to every device with each call.
-        spec = PartitionSpec(spread.axis) if env.each else PartitionSpec()
-        env = jax.device_put(env, NamedSharding(spread.mesh, spec))
+        if not _is_absent(spread.mesh):
+            # Numbers of Python would be sent to every device with each call.
+            spec = PartitionSpec(spread.axis) if env.each else PartitionSpec()
+            env = _put(env, NamedSharding(spread.mesh, spec))
         return _SpreadEnv(env=env, spread=spread)
     if spread_of(env) is None and hasattr(env, "env"):  # a wrapper
         return env.replace(env=_spread(env.env, spread))
@@ -205,6 +211,23 @@ def _spread(env: Any, spread: Spread) -> VectorEnv:
         "`collector.env` must be made by `envs.vectorize` or `envs.vectorize_each`, "
         f"and not be spread already, got {type(env).__name__}."
     )
+
+
+def _is_absent(mesh: Mesh) -> bool:
+    """Whether nothing can lie on its devices, see `rollout.inspection.devices`."""
+    return mesh.devices.flat[0].client.runtime_type == "compile_only_runtime"
+
+
+def _put(tree: ArrayTree, where: NamedSharding) -> ArrayTree:
+    """Puts numbers and arrays on a mesh, with the types that `jit` gives them.
+
+    Over several processes `device_put` compares a Python float with the float32 that it
+    becomes, and so refuses most of them; it also refuses NaN and typed keys.
+    """
+    if not where.mesh.is_multi_process:
+        return jax.device_put(tree, where)
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, jax.jit(list, out_shardings=where)(leaves))
 
 
 def _facts(collector: Collector, mesh: Mesh, axis: str) -> dict[str, object]:

@@ -23,7 +23,8 @@ def minibatches(
         params, losses = jax.lax.scan(update, params, minibatches(key, data, 4, 10))
 
     Every row is in exactly one minibatch of each epoch, and each epoch is shuffled
-    anew. Void rows come along, with their `mask`.
+    anew. Void rows come along, with their `mask`. Where lanes are spread over devices,
+    call it under `jax.shard_map`, for rows to stay: docs/devices.md has the program.
 
     Args:
         key: one typed key.

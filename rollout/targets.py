@@ -9,11 +9,13 @@ that a notebook may call them as they are.
 import chex
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from rollout import unrolling
 from rollout.types import Transition
 
 Scalar = float | jax.Array  # (), may be traced
+
+_UNROLL = 16  # rows; 32 halve the launches again, and take twice as long to compile
 
 
 def gae(
@@ -186,4 +188,6 @@ def _sum_up(
 
     nothing = jnp.zeros_like(term[0]), episode_id[0], jnp.zeros_like(mask[0])
     rows = term, instead, done, mask, episode_id
-    return lax.scan(step, nothing, rows, reverse=True)[1]
+    return unrolling.scan(
+        step, nothing, rows, gpu=_UNROLL, other=_UNROLL, reverse=True
+    )[1]

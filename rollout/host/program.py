@@ -43,7 +43,6 @@ class Program:
     def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
         self._policy = policy
         self._view: Any = View(num_envs, action_space)
-        self._is_on_host = jax.default_backend() == "cpu"
         self._impl: Any = None
 
     def start(self, key: chex.PRNGKey) -> None:
@@ -89,9 +88,10 @@ class Program:
         args = self._policy_words(), self.state, obs, lanes, env_id, warmup
         self.state, out = self._act(params, *args)
         self.step += 1
-        if not self._is_on_host:
-            return jax.device_get(out)  # all copies begin before one is waited for
         leaves, structure = jax.tree.flatten(out)
+        # Where the parameters put the program, whatever jax's default is.
+        if any(device.platform != "cpu" for device in leaves[0].devices()):
+            return jax.device_get(out)  # all copies begin before one is waited for
         return structure.unflatten([np.asarray(x) for x in leaves])
 
     def compile(self, params: Any, obs: ArrayTree) -> None:
@@ -125,8 +125,8 @@ class Program:
         return self._keys[row]
 
     def _warmup_words(self) -> np.ndarray:
-        step: Any = self.step
-        key = episode_keys.warmup_key(self._key, step)
+        root = episode_keys.warmup_root(self._key)
+        key = episode_keys.at_step(root, jnp.int32(self.step))
         return np.asarray(jax.random.key_data(key))
 
     def _apply(
@@ -186,7 +186,8 @@ class Program:
 def _policy_keys(root: chex.PRNGKey, step: jax.Array) -> jax.Array:
     """The words of the keys of so many steps from `step` on."""
     steps = step + jnp.arange(_AHEAD, dtype=jnp.int32)
-    return jax.random.key_data(episode_keys.policy_key(root, steps))
+    key = episode_keys.at_step(episode_keys.policy_root(root), steps)
+    return jax.random.key_data(key)
 
 
 def _carry(obs: ArrayTree, state: ArrayTree) -> Carry:

@@ -7,23 +7,31 @@ two ends of a stack of rows.
 from rollout.kernel.transition import (
     act,
     init,
+    next_episodes,
     pack,
+    policy_keys,
     record,
     restart,
+    roots_of,
     step,
     step_env,
     unpack,
     void,
+    written,
 )
 
 __all__ = [
     "act",
     "init",
+    "next_episodes",
     "pack",
+    "policy_keys",
     "record",
     "restart",
+    "roots_of",
     "step",
     "step_env",
     "unpack",
     "void",
+    "written",
 ]

@@ -25,9 +25,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from envs import keys
-from envs.types import RESET, ArrayTree
+from envs.types import RESET, ArrayTree, LaneIndex
 from rollout.types import Episode
 
 _POLICY, _ENV, _QUEUE, _WARMUP = 0, 1, 2, 3
@@ -46,28 +47,44 @@ class LaneIds(NamedTuple):
     total: Any  # (), also an int
 
 
-class Start(NamedTuple):
-    """The episodes that lanes start next: positions in `[B]` to their keys.
+class Roots(NamedTuple):
+    """Keys that other keys hang under, the same at every step of a call.
+
+    A fold hashes them once, before its loop over time.
 
     Attributes:
-        stream: `()` key that those of the episodes hang under.
-        episode_id: `[B]` int32, their ids.
-        lanes: whose own episodes they are; None if they are of the queue.
+        policy: `()` key, `root POLICY`.
+        warmup: `()` key, `root WARMUP`.
+        lane: `[B]` keys, `root ENV i` of every lane.
     """
 
-    stream: chex.PRNGKey  # ()
+    policy: chex.PRNGKey  # ()
+    warmup: chex.PRNGKey  # ()
+    lane: chex.PRNGKey  # [B]
+
+
+class Start(NamedTuple):
+    """The episodes that lanes start next: lanes, as an index into `[B]`, to their keys.
+
+    Attributes:
+        stream: the key that those of the episodes hang under: `()` for the queue,
+            `[B]` for the lanes' own.
+        episode_id: `[B]` int32, their ids.
+        total: how many lanes there are in all; None for episodes of the queue.
+    """
+
+    stream: chex.PRNGKey  # () or [B]
     episode_id: jax.Array  # [B]
-    lanes: LaneIds | None
+    total: Any  # (), also an int
 
-    def __call__(self, at: jax.Array) -> chex.PRNGKey:
-        """The keys of the episodes at positions in `[B]`."""
+    def __call__(self, at: LaneIndex) -> chex.PRNGKey:
+        """The keys of the episodes of these lanes."""
         episode_id = self.episode_id[at]
-        if self.lanes is None:
+        if self.total is None:
             return keys.fold_in(self.stream, -1 - episode_id)
-        number = episode_id // self.lanes.total
-        return _own_key(self.stream, self.lanes.number[at], number)
+        return keys.fold_in(self.stream[at], episode_id // self.total)
 
-    def number(self, at: jax.Array) -> jax.Array:
+    def number(self, at: LaneIndex) -> jax.Array:
         """Their numbers, int32 from 0: of the queue, or those of the lanes' own."""
         episode_id = self.episode_id[at]
         return jnp.where(episode_id < 0, -1 - episode_id, episode_id)
@@ -78,14 +95,35 @@ def all_lanes(num_envs: int) -> LaneIds:
     return LaneIds(jnp.arange(num_envs, dtype=jnp.int32), num_envs)
 
 
-def policy_key(root: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
-    """The policy's key at a step, one for all lanes."""
-    return keys.fold_in(keys.fold_in(root, _POLICY), step)
+def roots(root: chex.PRNGKey, lanes: LaneIds) -> Roots:
+    """Hashes what the keys of all steps hang under."""
+    return Roots(
+        policy=policy_root(root),
+        warmup=warmup_root(root),
+        lane=keys.fold_in(keys.fold_in(root, _ENV), lanes.number),
+    )
 
 
-def warmup_key(root: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
-    """The key of the random actions of a warm-up at a step, one for all lanes."""
-    return keys.fold_in(keys.fold_in(root, _WARMUP), step)
+def policy_root(root: chex.PRNGKey) -> chex.PRNGKey:
+    """The key that the policy's keys hang under."""
+    return keys.fold_in(root, _POLICY)
+
+
+def warmup_root(root: chex.PRNGKey) -> chex.PRNGKey:
+    """The key that those of the random actions of a warm-up hang under."""
+    return keys.fold_in(root, _WARMUP)
+
+
+def at_step(root: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
+    """The key of all lanes at a step, under one of `Roots`.
+
+    That of the policy hangs under `Roots.policy`, that of the random actions of a
+    warm-up under `Roots.warmup`. With `[T]` steps these are `[T]` keys.
+    """
+    if step.ndim and jax.random.key_impl(root) == "unsafe_rbg":
+        # Its keys are not those of one step each if they are made side by side.
+        return lax.map(lambda t: keys.fold_in(root, t), step)
+    return keys.fold_in(root, step)
 
 
 def reset_keys(episode: Episode) -> chex.PRNGKey:
@@ -126,22 +164,25 @@ def first_episodes(
     )
 
 
-def own_episodes(
-    root: chex.PRNGKey, lanes: LaneIds, episode_id: jax.Array, *, ahead: int = 0
-) -> Start:
-    """The lanes' own episodes that come `ahead` after those of `episode_id`, `[B]`."""
-    return Start(keys.fold_in(root, _ENV), episode_id + ahead * lanes.total, lanes)
+def own_episodes(roots: Roots, total: int, episode_id: jax.Array) -> Start:
+    """The lanes' own episodes with these ids, `[B]`."""
+    return Start(roots.lane, episode_id, total)
 
 
-def queued_episodes(root: chex.PRNGKey, position: jax.Array) -> Start:
+def queue(root: chex.PRNGKey) -> chex.PRNGKey:
+    """The key that those of the queue's episodes hang under."""
+    return keys.fold_in(root, _QUEUE)
+
+
+def queued_episodes(queue: chex.PRNGKey, position: jax.Array) -> Start:
     """The episodes at `position`, `[B]` int32, of the queue that all lanes serve."""
-    return Start(keys.fold_in(root, _QUEUE), -1 - position, None)
+    return Start(queue, -1 - position, None)
 
 
 def keys_of(root: chex.PRNGKey, lanes: LaneIds, episode_id: jax.Array) -> chex.PRNGKey:
     """The keys of episodes by their ids, `[B]`: of the lanes' own, or of the queue."""
     own = _own_key(keys.fold_in(root, _ENV), lanes.number, episode_id // lanes.total)
-    queued = keys.fold_in(keys.fold_in(root, _QUEUE), -1 - episode_id)
+    queued = keys.fold_in(queue(root), -1 - episode_id)
     return keys.select(episode_id < 0, queued, own)
 
 

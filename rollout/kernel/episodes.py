@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from envs import keys
 from envs.types import ArrayTree, Replaceable, VectorEnv, spread_of
-from rollout.kernel import episode_keys, transition
-from rollout.kernel.episode_keys import LaneIds, Start
+from rollout.kernel import blocks, episode_keys, transition
+from rollout.kernel.episode_keys import Roots, Start
 from rollout.types import (
     Accumulators,
     Carry,
@@ -45,9 +44,10 @@ class Plan(NamedTuple):
     after: Start  # the episodes of their own that lanes start when the call is over
 
 
-def queue(carry: Carry, lanes: LaneIds, num_episodes: int) -> Plan:
+def queue(carry: Carry, roots: Roots, num_episodes: int) -> Plan:
     """All lanes serve one queue: whoever is free takes the next episode."""
-    own_id = carry.episode.episode_id
+    next_id, num_envs = _next_id(carry)
+    queue_key = episode_keys.queue(carry.key)
 
     def take_next(index: jax.Array, over: jax.Array, before: jax.Array) -> jax.Array:
         rank = jnp.cumsum(_parts(over, before.size), axis=1, dtype=jnp.int32)
@@ -58,28 +58,35 @@ def queue(carry: Carry, lanes: LaneIds, num_episodes: int) -> Plan:
         num_episodes=num_episodes,
         next_fn=take_next,
         start_fn=lambda index: episode_keys.queued_episodes(
-            carry.key, carry.next_episode + index
+            queue_key, carry.next_episode + index
         ),
-        first=lanes.number,
+        first=jnp.arange(num_envs, dtype=jnp.int32),
         num_queued=num_episodes,
-        after=episode_keys.own_episodes(carry.key, lanes, own_id + lanes.total),
+        after=episode_keys.own_episodes(roots, num_envs, next_id),
     )
 
 
-def per_env(carry: Carry, lanes: LaneIds, episodes_per_env: int) -> Plan:
+def per_env(carry: Carry, roots: Roots, episodes_per_env: int) -> Plan:
     """Every lane plays the next `episodes_per_env` episodes of its own."""
-    num_episodes = episodes_per_env * lanes.total
-    first_id = carry.episode.episode_id + lanes.total
+    first_id, num_envs = _next_id(carry)
+    num_episodes = episodes_per_env * num_envs
+    lane = jnp.arange(num_envs, dtype=jnp.int32)
     return Plan(
         num_episodes=num_episodes,
-        next_fn=lambda index, over, _: jnp.where(over, index + lanes.total, index),
+        next_fn=lambda index, over, _: jnp.where(over, index + num_envs, index),
         start_fn=lambda index: episode_keys.own_episodes(
-            carry.key, lanes, first_id + (index - lanes.number)
+            roots, num_envs, first_id + (index - lane)
         ),
-        first=lanes.number,
+        first=lane,
         num_queued=0,
-        after=episode_keys.own_episodes(carry.key, lanes, first_id + num_episodes),
+        after=episode_keys.own_episodes(roots, num_envs, first_id + num_episodes),
     )
+
+
+def _next_id(carry: Carry) -> tuple[jax.Array, int]:
+    """The ids of the lanes' own next episodes, `[B]`, and the number of lanes."""
+    episode_id = carry.episode.episode_id
+    return episode_id + episode_id.size, episode_id.size
 
 
 @struct.dataclass(kw_only=True)
@@ -103,10 +110,11 @@ def play(
     policy: Policy,
     carry: Carry,
     params: Any,
-    fn: Callable[[Acc, Transition], Acc],
+    fn: Callable[[Acc, Transition, jax.Array], Acc],
     acc: Acc,
     *,
     plan: Plan,
+    roots: Roots,
     max_steps: jax.Array,
     min_steps: jax.Array | None = None,
     accumulators: Accumulators = (),
@@ -117,16 +125,17 @@ def play(
 
     # Restart, then step: the other way round the restart of all lanes before the first
     # step would be compiled apart.
-    def step(run: _Run) -> _Run:
+    # Beyond the end every lane is idle, so that tables and counts stay as they are.
+    def step(run: _Run, go: jax.Array) -> _Run:
         start = plan.start_fn(run.index)
         carry = transition.restart(env, policy, run.carry, run.over, start, **figures)
         carry, row, cut = transition.advance(
-            env, policy, carry, params, limit=max_steps, **figures
+            env, policy, carry, params, roots=roots, limit=max_steps, **figures
         )
         mask = run.index < plan.num_episodes
         return run.replace(
-            carry=carry,
-            acc=fn(run.acc, _void(row, mask, cut)),
+            carry=blocks.hold(go, carry, run.carry),
+            acc=fn(run.acc, _void(row, mask, cut), go),
             over=row.done,
             table=_note(run.table, plan.first, run.index, row, cut),
             figures=_note_figures(run.figures, run.index, row),
@@ -134,14 +143,7 @@ def play(
         )
 
     run = _before_the_first(plan, carry, acc, spread)
-    # Of words, for under `vmap` the loop selects between old and new, which jax's
-    # checker of key reuse takes for a use of a key.
-    words = lax.while_loop(
-        lambda words: words.num_over < words.num_wanted,
-        lambda words: keys.words(step(keys.like(words, run))),
-        keys.words(run),
-    )
-    run = keys.like(words, run)
+    run = blocks.steps_while(lambda run: run.num_over < run.num_wanted, step, run)
     everywhere = jnp.ones((env.num_envs,), bool)
     end = transition.restart(env, policy, run.carry, everywhere, plan.after, **figures)
     played = _read(run.table, run.figures)

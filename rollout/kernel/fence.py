@@ -32,22 +32,33 @@ def step_once(
 
     `counter` is any `()` int32 that is not known when compiling.
     """
-    if jax.__version_info__ >= (0, 11) or jax.default_backend() != "cpu":
-        result = step(step_keys, *keys.barrier((state, action)))
-        # `info` is read rarely: outside the barrier it vanishes where it is not.
-        return keys.barrier(result.replace(info=())).replace(info=result.info)
     operands = (step_keys, state, action)
-    shapes = jax.eval_shape(step, *operands).replace(state=())
 
     # Words for the keys: under `vmap` a conditional is a selection between the results,
     # which jax's checker of key reuse takes for a use of a key.
-    def taken(words: ArrayTree) -> EnvStep:
+    def take(words: ArrayTree) -> EnvStep:
         result = step(*keys.like(words, operands))
         return result.replace(state=keys.words(result.state))
 
-    def never(words: ArrayTree) -> EnvStep:
-        return keys.blank(shapes, step_keys).replace(state=words[1])
+    def between_barriers(words: ArrayTree) -> EnvStep:
+        result = take((words[0], *lax.optimization_barrier(words[1:])))
+        # `info` is read rarely: outside the barrier it vanishes where it is not.
+        barred = keys.barrier(result.replace(info=()))
+        return barred.replace(info=result.info)
 
-    always = (counter | 1) != 0
-    result = lax.cond(always, taken, never, keys.words(operands))
+    def in_a_conditional(words: ArrayTree) -> EnvStep:
+        shapes = jax.eval_shape(take, words).replace(state=())
+
+        def never(words: ArrayTree) -> EnvStep:
+            return keys.blank(shapes, step_keys).replace(state=words[1])
+
+        return lax.cond((counter | 1) != 0, take, never, words)
+
+    words = keys.words(operands)
+    if jax.__version_info__ >= (0, 11):
+        result = between_barriers(words)
+    else:
+        result = lax.platform_dependent(
+            words, cpu=in_a_conditional, default=between_barriers
+        )
     return result.replace(state=keys.like(result.state, state))

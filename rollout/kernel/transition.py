@@ -7,17 +7,18 @@ environment, the keys, the limit and the lanes that stand still are all in here.
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from envs import keys
 from envs.types import ArrayTree, EnvStep, Lanes, VectorEnv, spread_of
 from rollout import checks
 from rollout.kernel import episode_keys, fence
-from rollout.kernel.episode_keys import LaneIds, Start
+from rollout.kernel.episode_keys import Roots, Start
 from rollout.types import (
     Accumulators,
     Carry,
@@ -29,17 +30,18 @@ from rollout.types import (
     Transition,
 )
 
+_Tree = TypeVar("_Tree", bound=ArrayTree)
+
 
 def init(
     env: VectorEnv,
     policy: Policy,
     key: chex.PRNGKey,
     *,
-    lanes: LaneIds | None = None,
     accumulators: Accumulators = (),
 ) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
-    lanes = lanes or episode_keys.all_lanes(env.num_envs)
+    lanes = episode_keys.all_lanes(env.num_envs)
     accumulated = accumulate_nothing(accumulators, env.num_envs)
     episode = episode_keys.first_episodes(key, lanes, accumulated)
     env_state, obs = keys.barrier(env).reset(episode_keys.reset_keys(episode))
@@ -61,7 +63,8 @@ def step(
     carry: Carry,
     params: Any,
     *,
-    lanes: LaneIds | None = None,
+    roots: Roots | None = None,
+    policy_key: chex.PRNGKey | None = None,
     limit: jax.Array | None = None,
     active: jax.Array | None = None,
     drop_fn: Callable[[Transition], jax.Array] | None = None,
@@ -74,7 +77,8 @@ def step(
         policy: the policy that acts in them.
         carry: the carry of `init` or of an earlier step.
         params: whatever the policy takes as its parameters.
-        lanes: which lanes these are; None for all there are.
+        roots: what the keys hang under, hashed once per call; None hashes it here.
+        policy_key: the policy's key at this step; None hashes it here.
         limit: `()` int32, steps after which an episode is truncated.
         active: `[B]` bool, the lanes that step; the others keep what they have, and
             their row is void.
@@ -82,14 +86,25 @@ def step(
         accumulators: figures that are kept per episode.
     """
     figures: dict[str, Any] = {"accumulators": accumulators}
-    stepped, transition, _ = advance(env, policy, carry, params, limit=limit, **figures)
+    roots = roots or roots_of(env, carry)
+    stepped, transition, _ = advance(
+        env,
+        policy,
+        carry,
+        params,
+        roots=roots,
+        policy_key=policy_key,
+        limit=limit,
+        **figures,
+    )
     over = transition.done
     if drop_fn is not None:
         over |= drop_fn(transition)
     if active is not None:
         over &= active
         transition = transition.replace(mask=active)
-    fresh = restart(env, policy, stepped, over, lanes=lanes, **figures)
+    start = next_episodes(env, stepped, roots)
+    fresh = restart(env, policy, stepped, over, start, **figures)
     if active is not None:
         fresh = _stand_still(active, carry, stepped, fresh)
     return fresh, transition
@@ -101,6 +116,8 @@ def advance(
     carry: Carry,
     params: Any,
     *,
+    roots: Roots,
+    policy_key: chex.PRNGKey | None = None,
     limit: jax.Array | None = None,
     accumulators: Accumulators = (),
 ) -> tuple[Carry, Transition, jax.Array]:
@@ -111,7 +128,8 @@ def advance(
     """
     checks.carry(carry, env.num_envs)
     with jax.named_scope("policy"):
-        decision = act(env, policy, carry, params)
+        policy_key = _policy_key(roots, carry.step, policy_key)
+        decision = act(env, policy, carry, params, policy_key)
     with jax.named_scope("env_step"):
         result = step_env(env, carry, decision.action)
     with jax.named_scope("bookkeeping"):
@@ -143,19 +161,12 @@ def restart(
     policy: Policy,
     carry: Carry,
     over: jax.Array,
-    start: Start | None = None,
+    start: Start,
     *,
-    lanes: LaneIds | None = None,
     accumulators: Accumulators = (),
 ) -> Carry:
-    """Starts new episodes in the lanes where `over`, `[B]` bool.
-
-    Without a `start` these are the next ones of the lanes' own.
-    """
+    """Starts the episodes of `start` in the lanes where `over`, `[B]` bool."""
     episode = carry.episode
-    if start is None:
-        lanes = lanes or episode_keys.all_lanes(env.num_envs)
-        start = episode_keys.own_episodes(carry.key, lanes, episode.episode_id, ahead=1)
     with jax.named_scope("auto_reset"):
         old = Lanes(episode_key=episode.key, state=carry.env_state, obs=carry.obs)
         new = keys.barrier(env).reset_done(start, over, old)
@@ -181,16 +192,33 @@ def restart(
         return _place(env, fresh)
 
 
+def roots_of(env: VectorEnv, carry: Carry) -> Roots:
+    """Hashes what the keys of all steps from this carry on hang under."""
+    checks.carry(carry, env.num_envs)
+    lanes = episode_keys.all_lanes(env.num_envs)
+    return _place(env, episode_keys.roots(carry.key, lanes))
+
+
+def policy_keys(roots: Roots, carry: Carry, num_steps: int) -> chex.PRNGKey:
+    """Hashes the policy's keys of the next steps, `[num_steps]`."""
+    steps = carry.step + jnp.arange(num_steps, dtype=jnp.int32)
+    return episode_keys.at_step(roots.policy, steps)
+
+
+def next_episodes(env: VectorEnv, carry: Carry, roots: Roots) -> Start:
+    """The episodes of the lanes' own that follow those they are in."""
+    next_id = carry.episode.episode_id + env.num_envs
+    return episode_keys.own_episodes(roots, env.num_envs, next_id)
+
+
 def act(
     env: VectorEnv,
     policy: Policy,
     carry: Carry,
     params: Any,
-    policy_key: chex.PRNGKey | None = None,
+    policy_key: chex.PRNGKey,
 ) -> PolicyStep:
-    """Asks the policy what to do at the carry's step; None: with the key of that."""
-    if policy_key is None:
-        policy_key = episode_keys.policy_key(carry.key, carry.step)
+    """Asks the policy what to do at the carry's step."""
     spread = spread_of(env)
     with keys.in_parts(spread.num_devices if spread else 1):
         decision = policy.apply(params, carry.obs, carry.policy_state, policy_key)
@@ -246,6 +274,24 @@ def pack(transition: Transition) -> tuple[Transition, jax.Array]:
     return transition.replace(terminated=(), truncated=(), mask=()), flags
 
 
+def written(row: _Tree, counter: jax.Array) -> _Tree:
+    """The row as a step of a loop writes it; `counter` is any `()` int32 of the loop.
+
+    A row that is another array as it is, such as an observation, is written by a copy.
+    On a GPU a copy cannot be part of a CUDA graph, and splits the step into launches of
+    their own. A selection can, whose predicate is always true and not known to be so.
+    """
+
+    def select(words: ArrayTree) -> ArrayTree:
+        always = (counter | 1) != 0
+        return jax.tree.map(lambda x: jnp.where(always, x, jnp.zeros_like(x)), words)
+
+    words = lax.platform_dependent(
+        keys.words(row), cuda=select, rocm=select, default=lambda words: words
+    )
+    return keys.like(words, row)
+
+
 def unpack(rows: Transition, flags: jax.Array, mask: jax.Array) -> Transition:
     """Takes back what `pack` did, over any leading axes."""
     terminated, truncated = unpack_flags(flags, 2)
@@ -261,6 +307,27 @@ def pack_flags(*flags: jax.Array) -> jax.Array:
 def unpack_flags(packed: jax.Array, num_flags: int) -> tuple[jax.Array, ...]:
     """Takes back what `pack_flags` did."""
     return tuple((packed & (1 << bit)) != 0 for bit in range(num_flags))
+
+
+def _policy_key(
+    roots: Roots, step: jax.Array, hashed: chex.PRNGKey | None
+) -> chex.PRNGKey:
+    """The policy's key at a step: the one hashed before the loop, but on a CPU.
+
+    There a key that is read from memory made CartPole with a network 1.5x slower.
+    """
+
+    def hash_now() -> chex.PRNGKey:
+        return episode_keys.at_step(roots.policy, step)
+
+    if hashed is None:
+        return hash_now()
+    words = lax.platform_dependent(
+        keys.words(hashed),
+        cpu=lambda _: keys.words(hash_now()),
+        default=lambda words: words,
+    )
+    return keys.like(words, hashed)
 
 
 def _record(
@@ -322,10 +389,10 @@ def _stand_still(active: jax.Array, old: Carry, stepped: Carry, fresh: Carry) ->
     )
 
 
-def _place(env: VectorEnv, carry: Carry) -> Carry:
+def _place(env: VectorEnv, tree: _Tree) -> _Tree:
     """Keeps the lanes where they lie, if they are spread over devices."""
     spread = spread_of(env)
-    return carry if spread is None else spread.place(carry, env.num_envs)
+    return tree if spread is None else spread.place(tree, env.num_envs)
 
 
 def restart_policy(

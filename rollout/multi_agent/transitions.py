@@ -10,15 +10,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from envs.multi_agent import AgentGroup, AgentInfo
 from envs.types import ArrayTree, Replaceable
-from rollout import checks
+from rollout import checks, unrolling
 from rollout.collector import Collector
 from rollout.types import Carry, PerAgent, Transition
 
 AgentRows = dict[str, Transition]  # by group, `[T, B * A_g]`
+
+
+_UNROLL = 16  # rows in one iteration on accelerators
 
 
 @struct.dataclass(kw_only=True)
@@ -245,7 +247,9 @@ def _match(
         jnp.zeros(pending.is_open.shape, jnp.int32),
         pending.episode_id,
     )
-    end, (answers, taken_at) = lax.scan(step, start, (numbers, rows, info))
+    end, (answers, taken_at) = unrolling.scan(
+        step, start, (numbers, rows, info), gpu=_UNROLL, other=_UNROLL
+    )
     is_open, reward, total, _, episode_id = end
     pending = pending.replace(
         is_open=is_open, reward=reward, answered=total, episode_id=episode_id

@@ -76,16 +76,36 @@ def allowed(
     Where nothing is allowed, the action is drawn from all; the second array, `[B]`
     bool, tells where.
     """
+    if choice.n < _UNROLL:  # straight-line anyway
+        return _count(mask, choice, key)
+    # On a GPU the host would read the condition of a loop, and a round costs launches.
+    draw, draw_at_once = (
+        functools.partial(fn, choice) for fn in (_allowed_in_loops, _allowed_at_once)
+    )
+    return lax.platform_dependent(
+        mask, key, cuda=draw_at_once, rocm=draw_at_once, default=draw
+    )
+
+
+def _allowed_at_once(
+    choice: Choice, mask: jax.Array, key: chex.PRNGKey
+) -> tuple[jax.Array, jax.Array]:
+    """Draws as `allowed` does, without a loop."""
+    if choice.n < _MANY:
+        return _count_at_once(mask, choice, key)
+    found, is_found = _try_few(mask, choice, key)
+    counted, is_none = _count_at_once(mask, choice, keys.fold_in(key, 1))
+    return jnp.where(is_found, found, counted), is_none
+
+
+def _allowed_in_loops(
+    choice: Choice, mask: jax.Array, key: chex.PRNGKey
+) -> tuple[jax.Array, jax.Array]:
+    """Draws as `allowed` does, in loops that read no more than is needed."""
     if choice.n < _MANY:
         return _count(mask, choice, key)
     # Most often one of a few tries is allowed, so that nobody reads the whole mask.
-    num_envs = mask.shape[0]
-    tries = _below(choice.n, choice.n, (num_envs, _TRIES), keys.fold_in(key, 0))
-    index, is_found = tries[:, 0], jnp.zeros(num_envs, bool)
-    for this in tries.T:
-        index = jnp.where(is_found, index, this)
-        is_found |= _at(mask, this)
-    found = index.astype(choice.dtype) + jnp.asarray(choice.start, choice.dtype)
+    found, is_found = _try_few(mask, choice, key)
 
     def count(_: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
         counted, is_none = _count(mask, choice, keys.fold_in(key, 1))
@@ -98,6 +118,43 @@ def allowed(
     # A loop of at most one round: XLA copies what a `cond` reads, here the mask.
     _, action, is_none = lax.while_loop(lambda state: ~state[0], count, tried)
     return action, is_none
+
+
+def _try_few(
+    mask: jax.Array, choice: Choice, key: chex.PRNGKey
+) -> tuple[jax.Array, jax.Array]:
+    """Draws `[B]` actions a few times; also `[B]` bool, where one was allowed."""
+    num_envs = mask.shape[0]
+    tries = _below(choice.n, choice.n, (num_envs, _TRIES), keys.fold_in(key, 0))
+    index, is_found = tries[:, 0], jnp.zeros(num_envs, bool)
+    for this in tries.T:
+        index = jnp.where(is_found, index, this)
+        is_found |= _at(mask, this)
+    found = index.astype(choice.dtype) + jnp.asarray(choice.start, choice.dtype)
+    return found, is_found
+
+
+def _count_at_once(
+    mask: jax.Array, choice: Choice, key: chex.PRNGKey
+) -> tuple[jax.Array, jax.Array]:
+    """Draws as `_count` does: first the block of columns, then the column in it."""
+    num_envs, n = mask.shape
+    num_blocks = -(-n // _UNROLL)
+    padded = jnp.pad(mask, ((0, 0), (0, num_blocks * _UNROLL - n)))
+    count = padded.reshape(num_envs, num_blocks, _UNROLL).sum(axis=2, dtype=jnp.int32)
+    up_to = jnp.cumsum(count, axis=1)
+    total = up_to[:, -1]
+    is_none = total == 0
+    rank = _below(jnp.where(is_none, n, total), n, (num_envs,), key)[:, None]
+
+    block = jnp.sum(up_to <= rank, axis=1, keepdims=True, dtype=jnp.int32)
+    before = jnp.sum(jnp.where(up_to <= rank, count, 0), axis=1, keepdims=True)
+    column = block * _UNROLL + jnp.arange(_UNROLL, dtype=jnp.int32)[None]
+    inside = jnp.take_along_axis(mask, jnp.minimum(column, n - 1), axis=1)
+    so_far = before + jnp.cumsum(inside, axis=1, dtype=jnp.int32)
+    index = block[:, 0] * _UNROLL + jnp.sum(so_far <= rank, axis=1, dtype=jnp.int32)
+    index = jnp.where(is_none, rank[:, 0], index).astype(choice.dtype)
+    return index + jnp.asarray(choice.start, choice.dtype), is_none
 
 
 def _count(

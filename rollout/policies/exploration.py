@@ -161,8 +161,14 @@ def random_where(
         def draw(action: ArrayTree) -> ArrayTree:
             return replace(decision._replace(action=action), obs, is_random, key).action
 
-        # Once the warm-up is over nothing is drawn.
-        action = lax.cond(jnp.any(is_random), draw, lambda x: x, decision.action)
+        def draw_if_any(action: ArrayTree) -> ArrayTree:
+            return lax.cond(jnp.any(is_random), draw, lambda x: x, action)
+
+        # Once the warm-up is over nothing is drawn, but on a GPU, which would wait for
+        # the host to read the condition.
+        action = lax.platform_dependent(
+            decision.action, cuda=draw, rocm=draw, default=draw_if_any
+        )
         return decision._replace(action=action)
 
     return Policy(init=policy.init, apply=apply)

@@ -16,7 +16,7 @@ from envs import keys
 from envs.types import ArrayTree, spread_of
 from rollout import checks, finite, kernel
 from rollout.collector import Collector
-from rollout.kernel import episode_keys
+from rollout.kernel import blocks, episode_keys
 from rollout.policies.exploration import random_where
 from rollout.stats import CollectStats, summarize
 from rollout.stream import stats as stream_stats
@@ -124,20 +124,27 @@ def _fill_rows(
     if options.at_batch_end == "reset":
         carry = _restart_all(collector, carry)
 
-    def step(row: jax.Array, state: tuple) -> tuple:
-        carry, rows = state
+    roots = kernel.roots_of(env, carry)
+    policy_keys = kernel.policy_keys(roots, carry, shape[0])
+    # jax's checker of key reuse refuses a loop that draws from keys made outside.
+    policy_words = keys.words(policy_keys)
+
+    def step(state: tuple, go: jax.Array) -> tuple:
+        row, carry, rows = state
         here = lax.dynamic_index_in_dim(number, row, keepdims=False)
         active = here < window.num_steps if idle else None
         acting = policy
         if options.warmup_steps:
-            key = episode_keys.warmup_key(carry.key, carry.step)
+            key = episode_keys.at_step(roots.warmup, carry.step)
             is_random = here < window.num_random
             acting = random_where(policy, env.action_space, is_random, key)
-        carry, transition = kernel.step(
+        after, transition = kernel.step(
             env,
             acting,
             carry,
             params,
+            roots=roots,
+            policy_key=keys.like(policy_words[row], policy_keys),
             limit=limit,
             active=active,
             drop_fn=_faulty if options.on_fault == "drop" else None,
@@ -145,7 +152,9 @@ def _fill_rows(
         )
         seen = kernel.record(collector.record_fn, transition)
         seen = kernel.void(seen) if idle else seen
-        return carry, _write(rows, row, keys.words(kernel.pack(seen)))
+        new = kernel.written(keys.words(kernel.pack(seen)), row)
+        new = blocks.hold(go, new, _read(rows, row))
+        return row + 1, blocks.hold(go, after, carry), _write(rows, row, new)
 
     def _faulty(transition: Transition) -> jax.Array:
         return finite.is_faulty(kernel.record(collector.record_fn, transition))
@@ -156,7 +165,8 @@ def _fill_rows(
     words = keys.words(rows)
     if isinstance(memory, Transition) and options.postprocess is None:
         words = _reuse(memory, rows[1], stop)
-    carry, words = lax.fori_loop(0, stop, step, (carry, words))
+    state = jnp.int32(0), carry, words
+    _, carry, words = blocks.steps_while(lambda state: state[0] < stop, step, state)
     mask = number < window.num_steps
     written, flags = keys.like(words, rows)
     trajectory = kernel.unpack(written, flags, mask)
@@ -197,10 +207,17 @@ def _write(rows: ArrayTree, row: jax.Array, new: ArrayTree) -> ArrayTree:
     )
 
 
+def _read(rows: ArrayTree, row: jax.Array) -> ArrayTree:
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), rows
+    )
+
+
 def _restart_all(collector: Collector, carry: Carry) -> Carry:
     """Starts a new episode in every lane that is within one."""
-    over = carry.episode.episode_length > 0
-    args = collector.env, collector.policy, carry, over
+    over, env = carry.episode.episode_length > 0, collector.env
+    start = kernel.next_episodes(env, carry, kernel.roots_of(env, carry))
+    args = env, collector.policy, carry, over, start
     return kernel.restart(*args, accumulators=collector.accumulators)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from envs import keys
 from envs.types import ArrayTree, spread_of
-from rollout import checks
+from rollout import checks, processes
 from rollout.collector import Collector
 from rollout.host.collector import HostCollector
 from rollout.policies import greedy
@@ -483,7 +483,9 @@ def _checksum(tree: Any) -> int:
     if jax.tree_util.all_leaves([tree]):
         spaces = f"{tree.num_envs} {tree.observation_space} {tree.action_space}"
         return zlib.crc32(spaces.encode())
-    leaves = jax.device_get(jax.tree.leaves(keys.words(tree)))
+    # Arrays, as which numbers of Python are there once the lanes are spread.
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(keys.words(tree))]
+    leaves = jax.device_get([processes.gather(x) for x in leaves])
     return zlib.crc32(b"".join(np.asarray(x).tobytes() for x in leaves))
 
 

@@ -1,4 +1,5 @@
 import functools
+import importlib.util
 import re
 
 import bits
@@ -8,10 +9,14 @@ import numpy as np
 import pytest
 from cases import CountEnv, make_collector, make_env, raw
 from flax import struct
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import buffers
 import envs
 import rollout
+from rollout.inspection import devices
 
 B = 16
 T = 24
@@ -23,6 +28,18 @@ def make_mesh(num_devices, axis="lanes"):
     devices = jax.devices()[:num_devices]
     types = {"axis_types": (jax.sharding.AxisType.Auto,)}
     return jax.make_mesh((num_devices,), (axis,), devices=devices, **types)
+
+
+def needs(module):
+    """Skips where the compiler of an absent accelerator is not installed."""
+    is_absent = importlib.util.find_spec(module) is None
+    return pytest.mark.skipif(is_absent, reason="needs the extra `accelerators`")
+
+
+ABSENT = [
+    pytest.param("h100", 8, marks=needs("jax_cuda12_plugin")),
+    pytest.param("v5e", 4, marks=needs("libtpu")),
+]
 
 
 def shard(collector, num_devices):
@@ -155,6 +172,19 @@ def test_stream_goes_on_over_another_number_of_devices(tmp_path):
 
 
 @pytest.mark.slow
+def test_stream_goes_on_with_lanes_that_are_spread_or_not(tmp_path):
+    env = envs.make_vec("CartPole-v1", B)  # with parameters that float32 rounds
+    plain = rollout.Collector(env=env, policy=rollout.random_policy(env.action_space))
+    collectors = plain, shard(plain, 2)
+    streams = [rollout.Stream(x, key=KEY, steps_per_batch=T * B) for x in collectors]
+    for first, second in (streams, streams[::-1]):
+        next(first)
+        rollout.checkpoint.save(tmp_path, first.state())
+        second.restore(rollout.checkpoint.restore(tmp_path, second.state()))
+        assert_same(*(next(stream).trajectory for stream in streams))
+
+
+@pytest.mark.slow
 def test_batches_land_where_they_are_wanted_and_memory_is_used_again():
     collector = make_case("count", "net")
     options = {"prefetch": 1, "steps_per_batch": 2 * B}
@@ -240,6 +270,101 @@ def test_devices_tell_each_other_two_counts_per_step_of_whole_episodes():
     found = collectives(run, spread, spread.init(KEY))
     # The tables of the results are summed after the loop.
     assert sorted(found) == ["all-gather", "all-reduce", "all-reduce"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("accelerator", "num_devices"), ABSENT)
+def test_step_of_an_accelerator_is_that_of_one_with_as_many_lanes(
+    accelerator, num_devices
+):
+    mesh = Mesh(np.asarray(devices(accelerator, num_devices)), ("lanes",))
+    options = {"accelerator": accelerator, "num_steps": T}
+
+    def make(num_envs):
+        return make_case("CartPole-v1", "random", "auto", num_envs)
+
+    one = rollout.inspect(make(128), PARAMS, **options)
+    spread = rollout.shard(make(128 * num_devices), mesh)
+    every = rollout.inspect(spread, PARAMS, **options)
+    assert every.waits == ()
+    assert every.collectives_per_step == ()
+    # Once a round of the loop, each asks which lanes are its own.
+    assert every.launches_per_step <= one.launches_per_step + 1
+    assert every.loose_per_step <= one.loose_per_step
+    assert every.cycles_per_step <= 1.05 * one.cycles_per_step
+
+
+def loss(params, batch):
+    """Of a network in two layers, with advantages that are made alike."""
+    obs, action, advantage = batch
+    scaled = (advantage - advantage.mean()) / advantage.std()
+    chances = jax.nn.log_softmax(jnp.tanh(obs @ params[0]) @ params[1])
+    chosen = jnp.take_along_axis(chances, action[..., None], axis=-1)[..., 0]
+    return -jnp.mean(chosen * scaled)
+
+
+def learn(params, batches, mean_fn):
+    def update(params, batch):
+        grads = mean_fn(jax.grad(loss)(params, batch))
+        return jax.tree.map(lambda x, grad: x - 0.1 * grad, params, grads), ()
+
+    return lax.scan(update, params, batches)[0]
+
+
+def learn_locally(mesh):
+    """Each device shuffles its own rows, as docs/devices.md does."""
+
+    def local(params, data, key):
+        key = jax.random.fold_in(key, lax.axis_index("lanes"))
+        batches = rollout.minibatches(key, data, 4, epochs=2)
+        return learn(params, batches, lambda grads: lax.pmean(grads, "lanes"))
+
+    options = {"in_specs": (P(), P(None, "lanes"), P()), "out_specs": P()}
+    return jax.shard_map(local, mesh=mesh, check_vma=False, **options)
+
+
+def learn_everywhere(mesh):
+    """The rows of all devices are shuffled, and each has a part of a minibatch."""
+
+    def learn_placed(params, data, key):
+        where = NamedSharding(mesh, P(None, "lanes"))
+        batches = rollout.minibatches(key, data, 4, epochs=2)
+        batches = lax.with_sharding_constraint(batches, where)
+        return learn(params, batches, lambda grads: grads)
+
+    return learn_placed
+
+
+def describe_batch(mesh, num_envs):
+    """Parameters, rows and a key, as shapes."""
+
+    def make(spec, shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    row = functools.partial(make, P(None, "lanes"))
+    rows = row((T, num_envs, 4)), row((T, num_envs), jnp.int32), row((T, num_envs))
+    key = make(P(), (), jax.eval_shape(lambda: jax.random.key(0)).dtype)
+    return [make(P(), (4, 64)), make(P(), (64, 2))], rows, key
+
+
+# The mean, the deviation and the gradient; where rows stay, the gradient alone.
+@pytest.mark.slow
+@pytest.mark.parametrize(("accelerator", "num_devices"), ABSENT)
+@pytest.mark.parametrize(
+    ("make_learn", "most", "is_gathered"),
+    [(learn_locally, 1, False), (learn_everywhere, 3, True)],
+)
+def test_updates_of_an_accelerator_exchange_only_means(
+    accelerator, num_devices, make_learn, most, is_gathered
+):
+    mesh = Mesh(np.asarray(devices(accelerator, num_devices)), ("lanes",))
+    args = describe_batch(mesh, 128 * num_devices)
+    report = rollout.inspect(make_learn(mesh), *args, accelerator=accelerator)
+    (updates,) = [x for x in report.program.walk() if x.trips == 8]
+    assert set(updates.collectives) == {"all-reduce"}
+    assert len(updates.collectives) <= most
+    assert bool(report.program.collectives) == is_gathered
+    assert report.waits == ()
 
 
 def test_no_device_holds_all_lanes():

@@ -41,8 +41,10 @@ def start_all(folder, *numbers):
         args = [processes.__file__, port, number, folder, *numbers]
         started.append(subprocess.Popen([sys.executable, *map(str, args)], **options))
     try:
-        # By default a process is taken for dead after 100 s.
-        errors = [process.communicate(timeout=80)[1] for process in started]
+        # The last one first, which may be killed. The others have less than the 100 s
+        # after which a process is taken for dead by default.
+        errors = [started[-1].communicate(timeout=240)[1]]
+        errors = [x.communicate(timeout=80)[1] for x in started[:-1]] + errors
     finally:
         for process in started:
             process.kill()
@@ -71,7 +73,7 @@ def checkpoints(folder):
 
 
 def read(folder, number):
-    """What each process wrote after an update."""
+    """What each process wrote under a number or name."""
     paths = [folder / f"{number}-{i}.npz" for i in range(processes.NUM_PROCESSES)]
     return [dict(np.load(path)) for path in paths]
 
@@ -114,6 +116,14 @@ def test_checkpoint_of_several_processes_goes_on_in_one(resumed, folder):
     got, want = processes.arrays({"training": training}), read(folder, NUM_UPDATES)[0]
     for name in got:
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+def test_stream_of_parameters_per_lane_has_the_bits_of_one_process(killed, folder):
+    del killed  # it has written the batch
+    parts = read(folder, "each")
+    for name, want in processes.arrays(processes.make_lengths()).items():
+        got = np.concatenate([part[name] for part in parts], axis=1)
+        np.testing.assert_array_equal(got, want, err_msg=name)
 
 
 REFUSED = {

@@ -1,12 +1,17 @@
 """Advantages and returns against plain loops, with endings, windows and void rows."""
 
+import operator
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import collect
+from jax import lax
 
 import rollout
+from rollout import targets
 
 T, B, GAMMA, LAM = 64, 16, 0.9, 0.7
 # Float32 sums of at most 64 terms against float64.
@@ -83,6 +88,26 @@ def test_targets_agree_with_plain_loops(gamma, lam, void):
     returns = rollout.lambda_returns(trajectory, next_value, **options)
     expected = plain_lambda_returns(trajectory, next_value, gamma, lam)
     np.testing.assert_allclose(returns, expected, **CLOSE)
+
+
+def test_rows_of_one_iteration_have_the_bits_of_those_one_by_one():
+    """As compiled for an accelerator, run here; 64 rows, and 41."""
+    trajectory, next_value = make_trajectory(void=0.2)
+    next_value = jnp.nan_to_num(next_value)
+
+    def many_at_once(*args, default, **others):
+        del others  # unused
+        return default(*args)
+
+    for rows in (T, 41):
+        fields = targets._fields(
+            jax.tree.map(operator.itemgetter(slice(rows)), trajectory)
+        )
+        args = fields, fields[0], next_value[:rows], GAMMA
+        expected = jax.jit(targets._sum_up)(*args)
+        with mock.patch.object(lax, "platform_dependent", many_at_once):
+            got = jax.jit(lambda *args: targets._sum_up(*args))(*args)
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_void_rows_between_two_rows_change_nothing():

@@ -3,7 +3,8 @@
     python processes.py PORT PROCESS_ID FOLDER NUM_UPDATES [DIES]
 
 Goes on from the newest checkpoint in FOLDER/checkpoint. Each process writes what it has
-after every update, of what has lanes its own ones, to FOLDER/<update>-<process>.npz.
+after every update, of what has lanes its own ones, to FOLDER/<update>-<process>.npz,
+and before the first one a batch of parameters per lane, to FOLDER/each-<process>.npz.
 With DIES the second one kills itself before it saves the checkpoint of that update. A
 run from the beginning first tries what must be refused, and writes the messages to
 FOLDER/refused-<process>.json.
@@ -93,6 +94,15 @@ def make_collector(num_envs=B, act=act, **params):
     return rollout.Collector(env=env, policy=rollout.stateless_policy(act))
 
 
+def make_lengths():
+    """A batch of environments whose parameters differ from lane to lane."""
+    env = jax.vmap(lambda limit: make_env("count", limit=limit))(2 + jnp.arange(B) % 5)
+    env = envs.vectorize_each(env, B, auto_reset="select")
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.shard(rollout.Collector(env=env, policy=policy), make_mesh())
+    return {"trajectory": next(make_stream(collector, None)).trajectory}
+
+
 def make_mesh():
     """Four devices, whoever holds them."""
     devices = jax.devices()[:NUM_DEVICES]
@@ -178,6 +188,8 @@ def main(folder, num_updates, dies=None):
     if not rollout.checkpoint.steps(folder / "checkpoint"):
         text = json.dumps(dict(refused(process)))
         (folder / f"refused-{process}.json").write_text(text)
+        each = local(make_lengths(), None, "lanes")
+        np.savez(folder / f"each-{process}.npz", **arrays(each))
     for number, after in train(folder / "checkpoint", num_updates, dies):
         after["trajectory"] = local(after["trajectory"], None, "lanes")
         after["lanes"] = local(after["lanes"], "lanes")

@@ -1,5 +1,6 @@
 """Masks of spaces of several entries or parts, against a list of what is allowed."""
 
+import functools
 import itertools
 
 import jax
@@ -10,6 +11,7 @@ from cases import quick_jit
 
 import envs
 import rollout
+from rollout.policies import draws
 
 NUM_LANES = 6_000
 LANES = np.zeros((NUM_LANES, 1), np.float32)
@@ -188,3 +190,19 @@ def test_mask_of_parts_without_a_discrete_one_is_refused():
     space = envs.Dict({"a": envs.Box(0.0, 1.0, ())})
     with pytest.raises(ValueError, match="`action_space` must be discrete or have"):
         rollout.random_policy(space, mask_fn=lambda obs: obs)
+
+
+@pytest.mark.parametrize("n", [32, 33, 255, 256, 1000])
+@pytest.mark.parametrize("rate", [0.0, 0.02, 0.5])
+def test_draw_without_loops_has_the_bits_of_the_one_with_loops(n, rate):
+    """What is compiled for a GPU, run here; also where nothing is allowed."""
+    choice = draws.Choice(n, jnp.dtype(jnp.int16), -3)
+    mask = np.random.default_rng(n).random((37, n)) < rate
+    mask[0], mask[1], mask[2, -1] = False, True, True
+    with_loops, without = (
+        quick_jit(functools.partial(fn, choice))(mask, jax.random.key(n))
+        for fn in (draws._allowed_in_loops, draws._allowed_at_once)
+    )
+    np.testing.assert_array_equal(without[0], with_loops[0])
+    np.testing.assert_array_equal(without[1], with_loops[1])
+    assert without[0].dtype == with_loops[0].dtype

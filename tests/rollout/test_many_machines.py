@@ -1,0 +1,182 @@
+"""The script of docs/many_machines.md as written, in two processes of two devices.
+
+Killed and started again, it has the bits of one process of four devices; and if one of
+the two is lost, the other ends and says why.
+"""
+
+import concurrent.futures
+import itertools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rollout
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "many_machines.md").read_text()
+EVERY, LAST = 4, 8  # checkpoints of the script: the one it goes on from, and the last
+MOST = 60  # s, in which the others must end
+
+pytestmark = pytest.mark.slow
+
+
+def make_scripts(*, total=LAST):
+    """The text of the script for two processes and for one, with so many updates."""
+    (script,) = re.findall(r"```python\n(import jax\n.*?)```", PAGE, re.DOTALL)
+    (lines,) = re.findall(r"```text\n(import sys\n.*?)```", PAGE, re.DOTALL)
+    (mark,) = re.findall(r"^# jax\.distributed\.initialize\(\.\.\.\).*\n", script, re.M)
+    (two,) = re.findall(r"^jax\.config\.update.*\n", lines, re.M)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    given = f"total_steps={LAST} *"
+    assert "12355" in lines
+    assert given in script
+    script = script.replace(given, f"total_steps={total} *")
+    pair = script.replace(mark, lines.replace("12355", port))
+    return pair, script.replace(mark, two.replace("2", "4"))
+
+
+def start(script, folder, numbers):
+    """Starts the script once per number; what they write goes into the folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(script)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    processes = []
+    for number in numbers:
+        with (
+            (folder / f"out-{number}").open("w") as out,
+            (folder / f"error-{number}").open("w") as error,
+        ):
+            args = [sys.executable, "train.py", str(number)]
+            options = {"cwd": folder, "env": env, "stdout": out, "stderr": error}
+            processes.append(subprocess.Popen(args, **options))
+    return processes
+
+
+def wait_for_update(number, folder, processes):
+    """Returns as soon as the first process has printed the line of an update."""
+    line = re.compile(rf"^{number} .*\n", re.M)
+    deadline = time.monotonic() + 180
+    while not line.search((folder / "out-0").read_text()):
+        ended = [i for i, x in enumerate(processes) if x.poll() is not None]
+        assert not ended, (folder / f"error-{ended[0]}").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def seconds_until_end(process):
+    began = time.monotonic()
+    process.wait(timeout=2 * MOST)
+    return time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def started():
+    """All that was started; what of it still runs is killed at the end."""
+    processes = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("page")
+
+
+@pytest.fixture(scope="module")
+def killed(folder, started):
+    """Two processes, killed after a checkpoint; the folder that they ran in."""
+    pair, _ = make_scripts()
+    processes = start(pair, folder / "two", range(2))
+    started += processes
+    wait_for_update(EVERY, folder / "two", processes)
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    assert [x.wait() for x in processes] == [-signal.SIGKILL] * 2
+    return folder / "two"
+
+
+# Which process is lost and how, what it ends with, and what the other one says.
+LOST = {
+    "killed": (1, signal.SIGKILL, {-signal.SIGKILL}, r"stopped sending heartbeats"),
+    "raises": (1, signal.SIGINT, None, r"Shutdown barrier has failed"),
+    "first": (0, signal.SIGKILL, {-signal.SIGKILL}, r"leader task was preempted/died"),
+}
+
+
+@pytest.fixture(scope="module")
+def lost(folder, killed, started):
+    """Per case the exit codes, the seconds in which the other ended, and its words."""
+    del killed  # it has compiled what is needed here
+    waiting = {}
+    # Most of the time is waiting: the next ones start meanwhile.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for name, (number, sent, *_) in LOST.items():
+            pair, _ = make_scripts(total=100_000)
+            processes = start(pair, folder / name, range(2))
+            started += processes
+            wait_for_update(2, folder / name, processes)
+            processes[number].send_signal(sent)
+            seconds = pool.submit(seconds_until_end, processes[1 - number])
+            waiting[name] = processes, seconds
+    return {
+        name: (
+            [x.wait(timeout=MOST) for x in processes],
+            seconds.result(),
+            [(folder / name / f"error-{i}").read_text() for i in range(2)],
+        )
+        for name, (processes, seconds) in waiting.items()
+    }
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_other_process_ends_within_a_minute_and_says_why(name, lost):
+    number, _, codes, reason = LOST[name]
+    got, seconds, errors = lost[name]
+    other = 1 - number
+    assert got[other] not in (0, -signal.SIGKILL)
+    assert got[number] in codes if codes else got[number] != 0
+    assert seconds < MOST
+    assert re.search(reason, errors[other]), errors[other]
+    if name == "raises":
+        assert "KeyboardInterrupt" in errors[number]
+
+
+def leaves(folder):
+    """The leaves of the last checkpoint, by their place."""
+    assert rollout.checkpoint.steps(folder / "run") == [LAST]
+    saved, manifest = rollout.checkpoint._read(folder / "run", LAST, [LAST])
+    names = [leaf["path"] for leaf in manifest]
+    found = dict(zip(names, [x for _, x in sorted(saved.items())], strict=True))
+    totals = np.array(found["[0]['totals']"])
+    totals[2] = 0  # the seconds that it took
+    return {**found, "[0]['totals']": totals}
+
+
+def test_run_that_was_killed_ends_with_the_bits_of_one_process(killed, folder, started):
+    assert rollout.checkpoint.steps(killed / "run") == [EVERY]
+    pair, one = make_scripts()
+    runs = start(pair, killed, range(2)), start(one, folder / "one", range(1))
+    started += itertools.chain(*runs)
+    for where, processes in zip((killed, folder / "one"), runs, strict=True):
+        for number, process in enumerate(processes):
+            code = process.wait(timeout=180)
+            assert code == 0, (where / f"error-{number}").read_text()
+    lines = [line.split() for line in (killed / "out-0").read_text().splitlines()]
+    assert [x[0] for x in lines if x[0].isdecimal()] == [*"5678"]
+    got, want = leaves(killed), leaves(folder / "one")
+    assert list(got) == list(want)
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+    assert np.any(want["[1][0]"])  # parameters that were trained
