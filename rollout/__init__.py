@@ -6,7 +6,8 @@
 episodes ended. Everything runs inside your own `jit`, or jitted from a notebook.
 
 `Stream` hands batches to a training loop that is driven by Python; `checkpoint` saves
-and restores it; `profile` says where the time goes; `shard` spreads lanes over devices.
+and restores it; `shard` spreads lanes over devices. `profile` says where the time goes,
+`inspect` what a program does on an accelerator, which may be absent.
 
 With several agents, `policy_map` says who plays whom, and `agent_transitions` makes
 what each of them experienced of what happened.
@@ -32,6 +33,7 @@ from rollout.host import (
     probe,
     remote_batches,
 )
+from rollout.inspection import inspect
 from rollout.minibatches import minibatches
 from rollout.multi_agent import (
     AgentFigures,
@@ -143,6 +145,7 @@ __all__ = [
     "gaussian_noise",
     "greedy",
     "init_agent_transitions",
+    "inspect",
     "item_policy",
     "lambda_returns",
     "log_stats",

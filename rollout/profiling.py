@@ -13,6 +13,7 @@ from envs import keys
 from envs.types import ArrayTree
 from rollout import checks, kernel
 from rollout.collector import Collector
+from rollout.kernel import episode_keys
 from rollout.types import Carry, ParamsT, Transition
 
 _NUM_REPEATS = 5
@@ -107,11 +108,13 @@ def _time(program: Callable[[_Given], Any], given: _Given) -> float:
 
 def _policy(given: _Given) -> Any:
     collector, carry, params, trajectory = given
+    roots = kernel.roots_of(collector.env, carry)
 
     def step(state: Any, obs: ArrayTree) -> Any:
         carry, _ = state
         seen = carry.replace(obs=obs)
-        decision = kernel.act(collector.env, collector.policy, seen, params)
+        key = episode_keys.at_step(roots.policy, carry.step)
+        decision = kernel.act(collector.env, collector.policy, seen, params, key)
         carry = carry.replace(step=carry.step + 1, policy_state=decision.state)
         # What goes round cannot be dropped, and is not stacked either.
         return (carry, (decision.action, decision.extras)), None
@@ -142,9 +145,11 @@ def _env_step(given: _Given) -> Any:
 
 def _auto_reset(given: _Given) -> Any:
     collector, carry, _, trajectory = given
+    roots = kernel.roots_of(collector.env, carry)
 
     def step(carry: Carry, done: jax.Array) -> tuple[Carry, None]:
-        args = collector.env, collector.policy, carry, done
+        start = kernel.next_episodes(collector.env, carry, roots)
+        args = collector.env, collector.policy, carry, done, start
         return kernel.restart(*args, accumulators=collector.accumulators), None
 
     return lax.scan(step, carry, trajectory.done)[0]

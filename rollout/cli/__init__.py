@@ -2,4 +2,5 @@
 
 `collector` makes what they collect with; `report` prints and `figure` draws what came
 of them, which is in `types`; `agents` is what they say of several agents.
+`inspection` runs nothing, but says what a run would do on an accelerator.
 """

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rollout.inspection.accelerators import NAMES
+
 XLA_CPU_LOOP = (
     "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
 )
@@ -30,6 +32,7 @@ _USAGE = """%(prog)s ENV [--num-envs N] [--devices N] [--seed N]
         [--num-steps N] [--save FILE] [--plot FILE] [--profile DIR]
         --num-episodes N [--max-steps N] [--plot FILE]
         --gif FILE [--max-steps N], without --num-envs and --devices
+        --inspect ACCELERATOR [--num-steps N], without --devices and --xla-cpu-loop
        %(prog)s --list-envs"""
 
 
@@ -81,6 +84,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="say where the time of a batch goes, and trace one more to DIR",
     )
+    inspect_help = (
+        "run nothing, but say what the steps do on an accelerator that may be absent: "
+        f"{', '.join(NAMES)}"
+    )
+    add("--inspect", choices=NAMES, metavar="ACCELERATOR", help=inspect_help)
     add("--list-envs", action="store_true", help="print the known ids and exit")
     add(
         "--xla-cpu-loop",
@@ -137,7 +145,7 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     most_envs = min(most_envs, args.num_episodes or most_envs)  # more would idle
     limit = _MAX_STEPS_DRAWN if args.gif else _MAX_STEPS
     defaults = {"num_envs": most_envs, "num_steps": _NUM_STEPS, "max_steps": limit}
-    if is_on_host(args.env):
+    if is_on_host(args.env) or args.inspect:
         defaults["devices"] = 1
     given = {name: value for name, value in vars(args).items() if value is not None}
     return argparse.Namespace(**{**vars(args), **defaults, **given})
@@ -226,7 +234,13 @@ def _parse_parameter(text: str) -> tuple[str, Any]:
 
 def _check_combination(args: argparse.Namespace) -> None:
     """Refuses options that say nothing to the kind of run that was asked for."""
-    if args.gif:
+    if args.inspect:
+        reason = "not allowed with argument --inspect"
+        refused = {"num-episodes": args.num_episodes, "gif": args.gif}
+        refused |= {"save": args.save, "plot": args.plot, "profile": args.profile}
+        refused |= {"max-steps": args.max_steps, "devices": args.devices}
+        refused |= {"xla-cpu-loop": args.xla_cpu_loop or None}
+    elif args.gif:
         reason = "not allowed with argument --gif"
         refused = {"num-envs": args.num_envs, "save": args.save, "plot": args.plot}
         refused |= {"profile": args.profile, "devices": args.devices}
@@ -243,7 +257,7 @@ def _check_combination(args: argparse.Namespace) -> None:
 
 def _check_host(args: argparse.Namespace) -> None:
     """Refuses options that environments which are not JAX do not go with."""
-    refused = {"gif": args.gif, "profile": args.profile}
+    refused = {"gif": args.gif, "profile": args.profile, "inspect": args.inspect}
     refused["devices"] = args.devices not in (None, 1)
     for option, value in refused.items():
         if value:

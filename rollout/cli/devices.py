@@ -30,6 +30,7 @@ def start(args: argparse.Namespace) -> int:
         most = max(wanted, now)
         jax.config.update("jax_num_cpu_devices", most)
     found = jax.device_count()
+    # A run takes the devices of jax's default backend; only a CPU can make more.
     if jax.default_backend() != "cpu":
         wanted = {None: 1, "all": found}.get(args.devices, args.devices)
     if args.devices is None:

@@ -2,7 +2,8 @@
 
 It prints what the episodes were like and how fast they came, of a number of steps or of
 exactly N episodes; on demand it saves the trajectory, draws the episodes, or profiles
-one more chunk. `--gif` draws one episode instead.
+one more chunk. `--gif` draws one episode instead, and `--inspect` says what the steps
+would do on an accelerator.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import numpy as np
 
 import envs
 from buffers.io import whole_file
-from rollout.cli import devices, episodes, figure, report, steps
+from rollout.cli import devices, episodes, figure, inspection, report, steps
 from rollout.cli.arguments import (
     XLA_CPU_LOOP,
     InputError,
@@ -96,6 +97,9 @@ def _main(args: argparse.Namespace) -> int:
     args = with_defaults(args)
     if args.gif:
         return _run_gif(args)
+    if args.inspect:
+        report.print_inspection(args, inspection.run(args))
+        return 0
     args.devices = devices.start(args)
     return _run_episodes(args) if args.num_episodes else _run_steps(args)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from rollout.cli.arguments import XLA_CPU_LOOP
 from rollout.cli.types import Agents, Played, Result
+from rollout.inspection import Report
 from rollout.profiling import Profile
 from rollout.stats import CollectStats
 from rollout.types import Episodes
@@ -70,6 +71,14 @@ def print_episode(args: argparse.Namespace, episodes: Episodes) -> None:
     print_row("length", f"{episodes.episode_length[0]:,} ({ending})")
 
 
+def print_inspection(args: argparse.Namespace, report: Report) -> None:
+    """Prints what was compiled and what it does on the accelerator."""
+    _print_environment(args)
+    print_row("envs", f"{args.num_envs:,}")
+    print_row("steps", f"{args.num_envs * args.num_steps:,}")
+    print(report)
+
+
 def print_profile(seconds: Profile) -> None:
     """Prints where the time of a batch goes; the parts apart may take longer."""
     parts = sum(seconds) - seconds.whole - seconds.unexplained
@@ -88,13 +97,17 @@ def print_row(label: str, value: object) -> None:
 def _print_run(args: argparse.Namespace) -> None:
     device = jax.devices()[0]
     kind = "" if device.device_kind == device.platform else f" ({device.device_kind})"
-    params = ", ".join(f"{name}={value!r}" for name, value in args.env_param)
-    print_row("environment", args.env + (f" ({params})" if params else ""))
+    _print_environment(args)
     count = "" if args.gif or args.devices == 1 else f", {args.devices} devices"
     print_row("device", device.platform + kind + count)
     print_row("jax", jax.__version__)
     if XLA_CPU_LOOP in os.environ.get("XLA_FLAGS", ""):
         print_row("xla cpu loop", "on")
+
+
+def _print_environment(args: argparse.Namespace) -> None:
+    params = ", ".join(f"{name}={value!r}" for name, value in args.env_param)
+    print_row("environment", args.env + (f" ({params})" if params else ""))
 
 
 def _print_moments(

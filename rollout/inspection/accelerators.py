@@ -1,0 +1,251 @@
+"""The accelerators that programs are compiled for, as data, and their devices."""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from rollout import checks
+
+_GPU_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+# What lets the compilers load where there is no device: no check of the CUDA libraries,
+# no question to a metadata server, no lock on chips that nobody uses.
+_ABSENT_GPU = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+_ABSENT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+Device = Any  # `jax.Device`, which is no type to a type checker
+
+
+class Gpu(NamedTuple):
+    """What XLA needs to know of a GPU to compile for it."""
+
+    description: str
+    compute_capability: tuple[int, int]
+    memory: int  # bytes
+    memory_bandwidth: int  # bytes per second
+    l2_cache: int  # bytes
+    num_cores: int  # streaming multiprocessors
+    fpus_per_core: int
+    clock_ghz: float
+    shared_memory_per_core: int  # bytes
+    shared_memory_per_block: int  # bytes, if asked for
+    has_cost_model: bool  # whether XLA has one, of the time that a kernel takes
+    platform: str = "cuda"
+
+
+class Tpu(NamedTuple):
+    """What libtpu needs to know of a TPU to compile for it."""
+
+    description: str
+    name: str  # as libtpu spells it
+    memory: int  # bytes
+    slices: Mapping[int, str]  # number of chips: their layout
+    has_cost_model: bool = False
+    platform: str = "tpu"
+
+
+# The GPUs' figures are those of XLA's own `target_config/specs`.
+ACCELERATORS: dict[str, Gpu | Tpu] = {
+    "h100": Gpu(
+        description="NVIDIA H100 80GB HBM3",
+        compute_capability=(9, 0),
+        memory=84_942_979_072,
+        memory_bandwidth=3_352_320_000_000,
+        l2_cache=52_428_800,
+        num_cores=132,
+        fpus_per_core=128,
+        clock_ghz=1.98,
+        shared_memory_per_core=233_472,
+        shared_memory_per_block=232_448,
+        has_cost_model=True,
+    ),
+    "a100": Gpu(
+        description="NVIDIA A100-SXM4-80GB",
+        compute_capability=(8, 0),
+        memory=85_100_068_864,
+        memory_bandwidth=2_039_040_000_000,
+        l2_cache=41_943_040,
+        num_cores=108,
+        fpus_per_core=64,
+        clock_ghz=1.41,
+        shared_memory_per_core=167_936,
+        shared_memory_per_block=166_912,
+        has_cost_model=False,
+    ),
+    "tpu-v5e": Tpu(
+        description="TPU v5 lite",
+        name="v5e",
+        memory=16 * 2**30,
+        slices={4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"},
+    ),
+}
+_ALIASES = {"v5e": "tpu-v5e"}
+NAMES = (*ACCELERATORS, *_ALIASES)
+
+
+def find(accelerator: str) -> tuple[str, Gpu | Tpu]:
+    """The name and the data of an accelerator.
+
+    Raises:
+        ValueError: if there is none of this name.
+    """
+    name = _ALIASES.get(accelerator, accelerator)
+    if name not in ACCELERATORS:
+        raise ValueError(
+            f"`accelerator` must be one of {', '.join(NAMES)}, got {accelerator!r}."
+        )
+    return name, ACCELERATORS[name]
+
+
+def devices(accelerator: str, num_devices: int = 1) -> list[Device]:
+    """Makes devices that programs can be compiled for, but that nothing can run on.
+
+    They go into a `jax.sharding.Mesh`, and its shardings into the arguments of
+    `rollout.inspect`. The machine needs no such device, only the compiler: the extra
+    `accelerators`.
+
+    Args:
+        accelerator: "h100", "a100" or "tpu-v5e" (also "v5e").
+        num_devices: how many, at least 1.
+
+    Returns:
+        The devices; the same ones for the same arguments.
+
+    Raises:
+        ValueError: if there is no accelerator of this name, or not so many of it.
+        ImportError: if its compiler is not installed, or not the one of this jax.
+    """
+    name, _ = find(accelerator)
+    return list(_devices(name, checks.count("num_devices", num_devices)))
+
+
+@functools.cache
+def _devices(name: str, num_devices: int) -> tuple[Device, ...]:
+    accelerator = ACCELERATORS[name]
+    if isinstance(accelerator, Tpu):
+        return _tpu_devices(accelerator, num_devices)
+    _require("jax_cuda12_plugin", "jax_cuda13_plugin")
+    options: dict[str, Any] = {"target_config": _target_config(accelerator)}
+    options["topology"] = f"1x1x{num_devices}"
+    with environment(_ABSENT_GPU):
+        try:
+            found = topologies.get_topology_desc(platform="cuda", **options)
+        except NotImplementedError:
+            # jax has started already, and left the plugin out for want of a driver.
+            _initialize_plugin()
+            found = topologies.get_topology_desc(platform="cuda", **options)
+    return tuple(found.devices)
+
+
+def _tpu_devices(accelerator: Tpu, num_devices: int) -> tuple[Device, ...]:
+    _require("libtpu")
+    sizes = [size for size in accelerator.slices if size >= num_devices]
+    if not sizes:
+        most = max(accelerator.slices)
+        raise ValueError(f"`num_devices` must be at most {most}, got {num_devices}.")
+    topology = f"{accelerator.name}:{accelerator.slices[min(sizes)]}"
+    with environment(_ABSENT_TPU):
+        found = topologies.get_topology_desc(topology, platform="tpu")
+    return tuple(found.devices[:num_devices])
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets the environment variables that are not set, and takes them away again."""
+    added = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _initialize_plugin() -> None:
+    for plugin in _GPU_PLUGINS:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(plugin).initialize()
+            return
+
+
+def _require(*modules: str) -> None:
+    """Refuses to go on without one of the distributions, in the version of jax."""
+    found = {name: _version(name) for name in modules}
+    wanted = install_line(modules[0])
+    if not any(found.values()):
+        raise ImportError(
+            f"The compiler of this accelerator is not installed: {wanted}."
+        )
+    if "libtpu" in found:
+        return  # its versions are not those of jax, which takes newer ones, too
+    name, version = next((name, got) for name, got in found.items() if got)
+    if version != jax.__version__:
+        raise ImportError(
+            f"{name.replace('_', '-')} {version} does not go with jax "
+            f"{jax.__version__}: {wanted}."
+        )
+
+
+def install_line(module: str) -> str:
+    """The command that installs the compiler of an accelerator, for this jax."""
+    version = jax.__version__
+    if module == "libtpu":
+        return f'pip install "jax[tpu]=={version}"'
+    return f'pip install "jax-cuda12-plugin=={version}" "jax-cuda12-pjrt=={version}"'
+
+
+def _version(module: str) -> str | None:
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _target_config(gpu: Gpu) -> str:
+    """What XLA's `GpuTargetConfigProto` says of a GPU, as text."""
+    major, minor = gpu.compute_capability
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared_memory_per_core}
+  threads_per_core_limit: 2048
+  core_count: {gpu.num_cores}
+  fpus_per_core: {gpu.fpus_per_core}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {gpu.memory_bandwidth}
+  l2_cache_size: {gpu.l2_cache}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {gpu.memory}
+  shared_memory_per_block_optin: {gpu.shared_memory_per_block}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation"
+  device_address_bits: 64
+  driver_version: "13.0.0"
+  runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{gpu.description}"
+"""

@@ -1,0 +1,254 @@
+"""Compiles a program for an accelerator that may be absent, and reads what it does."""
+
+import contextlib
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from envs.types import ArrayTree, spread_of
+from rollout import checks
+from rollout.collector import Collector
+from rollout.inspection import accelerators, blocks
+from rollout.inspection.hlo import Frame
+from rollout.inspection.report import Memory, Report, find_loop, find_waits
+
+_NUM_STEPS = 128
+_CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
+# What XLA writes of a GPU's program; the first where its passes changed something.
+_SEQUENCES = ("thunk_sequence_after_thunk_passes", "thunk_sequence")
+_METADATA = ("thunk_metadata",)
+
+
+def inspect(
+    program: Any,
+    *args: ArrayTree,
+    accelerator: str,
+    num_steps: int | None = None,
+    num_devices: int | None = None,
+) -> Report:
+    """Compiles a program for an accelerator and says what it does there.
+
+    Nothing runs, and the machine needs no accelerator: only its compiler, from the
+    extra `accelerators`.
+
+        print(rollout.inspect(collector, params, accelerator="h100"))
+        print(rollout.inspect(train_step, carry, params, accelerator="tpu-v5e"))
+
+    Args:
+        program: a `Collector`, of which `collect_steps` is inspected, or any function
+            that `jax.jit` takes, jitted or not.
+        *args: of a collector, the parameters of its policy; of a function, its
+            arguments. Of arrays only shapes and dtypes are used, so that
+            `jax.ShapeDtypeStruct`s do as well, with the sharding of devices of
+            `rollout.inspection.devices` or without one; static arguments are handed
+            over as they are.
+        accelerator: "h100", "a100" or "tpu-v5e" (also "v5e").
+        num_steps: T, steps of every lane; 128 if None. For a collector only.
+        num_devices: how many devices the program runs on. None takes those of the
+            arguments' shardings, or one. Arguments without a sharding are replicated.
+
+    Returns:
+        What it does, with the waits for the host and the lines that cause them.
+
+    Raises:
+        ValueError: if there is no such accelerator, if an option does not go with the
+            program, or if a program for a GPU calls back into Python, which jax cannot
+            compile for a GPU that is absent.
+        ImportError: if the accelerator's compiler is not installed; it names the
+            command that installs it.
+        jax.errors.JaxRuntimeError: if XLA cannot compile the program, such as one that
+            needs more memory than a TPU has.
+    """
+    name, data = accelerators.find(accelerator)
+    fn, args, num_steps = _program(program, args, num_steps)
+    devices = _given_devices(args)
+    if num_devices is not None or not devices:
+        devices = accelerators.devices(name, num_devices or 1)
+    elif devices[0].platform != ("gpu" if data.platform == "cuda" else "tpu"):
+        raise ValueError(
+            f"`accelerator` must be that of the arguments' shardings, which are on "
+            f"{devices[0].device_kind}, got {accelerator!r}."
+        )
+    mesh = Mesh(np.asarray(devices), ("devices",))
+    shapes = _shapes(args, NamedSharding(mesh, PartitionSpec()))
+    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+    traced: Any = jitted.trace(*shapes)
+    if data.platform == "cuda":
+        _refuse_callbacks(traced.jaxpr)
+    lowered = traced.lower()
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="rollout_inspect_") as folder:
+        compiled = _compile(lowered, folder, has_cost_model=data.has_cost_model)
+        seconds = time.perf_counter() - start
+        text = compiled.as_text()
+        if data.platform == "cuda":
+            dumps = (_read_dump(folder, kinds) for kinds in (_SEQUENCES, _METADATA))
+            whole = blocks.read_gpu(text, *dumps)
+        else:
+            whole = blocks.read_tpu(text)
+    loop = find_loop(whole, num_steps)
+    # Steps that are left over stand before or after the loop.
+    steps_per_round = None if num_steps is None else num_steps // (loop.trips or 1)
+    return Report(
+        accelerator=name,
+        description=data.description,
+        num_devices=len(devices),
+        jax_version=jax.__version__,
+        compile_seconds=seconds,
+        memory=_memory(compiled, data.memory),
+        program=whole,
+        loop=loop,
+        steps_per_round=steps_per_round,
+        waits=find_waits(whole, loop, steps_per_round),
+    )
+
+
+def _program(
+    program: Any, args: tuple[ArrayTree, ...], num_steps: int | None
+) -> tuple[Callable[..., Any], tuple[ArrayTree, ...], int | None]:
+    """The function to compile, its arguments, and the steps of a collector."""
+    if not isinstance(program, Collector):
+        if hasattr(program, "collect_steps"):
+            checks.collects_in_jax(program)
+        checks.function("program", program)
+        if num_steps is not None:
+            raise ValueError(
+                "`num_steps` goes with a collector only; a function has its own, "
+                f"got {num_steps!r}."
+            )
+        return program, args, None
+    if len(args) != 1:
+        raise ValueError(
+            "A collector takes one argument, the parameters of its policy (None if it "
+            f"has none), got {len(args)}."
+        )
+    num_steps = checks.count(
+        "num_steps", _NUM_STEPS if num_steps is None else num_steps
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    carry = jax.eval_shape(Collector.init, program, key)
+    spread = spread_of(program.env)
+    if spread is not None:
+        where = spread.shardings(carry, program.env.num_envs)
+        make = lambda x, sharding: _shape(x, sharding)  # noqa: E731
+        carry = jax.tree.map(make, carry, where)
+
+    def collect_steps(collector: Collector, carry: Any, params: Any) -> Any:
+        return collector.collect_steps(carry, params, num_steps)
+
+    return collect_steps, (program, carry, args[0]), num_steps
+
+
+def _given_devices(args: Any) -> list[accelerators.Device]:
+    """The absent devices that arguments are sharded over, in their order."""
+    for leaf in jax.tree.leaves(args):
+        sharding = _absent_sharding(leaf)
+        if sharding is not None:
+            mesh = getattr(sharding, "mesh", None)
+            if mesh is not None:
+                return list(mesh.devices.flat)
+            return list(sharding.device_set)
+    return []
+
+
+def _absent_sharding(leaf: Any) -> Sharding | None:
+    """The sharding of a shape; arrays that exist lie on devices that do."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return None
+    return leaf.sharding
+
+
+def _shapes(args: Any, default: Sharding) -> Any:
+    """Replaces arrays by what is known of them without their values."""
+
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            return leaf  # numbers of Python, and what is static
+        return _shape(leaf, _absent_sharding(leaf) or default)
+
+    return jax.tree.map(make, args)
+
+
+def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    weak = getattr(x, "weak_type", False)
+    dtype = jnp.result_type(x) if isinstance(x, np.ndarray) else x.dtype
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding, weak_type=weak)
+
+
+def _compile(lowered: Any, folder: str, *, has_cost_model: bool) -> Any:
+    options: dict[str, Any] = {"xla_dump_to": folder}
+    if has_cost_model:
+        options["xla_gpu_collect_cost_model_stats"] = True
+    with _nothing_cached():
+        return lowered.compile(compiler_options=options)
+
+
+@contextlib.contextmanager
+def _nothing_cached() -> Iterator[None]:
+    """Keeps the program out of the persistent cache: jax could not read it again."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        with warnings.catch_warnings():
+            # One that was compiled without us may be there.
+            message = "Error reading persistent compilation cache entry"
+            warnings.filterwarnings("ignore", message)
+            yield
+    finally:
+        jax.config.update(name, before)
+
+
+def _read_dump(folder: str, kinds: tuple[str, ...]) -> str:
+    """What XLA has written of the program, in the first of these kinds there is."""
+    for kind in kinds:
+        # Of the modules that XLA compiles on the way, the program is the largest.
+        if found := list(Path(folder).glob(f"*.{kind}.txt")):
+            return max(found, key=lambda path: path.stat().st_size).read_text()
+    raise RuntimeError(f"XLA of jax {jax.__version__} has written no {kinds[-1]}.")
+
+
+def _memory(compiled: Any, capacity: int) -> Memory:
+    stats = compiled.memory_analysis()
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        capacity=capacity,
+    )
+
+
+def _refuse_callbacks(jaxpr: Any) -> None:
+    found = {f"{place} ({name})": None for name, place in _callbacks(jaxpr)}
+    if found:
+        raise ValueError(
+            "A GPU waits for the host whenever a program calls back into Python, and "
+            "jax cannot compile such a program for a GPU that is absent. Take out what "
+            f"is called at {', '.join(found)}, or inspect the program for a TPU."
+        )
+
+
+def _callbacks(jaxpr: Any) -> Iterator[tuple[str, str]]:
+    """The calls of Python in a program, with the lines that they come from."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive.name in _CALLBACKS:
+            traceback = equation.source_info.traceback
+            frames = [] if traceback is None else traceback.frames
+            lines = [Frame(x.file_name, x.line_num) for x in frames]
+            source = blocks.find_source(lines)
+            place = f"{source.file}:{source.line}" if source else "an unknown line"
+            yield equation.primitive.name, place
+        for value in equation.params.values():
+            inner = value if isinstance(value, tuple | list) else (value,)
+            for part in inner:
+                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                    yield from _callbacks(part)

@@ -1,0 +1,441 @@
+"""What a program does on an accelerator: its blocks, its waits, and the table."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+Kind = Literal["program", "loop", "conditional", "branch"]
+Figure = Literal[
+    "graph_launches", "loose_launches", "cycles", "flops", "bytes_moved", "seconds"
+]
+_LABEL = 19  # characters, as in the tables of the command line
+# The parts of a step, as the kernel names them with `jax.named_scope`.
+_SCOPES = ("policy", "env_step", "auto_reset", "bookkeeping")
+
+
+class Wait(NamedTuple):
+    """A place where the accelerator waits for the host.
+
+    Attributes:
+        cause: "while_loop" or "cond", whose predicate the host must read, or the name
+            of a callback, such as "pure_callback".
+        file: where that is written. In your own code, or in an environment's, if that
+            is what calls it; else in this library. "" if XLA has lost it.
+        line: its line there.
+        count: how often, at the least.
+        per: "step" of a collector; "round" of a function's loop over time; "inner
+            round", that of a loop inside of it whose number of rounds is not known; or
+            "program", outside of the loop over time.
+        per_round: whether each round of this loop waits, too.
+    """
+
+    cause: str
+    file: str
+    line: int
+    count: float
+    per: Literal["step", "round", "inner round", "program"]
+    per_round: bool
+
+    def __str__(self) -> str:
+        more = " + 1 per round of it" if self.per_round else ""
+        place = f"{_relative(self.file)}:{self.line}" if self.file else "(line unknown)"
+        return f"{_number(self.count)} per {self.per}{more}   {place} {self.cause}"
+
+
+class Memory(NamedTuple):
+    """Bytes on one device.
+
+    Attributes:
+        arguments: of the arguments.
+        outputs: of the results, those in memory of donated arguments included.
+        aliased: of results in the memory of donated arguments.
+        temporaries: that the program needs while it runs.
+        capacity: that the device has.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    capacity: int
+
+    @property
+    def total(self) -> int:
+        """Bytes that are taken at the most."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has that much."""
+        return self.total <= self.capacity
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of a program that runs as a whole: it, a loop, a conditional, a branch.
+
+    The figures are those of the block's own operations, when it runs once; those of the
+    blocks in it are theirs. `total` adds them up.
+
+    Attributes:
+        kind: what it is.
+        trips: of a loop, how often it runs; None where that depends on data.
+        asks_host: of a loop or a conditional, whether the host must read its predicate
+            before the device can go on.
+        cause: of a loop or a conditional, the name of what was called.
+        file: where that was called.
+        line: its line there.
+        graph_launches: launches in CUDA graphs.
+        graphs: the number of these graphs.
+        loose_launches: launches outside of CUDA graphs.
+        cycles: a TPU's cycles, as its compiler estimates them.
+        flops: arithmetic operations, those of integers too.
+        bytes_moved: bytes that are read and written.
+        seconds: XLA's estimate for the kernels, without the launches.
+        collectives: what the devices tell each other, such as "all-reduce".
+        callbacks: calls of Python: name, file, line.
+        operations: every launch, or operation of a TPU: its name in jax, which has the
+            scopes around it, and the 1 launch, or its cycles.
+        blocks: the blocks in it, in the order in which they run.
+    """
+
+    kind: Kind
+    trips: int | None = None
+    asks_host: bool = False
+    cause: str = ""
+    file: str = ""
+    line: int = 0
+    graph_launches: int = 0
+    graphs: int = 0
+    loose_launches: int = 0
+    cycles: int = 0
+    flops: int = 0
+    bytes_moved: int = 0
+    seconds: float = 0.0
+    collectives: tuple[str, ...] = ()
+    callbacks: tuple[tuple[str, str, int], ...] = ()
+    operations: tuple[tuple[str, int], ...] = dataclasses.field(default=(), repr=False)
+    blocks: tuple["Block", ...] = ()
+
+    def total(self, figure: Figure) -> float:
+        """Adds up a figure of all that runs when this block runs once.
+
+        Of a conditional that is its longest branch. A loop in it whose number of
+        rounds depends on data adds nothing: what it adds per round is its own `total`.
+        """
+        below = [block.total(figure) * block.rounds for block in self.blocks]
+        inner = max(below, default=0) if self.kind == "conditional" else sum(below)
+        return getattr(self, figure) + inner
+
+    @property
+    def rounds(self) -> int:
+        """How often it runs, at the least."""
+        return (self.trips or 0) if self.kind == "loop" else 1
+
+    @property
+    def launches(self) -> int:
+        """Launches when this block runs once, as `total` counts them."""
+        return int(self.total("graph_launches") + self.total("loose_launches"))
+
+    def walk(self) -> Iterator["Block"]:
+        """This block and all that lie in it."""
+        yield self
+        for block in self.blocks:
+            yield from block.walk()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a program does on an accelerator; `print` shows it as a table.
+
+    Attributes:
+        accelerator: its name.
+        description: the device, in its maker's words.
+        num_devices: how many of them.
+        jax_version: the compiler's.
+        compile_seconds: seconds that compiling took.
+        memory: bytes on one device.
+        program: all blocks.
+        loop: the loop over time, in one round: of the loops that lie in no other the
+            one with the most launches, or cycles; the program if there is no loop.
+        steps_per_round: steps of a collector that one round of `loop` takes; None for a
+            function, whose rounds are counted as they are.
+        waits: where the accelerator waits for the host; nothing is best.
+    """
+
+    accelerator: str
+    description: str
+    num_devices: int
+    jax_version: str
+    compile_seconds: float
+    memory: Memory
+    program: Block
+    loop: Block
+    steps_per_round: int | None
+    waits: tuple[Wait, ...]
+
+    def per_step(self, figure: Figure) -> float:
+        """A figure of the loop over time, per step; of a function, per round."""
+        return self.loop.total(figure) / (self.steps_per_round or 1)
+
+    @property
+    def launches_per_step(self) -> float:
+        """Launches, in CUDA graphs and loose, per step (of a function, per round)."""
+        return self.per_step("graph_launches") + self.per_step("loose_launches")
+
+    @property
+    def loose_per_step(self) -> float:
+        """Launches outside of CUDA graphs, per step (of a function, per round)."""
+        return self.per_step("loose_launches")
+
+    @property
+    def waits_per_step(self) -> float:
+        """Waits for the host, at the least, per step (of a function, per round)."""
+        unit = _unit(self.program, self.loop, self.steps_per_round)
+        return sum(wait.count for wait in self.waits if wait.per == unit)
+
+    @property
+    def cycles_per_step(self) -> float:
+        """Estimated cycles of a TPU, per step (of a function, per round)."""
+        return self.per_step("cycles")
+
+    def by_scope(self) -> dict[str, float]:
+        """Counts the launches per step, or a TPU's cycles, by part of the step.
+
+        A kernel that computes for several parts counts for the one of its last
+        operation. A loop whose number of rounds depends on data adds nothing.
+
+        Returns:
+            The count of each part, per step (of a function, per round): "policy",
+            "env_step", "auto_reset", "bookkeeping", "writing" the rows, and "other". A
+            program of your own has these parts where it steps a collector, or where
+            it calls `jax.named_scope` with them.
+        """
+        parts: list[str] = [*_SCOPES, "writing", "other"]
+        counts = dict.fromkeys(parts, 0.0)
+        for name, count in _operations(self.loop):
+            parts = name.split("/")
+            scopes = [part for part in parts if part in _SCOPES]
+            writes = "writing" if parts[-1] == "dynamic_update_slice" else "other"
+            counts[scopes[-1] if scopes else writes] += count
+        steps = self.steps_per_round or 1
+        return {part: count / steps for part, count in counts.items()}
+
+    @property
+    def collectives_per_round(self) -> tuple[str, ...]:
+        """What the devices tell each other in every round of the loop over time."""
+        return tuple(name for x in self.loop.walk() for name in x.collectives)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{label:<{_LABEL}} {row}" for label, row in self._rows())
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        count = f", {self.num_devices} devices" if self.num_devices > 1 else ""
+        yield "accelerator", f"{self.accelerator} ({self.description}{count})"
+        yield "jax", self.jax_version
+        yield "compile time", f"{self.compile_seconds:.2f} s"
+        yield "memory", _describe_memory(self.memory)
+        unit = _unit(self.program, self.loop, self.steps_per_round)
+        if unit != "program":
+            yield f"per {unit}", _describe_figures(self.loop, self.steps_per_round or 1)
+        for number, inner in enumerate(_dynamic_loops(self.loop)):
+            row = f"{_describe_figures(inner)}   {_place(inner)} {inner.cause}"
+            yield "" if number else "  per inner round", row
+        yield "in all", _describe_figures(self.program)
+        for number, (depth, block) in enumerate(_walk_depth(self.program)):
+            label = "program" if number == 0 else ""
+            mark = self._mark() if block is self.loop else ""
+            yield label, "  " * depth + _describe_block(block) + mark
+        if self.num_devices > 1:
+            names = _tally(self.collectives_per_round) or "none"
+            yield "collectives", f"{names} per round"
+        if not self.waits:
+            yield "waits", "none"
+        for number, wait in enumerate(self.waits):
+            yield "" if number else "waits", str(wait)
+
+    def _mark(self) -> str:
+        """How the tree marks the loop over time."""
+        steps = self.steps_per_round
+        if steps is None:
+            return " <- round" if self.loop is not self.program else ""
+        return " <- step" if steps == 1 else f" <- {steps} steps"
+
+
+def find_loop(program: Block, num_steps: int | None = None) -> Block:
+    """The loop over time: see `Report.loop`. That of a collector has known rounds."""
+    outermost = _loops(program)
+    if num_steps is not None:
+        outermost = (x for x in outermost if (x.trips or num_steps + 1) <= num_steps)
+    return max(
+        outermost,
+        key=lambda x: (x.launches + x.total("cycles")) * (x.trips or 1),
+        default=program,
+    )
+
+
+def find_waits(
+    program: Block, loop: Block, steps_per_round: int | None
+) -> tuple[Wait, ...]:
+    """Every wait of a program on a GPU or a TPU, those of one line together."""
+    found: dict[tuple, int] = {}
+    unit = _unit(program, loop, steps_per_round)
+
+    def add(cause: str, place: tuple[str, int], per: str, more: bool, count: int):
+        wait = cause, *place, per, more
+        found[wait] = found.get(wait, 0) + count
+
+    def visit(block: Block, per: str, count: int) -> None:
+        place, is_time = (block.file, block.line), block is loop
+        inner, times = per, count * (block.trips or 1)
+        if block.kind == "loop" and block.trips is None:
+            inner, times = (unit, 1) if is_time else ("inner round", 1)
+            if block.asks_host and is_time:
+                add(block.cause, place, unit, False, 1)
+            elif block.asks_host:
+                add(block.cause, place, per, True, count)
+        elif is_time and block.kind == "loop":
+            inner, times = unit, 1
+        if block.kind == "conditional" and block.asks_host:
+            add(block.cause, place, per, False, count)
+        for cause, file, line in block.callbacks:
+            add(cause, (file, line), inner, False, times)
+        for child in block.blocks:
+            visit(child, inner, times)
+
+    visit(program, unit if program is loop else "program", 1)
+    steps = {"step": steps_per_round or 1}
+    waits = [
+        Wait(cause, file, line, count / steps.get(per, 1), per, more)
+        for (cause, file, line, per, more), count in found.items()
+    ]
+    order = ("step", "round", "inner round", "program")
+    return tuple(sorted(waits, key=lambda x: order.index(x.per)))
+
+
+def _unit(
+    program: Block, loop: Block, steps_per_round: int | None
+) -> Literal["step", "round", "program"]:
+    """What the figures of the loop over time are told per."""
+    if steps_per_round is not None:
+        return "step"
+    return "program" if loop is program else "round"
+
+
+def _describe_block(block: Block) -> str:
+    """One line of the tree."""
+    known = "" if block.trips is None else f" x {block.trips:,}"
+    name = f"{block.cause or block.kind}{known} {_place(block)}".rstrip()
+    if block.kind == "loop" and block.trips is None:
+        name += ", rounds not known"
+    name += ", asks the host" * block.asks_host
+    figures = "" if block.kind == "conditional" else f": {_describe_own(block)}"
+    tally = _tally(block.collectives)
+    return f"{name}{figures}{f', {tally}' if tally else ''}"
+
+
+def _describe_figures(block: Block, num_steps: int = 1) -> str:
+    """All that happens when a block runs once, per step if it takes several."""
+
+    def read(figure: Figure) -> float:
+        return block.total(figure) / num_steps
+
+    parts = []
+    if block.launches:
+        graph, loose = read("graph_launches"), read("loose_launches")
+        parts.append(
+            f"{_number(graph + loose)} launches ({_number(graph)} in graphs, "
+            f"{_number(loose)} loose)"
+        )
+    if cycles := read("cycles"):
+        parts.append(f"{cycles:,.0f} cycles")
+    parts.append(f"{_scaled(read('flops'))}flop")
+    parts.append(f"{_scaled(read('bytes_moved'))}B moved")
+    if seconds := read("seconds"):
+        parts.append(f"{1e6 * seconds:,.1f} us in kernels")
+    return ", ".join(parts)
+
+
+def _dynamic_loops(block: Block) -> Iterator[Block]:
+    """The loops in a block whose number of rounds depends on data, the outermost."""
+    for child in block.blocks:
+        if child.kind == "loop" and child.trips is None:
+            yield child
+        else:
+            yield from _dynamic_loops(child)
+
+
+def _operations(block: Block) -> Iterator[tuple[str, int]]:
+    """Every operation when a block runs once, counted as `Block.total` counts."""
+    yield from block.operations
+    inner = block.blocks
+    if block.kind == "conditional" and inner:
+        inner = (max(inner, key=lambda x: x.launches + x.total("cycles")),)
+    for child in inner:
+        for name, count in _operations(child):
+            yield name, count * child.rounds
+
+
+def _place(block: Block) -> str:
+    return f"{Path(block.file).name}:{block.line}" if block.file else ""
+
+
+def _relative(file: str) -> str:
+    """The path from where we are, or from where this library is, if it lies below."""
+    path = Path(file)
+    for folder in (Path.cwd(), Path(__file__).parents[2]):
+        if path.is_relative_to(folder):
+            return str(path.relative_to(folder))
+    return file
+
+
+def _describe_own(block: Block) -> str:
+    if block.cycles or not (block.graph_launches or block.loose_launches):
+        return f"{block.cycles:,} cycles" if block.cycles else "0 launches"
+    in_graphs = f"{block.graph_launches} in graphs, {block.loose_launches} loose"
+    return f"{block.graph_launches + block.loose_launches} launches ({in_graphs})"
+
+
+def _describe_memory(memory: Memory) -> str:
+    fits = "" if memory.fits else ", DOES NOT FIT"
+    parts = (
+        f"arguments {_scaled(memory.arguments)}B, outputs {_scaled(memory.outputs)}B, "
+        f"temporaries {_scaled(memory.temporaries)}B"
+    )
+    whole = f"{_scaled(memory.total)}B of {_scaled(memory.capacity)}B"
+    return f"{whole}{fits} ({parts})"
+
+
+def _loops(block: Block) -> Iterator[Block]:
+    """The loops that lie in no other."""
+    for child in block.blocks:
+        if child.kind == "loop":
+            yield child
+        else:
+            yield from _loops(child)
+
+
+def _walk_depth(block: Block, depth: int = 0) -> Iterator[tuple[int, Block]]:
+    yield depth, block
+    for child in block.blocks:
+        yield from _walk_depth(child, depth + 1)
+
+
+def _tally(names: tuple[str, ...]) -> str:
+    counts = {name: names.count(name) for name in dict.fromkeys(names)}
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _number(count: float) -> str:
+    """A count, or a mean of counts."""
+    return f"{count:,.2f}".rstrip("0").rstrip(".")
+
+
+def _scaled(value: float) -> str:
+    """A number with a prefix of the SI."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 1000 or prefix == "T":
+            break
+        value /= 1000
+    return f"{value:.3g} {prefix}" if value < 1000 else f"{value:,.0f} {prefix}"

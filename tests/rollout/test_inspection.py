@@ -1,0 +1,647 @@
+"""What `rollout.inspect` reads of XLA's text, and of programs for absent accelerators.
+
+The programs need the compilers, the extra `accelerators`, and are skipped without them.
+"""
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+from jax.experimental import io_callback
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import envs
+import rollout
+from rollout.cli.main import main
+from rollout.inspection import Block, Memory, Wait, accelerators, blocks, devices
+from rollout.inspection.hlo import Frame, Module, num_bytes
+from rollout.inspection.report import find_loop, find_waits
+
+T, B = 16, 32
+ROOT = Path(__file__).parents[2]
+PARAMS = jax.ShapeDtypeStruct((4, 2), jnp.float32)
+X = jax.ShapeDtypeStruct((B, 4), jnp.float32)
+
+gpu = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="needs the extra `accelerators`",
+)
+tpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the extra `accelerators`"
+)
+slow = pytest.mark.slow
+
+# A loop of 10 rounds, in it one that depends on data and a conditional in a graph.
+HLO = """\
+HloModule jit_f, is_scheduled=true
+
+FileNames
+1 "/home/me/train.py"
+2 "/home/me/my_env.py"
+
+FunctionNames
+1 "train"
+2 "step"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=9}
+2 {file_name_id=2 function_name_id=2 line=42 end_line=42 column=1 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+
+%fused (p.0: f32[10,32], p.1: s32[]) -> f32[32] {
+  %p.0 = f32[10,32]{1,0} parameter(0)
+  %p.1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %row = f32[1,32]{1,0} dynamic-slice(%p.0, %p.1, %zero), dynamic_slice_sizes={1,32}
+  %flat = f32[32]{0} bitcast(%row)
+  ROOT %sum = f32[32]{0} add(%flat, %flat)
+}
+
+%round (c: (f32[32])) -> (f32[32]) {
+  %c = (f32[32]{0}) parameter(0)
+  %x.1 = f32[32]{0} get-tuple-element(%c), index=0
+  %square = f32[32]{0} multiply(%x.1, %x.1), metadata={op_name="jit(f)/mul"}
+  ROOT %tuple.1 = (f32[32]{0}) tuple(%square)
+}
+
+%body (carry: (s32[], f32[32])) -> (s32[], f32[32]) {
+  %carry = (s32[], f32[32]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %one = s32[] constant(1)
+  %copy.i = s32[] copy(%i)
+  %next = s32[] add(%copy.i, %one)
+  %x = f32[32]{0} get-tuple-element(%carry), index=1
+  %while.2 = f32[32]{0} while(%x), condition=%more, body=%round, \
+metadata={op_name="jit(f)/while/body/while" stack_frame_id=2}
+  %cond.1 = f32[32]{0} conditional(%x, %x, %x), true_computation=%round, \
+false_computation=%round, metadata={op_name="jit(f)/while/body/cond" stack_frame_id=2}
+  ROOT %tuple.2 = (s32[], f32[32]{0}) tuple(%next, %cond.1)
+}
+
+%more (c.1: (f32[32])) -> pred[] {
+  %c.1 = (f32[32]{0}) parameter(0)
+  ROOT %any = pred[] compare(%c.1, %c.1), direction=GT
+}
+
+%test (carry.1: (s32[], f32[32])) -> pred[] {
+  %carry.1 = (s32[], f32[32]{0}) parameter(0)
+  %limit = s32[] constant(10)
+  %i.1 = s32[] get-tuple-element(%carry.1), index=0
+  ROOT %lt = pred[] compare(%i.1, %limit), direction=LT
+}
+
+ENTRY %main (a: f32[10,32]) -> f32[32] {
+  %a = f32[10,32]{1,0} parameter(0)
+  %start = s32[] constant(0)
+  %first = f32[32]{0} fusion(%a, %start), kind=kLoop, calls=%fused, \
+backend_config={"estimated_cycles":"70","reification_cost":[{"exec_time_us":0.5}]}
+  %init = (s32[], f32[32]{0}) tuple(%start, %first)
+  %while.1 = (s32[], f32[32]{0}) while(%init), condition=%test, body=%body, \
+metadata={op_name="jit(f)/while" stack_frame_id=1}
+  ROOT %out = f32[32]{0} get-tuple-element(%while.1), index=1
+}
+"""
+THUNKS = """\
+001: kCustomKernel [source] first grid: [1, 1, 1]
+002: kWhile        [prev=001]
+condition:
+    003: kCustomKernel [source | sink] lt
+  body:
+    004: kWhile         [source]
+condition:
+        005: kCustomKernel [source | sink] any
+      body:
+        006: kCustomKernel [source | sink] square
+    000: kCommandBuffer [prev=004]
+        007: kCopy         [source] copy
+        008: kConditional  [prev=007]
+          false_branch:
+            009: kCustomKernel [source] square
+            010: kCustomKernel [source] square
+          true_branch:
+            011: kCustomKernel [source] square
+    012: kAsyncDone [prev=000]
+"""
+NAMES = {1: "first", 2: "while.1", 4: "while.2", 6: "square", 8: "cond.1"}
+METADATA = "".join(
+    f'thunk_metadata {{ thunk_info {{ profile_annotation: "{name}" thunk_id: {number} '
+    "} }\n"
+    for number, name in NAMES.items()
+)
+
+
+@struct.dataclass
+class Climb:
+    """An environment that climbs in a loop of its own, until `high`."""
+
+    high: float = 3.0
+
+    @property
+    def observation_space(self):
+        return envs.Box(-10.0, 10.0, (4,), jnp.float32)
+
+    @property
+    def action_space(self):
+        return envs.Discrete(2)
+
+    def reset(self, key):
+        state = jax.random.uniform(key, (4,))
+        return state, state
+
+    def step(self, key, state, action):
+        del key  # unused
+        x = self.move(state + action)
+        return envs.EnvStep(
+            state=x,
+            obs=x,
+            reward=x.sum(),
+            terminated=x.sum() > self.high,
+            truncated=jnp.bool_(False),
+            info={},
+        )
+
+    def move(self, x):
+        return jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x + 0.1, x)
+
+
+@struct.dataclass
+class Unrolled(Climb):
+    def move(self, x):
+        for _ in range(8):
+            x = jnp.where(x.sum() < 1, x + 0.1, x)
+        return x
+
+
+@struct.dataclass
+class Branching(Climb):
+    def move(self, x):
+        return jax.lax.cond(x.sum() < 1, jnp.sin, jnp.cos, x)
+
+
+def line_of(text: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return 1 + next(i for i, line in enumerate(lines) if text in line)
+
+
+def make(env=None, **options):
+    env = env or envs.make("CartPole-v1")
+    vector = envs.vectorize(env, B, auto_reset="select")
+    policy = rollout.random_policy(env.action_space)
+    return rollout.Collector(env=vector, policy=policy, **options)
+
+
+@functools.cache
+def inspect_steps(env_type, accelerator):
+    env = env_type() if env_type else None
+    return rollout.inspect(make(env), None, accelerator=accelerator, num_steps=T)
+
+
+def mine(report):
+    return [wait for wait in report.waits if wait.file == __file__]
+
+
+def test_blocks_of_a_gpu_are_those_of_its_thunks():
+    program = blocks.read_gpu(HLO, THUNKS, METADATA)
+    (scan,) = program.blocks
+    assert (program.loose_launches, program.launches) == (1, 1 + 10 * (1 + 2))
+    assert (scan.cause, scan.trips, scan.asks_host) == ("scan", 10, False)
+    climb, choice = scan.blocks
+    # A round evaluates the predicate, which that of a known number never does.
+    assert (climb.trips, climb.loose_launches, climb.asks_host) == (None, 2, True)
+    assert (choice.kind, choice.asks_host) == ("conditional", False)
+    assert [x.graph_launches for x in choice.blocks] == [2, 1]
+    assert (scan.graphs, scan.graph_launches, scan.loose_launches) == (1, 1, 0)
+    assert program.seconds == pytest.approx(0.5e-6)
+
+
+def test_waits_name_the_line_that_causes_them():
+    program = blocks.read_gpu(HLO, THUNKS, METADATA)
+    loop = find_loop(program)
+    assert loop is program.blocks[0]
+    (wait,) = find_waits(program, loop, 1)
+    assert wait == Wait("while_loop", "/home/me/my_env.py", 42, 1, "step", True)
+    text = "1 per step + 1 per round of it   /home/me/my_env.py:42 while_loop"
+    assert str(wait) == text
+
+
+def test_conditional_outside_of_a_graph_asks_the_host():
+    loose = THUNKS.replace("000: kCommandBuffer", "000: kSequential")
+    program = blocks.read_gpu(HLO, loose, METADATA)
+    waits = find_waits(program, find_loop(program), 1)
+    assert {(x.cause, x.count, x.per) for x in waits} == {
+        ("while_loop", 1, "step"),
+        ("cond", 1, "step"),
+    }
+
+
+def test_blocks_of_a_tpu_have_cycles_and_no_waits():
+    program = blocks.read_tpu(HLO)
+    assert program.total("cycles") == 70
+    (scan,) = program.blocks
+    assert scan.trips == 10  # it counts from 0 to 10 in ones
+    assert find_waits(program, scan, None) == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("%next = s32[] add(%copy.i, %one)", "%next = s32[] add(%copy.i, %copy.i)"),
+        ("%start = s32[] constant(0)", "%start = s32[] parameter(1)"),
+        ("direction=LT", "direction=NE"),
+        ("%limit = s32[] constant(10)", "%limit = s32[] parameter(1)"),
+    ],
+)
+def test_other_loops_of_a_tpu_have_no_trip_count(before, after):
+    assert before in HLO
+    assert blocks.read_tpu(HLO.replace(before, after)).blocks[0].trips is None
+
+
+def test_slice_of_an_array_moves_only_its_bytes():
+    module = Module(HLO)
+    x = module.find("first")
+    # Reads a row and the index, writes a row.
+    assert module.bytes_moved(x) == 32 * 4 + 4 + 32 * 4
+    assert module.flops(x) == 32
+    assert num_bytes("(f32[8,4]{0,1:T(8,128)}, bf16[3], pred[], s4[3])") == 137
+
+
+def test_flops_of_products_count_multiplications_and_additions():
+    dot = (
+        "%x = f32[2,3]{1,0} parameter(0)\n  %y = f32[3,5]{1,0} parameter(1)\n  ROOT "
+        "%z = f32[2,5]{1,0} dot(%x, %y), lhs_contracting_dims={1}, "
+        "rhs_contracting_dims={0}"
+    )
+    module = Module(f"ENTRY %main (x: f32[2,3]) -> f32[2,5] {{\n  {dot}\n}}\n")
+    assert module.flops(module.find("z")) == 2 * 2 * 3 * 5
+
+
+OWN = Frame(str(ROOT / "envs" / "auto_reset.py"), 1)
+KERNEL = Frame(str(ROOT / "rollout" / "kernel" / "transition.py"), 2)
+INSPECTION = Frame(str(ROOT / "rollout" / "inspection" / "program.py"), 3)
+JAX = Frame(str(Path(jax.__file__).parent / "_src" / "api.py"), 4)
+ENV, SCRIPT = Frame("/home/me/my_env.py", 5), Frame("/home/me/train.py", 6)
+
+
+@pytest.mark.parametrize(
+    ("frames", "source"),
+    [
+        ([JAX, ENV, OWN, KERNEL, INSPECTION, SCRIPT], ENV),
+        ([OWN, KERNEL, INSPECTION, SCRIPT], OWN),
+        ([JAX, OWN, KERNEL, SCRIPT, INSPECTION, SCRIPT], OWN),  # a training step
+        ([OWN, ENV, KERNEL, INSPECTION, SCRIPT], ENV),  # calls a function of ours
+        ([SCRIPT, INSPECTION], SCRIPT),
+        ([JAX], None),
+        ([], None),
+    ],
+)
+def test_source_is_the_innermost_line_that_one_would_change(frames, source):
+    assert blocks.find_source(frames) == source
+
+
+def test_loop_over_time_is_the_one_with_most_launches():
+    short = Block(kind="loop", trips=2, loose_launches=9)
+    long = Block(kind="loop", trips=100, loose_launches=3)
+    program = Block(kind="program", loose_launches=1, blocks=(short, long))
+    assert find_loop(program) is long
+    assert find_loop(program, num_steps=50) is short
+    assert program.launches == 1 + 2 * 9 + 100 * 3
+    assert find_loop(Block(kind="program")).kind == "program"
+    dynamic = Block(kind="program", blocks=(Block(kind="loop"),))
+    assert find_loop(dynamic, num_steps=1) is dynamic
+
+
+def test_waits_of_loops_in_the_step_are_counted():
+    asked = Block(kind="conditional", cause="cond", asks_host=True, file="a", line=1)
+    inner = Block(kind="loop", trips=3, blocks=(asked,))
+    step = Block(kind="loop", trips=5, blocks=(inner,), loose_launches=1)
+    program = Block(kind="program", blocks=(step, asked))
+    waits = find_waits(program, step, 1)
+    assert [(x.count, x.per) for x in waits] == [(3, "step"), (1, "program")]
+    waits = find_waits(program, step, 2)  # two steps are one round
+    assert [(x.count, x.per) for x in waits] == [(1.5, "step"), (1, "program")]
+    waits = find_waits(program, step, None)  # of a function
+    assert [(x.count, x.per) for x in waits] == [(3, "round"), (1, "program")]
+
+
+def test_loop_over_time_that_depends_on_data_waits_once_a_round():
+    step = Block(kind="loop", cause="while_loop", asks_host=True, loose_launches=1)
+    program = Block(kind="program", blocks=(step,))
+    (wait,) = find_waits(program, step, None)
+    assert wait == Wait("while_loop", "", 0, 1, "round", False)
+
+
+def test_memory_of_donated_arguments_is_counted_once():
+    memory = Memory(arguments=6, outputs=5, aliased=4, temporaries=3, capacity=10)
+    assert memory.total == 10
+    assert memory.fits
+    assert not memory._replace(temporaries=4).fits
+
+
+def test_bad_options_are_refused():
+    collector = make()
+    with pytest.raises(ValueError, match="one of h100, a100, tpu-v5e, v5e, got 'tpu'"):
+        rollout.inspect(collector, None, accelerator="tpu")
+    with pytest.raises(ValueError, match="`num_steps` goes with a collector only"):
+        rollout.inspect(jnp.sin, X, accelerator="h100", num_steps=3)
+    with pytest.raises(ValueError, match="`num_steps` must be an int of at least 1"):
+        rollout.inspect(collector, None, accelerator="h100", num_steps=0)
+    with pytest.raises(ValueError, match="one argument, the parameters"):
+        rollout.inspect(collector, accelerator="h100")
+    with pytest.raises(ValueError, match="`num_devices` must be an int of at least 1"):
+        devices("h100", 0)
+    with pytest.raises(ValueError, match="`program` must be"):
+        rollout.inspect(3, accelerator="h100")
+
+
+def test_host_collector_is_refused():
+    env = envs.from_gymnasium("CartPole-v1", num_envs=2)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.HostCollector(env=env, policy=policy)
+    try:
+        with pytest.raises(ValueError, match="environments are in JAX, got HostColl"):
+            rollout.inspect(collector, None, accelerator="h100")
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize("accelerator", ["h100", "v5e"])
+def test_missing_compiler_is_named_with_the_command(accelerator, monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(accelerators, "_devices", accelerators._devices.__wrapped__)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ImportError) as raised:
+        rollout.inspect(jnp.sin, X, accelerator=accelerator)
+    line = f'pip install "jax-cuda12-plugin=={jax.__version__}" "jax-cuda12-pjrt=='
+    assert (line if accelerator == "h100" else 'pip install "jax[tpu]==') in str(
+        raised.value
+    )
+
+
+def test_compiler_of_another_version_is_refused(monkeypatch):
+    monkeypatch.setattr(accelerators, "_devices", accelerators._devices.__wrapped__)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.1")
+    with pytest.raises(ImportError, match=r"0\.9\.1 does not go with jax"):
+        devices("h100")
+
+
+def test_environment_is_put_back(monkeypatch):
+    monkeypatch.setenv("SET_BEFORE", "1")
+    with accelerators.environment({"SET_BEFORE": "2", "NOT_SET": "3"}):
+        assert (os.environ["SET_BEFORE"], os.environ["NOT_SET"]) == ("1", "3")
+    assert os.environ["SET_BEFORE"] == "1"
+    assert "NOT_SET" not in os.environ
+
+
+@slow
+@gpu
+def test_loop_of_an_environment_waits_and_is_named():
+    report = inspect_steps(Climb, "h100")
+    (wait,) = mine(report)
+    line = line_of("return jax.lax.while_loop(")
+    assert wait == Wait("while_loop", __file__, line, 1, "step", True)
+    assert report.waits_per_step >= 1
+    assert f"test_inspection.py:{line} while_loop\n" in f"{report}\n"
+    assert report.loop.trips * report.steps_per_round == T
+    assert report.loop.cause == "scan"
+
+
+@slow
+@gpu
+@pytest.mark.parametrize("env_type", [Unrolled, Branching, None])
+def test_step_without_a_loop_of_its_own_does_not_wait(env_type):
+    """A `cond` of every lane computes both branches; a loop of Python is unrolled."""
+    report = inspect_steps(env_type, "h100")
+    assert report.waits == ()
+    assert str(report).splitlines()[-1].split() == ["waits", "none"]
+    assert 5 < report.launches_per_step < 60
+    assert report.loose_per_step < report.launches_per_step
+    assert report.program.launches >= T * report.launches_per_step
+    assert report.loop.launches * report.loop.trips == T * report.launches_per_step
+    assert report.loop.total("flops") > 0
+    assert report.loop.total("seconds") > 0
+
+
+@slow
+@gpu
+@tpu
+def test_memory_is_that_of_the_arrays():
+    for accelerator in ("h100", "v5e"):
+        memory = inspect_steps(None, accelerator).memory
+        # obs and next_obs [T, B, 4], and rows of five more words at the most.
+        assert T * B * 4 * 4 < memory.outputs < 64 * T * B * 4
+        assert memory.fits
+
+
+@slow
+@tpu
+@pytest.mark.parametrize("env_type", [Climb, None])
+def test_tpu_has_cycles_and_never_waits(env_type):
+    report = inspect_steps(env_type, "tpu-v5e")
+    assert report.waits == ()
+    assert report.launches_per_step == 0
+    assert report.loop.trips * report.steps_per_round == T
+    cycles = report.program.total("cycles")
+    assert T * report.cycles_per_step < cycles < 2 * T * report.cycles_per_step
+
+
+@slow
+@gpu
+def test_compact_reset_is_named_in_this_library():
+    env = envs.make_vec("CartPole-v1", num_envs=B, auto_reset="compact")
+    policy = rollout.stateless_policy(lambda params, obs, key: (obs @ params).argmax(1))
+    collector = rollout.Collector(env=env, policy=policy)
+    carry = collector.init(jax.random.key(0))
+
+    def train_step(carry, params):
+        return collector.collect_steps(carry, params, num_steps=T)
+
+    report = rollout.inspect(train_step, carry, PARAMS, accelerator="h100")
+    assert {Path(wait.file).parent.name for wait in report.waits} <= {"envs"}
+
+
+@slow
+@gpu
+def test_jitted_function_keeps_static_and_donated_arguments():
+    def fn(num_times, x, key, scale):
+        for _ in range(num_times):
+            x = jnp.tanh(x @ x) * scale
+        return x + jax.random.normal(key, x.shape)
+
+    x = jnp.ones((64, 64))
+    jitted = jax.jit(fn, static_argnums=0, donate_argnums=1)
+    assert jax.jit(lambda x: x + 1)(1) == 2  # jax has started
+    key = jax.random.key(0)
+    report = rollout.inspect(jitted, 6, x, key, 2.0, accelerator="h100")
+    assert report.memory.aliased == x.nbytes
+    assert report.loop is report.program
+    assert report.steps_per_round is None
+    assert report.program.total("flops") > 6 * 2 * 64**3
+    assert not x.is_deleted()
+    plain = functools.partial(fn, 6)
+    report = rollout.inspect(plain, np.ones((64, 64)), key, 2.0, accelerator="a100")
+    assert report.memory.aliased == 0
+
+
+@slow
+@gpu
+def test_record_fn_and_accumulators_go_along():
+    count = rollout.Accumulator(
+        lambda num_envs: jnp.zeros(num_envs, jnp.int32), lambda n, transition: n + 1
+    )
+    less = lambda x: x.replace(next_obs=())  # noqa: E731
+    whole = inspect_steps(None, "h100")
+    collector = make(record_fn=less, accumulators={"count": count})
+    report = rollout.inspect(collector, None, accelerator="h100", num_steps=T)
+    assert report.waits == ()
+    assert report.memory.outputs < whole.memory.outputs
+
+
+def call_back(x):
+    def step(x, _):
+        io_callback(lambda x: None, None, x)
+        return x + 1, x.sum()
+
+    return jax.lax.scan(step, x, length=T)
+
+
+@slow
+@gpu
+def test_callback_on_a_gpu_is_refused_with_its_line():
+    line = line_of("io_callback(lambda")
+    with pytest.raises(ValueError, match=rf"inspection\.py:{line} \(io_callback\)"):
+        rollout.inspect(call_back, X, accelerator="h100")
+
+
+@slow
+@tpu
+def test_callback_on_a_tpu_is_a_wait():
+    (wait,) = rollout.inspect(call_back, X, accelerator="v5e").waits
+    line = line_of("io_callback(lambda")
+    assert wait == Wait("io_callback", __file__, line, 1, "round", False)
+
+
+@slow
+@gpu
+@tpu
+@pytest.mark.parametrize("accelerator", ["h100", "v5e"])
+def test_collectives_of_a_mesh_of_absent_devices_are_told(accelerator):
+    mesh = Mesh(np.asarray(devices(accelerator, 8)), ("lanes",))
+    assert devices(accelerator, 8) == devices(accelerator, 8)
+    sharding = NamedSharding(mesh, PartitionSpec("lanes"))
+    x = jax.ShapeDtypeStruct((64, 4), jnp.float32, sharding=sharding)
+
+    def fn(x):
+        return jax.lax.scan(
+            lambda x, _: (x - x.mean(0, keepdims=True), x[0]), x, length=T
+        )
+
+    report = rollout.inspect(fn, x, accelerator=accelerator)
+    assert report.num_devices == 8
+    assert "all-reduce" in report.collectives_per_round
+    assert report.loop.trips == T
+    other = "a100" if accelerator == "v5e" else "v5e"
+    with pytest.raises(ValueError, match="`accelerator` must be that of the arguments"):
+        rollout.inspect(fn, x, accelerator=other)
+
+
+@slow
+@gpu
+@tpu
+@pytest.mark.parametrize("accelerator", ["h100", "v5e"])
+def test_spread_collector_is_compiled_for_absent_devices(accelerator):
+    mesh = Mesh(np.asarray(devices(accelerator, 8)), ("lanes",))  # of two hosts, if v5e
+    collector = rollout.shard(make(), mesh)
+    report = rollout.inspect(collector, None, accelerator=accelerator, num_steps=T)
+    assert report.num_devices == 8
+    assert report.collectives_per_round == ()
+    assert "none per round" in str(report)
+
+
+@slow
+@gpu
+@tpu
+def test_quiet_in_a_process_that_has_no_accelerator():
+    """Nothing but the plugin's own notes, and jax works on as before."""
+    code = (
+        "import jax, jax.numpy as jnp, rollout\n"
+        "x = jax.ShapeDtypeStruct((8, 8), jnp.float32)\n"
+        "for name in ('v5e', 'h100', 'v5e'):\n"
+        "    print(rollout.inspect(jnp.sin, x, accelerator=name).accelerator)\n"
+        "print(jax.devices()[0].platform)"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout.split() == ["tpu-v5e", "h100", "tpu-v5e", "cpu"], run.stderr
+    noise = [x for x in run.stderr.splitlines() if "cuda drivers" not in x]
+    assert all("InitializeLog" in line for line in noise), run.stderr
+
+
+@slow
+@tpu
+def test_command_line_prints_the_table(capsys):
+    arguments = ["CartPole-v1", "--inspect=v5e", "--num-envs=32", "--num-steps=16"]
+    assert main(arguments) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split() == ["environment", "CartPole-v1"]
+    assert rows[2].split() == ["steps", "512"]
+    assert rows[3].startswith("accelerator         tpu-v5e (")
+    assert rows[-1].split() == ["waits", "none"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["--num-episodes=3"], ["--gif=a.gif"], ["--save=a.npz"], ["--plot=a.png"]),
+        *(["--profile=a"], ["--max-steps=3"], ["--devices=2"], ["--xla-cpu-loop"]),
+    ],
+)
+def test_command_line_refuses_what_says_nothing_to_it(options, capsys):
+    with pytest.raises(SystemExit):
+        main(["CartPole-v1", "--inspect=h100", *options])
+    name = options[0].partition("=")[0]
+    text = f"argument {name}: not allowed with argument --inspect"
+    assert text in capsys.readouterr().err
+
+
+def test_command_line_inspects_environments_in_jax_only(capsys):
+    with pytest.raises(SystemExit):
+        main(["gymnasium:CartPole-v1", "--inspect=h100"])
+    text = "argument --inspect: only for environments in JAX"
+    assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["CartPole-v1", "--inspect=b200"])
+    assert "h100" in capsys.readouterr().err
+
+
+def test_command_line_names_the_command_that_installs(monkeypatch, capsys):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(accelerators, "_devices", accelerators._devices.__wrapped__)
+    monkeypatch.setattr(accelerators.importlib.metadata, "version", version)
+    with pytest.raises(SystemExit):
+        main(["CartPole-v1", "--inspect=h100", "--num-envs=4"])
+    error = capsys.readouterr().err
+    assert error.startswith("python -m rollout: error: argument --inspect: ")
+    assert "pip install" in error

@@ -1,0 +1,188 @@
+"""What programs launch on an H100, and where they wait: upper bounds.
+
+The figures come from `tests/benchmarks/accelerators.py`. The programs are compiled for
+a GPU that is absent, with the extra `accelerators`, and skipped without it.
+"""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import buffers
+import envs
+import rollout
+from rollout.kernel.blocks import BLOCK
+
+T, B, HIDDEN = 16, 2048, 64
+MINIBATCHES, EPOCHS = 4, 4
+
+pytestmark = pytest.mark.slow
+gpu = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="needs the extra `accelerators`",
+)
+inspect = functools.partial(rollout.inspect, accelerator="h100")
+
+
+def make(env_id="CartPole-v1", policy=None, **options):
+    env = envs.make_vec(env_id, B, **options)
+    policy = policy or rollout.random_policy(env.action_space)
+    return rollout.Collector(env=env, policy=policy)
+
+
+def start(collector):
+    return jax.eval_shape(lambda: collector.init(jax.random.key(0)))
+
+
+def stacked(collector, params):
+    def steps(carry, params):
+        return collector.collect_steps(carry, params, num_steps=T)[1]
+
+    return jax.eval_shape(steps, start(collector), params)
+
+
+def weights(num_inputs, num_actions):
+    """Shapes of an actor and a critic of two layers."""
+
+    def mlp(num_outputs):
+        sizes = (num_inputs, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, num_outputs)
+        return [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+
+    return {"actor": mlp(num_actions), "critic": mlp(1)}
+
+
+def read(params, obs):
+    """Log-probabilities of the actions, and values."""
+
+    def mlp(first, second, last):
+        return jnp.tanh(jnp.tanh(obs @ first) @ second) @ last
+
+    log_probs = jax.nn.log_softmax(mlp(*params["actor"]))
+    return log_probs, mlp(*params["critic"])[..., 0]
+
+
+def choose(log_probs, action):
+    return jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
+
+
+@rollout.stateless_policy
+def learner(params, obs, key):
+    log_probs, value = read(params, obs.reshape(B, -1))
+    action = jax.random.categorical(key, log_probs)
+    return action, {"value": value, "log_prob": choose(log_probs, action)}
+
+
+def loss(params, batch):
+    obs, action, old, gae, target = batch
+    log_probs, value = read(params, obs)
+    ratio = jnp.exp(choose(log_probs, action) - old)
+    gain = jnp.minimum(ratio * gae, jnp.clip(ratio, 0.8, 1.2) * gae)
+    return jnp.mean((value - target) ** 2 - gain)
+
+
+@gpu
+def test_steps_of_cartpole_are_few_launches_in_graphs_without_a_wait():
+    report = inspect(make(), None, num_steps=T)
+    assert report.waits == ()
+    assert report.launches_per_step <= 14
+    assert report.loose_per_step <= 2
+
+
+@gpu
+def test_steps_of_breakout_with_a_network_are_launched_in_graphs():
+    collector, params = make("Breakout-MinAtar", learner), weights(400, 3)
+    report = inspect(collector, params, num_steps=T)
+    assert report.waits == ()
+    assert report.launches_per_step <= 38
+    assert report.loose_per_step <= 2
+
+
+@gpu
+def test_whole_episodes_wait_once_in_eight_steps_at_most():
+    collector = make()
+
+    def play(carry):
+        counts = {"num_episodes": 2 * B, "max_steps": 500}
+        return collector.collect_episodes(carry, None, **counts)
+
+    report = inspect(play, start(collector))
+    (wait,) = report.waits
+    assert (wait.count, wait.per, wait.per_round) == (1, "round", False)
+    (steps,) = (block for block in report.loop.blocks if block.kind == "loop")
+    assert steps.trips == BLOCK == 8
+    assert steps.launches <= 29
+    assert report.loose_per_step <= 2  # the predicate's
+
+
+@gpu
+def test_adding_to_a_replay_buffer_does_not_wait():
+    collector = make()
+    buffer = buffers.ReplayBuffer(capacity=32 * B, num_envs=B)
+    row = jax.eval_shape(collector.step, start(collector), None)[1]
+    state = jax.eval_shape(buffer.init, row)
+    add = jax.jit(lambda state, row: buffer.add(state, row), donate_argnums=0)
+    report = inspect(add, state, row)
+    assert report.waits == ()
+    assert report.program.launches <= 20
+
+
+@gpu
+def test_advantages_are_few_launches_without_a_wait():
+    trajectory = stacked(make(policy=learner), weights(4, 2))
+    value = trajectory.extras["value"]
+    report = inspect(
+        functools.partial(rollout.gae, gamma=0.99, lam=0.95), trajectory, value
+    )
+    assert report.waits == ()
+    assert report.program.launches <= 4 * T
+
+
+@gpu
+def test_update_of_ppo_does_not_wait():
+    collector, params = make(policy=learner), weights(4, 2)
+
+    def update(carry, params, key):
+        carry, t = collector.collect_steps(carry, params, num_steps=T)
+        next_value = read(params, t.next_obs)[1]
+        gae = rollout.gae(t, next_value, gamma=0.99, lam=0.95)
+        batch = t.obs, t.action, t.extras["log_prob"], gae, gae + t.extras["value"]
+
+        def descend(params, batch):
+            grads = jax.grad(loss)(params, batch)
+            return jax.tree.map(lambda x, g: x - 1e-3 * g, params, grads), None
+
+        batches = rollout.minibatches(key, batch, MINIBATCHES, EPOCHS)
+        params, _ = jax.lax.scan(descend, params, batches)
+        return carry, params, rollout.summarize(t)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    report = inspect(update, start(collector), params, key)
+    assert report.waits == ()
+
+
+def lower(collector, *platforms):
+    def steps(carry):
+        return collector.collect_steps(carry, None, num_steps=T)
+
+    traced = jax.jit(steps).trace(start(collector))
+    return traced.lower(lowering_platforms=platforms).as_text()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_auto_reset_is_that_of_the_platform_that_is_lowered_for(platform):
+    """Whatever the machine has: it is a CPU here."""
+    loops = {
+        auto_reset: lower(make(auto_reset=auto_reset), platform).count("while")
+        for auto_reset in ("auto", "compact", "select")
+    }
+    assert loops["select"] < loops["compact"]
+    assert loops["auto"] == loops["compact" if platform == "cpu" else "select"]
+
+
+def test_one_lowering_for_several_platforms_holds_the_programs_of_all():
+    texts = [lower(make(), *names) for names in (("cpu",), ("cuda",), ("cpu", "cuda"))]
+    alone, other, both = (text.count("while") for text in texts)
+    assert both == alone + other
