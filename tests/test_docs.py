@@ -1,5 +1,6 @@
 """README and docs tell the truth: their code runs, and what they name exists."""
 
+import functools
 import importlib
 import pathlib
 import re
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 import envs
+import rollout
+from rollout import inspection
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -17,8 +20,8 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 SLOW_PAGES = (
-    "agents buffers concepts/keys devices environments episodes host_environments "
-    "many_machines recommendation streaming training"
+    "accelerators agents buffers concepts/keys devices environments episodes "
+    "host_environments many_machines recommendation streaming training"
 )
 SLOW = [f"docs/{page}.md" for page in SLOW_PAGES.split()]
 
@@ -54,6 +57,43 @@ def check_readme(names, out):
     assert int(num_episodes) > 100
     assert 10 < float(mean) < float(longest) <= 200
     assert float(learnt) > 150
+
+
+def check_accelerators(names, out):
+    report = names["report"]
+    assert out == f"{report}\n"
+    assert report.loop.trips * report.steps_per_round == 128
+    rows = re.findall(r"^\| `([\w ]+)` \|", TEXTS["docs/accelerators.md"], re.M)
+    # Of other programs.
+    told = {"per round", "per inner round", "cycles", "collectives"}
+    assert all(row in out for row in set(rows) - told)
+    assert not report.waits
+    assert report.loose_per_step == 0
+
+    def inspect(fn, *args):
+        return rollout.inspect(fn, *args, accelerator="h100")
+
+    x = jax.ShapeDtypeStruct((8, 8), "float32")
+    for stalls, runs in (("until_small", "ten_rounds"), ("branching", "selecting")):
+        assert inspect(names[stalls], x).waits
+        assert not inspect(names[runs], x).waits
+    with pytest.raises(ValueError, match="debug_print"):
+        inspect(names["printing"], x)
+    assert not inspect(names["telling"], x).waits
+
+    def fold(collector, carry, kept, fn):
+        args = carry, names["params"], names[fn], kept
+        return collector.fold_steps(*args, num_steps=8)[1]
+
+    args = names["collector"], names["carry"], names["kept"]
+    copying, dropping = (
+        inspect(functools.partial(fold, fn=fn), *args) for fn in ("copying", "dropping")
+    )
+    assert copying.waits
+    assert not dropping.waits
+    if jax.__version_info__ < (0, 11):  # the later ones do not copy
+        moved = copying.per_step("bytes_moved"), dropping.per_step("bytes_moved")
+        assert moved[0] > moved[1] + names["kept"].nbytes
 
 
 def check_agents(names, out):
@@ -199,6 +239,7 @@ def check_training(names, out):
 
 CHECKS = {
     "README.md": check_readme,
+    "docs/accelerators.md": check_accelerators,
     "docs/agents.md": check_agents,
     "docs/buffers.md": check_buffers,
     "docs/concepts/endings.md": check_endings,
@@ -229,6 +270,8 @@ each_with_code = pytest.mark.parametrize(
 
 @each_with_code
 def test_code_runs_block_by_block(name, capsys, tmp_path, monkeypatch):
+    if name == "docs/accelerators.md":
+        pytest.importorskip("jax_cuda12_plugin", reason="needs `accelerators`")
     monkeypatch.chdir(tmp_path)  # some of it writes files
     names = run(name, TEXTS[name])
     CHECKS[name](names, capsys.readouterr().out)
@@ -272,6 +315,8 @@ def test_every_public_name_is_on_one_page_of_the_api():
         for package in ("envs", "rollout", "buffers")
         for name in importlib.import_module(package).__all__
     ]
+    # What `rollout.inspect` returns, and the devices that it takes.
+    public += [("rollout", name) for name in set(inspection.__all__) - {"inspect"}]
     assert sorted(names) == sorted([*public, ("buffers", "RingBuffer")])
 
 
