@@ -1,10 +1,14 @@
 """Settings for every test, and the environments that tests share."""
 
+import importlib.util
 import os
 import tempfile
 
 import jax
 import pytest
+
+# The modules without which a test that `compiles_for` an accelerator is skipped.
+COMPILERS = {"h100": "jax_cuda12_plugin", "v5e": "libtpu"}
 
 
 def pytest_configure(config):
@@ -28,6 +32,12 @@ def pytest_configure(config):
     # Devices in name: all share the cores.
     jax.config.update("jax_num_cpu_devices", 8)
     assert jax.device_count() == 8  # from here on they are as they are
+
+
+def pytest_runtest_setup(item):
+    for mark in item.iter_markers("compiles_for"):
+        if not all(importlib.util.find_spec(COMPILERS[name]) for name in mark.args):
+            pytest.skip("needs the extra `accelerators`")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -20,10 +20,11 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 SLOW_PAGES = (
-    "accelerators agents buffers concepts/keys devices environments episodes "
-    "host_environments many_machines recommendation streaming training"
+    "agents buffers concepts/keys devices environments episodes host_environments "
+    "many_machines recommendation streaming training"
 )
-SLOW = [f"docs/{page}.md" for page in SLOW_PAGES.split()]
+MARKS = {f"docs/{page}.md": [pytest.mark.slow] for page in SLOW_PAGES.split()}
+MARKS["docs/accelerators.md"] = [pytest.mark.slow, pytest.mark.compiles_for("h100")]
 
 
 def blocks(text: str) -> list[str]:
@@ -63,7 +64,9 @@ def check_accelerators(names, out):
     report = names["report"]
     assert out == f"{report}\n"
     assert report.loop.trips * report.steps_per_round == 128
-    rows = re.findall(r"^\| `([\w ]+)` \|", TEXTS["docs/accelerators.md"], re.M)
+    section = TEXTS["docs/accelerators.md"].split("\n## ")[2]
+    rows = re.findall(r"^\| `([\w ]+)` \|", section, re.M)
+    assert len(rows) > 5
     # Of other programs.
     told = {"per round", "per inner round", "cycles", "collectives"}
     assert all(row in out for row in set(rows) - told)
@@ -260,7 +263,7 @@ each_text = pytest.mark.parametrize("name", TEXTS)
 each_with_code = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        pytest.param(name, marks=MARKS.get(name, ()))
         for name, text in TEXTS.items()
         # The others are in `test_coming_from.py`.
         if blocks(text) and "coming_from" not in name
@@ -270,8 +273,6 @@ each_with_code = pytest.mark.parametrize(
 
 @each_with_code
 def test_code_runs_block_by_block(name, capsys, tmp_path, monkeypatch):
-    if name == "docs/accelerators.md":
-        pytest.importorskip("jax_cuda12_plugin", reason="needs `accelerators`")
     monkeypatch.chdir(tmp_path)  # some of it writes files
     names = run(name, TEXTS[name])
     CHECKS[name](names, capsys.readouterr().out)

@@ -66,6 +66,17 @@ def test_number_that_is_lowered_is_there(number):
 @pytest.mark.slow
 @each_notebook
 def test_notebook_runs(path, tmp_path):
+    run(path, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.compiles_for("h100", "v5e")
+def test_second_half_of_the_notebook_on_profiling_runs(tmp_path):
+    (path,) = (path for path in NOTEBOOKS if path.stem.startswith("08"))
+    run(path, tmp_path)
+
+
+def run(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     spend_little(notebook)
     client = NotebookClient(

@@ -1,5 +1,4 @@
 import functools
-import importlib.util
 import re
 
 import bits
@@ -30,15 +29,9 @@ def make_mesh(num_devices, axis="lanes"):
     return jax.make_mesh((num_devices,), (axis,), devices=devices, **types)
 
 
-def needs(module):
-    """Skips where the compiler of an absent accelerator is not installed."""
-    is_absent = importlib.util.find_spec(module) is None
-    return pytest.mark.skipif(is_absent, reason="needs the extra `accelerators`")
-
-
 ABSENT = [
-    pytest.param("h100", 8, marks=needs("jax_cuda12_plugin")),
-    pytest.param("v5e", 4, marks=needs("libtpu")),
+    pytest.param("h100", 8, marks=pytest.mark.compiles_for("h100")),
+    pytest.param("v5e", 4, marks=pytest.mark.compiles_for("v5e")),
 ]
 
 
@@ -287,7 +280,7 @@ def test_step_of_an_accelerator_is_that_of_one_with_as_many_lanes(
     spread = rollout.shard(make(128 * num_devices), mesh)
     every = rollout.inspect(spread, PARAMS, **options)
     assert every.waits == ()
-    assert every.collectives_per_step == ()
+    assert every.collectives_per_round == ()
     # Once a round of the loop, each asks which lanes are its own.
     assert every.launches_per_step <= one.launches_per_step + 1
     assert every.loose_per_step <= one.loose_per_step

@@ -5,7 +5,6 @@ The programs need the compilers, the extra `accelerators`, and are skipped witho
 
 import functools
 import importlib.metadata
-import importlib.util
 import os
 import subprocess
 import sys
@@ -31,13 +30,8 @@ ROOT = Path(__file__).parents[2]
 PARAMS = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 X = jax.ShapeDtypeStruct((B, 4), jnp.float32)
 
-gpu = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="needs the extra `accelerators`",
-)
-tpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs the extra `accelerators`"
-)
+gpu = pytest.mark.compiles_for("h100")
+tpu = pytest.mark.compiles_for("v5e")
 slow = pytest.mark.slow
 
 # A loop of 10 rounds, in it one that depends on data and a conditional in a graph.

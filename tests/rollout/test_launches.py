@@ -5,7 +5,6 @@ a GPU that is absent, with the extra `accelerators`, and skipped without it.
 """
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,7 @@ T, B, HIDDEN = 16, 2048, 64
 MINIBATCHES, EPOCHS = 4, 4
 
 pytestmark = pytest.mark.slow
-gpu = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="needs the extra `accelerators`",
-)
+gpu = pytest.mark.compiles_for("h100")
 inspect = functools.partial(rollout.inspect, accelerator="h100")
 
 
