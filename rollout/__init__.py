@@ -76,7 +76,7 @@ from rollout.stats import (
     summarize,
 )
 from rollout.stream import Stream, StreamBatch, StreamStats
-from rollout.targets import discounted_returns, gae, lambda_returns
+from rollout.targets import discounted_returns, gae, lambda_returns, next_values
 from rollout.trajectories import Pieces, split_trajectories
 from rollout.types import (
     Accumulator,
@@ -150,6 +150,7 @@ __all__ = [
     "lambda_returns",
     "log_stats",
     "minibatches",
+    "next_values",
     "ornstein_uhlenbeck",
     "policy_map",
     "population",

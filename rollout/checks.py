@@ -72,7 +72,7 @@ def max_steps(value: Any) -> jax.Array:
     return jnp.int32(min(count("max_steps", value, most=None), _INT32_MAX))
 
 
-def collector(env: Any, policy: Any, record_fn: Any) -> None:
+def collector(env: Any, policy: Any, record_fn: Any, value_fn: Any = None) -> None:
     """Refuses what a collector cannot be made of."""
     # A placeholder that jax builds pytrees with has no `step`.
     if hasattr(env, "step") and not hasattr(env, "num_envs"):
@@ -85,8 +85,9 @@ def collector(env: Any, policy: Any, record_fn: Any) -> None:
             "`policy` must be a `Policy`, such as `stateless_policy` makes, "
             f"got {describe(policy)}."
         )
-    if record_fn is not None:
-        function("record_fn", record_fn)
+    for name, fn in (("record_fn", record_fn), ("value_fn", value_fn)):
+        if fn is not None:
+            function(name, fn)
 
 
 def collects_in_jax(value: Any) -> None:
@@ -197,6 +198,17 @@ def recorded(before: Transition, after: Any) -> None:
                 f"`record_fn` must leave `{name}` as it is, since the statistics count "
                 "by it; what is derived from it goes into `extras`."
             )
+
+
+def values(value: Any, num_rows: int) -> None:
+    """Refuses what are no values of so many observations."""
+    is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    if jnp.shape(value) != (num_rows,) or not is_float:
+        raise ValueError(
+            "`value_fn` must return one float per row, of shape "
+            f"({num_rows},), got {describe(value)}; it is called with as many rows as "
+            "need a value."
+        )
 
 
 def policy_init(state: ArrayTree, num_envs: int) -> None:

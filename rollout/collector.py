@@ -24,6 +24,7 @@ from rollout.types import (
     Policy,
     RecordFn,
     Transition,
+    ValueFn,
 )
 
 Acc = TypeVar("Acc")
@@ -53,6 +54,11 @@ class Collector(Replaceable, Generic[ParamsT, ObsT, ActionT]):
         accumulators: figures of one's own that are kept per episode, by name, besides
             `episode_return` and `episode_length`: they stand in `accumulated` of
             transitions, of episodes and of statistics.
+        value_fn: the value of observations, `(params, obs, policy_state)` to `[K]`
+            float, row by row; `policy_state` is `()` of a policy without one. It is
+            called with the few rows whose episode was truncated, and `final_value` of
+            transitions has the result, for `next_values`. It is a constant to
+            derivatives.
     """
 
     env: VectorEnv
@@ -62,10 +68,11 @@ class Collector(Replaceable, Generic[ParamsT, ObsT, ActionT]):
     )
     # A mapping from names to `Accumulator`s, kept as `Accumulators`.
     accumulators: Any = struct.field(pytree_node=False, default=())
+    value_fn: ValueFn | None = struct.field(pytree_node=False, default=None)
     _types: tuple[type, ...] = struct.field(pytree_node=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
-        checks.collector(self.env, self.policy, self.record_fn)
+        checks.collector(self.env, self.policy, self.record_fn, self.value_fn)
         checks.kind_of_env(self.env, is_host=False)
         accumulators = checks.accumulators(self.accumulators)
         object.__setattr__(self, "accumulators", accumulators)
@@ -337,6 +344,7 @@ class Collector(Replaceable, Generic[ParamsT, ObsT, ActionT]):
             max_steps=max_steps,
             min_steps=min_steps,
             accumulators=self.accumulators,
+            value_fn=self.value_fn,
         )
 
 
@@ -362,6 +370,7 @@ def _take(
         roots=roots,
         policy_key=policy_key,
         accumulators=collector.accumulators,
+        value_fn=collector.value_fn,
     )
     return carry, kernel.record(collector.record_fn, transition)
 

@@ -139,6 +139,17 @@ class Spread(NamedTuple):
 
         return jax.tree.map(make, tree)
 
+    def map(self, fn: Callable[..., ArrayTree], whole: ArrayTree, *lanes: Any) -> Any:
+        """Calls `fn(whole, *lanes)` on each device, with the lanes that are its own."""
+        own, every = PartitionSpec(self.axis), PartitionSpec()
+        return jax.shard_map(
+            fn,
+            mesh=self.mesh,
+            in_specs=(every, *(own for _ in lanes)),
+            out_specs=own,
+            check_vma=False,  # as in `_SpreadEnv._map`
+        )(whole, *lanes)
+
 
 @struct.dataclass(kw_only=True)
 class _SpreadEnv(Replaceable):

@@ -6,6 +6,8 @@ window it looks at `next_value` instead, unless the task terminated there. Jitte
 that a notebook may call them as they are.
 """
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,41 @@ from rollout.types import Transition
 Scalar = float | jax.Array  # (), may be traced
 
 _UNROLL = 16  # rows; 32 halve the launches again, and take twice as long to compile
+
+
+def next_values(trajectory: Transition, last_value: jax.Array) -> jax.Array:
+    """Computes V(next_obs) of every step from values that are known already.
+
+    A step that does not end its episode is followed by a row whose value the policy has
+    recorded. Only the values of truncated rows, which `Collector.value_fn` gives, and
+    of what follows on the last row had to be computed.
+
+        next_value = rollout.next_values(t, critic(params, carry.obs, ()))
+
+    Args:
+        trajectory: `[T, B, ...]` of a collector with a `value_fn`, with V(obs) in
+            `extras["value"]`, `[T, B]` float.
+        last_value: `[B]` float, V(obs) of the carry after the last step.
+
+    Returns:
+        `[T, B]` float, what `gae`, `lambda_returns` and `discounted_returns` take: 0
+        where the task terminated, and anything where `mask` is False.
+
+    Raises:
+        ValueError: if the extras have no `value`, or the trajectory no `final_value`.
+        AssertionError: while tracing, if a shape is not as above.
+    """
+    value = _values(trajectory)
+    if isinstance(trajectory.final_value, tuple):
+        raise ValueError(
+            "`trajectory` must have `final_value`, got none: `Collector(value_fn=...)` "
+            "records it. Without it compute V(next_obs) from `next_obs`."
+        )
+    _check(trajectory, value, trajectory.final_value)
+    chex.assert_shape(last_value, value.shape[1:])
+    done = trajectory.terminated | trajectory.truncated
+    rows = done, trajectory.mask, value, trajectory.final_value
+    return _next_values(rows, jnp.asarray(last_value, value.dtype))
 
 
 def gae(
@@ -46,12 +83,9 @@ def gae(
         "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
         eq. 11 and 16, arXiv:1506.02438.
     """
-    extras = trajectory.extras
-    if not isinstance(extras, dict) or "value" not in extras:
-        got = sorted(extras) if isinstance(extras, dict) else type(extras).__name__
-        raise ValueError(f"`trajectory.extras` must have `value`, got {got}.")
-    _check(trajectory, next_value, extras["value"])
-    return _gae(_fields(trajectory), extras["value"], next_value, gamma, lam)
+    value = _values(trajectory)
+    _check(trajectory, next_value, value)
+    return _gae(_fields(trajectory), value, next_value, gamma, lam)
 
 
 def lambda_returns(
@@ -111,6 +145,15 @@ def discounted_returns(
     return lambda_returns(trajectory, next_value, gamma=gamma, lam=1.0)
 
 
+def _values(trajectory: Transition) -> jax.Array:
+    """What the policy recorded of V(obs)."""
+    extras = trajectory.extras
+    if not isinstance(extras, dict) or "value" not in extras:
+        got = sorted(extras) if isinstance(extras, dict) else type(extras).__name__
+        raise ValueError(f"`trajectory.extras` must have `value`, got {got}.")
+    return extras["value"]
+
+
 def _check(trajectory: Transition, *values: jax.Array) -> None:
     chex.assert_rank(trajectory.reward, 2)
     chex.assert_equal_shape([trajectory.reward, trajectory.mask, *values])
@@ -128,6 +171,16 @@ def _fields(trajectory: Transition) -> tuple[jax.Array, ...]:
         trajectory.mask,
         episode_id,
     )
+
+
+@jax.jit
+def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Array:
+    def step(later: jax.Array, row: tuple) -> tuple:
+        done, mask, value, final_value = row
+        return jnp.where(mask, value, later), jnp.where(done, final_value, later)
+
+    scan = functools.partial(unrolling.scan, gpu=_UNROLL, other=_UNROLL, reverse=True)
+    return scan(step, last_value, rows)[1]
 
 
 @jax.jit

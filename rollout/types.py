@@ -49,6 +49,9 @@ class Transition(Replaceable, Generic[ObsT, ActionT]):
         info: `[T, B, ...]`, whatever the environment gave along with the step.
         accumulated: `[T, B, ...]` by name, what the collector's accumulators have of
             the episode, this step included; `()` if it has none.
+        final_value: `[T, B]` float, the value of `next_obs` where the episode was
+            `truncated` and not `terminated`, 0 elsewhere; `()` if the collector has no
+            `value_fn`.
     """
 
     obs: ObsT  # [T, B, ...]
@@ -64,6 +67,7 @@ class Transition(Replaceable, Generic[ObsT, ActionT]):
     extras: ArrayTree  # [T, B, ...]
     info: ArrayTree  # [T, B, ...]
     accumulated: ArrayTree = ()  # [T, B, ...]
+    final_value: ArrayTree = ()  # [T, B]
 
     @property
     def done(self) -> jax.Array:
@@ -75,6 +79,9 @@ class Transition(Replaceable, Generic[ObsT, ActionT]):
         """`[T, B]` bool, this is the first step of its episode."""
         return self.episode_length == 1
 
+
+# `(params, obs, policy_state)` to `[K]` float; see `Collector.value_fn`.
+ValueFn = Callable[[Any, Any, Any], jax.Array]
 
 RecordFn = Callable[[Transition[ObsT, ActionT]], Transition[ObsT, ActionT]]
 

@@ -19,6 +19,7 @@ from rollout.kernel.transition import (
     void,
     written,
 )
+from rollout.kernel.values import values_where
 
 __all__ = [
     "act",
@@ -32,6 +33,7 @@ __all__ = [
     "step",
     "step_env",
     "unpack",
+    "values_where",
     "void",
     "written",
 ]

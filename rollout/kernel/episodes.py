@@ -24,6 +24,7 @@ from rollout.types import (
     Episodes,
     Policy,
     Transition,
+    ValueFn,
 )
 
 Acc = TypeVar("Acc")
@@ -118,6 +119,7 @@ def play(
     max_steps: jax.Array,
     min_steps: jax.Array | None = None,
     accumulators: Accumulators = (),
+    value_fn: ValueFn | None = None,
 ) -> tuple[Carry, Acc, Episodes]:
     """Plays the episodes of a plan; see `Collector.fold_episodes`."""
     figures: dict[str, Any] = {"accumulators": accumulators}
@@ -130,7 +132,14 @@ def play(
         start = plan.start_fn(run.index)
         carry = transition.restart(env, policy, run.carry, run.over, start, **figures)
         carry, row, cut = transition.advance(
-            env, policy, carry, params, roots=roots, limit=max_steps, **figures
+            env,
+            policy,
+            carry,
+            params,
+            roots=roots,
+            limit=max_steps,
+            value_fn=value_fn,
+            **figures,
         )
         mask = run.index < plan.num_episodes
         return run.replace(
@@ -256,6 +265,7 @@ def _void(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
         reward=jnp.where(mask, row.reward, 0.0),
         terminated=row.terminated & mask,
         truncated=row.truncated & ~(cut & row.terminated) & mask,
+        final_value=jax.tree.map(lambda x: jnp.where(mask, x, 0.0), row.final_value),
     )
 
 

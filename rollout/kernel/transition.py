@@ -19,6 +19,7 @@ from envs.types import ArrayTree, EnvStep, Lanes, VectorEnv, spread_of
 from rollout import checks
 from rollout.kernel import episode_keys, fence
 from rollout.kernel.episode_keys import Roots, Start
+from rollout.kernel.values import values_where
 from rollout.types import (
     Accumulators,
     Carry,
@@ -28,6 +29,7 @@ from rollout.types import (
     Policy,
     PolicyStep,
     Transition,
+    ValueFn,
 )
 
 _Tree = TypeVar("_Tree", bound=ArrayTree)
@@ -69,6 +71,7 @@ def step(
     active: jax.Array | None = None,
     drop_fn: Callable[[Transition], jax.Array] | None = None,
     accumulators: Accumulators = (),
+    value_fn: ValueFn | None = None,
 ) -> tuple[Carry, Transition]:
     """Takes one step in every lane, and starts new episodes where the old ones ended.
 
@@ -84,6 +87,7 @@ def step(
             their row is void.
         drop_fn: the transition to `[B]` bool, True where to give the episode up.
         accumulators: figures that are kept per episode.
+        value_fn: what gives the values of final observations.
     """
     figures: dict[str, Any] = {"accumulators": accumulators}
     roots = roots or roots_of(env, carry)
@@ -95,6 +99,7 @@ def step(
         roots=roots,
         policy_key=policy_key,
         limit=limit,
+        value_fn=value_fn,
         **figures,
     )
     over = transition.done
@@ -120,6 +125,7 @@ def advance(
     policy_key: chex.PRNGKey | None = None,
     limit: jax.Array | None = None,
     accumulators: Accumulators = (),
+    value_fn: ValueFn | None = None,
 ) -> tuple[Carry, Transition, jax.Array]:
     """Takes one step in every lane and resets none: the next carry is that of step t+1.
 
@@ -153,6 +159,12 @@ def advance(
             figures = accumulate(accumulators, carry.episode.accumulated, transition)
             transition = transition.replace(accumulated=figures)
             carry = carry.replace(episode=carry.episode.replace(accumulated=figures))
+    if value_fn is not None:
+        with jax.named_scope("final_value"):
+            goes_on = transition.truncated & ~transition.terminated
+            args = params, carry.obs, carry.policy_state, goes_on
+            value = values_where(env, value_fn, *args)
+            transition = transition.replace(final_value=value)
     return carry, transition, cut
 
 

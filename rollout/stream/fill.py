@@ -149,6 +149,7 @@ def _fill_rows(
             active=active,
             drop_fn=_faulty if options.on_fault == "drop" else None,
             accumulators=collector.accumulators,
+            value_fn=collector.value_fn,
         )
         seen = kernel.record(collector.record_fn, transition)
         seen = kernel.void(seen) if idle else seen
@@ -171,7 +172,7 @@ def _fill_rows(
     written, flags = keys.like(words, rows)
     trajectory = kernel.unpack(written, flags, mask)
     if options.at_batch_end == "truncate":
-        trajectory = _truncate(trajectory, carry)
+        trajectory = _truncate(collector, trajectory, carry, params)
         carry = _restart_all(collector, carry)
     return carry, trajectory
 
@@ -221,13 +222,20 @@ def _restart_all(collector: Collector, carry: Carry) -> Carry:
     return kernel.restart(*args, accumulators=collector.accumulators)
 
 
-def _truncate(trajectory: Transition, carry: Carry) -> Transition:
+def _truncate(
+    collector: Collector, trajectory: Transition, carry: Carry, params: Any
+) -> Transition:
     """Marks the last step of every episode that goes on in `carry`."""
     num_steps = jnp.sum(trajectory.mask, axis=0, dtype=jnp.int32)
     row = jnp.arange(trajectory.mask.shape[0], dtype=jnp.int32)
-    here = (carry.episode.episode_length > 0)[None] & (
-        row[:, None] == num_steps[None] - 1
-    )
+    goes_on = carry.episode.episode_length > 0
+    here = goes_on[None] & (row[:, None] == num_steps[None] - 1)
+    value_fn = collector.value_fn
+    if value_fn is not None and not isinstance(trajectory.final_value, tuple):
+        args = params, carry.obs, carry.policy_state, goes_on
+        value = kernel.values_where(collector.env, value_fn, *args)
+        final_value = jnp.where(here, value[None], trajectory.final_value)
+        trajectory = trajectory.replace(final_value=final_value)
     return trajectory.replace(truncated=trajectory.truncated | here)
 
 

@@ -56,11 +56,11 @@ def _steps(collector: Any, params: Any = None) -> Made:
     return collector, (params,), {"num_steps": NUM_STEPS}
 
 
-def _network_policy() -> tuple[Any, Any, Any]:
-    network, params = purejaxrl.make_network(ENV_ID)
+def _network_policy(env_id: str = ENV_ID) -> tuple[Any, Any, Any]:
+    network, params = purejaxrl.make_network(env_id)
 
     def act(params: Any, obs: jax.Array, key: jax.Array) -> tuple[Any, Any]:
-        pi, value = network.apply(params, obs)
+        pi, value = network.apply(params, obs.reshape(obs.shape[0], -1))
         action = purejaxrl.sample(pi, key)
         log_prob = purejaxrl.log_prob(pi, action)
         return action, {"value": value, "log_prob": log_prob}
@@ -68,30 +68,41 @@ def _network_policy() -> tuple[Any, Any, Any]:
     return network, params, rollout.stateless_policy(act)
 
 
-def ppo() -> Made:
+def ppo(env_id: str = ENV_ID, num_envs: int = NUM_ENVS) -> Made:
     """An update of PPO with the parts of this library."""
-    network, params, policy = _network_policy()
-    collector = _collector(policy=policy)
+    network, params, policy = _network_policy(env_id)
+
+    def critic(params: Any, obs: jax.Array, state: Any) -> jax.Array:
+        del state  # the policy has none
+        return network.apply(params, obs.reshape(obs.shape[0], -1))[1]
+
+    env = envs.make_vec(env_id, num_envs)
+    collector = _collector(env, policy, value_fn=critic)
 
     def update(carry: Any, state: Any, key: jax.Array) -> Any:
         carry, t = collector.collect_steps(carry, state[0], NUM_STEPS)
-        _, next_value = network.apply(state[0], t.next_obs)
+        next_value = rollout.next_values(t, critic(state[0], carry.obs, ()))
         factors = {"gamma": purejaxrl.GAMMA, "lam": purejaxrl.LAM}
         gae = rollout.gae(t, next_value, **factors)
-        batch = t.obs, t.action, t.extras["value"], t.extras["log_prob"], gae
-        counts = purejaxrl.NUM_MINIBATCHES, purejaxrl.EPOCHS
+        obs = t.obs.reshape(NUM_STEPS, num_envs, -1)
+        batch = obs, t.action, t.extras["value"], t.extras["log_prob"], gae
         step = functools.partial(purejaxrl.update_minibatch, network)
-        batches = rollout.minibatches(key, batch, *counts)
-        state, losses = jax.lax.scan(step, state, batches)
+
+        def epoch(state: Any, key: jax.Array) -> Any:
+            batches = rollout.minibatches(key, batch, purejaxrl.NUM_MINIBATCHES)
+            return jax.lax.scan(step, state, batches)
+
+        epoch_keys = jax.random.split(key, purejaxrl.EPOCHS)
+        state, losses = jax.lax.scan(epoch, state, epoch_keys)
         return carry, state, losses, rollout.summarize(t)
 
     return update, (_carry(collector), _train_state(params), KEY), {}
 
 
-def ppo_purejaxrl() -> Made:
+def ppo_purejaxrl(env_id: str = ENV_ID, num_envs: int = NUM_ENVS) -> Made:
     """PureJaxRL's."""
-    init, update = purejaxrl.make_update(ENV_ID, NUM_ENVS, NUM_STEPS)
-    params = purejaxrl.make_network(ENV_ID)[1]
+    init, update = purejaxrl.make_update(env_id, num_envs, NUM_STEPS)
+    params = purejaxrl.make_network(env_id)[1]
     return update, (jax.eval_shape(init, KEY), _train_state(params)), {}
 
 
