@@ -6,8 +6,6 @@ window it looks at `next_value` instead, unless the task terminated there. Jitte
 that a notebook may call them as they are.
 """
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -17,6 +15,7 @@ from rollout.types import Transition
 
 Scalar = float | jax.Array  # (), may be traced
 
+_SHIFT_UNROLL = 64  # rows of `next_values`, two selections each
 _UNROLL = 16  # rows; 32 halve the launches again, and take twice as long to compile
 
 
@@ -179,8 +178,8 @@ def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Arra
         done, mask, value, final_value = row
         return jnp.where(mask, value, later), jnp.where(done, final_value, later)
 
-    scan = functools.partial(unrolling.scan, gpu=_UNROLL, other=_UNROLL, reverse=True)
-    return scan(step, last_value, rows)[1]
+    options = {"gpu": _SHIFT_UNROLL, "other": _SHIFT_UNROLL, "reverse": True}
+    return unrolling.scan(step, last_value, rows, **options)[1]
 
 
 @jax.jit

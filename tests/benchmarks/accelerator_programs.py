@@ -60,7 +60,7 @@ def _network_policy(env_id: str = ENV_ID) -> tuple[Any, Any, Any]:
     network, params = purejaxrl.make_network(env_id)
 
     def act(params: Any, obs: jax.Array, key: jax.Array) -> tuple[Any, Any]:
-        pi, value = network.apply(params, obs.reshape(obs.shape[0], -1))
+        pi, value = network.apply(params, obs)
         action = purejaxrl.sample(pi, key)
         log_prob = purejaxrl.log_prob(pi, action)
         return action, {"value": value, "log_prob": log_prob}
@@ -74,9 +74,10 @@ def ppo(env_id: str = ENV_ID, num_envs: int = NUM_ENVS) -> Made:
 
     def critic(params: Any, obs: jax.Array, state: Any) -> jax.Array:
         del state  # the policy has none
-        return network.apply(params, obs.reshape(obs.shape[0], -1))[1]
+        return network.apply(params, obs)[1]
 
-    env = envs.make_vec(env_id, num_envs)
+    flat = envs.TransformObs(envs.make(env_id), jnp.ravel)  # as PureJaxRL's are
+    env = envs.vectorize(flat, num_envs)
     collector = _collector(env, policy, value_fn=critic)
 
     def update(carry: Any, state: Any, key: jax.Array) -> Any:
@@ -84,16 +85,17 @@ def ppo(env_id: str = ENV_ID, num_envs: int = NUM_ENVS) -> Made:
         next_value = rollout.next_values(t, critic(state[0], carry.obs, ()))
         factors = {"gamma": purejaxrl.GAMMA, "lam": purejaxrl.LAM}
         gae = rollout.gae(t, next_value, **factors)
-        obs = t.obs.reshape(NUM_STEPS, num_envs, -1)
-        batch = obs, t.action, t.extras["value"], t.extras["log_prob"], gae
-        step = functools.partial(purejaxrl.update_minibatch, network)
+        batch = t.obs, t.action, t.extras["value"], t.extras["log_prob"], gae
+        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
-        def epoch(state: Any, key: jax.Array) -> Any:
-            batches = rollout.minibatches(key, batch, purejaxrl.NUM_MINIBATCHES)
-            return jax.lax.scan(step, state, batches)
+        def step(state: Any, index: jax.Array) -> Any:
+            minibatch = jax.tree.map(lambda x: x[index], rows)
+            return purejaxrl.update_minibatch(network, state, minibatch)
 
-        epoch_keys = jax.random.split(key, purejaxrl.EPOCHS)
-        state, losses = jax.lax.scan(epoch, state, epoch_keys)
+        counts = purejaxrl.NUM_MINIBATCHES, purejaxrl.EPOCHS
+        every = jnp.arange(NUM_STEPS * num_envs)
+        indices = rollout.minibatches(key, every, *counts, axis=0)
+        state, losses = jax.lax.scan(step, state, indices)
         return carry, state, losses, rollout.summarize(t)
 
     return update, (_carry(collector), _train_state(params), KEY), {}

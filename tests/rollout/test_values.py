@@ -1,0 +1,291 @@
+"""Values of successors, from recorded ones, against the value of every `next_obs`."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv, make_env
+from jax import lax
+from jax.sharding import Mesh
+
+import envs
+import rollout
+from rollout.kernel import values
+
+PARAMS = jnp.float32(3.0)
+B, T = 5, 40
+# Which lanes are truncated when: now and then, with terminations at the same step; all
+# at once; with every step; never.
+ENDINGS = {
+    "some": {},
+    "all at once": {"min_length": 9, "limit": 5},
+    "every step": {"limit": 1},
+    "never": {"limit": 1000},
+}
+
+
+def critic(params, obs, state):
+    """Of small integers, so that no sum is rounded."""
+    memory = state[:, None] if isinstance(state, jax.Array) else 0.0
+    return (params * (obs + memory) + 1.0)[:, 0]
+
+
+def act(params, obs, key):
+    action = jax.random.randint(key, obs.shape[:1], 0, 3)
+    return action, {"value": critic(params, obs, ())}
+
+
+def remember(params, obs, state, key):
+    """Its memory is the sum of the observations of the episode."""
+    action, _ = act(params, obs, key)
+    extras = {"value": critic(params, obs, state)}
+    return action, state + obs[:, 0], extras
+
+
+POLICIES = {
+    "stateless": rollout.stateless_policy(act),
+    "recurrent": rollout.recurrent_policy(remember, jnp.zeros),
+}
+
+
+def make(ending="some", policy="stateless", num_envs=B, **changes):
+    env = envs.vectorize(CountEnv(**ENDINGS[ending]), num_envs)
+    options = {"value_fn": critic} | changes
+    return rollout.Collector(env=env, policy=POLICIES[policy], **options)
+
+
+def collect(collector, num_steps=T, seed=1):
+    return collector.collect_steps(
+        collector.init(jax.random.key(seed)), PARAMS, num_steps
+    )
+
+
+def next_values(carry, trajectory):
+    last_value = critic(PARAMS, carry.obs, carry.policy_state)
+    return np.asarray(rollout.next_values(trajectory, last_value))
+
+
+def plain_next_values(trajectory, *, is_recurrent):
+    """The value of every `next_obs`, one by one, in float64."""
+    x = jax.tree.map(lambda x: np.asarray(x, np.float64), trajectory)
+    found = np.zeros(x.reward.shape)
+    for lane in range(found.shape[1]):
+        memory = 0.0
+        for t in range(len(found)):
+            if is_recurrent:
+                memory += x.obs[t, lane, 0]
+            value = float(PARAMS) * (x.next_obs[t, lane, 0] + memory) + 1.0
+            found[t, lane] = 0.0 if x.terminated[t, lane] else value
+            if x.terminated[t, lane] or x.truncated[t, lane]:
+                memory = 0.0
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("num_steps", [1, T])
+def test_next_values_are_those_of_every_successor(ending, policy, num_steps):
+    carry, trajectory = collect(make(ending, policy), num_steps)
+    expected = plain_next_values(trajectory, is_recurrent=policy == "recurrent")
+    np.testing.assert_array_equal(next_values(carry, trajectory), expected)
+    if num_steps == T:
+        goes_on = trajectory.truncated & ~trajectory.terminated
+        assert goes_on.any() == (ending != "never")
+        assert not trajectory.final_value[~goes_on].any()
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Breakout-MinAtar"])
+def test_network_gives_the_value_of_every_successor(name):
+    env = envs.vectorize(make_env(name), 20)  # more truncations in a step than slots
+    size = int(np.prod(env.observation_space.shape))
+    weights = jax.random.normal(jax.random.key(0), (size,))
+
+    def value_fn(weights, obs, state):
+        return jnp.tanh(obs.reshape(len(obs), -1) @ weights)
+
+    random = rollout.random_policy(env.action_space)
+
+    def apply(weights, obs, state, key):
+        step = random.apply(None, obs, (), key)
+        return step._replace(extras={"value": value_fn(weights, obs, ())})
+
+    policy = rollout.Policy(init=random.init, apply=apply)
+    collector = rollout.Collector(env=env, policy=policy, value_fn=value_fn)
+    carry = collector.init(jax.random.key(2))
+    carry, t = collector.collect_steps(carry, weights, 60)
+    assert t.truncated.any()
+    got = rollout.next_values(t, value_fn(weights, carry.obs, ()))
+    rows = t.next_obs.reshape(-1, *t.next_obs.shape[2:])
+    every = value_fn(weights, rows, ()).reshape(t.reward.shape)
+    expected = jnp.where(t.terminated, 0.0, every)
+    # A product of a few rows is not rounded as that of many.
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_other_fields_are_those_without_values():
+    carry, trajectory = collect(make())
+    without = collect(make(value_fn=None))
+    got = carry, trajectory.replace(final_value=())
+    jax.tree.map(np.testing.assert_array_equal, *jax.tree.map(words, (got, without)))
+
+
+def words(x):
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+
+def test_calls_in_turn_give_the_values_of_one():
+    collector = make(policy="recurrent")
+    whole = next_values(*collect(collector))
+    carry, first = collect(collector, T // 2)
+    parts = [next_values(carry, first)]
+    carry, second = collector.collect_steps(carry, PARAMS, T // 2)
+    parts.append(next_values(carry, second))
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_fold_and_step_tell_final_values():
+    collector = make()
+    trajectory = collect(collector)[1]
+    total = lambda acc, t: acc + t.final_value  # noqa: E731
+    start = collector.init(jax.random.key(1)), PARAMS
+    _, folded = collector.fold_steps(*start, total, jnp.zeros(B), num_steps=T)
+    np.testing.assert_array_equal(folded, trajectory.final_value.sum(0))
+    row = collector.step(*start)[1]
+    np.testing.assert_array_equal(row.final_value, trajectory.final_value[0])
+
+
+def test_program_of_a_gpu_gives_the_same_values():
+    """No lane, some or all, as `lax.switch` chooses; run here."""
+
+    def as_on_a_gpu(*args, cuda, **others):
+        del others  # of other platforms
+        return cuda(*args)
+
+    for num_flags in (0, 2, 40):
+        obs = jnp.arange(40.0)[:, None]
+        args = critic, PARAMS, (obs, ()), jnp.arange(40) < num_flags
+        expected = values._values_where(*args)
+        with mock.patch.object(lax, "platform_dependent", as_on_a_gpu):
+            np.testing.assert_array_equal(values._values_where(*args), expected)
+        np.testing.assert_array_equal(
+            expected, jnp.where(args[-1], critic(PARAMS, obs, ()), 0.0)
+        )
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_devices_give_the_values_of_one(num_devices):
+    collector = make("some", "recurrent", num_envs=16)
+    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("lanes",))
+    spread = rollout.shard(collector, mesh)
+    expected = next_values(*collect(collector))
+    np.testing.assert_array_equal(next_values(*collect(spread)), expected)
+    carry = spread.init(jax.random.key(1))
+    program = jax.jit(lambda carry: spread.collect_steps(carry, PARAMS, T)[1])
+    text = program.lower(carry).compile().as_text()
+    assert not any(name in text for name in ("all-reduce", "all-gather"))
+
+
+def test_lanes_under_vmap_have_values_of_their_own():
+    collector = make()
+    seeds = jnp.arange(3)
+    many = jax.vmap(lambda seed: collect(collector, seed=seed)[1].final_value)(seeds)
+    for seed, got in enumerate(many):
+        expected = collect(collector, seed=seed)[1].final_value
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_values_are_constants_to_derivatives():
+    collector = make()
+    carry = collector.init(jax.random.key(1))
+
+    def total(params):
+        trajectory = collector.collect_steps(carry, params, T)[1]
+        return trajectory.final_value.sum() + 0.0 * params
+
+    assert total(PARAMS) > 0
+    assert jax.grad(total)(PARAMS) == 0
+
+
+def test_episode_that_is_cut_has_the_value_of_where_it_was_cut():
+    collector = make("never")
+    carry = collector.init(jax.random.key(1))
+    _, t, episodes = collector.collect_padded_episodes(carry, PARAMS, 9, max_length=4)
+    assert episodes.finished.any()
+    assert not episodes.finished.all()
+    cut = t.truncated & ~t.terminated
+    assert cut.sum() == (~episodes.finished).sum()
+    expected = jnp.where(cut, critic(PARAMS, jnp.full((4 * 9, 1), 4.0), ())[0], 0.0)
+    np.testing.assert_array_equal(t.final_value, expected)
+
+
+@pytest.mark.parametrize("at_batch_end", ["continue", "truncate", "reset"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_batches_of_a_stream_have_the_values_of_their_successors(policy, at_batch_end):
+    collector = make("some", policy)
+    options = {"steps_per_batch": 7 * B + 3, "at_batch_end": at_batch_end}
+    options |= {"total_steps": 20 * B, "key": jax.random.key(3)}
+    with rollout.Stream(collector, params=PARAMS, **options) as stream:
+        for batch in stream:
+            t = batch.trajectory
+            found = next_values(stream.state()["carry"], t)
+            if policy == "recurrent" and at_batch_end == "continue":
+                continue  # the memory before the first row is not in the batch
+            expected = plain_next_values(t, is_recurrent=policy == "recurrent")
+            mask = np.asarray(t.mask)
+            np.testing.assert_array_equal(found[mask], expected[mask])
+
+
+def test_what_is_recorded_may_leave_the_values_out():
+    drop = make(record_fn=lambda t: t.replace(final_value=(), next_obs=()))
+    trajectory = collect(drop)[1]
+    assert trajectory.final_value == ()
+    assert trajectory.next_obs == ()
+
+
+def test_missing_values_are_named():
+    carry, trajectory = collect(make(value_fn=None))
+    with pytest.raises(ValueError, match=r"`Collector\(value_fn=...\)` records it"):
+        rollout.next_values(trajectory, carry.obs[:, 0])
+    carry, trajectory = collect(make())
+    with pytest.raises(ValueError, match="must have `value`, got tuple"):
+        rollout.next_values(trajectory.replace(extras=()), carry.obs[:, 0])
+    with pytest.raises(AssertionError):
+        rollout.next_values(trajectory, carry.obs)
+
+
+@pytest.mark.parametrize(
+    ("value_fn", "got"),
+    [
+        (lambda params, obs, state: obs, r"got float32 of shape \(5, 1\)"),
+        (lambda params, obs, state: obs.sum(), r"got float32 of shape \(\)"),
+        (lambda params, obs, state: obs[:, 0] > 0, r"got bool of shape \(5,\)"),
+        (lambda params, obs, state: jnp.zeros(3), r"got float32 of shape \(3,\)"),
+    ],
+)
+def test_what_is_no_value_per_row_is_refused(value_fn, got):
+    with pytest.raises(ValueError, match=f"one float per row, of shape .*{got}"):
+        collect(make(value_fn=value_fn))
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(ValueError, match="`value_fn` must be a function, got int"):
+        make(value_fn=3)
+
+
+def test_values_are_not_computed_where_nobody_reads_them():
+    def count(text):
+        return text.count("tanh")
+
+    def value_fn(params, obs, state):
+        return jnp.tanh(obs[:, 0])
+
+    carry = make().init(jax.random.key(0))
+    run = functools.partial(make(value_fn=value_fn).collect_steps, num_steps=3)
+    whole = jax.jit(run).lower(carry, PARAMS).compile().as_text()
+    part = jax.jit(lambda *args: run(*args)[1].reward).lower(carry, PARAMS)
+    assert count(whole) > 0
+    assert count(part.compile().as_text()) == 0
