@@ -32,7 +32,8 @@ def minibatches(
         num_minibatches: M, minibatches of an epoch, at least 1; it must divide the
             number of rows that are shuffled.
         epochs: E, at least 1. The memory is that of E trees: for large observations
-            scan over epochs, with one each.
+            shuffle their numbers, `jnp.arange(T * B)` with `axis=0`, and gather each
+            minibatch in the update.
         axis: None shuffles steps, all `T * B` of them; 1 shuffles whole lanes, for
             recurrent policies, where T may differ between leaves: a state that the
             lanes start from is `[1, B, ...]`; 0 shuffles the leading axis of any tree.

@@ -238,6 +238,13 @@ def check_training(names, out):
     for _ in range(10):
         *training, stats = names["ppo_step"](*training)
     assert stats.return_mean > 100
+    carry, weights, _ = training
+    _, t = names["learner"].collect_steps(carry, weights, num_steps=16)
+    rows = t.replace(info=(), accumulated=()), jax.numpy.ones(t.reward.shape)
+    updated = jax.jit(names["update_by_index"])(weights, rows, jax.random.key(0))
+    assert jax.tree.structure(updated) == jax.tree.structure(weights)
+    change = jax.tree.map(lambda x, y: abs(x - y).max(), updated, weights)
+    assert all(0 < x < 1 for x in jax.tree.leaves(change))
 
 
 CHECKS = {

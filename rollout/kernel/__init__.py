@@ -16,10 +16,10 @@ from rollout.kernel.transition import (
     step,
     step_env,
     unpack,
+    values_where,
     void,
     written,
 )
-from rollout.kernel.values import values_where
 
 __all__ = [
     "act",

@@ -107,6 +107,7 @@ def run_both(kind, successor, size, rng, num_chunks, choose, draws=True):
             check_equal(*(read(states[0], seed) for read in reads))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "successor"),
     [x if x in QUICK else pytest.param(*x, marks=pytest.mark.slow) for x in CASES],

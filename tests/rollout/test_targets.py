@@ -90,6 +90,7 @@ def test_targets_agree_with_plain_loops(gamma, lam, void):
     np.testing.assert_allclose(returns, expected, **CLOSE)
 
 
+@pytest.mark.slow
 def test_rows_of_one_iteration_have_the_bits_of_those_one_by_one():
     """As compiled for an accelerator, run here; 64 rows, and 41."""
     trajectory, next_value = make_trajectory(void=0.2)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import envs
 import rollout
-from rollout.kernel import values
+from rollout.kernel import transition
 
 PARAMS = jnp.float32(3.0)
 B, T = 5, 40
@@ -97,6 +97,7 @@ def test_next_values_are_those_of_every_successor(ending, policy, num_steps):
         assert not trajectory.final_value[~goes_on].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Breakout-MinAtar"])
 def test_network_gives_the_value_of_every_successor(name):
     env = envs.vectorize(make_env(name), 20)  # more truncations in a step than slots
@@ -168,14 +169,15 @@ def test_program_of_a_gpu_gives_the_same_values():
     for num_flags in (0, 2, 40):
         obs = jnp.arange(40.0)[:, None]
         args = critic, PARAMS, (obs, ()), jnp.arange(40) < num_flags
-        expected = values._values_where(*args)
+        expected = transition._values_where(*args)
         with mock.patch.object(lax, "platform_dependent", as_on_a_gpu):
-            np.testing.assert_array_equal(values._values_where(*args), expected)
+            np.testing.assert_array_equal(transition._values_where(*args), expected)
         np.testing.assert_array_equal(
             expected, jnp.where(args[-1], critic(PARAMS, obs, ()), 0.0)
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_devices_give_the_values_of_one(num_devices):
     collector = make("some", "recurrent", num_envs=16)
@@ -189,6 +191,7 @@ def test_devices_give_the_values_of_one(num_devices):
     assert not any(name in text for name in ("all-reduce", "all-gather"))
 
 
+@pytest.mark.slow
 def test_lanes_under_vmap_have_values_of_their_own():
     collector = make()
     seeds = jnp.arange(3)
@@ -222,6 +225,7 @@ def test_episode_that_is_cut_has_the_value_of_where_it_was_cut():
     np.testing.assert_array_equal(t.final_value, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_batch_end", ["continue", "truncate", "reset"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_batches_of_a_stream_have_the_values_of_their_successors(policy, at_batch_end):

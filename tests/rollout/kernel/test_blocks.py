@@ -27,6 +27,7 @@ def collect(kind):
     return raw(collector.fold_episodes(*args, num_episodes=7, max_steps=11))
 
 
+@pytest.mark.slow  # it clears what is compiled
 @pytest.mark.parametrize("kind", ["steps", "padded", "fold"])
 def test_programs_of_a_gpu_have_the_same_bits(kind):
     expected = collect(kind)
