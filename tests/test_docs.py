@@ -240,7 +240,7 @@ def check_training(names, out):
     assert stats.return_mean > 100
     carry, weights, _ = training
     _, t = names["learner"].collect_steps(carry, weights, num_steps=16)
-    rows = t.replace(info=(), accumulated=()), jax.numpy.ones(t.reward.shape)
+    rows = t.replace(info=(), accumulated=()), t.extras["value"]
     updated = jax.jit(names["update_by_index"])(weights, rows, jax.random.key(0))
     assert jax.tree.structure(updated) == jax.tree.structure(weights)
     change = jax.tree.map(lambda x, y: abs(x - y).max(), updated, weights)
