@@ -1,7 +1,10 @@
 """Settings for every test, and the environments that tests share."""
 
+import gc
 import importlib.util
+import itertools
 import os
+import pathlib
 import tempfile
 
 import jax
@@ -9,6 +12,9 @@ import pytest
 
 # The modules without which a test that `compiles_for` an accelerator is skipped.
 COMPILERS = {"h100": "jax_cuda12_plugin", "v5e": "libtpu"}
+_MAPPINGS = pathlib.Path("/proc/self/maps")
+_MANY_MAPPINGS = 30_000
+_TESTS = itertools.count(1)
 
 
 def pytest_configure(config):
@@ -38,6 +44,25 @@ def pytest_runtest_setup(item):
     for mark in item.iter_markers("compiles_for"):
         if not all(importlib.util.find_spec(COMPILERS[name]) for name in mark.args):
             pytest.skip("needs the extra `accelerators`")
+
+
+def pytest_runtest_teardown(item):
+    """Drops compiled programs before there are too many for one process.
+
+    jax keeps every one, with memory mappings of its own. Linux allows a process 65,530
+    of these, and a few hundred tests in one process come near; beyond, XLA crashes.
+    """
+    del item  # every test counts
+    if next(_TESTS) % 8 == 0 and _num_mappings() > _MANY_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
+
+
+def _num_mappings() -> int:
+    try:
+        return _MAPPINGS.read_bytes().count(b"\n")
+    except OSError:
+        return 0  # not Linux
 
 
 @pytest.fixture(autouse=True, scope="session")
