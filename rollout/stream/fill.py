@@ -234,8 +234,9 @@ def _truncate(
     if value_fn is not None and not isinstance(trajectory.final_value, tuple):
         args = params, carry.obs, carry.policy_state, goes_on
         value = kernel.values_where(collector.env, value_fn, *args)
-        final_value = jnp.where(here, value[None], trajectory.final_value)
-        trajectory = trajectory.replace(final_value=final_value)
+        recorded = trajectory.final_value  # perhaps in another dtype
+        value = jnp.where(here, value.astype(recorded.dtype), recorded)
+        trajectory = trajectory.replace(final_value=value)
     return trajectory.replace(truncated=trajectory.truncated | here)
 
 

@@ -250,6 +250,23 @@ def test_what_is_recorded_may_leave_the_values_out():
     assert trajectory.next_obs == ()
 
 
+@pytest.mark.slow
+def test_batch_that_is_cut_keeps_the_dtype_that_was_recorded():
+    half = make(
+        record_fn=lambda t: t.replace(final_value=t.final_value.astype(jnp.bfloat16))
+    )
+    options = {"steps_per_batch": 5 * B, "at_batch_end": "truncate"}
+    with rollout.Stream(
+        half, params=PARAMS, key=jax.random.key(3), **options
+    ) as stream:
+        t = next(stream).trajectory
+    assert t.final_value.dtype == jnp.bfloat16
+    expected = plain_next_values(t, is_recurrent=False)
+    cut = np.asarray(t.truncated & ~t.terminated)
+    assert cut[-1].any()
+    np.testing.assert_array_equal(np.asarray(t.final_value, float)[cut], expected[cut])
+
+
 def test_missing_values_are_named():
     carry, trajectory = collect(make(value_fn=None))
     with pytest.raises(ValueError, match=r"`Collector\(value_fn=...\)` records it"):
