@@ -267,6 +267,22 @@ def test_batch_that_is_cut_keeps_the_dtype_that_was_recorded():
     np.testing.assert_array_equal(np.asarray(t.final_value, float)[cut], expected[cut])
 
 
+@pytest.mark.slow
+def test_batches_of_spread_lanes_have_the_values_of_one_device():
+    collector = make("some", "recurrent", num_envs=16)
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("lanes",))
+    options = {"steps_per_batch": 5 * 16, "at_batch_end": "truncate"}
+
+    def run(collector):
+        key = jax.random.key(3)
+        with rollout.Stream(collector, params=PARAMS, key=key, **options) as stream:
+            return next(stream).trajectory
+
+    one, spread = run(collector), run(rollout.shard(collector, mesh))
+    assert (one.truncated & ~one.terminated)[-1].any()
+    np.testing.assert_array_equal(spread.final_value, one.final_value)
+
+
 def test_missing_values_are_named():
     carry, trajectory = collect(make(value_fn=None))
     with pytest.raises(ValueError, match=r"`Collector\(value_fn=...\)` records it"):
