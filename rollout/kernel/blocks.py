@@ -6,6 +6,7 @@ runs in blocks of `BLOCK` steps, and steps beyond the end change nothing. Elsewh
 predicate is read at every step.
 """
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -41,8 +42,9 @@ def steps_while(
     def is_due(words: ArrayTree) -> jax.Array:
         return goes_on(keys.like(words, state))
 
-    # Jitted, so that both loops trace it once.
-    @jax.jit
+    # Jitted, so that both loops trace it once; inlined, since XLA:CPU rounds otherwise
+    # in a function of its own.
+    @functools.partial(jax.jit, inline=True)
     def take(words: ArrayTree, go: jax.Array) -> ArrayTree:
         return keys.words(step(keys.like(words, state), go))
 
