@@ -1,6 +1,8 @@
 """What all buffers have in common: a ring per lane to read, walk and count."""
 
 import functools
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import chex
@@ -72,7 +74,7 @@ class RingBuffer(Replaceable):
                 of `init`; it names the leaf.
         """
         rows, mask = self._chunk(state, trajectory)
-        return self._run("_add", state, rows, mask)
+        return self._run(self._add, state, rows, mask)
 
     def init(self, transition: ArrayTree, params: Any = None) -> ArrayTree:
         """Makes an empty buffer; every kind of buffer has a state of its own."""
@@ -96,7 +98,7 @@ class RingBuffer(Replaceable):
             `()` bool. It costs as much as a small sample.
         """
         counts = {"batch_size": checks.count("batch_size", batch_size), "stack": stack}
-        return self._run("_can_sample", state, **counts)
+        return self._run(self._can_sample, state, **counts)
 
     def _can_sample(
         self, state: ArrayTree, batch_size: int, stack: int | None
@@ -210,12 +212,12 @@ class RingBuffer(Replaceable):
         batch_size = checks.count("batch_size", batch_size)
         max_length = self._check_whole(state, max_length)
         counts = {"batch_size": batch_size, "max_length": max_length}
-        return self._run("_sample_episodes", state, key, **counts)
+        return self._run(self._sample_episodes, state, key, **counts)
 
     def count_episodes(self, state: ArrayTree, max_length: int) -> jax.Array:
         """Counts the episodes that `sample_episodes` draws from, `()` int32."""
         max_length = self._check_whole(state, max_length)
-        return self._run("_count_episodes", state, max_length=max_length)
+        return self._run(self._count_episodes, state, max_length=max_length)
 
     def _sample_episodes(
         self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, max_length: int
@@ -262,7 +264,7 @@ class RingBuffer(Replaceable):
             first; and `[N, B]` bool, False where a lane holds no further row, or the
             successor of a row is missing. A field `mask` is the same.
         """
-        return self._run("_dump", state)
+        return self._run(self._dump, state)
 
     def merge(self, state: ArrayTree, other: ArrayTree) -> ArrayTree:
         """Appends all rows of another buffer, lane by lane, in the order of time.
@@ -280,7 +282,7 @@ class RingBuffer(Replaceable):
             ValueError: if the lanes or the rows are of another kind.
         """
         rows, mask = self.dump(other)
-        return self._run("_add", state, *self._chunk(state, rows, mask))
+        return self._run(self._add, state, *self._chunk(state, rows, mask))
 
     def _dump(self, state: ArrayTree) -> tuple[ArrayTree, jax.Array]:
         memory = state.ring
@@ -334,11 +336,12 @@ class RingBuffer(Replaceable):
         row, weights = self._draw(state, key, batch_size, None, *drawing)
         return batches.sequences(state.ring, row, weights, length)
 
-    def _run(self, method: str, *args: Any, **options: Any) -> Any:
+    def _run(self, method: MethodType, *args: Any, **options: Any) -> Any:
         """Calls a method that checks nothing; jitted, unless it is traced already."""
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
-            return getattr(self, method)(*args, **options)
-        return _call(self, method, tuple(options.items()), *args)
+            return method(*args, **options)
+        # Apart from its buffer, since methods of equal buffers are not equal.
+        return _call(method.__func__, self, tuple(options.items()), *args)
 
     def _init(self, transition: ArrayTree, params: Any) -> RingState:
         """Makes an empty ring for transitions `[B, ...]`, or those of a collector."""
@@ -380,5 +383,7 @@ class RingBuffer(Replaceable):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _call(buffer: RingBuffer, method: str, options: tuple, *args: Any) -> Any:
-    return getattr(buffer, method)(*args, **dict(options))
+def _call(
+    function: Callable[..., Any], buffer: RingBuffer, options: tuple, *args: Any
+) -> Any:
+    return function(buffer, *args, **dict(options))

@@ -103,7 +103,7 @@ class PrioritizedReplayBuffer(RingBuffer):
         checks.relabelling(state.ring, relabel_fn, horizon, n_step or stack)
         drawn = {"batch_size": batch_size, "stack": stack}
         made = {"n_step": n_step, "relabel_fn": relabel_fn, "horizon": horizon}
-        return self._run("_sample", state, key, gamma, beta, **drawn, **made)
+        return self._run(self._sample, state, key, gamma, beta, **drawn, **made)
 
     def sample_sequences(
         self,
@@ -122,7 +122,7 @@ class PrioritizedReplayBuffer(RingBuffer):
         checks.fraction("beta", beta)
         checks.sequence(state.ring, length)
         counts = {"batch_size": batch_size, "length": length}
-        return self._run("_sample_sequences", state, key, beta, **counts)
+        return self._run(self._sample_sequences, state, key, beta, **counts)
 
     def update(
         self, state: PrioritizedState, indices: jax.Array, priorities: jax.Array
@@ -145,7 +145,7 @@ class PrioritizedReplayBuffer(RingBuffer):
         indices, priorities = jnp.asarray(indices), jnp.asarray(priorities)
         chex.assert_rank([indices, priorities], 1)
         chex.assert_equal_shape([indices, priorities])
-        return self._run("_update", state, indices, priorities)
+        return self._run(self._update, state, indices, priorities)
 
     def clear(self, state: PrioritizedState) -> PrioritizedState:
         """Forgets all transitions and priorities; the memory stays."""

@@ -104,7 +104,7 @@ class ReplayBuffer(RingBuffer):
         checks.relabelling(state.ring, relabel_fn, horizon, n_step or stack)
         drawn = {"batch_size": batch_size, "stack": stack}
         made = {"n_step": n_step, "relabel_fn": relabel_fn, "horizon": horizon}
-        return self._run("_sample", state, key, gamma, **drawn, **made)
+        return self._run(self._sample, state, key, gamma, **drawn, **made)
 
     def sample_sequences(
         self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, length: int
@@ -132,7 +132,7 @@ class ReplayBuffer(RingBuffer):
         batch_size = checks.count("batch_size", batch_size)
         checks.sequence(state.ring, length)
         counts = {"batch_size": batch_size, "length": length}
-        return self._run("_sample_sequences", state, key, **counts)
+        return self._run(self._sample_sequences, state, key, **counts)
 
     def clear(self, state: RingState) -> RingState:
         """Forgets all transitions; the memory stays."""

@@ -11,7 +11,6 @@ and `MultiAgentEnv` is what to write. Suites are imported only when they are nee
 
 from envs.host.envpool import from_envpool
 from envs.host.gymnasium import from_gymnasium
-from envs.host.simulated import simulate_latency
 from envs.host.types import AsyncHostVectorEnv, EnvFault, HostStep, HostVectorEnv
 from envs.host.workers import workers
 from envs.interactions import Interactions, from_interactions
@@ -129,7 +128,6 @@ __all__ = [
     "make_agents",
     "make_vec",
     "render_gif",
-    "simulate_latency",
     "vectorize",
     "vectorize_agents",
     "vectorize_each",

@@ -93,14 +93,11 @@ from rollout.types import (
 
 __version__ = "0.1.0"
 
-Batch = StreamBatch  # its name until 0.1; `buffers.Batch` is another thing
-
 __all__ = [
     "Accumulator",
     "AgentFigures",
     "AgentStats",
     "AsyncCollector",
-    "Batch",
     "Carry",
     "Catalogue",
     "CollectStats",

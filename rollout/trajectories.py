@@ -26,11 +26,6 @@ class Pieces(NamedTuple):
     episode_id: np.ndarray  # [N]
     lane: np.ndarray  # [N]
 
-    @property
-    def env_id(self) -> np.ndarray:
-        """`[N]` int32, the older name of `lane`."""
-        return self.lane
-
 
 def split_trajectories(trajectory: Transition) -> Pieces:
     """Splits a trajectory where episodes begin and end. On the host, not inside `jit`.

@@ -190,11 +190,6 @@ class Episodes(Replaceable):
     mask: ArrayTree = ()  # [N]; () stands for True
     accumulated: ArrayTree = ()  # [N, ...]
 
-    @property
-    def env_id(self) -> jax.Array:
-        """`[N]` int32, the older name of `lane`."""
-        return self.lane
-
 
 @struct.dataclass
 class PerAgent(Replaceable):

@@ -361,8 +361,7 @@ def test_tables_of_the_readme_name_what_is_public(package):
     rows = table.group().strip().splitlines()[2:]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     public = set(importlib.import_module(package).__all__)
-    # Names of before, which still work.
-    assert named == public - {"Batch"} if package == "rollout" else named == public
+    assert named == public
 
 
 def test_number_of_environments_is_that_of_gymnax():

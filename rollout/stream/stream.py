@@ -3,7 +3,6 @@
 import functools
 import threading
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, Self
@@ -18,7 +17,6 @@ from envs.types import ArrayTree, spread_of
 from rollout import checks, processes
 from rollout.collector import Collector
 from rollout.host.collector import HostCollector
-from rollout.policies import greedy
 from rollout.stream import host, stats
 from rollout.stream import options as option_checks
 from rollout.stream import program as programs
@@ -102,9 +100,6 @@ class Stream(Generic[ParamsT]):
             ones of all batches; 0 for none.
         progress: shows a bar on stderr, with steps per second, episodes and their mean
             return.
-        deterministic: deprecated, for `rollout.greedy(policy)`.
-        reset_each_batch: deprecated, for `at_batch_end="reset"`.
-        truncate_at_batch_end: deprecated, for `at_batch_end="truncate"`.
 
     Raises:
         ValueError: if an option is not as above, or clashes with another.
@@ -130,20 +125,7 @@ class Stream(Generic[ParamsT]):
         on_fault: str = "raise",
         window_episodes: int = 0,
         progress: bool = False,
-        deterministic: bool = False,
-        reset_each_batch: bool = False,
-        truncate_at_batch_end: bool = False,
     ) -> None:
-        if reset_each_batch:
-            at_batch_end = _renamed("reset_each_batch", 'at_batch_end="reset"', "reset")
-        if truncate_at_batch_end:
-            instead = 'at_batch_end="truncate"'
-            at_batch_end = _renamed("truncate_at_batch_end", instead, "truncate")
-        if deterministic:
-            policy = greedy(collector.policy)
-            policy = _renamed("deterministic", "rollout.greedy(policy)", policy)
-            given: Any = collector
-            collector = given.replace(policy=policy)
         self._options = Options(
             steps_per_batch=steps_per_batch,
             episodes_per_batch=episodes_per_batch,
@@ -526,8 +508,3 @@ def _put_like(tree: Any, like: Any) -> Any:
 @jax.jit
 def _copied(leaves: list[chex.Array]) -> list[chex.Array]:
     return keys.like(jax.tree.map(jnp.copy, keys.words(leaves)), leaves)
-
-
-def _renamed(name: str, instead: str, value: Any) -> Any:
-    warnings.warn(f"`{name}` is deprecated: `{instead}`.", DeprecationWarning, 3)
-    return value

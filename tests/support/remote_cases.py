@@ -7,7 +7,7 @@ import types
 import jax
 from host_count import OPTIONS, POLICY, HostCount, SeedCount, in_jax, on_host
 
-import envs
+from envs.host.simulated import simulate_latency
 from rollout import AsyncCollector, HostCollector
 
 __all__ = [
@@ -30,7 +30,7 @@ def noted(folder, num_envs=4):
 
 def served():
     """A collector with rows of the environments that are ready."""
-    env = envs.simulate_latency(SeedCount(), 4)
+    env = simulate_latency(SeedCount(), 4)
     return AsyncCollector(env=env, policy=POLICY, num_ready=3)
 
 

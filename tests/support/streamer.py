@@ -27,14 +27,14 @@ def act(params, obs, key):
     return action, {"value": jnp.broadcast_to(params["odds"], (B,))}
 
 
-def digest(batch: rollout.Batch) -> str:
+def digest(batch: rollout.StreamBatch) -> str:
     """Hashes every bit of a batch, and with which parameters it was made."""
     parts = [np.asarray(x).tobytes() for x in jax.tree.leaves(batch.trajectory)]
     text = b"".join(parts) + f"{batch.steps} {batch.params_version}".encode()
     return hashlib.sha256(text).hexdigest()
 
 
-def learn(batch: rollout.Batch) -> dict[str, jax.Array]:
+def learn(batch: rollout.StreamBatch) -> dict[str, jax.Array]:
     """Makes parameters that depend on the batch."""
     return {"odds": jnp.float32(batch.trajectory.action.sum() / 8 % 1)}
 

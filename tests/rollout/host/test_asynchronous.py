@@ -9,6 +9,7 @@ from host_count import HostCount, SeedCount, assert_same
 
 import envs
 import rollout
+from envs.host.simulated import simulate_latency
 from envs.host.types import EnvFault
 
 KEY = jax.random.key(11)
@@ -28,13 +29,13 @@ def exponential(rng, env_id, number):
 
 def make(env=None, num_envs=5, num_ready=2, latency_fn=exponential, **options):
     env = SeedCount() if env is None else env
-    simulated = envs.simulate_latency(env, num_envs, latency_fn=latency_fn)
+    simulated = simulate_latency(env, num_envs, latency_fn=latency_fn)
     options = {"policy": POLICY, "num_ready": num_ready, **options}
     return rollout.AsyncCollector(env=simulated, **options)
 
 
 def synchronous(num_envs):
-    env = envs.simulate_latency(SeedCount(), num_envs)
+    env = simulate_latency(SeedCount(), num_envs)
     return rollout.HostCollector(env=env, policy=POLICY)
 
 

@@ -311,11 +311,6 @@ def test_carry_is_ready_for_steps_and_ids_are_never_reused(method):
     assert carry.next_episode == num_queued
 
 
-def test_lane_of_an_episode_has_its_older_name_too():
-    _, _, episodes = played(12)
-    assert episodes.env_id is episodes.lane
-
-
 def test_episode_that_spans_two_calls_is_reported_whole_where_it_ends():
     collector, carry = fixed_lengths()
     carry, first = collector.collect_steps(carry, None, 3)

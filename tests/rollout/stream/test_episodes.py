@@ -147,7 +147,6 @@ def test_pieces_of_one_episode_in_two_batches_share_its_id():
     # One row each, and an episode has two steps or more.
     np.testing.assert_array_equal(first.episode_id, range(B))
     np.testing.assert_array_equal(second.episode_id, range(B))
-    np.testing.assert_array_equal(first.lane, first.env_id)
     np.testing.assert_array_equal(first.trajectory.episode_length, [[1] * B])
     np.testing.assert_array_equal(second.trajectory.episode_length, [[2] * B])
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, make_collector, raw
+from cases import CountEnv, make_collector
 from streams import B, by_lane, host, join, make_stream, new_stream, straight
 
 import envs
@@ -245,20 +245,6 @@ def test_reset_at_the_end_of_a_batch_starts_new_episodes_and_marks_nothing(name)
     assert len(np.unique(ids)) == B + new.sum()
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("reset_each_batch", "reset"),
-        pytest.param("truncate_at_batch_end", "truncate", marks=slow),
-    ],
-)
-def test_older_names_of_the_end_of_a_batch_go_on_working(old, new):
-    with pytest.warns(DeprecationWarning, match=f'`{old}` .* `at_batch_end="{new}"`'):
-        stream = new_stream(total_steps=24, **{old: True})
-    want = make_stream(total_steps=24, at_batch_end=new)
-    chex.assert_trees_all_equal(join(stream), join(want))
-
-
 def total(trajectory):
     total.traces += 1
     return {"reward": trajectory.reward.sum(), "mask": trajectory.mask}
@@ -313,9 +299,6 @@ def test_stream_of_a_greedy_policy_takes_the_mode():
     assert not host(drawn).action.any()
     greedy = collector.replace(policy=rollout.greedy(policy))
     assert (host(next(rollout.Stream(greedy, **options))).action == 1).all()
-    with pytest.warns(DeprecationWarning, match=r"rollout\.greedy"):
-        stream = rollout.Stream(collector, deterministic=True, **options)
-    assert (host(next(stream)).action == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -339,10 +322,3 @@ def test_stream_of_a_greedy_policy_takes_the_mode():
 def test_wrong_option_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         new_stream(**options)
-
-
-def test_batch_has_the_name_of_before_too():
-    assert rollout.Batch is rollout.StreamBatch
-    batch = next(make_stream())
-    assert isinstance(batch, rollout.Batch)
-    assert raw(batch.trajectory).obs.shape == (2, B, 1)
