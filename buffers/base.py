@@ -12,11 +12,10 @@ from flax import struct
 from jax.core import Tracer
 
 from buffers import batches, checks, fields, ring, sampling, walk
-from buffers.types import ArrayTree, Batch, Replaceable, RingState, Sequences
+from buffers.types import ArrayTree, Batch, RingState, Sequences
 
 
-@struct.dataclass
-class RingBuffer(Replaceable):
+class RingBuffer(struct.PyTreeNode):
     """The part that the buffers share.
 
     Every buffer state has a `ring`, which holds the rows that are visible.
@@ -335,6 +334,10 @@ class RingBuffer(Replaceable):
     ) -> Sequences:
         row, weights = self._draw(state, key, batch_size, None, *drawing)
         return batches.sequences(state.ring, row, weights, length)
+
+    def _add(self, state: Any, rows: ArrayTree, mask: jax.Array) -> Any:
+        """Stores rows `[T, B, ...]` where `mask`, `[T, B]`, says so."""
+        raise NotImplementedError
 
     def _run(self, method: MethodType, *args: Any, **options: Any) -> Any:
         """Calls a method that checks nothing; jitted, unless it is traced already."""

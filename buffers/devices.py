@@ -65,7 +65,6 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
     )
 
 
-@struct.dataclass
 class _Sharded(ReplayBuffer):
     """A `ReplayBuffer` of which every device keeps its own lanes."""
 

@@ -12,7 +12,6 @@ from buffers.replay import ReplayBuffer
 from buffers.types import ArrayTree, EpisodicState
 
 
-@struct.dataclass
 class EpisodeBuffer(ReplayBuffer):
     """A ring per lane whose rows become visible when their episode has ended.
 

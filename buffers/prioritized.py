@@ -16,7 +16,6 @@ from buffers.types import ArrayTree, Batch, PrioritizedState, Sequences
 _LARGEST = 1e30  # of priority ** alpha: a sum of 2**30 of them is still finite
 
 
-@struct.dataclass
 class PrioritizedReplayBuffer(RingBuffer):
     """A ring of transitions per lane, sampled in proportion to `priority ** alpha`.
 

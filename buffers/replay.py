@@ -5,7 +5,6 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from buffers import checks, ring, sampling
 from buffers.base import RingBuffer
@@ -13,7 +12,6 @@ from buffers.batches import RelabelFn
 from buffers.types import ArrayTree, Batch, RingState, Sequences
 
 
-@struct.dataclass
 class ReplayBuffer(RingBuffer):
     """A ring of transitions per lane, sampled evenly.
 

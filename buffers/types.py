@@ -1,6 +1,6 @@
 """The buffer contracts: what a buffer keeps and what a sample is."""
 
-from typing import Any, Generic, Self
+from typing import Any, Generic
 from typing import Any as ArrayTree
 
 import jax
@@ -13,19 +13,7 @@ from typing_extensions import TypeVar
 ExperienceT = TypeVar("ExperienceT", default=Any)
 
 
-class Replaceable:
-    """Declares the `replace` that `flax.struct.dataclass` gives a class.
-
-    That decorator tells type checkers of the fields only.
-    """
-
-    def replace(self, **changes: Any) -> Self:
-        """Makes a copy with other values in the fields that are named."""
-        raise NotImplementedError(changes)  # flax's takes the place of this one
-
-
-@struct.dataclass(kw_only=True)
-class Finals(Replaceable):
+class Finals(struct.PyTreeNode, kw_only=True):
     """The last observations of episodes, for rows that do not keep their successor.
 
     Attributes:
@@ -42,8 +30,7 @@ class Finals(Replaceable):
     head: jax.Array  # ()
 
 
-@struct.dataclass(kw_only=True)
-class RingState(Replaceable):
+class RingState(struct.PyTreeNode, kw_only=True):
     """A ring of rows per lane. Slot n of lane i is row number `n * B + i`.
 
     Attributes:
@@ -78,8 +65,7 @@ class RingState(Replaceable):
         return self.head.shape[0]
 
 
-@struct.dataclass(kw_only=True)
-class PrioritizedState(Replaceable):
+class PrioritizedState(struct.PyTreeNode, kw_only=True):
     """A ring whose rows have priorities.
 
     Attributes:
@@ -97,8 +83,7 @@ class PrioritizedState(Replaceable):
     num_rejected: jax.Array  # ()
 
 
-@struct.dataclass(kw_only=True)
-class EpisodicState(Replaceable):
+class EpisodicState(struct.PyTreeNode, kw_only=True):
     """A ring of whole episodes, and after its head the rows of those under way.
 
     Attributes:
@@ -116,8 +101,7 @@ class EpisodicState(Replaceable):
     num_abandoned: jax.Array  # ()
 
 
-@struct.dataclass(kw_only=True)
-class Experience(Replaceable):
+class Experience(struct.PyTreeNode, kw_only=True):
     """One recorded step of every lane: what `from_data` fills a buffer with.
 
     Attributes:
@@ -143,8 +127,7 @@ class Experience(Replaceable):
     mask: ArrayTree = ()  # [T, B] or ()
 
 
-@struct.dataclass(kw_only=True)
-class Batch(Replaceable, Generic[ExperienceT]):
+class Batch(struct.PyTreeNode, Generic[ExperienceT], kw_only=True):
     """A sample of `S` rows.
 
     Attributes:
@@ -164,8 +147,7 @@ class Batch(Replaceable, Generic[ExperienceT]):
     discount: ArrayTree = ()  # [S] or ()
 
 
-@struct.dataclass(kw_only=True)
-class Sequences(Replaceable, Generic[ExperienceT]):
+class Sequences(struct.PyTreeNode, Generic[ExperienceT], kw_only=True):
     """A sample of `S` contiguous pieces of at most `L` steps, each of one episode.
 
     Attributes:

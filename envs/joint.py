@@ -35,7 +35,6 @@ from envs.types import (
     EnvStep,
     LaneIndex,
     Lanes,
-    Replaceable,
 )
 from envs.vectorize import vectorize
 from envs.wrappers.base import VectorWrapper
@@ -71,7 +70,6 @@ def vectorize_agents(
     return _VectorizedAgents(vectorize(joint, num_envs, auto_reset=auto_reset))
 
 
-@struct.dataclass
 class _VectorizedAgents(VectorWrapper):
     """Lanes of environments of several agents."""
 
@@ -114,8 +112,7 @@ class _VectorizedAgents(VectorWrapper):
         return env
 
 
-@struct.dataclass(kw_only=True)
-class _JointState(Replaceable):
+class _JointState(struct.PyTreeNode, kw_only=True):
     """State of one environment, and what is known of its `A` agents."""
 
     env_state: ArrayTree
@@ -123,8 +120,7 @@ class _JointState(Replaceable):
     packed: jax.Array  # [A] uint32, as in `AgentInfo`
 
 
-@struct.dataclass(kw_only=True)
-class _Joint(Replaceable):
+class _Joint(struct.PyTreeNode, kw_only=True):
     """An `Env` in which all agents of one environment act together."""
 
     env: MultiAgentEnv

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs.types import AnySpace, ArrayTree, Replaceable
+from envs.types import AnySpace, ArrayTree
 
 ACTING = "acting"  # the entry of `obs` that says who must act
 
@@ -35,8 +35,7 @@ class Flag(enum.IntEnum):
     ANSWERS = 7  # an action of the agent
 
 
-@struct.dataclass(kw_only=True)
-class MultiAgentStep(Replaceable):
+class MultiAgentStep(struct.PyTreeNode, kw_only=True):
     """What one step of a `MultiAgentEnv` returns, of `A` agents.
 
     Attributes:
@@ -151,8 +150,7 @@ class NumEnvs(int):
         return self
 
 
-@struct.dataclass(kw_only=True)
-class AgentInfo(Replaceable):
+class AgentInfo(struct.PyTreeNode, kw_only=True):
     """The part of a step that belongs to single agents, `[T, B, A]` in a trajectory.
 
     Attributes:
@@ -207,8 +205,7 @@ class AgentInfo(Replaceable):
         return jnp.where(read_flag(self.packed, Flag.ANSWERS), 0.0, self.reward)
 
 
-@struct.dataclass
-class MultiAgentInfo(Replaceable):
+class MultiAgentInfo(struct.PyTreeNode):
     """The `info` of a step of `vectorize_agents`.
 
     Attributes:

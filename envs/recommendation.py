@@ -21,7 +21,7 @@ from flax import struct
 
 from envs import checks, keys
 from envs.spaces import Box, Dict, Discrete
-from envs.types import AnySpace, ArrayTree, EnvStep, Replaceable
+from envs.types import AnySpace, ArrayTree, EnvStep
 
 FeedbackFn = Callable[[jax.Array, jax.Array], jax.Array]  # user, item: () to () float32
 
@@ -42,8 +42,7 @@ class LeaveRule(Protocol):
         ...
 
 
-@struct.dataclass
-class LeaveByCategory(Replaceable):
+class LeaveByCategory(struct.PyTreeNode):
     """A user leaves if a category of the item was on too many of the last ones.
 
     That is, on more than `threshold` of the `window` items before it.
@@ -82,8 +81,7 @@ class LeaveByCategory(Replaceable):
         return jnp.any(self.categories[item] & (counts > self.threshold))
 
 
-@struct.dataclass
-class LeaveByDistance(Replaceable):
+class LeaveByDistance(struct.PyTreeNode):
     """A user leaves if the item is too close to one of the last ones.
 
     That is, if the distance of their features is below `threshold` for one of the
@@ -123,8 +121,7 @@ class LeaveByDistance(Replaceable):
         return jnp.any(mask & (distance < self.threshold))
 
 
-@struct.dataclass(kw_only=True)
-class RecommendationState(Replaceable):
+class RecommendationState(struct.PyTreeNode, kw_only=True):
     """Where a user stands.
 
     Attributes:
@@ -139,8 +136,7 @@ class RecommendationState(Replaceable):
     turn: jax.Array  # ()
 
 
-@struct.dataclass
-class RecommendationEnv(Replaceable):
+class RecommendationEnv(struct.PyTreeNode):
     """Users, of whom one is drawn for each episode, and what they think of items.
 
     The action is an item; the reward is the feedback of the user. The observation is

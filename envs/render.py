@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import chex
 import jax
 import numpy as np
-from flax import struct
 
 from envs.suites.gymnax import _GymnaxEnv
 from envs.types import ArrayTree, Env, EnvStep
@@ -132,7 +131,6 @@ def check_render(env: Env) -> None:
         )
 
 
-@struct.dataclass
 class _ExposedState(Wrapper):
     """An `Env` whose `info` holds its states."""
 

@@ -11,11 +11,10 @@ from flax import struct
 from jax.core import Tracer
 
 from envs import checks, keys
-from envs.types import AnySpace, ArrayTree, Replaceable
+from envs.types import AnySpace, ArrayTree
 
 
-@struct.dataclass
-class Discrete(Replaceable):
+class Discrete(struct.PyTreeNode):
     """The integers `start`, ..., `start + n - 1`.
 
     Attributes:
@@ -51,7 +50,7 @@ class Discrete(Replaceable):
         return (x >= self.start) & (x < self.start + self.n)
 
 
-class _Bounded(Replaceable):
+class _Bounded:
     """What spaces with a lowest and a highest value of every entry share."""
 
     low: Any
@@ -68,8 +67,7 @@ class _Bounded(Replaceable):
         return jnp.all((x >= self.low) & (x <= self.high))
 
 
-@struct.dataclass
-class Box(_Bounded):
+class Box(_Bounded, struct.PyTreeNode):
     """Arrays with every entry between `low` and `high`, both included.
 
     Attributes:
@@ -103,8 +101,7 @@ class Box(_Bounded):
             )
 
 
-@struct.dataclass
-class MultiDiscrete(_Bounded):
+class MultiDiscrete(_Bounded, struct.PyTreeNode):
     """Arrays of integers, each entry with a range of its own.
 
     Entry i is one of `start[i]`, ..., `start[i] + nvec[i] - 1`.
@@ -157,8 +154,7 @@ class MultiDiscrete(_Bounded):
         return np.asarray(self.start) + np.asarray(self.nvec) - 1
 
 
-@struct.dataclass
-class MultiBinary(_Bounded):
+class MultiBinary(_Bounded, struct.PyTreeNode):
     """Arrays of zeros and ones.
 
     Attributes:
@@ -182,8 +178,7 @@ class MultiBinary(_Bounded):
         return 1
 
 
-@struct.dataclass
-class Repeated(Replaceable):
+class Repeated(struct.PyTreeNode):
     """`num` elements of one space, stacked.
 
     Attributes:
@@ -215,8 +210,7 @@ class Repeated(Replaceable):
         return jnp.all(jax.vmap(self.space.contains)(x))
 
 
-@struct.dataclass
-class Dict(Replaceable):
+class Dict(struct.PyTreeNode):
     """Elements of several spaces, by name.
 
     Attributes:
@@ -238,8 +232,7 @@ class Dict(Replaceable):
         return jnp.all(jnp.stack(inside))
 
 
-@struct.dataclass
-class Tuple(Replaceable):
+class Tuple(struct.PyTreeNode):
     """Elements of several spaces, in order.
 
     Attributes:
@@ -261,8 +254,7 @@ class Tuple(Replaceable):
         return jnp.all(jnp.stack([space.contains(part) for space, part in pairs]))
 
 
-@struct.dataclass
-class TreeSpace(Replaceable):
+class TreeSpace(struct.PyTreeNode):
     """Pytrees in which every leaf has a space of its own.
 
     It has neither `shape` nor `dtype`: each part has its own.

@@ -14,7 +14,7 @@ reset key would then hold the keys of its own first steps (`split(key)[i]` is
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, Self
+from typing import Any, Generic, NamedTuple, Protocol
 from typing import Any as AnySpace
 from typing import Any as ArrayTree
 
@@ -39,19 +39,7 @@ StateT = TypeVar("StateT", default=Any)
 ObsT = TypeVar("ObsT", default=Any)
 
 
-class Replaceable:
-    """Declares the `replace` that `flax.struct.dataclass` gives a class.
-
-    That decorator tells type checkers of the fields only.
-    """
-
-    def replace(self, **changes: Any) -> Self:
-        """Makes a copy with other values in the fields that are named."""
-        raise NotImplementedError(changes)  # flax's takes the place of this one
-
-
-@struct.dataclass(kw_only=True)
-class EnvStep(Replaceable, Generic[StateT, ObsT]):
+class EnvStep(struct.PyTreeNode, Generic[StateT, ObsT], kw_only=True):
     """What one step of an environment returns.
 
     Shapes are those of an `Env`; a `VectorEnv` returns the same with a leading `B`.

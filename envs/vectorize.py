@@ -20,7 +20,6 @@ from envs.types import (
     EnvStep,
     LaneIndex,
     Lanes,
-    Replaceable,
     VectorEnv,
     node_types,
 )
@@ -89,8 +88,7 @@ def _check(num_envs: int, auto_reset: str) -> int:
     return checks.count("num_envs", num_envs)
 
 
-@struct.dataclass(kw_only=True)
-class _VectorizedEnv(Replaceable):
+class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
     """A `VectorEnv` made of one `Env` by `jax.vmap`."""
 
     env: Env

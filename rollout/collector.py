@@ -11,7 +11,7 @@ from flax import struct
 from jax.core import Tracer
 
 from envs import keys
-from envs.types import Replaceable, VectorEnv, node_types
+from envs.types import VectorEnv, node_types
 from rollout import checks, kernel, unrolling
 from rollout.kernel import blocks, episodes
 from rollout.kernel.episode_keys import Roots
@@ -35,8 +35,7 @@ Acc = TypeVar("Acc")
 _GPU_UNROLL = 2
 
 
-@struct.dataclass(kw_only=True)
-class Collector(Replaceable, Generic[ParamsT, ObsT, ActionT]):
+class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True):
     """Collects experience: a policy in a vector of environments.
 
     A pytree whose leaves are the environment's parameters, so it may be an argument

@@ -24,7 +24,6 @@ from envs.types import (
     EnvStep,
     LaneIndex,
     Lanes,
-    Replaceable,
     VectorEnv,
     spread_of,
 )
@@ -151,8 +150,7 @@ class Spread(NamedTuple):
         )(whole, *lanes)
 
 
-@struct.dataclass(kw_only=True)
-class _SpreadEnv(Replaceable):
+class _SpreadEnv(struct.PyTreeNode, kw_only=True):
     """A `VectorEnv` of which every device steps its own lanes."""
 
     env: Any  # one that `envs.vectorize` or `envs.vectorize_each` made

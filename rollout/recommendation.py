@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs.types import Env, Replaceable
+from envs.types import Env
 from envs.wrappers import ForceLength, NoRepeat
 from rollout import checks
 from rollout.collector import Collector
@@ -22,8 +22,7 @@ from rollout.stats import CollectStats, summarize
 from rollout.types import Episodes, Transition
 
 
-@struct.dataclass(kw_only=True)
-class Catalogue(Replaceable):
+class Catalogue(struct.PyTreeNode, kw_only=True):
     """What metrics know of the items; None where it is not known.
 
     Attributes:
@@ -39,8 +38,7 @@ class Catalogue(Replaceable):
     dominated: Any = None  # [I]
 
 
-@struct.dataclass(kw_only=True)
-class RecommendationStats(Replaceable):
+class RecommendationStats(struct.PyTreeNode, kw_only=True):
     """What exactly N episodes of recommendation were like.
 
     Each is `()` float32, None if the `Catalogue` does not have what it needs.
@@ -75,8 +73,7 @@ class RecommendationStats(Replaceable):
     none_allowed_share: jax.Array  # ()
 
 
-@struct.dataclass(kw_only=True)
-class _Shown(Replaceable):
+class _Shown(struct.PyTreeNode, kw_only=True):
     """What is kept of recommendations.
 
     Attributes:

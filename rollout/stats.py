@@ -10,7 +10,6 @@ import numpy as np
 from flax import struct
 from jax.core import Tracer
 
-from envs.types import Replaceable
 from rollout.finite import count_faulty
 from rollout.types import Episodes, Transition
 
@@ -19,8 +18,7 @@ _T_QUANTILES = (12.706205, 4.302653, 3.182446, 2.776445)
 _Z_QUANTILE = 1.959964  # the normal one
 
 
-@struct.dataclass(kw_only=True)
-class Moments(Replaceable):
+class Moments(struct.PyTreeNode, kw_only=True):
     """What is kept of some numbers; nothing of it is NaN where there are none.
 
     Attributes:
@@ -85,8 +83,7 @@ class Moments(Replaceable):
         return np.where(host.count < least, np.float32(np.nan), figure)[()]
 
 
-@struct.dataclass(kw_only=True)
-class CollectStats(Replaceable):
+class CollectStats(struct.PyTreeNode, kw_only=True):
     """What is known of the episodes that ended.
 
     A window in which no episode ended has `num_episodes` 0 and NaN for every mean,

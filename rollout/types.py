@@ -8,7 +8,7 @@ import jax
 from flax import struct
 from typing_extensions import TypeVar
 
-from envs.types import ArrayTree, Replaceable
+from envs.types import ArrayTree
 
 Key = chex.PRNGKey
 Params = Any  # whatever the policy takes
@@ -23,8 +23,7 @@ ObsT = TypeVar("ObsT", bound=Any, default=Any)
 ActionT = TypeVar("ActionT", bound=Any, default=Any)
 
 
-@struct.dataclass(kw_only=True)
-class Transition(Replaceable, Generic[ObsT, ActionT]):
+class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
     """One step of every lane; stacked over time, a trajectory.
 
     Shapes are those of a stacked trajectory, `T` steps of `B` lanes. A single
@@ -86,8 +85,7 @@ ValueFn = Callable[[Any, Any, Any], jax.Array]
 RecordFn = Callable[[Transition[ObsT, ActionT]], Transition[ObsT, ActionT]]
 
 
-@struct.dataclass(kw_only=True)
-class Episode(Replaceable):
+class Episode(struct.PyTreeNode, kw_only=True):
     """The episode each lane is in.
 
     Attributes:
@@ -108,8 +106,7 @@ class Episode(Replaceable):
     accumulated: ArrayTree = ()  # [B, ...]
 
 
-@struct.dataclass(kw_only=True)
-class Carry(Replaceable):
+class Carry(struct.PyTreeNode, kw_only=True):
     """What one step hands to the next, and all that a run needs to go on.
 
     Attributes:
@@ -132,8 +129,7 @@ class Carry(Replaceable):
     episode: Episode  # [B, ...]
 
 
-@struct.dataclass
-class Persistent(Replaceable):
+class Persistent(struct.PyTreeNode):
     """A part of a policy's state that an episode boundary leaves as it is.
 
     Everything else in a policy's state goes back to its initial value with the episode.
@@ -146,8 +142,7 @@ class Persistent(Replaceable):
     value: ArrayTree  # [B, ...]
 
 
-@struct.dataclass
-class EpisodeKey(Replaceable):
+class EpisodeKey(struct.PyTreeNode):
     """A place in a policy's state for a key that belongs to the lane's episode.
 
     `policy.init` leaves it empty, and the kernel puts a new key in with every episode.
@@ -161,8 +156,7 @@ class EpisodeKey(Replaceable):
     value: chex.PRNGKey | None = None  # [B]
 
 
-@struct.dataclass(kw_only=True)
-class Episodes(Replaceable):
+class Episodes(struct.PyTreeNode, kw_only=True):
     """The `N` episodes of one call, in the order in which they were started.
 
     Attributes:
@@ -191,8 +185,7 @@ class Episodes(Replaceable):
     accumulated: ArrayTree = ()  # [N, ...]
 
 
-@struct.dataclass
-class PerAgent(Replaceable):
+class PerAgent(struct.PyTreeNode):
     """A figure that an accumulator keeps for every agent of a lane.
 
     `Accumulator.init` returns it, and `update` takes and returns it.

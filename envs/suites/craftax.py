@@ -64,8 +64,7 @@ def make_one(name: str, **options: Any) -> Env:
     return from_craftax(env, env.default_params.replace(**options))
 
 
-@struct.dataclass(kw_only=True)
-class _CraftaxEnv:
+class _CraftaxEnv(struct.PyTreeNode, kw_only=True):
     """An `Env` over Craftax; the leaves are its parameters."""
 
     env_params: ArrayTree

@@ -71,8 +71,7 @@ def from_gymnax(
     )
 
 
-@struct.dataclass(kw_only=True)
-class _GymnaxEnv:
+class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
     """An `Env` over a gymnax environment; the leaves are the gymnax parameters."""
 
     env_params: ArrayTree

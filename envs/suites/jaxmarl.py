@@ -100,8 +100,7 @@ def make_agents(name: str, **options: Any) -> MultiAgentEnv:
     return from_jaxmarl(load("jaxmarl").make(name, **options))
 
 
-@struct.dataclass(kw_only=True)
-class _JaxmarlEnv:
+class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
     """A `MultiAgentEnv` over one of JaxMARL; it has no parameters."""
 
     simultaneous = True

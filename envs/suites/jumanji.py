@@ -94,8 +94,7 @@ def make_agents(name: str, **options: Any) -> MultiAgentEnv:
     return from_jumanji_agents(load("jumanji").make(name, **options))
 
 
-@struct.dataclass(kw_only=True)
-class _Jumanji:
+class _Jumanji(struct.PyTreeNode, kw_only=True):
     """What both kinds share: how an episode begins and goes on, and how it is drawn."""
 
     env: Any = struct.field(pytree_node=False)
@@ -123,8 +122,7 @@ class _Jumanji:
             viewer.close()
 
 
-@struct.dataclass(kw_only=True)
-class _JumanjiEnv(_Jumanji):
+class _JumanjiEnv(_Jumanji, kw_only=True):
     """An `Env` over an environment of Jumanji with one reward."""
 
     @property
@@ -152,8 +150,7 @@ class _JumanjiEnv(_Jumanji):
         )
 
 
-@struct.dataclass(kw_only=True)
-class _JumanjiAgents(_Jumanji):
+class _JumanjiAgents(_Jumanji, kw_only=True):
     """A `MultiAgentEnv` over an environment of Jumanji with a reward per agent."""
 
     simultaneous = True

@@ -48,8 +48,7 @@ def make_one(name: str, **options: Any) -> Env:
     return from_navix(load("navix").make(name, **options))
 
 
-@struct.dataclass(kw_only=True)
-class _NavixEnv:
+class _NavixEnv(struct.PyTreeNode, kw_only=True):
     """An `Env` over a grid of navix."""
 
     held: Held = struct.field(pytree_node=False)

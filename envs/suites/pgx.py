@@ -95,8 +95,7 @@ def make_agents(name: str) -> MultiAgentEnv:
     return from_pgx(load("pgx").make(name))
 
 
-@struct.dataclass(kw_only=True)
-class _Pgx:
+class _Pgx(struct.PyTreeNode, kw_only=True):
     """A game of pgx, and what a player sees of it."""
 
     env: Any = struct.field(pytree_node=False)
@@ -111,8 +110,7 @@ class _Pgx:
         return Dict({"observation": obs, "action_mask": mask})
 
 
-@struct.dataclass(kw_only=True)
-class _PgxEnv(_Pgx):
+class _PgxEnv(_Pgx, kw_only=True):
     """A `MultiAgentEnv` over a game of pgx; it has no parameters."""
 
     agents: tuple[str, ...] = struct.field(pytree_node=False)
@@ -162,8 +160,7 @@ class _PgxEnv(_Pgx):
         return jnp.arange(len(self.agents)) == state.current_player
 
 
-@struct.dataclass(kw_only=True)
-class _PgxSeat(_Pgx):
+class _PgxSeat(_Pgx, kw_only=True):
     """An `Env` of one player; the leaves are the parameters of the others."""
 
     opponent_params: ArrayTree

@@ -68,8 +68,7 @@ def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
     )
 
 
-@struct.dataclass(kw_only=True)
-class _PhysicsEnv:
+class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
     """An `Env` over a suite's environment; the leaves are those of its model."""
 
     model: ArrayTree = struct.field(repr=False)  # more than a hundred arrays

@@ -51,8 +51,7 @@ def make_one(name: str, **options: Any) -> Env:
     return from_xminigrid(*load("xminigrid").make(name, **options))
 
 
-@struct.dataclass(kw_only=True)
-class _XminigridEnv:
+class _XminigridEnv(struct.PyTreeNode, kw_only=True):
     """An `Env` over a grid; the leaves are the parameters of the suite."""
 
     env_params: ArrayTree

@@ -25,7 +25,6 @@ from envs.types import (
     ArrayTree,
     Env,
     EnvStep,
-    Replaceable,
     VectorEnv,
     spread_of,
 )
@@ -34,8 +33,7 @@ from envs.wrappers.spaces import TanhSpace, check_box
 _BOUNDS = ("clip", "tanh")
 
 
-@struct.dataclass(kw_only=True)
-class WrapperState(Replaceable):
+class WrapperState(struct.PyTreeNode, kw_only=True):
     """State of a wrapper that remembers something.
 
     Attributes:
@@ -47,8 +45,7 @@ class WrapperState(Replaceable):
     memory: ArrayTree
 
 
-@struct.dataclass
-class _Around(Replaceable):
+class _Around(struct.PyTreeNode):
     """What is around one environment or many, and has their spaces."""
 
     env: Any
@@ -64,7 +61,6 @@ class _Around(Replaceable):
         return self.env.action_space
 
 
-@struct.dataclass
 class Wrapper(_Around):
     """The interface with its defaults: everything is passed on."""
 
@@ -89,7 +85,6 @@ class Wrapper(_Around):
         return self.env.step(key, state, action)
 
 
-@struct.dataclass
 class VectorWrapper(_Around):
     """What wrappers of a `VectorEnv` share."""
 
@@ -114,7 +109,6 @@ class VectorWrapper(_Around):
         return spread_of(self.env)
 
 
-@struct.dataclass
 class TimeLimit(Wrapper):
     """Truncates an episode after `num_steps` steps, if it has not ended before.
 
@@ -150,7 +144,6 @@ class TimeLimit(Wrapper):
         )
 
 
-@struct.dataclass
 class ForceLength(Wrapper):
     """Ends every episode after exactly `num_steps` steps, as a truncation.
 
@@ -196,7 +189,6 @@ class ForceLength(Wrapper):
         )
 
 
-@struct.dataclass
 class RescaleAction(Wrapper):
     """Lets the policy act on a scale of its own, mapped to the environment's bounds.
 
@@ -248,7 +240,6 @@ class RescaleAction(Wrapper):
         return self.env.step(key, state, jnp.clip(scaled, low, high))
 
 
-@struct.dataclass
 class EndOnFault(Wrapper):
     """Truncates an episode at a step whose observation or reward is not finite.
 
@@ -289,7 +280,6 @@ class EndOnFault(Wrapper):
         )
 
 
-@struct.dataclass
 class ActionRepeat(Wrapper):
     """Repeats each action for up to `num_repeats` steps of the environment.
 
@@ -327,7 +317,6 @@ class ActionRepeat(Wrapper):
         return lax.scan(again, first, numbers)[0]
 
 
-@struct.dataclass
 class TransformReward(Wrapper):
     """Returns `fn(reward)` instead of `reward`.
 

@@ -12,7 +12,6 @@ from envs.wrappers.base import Wrapper, WrapperState
 from envs.wrappers.spaces import unbounded
 
 
-@struct.dataclass
 class NoRepeat(Wrapper):
     """Says which actions were not taken in the episode yet: items not shown before.
 
@@ -68,7 +67,6 @@ class NoRepeat(Wrapper):
         )
 
 
-@struct.dataclass
 class History(Wrapper):
     """Shows the last actions and rewards of the episode, in the order of time.
 

@@ -15,7 +15,6 @@ from envs.types import (
     EnvStep,
     LaneIndex,
     Lanes,
-    Replaceable,
 )
 from envs.wrappers import running
 from envs.wrappers.base import VectorWrapper
@@ -23,8 +22,7 @@ from envs.wrappers.running import Statistics
 from envs.wrappers.spaces import unbounded
 
 
-@struct.dataclass(kw_only=True)
-class NormalizeState(Replaceable):
+class NormalizeState(struct.PyTreeNode, kw_only=True):
     """State of `NormalizeObs`.
 
     Attributes:
@@ -40,7 +38,6 @@ class NormalizeState(Replaceable):
     statistics: Statistics
 
 
-@struct.dataclass
 class NormalizeObs(VectorWrapper):
     """Normalises observations with the mean and variance of all those seen so far.
 
@@ -162,8 +159,7 @@ class NormalizeObs(VectorWrapper):
         return jax.tree.map(normalize, raw, statistics.mean, statistics.var)
 
 
-@struct.dataclass(kw_only=True)
-class RewardState(Replaceable):
+class RewardState(struct.PyTreeNode, kw_only=True):
     """State of `NormalizeReward`.
 
     Attributes:
@@ -177,7 +173,6 @@ class RewardState(Replaceable):
     statistics: Statistics
 
 
-@struct.dataclass
 class NormalizeReward(VectorWrapper):
     """Divides rewards by the standard deviation of the discounted returns seen so far.
 

@@ -15,7 +15,6 @@ from envs.wrappers.base import Wrapper, WrapperState
 from envs.wrappers.spaces import stacked, unbounded
 
 
-@struct.dataclass
 class FrameStack(Wrapper):
     """Shows the last `num_frames` observations on a new leading axis, oldest first.
 
@@ -63,7 +62,6 @@ class FrameStack(Wrapper):
         )
 
 
-@struct.dataclass
 class TransformObs(Wrapper):
     """Shows `fn(obs)` instead of `obs`.
 
@@ -94,7 +92,6 @@ class TransformObs(Wrapper):
         return result.replace(obs=self.fn(result.obs))
 
 
-@struct.dataclass
 class ObserveInfo(Wrapper):
     """Puts what the last step returned as `info` next to the observation.
 
@@ -135,7 +132,6 @@ class ObserveInfo(Wrapper):
         return result.replace(obs={"obs": result.obs, "info": info})
 
 
-@struct.dataclass
 class ObservePrevious(Wrapper):
     """Shows the last action and reward next to the observation, and where it begins.
 

@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs.types import ArrayTree, Replaceable
+from envs.types import ArrayTree
 
 _PRIOR_COUNT = 1e-4  # as Gymnasium's RunningMeanStd
 
 
-@struct.dataclass(kw_only=True)
-class Statistics(Replaceable):
+class Statistics(struct.PyTreeNode, kw_only=True):
     """Mean and variance of every entry of a value; no lane axis.
 
     Attributes:

@@ -7,11 +7,10 @@ import numpy as np
 from flax import struct
 
 from envs.spaces import Box, TreeSpace, is_space
-from envs.types import AnySpace, ArrayTree, Replaceable
+from envs.types import AnySpace, ArrayTree
 
 
-@struct.dataclass
-class TanhSpace(Replaceable):
+class TanhSpace(struct.PyTreeNode):
     """The reals, for actions that are squashed by tanh: it has no bounds.
 
     Attributes:
@@ -33,8 +32,7 @@ class TanhSpace(Replaceable):
         return jnp.all(jnp.isfinite(x))
 
 
-@struct.dataclass
-class StackedSpace(Replaceable):
+class StackedSpace(struct.PyTreeNode):
     """`num` elements of one space on a new leading axis.
 
     Attributes:

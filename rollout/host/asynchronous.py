@@ -11,7 +11,7 @@ import numpy as np
 from flax import struct
 
 from envs.host.types import AsyncHostVectorEnv, HostStep
-from envs.types import ArrayTree, Replaceable
+from envs.types import ArrayTree
 from rollout import checks
 from rollout.host.collector import HostCollector
 from rollout.host.faults import Faults
@@ -30,8 +30,7 @@ from rollout.types import (
 )
 
 
-@struct.dataclass
-class Served(Replaceable):
+class Served(struct.PyTreeNode):
     """`info` of what an `AsyncCollector` collects: who answered, and when.
 
     Attributes:

@@ -20,7 +20,7 @@ import numpy as np
 from flax import struct
 
 from envs import keys
-from envs.types import ArrayTree, Replaceable
+from envs.types import ArrayTree
 from rollout import checks
 from rollout.collector import Collector
 from rollout.host.collector import HostCollector
@@ -33,8 +33,7 @@ _summarize = jax.jit(summarize)
 _NO_OPTIONS = ("lifetime", "max_restarts", "max_task_retries", "name")
 
 
-@struct.dataclass(kw_only=True)
-class RemoteBatch(Replaceable):
+class RemoteBatch(struct.PyTreeNode, kw_only=True):
     """What an actor collected at a time; the fields are those of a `StreamBatch`.
 
     Attributes:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import keys
-from envs.types import ArrayTree, Replaceable, VectorEnv, spread_of
+from envs.types import ArrayTree, VectorEnv, spread_of
 from rollout.kernel import blocks, episode_keys, transition
 from rollout.kernel.episode_keys import Roots, Start
 from rollout.types import (
@@ -90,8 +90,7 @@ def _next_id(carry: Carry) -> tuple[jax.Array, int]:
     return episode_id + episode_id.size, episode_id.size
 
 
-@struct.dataclass(kw_only=True)
-class _Run(Replaceable):
+class _Run(struct.PyTreeNode, kw_only=True):
     """The state of the loop."""
 
     carry: Carry

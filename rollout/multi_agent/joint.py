@@ -10,7 +10,7 @@ from flax import struct
 
 from envs import keys
 from envs.multi_agent import ACTING, AgentLayout
-from envs.types import ArrayTree, Replaceable
+from envs.types import ArrayTree
 from rollout import checks
 from rollout.multi_agent import mapping, seating
 from rollout.multi_agent.mapping import Entry, FixedMapping, MappingFn, Roster
@@ -74,8 +74,7 @@ def policy_map(
     )
 
 
-@struct.dataclass(kw_only=True)
-class _MapState(Replaceable):
+class _MapState(struct.PyTreeNode, kw_only=True):
     """State of a policy map, `[B, n, ...]` per seat."""
 
     key: Any  # the EpisodeKey that the mapping is drawn from, or ()

@@ -14,7 +14,6 @@ import numpy as np
 from flax import struct
 
 from envs import keys
-from envs.types import Replaceable
 from rollout import checks
 from rollout.multi_agent.members import Population
 from rollout.types import Key, Policy
@@ -62,8 +61,7 @@ class Entry(NamedTuple):
         return (policy_id >= self.first) & (policy_id < self.last)
 
 
-@struct.dataclass
-class Roster(Replaceable):
+class Roster(struct.PyTreeNode):
     """Who the policies of a map are; no arrays.
 
     Attributes:

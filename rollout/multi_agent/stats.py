@@ -6,14 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs.types import Replaceable
 from rollout.multi_agent.transitions import agents_of
 from rollout.stats import Moments, moments
 from rollout.types import PerAgent, Transition
 
 
-@struct.dataclass(kw_only=True)
-class AgentFigures(Replaceable):
+class AgentFigures(struct.PyTreeNode, kw_only=True):
     """Of one agent or of one policy; an episode in which it never acted is not counted.
 
     Attributes:
@@ -28,8 +26,7 @@ class AgentFigures(Replaceable):
     accumulated: dict[str, Moments] = struct.field(default_factory=dict)
 
 
-@struct.dataclass(kw_only=True)
-class AgentStats(Replaceable):
+class AgentStats(struct.PyTreeNode, kw_only=True):
     """What is known of the agents.
 
     Attributes:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs.multi_agent import AgentGroup, AgentInfo
-from envs.types import ArrayTree, Replaceable
+from envs.types import ArrayTree
 from rollout import checks, unrolling
 from rollout.collector import Collector
 from rollout.types import Carry, PerAgent, Transition
@@ -23,8 +23,7 @@ AgentRows = dict[str, Transition]  # by group, `[T, B * A_g]`
 _UNROLL = 16  # rows in one iteration on accelerators
 
 
-@struct.dataclass(kw_only=True)
-class Pending(Replaceable):
+class Pending(struct.PyTreeNode, kw_only=True):
     """The actions that were not answered when a window ended.
 
     Attributes:

@@ -13,14 +13,13 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import keys
-from envs.types import AnySpace, ArrayTree, Replaceable
+from envs.types import AnySpace, ArrayTree
 from rollout.policies import wrapping
 from rollout.policies.wrapping import Schedule
 from rollout.types import ActionT, ObsT, ParamsT, Policy, PolicyStep
 
 
-@struct.dataclass(kw_only=True)
-class _Noisy(Replaceable):
+class _Noisy(struct.PyTreeNode, kw_only=True):
     """State of a policy whose noise has a memory."""
 
     inner: ArrayTree  # [B, ...]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import keys
-from envs.types import AnySpace, ArrayTree, Replaceable
+from envs.types import AnySpace, ArrayTree
 from rollout import checks
 from rollout.policies.draws import num_lanes
 from rollout.types import Key, Obs, Params, Persistent, Policy, PolicyFn, PolicyStep
@@ -24,8 +24,7 @@ _Apply = Callable[..., PolicyStep]  # a `PolicyFn`, or with the steps in front
 _Act = Callable[..., PolicyStep]  # with the wrapped policy and a value in front
 
 
-@struct.dataclass(kw_only=True)
-class Counted(Replaceable):
+class Counted(struct.PyTreeNode, kw_only=True):
     """State of a policy that counts the steps of each lane."""
 
     inner: ArrayTree  # [B, ...]

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from flax import struct
 
-from envs.types import ArrayTree, Replaceable
+from envs.types import ArrayTree
 from rollout.stats import CollectStats
 from rollout.stream.worker import Job
 from rollout.types import Carry, Episodes, Transition
@@ -16,8 +16,7 @@ Postprocess = Callable[[Transition], ArrayTree]
 Placement = str | jax.sharding.Sharding  # "device", "host"
 
 
-@struct.dataclass(kw_only=True)
-class StreamBatch(Replaceable):
+class StreamBatch(struct.PyTreeNode, kw_only=True):
     """What a stream hands over.
 
     Attributes:
