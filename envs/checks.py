@@ -5,6 +5,7 @@ import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -63,6 +64,19 @@ def integer(name: str, value: Any) -> int:
     if not _is_integer(value):
         raise ValueError(f"`{name}` must be an int, got {value!r}.")
     return operator.index(value)
+
+
+def holds(dtype: Any, low: int, high: int) -> None:
+    """Checks that `dtype` is one of integers and has those from `low` to `high`."""
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"`dtype` must be an integer dtype, got {dtype}.")
+    limits = jnp.iinfo(dtype)
+    if not limits.min <= low <= high <= limits.max:
+        raise ValueError(
+            f"`dtype` must hold the integers from {low} to {high}, got {dtype}, which "
+            f"has those from {limits.min} to {limits.max}."
+        )
 
 
 def _is_integer(value: Any) -> bool:

@@ -23,7 +23,8 @@ class Discrete(struct.PyTreeNode):
         start: the smallest element, an int.
 
     Raises:
-        ValueError: if `n` is not an int of at least 1, or `start` not an int.
+        ValueError: if `n` is not an int of at least 1, `start` not an int, or `dtype`
+            not one of integers that holds every element.
     """
 
     n: int = struct.field(pytree_node=False)
@@ -35,6 +36,7 @@ class Discrete(struct.PyTreeNode):
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", checks.count("n", self.n))
         object.__setattr__(self, "start", checks.integer("start", self.start))
+        checks.holds(self.dtype, self.start, self.start + self.n - 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,8 +115,8 @@ class MultiDiscrete(_Bounded, struct.PyTreeNode):
         start: the smallest value of each entry, an int or one for each.
 
     Raises:
-        ValueError: if `nvec` is not an array of ints of at least 1, or `start` not one
-            int, or one for each entry.
+        ValueError: if `nvec` is not an array of ints of at least 1, `start` not one
+            int, or one for each entry, or `dtype` as for `Discrete`.
     """
 
     nvec: Any = struct.field(pytree_node=False)
@@ -137,6 +139,8 @@ class MultiDiscrete(_Bounded, struct.PyTreeNode):
         start = np.broadcast_to(start, nvec.shape)
         object.__setattr__(self, "nvec", _tuples(nvec.tolist()))
         object.__setattr__(self, "start", _tuples(start.tolist()))
+        if nvec.size:
+            checks.holds(self.dtype, int(self.low.min()), int(self.high.max()))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -282,6 +282,15 @@ OTHERS = {
     # Spaces and exploration.
     "low above high": lambda: envs.Box(1, 0, ()),
     "NaN bound": lambda: envs.Box(0.0, np.nan, ()),
+    "dtype that is too small": lambda: envs.Discrete(300, dtype=jnp.uint8),
+    "dtype without what is below 0": lambda: envs.Discrete(
+        3, start=-1, dtype=jnp.uint8
+    ),
+    "dtype of floats": lambda: envs.Discrete(3, dtype=jnp.float32),
+    "dtype of the largest": lambda: envs.MultiDiscrete([2, 300], dtype=jnp.uint8),
+    "environment for a space": lambda: rollout.random_policy(
+        envs.make_vec("CartPole-v1", 2)
+    ),
     "infinite box": lambda: rollout.random_policy(envs.Box(-np.inf, 1.0, ())),
     "mask of a box": lambda: rollout.random_policy(BOX, mask_fn=lambda obs: obs),
     "epsilon above 1": lambda: rollout.epsilon_greedy(policy(), DISCRETE, 1.5),

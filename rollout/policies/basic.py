@@ -44,9 +44,9 @@ def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> P
         are `()`, with a `mask_fn` `{"none_allowed": [B] bool}`.
 
     Raises:
-        ValueError: if a bound of the box is not finite; if a `mask_fn` is given and
-            the space is not discrete, nor a part of it; while tracing, if the mask is
-            not of such a shape, or not bool.
+        ValueError: if it is not a space; if a bound of the box is not finite; if a
+            `mask_fn` is given and the space is not discrete, nor a part of it; while
+            tracing, if the mask is not of such a shape, or not bool.
     """
     if mask_fn is not None:
         kind = masks.kind_of(action_space)

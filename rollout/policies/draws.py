@@ -33,6 +33,11 @@ def uniform(action_space: AnySpace) -> Callable[[int, chex.PRNGKey], ArrayTree]:
         return _draw_repeated(action_space)
     bounds = _bounds(action_space)
     if bounds is None:
+        if not callable(getattr(action_space, "sample", None)):
+            raise ValueError(
+                "`action_space` must be a space, such as `env.action_space`, got "
+                f"{type(action_space).__name__}."
+            )
         return functools.partial(_draw_any, action_space)
     _check_bounds(*bounds)
 

@@ -137,6 +137,11 @@ def test_spaces_of_gymnasium_keep_what_they_say():
         (lambda: envs.Discrete(0), "`n` must be an int of at least 1, got 0"),
         (lambda: envs.Discrete(2.7), "`n` must be an int of at least 1, got 2.7"),
         (lambda: envs.Discrete(2, start=0.5), "`start` must be an int, got 0.5"),
+        (
+            lambda: envs.Discrete(300, dtype=jnp.uint8),
+            "`dtype` must hold the integers from 0 to 299, got uint8, which has",
+        ),
+        (lambda: envs.Discrete(2, dtype=bool), "`dtype` must be an integer dtype"),
         (lambda: envs.Box(1.0, 0.0, ()), "`low` must be at most `high`, got low=1.0"),
         (
             lambda: envs.Box(np.nan, 0.0, ()),
@@ -151,6 +156,7 @@ def test_space_that_is_none_is_refused(make, message):
 
 def test_counts_may_be_numpy_integers():
     assert envs.Discrete(np.int64(3)) == envs.Discrete(3)
+    assert envs.Discrete(256, dtype=jnp.uint8).n == 256
     env = envs.make_vec("CartPole-v1", np.int32(2))
     assert env.num_envs == 2
     assert type(env.num_envs) is int
