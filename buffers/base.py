@@ -1,4 +1,4 @@
-"""What all buffers have in common: a ring per lane to read, walk and count."""
+"""The base of all buffers: a ring per lane to read, walk and count."""
 
 import functools
 from collections.abc import Callable
@@ -375,7 +375,7 @@ class RingBuffer(struct.PyTreeNode):
         trajectory: ArrayTree,
         mask: ArrayTree | None = None,
     ) -> tuple[ArrayTree, jax.Array]:
-        """Checks what is added: `[T, B, ...]` rows, and their mask, `[T, B]` bool."""
+        """Checks rows to add, `[T, B, ...]`, and their mask, `[T, B]` bool."""
         rows = fields.put(trajectory, mask=())
         is_step = checks.like_init(rows, state.ring)
         given: Any = fields.get(trajectory, "mask") if mask is None else mask

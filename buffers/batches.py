@@ -1,4 +1,4 @@
-"""What drawn rows are made into: transitions, n-step targets, stacks, pieces."""
+"""Turns drawn rows into transitions, n-step targets, stacks and pieces."""
 
 from collections.abc import Callable
 

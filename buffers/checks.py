@@ -17,7 +17,7 @@ _MOST_ROWS = 2**30  # row numbers are int32, even one lap further on
 
 
 def count(name: str, value: Any) -> int:
-    """Refuses what is no integer of at least 1; returns it as a Python int."""
+    """Checks an integer of at least 1; returns it as a Python int."""
     is_int = not isinstance(value, bool | jax.Array) and hasattr(value, "__index__")
     if not is_int or operator.index(value) < 1:
         raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
@@ -25,7 +25,7 @@ def count(name: str, value: Any) -> int:
 
 
 def fraction(name: str, value: Any) -> None:
-    """Refuses a number outside [0, 1]; a traced one is not checked."""
+    """Checks a number in [0, 1]; a traced one is not checked."""
     if jnp.shape(value) != ():
         raise ValueError(f"`{name}` must be one number, got shape {jnp.shape(value)}.")
     if isinstance(value, _REAL) and not 0 <= value <= 1:
@@ -33,7 +33,7 @@ def fraction(name: str, value: Any) -> None:
 
 
 def capacity(capacity: Any, num_envs: Any) -> None:
-    """Refuses a capacity that does not hold one step of all lanes, or too much."""
+    """Checks that a capacity holds one step of all lanes, and is not too large."""
     count("capacity", capacity)
     count("num_envs", num_envs)
     if capacity < num_envs:
@@ -46,7 +46,7 @@ def capacity(capacity: Any, num_envs: Any) -> None:
 
 
 def successor(successor: Any, final_capacity: Any, num_envs: int) -> None:
-    """Refuses an unknown `successor`, and a `final_capacity` that does not fit."""
+    """Checks `successor`, and a `final_capacity` that fits it."""
     if successor not in ("stored", "shared"):
         raise ValueError(
             f'`successor` must be "stored" or "shared", got {successor!r}.'
@@ -67,7 +67,7 @@ def successor(successor: Any, final_capacity: Any, num_envs: int) -> None:
 
 
 def row(tree: ArrayTree, num_envs: int) -> None:
-    """Refuses a transition without leaves, or with a leaf that lacks the lane axis."""
+    """Checks that a transition has leaves, each with the lane axis."""
     leaves = jax.tree.leaves_with_path(tree)
     if not leaves:
         raise ValueError("`transition` must have at least one array, got none.")
@@ -85,7 +85,7 @@ def row(tree: ArrayTree, num_envs: int) -> None:
 
 
 def arrays(name: str, tree: ArrayTree) -> None:
-    """Refuses a tree with a leaf that is no array."""
+    """Checks that every leaf of a tree is an array."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             got = type(leaf).__name__
@@ -95,7 +95,7 @@ def arrays(name: str, tree: ArrayTree) -> None:
 def relabelling(
     ring: RingState, relabel_fn: Any, horizon: Any, other: int | None
 ) -> None:
-    """Refuses what no later row of an episode can be drawn for."""
+    """Raises where no later row of an episode can be drawn."""
     if relabel_fn is None:
         return
     count("horizon", horizon)
@@ -107,14 +107,14 @@ def relabelling(
 
 
 def can_share(transition: ArrayTree) -> None:
-    """Refuses a transition whose successor cannot be taken from the next row."""
+    """Raises for a transition whose successor cannot be read from the next row."""
     needed = ("obs", "next_obs", "terminated", "truncated")
     obs, next_obs = fields.need(transition, needed, 'successor="shared"')[:2]
     chex.assert_trees_all_equal_shapes_and_dtypes(obs, next_obs)
 
 
 def like_init(rows: ArrayTree, ring: RingState) -> bool:
-    """Refuses rows unlike those of `init`; tells whether they are a single step."""
+    """Checks rows against those of `init`; tells whether they are a single step."""
     kept = ring.experience
     if ring.finals:
         kept = fields.put(kept, next_obs=fields.get(kept, "obs"))
@@ -141,7 +141,7 @@ def like_init(rows: ArrayTree, ring: RingState) -> bool:
 
 
 def mask(mask: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Refuses a mask that is not one flag per row."""
+    """Checks that a mask has one flag per row."""
     if mask.dtype != bool or mask.shape != shape:
         raise ValueError(
             f"`mask` must be bool of shape {shape}, got {mask.dtype} of shape "
@@ -151,7 +151,7 @@ def mask(mask: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def targets(ring: RingState, n_step: Any, gamma: Any, stack: Any) -> None:
-    """Refuses what `sample` cannot make of the rows."""
+    """Raises for targets that `sample` cannot compute from the rows."""
     if (n_step is None) != (gamma is None):
         raise ValueError(
             f"`n_step` and `gamma` go together, got n_step={n_step}, gamma={gamma}."
@@ -166,7 +166,7 @@ def targets(ring: RingState, n_step: Any, gamma: Any, stack: Any) -> None:
 
 
 def sequence(ring: RingState, length: Any) -> None:
-    """Refuses a length below 1, and rows that do not say where episodes end."""
+    """Checks a length of at least 1, and that rows say where episodes end."""
     count("length", length)
     fields.need(ring.experience, FLAGS, "A sample of sequences")
 

@@ -152,7 +152,7 @@ def _describe(name: str, tree: ArrayTree) -> list[dict[str, Any]]:
 
 
 def _compare(wanted: list[dict[str, Any]], stored: list[dict[str, Any]]) -> None:
-    """Refuses leaves other than those of the file."""
+    """Checks the leaves against those of the file."""
     names = [[leaf["path"] for leaf in leaves] for leaves in (wanted, stored)]
     if names[0] != names[1]:
         raise ValueError(
@@ -179,7 +179,7 @@ def _plain(leaf: chex.Array) -> np.ndarray:
 
 
 def _check_kind(array: np.ndarray, leaf: Any) -> None:
-    """Refuses an array that is not what the header says of the leaf."""
+    """Checks an array against the header of the leaf."""
     if _is_key(leaf.dtype):
         words = array.shape[: len(leaf.shape)], str(array.dtype)
         good = words == (tuple(leaf.shape), "uint32")
@@ -212,7 +212,7 @@ def _put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
 
 
 def _get(archive: zipfile.ZipFile, file: BinaryIO, name: str) -> np.ndarray:
-    """Reads an array; its checksum is verified before anything is made of it."""
+    """Reads an array; its checksum is verified first."""
     info = archive.getinfo(f"{name}.npy")
     length = os.fstat(file.fileno()).st_size
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size > length:

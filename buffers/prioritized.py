@@ -173,7 +173,7 @@ class PrioritizedReplayBuffer(RingBuffer):
         )
 
     def _mass(self, priority: jax.Array) -> jax.Array:
-        """What a priority counts in the sums; 0 stays 0, even with alpha 0."""
+        """The weight of a priority in the sums; 0 stays 0, even with alpha 0."""
         return jnp.where(priority > 0, priority ** jnp.float32(self.alpha), 0)
 
     def _usable_fn(self, state: PrioritizedState, stack: int | None) -> sampling.RowFn:

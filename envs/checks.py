@@ -15,7 +15,7 @@ _MOST = 2**31 - 1  # what is counted, is counted in int32
 
 
 def count(name: str, value: Any) -> int:
-    """Refuses what is no integer from 1 to 2^31 - 1; returns it as a Python int."""
+    """Checks an integer from 1 to 2^31 - 1; returns it as a Python int."""
     if not _is_integer(value) or operator.index(value) < 1:
         raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
     if value > _MOST:
@@ -24,7 +24,7 @@ def count(name: str, value: Any) -> int:
 
 
 def single(env: Any) -> None:
-    """Refuses what is not one environment, as a pytree."""
+    """Checks that `env` is one environment, and a pytree."""
     if hasattr(env, "num_envs"):
         raise ValueError(
             "`env` must be one environment, got many side by side: wrap it before "
@@ -44,14 +44,14 @@ def single(env: Any) -> None:
 
 
 def reset(result: Any) -> tuple[Any, Any]:
-    """Refuses what is not `(state, obs)`."""
+    """Checks that a reset returned `(state, obs)`."""
     if type(result) is tuple and len(result) == 2:
         return result
     raise ValueError(f"`env.reset` must return (state, obs), got {describe(result)}.")
 
 
 def step(result: Any) -> EnvStep:
-    """Refuses what is not an `EnvStep`."""
+    """Checks that a step returned an `EnvStep`."""
     if isinstance(result, EnvStep):
         return result
     raise ValueError(
@@ -60,7 +60,7 @@ def step(result: Any) -> EnvStep:
 
 
 def integer(name: str, value: Any) -> int:
-    """Refuses what is no integer of Python or NumPy; returns it as a Python int."""
+    """Checks an integer of Python or NumPy; returns it as a Python int."""
     if not _is_integer(value):
         raise ValueError(f"`{name}` must be an int, got {value!r}.")
     return operator.index(value)

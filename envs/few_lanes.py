@@ -1,4 +1,4 @@
-"""What is computed for the few lanes that need it, such as a reset.
+"""Computes something, such as a reset, for the few lanes that need it.
 
 Each way calls a function with the lanes that it is to compute, and writes the result to
 those where a flag is set, whatever their number; the bits are the same. `select`
@@ -80,7 +80,7 @@ def switch(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
 
 
 def _num_slots(flag: jax.Array) -> int:
-    """How many lanes are computed at once: K.
+    """Number of lanes that are computed at once: K.
 
     Large enough that one round is nearly always enough, small enough to cost little.
     With one slot there is no scatter, and XLA:CPU compiles the loop to one kernel.

@@ -26,7 +26,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Interactions:
-    """What U users think of I items: tables of NumPy, read from a log.
+    """Feedback of U users on I items: tables of NumPy, read from a log.
 
     Attributes:
         feedback: `[U, I]` float32, completed where it is not known.

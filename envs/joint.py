@@ -113,7 +113,7 @@ class _VectorizedAgents(VectorWrapper):
 
 
 class _JointState(struct.PyTreeNode, kw_only=True):
-    """State of one environment, and what is known of its `A` agents."""
+    """State of one environment, with the bookkeeping of its `A` agents."""
 
     env_state: ArrayTree
     agent_return: jax.Array  # [A] float32
@@ -196,7 +196,7 @@ class _Joint(struct.PyTreeNode, kw_only=True):
     def _follow(
         self, packed: jax.Array, result: MultiAgentStep
     ) -> dict[Flag, jax.Array]:
-        """What a step makes of the flags of every agent."""
+        """Updates the flags of every agent after a step."""
         acted = read_flag(packed, Flag.ACTS_NEXT)
         has_terminated = read_flag(packed, Flag.HAS_TERMINATED)
         was_truncated = read_flag(packed, Flag.WAS_TRUNCATED)
@@ -229,7 +229,7 @@ class _Joint(struct.PyTreeNode, kw_only=True):
         }
 
     def _each(self, name: str, value: Any, dtype: Any) -> jax.Array:
-        """Refuses what is not one number per agent."""
+        """Checks that there is one number per agent."""
         num_agents = len(self.layout.agents)
         if jnp.shape(value) != (num_agents,):
             raise ValueError(
@@ -246,7 +246,7 @@ class _Joint(struct.PyTreeNode, kw_only=True):
         *,
         has_dtype: bool = False,
     ) -> None:
-        """Refuses what is not stacked by group, or not of the groups' spaces."""
+        """Checks that a tree is stacked by group, in the groups' spaces."""
         names = sorted(group.name for group in self.layout.groups)
         if not isinstance(value, Mapping) or sorted(value) != names:
             got = sorted(value) if isinstance(value, Mapping) else type(value).__name__
@@ -277,7 +277,7 @@ def _check_of_space(
 
 
 def _layout(env: MultiAgentEnv) -> AgentLayout:
-    """Refuses what is no order of agents in groups; returns it."""
+    """Checks the order of agents in groups, and returns it."""
     agents, groups = tuple(env.agents), {x: tuple(y) for x, y in env.groups.items()}
     members = [agent for group in groups.values() for agent in group]
     empty = [group for group, names in groups.items() if not names]

@@ -23,7 +23,7 @@ _MOST_ACTIONS = 2**24 - 1
 
 
 class Flag(enum.IntEnum):
-    """What is known of an agent after a step: bits of a word."""
+    """Facts about an agent after a step: bits of a word."""
 
     ACTS_NEXT = 0
     WAITING = 1  # for what answers an action
@@ -36,7 +36,7 @@ class Flag(enum.IntEnum):
 
 
 class MultiAgentStep(struct.PyTreeNode, kw_only=True):
-    """What one step of a `MultiAgentEnv` returns, of `A` agents.
+    """One step of a `MultiAgentEnv` of `A` agents.
 
     Attributes:
         state: the next environment state, not reset.
@@ -125,7 +125,7 @@ class AgentGroup(NamedTuple):
 
 
 class AgentLayout(NamedTuple):
-    """Who is in an environment and where; static, hashable.
+    """The agents of an environment and their order; static, hashable.
 
     Attributes:
         agents: the names, in the order of every `[A]` array.

@@ -122,7 +122,7 @@ class LeaveByDistance(struct.PyTreeNode):
 
 
 class RecommendationState(struct.PyTreeNode, kw_only=True):
-    """Where a user stands.
+    """State of one user's session.
 
     Attributes:
         user: `()` int32.
@@ -137,7 +137,7 @@ class RecommendationState(struct.PyTreeNode, kw_only=True):
 
 
 class RecommendationEnv(struct.PyTreeNode):
-    """Users, of whom one is drawn for each episode, and what they think of items.
+    """Users, one of them drawn for each episode, who rate the items they are shown.
 
     The action is an item; the reward is the feedback of the user. The observation is
     `{"user": () int32, "item": () int32, "mask": [I] bool}`: the user, the last item,
@@ -293,12 +293,12 @@ def _draw(key: chex.PRNGKey, num: int) -> jax.Array:
 
 
 def _is_table(x: Any) -> bool:
-    """Whether it is an array with values; jax puts numbers in its place, too."""
+    """Tells whether it is an array of values; jax puts numbers in its place, too."""
     return checks.is_known(x) and np.ndim(x) > 0
 
 
 def _check_feedback(feedback: Any) -> None:
-    """Refuses what is no table of finite numbers, and says where it is not."""
+    """Checks that the table is finite, and names the first entry that is not."""
     _check_table("feedback", feedback, "[U, I] of numbers", "biuf")
     places = np.argwhere(~np.isfinite(np.asarray(feedback, np.float32)))
     if len(places):

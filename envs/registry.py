@@ -267,7 +267,7 @@ def _make(env_id: str, **arguments: Any) -> tuple[Any, Any]:
 
 
 def _check_parameter(name: str, value: Any, default: Any) -> None:
-    """Refuses a parameter of another kind or shape than its default has."""
+    """Checks that a parameter has the kind and shape of its default."""
     kinds: Any = numbers.Real | np.ndarray | np.generic | jax.Array
     if not isinstance(value, kinds):
         raise ValueError(f"`{name}` must be a number or array, got {value!r}.")

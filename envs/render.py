@@ -113,7 +113,7 @@ def expose_state(env: Env) -> Env:
 
 
 def check_render(env: Env) -> None:
-    """Refuses an environment that `render_gif` cannot draw here."""
+    """Raises for an environment that `render_gif` cannot draw here."""
     name = _name(_innermost(env))
     if not can_render(env):
         raise ValueError(

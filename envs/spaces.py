@@ -53,7 +53,7 @@ class Discrete(struct.PyTreeNode):
 
 
 class _Bounded:
-    """What spaces with a lowest and a highest value of every entry share."""
+    """Shared part of spaces with a lowest and a highest value of every entry."""
 
     low: Any
     high: Any

@@ -40,7 +40,7 @@ ObsT = TypeVar("ObsT", default=Any)
 
 
 class EnvStep(struct.PyTreeNode, Generic[StateT, ObsT], kw_only=True):
-    """What one step of an environment returns.
+    """Result of one step of an environment.
 
     Shapes are those of an `Env`; a `VectorEnv` returns the same with a leading `B`.
 
@@ -174,7 +174,7 @@ class VectorEnv(Protocol):
 
 
 def spread_of(env: Any) -> Any:
-    """Where the lanes lie if they are spread over devices; else None."""
+    """The placement of the lanes if they are spread over devices; else None."""
     return getattr(env, "spread", None)
 
 

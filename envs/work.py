@@ -1,4 +1,4 @@
-"""How much work a function is, read off its jaxpr before anything is compiled."""
+"""Estimates the work of a function from its jaxpr, before anything is compiled."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ _CURVES = ("sin", "cos", "tan", "exp", "log", "pow", "erf", "lgamma")
 
 
 class Work(NamedTuple):
-    """What a call of a function comes to.
+    """Work of one call of a function.
 
     Attributes:
         operations: elements that are computed, loops counted as often as they run.

@@ -131,7 +131,7 @@ def steps(path: str | Path) -> list[int]:
 
 
 def _refuse_others(path: Path, found: list[int]) -> None:
-    """Refuses to write where somebody else keeps something: orbax deletes by number."""
+    """Raises if others keep files there: orbax deletes checkpoints by number."""
     ours = {str(step) for step in found}
     entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     others = [x for x in entries if x not in ours and _UNFINISHED not in x]

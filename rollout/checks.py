@@ -33,7 +33,7 @@ _BOOKKEEPING = (
 
 
 def typed_key(key: Any) -> None:
-    """Refuses anything but one typed key."""
+    """Checks that `key` is one typed key."""
     if not (isinstance(key, jax.Array) and keys.has_keys(key)) or key.shape:
         raise ValueError(
             "`key` must be one typed key as `jax.random.key(seed)` makes it, got "
@@ -44,7 +44,7 @@ def typed_key(key: Any) -> None:
 def count(
     name: str, value: Any, *, least: int = 1, most: int | None = _INT32_MAX
 ) -> int:
-    """Refuses what is no integer from `least` to `most`; returns it as a Python int."""
+    """Checks an integer from `least` to `most`; returns it as a Python int."""
     is_int = not isinstance(value, bool | jax.Array) and hasattr(value, "__index__")
     if not is_int or operator.index(value) < least:
         raise ValueError(f"`{name}` must be an int of at least {least}, got {value!r}.")
@@ -54,26 +54,26 @@ def count(
 
 
 def flag(name: str, value: Any) -> None:
-    """Refuses what is no bool."""
+    """Checks that an option is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"`{name}` must be a bool, got {value!r}.")
 
 
 def function(name: str, value: Any) -> None:
-    """Refuses what cannot be called."""
+    """Checks that an option can be called."""
     if not callable(value):
         raise ValueError(f"`{name}` must be a function, got {describe(value)}.")
 
 
 def max_steps(value: Any) -> jax.Array:
-    """Refuses what `count` does; beyond int32 it is the largest int32."""
+    """Checks a count of steps; beyond int32 it becomes the largest int32."""
     if isinstance(value, jax.Array) and (value.shape, value.dtype) == ((), jnp.int32):
         return value  # of an outer program, which has seen to it
     return jnp.int32(min(count("max_steps", value, most=None), _INT32_MAX))
 
 
 def collector(env: Any, policy: Any, record_fn: Any, value_fn: Any = None) -> None:
-    """Refuses what a collector cannot be made of."""
+    """Checks the parts of a collector."""
     # A placeholder that jax builds pytrees with has no `step`.
     if hasattr(env, "step") and not hasattr(env, "num_envs"):
         raise ValueError(
@@ -91,7 +91,7 @@ def collector(env: Any, policy: Any, record_fn: Any, value_fn: Any = None) -> No
 
 
 def collects_in_jax(value: Any) -> None:
-    """Refuses a collector over environments that are not JAX."""
+    """Raises for a collector over environments that are not JAX."""
     if not hasattr(value, "replace"):
         raise ValueError(
             "`collector` must be a `Collector`, whose environments are in JAX, got "
@@ -100,7 +100,7 @@ def collects_in_jax(value: Any) -> None:
 
 
 def kind_of_env(env: Any, *, is_host: bool) -> None:
-    """Refuses an environment in JAX where one on the host belongs, and vice versa."""
+    """Raises if a JAX environment is given where a host one belongs, or vice versa."""
     if is_host and (hasattr(env, "reset_done") or not hasattr(env, "close")):
         raise ValueError(
             "`env` must be a `HostVectorEnv`, as `envs.from_gymnasium` makes it, got "
@@ -115,7 +115,7 @@ def kind_of_env(env: Any, *, is_host: bool) -> None:
 
 
 def host_call(carry: Any, params: Any) -> None:
-    """Refuses to step environments of NumPy while tracing."""
+    """Raises if host environments would be stepped while tracing."""
     leaves = jax.tree.leaves((carry, params))
     if any(isinstance(x, Tracer) for x in leaves):
         raise ValueError(
@@ -130,7 +130,7 @@ def host_call(carry: Any, params: Any) -> None:
 
 
 def carry(value: Any, num_envs: int) -> None:
-    """Refuses what is no carry, or one of another number of lanes."""
+    """Checks that it is a carry, with this number of lanes."""
     if not isinstance(value, Carry):
         raise ValueError(
             "`carry` must be what `Collector.init` or an earlier call returned, got "
@@ -145,7 +145,7 @@ def carry(value: Any, num_envs: int) -> None:
 
 
 def devices(env: VectorEnv, carry: Any) -> None:
-    """Refuses a carry that was put on other devices than those of a spread `env`."""
+    """Checks that the carry lies on the devices of a spread `env`."""
     spread = spread_of(env)
     if spread is None or not isinstance(carry, Carry):
         return
@@ -164,7 +164,7 @@ def devices(env: VectorEnv, carry: Any) -> None:
 
 
 def accumulators(value: Any) -> Accumulators:
-    """Refuses what are no accumulators by name; returns them as a tuple."""
+    """Checks accumulators by name; returns them as a tuple."""
     items = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
     for name, accumulator in items:
         if not isinstance(name, str) or not isinstance(accumulator, Accumulator):
@@ -176,18 +176,18 @@ def accumulators(value: Any) -> Accumulators:
 
 
 def accumulated(name: str, old: ArrayTree, new: ArrayTree) -> None:
-    """Refuses a figure that an accumulator returns of another kind."""
+    """Checks that an accumulator returns figures of the kind it began with."""
     same(f"The accumulator `{name}` must return what it is given", old, new)
 
 
 def env_state(env: VectorEnv, state: ArrayTree, reset_keys: chex.PRNGKey) -> None:
-    """Refuses a state that is not one of this environment."""
+    """Checks that a state is one of this environment."""
     expected = jax.eval_shape(env.reset, reset_keys)[0]
     same("`carry` must be of this collector's environment", expected, state)
 
 
 def recorded(before: Transition, after: Any) -> None:
-    """Refuses a recorded transition whose bookkeeping is not the kernel's own."""
+    """Checks that `record_fn` left the kernel's bookkeeping as it is."""
     if not isinstance(after, Transition):
         raise ValueError(
             f"`record_fn` must return a `Transition`, got {type(after).__name__}."
@@ -201,7 +201,7 @@ def recorded(before: Transition, after: Any) -> None:
 
 
 def values(value: Any, num_rows: int) -> None:
-    """Refuses what are no values of so many observations."""
+    """Checks that there is one float per observation."""
     is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
     if jnp.shape(value) != (num_rows,) or not is_float:
         raise ValueError(
@@ -212,7 +212,7 @@ def values(value: Any, num_rows: int) -> None:
 
 
 def policy_init(state: ArrayTree, num_envs: int) -> None:
-    """Refuses an initial policy state without the lane axis."""
+    """Checks that an initial policy state has the lane axis."""
     for path, leaf in jax.tree.leaves_with_path(state):
         if jnp.shape(leaf)[:1] != (num_envs,):
             raise ValueError(
@@ -222,7 +222,7 @@ def policy_init(state: ArrayTree, num_envs: int) -> None:
 
 
 def decision(who: str, result: PolicyStep, space: AnySpace, num_envs: int) -> None:
-    """Refuses what is no `PolicyStep`, or has an action that is not of the space."""
+    """Checks that it is a `PolicyStep` whose action is of the space."""
     if not isinstance(result, PolicyStep):
         raise ValueError(
             f"{who} must return a `PolicyStep`, got {type(result).__name__}; "
@@ -240,7 +240,7 @@ def decision(who: str, result: PolicyStep, space: AnySpace, num_envs: int) -> No
 
 
 def policy_step(result: PolicyStep, env: VectorEnv, policy_state: ArrayTree) -> None:
-    """Refuses a policy's output that does not fit the environment or its input."""
+    """Checks a policy's output against the environment and the policy's input."""
     decision("`policy.apply`", result, env.action_space, env.num_envs)
     same(
         "`policy.apply` must return the state as it came in",
@@ -256,7 +256,7 @@ def policy_step(result: PolicyStep, env: VectorEnv, policy_state: ArrayTree) -> 
 
 
 def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -> None:
-    """Refuses a step whose leaves are not those of the reset, or not `[B]`."""
+    """Checks that a step has the leaves of the reset, each `[B]` or `[B, ...]`."""
     if not isinstance(result, EnvStep):
         raise ValueError(
             f"`env.step` must return an `envs.EnvStep`, got {describe(result)}."
@@ -274,7 +274,7 @@ def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -
 
 
 def same(what: str, expected: ArrayTree, got: ArrayTree) -> None:
-    """Refuses a tree of another structure, or with a leaf of another shape or dtype."""
+    """Checks that two trees agree in structure, shapes and dtypes."""
     structures = jax.tree.structure(expected), jax.tree.structure(got)
     if structures[0] != structures[1]:
         raise ValueError(f"{what}: structure {structures[0]}, got {structures[1]}.")

@@ -320,7 +320,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         min_steps: jax.Array | None = None,
         holds: bool = True,
     ) -> tuple[Carry, Acc, Episodes]:
-        """Makes a plan and plays it, with what is recorded handed to `fn`.
+        """Makes a plan and plays it; `fn` receives the recorded transitions.
 
         With `holds=False`, `fn` must return `acc` as it is for a void transition.
         """
@@ -391,7 +391,7 @@ _step = _on_devices(jax.jit(_take))
 def _jitted(
     fold: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """Jits a fold, of which `fn` and a count are static, unless it is traced already.
+    """Jits a fold whose `fn` and count are static, unless it is being traced already.
 
     There `fn` may hold on to what is traced, which must not stay in a cache.
     """

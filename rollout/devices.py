@@ -106,14 +106,14 @@ def shard(
 
 
 class Spread(NamedTuple):
-    """Where lanes lie."""
+    """Placement of the lanes on the devices of a mesh."""
 
     mesh: Mesh
     axis: str
 
     @property
     def num_devices(self) -> int:
-        """How many parts the lanes are in."""
+        """Number of devices that the lanes are split over."""
         return self.mesh.shape[self.axis]
 
     def place(self, tree: ArrayTree, num_envs: int, *, lane_axis: int = 0) -> ArrayTree:
@@ -129,7 +129,7 @@ class Spread(NamedTuple):
     def shardings(
         self, tree: ArrayTree, num_envs: int, *, lane_axis: int = 0
     ) -> ArrayTree:
-        """Where `place` puts each array of a tree."""
+        """Sharding that `place` gives each array of a tree."""
 
         def make(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
             has_lanes = x.shape[lane_axis : lane_axis + 1] == (num_envs,)
@@ -223,7 +223,7 @@ def _spread(env: Any, spread: Spread) -> VectorEnv:
 
 
 def _is_absent(mesh: Mesh) -> bool:
-    """Whether nothing can lie on its devices, see `rollout.inspection.devices`."""
+    """Tells whether the mesh is one of `rollout.inspection.devices`."""
     return mesh.devices.flat[0].client.runtime_type == "compile_only_runtime"
 
 
@@ -240,7 +240,7 @@ def _put(tree: ArrayTree, where: NamedSharding) -> ArrayTree:
 
 
 def _facts(collector: Collector, mesh: Mesh, axis: str) -> dict[str, object]:
-    """What tells one collector from another, the same in every process."""
+    """Facts that distinguish collectors and are the same in every process."""
     init = jax.jit(Collector.init).trace(collector, jax.random.key(0))
     carry = jax.tree.leaves(init.out_info)
     leaves = jax.tree.leaves(env_keys.words(collector.env))

@@ -14,7 +14,7 @@ _NEVER_INFINITE = ("log_prob", "value", "next_value")
 
 
 def faults(trajectory: Transition) -> dict[str, jax.Array]:
-    """Finds what is not finite, field by field.
+    """Finds entries that are not finite, field by field.
 
     Args:
         trajectory: `[T, B, ...]`, or a transition, `[B, ...]`; a field that is `()` is

@@ -70,7 +70,7 @@ def minibatches(
 
 
 def _count_rows(tree: ArrayTree, axis: int | None) -> int:
-    """How many rows there are to shuffle; refuses leaves that differ in that."""
+    """Counts the rows to shuffle; raises if leaves differ in their number."""
     first, last = (0, 2) if axis is None else (axis, axis + 1)
     counts = {jnp.shape(x)[first:last] for x in jax.tree.leaves(tree)}
     if len(counts) != 1 or len(min(counts)) != last - first:

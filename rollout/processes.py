@@ -9,7 +9,7 @@ from jax.experimental import multihost_utils
 
 
 def compare(name: str, facts: dict[str, object]) -> None:
-    """Refuses to go on if facts differ between processes; each tells its own.
+    """Raises if facts differ between processes; each contributes its own.
 
     All processes wait for each other here.
 
@@ -28,7 +28,7 @@ def compare(name: str, facts: dict[str, object]) -> None:
 
 
 def is_elsewhere(x: Any) -> bool:
-    """Whether some of an array lies in other processes only."""
+    """Tells whether a part of an array lies in other processes only."""
     is_here = not isinstance(x, jax.Array) or x.is_fully_addressable
     return not (is_here or x.is_fully_replicated)
 

@@ -1,4 +1,4 @@
-"""Where the time of a collection goes: each part timed on its own."""
+"""Times the parts of a collection, each on its own."""
 
 import statistics
 import time
@@ -41,7 +41,7 @@ class Profile(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What every part gets."""
+    """Inputs of every timed part."""
 
     collector: Collector
     carry: Carry  # at the beginning

@@ -1,4 +1,4 @@
-"""What recommendation is evaluated by: several settings, and the metrics of the field.
+"""Evaluates recommendation: several settings, and the metrics of the field.
 
 A setting is a `Collector`: the same policy where items may be repeated or not, and
 where users leave or stay. Metrics are folds over exactly N episodes, of all of which
@@ -23,7 +23,7 @@ from rollout.types import Episodes, Transition
 
 
 class Catalogue(struct.PyTreeNode, kw_only=True):
-    """What metrics know of the items; None where it is not known.
+    """Facts about the items that metrics read; None where they are not known.
 
     Attributes:
         features: `[I, F]` float32, what items are like, for the diversity.
@@ -39,7 +39,7 @@ class Catalogue(struct.PyTreeNode, kw_only=True):
 
 
 class RecommendationStats(struct.PyTreeNode, kw_only=True):
-    """What exactly N episodes of recommendation were like.
+    """Metrics of exactly N episodes of recommendation.
 
     Each is `()` float32, None if the `Catalogue` does not have what it needs.
 
@@ -74,7 +74,7 @@ class RecommendationStats(struct.PyTreeNode, kw_only=True):
 
 
 class _Shown(struct.PyTreeNode, kw_only=True):
-    """What is kept of recommendations.
+    """Accumulated figures of recommendations.
 
     Attributes:
         counts: `[I]` int32, how often each item was recommended.
@@ -263,7 +263,7 @@ def _directions(features: jax.Array | None) -> jax.Array:
 
 
 def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
-    """Refuses a collector whose actions are no items, and tables of other items."""
+    """Checks that actions are items, and that the tables are of these items."""
     checks.kind_of_env(collector.env, is_host=False)
     num_items = getattr(collector.env.action_space, "n", None)
     if num_items is None:

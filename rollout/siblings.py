@@ -1,11 +1,11 @@
-"""Refuses, when it is imported, a module of the user's own that hides one of ours."""
+"""Fails early when the user's own `envs` or `buffers` shadows ours."""
 
 import importlib.util
 from pathlib import Path
 
 
 def _check(name: str) -> None:
-    """Refuses a module of the user's own that hides one of our packages.
+    """Raises if a module of the user's own shadows one of our packages.
 
     Raises:
         ImportError: if `import name` would find another one.

@@ -19,7 +19,7 @@ _Z_QUANTILE = 1.959964  # the normal one
 
 
 class Moments(struct.PyTreeNode, kw_only=True):
-    """What is kept of some numbers; nothing of it is NaN where there are none.
+    """Count, sum, spread and bounds of some numbers; never NaN, also if there are none.
 
     Attributes:
         count: `()` int32, how many there are.
@@ -84,7 +84,7 @@ class Moments(struct.PyTreeNode, kw_only=True):
 
 
 class CollectStats(struct.PyTreeNode, kw_only=True):
-    """What is known of the episodes that ended.
+    """Statistics of the episodes that ended.
 
     A window in which no episode ended has `num_episodes` 0 and NaN for every mean,
     standard deviation, minimum and maximum: nothing that looks like data. These are
@@ -328,7 +328,7 @@ def _count(flag: jax.Array) -> jax.Array:
 
 
 def moments(value: jax.Array, flag: jax.Array) -> Moments:
-    """What is kept of `value`, float, where `flag`, of the same shape."""
+    """Computes the moments of `value`, float, where `flag`, of the same shape."""
     count, total = _count(flag), jnp.sum(jnp.where(flag, value, 0.0))
     # Two passes: the difference of two large sums would lose the digits that matter.
     deviation = jnp.where(flag, value - total / jnp.maximum(count, 1), 0.0)

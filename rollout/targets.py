@@ -145,7 +145,7 @@ def discounted_returns(
 
 
 def _values(trajectory: Transition) -> jax.Array:
-    """What the policy recorded of V(obs)."""
+    """Returns V(obs) as the policy recorded it."""
     extras = trajectory.extras
     if not isinstance(extras, dict) or "value" not in extras:
         got = sorted(extras) if isinstance(extras, dict) else type(extras).__name__
@@ -159,7 +159,7 @@ def _check(trajectory: Transition, *values: jax.Array) -> None:
 
 
 def _fields(trajectory: Transition) -> tuple[jax.Array, ...]:
-    """What is read of a trajectory; other fields may be `()`, and the ids, too."""
+    """Selects the fields to read of a trajectory; others may be `()`, ids too."""
     episode_id = trajectory.episode_id
     if isinstance(episode_id, tuple):  # then only an ending ends an episode
         episode_id = jnp.zeros(trajectory.reward.shape, jnp.int32)

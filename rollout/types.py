@@ -107,7 +107,7 @@ class Episode(struct.PyTreeNode, kw_only=True):
 
 
 class Carry(struct.PyTreeNode, kw_only=True):
-    """What one step hands to the next, and all that a run needs to go on.
+    """The state between two steps: all that a run needs to continue.
 
     Attributes:
         key: `()` typed root key; it never changes.
@@ -215,7 +215,7 @@ Accumulators = tuple[tuple[str, Accumulator], ...]  # by name, hashable
 
 
 class PolicyStep(NamedTuple, Generic[ActionT]):
-    """What a policy returns.
+    """Result of applying a policy.
 
     Attributes:
         action: `[B, ...]`, one action per lane, of the action space's shape and dtype.

@@ -105,7 +105,7 @@ def _lanes(length: np.ndarray, num_envs: int) -> np.ndarray:
 
 
 def _check_finals(state: ArrayTree, num_ends: int) -> None:
-    """Refuses a side ring that would lose the ends of episodes."""
+    """Raises for a side ring that would lose the ends of episodes."""
     finals = state.ring.finals
     if finals and finals.row.shape[0] < num_ends:
         raise ValueError(

@@ -52,7 +52,7 @@ def read(
 
 
 def check_successors(obs: ArrayTree, next_obs: ArrayTree, done: Any) -> None:
-    """Refuses successors that are not the observation of the next row.
+    """Checks that successors are the observations of the next rows.
 
     Args:
         obs: `[K, ...]` host arrays.
@@ -128,7 +128,7 @@ def _array(
 
 
 def _check_alike(obs: ArrayTree, next_obs: ArrayTree) -> None:
-    """Refuses successors that are not like observations."""
+    """Checks that successors have the kind of observations."""
     structures = jax.tree.structure(obs), jax.tree.structure(next_obs)
     if structures[0] != structures[1]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Checks of what is asked of environments on the host."""
+"""Checks of requests to host environments."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from envs import checks
 
 
 def idle(which: Collection[int], under_way: Collection[int]) -> None:
-    """Refuses environments that were sent and not received yet."""
+    """Checks that none of these environments is under way."""
     busy = sorted(set(which) & set(under_way))
     if busy:
         raise ValueError(
@@ -19,7 +19,7 @@ def idle(which: Collection[int], under_way: Collection[int]) -> None:
 
 
 def all_idle(name: str, under_way: Collection[int]) -> None:
-    """Refuses what concerns every environment while some are under way."""
+    """Raises for a request to every environment while some are under way."""
     if under_way:
         raise ValueError(
             f"`{name}` must be called with no environment under way, got "
@@ -28,7 +28,7 @@ def all_idle(name: str, under_way: Collection[int]) -> None:
 
 
 def env_ids(env_id: Any, num_envs: int) -> list[int]:
-    """Refuses numbers that are no environments, or the same one twice."""
+    """Checks that numbers are of environments, each at most once."""
     ids = np.asarray(env_id)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
@@ -43,7 +43,7 @@ def env_ids(env_id: Any, num_envs: int) -> list[int]:
 
 
 def num_ready(value: Any, under_way: int) -> None:
-    """Refuses to wait for more environments than can answer."""
+    """Raises if more environments are awaited than can answer."""
     checks.count("num_ready", value)
     if value > under_way:
         raise ValueError(
@@ -53,7 +53,7 @@ def num_ready(value: Any, under_way: int) -> None:
 
 
 def length(name: str, values: Sequence[Any], num_envs: int) -> None:
-    """Refuses another number of rows."""
+    """Checks the number of rows."""
     if len(values) != num_envs:
         raise ValueError(
             f"`{name}` must have one row for each of {num_envs} environments, got "
@@ -62,13 +62,13 @@ def length(name: str, values: Sequence[Any], num_envs: int) -> None:
 
 
 def reset(seeds: Any, mask: Any, num_envs: int) -> list[int]:
-    """Refuses seeds and a mask of another kind; returns which are to be reset."""
+    """Checks seeds and a mask; returns the environments to reset."""
     length("seeds", seeds, num_envs)
     return masked(mask, num_envs)
 
 
 def masked(mask: Any, num_envs: int) -> list[int]:
-    """Refuses what is no mask of at least one; returns which it has."""
+    """Checks a mask of at least one environment; returns their numbers."""
     mask = np.asarray(mask)
     which = mask.nonzero()[0].tolist() if mask.shape == (num_envs,) else []
     if not which or mask.dtype != bool:
@@ -79,7 +79,7 @@ def masked(mask: Any, num_envs: int) -> list[int]:
 
 
 def same_spaces(first: tuple[Any, Any], other: tuple[Any, Any], number: int) -> None:
-    """Refuses an environment whose spaces are not those of the first."""
+    """Checks that an environment has the spaces of the first."""
     for kind, a, b in zip(("observation", "action"), first, other, strict=True):
         if a != b:
             raise ValueError(

@@ -51,7 +51,7 @@ class Link:
 
     @property
     def busy(self) -> bool:
-        """Whether it has something to answer."""
+        """Tells whether it owes an answer."""
         return self.owed > 0 or bool(self.under_way)
 
 
@@ -108,7 +108,7 @@ class Crew:
         return [(link, link.answer) for link in links if link.pipe is not None]
 
     def pump(self, timeout: float | None = None) -> None:
-        """Waits for a message, at most so many seconds, and takes in what is there."""
+        """Waits for a message, at most `timeout` seconds; reads all that arrived."""
         for key, _ in self._selector.select(self._patience(timeout)):
             self._read(key.data)
         if self._timeout is None:
@@ -170,7 +170,7 @@ class Crew:
         self.answered.append((number, cause))
 
     def _patience(self, timeout: float | None) -> float | None:
-        """How long to wait until somebody has waited for too long."""
+        """Seconds until the first timeout of a worker."""
         if self._timeout is None:
             return timeout
         now = time.monotonic()

@@ -118,7 +118,7 @@ class _EnvPool:
         self._env = None  # its threads end with it
 
     def _resets_itself(self, mask: np.ndarray) -> bool:
-        """Whether EnvPool resets all of these in their next row."""
+        """Tells whether EnvPool resets all of these in their next row."""
         return bool(self._ended[mask].all())
 
     def _restart(self, env_id: np.ndarray) -> None:
@@ -138,7 +138,7 @@ class _EnvPool:
         jax.tree.map(write, self._obs, obs)
 
     def _to_step(self, answers: tuple, mask: np.ndarray) -> HostStep:
-        """What EnvPool handed over; `mask` is False where it is a reset."""
+        """Converts EnvPool's answer; `mask` is False where it is a reset."""
         obs, reward, terminated, truncated, info = answers
         return HostStep(
             obs=_map(_narrow, obs),
@@ -262,7 +262,7 @@ def _make(
 
 
 def _check(env: Any, **options: Any) -> None:
-    """Refuses what is no EnvPool of gymnasium's type, and options for an id."""
+    """Checks that it is an EnvPool of gymnasium's type, and the options for an id."""
     missing = [name for name in _NEEDED if not hasattr(env, name)]
     if missing:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What went wrong in an environment, as bytes that another process can read."""
+"""Describes a failure of an environment in bytes that another process can read."""
 
 import pickle
 import traceback
@@ -38,5 +38,5 @@ def unpack(packed: bytes) -> BaseException:
 
 
 def state(cause: BaseException) -> bytes:
-    """What is saved of an environment that is faulty."""
+    """The saved state of an environment that has failed with `cause`."""
     return pickle.dumps((None, None, pack(cause)))

@@ -210,7 +210,7 @@ def _mode(env: Any) -> str:
 
 
 def _seeds_each(env: Any) -> bool:
-    """Whether `reset` takes a list of seeds; others take one for all."""
+    """Tells whether `reset` takes a list of seeds; others take one for all."""
     vector = _import().vector
     return isinstance(env.unwrapped, vector.SyncVectorEnv | vector.AsyncVectorEnv)
 

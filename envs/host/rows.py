@@ -23,7 +23,7 @@ _FLAGS = frozenset({bool, np.bool_})
 
 
 class Rows(NamedTuple):
-    """What `E` environments return, and the actions that they are given."""
+    """Memory for the answers of `E` environments and for their actions."""
 
     obs: ArrayTree  # [E, ...]
     reward: np.ndarray  # [E]
@@ -65,7 +65,7 @@ def make_layout(
 
 
 def answer_all(rows: Rows, broken: Mapping[int, BaseException]) -> HostStep:
-    """What all environments answered; views of their memory, apart from `faulty`."""
+    """Answers of all environments; views of their memory, apart from `faulty`."""
     faulty = np.zeros(len(rows.reward), bool)
     if broken:
         faulty[list(broken)] = True
@@ -83,7 +83,7 @@ def answer_all(rows: Rows, broken: Mapping[int, BaseException]) -> HostStep:
 def answer(
     rows: Rows, answered: Sequence[tuple[int, BaseException | None]]
 ) -> tuple[HostStep, np.ndarray]:
-    """What some environments answered, each with its fault, and which they are."""
+    """Answers of some environments with their faults, and which they are."""
     ids = np.asarray([number for number, _ in answered], np.int32)
     causes = {number: cause for number, cause in answered if cause is not None}
     step = HostStep(
@@ -179,7 +179,7 @@ def writer(space: AnySpace, rows: ArrayTree, name: str) -> WriteFn:
 
 
 def number(value: Any) -> Any:
-    """Refuses a reward that is no number."""
+    """Checks that a reward is a number."""
     if type(value) in _NUMBERS:
         return value
     array = np.asarray(value)
@@ -189,7 +189,7 @@ def number(value: Any) -> Any:
 
 
 def flag(name: str, value: Any) -> Any:
-    """Refuses a flag that is no bool."""
+    """Checks that a flag is a bool."""
     if type(value) in _FLAGS:
         return value
     array = np.asarray(value)

@@ -19,7 +19,7 @@ from envs.vectorize import vectorize
 
 
 class LatencyFn(Protocol):
-    """How long the steps of environments take."""
+    """Draws how long a step of an environment takes."""
 
     def __call__(self, rng: np.random.Generator, env_id: int, number: int) -> float:
         """Returns the seconds of a step, at least 0.
@@ -169,7 +169,7 @@ class _Simulated:
         """Does nothing."""
 
     def _latency(self, number: int) -> float:
-        """How long the next step of this environment takes."""
+        """Draws how long the next step of this environment takes."""
         if self._latency_fn is None:
             return 0.0
         latency = self._latency_fn(self._rngs[number], number, self._num_steps[number])

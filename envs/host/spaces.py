@@ -110,7 +110,7 @@ def _rows(space: Any) -> Callable[[Any], list[Any]]:
 
 
 def _kind(space: Any) -> str:
-    """Which of the spaces below it is, also if it is a subclass."""
+    """Finds the supported class that a space is an instance of."""
     names = (base.__name__ for base in type(space).__mro__)
     return next((name for name in names if name in _CONVERT), "")
 

@@ -14,7 +14,7 @@ from envs.types import AnySpace, ArrayTree
 
 
 class HostStep(NamedTuple):
-    """What a step of `E` environments returned, or of the `R` that were received.
+    """One step of `E` environments, or of the `R` that were received.
 
     The arrays may be views of memory that the next call writes to.
 

@@ -1,4 +1,4 @@
-"""What a worker process does: it steps its environments when it is told to.
+"""The worker process: steps its environments on request.
 
 A message to it is `(command, argument)`. It answers each with `(None, result)`, but
 `send` with `(number, cause)` for each environment as soon as that one has stepped.

@@ -1,4 +1,4 @@
-"""What the spaces and arrays of a suite become here."""
+"""Converts the spaces and arrays of other suites."""
 
 import importlib
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def load(suite: str) -> Any:
 
 
 def check_methods(env: Any, suite: str, methods: Sequence[str]) -> None:
-    """Refuses what lacks the methods, or other attributes, of a suite."""
+    """Checks that an object has the methods, or other attributes, of a suite."""
     missing = [name for name in methods if not hasattr(env, name)]
     if missing:
         raise TypeError(
@@ -70,7 +70,7 @@ def check_methods(env: Any, suite: str, methods: Sequence[str]) -> None:
 
 
 def check_no_reset(env: Any) -> None:
-    """Refuses a wrapper of a suite that resets, under any number of others."""
+    """Raises for a wrapper of a suite that resets, under any number of others."""
     while env is not None:
         if "AutoReset" in type(env).__name__:
             raise ValueError(

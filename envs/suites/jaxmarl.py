@@ -204,7 +204,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         }
 
     def _observed(self) -> dict[str, ArrayTree]:
-        """The shapes and dtypes of what is observed at the start."""
+        """Shapes and dtypes of the first observations."""
         return jax.eval_shape(lambda key: self.reset(key)[1], _key())
 
     def _observation_space(self, agent: str, observed: ArrayTree) -> AnySpace:
@@ -244,7 +244,7 @@ def _group(env: Any) -> dict[str, list[str]]:
 
 
 def _check_names(method: str, what: str, value: Any, names: Sequence[str]) -> None:
-    """Refuses what is not a dict of these names."""
+    """Checks that it is a dict of these names."""
     if not isinstance(value, Mapping) or not set(names) <= set(value):
         got = list(value) if isinstance(value, Mapping) else type(value).__name__
         raise ValueError(
@@ -254,7 +254,7 @@ def _check_names(method: str, what: str, value: Any, names: Sequence[str]) -> No
 
 
 def _check_groups(env: Any, groups: Mapping[str, Sequence[str]]) -> None:
-    """Refuses a group that is empty, or whose agents differ in their spaces."""
+    """Checks that no group is empty, and that its agents share their spaces."""
     for group, names in groups.items():
         if not names:
             raise ValueError(f"`groups` must have agents in each, got {group!r} empty.")

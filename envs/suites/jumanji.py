@@ -95,7 +95,7 @@ def make_agents(name: str, **options: Any) -> MultiAgentEnv:
 
 
 class _Jumanji(struct.PyTreeNode, kw_only=True):
-    """What both kinds share: how an episode begins and goes on, and how it is drawn."""
+    """Shared part of both adapters: resetting, stepping and drawing."""
 
     env: Any = struct.field(pytree_node=False)
 

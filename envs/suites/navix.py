@@ -90,5 +90,5 @@ class _NavixEnv(struct.PyTreeNode, kw_only=True):
 
 
 def _slim(timestep: Any) -> Any:
-    """What the next step reads."""
+    """Keeps the part of a timestep that the next step reads."""
     return timestep.replace(observation=(), action=(), reward=(), step_type=(), info={})

@@ -152,7 +152,7 @@ class _PgxEnv(_Pgx, kw_only=True):
         )
 
     def _observe(self, state: ArrayTree) -> dict[str, ArrayTree]:
-        """What the player who acts next sees, to everyone."""
+        """Observes the game, for everyone, as the player who acts next sees it."""
         repeat = lambda x: jnp.broadcast_to(x, (len(self.agents), *x.shape))  # noqa: E731
         return {_GROUP: jax.tree.map(repeat, _seen(state, state.observation))}
 
@@ -232,7 +232,7 @@ def _num_players(env: Any) -> int:
 
 
 def _describe(env: Any) -> dict[str, Any]:
-    """What there is to see and to do, as fields of an adapter."""
+    """Observations and actions of a game, as fields of an adapter."""
     # Not `env.num_actions` and `env.observation_shape`: each computes a whole state.
     state = jax.eval_shape(env.init, jax.eval_shape(jax.random.key, 0))
     return {

@@ -1,4 +1,4 @@
-"""What the adapters of brax and MuJoCo Playground share.
+"""Shared part of the adapters of brax and MuJoCo Playground.
 
 Both suites describe a moment by a `State` with the fields `obs`, `reward`, `done`,
 `metrics` and `info`, next to that of the physics, and both keep the parameters of the

@@ -89,7 +89,7 @@ class _XminigridEnv(struct.PyTreeNode, kw_only=True):
 
 
 def _timestep(state: Any, key: chex.PRNGKey | tuple[()]) -> Any:
-    """A time step of the suite, of which only the state is read."""
+    """Makes a time step of the suite; only its state is read."""
     return load("xminigrid.types").TimeStep(
         state=state.replace(key=key),
         step_type=None,

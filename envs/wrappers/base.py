@@ -46,7 +46,7 @@ class WrapperState(struct.PyTreeNode, kw_only=True):
 
 
 class _Around(struct.PyTreeNode):
-    """What is around one environment or many, and has their spaces."""
+    """Shared part of wrappers around one environment or many: it has their spaces."""
 
     env: Any
 
@@ -86,7 +86,7 @@ class Wrapper(_Around):
 
 
 class VectorWrapper(_Around):
-    """What wrappers of a `VectorEnv` share."""
+    """Base of wrappers of a `VectorEnv`."""
 
     env: VectorEnv
 
@@ -105,7 +105,7 @@ class VectorWrapper(_Around):
 
     @property
     def spread(self) -> Any:
-        """Where the lanes lie, if `rollout.shard` spread them; else None."""
+        """Placement of the lanes, if `rollout.shard` spread them; else None."""
         return spread_of(self.env)
 
 

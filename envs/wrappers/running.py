@@ -1,4 +1,4 @@
-"""Running mean and variance of batches, and what is kept of them."""
+"""Running mean and variance of batches."""
 
 import jax
 import jax.numpy as jnp

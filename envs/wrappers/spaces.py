@@ -96,7 +96,7 @@ def unbounded(shapes: ArrayTree) -> AnySpace:
 
 
 def check_box(space: AnySpace) -> None:
-    """Refuses an action space that is not a bounded box of floats."""
+    """Checks that an action space is a bounded box of floats."""
     if not (hasattr(space, "low") and hasattr(space, "high")):
         kind = type(space).__name__
         raise ValueError(

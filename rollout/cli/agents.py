@@ -1,4 +1,4 @@
-"""What the table says of several agents: of each, and of each policy."""
+"""Rows of the table for several agents: one per agent and one per policy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,12 +21,12 @@ _FIELDS = (
 
 
 def layout_of(collector: Any) -> AgentLayout | None:
-    """Who is in the environments, if these are of several agents."""
+    """The agents of an environment; None if it has none."""
     return getattr(collector.env.num_envs, "agents", None)
 
 
 def read(trajectory: Transition) -> dict[str, jax.Array]:
-    """What `join` needs of a trajectory of several agents: the rest has no buffer."""
+    """Keeps the fields that `join` reads; the others get no buffer."""
     info, stats = trajectory.info.agents, summarize_agents(trajectory)
     return {
         "episode_return": info.agent_return,
@@ -38,7 +38,7 @@ def read(trajectory: Transition) -> dict[str, jax.Array]:
 
 
 def at_endings(fields: dict[str, np.ndarray], done: np.ndarray) -> dict:
-    """What was read, in NumPy, with the figures of the episodes that ended only."""
+    """Moves figures to NumPy, of the episodes that ended only."""
     ended = {x: fields[x][: done.shape[0]][done] for x in fields if fields[x].ndim}
     return {**fields, **ended}
 

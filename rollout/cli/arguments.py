@@ -37,7 +37,7 @@ _USAGE = """%(prog)s ENV [--num-envs N] [--devices N] [--seed N]
 
 
 class InputError(Exception):
-    """What was asked for cannot be done; the message says why."""
+    """Raised for a command line that cannot be run; the message says why."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,7 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses, before anything is collected, what could not be done afterwards."""
+    """Checks all arguments before anything is collected."""
     if args.env is None:
         raise InputError("the environment is missing; --list-envs prints the ids")
     _check_combination(args)
@@ -233,7 +233,7 @@ def _parse_parameter(text: str) -> tuple[str, Any]:
 
 
 def _check_combination(args: argparse.Namespace) -> None:
-    """Refuses options that say nothing to the kind of run that was asked for."""
+    """Raises for an option that has no meaning in this kind of run."""
     if args.inspect:
         reason = "not allowed with argument --inspect"
         refused = {"num-episodes": args.num_episodes, "gif": args.gif}
@@ -256,7 +256,7 @@ def _check_combination(args: argparse.Namespace) -> None:
 
 
 def _check_host(args: argparse.Namespace) -> None:
-    """Refuses options that environments which are not JAX do not go with."""
+    """Raises for an option that host environments do not support."""
     refused = {"gif": args.gif, "profile": args.profile, "inspect": args.inspect}
     refused["devices"] = args.devices not in (None, 1)
     for option, value in refused.items():

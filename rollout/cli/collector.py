@@ -1,4 +1,4 @@
-"""What a run collects with: environments by id, and the random policy in them."""
+"""Makes the collector of a run: environments by id, under the random policy."""
 
 import argparse
 import operator
@@ -63,7 +63,7 @@ def _make_host(args: argparse.Namespace, options: dict[str, Any]) -> HostVectorE
 
 
 def _random_agents(env: Any) -> Policy:
-    """The random policy for each group, of its name, that does what is allowed."""
+    """Makes a random policy per group, named after it, that takes allowed actions."""
     policies = {}
     for group, space in env.action_spaces.items():
         mask_fn = _find_mask(env.observation_spaces[group], space)
@@ -73,7 +73,7 @@ def _random_agents(env: Any) -> Policy:
 
 
 def _find_mask(observed: AnySpace, space: AnySpace) -> MaskFn | None:
-    """How to read which actions are allowed, where an observation says so."""
+    """Finds the action mask in an observation, if there is one."""
     parts = getattr(observed, "spaces", getattr(observed, "parts", {}))
     read = operator.itemgetter(_MASK)
     if not isinstance(parts, Mapping):

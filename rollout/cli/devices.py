@@ -1,4 +1,4 @@
-"""How many devices a run has: decided before jax starts, which makes those of a CPU."""
+"""Sets the number of CPU devices, before jax starts."""
 
 import argparse
 import contextlib

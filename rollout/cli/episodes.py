@@ -88,7 +88,7 @@ _play_jitted = jax.jit(_play, static_argnames=("num_episodes", "max_steps"))
 def _record(
     collector: Collector, carry: Carry, *, max_length: int
 ) -> tuple[ArrayTree, jax.Array, Episodes]:
-    """Hands out what is drawn, `[max_length, ...]`: the rest leaves no buffer."""
+    """Keeps the drawn fields, `[max_length, ...]`; the others get no buffer."""
     _, trajectory, episodes = collector.collect_padded_episodes(
         carry, None, 1, max_length=max_length
     )

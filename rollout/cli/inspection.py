@@ -1,4 +1,4 @@
-"""What `--inspect` says: what the steps of a run do on an accelerator."""
+"""Runs `--inspect`: what the steps of a run do on an accelerator."""
 
 import argparse
 import contextlib

@@ -117,7 +117,7 @@ def _all_fields(trajectory: Transition) -> dict[str, jax.Array]:
 
 
 def _ending_fields(trajectory: Transition) -> dict[str, jax.Array]:
-    """What the table is made of: the rest leaves no buffer."""
+    """Keeps the fields that the table reads; the others get no buffer."""
     return {name: getattr(trajectory, name) for name in _ENDING_FIELDS}
 
 

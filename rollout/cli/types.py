@@ -1,4 +1,4 @@
-"""What the runs of the command line hand to its report and its figures."""
+"""Records that the commands hand to the report and the figures."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from rollout.types import Episodes
 
 
 class Agents(NamedTuple):
-    """What is known of `A` agents: in `E` episodes that ended, and in all steps."""
+    """Statistics of `A` agents: over `E` episodes that ended, and over all steps."""
 
     layout: AgentLayout
     episode_return: np.ndarray  # [E, A] float32
@@ -41,7 +41,7 @@ class Ended(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a number of steps gave."""
+    """Result of collecting a number of steps."""
 
     num_steps: int  # T, rows of every lane
     num_void: int  # rows of all lanes together that are no step

@@ -208,7 +208,7 @@ class _AsyncRun(Run):
         return result, env_id
 
     def drain(self) -> None:
-        """Waits for what is under way, and drops it."""
+        """Waits for the steps under way, and drops their answers."""
         count = int(self._works.sum())
         if count and not hasattr(self._env, "batch_size"):
             self._receive(count)

@@ -98,7 +98,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     @property
     def fault_stats(self) -> FaultStats:
-        """What faults have cost so far."""
+        """Counts of faults, and of what they cost, so far."""
         return self._faults.stats
 
     def close(self) -> None:
@@ -388,7 +388,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         return Rows(self._num_columns, size, capacity)
 
     def _begin(self, carry: Carry, params: Any, rows: Rows | None = None) -> None:
-        """Refuses a carry that is not the last one, and uses it up."""
+        """Checks that the carry is the latest one, and marks it as used."""
         checks.host_call(carry, params)
         if self._run is None or not np.array_equal(carry.env_state, self._mark):
             raise ValueError(
@@ -401,7 +401,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     @property
     def _mark(self) -> np.ndarray:
-        """What the carry of the last call has, and no other."""
+        """Mark of the latest carry, which no other carry has."""
         return np.array([self._number, self._ticket], np.uint32)
 
     def _snapshot(self) -> Carry:
@@ -454,7 +454,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         return self._snapshot(), jax.device_put(episodes)
 
     def _note_figures(self, seats: Seats) -> Callable[[Rows], None]:
-        """What reads of a block only what is accumulated."""
+        """Makes the consumer of blocks that keeps only the accumulated figures."""
 
         def consume(rows: Rows) -> None:
             if self.accumulators:

@@ -1,4 +1,4 @@
-"""Environments that fail: what is done about it, and what it cost."""
+"""Restarts environments that fail, and counts what was lost."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ _LOG = logging.getLogger("rollout")
 
 
 class FaultStats(NamedTuple):
-    """What faults cost since the collector was made.
+    """Counts of faults, and of what they cost, since the collector was made.
 
     Attributes:
         faulty_episodes: episodes that were given up.

@@ -1,4 +1,4 @@
-"""What is made of rows on the device: accumulated figures, records, folds."""
+"""Computes accumulators and recorded fields of host rows, a block per jitted call."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ Acc = TypeVar("Acc")
 
 
 class Figures:
-    """The figures of the episodes under way, and what is recorded of transitions.
+    """Accumulators of the episodes under way, and the recorded fields of transitions.
 
     Args:
         accumulators: figures that are kept per episode.
@@ -83,7 +83,7 @@ class Figures:
 
 
 def lanes_of(rows: Transition) -> chex.Array:
-    """Which lanes the columns are of."""
+    """Lane of each column."""
     if hasattr(rows.info, "env_id"):
         return rows.info.env_id
     return np.arange(rows.mask.shape[-1])

@@ -15,7 +15,7 @@ _AHEAD = 256  # seeds that are drawn at once
 
 
 class Lanes:
-    """What is known of the episode that each of `E` lanes is in.
+    """Per-lane episode bookkeeping of the host loop, for `E` lanes.
 
     Attributes:
         episodes: `[3, E]` int32, the memory of the next three, see `rows.views_of`.
@@ -113,7 +113,7 @@ class Seeds:
 
 
 def _are_rows(row: np.ndarray, table: np.ndarray) -> bool:
-    """Whether a table has all of these rows."""
+    """Tells whether a table has all of these rows."""
     row = row.tolist()  # often a single one, for which NumPy's ways are long
     return min(row) >= 0 and max(row) < len(table)
 

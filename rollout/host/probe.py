@@ -78,11 +78,11 @@ def probe(
 
 
 class _Stop(Exception):  # noqa: N818
-    """What was found leaves nothing to go on with."""
+    """Raised when a finding leaves nothing to continue with."""
 
 
 class _Plan(NamedTuple):
-    """What the environments are given in `T` steps."""
+    """Inputs for the environments over `T` steps."""
 
     action: ArrayTree  # [T, E, ...]
     seeds: np.ndarray  # [T + 1, E] uint32, of the episodes of each
@@ -90,7 +90,7 @@ class _Plan(NamedTuple):
 
 
 class _Probe:
-    """Plays, looks at what is returned, and keeps the first finding of each name."""
+    """Plays, checks what is returned, and keeps the first finding of each name."""
 
     def __init__(self, env: HostVectorEnv, rng: np.random.Generator) -> None:
         self.found: dict[str, str] = {}
@@ -233,7 +233,7 @@ class _Probe:
             self._report("rows", "those of `obs` lie in the same memory")
 
     def _look_at_kinds(self, fields: dict[str, ArrayTree]) -> None:
-        """Finds what is of another kind, and stops if there is something."""
+        """Reports leaves of another kind, and stops if there are any."""
         wrong = {x: _difference(self._kinds[x], fields[x]) for x in sorted(fields)}
         for name, message in wrong.items():
             if message:
@@ -298,7 +298,7 @@ def _row(tree: ArrayTree, t: int) -> ArrayTree:
 
 
 def _difference(kind: ArrayTree, got: ArrayTree) -> str | None:
-    """How a tree differs from its kind, in words."""
+    """Describes how a tree differs from its kind."""
     structures = jax.tree.structure(kind), jax.tree.structure(got)
     if structures[0] != structures[1]:
         return f"it must have the structure {structures[0]}, got {structures[1]}"

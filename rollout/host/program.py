@@ -20,7 +20,7 @@ _AHEAD = 256  # keys that are drawn at once
 
 
 class View(NamedTuple):
-    """What the kernel asks of an environment to let a policy act in it."""
+    """The part of an environment that the kernel reads to let a policy act."""
 
     num_envs: int
     action_space: AnySpace
@@ -191,7 +191,7 @@ def _policy_keys(root: chex.PRNGKey, step: jax.Array) -> jax.Array:
 
 
 def _carry(obs: ArrayTree, state: ArrayTree) -> Carry:
-    """What `kernel.act` reads of a carry."""
+    """The part of a carry that `kernel.act` reads."""
     no: Any = ()
     nothing = Episode(key=no, episode_return=no, episode_length=no, episode_id=no)
     return Carry(

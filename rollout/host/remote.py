@@ -34,7 +34,7 @@ _NO_OPTIONS = ("lifetime", "max_restarts", "max_task_retries", "name")
 
 
 class RemoteBatch(struct.PyTreeNode, kw_only=True):
-    """What an actor collected at a time; the fields are those of a `StreamBatch`.
+    """A batch from one actor; the fields are those of a `StreamBatch`.
 
     Attributes:
         trajectory: `[T, B, ...]` of NumPy, read-only: it lies in Ray's object store,
@@ -57,7 +57,7 @@ class RemoteBatch(struct.PyTreeNode, kw_only=True):
 
 
 class RemoteStats(NamedTuple):
-    """What came of the actors so far.
+    """Counts over all actors so far.
 
     Attributes:
         collect_batches: batches handed over.
@@ -220,7 +220,7 @@ class RemoteBatches:
         return self
 
     def __next__(self) -> RemoteBatch:
-        """Waits for the next batch, of whichever actor.
+        """Waits for the next batch, from whichever actor has one.
 
         Raises:
             StopIteration: after `total_steps`; the actors are then closed.
@@ -259,7 +259,7 @@ class RemoteBatches:
 
     @property
     def stats(self) -> RemoteStats:
-        """What came of the actors so far."""
+        """Counts over all actors so far."""
         return self._stats
 
     def set_params(self, params: Any) -> None:

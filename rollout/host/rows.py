@@ -59,7 +59,7 @@ class Rows:
         mask: np.ndarray,
         episodes: np.ndarray,
     ) -> None:
-        """Writes what is known of the row under way only when it is over.
+        """Writes the fields of a row that are known only when it is over.
 
         All are `[B]` or fewer, `episodes` `[3, B]` or fewer, see `views_of`.
         """

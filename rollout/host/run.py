@@ -1,4 +1,4 @@
-"""The loop: act, step, note, and begin anew what is over; once per row."""
+"""The host loop: act, step, record, and reset what is done; once per row."""
 
 import contextlib
 import signal
@@ -26,7 +26,7 @@ _NOWHERE = np.zeros((), bool)
 
 
 class ActFn(Protocol):
-    """What chooses the actions: `Program.act`, see there."""
+    """Chooses the actions, as `Program.act` does."""
 
     def __call__(
         self,
@@ -115,7 +115,7 @@ class Run:
         is_random: np.ndarray | None,
         seats: Seats | None,
     ) -> tuple[HostStep, At]:
-        """Writes what is chosen; returns what was answered, and by which lanes."""
+        """Sends the actions; returns the answers and the lanes that gave them."""
         del seats  # unused: idle lanes play on
         lanes = self.lanes
         # A row of `rows` stays as it is, so that jax may read it where it lies.

@@ -16,7 +16,7 @@ from rollout.types import Episodes
 
 
 class Seats:
-    """Who plays which of `N` episodes, and what they were like.
+    """Assignment of `N` episodes to lanes, and the results of those that are over.
 
     Args:
         first: `[E]` int, the episodes that the lanes play first; idle from N on.
@@ -60,7 +60,7 @@ class Seats:
 
     @property
     def is_over(self) -> bool:
-        """Whether all episodes are."""
+        """Tells whether all episodes are over."""
         return self._num_over >= self._num_wanted
 
     @property
@@ -76,7 +76,7 @@ class Seats:
 
     @property
     def num_queued(self) -> int:
-        """How many episodes the call has taken from the queue."""
+        """Number of episodes that the call has taken from the queue."""
         if not self._is_queue:
             return 0
         if not self.is_over:  # it was cut short

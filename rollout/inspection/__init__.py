@@ -1,4 +1,4 @@
-"""What a program does on an accelerator, present or not, compiled ahead of time.
+"""Shows what a program does on an accelerator, present or not, by compiling it.
 
 `program` has `inspect`; `accelerators` the data of those that are known, and their
 devices; `hlo` and `blocks` read what XLA writes; `report` is what comes of it.

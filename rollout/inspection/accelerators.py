@@ -28,7 +28,7 @@ Device = Any  # `jax.Device`, which is no type to a type checker
 
 
 class Gpu(NamedTuple):
-    """What XLA needs to know of a GPU to compile for it."""
+    """Facts about a GPU that XLA compiles for."""
 
     description: str
     compute_capability: tuple[int, int]
@@ -45,7 +45,7 @@ class Gpu(NamedTuple):
 
 
 class Tpu(NamedTuple):
-    """What libtpu needs to know of a TPU to compile for it."""
+    """Facts about a TPU that libtpu compiles for."""
 
     description: str
     name: str  # as libtpu spells it
@@ -180,7 +180,7 @@ def _initialize_plugin() -> None:
 
 
 def _require(*modules: str) -> None:
-    """Refuses to go on without one of the distributions, in the version of jax."""
+    """Raises if a distribution is missing, or of another version than jax."""
     found = {name: _version(name) for name in modules}
     wanted = install_line(modules[0])
     if not any(found.values()):
@@ -213,7 +213,7 @@ def _version(module: str) -> str | None:
 
 
 def _target_config(gpu: Gpu) -> str:
-    """What XLA's `GpuTargetConfigProto` says of a GPU, as text."""
+    """XLA's `GpuTargetConfigProto` of a GPU, as text."""
     major, minor = gpu.compute_capability
     return f"""
 gpu_device_info {{

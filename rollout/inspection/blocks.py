@@ -202,7 +202,7 @@ def _head(module: Module, kind: Kind, x: Instruction | None, **more: Any) -> Blo
 
 
 def _figures(module: Module, x: Instruction | None) -> dict[str, Any]:
-    """What one instruction costs, and whom it talks to."""
+    """Cost of one instruction, and the devices it communicates with."""
     if x is None:
         return {}
     figures: dict[str, Any] = {}
@@ -241,7 +241,7 @@ def _is_callback(x: Instruction) -> bool:
 
 
 def _trips(module: Module, x: Instruction | None) -> int | None:
-    """How often a loop runs, if XLA says so or if it counts in ones to a constant."""
+    """Number of rounds of a loop, if XLA states it or the loop counts to a constant."""
     if x is None:
         return None
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', x.text):

@@ -62,7 +62,7 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """What jax calls the operation, with all that it lies in."""
+        """The name that jax gave the operation, with the scopes around it."""
         found = re.search(r'op_name="([^"]*)"', self.text)
         return found[1] if found else ""
 
@@ -104,7 +104,7 @@ class Module:
         return self._by_name.get(name)
 
     def op_name(self, x: Instruction) -> str:
-        """What jax calls an operation; of a fusion without a name, its last one's."""
+        """Finds jax's name of an operation; of a fusion without one, its last one's."""
         fused = self.computations.get(x.attribute("calls") or "", {})
         names = (y.op_name for y in reversed((*fused.values(), x)))
         return next(filter(None, names), "")

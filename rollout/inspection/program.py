@@ -167,7 +167,7 @@ def _absent_sharding(leaf: Any) -> Sharding | None:
 
 
 def _shapes(args: Any, default: Sharding) -> Any:
-    """Replaces arrays by what is known of them without their values."""
+    """Replaces arrays by their shapes and dtypes."""
 
     def make(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
@@ -208,7 +208,7 @@ def _nothing_cached() -> Iterator[None]:
 
 
 def _read_dump(folder: str, kinds: tuple[str, ...]) -> str:
-    """What XLA has written of the program, in the first of these kinds there is."""
+    """Reads XLA's dump of the program, the first of these kinds that exists."""
     for kind in kinds:
         # Of the modules that XLA compiles on the way, the program is the largest.
         if found := list(Path(folder).glob(f"*.{kind}.txt")):

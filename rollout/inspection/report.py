@@ -1,4 +1,4 @@
-"""What a program does on an accelerator: its blocks, its waits, and the table."""
+"""The report on a program for an accelerator: its blocks, its waits, and the table."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ class Memory(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the device has that much."""
+        """Tells whether the device has that much memory."""
         return self.total <= self.capacity
 
 
@@ -130,7 +130,7 @@ class Block:
 
     @property
     def rounds(self) -> int:
-        """How often it runs, at the least."""
+        """Number of rounds, at the least."""
         return (self.trips or 0) if self.kind == "loop" else 1
 
     @property
@@ -147,7 +147,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a program does on an accelerator; `print` shows it as a table.
+    """A program's behaviour on an accelerator; `print` shows it as a table.
 
     Attributes:
         accelerator: its name.
@@ -224,7 +224,7 @@ class Report:
 
     @property
     def collectives_per_round(self) -> tuple[str, ...]:
-        """What the devices tell each other in every round of the loop over time."""
+        """Collective operations in every round of the loop over time."""
         return tuple(name for x in self.loop.walk() for name in x.collectives)
 
     def __str__(self) -> str:
@@ -256,7 +256,7 @@ class Report:
             yield "" if number else "waits", str(wait)
 
     def _mark(self) -> str:
-        """How the tree marks the loop over time."""
+        """The mark of the loop over time in the tree."""
         steps = self.steps_per_round
         if steps is None:
             return " <- round" if self.loop is not self.program else ""
@@ -317,7 +317,7 @@ def find_waits(
 def _unit(
     program: Block, loop: Block, steps_per_round: int | None
 ) -> Literal["step", "round", "program"]:
-    """What the figures of the loop over time are told per."""
+    """The unit that the figures of the loop over time are given per."""
     if steps_per_round is not None:
         return "step"
     return "program" if loop is program else "round"

@@ -36,7 +36,7 @@ _ONCE = np.uint32(2**32 - 1)  # under the key of an episode; steps count from 1
 
 
 class LaneIds(NamedTuple):
-    """Which lanes these are.
+    """Numbers of some lanes, and how many lanes there are.
 
     Attributes:
         number: `[B]` int32, the number of each lane among all lanes.

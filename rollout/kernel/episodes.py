@@ -33,7 +33,7 @@ _COLUMNS = 3  # of the table of results: length, flags, lane
 
 
 class Plan(NamedTuple):
-    """Which lane plays which of the `N` episodes, numbered as they start."""
+    """Assignment of the `N` episodes to lanes; episodes are numbered as they start."""
 
     num_episodes: int  # N
     first: jax.Array  # [B] int32, the episodes that the lanes play first
@@ -166,7 +166,7 @@ def play(
 def pad(
     row: Transition, carry: Carry, num_episodes: int, max_length: int
 ) -> tuple[ArrayTree, Callable[[ArrayTree, Transition], ArrayTree]]:
-    """What `play` folds with to get the episodes of the queue whole.
+    """Makes the accumulator and fold with which `play` keeps whole episodes.
 
     A trajectory `[L, N, ...]` of the kind of `row`, all zero, and the function that
     writes a transition to its words.
@@ -217,7 +217,7 @@ def _hand_out(
     spread: Any,
     min_steps: jax.Array | None,
 ) -> dict[str, jax.Array]:
-    """Who plays what next, and what that makes of the counts of the loop."""
+    """Assigns the next episodes, and updates the counts of the loop."""
     flags = (done, done & mask) if min_steps is None else (done, done & mask, mask)
     before, total = _count(spread, *flags)
     index = plan.next_fn(run.index, done, run.num_started + before[:, 0])
@@ -238,7 +238,7 @@ def _hand_out(
 
 
 def _parts(lanes: jax.Array, num_parts: int) -> jax.Array:
-    """What lies on each device, `[D, B / D, ...]`: all of it on one."""
+    """Splits lanes by device, `[D, B / D, ...]`."""
     return lanes.reshape(num_parts, -1, *lanes.shape[1:])
 
 

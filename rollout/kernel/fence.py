@@ -33,7 +33,7 @@ def step_once(
     *,
     counter: jax.Array,
 ) -> EnvStep:
-    """Computes `step(step_keys, state, action)`, apart from what is around it.
+    """Computes `step(step_keys, state, action)`, fenced off from the code around it.
 
     `counter` is any `()` int32 that is not known when compiling.
     """

@@ -315,7 +315,7 @@ def _values_where(
 def record(
     record_fn: Callable[[Transition], Transition] | None, transition: Transition
 ) -> Transition:
-    """What is handed out of a transition; see `Collector.record_fn`."""
+    """Applies `record_fn` to a transition; see `Collector.record_fn`."""
     if record_fn is None:
         return transition
     recorded = record_fn(transition)
@@ -331,7 +331,7 @@ def void(transition: Transition) -> Transition:
 
 
 def pack(transition: Transition) -> tuple[Transition, jax.Array]:
-    """What is written of a transition: both flags in one array, and no mask.
+    """Packs a transition for writing: both flags in one array, and no mask.
 
     XLA:CPU pays for every array that a step writes, and the mask is known anyway.
     """
@@ -467,7 +467,7 @@ def restart_policy(
     over: jax.Array,
     episode_key: chex.PRNGKey,
 ) -> ArrayTree:
-    """Puts the lanes where `over` back to the initial state, but what is persistent."""
+    """Resets the policy state where `over`, except for its persistent parts."""
 
     def choose(fresh: ArrayTree, state: ArrayTree) -> ArrayTree:
         if isinstance(state, Persistent):

@@ -62,7 +62,7 @@ class Entry(NamedTuple):
 
 
 class Roster(struct.PyTreeNode):
-    """Who the policies of a map are; no arrays.
+    """The policies of a map by number; static.
 
     Attributes:
         indices: `(name, first, last)` of every policy, `last` not included.
@@ -89,7 +89,7 @@ class Roster(struct.PyTreeNode):
 
 
 def make_entries(policies: Mapping[str, Policy | Population]) -> tuple[Entry, ...]:
-    """Numbers the policies; refuses what is no policies by name."""
+    """Checks policies by name, and numbers them."""
     is_map = isinstance(policies, Mapping) and policies
     if not is_map or not all(
         isinstance(name, str) and isinstance(policy, Policy | Population)
@@ -111,7 +111,7 @@ def make_entries(policies: Mapping[str, Policy | Population]) -> tuple[Entry, ..
 def policies_by_agent(
     entries: tuple[Entry, ...], mapping: FixedMapping, agents: tuple[str, ...]
 ) -> dict[str, str]:
-    """Refuses a fixed mapping that does not fit; returns it by agent."""
+    """Checks a fixed mapping against the agents; returns the policy of each."""
     if isinstance(mapping.policies, str):
         policies = dict.fromkeys(agents, mapping.policies)
     else:
@@ -162,7 +162,7 @@ def drawn_ids(
 
 
 def check(mapping_fn: MappingFn, agents: tuple[str, ...], num: int) -> None:
-    """Refuses a mapping that returns something else than an index for each agent."""
+    """Checks that a mapping returns an index for each agent."""
     shape = jax.eval_shape(lambda: mapping_fn(jax.random.key(0), agents))
     if getattr(shape, "shape", None) != (len(agents),) or shape.dtype != jnp.int32:
         raise ValueError(
@@ -178,7 +178,7 @@ def check(mapping_fn: MappingFn, agents: tuple[str, ...], num: int) -> None:
 
 
 def try_out(mapping_fn: MappingFn, agents: tuple[str, ...]) -> np.ndarray | None:
-    """`[64, A]` draws of a mapping; None if it holds on to what is traced."""
+    """Draws a mapping 64 times, `[64, A]`; None if it closes over tracers."""
     try:
         return _trial(mapping_fn, agents)
     except (TypeError, jax.errors.JAXTypeError):

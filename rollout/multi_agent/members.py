@@ -1,4 +1,4 @@
-"""Many sets of parameters for one policy, of which every agent plays one.
+"""Applies one policy with many sets of parameters, one of them per agent.
 
 Agents are put into blocks of one member each, so that parameters are gathered per block
 and not per agent, and every agent is evaluated by its own member only. `N` agents of
@@ -63,7 +63,7 @@ def apply_members(
     state: PolicyState,
     key: Key,
 ) -> PolicyStep:
-    """What the members do, `[N, ...]`, where agent i is played by `member[i]`."""
+    """Acts for `[N, ...]` agents, agent i with the parameters of `member[i]`."""
     _check_members(params, size)
     num_agents = member.shape[0]
     agent_keys = keys.fold_in(key, jnp.arange(num_agents, dtype=jnp.int32))
@@ -113,7 +113,7 @@ def _blocks(member: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Arr
 
 
 def _ranks(member: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """How many agents before each have its member, `[N]`; how many have each, `[P]`.
+    """Ranks each agent among those of its member, `[N]`; counts them, `[P]`.
 
     Compared within chunks, and counted over them: three times as fast on a CPU as
     sorting, and faster than a cumulative sum.

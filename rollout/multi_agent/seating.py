@@ -25,7 +25,7 @@ from rollout.types import Key, Obs, Params, PolicyStep
 
 
 class Seat(NamedTuple):
-    """What one policy plays of one group: `columns` of its agents."""
+    """The agents, `columns` of one group, that one policy controls."""
 
     entry: Entry
     group: AgentGroup
@@ -41,7 +41,7 @@ def make_seats(
     mapping_fn: MappingFn | FixedMapping,
     layout: AgentLayout,
 ) -> list[Seat]:
-    """Who may sit where."""
+    """Lists the seats that a mapping can fill."""
     if not isinstance(mapping_fn, FixedMapping):
         return [
             Seat(entry, group, tuple(range(len(group.members))))
@@ -100,7 +100,7 @@ def decide(
     state: ArrayTree,
     key: Key,
 ) -> PolicyStep:
-    """What the policy does in its seat, `[B, n, ...]`, from its `state` there."""
+    """Acts for the agents of a seat, `[B, n, ...]`, from the policy's `state` there."""
     entry, group = seat.entry, seat.group
     num_envs, num = policy_id.shape[0], len(seat.columns)
     seen, state = _merge((_take(obs[group.name], seat.columns), state))

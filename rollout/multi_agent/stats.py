@@ -27,7 +27,7 @@ class AgentFigures(struct.PyTreeNode, kw_only=True):
 
 
 class AgentStats(struct.PyTreeNode, kw_only=True):
-    """What is known of the agents.
+    """Statistics per agent.
 
     Attributes:
         num_steps: `()` int32, environment steps over all lanes, idle rows not counted.

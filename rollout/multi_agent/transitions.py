@@ -1,4 +1,4 @@
-"""What each agent experienced: its own actions, and what answered them.
+"""Rearranges a trajectory into each agent's own transitions.
 
 An action of an agent is answered at its next turn, at its own end, or at the end of the
 episode. Until then it is *pending*: it may be taken in one window of steps and answered
@@ -177,7 +177,7 @@ def for_policy(rows: AgentRows, name: str) -> AgentRows:
 
 
 def agents_of(transition: Transition) -> AgentInfo:
-    """What belongs to single agents; refuses a transition that has no such part."""
+    """Returns the per-agent part of a transition; raises if there is none."""
     info = getattr(transition.info, "agents", None)
     if not isinstance(info, AgentInfo):
         raise ValueError(
@@ -188,7 +188,7 @@ def agents_of(transition: Transition) -> AgentInfo:
 
 
 class _Answers(NamedTuple):
-    """What answers the agents' actions, `[T, B, A]`."""
+    """Answers to the agents' actions, `[T, B, A]`."""
 
     mask: jax.Array  # bool, an action is answered here
     reward: jax.Array  # float32, since that action

@@ -49,7 +49,7 @@ def uniform(action_space: AnySpace) -> Callable[[int, chex.PRNGKey], ArrayTree]:
 
 
 class Choice(NamedTuple):
-    """What is read of a discrete space; hashable."""
+    """Parameters of a discrete space; hashable."""
 
     n: int
     dtype: jnp.dtype
@@ -218,7 +218,7 @@ def is_allowed(mask: jax.Array, action: jax.Array, choice: Choice) -> jax.Array:
 
 
 def _at(mask: jax.Array, index: jax.Array) -> jax.Array:
-    """What `mask`, `[B, n]`, says of `index`, `[B]` from 0 to n - 1; `[B]` bool."""
+    """Reads `mask`, `[B, n]`, at `index`, `[B]` from 0 to n - 1; `[B]` bool."""
     at = index[:, None]
     return jnp.take_along_axis(mask, at, axis=1, mode="promise_in_bounds")[:, 0]
 

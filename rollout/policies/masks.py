@@ -25,7 +25,7 @@ MaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
 
 
 class Several(NamedTuple):
-    """What is read of a `MultiDiscrete` or a `MultiBinary`; hashable."""
+    """Parameters of a `MultiDiscrete` or a `MultiBinary`; hashable."""
 
     sizes: tuple[int, ...]
     starts: tuple[int, ...]
@@ -35,7 +35,7 @@ class Several(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What is read of a space of several parts."""
+    """Parameters of a space of several parts."""
 
     structure: Any
     kinds: tuple[Any, ...]  # None for a part that takes no mask
@@ -62,7 +62,7 @@ def kind_of(action_space: AnySpace) -> Kind:
 
 
 def read(mask_fn: MaskFn, obs: ArrayTree, kind: Kind) -> Any:
-    """Calls `mask_fn`, and refuses what is no mask of that kind.
+    """Calls `mask_fn`, and checks that the result is a mask of that kind.
 
     Returns:
         The mask as the other functions take it: that of equal entries is `[B, k, n]`,

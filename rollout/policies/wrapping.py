@@ -1,4 +1,4 @@
-"""What exploring wrappers share: the wrapped policy's step, and counts of steps."""
+"""Shared parts of exploring wrappers: the wrapped policy's step, and step counts."""
 
 import functools
 import math
@@ -90,7 +90,7 @@ def act_by_mode(policy: Policy, act: _Act, *values: Any) -> PolicyFn | None:
 def check_scheduled(
     name: str, value: float | Schedule, *, highest: float = math.inf
 ) -> None:
-    """Refuses a number outside [0, highest], and a schedule of anything but scalars."""
+    """Checks a number in [0, highest], or a schedule of such scalars."""
     if callable(value):
         _check_schedule(name, value)
     elif not is_number(value) or not 0.0 <= value <= highest:
@@ -113,7 +113,7 @@ def derive(key: chex.PRNGKey, num: int) -> tuple[chex.PRNGKey, ...]:
 def decide(
     policy: Policy, space: AnySpace, params: Params, obs: Obs, *inputs: Any
 ) -> PolicyStep:
-    """Applies the wrapped policy and refuses what is no action of the space."""
+    """Applies the wrapped policy, and checks that its action is of the space."""
     decision = policy.apply(params, obs, *inputs)
     checks.decision("The wrapped `policy.apply`", decision, space, num_lanes(obs))
     return decision

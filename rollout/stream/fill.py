@@ -85,7 +85,7 @@ def conclude(
     num_steps: jax.Array,
     num_faulty: jax.Array,
 ) -> Filled:
-    """What is made of the rows of a batch; `number` is that of each, `[T, B]` int32."""
+    """Finishes the rows of a batch; `number`, `[T, B]` int32, is the number of each."""
     faults = {}
     if options.check_finite and options.on_fault != "drop":
         faults = {
@@ -190,7 +190,7 @@ def _reuse(memory: Transition, flags: jax.Array, stop: jax.Array) -> ArrayTree:
 
 
 def numbers(shape: tuple[int, ...], window: Window) -> jax.Array:
-    """Which step of the batch stands in each row and lane; `[T, B]` int32."""
+    """Numbers the steps of the batch by row and lane; `[T, B]` int32."""
     lane = jnp.arange(shape[1], dtype=jnp.int32) - window.first_lane
     order = jnp.where(lane < 0, lane + shape[1], lane)
     row = jnp.arange(shape[0], dtype=jnp.int32)

@@ -16,7 +16,7 @@ from rollout.types import Carry
 
 
 def check(options: Options, collector: HostCollector) -> None:
-    """Refuses options that environments in Python do not go with.
+    """Raises for options that host environments do not support.
 
     Raises:
         ValueError: if there is one.

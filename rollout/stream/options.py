@@ -1,4 +1,4 @@
-"""Which options of a stream are refused."""
+"""Checks the options of a stream."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _CHOICES = {
 
 
 def check(options: Options) -> Options:
-    """Refuses options that cannot be served; returns them, counts as Python ints.
+    """Checks the options of a stream; returns them, counts as Python ints.
 
     Raises:
         ValueError: if there is one.
@@ -56,7 +56,7 @@ def check(options: Options) -> Options:
 
 
 def check_processes(options: Options) -> None:
-    """Refuses what does not go with lanes in several processes.
+    """Raises for options that lanes in several processes do not support.
 
     Raises:
         ValueError: if there is such an option.

@@ -21,7 +21,7 @@ from rollout.types import Carry
 
 
 class Program(NamedTuple):
-    """What is compiled ahead of time, for jax's settings are those of a thread."""
+    """Program of a batch, compiled ahead of time: jax's settings are per thread."""
 
     fill: Callable[..., Filled]
     blank: Callable[[], ArrayTree]  # memory to write to where there is none
@@ -68,7 +68,7 @@ def make(
 
 
 def _facts(options: Options, params: Any, text: str) -> dict[str, object]:
-    """What tells one stream from another, the same in every process."""
+    """Facts that distinguish streams and are the same in every process."""
     return {
         "options": options._replace(postprocess=options.postprocess is not None),
         "`params` of": [str(jax.typeof(x)) for x in jax.tree.leaves(params)],
@@ -89,7 +89,7 @@ def _placed(memory: ArrayTree, collector: Collector) -> ArrayTree:
 
 
 def kinds_of(params: Any) -> list[Any]:
-    """What of the parameters the program depends on: shapes, and where they lie."""
+    """The kinds of parameters a program depends on: shapes, and placement."""
     return [(jax.typeof(x), x.sharding) for x in jax.tree.leaves(params)]
 
 
@@ -99,7 +99,7 @@ def run(
     args: tuple[Any, ...],
     memory: ArrayTree | None,
 ) -> Filled:
-    """Makes a batch and waits for it; what is read of it in Python is on the host."""
+    """Collects a batch and waits for it; fields that Python reads are on the host."""
     # An interrupt, or the user, may have left the memory deleted.
     if memory is None or any(x.is_deleted() for x in jax.tree.leaves(memory)):
         memory = program.blank()

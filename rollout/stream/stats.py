@@ -1,4 +1,4 @@
-"""What a stream counts over its batches."""
+"""Counts of a stream over its batches."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from rollout.types import Episodes, Transition
 
 
 class StreamStats(NamedTuple):
-    """What a stream collected since it began, or since `reset_stats`.
+    """Statistics of a stream since it began, or since `reset_stats`.
 
     Attributes:
         collect_batches: batches handed over.

@@ -230,7 +230,7 @@ class Stream(Generic[ParamsT]):
 
     @property
     def stats(self) -> stats.StreamStats:
-        """What was collected in the batches handed over since `reset_stats`."""
+        """Statistics of the batches handed over since `reset_stats`."""
         return stats.read(self._at.totals, self._at.recent, self._figures)
 
     def reset_stats(self) -> None:
@@ -448,7 +448,7 @@ class Stream(Generic[ParamsT]):
         return _copy(params) if self._options.prefetch else params
 
     def _num_random(self, at: Position, num_steps: int) -> int:
-        """How many of the steps of the batch at `at` belong to the warm-up."""
+        """Number of warm-up steps in the batch at `at`."""
         return min(max(self._options.warmup_steps - at.steps, 0), num_steps)
 
     @property

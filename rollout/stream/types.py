@@ -17,7 +17,7 @@ Placement = str | jax.sharding.Sharding  # "device", "host"
 
 
 class StreamBatch(struct.PyTreeNode, kw_only=True):
-    """What a stream hands over.
+    """A batch of a stream.
 
     Attributes:
         trajectory: `[T, B, ...]`, all zero where its `mask` is False; with a
@@ -57,7 +57,7 @@ class Options(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Which steps a batch has, so that one program makes every batch; `()` int32 each.
+    """The steps of a batch, so that one program makes every batch; `()` int32 each.
 
     Of the `B` lanes, the one that steps first in a batch is `first_lane`, and the order
     goes round: step number k of the batch is row `k // B` of lane `first_lane + k % B`.
@@ -70,7 +70,7 @@ class Window(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where a stream stands: replaced as a whole, so an interrupt tears nothing."""
+    """Position of a stream; replaced as a whole, so that an interrupt tears nothing."""
 
     carry: Carry  # after the last batch that was handed over
     totals: np.ndarray  # what was counted until then, see `stats.add`
