@@ -351,7 +351,8 @@ def test_files_and_names_that_are_mentioned_exist(name):
         found, *rest = dotted.split(".")
         found = importlib.import_module(found)
         for attribute in rest:
-            assert hasattr(found, attribute), dotted
+            if not hasattr(found, attribute):  # a module that its package leaves out
+                importlib.import_module(f"{found.__name__}.{attribute}")
             found = getattr(found, attribute)
 
 
