@@ -127,8 +127,8 @@ def bare_loop(case: Case, policy: rollout.Policy | None) -> tuple:
     policy = policy or rollout.random_policy(env.action_space)
 
     def run(carry: Any, params: Any) -> tuple[Any, Any]:
-        def step(carry: Any, _: None) -> tuple[Any, Any]:
-            decision = kernel.act(env, policy, carry, params)
+        def step(carry: Any, policy_key: jax.Array) -> tuple[Any, Any]:
+            decision = kernel.act(env, policy, carry, params, policy_key)
             result = kernel.step_env(env, carry, decision.action)
             length = carry.episode.episode_length
             out = (
@@ -147,7 +147,8 @@ def bare_loop(case: Case, policy: rollout.Policy | None) -> tuple:
                 episode=episode,
             ), out
 
-        return lax.scan(step, carry, length=case.num_steps)
+        roots = kernel.roots_of(env, carry)
+        return lax.scan(step, carry, kernel.policy_keys(roots, carry, case.num_steps))
 
     return functools.partial(kernel.init, env, policy), run
 
