@@ -166,8 +166,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         """
         num_steps = checks.count("num_steps", num_steps)
         checks.function("fn", fn)
-        args = self, carry, params, acc
-        return _jitted(_fold_steps, fn, args)(*args, fn, num_steps)
+        fold = _jitted(_fold_steps, fn, (self, carry, params, acc))
+        return fold(self, carry, params, acc, fn, num_steps)
 
     def collect_episodes(
         self,
@@ -208,11 +208,12 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
                 as `step` does.
         """
         num_episodes = checks.count("num_episodes", num_episodes)
-        args = self, carry, params, checks.max_steps(max_steps)
-        least = None
+        limit, least = checks.max_steps(max_steps), None
         if min_steps is not None:
             least = jnp.int32(checks.count("min_steps", min_steps))
-        return _collect_episodes(*args, episodes.queue, num_episodes, least)
+        return _collect_episodes(
+            self, carry, params, limit, episodes.queue, num_episodes, least
+        )
 
     def collect_episodes_per_env(
         self,
@@ -242,8 +243,10 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             ValueError: as `collect_episodes` does.
         """
         episodes_per_env = checks.count("episodes_per_env", episodes_per_env)
-        args = self, carry, params, checks.max_steps(max_steps)
-        return _collect_episodes(*args, episodes.per_env, episodes_per_env)
+        limit = checks.max_steps(max_steps)
+        return _collect_episodes(
+            self, carry, params, limit, episodes.per_env, episodes_per_env
+        )
 
     def fold_episodes(
         self,
@@ -279,8 +282,9 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         """
         num_episodes = checks.count("num_episodes", num_episodes)
         checks.function("fn", fn)
-        args = self, carry, params, acc, checks.max_steps(max_steps)
-        return _jitted(_fold_episodes, fn, args)(*args, fn, num_episodes)
+        limit = checks.max_steps(max_steps)
+        fold = _jitted(_fold_episodes, fn, (self, carry, params, acc, limit))
+        return fold(self, carry, params, acc, limit, fn, num_episodes)
 
     def collect_padded_episodes(
         self, carry: Carry, params: ParamsT, num_episodes: int, *, max_length: int
@@ -332,8 +336,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             return blocks.hold(go, new, acc) if holds else new
 
         return episodes.play(
-            self.env,
-            self.policy,
+            kernel.setup_of(self),
             carry,
             params,
             see,
@@ -342,16 +345,13 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             roots=roots,
             max_steps=max_steps,
             min_steps=min_steps,
-            accumulators=self.accumulators,
-            value_fn=self.value_fn,
         )
 
 
 # Jitted, since operation by operation a first call compiles some forty programs.
 @jax.jit
 def _init(collector: Collector, key: chex.PRNGKey) -> Carry:
-    args = collector.env, collector.policy, key
-    return kernel.init(*args, accumulators=collector.accumulators)
+    return kernel.init(kernel.setup_of(collector), key)
 
 
 def _take(
@@ -361,15 +361,9 @@ def _take(
     roots: Roots | None = None,
     policy_key: chex.PRNGKey | None = None,
 ) -> tuple[Carry, Transition]:
+    setup = kernel.setup_of(collector)
     carry, transition = kernel.step(
-        collector.env,
-        collector.policy,
-        carry,
-        params,
-        roots=roots,
-        policy_key=policy_key,
-        accumulators=collector.accumulators,
-        value_fn=collector.value_fn,
+        setup, carry, params, roots=roots, policy_key=policy_key
     )
     return carry, kernel.record(collector.record_fn, transition)
 
@@ -467,9 +461,16 @@ def _collect_episodes(
     count: int,
     min_steps: jax.Array | None = None,
 ) -> tuple[Carry, Episodes]:
-    args = carry, params, lambda acc, transition: acc, (), max_steps, count
-    plan = {"make_plan": make_plan, "min_steps": min_steps}
-    carry, _, played = collector._play(*args, **plan)
+    carry, _, played = collector._play(
+        carry,
+        params,
+        lambda acc, transition: acc,
+        (),
+        max_steps,
+        count,
+        make_plan=make_plan,
+        min_steps=min_steps,
+    )
     return carry, played
 
 
@@ -484,8 +485,15 @@ def _collect_padded(
 ) -> tuple[Carry, Transition, Episodes]:
     row = jax.eval_shape(collector.step, carry, params)[1]
     blank, write = episodes.pad(row, carry, num_episodes, max_length)
-    args = carry, params, write, keys.words(blank), jnp.int32(max_length)
-    carry, padded, played = collector._play(*args, num_episodes, holds=False)
+    carry, padded, played = collector._play(
+        carry,
+        params,
+        write,
+        keys.words(blank),
+        jnp.int32(max_length),
+        num_episodes,
+        holds=False,
+    )
     return carry, keys.like(padded, blank), played
 
 

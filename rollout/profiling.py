@@ -149,8 +149,7 @@ def _auto_reset(given: _Given) -> Any:
 
     def step(carry: Carry, done: jax.Array) -> tuple[Carry, None]:
         start = kernel.next_episodes(collector.env, carry, roots)
-        args = collector.env, collector.policy, carry, done, start
-        return kernel.restart(*args, accumulators=collector.accumulators), None
+        return kernel.restart(kernel.setup_of(collector), carry, done, start), None
 
     return lax.scan(step, carry, trajectory.done)[0]
 

@@ -5,6 +5,7 @@ two ends of a stack of rows.
 """
 
 from rollout.kernel.transition import (
+    Setup,
     act,
     init,
     next_episodes,
@@ -13,6 +14,7 @@ from rollout.kernel.transition import (
     record,
     restart,
     roots_of,
+    setup_of,
     step,
     step_env,
     unpack,
@@ -22,6 +24,7 @@ from rollout.kernel.transition import (
 )
 
 __all__ = [
+    "Setup",
     "act",
     "init",
     "next_episodes",
@@ -30,6 +33,7 @@ __all__ = [
     "record",
     "restart",
     "roots_of",
+    "setup_of",
     "step",
     "step_env",
     "unpack",

@@ -14,17 +14,15 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import keys
-from envs.types import ArrayTree, VectorEnv, spread_of
+from envs.types import ArrayTree, spread_of
 from rollout.kernel import blocks, episode_keys, transition
 from rollout.kernel.episode_keys import Roots, Start
+from rollout.kernel.transition import Setup
 from rollout.types import (
-    Accumulators,
     Carry,
     Episode,
     Episodes,
-    Policy,
     Transition,
-    ValueFn,
 )
 
 Acc = TypeVar("Acc")
@@ -106,8 +104,7 @@ class _Run(struct.PyTreeNode, kw_only=True):
 
 
 def play(
-    env: VectorEnv,
-    policy: Policy,
+    setup: Setup,
     carry: Carry,
     params: Any,
     fn: Callable[[Acc, Transition, jax.Array], Acc],
@@ -117,28 +114,18 @@ def play(
     roots: Roots,
     max_steps: jax.Array,
     min_steps: jax.Array | None = None,
-    accumulators: Accumulators = (),
-    value_fn: ValueFn | None = None,
 ) -> tuple[Carry, Acc, Episodes]:
     """Plays the episodes of a plan; see `Collector.fold_episodes`."""
-    figures: dict[str, Any] = {"accumulators": accumulators}
-    spread = spread_of(env)
+    spread = spread_of(setup.env)
 
     # Restart, then step: the other way round the restart of all lanes before the first
     # step would be compiled apart.
     # Beyond the end every lane is idle, so that tables and counts stay as they are.
     def step(run: _Run, go: jax.Array) -> _Run:
         start = plan.start_fn(run.index)
-        carry = transition.restart(env, policy, run.carry, run.over, start, **figures)
+        carry = transition.restart(setup, run.carry, run.over, start)
         carry, row, cut = transition.advance(
-            env,
-            policy,
-            carry,
-            params,
-            roots=roots,
-            limit=max_steps,
-            value_fn=value_fn,
-            **figures,
+            setup, carry, params, roots=roots, limit=max_steps
         )
         mask = run.index < plan.num_episodes
         return run.replace(
@@ -152,8 +139,8 @@ def play(
 
     run = _before_the_first(plan, carry, acc, spread)
     run = blocks.steps_while(lambda run: run.num_over < run.num_wanted, step, run)
-    everywhere = jnp.ones((env.num_envs,), bool)
-    end = transition.restart(env, policy, run.carry, everywhere, plan.after, **figures)
+    everywhere = jnp.ones((setup.env.num_envs,), bool)
+    end = transition.restart(setup, run.carry, everywhere, plan.after)
     played = _read(run.table, run.figures)
     num_queued = plan.num_queued
     if min_steps is not None:

@@ -7,7 +7,7 @@ environment, the keys, the limit and the lanes that stand still are all in here.
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import chex
 import jax
@@ -34,16 +34,30 @@ from rollout.types import (
 _Tree = TypeVar("_Tree", bound=ArrayTree)
 
 
-def init(
-    env: VectorEnv,
-    policy: Policy,
-    key: chex.PRNGKey,
-    *,
-    accumulators: Accumulators = (),
-) -> Carry:
+class Setup(NamedTuple):
+    """Who acts in which environments, and what is recorded of it; see `Collector`."""
+
+    env: VectorEnv  # B environments side by side
+    policy: Policy
+    accumulators: Accumulators = ()
+    value_fn: ValueFn | None = None
+
+
+def setup_of(collector: Any) -> Setup:
+    """The part of a collector that a step reads."""
+    return Setup(
+        env=collector.env,
+        policy=collector.policy,
+        accumulators=collector.accumulators,
+        value_fn=collector.value_fn,
+    )
+
+
+def init(setup: Setup, key: chex.PRNGKey) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
+    env, policy = setup.env, setup.policy
     lanes = episode_keys.all_lanes(env.num_envs)
-    accumulated = accumulate_nothing(accumulators, env.num_envs)
+    accumulated = accumulate_nothing(setup.accumulators, env.num_envs)
     episode = episode_keys.first_episodes(key, lanes, accumulated)
     env_state, obs = keys.barrier(env).reset(episode_keys.reset_keys(episode))
     carry = Carry(
@@ -59,8 +73,7 @@ def init(
 
 
 def step(
-    env: VectorEnv,
-    policy: Policy,
+    setup: Setup,
     carry: Carry,
     params: Any,
     *,
@@ -69,14 +82,11 @@ def step(
     limit: jax.Array | None = None,
     active: jax.Array | None = None,
     drop_fn: Callable[[Transition], jax.Array] | None = None,
-    accumulators: Accumulators = (),
-    value_fn: ValueFn | None = None,
 ) -> tuple[Carry, Transition]:
     """Takes one step in every lane, and starts new episodes where the old ones ended.
 
     Args:
-        env: `B` environments side by side.
-        policy: the policy that acts in them.
+        setup: environments, policy, and what is recorded.
         carry: the carry of `init` or of an earlier step.
         params: whatever the policy takes as its parameters.
         roots: what the keys hang under, hashed once per call; None hashes it here.
@@ -85,21 +95,10 @@ def step(
         active: `[B]` bool, the lanes that step; the others keep what they have, and
             their row is void.
         drop_fn: the transition to `[B]` bool, True where to give the episode up.
-        accumulators: figures that are kept per episode.
-        value_fn: what gives the values of final observations.
     """
-    figures: dict[str, Any] = {"accumulators": accumulators}
-    roots = roots or roots_of(env, carry)
+    roots = roots or roots_of(setup.env, carry)
     stepped, transition, _ = advance(
-        env,
-        policy,
-        carry,
-        params,
-        roots=roots,
-        policy_key=policy_key,
-        limit=limit,
-        value_fn=value_fn,
-        **figures,
+        setup, carry, params, roots=roots, policy_key=policy_key, limit=limit
     )
     over = transition.done
     if drop_fn is not None:
@@ -107,30 +106,28 @@ def step(
     if active is not None:
         over &= active
         transition = transition.replace(mask=active)
-    start = next_episodes(env, stepped, roots)
-    fresh = restart(env, policy, stepped, over, start, **figures)
+    start = next_episodes(setup.env, stepped, roots)
+    fresh = restart(setup, stepped, over, start)
     if active is not None:
         fresh = _stand_still(active, carry, stepped, fresh)
     return fresh, transition
 
 
 def advance(
-    env: VectorEnv,
-    policy: Policy,
+    setup: Setup,
     carry: Carry,
     params: Any,
     *,
     roots: Roots,
     policy_key: chex.PRNGKey | None = None,
     limit: jax.Array | None = None,
-    accumulators: Accumulators = (),
-    value_fn: ValueFn | None = None,
 ) -> tuple[Carry, Transition, jax.Array]:
     """Takes one step in every lane and resets none: the next carry is that of step t+1.
 
     A lane whose episode ended must be given to `restart` before it is stepped again.
     The third value, `[B]` bool, tells where it is the `limit` alone that truncated.
     """
+    env, policy, accumulators, value_fn = setup
     checks.carry(carry, env.num_envs)
     with jax.named_scope("policy"):
         policy_key = _policy_key(roots, carry.step, policy_key)
@@ -161,23 +158,16 @@ def advance(
     if value_fn is not None:
         with jax.named_scope("final_value"):
             goes_on = transition.truncated & ~transition.terminated
-            args = params, carry.obs, carry.policy_state, goes_on
-            value = values_where(env, value_fn, *args)
+            value = values_where(
+                env, value_fn, params, carry.obs, carry.policy_state, goes_on
+            )
             transition = transition.replace(final_value=value)
     return carry, transition, cut
 
 
-def restart(
-    env: VectorEnv,
-    policy: Policy,
-    carry: Carry,
-    over: jax.Array,
-    start: Start,
-    *,
-    accumulators: Accumulators = (),
-) -> Carry:
+def restart(setup: Setup, carry: Carry, over: jax.Array, start: Start) -> Carry:
     """Starts the episodes of `start` in the lanes where `over`, `[B]` bool."""
-    episode = carry.episode
+    env, episode = setup.env, carry.episode
     with jax.named_scope("auto_reset"):
         old = Lanes(episode_key=episode.key, state=carry.env_state, obs=carry.obs)
         new = keys.barrier(env).reset_done(start, over, old)
@@ -186,7 +176,7 @@ def restart(
             env_state=new.state,
             obs=new.obs,
             policy_state=restart_policy(
-                policy, env, carry.policy_state, over, new.episode_key
+                setup.policy, env, carry.policy_state, over, new.episode_key
             ),
             episode=Episode(
                 key=new.episode_key,
@@ -195,7 +185,7 @@ def restart(
                 episode_id=jnp.where(over, start.episode_id, episode.episode_id),
                 accumulated=keys.select(
                     over,
-                    accumulate_nothing(accumulators, env.num_envs),
+                    accumulate_nothing(setup.accumulators, env.num_envs),
                     episode.accumulated,
                 ),
             ),

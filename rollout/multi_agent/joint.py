@@ -122,8 +122,9 @@ def _apply(
         policy_id = mapping.fixed_ids(entries, mapping_fn, layout.agents)
         policy_id = jnp.broadcast_to(policy_id[None], acting.shape)
     else:
-        args = entries, mapping_fn, layout.agents, state.key.value
-        policy_id = mapping.drawn_ids(*args)
+        policy_id = mapping.drawn_ids(
+            entries, mapping_fn, layout.agents, state.key.value
+        )
 
     def decide(seat: Seat, key: Key) -> PolicyStep:
         own = state.inner[seat.entry.name][seat.group.name]
@@ -131,8 +132,9 @@ def _apply(
 
     seats = seating.make_seats(entries, mapping_fn, layout)
     if not is_fixed and len(layout.groups) > 1:
-        args = mapping_fn, layout, policy_id, decide, key
-        seats, policy_id = seating.fitting(seats, *args)
+        seats, policy_id = seating.fitting(
+            seats, mapping_fn, layout, policy_id, decide, key
+        )
     inner = {name: dict(groups) for name, groups in state.inner.items()}
     made: dict[str, seating.Made] = {group.name: [] for group in layout.groups}
     for number, seat in enumerate(seats):

@@ -104,12 +104,14 @@ def decide(
     entry, group = seat.entry, seat.group
     num_envs, num = policy_id.shape[0], len(seat.columns)
     seen, state = _merge((_take(obs[group.name], seat.columns), state))
-    args = params[entry.name], seen, state, key
+    own = params[entry.name]
     if entry.size is None:
-        decision = entry.policy.apply(*args)
+        decision = entry.policy.apply(own, seen, state, key)
     else:
         member = jnp.clip(columns_of(policy_id, seat) - entry.first, 0, entry.size - 1)
-        decision = apply_members(entry.policy, entry.size, member.reshape(-1), *args)
+        decision = apply_members(
+            entry.policy, entry.size, member.reshape(-1), own, seen, state, key
+        )
     who = f"The policy {entry.name!r}, which plays the group {group.name!r},"
     checks.decision(who, decision, group, num_envs * num)
     checks.same(f"{who} must return the state as it came in", state, decision.state)

@@ -50,8 +50,7 @@ def fill(
     """Makes one batch; `window` is a `Window` as `[3]` int32."""
     these, episodes = Window(*window), None
     if options.episodes_per_batch is None:
-        args = options, collector, carry, params, these
-        carry, trajectory = _fill_rows(*args, memory)
+        carry, trajectory = _fill_rows(options, collector, carry, params, these, memory)
         number = numbers(trajectory.mask.shape, these)
         num_steps = these.num_steps
     else:
@@ -113,7 +112,8 @@ def _fill_rows(
     memory: ArrayTree,
 ) -> tuple[Carry, Transition]:
     """Takes the steps of a batch; rows without a step stay zero."""
-    env, policy, num_envs = collector.env, collector.policy, collector.env.num_envs
+    setup, env = kernel.setup_of(collector), collector.env
+    num_envs = env.num_envs
     shape = -(-options.steps_per_batch // num_envs), num_envs
     number = numbers(shape, window)
     counts = (options.steps_per_batch, options.total_steps or 0)
@@ -133,13 +133,14 @@ def _fill_rows(
         row, carry, rows = state
         here = lax.dynamic_index_in_dim(number, row, keepdims=False)
         active = here < window.num_steps if idle else None
-        acting = policy
+        acting = setup
         if options.warmup_steps:
             key = episode_keys.at_step(roots.warmup, carry.step)
             is_random = here < window.num_random
-            acting = random_where(policy, env.action_space, is_random, key)
+            acting = setup._replace(
+                policy=random_where(setup.policy, env.action_space, is_random, key)
+            )
         after, transition = kernel.step(
-            env,
             acting,
             carry,
             params,
@@ -148,8 +149,6 @@ def _fill_rows(
             limit=limit,
             active=active,
             drop_fn=_faulty if options.on_fault == "drop" else None,
-            accumulators=collector.accumulators,
-            value_fn=collector.value_fn,
         )
         seen = kernel.record(collector.record_fn, transition)
         seen = kernel.void(seen) if idle else seen
@@ -218,8 +217,7 @@ def _restart_all(collector: Collector, carry: Carry) -> Carry:
     """Starts a new episode in every lane that is within one."""
     over, env = carry.episode.episode_length > 0, collector.env
     start = kernel.next_episodes(env, carry, kernel.roots_of(env, carry))
-    args = env, collector.policy, carry, over, start
-    return kernel.restart(*args, accumulators=collector.accumulators)
+    return kernel.restart(kernel.setup_of(collector), carry, over, start)
 
 
 def _truncate(
@@ -232,8 +230,9 @@ def _truncate(
     here = goes_on[None] & (row[:, None] == num_steps[None] - 1)
     value_fn = collector.value_fn
     if value_fn is not None and not isinstance(trajectory.final_value, tuple):
-        args = params, carry.obs, carry.policy_state, goes_on
-        value = kernel.values_where(collector.env, value_fn, *args)
+        value = kernel.values_where(
+            collector.env, value_fn, params, carry.obs, carry.policy_state, goes_on
+        )
         recorded = trajectory.final_value  # perhaps in another dtype
         value = jnp.where(here, value.astype(recorded.dtype), recorded)
         trajectory = trajectory.replace(final_value=value)

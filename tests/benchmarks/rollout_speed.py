@@ -150,7 +150,7 @@ def bare_loop(case: Case, policy: rollout.Policy | None) -> tuple:
         roots = kernel.roots_of(env, carry)
         return lax.scan(step, carry, kernel.policy_keys(roots, carry, case.num_steps))
 
-    return functools.partial(kernel.init, env, policy), run
+    return functools.partial(kernel.init, kernel.Setup(env, policy)), run
 
 
 def everyones_loop(case: Case, policy: rollout.Policy | None) -> tuple:
