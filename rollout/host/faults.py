@@ -108,16 +108,20 @@ class Guard:
 
 def _leaves_of(space: Any) -> list[Any]:
     """The spaces of the leaves of an observation, in their order."""
-    parts = getattr(space, "spaces", None)
-    if isinstance(parts, Mapping):
-        return [leaf for name in sorted(parts) for leaf in _leaves_of(parts[name])]
-    if parts is not None:
-        return [leaf for part in parts for leaf in _leaves_of(part)]
-    return [space]
+    if hasattr(space, "space"):  # repeated, and the bounds hold for each element
+        return _leaves_of(space.space)
+    parts = getattr(space, "spaces", getattr(space, "parts", None))
+    if parts is None:
+        return [space]
+    parts = dict(parts) if isinstance(parts, Mapping) else parts
+    parts = jax.tree.leaves(parts, is_leaf=lambda x: hasattr(x, "sample"))
+    return [leaf for part in parts for leaf in _leaves_of(part)]
 
 
 def _bounds_of(space: Any) -> tuple[np.ndarray, np.ndarray] | None:
     """The smallest and the largest value; None if the dtype has no others."""
+    if getattr(space, "dtype", None) is None:  # of a kind of its own
+        return None
     dtype = np.dtype(space.dtype)
     if hasattr(space, "n"):
         last = space.start + space.n - 1

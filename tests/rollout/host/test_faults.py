@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from host_count import HostCount, assert_same
 
+import envs
 import rollout
 from envs.host.types import EnvFault
 from rollout.host import HostCollector
@@ -179,3 +180,52 @@ def test_interrupt_comes_between_two_steps():
     _, second = collect(collector, 17, carry)
     both = jax.tree.map(lambda *x: np.concatenate(x), jax.device_get(first), second)
     assert_same(both, collect(whole, 20)[1])
+
+
+class Parts(HostCount):
+    """`HostCount` whose observation has parts: the count, and the count twice."""
+
+    def __init__(self, kind, *args, **options):
+        super().__init__(*args, **options)
+        twice = envs.Repeated(envs.Box(0.0, 1e6, ()), 2)
+        self.kind, self.observation_space = kind, SPACES[kind](twice)
+
+    def reset(self, seeds, mask):
+        return self._parts(super().reset(seeds, mask))
+
+    def step(self, action):
+        result = super().step(action)
+        return result._replace(obs=self._parts(result.obs))
+
+    def _parts(self, obs):
+        twice = np.repeat(obs, 2, axis=1)
+        return {"tree": {"a": {"one": obs}, "b": twice}, "tuple": (obs, twice)}[
+            "tuple" if self.kind == "tuple" else "tree"
+        ]
+
+
+ONE = envs.Box(0.0, 1e6, (1,))
+SPACES = {
+    "tree": lambda twice: envs.TreeSpace({"a": {"one": ONE}, "b": twice}),
+    "dict": lambda twice: envs.Dict({"a": envs.Dict({"one": ONE}), "b": twice}),
+    "tree in a dict": lambda twice: envs.Dict(
+        {"a": envs.TreeSpace({"one": ONE}), "b": twice}
+    ),
+    "tuple": lambda twice: envs.Tuple((ONE, twice)),
+}
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_observation_of_several_parts_is_checked_part_by_part(kind):
+    policy = rollout.random_policy(envs.Discrete(3))
+    fault_fn = fails_at(4, what="nan")
+    env = Parts(kind, 3, fault_fn=fault_fn, **LENGTHS)
+    collector = HostCollector(env=env, policy=policy, on_fault="restart")
+
+    _, trajectory = collect(collector, 6)
+
+    leaves = jax.tree.leaves(trajectory.obs)
+    assert [x.shape for x in leaves] == [(6, 3, 1), (6, 3, 2)]
+    np.testing.assert_array_equal(leaves[0][..., [0, 0]], leaves[1])
+    assert not trajectory.mask[:3, 1].any()
+    assert trajectory.mask[:, [0, 2]].all()
