@@ -59,6 +59,17 @@ def step(result: Any) -> EnvStep:
     )
 
 
+def flag(name: str, value: Any) -> jax.Array:
+    """Checks that a flag of a step is a bool or an integer; returns it as a bool."""
+    value = jnp.asarray(value)
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        raise ValueError(
+            f"`env.step` must return `{name}` as bool, got {value.dtype}; say from "
+            "which value on it holds, as in `done > 0.5`."
+        )
+    return value.astype(bool)
+
+
 def integer(name: str, value: Any) -> int:
     """Checks an integer of Python or NumPy; returns it as a Python int."""
     if not _is_integer(value):

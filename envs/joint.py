@@ -236,7 +236,7 @@ class _Joint(struct.PyTreeNode, kw_only=True):
                 f"`{name}` must be one per agent, shape ({num_agents},), got "
                 f"{checks.describe(value)}."
             )
-        return jnp.asarray(value, dtype)
+        return checks.flag(name, value) if dtype is bool else jnp.asarray(value, dtype)
 
     def _check_stacked(
         self,

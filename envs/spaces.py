@@ -102,6 +102,30 @@ class Box(_Bounded, struct.PyTreeNode):
                 f"`low` must be at most `high`, got low={self.low}, high={self.high}."
             )
 
+    def sample(self, key: chex.PRNGKey) -> jax.Array:
+        """Draws one element, as Gymnasium does.
+
+        Uniformly between two finite bounds; where one of them is infinite, from the
+        exponential distribution beyond the other; where both are, from the normal one.
+        """
+        bounds = self.low, self.high
+        if not checks.is_known(bounds) or all(np.isfinite(x).all() for x in bounds):
+            return super().sample(key)
+        low, high = (np.broadcast_to(x, self.shape) for x in bounds)
+        has_low, has_high = np.isfinite(low), np.isfinite(high)
+        uniform_key, tail_key, normal_key = jax.random.split(key, 3)
+        first, last = (np.where(has_low & has_high, x, 0) for x in (low, high))
+        tail = jax.random.exponential(tail_key, self.shape, self.dtype)
+        return jnp.select(
+            [has_low & has_high, has_low, has_high],
+            [
+                keys.draw(uniform_key, first, last, self.shape, self.dtype),
+                jnp.asarray(np.where(has_low, low, 0), self.dtype) + tail,
+                jnp.asarray(np.where(has_high, high, 0), self.dtype) - tail,
+            ],
+            jax.random.normal(normal_key, self.shape, self.dtype),
+        )
+
 
 class MultiDiscrete(_Bounded, struct.PyTreeNode):
     """Arrays of integers, each entry with a range of its own.

@@ -137,8 +137,8 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
             state=_strong(result.state),
             obs=_strong(result.obs),
             reward=jnp.asarray(result.reward, jnp.float32),
-            terminated=jnp.asarray(result.terminated, bool),
-            truncated=jnp.asarray(result.truncated, bool),
+            terminated=checks.flag("terminated", result.terminated),
+            truncated=checks.flag("truncated", result.truncated),
             info=_strong(result.info),
         )
 

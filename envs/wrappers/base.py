@@ -138,9 +138,10 @@ class TimeLimit(Wrapper):
         """Takes one step, and truncates at the limit."""
         result = self.env.step(key, state.env_state, action)
         num_taken = state.memory + 1
+        truncated = checks.flag("truncated", result.truncated)
         return result.replace(
             state=WrapperState(env_state=result.state, memory=num_taken),
-            truncated=result.truncated | (num_taken >= self.num_steps),
+            truncated=truncated | (num_taken >= self.num_steps),
         )
 
 
@@ -354,6 +355,6 @@ def _cast(result: EnvStep) -> EnvStep:
     strong = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), result)
     return strong.replace(
         reward=strong.reward.astype(jnp.float32),
-        terminated=strong.terminated.astype(bool),
-        truncated=strong.truncated.astype(bool),
+        terminated=checks.flag("terminated", strong.terminated),
+        truncated=checks.flag("truncated", strong.truncated),
     )

@@ -258,10 +258,8 @@ class _Probe:
         shape = num_steps, self._env.num_envs
         keys = jax.random.split(jax.random.key(self._rng.integers(2**32)), shape)
         action = jax.jit(jax.vmap(jax.vmap(self._env.action_space.sample)))(keys)
-        # Between infinite bounds nothing finite is drawn.
-        finite: dict[str, Any] = {"nan": 0.0, "posinf": 1.0, "neginf": -1.0}
         return _Plan(
-            jax.tree.map(lambda x: np.nan_to_num(np.asarray(x), **finite), action),
+            jax.tree.map(np.asarray, action),
             self._seeds(num_steps),
             np.zeros(shape, bool),
         )

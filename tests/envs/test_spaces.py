@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import quick_jit
+from cases import CountEnv, quick_jit
+from flax import struct
 
 import envs
 import rollout
@@ -209,3 +210,41 @@ def test_equal_spaces_of_integers_are_equal_and_static():
 def test_bad_ranges_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         envs.MultiDiscrete(*arguments)
+
+
+def test_box_without_bounds_draws_as_gymnasium_does():
+    low, high = (
+        np.array([-np.inf, 2.0, -np.inf, 0.0]),
+        np.array([np.inf, np.inf, 3.0, 1.0]),
+    )
+    space = envs.Box(low, high, (4,))
+
+    drawn = np.asarray(
+        jax.vmap(space.sample)(jax.random.split(jax.random.key(0), 4000))
+    )
+
+    assert np.isfinite(drawn).all()
+    assert all(space.contains(jnp.asarray(x)) for x in drawn[:20])
+    # Means and deviations of a normal, two exponential and a uniform distribution; the
+    # tolerance is five standard errors of the mean of 4,000.
+    np.testing.assert_allclose(drawn.mean(axis=0), [0.0, 3.0, 2.0, 0.5], atol=0.08)
+    np.testing.assert_allclose(drawn.std(axis=0), [1.0, 1.0, 1.0, 12**-0.5], atol=0.12)
+
+
+@pytest.mark.parametrize("name", ["terminated", "truncated"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_flag_of_a_step_is_no_float(name, wrapped):
+    @struct.dataclass
+    class Doubtful(CountEnv):
+        def step(self, key, state, action):
+            return super().step(key, state, action).replace(**{name: jnp.float32(0.3)})
+
+    env = Doubtful()
+    env = envs.vectorize(envs.TimeLimit(env, 5) if wrapped else env, 2)
+    collector = rollout.Collector(
+        env=env, policy=rollout.random_policy(env.action_space)
+    )
+    with pytest.raises(
+        ValueError, match=f"`env.step` must return `{name}` as bool, got"
+    ):
+        collector.collect_steps(collector.init(jax.random.key(0)), None, 3)
