@@ -8,6 +8,12 @@ import numpy as np
 from envs import checks
 
 
+def is_open(is_closed: bool) -> None:
+    """Raises for a request to environments after `close`."""
+    if is_closed:
+        raise ValueError("`env` must be open, got one after `close`.")
+
+
 def idle(which: Collection[int], under_way: Collection[int]) -> None:
     """Checks that none of these environments is under way."""
     busy = sorted(set(which) & set(under_way))

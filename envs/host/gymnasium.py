@@ -108,6 +108,7 @@ class _VectorEnv:
         self._cast = _caster(own)
         self._fine = np.zeros(self.num_envs, bool)
         self._every = ~self._fine
+        self._is_closed = False
         self._ended: Any = None  # [E] bool, None before the first reset
         self._obs: ArrayTree = None
 
@@ -120,6 +121,7 @@ class _VectorEnv:
         return self._layout.action_space
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
+        host_checks.is_open(self._is_closed)
         which = host_checks.reset(seeds, mask, self.num_envs)
         every = len(which) == self.num_envs
         if not every and self._ended is None:
@@ -137,6 +139,7 @@ class _VectorEnv:
         return self._observe(obs, info, mask)
 
     def step(self, action: ArrayTree) -> HostStep:
+        host_checks.is_open(self._is_closed)
         mask, action = None, self._batch(action)
         obs, reward, terminated, truncated, info = self._env.step(action)
         if self._resets_itself:
@@ -156,6 +159,7 @@ class _VectorEnv:
         )
 
     def close(self) -> None:
+        self._is_closed = True
         if not getattr(self._env, "closed", False):
             self._env.close()
 

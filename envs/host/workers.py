@@ -366,8 +366,7 @@ class WorkerEnvs:
             raise EnvFault(causes) from next(iter(causes.values()))
 
     def _check_open(self) -> None:
-        if self._crew.closed:
-            raise ValueError("`env` must be open, got one after `close`.")
+        checks.is_open(self._crew.closed)
 
 
 def _check_picklable(make_fns: Sequence[Callable[[], Any]]) -> None:

@@ -256,3 +256,17 @@ def test_command_that_installs_gymnasium_is_in_the_message(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(ImportError, match=r'pip install "\.\[gymnasium\]"'):
         envs.from_gymnasium("CartPole-v1", 2)
+
+
+@pytest.mark.parametrize("way", ["local", "workers", "sync"])
+def test_closed_environment_takes_no_step(way):
+    env = WAYS[way](make_fns("CartPole-v1"))
+    env.reset(SEEDS, EVERY)
+    env.step(np.zeros(E, np.int32))
+    env.close()
+    env.close()
+
+    with pytest.raises(ValueError, match="`env` must be open, got one after `close`"):
+        env.step(np.zeros(E, np.int32))
+    with pytest.raises(ValueError, match="`env` must be open, got one after `close`"):
+        env.reset(SEEDS, EVERY)
