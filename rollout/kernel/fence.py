@@ -49,14 +49,14 @@ def step_once(
         result = step(*keys.like(words, operands))
         return result.replace(state=keys.words(result.state))
 
-    def behind_a_barrier(words: ArrayTree) -> EnvStep:
-        return take((words[0], *lax.optimization_barrier(words[1:])))
-
     def between_barriers(words: ArrayTree) -> EnvStep:
-        result = behind_a_barrier(words)
+        result = take((words[0], *lax.optimization_barrier(words[1:])))
         # `info` is read rarely: outside the barrier it vanishes where it is not.
-        barred = keys.barrier(result.replace(info=()))
-        return barred.replace(info=result.info)
+        seen = result.replace(info=())
+        barred = lax.platform_dependent(
+            keys.words(seen), tpu=lambda words: words, default=lax.optimization_barrier
+        )
+        return keys.like(barred, seen).replace(info=result.info)
 
     def in_a_conditional(words: ArrayTree) -> EnvStep:
         shapes = jax.eval_shape(take, words).replace(state=())
@@ -67,11 +67,10 @@ def step_once(
         return lax.cond((counter | 1) != 0, take, never, words)
 
     words = keys.words(operands)
-    has_barriers = jax.__version_info__ >= (0, 11)
-    result = lax.platform_dependent(
-        words,
-        cpu=between_barriers if has_barriers else in_a_conditional,
-        tpu=behind_a_barrier,
-        default=between_barriers,
-    )
+    if jax.__version_info__ >= (0, 11):
+        result = between_barriers(words)
+    else:
+        result = lax.platform_dependent(
+            words, cpu=in_a_conditional, default=between_barriers
+        )
     return result.replace(state=keys.like(result.state, state))
