@@ -1,4 +1,4 @@
-"""What MkDocs does with the pages, so that they read as well in the repository.
+"""Adapts the pages to MkDocs; in the repository they stay plain Markdown.
 
 The README is the first page of the site. Links that leave `docs/` lead to the file at
 `repo_url`; as long as mkdocs.yml names none, its path stands in their place. Names of

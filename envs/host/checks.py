@@ -8,7 +8,7 @@ import numpy as np
 from envs import checks
 
 
-def is_open(is_closed: bool) -> None:
+def closed(is_closed: bool) -> None:
     """Raises for a request to environments after `close`."""
     if is_closed:
         raise ValueError("`env` must be open, got one after `close`.")

@@ -121,7 +121,7 @@ class _VectorEnv:
         return self._layout.action_space
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        host_checks.is_open(self._is_closed)
+        host_checks.closed(self._is_closed)
         which = host_checks.reset(seeds, mask, self.num_envs)
         every = len(which) == self.num_envs
         if not every and self._ended is None:
@@ -139,7 +139,7 @@ class _VectorEnv:
         return self._observe(obs, info, mask)
 
     def step(self, action: ArrayTree) -> HostStep:
-        host_checks.is_open(self._is_closed)
+        host_checks.closed(self._is_closed)
         mask, action = None, self._batch(action)
         obs, reward, terminated, truncated, info = self._env.step(action)
         if self._resets_itself:

@@ -111,7 +111,7 @@ class LocalEnvs:
             EnvFault: if some failed, or had failed and were not made anew.
             ValueError: if one of them is under way.
         """
-        checks.is_open(not self._envs)
+        checks.closed(not self._envs)
         which = checks.reset(seeds, mask, self.num_envs)
         checks.idle(which, self._under_way())
         for at in which:
@@ -124,7 +124,7 @@ class LocalEnvs:
 
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[E, ...]`, and resets none."""
-        checks.is_open(not self._envs)
+        checks.closed(not self._envs)
         if self._answered:
             checks.all_idle("step", self._under_way())
         actions = self._split(action)
@@ -140,7 +140,7 @@ class LocalEnvs:
             action: `[R, ...]`, one action for each.
             env_id: `[R]` int, which they are; none of them may be under way.
         """
-        checks.is_open(not self._envs)
+        checks.closed(not self._envs)
         actions, ids = self._split(action), checks.env_ids(env_id, self.num_envs)
         checks.length("action", actions, len(ids))
         checks.idle(ids, self._under_way())
@@ -177,7 +177,7 @@ class LocalEnvs:
             EnvFault: if some could not be made; they stay faulty.
         """
         causes = {}
-        checks.is_open(not self._envs)
+        checks.closed(not self._envs)
         which = checks.masked(mask, self.num_envs)
         checks.idle(which, self._under_way())
         for at in which:

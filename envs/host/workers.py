@@ -366,7 +366,7 @@ class WorkerEnvs:
             raise EnvFault(causes) from next(iter(causes.values()))
 
     def _check_open(self) -> None:
-        checks.is_open(self._crew.closed)
+        checks.closed(self._crew.closed)
 
 
 def _check_picklable(make_fns: Sequence[Callable[[], Any]]) -> None:

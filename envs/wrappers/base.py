@@ -138,7 +138,7 @@ class TimeLimit(Wrapper):
         """Takes one step, and truncates at the limit."""
         result = self.env.step(key, state.env_state, action)
         num_taken = state.memory + 1
-        truncated = checks.flag("truncated", result.truncated)
+        _, truncated = _flags(result)
         return result.replace(
             state=WrapperState(env_state=result.state, memory=num_taken),
             truncated=truncated | (num_taken >= self.num_steps),
@@ -181,10 +181,11 @@ class ForceLength(Wrapper):
         result = self.env.step(key, state.env_state, action)
         num_before, had_left = state.memory
         num_taken = num_before + 1
-        has_left = had_left | result.terminated | result.truncated
+        terminated, truncated = _flags(result)
+        has_left = had_left | terminated | truncated
         return result.replace(
             state=WrapperState(env_state=result.state, memory=(num_taken, has_left)),
-            terminated=jnp.zeros_like(result.terminated),
+            terminated=jnp.zeros_like(terminated),
             truncated=num_taken >= self.num_steps,
             info=_with(result.info, "left", has_left),
         )
@@ -264,6 +265,7 @@ class EndOnFault(Wrapper):
             ValueError: while tracing, if `info` is not a dict, or has a `faulty`.
         """
         result = self.env.step(key, state.env_state, action)
+        terminated, truncated = _flags(result)
         faulty = jnp.bool_(False)
         for x in map(jnp.asarray, jax.tree.leaves((result.obs, result.reward))):
             if jnp.issubdtype(x.dtype, jnp.floating):
@@ -275,8 +277,8 @@ class EndOnFault(Wrapper):
             state=WrapperState(env_state=result.state, memory=obs),
             obs=obs,
             reward=jnp.where(faulty, 0.0, result.reward),
-            terminated=result.terminated & ~faulty,
-            truncated=result.truncated | faulty,
+            terminated=terminated & ~faulty,
+            truncated=truncated | faulty,
             info=_with(result.info, "faulty", faulty),
         )
 
@@ -350,11 +352,20 @@ def _with(info: ArrayTree, name: str, value: jax.Array) -> dict[str, Any]:
     return {**info, name: value}
 
 
+def _flags(result: EnvStep) -> tuple[jax.Array, jax.Array]:
+    """Checks both flags of a step, and returns them as bools."""
+    return (
+        checks.flag("terminated", result.terminated),
+        checks.flag("truncated", result.truncated),
+    )
+
+
 def _cast(result: EnvStep) -> EnvStep:
     """Gives the leaves of a step the dtypes they keep in a scan."""
     strong = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), result)
+    terminated, truncated = _flags(strong)
     return strong.replace(
         reward=strong.reward.astype(jnp.float32),
-        terminated=checks.flag("terminated", strong.terminated),
-        truncated=checks.flag("truncated", strong.truncated),
+        terminated=terminated,
+        truncated=truncated,
     )

@@ -48,7 +48,7 @@ class Served(struct.PyTreeNode):
 
 
 class AsyncCollector(HostCollector[ParamsT, ObsT, ActionT]):
-    """Collects experience from environments of which some are slower than others.
+    """Collects experience from environments that answer at different speeds.
 
     In every row the first `R` environments that have answered stand, in the order in
     which they did; the policy chooses for these, and they work on while the next ones

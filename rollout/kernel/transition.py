@@ -35,7 +35,7 @@ _Tree = TypeVar("_Tree", bound=ArrayTree)
 
 
 class Setup(NamedTuple):
-    """Who acts in which environments, and what is recorded of it; see `Collector`."""
+    """The parts of a `Collector` that every step uses."""
 
     env: VectorEnv  # B environments side by side
     policy: Policy
@@ -44,7 +44,7 @@ class Setup(NamedTuple):
 
 
 def setup_of(collector: Any) -> Setup:
-    """The part of a collector that a step reads."""
+    """Takes these parts from a collector."""
     return Setup(
         env=collector.env,
         policy=collector.policy,
@@ -86,7 +86,7 @@ def step(
     """Takes one step in every lane, and starts new episodes where the old ones ended.
 
     Args:
-        setup: environments, policy, and what is recorded.
+        setup: environments, policy, accumulators and value function.
         carry: the carry of `init` or of an earlier step.
         params: whatever the policy takes as its parameters.
         roots: what the keys hang under, hashed once per call; None hashes it here.

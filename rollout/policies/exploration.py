@@ -1,4 +1,4 @@
-"""Exploration: wrappers that make a policy act at random at times.
+"""Wrappers that make a policy explore by acting at random now and then.
 
 Each gives the wrapped policy a key of its own, applies it at every step, and passes on
 its extras unchanged: they are those of the wrapped policy's action (a `log_prob`, say,

@@ -1,4 +1,4 @@
-"""Policies that choose among items of which some are not allowed.
+"""Policies that choose among the allowed items.
 
 What is not allowed is never chosen, whatever its score: it is not multiplied by zero,
 which would let it win against negative scores. Where nothing is allowed, an item is

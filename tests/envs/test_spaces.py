@@ -232,15 +232,24 @@ def test_box_without_bounds_draws_as_gymnasium_does():
 
 
 @pytest.mark.parametrize("name", ["terminated", "truncated"])
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_flag_of_a_step_is_no_float(name, wrapped):
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda env: env,
+        lambda env: envs.TimeLimit(env, 5),
+        lambda env: envs.ForceLength(env, 5),
+        envs.EndOnFault,
+        lambda env: envs.ActionRepeat(env, 2),
+    ],
+    ids=["plain", "TimeLimit", "ForceLength", "EndOnFault", "ActionRepeat"],
+)
+def test_flag_of_a_step_is_no_float(name, wrap):
     @struct.dataclass
     class Doubtful(CountEnv):
         def step(self, key, state, action):
             return super().step(key, state, action).replace(**{name: jnp.float32(0.3)})
 
-    env = Doubtful()
-    env = envs.vectorize(envs.TimeLimit(env, 5) if wrapped else env, 2)
+    env = envs.vectorize(wrap(Doubtful()), 2)
     collector = rollout.Collector(
         env=env, policy=rollout.random_policy(env.action_space)
     )

@@ -132,3 +132,17 @@ def test_a_million_steps_leave_no_memory_behind():
         gc.collect()
         sizes.append(resident())
     assert sizes[1] <= 1.02 * sizes[0]
+
+
+@pytest.mark.parametrize("on_fault", ["raise", "restart"])
+def test_collector_says_that_its_environment_is_closed(on_fault):
+    env = envs.from_gymnasium("CartPole-v1", 2)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.HostCollector(env=env, policy=policy, on_fault=on_fault)
+    carry = collector.init(jax.random.key(0))
+    env.close()
+
+    with pytest.raises(ValueError, match="`env` must be open, got one after `close`"):
+        collector.collect_steps(carry, None, 3)
+    with pytest.raises(ValueError, match="`env` must be open, got one after `close`"):
+        collector.init(jax.random.key(0))
