@@ -325,7 +325,10 @@ def test_steps_of_each_environment_run_on_without_a_gap_through_all_faults(make)
     faults = ["fine"] * 12 + ["raise", "kill", "exit", "shape"]
     counts, idle, num_faults = np.zeros(4, int), np.arange(4), 0
     start(env, draw.choice(faults, 4))
-    for _ in range(200):
+    # Which environments answer first, and so what is drawn for them, is up to chance.
+    for number in range(1000):
+        if number >= 200 and num_faults > 20:
+            break
         env.send(draw.integers(1, 4, len(idle)).astype(np.int32), idle)
         step, idle = env.receive(int(draw.integers(1, 4)))
         counts[idle] += 1
