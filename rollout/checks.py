@@ -114,14 +114,18 @@ def kind_of_env(env: Any, *, is_host: bool) -> None:
         )
 
 
-def host_call(carry: Any, params: Any) -> None:
-    """Raises if host environments would be stepped while tracing."""
-    leaves = jax.tree.leaves((carry, params))
-    if any(isinstance(x, Tracer) for x in leaves):
+def outside_of_jit() -> None:
+    """Raises if jax is tracing: host environments would step once, while it does."""
+    if isinstance(jnp.add(1, 1), Tracer):
         raise ValueError(
-            "A `HostCollector` steps environments in Python, so it must be called "
-            "outside of `jit`, got traced arguments."
+            "A `HostCollector` steps environments in Python, so it must be made and "
+            "called outside of `jit`, got a call while jax traces a function."
         )
+
+
+def host_call(carry: Any) -> None:
+    """Checks a call that steps host environments."""
+    outside_of_jit()
     if not isinstance(carry, Carry):
         raise ValueError(
             "`carry` must be what `init` or the last call returned, got "

@@ -9,11 +9,11 @@ import pickle
 import selectors
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from multiprocessing import forkserver
-from typing import Any
+from typing import Any, Self
 
-from envs.host import faults
+from envs.host import checks, faults
 
 _GRACE = 2.0  # seconds to close environments in, before a process is killed
 
@@ -31,6 +31,7 @@ class Link:
         answer: what it answered last.
         under_way: environments that it was sent and that have not answered.
         since: since when it could have answered; None if it may take any time.
+        is_torn: whether it is not ready, or a message was begun and not finished.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Link:
     answer: Any = None
     under_way: set[int] = dataclasses.field(default_factory=set)
     since: float | None = None
+    is_torn: bool = False
 
     def __str__(self) -> str:
         first, last = self.ids[0], self.ids[-1]
@@ -58,6 +60,10 @@ class Link:
 class Crew:
     """All worker processes.
 
+    Every request stands in a `with` block of it. Where an interrupt cuts a request
+    short, nobody knows who was asked and who has answered; the next one begins by
+    waiting until no answer is left.
+
     Attributes:
         links: one for each.
         answered: environments that were sent and answered, the first one first, each
@@ -72,12 +78,28 @@ class Crew:
         )
         self.broken: dict[int, BaseException] = {}
         self.closed = False
+        self._is_torn, self._token = False, 0
         self._owner = os.getpid()
         self._timeout = timeout
         self._selector = selectors.DefaultSelector()
 
+    def __enter__(self) -> Self:
+        checks.closed(self.closed)
+        if self._is_torn:
+            self._drain()
+        self._is_torn = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # What is no `Exception` came from outside, at any line.
+        self._is_torn = kind is not None and not issubclass(kind, Exception)
+
     def start(self, link: Link, context: Any, target: Callable, args: tuple) -> None:
-        """Starts a process; it owes an answer, and may take any time for it."""
+        """Starts a process; it owes an answer, and may take any time for it.
+
+        It stays torn until it was made ready.
+        """
+        link.is_torn = True
         link.pipe, theirs = context.Pipe()
         link.process = context.Process(target=target, args=(theirs, *args), daemon=True)
         try:
@@ -95,10 +117,14 @@ class Crew:
             link.under_way.update(link.ids[at] for at in argument)
         else:
             link.owed += 1
+        message, was_torn = pickle.dumps((command, argument)), link.is_torn
+        link.is_torn = True
         try:
-            link.pipe.send_bytes(pickle.dumps((command, argument)))
+            link.pipe.send_bytes(message)
         except OSError:
             self.lose(link)
+        else:
+            link.is_torn = was_torn
 
     def gather(self, links: Iterable[Link]) -> list[tuple[Link, Any]]:
         """Waits until none of them owes an answer; returns those of all not lost."""
@@ -122,7 +148,9 @@ class Crew:
 
     def lose(self, link: Link, cause: BaseException | None = None) -> None:
         """Ends a process; its environments are faulty, and those under way answer."""
-        self._selector.unregister(link.pipe)
+        link.is_torn = True
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(link.pipe)
         if cause is None:
             link.process.join(_GRACE)  # its pipe may be closed a moment before
             text = f"{link} ended with exit code {link.process.exitcode}"
@@ -132,16 +160,16 @@ class Crew:
                     '`workers` under `if __name__ == "__main__":`'
                 )
             cause = RuntimeError(text)
-        _end(link)
         for at in link.ids:
             self.broken[at] = cause
         self.answered.extend((at, cause) for at in sorted(link.under_way))
         link.under_way.clear()
         link.owed = 0
+        _end(link)
 
     def close(self) -> None:
         """Ends every process; a second call does nothing."""
-        if self.closed or os.getpid() != self._owner:  # a fork has a copy of this
+        if os.getpid() != self._owner:  # a fork has a copy of this
             return
         self.closed = True
         alive = [link for link in self.links if link.pipe is not None]
@@ -150,15 +178,37 @@ class Crew:
                 link.pipe.send_bytes(pickle.dumps(("close", None)))
         end = time.monotonic() + _GRACE
         for link in alive:
-            link.process.join(max(0.0, end - time.monotonic()))
+            with contextlib.suppress(AssertionError, AttributeError, ValueError):
+                link.process.join(max(0.0, end - time.monotonic()))
             _end(link)
         self._selector.close()
 
+    def drop(self, numbers: Collection[int]) -> None:
+        """Drops the answers of these environments, once they have stepped."""
+        kept = [item for item in self.answered if item[0] not in numbers]
+        self.answered = collections.deque(kept)
+
+    def _drain(self) -> None:
+        """Waits until no worker owes an answer, whatever it was asked."""
+        self._token += 1
+        for link in self.links:
+            if link.pipe is not None and link.is_torn:
+                self.lose(link, RuntimeError(f"{link} was interrupted"))
+            elif link.pipe is not None:
+                self.ask(link, "echo", self._token)  # answered after all that it owes
+        for link in self.links:
+            while link.pipe is not None and link.answer != self._token:
+                self.pump()
+            link.owed = 0
+            link.under_way.clear()
+
     def _read(self, link: Link) -> None:
+        was_torn, link.is_torn = link.is_torn, True
         try:
             at, message = pickle.loads(link.pipe.recv_bytes())
         except (EOFError, OSError):
             return self.lose(link)
+        link.is_torn = was_torn
         link.since = time.monotonic()
         if at is None:
             link.owed, link.answer = link.owed - 1, message
@@ -196,8 +246,10 @@ def preload(context: Any) -> None:
 
 
 def _end(link: Link) -> None:
-    link.process.kill()
-    link.process.join()
-    link.process.close()
+    # It may have been interrupted while it was started, or ended.
+    with contextlib.suppress(AttributeError, ValueError):
+        link.process.kill()
+        link.process.join()
+        link.process.close()
     link.pipe.close()
     link.process = link.pipe = None

@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,13 +107,14 @@ class LocalEnvs:
         Returns:
             `[E, ...]` observations, the memory that the next call writes to.
 
+        The answers of those that were sent are dropped.
+
         Raises:
             EnvFault: if some failed, or had failed and were not made anew.
-            ValueError: if one of them is under way.
         """
         checks.closed(not self._envs)
         which = checks.reset(seeds, mask, self.num_envs)
-        checks.idle(which, self._under_way())
+        self._forget(which)
         for at in which:
             if at not in self._broken:
                 self._reset_one(at, int(seeds[at]))
@@ -179,8 +180,9 @@ class LocalEnvs:
         causes = {}
         checks.closed(not self._envs)
         which = checks.masked(mask, self.num_envs)
-        checks.idle(which, self._under_way())
+        self._forget(which)
         for at in which:
+            self.fail(at, RuntimeError("it was interrupted while it was made anew"))
             _close(self._envs[at])
             try:
                 self._use(at, self._make(at))
@@ -289,6 +291,12 @@ class LocalEnvs:
         if at in self._broken:
             return faults.state(self._broken[at])
         return pickle.dumps((self._envs[at], pick(self._rows.obs, at), None))
+
+    def _forget(self, which: Collection[int]) -> None:
+        """Drops the answers of those that were sent."""
+        if self._answered:
+            kept = [item for item in self._answered if item[0] not in which]
+            self._answered = collections.deque(kept)
 
     def _under_way(self) -> set[int]:
         return {at for at, _ in self._answered}

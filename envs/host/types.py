@@ -50,11 +50,16 @@ class EnvFault(RuntimeError):  # noqa: N818
 
     def __init__(self, causes: Mapping[int, BaseException], hint: str = "") -> None:
         self.causes = dict(causes)
+        self._hint = hint
         number, cause = next(iter(self.causes.items()))
         more = f", and {len(self.causes) - 1} more" if len(self.causes) > 1 else ""
         super().__init__(
             f"environment {number} failed: {type(cause).__name__}: {cause}{more}{hint}"
         )
+
+    def __reduce__(self) -> tuple:
+        """Pickles it, as a process does that hands it to another."""
+        return EnvFault, (self.causes, self._hint)
 
 
 @runtime_checkable
@@ -85,7 +90,7 @@ class HostVectorEnv(Protocol):
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each from a seed of its own.
 
-        None of them may be under way, unless there is a `batch_size`.
+        The steps of those that are under way are dropped: nobody receives them.
 
         Args:
             seeds: `[E]` uint32; read where `mask`.
@@ -112,8 +117,8 @@ class HostVectorEnv(Protocol):
 class AsyncHostVectorEnv(HostVectorEnv, Protocol):
     """A `HostVectorEnv` that can step some of its environments while others work.
 
-    One that hands over a fixed number at a time has it as `batch_size`; a reset of all
-    its environments drops what is under way.
+    One that hands over a fixed number at a time has it as `batch_size`; only a reset of
+    all its environments drops what is under way.
     """
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:

@@ -40,7 +40,8 @@ def workers(
 
     Args:
         make_fns: `E` functions that make one environment each, with the methods and
-            spaces of `gymnasium.Env`; picklable, so defined at module level.
+            spaces of `gymnasium.Env`; picklable. With cloudpickle, which gymnasium
+            brings along, they may be lambdas, and classes of a notebook.
         num_workers: how many processes; by default as many as there are CPUs, and at
             most E.
         start_method: "forkserver", or "spawn", which is slower. A fork of a process
@@ -108,7 +109,8 @@ class WorkerEnvs:
         self._under_way: set[int] = set()
         weakref.finalize(self, self._crew.close)
         try:
-            self._begin()
+            with self._crew:
+                self._begin()
         except BaseException:
             self.close()
             raise
@@ -133,32 +135,33 @@ class WorkerEnvs:
         Returns:
             `[E, ...]` observations, the memory that the workers write to.
 
+        The steps of those that are under way are dropped.
+
         Raises:
             EnvFault: if some failed, or had failed and were not made anew.
-            ValueError: if one of them is under way.
         """
         which = checks.reset(seeds, mask, self.num_envs)
-        checks.idle(which, self._under_way)
         seeds, mask = np.asarray(seeds), np.asarray(mask)
-        asked = []
-        for link in self._alive(which):
-            mine = slice(link.ids.start, link.ids.stop)
-            self._crew.ask(link, "reset", (seeds[mine], mask[mine]))
-            asked.append(link)
-        self._gather(asked)
-        self._raise(which)
-        return self._rows.obs
+        with self._crew as crew:
+            asked = self._alive(which)
+            for link in asked:
+                mine = slice(link.ids.start, link.ids.stop)
+                crew.ask(link, "reset", (seeds[mine], mask[mine]))
+            self._gather(asked)
+            self._forget(which)
+            self._raise(which)
+            return self._rows.obs
 
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[E, ...]`, and resets none."""
         checks.all_idle("step", self._under_way)
-        alive = self._alive(range(self.num_envs))
-        self._crew.gather(alive)  # what a call that was interrupted left behind
-        put(self._rows.action, slice(None), action, "action")
-        for link in alive:
-            self._crew.ask(link, "step")
-        self._gather(alive)
-        return answer_all(self._rows, self._crew.broken)
+        with self._crew as crew:
+            alive = self._alive(range(self.num_envs))
+            put(self._rows.action, slice(None), action, "action")
+            for link in alive:
+                crew.ask(link, "step")
+            self._gather(alive)
+            return answer_all(self._rows, crew.broken)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Begins a step in some environments.
@@ -169,18 +172,18 @@ class WorkerEnvs:
         """
         ids = checks.env_ids(env_id, self.num_envs)
         checks.idle(ids, self._under_way)
-        self._check_open()
-        put(self._rows.action, np.asarray(ids, np.intp), action, "action")
-        groups: dict[Link, list[int]] = {}
-        for at in ids:
-            if at in self._crew.broken:
-                self._crew.answered.append((at, self._crew.broken[at]))
-            else:
-                link = self._link_of[at]
-                groups.setdefault(link, []).append(at - link.ids.start)
-        self._under_way.update(ids)
-        for link, numbers in groups.items():
-            self._crew.ask(link, "send", numbers)
+        with self._crew as crew:
+            put(self._rows.action, np.asarray(ids, np.intp), action, "action")
+            groups: dict[Link, list[int]] = {}
+            self._under_way.update(ids)
+            for at in ids:
+                if at in crew.broken:
+                    crew.answered.append((at, crew.broken[at]))
+                else:
+                    link = self._link_of[at]
+                    groups.setdefault(link, []).append(at - link.ids.start)
+            for link, numbers in groups.items():
+                crew.ask(link, "send", numbers)
 
     def receive(
         self, num_ready: int, timeout: float | None = None
@@ -201,25 +204,26 @@ class WorkerEnvs:
             ValueError: if fewer are under way.
         """
         checks.num_ready(num_ready, len(self._under_way))
-        answered = self._crew.answered
         end = None if timeout is None else time.monotonic() + timeout
-        while len(answered) < num_ready:
-            left = None if end is None else max(0.0, end - time.monotonic())
-            self._crew.pump(left)
-            if left == 0 and len(answered) < num_ready:
-                raise TimeoutError(
-                    f"{len(answered)} of {num_ready} environments answered within "
-                    f"{timeout} s."
-                )
-        first = [answered.popleft() for _ in range(num_ready)]
-        self._under_way.difference_update(at for at, _ in first)
-        return answer(self._rows, first)
+        with self._crew as crew:
+            while len(crew.answered) < num_ready:
+                left = None if end is None else max(0.0, end - time.monotonic())
+                crew.pump(left)
+                if left == 0 and len(crew.answered) < num_ready:
+                    raise TimeoutError(
+                        f"{len(crew.answered)} of {num_ready} environments answered "
+                        f"within {timeout} s."
+                    )
+            first = [crew.answered.popleft() for _ in range(num_ready)]
+            self._under_way.difference_update(at for at, _ in first)
+            return answer(self._rows, first)
 
     def rebuild(self, mask: np.ndarray) -> None:
         """Makes some environments anew; each must be reset before its next step.
 
-        If its worker is gone, or ends while it is asked, a new one is started. Others
-        that the worker had stay faulty until they are made anew, too.
+        The steps of those that are under way are dropped. If its worker is gone, or
+        ends while it is asked, a new one is started. Others that the worker had stay
+        faulty until they are made anew, too.
 
         Args:
             mask: `[E]` bool, which.
@@ -228,22 +232,19 @@ class WorkerEnvs:
             EnvFault: if some could not be made; they stay faulty.
         """
         which = checks.masked(mask, self.num_envs)
-        checks.idle(which, self._under_way)
-        for at in which:
-            self._crew.broken.pop(at, None)
-        links = self._alive(which)
-        alive = [link for link in links if link.pipe is not None]
-        for link in alive:
-            part = np.asarray(mask)[link.ids.start : link.ids.stop]
-            self._crew.ask(link, "rebuild", part)
-        self._gather(alive)
-        # Another environment may have ended a worker before it came to this.
-        gone = [link for link in links if link.pipe is None]
-        for at in which:
-            if self._link_of[at] in gone:
-                self._crew.broken.pop(at, None)
-        self._start(gone)
-        self._raise(which)
+        with self._crew as crew:
+            links = list(dict.fromkeys(self._link_of[at] for at in which))
+            for link in links:
+                if link.pipe is not None:
+                    part = np.asarray(mask)[link.ids.start : link.ids.stop]
+                    crew.ask(link, "rebuild", part)
+            alive = [link for link in links if link.pipe is not None]
+            self._gather(alive, anew=which)
+            # Another environment may have ended a worker before it came to this.
+            gone = [link for link in links if link.pipe is None]
+            self._start(gone, anew=which)
+            self._forget(which)
+            self._raise(which)
 
     def save(self) -> list[bytes] | None:
         """Pickles every environment with its observation.
@@ -255,18 +256,18 @@ class WorkerEnvs:
             ValueError: if some are under way.
         """
         checks.all_idle("save", self._under_way)
-        alive = [link for link in self._crew.links if link.pipe is not None]
-        self._check_open()
-        for link in alive:
-            self._crew.ask(link, "save")
-        states: list[Any] = [None] * self.num_envs
-        for link, saved in self._crew.gather(alive):
-            if saved is None:
-                return None
-            states[link.ids.start : link.ids.stop] = saved
-        for at, cause in self._crew.broken.items():
-            states[at] = states[at] or faults.state(cause)
-        return states
+        with self._crew as crew:
+            alive = [link for link in crew.links if link.pipe is not None]
+            for link in alive:
+                crew.ask(link, "save")
+            states: list[Any] = [None] * self.num_envs
+            for link, saved in crew.gather(alive):
+                if saved is None:
+                    return None
+                states[link.ids.start : link.ids.stop] = saved
+            for at, cause in crew.broken.items():
+                states[at] = states[at] or faults.state(cause)
+            return states
 
     def load(self, states: Sequence[bytes]) -> None:
         """Puts every environment where it was at `save`.
@@ -276,15 +277,15 @@ class WorkerEnvs:
         """
         checks.length("states", states, self.num_envs)
         checks.all_idle("load", self._under_way)
-        self._check_open()
-        links = self._crew.links
-        self._crew.broken.clear()
-        self._start([link for link in links if link.pipe is None])
-        alive = [link for link in links if link.pipe is not None]
-        for link in alive:
-            mine = list(states[link.ids.start : link.ids.stop])
-            self._crew.ask(link, "load", mine)
-        self._gather(alive)
+        every = range(self.num_envs)
+        with self._crew as crew:
+            gone = [link for link in crew.links if link.pipe is None]
+            self._start(gone, anew=every)
+            alive = [link for link in crew.links if link.pipe is not None]
+            for link in alive:
+                mine = list(states[link.ids.start : link.ids.stop])
+                crew.ask(link, "load", mine)
+            self._gather(alive, anew=every)
 
     def close(self) -> None:
         """Ends the processes; a second call does nothing."""
@@ -294,7 +295,7 @@ class WorkerEnvs:
         """Starts every worker, and makes the rows once their kind is known."""
         if self._context.get_start_method() == "forkserver":
             preload(self._context)
-        spaces = self._launch(self._crew.links)
+        spaces = self._launch(self._crew.links, range(self.num_envs))
         self._raise(range(self.num_envs))
         first = spaces[self._crew.links[0]]
         for link, other in spaces.items():
@@ -305,22 +306,26 @@ class WorkerEnvs:
         self._rows = memory.rows(self._layout, self.num_envs, self._memory)
         self._share(self._crew.links)
 
-    def _start(self, links: Collection[Link]) -> None:
-        """Starts workers that were lost."""
-        for link, spaces in self._launch(links).items():
+    def _start(self, links: Collection[Link], anew: Collection[int]) -> None:
+        """Starts workers that were lost, and makes the environments `anew` in them."""
+        for link, spaces in self._launch(links, anew).items():
             checks.same_spaces(self._spaces, spaces, link.ids.start)
             self._share([link])
+            for at in set(link.ids) & set(anew):
+                self._crew.broken.pop(at, None)
 
-    def _launch(self, links: Collection[Link]) -> dict[Link, tuple[Any, Any]]:
+    def _launch(
+        self, links: Collection[Link], anew: Collection[int]
+    ) -> dict[Link, tuple[Any, Any]]:
         """Starts workers; returns the spaces of each that could make its own."""
         method = self._context.get_start_method()
         for link in links:
             start = link.ids.start
-            make_fns = pickle.dumps(self._make_fns[start : link.ids.stop])
+            make_fns = _dumps(self._make_fns[start : link.ids.stop])
             broken = {
                 at - start: faults.pack(self._crew.broken[at])
                 for at in link.ids
-                if at in self._crew.broken
+                if at in self._crew.broken and at not in anew
             }
             args = (make_fns, self._info, broken, method)
             self._crew.start(link, self._context, worker.serve, args)
@@ -344,20 +349,27 @@ class WorkerEnvs:
             if link.pipe is not None:
                 with contextlib.suppress(OSError):  # it is lost, as `gather` will see
                     reduction.send_handle(link.pipe, self._memory, link.process.pid)
-        self._crew.gather(links)
+        for link, _ in self._crew.gather(links):
+            link.is_torn = False
 
     def _alive(self, which: Collection[int]) -> list[Link]:
         """The workers of those that are not faulty, each once."""
-        self._check_open()
         broken = self._crew.broken
         links = (self._link_of[at] for at in which if at not in broken)
         return list(dict.fromkeys(links))
 
-    def _gather(self, links: Collection[Link]) -> None:
-        """Waits for the faults that each answers."""
+    def _gather(self, links: Collection[Link], anew: Collection[int] = ()) -> None:
+        """Waits for the faults that each answers; those `anew` had none before."""
         for link, causes in self._crew.gather(links):
+            for at in set(link.ids) & set(anew):
+                self._crew.broken.pop(at, None)
             for at, packed in causes.items():
                 self._crew.broken[link.ids[at]] = faults.unpack(packed)
+
+    def _forget(self, which: Collection[int]) -> None:
+        """Drops the steps of those that were under way; they have answered by now."""
+        self._crew.drop(which)
+        self._under_way -= set(which)
 
     def _raise(self, which: Collection[int]) -> None:
         broken = self._crew.broken
@@ -365,17 +377,23 @@ class WorkerEnvs:
         if causes:
             raise EnvFault(causes) from next(iter(causes.values()))
 
-    def _check_open(self) -> None:
-        checks.closed(self._crew.closed)
+
+def _dumps(make_fns: Any) -> bytes:
+    """Pickles functions; with cloudpickle, also lambdas and classes of a notebook."""
+    try:
+        import cloudpickle
+    except ImportError:  # gymnasium brings it along
+        return pickle.dumps(make_fns)
+    return cloudpickle.dumps(make_fns)
 
 
 def _check_picklable(make_fns: Sequence[Callable[[], Any]]) -> None:
     for at, fn in enumerate(make_fns):
         try:
-            pickle.dumps(fn)
+            _dumps(fn)
         except Exception as error:
             raise ValueError(
-                "`make_fns` must be picklable, defined at module level; "
-                "`functools.partial` of such a function takes options. Got function "
-                f"{at}, {fn!r}: {error}."
+                "`make_fns` must be picklable; `functools.partial` of a function at "
+                "module level takes options, and `pip install cloudpickle` allows "
+                f"lambdas. Got function {at}, {fn!r}: {error}."
             ) from error

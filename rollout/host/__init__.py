@@ -1,8 +1,8 @@
 """The folds over environments that are not JAX, and collectors in other processes.
 
-`collector` is the facade; `run` the loop in Python, around one compiled `program` per
-step; `lanes` counts episodes and their seeds, `seats` says who plays which of exactly
-N, `rows` is what is written, and `faults` what is done where an environment fails.
+`collector` is the facade; `loop` steps environments around one compiled `program` per
+step; `seeds` draws what episodes begin with, `assignment` says who plays which of
+exactly N, `block` holds rows and counts them, and `faults` restarts what fails.
 `probe` looks for what new environments get wrong.
 `remote` has collectors, of either kind, in actors of Ray.
 """

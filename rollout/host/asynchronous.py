@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import chex
 import jax
@@ -13,11 +13,9 @@ from flax import struct
 from envs.host.types import AsyncHostVectorEnv, HostStep
 from envs.types import ArrayTree
 from rollout import checks
+from rollout.host.block import Block
 from rollout.host.collector import HostCollector
-from rollout.host.faults import Faults
-from rollout.host.rows import Rows
-from rollout.host.run import ActFn, At, Causes, Run
-from rollout.host.seats import Seats
+from rollout.host.loop import TORN, Answer, At, Loop
 from rollout.types import (
     Accumulator,
     Accumulators,
@@ -122,11 +120,10 @@ class AsyncCollector(HostCollector[ParamsT, ObsT, ActionT]):
     def _num_columns(self) -> int:
         return self.num_ready
 
-    def _make_run(self, key: chex.PRNGKey) -> Run:
-        if isinstance(self._run, _AsyncRun):
-            self._run.drain()
-        wait = self.num_ready, self._timeout
-        return _AsyncRun(self.env, self._program.act, key, self._faults, *wait)
+    def _make_loop(self, key: chex.PRNGKey, failed: np.ndarray) -> Loop:
+        act_fn, progress = self._program.act, self._program.start(key)
+        loop = _AsyncLoop(self.env, act_fn, progress, key, self._faults, failed)
+        return loop.serving(self.num_ready, self._timeout)
 
 
 def by_env(rows: Transition) -> Transition:
@@ -164,135 +161,97 @@ def by_env(rows: Transition) -> Transition:
     return jax.tree.map(put, rows)
 
 
-class _AsyncRun(Run):
+class _AsyncLoop(Loop):
     """The loop of an `AsyncCollector`: act, send, receive whoever answers first."""
 
     _env: AsyncHostVectorEnv
 
-    def __init__(
-        self,
-        env: AsyncHostVectorEnv,
-        act_fn: ActFn,
-        key: chex.PRNGKey,
-        faults: Faults,
-        num_ready: int,
-        timeout: float | None,
-    ) -> None:
+    def serving(self, num_ready: int, timeout: float | None) -> Self:
+        """Sets how many environments stand in a row, and how long it waits for them."""
         self._num_ready, self._timeout = num_ready, timeout
         self._start = time.monotonic()
-        self._waits = np.zeros(env.num_envs, bool)  # for an action
-        self._works = np.zeros(env.num_envs, bool)  # on one
-        # What is known of the steps under way, `[E, ...]`, and who is in which row.
-        self._chosen: ArrayTree = None
-        self._served: list[np.ndarray] = []
-        super().__init__(env, act_fn, key, faults)
+        self._works = self._nowhere  # [E] bool, on an action; the others wait for one
+        self._chosen: ArrayTree = None  # obs, action, extras under way, [E, ...]
+        return self
 
-    def _step(
-        self,
-        params: Any,
-        rows: Rows,
-        is_random: np.ndarray | None,
-        seats: Seats | None,
-    ) -> tuple[HostStep, At]:
-        del is_random  # unused: nobody knows which steps come first
-        self._send(params, seats)
-        result, env_id = self._receive(min(self._num_ready, int(self._works.sum())))
-        self._waits[env_id] = True
-        _put(self.obs, env_id, result.obs)
-        if not rows.num:
-            self._served.clear()
-        self._served.append(env_id)
-        for name, field in zip(_CHOSEN, self._chosen, strict=True):
-            rows.write(name, jax.tree.map(lambda x: x[env_id], field))
-        rows.write("info", self._info(result, env_id))
-        return result, env_id
+    def _exchange(
+        self, params: Any, block: Block, is_random: np.ndarray | None
+    ) -> None:
+        del block, is_random  # unused: nobody knows which steps come first
+        waits, assignment = ~self._works, self.state.assignment
+        if assignment is not None and not hasattr(self._env, "batch_size"):
+            waits = waits & assignment.mask  # idle ones wait on
+        env_id = np.flatnonzero(waits).astype(np.int32)
+        for first in range(0, len(env_id), self._num_ready):
+            self._send(params, env_id[first : first + self._num_ready])
+        self._receive(min(self._num_ready, int(self._works.sum())))
 
-    def drain(self) -> None:
-        """Waits for the steps under way, and drops their answers."""
-        count = int(self._works.sum())
-        if count and not hasattr(self._env, "batch_size"):
-            self._receive(count)
+    def _answer(self, block: Block) -> Answer:
+        result, at = self._pending
+        obs, action, extras = jax.tree.map(lambda x: x[at], self._chosen)
+        block.write("obs", obs)
+        self._works = self._works & ~self._of_all(np.ones(len(at), bool), at)
+        result = result._replace(info=self._info(result, at))
+        return Answer(action, extras, self.state.progress, result, at)
 
-    def _receive(self, num_ready: int) -> tuple[HostStep, np.ndarray]:
+    def _send(self, params: Any, env_id: np.ndarray) -> None:
+        """Sends up to R environments on; the policy acts for R, in one program."""
+        state, count = self.state, len(env_id)
+        padded = np.full(self._num_ready, len(state.over), np.int32)
+        padded[:count] = env_id
+        at = np.minimum(padded, len(state.over) - 1)
+        obs = jax.tree.map(lambda x: x[at], self.obs)
+        *decision, progress = self._act_fn(
+            params,
+            obs,
+            state.over[at],
+            state.episode_id[at],
+            state.progress,
+            env_id=padded,
+        )
+        chosen = jax.tree.map(lambda x: x[:count], (obs, *decision))
+        if self._chosen is None:
+            self._chosen = jax.tree.map(
+                lambda x: np.zeros((len(state.over), *x.shape[1:]), x.dtype), chosen
+            )
+        _put(self._chosen, env_id, chosen)
+        mine = self._of_all(np.ones(count, bool), env_id)
+        state = state._replace(progress=progress, over=state.over & ~mine)
+        self._pending = TORN
+        self._env.send(chosen[1], env_id)
+        self.state, self._works, self._pending = state, self._works | mine, None
+
+    def _receive(self, num_ready: int) -> None:
+        """Waits for the first environments that answer."""
+        self._pending = TORN
         try:
-            result, env_id = self._env.receive(num_ready, self._timeout)
+            self._pending = self._env.receive(num_ready, self._timeout)
         except TimeoutError as error:
+            self._pending = None
             raise TimeoutError(
                 f"`num_ready`={num_ready} environments must answer within "
                 f"`timeout`={self._timeout} s, got fewer."
             ) from error
-        except BaseException:
-            self._is_torn = True
-            raise
-        self._works[env_id] = False
-        return result, env_id
-
-    def _reset(self, lane: np.ndarray, mask: np.ndarray, begun: np.ndarray) -> Causes:
-        if self._works[lane].any():  # only where all lanes begin anew
-            self.drain()
-        return super()._reset(lane, mask, begun)
-
-    def _send(self, params: Any, seats: Seats | None) -> None:
-        """Chooses for all that wait, and sends them on; idle ones wait on."""
-        waits = self._waits
-        if seats is not None and not hasattr(self._env, "batch_size"):
-            waits = waits & seats.mask
-        env_id = np.flatnonzero(waits).astype(np.int32)
-        for first in range(0, len(env_id), self._num_ready):
-            self._choose(params, env_id[first : first + self._num_ready])
-
-    def _choose(self, params: Any, env_id: np.ndarray) -> None:
-        """Chooses for up to R environments, as if for R, so that one program does."""
-        lanes, count = self.lanes, len(env_id)
-        padded = np.full(self._num_ready, lanes.num_envs, np.int32)
-        padded[:count] = env_id
-        at = np.minimum(padded, lanes.num_envs - 1)
-        obs = jax.tree.map(lambda x: x[at], self.obs)
-        action, extras = self._act_fn(
-            params, obs, lanes.over[at], lanes.episode_id[at], env_id=padded
-        )
-        lanes.over[env_id] = False
-        chosen = jax.tree.map(lambda x: x[:count], (obs, action, extras))
-        if self._chosen is None:
-            self._chosen = jax.tree.map(
-                lambda x: np.zeros((lanes.num_envs, *x.shape[1:]), x.dtype), chosen
-            )
-        _put(self._chosen, env_id, chosen)
-        self._env.send(chosen[1], env_id)
-        self._works[env_id], self._waits[env_id] = True, False
 
     def _info(self, result: HostStep, env_id: Any) -> Served:
         now = getattr(self._env, "now", time.monotonic() - self._start)
         at: Any = np.full(len(env_id), now, np.float32)
-        return Served(
-            env_id=env_id,
-            time=at,
-            info=result.info,
-            num_envs=self.lanes.num_envs,
-        )
+        num_envs = self._env.num_envs
+        return Served(env_id=env_id, time=at, info=result.info, num_envs=num_envs)
 
-    def _take(self, obs: ArrayTree, mask: np.ndarray) -> None:
-        if self.obs is None:
-            self.obs = jax.tree.map(np.array, obs)
+    def _read(self, obs: ArrayTree, at: At) -> ArrayTree:
+        _put(self.obs, at, obs)
+        return self.obs
+
+    def _read_first(self, obs: ArrayTree, mask: np.ndarray) -> ArrayTree:
+        own = jax.tree.map(np.array, obs) if self.obs is None else self.obs
         where = np.flatnonzero(mask)
-        _put(self.obs, where, jax.tree.map(lambda x: x[where], obs))
-        self._waits |= mask
-        self._works &= ~mask
-
-    def _place_of(self, lane: int, rows: Rows) -> tuple[Any, Any]:
-        first = int(self.lanes.first_row[lane])
-        places = [
-            (row, column)
-            for row in range(first, rows.num + 1)
-            for column in np.flatnonzero(self._served[row] == lane)
-        ]
-        return tuple(np.array(places).T)
+        _put(own, where, jax.tree.map(lambda x: x[where], obs))
+        self._works = self._works & ~mask  # a reset drops the step under way
+        return own
 
 
-_CHOSEN = ("obs", "action", "extras")
-
-
-def _put(tree: ArrayTree, where: np.ndarray, rows: ArrayTree) -> None:
+def _put(tree: ArrayTree, where: At, rows: ArrayTree) -> None:
     """Writes rows into arrays, in place."""
     for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
         array[where] = leaf

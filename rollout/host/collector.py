@@ -1,24 +1,22 @@
 """`HostCollector`: the folds of `Collector` over environments that are not JAX."""
 
-import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import chex
 import jax
 import numpy as np
 
+from envs.host.claims import claim, is_claimed, new_user
 from envs.host.types import HostVectorEnv
-from envs.types import ArrayTree
 from rollout import checks
+from rollout.host.assignment import Assignment, Results, per_env, queue
+from rollout.host.block import Block, Bookkeeper, fold, lanes_of
 from rollout.host.faults import Faults, FaultStats
-from rollout.host.figures import Figures, fold, lanes_of
+from rollout.host.loop import NO_LIMIT, Loop
 from rollout.host.program import Program
-from rollout.host.rows import Rows
-from rollout.host.run import NO_LIMIT, Run
-from rollout.host.seats import Seats
 from rollout.types import (
     Accumulator,
     Accumulators,
@@ -35,7 +33,6 @@ from rollout.types import (
 Acc = TypeVar("Acc")
 
 _BLOCK = 64  # rows that are collected before they are folded
-_NUMBERS = itertools.count(1)  # of collectors, in this process
 
 
 class HostCollector(Generic[ParamsT, ObsT, ActionT]):
@@ -77,24 +74,25 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         on_fault: str = "raise",
         max_restarts: int = 100,
     ) -> None:
+        checks.outside_of_jit()
         checks.kind_of_env(env, is_host=True)
         checks.collector(env, policy, record_fn)
         checks.count("max_restarts", max_restarts, least=0)
         self.env, self.policy, self.record_fn = env, policy, record_fn
         self.accumulators = checks.accumulators(accumulators)
         self._faults = Faults(env, on_fault, max_restarts)
-        self._number, self._ticket = next(_NUMBERS), 0
-        columns = env.num_envs, self._num_columns
-        self._figures = Figures(self.accumulators, record_fn, *columns)
+        self._number, self._ticket = new_user(), 0
+        self._bookkeeper = Bookkeeper(self.accumulators, record_fn, env.num_envs)
         self._program = Program(policy, env.action_space, env.num_envs)
-        self._run: Any = None  # the Run, once there is a first carry
-        self._key: Any = None
+        self._loop: Any = None  # the Loop, once there is a first carry
         self._next_episode = 0
-        # Of the call under way, or cut short: the mark of its carry, what it has filled
-        # of the block, and who plays which episode.
+        self._episode: Any = None  # the Episode of every lane before `_block`
+        # Of the call under way, or cut short: its last rows, also as they are handed
+        # out; the mark of its carry; and whether its result was handed over.
+        self._block: Any = None  # Block
+        self._trajectory: Any = None  # Transition
         self._used: Any = None  # [2] uint32
-        self._rows: Any = None  # Rows
-        self._seats: Seats | None = None
+        self._is_whole = True
 
     @property
     def fault_stats(self) -> FaultStats:
@@ -112,20 +110,31 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             ValueError: as there.
             envs.EnvFault: if an environment failed at its reset.
         """
+        checks.outside_of_jit()
         checks.typed_key(key)
-        self._ticket += 1
-        self._key, self._next_episode, self._seats = key, 0, None
-        self._figures.start()
-        self._program.start(key)
-        self._run = self._make_run(key)
-        return self._snapshot()
+        # Workers that an interrupt has cost are made anew without a word.
+        forgiven = None if self._is_whole else set()
+        with self._call():
+            self._ticket += 1
+            failed = np.zeros(self.env.num_envs, bool)
+            if self._loop is not None:  # those that nobody has made anew yet
+                failed = self._loop.state.failed
+            loop = self._make_loop(key, failed)
+            episode = self._bookkeeper.start(loop.state.episode_id)
+            claim(self.env, self._number)
+            self._next_episode, self._block, self._trajectory = 0, None, None
+            self._loop, self._episode = loop, episode
+            loop.settle(forgiven=forgiven)
+            return self._carry()
 
     def step(
         self, carry: Carry, params: ParamsT
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes one step in every lane; see `Collector.step`."""
-        carry, trajectory = self.collect_steps(carry, params, 1)
-        return carry, jax.tree.map(lambda x: x[0], trajectory)
+        with self._call(carry):
+            self._loop.play(params, self._begin_block(1))
+            trajectory = self._count()
+            return self._carry(), jax.tree.map(lambda x: x[0], trajectory)
 
     def collect_steps(
         self, carry: Carry, params: ParamsT, num_steps: int
@@ -138,11 +147,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 was collected until then is kept for `recover`, as after Ctrl-C, which
                 raises between two steps.
         """
-        rows = self._make_rows(checks.count("num_steps", num_steps))
-        self._begin(carry, params, rows)
-        self._run.play(params, rows)
-        trajectory = self._figures.finish(rows)
-        return self._snapshot(), trajectory
+        num_steps = checks.count("num_steps", num_steps)
+        with self._call(carry):
+            self._loop.play(params, self._begin_block(num_steps))
+            trajectory = self._count()
+            return self._carry(), trajectory
 
     def fold_steps(
         self,
@@ -159,13 +168,14 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         num_steps = checks.count("num_steps", num_steps)
         checks.function("fn", fn)
-        self._begin(carry, params)
         capacity = min(_BLOCK, num_steps)
-        for first in range(0, num_steps, capacity):
-            self._rows = self._make_rows(min(capacity, num_steps - first), capacity)
-            self._run.play(params, self._rows)
-            acc = fold(fn, acc, self._figures.finish(self._rows), self._rows.num)
-        return self._snapshot(), acc
+        with self._call(carry):
+            for first in range(0, num_steps, capacity):
+                size = min(capacity, num_steps - first)
+                block = self._begin_block(size, capacity)
+                self._loop.play(params, block)
+                acc = fold(fn, acc, self._count(), block.num)
+            return self._carry(), acc
 
     def collect_episodes(
         self,
@@ -184,8 +194,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         max_steps = checks.count("max_steps", max_steps, most=None)
         if min_steps is not None:
             min_steps = checks.count("min_steps", min_steps)
-        seats = self._make_queue(carry, params, num_episodes, min_steps)
-        return self._play(params, seats, max_steps, self._note_figures(seats))
+        with self._call(carry):
+            return self._play(params, self._queue(num_episodes, min_steps), max_steps)
 
     def collect_episodes_per_env(
         self, carry: Carry, params: ParamsT, episodes_per_env: int, *, max_steps: int
@@ -193,15 +203,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """Plays episodes of every lane; see `Collector.collect_episodes_per_env`."""
         episodes_per_env = checks.count("episodes_per_env", episodes_per_env)
         max_steps = checks.count("max_steps", max_steps, most=None)
-        self._begin(carry, params)
-        lane = np.arange(self.env.num_envs)
-        seats = Seats(
-            lane,
-            episodes_per_env * self.env.num_envs,
-            self._run.lanes.next_own() - lane,
-            is_queue=False,
-        )
-        return self._play(params, seats, max_steps, self._note_figures(seats))
+        with self._call(carry):
+            assignment = per_env(self._loop.state.next_own, episodes_per_env)
+            return self._play(params, assignment, max_steps)
 
     def fold_episodes(
         self,
@@ -217,16 +221,15 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         num_episodes = checks.count("num_episodes", num_episodes)
         max_steps = checks.count("max_steps", max_steps, most=None)
         checks.function("fn", fn)
-        seats = self._make_queue(carry, params, num_episodes, None)
 
-        def consume(rows: Rows) -> None:
+        def consume(trajectory: Transition, num_rows: int) -> None:
             nonlocal acc
-            trajectory = self._figures.finish(rows)
-            self._accumulate(seats, trajectory)
-            acc = fold(fn, acc, trajectory, rows.num)
+            acc = fold(fn, acc, trajectory, num_rows)
 
-        carry, episodes = self._play(params, seats, max_steps, consume)
-        return carry, acc, episodes
+        with self._call(carry):
+            assignment = self._queue(num_episodes)
+            carry, episodes = self._play(params, assignment, max_steps, consume)
+            return carry, acc, episodes
 
     def collect_padded_episodes(
         self, carry: Carry, params: ParamsT, num_episodes: int, *, max_length: int
@@ -234,28 +237,30 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """Returns `num_episodes` whole; see `Collector.collect_padded_episodes`."""
         num_episodes = checks.count("num_episodes", num_episodes)
         max_length = checks.count("max_length", max_length)
-        seats = self._make_queue(carry, params, num_episodes, None)
-        padded: ArrayTree = None
+        padded: Any = None
 
-        def consume(rows: Rows) -> None:
+        def consume(trajectory: Transition, num_rows: int) -> None:
             nonlocal padded
-            trajectory = jax.device_get(self._figures.finish(rows))
-            self._accumulate(seats, trajectory)
+            del num_rows  # unused: there is a mask
+            rows = jax.device_get(trajectory)
             if padded is None:
-                padded = _blank(trajectory, (max_length, num_episodes))
-            here = trajectory.mask
-            index = seats.index_of(trajectory.episode_id, lanes_of(trajectory))[here]
-            place = (trajectory.episode_length[here] - 1, index)
-            pairs = zip(
-                jax.tree.leaves(padded), jax.tree.leaves(trajectory), strict=True
-            )
+                shape = max_length, num_episodes
+                padded = jax.tree.map(
+                    lambda x: np.zeros(shape + x.shape[2:], x.dtype), rows
+                )
+            index = assignment.index_of(rows.episode_id[rows.mask])
+            place = rows.episode_length[rows.mask] - 1, index
+            pairs = zip(*map(jax.tree.leaves, (padded, rows)), strict=True)
             for table, new in pairs:
-                table[place] = new[here]
+                table[place] = new[rows.mask]
 
-        carry, episodes = self._play(params, seats, max_length, consume)
-        for table in jax.tree.leaves(padded):
-            table[:, seats.is_lost] = 0
-        return carry, jax.device_put(padded), episodes
+        with self._call(carry):
+            assignment = self._queue(num_episodes)
+            carry, episodes = self._play(params, assignment, max_length, consume)
+            lost = ~np.asarray(episodes.mask)
+            for table in jax.tree.leaves(padded):
+                table[:, lost] = 0
+            return carry, jax.device_put(padded), episodes
 
     def collect_batch(
         self,
@@ -284,26 +289,29 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         Returns:
             The next carry, and the trajectory, `[capacity, E, ...]`.
         """
-        run, rows = self._run, self._rows
-        if rows is not None and np.array_equal(carry.env_state, self._used):
-            run.recover(rows.num)
-        else:
-            rows = self._make_rows(num_steps, capacity)
-            self._begin(carry, params, rows)
-            if at_end == "reset":
-                run.begin(run.lanes.episode_length > 0, run.lanes.next_own())
-        run.play(params, rows, limit=limit, random_fn=random_fn)
-        is_cut = np.zeros(rows.mask.shape, bool)
-        if at_end == "truncate":
-            is_cut[num_steps - 1] = run.lanes.episode_length > 0
-            run.begin(is_cut[num_steps - 1], run.lanes.next_own())
-        trajectory = self._figures.finish(rows)
-        trajectory = trajectory.replace(truncated=trajectory.truncated | is_cut)
-        return self._snapshot(), trajectory
+        loop: Any = self._loop
+        is_mine = np.array_equal(carry.env_state, self._used)
+        goes_on = self._block is not None and is_mine
+        with self._call(None if goes_on else carry):
+            if goes_on:
+                loop.recover(self._block)
+            else:
+                self._begin_block(num_steps, capacity)
+                if at_end == "reset":
+                    loop.begin(loop.state.length > 0, loop.state.next_own)
+            block: Any = self._block
+            loop.play(params, block, limit=limit, random_fn=random_fn)
+            if at_end == "truncate":
+                under_way = loop.state.length > 0
+                block.stopped[num_steps - 1] |= under_way
+                loop.begin(under_way, loop.state.next_own)
+            trajectory = self._count()
+            truncated = trajectory.truncated | block.stopped
+            return self._carry(), trajectory.replace(truncated=truncated)
 
     def compile(self, carry: Carry, params: ParamsT) -> None:
         """Compiles the program of the policy ahead of the first call."""
-        self._program.compile(params, carry.obs)
+        self._program.compile(params, carry.obs, self._loop.state.progress)
 
     def save(self, carry: Carry) -> bytes:
         """The state of the environments, `b""` if it is not to be had.
@@ -328,28 +336,37 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             The carry to go on with.
         """
         self.init(carry.key)
-        self._next_episode = int(carry.next_episode)
-        self._figures.figures = carry.episode.accumulated
-        run, under_way = self._run, np.asarray(carry.episode.episode_length) > 0
-        run.lanes.put_back(carry.episode)
-        self._program.step, self._program.state = int(carry.step), carry.policy_state
-        run.lanes.over[:] = not saved
+        self._next_episode, loop = int(carry.next_episode), self._loop
+        episode = jax.tree.map(np.asarray, carry.episode.replace(accumulated=()))
+        self._episode = carry.episode
+        under_way = episode.episode_length > 0
+        episode_id = episode.episode_id
+        loop.state = loop.state._replace(
+            progress=loop.state.progress._replace(
+                step=int(carry.step), state=carry.policy_state
+            ),
+            episode_id=episode_id,
+            own_id=episode_id,
+            length=episode.episode_length,
+            over=np.full(self.env.num_envs, not saved),
+        )
         if saved:
             env: Any = self.env  # one that has `save` has `load`
             env.load(pickle.loads(saved))
-            run.obs = jax.tree.map(np.asarray, carry.obs)
+            loop.obs = jax.tree.map(np.asarray, carry.obs)
         else:
-            run.begin(np.ones(self.env.num_envs, bool), run.lanes.episode_id)
+            self._episode = self._bookkeeper.start(episode_id)
+            loop.begin(np.ones(self.env.num_envs, bool), episode_id)
             if under_way.any():
                 warnings.warn(
                     f"The state of the environments was not saved: {under_way.sum()} "
                     "episodes under way begin anew.",
                     stacklevel=3,
                 )
-        return self._snapshot()
+        return self._carry()
 
     def recover(self) -> tuple[Carry, Transition[ObsT, ActionT] | None]:
-        """Goes on after an error, or after Ctrl-C, that cut a call short.
+        """Goes on where an error or Ctrl-C has cut a call short.
 
         Environments that failed are made anew, if they can be, and lanes whose episode
         cannot go on begin new ones.
@@ -357,120 +374,130 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         Returns:
             The carry to go on with; and what the call had collected, `[T, E, ...]`, of
             a fold or of whole episodes the rows that it had not done with yet; None
-            if there are none.
+            if there are none, or if the call had returned.
 
         Raises:
-            ValueError: if no call was cut short.
+            ValueError: if there was no call yet.
         """
-        if self._rows is None:
-            raise ValueError(
-                "`recover` must follow a call that was cut short, got none."
-            )
-        num_rows = self._rows.num
-        trajectory = self._figures.finish(self._rows) if num_rows else None
-        if self._seats is not None:
-            self._next_episode += self._seats.num_queued
-            self._seats = None
-        self._run.recover()
-        if trajectory is not None:
-            trajectory = jax.tree.map(lambda x: x[:num_rows], trajectory)
-        return self._snapshot(), trajectory
+        if self._loop is None:
+            raise ValueError("`recover` must follow `init`, which was not called yet.")
+        with self._call():
+            loop, assignment = self._loop, self._loop.state.assignment
+            loop.recover(self._block, anew=not is_claimed(self.env, self._number))
+            claim(self.env, self._number)
+            if assignment is not None and assignment.is_queue:
+                started = min(assignment.num_started, assignment.num_episodes)
+                self._next_episode = -1 - int(assignment.first_id[0]) + started
+            if self._block is None or not self._block.num:
+                return self._carry(), None
+            num_rows, trajectory = self._block.num, self._count()
+            return self._carry(), jax.tree.map(lambda x: x[:num_rows], trajectory)
 
     @property
     def _num_columns(self) -> int:
         """Lanes of a row."""
         return self.env.num_envs
 
-    def _make_run(self, key: chex.PRNGKey) -> Run:
-        return Run(self.env, self._program.act, key, self._faults)
+    def _make_loop(self, key: chex.PRNGKey, failed: np.ndarray) -> Loop:
+        act_fn, progress = self._program.act, self._program.start(key)
+        return Loop(self.env, act_fn, progress, key, self._faults, failed)
 
-    def _make_rows(self, size: int, capacity: int | None = None) -> Rows:
-        return Rows(self._num_columns, size, capacity)
+    def _begin_block(self, size: int, capacity: int | None = None) -> Block:
+        block = Block(self._num_columns, size, capacity)
+        self._block, self._trajectory = block, None
+        return block
 
-    def _begin(self, carry: Carry, params: Any, rows: Rows | None = None) -> None:
-        """Checks that the carry is the latest one, and marks it as used."""
-        checks.host_call(carry, params)
-        if self._run is None or not np.array_equal(carry.env_state, self._mark):
+    def _queue(self, num_episodes: int, min_steps: int | None = None) -> Assignment:
+        next_own = self._loop.state.next_own
+        return queue(next_own, self._next_episode, num_episodes, min_steps)
+
+    def _call(self, carry: Carry | None = None) -> "_Call":
+        """Begins a call: checks that the carry is the latest one, and uses it up."""
+        if carry is None:
+            return _Call(self)
+        checks.host_call(carry)
+        if self._loop is not None and not is_claimed(self.env, self._number):
+            raise ValueError(
+                "`carry` must be of the collector that stepped `env` last, but another "
+                "one has stepped it since: give each its own environments, or `init` "
+                "this one again."
+            )
+        if self._loop is None or not np.array_equal(carry.env_state, self._mark):
             raise ValueError(
                 "`carry` must be the one that the last call returned, for the "
                 "environments have moved on; after an error `recover` returns one."
             )
-        self._used = self._mark
-        self._ticket += 1
-        self._rows = rows or self._make_rows(1)
+        return _Call(self, carry)
 
     @property
     def _mark(self) -> np.ndarray:
         """Mark of the latest carry, which no other carry has."""
         return np.array([self._number, self._ticket], np.uint32)
 
-    def _snapshot(self) -> Carry:
+    def _count(self) -> Transition:
+        """The rows of the block as they are handed out, counted once."""
+        if self._trajectory is None:
+            counted = self._bookkeeper.count(self._episode, self._block)
+            self._episode, self._trajectory = counted
+        return self._trajectory
+
+    def _carry(self) -> Carry:
         """The carry that the next call takes."""
-        run, lanes = self._run, self._run.lanes
-        step: Any = np.int32(self._program.step)
+        state = self._loop.state
+        step: Any = np.int32(state.progress.step)
         next_episode: Any = np.int32(self._next_episode)
-        self._program.restart(lanes.over, lanes.episode_id)
-        self._rows = None
         return Carry(
-            key=self._key,
+            key=state.progress.key,
             step=step,
             next_episode=next_episode,
             env_state=self._mark,
-            obs=jax.tree.map(np.array, run.obs),
-            policy_state=self._program.state,
-            episode=lanes.snapshot(self._figures.of(lanes)),
+            obs=jax.tree.map(np.array, self._loop.obs),
+            policy_state=self._program.restart(
+                state.progress, state.over, state.episode_id
+            ),
+            episode=self._bookkeeper.at(self._episode, state.episode_id),
         )
-
-    def _make_queue(
-        self, carry: Carry, params: Any, num_episodes: int, min_steps: int | None
-    ) -> Seats:
-        """All lanes serve one queue: whoever is free takes the next episode."""
-        self._begin(carry, params)
-        num_envs = self.env.num_envs
-        ids = np.full(num_envs, -1 - self._next_episode)
-        options = {"is_queue": True, "min_steps": min_steps}
-        return Seats(np.arange(num_envs), num_episodes, ids, **options)
 
     def _play(
         self,
         params: Any,
-        seats: Seats,
+        assignment: Assignment,
         max_steps: int,
-        consume: Callable[[Rows], None],
+        consume: Callable[[Transition, int], None] = lambda trajectory, num_rows: None,
     ) -> tuple[Carry, Episodes]:
-        """Plays the episodes of `seats`, and hands every block of rows to `consume`."""
-        run, self._seats = self._run, seats
-        everywhere = np.ones(self.env.num_envs, bool)
-        after = seats.after(run.lanes)
-        run.begin(everywhere, seats.episode_id, seats)
-        while not seats.is_over:
-            self._rows = self._make_rows(_BLOCK)
-            run.play(params, self._rows, limit=max_steps, seats=seats)
-            consume(self._rows)
-        episodes = seats.read()
-        self._next_episode += seats.num_queued
-        self._seats = None
-        run.begin(everywhere, after)
-        return self._snapshot(), jax.device_put(episodes)
-
-    def _note_figures(self, seats: Seats) -> Callable[[Rows], None]:
-        """Makes the consumer of blocks that keeps only the accumulated figures."""
-
-        def consume(rows: Rows) -> None:
-            if self.accumulators:
-                self._accumulate(seats, self._figures.finish(rows))
-
-        return consume
-
-    def _accumulate(self, seats: Seats, trajectory: Transition) -> None:
-        """Notes the figures of the episodes that ended in a block."""
-        if self.accumulators:
-            fields = trajectory.done & trajectory.mask, trajectory.episode_id
-            fields = *fields, lanes_of(trajectory), trajectory.accumulated
-            ended, episode_id, lane, figures = jax.device_get(fields)
-            index = seats.index_of(episode_id, lane)[ended]
-            seats.accumulate(index, jax.tree.map(lambda x: x[ended], figures))
+        """Plays assigned episodes; hands every block of rows to `consume`."""
+        loop, results = self._loop, Results(assignment)
+        loop.assign(assignment)
+        while not loop.is_over:
+            block = self._begin_block(_BLOCK)
+            loop.play(params, block, limit=max_steps)
+            trajectory = self._count()
+            consume(trajectory, block.num)
+            results.note(trajectory, lanes_of(trajectory), block.cut)
+        episodes, num_queued = results.read(loop.state.lost)
+        self._next_episode, self._block = self._next_episode + num_queued, None
+        self._trajectory = None
+        loop.dismiss(assignment.after)
+        return self._carry(), jax.device_put(episodes)
 
 
-def _blank(trajectory: Transition, shape: tuple[int, int]) -> Transition:
-    return jax.tree.map(lambda x: np.zeros(shape + x.shape[2:], x.dtype), trajectory)
+class _Call:
+    """A call of a collector: until it is over, `recover` can go on where it stopped."""
+
+    def __init__(self, collector: Any, carry: Carry | None = None) -> None:
+        self._collector, self._carry = collector, carry
+
+    def __enter__(self) -> Self:
+        of = self._collector
+        of._is_whole = False  # first: from here on `recover` may be called
+        if self._carry is not None:
+            of._used = of._mark
+            of._ticket += 1
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is not None:
+            return
+        # In one line, the last one of a call: now its result is handed over.
+        of = self._collector
+        of._block, of._trajectory, of._is_whole = None, None, True

@@ -58,11 +58,8 @@ class Faults:
         Raises:
             EnvFault: if they shall not be made anew, or were too often.
         """
+        self.count(episodes=episodes, steps=steps)
         old = self.stats
-        self.stats = old._replace(
-            faulty_episodes=old.faulty_episodes + episodes,
-            lost_steps=old.lost_steps + steps,
-        )
         cause = next(iter(causes.values()))
         if self._on_fault == "raise":
             raise EnvFault(causes) from cause
@@ -72,6 +69,14 @@ class Faults:
         for number, reason in causes.items():
             what = f"{type(reason).__name__}: {reason}"
             _LOG.warning("environment %d is made anew after %s", number, what)
+
+    def count(self, *, episodes: int, steps: int) -> None:
+        """Counts lost episodes, and rows that are masked."""
+        old = self.stats
+        self.stats = old._replace(
+            faulty_episodes=old.faulty_episodes + episodes,
+            lost_steps=old.lost_steps + steps,
+        )
 
     def rebuild(self, numbers: Iterable[int]) -> None:
         """Makes environments anew, whatever was asked for."""

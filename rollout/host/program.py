@@ -1,4 +1,4 @@
-"""The policy as one compiled program, which a loop in Python calls at every step."""
+"""Calls the policy as one compiled program at every step of the host loop."""
 
 import functools
 from typing import Any, NamedTuple
@@ -26,39 +26,45 @@ class View(NamedTuple):
     action_space: AnySpace
 
 
+class Progress(NamedTuple):
+    """How far a policy has come: what one call of it hands to the next."""
+
+    key: chex.PRNGKey  # the root key
+    words: np.ndarray  # its words, for a typed key takes jax's slow way in
+    step: int  # how often it has acted
+    state: ArrayTree  # [E, ...], on the device
+
+
 class Program:
-    """A policy that acts on the host: its state and its keys stay on the device.
+    """A policy that acts on the host; its keys and its state stay on the device.
 
     Args:
         policy: the policy.
         action_space: of one lane.
         num_envs: E, lanes; a call may be about some of them.
-
-    Attributes:
-        step: how often it has acted.
-        state: `[E, ...]`, of the policy.
-        has_state: whether there is anything in it.
     """
 
     def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
         self._policy = policy
         self._view: Any = View(num_envs, action_space)
         self._impl: Any = None
+        # The keys of many steps, drawn at once, for in a small program two hashes are
+        # most of the time: the root key, the first step, and their words.
+        self._ahead: tuple[Any, int, np.ndarray] = (
+            None,
+            0,
+            np.zeros((0, 2), np.uint32),
+        )
 
-    def start(self, key: chex.PRNGKey) -> None:
-        """Puts the policy to its first step; `key` is one typed root key."""
+    def start(self, key: chex.PRNGKey) -> Progress:
+        """Compiles for a typed root key; returns where the policy starts."""
         if self._impl != (impl := jax.random.key_impl(key)):
-            self._impl = impl
             self._act = jax.jit(self._apply)
             self._restart = jax.jit(self._restarted)
             self._initial = jax.jit(self._initial_state)
-        self.step, self._key = 0, key
-        self.state = self._initial(key)
-        self.has_state = bool(jax.tree.leaves(self.state))
-        # Words, for a typed key takes jax's slow way in; and those of many steps are
-        # drawn at once, for in a small program two hashes are most of the time.
-        self._words = np.asarray(jax.random.key_data(key))
-        self._first, self._keys = 0, self._words[None][:0]
+            self._impl = impl  # last: it says that the others are there
+        words = np.asarray(jax.random.key_data(key))
+        return Progress(key=key, words=words, step=0, state=self._initial(key))
 
     def act(
         self,
@@ -66,68 +72,69 @@ class Program:
         obs: ArrayTree,
         over: np.ndarray,
         episode_id: np.ndarray,
+        progress: Progress,
         *,
         env_id: np.ndarray | None = None,
         is_random: np.ndarray | None = None,
-    ) -> tuple[ArrayTree, ArrayTree]:
-        """Asks the policy what to do, and moves its state on.
+    ) -> tuple[ArrayTree, ArrayTree, Progress]:
+        """Asks the policy what to do.
 
         Args:
             params: whatever the policy takes as its parameters.
             obs: `[R, ...]`, NumPy; nobody may write to it afterwards.
             over: `[R]` bool, lanes that are at the start of an episode.
             episode_id: `[R]` int32, the episodes they are in.
+            progress: where the last call left the policy.
             env_id: `[R]` int32, which lanes these are; None for all E in order.
             is_random: `[R]` bool, lanes that act at random instead; None for nowhere.
 
         Returns:
-            Action and extras, `[R, ...]`, NumPy.
+            Action and extras, `[R, ...]`, NumPy; and where the policy is now.
         """
-        lanes = (self._words, over, episode_id) if self.has_state else ()
-        warmup = () if is_random is None else (self._warmup_words(), is_random)
-        args = self._policy_words(), self.state, obs, lanes, env_id, warmup
-        self.state, out = self._act(params, *args)
-        self.step += 1
+        state, lanes, warmup = progress.state, (), ()
+        if jax.tree.leaves(state):
+            lanes = progress.words, over, episode_id
+        if is_random is not None:
+            warmup = _warmup_words(progress.key, progress.step), is_random
+        words = self._policy_words(progress)
+        state, out = self._act(params, words, state, obs, lanes, env_id, warmup)
         leaves, structure = jax.tree.flatten(out)
         # Where the parameters put the program, whatever jax's default is.
         if any(device.platform != "cpu" for device in leaves[0].devices()):
-            return jax.device_get(out)  # all copies begin before one is waited for
-        return structure.unflatten([np.asarray(x) for x in leaves])
+            out = jax.device_get(out)  # all copies begin before one is waited for
+        else:
+            out = structure.unflatten([np.asarray(x) for x in leaves])
+        return *out, progress._replace(step=progress.step + 1, state=state)
 
-    def compile(self, params: Any, obs: ArrayTree) -> None:
-        """Compiles `act`, which moves nothing on."""
-        at = self.step, self.state
-        num_lanes = self._view.num_envs
-        self.act(
-            params, obs, np.ones(num_lanes, bool), np.arange(num_lanes, dtype=np.int32)
-        )
-        self.step, self.state = at
+    def compile(self, params: Any, obs: ArrayTree, progress: Progress) -> None:
+        """Compiles `act`."""
+        lane = np.arange(self._view.num_envs, dtype=np.int32)
+        self.act(params, obs, np.ones(len(lane), bool), lane, progress)
 
-    def restart(self, over: np.ndarray, episode_id: np.ndarray) -> None:
-        """Puts the state of the lanes where `over` back to that of an episode's start.
+    def restart(
+        self, progress: Progress, over: np.ndarray, episode_id: np.ndarray
+    ) -> ArrayTree:
+        """The state with that of an episode's start in the lanes where `over`.
 
         `act` does so by itself; this is for a state that is looked at.
         """
-        if self.has_state and over.any():
-            self.state = self._restart(self._words, self.state, over, episode_id)
+        if not jax.tree.leaves(progress.state) or not over.any():
+            return progress.state
+        return self._restart(progress.words, progress.state, over, episode_id)
 
     def _initial_state(self, key: chex.PRNGKey) -> ArrayTree:
         lanes = episode_keys.all_lanes(self._view.num_envs)
         first = episode_keys.keys_of(key, lanes, lanes.number)
         return initial_policy_state(self._policy, self._view, first)
 
-    def _policy_words(self) -> np.ndarray:
+    def _policy_words(self, progress: Progress) -> np.ndarray:
         """The words of the policy's key at this step."""
-        row = self.step - self._first
-        if row < 0 or row >= len(self._keys):
-            row, self._first = 0, self.step
-            self._keys = np.asarray(_policy_keys(self._key, self.step))
-        return self._keys[row]
-
-    def _warmup_words(self) -> np.ndarray:
-        root = episode_keys.warmup_root(self._key)
-        key = episode_keys.at_step(root, jnp.int32(self.step))
-        return np.asarray(jax.random.key_data(key))
+        key, first, words = self._ahead
+        row = progress.step - first
+        if key is not progress.key or not 0 <= row < len(words):
+            words, row = np.asarray(_policy_keys(progress.key, progress.step)), 0
+            self._ahead = progress.key, progress.step, words
+        return words[row]
 
     def _apply(
         self,
@@ -188,6 +195,12 @@ def _policy_keys(root: chex.PRNGKey, step: jax.Array) -> jax.Array:
     steps = step + jnp.arange(_AHEAD, dtype=jnp.int32)
     key = episode_keys.at_step(episode_keys.policy_root(root), steps)
     return jax.random.key_data(key)
+
+
+def _warmup_words(root: chex.PRNGKey, step: int) -> np.ndarray:
+    """The words of the key of a step's random actions."""
+    key = episode_keys.at_step(episode_keys.warmup_root(root), jnp.int32(step))
+    return np.asarray(jax.random.key_data(key))
 
 
 def _carry(obs: ArrayTree, state: ArrayTree) -> Carry:

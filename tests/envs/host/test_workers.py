@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -275,11 +276,19 @@ def test_idle_one_is_reset_while_others_are_under_way(make):
     env.send(np.int32([1, 1]), np.int32([0, 2]))
     obs = start(env, mask=np.bool_([False, True, False, False]))
     np.testing.assert_array_equal(obs[1], [0, 0])
-    with pytest.raises(ValueError, match="must leave out what is under way, got 0"):
-        start(env)
     step, env_id = env.receive(2)
     assert set(env_id.tolist()) == {0, 2}
     np.testing.assert_array_equal(step.obs, np.ones((2, 2)))
+
+
+def test_reset_drops_the_step_that_is_under_way(make):
+    env = make()
+    start(env, ("slow", "fine", "slow", "fine"))
+    env.send(np.int32([1, 1]), np.int32([0, 2]))
+    np.testing.assert_array_equal(start(env), np.zeros((4, 2)))
+    with pytest.raises(ValueError, match=r"`num_ready` must be at most .*, 0, got 1"):
+        env.receive(1)
+    np.testing.assert_array_equal(env.step(ACTION).obs, np.ones((4, 2)))
 
 
 def test_asynchronous_faults_come_with_their_rows(make):
@@ -460,10 +469,21 @@ def test_function_that_fails_is_named(make):
     assert words in str(info.value)
 
 
+def test_functions_may_be_lambdas_and_classes_of_a_notebook(make):
+    class Local(Count):
+        pass
+
+    env = make([lambda: Count(length=2), Local], num_workers=1)
+    env.reset(np.uint32([0, 0]), EVERY[:2])
+    env.step(ACTION[:2])
+    np.testing.assert_array_equal(env.step(ACTION[:2]).terminated, [True, False])
+
+
 def test_function_must_be_picklable(make):
-    words = "`make_fns` must be picklable, defined at module level.*function 1"
+    lock = threading.Lock()
+    words = "`make_fns` must be picklable.*function 1"
     with pytest.raises(ValueError, match=words):
-        make([Count, lambda: Count()])
+        make([Count, lambda: Count(lock)])
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -187,6 +187,30 @@ def test_only_the_last_carry_is_taken():
         other.step(collector.init(KEY), None)
 
 
+def test_carry_is_refused_once_another_collector_has_stepped_the_environments():
+    env = HostCount(4)
+    training, testing = (HostCollector(env=env, policy=POLICY) for _ in range(2))
+    carry, _ = training.step(training.init(KEY), None)
+    rollout.evaluate(testing, KEY, None, 3, max_steps=6)
+    with pytest.raises(ValueError, match="another one has stepped it since"):
+        training.step(carry, None)
+    carry, _ = training.step(training.init(KEY), None)
+    training.step(carry, None)
+
+
+def test_rows_of_a_call_that_was_cut_short_outlive_another_collector():
+    env = HostCount(4)
+    training, testing = (HostCollector(env=env, policy=POLICY) for _ in range(2))
+    carry = training.init(KEY)
+    with pytest.raises(ZeroDivisionError):
+        training.fold_steps(carry, None, lambda acc, row: 1 // 0, 0, num_steps=5)
+    rollout.evaluate(testing, KEY, None, 3, max_steps=6)
+    carry, rows = training.recover()
+    assert rows.mask.sum() == 20
+    _, rows = training.step(carry, None)
+    assert rows.first.all()  # their episodes are gone
+
+
 def test_what_is_refused():
     env = envs.make_vec("CartPole-v1", 2)
     with pytest.raises(ValueError, match="`env` must be a `HostVectorEnv`"):
@@ -195,10 +219,14 @@ def test_what_is_refused():
         HostCollector(env=HostCount(2), policy=POLICY, on_fault="drop")
     collector = on_host()
     carry = collector.init(KEY)
-    with pytest.raises(ValueError, match="outside of `jit`"):
+    with pytest.raises(ValueError, match="called outside of `jit`"):
         jax.jit(lambda p: collector.step(carry, p)[1].reward)(1.0)
     with pytest.raises(ValueError, match="`num_steps` must be"):
         collector.collect_steps(carry, None, 0)
     with pytest.raises(ValueError, match="`max_steps` must be"):
         collector.collect_episodes(carry, None, 3, max_steps=0)
     collector.step(carry, None)  # nothing has used it up
+    with pytest.raises(ValueError, match="made and called outside of `jit`"):
+        jax.jit(lambda x: on_host().num_envs + x)(1.0)
+    with pytest.raises(ValueError, match="made and called outside of `jit`"):
+        jax.jit(lambda x: x + collector.init(KEY).step)(1.0)  # nothing is traced

@@ -112,8 +112,11 @@ def test_what_was_collected_is_kept():
     carry, after = collect(collector, 4, carry)
     np.testing.assert_array_equal(after.episode_length[:, 0], [4, 5, 1, 2])
     np.testing.assert_array_equal(after.episode_length[:, 1], [1, 2, 3, 4])
-    with pytest.raises(ValueError, match="`recover` must follow a call"):
-        collector.recover()
+    carry, rows = collector.recover()  # nothing was cut short
+    assert rows is None
+    np.testing.assert_array_equal(carry.episode.episode_length[0], 2)
+    with pytest.raises(ValueError, match="`recover` must follow `init`"):
+        make().recover()
 
 
 @pytest.mark.parametrize("num_episodes", [1, 4, 7])

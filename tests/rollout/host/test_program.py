@@ -22,19 +22,23 @@ def fetched(monkeypatch):
 
 def start():
     program = Program(OPTIONS["policy"], HostCount.action_space, len(OVER))
-    program.start(KEY)
-    return program
+    progress = program.start(KEY)
+
+    def act():
+        return program.act(None, OBS, OVER, ID, progress)
+
+    return program, act
 
 
 def test_results_of_a_cpu_are_read_in_place(fetched):
-    action, _ = start().act(None, OBS, OVER, ID)
+    action, *_ = start()[1]()
     assert isinstance(action, np.ndarray)
     assert not fetched
 
 
 def test_default_platform_of_the_process_changes_nothing(monkeypatch, fetched):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert isinstance(start().act(None, OBS, OVER, ID)[0], np.ndarray)
+    assert isinstance(start()[1]()[0], np.ndarray)
     assert not fetched
 
 
@@ -58,10 +62,10 @@ class OnGpu:
 
 
 def test_copies_from_another_device_begin_before_one_is_waited_for(monkeypatch):
-    calls, program = [], start()
+    calls, (program, act) = [], start()
     out = OnGpu("action", calls), {"value": OnGpu("value", calls)}
     monkeypatch.setattr(program, "_act", lambda params, words, state, *_: (state, out))
-    action, extras = program.act(None, OBS, OVER, ID)
+    action, extras, _ = act()
     assert calls[:2] == ["start action", "start value"]
     assert {*calls[2:]} == {"wait action", "wait value"}
     assert all(isinstance(x, np.ndarray) for x in (action, extras["value"]))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_envs import Unreliable
+from host_envs import Steady, Unreliable
 
 import envs
 import rollout
@@ -66,6 +66,20 @@ def test_exactly_so_many_episodes_start_and_those_that_are_lost_are_masked():
     assert 0 < lost < 20
     length = np.asarray(episodes.episode_length)
     np.testing.assert_array_equal(length, np.where(episodes.mask, LENGTH, 0))
+    collector.close()
+
+
+def test_worker_that_died_between_two_calls_is_replaced():
+    env = envs.workers([Steady] * 2, num_workers=2)
+    collector = rollout.HostCollector(env=env, policy=POLICY)
+    collector.collect_steps(collector.init(KEY), None, 5)
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+    with pytest.raises(envs.EnvFault, match="ended with exit code -9"):
+        collector.init(KEY)
+    _, rows = collector.collect_steps(collector.init(KEY), None, 5)
+    assert rows.mask.all()
     collector.close()
 
 

@@ -1,0 +1,428 @@
+"""Steps environments under a policy: act, step, and begin the episodes that follow.
+
+An exception, Ctrl-C among them, may come on any line. So what a row changes is computed
+first and then takes effect at once, in one assignment; until then the answer of the
+environments is kept, and can be taken again.
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
+
+import chex
+import numpy as np
+
+from envs.host.types import EnvFault, HostStep, HostVectorEnv
+from envs.types import ArrayTree
+from rollout.host.assignment import Assignment
+from rollout.host.block import Block
+from rollout.host.faults import Faults, Guard
+from rollout.host.seeds import Seeds
+
+At = slice | np.ndarray  # the lanes of a row's columns: all, or `[R]` int
+
+NO_LIMIT = 2**31 - 1
+TORN = "torn"
+_ALL = slice(None)
+
+
+class Fault(NamedTuple):
+    """Environments that failed, before anybody was told."""
+
+    causes: Mapping[int, BaseException]  # by the number of the environment
+    lost: tuple[int, ...]  # ids of the episodes that are lost with them
+    num_episodes: int  # of these, that count
+
+
+class Answer(NamedTuple):
+    """What environments answered to a row that is not written yet."""
+
+    action: ArrayTree  # [R, ...]
+    extras: ArrayTree  # [R, ...]
+    progress: Any  # of the policy
+    result: HostStep  # [R, ...]
+    at: At = _ALL
+
+
+class State(NamedTuple):
+    """What a row changes; `[E]` each. Replaced as a whole, never written to."""
+
+    progress: Any  # of the policy: what one call of it hands to the next
+    episode_id: np.ndarray  # int32
+    own_id: np.ndarray  # int32, the last episode of the lane's own
+    length: np.ndarray  # int32, steps of the episode so far
+    over: np.ndarray  # bool, the policy has not seen the lane's episode yet
+    must_begin: np.ndarray  # bool, the lane must be reset
+    unread: np.ndarray  # bool, the lane's first observation was not taken yet
+    failed: np.ndarray  # bool, the environment must be made anew
+    fault: Fault | None = None
+    lost: tuple[int, ...] = ()  # ids of the episodes that were lost in this call
+    assignment: Assignment | None = None  # None: every lane plays its own episodes
+
+    @property
+    def next_own(self) -> np.ndarray:
+        """`[E]` int32, the ids of the lanes' own next episodes."""
+        return self.own_id + np.int32(len(self.own_id))
+
+    def begin(self, mask: np.ndarray, episode_id: np.ndarray) -> Self:
+        """Has the lanes where `mask` begin the episodes of these ids, `[E]`."""
+        episode_id = np.where(mask, episode_id, self.episode_id)
+        return self._replace(
+            episode_id=episode_id,
+            own_id=np.where(mask & (episode_id >= 0), episode_id, self.own_id),
+            length=np.where(mask, np.int32(0), self.length),
+            over=self.over | mask,
+            must_begin=self.must_begin | mask,
+            unread=self.unread | mask,
+        )
+
+    def end(self, mask: np.ndarray, num_steps: int) -> Self:
+        """Ends the episodes where `mask`; the lanes begin those that follow.
+
+        Args:
+            mask: `[E]` bool.
+            num_steps: steps since the last time, of lanes that are not idle.
+        """
+        if self.assignment is None:
+            any_over = np.count_nonzero(mask)  # `any` takes three times as long
+            return self.begin(mask, self.next_own) if any_over else self
+        assignment = self.assignment.advance(mask, num_steps)
+        state = self._replace(assignment=assignment)
+        return state.begin(mask, assignment.episode_id) if mask.any() else state
+
+    def lose(self, causes: Mapping[int, BaseException], counts: np.ndarray) -> Self:
+        """Notes that environments failed; `counts`, `[E]` bool: whose episode counts.
+
+        Before `end`, which gives their lanes other episodes.
+        """
+        lanes = list(causes)
+        lost, failed = tuple(self.episode_id[lanes].tolist()), self.failed.copy()
+        failed[lanes] = True
+        fault = Fault(dict(causes), lost, int(counts[lanes].sum()))
+        return self._replace(fault=fault, failed=failed, lost=self.lost + lost)
+
+
+class Loop:
+    """A policy in environments: where they stand, and how they go on.
+
+    Args:
+        env: `E` environments.
+        act_fn: `Program.act`, which chooses the actions.
+        progress: of the policy, before its first step.
+        key: one typed root key.
+        faults: counts environments that fail, and makes them anew.
+        failed: `[E]` bool, those that must be made anew at once.
+    """
+
+    def __init__(
+        self,
+        env: HostVectorEnv,
+        act_fn: Callable[..., tuple[ArrayTree, ArrayTree, Any]],
+        progress: Any,
+        key: chex.PRNGKey,
+        faults: Faults,
+        failed: np.ndarray,
+    ) -> None:
+        self._env, self._act_fn, self._faults = env, act_fn, faults
+        self._seeds, self._guard = (
+            Seeds(key, env.num_envs),
+            Guard(env.observation_space),
+        )
+        self._everywhere = np.ones(env.num_envs, bool)
+        self._nowhere = ~self._everywhere
+        self._limit = NO_LIMIT
+        self.obs: ArrayTree = None  # [E, ...], in the environments' own memory
+        # None between two rows; torn while the environments step, for nobody knows how
+        # far an interrupted step got; then their answer, until its row is written.
+        self._pending: Any = None
+        lane = np.arange(env.num_envs, dtype=np.int32)
+        self.state = State(
+            progress=progress,
+            episode_id=lane,
+            own_id=lane,
+            length=np.zeros_like(lane),
+            over=self._everywhere,
+            must_begin=self._everywhere,
+            unread=self._everywhere,
+            failed=failed,
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Tells whether all assigned episodes are over."""
+        assignment = self.state.assignment
+        return assignment is not None and assignment.is_over
+
+    def play(
+        self,
+        params: Any,
+        block: Block,
+        *,
+        limit: int = NO_LIMIT,
+        random_fn: Callable[[int], np.ndarray | None] = lambda row: None,
+    ) -> None:
+        """Fills a block, or as much of it as the assigned episodes take.
+
+        After an error the block has the rows that are whole; `recover` goes on.
+
+        Args:
+            params: whatever the policy takes as its parameters.
+            block: where the rows go.
+            limit: steps after which an episode is cut.
+            random_fn: the row to `[E]` bool, the lanes that act at random, or None.
+        """
+        self._limit = limit
+        with _InterruptBetweenSteps() as interrupt:
+            while block.num < block.size and not self.is_over:
+                interrupt.check()
+                self._exchange(params, block, random_fn(block.num))
+                self._take(block)
+                self.settle(block)
+
+    def begin(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
+        """Begins the episodes of these ids, `[E]`, where `mask`."""
+        self.state = self.state.begin(mask, episode_id)
+        self.settle()
+
+    def assign(self, assignment: Assignment) -> None:
+        """Begins the first episodes of an assignment, in all lanes."""
+        state = self.state.begin(self._everywhere, assignment.episode_id)
+        self.state = state._replace(assignment=assignment, lost=())
+        self.settle()
+
+    def dismiss(self, after: np.ndarray) -> None:
+        """Ends the assignment: lanes begin their own episodes of the ids `after`."""
+        state = self.state.begin(self._everywhere, after)
+        self.state = state._replace(assignment=None, lost=())
+        self.settle()
+
+    def recover(self, block: Block | None, *, anew: bool = False) -> None:
+        """Goes on after an error; an assignment of episodes is given up.
+
+        Environments that failed are made anew, and lanes whose episode cannot go on
+        begin new ones; with `anew` all do.
+        """
+        if self._pending is not None and self._pending is not TORN and block:
+            self._take(block)
+        state = self.state
+        if self._pending is not None or anew:
+            state = state.begin(self._everywhere, state.next_own)
+        elif state.assignment is not None:  # whose episodes nobody waits for any more
+            mine = (state.must_begin & (state.episode_id < 0)) | ~state.assignment.mask
+            state = state.begin(mine, state.next_own)
+        self.state, self._pending = state._replace(assignment=None, lost=()), None
+        self.settle(block, forgiven=set())
+
+    def settle(
+        self, block: Block | None = None, forgiven: set[int] | None = None
+    ) -> None:
+        """Makes failed environments anew, and resets the lanes that must begin.
+
+        Args:
+            block: the rows in which lost episodes are voided.
+            forgiven: None reports each fault, which raises, unless environments shall
+                be restarted. A set forgives the first fault of each environment, and
+                gathers those that had one.
+        """
+        while True:
+            fault = self.state.fault
+            if fault is not None:
+                self._report(fault, block, forgiven)
+            elif self.state.failed.any():
+                self._rebuild()
+            elif self.state.must_begin.any():
+                self._reset()
+            else:
+                return
+
+    def _exchange(
+        self, params: Any, block: Block, is_random: np.ndarray | None
+    ) -> None:
+        """Sends the actions, and waits for what a row needs."""
+        state = self.state
+        # A row of the block stays as it is, so that jax may read it where it lies.
+        obs = block.write("obs", self.obs)
+        action, extras, progress = self._act_fn(
+            params,
+            obs,
+            state.over,
+            state.episode_id,
+            state.progress,
+            is_random=is_random,
+        )
+        self._pending = TORN
+        # One line, so that no interrupt comes between the step and its answer.
+        self._pending = Answer(action, extras, progress, self._env.step(action))
+
+    def _answer(self, block: Block) -> Answer:
+        """The row that was answered; its observations are written."""
+        del block  # unused: they were read from there
+        return self._pending
+
+    def _take(self, block: Block) -> None:
+        """Writes the row that was answered, which takes effect with the last line."""
+        answer = self._answer(block)
+        result, at = answer.result, answer.at
+        block.write("action", answer.action)
+        block.write("extras", answer.extras)
+        block.write("info", result.info)
+        block.write("next_obs", result.obs)
+        state, stepped = self._count(answer), result.mask
+        data = self._everywhere[at] if stepped is None else stepped
+        if state.assignment is not None:
+            data = data & state.assignment.mask[at]
+        row, columns = block.num, slice(len(result.reward))
+        terminated, truncated = result.terminated, result.truncated
+        over = self._of_all(terminated | truncated, at)
+        if self._limit < NO_LIMIT:
+            cut = data & (state.length[at] >= self._limit) & ~truncated
+            over = over | self._of_all(cut, at)
+            block.cut[row, columns] = cut
+            # Of assigned episodes, truncated is only what goes on.
+            truncated = truncated | (
+                cut if state.assignment is None else cut & ~terminated
+            )
+        block.reward[row, columns] = result.reward
+        block.terminated[row, columns] = terminated
+        block.truncated[row, columns] = truncated
+        block.mask[row, columns] = data
+        block.episode_id[row, columns] = state.episode_id[at]
+        causes = self._find_faults(result, at)
+        if causes:
+            state = state.lose(causes, self._of_all(data, at))
+            over = over | _flags(causes, len(over))
+        num_steps = 0 if state.assignment is None else int(data.sum())
+        state, self.obs = state.end(over, num_steps), self._read(result.obs, at)
+        block.num, self.state, self._pending = row + 1, state, None
+
+    def _count(self, answer: Answer) -> State:
+        """The state with the steps of a row counted."""
+        at, stepped = answer.at, answer.result.mask
+        over = self._nowhere if at is _ALL else self.state.over
+        state = self.state._replace(progress=answer.progress, over=over)
+        if stepped is None and at is _ALL:
+            return state._replace(length=state.length + np.int32(1))
+        length = state.length.copy()
+        length[at] += 1 if stepped is None else stepped
+        if stepped is None:
+            return state._replace(length=length)
+        over = state.over.copy()
+        over[at] |= ~stepped  # the first observation has come only now
+        return state._replace(length=length, over=over)
+
+    def _read(self, obs: ArrayTree, at: At) -> ArrayTree:
+        """The observations `[E, ...]` after a step that gave these, of its lanes."""
+        del at  # unused: all of them
+        return obs
+
+    def _read_first(self, obs: ArrayTree, mask: np.ndarray) -> ArrayTree:
+        """The observations `[E, ...]` after a reset that gave these, where `mask`."""
+        del mask  # unused: the others are what they were
+        return obs
+
+    def _of_all(self, flags: np.ndarray, at: At) -> np.ndarray:
+        """Flags of the lanes that answered, for all lanes, `[E]` bool."""
+        if at is _ALL:
+            return flags
+        of_all = np.zeros(self._env.num_envs, bool)
+        of_all[at] = flags
+        return of_all
+
+    def _find_faults(self, result: HostStep, at: At) -> Mapping[int, BaseException]:
+        bad = self._guard.find(result.obs)
+        if bad is None:
+            return result.causes
+        return _bad_obs(self._of_all(bad, at)) | dict(result.causes)
+
+    def _report(
+        self, fault: Fault, block: Block | None, forgiven: set[int] | None
+    ) -> None:
+        """Voids the rows of lost episodes, and tells what was lost."""
+        num_steps = 0
+        if block is not None:
+            num_steps = sum(block.void(episode_id) for episode_id in fault.lost)
+        self.state = self.state._replace(fault=None)
+        counts = {"episodes": fault.num_episodes, "steps": num_steps}
+        if forgiven is None or not forgiven.isdisjoint(fault.causes):
+            self._faults.report(fault.causes, **counts)
+        else:
+            forgiven.update(fault.causes)
+            self._faults.count(**counts)
+
+    def _rebuild(self) -> None:
+        try:
+            self._faults.rebuild(np.flatnonzero(self.state.failed).tolist())
+        except EnvFault as error:  # they fail at that, too
+            failed = _flags(error.causes, len(self._nowhere))
+            fault = Fault(error.causes, (), 0)
+            self.state = self.state._replace(failed=failed, fault=fault)
+            return
+        self.state = self.state._replace(failed=self._nowhere)
+
+    def _reset(self) -> None:
+        """Resets the lanes that must begin; where that fails, the next episode does."""
+        state, lane = self.state, np.flatnonzero(self.state.must_begin)
+        seeds = self._seeds.of(lane, state.episode_id[lane])
+        causes, obs = {}, None
+        try:
+            obs = self._env.reset(seeds, state.must_begin)
+            bad = self._guard.find(obs)
+            if bad is not None:
+                causes = _bad_obs(bad & state.must_begin)
+        except EnvFault as error:
+            causes = error.causes
+        if causes:
+            # Its seed may be what it fails at, so the next episode takes its place.
+            assignment, failed = state.assignment, _flags(causes, len(state.over))
+            counts = self._everywhere if assignment is None else assignment.mask
+            state = state.lose(causes, counts)._replace(must_begin=self._nowhere)
+            self.state = state.end(failed, 0)
+            return
+        obs = self._read_first(obs, state.unread)
+        state = state._replace(must_begin=self._nowhere, unread=self._nowhere)
+        self.obs, self.state = obs, state
+
+
+def _bad_obs(bad: np.ndarray) -> dict[int, BaseException]:
+    what = "the observation is not finite, or outside of its space"
+    return {int(number): ValueError(what) for number in np.flatnonzero(bad)}
+
+
+def _flags(causes: Mapping[int, BaseException], num_envs: int) -> np.ndarray:
+    flags = np.zeros(num_envs, bool)
+    flags[list(causes)] = True
+    return flags
+
+
+class _InterruptBetweenSteps:
+    """Puts Ctrl-C off until `check`, or the end of the block; a second one not."""
+
+    def __init__(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        own = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._is_waiting, self._num_pressed = own, 0
+
+    def __enter__(self) -> Self:
+        if self._is_waiting:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        is_waiting, self._is_waiting = self._is_waiting, False
+        if is_waiting:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if kind is None:
+            self.check()
+
+    def check(self) -> None:
+        """Raises `KeyboardInterrupt` if Ctrl-C was pressed."""
+        if self._num_pressed:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: Any) -> None:
+        del number, frame  # unused
+        self._num_pressed += 1
+        # The second one raises: the answer that the first waits for may never come.
+        if self._num_pressed > 1 or not self._is_waiting:
+            raise KeyboardInterrupt

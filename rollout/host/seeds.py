@@ -1,0 +1,71 @@
+"""Draws the seeds of episodes by their ids, as the kernel draws keys."""
+
+import chex
+import jax
+import numpy as np
+
+from rollout.kernel import episode_keys
+
+_AHEAD = 256  # seeds that are drawn at once
+
+
+class Seeds:
+    """The seeds of the episodes of `E` lanes, under one typed root key."""
+
+    def __init__(self, key: chex.PRNGKey, num_envs: int) -> None:
+        self._key, self._num_envs = key, num_envs
+        self._lane = np.arange(num_envs)
+        self._first = np.zeros(num_envs, np.int64)  # of each lane's own that are drawn
+        self._own = np.zeros((0, num_envs), np.uint32)
+        self._queue_first, self._queue = 0, np.zeros(0, np.uint32)
+
+    def of(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
+        """`[E]` uint32, the seeds of these lanes' episodes, `[n]`; zero elsewhere.
+
+        The ids are of the queue, below 0, or of the lanes' own episodes.
+        """
+        seeds = np.zeros(self._num_envs, np.uint32)
+        is_queue = episode_id[0] < 0
+        seeds[lane] = (self._of_queue if is_queue else self._of_own)(lane, episode_id)
+        return seeds
+
+    def _of_own(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
+        number = episode_id // self._num_envs
+        row = number - self._first[lane]
+        if not _are_rows(row, self._own):
+            first = self._first.copy()
+            first[lane] = number  # lanes that are not asked for stay behind
+            later = first + np.arange(_AHEAD)[:, None]
+            own = self._draw(later * self._num_envs + self._lane)
+            self._first, self._own = first, own
+            row = number - first[lane]
+        return self._own[row, lane]
+
+    def _of_queue(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
+        position = -1 - episode_id
+        row = position - self._queue_first
+        if not _are_rows(row, self._queue):
+            first = int(position.min())
+            # In the shape of the lanes' own seeds: one program draws both.
+            later = np.arange(_AHEAD * self._num_envs).reshape(_AHEAD, -1)
+            queue = self._draw(-1 - (first + later)).reshape(-1)
+            self._queue_first, self._queue = first, queue
+            row = position - first
+        return self._queue[row]
+
+    def _draw(self, episode_id: np.ndarray) -> np.ndarray:
+        return np.asarray(_seeds(self._key, episode_id.astype(np.int32)))
+
+
+def _are_rows(row: np.ndarray, table: np.ndarray) -> bool:
+    """Tells whether a table has all of these rows."""
+    row = row.tolist()  # often a single one, for which NumPy's ways are long
+    return min(row) >= 0 and max(row) < len(table)
+
+
+@jax.jit
+def _seeds(key: chex.PRNGKey, episode_id: jax.Array) -> jax.Array:
+    """`[N, E]` seeds of the episodes of these ids."""
+    lanes = episode_keys.all_lanes(episode_id.shape[1])
+    of_row = jax.vmap(lambda row: episode_keys.keys_of(key, lanes, row))
+    return episode_keys.seeds(of_row(episode_id))
