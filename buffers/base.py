@@ -1,4 +1,4 @@
-"""The base of all buffers: a ring per lane to read, walk and count."""
+"""`RingBuffer`: adding, counting, reading, walking and dumping, for every buffer."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from buffers.types import ArrayTree, Batch, RingState, Sequences
 
 
 class RingBuffer(struct.PyTreeNode):
-    """The part that the buffers share.
+    """Shares its methods with all buffers: a ring of transitions per lane.
 
     Every buffer state has a `ring`, which holds the rows that are visible.
     Indices are row numbers, int32: slot n of lane i is `n * B + i`.
@@ -96,8 +96,8 @@ class RingBuffer(struct.PyTreeNode):
         Returns:
             `()` bool. It costs as much as a small sample.
         """
-        counts = {"batch_size": checks.count("batch_size", batch_size), "stack": stack}
-        return self._run(self._can_sample, state, **counts)
+        batch_size = checks.count("batch_size", batch_size)
+        return self._run(self._can_sample, state, batch_size=batch_size, stack=stack)
 
     def _can_sample(
         self, state: ArrayTree, batch_size: int, stack: int | None
@@ -208,10 +208,13 @@ class RingBuffer(struct.PyTreeNode):
             ValueError: if a count is not an int of at least 1, or if the transition has
                 no `terminated`, `truncated` or `episode_length`.
         """
-        batch_size = checks.count("batch_size", batch_size)
-        max_length = self._check_whole(state, max_length)
-        counts = {"batch_size": batch_size, "max_length": max_length}
-        return self._run(self._sample_episodes, state, key, **counts)
+        return self._run(
+            self._sample_episodes,
+            state,
+            key,
+            batch_size=checks.count("batch_size", batch_size),
+            max_length=self._check_whole(state, max_length),
+        )
 
     def count_episodes(self, state: ArrayTree, max_length: int) -> jax.Array:
         """Counts the episodes that `sample_episodes` draws from, `()` int32."""
@@ -221,22 +224,19 @@ class RingBuffer(struct.PyTreeNode):
     def _sample_episodes(
         self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, max_length: int
     ) -> Sequences:
-        whole_fn = self._whole_fn(state, max_length)
-        last = sampling.in_proportion_to(whole_fn, state.ring, key, batch_size)
-        found = walk.is_stored(state.ring, last) & whole_fn(last)
+        def is_end(row: jax.Array) -> jax.Array:
+            return walk.ends_whole(state.ring, row, max_length)
+
+        last = sampling.in_proportion_to(is_end, state.ring, key, batch_size)
+        found = walk.is_stored(state.ring, last) & is_end(last)
         first = walk.first_of(state.ring, last)
         weights = found.astype(jnp.float32)
         return batches.sequences(state.ring, first, weights, max_length)
 
     def _count_episodes(self, state: ArrayTree, max_length: int) -> jax.Array:
-        whole_fn = self._whole_fn(state, max_length)
         row = walk.all_rows(state.ring)
-        stored = walk.is_stored(state.ring, row)
-        return jnp.sum(stored & whole_fn(row), dtype=jnp.int32)
-
-    def _whole_fn(self, state: ArrayTree, max_length: int) -> sampling.RowFn:
-        """Makes the test whether a row ends an episode that is stored whole."""
-        return lambda row: walk.ends_whole(state.ring, row, max_length)
+        is_end = walk.ends_whole(state.ring, row, max_length)
+        return jnp.sum(walk.is_stored(state.ring, row) & is_end, dtype=jnp.int32)
 
     def _check_whole(self, state: ArrayTree, max_length: int) -> int:
         needed = (*checks.FLAGS, "episode_length")
@@ -297,17 +297,18 @@ class RingBuffer(struct.PyTreeNode):
         key: chex.PRNGKey,
         num_draws: int,
         stack: int | None,
-        *drawing: Any,
+        beta: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        """Draws `[S]` rows and their weights; every kind of buffer has its own way."""
+        """Draws `[S]` rows and their weights; `beta` is that of priorities, or None."""
         raise NotImplementedError
 
     def _sample(
         self,
         state: ArrayTree,
         key: chex.PRNGKey,
-        gamma: jax.Array | None,
-        *drawing: jax.Array,
+        gamma: Any,
+        beta: Any,
+        *,
         batch_size: int,
         stack: int | None,
         n_step: int | None,
@@ -316,7 +317,7 @@ class RingBuffer(struct.PyTreeNode):
     ) -> Batch:
         if relabel_fn is not None:
             key, relabel_key = jax.random.split(key)
-        row, weights = self._draw(state, key, batch_size, stack, *drawing)
+        row, weights = self._draw(state, key, batch_size, stack, beta)
         batch = batches.transitions(
             state.ring, row, weights, n_step=n_step, gamma=gamma, stack=stack
         )
@@ -328,11 +329,12 @@ class RingBuffer(struct.PyTreeNode):
         self,
         state: ArrayTree,
         key: chex.PRNGKey,
-        *drawing: jax.Array,
+        beta: Any,
+        *,
         batch_size: int,
         length: int,
     ) -> Sequences:
-        row, weights = self._draw(state, key, batch_size, None, *drawing)
+        row, weights = self._draw(state, key, batch_size, None, beta)
         return batches.sequences(state.ring, row, weights, length)
 
     def _add(self, state: Any, rows: ArrayTree, mask: jax.Array) -> Any:

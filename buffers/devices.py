@@ -1,4 +1,4 @@
-"""A buffer over devices: each holds some of the lanes, and draws from those."""
+"""`shard`: spreads a replay buffer over devices; each draws from its own lanes."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from buffers.batches import RelabelFn
 from buffers.replay import ReplayBuffer
 from buffers.types import ArrayTree, Batch, RingState, Sequences
 
@@ -125,25 +126,46 @@ class _Sharded(ReplayBuffer):
         self,
         state: RingState,
         key: chex.PRNGKey,
-        gamma: jax.Array | None,
+        gamma: Any,
+        beta: None,
         *,
         batch_size: int,
-        **options: Any,
+        stack: int | None,
+        n_step: int | None,
+        relabel_fn: RelabelFn | None,
+        horizon: int,
     ) -> Batch:
-        options["batch_size"] = self._share(batch_size)
-
         def draw(key: chex.PRNGKey, state: RingState, gamma: Any) -> Batch:
-            return self._local._sample(state, key, gamma, **options)
+            return self._local._sample(
+                state,
+                key,
+                gamma,
+                beta,
+                batch_size=self._share(batch_size),
+                stack=stack,
+                n_step=n_step,
+                relabel_fn=relabel_fn,
+                horizon=horizon,
+            )
 
         return self._draw_apart(draw, self._first, state, key, gamma)
 
     def _sample_sequences(
-        self, state: RingState, key: chex.PRNGKey, *, batch_size: int, length: int
+        self,
+        state: RingState,
+        key: chex.PRNGKey,
+        beta: None,
+        *,
+        batch_size: int,
+        length: int,
     ) -> Sequences:
-        options = {"batch_size": self._share(batch_size), "length": length}
+        share = self._share(batch_size)
 
-        def draw(key: chex.PRNGKey, state: RingState) -> Sequences:
-            return self._local._sample_sequences(state, key, **options)
+        def draw(key: chex.PRNGKey, state: RingState, gamma: None) -> Sequences:
+            del gamma  # of transitions
+            return self._local._sample_sequences(
+                state, key, beta, batch_size=share, length=length
+            )
 
         where = Sequences(
             experience=self._second,
@@ -152,7 +174,7 @@ class _Sharded(ReplayBuffer):
             indices=self._first,
             weights=self._first,
         )
-        return self._draw_apart(draw, where, state, key)
+        return self._draw_apart(draw, where, state, key, None)
 
     def _draw_apart(
         self,
@@ -160,13 +182,13 @@ class _Sharded(ReplayBuffer):
         where: ArrayTree,
         state: RingState,
         key: chex.PRNGKey,
-        *args: Any,
+        gamma: Any,
     ) -> Sample:
         """Draws on every device, with a key of its own and rows of its own."""
 
-        def local(state: RingState, key: chex.PRNGKey, *args: Any) -> Sample:
+        def local(state: RingState, key: chex.PRNGKey, gamma: Any) -> Sample:
             device = lax.axis_index(self.axis)
-            batch = draw(jax.random.fold_in(key, device), state, *args)
+            batch = draw(jax.random.fold_in(key, device), state, gamma)
             slot, lane = jnp.divmod(batch.indices, state.num_envs)
             lane = lane + device * state.num_envs
             held = jnp.sum(state.size).astype(jnp.float32)
@@ -176,8 +198,9 @@ class _Sharded(ReplayBuffer):
                 weights=batch.weights * held / jnp.maximum(even, 1.0),
             )
 
-        shared = (PartitionSpec(),) * (1 + len(args))
-        return self._map(local, (self._ring, *shared), where)(state, key, *args)
+        every = PartitionSpec()
+        specs = self._ring, every, every
+        return self._map(local, specs, where)(state, key, gamma)
 
     def _map(
         self, fn: Callable[..., Any], in_specs: Any, out_specs: Any

@@ -1,4 +1,4 @@
-"""The buffer of whole episodes."""
+"""`EpisodeBuffer`: shows the rows of an episode only once it has ended."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The prioritised replay buffer."""
+"""`PrioritizedReplayBuffer`: samples transitions in proportion to priorities."""
 
 from typing import Any
 
@@ -100,9 +100,18 @@ class PrioritizedReplayBuffer(RingBuffer):
         checks.fraction("beta", beta)
         checks.targets(state.ring, n_step, gamma, stack)
         checks.relabelling(state.ring, relabel_fn, horizon, n_step or stack)
-        drawn = {"batch_size": batch_size, "stack": stack}
-        made = {"n_step": n_step, "relabel_fn": relabel_fn, "horizon": horizon}
-        return self._run(self._sample, state, key, gamma, beta, **drawn, **made)
+        return self._run(
+            self._sample,
+            state,
+            key,
+            gamma,
+            beta,
+            batch_size=batch_size,
+            stack=stack,
+            n_step=n_step,
+            relabel_fn=relabel_fn,
+            horizon=horizon,
+        )
 
     def sample_sequences(
         self,
@@ -120,8 +129,14 @@ class PrioritizedReplayBuffer(RingBuffer):
         batch_size = checks.count("batch_size", batch_size)
         checks.fraction("beta", beta)
         checks.sequence(state.ring, length)
-        counts = {"batch_size": batch_size, "length": length}
-        return self._run(self._sample_sequences, state, key, beta, **counts)
+        return self._run(
+            self._sample_sequences,
+            state,
+            key,
+            beta,
+            batch_size=batch_size,
+            length=length,
+        )
 
     def update(
         self, state: PrioritizedState, indices: jax.Array, priorities: jax.Array
@@ -231,7 +246,7 @@ def _put_rows(
 
     def put_together(tree: sum_tree.Tree) -> sum_tree.Tree:
         windows = [
-            sum_tree.Window(start * num_envs, jnp.repeat(keep, num_envs))
+            (start * num_envs, jnp.repeat(keep, num_envs))
             for start, keep in ring.windows(slot[0, 0], num_rows, num_slots)
         ]
         return sum_tree.put_windows(tree, windows, value)

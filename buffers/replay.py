@@ -1,4 +1,4 @@
-"""The uniform replay buffer."""
+"""`ReplayBuffer`: samples transitions evenly."""
 
 from typing import Any
 
@@ -100,9 +100,18 @@ class ReplayBuffer(RingBuffer):
         batch_size = checks.count("batch_size", batch_size)
         checks.targets(state.ring, n_step, gamma, stack)
         checks.relabelling(state.ring, relabel_fn, horizon, n_step or stack)
-        drawn = {"batch_size": batch_size, "stack": stack}
-        made = {"n_step": n_step, "relabel_fn": relabel_fn, "horizon": horizon}
-        return self._run(self._sample, state, key, gamma, **drawn, **made)
+        return self._run(
+            self._sample,
+            state,
+            key,
+            gamma,
+            None,
+            batch_size=batch_size,
+            stack=stack,
+            n_step=n_step,
+            relabel_fn=relabel_fn,
+            horizon=horizon,
+        )
 
     def sample_sequences(
         self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, length: int
@@ -129,8 +138,14 @@ class ReplayBuffer(RingBuffer):
         """
         batch_size = checks.count("batch_size", batch_size)
         checks.sequence(state.ring, length)
-        counts = {"batch_size": batch_size, "length": length}
-        return self._run(self._sample_sequences, state, key, **counts)
+        return self._run(
+            self._sample_sequences,
+            state,
+            key,
+            None,
+            batch_size=batch_size,
+            length=length,
+        )
 
     def clear(self, state: RingState) -> RingState:
         """Forgets all transitions; the memory stays."""
@@ -142,8 +157,10 @@ class ReplayBuffer(RingBuffer):
         key: chex.PRNGKey,
         num_draws: int,
         stack: int | None,
+        beta: None,
     ) -> tuple[jax.Array, jax.Array]:
         """Draws `[S]` rows; the weight of an unusable one is 0."""
+        del beta  # for priorities
         usable_fn = self._usable_fn(state, stack)
         if usable_fn is None:
             row = sampling.evenly(state.ring, key, num_draws)

@@ -1,4 +1,4 @@
-"""Drawing rows, evenly or in proportion to a weight, from those that may be used.
+"""Draws rows, evenly or in proportion to a weight, from those that may be used.
 
 Rows that may not be used (their successor is missing, or their history is gone) are few
 and scattered, so they are drawn and rejected. That is exact, and costs O(sample), not
@@ -16,6 +16,7 @@ from buffers import lowering, sum_tree, walk
 from buffers.types import RingState
 
 RowFn = Callable[[jax.Array], jax.Array]  # rows of any shape to a flag or number
+_Round = tuple[jax.Array, jax.Array, jax.Array]  # its number, the rows, their flags
 
 _ROUNDS = 16  # if half of the rows are usable, one draw in 65,536 is left after these
 
@@ -67,60 +68,38 @@ def redraw(
     """
 
     def redraw_in_rounds(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
-        return _redraw_in_rounds(first, draw_fn, usable_fn, draw_usable_fn, key)
+        """Draws again until all rows may be used, most often not once."""
+
+        def again(loop: _Round) -> _Round:
+            number, row, usable = loop
+            round_key = jax.random.fold_in(key, number)
+            drawn = lax.cond(number < _ROUNDS, draw_fn, draw_usable_fn, round_key)
+            row = jnp.where(usable, row, drawn)
+            return number + 1, row, usable_fn(row)
+
+        def goes_on(loop: _Round) -> jax.Array:
+            return ~jnp.all(loop[2]) & (loop[0] <= _ROUNDS)
+
+        start = jnp.int32(0), first, usable_fn(first)
+        return lax.while_loop(goes_on, again, start)[1:]
 
     def redraw_at_once(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
-        return _redraw_at_once(first, draw_fn, usable_fn, draw_usable_fn, key)
+        """Draws all rounds side by side, and takes the first row that may be used."""
+        number = jnp.arange(_ROUNDS, dtype=jnp.int32)
+        round_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
+        rows = jnp.concatenate([first[None], jax.vmap(draw_fn)(round_keys)])
+        usable = usable_fn(rows)
+        row = jnp.take_along_axis(rows, jnp.argmax(usable, axis=0)[None], axis=0)[0]
+        found = usable.any(axis=0)
+
+        def look_at_all(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+            drawn = jnp.where(found, row, draw_usable_fn(key))
+            return drawn, usable_fn(drawn)
+
+        last_key = jax.random.fold_in(key, _ROUNDS)
+        return lax.cond(found.all(), lambda _: (row, found), look_at_all, last_key)
 
     return lowering.choose(redraw_in_rounds, redraw_at_once, key)
-
-
-def _redraw_in_rounds(
-    first: jax.Array,
-    draw_fn: Callable[[chex.PRNGKey], jax.Array],
-    usable_fn: RowFn,
-    draw_usable_fn: Callable[[chex.PRNGKey], jax.Array],
-    key: chex.PRNGKey,
-) -> tuple[jax.Array, jax.Array]:
-    """Draws again until all rows may be used, most often not once."""
-
-    def again(
-        loop: tuple[jax.Array, jax.Array, jax.Array],
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        number, row, usable = loop
-        round_key = jax.random.fold_in(key, number)
-        drawn = lax.cond(number < _ROUNDS, draw_fn, draw_usable_fn, round_key)
-        row = jnp.where(usable, row, drawn)
-        return number + 1, row, usable_fn(row)
-
-    state = (jnp.int32(0), first, usable_fn(first))
-    _, row, usable = lax.while_loop(
-        lambda loop: ~jnp.all(loop[2]) & (loop[0] <= _ROUNDS), again, state
-    )
-    return row, usable
-
-
-def _redraw_at_once(
-    first: jax.Array,
-    draw_fn: Callable[[chex.PRNGKey], jax.Array],
-    usable_fn: RowFn,
-    draw_usable_fn: Callable[[chex.PRNGKey], jax.Array],
-    key: chex.PRNGKey,
-) -> tuple[jax.Array, jax.Array]:
-    """Draws all rounds side by side, and takes the first row that may be used."""
-    number = jnp.arange(_ROUNDS, dtype=jnp.int32)
-    round_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
-    rows = jnp.concatenate([first[None], jax.vmap(draw_fn)(round_keys)])
-    usable = usable_fn(rows)
-    row = jnp.take_along_axis(rows, jnp.argmax(usable, axis=0)[None], axis=0)[0]
-    is_found = usable.any(axis=0)
-
-    def look_at_all(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
-        drawn = jnp.where(is_found, row, draw_usable_fn(key))
-        return drawn, usable_fn(drawn)
-
-    last_key = jax.random.fold_in(key, _ROUNDS)
-    return lax.cond(is_found.all(), lambda _: (row, is_found), look_at_all, last_key)
 
 
 def in_proportion_to(
@@ -142,9 +121,25 @@ def has_usable(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
 
     It goes back from the newest rows, no further than needed: nearly all may be used.
     """
+    num_ages = min(ring.num_slots, -(-number // ring.num_envs) + 1)
+    lane = jnp.arange(ring.num_envs, dtype=jnp.int32)[None]
+    row_age = jnp.arange(num_ages, dtype=jnp.int32)[:, None]
 
     def count_back(ring: RingState) -> jax.Array:
-        return _count_back(ring, usable_fn, number)
+        def look(loop: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            first, count = loop
+            age = first + row_age
+            slot = (ring.head[None] - 1 - age) % ring.num_slots
+            stored = age < ring.size[None]
+            usable = stored & usable_fn(slot * ring.num_envs + lane)
+            return first + num_ages, count + jnp.sum(usable, dtype=jnp.int32)
+
+        longest = jnp.max(ring.size)
+        return lax.while_loop(
+            lambda loop: (loop[1] < number) & (loop[0] < longest),
+            look,
+            (jnp.int32(0), jnp.int32(0)),
+        )[1]
 
     def count_all(ring: RingState) -> jax.Array:
         row = walk.all_rows(ring)
@@ -152,29 +147,6 @@ def has_usable(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
         return jnp.sum(usable, dtype=jnp.int32)
 
     return lowering.choose(count_back, count_all, ring) >= number
-
-
-def _count_back(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
-    """Counts rows that may be used, from the newest ones until there are `number`."""
-    num_ages = min(ring.num_slots, -(-number // ring.num_envs) + 1)
-    lane = jnp.arange(ring.num_envs, dtype=jnp.int32)[None]
-    row_age = jnp.arange(num_ages, dtype=jnp.int32)[:, None]
-
-    def look(loop: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        first, count = loop
-        age = first + row_age
-        slot = (ring.head[None] - 1 - age) % ring.num_slots
-        stored = age < ring.size[None]
-        usable = stored & usable_fn(slot * ring.num_envs + lane)
-        return first + num_ages, count + jnp.sum(usable, dtype=jnp.int32)
-
-    longest = jnp.max(ring.size)
-    _, count = lax.while_loop(
-        lambda loop: (loop[1] < number) & (loop[0] < longest),
-        look,
-        (jnp.int32(0), jnp.int32(0)),
-    )
-    return count
 
 
 def below(n: jax.Array, shape: tuple[int, ...], key: chex.PRNGKey) -> jax.Array:

@@ -9,7 +9,6 @@ Source: "Prioritized Experience Replay", appendix B.2.1; arXiv:1511.05952.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import chex
 import jax
@@ -19,18 +18,6 @@ from jax import lax
 WIDTH = 8  # 16 draws as fast and updates slower, 32 draws at half the speed
 
 Tree = tuple[jax.Array, ...]
-
-
-class Window(NamedTuple):
-    """A piece of an array, some elements of which are written.
-
-    Attributes:
-        start: `()` int32.
-        keep: `[length]` bool, the elements that are written.
-    """
-
-    start: jax.Array
-    keep: jax.Array
 
 
 def init(num_leaves: int) -> Tree:
@@ -88,8 +75,14 @@ def _sum_up(tree: Tree, level: jax.Array, leaf: jax.Array) -> Tree:
     return tuple(levels)
 
 
-def put_windows(tree: Tree, windows: Sequence[Window], value: jax.Array) -> Tree:
-    """Sets the leaves that `keep` marks in each window to `value`, `()`."""
+def put_windows(
+    tree: Tree, windows: Sequence[tuple[jax.Array, jax.Array]], value: jax.Array
+) -> Tree:
+    """Sets leaves to `value`, `()` float32.
+
+    Windows are all of one length, `()` int32 where each starts and `[length]` bool, the
+    leaves in it that are set.
+    """
     # Level by level: a level is read only when it is complete, else it is copied.
     level = tree[0]
     for start, keep in windows:
@@ -97,8 +90,8 @@ def put_windows(tree: Tree, windows: Sequence[Window], value: jax.Array) -> Tree
         level = lax.dynamic_update_slice_in_dim(
             level, jnp.where(keep, value, old), start, 0
         )
-    levels, length = [level], windows[0].keep.shape[0]
-    starts = [window.start for window in windows]
+    levels, length = [level], windows[0][1].shape[0]
+    starts = [start for start, _ in windows]
     for above in tree[1:]:
         # Blocks that hold `length` neighbours, wherever they begin.
         length = -(-length // WIDTH) + 1

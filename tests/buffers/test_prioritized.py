@@ -307,8 +307,8 @@ def test_sums_of_a_large_tree_follow_what_is_written():
     @quick_jit
     def write(leaf):
         windows = [
-            sum_tree.Window(jnp.int32(700), jnp.arange(9) >= 2),
-            sum_tree.Window(jnp.int32(0), jnp.arange(9) < 2),
+            (jnp.int32(700), jnp.arange(9) >= 2),
+            (jnp.int32(0), jnp.arange(9) < 2),
         ]
         tree = sum_tree.put_windows(sum_tree.build(leaf), windows, jnp.float32(7))
         return sum_tree.put(tree, chosen, value)
