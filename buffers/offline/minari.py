@@ -14,8 +14,7 @@ import numpy as np
 
 from buffers import fields, walk
 from buffers.base import RingBuffer
-from buffers.offline import recorded
-from buffers.offline.data import from_data
+from buffers.offline.data import check_successors, from_data
 from buffers.types import ArrayTree, Experience, RingState
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ def _whole_episodes(
     }
     next_obs = jax.device_get(fields.get(stored, "next_obs"))
     rows = Experience(next_obs=next_obs, **columns)
-    recorded.check_successors(rows.obs, rows.next_obs, rows.terminated | rows.truncated)
+    check_successors(rows.obs, rows.next_obs, rows.terminated | rows.truncated)
     return rows, length
 
 
