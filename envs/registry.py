@@ -1,26 +1,19 @@
 """Environments by name: `make`, `make_vec`, `make_agents` and the list of ids."""
 
 import contextlib
-import dataclasses
 import difflib
 import functools
-import inspect
 import io
 import itertools
-import numbers
 import sys
-import urllib.error
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from envs.multi_agent import MultiAgentEnv
 from envs.suites import (
     brax,
     craftax,
+    gymnax,
     jaxmarl,
     jumanji,
     navix,
@@ -28,7 +21,6 @@ from envs.suites import (
     playground,
     xminigrid,
 )
-from envs.suites.gymnax import from_gymnax
 from envs.types import Env, VectorEnv
 from envs.vectorize import vectorize
 
@@ -36,6 +28,7 @@ _GYMNAX = "gymnax"
 _INSTALLED = "installed"
 # Each has `ids`, and `make_one`, `make_agents` or both.
 _SUITES = {
+    "gymnax": gymnax,
     "brax": brax,
     "craftax": craftax,
     "jaxmarl": jaxmarl,
@@ -62,13 +55,12 @@ def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
         ValueError: if there is no such suite, or if it is not installed.
     """
     if suite == _INSTALLED:
-        return tuple(itertools.chain(env_ids(), *map(_ids_if_installed, _SUITES)))
-    if suite == _GYMNAX:
-        return tuple(_gymnax().registered_envs)
+        return tuple(itertools.chain(*map(_ids_if_installed, _SUITES)))
     if suite not in _SUITES:
-        known = ", ".join((_INSTALLED, _GYMNAX, *_SUITES))
+        known = ", ".join((_INSTALLED, *_SUITES))
         raise ValueError(f"`suite` must be one of {known}, got {suite!r}.")
-    return tuple(f"{suite}:{name}" for name in _ids(suite))
+    prefix = "" if suite == _GYMNAX else f"{suite}:"
+    return tuple(prefix + name for name in _ids(suite))
 
 
 def make(env_id: str, **env_params: Any) -> Env:
@@ -92,31 +84,7 @@ def make(env_id: str, **env_params: Any) -> Env:
             parameter is unknown, if the suite is not installed (it names the extra), if
             the environment has several agents, or if it cannot be built here.
     """
-    suite, _, name = env_id.rpartition(":")
-    if suite not in ("", _GYMNAX):
-        return _make_of_suite("make_one", env_id, env_params)
-    ids, env_id = env_ids(), name
-    if env_id not in ids:
-        raise ValueError(
-            f"`env_id` must be one of the {len(ids)} ids of `envs.env_ids()`, got "
-            f"{env_id!r}.{_nearest(env_id, ids)}"
-        )
-    env, params = _build(env_id)
-    arguments = _constructor_arguments(env)
-    chosen = {name: env_params[name] for name in env_params if name in arguments}
-    if chosen:
-        env, params = _build(env_id, **chosen)
-    fields = [field.name for field in dataclasses.fields(params)]
-    unknown = sorted(set(env_params) - set(fields) - set(arguments))
-    if unknown:
-        raise ValueError(
-            f"The parameters of {env_id} are {', '.join([*fields, *arguments])}; got "
-            f"{', '.join(unknown)}."
-        )
-    changes = {name: env_params[name] for name in env_params if name not in chosen}
-    for name, value in changes.items():
-        _check_parameter(name, value, getattr(params, name))
-    return from_gymnax(env, params.replace(**changes))
+    return _make("make_one", env_id, env_params)
 
 
 def make_vec(
@@ -146,42 +114,50 @@ def make_agents(env_id: str, **options: Any) -> MultiAgentEnv:
             extra), if it has no such id (it names the nearest), if an option is
             unknown, or if the environment has one agent or cannot be made here.
     """
-    return _make_of_suite("make_agents", env_id, options)
+    return _make("make_agents", env_id, options)
 
 
-def _make_of_suite(how: str, env_id: str, options: dict[str, Any]) -> Any:
+def _make(how: str, env_id: str, options: dict[str, Any]) -> Any:
     """Makes an environment by `how`, `make_one` or `make_agents`, of its suite."""
-    suite, _, name = env_id.rpartition(":")
+    *prefix, name = env_id.rsplit(":", 1)
+    suite = prefix[0] if prefix else _GYMNAX
     able = [x for x, module in _SUITES.items() if hasattr(module, how)]
     if suite not in able:
         *first, last = (f"{x}:" for x in able)
-        other = ", whose environments have several agents" if suite in _SUITES else ""
+        number = "several agents" if how == "make_one" else "one agent"
+        other = f", whose environments have {number}" if suite in _SUITES else ""
         raise ValueError(
             f"`env_id` must begin with {', '.join(first)} or {last}, got "
             f"{env_id!r}{other}."
         )
     ids = _ids(suite)
     if name not in ids:
+        near = difflib.get_close_matches(name, ids, n=3, cutoff=0.4)
+        nearest = f" The nearest are {', '.join(near)}." if near else ""
         raise ValueError(
-            f"`env_id` must be {suite}: and one of its {len(ids)} ids, got "
-            f"{env_id!r}.{_nearest(name, ids)}"
+            f"`env_id` must be one of the {len(ids)} ids of "
+            f"`envs.env_ids({suite!r})`, got {env_id!r}.{nearest}"
         )
+    make_fn = getattr(_SUITES[suite], how)
     try:
-        return _make_once(how, suite, name, **options)
+        return _once(make_fn, name, **options)
     except (ImportError, OSError) as error:  # it needs another package, or a download
-        raise ValueError(f"{env_id} cannot be made here: {error}") from error
+        raise ValueError(f"{env_id} cannot be made here: {error}.") from error
     except TypeError:  # an option that cannot be hashed, or is unknown
         try:
-            return getattr(_SUITES[suite], how)(name, **options)
+            return make_fn(name, **options)
         except TypeError as error:
             given = ", ".join(f"{key}={value!r}" for key, value in options.items())
             raise ValueError(f"{env_id} with {given} fails: {error}") from error
 
 
-@functools.cache
-def _make_once(how: str, suite: str, name: str, /, **options: Any) -> Any:
-    """The same object again for the same options: see `_build`."""
-    return getattr(_SUITES[suite], how)(name, **options)
+@functools.lru_cache(maxsize=1024, typed=True)
+def _once(make_fn: Callable[..., Any], name: str, /, **options: Any) -> Any:
+    """Makes the same object again for the same options.
+
+    Most of it is a static part of every trace: with another one all is traced again.
+    """
+    return make_fn(name, **options)
 
 
 def _ids(suite: str) -> tuple[str, ...]:
@@ -218,63 +194,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for name, stream in before.items():
             setattr(sys, name, stream)
-
-
-def _nearest(env_id: str, ids: Sequence[str]) -> str:
-    near = difflib.get_close_matches(env_id, ids, n=3, cutoff=0.4)
-    return f" The nearest are {', '.join(near)}." if near else ""
-
-
-def _gymnax() -> Any:
-    """Imports gymnax only when it is needed, since that takes seconds."""
-    import gymnax
-
-    return gymnax
-
-
-def _constructor_arguments(env: Any) -> tuple[str, ...]:
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(type(env)).parameters.values()
-    return tuple(p.name for p in parameters if p.kind in kinds)
-
-
-def _build(env_id: str, **arguments: Any) -> tuple[Any, Any]:
-    """Builds the gymnax environment; the same object again for the same arguments.
-
-    It is a static part of every trace: with a second object all is traced again.
-    """
-    try:
-        return _build_once(env_id, **arguments)
-    except TypeError:  # an argument that cannot be hashed, or is unknown
-        return _make(env_id, **arguments)
-    except (urllib.error.URLError, OSError) as error:
-        raise ValueError(
-            f"{env_id} must download its data set when it is made, got: {error}."
-        ) from error
-
-
-@functools.cache
-def _build_once(env_id: str, **arguments: Any) -> tuple[Any, Any]:
-    return _make(env_id, **arguments)
-
-
-def _make(env_id: str, **arguments: Any) -> tuple[Any, Any]:
-    env, params = _gymnax().make(env_id, **arguments)
-    # gymnax stops the gradients of its differentiable environments by default.
-    if getattr(env, "supports_transition_gradients", False):
-        env = env.with_transition_gradients()
-    return env, params
-
-
-def _check_parameter(name: str, value: Any, default: Any) -> None:
-    """Checks that a parameter has the kind and shape of its default."""
-    kinds: Any = numbers.Real | np.ndarray | np.generic | jax.Array
-    if not isinstance(value, kinds):
-        raise ValueError(f"`{name}` must be a number or array, got {value!r}.")
-    if jnp.shape(value) != jnp.shape(default):
-        raise ValueError(
-            f"`{name}` must have shape {jnp.shape(default)}, got {jnp.shape(value)}."
-        )
-    kinds = [jnp.result_type(x) for x in (value, default)]
-    if jnp.issubdtype(kinds[1], jnp.integer) and jnp.issubdtype(kinds[0], jnp.inexact):
-        raise ValueError(f"`{name}` must be an integer, got {value!r}.")

@@ -1,4 +1,4 @@
-"""Any environment of brax, seen through the `Env` contract."""
+"""`from_brax`: an `Env` of any environment of brax."""
 
 from typing import Any
 

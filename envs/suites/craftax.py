@@ -1,7 +1,7 @@
-"""Craftax and Craftax-Classic, seen through the `Env` contract.
+"""`from_craftax`: an `Env` of Craftax or Craftax-Classic.
 
-Craftax merges its time limit into one flag. Whether the task itself ended is what it
-says of the same state without a limit.
+Craftax merges its time limit into one flag. Asked about the same state without a limit,
+it tells whether the task itself ended.
 """
 
 from collections.abc import Iterator, Sequence

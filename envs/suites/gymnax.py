@@ -1,6 +1,6 @@
-"""Any gymnax-style environment, seen through the `Env` contract.
+"""`from_gymnax`: an `Env` of any gymnax-style environment.
 
-Three kinds of environments are told apart by what they return and define:
+It tells three kinds of environments apart by what they return and define:
 
 - gymnax 1.x: `step_env` returns `(obs, state, reward, terminated, info)` and
   `is_truncated` says whether the time limit was reached.
@@ -12,15 +12,20 @@ Three kinds of environments are told apart by what they return and define:
 gymnax's own `step` is never called: it computes a reset at every step.
 """
 
+import dataclasses
+import functools
+import inspect
+import numbers
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from envs import keys
-from envs.suites.convert import like, to_space
+from envs.suites.convert import check_methods, like, load, to_space
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
@@ -55,12 +60,7 @@ def from_gymnax(
             state has no such `time_field`.
     """
     needed = ("reset_env", "step_env", "action_space", "observation_space")
-    missing = [name for name in needed if not callable(getattr(env, name, None))]
-    if missing:
-        raise TypeError(
-            f"`env` must have the gymnax methods {', '.join(needed)}, got "
-            f"{type(env).__name__} without {', '.join(missing)}."
-        )
+    check_methods(env, "gymnax", needed)
     if limit_field is not None and not hasattr(env_params, limit_field):
         raise ValueError(
             "`limit_field` must be a field of `env_params`, got "
@@ -69,6 +69,33 @@ def from_gymnax(
     return _GymnaxEnv(
         env_params=env_params, env=env, limit_field=limit_field, time_field=time_field
     )
+
+
+def ids() -> tuple[str, ...]:
+    """Lists the ids of gymnax."""
+    return tuple(load("gymnax").registered_envs)
+
+
+def make_one(name: str, **env_params: Any) -> Env:
+    """Makes the environment of this id, with the parameters of `envs.make`."""
+    env, params = _build(name)
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    signature = inspect.signature(type(env)).parameters.values()
+    arguments = [x.name for x in signature if x.kind in kinds]
+    chosen = {key: env_params[key] for key in env_params if key in arguments}
+    if chosen:
+        env, params = _build(name, **chosen)
+    fields = [field.name for field in dataclasses.fields(params)]
+    unknown = sorted(set(env_params) - set(fields) - set(arguments))
+    if unknown:
+        raise ValueError(
+            f"The parameters of {name} are {', '.join([*fields, *arguments])}; got "
+            f"{', '.join(unknown)}."
+        )
+    changes = {key: env_params[key] for key in env_params if key not in chosen}
+    for key, value in changes.items():
+        _check_parameter(key, value, getattr(params, key))
+    return from_gymnax(env, params.replace(**changes))
 
 
 class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
@@ -88,11 +115,11 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
         return to_space(self.env.action_space(self.env_params))
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        obs, state = self.env.reset_env(self._own(key), self.env_params)
+        obs, state = self.env.reset_env(self._cheap(key), self.env_params)
         return jax.tree.map(jnp.asarray, (state, obs))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        result = self.env.step_env(self._own(key), state, action, self.env_params)
+        result = self.env.step_env(self._cheap(key), state, action, self.env_params)
         obs, next_state, reward, *flags, info = result
         if len(flags) == 2:
             terminated, truncated = flags
@@ -134,7 +161,7 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
         truncated = jnp.asarray(time >= limit)
         return done & ~truncated, truncated
 
-    def _own(self, key: chex.PRNGKey) -> chex.PRNGKey:
+    def _cheap(self, key: chex.PRNGKey) -> chex.PRNGKey:
         # gymnax's own environments draw nothing that inline keys are bad at; the
         # draws of other environments are not known.
         own = type(self.env).__module__.startswith("gymnax.")
@@ -163,3 +190,38 @@ def _merges_time_limit(env: Any) -> bool:
     return "is_terminal" in overridden and not (
         overridden & {"is_terminated", "is_truncated"}
     )
+
+
+def _build(name: str, **arguments: Any) -> tuple[Any, Any]:
+    """Builds an environment: the same object again for the same arguments."""
+    try:
+        return _build_once(name, **arguments)
+    except TypeError:  # an argument that cannot be hashed, or is unknown
+        return _build_once.__wrapped__(name, **arguments)
+    except OSError as error:
+        raise ValueError(
+            f"{name} must download its data set when it is made, got: {error}."
+        ) from error
+
+
+@functools.cache
+def _build_once(name: str, **arguments: Any) -> tuple[Any, Any]:
+    env, params = load("gymnax").make(name, **arguments)
+    # gymnax stops the gradients of its differentiable environments by default.
+    if getattr(env, "supports_transition_gradients", False):
+        env = env.with_transition_gradients()
+    return env, params
+
+
+def _check_parameter(name: str, value: Any, default: Any) -> None:
+    """Checks that a parameter has the kind and shape of its default."""
+    kinds: Any = numbers.Real | np.ndarray | np.generic | jax.Array
+    if not isinstance(value, kinds):
+        raise ValueError(f"`{name}` must be a number or array, got {value!r}.")
+    if jnp.shape(value) != jnp.shape(default):
+        raise ValueError(
+            f"`{name}` must have shape {jnp.shape(default)}, got {jnp.shape(value)}."
+        )
+    kinds = [jnp.result_type(x) for x in (value, default)]
+    if jnp.issubdtype(kinds[1], jnp.integer) and jnp.issubdtype(kinds[0], jnp.inexact):
+        raise ValueError(f"`{name}` must be an integer, got {value!r}.")

@@ -1,4 +1,4 @@
-"""Any environment of JaxMARL, seen through the `MultiAgentEnv` contract.
+"""`from_jaxmarl`: a `MultiAgentEnv` of any environment of JaxMARL.
 
 Every agent that has not ended acts at every step. JaxMARL merges the time limit into
 `dones`. Where the environment has `max_steps` and its state counts the steps, an ending
@@ -20,7 +20,7 @@ from flax import struct
 
 from envs import keys, spaces
 from envs.multi_agent import ACTING, MultiAgentEnv, MultiAgentStep
-from envs.suites.convert import like, load, to_space
+from envs.suites.convert import check_methods, like, load, to_space
 from envs.types import AnySpace, ArrayTree
 
 _LIMIT = "max_steps"
@@ -67,13 +67,8 @@ def from_jaxmarl(
             no such `limit_field` or `time_field`; if `reset`, or while tracing
             `step_env`, does not return what it returns by the names of the agents.
     """
-    needed = ("reset", "step_env", "action_space", "observation_space")
-    missing = [name for name in needed if not callable(getattr(env, name, None))]
-    if missing or not hasattr(env, "agents"):
-        raise TypeError(
-            f"`env` must have `agents` and the JaxMARL methods {', '.join(needed)}, "
-            f"got {type(env).__name__} without {', '.join(missing or ['agents'])}."
-        )
+    needed = ("agents", "reset", "step_env", "action_space", "observation_space")
+    check_methods(env, "JaxMARL", needed)
     obs, state = jax.eval_shape(env.reset, _key())
     _check_names("reset", "observations", obs, env.agents)
     groups = _group(env) if groups is None else groups
@@ -135,7 +130,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
     def reset(
         self, key: chex.PRNGKey
     ) -> tuple[ArrayTree, dict[str, ArrayTree], jax.Array]:
-        obs, state = self.env.reset(self._own(key))
+        obs, state = self.env.reset(self._cheap(key))
         state = jax.tree.map(jnp.asarray, state)
         return state, self._observe(obs, state), jnp.ones((len(self.agents),), bool)
 
@@ -148,7 +143,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         # In the order of the agents, in which some environments read them.
         chosen = {name: action[rows[name][0]][rows[name][1]] for name in self.agents}
         obs, next_state, reward, dones, info = self.env.step_env(
-            self._own(key), state, chosen
+            self._cheap(key), state, chosen
         )
         # Some states begin with a Python number and go on with an array.
         next_state = jax.tree.map(like, next_state, state)
@@ -169,7 +164,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
             info=_arrays(info),
         )
 
-    def _own(self, key: chex.PRNGKey) -> chex.PRNGKey:
+    def _cheap(self, key: chex.PRNGKey) -> chex.PRNGKey:
         # MPE draws nothing that inline keys are bad at, at every step: 1.2 times as
         # fast. What the others draw would make their programs large.
         own = type(self.env).__module__.startswith("jaxmarl.environments.mpe.")
@@ -282,7 +277,7 @@ def _difference(env: Any, agent: str, other: str) -> tuple[AnySpace, AnySpace] |
 
 
 def _find_mask(env: Any, state: ArrayTree) -> str | None:
-    """The method that gives a mask over the discrete actions of every agent."""
+    """Names the method that gives a mask over the discrete actions of every agent."""
     sizes = {name: getattr(env.action_space(name), "n", None) for name in env.agents}
     for method in _MASKS:
         if not hasattr(env, method):

@@ -1,4 +1,4 @@
-"""Any environment of Jumanji, seen through the `Env` or the `MultiAgentEnv` contract.
+"""`from_jumanji`: an `Env` of Jumanji; `from_jumanji_agents`: one of several agents.
 
 A Jumanji episode ends with the discount 0, a termination, or with another, a
 truncation. Several games give the discount 0 at their own time limit: it is a
@@ -199,7 +199,7 @@ class _JumanjiAgents(_Jumanji, kw_only=True):
         num_agents = len(self.agents)
 
         def spread(x: jax.Array) -> jax.Array:
-            if _is_per_agent(x.shape, num_agents):
+            if x.shape[:1] == (num_agents,):
                 return x
             return jnp.broadcast_to(x, (num_agents, *x.shape))
 
@@ -210,10 +210,6 @@ def _check(env: Any) -> None:
     needed = ("reset", "step", "observation_spec", "action_spec", "reward_spec")
     check_methods(env, "Jumanji", needed)
     check_no_reset(env)
-
-
-def _is_per_agent(shape: tuple[int, ...], num_agents: int) -> bool:
-    return shape[:1] == (num_agents,)
 
 
 def _to_action_space(spec: Any) -> AnySpace:
@@ -244,7 +240,7 @@ def _to_parts(spec: Any, num_agents: int | None) -> Any:
     free = box_of(jax.ShapeDtypeStruct(shape, dtype))
     bounds = getattr(spec, "minimum", free.low), getattr(spec, "maximum", free.high)
     low, high = map(np.asarray, bounds)
-    if num_agents is not None and _is_per_agent(shape, num_agents):
+    if num_agents is not None and shape[:1] == (num_agents,):
         shape = shape[1:]
         low, high = (x if x.ndim == 0 else x[0] for x in (low, high))
     return Box(low, high, shape, dtype)

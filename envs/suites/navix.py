@@ -1,7 +1,7 @@
-"""Any grid of navix, seen through the `Env` contract, of navix 0.7 and 4.
+"""`from_navix`: an `Env` of any grid of navix 0.7 or 4.
 
-navix tells termination from truncation itself. What its `step` does besides, starting a
-new episode after the last one, is never used: `_step` is what it does otherwise.
+navix tells termination from truncation itself. `_step` is its `step` without the
+auto-reset.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,8 @@
-"""Any game of pgx, seen through the `MultiAgentEnv` or the `Env` contract.
+"""`from_pgx`: a `MultiAgentEnv` of a game; `from_pgx_seat`: an `Env` of one player.
 
 The players act one after the other. A pgx state holds the observation and the allowed
 actions of the player whose turn it is, and of nobody else. pgx's own auto-reset is
-never used. As an `Env` a game is one player's; the others are a part of it.
+never used.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from flax import struct
 
 from envs.multi_agent import MultiAgentEnv, MultiAgentStep
 from envs.spaces import Box, Dict, Discrete
-from envs.suites.convert import box_of, load
+from envs.suites.convert import box_of, check_methods, load
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _GROUP = "players"
@@ -42,8 +42,7 @@ def from_pgx(env: Any) -> MultiAgentEnv:
     Raises:
         TypeError: if `env` lacks the methods of a `pgx.Env`.
     """
-    agents = tuple(f"player_{number}" for number in range(_num_players(env)))
-    return _PgxEnv(env=env, agents=agents, **_describe(env))
+    return _PgxEnv(env=env, **_describe(env))
 
 
 def from_pgx_seat(
@@ -71,7 +70,6 @@ def from_pgx_seat(
     Raises:
         TypeError: if `env` lacks the methods of a `pgx.Env`.
     """
-    _num_players(env)
     return _PgxSeat(
         opponent_params=opponent_params,
         env=env,
@@ -113,7 +111,9 @@ class _Pgx(struct.PyTreeNode, kw_only=True):
 class _PgxEnv(_Pgx, kw_only=True):
     """A `MultiAgentEnv` over a game of pgx; it has no parameters."""
 
-    agents: tuple[str, ...] = struct.field(pytree_node=False)
+    @property
+    def agents(self) -> tuple[str, ...]:
+        return tuple(f"player_{number}" for number in range(self.env.num_players))
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
@@ -221,18 +221,9 @@ class _PgxSeat(_Pgx, kw_only=True):
         return _seen(state, self.env._observe(state, jnp.int32(_SEAT)))
 
 
-def _num_players(env: Any) -> int:
-    missing = [x for x in ("init", "step") if not callable(getattr(env, x, None))]
-    if missing or not hasattr(env, "num_players"):
-        raise TypeError(
-            "`env` must have the methods init and step of pgx, and `num_players`, got "
-            f"{type(env).__name__}."
-        )
-    return env.num_players
-
-
 def _describe(env: Any) -> dict[str, Any]:
     """Observations and actions of a game, as fields of an adapter."""
+    check_methods(env, "pgx", ("init", "step", "num_players"))
     # Not `env.num_actions` and `env.observation_shape`: each computes a whole state.
     state = jax.eval_shape(env.init, jax.eval_shape(jax.random.key, 0))
     return {

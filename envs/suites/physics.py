@@ -1,4 +1,4 @@
-"""Shared part of the adapters of brax and MuJoCo Playground.
+"""`adapt`: an `Env` of an environment of brax or MuJoCo Playground.
 
 Both suites describe a moment by a `State` with the fields `obs`, `reward`, `done`,
 `metrics` and `info`, next to that of the physics, and both keep the parameters of the
@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 
 from envs.spaces import Box, Dict
-from envs.suites.convert import like, load
+from envs.suites.convert import check_methods, like, load
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 # Modules of wrappers that reset, cut episodes or stack lanes.
@@ -43,12 +43,7 @@ def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
         TypeError: if `env` lacks a method.
         ValueError: if `env` is wrapped for training.
     """
-    missing = [x for x in ("reset", "step") if not callable(getattr(env, x, None))]
-    if missing or not hasattr(env, "action_size"):
-        raise TypeError(
-            "`env` must have the methods reset and step, and `action_size`, got "
-            f"{type(env).__name__}."
-        )
+    check_methods(env, "brax or MuJoCo Playground", ("reset", "step", "action_size"))
     wrapper = next(filter(_is_training_wrapper, _chain(env)), None)
     if wrapper is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Any environment of MuJoCo Playground, seen through the `Env` contract."""
+"""`from_playground`: an `Env` of any environment of MuJoCo Playground."""
 
 from typing import Any
 

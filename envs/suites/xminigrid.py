@@ -1,4 +1,4 @@
-"""Any grid of XLand-MiniGrid, seen through the `Env` contract.
+"""`from_xminigrid`: an `Env` of any grid of XLand-MiniGrid.
 
 An episode ends with the discount 0, a termination, or with 1, a truncation. The
 suite's auto-reset wrappers are never used.

@@ -1,6 +1,5 @@
 """Environments by name, and the contract each of them keeps."""
 
-import importlib
 import sys
 
 import chex
@@ -12,7 +11,6 @@ from cases import quick_jit, raw
 
 import envs
 import rollout
-from envs import registry
 
 IDS = envs.env_ids()
 NEEDS_DOWNLOAD = "MNISTBandit-bsuite"
@@ -126,12 +124,12 @@ def test_parameters_are_leaves_of_the_environment():
 def test_environments_of_several_agents_by_id():
     game = envs.make_agents("pgx:tic_tac_toe")
     assert game.agents == ("player_0", "player_1")
-    with pytest.raises(ValueError, match=r"of its 20 ids, got 'pgx:go'. The nearest"):
+    message = r"20 ids of `envs.env_ids\('pgx'\)`, got 'pgx:go'. The nearest"
+    with pytest.raises(ValueError, match=message):
         envs.make_agents("pgx:go")
-    for env_id in ("CartPole-v1", "gymnax:CartPole-v1"):
-        with pytest.raises(
-            ValueError, match="must begin with jaxmarl:, jumanji: or pgx:, got"
-        ):
+    for env_id in ("CartPole-v1", "gymnax:CartPole-v1", "brax:ant"):
+        message = f"must begin with jaxmarl:, jumanji: or pgx:, got '{env_id}', whose "
+        with pytest.raises(ValueError, match=f"{message}environments have one agent"):
             envs.make_agents(env_id)
 
 
@@ -140,7 +138,8 @@ def test_environments_of_suites_by_id():
     assert seat.action_space == envs.Discrete(9)
     assert envs.make("pgx:tic_tac_toe") is seat  # so it is one program
     assert envs.make("gymnax:CartPole-v1") == envs.make("CartPole-v1")
-    with pytest.raises(ValueError, match=r"of its 20 ids, got 'pgx:go'. The nearest"):
+    message = r"20 ids of `envs.env_ids\('pgx'\)`, got 'pgx:go'. The nearest"
+    with pytest.raises(ValueError, match=message):
         envs.make("pgx:go")
     with pytest.raises(ValueError, match="got 'jaxmarl:hanabi', whose environments"):
         envs.make("jaxmarl:hanabi")
@@ -172,10 +171,12 @@ def test_import_of_a_suite_prints_nothing_and_leaves_the_streams(
 ):
     """As JaxMARL does it."""
     code = "import sys; sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__; "
-    (tmp_path / "noisy_suite.py").write_text(code + "print('here I am')")
+    code += "print('here I am'); registered_envs = ['there']"
+    (tmp_path / "jaxmarl.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "jaxmarl", raising=False)
     streams = sys.stdout, sys.stderr, sys.__stdout__
-    with registry._quiet():
-        importlib.import_module("noisy_suite")
+    assert envs.env_ids("jaxmarl") == ("jaxmarl:there",)
+    monkeypatch.delitem(sys.modules, "jaxmarl")
     assert (sys.stdout, sys.stderr, sys.__stdout__) == streams
     assert capfd.readouterr().out == ""

@@ -171,7 +171,7 @@ def test_other_wrappers_are_kept_and_get_the_model():
 
 
 def test_object_without_the_methods_is_refused():
-    with pytest.raises(TypeError, match=r"`env` must have the methods .* got object"):
+    with pytest.raises(TypeError, match=r"`env` must have .* got object"):
         from_brax(object())
 
 
