@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from envs.extras import load
+
 if TYPE_CHECKING:
     from pandas import DataFrame
 
@@ -125,11 +127,7 @@ def _check_options(missing: Any, duplicates: Any, timestamp: Any) -> None:
 
 def _read(data: Any, names: dict[str, str]) -> Any:
     """The columns of these names, under the keys of `names`, feedback in float64."""
-    try:
-        import pandas
-    except ImportError as error:
-        message = 'pandas is not installed: pip install ".[recommend]"'
-        raise ImportError(message) from error
+    pandas = load("pandas", "recommend")
     if isinstance(data, str | os.PathLike):
         # Integers stay integers where some are missing.
         data = pandas.read_csv(data, dtype_backend="numpy_nullable", low_memory=False)

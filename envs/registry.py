@@ -166,10 +166,7 @@ def _ids(suite: str) -> tuple[str, ...]:
         with _quiet():
             return _SUITES[suite].ids()
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{suite} needs {error.name}, which is not installed: "
-            f'pip install ".[{suite}]"'
-        ) from error
+        raise ValueError(str(error)) from error
 
 
 def _ids_if_installed(suite: str) -> tuple[str, ...]:

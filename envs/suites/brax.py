@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from envs.extras import load
 from envs.suites import physics
-from envs.suites.convert import load
 from envs.types import Env
 
 

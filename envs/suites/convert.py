@@ -1,6 +1,5 @@
 """Converts the spaces and arrays of other suites."""
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,11 +51,6 @@ def space_of(tree: ArrayTree) -> AnySpace:
     """The space of such arrays in a pytree."""
     parts = jax.tree.map(box_of, tree)
     return parts if isinstance(parts, Box) else TreeSpace(parts)
-
-
-def load(suite: str) -> Any:
-    """Imports a suite, whose module here may be called as it is."""
-    return importlib.import_module(suite)
 
 
 def check_methods(env: Any, suite: str, methods: Sequence[str]) -> None:

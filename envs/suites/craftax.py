@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs.suites.convert import check_methods, like, load, to_space
+from envs.extras import load
+from envs.suites.convert import check_methods, like, to_space
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _IDS = (
@@ -52,8 +53,7 @@ def from_craftax(env: Any, env_params: ArrayTree | None = None) -> Env:
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of Craftax."""
-    import craftax  # noqa: F401, it must be there
-
+    load("craftax")  # it must be there
     return _IDS
 
 

@@ -25,7 +25,8 @@ import numpy as np
 from flax import struct
 
 from envs import keys
-from envs.suites.convert import check_methods, like, load, to_space
+from envs.extras import load
+from envs.suites.convert import check_methods, like, to_space
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes

@@ -19,8 +19,9 @@ import numpy as np
 from flax import struct
 
 from envs import keys, spaces
+from envs.extras import load
 from envs.multi_agent import ACTING, MultiAgentEnv, MultiAgentStep
-from envs.suites.convert import check_methods, like, load, to_space
+from envs.suites.convert import check_methods, like, to_space
 from envs.types import AnySpace, ArrayTree
 
 _LIMIT = "max_steps"

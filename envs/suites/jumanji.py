@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from envs.extras import load
 from envs.multi_agent import MultiAgentEnv, MultiAgentStep
 from envs.spaces import Box, Discrete, MultiDiscrete, TreeSpace
-from envs.suites.convert import box_of, check_methods, check_no_reset, load
+from envs.suites.convert import box_of, check_methods, check_no_reset
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _GROUP = "agents"

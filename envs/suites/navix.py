@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from envs.extras import load
 from envs.spaces import Discrete
-from envs.suites.convert import Held, check_methods, like, load, space_of
+from envs.suites.convert import Held, check_methods, like, space_of
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 

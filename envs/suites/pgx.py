@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from envs.extras import load
 from envs.multi_agent import MultiAgentEnv, MultiAgentStep
 from envs.spaces import Box, Dict, Discrete
-from envs.suites.convert import box_of, check_methods, load
+from envs.suites.convert import box_of, check_methods
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _GROUP = "players"

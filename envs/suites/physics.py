@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from envs.extras import load
 from envs.spaces import Box, Dict
-from envs.suites.convert import check_methods, like, load
+from envs.suites.convert import check_methods, like
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 # Modules of wrappers that reset, cut episodes or stack lanes.

@@ -1,7 +1,9 @@
 """`from_playground`: an `Env` of any environment of MuJoCo Playground."""
 
+import subprocess
 from typing import Any
 
+from envs.extras import load
 from envs.suites import physics
 from envs.types import Env
 
@@ -40,9 +42,7 @@ def from_playground(env: Any) -> Env:
 
 def ids() -> tuple[str, ...]:
     """Lists the names of Playground's environments."""
-    from mujoco_playground import registry
-
-    return tuple(registry.ALL_ENVS)
+    return tuple(load("mujoco_playground.registry", "playground").ALL_ENVS)
 
 
 def make_one(name: str, **options: Any) -> Env:
@@ -52,10 +52,7 @@ def make_one(name: str, **options: Any) -> Env:
     inside others (`**{"reward_config.scales.termination": -1.0}`). `impl` is "jax" by
     default. Some environments download the model of their robot, which needs git.
     """
-    import subprocess
-
-    from mujoco_playground import registry
-
+    registry = load("mujoco_playground.registry", "playground")
     fields = _fields(registry.get_default_config(name))
     unknown = sorted(set(options) - set(fields))
     if unknown:
