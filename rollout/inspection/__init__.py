@@ -1,7 +1,7 @@
-"""Shows what a program does on an accelerator, present or not, by compiling it.
+"""`inspect`: compiles a program for an accelerator; tells its launches and waits.
 
-`program` has `inspect`; `accelerators` the data of those that are known, and their
-devices; `hlo` and `blocks` read what XLA writes; `report` is what comes of it.
+`program` compiles; `accelerators` knows the devices; `hlo` and `blocks` read the text
+that XLA writes; `report` counts and prints.
 """
 
 from rollout.inspection.accelerators import devices

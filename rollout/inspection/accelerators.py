@@ -1,4 +1,4 @@
-"""The accelerators that programs are compiled for, as data, and their devices."""
+"""`devices`: accelerators to compile for, present or not, and the facts about each."""
 
 import contextlib
 import functools
@@ -55,7 +55,7 @@ class Tpu(NamedTuple):
     platform: str = "tpu"
 
 
-# The GPUs' figures are those of XLA's own `target_config/specs`.
+# The numbers of the GPUs are those of XLA's own `target_config/specs`.
 ACCELERATORS: dict[str, Gpu | Tpu] = {
     "h100": Gpu(
         description="NVIDIA H100 80GB HBM3",
@@ -102,9 +102,8 @@ def find(accelerator: str) -> tuple[str, Gpu | Tpu]:
     """
     name = _ALIASES.get(accelerator, accelerator)
     if name not in ACCELERATORS:
-        raise ValueError(
-            f"`accelerator` must be one of {', '.join(NAMES)}, got {accelerator!r}."
-        )
+        known = ", ".join(NAMES)
+        raise ValueError(f"`accelerator` must be one of {known}, got {accelerator!r}.")
     return name, ACCELERATORS[name]
 
 
@@ -135,21 +134,27 @@ def _devices(name: str, num_devices: int) -> tuple[Device, ...]:
     accelerator = ACCELERATORS[name]
     if isinstance(accelerator, Tpu):
         return _tpu_devices(accelerator, num_devices)
-    _require("jax_cuda12_plugin", "jax_cuda13_plugin")
-    options: dict[str, Any] = {"target_config": _target_config(accelerator)}
-    options["topology"] = f"1x1x{num_devices}"
+    _require_gpu_compiler()
+    topology = functools.partial(
+        topologies.get_topology_desc,
+        platform="cuda",
+        target_config=_target_config(accelerator),
+        topology=f"1x1x{num_devices}",
+    )
     with environment(_ABSENT_GPU):
         try:
-            found = topologies.get_topology_desc(platform="cuda", **options)
+            found = topology()
         except NotImplementedError:
             # jax has started already, and left the plugin out for want of a driver.
             _initialize_plugin()
-            found = topologies.get_topology_desc(platform="cuda", **options)
+            found = topology()
     return tuple(found.devices)
 
 
 def _tpu_devices(accelerator: Tpu, num_devices: int) -> tuple[Device, ...]:
-    _require("libtpu")
+    if not _version("libtpu"):  # of any version: libtpu takes newer ones than jax's
+        line = f'pip install "jax[tpu]=={jax.__version__}"'
+        raise ImportError(f"The compiler of this accelerator is not installed: {line}.")
     sizes = [size for size in accelerator.slices if size >= num_devices]
     if not sizes:
         most = max(accelerator.slices)
@@ -179,35 +184,27 @@ def _initialize_plugin() -> None:
             return
 
 
-def _require(*modules: str) -> None:
-    """Raises if a distribution is missing, or of another version than jax."""
-    found = {name: _version(name) for name in modules}
-    wanted = install_line(modules[0])
-    if not any(found.values()):
-        raise ImportError(
-            f"The compiler of this accelerator is not installed: {wanted}."
-        )
-    if "libtpu" in found:
-        return  # its versions are not those of jax, which takes newer ones, too
-    name, version = next((name, got) for name, got in found.items() if got)
-    if version != jax.__version__:
-        raise ImportError(
-            f"{name.replace('_', '-')} {version} does not go with jax "
-            f"{jax.__version__}: {wanted}."
-        )
+def _require_gpu_compiler() -> None:
+    """Raises if the plugin for GPUs is missing, or of another version than jax."""
+    jax_version = jax.__version__
+    line = (
+        f'pip install "jax-cuda12-plugin=={jax_version}" '
+        f'"jax-cuda12-pjrt=={jax_version}"'
+    )
+    for name in ("jax-cuda12-plugin", "jax-cuda13-plugin"):
+        version = _version(name)
+        if version == jax_version:
+            return
+        if version is not None:
+            raise ImportError(
+                f"{name} {version} does not go with jax {jax_version}: {line}."
+            )
+    raise ImportError(f"The compiler of this accelerator is not installed: {line}.")
 
 
-def install_line(module: str) -> str:
-    """The command that installs the compiler of an accelerator, for this jax."""
-    version = jax.__version__
-    if module == "libtpu":
-        return f'pip install "jax[tpu]=={version}"'
-    return f'pip install "jax-cuda12-plugin=={version}" "jax-cuda12-pjrt=={version}"'
-
-
-def _version(module: str) -> str | None:
+def _version(distribution: str) -> str | None:
     try:
-        return importlib.metadata.version(module)
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 

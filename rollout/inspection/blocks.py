@@ -1,10 +1,10 @@
-"""From XLA's text to blocks: thunk sequences of a GPU, schedules of a TPU."""
+"""Reads XLA's text into blocks: thunk sequences of a GPU, schedules of a TPU."""
 
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -34,7 +34,41 @@ def read_gpu(text: str, sequence: str, metadata: str) -> Block:
         sequence: XLA's dump of its thunks, an indented list.
         metadata: XLA's dump of the instructions that the thunks come from.
     """
-    return _GpuReader(Module(text), _thunk_names(metadata)).read(_nest(sequence))
+    module, names = Module(text), _thunk_names(metadata)
+
+    def read(thunks: Iterable[_Thunk], block: Block, *, in_graph: bool) -> Block:
+        """Adds what these thunks do to a block that has nothing yet."""
+        for thunk, in_this_graph in _unfold(thunks, in_graph):
+            x = module.find(names.get(thunk.number, ""))
+            if thunk.kind == "kCommandBuffer":
+                block = _add(block, graphs=1)
+            elif thunk.kind in ("kWhile", "kConditional"):
+                block = _add(block, blocks=(read_inner(thunk, x, in_this_graph),))
+            else:
+                launched = "graph_launches" if in_this_graph else "loose_launches"
+                costs = _costs(module, x)
+                # The instruction may be one that the text does not show.
+                costs["collectives"] = _collectives(_opcode(thunk.kind))
+                costs["operations"] = ((module.op_name(x) if x else "", 1),)
+                block = _add(block, **{launched: 1}, **costs)
+        return block
+
+    def read_inner(thunk: _Thunk, x: Instruction | None, in_graph: bool) -> Block:
+        if thunk.kind == "kConditional":
+            head = _head(module, "conditional", x, asks_host=not in_graph)
+            branch = Block(kind="branch")
+            parts = (part for _, part in thunk.sections)
+            branches = (read(part, branch, in_graph=in_graph) for part in parts)
+            return _add(head, blocks=tuple(branches))
+        trips = _trips(module, x)
+        asks_host = trips is None and not in_graph
+        head = _head(module, "loop", x, trips=trips, asks_host=asks_host)
+        # The predicate of a known number of rounds is never computed.
+        skipped = () if trips is None else ("condition",)
+        parts = [part for name, part in thunk.sections if name not in skipped]
+        return read([y for part in parts for y in part], head, in_graph=in_graph)
+
+    return read(_nest(sequence), Block(kind="program"), in_graph=False)
 
 
 def read_tpu(text: str) -> Block:
@@ -61,8 +95,7 @@ def find_source(frames: list[Frame]) -> Frame | None:
     return own[0] if own else None
 
 
-@dataclasses.dataclass
-class _Thunk:
+class _Thunk(NamedTuple):
     """A piece of work of XLA's runtime for GPUs: a launch, or what holds others."""
 
     kind: str
@@ -70,53 +103,6 @@ class _Thunk:
     indent: int
     # By name, such as "body"; those that a command buffer holds have none.
     sections: list[tuple[str, list["_Thunk"]]]
-
-
-class _GpuReader:
-    def __init__(self, module: Module, names: dict[int, str]) -> None:
-        self._module, self._names = module, names
-
-    def read(
-        self,
-        thunks: Iterable[_Thunk],
-        head: Block = Block(kind="program"),  # noqa: B008 (frozen)
-        *,
-        in_graph: bool = False,
-    ) -> Block:
-        """Adds what these thunks do to a block that has nothing yet."""
-        block = head
-        for thunk, in_this_graph in _unfold(thunks, in_graph):
-            x = self._module.find(self._names.get(thunk.number, ""))
-            if thunk.kind == "kCommandBuffer":
-                block = _add(block, graphs=1)
-            elif thunk.kind in ("kWhile", "kConditional"):
-                inner = self._read_inner(thunk, x, in_this_graph)
-                block = _add(block, blocks=(inner,))
-            else:
-                launched = "graph_launches" if in_this_graph else "loose_launches"
-                figures = _figures(self._module, x)
-                # The instruction may be one that the text does not show.
-                figures["collectives"] = _collectives(_opcode(thunk.kind))
-                figures["operations"] = ((self._module.op_name(x) if x else "", 1),)
-                block = _add(block, **{launched: 1}, **figures)
-        return block
-
-    def _read_inner(
-        self, thunk: _Thunk, x: Instruction | None, in_graph: bool
-    ) -> Block:
-        if thunk.kind == "kConditional":
-            head = _head(self._module, "conditional", x, asks_host=not in_graph)
-            branch = Block(kind="branch")
-            parts = (part for _, part in thunk.sections)
-            read = (self.read(part, branch, in_graph=in_graph) for part in parts)
-            return _add(head, blocks=tuple(read))
-        trips = _trips(self._module, x)
-        asks_host = trips is None and not in_graph
-        head = _head(self._module, "loop", x, trips=trips, asks_host=asks_host)
-        # The predicate of a known number of rounds is never computed.
-        skipped = () if trips is None else ("condition",)
-        parts = [part for name, part in thunk.sections if name not in skipped]
-        return self.read([y for part in parts for y in part], head, in_graph=in_graph)
 
 
 def _unfold(thunks: Iterable[_Thunk], in_graph: bool) -> Iterator[tuple[_Thunk, bool]]:
@@ -169,7 +155,7 @@ def _thunk_names(metadata: str) -> dict[int, str]:
 def _read_schedule(module: Module, computation: str, head: Block) -> Block:
     block = head
     for x in module.computations.get(computation, {}).values():
-        block = _add(block, **_figures(module, x))
+        block = _add(block, **_costs(module, x))
         if x.opcode == "while":
             inner = _head(module, "loop", x, trips=_trips(module, x))
             inner = _read_schedule(module, x.attribute("body") or "", inner)
@@ -184,9 +170,9 @@ def _read_schedule(module: Module, computation: str, head: Block) -> Block:
     return block
 
 
-def _add(block: Block, **figures: Any) -> Block:
-    """Adds figures, or blocks, to those of a block."""
-    added = {name: getattr(block, name) + value for name, value in figures.items()}
+def _add(block: Block, **costs: Any) -> Block:
+    """Adds costs, or blocks, to those of a block."""
+    added = {name: getattr(block, name) + value for name, value in costs.items()}
     return dataclasses.replace(block, **added)
 
 
@@ -201,27 +187,27 @@ def _head(module: Module, kind: Kind, x: Instruction | None, **more: Any) -> Blo
     return Block(kind=kind, cause=name, file=source.file, line=source.line, **more)
 
 
-def _figures(module: Module, x: Instruction | None) -> dict[str, Any]:
+def _costs(module: Module, x: Instruction | None) -> dict[str, Any]:
     """Cost of one instruction, and the devices it communicates with."""
     if x is None:
         return {}
-    figures: dict[str, Any] = {}
+    costs: dict[str, Any] = {}
     if x.opcode not in ("while", "conditional", "call"):
-        figures["flops"] = module.flops(x)
-        figures["bytes_moved"] = module.bytes_moved(x)
+        costs["flops"] = module.flops(x)
+        costs["bytes_moved"] = module.bytes_moved(x)
     cycles = re.findall(r'"estimated_cycles":"(\d+)"', x.text)
-    figures["cycles"] = sum(map(int, cycles))
+    costs["cycles"] = sum(map(int, cycles))
     if cycles:
-        figures["operations"] = ((module.op_name(x), figures["cycles"]),)
+        costs["operations"] = ((module.op_name(x), costs["cycles"]),)
     # The first one is that of the model of kernels; the second, a bound.
     if time := re.search(r'"exec_time_us":([\d.e+\-]+)', x.text):
-        figures["seconds"] = 1e-6 * float(time[1])
-    figures["collectives"] = _collectives(x.opcode)
+        costs["seconds"] = 1e-6 * float(time[1])
+    costs["collectives"] = _collectives(x.opcode)
     if _is_callback(x):
         source = find_source(module.frames(x)) or Frame("", 0)
         cause = x.op_name.rpartition("/")[2] or x.opcode
-        figures["callbacks"] = ((cause, source.file, source.line),)
-    return figures
+        costs["callbacks"] = ((cause, source.file, source.line),)
+    return costs
 
 
 def _collectives(opcode: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Compiles a program for an accelerator that may be absent, and reads what it does."""
+"""`inspect`: compiles a program for an accelerator and reports what it does there."""
 
 import contextlib
 import tempfile
@@ -22,7 +22,7 @@ from rollout.inspection.report import Memory, Report, find_loop, find_waits
 
 _NUM_STEPS = 128
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
-# What XLA writes of a GPU's program; the first where its passes changed something.
+# XLA's dumps of a GPU's program; it writes the first if its passes changed something.
 _SEQUENCES = ("thunk_sequence_after_thunk_passes", "thunk_sequence")
 _METADATA = ("thunk_metadata",)
 
@@ -34,7 +34,7 @@ def inspect(
     num_steps: int | None = None,
     num_devices: int | None = None,
 ) -> Report:
-    """Compiles a program for an accelerator and says what it does there.
+    """Compiles a program for an accelerator and reports what it does there.
 
     Nothing runs, and the machine needs no accelerator: only its compiler, from the
     extra `accelerators`.
@@ -77,23 +77,16 @@ def inspect(
             f"`accelerator` must be that of the arguments' shardings, which are on "
             f"{devices[0].device_kind}, got {accelerator!r}."
         )
-    mesh = Mesh(np.asarray(devices), ("devices",))
-    shapes = _shapes(args, NamedSharding(mesh, PartitionSpec()))
-    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    traced: Any = jitted.trace(*shapes)
-    if data.platform == "cuda":
-        _refuse_callbacks(traced.jaxpr)
-    lowered = traced.lower()
+    lowered = _lower(fn, args, devices, refuses_callbacks=data.platform == "cuda")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rollout_inspect_") as folder:
         compiled = _compile(lowered, folder, has_cost_model=data.has_cost_model)
         seconds = time.perf_counter() - start
-        text = compiled.as_text()
         if data.platform == "cuda":
             dumps = (_read_dump(folder, kinds) for kinds in (_SEQUENCES, _METADATA))
-            whole = blocks.read_gpu(text, *dumps)
+            whole = blocks.read_gpu(compiled.as_text(), *dumps)
         else:
-            whole = blocks.read_tpu(text)
+            whole = blocks.read_tpu(compiled.as_text())
     loop = find_loop(whole, num_steps)
     # Steps that are left over stand before or after the loop.
     steps_per_round = None if num_steps is None else num_steps // (loop.trips or 1)
@@ -138,8 +131,7 @@ def _program(
     spread = spread_of(program.env)
     if spread is not None:
         where = spread.shardings(carry, program.env.num_envs)
-        make = lambda x, sharding: _shape(x, sharding)  # noqa: E731
-        carry = jax.tree.map(make, carry, where)
+        carry = jax.tree.map(_shape, carry, where)
 
     def collect_steps(collector: Collector, carry: Any, params: Any) -> Any:
         return collector.collect_steps(carry, params, num_steps)
@@ -149,32 +141,40 @@ def _program(
 
 def _given_devices(args: Any) -> list[accelerators.Device]:
     """The absent devices that arguments are sharded over, in their order."""
-    for leaf in jax.tree.leaves(args):
-        sharding = _absent_sharding(leaf)
-        if sharding is not None:
-            mesh = getattr(sharding, "mesh", None)
-            if mesh is not None:
-                return list(mesh.devices.flat)
-            return list(sharding.device_set)
-    return []
+    shardings = filter(None, map(_absent_sharding, jax.tree.leaves(args)))
+    sharding: Any = next(shardings, None)
+    if hasattr(sharding, "mesh"):
+        return list(sharding.mesh.devices.flat)
+    return [] if sharding is None else list(sharding.device_set)
 
 
 def _absent_sharding(leaf: Any) -> Sharding | None:
     """The sharding of a shape; arrays that exist lie on devices that do."""
-    if not isinstance(leaf, jax.ShapeDtypeStruct):
-        return None
-    return leaf.sharding
+    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
-def _shapes(args: Any, default: Sharding) -> Any:
-    """Replaces arrays by their shapes and dtypes."""
+def _lower(
+    fn: Any, args: Any, devices: list[accelerators.Device], *, refuses_callbacks: bool
+) -> Any:
+    """Lowers a function, with shapes and dtypes in the place of arrays."""
+    mesh = Mesh(np.asarray(devices), ("devices",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
 
     def make(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-            return leaf  # numbers of Python, and what is static
-        return _shape(leaf, _absent_sharding(leaf) or default)
+            return leaf  # numbers of Python, and static arguments
+        return _shape(leaf, _absent_sharding(leaf) or everywhere)
 
-    return jax.tree.map(make, args)
+    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+    traced = jitted.trace(*jax.tree.map(make, args))
+    found = dict.fromkeys(_callbacks(traced.jaxpr)) if refuses_callbacks else {}
+    if found:
+        raise ValueError(
+            "A GPU waits for the host whenever a program calls back into Python, and "
+            "jax cannot compile such a program for a GPU that is absent. Take out what "
+            f"is called at {', '.join(found)}, or inspect the program for a TPU."
+        )
+    return traced.lower()
 
 
 def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -227,17 +227,7 @@ def _memory(compiled: Any, capacity: int) -> Memory:
     )
 
 
-def _refuse_callbacks(jaxpr: Any) -> None:
-    found = {f"{place} ({name})": None for name, place in _callbacks(jaxpr)}
-    if found:
-        raise ValueError(
-            "A GPU waits for the host whenever a program calls back into Python, and "
-            "jax cannot compile such a program for a GPU that is absent. Take out what "
-            f"is called at {', '.join(found)}, or inspect the program for a TPU."
-        )
-
-
-def _callbacks(jaxpr: Any) -> Iterator[tuple[str, str]]:
+def _callbacks(jaxpr: Any) -> Iterator[str]:
     """The calls of Python in a program, with the lines that they come from."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name in _CALLBACKS:
@@ -246,7 +236,7 @@ def _callbacks(jaxpr: Any) -> Iterator[tuple[str, str]]:
             lines = [Frame(x.file_name, x.line_num) for x in frames]
             source = blocks.find_source(lines)
             place = f"{source.file}:{source.line}" if source else "an unknown line"
-            yield equation.primitive.name, place
+            yield f"{place} ({equation.primitive.name})"
         for value in equation.params.values():
             inner = value if isinstance(value, tuple | list) else (value,)
             for part in inner:

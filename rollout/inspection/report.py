@@ -1,12 +1,13 @@
-"""The report on a program for an accelerator: its blocks, its waits, and the table."""
+"""`Report`: the blocks and waits of a program on an accelerator, and their table."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["program", "loop", "conditional", "branch"]
-Figure = Literal[
+Cost = Literal[
     "graph_launches", "loose_launches", "cycles", "flops", "bytes_moved", "seconds"
 ]
 _LABEL = 19  # characters, as in the tables of the command line
@@ -75,7 +76,7 @@ class Memory(NamedTuple):
 class Block:
     """A part of a program that runs as a whole: it, a loop, a conditional, a branch.
 
-    The figures are those of the block's own operations, when it runs once; those of the
+    The costs are those of the block's own operations, when it runs once; those of the
     blocks in it are theirs. `total` adds them up.
 
     Attributes:
@@ -118,15 +119,15 @@ class Block:
     operations: tuple[tuple[str, int], ...] = dataclasses.field(default=(), repr=False)
     blocks: tuple["Block", ...] = ()
 
-    def total(self, figure: Figure) -> float:
-        """Adds up a figure of all that runs when this block runs once.
+    def total(self, cost: Cost) -> float:
+        """Adds up a cost of all that runs when this block runs once.
 
         Of a conditional that is its longest branch. A loop in it whose number of
         rounds depends on data adds nothing: what it adds per round is its own `total`.
         """
-        below = [block.total(figure) * block.rounds for block in self.blocks]
+        below = [block.total(cost) * block.rounds for block in self.blocks]
         inner = max(below, default=0) if self.kind == "conditional" else sum(below)
-        return getattr(self, figure) + inner
+        return getattr(self, cost) + inner
 
     @property
     def rounds(self) -> int:
@@ -175,9 +176,9 @@ class Report:
     steps_per_round: int | None
     waits: tuple[Wait, ...]
 
-    def per_step(self, figure: Figure) -> float:
-        """A figure of the loop over time, per step; of a function, per round."""
-        return self.loop.total(figure) / (self.steps_per_round or 1)
+    def per_step(self, cost: Cost) -> float:
+        """A cost of the loop over time, per step; of a function, per round."""
+        return self.loop.total(cost) / (self.steps_per_round or 1)
 
     @property
     def launches_per_step(self) -> float:
@@ -238,11 +239,12 @@ class Report:
         yield "memory", _describe_memory(self.memory)
         unit = _unit(self.program, self.loop, self.steps_per_round)
         if unit != "program":
-            yield f"per {unit}", _describe_figures(self.loop, self.steps_per_round or 1)
-        for number, inner in enumerate(_dynamic_loops(self.loop)):
-            row = f"{_describe_figures(inner)}   {_place(inner)} {inner.cause}"
+            yield f"per {unit}", _describe_costs(self.loop, self.steps_per_round or 1)
+        dynamic = _outermost(self.loop, lambda x: x.trips is None)
+        for number, inner in enumerate(dynamic):
+            row = f"{_describe_costs(inner)}   {_place(inner)} {inner.cause}"
             yield "" if number else "  per inner round", row
-        yield "in all", _describe_figures(self.program)
+        yield "in all", _describe_costs(self.program)
         for number, (depth, block) in enumerate(_walk_depth(self.program)):
             label = "program" if number == 0 else ""
             mark = self._mark() if block is self.loop else ""
@@ -265,7 +267,7 @@ class Report:
 
 def find_loop(program: Block, num_steps: int | None = None) -> Block:
     """The loop over time: see `Report.loop`. That of a collector has known rounds."""
-    outermost = _loops(program)
+    outermost = _outermost(program)
     if num_steps is not None:
         outermost = (x for x in outermost if (x.trips or num_steps + 1) <= num_steps)
     return max(
@@ -279,28 +281,24 @@ def find_waits(
     program: Block, loop: Block, steps_per_round: int | None
 ) -> tuple[Wait, ...]:
     """Every wait of a program on a GPU or a TPU, those of one line together."""
-    found: dict[tuple, int] = {}
+    found: Counter[tuple[Any, ...]] = Counter()
     unit = _unit(program, loop, steps_per_round)
 
-    def add(cause: str, place: tuple[str, int], per: str, more: bool, count: int):
-        wait = cause, *place, per, more
-        found[wait] = found.get(wait, 0) + count
-
     def visit(block: Block, per: str, count: int) -> None:
-        place, is_time = (block.file, block.line), block is loop
+        place, is_time = (block.cause, block.file, block.line), block is loop
         inner, times = per, count * (block.trips or 1)
         if block.kind == "loop" and block.trips is None:
             inner, times = (unit, 1) if is_time else ("inner round", 1)
             if block.asks_host and is_time:
-                add(block.cause, place, unit, False, 1)
+                found[*place, unit, False] += 1
             elif block.asks_host:
-                add(block.cause, place, per, True, count)
+                found[*place, per, True] += count
         elif is_time and block.kind == "loop":
             inner, times = unit, 1
         if block.kind == "conditional" and block.asks_host:
-            add(block.cause, place, per, False, count)
-        for cause, file, line in block.callbacks:
-            add(cause, (file, line), inner, False, times)
+            found[*place, per, False] += count
+        for callback in block.callbacks:
+            found[*callback, inner, False] += times
         for child in block.blocks:
             visit(child, inner, times)
 
@@ -317,7 +315,7 @@ def find_waits(
 def _unit(
     program: Block, loop: Block, steps_per_round: int | None
 ) -> Literal["step", "round", "program"]:
-    """The unit that the figures of the loop over time are given per."""
+    """The unit that costs of the loop over time are given per."""
     if steps_per_round is not None:
         return "step"
     return "program" if loop is program else "round"
@@ -330,16 +328,16 @@ def _describe_block(block: Block) -> str:
     if block.kind == "loop" and block.trips is None:
         name += ", rounds not known"
     name += ", asks the host" * block.asks_host
-    figures = "" if block.kind == "conditional" else f": {_describe_own(block)}"
+    costs = "" if block.kind == "conditional" else f": {_describe_own(block)}"
     tally = _tally(block.collectives)
-    return f"{name}{figures}{f', {tally}' if tally else ''}"
+    return f"{name}{costs}{f', {tally}' if tally else ''}"
 
 
-def _describe_figures(block: Block, num_steps: int = 1) -> str:
+def _describe_costs(block: Block, num_steps: int = 1) -> str:
     """All that happens when a block runs once, per step if it takes several."""
 
-    def read(figure: Figure) -> float:
-        return block.total(figure) / num_steps
+    def read(cost: Cost) -> float:
+        return block.total(cost) / num_steps
 
     parts = []
     if block.launches:
@@ -357,13 +355,15 @@ def _describe_figures(block: Block, num_steps: int = 1) -> str:
     return ", ".join(parts)
 
 
-def _dynamic_loops(block: Block) -> Iterator[Block]:
-    """The loops in a block whose number of rounds depends on data, the outermost."""
+def _outermost(
+    block: Block, is_wanted: Callable[[Block], bool] = lambda _: True
+) -> Iterator[Block]:
+    """The loops in a block that are wanted and lie in no other of these."""
     for child in block.blocks:
-        if child.kind == "loop" and child.trips is None:
+        if child.kind == "loop" and is_wanted(child):
             yield child
         else:
-            yield from _dynamic_loops(child)
+            yield from _outermost(child, is_wanted)
 
 
 def _operations(block: Block) -> Iterator[tuple[str, int]]:
@@ -407,15 +407,6 @@ def _describe_memory(memory: Memory) -> str:
     return f"{whole}{fits} ({parts})"
 
 
-def _loops(block: Block) -> Iterator[Block]:
-    """The loops that lie in no other."""
-    for child in block.blocks:
-        if child.kind == "loop":
-            yield child
-        else:
-            yield from _loops(child)
-
-
 def _walk_depth(block: Block, depth: int = 0) -> Iterator[tuple[int, Block]]:
     yield depth, block
     for child in block.blocks:
@@ -423,8 +414,7 @@ def _walk_depth(block: Block, depth: int = 0) -> Iterator[tuple[int, Block]]:
 
 
 def _tally(names: tuple[str, ...]) -> str:
-    counts = {name: names.count(name) for name in dict.fromkeys(names)}
-    return ", ".join(f"{count} {name}" for name, count in counts.items())
+    return ", ".join(f"{count} {name}" for name, count in Counter(names).items())
 
 
 def _number(count: float) -> str:
