@@ -102,6 +102,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEXTS)
 def test_code_here_runs_and_does_what_is_said(name, capsys):
     (code,), names = blocks(name, "python"), {}

@@ -19,12 +19,9 @@ README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
-SLOW_PAGES = (
-    "agents buffers concepts/keys devices environments episodes host_environments "
-    "many_machines recommendation streaming training"
-)
-MARKS = {f"docs/{page}.md": [pytest.mark.slow] for page in SLOW_PAGES.split()}
-MARKS["docs/accelerators.md"] = [pytest.mark.slow, pytest.mark.compiles_for("h100")]
+# The quick tests run the README only.
+MARKS = {name: [pytest.mark.slow] for name in TEXTS if name != "README.md"}
+MARKS["docs/accelerators.md"].append(pytest.mark.compiles_for("h100"))
 
 
 def blocks(text: str) -> list[str]:
