@@ -1,4 +1,4 @@
-"""Checks of the options of environments."""
+"""Checks of options, with messages that name what must hold and what was given."""
 
 import numbers
 import operator
@@ -11,15 +11,17 @@ from jax.core import Tracer
 
 from envs.types import EnvStep
 
-_MOST = 2**31 - 1  # what is counted, is counted in int32
+INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 
 
-def count(name: str, value: Any) -> int:
-    """Checks an integer from 1 to 2^31 - 1; returns it as a Python int."""
-    if not _is_integer(value) or operator.index(value) < 1:
-        raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")
-    if value > _MOST:
-        raise ValueError(f"`{name}` must be at most {_MOST}, got {value!r}.")
+def count(
+    name: str, value: Any, *, least: int = 1, most: int | None = INT32_MAX
+) -> int:
+    """Checks an integer from `least` to `most`; returns it as a Python int."""
+    if not _is_integer(value) or operator.index(value) < least:
+        raise ValueError(f"`{name}` must be an int of at least {least}, got {value!r}.")
+    if most is not None and value > most:
+        raise ValueError(f"`{name}` must be at most {most}, got {value!r}.")
     return operator.index(value)
 
 

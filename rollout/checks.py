@@ -1,6 +1,5 @@
-"""Checks of what users hand to the kernel: made while tracing, so free at run time."""
+"""Checks of arguments and callables of users, while tracing: free at run time."""
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from envs import keys
+from envs.checks import INT32_MAX, count
 from envs.types import AnySpace, ArrayTree, EnvStep, VectorEnv, spread_of
 from rollout.types import (
     Accumulator,
@@ -20,7 +20,6 @@ from rollout.types import (
     Transition,
 )
 
-_INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 _BOOKKEEPING = (
     "terminated",
     "truncated",
@@ -41,18 +40,6 @@ def typed_key(key: Any) -> None:
         )
 
 
-def count(
-    name: str, value: Any, *, least: int = 1, most: int | None = _INT32_MAX
-) -> int:
-    """Checks an integer from `least` to `most`; returns it as a Python int."""
-    is_int = not isinstance(value, bool | jax.Array) and hasattr(value, "__index__")
-    if not is_int or operator.index(value) < least:
-        raise ValueError(f"`{name}` must be an int of at least {least}, got {value!r}.")
-    if most is not None and value > most:
-        raise ValueError(f"`{name}` must be at most {most}, got {value}.")
-    return operator.index(value)
-
-
 def flag(name: str, value: Any) -> None:
     """Checks that an option is a bool."""
     if not isinstance(value, bool):
@@ -69,7 +56,7 @@ def max_steps(value: Any) -> jax.Array:
     """Checks a count of steps; beyond int32 it becomes the largest int32."""
     if isinstance(value, jax.Array) and (value.shape, value.dtype) == ((), jnp.int32):
         return value  # of an outer program, which has seen to it
-    return jnp.int32(min(count("max_steps", value, most=None), _INT32_MAX))
+    return jnp.int32(min(count("max_steps", value, most=None), INT32_MAX))
 
 
 def collector(env: Any, policy: Any, record_fn: Any, value_fn: Any = None) -> None:
@@ -185,7 +172,7 @@ def accumulated(name: str, old: ArrayTree, new: ArrayTree) -> None:
 
 
 def env_state(env: VectorEnv, state: ArrayTree, reset_keys: chex.PRNGKey) -> None:
-    """Checks that a state is one of this environment."""
+    """Checks that a state has the structure, shapes and dtypes of a reset."""
     expected = jax.eval_shape(env.reset, reset_keys)[0]
     same("`carry` must be of this collector's environment", expected, state)
 

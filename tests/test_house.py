@@ -25,8 +25,8 @@ LADDER = (
     {"__main__"},
 )
 
-# What `rollout` may import of `envs`: the contract, and what both are made of.
-COMMON = {"envs.types", "envs.keys", "envs.few_lanes"}
+# What `rollout` may import of `envs`: the contract, and shared means.
+COMMON = {"envs.types", "envs.keys", "envs.few_lanes", "envs.checks"}
 # Packages that know more of environments than the contract, and what.
 KINDS = {
     "multi_agent": {"envs.multi_agent"},
