@@ -13,8 +13,6 @@ from envs import keys
 from envs.types import ArrayTree, spread_of
 from rollout import processes
 from rollout.collector import Collector
-from rollout.host.collector import HostCollector
-from rollout.stream import host
 from rollout.stream.fill import Filled, fill
 from rollout.stream.types import Options, Placement, Window
 from rollout.types import Carry
@@ -28,17 +26,8 @@ class Program(NamedTuple):
     kinds: list[Any]  # of the parameters, see `kinds_of`
 
 
-def make(
-    options: Options, collector: Collector | HostCollector, carry: Carry, params: Any
-) -> Program:
-    """Compiles the program of a stream."""
-    if isinstance(collector, HostCollector):
-        collector.compile(carry, params)
-        return Program(
-            fill=functools.partial(host.fill, options),
-            blank=lambda: (),
-            kinds=kinds_of(params),
-        )
+def make(options: Options, collector: Collector, carry: Carry, params: Any) -> Program:
+    """Compiles the program of a stream over environments in JAX."""
     window = jax.ShapeDtypeStruct((len(Window._fields),), jnp.int32)
     args = collector, carry, params, window
     memory: ArrayTree = ()

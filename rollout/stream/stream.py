@@ -438,8 +438,15 @@ class Stream(Generic[ParamsT]):
         """Makes the program, unless it is there."""
         program = self._program
         if program is None or program.kinds != programs.kinds_of(params):
-            args = self._options, self._collector, self._at.carry, params
-            self._program = program = programs.make(*args)
+            options, carry = self._options, self._at.carry
+            if isinstance(self._collector, HostCollector):
+                self._collector.compile(carry, params)
+                fill = functools.partial(host.fill, options)
+                kinds = programs.kinds_of(params)
+                program = programs.Program(fill, blank=lambda: (), kinds=kinds)
+            else:
+                program = programs.make(options, self._collector, carry, params)
+            self._program = program
         return program
 
     def _own(self, params: Any) -> Any:
