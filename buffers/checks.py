@@ -1,4 +1,4 @@
-"""Checks of what users hand to a buffer: while tracing, so free at run time."""
+"""Checks the arguments of buffers, while tracing: free at run time."""
 
 import numbers
 import operator

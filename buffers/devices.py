@@ -30,8 +30,8 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
     after masked rows, `weights` are the number of rows that the device holds divided by
     the mean over devices: a mean of losses with these weights is that of an even draw.
 
-    What is not `add`, `sample`, `sample_sequences` or `can_sample` has the meaning it
-    has on one device, but may gather the rows.
+    The methods other than `add`, `sample`, `sample_sequences` and `can_sample` return
+    the same as on one device, but may gather the rows.
 
     Args:
         buffer: a `ReplayBuffer` with `successor="stored"`.
@@ -67,7 +67,7 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
 
 
 class _Sharded(ReplayBuffer):
-    """A `ReplayBuffer` of which every device keeps its own lanes."""
+    """A `ReplayBuffer` whose lanes are kept by several devices."""
 
     mesh: Mesh = struct.field(pytree_node=False, kw_only=True)
     axis: str = struct.field(pytree_node=False, kw_only=True)

@@ -1,7 +1,7 @@
-"""The fields of a transition by name, whatever the container.
+"""Reads and replaces fields of a transition by name.
 
 A transition may be a dataclass, a named tuple or a mapping. A field that is `()` or
-None counts as one that is not recorded.
+None counts as not recorded.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The side ring of final observations, for rows that do not keep their successor.
+"""Keeps final observations in a side ring, for rows without their successor.
 
 Within an episode the successor of a row is the observation of the next row. Where an
 episode ends, the next row belongs to another one, and the successor is kept here.

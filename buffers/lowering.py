@@ -1,9 +1,9 @@
-"""Two programs with the same result, one of which is compiled: which, and why.
+"""`choose`: compiles a program with loops, or for a GPU an equal one without.
 
-A loop whose end depends on data costs nothing on a CPU or a TPU where it has little to
-do. On a GPU the host reads its condition before every round, and the device waits for
-that. There a program without such loops is faster, even if it computes more: of small
-arrays a launch costs the same as of large ones.
+A loop whose end depends on data costs little on a CPU or a TPU if it has little to do.
+On a GPU the device waits while the host reads the condition of every round. There a
+program without such loops is faster, even if it computes more: a launch costs the same
+for small arrays as for large ones.
 """
 
 from collections.abc import Callable

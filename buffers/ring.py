@@ -1,4 +1,4 @@
-"""A ring of rows per lane: writing into it, in place.
+"""Writes rows into a ring per lane, in place.
 
 Lanes that have always been given the same number of rows are at the same slot, and then
 a chunk is one contiguous write. Once a mask has let them drift apart, each row goes to

@@ -1,4 +1,4 @@
-"""The buffer contracts: what a buffer keeps and what a sample is."""
+"""Containers: states of buffers, recorded steps, batches and sequences."""
 
 from typing import Any, Generic
 from typing import Any as ArrayTree
@@ -102,7 +102,7 @@ class EpisodicState(struct.PyTreeNode, kw_only=True):
 
 
 class Experience(struct.PyTreeNode, kw_only=True):
-    """One recorded step of every lane: what `from_data` fills a buffer with.
+    """One recorded step of every lane, as `from_data` adds it to a buffer.
 
     Attributes:
         obs: `[T, B, ...]`, the observation the action was chosen from.

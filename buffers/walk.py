@@ -1,4 +1,4 @@
-"""Walking in a ring: from a row to the next and the previous one of its episode.
+"""Finds the next, previous, first and following rows of episodes in a ring.
 
 A row is a number: slot n of lane i is `n * B + i`. Functions take rows of any shape.
 Two rows of a lane belong together if they are neighbours, the earlier one is not an

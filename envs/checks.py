@@ -80,7 +80,7 @@ def integer(name: str, value: Any) -> int:
 
 
 def holds(dtype: Any, low: int, high: int) -> None:
-    """Checks that `dtype` is one of integers and has those from `low` to `high`."""
+    """Checks that `dtype` is an integer dtype that holds `low` to `high`."""
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"`dtype` must be an integer dtype, got {dtype}.")

@@ -1,7 +1,7 @@
-"""Draws an episode as an animated GIF, with the drawings of its suite.
+"""`render_gif`: draws an episode as an animated GIF, as its suite draws it.
 
-The adapter of another suite than gymnax draws in `render_frames(states)`: a state after
-the other, as `[H, W, 3]` or `[H, W, 4]` uint8 each.
+Adapters of suites other than gymnax have `render_frames(states)`, which draws a state
+after the other as `[H, W, 3]` or `[H, W, 4]` uint8.
 """
 
 import contextlib

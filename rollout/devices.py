@@ -1,8 +1,8 @@
-"""Lanes over devices, of one process or of several: the same calls, the same bits.
+"""`shard`: spreads lanes over devices, with the same calls and the same bits.
 
 The policy, the records and the totals are programs of all lanes, `[B, ...]`, which XLA
-divides: so a draw for all lanes is that of one device. What is local by nature, the
-step of the environments and their reset, is mapped over the devices by hand.
+divides: so a draw for all lanes is that of one device. The steps and resets of the
+environments, which are local, are mapped over the devices by hand.
 """
 
 import zlib
@@ -53,9 +53,9 @@ def shard(
     network computes for the record alone. Where states differ so, choices and endings
     do too, after enough steps.
 
-    Steps and streams do not wait for other devices, but where something is of all
-    lanes: the statistics of `NormalizeObs` and `NormalizeReward`, or what a `fn` of
-    `fold_steps` sums. Whole episodes are handed out by one queue, so there the devices
+    Steps and streams wait for other devices only where they sum over all lanes: for
+    the statistics of `NormalizeObs` and `NormalizeReward`, or in the `fn` of
+    `fold_steps`. Whole episodes are handed out by one queue, so there the devices
     tell each other at every step how many lanes are done, and each has all results.
 
     With `jax.distributed` the mesh may be of the devices of several processes. Each
@@ -117,12 +117,12 @@ class Spread(NamedTuple):
         return self.mesh.shape[self.axis]
 
     def place(self, tree: ArrayTree, num_envs: int, *, lane_axis: int = 0) -> ArrayTree:
-        """Says that what has a lane axis is spread, and that all else is replicated."""
+        """Spreads arrays with a lane axis over the devices; replicates others."""
         shardings = self.shardings(tree, num_envs, lane_axis=lane_axis)
         return lax.with_sharding_constraint(tree, shardings)
 
     def replicate(self, tree: ArrayTree) -> ArrayTree:
-        """Says that every device has all of it."""
+        """Replicates a tree on every device."""
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return lax.with_sharding_constraint(tree, everywhere)
 
@@ -151,7 +151,7 @@ class Spread(NamedTuple):
 
 
 class _SpreadEnv(struct.PyTreeNode, kw_only=True):
-    """A `VectorEnv` of which every device steps its own lanes."""
+    """A `VectorEnv` whose lanes are stepped by the device that holds them."""
 
     env: Any  # one that `envs.vectorize` or `envs.vectorize_each` made
     spread: Spread = struct.field(pytree_node=False)

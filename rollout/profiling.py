@@ -1,4 +1,4 @@
-"""Times the parts of a collection, each on its own."""
+"""`profile`: times policy, environment, auto-reset and recording apart."""
 
 import statistics
 import time
@@ -59,14 +59,14 @@ def profile(
 ) -> Profile:
     """Times policy, environment, auto-reset and recording, each as its own scan.
 
-    Each part gets what it gets in a real collection, which is made first: the
-    observations, the actions, and which lanes are done. The environments are stepped
-    without being reset, so one that steps faster or slower after its ending is timed
-    wrongly. The parts are timed in turn, and each has the median of its times.
+    Each part gets the observations, actions and endings of a real collection, which is
+    made first. The environments are stepped without being reset, so one that steps
+    faster or slower after its ending is timed wrongly. The parts are timed in turn, and
+    each has the median of its times.
 
     Args:
         collector: policy and environments.
-        params: whatever the policy takes as its parameters.
+        params: parameters of the policy.
         num_steps: T, steps per lane, at least 1. The memory is that of two
             trajectories.
         key: one typed key, `jax.random.key(0)` if None.
@@ -85,17 +85,11 @@ def profile(
     carry = collector.init(jax.random.key(0) if key is None else key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
     given = _Given(collector, carry, params, trajectory)
-    programs: dict[str, Callable[[Any], Any]] = {
-        name: jax.jit(part) for name, part in _PARTS.items()
-    }
+    programs = {name: jax.jit(part) for name, part in _PARTS.items()}
     programs["whole"] = lambda _: collector.collect_steps(carry, params, num_steps)
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(num_repeats):
-        for name, program in programs.items():
-            times[name].append(_time(program, given))
-    seconds = {name: statistics.median(taken) for name, taken in times.items()}
-    explained = sum(seconds[name] for name in _PARTS)
-    return Profile(**seconds, unexplained=seconds["whole"] - explained)
+    times = [[_time(x, given) for x in programs.values()] for _ in range(num_repeats)]
+    *parts, whole = map(statistics.median, zip(*times, strict=True))
+    return Profile(*parts, whole=whole, unexplained=whole - sum(parts))
 
 
 def _time(program: Callable[[_Given], Any], given: _Given) -> float:
@@ -169,7 +163,8 @@ def _last(tree: ArrayTree) -> ArrayTree:
     return jax.tree.map(lambda x: x[-1], tree)
 
 
-_PARTS = {
+# In the order of `Profile`.
+_PARTS: dict[str, Callable[[_Given], Any]] = {
     "policy": _policy,
     "env_step": _env_step,
     "auto_reset": _auto_reset,

@@ -1,4 +1,4 @@
-"""Recorded data: from arrays into a buffer, and from and to datasets of Minari."""
+"""Fills buffers with recorded data, from arrays and datasets of Minari."""
 
 from buffers.offline.data import from_data
 from buffers.offline.minari import from_minari, to_minari

@@ -1,4 +1,4 @@
-"""Datasets of Minari, the field's format for recorded episodes, from and to a buffer.
+"""`from_minari`, `to_minari`: datasets of recorded episodes, from and to a buffer.
 
 Minari is imported when it is needed. Its episodes have one observation more than steps:
 every successor but the last one is the observation of the next step.

@@ -1,4 +1,4 @@
-"""Suites of environments, one module each; a suite is imported when it is needed."""
+"""Adapters of suites of environments; a suite is imported when it is needed."""
 
 from envs.suites.brax import from_brax
 from envs.suites.craftax import from_craftax

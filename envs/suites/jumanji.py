@@ -26,9 +26,8 @@ _GROUP = "agents"
 def from_jumanji(env: Any) -> Env:
     """Makes an `Env` of an environment of Jumanji with one reward.
 
-    The observation is Jumanji's own, most often a NamedTuple whose `action_mask` says
-    what is allowed. `info` is what Jumanji has as `extras`. The key of a step takes
-    the place of `state.key`.
+    The observation is Jumanji's own, most often a NamedTuple with an `action_mask`.
+    `info` has Jumanji's `extras`. The key of a step takes the place of `state.key`.
 
     Args:
         env: what `jumanji.make` returns, or another environment of Jumanji without a
@@ -53,9 +52,9 @@ def from_jumanji(env: Any) -> Env:
 def from_jumanji_agents(env: Any) -> MultiAgentEnv:
     """Makes a `MultiAgentEnv` of an environment of Jumanji with a reward per agent.
 
-    The agents are "agent_0", "agent_1", ..., in one group, "agents". What Jumanji
-    observes for each of them goes to its own, everything else to all. An agent whose
-    discount is 0 has terminated.
+    The agents are "agent_0", "agent_1", ..., in one group, "agents". Each gets its own
+    rows of the observation, and all get the rest. An agent whose discount is 0 has
+    terminated.
 
     Args:
         env: as for `from_jumanji`.

@@ -1,8 +1,8 @@
 """`from_pgx`: a `MultiAgentEnv` of a game; `from_pgx_seat`: an `Env` of one player.
 
 The players act one after the other. A pgx state holds the observation and the allowed
-actions of the player whose turn it is, and of nobody else. pgx's own auto-reset is
-never used.
+actions of the player whose turn it is, and of nobody else. pgx's auto-reset is never
+used.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """`adapt`: an `Env` of an environment of brax or MuJoCo Playground.
 
-Both suites describe a moment by a `State` with the fields `obs`, `reward`, `done`,
-`metrics` and `info`, next to that of the physics, and both keep the parameters of the
-physical model in an attribute of the environment. Their wrappers, which count steps
-and reset, are never used.
+Both suites have a `State` with the fields `obs`, `reward`, `done`, `metrics` and `info`
+and the state of the physics, and both keep the parameters of the physical model in an
+attribute of the environment. Their wrappers, which count steps and reset, are never
+used.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""XLA's compiled program as text: instructions, what they cost and come from."""
+"""Parses XLA's compiled programs: instructions, their costs and source lines."""
 
 import functools
 import math
@@ -100,7 +100,7 @@ class Module:
         return found
 
     def find(self, name: str) -> Instruction | None:
-        """The instruction of this name, in whatever computation it is."""
+        """The instruction of this name, in any computation."""
         return self._by_name.get(name)
 
     def op_name(self, x: Instruction) -> str:

@@ -341,11 +341,8 @@ def _describe_costs(block: Block, num_steps: int = 1) -> str:
 
     parts = []
     if block.launches:
-        graph, loose = read("graph_launches"), read("loose_launches")
-        parts.append(
-            f"{_number(graph + loose)} launches ({_number(graph)} in graphs, "
-            f"{_number(loose)} loose)"
-        )
+        in_graphs, loose = read("graph_launches"), read("loose_launches")
+        parts.append(_describe_launches(in_graphs, loose))
     if cycles := read("cycles"):
         parts.append(f"{cycles:,.0f} cycles")
     parts.append(f"{_scaled(read('flops'))}flop")
@@ -391,10 +388,19 @@ def _relative(file: str) -> str:
 
 
 def _describe_own(block: Block) -> str:
-    if block.cycles or not (block.graph_launches or block.loose_launches):
-        return f"{block.cycles:,} cycles" if block.cycles else "0 launches"
-    in_graphs = f"{block.graph_launches} in graphs, {block.loose_launches} loose"
-    return f"{block.graph_launches + block.loose_launches} launches ({in_graphs})"
+    """The cycles or launches of a block itself."""
+    if block.cycles:
+        return f"{block.cycles:,} cycles"
+    if block.graph_launches or block.loose_launches:
+        return _describe_launches(block.graph_launches, block.loose_launches)
+    return "0 launches"
+
+
+def _describe_launches(in_graphs: float, loose: float) -> str:
+    return (
+        f"{_number(in_graphs + loose)} launches ({_number(in_graphs)} in graphs, "
+        f"{_number(loose)} loose)"
+    )
 
 
 def _describe_memory(memory: Memory) -> str:
