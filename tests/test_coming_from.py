@@ -103,6 +103,7 @@ CHECKS = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", TEXTS)
 def test_code_here_runs_and_does_what_is_said(name, capsys):
     (code,), names = blocks(name, "python"), {}

@@ -19,9 +19,10 @@ README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
-# The quick tests run the README only.
-MARKS = {name: [pytest.mark.slow] for name in TEXTS if name != "README.md"}
-MARKS["docs/accelerators.md"].append(pytest.mark.compiles_for("h100"))
+# The quick tests run the README only, as it is compiled for users.
+SLOW = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
+MARKS = {name: SLOW for name in TEXTS if name != "README.md"}
+MARKS["docs/accelerators.md"] = [pytest.mark.slow, pytest.mark.compiles_for("h100")]
 
 
 def blocks(text: str) -> list[str]:
