@@ -174,30 +174,25 @@ def _draw_frames(
 def _draw_by_gymnax(
     inner: _GymnaxEnv, rows: list[ArrayTree], returns: np.ndarray
 ) -> tuple[list["Image"], int]:
-    """Frames of gymnax's visualizer, and ms of each."""
+    """Frames of gymnax's visualizer with titles of our own, and ms of each."""
     import matplotlib.pyplot as plt
     from gymnax.visualize import Visualizer
-
-    visualizer = Visualizer(inner.env, inner.env_params, rows)
-    try:
-        return list(_draw(visualizer, returns)), visualizer.interval
-    finally:
-        plt.close(visualizer.fig)
-
-
-def _draw(visualizer: Any, returns: np.ndarray) -> Iterator["Image"]:
-    """Draws the frames, each titled with the steps taken and the return so far."""
     from PIL import Image
 
-    visualizer.init()
-    for t, episode_return in enumerate(returns):
-        visualizer.update(t)
-        # gymnax numbers frames: its title would call the state before step 1 "step 1".
-        title = f"{visualizer.env.name}: step {t}, return {episode_return:.2f}"
-        visualizer.ax.set_title(title, fontsize=15)
-        visualizer.fig.canvas.draw()
-        frame = Image.fromarray(np.asarray(visualizer.fig.canvas.buffer_rgba()))
-        yield frame.convert("RGB").quantize()  # a third of the memory
+    visualizer, frames = Visualizer(inner.env, inner.env_params, rows), []
+    try:
+        visualizer.init()
+        for t, total in enumerate(returns):
+            visualizer.update(t)
+            # gymnax numbers frames: it would call the state before step 1 "step 1".
+            title = f"{visualizer.env.name}: step {t}, return {total:.2f}"
+            visualizer.ax.set_title(title, fontsize=15)
+            visualizer.fig.canvas.draw()
+            frame = Image.fromarray(np.asarray(visualizer.fig.canvas.buffer_rgba()))
+            frames.append(frame.convert("RGB").quantize())  # a third of the memory
+    finally:
+        plt.close(visualizer.fig)
+    return frames, visualizer.interval
 
 
 @contextlib.contextmanager

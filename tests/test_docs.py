@@ -19,10 +19,11 @@ README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
-# The quick tests run the README only, as it is compiled for users.
-SLOW = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
-MARKS = {name: SLOW for name in TEXTS if name != "README.md"}
-MARKS["docs/accelerators.md"] = [pytest.mark.slow, pytest.mark.compiles_for("h100")]
+# The quick tests run the README only.
+MARKS = {name: [pytest.mark.slow] for name in TEXTS if name != "README.md"}
+MARKS["docs/accelerators.md"].append(pytest.mark.compiles_for("h100"))
+# Compiled as users compile them; the others are with few optimizations.
+OPTIMIZED = ("README.md", "docs/accelerators.md")
 
 
 def blocks(text: str) -> list[str]:
@@ -277,7 +278,9 @@ each_with_code = pytest.mark.parametrize(
 
 
 @each_with_code
-def test_code_runs_block_by_block(name, capsys, tmp_path, monkeypatch):
+def test_code_runs_block_by_block(name, request, capsys, tmp_path, monkeypatch):
+    if name not in OPTIMIZED:
+        request.getfixturevalue("quick_compile")
     monkeypatch.chdir(tmp_path)  # some of it writes files
     names = run(name, TEXTS[name])
     CHECKS[name](names, capsys.readouterr().out)
