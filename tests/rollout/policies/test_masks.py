@@ -105,7 +105,8 @@ def test_action_outside_of_the_space_is_not_allowed():
             0.0,
             mask_fn=lambda obs, mask=mask: spread(mask, len(obs)),
         )
-        sent = policy.apply(action, LANES[:3], (), jax.random.key(0)).action
+        apply = jax.jit(policy.apply)
+        sent = apply(action, LANES[:3], (), jax.random.key(0)).action
         assert ((sent >= 0) & (sent < 2)).all()
         assert sent[2].tolist() == [1, 1]
 
@@ -121,9 +122,9 @@ def test_action_outside_of_the_space_is_not_allowed():
 def test_where_nothing_is_allowed_it_is_flagged(nvec, mask):
     space = envs.MultiDiscrete(nvec)
     policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
-    decision = policy.apply(None, LANES[:500], (), jax.random.key(0))
+    decision = jax.jit(policy.apply)(None, LANES[:500], (), jax.random.key(0))
     assert decision.extras["none_allowed"].all()
-    assert jax.vmap(space.contains)(decision.action).all()
+    assert jax.jit(jax.vmap(space.contains))(decision.action).all()
     assert len(np.unique(decision.action, axis=0)) == np.prod(nvec)
 
 
