@@ -13,7 +13,8 @@ With several agents, `policy_map` says who plays whom, and `agent_transitions` m
 what each of them experienced of what happened.
 """
 
-from rollout import siblings  # noqa: F401 (first: it says who hides `envs`)
+from rollout.cli import interrupts  # noqa: F401, I001 (first: before jax)
+from rollout import siblings  # noqa: F401 (before `envs`: it says who hides it)
 
 # isort: split
 from rollout import checkpoint

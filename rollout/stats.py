@@ -1,7 +1,7 @@
 """Statistics of episodes: of those that ended in a trajectory, or of exactly N."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -338,6 +338,35 @@ def moments(value: jax.Array, flag: jax.Array) -> Moments:
         spread=jnp.sum(deviation**2),
         low=jnp.min(jnp.where(flag, value, jnp.inf)),
         high=jnp.max(jnp.where(flag, value, -jnp.inf)),
+    )
+
+
+def merge(parts: Sequence[Any]) -> Any:
+    """Merges statistics of successive batches, in float64. On the host.
+
+    Args:
+        parts: a `CollectStats` or an `AgentStats` of each batch, at least one.
+
+    Returns:
+        The statistics of all of them, with numbers of Python and NumPy as leaves.
+    """
+    is_moments = lambda x: isinstance(x, Moments)  # noqa: E731
+    return jax.tree.map(_merge, *jax.device_get(list(parts)), is_leaf=is_moments)
+
+
+def _merge(*parts: Any) -> Any:
+    if not isinstance(parts[0], Moments):
+        return sum(x.item() for x in parts)
+    names = ("count", "total", "spread")
+    columns = (np.array([getattr(x, name) for x in parts], float) for name in names)
+    count, total, spread = columns
+    between = total / np.maximum(count, 1) - total.sum() / max(count.sum(), 1)
+    return Moments(
+        count=count.sum().astype(np.int64),
+        total=total.sum(),
+        spread=np.sum(spread + count * between**2),
+        low=min(x.low for x in parts),
+        high=max(x.high for x in parts),
     )
 
 

@@ -1,6 +1,5 @@
-"""The command line: `main` reads the arguments; `steps` and `episodes` are its runs.
+"""The command line `python -m rollout`: `main` runs what `arguments` reads.
 
-`collector` makes what they collect with; `report` prints and `figure` draws what came
-of them, which is in `types`; `agents` is what they say of several agents.
-`inspection` runs nothing, but says what a run would do on an accelerator.
+`runs` collects, on the `collector` of the run; `report` says what came of it, `figure`
+draws it, and `interrupts` is Ctrl-C.
 """

@@ -1,13 +1,13 @@
-"""The arguments of `python -m rollout`: the parser, what it refuses, the defaults."""
+"""The arguments of `python -m rollout`: parses and checks them into a `Run`."""
 
 import argparse
 import ast
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from rollout.inspection.accelerators import NAMES
 
@@ -22,11 +22,14 @@ _SEED_MAX = 2**32 - 1  # jax takes a longer one and drops its upper bits
 _MAX_DEVICES = 1024  # jax starts a thread for each device of a CPU
 _NUM_ENVS, _NUM_STEPS = 1024, 1000
 _NUM_HOST_ENVS = 16  # where a loop in Python steps them
-_HOST_SUITES = ("gymnasium", "envpool")
-_AGENT_SUITES = ("jaxmarl", "pgx")  # of which all agents are played
-_FIGURE_KINDS = (".pdf", ".png", ".svg")
-
-
+# What `ast.literal_eval` raises.
+_NOT_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
+_SUFFIXES = {"save": (), "plot": (".pdf", ".png", ".svg"), "gif": (".gif",)}
+_REFUSED = {  # by the option that decides on the kind of run
+    "inspect": "num_episodes gif save plot profile max_steps devices xla_cpu_loop",
+    "gif": "num_envs save plot profile devices",
+    "num_episodes": "save profile",
+}
 _USAGE = """%(prog)s ENV [--num-envs N] [--devices N] [--seed N]
     [--env-param NAME=VALUE] [--xla-cpu-loop] and one of
         [--num-steps N] [--save FILE] [--plot FILE] [--profile DIR]
@@ -36,8 +39,39 @@ _USAGE = """%(prog)s ENV [--num-envs N] [--devices N] [--seed N]
        %(prog)s --list-envs"""
 
 
-class InputError(Exception):
-    """Raised for a command line that cannot be run; the message says why."""
+class Run(NamedTuple):
+    """A run as it was asked for, with the defaults of its kind."""
+
+    env: str
+    num_envs: int
+    devices: int | str | None  # or "all", or None: as many as are fastest
+    num_steps: int
+    num_episodes: int | None
+    gif: Path | None
+    max_steps: int
+    seed: int
+    env_param: list[tuple[str, Any]]
+    save: Path | None
+    plot: Path | None
+    profile: Path | None
+    inspect: str | None
+    list_envs: bool
+    xla_cpu_loop: bool
+
+    @property
+    def params(self) -> str:
+        """The parameters of the environment, in words."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.env_param)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the environments are not JAX."""
+        return self.env.startswith(("gymnasium:", "envpool:"))
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether the environments have several agents."""
+        return self.env.startswith(("jaxmarl:", "pgx:"))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,228 +83,113 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser; what depends on the kind of run has no default here."""
-    parser = _Parser(
-        prog="python -m rollout",
-        usage=_USAGE,
-        description="Collects experience with the random policy and reports on it.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    env_help = (
-        "id of the environment, such as CartPole-v1, jumanji:Snake-v1, "
-        "pgx:tic_tac_toe or gymnasium:CartPole-v1"
-    )
-    add("env", nargs="?", help=env_help)
-    _add_kinds_of_run(parser)
-    add(
-        "--seed",
-        type=_int_within(0, _SEED_MAX),
-        default=0,
-        help="decides all that is random (0)",
-    )
-    add(
-        "--env-param",
-        type=_parse_parameter,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="parameter of the environment, VALUE a Python literal; repeatable",
-    )
-    add("--save", type=Path, metavar="FILE", help="write the trajectory as .npz")
-    add("--plot", type=Path, metavar="FILE", help="draw the episodes as .png")
-    add(
-        "--profile",
-        type=Path,
-        metavar="DIR",
-        help="say where the time of a batch goes, and trace one more to DIR",
-    )
-    inspect_help = (
-        "run nothing, but say what the steps do on an accelerator that may be absent: "
-        f"{', '.join(NAMES)}"
-    )
-    add("--inspect", choices=NAMES, metavar="ACCELERATOR", help=inspect_help)
+    text = "Collects experience with the random policy and reports on it."
+    parser = _Parser("python -m rollout", _USAGE, text, allow_abbrev=False)
+    add, count = parser.add_argument, _int_within(1, _INT32_MAX)
+    add("env", nargs="?", help="id, such as CartPole-v1, jumanji:Snake-v1, pgx:chess")
+    text = f"lanes ({_NUM_ENVS}, of gymnasium: and envpool: {_NUM_HOST_ENVS})"
+    add("--num-envs", type=count, help=text)
+    devices = _int_within(1, _MAX_DEVICES, "all")
+    add("--devices", type=devices, help="devices for the lanes, or all (the fastest)")
+    kind = parser.add_mutually_exclusive_group().add_argument
+    kind("--num-steps", type=count, help=f"steps of every lane ({_NUM_STEPS})")
+    kind("--num-episodes", type=count, help="play exactly so many episodes instead")
+    kind("--gif", type=Path, help="play one episode and draw it as .gif")
+    text = f"cut episodes there ({_MAX_STEPS}; for --gif {_MAX_STEPS_DRAWN})"
+    add("--max-steps", type=count, help=text)
+    seed = _int_within(0, _SEED_MAX)
+    add("--seed", type=seed, default=0, help="decides all that is random (0)")
+    text = "NAME=VALUE of the environment, VALUE a Python literal; repeatable"
+    add("--env-param", type=_parameter, action="append", default=[], help=text)
+    add("--save", type=Path, help="write the trajectory as .npz")
+    add("--plot", type=Path, help="draw the episodes as .png, .svg or .pdf")
+    add("--profile", type=Path, help="time parts of a batch, trace one to this folder")
+    text = "run nothing, but say what the steps do on an accelerator, even if absent"
+    add("--inspect", choices=NAMES, help=text)
     add("--list-envs", action="store_true", help="print the known ids and exit")
-    add(
-        "--xla-cpu-loop",
-        action="store_true",
-        help="let XLA:CPU compile the whole loop to one kernel, which often pays for "
-        f"few envs; adds {XLA_CPU_LOOP} to XLA_FLAGS",
-    )
+    text = "compile the whole loop to one kernel on a CPU, often faster for few envs"
+    add("--xla-cpu-loop", action="store_true", help=text)
     return parser
 
 
-def check(args: argparse.Namespace) -> None:
-    """Checks all arguments before anything is collected."""
-    if args.env is None:
-        raise InputError("the environment is missing; --list-envs prints the ids")
-    _check_combination(args)
-    if is_on_host(args.env):
-        _check_host(args)
-    if args.gif and has_agents(args.env):
-        reason = "environments of several agents are not drawn"
-        raise InputError(f"argument --gif: {reason}, got {args.env}")
-    files = {"--save": args.save, "--plot": args.plot, "--gif": args.gif}
-    for option, path in files.items():
-        problem = path and _problem_with(path)
-        if problem:
-            raise InputError(f"argument {option}: {problem}")
-    if args.gif and args.gif.suffix.lower() != ".gif":
-        raise InputError(f"argument --gif: must end in .gif, got {args.gif}")
-    if args.plot and args.plot.suffix.lower() not in _FIGURE_KINDS:
-        kinds = ", ".join(_FIGURE_KINDS)
-        raise InputError(f"argument --plot: must end in {kinds}, got {args.plot}")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise InputError("argument --plot: matplotlib is not installed")
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Run:
+    """Parses and checks the arguments; raises `ValueError` if there is no such run."""
+    run = Run(**vars(parser.parse_args(argv)))
+    if run.list_envs:
+        return run
+    if run.env is None:
+        raise ValueError("the environment is missing; --list-envs prints the ids")
+    _check_combination(run)
+    _check_files(run)
+    most_envs = _NUM_HOST_ENVS if run.is_on_host else _NUM_ENVS
+    most_envs = min(most_envs, run.num_episodes or most_envs)  # more would idle
+    return run._replace(
+        num_envs=run.num_envs or most_envs,
+        num_steps=run.num_steps or _NUM_STEPS,
+        max_steps=run.max_steps or (_MAX_STEPS_DRAWN if run.gif else _MAX_STEPS),
+        devices=1 if run.is_on_host else run.devices,
+    )
+
+
+def _check_combination(run: Run) -> None:
+    """Raises for an option that has no meaning in this kind of run."""
+    kind = next((name for name in _REFUSED if getattr(run, name)), "")
+    for name in _REFUSED.get(kind, "").split():
+        if getattr(run, name):
+            _refuse(name, f"not allowed with argument --{kind.replace('_', '-')}")
+    if run.max_steps and not kind:
+        _refuse("max-steps", "only allowed with argument --num-episodes or --gif")
+    for name in ("gif", "profile", "inspect", "devices"):
+        if run.is_on_host and getattr(run, name) not in (None, 1):
+            _refuse(name, f"only for environments in JAX, got {run.env}")
+    if run.gif and run.has_agents:
+        _refuse("gif", f"environments of several agents are not drawn, got {run.env}")
+
+
+def _check_files(run: Run) -> None:
+    """Raises for a file that cannot be written; makes the folder of a profile."""
+    for name, suffixes in _SUFFIXES.items():
+        path: Path | None = getattr(run, name)
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            _refuse(name, f"there is no folder {path.parent}")
+        if path.exists() and not path.is_file():
+            _refuse(name, f"{path} is not a regular file")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            _refuse(name, f"the folder {path.parent} is not writable")
+        if suffixes and path.suffix.lower() not in suffixes:
+            _refuse(name, f"must end in {', '.join(suffixes)}, got {path}")
+    if run.plot and importlib.util.find_spec("matplotlib") is None:
+        _refuse("plot", "matplotlib is not installed")
     try:
-        if args.profile:
-            args.profile.mkdir(parents=True, exist_ok=True)
+        if run.profile:
+            run.profile.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        reason = f"{args.profile}: {error.strerror}"
-        raise InputError(f"argument --profile: {reason}") from error
+        _refuse("profile", f"{run.profile}: {error.strerror}")
 
 
-def has_agents(env_id: str) -> bool:
-    """Tells whether an id is played by `envs.make_agents`, as pgx:tic_tac_toe is."""
-    return env_id.partition(":")[0] in _AGENT_SUITES and ":" in env_id
+def _refuse(name: str, reason: str) -> NoReturn:
+    raise ValueError(f"argument --{name.replace('_', '-')}: {reason}")
 
 
-def is_on_host(env_id: str) -> bool:
-    """Tells whether an id is one of an environment that is not JAX."""
-    return env_id.partition(":")[0] in _HOST_SUITES and ":" in env_id
+def _int_within(low: int, high: int, *words: str) -> Callable[[str], int | str]:
+    """Makes the parser of an int from `low` to `high`, or of one of some words."""
 
-
-def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """Fills in the defaults of the kind of run that was asked for."""
-    most_envs = _NUM_HOST_ENVS if is_on_host(args.env) else _NUM_ENVS
-    most_envs = min(most_envs, args.num_episodes or most_envs)  # more would idle
-    limit = _MAX_STEPS_DRAWN if args.gif else _MAX_STEPS
-    defaults = {"num_envs": most_envs, "num_steps": _NUM_STEPS, "max_steps": limit}
-    if is_on_host(args.env) or args.inspect:
-        defaults["devices"] = 1
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    return argparse.Namespace(**{**vars(args), **defaults, **given})
-
-
-@contextlib.contextmanager
-def naming_parameters(args: argparse.Namespace) -> Iterator[None]:
-    """Makes an error of the environment an `InputError` that names its parameters."""
-    params = dict(args.env_param)
-    try:
-        yield
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    except Exception as error:
-        if not params:
-            raise
-        # A wrong value breaks whatever in the environment first meets it.
-        given = ", ".join(f"{name}={value!r}" for name, value in params.items())
-        raise InputError(f"{args.env} with {given} fails: {error}") from error
-
-
-def _add_kinds_of_run(parser: argparse.ArgumentParser) -> None:
-    """Adds what to collect, and how much of it."""
-    add, count = parser.add_argument, _int_within(1, _INT32_MAX)
-    envs_help = (
-        f"lanes side by side ({_NUM_ENVS}, of gymnasium: and envpool: "
-        f"{_NUM_HOST_ENVS}; at most --num-episodes)"
-    )
-    add("--num-envs", type=count, help=envs_help)
-    add(
-        "--devices",
-        type=_parse_devices,
-        metavar="N",
-        help="devices that the lanes are spread over, or all (on a CPU what is fastest "
-        "for so many lanes; else 1)",
-    )
-    add_run = parser.add_mutually_exclusive_group().add_argument
-    add_run("--num-steps", type=count, help=f"steps of every lane ({_NUM_STEPS})")
-    add_run("--num-episodes", type=count, help="play exactly so many episodes instead")
-    gif_help = "play one episode and draw it as .gif"
-    add_run("--gif", type=Path, metavar="FILE", help=gif_help)
-    steps_help = (
-        f"steps after which an episode is cut ({_MAX_STEPS}; for --gif "
-        f"{_MAX_STEPS_DRAWN})"
-    )
-    add("--max-steps", type=count, help=steps_help)
-
-
-def _int_within(low: int, high: int) -> Callable[[str], int]:
-    """Makes the parser of an int from `low` to `high`."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value <= high:
-            raise argparse.ArgumentTypeError(
-                f"must be an int from {low} to {high}, got {text!r}"
-            )
-        return value
+    def parse(text: str) -> int | str:
+        with contextlib.suppress(ValueError):
+            if text in words or low <= int(text) <= high:
+                return text if text in words else int(text)
+        kinds = ", or ".join([f"an int from {low} to {high}", *words])
+        raise argparse.ArgumentTypeError(f"must be {kinds}, got {text!r}")
 
     return parse
 
 
-def _parse_devices(text: str) -> int | str:
-    try:
-        return text if text == "all" else _int_within(1, _MAX_DEVICES)(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or all") from None
-
-
-def _parse_parameter(text: str) -> tuple[str, Any]:
-    name, equals, literal = text.partition("=")
-    if not name.isidentifier() or not equals:
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
-    try:
-        return name, ast.literal_eval(literal)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise argparse.ArgumentTypeError(
-            f"VALUE must be a Python literal, got {text!r}"
-        ) from None
-
-
-def _check_combination(args: argparse.Namespace) -> None:
-    """Raises for an option that has no meaning in this kind of run."""
-    if args.inspect:
-        reason = "not allowed with argument --inspect"
-        refused = {"num-episodes": args.num_episodes, "gif": args.gif}
-        refused |= {"save": args.save, "plot": args.plot, "profile": args.profile}
-        refused |= {"max-steps": args.max_steps, "devices": args.devices}
-        refused |= {"xla-cpu-loop": args.xla_cpu_loop or None}
-    elif args.gif:
-        reason = "not allowed with argument --gif"
-        refused = {"num-envs": args.num_envs, "save": args.save, "plot": args.plot}
-        refused |= {"profile": args.profile, "devices": args.devices}
-    elif args.num_episodes:
-        reason = "not allowed with argument --num-episodes"
-        refused = {"save": args.save, "profile": args.profile}
-    else:
-        reason = "only allowed with argument --num-episodes or --gif"
-        refused = {"max-steps": args.max_steps}
-    for option, value in refused.items():
-        if value is not None:
-            raise InputError(f"argument --{option}: {reason}")
-
-
-def _check_host(args: argparse.Namespace) -> None:
-    """Raises for an option that host environments do not support."""
-    refused = {"gif": args.gif, "profile": args.profile, "inspect": args.inspect}
-    refused["devices"] = args.devices not in (None, 1)
-    for option, value in refused.items():
-        if value:
-            reason = f"only for environments in JAX, got {args.env}"
-            raise InputError(f"argument --{option}: {reason}")
-
-
-def _problem_with(path: Path) -> str | None:
-    """Says why no file can be written there, if none can."""
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    if path.exists() and not path.is_file():
-        return f"{path} is not a regular file"
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        return f"the folder {path.parent} is not writable"
-    return None
+def _parameter(text: str) -> tuple[str, Any]:
+    name, _, literal = text.partition("=")
+    with contextlib.suppress(*_NOT_LITERAL):
+        if name.isidentifier():
+            return name, ast.literal_eval(literal)
+    must = "must be NAME=VALUE, VALUE a Python literal"
+    raise argparse.ArgumentTypeError(f"{must}, got {text!r}")

@@ -1,86 +1,96 @@
 """Makes the collector of a run: environments by id, under the random policy."""
 
-import argparse
-import operator
-from collections.abc import Mapping
+import contextlib
+import os
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 
 from envs.host.envpool import from_envpool
 from envs.host.gymnasium import from_gymnasium
-from envs.host.types import EnvFault, HostVectorEnv
 from envs.joint import vectorize_agents
 from envs.registry import make_agents, make_vec
-from envs.types import AnySpace
-from rollout.cli.arguments import InputError, has_agents, is_on_host
-from rollout.cli.devices import spread
+from rollout.cli.arguments import Run
 from rollout.collector import Collector
+from rollout.devices import shard
 from rollout.host.collector import HostCollector
 from rollout.multi_agent.joint import policy_map
 from rollout.multi_agent.mapping import fixed_mapping
+from rollout.policies import masks
 from rollout.policies.basic import random_policy
-from rollout.policies.masks import MaskFn
-from rollout.types import Policy
 
-_MASK = "action_mask"
+# Environments of a CPU device; with a quarter, one is as fast (docs/speed.md).
+_LEAST_ENVS = 2048
 
 
-def make_collector(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Makes the environments, with the random policy in them, on their devices.
-
-    Returns:
-        The collector, and the parameters that its policy takes.
+def make_collector(run: Run, num_devices: int = 1) -> tuple[Any, Any]:
+    """Makes the collector, its lanes spread, and the parameters that its policy takes.
 
     Raises:
-        InputError: if an environment that is not JAX cannot be made.
+        ValueError: if there are no such environments.
     """
-    options = dict(args.env_param)
-    if is_on_host(args.env):
-        env = _make_host(args, options)
+    options = dict(run.env_param)
+    if run.is_on_host:
+        env: Any = _make_host(run, options)
         return HostCollector(env=env, policy=random_policy(env.action_space)), None
-    if has_agents(args.env):
-        env: Any = vectorize_agents(make_agents(args.env, **options), args.num_envs)
-        policy, params = _random_agents(env), dict.fromkeys(env.groups)
+    if run.has_agents:
+        env = vectorize_agents(make_agents(run.env, **options), run.num_envs)
+        seen, spaces = env.observation_spaces, env.action_spaces
+        every = {x: _random_policy(seen[x], spaces[x]) for x in env.groups}
+        groups = {agent: x for x, agents in env.groups.items() for agent in agents}
+        policy, params = policy_map(every, fixed_mapping(groups)), dict.fromkeys(every)
     else:
-        env = make_vec(args.env, args.num_envs, **options)
-        mask_fn = _find_mask(env.observation_space, env.action_space)
-        policy, params = random_policy(env.action_space, mask_fn=mask_fn), None
-    return spread(Collector(env=env, policy=policy), args.devices), params
+        env = make_vec(run.env, run.num_envs, **options)
+        policy = _random_policy(env.observation_space, env.action_space)
+        params = None
+    collector = Collector(env=env, policy=policy)
+    if num_devices == 1:
+        return collector, params
+    devices = jax.devices()[:num_devices]
+    mesh = jax.make_mesh((num_devices,), ("lanes",), devices=devices)
+    return shard(collector, mesh), params
 
 
-def _make_host(args: argparse.Namespace, options: dict[str, Any]) -> HostVectorEnv:
-    suite, _, env_id = args.env.partition(":")
-    try:
-        if suite == "envpool":
-            return from_envpool(env_id, args.num_envs, seed=args.seed, **options)
-        return from_gymnasium(env_id, args.num_envs, **options)
-    except EnvFault as error:
-        cause = next(iter(error.causes.values()))
-        raise InputError(f"{args.env} cannot be made: {cause}") from error
-    except ImportError as error:
-        raise InputError(str(error)) from error
+def start_devices(run: Run) -> int:
+    """Starts jax with the devices that the lanes are spread over, and counts them.
+
+    Raises:
+        ValueError: if there are not so many, or if the lanes do not divide by them.
+    """
+    cpus, asked = _count_cpus(), run.devices
+    most = max(1, min(cpus, run.num_envs // _LEAST_ENVS))
+    most = 1 if run.num_episodes else most  # whose queue waits for all at every step
+    fastest = next(n for n in range(most, 0, -1) if run.num_envs % n == 0)
+    wanted: Any = {None: fastest, "all": cpus}.get(asked, asked)
+    with contextlib.suppress(RuntimeError):  # jax has started already, in a notebook
+        jax.config.update("jax_num_cpu_devices", wanted)
+    found = jax.device_count()
+    if jax.default_backend() != "cpu":  # there are no more than there are
+        wanted = {None: 1, "all": found}.get(asked, asked)
+    if asked is None:
+        return min(wanted, found)
+    if wanted > found:
+        raise ValueError(f"argument --devices: there are {found}, got {wanted}")
+    if run.num_envs % wanted:
+        must = f"must divide --num-envs {run.num_envs}"
+        raise ValueError(f"argument --devices: {must}, got {wanted}")
+    return wanted
 
 
-def _random_agents(env: Any) -> Policy:
-    """Makes a random policy per group, named after it, that takes allowed actions."""
-    policies = {}
-    for group, space in env.action_spaces.items():
-        mask_fn = _find_mask(env.observation_spaces[group], space)
-        policies[group] = random_policy(space, mask_fn=mask_fn)
-    groups = {agent: group for group, names in env.groups.items() for agent in names}
-    return policy_map(policies, fixed_mapping(groups))
+def _count_cpus() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def _find_mask(observed: AnySpace, space: AnySpace) -> MaskFn | None:
-    """Finds the action mask in an observation, if there is one."""
-    parts = getattr(observed, "spaces", getattr(observed, "parts", {}))
-    read = operator.itemgetter(_MASK)
-    if not isinstance(parts, Mapping):
-        parts, read = getattr(parts, "_asdict", dict)(), operator.attrgetter(_MASK)
-    if _MASK not in parts:
-        return None
-    sizes = getattr(space, "nvec", None)
-    if sizes is None or parts[_MASK].shape == sizes:
-        return read
-    return lambda obs: tuple(jnp.moveaxis(read(obs), 1, 0))  # one mask for each entry
+def _make_host(run: Run, options: dict[str, Any]) -> Any:
+    suite, _, env_id = run.env.partition(":")
+    if suite == "envpool":
+        return from_envpool(env_id, run.num_envs, seed=run.seed, **options)
+    return from_gymnasium(env_id, run.num_envs, **options)
+
+
+def _random_policy(observation_space: Any, action_space: Any) -> Any:
+    mask_fn = masks.find(observation_space, action_space)
+    return random_policy(action_space, mask_fn=mask_fn)

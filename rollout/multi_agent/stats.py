@@ -4,11 +4,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
-from rollout.multi_agent.transitions import agents_of
+from envs.multi_agent import AgentInfo
+from rollout.collector import Collector
+from rollout.multi_agent.transitions import agents_of, layout_of
 from rollout.stats import Moments, moments
-from rollout.types import PerAgent, Transition
+from rollout.types import Accumulator, Episodes, PerAgent, Transition
+
+_NAME = "agents"  # of the accumulator
 
 
 class AgentFigures(struct.PyTreeNode, kw_only=True):
@@ -52,21 +57,48 @@ class AgentStats(struct.PyTreeNode, kw_only=True):
     policies: dict[str, AgentFigures]
 
 
-def summarize_agents(trajectory: Transition) -> AgentStats:
-    """Summarizes agents and policies in a trajectory, inside or outside of `jit`.
-
-    Returns and lengths are those of the episodes that ended in it, each counted whole.
+def keep_agents(collector: Collector) -> Collector:
+    """Has a collector keep in `Episodes.accumulated` what `summarize_agents` needs.
 
     Args:
-        trajectory: `[T, B, ...]`, of an environment of `envs.vectorize_agents`; rows
-            whose `mask` is False do not count.
+        collector: with an environment of `envs.vectorize_agents`.
+    """
+    layout = layout_of(collector)
+
+    def init(num_envs: int) -> tuple[AgentInfo, jax.Array]:
+        zero = jnp.zeros((num_envs, len(layout.agents)), jnp.float32)
+        packed = zero.astype(jnp.uint32)
+        info = AgentInfo(reward=zero, agent_return=zero, packed=packed, layout=layout)
+        return info, zero
+
+    def update(kept: Any, transition: Transition) -> tuple[AgentInfo, jax.Array]:
+        info = agents_of(transition)
+        return info, kept[1] + info.unassigned_reward
+
+    accumulators = {**dict(collector.accumulators), _NAME: Accumulator(init, update)}
+    return collector.replace(accumulators=accumulators)
+
+
+def summarize_agents(data: Transition | Episodes) -> AgentStats:
+    """Summarizes agents and policies, inside or outside of `jit`.
+
+    Returns and lengths are those of the episodes that ended, each counted whole.
+
+    Args:
+        data: a trajectory, `[T, B, ...]`, of an environment of `envs.vectorize_agents`;
+            rows whose `mask` is False do not count. Or the `Episodes` of a collector of
+            `keep_agents`: they have no row per step, so `policies` are the figures of
+            the groups, by name, and `num_unmapped` is 0.
 
     Returns:
         Statistics, each `()`; means over no episode are NaN.
 
     Raises:
-        ValueError: if the trajectory is not one of several agents.
+        ValueError: if the data is not of several agents.
     """
+    if isinstance(data, Episodes):
+        return _summarize_episodes(data)
+    trajectory = data
     info, mask = agents_of(trajectory), trajectory.mask[..., None]
     ended = trajectory.done[..., None] & mask
     took_part = ended & (info.agent_length > 0)
@@ -93,6 +125,36 @@ def summarize_agents(trajectory: Transition) -> AgentStats:
             for i, agent in enumerate(info.layout.agents)
         },
         policies=policies,
+    )
+
+
+def _summarize_episodes(episodes: Episodes) -> AgentStats:
+    kept: Any = episodes.accumulated
+    if not isinstance(kept, dict) or _NAME not in kept:
+        raise ValueError(
+            "`data` must be a trajectory, or `Episodes` of a collector of "
+            "`keep_agents`, got others."
+        )
+    info, unassigned_reward = kept[_NAME]
+    lengths, layout = info.agent_length, info.layout
+
+    def figures(members: tuple[int, ...]) -> AgentFigures:
+        columns = np.asarray(members)
+        length = lengths[:, columns]
+        return AgentFigures(
+            returns=moments(info.agent_return[:, columns], length > 0),
+            lengths=moments(length.astype(jnp.float32), length > 0),
+        )
+
+    return AgentStats(
+        num_steps=episodes.num_steps,
+        num_agent_steps=jnp.sum(lengths, dtype=jnp.int32),
+        num_episodes=jnp.int32(lengths.shape[0]),
+        unassigned_reward=jnp.sum(unassigned_reward),
+        num_stale=_count(info.waiting),
+        num_unmapped=jnp.int32(0),
+        agents={name: figures((i,)) for i, name in enumerate(layout.agents)},
+        policies={group.name: figures(group.members) for group in layout.groups},
     )
 
 

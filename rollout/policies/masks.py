@@ -8,7 +8,8 @@ part that has no mask.
 """
 
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import chex
@@ -22,6 +23,8 @@ from rollout.policies import draws
 from rollout.policies.draws import Choice
 
 MaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
+
+_NAME = "action_mask"
 
 
 class Several(NamedTuple):
@@ -59,6 +62,22 @@ def kind_of(action_space: AnySpace) -> Kind:
             f"given, got {type(action_space).__name__}."
         )
     return kind
+
+
+def find(observation_space: AnySpace, action_space: AnySpace) -> MaskFn | None:
+    """Finds the mask in observations that have it by the name `action_mask`."""
+    parts = getattr(
+        observation_space, "spaces", getattr(observation_space, "parts", {})
+    )
+    get: Callable[[Any], Any] = operator.itemgetter(_NAME)
+    if not isinstance(parts, Mapping):
+        parts, get = getattr(parts, "_asdict", dict)(), operator.attrgetter(_NAME)
+    if _NAME not in parts:
+        return None
+    sizes = getattr(action_space, "nvec", None)
+    if sizes is None or parts[_NAME].shape == sizes:
+        return get
+    return lambda obs: tuple(jnp.moveaxis(get(obs), 1, 0))  # a mask for each entry
 
 
 def read(mask_fn: MaskFn, obs: ArrayTree, kind: Kind) -> Any:

@@ -635,5 +635,5 @@ def test_command_line_names_the_command_that_installs(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["CartPole-v1", "--inspect=h100", "--num-envs=4"])
     error = capsys.readouterr().err
-    assert error.startswith("python -m rollout: error: argument --inspect: ")
+    assert error.startswith("python -m rollout: error: ")
     assert "pip install" in error

@@ -1,5 +1,7 @@
 """Statistics of a trajectory, against NumPy."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from cases import CountEnv, collect, raw
 
 import envs
 import rollout
+from rollout.stats import merge
 
 summarize = jax.jit(rollout.summarize)
 
@@ -115,3 +118,27 @@ def test_statistics_are_logged_by_name_as_floats():
     assert all(type(value) is float for value in logged.values())
     with pytest.raises(ValueError, match="`stats` must have scalar leaves"):
         rollout.log_stats({"x": np.zeros(2)})
+
+
+def test_merged_statistics_of_parts_are_those_of_the_whole():
+    _, trajectory = collect("count")
+    cuts = (0, 1, 20, trajectory.reward.shape[0])
+    parts = [
+        summarize(jax.tree.map(lambda x, i=i, j=j: x[i:j], trajectory))
+        for i, j in itertools.pairwise(cuts)
+    ]
+    assert parts[0].num_episodes == 0  # which must not count
+    merged, whole = merge(parts), summarize(trajectory)
+    for name in ("num_steps", "num_episodes", "num_terminated", "num_truncated"):
+        assert getattr(merged, name) == getattr(whole, name)
+    for got, want in ((merged.returns, whole.returns), (merged.lengths, whole.lengths)):
+        assert got.count == want.count > 0
+        assert (got.min, got.max) == (want.min, want.max)
+        # The sums of the parts are in float32, those over them in float64.
+        np.testing.assert_allclose(got.mean, want.mean, rtol=1e-6)
+        np.testing.assert_allclose(got.std, want.std, rtol=1e-5)
+
+
+def test_merged_counts_do_not_overflow():
+    stats = summarize(collect("count")[1]).replace(num_steps=np.int32(2**31 - 1))
+    assert merge([stats, stats]).num_steps == 2**32 - 2

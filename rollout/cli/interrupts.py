@@ -1,0 +1,77 @@
+"""Ctrl-C in `python -m rollout`: one line on stderr, exit status 130, at once.
+
+`rollout` imports this module first, since importing jax takes a second or more.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
+
+STATUS = 130  # as a shell counts SIGINT
+
+
+def line() -> str:
+    """The line to write; on a terminal below the `^C` or a progress bar."""
+    start = "\n\r" if sys.stderr and sys.stderr.isatty() else ""
+    return f"{start}python -m rollout: interrupted\n"
+
+
+def leave(*_: object) -> NoReturn:
+    """Writes the line and ends the process, whatever other threads do."""
+    with contextlib.suppress(OSError):
+        os.write(2, line().encode())  # `print` may be under way
+    os._exit(STATUS)
+
+
+@contextlib.contextmanager
+def raising() -> Iterator[None]:
+    """Makes the first Ctrl-C raise and ignores later ones, which would lose the table.
+
+    A handler that the caller of `main` has set stays.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if before not in (signal.default_int_handler, leave) or not is_main:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def aside(fn: Callable[[], T]) -> T:
+    """Calls `fn` in a thread, while the main one only waits.
+
+    So Ctrl-C raises here, at once, and nowhere in jax: it compiles for seconds without
+    a look at signals, and makes other errors of exceptions in its callbacks.
+    """
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(fn())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future.result()
+
+
+# While Python imports `rollout` for `python -m rollout`, "-m" stands for its path.
+_is_program = sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "rollout"
+if _is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, leave)

@@ -1,0 +1,188 @@
+"""The runs of `python -m rollout`: steps, whole episodes, a drawing, an inspection."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import envs
+from envs.multi_agent import MultiAgentInfo
+from envs.render import check_render
+from rollout.cli.arguments import Run
+from rollout.cli.collector import make_collector
+from rollout.cli.interrupts import aside
+from rollout.cli.report import Result
+from rollout.collector import Collector
+from rollout.host.collector import HostCollector
+from rollout.inspection import Report, inspect
+from rollout.multi_agent.stats import AgentStats, keep_agents, summarize_agents
+from rollout.policies.basic import random_policy
+from rollout.profiling import Profile
+from rollout.profiling import profile as time_parts
+from rollout.stats import merge, summarize
+from rollout.stream.stream import Stream
+from rollout.types import Episodes, Transition
+
+_NUM_BATCHES = 20
+_MAX_ROWS = 1 << 22  # of a batch, so that its memory does not grow with the run
+_MAX_HOST_ROWS = 1 << 10  # where a loop in Python steps: Ctrl-C loses a batch
+_ENDING = ("terminated", "truncated", "episode_return", "episode_length")
+_OF_AGENTS = (
+    *("reward", "agent_return", "agent_length", "acted", "waiting"),
+    *("terminated", "truncated", "unassigned_reward"),
+)
+
+
+def collect(run: Run, num_devices: int) -> Result:
+    """Collects `num_steps` steps of every lane, with a bar if stderr is a terminal.
+
+    After Ctrl-C the result is that of the batches until then.
+    """
+    start, compile_time, is_interrupted = time.perf_counter(), 0.0, False
+    collected: list[tuple[Any, float]] = []  # batches, and the seconds until then
+
+    def work() -> None:
+        nonlocal compile_time
+        collector, params = make_collector(run, num_devices)
+        total_steps = run.num_steps * run.num_envs
+        with _make_stream(run, collector, params, total_steps) as stream:
+            stream.compile()
+            compile_time = time.perf_counter() - start
+            for batch in stream:
+                collected.append((batch, stream.stats.collect_seconds))
+                if is_interrupted:
+                    break
+
+    try:
+        aside(work)
+    except KeyboardInterrupt:
+        if not collected:
+            raise
+        is_interrupted = True
+    batches, seconds = zip(*collected[:], strict=True)  # the thread may add another
+    num_rows = sum(batch.steps for batch in batches)
+    fields, agents = zip(*[batch.trajectory for batch in batches], strict=True)
+    rows = {name: np.concatenate([x[name] for x in fields]) for name in fields[0]}
+    return Result(
+        stats=merge([batch.stats for batch in batches]),
+        agents=merge(agents) if run.has_agents else None,
+        num_rows=num_rows,
+        compile_time=compile_time,
+        run_time=seconds[-1],
+        rows={name: x[: num_rows // run.num_envs] for name, x in rows.items()},
+        is_interrupted=is_interrupted,
+    )
+
+
+def profile(run: Run, folder: Path, num_devices: int) -> tuple[Profile, Path]:
+    """Times the parts of a batch, and traces one more; returns where the trace lies."""
+    collector, params = make_collector(run, num_devices)
+    seconds = time_parts(collector, params, num_rows(run))
+    with _make_stream(run, collector, params, None) as stream:
+        next(stream)
+        with jax.profiler.trace(folder):
+            next(stream)
+    # The profiler names its folders by the time.
+    return seconds, max(folder.glob("plugins/profile/*"), default=folder)
+
+
+def play(run: Run, num_episodes: int, num_devices: int) -> Result:
+    """Plays exactly `num_episodes` episodes of at most `max_steps` steps each."""
+    start = time.perf_counter()
+    collector, params = make_collector(run, num_devices)
+    if run.has_agents:
+        collector = keep_agents(collector)
+    carry = collector.init(jax.random.key(run.seed))
+
+    def program(collector: Any, carry: Any, params: Any) -> Any:
+        end, episodes = collector.collect_episodes(
+            carry, params, num_episodes, max_steps=run.max_steps
+        )
+        agents = summarize_agents(episodes) if run.has_agents else None
+        return summarize(episodes), agents, end.step - carry.step, episodes
+
+    if isinstance(collector, HostCollector):
+        collector.compile(carry, params)
+    else:
+        program = jax.jit(program).lower(collector, carry, params).compile()
+    compiled = time.perf_counter()
+    stats, agents, steps, episodes = jax.device_get(program(collector, carry, params))
+    run_time = time.perf_counter() - compiled
+    num_rows, compile_time = int(steps) * run.num_envs, compiled - start
+    return Result(stats, agents, num_rows, compile_time, run_time, {}, episodes)
+
+
+def draw(run: Run) -> tuple[bytes, Episodes]:
+    """Draws the first episode of what `play` would play, as a GIF."""
+    env = envs.make(run.env, **dict(run.env_param))
+    check_render(env)
+    lanes = envs.vectorize(envs.expose_state(env), 1)
+    collector = Collector(env=lanes, policy=random_policy(env.action_space))
+    carry = collector.init(jax.random.key(run.seed))
+    _, trajectory, episodes = collector.collect_padded_episodes(
+        carry, None, 1, max_length=run.max_steps
+    )
+    info, num = trajectory.info, int(episodes.episode_length[0])
+    join = lambda x, y: jnp.concatenate([x[:num, 0], y[num - 1 : num, 0]])  # noqa: E731
+    states = jax.tree.map(join, info["state"], info["next_state"])
+    gif = envs.render_gif(env, states, trajectory.reward[:num, 0])
+    return gif, jax.device_get(episodes)
+
+
+def inspect_steps(run: Run, accelerator: str) -> Report:
+    """Compiles `num_steps` steps of every lane for an accelerator."""
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_platforms", "cpu")  # does not look for accelerators
+    collector, params = make_collector(run)
+    return inspect(collector, params, accelerator=accelerator, num_steps=run.num_steps)
+
+
+def num_rows(run: Run) -> int:
+    """Steps of every lane in a batch."""
+    most = (_MAX_HOST_ROWS if run.is_on_host else _MAX_ROWS) // run.num_envs
+    return min(-(-run.num_steps // _NUM_BATCHES), max(1, most))
+
+
+def ended(rows: dict[str, np.ndarray]) -> Episodes:
+    """The episodes that ended in rows, `[T, B]`, in the order in which they did."""
+    done = rows["terminated"] | rows["truncated"]
+    figures: dict[str, Any] = {name: rows[name][done] for name in _ENDING}
+    figures |= {"lane": np.nonzero(done)[1], "num_steps": np.int64(done.size)}
+    return Episodes(**figures, finished=figures["terminated"] | figures["truncated"])
+
+
+def _make_stream(
+    run: Run, collector: Any, params: Any, total_steps: int | None
+) -> Stream:
+    def read(trajectory: Transition) -> tuple[dict[str, jax.Array], AgentStats | None]:
+        """Keeps what a file needs; the other fields get no buffer."""
+        agents = summarize_agents(trajectory) if run.has_agents else None
+        if run.save:
+            return _by_name(trajectory), agents
+        names = _ENDING if run.plot else ()
+        return {name: getattr(trajectory, name) for name in names}, agents
+
+    return Stream(
+        collector,
+        key=jax.random.key(run.seed),
+        params=params,
+        steps_per_batch=num_rows(run) * run.num_envs,
+        total_steps=total_steps,
+        postprocess=read,
+        placement="host",
+        prefetch=1,
+        progress=total_steps is not None and sys.stderr.isatty(),
+    )
+
+
+def _by_name(trajectory: Transition) -> dict[str, jax.Array]:
+    info = trajectory.info
+    if isinstance(info, MultiAgentInfo):  # which packs most of it in one word
+        named = {name: getattr(info.agents, name) for name in _OF_AGENTS}
+        trajectory = trajectory.replace(info={"agents": named, "env": info.env})
+    leaves, keystr = jax.tree.leaves_with_path(trajectory), jax.tree_util.keystr
+    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}

@@ -1,0 +1,157 @@
+"""Ctrl-C at many moments, and a stdout that takes nothing: one line, no traceback."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout.cli import interrupts
+
+ROOT = Path(__file__).parents[3]
+LINE = "python -m rollout: interrupted\n"
+ENDLESS = ["CartPole-v1", "--num-envs=64", "--num-steps=2000000000"]
+slow = pytest.mark.slow
+
+
+def spawn(*argv, environ=(), **options):
+    """A process that can be interrupted, also if we ourselves ignore Ctrl-C."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    own = {"JAX_ENABLE_COMPILATION_CACHE": "0", "PYTHONUNBUFFERED": ""}
+    environ = {**os.environ, **own, **dict(environ)}
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    command = [sys.executable, "-m", "rollout", *argv]
+    process = subprocess.Popen(command, cwd=ROOT, env=environ, **pipes)
+    signal.signal(signal.SIGINT, handler)
+    return process
+
+
+def own_lines(stderr):
+    """What is not of jaxlib, which logs that there is no GPU, nor of the test."""
+    others = ("absl::", "cudart_stub", "import time:", "Finished", "Compiling")
+    lines = stderr.decode().splitlines(keepends=True)
+    return "".join(line for line in lines if not any(x in line for x in others))
+
+
+def read_until(process, text):
+    """Reads stderr until `text` has come."""
+    read = b""
+    while text not in read:
+        assert select.select([process.stderr], [], [], 120)[0], read
+        piece = os.read(process.stderr.fileno(), 4096)
+        assert piece, read
+        read += piece
+    return read
+
+
+def interrupt(process):
+    """Sends Ctrl-C; returns what the process wrote, and the seconds until its end."""
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    return stdout.decode(), stderr, time.monotonic() - start
+
+
+def assert_one_line(process, before, stderr):
+    assert process.returncode == 130
+    assert own_lines(before + stderr) == LINE
+
+
+@slow
+@pytest.mark.parametrize("module", [b"numpy", b"jax._src", b"flax"])
+def test_interrupt_while_modules_are_imported_is_one_line(module):
+    environ = {"PYTHONPROFILEIMPORTTIME": "1"}  # says on stderr what was imported
+    process = spawn(*ENDLESS, environ=environ)
+    before = read_until(process, module)
+    stdout, stderr, _ = interrupt(process)
+    assert_one_line(process, before, stderr)
+    assert stdout == ""
+
+
+@slow
+@pytest.mark.parametrize("kind", ["--num-steps=2000000000", "--num-episodes=100000"])
+def test_interrupt_while_xla_compiles_ends_at_once(kind):
+    # Traced, but not compiled yet: jax says so before it hands the program to XLA.
+    environ = {"JAX_LOG_COMPILES": "1"}
+    process = spawn("CartPole-v1", kind, environ=environ)
+    before = read_until(process, b"Compiling jit(")
+    stdout, stderr, seconds = interrupt(process)
+    assert process.returncode == 130
+    assert stderr.endswith(LINE.encode())
+    assert b"Traceback" not in before + stderr
+    assert seconds < 5  # much of it for what a busy machine does else
+    assert stdout == ""
+
+
+@slow
+@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.6, 2.6, 4.0, 6.0, 9.0])
+def test_interrupt_at_any_time_is_one_line(seconds):
+    process = spawn(*ENDLESS)
+    time.sleep(seconds)
+    stdout, stderr, _ = interrupt(process)
+    assert_one_line(process, b"", stderr)
+    lines = stdout.splitlines()
+    assert not lines or lines[0].split() == ["environment", "CartPole-v1"]
+    assert not lines or lines[4].endswith(" (of 128,000,000,000, interrupted)")
+
+
+@slow
+def test_full_stdout_is_one_line():
+    with open("/dev/full", "wb") as full:
+        process = spawn("--list-envs", stdout=full)
+        _, stderr = process.communicate(timeout=120)
+    message = "stdout could not be written: No space left on device"
+    assert own_lines(stderr) == f"python -m rollout: error: {message}\n"
+    assert process.returncode == 2
+
+
+@slow
+@pytest.mark.parametrize("argv", [["--help"], ["CartPole-v1", "--num-steps=8"]])
+def test_full_stdout_of_help_and_of_a_table_is_one_line(argv):
+    with open("/dev/full", "wb") as full:
+        process = spawn(*argv, stdout=full)
+        _, stderr = process.communicate(timeout=120)
+    assert own_lines(stderr).count("\n") == 1
+    assert process.returncode == 2
+
+
+@slow
+def test_closed_stdout_is_refused_before_anything_is_collected():
+    command = f"exec {sys.executable} -m rollout CartPole-v1 >&-"
+    pipes = {"cwd": ROOT, "stderr": subprocess.PIPE, "timeout": 120}
+    process = subprocess.run(command, shell=True, **pipes)
+    message = "python -m rollout: error: stdout is closed\n"
+    assert own_lines(process.stderr) == message
+    assert process.returncode == 2
+
+
+def test_work_aside_gives_its_result_or_its_error():
+    assert interrupts.aside(lambda: 3) == 3
+    with pytest.raises(KeyError, match="none"):
+        interrupts.aside(lambda: {}["none"])
+
+
+def test_only_the_first_interrupt_raises():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with interrupts.raising():
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # ignored
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_handler_of_the_caller_stays():
+    handler = lambda *_: None  # noqa: E731
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with interrupts.raising():
+            assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
