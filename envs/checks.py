@@ -25,6 +25,19 @@ def count(
     return operator.index(value)
 
 
+def seconds(name: str, value: Any) -> float | None:
+    """Checks a finite number of seconds above 0; None stands for any time."""
+    if value is None:
+        return None
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+        raise ValueError(
+            f"`{name}` must be a finite number of seconds above 0, or None for any "
+            f"time, got {value!r}."
+        )
+    return float(value)
+
+
 def single(env: Any) -> None:
     """Checks that `env` is one environment, and a pytree."""
     if hasattr(env, "num_envs"):

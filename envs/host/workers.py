@@ -76,8 +76,7 @@ def workers(
         raise ValueError(
             f'`start_method` must be "forkserver" or "spawn", got {start_method!r}.'
         )
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"`timeout` must be above 0 seconds, got {timeout}.")
+    timeout = counts.seconds("timeout", timeout)
     _check_picklable(make_fns)
     info = {"observe_info": observe_info, "record_info": record_info}
     return WorkerEnvs(make_fns, num_workers, start_method, timeout, info)

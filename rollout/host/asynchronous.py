@@ -106,7 +106,7 @@ class AsyncCollector(HostCollector[ParamsT, ObsT, ActionT]):
                 f"`num_ready` must be the `batch_size` of the environment, {fixed}, "
                 f"got {num_ready}."
             )
-        self._timeout = timeout
+        self._timeout = checks.seconds("timeout", timeout)
         super().__init__(
             env=env,
             policy=policy,

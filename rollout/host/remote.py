@@ -272,8 +272,11 @@ class RemoteBatches:
                 copied, so that an update may donate them.
 
         Raises:
+            RuntimeError: after `close`.
             ValueError: if they are of another kind.
         """
+        if self._is_closed:  # Ray would be started again
+            raise RuntimeError("`set_params` must be called before `close`.")
         new = _on_host(params)
         checks.same("`params` must keep structure, shapes and dtypes", self._kind, new)
         with self._setting:

@@ -505,7 +505,9 @@ def test_example_must_be_numbers(make):
         ({"num_workers": 0}, "`num_workers` must be an int of at least 1"),
         ({"num_workers": 5}, "`num_workers` must be at most .* environments, 4, got 5"),
         ({"start_method": "fork"}, '`start_method` must be "forkserver" or "spawn"'),
-        ({"timeout": 0}, "`timeout` must be above 0 seconds, got 0"),
+        ({"timeout": 0}, "`timeout` must be a finite number of seconds above 0"),
+        ({"timeout": float("inf")}, "`timeout` must be .*, got inf"),
+        ({"timeout": "3"}, "`timeout` must be .*, got '3'"),
     ],
 )
 def test_options_are_checked(make, options, words):

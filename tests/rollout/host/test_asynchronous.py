@@ -220,6 +220,8 @@ def test_fault_that_is_raised_keeps_the_rows():
 def test_what_is_refused():
     with pytest.raises(ValueError, match="`num_ready` must be at most 5, got 6"):
         make(num_ready=6)
+    with pytest.raises(ValueError, match="`timeout` must be a finite number of sec"):
+        make(timeout="3")
     with pytest.raises(ValueError, match="`env` must be an `AsyncHostVectorEnv`"):
         rollout.AsyncCollector(env=HostCount(2), policy=POLICY, num_ready=1)
     with pytest.raises(ValueError, match="`rows` must be what an `AsyncCollector`"):

@@ -202,6 +202,8 @@ class TestInThisProcess:
         batches = start()
         batches.close()
         batches.close()
+        with pytest.raises(RuntimeError, match="`set_params` must be called before"):
+            batches.set_params(None)
         with pytest.raises(RuntimeError, match="`next` must be called before `close`"):
             next(batches)
 
