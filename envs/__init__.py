@@ -26,12 +26,13 @@ from envs.registry import env_ids, make, make_agents, make_vec
 from envs.render import can_render, expose_state, render_gif
 from envs.spaces import (
     Box,
+    Composite,
     Dict,
     Discrete,
     MultiBinary,
     MultiDiscrete,
     Repeated,
-    TreeSpace,
+    Space,
     Tuple,
 )
 from envs.suites import (
@@ -47,7 +48,7 @@ from envs.suites import (
     from_playground,
     from_xminigrid,
 )
-from envs.types import RESET, Env, EnvStep, Lanes, Space, VectorEnv
+from envs.types import RESET, Env, EnvStep, Lanes, VectorEnv
 from envs.vectorize import vectorize, vectorize_each
 from envs.wrappers import (
     ActionRepeat,
@@ -72,6 +73,7 @@ __all__ = [
     "AgentInfo",
     "AsyncHostVectorEnv",
     "Box",
+    "Composite",
     "Dict",
     "Discrete",
     "EndOnFault",
@@ -104,7 +106,6 @@ __all__ = [
     "TimeLimit",
     "TransformObs",
     "TransformReward",
-    "TreeSpace",
     "Tuple",
     "VectorEnv",
     "can_render",

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from envs.types import EnvStep
-
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 
 
@@ -56,22 +54,6 @@ def single(env: Any) -> None:
             "`env` must be a pytree, such as a `flax.struct.dataclass`, got a plain "
             f"{type(env).__name__}."
         )
-
-
-def reset(result: Any) -> tuple[Any, Any]:
-    """Checks that a reset returned `(state, obs)`."""
-    if type(result) is tuple and len(result) == 2:
-        return result
-    raise ValueError(f"`env.reset` must return (state, obs), got {describe(result)}.")
-
-
-def step(result: Any) -> EnvStep:
-    """Checks that a step returned an `EnvStep`."""
-    if isinstance(result, EnvStep):
-        return result
-    raise ValueError(
-        f"`env.step` must return an `envs.EnvStep`, got {describe(result)}."
-    )
 
 
 def flag(name: str, value: Any) -> jax.Array:

@@ -28,7 +28,7 @@ from envs.multi_agent import (
     read_flag,
     read_length,
 )
-from envs.spaces import Box, Dict, Repeated
+from envs.spaces import Box, Dict, Repeated, as_space
 from envs.types import (
     AnySpace,
     ArrayTree,
@@ -224,7 +224,7 @@ class _Joint(struct.PyTreeNode, kw_only=True):
 
     def _stack(self, spaces: Mapping[str, AnySpace]) -> dict[str, AnySpace]:
         return {
-            group.name: Repeated(spaces[group.name], len(group.members))
+            group.name: _stacked(spaces[group.name], group)
             for group in self.layout.groups
         }
 
@@ -254,8 +254,13 @@ class _Joint(struct.PyTreeNode, kw_only=True):
                 f"`{name}` must be a dict of the groups {', '.join(names)}, got {got}."
             )
         for group in self.layout.groups:
-            space = Repeated(spaces[group.name], len(group.members))
+            space = _stacked(spaces[group.name], group)
             _check_of_space(name, group.name, value[group.name], space, has_dtype)
+
+
+def _stacked(space: AnySpace, group: AgentGroup) -> Repeated:
+    """The space of all members of a group."""
+    return Repeated(as_space(space, group.name), len(group.members))
 
 
 def _check_of_space(
@@ -317,6 +322,6 @@ def _layout(env: MultiAgentEnv) -> AgentLayout:
 
 
 def _group(name: str, members: tuple[int, ...], action_space: AnySpace) -> AgentGroup:
-    shape = getattr(action_space, "shape", None)
-    dtype = None if shape is None else jnp.dtype(action_space.dtype)
-    return AgentGroup(name, members, shape, dtype)
+    space = as_space(action_space, name)
+    dtype = None if space.dtype is None else jnp.dtype(space.dtype)
+    return AgentGroup(name, members, space.shape, dtype)

@@ -21,6 +21,7 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Iterator
+from typing import Any as ArrayTree  # as in `envs.types`, which is not needed here
 
 import chex
 import jax
@@ -28,8 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import random as extend_random
-
-from envs.types import ArrayTree
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _HALF = 512  # words of half a block of draws

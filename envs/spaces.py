@@ -1,4 +1,8 @@
-"""The spaces most environments need, and those that are made of others."""
+"""The spaces most environments need, those made of others, and those of other suites.
+
+`as_space` turns what a user brings into a `Space`; everything behind it asks a space
+for its `leaves` and their `bounds`, and never which library it came from.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +18,59 @@ from envs import checks, keys
 from envs.types import AnySpace, ArrayTree
 
 
-class Discrete(struct.PyTreeNode):
+class Space:
+    """The values that an observation or an action of ONE environment can take.
+
+    A space of your own is a subclass with `sample` and `contains`, and with `shape` and
+    `dtype` if its elements are arrays.
+
+    Attributes:
+        shape: shape of one element; None if an element has several parts.
+        dtype: dtype of one element; None if an element has several parts.
+    """
+
+    shape: Any = None
+    dtype: Any = None
+
+    @property
+    def bounds(self) -> tuple[Any, Any] | None:
+        """The lowest and the highest value of each entry; None if there are none."""
+        return None
+
+    def leaves(self) -> list[AnySpace]:
+        """The spaces of the leaves of an element, in the order of `jax.tree.leaves`."""
+        return [self]
+
+    def sample(self, key: chex.PRNGKey) -> Any:
+        """Draws one element at random."""
+        raise NotImplementedError
+
+    def contains(self, x: Any) -> jax.Array:
+        """Tells whether `x` is an element, `()` bool."""
+        raise NotImplementedError
+
+
+class _Bounded(Space):
+    """Shared part of spaces with a lowest and a highest value of every entry."""
+
+    low: Any
+    high: Any
+
+    @property
+    def bounds(self) -> tuple[Any, Any]:
+        """The lowest and the highest value of each entry."""
+        return self.low, self.high
+
+    def sample(self, key: chex.PRNGKey) -> jax.Array:
+        """Draws one element uniformly."""
+        return keys.draw(key, self.low, self.high, self.shape, self.dtype)
+
+    def contains(self, x: jax.Array) -> jax.Array:
+        """Tells whether every entry lies within its bounds, `()` bool."""
+        return jnp.all((x >= self.low) & (x <= self.high))
+
+
+class Discrete(_Bounded, struct.PyTreeNode):
     """The integers `start`, ..., `start + n - 1`.
 
     Attributes:
@@ -36,37 +92,23 @@ class Discrete(struct.PyTreeNode):
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", checks.count("n", self.n))
         object.__setattr__(self, "start", checks.integer("start", self.start))
-        checks.holds(self.dtype, self.start, self.start + self.n - 1)
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        checks.holds(self.dtype, self.low, self.high)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one element, `()`."""
         return ()
 
-    def sample(self, key: chex.PRNGKey) -> jax.Array:
-        """Draws one element uniformly."""
-        return keys.draw(key, self.start, self.start + self.n - 1, (), self.dtype)
+    @property
+    def low(self) -> int:
+        """The smallest element."""
+        return self.start
 
-    def contains(self, x: jax.Array) -> jax.Array:
-        """Tells whether `x` is one of the integers, `()` bool."""
-        return (x >= self.start) & (x < self.start + self.n)
-
-
-class _Bounded:
-    """Shared part of spaces with a lowest and a highest value of every entry."""
-
-    low: Any
-    high: Any
-    shape: Any
-    dtype: Any
-
-    def sample(self, key: chex.PRNGKey) -> jax.Array:
-        """Draws one element uniformly; the bounds must be finite."""
-        return keys.draw(key, self.low, self.high, self.shape, self.dtype)
-
-    def contains(self, x: jax.Array) -> jax.Array:
-        """Tells whether every entry lies within its bounds, `()` bool."""
-        return jnp.all((x >= self.low) & (x <= self.high))
+    @property
+    def high(self) -> int:
+        """The largest element."""
+        return self.start + self.n - 1
 
 
 class Box(_Bounded, struct.PyTreeNode):
@@ -108,23 +150,32 @@ class Box(_Bounded, struct.PyTreeNode):
         Uniformly between two finite bounds; where one of them is infinite, from the
         exponential distribution beyond the other; where both are, from the normal one.
         """
-        bounds = self.low, self.high
-        if not checks.is_known(bounds) or all(np.isfinite(x).all() for x in bounds):
+        if not jnp.issubdtype(self.dtype, jnp.floating):
             return super().sample(key)
-        low, high = (np.broadcast_to(x, self.shape) for x in bounds)
-        has_low, has_high = np.isfinite(low), np.isfinite(high)
-        uniform_key, tail_key, normal_key = jax.random.split(key, 3)
-        first, last = (np.where(has_low & has_high, x, 0) for x in (low, high))
+        is_known = checks.is_known(self.bounds)
+        xp = np if is_known else jnp  # values that are known stay out of the program
+        low, high = (xp.broadcast_to(x, self.shape) for x in self.bounds)
+        has_low, has_high = xp.isfinite(low), xp.isfinite(high)
+        has_both = has_low & has_high
+        if is_known and has_both.all():
+            return super().sample(key)
+        first, last = (xp.where(has_both, x, 0) for x in (low, high))
+        numbers = jnp.arange(3, dtype=jnp.int32)
+        uniform_key, tail_key, normal_key = keys.fold_in(key, numbers)
         tail = jax.random.exponential(tail_key, self.shape, self.dtype)
-        return jnp.select(
-            [has_low & has_high, has_low, has_high],
+        drawn = jnp.select(
+            [has_both, has_low, has_high],
             [
                 keys.draw(uniform_key, first, last, self.shape, self.dtype),
-                jnp.asarray(np.where(has_low, low, 0), self.dtype) + tail,
-                jnp.asarray(np.where(has_high, high, 0), self.dtype) - tail,
+                jnp.asarray(xp.where(has_low, low, 0), self.dtype) + tail,
+                jnp.asarray(xp.where(has_high, high, 0), self.dtype) - tail,
             ],
             jax.random.normal(normal_key, self.shape, self.dtype),
         )
+        if is_known:
+            return drawn
+        evenly = keys.draw(key, first, last, self.shape, self.dtype)
+        return jnp.where(has_both.all(), evenly, drawn)
 
 
 class MultiDiscrete(_Bounded, struct.PyTreeNode):
@@ -163,6 +214,7 @@ class MultiDiscrete(_Bounded, struct.PyTreeNode):
         start = np.broadcast_to(start, nvec.shape)
         object.__setattr__(self, "nvec", _tuples(nvec.tolist()))
         object.__setattr__(self, "start", _tuples(start.tolist()))
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         if nvec.size:
             checks.holds(self.dtype, int(self.low.min()), int(self.high.max()))
 
@@ -195,6 +247,9 @@ class MultiBinary(_Bounded, struct.PyTreeNode):
         pytree_node=False, default=jnp.dtype(jnp.int8)
     )
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+
     @property
     def low(self) -> int:
         """The smallest value, 0."""
@@ -206,27 +261,41 @@ class MultiBinary(_Bounded, struct.PyTreeNode):
         return 1
 
 
-class Repeated(struct.PyTreeNode):
-    """`num` elements of one space, stacked.
+class Repeated(Space, struct.PyTreeNode):
+    """`num` elements of one space, stacked on a new leading axis of every leaf.
 
     Attributes:
         space: the space of each element.
         num: how many there are, an int of at least 1.
+
+    Raises:
+        ValueError: if `num` is not an int of at least 1.
     """
 
     space: AnySpace
     num: int = struct.field(pytree_node=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num", checks.count("num", self.num))
+
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Shape of all elements; None if an element has none, being made of parts."""
-        shape = getattr(self.space, "shape", None)
-        return None if shape is None else (self.num, *shape)
+        """Shape of all elements; None if an element has several parts."""
+        return None if self.space.shape is None else (self.num, *self.space.shape)
 
     @property
     def dtype(self) -> jax.typing.DTypeLike | None:
-        """Dtype of an element, if it has one."""
-        return getattr(self.space, "dtype", None)
+        """Dtype of an element; None if it has several parts."""
+        return self.space.dtype
+
+    @property
+    def bounds(self) -> tuple[Any, Any] | None:
+        """The bounds of each element, without the leading axis."""
+        return self.space.bounds
+
+    def leaves(self) -> list[AnySpace]:
+        """The spaces of the leaves of an element, each repeated."""
+        return [Repeated(leaf, self.num) for leaf in self.space.leaves()]
 
     def sample(self, key: chex.PRNGKey) -> ArrayTree:
         """Draws each element from a key of its own."""
@@ -238,29 +307,66 @@ class Repeated(struct.PyTreeNode):
         return jnp.all(jax.vmap(self.space.contains)(x))
 
 
-class Dict(struct.PyTreeNode):
+class Composite(Space, struct.PyTreeNode):
+    """Pytrees in which every leaf, or every part, has a space of its own.
+
+    Attributes:
+        spaces: the spaces, in the structure of an element.
+    """
+
+    spaces: ArrayTree
+
+    @property
+    def parts(self) -> list[AnySpace]:
+        """The spaces, in the order of `jax.tree.leaves`."""
+        return jax.tree.leaves(self.spaces, is_leaf=_is_space)
+
+    @property
+    def structure(self) -> Any:
+        """The structure of an element, of which every part counts as one leaf."""
+        return jax.tree.structure(self.spaces, is_leaf=_is_space)
+
+    def leaves(self) -> list[AnySpace]:
+        """The spaces of the leaves of an element, in the order of `jax.tree.leaves`."""
+        return [leaf for part in self.parts for leaf in part.leaves()]
+
+    def sample(self, key: chex.PRNGKey) -> Any:
+        """Draws every part, each from a key of its own."""
+        drawn = [
+            part.sample(keys.fold_in(key, number))
+            for number, part in enumerate(self.parts)
+        ]
+        return self.structure.unflatten(drawn)
+
+    def contains(self, x: Any) -> jax.Array:
+        """Tells whether every part is an element of its space, `()` bool."""
+        pairs = zip(self.parts, self.structure.flatten_up_to(x), strict=True)
+        return jnp.all(jnp.stack([part.contains(value) for part, value in pairs]))
+
+
+class Dict(Composite):
     """Elements of several spaces, by name.
 
     Attributes:
         spaces: the spaces, by name.
+
+    Raises:
+        ValueError: if the names cannot be put in order, as jax does.
     """
 
     spaces: Mapping[str, AnySpace]
 
-    def sample(self, key: chex.PRNGKey) -> dict[str, ArrayTree]:
-        """Draws each from a key of its own, in the order of their names."""
-        return {
-            name: self.spaces[name].sample(keys.fold_in(key, number))
-            for number, name in enumerate(sorted(self.spaces))
-        }
-
-    def contains(self, x: Mapping[str, ArrayTree]) -> jax.Array:
-        """Tells whether every one is an element of its space, `()` bool."""
-        inside = [self.spaces[name].contains(x[name]) for name in sorted(self.spaces)]
-        return jnp.all(jnp.stack(inside))
+    def __post_init__(self) -> None:
+        if not isinstance(self.spaces, Mapping):
+            return  # a placeholder, with which jax builds pytrees
+        object.__setattr__(self, "spaces", dict(self.spaces))
+        if len({type(name) for name in self.spaces}) > 1:
+            raise ValueError(
+                f"`spaces` must have names of one type, got {list(self.spaces)}."
+            )
 
 
-class Tuple(struct.PyTreeNode):
+class Tuple(Composite):
     """Elements of several spaces, in order.
 
     Attributes:
@@ -269,58 +375,121 @@ class Tuple(struct.PyTreeNode):
 
     spaces: tuple[AnySpace, ...]
 
-    def sample(self, key: chex.PRNGKey) -> tuple[ArrayTree, ...]:
-        """Draws each from a key of its own."""
-        return tuple(
-            space.sample(keys.fold_in(key, number))
-            for number, space in enumerate(self.spaces)
-        )
 
-    def contains(self, x: tuple[ArrayTree, ...]) -> jax.Array:
-        """Tells whether every one is an element of its space, `()` bool."""
-        pairs = zip(self.spaces, x, strict=True)
-        return jnp.all(jnp.stack([space.contains(part) for space, part in pairs]))
+def as_space(space: Any, name: str = "space") -> AnySpace:
+    """Turns a space of this package, Gymnasium, gymnax or JaxMARL into one of ours.
 
+    Spaces of other libraries are told by the names of their classes, so that none of
+    them is imported. jax has no 64-bit numbers unless it is told to, so ours have 32.
 
-class TreeSpace(struct.PyTreeNode):
-    """Pytrees in which every leaf has a space of its own.
+    Args:
+        space: a `Space`; a `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `Dict` or
+            `Tuple` of such a library; or a dict or tuple of any of these.
+        name: what an error calls it.
 
-    It has neither `shape` nor `dtype`: each part has its own.
+    Returns:
+        The space of ours with the same elements, in numbers of at most 32 bits.
 
-    Attributes:
-        parts: the spaces, in the structure of an element.
+    Raises:
+        ValueError: if it is no such space, as `Text`, `Graph`, `Sequence` and `OneOf`
+            of Gymnasium, or has no parts.
     """
-
-    parts: ArrayTree
-
-    def sample(self, key: chex.PRNGKey) -> ArrayTree:
-        """Draws every part, each from a key of its own."""
-        parts, structure = jax.tree.flatten(self.parts, is_leaf=is_space)
-        drawn = [
-            part.sample(part_key)
-            for part, part_key in zip(
-                parts, jax.random.split(key, len(parts)), strict=True
-            )
-        ]
-        return jax.tree.unflatten(structure, drawn)
-
-    def contains(self, x: ArrayTree) -> jax.Array:
-        """Tells whether every part contains its leaf of `x`, `()` bool."""
-        flags = jax.tree.map(
-            lambda part, leaf: part.contains(leaf), self.parts, x, is_leaf=is_space
+    kinds = [base.__name__ for base in type(space).__mro__]
+    kind = next((x for x in kinds if x in _KINDS), "")
+    parts = space.spaces if kind in ("Dict", "Tuple") else space
+    if isinstance(space, Repeated):
+        return space.replace(space=as_space(space.space, name))
+    if isinstance(parts, Mapping):
+        made = Dict({key: as_space(part, name) for key, part in parts.items()})
+    elif type(parts) in (tuple, list):
+        made = Tuple(tuple(as_space(part, name) for part in parts))
+    elif isinstance(space, Composite):
+        parts = [as_space(part, name) for part in space.parts]
+        made = Composite(space.structure.unflatten(parts))
+    elif isinstance(space, Space):
+        return space
+    elif kind:
+        return _KINDS[kind](space)
+    else:
+        raise ValueError(
+            f"`{name}` must be a Box, Discrete, MultiDiscrete, MultiBinary, Dict or "
+            "Tuple of `envs`, Gymnasium or gymnax, a dict or tuple of these, or a "
+            f"subclass of `envs.Space`, got {space!r}."
         )
-        return jnp.all(
-            jnp.stack([jnp.asarray(flag) for flag in jax.tree.leaves(flags)])
-        )
+    if not made.parts:
+        raise ValueError(f"`{name}` must have at least one part, got {space!r}.")
+    return made
 
 
-def is_space(x: object) -> bool:
-    """Tells a space from the containers of spaces."""
-    return hasattr(x, "sample")
+def space_of(tree: ArrayTree) -> AnySpace:
+    """The space of all arrays, or trees of arrays, of such shapes and dtypes."""
+    boxes = jax.tree.map(_box_of, tree)
+    return boxes if isinstance(boxes, Box) else Composite(boxes)
+
+
+def _box_of(x: jax.ShapeDtypeStruct) -> Box:
+    if jnp.issubdtype(x.dtype, jnp.bool_):
+        low, high = 0, 1
+    elif jnp.issubdtype(x.dtype, jnp.integer):
+        low, high = _limits(x.dtype)
+    else:
+        low, high = -np.inf, np.inf
+    return Box(low, high, x.shape, x.dtype)
+
+
+def _is_space(x: object) -> bool:
+    return isinstance(x, Space)
 
 
 def _tuples(x: int | list) -> int | tuple:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
+def _narrow(dtype: Any) -> np.dtype:
+    """The dtype with at most 32 bits."""
+    return jnp.dtype(_NARROW.get(str(jnp.dtype(dtype)), dtype))
+
+
+def _to_box(space: Any) -> Box:
+    dtype, low, high = _narrow(space.dtype), space.low, space.high
+    # JaxMARL's Hanabi has a number for a shape.
+    shape = tuple(int(size) for size in np.atleast_1d(space.shape))
+    if dtype != space.dtype:
+        if dtype.kind in "iu":
+            low, high = (np.clip(x, *_limits(dtype)) for x in (low, high))
+        with np.errstate(over="ignore"):  # beyond float32 there is no bound
+            low, high = (np.asarray(x).astype(dtype) for x in (low, high))
+    return Box(low, high, shape, dtype)
+
+
+def _limits(dtype: np.dtype) -> tuple[int, int]:
+    return np.iinfo(dtype).min, np.iinfo(dtype).max
+
+
+def _to_discrete(space: Any) -> Discrete:
+    start = int(getattr(space, "start", 0))
+    return Discrete(int(space.n), _narrow(space.dtype), start)
+
+
+def _to_multi_discrete(space: Any) -> MultiDiscrete:
+    # Gymnasium's has `nvec`, JaxMARL's `num_categories`.
+    sizes = getattr(space, "nvec", None)
+    sizes = np.asarray(space.num_categories if sizes is None else sizes)
+    start = np.asarray(getattr(space, "start", 0))
+    return MultiDiscrete(sizes, _narrow(space.dtype), start)
+
+
+def _to_multi_binary(space: Any) -> MultiBinary:
+    return MultiBinary(tuple(space.shape), _narrow(space.dtype))
+
+
+_KINDS: dict[str, Any] = {
+    "Box": _to_box,
+    "Dict": None,
+    "Discrete": _to_discrete,
+    "MultiBinary": _to_multi_binary,
+    "MultiDiscrete": _to_multi_discrete,
+    "Tuple": None,
+}
+_NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32"}
 _NUMBERS = (int, float, np.ndarray, np.generic, jax.Array)

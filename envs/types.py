@@ -31,9 +31,9 @@ RESET = 0  # what is folded into an episode key for the reset; steps count from 
 
 # Other names of `Any`. `ArrayTree` is a pytree of arrays: no annotation can say which
 # structure it has, and with `chex.ArrayTree`, a union, a checker refuses all access to
-# a part. `AnySpace` is a `Space`, or one of several parts, which has no `shape` and no
-# `dtype`: a space is asked for what its kind has. They are imported under these names,
-# since pyright takes `a | b` of the values of an alias for a union of types.
+# a part. `AnySpace` is an `envs.Space` or, as an `Env` may have it, anything that
+# `envs.spaces.as_space` makes one of. They are imported under these names, since
+# pyright takes `a | b` of the values of an alias for a union of types.
 
 StateT = TypeVar("StateT", default=Any)
 ObsT = TypeVar("ObsT", default=Any)
@@ -68,28 +68,6 @@ class Lanes(NamedTuple):
     episode_key: chex.PRNGKey  # [B]
     state: ArrayTree  # [B, ...]
     obs: ArrayTree  # [B, ...]
-
-
-class Space(Protocol):
-    """The values an observation or an action of ONE environment can take."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of one element."""
-        ...
-
-    @property
-    def dtype(self) -> jax.typing.DTypeLike:
-        """Dtype of one element."""
-        ...
-
-    def sample(self, key: chex.PRNGKey) -> ArrayTree:
-        """Draws one element at random."""
-        ...
-
-    def contains(self, x: ArrayTree) -> jax.Array:
-        """Tells whether `x` is an element, `()` bool."""
-        ...
 
 
 class Env(Protocol):

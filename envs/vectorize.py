@@ -12,6 +12,7 @@ from flax import struct
 from envs import checks
 from envs import keys as env_keys
 from envs.auto_reset import reset_auto, reset_compact, reset_select
+from envs.spaces import as_space
 from envs.types import (
     RESET,
     AnySpace,
@@ -103,11 +104,11 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
 
     @property
     def observation_space(self) -> AnySpace:
-        return self._one.observation_space
+        return as_space(self._one.observation_space, "env.observation_space")
 
     @property
     def action_space(self) -> AnySpace:
-        return self._one.action_space
+        return as_space(self._one.action_space, "env.action_space")
 
     def local(self, num_envs: int, first_lane: jax.Array) -> Self:
         """Some of the lanes, as they are stepped on a device of their own.
@@ -199,7 +200,11 @@ def _step(
     action: ArrayTree,
 ) -> EnvStep:
     del types  # only for the cache
-    return checks.step(env.step(key, state, action))
+    result = env.step(key, state, action)
+    if isinstance(result, EnvStep):
+        return result
+    got = checks.describe(result)
+    raise ValueError(f"`env.step` must return an `envs.EnvStep`, got {got}.")
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -209,7 +214,11 @@ def _reset(
     del types  # only for the cache
     if hasattr(env, "at_episode"):
         env = env.at_episode(number)
-    return checks.reset(env.reset(key))
+    result = env.reset(key)
+    if type(result) is tuple and len(result) == 2:
+        return result
+    got = checks.describe(result)
+    raise ValueError(f"`env.reset` must return (state, obs), got {got}.")
 
 
 def _is_float(x: jax.typing.ArrayLike) -> bool:

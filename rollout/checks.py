@@ -221,7 +221,7 @@ def decision(who: str, result: PolicyStep, space: AnySpace, num_envs: int) -> No
             "`stateless_policy` and `recurrent_policy` make a policy of a plain "
             "function."
         )
-    if getattr(space, "shape", None) is None or not hasattr(space, "dtype"):
+    if space.shape is None:
         return  # a space of several parts: the environment itself must say
     shape, dtype, action = (num_envs, *space.shape), space.dtype, result.action
     if jnp.shape(action) != shape or jnp.result_type(action) != dtype:

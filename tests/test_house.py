@@ -26,7 +26,7 @@ LADDER = (
 )
 
 # What `rollout` may import of `envs`: the contract, and shared means.
-COMMON = {"envs.types", "envs.keys", "envs.few_lanes", "envs.checks"}
+COMMON = {"envs.types", "envs.keys", "envs.few_lanes", "envs.checks", "envs.spaces"}
 # Packages that know more of environments than the contract, and what.
 KINDS = {
     "multi_agent": {"envs.multi_agent"},

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from envs import checks
-from envs.host.spaces import from_gymnasium_space
 from envs.host.types import AsyncHostVectorEnv, HostStep, HostVectorEnv
+from envs.spaces import as_space
 from envs.types import AnySpace, ArrayTree
 
 _NEEDED = ("async_reset", "config", "recv", "send", "spec", "observation_space")
@@ -79,8 +79,8 @@ class _EnvPool:
         self.num_envs = int(env.config["num_envs"])
         self._env: Any = env
         self._names = names
-        self._observation_space = from_gymnasium_space(env.observation_space)
-        self._action_space = from_gymnasium_space(env.action_space)
+        self._observation_space = as_space(env.observation_space)
+        self._action_space = as_space(env.action_space)
         self._all = np.arange(self.num_envs, dtype=np.int32)
         self._obs = None  # [E, ...], None before the first reset
         self._ended = np.ones(self.num_envs, bool)  # reset by EnvPool in the next row

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envs import checks
-from envs.host.spaces import from_gymnasium_space
 from envs.host.types import HostStep
-from envs.spaces import Box, Dict, Tuple
+from envs.spaces import Box, Dict, Tuple, as_space
 from envs.types import AnySpace, ArrayTree
 
 WriteFn = Callable[[int, Any], None]
@@ -60,7 +59,7 @@ def make_layout(
     record_info: Mapping[str, Any] | None,
 ) -> Layout:
     """The kinds of rows of environments with these spaces of Gymnasium."""
-    obs, action = map(from_gymnasium_space, spaces)
+    obs, action = map(as_space, spaces)
     return Layout(with_info(obs, observe_info), action, space_like(record_info or {}))
 
 

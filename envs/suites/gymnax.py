@@ -26,7 +26,8 @@ from flax import struct
 
 from envs import keys
 from envs.extras import load
-from envs.suites.convert import check_methods, like, to_space
+from envs.spaces import as_space
+from envs.suites.convert import check_methods, like
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
@@ -109,11 +110,11 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
 
     @property
     def observation_space(self) -> AnySpace:
-        return to_space(self.env.observation_space(self.env_params))
+        return as_space(self.env.observation_space(self.env_params))
 
     @property
     def action_space(self) -> AnySpace:
-        return to_space(self.env.action_space(self.env_params))
+        return as_space(self.env.action_space(self.env_params))
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         obs, state = self.env.reset_env(self._cheap(key), self.env_params)

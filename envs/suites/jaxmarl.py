@@ -21,7 +21,7 @@ from flax import struct
 from envs import keys, spaces
 from envs.extras import load
 from envs.multi_agent import ACTING, MultiAgentEnv, MultiAgentStep
-from envs.suites.convert import check_methods, like, to_space
+from envs.suites.convert import check_methods, like
 from envs.types import AnySpace, ArrayTree
 
 _LIMIT = "max_steps"
@@ -124,7 +124,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
     @property
     def action_spaces(self) -> dict[str, AnySpace]:
         return {
-            group: to_space(self.env.action_space(names[0]))
+            group: spaces.as_space(self.env.action_space(names[0]))
             for group, names in self.members
         }
 
@@ -204,7 +204,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         return jax.eval_shape(lambda key: self.reset(key)[1], _key())
 
     def _observation_space(self, agent: str, observed: ArrayTree) -> AnySpace:
-        own = to_space(self.env.observation_space(agent))
+        own = spaces.as_space(self.env.observation_space(agent))
         is_dict = self.mask_method is not None or self.has_world
         seen = observed["observation"] if is_dict else observed
         if isinstance(own, spaces.Box):
@@ -268,7 +268,7 @@ def _check_groups(env: Any, groups: Mapping[str, Sequence[str]]) -> None:
 def _difference(env: Any, agent: str, other: str) -> tuple[AnySpace, AnySpace] | None:
     """The spaces in which two agents differ, if they do."""
     for space_of in (env.observation_space, env.action_space):
-        pair = to_space(space_of(agent)), to_space(space_of(other))
+        pair = spaces.as_space(space_of(agent)), spaces.as_space(space_of(other))
         (leaves, structure), (others, structure_of_other) = map(jax.tree.flatten, pair)
         if structure != structure_of_other or not all(
             map(np.array_equal, leaves, others)
@@ -279,7 +279,9 @@ def _difference(env: Any, agent: str, other: str) -> tuple[AnySpace, AnySpace] |
 
 def _find_mask(env: Any, state: ArrayTree) -> str | None:
     """Names the method that gives a mask over the discrete actions of every agent."""
-    sizes = {name: getattr(env.action_space(name), "n", None) for name in env.agents}
+    kinds = {name: spaces.as_space(env.action_space(name)) for name in env.agents}
+    if not all(isinstance(kind, spaces.Discrete) for kind in kinds.values()):
+        return None
     for method in _MASKS:
         if not hasattr(env, method):
             continue
@@ -288,7 +290,7 @@ def _find_mask(env: Any, state: ArrayTree) -> str | None:
         except NotImplementedError:
             continue
         # JaxNav's are of another length.
-        if all(np.shape(masks[name]) == (sizes[name],) for name in env.agents):
+        if all(np.shape(masks[name]) == (kinds[name].n,) for name in env.agents):
             return method
     return None
 

@@ -16,8 +16,8 @@ from flax import struct
 
 from envs.extras import load
 from envs.multi_agent import MultiAgentEnv, MultiAgentStep
-from envs.spaces import Box, Discrete, MultiDiscrete, TreeSpace
-from envs.suites.convert import box_of, check_methods, check_no_reset
+from envs.spaces import Box, Composite, Discrete, MultiDiscrete, Space, space_of
+from envs.suites.convert import check_methods, check_no_reset
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _GROUP = "agents"
@@ -224,7 +224,7 @@ def _to_action_space(spec: Any) -> AnySpace:
 def _to_space(spec: Any, num_agents: int | None = None) -> AnySpace:
     """The space of a spec: of one agent where there are several."""
     parts = _to_parts(spec, num_agents)
-    return parts if hasattr(parts, "sample") else TreeSpace(parts)
+    return parts if isinstance(parts, Space) else Composite(parts)
 
 
 def _to_parts(spec: Any, num_agents: int | None) -> Any:
@@ -237,7 +237,7 @@ def _to_parts(spec: Any, num_agents: int | None) -> Any:
     if sizes is not None and num_agents is None:
         sizes = np.asarray(sizes)
         return MultiDiscrete(sizes, dtype) if shape else Discrete(int(sizes), dtype)
-    free = box_of(jax.ShapeDtypeStruct(shape, dtype))
+    free = space_of(jax.ShapeDtypeStruct(shape, dtype))
     bounds = getattr(spec, "minimum", free.low), getattr(spec, "maximum", free.high)
     low, high = map(np.asarray, bounds)
     if num_agents is not None and shape[:1] == (num_agents,):

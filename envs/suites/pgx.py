@@ -15,8 +15,8 @@ from flax import struct
 
 from envs.extras import load
 from envs.multi_agent import MultiAgentEnv, MultiAgentStep
-from envs.spaces import Box, Dict, Discrete
-from envs.suites.convert import box_of, check_methods
+from envs.spaces import Box, Dict, Discrete, space_of
+from envs.suites.convert import check_methods
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _GROUP = "players"
@@ -105,7 +105,7 @@ class _Pgx(struct.PyTreeNode, kw_only=True):
     @property
     def seen(self) -> AnySpace:
         mask = Box(0, 1, (self.num_actions,), jnp.dtype(bool))
-        obs = box_of(jax.ShapeDtypeStruct(self.obs_shape, self.obs_dtype))
+        obs = space_of(jax.ShapeDtypeStruct(self.obs_shape, self.obs_dtype))
         return Dict({"observation": obs, "action_mask": mask})
 
 

@@ -9,7 +9,7 @@ used.
 import copy
 import inspect
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 
 from envs.extras import load
-from envs.spaces import Box, Dict
+from envs.spaces import Box, space_of
 from envs.suites.convert import check_methods, like
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
@@ -59,7 +59,7 @@ def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
         env=env,
         model_field=model_field,
         frame_field=frame_field,
-        observation_space=_to_space(state.obs),
+        observation_space=space_of(state.obs),
         action_space=Box(-1.0, 1.0, (env.action_size,), jnp.dtype(jnp.float32)),
     )
 
@@ -151,12 +151,6 @@ def _is_training_wrapper(env: Any) -> bool:
         cls.__module__.startswith(_WRAPPERS) and cls.__name__ != "Wrapper"
         for cls in type(env).__mro__
     )
-
-
-def _to_space(obs: ArrayTree) -> AnySpace:
-    if isinstance(obs, Mapping):
-        return Dict({name: _to_space(x) for name, x in obs.items()})
-    return Box(-np.inf, np.inf, obs.shape, obs.dtype)
 
 
 def _raw(key: chex.PRNGKey) -> jax.Array:

@@ -14,8 +14,8 @@ import numpy as np
 from flax import struct
 
 from envs.extras import load
-from envs.spaces import Discrete
-from envs.suites.convert import check_methods, check_no_reset, like, space_of
+from envs.spaces import Discrete, space_of
+from envs.suites.convert import check_methods, check_no_reset, like
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 

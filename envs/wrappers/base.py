@@ -15,11 +15,12 @@ from typing import Any, Self
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
 from envs import checks, keys
-from envs.spaces import Box
+from envs.spaces import Box, Space, as_space
 from envs.types import (
     AnySpace,
     ArrayTree,
@@ -28,7 +29,6 @@ from envs.types import (
     VectorEnv,
     spread_of,
 )
-from envs.wrappers.spaces import TanhSpace, check_box
 
 _BOUNDS = ("clip", "tanh")
 
@@ -53,12 +53,12 @@ class _Around(struct.PyTreeNode):
     @property
     def observation_space(self) -> AnySpace:
         """Space of one environment's `obs`."""
-        return self.env.observation_space
+        return as_space(self.env.observation_space, "env.observation_space")
 
     @property
     def action_space(self) -> AnySpace:
         """Space of one environment's `action`."""
-        return self.env.action_space
+        return as_space(self.env.action_space, "env.action_space")
 
 
 class Wrapper(_Around):
@@ -191,6 +191,28 @@ class ForceLength(Wrapper):
         )
 
 
+class TanhSpace(Space, struct.PyTreeNode):
+    """The reals, for actions that are squashed by tanh.
+
+    Attributes:
+        shape: shape of one element.
+        dtype: floating dtype of an element.
+    """
+
+    shape: tuple[int, ...] = struct.field(pytree_node=False)
+    dtype: jax.typing.DTypeLike = struct.field(pytree_node=False)
+
+    def sample(self, key: chex.PRNGKey) -> jax.Array:
+        """Draws an element whose tanh is uniform in (-1, 1); it is always finite."""
+        largest = 1.0 - float(jnp.finfo(self.dtype).epsneg)
+        uniform = jax.random.uniform(key, self.shape, self.dtype, -1.0, 1.0)
+        return jnp.arctanh(jnp.clip(uniform, -largest, largest))
+
+    def contains(self, x: jax.Array) -> jax.Array:
+        """Tells whether every entry is finite, `()` bool."""
+        return jnp.all(jnp.isfinite(x))
+
+
 class RescaleAction(Wrapper):
     """Lets the policy act on a scale of its own, mapped to the environment's bounds.
 
@@ -218,22 +240,22 @@ class RescaleAction(Wrapper):
             names = " or ".join(f'"{name}"' for name in _BOUNDS)
             raise ValueError(f"`bound` must be {names}, got {self.bound!r}.")
         if checks.is_known(self.env):
-            check_box(self.env.action_space)
+            _check_box(super().action_space)
 
     @property
     def action_space(self) -> AnySpace:
         """Space of the policy's `action`."""
-        space = self.env.action_space
+        space = super().action_space
         if self.bound == "tanh":
             return TanhSpace(space.shape, space.dtype)
         return Box(-1.0, 1.0, space.shape, space.dtype)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step with the action mapped to the environment's bounds."""
-        space = self.env.action_space
+        space = super().action_space
         low, high = (
             jnp.broadcast_to(jnp.asarray(bound, space.dtype), space.shape)
-            for bound in (space.low, space.high)
+            for bound in space.bounds
         )
         squash = jnp.tanh if self.bound == "tanh" else lambda x: jnp.clip(x, -1.0, 1.0)
         weight = 0.5 * (squash(action) + 1.0)
@@ -341,6 +363,25 @@ class TransformReward(Wrapper):
         if reward.shape:
             raise ValueError(f"`fn` must return a scalar, got shape {reward.shape}.")
         return result.replace(reward=reward.astype(jnp.float32))
+
+
+def _check_box(space: AnySpace) -> None:
+    """Checks that an action space is a bounded box of floats."""
+    if not isinstance(space, Box):
+        kind = type(space).__name__
+        raise ValueError(
+            f"`env.action_space` must be a box with `low` and `high`, got {kind}."
+        )
+    if not jnp.issubdtype(space.dtype, jnp.floating):
+        dtype = jnp.dtype(space.dtype).name
+        raise ValueError(f"`env.action_space` must be of floats, got {dtype}.")
+    largest = float(jnp.finfo(space.dtype).max)
+    bounds = [np.asarray(bound, np.float64) for bound in space.bounds]
+    if not all(np.all(np.abs(bound) <= largest) for bound in bounds):
+        raise ValueError(
+            "`env.action_space` must have finite bounds, got "
+            f"low={space.low}, high={space.high}."
+        )
 
 
 def _with(info: ArrayTree, name: str, value: jax.Array) -> dict[str, Any]:

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import checks
-from envs.spaces import Box, Discrete, Repeated, TreeSpace
+from envs.spaces import Box, Dict, Discrete, Repeated
 from envs.types import AnySpace, ArrayTree, EnvStep
 from envs.wrappers.base import Wrapper, WrapperState
-from envs.wrappers.spaces import unbounded
 
 
 class NoRepeat(Wrapper):
@@ -33,25 +32,26 @@ class NoRepeat(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if hasattr(self.env, "step") and not hasattr(self.env.action_space, "n"):
+        # A placeholder that jax builds pytrees with has no `step`.
+        if hasattr(self.env, "step") and not isinstance(self.action_space, Discrete):
             raise ValueError(
                 "`env` must have a discrete action space, got "
-                f"{type(self.env.action_space).__name__}."
+                f"{type(self.action_space).__name__}."
             )
 
     @property
     def observation_space(self) -> AnySpace:
         """Space of `obs`."""
-        space, num = self.env.observation_space, self.env.action_space.n
-        if "mask" in getattr(space, "spaces", {}):
+        space, num = super().observation_space, self.action_space.n
+        if isinstance(space, Dict) and "mask" in space.spaces:
             return space
         mask = Box(False, True, (num,), jnp.dtype(bool))
-        return TreeSpace({"obs": space, "mask": mask})
+        return Dict({"obs": space, "mask": mask})
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
         state, obs = self.env.reset(key)
-        mask = jnp.ones(self.env.action_space.n, bool)
+        mask = jnp.ones(self.action_space.n, bool)
         if self.initial and isinstance(obs, dict) and "item" in obs:
             mask = mask & (jnp.arange(mask.size) != obs["item"])
         return WrapperState(env_state=state, memory=mask), _with_mask(obs, mask)
@@ -59,7 +59,7 @@ class NoRepeat(Wrapper):
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step."""
         result = self.env.step(key, state.env_state, action)
-        index = action - getattr(self.env.action_space, "start", 0)
+        index = action - self.action_space.start
         mask = state.memory.at[index].set(False)
         return result.replace(
             state=WrapperState(env_state=result.state, memory=mask),
@@ -92,12 +92,11 @@ class History(Wrapper):
     @property
     def observation_space(self) -> AnySpace:
         """Space of `obs`; rewards are unbounded."""
-        rewards = jax.ShapeDtypeStruct((self.window,), jnp.float32)
-        return TreeSpace(
+        return Dict(
             {
-                "obs": self.env.observation_space,
-                "actions": Repeated(self.env.action_space, self.window),
-                "rewards": unbounded(rewards),
+                "obs": super().observation_space,
+                "actions": Repeated(self.action_space, self.window),
+                "rewards": Box(-jnp.inf, jnp.inf, (self.window,)),
                 "length": Discrete(self.window + 1),
             }
         )
@@ -105,7 +104,7 @@ class History(Wrapper):
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
         state, obs = self.env.reset(key)
-        kinds = jax.eval_shape(self.env.action_space.sample, jax.random.key(0))
+        kinds = jax.eval_shape(self.action_space.sample, jax.random.key(0))
         memory = {
             "actions": jax.tree.map(
                 lambda x: jnp.zeros((self.window, *x.shape), x.dtype), kinds

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import keys as env_keys
+from envs.spaces import space_of
 from envs.types import (
     AnySpace,
     ArrayTree,
@@ -19,7 +20,6 @@ from envs.types import (
 from envs.wrappers import running
 from envs.wrappers.base import VectorWrapper
 from envs.wrappers.running import Statistics
-from envs.wrappers.spaces import unbounded
 
 
 class NormalizeState(struct.PyTreeNode, kw_only=True):
@@ -89,7 +89,7 @@ class NormalizeObs(VectorWrapper):
         obs = jax.eval_shape(
             lambda: self.env.reset(env_keys.fold_in(jax.random.key(0), lane))[1]
         )
-        return unbounded(
+        return space_of(
             jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape[1:], running.float_dtype(x)), obs
             )

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import checks
-from envs.spaces import Box, TreeSpace
+from envs.spaces import Box, Composite, Dict, Repeated, as_space, space_of
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 from envs.wrappers.base import Wrapper, WrapperState
-from envs.wrappers.spaces import stacked, unbounded
 
 
 class FrameStack(Wrapper):
@@ -39,7 +38,7 @@ class FrameStack(Wrapper):
     @property
     def observation_space(self) -> AnySpace:
         """Space of `obs`, `[num_frames, ...]`."""
-        return stacked(self.env.observation_space, self.num_frames)
+        return _stacked(super().observation_space, self.num_frames)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`, its first frame repeated."""
@@ -79,7 +78,10 @@ class TransformObs(Wrapper):
         super().__post_init__()
         if self.observation_space is None:
             shapes = _eval_reset(self.env, lambda state, obs: self.fn(obs))
-            object.__setattr__(self, "observation_space", unbounded(shapes))
+            space = space_of(shapes)
+        else:
+            space = as_space(self.observation_space, "observation_space")
+        object.__setattr__(self, "observation_space", space)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, fn(obs))`."""
@@ -112,8 +114,8 @@ class ObserveInfo(Wrapper):
     @property
     def observation_space(self) -> AnySpace:
         """Space of `obs`; the info part is unbounded."""
-        info = unbounded(_eval_reset(self.env, self.initial))
-        return TreeSpace({"obs": self.env.observation_space, "info": info})
+        info = space_of(_eval_reset(self.env, self.initial))
+        return Dict({"obs": super().observation_space, "info": info})
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, {"obs": obs, "info": initial(state, obs)})`."""
@@ -150,11 +152,11 @@ class ObservePrevious(Wrapper):
     @property
     def observation_space(self) -> AnySpace:
         """Space of `obs`; the reward is unbounded."""
-        return TreeSpace(
+        return Dict(
             {
-                "obs": self.env.observation_space,
-                "action": self.env.action_space,
-                "reward": unbounded(jax.ShapeDtypeStruct((), jnp.float32)),
+                "obs": super().observation_space,
+                "action": self.action_space,
+                "reward": Box(-jnp.inf, jnp.inf, ()),
                 "first": Box(False, True, (), jnp.dtype(bool)),
             }
         )
@@ -162,7 +164,7 @@ class ObservePrevious(Wrapper):
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`, without a previous step."""
         state, obs = self.env.reset(key)
-        kinds = jax.eval_shape(self.env.action_space.sample, jax.random.key(0))
+        kinds = jax.eval_shape(self.action_space.sample, jax.random.key(0))
         action = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)
         return state, _with_previous(obs, action, jnp.float32(0), jnp.bool_(True))
 
@@ -172,6 +174,18 @@ class ObservePrevious(Wrapper):
         reward = jnp.asarray(result.reward, jnp.float32)
         obs = _with_previous(result.obs, action, reward, jnp.bool_(False))
         return result.replace(obs=obs)
+
+
+def _stacked(space: AnySpace, num: int) -> AnySpace:
+    """The space of `num` elements of `space` on a new leading axis of every leaf."""
+    if isinstance(space, Composite):
+        parts = [_stacked(part, num) for part in space.parts]
+        return space.replace(spaces=space.structure.unflatten(parts))
+    if not isinstance(space, Box):
+        return Repeated(space, num)
+    shape = (num, *space.shape)
+    low, high = (jnp.broadcast_to(bound, shape) for bound in space.bounds)
+    return Box(low, high, shape, space.dtype)
 
 
 def _with_previous(

@@ -4,8 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, overload
 
-import chex
-
+from envs.spaces import Composite, Discrete, as_space
 from envs.types import AnySpace, ArrayTree
 from rollout.policies import draws, masks
 from rollout.policies.masks import MaskFn
@@ -30,8 +29,7 @@ def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> P
     environment gives in `info` is brought into `obs` by `envs.ObserveInfo`.
 
     Args:
-        action_space: a space with `n` (discrete), with `low` and `high` (box), or any
-            other with `sample(key)`.
+        action_space: a space of `envs`, of Gymnasium or of gymnax.
         mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed.
             For a `MultiDiscrete`, a tuple of one mask for each entry, or `[B, *nvec]`;
             for a `MultiBinary`, `[B, *shape, 2]`; for a space of several parts, masks
@@ -48,13 +46,14 @@ def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> P
             `mask_fn` is given and the space is not discrete, nor a part of it; while
             tracing, if the mask is not of such a shape, or not bool.
     """
+    space = as_space(action_space, "action_space")
     if mask_fn is not None:
-        kind = masks.kind_of(action_space)
-        make = _masked_policy if isinstance(kind, masks.Parts) else _same_masked_policy
-        return make(kind, mask_fn)
-    if draws.is_discrete(action_space):
-        return _discrete_policy(draws.describe(action_space))
-    return _drawing_policy(draws.uniform(action_space))
+        masks.check_maskable(space)
+        is_composite = isinstance(space, Composite)  # which may not be hashable
+        make = _masked_policy if is_composite else _same_masked_policy
+        return make(space, mask_fn)
+    make = _same_policy if isinstance(space, Discrete) else _policy
+    return make(space)
 
 
 @overload
@@ -160,32 +159,28 @@ def greedy(policy: Policy[ParamsT, ObsT, ActionT]) -> Policy[ParamsT, ObsT, Acti
 
 
 # The same object again, since a policy is a static part of every trace.
-@functools.cache
-def _discrete_policy(choice: draws.Choice) -> Policy:
-    return _drawing_policy(functools.partial(draws.discrete, choice))
-
-
-def _masked_policy(kind: masks.Kind, mask_fn: MaskFn) -> Policy:
+def _masked_policy(space: AnySpace, mask_fn: MaskFn) -> Policy:
     def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
         del params  # unused
-        mask = masks.read(mask_fn, obs, kind)
-        action, none_allowed = masks.draw(mask, kind, key)
+        mask = masks.read(mask_fn, obs, space)
+        action, none_allowed = masks.draw(mask, space, key)
         return PolicyStep(action, state, {"none_allowed": none_allowed})
 
     return Policy(init=_no_state, apply=apply)
 
 
-_same_masked_policy = functools.cache(_masked_policy)
-
-
-def _drawing_policy(draw: Callable[[int, chex.PRNGKey], ArrayTree]) -> Policy:
-    """Makes a policy of `(num_envs, key)` to actions."""
+def _policy(space: AnySpace) -> Policy:
+    draws.check_bounds(space)
 
     def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
         del params  # unused
-        return PolicyStep(draw(draws.num_lanes(obs), key), state)
+        return PolicyStep(draws.uniform(space, draws.num_lanes(obs), key), state)
 
     return Policy(init=_no_state, apply=apply)
+
+
+_same_policy = functools.cache(_policy)
+_same_masked_policy = functools.cache(_masked_policy)
 
 
 def _no_state(num_envs: int) -> tuple[()]:

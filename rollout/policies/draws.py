@@ -4,8 +4,8 @@ Every draw takes one key for all lanes, and lane i draws the same whatever their
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -15,6 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from envs import keys
+from envs.spaces import Composite, Discrete, Repeated
 from envs.types import AnySpace, ArrayTree
 
 _LARGEST_N = 1 << 16  # so that the product of two 16-bit halves fits 32 bits
@@ -23,69 +24,60 @@ _TRIES = 8
 _UNROLL = 32  # columns of a mask per iteration: straight-line for few actions
 
 
-def uniform(action_space: AnySpace) -> Callable[[int, chex.PRNGKey], ArrayTree]:
-    """Makes the function `(num_envs, key)` to actions, drawn from the whole space."""
-    if is_discrete(action_space):
-        return functools.partial(discrete, describe(action_space))
-    if isinstance(getattr(action_space, "spaces", None), Mapping):
-        return _draw_each(action_space.spaces)
-    if hasattr(action_space, "num"):
-        return _draw_repeated(action_space)
-    bounds = _bounds(action_space)
-    if bounds is None:
-        if not callable(getattr(action_space, "sample", None)):
+def uniform(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
+    """Draws `[B, ...]` actions from the whole space, whose bounds must be finite."""
+    if isinstance(space, Discrete):
+        return discrete(space, num_envs, key)
+    if isinstance(space, Composite):
+        drawn = [
+            uniform(part, num_envs, keys.fold_in(key, number))
+            for number, part in enumerate(space.parts)
+        ]
+        return space.structure.unflatten(drawn)
+    if isinstance(space, Repeated):
+        every = uniform(space.space, num_envs * space.num, key)
+        return jax.tree.map(
+            lambda x: x.reshape(num_envs, space.num, *x.shape[1:]), every
+        )
+    if space.bounds is not None:
+        shape = (num_envs, *space.shape)
+        return keys.draw(key, *space.bounds, shape, space.dtype)
+    lane = jnp.arange(num_envs, dtype=jnp.int32)
+    return jax.vmap(space.sample)(keys.fold_in(key, lane))
+
+
+def check_bounds(space: AnySpace) -> None:
+    """Raises for a space with infinite bounds, from which nothing is drawn evenly."""
+    for leaf in space.leaves():
+        bounds = leaf.bounds or ()
+        if any(isinstance(bound, Tracer) for bound in bounds):
+            continue  # the values are not known while tracing
+        if not all(np.all(np.isfinite(np.asarray(bound))) for bound in bounds):
             raise ValueError(
-                "`action_space` must be a space, such as `env.action_space`, got "
-                f"{type(action_space).__name__}."
+                "`action_space` must have finite bounds to draw from, got "
+                f"low={bounds[0]}, high={bounds[1]}."
             )
-        return functools.partial(_draw_any, action_space)
-    _check_bounds(*bounds)
-
-    def draw(num_envs: int, key: chex.PRNGKey) -> jax.Array:
-        shape = (num_envs, *action_space.shape)
-        return keys.draw(key, *bounds, shape, action_space.dtype)
-
-    return draw
 
 
-class Choice(NamedTuple):
-    """Parameters of a discrete space; hashable."""
-
-    n: int
-    dtype: jnp.dtype
-    start: int  # the smallest action
-
-
-def is_discrete(space: AnySpace) -> bool:
-    """Tells whether a space has `n` actions, numbers that follow each other."""
-    return hasattr(space, "n") and getattr(space, "shape", ()) == ()
-
-
-def describe(space: AnySpace) -> Choice:
-    """Reads a discrete space, ours or another library's."""
-    dtype, start = jnp.dtype(space.dtype), int(getattr(space, "start", 0))
-    return Choice(int(space.n), dtype, start)
-
-
-def discrete(choice: Choice, num_envs: int, key: chex.PRNGKey) -> jax.Array:
+def discrete(space: Discrete, num_envs: int, key: chex.PRNGKey) -> jax.Array:
     """Draws `[B]` actions."""
-    action = _below(choice.n, choice.n, (num_envs,), key).astype(choice.dtype)
-    return action + jnp.asarray(choice.start, choice.dtype)
+    action = _below(space.n, space.n, (num_envs,), key).astype(space.dtype)
+    return action + jnp.asarray(space.start, space.dtype)
 
 
 def allowed(
-    mask: jax.Array, choice: Choice, key: chex.PRNGKey
+    mask: jax.Array, space: Discrete, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
     """Draws `[B]` actions evenly among those where `mask`, `[B, n]` bool.
 
     Where nothing is allowed, the action is drawn from all; the second array, `[B]`
     bool, tells where.
     """
-    if choice.n < _UNROLL:  # straight-line anyway
-        return _count(mask, choice, key)
+    if space.n < _UNROLL:  # straight-line anyway
+        return _count(mask, space, key)
     # On a GPU the host would read the condition of a loop, and a round costs launches.
     draw, draw_at_once = (
-        functools.partial(fn, choice) for fn in (_allowed_in_loops, _allowed_at_once)
+        functools.partial(fn, space) for fn in (_allowed_in_loops, _allowed_at_once)
     )
     return lax.platform_dependent(
         mask, key, cuda=draw_at_once, rocm=draw_at_once, default=draw
@@ -93,27 +85,27 @@ def allowed(
 
 
 def _allowed_at_once(
-    choice: Choice, mask: jax.Array, key: chex.PRNGKey
+    space: Discrete, mask: jax.Array, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
     """Draws as `allowed` does, without a loop."""
-    if choice.n < _MANY:
-        return _count_at_once(mask, choice, key)
-    found, is_found = _try_few(mask, choice, key)
-    counted, is_none = _count_at_once(mask, choice, keys.fold_in(key, 1))
+    if space.n < _MANY:
+        return _count_at_once(mask, space, key)
+    found, is_found = _try_few(mask, space, key)
+    counted, is_none = _count_at_once(mask, space, keys.fold_in(key, 1))
     return jnp.where(is_found, found, counted), is_none
 
 
 def _allowed_in_loops(
-    choice: Choice, mask: jax.Array, key: chex.PRNGKey
+    space: Discrete, mask: jax.Array, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
     """Draws as `allowed` does, in loops that read no more than is needed."""
-    if choice.n < _MANY:
-        return _count(mask, choice, key)
+    if space.n < _MANY:
+        return _count(mask, space, key)
     # Most often one of a few tries is allowed, so that nobody reads the whole mask.
-    found, is_found = _try_few(mask, choice, key)
+    found, is_found = _try_few(mask, space, key)
 
     def count(_: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
-        counted, is_none = _count(mask, choice, keys.fold_in(key, 1))
+        counted, is_none = _count(mask, space, keys.fold_in(key, 1))
         return jnp.bool_(True), jnp.where(is_found, found, counted), is_none
 
     tried = is_found.all(), found, jnp.zeros_like(is_found)
@@ -126,21 +118,21 @@ def _allowed_in_loops(
 
 
 def _try_few(
-    mask: jax.Array, choice: Choice, key: chex.PRNGKey
+    mask: jax.Array, space: Discrete, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
     """Draws `[B]` actions a few times; also `[B]` bool, where one was allowed."""
     num_envs = mask.shape[0]
-    tries = _below(choice.n, choice.n, (num_envs, _TRIES), keys.fold_in(key, 0))
+    tries = _below(space.n, space.n, (num_envs, _TRIES), keys.fold_in(key, 0))
     index, is_found = tries[:, 0], jnp.zeros(num_envs, bool)
     for this in tries.T:
         index = jnp.where(is_found, index, this)
         is_found |= _at(mask, this)
-    found = index.astype(choice.dtype) + jnp.asarray(choice.start, choice.dtype)
+    found = index.astype(space.dtype) + jnp.asarray(space.start, space.dtype)
     return found, is_found
 
 
 def _count_at_once(
-    mask: jax.Array, choice: Choice, key: chex.PRNGKey
+    mask: jax.Array, space: Discrete, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
     """Draws as `_count` does: first the block of columns, then the column in it."""
     num_envs, n = mask.shape
@@ -158,16 +150,16 @@ def _count_at_once(
     inside = jnp.take_along_axis(mask, jnp.minimum(column, n - 1), axis=1)
     so_far = before + jnp.cumsum(inside, axis=1, dtype=jnp.int32)
     index = block[:, 0] * _UNROLL + jnp.sum(so_far <= rank, axis=1, dtype=jnp.int32)
-    index = jnp.where(is_none, rank[:, 0], index).astype(choice.dtype)
-    return index + jnp.asarray(choice.start, choice.dtype), is_none
+    index = jnp.where(is_none, rank[:, 0], index).astype(space.dtype)
+    return index + jnp.asarray(space.start, space.dtype), is_none
 
 
 def _count(
-    mask: jax.Array, choice: Choice, key: chex.PRNGKey
+    mask: jax.Array, space: Discrete, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
     """Draws as `allowed` does, one of those that are counted to be allowed."""
     num_envs, n = mask.shape
-    dtype, zero = choice.dtype, jnp.zeros(num_envs, jnp.int32)
+    dtype, zero = space.dtype, jnp.zeros(num_envs, jnp.int32)
     if n < _MANY:
         total = mask.sum(axis=-1, dtype=jnp.int32)
     else:  # `sum` would make integers of the whole mask
@@ -185,7 +177,7 @@ def _count(
         return so_far, action + (so_far <= rank).astype(dtype)
 
     _, index = _fold_columns(count, (zero, zero.astype(dtype)), mask)
-    return index + jnp.asarray(choice.start, dtype), is_none
+    return index + jnp.asarray(space.start, dtype), is_none
 
 
 def _add(total: jax.Array, flag: jax.Array) -> jax.Array:
@@ -210,10 +202,10 @@ def _fold_columns(fn: Callable[..., Any], state: Any, mask: jax.Array) -> Any:
     return fold(mask[:, mask.shape[1] - rest :], state)
 
 
-def is_allowed(mask: jax.Array, action: jax.Array, choice: Choice) -> jax.Array:
+def is_allowed(mask: jax.Array, action: jax.Array, space: Discrete) -> jax.Array:
     """Tells where `mask`, `[B, n]` bool, allows `action`, `[B]`; `[B]` bool."""
-    index = action - jnp.asarray(choice.start, action.dtype)
-    is_inside = (index >= 0) & (index < choice.n)
+    index = action - jnp.asarray(space.start, action.dtype)
+    is_inside = (index >= 0) & (index < space.n)
     return is_inside & _at(mask, jnp.where(is_inside, index, 0))
 
 
@@ -233,28 +225,6 @@ def num_lanes(obs: ArrayTree) -> int:
     return jax.tree.leaves(obs)[0].shape[0]
 
 
-def _bounds(space: AnySpace) -> tuple[chex.Array, chex.Array] | None:
-    """The lowest and the highest value of each entry; None if a space has no such."""
-    if hasattr(space, "low") and hasattr(space, "high"):
-        return space.low, space.high
-    if hasattr(space, "nvec"):  # Gymnasium's MultiDiscrete
-        low = np.asarray(getattr(space, "start", 0))
-        return low, low + np.asarray(space.nvec) - 1
-    if hasattr(space, "n"):  # Gymnasium's MultiBinary
-        return np.asarray(0), np.asarray(1)
-    return None
-
-
-def _check_bounds(low: jax.typing.ArrayLike, high: jax.typing.ArrayLike) -> None:
-    if any(isinstance(bound, Tracer) for bound in (low, high)):
-        return  # the values are not known while tracing
-    if not all(np.all(np.isfinite(np.asarray(bound))) for bound in (low, high)):
-        raise ValueError(
-            "`action_space` must have finite bounds to draw from, got "
-            f"low={low}, high={high}."
-        )
-
-
 def _below(
     n: jax.typing.ArrayLike, largest: int, shape: tuple[int, ...], key: chex.PRNGKey
 ) -> jax.Array:
@@ -268,34 +238,3 @@ def _below(
     n, half = jnp.asarray(n, jnp.uint32), jnp.uint32(16)
     low = ((word & jnp.uint32(0xFFFF)) * n) >> half
     return (((word >> half) * n + low) >> half).astype(jnp.int32)
-
-
-def _draw_each(spaces: Mapping[str, AnySpace]) -> Callable[..., dict[str, Any]]:
-    """Makes the draw from several spaces by name, each from a key of its own."""
-    draw_fns = {name: uniform(spaces[name]) for name in sorted(spaces)}
-
-    def draw(num_envs: int, key: chex.PRNGKey) -> dict[str, Any]:
-        return {
-            name: draw_fn(num_envs, keys.fold_in(key, number))
-            for number, (name, draw_fn) in enumerate(draw_fns.items())
-        }
-
-    return draw
-
-
-def _draw_repeated(space: AnySpace) -> Callable[[int, chex.PRNGKey], ArrayTree]:
-    """Makes the draw of `space.num` elements per lane, all in one."""
-    draw_fn = uniform(space.space)
-
-    def draw(num_envs: int, key: chex.PRNGKey) -> ArrayTree:
-        every = draw_fn(num_envs * space.num, key)
-        return jax.tree.map(
-            lambda x: x.reshape(num_envs, space.num, *x.shape[1:]), every
-        )
-
-    return draw
-
-
-def _draw_any(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
-    lane = jnp.arange(num_envs, dtype=jnp.int32)
-    return jax.vmap(space.sample)(keys.fold_in(key, lane))

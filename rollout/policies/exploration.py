@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from envs import keys
+from envs.spaces import as_space
 from envs.types import AnySpace, ArrayTree
 from rollout import checks
 from rollout.policies import draws, masks, wrapping
@@ -76,6 +77,7 @@ def epsilon_greedy(
         "Reinforcement Learning: An Introduction", 2nd ed., section 2.2.
     """
     wrapping.check_scheduled("epsilon", epsilon, highest=1.0)
+    action_space = as_space(action_space, "action_space")
     replace = _replacer(action_space, mask_fn)
 
     def act(
@@ -126,6 +128,7 @@ def random_warmup(
         "Spinning Up in Deep RL" (OpenAI, 2018), `start_steps` of DDPG, TD3 and SAC.
     """
     num_steps = checks.count("num_steps", num_steps)
+    action_space = as_space(action_space, "action_space")
     replace = _replacer(action_space, mask_fn)
 
     def act(
@@ -175,17 +178,18 @@ def random_where(
 
 
 def _replacer(
-    action_space: AnySpace, mask_fn: MaskFn | None
+    space: AnySpace, mask_fn: MaskFn | None
 ) -> Callable[[PolicyStep, ArrayTree, jax.Array, chex.PRNGKey], PolicyStep]:
     """Makes `(decision, obs, flag, key)` to the decision, random where `flag`."""
-    kind: Any = masks.kind_of(action_space) if mask_fn is not None else None
-    draw = draws.uniform(action_space)
+    if mask_fn is not None:
+        masks.check_maskable(space)
+    draws.check_bounds(space)
 
     def replace(
         decision: PolicyStep, obs: ArrayTree, flag: jax.Array, key: chex.PRNGKey
     ) -> PolicyStep:
         del obs  # unused
-        action = draw(flag.shape[0], key)
+        action = draws.uniform(space, flag.shape[0], key)
         return decision._replace(action=keys.select(flag, action, decision.action))
 
     if mask_fn is None:
@@ -194,9 +198,9 @@ def _replacer(
     def replace_masked(
         decision: PolicyStep, obs: ArrayTree, flag: jax.Array, key: chex.PRNGKey
     ) -> PolicyStep:
-        mask = masks.read(mask_fn, obs, kind)
-        flag = flag | ~masks.is_allowed(mask, decision.action, kind)
-        action, none_allowed = masks.draw(mask, kind, key)
+        mask = masks.read(mask_fn, obs, space)
+        flag = flag | ~masks.is_allowed(mask, decision.action, space)
+        action, none_allowed = masks.draw(mask, space, key)
         return decision._replace(
             action=keys.select(flag, action, decision.action),
             extras=_flag(decision.extras, none_allowed),

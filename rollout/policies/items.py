@@ -12,6 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from envs.spaces import Discrete
 from envs.types import ArrayTree
 from rollout.policies import draws, masks
 from rollout.policies.basic import stateless_policy
@@ -71,7 +72,7 @@ def item_policy(
         if items is not None:
             extras = {**extras, "point": scores}
             scores = _nearness(scores, jnp.asarray(items, scores.dtype))
-        mask = masks.read(mask_fn, obs, masks.choice(scores.shape[-1]))
+        mask = masks.read(mask_fn, obs, Discrete(scores.shape[-1]))
         action, more = choose_items(scores, mask, key)
         return action, {**extras, **more}
 

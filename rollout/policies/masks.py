@@ -10,7 +10,7 @@ part that has no mask.
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -18,203 +18,169 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
+from envs.spaces import (
+    Composite,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    as_space,
+)
 from envs.types import AnySpace, ArrayTree
 from rollout.policies import draws
-from rollout.policies.draws import Choice
 
 MaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
 
 _NAME = "action_mask"
 
 
-class Several(NamedTuple):
-    """Parameters of a `MultiDiscrete` or a `MultiBinary`; hashable."""
-
-    sizes: tuple[int, ...]
-    starts: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: jnp.dtype
-    is_binary: bool
-
-
-class Parts(NamedTuple):
-    """Parameters of a space of several parts."""
-
-    structure: Any
-    kinds: tuple[Any, ...]  # None for a part that takes no mask
-    draws: tuple[Callable[..., ArrayTree], ...]  # each from its whole space
-
-
-Kind = Choice | Several | Parts
-
-
-def choice(n: int) -> Choice:
-    """The integers from 0 to n - 1."""
-    return Choice(n, jnp.dtype(jnp.int32), 0)
-
-
-def kind_of(action_space: AnySpace) -> Kind:
-    """Reads a space, and refuses one of which nothing can be masked."""
-    kind = _kind_of(action_space)
-    if kind is None:
+def check_maskable(space: AnySpace) -> None:
+    """Raises for a space of which nothing can be masked, or drawn."""
+    if not _is_maskable(space):
         raise ValueError(
             "`action_space` must be discrete or have discrete parts where `mask_fn` is "
-            f"given, got {type(action_space).__name__}."
+            f"given, got {type(space).__name__}."
         )
-    return kind
+    draws.check_bounds(space)
 
 
 def find(observation_space: AnySpace, action_space: AnySpace) -> MaskFn | None:
     """Finds the mask in observations that have it by the name `action_mask`."""
-    parts = getattr(
-        observation_space, "spaces", getattr(observation_space, "parts", {})
-    )
+    observed, space = as_space(observation_space), as_space(action_space)
+    parts: Any = observed.spaces if isinstance(observed, Composite) else {}
     get: Callable[[Any], Any] = operator.itemgetter(_NAME)
     if not isinstance(parts, Mapping):
         parts, get = getattr(parts, "_asdict", dict)(), operator.attrgetter(_NAME)
     if _NAME not in parts:
         return None
-    sizes = getattr(action_space, "nvec", None)
-    if sizes is None or parts[_NAME].shape == sizes:
+    if not isinstance(space, MultiDiscrete) or parts[_NAME].shape == space.nvec:
         return get
     return lambda obs: tuple(jnp.moveaxis(get(obs), 1, 0))  # a mask for each entry
 
 
-def read(mask_fn: MaskFn, obs: ArrayTree, kind: Kind) -> Any:
-    """Calls `mask_fn`, and checks that the result is a mask of that kind.
+def read(mask_fn: MaskFn, obs: ArrayTree, space: AnySpace) -> Any:
+    """Calls `mask_fn`, and checks that the result is a mask of that space.
 
     Returns:
         The mask as the other functions take it: that of equal entries is `[B, k, n]`,
         a joint one `[B, n_0 * n_1 * ...]`.
     """
-    return _checked(mask_fn(obs), draws.num_lanes(obs), kind)
+    return _checked(mask_fn(obs), draws.num_lanes(obs), space)
 
 
-def draw(mask: Any, kind: Kind, key: chex.PRNGKey) -> tuple[ArrayTree, jax.Array]:
+def draw(mask: Any, space: AnySpace, key: chex.PRNGKey) -> tuple[ArrayTree, jax.Array]:
     """Draws `[B]` actions evenly among those that are allowed.
 
     Where nothing is allowed, of the whole or of an entry, it is drawn from all; the
     second array, `[B]` bool, tells where.
     """
-    if isinstance(kind, Choice):
-        return draws.allowed(mask, kind, key)
-    if isinstance(kind, Parts):
-        return _draw_parts(mask, kind, key)
+    if isinstance(space, Discrete):
+        return draws.allowed(mask, space, key)
+    if isinstance(space, Composite):
+        return _draw_parts(mask, space, key)
+    sizes, starts = _ranges(space)
     if isinstance(mask, tuple):
         drawn = [
-            draws.allowed(each, choice(n), keys.fold_in(key, number))
-            for number, (each, n) in enumerate(zip(mask, kind.sizes, strict=True))
+            draws.allowed(each, Discrete(n), keys.fold_in(key, number))
+            for number, (each, n) in enumerate(zip(mask, sizes, strict=True))
         ]
         index, is_none = (jnp.stack(x, axis=1) for x in zip(*drawn, strict=True))
     elif mask.ndim == 3:
         flat = mask.reshape(-1, mask.shape[-1])
-        drawn = draws.allowed(flat, choice(mask.shape[-1]), key)
+        drawn = draws.allowed(flat, Discrete(mask.shape[-1]), key)
         index, is_none = (x.reshape(mask.shape[:2]) for x in drawn)
     else:
-        index, is_none = draws.allowed(mask, choice(mask.shape[-1]), key)
-        index = jnp.stack(jnp.unravel_index(index, kind.sizes), axis=1)
+        index, is_none = draws.allowed(mask, Discrete(mask.shape[-1]), key)
+        index = jnp.stack(jnp.unravel_index(index, sizes), axis=1)
         is_none = is_none[:, None]
-    action = index + jnp.asarray(kind.starts, jnp.int32)[None]
-    action = action.reshape(-1, *kind.shape).astype(kind.dtype)
+    action = index + jnp.asarray(starts, jnp.int32)[None]
+    action = action.reshape(-1, *space.shape).astype(space.dtype)
     return action, is_none.any(axis=1)
 
 
-def is_allowed(mask: Any, action: ArrayTree, kind: Kind) -> jax.Array:
+def is_allowed(mask: Any, action: ArrayTree, space: AnySpace) -> jax.Array:
     """Tells where a mask allows an action, `[B]` bool."""
-    if isinstance(kind, Choice):
-        return draws.is_allowed(mask, action, kind)
-    if isinstance(kind, Parts):
-        parts = kind.structure.flatten_up_to(action)
+    if isinstance(space, Discrete):
+        return draws.is_allowed(mask, action, space)
+    if isinstance(space, Composite):
+        actions = space.structure.flatten_up_to(action)
         flags = [
-            is_allowed(each, part, kind_of_part)
-            for each, part, kind_of_part in zip(mask, parts, kind.kinds, strict=True)
+            is_allowed(each, one, part)
+            for each, one, part in zip(mask, actions, space.parts, strict=True)
             if each is not None
         ]
         every = jnp.ones(draws.num_lanes(action), bool)
         return jnp.stack([every, *flags]).all(axis=0)
-    sizes, starts = (jnp.asarray(x, jnp.int32)[None] for x in kind[:2])
-    index = action.astype(jnp.int32).reshape(-1, len(kind.sizes)) - starts
+    sizes, starts = _ranges(space)
+    index = action.astype(jnp.int32).reshape(-1, len(sizes))
+    index = index - jnp.asarray(starts, jnp.int32)[None]
     if isinstance(mask, tuple):
-        columns = zip(mask, index.T, kind.sizes, strict=True)
-        flags = [draws.is_allowed(each, at, choice(n)) for each, at, n in columns]
+        columns = zip(mask, index.T, sizes, strict=True)
+        flags = [draws.is_allowed(each, at, Discrete(n)) for each, at, n in columns]
         return jnp.stack(flags).all(axis=0)
     if mask.ndim == 3:
         flat = mask.reshape(-1, mask.shape[-1])
-        flags = draws.is_allowed(flat, index.reshape(-1), choice(mask.shape[-1]))
+        flags = draws.is_allowed(flat, index.reshape(-1), Discrete(mask.shape[-1]))
         return flags.reshape(index.shape).all(axis=1)
-    is_inside = ((index >= 0) & (index < sizes)).all(axis=1)
-    at = jnp.ravel_multi_index(tuple(index.T), kind.sizes, mode="clip")
-    return is_inside & draws.is_allowed(mask, at, choice(mask.shape[-1]))
+    last = jnp.asarray(sizes, jnp.int32)[None] - 1
+    is_inside = ((index >= 0) & (index <= last)).all(axis=1)
+    at = jnp.ravel_multi_index(tuple(index.T), sizes, mode="clip")
+    return is_inside & draws.is_allowed(mask, at, Discrete(mask.shape[-1]))
 
 
-def _kind_of(space: AnySpace) -> Kind | None:
-    if draws.is_discrete(space):
-        return draws.describe(space)
-    parts = getattr(space, "spaces", getattr(space, "parts", None))
-    if parts is not None:
-        leaves, structure = jax.tree.flatten(parts, is_leaf=_is_space)
-        kinds = tuple(_kind_of(leaf) for leaf in leaves)
-        if not any(kinds):
-            return None
-        return Parts(structure, kinds, tuple(draws.uniform(leaf) for leaf in leaves))
-    sizes = getattr(space, "nvec", None)
-    # Gymnasium's `MultiBinary` has an `n`; ours only says so by its name.
-    is_binary = sizes is None and type(space).__name__ == "MultiBinary"
-    if is_binary:
-        sizes = np.full(space.shape, 2)
-    if sizes is None:
-        return None
-    sizes = np.asarray(sizes)
-    starts = np.broadcast_to(getattr(space, "start", 0), sizes.shape)
-    dtype = jax.dtypes.canonicalize_dtype(space.dtype)
-    counts, firsts = (tuple(x.reshape(-1).tolist()) for x in (sizes, starts))
-    return Several(counts, firsts, sizes.shape, dtype, is_binary)
+def _is_maskable(space: AnySpace) -> bool:
+    if isinstance(space, Composite):
+        return any(map(_is_maskable, space.parts))
+    return isinstance(space, Discrete | MultiDiscrete | MultiBinary)
 
 
-def _is_space(x: object) -> bool:
-    return hasattr(x, "sample")
+def _ranges(space: MultiDiscrete | MultiBinary) -> tuple[tuple[int, ...], np.ndarray]:
+    """How many values each entry has, `[k]`, and the smallest of them, `[k]`."""
+    low, high = (np.broadcast_to(x, space.shape).reshape(-1) for x in space.bounds)
+    return tuple((high - low + 1).tolist()), low
 
 
-def _checked(mask: Any, num_envs: int, kind: Kind) -> Any:
-    if isinstance(kind, Parts):
+def _checked(mask: Any, num_envs: int, space: AnySpace) -> Any:
+    if isinstance(space, Composite):
         try:
-            parts = kind.structure.flatten_up_to(mask)
+            masks = space.structure.flatten_up_to(mask)
         except (ValueError, TypeError) as error:
             raise ValueError(
                 "`mask_fn` must return masks in the structure of the action space, "
-                f"{kind.structure}, got {jax.tree.structure(mask)}."
+                f"{space.structure}, got {jax.tree.structure(mask)}."
             ) from error
-        if all(part is None for part in parts):
+        if all(each is None for each in masks):
             raise ValueError("`mask_fn` must return a mask for some part, got none.")
-        pairs = zip(parts, kind.kinds, strict=True)
-        return tuple(_checked_part(part, num_envs, each) for part, each in pairs)
-    if isinstance(kind, Choice):
-        return _bools(mask, (num_envs, kind.n))
-    if kind.is_binary:
-        mask = _bools(mask, (num_envs, *kind.shape, 2))
+        pairs = zip(masks, space.parts, strict=True)
+        return tuple(_checked_part(each, num_envs, part) for each, part in pairs)
+    if isinstance(space, Discrete):
+        return _bools(mask, (num_envs, space.n))
+    if isinstance(space, MultiBinary):
+        mask = _bools(mask, (num_envs, *space.shape, 2))
         return mask.reshape(num_envs, -1, 2)
+    sizes, _ = _ranges(space)
     if not isinstance(mask, tuple | list):
-        mask = _bools(mask, (num_envs, *kind.sizes))
-        return mask.reshape(num_envs, math.prod(kind.sizes))
-    if len(mask) != len(kind.sizes):
+        mask = _bools(mask, (num_envs, *sizes))
+        return mask.reshape(num_envs, math.prod(sizes))
+    if len(mask) != len(sizes):
         raise ValueError(
-            f"`mask_fn` must return a mask for each of {len(kind.sizes)} entries, got "
+            f"`mask_fn` must return a mask for each of {len(sizes)} entries, got "
             f"{len(mask)}."
         )
-    pairs = zip(mask, kind.sizes, strict=True)
-    masks = tuple(_bools(each, (num_envs, n)) for each, n in pairs)
-    return jnp.stack(masks, axis=1) if len(set(kind.sizes)) == 1 else masks
+    masks = tuple(
+        _bools(each, (num_envs, n)) for each, n in zip(mask, sizes, strict=True)
+    )
+    return jnp.stack(masks, axis=1) if len(set(sizes)) == 1 else masks
 
 
-def _checked_part(mask: Any, num_envs: int, kind: Kind | None) -> Any:
+def _checked_part(mask: Any, num_envs: int, space: AnySpace) -> Any:
     if mask is None:
         return None
-    if kind is None:
+    if not _is_maskable(space):
         raise ValueError(
             "`mask_fn` must return None for a part of the action space that is not "
             f"discrete, got {type(mask).__name__}."
         )
-    return _checked(mask, num_envs, kind)
+    return _checked(mask, num_envs, space)
 
 
 def _bools(mask: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -230,15 +196,17 @@ def _bools(mask: Any, shape: tuple[int, ...]) -> jax.Array:
     )
 
 
-def _draw_parts(mask: tuple, kind: Parts, key: chex.PRNGKey) -> tuple[Any, jax.Array]:
-    num_envs = next(x.shape[0] for x in jax.tree.leaves(mask))
+def _draw_parts(
+    masks: tuple, space: Composite, key: chex.PRNGKey
+) -> tuple[Any, jax.Array]:
+    num_envs = draws.num_lanes(masks)
     actions, flags = [], []
-    for number, each in enumerate(mask):
+    for number, (mask, part) in enumerate(zip(masks, space.parts, strict=True)):
         part_key = keys.fold_in(key, number)
-        if each is None:
-            actions.append(kind.draws[number](num_envs, part_key))
+        if mask is None:
+            actions.append(draws.uniform(part, num_envs, part_key))
         else:
-            action, is_none = draw(each, kind.kinds[number], part_key)
+            action, is_none = draw(mask, part, part_key)
             actions.append(action)
             flags.append(is_none)
-    return jax.tree.unflatten(kind.structure, actions), jnp.stack(flags).any(axis=0)
+    return space.structure.unflatten(actions), jnp.stack(flags).any(axis=0)

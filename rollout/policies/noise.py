@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import keys
+from envs.spaces import as_space
 from envs.types import AnySpace, ArrayTree
 from rollout.policies import wrapping
 from rollout.policies.wrapping import Schedule
@@ -37,7 +38,7 @@ def gaussian_noise(
 
     Args:
         policy: the policy to explore around.
-        action_space: a space of floats; without `low` and `high` nothing is clipped.
+        action_space: a space of floats; without bounds nothing is clipped.
         scale: standard deviation, in the unit of the action: a number of at least 0,
             or a schedule over the steps of the lane.
 
@@ -55,6 +56,7 @@ def gaussian_noise(
         arXiv:1802.09477, algorithm 1.
     """
     wrapping.check_scheduled("scale", scale)
+    action_space = as_space(action_space, "action_space")
     add = _adder(action_space)
 
     def act(
@@ -90,7 +92,7 @@ def ornstein_uhlenbeck(
 
     Args:
         policy: the policy to explore around.
-        action_space: a space of floats; without `low` and `high` nothing is clipped.
+        action_space: a space of floats; without bounds nothing is clipped.
         scale: standard deviation that the noise gains per unit of time without
             reversion, in the unit of the action: a number of at least 0, or a
             schedule over the steps of the lane.
@@ -114,6 +116,7 @@ def ornstein_uhlenbeck(
     """
     wrapping.check_scheduled("scale", scale)
     _check_process(theta, dt)
+    action_space = as_space(action_space, "action_space")
     add = _adder(action_space)
 
     def init(num_envs: int) -> _Noisy:
@@ -146,19 +149,19 @@ def ornstein_uhlenbeck(
 
 def _adder(space: AnySpace) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Makes the sum of action and noise, clipped to the bounds of the space."""
-    dtype = getattr(space, "dtype", None)
+    dtype = space.dtype
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             "`action_space` must be one of floats to add noise to, got "
             f"{type(space).__name__} with dtype {dtype}."
         )
-    if not (hasattr(space, "low") and hasattr(space, "high")):
+    if space.bounds is None:
         return jnp.add
 
     def add(action: jax.Array, noise: jax.Array) -> jax.Array:
         low, high = (
             jnp.broadcast_to(jnp.asarray(bound, dtype), space.shape)[None]
-            for bound in (space.low, space.high)
+            for bound in space.bounds
         )
         return jnp.clip(action + noise, low, high)
 

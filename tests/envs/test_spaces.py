@@ -2,6 +2,7 @@
 
 import types
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,23 +112,23 @@ def test_words_of_more_lanes_begin_with_those_of_fewer(size):
     assert len(np.unique(many)) == many.size
 
 
-def foreign(**fields):
+def foreign(space):
     """A space of Gymnasium, as an environment in gymnax's style would return it."""
     env = types.SimpleNamespace(action_space=lambda params: None)
     for name in ("reset_env", "step_env", "observation_space"):
         setattr(env, name, lambda *args: None)
-    env.action_space = lambda params: types.SimpleNamespace(**fields)
+    env.action_space = lambda params: space
     return from_gymnax(env, {}).action_space
 
 
 def test_spaces_of_gymnasium_keep_what_they_say():
-    discrete = foreign(n=np.int64(4), start=np.int64(3), shape=(), dtype=np.int64)
+    discrete = foreign(gymnasium.spaces.Discrete(4, start=3))
     np.testing.assert_array_equal(np.unique(act(discrete)), [3, 4, 5, 6])
-    several = foreign(nvec=np.array([2, 5]), shape=(2,), dtype=np.int32)
+    several = foreign(gymnasium.spaces.MultiDiscrete([2, 5]))
     drawn = act(several)
     np.testing.assert_array_equal(drawn.min(0), [0, 0])
     np.testing.assert_array_equal(drawn.max(0), [1, 4])
-    binary = foreign(n=3, shape=(3,), dtype=np.int8)
+    binary = foreign(gymnasium.spaces.MultiBinary(3))
     assert act(binary).shape == (NUM_DRAWS, 3)
     assert set(np.unique(act(binary))) == {0, 1}
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import envs
-from envs.host.spaces import batched_action, from_gymnasium_space, split_action
+from envs.host.spaces import batched_action, split_action
+from envs.spaces import as_space
 
 EVERY = {
     "float64": gym_spaces.Box(-1.0, 2.0, (3,), np.float64),
@@ -43,35 +44,35 @@ DTYPES = {
 @functools.cache
 def drawn(name):
     """Twenty elements of one space of ours."""
-    ours = from_gymnasium_space(EVERY[name])
+    ours = as_space(EVERY[name])
     return jax.jit(jax.vmap(ours.sample))(jax.random.split(jax.random.key(0), 20))
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_space_has_the_shape_and_a_dtype_of_at_most_32_bits(name):
-    ours = from_gymnasium_space(EVERY[name])
+    ours = as_space(EVERY[name])
     assert ours.shape == EVERY[name].shape
     assert ours.dtype == DTYPES[name]
 
 
 def test_bounds_are_those_of_gymnasium():
-    box = from_gymnasium_space(EVERY["float32"])
+    box = as_space(EVERY["float32"])
     np.testing.assert_array_equal(box.low, [0, -np.inf])
     np.testing.assert_array_equal(box.high, [1, np.inf])
-    discrete = from_gymnasium_space(EVERY["discrete"])
+    discrete = as_space(EVERY["discrete"])
     assert (discrete.n, discrete.start) == (3, -1)
-    multi = from_gymnasium_space(EVERY["multi"])
+    multi = as_space(EVERY["multi"])
     np.testing.assert_array_equal(multi.low, [1, -2])
     np.testing.assert_array_equal(multi.high, [2, 2])
-    binary = from_gymnasium_space(EVERY["binary"])
+    binary = as_space(EVERY["binary"])
     assert (binary.low, binary.high, binary.shape) == (0, 1, (2, 3))
 
 
 def test_bounds_beyond_32_bits_are_the_widest_there_are():
-    box = from_gymnasium_space(EVERY["int64"])
+    box = as_space(EVERY["int64"])
     np.testing.assert_array_equal(box.low, [-(2**31)] * 2)
     np.testing.assert_array_equal(box.high, [2**31 - 1] * 2)
-    wide = from_gymnasium_space(gym_spaces.Box(-1e300, 1e300, (1,), np.float64))
+    wide = as_space(gym_spaces.Box(-1e300, 1e300, (1,), np.float64))
     assert wide.high == np.inf
 
 
@@ -82,7 +83,7 @@ def test_what_ours_draws_is_an_element_of_gymnasiums(name):
     assert len(split) == 20
     for action in split:
         assert space.contains(action), action
-    ours = from_gymnasium_space(space)
+    ours = as_space(space)
     assert np.all(jax.jit(jax.vmap(ours.contains))(actions))
 
 
@@ -116,7 +117,7 @@ def test_subclass_of_a_space_is_one():
     class Mine(gym_spaces.Box):
         pass
 
-    assert isinstance(from_gymnasium_space(Mine(0.0, 1.0, (2,))), envs.Box)
+    assert isinstance(as_space(Mine(0.0, 1.0, (2,))), envs.Box)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_subclass_of_a_space_is_one():
 def test_space_without_arrays_is_refused(space):
     name = "Text" if isinstance(space, gym_spaces.Dict) else type(space).__name__
     with pytest.raises(ValueError, match=f"`space` must be a Box.*{name}"):
-        from_gymnasium_space(space)
+        as_space(space)
 
 
 @pytest.mark.parametrize("action", [np.zeros(4), np.zeros((4, 1)), np.float32(0)])

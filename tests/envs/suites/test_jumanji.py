@@ -166,7 +166,7 @@ def plain_team(game):
 def test_spaces_are_those_of_the_game():
     env = envs.from_jumanji(jumanji.make("Snake-v1"))
     assert env.action_space == envs.Discrete(4)
-    assert env.observation_space.parts.grid.shape == (12, 12, 5)
+    assert env.observation_space.spaces.grid.shape == (12, 12, 5)
     assert envs.make("jumanji:FlatPack-v0").action_space.nvec == (25, 4, 9, 9)
     routes = envs.make("jumanji:MultiCVRP-v0").action_space
     assert routes == envs.MultiDiscrete((22, 22), jnp.dtype(jnp.int16))

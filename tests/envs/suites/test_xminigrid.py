@@ -83,7 +83,7 @@ def test_observations_of_wrappers_come_through():
     env, params = grid()
     env = envs.from_xminigrid(wrappers.DirectionObservationWrapper(env), params)
     check_contract(env)
-    assert set(env.observation_space.parts) == {"img", "direction"}
+    assert set(env.observation_space.spaces) == {"img", "direction"}
 
 
 def test_states_are_drawn():

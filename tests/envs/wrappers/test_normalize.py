@@ -219,7 +219,10 @@ def test_leaves_keep_their_float_dtype_or_become_float32():
     statistics = carries[-1].env_state.statistics
     assert {x.dtype.name for x in jax.tree.leaves(statistics)} == {"float32"}
     space = envs.NormalizeObs(make_inner("tree"), EPSILON).observation_space
-    assert (space.parts["odd"][2].shape, space.parts["n"].dtype) == ((2, 3), "float32")
+    assert (space.spaces["odd"][2].shape, space.spaces["n"].dtype) == (
+        (2, 3),
+        "float32",
+    )
     assert space.contains(at(trajectory.obs, (0, 0)))
     assert not any(x.weak_type for x in jax.tree.leaves(raw(carries)))
 

@@ -12,8 +12,7 @@ from flax import struct
 
 import envs
 import rollout
-from envs.spaces import TreeSpace
-from envs.wrappers.spaces import TanhSpace
+from envs.wrappers.base import TanhSpace
 
 NUM_LANES, NUM_STEPS = 16, 24
 
@@ -210,7 +209,7 @@ def test_spaces_are_those_of_what_is_recorded(name):
     assert env.observation_space.contains(first.obs)
     spaces = [env.action_space, env.observation_space]
     for space, value in zip(spaces, (first.action, first.obs), strict=True):
-        if not isinstance(space, TreeSpace):
+        if space.shape is not None:
             assert tuple(space.shape) == value.shape
             assert space.dtype == value.dtype
 
@@ -405,7 +404,7 @@ def test_frames_of_a_tree_are_stacked_leaf_by_leaf():
     np.testing.assert_array_equal(obs["twice"], [first["twice"][1], [0.5, 1.0]])
     np.testing.assert_array_equal(obs["first"], [first["first"][1], False])
     space = env.observation_space
-    shapes = {name: part.shape for name, part in space.parts.items()}
+    shapes = {name: part.shape for name, part in space.spaces.items()}
     assert shapes == {"twice": (2, 2), "first": (2,)}
     assert space.contains(obs)
 
@@ -480,7 +479,7 @@ def test_space_of_a_transformed_observation_is_derived_or_given():
     derived = envs.TransformObs(CountEnv(), lambda obs: obs[0]).observation_space
     assert (derived.shape, derived.dtype) == ((), jnp.float32)
     assert derived.contains(jnp.float32(1e30))
-    parts = envs.TransformObs(CountEnv(), observed).observation_space.parts
+    parts = envs.TransformObs(CountEnv(), observed).observation_space.spaces
     assert (parts["first"].shape, parts["first"].dtype) == ((), bool)
     given = envs.Box(0.0, 5.0, ())
     assert envs.TransformObs(CountEnv(), cube, given).observation_space == given
@@ -488,7 +487,7 @@ def test_space_of_a_transformed_observation_is_derived_or_given():
 
 def test_sample_of_a_space_of_parts_draws_each():
     box = envs.Box(0.0, 1.0, (2,))
-    space = TreeSpace({"a": box, "b": (envs.Discrete(3), box)})
+    space = envs.Composite({"a": box, "b": (envs.Discrete(3), box)})
     sample = space.sample(jax.random.key(0))
     assert space.contains(sample)
     assert (sample["a"] != sample["b"][1]).all()
@@ -529,7 +528,7 @@ def test_policy_can_follow_an_action_mask():
         state, obs = result.state, result.obs
     # From 2 on, always the first action that is not the last one.
     assert actions == [2, 0, 1, 0, 1]
-    assert env.observation_space.parts["info"].shape == (3,)
+    assert env.observation_space.spaces["info"].shape == (3,)
 
 
 # Wrappers over wrappers.

@@ -160,7 +160,7 @@ class Seen(NamedTuple):
     ],
 )
 def test_mask_of_an_observation_is_found_in_the_form_of_the_action(space, shape, want):
-    observed = envs.TreeSpace(Seen(envs.Box(0, 1, shape, jnp.dtype(bool))))
+    observed = envs.Composite(Seen(envs.Box(0, 1, shape, jnp.dtype(bool))))
     found = masks.find(observed, space)(Seen(jnp.ones((3, *shape), bool)))
     assert jax.tree.map(jnp.shape, found) == want
     assert masks.find(envs.Box(0, 1, shape), space) is None

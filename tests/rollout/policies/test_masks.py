@@ -133,7 +133,7 @@ def test_parts_have_masks_of_their_own_or_none(kind):
     box = envs.Box(0.0, 1.0, (2,))
     parts = {"a": envs.Discrete(3), "b": box, "c": envs.Discrete(2)}
     mask = {"a": np.array([True, False, True]), "b": None, "c": None}
-    space = envs.Dict(parts) if kind == "dict" else envs.TreeSpace(parts)
+    space = envs.Dict(parts) if kind == "dict" else envs.Composite(parts)
     if kind == "tuple":
         space, mask = envs.Tuple(tuple(parts.values())), tuple(mask.values())
     policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
@@ -197,7 +197,7 @@ def test_mask_of_parts_without_a_discrete_one_is_refused():
 @pytest.mark.parametrize("rate", [0.0, 0.02, 0.5])
 def test_draw_without_loops_has_the_bits_of_the_one_with_loops(n, rate):
     """What is compiled for a GPU, run here; also where nothing is allowed."""
-    choice = draws.Choice(n, jnp.dtype(jnp.int16), -3)
+    choice = envs.Discrete(n, jnp.int16, -3)
     mask = np.random.default_rng(n).random((37, n)) < rate
     mask[0], mask[1], mask[2, -1] = False, True, True
     with_loops, without = (

@@ -20,7 +20,7 @@ def all_allowed(obs):
     return jnp.ones((obs.shape[0], 7), bool)
 
 
-class Pair:
+class Pair(envs.Space):
     """A space of two parts, without shape and dtype."""
 
     def sample(self, key):
