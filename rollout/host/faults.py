@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from envs.host.types import EnvFault
+from envs.spaces import as_space
 from envs.types import AnySpace, ArrayTree
 
 _LOG = logging.getLogger("rollout")
@@ -92,7 +93,8 @@ class Guard:
     """Finds observations that are not finite or not in their space."""
 
     def __init__(self, space: AnySpace) -> None:
-        self._bounds = [_bounds_of(x) for x in _leaves_of(space)]
+        space = as_space(space, "env.observation_space")
+        self._bounds = [_finite_bounds(leaf) for leaf in space.leaves()]
 
     def find(self, obs: ArrayTree) -> np.ndarray | None:
         """`[E]` bool, where an observation is none of the space; None: nowhere."""
@@ -111,29 +113,11 @@ class Guard:
         return bad
 
 
-def _leaves_of(space: Any) -> list[Any]:
-    """The spaces of the leaves of an observation, in their order."""
-    if hasattr(space, "space"):  # repeated, and the bounds hold for each element
-        return _leaves_of(space.space)
-    parts = getattr(space, "spaces", getattr(space, "parts", None))
-    if parts is None:
-        return [space]
-    parts = dict(parts) if isinstance(parts, Mapping) else parts
-    parts = jax.tree.leaves(parts, is_leaf=lambda x: hasattr(x, "sample"))
-    return [leaf for part in parts for leaf in _leaves_of(part)]
-
-
-def _bounds_of(space: Any) -> tuple[np.ndarray, np.ndarray] | None:
-    """The smallest and the largest value; None if the dtype has no others."""
-    if getattr(space, "dtype", None) is None:  # of a kind of its own
+def _finite_bounds(space: AnySpace) -> tuple[np.ndarray, np.ndarray] | None:
+    """The bounds, within those of the dtype; None if every value is inside."""
+    if space.bounds is None:
         return None
-    dtype = np.dtype(space.dtype)
-    if hasattr(space, "n"):
-        last = space.start + space.n - 1
-        return np.asarray(space.start, dtype), np.asarray(last, dtype)
-    if not hasattr(space, "low"):
-        return None
-    low, high = np.asarray(space.low), np.asarray(space.high)
+    dtype, (low, high) = np.dtype(space.dtype), map(np.asarray, space.bounds)
     if dtype.kind == "b":
         return None
     most = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from envs.host.types import EnvFault, HostStep, HostVectorEnv
-from envs.types import ArrayTree
+from envs.spaces import as_space
+from envs.types import AnySpace, ArrayTree
 from rollout import checks
 from rollout.host.faults import Guard
 
@@ -95,6 +96,7 @@ class _Probe:
     def __init__(self, env: HostVectorEnv, rng: np.random.Generator) -> None:
         self.found: dict[str, str] = {}
         self._env, self._rng, self._when = env, rng, ""
+        self._spaces: dict[str, AnySpace] = {}
         self._everywhere = np.ones(env.num_envs, bool)
         flag = jax.ShapeDtypeStruct((env.num_envs,), bool)
         self._kinds: dict[str, ArrayTree] = {
@@ -246,7 +248,7 @@ class _Probe:
         keys = jax.random.split(jax.random.key(0), self._env.num_envs)
         for name in ("action_space", "observation_space"):
             try:
-                space = getattr(self._env, name)
+                space = self._spaces[name] = as_space(getattr(self._env, name), name)
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")  # of 64 bits, which jax has not
                     self._kinds["obs"] = jax.eval_shape(jax.vmap(space.sample), keys)
@@ -257,7 +259,7 @@ class _Probe:
     def _plan(self, num_steps: int) -> _Plan:
         shape = num_steps, self._env.num_envs
         keys = jax.random.split(jax.random.key(self._rng.integers(2**32)), shape)
-        action = jax.jit(jax.vmap(jax.vmap(self._env.action_space.sample)))(keys)
+        action = jax.jit(jax.vmap(jax.vmap(self._spaces["action_space"].sample)))(keys)
         return _Plan(
             jax.tree.map(np.asarray, action),
             self._seeds(num_steps),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from envs.spaces import as_space
 from envs.types import AnySpace, ArrayTree
 from rollout import kernel
 from rollout.kernel import episode_keys
@@ -46,7 +47,7 @@ class Program:
 
     def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
         self._policy = policy
-        self._view: Any = View(num_envs, action_space)
+        self._view: Any = View(num_envs, as_space(action_space, "env.action_space"))
         self._impl: Any = None
         # The keys of many steps, drawn at once, for in a small program two hashes are
         # most of the time: the root key, the first step, and their words.

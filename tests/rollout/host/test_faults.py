@@ -209,10 +209,10 @@ class Parts(HostCount):
 
 ONE = envs.Box(0.0, 1e6, (1,))
 SPACES = {
-    "tree": lambda twice: envs.TreeSpace({"a": {"one": ONE}, "b": twice}),
+    "tree": lambda twice: envs.Composite({"a": {"one": ONE}, "b": twice}),
     "dict": lambda twice: envs.Dict({"a": envs.Dict({"one": ONE}), "b": twice}),
     "tree in a dict": lambda twice: envs.Dict(
-        {"a": envs.TreeSpace({"one": ONE}), "b": twice}
+        {"a": envs.Composite({"one": ONE}), "b": twice}
     ),
     "tuple": lambda twice: envs.Tuple((ONE, twice)),
 }

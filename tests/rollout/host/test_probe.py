@@ -32,7 +32,7 @@ def with_step(**fields):
 
 
 class Unbounded(Toy):
-    observation_space = gymnasium.spaces.Box(0, 1, (1,))
+    observation_space = gymnasium.spaces.Text(3)
 
 
 class Wide(Toy):
