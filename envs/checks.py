@@ -1,5 +1,6 @@
 """Checks of options, with messages that name what must hold and what was given."""
 
+import math
 import numbers
 import operator
 from typing import Any
@@ -72,6 +73,20 @@ def integer(name: str, value: Any) -> int:
     if not _is_integer(value):
         raise ValueError(f"`{name}` must be an int, got {value!r}.")
     return operator.index(value)
+
+
+def boolean(name: str, value: Any) -> None:
+    """Checks that an option is a bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"`{name}` must be a bool, got {value!r}.")
+
+
+def number(name: str, value: Any, low: float, high: float = math.inf) -> None:
+    """Checks a finite number of Python or NumPy, from `low` to `high`."""
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (is_real and math.isfinite(value) and low <= value <= high):
+        bounded = f"in [{low:g}, {high:g}]" if high < math.inf else f"at least {low:g}"
+        raise ValueError(f"`{name}` must be a number, {bounded}, got {value!r}.")
 
 
 def holds(dtype: Any, low: int, high: int) -> None:

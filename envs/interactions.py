@@ -63,7 +63,9 @@ def from_interactions(
 
     A row without a user or an item is dropped, and one whose feedback is not finite in
     float32; a warning says how many. Users and items are those of the rows that are
-    left. The tables are dense, with 5 bytes for each of U * I pairs.
+    left. Ids are integers or text: in a CSV file a column whose ids are all written as
+    integers is one of integers, and any other, as with "007", one of text. The tables
+    are dense, with 5 bytes for each of U * I pairs.
 
     Args:
         data: the path of a CSV file, a DataFrame or a mapping with these columns; or a
@@ -76,8 +78,9 @@ def from_interactions(
         user: name of the column of users.
         item: name of the column of items.
         feedback: name of the column of feedback, numbers.
-        timestamp: name of the column of times, if the last row is that of the latest
-            time, of equal times the later row, and a row without a time is dropped.
+        timestamp: name of the column of times, numbers or dates (as text in ISO 8601),
+            if the last row is that of the latest time, of equal times the later row,
+            and a row without a time is dropped.
 
     Returns:
         The tables, for `RecommendationEnv(tables.feedback)`, or with "mask" for
@@ -86,7 +89,8 @@ def from_interactions(
     Raises:
         ImportError: if pandas is not installed.
         ValueError: if an argument is not as above, a column is not there, no row is
-            left, or a pair has several rows and `duplicates` is "error".
+            left, a pair has several rows and `duplicates` is "error", or ids are floats
+            that are no integers, or so large that several ids are one float.
     """
     _check_options(missing, duplicates, timestamp)
     names = {"user": user, "item": item, "feedback": feedback, "timestamp": timestamp}
@@ -129,15 +133,73 @@ def _read(data: Any, names: dict[str, str]) -> Any:
     """The columns of these names, under the keys of `names`, feedback in float64."""
     pandas = load("pandas", "recommend")
     if isinstance(data, str | os.PathLike):
-        # Integers stay integers where some are missing.
-        data = pandas.read_csv(data, dtype_backend="numpy_nullable", low_memory=False)
-    if isinstance(data, tuple):
+        as_text = dict.fromkeys((names["user"], names["item"]), "string")
+        data = pandas.read_csv(data, dtype=as_text, low_memory=False)
+        data = data.assign(
+            **{name: _from_text(data[name]) for name in as_text if name in data}
+        )
+    if isinstance(data, tuple) and len(data) == len(names):
         data = dict(zip(names.values(), data, strict=True))
+    if not isinstance(data, Mapping | pandas.DataFrame):
+        got = f"{len(data)} of them" if isinstance(data, tuple) else type(data).__name__
+        raise ValueError(
+            "`data` must be the path of a CSV file, a DataFrame, a mapping, or a tuple "
+            f"of {len(names)} columns, got {got}."
+        )
     if lost := [name for name in names.values() if name not in data]:
         raise ValueError(f"`data` must have the columns {lost}, got {list(data)}.")
-    log = pandas.DataFrame({key: data[name] for key, name in names.items()})
+    columns = {key: data[name] for key, name in names.items()}
+    for key in ("user", "item"):
+        if isinstance(columns[key], list | tuple):  # integers stay so without some
+            columns[key] = pandas.array(columns[key])
+    log = pandas.DataFrame(columns)
     column: Any = pandas.to_numeric(log["feedback"])
-    return log.assign(feedback=column.astype("float64"))
+    log = log.assign(feedback=column.astype("float64"))
+    for key in ("user", "item"):
+        log[key] = _ids(names[key], log[key])
+    if "timestamp" in log:
+        log["timestamp"] = _times(names["timestamp"], log["timestamp"], pandas)
+    return log
+
+
+def _from_text(column: Any) -> Any:
+    """Ids of a CSV file: integers if each is written as one, else text."""
+    texts = column.dropna()
+    is_integer = texts.str.fullmatch(r"\s*(0|-?[1-9]\d{0,17})(\.0*)?\s*")
+    if not is_integer.all():
+        return column
+    return column.str.split(".").str[0].astype("Int64")
+
+
+def _ids(name: str, column: Any) -> Any:
+    """Checks that no two ids of a column are the same float."""
+    if column.dtype.kind != "f":
+        return column
+    ids = column.dropna().astype("float64")
+    most = 2 ** (np.finfo(str(column.dtype).lower()).nmant + 1)
+    wrong = ids[(ids % 1 != 0) | (ids.abs() >= most)]
+    if wrong.size:
+        raise ValueError(
+            f"`{name}` must be integers or text, got the float {wrong.iloc[0]}: beyond "
+            f"{most} several ids are one float; read the column as text or `Int64`."
+        )
+    return column.astype("Int64")
+
+
+def _times(name: str, column: Any, pandas: Any) -> Any:
+    """Turns text into numbers or dates, by which it can be put in order."""
+    if column.dtype.kind in "biufM":
+        return column
+    try:
+        return pandas.to_numeric(column)
+    except (ValueError, TypeError):
+        pass
+    try:
+        return pandas.to_datetime(column, format="ISO8601")
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"`{name}` must be numbers or dates in ISO 8601, got {column.iloc[0]!r}."
+        ) from error
 
 
 def _drop(log: Any, duplicates: str) -> tuple[Any, dict[str, int]]:

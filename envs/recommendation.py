@@ -43,20 +43,22 @@ class LeaveRule(Protocol):
 
 
 class LeaveByCategory(struct.PyTreeNode):
-    """A user leaves if a category of the item was on too many of the last ones.
+    """A user leaves if some category of the item was on too many of the last ones.
 
-    That is, on more than `threshold` of the `window` items before it.
+    Each category counts for itself: the user leaves if one and the same category of the
+    item was on more than `threshold` of the `window` items before it.
 
     Attributes:
         categories: `[I, C]` bool, the categories of each item.
         window: W, items that count, an int of at least 1.
-        threshold: how many of them may share a category with the item, an int.
+        threshold: how many of them may have any one category of the item, an int.
 
     Raises:
         ValueError: if an argument is not as above.
 
     Source:
-        The environments KuaiRec and KuaiRand of EasyRL4Rec, arXiv:2402.15164.
+        The environments KuaiRec and KuaiRand of EasyRL4Rec, arXiv:2402.15164, as
+        published; not the leave model of KuaiSim, where bad feedback uses up patience.
     """
 
     categories: Any  # [I, C]
@@ -88,9 +90,10 @@ class LeaveByDistance(struct.PyTreeNode):
     `window` items before it.
 
     Attributes:
-        features: `[I, F]` float32, where each item lies; distances are Euclidean.
+        features: `[I, F]` float32, finite, where each item lies; distances are
+            Euclidean.
         window: W, items that count, an int of at least 1.
-        threshold: in the units of the features.
+        threshold: in the units of the features, a number.
 
     Raises:
         ValueError: if an argument is not as above.
@@ -107,6 +110,18 @@ class LeaveByDistance(struct.PyTreeNode):
         checks.count("window", self.window)
         if _is_table(self.features):
             _check_table("features", self.features, "[I, F] of floats", "f")
+            if not np.isfinite(np.asarray(self.features)).all():
+                raise ValueError(
+                    "`features` must be finite, or nobody leaves because of that item, "
+                    f"got {self.features}."
+                )
+            is_number = checks.is_known(self.threshold)
+            if isinstance(self.threshold, str) or (
+                is_number and np.isnan(self.threshold).any()
+            ):
+                raise ValueError(
+                    f"`threshold` must be a number, got {self.threshold!r}."
+                )
             object.__setattr__(self, "features", jnp.asarray(self.features))
 
     @property
@@ -155,8 +170,8 @@ class RecommendationEnv(struct.PyTreeNode):
         leave: when users leave; None if they never do.
         max_turn: items after which an episode is truncated, an int of at least 1.
         random_first: whether `item` is a random one at first. It counts for no rule.
-        num_users: U, if `feedback` is a function.
-        num_items: I, if `feedback` is a function.
+        num_users: U, needed if `feedback` is a function.
+        num_items: I, needed if `feedback` is a function.
         known: `[U, I]` bool, the items in the mask of each user; None for all.
 
     Raises:
@@ -175,6 +190,7 @@ class RecommendationEnv(struct.PyTreeNode):
 
     def __post_init__(self) -> None:
         checks.count("max_turn", self.max_turn)
+        checks.boolean("random_first", self.random_first)
         if callable(self.feedback):
             checks.count("num_users", self.num_users)
             checks.count("num_items", self.num_items)
@@ -184,9 +200,16 @@ class RecommendationEnv(struct.PyTreeNode):
         elif _is_table(self.feedback):
             _check_feedback(self.feedback)
             self._set("feedback", jnp.asarray(self.feedback, jnp.float32))
-            num_users, num_items = self.feedback.shape[-2:]
-            self._set("num_users", num_users)
-            self._set("num_items", num_items)
+            sizes = zip(
+                ("num_users", "num_items"), self.feedback.shape[-2:], strict=True
+            )
+            for name, size in sizes:
+                if getattr(self, name) not in (None, size):
+                    raise ValueError(
+                        f"`{name}` must be left out, or {size} as in `feedback`, got "
+                        f"{getattr(self, name)!r}."
+                    )
+                self._set(name, size)
         elif hasattr(self.feedback, "feedback"):
             raise ValueError(
                 "`feedback` must be an array [U, I] or a function, got "
@@ -196,13 +219,13 @@ class RecommendationEnv(struct.PyTreeNode):
             return  # a placeholder, with which jax builds pytrees
         if _is_table(self.known):
             _check_table("known", self.known, "[U, I] bool", "b")
+            self._set("known", jnp.asarray(self.known))
             sizes = self.num_users, self.num_items
             if self.known.shape[-2:] != sizes:
                 raise ValueError(
                     f"`known` must have the shape {sizes} of users and items, got "
                     f"{self.known.shape}."
                 )
-            self._set("known", jnp.asarray(self.known))
         of_rule = getattr(self.leave, "num_items", self.num_items)
         if of_rule != self.num_items:
             raise ValueError(

@@ -110,6 +110,10 @@ class Discrete(_Bounded, struct.PyTreeNode):
         """The largest element."""
         return self.start + self.n - 1
 
+    def contains(self, x: jax.Array) -> jax.Array:
+        """Tells whether `x` is one of the integers, each of an array by itself."""
+        return (x >= self.low) & (x <= self.high)
+
 
 class Box(_Bounded, struct.PyTreeNode):
     """Arrays with every entry between `low` and `high`, both included.
@@ -424,7 +428,9 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
 def space_of(tree: ArrayTree) -> AnySpace:
     """The space of all arrays, or trees of arrays, of such shapes and dtypes."""
     boxes = jax.tree.map(_box_of, tree)
-    return boxes if isinstance(boxes, Box) else Composite(boxes)
+    if isinstance(boxes, Box):
+        return boxes
+    return Dict(boxes) if type(boxes) is dict else Composite(boxes)
 
 
 def _box_of(x: jax.ShapeDtypeStruct) -> Box:

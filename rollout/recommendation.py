@@ -6,14 +6,17 @@ every step counts.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.core import Tracer
 
+from envs.spaces import Discrete, as_space
 from envs.types import Env
 from envs.wrappers import ForceLength, NoRepeat
 from rollout import checks
@@ -103,14 +106,20 @@ def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
         users leave; "NX_X" (with the number): no repeats, exactly X rounds.
 
     Raises:
-        ValueError: if `force_length` is not an int of at least 1, or there are fewer
-            items than that.
+        ValueError: if `force_length` is not an int of at least 1, if the actions are
+            not discrete, or if there are fewer items than `force_length`.
 
     Source:
         "EasyRL4Rec", arXiv:2402.15164, section 3.4.
     """
     force_length = checks.count("force_length", force_length)
-    num_items = env.action_space.n - bool(getattr(env, "random_first", False))
+    space = as_space(env.action_space, "env.action_space")
+    if not isinstance(space, Discrete):
+        raise ValueError(
+            "`env` must have items as actions, a `Discrete` space, got "
+            f"{type(space).__name__}."
+        )
+    num_items = space.n - bool(getattr(env, "random_first", False))
     if num_items < force_length:
         raise ValueError(
             "`force_length` must be at most the number of items that can be shown "
@@ -155,9 +164,20 @@ def evaluate_settings(
     checks.typed_key(key)
     num_episodes = checks.count("num_episodes", num_episodes)
     limit = checks.max_steps(max_steps)
-    catalogue = catalogue or Catalogue()
+    catalogue = Catalogue() if catalogue is None else catalogue
+    if not isinstance(settings, Mapping) or not isinstance(catalogue, Catalogue):
+        raise ValueError(
+            "`settings` must be a dict and `catalogue` a `Catalogue`, got "
+            f"{checks.describe(settings)} and {checks.describe(catalogue)}."
+        )
     for name, collector in settings.items():
         _check(name, collector, catalogue)
+    catalogue = Catalogue(
+        **{
+            name: table if table is None else jnp.asarray(table)
+            for name, table in vars(catalogue).items()
+        }
+    )
     return _evaluate(dict(settings), key, params, num_episodes, catalogue, limit)
 
 
@@ -265,15 +285,38 @@ def _directions(features: jax.Array | None) -> jax.Array:
 def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
     """Checks that actions are items, and that the tables are of these items."""
     checks.kind_of_env(collector.env, is_host=False)
-    num_items = getattr(collector.env.action_space, "n", None)
-    if num_items is None:
+    space = collector.env.action_space
+    if not isinstance(space, Discrete):
         raise ValueError(
             f"`settings` must have items as actions, a `Discrete` space, got "
-            f"{type(collector.env.action_space).__name__} for {name!r}."
+            f"{type(space).__name__} for {name!r}."
         )
-    for field, table in vars(catalogue).items():
-        if table is not None and table.shape[0] != num_items:
+    for field, (what, is_of_kind) in _TABLES.items():
+        table = getattr(catalogue, field)
+        if table is None:
+            continue
+        table = table if isinstance(table, Tracer) else np.asarray(table)
+        if np.shape(table)[:1] != (space.n,):
             raise ValueError(
-                f"`catalogue.{field}` must have one row for each of {num_items} items, "
-                f"got shape {table.shape}."
+                f"`catalogue.{field}` must have one row for each of {space.n} items, "
+                f"got shape {np.shape(table)}."
             )
+        if not isinstance(table, Tracer) and not is_of_kind(table):
+            raise ValueError(f"`catalogue.{field}` must be {what}, got {table}.")
+
+
+def _are_features(x: np.ndarray) -> bool:
+    return x.ndim == 2 and x.dtype.kind in "biuf" and bool(np.isfinite(x).all())
+
+
+def _are_shares(x: np.ndarray) -> bool:
+    is_float = x.ndim == 1 and x.dtype.kind == "f"
+    return is_float and bool(((x > 0) & (x <= 1)).all())
+
+
+# Of what kind the tables of a `Catalogue` are.
+_TABLES: dict[str, tuple[str, Callable[[np.ndarray], bool]]] = {
+    "features": ("[I, F] of finite numbers", _are_features),
+    "popularity": ("[I] of floats above 0 and at most 1", _are_shares),
+    "dominated": ("[I] bool", lambda x: x.ndim == 1 and x.dtype == bool),
+}

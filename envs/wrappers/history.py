@@ -14,8 +14,8 @@ from envs.wrappers.base import Wrapper, WrapperState
 class NoRepeat(Wrapper):
     """Says which actions were not taken in the episode yet: items not shown before.
 
-    If the observation is a dict with a `mask`, `[n]` bool, as that of
-    `RecommendationEnv`, the actions that were taken are taken out of it; any other
+    If the observation is a dict with a `mask`, it must be `[n]` bool, as that of
+    `RecommendationEnv`: the actions that were taken are taken out of it. Any other
     becomes `{"obs": obs, "mask": mask}`. The mask only says so: `rollout.item_policy`
     and a `mask_fn` obey it. An episode may go on after the last action is used up.
 
@@ -25,13 +25,15 @@ class NoRepeat(Wrapper):
             as with `random_first`, counts as shown.
 
     Raises:
-        ValueError: if the action space is not discrete.
+        ValueError: if the action space is not discrete; while tracing, if there is a
+            `mask` and it is not `[n]` bool, which is no mask of the actions.
     """
 
     initial: bool = struct.field(pytree_node=False, default=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        checks.boolean("initial", self.initial)
         # A placeholder that jax builds pytrees with has no `step`.
         if hasattr(self.env, "step") and not isinstance(self.action_space, Discrete):
             raise ValueError(
@@ -53,7 +55,8 @@ class NoRepeat(Wrapper):
         state, obs = self.env.reset(key)
         mask = jnp.ones(self.action_space.n, bool)
         if self.initial and isinstance(obs, dict) and "item" in obs:
-            mask = mask & (jnp.arange(mask.size) != obs["item"])
+            item = obs["item"] - self.action_space.start
+            mask = mask & (jnp.arange(mask.size) != item)
         return WrapperState(env_state=state, memory=mask), _with_mask(obs, mask)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
@@ -136,6 +139,13 @@ class History(Wrapper):
 
 
 def _with_mask(obs: ArrayTree, mask: jax.Array) -> dict[str, ArrayTree]:
-    if isinstance(obs, dict) and "mask" in obs:
-        return {**obs, "mask": obs["mask"] & mask}
-    return {"obs": obs, "mask": mask}
+    if not isinstance(obs, dict) or "mask" not in obs:
+        return {"obs": obs, "mask": mask}
+    kinds = [(jnp.shape(x), jnp.result_type(x)) for x in (obs["mask"], mask)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"`mask` in the observation must be bool of shape {mask.shape}, one for "
+            f"each action, got {checks.describe(obs['mask'])}: rename it if it is "
+            "another one."
+        )
+    return {**obs, "mask": obs["mask"] & mask}

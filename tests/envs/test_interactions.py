@@ -176,3 +176,78 @@ def test_mask_must_be_of_these_users_and_items(known, message):
         envs.RecommendationEnv(
             lambda user, item: jnp.float32(0), num_users=2, num_items=3, known=known
         )
+
+
+def test_times_as_text_are_put_in_order_as_numbers_or_dates():
+    for times in (["9", "10"], ["2024-02-01", "2024-10-01"], [9, 10.5]):
+        for at in ([0, 1], [1, 0]):  # in and out of order
+            data = [1, 1], [1, 1], [float(x) for x in at], [times[x] for x in at]
+            with pytest.warns(UserWarning, match="1 duplicate"):
+                tables = envs.from_interactions(
+                    data, missing=0, duplicates="last", timestamp="time"
+                )
+            assert tables.feedback == [[1.0]]
+    data = [1], [1], [1.0], ["1/2/2024"]
+    with pytest.raises(ValueError, match=r"`time` must be numbers or dates .* '1/2/"):
+        envs.from_interactions(data, missing=0, duplicates="last", timestamp="time")
+
+
+LARGE = 2**53
+
+
+@pytest.mark.filterwarnings("ignore:`data` lost .* missing_id")
+def test_large_ids_stay_apart_where_others_are_missing():
+    users = [LARGE, LARGE + 1, None]
+    tables = envs.from_interactions((users, [1, 1, 1], [1.0, 2.0, 3.0]), missing=0)
+    assert tables.users.tolist() == users[:2]
+    np.testing.assert_array_equal(tables.feedback, [[1.0], [2.0]])
+
+
+@pytest.mark.filterwarnings("ignore:`data` lost .* missing_id")
+@pytest.mark.parametrize(
+    ("users", "got"),
+    [
+        (np.array([LARGE, LARGE + 1, np.nan]), "9007199254740992.0: beyond 900719"),
+        (np.array([2**24, 2**24 + 1], np.float32), "16777216.0: beyond 16777216"),
+        (np.array([1.5, 2.0]), "1.5"),
+    ],
+)
+def test_ids_that_are_one_float_are_refused(users, got):
+    data = {"user_id": users, "item_id": users * 0 + 1, "feedback": users * 0 + 1}
+    message = f"`user_id` must be integers or text, got the float {got}"
+    with pytest.raises(ValueError, match=message):
+        envs.from_interactions(data, missing=0)
+
+
+@pytest.mark.filterwarnings("ignore:`data` lost .* missing_id")
+def test_ids_as_floats_are_integers_again():
+    data = {"user_id": np.array([3.0, np.nan]), "item_id": [1, 2], "feedback": [1, 2]}
+    tables = envs.from_interactions(data, missing=0)
+    assert tables.users.dtype == np.int64
+    assert tables.users.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("written", "ids"),
+    [
+        (["007", "7"], ["007", "7"]),
+        (["7", "+7"], ["+7", "7"]),
+        (["10", "9"], [9, 10]),
+        (["7.0", "-8"], [-8, 7]),
+        ([str(LARGE), str(LARGE + 1)], [LARGE, LARGE + 1]),
+    ],
+)
+def test_ids_of_a_file_are_as_they_are_written(tmp_path, written, ids):
+    path = tmp_path / "log.csv"
+    rows = [f"{x},a,{number}" for number, x in enumerate(written)]
+    path.write_text("\n".join(["user_id,item_id,feedback", *rows]))
+    tables = envs.from_interactions(path, missing=0)
+    assert tables.users.tolist() == ids
+
+
+@pytest.mark.parametrize(
+    ("data", "got"), [(5, "int"), ([1, 2], "list"), (([1], [2]), "2 of them")]
+)
+def test_what_is_no_log_is_refused(data, got):
+    with pytest.raises(ValueError, match=f"`data` must be the path of .* got {got}"):
+        envs.from_interactions(data, missing=0)

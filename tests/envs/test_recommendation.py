@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import CountEnv
+from flax import struct
 from plain_recommendation import Model
 
 import envs
@@ -151,3 +153,59 @@ def test_bad_arguments_are_refused():
         envs.LeaveByDistance(np.ones((5, 2), "f"), 0, 1.0)
     with pytest.raises(ValueError, match=r"`features` must be \[I, F\] of floats"):
         envs.LeaveByDistance(np.ones((5, 2), bool), 5, 1.0)
+
+
+def test_each_category_counts_for_itself():
+    """As in KuaiEnv: the last items share two categories with it, each one once."""
+    categories = np.array([[1, 0], [0, 1], [1, 1]], bool)
+    for threshold, leaves in ((0, True), (1, False)):
+        rule = envs.LeaveByCategory(categories, window=5, threshold=threshold)
+        env = envs.RecommendationEnv(np.zeros((1, 3), np.float32), rule)
+        assert bool(walk(env, [0, 1, 2])[1][-1].terminated) == leaves
+
+
+def test_sizes_beside_a_table_are_those_of_the_table():
+    with pytest.raises(ValueError, match=r"`num_users` must be left out, or 3 .* 7"):
+        envs.RecommendationEnv(FEEDBACK, num_users=7)
+    with pytest.raises(ValueError, match=r"`num_items` must be left out, or 4 .* 3"):
+        envs.RecommendationEnv(FEEDBACK, num_items=3)
+    env = envs.RecommendationEnv(FEEDBACK, num_users=3, num_items=4)
+    assert jax.tree.map(lambda x: x, env).num_users == 3
+
+
+def test_features_and_threshold_are_numbers():
+    features = np.zeros((4, 2), np.float32)
+    with pytest.raises(ValueError, match="`features` must be finite"):
+        envs.LeaveByDistance(np.where(np.eye(4, 2), np.nan, features), 5, 1.0)
+    for threshold in (np.nan, "0.1"):
+        with pytest.raises(ValueError, match="`threshold` must be a number, got"):
+            envs.LeaveByDistance(features, 5, threshold)
+
+
+def test_tables_may_be_lists():
+    rule = envs.LeaveByCategory([[True], [False]], 5, 1)
+    env = envs.RecommendationEnv([[1.0, 2.0]], rule, known=[[True, False]])
+    assert env.reset(jax.random.key(0))[1]["mask"].tolist() == [True, False]
+
+
+@struct.dataclass
+class Pictures(CountEnv):
+    """A `mask` in the observation that is not about actions."""
+
+    def reset(self, key):
+        state, obs = super().reset(key)
+        return state, {"obs": obs, "mask": jnp.ones((3, 3), bool)}
+
+
+def test_mask_that_is_not_of_the_actions_is_refused():
+    env = envs.NoRepeat(Pictures())
+    with pytest.raises(ValueError, match=r"`mask` in the obs.* shape \(3,\), one for"):
+        env.reset(jax.random.key(0))
+
+
+@pytest.mark.parametrize("flag", ["yes", 1, None])
+def test_flags_are_bools(flag):
+    with pytest.raises(ValueError, match="`random_first` must be a bool, got"):
+        envs.RecommendationEnv(FEEDBACK, random_first=flag)
+    with pytest.raises(ValueError, match="`initial` must be a bool, got"):
+        envs.NoRepeat(envs.RecommendationEnv(FEEDBACK), initial=flag)

@@ -16,6 +16,7 @@ from envs import keys
 from envs.suites.gymnax import from_gymnax
 
 NUM_DRAWS = 20_000
+KEY = jax.random.key(5)
 INTEGERS = {
     "int32": (0, 3, jnp.int32),
     "uint8": (0, 255, jnp.uint8),
@@ -257,3 +258,52 @@ def test_flag_of_a_step_is_no_float(name, wrap):
         ValueError, match=f"`env.step` must return `{name}` as bool, got"
     ):
         collector.collect_steps(collector.init(jax.random.key(0)), None, 3)
+
+
+BOUNDS = {
+    "finite": ([-1.0, 0.0], [1.0, 5.0]),
+    "infinite": ([-np.inf, 2.0], [np.inf, np.inf]),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_box_whose_bounds_are_not_known_draws_the_same(name):
+    low, high = map(np.float32, BOUNDS[name])
+    key = jax.random.key(3)
+    want = envs.Box(low, high, (2,)).sample(key)
+    got = jax.jit(lambda low, high: envs.Box(low, high, (2,)).sample(key))(low, high)
+    np.testing.assert_array_equal(got, want)
+    assert np.isfinite(got).all()
+
+
+@struct.dataclass
+class Bounded(CountEnv):
+    bound: jax.Array = np.float32(1.0)
+
+    @property
+    def observation_space(self):
+        return envs.Box(-self.bound, self.bound, (3,))
+
+
+@pytest.mark.usefixtures("key_reuse")
+def test_each_of_several_environments_may_have_infinite_bounds():
+    bounds = np.float32([np.inf, 1.0])
+    each = jax.vmap(lambda bound: Bounded(bound=bound))(bounds)
+    env = envs.vectorize_each(each, len(bounds))
+    drawn = jax.jit(lambda key: env.observation_space.sample(key))(jax.random.key(0))
+    assert np.isfinite(drawn).all()
+
+
+def test_spaces_of_gymnax_are_taken_anywhere():
+    from gymnax.environments import spaces as gymnax_spaces
+
+    theirs = gymnax_spaces.Dict({"a": gymnax_spaces.Discrete(3)})
+    nested = theirs, {"b": gymnasium.spaces.Discrete(2)}
+    ours = envs.Tuple(
+        (envs.Dict({"a": envs.Discrete(3)}), envs.Dict({"b": envs.Discrete(2)}))
+    )
+    drawn = [
+        rollout.random_policy(space).apply(None, np.zeros((50, 1)), (), KEY).action
+        for space in (nested, ours)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *drawn)

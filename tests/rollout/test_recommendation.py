@@ -360,3 +360,43 @@ def test_history_is_rebuilt_from_the_ring():
             wanted = rows.obs["wanted"]["actions"][step, number, :length]
             got = rows.action[max(0, step - window) : step, number]
             assert got.tolist() == wanted[length - len(got) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("field", "table", "message"),
+    [
+        ("popularity", 2, "one row for each of 12"),
+        ("popularity", np.full(NUM_ITEMS, 2.0), "above 0 and at most 1"),
+        ("popularity", np.zeros(NUM_ITEMS), "above 0 and at most 1"),
+        ("features", np.full((NUM_ITEMS, 2), np.nan), "of finite numbers"),
+        ("features", np.ones(NUM_ITEMS), "of finite numbers"),
+        ("dominated", np.ones(NUM_ITEMS), r"\[I\] bool"),
+    ],
+)
+def test_tables_of_a_catalogue_are_checked(field, table, message):
+    catalogue = rollout.Catalogue(**{field: table})
+    settings = {"FB": make_collector(make_env())}
+    with pytest.raises(ValueError, match=f"`catalogue.{field}` must .*{message}"):
+        rollout.evaluate_settings(
+            settings, jax.random.key(0), SCORES, 2, catalogue=catalogue
+        )
+
+
+def test_tables_of_a_catalogue_may_be_lists():
+    collector = make_collector(make_env())
+
+    def evaluate(catalogue):
+        key = jax.random.key(0)
+        given = {"FB": collector}, key, jnp.asarray(SCORES), 4
+        return rollout.evaluate_settings(*given, catalogue=catalogue)
+
+    lists = {name: table.tolist() for name, table in vars(CATALOGUE).items()}
+    got = evaluate(rollout.Catalogue(**lists))
+    jax.tree.map(np.testing.assert_array_equal, got, evaluate(CATALOGUE))
+
+
+def test_settings_are_of_environments_with_items():
+    with pytest.raises(ValueError, match=r"`env` must have items as actions.* got Box"):
+        rollout.recommendation_settings(envs.make("Pendulum-v1"))
+    with pytest.raises(ValueError, match=r"`settings` must be a dict and `catalogue`"):
+        rollout.evaluate_settings([], jax.random.key(0), None, 4)
