@@ -7,6 +7,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from buffers import fields
 from buffers.types import ArrayTree, RingState
@@ -26,10 +27,15 @@ def count(name: str, value: Any) -> int:
 
 def fraction(name: str, value: Any) -> None:
     """Checks a number in [0, 1]; a traced one is not checked."""
-    if jnp.shape(value) != ():
-        raise ValueError(f"`{name}` must be one number, got shape {jnp.shape(value)}.")
-    if isinstance(value, _REAL) and not 0 <= value <= 1:
-        raise ValueError(f"`{name}` must lie in [0, 1], got {value!r}.")
+    if np.shape(value) != ():
+        raise ValueError(f"`{name}` must be one number, got shape {np.shape(value)}.")
+    if isinstance(value, _REAL) and not isinstance(value, bool):
+        is_wrong = not 0 <= value <= 1
+    else:  # an array, whose value may not be known
+        dtype = getattr(value, "dtype", jnp.bool_)
+        is_wrong = not jnp.issubdtype(dtype, jnp.number)
+    if is_wrong:
+        raise ValueError(f"`{name}` must be a number in [0, 1], got {value!r}.")
 
 
 def capacity(capacity: Any, num_envs: Any) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
+_REAL: Any = numbers.Real  # which has no order that a type checker knows of
 
 
 def count(
@@ -75,6 +76,12 @@ def integer(name: str, value: Any) -> int:
     return operator.index(value)
 
 
+def function(name: str, value: Any) -> None:
+    """Checks that an option can be called."""
+    if not callable(value):
+        raise ValueError(f"`{name}` must be a function, got {value!r}.")
+
+
 def boolean(name: str, value: Any) -> None:
     """Checks that an option is a bool."""
     if not isinstance(value, bool | np.bool_):
@@ -83,10 +90,21 @@ def boolean(name: str, value: Any) -> None:
 
 def number(name: str, value: Any, low: float, high: float = math.inf) -> None:
     """Checks a finite number of Python or NumPy, from `low` to `high`."""
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    is_real = isinstance(value, _REAL) and not isinstance(value, bool)
     if not (is_real and math.isfinite(value) and low <= value <= high):
         bounded = f"in [{low:g}, {high:g}]" if high < math.inf else f"at least {low:g}"
         raise ValueError(f"`{name}` must be a number, {bounded}, got {value!r}.")
+
+
+def fraction(name: str, value: Any) -> None:
+    """Checks a number in [0, 1], or a scalar array, whose value may not be known."""
+    if isinstance(value, _REAL) and not isinstance(value, bool):
+        is_wrong = not 0 <= value <= 1
+    else:
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", bool)
+        is_wrong = shape != () or not jnp.issubdtype(dtype, jnp.number)
+    if is_wrong:
+        raise ValueError(f"`{name}` must be a number in [0, 1], got {value!r}.")
 
 
 def holds(dtype: Any, low: int, high: int) -> None:

@@ -134,7 +134,9 @@ def _read(data: Any, names: dict[str, str]) -> Any:
     pandas = load("pandas", "recommend")
     if isinstance(data, str | os.PathLike):
         as_text = dict.fromkeys((names["user"], names["item"]), "string")
-        data = pandas.read_csv(data, dtype=as_text, low_memory=False)
+        # Times that are integers stay so where some are missing.
+        backend: Any = {"dtype": as_text, "dtype_backend": "numpy_nullable"}
+        data = pandas.read_csv(data, low_memory=False, **backend)
         data = data.assign(
             **{name: _from_text(data[name]) for name in as_text if name in data}
         )
@@ -148,7 +150,7 @@ def _read(data: Any, names: dict[str, str]) -> Any:
         )
     if lost := [name for name in names.values() if name not in data]:
         raise ValueError(f"`data` must have the columns {lost}, got {list(data)}.")
-    columns = {key: data[name] for key, name in names.items()}
+    columns: dict[str, Any] = {key: data[name] for key, name in names.items()}
     for key in ("user", "item"):
         if isinstance(columns[key], list | tuple):  # integers stay so without some
             columns[key] = pandas.array(columns[key])
@@ -168,7 +170,7 @@ def _from_text(column: Any) -> Any:
     is_integer = texts.str.fullmatch(r"\s*(0|-?[1-9]\d{0,17})(\.0*)?\s*")
     if not is_integer.all():
         return column
-    return column.str.split(".").str[0].astype("Int64")
+    return column.str.strip().str.split(".").str[0].astype("Int64")
 
 
 def _ids(name: str, column: Any) -> Any:

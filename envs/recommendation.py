@@ -226,6 +226,11 @@ class RecommendationEnv(struct.PyTreeNode):
                     f"`known` must have the shape {sizes} of users and items, got "
                     f"{self.known.shape}."
                 )
+        if self.leave is not None and not hasattr(self.leave, "window"):
+            raise ValueError(
+                "`leave` must be a rule with `window` and `leaves`, such as "
+                f"`LeaveByCategory`, got {type(self.leave).__name__}."
+            )
         of_rule = getattr(self.leave, "num_items", self.num_items)
         if of_rule != self.num_items:
             raise ValueError(

@@ -119,6 +119,11 @@ def make_agents(env_id: str, **options: Any) -> MultiAgentEnv:
 
 def _make(how: str, env_id: str, options: dict[str, Any]) -> Any:
     """Makes an environment by `how`, `make_one` or `make_agents`, of its suite."""
+    if not isinstance(env_id, str):
+        raise ValueError(
+            "`env_id` must be an id, text such as those of `envs.env_ids()`, got "
+            f"{type(env_id).__name__}."
+        )
     *prefix, name = env_id.rsplit(":", 1)
     suite = prefix[0] if prefix else _GYMNAX
     able = [x for x, module in _SUITES.items() if hasattr(module, how)]

@@ -137,7 +137,12 @@ class Box(_Bounded, struct.PyTreeNode):
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", _shape(self.shape))
         bounds = self.low, self.high
+        if any(isinstance(x, str) for x in bounds):
+            raise ValueError(
+                f"`low` and `high` must be numbers or arrays, got {bounds}."
+            )
         if not all(isinstance(x, _NUMBERS) for x in bounds):
             return  # placeholders, with which jax builds pytrees
         if any(isinstance(x, Tracer) for x in bounds):
@@ -252,6 +257,7 @@ class MultiBinary(_Bounded, struct.PyTreeNode):
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", _shape(self.shape))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
     @property
@@ -355,14 +361,16 @@ class Dict(Composite):
         spaces: the spaces, by name.
 
     Raises:
-        ValueError: if the names cannot be put in order, as jax does.
+        ValueError: if it is no dict, or its names are of several types, which jax
+            cannot put in order.
     """
 
     spaces: Mapping[str, AnySpace]
 
     def __post_init__(self) -> None:
         if not isinstance(self.spaces, Mapping):
-            return  # a placeholder, with which jax builds pytrees
+            got = type(self.spaces).__name__
+            raise ValueError(f"`spaces` must be a dict of spaces, got {got}.")
         object.__setattr__(self, "spaces", dict(self.spaces))
         if len({type(name) for name in self.spaces}) > 1:
             raise ValueError(
@@ -375,9 +383,18 @@ class Tuple(Composite):
 
     Attributes:
         spaces: the spaces, in order.
+
+    Raises:
+        ValueError: if it is neither a tuple nor a list.
     """
 
     spaces: tuple[AnySpace, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.spaces, tuple | list):
+            got = type(self.spaces).__name__
+            raise ValueError(f"`spaces` must be a tuple of spaces, got {got}.")
+        object.__setattr__(self, "spaces", tuple(self.spaces))
 
 
 def as_space(space: Any, name: str = "space") -> AnySpace:
@@ -445,6 +462,12 @@ def _box_of(x: jax.ShapeDtypeStruct) -> Box:
 
 def _is_space(x: object) -> bool:
     return isinstance(x, Space)
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    if isinstance(shape, tuple | list):
+        return tuple(checks.integer("shape", size) for size in shape)
+    raise ValueError(f"`shape` must be a tuple of ints, got {shape!r}.")
 
 
 def _tuples(x: int | list) -> int | tuple:

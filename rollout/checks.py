@@ -47,6 +47,15 @@ def flag(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be a bool, got {value!r}.")
 
 
+def policy(value: Any) -> None:
+    """Checks that it is a policy."""
+    if not isinstance(value, Policy):
+        raise ValueError(
+            "`policy` must be a `Policy`, such as `stateless_policy` makes, "
+            f"got {describe(value)}."
+        )
+
+
 def function(name: str, value: Any) -> None:
     """Checks that an option can be called."""
     if not callable(value):
@@ -60,7 +69,7 @@ def max_steps(value: Any) -> jax.Array:
     return jnp.int32(min(count("max_steps", value, most=None), INT32_MAX))
 
 
-def collector(env: Any, policy: Any, record_fn: Any, value_fn: Any = None) -> None:
+def collector(env: Any, acting: Any, record_fn: Any, value_fn: Any = None) -> None:
     """Checks the parts of a collector."""
     # A placeholder that jax builds pytrees with has no `step`.
     if hasattr(env, "step") and not hasattr(env, "num_envs"):
@@ -68,11 +77,7 @@ def collector(env: Any, policy: Any, record_fn: Any, value_fn: Any = None) -> No
             "`env` must be many environments side by side, as `envs.vectorize` makes "
             f"them, got one {type(env).__name__}."
         )
-    if not isinstance(policy, Policy):
-        raise ValueError(
-            "`policy` must be a `Policy`, such as `stateless_policy` makes, "
-            f"got {describe(policy)}."
-        )
+    policy(acting)
     for name, fn in (("record_fn", record_fn), ("value_fn", value_fn)):
         if fn is not None:
             function(name, fn)
@@ -89,7 +94,8 @@ def collects_in_jax(value: Any) -> None:
 
 def kind_of_env(env: Any, *, is_host: bool) -> None:
     """Raises if a JAX environment is given where a host one belongs, or vice versa."""
-    if is_host and (hasattr(env, "reset_done") or not hasattr(env, "close")):
+    missing = [x for x in ("num_envs", "step", "close") if not hasattr(env, x)]
+    if is_host and (hasattr(env, "reset_done") or missing):
         raise ValueError(
             "`env` must be a `HostVectorEnv`, as `envs.from_gymnasium` makes it, got "
             f"{type(env).__name__}; environments in JAX go into a `Collector`."

@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout import unrolling
+from rollout import checks, unrolling
 from rollout.types import Transition
 
 Scalar = float | jax.Array  # (), may be traced
@@ -75,13 +75,15 @@ def gae(
         `[T, B]` float, in discounted reward; 0 where `mask` is False.
 
     Raises:
-        ValueError: if the extras have no `value`.
+        ValueError: if the extras have no `value`, or a factor is no number in [0, 1].
         AssertionError: while tracing, if a shape is not as above.
 
     Source:
         "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
         eq. 11 and 16, arXiv:1506.02438.
     """
+    checks.fraction("gamma", gamma)
+    checks.fraction("lam", lam)
     value = _values(trajectory)
     _check(trajectory, next_value, value)
     return _gae(_fields(trajectory), value, next_value, gamma, lam)
@@ -107,11 +109,14 @@ def lambda_returns(
 
     Raises:
         AssertionError: while tracing, if `next_value` is not `[T, B]`.
+        ValueError: if a factor is no number in [0, 1].
 
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., eq. 12.19 (without the
         approximation) and "High-Dimensional Continuous Control", arXiv:1506.02438.
     """
+    checks.fraction("gamma", gamma)
+    checks.fraction("lam", lam)
     _check(trajectory, next_value)
     return _lambda_returns(_fields(trajectory), next_value, gamma, lam)
 
@@ -135,6 +140,7 @@ def discounted_returns(
 
     Raises:
         AssertionError: while tracing, if `next_value` is not `[T, B]`.
+        ValueError: if a factor is no number in [0, 1].
 
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., eq. 3.9.

@@ -97,6 +97,12 @@ class VectorWrapper(_Around):
                 "`env` must be a `VectorEnv` as `envs.vectorize` makes it, got "
                 f"{type(self.env).__name__} without `num_envs`."
             )
+        if hasattr(self.env, "close") and not hasattr(self.env, "reset_done"):
+            raise ValueError(
+                f"`env` must be a `VectorEnv` in JAX, got {type(self.env).__name__}, "
+                "which is stepped in Python: wrap each of its environments, as in "
+                "`gymnasium.wrappers.NormalizeObservation`, or normalise in the policy."
+            )
 
     @property
     def num_envs(self) -> int:
@@ -351,6 +357,10 @@ class TransformReward(Wrapper):
     """
 
     fn: Callable[[jax.Array], jax.Array] = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.function("fn", self.fn)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from envs import checks
 from envs import keys as env_keys
 from envs.spaces import space_of
 from envs.types import (
@@ -206,8 +207,7 @@ class NormalizeReward(VectorWrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_epsilon(self.epsilon)
-        if not 0 <= self.gamma <= 1:
-            raise ValueError(f"`gamma` must lie in [0, 1], got {self.gamma!r}.")
+        checks.number("gamma", self.gamma, 0.0, 1.0)
 
     def freeze(self, env_state: RewardState) -> Self:
         """Fixes the statistics to those of `env_state`; see `NormalizeObs.freeze`."""
@@ -251,6 +251,7 @@ class NormalizeReward(VectorWrapper):
 
 
 def _check_epsilon(epsilon: float) -> None:
+    checks.number("epsilon", epsilon, 0.0)
     if not epsilon > 0:
         raise ValueError(f"`epsilon` must be above 0, got {epsilon!r}.")
 

@@ -76,6 +76,7 @@ class TransformObs(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        checks.function("fn", self.fn)
         if self.observation_space is None:
             shapes = _eval_reset(self.env, lambda state, obs: self.fn(obs))
             space = space_of(shapes)
@@ -110,6 +111,11 @@ class ObserveInfo(Wrapper):
 
     fn: Callable[[Any], ArrayTree] = struct.field(pytree_node=False)
     initial: Callable[[Any, Any], ArrayTree] = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.function("fn", self.fn)
+        checks.function("initial", self.initial)
 
     @property
     def observation_space(self) -> AnySpace:

@@ -5,6 +5,7 @@ episode. Until then it is *pending*: it may be taken in one window of steps and 
 in another.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -155,9 +156,15 @@ def for_policy(rows: AgentRows, name: str) -> AgentRows:
     Raises:
         ValueError: if the policy was no `policy_map`, or has no policy of that name.
     """
+    if not isinstance(rows, Mapping):
+        raise ValueError(
+            "`rows` must be those by group that `agent_transitions` returns, got "
+            f"{type(rows).__name__}."
+        )
     picked = {}
     for group, row in rows.items():
-        roster = row.extras.get("roster")
+        extras = getattr(row, "extras", ())
+        roster = extras.get("roster") if isinstance(extras, Mapping) else None
         if roster is None:
             raise ValueError("`rows` must be of a `policy_map`, got another policy's.")
         is_its = roster.select(name, row.extras["policy_id"])

@@ -6,6 +6,7 @@ from typing import Any, overload
 
 from envs.spaces import Composite, Discrete, as_space
 from envs.types import AnySpace, ArrayTree
+from rollout import checks
 from rollout.policies import draws, masks
 from rollout.policies.masks import MaskFn
 from rollout.types import (
@@ -48,11 +49,11 @@ def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> P
     """
     space = as_space(action_space, "action_space")
     if mask_fn is not None:
-        masks.check_maskable(space)
+        masks.check_maskable(space, mask_fn)
         is_composite = isinstance(space, Composite)  # which may not be hashable
         make = _masked_policy if is_composite else _same_masked_policy
         return make(space, mask_fn)
-    make = _same_policy if isinstance(space, Discrete) else _policy
+    make: Any = _same_policy if isinstance(space, Discrete) else _policy
     return make(space)
 
 
@@ -85,7 +86,11 @@ def stateless_policy(
 
     Returns:
         A policy whose state is `()`.
+
+    Raises:
+        ValueError: if `fn` or `mode_fn` is not a function.
     """
+    _check_functions(fn=fn, mode_fn=mode_fn)
 
     def make(fn: Callable[..., Any]) -> PolicyFn:
         def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
@@ -118,7 +123,11 @@ def recurrent_policy(
     Returns:
         A policy whose state goes back to `init` at every episode boundary, lane by
         lane.
+
+    Raises:
+        ValueError: if `fn`, `init` or `mode_fn` is not a function.
     """
+    _check_functions(fn=fn, init=init, mode_fn=mode_fn)
 
     def make(fn: Callable[..., Any]) -> PolicyFn:
         def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
@@ -148,8 +157,9 @@ def greedy(policy: Policy[ParamsT, ObsT, ActionT]) -> Policy[ParamsT, ObsT, Acti
         is traced anew.
 
     Raises:
-        ValueError: if it has no `mode`.
+        ValueError: if it is no policy, or has no `mode`.
     """
+    checks.policy(policy)
     if policy.mode is None:
         raise ValueError(
             "`policy` must have a `mode`, got one without; `stateless_policy` and "
@@ -181,6 +191,12 @@ def _policy(space: AnySpace) -> Policy:
 
 _same_policy = functools.cache(_policy)
 _same_masked_policy = functools.cache(_masked_policy)
+
+
+def _check_functions(**functions: Any) -> None:
+    for name, fn in functions.items():
+        if name != "mode_fn" or fn is not None:
+            checks.function(name, fn)
 
 
 def _no_state(num_envs: int) -> tuple[()]:

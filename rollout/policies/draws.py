@@ -40,8 +40,8 @@ def uniform(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
             lambda x: x.reshape(num_envs, space.num, *x.shape[1:]), every
         )
     if space.bounds is not None:
-        shape = (num_envs, *space.shape)
-        return keys.draw(key, *space.bounds, shape, space.dtype)
+        low, high = space.bounds
+        return keys.draw(key, low, high, (num_envs, *space.shape), space.dtype)
     lane = jnp.arange(num_envs, dtype=jnp.int32)
     return jax.vmap(space.sample)(keys.fold_in(key, lane))
 
@@ -49,13 +49,13 @@ def uniform(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
 def check_bounds(space: AnySpace) -> None:
     """Raises for a space with infinite bounds, from which nothing is drawn evenly."""
     for leaf in space.leaves():
-        bounds = leaf.bounds or ()
-        if any(isinstance(bound, Tracer) for bound in bounds):
+        low, high = leaf.bounds or (0, 0)
+        if any(isinstance(bound, Tracer) for bound in (low, high)):
             continue  # the values are not known while tracing
-        if not all(np.all(np.isfinite(np.asarray(bound))) for bound in bounds):
+        if not all(np.all(np.isfinite(np.asarray(bound))) for bound in (low, high)):
             raise ValueError(
                 "`action_space` must have finite bounds to draw from, got "
-                f"low={bounds[0]}, high={bounds[1]}."
+                f"low={low}, high={high}."
             )
 
 

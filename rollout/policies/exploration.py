@@ -76,6 +76,7 @@ def epsilon_greedy(
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., section 2.2.
     """
+    checks.policy(policy)
     wrapping.check_scheduled("epsilon", epsilon, highest=1.0)
     action_space = as_space(action_space, "action_space")
     replace = _replacer(action_space, mask_fn)
@@ -127,6 +128,7 @@ def random_warmup(
     Source:
         "Spinning Up in Deep RL" (OpenAI, 2018), `start_steps` of DDPG, TD3 and SAC.
     """
+    checks.policy(policy)
     num_steps = checks.count("num_steps", num_steps)
     action_space = as_space(action_space, "action_space")
     replace = _replacer(action_space, mask_fn)
@@ -182,7 +184,7 @@ def _replacer(
 ) -> Callable[[PolicyStep, ArrayTree, jax.Array, chex.PRNGKey], PolicyStep]:
     """Makes `(decision, obs, flag, key)` to the decision, random where `flag`."""
     if mask_fn is not None:
-        masks.check_maskable(space)
+        masks.check_maskable(space, mask_fn)
     draws.check_bounds(space)
 
     def replace(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from envs.spaces import Discrete
 from envs.types import ArrayTree
+from rollout import checks
 from rollout.policies import draws, masks
 from rollout.policies.basic import stateless_policy
 from rollout.policies.masks import MaskFn
@@ -56,14 +57,17 @@ def item_policy(
         `items` also `point`, `[B, F]`.
 
     Raises:
-        ValueError: if there are `items` and `sample`; while tracing, if the mask is not
-            `[B, I]` bool.
+        ValueError: if an argument is not as above, or there are `items` and `sample`;
+            while tracing, if the mask is not `[B, I]` bool.
 
     Source:
         Masks: "A Closer Look at Invalid Action Masking in Policy Gradient Algorithms",
         arXiv:2006.14171. The nearest item: "Deep Reinforcement Learning in Large
         Discrete Action Spaces", arXiv:1512.07679, with one neighbour.
     """
+    checks.function("fn", fn)
+    checks.function("mask_fn", mask_fn)
+    checks.flag("sample", sample)
     if sample and items is not None:
         raise ValueError("`sample` must be False where `items` are given, got True.")
 
@@ -101,7 +105,16 @@ def choose_items(
         Items, `[B]` int32; and `{"none_allowed": none_allowed, "log_prob": log_prob}`,
         `[B]` bool and float32: of the softmax, also without a key. What is not read of
         it costs nothing inside `jit`.
+
+    Raises:
+        ValueError: if `mask` is not bool of the shape of `scores`.
     """
+    scores, mask = jnp.asarray(scores), jnp.asarray(mask)
+    if scores.ndim != 2 or (mask.shape, mask.dtype) != (scores.shape, jnp.bool_):
+        raise ValueError(
+            "`mask` must be bool of the shape [B, I] of `scores`, got "
+            f"{checks.describe(mask)} and {checks.describe(scores)}."
+        )
     none_allowed = draws.none_allowed(mask)
     lowest = jnp.finfo(scores.dtype).min  # what is allowed beats what is not
     scores = jnp.maximum(scores, lowest)

@@ -26,6 +26,7 @@ from envs.spaces import (
     as_space,
 )
 from envs.types import AnySpace, ArrayTree
+from rollout import checks
 from rollout.policies import draws
 
 MaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
@@ -33,8 +34,9 @@ MaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
 _NAME = "action_mask"
 
 
-def check_maskable(space: AnySpace) -> None:
+def check_maskable(space: AnySpace, mask_fn: Any) -> None:
     """Raises for a space of which nothing can be masked, or drawn."""
+    checks.function("mask_fn", mask_fn)
     if not _is_maskable(space):
         raise ValueError(
             "`action_space` must be discrete or have discrete parts where `mask_fn` is "

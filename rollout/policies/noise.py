@@ -15,6 +15,7 @@ from flax import struct
 from envs import keys
 from envs.spaces import as_space
 from envs.types import AnySpace, ArrayTree
+from rollout import checks
 from rollout.policies import wrapping
 from rollout.policies.wrapping import Schedule
 from rollout.types import ActionT, ObsT, ParamsT, Policy, PolicyStep
@@ -55,6 +56,7 @@ def gaussian_noise(
         "Addressing Function Approximation Error in Actor-Critic Methods" (TD3),
         arXiv:1802.09477, algorithm 1.
     """
+    checks.policy(policy)
     wrapping.check_scheduled("scale", scale)
     action_space = as_space(action_space, "action_space")
     add = _adder(action_space)
@@ -114,6 +116,7 @@ def ornstein_uhlenbeck(
         36, 1930), by the Euler-Maruyama step; as exploration in "Continuous control
         with deep reinforcement learning" (DDPG), arXiv:1509.02971, section 3.
     """
+    checks.policy(policy)
     wrapping.check_scheduled("scale", scale)
     _check_process(theta, dt)
     action_space = as_space(action_space, "action_space")
