@@ -172,11 +172,8 @@ def evaluate_settings(
         )
     for name, collector in settings.items():
         _check(name, collector, catalogue)
-    catalogue = Catalogue(
-        **{
-            name: table if table is None else jnp.asarray(table)
-            for name, table in vars(catalogue).items()
-        }
+    catalogue = jax.tree.map(
+        jnp.asarray, catalogue, is_leaf=lambda x: isinstance(x, list)
     )
     return _evaluate(dict(settings), key, params, num_episodes, catalogue, limit)
 
