@@ -16,14 +16,13 @@ from flax import struct
 from envs import checks
 from envs.multi_agent import (
     ACTING,
-    AgentGroup,
     AgentInfo,
     AgentLayout,
     Flag,
     MultiAgentEnv,
     MultiAgentInfo,
     MultiAgentStep,
-    NumEnvs,
+    layout_of,
     pack,
     read_flag,
     read_length,
@@ -66,16 +65,12 @@ def vectorize_agents(
             action is not of the space of its group, or what is per agent not `[A]`.
     """
     checks.single(env)
-    joint = _Joint(env=env, layout=_layout(env))
+    joint = _Joint(env=env, layout=layout_of(env))
     return _VectorizedAgents(vectorize(joint, num_envs, auto_reset=auto_reset))
 
 
 class _VectorizedAgents(VectorWrapper):
     """Lanes of environments of several agents."""
-
-    @property
-    def num_envs(self) -> int:
-        return NumEnvs(self.env.num_envs, self._joint.layout)
 
     @property
     def agents(self) -> tuple[str, ...]:
@@ -279,49 +274,3 @@ def _check_of_space(
             f"{what if dtype is None else f'{jnp.dtype(dtype).name} and {what}'}, got "
             f"{', '.join(map(checks.describe, leaves))}."
         )
-
-
-def _layout(env: MultiAgentEnv) -> AgentLayout:
-    """Checks the order of agents in groups, and returns it."""
-    agents, groups = tuple(env.agents), {x: tuple(y) for x, y in env.groups.items()}
-    members = [agent for group in groups.values() for agent in group]
-    empty = [group for group, names in groups.items() if not names]
-    if empty:
-        raise ValueError(
-            f"`env.groups` must have agents in each, got {empty[0]!r} empty."
-        )
-    if not agents or len(set(agents)) != len(agents):
-        raise ValueError(f"`env.agents` must be names, each once, got {agents}.")
-    for agent in {*agents, *members}:
-        if members.count(agent) != 1 or agent not in agents:
-            its = [group for group, names in groups.items() if agent in names]
-            what = ", ".join(its) if agent in agents else "and not in `env.agents`"
-            raise ValueError(
-                f"`env.groups` must have every agent in one group, got {agent!r} in "
-                f"{what or 'none'}."
-            )
-    for name in ("observation_spaces", "action_spaces"):
-        if set(getattr(env, name)) != set(groups):
-            raise ValueError(
-                f"`env.{name}` must have the groups {', '.join(groups)}, got "
-                f"{', '.join(getattr(env, name))}."
-            )
-    if ACTING in groups:
-        raise ValueError(
-            f'`env.groups` must not have one called "{ACTING}", which `obs` says who '
-            "acts by."
-        )
-    return AgentLayout(
-        agents=agents,
-        groups=tuple(
-            _group(group, tuple(map(agents.index, names)), env.action_spaces[group])
-            for group, names in groups.items()
-        ),
-        simultaneous=bool(getattr(env, "simultaneous", False)),
-    )
-
-
-def _group(name: str, members: tuple[int, ...], action_space: AnySpace) -> AgentGroup:
-    space = as_space(action_space, name)
-    dtype = None if space.dtype is None else jnp.dtype(space.dtype)
-    return AgentGroup(name, members, space.shape, dtype)

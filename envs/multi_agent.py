@@ -8,13 +8,14 @@ what belongs to single agents.
 
 import enum
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from envs.spaces import as_space
 from envs.types import AnySpace, ArrayTree
 
 ACTING = "acting"  # the entry of `obs` that says who must act
@@ -138,18 +139,6 @@ class AgentLayout(NamedTuple):
     simultaneous: bool
 
 
-class NumEnvs(int):
-    """A number of lanes that also says who is in each: `policy.init` is given it."""
-
-    agents: AgentLayout
-
-    def __new__(cls, num_envs: int, agents: AgentLayout) -> Self:
-        """So many lanes of these agents."""
-        self = super().__new__(cls, num_envs)
-        self.agents = agents
-        return self
-
-
 class AgentInfo(struct.PyTreeNode, kw_only=True):
     """The part of a step that belongs to single agents, `[T, B, A]` in a trajectory.
 
@@ -236,3 +225,74 @@ def read_flag(packed: jax.Array, flag: Flag) -> jax.Array:
 def read_length(packed: jax.Array) -> jax.Array:
     """Takes the count out of words of `pack`, int32."""
     return (packed >> len(Flag)).astype(jnp.int32)
+
+
+def layout_of(env: Any) -> AgentLayout:
+    """Returns the agents of an environment.
+
+    Args:
+        env: a `MultiAgentEnv`, or what `vectorize_agents` makes, with wrappers around
+            it or not.
+
+    Raises:
+        ValueError: if it is neither, or if its groups contradict its agents.
+    """
+    inner = env
+    while inner is not None:
+        layout = getattr(inner, "layout", None)
+        if isinstance(layout, AgentLayout):
+            return layout
+        inner = getattr(inner, "env", None)
+    names = ("agents", "groups", "observation_spaces", "action_spaces")
+    if not all(hasattr(env, name) for name in names):
+        raise ValueError(
+            "`env` must be of several agents, a `MultiAgentEnv` or one of "
+            f"`envs.vectorize_agents`, got {type(env).__name__}."
+        )
+    return _make_layout(env)
+
+
+def _make_layout(env: MultiAgentEnv) -> AgentLayout:
+    """Checks the order of agents in groups, and returns it."""
+    agents, groups = tuple(env.agents), {x: tuple(y) for x, y in env.groups.items()}
+    members = [agent for group in groups.values() for agent in group]
+    empty = [group for group, names in groups.items() if not names]
+    if empty:
+        raise ValueError(
+            f"`env.groups` must have agents in each, got {empty[0]!r} empty."
+        )
+    if not agents or len(set(agents)) != len(agents):
+        raise ValueError(f"`env.agents` must be names, each once, got {agents}.")
+    for agent in {*agents, *members}:
+        if members.count(agent) != 1 or agent not in agents:
+            its = [group for group, names in groups.items() if agent in names]
+            what = ", ".join(its) if agent in agents else "and not in `env.agents`"
+            raise ValueError(
+                f"`env.groups` must have every agent in one group, got {agent!r} in "
+                f"{what or 'none'}."
+            )
+    for name in ("observation_spaces", "action_spaces"):
+        if set(getattr(env, name)) != set(groups):
+            raise ValueError(
+                f"`env.{name}` must have the groups {', '.join(groups)}, got "
+                f"{', '.join(getattr(env, name))}."
+            )
+    if ACTING in groups:
+        raise ValueError(
+            f'`env.groups` must not have one called "{ACTING}", which `obs` says who '
+            "acts by."
+        )
+    return AgentLayout(
+        agents=agents,
+        groups=tuple(
+            _group(group, tuple(map(agents.index, names)), env.action_spaces[group])
+            for group, names in groups.items()
+        ),
+        simultaneous=bool(getattr(env, "simultaneous", False)),
+    )
+
+
+def _group(name: str, members: tuple[int, ...], action_space: AnySpace) -> AgentGroup:
+    space = as_space(action_space, name)
+    dtype = None if space.dtype is None else jnp.dtype(space.dtype)
+    return AgentGroup(name, members, space.shape, dtype)

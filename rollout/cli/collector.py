@@ -38,7 +38,8 @@ def make_collector(run: Run, num_devices: int = 1) -> tuple[Any, Any]:
         seen, spaces = env.observation_spaces, env.action_spaces
         every = {x: _random_policy(seen[x], spaces[x]) for x in env.groups}
         groups = {agent: x for x, agents in env.groups.items() for agent in agents}
-        policy, params = policy_map(every, fixed_mapping(groups)), dict.fromkeys(every)
+        policy = policy_map(every, fixed_mapping(groups), env)
+        params = dict.fromkeys(every)
     else:
         env = make_vec(run.env, run.num_envs, **options)
         policy = _random_policy(env.observation_space, env.action_space)

@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from envs import keys
-from envs.multi_agent import ACTING, AgentLayout
+from envs.multi_agent import ACTING, AgentLayout, layout_of
 from envs.types import ArrayTree
 from rollout import checks
 from rollout.multi_agent import mapping, seating
@@ -20,7 +20,9 @@ from rollout.types import EpisodeKey, Key, Obs, Params, Policy, PolicyStep
 
 
 def policy_map(
-    policies: Mapping[str, Policy | Population], mapping_fn: MappingFn | FixedMapping
+    policies: Mapping[str, Policy | Population],
+    mapping_fn: MappingFn | FixedMapping,
+    env: Any,
 ) -> Policy:
     """Makes a policy for several agents of policies for one.
 
@@ -37,6 +39,9 @@ def policy_map(
             as it has members. `agents` are the names. It is called with a key of each
             lane's episode, so it holds until that ends and does not depend on the
             number of lanes. Or what `fixed_mapping` makes.
+        env: says which agents there are: the `MultiAgentEnv`, or what
+            `envs.vectorize_agents` makes of it. The policy acts in any number of lanes
+            of environments with these agents.
 
     Returns:
         A policy for an environment of `envs.vectorize_agents`. Its `params` are a dict
@@ -48,9 +53,9 @@ def policy_map(
 
     Raises:
         ValueError: if `policies` are not policies by name, or a population under a
-            fixed mapping. When a collector is initialized: if the environment is not
-            one of several agents, if the mapping lacks an agent, names one or a policy
-            that is not there, or gives an index out of range. While tracing: if
+            fixed mapping; if `env` is not of several agents; if the mapping lacks an
+            agent, names one or a policy that is not there, or gives an index out of
+            range. While tracing: if it acts in an environment of other agents, if
             `params` lacks an entry, or if a policy returns actions that are not of the
             group's action space, or extras that are not () or a dict.
     """
@@ -60,6 +65,9 @@ def policy_map(
             "`mapping_fn` must be a function or made by `fixed_mapping`, got "
             f"{type(mapping_fn).__name__}."
         )
+    layout = layout_of(env)
+    if not isinstance(mapping_fn, FixedMapping):
+        mapping.check(mapping_fn, layout.agents, entries[-1].last)
     modes = tuple(
         entry._replace(policy=entry.policy._replace(apply=entry.policy.mode))
         if entry.policy.mode
@@ -67,11 +75,24 @@ def policy_map(
         for entry in entries
     )
     has_mode = any(entry.policy.mode for entry in entries)
-    return Policy(
-        init=functools.partial(_init, entries, mapping_fn),
-        apply=functools.partial(_apply, entries, mapping_fn),
-        mode=functools.partial(_apply, modes, mapping_fn) if has_mode else None,
+    drawn, likely = (
+        _Map(x, mapping_fn, layout, seating.make_seats(x, mapping_fn, layout))
+        for x in (entries, modes)
     )
+    return Policy(
+        init=functools.partial(_init, drawn),
+        apply=functools.partial(_apply, drawn),
+        mode=functools.partial(_apply, likely) if has_mode else None,
+    )
+
+
+class _Map(NamedTuple):
+    """Who plays whom."""
+
+    entries: tuple[Entry, ...]
+    mapping_fn: MappingFn | FixedMapping
+    layout: AgentLayout
+    seats: list[Seat]
 
 
 class _MapState(struct.PyTreeNode, kw_only=True):
@@ -79,23 +100,11 @@ class _MapState(struct.PyTreeNode, kw_only=True):
 
     key: Any  # the EpisodeKey that the mapping is drawn from, or ()
     inner: dict[str, dict[str, ArrayTree]]  # by policy and group
-    layout: AgentLayout = struct.field(pytree_node=False)
 
 
-def _init(
-    entries: tuple[Entry, ...], mapping_fn: MappingFn | FixedMapping, num_envs: int
-) -> _MapState:
-    layout = getattr(num_envs, "agents", None)
-    if layout is None:
-        raise ValueError(
-            "`policy_map` must act in an environment of `envs.vectorize_agents`, got "
-            "one without agents."
-        )
-    is_fixed = isinstance(mapping_fn, FixedMapping)
-    if not is_fixed:
-        mapping.check(mapping_fn, layout.agents, entries[-1].last)
-    inner = {entry.name: {} for entry in entries}
-    for seat in seating.make_seats(entries, mapping_fn, layout):
+def _init(this: _Map, num_envs: int) -> _MapState:
+    inner = {entry.name: {} for entry in this.entries}
+    for seat in this.seats:
         num = len(seat.columns)
         state = seat.entry.policy.init(num_envs * num)
         if any(isinstance(x, EpisodeKey) for x in _nodes(state)):
@@ -104,19 +113,17 @@ def _init(
                 "state, which belongs to a lane and not to an agent."
             )
         inner[seat.entry.name][seat.group.name] = seating.part(state, num_envs)
-    return _MapState(key=() if is_fixed else EpisodeKey(), inner=inner, layout=layout)
+    is_fixed = isinstance(this.mapping_fn, FixedMapping)
+    return _MapState(key=() if is_fixed else EpisodeKey(), inner=inner)
 
 
 def _apply(
-    entries: tuple[Entry, ...],
-    mapping_fn: MappingFn | FixedMapping,
-    params: Params,
-    obs: Obs,
-    state: _MapState,
-    key: Key,
+    this: _Map, params: Params, obs: Obs, state: _MapState, key: Key
 ) -> PolicyStep:
+    entries, mapping_fn, layout, seats = this
     _check_params(params, entries)
-    layout, acting = state.layout, obs[ACTING]
+    _check_agents(obs, layout)
+    acting = obs[ACTING]
     is_fixed = isinstance(mapping_fn, FixedMapping)
     if is_fixed:
         policy_id = mapping.fixed_ids(entries, mapping_fn, layout.agents)
@@ -130,7 +137,6 @@ def _apply(
         own = state.inner[seat.entry.name][seat.group.name]
         return seating.decide(seat, policy_id, params, obs, own, key)
 
-    seats = seating.make_seats(entries, mapping_fn, layout)
     if not is_fixed and len(layout.groups) > 1:
         seats, policy_id = seating.fitting(
             seats, mapping_fn, layout, policy_id, decide, key
@@ -171,6 +177,17 @@ def _check_params(params: Params, entries: tuple[Entry, ...]) -> None:
         raise ValueError(
             f"`params` must have an entry for each policy, {', '.join(names)}, got "
             f"{got or 'none'}."
+        )
+
+
+def _check_agents(obs: Obs, layout: AgentLayout) -> None:
+    names, num_agents = {ACTING, *(x.name for x in layout.groups)}, len(layout.agents)
+    fits = isinstance(obs, Mapping) and names <= set(obs)
+    if not fits or obs[ACTING].shape[-1] != num_agents:
+        got = ", ".join(obs) if isinstance(obs, Mapping) else checks.describe(obs)
+        raise ValueError(
+            "`policy_map` must act in an environment of `envs.vectorize_agents` with "
+            f"the {num_agents} agents of its `env`, got observations of {got}."
         )
 
 

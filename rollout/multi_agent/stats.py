@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs.multi_agent import AgentInfo
+from envs.multi_agent import AgentInfo, layout_of
 from rollout.collector import Collector
-from rollout.multi_agent.transitions import agents_of, layout_of
+from rollout.multi_agent.transitions import agents_of
 from rollout.stats import Moments, moments
 from rollout.types import Accumulator, Episodes, PerAgent, Transition
 
@@ -63,7 +63,7 @@ def keep_agents(collector: Collector) -> Collector:
     Args:
         collector: with an environment of `envs.vectorize_agents`.
     """
-    layout = layout_of(collector)
+    layout = layout_of(collector.env)
 
     def init(num_envs: int) -> tuple[AgentInfo, jax.Array]:
         zero = jnp.zeros((num_envs, len(layout.agents)), jnp.float32)
@@ -86,9 +86,9 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
 
     Args:
         data: a trajectory, `[T, B, ...]`, of an environment of `envs.vectorize_agents`;
-            rows whose `mask` is False do not count. Or the `Episodes` of a collector of
-            `keep_agents`: they have no row per step, so `policies` are the figures of
-            the groups, by name, and `num_unmapped` is 0.
+            rows whose `mask` is False do not count. Or the `Episodes` of a collector
+            that `rollout.multi_agent.stats.keep_agents` made: there `policies` are the
+            figures of the groups, by name, and `num_unmapped` is 0.
 
     Returns:
         Statistics, each `()`; means over no episode are NaN.
@@ -132,8 +132,8 @@ def _summarize_episodes(episodes: Episodes) -> AgentStats:
     kept: Any = episodes.accumulated
     if not isinstance(kept, dict) or _NAME not in kept:
         raise ValueError(
-            "`data` must be a trajectory, or `Episodes` of a collector of "
-            "`keep_agents`, got others."
+            "`data` must be a trajectory, or `Episodes` of a collector that "
+            "`rollout.multi_agent.stats.keep_agents` made, got others."
         )
     info, unassigned_reward = kept[_NAME]
     lengths, layout = info.agent_length, info.layout

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs.multi_agent import AgentGroup, AgentInfo, AgentLayout
+from envs.multi_agent import AgentGroup, AgentInfo, layout_of
 from envs.types import ArrayTree
 from rollout import checks, unrolling
 from rollout.collector import Collector
@@ -60,7 +60,7 @@ def init_agent_transitions(
     Raises:
         ValueError: if the environment is not one of several agents.
     """
-    layout = layout_of(collector)
+    layout = layout_of(collector.env)
     if layout.simultaneous:
         return ()
 
@@ -176,17 +176,6 @@ def for_policy(rows: AgentRows, name: str) -> AgentRows:
                 size = sum(len(x) for _, of, x in roster.columns if of == group)
                 picked[group] = _pick(row, columns, size)
     return picked
-
-
-def layout_of(collector: Collector) -> AgentLayout:
-    """Returns the agents of a collector's environment; raises if there are none."""
-    layout = getattr(collector.env.num_envs, "agents", None)
-    if layout is None:
-        raise ValueError(
-            "`collector.env` must be made by `envs.vectorize_agents`, got "
-            f"{type(collector.env).__name__}."
-        )
-    return layout
 
 
 def agents_of(transition: Transition) -> AgentInfo:

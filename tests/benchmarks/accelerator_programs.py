@@ -242,7 +242,7 @@ def agent_transitions() -> Made:
     mask_fn = lambda obs: obs["action_mask"]  # noqa: E731
     policy = rollout.random_policy(env.action_spaces["players"], mask_fn=mask_fn)
     seats = rollout.fixed_mapping({"player_0": "one", "player_1": "one"})
-    collector = _collector(env, rollout.policy_map({"one": policy}, seats))
+    collector = _collector(env, rollout.policy_map({"one": policy}, seats, env))
     params, carry = {"one": None}, _carry(collector)
     make = functools.partial(rollout.init_agent_transitions, collector)
     pending = jax.eval_shape(make, carry, params)

@@ -259,12 +259,12 @@ def population_programs(size: int) -> dict[str, Program]:
     shared = rollout.fixed_mapping("it")
     single = jax.tree.map(lambda x: x[0], league)
     cases = {
-        "one": (rollout.policy_map({"it": policy}, shared), single),
+        "one": (rollout.policy_map({"it": policy}, shared, env), single),
         "blocks": (
-            rollout.policy_map({"it": rollout.population(policy, size)}, mapping),
+            rollout.policy_map({"it": rollout.population(policy, size)}, mapping, env),
             league,
         ),
-        "gather": (rollout.policy_map({"it": gathered}, shared), league),
+        "gather": (rollout.policy_map({"it": gathered}, shared, env), league),
     }
 
     def run(collector: rollout.Collector, carry: Any, params: Any) -> Any:

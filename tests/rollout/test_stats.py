@@ -142,3 +142,14 @@ def test_merged_statistics_of_parts_are_those_of_the_whole():
 def test_merged_counts_do_not_overflow():
     stats = summarize(collect("count")[1]).replace(num_steps=np.int32(2**31 - 1))
     assert merge([stats, stats]).num_steps == 2**32 - 2
+
+
+def test_episodes_without_what_agents_did_are_refused():
+    env = envs.vectorize(CountEnv(), 2)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    _, episodes = collector.collect_episodes(
+        collector.init(jax.random.key(0)), None, 2, max_steps=3
+    )
+    with pytest.raises(ValueError, match="`data` must be a trajectory, or `Episodes`"):
+        rollout.summarize_agents(episodes)

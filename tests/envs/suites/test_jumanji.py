@@ -121,6 +121,7 @@ def test_every_game_keeps_the_contract(name):
     policy = rollout.policy_map(
         {"all": rollout.random_policy(vector.action_spaces["agents"])},
         rollout.fixed_mapping(dict.fromkeys(env.agents, "all")),
+        env,
     )
     collector = rollout.Collector(env=vector, policy=policy)
     carry = jax.eval_shape(collector.init, jax.random.key(0))

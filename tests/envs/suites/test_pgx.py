@@ -196,7 +196,7 @@ def test_masked_policies_never_make_an_illegal_move(game):
         return totals + jnp.array([illegal.sum(), moves.sum()], jnp.int32)
 
     for name, policy in policies.items():
-        mapped = rollout.policy_map({name: policy}, rollout.fixed_mapping(name))
+        mapped = rollout.policy_map({name: policy}, rollout.fixed_mapping(name), env)
         collector = rollout.Collector(env=env, policy=mapped)
         carry = collector.init(jax.random.key(5))
         totals = jnp.zeros(2, jnp.int32)

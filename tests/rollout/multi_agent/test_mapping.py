@@ -48,7 +48,7 @@ def collect(
     env, policies, mapping, *, num_envs=B, num_steps=T, params=None, jit=quick_jit
 ):
     env = envs.vectorize_agents(env, num_envs)
-    policy = rollout.policy_map(policies, mapping)
+    policy = rollout.policy_map(policies, mapping, env)
     collector = rollout.Collector(env=env, policy=policy)
     params = dict.fromkeys(policies) if params is None else params
 
@@ -213,13 +213,14 @@ def test_mode_is_that_of_policies_that_have_one():
         mode_fn=lambda params, obs, key: jnp.full(obs.shape, 2, jnp.int32),
     )
     mapping = rollout.fixed_mapping({"a": "greedy", "b": "x", "c": "x"})
-    policy = rollout.policy_map({"greedy": greedy, "x": constant(5)}, mapping)
     env = envs.vectorize_agents(table(), B)
+    policy = rollout.policy_map({"greedy": greedy, "x": constant(5)}, mapping, env)
     collector = rollout.Collector(env=env, policy=rollout.greedy(policy))
     params = {"greedy": None, "x": None}
     got = collector.step(collector.init(KEY), params)[1]
     np.testing.assert_array_equal(got.action["all"][0], [2, 5, 5])
-    assert rollout.policy_map({"x": constant(0)}, mapping).mode is None
+    mapping = rollout.fixed_mapping("x")
+    assert rollout.policy_map({"x": constant(0)}, mapping, env).mode is None
 
 
 def test_exploration_stands_inside():
@@ -304,15 +305,39 @@ def test_params_must_have_every_policy():
 
 
 def test_environment_must_have_agents():
-    env = envs.vectorize(CountEnv(), B)
-    policy = rollout.policy_map({"x": constant(0)}, rollout.fixed_mapping("x"))
-    with pytest.raises(ValueError, match="must act in an environment of"):
-        rollout.Collector(env=env, policy=policy).init(KEY)
+    lanes, mapping = envs.vectorize(CountEnv(), B), rollout.fixed_mapping("x")
+    with pytest.raises(ValueError, match="`env` must be of several agents"):
+        rollout.policy_map({"x": constant(0)}, mapping, lanes)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [envs.vectorize(CountEnv(), B), envs.vectorize_agents(table(num_agents=2), B)],
+    ids=["no agents", "others"],
+)
+def test_environment_must_have_the_agents_of_the_map(env):
+    policy = rollout.policy_map(
+        {"x": constant(0)}, rollout.fixed_mapping("x"), table(num_agents=3)
+    )
+    collector = rollout.Collector(env=env, policy=policy)
+    with pytest.raises(ValueError, match="with the 3 agents of its `env`, got"):
+        collector.step(collector.init(KEY), {"x": None})
+
+
+@pytest.mark.parametrize("num_envs", [1, B])
+def test_map_acts_in_any_number_of_lanes(num_envs):
+    env, mapping = table(), rollout.fixed_mapping("x")
+    policy = rollout.policy_map({"x": counting()}, mapping, env)
+    lanes = envs.vectorize_agents(env, num_envs)
+    collector = rollout.Collector(env=lanes, policy=policy)
+    _, got = collector.collect_steps(collector.init(KEY), {"x": None}, 3)
+    steps = np.broadcast_to(np.arange(3)[:, None, None], (3, num_envs, 3))
+    np.testing.assert_array_equal(got.action["all"], steps)
 
 
 def test_wrapped_map_and_stream_with_a_warm_up():
     env = envs.vectorize_agents(table(), B)
-    policy = rollout.policy_map({"x": counting()}, rollout.fixed_mapping("x"))
+    policy = rollout.policy_map({"x": counting()}, rollout.fixed_mapping("x"), env)
     wrapped = rollout.random_warmup(policy, env.action_space, 2)
     collector = rollout.Collector(env=env, policy=wrapped)
     carry = collector.init(KEY)

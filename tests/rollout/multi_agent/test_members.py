@@ -90,7 +90,7 @@ def make_collector(num_envs):
         "fixed": rollout.stateless_policy(fixed),
         "league": rollout.population(rollout.stateless_policy(member), P),
     }
-    policy = rollout.policy_map(policies, mapping)
+    policy = rollout.policy_map(policies, mapping, env)
     return rollout.Collector(env=env, policy=policy)
 
 

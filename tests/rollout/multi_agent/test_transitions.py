@@ -235,7 +235,7 @@ def make_policy(env):
         "random": rollout.random_policy(env.action_spaces["one"]),
     }
     mapping = rollout.fixed_mapping({"a": "count", "b": "random", "c": "count"})
-    return rollout.policy_map(policies, mapping)
+    return rollout.policy_map(policies, mapping, env)
 
 
 PARAMS = {"count": None, "random": None}
@@ -484,7 +484,7 @@ def test_rows_of_policies_that_share_a_group(is_fixed):
         if is_fixed
         else lambda key, names: jax.random.randint(key, (3,), 0, 2)
     )
-    policy = rollout.policy_map({"red": policy, "blue": policy}, mapping)
+    policy = rollout.policy_map({"red": policy, "blue": policy}, mapping, env)
     collector = rollout.Collector(env=env, policy=policy)
     params = {"red": None, "blue": None}
     _, rows = transitions(*jax.device_get(run(collector, params)))
@@ -503,7 +503,7 @@ def test_rows_of_policies_that_share_a_group(is_fixed):
 def test_errors_say_what_is_missing():
     from cases import make_collector as make_single
 
-    with pytest.raises(ValueError, match=r"`collector.env` must be made by"):
+    with pytest.raises(ValueError, match=r"`env` must be of several agents"):
         rollout.init_agent_transitions(make_single("count"), None)
     with pytest.raises(ValueError, match=r"must be one of `envs.vectorize_agents`"):
         rollout.agent_transitions((), collected()[1].replace(info={}))
