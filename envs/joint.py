@@ -16,6 +16,7 @@ from flax import struct
 from envs import checks
 from envs.multi_agent import (
     ACTING,
+    AgentGroup,
     AgentInfo,
     AgentLayout,
     Flag,

@@ -35,8 +35,3 @@ def unpack(packed: bytes) -> BaseException:
     error = RuntimeError(told)
     error.add_note(f"{_NOTE}\n{text}")
     return error
-
-
-def state(cause: BaseException) -> bytes:
-    """The saved state of an environment that has failed with `cause`."""
-    return pickle.dumps((None, None, pack(cause)))

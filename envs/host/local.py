@@ -2,13 +2,12 @@
 
 import collections
 import contextlib
-import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from envs.host import checks, faults
+from envs.host import checks, states
 from envs.host.rows import (
     Rows,
     answer,
@@ -58,9 +57,11 @@ class LocalEnvs:
             raise ValueError("`make_fns` must have at least one function, got none.")
         self.num_envs = len(self._make_fns)
         self._envs: list[Any] = []
+        self._settings: list[dict[str, Any]] = []  # as they were made
         try:
             for at in range(self.num_envs):
                 self._envs.append(self._make(at))
+                self._settings.append(states.settings_of(self._envs[at]))
             self.spaces = _spaces(self._envs[0])
             self.layout = make_layout(self.spaces, observe_info, record_info)
         except BaseException:
@@ -191,36 +192,50 @@ class LocalEnvs:
         if causes:
             raise EnvFault(causes)
 
-    def save(self) -> list[bytes] | None:
-        """Pickles every environment with its observation.
-
-        Returns:
-            `E` states; None if an environment cannot be pickled.
+    def save(self, *, allow_pickle: bool = False) -> list[bytes] | None:
+        """Saves every environment; see `HostVectorEnv`.
 
         Raises:
             ValueError: if some are under way.
         """
+        checks.closed(not self._envs)
         checks.all_idle("save", self._under_way())
-        try:
-            return [self._save_one(at) for at in range(self.num_envs)]
-        except Exception:  # whatever the environment's own methods raise
-            return None
+        saved = []
+        for at, env in enumerate(self._envs):
+            if at in self._broken:
+                state = states.save_fault(self._broken[at])
+            else:
+                state = states.save(env, self._settings[at], allow_pickle)
+            if state is None:
+                return None
+            saved.append(state)
+        return saved
 
-    def load(self, states: Sequence[bytes]) -> None:
-        """Puts every environment where it was at `save`.
+    def load(
+        self, saved: Sequence[bytes], obs: ArrayTree, *, allow_pickle: bool = False
+    ) -> bool:
+        """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
-        Args:
-            states: what `save` returned; one that was faulty is faulty again.
+        Raises:
+            ValueError: if some are under way, or if those that were pickled were made
+                with other settings.
         """
-        checks.length("states", states, self.num_envs)
+        checks.closed(not self._envs)
+        checks.length("saved", saved, self.num_envs)
         checks.all_idle("load", self._under_way())
-        for at, state in enumerate(states):
-            env, obs, packed = pickle.loads(state)
-            if packed is not None:
-                self.fail(at, faults.unpack(packed))
+        if not allow_pickle and any(map(states.is_pickle, saved)):
+            return False
+        for at, state in enumerate(saved):
+            old = self._envs[at]
+            env = states.load(state, old, self._settings[at])
+            if isinstance(env, BaseException):
+                self.fail(at, env)
                 continue
+            if env is not old:
+                _close(old)
             self._use(at, env)
-            put(self._rows.obs, at, obs)
+        put(self._rows.obs, slice(None), obs)
+        return True
 
     def close(self) -> None:
         """Closes every environment; a second call does nothing."""
@@ -286,11 +301,6 @@ class LocalEnvs:
     def _use(self, at: int, env: Any) -> None:
         self._envs[at], self._steps[at] = env, env.step
         self._broken.pop(at, None)
-
-    def _save_one(self, at: int) -> bytes:
-        if at in self._broken:
-            return faults.state(self._broken[at])
-        return pickle.dumps((self._envs[at], pick(self._rows.obs, at), None))
 
     def _forget(self, which: Collection[int]) -> None:
         """Drops the answers of those that were sent."""

@@ -145,7 +145,9 @@ class _Simulated:
         env_id = np.array([number for _, _, number in first], np.int32)
         return jax.tree.map(lambda x: np.asarray(x)[env_id], self._rows[1]), env_id
 
-    def save(self) -> list[bytes]:
+    def save(self, *, allow_pickle: bool = False) -> list[bytes] | None:
+        if not allow_pickle:  # the generators have no other form
+            return None
         leaves = jax.device_get(jax.tree.leaves(keys.words(self._rows)))
         under_way = {item[-1]: item for item in self._under_way}
         states = (
@@ -154,9 +156,14 @@ class _Simulated:
         )
         return [pickle.dumps((self.now, self._num_sent, *state)) for state in states]
 
-    def load(self, states: list[bytes]) -> None:
+    def load(
+        self, saved: list[bytes], obs: ArrayTree, *, allow_pickle: bool = False
+    ) -> bool:
+        del obs  # unused: the rows have it
+        if not allow_pickle:
+            return False
         now, num_sent, leaves, rngs, under_way, num_steps = zip(
-            *map(pickle.loads, states), strict=True
+            *map(pickle.loads, saved), strict=True
         )
         leaves = [jnp.stack(rows) for rows in zip(*leaves, strict=True)]
         words = jax.tree.unflatten(jax.tree.structure(keys.words(self._rows)), leaves)
@@ -164,6 +171,7 @@ class _Simulated:
         self.now, self._num_sent = now[0], num_sent[0]
         self._rngs, self._num_steps = list(rngs), list(num_steps)
         self._under_way = [item for item in under_way if item is not None]
+        return True
 
     def close(self) -> None:
         """Does nothing."""

@@ -67,9 +67,13 @@ class HostVectorEnv(Protocol):
     """`E` environments side by side on the host, `[E, ...]` everywhere.
 
     One that can go on after a fault has a further method, `rebuild(mask)`, `[E]` bool,
-    which makes those anew; each must be reset before its next step. One whose state
-    can be saved has `save()`, which returns a list of `E` `bytes`, and `load(states)`,
-    which takes it.
+    which makes those anew; each must be reset before its next step.
+
+    One whose state can be saved has `save(allow_pickle=False)`, which returns `E`
+    states as `bytes`, or None if there are none without pickle; and `load(saved, obs,
+    allow_pickle=False)`, called after a reset of all, which takes them with the
+    observations `[E, ...]` of then. It returns False, and unpickles nothing, if the
+    states are pickles and that is not allowed. One that was faulty is faulty again.
     """
 
     @property

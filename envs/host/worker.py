@@ -23,6 +23,7 @@ from envs.host.local import LocalEnvs
 from envs.host.rows import Rows, pick
 from envs.host.spaces import split_action
 from envs.host.types import EnvFault
+from envs.types import ArrayTree
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -111,13 +112,24 @@ class _Worker:
             self._envs.rebuild(mask)
         return self._causes()
 
-    def save(self, _: None) -> list[bytes] | None:
-        return self._envs.save()
+    def save(self, allow_pickle: bool) -> tuple[list[bytes] | None, bytes | None]:
+        """Returns the states, and what went wrong."""
+        try:
+            return self._envs.save(allow_pickle=allow_pickle), None
+        except Exception as error:  # of a method of the environments
+            return None, faults.pack(error)
 
-    def load(self, states: list[bytes]) -> dict[int, bytes]:
-        self._envs.load(states)
+    def load(
+        self, argument: tuple[list[bytes], ArrayTree, bool]
+    ) -> tuple[bool, bytes | None, dict[int, bytes]]:
+        """Returns whether they are loaded, what went wrong, and who is faulty."""
+        saved, obs, allow_pickle = argument
+        try:
+            is_loaded = self._envs.load(saved, obs, allow_pickle=allow_pickle)
+        except Exception as error:
+            return False, faults.pack(error), {}
         self._told = set()
-        return self._causes()
+        return is_loaded, None, self._causes()
 
     def echo(self, token: int) -> int:
         return token

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from envs import checks as counts
-from envs.host import checks, faults, memory, worker
+from envs.host import checks, faults, memory, states, worker
 from envs.host.crew import Crew, Link, preload
-from envs.host.rows import answer, answer_all, make_layout, put
+from envs.host.rows import answer, answer_all, make_layout, pick, put
 from envs.host.types import EnvFault, HostStep
 from envs.types import AnySpace, ArrayTree
 
@@ -245,11 +245,8 @@ class WorkerEnvs:
             self._forget(which)
             self._raise(which)
 
-    def save(self) -> list[bytes] | None:
-        """Pickles every environment with its observation.
-
-        Returns:
-            `E` states; None if an environment cannot be pickled.
+    def save(self, *, allow_pickle: bool = False) -> list[bytes] | None:
+        """Saves every environment; see `HostVectorEnv`.
 
         Raises:
             ValueError: if some are under way.
@@ -258,33 +255,44 @@ class WorkerEnvs:
         with self._crew as crew:
             alive = [link for link in crew.links if link.pipe is not None]
             for link in alive:
-                crew.ask(link, "save")
-            states: list[Any] = [None] * self.num_envs
-            for link, saved in crew.gather(alive):
-                if saved is None:
+                crew.ask(link, "save", allow_pickle)
+            saved: list[Any] = [None] * self.num_envs
+            for link, (states_of_link, error) in crew.gather(alive):
+                if error is not None:
+                    raise faults.unpack(error)
+                if states_of_link is None:
                     return None
-                states[link.ids.start : link.ids.stop] = saved
+                saved[link.ids.start : link.ids.stop] = states_of_link
             for at, cause in crew.broken.items():
-                states[at] = states[at] or faults.state(cause)
-            return states
+                saved[at] = saved[at] or states.save_fault(cause)
+            return saved
 
-    def load(self, states: Sequence[bytes]) -> None:
-        """Puts every environment where it was at `save`.
+    def load(
+        self, saved: Sequence[bytes], obs: ArrayTree, *, allow_pickle: bool = False
+    ) -> bool:
+        """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
-        Args:
-            states: what `save` returned; one that was faulty is faulty again.
+        Raises:
+            ValueError: if some are under way, or if those that were pickled were made
+                with other settings.
         """
-        checks.length("states", states, self.num_envs)
+        checks.length("saved", saved, self.num_envs)
         checks.all_idle("load", self._under_way)
         every = range(self.num_envs)
         with self._crew as crew:
-            gone = [link for link in crew.links if link.pipe is None]
-            self._start(gone, anew=every)
+            self._start([link for link in crew.links if link.pipe is None], anew=every)
             alive = [link for link in crew.links if link.pipe is not None]
             for link in alive:
-                mine = list(states[link.ids.start : link.ids.stop])
-                crew.ask(link, "load", mine)
-            self._gather(alive, anew=every)
+                mine = slice(link.ids.start, link.ids.stop)
+                argument = list(saved[mine]), pick(obs, mine), allow_pickle
+                crew.ask(link, "load", argument)
+            are_loaded = True
+            for link, (is_loaded, error, causes) in crew.gather(alive):
+                if error is not None:
+                    raise faults.unpack(error)
+                are_loaded &= is_loaded
+                self._note(link, causes, anew=every)
+            return are_loaded
 
     def close(self) -> None:
         """Ends the processes; a second call does nothing."""
@@ -360,10 +368,15 @@ class WorkerEnvs:
     def _gather(self, links: Collection[Link], anew: Collection[int] = ()) -> None:
         """Waits for the faults that each answers; those `anew` had none before."""
         for link, causes in self._crew.gather(links):
-            for at in set(link.ids) & set(anew):
-                self._crew.broken.pop(at, None)
-            for at, packed in causes.items():
-                self._crew.broken[link.ids[at]] = faults.unpack(packed)
+            self._note(link, causes, anew)
+
+    def _note(
+        self, link: Link, causes: Mapping[int, bytes], anew: Collection[int]
+    ) -> None:
+        for at in set(link.ids) & set(anew):
+            self._crew.broken.pop(at, None)
+        for at, packed in causes.items():
+            self._crew.broken[link.ids[at]] = faults.unpack(packed)
 
     def _forget(self, which: Collection[int]) -> None:
         """Drops the steps of those that were under way; they have answered by now."""

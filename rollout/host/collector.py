@@ -1,6 +1,5 @@
 """`HostCollector`: the folds of `Collector` over environments that are not JAX."""
 
-import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Self, TypeVar
@@ -313,34 +312,51 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """Compiles the program of the policy ahead of the first call."""
         self._program.compile(params, carry.obs, self._loop.state.progress)
 
-    def save(self, carry: Carry) -> bytes:
+    def save(self, carry: Carry, *, allow_pickle: bool = False) -> bytes:
         """The state of the environments, `b""` if it is not to be had.
 
         That of the moment at which `carry` was made: there is none any more if the
-        environments have moved on, or if they cannot be pickled.
+        environments have moved on.
+
+        Args:
+            carry: the latest one.
+            allow_pickle: whether environments without `save_state` may be pickled.
         """
         is_current = np.array_equal(carry.env_state, self._mark)
-        save = getattr(self.env, "save", None)
-        saved = save() if is_current and save is not None else None
-        return pickle.dumps(saved) if saved else b""
+        env: Any = self.env
+        if not is_current or not hasattr(env, "save"):
+            return b""
+        saved = env.save(allow_pickle=allow_pickle)
+        return _join(saved) if saved else b""
 
-    def restore(self, carry: Carry, saved: bytes) -> Carry:
+    def restore(
+        self, carry: Carry, saved: bytes, *, allow_pickle: bool = False
+    ) -> Carry:
         """Goes on where a carry stood, in this process or another.
 
         Args:
             carry: of a collector of the same kind.
-            saved: what `save` returned of it. If there is nothing, the episodes under
-                way begin anew, each with its own seed, and a warning says so.
+            saved: what `save` returned of it. If there is nothing, or a pickle that may
+                not be read, the episodes under way begin anew, each with its own seed,
+                and a warning says so.
+            allow_pickle: whether to unpickle environments that `save` pickled, which
+                runs whatever code `saved` has in it.
 
         Returns:
             The carry to go on with.
+
+        Raises:
+            ValueError: if the environments that were pickled have other settings.
         """
         self.init(carry.key)
         self._next_episode, loop = int(carry.next_episode), self._loop
         episode = jax.tree.map(np.asarray, carry.episode.replace(accumulated=()))
-        self._episode = carry.episode
-        under_way = episode.episode_length > 0
-        episode_id = episode.episode_id
+        under_way, episode_id = episode.episode_length > 0, episode.episode_id
+        obs, is_loaded = jax.tree.map(np.array, carry.obs), False
+        env: Any = self.env
+        if saved and hasattr(env, "load"):
+            states = _split(saved, env.num_envs)
+            is_loaded = env.load(states, obs, allow_pickle=allow_pickle)
         loop.state = loop.state._replace(
             progress=loop.state.progress._replace(
                 step=int(carry.step), state=carry.policy_state
@@ -348,19 +364,19 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             episode_id=episode_id,
             own_id=episode_id,
             length=episode.episode_length,
-            over=np.full(self.env.num_envs, not saved),
+            over=np.full(env.num_envs, not is_loaded),
         )
-        if saved:
-            env: Any = self.env  # one that has `save` has `load`
-            env.load(pickle.loads(saved))
-            loop.obs = jax.tree.map(np.asarray, carry.obs)
+        if is_loaded:
+            self._episode, loop.obs = carry.episode, obs
         else:
             self._episode = self._bookkeeper.start(episode_id)
             loop.begin(np.ones(self.env.num_envs, bool), episode_id)
             if under_way.any():
+                why = "was pickled, and `allow_pickle` is False"
+                why = why if saved else "was not saved"
                 warnings.warn(
-                    f"The state of the environments was not saved: {under_way.sum()} "
-                    "episodes under way begin anew.",
+                    f"The state of the environments {why}: {under_way.sum()} episodes "
+                    "under way begin anew.",
                     stacklevel=3,
                 )
         return self._carry()
@@ -501,3 +517,16 @@ class _Call:
         # In one line, the last one of a call: now its result is handed over.
         of = self._collector
         of._block, of._trajectory, of._is_whole = None, None, True
+
+
+def _join(states: list[bytes]) -> bytes:
+    """The states of `E` environments, after their `E` lengths."""
+    lengths = np.array([len(state) for state in states], np.int64)
+    return lengths.tobytes() + b"".join(states)
+
+
+def _split(saved: bytes, num_envs: int) -> list[bytes]:
+    lengths = np.frombuffer(saved, np.int64, num_envs)
+    ends = lengths.nbytes + np.cumsum(lengths)
+    pairs = zip(ends - lengths, ends, strict=True)
+    return [saved[start:stop] for start, stop in pairs]

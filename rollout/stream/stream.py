@@ -273,14 +273,18 @@ class Stream(Generic[ParamsT]):
         self._close_bar()
         self._worker.close()
 
-    def state(self) -> dict[str, Any]:
+    def state(self, *, allow_pickle: bool = False) -> dict[str, Any]:
         """All that the stream needs to go on, as a pytree of arrays.
 
         It is the state after the last batch that was handed over, also while another
         one is under way, and parameters are part of it. `checkpoint.save` takes it.
 
-        Of environments that are not JAX it has the state if they can be pickled and
-        no other batch is under way.
+        Of environments that are not JAX it has the state if no other batch is under
+        way and if they have `save_state`, or may be pickled.
+
+        Args:
+            allow_pickle: whether environments that are not JAX and have no `save_state`
+                are pickled. To go on from that, `restore` must be allowed it, too.
         """
         at, (params, version) = self._at, self._params
         next_params, next_version = at.params or (params, _NEWEST)
@@ -294,12 +298,13 @@ class Stream(Generic[ParamsT]):
             "totals": at.totals,
         }
         if isinstance(self._collector, HostCollector):
-            state["saved_envs"] = self._collector.save(at.carry)
+            saved = self._collector.save(at.carry, allow_pickle=allow_pickle)
+            state["saved_envs"] = saved
         # Only a batch made in advance may have older parameters.
         ahead = {"next_params": next_params} if self._options.prefetch else {}
         return state | ahead
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any], *, allow_pickle: bool = False) -> None:
         """Goes on where `state` was taken, with the same bits.
 
         Environments that are not JAX and whose state could not be saved begin the
@@ -308,10 +313,14 @@ class Stream(Generic[ParamsT]):
         Args:
             state: from a stream with the same collector and a `prefetch` as here.
                 Other options, such as `total_steps`, are those of this stream.
+            allow_pickle: whether environments that were pickled are unpickled, which
+                runs whatever code `state` has in it: allow it only for your own files.
+                Otherwise their episodes begin anew.
 
         Raises:
             ValueError: if it is not from a stream of the same kind, with the same
-                environment parameters, or has more steps than `total_steps`.
+                environment parameters, or has more steps than `total_steps`; if the
+                environments that were pickled have other settings than these.
         """
         what = "`state` must be one of a stream of the same kind"
         _check_same_kind(what, self.state(), state)
@@ -332,7 +341,8 @@ class Stream(Generic[ParamsT]):
             next_params = self._own(state["next_params"]), next_version
         carry = _copy(state["carry"])
         if isinstance(self._collector, HostCollector):
-            carry = self._collector.restore(carry, state["saved_envs"])
+            saved, pickles = state["saved_envs"], {"allow_pickle": allow_pickle}
+            carry = self._collector.restore(carry, saved, **pickles)
         if spread_of(self._collector.env) is not None:
             carry = _put_like(carry, self._at.carry)
         at = Position(

@@ -111,6 +111,24 @@ class Stubborn(Count):
         raise TypeError("stubborn")
 
 
+class Described(Count):
+    """Can say its state as arrays."""
+
+    def save_state(self):
+        return {"count": self.count, "seed": np.uint32(self.seed)}
+
+    def load_state(self, arrays):
+        self.fault, self.seed = "fine", int(arrays["seed"])
+        self.count = int(arrays["count"])
+
+
+class Undescribed(Described):
+    """Fails to."""
+
+    def save_state(self):
+        raise RuntimeError("no state today")
+
+
 class Backends(Count):
     """Tells how many backends of jax its process has started."""
 

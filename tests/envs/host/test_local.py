@@ -184,8 +184,8 @@ def test_number_of_rows_must_be_that_of_environments():
         env.step(ACTION[:2])
     with pytest.raises(ValueError, match="`seeds` must have one row for each of 3"):
         env.reset(np.zeros(2, np.uint32), EVERY)
-    with pytest.raises(ValueError, match="`states` must have one row for each of 3"):
-        env.load([b""])
+    with pytest.raises(ValueError, match="`saved` must have one row for each of 3"):
+        env.load([b""], None)
 
 
 def test_observed_info_stands_next_to_the_observation():
@@ -227,23 +227,88 @@ def test_environments_go_on_where_they_were_saved():
     env = make()
     start(env, ("fine", "raise", "fine"))
     for _ in range(AT):
-        env.step(ACTION)
-    states = env.save()
+        obs = np.copy(env.step(ACTION).obs)
+    states = env.save(allow_pickle=True)
     assert [type(state) for state in states] == [bytes] * 3
     other = make()
-    other.load(states)
+    start(other)
+    assert other.load(states, obs, allow_pickle=True)
     for _ in range(2):
         ours, theirs = env.step(ACTION), other.step(ACTION)
         np.testing.assert_array_equal(ours.obs[[0, 2]], theirs.obs[[0, 2]])
         np.testing.assert_array_equal(ours.truncated, theirs.truncated)
         np.testing.assert_array_equal(theirs.faulty, [False, True, False])
-    assert isinstance(theirs.causes[1], ZeroDivisionError)
+    assert "ZeroDivisionError: at step 3" in str(theirs.causes[1])
     obs = start(other, mask=np.bool_([True, False, False]))
     np.testing.assert_array_equal(obs[[0, 2], 0], [0, AT + 2])
 
 
+def test_observations_are_there_after_a_load():
+    env, other = make(), make()
+    start(env), start(other)
+    obs = np.copy(env.step(ACTION).obs)
+    assert other.load(env.save(allow_pickle=True), obs, allow_pickle=True)
+    rows = start(other, mask=np.bool_([True, False, False]))
+    np.testing.assert_array_equal(rows[:, 0], [0, 1, 1])
+
+
 def test_what_cannot_be_pickled_is_not_saved():
-    assert LocalEnvs([host_envs.Stubborn]).save() is None
+    assert LocalEnvs([host_envs.Stubborn]).save(allow_pickle=True) is None
+
+
+@pytest.mark.parametrize("make_fn", [Count, host_envs.Described])
+def test_nothing_is_pickled_unless_it_is_allowed(make_fn, monkeypatch):
+    env, other = LocalEnvs([make_fn] * 3), LocalEnvs([make_fn] * 3)
+    start(env), start(other)
+    obs = np.copy(env.step(ACTION).obs)
+    pickled = env.save(allow_pickle=True) if make_fn is Count else None
+    refuse = lambda *_: pytest.fail("it pickles")  # noqa: E731
+    (
+        monkeypatch.setattr("pickle.loads", refuse),
+        monkeypatch.setattr("pickle.dumps", refuse),
+    )
+    states = env.save()
+    assert (states is None) == (make_fn is Count)
+    assert other.load(states or pickled, obs) == (make_fn is not Count)
+
+
+def test_environment_that_takes_arrays_keeps_its_settings():
+    env = LocalEnvs([functools.partial(host_envs.Described, 5)])
+    other = LocalEnvs([functools.partial(host_envs.Described, 3)])
+    for each in (env, other):
+        each.reset(np.zeros(1, np.uint32), np.ones(1, bool))
+    obs = np.copy(env.step(ACTION[:1]).obs)
+    assert other.load(env.save(), obs)
+    steps = [other.step(ACTION[:1]) for _ in range(2)]
+    assert steps[-1].obs[0, 0] == 3
+    assert steps[-1].truncated[0]  # after 3 steps, not after 5
+
+
+def test_pickled_environment_of_other_settings_is_refused():
+    env, other = (LocalEnvs([functools.partial(Count, length)]) for length in (5, 3))
+    for each in (env, other):
+        each.reset(np.zeros(1, np.uint32), np.ones(1, bool))
+    states = env.save(allow_pickle=True)
+    with pytest.raises(ValueError, match=r"got Count\.length 5 there and 3 here"):
+        other.load(states, np.zeros((1, 2)), allow_pickle=True)
+
+
+def test_settings_of_wrapped_environments_count():
+    gymnasium = pytest.importorskip("gymnasium")
+    wrap = lambda steps: gymnasium.wrappers.TimeLimit(Count(), steps)  # noqa: E731
+    env, other = (LocalEnvs([functools.partial(wrap, n)]) for n in (5, 3))
+    for each in (env, other):
+        each.reset(np.zeros(1, np.uint32), np.ones(1, bool))
+    states = env.save(allow_pickle=True)
+    with pytest.raises(ValueError, match=r"got TimeLimit\._max_episode_steps 5 there"):
+        other.load(states, np.zeros((1, 2)), allow_pickle=True)
+
+
+def test_arrays_are_refused_by_an_environment_that_takes_none():
+    env, other = LocalEnvs([host_envs.Described]), LocalEnvs([Count])
+    env.reset(np.zeros(1, np.uint32), np.ones(1, bool))
+    with pytest.raises(ValueError, match=r"`env` must have `load_state`.* got Count"):
+        other.load(env.save(), np.zeros((1, 2)))
 
 
 def test_make_function_that_fails_is_named():

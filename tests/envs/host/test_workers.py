@@ -376,23 +376,50 @@ def test_environments_go_on_where_they_were_saved(make):
     env, other = make(), make(num_workers=3)
     start(env, ("raise", "fine", "kill", "fine"))
     for _ in range(AT):
-        env.step(ACTION)
-    states = env.save()
+        obs = np.copy(env.step(ACTION).obs)
+    states = env.save(allow_pickle=True)
     start(other, ("fine", "fine", "fine", "kill"))
     for _ in range(AT):
         other.step(ACTION)
-    other.load(states)
+    assert other.load(states, obs, allow_pickle=True)
     step = other.step(ACTION)
     np.testing.assert_array_equal(step.faulty, [True, False, True, True])
     np.testing.assert_array_equal(step.obs[1], [AT + 1, AT + 1])
-    assert isinstance(step.causes[0], ZeroDivisionError)
+    assert "ZeroDivisionError: at step 3" in str(step.causes[0])
     other.rebuild(step.faulty)
     start(other)
     assert not other.step(ACTION).faulty.any()
 
 
 def test_what_cannot_be_pickled_is_not_saved(make):
-    assert make([host_envs.Stubborn, Count], 2).save() is None
+    assert make([host_envs.Stubborn, Count], 2).save(allow_pickle=True) is None
+
+
+def test_environments_that_name_their_arrays_are_not_pickled(make):
+    make_fns = [host_envs.Described] * 4
+    env, other = make(make_fns), make(make_fns, num_workers=3)
+    start(env), start(other)
+    obs = np.copy(env.step(ACTION).obs)
+    assert other.load(env.save(), obs)
+    np.testing.assert_array_equal(other.step(ACTION).obs, np.full((4, 2), 2))
+
+
+def test_pickles_need_leave_and_the_same_settings(make):
+    env, other = make(), make([functools.partial(Count, 3)] * 4)
+    start(env), start(other)
+    assert env.save() is None
+    states = env.save(allow_pickle=True)
+    assert not other.load(states, np.zeros((4, 2)))
+    with pytest.raises(ValueError, match=r"got Count\.length 5 there and 3 here"):
+        other.load(states, np.zeros((4, 2)), allow_pickle=True)
+    assert not other.step(ACTION).faulty.any()  # the workers live
+
+
+def test_error_of_save_state_is_raised_here(make):
+    env = make([host_envs.Undescribed] * 4)
+    start(env)
+    with pytest.raises(RuntimeError, match="no state today"):
+        env.save()
 
 
 def test_nothing_is_left_after_close(make):

@@ -1,5 +1,6 @@
 """`Stream`, `evaluate` and checkpoints over environments of NumPy."""
 
+import functools
 import pickle
 
 import chex
@@ -7,10 +8,12 @@ import jax
 import numpy as np
 import pytest
 from host_count import KEY, OPTIONS, POLICY, HostCount, assert_same, in_jax, on_host
+from host_envs import Count, Described
 
 import envs
 import rollout
 from buffers import ReplayBuffer
+from envs.host.local import LocalEnvs
 from envs.host.types import EnvFault
 from rollout.host import HostCollector
 
@@ -20,11 +23,17 @@ class Pickled(HostCount):
 
     STATE = ("length", "obs", "over", "itself", "number")
 
-    def save(self):
-        return [pickle.dumps({name: getattr(self, name) for name in self.STATE})]
+    def save(self, *, allow_pickle=False):
+        if not allow_pickle:
+            return None
+        state = pickle.dumps({name: getattr(self, name) for name in self.STATE})
+        return [state] + [b""] * (self.num_envs - 1)
 
-    def load(self, states):
-        vars(self).update(pickle.loads(states[0]))
+    def load(self, saved, obs, *, allow_pickle=False):
+        if allow_pickle:
+            vars(self).update(pickle.loads(saved[0]))
+            np.testing.assert_array_equal(obs, self.obs)
+        return allow_pickle
 
 
 def make_stream(collector, **options):
@@ -76,12 +85,87 @@ def test_evaluation_is_that_of_the_kernel():
 def test_state_that_was_saved_goes_on_exactly(tmp_path):
     streams = [make_stream(HostCollector(env=Pickled(4), **OPTIONS)) for _ in "ab"]
     next(streams[0])
-    rollout.checkpoint.save(tmp_path, streams[0].state())
+    rollout.checkpoint.save(tmp_path, streams[0].state(allow_pickle=True))
     expected = next(streams[0])
-    streams[1].restore(rollout.checkpoint.restore(tmp_path, streams[1].state()))
+    state = rollout.checkpoint.restore(tmp_path, streams[1].state())
+    streams[1].restore(state, allow_pickle=True)
     got = next(streams[1])
     assert_same(got.trajectory, expected.trajectory)
     for stream in streams:
+        stream.close()
+
+
+def stream_of(make_fn, policy=None, **options):
+    env = LocalEnvs([make_fn] * 4)
+    policy = policy or rollout.random_policy(env.action_space)
+    return make_stream(HostCollector(env=env, policy=policy), **options)
+
+
+def test_environments_that_name_their_arrays_are_saved_without_pickle(tmp_path):
+    make = functools.partial(Arrays, 7)
+    first, second = stream_of(make), stream_of(make)
+    next(first)
+    next(first)
+    rollout.checkpoint.save(tmp_path, first.state())
+    expected = next(first)
+    second.restore(rollout.checkpoint.restore(tmp_path, second.state()))
+    assert_same(next(second).trajectory, expected.trajectory)
+    first.close(), second.close()
+
+
+class Plain(Count):
+    """Cannot say its state."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=0)
+
+
+class Arrays(Described):
+    """Can."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=0)
+
+
+class Bomb(Plain):
+    """Runs code where it is unpickled."""
+
+    went_off = False
+
+    def __setstate__(self, state):
+        Bomb.went_off = True
+        vars(self).update(state)
+
+
+def test_restoring_a_checkpoint_runs_no_code_unless_it_is_allowed(tmp_path):
+    make = functools.partial(Bomb, 4)
+    first, second = stream_of(make), stream_of(make)
+    next(first), next(second)
+    rollout.checkpoint.save(tmp_path, first.state())
+    rollout.checkpoint.save(tmp_path, first.state(allow_pickle=True))
+    state = rollout.checkpoint.restore(tmp_path, second.state())
+    with pytest.warns(UserWarning, match=r"was pickled, and `allow_pickle` is False"):
+        second.restore(state)
+    assert not Bomb.went_off
+    assert next(second).trajectory.first[0].all()
+    second.restore(state, allow_pickle=True)
+    assert Bomb.went_off
+    first.close(), second.close()
+
+
+def test_restored_environments_have_the_settings_of_the_new_ones():
+    limit = lambda length: functools.partial(Arrays, length)  # noqa: E731
+    first, second = stream_of(limit(5)), stream_of(limit(2))
+    next(first)
+    second.restore(first.state())
+    next(second)
+    assert np.asarray(next(second).trajectory.episode_length).max() == 2
+    pickled = stream_of(functools.partial(Plain, 5))
+    other = stream_of(functools.partial(Plain, 2))
+    next(pickled)
+    with pytest.raises(ValueError, match=r"got Plain\.length 5 there and 2 here"):
+        other.restore(pickled.state(allow_pickle=True), allow_pickle=True)
+    for stream in (first, second, pickled, other):
         stream.close()
 
 

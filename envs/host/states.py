@@ -1,0 +1,112 @@
+"""Turns one environment into bytes and back: as arrays of its own, or as a pickle.
+
+An environment that has `save_state` and `load_state` is saved as the arrays that it
+names, and loading them runs no code of the file. Any other can only be pickled, and
+`pickle.loads` runs whatever the bytes say: both sides must allow it.
+"""
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_ARRAYS, _PICKLE, _FAULT = b"a", b"p", b"f"  # the first byte of a state
+
+
+def save(env: Any, settings: Mapping[str, Any], allow_pickle: bool) -> bytes | None:
+    """Saves an environment; None if it is not to be had as arrays, nor as a pickle.
+
+    Args:
+        env: the environment, between two steps.
+        settings: its `settings_of` when it was new.
+        allow_pickle: whether one without `save_state` may be pickled.
+    """
+    if hasattr(type(env), "save_state"):  # not that of an environment inside a wrapper
+        return _ARRAYS + _write(env.save_state())
+    if not allow_pickle:
+        return None
+    try:
+        return _PICKLE + pickle.dumps((dict(settings), env))
+    except Exception:  # whatever the environment's own methods raise
+        return None
+
+
+def save_fault(cause: BaseException) -> bytes:
+    """Saves an environment that failed: why, in words."""
+    return _FAULT + f"{type(cause).__name__}: {cause}".encode()
+
+
+def is_pickle(state: bytes) -> bool:
+    """Tells whether `load` would unpickle."""
+    return state[:1] == _PICKLE
+
+
+def load(state: bytes, env: Any, settings: Mapping[str, Any]) -> Any:
+    """Loads what `save` returned; unpickles if it must.
+
+    Args:
+        state: the bytes.
+        env: a new environment, after a reset; it takes the arrays, and keeps its
+            settings.
+        settings: its `settings_of` when it was new.
+
+    Returns:
+        The environment to use: `env`, or the one that was pickled. For one that was
+        faulty, a `RuntimeError` that says why.
+
+    Raises:
+        ValueError: if the pickled one was made with other settings, of which the first
+            is named; or if `env` takes no arrays.
+    """
+    kind, content = state[:1], state[1:]
+    if kind == _FAULT:
+        return RuntimeError(content.decode())
+    if kind == _ARRAYS:
+        if not hasattr(type(env), "load_state"):
+            raise ValueError(
+                "`env` must have `load_state`, as the environment that was saved, got "
+                f"{type(env).__name__}."
+            )
+        env.load_state(_read(content))
+        return env
+    old, saved = pickle.loads(content)
+    for name in sorted(old.keys() | settings.keys()):
+        if repr(old.get(name)) != repr(settings.get(name)):  # NaN is equal, 1 not True
+            raise ValueError(
+                "`state` must be of environments with the settings of these, got "
+                f"{name} {old.get(name)!r} there and {settings.get(name)!r} here."
+            )
+    return saved
+
+
+def settings_of(env: Any) -> dict[str, Any]:
+    """The plain attributes of a new environment, and of those that it wraps."""
+    found = {}
+    while env is not None:
+        own, kind = getattr(env, "__dict__", {}), type(env).__name__
+        found[kind] = f"{type(env).__module__}.{type(env).__qualname__}"
+        for name, value in own.items():
+            if isinstance(value, bool | int | float | str):
+                found[f"{kind}.{name}"] = value
+        env = own.get("env")
+    return found
+
+
+def _write(arrays: Mapping[str, Any]) -> bytes:
+    file = io.BytesIO()
+    for name, value in arrays.items():
+        for array in (np.asarray(name), np.asarray(value)):
+            np.lib.format.write_array(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def _read(content: bytes) -> dict[str, np.ndarray]:
+    file, found = io.BytesIO(content), {}
+    while file.tell() < len(content):
+        name, value = (
+            np.lib.format.read_array(file, allow_pickle=False) for _ in range(2)
+        )
+        found[str(name)] = value
+    return found
