@@ -3,13 +3,12 @@
 A buffer is a description; its state is explicit. `ReplayBuffer` keeps a ring of
 transitions per lane and samples them evenly, `PrioritizedReplayBuffer` by priorities,
 and `EpisodeBuffer` shows whole episodes only. `from_data` and `from_minari` fill one
-with recorded data, `to_minari` writes it as a dataset, `save` and `load` a state, and
-`shard` spreads one over devices.
+with recorded data, `to_minari` writes it as a dataset, and `shard` spreads one over
+devices. `rollout.checkpoint` saves a state.
 """
 
 from buffers.devices import shard
 from buffers.episodic import EpisodeBuffer
-from buffers.io import load, save
 from buffers.offline import from_data, from_minari, to_minari
 from buffers.prioritized import PrioritizedReplayBuffer
 from buffers.replay import ReplayBuffer
@@ -36,8 +35,6 @@ __all__ = [
     "Sequences",
     "from_data",
     "from_minari",
-    "load",
-    "save",
     "shard",
     "to_minari",
 ]

@@ -14,7 +14,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,8 +44,8 @@ def save(
     Args:
         path: folder of the checkpoints of one run, which holds nothing else; it is made
             if it is not there.
-        tree: any pytree of arrays, typed keys, numbers and bytes: `stream.state()`, the
-            parameters, the state of an optimizer or of a buffer.
+        tree: any pytree of arrays of numbers, typed keys, numbers and bytes:
+            `stream.state()`, the parameters, the state of an optimizer or of a buffer.
         step: number of the checkpoint, at least 0 and above those of the ones before;
             None for the next one.
         every: saves only where `step` is a multiple of it, at least 1.
@@ -58,7 +57,8 @@ def save(
     Raises:
         ValueError: if `step` is not an int above those of the ones before, or None
             where `every` is not 1; if `every` or `keep` is not an int of at least 1; if
-            there is anything else in the folder.
+            there is anything else in the folder; if the tree has no leaf, or one that
+            is none of these, which is named.
     """
     every = checks.count("every", every)
     keep = checks.count("keep", keep)
@@ -67,16 +67,19 @@ def save(
     step = _number(found, step, every)
     if step % every:
         return False
+    kinds = _describe("tree", tree)
+    if not kinds:
+        raise ValueError(f"`tree` must have a leaf to save, got {tree!r}.")
     leaves = _flatten(tree)
     manifest = [
-        {**kind, "checksum": zlib.crc32(leaf.tobytes())}
-        for kind, leaf in zip(_describe(tree), leaves.values(), strict=True)
+        {**kind, "checksum": _checksum(leaf)}
+        for kind, leaf in zip(kinds, leaves.values(), strict=True)
     ]
     with _open(path, keep) as manager:
         from orbax.checkpoint import args
 
         parts = {
-            _TREE: args.StandardSave(leaves),
+            _TREE: args.PyTreeSave(leaves),
             _MANIFEST: args.JsonSave({"leaves": manifest}),
         }
         manager.save(step, args=args.Composite(**parts))
@@ -88,10 +91,10 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
 
     Args:
         path: the folder given to `save`.
-        like: a tree of the structure, shapes and dtypes that were saved; its values
-            are not read, and bytes may be of any length. A new stream's `state()`
-            serves for a stream. An array of several processes lies afterwards as it
-            does here.
+        like: a tree of the structure, shapes and dtypes that were saved, or its
+            `jax.eval_shape`; its values are not read, and bytes may be of any length.
+            A new stream's `state()` serves for a stream. An array lies afterwards on
+            the devices, and in the processes, of the one here.
         step: number of the checkpoint, None for the newest one.
 
     Returns:
@@ -110,7 +113,8 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
             f"{path} with {found or 'none'}."
         )
     saved, manifest = _read(Path(path), step, found)
-    for want, got in itertools.zip_longest(_describe(like), manifest, fillvalue={}):
+    wanted = _describe("like", like)
+    for want, got in itertools.zip_longest(wanted, manifest, fillvalue={}):
         if not want or want != {name: got.get(name) for name in want}:
             raise ValueError(
                 f"`like` must have the leaves that were saved: {_say(got)}, got "
@@ -135,6 +139,7 @@ def _refuse_others(path: Path, found: list[int]) -> None:
     ours = {str(step) for step in found}
     entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     others = [x for x in entries if x not in ours and _UNFINISHED not in x]
+    others = [x for x in others if not x.startswith(".")]  # of a file manager
     if others:
         raise ValueError(
             "`path` must be a folder with nothing in it but checkpoints of this "
@@ -148,10 +153,10 @@ def _read(path: Path, step: int, found: list[int]) -> tuple[dict, list[dict]]:
         with _open(path, None) as manager:
             from orbax.checkpoint import args
 
-            parts = {_TREE: args.StandardRestore(), _MANIFEST: args.JsonRestore()}
+            parts = {_TREE: args.PyTreeRestore(), _MANIFEST: args.JsonRestore()}
             read = manager.restore(step, args=args.Composite(**parts))
         saved, manifest = read[_TREE], read[_MANIFEST]["leaves"]
-        sums = [zlib.crc32(np.asarray(x).tobytes()) for _, x in sorted(saved.items())]
+        sums = [_checksum(leaf) for _, leaf in sorted(saved.items())]
         if sums != [leaf["checksum"] for leaf in manifest]:
             raise ValueError("a checksum does not agree")
     except Exception as error:  # of whatever kind: orbax promises none
@@ -187,60 +192,102 @@ def _open(path: str | Path, keep: int | None) -> Any:
 
 def _flatten(tree: ArrayTree) -> dict[str, np.ndarray]:
     """The leaves as plain arrays, by their position: names alone need not differ."""
-    leaves = jax.tree.leaves(keys.words(_arrays(tree)))
-    leaves = jax.device_get([processes.gather(leaf) for leaf in leaves])
-    arrays = [np.asarray(leaf) for leaf in leaves]
+    leaves = [processes.gather(_words(leaf)) for leaf in jax.tree.leaves(tree)]
+    arrays = [_bits(np.asarray(leaf)) for leaf in jax.device_get(leaves)]
     return {
         f"{number:05d}": array if array.size else _EMPTY
         for number, array in enumerate(arrays)
     }
 
 
+def _checksum(leaf: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(leaf))
+
+
+def _words(leaf: Any) -> jax.Array | np.ndarray:
+    """Makes an array of numbers of a leaf."""
+    if isinstance(leaf, bytes):
+        return np.frombuffer(_BYTES + leaf, np.uint8)
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    return keys.words(leaf)
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """An array of a dtype that NumPy lacks (bfloat16, int4) as unsigned integers."""
+    is_plain = array.dtype.isbuiltin == 1
+    return array if is_plain else array.view(f"u{array.dtype.itemsize}")
+
+
 def _unflatten(saved: dict[str, np.ndarray], like: ArrayTree) -> ArrayTree:
-    words = keys.words(_arrays(like))
-    arrays = iter([array for _, array in sorted(saved.items())])
-
-    def read(old: Any) -> chex.Array:
-        array = next(arrays)
-        if not old.size:
-            return old
-        if isinstance(old, np.ndarray):
-            return np.asarray(array)
-        if old.is_fully_addressable:
-            return jnp.asarray(array)
-        array = np.asarray(array)  # of which each process takes what is its own
-        return jax.make_array_from_callback(old.shape, old.sharding, array.__getitem__)
-
-    tree = keys.like(jax.tree.map(read, words), _arrays(like))
-    return jax.tree.map(
-        lambda old, x: x.tobytes()[len(_BYTES) :] if isinstance(old, bytes) else x,
-        like,
-        tree,
-    )
+    names = iter(sorted(saved))
+    # Each goes as soon as it is read: a large tree is not there twice.
+    return jax.tree.map(lambda old: _read_leaf(saved.pop(next(names)), old), like)
 
 
-def _arrays(tree: ArrayTree) -> ArrayTree:
-    """Numbers and bytes become NumPy arrays; arrays stay what they are."""
+def _read_leaf(array: np.ndarray, old: Any) -> Any:
+    """Undoes `_words` and `_bits`: a leaf of the kind of `old`, which lies where it."""
+    if isinstance(old, bytes):
+        return array.tobytes()[len(_BYTES) :]
+    old = old if hasattr(old, "dtype") else np.asarray(old)
+    if _is_key(old):
+        is_here = isinstance(old, jax.Array)
+        words = keys.words(old) if is_here else jax.eval_shape(keys.words, old)
+        return jax.random.wrap_key_data(_read_leaf(array, words), impl=_impl(old))
+    if not old.size:
+        return _place(np.zeros(old.shape, old.dtype), old)
+    return _place(np.asarray(array).view(old.dtype), old)
 
-    def make(x: Any) -> jax.Array | np.ndarray:
-        if isinstance(x, bytes):
-            return np.frombuffer(_BYTES + x, np.uint8)
-        return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x)
 
-    return jax.tree.map(make, tree)
+def _impl(key: Any) -> Any:
+    """The implementation of a key, of which there may be only the kind."""
+    found = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
+    return found[0]
 
 
-def _describe(tree: ArrayTree) -> list[dict[str, Any]]:
+def _place(array: np.ndarray, old: Any) -> Any:
+    """Puts an array where `old` lies: on the host, or on its devices."""
+    is_wide = jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
+    if not isinstance(old, jax.Array | jax.ShapeDtypeStruct) or is_wide:
+        return array
+    if old.sharding is None or not getattr(old, "committed", True):
+        return jnp.array(array)  # a copy, for one that NumPy owns cannot be donated
+    if old.sharding.is_fully_addressable:
+        return jax.device_put(array, old.sharding, may_alias=False)
+    # Of which each process takes what is its own.
+    return jax.make_array_from_callback(old.shape, old.sharding, array.__getitem__)
+
+
+def _describe(name: str, tree: ArrayTree) -> list[dict[str, Any]]:
     """Of every leaf its place in the tree, dtype and shape."""
-    described = []
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        array = _arrays(leaf)
-        kind = {"dtype": str(array.dtype), "shape": list(array.shape)}
-        if isinstance(leaf, bytes):
-            kind = {"dtype": "bytes", "shape": []}
-        described.append({"path": jax.tree_util.keystr(path), **kind})
-    return described
+    return [
+        {"path": jax.tree_util.keystr(path), **_kind(name, path, leaf)}
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
+
+
+def _kind(name: str, path: tuple[Any, ...], leaf: Any) -> dict[str, Any]:
+    """Dtype and shape of a leaf; refuses all but numbers, keys and bytes."""
+    if isinstance(leaf, bytes):
+        return {"dtype": "bytes", "shape": []}
+    array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    kind = {"dtype": str(array.dtype), "shape": list(array.shape)}
+    kinds = np.number, np.bool_, jax.dtypes.prng_key
+    if not any(jnp.issubdtype(array.dtype, x) for x in kinds):
+        raise ValueError(
+            f"`{name}` must have numbers, arrays of numbers or booleans, typed keys "
+            f"and bytes, got {checks.describe(leaf)} at "
+            f"{jax.tree_util.keystr(path) or 'the root'}."
+        )
+    return kind
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _say(leaf: dict[str, Any]) -> str:
-    return f"{leaf['path']} {leaf['dtype']}{leaf['shape']}" if leaf else "no more"
+    if not leaf:
+        return "no more"
+    return f"{leaf['path'] or 'the root'} {leaf['dtype']}{leaf['shape']}"

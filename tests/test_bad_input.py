@@ -378,7 +378,8 @@ OTHERS = {
     "merge of other lanes": lambda: buffers.ReplayBuffer(32, 2).merge(
         buffers.ReplayBuffer(32, 2).init({"a": jnp.zeros(2)}), stored()
     ),
-    "save of text": lambda: buffers.save("nowhere.npz", {"a": "text"}),
+    "save of text": lambda: checkpoint.save("nowhere", {"a": "text"}),
+    "save of nothing": lambda: checkpoint.save("nowhere", {}),
     # Checkpoints.
     "step below": lambda: checkpoint.save("nowhere", {"n": 1}, step=-1),
     "every without a step": lambda: checkpoint.save("nowhere", {"n": 1}, every=2),

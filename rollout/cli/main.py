@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 import envs
-from buffers.io import whole_file
 from rollout.cli import figure, interrupts, report, runs
 from rollout.cli.arguments import XLA_CPU_LOOP, Run, make_parser, parse
 from rollout.cli.collector import start_devices
+from rollout.cli.files import whole_file
 from rollout.cli.interrupts import aside
 
 _OTHER_IDS = "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"

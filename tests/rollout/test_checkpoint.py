@@ -67,6 +67,145 @@ def test_carry_and_buffer_are_restored(tmp_path):
     chex.assert_trees_all_equal(raw(after[0]), raw(after[1]))
 
 
+NUM_ENVS = 2
+
+
+def make_chunk(first, num_rows):
+    """Every leaf of a row says the same number; an episode ends at every fourth."""
+    number = first + np.arange(num_rows * NUM_ENVS).reshape(num_rows, NUM_ENVS)
+    obs = np.stack([number, -number], axis=-1).astype(np.float32)
+    return {
+        "obs": obs,
+        "next_obs": obs + np.float32([NUM_ENVS, -NUM_ENVS]).reshape(1, 1, 2),
+        "reward": number.astype(np.float32),
+        "terminated": number // NUM_ENVS % 4 == 3,
+        "truncated": np.zeros(number.shape, bool),
+        "number": number.astype(np.int32),
+    }
+
+
+BUFFERS = {
+    "replay": lambda: buffers.ReplayBuffer(16, NUM_ENVS),
+    "shared": lambda: buffers.ReplayBuffer(
+        16, NUM_ENVS, successor="shared", final_capacity=4
+    ),
+    "prioritized": lambda: buffers.PrioritizedReplayBuffer(16, NUM_ENVS),
+    "episodic": lambda: buffers.EpisodeBuffer(16, NUM_ENVS),
+}
+
+
+def assert_same(got, want):
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_buffer_is_restored_from_its_shapes_and_goes_on_alike(kind, tmp_path):
+    buffer, chunk = BUFFERS[kind](), make_chunk(0, 11)
+    add = jax.jit(buffer.add)
+    state = add(buffer.init(jax.tree.map(lambda x: x[0], chunk)), chunk)
+    checkpoint.save(tmp_path, state)
+    got = checkpoint.restore(tmp_path, jax.eval_shape(lambda: state))
+    assert jax.tree.structure(got) == jax.tree.structure(state)
+    assert_same(got, state)
+    assert_same(add(got, make_chunk(99, 11)), add(state, make_chunk(99, 11)))
+
+
+def test_restored_buffer_is_written_in_place(tmp_path):
+    """An array that NumPy owns would be copied at every donation."""
+    buffer = buffers.ReplayBuffer(1 << 16, NUM_ENVS)
+    state = buffer.init(jax.tree.map(lambda x: x[0], make_chunk(0, 11)))
+    checkpoint.save(tmp_path, state)
+    add = jax.jit(buffer.add, donate_argnums=0)
+    for like in (state, jax.device_put(state, jax.devices()[1])):
+        got = checkpoint.restore(tmp_path, like)
+        before = got.experience["obs"].unsafe_buffer_pointer()
+        for first in (100, 200):
+            got = add(got, make_chunk(first, 3))
+            assert got.experience["obs"].unsafe_buffer_pointer() == before
+        assert got.experience["number"][0, 0] == 100
+
+
+def test_arrays_lie_where_those_of_like_do(tmp_path):
+    mesh = jax.make_mesh((4,), ("lanes",))
+    place = lambda *axes: jax.NamedSharding(mesh, jax.P(*axes))  # noqa: E731
+    tree = {
+        "lanes": jax.device_put(jnp.arange(8.0), place("lanes")),
+        "keys": jax.device_put(jax.random.split(jax.random.key(0), 8), place("lanes")),
+        "every": jax.device_put(jnp.int32(3), place()),
+        "second": jax.device_put(jnp.ones(3), jax.devices()[1]),
+        "anywhere": jnp.ones(3),
+        "host": np.ones(3, np.float32),
+    }
+    shapes = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        for name, x in tree.items()
+        if name in ("lanes", "every", "second")
+    }
+    checkpoint.save(tmp_path, tree)
+    for like in (tree, {**tree, **shapes}):
+        got = checkpoint.restore(tmp_path, like)
+        for name in ("lanes", "keys", "every", "second"):
+            assert got[name].sharding == tree[name].sharding
+        assert not got["anywhere"].committed
+        assert type(got["host"]) is np.ndarray
+        assert_same(raw(got), raw(tree))
+
+
+DTYPES = "bool int8 uint32 float16 float32 complex64 bfloat16 float8_e4m3fn int4 uint4"
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3)])
+def test_leaf_of_any_dtype_and_shape_comes_back(shape, tmp_path):
+    number = np.arange(np.prod(shape, dtype=int)).reshape(shape) + 1
+    tree = {x: number.astype(jnp.dtype(x)) for x in DTYPES.split()}
+    checkpoint.save(tmp_path, tree)
+    on_device = jax.tree.map(jnp.asarray, tree)
+    for like in (tree, on_device, jax.eval_shape(lambda: on_device)):
+        got = checkpoint.restore(tmp_path, like)
+        assert_same(got, tree)
+        assert isinstance(got["int4"], np.ndarray if like is tree else jax.Array)
+
+
+def test_dtype_that_is_switched_off_stays_on_the_host(tmp_path):
+    checkpoint.save(tmp_path, {"a": np.arange(3.0)})
+    like = {"a": jax.ShapeDtypeStruct((3,), np.float64)}
+    got = checkpoint.restore(tmp_path, like)
+    assert_same(got, {"a": np.arange(3.0)})
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_typed_keys_come_back_from_their_shapes(impl, tmp_path):
+    tree = {"keys": jax.random.split(jax.random.key(3, impl=impl), 4)}
+    checkpoint.save(tmp_path, tree)
+    got = checkpoint.restore(tmp_path, jax.eval_shape(lambda: tree))
+    assert got["keys"].dtype == tree["keys"].dtype
+    assert_same(raw(got), raw(tree))
+
+
+@pytest.mark.parametrize("leaf", ["text", np.array(["text"]), np.array([{}]), object()])
+def test_leaf_that_is_no_number_is_refused_and_named(leaf, tmp_path):
+    with pytest.raises(ValueError, match=r"`tree` must have numbers, .* at \['a'\]"):
+        checkpoint.save(tmp_path / "new", {"a": leaf})
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("tree", [{}, (), None, {"a": ()}])
+def test_tree_without_a_leaf_is_refused(tree, tmp_path):
+    with pytest.raises(ValueError, match="`tree` must have a leaf to save, got"):
+        checkpoint.save(tmp_path, tree)
+
+
+def test_files_of_a_file_manager_are_no_reason_to_refuse(tmp_path):
+    checkpoint.save(tmp_path, {"n": 1})
+    for folder in (tmp_path, tmp_path / "0", tmp_path / "0" / "tree"):
+        (folder / ".DS_Store").touch()
+    checkpoint.save(tmp_path, {"n": 2}, keep=2)
+    assert checkpoint.restore(tmp_path, {"n": 0}, step=0)["n"] == 1
+    assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 2
+
+
 def test_every_and_keep_say_what_stays(tmp_path):
     saved = [
         checkpoint.save(tmp_path, {"n": n}, step=n, every=3, keep=2) for n in range(11)
@@ -245,7 +384,8 @@ OTHER_TREES = {
 def test_leaves_are_restored_by_name_and_kind(name, tmp_path):
     saved, like, named = OTHER_TREES[name]
     checkpoint.save(tmp_path, saved)
-    with pytest.raises(ValueError, match=rf"leaves that were saved: .*{named}.*, got"):
+    message = rf"leaves that were saved: .*{named}.*, got"
+    with pytest.raises(ValueError, match=message):
         checkpoint.restore(tmp_path, like)
 
 
