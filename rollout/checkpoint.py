@@ -10,6 +10,7 @@ them see. For a moment each has the whole tree in its memory, and the first one 
 """
 
 import itertools
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def save(
         {**kind, "checksum": _checksum(leaf)}
         for kind, leaf in zip(kinds, leaves.values(), strict=True)
     ]
-    with _open(path, keep) as manager:
+    with _open(path, create=True) as manager:
         from orbax.checkpoint import args
 
         parts = {
@@ -83,6 +84,8 @@ def save(
             _MANIFEST: args.JsonSave({"leaves": manifest}),
         }
         manager.save(step, args=args.Composite(**parts))
+    if jax.process_index() == 0:
+        _forget(Path(path), [*found, step][:-keep])
     return True
 
 
@@ -135,7 +138,7 @@ def steps(path: str | Path) -> list[int]:
 
 
 def _refuse_others(path: Path, found: list[int]) -> None:
-    """Raises if others keep files there: orbax deletes checkpoints by number."""
+    """Raises if others keep files there: checkpoints are deleted by number."""
     ours = {str(step) for step in found}
     entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     others = [x for x in entries if x not in ours and _UNFINISHED not in x]
@@ -150,7 +153,7 @@ def _refuse_others(path: Path, found: list[int]) -> None:
 def _read(path: Path, step: int, found: list[int]) -> tuple[dict, list[dict]]:
     """Reads the leaves of a checkpoint and its manifest; refuses a damaged one."""
     try:
-        with _open(path, None) as manager:
+        with _open(path, create=False) as manager:
             from orbax.checkpoint import args
 
             parts = {_TREE: args.PyTreeRestore(), _MANIFEST: args.JsonRestore()}
@@ -181,11 +184,25 @@ def _number(found: list[int], step: int | None, every: int) -> int:
     return checks.count("step", step, least=lowest, most=None)
 
 
-def _open(path: str | Path, keep: int | None) -> Any:
+def _forget(path: Path, old: list[int]) -> None:
+    """Deletes checkpoints, and what processes that were killed left half written.
+
+    Each gets the name of such a one first: a kill while its files are deleted must not
+    leave a folder that looks like another's.
+    """
+    for step in old:
+        (path / str(step)).rename(path / f"{step}.{_UNFINISHED}-old")
+    for entry in path.iterdir():
+        number, _, rest = entry.name.partition(".")
+        if number.isdecimal() and rest.startswith(_UNFINISHED):
+            shutil.rmtree(entry)
+
+
+def _open(path: str | Path, *, create: bool) -> Any:
     import orbax.checkpoint as ocp  # takes long to import
 
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, enable_async_checkpointing=False, create=keep is not None
+        enable_async_checkpointing=False, create=create
     )
     return ocp.CheckpointManager(Path(path).absolute(), options=options)
 
@@ -251,10 +268,11 @@ def _place(array: np.ndarray, old: Any) -> Any:
     is_wide = jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
     if not isinstance(old, jax.Array | jax.ShapeDtypeStruct) or is_wide:
         return array
+    # Copies, made by XLA: memory that NumPy owns cannot be donated.
     if old.sharding is None or not getattr(old, "committed", True):
-        return jnp.array(array)  # a copy, for one that NumPy owns cannot be donated
+        return jnp.copy(jnp.asarray(array))
     if old.sharding.is_fully_addressable:
-        return jax.device_put(array, old.sharding, may_alias=False)
+        return jnp.copy(jax.device_put(array, old.sharding))
     # Of which each process takes what is its own.
     return jax.make_array_from_callback(old.shape, old.sharding, array.__getitem__)
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -233,6 +234,24 @@ def test_half_written_checkpoint_is_not_picked_up(tmp_path):
     assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 1
     checkpoint.save(tmp_path, {"n": 2}, step=2)
     assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 2
+    assert [x.name for x in tmp_path.iterdir()] == ["2"]  # nor kept
+
+
+def test_kill_while_an_old_one_is_deleted_stops_nobody(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, {"n": 1}, step=1)
+    rmtree = shutil.rmtree
+
+    def delete_half(folder, *_, **__):
+        rmtree(Path(folder) / "rollout_manifest")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", delete_half)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path, {"n": 2}, step=2)
+    assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 2
+    checkpoint.save(tmp_path, {"n": 3}, step=3)
+    assert [x.name for x in tmp_path.iterdir()] == ["3"]
 
 
 @pytest.mark.parametrize(
