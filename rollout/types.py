@@ -167,7 +167,8 @@ class Episodes(struct.PyTreeNode, kw_only=True):
         finished: `[N]` bool, False where `max_steps` ran out before the environment
             ended the episode: return and length are those of the part played.
         lane: `[N]` int32, the lane that played it.
-        num_steps: `()` int32, rows that were not idle, over all lanes.
+        num_steps: `()` int32, rows that were not idle, over all lanes; 2^31 - 1 stands
+            for that many or more.
         mask: `[N]` bool, False where there is no such episode, and everything else is
             zero: only with `min_steps`, after the last one that counts.
         accumulated: `[N, ...]` by name, what the collector's accumulators had where

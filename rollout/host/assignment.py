@@ -189,7 +189,7 @@ class Results:
         mask = counts & ~self.is_lost(lost)
         for table in (*self._table.values(), *jax.tree.leaves(self._accumulated)):
             table[~mask] = 0
-        num_steps: Any = np.int32(length.sum())
+        num_steps: Any = np.int32(min(length.sum(dtype=np.int64), 2**31 - 1))
         episodes = Episodes(
             **self._table, num_steps=num_steps, mask=mask, accumulated=self._accumulated
         )

@@ -28,6 +28,7 @@ from rollout.types import (
 Acc = TypeVar("Acc")
 
 _COLUMNS = 3  # of the table of results: length, flags, lane
+_MOST = 2**31 - 1  # steps that are counted
 
 
 class Plan(NamedTuple):
@@ -144,7 +145,7 @@ def play(
     played = _read(run.table, run.figures)
     num_queued = plan.num_queued
     if min_steps is not None:
-        played = _first(played, min_steps)
+        played = first_of(played, min_steps)
         num_queued = jnp.sum(played.mask, dtype=jnp.int32)
     end = end.replace(next_episode=end.next_episode + num_queued)
     return end, run.acc, played
@@ -210,7 +211,7 @@ def _hand_out(
     index = plan.next_fn(run.index, done, run.num_started + before[:, 0])
     num_steps, num_wanted = run.num_steps, run.num_wanted
     if min_steps is not None:  # once there are enough, no episode starts
-        num_steps += total[2]
+        num_steps += jnp.minimum(total[2], _MOST - num_steps)
         is_enough = num_steps >= min_steps
         index = jnp.where(done & is_enough, plan.num_episodes, index)
         started = jnp.minimum(num_wanted, run.num_started)
@@ -307,19 +308,31 @@ def _read(table: jax.Array, figures: ArrayTree) -> Episodes:
         truncated=truncated,
         finished=finished,
         lane=lane,
-        num_steps=jnp.sum(length),
+        num_steps=count_steps(length),
         mask=jnp.ones(length.shape, bool),
         accumulated=figures[1],
     )
 
 
-def _first(played: Episodes, min_steps: jax.Array) -> Episodes:
+def count_steps(length: jax.Array) -> jax.Array:
+    """Adds lengths, `[N]` int32; 2^31 - 1 stands for that many steps or more."""
+    return _saturated(jnp.sum(length), jnp.sum(length.astype(jnp.float32)))
+
+
+def _saturated(total: jax.Array, rough: jax.Array) -> jax.Array:
+    """A sum of int32 that may have gone round; `rough` is that of floats."""
+    # A sum below 2^32 that went round is negative, and one above is so by far.
+    return jnp.where((total < 0) | (rough > 1.5 * _MOST), _MOST, total)
+
+
+def first_of(played: Episodes, min_steps: jax.Array) -> Episodes:
     """The episodes, in the order of their start, that have so many steps together.
 
     Which they are depends on no lane: others that were started do not count.
     """
     length = played.episode_length
-    mask = jnp.cumsum(length) - length < min_steps
+    before, rough = (jnp.cumsum(x) - x for x in (length, length.astype(jnp.float32)))
+    mask = _saturated(before, rough) < min_steps
     void = played.replace(mask=mask, num_steps=())
     first = keys.select(mask, void, jax.tree.map(jnp.zeros_like, void))
-    return first.replace(num_steps=jnp.sum(first.episode_length))
+    return first.replace(num_steps=count_steps(first.episode_length))

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.core import Tracer
 
 from envs.multi_agent import AgentGroup, AgentInfo, layout_of
 from envs.types import ArrayTree
@@ -31,7 +33,11 @@ class Pending(struct.PyTreeNode, kw_only=True):
         is_open: `[B, A]` bool, there is one.
         reward: `[B, A]` float32, sum of the agent's rewards since.
         answered: `[B, A]` float32, sum of the rewards of its rows in the episode.
-        episode_id: `[B]` int32, the episode that it belongs to.
+        episode_id: `[B]` int32, the episode of the lane's last step.
+        episode_length: `[B]` int32, which step of it that was, from 1.
+        num_gaps: `()` int32, in how many lanes a window did not begin where the one
+            before had ended, over all calls; there nothing was pending any more. Only
+            inside `jit`: outside it is an error.
         source: `(obs, action, extras)` of it, each `{group: [B, A_g, ...]}`.
     """
 
@@ -39,6 +45,8 @@ class Pending(struct.PyTreeNode, kw_only=True):
     reward: jax.Array  # [B, A]
     answered: jax.Array  # [B, A]
     episode_id: jax.Array  # [B]
+    episode_length: jax.Array  # [B]
+    num_gaps: jax.Array  # ()
     source: dict[str, tuple[ArrayTree, ...]]  # {group: [B, A_g, ...]}
 
 
@@ -72,11 +80,15 @@ def init_agent_transitions(
             reward=info.reward,
             answered=info.reward,
             episode_id=transition.episode_id,
+            episode_length=transition.episode_length,
+            num_gaps=jnp.int32(0),
             source={group.name: _source(transition, group) for group in layout.groups},
         )
 
     shapes = jax.eval_shape(step, carry, params)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    at = carry.episode
+    return nothing.replace(episode_id=at.episode_id, episode_length=at.episode_length)
 
 
 def agent_transitions(
@@ -93,7 +105,8 @@ def agent_transitions(
 
     Args:
         pending: of `init_agent_transitions` or of the call before.
-        trajectory: `[T, B, ...]`, the steps that follow on that.
+        trajectory: `[T, B, ...]`, the steps that follow on that, each handed over once.
+            An episode may be given up in between, as `collect_episodes` does.
 
     Returns:
         What is pending now, and the rows by group, `[T, B * A_g, ...]`, agent i of lane
@@ -105,8 +118,10 @@ def agent_transitions(
         for the agent, and `next_obs` is its last one again.
 
     Raises:
-        ValueError: if the trajectory is not one of several agents, or not of the lanes
-            of `pending`.
+        ValueError: if the trajectory is not one of several agents, or `pending` is of
+            another collector; outside of `jit`, if it is not what follows on `pending`:
+            the same steps again, or later ones. Inside, `Pending.num_gaps` counts, and
+            where everyone acts at every step nothing tells.
     """
     info = agents_of(trajectory)
     if info.layout.simultaneous:
@@ -126,6 +141,11 @@ def agent_transitions(
             "`pending` must be of `init_agent_transitions` for the lanes of the "
             f"trajectory, {lanes}, got {checks.describe(pending)}."
         )
+    first = jax.tree.map(lambda x: x[0], trajectory)
+    sources = {group.name: _source(first, group) for group in info.layout.groups}
+    what = "`pending` must be of `init_agent_transitions` of this collector"
+    checks.same(what, sources, pending.source)
+    pending = _follow(pending, trajectory)
     pending, answers, taken_at = _match(pending, trajectory, info)
     sources, rows = {}, {}
     for group in info.layout.groups:
@@ -210,6 +230,34 @@ def _source(
             "roster": transition.extras["roster"],
         }
     return transition.obs[group.name], transition.action[group.name], extras
+
+
+def _follow(pending: Pending, trajectory: Transition) -> Pending:
+    """Checks that the steps are the next ones, and moves on to the last of them."""
+    mask = trajectory.mask
+    rows = trajectory.episode_id, trajectory.episode_length
+    has_rows, first = jnp.any(mask, axis=0), jnp.argmax(mask, axis=0)
+    last = mask.shape[0] - 1 - jnp.argmax(mask[::-1], axis=0)
+    take = lambda x, at: jnp.take_along_axis(x, at[None], axis=0)[0]  # noqa: E731
+    episode_id, length = (take(x, first) for x in rows)
+    old_id, old_length = pending.episode_id, pending.episode_length
+    is_next = (episode_id == old_id) & (length == old_length + 1)
+    # Ids of a lane ascend; those of `collect_episodes` are negative.
+    is_new = (episode_id > old_id) | (episode_id < 0) & (episode_id != old_id)
+    is_gap = has_rows & ~(is_next | is_new & (length == 1))
+    if not isinstance(is_gap, Tracer) and np.any(is_gap):
+        lane = int(np.argmax(is_gap))
+        raise ValueError(
+            "`trajectory` must begin where the one before ended, after step "
+            f"{old_length[lane]} of episode {old_id[lane]} in lane {lane}, got step "
+            f"{length[lane]} of episode {episode_id[lane]}; after a gap take a new "
+            "`init_agent_transitions`."
+        )
+    return pending.replace(
+        is_open=pending.is_open & ~is_gap[:, None],
+        episode_length=jnp.where(has_rows, take(rows[1], last), old_length),
+        num_gaps=pending.num_gaps + jnp.sum(is_gap, dtype=jnp.int32),
+    )
 
 
 def _match(

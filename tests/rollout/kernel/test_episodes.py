@@ -11,6 +11,7 @@ from cases import CountEnv, TwoLengthEnv, make_env, raw
 
 import envs
 import rollout
+from rollout.kernel import episodes
 
 ENDLESS = 10**12
 slow = pytest.mark.slow
@@ -475,3 +476,33 @@ def test_population_is_evaluated_under_vmap():
             together.episode_length[member], alone.episode_length
         )
         assert together.num_steps[member] == alone.num_steps
+
+
+MOST = 2**31 - 1
+LONG = [2**30, 2**30 - 1, 1, 2**31 - 1, 2**31 - 1, 5]
+
+
+@pytest.mark.parametrize("num", range(1, len(LONG) + 1))
+def test_steps_beyond_int32_are_not_counted_round(num):
+    got = episodes.count_steps(jnp.array(LONG[:num], jnp.int32))
+    assert got.dtype == jnp.int32
+    assert got == min(sum(LONG[:num]), MOST)
+
+
+@pytest.mark.parametrize("min_steps", [1, 2**30 + 1, 2**31 - 2, MOST])
+def test_episodes_after_enough_steps_do_not_count_however_long_they_are(min_steps):
+    length = jnp.array(LONG * 3, jnp.int32)
+    flags = jnp.ones(length.shape, bool)
+    played = rollout.Episodes(
+        episode_return=length.astype(jnp.float32),
+        episode_length=length,
+        terminated=flags,
+        truncated=flags,
+        finished=flags,
+        lane=length,
+        num_steps=jnp.int32(0),
+    )
+    got = jax.jit(episodes.first_of)(played, jnp.int32(min_steps))
+    before = np.cumsum([0, *LONG * 3], dtype=np.int64)[:-1]
+    np.testing.assert_array_equal(got.mask, before < min_steps)
+    assert got.num_steps == min(sum(np.array(LONG * 3)[before < min_steps]), MOST)

@@ -412,6 +412,45 @@ def test_what_is_pending_goes_with_an_episode_that_is_given_up():
         np.testing.assert_array_equal(rows.reward, want[group].reward)
 
 
+def test_same_window_twice_or_a_gap_is_refused():
+    pending, trajectory = collected()
+    parts = [part(trajectory, 0, 7), part(trajectory, 7, 12), part(trajectory, 12, T)]
+    after, _ = rollout.agent_transitions(pending, parts[0])
+    for window in (parts[0], parts[2]):
+        with pytest.raises(ValueError, match="must begin where the one before ended"):
+            rollout.agent_transitions(after, window)
+    end, _ = rollout.agent_transitions(after, parts[1])
+    end, _ = rollout.agent_transitions(end, parts[2])
+    assert end.num_gaps == 0
+    for window in parts:
+        with pytest.raises(ValueError, match="must begin where the one before ended"):
+            rollout.agent_transitions(end, window)
+
+
+def test_gap_inside_jit_is_counted_and_nothing_is_pending_there():
+    pending, trajectory = collected()
+    first, late = part(trajectory, 0, T // 2), part(trajectory, T // 2 + 2, T)
+    after, _ = transitions(pending, first)
+    assert np.any(after.is_open)
+    assert transitions(after, first)[0].num_gaps == LANES
+    end, got = transitions(after, late)
+    is_gap = late.episode_length[0] > 1
+    assert end.num_gaps == is_gap.sum() > 0
+    fresh = pending.replace(episode_id=after.episode_id)
+    _, want = transitions(fresh, late)
+    for group, rows in got.items():
+        lanes = np.repeat(is_gap, rows.mask.shape[1] // LANES)
+        np.testing.assert_array_equal(rows.mask[:, lanes], want[group].mask[:, lanes])
+
+
+def test_pending_of_another_collector_is_refused():
+    pending, trajectory = collected()
+    one = pending.source["one"]
+    for source in ({"one": one}, {**pending.source, "two": one}):
+        with pytest.raises(ValueError, match="`pending` must be of `init_agent_"):
+            rollout.agent_transitions(pending.replace(source=source), trajectory)
+
+
 def test_void_steps_answer_nothing():
     pending, trajectory = collected()
     void = trajectory.replace(mask=np.zeros_like(trajectory.mask))
