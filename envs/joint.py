@@ -12,6 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.core import Tracer
 
 from envs import checks
 from envs.multi_agent import (
@@ -62,11 +63,15 @@ def vectorize_agents(
 
     Raises:
         ValueError: if an agent is in two groups or none, or a group without spaces, or
-            called "acting"; as `vectorize` does. While tracing: if an observation or an
-            action is not of the space of its group, or what is per agent not `[A]`.
+            called "acting"; if `simultaneous` is True and someone left does not act at
+            the first or second step; as `vectorize` does. While tracing: if an
+            observation or an action is not of the space of its group, or what is per
+            agent not `[A]`.
     """
     checks.single(env)
     joint = _Joint(env=env, layout=layout_of(env))
+    if joint.layout.simultaneous:
+        _check_simultaneous(env, joint.action_space)
     return _VectorizedAgents(vectorize(joint, num_envs, auto_reset=auto_reset))
 
 
@@ -275,3 +280,28 @@ def _check_of_space(
             f"{what if dtype is None else f'{jnp.dtype(dtype).name} and {what}'}, got "
             f"{', '.join(map(checks.describe, leaves))}."
         )
+
+
+def _check_simultaneous(env: MultiAgentEnv, action_space: AnySpace) -> None:
+    """Checks who acts at the first two steps of an episode; not inside of `jit`."""
+
+    @jax.jit
+    def begin(env: MultiAgentEnv, key: chex.PRNGKey) -> list[jax.Array]:
+        keys = jax.random.split(key, 3)
+        begun: Any = env.reset(keys[0])
+        if type(begun) is not tuple or len(begun) != 3:
+            return []  # which is refused later
+        result = env.step(keys[1], begun[0], action_space.sample(keys[2]))
+        if not isinstance(result, MultiAgentStep):
+            return [begun[2]]
+        is_over = result.episode_terminated | result.episode_truncated
+        ended = result.terminated | result.truncated | is_over
+        return [begun[2], result.acting | ended]
+
+    for number, acting in enumerate(begin(env, jax.random.key(0))):
+        if not isinstance(acting, Tracer) and not acting.all():
+            raise ValueError(
+                "`simultaneous` must be True only where everyone left acts at every "
+                f"step, got `acting` {acting.tolist()} before step {number}: leave it "
+                "out."
+            )

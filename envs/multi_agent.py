@@ -44,7 +44,7 @@ class MultiAgentStep(struct.PyTreeNode, kw_only=True):
         obs: `{group: [A_g, ...]}`; an agent's is valid where it acts next or ended with
             this step, and void elsewhere.
         acting: `[A]` bool, who must act next, and whose observation is valid at the end
-            for all. Where everyone left acts at every step, it is not read.
+            for all. Where everyone left acts at every step it is only checked.
         reward: `[A]` float32, also to agents that did not act.
         terminated: `[A]` bool, the agent's own task ended here, for good.
         truncated: `[A]` bool, it was cut from outside.

@@ -151,20 +151,30 @@ def random_warmup(
 
 
 def random_where(
-    policy: Policy, action_space: AnySpace, is_random: jax.Array, key: chex.PRNGKey
+    policy: Policy,
+    action_space: AnySpace,
+    is_random: jax.Array,
+    key: chex.PRNGKey,
+    mask_fn: MaskFn | None = None,
 ) -> Policy:
     """Makes the policy that acts at random in the lanes where `is_random`, `[B]` bool.
 
     For one step, whose random actions are drawn from `key`: of a warm-up that is
-    counted over all lanes, where `random_warmup` counts the steps of each.
+    counted over all lanes, where `random_warmup` counts the steps of each. Those are
+    allowed by `mask_fn`; what the policy chooses stays as it is.
     """
-    replace = _replacer(action_space, None)
+    kind: Any = masks.kind_of(action_space) if mask_fn is not None else None
+    draw_any = draws.uniform(action_space)
 
     def apply(params: Params, obs: Obs, *inputs: Any) -> PolicyStep:
         decision = wrapping.decide(policy, action_space, params, obs, *inputs)
 
         def draw(action: ArrayTree) -> ArrayTree:
-            return replace(decision._replace(action=action), obs, is_random, key).action
+            if mask_fn is None:
+                new = draw_any(is_random.shape[0], key)
+            else:
+                new, _ = masks.draw(masks.read(mask_fn, obs, kind), kind, key)
+            return keys.select(is_random, new, action)
 
         def draw_if_any(action: ArrayTree) -> ArrayTree:
             return lax.cond(jnp.any(is_random), draw, lambda x: x, action)

@@ -138,7 +138,9 @@ def _fill_rows(
             key = episode_keys.at_step(roots.warmup, carry.step)
             is_random = here < window.num_random
             acting = setup._replace(
-                policy=random_where(setup.policy, env.action_space, is_random, key)
+                policy=random_where(
+                    setup.policy, env.action_space, is_random, key, options.mask_fn
+                )
             )
         after, transition = kernel.step(
             acting,

@@ -38,6 +38,11 @@ def check(options: Options, collector: HostCollector) -> None:
             '`on_fault="drop"` is for environments in JAX; '
             '`HostCollector(on_fault="restart")` gives episodes up.'
         )
+    if options.mask_fn is not None:
+        raise ValueError(
+            "`mask_fn` is for environments in JAX; for others wrap the policy: "
+            "`random_warmup(policy, env.action_space, num_steps, mask_fn=...)`."
+        )
     if options.recycle:
         raise ValueError(
             "`recycle=True` is for environments in JAX: others write to memory of the "

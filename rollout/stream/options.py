@@ -33,8 +33,11 @@ def check(options: Options) -> Options:
     counts["window_episodes"] = checks.count("window_episodes", window, least=0)
     for name in _FLAGS:
         checks.flag(name, getattr(options, name))
-    if options.postprocess is not None:
-        checks.function("postprocess", options.postprocess)
+    for name in ("postprocess", "mask_fn"):
+        if getattr(options, name) is not None:
+            checks.function(name, getattr(options, name))
+    if options.mask_fn is not None and not options.warmup_steps:
+        raise ValueError("`mask_fn` is for `warmup_steps`, got none of them.")
     for name, choices in _CHOICES.items():
         value = getattr(options, name)
         if isinstance(value, bool) or value not in choices:

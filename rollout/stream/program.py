@@ -59,7 +59,10 @@ def make(options: Options, collector: Collector, carry: Carry, params: Any) -> P
 def _facts(options: Options, params: Any, text: str) -> dict[str, object]:
     """Facts that distinguish streams and are the same in every process."""
     return {
-        "options": options._replace(postprocess=options.postprocess is not None),
+        "options": options._replace(
+            postprocess=options.postprocess is not None,
+            mask_fn=options.mask_fn is not None,
+        ),
         "`params` of": [str(jax.typeof(x)) for x in jax.tree.leaves(params)],
         "a program of checksum": zlib.crc32(text.encode()),
     }

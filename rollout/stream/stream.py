@@ -17,6 +17,7 @@ from envs.types import ArrayTree, spread_of
 from rollout import checks, processes
 from rollout.collector import Collector
 from rollout.host.collector import HostCollector
+from rollout.policies.masks import MaskFn
 from rollout.stream import host, stats
 from rollout.stream import options as option_checks
 from rollout.stream import program as programs
@@ -68,6 +69,8 @@ class Stream(Generic[ParamsT]):
             uniformly, also in the middle of a batch. Within a row lanes count in the
             order in which they step. The policy is applied there too, and the extras
             are its own, of the action that it would have taken.
+        mask_fn: for the warm-up, observations to a mask of allowed actions, as
+            `random_warmup` takes it; all are allowed without it.
         max_episode_steps: steps after which an episode is truncated, counted over
             batches. If the environment ends it at that very step, both flags are set.
         at_batch_end: `"continue"`: episodes go on in the next batch. `"reset"`: every
@@ -115,6 +118,7 @@ class Stream(Generic[ParamsT]):
         episodes_per_batch: int | None = None,
         total_steps: int | None = None,
         warmup_steps: int = 0,
+        mask_fn: MaskFn | None = None,
         max_episode_steps: int | None = None,
         at_batch_end: str = "continue",
         postprocess: Callable[[Transition], ArrayTree] | None = None,
@@ -131,6 +135,7 @@ class Stream(Generic[ParamsT]):
             episodes_per_batch=episodes_per_batch,
             total_steps=total_steps,
             warmup_steps=warmup_steps,
+            mask_fn=mask_fn,
             max_episode_steps=max_episode_steps,
             at_batch_end=at_batch_end,
             postprocess=postprocess,

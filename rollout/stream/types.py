@@ -8,6 +8,7 @@ import numpy as np
 from flax import struct
 
 from envs.types import ArrayTree
+from rollout.policies.masks import MaskFn
 from rollout.stats import CollectStats
 from rollout.stream.worker import Job
 from rollout.types import Carry, Episodes, Transition
@@ -45,6 +46,7 @@ class Options(NamedTuple):
     episodes_per_batch: int | None
     total_steps: int | None
     warmup_steps: int
+    mask_fn: MaskFn | None
     max_episode_steps: Any  # an int, or None
     at_batch_end: str
     postprocess: Postprocess | None

@@ -101,7 +101,7 @@ class OneAgent:
         return envs.MultiAgentStep(
             state=result.state,
             obs={"all": result.obs[None]},
-            acting=none,  # not read
+            acting=~none,
             reward=jnp.float32(result.reward)[None],
             terminated=none,
             truncated=none,

@@ -244,6 +244,7 @@ def test_faults_are_counted():
         ({"steps_per_batch": 41}, "`steps_per_batch` must be a multiple"),
         ({"total_steps": 41}, "`total_steps` must be a multiple"),
         ({"recycle": True}, "`recycle=True` is for"),
+        ({"warmup_steps": 40, "mask_fn": len}, "`mask_fn` is for environments in JAX"),
         ({"on_fault": "drop", "check_finite": True}, '`on_fault="drop"` is for'),
     ],
 )

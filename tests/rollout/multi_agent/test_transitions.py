@@ -465,6 +465,35 @@ class AllAct(ChanceEnv):
 
     simultaneous = True
 
+    def choose(self, word):
+        return jnp.ones(3, bool)
+
+
+@jax.tree_util.register_static
+class InTurns(ChanceEnv):
+    """Says that all act."""
+
+    simultaneous = True
+
+    def choose(self, word):
+        return jnp.arange(3) == word % 3
+
+
+@jax.tree_util.register_static
+class InTurnsLater(InTurns):
+    """At the first step they do."""
+
+    def reset(self, key):
+        state, obs, _ = super().reset(key)
+        return state, obs, jnp.ones(3, bool)
+
+
+@pytest.mark.parametrize(("env", "number"), [(InTurns(), 0), (InTurnsLater(), 1)])
+def test_environment_that_is_simultaneous_by_its_own_word_only_is_refused(env, number):
+    message = rf"`simultaneous` must be True only .* before step {number}"
+    with pytest.raises(ValueError, match=message):
+        envs.vectorize_agents(env, 4)
+
 
 @pytest.mark.slow
 def test_nothing_is_pending_where_all_act():

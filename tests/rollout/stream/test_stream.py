@@ -132,6 +132,29 @@ lowest.traces = 0
 LOWEST = rollout.stateless_policy(lowest)
 
 
+def only_one(obs):
+    """Allows one of two actions, by the position."""
+    return jnp.stack((obs[:, 0] < 0, obs[:, 0] >= 0), axis=-1)
+
+
+def test_warmup_takes_only_actions_that_are_allowed():
+    env = envs.make_vec("CartPole-v1", B)
+    policy = rollout.stateless_policy(lambda params, obs, key: jnp.zeros(B, jnp.int32))
+    collector = rollout.Collector(env=env, policy=policy)
+    options = {"steps_per_batch": 10 * B, "warmup_steps": 5 * B + 1}
+    stream = rollout.Stream(
+        collector, key=jax.random.key(0), mask_fn=only_one, **options
+    )
+    trajectory = host(next(stream))
+    is_right = trajectory.obs[..., 0] >= 0
+    assert 0 < is_right[:5].mean() < 1
+    np.testing.assert_array_equal(trajectory.action[:5], is_right[:5])
+    assert trajectory.action[5, 0] == is_right[5, 0]
+    assert not trajectory.action[5, 1:].any()  # the policy's own, allowed or not
+    assert not trajectory.action[6:].any()
+    stream.close()
+
+
 @pytest.mark.parametrize(
     ("name", "warmup"),
     [
@@ -310,6 +333,8 @@ def test_stream_of_a_greedy_policy_takes_the_mode():
         ({"max_episode_steps": -1}, "`max_episode_steps` must be an int"),
         ({"warmup_steps": -1}, "`warmup_steps` must be an int of at least 0, got -1"),
         ({"warmup_steps": 1.5}, "`warmup_steps` must be an int of at least 0"),
+        ({"mask_fn": only_one}, "`mask_fn` is for `warmup_steps`, got none of them"),
+        ({"mask_fn": 3, "warmup_steps": 8}, "`mask_fn` must be a function, got int"),
         ({"prefetch": 2}, "`prefetch` must be 0 or 1, got 2"),
         ({"prefetch": True}, "`prefetch` must be 0 or 1, got True"),
         ({"on_fault": "skip"}, '`on_fault` must be "raise" or "drop", got'),
