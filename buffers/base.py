@@ -358,10 +358,7 @@ class RingBuffer(struct.PyTreeNode):
                     "such as `collector.step(carry, params)[1]` or a row of a "
                     f"trajectory, got {type(collector).__name__}."
                 )
-            transition = jax.eval_shape(
-                lambda key: collector.step(collector.init(key), params)[1],
-                jax.random.key(0),
-            )
+            transition = _row_of(collector, params)
         checks.row(transition, self.num_envs)
         final_capacity = 0
         if self.successor == "shared":
@@ -392,3 +389,20 @@ def _call(
     function: Callable[..., Any], buffer: RingBuffer, options: tuple, *args: Any
 ) -> Any:
     return function(buffer, *args, **dict(options))
+
+
+def _row_of(collector: Any, params: Any) -> ArrayTree:
+    """Shapes and dtypes of a row that a collector collects."""
+
+    def step(key: chex.PRNGKey) -> ArrayTree:
+        return collector.step(collector.init(key), params)[1]
+
+    try:
+        return jax.eval_shape(step, jax.random.key(0))
+    except Exception as error:  # whatever the policy raises
+        if params is not None:
+            raise
+        raise ValueError(
+            "`params` must be given, as `init(collector, params)`, to a policy that "
+            f"needs them; without, it raised {type(error).__name__}: {error}"
+        ) from error

@@ -105,10 +105,13 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ValueError: if it holds other leaves than `like`, of which the first is named;
-            if it is damaged: the message says which one there is before it.
+        ValueError: if `step` is no such number; if it holds other leaves than `like`,
+            of which the first is named; if it is damaged: the message says which one
+            there is before it.
     """
     found = steps(path)
+    if step is not None:
+        step = checks.count("step", step, least=0, most=None)
     step = found[-1] if step is None and found else step
     if step not in found:
         raise FileNotFoundError(

@@ -1,5 +1,6 @@
 """Checks of arguments and callables of users, while tracing: free at run time."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,7 +86,7 @@ def collector(env: Any, acting: Any, record_fn: Any, value_fn: Any = None) -> No
 
 def collects_in_jax(value: Any) -> None:
     """Raises for a collector over environments that are not JAX."""
-    if not hasattr(value, "replace"):
+    if not hasattr(value, "collect_steps") or not hasattr(value, "replace"):
         raise ValueError(
             "`collector` must be a `Collector`, whose environments are in JAX, got "
             f"{type(value).__name__}."
@@ -271,17 +272,40 @@ def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -
     same("`env.step` must return `obs` as `env.reset` does", obs, result.obs)
 
 
+def trajectory(value: Any) -> None:
+    """Checks that it is a trajectory."""
+    if not isinstance(value, Transition):
+        raise ValueError(
+            "`trajectory` must be a `Transition`, `[T, B, ...]`, got "
+            f"{describe(value)}; of a stream's batch, its `trajectory`."
+        )
+
+
 def same(what: str, expected: ArrayTree, got: ArrayTree) -> None:
-    """Checks that two trees agree in structure, shapes and dtypes."""
+    """Checks that two trees agree in structure, shapes and dtypes.
+
+    The message names the first leaf that differs.
+    """
+    trees = map(jax.tree.leaves_with_path, (expected, got))
+    for old, new in itertools.zip_longest(*trees):
+        if old is None or new is None or old[0] != new[0] or not _alike(old[1], new[1]):
+            raise ValueError(f"{what}: {_leaf(old)}, got {_leaf(new)}.")
     structures = jax.tree.structure(expected), jax.tree.structure(got)
     if structures[0] != structures[1]:
         raise ValueError(f"{what}: structure {structures[0]}, got {structures[1]}.")
-    pairs = zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True)
-    for (path, old), new in pairs:
-        if (old.shape, old.dtype) != (jnp.shape(new), jnp.result_type(new)):
-            raise ValueError(
-                f"{what}: {describe(old)}{_at(path)}, got {describe(new)}."
-            )
+
+
+def _alike(old: Any, new: Any) -> bool:
+    if isinstance(old, bytes) or isinstance(new, bytes):
+        return type(old) is type(new)
+    if not hasattr(new, "dtype") and not isinstance(new, bool | int | float | complex):
+        return False
+    dtypes = getattr(new, "dtype", None), jnp.result_type(new)
+    return old.shape == jnp.shape(new) and old.dtype in dtypes
+
+
+def _leaf(leaf: tuple[tuple[Any, ...], Any] | None) -> str:
+    return "no more leaves" if leaf is None else describe(leaf[1]) + _at(leaf[0])
 
 
 def _at(path: tuple[Any, ...]) -> str:
@@ -292,6 +316,6 @@ def describe(value: Any) -> str:
     """Says what a value is, for a message."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype} of shape {value.shape}"
-    if isinstance(value, tuple | list | dict):
+    if isinstance(value, tuple | list | dict | bytes):
         return type(value).__name__
     return f"{type(value).__name__} {value!r}"

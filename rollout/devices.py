@@ -77,12 +77,17 @@ def shard(
         A collector of the same lanes.
 
     Raises:
-        ValueError: if the mesh lacks the axis, if the lanes do not divide by its size,
-            or if the environment is of another kind or spread already; if another
-            process has another collector or mesh; later, if a carry lies on other
-            devices.
+        ValueError: if they are no collector and no mesh; if the mesh lacks the axis, if
+            the lanes do not divide by its size, or if the environment is of another
+            kind or spread already; if another process has another collector or mesh;
+            later, if a carry lies on other devices.
     """
     checks.collects_in_jax(collector)
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            "`mesh` must be a `jax.sharding.Mesh`, as `jax.make_mesh` makes it, got "
+            f"{type(mesh).__name__}."
+        )
     if axis not in mesh.shape:
         raise ValueError(
             f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."

@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 from jax.core import Tracer
 
+from rollout import checks
 from rollout.finite import count_faulty
 from rollout.types import Episodes, Transition
 
@@ -243,7 +244,11 @@ def finished(trajectory: Transition) -> Finished:
         One entry per row, in the order of time and within a step of lanes, of which
         `mask` says where an episode ended. Outside of `jit`,
         `finished(trajectory).episode_return[finished(trajectory).mask]` is the list.
+
+    Raises:
+        ValueError: if it is no trajectory.
     """
+    checks.trajectory(trajectory)
     num_steps, num_envs = trajectory.mask.shape
     return Finished(
         episode_return=trajectory.episode_return.reshape(-1),
@@ -331,7 +336,8 @@ def moments(value: jax.Array, flag: jax.Array) -> Moments:
     """Computes the moments of `value`, float, where `flag`, of the same shape."""
     count, total = _count(flag), jnp.sum(jnp.where(flag, value, 0.0))
     # Two passes: the difference of two large sums would lose the digits that matter.
-    deviation = jnp.where(flag, value - total / jnp.maximum(count, 1), 0.0)
+    mean = total / jnp.maximum(count, 1).astype(total.dtype)
+    deviation = jnp.where(flag, value - mean, 0.0)
     return Moments(
         count=count,
         total=total,

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from envs import keys
+from rollout import checks
 from rollout.types import Transition
 
 
@@ -40,7 +41,11 @@ def split_trajectories(trajectory: Transition) -> Pieces:
 
     Returns:
         The pieces, as NumPy arrays; typed keys stay keys.
+
+    Raises:
+        ValueError: if it is no trajectory.
     """
+    checks.trajectory(trajectory)
     lane, step = np.nonzero(np.asarray(trajectory.mask).T)  # lane by lane
     ids = np.asarray(trajectory.episode_id)[step, lane]
     is_new = np.ones(ids.shape, bool)

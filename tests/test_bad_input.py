@@ -57,6 +57,15 @@ def prioritized():
     return memory, memory.add(memory.init(collector()), trajectory())
 
 
+def mesh():
+    return jax.make_mesh((2,), ("lanes",))
+
+
+def learned():
+    act = policy(lambda params, obs, key: (obs @ params["w"]).astype(jnp.int32)[:, 0])
+    return collector().replace(policy=act)
+
+
 def stream(**options):
     options = {"key": KEY, "steps_per_batch": 8, **options}
     return rollout.Stream(collector(), **options)
@@ -378,9 +387,22 @@ OTHERS = {
     "merge of other lanes": lambda: buffers.ReplayBuffer(32, 2).merge(
         buffers.ReplayBuffer(32, 2).init({"a": jnp.zeros(2)}), stored()
     ),
+    "policy without its params": lambda: buffer().init(learned()),
+    # Checkpoints.
     "save of text": lambda: checkpoint.save("nowhere", {"a": "text"}),
     "save of nothing": lambda: checkpoint.save("nowhere", {}),
-    # Checkpoints.
+    "restore of a word": lambda: checkpoint.restore("nowhere", {"n": 1}, step="0"),
+    # Wrong kinds of objects.
+    "environment as a collector": lambda: rollout.Stream(
+        collector().env, key=KEY, steps_per_batch=8
+    ),
+    "word as a collector": lambda: rollout.Stream("a", key=KEY, steps_per_batch=8),
+    "environment to spread": lambda: rollout.shard(collector().env, mesh()),
+    "word to spread": lambda: rollout.shard("a", mesh()),
+    "word for a mesh": lambda: rollout.shard(collector(), "lanes"),
+    "devices for a mesh": lambda: rollout.shard(collector(), jax.devices()),
+    "split of a list": lambda: rollout.split_trajectories([trajectory()]),
+    "finished of rewards": lambda: rollout.finished(trajectory().reward),
     "step below": lambda: checkpoint.save("nowhere", {"n": 1}, step=-1),
     "every without a step": lambda: checkpoint.save("nowhere", {"n": 1}, every=2),
     "no checkpoint": lambda: checkpoint.restore("nowhere", {"n": 1}),

@@ -147,6 +147,11 @@ class Stream(Generic[ParamsT]):
             window_episodes=window_episodes,
         )
         self._options = option_checks.check(self._options)
+        if not isinstance(collector, Collector | HostCollector):
+            raise ValueError(
+                "`collector` must be a `Collector` or a `HostCollector`, got "
+                f"{type(collector).__name__}."
+            )
         spread = spread_of(collector.env)
         if spread is not None and spread.mesh.is_multi_process:
             option_checks.check_processes(self._options)
@@ -262,7 +267,7 @@ class Stream(Generic[ParamsT]):
         new, what = self._own(params), "`params` must keep structure, shapes and dtypes"
         with self._setting:
             old, version = self._params
-            _check_same_kind(what, old, new)
+            checks.same(what, old, new)
             self._params = new, version + 1
 
     def stop(self) -> None:
@@ -328,7 +333,7 @@ class Stream(Generic[ParamsT]):
                 environments that were pickled have other settings than these.
         """
         what = "`state` must be one of a stream of the same kind"
-        _check_same_kind(what, self.state(), state)
+        checks.same(what, self.state(), state)
         if int(state["env"]) != self._env_checksum:
             raise ValueError(
                 "`state` must be of the same environment parameters, got others."
@@ -348,7 +353,7 @@ class Stream(Generic[ParamsT]):
         if isinstance(self._collector, HostCollector):
             saved, pickles = state["saved_envs"], {"allow_pickle": allow_pickle}
             carry = self._collector.restore(carry, saved, **pickles)
-        if spread_of(self._collector.env) is not None:
+        else:
             carry = _put_like(carry, self._at.carry)
         at = Position(
             carry=carry,
@@ -493,22 +498,6 @@ def _checksum(tree: Any) -> int:
     return zlib.crc32(b"".join(np.asarray(x).tobytes() for x in leaves))
 
 
-def _kind(tree: Any) -> str:
-    """Structure, shapes and dtypes of a tree, in words."""
-    kinds = [
-        "bytes"
-        if isinstance(x, bytes)
-        else f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}"
-        for x in jax.tree.leaves(tree)
-    ]
-    return f"{jax.tree.structure(tree)} of {', '.join(kinds) or 'nothing'}"
-
-
-def _check_same_kind(what: str, old: Any, new: Any) -> None:
-    if _kind(old) != _kind(new):
-        raise ValueError(f"{what}: {_kind(old)}, got {_kind(new)}.")
-
-
 def _strong(x: Any) -> jax.Array:
     """An array that is not weakly typed, so that all parameters are of one kind."""
     if isinstance(x, jax.Array) and not getattr(x, "weak_type", False):
@@ -523,7 +512,13 @@ def _copy(tree: Any) -> Any:
 
 def _put_like(tree: Any, like: Any) -> Any:
     """Puts arrays where others lie: what was saved may come from other devices."""
-    return jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), tree, like)
+
+    def put(x: Any, old: jax.Array) -> jax.Array:
+        if isinstance(x, jax.Array) and x.sharding == old.sharding:
+            return x
+        return jax.device_put(x, old.sharding)
+
+    return jax.tree.map(put, tree, like)
 
 
 # Of a list, for the cache of `jit` may take one dataclass for another.

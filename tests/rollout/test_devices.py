@@ -178,6 +178,20 @@ def test_stream_goes_on_with_lanes_that_are_spread_or_not(tmp_path):
 
 
 @pytest.mark.slow
+def test_state_of_spread_lanes_goes_on_without_devices_and_a_checkpoint():
+    collector = make_case("count", "recurrent")
+    options = {"steps_per_batch": 2 * B, "recycle": True}
+    with (
+        make_stream(shard(collector, 2), **options) as first,
+        make_stream(collector, **options) as second,
+    ):
+        next(first)
+        second.restore(first.state())
+        for _ in range(2):
+            assert_same(*(next(x).trajectory for x in (first, second)))
+
+
+@pytest.mark.slow
 def test_batches_land_where_they_are_wanted_and_memory_is_used_again():
     collector = make_case("count", "net")
     options = {"prefetch": 1, "steps_per_batch": 2 * B}

@@ -153,3 +153,12 @@ def test_episodes_without_what_agents_did_are_refused():
     )
     with pytest.raises(ValueError, match="`data` must be a trajectory, or `Episodes`"):
         rollout.summarize_agents(episodes)
+
+
+def test_statistics_do_not_promote_silently():
+    _, trajectory = collect("count")
+    with jax.numpy_dtype_promotion("strict"):
+        stats = rollout.summarize(trajectory)
+        figures = jax.jit(lambda x: (x.return_std, x.return_ci_low))(stats)
+    want = rollout.summarize(trajectory)
+    assert jax.tree.map(float, figures) == (want.return_std, want.return_ci_low)

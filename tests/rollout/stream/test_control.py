@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from streams import B, host, learn, make_learner, make_stream, new_stream, train
 
+import envs
 import rollout
 
 slow = pytest.mark.slow
@@ -379,6 +380,32 @@ def test_state_of_another_kind_is_refused():
     state["carry"] = state["carry"].replace(obs=jnp.zeros((B, 2)))
     with pytest.raises(ValueError, match="`state` must be one of a stream of the same"):
         make_stream().restore(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "leaf"),
+    [
+        ({"prefetch": 1}, r"at \['next_params'\], got float32 .* at \['params'\]"),
+        ({"window_episodes": 3}, r"float32 of shape \(3, 2\) at \['recent'\]"),
+        ({"num_envs": 2 * B}, rf"of shape \({2 * B},.*\) at \['carry'\].*\({B},"),
+        ({"params": jnp.ones(7)}, r"float32 of shape \(7,\) at \['params'\], got"),
+    ],
+)
+def test_first_leaf_that_differs_is_named(options, leaf):
+    def make(*, num_envs=B, **options):
+        env = envs.make_vec("CartPole-v1", num_envs)
+        policy = rollout.random_policy(env.action_space)
+        options = {"params": jnp.ones(3), "steps_per_batch": 2 * B, **options}
+        collector = rollout.Collector(env=env, policy=policy)
+        return rollout.Stream(collector, key=jax.random.key(0), **options)
+
+    with (
+        make() as first,
+        make(**options) as second,
+        pytest.raises(ValueError, match=leaf) as raised,
+    ):
+        second.restore(first.state())
+    assert len(str(raised.value)) < 200
 
 
 def test_state_is_that_after_the_last_batch_also_while_one_is_made():
