@@ -221,7 +221,7 @@ def _flatten(tree: ArrayTree) -> dict[str, np.ndarray]:
 
 
 def _checksum(leaf: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(leaf))
+    return zlib.crc32(np.ascontiguousarray(leaf).data)
 
 
 def _words(leaf: Any) -> jax.Array | np.ndarray:
