@@ -29,8 +29,8 @@ def seconds(name: str, value: Any) -> float | None:
     """Checks a finite number of seconds above 0; None stands for any time."""
     if value is None:
         return None
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):
+    is_real = isinstance(value, _REAL) and not isinstance(value, bool)
+    if not (is_real and 0 < value < math.inf):
         raise ValueError(
             f"`{name}` must be a finite number of seconds above 0, or None for any "
             f"time, got {value!r}."

@@ -150,7 +150,8 @@ def _read(data: Any, names: dict[str, str]) -> Any:
         )
     if lost := [name for name in names.values() if name not in data]:
         raise ValueError(f"`data` must have the columns {lost}, got {list(data)}.")
-    columns: dict[str, Any] = {key: data[name] for key, name in names.items()}
+    table: Any = data
+    columns: dict[str, Any] = {key: table[name] for key, name in names.items()}
     for key in ("user", "item"):
         if isinstance(columns[key], list | tuple):  # integers stay so without some
             columns[key] = pandas.array(columns[key])

@@ -187,8 +187,9 @@ def _draw_by_gymnax(
             # gymnax numbers frames: it would call the state before step 1 "step 1".
             title = f"{visualizer.env.name}: step {t}, return {total:.2f}"
             visualizer.ax.set_title(title, fontsize=15)
-            visualizer.fig.canvas.draw()
-            frame = Image.fromarray(np.asarray(visualizer.fig.canvas.buffer_rgba()))
+            canvas: Any = visualizer.fig.canvas
+            canvas.draw()
+            frame = Image.fromarray(np.asarray(canvas.buffer_rgba()))
             frames.append(frame.convert("RGB").quantize())  # a third of the memory
     finally:
         plt.close(visualizer.fig)

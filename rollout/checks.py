@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from envs import keys
 from envs.checks import INT32_MAX, count
+from envs.checks import fraction as fraction
 from envs.checks import seconds as seconds
 from envs.types import AnySpace, ArrayTree, EnvStep, VectorEnv, spread_of
 from rollout.types import (

@@ -85,7 +85,7 @@ def profile(
     carry = collector.init(jax.random.key(0) if key is None else key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
     given = _Given(collector, carry, params, trajectory)
-    programs = {name: jax.jit(part) for name, part in _PARTS.items()}
+    programs: dict[str, Any] = {name: jax.jit(part) for name, part in _PARTS.items()}
     programs["whole"] = lambda _: collector.collect_steps(carry, params, num_steps)
     times = [[_time(x, given) for x in programs.values()] for _ in range(num_repeats)]
     *parts, whole = map(statistics.median, zip(*times, strict=True))

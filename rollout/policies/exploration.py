@@ -163,17 +163,18 @@ def random_where(
     counted over all lanes, where `random_warmup` counts the steps of each. Those are
     allowed by `mask_fn`; what the policy chooses stays as it is.
     """
-    kind: Any = masks.kind_of(action_space) if mask_fn is not None else None
-    draw_any = draws.uniform(action_space)
+    space = as_space(action_space, "action_space")
+    if mask_fn is not None:
+        masks.check_maskable(space, mask_fn)
 
     def apply(params: Params, obs: Obs, *inputs: Any) -> PolicyStep:
         decision = wrapping.decide(policy, action_space, params, obs, *inputs)
 
         def draw(action: ArrayTree) -> ArrayTree:
             if mask_fn is None:
-                new = draw_any(is_random.shape[0], key)
+                new = draws.uniform(space, is_random.shape[0], key)
             else:
-                new, _ = masks.draw(masks.read(mask_fn, obs, kind), kind, key)
+                new, _ = masks.draw(masks.read(mask_fn, obs, space), space, key)
             return keys.select(is_random, new, action)
 
         def draw_if_any(action: ArrayTree) -> ArrayTree:
