@@ -163,18 +163,19 @@ def random_where(
     counted over all lanes, where `random_warmup` counts the steps of each. Those are
     allowed by `mask_fn`; what the policy chooses stays as it is.
     """
-    space = as_space(action_space, "action_space")
     if mask_fn is not None:
-        masks.check_maskable(space, mask_fn)
+        masks.check_maskable(action_space, mask_fn)
+    draws.check_bounds(action_space)
 
     def apply(params: Params, obs: Obs, *inputs: Any) -> PolicyStep:
         decision = wrapping.decide(policy, action_space, params, obs, *inputs)
 
         def draw(action: ArrayTree) -> ArrayTree:
             if mask_fn is None:
-                new = draws.uniform(space, is_random.shape[0], key)
+                new = draws.uniform(action_space, is_random.shape[0], key)
             else:
-                new, _ = masks.draw(masks.read(mask_fn, obs, space), space, key)
+                mask = masks.read(mask_fn, obs, action_space)
+                new, _ = masks.draw(mask, action_space, key)
             return keys.select(is_random, new, action)
 
         def draw_if_any(action: ArrayTree) -> ArrayTree:
