@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -73,6 +74,18 @@ def floor(name, below=()):
     assert name not in below, f"a circle: {[*below, name]}"
     lower = [floor(used, (*below, name)) for used in MODULES[name]]
     return 1 + max(lower, default=0)
+
+
+def test_every_module_that_pickles_stands_on_the_page():
+    pattern = re.compile(r"^\s*(?:import|from) (?:cloud)?pickle\b", re.M)
+    paths = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in paths
+        if pattern.search(path.read_text())
+    }
+    page = (ROOT / "docs" / "streaming.md").read_text()
+    assert found == set(re.findall(r"^\| `(\S+\.py)` \|", page, re.M))
 
 
 def test_there_is_no_circle_and_there_are_few_floors():
