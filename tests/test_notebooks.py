@@ -19,10 +19,13 @@ TIMEOUT = 300  # seconds per cell; whole notebooks take well under a minute
 SMALLER = {
     "BUDGET = 1.0": "BUDGET = 0.005",
     "total_steps=12_000": "total_steps=7_000",  # 03: checkpoints, and a kill after 5
-    "NUM_ENVS * 10_000": "NUM_ENVS * 2_000",
-    "NUM_ENVS * 30_000": "NUM_ENVS * 6_000",
+    "NUM_ENVS * 10_000": "NUM_ENVS * 1_000",
+    "NUM_ENVS * 30_000": "NUM_ENVS * 3_000",
     "steps_per_batch=256 * 128": "steps_per_batch=256 * 16",
     "NUM_SEEDS = 5\n": "NUM_SEEDS = 2\n",  # 04
+    "num_snapshots: int = 20": "num_snapshots: int = 4",  # 06: evaluations
+    "num_snapshots=10,": "num_snapshots=3,",
+    "NUM_MOMENTS = 8, 12": "NUM_MOMENTS = 8, 3",  # 12: evaluations
     "range(5)": "range(2)",  # 03: batches; 05: seeds
 }
 
