@@ -179,7 +179,8 @@ def _draw_by_gymnax(
     from gymnax.visualize import Visualizer
     from PIL import Image
 
-    visualizer, frames = Visualizer(inner.env, inner.env_params, rows), []
+    visualizer: Any = Visualizer(inner.env, inner.env_params, rows)
+    frames = []
     try:
         visualizer.init()
         for t, total in enumerate(returns):

@@ -85,9 +85,9 @@ def profile(
     carry = collector.init(jax.random.key(0) if key is None else key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
     given = _Given(collector, carry, params, trajectory)
-    programs: dict[str, Any] = {name: jax.jit(part) for name, part in _PARTS.items()}
-    programs["whole"] = lambda _: collector.collect_steps(carry, params, num_steps)
-    times = [[_time(x, given) for x in programs.values()] for _ in range(num_repeats)]
+    programs: list[Callable[[_Given], Any]] = [jax.jit(part) for part in _PARTS]
+    programs.append(lambda _: collector.collect_steps(carry, params, num_steps))
+    times = [[_time(x, given) for x in programs] for _ in range(num_repeats)]
     *parts, whole = map(statistics.median, zip(*times, strict=True))
     return Profile(*parts, whole=whole, unexplained=whole - sum(parts))
 
@@ -163,10 +163,4 @@ def _last(tree: ArrayTree) -> ArrayTree:
     return jax.tree.map(lambda x: x[-1], tree)
 
 
-# In the order of `Profile`.
-_PARTS: dict[str, Callable[[_Given], Any]] = {
-    "policy": _policy,
-    "env_step": _env_step,
-    "auto_reset": _auto_reset,
-    "recording": _recording,
-}
+_PARTS = (_policy, _env_step, _auto_reset, _recording)  # in the order of `Profile`
