@@ -320,10 +320,10 @@ def test_sums_of_a_large_tree_follow_what_is_written():
 
 @pytest.mark.parametrize("value", [-0.1, 1.1])
 def test_alpha_and_beta_lie_between_0_and_1(value):
-    with pytest.raises(ValueError, match=r"`alpha` must lie in \[0, 1\], got"):
+    with pytest.raises(ValueError, match=r"`alpha` must be a number in \[0, 1\], got"):
         buffers.PrioritizedReplayBuffer(8, 1, alpha=value)
     buffer, state = small_programs()[0], filled([1.0, 1.0])
-    with pytest.raises(ValueError, match=r"`beta` must lie in \[0, 1\], got"):
+    with pytest.raises(ValueError, match=r"`beta` must be a number in \[0, 1\], got"):
         buffer.sample(state, jax.random.key(0), 4, beta=value)
 
 
