@@ -10,7 +10,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout import checks, unrolling
+from envs import checks
+from rollout import unrolling
 from rollout.types import Transition
 
 Scalar = float | jax.Array  # (), may be traced
