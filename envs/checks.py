@@ -1,6 +1,5 @@
 """Checks of options, with messages that name what must hold and what was given."""
 
-import math
 import numbers
 import operator
 from typing import Any
@@ -86,14 +85,6 @@ def boolean(name: str, value: Any) -> None:
     """Checks that an option is a bool."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"`{name}` must be a bool, got {value!r}.")
-
-
-def number(name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Checks a finite number of Python or NumPy, from `low` to `high`."""
-    is_real = isinstance(value, _REAL) and not isinstance(value, bool)
-    if not (is_real and math.isfinite(value) and low <= value <= high):
-        bounded = f"in [{low:g}, {high:g}]" if high < math.inf else f"at least {low:g}"
-        raise ValueError(f"`{name}` must be a number, {bounded}, got {value!r}.")
 
 
 def fraction(name: str, value: Any) -> None:

@@ -53,7 +53,7 @@ def test_what_is_no_fraction_is_refused(name, value):
 def test_discount_of_other_places_is_a_fraction(value):
     with pytest.raises(ValueError, match="`gamma` must be a number in"):
         sample(buffers.ReplayBuffer, n_step=2, gamma=value)
-    with pytest.raises(ValueError, match="`gamma` must be a number, in"):
+    with pytest.raises(ValueError, match="`gamma` must be a number in"):
         envs.NormalizeReward(VECTOR, value)
 
 
@@ -64,7 +64,7 @@ def test_fraction_may_be_of_any_number_type(value):
 
 
 CASES = {
-    "epsilon": (lambda: envs.NormalizeObs(VECTOR, "1e-8"), "`epsilon` must be a numb"),
+    "epsilon": (lambda: envs.NormalizeObs(VECTOR, "1e-8"), "`epsilon` must be above"),
     "item_policy": (
         lambda: rollout.item_policy(jnp.add, sample="no"),
         "`sample` must be a bool, got 'no'",

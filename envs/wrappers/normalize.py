@@ -207,7 +207,7 @@ class NormalizeReward(VectorWrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_epsilon(self.epsilon)
-        checks.number("gamma", self.gamma, 0.0, 1.0)
+        checks.fraction("gamma", self.gamma)
 
     def freeze(self, env_state: RewardState) -> Self:
         """Fixes the statistics to those of `env_state`; see `NormalizeObs.freeze`."""
@@ -251,8 +251,8 @@ class NormalizeReward(VectorWrapper):
 
 
 def _check_epsilon(epsilon: float) -> None:
-    checks.number("epsilon", epsilon, 0.0)
-    if not epsilon > 0:
+    is_number = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
+    if not is_number or not epsilon > 0:
         raise ValueError(f"`epsilon` must be above 0, got {epsilon!r}.")
 
 
