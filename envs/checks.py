@@ -29,7 +29,7 @@ def seconds(name: str, value: Any) -> float | None:
     if value is None:
         return None
     is_real = isinstance(value, _REAL) and not isinstance(value, bool)
-    if not (is_real and 0 < value < math.inf):
+    if not (is_real and 0 < value < float("inf")):
         raise ValueError(
             f"`{name}` must be a finite number of seconds above 0, or None for any "
             f"time, got {value!r}."
