@@ -289,7 +289,11 @@ def same(what: str, expected: ArrayTree, got: ArrayTree) -> None:
     """
     trees = map(jax.tree.leaves_with_path, (expected, got))
     for old, new in itertools.zip_longest(*trees):
-        if old is None or new is None or old[0] != new[0] or not _alike(old[1], new[1]):
+        if old is None or new is None or old[0] != new[0]:
+            raise ValueError(
+                f"{what}: {_leaf(old)}, got another structure: {_leaf(new)}."
+            )
+        if not _alike(old[1], new[1]):
             raise ValueError(f"{what}: {_leaf(old)}, got {_leaf(new)}.")
     structures = jax.tree.structure(expected), jax.tree.structure(got)
     if structures[0] != structures[1]:
