@@ -49,11 +49,10 @@ def read_until(process, text):
 
 
 def interrupt(process):
-    """Sends Ctrl-C; returns what the process wrote, and the seconds until its end."""
-    start = time.monotonic()
+    """Sends Ctrl-C, and returns what the process wrote."""
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
-    return stdout.decode(), stderr, time.monotonic() - start
+    return stdout.decode(), stderr
 
 
 def assert_one_line(process, before, stderr):
@@ -67,23 +66,25 @@ def test_interrupt_while_modules_are_imported_is_one_line(module):
     environ = {"PYTHONPROFILEIMPORTTIME": "1"}  # says on stderr what was imported
     process = spawn(*ENDLESS, environ=environ)
     before = read_until(process, module)
-    stdout, stderr, _ = interrupt(process)
+    stdout, stderr = interrupt(process)
     assert_one_line(process, before, stderr)
     assert stdout == ""
 
 
 @slow
-@pytest.mark.parametrize("kind", ["--num-steps=2000000000", "--num-episodes=100000"])
-def test_interrupt_while_xla_compiles_ends_at_once(kind):
-    # Traced, but not compiled yet: jax says so before it hands the program to XLA.
-    environ = {"JAX_LOG_COMPILES": "1"}
+@pytest.mark.parametrize(
+    ("kind", "program"),
+    [("--num-steps=20", b"jit(fill)"), ("--num-episodes=20", b"jit(program)")],
+)
+def test_interrupt_while_xla_compiles_does_not_wait_for_it(kind, program):
+    environ = {"JAX_LOG_COMPILES": "1"}  # says on stderr what XLA is given, and when
     process = spawn("CartPole-v1", kind, environ=environ)
-    before = read_until(process, b"Compiling jit(")
-    stdout, stderr, seconds = interrupt(process)
+    before = read_until(process, b"Compiling " + program)
+    stdout, stderr = interrupt(process)
     assert process.returncode == 130
     assert stderr.endswith(LINE.encode())
+    assert b"Finished XLA compilation of " + program not in before + stderr
     assert b"Traceback" not in before + stderr
-    assert seconds < 5  # much of it for what a busy machine does else
     assert stdout == ""
 
 
@@ -92,7 +93,7 @@ def test_interrupt_while_xla_compiles_ends_at_once(kind):
 def test_interrupt_at_any_time_is_one_line(seconds):
     process = spawn(*ENDLESS)
     time.sleep(seconds)
-    stdout, stderr, _ = interrupt(process)
+    stdout, stderr = interrupt(process)
     assert_one_line(process, b"", stderr)
     lines = stdout.splitlines()
     assert not lines or lines[0].split() == ["environment", "CartPole-v1"]
