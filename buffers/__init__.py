@@ -7,27 +7,17 @@ with recorded data, `to_minari` writes it as a dataset, and `shard` spreads one 
 devices. `rollout.checkpoint` saves a state.
 """
 
+from buffers import types as types
 from buffers.devices import shard
 from buffers.episodic import EpisodeBuffer
 from buffers.offline import from_data, from_minari, to_minari
 from buffers.prioritized import PrioritizedReplayBuffer
 from buffers.replay import ReplayBuffer
-from buffers.types import (
-    Batch,
-    EpisodicState,
-    Experience,
-    Finals,
-    PrioritizedState,
-    RingState,
-    Sequences,
-)
+from buffers.types import Batch, PrioritizedState, RingState, Sequences
 
 __all__ = [
     "Batch",
     "EpisodeBuffer",
-    "EpisodicState",
-    "Experience",
-    "Finals",
     "PrioritizedReplayBuffer",
     "PrioritizedState",
     "ReplayBuffer",

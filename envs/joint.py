@@ -164,7 +164,7 @@ class _Joint(struct.PyTreeNode, kw_only=True):
         result = self.env.step(key, state.env_state, action)
         if not isinstance(result, MultiAgentStep):
             raise ValueError(
-                "`env.step` must return an `envs.MultiAgentStep`, got "
+                "`env.step` must return an `envs.multi_agent.MultiAgentStep`, got "
                 f"{checks.describe(result)}."
             )
         reward = self._each("reward", result.reward, jnp.float32)

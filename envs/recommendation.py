@@ -3,7 +3,7 @@
 A user is drawn, the policy recommends items, and the reward is what the user thinks of
 each. Users leave when what they are shown becomes monotonous; `LeaveByCategory` and
 `LeaveByDistance` are the rules of the field. `NoRepeat`, `ForceLength` and `History`
-among the wrappers, `rollout.item_policy` and `rollout.evaluate_settings` do the rest.
+among the wrappers, and `rollout.recommendation`, do the rest.
 
 Source:
     "EasyRL4Rec: An Easy-to-use Library for Reinforcement Learning Based Recommender
@@ -334,7 +334,7 @@ def _check_feedback(feedback: Any) -> None:
         raise ValueError(
             f"`feedback` must be finite, got {np.asarray(feedback)[tuple(places[0])]} "
             f"for user {user} and item {item}, and {len(places) - 1} more: "
-            "`envs.from_interactions` completes what is missing."
+            "`envs.interactions.from_interactions` completes what is missing."
         )
 
 

@@ -9,52 +9,28 @@ episodes ended. Everything runs inside your own `jit`, or jitted from a notebook
 and restores it; `shard` spreads lanes over devices. `profile` says where the time goes,
 `inspect` what a program does on an accelerator, which may be absent.
 
-With several agents, `policy_map` says who plays whom, and `agent_transitions` makes
-what each of them experienced of what happened.
+What most programs need stands here. `rollout.agents` has the rest for several agents:
+who plays whom, and what each of them experienced; `rollout.hosts` for environments
+that are not JAX; `rollout.recommendation` for items and users.
 """
 
 from rollout.cli import interrupts  # noqa: F401, I001 (first: before jax)
 from rollout import siblings  # noqa: F401 (before `envs`: it says who hides it)
 
 # isort: split
+from rollout import agents as agents
 from rollout import checkpoint
+from rollout import recommendation as recommendation
 from rollout.collector import Collector
 from rollout.devices import shard
 from rollout.evaluation import evaluate
-from rollout.host import (
-    AsyncCollector,
-    FaultStats,
-    Finding,
-    HostCollector,
-    RemoteBatch,
-    RemoteBatches,
-    RemoteStats,
-    Served,
-    by_env,
-    probe,
-    remote_batches,
-)
+from rollout.hosts import AsyncCollector, HostCollector, by_env, probe, remote_batches
 from rollout.inspection import inspect
 from rollout.minibatches import minibatches
-from rollout.multi_agent import (
-    AgentFigures,
-    AgentStats,
-    Pending,
-    Population,
-    agent_transitions,
-    fixed_mapping,
-    for_policy,
-    init_agent_transitions,
-    policy_map,
-    population,
-    summarize_agents,
-)
 from rollout.policies import (
-    choose_items,
     epsilon_greedy,
     gaussian_noise,
     greedy,
-    item_policy,
     ornstein_uhlenbeck,
     random_policy,
     random_warmup,
@@ -62,12 +38,6 @@ from rollout.policies import (
     stateless_policy,
 )
 from rollout.profiling import Profile, profile
-from rollout.recommendation import (
-    Catalogue,
-    RecommendationStats,
-    evaluate_settings,
-    recommendation_settings,
-)
 from rollout.stats import (
     CollectStats,
     Finished,
@@ -85,7 +55,6 @@ from rollout.types import (
     Episode,
     EpisodeKey,
     Episodes,
-    PerAgent,
     Persistent,
     Policy,
     PolicyStep,
@@ -96,72 +65,48 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accumulator",
-    "AgentFigures",
-    "AgentStats",
     "AsyncCollector",
     "Carry",
-    "Catalogue",
     "CollectStats",
     "Collector",
     "Episode",
     "EpisodeKey",
     "Episodes",
-    "FaultStats",
-    "Finding",
     "Finished",
     "HostCollector",
     "Moments",
-    "Pending",
-    "PerAgent",
     "Persistent",
     "Pieces",
     "Policy",
     "PolicyStep",
-    "Population",
     "Profile",
-    "RecommendationStats",
-    "RemoteBatch",
-    "RemoteBatches",
-    "RemoteStats",
-    "Served",
     "Stream",
     "StreamBatch",
     "StreamStats",
     "Transition",
-    "agent_transitions",
     "by_env",
     "checkpoint",
-    "choose_items",
     "discounted_returns",
     "epsilon_greedy",
     "evaluate",
-    "evaluate_settings",
     "finished",
-    "fixed_mapping",
-    "for_policy",
     "gae",
     "gaussian_noise",
     "greedy",
-    "init_agent_transitions",
     "inspect",
-    "item_policy",
     "lambda_returns",
     "log_stats",
     "minibatches",
     "next_values",
     "ornstein_uhlenbeck",
-    "policy_map",
-    "population",
     "probe",
     "profile",
     "random_policy",
     "random_warmup",
-    "recommendation_settings",
     "recurrent_policy",
     "remote_batches",
     "shard",
     "split_trajectories",
     "stateless_policy",
     "summarize",
-    "summarize_agents",
 ]

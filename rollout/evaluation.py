@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from rollout import checks
 from rollout.collector import Collector
 from rollout.finite import count_faulty
-from rollout.host.collector import HostCollector
+from rollout.hosts.collector import HostCollector
 from rollout.stats import CollectStats, summarize
 from rollout.types import ParamsT, Transition
 

@@ -21,6 +21,8 @@ from envs.types import Env
 from envs.wrappers import ForceLength, NoRepeat
 from rollout import checks
 from rollout.collector import Collector
+from rollout.policies.items import choose_items as choose_items
+from rollout.policies.items import item_policy as item_policy
 from rollout.stats import CollectStats, summarize
 from rollout.types import Episodes, Transition
 

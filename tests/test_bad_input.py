@@ -253,7 +253,7 @@ OTHERS = {
     "many of many": lambda: envs.vectorize(collector().env, B),
     "wrapper of many": lambda: envs.TimeLimit(collector().env, 3),
     "stack of many": lambda: envs.FrameStack(collector().env, 3),
-    "observing many": lambda: envs.ObservePrevious(collector().env),
+    "observing many": lambda: envs.wrappers.ObservePrevious(collector().env),
     "normalize one": lambda: envs.NormalizeObs(COUNT),
     "normalize rewards of one": lambda: envs.NormalizeReward(COUNT),
     "epsilon": lambda: envs.NormalizeObs(collector().env, epsilon=0.0),
@@ -296,7 +296,9 @@ OTHERS = {
         3, start=-1, dtype=jnp.uint8
     ),
     "dtype of floats": lambda: envs.Discrete(3, dtype=jnp.float32),
-    "dtype of the largest": lambda: envs.MultiDiscrete([2, 300], dtype=jnp.uint8),
+    "dtype of the largest": lambda: envs.spaces.MultiDiscrete(
+        [2, 300], dtype=jnp.uint8
+    ),
     "environment for a space": lambda: rollout.random_policy(
         envs.make_vec("CartPole-v1", 2)
     ),

@@ -19,8 +19,8 @@ LADDER = (
     {"policies"},
     {"kernel"},
     {"collector"},
-    {"host"},
-    {"devices", "evaluation", "multi_agent", "profiling", "recommendation", "stream"},
+    {"hosts"},
+    {"agents", "devices", "evaluation", "profiling", "recommendation", "stream"},
     {"inspection"},
     {"cli"},
     {"__main__"},
@@ -30,8 +30,8 @@ LADDER = (
 COMMON = {"envs.types", "envs.keys", "envs.few_lanes", "envs.checks", "envs.spaces"}
 # Packages that know more of environments than the contract, and what.
 KINDS = {
-    "multi_agent": {"envs.multi_agent"},
-    "host": {"envs.host.claims", "envs.host.types"},
+    "agents": {"envs.multi_agent"},
+    "hosts": {"envs.host.claims", "envs.host.types"},
     "recommendation": {"envs.wrappers"},
 }
 

@@ -66,16 +66,21 @@ def test_fraction_may_be_of_any_number_type(value):
 CASES = {
     "epsilon": (lambda: envs.NormalizeObs(VECTOR, "1e-8"), "`epsilon` must be above"),
     "item_policy": (
-        lambda: rollout.item_policy(jnp.add, sample="no"),
+        lambda: rollout.recommendation.item_policy(jnp.add, sample="no"),
         "`sample` must be a bool, got 'no'",
     ),
-    "scores": (lambda: rollout.item_policy(3), "`fn` must be a function, got int 3"),
+    "scores": (
+        lambda: rollout.recommendation.item_policy(3),
+        "`fn` must be a function, got int 3",
+    ),
     "mask_fn": (
         lambda: POLICY(DISCRETE, mask_fn=[True, False]),
         "`mask_fn` must be a function, got list",
     ),
     "mask": (
-        lambda: rollout.choose_items(jnp.zeros((2, 3)), jnp.ones((2, 3), int)),
+        lambda: rollout.recommendation.choose_items(
+            jnp.zeros((2, 3)), jnp.ones((2, 3), int)
+        ),
         r"`mask` must be bool of the shape \[B, I\] of `scores`, got int32",
     ),
     "stateless": (lambda: rollout.stateless_policy(3), "`fn` must be a function"),
@@ -105,11 +110,11 @@ CASES = {
         "`policy` must be a `Policy`",
     ),
     "for_policy rows": (
-        lambda: rollout.for_policy(rows(), "a"),
+        lambda: rollout.agents.for_policy(rows(), "a"),
         "`rows` must be those by group .* got Transition",
     ),
     "for_policy groups": (
-        lambda: rollout.for_policy({"a": 3}, "a"),
+        lambda: rollout.agents.for_policy({"a": 3}, "a"),
         "`rows` must be of a `policy_map`",
     ),
     "make": (lambda: envs.make(None), "`env_id` must be an id, .* got NoneType"),
@@ -138,10 +143,13 @@ CASES = {
     ),
     "bounds": (lambda: envs.Box("0", 1.0, ()), "`low` and `high` must be numbers"),
     "shape": (lambda: envs.Box(0.0, 1.0, 3), "`shape` must be a tuple of ints, got 3"),
-    "binary": (lambda: envs.MultiBinary("3"), "`shape` must be a tuple of ints"),
+    "binary": (lambda: envs.spaces.MultiBinary("3"), "`shape` must be a tuple of ints"),
     "Dict": (lambda: envs.Dict([DISCRETE]), "`spaces` must be a dict of spaces"),
     "Tuple": (lambda: envs.Tuple({"a": BOX}), "`spaces` must be a tuple of spaces"),
-    "Repeated": (lambda: envs.Repeated(BOX, "3"), "`num` must be an int of at least"),
+    "Repeated": (
+        lambda: envs.spaces.Repeated(BOX, "3"),
+        "`num` must be an int of at least",
+    ),
     "leave": (
         lambda: envs.RecommendationEnv([[1.0]], leave=jnp.add),
         "`leave` must be a rule with `window` and `leaves`",
@@ -158,4 +166,4 @@ def test_wrong_kind_is_named(name):
 
 def test_mask_and_scores_may_be_lists():
     scores, mask = [[0.0, 2.0, 1.0]], [[True, False, True]]
-    assert rollout.choose_items(scores, mask)[0].tolist() == [2]
+    assert rollout.recommendation.choose_items(scores, mask)[0].tolist() == [2]

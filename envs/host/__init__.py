@@ -9,3 +9,7 @@ Below them: `rows` has the arrays that environments write to, `checks` what is r
 `faults` exceptions on their way between processes; `worker` is a worker process, `crew`
 all of them as the main process sees them, `memory` what they share.
 """
+
+from envs.host.types import AsyncHostVectorEnv, EnvFault, HostStep, HostVectorEnv
+
+__all__ = ["AsyncHostVectorEnv", "EnvFault", "HostStep", "HostVectorEnv"]

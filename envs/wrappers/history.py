@@ -16,8 +16,8 @@ class NoRepeat(Wrapper):
 
     If the observation is a dict with a `mask`, it must be `[n]` bool, as that of
     `RecommendationEnv`: the actions that were taken are taken out of it. Any other
-    becomes `{"obs": obs, "mask": mask}`. The mask only says so: `rollout.item_policy`
-    and a `mask_fn` obey it. An episode may go on after the last action is used up.
+    becomes `{"obs": obs, "mask": mask}`. The mask only says so: an `item_policy` and a
+    `mask_fn` obey it. An episode may go on after the last action is used up.
 
     Attributes:
         env: an environment with discrete actions.

@@ -10,12 +10,12 @@ from envs.host.envpool import from_envpool
 from envs.host.gymnasium import from_gymnasium
 from envs.joint import vectorize_agents
 from envs.registry import make_agents, make_vec
+from rollout.agents.joint import policy_map
+from rollout.agents.mapping import fixed_mapping
 from rollout.cli.arguments import Run
 from rollout.collector import Collector
 from rollout.devices import shard
-from rollout.host.collector import HostCollector
-from rollout.multi_agent.joint import policy_map
-from rollout.multi_agent.mapping import fixed_mapping
+from rollout.hosts.collector import HostCollector
 from rollout.policies import masks
 from rollout.policies.basic import random_policy
 

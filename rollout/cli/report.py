@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from rollout.agents.stats import AgentStats
 from rollout.cli.arguments import XLA_CPU_LOOP, Run
-from rollout.multi_agent.stats import AgentStats
 from rollout.profiling import Profile
 from rollout.stats import CollectStats, Moments
 from rollout.types import Episodes

@@ -12,14 +12,14 @@ import numpy as np
 import envs
 from envs.multi_agent import MultiAgentInfo
 from envs.render import check_render
+from rollout.agents.stats import AgentStats, keep_agents, summarize_agents
 from rollout.cli.arguments import Run
 from rollout.cli.collector import make_collector
 from rollout.cli.interrupts import aside
 from rollout.cli.report import Result
 from rollout.collector import Collector
-from rollout.host.collector import HostCollector
+from rollout.hosts.collector import HostCollector
 from rollout.inspection import Report, inspect
-from rollout.multi_agent.stats import AgentStats, keep_agents, summarize_agents
 from rollout.policies.basic import random_policy
 from rollout.profiling import Profile
 from rollout.profiling import profile as time_parts
@@ -120,7 +120,7 @@ def draw(run: Run) -> tuple[bytes, Episodes]:
     """Draws the first episode of what `play` would play, as a GIF."""
     env = envs.make(run.env, **dict(run.env_param))
     check_render(env)
-    lanes = envs.vectorize(envs.expose_state(env), 1)
+    lanes = envs.vectorize(envs.render.expose_state(env), 1)
     collector = Collector(env=lanes, policy=random_policy(env.action_space))
     carry = collector.init(jax.random.key(run.seed))
     _, trajectory, episodes = collector.collect_padded_episodes(

@@ -9,7 +9,7 @@ import numpy as np
 
 from envs.types import ArrayTree
 from rollout import checks
-from rollout.host.collector import HostCollector
+from rollout.hosts.collector import HostCollector
 from rollout.stream.fill import Filled, conclude, numbers, numbers_of_episodes
 from rollout.stream.types import Options, Window
 from rollout.types import Carry

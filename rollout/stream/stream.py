@@ -16,7 +16,7 @@ from envs import keys
 from envs.types import ArrayTree, spread_of
 from rollout import checks, processes
 from rollout.collector import Collector
-from rollout.host.collector import HostCollector
+from rollout.hosts.collector import HostCollector
 from rollout.policies.masks import MaskFn
 from rollout.stream import host, stats
 from rollout.stream import options as option_checks

@@ -241,21 +241,23 @@ def agent_transitions() -> Made:
     env = envs.vectorize_agents(envs.make_agents("pgx:tic_tac_toe"), num_envs=NUM_ENVS)
     mask_fn = lambda obs: obs["action_mask"]  # noqa: E731
     policy = rollout.random_policy(env.action_spaces["players"], mask_fn=mask_fn)
-    seats = rollout.fixed_mapping({"player_0": "one", "player_1": "one"})
-    collector = _collector(env, rollout.policy_map({"one": policy}, seats, env))
+    seats = rollout.agents.fixed_mapping({"player_0": "one", "player_1": "one"})
+    collector = _collector(env, rollout.agents.policy_map({"one": policy}, seats, env))
     params, carry = {"one": None}, _carry(collector)
-    make = functools.partial(rollout.init_agent_transitions, collector)
+    make = functools.partial(rollout.agents.init_agent_transitions, collector)
     pending = jax.eval_shape(make, carry, params)
     row = _row(collector, params)
-    return rollout.agent_transitions, (pending, _stacked(row)), {}
+    return rollout.agents.agent_transitions, (pending, _stacked(row)), {}
 
 
 def recommendation() -> Made:
     """Users who are shown no item twice, by a random policy."""
     rng = np.random.default_rng(0)
     feedback = rng.random((100, NUM_ACTIONS), np.float32)
-    leave = envs.LeaveByCategory(rng.random((NUM_ACTIONS, 31)) < 0.06, 5, 2)
-    env = envs.NoRepeat(envs.RecommendationEnv(feedback, leave, max_turn=100))
+    leave = envs.recommendation.LeaveByCategory(
+        rng.random((NUM_ACTIONS, 31)) < 0.06, 5, 2
+    )
+    env = envs.wrappers.NoRepeat(envs.RecommendationEnv(feedback, leave, max_turn=100))
     mask_fn = lambda obs: obs["mask"]  # noqa: E731
     policy = rollout.random_policy(env.action_space, mask_fn=mask_fn)
     return _steps(_collector(envs.vectorize(env, NUM_ENVS), policy))

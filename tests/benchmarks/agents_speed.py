@@ -78,11 +78,11 @@ class OneAgent:
 
     def step(
         self, key: jax.Array, state: Any, action: dict[str, jax.Array]
-    ) -> envs.MultiAgentStep:
+    ) -> envs.multi_agent.MultiAgentStep:
         """Takes one step."""
         result = self.env.step(key, state, action["agents"][0])
         none = jnp.zeros(1, bool)
-        return envs.MultiAgentStep(
+        return envs.multi_agent.MultiAgentStep(
             state=result.state,
             obs={"agents": result.obs[None]},
             acting=~none,
@@ -124,12 +124,12 @@ class Still:
 
     def step(
         self, key: jax.Array, state: Any, action: dict[str, jax.Array]
-    ) -> envs.MultiAgentStep:
+    ) -> envs.multi_agent.MultiAgentStep:
         """Adds a little of the action to the observation."""
         number, obs = state[0] + 1, state[1]
         obs = obs + 1e-3 * action["agents"][:, None].astype(jnp.float32)
         none = jnp.zeros(NUM_AGENTS, bool)
-        return envs.MultiAgentStep(
+        return envs.multi_agent.MultiAgentStep(
             state=(number, obs),
             obs={"agents": obs},
             acting=~none,
@@ -145,7 +145,7 @@ def spread_programs(num_envs: int) -> dict[str, Program]:
     """Ours and JaxMARL's loop, with the same things returned."""
     with contextlib.redirect_stdout(io.StringIO()):
         game = jaxmarl.make("MPE_simple_spread_v3")
-    env = envs.vectorize_agents(envs.from_jaxmarl(game), num_envs)
+    env = envs.vectorize_agents(envs.suites.from_jaxmarl(game), num_envs)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
 
@@ -256,15 +256,17 @@ def population_programs(size: int) -> dict[str, Program]:
 
     members = jax.random.randint(init_key, (NUM_LANES * NUM_AGENTS,), 0, size)
     gathered = rollout.recurrent_policy(gather, lambda num: members)
-    shared = rollout.fixed_mapping("it")
+    shared = rollout.agents.fixed_mapping("it")
     single = jax.tree.map(lambda x: x[0], league)
     cases = {
-        "one": (rollout.policy_map({"it": policy}, shared, env), single),
+        "one": (rollout.agents.policy_map({"it": policy}, shared, env), single),
         "blocks": (
-            rollout.policy_map({"it": rollout.population(policy, size)}, mapping, env),
+            rollout.agents.policy_map(
+                {"it": rollout.agents.population(policy, size)}, mapping, env
+            ),
             league,
         ),
-        "gather": (rollout.policy_map({"it": gathered}, shared, env), league),
+        "gather": (rollout.agents.policy_map({"it": gathered}, shared, env), league),
     }
 
     def run(collector: rollout.Collector, carry: Any, params: Any) -> Any:

@@ -82,8 +82,10 @@ def plain_loop(num_items: int, num_lanes: int) -> Callable[[int], None]:
 def make_collector(num_items: int, num_lanes: int) -> rollout.Collector:
     """The same in a `Collector`; rows do without the masks, which follow from items."""
     feedback, categories = tables(num_items)
-    rule = envs.LeaveByCategory(categories, WINDOW, THRESHOLD)
-    env = envs.NoRepeat(envs.RecommendationEnv(feedback, rule, max_turn=MAX_TURN))
+    rule = envs.recommendation.LeaveByCategory(categories, WINDOW, THRESHOLD)
+    env = envs.wrappers.NoRepeat(
+        envs.RecommendationEnv(feedback, rule, max_turn=MAX_TURN)
+    )
     return rollout.Collector(
         env=envs.vectorize(env, num_lanes),
         policy=rollout.random_policy(env.action_space, mask_fn=lambda obs: obs["mask"]),

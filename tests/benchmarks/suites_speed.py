@@ -234,7 +234,9 @@ def run_game(env_id: str, num_envs: int) -> Program:
     env = envs.vectorize_agents(envs.make_agents(env_id), num_envs)
     space = env.action_spaces["players"]
     policy = rollout.random_policy(space, mask_fn=lambda obs: obs["action_mask"])
-    policy = rollout.policy_map({"all": policy}, rollout.fixed_mapping("all"), env)
+    policy = rollout.agents.policy_map(
+        {"all": policy}, rollout.agents.fixed_mapping("all"), env
+    )
     collector = rollout.Collector(env=env, policy=policy)
 
     @jax.jit

@@ -48,7 +48,7 @@ def plain_missing(pairs, user, item, missing):
 )
 def test_tables_are_those_of_a_dictionary(missing, duplicates, timestamp):
     options = {"missing": missing, "duplicates": duplicates, "timestamp": timestamp}
-    tables = envs.from_interactions(LOG, **options)
+    tables = envs.interactions.from_interactions(LOG, **options)
     pairs = plain_pairs(LOG, duplicates, timestamp)
     assert list(tables.users) == sorted({user for user, _ in pairs})
     assert list(tables.items) == sorted({item for _, item in pairs})
@@ -73,9 +73,9 @@ def test_path_frame_and_tuple_give_the_same_as_a_mapping(tmp_path):
     columns = LOG["user_id"], LOG["item_id"], LOG["feedback"]
     frame = pd.DataFrame({"x": 1, **dict(zip(names.values(), columns, strict=True))})
     frame.to_csv(path, index=False)
-    want = envs.from_interactions(LOG, missing="user_mean")
+    want = envs.interactions.from_interactions(LOG, missing="user_mean")
     for data in (path, str(path), frame, frame.set_index("x", drop=False), columns):
-        got = envs.from_interactions(data, missing="user_mean", **names)
+        got = envs.interactions.from_interactions(data, missing="user_mean", **names)
         for name in ("feedback", "known", "users", "items", "popularity"):
             np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
 
@@ -88,7 +88,7 @@ def test_rows_that_do_not_count_are_dropped_with_one_warning(tmp_path):
     options = {"missing": 0, "duplicates": "last", "timestamp": "at"}
     message = "7 of 9 rows: 2 .*id, 1 .*timestamp, 3 .*feedback, 1 duplicate"
     with pytest.warns(UserWarning, match=message) as caught:
-        tables = envs.from_interactions(path, **options)
+        tables = envs.interactions.from_interactions(path, **options)
     assert [x.filename for x in caught] == [__file__]
     assert list(tables.num_dropped.values()) == [2, 1, 3, 1]
     assert (list(tables.users), list(tables.items)) == ([5, 7], ["a", "b"])
@@ -100,9 +100,9 @@ def test_pair_of_several_rows_can_be_an_error():
     data = [1, 2, 2, 1, 2], ["a", "b", "c", "a", "b"], [1, 2, 3, 4, 5]
     message = "each pair once, got another row of user 1 and item a, and 1 more"
     with pytest.raises(ValueError, match=message):
-        envs.from_interactions(data, missing=0, duplicates="error")
+        envs.interactions.from_interactions(data, missing=0, duplicates="error")
     once = tuple(column[:3] for column in data)
-    tables = envs.from_interactions(once, missing=0, duplicates="error")
+    tables = envs.interactions.from_interactions(once, missing=0, duplicates="error")
     np.testing.assert_array_equal(tables.feedback, [[1, 0, 0], [0, 2, 3]])
 
 
@@ -120,19 +120,21 @@ def test_pair_of_several_rows_can_be_an_error():
 )
 def test_what_is_wrong_is_named(data, options, message):
     with pytest.raises(ValueError, match=message):
-        envs.from_interactions(data, **{"missing": 0, **options})
+        envs.interactions.from_interactions(data, **{"missing": 0, **options})
 
 
 def test_pandas_is_needed(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r'pip install "\.\[recommend\]"'):
-        envs.from_interactions(LOG, missing=0)
+        envs.interactions.from_interactions(LOG, missing=0)
 
 
 def test_environment_plays_the_tables_and_masks_what_is_not_known():
-    tables = envs.from_interactions(LOG, missing="mask")
+    tables = envs.interactions.from_interactions(LOG, missing="mask")
     env = envs.RecommendationEnv(tables.feedback, max_turn=3, known=tables.known)
-    policy = rollout.item_policy(lambda params, obs: jnp.zeros(obs["mask"].shape))
+    policy = rollout.recommendation.item_policy(
+        lambda params, obs: jnp.zeros(obs["mask"].shape)
+    )
     collector = rollout.Collector(env=envs.vectorize(env, 8), policy=policy)
     carry = collector.init(jax.random.key(0))
     _, rows = jax.device_get(collector.collect_steps(carry, None, 12))
@@ -154,7 +156,7 @@ def test_item_outside_of_the_mask_may_be_recommended():
 
 def test_items_are_shown_once_and_only_those_that_are_known():
     known = np.array([[True, False, True]])
-    env = envs.NoRepeat(envs.RecommendationEnv(np.ones((1, 3)), known=known))
+    env = envs.wrappers.NoRepeat(envs.RecommendationEnv(np.ones((1, 3)), known=known))
     state, obs = env.reset(jax.random.key(0))
     np.testing.assert_array_equal(obs["mask"], known[0])
     result = env.step(jax.random.key(1), state, jnp.int32(0))
@@ -183,13 +185,15 @@ def test_times_as_text_are_put_in_order_as_numbers_or_dates():
         for at in ([0, 1], [1, 0]):  # in and out of order
             data = [1, 1], [1, 1], [float(x) for x in at], [times[x] for x in at]
             with pytest.warns(UserWarning, match="1 duplicate"):
-                tables = envs.from_interactions(
+                tables = envs.interactions.from_interactions(
                     data, missing=0, duplicates="last", timestamp="time"
                 )
             assert tables.feedback == [[1.0]]
     data = [1], [1], [1.0], ["1/2/2024"]
     with pytest.raises(ValueError, match=r"`time` must be numbers or dates .* '1/2/"):
-        envs.from_interactions(data, missing=0, duplicates="last", timestamp="time")
+        envs.interactions.from_interactions(
+            data, missing=0, duplicates="last", timestamp="time"
+        )
 
 
 LARGE = 2**53
@@ -198,7 +202,9 @@ LARGE = 2**53
 @pytest.mark.filterwarnings("ignore:`data` lost .* missing_id")
 def test_large_ids_stay_apart_where_others_are_missing():
     users = [LARGE, LARGE + 1, None]
-    tables = envs.from_interactions((users, [1, 1, 1], [1.0, 2.0, 3.0]), missing=0)
+    tables = envs.interactions.from_interactions(
+        (users, [1, 1, 1], [1.0, 2.0, 3.0]), missing=0
+    )
     assert tables.users.tolist() == users[:2]
     np.testing.assert_array_equal(tables.feedback, [[1.0], [2.0]])
 
@@ -216,13 +222,13 @@ def test_ids_that_are_one_float_are_refused(users, got):
     data = {"user_id": users, "item_id": users * 0 + 1, "feedback": users * 0 + 1}
     message = f"`user_id` must be integers or text, got the float {got}"
     with pytest.raises(ValueError, match=message):
-        envs.from_interactions(data, missing=0)
+        envs.interactions.from_interactions(data, missing=0)
 
 
 @pytest.mark.filterwarnings("ignore:`data` lost .* missing_id")
 def test_ids_as_floats_are_integers_again():
     data = {"user_id": np.array([3.0, np.nan]), "item_id": [1, 2], "feedback": [1, 2]}
-    tables = envs.from_interactions(data, missing=0)
+    tables = envs.interactions.from_interactions(data, missing=0)
     assert tables.users.dtype == np.int64
     assert tables.users.tolist() == [3]
 
@@ -241,7 +247,7 @@ def test_ids_of_a_file_are_as_they_are_written(tmp_path, written, ids):
     path = tmp_path / "log.csv"
     rows = [f"{x},a,{number}" for number, x in enumerate(written)]
     path.write_text("\n".join(["user_id,item_id,feedback", *rows]))
-    tables = envs.from_interactions(path, missing=0)
+    tables = envs.interactions.from_interactions(path, missing=0)
     assert tables.users.tolist() == ids
 
 
@@ -250,4 +256,4 @@ def test_ids_of_a_file_are_as_they_are_written(tmp_path, written, ids):
 )
 def test_what_is_no_log_is_refused(data, got):
     with pytest.raises(ValueError, match=f"`data` must be the path of .* got {got}"):
-        envs.from_interactions(data, missing=0)
+        envs.interactions.from_interactions(data, missing=0)

@@ -95,7 +95,7 @@ def test_word_of_an_agent_counts_to_its_end():
 
 
 def test_space_of_several_parts_draws_each_from_a_key_of_its_own():
-    space = envs.Repeated(
+    space = envs.spaces.Repeated(
         envs.Dict({"x": envs.Discrete(9), "y": envs.Box(0, 1, (2,))}), 4
     )
     drawn = quick_jit(space.sample)(jax.random.key(1))
@@ -105,7 +105,7 @@ def test_space_of_several_parts_draws_each_from_a_key_of_its_own():
     assert space.contains(drawn)
     assert not space.contains({**drawn, "x": drawn["x"].at[2].set(9)})
     assert space.shape is None
-    assert envs.Repeated(envs.Box(0, 1, (2,)), 4).shape == (4, 2)
+    assert envs.spaces.Repeated(envs.Box(0, 1, (2,)), 4).shape == (4, 2)
 
 
 class Changed:
@@ -169,7 +169,10 @@ def spaces_of(**changes):
 
 WRONG_STEPS = {
     "reset": (Changed(reset=lambda key: (0, 1)), r"return \(state, obs, acting\)"),
-    "step": (Changed(step=lambda *args: 3), "`envs.MultiAgentStep`, got int"),
+    "step": (
+        Changed(step=lambda *args: 3),
+        "`envs.multi_agent.MultiAgentStep`, got int",
+    ),
     "reward": (
         changed_step(reward=jnp.zeros(2)),
         r"`reward` must be one per agent, shape \(3,\), got float32 of shape \(2,\)",

@@ -69,7 +69,7 @@ def test_every_user_comes_and_every_item_may_be_first():
 def test_leave_rule_of_categories_is_right_from_the_first_turn_on(items, leaves):
     categories = np.zeros((6, 4), bool)
     categories[np.arange(6), [0, 0, 1, 1, 2, 3]] = True
-    rule = envs.LeaveByCategory(categories, window=5, threshold=1)
+    rule = envs.recommendation.LeaveByCategory(categories, window=5, threshold=1)
     env = envs.RecommendationEnv(np.zeros((1, 6), np.float32), rule)
     _, steps = walk(env, items)
     assert [int(x.terminated) for x in steps] == leaves
@@ -87,7 +87,7 @@ def test_leave_rule_of_categories_is_right_from_the_first_turn_on(items, leaves)
 )
 def test_leave_rule_of_distance_is_right_from_the_first_turn_on(items, leaves):
     features = np.array([[0, 0], [0.6, 0], *([10 * x, 5] for x in range(5))], "f")
-    rule = envs.LeaveByDistance(features, window=5, threshold=1.0)
+    rule = envs.recommendation.LeaveByDistance(features, window=5, threshold=1.0)
     env = envs.RecommendationEnv(np.zeros((1, 7), np.float32), rule)
     _, steps = walk(env, items)
     assert [int(x.terminated) for x in steps] == leaves
@@ -104,7 +104,7 @@ def test_action_outside_of_the_catalogue_is_no_data():
 
 
 def test_spaces_contain_what_there_is():
-    env = envs.NoRepeat(envs.RecommendationEnv(FEEDBACK))
+    env = envs.wrappers.NoRepeat(envs.RecommendationEnv(FEEDBACK))
     state, obs = env.reset(jax.random.key(0))
     assert env.observation_space.contains(obs)
     result = env.step(
@@ -121,7 +121,7 @@ def test_a_large_catalogue_has_many_lanes():
     env = envs.RecommendationEnv(
         lambda user, item: jnp.sin(user * 1.0 + item), num_users=50, num_items=num_items
     )
-    vector = envs.vectorize(envs.NoRepeat(env), num_lanes)
+    vector = envs.vectorize(envs.wrappers.NoRepeat(env), num_lanes)
     state, _ = vector.reset(jax.random.split(jax.random.key(0), num_lanes))
     action = jnp.arange(num_lanes, dtype=jnp.int32)
     keys = jax.random.split(jax.random.key(1), num_lanes)
@@ -137,29 +137,33 @@ def test_bad_arguments_are_refused():
         envs.RecommendationEnv(bad)
     with pytest.raises(ValueError, match=r"`feedback` must be \[U, I\]"):
         envs.RecommendationEnv(FEEDBACK[0])
-    tables = envs.from_interactions(([1, 2], [3, 4], [1.0, 2.0]), missing=0.0)
+    tables = envs.interactions.from_interactions(
+        ([1, 2], [3, 4], [1.0, 2.0]), missing=0.0
+    )
     with pytest.raises(ValueError, match="got Interactions: pass its `feedback`"):
         envs.RecommendationEnv(tables)
     with pytest.raises(ValueError, match="`num_users` must be an int"):
         envs.RecommendationEnv(lambda user, item: 0.0, num_items=3)
     with pytest.raises(ValueError, match="`max_turn`"):
         envs.RecommendationEnv(FEEDBACK, max_turn=0)
-    rule = envs.LeaveByCategory(np.ones((5, 2), bool), 5, 1)
+    rule = envs.recommendation.LeaveByCategory(np.ones((5, 2), bool), 5, 1)
     with pytest.raises(ValueError, match=r"`leave` must know .*4, got 5"):
         envs.RecommendationEnv(FEEDBACK, rule)
     with pytest.raises(ValueError, match=r"`categories` must be \[I, C\] bool"):
-        envs.LeaveByCategory(np.ones((5, 2)), 5, 1)
+        envs.recommendation.LeaveByCategory(np.ones((5, 2)), 5, 1)
     with pytest.raises(ValueError, match="`window`"):
-        envs.LeaveByDistance(np.ones((5, 2), "f"), 0, 1.0)
+        envs.recommendation.LeaveByDistance(np.ones((5, 2), "f"), 0, 1.0)
     with pytest.raises(ValueError, match=r"`features` must be \[I, F\] of floats"):
-        envs.LeaveByDistance(np.ones((5, 2), bool), 5, 1.0)
+        envs.recommendation.LeaveByDistance(np.ones((5, 2), bool), 5, 1.0)
 
 
 def test_each_category_counts_for_itself():
     """As in KuaiEnv: the last items share two categories with it, each one once."""
     categories = np.array([[1, 0], [0, 1], [1, 1]], bool)
     for threshold, leaves in ((0, True), (1, False)):
-        rule = envs.LeaveByCategory(categories, window=5, threshold=threshold)
+        rule = envs.recommendation.LeaveByCategory(
+            categories, window=5, threshold=threshold
+        )
         env = envs.RecommendationEnv(np.zeros((1, 3), np.float32), rule)
         assert bool(walk(env, [0, 1, 2])[1][-1].terminated) == leaves
 
@@ -176,14 +180,16 @@ def test_sizes_beside_a_table_are_those_of_the_table():
 def test_features_and_threshold_are_numbers():
     features = np.zeros((4, 2), np.float32)
     with pytest.raises(ValueError, match="`features` must be finite"):
-        envs.LeaveByDistance(np.where(np.eye(4, 2), np.nan, features), 5, 1.0)
+        envs.recommendation.LeaveByDistance(
+            np.where(np.eye(4, 2), np.nan, features), 5, 1.0
+        )
     for threshold in (np.nan, "0.1"):
         with pytest.raises(ValueError, match="`threshold` must be a number, got"):
-            envs.LeaveByDistance(features, 5, threshold)
+            envs.recommendation.LeaveByDistance(features, 5, threshold)
 
 
 def test_tables_may_be_lists():
-    rule = envs.LeaveByCategory([[True], [False]], 5, 1)
+    rule = envs.recommendation.LeaveByCategory([[True], [False]], 5, 1)
     env = envs.RecommendationEnv([[1.0, 2.0]], rule, known=[[True, False]])
     assert env.reset(jax.random.key(0))[1]["mask"].tolist() == [True, False]
 
@@ -198,7 +204,7 @@ class Pictures(CountEnv):
 
 
 def test_mask_that_is_not_of_the_actions_is_refused():
-    env = envs.NoRepeat(Pictures())
+    env = envs.wrappers.NoRepeat(Pictures())
     with pytest.raises(ValueError, match=r"`mask` in the obs.* shape \(3,\), one for"):
         env.reset(jax.random.key(0))
 
@@ -208,4 +214,4 @@ def test_flags_are_bools(flag):
     with pytest.raises(ValueError, match="`random_first` must be a bool, got"):
         envs.RecommendationEnv(FEEDBACK, random_first=flag)
     with pytest.raises(ValueError, match="`initial` must be a bool, got"):
-        envs.NoRepeat(envs.RecommendationEnv(FEEDBACK), initial=flag)
+        envs.wrappers.NoRepeat(envs.RecommendationEnv(FEEDBACK), initial=flag)

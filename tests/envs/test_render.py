@@ -28,7 +28,7 @@ LENGTH = 9  # of every episode of Catch: the ball falls through ten rows
 def catch():
     """One whole episode of Catch: the environment, its states and its rewards."""
     env = envs.make("Catch-bsuite")
-    exposed = envs.expose_state(env)
+    exposed = envs.render.expose_state(env)
 
     @jax.jit
     def play(key):
@@ -90,7 +90,7 @@ def test_an_environment_can_be_rendered_where_gymnax_draws_it(env_id):
     visualizer.init()
     drawn = visualizer.ax.has_data()
     plt.close(visualizer.fig)
-    assert envs.can_render(env) == drawn
+    assert envs.render.can_render(env) == drawn
     if drawn:
         frames, _ = open_frames(envs.render_gif(env, states, jnp.zeros(1)))
         assert len(frames) == 2
@@ -134,7 +134,7 @@ def test_exposed_states_are_those_of_the_episode(catch):
     env, states, _ = catch
     np.testing.assert_array_equal(states.ball_y, np.arange(LENGTH + 1))
     assert states.time.shape == (LENGTH + 1,)
-    exposed = envs.expose_state(env)
+    exposed = envs.render.expose_state(env)
     state, obs = exposed.reset(jax.random.key(1))
     np.testing.assert_array_equal(obs, env.reset(jax.random.key(1))[1])
     result = exposed.step(jax.random.key(2), state, jnp.int32(0))
@@ -146,13 +146,13 @@ def test_exposed_states_are_those_of_the_episode(catch):
 def test_wrappers_are_looked_through(catch, gif):
     env, states, rewards = catch
     wrapped = Around(env=Around(env=env))
-    assert envs.can_render(wrapped)
+    assert envs.render.can_render(wrapped)
     assert envs.render_gif(wrapped, states, rewards) == gif
 
 
 def test_environment_of_ones_own_cannot_be_rendered():
-    assert not envs.can_render(CountEnv())
-    assert not envs.can_render(Around(env=CountEnv()))
+    assert not envs.render.can_render(CountEnv())
+    assert not envs.render.can_render(Around(env=CountEnv()))
     with pytest.raises(ValueError, match=r"Pong-misc\), got CountEnv\."):
         envs.render_gif(CountEnv(), {}, jnp.zeros(1))
 
@@ -182,7 +182,7 @@ def test_drawing_that_breaks_off_leaves_no_figure(catch, monkeypatch):
 def test_missing_pygame_is_only_missed_where_it_draws(catch, monkeypatch):
     monkeypatch.setitem(sys.modules, "pygame", None)
     env = envs.make("CartPole-v1")
-    assert envs.can_render(env)
+    assert envs.render.can_render(env)
     message = r'CartPole-v1 needs pygame, .* install "\.\[render\]"'
     with pytest.raises(ModuleNotFoundError, match=message):
         envs.render_gif(env, zero_states(env, 2), jnp.zeros(1))

@@ -168,7 +168,7 @@ def test_counts_may_be_numpy_integers():
 @pytest.mark.parametrize("draw", [sample, act])
 def test_integers_of_several_ranges_are_drawn_evenly(draw):
     nvec, start = np.array([[2, 3], [1, 4]]), np.array([[0, 5], [7, 0]])
-    space = envs.MultiDiscrete(nvec, start=start)
+    space = envs.spaces.MultiDiscrete(nvec, start=start)
     drawn = draw(space)
     assert drawn.shape == (NUM_DRAWS, 2, 2)
     assert drawn.dtype == np.int32
@@ -183,7 +183,7 @@ def test_integers_of_several_ranges_are_drawn_evenly(draw):
 
 @pytest.mark.parametrize("draw", [sample, act])
 def test_flags_are_drawn_evenly(draw):
-    space = envs.MultiBinary((3,))
+    space = envs.spaces.MultiBinary((3,))
     drawn = draw(space)
     assert drawn.dtype == np.int8
     counts = np.bincount(drawn @ np.array([1, 2, 4]), minlength=8)
@@ -193,7 +193,10 @@ def test_flags_are_drawn_evenly(draw):
 
 
 def test_equal_spaces_of_integers_are_equal_and_static():
-    made = envs.MultiDiscrete([3, 4], start=1), envs.MultiDiscrete((3, 4), start=(1, 1))
+    made = (
+        envs.spaces.MultiDiscrete([3, 4], start=1),
+        envs.spaces.MultiDiscrete((3, 4), start=(1, 1)),
+    )
     assert made[0] == made[1]
     assert hash(made[0]) == hash(made[1])
     assert jax.tree.leaves(made[0]) == []
@@ -211,7 +214,7 @@ def test_equal_spaces_of_integers_are_equal_and_static():
 )
 def test_bad_ranges_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        envs.MultiDiscrete(*arguments)
+        envs.spaces.MultiDiscrete(*arguments)
 
 
 def test_box_without_bounds_draws_as_gymnasium_does():
@@ -238,7 +241,7 @@ def test_box_without_bounds_draws_as_gymnasium_does():
     [
         lambda env: env,
         lambda env: envs.TimeLimit(env, 5),
-        lambda env: envs.ForceLength(env, 5),
+        lambda env: envs.wrappers.ForceLength(env, 5),
         envs.EndOnFault,
         lambda env: envs.ActionRepeat(env, 2),
     ],

@@ -105,7 +105,7 @@ def test_lanes_with_equal_parameters_are_those_of_vectorize():
         for env in (each, same):
             state, obs = env.reset(keys)
             step = env.step(keys, state, jnp.arange(4) % 3)
-            lanes = envs.Lanes(episode_key=keys, state=step.state, obs=step.obs)
+            lanes = envs.types.Lanes(episode_key=keys, state=step.state, obs=step.obs)
             fresh = env.reset_done(lambda lane: keys[lane], jnp.arange(4) < 2, lanes)
             results.append(raw((obs, step, fresh)))
         return results

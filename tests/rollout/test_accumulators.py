@@ -132,8 +132,8 @@ def test_figure_may_be_one_per_agent():
         schedule(np.ones((4, 2)), [[1, 20], [11, 30], [12, 5]]), B
     )
     high = rollout.Accumulator(
-        lambda num_envs: rollout.PerAgent(jnp.zeros((num_envs, 2), jnp.int32)),
-        lambda x, t: rollout.PerAgent(x.value + (t.info.agents.reward > 10)),
+        lambda num_envs: rollout.agents.PerAgent(jnp.zeros((num_envs, 2), jnp.int32)),
+        lambda x, t: rollout.agents.PerAgent(x.value + (t.info.agents.reward > 10)),
     )
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy, accumulators={"high": high})
@@ -141,9 +141,9 @@ def test_figure_may_be_one_per_agent():
     _, trajectory = collector.collect_steps(carry, None, 6)
     want = [[0, 1], [1, 2], [2, 2]] * 2
     np.testing.assert_array_equal(trajectory.accumulated["high"].value[:, 0], want)
-    pending = rollout.init_agent_transitions(collector, carry)
-    _, rows = rollout.agent_transitions(pending, trajectory)
+    pending = rollout.agents.init_agent_transitions(collector, carry)
+    _, rows = rollout.agents.agent_transitions(pending, trajectory)
     np.testing.assert_array_equal(rows["all"].accumulated["high"][:, :2], want)
-    agents = rollout.summarize_agents(trajectory).agents
+    agents = rollout.agents.summarize_agents(trajectory).agents
     assert [agents[name].accumulated["high"].mean for name in "ab"] == [2, 2]
     assert agents["a"].accumulated["high"].count == 2 * B

@@ -29,7 +29,7 @@ MODEL = Model(
     max_turn=9,
 )
 SCORES = RNG.normal(size=(NUM_USERS, NUM_ITEMS + 1, NUM_ITEMS)).astype(np.float32)
-CATALOGUE = rollout.Catalogue(
+CATALOGUE = rollout.recommendation.Catalogue(
     features=RNG.normal(size=(NUM_ITEMS, 3)).astype(np.float32),
     popularity=RNG.uniform(0.1, 1.0, NUM_ITEMS).astype(np.float32),
     dominated=RNG.random(NUM_ITEMS) < 0.4,
@@ -41,14 +41,14 @@ def score(params, obs):
     return params[obs["user"], obs["item"]]
 
 
-POLICY = rollout.item_policy(score)
+POLICY = rollout.recommendation.item_policy(score)
 
 
 def make_env(model=MODEL, **options):
     rule = model.categories, model.window, model.threshold
     return envs.RecommendationEnv(
         model.feedback,
-        envs.LeaveByCategory(*rule),
+        envs.recommendation.LeaveByCategory(*rule),
         max_turn=model.max_turn,
         **options,
     )
@@ -78,7 +78,7 @@ def collect(collector, key, params, num_steps):
 
 @pytest.fixture(scope="module")
 def collectors():
-    made = rollout.recommendation_settings(make_env())
+    made = rollout.recommendation.recommendation_settings(make_env())
     return {name: make_collector(env) for name, env in made.items()}
 
 
@@ -118,7 +118,7 @@ def test_rows_are_those_of_a_plain_loop(played, name):
 
 
 def test_metrics_are_those_of_all_episodes_in_a_plain_loop(collectors, played):
-    stats = rollout.evaluate_settings(
+    stats = rollout.recommendation.evaluate_settings(
         collectors, jax.random.key(0), SCORES, NUM_EPISODES, catalogue=CATALOGUE
     )
     assert list(stats) == list(SETTINGS)
@@ -137,7 +137,7 @@ def test_metrics_are_those_of_all_episodes_in_a_plain_loop(collectors, played):
 
 def test_what_is_not_known_of_items_is_no_figure(collectors):
     one = {"FB": collectors["FB"]}
-    stats = rollout.evaluate_settings(one, jax.random.key(0), SCORES, 3)
+    stats = rollout.recommendation.evaluate_settings(one, jax.random.key(0), SCORES, 3)
     assert stats["FB"].diversity is stats["FB"].novelty is None
     logged = rollout.log_stats(stats, prefix="test/")
     assert "test/FB/click_through_rate" in logged
@@ -145,7 +145,7 @@ def test_what_is_not_known_of_items_is_no_figure(collectors):
 
 
 def test_last_reward_reaches_the_policy():
-    env = envs.ObservePrevious(make_env())
+    env = envs.wrappers.ObservePrevious(make_env())
     collector = make_collector(env, policy=rollout.random_policy(env.action_space))
     rows = jax.device_get(collect(collector, jax.random.key(0), None, 50))
     shown = rows.obs["reward"][1:]
@@ -168,7 +168,9 @@ def test_new_episode_begins_with_its_own_observation(collectors):
 
 
 def test_forced_length_is_that_of_each_episode():
-    env = rollout.recommendation_settings(make_env(), force_length=3)["NX_3"]
+    env = rollout.recommendation.recommendation_settings(make_env(), force_length=3)[
+        "NX_3"
+    ]
     collector = make_collector(env, num_lanes=2)
     carry, flags = collector.init(jax.random.key(0)), []
     for _ in range(3):  # a call does not begin anew
@@ -179,19 +181,21 @@ def test_forced_length_is_that_of_each_episode():
 
 @pytest.mark.slow
 def test_random_first_item_is_not_shown_again():
-    env = rollout.recommendation_settings(make_env(random_first=True), 5)["NX_5"]
+    env = rollout.recommendation.recommendation_settings(
+        make_env(random_first=True), 5
+    )["NX_5"]
     rows, _ = play(make_collector(env), num_episodes=50)
     first = rows.obs["item"][0]
     assert len(set(first.tolist())) > 5
     assert not (rows.action[:5] == first).any()
     assert not rows.obs["mask"][0][np.arange(50), first].any()
-    again = envs.NoRepeat(make_env(random_first=True), initial=False)
+    again = envs.wrappers.NoRepeat(make_env(random_first=True), initial=False)
     rows, _ = play(make_collector(again), num_episodes=50)
     assert rows.obs["mask"][0].all()
 
 
 def test_items_that_are_used_up_are_flagged():
-    env = envs.ForceLength(envs.NoRepeat(make_env()), NUM_ITEMS + 3)
+    env = envs.wrappers.ForceLength(envs.wrappers.NoRepeat(make_env()), NUM_ITEMS + 3)
     setting = Setting(no_repeats=True, force_length=NUM_ITEMS + 3)
     collector = make_collector(env)
     key, num_steps = jax.random.key(0), NUM_ITEMS + 3  # one episode of every lane
@@ -202,7 +206,7 @@ def test_items_that_are_used_up_are_flagged():
     assert np.isfinite(rows.extras["log_prob"]).all()
     played = MODEL.play(SCORES, int(rows.obs["user"][0, 0]), setting)
     assert rows.action[:, 0].tolist() == played.item
-    stats = rollout.evaluate_settings(
+    stats = rollout.recommendation.evaluate_settings(
         {"all": collector}, jax.random.key(0), SCORES, 20, catalogue=CATALOGUE
     )["all"]
     assert stats.none_allowed_share == np.float32(3 / (NUM_ITEMS + 3))
@@ -216,12 +220,12 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 def test_compact_is_select_and_lanes_do_not_matter(policy):
     made = {
         "greedy": POLICY,
-        "softmax": rollout.item_policy(score, sample=True),
+        "softmax": rollout.recommendation.item_policy(score, sample=True),
         "random": rollout.random_policy(
             make_env().action_space, mask_fn=lambda obs: obs["mask"]
         ),
     }[policy]
-    env = rollout.recommendation_settings(make_env())["NX_0"]
+    env = rollout.recommendation.recommendation_settings(make_env())["NX_0"]
     rows = []
     for num_lanes, auto_reset in ((64, "compact"), (64, "select"), (1, "compact")):
         collector = make_collector(env, num_lanes, made, auto_reset=auto_reset)
@@ -234,7 +238,7 @@ def test_compact_is_select_and_lanes_do_not_matter(policy):
 
 @pytest.mark.slow
 def test_rows_without_jit_and_over_devices_are_the_same():
-    env = rollout.recommendation_settings(make_env())["NX_10"]
+    env = rollout.recommendation.recommendation_settings(make_env())["NX_10"]
     collector = make_collector(env)
     _, rows = collector.collect_steps(collector.init(jax.random.key(2)), SCORES, 12)
     with jax.disable_jit():
@@ -251,7 +255,7 @@ def test_rows_without_jit_and_over_devices_are_the_same():
 @pytest.mark.slow
 def test_devices_ask_each_other_nothing_about_many_items():
     feedback = RNG.random((5, 300), np.float32)
-    env = envs.NoRepeat(envs.RecommendationEnv(feedback, max_turn=8))
+    env = envs.wrappers.NoRepeat(envs.RecommendationEnv(feedback, max_turn=8))
     mask_fn = lambda obs: obs["mask"]  # noqa: E731
     policy = rollout.random_policy(env.action_space, mask_fn=mask_fn)
     alone = make_collector(env, policy=policy)
@@ -268,7 +272,7 @@ def test_devices_ask_each_other_nothing_about_many_items():
 
 @pytest.mark.slow
 def test_stream_has_the_rows_of_one_call():
-    env = rollout.recommendation_settings(make_env())["NX_0"]
+    env = rollout.recommendation.recommendation_settings(make_env())["NX_0"]
     collector = make_collector(env)
     _, rows = collector.collect_steps(collector.init(jax.random.key(3)), SCORES, 30)
     stream = rollout.Stream(
@@ -286,28 +290,34 @@ def test_stream_has_the_rows_of_one_call():
 
 def test_settings_are_refused():
     with pytest.raises(ValueError, match=r"`force_length` must be .*at least 1, got 0"):
-        rollout.recommendation_settings(make_env(), force_length=0)
+        rollout.recommendation.recommendation_settings(make_env(), force_length=0)
     with pytest.raises(
         ValueError, match=r"`force_length` must be at most .*12, got 13"
     ):
-        rollout.recommendation_settings(make_env(), force_length=13)
+        rollout.recommendation.recommendation_settings(make_env(), force_length=13)
     with pytest.raises(
         ValueError, match=r"`force_length` must be at most .*11, got 12"
     ):
-        rollout.recommendation_settings(make_env(random_first=True), force_length=12)
+        rollout.recommendation.recommendation_settings(
+            make_env(random_first=True), force_length=12
+        )
     with pytest.raises(ValueError, match=r"`catalogue.popularity` must have one row"):
-        rollout.evaluate_settings(
+        rollout.recommendation.evaluate_settings(
             {"FB": make_collector(make_env())},
             jax.random.key(0),
             SCORES,
             2,
-            catalogue=rollout.Catalogue(popularity=np.ones(3, np.float32)),
+            catalogue=rollout.recommendation.Catalogue(
+                popularity=np.ones(3, np.float32)
+            ),
         )
     pendulum = envs.make_vec("Pendulum-v1", 2)
     policy = rollout.random_policy(pendulum.action_space)
     collector = rollout.Collector(env=pendulum, policy=policy)
     with pytest.raises(ValueError, match="`settings` must have items as actions"):
-        rollout.evaluate_settings({"FB": collector}, jax.random.key(0), None, 2)
+        rollout.recommendation.evaluate_settings(
+            {"FB": collector}, jax.random.key(0), None, 2
+        )
 
 
 def without_history(row):
@@ -323,8 +333,8 @@ def without_history(row):
 
 def test_history_is_rebuilt_from_the_ring():
     window = 4
-    env = envs.ObservePrevious(envs.NoRepeat(make_env()))
-    env = envs.History(env, window)
+    env = envs.wrappers.ObservePrevious(envs.wrappers.NoRepeat(make_env()))
+    env = envs.wrappers.History(env, window)
     collector = rollout.Collector(
         env=envs.vectorize(env, NUM_LANES),
         policy=rollout.random_policy(env.action_space),
@@ -374,10 +384,10 @@ def test_history_is_rebuilt_from_the_ring():
     ],
 )
 def test_tables_of_a_catalogue_are_checked(field, table, message):
-    catalogue = rollout.Catalogue(**{field: table})
+    catalogue = rollout.recommendation.Catalogue(**{field: table})
     settings = {"FB": make_collector(make_env())}
     with pytest.raises(ValueError, match=f"`catalogue.{field}` must .*{message}"):
-        rollout.evaluate_settings(
+        rollout.recommendation.evaluate_settings(
             settings, jax.random.key(0), SCORES, 2, catalogue=catalogue
         )
 
@@ -388,15 +398,15 @@ def test_tables_of_a_catalogue_may_be_lists():
     def evaluate(catalogue):
         key = jax.random.key(0)
         given = {"FB": collector}, key, jnp.asarray(SCORES), 4
-        return rollout.evaluate_settings(*given, catalogue=catalogue)
+        return rollout.recommendation.evaluate_settings(*given, catalogue=catalogue)
 
     lists = {name: table.tolist() for name, table in vars(CATALOGUE).items()}
-    got = evaluate(rollout.Catalogue(**lists))
+    got = evaluate(rollout.recommendation.Catalogue(**lists))
     jax.tree.map(np.testing.assert_array_equal, got, evaluate(CATALOGUE))
 
 
 def test_settings_are_of_environments_with_items():
     with pytest.raises(ValueError, match=r"`env` must have items as actions.* got Box"):
-        rollout.recommendation_settings(envs.make("Pendulum-v1"))
+        rollout.recommendation.recommendation_settings(envs.make("Pendulum-v1"))
     with pytest.raises(ValueError, match=r"`settings` must be a dict and `catalogue`"):
-        rollout.evaluate_settings([], jax.random.key(0), None, 4)
+        rollout.recommendation.evaluate_settings([], jax.random.key(0), None, 4)

@@ -152,7 +152,7 @@ def test_episodes_without_what_agents_did_are_refused():
         collector.init(jax.random.key(0)), None, 2, max_steps=3
     )
     with pytest.raises(ValueError, match="`data` must be a trajectory, or `Episodes`"):
-        rollout.summarize_agents(episodes)
+        rollout.agents.summarize_agents(episodes)
 
 
 def test_statistics_do_not_promote_silently():

@@ -59,7 +59,7 @@ class ScheduleEnv:
         num, n = self.reward.shape[0], state + 1
         ended = self.terminated[state] | self.truncated[state]
         is_cut = (n == num) & ~self.episode_terminated[state]
-        return envs.MultiAgentStep(
+        return envs.multi_agent.MultiAgentStep(
             state=n,
             obs={"all": self.observe(n, self.acting[n] | ended)},
             acting=self.acting[n],
@@ -98,7 +98,7 @@ class OneAgent:
 
     def step(self, key, state, action):
         result, none = self.env.step(key, state, action["all"][0]), jnp.zeros(1, bool)
-        return envs.MultiAgentStep(
+        return envs.multi_agent.MultiAgentStep(
             state=result.state,
             obs={"all": result.obs[None]},
             acting=~none,
@@ -142,7 +142,7 @@ class ChanceEnv:
         bits = (word >> jnp.arange(30)) & 1 != 0
         ended = bits[3:6] & bits[6:9] & bits[9:12]
         acting = self.choose(word >> 12)
-        return envs.MultiAgentStep(
+        return envs.multi_agent.MultiAgentStep(
             state={"n": n, "next": acting},
             obs=self.observe(n, acting | ended),
             acting=acting,

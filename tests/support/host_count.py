@@ -13,7 +13,7 @@ import envs
 import rollout
 from envs import keys
 from envs.host.types import EnvFault, HostStep
-from rollout.host import HostCollector
+from rollout.hosts import HostCollector
 
 
 @struct.dataclass(kw_only=True)

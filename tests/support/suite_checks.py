@@ -91,7 +91,7 @@ def check_contract(env):
 
 def check_is_drawn(env):
     """Draws two states, as frames that differ from each other and from plain paper."""
-    assert envs.can_render(env)
+    assert envs.render.can_render(env)
     keys = jax.random.split(KEY, 2)
     state, _ = jax.jit(jax.vmap(env.reset))(keys)
     gif = envs.render_gif(env, state, jnp.ones(1))

@@ -25,7 +25,7 @@ def start(env, faults=("fine",) * 3, mask=EVERY):
 
 def test_it_is_both_kinds_of_environment():
     assert isinstance(make(), envs.HostVectorEnv)
-    assert isinstance(make(), envs.AsyncHostVectorEnv)
+    assert isinstance(make(), envs.host.AsyncHostVectorEnv)
 
 
 def test_step_returns_successors_rewards_and_flags():

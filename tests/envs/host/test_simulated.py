@@ -42,8 +42,8 @@ def draw(rng, num=E):
 @jax.jit
 def kernel_reset(env, seeds):
     episode_key = jax.vmap(jax.random.key)(seeds)
-    state, obs = env.reset(keys.fold_in(episode_key, envs.RESET))
-    return envs.Lanes(episode_key=episode_key, state=state, obs=obs)
+    state, obs = env.reset(keys.fold_in(episode_key, envs.types.RESET))
+    return envs.types.Lanes(episode_key=episode_key, state=state, obs=obs)
 
 
 @jax.jit

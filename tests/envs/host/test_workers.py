@@ -73,7 +73,7 @@ def named_files(pids):
 def test_it_is_both_kinds_of_environment(make):
     env = make()
     assert isinstance(env, envs.HostVectorEnv)
-    assert isinstance(env, envs.AsyncHostVectorEnv)
+    assert isinstance(env, envs.host.AsyncHostVectorEnv)
     assert env.num_envs == 4
     assert (env.action_space.n, env.action_space.start) == (3, 1)
     assert env.observation_space.shape == (2,)

@@ -86,7 +86,7 @@ def test_parameters_are_leaves():
     assert LIMIT in leaves
     limits = jnp.array([5, 7])
     each = jax.vmap(
-        lambda limit: envs.from_craftax(
+        lambda limit: envs.suites.from_craftax(
             classic().env, classic().env_params.replace(max_timesteps=limit)
         )
     )(limits)
@@ -106,6 +106,6 @@ def test_states_are_drawn():
 
 def test_other_objects_are_refused():
     with pytest.raises(TypeError, match=r"`env` must have reset_env, .* got object"):
-        envs.from_craftax(object())
+        envs.suites.from_craftax(object())
     with pytest.raises(ValueError, match=r"with max_time=3 fails"):
         envs.make(f"craftax:{CLASSIC}", max_time=3)

@@ -104,7 +104,7 @@ def stack(env, values):
 
 def play_both(suite, num_steps):
     """Each step of the adapter, and what the suite returns for the same actions."""
-    env, rng = envs.from_jaxmarl(suite), np.random.default_rng(0)
+    env, rng = envs.suites.from_jaxmarl(suite), np.random.default_rng(0)
     state, obs, acting = env.reset(KEY)
     suite_obs, suite_state = suite.reset(KEY)
     assert acting.all()
@@ -173,7 +173,7 @@ GOES_ON, TERMINATED, TRUNCATED = (False, False), (True, False), (False, True)
 
 
 def test_switch_riddle_is_truncated_at_its_limit_and_terminated_before(key_reuse):
-    env = envs.from_jaxmarl(make("switch_riddle"))  # limit 6 = 4 * 3 - 6
+    env = envs.suites.from_jaxmarl(make("switch_riddle"))  # limit 6 = 4 * 3 - 6
     found, step = flags(env, [0] * 6)
     assert found == [GOES_ON] * 5 + [TRUNCATED]
     assert step.truncated.all()
@@ -187,14 +187,14 @@ def test_switch_riddle_is_truncated_at_its_limit_and_terminated_before(key_reuse
 def test_ending_of_mpe_one_step_past_its_limit_is_the_truncation(
     key_reuse, rank_promotion
 ):
-    env = envs.from_jaxmarl(make("MPE_simple_spread_v3", max_steps=3))
+    env = envs.suites.from_jaxmarl(make("MPE_simple_spread_v3", max_steps=3))
     found, step = flags(env, [0] * 4)
     assert found == [GOES_ON] * 3 + [TRUNCATED]
     assert step.truncated.all()
 
 
 def test_agents_that_end_before_the_limit_terminate(key_reuse):
-    env = envs.from_jaxmarl(Duel())
+    env = envs.suites.from_jaxmarl(Duel())
     state, _, _ = env.reset(KEY)
     step = env.step(KEY, state, {"red": jnp.array([0, 1]), "blue": jnp.array([0])})
     assert step.terminated.tolist() == [False, True, False]
@@ -249,7 +249,7 @@ def play_solo(env, pushes):
 
 
 def test_limit_and_time_may_have_other_names(key_reuse):
-    env = envs.from_jaxmarl(Solo(), limit_field="horizon", time_field="clock")
+    env = envs.suites.from_jaxmarl(Solo(), limit_field="horizon", time_field="clock")
     step = play_solo(env, [-1, -1])
     assert (step.episode_terminated, step.episode_truncated) == TRUNCATED
     step = play_solo(env, [1])
@@ -257,7 +257,7 @@ def test_limit_and_time_may_have_other_names(key_reuse):
 
 
 def test_environment_without_a_limit_only_terminates(key_reuse):
-    step = play_solo(envs.from_jaxmarl(Solo()), [-1, -1])
+    step = play_solo(envs.suites.from_jaxmarl(Solo()), [-1, -1])
     assert (step.episode_terminated, step.episode_truncated) == TERMINATED
     assert step.info == {}  # a name is no array
 
@@ -273,18 +273,18 @@ def test_environment_without_a_limit_only_terminates(key_reuse):
 )
 def test_missing_limit_or_time_is_refused(limit_field, time_field, message):
     with pytest.raises(ValueError, match=message):
-        envs.from_jaxmarl(Solo(), limit_field=limit_field, time_field=time_field)
+        envs.suites.from_jaxmarl(Solo(), limit_field=limit_field, time_field=time_field)
 
 
 def test_spaces_are_ours_and_masks_and_world_state_have_theirs():
-    env = envs.from_jaxmarl(Duel())
+    env = envs.suites.from_jaxmarl(Duel())
     assert env.action_spaces == {"red": envs.Discrete(3), "blue": envs.Discrete(4)}
     blue = env.observation_spaces["blue"].spaces
     assert sorted(blue) == ["action_mask", "observation", "world_state"]
     assert blue["observation"] == envs.Box(0, 9, (3,))
     assert blue["action_mask"] == envs.Box(0, 1, (4,), jnp.dtype(bool))
     assert blue["world_state"].shape == (3,)
-    solo = envs.from_jaxmarl(Solo())
+    solo = envs.suites.from_jaxmarl(Solo())
     assert solo.observation_spaces["agents"].dtype == jnp.int32
     np.testing.assert_array_equal(solo.observation_spaces["agents"].high, [4])
     assert solo.action_spaces == {"agents": envs.Box(-1, 1, (2,))}
@@ -301,12 +301,12 @@ class Swapped(Solo):
 
 
 def test_space_has_the_shape_and_dtype_of_what_is_observed():
-    space = envs.from_jaxmarl(Swapped()).observation_spaces["agents"]
+    space = envs.suites.from_jaxmarl(Swapped()).observation_spaces["agents"]
     assert space == envs.Box(0, 255, (2, 3), jnp.dtype(jnp.uint8))
 
 
 def test_masks_and_world_state_stand_beside_each_observation(key_reuse):
-    env = envs.from_jaxmarl(Duel())
+    env = envs.suites.from_jaxmarl(Duel())
     state, _, _ = env.reset(KEY)
     step = env.step(KEY, state, {"red": jnp.array([0, 1]), "blue": jnp.array([0])})
     red = step.obs["red"]
@@ -317,21 +317,21 @@ def test_masks_and_world_state_stand_beside_each_observation(key_reuse):
 
 
 def test_groups_are_agents_with_equal_spaces(rank_promotion):
-    tag = envs.from_jaxmarl(make("MPE_simple_tag_v3"))
+    tag = envs.suites.from_jaxmarl(make("MPE_simple_tag_v3"))
     assert tag.groups == {
         "adversary": ("adversary_0", "adversary_1", "adversary_2"),
         "agent": ("agent_0",),
     }
     # Names that begin differently within a group tell nothing of it.
-    crypto = envs.from_jaxmarl(make("MPE_simple_crypto_v3"))
+    crypto = envs.suites.from_jaxmarl(make("MPE_simple_crypto_v3"))
     assert crypto.groups == {"eve_0": ("eve_0",), "alice_0": ("alice_0", "bob_0")}
-    spread = envs.from_jaxmarl(make("MPE_simple_spread_v3"))
+    spread = envs.suites.from_jaxmarl(make("MPE_simple_spread_v3"))
     assert spread.groups == {"agents": ("agent_0", "agent_1", "agent_2")}
 
 
 def test_own_groups_are_taken_in_their_order(key_reuse):
     groups = {"b": ("blue_0",), "second": ["red_1"], "first": ["red_0"]}
-    env = envs.from_jaxmarl(Duel(), groups=groups)
+    env = envs.suites.from_jaxmarl(Duel(), groups=groups)
     assert env.groups == {name: tuple(agents) for name, agents in groups.items()}
     state, _, _ = env.reset(KEY)
     action = {"b": 0, "second": 1, "first": 0}
@@ -351,12 +351,12 @@ def test_own_groups_are_taken_in_their_order(key_reuse):
 )
 def test_groups_that_cannot_be_stacked_are_refused(groups, message):
     with pytest.raises(ValueError, match=message):
-        envs.from_jaxmarl(Duel(), groups=groups)
+        envs.suites.from_jaxmarl(Duel(), groups=groups)
 
 
 @pytest.mark.parametrize("agents", [("red_0",), ("red_0", "red_1", "green_0")])
 def test_groups_of_other_agents_are_refused_by_the_lanes(agents):
-    env = envs.from_jaxmarl(Duel(), groups={"red": agents, "blue": ("blue_0",)})
+    env = envs.suites.from_jaxmarl(Duel(), groups={"red": agents, "blue": ("blue_0",)})
     with pytest.raises(ValueError, match=r"`env.groups` must have every agent in one"):
         envs.vectorize_agents(env, 2)
 
@@ -365,7 +365,7 @@ def test_object_without_the_methods_is_refused():
     with pytest.raises(
         TypeError, match=r"`env` must have `agents` and the JaxMARL .* object"
     ):
-        envs.from_jaxmarl(object())
+        envs.suites.from_jaxmarl(object())
 
 
 class Tuples(Solo):
@@ -381,21 +381,25 @@ class Nobody(Solo):
 
 def test_values_that_do_not_go_by_the_names_of_agents_are_refused():
     with pytest.raises(ValueError, match=r"`reset` must return the .* got tuple"):
-        envs.from_jaxmarl(Tuples())
+        envs.suites.from_jaxmarl(Tuples())
     with pytest.raises(ValueError, match=r"`step_env` must return the dones by .*all"):
-        play_solo(envs.from_jaxmarl(Nobody()), [0])
+        play_solo(envs.suites.from_jaxmarl(Nobody()), [0])
 
 
 def test_adapters_of_one_environment_are_one_program():
     suite = make("switch_riddle")
-    one, other = (jax.tree.structure(envs.from_jaxmarl(x)) for x in (suite, suite))
+    one, other = (
+        jax.tree.structure(envs.suites.from_jaxmarl(x)) for x in (suite, suite)
+    )
     assert one == other
     assert hash(one) == hash(other)
-    assert one != jax.tree.structure(envs.from_jaxmarl(jaxmarl.make("switch_riddle")))
+    assert one != jax.tree.structure(
+        envs.suites.from_jaxmarl(jaxmarl.make("switch_riddle"))
+    )
 
 
 def collect(suite, num_steps, num_envs=3):
-    env = envs.vectorize_agents(envs.from_jaxmarl(suite), num_envs)
+    env = envs.vectorize_agents(envs.suites.from_jaxmarl(suite), num_envs)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(jax.random.key(0))
@@ -433,7 +437,7 @@ def test_collector_plays_an_environment_of_two_groups():
 def test_shapes_of_smax_with_masks_and_world_state(key_reuse, rank_promotion):
     """Traced only: to compile it takes most of a minute."""
     suite = make("HeuristicEnemySMAX", num_allies=2, num_enemies=2)
-    env = envs.vectorize_agents(envs.from_jaxmarl(suite), 3)
+    env = envs.vectorize_agents(envs.suites.from_jaxmarl(suite), 3)
     step_keys = jax.random.split(KEY, 3)
     state, obs = jax.eval_shape(env.reset, step_keys)
     action = {"agents": jax.ShapeDtypeStruct((3, 2), jnp.int32)}

@@ -37,7 +37,7 @@ def mask_of(obs):
 @functools.cache
 def snake():
     env = jumanji.make("Snake-v1", **SMALL_SNAKE)
-    return env, collect(envs.from_jumanji(env), mask_of)
+    return env, collect(envs.suites.from_jumanji(env), mask_of)
 
 
 def plain(env):
@@ -89,7 +89,7 @@ class Endings:
 
 @pytest.mark.parametrize(("discount", "terminated"), [(0.0, True), (1.0, False)])
 def test_discount_tells_termination_from_truncation(discount, terminated):
-    env = envs.from_jumanji(Endings(discount))
+    env = envs.suites.from_jumanji(Endings(discount))
     step = quick_jit(env.step)
     state, _ = quick_jit(env.reset)(jax.random.key(0))
     for number in range(12):  # the time limit
@@ -118,9 +118,9 @@ def test_every_game_keeps_the_contract(name):
         return
     env = envs.make_agents(name)
     vector = envs.vectorize_agents(env, 2)
-    policy = rollout.policy_map(
+    policy = rollout.agents.policy_map(
         {"all": rollout.random_policy(vector.action_spaces["agents"])},
-        rollout.fixed_mapping(dict.fromkeys(env.agents, "all")),
+        rollout.agents.fixed_mapping(dict.fromkeys(env.agents, "all")),
         env,
     )
     collector = rollout.Collector(env=vector, policy=policy)
@@ -132,7 +132,7 @@ def test_every_game_keeps_the_contract(name):
 
 def test_agents_of_a_team_are_as_in_a_plain_loop():
     game = jumanji.make("LevelBasedForaging-v0")
-    env = envs.from_jumanji_agents(game)
+    env = envs.suites.from_jumanji_agents(game)
     begin, advance = plain_team(game)
     reset, step = map(quick_jit, (env.reset, env.step))
     state, obs, acting = reset(jax.random.key(1))
@@ -165,27 +165,27 @@ def plain_team(game):
 
 
 def test_spaces_are_those_of_the_game():
-    env = envs.from_jumanji(jumanji.make("Snake-v1"))
+    env = envs.suites.from_jumanji(jumanji.make("Snake-v1"))
     assert env.action_space == envs.Discrete(4)
     assert env.observation_space.spaces.grid.shape == (12, 12, 5)
     assert envs.make("jumanji:FlatPack-v0").action_space.nvec == (25, 4, 9, 9)
     routes = envs.make("jumanji:MultiCVRP-v0").action_space
-    assert routes == envs.MultiDiscrete((22, 22), jnp.dtype(jnp.int16))
+    assert routes == envs.spaces.MultiDiscrete((22, 22), jnp.dtype(jnp.int16))
 
 
 def test_states_are_drawn():
-    check_is_drawn(envs.from_jumanji(snake()[0]))
+    check_is_drawn(envs.suites.from_jumanji(snake()[0]))
 
 
 def test_other_objects_are_refused():
     with pytest.raises(TypeError, match=r"`env` must have reset, .* got object"):
-        envs.from_jumanji(object())
+        envs.suites.from_jumanji(object())
     team, game = jumanji.make("Connector-v3"), jumanji.make("Snake-v1")
     with pytest.raises(ValueError, match="`env` must have one reward"):
-        envs.from_jumanji(team)
+        envs.suites.from_jumanji(team)
     with pytest.raises(ValueError, match="`env` must have a reward for each agent"):
-        envs.from_jumanji_agents(game)
+        envs.suites.from_jumanji_agents(game)
     from jumanji.wrappers import AutoResetWrapper
 
     with pytest.raises(ValueError, match="must not reset itself"):
-        envs.from_jumanji(AutoResetWrapper(game))
+        envs.suites.from_jumanji(AutoResetWrapper(game))

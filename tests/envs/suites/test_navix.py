@@ -52,7 +52,7 @@ def plain(env):
     "name", ["Navix-Empty-Random-5x5-v0", "Navix-Dynamic-Obstacles-5x5-v0"]
 )
 def test_rows_are_those_of_a_plain_loop(name):
-    trajectory = collect(envs.from_navix(grid(name)))
+    trajectory = collect(envs.suites.from_navix(grid(name)))
     check_is_as_in_plain_loop(trajectory, *plain(grid(name)))
     assert trajectory.terminated.sum() > 3
     assert (trajectory.truncated.sum() > 3) or "Dynamic" in name
@@ -69,9 +69,9 @@ def test_contract_is_kept(name):
 
 
 def test_states_are_drawn():
-    check_is_drawn(envs.from_navix(grid()))
+    check_is_drawn(envs.suites.from_navix(grid()))
 
 
 def test_other_objects_are_refused():
     with pytest.raises(TypeError, match=r"`env` must have reset, _step, .* got object"):
-        envs.from_navix(object())
+        envs.suites.from_navix(object())

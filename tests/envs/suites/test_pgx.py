@@ -24,7 +24,7 @@ make_game = functools.cache(pgx.make)
 def make(name):
     """A game and its adapter, and how each begins and steps, jitted."""
     game = make_game(name)
-    env = envs.from_pgx(game)
+    env = envs.suites.from_pgx(game)
     return env, *map(quick_jit, (game.init, game.step, env.reset, env.step))
 
 
@@ -88,7 +88,7 @@ def test_action_that_is_not_allowed_ends_the_game_and_is_told(key_reuse):
 
 
 def test_spaces_are_those_of_the_game():
-    env = envs.from_pgx(pgx.make("connect_four"))
+    env = envs.suites.from_pgx(pgx.make("connect_four"))
     assert env.agents == ("player_0", "player_1")
     assert env.groups == {"players": env.agents}
     assert env.action_spaces == {"players": envs.Discrete(7)}
@@ -99,7 +99,7 @@ def test_spaces_are_those_of_the_game():
 
 
 def test_one_player_has_a_game_of_its_own():
-    env = envs.from_pgx(pgx.make("2048"))
+    env = envs.suites.from_pgx(pgx.make("2048"))
     assert env.agents == ("player_0",)
     state, obs, acting = jax.eval_shape(env.reset, KEY)
     assert acting.shape == (1,)
@@ -113,14 +113,14 @@ def test_one_player_has_a_game_of_its_own():
 
 def test_adapters_of_one_game_are_one_program():
     game = pgx.make("tic_tac_toe")
-    one, other = (jax.tree.structure(envs.from_pgx(x)) for x in (game, game))
+    one, other = (jax.tree.structure(envs.suites.from_pgx(x)) for x in (game, game))
     assert one == other
     assert hash(one) == hash(other)
 
 
 def test_object_without_the_methods_is_refused():
     with pytest.raises(TypeError, match=r"`env` must have .* got object"):
-        envs.from_pgx(object())
+        envs.suites.from_pgx(object())
 
 
 def collect(name, num_steps, num_envs=4):
@@ -175,7 +175,7 @@ def test_collector_plays_kuhn_poker_by_the_rules():
 @pytest.mark.parametrize("game", ["tic_tac_toe", "connect_four"])
 def test_masked_policies_never_make_an_illegal_move(game):
     """A million moves: half drawn evenly, half sampled from a policy's logits."""
-    env = envs.vectorize_agents(envs.from_pgx(pgx.make(game)), 1000)
+    env = envs.vectorize_agents(envs.suites.from_pgx(pgx.make(game)), 1000)
     space = env.action_spaces["players"]
 
     def sample(params, obs, key):
@@ -196,7 +196,9 @@ def test_masked_policies_never_make_an_illegal_move(game):
         return totals + jnp.array([illegal.sum(), moves.sum()], jnp.int32)
 
     for name, policy in policies.items():
-        mapped = rollout.policy_map({name: policy}, rollout.fixed_mapping(name), env)
+        mapped = rollout.agents.policy_map(
+            {name: policy}, rollout.agents.fixed_mapping(name), env
+        )
         collector = rollout.Collector(env=env, policy=mapped)
         carry = collector.init(jax.random.key(5))
         totals = jnp.zeros(2, jnp.int32)
@@ -277,7 +279,7 @@ def plain_seat(game, opponent, params):
 )
 def test_one_seat_is_as_in_a_plain_loop(name, opponent, params, num_steps, key_reuse):
     game = make_game(name)
-    env = envs.from_pgx_seat(game, opponent, params)
+    env = envs.suites.from_pgx_seat(game, opponent, params)
     trajectory = collect_rows(env, lambda obs: obs["action_mask"], num_steps=num_steps)
     loop = plain_seat(game, opponent or one_or_evenly, params)
     check_is_as_in_plain_loop(trajectory, *loop)
@@ -291,7 +293,9 @@ def test_one_seat_is_as_in_a_plain_loop(name, opponent, params, num_steps, key_r
 def test_every_lane_may_meet_an_opponent_of_its_own(key_reuse):
     game = make_game("tic_tac_toe")
     params = jnp.arange(3, dtype=jnp.int32)
-    each = jax.vmap(lambda number: envs.from_pgx_seat(game, first_allowed, number))
+    each = jax.vmap(
+        lambda number: envs.suites.from_pgx_seat(game, first_allowed, number)
+    )
     vector = envs.vectorize_each(each(params), 3)
     keys = jax.random.split(jax.random.key(2), 3)
     state, _ = quick_jit(vector.reset)(keys)
@@ -306,8 +310,8 @@ def test_every_lane_may_meet_an_opponent_of_its_own(key_reuse):
 
 def test_seat_is_one_program_for_all_parameters_of_the_opponent():
     game = make_game("tic_tac_toe")
-    one, other = (envs.from_pgx_seat(game, first_allowed, x) for x in (1, 2))
+    one, other = (envs.suites.from_pgx_seat(game, first_allowed, x) for x in (1, 2))
     assert jax.tree.structure(one) == jax.tree.structure(other)
     assert jax.tree.leaves(one) == [1]
     with pytest.raises(TypeError, match=r"`env` must have .* got object"):
-        envs.from_pgx_seat(object())
+        envs.suites.from_pgx_seat(object())

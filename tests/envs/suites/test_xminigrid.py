@@ -53,7 +53,7 @@ def plain(env, params):
 @pytest.mark.parametrize("name", ["MiniGrid-EmptyRandom-5x5", "MiniGrid-MemoryS8"])
 def test_rows_are_those_of_a_plain_loop(name):
     env, params = grid(name)
-    trajectory = collect(envs.from_xminigrid(env, params))
+    trajectory = collect(envs.suites.from_xminigrid(env, params))
     # The reward is a product of floats, which one program rounds otherwise.
     check_is_as_in_plain_loop(trajectory, *plain(env, params), rtol=1e-6)
     assert trajectory.truncated.sum() > 10
@@ -72,7 +72,9 @@ def test_rules_vary_from_lane_to_lane():
     env, params = grid(RULES)
     rules = params.ruleset
     stacked = jax.tree.map(lambda x: jnp.stack([x, x + 1]), rules)
-    each = jax.vmap(lambda x: envs.from_xminigrid(env, params.replace(ruleset=x)))
+    each = jax.vmap(
+        lambda x: envs.suites.from_xminigrid(env, params.replace(ruleset=x))
+    )
     vector = envs.vectorize_each(each(stacked), 2)
     state, _ = quick_jit(vector.reset)(jax.random.split(jax.random.key(0), 2))
     np.testing.assert_array_equal(state.goal_encoding, stacked.goal)
@@ -81,19 +83,19 @@ def test_rules_vary_from_lane_to_lane():
 
 def test_observations_of_wrappers_come_through():
     env, params = grid()
-    env = envs.from_xminigrid(wrappers.DirectionObservationWrapper(env), params)
+    env = envs.suites.from_xminigrid(wrappers.DirectionObservationWrapper(env), params)
     check_contract(env)
     assert set(env.observation_space.spaces) == {"img", "direction"}
 
 
 def test_states_are_drawn():
-    check_is_drawn(envs.from_xminigrid(*grid()))
+    check_is_drawn(envs.suites.from_xminigrid(*grid()))
 
 
 def test_other_objects_are_refused():
     env, params = grid()
     with pytest.raises(TypeError, match=r"`env` must have reset, .* got object"):
-        envs.from_xminigrid(object(), params)
+        envs.suites.from_xminigrid(object(), params)
     resetting = wrappers.GymAutoResetWrapper(env)
     with pytest.raises(ValueError, match="must not reset itself"):
-        envs.from_xminigrid(resetting, params)
+        envs.suites.from_xminigrid(resetting, params)

@@ -19,7 +19,7 @@ def play(env, num_steps=40, num_lanes=4):
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 @pytest.mark.parametrize("window", [1, 3])
 def test_history_is_that_of_a_plain_list(env_id, window):
-    env = envs.History(envs.TimeLimit(envs.make(env_id), 7), window)
+    env = envs.wrappers.History(envs.TimeLimit(envs.make(env_id), 7), window)
     rows = play(env)
     for lane in range(4):
         actions, rewards = [], []
@@ -42,7 +42,7 @@ def test_history_is_that_of_a_plain_list(env_id, window):
 
 
 def test_no_repeat_masks_the_actions_of_the_episode():
-    env = envs.NoRepeat(envs.TimeLimit(envs.make("Acrobot-v1"), 5))
+    env = envs.wrappers.NoRepeat(envs.TimeLimit(envs.make("Acrobot-v1"), 5))
     rows = play(env)
     assert rows.obs["obs"].shape == (40, 4, 6)
     for lane in range(4):
@@ -59,7 +59,7 @@ def test_no_repeat_masks_the_actions_of_the_episode():
 
 
 def test_forced_length_goes_on_after_the_end():
-    env = envs.ForceLength(envs.TimeLimit(envs.make("CartPole-v1"), 4), 6)
+    env = envs.wrappers.ForceLength(envs.TimeLimit(envs.make("CartPole-v1"), 4), 6)
     rows = play(env, 24)
     assert not rows.terminated.any()
     assert rows.truncated[:, 0].tolist() == 4 * [*5 * [False], True]
@@ -68,17 +68,19 @@ def test_forced_length_goes_on_after_the_end():
 
 def test_no_repeat_needs_discrete_actions():
     with pytest.raises(ValueError, match="`env` must have a discrete action space"):
-        envs.NoRepeat(envs.make("Pendulum-v1"))
+        envs.wrappers.NoRepeat(envs.make("Pendulum-v1"))
 
 
-@pytest.mark.parametrize("wrapper", [envs.History, envs.ForceLength])
+@pytest.mark.parametrize("wrapper", [envs.wrappers.History, envs.wrappers.ForceLength])
 def test_counts_are_at_least_one(wrapper):
     with pytest.raises(ValueError, match="at least 1, got 0"):
         wrapper(envs.make("CartPole-v1"), 0)
 
 
 def test_left_is_refused_where_it_is_already():
-    env = envs.ForceLength(envs.ForceLength(envs.make("CartPole-v1"), 3), 2)
+    env = envs.wrappers.ForceLength(
+        envs.wrappers.ForceLength(envs.make("CartPole-v1"), 3), 2
+    )
     state, _ = env.reset(jax.random.key(0))
     with pytest.raises(ValueError, match="`info` must be a dict without `left`"):
         env.step(jax.random.key(0), state, jnp.int32(0))

@@ -61,7 +61,7 @@ def test_rewards_of_an_environment_without_dict_info_are_refused():
 
 @pytest.mark.slow
 def test_previous_action_and_reward_are_in_view():
-    env = envs.vectorize(envs.ObservePrevious(CountEnv()), B)
+    env = envs.vectorize(envs.wrappers.ObservePrevious(CountEnv()), B)
     trajectory = collect(env)[1]
     obs, first = trajectory.obs, np.asarray(trajectory.first)
     np.testing.assert_array_equal(obs["first"], first)
@@ -73,7 +73,7 @@ def test_previous_action_and_reward_are_in_view():
         np.testing.assert_array_equal(seen[1:][going_on], before[going_on])
         after = trajectory.next_obs[name]
         np.testing.assert_array_equal(after, getattr(trajectory, name))
-    space = envs.ObservePrevious(CountEnv()).observation_space
+    space = envs.wrappers.ObservePrevious(CountEnv()).observation_space
     assert space.contains(jax.tree.map(lambda x: x[0, 0], obs))
 
 

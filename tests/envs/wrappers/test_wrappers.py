@@ -171,7 +171,7 @@ def test_every_row_agrees_with_a_plain_loop(name):
         if ended:
             number, length = number + 1, 0
             episode_key = jax.random.fold_in(lane_key, number)
-            state, obs = reset(jax.random.fold_in(episode_key, envs.RESET))
+            state, obs = reset(jax.random.fold_in(episode_key, envs.types.RESET))
         length += 1
         # One environment compiles without vector instructions, whose sines and fused
         # multiply-adds round differently: units in the last place, for few steps.
@@ -487,7 +487,7 @@ def test_space_of_a_transformed_observation_is_derived_or_given():
 
 def test_sample_of_a_space_of_parts_draws_each():
     box = envs.Box(0.0, 1.0, (2,))
-    space = envs.Composite({"a": box, "b": (envs.Discrete(3), box)})
+    space = envs.spaces.Composite({"a": box, "b": (envs.Discrete(3), box)})
     sample = space.sample(jax.random.key(0))
     assert space.contains(sample)
     assert (sample["a"] != sample["b"][1]).all()

@@ -87,7 +87,7 @@ def test_table_of_episodes_is_that_of_their_rows(chance):
     made, params = collector.make_collector(parse(make_parser(), argv))
     carry = made.init(jax.random.key(0))
     _, trajectory, _ = made.collect_padded_episodes(carry, params, N, max_length=7)
-    stats = rollout.summarize_agents(trajectory)
+    stats = rollout.agents.summarize_agents(trajectory)
     info = jax.device_get(trajectory.info.agents)
     last = (trajectory.mask.sum(axis=0) - 1, np.arange(N))
     values, lengths = info.agent_return[last], np.asarray(info.agent_length)[last]
@@ -155,12 +155,16 @@ class Seen(NamedTuple):
     ("space", "shape", "want"),
     [
         (envs.Discrete(4), (4,), (3, 4)),
-        (envs.MultiDiscrete((2, 2)), (2, 2), (3, 2, 2)),  # joint
-        (envs.MultiDiscrete((4, 4)), (2, 4), ((3, 4), (3, 4))),  # one for each entry
+        (envs.spaces.MultiDiscrete((2, 2)), (2, 2), (3, 2, 2)),  # joint
+        (
+            envs.spaces.MultiDiscrete((4, 4)),
+            (2, 4),
+            ((3, 4), (3, 4)),
+        ),  # one for each entry
     ],
 )
 def test_mask_of_an_observation_is_found_in_the_form_of_the_action(space, shape, want):
-    observed = envs.Composite(Seen(envs.Box(0, 1, shape, jnp.dtype(bool))))
+    observed = envs.spaces.Composite(Seen(envs.Box(0, 1, shape, jnp.dtype(bool))))
     found = masks.find(observed, space)(Seen(jnp.ones((3, *shape), bool)))
     assert jax.tree.map(jnp.shape, found) == want
     assert masks.find(envs.Box(0, 1, shape), space) is None

@@ -59,7 +59,9 @@ def make_plain(name):
     def start(root, lane, number):
         lane_key = jax.random.fold_in(jax.random.fold_in(root, 1), lane)
         episode_key = jax.random.fold_in(lane_key, number)
-        return episode_key, *env.reset(jax.random.fold_in(episode_key, envs.RESET))
+        return episode_key, *env.reset(
+            jax.random.fold_in(episode_key, envs.types.RESET)
+        )
 
     @jax.jit
     def step(episode_key, length, state, action):
@@ -155,7 +157,7 @@ COUNTING = counting_policy()
 @functools.cache
 def count(name):
     """First carry, last carry and trajectory of that policy; the states in `info`."""
-    env = envs.expose_state(make_env(name))  # that of "count" holds a key
+    env = envs.render.expose_state(make_env(name))  # that of "count" holds a key
     env = envs.vectorize(env, 8, auto_reset="select")
     collector = rollout.Collector(env=env, policy=COUNTING)
     start = collector.init(jax.random.key(3))
@@ -188,7 +190,7 @@ def test_environment_noise_is_independent_of_the_reset():
         return np.asarray(jax.random.key_data(jax.random.split(key, 4)))
 
     episode_key = jax.random.key(0)
-    reset_key = jax.random.fold_in(episode_key, envs.RESET)
+    reset_key = jax.random.fold_in(episode_key, envs.types.RESET)
     steps = [jax.random.fold_in(episode_key, n) for n in range(1, 5)]
     for step_key in steps:
         words = np.asarray(jax.random.key_data(step_key))
@@ -260,7 +262,7 @@ def test_keys_in_info_are_collected_like_anything_else():
 
 @slow
 def test_keys_in_info_are_padded_like_anything_else():
-    env = envs.vectorize(envs.expose_state(CountEnv()), 4)
+    env = envs.vectorize(envs.render.expose_state(CountEnv()), 4)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(jax.random.key(0))

@@ -18,7 +18,7 @@ def scores(params, obs):
 
 
 def test_masked_item_does_not_win_against_negative_scores():
-    policy = rollout.item_policy(scores)
+    policy = rollout.recommendation.item_policy(scores)
     params = jnp.array([-1.0, -2.0, -3.0])
     decision = policy.apply(
         params, obs_of([0, 1, 1], [1, 1, 1], [0, 0, 1]), (), jax.random.key(0)
@@ -30,7 +30,7 @@ def test_masked_item_does_not_win_against_negative_scores():
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("worst", [-jnp.inf, float(np.finfo(np.float32).min), 0.0])
 def test_item_that_is_allowed_is_taken_whatever_its_score(sample, worst):
-    policy = rollout.item_policy(scores, sample=sample)
+    policy = rollout.recommendation.item_policy(scores, sample=sample)
     params = jnp.array([5.0, worst, 7.0])
     decision = policy.apply(params, obs_of([0, 1, 0]), (), jax.random.key(0))
     assert decision.action.tolist() == [1]
@@ -38,7 +38,10 @@ def test_item_that_is_allowed_is_taken_whatever_its_score(sample, worst):
 
 
 def test_softmax_draws_allowed_items_as_often_as_it_says():
-    policy, params = rollout.item_policy(scores, sample=True), jnp.log(jnp.arange(1, 5))
+    policy, params = (
+        rollout.recommendation.item_policy(scores, sample=True),
+        jnp.log(jnp.arange(1, 5)),
+    )
     obs = {"mask": jnp.broadcast_to(jnp.array([True, False, True, True]), (8_000, 4))}
     decision = policy.apply(params, obs, (), jax.random.key(0))
     shares = np.bincount(decision.action, minlength=4) / 8_000
@@ -52,7 +55,7 @@ def test_softmax_draws_allowed_items_as_often_as_it_says():
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_where_nothing_is_allowed_it_is_flagged(sample):
-    policy = rollout.item_policy(scores, sample=sample)
+    policy = rollout.recommendation.item_policy(scores, sample=sample)
     obs = obs_of([0, 0, 0], [1, 0, 0])
     decision = policy.apply(jnp.array([-1.0, -2.0, -3.0]), obs, (), jax.random.key(0))
     assert decision.extras["none_allowed"].tolist() == [True, False]
@@ -66,7 +69,7 @@ def test_continuous_action_is_the_nearest_allowed_item():
     items = rng.normal(size=(30, 4)).astype(np.float32)
     points = rng.normal(size=(100, 4)).astype(np.float32)
     mask = rng.random((100, 30)) < 0.5
-    policy = rollout.item_policy(lambda params, obs: params, items=items)
+    policy = rollout.recommendation.item_policy(lambda params, obs: params, items=items)
     decision = policy.apply(
         jnp.asarray(points), {"mask": jnp.asarray(mask)}, (), jax.random.key(0)
     )
@@ -77,7 +80,7 @@ def test_continuous_action_is_the_nearest_allowed_item():
 
 
 def test_random_and_epsilon_obey_the_mask():
-    policy = rollout.item_policy(scores)
+    policy = rollout.recommendation.item_policy(scores)
     mask_fn = lambda obs: obs["mask"]  # noqa: E731
     mask = np.random.default_rng(0).random((500, 6)) < 0.4
     obs = {"mask": jnp.asarray(mask)}
@@ -94,7 +97,7 @@ def test_random_and_epsilon_obey_the_mask():
 
 
 def test_mask_is_found_where_wrappers_put_it():
-    policy = rollout.item_policy(lambda params, obs: params[None])
+    policy = rollout.recommendation.item_policy(lambda params, obs: params[None])
     obs = {"obs": {"obs": obs_of([0, 1])}, "length": jnp.zeros(1)}
     assert policy.apply(
         jnp.array([2.0, 1.0]), obs, (), jax.random.key(0)
@@ -103,8 +106,8 @@ def test_mask_is_found_where_wrappers_put_it():
 
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="`sample` must be False where `items`"):
-        rollout.item_policy(scores, sample=True, items=np.ones((3, 2)))
-    policy = rollout.item_policy(lambda params, obs: jnp.zeros((1, 4)))
+        rollout.recommendation.item_policy(scores, sample=True, items=np.ones((3, 2)))
+    policy = rollout.recommendation.item_policy(lambda params, obs: jnp.zeros((1, 4)))
     with pytest.raises(ValueError, match="`mask_fn` must return one bool per lane"):
         policy.apply(None, obs_of([1, 1, 1]), (), jax.random.key(0))
 

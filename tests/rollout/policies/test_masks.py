@@ -20,23 +20,23 @@ JOINT = RNG.random((2, 3, 4)) < 0.4
 # A space, its mask in one lane, and whether the mask allows an element.
 CASES = {
     "entries": (
-        envs.MultiDiscrete((2, 3)),
+        envs.spaces.MultiDiscrete((2, 3)),
         (np.array([True, True]), np.array([True, False, True])),
         lambda x: x[1] != 1,
     ),
     "equal entries": (
-        envs.MultiDiscrete((2, 2)),
+        envs.spaces.MultiDiscrete((2, 2)),
         (np.array([False, True]), np.array([True, True])),
         lambda x: x[0] == 1,
     ),
-    "joint": (envs.MultiDiscrete((2, 3, 4)), JOINT, lambda x: JOINT[x]),
+    "joint": (envs.spaces.MultiDiscrete((2, 3, 4)), JOINT, lambda x: JOINT[x]),
     "joint, as many as entries": (
-        envs.MultiDiscrete((2, 2), start=(1, -1)),
+        envs.spaces.MultiDiscrete((2, 2), start=(1, -1)),
         np.array([[True, False], [False, True]]),
         lambda x: x in ((1, -1), (2, 0)),
     ),
     "binary": (
-        envs.MultiBinary((2, 2)),
+        envs.spaces.MultiBinary((2, 2)),
         np.array([[[1, 1], [1, 0]], [[0, 1], [1, 1]]], bool),
         lambda x: x[1] == 0 and x[2] == 1,
     ),
@@ -95,7 +95,7 @@ def test_forbidden_action_of_a_policy_is_replaced_and_no_other(name):
 
 
 def test_action_outside_of_the_space_is_not_allowed():
-    space = envs.MultiDiscrete((2, 2))
+    space = envs.spaces.MultiDiscrete((2, 2))
     masks = [(np.ones(2, bool),) * 2, np.ones((2, 2), bool)]
     action = jnp.array([[2, 0], [0, -1], [1, 1]])
     for mask in masks:
@@ -120,7 +120,7 @@ def test_action_outside_of_the_space_is_not_allowed():
     ],
 )
 def test_where_nothing_is_allowed_it_is_flagged(nvec, mask):
-    space = envs.MultiDiscrete(nvec)
+    space = envs.spaces.MultiDiscrete(nvec)
     policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
     decision = jax.jit(policy.apply)(None, LANES[:500], (), jax.random.key(0))
     assert decision.extras["none_allowed"].all()
@@ -133,7 +133,7 @@ def test_parts_have_masks_of_their_own_or_none(kind):
     box = envs.Box(0.0, 1.0, (2,))
     parts = {"a": envs.Discrete(3), "b": box, "c": envs.Discrete(2)}
     mask = {"a": np.array([True, False, True]), "b": None, "c": None}
-    space = envs.Dict(parts) if kind == "dict" else envs.Composite(parts)
+    space = envs.Dict(parts) if kind == "dict" else envs.spaces.Composite(parts)
     if kind == "tuple":
         space, mask = envs.Tuple(tuple(parts.values())), tuple(mask.values())
     policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
@@ -155,7 +155,7 @@ def test_parts_have_masks_of_their_own_or_none(kind):
 def test_same_space_and_mask_make_the_same_policy():
     mask_fn = lambda obs: obs["mask"]  # noqa: E731
     made = [
-        rollout.random_policy(envs.MultiDiscrete([2, 3]), mask_fn=mask_fn)
+        rollout.random_policy(envs.spaces.MultiDiscrete([2, 3]), mask_fn=mask_fn)
         for _ in range(2)
     ]
     assert made[0] is made[1]
@@ -164,14 +164,22 @@ def test_same_space_and_mask_make_the_same_policy():
 @pytest.mark.parametrize(
     ("space", "mask", "message"),
     [
-        (envs.MultiDiscrete((2, 3)), np.ones((5, 3, 2), bool), "shape .5, 2, 3."),
-        (envs.MultiDiscrete((2, 3)), (np.ones((5, 2), bool),), "each of 2 entries"),
         (
-            envs.MultiDiscrete((2, 3)),
+            envs.spaces.MultiDiscrete((2, 3)),
+            np.ones((5, 3, 2), bool),
+            "shape .5, 2, 3.",
+        ),
+        (
+            envs.spaces.MultiDiscrete((2, 3)),
+            (np.ones((5, 2), bool),),
+            "each of 2 entries",
+        ),
+        (
+            envs.spaces.MultiDiscrete((2, 3)),
             (np.ones((5, 2), bool), np.ones((5, 2), bool)),
             r"shape .5, 3., got bool of shape .5, 2.",
         ),
-        (envs.MultiBinary((2,)), np.ones((5, 2), bool), "shape .5, 2, 2."),
+        (envs.spaces.MultiBinary((2,)), np.ones((5, 2), bool), "shape .5, 2, 2."),
         (envs.Dict({"a": envs.Discrete(2)}), np.ones((5, 2), bool), "in the structure"),
         (
             envs.Tuple((envs.Discrete(2), envs.Box(0.0, 1.0, ()))),

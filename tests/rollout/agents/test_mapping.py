@@ -48,7 +48,7 @@ def collect(
     env, policies, mapping, *, num_envs=B, num_steps=T, params=None, jit=quick_jit
 ):
     env = envs.vectorize_agents(env, num_envs)
-    policy = rollout.policy_map(policies, mapping, env)
+    policy = rollout.agents.policy_map(policies, mapping, env)
     collector = rollout.Collector(env=env, policy=policy)
     params = dict.fromkeys(policies) if params is None else params
 
@@ -62,7 +62,7 @@ def collect(
 def test_fixed_mapping_gives_every_agent_its_policy():
     names = {"a": "one", "b": "two", "c": "one"}
     policies = {"two": constant(2), "one": constant(1)}
-    trajectory = collect(table(), policies, rollout.fixed_mapping(names))
+    trajectory = collect(table(), policies, rollout.agents.fixed_mapping(names))
     np.testing.assert_array_equal(trajectory.action["all"][3, 1], [1, 2, 1])
     np.testing.assert_array_equal(trajectory.extras["policy_id"][3, 1], [1, 0, 1])
 
@@ -77,7 +77,7 @@ def test_policy_sees_no_more_agents_than_it_plays():
 
     policies = {"one": rollout.stateless_policy(act), "two": constant(2)}
     names = {"a": "two", "b": "one", "c": "two"}
-    collect(table(), policies, rollout.fixed_mapping(names))
+    collect(table(), policies, rollout.agents.fixed_mapping(names))
     assert set(seen) == {(B * 1,)}
 
 
@@ -86,7 +86,7 @@ def test_one_agent_with_one_policy_has_the_bits_of_the_plain_kernel():
     policy = rollout.random_policy(env.action_space)
     plain = rollout.Collector(env=env, policy=policy)
     _, want = plain.collect_steps(plain.init(KEY), None, T)
-    mapping = rollout.fixed_mapping("only")
+    mapping = rollout.agents.fixed_mapping("only")
     got = collect(OneAgent(CountEnv()), {"only": policy}, mapping)
     np.testing.assert_array_equal(got.action["all"][..., 0], want.action)
     np.testing.assert_array_equal(got.obs["all"][:, :, 0], want.obs)
@@ -102,7 +102,7 @@ def test_one_agent_with_one_policy_has_the_bits_of_the_plain_kernel():
 def test_state_moves_only_where_the_agent_acts_and_starts_with_the_episode():
     acting = [[1, 0, 1], [1, 1, 0], [0, 0, 1], [1, 1, 1]]
     env = table(acting=acting)
-    got = collect(env, {"count": counting()}, rollout.fixed_mapping("count"))
+    got = collect(env, {"count": counting()}, rollout.agents.fixed_mapping("count"))
     # An agent that does not act has an action too, which nobody reads.
     want = np.cumsum([[0, 0, 0], *acting[:2]], axis=0)
     np.testing.assert_array_equal(got.action["all"][:, 1], np.tile(want, (T // 3, 1)))
@@ -156,7 +156,7 @@ def test_extras_are_joined_by_name():
     policies = {"x": constant(0, value=2.0), "y": constant(1, value=3.0, log_prob=5.0)}
     for mapping in (
         drawn_mapping(2),
-        rollout.fixed_mapping({"a": "y", "b": "x", "c": "y"}),
+        rollout.agents.fixed_mapping({"a": "y", "b": "x", "c": "y"}),
     ):
         got = collect(table(), policies, mapping)
         is_y, obs = got.extras["policy_id"] == 1, got.obs["all"]
@@ -173,7 +173,7 @@ def test_groups_have_policies_of_their_own():
     )
     names = {"a": "discrete", "b": "box", "c": "discrete"}
     policies = {"box": box, "discrete": discrete}
-    got = collect(env, policies, rollout.fixed_mapping(names))
+    got = collect(env, policies, rollout.agents.fixed_mapping(names))
     assert np.all(np.asarray(got.action["two"]) == 3)
     assert len(np.unique(got.action["one"])) > 20
 
@@ -204,7 +204,7 @@ def test_agent_that_the_mapping_forgets_at_run_time_is_seen():
     assert 0 < unmapped.mean() < 1
     assert np.all(np.asarray(got.action["all"])[unmapped] == 0)
     acted = got.info.agents.acted & unmapped
-    assert rollout.summarize_agents(got).num_unmapped == acted.sum()
+    assert rollout.agents.summarize_agents(got).num_unmapped == acted.sum()
 
 
 def test_mode_is_that_of_policies_that_have_one():
@@ -212,15 +212,17 @@ def test_mode_is_that_of_policies_that_have_one():
         lambda params, obs, key: jnp.full(obs.shape, 1, jnp.int32),
         mode_fn=lambda params, obs, key: jnp.full(obs.shape, 2, jnp.int32),
     )
-    mapping = rollout.fixed_mapping({"a": "greedy", "b": "x", "c": "x"})
+    mapping = rollout.agents.fixed_mapping({"a": "greedy", "b": "x", "c": "x"})
     env = envs.vectorize_agents(table(), B)
-    policy = rollout.policy_map({"greedy": greedy, "x": constant(5)}, mapping, env)
+    policy = rollout.agents.policy_map(
+        {"greedy": greedy, "x": constant(5)}, mapping, env
+    )
     collector = rollout.Collector(env=env, policy=rollout.greedy(policy))
     params = {"greedy": None, "x": None}
     got = collector.step(collector.init(KEY), params)[1]
     np.testing.assert_array_equal(got.action["all"][0], [2, 5, 5])
-    mapping = rollout.fixed_mapping("x")
-    assert rollout.policy_map({"x": constant(0)}, mapping, env).mode is None
+    mapping = rollout.agents.fixed_mapping("x")
+    assert rollout.agents.policy_map({"x": constant(0)}, mapping, env).mode is None
 
 
 def test_exploration_stands_inside():
@@ -229,7 +231,7 @@ def test_exploration_stands_inside():
         constant(5), space, lambda step: jnp.where(step < 2, 1.0, 0.0)
     )
     acting = [[1, 0, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
-    got = collect(table(acting=acting), {"x": noisy}, rollout.fixed_mapping("x"))
+    got = collect(table(acting=acting), {"x": noisy}, rollout.agents.fixed_mapping("x"))
     # Each agent explores in the first two steps that it acts in, whatever the episode.
     explored = np.asarray(got.action["all"])[:, 0] != 5
     acted = np.asarray(got.info.agents.acted)[:, 0]
@@ -238,16 +240,16 @@ def test_exploration_stands_inside():
 
 
 WRONG = {
-    "no policies": ({}, rollout.fixed_mapping("x"), "`policies` must be a dict"),
+    "no policies": ({}, rollout.agents.fixed_mapping("x"), "`policies` must be a dict"),
     "no function": ({"x": constant(0)}, {"a": "x"}, "`mapping_fn` must be a function"),
     "agents": (
         {"x": constant(0)},
-        rollout.fixed_mapping({"a": "x"}),
+        rollout.agents.fixed_mapping({"a": "x"}),
         "must have the agents a, b, c, got a",
     ),
     "name": (
         {"x": constant(0)},
-        rollout.fixed_mapping("y"),
+        rollout.agents.fixed_mapping("y"),
         "must have policies of x, got 'y' for 'a'",
     ),
     "shape": (
@@ -263,17 +265,17 @@ WRONG = {
     ),
     "space": (
         {"x": rollout.stateless_policy(lambda params, obs, key: obs)},
-        rollout.fixed_mapping("x"),
+        rollout.agents.fixed_mapping("x"),
         "The policy 'x', which plays the group 'all', must return actions as int32",
     ),
     "extras": (
         {"x": rollout.stateless_policy(lambda p, obs, k: (obs.astype("int32"), obs))},
-        rollout.fixed_mapping("x"),
+        rollout.agents.fixed_mapping("x"),
         r"extras of the policy 'x' must be \(\) or a dict",
     ),
     "population": (
-        {"x": rollout.population(constant(0), 2)},
-        rollout.fixed_mapping("x"),
+        {"x": rollout.agents.population(constant(0), 2)},
+        rollout.agents.fixed_mapping("x"),
         "must not have a population",
     ),
     "alike": (
@@ -305,9 +307,9 @@ def test_params_must_have_every_policy():
 
 
 def test_environment_must_have_agents():
-    lanes, mapping = envs.vectorize(CountEnv(), B), rollout.fixed_mapping("x")
+    lanes, mapping = envs.vectorize(CountEnv(), B), rollout.agents.fixed_mapping("x")
     with pytest.raises(ValueError, match="`env` must be of several agents"):
-        rollout.policy_map({"x": constant(0)}, mapping, lanes)
+        rollout.agents.policy_map({"x": constant(0)}, mapping, lanes)
 
 
 @pytest.mark.parametrize(
@@ -316,8 +318,8 @@ def test_environment_must_have_agents():
     ids=["no agents", "others"],
 )
 def test_environment_must_have_the_agents_of_the_map(env):
-    policy = rollout.policy_map(
-        {"x": constant(0)}, rollout.fixed_mapping("x"), table(num_agents=3)
+    policy = rollout.agents.policy_map(
+        {"x": constant(0)}, rollout.agents.fixed_mapping("x"), table(num_agents=3)
     )
     collector = rollout.Collector(env=env, policy=policy)
     with pytest.raises(ValueError, match="with the 3 agents of its `env`, got"):
@@ -326,8 +328,8 @@ def test_environment_must_have_the_agents_of_the_map(env):
 
 @pytest.mark.parametrize("num_envs", [1, B])
 def test_map_acts_in_any_number_of_lanes(num_envs):
-    env, mapping = table(), rollout.fixed_mapping("x")
-    policy = rollout.policy_map({"x": counting()}, mapping, env)
+    env, mapping = table(), rollout.agents.fixed_mapping("x")
+    policy = rollout.agents.policy_map({"x": counting()}, mapping, env)
     lanes = envs.vectorize_agents(env, num_envs)
     collector = rollout.Collector(env=lanes, policy=policy)
     _, got = collector.collect_steps(collector.init(KEY), {"x": None}, 3)
@@ -337,7 +339,9 @@ def test_map_acts_in_any_number_of_lanes(num_envs):
 
 def test_wrapped_map_and_stream_with_a_warm_up():
     env = envs.vectorize_agents(table(), B)
-    policy = rollout.policy_map({"x": counting()}, rollout.fixed_mapping("x"), env)
+    policy = rollout.agents.policy_map(
+        {"x": counting()}, rollout.agents.fixed_mapping("x"), env
+    )
     wrapped = rollout.random_warmup(policy, env.action_space, 2)
     collector = rollout.Collector(env=env, policy=wrapped)
     carry = collector.init(KEY)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from host_count import KEY, OPTIONS, HostCount
 
-from rollout.host.program import Program
+from rollout.hosts.program import Program
 
 OBS, OVER, ID = np.zeros((4, 1), np.float32), np.ones(4, bool), np.arange(4)
 

@@ -1,22 +1,23 @@
 """Several agents: who plays whom, what each experienced, and statistics of it."""
 
-from rollout.multi_agent.joint import policy_map
-from rollout.multi_agent.mapping import Roster, fixed_mapping
-from rollout.multi_agent.members import Population, population
-from rollout.multi_agent.stats import AgentFigures, AgentStats, summarize_agents
-from rollout.multi_agent.transitions import (
+from rollout.agents.joint import policy_map
+from rollout.agents.mapping import fixed_mapping
+from rollout.agents.members import Population, population
+from rollout.agents.stats import AgentFigures, AgentStats, summarize_agents
+from rollout.agents.transitions import (
     Pending,
     agent_transitions,
     for_policy,
     init_agent_transitions,
 )
+from rollout.types import PerAgent
 
 __all__ = [
     "AgentFigures",
     "AgentStats",
     "Pending",
+    "PerAgent",
     "Population",
-    "Roster",
     "agent_transitions",
     "fixed_mapping",
     "for_policy",

@@ -15,7 +15,7 @@ from flax import struct
 
 from envs import keys
 from rollout import checks
-from rollout.multi_agent.members import Population
+from rollout.agents.members import Population
 from rollout.types import Key, Policy
 
 MappingFn = Callable[[Key, tuple[str, ...]], jax.Array]

@@ -23,7 +23,7 @@ from envs import keys
 from envs.types import ArrayTree
 from rollout import checks
 from rollout.collector import Collector
-from rollout.host.collector import HostCollector
+from rollout.hosts.collector import HostCollector
 from rollout.stats import CollectStats, summarize
 from rollout.types import Transition
 

@@ -13,9 +13,9 @@ from flax import struct
 from envs.host.types import AsyncHostVectorEnv, HostStep
 from envs.types import ArrayTree
 from rollout import checks
-from rollout.host.block import Block
-from rollout.host.collector import HostCollector
-from rollout.host.loop import TORN, Answer, At, Loop
+from rollout.hosts.block import Block
+from rollout.hosts.collector import HostCollector
+from rollout.hosts.loop import TORN, Answer, At, Loop
 from rollout.types import (
     Accumulator,
     Accumulators,

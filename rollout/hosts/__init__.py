@@ -7,11 +7,11 @@ exactly N, `block` holds rows and counts them, and `faults` restarts what fails.
 `remote` has collectors, of either kind, in actors of Ray.
 """
 
-from rollout.host.asynchronous import AsyncCollector, Served, by_env
-from rollout.host.collector import HostCollector
-from rollout.host.faults import FaultStats
-from rollout.host.probe import Finding, probe
-from rollout.host.remote import (
+from rollout.hosts.asynchronous import AsyncCollector, Served, by_env
+from rollout.hosts.collector import HostCollector
+from rollout.hosts.faults import FaultStats
+from rollout.hosts.probe import Finding, probe
+from rollout.hosts.remote import (
     RemoteBatch,
     RemoteBatches,
     RemoteStats,

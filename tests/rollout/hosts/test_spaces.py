@@ -30,11 +30,13 @@ PAIR = envs.Dict({"one": envs.Discrete(3), "two": envs.Box(0.0, 1.0, (2,))})
 # As a `HostVectorEnv` of one's own may have them, beside those of Gymnasium.
 OURS = {
     **THEIRS,
-    "repeated": envs.Repeated(envs.Discrete(3), 2),
-    "repeated dict": envs.Repeated(PAIR, 2),
-    "repeated in a tuple": envs.Tuple((envs.Repeated(envs.Box(0, 1, (2,)), 3), PAIR)),
-    "composite": envs.Composite({"a": {"b": envs.Discrete(3)}, "c": (PAIR,)}),
-    "plain": {"a": gym.Discrete(3), "b": (BOX, envs.MultiBinary((2,)))},
+    "repeated": envs.spaces.Repeated(envs.Discrete(3), 2),
+    "repeated dict": envs.spaces.Repeated(PAIR, 2),
+    "repeated in a tuple": envs.Tuple(
+        (envs.spaces.Repeated(envs.Box(0, 1, (2,)), 3), PAIR)
+    ),
+    "composite": envs.spaces.Composite({"a": {"b": envs.Discrete(3)}, "c": (PAIR,)}),
+    "plain": {"a": gym.Discrete(3), "b": (BOX, envs.spaces.MultiBinary((2,)))},
 }
 
 
@@ -151,7 +153,7 @@ def test_names_of_one_dict_are_of_one_type():
 
 
 def test_simulated_environments_take_spaces_of_several_parts():
-    env = envs.ObservePrevious(envs.make("CartPole-v1"))
+    env = envs.wrappers.ObservePrevious(envs.make("CartPole-v1"))
     collector = rollout.AsyncCollector(
         env=simulate_latency(env, 3),
         policy=rollout.random_policy(env.action_space),

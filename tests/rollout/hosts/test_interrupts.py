@@ -63,7 +63,7 @@ def check_rows(rows):
     """Every row is whole, and goes on where the lane's last one stopped."""
     rows = jax.device_get(rows)
     lanes = np.broadcast_to(np.arange(rows.mask.shape[1]), rows.mask.shape)
-    if isinstance(rows.info, rollout.Served):
+    if isinstance(rows.info, rollout.hosts.Served):
         lanes = rows.info.env_id
     for lane in range(NUM_ENVS):
         here = rows.mask & (lanes == lane)

@@ -18,7 +18,7 @@ import remote_cases as cases
 from host_count import KEY
 
 import rollout
-from rollout.host import remote
+from rollout.hosts import remote
 
 # Ray in a process that did not start it; the batch is too large to travel otherwise
 # than by the object store.

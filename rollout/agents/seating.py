@@ -18,9 +18,9 @@ from envs import keys
 from envs.multi_agent import AgentGroup, AgentLayout
 from envs.types import ArrayTree
 from rollout import checks
-from rollout.multi_agent import mapping
-from rollout.multi_agent.mapping import Entry, FixedMapping, MappingFn
-from rollout.multi_agent.members import apply_members
+from rollout.agents import mapping
+from rollout.agents.mapping import Entry, FixedMapping, MappingFn
+from rollout.agents.members import apply_members
 from rollout.types import Key, Obs, Params, PolicyStep
 
 

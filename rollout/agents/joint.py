@@ -12,10 +12,10 @@ from envs import keys
 from envs.multi_agent import ACTING, AgentLayout, layout_of
 from envs.types import ArrayTree
 from rollout import checks
-from rollout.multi_agent import mapping, seating
-from rollout.multi_agent.mapping import Entry, FixedMapping, MappingFn, Roster
-from rollout.multi_agent.members import Population
-from rollout.multi_agent.seating import Seat
+from rollout.agents import mapping, seating
+from rollout.agents.mapping import Entry, FixedMapping, MappingFn, Roster
+from rollout.agents.members import Population
+from rollout.agents.seating import Seat
 from rollout.types import EpisodeKey, Key, Obs, Params, Policy, PolicyStep
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from flax import struct
 
 from envs.multi_agent import AgentInfo, layout_of
+from rollout.agents.transitions import agents_of
 from rollout.collector import Collector
-from rollout.multi_agent.transitions import agents_of
 from rollout.stats import Moments, moments
 from rollout.types import Accumulator, Episodes, PerAgent, Transition
 
@@ -87,7 +87,7 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
     Args:
         data: a trajectory, `[T, B, ...]`, of an environment of `envs.vectorize_agents`;
             rows whose `mask` is False do not count. Or the `Episodes` of a collector
-            that `rollout.multi_agent.stats.keep_agents` made: there `policies` are the
+            that `rollout.agents.stats.keep_agents` made: there `policies` are the
             figures of the groups, by name, and `num_unmapped` is 0.
 
     Returns:
@@ -133,7 +133,7 @@ def _summarize_episodes(episodes: Episodes) -> AgentStats:
     if not isinstance(kept, dict) or _NAME not in kept:
         raise ValueError(
             "`data` must be a trajectory, or `Episodes` of a collector that "
-            "`rollout.multi_agent.stats.keep_agents` made, got others."
+            "`rollout.agents.stats.keep_agents` made, got others."
         )
     info, unassigned_reward = kept[_NAME]
     lengths, layout = info.agent_length, info.layout

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import envs
 import rollout
-from rollout.multi_agent import members
+from rollout.agents import members
 
 KEY = jax.random.key(2)
 N, P, D = 24, 5, 3
@@ -88,9 +88,9 @@ def make_collector(num_envs):
     env = envs.vectorize_agents(env, num_envs)
     policies = {
         "fixed": rollout.stateless_policy(fixed),
-        "league": rollout.population(rollout.stateless_policy(member), P),
+        "league": rollout.agents.population(rollout.stateless_policy(member), P),
     }
-    policy = rollout.policy_map(policies, mapping, env)
+    policy = rollout.agents.policy_map(policies, mapping, env)
     return rollout.Collector(env=env, policy=policy)
 
 
@@ -105,7 +105,7 @@ def test_members_have_the_indices_after_the_policies_before_them():
     assert set(np.unique(policy_id)) == set(range(P + 1))
     want = jnp.where(policy_id == 0, 7, 100 * (policy_id - 1))
     np.testing.assert_array_equal(got.action["all"], want)
-    stats = rollout.summarize_agents(got)
+    stats = rollout.agents.summarize_agents(got)
     counts = [stats.policies[name].returns.count for name in ("fixed", "league")]
     ended = np.asarray(policy_id)[np.asarray(got.done)]
     assert counts == [np.sum(ended == 0), np.sum(ended > 0)]
@@ -128,9 +128,9 @@ def test_devices_put_their_agents_in_order_apart():
 
 def test_what_is_no_population_is_refused():
     with pytest.raises(ValueError, match="`policy` must be a `Policy`, got str"):
-        rollout.population("x", 2)
+        rollout.agents.population("x", 2)
     with pytest.raises(ValueError, match="`size` must be an int of at least 1"):
-        rollout.population(POLICY, 0)
+        rollout.agents.population(POLICY, 0)
     collector = make_collector(2)
     wrong = {**LEAGUE, "league": jnp.zeros((P + 1,), jnp.int32)}
     with pytest.raises(ValueError, match=f"leading axis {P}, got shape"):

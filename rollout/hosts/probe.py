@@ -13,7 +13,7 @@ from envs.host.types import EnvFault, HostStep, HostVectorEnv
 from envs.spaces import as_space
 from envs.types import AnySpace, ArrayTree
 from rollout import checks
-from rollout.host.faults import Guard
+from rollout.hosts.faults import Guard
 
 _CUT_EVERY = 7  # steps after which all but environment 0 are cut short
 
@@ -194,7 +194,7 @@ class _Probe:
         step = self._call(self._env.step, action)
         if not isinstance(step, HostStep):
             what = type(step).__name__
-            self._stop("step", f"it must return an `envs.HostStep`, got {what}")
+            self._stop("step", f"it must return an `envs.host.HostStep`, got {what}")
         if "info" not in self._kinds:
             self._kinds["info"] = jax.tree.map(self._rows_like, step.info)
         names = set(self._kinds) - ({"mask"} if step.mask is None else set())

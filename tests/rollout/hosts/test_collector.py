@@ -18,7 +18,7 @@ from host_count import (
 
 import envs
 import rollout
-from rollout.host import HostCollector
+from rollout.hosts import HostCollector
 
 
 def test_steps_are_those_of_the_kernel():

@@ -11,11 +11,11 @@ import numpy as np
 from envs.host.claims import claim, is_claimed, new_user
 from envs.host.types import HostVectorEnv
 from rollout import checks
-from rollout.host.assignment import Assignment, Results, per_env, queue
-from rollout.host.block import Block, Bookkeeper, fold, lanes_of
-from rollout.host.faults import Faults, FaultStats
-from rollout.host.loop import NO_LIMIT, Loop
-from rollout.host.program import Program
+from rollout.hosts.assignment import Assignment, Results, per_env, queue
+from rollout.hosts.block import Block, Bookkeeper, fold, lanes_of
+from rollout.hosts.faults import Faults, FaultStats
+from rollout.hosts.loop import NO_LIMIT, Loop
+from rollout.hosts.program import Program
 from rollout.types import (
     Accumulator,
     Accumulators,

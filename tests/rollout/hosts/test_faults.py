@@ -11,7 +11,7 @@ from host_count import HostCount, assert_same
 import envs
 import rollout
 from envs.host.types import EnvFault
-from rollout.host import HostCollector
+from rollout.hosts import HostCollector
 
 KEY = jax.random.key(5)
 LENGTHS = {"min_length": 5, "max_length": 5, "limit": 100}
@@ -190,7 +190,7 @@ class Parts(HostCount):
 
     def __init__(self, kind, *args, **options):
         super().__init__(*args, **options)
-        twice = envs.Repeated(envs.Box(0.0, 1e6, ()), 2)
+        twice = envs.spaces.Repeated(envs.Box(0.0, 1e6, ()), 2)
         self.kind, self.observation_space = kind, SPACES[kind](twice)
 
     def reset(self, seeds, mask):
@@ -209,10 +209,10 @@ class Parts(HostCount):
 
 ONE = envs.Box(0.0, 1e6, (1,))
 SPACES = {
-    "tree": lambda twice: envs.Composite({"a": {"one": ONE}, "b": twice}),
+    "tree": lambda twice: envs.spaces.Composite({"a": {"one": ONE}, "b": twice}),
     "dict": lambda twice: envs.Dict({"a": envs.Dict({"one": ONE}), "b": twice}),
     "tree in a dict": lambda twice: envs.Dict(
-        {"a": envs.Composite({"one": ONE}), "b": twice}
+        {"a": envs.spaces.Composite({"one": ONE}), "b": twice}
     ),
     "tuple": lambda twice: envs.Tuple((ONE, twice)),
 }

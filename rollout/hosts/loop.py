@@ -15,10 +15,10 @@ import numpy as np
 
 from envs.host.types import EnvFault, HostStep, HostVectorEnv
 from envs.types import ArrayTree
-from rollout.host.assignment import Assignment
-from rollout.host.block import Block
-from rollout.host.faults import Faults, Guard
-from rollout.host.seeds import Seeds
+from rollout.hosts.assignment import Assignment
+from rollout.hosts.block import Block
+from rollout.hosts.faults import Faults, Guard
+from rollout.hosts.seeds import Seeds
 
 At = slice | np.ndarray  # the lanes of a row's columns: all, or `[R]` int
 

@@ -15,7 +15,7 @@ import rollout
 from buffers import ReplayBuffer
 from envs.host.local import LocalEnvs
 from envs.host.types import EnvFault
-from rollout.host import HostCollector
+from rollout.hosts import HostCollector
 
 
 class Pickled(HostCount):

@@ -31,9 +31,9 @@ def experience(env):
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(KEY)
-    pending = rollout.init_agent_transitions(collector, carry)
+    pending = rollout.agents.init_agent_transitions(collector, carry)
     _, trajectory = collector.collect_steps(carry, None, 3 * NUM_STEPS)
-    _, rows = rollout.agent_transitions(pending, trajectory)
+    _, rows = rollout.agents.agent_transitions(pending, trajectory)
     return trajectory, rows["all"]
 
 
@@ -107,7 +107,7 @@ def test_worked_example_of_rllib(end):
     check(env, [a, b], [0, 5 + 7])
     _, trajectory = by_agent(env)
     alone = jax.tree.map(lambda x: x[:, :1], trajectory)
-    stats = rollout.summarize_agents(alone)
+    stats = rollout.agents.summarize_agents(alone)
     assert trajectory.episode_return[-1, 0] == 70
     assert (stats.num_steps, stats.num_agent_steps, stats.num_episodes) == (5, 6, 1)
     assert (stats.unassigned_reward, stats.num_stale) == (12, 1)
@@ -160,7 +160,7 @@ def test_nobody_ever_acts():
     env = schedule(acting=np.zeros((4, 3)), reward=[[1, 2, 4]] * 3, end="truncated")
     check(env, [[], [], []], [3, 6, 12])
     _, trajectory = by_agent(env)
-    stats = rollout.summarize_agents(trajectory)
+    stats = rollout.agents.summarize_agents(trajectory)
     assert stats.num_agent_steps == 0
     assert np.isnan(stats.agents["a"].returns.mean)
 
@@ -234,8 +234,8 @@ def make_policy(env):
         "count": count,
         "random": rollout.random_policy(env.action_spaces["one"]),
     }
-    mapping = rollout.fixed_mapping({"a": "count", "b": "random", "c": "count"})
-    return rollout.policy_map(policies, mapping, env)
+    mapping = rollout.agents.fixed_mapping({"a": "count", "b": "random", "c": "count"})
+    return rollout.agents.policy_map(policies, mapping, env)
 
 
 PARAMS = {"count": None, "random": None}
@@ -256,11 +256,11 @@ def collected(num_envs=LANES, auto_reset="compact", **options):
 def run(collector, params=PARAMS):
     """Nothing pending, and a trajectory after it."""
     carry = collector.init(KEY)
-    pending = rollout.init_agent_transitions(collector, carry, params)
+    pending = rollout.agents.init_agent_transitions(collector, carry, params)
     return pending, collector.collect_steps(carry, params, T)[1]
 
 
-transitions = quick_jit(rollout.agent_transitions)
+transitions = quick_jit(rollout.agents.agent_transitions)
 
 
 def part(trajectory, begin, end):
@@ -340,7 +340,7 @@ def test_rows_without_jit_are_the_same():
     pending, trajectory = collected()
     few = part(trajectory, 0, 3)
     with jax.disable_jit():
-        _, rows = rollout.agent_transitions(pending, few)
+        _, rows = rollout.agents.agent_transitions(pending, few)
     assert_same(raw(rows), raw(windows(pending, few, (3,))))
 
 
@@ -385,11 +385,11 @@ def test_cut_of_the_episode_truncates_who_is_left():
     @quick_jit
     def play(collector):
         carry = collector.init(KEY)
-        pending = rollout.init_agent_transitions(collector, carry)
+        pending = rollout.agents.init_agent_transitions(collector, carry)
         _, trajectory, played = collector.collect_padded_episodes(
             carry, None, 1, max_length=2
         )
-        return played, rollout.agent_transitions(pending, trajectory)[1]
+        return played, rollout.agents.agent_transitions(pending, trajectory)[1]
 
     played, rows = jax.device_get(play(collector))
     assert not played.finished[0]
@@ -415,16 +415,16 @@ def test_what_is_pending_goes_with_an_episode_that_is_given_up():
 def test_same_window_twice_or_a_gap_is_refused():
     pending, trajectory = collected()
     parts = [part(trajectory, 0, 7), part(trajectory, 7, 12), part(trajectory, 12, T)]
-    after, _ = rollout.agent_transitions(pending, parts[0])
+    after, _ = rollout.agents.agent_transitions(pending, parts[0])
     for window in (parts[0], parts[2]):
         with pytest.raises(ValueError, match="must begin where the one before ended"):
-            rollout.agent_transitions(after, window)
-    end, _ = rollout.agent_transitions(after, parts[1])
-    end, _ = rollout.agent_transitions(end, parts[2])
+            rollout.agents.agent_transitions(after, window)
+    end, _ = rollout.agents.agent_transitions(after, parts[1])
+    end, _ = rollout.agents.agent_transitions(end, parts[2])
     assert end.num_gaps == 0
     for window in parts:
         with pytest.raises(ValueError, match="must begin where the one before ended"):
-            rollout.agent_transitions(end, window)
+            rollout.agents.agent_transitions(end, window)
 
 
 def test_gap_inside_jit_is_counted_and_nothing_is_pending_there():
@@ -448,7 +448,7 @@ def test_pending_of_another_collector_is_refused():
     one = pending.source["one"]
     for source in ({"one": one}, {**pending.source, "two": one}):
         with pytest.raises(ValueError, match="`pending` must be of `init_agent_"):
-            rollout.agent_transitions(pending.replace(source=source), trajectory)
+            rollout.agents.agent_transitions(pending.replace(source=source), trajectory)
 
 
 def test_void_steps_answer_nothing():
@@ -506,7 +506,9 @@ def test_nothing_is_pending_where_all_act():
     np.testing.assert_array_equal(
         rows["two"].mask, trajectory.info.agents.acted[:, :, [0, 2]].reshape(T, -1)
     )
-    make = jax.make_jaxpr(lambda t: rollout.agent_transitions((), t)[1]["two"].obs)
+    make = jax.make_jaxpr(
+        lambda t: rollout.agents.agent_transitions((), t)[1]["two"].obs
+    )
     names = {str(line.primitive) for line in make(trajectory).eqns}
     assert not names & {"scan", "while", "concatenate"}
 
@@ -530,12 +532,12 @@ def test_rows_go_where_transitions_go():
 
 def test_rows_for_a_policy_are_its_own():
     rows = windows(*collected())
-    count = rollout.for_policy(rows, "count")
+    count = rollout.agents.for_policy(rows, "count")
     assert list(count) == ["two"]
     assert_same(raw(count["two"].obs), raw(rows["two"].obs))
-    assert list(rollout.for_policy(rows, "random")) == ["one"]
+    assert list(rollout.agents.for_policy(rows, "random")) == ["one"]
     with pytest.raises(ValueError, match="`name` must be a policy of count, random"):
-        rollout.for_policy(rows, "blue")
+        rollout.agents.for_policy(rows, "blue")
 
 
 @pytest.mark.parametrize(
@@ -548,15 +550,17 @@ def test_rows_of_policies_that_share_a_group(is_fixed):
     policy = rollout.random_policy(env.action_spaces["all"])
     names = {"a": "red", "b": "blue", "c": "red"}
     mapping = (
-        rollout.fixed_mapping(names)
+        rollout.agents.fixed_mapping(names)
         if is_fixed
         else lambda key, names: jax.random.randint(key, (3,), 0, 2)
     )
-    policy = rollout.policy_map({"red": policy, "blue": policy}, mapping, env)
+    policy = rollout.agents.policy_map({"red": policy, "blue": policy}, mapping, env)
     collector = rollout.Collector(env=env, policy=policy)
     params = {"red": None, "blue": None}
     _, rows = transitions(*jax.device_get(run(collector, params)))
-    red, blue = (rollout.for_policy(rows, name)["all"] for name in ("red", "blue"))
+    red, blue = (
+        rollout.agents.for_policy(rows, name)["all"] for name in ("red", "blue")
+    )
     every = rows["all"]
     assert red.mask.sum() + blue.mask.sum() == every.mask.sum()
     if is_fixed:
@@ -572,9 +576,9 @@ def test_errors_say_what_is_missing():
     from cases import make_collector as make_single
 
     with pytest.raises(ValueError, match=r"`env` must be of several agents"):
-        rollout.init_agent_transitions(make_single("count"), None)
+        rollout.agents.init_agent_transitions(make_single("count"), None)
     with pytest.raises(ValueError, match=r"must be one of `envs.vectorize_agents`"):
-        rollout.agent_transitions((), collected()[1].replace(info={}))
+        rollout.agents.agent_transitions((), collected()[1].replace(info={}))
     few = jax.tree.map(lambda x: x[:, :2], collected()[1])
     with pytest.raises(ValueError, match="`pending` must be of"):
-        rollout.agent_transitions(collected()[0], few)
+        rollout.agents.agent_transitions(collected()[0], few)
