@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from envs import checks
+from envs.host.rows import narrowed
 from envs.host.types import AsyncHostVectorEnv, HostStep, HostVectorEnv
 from envs.spaces import as_space
 from envs.types import AnySpace, ArrayTree
@@ -306,4 +307,4 @@ def _map(fn: Callable[[Any], np.ndarray], tree: ArrayTree) -> ArrayTree:
 def _narrow(x: np.ndarray) -> np.ndarray:
     """Makes 64-bit numbers 32-bit ones, as JAX does."""
     dtype = _NARROW.get(x.dtype)
-    return x if dtype is None else x.astype(dtype)
+    return x if dtype is None else narrowed(x, dtype, "what EnvPool returns")

@@ -13,7 +13,7 @@ import numpy as np
 from envs import checks
 from envs.host import checks as host_checks
 from envs.host.local import LocalEnvs
-from envs.host.rows import make_layout
+from envs.host.rows import make_layout, narrowed
 from envs.host.spaces import batched_action
 from envs.host.types import HostStep, HostVectorEnv
 from envs.spaces import Dict, Tuple
@@ -227,7 +227,7 @@ def _caster(space: AnySpace) -> Callable[[Any], ArrayTree]:
     if isinstance(space, Tuple):
         fns = [_caster(part) for part in space.spaces]
         return lambda obs: tuple(fn(part) for fn, part in zip(fns, obs, strict=True))
-    return lambda obs: np.asarray(obs).astype(space.dtype, copy=False)
+    return lambda obs: narrowed(np.asarray(obs), space.dtype, "obs")
 
 
 def _read(
@@ -267,7 +267,7 @@ def _copy(rows: ArrayTree, values: Any, have: np.ndarray, name: str) -> None:
             f"`info` must have the shape {rows.shape[1:]} of its example in {name!r}, "
             f"got {values.shape[1:]}."
         )
-    rows[have] = values
+    rows[have] = narrowed(values, rows.dtype, f"info[{name!r}]")
 
 
 def _leaves(tree: ArrayTree) -> list[np.ndarray]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from envs import checks as counts
 from envs.host import checks, states
 from envs.host.rows import (
     Rows,
@@ -248,7 +249,10 @@ class LocalEnvs:
         if at in self._broken:
             return self._broken[at]
         try:
-            obs, reward, terminated, truncated, info = self._steps[at](action)
+            result = self._steps[at](action)
+            if type(result) is not tuple or len(result) != 5:
+                _refuse("step", "(obs, reward, terminated, truncated, info)", result)
+            obs, reward, terminated, truncated, info = result
             self._write(at, {"obs": obs, "info": info} if self._observes else obs)
             self._reward[at] = reward if type(reward) is float else number(reward)
             self._terminated[at] = (
@@ -284,7 +288,10 @@ class LocalEnvs:
 
     def _reset_one(self, at: int, seed: int) -> None:
         try:
-            obs, info = self._envs[at].reset(seed=seed)
+            result = self._envs[at].reset(seed=seed)
+            if type(result) is not tuple or len(result) != 2:
+                _refuse("reset", "(obs, info)", result)
+            obs, info = result
             self._write(at, {"obs": obs, "info": info} if self._observes else obs)
         except Exception as cause:
             self.fail(at, cause)
@@ -314,6 +321,10 @@ class LocalEnvs:
 
 def _spaces(env: Any) -> tuple[Any, Any]:
     return env.observation_space, env.action_space
+
+
+def _refuse(name: str, what: str, result: Any) -> None:
+    raise TypeError(f"`{name}` must return {what}, got {counts.describe(result)}")
 
 
 def _close(env: Any) -> None:

@@ -177,6 +177,23 @@ def writer(space: AnySpace, rows: ArrayTree, name: str) -> WriteFn:
     return _leaf_writer(rows, name)
 
 
+def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
+    """Casts to the dtype of a space; refuses integers that it does not hold."""
+    if values.dtype == dtype:
+        return values
+    if not np.can_cast(values.dtype, dtype, "same_kind"):
+        raise TypeError(f"{name} must have dtype {dtype}, got {values.dtype}")
+    if np.dtype(dtype).kind in "iu" and values.size:
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        least, most = int(values.min()), int(values.max())
+        if least < low or most > high:
+            raise ValueError(
+                f"{name} must be from {low} to {high}, as numbers have 32 bits, got "
+                f"{most if most > high else least}"
+            )
+    return values.astype(dtype)
+
+
 def number(value: Any) -> Any:
     """Checks that a reward is a number."""
     if type(value) in _NUMBERS:
@@ -205,8 +222,8 @@ def _leaf_writer(rows: np.ndarray, name: str) -> WriteFn:
             value = np.asarray(value)
         if value.shape != shape:  # NumPy would broadcast it
             raise ValueError(f"{name} must have shape {shape}, got {value.shape}")
-        if value.dtype != dtype and not np.can_cast(value.dtype, dtype, "same_kind"):
-            raise TypeError(f"{name} must have dtype {dtype}, got {value.dtype}")
+        if value.dtype != dtype:
+            value = narrowed(value, dtype, name)
         rows[number] = value
 
     return write

@@ -1,7 +1,9 @@
 """Environments in this process: what they return, and what a fault is."""
 
 import functools
+import re
 
+import gymnasium
 import host_envs
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from host_envs import AT, FAULTS, Count, seed_of
 
 import envs
 from envs.host.local import LocalEnvs
+from envs.host.types import EnvFault
 
 EVERY = np.ones(3, bool)
 ACTION = np.int32([1, 2, 3])
@@ -69,7 +72,7 @@ def test_fault_is_that_of_one_row(fault):
         "dtype": "obs must have dtype float32, got complex128",
         "reward": "reward must be a number, got str",
         "flag": "terminated must be a bool, got float",
-        "values": "not enough values",
+        "values": r"`step` must return \(obs, .*, info\), got 4 values",
         "odd": "odd error",
     }
     with pytest.raises(Exception, match=words[fault]):
@@ -353,3 +356,62 @@ def test_close_closes_every_environment_once():
     env.close()
     assert made[0].closed
     assert made[1].closed
+
+
+class Large(Count):
+    """Counts from a number on, in 64 bits; its info has it, too."""
+
+    observation_space = gymnasium.spaces.Box(-(2**62), 2**62, (2,), np.int64)
+
+    def __init__(self, first):
+        super().__init__()
+        self.first = first
+
+    def _obs(self):
+        return np.full(2, self.first + self.count, np.int64)
+
+    def _info(self):
+        return {"count": np.int64(self.first + self.count)}
+
+
+@pytest.mark.parametrize("first", [2**31 - 2, -(2**31) - 1, 2**40])
+def test_integers_beyond_32_bits_do_not_wrap(first):
+    fits = -(2**31) <= first < 2**31
+    env = LocalEnvs([functools.partial(Large, first)], record_info={"count": 0})
+    one = np.ones(1, bool)
+    if not fits:
+        with pytest.raises(EnvFault, match="must be from -2147483648 to 2147483647"):
+            env.reset(np.uint32([0]), one)
+        return
+    assert env.reset(np.uint32([0]), one).tolist() == [[first] * 2]
+    assert not env.step(np.int32([1])).faulty.any()
+    step = env.step(np.int32([1]))  # 2^31
+    assert "as numbers have 32 bits, got 2147483648" in str(step.causes[0])
+
+
+class Odd(Count):
+    """Returns other things than Gymnasium's two and five."""
+
+    def __init__(self, name, result):
+        super().__init__()
+        self.name, self.result = name, result
+
+    def reset(self, *, seed=None, options=None):
+        begun = super().reset(seed=0)
+        return self.result if self.name == "reset" else begun
+
+    def step(self, action):
+        return self.result
+
+
+@pytest.mark.parametrize("result", [None, "text", (0, 1, 2), [1, 2]])
+@pytest.mark.parametrize("name", ["reset", "step"])
+def test_other_numbers_of_values_are_named(name, result):
+    env = LocalEnvs([functools.partial(Odd, name, result)])
+    one, words = np.ones(1, bool), rf"`{name}` must return \(obs, .*info\), got"
+    if name == "reset":
+        with pytest.raises(EnvFault, match=words):
+            env.reset(np.uint32([0]), one)
+        return
+    env.reset(np.uint32([0]), one)
+    assert re.match(words, str(env.step(np.int32([1])).causes[0]))
