@@ -37,6 +37,22 @@ def seconds(name: str, value: Any) -> float | None:
     return float(value)
 
 
+def kind_of_env(env: Any, *, is_host: bool) -> None:
+    """Raises if a JAX environment is given where a host one belongs, or vice versa."""
+    missing = [x for x in ("num_envs", "step", "close") if not hasattr(env, x)]
+    if is_host and (hasattr(env, "reset_done") or missing):
+        raise ValueError(
+            "`env` must be a `HostVectorEnv`, as `envs.from_gymnasium` makes it, got "
+            f"{type(env).__name__}; environments in JAX go into a `Collector`."
+        )
+    if not is_host and hasattr(env, "num_envs") and not hasattr(env, "reset_done"):
+        raise ValueError(
+            "`env` must be in JAX, as `envs.vectorize` makes it, got "
+            f"{type(env).__name__}; what has a `step` in NumPy goes into a "
+            "`HostCollector`."
+        )
+
+
 def single(env: Any) -> None:
     """Checks that `env` is one environment, and a pytree."""
     if hasattr(env, "num_envs"):

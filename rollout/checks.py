@@ -12,6 +12,7 @@ from jax.core import Tracer
 from envs import keys
 from envs.checks import INT32_MAX, count
 from envs.checks import fraction as fraction
+from envs.checks import kind_of_env as kind_of_env
 from envs.checks import seconds as seconds
 from envs.types import AnySpace, ArrayTree, EnvStep, VectorEnv, spread_of
 from rollout.types import (
@@ -91,22 +92,6 @@ def collects_in_jax(value: Any) -> None:
         raise ValueError(
             "`collector` must be a `Collector`, whose environments are in JAX, got "
             f"{type(value).__name__}."
-        )
-
-
-def kind_of_env(env: Any, *, is_host: bool) -> None:
-    """Raises if a JAX environment is given where a host one belongs, or vice versa."""
-    missing = [x for x in ("num_envs", "step", "close") if not hasattr(env, x)]
-    if is_host and (hasattr(env, "reset_done") or missing):
-        raise ValueError(
-            "`env` must be a `HostVectorEnv`, as `envs.from_gymnasium` makes it, got "
-            f"{type(env).__name__}; environments in JAX go into a `Collector`."
-        )
-    if not is_host and hasattr(env, "num_envs") and not hasattr(env, "reset_done"):
-        raise ValueError(
-            "`env` must be in JAX, as `envs.vectorize` makes it, got "
-            f"{type(env).__name__}; what has a `step` in NumPy goes into a "
-            "`HostCollector`."
         )
 
 

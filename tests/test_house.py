@@ -31,7 +31,12 @@ COMMON = {"envs.types", "envs.keys", "envs.few_lanes", "envs.checks", "envs.spac
 # Packages that know more of environments than the contract, and what.
 KINDS = {
     "agents": {"envs.multi_agent"},
-    "hosts": {"envs.host.claims", "envs.host.types"},
+    "hosts": {
+        "envs.host.claims",
+        "envs.host.guard",
+        "envs.host.probe",
+        "envs.host.types",
+    },
     "recommendation": {"envs.wrappers"},
 }
 

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, Self
 import chex
 import numpy as np
 
+from envs.host.guard import Guard
 from envs.host.types import EnvFault, HostStep, HostVectorEnv
 from envs.types import ArrayTree
 from rollout.hosts.assignment import Assignment
 from rollout.hosts.block import Block
-from rollout.hosts.faults import Faults, Guard
+from rollout.hosts.faults import Faults
 from rollout.hosts.seeds import Seeds
 
 At = slice | np.ndarray  # the lanes of a row's columns: all, or `[R]` int
@@ -125,12 +126,12 @@ class Loop:
         failed: np.ndarray,
     ) -> None:
         self._env, self._act_fn, self._faults = env, act_fn, faults
-        self._seeds, self._guard = (
-            Seeds(key, env.num_envs),
-            Guard(env.observation_space),
-        )
+        self._seeds = Seeds(key, env.num_envs)
+        self._guard = Guard(env.observation_space)
         self._everywhere = np.ones(env.num_envs, bool)
         self._nowhere = ~self._everywhere
+        for mask in (self._everywhere, self._nowhere):
+            mask.setflags(write=False)  # environments are handed them
         self._limit = NO_LIMIT
         self.obs: ArrayTree = None  # [E, ...], in the environments' own memory
         # None between two rows; torn while the environments step, for nobody knows how

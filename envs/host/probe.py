@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
+from envs import checks
+from envs.host.claims import claim, new_user
+from envs.host.guard import Guard
 from envs.host.types import EnvFault, HostStep, HostVectorEnv
 from envs.spaces import as_space
 from envs.types import AnySpace, ArrayTree
-from rollout import checks
-from rollout.hosts.faults import Guard
 
 _CUT_EVERY = 7  # steps after which all but environment 0 are cut short
 
@@ -72,6 +73,7 @@ def probe(
     checks.kind_of_env(env, is_host=True)
     num_steps = checks.count("num_steps", num_steps)
     seed = checks.count("seed", seed, least=0, most=None)
+    claim(env, new_user())  # the carry of a collector is worth nothing afterwards
     probing = _Probe(env, np.random.default_rng(seed))
     with contextlib.suppress(_Stop):
         probing.run(num_steps)
