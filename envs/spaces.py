@@ -139,7 +139,8 @@ class Box(_Bounded, struct.PyTreeNode):
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _shape(self.shape))
         bounds = self.low, self.high
-        if any(isinstance(x, str) for x in bounds):
+        # Where both are text, `jax.tree.map` may have put it there.
+        if isinstance(self.low, str) != isinstance(self.high, str):
             raise ValueError(
                 f"`low` and `high` must be numbers or arrays, got {bounds}."
             )
