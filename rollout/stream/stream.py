@@ -170,6 +170,7 @@ class Stream(Generic[ParamsT]):
         )
         self._params = self._own(params), 0
         self._program: programs.Program | None = None
+        self._compiled_for: Any = self  # the parameters it was compared with last
         self._must_stop = False
         self._inside: dict[str, int] = {}  # the thread that is in `next`
         self._setting = threading.Lock()
@@ -457,6 +458,8 @@ class Stream(Generic[ParamsT]):
     def _compile(self, params: Any) -> programs.Program:
         """Makes the program, unless it is there."""
         program = self._program
+        if program is not None and self._compiled_for is params:
+            return program
         if program is None or program.kinds != programs.kinds_of(params):
             options, carry = self._options, self._at.carry
             if isinstance(self._collector, HostCollector):
@@ -467,6 +470,7 @@ class Stream(Generic[ParamsT]):
             else:
                 program = programs.make(options, self._collector, carry, params)
             self._program = program
+        self._compiled_for = params
         return program
 
     def _own(self, params: Any) -> Any:
