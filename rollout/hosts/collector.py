@@ -409,6 +409,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             num_rows, trajectory = self._block.num, self._count()
             return self._carry(), jax.tree.map(lambda x: x[:num_rows], trajectory)
 
+    def resumed(self, carry: Carry) -> Carry:
+        """The carry to take in place of one whose call was cut short; else the same."""
+        is_used = np.array_equal(carry.env_state, self._used)
+        return self.recover()[0] if is_used and not self._is_whole else carry
+
     @property
     def _num_columns(self) -> int:
         """Lanes of a row."""

@@ -68,7 +68,7 @@ def fill(
         num_steps = jnp.int32(these.num_steps)
     else:
         carry, trajectory, episodes = collector.collect_padded_episodes(
-            carry,
+            collector.resumed(carry),  # a batch that was cut short begins anew
             params,
             options.episodes_per_batch,
             max_length=options.max_episode_steps,

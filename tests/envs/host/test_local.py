@@ -1,6 +1,7 @@
 """Environments in this process: what they return, and what a fault is."""
 
 import functools
+import pickle
 import re
 
 import gymnasium
@@ -24,6 +25,13 @@ def make(**options):
 def start(env, faults=("fine",) * 3, mask=EVERY):
     seeds = np.uint32([seed_of(fault) for fault in faults])
     return env.reset(seeds, mask)
+
+
+def test_fault_travels_between_processes():
+    fault = EnvFault({1: ValueError("no")}, "; and so on")
+    got = pickle.loads(pickle.dumps(fault))
+    assert str(got) == str(fault)
+    assert str(got.causes[1]) == "no"
 
 
 def test_it_is_both_kinds_of_environment():

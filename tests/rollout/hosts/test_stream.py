@@ -194,6 +194,22 @@ def test_episodes_begin_anew_where_no_state_was_saved(tmp_path):
     first.close(), second.close()
 
 
+def test_batch_of_episodes_begins_anew_after_a_fault():
+    def fault_fn(number, env):
+        return RuntimeError("no") if (number, env) == (6, 2) else None
+
+    options = {"steps_per_batch": None, "episodes_per_batch": 5, "total_steps": None}
+    collector = on_host(fault_fn=fault_fn, max_length=2)
+    stream = make_stream(collector, max_episode_steps=6, **options)
+    with pytest.raises(EnvFault, match="environment 2 failed"):
+        next(stream)
+    for _ in range(2):
+        episodes = next(stream).episodes
+        assert episodes.mask.all()
+        assert (episodes.episode_length == 2).all()
+    stream.close()
+
+
 def test_batch_goes_on_after_a_fault():
     def fault_fn(number, env):
         return RuntimeError("no") if (number, env) == (6, 2) else None
