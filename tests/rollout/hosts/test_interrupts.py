@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_count import HostCount
 from host_envs import Steady
 from interrupts import ROOT, interrupted
 
@@ -22,10 +21,6 @@ POLICY = rollout.recurrent_policy(
     ),
     lambda num_envs: jnp.zeros(num_envs, int),
 )
-
-
-def in_numpy():
-    return rollout.HostCollector(env=HostCount(NUM_ENVS), policy=POLICY)
 
 
 def in_process():
@@ -46,9 +41,6 @@ def asynchronous():
 def asynchronous_workers():
     env = envs.workers([Steady] * NUM_ENVS, num_workers=2)
     return rollout.AsyncCollector(env=env, policy=POLICY, num_ready=2)
-
-
-KINDS = [in_process, asynchronous, in_numpy, in_workers, asynchronous_workers]
 
 
 @pytest.fixture(autouse=True)
@@ -107,18 +99,19 @@ CALLS = {
     ),
     "init": lambda x, carry: (x.init(KEY),),
 }
+QUICK = [(in_process, "collect_steps"), (asynchronous, "collect_episodes")]
+# All calls where nothing is in another process; of workers what differs there.
+SLOW = [
+    *((in_process, name) for name in CALLS if name != "collect_steps"),
+    *((in_workers, name) for name in ("collect_steps", "init")),
+    *((asynchronous_workers, name) for name in ("collect_steps", "collect_episodes")),
+]
 CASES = [
-    pytest.param(
-        make,
-        name,
-        marks=()
-        if (make, name)
-        in ((in_process, "collect_steps"), (asynchronous, "collect_episodes"))
-        else pytest.mark.slow,
-        id=f"{name}-{make.__name__}",
-    )
-    for make in KINDS
-    for name in CALLS
+    *(pytest.param(*x, id=f"{x[1]}-{x[0].__name__}") for x in QUICK),
+    *(
+        pytest.param(*x, id=f"{x[1]}-{x[0].__name__}", marks=pytest.mark.slow)
+        for x in SLOW
+    ),
 ]
 
 
@@ -151,7 +144,7 @@ def go_on(collector):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", KINDS, ids=[x.__name__ for x in KINDS])
+@pytest.mark.parametrize("make", [in_workers])
 def test_interrupt_of_an_evaluation(make):
     collector = make()
 
@@ -166,7 +159,7 @@ def test_interrupt_of_an_evaluation(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", KINDS, ids=[x.__name__ for x in KINDS])
+@pytest.mark.parametrize("make", [in_process, asynchronous_workers])
 def test_interrupt_while_it_recovers(make):
     collector = make()
     collector.init(KEY)
