@@ -243,7 +243,8 @@ def layout_of(env: Any) -> AgentLayout:
         if isinstance(layout, AgentLayout):
             return layout
         inner = getattr(inner, "env", None)
-    names = ("agents", "groups", "observation_spaces", "action_spaces")
+    # Not the spaces: an adapter may compute them, and fail at groups that are wrong.
+    names = ("agents", "groups")
     if not all(hasattr(env, name) for name in names):
         raise ValueError(
             "`env` must be of several agents, a `MultiAgentEnv` or one of "

@@ -363,7 +363,7 @@ def test_groups_of_other_agents_are_refused_by_the_lanes(agents):
 
 def test_object_without_the_methods_is_refused():
     with pytest.raises(
-        TypeError, match=r"`env` must have `agents` and the JaxMARL .* object"
+        TypeError, match=r"`env` must have agents, reset, .* of JaxMARL, got object"
     ):
         envs.suites.from_jaxmarl(object())
 
