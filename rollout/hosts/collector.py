@@ -291,9 +291,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         loop: Any = self._loop
         is_mine = np.array_equal(carry.env_state, self._used)
         goes_on = self._block is not None and is_mine
+        if not goes_on:
+            carry = self.resumed(carry)
         with self._call(None if goes_on else carry):
             if goes_on:
-                loop.recover(self._block)
+                self._recover_loop()
             else:
                 self._begin_block(num_steps, capacity)
                 if at_end == "reset":
@@ -323,6 +325,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             allow_pickle: whether environments without `save_state` may be pickled.
         """
         is_current = np.array_equal(carry.env_state, self._mark)
+        is_current &= is_claimed(self.env, self._number)
         env: Any = self.env
         if not is_current or not hasattr(env, "save"):
             return b""
@@ -398,12 +401,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         if self._loop is None:
             raise ValueError("`recover` must follow `init`, which was not called yet.")
         with self._call():
-            loop, assignment = self._loop, self._loop.state.assignment
-            loop.recover(self._block, anew=not is_claimed(self.env, self._number))
-            claim(self.env, self._number)
+            assignment = self._loop.state.assignment
             if assignment is not None and assignment.is_queue:
                 started = min(assignment.num_started, assignment.num_episodes)
                 self._next_episode = -1 - int(assignment.first_id[0]) + started
+            self._recover_loop()
             if self._block is None or not self._block.num:
                 return self._carry(), None
             num_rows, trajectory = self._block.num, self._count()
@@ -413,6 +415,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """The carry to take in place of one whose call was cut short; else the same."""
         is_used = np.array_equal(carry.env_state, self._used)
         return self.recover()[0] if is_used and not self._is_whole else carry
+
+    def _recover_loop(self) -> None:
+        """Goes on with the rows; all episodes are gone where another has stepped."""
+        is_mine = is_claimed(self.env, self._number)
+        self._loop.recover(self._block, anew=not is_mine)
+        claim(self.env, self._number)
 
     @property
     def _num_columns(self) -> int:
