@@ -414,7 +414,8 @@ def test_what_is_pending_goes_with_an_episode_that_is_given_up():
 
 def test_same_window_twice_or_a_gap_is_refused():
     pending, trajectory = collected()
-    parts = [part(trajectory, 0, 7), part(trajectory, 7, 12), part(trajectory, 12, T)]
+    # Of one length, so that they are one program.
+    parts = [part(trajectory, 7 * i, 7 * i + 7) for i in range(3)]
     after, _ = rollout.agents.agent_transitions(pending, parts[0])
     for window in (parts[0], parts[2]):
         with pytest.raises(ValueError, match="must begin where the one before ended"):
