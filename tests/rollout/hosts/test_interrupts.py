@@ -99,9 +99,10 @@ CALLS = {
     ),
     "init": lambda x, carry: (x.init(KEY),),
 }
-QUICK = [(in_process, "collect_steps"), (asynchronous, "collect_episodes")]
+QUICK = [(in_process, "collect_steps")]
 # All calls where nothing is in another process; of workers what differs there.
 SLOW = [
+    (asynchronous, "collect_episodes"),
     *((in_process, name) for name in CALLS if name != "collect_steps"),
     *((in_workers, name) for name in ("collect_steps", "init")),
     *((asynchronous_workers, name) for name in ("collect_steps", "collect_episodes")),

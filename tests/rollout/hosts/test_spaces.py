@@ -58,11 +58,19 @@ def assert_of(space, tree, lead):
     assert jax.vmap(space.contains)(flat).all()
 
 
-PATHS = [("own", name) for name in OURS]
-PATHS += [(how, name) for how in ("gymnasium", "workers") for name in THEIRS]
+QUICK = {"nested", "repeated in a tuple", "plain"}  # they have the others in them
 
 
-@pytest.mark.parametrize(("how", "name"), PATHS)
+def each(hows):
+    """Every kind of space in every kind of environment; most of them are slow."""
+    pairs = [(how, x) for how in hows for x in (OURS if how == "own" else THEIRS)]
+    return [
+        pytest.param(how, x, marks=() if x in QUICK else pytest.mark.slow)
+        for how, x in pairs
+    ]
+
+
+@pytest.mark.parametrize(("how", "name"), each(["own", "gymnasium", "workers"]))
 def test_space_goes_through_collector_buffer_and_checkpoint(how, name, tmp_path):
     space = as_space(OURS[name])
     env = make(how, OURS[name])
@@ -88,8 +96,9 @@ def test_space_goes_through_collector_buffer_and_checkpoint(how, name, tmp_path)
     jax.tree.map(np.testing.assert_array_equal, again, drawn)
 
 
-@pytest.mark.parametrize("name", THEIRS)
-def test_space_goes_through_the_asynchronous_collector(name):
+@pytest.mark.parametrize(("how", "name"), each(["asynchronous"]))
+def test_space_goes_through_the_asynchronous_collector(how, name):
+    del how  # unused
     space = as_space(THEIRS[name])
     env = envs.workers([functools.partial(Sampled, THEIRS[name])] * 3, num_workers=3)
     policy = rollout.random_policy(env.action_space)
@@ -105,7 +114,7 @@ def test_space_goes_through_the_asynchronous_collector(name):
         assert_of(space, tree, kept.mask.shape)
 
 
-@pytest.mark.parametrize(("how", "name"), PATHS[: len(OURS) + len(THEIRS)])
+@pytest.mark.parametrize(("how", "name"), each(["own", "gymnasium"]))
 def test_probe_finds_nothing_wrong_with_a_space(how, name):
     found = rollout.probe(make(how, OURS[name]), num_steps=20)
     assert found == ()
