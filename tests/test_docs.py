@@ -322,7 +322,7 @@ OTHERS = {
     *("envs.recommendation", "envs.render", "envs.spaces", "envs.types"),
     "rollout.recommendation",
     # Functions in a module of their own name.
-    *("envs.vectorize", "rollout.minibatches", "rollout.probe"),
+    *("envs.vectorize", "rollout.minibatches"),
 }
 
 
@@ -339,6 +339,13 @@ def test_every_public_name_is_on_one_page_of_the_api():
     # The rest is in modules without a list of names.
     others = {module for module, _ in re.findall(r"^::: (\S+)\.(\w+)$", api, re.M)}
     assert others - set(PUBLIC) == OTHERS
+
+
+@pytest.mark.parametrize("name", [x for x in TEXTS if x.startswith("docs/api/")])
+def test_pages_of_the_api_show_objects_that_exist(name):
+    for path in re.findall(r"^::: (\S+)$", TEXTS[name], re.MULTILINE):
+        module, _, attribute = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), path
 
 
 def test_packages_export_what_most_programs_need():
