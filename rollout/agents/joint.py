@@ -87,7 +87,7 @@ def policy_map(
 
 
 class _Map(NamedTuple):
-    """Who plays whom."""
+    """Maps agents to the policies that act for them."""
 
     entries: tuple[Entry, ...]
     mapping_fn: MappingFn | FixedMapping

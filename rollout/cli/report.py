@@ -17,7 +17,7 @@ _CUT = "cut by --max-steps"
 
 
 class Result(NamedTuple):
-    """What a run of steps or of whole episodes collected."""
+    """Result of a run of steps or of whole episodes."""
 
     stats: CollectStats
     agents: AgentStats | None  # None where one acts alone

@@ -16,12 +16,10 @@ from rollout.types import Episodes, Transition
 
 
 class Assignment(NamedTuple):
-    """Which lane plays which of `N` episodes; `queue` and `per_env` make it."""
+    """Assigns `N` episodes to lanes; `queue` and `per_env` make it."""
 
     num_episodes: int  # N
-    is_queue: (
-        bool  # who is free takes the next that has not started, not one of its own
-    )
+    is_queue: bool  # a free lane takes the next in the queue, else its own next one
     first_id: np.ndarray  # [E] int32, of the queue, or of the lane's first episode
     after: np.ndarray  # [E] int32, the own episodes that lanes begin afterwards
     min_steps: int | None  # no episode starts once there are so many steps

@@ -388,7 +388,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """Goes on where an error or Ctrl-C has cut a call short.
 
         Environments that failed are made anew, if they can be, and lanes whose episode
-        cannot go on begin new ones.
+        cannot go on begin new ones; after a call for whole episodes all lanes do.
 
         Returns:
             The carry to go on with; and what the call had collected, `[T, E, ...]`, of

@@ -37,7 +37,7 @@ class Fault(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What environments answered to a row that is not written yet."""
+    """Actions of a row that is not written yet, and the answer of the environments."""
 
     action: ArrayTree  # [R, ...]
     extras: ArrayTree  # [R, ...]
@@ -47,7 +47,7 @@ class Answer(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a row changes; `[E]` each. Replaced as a whole, never written to."""
+    """State of the loop between two rows, `[E]` each; replaced as a whole."""
 
     progress: Any  # of the policy: what one call of it hands to the next
     episode_id: np.ndarray  # int32
@@ -199,19 +199,16 @@ class Loop:
         self.settle()
 
     def recover(self, block: Block | None, *, anew: bool = False) -> None:
-        """Goes on after an error; an assignment of episodes is given up.
+        """Goes on after an error.
 
         Environments that failed are made anew, and lanes whose episode cannot go on
-        begin new ones; with `anew` all do.
+        begin new ones. With `anew`, or where episodes were assigned, all lanes do.
         """
         if self._pending is not None and self._pending is not TORN and block:
             self._take(block)
         state = self.state
-        if self._pending is not None or anew:
+        if self._pending is not None or state.assignment is not None or anew:
             state = state.begin(self._everywhere, state.next_own)
-        elif state.assignment is not None:  # whose episodes nobody waits for any more
-            mine = (state.must_begin & (state.episode_id < 0)) | ~state.assignment.mask
-            state = state.begin(mine, state.next_own)
         self.state, self._pending = state._replace(assignment=None, lost=()), None
         self.settle(block, forgiven=set())
 

@@ -170,7 +170,7 @@ class Stream(Generic[ParamsT]):
         )
         self._params = self._own(params), 0
         self._program: programs.Program | None = None
-        self._compiled_for: Any = self  # the parameters it was compared with last
+        self._checked: int | None = None  # the version of parameters it is known to fit
         self._must_stop = False
         self._inside: dict[str, int] = {}  # the thread that is in `next`
         self._setting = threading.Lock()
@@ -252,7 +252,7 @@ class Stream(Generic[ParamsT]):
 
     def compile(self) -> None:
         """Compiles ahead of the first batch, which otherwise does it."""
-        self._compile((self._at.params or self._params)[0])
+        self._compile(self._at.params or self._params)
 
     def set_params(self, params: ParamsT) -> None:
         """Sets the parameters for the batches that are not under way yet.
@@ -365,7 +365,7 @@ class Stream(Generic[ParamsT]):
             first_lane=first_lane,
             params=next_params,
         )
-        self._params = self._own(state["params"]), version
+        self._params, self._checked = (self._own(state["params"]), version), None
         self._at = at
 
     def _begin(self) -> Job | None:
@@ -406,7 +406,7 @@ class Stream(Generic[ParamsT]):
             num_random=self._num_random(at, num_steps),
         )
         args = self._collector, at.carry, params[0], np.array(window, np.int32)
-        program = self._compile(params[0])
+        program = self._compile(params)
         make = functools.partial(programs.run, program, options, args, memory)
         return at._replace(job=Job(make), params=params)
 
@@ -455,10 +455,11 @@ class Stream(Generic[ParamsT]):
             f"`params_version` {version}."
         )
 
-    def _compile(self, params: Any) -> programs.Program:
+    def _compile(self, versioned: tuple[Any, int]) -> programs.Program:
         """Makes the program, unless it is there."""
         program = self._program
-        if program is not None and self._compiled_for is params:
+        params, version = versioned
+        if program is not None and self._checked == version:
             return program
         if program is None or program.kinds != programs.kinds_of(params):
             options, carry = self._options, self._at.carry
@@ -470,7 +471,7 @@ class Stream(Generic[ParamsT]):
             else:
                 program = programs.make(options, self._collector, carry, params)
             self._program = program
-        self._compiled_for = params
+        self._checked = version
         return program
 
     def _own(self, params: Any) -> Any:

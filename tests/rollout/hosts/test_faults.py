@@ -119,6 +119,22 @@ def test_what_was_collected_is_kept():
         make().recover()
 
 
+def test_lanes_begin_episodes_of_their_own_after_a_call_for_some():
+    """Ids of assigned episodes are negative, and nobody waits for those any more."""
+    collector = make(fails_at(4))
+    carry = collector.init(KEY)
+    with pytest.raises(EnvFault):
+        collector.collect_episodes(carry, None, 8, max_steps=10)
+    carry, _ = collector.recover()
+    assert (carry.episode.episode_id >= 0).all()
+    np.testing.assert_array_equal(carry.episode.episode_length, 0)
+    other = make()
+    restored = other.restore(carry, b"")
+    _, want = collect(collector, 12, carry)
+    assert (want.episode_id >= 0).all()
+    assert_same(collect(other, 12, restored)[1], want)
+
+
 @pytest.mark.parametrize("num_episodes", [1, 4, 7])
 def test_lost_episode_is_among_the_episodes(num_episodes):
     collector = make(fails_at(4), on_fault="restart")
