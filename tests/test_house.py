@@ -166,3 +166,28 @@ def test_own_module_that_hides_one_of_ours_is_named(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "`envs` must be the package that comes with `rollout`" in done.stderr
     assert str(tmp_path / "envs.py") in done.stderr
+
+
+# Of NumPy's and jax's kind, and what tests of suites read of these.
+OTHERS_PRIVATE = {
+    *("_asdict", "_backends", "_board", "_cache_size", "_exit", "_fields"),
+    *("_mjx_model", "_observe", "_replace", "_src", "_x"),
+}
+
+
+def test_no_test_reads_what_is_private():
+    folder = ROOT / "tests"
+    for path in {*folder.rglob("*.py")} - {*(folder / "benchmarks").rglob("*.py")}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            found = {x for x in names_read(node) if re.match("_[^_]", x)}
+            assert found <= OTHERS_PRIVATE, f"{path}:{node.lineno}"
+
+
+def names_read(node):
+    """The names that an import or an attribute reads, but not those of `self`."""
+    if isinstance(node, ast.ImportFrom):
+        return [alias.name for alias in node.names]
+    is_own = isinstance(node, ast.Attribute) and ast.unparse(node.value) in (
+        *("self", "cls", "super()"),
+    )
+    return [node.attr] if isinstance(node, ast.Attribute) and not is_own else []

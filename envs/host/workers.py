@@ -124,6 +124,11 @@ class WorkerEnvs:
         """Space of one environment's action."""
         return self._layout.action_space
 
+    @property
+    def pids(self) -> list[int]:
+        """The ids of the worker processes, in the order of their environments."""
+        return [link.process.pid for link in self._crew.links]
+
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each from a seed of its own.
 

@@ -74,7 +74,7 @@ def apply_members(
         return jax.tree.map(lambda x: x[0], policy.apply(params, obs, state, key))
 
     def apply_local(member: jax.Array, *inputs: ArrayTree) -> PolicyStep:
-        agent, block_member, row = _blocks(member, size)
+        agent, block_member, row = blocks_of(member, size)
         block_params = jax.tree.map(lambda x: x[block_member], params)
         blocks = jax.tree.map(lambda x: x[agent], inputs)
         apply_block = jax.vmap(apply_one, (None, 0, 0, 0))
@@ -90,7 +90,7 @@ def apply_members(
     return jax.tree.map(lambda x: x.reshape(num_agents, *x.shape[2:]), decided)
 
 
-def _blocks(member: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def blocks_of(member: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Cuts `N` agents into blocks of `K` that have one member each.
 
     Returns:

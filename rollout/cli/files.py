@@ -3,25 +3,32 @@
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
-@contextlib.contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a file to write that is there whole after the `with` block, or not at all.
+def write_file(path: Path, write_fn: Callable[[BinaryIO], Any]) -> None:
+    """Writes a file, which is there whole afterwards or as it was before.
 
     Args:
         path: the file; one that exists is replaced, and keeps its permissions.
-
-    Yields:
-        A file next to it, which is flushed to disk and then renamed.
+        write_fn: writes to the open file it is given. That one lies next to `path`,
+            is flushed to disk, and then renamed.
 
     Raises:
-        OSError: if the file cannot be written.
+        ValueError: if the file cannot be written.
     """
-    path = Path(os.path.realpath(path))  # a link stays one
+    try:
+        with _replacing(Path(os.path.realpath(path))) as file:  # a link stays one
+            write_fn(file)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"{path} could not be written: {reason}") from error
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         with part.open("xb") as file:

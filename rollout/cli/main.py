@@ -8,9 +8,8 @@ would do on an accelerator.
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ import envs
 from rollout.cli import figure, interrupts, report, runs
 from rollout.cli.arguments import XLA_CPU_LOOP, Run, make_parser, parse
 from rollout.cli.collector import start_devices
-from rollout.cli.files import whole_file
+from rollout.cli.files import write_file
 from rollout.cli.interrupts import aside
 
 _OTHER_IDS = "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"
@@ -76,7 +75,7 @@ def _run(run: Run) -> Iterator[Iterable[object]]:
         yield *report.inspection(run), inspected
     elif run.gif:
         gif, episodes = aside(lambda: runs.draw(run))
-        _write(run.gif, lambda file: file.write(gif))
+        write_file(run.gif, lambda file: file.write(gif))
         rows = report.environment(run), *report.device(1), *report.one_episode(episodes)
         num_frames = int(episodes.episode_length[0]) + 1
         yield *rows, report.row("gif", f"{run.gif} ({num_frames} frames)")
@@ -97,7 +96,7 @@ def _collect(run: Run) -> Iterator[Iterable[object]]:
         raise KeyboardInterrupt
     rows: Any = result.rows
     if run.save:
-        _write(run.save, lambda file: np.savez(file, **rows))
+        write_file(run.save, lambda file: np.savez(file, **rows))
         yield (report.row("saved", run.save),)
     if run.profile:
         folder = run.profile
@@ -110,7 +109,7 @@ def _collect(run: Run) -> Iterator[Iterable[object]]:
         order, kind = "started" if num_episodes else "ended", run.plot.suffix[1:]
         episodes = result.episodes or runs.ended(rows)
         image = aside(lambda: figure.draw(title, order, episodes, kind.lower()))
-        _write(run.plot, lambda file: file.write(image))
+        write_file(run.plot, lambda file: file.write(image))
         yield (report.row("plot", run.plot),)
 
 
@@ -132,12 +131,3 @@ def _print(*lines: object) -> None:
             raise
         reason = error.strerror or error
         raise ValueError(f"stdout could not be written: {reason}") from error
-
-
-def _write(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    try:
-        with whole_file(path) as file:
-            write(file)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(f"{path} could not be written: {reason}") from error

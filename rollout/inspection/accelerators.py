@@ -125,7 +125,8 @@ def devices(accelerator: str, num_devices: int = 1) -> list[Device]:
         ValueError: if there is no accelerator of this name, or not so many of it.
         ImportError: if its compiler is not installed, or not the one of this jax.
     """
-    name, _ = find(accelerator)
+    name, found = find(accelerator)
+    _require_tpu_compiler() if isinstance(found, Tpu) else _require_gpu_compiler()
     return list(_devices(name, checks.count("num_devices", num_devices)))
 
 
@@ -134,7 +135,6 @@ def _devices(name: str, num_devices: int) -> tuple[Device, ...]:
     accelerator = ACCELERATORS[name]
     if isinstance(accelerator, Tpu):
         return _tpu_devices(accelerator, num_devices)
-    _require_gpu_compiler()
     topology = functools.partial(
         topologies.get_topology_desc,
         platform="cuda",
@@ -152,9 +152,6 @@ def _devices(name: str, num_devices: int) -> tuple[Device, ...]:
 
 
 def _tpu_devices(accelerator: Tpu, num_devices: int) -> tuple[Device, ...]:
-    if not _version("libtpu"):  # of any version: libtpu takes newer ones than jax's
-        line = f'pip install "jax[tpu]=={jax.__version__}"'
-        raise ImportError(f"The compiler of this accelerator is not installed: {line}.")
     sizes = [size for size in accelerator.slices if size >= num_devices]
     if not sizes:
         most = max(accelerator.slices)
@@ -200,6 +197,13 @@ def _require_gpu_compiler() -> None:
                 f"{name} {version} does not go with jax {jax_version}: {line}."
             )
     raise ImportError(f"The compiler of this accelerator is not installed: {line}.")
+
+
+def _require_tpu_compiler() -> None:
+    """Raises if there is no libtpu; its version need not be that of jax."""
+    if not _version("libtpu"):
+        line = f'pip install "jax[tpu]=={jax.__version__}"'
+        raise ImportError(f"The compiler of this accelerator is not installed: {line}.")
 
 
 def _version(distribution: str) -> str | None:

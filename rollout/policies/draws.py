@@ -77,14 +77,14 @@ def allowed(
         return _count(mask, space, key)
     # On a GPU the host would read the condition of a loop, and a round costs launches.
     draw, draw_at_once = (
-        functools.partial(fn, space) for fn in (_allowed_in_loops, _allowed_at_once)
+        functools.partial(fn, space) for fn in (allowed_in_loops, allowed_at_once)
     )
     return lax.platform_dependent(
         mask, key, cuda=draw_at_once, rocm=draw_at_once, default=draw
     )
 
 
-def _allowed_at_once(
+def allowed_at_once(
     space: Discrete, mask: jax.Array, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
     """Draws as `allowed` does, without a loop."""
@@ -95,7 +95,7 @@ def _allowed_at_once(
     return jnp.where(is_found, found, counted), is_none
 
 
-def _allowed_in_loops(
+def allowed_in_loops(
     space: Discrete, mask: jax.Array, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
     """Draws as `allowed` does, in loops that read no more than is needed."""

@@ -630,7 +630,6 @@ def test_command_line_names_the_command_that_installs(monkeypatch, capsys):
     def version(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(accelerators, "_devices", accelerators._devices.__wrapped__)
     monkeypatch.setattr(accelerators.importlib.metadata, "version", version)
     with pytest.raises(SystemExit):
         main(["CartPole-v1", "--inspect=h100", "--num-envs=4"])

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import orbax.checkpoint as orbax
 import pytest
 
 import rollout
@@ -154,11 +155,17 @@ def test_other_process_ends_by_itself_and_says_why(name, lost):
         assert "KeyboardInterrupt" in errors[number]
 
 
+MANIFEST = "rollout_manifest"
+
+
 def leaves(folder):
     """The leaves of the last checkpoint, by their place."""
     assert rollout.checkpoint.steps(folder / "run") == [LAST]
-    saved, manifest = rollout.checkpoint._read(folder / "run", LAST, [LAST])
-    names = [leaf["path"] for leaf in manifest]
+    parts = {"tree": orbax.args.PyTreeRestore(), MANIFEST: orbax.args.JsonRestore()}
+    with orbax.CheckpointManager(folder / "run") as manager:
+        read = manager.restore(LAST, args=orbax.args.Composite(**parts))
+    saved = read["tree"]
+    names = [leaf["path"] for leaf in read[MANIFEST]["leaves"]]
     found = dict(zip(names, [x for _, x in sorted(saved.items())], strict=True))
     totals = np.array(found["[0]['totals']"])
     totals[2] = 0  # the seconds that it took

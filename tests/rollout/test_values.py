@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import envs
 import rollout
-from rollout.kernel import transition
+from rollout import kernel
 
 PARAMS = jnp.float32(3.0)
 B, T = 5, 40
@@ -166,12 +166,13 @@ def test_program_of_a_gpu_gives_the_same_values():
         del others  # of other platforms
         return cuda(*args)
 
+    env = make().env
     for num_flags in (0, 2, 40):
         obs = jnp.arange(40.0)[:, None]
-        args = critic, PARAMS, (obs, ()), jnp.arange(40) < num_flags
-        expected = transition._values_where(*args)
+        args = env, critic, PARAMS, obs, (), jnp.arange(40) < num_flags
+        expected = kernel.values_where(*args)
         with mock.patch.object(lax, "platform_dependent", as_on_a_gpu):
-            np.testing.assert_array_equal(transition._values_where(*args), expected)
+            np.testing.assert_array_equal(kernel.values_where(*args), expected)
         np.testing.assert_array_equal(
             expected, jnp.where(args[-1], critic(PARAMS, obs, ()), 0.0)
         )

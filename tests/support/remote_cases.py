@@ -126,14 +126,19 @@ class LocalRay(types.ModuleType):
 class _LocalActor:
     def __init__(self, actor):
         self.actor, self.is_killed, self.is_slow = actor, False, False
+        self.num_under_way, self.params = 0, None
 
     @property
     def collect(self):
         def remote(*args):
-            make = lambda: self.actor.collect(*args)  # noqa: E731
-            return _Reference(self, make)
+            self.num_under_way += 1
+            return _Reference(self, lambda: self.run(*args))
 
         return types.SimpleNamespace(remote=remote)
+
+    def run(self, params, version):
+        self.num_under_way, self.params = self.num_under_way - 1, params
+        return self.actor.collect(params, version)
 
 
 class _Reference:

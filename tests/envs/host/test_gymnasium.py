@@ -89,12 +89,18 @@ def test_id_makes_environments_in_this_process():
     env = envs.from_gymnasium("Pendulum-v1", 3, g=9.0)
     assert isinstance(env, LocalEnvs)
     assert env.num_envs == 3
-    assert [one.unwrapped.g for one in env._envs] == [9.0] * 3
+    own = gymnasium.make("Pendulum-v1", g=9.0)
+    start, seeds = own.reset(seed=5)[0], np.full(3, 5, np.uint32)
+    np.testing.assert_array_equal(env.reset(seeds, np.ones(3, bool)), [start] * 3)
+    want = own.step(np.ones(1, np.float32))[0]
+    np.testing.assert_array_equal(env.step(np.ones((3, 1), np.float32)).obs, [want] * 3)
 
 
 def test_function_makes_one_environment_or_a_vector():
     one = envs.from_gymnasium(Count, 2, length=7)
-    assert [env.length for env in one._envs] == [7, 7]
+    one.reset(np.zeros(2, np.uint32), np.ones(2, bool))
+    ends = [one.step(np.ones(2, np.int32)).truncated.tolist() for _ in range(7)]
+    assert ends == [[False] * 2] * 6 + [[True] * 2]
     many = functools.partial(SyncVectorEnv, [Count] * 3, **DISABLED)
     assert envs.from_gymnasium(many).num_envs == 3
 
@@ -103,12 +109,13 @@ def test_function_makes_one_environment_or_a_vector():
 def test_next_step_marks_the_steps_that_reset(mode):
     options = {"vector_kwargs": NEXT_STEP} if mode == "sync" else {}
     make = functools.partial(gymnasium.make_vec, "CartPole-v1", E, mode, **options)
-    env, own = envs.from_gymnasium(make()), make()
+    wrapped, own = make(), make()
+    env = envs.from_gymnasium(wrapped)
     seed = SEEDS.tolist() if mode == "sync" else int(SEEDS[0])
     np.testing.assert_array_equal(env.reset(SEEDS, EVERY), own.reset(seed=seed)[0])
     ended, marked = np.zeros(E, bool), 0
     if mode == "sync":  # those resets are without a seed, so equal by this one only
-        for ours, theirs in zip(env._env.envs, own.envs, strict=True):
+        for ours, theirs in zip(wrapped.envs, own.envs, strict=True):
             ours.reset(seed=7), theirs.reset(seed=7)
     for action in actions("CartPole-v1"):
         step = env.step(action)

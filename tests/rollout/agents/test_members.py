@@ -65,7 +65,7 @@ def test_every_agent_has_one_row_in_a_block_of_its_member(num_agents, size):
         np.full(num_agents, size - 1),
         np.arange(num_agents) % size,
     ):
-        agent, block_member, row = members._blocks(jnp.asarray(member, "int32"), size)
+        agent, block_member, row = members.blocks_of(jnp.asarray(member, "int32"), size)
         np.testing.assert_array_equal(agent.reshape(-1)[row], np.arange(num_agents))
         assert len(set(row.tolist())) == num_agents
         np.testing.assert_array_equal(block_member[row // agent.shape[1]], member)

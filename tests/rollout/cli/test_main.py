@@ -18,7 +18,8 @@ import envs
 from rollout import Collector, Episodes, random_policy, summarize
 from rollout.cli import collector, figure, report, runs
 from rollout.cli.arguments import XLA_CPU_LOOP, make_parser, parse
-from rollout.cli.main import _write, main
+from rollout.cli.files import write_file
+from rollout.cli.main import main
 
 B, T, SEED, LIMIT = 4, 47, 3, 20  # 15 batches of 3 steps and one of 2
 N, CUT = 34, 18  # some of the episodes are cut; the limit then truncates none
@@ -227,8 +228,8 @@ def test_window_without_an_ending_says_so_and_is_not_drawn(tmp_path, capsys):
         (4, 1000, 50, ""),
         (4, 12, 1, ""),
         (4, 47, 3, ""),  # the last batch has two
-        (runs._MAX_ROWS, 40, 1, ""),  # a batch has at most _MAX_ROWS rows
-        (2 * runs._MAX_ROWS, 3, 1, ""),  # but at least one step
+        (2**22, 40, 1, ""),  # a batch has at most so many rows
+        (2**23, 3, 1, ""),  # but at least one step
         (4, 1000, 50, "gymnasium:"),
         (16, 100_000, 64, "gymnasium:"),  # 1024 steps, not five thousand rows
     ],
@@ -598,7 +599,7 @@ def test_writing_that_breaks_off_leaves_the_old_file(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _write(path, break_off)
+        write_file(path, break_off)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -607,7 +608,7 @@ def test_reader_of_the_old_file_never_sees_half_of_the_new_one(tmp_path):
     path = tmp_path / "a.npz"
     path.write_bytes(b"old")
     with path.open("rb") as old:
-        _write(path, lambda file: file.write(b"new"))
+        write_file(path, lambda file: file.write(b"new"))
         assert old.read() == b"old"
     assert path.read_bytes() == b"new"
 
@@ -618,14 +619,14 @@ def test_full_disk_is_an_error_that_names_the_file(tmp_path):
 
     path = tmp_path / "a.npz"
     with pytest.raises(ValueError, match=r"a\.npz could not be written: No space"):
-        _write(path, fill)
+        write_file(path, fill)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_written_file_is_as_readable_as_any_other(tmp_path):
     plain, written = tmp_path / "plain", tmp_path / "written"
     plain.touch()
-    _write(written, lambda file: file.write(b"whole"))
+    write_file(written, lambda file: file.write(b"whole"))
     assert written.read_bytes() == b"whole"
     assert written.stat().st_mode == plain.stat().st_mode
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import chex
 import jax
@@ -18,7 +19,6 @@ import remote_cases as cases
 from host_count import KEY
 
 import rollout
-from rollout.hosts import remote
 
 # Ray in a process that did not start it; the batch is too large to travel otherwise
 # than by the object store.
@@ -111,8 +111,7 @@ class TestInThisProcess:
         with start() as batches:
             for _ in range(4):
                 next(batches)
-                under_way = [number for number, _ in batches._under_way.values()]
-                assert sorted(under_way) == [0, 1]
+                assert [x.num_under_way for x in local_ray.actors] == [1, 1]
 
     def test_slow_actor_holds_up_nobody(self, local_ray):
         with start() as batches:
@@ -126,7 +125,7 @@ class TestInThisProcess:
             assert local_ray.num_put == 2
             # Those that were under way have the parameters of before.
             assert [x.params_version for x in take(batches, 4)] == [0, 0, 1, 1]
-            np.testing.assert_array_equal(local_ray.actors[0].actor._params, 1.0)
+            np.testing.assert_array_equal(local_ray.actors[0].params, 1.0)
             assert local_ray.num_put == 2
 
     def test_params_of_another_kind_are_refused(self):
@@ -257,7 +256,9 @@ def path_of_cases():
 @pytest.fixture(scope="module")
 def ray(path_of_cases):
     ray = pytest.importorskip("ray")
-    remote._init(ray, num_cpus=2)
+    with warnings.catch_warnings():  # it forks, to execute another program
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
 
