@@ -188,6 +188,8 @@ def names_read(node):
     if isinstance(node, ast.ImportFrom):
         return [alias.name for alias in node.names]
     is_own = isinstance(node, ast.Attribute) and ast.unparse(node.value) in (
-        *("self", "cls", "super()"),
+        "self",
+        "cls",
+        "super()",
     )
     return [node.attr] if isinstance(node, ast.Attribute) and not is_own else []
