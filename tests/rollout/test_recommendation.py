@@ -144,6 +144,7 @@ def test_what_is_not_known_of_items_is_no_figure(collectors):
     assert "test/FB/novelty" not in logged
 
 
+@pytest.mark.slow
 def test_last_reward_reaches_the_policy():
     env = envs.wrappers.ObservePrevious(make_env())
     collector = make_collector(env, policy=rollout.random_policy(env.action_space))
@@ -194,6 +195,7 @@ def test_random_first_item_is_not_shown_again():
     assert rows.obs["mask"][0].all()
 
 
+@pytest.mark.slow
 def test_items_that_are_used_up_are_flagged():
     env = envs.wrappers.ForceLength(envs.wrappers.NoRepeat(make_env()), NUM_ITEMS + 3)
     setting = Setting(no_repeats=True, force_length=NUM_ITEMS + 3)
@@ -213,10 +215,8 @@ def test_items_that_are_used_up_are_flagged():
     assert all(np.isfinite(x) for x in rollout.log_stats(stats).values())
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("policy", ["softmax", slow("greedy"), slow("random")])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["softmax", "greedy", "random"])
 def test_compact_is_select_and_lanes_do_not_matter(policy):
     made = {
         "greedy": POLICY,
@@ -331,6 +331,7 @@ def without_history(row):
     return row.replace(obs=short(row.obs), next_obs=short(row.next_obs))
 
 
+@pytest.mark.slow
 def test_history_is_rebuilt_from_the_ring():
     window = 4
     env = envs.wrappers.ObservePrevious(envs.wrappers.NoRepeat(make_env()))
@@ -392,6 +393,7 @@ def test_tables_of_a_catalogue_are_checked(field, table, message):
         )
 
 
+@pytest.mark.slow
 def test_tables_of_a_catalogue_may_be_lists():
     collector = make_collector(make_env())
 

@@ -171,6 +171,7 @@ def test_second_thread_within_next_is_refused():
     assert stream.steps == 32
 
 
+@pytest.mark.slow
 def test_state_of_other_parameters_or_of_more_steps_is_refused():
     def stream_of(length, total=64):
         env = envs.vectorize(CountEnv(max_length=length), 4)

@@ -1,5 +1,7 @@
 """Wrappers that remember what was done in an episode."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ import pytest
 
 import envs
 import rollout
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def play(env, num_steps=40, num_lanes=4):
@@ -16,8 +20,8 @@ def play(env, num_steps=40, num_lanes=4):
     return jax.device_get(collector.collect_steps(carry, None, num_steps)[1])
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", slow("Pendulum-v1")])
+@pytest.mark.parametrize("window", [slow(1), 3])
 def test_history_is_that_of_a_plain_list(env_id, window):
     env = envs.wrappers.History(envs.TimeLimit(envs.make(env_id), 7), window)
     rows = play(env)
@@ -58,6 +62,7 @@ def test_no_repeat_masks_the_actions_of_the_episode():
     assert env.observation_space.contains(jax.tree.map(lambda x: x[3, 0], rows.obs))
 
 
+@pytest.mark.slow
 def test_forced_length_goes_on_after_the_end():
     env = envs.wrappers.ForceLength(envs.TimeLimit(envs.make("CartPole-v1"), 4), 6)
     rows = play(env, 24)

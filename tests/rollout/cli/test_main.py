@@ -141,6 +141,7 @@ def test_saved_file_holds_every_field_time_major(run):
     assert run.saved["obs"].shape == (T, B, 4)
 
 
+@pytest.mark.slow
 def test_batches_give_the_bits_of_one_call_of_collect_steps(run):
     env = envs.make_vec("CartPole-v1", B, max_steps_in_episode=LIMIT)
     collector = Collector(env=env, policy=random_policy(env.action_space))

@@ -1,5 +1,7 @@
 """`AsyncCollector`: nothing lost, nothing twice, and no episode favoured."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from envs.host.simulated import simulate_latency
 from envs.host.types import EnvFault
 
 KEY = jax.random.key(11)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def act(params, obs, count, key):
@@ -93,7 +96,7 @@ def test_with_all_ready_it_is_the_synchronous_collector():
     assert_same(rows.replace(info=()), expected.replace(info=()))
 
 
-@pytest.mark.parametrize("num_episodes", [1, 2, 3, 7, 12])
+@pytest.mark.parametrize("num_episodes", [slow(1), slow(2), 3, slow(7), 12])
 def test_first_episodes_that_start_are_played(num_episodes):
     collector = make(num_envs=4, num_ready=2)
     carry = collector.init(KEY)

@@ -155,6 +155,7 @@ def test_environment_that_resets_itself_gives_void_rows():
     assert_same(rows[1], rows[0])
 
 
+@pytest.mark.slow
 def test_policy_that_draws_per_episode_gets_the_kernels_keys():
     def apply(params, obs, state, key):
         drawn = jax.vmap(jax.random.uniform)(state.value)

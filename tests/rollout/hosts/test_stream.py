@@ -73,6 +73,7 @@ def test_batches_are_those_of_the_kernel(options):
         stream.close()
 
 
+@pytest.mark.slow
 def test_evaluation_is_that_of_the_kernel():
     args = KEY, None, 9
     host = rollout.evaluate(on_host(), *args, max_steps=6)
@@ -269,6 +270,7 @@ def test_options_that_do_not_go_with_it(options, message):
         make_stream(on_host(), **options)
 
 
+@pytest.mark.slow
 def test_rows_go_into_a_buffer():
     collector = on_host()
     carry, row = collector.step(collector.init(KEY), None)

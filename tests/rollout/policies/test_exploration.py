@@ -190,6 +190,7 @@ def draw_all():
     return {name: np.asarray(action) for name, (action, _) in decision.extras.items()}
 
 
+@pytest.mark.slow
 def test_epsilon_is_the_probability_of_a_uniform_action():
     action = draw_all()["epsilon"]
     other = action[action != 2]
@@ -282,6 +283,7 @@ def test_ornstein_uhlenbeck_reverts_to_zero_by_theta_dt():
 # Over episode ends
 
 
+@pytest.mark.slow
 def test_episodes_end_often_while_the_steps_are_counted():
     carry, trajectory = collect()
     assert (trajectory.first.sum(axis=0) >= 5).all()
@@ -450,6 +452,7 @@ def test_mode_of_a_policy_that_explores_takes_no_random_action():
         chex.assert_trees_all_equal_shapes_and_dtypes(step, decision)
 
 
+@pytest.mark.slow
 def test_mode_of_a_noisy_policy_has_no_noise_and_keeps_to_the_bounds():
     for name in NOISY:
         step, decision = take_modes()[0][name]

@@ -112,6 +112,7 @@ def test_bad_arguments_are_refused():
         policy.apply(None, obs_of([1, 1, 1]), (), jax.random.key(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, 0.05, 0.002])
 def test_random_items_of_a_large_catalogue_are_drawn_evenly(share):
     num_lanes, num_items = 4_000, 1_000
@@ -132,6 +133,7 @@ def test_random_items_of_a_large_catalogue_are_drawn_evenly(share):
     assert act(few, jax.random.clone(key)).tolist() == act(obs, key)[:7].tolist()
 
 
+@pytest.mark.slow
 def test_random_item_where_none_of_many_is_allowed_is_any():
     policy = rollout.random_policy(Discrete(300), mask_fn=lambda obs: obs["mask"])
     obs = {"mask": jnp.zeros((50, 300), bool)}

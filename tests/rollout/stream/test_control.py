@@ -116,6 +116,7 @@ def doubled(trajectory):
     return {"obs": trajectory.obs * 2, "mask": trajectory.mask}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_batches", [4, pytest.param(2000, marks=slow)])
 def test_output_of_a_postprocess_is_recycled_too(num_batches):
     stream = make_stream(recycle=True, postprocess=doubled)

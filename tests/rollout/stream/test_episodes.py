@@ -46,6 +46,7 @@ def test_stream_of_episodes_is_restored():
     chex.assert_trees_all_equal(host(next(stream)), want)
 
 
+@pytest.mark.slow
 @each_env
 def test_episodes_are_written_to_the_memory_of_earlier_ones(name):
     plain = make_stream(name, **EPISODES)
@@ -74,6 +75,7 @@ def test_nothing_is_under_way_where_a_batch_of_episodes_ends(end):
         chex.assert_trees_all_equal(host(next(stream)), host(next(plain)))
 
 
+@pytest.mark.slow
 def test_postprocess_sees_the_padded_episodes():
     got = next(make_stream(postprocess=lambda x: x.reward.sum(0), **EPISODES))
     np.testing.assert_array_equal(got.trajectory, got.episodes.episode_return)
@@ -139,6 +141,7 @@ def test_pieces_are_those_of_a_plain_loop(name, per_batch):
             assert not got[len(steps) :].any()
 
 
+@pytest.mark.slow
 def test_pieces_of_one_episode_in_two_batches_share_its_id():
     stream = make_stream(steps_per_batch=4)
     first, second = (

@@ -164,6 +164,7 @@ def test_first_fault_in_whole_episodes_is_named(is_seen):
         next(checked)
 
 
+@pytest.mark.slow
 def test_parameters_that_are_not_finite_are_found_in_what_the_policy_gives():
     def act(params, obs, key):
         value = obs[:, 0] * params
@@ -339,6 +340,7 @@ def test_faulty_episode_of_a_cart_is_dropped():
     assert stream.stats.collect_episodes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3])
 def test_window_is_of_the_last_episodes_of_all_batches(size):
     def make():

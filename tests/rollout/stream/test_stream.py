@@ -225,6 +225,7 @@ def test_episodes_are_truncated_across_batches(name):
         assert (trajectory.terminated & at_limit).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "per_batch"),
     [
@@ -251,6 +252,7 @@ def test_cut_at_the_end_of_a_batch_is_a_truncation(name, per_batch):
                     np.testing.assert_array_equal(steps.next_obs, steps.obs + 1)
 
 
+@pytest.mark.slow
 @each_env
 def test_reset_at_the_end_of_a_batch_starts_new_episodes_and_marks_nothing(name):
     trajectory = join(make_stream(name, total_steps=48, at_batch_end="reset"))
@@ -276,6 +278,7 @@ def total(trajectory):
 total.traces = 0
 
 
+@pytest.mark.slow
 @each_env
 def test_postprocess_runs_in_the_same_program(name):
     options = {"steps_per_batch": 7, "total_steps": 21}
