@@ -12,6 +12,13 @@ and restores it; `shard` spreads lanes over devices. `profile` says where the ti
 What most programs need stands here. `rollout.agents` has the rest for several agents:
 who plays whom, and what each of them experienced; `rollout.hosts` for environments
 that are not JAX; `rollout.recommendation` for items and users.
+
+`types` has the contracts; `checks` and `finite` check arguments and recorded values;
+`stats`, `trajectories`, `targets` and `minibatches` compute on trajectories;
+`collector`, `devices`, `evaluation`, `profiling` and `checkpoint` have the functions of
+these names; `processes` compares the processes of one run, `unrolling` scans several
+rows per iteration, and `siblings` finds modules that shadow our packages. `policies`,
+`kernel`, `stream`, `inspection` and `cli` are packages that list their modules.
 """
 
 from rollout.cli import interrupts  # noqa: F401, I001 (first: before jax)

@@ -1,4 +1,9 @@
-"""Several agents: who plays whom, what each experienced, and statistics of it."""
+"""Several agents: who plays whom, what each experienced, and statistics of it.
+
+`joint` has `policy_map`; `mapping` fixed and drawn mappings; `members` `population`;
+`seating` joins the actions of all policies; `transitions` rearranges a trajectory by
+agent; `stats` has the statistics of agents and policies.
+"""
 
 from rollout.agents.joint import policy_map
 from rollout.agents.mapping import fixed_mapping

@@ -1,5 +1,5 @@
 """The command line `python -m rollout`: `main` runs what `arguments` reads.
 
 `runs` collects, on the `collector` of the run; `report` says what came of it, `figure`
-draws it, and `interrupts` is Ctrl-C.
+draws it, `interrupts` is Ctrl-C, and `files` writes files whole or not at all.
 """

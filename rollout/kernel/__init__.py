@@ -2,6 +2,10 @@
 
 `init` and `step` are all that a fold over time needs; `pack` and `unpack` stand at the
 two ends of a stack of rows.
+
+`transition` has the step, `episode_keys` every key and episode id, `episodes` the loop
+that plays exactly N, `blocks` loops laid out for each platform, and `fence` keeps XLA
+from computing a step twice.
 """
 
 from rollout.kernel.transition import (

@@ -1,4 +1,9 @@
-"""Policies: from plain functions, the random one, and wrappers that explore."""
+"""Policies: from plain functions, the random one, and wrappers that explore.
+
+`basic` makes policies; `exploration` and `noise` wrap them, on the shared parts in
+`wrapping`; `draws` samples uniformly and `masks` obeys masks, in every space; `items`
+chooses among the items that a mask allows.
+"""
 
 from rollout.policies.basic import (
     greedy,
