@@ -8,7 +8,7 @@ agent; `stats` has the statistics of agents and policies.
 from rollout.agents.joint import policy_map
 from rollout.agents.mapping import fixed_mapping
 from rollout.agents.members import Population, population
-from rollout.agents.stats import AgentFigures, AgentStats, summarize_agents
+from rollout.agents.stats import AgentMetrics, AgentStats, summarize_agents
 from rollout.agents.transitions import (
     Pending,
     agent_transitions,
@@ -18,7 +18,7 @@ from rollout.agents.transitions import (
 from rollout.types import PerAgent
 
 __all__ = [
-    "AgentFigures",
+    "AgentMetrics",
     "AgentStats",
     "Pending",
     "PerAgent",

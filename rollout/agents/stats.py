@@ -16,7 +16,7 @@ from rollout.types import Accumulator, Episodes, PerAgent, Transition
 _NAME = "agents"  # of the accumulator
 
 
-class AgentFigures(struct.PyTreeNode, kw_only=True):
+class AgentMetrics(struct.PyTreeNode, kw_only=True):
     """Of one agent or of one policy; an episode in which it never acted is not counted.
 
     Attributes:
@@ -53,8 +53,8 @@ class AgentStats(struct.PyTreeNode, kw_only=True):
     unassigned_reward: jax.Array  # ()
     num_stale: jax.Array  # ()
     num_unmapped: jax.Array  # ()
-    agents: dict[str, AgentFigures]
-    policies: dict[str, AgentFigures]
+    agents: dict[str, AgentMetrics]
+    policies: dict[str, AgentMetrics]
 
 
 def keep_agents(collector: Collector) -> Collector:
@@ -110,7 +110,7 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
     policies = {}
     if roster is not None:
         policies = {
-            name: _figures(trajectory, took_part & roster.select(name, policy_id))
+            name: _metrics(trajectory, took_part & roster.select(name, policy_id))
             for name, *_ in roster.indices
         }
     return AgentStats(
@@ -121,7 +121,7 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
         num_stale=_count(ended & info.waiting),
         num_unmapped=_count(is_unmapped),
         agents={
-            agent: _figures(trajectory, took_part & _is_only(i, took_part.shape[-1]))
+            agent: _metrics(trajectory, took_part & _is_only(i, took_part.shape[-1]))
             for i, agent in enumerate(info.layout.agents)
         },
         policies=policies,
@@ -138,10 +138,10 @@ def _summarize_episodes(episodes: Episodes) -> AgentStats:
     info, unassigned_reward = kept[_NAME]
     lengths, layout = info.agent_length, info.layout
 
-    def figures(members: tuple[int, ...]) -> AgentFigures:
+    def metrics(members: tuple[int, ...]) -> AgentMetrics:
         columns = np.asarray(members)
         length = lengths[:, columns]
-        return AgentFigures(
+        return AgentMetrics(
             returns=moments(info.agent_return[:, columns], length > 0),
             lengths=moments(length.astype(jnp.float32), length > 0),
         )
@@ -153,24 +153,24 @@ def _summarize_episodes(episodes: Episodes) -> AgentStats:
         unassigned_reward=jnp.sum(unassigned_reward),
         num_stale=_count(info.waiting),
         num_unmapped=jnp.int32(0),
-        agents={name: figures((i,)) for i, name in enumerate(layout.agents)},
-        policies={group.name: figures(group.members) for group in layout.groups},
+        agents={name: metrics((i,)) for i, name in enumerate(layout.agents)},
+        policies={group.name: metrics(group.members) for group in layout.groups},
     )
 
 
-def _figures(trajectory: Transition, flag: jax.Array) -> AgentFigures:
+def _metrics(trajectory: Transition, flag: jax.Array) -> AgentMetrics:
     """The figures of those agents at those steps where `flag`, `[T, B, A]`."""
-    info, figures = trajectory.info.agents, trajectory.accumulated
-    own = figures.items() if isinstance(figures, dict) else ()
-    own = {name: x.value for name, x in own if isinstance(x, PerAgent)}
-    return AgentFigures(
+    info, accumulated = trajectory.info.agents, trajectory.accumulated
+    named = accumulated.items() if isinstance(accumulated, dict) else ()
+    per_agent = {name: x.value for name, x in named if isinstance(x, PerAgent)}
+    return AgentMetrics(
         returns=moments(info.agent_return, flag),
         lengths=moments(info.agent_length.astype(jnp.float32), flag),
         accumulated={
             jax.tree_util.keystr(path, simple=True, separator="/"): moments(
                 leaf.astype(jnp.float32), flag
             )
-            for path, leaf in jax.tree.leaves_with_path(own)
+            for path, leaf in jax.tree.leaves_with_path(per_agent)
             if leaf.shape == flag.shape
         },
     )
