@@ -12,10 +12,10 @@ from envs import keys
 from envs.multi_agent import ACTING, AgentLayout, layout_of
 from envs.types import ArrayTree
 from rollout import checks
-from rollout.agents import mapping, seating
+from rollout.agents import control, mapping
+from rollout.agents.control import Subgroup
 from rollout.agents.mapping import Entry, FixedMapping, MappingFn, Roster
 from rollout.agents.members import Population
-from rollout.agents.seating import Seat
 from rollout.types import EpisodeKey, Key, Obs, Params, Policy, PolicyStep
 
 
@@ -76,7 +76,7 @@ def policy_map(
     )
     has_mode = any(entry.policy.mode for entry in entries)
     drawn, likely = (
-        _Map(x, mapping_fn, layout, seating.make_seats(x, mapping_fn, layout))
+        _Map(x, mapping_fn, layout, control.make_subgroups(x, mapping_fn, layout))
         for x in (entries, modes)
     )
     return Policy(
@@ -92,11 +92,11 @@ class _Map(NamedTuple):
     entries: tuple[Entry, ...]
     mapping_fn: MappingFn | FixedMapping
     layout: AgentLayout
-    seats: list[Seat]
+    subgroups: list[Subgroup]
 
 
 class _MapState(struct.PyTreeNode, kw_only=True):
-    """State of a policy map, `[B, n, ...]` per seat."""
+    """State of a policy map, `[B, n, ...]` per subgroup."""
 
     key: Any  # the EpisodeKey that the mapping is drawn from, or ()
     inner: dict[str, dict[str, ArrayTree]]  # by policy and group
@@ -104,15 +104,17 @@ class _MapState(struct.PyTreeNode, kw_only=True):
 
 def _init(this: _Map, num_envs: int) -> _MapState:
     inner = {entry.name: {} for entry in this.entries}
-    for seat in this.seats:
-        num = len(seat.columns)
-        state = seat.entry.policy.init(num_envs * num)
+    for subgroup in this.subgroups:
+        num = len(subgroup.columns)
+        state = subgroup.entry.policy.init(num_envs * num)
         if any(isinstance(x, EpisodeKey) for x in _nodes(state)):
             raise ValueError(
-                f"The policy {seat.entry.name!r} must have no `EpisodeKey` in its "
+                f"The policy {subgroup.entry.name!r} must have no `EpisodeKey` in its "
                 "state, which belongs to a lane and not to an agent."
             )
-        inner[seat.entry.name][seat.group.name] = seating.part(state, num_envs)
+        inner[subgroup.entry.name][subgroup.group.name] = control.unmerge(
+            state, num_envs
+        )
     is_fixed = isinstance(this.mapping_fn, FixedMapping)
     return _MapState(key=() if is_fixed else EpisodeKey(), inner=inner)
 
@@ -120,7 +122,7 @@ def _init(this: _Map, num_envs: int) -> _MapState:
 def _apply(
     this: _Map, params: Params, obs: Obs, state: _MapState, key: Key
 ) -> PolicyStep:
-    entries, mapping_fn, layout, seats = this
+    entries, mapping_fn, layout, subgroups = this
     _check_params(params, entries)
     _check_agents(obs, layout)
     acting = obs[ACTING]
@@ -133,23 +135,27 @@ def _apply(
             entries, mapping_fn, layout.agents, state.key.value
         )
 
-    def decide(seat: Seat, key: Key) -> PolicyStep:
-        own = state.inner[seat.entry.name][seat.group.name]
-        return seating.decide(seat, policy_id, params, obs, own, key)
+    def decide(subgroup: Subgroup, key: Key) -> PolicyStep:
+        own = state.inner[subgroup.entry.name][subgroup.group.name]
+        return control.decide(subgroup, policy_id, params, obs, own, key)
 
     if not is_fixed and len(layout.groups) > 1:
-        seats, policy_id = seating.fitting(
-            seats, mapping_fn, layout, policy_id, decide, key
+        subgroups, policy_id = control.fitting(
+            subgroups, mapping_fn, layout, policy_id, decide, key
         )
     inner = {name: dict(groups) for name, groups in state.inner.items()}
-    made: dict[str, seating.Made] = {group.name: [] for group in layout.groups}
-    for number, seat in enumerate(seats):
-        name, group = seat.entry.name, seat.group.name
-        decision = decide(seat, key if len(seats) == 1 else keys.fold_in(key, number))
-        moves = seating.columns_of(acting & seat.entry.plays(policy_id), seat)
+    made: dict[str, control.Made] = {group.name: [] for group in layout.groups}
+    for number, subgroup in enumerate(subgroups):
+        name, group = subgroup.entry.name, subgroup.group.name
+        decision = decide(
+            subgroup, key if len(subgroups) == 1 else keys.fold_in(key, number)
+        )
+        moves = control.columns_of(
+            acting & subgroup.entry.controls(policy_id), subgroup
+        )
         inner[name][group] = keys.select(moves, decision.state, inner[name][group])
-        made[group].append((seat, decision))
-    join = seating.join_columns if is_fixed else seating.join_chosen
+        made[group].append((subgroup, decision))
+    join = control.join_columns if is_fixed else control.join_chosen
     join = functools.partial(join, policy_id=policy_id)
     actions = {x: [step.action for _, step in of] for x, of in made.items()}
     return PolicyStep(
@@ -157,16 +163,16 @@ def _apply(
         state=state.replace(inner=inner),
         extras={
             "policy_id": policy_id,
-            "agents": {x: seating.join_extras(join, of) for x, of in made.items()},
-            "roster": _roster(entries, seats if is_fixed else None),
+            "agents": {x: control.join_extras(join, of) for x, of in made.items()},
+            "roster": _roster(entries, subgroups if is_fixed else None),
         },
     )
 
 
-def _roster(entries: tuple[Entry, ...], seats: list[Seat] | None) -> Roster:
+def _roster(entries: tuple[Entry, ...], subgroups: list[Subgroup] | None) -> Roster:
     columns = None
-    if seats is not None:
-        columns = tuple((x.entry.name, x.group.name, x.columns) for x in seats)
+    if subgroups is not None:
+        columns = tuple((x.entry.name, x.group.name, x.columns) for x in subgroups)
     return Roster(tuple((x.name, x.first, x.last) for x in entries), columns)
 
 

@@ -56,7 +56,7 @@ class Entry(NamedTuple):
         """The index after its last one."""
         return self.first + (self.size or 1)
 
-    def plays(self, policy_id: jax.Array) -> jax.Array:
+    def controls(self, policy_id: jax.Array) -> jax.Array:
         """Tells where an index is its own, bool."""
         return (policy_id >= self.first) & (policy_id < self.last)
 

@@ -182,7 +182,7 @@ def test_groups_have_policies_of_their_own():
 
     drawn = collect(env, policies, mapping)
     np.testing.assert_array_equal(drawn.action["two"], got.action["two"])
-    wrong = "must not give the group 'two' to the policy 'box', which cannot play it"
+    wrong = "must not give the group 'two' to the policy 'box', which cannot act for it"
     with pytest.raises(ValueError, match=wrong):
         collect(env, policies, drawn_mapping(2))
 
@@ -266,7 +266,7 @@ WRONG = {
     "space": (
         {"x": rollout.stateless_policy(lambda params, obs, key: obs)},
         rollout.agents.fixed_mapping("x"),
-        "The policy 'x', which plays the group 'all', must return actions as int32",
+        "The policy 'x', which controls the group 'all', must return actions as int32",
     ),
     "extras": (
         {"x": rollout.stateless_policy(lambda p, obs, k: (obs.astype("int32"), obs))},

@@ -1,8 +1,8 @@
-"""Seats: what one policy plays of one group, and how what they decide is joined.
+"""Subgroups: what one policy plays of one group, and how what they decide is joined.
 
-A seat is some columns of a group's agents, in every lane. Under a fixed mapping the
-seats share a group out between them. Under a mapping that is drawn anyone may sit
-anywhere, so every policy has a seat for the whole group and what counts is chosen
+A subgroup is some columns of a group's agents, in every lane. Under a fixed mapping the
+subgroups share a group out between them. Under a mapping that is drawn anyone may sit
+anywhere, so every policy has a subgroup for the whole group and what counts is chosen
 afterwards; only a population costs one member per agent.
 """
 
@@ -24,7 +24,7 @@ from rollout.agents.members import apply_members
 from rollout.types import Key, Obs, Params, PolicyStep
 
 
-class Seat(NamedTuple):
+class Subgroup(NamedTuple):
     """The agents, `columns` of one group, that one policy controls."""
 
     entry: Entry
@@ -32,113 +32,118 @@ class Seat(NamedTuple):
     columns: tuple[int, ...]
 
 
-Made = list[tuple[Seat, PolicyStep]]  # the seats of a group and what they decided
+Made = list[
+    tuple[Subgroup, PolicyStep]
+]  # the subgroups of a group and what they decided
 Join = Callable[[Made, list[ArrayTree]], ArrayTree]
 
 
-def make_seats(
+def make_subgroups(
     entries: tuple[Entry, ...],
     mapping_fn: MappingFn | FixedMapping,
     layout: AgentLayout,
-) -> list[Seat]:
-    """Lists the seats that a mapping can fill."""
+) -> list[Subgroup]:
+    """Lists the subgroups that a mapping can fill."""
     if not isinstance(mapping_fn, FixedMapping):
         return [
-            Seat(entry, group, tuple(range(len(group.members))))
+            Subgroup(entry, group, tuple(range(len(group.members))))
             for group in layout.groups
             for entry in entries
         ]
     policies = mapping.policies_by_agent(entries, mapping_fn, layout.agents)
-    seats = []
+    subgroups = []
     for group in layout.groups:
         names = [policies[layout.agents[member]] for member in group.members]
         for entry in entries:
             columns = tuple(i for i, name in enumerate(names) if name == entry.name)
             if columns:
-                seats.append(Seat(entry, group, columns))
-    return seats
+                subgroups.append(Subgroup(entry, group, columns))
+    return subgroups
 
 
 def fitting(
-    seats: list[Seat],
+    subgroups: list[Subgroup],
     mapping_fn: MappingFn,
     layout: AgentLayout,
     policy_id: jax.Array,
-    decide: Callable[[Seat, Key], PolicyStep],
+    decide: Callable[[Subgroup, Key], PolicyStep],
     key: Key,
-) -> tuple[list[Seat], jax.Array]:
-    """Leaves out the seats whose policy cannot play the group.
+) -> tuple[list[Subgroup], jax.Array]:
+    """Leaves out the subgroups whose policy cannot play the group.
 
     Refuses a mapping that is seen to give such a group to such a policy. Where it does
     so later, nobody plays: the index is -1.
     """
     fitting = []
-    for seat in seats:
-        members = np.asarray(seat.group.members)
+    for subgroup in subgroups:
+        members = np.asarray(subgroup.group.members)
         try:
-            jax.eval_shape(functools.partial(decide, seat), key)
+            jax.eval_shape(functools.partial(decide, subgroup), key)
         except Exception as error:
             drawn: Any = mapping.try_out(mapping_fn, layout.agents)
-            if drawn is None or np.any(seat.entry.plays(drawn[:, members])):
+            if drawn is None or np.any(subgroup.entry.controls(drawn[:, members])):
+                name = subgroup.entry.name
                 raise ValueError(
-                    f"`mapping_fn` must not give the group {seat.group.name!r} to the "
-                    f"policy {seat.entry.name!r}, which cannot play it: {error}"
+                    f"`mapping_fn` must not give the group {subgroup.group.name!r} to "
+                    f"the policy {name!r}, which cannot act for it: {error}"
                 ) from error
             is_member = np.isin(np.arange(len(layout.agents)), members)
-            wrong = seat.entry.plays(policy_id) & is_member[None]
+            wrong = subgroup.entry.controls(policy_id) & is_member[None]
             policy_id = jnp.where(wrong, -1, policy_id)
         else:
-            fitting.append(seat)
+            fitting.append(subgroup)
     return fitting, policy_id
 
 
 def decide(
-    seat: Seat,
+    subgroup: Subgroup,
     policy_id: jax.Array,
     params: Params,
     obs: Obs,
     state: ArrayTree,
     key: Key,
 ) -> PolicyStep:
-    """Acts for the agents of a seat, `[B, n, ...]`, from the policy's `state` there."""
-    entry, group = seat.entry, seat.group
-    num_envs, num = policy_id.shape[0], len(seat.columns)
-    seen, state = _merge((_take(obs[group.name], seat.columns), state))
+    """Applies the policy of a subgroup to its agents, `[B, n, ...]`."""
+    entry, group = subgroup.entry, subgroup.group
+    num_envs, num = policy_id.shape[0], len(subgroup.columns)
+    seen, state = _merge((_take(obs[group.name], subgroup.columns), state))
     own = params[entry.name]
     if entry.size is None:
         decision = entry.policy.apply(own, seen, state, key)
     else:
-        member = jnp.clip(columns_of(policy_id, seat) - entry.first, 0, entry.size - 1)
+        member = jnp.clip(
+            columns_of(policy_id, subgroup) - entry.first, 0, entry.size - 1
+        )
         decision = apply_members(
             entry.policy, entry.size, member.reshape(-1), own, seen, state, key
         )
-    who = f"The policy {entry.name!r}, which plays the group {group.name!r},"
+    who = f"The policy {entry.name!r}, which controls the group {group.name!r},"
     checks.decision(who, decision, group, num_envs * num)
     checks.same(f"{who} must return the state as it came in", state, decision.state)
-    return part(decision, num_envs)
+    return unmerge(decision, num_envs)
 
 
-def columns_of(per_agent: jax.Array, seat: Seat) -> jax.Array:
-    """`[B, A]` to the `[B, n]` of a seat."""
-    return _take(per_agent, tuple(seat.group.members[x] for x in seat.columns))
+def columns_of(per_agent: jax.Array, subgroup: Subgroup) -> jax.Array:
+    """`[B, A]` to the `[B, n]` of a subgroup."""
+    return _take(per_agent, tuple(subgroup.group.members[x] for x in subgroup.columns))
 
 
 def join_columns(
     made: Made, values: list[ArrayTree], policy_id: jax.Array
 ) -> ArrayTree:
-    """Puts the columns of a group's seats back in their order."""
+    """Puts the columns of a group's subgroups back in their order."""
     del policy_id  # unused: it does not change
     if len(made) == 1:
         return values[0]
-    order = np.argsort(np.concatenate([seat.columns for seat, _ in made]))
+    order = np.argsort(np.concatenate([subgroup.columns for subgroup, _ in made]))
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1)[:, order], *values)
 
 
 def join_chosen(made: Made, values: list[ArrayTree], policy_id: jax.Array) -> ArrayTree:
     """Takes for every agent what its policy decided, zero where it has none."""
     joined = jax.tree.map(jnp.zeros_like, values[0])
-    for (seat, _), value in zip(made, values, strict=True):
-        is_its = seat.entry.plays(columns_of(policy_id, seat))
+    for (subgroup, _), value in zip(made, values, strict=True):
+        is_its = subgroup.entry.controls(columns_of(policy_id, subgroup))
         joined = keys.select(is_its, value, joined)
     return joined
 
@@ -146,10 +151,11 @@ def join_chosen(made: Made, values: list[ArrayTree], policy_id: jax.Array) -> Ar
 def join_extras(join: Join, made: Made) -> ArrayTree:
     """Joins the extras of a group's policies by name."""
     named = [{} if _is_nothing(x.extras) else x.extras for _, x in made]
-    for (seat, _), extras in zip(made, named, strict=True):
+    for (subgroup, _), extras in zip(made, named, strict=True):
         if not isinstance(extras, dict):
+            name = subgroup.entry.name
             raise ValueError(
-                f"The extras of the policy {seat.entry.name!r} must be () or a dict, "
+                f"The extras of the policy {name!r} must be () or a dict, "
                 f"got {type(extras).__name__}."
             )
     if len(named) == 1:
@@ -158,8 +164,8 @@ def join_extras(join: Join, made: Made) -> ArrayTree:
     for name in sorted(set().union(*named)):
         like = next(x[name] for x in named if name in x)
         values = [
-            x[name] if name in x else _zeros(like, seat)
-            for x, (seat, _) in zip(named, made, strict=True)
+            x[name] if name in x else _zeros(like, subgroup)
+            for x, (subgroup, _) in zip(named, made, strict=True)
         ]
         for value in values:
             checks.same(
@@ -184,23 +190,23 @@ def _merge(tree: ArrayTree) -> ArrayTree:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
 
-def part(tree: ArrayTree, num_envs: int) -> ArrayTree:
-    """Undoes the merging of lanes and columns: `[B * n, ...]` to `[B, n, ...]`."""
+def unmerge(tree: ArrayTree, num_envs: int) -> ArrayTree:
+    """`[B * n, ...]` to `[B, n, ...]`."""
 
-    def part(x: jax.typing.ArrayLike) -> jax.Array:
+    def split(x: jax.typing.ArrayLike) -> jax.Array:
         x = jnp.asarray(x, jnp.result_type(x))
         return x.reshape(num_envs, -1, *x.shape[1:])
 
-    return jax.tree.map(part, tree)
+    return jax.tree.map(split, tree)
 
 
 def _is_nothing(extras: ArrayTree) -> bool:
     return isinstance(extras, tuple) and not extras
 
 
-def _zeros(like: ArrayTree, seat: Seat) -> ArrayTree:
-    """Zeros for a seat, of the kind of another's extras."""
-    num = len(seat.columns)
+def _zeros(like: ArrayTree, subgroup: Subgroup) -> ArrayTree:
+    """Zeros for a subgroup, of the kind of another's extras."""
+    num = len(subgroup.columns)
     return jax.tree.map(
         lambda x: jnp.zeros((x.shape[0], num, *x.shape[2:]), x.dtype), like
     )
