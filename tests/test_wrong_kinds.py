@@ -111,7 +111,7 @@ CASES = {
     ),
     "for_policy rows": (
         lambda: rollout.agents.for_policy(rows(), "a"),
-        "`rows` must be those by group .* got Transition",
+        "`rows` must be the dict by group .* got Transition",
     ),
     "for_policy groups": (
         lambda: rollout.agents.for_policy({"a": 3}, "a"),

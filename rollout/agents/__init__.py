@@ -1,7 +1,7 @@
-"""Several agents: who plays whom, what each experienced, and statistics of it.
+"""Several agents: policies that control them, their transitions and statistics.
 
 `joint` has `policy_map`; `mapping` fixed and drawn mappings; `members` `population`;
-`seating` joins the actions of all policies; `transitions` rearranges a trajectory by
+`control` joins the actions of all policies; `transitions` rearranges a trajectory by
 agent; `stats` has the statistics of agents and policies.
 """
 

@@ -1,9 +1,9 @@
-"""Subgroups: what one policy plays of one group, and how what they decide is joined.
+"""Which agents each policy controls, and how their actions are put back together.
 
-A subgroup is some columns of a group's agents, in every lane. Under a fixed mapping the
-subgroups share a group out between them. Under a mapping that is drawn anyone may sit
-anywhere, so every policy has a subgroup for the whole group and what counts is chosen
-afterwards; only a population costs one member per agent.
+A subgroup is the agents of one group that one policy controls, the same columns in
+every lane. Under a fixed mapping the subgroups partition the group. Under a drawn
+mapping a policy may control any agent, so every policy acts for the whole group and
+each agent's action is chosen afterwards; only a population costs one member per agent.
 """
 
 import functools
@@ -32,9 +32,7 @@ class Subgroup(NamedTuple):
     columns: tuple[int, ...]
 
 
-Made = list[
-    tuple[Subgroup, PolicyStep]
-]  # the subgroups of a group and what they decided
+Made = list[tuple[Subgroup, PolicyStep]]  # the subgroups of a group, and their steps
 Join = Callable[[Made, list[ArrayTree]], ArrayTree]
 
 
@@ -43,7 +41,7 @@ def make_subgroups(
     mapping_fn: MappingFn | FixedMapping,
     layout: AgentLayout,
 ) -> list[Subgroup]:
-    """Lists the subgroups that a mapping can fill."""
+    """Lists the subgroups that a mapping can use."""
     if not isinstance(mapping_fn, FixedMapping):
         return [
             Subgroup(entry, group, tuple(range(len(group.members))))
@@ -69,10 +67,12 @@ def fitting(
     decide: Callable[[Subgroup, Key], PolicyStep],
     key: Key,
 ) -> tuple[list[Subgroup], jax.Array]:
-    """Leaves out the subgroups whose policy cannot play the group.
+    """Leaves out the subgroups whose policy cannot act for the group.
 
-    Refuses a mapping that is seen to give such a group to such a policy. Where it does
-    so later, nobody plays: the index is -1.
+    Agents that the mapping still gives to such a policy get the index -1.
+
+    Raises:
+        ValueError: if draws of the mapping give such a group to such a policy.
     """
     fitting = []
     for subgroup in subgroups:
@@ -124,15 +124,15 @@ def decide(
 
 
 def columns_of(per_agent: jax.Array, subgroup: Subgroup) -> jax.Array:
-    """`[B, A]` to the `[B, n]` of a subgroup."""
+    """Takes the agents of a subgroup, `[B, n]`, of `[B, A]`."""
     return _take(per_agent, tuple(subgroup.group.members[x] for x in subgroup.columns))
 
 
 def join_columns(
     made: Made, values: list[ArrayTree], policy_id: jax.Array
 ) -> ArrayTree:
-    """Puts the columns of a group's subgroups back in their order."""
-    del policy_id  # unused: it does not change
+    """Concatenates the subgroups of a group, in the order of its agents."""
+    del policy_id  # unused
     if len(made) == 1:
         return values[0]
     order = np.argsort(np.concatenate([subgroup.columns for subgroup, _ in made]))
@@ -140,7 +140,7 @@ def join_columns(
 
 
 def join_chosen(made: Made, values: list[ArrayTree], policy_id: jax.Array) -> ArrayTree:
-    """Takes for every agent what its policy decided, zero where it has none."""
+    """Takes for every agent the value of its policy, zero where it has none."""
     joined = jax.tree.map(jnp.zeros_like, values[0])
     for (subgroup, _), value in zip(made, values, strict=True):
         is_its = subgroup.entry.controls(columns_of(policy_id, subgroup))
@@ -169,7 +169,7 @@ def join_extras(join: Join, made: Made) -> ArrayTree:
         ]
         for value in values:
             checks.same(
-                f"Policies that share a group must give `{name}` alike",
+                f"Policies of one group must return the same kind of `{name}`",
                 _row(like),
                 _row(value),
             )
@@ -178,7 +178,7 @@ def join_extras(join: Join, made: Made) -> ArrayTree:
 
 
 def _take(tree: ArrayTree, columns: tuple[int, ...]) -> ArrayTree:
-    """Columns of `[B, n, ...]`."""
+    """Takes columns of `[B, n, ...]`."""
     first, num = columns[0], len(columns)
     if columns == tuple(range(first, first + num)):
         return jax.tree.map(lambda x: x[:, first : first + num], tree)
@@ -205,7 +205,7 @@ def _is_nothing(extras: ArrayTree) -> bool:
 
 
 def _zeros(like: ArrayTree, subgroup: Subgroup) -> ArrayTree:
-    """Zeros for a subgroup, of the kind of another's extras."""
+    """Makes zeros for a subgroup, in the shapes of another's extras."""
     num = len(subgroup.columns)
     return jax.tree.map(
         lambda x: jnp.zeros((x.shape[0], num, *x.shape[2:]), x.dtype), like

@@ -1,4 +1,4 @@
-"""A policy for several agents, made of policies for one."""
+"""`policy_map`: combines policies for single agents into one for several."""
 
 import functools
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ def policy_map(
     mapping_fn: MappingFn | FixedMapping,
     env: Any,
 ) -> Policy:
-    """Makes a policy for several agents of policies for one.
+    """Combines policies for single agents into one policy for several.
 
-    Each of them sees the agents that it plays as a batch: `obs` of their group,
-    `[B * n, ...]`, lane by lane. An agent's recurrent state goes back to the start with
-    the episode, and stays where the agent does not act. Its key at a step is that of
-    the batch if it is the only one, else derived from it.
+    Each policy sees the agents that it controls as a batch: `obs` of their group,
+    `[B * n, ...]`, lane by lane. An agent's recurrent state starts anew with every
+    episode, and stays unchanged where the agent does not act. A single policy of a
+    single group acts with the key of the step, others with keys derived from it.
 
     Args:
         policies: by name. Policies of one group may differ in class; `extras` that are
@@ -38,23 +38,23 @@ def policy_map(
             policy in the order of `policies`, where a population takes as many indices
             as it has members. `agents` are the names. It is called with a key of each
             lane's episode, so it holds until that ends and does not depend on the
-            number of lanes. Or what `fixed_mapping` makes.
-        env: says which agents there are: the `MultiAgentEnv`, or what
-            `envs.vectorize_agents` makes of it. The policy acts in any number of lanes
+            number of lanes. Or a mapping made by `fixed_mapping`.
+        env: the environment whose agents are mapped: a `MultiAgentEnv`, or lanes of it
+            made by `envs.vectorize_agents`. The policy acts in any number of lanes
             of environments with these agents.
 
     Returns:
         A policy for an environment of `envs.vectorize_agents`. Its `params` are a dict
         by policy name, with an entry for each. Its extras are `policy_id`, `[B, A]`
-        int32, the index of who played each agent, -1 where the mapping gave none that
-        can (the action is zero then); `agents`, the extras of the policies by group,
-        `[B, A_g, ...]`; and `roster`, which says who the indices are. Its mode takes
-        the modes of those policies that have one.
+        int32, the index of the policy of each agent, -1 (and a zero action) where the
+        mapping gave none that can act for it; `agents`, the extras of the policies by
+        group, `[B, A_g, ...]`; and `roster`, which names the indices. Its mode uses the
+        modes of those policies that have one.
 
     Raises:
         ValueError: if `policies` are not policies by name, or a population under a
             fixed mapping; if `env` is not of several agents; if the mapping lacks an
-            agent, names one or a policy that is not there, or gives an index out of
+            agent, names one or a policy that does not exist, or gives an index out of
             range. While tracing: if it acts in an environment of other agents, if
             `params` lacks an entry, or if a policy returns actions that are not of the
             group's action space, or extras that are not () or a dict.

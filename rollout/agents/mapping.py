@@ -1,7 +1,7 @@
-"""Mappings of agents to policies, fixed or drawn with every episode.
+"""`fixed_mapping`, and mappings that draw each agent's policy anew in every episode.
 
 Policies are numbered in their order, and a population takes as many numbers as it has
-members. `Roster` is what trajectories keep of that.
+members. Trajectories keep a `Roster`, which names the numbers.
 """
 
 import functools
@@ -20,11 +20,11 @@ from rollout.types import Key, Policy
 
 MappingFn = Callable[[Key, tuple[str, ...]], jax.Array]
 
-_NUM_TRIALS = 64  # draws of a mapping that are looked at before it is used
+_NUM_TRIALS = 64  # draws by which a mapping is checked before it is used
 
 
 class FixedMapping(NamedTuple):
-    """Agents to the names of their policies, the same in every episode."""
+    """Agents with the names of their policies, the same in every episode."""
 
     policies: tuple[tuple[str, str], ...] | str
 
@@ -32,11 +32,11 @@ class FixedMapping(NamedTuple):
 def fixed_mapping(policies: Mapping[str, str] | str) -> FixedMapping:
     """Makes the mapping that gives every agent the same policy in every episode.
 
-    No policy is evaluated for an agent that it does not play.
+    A policy is evaluated only for the agents that it controls.
 
     Args:
-        policies: agents to names of policies, every agent of the environment; or one
-            name, of the policy that plays all of them.
+        policies: the name of a policy for every agent of the environment; or one name,
+            of the policy that controls all of them.
     """
     return FixedMapping(
         policies if isinstance(policies, str) else tuple(policies.items())
@@ -53,11 +53,11 @@ class Entry(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The index after its last one."""
+        """The index after the last one of this policy."""
         return self.first + (self.size or 1)
 
     def controls(self, policy_id: jax.Array) -> jax.Array:
-        """Tells where an index is its own, bool."""
+        """Returns a bool, True where an index is one of this policy's."""
         return (policy_id >= self.first) & (policy_id < self.last)
 
 
@@ -66,8 +66,8 @@ class Roster(struct.PyTreeNode):
 
     Attributes:
         indices: `(name, first, last)` of every policy, `last` not included.
-        columns: `(name, group, columns)`, the agents of a group that a policy always
-            plays, of a fixed mapping; None of one that is drawn.
+        columns: `(name, group, columns)`, the agents of a group that a policy controls
+            under a fixed mapping; None under a drawn one.
     """
 
     indices: tuple[tuple[str, int, int], ...] = struct.field(pytree_node=False)
@@ -76,16 +76,16 @@ class Roster(struct.PyTreeNode):
     )
 
     def select(self, name: str, policy_id: jax.Array) -> jax.Array:
-        """Tells where a policy played, of the shape of `policy_id`, bool.
+        """Returns where a policy was in control, bool of the shape of `policy_id`.
 
         Raises:
-            ValueError: if there is none of that name.
+            ValueError: if no policy has that name.
         """
         for known, first, last in self.indices:
             if known == name:
                 return (policy_id >= first) & (policy_id < last)
         names = ", ".join(known for known, *_ in self.indices)
-        raise ValueError(f"`name` must be a policy of {names}, got {name!r}.")
+        raise ValueError(f"`name` must be one of the policies {names}, got {name!r}.")
 
 
 def make_entries(policies: Mapping[str, Policy | Population]) -> tuple[Entry, ...]:
@@ -96,8 +96,8 @@ def make_entries(policies: Mapping[str, Policy | Population]) -> tuple[Entry, ..
         for name, policy in policies.items()
     ):
         raise ValueError(
-            "`policies` must be a dict of names to policies or populations, at least "
-            f"one, got {policies!r}."
+            "`policies` must be a dict with at least one policy or population by name, "
+            f"got {policies!r}."
         )
     entries, first = [], 0
     for name, policy in policies.items():
@@ -111,26 +111,26 @@ def make_entries(policies: Mapping[str, Policy | Population]) -> tuple[Entry, ..
 def policies_by_agent(
     entries: tuple[Entry, ...], mapping: FixedMapping, agents: tuple[str, ...]
 ) -> dict[str, str]:
-    """Checks a fixed mapping against the agents; returns the policy of each."""
+    """Checks a fixed mapping against the agents; returns the policy of each agent."""
     if isinstance(mapping.policies, str):
         policies = dict.fromkeys(agents, mapping.policies)
     else:
         policies = dict(mapping.policies)
     if set(policies) != set(agents):
         raise ValueError(
-            f"`fixed_mapping` must have the agents {', '.join(agents)}, got "
+            f"`fixed_mapping` must map the agents {', '.join(agents)}, got "
             f"{', '.join(policies)}."
         )
     sizes = {entry.name: entry.size for entry in entries}
     for agent, name in policies.items():
         if name not in sizes:
             raise ValueError(
-                f"`fixed_mapping` must have policies of {', '.join(sizes)}, got "
+                f"`fixed_mapping` must use the policies {', '.join(sizes)}, got "
                 f"{name!r} for {agent!r}."
             )
         if sizes[name] is not None:
             raise ValueError(
-                "`fixed_mapping` must not have a population, whose members are drawn, "
+                "`fixed_mapping` must not use a population, whose members are drawn, "
                 f"got {name!r} for {agent!r}."
             )
     return policies
@@ -139,7 +139,7 @@ def policies_by_agent(
 def fixed_ids(
     entries: tuple[Entry, ...], mapping: FixedMapping, agents: tuple[str, ...]
 ) -> jax.Array:
-    """The index of each agent's policy, `[A]` int32."""
+    """Returns the index of each agent's policy, `[A]` int32."""
     policies = policies_by_agent(entries, mapping, agents)
     first = {entry.name: entry.first for entry in entries}
     return jnp.asarray([first[policies[agent]] for agent in agents], jnp.int32)
@@ -151,10 +151,10 @@ def drawn_ids(
     agents: tuple[str, ...],
     episode_key: Key,
 ) -> jax.Array:
-    """The index of each agent's policy, `[B, A]` int32; -1 where it is out of range.
+    """Draws the index of each agent's policy, `[B, A]` int32, -1 where out of range.
 
-    Drawn at every step from the same keys, `[B]`: whoever keeps what is drawn draws it
-    for all lanes at every step as well, before it is selected where episodes start.
+    It is drawn at every step from the keys of the episodes, `[B]`. Keeping it in the
+    state saves nothing: then all lanes draw at every step too, for those that restart.
     """
     draw = jax.vmap(lambda key: mapping_fn(key, agents))
     drawn = draw(keys.inline(episode_key))

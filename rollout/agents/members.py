@@ -1,9 +1,9 @@
-"""Applies one policy with many sets of parameters, one of them per agent.
+"""`population`: one policy with many sets of parameters, one of them per agent.
 
-Agents are put into blocks of one member each, so that parameters are gathered per block
-and not per agent, and every agent is evaluated by its own member only. `N` agents of
-`P` members fill at most `N / K + P` blocks of `K`, however they are spread: shapes stay
-static, and nobody is left out.
+Agents are sorted into blocks of one member each, so that parameters are gathered per
+block and not per agent, and every agent is evaluated by its own member only. `N` agents
+of `P` members fill at most `N / K + P` blocks of `K`, however many each member has:
+shapes stay static, and no agent is left out.
 """
 
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from envs.types import ArrayTree
 from rollout import checks
 from rollout.types import Key, Obs, Params, Policy, PolicyState, PolicyStep
 
-# Blocks per member on average. Few are padded in vain, many are slow one by one: with
-# 1024 agents and 8 members 4 took less time than 1, 2, 8 and 16.
+# Blocks per member on average. Few large ones are mostly padding, many small ones are
+# slow: with 1024 agents and 8 members 4 took less time than 1, 2, 8 and 16.
 _BLOCKS_PER_MEMBER = 4
 _CHUNK = 32
 
@@ -27,7 +27,7 @@ class Population(NamedTuple):
 
     Attributes:
         policy: the policy of every member.
-        size: P, how many there are.
+        size: P, the number of sets.
     """
 
     policy: Policy
@@ -35,11 +35,11 @@ class Population(NamedTuple):
 
 
 def population(policy: Policy, size: int) -> Population:
-    """Makes an entry of `policy_map` that many members play: past selves, a league.
+    """Makes an entry of `policy_map` with many members: past selves, a league.
 
-    Its entry in `params` has the leading axis P. Its members have P indices, from the
-    one it has in the order of policies on. Each agent costs one member, not P, and
-    draws from a key of its own, as a batch of one.
+    Its entry in `params` has the leading axis P. Its members have P consecutive
+    indices, in the order of policies. Each agent costs one member, not P, and acts with
+    its own key, as a batch of one.
 
     Args:
         policy: the policy of every member.
@@ -74,49 +74,50 @@ def apply_members(
         return jax.tree.map(lambda x: x[0], policy.apply(params, obs, state, key))
 
     def apply_local(member: jax.Array, *inputs: ArrayTree) -> PolicyStep:
-        agent, block_member, row = blocks_of(member, size)
+        agent, block_member, place = blocks_of(member, size)
         block_params = jax.tree.map(lambda x: x[block_member], params)
         blocks = jax.tree.map(lambda x: x[agent], inputs)
         apply_block = jax.vmap(apply_one, (None, 0, 0, 0))
         decided = jax.vmap(apply_block)(block_params, *blocks)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[row], decided)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[place], decided)
 
     inputs, num_parts = (member, obs, state, agent_keys), keys.num_parts()
     if num_parts == 1:
         return apply_local(*inputs)
-    # Agents on different devices are not put in one order.
+    # The agents of each device are ordered separately.
     parts = jax.tree.map(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), inputs)
     decided = jax.vmap(apply_local)(*parts)
     return jax.tree.map(lambda x: x.reshape(num_agents, *x.shape[2:]), decided)
 
 
 def blocks_of(member: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Cuts `N` agents into blocks of `K` that have one member each.
+    """Sorts `N` agents into blocks of `K`, each of one member.
 
     Returns:
-        `[blocks, K]` int32, the agent in each row, any where none is left; `[blocks]`
-        int32, the member; `[N]` int32, the row of each agent in all blocks.
+        `[blocks, K]` int32, the agent in each place, an arbitrary one in empty places;
+        `[blocks]` int32, the member; `[N]` int32, the place of each agent, counted over
+        all blocks.
     """
     num_agents = member.shape[0]
-    num_rows = max(1, num_agents // (_BLOCKS_PER_MEMBER * size))
-    num_blocks = num_agents // num_rows + size
+    block_size = max(1, num_agents // (_BLOCKS_PER_MEMBER * size))
+    num_blocks = num_agents // block_size + size
     rank, count = _ranks(member, size)
-    end = jnp.cumsum(-(-count // num_rows))  # of each member's blocks
+    end = jnp.cumsum(-(-count // block_size))  # of each member's blocks
     begin = jnp.concatenate([jnp.zeros((1,), end.dtype), end[:-1]])
-    row = begin[member] * num_rows + rank
-    agent = jnp.zeros((num_blocks * num_rows,), jnp.int32)
+    place = begin[member] * block_size + rank
+    agent = jnp.zeros((num_blocks * block_size,), jnp.int32)
     every = jnp.arange(num_agents, dtype=jnp.int32)
-    agent = agent.at[row].set(every, unique_indices=True)
+    agent = agent.at[place].set(every, unique_indices=True)
     is_after = jnp.arange(num_blocks)[:, None] >= end[None]
     block_member = jnp.minimum(jnp.sum(is_after, axis=1), size - 1)
-    return agent.reshape(num_blocks, num_rows), block_member, row
+    return agent.reshape(num_blocks, block_size), block_member, place
 
 
 def _ranks(member: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Ranks each agent among those of its member, `[N]`; counts them, `[P]`.
 
-    Compared within chunks, and counted over them: three times as fast on a CPU as
-    sorting, and faster than a cumulative sum.
+    It compares agents within chunks and counts over chunks: three times as fast on a
+    CPU as sorting, and faster than a cumulative sum.
     """
     num_agents = member.shape[0]
     chunks = jnp.pad(member, (0, -num_agents % _CHUNK), constant_values=size)

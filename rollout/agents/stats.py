@@ -1,4 +1,4 @@
-"""Statistics of agents and of policies, over the episodes that ended."""
+"""`summarize_agents`: statistics of each agent and each policy, over ended episodes."""
 
 from typing import Any
 
@@ -17,13 +17,13 @@ _NAME = "agents"  # of the accumulator
 
 
 class AgentMetrics(struct.PyTreeNode, kw_only=True):
-    """Of one agent or of one policy; an episode in which it never acted is not counted.
+    """Metrics of one agent or one policy, over the episodes in which it acted.
 
     Attributes:
-        returns: of the agent's undiscounted returns.
-        lengths: of the numbers of its actions.
-        accumulated: of each `PerAgent` figure that is one number per agent, by its
-            place in `accumulated`, joined by "/".
+        returns: of its undiscounted returns.
+        lengths: of the number of its actions.
+        accumulated: of each `PerAgent` value that is one number per agent, by its path
+            in `accumulated`, joined by "/".
     """
 
     returns: Moments
@@ -35,16 +35,16 @@ class AgentStats(struct.PyTreeNode, kw_only=True):
     """Statistics per agent.
 
     Attributes:
-        num_steps: `()` int32, environment steps over all lanes, idle rows not counted.
-        num_agent_steps: `()` int32, actions that agents took in them.
+        num_steps: `()` int32, environment steps over all lanes, idle ones not counted.
+        num_agent_steps: `()` int32, actions that agents took in these steps.
         num_episodes: `()` int32, episodes that ended, also if they began before.
         unassigned_reward: `()` float32, in these steps, the sum of rewards that answer
             no action: from before an agent's first action and from after its end.
         num_stale: `()` int32, agents without a last observation in these episodes.
-        num_unmapped: `()` int32, actions in these steps of agents to whom the mapping
-            gave no policy that can play them.
-        agents: figures by agent.
-        policies: figures by policy, of a `policy_map`; else empty.
+        num_unmapped: `()` int32, actions in these steps of agents to which the mapping
+            gave no policy that can act for them.
+        agents: metrics by agent.
+        policies: metrics by policy, of a `policy_map`; else empty.
     """
 
     num_steps: jax.Array  # ()
@@ -58,7 +58,7 @@ class AgentStats(struct.PyTreeNode, kw_only=True):
 
 
 def keep_agents(collector: Collector) -> Collector:
-    """Has a collector keep in `Episodes.accumulated` what `summarize_agents` needs.
+    """Adds the accumulator that `summarize_agents` reads in `Episodes` to a collector.
 
     Args:
         collector: with an environment of `envs.vectorize_agents`.
@@ -86,9 +86,9 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
 
     Args:
         data: a trajectory, `[T, B, ...]`, of an environment of `envs.vectorize_agents`;
-            rows whose `mask` is False do not count. Or the `Episodes` of a collector
-            that `rollout.agents.stats.keep_agents` made: there `policies` are the
-            figures of the groups, by name, and `num_unmapped` is 0.
+            masked-out rows do not count. Or the `Episodes` of a collector made by
+            `rollout.agents.stats.keep_agents`: then `policies` has the metrics of the
+            environment's groups, by name, and `num_unmapped` is 0.
 
     Returns:
         Statistics, each `()`; means over no episode are NaN.
@@ -132,8 +132,8 @@ def _summarize_episodes(episodes: Episodes) -> AgentStats:
     kept: Any = episodes.accumulated
     if not isinstance(kept, dict) or _NAME not in kept:
         raise ValueError(
-            "`data` must be a trajectory, or `Episodes` of a collector that "
-            "`rollout.agents.stats.keep_agents` made, got others."
+            "`data` must be a trajectory, or `Episodes` of a collector made by "
+            "`rollout.agents.stats.keep_agents`, got others."
         )
     info, unassigned_reward = kept[_NAME]
     lengths, layout = info.agent_length, info.layout
@@ -159,7 +159,7 @@ def _summarize_episodes(episodes: Episodes) -> AgentStats:
 
 
 def _metrics(trajectory: Transition, flag: jax.Array) -> AgentMetrics:
-    """The figures of those agents at those steps where `flag`, `[T, B, A]`."""
+    """Computes the metrics over the steps and agents where `flag`, `[T, B, A]`."""
     info, accumulated = trajectory.info.agents, trajectory.accumulated
     named = accumulated.items() if isinstance(accumulated, dict) else ()
     per_agent = {name: x.value for name, x in named if isinstance(x, PerAgent)}

@@ -1,6 +1,6 @@
 """Rearranges a trajectory into each agent's own transitions.
 
-An action of an agent is answered at its next turn, at its own end, or at the end of the
+An agent's action is answered at its next turn, at its own end, or at the end of the
 episode. Until then it is *pending*: it may be taken in one window of steps and answered
 in another.
 """
@@ -22,23 +22,22 @@ from rollout.types import Carry, PerAgent, Transition
 
 AgentRows = dict[str, Transition]  # by group, `[T, B * A_g]`
 
-
-_UNROLL = 16  # rows in one iteration on accelerators
+_UNROLL = 16  # steps in one iteration on accelerators
 
 
 class Pending(struct.PyTreeNode, kw_only=True):
     """The actions that were not answered when a window ended.
 
     Attributes:
-        is_open: `[B, A]` bool, there is one.
-        reward: `[B, A]` float32, sum of the agent's rewards since.
-        answered: `[B, A]` float32, sum of the rewards of its rows in the episode.
+        is_open: `[B, A]` bool, True where the agent has a pending action.
+        reward: `[B, A]` float32, sum of the agent's rewards since that action.
+        answered: `[B, A]` float32, sum of the rewards of its answers in the episode.
         episode_id: `[B]` int32, the episode of the lane's last step.
-        episode_length: `[B]` int32, which step of it that was, from 1.
+        episode_length: `[B]` int32, the number of that step in the episode, from 1.
         num_gaps: `()` int32, in how many lanes a window did not begin where the one
-            before had ended, over all calls; there nothing was pending any more. Only
-            inside `jit`: outside it is an error.
-        source: `(obs, action, extras)` of it, each `{group: [B, A_g, ...]}`.
+            before had ended, over all calls; such a lane loses its pending actions.
+            Counted only inside `jit`: outside, a gap raises.
+        source: `(obs, action, extras)` of the action, each `{group: [B, A_g, ...]}`.
     """
 
     is_open: jax.Array  # [B, A]
@@ -53,9 +52,9 @@ class Pending(struct.PyTreeNode, kw_only=True):
 def init_agent_transitions(
     collector: Collector, carry: Carry, params: Any = None
 ) -> Pending | tuple[()]:
-    """Makes what `agent_transitions` starts from, with nothing pending.
+    """Makes the first `pending` of `agent_transitions`, with no action in it.
 
-    An action that was taken before and is not answered yet gives no row.
+    Actions that were taken before `carry` give no transition.
 
     Args:
         collector: with an environment of `envs.vectorize_agents`.
@@ -63,7 +62,7 @@ def init_agent_transitions(
         params: as `collect_steps` takes them: they decide the shapes of the extras.
 
     Returns:
-        `()` where every agent acts at every step, since nothing is ever pending there.
+        `()` where every agent acts at every step, since nothing is ever pending then.
 
     Raises:
         ValueError: if the environment is not one of several agents.
@@ -94,34 +93,35 @@ def init_agent_transitions(
 def agent_transitions(
     pending: Pending | tuple[()], trajectory: Transition
 ) -> tuple[Pending | tuple[()], AgentRows]:
-    """Turns what happened into what each agent experienced. Inside or outside of `jit`.
+    """Turns a trajectory into each agent's transitions, inside or outside of `jit`.
 
-    A row stands where an action of the agent is answered: at its next turn, at its own
-    end or at the end of the episode. Its `reward` is the sum of the agent's rewards
-    since the action, its `next_obs` the agent's own next observation, and its flags
-    say how the agent ended, or else how the episode did. What is still open at the end
-    of the trajectory comes out of the next call: nothing is lost, and nothing comes
-    twice. Rewards before an agent's first action and after its end belong to no row.
+    A transition stands at the step where the agent's action is answered: at its next
+    turn, at its own end or at the end of the episode. Its `reward` is the sum of the
+    agent's rewards since the action, its `next_obs` the agent's own next observation,
+    and its flags say how the agent ended, or else how the episode did. The next call
+    answers the actions that are pending at the end of the trajectory: none is lost, and
+    none comes twice. Rewards before an agent's first action and after its end belong to
+    no transition.
 
     Args:
-        pending: of `init_agent_transitions` or of the call before.
-        trajectory: `[T, B, ...]`, the steps that follow on that, each handed over once.
+        pending: from `init_agent_transitions` or the previous call.
+        trajectory: `[T, B, ...]`, the steps that follow, each handed over once.
             An episode may be given up in between, as `collect_episodes` does.
 
     Returns:
-        What is pending now, and the rows by group, `[T, B * A_g, ...]`, agent i of lane
-        b in column `b * A_g + i`; where no action is answered `mask` is False. Their
-        `episode_return` and `episode_length` are of the agent's rows so far, `info` is
-        `()`, and `accumulated` has the figures that are `PerAgent`. To the `extras` of
-        the policies `policy_id` is added, with `roster` for `for_policy`, and
+        The new `pending`, and the transitions by group, `[T, B * A_g, ...]`, agent i of
+        lane b in column `b * A_g + i`; where no action is answered `mask` is False.
+        Their `episode_return` and `episode_length` count the agent's transitions so
+        far, `info` is `()`, and `accumulated` has the `PerAgent` values. Their `extras`
+        are those of the policies with `policy_id`, `roster` for `for_policy`, and
         `stale_next_obs`, `[T, B * A_g]` bool: the episode ended without an observation
-        for the agent, and `next_obs` is its last one again.
+        for the agent, and `next_obs` repeats its last one.
 
     Raises:
         ValueError: if the trajectory is not one of several agents, or `pending` is of
-            another collector; outside of `jit`, if it is not what follows on `pending`:
-            the same steps again, or later ones. Inside, `Pending.num_gaps` counts, and
-            where everyone acts at every step nothing tells.
+            another collector; outside of `jit`, if the trajectory does not follow on
+            `pending`, but repeats steps or leaves some out. Inside, `Pending.num_gaps`
+            counts this; where every agent acts at every step it goes unnoticed.
     """
     info = agents_of(trajectory)
     if info.layout.simultaneous:
@@ -149,7 +149,7 @@ def agent_transitions(
     pending, answers, taken_at = _match(pending, trajectory, info)
     sources, rows = {}, {}
     for group in info.layout.groups:
-        # Row 0 is what was pending, row t + 1 what was done at step t.
+        # Index 0 has the pending actions, index t + 1 those of step t.
         stacked = jax.tree.map(
             lambda first, rest: jnp.concatenate([first[None], rest]),
             pending.source[group.name],
@@ -163,22 +163,24 @@ def agent_transitions(
 
 
 def for_policy(rows: AgentRows, name: str) -> AgentRows:
-    """Picks the rows of one policy.
+    """Picks the transitions of one policy.
 
     Args:
-        rows: of `agent_transitions`, of a trajectory whose policy is a `policy_map`.
+        rows: from `agent_transitions`, of a trajectory collected with a `policy_map`.
         name: of the policy.
 
     Returns:
-        The rows by group, `mask` False where another policy played. Under a fixed
-        mapping only the groups and columns of agents that it plays, `[T, B * n]`.
+        The transitions by group, `mask` False where another policy was in control.
+        Under a fixed mapping only the columns of agents that it controls, `[T, B * n]`,
+        and only groups with such agents.
 
     Raises:
-        ValueError: if the policy was no `policy_map`, or has no policy of that name.
+        ValueError: if the trajectory is not of a `policy_map` with a policy of that
+            name.
     """
     if not isinstance(rows, Mapping):
         raise ValueError(
-            "`rows` must be those by group that `agent_transitions` returns, got "
+            "`rows` must be the dict by group that `agent_transitions` returns, got "
             f"{type(rows).__name__}."
         )
     picked = {}
@@ -199,7 +201,7 @@ def for_policy(rows: AgentRows, name: str) -> AgentRows:
 
 
 def agents_of(transition: Transition) -> AgentInfo:
-    """Returns the per-agent part of a transition; raises if there is none."""
+    """Returns the per-agent part of a transition; raises `ValueError` without one."""
     info = getattr(transition.info, "agents", None)
     if not isinstance(info, AgentInfo):
         raise ValueError(
@@ -213,15 +215,15 @@ class _Answers(NamedTuple):
     """Answers to the agents' actions, `[T, B, A]`."""
 
     mask: jax.Array  # bool, an action is answered here
-    reward: jax.Array  # float32, since that action
-    total: jax.Array  # float32, of the agent's answers in the episode so far
-    is_stale: jax.Array  # bool, without an observation
+    reward: jax.Array  # float32, sum since that action
+    total: jax.Array  # float32, sum of the agent's answers in the episode so far
+    is_stale: jax.Array  # bool, the answer has no observation
 
 
 def _source(
     transition: Transition, group: AgentGroup
 ) -> tuple[ArrayTree, ArrayTree, dict[str, Any]]:
-    """`(obs, action, extras)` of a group, `[..., A_g]`."""
+    """Returns `(obs, action, extras)` of a group, `[..., A_g, ...]`."""
     extras = {}
     if isinstance(transition.extras, dict) and "roster" in transition.extras:
         extras = {
@@ -233,7 +235,7 @@ def _source(
 
 
 def _follow(pending: Pending, trajectory: Transition) -> Pending:
-    """Checks that the steps are the next ones, and moves on to the last of them."""
+    """Checks that the steps follow on `pending`, and notes the last of them."""
     mask = trajectory.mask
     rows = trajectory.episode_id, trajectory.episode_length
     has_rows, first = jnp.any(mask, axis=0), jnp.argmax(mask, axis=0)
@@ -250,8 +252,8 @@ def _follow(pending: Pending, trajectory: Transition) -> Pending:
         raise ValueError(
             "`trajectory` must begin where the one before ended, after step "
             f"{old_length[lane]} of episode {old_id[lane]} in lane {lane}, got step "
-            f"{length[lane]} of episode {episode_id[lane]}; after a gap take a new "
-            "`init_agent_transitions`."
+            f"{length[lane]} of episode {episode_id[lane]}; after a gap call "
+            "`init_agent_transitions` again."
         )
     return pending.replace(
         is_open=pending.is_open & ~is_gap[:, None],
@@ -266,15 +268,15 @@ def _match(
     """Matches answers and actions, step by step.
 
     Returns:
-        What is pending at the end, without its source; the answers; and `[T, B, A]`
-        int32, when the action was taken that is open: t + 1 for step t, 0 for before.
+        The new `pending` with the old `source`; the answers; and `[T, B, A]` int32, the
+        step of the latest action: t + 1 for step t, 0 for one before the trajectory.
     """
 
     def step(state: tuple, now: tuple) -> tuple:
         is_open, reward, total, taken_at, episode_id = state
         number, row, agents = now
         mask = row.mask[:, None]
-        # A new episode without an end of the old one: that was given up.
+        # If the id changes without an ending, the old episode was given up.
         is_same = (episode_id == row.episode_id)[:, None]
         acted = agents.acted & mask
         is_open = (is_open & is_same) | acted
@@ -307,7 +309,7 @@ def _match(
 
 
 def _rows_at(tree: ArrayTree, at: jax.Array) -> ArrayTree:
-    """Takes row `at[t, b, i]` of `[R, B, A_g, ...]`."""
+    """Takes index `at[t, b, i]` of `[R, B, A_g, ...]`."""
 
     def take(x: jax.Array) -> jax.Array:
         index = at.reshape(at.shape + (1,) * (x.ndim - at.ndim))
@@ -322,13 +324,13 @@ def _rows(
     group: AgentGroup,
     source: tuple[ArrayTree, ArrayTree, dict[str, Any]],
 ) -> Transition:
-    """The rows of a group, `[T, B * A_g, ...]`."""
+    """Makes the transitions of a group, `[T, B * A_g, ...]`."""
     info: Any = trajectory.info.agents
     members = list(group.members)
     obs, action, extras = source
     mask, reward, total, is_stale = (x[..., members] for x in answers)
     terminated, truncated = info.terminated[..., members], info.truncated[..., members]
-    # How the episode ended counts for those who had not ended before.
+    # The episode's ending is that of the agents that had not ended before.
     goes_on = ~(terminated | truncated)
     terminated |= goes_on & trajectory.terminated[..., None]
     truncated |= goes_on & trajectory.truncated[..., None]
@@ -359,13 +361,13 @@ def _rows(
     return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), rows)
 
 
-def _accumulated(figures: ArrayTree, members: list[int]) -> ArrayTree:
-    """The figures that are per agent, of a group."""
-    items = figures.items() if isinstance(figures, dict) else ()
+def _accumulated(accumulated: ArrayTree, members: list[int]) -> ArrayTree:
+    """Takes the `PerAgent` values of a group."""
+    items = accumulated.items() if isinstance(accumulated, dict) else ()
     return {
-        name: jax.tree.map(lambda x: x[:, :, jnp.asarray(members)], figure.value)
-        for name, figure in items
-        if isinstance(figure, PerAgent)
+        name: jax.tree.map(lambda x: x[:, :, jnp.asarray(members)], kept.value)
+        for name, kept in items
+        if isinstance(kept, PerAgent)
     } or ()
 
 

@@ -245,12 +245,12 @@ WRONG = {
     "agents": (
         {"x": constant(0)},
         rollout.agents.fixed_mapping({"a": "x"}),
-        "must have the agents a, b, c, got a",
+        "must map the agents a, b, c, got a",
     ),
     "name": (
         {"x": constant(0)},
         rollout.agents.fixed_mapping("y"),
-        "must have policies of x, got 'y' for 'a'",
+        "must use the policies x, got 'y' for 'a'",
     ),
     "shape": (
         {"x": constant(0)},
@@ -276,7 +276,7 @@ WRONG = {
     "population": (
         {"x": rollout.agents.population(constant(0), 2)},
         rollout.agents.fixed_mapping("x"),
-        "must not have a population",
+        "must not use a population",
     ),
     "alike": (
         {
@@ -286,7 +286,7 @@ WRONG = {
             ),
         },
         drawn_mapping(2),
-        "must give `value` alike",
+        "must return the same kind of `value`",
     ),
 }
 

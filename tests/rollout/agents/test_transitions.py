@@ -537,7 +537,7 @@ def test_rows_for_a_policy_are_its_own():
     assert list(count) == ["two"]
     assert_same(raw(count["two"].obs), raw(rows["two"].obs))
     assert list(rollout.agents.for_policy(rows, "random")) == ["one"]
-    with pytest.raises(ValueError, match="`name` must be a policy of count, random"):
+    with pytest.raises(ValueError, match="one of the policies count, random"):
         rollout.agents.for_policy(rows, "blue")
 
 
