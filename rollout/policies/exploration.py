@@ -167,8 +167,10 @@ def random_where(
         masks.check_maskable(action_space, mask_fn)
     draws.check_bounds(action_space)
 
-    def apply(params: Params, obs: Obs, *inputs: Any) -> PolicyStep:
-        decision = wrapping.decide(policy, action_space, params, obs, *inputs)
+    def apply(
+        params: Params, obs: Obs, state: ArrayTree, inner_key: chex.PRNGKey
+    ) -> PolicyStep:
+        decision = wrapping.decide(policy, action_space, params, obs, state, inner_key)
 
         def draw(action: ArrayTree) -> ArrayTree:
             if mask_fn is None:

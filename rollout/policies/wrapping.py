@@ -67,24 +67,29 @@ def scheduled(
     if not callable(value):
         return Policy(init, functools.partial(act, policy, float(value)), mode)
 
-    def apply_schedule(step: jax.Array, *args: Any) -> PolicyStep:
-        return act(policy, jax.vmap(value)(step).astype(jnp.float32), *args)
+    def apply_schedule(
+        step: jax.Array, params: Params, obs: Obs, state: ArrayTree, key: Key
+    ) -> PolicyStep:
+        now = jax.vmap(value)(step).astype(jnp.float32)
+        return act(policy, now, params, obs, state, key)
 
     if mode is None:
         return counted(init, apply_schedule, None)
 
-    def counted_mode(step: jax.Array, *args: Any) -> PolicyStep:
+    def counted_mode(
+        step: jax.Array, params: Params, obs: Obs, state: ArrayTree, key: Key
+    ) -> PolicyStep:
         del step  # unused
-        return mode(*args)
+        return mode(params, obs, state, key)
 
     return counted(init, apply_schedule, counted_mode)
 
 
-def act_by_mode(policy: Policy, act: _Act, *values: Any) -> PolicyFn | None:
+def act_by_mode(policy: Policy, act: _Act, value: float) -> PolicyFn | None:
     """Gives `act` the wrapped policy's mode to apply; None if it has none."""
     if policy.mode is None:
         return None
-    return functools.partial(act, policy._replace(apply=policy.mode), *values)
+    return functools.partial(act, policy._replace(apply=policy.mode), value)
 
 
 def check_scheduled(
@@ -111,10 +116,15 @@ def derive(key: chex.PRNGKey, num: int) -> tuple[chex.PRNGKey, ...]:
 
 
 def decide(
-    policy: Policy, space: AnySpace, params: Params, obs: Obs, *inputs: Any
+    policy: Policy,
+    space: AnySpace,
+    params: Params,
+    obs: Obs,
+    state: ArrayTree,
+    key: Key,
 ) -> PolicyStep:
     """Applies the wrapped policy, and checks that its action is of the space."""
-    decision = policy.apply(params, obs, *inputs)
+    decision = policy.apply(params, obs, state, key)
     checks.decision("The wrapped `policy.apply`", decision, space, num_lanes(obs))
     return decision
 

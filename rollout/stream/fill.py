@@ -65,8 +65,9 @@ def fill(
     num_faulty = jnp.int32(0)
     if options.on_fault == "drop":
         trajectory, num_faulty = _drop(trajectory)
-    counts = number, num_steps, num_faulty
-    filled = conclude(options, carry, trajectory, episodes, *counts)
+    filled = conclude(
+        options, carry, trajectory, episodes, number, num_steps, num_faulty
+    )
     spread = spread_of(collector.env)
     if spread is None:
         return filled

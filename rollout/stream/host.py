@@ -1,6 +1,5 @@
 """Batches from environments that are not JAX: a loop in Python, then one program."""
 
-import functools
 from typing import Any
 
 import jax
@@ -10,9 +9,12 @@ import numpy as np
 from envs.types import ArrayTree
 from rollout import checks
 from rollout.hosts.collector import HostCollector
+from rollout.hosts.loop import NO_LIMIT
 from rollout.stream.fill import Filled, conclude, numbers, numbers_of_episodes
 from rollout.stream.types import Options, Window
 from rollout.types import Carry
+
+_conclude = jax.jit(conclude, static_argnums=0)
 
 
 def check(options: Options, collector: HostCollector) -> None:
@@ -76,13 +78,8 @@ def fill(
         number = numbers_of_episodes(trajectory.mask.shape)
         num_steps = episodes.num_steps
     num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
-    rows = trajectory, episodes, number, num_steps, num_faulty
-    return _conclude(options, *rows)._replace(carry=carry)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _conclude(options: Options, *rows: Any) -> Filled:
-    return conclude(options, (), *rows)
+    filled = _conclude(options, (), trajectory, episodes, number, num_steps, num_faulty)
+    return filled._replace(carry=carry)
 
 
 def _collect_rows(
@@ -99,15 +96,15 @@ def _collect_rows(
         left = window.num_random - row * num_envs
         return lane < left if left > 0 else None
 
-    limits = {}
+    limit = NO_LIMIT
     if options.max_episode_steps is not None:
-        limits["limit"] = int(checks.max_steps(options.max_episode_steps))
+        limit = int(checks.max_steps(options.max_episode_steps))
     return collector.collect_batch(
         carry,
         params,
         window.num_steps // num_envs,
         capacity=options.steps_per_batch // num_envs,
+        limit=limit,
         random_fn=is_random,
         at_end=options.at_batch_end,
-        **limits,
     )

@@ -13,6 +13,7 @@ from envs import keys
 from envs.types import ArrayTree, spread_of
 from rollout import processes
 from rollout.collector import Collector
+from rollout.hosts.collector import HostCollector
 from rollout.stream.fill import Filled, fill
 from rollout.stream.types import Options, Placement, Window
 from rollout.types import Carry
@@ -29,12 +30,11 @@ class Program(NamedTuple):
 def make(options: Options, collector: Collector, carry: Carry, params: Any) -> Program:
     """Compiles the program of a stream over environments in JAX."""
     window = jax.ShapeDtypeStruct((len(Window._fields),), jnp.int32)
-    args = collector, carry, params, window
     memory: ArrayTree = ()
     if options.recycle:
-        make = functools.partial(fill, options, memory=())
-        memory = jax.eval_shape(make, *args).output
-        memory = _placed(memory, collector)
+        make = functools.partial(fill, options)
+        filled = jax.eval_shape(make, collector, carry, params, window, memory)
+        memory = _placed(filled.output, collector)
     is_jitted = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
     if not is_jitted:  # to debug: operation by operation
         return Program(
@@ -45,7 +45,7 @@ def make(options: Options, collector: Collector, carry: Carry, params: Any) -> P
     program = jax.jit(fill, static_argnums=0, donate_argnums=5, keep_unused=True)
     shardings = jax.tree.map(lambda x: x.sharding, memory)
     blank = jax.jit(lambda: keys.blank(memory, carry.key), out_shardings=shardings)
-    lowered = program.lower(options, *args, memory)
+    lowered = program.lower(options, collector, carry, params, window, memory)
     spread = spread_of(collector.env)
     if spread is not None and spread.mesh.is_multi_process:
         processes.compare("stream", _facts(options, params, lowered.as_text()))
@@ -88,14 +88,18 @@ def kinds_of(params: Any) -> list[Any]:
 def run(
     program: Program,
     options: Options,
-    args: tuple[Any, ...],
+    collector: Collector | HostCollector,
+    carry: Carry,
+    params: Any,
+    window: np.ndarray,
     memory: ArrayTree | None,
 ) -> Filled:
     """Collects a batch and waits for it; fields that Python reads are on the host."""
     # An interrupt, or the user, may have left the memory deleted.
     if memory is None or any(x.is_deleted() for x in jax.tree.leaves(memory)):
         memory = program.blank()
-    filled = jax.block_until_ready(program.fill(*args, memory))
+    filled = program.fill(collector, carry, params, window, memory)
+    filled = jax.block_until_ready(filled)
     for x in jax.tree.leaves(memory):
         if not x.is_deleted():  # somebody has a view of it, which stays as it is
             x.delete()

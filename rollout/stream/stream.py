@@ -352,8 +352,9 @@ class Stream(Generic[ParamsT]):
             next_params = self._own(state["next_params"]), next_version
         carry = _copy(state["carry"])
         if isinstance(self._collector, HostCollector):
-            saved, pickles = state["saved_envs"], {"allow_pickle": allow_pickle}
-            carry = self._collector.restore(carry, saved, **pickles)
+            carry = self._collector.restore(
+                carry, state["saved_envs"], allow_pickle=allow_pickle
+            )
         else:
             carry = _put_like(carry, self._at.carry)
         at = Position(
@@ -405,9 +406,16 @@ class Stream(Generic[ParamsT]):
             first_lane=at.first_lane,
             num_random=self._num_random(at, num_steps),
         )
-        args = self._collector, at.carry, params[0], np.array(window, np.int32)
-        program = self._compile(params)
-        make = functools.partial(programs.run, program, options, args, memory)
+        make = functools.partial(
+            programs.run,
+            self._compile(params),
+            options,
+            self._collector,
+            at.carry,
+            params[0],
+            np.array(window, np.int32),
+            memory,
+        )
         return at._replace(job=Job(make), params=params)
 
     def _hand_over(self, job: Job) -> tuple[StreamBatch, Position]:
