@@ -1,9 +1,9 @@
-"""Streams: batches for a training loop that is driven by Python.
+"""`Stream`: batches for a training loop in Python.
 
-`stream` is the loop; `fill` the one program that makes a batch, `program` compiles and
-calls it, and `worker` is the thread in which it runs; `host` collects batches from
-environments that are not JAX. `types` has the containers, `options` the checks, `stats`
-the counts over all batches, `progress` the bar.
+`stream` is the loop; `fill` makes a batch, and `host` makes one from environments that
+are not JAX; `program` compiles and calls it; `worker` is the thread in which it runs;
+`stats` accumulates statistics; `types` has the containers, `options` their checks, and
+`progress` the bar.
 """
 
 from rollout.stream.stats import StreamStats

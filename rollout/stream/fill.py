@@ -1,9 +1,9 @@
-"""The program of a stream: all of a batch, its rows, its statistics and its faults.
+"""Makes a batch of a stream: steps the lanes, sums up episodes, and finds faults.
 
-One program makes every batch: how many steps it has, which lane begins and how many of
-its steps are random are numbers that it reads. `memory`, an earlier `output` that
-nobody needs any more, is donated: XLA writes the batch there rather than to fresh
-memory, which is slow to touch for the first time.
+One program makes every batch: the number of steps, the first lane and the number of
+random steps are inputs. `memory`, an earlier `output` that is no longer needed, is
+donated: XLA writes the batch there rather than to fresh memory, which is slow to touch
+for the first time.
 """
 
 from typing import Any, NamedTuple
@@ -30,12 +30,12 @@ class Filled(NamedTuple):
     """A batch as the program returns it."""
 
     carry: Carry  # after the batch
-    output: ArrayTree  # the trajectory, or what `postprocess` made of it
+    output: ArrayTree  # the trajectory, or the result of `postprocess`
     episodes: Episodes | None
     stats: CollectStats
-    counted: jax.Array  # what `stats.add` takes
-    recent: jax.Array  # what `stats.slide` takes
-    # Fields that are looked at, to the first step that is not finite, or `NO_FAULT`.
+    counted: jax.Array  # for `stats.add`
+    recent: jax.Array  # for `stats.slide`
+    # For each checked field, the first step that is not finite, or `NO_FAULT`.
     faults: dict[str, jax.Array]  # () int32
 
 
@@ -71,7 +71,7 @@ def fill(
     spread = spread_of(collector.env)
     if spread is None:
         return filled
-    # So that it may be memory for another batch.
+    # Placed as `memory` is, so that a later batch can be written there.
     output = spread.place(filled.output, collector.env.num_envs, lane_axis=1)
     return filled._replace(output=output)
 
@@ -85,7 +85,7 @@ def conclude(
     num_steps: jax.Array,
     num_faulty: jax.Array,
 ) -> Filled:
-    """Finishes the rows of a batch; `number`, `[T, B]` int32, is the number of each."""
+    """Finishes a batch; `number`, `[T, B]` int32, has the number of each step."""
     faults = {}
     if options.check_finite and options.on_fault != "drop":
         faults = {
@@ -112,13 +112,13 @@ def _fill_rows(
     window: Window,
     memory: ArrayTree,
 ) -> tuple[Carry, Transition]:
-    """Takes the steps of a batch; rows without a step stay zero."""
+    """Takes the steps of a batch; masked-out rows are zero."""
     setup, env = kernel.setup_of(collector), collector.env
     num_envs = env.num_envs
     shape = -(-options.steps_per_batch // num_envs), num_envs
     number = numbers(shape, window)
     counts = (options.steps_per_batch, options.total_steps or 0)
-    idle = any(count % num_envs for count in counts)  # some lanes, in the last row
+    idle = any(count % num_envs for count in counts)  # lanes stand still in a last row
     limit = None
     if options.max_episode_steps is not None:
         limit = checks.max_steps(options.max_episode_steps)
@@ -127,7 +127,7 @@ def _fill_rows(
 
     roots = kernel.roots_of(env, carry)
     policy_keys = kernel.policy_keys(roots, carry, shape[0])
-    # jax's checker of key reuse refuses a loop that draws from keys made outside.
+    # As words: jax's key reuse checker raises if a loop draws from keys made outside.
     policy_words = keys.words(policy_keys)
 
     def step(state: tuple, go: jax.Array) -> tuple:
@@ -180,9 +180,9 @@ def _fill_rows(
 
 
 def _reuse(memory: Transition, flags: jax.Array, stop: jax.Array) -> ArrayTree:
-    """The words of an earlier batch to write over, zero from row `stop` on.
+    """Returns the words of an earlier batch, zero from row `stop` on.
 
-    What is written over needs no zeros first.
+    The rows before it are all written over.
     """
     words = keys.words((kernel.pack(memory)[0], flags))
     zero = jax.tree.map(lambda x: jnp.zeros_like(x[0]), words)
@@ -200,7 +200,7 @@ def numbers(shape: tuple[int, ...], window: Window) -> jax.Array:
 
 
 def numbers_of_episodes(shape: tuple[int, ...]) -> jax.Array:
-    """The same where each column is an episode; `[L, N]` int32."""
+    """Numbers the steps of a batch with one episode per column; `[L, N]` int32."""
     return jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
 
 
@@ -217,7 +217,7 @@ def _read(rows: ArrayTree, row: jax.Array) -> ArrayTree:
 
 
 def _restart_all(collector: Collector, carry: Carry) -> Carry:
-    """Starts a new episode in every lane that is within one."""
+    """Starts a new episode in every lane that is inside one."""
     over, env = carry.episode.episode_length > 0, collector.env
     start = kernel.next_episodes(env, carry, kernel.roots_of(env, carry))
     return kernel.restart(kernel.setup_of(collector), carry, over, start)
@@ -243,10 +243,10 @@ def _truncate(
 
 
 def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:
-    """Voids the episodes that were given up; the trajectory, and how many there are.
+    """Masks out faulty episodes; returns the trajectory, and the number of them.
 
-    Such an episode ends at the row that is not finite, so the rows of it that are in
-    the batch are those before, of the same id.
+    A faulty episode ends at the row that is not finite, so its rows in the batch are
+    that row and those before with the same id.
     """
     faulty = finite.is_faulty(trajectory) & trajectory.mask
 

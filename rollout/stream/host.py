@@ -1,4 +1,4 @@
-"""Batches from environments that are not JAX: a loop in Python, then one program."""
+"""Makes a batch of a stream from environments that are not JAX, by a loop in Python."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ _conclude = jax.jit(conclude, static_argnums=0)
 
 
 def check(options: Options, collector: HostCollector) -> None:
-    """Raises for options that host environments do not support.
+    """Checks that host environments support the options.
 
     Raises:
-        ValueError: if there is one.
+        ValueError: if they do not.
     """
     if hasattr(collector, "num_ready"):
         raise ValueError(
@@ -33,12 +33,12 @@ def check(options: Options, collector: HostCollector) -> None:
         if (getattr(options, name) or 0) % num_envs:
             raise ValueError(
                 f"`{name}` must be a multiple of num_envs={num_envs}, for environments "
-                f"in Python step all together, got {getattr(options, name)}."
+                f"in Python all step together, got {getattr(options, name)}."
             )
     if options.on_fault == "drop":
         raise ValueError(
-            '`on_fault="drop"` is for environments in JAX; '
-            '`HostCollector(on_fault="restart")` gives episodes up.'
+            '`on_fault="drop"` is for environments in JAX; for others use '
+            '`HostCollector(on_fault="restart")`.'
         )
     if options.mask_fn is not None:
         raise ValueError(
@@ -70,7 +70,7 @@ def fill(
         num_steps = jnp.int32(these.num_steps)
     else:
         carry, trajectory, episodes = collector.collect_padded_episodes(
-            collector.resumed(carry),  # a batch that was cut short begins anew
+            collector.resumed(carry),  # an interrupted batch begins anew
             params,
             options.episodes_per_batch,
             max_length=options.max_episode_steps,

@@ -4,11 +4,12 @@ from typing import Any
 
 import jax
 
+from envs.checks import INT32_MAX
 from rollout import checks
 from rollout.stream.types import Options
 
 _BATCH_COUNTS = ("steps_per_batch", "episodes_per_batch")
-_RUN_COUNTS = ("total_steps", "max_episode_steps", "warmup_steps")  # without a limit
+_RUN_COUNTS = ("total_steps", "max_episode_steps", "warmup_steps")  # of any size
 _FLAGS = ("recycle", "check_finite")
 _CHOICES = {
     "at_batch_end": ("continue", "reset", "truncate"),
@@ -21,14 +22,14 @@ def check(options: Options) -> Options:
     """Checks the options of a stream; returns them, counts as Python ints.
 
     Raises:
-        ValueError: if there is one.
+        ValueError: if an option is wrong, or clashes with another.
     """
     counts = {}
     for name in (*_BATCH_COUNTS, *_RUN_COUNTS):
         if (value := getattr(options, name)) is not None:
-            bounds = {"most": None} if name in _RUN_COUNTS else {}
             least = 0 if name == "warmup_steps" else 1
-            counts[name] = checks.count(name, value, least=least, **bounds)
+            most = None if name in _RUN_COUNTS else INT32_MAX
+            counts[name] = checks.count(name, value, least=least, most=most)
     window = options.window_episodes
     counts["window_episodes"] = checks.count("window_episodes", window, least=0)
     for name in _FLAGS:
@@ -37,7 +38,7 @@ def check(options: Options) -> Options:
         if getattr(options, name) is not None:
             checks.function(name, getattr(options, name))
     if options.mask_fn is not None and not options.warmup_steps:
-        raise ValueError("`mask_fn` is for `warmup_steps`, got none of them.")
+        raise ValueError("`mask_fn` needs `warmup_steps` of at least 1, got 0.")
     for name, choices in _CHOICES.items():
         value = getattr(options, name)
         if isinstance(value, bool) or value not in choices:
@@ -59,10 +60,10 @@ def check(options: Options) -> Options:
 
 
 def check_processes(options: Options) -> None:
-    """Raises for options that lanes in several processes do not support.
+    """Checks that lanes in several processes support the options.
 
     Raises:
-        ValueError: if there is such an option.
+        ValueError: if they do not.
     """
     if options.prefetch:
         raise ValueError(
@@ -71,22 +72,22 @@ def check_processes(options: Options) -> None:
         )
     if options.placement == "host":
         raise ValueError(
-            '`placement` must not be "host" with lanes in several processes: no one '
-            "has all of them."
+            '`placement` must not be "host" with lanes in several processes: none has '
+            "all of them."
         )
 
 
 def _check_episodes(options: Options) -> None:
     if options.max_episode_steps is None:
         raise ValueError("`episodes_per_batch` needs `max_episode_steps`, got None.")
-    # Steps of whole episodes do not come out even.
+    # Whole episodes do not add up to a given number of steps.
     for name in ("total_steps", "warmup_steps"):
         if value := getattr(options, name):
             what = f"`{name}` must not be given with `episodes_per_batch`"
             raise ValueError(f"{what}, got {value!r}.")
     if options.on_fault == "drop":
         raise ValueError(
-            '`on_fault="drop"` must not be given with `episodes_per_batch`: there the '
+            '`on_fault="drop"` must not be given with `episodes_per_batch`, whose '
             "number of episodes is exact."
         )
 
@@ -101,6 +102,6 @@ def _check_placement(options: Options) -> None:
         )
     if options.recycle and placement != "device":
         raise ValueError(
-            '`recycle=True` needs `placement="device"`, got '
-            f"{placement!r}: a copy elsewhere is not the memory to hand back."
+            '`recycle=True` needs `placement="device"`, since the memory of a copy '
+            f"elsewhere cannot be reused, got {placement!r}."
         )

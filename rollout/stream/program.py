@@ -1,4 +1,4 @@
-"""The program of a stream, compiled once, and the call that makes a batch with it."""
+"""Compiles the program of a stream once, and calls it for every batch."""
 
 import functools
 import zlib
@@ -20,10 +20,10 @@ from rollout.types import Carry
 
 
 class Program(NamedTuple):
-    """Program of a batch, compiled ahead of time: jax's settings are per thread."""
+    """The program of a batch, compiled ahead: jax's settings are per thread."""
 
     fill: Callable[..., Filled]
-    blank: Callable[[], ArrayTree]  # memory to write to where there is none
+    blank: Callable[[], ArrayTree]  # makes memory where there is none to reuse
     kinds: list[Any]  # of the parameters, see `kinds_of`
 
 
@@ -36,7 +36,7 @@ def make(options: Options, collector: Collector, carry: Carry, params: Any) -> P
         filled = jax.eval_shape(make, collector, carry, params, window, memory)
         memory = _placed(filled.output, collector)
     is_jitted = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-    if not is_jitted:  # to debug: operation by operation
+    if not is_jitted:  # for debugging, operation by operation
         return Program(
             fill=functools.partial(fill, options),
             blank=lambda: keys.blank(memory, carry.key),
@@ -57,7 +57,7 @@ def make(options: Options, collector: Collector, carry: Carry, params: Any) -> P
 
 
 def _facts(options: Options, params: Any, text: str) -> dict[str, object]:
-    """Facts that distinguish streams and are the same in every process."""
+    """Describes the stream for the comparison between processes."""
     return {
         "options": options._replace(
             postprocess=options.postprocess is not None,
@@ -69,7 +69,7 @@ def _facts(options: Options, params: Any, text: str) -> dict[str, object]:
 
 
 def _placed(memory: ArrayTree, collector: Collector) -> ArrayTree:
-    """Says of the shapes of a batch where it lies, if lanes are spread over devices."""
+    """Adds the shardings to the shapes of a batch, if its lanes are sharded."""
     spread, num_envs = spread_of(collector.env), collector.env.num_envs
     if spread is None:
         return memory
@@ -81,7 +81,7 @@ def _placed(memory: ArrayTree, collector: Collector) -> ArrayTree:
 
 
 def kinds_of(params: Any) -> list[Any]:
-    """The kinds of parameters a program depends on: shapes, and placement."""
+    """Lists the types and shardings of parameters, on which a program depends."""
     return [(jax.typeof(x), x.sharding) for x in jax.tree.leaves(params)]
 
 
@@ -94,14 +94,14 @@ def run(
     window: np.ndarray,
     memory: ArrayTree | None,
 ) -> Filled:
-    """Collects a batch and waits for it; fields that Python reads are on the host."""
-    # An interrupt, or the user, may have left the memory deleted.
+    """Makes a batch and waits for it; fields that Python reads are on the host."""
+    # An interrupt or the user may have deleted the memory.
     if memory is None or any(x.is_deleted() for x in jax.tree.leaves(memory)):
         memory = program.blank()
     filled = program.fill(collector, carry, params, window, memory)
     filled = jax.block_until_ready(filled)
     for x in jax.tree.leaves(memory):
-        if not x.is_deleted():  # somebody has a view of it, which stays as it is
+        if not x.is_deleted():  # a view prevented the donation, and stays valid
             x.delete()
     read = {name: getattr(filled, name) for name in ("counted", "recent", "faults")}
     output = _place(filled.output, options.placement)
@@ -109,17 +109,17 @@ def run(
 
 
 def _place(tree: ArrayTree, placement: Placement) -> ArrayTree:
-    """Puts a batch where it lands; elsewhere than on the device it is a copy."""
+    """Moves a batch to its placement; anywhere but on the device it is a copy."""
     if isinstance(placement, jax.sharding.Sharding):
-        # The rows are soon written to again, and `device_put` may hand out their own
-        # memory, also with `may_alias=False`: where it replicates, on their device.
+        # Copied, for the memory is soon written to again, and `device_put` may alias
+        # it, even with `may_alias=False`: where it replicates, on the same device.
         copied = jax.tree.map(jnp.copy, tree)
         return jax.block_until_ready(jax.device_put(copied, placement))
     return jax.tree.map(_to_host, tree) if placement == "host" else tree
 
 
 def _to_host(x: jax.Array) -> np.ndarray | jax.Array:
-    # Typed keys have no form in host memory.
+    # NumPy has no typed keys.
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jnp.copy(x)
-    return np.array(x)  # a copy: a view would be overwritten with the next batch
+    return np.array(x)  # a copy: the next batch would overwrite a view

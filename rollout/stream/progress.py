@@ -10,19 +10,20 @@ class Bar:
         self._total, self._bar = total, None
 
     def show(self, done: int, stats: StreamStats) -> None:
-        """Shows that `done` steps are collected, and what the stream counted."""
+        """Shows the number of steps that are done, and the stream's statistics."""
         if self._bar is None:
             from tqdm import tqdm  # takes long to import
 
-            options = {"unit": "step", "unit_scale": True, "dynamic_ncols": True}
-            self._bar = tqdm(total=self._total, **options)
+            self._bar = tqdm(
+                total=self._total, unit="step", unit_scale=True, dynamic_ncols=True
+            )
         episodes, mean = stats.collect_episodes, stats.return_mean
         text = f"{episodes:,} episodes, mean return {mean:.4g}"
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
-        """Leaves the cursor on a line of its own."""
+        """Ends the bar and its line."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

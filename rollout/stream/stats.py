@@ -1,4 +1,4 @@
-"""Counts of a stream over its batches."""
+"""`StreamStats`: statistics of a stream, accumulated over its batches."""
 
 from typing import Any, NamedTuple
 
@@ -17,20 +17,20 @@ class StreamStats(NamedTuple):
 
     Attributes:
         collect_batches: batches handed over.
-        collect_steps: environment steps over all lanes, those of dropped episodes too.
+        collect_steps: environment steps over all lanes, also those of dropped episodes.
         collect_episodes: episodes that ended.
-        collect_seconds: time in which steps were taken, compiling not counted; with
-            `prefetch=1` it passes while your own code runs.
+        collect_seconds: time spent collecting, without compilation; with `prefetch=1`
+            it passes while your own code runs.
         steps_per_second: `collect_steps / collect_seconds`; NaN before the first batch.
         return_mean: mean undiscounted return of these episodes, NaN if there are none.
         length_mean: mean length of these episodes in steps, NaN if there are none.
         faulty_episodes: episodes that `on_fault="drop"` dropped.
-        accumulated: the mean over these episodes of each figure in
+        accumulated: the mean over these episodes of each value in
             `CollectStats.accumulated`, by name.
-        window_episodes: how many of the last episodes the two below are of, at most the
+        window_episodes: number of last episodes in the two means below, at most the
             option `window_episodes`; None without it.
         window_return_mean: mean return of these, NaN if there are none.
-        window_length_mean: mean length of these in steps, likewise.
+        window_length_mean: mean length of these in steps, NaN if there are none.
     """
 
     collect_batches: int
@@ -48,9 +48,9 @@ class StreamStats(NamedTuple):
 
 
 def pack(stats: CollectStats, num_faulty: jax.Array, num_steps: jax.Array) -> jax.Array:
-    """Puts what `add` takes of a batch into one array, `[5 + K]` int32, read at once.
+    """Packs the counts of a batch for `add` into one array, `[5 + K]` int32.
 
-    K figures are accumulated per episode.
+    One array is one copy to the host. K values are accumulated per episode.
     """
     moments = stats.returns, stats.lengths, *stats.accumulated.values()
     sums = jnp.stack([x.total for x in moments]).astype(jnp.float32)
@@ -59,9 +59,9 @@ def pack(stats: CollectStats, num_faulty: jax.Array, num_steps: jax.Array) -> ja
 
 
 def newest(data: Transition | Episodes, size: int) -> jax.Array:
-    """The last episodes that ended, `[size, 2]` float32: returns and lengths.
+    """Returns the last episodes that ended, `[size, 2]` float32: returns and lengths.
 
-    In the order in which they ended, or started if whole; zero before the first.
+    In the order in which they ended, or started in `Episodes`; zero before the first.
     """
     if isinstance(data, Episodes):
         ended, mask = data, jnp.ones(data.terminated.shape, bool)
@@ -69,24 +69,24 @@ def newest(data: Transition | Episodes, size: int) -> jax.Array:
         ended = finished(data)
         mask = ended.mask
     number = jnp.cumsum(mask[::-1])[::-1]  # 1 for the last
-    row = jnp.where(mask & (number <= size), size - number, size)
-    figures = (ended.episode_return, ended.episode_length.astype(jnp.float32))
+    place = jnp.where(mask & (number <= size), size - number, size)
+    values = (ended.episode_return, ended.episode_length.astype(jnp.float32))
     blank = jnp.zeros((size, 2), jnp.float32)
-    return blank.at[row].set(jnp.stack(figures, axis=1), mode="drop")
+    return blank.at[place].set(jnp.stack(values, axis=1), mode="drop")
 
 
 def slide(recent: np.ndarray, newest: np.ndarray) -> np.ndarray:
-    """Moves the window on by the episodes of a batch; a new array."""
+    """Moves the window on by the episodes of a batch; returns a new array."""
     return np.concatenate((recent, newest[newest[:, 1] > 0]))[-len(recent) :]
 
 
 def zero(names: tuple[str, ...]) -> np.ndarray:
-    """Nothing counted: `[7 + K]` float64, batches, steps, s, episodes, faulty, ..."""
+    """Returns zero totals, `[7 + K]` float64, as `add` sums them up."""
     return np.zeros(7 + len(names))
 
 
 def add(totals: np.ndarray, counted: np.ndarray, seconds: float) -> np.ndarray:
-    """Adds a batch to what was counted; a new array."""
+    """Adds a batch to the totals; returns a new array."""
     num_steps, num_episodes, num_faulty = counted[:3]
     sums = counted[3:].view(np.float32).astype(np.float64)
     batch = np.array([1, num_steps, seconds, num_episodes, num_faulty, *sums])
@@ -94,7 +94,7 @@ def add(totals: np.ndarray, counted: np.ndarray, seconds: float) -> np.ndarray:
 
 
 def names_of(accumulated: ArrayTree, num_envs: int) -> tuple[str, ...]:
-    """The names of the figures that are one number per episode, in order."""
+    """Returns the names of the values that are one number per episode, in order."""
     return tuple(
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, leaf in jax.tree.leaves_with_path(accumulated)
@@ -103,15 +103,18 @@ def names_of(accumulated: ArrayTree, num_envs: int) -> tuple[str, ...]:
 
 
 def read(totals: np.ndarray, recent: np.ndarray, names: tuple[str, ...]) -> StreamStats:
-    """Reads what was counted."""
+    """Computes the statistics from the totals and the window."""
     batches, steps, seconds, episodes, faulty, *sums = totals.tolist()
     window: dict[str, Any] = {}
     if len(recent):
         last = recent[recent[:, 1] > 0].astype(np.float64)
-        means = last.mean(axis=0) if len(last) else np.full(2, np.nan)
-        window = {"window_episodes": len(last), "window_return_mean": float(means[0])}
-        window |= {"window_length_mean": float(means[1])}
-    returns, lengths, *own = (x / episodes if episodes else np.nan for x in sums)
+        of_window = last.mean(axis=0) if len(last) else np.full(2, np.nan)
+        window = {
+            "window_episodes": len(last),
+            "window_return_mean": float(of_window[0]),
+            "window_length_mean": float(of_window[1]),
+        }
+    returns, lengths, *means = (x / episodes if episodes else np.nan for x in sums)
     return StreamStats(
         collect_batches=int(batches),
         collect_steps=int(steps),
@@ -121,6 +124,6 @@ def read(totals: np.ndarray, recent: np.ndarray, names: tuple[str, ...]) -> Stre
         return_mean=returns,
         length_mean=lengths,
         faulty_episodes=int(faulty),
-        accumulated=dict(zip(names, own, strict=True)),
+        accumulated=dict(zip(names, means, strict=True)),
         **window,
     )

@@ -1,4 +1,4 @@
-"""The streaming collector: batches for a training loop that is driven by Python."""
+"""`Stream`: yields batches to a training loop in Python."""
 
 import functools
 import threading
@@ -28,11 +28,11 @@ from rollout.stream.worker import Job, Worker
 from rollout.types import ParamsT, Transition
 
 _MOMENT = 1e-5  # s
-_NEWEST = -1  # version of parameters: those that are set when the batch is begun
+_NEWEST = -1  # version of parameters: those that are set when the batch begins
 
 
 class Stream(Generic[ParamsT]):
-    """Yields batches of exactly so many environment steps, one after the other.
+    """Yields batches with an exact number of environment steps, one after the other.
 
         with Stream(collector, key=key, params=params, steps_per_batch=4096,
                     total_steps=1_000_000) as stream:
@@ -40,67 +40,67 @@ class Stream(Generic[ParamsT]):
                 params = update(params, batch.trajectory)
                 stream.set_params(params)
 
-    A batch is `[T, B, ...]` with T = ceil(steps_per_batch / num_envs) rows. Where
+    A batch is `[T, B, ...]` with T = ceil(steps_per_batch / num_envs) rows. If
     `steps_per_batch` is a multiple of `num_envs`, the batches are bit for bit the rows
-    of `Collector.collect_steps` (apart from what the options below change). Otherwise
-    some lanes stand still in the last row, whose `mask` is then False: they keep their
-    state, and are the first to step in the next batch. So a step is collected once, and
-    the masks add up to `total_steps` exactly. A multiple of `num_envs` is a little
-    faster, since no lane has to be kept as it is.
+    of `Collector.collect_steps` (unless an option below changes them). Otherwise some
+    lanes stand still in the last row, with a `mask` of False there: they keep their
+    state, and step first in the next batch. So every step is collected once, and the
+    masks add up to `total_steps` exactly. A multiple of `num_envs` is a little faster,
+    since no lane stands still.
 
-    Episodes go on from batch to batch, and an `episode_id` is never used again. Each
-    batch is one compiled program, which runs in a thread of its own: Ctrl-C raises in
-    `next` at once, the batch goes on being made, and the next call hands it over.
+    Episodes continue from batch to batch, and an `episode_id` is never used again. One
+    compiled program makes each batch, in a thread of its own: Ctrl-C raises in `next`
+    at once, the thread finishes the batch, and the next call hands it over.
 
     Args:
         collector: policy and environments.
-        key: one typed key; it decides all that is random.
+        key: one typed key; everything random derives from it.
         params: whatever the policy takes as its parameters. With `prefetch` they are
             copied, so that an update may donate them.
         steps_per_batch: environment steps of a batch over all lanes, at least 1.
-        episodes_per_batch: N, whole episodes of a batch, instead of steps: those of
-            `Collector.collect_padded_episodes`, `[L, N, ...]` with L =
-            `max_episode_steps`, which must be given. Endless. Every batch begins with
-            new episodes and leaves none under way. `total_steps`, `warmup_steps` (there
-            is `random_warmup`) and `on_fault="drop"` do not go with it.
+        episodes_per_batch: N, whole episodes per batch instead of steps, as those of
+            `Collector.collect_padded_episodes`: `[L, N, ...]` with L =
+            `max_episode_steps`, which must be given. The stream is endless; every batch
+            begins with new episodes and leaves none under way. Not together with
+            `total_steps`, `warmup_steps` (use `random_warmup`) or `on_fault="drop"`.
         total_steps: steps after which the stream ends, None for an endless one. The
-            last batch has what is left.
-        warmup_steps: exactly so many steps, the first ones, take actions drawn
-            uniformly, also in the middle of a batch. Within a row lanes count in the
-            order in which they step. The policy is applied there too, and the extras
-            are its own, of the action that it would have taken.
+            last batch has the steps that are left.
+        warmup_steps: number of steps, from the first on, with actions drawn uniformly;
+            exact, also in the middle of a batch. Within a row lanes count in the order
+            in which they step. The policy is applied in these steps too, and the extras
+            are those of the action that it would have taken.
         mask_fn: for the warm-up, observations to a mask of allowed actions, as
-            `random_warmup` takes it; all are allowed without it.
-        max_episode_steps: steps after which an episode is truncated, counted over
+            `random_warmup` takes it; without it all are allowed.
+        max_episode_steps: steps after which an episode is truncated, counted across
             batches. If the environment ends it at that very step, both flags are set.
         at_batch_end: `"continue"`: episodes go on in the next batch. `"reset"`: every
-            batch starts with new episodes, and what was under way is given up without a
-            mark. `"truncate"`: likewise, but the last step of every episode under way
-            is marked as `truncated`; its `next_obs` is the true successor. A
-            `record_fn` and `info` do not see the mark.
-        postprocess: `Transition`, `[T, B, ...]`, to any pytree of arrays, pure; it is
-            compiled into the collection, and a field that it does not read is not
-            stored.
+            batch starts new episodes, and those under way are given up without a mark.
+            `"truncate"`: the same, but the last step of every episode under way is
+            marked as `truncated`; its `next_obs` is the true successor. A `record_fn`
+            and `info` do not see the mark.
+        postprocess: pure function from the `Transition`, `[T, B, ...]`, to any pytree
+            of arrays. It is compiled into the program, and fields that it does not read
+            are not stored.
         placement: where the trajectory lands: "device", "host" (NumPy arrays, copied;
-            not where lanes are spread over several processes), or a
-            `jax.sharding.Sharding` of `[T, B, ...]`. The statistics stay.
+            not where lanes are sharded over several processes), or a
+            `jax.sharding.Sharding` of `[T, B, ...]`. The statistics are not moved.
         prefetch: 1 begins the next batch before this one is handed over, with the
-            parameters of then, so `params_version` lags by one; 0 begins it when it is
-            asked for: strictly on-policy, and the choice where lanes are spread over
+            parameters of that moment, so `params_version` lags by one; 0 begins it in
+            `next`: strictly on-policy, and required where lanes are sharded over
             several processes.
         recycle: writes each batch to the memory of an earlier one, whose arrays are
-            deleted when the next batch is asked for: reading them raises. Keep what
-            you need by copying; a NumPy view of an array stays as it is, and costs
-            the reuse. It pays for large batches, such as images: fresh memory is slow
-            to touch for the first time.
-        check_finite: raises `FloatingPointError` where something recorded is not finite
-            (see `rollout.finite`). The stream then stands where it stood before that
-            batch.
-        on_fault: "raise", or "drop": the episode ends there, what of it is in this
-            batch is masked and zero, the lane is reset, and the stream goes on. The
-            masks then add up to less than `steps`, and `stats.faulty_episodes` counts.
-        window_episodes: K, episodes that `stats.window_return_mean` is of, the last
-            ones of all batches; 0 for none.
+            deleted by the next call of `next`: reading them raises. Copy the values
+            that you keep; a NumPy view of an array stays valid, but prevents the
+            reuse. It pays for large batches, such as images: fresh memory is slow to
+            touch for the first time.
+        check_finite: raises `FloatingPointError` if a recorded value is not finite (see
+            `rollout.finite`). The stream then stands where it stood before that batch.
+        on_fault: "raise", or "drop": the episode ends there, its rows in this batch are
+            masked out and zero, the lane is reset, and the stream goes on. The masks
+            then add up to less than `steps`, and `stats.faulty_episodes` counts the
+            episodes.
+        window_episodes: K, the number of last episodes, over all batches, that
+            `stats.window_return_mean` averages; 0 for none.
         progress: shows a bar on stderr, with steps per second, episodes and their mean
             return.
 
@@ -162,15 +162,15 @@ class Stream(Generic[ParamsT]):
         self._worker = Worker()
         carry = collector.init(key)
         accumulated = carry.episode.accumulated
-        self._figures = stats.names_of(accumulated, collector.env.num_envs)
+        self._names = stats.names_of(accumulated, collector.env.num_envs)
         self._at = Position(
             carry=carry,
-            totals=stats.zero(self._figures),
+            totals=stats.zero(self._names),
             recent=np.zeros((self._options.window_episodes, 2), np.float32),
         )
         self._params = self._own(params), 0
         self._program: programs.Program | None = None
-        self._checked: int | None = None  # the version of parameters it is known to fit
+        self._checked: int | None = None  # version of parameters that it fits
         self._must_stop = False
         self._inside: dict[str, int] = {}  # the thread that is in `next`
         self._setting = threading.Lock()
@@ -186,7 +186,7 @@ class Stream(Generic[ParamsT]):
         self.close()
 
     def __iter__(self) -> Iterator[StreamBatch]:
-        """The stream itself: it yields the batches that are left."""
+        """Returns the stream itself, which yields the batches that are left."""
         return self
 
     def __next__(self) -> StreamBatch:
@@ -195,15 +195,15 @@ class Stream(Generic[ParamsT]):
         Raises:
             StopIteration: after the last batch, and once after a `stop`.
             FloatingPointError: with `check_finite`.
-            RuntimeError: if the stream is closed, or another thread is in here.
+            RuntimeError: if the stream is closed, or another thread is in `next`.
         """
         me = threading.get_ident()
         if self._inside.setdefault("next", me) != me:  # atomic
             raise RuntimeError(
                 "`next` must be called by one thread at a time, got a second one."
             )
-        # Ctrl-C may come before any line. `_at` alone says where the stream stands, so
-        # until the last line nothing has happened that the next call does not repeat.
+        # Ctrl-C may come before any line. `_at` alone says where the stream stands, and
+        # only the last line moves it: until then the next call repeats everything.
         try:
             if (job := self._begin()) is None:
                 raise StopIteration
@@ -212,9 +212,7 @@ class Stream(Generic[ParamsT]):
             if self._options.prefetch and not self._must_stop:
                 at = self._run_ahead(job, at)
             if self._bar is not None:
-                self._bar.show(
-                    at.steps, stats.read(at.totals, at.recent, self._figures)
-                )
+                self._bar.show(at.steps, stats.read(at.totals, at.recent, self._names))
         except BaseException:
             self._inside.clear()
             self._close_bar()
@@ -223,7 +221,7 @@ class Stream(Generic[ParamsT]):
         self._at = at; return batch  # fmt: skip  # noqa: E702 (nothing in between)
 
     def __len__(self) -> int:
-        """The number of batches of the whole run, if nobody stops it."""
+        """Returns the number of batches of the whole run, `stop` not counted."""
         options = self._options
         if options.total_steps is None:
             raise TypeError("A stream without `total_steps` has no length.")
@@ -242,28 +240,26 @@ class Stream(Generic[ParamsT]):
     @property
     def stats(self) -> stats.StreamStats:
         """Statistics of the batches handed over since `reset_stats`."""
-        return stats.read(self._at.totals, self._at.recent, self._figures)
+        return stats.read(self._at.totals, self._at.recent, self._names)
 
     def reset_stats(self) -> None:
-        """Starts to count anew; ids, steps and the warm-up go on."""
+        """Resets the statistics; ids, steps and the warm-up go on."""
         recent = np.zeros_like(self._at.recent)
-        totals = stats.zero(self._figures)
+        totals = stats.zero(self._names)
         self._at = self._at._replace(totals=totals, recent=recent)
 
     def compile(self) -> None:
-        """Compiles ahead of the first batch, which otherwise does it."""
+        """Compiles the program, which otherwise the first batch does."""
         self._compile(self._at.params or self._params)
 
     def set_params(self, params: ParamsT) -> None:
-        """Sets the parameters for the batches that are not under way yet.
-
-        From any thread.
+        """Sets the parameters for the batches that have not begun, from any thread.
 
         Args:
             params: of the structure, shapes and dtypes of those before.
 
         Raises:
-            ValueError: if they are of another kind.
+            ValueError: if structure, a shape or a dtype differs.
         """
         new, what = self._own(params), "`params` must keep structure, shapes and dtypes"
         with self._setting:
@@ -274,8 +270,7 @@ class Stream(Generic[ParamsT]):
     def stop(self) -> None:
         """Ends the iteration after the batch under way, which is handed over.
 
-        From any thread, or from a signal handler. A loop, or `next`, may go on
-        afterwards.
+        Any thread or signal handler may call it. Iteration may continue afterwards.
         """
         self._must_stop = True
 
@@ -285,17 +280,17 @@ class Stream(Generic[ParamsT]):
         self._worker.close()
 
     def state(self, *, allow_pickle: bool = False) -> dict[str, Any]:
-        """All that the stream needs to go on, as a pytree of arrays.
+        """Returns the state from which `restore` goes on, as a pytree of arrays.
 
         It is the state after the last batch that was handed over, also while another
-        one is under way, and parameters are part of it. `checkpoint.save` takes it.
+        one is under way, and contains the parameters. `checkpoint.save` writes it.
 
-        Of environments that are not JAX it has the state if no other batch is under
+        The state of environments that are not JAX is in it if no other batch is under
         way and if they have `save_state`, or may be pickled.
 
         Args:
-            allow_pickle: whether environments that are not JAX and have no `save_state`
-                are pickled. To go on from that, `restore` must be allowed it, too.
+            allow_pickle: whether to pickle environments that are not JAX and have no
+                `save_state`. `restore` must then allow it, too.
         """
         at, (params, version) = self._at, self._params
         next_params, next_version = at.params or (params, _NEWEST)
@@ -322,16 +317,16 @@ class Stream(Generic[ParamsT]):
         episodes under way anew, each with its own seed, and a warning says so.
 
         Args:
-            state: from a stream with the same collector and a `prefetch` as here.
+            state: from a stream with the same collector and the same `prefetch`.
                 Other options, such as `total_steps`, are those of this stream.
-            allow_pickle: whether environments that were pickled are unpickled, which
-                runs whatever code `state` has in it: allow it only for your own files.
-                Otherwise their episodes begin anew.
+            allow_pickle: whether to unpickle environments, which runs whatever code
+                `state` has in it: allow it only for your own files. Otherwise their
+                episodes begin anew.
 
         Raises:
             ValueError: if it is not from a stream of the same kind, with the same
                 environment parameters, or has more steps than `total_steps`; if the
-                environments that were pickled have other settings than these.
+                pickled environments have other settings than these.
         """
         what = "`state` must be one of a stream of the same kind"
         checks.same(what, self.state(), state)
@@ -370,7 +365,7 @@ class Stream(Generic[ParamsT]):
         self._at = at
 
     def _begin(self) -> Job | None:
-        """The job of the next batch, made if need be; None if there is none."""
+        """Returns the job of the next batch, new if need be; None if there is none."""
         if self._must_stop:
             self._must_stop = False
             return None
@@ -381,20 +376,20 @@ class Stream(Generic[ParamsT]):
     def _run_ahead(self, job: Job, at: Position) -> Position:
         """Begins the batch at `at`, which comes after that of `job`."""
         memory = jax.tree.leaves(self._at.memory)
-        # Kept with the job: after an interrupt it is not begun a second time.
+        # Kept with the job, so that an interrupt does not begin it a second time.
         job.ahead = job.ahead or self._with_job(at, self._at.memory)
         ahead = job.ahead
         if ahead.job is None:
             return at
         self._worker.start(ahead.job)
         while memory and not (ahead.job.is_done or any(x.is_deleted() for x in memory)):
-            time.sleep(_MOMENT)  # until the old batch cannot be read any more
+            time.sleep(_MOMENT)  # so that reading the old batch raises from here on
         return at._replace(job=ahead.job, params=ahead.params)
 
     def _with_job(self, at: Position, memory: ArrayTree | None) -> Position:
-        """Makes the job of the batch at `at`, if there is one, to write to `memory`."""
+        """Adds to `at` the job of its batch, if there is one; it writes to `memory`."""
         options = self._options
-        # A batch of whole episodes has as many steps as they turn out to have.
+        # Of whole episodes the number of steps is not known ahead: any will do.
         num_steps = options.steps_per_batch or self._num_envs
         if options.total_steps is not None:
             num_steps = min(num_steps, options.total_steps - at.steps)
@@ -419,7 +414,7 @@ class Stream(Generic[ParamsT]):
         return at._replace(job=Job(make), params=params)
 
     def _hand_over(self, job: Job) -> tuple[StreamBatch, Position]:
-        """Makes the batch of a job that is done, and the position after it."""
+        """Returns the batch of a job that is done, and the position after it."""
         at, options = self._at, self._options
         filled: Any = job.result
         version = at.params[1]
@@ -458,13 +453,13 @@ class Stream(Generic[ParamsT]):
         if self._options.episodes_per_batch is None:
             what, column = "lane", (first_lane + column) % self._num_envs
         return FloatingPointError(
-            f"`check_finite` found that {' and '.join(names)} must be finite and is "
-            f"not, first at step {row} of {what} {column} in a batch made with "
+            f"{' and '.join(names)} must be finite with `check_finite`, got a value "
+            f"that is not, first at step {row} of {what} {column} in a batch made with "
             f"`params_version` {version}."
         )
 
     def _compile(self, versioned: tuple[Any, int]) -> programs.Program:
-        """Makes the program, unless it is there."""
+        """Returns the program for parameters of this kind, compiled if it is new."""
         program = self._program
         params, version = versioned
         if program is not None and self._checked == version:
@@ -483,12 +478,12 @@ class Stream(Generic[ParamsT]):
         return program
 
     def _own(self, params: Any) -> Any:
-        """Makes arrays of parameters; with `prefetch` copies, which nobody donates."""
+        """Converts parameters to arrays; with `prefetch` to copies of its own."""
         params = jax.tree.map(_strong, params)
         return _copy(params) if self._options.prefetch else params
 
     def _num_random(self, at: Position, num_steps: int) -> int:
-        """Number of warm-up steps in the batch at `at`."""
+        """Returns the number of warm-up steps in the batch at `at`."""
         return min(max(self._options.warmup_steps - at.steps, 0), num_steps)
 
     @property
@@ -501,18 +496,18 @@ class Stream(Generic[ParamsT]):
 
 
 def _checksum(tree: Any) -> int:
-    """A checksum of the bits of a tree; of an environment in Python, of its spaces."""
+    """Computes a checksum of a tree's bits, or of the spaces of a host environment."""
     if jax.tree_util.all_leaves([tree]):
         spaces = f"{tree.num_envs} {tree.observation_space} {tree.action_space}"
         return zlib.crc32(spaces.encode())
-    # Arrays, as which numbers of Python are there once the lanes are spread.
+    # As arrays, which Python numbers become once the lanes are sharded.
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(keys.words(tree))]
     leaves = jax.device_get([processes.gather(x) for x in leaves])
     return zlib.crc32(b"".join(np.asarray(x).tobytes() for x in leaves))
 
 
 def _strong(x: Any) -> jax.Array:
-    """An array that is not weakly typed, so that all parameters are of one kind."""
+    """Converts to an array that is not weakly typed, so that kinds can be compared."""
     if isinstance(x, jax.Array) and not getattr(x, "weak_type", False):
         return x
     return jnp.asarray(x, jnp.result_type(x))
@@ -524,7 +519,7 @@ def _copy(tree: Any) -> Any:
 
 
 def _put_like(tree: Any, like: Any) -> Any:
-    """Puts arrays where others lie: what was saved may come from other devices."""
+    """Moves arrays to the devices of others; saved ones may come from elsewhere."""
 
     def put(x: Any, old: jax.Array) -> jax.Array:
         if isinstance(x, jax.Array) and x.sharding == old.sharding:
@@ -534,7 +529,7 @@ def _put_like(tree: Any, like: Any) -> Any:
     return jax.tree.map(put, tree, like)
 
 
-# Of a list, for the cache of `jit` may take one dataclass for another.
+# It takes a list, for the cache of `jit` may take one dataclass for another.
 @jax.jit
 def _copied(leaves: list[chex.Array]) -> list[chex.Array]:
     return keys.like(jax.tree.map(jnp.copy, keys.words(leaves)), leaves)

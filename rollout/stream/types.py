@@ -22,11 +22,11 @@ class StreamBatch(struct.PyTreeNode, kw_only=True):
 
     Attributes:
         trajectory: `[T, B, ...]`, all zero where its `mask` is False; with a
-            `postprocess`, what that returned.
+            `postprocess`, its result.
         stats: statistics of the episodes that ended in the batch.
         steps: environment steps of the batch over all lanes.
-        warmup_steps: how many of them, the first ones, took random actions.
-        params_version: which parameters it was made with: 0 for those of the
+        warmup_steps: how many of these, the first ones, took random actions.
+        params_version: version of the parameters it was made with: 0 for those of the
             constructor, n for those of the n-th `set_params`.
         episodes: with `episodes_per_batch` the episodes, `[N]`, else None.
     """
@@ -40,7 +40,7 @@ class StreamBatch(struct.PyTreeNode, kw_only=True):
 
 
 class Options(NamedTuple):
-    """The options as `Stream` takes them; see there."""
+    """The options of a `Stream`; see there."""
 
     steps_per_batch: Any  # an int, or None
     episodes_per_batch: int | None
@@ -59,11 +59,11 @@ class Options(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The steps of a batch, so that one program makes every batch; `()` int32 each.
+    """The steps of a batch, as inputs of the program; `()` int32 each.
 
-    Of the `B` lanes, the one that steps first in a batch is `first_lane`, and the order
-    goes round: step number k of the batch is row `k // B` of lane `first_lane + k % B`.
-    A lane without a step in the last row stands still, and is among the next to step.
+    Of the `B` lanes, `first_lane` steps first, and the order goes round: step number k
+    of the batch is row `k // B` of lane `(first_lane + k) % B`. A lane without a step
+    in the last row stands still, and is among the first in the next batch.
     """
 
     num_steps: Any  # of the batch, over all lanes
@@ -72,14 +72,14 @@ class Window(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Position of a stream; replaced as a whole, so that an interrupt tears nothing."""
+    """Where a stream stands; replaced as a whole, so no interrupt can split it."""
 
     carry: Carry  # after the last batch that was handed over
-    totals: np.ndarray  # what was counted until then, see `stats.add`
+    totals: np.ndarray  # of the batches until then, see `stats.add`
     recent: np.ndarray  # the last episodes until then, see `stats.slide`
     steps: int = 0  # until then, also before a `reset_stats`
     batches: int = 0
     first_lane: int = 0  # of the next batch
     job: Job | None = None  # that makes the next batch, if it is under way
     params: Any = None  # for it, and their version, a pair; None: the newest
-    memory: ArrayTree | None = None  # of the last batch, for a later one
+    memory: ArrayTree | None = None  # of the last batch, to reuse for a later one

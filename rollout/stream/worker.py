@@ -1,8 +1,8 @@
 """A thread that makes the batches, so that the main one can be interrupted.
 
-Ctrl-C can come between any two lines of the main thread, so no two of them may depend
-on both being run. A job is run once, however often it is started: whoever waits for it
-starts it again, and a request that an interrupt cut short does no harm.
+Ctrl-C can come between any two lines of the main thread, so no line may rely on the one
+after it. A job runs once, however often it is started: `wait` starts it again, so a
+request that an interrupt cut short does no harm.
 """
 
 import queue
@@ -14,14 +14,14 @@ from typing import Any
 
 
 class Job:
-    """A call that is made once: its result or its error, and how long it took."""
+    """A call that is made once: its result or its error, and its duration in s."""
 
     def __init__(self, fn: Callable[[], Any]) -> None:
         self.is_done, self.seconds = False, 0.0
         self.result: Any = None
         self.error: BaseException | None = None
-        self.ahead: Any = None  # where the stream stands, if the next batch is begun
-        self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry a `run`
+        self.ahead: Any = None  # the `Position` with the next job, if that has begun
+        self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry per `run`
         self._fn: Any = fn
 
     def run(self) -> None:
@@ -33,13 +33,13 @@ class Job:
             except BaseException as error:
                 self.error = error
             self.seconds = time.perf_counter() - start
-            self._fn = None  # and with it what the call held
+            self._fn = None  # frees its arguments
             self.is_done = True
         self.ended.put(None)
 
 
 class Worker:
-    """A thread that runs jobs one after the other, until it is closed or forgotten."""
+    """A thread that runs jobs one after the other, until `close` or its deletion."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -47,7 +47,7 @@ class Worker:
             target=_serve, args=(self._jobs,), name="rollout.Stream", daemon=True
         )
         thread.start()
-        # Called when the interpreter exits, too: no thread may be within XLA by then.
+        # Also called when the interpreter exits: no thread may be inside XLA by then.
         self.close = weakref.finalize(self, _end, self._jobs, thread)
 
     def start(self, job: Job) -> None:
@@ -66,7 +66,7 @@ class Worker:
 def _serve(jobs: queue.SimpleQueue) -> None:
     while (job := jobs.get()) is not None:
         job.run()
-        del job  # what it holds must not wait for the next one
+        del job  # frees its result before the next one comes
 
 
 def _end(jobs: queue.SimpleQueue, thread: threading.Thread) -> None:

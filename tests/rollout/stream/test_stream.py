@@ -336,7 +336,7 @@ def test_stream_of_a_greedy_policy_takes_the_mode():
         ({"max_episode_steps": -1}, "`max_episode_steps` must be an int"),
         ({"warmup_steps": -1}, "`warmup_steps` must be an int of at least 0, got -1"),
         ({"warmup_steps": 1.5}, "`warmup_steps` must be an int of at least 0"),
-        ({"mask_fn": only_one}, "`mask_fn` is for `warmup_steps`, got none of them"),
+        ({"mask_fn": only_one}, "`mask_fn` needs `warmup_steps` of at least 1"),
         ({"mask_fn": 3, "warmup_steps": 8}, "`mask_fn` must be a function, got int"),
         ({"prefetch": 2}, "`prefetch` must be 0 or 1, got 2"),
         ({"prefetch": True}, "`prefetch` must be 0 or 1, got True"),
