@@ -1,9 +1,10 @@
-"""The folds over environments that are not JAX, and collectors in other processes.
+"""Collectors over environments that are not JAX, and collectors in other processes.
 
-`collector` is the facade; `loop` steps environments around one compiled `program` per
-step; `seeds` draws what episodes begin with, `assignment` says who plays which of
-exactly N, `block` holds rows and counts them, and `faults` restarts what fails.
-`remote` has collectors, of either kind, in actors of Ray.
+`collector` is the facade, `asynchronous` the one for environments of different speed;
+`loop` acts, steps and resets, with one compiled `program` for the policy; `seeds` draws
+the seeds of episodes, `assignment` assigns exactly N of them to lanes, `block` holds
+rows and computes returns, and `faults` restarts environments. `remote` runs collectors
+of either kind in actors of Ray.
 """
 
 from envs.host.probe import Finding, probe

@@ -1,8 +1,8 @@
-"""Assigns exactly N episodes to lanes, and keeps the results of those that are over.
+"""Assigns exactly N episodes to lanes, and collects their results.
 
-The episodes, their order and their ids are those of `rollout.kernel.episodes`: what
-counts is settled by the order in which they start. One that is lost to a fault is not
-played again, for what fails would be missing from the mean.
+The episodes, their order and their ids are those of `rollout.kernel.episodes`: the
+order in which they start decides which ones count. One that is lost to a fault is not
+played again, for then episodes that fail would be missing from the mean.
 """
 
 from collections.abc import Collection
@@ -22,7 +22,7 @@ class Assignment(NamedTuple):
     is_queue: bool  # a free lane takes the next in the queue, else its own next one
     first_id: np.ndarray  # [E] int32, of the queue, or of the lane's first episode
     after: np.ndarray  # [E] int32, the own episodes that lanes begin afterwards
-    min_steps: int | None  # no episode starts once there are so many steps
+    min_steps: int | None  # no episode starts after so many steps
     index: np.ndarray  # [E], the episodes that the lanes play; idle from N on
     num_started: int
     num_wanted: int
@@ -31,7 +31,7 @@ class Assignment(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Tells whether all episodes are over."""
+        """True if all episodes are over."""
         return self.num_over >= self.num_wanted
 
     @property
@@ -47,17 +47,17 @@ class Assignment(NamedTuple):
         return self.first_id + self.index - np.arange(len(self.index), dtype=np.int32)
 
     def index_of(self, episode_id: np.ndarray) -> np.ndarray:
-        """The numbers of episodes among the `N`."""
+        """Returns the indices among the `N` of episodes with these ids."""
         if self.is_queue:
             return self.first_id[0] - episode_id
         lane = episode_id % len(self.first_id)
         return episode_id - self.first_id[lane] + lane
 
     def advance(self, over: np.ndarray, num_steps: int) -> Self:
-        """Gives the lanes where `over`, `[E]` bool, their next episodes, in order.
+        """Assigns the next episodes, in order, to the lanes where `over`.
 
         Args:
-            over: lanes whose episode ended or was lost.
+            over: `[E]` bool, lanes whose episode ended or was lost.
             num_steps: steps that were taken in lanes that are not idle.
         """
         num_steps += self.num_steps
@@ -84,13 +84,13 @@ class Assignment(NamedTuple):
 def queue(
     next_own: np.ndarray, next_episode: int, num_episodes: int, min_steps: int | None
 ) -> Assignment:
-    """All lanes serve one queue: whoever is free takes the next episode.
+    """Assigns episodes from one queue: a free lane takes the next one.
 
     Args:
         next_own: `[E]` int32, the ids of the lanes' own next episodes.
         next_episode: the position of the first one in the queue.
         num_episodes: N.
-        min_steps: no episode starts once there are so many steps; None for all N.
+        min_steps: no episode starts after so many steps; None for all N.
     """
     lane = np.arange(len(next_own), dtype=np.int32)
     return Assignment(
@@ -106,7 +106,7 @@ def queue(
 
 
 def per_env(next_own: np.ndarray, episodes_per_env: int) -> Assignment:
-    """Every lane plays the next `episodes_per_env` episodes of its own."""
+    """Assigns to every lane its own next `episodes_per_env` episodes."""
     lane = np.arange(len(next_own), dtype=np.int32)
     num_episodes = episodes_per_env * len(lane)
     return Assignment(
@@ -122,7 +122,7 @@ def per_env(next_own: np.ndarray, episodes_per_env: int) -> Assignment:
 
 
 class Results:
-    """The results of `N` episodes, noted block by block."""
+    """Collects the results of `N` episodes, block by block."""
 
     def __init__(self, assignment: Assignment) -> None:
         self._assignment, num = assignment, assignment.num_episodes
@@ -134,7 +134,7 @@ class Results:
             "finished": np.zeros(num, bool),
             "lane": np.zeros(num, np.int32),
         }
-        self._accumulated: ArrayTree = None  # [N, ...], once there is a block
+        self._accumulated: ArrayTree = None  # [N, ...], after the first block
 
     def note(self, trajectory: Transition, lane: ArrayTree, cut: np.ndarray) -> None:
         """Notes the episodes that end in a block.
@@ -172,13 +172,13 @@ class Results:
         )
 
     def read(self, lost: Collection[int]) -> tuple[Episodes, int]:
-        """The episodes, NumPy; zero, with `mask` False, where they do not count.
+        """Returns the episodes, zero with `mask` False where they do not count.
 
         Args:
             lost: the ids of those that were lost to a fault.
 
         Returns:
-            The episodes; and how many the queue has served, lost ones among them.
+            The episodes, NumPy; and how many came from the queue, lost ones included.
         """
         length, min_steps = self._table["episode_length"], self._assignment.min_steps
         counts = np.ones(length.shape, bool)
@@ -194,7 +194,7 @@ class Results:
         return episodes, int(counts.sum()) if self._assignment.is_queue else 0
 
     def is_lost(self, lost: Collection[int]) -> np.ndarray:
-        """`[N]` bool, where an episode is among those of these ids."""
+        """Returns `[N]` bool, True for the episodes with these ids."""
         flags = np.zeros(self._assignment.num_episodes, bool)
         index = self._assignment.index_of(np.array(list(lost), np.int32))
         flags[index[index < len(flags)]] = True

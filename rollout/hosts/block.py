@@ -1,4 +1,4 @@
-"""Rows of host transitions: written one by one, and counted in one jitted call."""
+"""Stores rows of host transitions, and computes their returns in one jitted call."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,15 +22,15 @@ _TREES = ("obs", "action", "next_obs", "extras", "info")
 class Block:
     """Memory for rows of `[C, ...]`; the first row that is written fixes the shapes.
 
-    A row that is written with fewer columns leaves the last ones void.
+    Columns that a row does not write are masked out.
 
     Attributes:
-        size: how many rows to write.
-        num: how many are whole.
+        size: number of rows to write.
+        num: number of rows that are complete.
         reward, terminated, truncated, mask, episode_id: `[capacity, C]`, as
             `Transition` has them.
-        cut: `[capacity, C]` bool, an ending by `max_steps` alone.
-        stopped: `[capacity, C]` bool, where the end of a batch cut an episode.
+        cut: `[capacity, C]` bool, True where `max_steps` alone ended an episode.
+        stopped: `[capacity, C]` bool, True where the end of a batch cut an episode.
     """
 
     def __init__(self, width: int, size: int, capacity: int | None = None) -> None:
@@ -45,14 +45,14 @@ class Block:
         self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
 
     def write(self, name: str, tree: ArrayTree) -> ArrayTree:
-        """Writes a field of the row under way; returns a view of what was written."""
+        """Writes a field of the row under way; returns a view of it."""
         if name not in self._trees:
             leaves, structure = jax.tree.flatten(tree)
             arrays = [np.zeros(self._shape + x.shape[1:], x.dtype) for x in leaves]
             is_leaf = isinstance(tree, np.ndarray)
             self._trees[name] = None if is_leaf else structure, arrays
         structure, arrays = self._trees[name]
-        if structure is None:  # one array: the usual case, and the fast one
+        if structure is None:  # a single array: the usual case, kept fast
             row = arrays[0][self.num]
             row[: len(tree)] = tree
             return row
@@ -61,36 +61,36 @@ class Block:
             array[self.num, : len(leaf)] = leaf
         return structure.unflatten([array[self.num] for array in arrays])
 
-    def void(self, episode_id: int) -> int:
-        """Voids the rows of an episode; returns how many there were."""
+    def mask_out(self, episode_id: int) -> int:
+        """Masks out the rows of an episode; returns how many there were."""
         rows = self.mask & (self.episode_id == episode_id)
         rows[self.num :] = False
         self.mask[rows] = False
         return int(rows.sum())
 
     def read(self) -> Transition:
-        """All rows, `[capacity, C, ...]`, not copied; void ones are zero."""
+        """Returns all rows, `[capacity, C, ...]`, not copied; masked-out ones zero."""
         self.mask[self.num :] = False
-        is_void = ~self.mask[: self.num]
-        if is_void.any():
+        is_out = ~self.mask[: self.num]
+        if is_out.any():
             trees = [x for _, arrays in self._trees.values() for x in arrays]
             for array in (*trees, self.reward, self.terminated, self.truncated):
-                array[: self.num][is_void] = 0
+                array[: self.num][is_out] = 0
         fields: dict[str, Any] = {
             name: arrays[0] if structure is None else structure.unflatten(arrays)
             for name, (structure, arrays) in self._trees.items()
         }
         fields |= {name: getattr(self, name) for name in _COLUMNS}
-        nothing: Any = ()  # a `Bookkeeper` counts it
+        nothing: Any = ()  # a `Bookkeeper` computes it
         return Transition(**fields, episode_return=nothing, episode_length=nothing)
 
 
 class Bookkeeper:
-    """Computes what follows from raw rows: returns, lengths, accumulators, records.
+    """Computes returns, lengths, accumulated values and records from raw rows.
 
     Args:
-        accumulators: figures that are kept per episode.
-        record_fn: what is recorded of a transition; None for all of it.
+        accumulators: values that are accumulated per episode.
+        record_fn: maps a transition to its recorded fields; None for all of it.
         num_envs: E.
     """
 
@@ -105,26 +105,26 @@ class Bookkeeper:
         self._scan = jax.jit(self._scan_rows)
 
     def start(self, episode_id: np.ndarray) -> Episode:
-        """Episodes of these ids, `[C]` int32, before their first step."""
+        """Returns episodes with these ids, `[C]` int32, before their first step."""
         nothing: dict[str, Any] = {
-            "key": (),  # a seed stands for it
+            "key": (),  # host episodes have a seed instead
             "episode_return": np.zeros(episode_id.shape, np.float32),
             "episode_length": np.zeros(episode_id.shape, np.int32),
             "episode_id": episode_id,
         }
-        figures = accumulate_nothing(self._accumulators, len(episode_id))
-        return Episode(**nothing, accumulated=figures)
+        accumulated = accumulate_nothing(self._accumulators, len(episode_id))
+        return Episode(**nothing, accumulated=accumulated)
 
     def count(self, episode: Episode, block: Block) -> tuple[Episode, Transition]:
-        """Counts the rows of a block.
+        """Computes the episodes after a block, and its finished transitions.
 
         Args:
             episode: the episodes before its first row, `[E]`.
             block: the rows.
 
         Returns:
-            The episodes after its last row; and the rows as they are handed out,
-            `[capacity, C, ...]`, on the device, zero where they are void.
+            The episodes after its last row; and the transitions,
+            `[capacity, C, ...]`, on the device, masked-out ones zero.
         """
         rows = block.read()
         if self._record_fn is not None or self._accumulators:
@@ -138,7 +138,7 @@ class Bookkeeper:
         return episode, counted.replace(**jax.device_put(trees))
 
     def at(self, episode: Episode, episode_id: np.ndarray) -> Episode:
-        """The episodes of these ids, as counted or before their first step."""
+        """Returns the episodes with these ids: those under way, or new ones."""
         goes_on = np.asarray(episode.episode_id) == episode_id
         start = self.start(episode_id)
         return start.replace(
@@ -184,7 +184,7 @@ class Bookkeeper:
 
 
 def lanes_of(rows: Transition) -> ArrayTree:
-    """The lane of each column, `[C]`, or of each row and column, `[T, C]`."""
+    """Returns the lane of each column, `[C]`, or of each row and column, `[T, C]`."""
     if hasattr(rows.info, "env_id"):
         return rows.info.env_id
     return np.arange(rows.mask.shape[-1], dtype=np.int32)

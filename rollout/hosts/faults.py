@@ -12,11 +12,11 @@ _LOG = logging.getLogger("rollout")
 
 
 class FaultStats(NamedTuple):
-    """Counts of faults, and of what they cost, since the collector was made.
+    """Counts of faults and their costs, since the collector was made.
 
     Attributes:
         faulty_episodes: episodes that were given up.
-        lost_steps: rows that were masked for it, those of the faults included.
+        lost_steps: steps of these that were masked out, the faulty ones included.
         restarts: environments that were made anew.
     """
 
@@ -26,7 +26,7 @@ class FaultStats(NamedTuple):
 
 
 class Faults:
-    """Counts faults, reports each once, and says when there were too many."""
+    """Counts faults, logs each once, and raises if there are too many."""
 
     def __init__(self, env: Any, on_fault: str, max_restarts: int) -> None:
         if on_fault not in ("raise", "restart"):
@@ -46,15 +46,15 @@ class Faults:
     def report(
         self, causes: Mapping[int, BaseException], *, episodes: int, steps: int
     ) -> None:
-        """Counts a fault, and says what it was.
+        """Counts a fault, and logs or raises it.
 
         Args:
-            causes: of each environment that failed, by its number, why.
+            causes: the error of each environment that failed, by its number.
             episodes: episodes that are lost with them.
-            steps: rows that are masked.
+            steps: steps that are masked out.
 
         Raises:
-            EnvFault: if they shall not be made anew, or were too often.
+            EnvFault: unless `on_fault` is "restart", or beyond `max_restarts`.
         """
         self.count(episodes=episodes, steps=steps)
         old = self.stats
@@ -69,7 +69,7 @@ class Faults:
             _LOG.warning("environment %d is made anew after %s", number, what)
 
     def count(self, *, episodes: int, steps: int) -> None:
-        """Counts lost episodes, and rows that are masked."""
+        """Counts lost episodes, and steps that are masked out."""
         old = self.stats
         self.stats = old._replace(
             faulty_episodes=old.faulty_episodes + episodes,
@@ -77,7 +77,7 @@ class Faults:
         )
 
     def rebuild(self, numbers: Iterable[int]) -> None:
-        """Makes environments anew, whatever was asked for."""
+        """Makes these environments anew, whatever `on_fault` says."""
         mask = np.zeros(self._env.num_envs, bool)
         mask[list(numbers)] = True
         restarts = self.stats.restarts + int(mask.sum())

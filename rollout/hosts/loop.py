@@ -1,7 +1,7 @@
 """Steps environments under a policy: act, step, and begin the episodes that follow.
 
-An exception, Ctrl-C among them, may come on any line. So what a row changes is computed
-first and then takes effect at once, in one assignment; until then the answer of the
+An exception, Ctrl-C among them, may come on any line. So the state after a row is
+computed first and then takes effect in one assignment; until then the answer of the
 environments is kept, and can be taken again.
 """
 
@@ -29,11 +29,11 @@ _ALL = slice(None)
 
 
 class Fault(NamedTuple):
-    """Environments that failed, before anybody was told."""
+    """Environments that failed, until the failure is reported."""
 
     causes: Mapping[int, BaseException]  # by the number of the environment
     lost: tuple[int, ...]  # ids of the episodes that are lost with them
-    num_episodes: int  # of these, that count
+    num_episodes: int  # how many of these count
 
 
 class Answer(NamedTuple):
@@ -49,13 +49,13 @@ class Answer(NamedTuple):
 class State(NamedTuple):
     """State of the loop between two rows, `[E]` each; replaced as a whole."""
 
-    progress: Any  # of the policy: what one call of it hands to the next
+    progress: Any  # the `Progress` of the policy
     episode_id: np.ndarray  # int32
-    own_id: np.ndarray  # int32, the last episode of the lane's own
+    own_id: np.ndarray  # int32, the lane's last own episode
     length: np.ndarray  # int32, steps of the episode so far
     over: np.ndarray  # bool, the policy has not seen the lane's episode yet
     must_begin: np.ndarray  # bool, the lane must be reset
-    unread: np.ndarray  # bool, the lane's first observation was not taken yet
+    unread: np.ndarray  # bool, the lane's first observation was not read yet
     failed: np.ndarray  # bool, the environment must be made anew
     fault: Fault | None = None
     lost: tuple[int, ...] = ()  # ids of the episodes that were lost in this call
@@ -67,7 +67,7 @@ class State(NamedTuple):
         return self.own_id + np.int32(len(self.own_id))
 
     def begin(self, mask: np.ndarray, episode_id: np.ndarray) -> Self:
-        """Has the lanes where `mask` begin the episodes of these ids, `[E]`."""
+        """Lets the lanes where `mask` begin the episodes with these ids, `[E]`."""
         episode_id = np.where(mask, episode_id, self.episode_id)
         return self._replace(
             episode_id=episode_id,
@@ -83,7 +83,7 @@ class State(NamedTuple):
 
         Args:
             mask: `[E]` bool.
-            num_steps: steps since the last time, of lanes that are not idle.
+            num_steps: steps since the last call, of lanes that are not idle.
         """
         if self.assignment is None:
             any_over = np.count_nonzero(mask)  # `any` takes three times as long
@@ -93,9 +93,11 @@ class State(NamedTuple):
         return state.begin(mask, assignment.episode_id) if mask.any() else state
 
     def lose(self, causes: Mapping[int, BaseException], counts: np.ndarray) -> Self:
-        """Notes that environments failed; `counts`, `[E]` bool: whose episode counts.
+        """Notes that environments failed; call it before `end`, which changes the ids.
 
-        Before `end`, which gives their lanes other episodes.
+        Args:
+            causes: by the number of the environment.
+            counts: `[E]` bool, lanes whose episode counts.
         """
         lanes = list(causes)
         lost, failed = tuple(self.episode_id[lanes].tolist()), self.failed.copy()
@@ -105,7 +107,7 @@ class State(NamedTuple):
 
 
 class Loop:
-    """A policy in environments: where they stand, and how they go on.
+    """Steps environments under a policy, and holds their state.
 
     Args:
         env: `E` environments.
@@ -131,11 +133,11 @@ class Loop:
         self._everywhere = np.ones(env.num_envs, bool)
         self._nowhere = ~self._everywhere
         for mask in (self._everywhere, self._nowhere):
-            mask.setflags(write=False)  # environments are handed them
+            mask.setflags(write=False)  # environments get them
         self._limit = NO_LIMIT
         self.obs: ArrayTree = None  # [E, ...], in the environments' own memory
-        # None between two rows; torn while the environments step, for nobody knows how
-        # far an interrupted step got; then their answer, until its row is written.
+        # None between two rows; TORN while the environments step, since it is unknown
+        # how far an interrupted step got; then their answer, until its row is written.
         self._pending: Any = None
         lane = np.arange(env.num_envs, dtype=np.int32)
         self.state = State(
@@ -151,7 +153,7 @@ class Loop:
 
     @property
     def is_over(self) -> bool:
-        """Tells whether all assigned episodes are over."""
+        """True if all assigned episodes are over."""
         assignment = self.state.assignment
         return assignment is not None and assignment.is_over
 
@@ -165,7 +167,7 @@ class Loop:
     ) -> None:
         """Fills a block, or as much of it as the assigned episodes take.
 
-        After an error the block has the rows that are whole; `recover` goes on.
+        After an error the block has the complete rows; `recover` goes on.
 
         Args:
             params: whatever the policy takes as its parameters.
@@ -182,7 +184,7 @@ class Loop:
                 self.settle(block)
 
     def begin(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
-        """Begins the episodes of these ids, `[E]`, where `mask`."""
+        """Begins the episodes with these ids, `[E]`, where `mask`."""
         self.state = self.state.begin(mask, episode_id)
         self.settle()
 
@@ -193,7 +195,7 @@ class Loop:
         self.settle()
 
     def dismiss(self, after: np.ndarray) -> None:
-        """Ends the assignment: lanes begin their own episodes of the ids `after`."""
+        """Ends the assignment: lanes begin their own episodes, with the ids `after`."""
         state = self.state.begin(self._everywhere, after)
         self.state = state._replace(assignment=None, lost=())
         self.settle()
@@ -218,10 +220,10 @@ class Loop:
         """Makes failed environments anew, and resets the lanes that must begin.
 
         Args:
-            block: the rows in which lost episodes are voided.
-            forgiven: None reports each fault, which raises, unless environments shall
-                be restarted. A set forgives the first fault of each environment, and
-                gathers those that had one.
+            block: the rows in which lost episodes are masked out.
+            forgiven: None reports each fault, which raises unless `on_fault` is
+                "restart". A set forgives the first fault of each environment, and
+                collects those that had one.
         """
         while True:
             fault = self.state.fault
@@ -237,9 +239,9 @@ class Loop:
     def _exchange(
         self, params: Any, block: Block, is_random: np.ndarray | None
     ) -> None:
-        """Sends the actions, and waits for what a row needs."""
+        """Sends the actions, and waits for the answers of a row."""
         state = self.state
-        # A row of the block stays as it is, so that jax may read it where it lies.
+        # The row of the block is not overwritten, so jax may read it without a copy.
         obs = block.write("obs", self.obs)
         action, extras, progress = self._act_fn(
             params,
@@ -250,16 +252,16 @@ class Loop:
             is_random=is_random,
         )
         self._pending = TORN
-        # One line, so that no interrupt comes between the step and its answer.
+        # One line, so that no interrupt comes between the step and the assignment.
         self._pending = Answer(action, extras, progress, self._env.step(action))
 
     def _answer(self, block: Block) -> Answer:
-        """The row that was answered; its observations are written."""
-        del block  # unused: they were read from there
+        """Returns the answer to a row, whose observations are written."""
+        del block  # unused: `_exchange` has written them
         return self._pending
 
     def _take(self, block: Block) -> None:
-        """Writes the row that was answered, which takes effect with the last line."""
+        """Writes the answered row, which takes effect with the last line."""
         answer = self._answer(block)
         result, at = answer.result, answer.at
         block.write("action", answer.action)
@@ -277,7 +279,7 @@ class Loop:
             cut = data & (state.length[at] >= self._limit) & ~truncated
             over = over | self._of_all(cut, at)
             block.cut[row, columns] = cut
-            # Of assigned episodes, truncated is only what goes on.
+            # An assigned episode that terminates at the limit is not truncated.
             truncated = truncated | (
                 cut if state.assignment is None else cut & ~terminated
             )
@@ -295,7 +297,7 @@ class Loop:
         block.num, self.state, self._pending = row + 1, state, None
 
     def _count(self, answer: Answer) -> State:
-        """The state with the steps of a row counted."""
+        """Returns the state with the steps of a row counted."""
         at, stepped = answer.at, answer.result.mask
         over = self._nowhere if at is _ALL else self.state.over
         state = self.state._replace(progress=answer.progress, over=over)
@@ -306,21 +308,21 @@ class Loop:
         if stepped is None:
             return state._replace(length=length)
         over = state.over.copy()
-        over[at] |= ~stepped  # the first observation has come only now
+        over[at] |= ~stepped  # those lanes only got their first observation
         return state._replace(length=length, over=over)
 
     def _read(self, obs: ArrayTree, at: At) -> ArrayTree:
-        """The observations `[E, ...]` after a step that gave these, of its lanes."""
-        del at  # unused: all of them
+        """Returns the observations `[E, ...]` after a step that returned `obs`."""
+        del at  # unused: all lanes
         return obs
 
     def _read_first(self, obs: ArrayTree, mask: np.ndarray) -> ArrayTree:
-        """The observations `[E, ...]` after a reset that gave these, where `mask`."""
-        del mask  # unused: the others are what they were
+        """Returns the observations `[E, ...]` after a reset where `mask`."""
+        del mask  # unused: `obs` has those of the other lanes, too
         return obs
 
     def _of_all(self, flags: np.ndarray, at: At) -> np.ndarray:
-        """Flags of the lanes that answered, for all lanes, `[E]` bool."""
+        """Extends flags of the lanes that answered to all lanes, `[E]` bool."""
         if at is _ALL:
             return flags
         of_all = np.zeros(self._env.num_envs, bool)
@@ -336,10 +338,10 @@ class Loop:
     def _report(
         self, fault: Fault, block: Block | None, forgiven: set[int] | None
     ) -> None:
-        """Voids the rows of lost episodes, and tells what was lost."""
+        """Masks out the rows of lost episodes, and reports the fault."""
         num_steps = 0
         if block is not None:
-            num_steps = sum(block.void(episode_id) for episode_id in fault.lost)
+            num_steps = sum(block.mask_out(episode_id) for episode_id in fault.lost)
         self.state = self.state._replace(fault=None)
         counts = {"episodes": fault.num_episodes, "steps": num_steps}
         if forgiven is None or not forgiven.isdisjoint(fault.causes):
@@ -351,7 +353,7 @@ class Loop:
     def _rebuild(self) -> None:
         try:
             self._faults.rebuild(np.flatnonzero(self.state.failed).tolist())
-        except EnvFault as error:  # they fail at that, too
+        except EnvFault as error:  # a new environment failed at once
             failed = _flags(error.causes, len(self._nowhere))
             fault = Fault(error.causes, (), 0)
             self.state = self.state._replace(failed=failed, fault=fault)
@@ -359,7 +361,7 @@ class Loop:
         self.state = self.state._replace(failed=self._nowhere)
 
     def _reset(self) -> None:
-        """Resets the lanes that must begin; where that fails, the next episode does."""
+        """Resets the lanes that must begin, to the next episode where that fails."""
         state, lane = self.state, np.flatnonzero(self.state.must_begin)
         seeds = self._seeds.of(lane, state.episode_id[lane])
         causes, obs = {}, None
@@ -371,7 +373,7 @@ class Loop:
         except EnvFault as error:
             causes = error.causes
         if causes:
-            # Its seed may be what it fails at, so the next episode takes its place.
+            # Its seed may be the cause, so the next episode takes its place.
             assignment, failed = state.assignment, _flags(causes, len(state.over))
             counts = self._everywhere if assignment is None else assignment.mask
             state = state.lose(causes, counts)._replace(must_begin=self._nowhere)
@@ -394,7 +396,7 @@ def _flags(causes: Mapping[int, BaseException], num_envs: int) -> np.ndarray:
 
 
 class _InterruptBetweenSteps:
-    """Puts Ctrl-C off until `check`, or the end of the block; a second one not."""
+    """Delays Ctrl-C until `check` or the end of the `with`; a second one raises."""
 
     def __init__(self) -> None:
         is_main = threading.current_thread() is threading.main_thread()
@@ -421,6 +423,6 @@ class _InterruptBetweenSteps:
     def _note(self, number: int, frame: Any) -> None:
         del number, frame  # unused
         self._num_pressed += 1
-        # The second one raises: the answer that the first waits for may never come.
+        # The second one raises, for the answer awaited may never come.
         if self._num_pressed > 1 or not self._is_waiting:
             raise KeyboardInterrupt

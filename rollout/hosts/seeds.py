@@ -15,14 +15,17 @@ class Seeds:
     def __init__(self, key: chex.PRNGKey, num_envs: int) -> None:
         self._key, self._num_envs = key, num_envs
         self._lane = np.arange(num_envs)
-        self._first = np.zeros(num_envs, np.int64)  # of each lane's own that are drawn
+        self._first = np.zeros(num_envs, np.int64)  # [E], of row 0 in `_own`
         self._own = np.zeros((0, num_envs), np.uint32)
         self._queue_first, self._queue = 0, np.zeros(0, np.uint32)
 
     def of(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
-        """`[E]` uint32, the seeds of these lanes' episodes, `[n]`; zero elsewhere.
+        """Returns `[E]` uint32, the seeds of the episodes of `n` lanes, zero elsewhere.
 
-        The ids are of the queue, below 0, or of the lanes' own episodes.
+        Args:
+            lane: `[n]` int.
+            episode_id: `[n]` int32, all of the queue, below 0, or all of the lanes'
+                own episodes.
         """
         seeds = np.zeros(self._num_envs, np.uint32)
         is_queue = episode_id[0] < 0
@@ -34,7 +37,7 @@ class Seeds:
         row = number - self._first[lane]
         if not _are_rows(row, self._own):
             first = self._first.copy()
-            first[lane] = number  # lanes that are not asked for stay behind
+            first[lane] = number  # the other lanes keep theirs
             later = first + np.arange(_AHEAD)[:, None]
             own = self._draw(later * self._num_envs + self._lane)
             self._first, self._own = first, own
@@ -58,14 +61,14 @@ class Seeds:
 
 
 def _are_rows(row: np.ndarray, table: np.ndarray) -> bool:
-    """Tells whether a table has all of these rows."""
-    row = row.tolist()  # often a single one, for which NumPy's ways are long
+    """Returns whether a table has all of these rows."""
+    row = row.tolist()  # often a single one, for which NumPy takes longer
     return min(row) >= 0 and max(row) < len(table)
 
 
 @jax.jit
 def _seeds(key: chex.PRNGKey, episode_id: jax.Array) -> jax.Array:
-    """`[N, E]` seeds of the episodes of these ids."""
+    """Returns the seeds of the episodes with these ids, `[N, E]`."""
     lanes = episode_keys.all_lanes(episode_id.shape[1])
     of_row = jax.vmap(lambda row: episode_keys.keys_of(key, lanes, row))
     return episode_keys.seeds(of_row(episode_id))
