@@ -1,4 +1,4 @@
-"""`AsyncCollector`: of many environments those step that are ready."""
+"""`AsyncCollector`: collects from environments as they answer, in rows of R of E."""
 
 import time
 from collections.abc import Mapping
@@ -29,14 +29,14 @@ from rollout.types import (
 
 
 class Served(struct.PyTreeNode):
-    """`info` of what an `AsyncCollector` collects: who answered, and when.
+    """`info` of an `AsyncCollector`: which environments answered, and when.
 
     Attributes:
-        env_id: `[T, R]` int32, which environment the row is of.
-        time: `[T, R]` float32, seconds since `init` until it answered; of simulated
-            latencies, theirs.
-        info: `[T, R, ...]`, whatever the environment gave along.
-        num_envs: E, of how many.
+        env_id: `[T, R]` int32, the environment that answered.
+        time: `[T, R]` float32, seconds since `init` until it answered, in virtual time
+            with simulated latencies.
+        info: `[T, R, ...]`, the `info` of the environment.
+        num_envs: E, the number of environments.
     """
 
     env_id: jax.Array  # [T, R]
@@ -48,15 +48,15 @@ class Served(struct.PyTreeNode):
 class AsyncCollector(HostCollector[ParamsT, ObsT, ActionT]):
     """Collects experience from environments that answer at different speeds.
 
-    In every row the first `R` environments that have answered stand, in the order in
-    which they did; the policy chooses for these, and they work on while the next ones
-    are waited for. A row holds what an environment answered to its last action, and
-    `info` is a `Served`: `by_env` puts rows into the order of each environment. Actions
-    that are not answered at the end of a call are in the first rows of the next one.
+    Every row has the first `R` environments that answered, in the order of their
+    answers. The policy then acts for these, and they step while the collector waits for
+    the next ones. A transition is an environment's answer to its last action, and
+    `info` is a `Served`: `by_env` sorts transitions by environment. Actions without an
+    answer at the end of a call are answered in the first rows of the next one.
 
     The methods are those of `HostCollector`, with trajectories `[T, R, ...]`. The
-    policy gets `[R, ...]` observations, and `E` rows of state. Which environment is
-    served when depends on its speed, and with it what a policy draws.
+    policy gets `[R, ...]` observations, and a state of `E` lanes. The speed of the
+    environments decides which one is in which row, and so what the policy draws.
 
     `collect_episodes` plays the first N episodes that are *started*, so that fast or
     short ones are not favoured.
@@ -65,15 +65,15 @@ class AsyncCollector(HostCollector[ParamsT, ObsT, ActionT]):
         num_ready: R.
 
     Args:
-        env: E environments of which any number may be stepped.
-        policy: as `HostCollector` has it, and so the last four.
-        num_ready: R, environments of a row, at least 1 and at most E.
-        timeout: seconds to wait for R environments, None for any time; what is longer
-            is a `TimeoutError`.
-        record_fn: what is recorded of a transition.
-        accumulators: figures of one's own that are kept per episode, by name.
-        on_fault: what becomes of an environment that fails.
-        max_restarts: how often that may happen.
+        env: E environments that can step independently.
+        policy: as in `HostCollector`, and so the last four.
+        num_ready: R, environments in a row, at least 1 and at most E.
+        timeout: seconds to wait for R environments, None for any time; after that a
+            `TimeoutError` is raised.
+        record_fn: maps a transition to its recorded fields.
+        accumulators: user-defined values that are accumulated per episode, by name.
+        on_fault: "raise" or "restart", where an environment fails.
+        max_restarts: how many times in all environments are made anew.
 
     Raises:
         ValueError: if an argument is not as above.
@@ -127,23 +127,23 @@ class AsyncCollector(HostCollector[ParamsT, ObsT, ActionT]):
 
 
 def by_env(rows: Transition) -> Transition:
-    """Puts what an `AsyncCollector` collected into the order of each environment.
+    """Sorts the transitions of an `AsyncCollector` by environment and time.
 
     Targets that look ahead, such as `gae`, need it. Inside or outside of `jit`.
 
     Args:
-        rows: `[T, R, ...]`, in the order in which they were served.
+        rows: `[T, R, ...]`, in the order of the answers.
 
     Returns:
-        `[T, E, ...]`: column e has the rows of environment e in the order of time, and
-        after its last one rows that are zero, with `mask` False.
+        `[T, E, ...]`: column e has the transitions of environment e in the order of
+        time, and then masked-out rows of zeros.
 
     Raises:
         ValueError: if `rows` are not of an `AsyncCollector`.
     """
     if not isinstance(getattr(rows, "info", None), Served):
         raise ValueError(
-            "`rows` must be what an `AsyncCollector` collected, with its `info`, got "
+            "`rows` must be of an `AsyncCollector`, with its `info`, got "
             f"{checks.describe(getattr(rows, 'info', rows))}."
         )
     num_rows, num_envs = rows.mask.shape[0], rows.info.num_envs
@@ -151,7 +151,7 @@ def by_env(rows: Transition) -> Transition:
     order = jnp.argsort(env_id, stable=True)
     env_id = env_id[order]
     first = jnp.searchsorted(env_id, env_id, side="left")
-    place = (jnp.arange(env_id.size) - first, env_id)  # void ones in no column
+    place = (jnp.arange(env_id.size) - first, env_id)  # masked-out ones are dropped
 
     def put(leaf: jax.Array) -> jax.Array:
         leaf = leaf.reshape(-1, *leaf.shape[2:])[order]
@@ -162,25 +162,25 @@ def by_env(rows: Transition) -> Transition:
 
 
 class _AsyncLoop(Loop):
-    """The loop of an `AsyncCollector`: act, send, receive whoever answers first."""
+    """The loop of an `AsyncCollector`: act, send, receive the first that answer."""
 
     _env: AsyncHostVectorEnv
 
     def serving(self, num_ready: int, timeout: float | None) -> Self:
-        """Sets how many environments stand in a row, and how long it waits for them."""
+        """Sets how many environments are in a row, and how long to wait for them."""
         self._num_ready, self._timeout = num_ready, timeout
         self._start = time.monotonic()
-        self._works = self._nowhere  # [E] bool, on an action; the others wait for one
+        self._works = self._nowhere  # [E] bool, True while an environment steps
         self._chosen: ArrayTree = None  # obs, action, extras under way, [E, ...]
         return self
 
     def _exchange(
         self, params: Any, block: Block, is_random: np.ndarray | None
     ) -> None:
-        del block, is_random  # unused: nobody knows which steps come first
+        del block, is_random  # unused: it is unknown which steps come first
         waits, assignment = ~self._works, self.state.assignment
         if assignment is not None and not hasattr(self._env, "batch_size"):
-            waits = waits & assignment.mask  # idle ones wait on
+            waits = waits & assignment.mask  # idle ones keep waiting
         env_id = np.flatnonzero(waits).astype(np.int32)
         for first in range(0, len(env_id), self._num_ready):
             self._send(params, env_id[first : first + self._num_ready])
@@ -195,7 +195,7 @@ class _AsyncLoop(Loop):
         return Answer(action, extras, self.state.progress, result, at)
 
     def _send(self, params: Any, env_id: np.ndarray) -> None:
-        """Sends up to R environments on; the policy acts for R, in one program."""
+        """Sends actions to up to R environments; the policy acts for R, in one call."""
         state, count = self.state, len(env_id)
         padded = np.full(self._num_ready, len(state.over), np.int32)
         padded[:count] = env_id

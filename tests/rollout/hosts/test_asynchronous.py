@@ -227,7 +227,7 @@ def test_what_is_refused():
         make(timeout="3")
     with pytest.raises(ValueError, match="`env` must be an `AsyncHostVectorEnv`"):
         rollout.AsyncCollector(env=HostCount(2), policy=POLICY, num_ready=1)
-    with pytest.raises(ValueError, match="`rows` must be what an `AsyncCollector`"):
+    with pytest.raises(ValueError, match="`rows` must be of an `AsyncCollector`"):
         rollout.by_env(collect(make(), 2).replace(info={}))
     with pytest.raises(ValueError, match="must step all environments together"):
         rollout.Stream(make(), key=KEY, steps_per_batch=10)
