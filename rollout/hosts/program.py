@@ -28,10 +28,10 @@ class View(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a policy has come: what one call of it hands to the next."""
+    """State of a policy between two calls."""
 
     key: chex.PRNGKey  # the root key
-    words: np.ndarray  # its words, for a typed key takes jax's slow way in
+    words: np.ndarray  # its words, which are faster to pass to jit than a typed key
     step: int  # how often it has acted
     state: ArrayTree  # [E, ...], on the device
 
@@ -42,15 +42,15 @@ class Program:
     Args:
         policy: the policy.
         action_space: of one lane.
-        num_envs: E, lanes; a call may be about some of them.
+        num_envs: E, lanes; a call may act for some of them.
     """
 
     def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
         self._policy = policy
         self._view: Any = View(num_envs, as_space(action_space, "env.action_space"))
         self._impl: Any = None
-        # The keys of many steps, drawn at once, for in a small program two hashes are
-        # most of the time: the root key, the first step, and their words.
+        # The root key, a first step, and the words of the keys from there on: drawn
+        # ahead, for in a small program two hashes would take most of the time.
         self._ahead: tuple[Any, int, np.ndarray] = (
             None,
             0,
@@ -58,12 +58,12 @@ class Program:
         )
 
     def start(self, key: chex.PRNGKey) -> Progress:
-        """Compiles for a typed root key; returns where the policy starts."""
+        """Prepares for a typed root key; returns the initial progress."""
         if self._impl != (impl := jax.random.key_impl(key)):
             self._act = jax.jit(self._apply)
             self._restart = jax.jit(self._restarted)
             self._initial = jax.jit(self._initial_state)
-            self._impl = impl  # last: it says that the others are there
+            self._impl = impl  # last: it marks the others as complete
         words = np.asarray(jax.random.key_data(key))
         return Progress(key=key, words=words, step=0, state=self._initial(key))
 
@@ -78,19 +78,19 @@ class Program:
         env_id: np.ndarray | None = None,
         is_random: np.ndarray | None = None,
     ) -> tuple[ArrayTree, ArrayTree, Progress]:
-        """Asks the policy what to do.
+        """Chooses the actions.
 
         Args:
             params: whatever the policy takes as its parameters.
-            obs: `[R, ...]`, NumPy; nobody may write to it afterwards.
+            obs: `[R, ...]`, NumPy; it must not be written to afterwards.
             over: `[R]` bool, lanes that are at the start of an episode.
             episode_id: `[R]` int32, the episodes they are in.
-            progress: where the last call left the policy.
+            progress: the one that the last call returned.
             env_id: `[R]` int32, which lanes these are; None for all E in order.
-            is_random: `[R]` bool, lanes that act at random instead; None for nowhere.
+            is_random: `[R]` bool, lanes that act at random instead; None for none.
 
         Returns:
-            Action and extras, `[R, ...]`, NumPy; and where the policy is now.
+            Action and extras, `[R, ...]`, NumPy; and the new progress.
         """
         state, lanes, warmup = progress.state, (), ()
         if jax.tree.leaves(state):
@@ -100,9 +100,9 @@ class Program:
         words = self._policy_words(progress)
         state, out = self._act(params, words, state, obs, lanes, env_id, warmup)
         leaves, structure = jax.tree.flatten(out)
-        # Where the parameters put the program, whatever jax's default is.
+        # The parameters decide where it runs, whatever jax's default device is.
         if any(device.platform != "cpu" for device in leaves[0].devices()):
-            out = jax.device_get(out)  # all copies begin before one is waited for
+            out = jax.device_get(out)  # begins all copies before it waits for one
         else:
             out = structure.unflatten([np.asarray(x) for x in leaves])
         return *out, progress._replace(step=progress.step + 1, state=state)
@@ -115,9 +115,9 @@ class Program:
     def restart(
         self, progress: Progress, over: np.ndarray, episode_id: np.ndarray
     ) -> ArrayTree:
-        """The state with that of an episode's start in the lanes where `over`.
+        """Returns the state, with that of an episode's start in the lanes where `over`.
 
-        `act` does so by itself; this is for a state that is looked at.
+        `act` does so by itself; this is for states that are handed out.
         """
         if not jax.tree.leaves(progress.state) or not over.any():
             return progress.state
@@ -129,7 +129,7 @@ class Program:
         return initial_policy_state(self._policy, self._view, first)
 
     def _policy_words(self, progress: Progress) -> np.ndarray:
-        """The words of the policy's key at this step."""
+        """Returns the words of the policy's key at this step."""
         key, first, words = self._ahead
         row = progress.step - first
         if key is not progress.key or not 0 <= row < len(words):
@@ -176,7 +176,7 @@ class Program:
         episode_id: jax.Array,
         env_id: jax.Array | None = None,
     ) -> ArrayTree:
-        """The state of the lanes that act, of new episodes where `over`."""
+        """Returns the state of the lanes that act, of new episodes where `over`."""
         root = self._wrap(words)
         lanes = episode_keys.all_lanes(self._view.num_envs)
         policy, take = self._policy, lambda tree: tree
@@ -192,20 +192,20 @@ class Program:
 
 @jax.jit
 def _policy_keys(root: chex.PRNGKey, step: jax.Array) -> jax.Array:
-    """The words of the keys of so many steps from `step` on."""
+    """Returns the words of the keys of `_AHEAD` steps, from `step` on."""
     steps = step + jnp.arange(_AHEAD, dtype=jnp.int32)
     key = episode_keys.at_step(episode_keys.policy_root(root), steps)
     return jax.random.key_data(key)
 
 
 def _warmup_words(root: chex.PRNGKey, step: int) -> np.ndarray:
-    """The words of the key of a step's random actions."""
+    """Returns the words of the key of a step's random actions."""
     key = episode_keys.at_step(episode_keys.warmup_root(root), jnp.int32(step))
     return np.asarray(jax.random.key_data(key))
 
 
 def _carry(obs: ArrayTree, state: ArrayTree) -> Carry:
-    """The part of a carry that `kernel.act` reads."""
+    """Makes a carry with the fields that `kernel.act` reads."""
     no: Any = ()
     nothing = Episode(key=no, episode_return=no, episode_length=no, episode_id=no)
     return Carry(
