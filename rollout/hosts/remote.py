@@ -1,7 +1,7 @@
-"""Batches from collectors in actors of Ray, on this machine or on many.
+"""`remote_batches`: batches from collectors in actors of Ray, on one machine or many.
 
-Ray starts the processes, moves arrays, and says who is gone. Here is what it does not
-know: which parameters made a batch, that nothing piles up, who replaces whom.
+Ray starts the processes, moves arrays, and reports lost actors. This module adds which
+parameters made a batch, a limit of one waiting batch per actor, and replacements.
 """
 
 import importlib
@@ -29,7 +29,7 @@ from rollout.types import Transition
 
 _LOG = logging.getLogger("rollout")
 _summarize = jax.jit(summarize)
-# What Ray would do about a lost actor is done here, and actors have no names.
+# This module replaces lost actors itself, and actors have no names.
 _NO_OPTIONS = ("lifetime", "max_restarts", "max_task_retries", "name")
 
 
@@ -38,14 +38,14 @@ class RemoteBatch(struct.PyTreeNode, kw_only=True):
 
     Attributes:
         trajectory: `[T, B, ...]` of NumPy, read-only: it lies in Ray's object store,
-            and takes room there as long as an array of it is kept.
+            and occupies memory there as long as one of its arrays is kept.
         stats: statistics of the episodes that ended in the batch.
         steps: environment steps of the batch over all lanes.
         warmup_steps: 0; a `random_warmup` of the policy is counted by each actor.
-        params_version: which parameters it was made with: 0 for the first ones, n for
-            those of the n-th `set_params`.
-        actor: number of the actor. One that replaces another has a new number, so an
-            episode is told by `actor` and its `episode_id`.
+        params_version: version of the parameters it was made with: 0 for the first
+            ones, n for those of the n-th `set_params`.
+        actor: number of the actor. A replacement has a new number, so `actor` and
+            `episode_id` identify an episode.
     """
 
     trajectory: Transition  # [T, B, ...]
@@ -62,9 +62,9 @@ class RemoteStats(NamedTuple):
     Attributes:
         collect_batches: batches handed over.
         collect_steps: environment steps of these over all lanes.
-        stale_batches: those that were not handed over, for `max_params_lag`.
-        lost_fragments: those that were lost with their actor.
-        restarts: actors that were started in place of lost ones.
+        stale_batches: batches dropped because of `max_params_lag`.
+        lost_fragments: batches lost with their actor.
+        restarts: actors started in place of lost ones.
     """
 
     collect_batches: int = 0
@@ -86,7 +86,7 @@ def remote_batches(
     max_restarts: int = 10,
     ray_options: Mapping[str, Any] | None = None,
 ) -> "RemoteBatches":
-    """Collects in actors of Ray, each with a collector of its own.
+    """Collects in actors of Ray, each with its own collector.
 
         with rollout.remote_batches(make_collector, key=key, params=params,
                                     num_actors=8, steps_per_batch=4096) as batches:
@@ -94,42 +94,42 @@ def remote_batches(
                 params = update(params, batch.trajectory)
                 batches.set_params(params)
 
-    Batches come in the order in which they are done, so a slow actor holds up nobody.
-    An actor begins its next batch when its last one is handed over, with the newest
-    parameters of then: it works while you learn, and never has more than one batch
-    waiting. If every batch is followed by one `set_params`, a batch is therefore about
-    `num_actors` versions behind.
+    Batches come in the order in which they are finished, so a slow actor delays no
+    other. An actor begins its next batch when its last one is handed over, with the
+    parameters that are newest then: it works while you learn, and never has more than
+    one batch waiting. If one `set_params` follows every batch, a batch is therefore
+    about `num_actors` versions behind.
 
     An actor is lost if its process or its machine ends, or if it raises. Its batch and
-    its episodes under way are then lost too; another actor is started in its place,
-    with new episodes. What is raised before an actor has handed over anything, by
-    `make_collector` or in the first batch, is taken for a mistake and is raised here.
+    its episodes under way are then lost too; another actor takes its place, with new
+    episodes. An error in an actor that has not handed over a batch yet, in
+    `make_collector` or in the first batch, counts as a mistake and is raised here.
     An actor that hangs is not lost: environments in `envs.workers` have a `timeout`.
 
-    The order of batches depends on the speed of actors, and with it what is learnt.
+    The order of batches, and so the result of learning, depends on the actors' speed.
 
     Args:
-        make_collector: makes the collector, in the actor: it imports what it needs, and
-            sets what it needs of jax. It travels by `cloudpickle`.
-        key: one typed key. Each actor has its own, and so has one that replaces it.
+        make_collector: makes the collector, in the actor: it does its own imports and
+            sets jax's options. It is sent by `cloudpickle`.
+        key: one typed key. Each actor, also a replacement, derives its own from it.
         params: whatever the policy takes as its parameters.
         num_actors: at least 1.
         steps_per_batch: environment steps of a batch over all lanes of an actor,
             rounded up to rows: T = ceil(steps_per_batch / num_envs).
-        max_params_lag: a batch whose parameters are more than so many versions behind
-            the newest when it would be handed over is dropped and counted. None keeps
-            all, 0 those of the newest; below `num_actors` much is dropped, see above.
+        max_params_lag: drops and counts a batch whose parameters are more than so many
+            versions behind the newest when it would be handed over. None keeps all, 0
+            those of the newest; below `num_actors` it drops many, see above.
         total_steps: steps after which the iteration ends, None for an endless one. The
-            last batch is whole; what is dropped or lost does not count.
+            last batch is whole; dropped and lost batches do not count.
         max_restarts: how many lost actors are replaced in all.
-        ray_options: what each actor needs, as `ray.remote` takes it: `num_cpus`,
+        ray_options: resources of each actor, as `ray.remote` takes them: `num_cpus`,
             `num_gpus`, `resources`, `runtime_env`. By default one CPU each. Where Ray
-            assigns no accelerator, jax is on the CPU. Ray waits, without a word, for
-            machines that have as much.
+            assigns no accelerator, jax runs on the CPU. Ray waits silently until
+            machines with these resources join.
 
     Returns:
-        An iterator over `RemoteBatch`es. If Ray was not running, it is started here,
-        and ended by `close`.
+        An iterator over `RemoteBatch`es. If Ray is not running, this starts it, and
+        `close` ends it.
 
     Raises:
         ImportError: if Ray is not installed.
@@ -145,10 +145,10 @@ def remote_batches(
         total_steps = checks.count("total_steps", total_steps, most=None)
     max_restarts = checks.count("max_restarts", max_restarts, least=0)
     ray_options = dict(ray_options or {})
-    if refused := [name for name in _NO_OPTIONS if name in ray_options]:
+    if wrong := [name for name in _NO_OPTIONS if name in ray_options]:
         raise ValueError(
-            f"`ray_options` must be without {', '.join(_NO_OPTIONS)}, for lost actors "
-            f"are replaced by `max_restarts`, got {', '.join(refused)}."
+            f"`ray_options` must be without {', '.join(_NO_OPTIONS)}, for "
+            f"`max_restarts` replaces lost actors, got {', '.join(wrong)}."
         )
     ray = _import()
     actor_class = ray.remote(_Actor).options(**ray_options)
@@ -173,7 +173,7 @@ def remote_batches(
 
 
 class RemoteBatches:
-    """Yields the batches of actors; `remote_batches` makes it and says how."""
+    """Yields the batches of actors; `remote_batches` makes and describes it."""
 
     def __init__(
         self,
@@ -192,8 +192,8 @@ class RemoteBatches:
         self._max_lag = max_params_lag
         self._numbers = itertools.count()
         self._actors: dict[int, Any] = {}  # by number
-        self._proven: set[int] = set()  # that have handed over something
-        # The oldest first: reference to actor, version of the parameters.
+        self._proven: set[int] = set()  # actors that have handed over a batch
+        # By reference, the oldest first: actor, version of the parameters.
         self._under_way: dict[Any, tuple[int, int]] = {}
         self._stats = RemoteStats()
         self._setting, self._is_closed = threading.Lock(), False
@@ -208,15 +208,15 @@ class RemoteBatches:
             raise
 
     def __enter__(self) -> Self:
-        """Closes itself at the end of the `with` block."""
+        """Closes the actors at the end of the `with` block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes itself."""
+        """Closes the actors."""
         self.close()
 
     def __iter__(self) -> Iterator[RemoteBatch]:
-        """Itself: it yields the batches that are left."""
+        """Returns itself, which yields the batches that are left."""
         return self
 
     def __next__(self) -> RemoteBatch:
@@ -224,8 +224,8 @@ class RemoteBatches:
 
         Raises:
             StopIteration: after `total_steps`; the actors are then closed.
-            RuntimeError: if an actor raised before it had handed over anything, if more
-                than `max_restarts` were lost, and after `close`.
+            RuntimeError: if an actor raised before it had handed over a batch, if more
+                than `max_restarts` were lost, or after `close`.
         """
         total, ray = self._total_steps, self._ray
         if total is not None and self._stats.collect_steps >= total:
@@ -263,9 +263,9 @@ class RemoteBatches:
         return self._stats
 
     def set_params(self, params: Any) -> None:
-        """Sets the parameters for the batches that are not under way yet.
+        """Sets the parameters for the batches that have not begun, from any thread.
 
-        They are put into Ray's object store once, for all actors. From any thread.
+        They are put into Ray's object store once, for all actors.
 
         Args:
             params: of the structure, shapes and dtypes of those before. They are
@@ -273,9 +273,9 @@ class RemoteBatches:
 
         Raises:
             RuntimeError: after `close`.
-            ValueError: if they are of another kind.
+            ValueError: if structure, a shape or a dtype differs.
         """
-        if self._is_closed:  # Ray would be started again
+        if self._is_closed:  # `put` would start Ray again
             raise RuntimeError("`set_params` must be called before `close`.")
         new = _on_host(params)
         checks.same("`params` must keep structure, shapes and dtypes", self._kind, new)
@@ -295,20 +295,20 @@ class RemoteBatches:
             self._ray.shutdown()
 
     def _start(self) -> None:
-        """Starts an actor, and its first fragment."""
+        """Starts an actor, and its first batch."""
         number = next(self._numbers)
         self._actors[number] = self._make_actor(number)
         self._begin(number)
 
     def _begin(self, number: int) -> int:
-        """Begins a fragment of an actor; returns the version of the parameters."""
+        """Begins a batch of an actor; returns the version of the parameters."""
         params, version = self._params
         reference = self._actors[number].collect.remote(params, version)
         self._under_way[reference] = number, version
         return version
 
     def _replace(self, number: int, error: Exception) -> None:
-        """Puts a new actor in the place of one that is lost."""
+        """Replaces a lost actor."""
         self._ray.kill(self._actors.pop(number))  # it may be alive, and have raised
         self._count(lost_fragments=1)
         cause = getattr(error, "cause", None) or error
@@ -334,7 +334,7 @@ class RemoteBatches:
 
 
 class _Actor:
-    """Owns a collector, in a process of its own."""
+    """Owns a collector, in its own process."""
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ class _Actor:
     ) -> None:
         context = _import().get_runtime_context()
         if not any(context.get_accelerator_ids().values()):
-            # Those of the machine are for others. No array of jax may come before.
+            # Accelerators of the machine are for others. No jax array may come before.
             jax.config.update("jax_platforms", "cpu")
         self._make_collector, self._words, self._impl = make_collector, words, impl
         self._steps_per_batch = steps_per_batch
@@ -355,13 +355,14 @@ class _Actor:
     def collect(
         self, params: ArrayTree, version: int
     ) -> tuple[Transition, CollectStats]:
-        """Collects a fragment, and returns it in NumPy: one object for Ray."""
-        if not self._collector:  # not in `__init__`, which hides what is raised
+        """Collects a batch, and returns it in NumPy: one object for Ray."""
+        if not self._collector:  # not in `__init__`, where Ray hides errors
             self._begin()
         if version != self._version:
             self._params, self._version = jax.device_put(params), version
-        args = self._carry, self._params, self._num_steps
-        self._carry, trajectory = self._collector.collect_steps(*args)
+        self._carry, trajectory = self._collector.collect_steps(
+            self._carry, self._params, self._num_steps
+        )
         return jax.device_get((trajectory, _summarize(trajectory)))
 
     def _begin(self) -> None:
@@ -371,7 +372,7 @@ class _Actor:
                 "`make_collector` must return a `Collector` or a `HostCollector`, got "
                 f"{checks.describe(collector)}."
             )
-        # Of an `AsyncCollector` a row has as many as are ready.
+        # A row of an `AsyncCollector` has `num_ready` columns.
         num_columns = getattr(collector, "num_ready", collector.env.num_envs)
         self._num_steps = -(-self._steps_per_batch // num_columns)
         key = jax.random.wrap_key_data(self._words, impl=self._impl)
@@ -389,13 +390,13 @@ def _import() -> ModuleType:
 def _init(ray: ModuleType, **options: Any) -> None:
     options |= {"log_to_driver": False, "logging_level": logging.ERROR}
     with warnings.catch_warnings():
-        # Ray forks only to execute another program at once.
+        # Ray's forks only execute another program at once.
         warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
         ray.init(include_dashboard=False, **options)
 
 
 def _on_host(params: Any) -> Any:
-    """Parameters in NumPy, not weakly typed; typed keys stay what they are."""
+    """Converts parameters to NumPy, not weakly typed; typed keys stay as they are."""
 
     def convert(x: Any) -> Any:
         return x if keys.has_keys(x) else np.asarray(x, jnp.result_type(x))
