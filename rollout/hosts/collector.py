@@ -1,4 +1,4 @@
-"""`HostCollector`: the folds of `Collector` over environments that are not JAX."""
+"""`HostCollector`: the methods of `Collector` over environments that are not JAX."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -37,27 +37,29 @@ _BLOCK = 64  # rows that are collected before they are folded
 class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     """Collects experience from environments that are not JAX.
 
-    The methods, the arguments and the results are those of `Collector`, but the
-    environments are stepped by a loop in Python, so nothing of it is called inside
-    `jit`. The policy is one jitted program, called once per step. A carry is good for
-    one call: afterwards the environments have moved on.
+    The methods, the arguments and the results are those of `Collector`, but a loop in
+    Python steps the environments, so no method works inside `jit`. The policy is one
+    jitted program, called once per step. A carry is valid for one call: afterwards the
+    environments have moved on.
 
-    Rows whose `mask` is False are zero. Rows are void where an environment only reset
-    itself, and where an episode was lost to a fault.
+    `mask` is False where an environment only reset itself, and where an episode was
+    lost to a fault. Masked-out rows are zero.
 
     Attributes:
         env: `E` environments side by side.
         policy: the policy that acts in them.
-        record_fn: what is recorded of a transition, as in `Collector`.
-        accumulators: figures of one's own that are kept per episode, likewise.
+        record_fn: maps a transition to its recorded fields, as in `Collector`.
+        accumulators: user-defined values that are accumulated per episode, as in
+            `Collector`.
 
     Args:
-        on_fault: what is done where an environment fails: it raises, a worker process
-            dies or does not answer, an observation is not finite or outside of its
-            space. "raise" raises `envs.EnvFault`; "restart" masks the episode from its
-            first row in this call on, counts it in `fault_stats`, logs the cause and
-            makes the environment anew; the others go on.
-        max_restarts: how many times in all environments are made anew; then it raises.
+        on_fault: "raise" or "restart", where an environment fails: it raises, a worker
+            process dies or does not answer, an observation is not finite or outside of
+            its space. "raise" raises `envs.EnvFault`; "restart" masks out the episode
+            from its first row in this call on, counts it in `fault_stats`, logs the
+            cause and makes the environment anew; the others go on.
+        max_restarts: how many times in all environments are made anew; the next fault
+            raises.
 
     Raises:
         ValueError: if an argument is not as above.
@@ -83,11 +85,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         self._number, self._ticket = new_user(), 0
         self._bookkeeper = Bookkeeper(self.accumulators, record_fn, env.num_envs)
         self._program = Program(policy, env.action_space, env.num_envs)
-        self._loop: Any = None  # the Loop, once there is a first carry
+        self._loop: Any = None  # the Loop, from `init` on
         self._next_episode = 0
         self._episode: Any = None  # the Episode of every lane before `_block`
-        # Of the call under way, or cut short: its last rows, also as they are handed
-        # out; the mark of its carry; and whether its result was handed over.
+        # Of the call under way, or cut short: its last rows, raw and finished; the mark
+        # of its carry; and whether its result was handed over.
         self._block: Any = None  # Block
         self._trajectory: Any = None  # Transition
         self._used: Any = None  # [2] uint32
@@ -95,7 +97,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     @property
     def fault_stats(self) -> FaultStats:
-        """Counts of faults, and of what they cost, so far."""
+        """Counts of faults and their costs so far."""
         return self._faults.stats
 
     def close(self) -> None:
@@ -111,12 +113,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         checks.outside_of_jit()
         checks.typed_key(key)
-        # Workers that an interrupt has cost are made anew without a word.
+        # Workers that died of an interrupt are made anew without a report.
         forgiven = None if self._is_whole else set()
         with self._call():
             self._ticket += 1
             failed = np.zeros(self.env.num_envs, bool)
-            if self._loop is not None:  # those that nobody has made anew yet
+            if self._loop is not None:  # environments to be made anew
                 failed = self._loop.state.failed
             loop = self._make_loop(key, failed)
             episode = self._bookkeeper.start(loop.state.episode_id)
@@ -142,9 +144,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
         Raises:
             ValueError: as there, or if `carry` is not that of the last call.
-            envs.EnvFault: if an environment failed, and is not to be made anew. What
-                was collected until then is kept for `recover`, as after Ctrl-C, which
-                raises between two steps.
+            envs.EnvFault: if an environment failed, and may not be made anew. The rows
+                until then are kept for `recover`, as after Ctrl-C, which raises between
+                two steps.
         """
         num_steps = checks.count("num_steps", num_steps)
         with self._call(carry):
@@ -163,7 +165,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Acc]:
         """Folds each of `num_steps` transitions into `acc`; see `Collector.fold_steps`.
 
-        Rows of an episode that were folded before it was lost stay so.
+        Rows of a lost episode that were folded before the fault stay in `acc`.
         """
         num_steps = checks.count("num_steps", num_steps)
         checks.function("fn", fn)
@@ -187,7 +189,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Episodes]:
         """Plays exactly `num_episodes` episodes; see `Collector.collect_episodes`.
 
-        One that is lost to a fault is among them, with `mask` False and all else zero.
+        One that is lost to a fault counts, with `mask` False and all else zero.
         """
         num_episodes = checks.count("num_episodes", num_episodes)
         max_steps = checks.count("max_steps", max_steps, most=None)
@@ -233,7 +235,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def collect_padded_episodes(
         self, carry: Carry, params: ParamsT, num_episodes: int, *, max_length: int
     ) -> tuple[Carry, Transition[ObsT, ActionT], Episodes]:
-        """Returns `num_episodes` whole; see `Collector.collect_padded_episodes`."""
+        """Collects `num_episodes` whole; see `Collector.collect_padded_episodes`."""
         num_episodes = checks.count("num_episodes", num_episodes)
         max_length = checks.count("max_length", max_length)
         padded: Any = None
@@ -272,15 +274,15 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         random_fn: Callable[[int], np.ndarray | None] = lambda row: None,
         at_end: str = "continue",
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
-        """Takes steps as a `Stream` needs them.
+        """Collects a batch of a `Stream`.
 
         Called again after an error, with the same carry, it goes on with the batch.
 
         Args:
-            carry: as ever.
+            carry: the latest one.
             params: whatever the policy takes as its parameters.
             num_steps: rows to fill.
-            capacity: rows of the trajectory, zero after those.
+            capacity: rows of the trajectory; those after `num_steps` are zero.
             limit: steps after which an episode is truncated.
             random_fn: the row to `[E]` bool, the lanes that act at random, or None.
             at_end: see `Stream`'s `at_batch_end`.
@@ -311,14 +313,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             return self._carry(), trajectory.replace(truncated=truncated)
 
     def compile(self, carry: Carry, params: ParamsT) -> None:
-        """Compiles the program of the policy ahead of the first call."""
+        """Compiles the program of the policy, which otherwise the first call does."""
         self._program.compile(params, carry.obs, self._loop.state.progress)
 
     def save(self, carry: Carry, *, allow_pickle: bool = False) -> bytes:
-        """The state of the environments, `b""` if it is not to be had.
+        """Returns the state of the environments at `carry`, or `b""`.
 
-        That of the moment at which `carry` was made: there is none any more if the
-        environments have moved on.
+        It is `b""` if the environments cannot save it, or have moved on since.
 
         Args:
             carry: the latest one.
@@ -335,7 +336,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def restore(
         self, carry: Carry, saved: bytes, *, allow_pickle: bool = False
     ) -> Carry:
-        """Goes on where a carry stood, in this process or another.
+        """Continues from a carry, in this process or another.
 
         Args:
             carry: of a collector of the same kind.
@@ -391,12 +392,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         cannot go on begin new ones; after a call for whole episodes all lanes do.
 
         Returns:
-            The carry to go on with; and what the call had collected, `[T, E, ...]`, of
-            a fold or of whole episodes the rows that it had not done with yet; None
-            if there are none, or if the call had returned.
+            The carry to go on with; and the transitions that the call had collected,
+            `[T, E, ...]`, for a fold or whole episodes only those that it had not
+            processed yet; None if there are none, or if the call had returned.
 
         Raises:
-            ValueError: if there was no call yet.
+            ValueError: if `init` was not called yet.
         """
         if self._loop is None:
             raise ValueError("`recover` must follow `init`, which was not called yet.")
@@ -412,19 +413,19 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             return self._carry(), jax.tree.map(lambda x: x[:num_rows], trajectory)
 
     def resumed(self, carry: Carry) -> Carry:
-        """The carry to take in place of one whose call was cut short; else the same."""
+        """Returns `carry`, or that of `recover` if the call with it was cut short."""
         is_used = np.array_equal(carry.env_state, self._used)
         return self.recover()[0] if is_used and not self._is_whole else carry
 
     def _recover_loop(self) -> None:
-        """Goes on with the rows; all episodes are gone where another has stepped."""
+        """Recovers the loop, with new episodes if another collector stepped `env`."""
         is_mine = is_claimed(self.env, self._number)
         self._loop.recover(self._block, anew=not is_mine)
         claim(self.env, self._number)
 
     @property
     def _num_columns(self) -> int:
-        """Lanes of a row."""
+        """Number of lanes in a row."""
         return self.env.num_envs
 
     def _make_loop(self, key: chex.PRNGKey, failed: np.ndarray) -> Loop:
@@ -448,8 +449,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         if self._loop is not None and not is_claimed(self.env, self._number):
             raise ValueError(
                 "`carry` must be of the collector that stepped `env` last, but another "
-                "one has stepped it since: give each its own environments, or `init` "
-                "this one again."
+                "one has stepped it since: give each its own environments, or call "
+                "`init` again."
             )
         if self._loop is None or not np.array_equal(carry.env_state, self._mark):
             raise ValueError(
@@ -460,18 +461,18 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     @property
     def _mark(self) -> np.ndarray:
-        """Mark of the latest carry, which no other carry has."""
+        """The mark that only the latest carry has."""
         return np.array([self._number, self._ticket], np.uint32)
 
     def _count(self) -> Transition:
-        """The rows of the block as they are handed out, counted once."""
+        """Returns the transitions of the block, computed once."""
         if self._trajectory is None:
             counted = self._bookkeeper.count(self._episode, self._block)
             self._episode, self._trajectory = counted
         return self._trajectory
 
     def _carry(self) -> Carry:
-        """The carry that the next call takes."""
+        """Makes the carry for the next call."""
         state = self._loop.state
         step: Any = np.int32(state.progress.step)
         next_episode: Any = np.int32(self._next_episode)
@@ -511,7 +512,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
 
 class _Call:
-    """A call of a collector: until it is over, `recover` can go on where it stopped."""
+    """A call of a collector: until it returns, `recover` can go on where it stopped."""
 
     def __init__(self, collector: Any, carry: Carry | None = None) -> None:
         self._collector, self._carry = collector, carry
@@ -527,13 +528,13 @@ class _Call:
     def __exit__(self, kind: type | None, *_: object) -> None:
         if kind is not None:
             return
-        # In one line, the last one of a call: now its result is handed over.
+        # In one line, the last of a call: from here on its result is handed over.
         of = self._collector
         of._block, of._trajectory, of._is_whole = None, None, True
 
 
 def _join(states: list[bytes]) -> bytes:
-    """The states of `E` environments, after their `E` lengths."""
+    """Joins the states of `E` environments, after their `E` lengths."""
     lengths = np.array([len(state) for state in states], np.int64)
     return lengths.tobytes() + b"".join(states)
 
