@@ -25,7 +25,7 @@ _NUM_HOST_ENVS = 16  # where a loop in Python steps them
 # What `ast.literal_eval` raises.
 _NOT_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 _SUFFIXES = {"save": (), "plot": (".pdf", ".png", ".svg"), "gif": (".gif",)}
-_REFUSED = {  # by the option that decides on the kind of run
+_EXCLUDED = {  # by the option that decides on the kind of run
     "inspect": "num_episodes gif save plot profile max_steps devices xla_cpu_loop",
     "gif": "num_envs save plot profile devices",
     "num_episodes": "save profile",
@@ -133,17 +133,17 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Run:
 
 def _check_combination(run: Run) -> None:
     """Raises for an option that has no meaning in this kind of run."""
-    kind = next((name for name in _REFUSED if getattr(run, name)), "")
-    for name in _REFUSED.get(kind, "").split():
+    kind = next((name for name in _EXCLUDED if getattr(run, name)), "")
+    for name in _EXCLUDED.get(kind, "").split():
         if getattr(run, name):
-            _refuse(name, f"not allowed with argument --{kind.replace('_', '-')}")
+            _fail(name, f"not allowed with argument --{kind.replace('_', '-')}")
     if run.max_steps and not kind:
-        _refuse("max-steps", "only allowed with argument --num-episodes or --gif")
+        _fail("max-steps", "only allowed with argument --num-episodes or --gif")
     for name in ("gif", "profile", "inspect", "devices"):
         if run.is_on_host and getattr(run, name) not in (None, 1):
-            _refuse(name, f"only for environments in JAX, got {run.env}")
+            _fail(name, f"only for environments in JAX, got {run.env}")
     if run.gif and run.has_agents:
-        _refuse("gif", f"environments of several agents are not drawn, got {run.env}")
+        _fail("gif", f"environments of several agents are not drawn, got {run.env}")
 
 
 def _check_files(run: Run) -> None:
@@ -153,23 +153,23 @@ def _check_files(run: Run) -> None:
         if path is None:
             continue
         if not path.parent.is_dir():
-            _refuse(name, f"there is no folder {path.parent}")
+            _fail(name, f"there is no folder {path.parent}")
         if path.exists() and not path.is_file():
-            _refuse(name, f"{path} is not a regular file")
+            _fail(name, f"{path} is not a regular file")
         if not os.access(path.parent, os.W_OK | os.X_OK):
-            _refuse(name, f"the folder {path.parent} is not writable")
+            _fail(name, f"the folder {path.parent} is not writable")
         if suffixes and path.suffix.lower() not in suffixes:
-            _refuse(name, f"must end in {', '.join(suffixes)}, got {path}")
+            _fail(name, f"must end in {', '.join(suffixes)}, got {path}")
     if run.plot and importlib.util.find_spec("matplotlib") is None:
-        _refuse("plot", "matplotlib is not installed")
+        _fail("plot", "matplotlib is not installed")
     try:
         if run.profile:
             run.profile.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        _refuse("profile", f"{run.profile}: {error.strerror}")
+        _fail("profile", f"{run.profile}: {error.strerror}")
 
 
-def _refuse(name: str, reason: str) -> NoReturn:
+def _fail(name: str, reason: str) -> NoReturn:
     raise ValueError(f"argument --{name.replace('_', '-')}: {reason}")
 
 

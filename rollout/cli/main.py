@@ -78,7 +78,7 @@ def _run(run: Run) -> Iterator[Iterable[object]]:
         write_file(run.gif, lambda file: file.write(gif))
         rows = report.environment(run), *report.device(1), *report.one_episode(episodes)
         num_frames = int(episodes.episode_length[0]) + 1
-        yield *rows, report.row("gif", f"{run.gif} ({num_frames} frames)")
+        yield *rows, report.line("gif", f"{run.gif} ({num_frames} frames)")
     else:
         yield from _collect(run)
 
@@ -97,11 +97,11 @@ def _collect(run: Run) -> Iterator[Iterable[object]]:
     rows: Any = result.rows
     if run.save:
         write_file(run.save, lambda file: np.savez(file, **rows))
-        yield (report.row("saved", run.save),)
+        yield (report.line("saved", run.save),)
     if run.profile:
         folder = run.profile
         seconds, trace = aside(lambda: runs.profile(run, folder, num_devices))
-        yield *report.parts(seconds), report.row("profile", trace)
+        yield *report.parts(seconds), report.line("profile", trace)
     if run.plot:
         if not result.stats.num_episodes:
             raise ValueError("argument --plot: no episode ended, nothing to draw")
@@ -110,7 +110,7 @@ def _collect(run: Run) -> Iterator[Iterable[object]]:
         episodes = result.episodes or runs.ended(rows)
         image = aside(lambda: figure.draw(title, order, episodes, kind.lower()))
         write_file(run.plot, lambda file: file.write(image))
-        yield (report.row("plot", run.plot),)
+        yield (report.line("plot", run.plot),)
 
 
 def _print(*lines: object) -> None:

@@ -1,4 +1,4 @@
-"""The rows of the table that `python -m rollout` prints of a run."""
+"""Formats the lines of the table that `python -m rollout` prints of a run."""
 
 import os
 from collections.abc import Iterator
@@ -29,21 +29,21 @@ class Result(NamedTuple):
     is_interrupted: bool = False
 
 
-def row(label: str, value: object) -> str:
-    """Formats a row."""
+def line(label: str, value: object) -> str:
+    """Formats a line of the table."""
     return f"{label:<19} {value}".rstrip()
 
 
 def environment(run: Run) -> str:
     """Says what was run."""
-    return row("environment", f"{run.env} ({run.params})" if run.params else run.env)
+    return line("environment", f"{run.env} ({run.params})" if run.params else run.env)
 
 
 def inspection(run: Run) -> Iterator[str]:
     """Says what was compiled."""
     yield environment(run)
-    yield row("envs", f"{run.num_envs:,}")
-    yield row("steps", f"{run.num_envs * run.num_steps:,}")
+    yield line("envs", f"{run.num_envs:,}")
+    yield line("steps", f"{run.num_envs * run.num_steps:,}")
 
 
 def device(num_devices: int) -> Iterator[str]:
@@ -51,10 +51,10 @@ def device(num_devices: int) -> Iterator[str]:
     first = jax.devices()[0]
     kind = "" if first.device_kind == first.platform else f" ({first.device_kind})"
     count = "" if num_devices == 1 else f", {num_devices} devices"
-    yield row("device", first.platform + kind + count)
-    yield row("jax", jax.__version__)
+    yield line("device", first.platform + kind + count)
+    yield line("jax", jax.__version__)
     if XLA_CPU_LOOP in os.environ.get("XLA_FLAGS", ""):
-        yield row("xla cpu loop", "on")
+        yield line("xla cpu loop", "on")
 
 
 def collected(run: Run, result: Result) -> Iterator[str]:
@@ -66,30 +66,30 @@ def collected(run: Run, result: Result) -> Iterator[str]:
         note = f" ({100 * num_void / result.num_rows:.1f} % of the lane-steps idle)"
     elif result.is_interrupted:
         note = f" (of {run.num_envs * run.num_steps:,}, interrupted)"
-    yield row("envs", f"{run.num_envs:,}")
-    yield row("steps", f"{num_steps:,}{note}")
+    yield line("envs", f"{run.num_envs:,}")
+    yield line("steps", f"{num_steps:,}{note}")
     if num_void and not run.num_episodes:
-        yield row("void rows", f"{num_void:,} (environments reset themselves)")
+        yield line("void rows", f"{num_void:,} (environments reset themselves)")
     if agents:
-        yield row("agent steps", f"{agents.num_agent_steps:,}")
+        yield line("agent steps", f"{agents.num_agent_steps:,}")
     yield from _episodes(run, stats, agents)
     if agents and agents.unassigned_reward:
-        yield row("unassigned reward", f"{agents.unassigned_reward:.6g}")
+        yield line("unassigned reward", f"{agents.unassigned_reward:.6g}")
     if agents and agents.num_stale:
-        yield row("stale endings", f"{agents.num_stale:,}")
-    yield row("compile time", f"{result.compile_time:.2f} s")
-    yield row("run time", f"{seconds:.3f} s")
+        yield line("stale endings", f"{agents.num_stale:,}")
+    yield line("compile time", f"{result.compile_time:.2f} s")
+    yield line("run time", f"{seconds:.3f} s")
     if run.num_episodes:
-        yield row("episodes per second", f"{run.num_episodes / seconds:,.0f}")
-    yield row("steps per second", f"{num_steps / seconds:,.0f}")
+        yield line("episodes per second", f"{run.num_episodes / seconds:,.0f}")
+    yield line("steps per second", f"{num_steps / seconds:,.0f}")
 
 
 def one_episode(episodes: Episodes) -> Iterator[str]:
     """Says what one episode was like."""
     (terminated,), (finished,) = episodes.terminated, episodes.finished
     ending = "terminated" if terminated else "truncated" if finished else _CUT
-    yield row("return", f"{episodes.episode_return[0]:.6g}")
-    yield row("length", f"{episodes.episode_length[0]:,} ({ending})")
+    yield line("return", f"{episodes.episode_return[0]:.6g}")
+    yield line("length", f"{episodes.episode_length[0]:,} ({ending})")
 
 
 def parts(seconds: Profile) -> Iterator[str]:
@@ -99,7 +99,7 @@ def parts(seconds: Profile) -> Iterator[str]:
     for name, value in times.items():
         share = 100 * value / (sum(times.values()) - seconds.whole)
         note = "" if name == "whole" else f" ({share:.0f} % of the parts)"
-        yield row(f"  {name}".replace("_", " "), f"{1e3 * value:.3f} ms{note}")
+        yield line(f"  {name}".replace("_", " "), f"{1e3 * value:.3f} ms{note}")
 
 
 def _episodes(
@@ -108,22 +108,22 @@ def _episodes(
     """Gives figures of the episodes, and under each those of agents and policies."""
     count, num_cut = stats.num_episodes, stats.num_unfinished
     if not count:
-        yield row("episodes", "0 (no episode ended in this window)")
+        yield line("episodes", "0 (no episode ended in this window)")
         return
     truncated = f"{stats.num_truncated - num_cut:,} truncated"
     cut = f", {num_cut:,} {_CUT}" if run.num_episodes else ""
     endings = f"{stats.num_terminated:,} terminated, {truncated}{cut}"
-    yield row("episodes", f"{count:,} ({endings})")
-    yield row("", "".join(f"{name:<12}" for name in ("mean", "std", "min", "max")))
-    yield row("return", _moments(stats.returns))
+    yield line("episodes", f"{count:,} ({endings})")
+    yield line("", "".join(f"{name:<12}" for name in ("mean", "std", "min", "max")))
+    yield line("return", _moments(stats.returns))
     yield from _of_agents(agents, "returns")
-    yield row("length", _moments(stats.lengths))
+    yield line("length", _moments(stats.lengths))
     yield from _of_agents(agents, "lengths")
     if run.num_episodes:
         ends = f"{stats.returns.interval(-1):.6g} to {stats.returns.interval(1):.6g}"
         interval = f"95 % confidence interval {ends}"
         interval = "no confidence interval for one episode" if count < 2 else interval
-        yield row("mean return", f"{stats.returns.mean:.6g} ({interval})")
+        yield line("mean return", f"{stats.returns.mean:.6g} ({interval})")
 
 
 def _of_agents(agents: AgentStats | None, name: str) -> Iterator[str]:
@@ -136,7 +136,7 @@ def _of_agents(agents: AgentStats | None, name: str) -> Iterator[str]:
         for policy, x in agents.policies.items():
             rows[f"policy {policy}"] = _moments(getattr(x, name))
     for who, text in rows.items():
-        yield row(f"  {who}", text)
+        yield line(f"  {who}", text)
 
 
 def _moments(x: Moments) -> str:
