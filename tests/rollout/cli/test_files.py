@@ -4,12 +4,11 @@ import os
 
 import pytest
 
-from rollout.cli.files import whole_file
+from rollout.cli.files import write_file
 
 
 def write(path, content):
-    with whole_file(path) as file:
-        file.write(content)
+    write_file(path, lambda file: file.write(content))
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -20,7 +19,7 @@ def test_failure_while_writing_leaves_the_old_file_alone(tmp_path, monkeypatch, 
         raise OSError("No space left on device")
 
     monkeypatch.setattr(os, call, fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ValueError, match="could not be written: No space left"):
         write(tmp_path / "file", b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == b"old"
