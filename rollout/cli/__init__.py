@@ -1,5 +1,6 @@
-"""The command line `python -m rollout`: `main` runs what `arguments` reads.
+"""The command line `python -m rollout`.
 
-`runs` collects, on the `collector` of the run; `report` says what came of it, `figure`
-draws it, `interrupts` is Ctrl-C, and `files` writes files whole or not at all.
+`main` executes the commands, `arguments` parses them; `collector` makes the collector
+of a run and `runs` collects with it; `report` formats the results, `figure` plots them,
+`files` writes files, and `interrupts` handles Ctrl-C.
 """

@@ -18,14 +18,14 @@ XLA_CPU_LOOP = (
 _MAX_STEPS = 1_000_000  # so that a run ends even if an episode never does
 _MAX_STEPS_DRAWN = 500  # a frame takes about a tenth of a second
 _INT32_MAX = 2**31 - 1  # lanes and steps are counted in int32
-_SEED_MAX = 2**32 - 1  # jax takes a longer one and drops its upper bits
+_SEED_MAX = 2**32 - 1  # jax drops the upper bits of a larger one
 _MAX_DEVICES = 1024  # jax starts a thread for each device of a CPU
 _NUM_ENVS, _NUM_STEPS = 1024, 1000
 _NUM_HOST_ENVS = 16  # where a loop in Python steps them
-# What `ast.literal_eval` raises.
+# The errors of `ast.literal_eval`.
 _NOT_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 _SUFFIXES = {"save": (), "plot": (".pdf", ".png", ".svg"), "gif": (".gif",)}
-_EXCLUDED = {  # by the option that decides on the kind of run
+_EXCLUDED = {  # options that do not go with the option that sets the kind of run
     "inspect": "num_episodes gif save plot profile max_steps devices xla_cpu_loop",
     "gif": "num_envs save plot profile devices",
     "num_episodes": "save profile",
@@ -40,11 +40,11 @@ _USAGE = """%(prog)s ENV [--num-envs N] [--devices N] [--seed N]
 
 
 class Run(NamedTuple):
-    """A run as it was asked for, with the defaults of its kind."""
+    """The checked options of a run, with the defaults of its kind."""
 
     env: str
     num_envs: int
-    devices: int | str | None  # or "all", or None: as many as are fastest
+    devices: int | str | None  # a number, "all", or None for the fastest number
     num_steps: int
     num_episodes: int | None
     gif: Path | None
@@ -60,17 +60,17 @@ class Run(NamedTuple):
 
     @property
     def params(self) -> str:
-        """The parameters of the environment, in words."""
+        """The parameters of the environment as text."""
         return ", ".join(f"{name}={value!r}" for name, value in self.env_param)
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the environments are not JAX."""
+        """True if the environments are not JAX."""
         return self.env.startswith(("gymnasium:", "envpool:"))
 
     @property
     def has_agents(self) -> bool:
-        """Whether the environments have several agents."""
+        """True if the environments have several agents."""
         return self.env.startswith(("jaxmarl:", "pgx:"))
 
 
@@ -82,7 +82,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Makes the parser; what depends on the kind of run has no default here."""
+    """Makes the parser; defaults that depend on the kind of run come later."""
     text = "Collects experience with the random policy and reports on it."
     parser = _Parser("python -m rollout", _USAGE, text, allow_abbrev=False)
     add, count = parser.add_argument, _int_within(1, _INT32_MAX)
@@ -93,18 +93,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--devices", type=devices, help="devices for the lanes, or all (the fastest)")
     kind = parser.add_mutually_exclusive_group().add_argument
     kind("--num-steps", type=count, help=f"steps of every lane ({_NUM_STEPS})")
-    kind("--num-episodes", type=count, help="play exactly so many episodes instead")
+    kind("--num-episodes", type=count, help="play exactly N episodes instead")
     kind("--gif", type=Path, help="play one episode and draw it as .gif")
-    text = f"cut episodes there ({_MAX_STEPS}; for --gif {_MAX_STEPS_DRAWN})"
+    text = f"cut episodes after N steps ({_MAX_STEPS}; for --gif {_MAX_STEPS_DRAWN})"
     add("--max-steps", type=count, help=text)
     seed = _int_within(0, _SEED_MAX)
-    add("--seed", type=seed, default=0, help="decides all that is random (0)")
+    add("--seed", type=seed, default=0, help="seed of everything random (0)")
     text = "NAME=VALUE of the environment, VALUE a Python literal; repeatable"
     add("--env-param", type=_parameter, action="append", default=[], help=text)
     add("--save", type=Path, help="write the trajectory as .npz")
     add("--plot", type=Path, help="draw the episodes as .png, .svg or .pdf")
     add("--profile", type=Path, help="time parts of a batch, trace one to this folder")
-    text = "run nothing, but say what the steps do on an accelerator, even if absent"
+    text = "run nothing; report how the steps run on an accelerator, even if absent"
     add("--inspect", choices=NAMES, help=text)
     add("--list-envs", action="store_true", help="print the known ids and exit")
     text = "compile the whole loop to one kernel on a CPU, often faster for few envs"
@@ -113,7 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Run:
-    """Parses and checks the arguments; raises `ValueError` if there is no such run."""
+    """Parses and checks the arguments; raises `ValueError` for an impossible run."""
     run = Run(**vars(parser.parse_args(argv)))
     if run.list_envs:
         return run
@@ -132,7 +132,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> Run:
 
 
 def _check_combination(run: Run) -> None:
-    """Raises for an option that has no meaning in this kind of run."""
+    """Raises if an option does not go with this kind of run."""
     kind = next((name for name in _EXCLUDED if getattr(run, name)), "")
     for name in _EXCLUDED.get(kind, "").split():
         if getattr(run, name):
@@ -147,7 +147,7 @@ def _check_combination(run: Run) -> None:
 
 
 def _check_files(run: Run) -> None:
-    """Raises for a file that cannot be written; makes the folder of a profile."""
+    """Raises if a file cannot be written; makes the folder of a profile."""
     for name, suffixes in _SUFFIXES.items():
         path: Path | None = getattr(run, name)
         if path is None:
@@ -174,7 +174,7 @@ def _fail(name: str, reason: str) -> NoReturn:
 
 
 def _int_within(low: int, high: int, *words: str) -> Callable[[str], int | str]:
-    """Makes the parser of an int from `low` to `high`, or of one of some words."""
+    """Makes the parser of an int from `low` to `high`, or of one of `words`."""
 
     def parse(text: str) -> int | str:
         with contextlib.suppress(ValueError):

@@ -19,12 +19,12 @@ from rollout.hosts.collector import HostCollector
 from rollout.policies import masks
 from rollout.policies.basic import random_policy
 
-# Environments of a CPU device; with a quarter, one is as fast (docs/speed.md).
+# Environments per CPU device; with a quarter, one device is as fast (docs/speed.md).
 _LEAST_ENVS = 2048
 
 
 def make_collector(run: Run, num_devices: int = 1) -> tuple[Any, Any]:
-    """Makes the collector, its lanes spread, and the parameters that its policy takes.
+    """Makes the collector, its lanes sharded, and the parameters of its policy.
 
     Raises:
         ValueError: if there are no such environments.
@@ -53,20 +53,20 @@ def make_collector(run: Run, num_devices: int = 1) -> tuple[Any, Any]:
 
 
 def start_devices(run: Run) -> int:
-    """Starts jax with the devices that the lanes are spread over, and counts them.
+    """Starts jax with the devices for the lanes; returns the number of devices.
 
     Raises:
-        ValueError: if there are not so many, or if the lanes do not divide by them.
+        ValueError: if there are fewer, or if the number does not divide the lanes.
     """
     cpus, asked = _count_cpus(), run.devices
     most = max(1, min(cpus, run.num_envs // _LEAST_ENVS))
-    most = 1 if run.num_episodes else most  # whose queue waits for all at every step
+    most = 1 if run.num_episodes else most  # a queue makes devices wait at every step
     fastest = next(n for n in range(most, 0, -1) if run.num_envs % n == 0)
     wanted: Any = {None: fastest, "all": cpus}.get(asked, asked)
     with contextlib.suppress(RuntimeError):  # jax has started already, in a notebook
         jax.config.update("jax_num_cpu_devices", wanted)
     found = jax.device_count()
-    if jax.default_backend() != "cpu":  # there are no more than there are
+    if jax.default_backend() != "cpu":  # the number of accelerators is fixed
         wanted = {None: 1, "all": found}.get(asked, asked)
     if asked is None:
         return min(wanted, found)
@@ -79,7 +79,7 @@ def start_devices(run: Run) -> int:
 
 
 def _count_cpus() -> int:
-    """The cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The figure of `python -m rollout --plot`: returns and lengths of episodes."""
+"""Draws the figure of `python -m rollout --plot`: returns and lengths of episodes."""
 
 import io
 from typing import Any
@@ -10,14 +10,21 @@ _MAX_BINS, _MAX_POINTS = 50, 5000
 
 
 def draw(title: str, order: str, episodes: Any, kind: str) -> bytes:
-    """Makes the figure of episodes in the order "started" or "ended", as a file."""
+    """Returns the bytes of a figure of episodes.
+
+    Args:
+        title: of the figure.
+        order: the episodes are in the order in which they "started" or "ended".
+        episodes: `[N]` as NumPy arrays.
+        kind: "png", "svg" or "pdf".
+    """
     file = io.BytesIO()
     make_figure(title, order, episodes).savefig(file, format=kind)
     return file.getvalue()
 
 
 def make_figure(title: str, order: str, episodes: Any) -> Any:
-    """Draws the returns one after the other, and how the lengths spread."""
+    """Draws the returns in order, and a histogram of the lengths."""
     from matplotlib.figure import Figure  # pyplot would have global state
 
     figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")

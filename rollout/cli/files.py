@@ -9,12 +9,12 @@ from typing import Any, BinaryIO
 
 
 def write_file(path: Path, write_fn: Callable[[BinaryIO], Any]) -> None:
-    """Writes a file, which is there whole afterwards or as it was before.
+    """Writes a file whole, or leaves it as it was.
 
     Args:
         path: the file; one that exists is replaced, and keeps its permissions.
-        write_fn: writes to the open file it is given. That one lies next to `path`,
-            is flushed to disk, and then renamed.
+        write_fn: writes to an open file. This file lies next to `path`, is flushed to
+            disk, and then renamed.
 
     Raises:
         ValueError: if the file cannot be written.

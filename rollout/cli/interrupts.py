@@ -1,4 +1,4 @@
-"""Ctrl-C in `python -m rollout`: one line on stderr, exit status 130, at once.
+"""Handles Ctrl-C in `python -m rollout`: one line on stderr, exit status 130, at once.
 
 `rollout` imports this module first, since importing jax takes a second or more.
 """
@@ -18,7 +18,7 @@ STATUS = 130  # as a shell counts SIGINT
 
 
 def line() -> str:
-    """The line to write; on a terminal below the `^C` or a progress bar."""
+    """Returns the line to write; on a terminal below the `^C` or a progress bar."""
     start = "\n\r" if sys.stderr and sys.stderr.isatty() else ""
     return f"{start}python -m rollout: interrupted\n"
 
@@ -26,7 +26,7 @@ def line() -> str:
 def leave(*_: object) -> NoReturn:
     """Writes the line and ends the process, whatever other threads do."""
     with contextlib.suppress(OSError):
-        os.write(2, line().encode())  # `print` may be under way
+        os.write(2, line().encode())  # not by `print`, which may be under way
     os._exit(STATUS)
 
 
@@ -56,8 +56,8 @@ def raising() -> Iterator[None]:
 def aside(fn: Callable[[], T]) -> T:
     """Calls `fn` in a thread, while the main one only waits.
 
-    So Ctrl-C raises here, at once, and nowhere in jax: it compiles for seconds without
-    a look at signals, and makes other errors of exceptions in its callbacks.
+    So Ctrl-C raises here, at once, and never inside jax, which compiles for seconds
+    without checking signals, and turns exceptions in callbacks into other errors.
     """
     future: Future[T] = Future()
 

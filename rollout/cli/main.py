@@ -1,9 +1,9 @@
 """The command line: `python -m rollout CartPole-v1` collects with the random policy.
 
-It prints what the episodes were like and how fast they came, of a number of steps or of
-exactly N episodes; on demand it saves the trajectory, draws the episodes, or profiles
-one more batch. `--gif` draws one episode instead, and `--inspect` says what the steps
-would do on an accelerator.
+It collects a number of steps or exactly N episodes, and prints their statistics and the
+speed; options save the trajectory, plot the episodes, or profile one more batch.
+`--gif` draws one episode instead, and `--inspect` reports how the steps would run on an
+accelerator.
 """
 
 import os
@@ -32,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 130 after Ctrl-C and 141 if the reader of stdout is gone, as
-            a shell counts signals. What cannot be done exits with 2, after one line on
-            stderr.
+            a shell counts signals; 2 after an error, with one line on stderr.
     """
     parser, run = make_parser(), None
     with interrupts.raising():
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for lines in _run(run):
                     _print(*lines)
             finally:
-                _print()  # what the parser has printed
+                _print()  # flushes the output of the parser
             return 0
         except KeyboardInterrupt:
             print(interrupts.line(), end="", file=sys.stderr)
@@ -55,14 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:
             if run is None or not run.params:
                 raise
-            # A wrong value breaks whatever in the environment first meets it.
+            # A wrong value fails wherever the environment first uses it.
             parser.error(f"{run.env} with {run.params} fails: {error}")
 
 
 def _run(run: Run) -> Iterator[Iterable[object]]:
-    """Runs what was asked for, and yields the lines to print, those at once together.
+    """Executes a run, and yields groups of lines to print.
 
-    A Ctrl-C between them would lose those that are left.
+    Each group is printed at once, so that Ctrl-C does not split it.
     """
     if run.xla_cpu_loop:  # before gymnax is imported, which starts the backend
         flags = os.environ.get("XLA_FLAGS", "")
@@ -114,7 +113,7 @@ def _collect(run: Run) -> Iterator[Iterable[object]]:
 
 
 def _print(*lines: object) -> None:
-    """Prints lines, and writes out what was printed before.
+    """Prints lines, and flushes stdout.
 
     Raises:
         BrokenPipeError: if the reader is gone (`| head`).

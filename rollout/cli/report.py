@@ -20,8 +20,8 @@ class Result(NamedTuple):
     """Result of a run of steps or of whole episodes."""
 
     stats: CollectStats
-    agents: AgentStats | None  # None where one acts alone
-    num_rows: int  # steps of all lanes, idle and void ones included
+    agents: AgentStats | None  # None for environments of one agent
+    num_rows: int  # steps of all lanes, idle and masked-out ones included
     compile_time: float  # s
     run_time: float  # s
     rows: dict[str, np.ndarray]  # [T, B, ...] by name, those that a file needs
@@ -35,19 +35,19 @@ def line(label: str, value: object) -> str:
 
 
 def environment(run: Run) -> str:
-    """Says what was run."""
+    """Formats the environment and its parameters."""
     return line("environment", f"{run.env} ({run.params})" if run.params else run.env)
 
 
 def inspection(run: Run) -> Iterator[str]:
-    """Says what was compiled."""
+    """Yields the lines above the report of an inspection."""
     yield environment(run)
     yield line("envs", f"{run.num_envs:,}")
     yield line("steps", f"{run.num_envs * run.num_steps:,}")
 
 
 def device(num_devices: int) -> Iterator[str]:
-    """Says where it was run."""
+    """Yields the lines about the device and jax."""
     first = jax.devices()[0]
     kind = "" if first.device_kind == first.platform else f" ({first.device_kind})"
     count = "" if num_devices == 1 else f", {num_devices} devices"
@@ -58,18 +58,18 @@ def device(num_devices: int) -> Iterator[str]:
 
 
 def collected(run: Run, result: Result) -> Iterator[str]:
-    """Says what the episodes were like and how fast they came."""
+    """Yields the lines about the episodes and the speed."""
     stats, agents, seconds = result.stats, result.agents, result.run_time
     num_steps, note = int(stats.num_steps), ""
-    num_void = result.num_rows - num_steps
+    num_out = result.num_rows - num_steps
     if run.num_episodes:
-        note = f" ({100 * num_void / result.num_rows:.1f} % of the lane-steps idle)"
+        note = f" ({100 * num_out / result.num_rows:.1f} % of the lane-steps idle)"
     elif result.is_interrupted:
         note = f" (of {run.num_envs * run.num_steps:,}, interrupted)"
     yield line("envs", f"{run.num_envs:,}")
     yield line("steps", f"{num_steps:,}{note}")
-    if num_void and not run.num_episodes:
-        yield line("void rows", f"{num_void:,} (environments reset themselves)")
+    if num_out and not run.num_episodes:
+        yield line("masked-out rows", f"{num_out:,} (environments reset themselves)")
     if agents:
         yield line("agent steps", f"{agents.num_agent_steps:,}")
     yield from _episodes(run, stats, agents)
@@ -85,7 +85,7 @@ def collected(run: Run, result: Result) -> Iterator[str]:
 
 
 def one_episode(episodes: Episodes) -> Iterator[str]:
-    """Says what one episode was like."""
+    """Yields the lines about a single episode."""
     (terminated,), (finished,) = episodes.terminated, episodes.finished
     ending = "terminated" if terminated else "truncated" if finished else _CUT
     yield line("return", f"{episodes.episode_return[0]:.6g}")
@@ -93,7 +93,7 @@ def one_episode(episodes: Episodes) -> Iterator[str]:
 
 
 def parts(seconds: Profile) -> Iterator[str]:
-    """Says where the time of a batch goes; the parts apart may take longer."""
+    """Yields the time of each part of a batch; run apart, they may take longer."""
     times = seconds._asdict()
     del times["unexplained"]
     for name, value in times.items():
@@ -105,7 +105,7 @@ def parts(seconds: Profile) -> Iterator[str]:
 def _episodes(
     run: Run, stats: CollectStats, agents: AgentStats | None
 ) -> Iterator[str]:
-    """Gives figures of the episodes, and under each those of agents and policies."""
+    """Yields metrics of the episodes, and below each those of agents and policies."""
     count, num_cut = stats.num_episodes, stats.num_unfinished
     if not count:
         yield line("episodes", "0 (no episode ended in this window)")
@@ -131,7 +131,7 @@ def _of_agents(agents: AgentStats | None, name: str) -> Iterator[str]:
         return
     rows = {who: _moments(getattr(x, name)) for who, x in agents.agents.items()}
     if name == "lengths" and len(set(rows.values())) == 1:
-        return  # they say nothing new
+        return  # alike for all agents
     if len(agents.policies) > 1:
         for policy, x in agents.policies.items():
             rows[f"policy {policy}"] = _moments(getattr(x, name))
@@ -140,5 +140,5 @@ def _of_agents(agents: AgentStats | None, name: str) -> Iterator[str]:
 
 
 def _moments(x: Moments) -> str:
-    text = "".join(f"{figure:<12.6g}" for figure in (x.mean, x.std, x.min, x.max))
+    text = "".join(f"{value:<12.6g}" for value in (x.mean, x.std, x.min, x.max))
     return text if x.count else "never acted"

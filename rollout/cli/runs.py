@@ -1,4 +1,4 @@
-"""The runs of `python -m rollout`: steps, whole episodes, a drawing, an inspection."""
+"""Executes runs of `python -m rollout`: steps, episodes, a drawing, an inspection."""
 
 import sys
 import time
@@ -40,7 +40,7 @@ _OF_AGENTS = (
 def collect(run: Run, num_devices: int) -> Result:
     """Collects `num_steps` steps of every lane, with a bar if stderr is a terminal.
 
-    After Ctrl-C the result is that of the batches until then.
+    After Ctrl-C the result has the batches until then.
     """
     start, compile_time, is_interrupted = time.perf_counter(), 0.0, False
     collected: list[tuple[Any, float]] = []  # batches, and the seconds until then
@@ -79,7 +79,7 @@ def collect(run: Run, num_devices: int) -> Result:
 
 
 def profile(run: Run, folder: Path, num_devices: int) -> tuple[Profile, Path]:
-    """Times the parts of a batch, and traces one more; returns where the trace lies."""
+    """Times the parts of a batch, and traces one more; returns the trace's folder."""
     collector, params = make_collector(run, num_devices)
     seconds = time_parts(collector, params, num_rows(run))
     with _make_stream(run, collector, params, None) as stream:
@@ -117,7 +117,7 @@ def play(run: Run, num_episodes: int, num_devices: int) -> Result:
 
 
 def draw(run: Run) -> tuple[bytes, Episodes]:
-    """Draws the first episode of what `play` would play, as a GIF."""
+    """Draws the first episode that `play` would play, as a GIF."""
     env = envs.make(run.env, **dict(run.env_param))
     check_render(env)
     lanes = envs.vectorize(envs.render.expose_state(env), 1)
@@ -142,24 +142,24 @@ def inspect_steps(run: Run, accelerator: str) -> Report:
 
 
 def num_rows(run: Run) -> int:
-    """Steps of every lane in a batch."""
+    """Returns the number of rows in a batch."""
     most = (_MAX_HOST_ROWS if run.is_on_host else _MAX_ROWS) // run.num_envs
     return min(-(-run.num_steps // _NUM_BATCHES), max(1, most))
 
 
 def ended(rows: dict[str, np.ndarray]) -> Episodes:
-    """The episodes that ended in rows, `[T, B]`, in the order in which they did."""
+    """Returns the episodes that ended in `rows`, `[T, B]`, in the order of ending."""
     done = rows["terminated"] | rows["truncated"]
-    figures: dict[str, Any] = {name: rows[name][done] for name in _ENDING}
-    figures |= {"lane": np.nonzero(done)[1], "num_steps": np.int64(done.size)}
-    return Episodes(**figures, finished=figures["terminated"] | figures["truncated"])
+    fields: dict[str, Any] = {name: rows[name][done] for name in _ENDING}
+    fields |= {"lane": np.nonzero(done)[1], "num_steps": np.int64(done.size)}
+    return Episodes(**fields, finished=fields["terminated"] | fields["truncated"])
 
 
 def _make_stream(
     run: Run, collector: Any, params: Any, total_steps: int | None
 ) -> Stream:
     def read(trajectory: Transition) -> tuple[dict[str, jax.Array], AgentStats | None]:
-        """Keeps what a file needs; the other fields get no buffer."""
+        """Keeps the fields that a file needs; the others are not stored."""
         agents = summarize_agents(trajectory) if run.has_agents else None
         if run.save:
             return _by_name(trajectory), agents
@@ -181,7 +181,7 @@ def _make_stream(
 
 def _by_name(trajectory: Transition) -> dict[str, jax.Array]:
     info = trajectory.info
-    if isinstance(info, MultiAgentInfo):  # which packs most of it in one word
+    if isinstance(info, MultiAgentInfo):  # whose flags and counts are one word
         named = {name: getattr(info.agents, name) for name in _OF_AGENTS}
         trajectory = trajectory.replace(info={"agents": named, "env": info.env})
     leaves, keystr = jax.tree.leaves_with_path(trajectory), jax.tree_util.keystr

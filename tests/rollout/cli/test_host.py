@@ -74,7 +74,7 @@ def test_rows_are_those_of_collect_steps(tmp_path):
     assert (table["envs"], table["steps"]) == (f"{E}", f"{E * T}")
     assert_figures(table["return"], saved["episode_return"][done])
     assert_figures(table["length"], saved["episode_length"][done])
-    assert "void rows" not in table
+    assert "masked-out rows" not in table
 
 
 def test_episodes_are_those_of_collect_episodes(tmp_path):
@@ -92,16 +92,16 @@ def test_rows_of_resets_are_no_steps(count, tmp_path):
     argv = ["envpool:Count-v0", f"--num-envs={E}", f"--num-steps={T}"]
     table = run([*argv, f"--save={tmp_path}/a.npz"])
     mask = np.load(tmp_path / "a.npz")["mask"]
-    num_void = np.count_nonzero(~mask)
-    assert num_void > E
+    num_out = np.count_nonzero(~mask)
+    assert num_out > E
     assert table["steps"] == f"{mask.sum()}"
-    assert table["void rows"] == f"{num_void} (environments reset themselves)"
+    assert table["masked-out rows"] == f"{num_out} (environments reset themselves)"
 
 
 def test_rows_of_resets_are_counted_without_save(count):
     table = run(["envpool:Count-v0", f"--num-envs={E}", f"--num-steps={T}"])
-    num_void = int(table["void rows"].split()[0])
-    assert int(table["steps"]) == E * T - num_void < E * T
+    num_out = int(table["masked-out rows"].split()[0])
+    assert int(table["steps"]) == E * T - num_out < E * T
 
 
 def test_seed_and_parameters_go_to_envpool(monkeypatch):
