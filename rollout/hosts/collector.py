@@ -118,7 +118,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         with self._call():
             self._ticket += 1
             failed = np.zeros(self.env.num_envs, bool)
-            if self._loop is not None:  # environments to be made anew
+            if self._loop is not None:  # which knows the environments to be made anew
                 failed = self._loop.state.failed
             loop = self._make_loop(key, failed)
             episode = self._bookkeeper.start(loop.state.episode_id)
@@ -518,19 +518,19 @@ class _Call:
         self._collector, self._carry = collector, carry
 
     def __enter__(self) -> Self:
-        of = self._collector
-        of._is_whole = False  # first: from here on `recover` may be called
+        owner = self._collector
+        owner._is_whole = False  # first: from here on `recover` may be called
         if self._carry is not None:
-            of._used = of._mark
-            of._ticket += 1
+            owner._used = owner._mark
+            owner._ticket += 1
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         if kind is not None:
             return
         # In one line, the last of a call: from here on its result is handed over.
-        of = self._collector
-        of._block, of._trajectory, of._is_whole = None, None, True
+        owner = self._collector
+        owner._block, owner._trajectory, owner._is_whole = None, None, True
 
 
 def _join(states: list[bytes]) -> bytes:

@@ -221,7 +221,7 @@ class Stream(Generic[ParamsT]):
         self._at = at; return batch  # fmt: skip  # noqa: E702 (nothing in between)
 
     def __len__(self) -> int:
-        """Returns the number of batches of the whole run, `stop` not counted."""
+        """Returns the number of batches of the whole run, without a `stop`."""
         options = self._options
         if options.total_steps is None:
             raise TypeError("A stream without `total_steps` has no length.")
