@@ -151,9 +151,9 @@ class VectorEnv(Protocol):
         ...
 
 
-def spread_of(env: Any) -> Any:
-    """The placement of the lanes if they are spread over devices; else None."""
-    return getattr(env, "spread", None)
+def sharding_of(env: Any) -> Any:
+    """Returns the sharding of the lanes over devices, None without one."""
+    return getattr(env, "sharding", None)
 
 
 def node_types(tree: ArrayTree) -> tuple[type, ...]:

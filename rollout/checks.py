@@ -14,7 +14,7 @@ from envs.checks import INT32_MAX, count
 from envs.checks import fraction as fraction
 from envs.checks import kind_of_env as kind_of_env
 from envs.checks import seconds as seconds
-from envs.types import AnySpace, ArrayTree, EnvStep, VectorEnv, spread_of
+from envs.types import AnySpace, ArrayTree, EnvStep, VectorEnv, sharding_of
 from rollout.types import (
     Accumulator,
     Accumulators,
@@ -130,17 +130,17 @@ def carry(value: Any, num_envs: int) -> None:
 
 
 def devices(env: VectorEnv, carry: Any) -> None:
-    """Checks that the carry lies on the devices of a spread `env`."""
-    spread = spread_of(env)
-    if spread is None or not isinstance(carry, Carry):
+    """Checks that the carry lies on the devices of a sharded `env`."""
+    sharding = sharding_of(env)
+    if sharding is None or not isinstance(carry, Carry):
         return
     step = carry.step  # one leaf stands for all
     if isinstance(step, Tracer) or not getattr(step, "committed", False):
         return  # it goes where it is needed
-    if step.sharding.device_set != set(spread.mesh.devices.flat):
+    if step.sharding.device_set != set(sharding.mesh.devices.flat):
         want, got = (
             ", ".join(str(x.id) for x in sorted(devices, key=lambda x: x.id))
-            for devices in (spread.mesh.devices.flat, step.sharding.device_set)
+            for devices in (sharding.mesh.devices.flat, step.sharding.device_set)
         )
         raise ValueError(
             f"`carry` must lie on the devices of the collector, {want}, got {got}; "

@@ -1,4 +1,4 @@
-"""`shard`: spreads lanes over devices, with the same calls and the same bits.
+"""`shard`: one collector over many devices, with the same calls and the same bits.
 
 The policy, the records and the totals are programs of all lanes, `[B, ...]`, which XLA
 divides: so a draw for all lanes is that of one device. The steps and resets of the
@@ -25,7 +25,7 @@ from envs.types import (
     LaneIndex,
     Lanes,
     VectorEnv,
-    spread_of,
+    sharding_of,
 )
 from rollout import checks, processes
 from rollout.collector import Collector
@@ -36,7 +36,7 @@ from rollout.types import ActionT, ObsT, ParamsT
 def shard(
     collector: Collector[ParamsT, ObsT, ActionT], mesh: Mesh, axis: str = "lanes"
 ) -> Collector[ParamsT, ObsT, ActionT]:
-    """Spreads the lanes of a collector over the devices of a mesh axis.
+    """Shards the lanes of a collector over the devices of a mesh axis.
 
         mesh = jax.make_mesh((8,), ("lanes",))
         collector = rollout.shard(collector, mesh)
@@ -70,8 +70,8 @@ def shard(
         collector: policy and environments, of `envs.vectorize` or
             `envs.vectorize_each`, with wrappers around them or not.
         mesh: the devices.
-        axis: the axis of the mesh that the lanes are spread over; along others they are
-            replicated.
+        axis: the axis of the mesh that the lanes are sharded over; they are replicated
+            along the others.
 
     Returns:
         A collector of the same lanes.
@@ -79,7 +79,7 @@ def shard(
     Raises:
         ValueError: if they are no collector and no mesh; if the mesh lacks the axis, if
             the lanes do not divide by its size, or if the environment is of another
-            kind or spread already; if another process has another collector or mesh;
+            kind or sharded already; if another process has another collector or mesh;
             later, if a carry lies on other devices.
     """
     checks.collects_in_jax(collector)
@@ -107,22 +107,22 @@ def shard(
     auto = Mesh(
         mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim
     )
-    return collector.replace(env=_spread(collector.env, Spread(auto, axis)))
+    return collector.replace(env=_shard(collector.env, LaneSharding(auto, axis)))
 
 
-class Spread(NamedTuple):
-    """Placement of the lanes on the devices of a mesh."""
+class LaneSharding(NamedTuple):
+    """Sharding of the lanes over one axis of a mesh."""
 
     mesh: Mesh
     axis: str
 
     @property
     def num_devices(self) -> int:
-        """Number of devices that the lanes are split over."""
+        """Number of devices that the lanes are sharded over."""
         return self.mesh.shape[self.axis]
 
     def place(self, tree: ArrayTree, num_envs: int, *, lane_axis: int = 0) -> ArrayTree:
-        """Spreads arrays with a lane axis over the devices; replicates others."""
+        """Shards arrays that have a lane axis over the devices; replicates others."""
         shardings = self.shardings(tree, num_envs, lane_axis=lane_axis)
         return lax.with_sharding_constraint(tree, shardings)
 
@@ -151,15 +151,15 @@ class Spread(NamedTuple):
             mesh=self.mesh,
             in_specs=(every, *(own for _ in lanes)),
             out_specs=own,
-            check_vma=False,  # as in `_SpreadEnv._map`
+            check_vma=False,  # as in `_ShardedEnv._map`
         )(whole, *lanes)
 
 
-class _SpreadEnv(struct.PyTreeNode, kw_only=True):
+class _ShardedEnv(struct.PyTreeNode, kw_only=True):
     """A `VectorEnv` whose lanes are stepped by the device that holds them."""
 
     env: Any  # one that `envs.vectorize` or `envs.vectorize_each` made
-    spread: Spread = struct.field(pytree_node=False)
+    sharding: LaneSharding = struct.field(pytree_node=False)
 
     @property
     def num_envs(self) -> int:
@@ -194,36 +194,36 @@ class _SpreadEnv(struct.PyTreeNode, kw_only=True):
 
     def _map(self, fn: Callable[..., ArrayTree], *args: ArrayTree) -> ArrayTree:
         """Calls `fn(env of its lanes, *args)` on each device; scalars are shared."""
-        spread = self.spread
-        own, every = PartitionSpec(spread.axis), PartitionSpec()
-        num_local = self.num_envs // spread.num_devices
+        sharding = self.sharding
+        own, every = PartitionSpec(sharding.axis), PartitionSpec()
+        num_local = self.num_envs // sharding.num_devices
 
         def local(env: Any, *args: ArrayTree) -> ArrayTree:
-            first_lane = lax.axis_index(spread.axis) * num_local
+            first_lane = lax.axis_index(sharding.axis) * num_local
             return fn(env_keys.barrier(env.local(num_local, first_lane)), *args)
 
         specs = jax.tree.map(lambda x: own if jnp.ndim(x) else every, args)
         return jax.shard_map(
             local,
-            mesh=spread.mesh,
+            mesh=sharding.mesh,
             in_specs=(own if self.env.each else every, *specs),
             out_specs=own,
             check_vma=False,  # the branches of the fence vary unlike
         )(self.env, *args)
 
 
-def _spread(env: Any, spread: Spread) -> VectorEnv:
+def _shard(env: Any, sharding: LaneSharding) -> VectorEnv:
     if hasattr(env, "local"):
-        if not _is_absent(spread.mesh):
+        if not _is_absent(sharding.mesh):
             # Numbers of Python would be sent to every device with each call.
-            spec = PartitionSpec(spread.axis) if env.each else PartitionSpec()
-            env = _put(env, NamedSharding(spread.mesh, spec))
-        return _SpreadEnv(env=env, spread=spread)
-    if spread_of(env) is None and hasattr(env, "env"):  # a wrapper
-        return env.replace(env=_spread(env.env, spread))
+            spec = PartitionSpec(sharding.axis) if env.each else PartitionSpec()
+            env = _put(env, NamedSharding(sharding.mesh, spec))
+        return _ShardedEnv(env=env, sharding=sharding)
+    if sharding_of(env) is None and hasattr(env, "env"):  # a wrapper
+        return env.replace(env=_shard(env.env, sharding))
     raise ValueError(
         "`collector.env` must be made by `envs.vectorize` or `envs.vectorize_each`, "
-        f"and not be spread already, got {type(env).__name__}."
+        f"and not be sharded already, got {type(env).__name__}."
     )
 
 

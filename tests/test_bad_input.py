@@ -399,8 +399,8 @@ OTHERS = {
         collector().env, key=KEY, steps_per_batch=8
     ),
     "word as a collector": lambda: rollout.Stream("a", key=KEY, steps_per_batch=8),
-    "environment to spread": lambda: rollout.shard(collector().env, mesh()),
-    "word to spread": lambda: rollout.shard("a", mesh()),
+    "environment to shard": lambda: rollout.shard(collector().env, mesh()),
+    "word to shard": lambda: rollout.shard("a", mesh()),
     "word for a mesh": lambda: rollout.shard(collector(), "lanes"),
     "devices for a mesh": lambda: rollout.shard(collector(), jax.devices()),
     "split of a list": lambda: rollout.split_trajectories([trajectory()]),

@@ -27,7 +27,7 @@ from envs.types import (
     Env,
     EnvStep,
     VectorEnv,
-    spread_of,
+    sharding_of,
 )
 
 _BOUNDS = ("clip", "tanh")
@@ -110,9 +110,9 @@ class VectorWrapper(_Around):
         return self.env.num_envs
 
     @property
-    def spread(self) -> Any:
-        """Placement of the lanes, if `rollout.shard` spread them; else None."""
-        return spread_of(self.env)
+    def sharding(self) -> Any:
+        """Sharding of the lanes, if `rollout.shard` made one; else None."""
+        return sharding_of(self.env)
 
 
 class TimeLimit(Wrapper):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from envs.types import ArrayTree, spread_of
+from envs.types import ArrayTree, sharding_of
 from rollout import checks
 from rollout.collector import Collector
 from rollout.inspection import accelerators, blocks
@@ -128,9 +128,9 @@ def _program(
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
     carry = jax.eval_shape(Collector.init, program, key)
-    spread = spread_of(program.env)
-    if spread is not None:
-        where = spread.shardings(carry, program.env.num_envs)
+    sharding = sharding_of(program.env)
+    if sharding is not None:
+        where = sharding.shardings(carry, program.env.num_envs)
         carry = jax.tree.map(_shape, carry, where)
 
     def collect_steps(collector: Collector, carry: Any, params: Any) -> Any:

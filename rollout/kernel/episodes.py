@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import keys
-from envs.types import ArrayTree, spread_of
+from envs.types import ArrayTree, sharding_of
 from rollout.kernel import blocks, episode_keys, transition
 from rollout.kernel.episode_keys import Roots, Start
 from rollout.kernel.transition import Setup
@@ -117,7 +117,7 @@ def play(
     min_steps: jax.Array | None = None,
 ) -> tuple[Carry, Acc, Episodes]:
     """Plays the episodes of a plan; see `Collector.fold_episodes`."""
-    spread = spread_of(setup.env)
+    sharding = sharding_of(setup.env)
 
     # Restart, then step: the other way round the restart of all lanes before the first
     # step would be compiled apart.
@@ -135,10 +135,10 @@ def play(
             over=row.done,
             table=_note(run.table, plan.first, run.index, row, cut),
             figures=_note_figures(run.figures, run.index, row),
-            **_hand_out(plan, run, row.done, mask, spread, min_steps),
+            **_hand_out(plan, run, row.done, mask, sharding, min_steps),
         )
 
-    run = _before_the_first(plan, carry, acc, spread)
+    run = _before_the_first(plan, carry, acc, sharding)
     run = blocks.steps_while(lambda run: run.num_over < run.num_wanted, step, run)
     everywhere = jnp.ones((setup.env.num_envs,), bool)
     end = transition.restart(setup, run.carry, everywhere, plan.after)
@@ -173,13 +173,13 @@ def pad(
     return keys.blank(row, carry.key, (max_length, num_episodes), skip=1), write
 
 
-def _before_the_first(plan: Plan, carry: Carry, acc: Any, spread: Any) -> _Run:
+def _before_the_first(plan: Plan, carry: Carry, acc: Any, sharding: Any) -> _Run:
     """The loop before its first step: every lane starts an episode with it."""
-    num_parts = spread.num_devices if spread else 1
+    num_parts = sharding.num_devices if sharding else 1
 
     def make(shape: tuple[int, ...], dtype: Any) -> jax.Array:
         table = jnp.zeros((num_parts, plan.num_episodes, *shape), dtype)
-        return spread.place(table, num_parts) if spread else table
+        return sharding.place(table, num_parts) if sharding else table
 
     return _Run(
         carry=carry,
@@ -202,12 +202,12 @@ def _hand_out(
     run: _Run,
     done: jax.Array,
     mask: jax.Array,
-    spread: Any,
+    sharding: Any,
     min_steps: jax.Array | None,
 ) -> dict[str, jax.Array]:
     """Assigns the next episodes, and updates the counts of the loop."""
     flags = (done, done & mask) if min_steps is None else (done, done & mask, mask)
-    before, total = _count(spread, *flags)
+    before, total = _count(sharding, *flags)
     index = plan.next_fn(run.index, done, run.num_started + before[:, 0])
     num_steps, num_wanted = run.num_steps, run.num_wanted
     if min_steps is not None:  # once there are enough, no episode starts
@@ -230,15 +230,15 @@ def _parts(lanes: jax.Array, num_parts: int) -> jax.Array:
     return lanes.reshape(num_parts, -1, *lanes.shape[1:])
 
 
-def _count(spread: Any, *flags: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _count(sharding: Any, *flags: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Counts the lanes where a flag is set; all that devices tell each other in a step.
 
     Returns:
         `[D, len(flags)]` int32, those on the devices before each, and `[len(flags)]`
         int32, all of them.
     """
-    num_parts = spread.num_devices if spread else 1
-    replicate = spread.replicate if spread else lambda x: x
+    num_parts = sharding.num_devices if sharding else 1
+    replicate = sharding.replicate if sharding else lambda x: x
     counts = [jnp.sum(_parts(x, num_parts), axis=1, dtype=jnp.int32) for x in flags]
     counts = replicate(jnp.stack(counts, axis=1))
     so_far = replicate(jnp.cumsum(counts, axis=0))

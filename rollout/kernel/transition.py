@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from envs import few_lanes, keys
-from envs.types import ArrayTree, EnvStep, LaneIndex, Lanes, VectorEnv, spread_of
+from envs.types import ArrayTree, EnvStep, LaneIndex, Lanes, VectorEnv, sharding_of
 from rollout import checks
 from rollout.kernel import episode_keys, fence
 from rollout.kernel.episode_keys import Roots, Start
@@ -220,8 +220,8 @@ def act(
     policy_key: chex.PRNGKey,
 ) -> PolicyStep:
     """Asks the policy what to do at the carry's step."""
-    spread = spread_of(env)
-    with keys.in_parts(spread.num_devices if spread else 1):
+    sharding = sharding_of(env)
+    with keys.in_parts(sharding.num_devices if sharding else 1):
         decision = policy.apply(params, carry.obs, carry.policy_state, policy_key)
     checks.policy_step(decision, env, carry.policy_state)
     return decision
@@ -243,7 +243,7 @@ def step_env(env: VectorEnv, carry: Carry, action: ArrayTree) -> EnvStep:
         return result
 
     step_keys = episode_keys.step_keys(carry.episode)
-    if spread_of(env):  # every device has a fence of its own
+    if sharding_of(env):  # every device has a fence of its own
         return step(step_keys, carry.env_state, action)
     return fence.step_once(step, step_keys, carry.env_state, action, counter=carry.step)
 
@@ -260,7 +260,7 @@ def values_where(
 
     Truncations are rare, so a CPU takes `K` lanes at a time and mostly none, and a GPU
     none, `K` or all, which it decides without the host; see `envs.few_lanes`. Where the
-    lanes are spread, each device does so for its own. No derivative passes through.
+    lanes are sharded, each device does so for its own. No derivative passes through.
 
     Args:
         env: the environments.
@@ -275,10 +275,10 @@ def values_where(
     """
     fixed = lax.stop_gradient((params, (obs, policy_state)))
     compute = functools.partial(_values_where, value_fn)
-    spread = spread_of(env)
-    if spread is None:
+    sharding = sharding_of(env)
+    if sharding is None:
         return compute(*fixed, flag)
-    return spread.map(compute, *fixed, flag)
+    return sharding.map(compute, *fixed, flag)
 
 
 def _values_where(
@@ -445,9 +445,9 @@ def _stand_still(active: jax.Array, old: Carry, stepped: Carry, fresh: Carry) ->
 
 
 def _place(env: VectorEnv, tree: _Tree) -> _Tree:
-    """Keeps the lanes where they lie, if they are spread over devices."""
-    spread = spread_of(env)
-    return tree if spread is None else spread.place(tree, env.num_envs)
+    """Keeps the lanes on their devices, if they are sharded."""
+    sharding = sharding_of(env)
+    return tree if sharding is None else sharding.place(tree, env.num_envs)
 
 
 def restart_policy(

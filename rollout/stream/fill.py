@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from envs import keys
-from envs.types import ArrayTree, spread_of
+from envs.types import ArrayTree, sharding_of
 from rollout import checks, finite, kernel
 from rollout.collector import Collector
 from rollout.kernel import blocks, episode_keys
@@ -68,11 +68,11 @@ def fill(
     filled = conclude(
         options, carry, trajectory, episodes, number, num_steps, num_faulty
     )
-    spread = spread_of(collector.env)
-    if spread is None:
+    sharding = sharding_of(collector.env)
+    if sharding is None:
         return filled
     # Placed as `memory` is, so that a later batch can be written there.
-    output = spread.place(filled.output, collector.env.num_envs, lane_axis=1)
+    output = sharding.place(filled.output, collector.env.num_envs, lane_axis=1)
     return filled._replace(output=output)
 
 

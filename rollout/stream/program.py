@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
-from envs.types import ArrayTree, spread_of
+from envs.types import ArrayTree, sharding_of
 from rollout import processes
 from rollout.collector import Collector
 from rollout.hosts.collector import HostCollector
@@ -46,8 +46,8 @@ def make(options: Options, collector: Collector, carry: Carry, params: Any) -> P
     shardings = jax.tree.map(lambda x: x.sharding, memory)
     blank = jax.jit(lambda: keys.blank(memory, carry.key), out_shardings=shardings)
     lowered = program.lower(options, collector, carry, params, window, memory)
-    spread = spread_of(collector.env)
-    if spread is not None and spread.mesh.is_multi_process:
+    sharding = sharding_of(collector.env)
+    if sharding is not None and sharding.mesh.is_multi_process:
         processes.compare("stream", _facts(options, params, lowered.as_text()))
     return Program(
         fill=lowered.compile(),
@@ -70,13 +70,13 @@ def _facts(options: Options, params: Any, text: str) -> dict[str, object]:
 
 def _placed(memory: ArrayTree, collector: Collector) -> ArrayTree:
     """Adds the shardings to the shapes of a batch, if its lanes are sharded."""
-    spread, num_envs = spread_of(collector.env), collector.env.num_envs
-    if spread is None:
+    sharding, num_envs = sharding_of(collector.env), collector.env.num_envs
+    if sharding is None:
         return memory
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
         memory,
-        spread.shardings(memory, num_envs, lane_axis=1),
+        sharding.shardings(memory, num_envs, lane_axis=1),
     )
 
 

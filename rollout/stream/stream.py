@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs import keys
-from envs.types import ArrayTree, spread_of
+from envs.types import ArrayTree, sharding_of
 from rollout import checks, processes
 from rollout.collector import Collector
 from rollout.hosts.collector import HostCollector
@@ -152,8 +152,8 @@ class Stream(Generic[ParamsT]):
                 "`collector` must be a `Collector` or a `HostCollector`, got "
                 f"{type(collector).__name__}."
             )
-        spread = spread_of(collector.env)
-        if spread is not None and spread.mesh.is_multi_process:
+        sharding = sharding_of(collector.env)
+        if sharding is not None and sharding.mesh.is_multi_process:
             option_checks.check_processes(self._options)
         if isinstance(collector, HostCollector):
             host.check(self._options, collector)

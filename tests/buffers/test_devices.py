@@ -40,12 +40,12 @@ def assert_same(got, want):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_state_has_the_bits_of_one_device_and_is_spread_from_the_start():
-    plain, spread = make_pair()
+def test_state_has_the_bits_of_one_device_and_is_sharded_from_the_start():
+    plain, sharded = make_pair()
     mask = np.arange(B) % 3 + np.arange(N)[:, None] < N  # lanes drift apart
-    assert_same(filled(spread, N, mask), filled(plain, N, mask))
-    assert_same(filled(spread, N + 3), filled(plain, N + 3))
-    empty = spread.init({"number": jnp.zeros((B, 2))})
+    assert_same(filled(sharded, N, mask), filled(plain, N, mask))
+    assert_same(filled(sharded, N + 3), filled(plain, N + 3))
+    empty = sharded.init({"number": jnp.zeros((B, 2))})
     for leaf, shape in (
         (empty.experience["number"], (N, B // D, 2)),
         (empty.size, (2,)),
@@ -55,28 +55,28 @@ def test_state_has_the_bits_of_one_device_and_is_spread_from_the_start():
 
 @pytest.mark.slow
 def test_device_draws_its_share_from_its_own_lanes():
-    plain, spread = make_pair()
-    state = filled(spread)
-    batch = spread.sample(state, jax.random.key(0), 64)
+    plain, sharded = make_pair()
+    state = filled(sharded)
+    batch = sharded.sample(state, jax.random.key(0), 64)
     np.testing.assert_array_equal(batch.experience["number"], batch.indices)
     device = np.asarray(batch.indices) % B // (B // D)
     np.testing.assert_array_equal(device, np.repeat(np.arange(D), 64 // D))
     np.testing.assert_array_equal(batch.weights, 1.0)
-    pieces = spread.sample_sequences(state, jax.random.key(0), 16, 3)
+    pieces = sharded.sample_sequences(state, jax.random.key(0), 16, 3)
     first = np.asarray(pieces.indices)
     want = first + B * np.minimum(np.arange(3)[:, None], N - 1 - first // B)
     np.testing.assert_array_equal(pieces.experience["number"], want)
-    assert bool(spread.can_sample(state, N * B))
-    assert not bool(spread.can_sample(filled(plain, 1), 2 * B))
+    assert bool(sharded.can_sample(state, N * B))
+    assert not bool(sharded.can_sample(filled(plain, 1), 2 * B))
 
 
 @pytest.mark.slow
 def test_weights_make_the_draw_even_where_devices_hold_unlike_numbers():
-    _, spread = make_pair()
+    _, sharded = make_pair()
     mask = np.arange(N)[:, None] < np.array([6, 6, 3, 3, 2, 1, 1, 1])
-    state = filled(spread, mask=mask)
+    state = filled(sharded, mask=mask)
     num_draws = 4096 * D
-    batch = spread.sample(state, jax.random.key(1), num_draws)
+    batch = sharded.sample(state, jax.random.key(1), num_draws)
     chance = np.bincount(batch.indices, batch.weights, minlength=N * B) / num_draws
     stored = np.asarray(mask).ravel()
     assert not chance[~stored].any()
@@ -86,8 +86,8 @@ def test_weights_make_the_draw_even_where_devices_hold_unlike_numbers():
 
 @pytest.mark.slow
 def test_rows_stay_on_their_device():
-    _, spread = make_pair()
-    state = filled(spread)
+    _, sharded = make_pair()
+    state = filled(sharded)
     rows = jax.tree.map(lambda x: x[:2], state.experience)
     key = jax.random.key(0)
 
@@ -95,9 +95,9 @@ def test_rows_stay_on_their_device():
         text = jax.jit(program).lower(state).compile().as_text()
         return re.findall(r"= (\S+) (?:all-|collective-|reduce-scatter)", text)
 
-    assert sent(lambda state: spread.add(state, rows)) == []
+    assert sent(lambda state: sharded.add(state, rows)) == []
     # Only the number of rows is summed.
-    assert set(sent(lambda state: spread.sample(state, key, 16))) == {"f32[]"}
+    assert set(sent(lambda state: sharded.sample(state, key, 16))) == {"f32[]"}
 
 
 @pytest.mark.slow
@@ -108,20 +108,20 @@ def test_collector_folds_into_it():
         return collector.fold_steps(carry, None, buffer.add, empty, num_steps=N + 1)[1]
 
     collector = make_collector("count", B)
-    plain, spread = make_pair()
-    got = fold(rollout.shard(collector, make_mesh()), spread)
+    plain, sharded = make_pair()
+    got = fold(rollout.shard(collector, make_mesh()), sharded)
     assert_same(got, fold(collector, plain))
 
 
 def test_what_does_not_divide_and_other_buffers_are_refused():
-    plain, spread = make_pair()
+    plain, sharded = make_pair()
     with pytest.raises(ValueError, match="`num_envs` must be a multiple of the 4 dev"):
         buffers.shard(buffers.ReplayBuffer(60, 6), make_mesh())
     with pytest.raises(ValueError, match="`batch_size` must be a multiple of the 4"):
-        spread.sample(filled(spread), jax.random.key(0), 6)
+        sharded.sample(filled(sharded), jax.random.key(0), 6)
     with pytest.raises(ValueError, match="`axis` must be one of the mesh, lanes, got"):
         buffers.shard(plain, make_mesh(), "batch")
     shared = buffers.ReplayBuffer(N * B, B, successor="shared")
-    for other in (shared, buffers.EpisodeBuffer(N * B, B, max_length=2), spread):
+    for other in (shared, buffers.EpisodeBuffer(N * B, B, max_length=2), sharded):
         with pytest.raises(ValueError, match='with successor="stored", got '):
             buffers.shard(other, make_mesh())

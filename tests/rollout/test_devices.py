@@ -73,11 +73,11 @@ def collectives(program, *args):
 @pytest.mark.slow
 def test_steps_have_the_bits_of_one_device():
     collector = make_collector("count", B)
-    spread = shard(collector, 8)
+    sharded = shard(collector, 8)
     want = collector.collect_steps(collector.init(KEY), None, T)
-    carry = spread.init(KEY)
+    carry = sharded.init(KEY)
     assert_same(carry, collector.init(KEY))
-    assert_same(spread.collect_steps(carry, None, T), want)
+    assert_same(sharded.collect_steps(carry, None, T), want)
 
 
 CASES = {
@@ -103,8 +103,8 @@ def test_every_field_has_the_bits_of_one_device(name, devices):
     collector = make_case(*CASES[name])
     want = collector.collect_steps(collector.init(KEY), PARAMS, T)
     for num_devices in devices:
-        spread = shard(collector, num_devices)
-        got = spread.collect_steps(spread.init(KEY), PARAMS, T)
+        sharded = shard(collector, num_devices)
+        got = sharded.collect_steps(sharded.init(KEY), PARAMS, T)
         assert_same(got, want)
 
 
@@ -130,8 +130,8 @@ def methods(collector, carry):
 @pytest.mark.slow
 def test_every_method_has_the_bits_of_one_device():
     collector = make_case(*CASES["select"])
-    spread = shard(collector, 2)
-    got = methods(spread, spread.init(KEY))
+    sharded = shard(collector, 2)
+    got = methods(sharded, sharded.init(KEY))
     want = methods(collector, collector.init(KEY))
     for method in want:
         assert_same(got[method], want[method])
@@ -165,7 +165,7 @@ def test_stream_goes_on_over_another_number_of_devices(tmp_path):
 
 
 @pytest.mark.slow
-def test_stream_goes_on_with_lanes_that_are_spread_or_not(tmp_path):
+def test_stream_goes_on_with_lanes_that_are_sharded_or_not(tmp_path):
     env = envs.make_vec("CartPole-v1", B)  # with parameters that float32 rounds
     plain = rollout.Collector(env=env, policy=rollout.random_policy(env.action_space))
     collectors = plain, shard(plain, 2)
@@ -178,7 +178,7 @@ def test_stream_goes_on_with_lanes_that_are_spread_or_not(tmp_path):
 
 
 @pytest.mark.slow
-def test_state_of_spread_lanes_goes_on_without_devices_and_a_checkpoint():
+def test_state_of_sharded_lanes_goes_on_without_devices_and_a_checkpoint():
     collector = make_case("count", "recurrent")
     options = {"steps_per_batch": 2 * B, "recycle": True}
     with (
@@ -197,9 +197,9 @@ def test_batches_land_where_they_are_wanted_and_memory_is_used_again():
     options = {"prefetch": 1, "steps_per_batch": 2 * B}
     with make_stream(collector, **options) as stream:
         want = [jax.device_get(raw(x.trajectory)) for x in stream]
-    spread = shard(collector, 4)
+    sharded = shard(collector, 4)
     for more in ({"recycle": True}, {"placement": "host"}):
-        with make_stream(spread, **options, **more) as stream:
+        with make_stream(sharded, **options, **more) as stream:
             got = [jax.device_get(raw(x.trajectory)) for x in stream]
         assert_same(got, want)
 
@@ -226,14 +226,14 @@ def test_devices_tell_each_other_nothing_in_the_loop_over_time():
 
     # At 1,024 a block of draws lies on both devices.
     for policy, num_envs in (("random", 1024), ("recurrent", B)):
-        spread = shard(make_case("count", policy, num_envs=num_envs), 2)
-        assert collectives(run, spread, spread.init(KEY)) == []
+        sharded = shard(make_case("count", policy, num_envs=num_envs), 2)
+        assert collectives(run, sharded, sharded.init(KEY)) == []
     collector = make_collector("CartPole-v1", B)
     collector = collector.replace(env=envs.NormalizeObs(collector.env))
-    spread = shard(collector, 2)
-    assert set(collectives(run, spread, spread.init(KEY))) == {"all-reduce"}
+    sharded = shard(collector, 2)
+    assert set(collectives(run, sharded, sharded.init(KEY))) == {"all-reduce"}
     want = collector.collect_steps(collector.init(KEY), PARAMS, 4)
-    assert_near(spread.collect_steps(spread.init(KEY), PARAMS, 4), want)
+    assert_near(sharded.collect_steps(sharded.init(KEY), PARAMS, 4), want)
 
 
 @pytest.mark.slow
@@ -242,16 +242,16 @@ def test_parameters_per_lane_and_numbers_of_episodes_follow_their_lanes():
     env = envs.vectorize_each(env, B)
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
-    spread = shard(collector, 4)
+    sharded = shard(collector, 4)
     want = collector.collect_steps(collector.init(KEY), None, T)
-    assert_same(spread.collect_steps(spread.init(KEY), None, T), want)
+    assert_same(sharded.collect_steps(sharded.init(KEY), None, T), want)
 
     env = envs.vectorize(LevelEnv(), B)
     collector = rollout.Collector(env=env, policy=policy)
-    spread = shard(collector, 4)
+    sharded = shard(collector, 4)
     want = collector.collect_steps(collector.init(KEY), None, T)
     assert want[1].obs[0].ravel().tolist() == list(range(B))
-    assert_same(spread.collect_steps(spread.init(KEY), None, T), want)
+    assert_same(sharded.collect_steps(sharded.init(KEY), None, T), want)
 
 
 @struct.dataclass(kw_only=True)
@@ -273,8 +273,8 @@ def test_devices_tell_each_other_two_counts_per_step_of_whole_episodes():
     def run(collector, carry):
         return collector.collect_episodes(carry, None, 2 * B, max_steps=9)[1]
 
-    spread = shard(make_collector("count", B), 2)
-    found = collectives(run, spread, spread.init(KEY))
+    sharded = shard(make_collector("count", B), 2)
+    found = collectives(run, sharded, sharded.init(KEY))
     # The tables of the results are summed after the loop.
     assert sorted(found) == ["all-gather", "all-reduce", "all-reduce"]
 
@@ -291,8 +291,8 @@ def test_step_of_an_accelerator_is_that_of_one_with_as_many_lanes(
         return make_case("CartPole-v1", "random", "auto", num_envs)
 
     one = rollout.inspect(make(128), PARAMS, **options)
-    spread = rollout.shard(make(128 * num_devices), mesh)
-    every = rollout.inspect(spread, PARAMS, **options)
+    sharded = rollout.shard(make(128 * num_devices), mesh)
+    every = rollout.inspect(sharded, PARAMS, **options)
     assert every.waits == ()
     assert every.collectives_per_round == ()
     # Once a round of the loop, each asks which lanes are its own.
@@ -376,14 +376,14 @@ def test_updates_of_an_accelerator_exchange_only_means(
 
 def test_no_device_holds_all_lanes():
     num_devices, num_envs = 8, 512
-    spread = shard(make_collector("CartPole-v1", num_envs), num_devices)
-    init = jax.jit(lambda collector: collector.init(KEY)).lower(spread).compile()
+    sharded = shard(make_collector("CartPole-v1", num_envs), num_devices)
+    init = jax.jit(lambda collector: collector.init(KEY)).lower(sharded).compile()
     whole = make_collector("CartPole-v1", num_envs)
     plain = jax.jit(lambda collector: collector.init(KEY)).lower(whole).compile()
     mine, all_of_it = init.memory_analysis(), plain.memory_analysis()
     assert mine.output_size_in_bytes < all_of_it.output_size_in_bytes / 6
     assert mine.temp_size_in_bytes < all_of_it.temp_size_in_bytes / 2
-    carry = init(spread)
+    carry = init(sharded)
     for leaf in jax.tree.leaves(raw(carry)):
         if leaf.shape[:1] == (num_envs,):
             shapes = {shard.data.shape for shard in leaf.addressable_shards}
@@ -401,7 +401,7 @@ def test_other_axes_and_environments_are_refused():
     collector = make_collector("count", 8)
     with pytest.raises(ValueError, match="`axis` must be one of the mesh, x, got 'la"):
         rollout.shard(collector, make_mesh(2, "x"))
-    with pytest.raises(ValueError, match="and not be spread already, got _Spr"):
+    with pytest.raises(ValueError, match="and not be sharded already, got _Sha"):
         shard(shard(collector, 2), 2)
 
 

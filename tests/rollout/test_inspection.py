@@ -555,7 +555,7 @@ def test_collectives_of_a_mesh_of_absent_devices_are_told(accelerator):
 @gpu
 @tpu
 @pytest.mark.parametrize("accelerator", ["h100", "v5e"])
-def test_spread_collector_is_compiled_for_absent_devices(accelerator):
+def test_sharded_collector_is_compiled_for_absent_devices(accelerator):
     mesh = Mesh(np.asarray(devices(accelerator, 8)), ("lanes",))  # of two hosts, if v5e
     collector = rollout.shard(make(), mesh)
     report = rollout.inspect(collector, None, accelerator=accelerator, num_steps=T)

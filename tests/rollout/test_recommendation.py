@@ -245,10 +245,10 @@ def test_rows_without_jit_and_over_devices_are_the_same():
         plain = make_collector(env)
         _, slow = plain.collect_steps(plain.init(jax.random.key(2)), SCORES, 12)
     jax.tree.map(np.testing.assert_array_equal, rows, slow)
-    spread = rollout.shard(
+    sharded = rollout.shard(
         collector, jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4])
     )
-    _, far = spread.collect_steps(spread.init(jax.random.key(2)), SCORES, 12)
+    _, far = sharded.collect_steps(sharded.init(jax.random.key(2)), SCORES, 12)
     jax.tree.map(np.testing.assert_array_equal, rows, far)
 
 
@@ -260,8 +260,8 @@ def test_devices_ask_each_other_nothing_about_many_items():
     policy = rollout.random_policy(env.action_space, mask_fn=mask_fn)
     alone = make_collector(env, policy=policy)
     mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4])
-    spread, rows = rollout.shard(alone, mesh), []
-    for collector in (alone, spread):
+    sharded, rows = rollout.shard(alone, mesh), []
+    for collector in (alone, sharded):
         carry = collector.init(jax.random.key(0))
         run = jax.jit(lambda carry, x=collector: x.collect_steps(carry, None, 10)[1])
         compiled = run.lower(carry).compile()

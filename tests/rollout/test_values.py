@@ -183,11 +183,11 @@ def test_program_of_a_gpu_gives_the_same_values():
 def test_devices_give_the_values_of_one(num_devices):
     collector = make("some", "recurrent", num_envs=16)
     mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("lanes",))
-    spread = rollout.shard(collector, mesh)
+    sharded = rollout.shard(collector, mesh)
     expected = next_values(*collect(collector))
-    np.testing.assert_array_equal(next_values(*collect(spread)), expected)
-    carry = spread.init(jax.random.key(1))
-    program = jax.jit(lambda carry: spread.collect_steps(carry, PARAMS, T)[1])
+    np.testing.assert_array_equal(next_values(*collect(sharded)), expected)
+    carry = sharded.init(jax.random.key(1))
+    program = jax.jit(lambda carry: sharded.collect_steps(carry, PARAMS, T)[1])
     text = program.lower(carry).compile().as_text()
     assert not any(name in text for name in ("all-reduce", "all-gather"))
 
@@ -269,7 +269,7 @@ def test_batch_that_is_cut_keeps_the_dtype_that_was_recorded():
 
 
 @pytest.mark.slow
-def test_batches_of_spread_lanes_have_the_values_of_one_device():
+def test_batches_of_sharded_lanes_have_the_values_of_one_device():
     collector = make("some", "recurrent", num_envs=16)
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("lanes",))
     options = {"steps_per_batch": 5 * 16, "at_batch_end": "truncate"}
@@ -279,9 +279,9 @@ def test_batches_of_spread_lanes_have_the_values_of_one_device():
         with rollout.Stream(collector, params=PARAMS, key=key, **options) as stream:
             return next(stream).trajectory
 
-    one, spread = run(collector), run(rollout.shard(collector, mesh))
+    one, sharded = run(collector), run(rollout.shard(collector, mesh))
     assert (one.truncated & ~one.terminated)[-1].any()
-    np.testing.assert_array_equal(spread.final_value, one.final_value)
+    np.testing.assert_array_equal(sharded.final_value, one.final_value)
 
 
 def test_missing_values_are_named():

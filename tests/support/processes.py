@@ -163,7 +163,7 @@ def local(tree, *axes):
 
 def refused(process):
     """Yields by name what is refused, where this process differs from the other."""
-    mesh, spread = make_mesh(), rollout.shard(make_collector(), make_mesh())
+    mesh, sharded = make_mesh(), rollout.shard(make_collector(), make_mesh())
     params = make_training()[0]
     acts = (act, lambda params, obs, key: (act(params, obs, key)[0] // 2, {}))
     other = rollout.shard(make_collector(act=acts[process]), mesh)
@@ -172,8 +172,8 @@ def refused(process):
         "uneven": lambda: rollout.shard(make_collector(B + process), mesh),
         "parameters": lambda: rollout.shard(make_collector(limit=7 + process), mesh),
         "policy": lambda: make_stream(other, params).compile(),
-        "prefetch": lambda: make_stream(spread, params, prefetch=1),
-        "host": lambda: make_stream(spread, params, placement="host"),
+        "prefetch": lambda: make_stream(sharded, params, prefetch=1),
+        "host": lambda: make_stream(sharded, params, placement="host"),
     }
     for name, call in calls.items():
         try:

@@ -116,12 +116,12 @@ def test_devices_put_their_agents_in_order_apart():
     types = {"axis_types": (jax.sharding.AxisType.Auto,)}
     mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4], **types)
     collector = make_collector(16)
-    spread = rollout.shard(collector, mesh)
-    carry = spread.init(KEY)
+    sharded = rollout.shard(collector, mesh)
+    carry = sharded.init(KEY)
     run = jax.jit(lambda c, carry: c.collect_steps(carry, LEAGUE, 6)[1])
-    got, want = run(spread, carry), run(collector, collector.init(KEY))
+    got, want = run(sharded, carry), run(collector, collector.init(KEY))
     np.testing.assert_array_equal(got.action["all"], want.action["all"])
-    text = run.lower(spread, carry).compile().as_text()
+    text = run.lower(sharded, carry).compile().as_text()
     names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     assert not re.findall(rf" ({names})(?:-start)?\(", text)
 

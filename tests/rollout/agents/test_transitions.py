@@ -348,8 +348,8 @@ def test_rows_without_jit_are_the_same():
 def test_rows_over_four_devices_are_the_same():
     types = {"axis_types": (jax.sharding.AxisType.Auto,)}
     mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4], **types)
-    spread = rollout.shard(make_collector(8), mesh)
-    pending, trajectory = run(spread)
+    sharded = rollout.shard(make_collector(8), mesh)
+    pending, trajectory = run(sharded)
     _, rows = transitions(pending, trajectory)
     assert rows["two"].mask.sharding.device_set == set(mesh.devices.flat)
     assert_same(raw(trajectory), raw(collected(8)[1]))
