@@ -20,19 +20,20 @@ _Z_QUANTILE = 1.959964  # the normal one
 
 
 class Moments(struct.PyTreeNode, kw_only=True):
-    """Count, sum, spread and bounds of some numbers; never NaN, also if there are none.
+    """Count, sum, squared deviations and bounds of some values; never NaN.
 
     Attributes:
         count: `()` int32, how many there are.
         total: `()` float32, their sum.
-        spread: `()` float32, the sum of their squared deviations from the mean.
+        squared_deviations: `()` float32, the sum of their squared deviations from
+            the mean.
         low: `()` float32, the smallest, infinity if there is none.
         high: `()` float32, the largest, minus infinity if there is none.
     """
 
     count: jax.Array  # ()
     total: jax.Array  # ()
-    spread: jax.Array  # ()
+    squared_deviations: jax.Array  # ()
     low: jax.Array  # ()
     high: jax.Array  # ()
 
@@ -44,7 +45,7 @@ class Moments(struct.PyTreeNode, kw_only=True):
     @property
     def std(self) -> jax.Array:
         """`()` float32, standard deviation (population)."""
-        return self._figure(lambda xp, x, n: xp.sqrt(x.spread / n))
+        return self._figure(lambda xp, x, n: xp.sqrt(x.squared_deviations / n))
 
     @property
     def min(self) -> jax.Array:
@@ -62,7 +63,7 @@ class Moments(struct.PyTreeNode, kw_only=True):
         def end(xp: Any, x: Moments, n: Any) -> Any:
             # The interval takes the sample's standard deviation, of divisor n - 1.
             freedom = xp.maximum(n - 1, 1)
-            error = xp.sqrt(x.spread / n) / xp.sqrt(freedom)
+            error = xp.sqrt(x.squared_deviations / n) / xp.sqrt(freedom)
             margin = _t_quantile(xp, freedom) * error
             return x.total / n + np.float32(side) * margin
 
@@ -341,7 +342,7 @@ def moments(value: jax.Array, flag: jax.Array) -> Moments:
     return Moments(
         count=count,
         total=total,
-        spread=jnp.sum(deviation**2),
+        squared_deviations=jnp.sum(deviation**2),
         low=jnp.min(jnp.where(flag, value, jnp.inf)),
         high=jnp.max(jnp.where(flag, value, -jnp.inf)),
     )
@@ -363,14 +364,14 @@ def merge(parts: Sequence[Any]) -> Any:
 def _merge(*parts: Any) -> Any:
     if not isinstance(parts[0], Moments):
         return sum(x.item() for x in parts)
-    names = ("count", "total", "spread")
+    names = ("count", "total", "squared_deviations")
     columns = (np.array([getattr(x, name) for x in parts], float) for name in names)
-    count, total, spread = columns
+    count, total, squared = columns
     between = total / np.maximum(count, 1) - total.sum() / max(count.sum(), 1)
     return Moments(
         count=count.sum().astype(np.int64),
         total=total.sum(),
-        spread=np.sum(spread + count * between**2),
+        squared_deviations=np.sum(squared + count * between**2),
         low=min(x.low for x in parts),
         high=max(x.high for x in parts),
     )
