@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from rollout import checks
 from rollout.collector import Collector
-from rollout.finite import count_faulty
+from rollout.finite import count_nonfinite
 from rollout.hosts.collector import HostCollector
 from rollout.stats import CollectStats, summarize
 from rollout.types import ParamsT, Transition
@@ -73,4 +73,4 @@ _evaluate_jitted = jax.jit(_evaluate, static_argnames="num_episodes")
 
 
 def _count(num_nonfinite: jax.Array, transition: Transition) -> jax.Array:
-    return num_nonfinite + count_faulty(transition)
+    return num_nonfinite + count_nonfinite(transition)

@@ -1,8 +1,8 @@
-"""Non-finite values in what was recorded, as the whole package understands them.
+"""Finds NaN and infinities in transitions, by the one rule of the whole package.
 
-A fault is a NaN or an infinity in an observation, an action or a reward, and in the
-extras `log_prob`, `value` and `next_value`. In other extras, such as logits, minus
-infinity says that an action is not allowed, and only a NaN or plus infinity is one.
+Observations, actions, rewards and the extras `log_prob`, `value` and `next_value` must
+be finite. In other extras, such as logits, minus infinity marks an action that is not
+allowed, so only NaN and plus infinity count there.
 """
 
 import jax
@@ -13,12 +13,12 @@ from rollout.types import Transition
 _NEVER_INFINITE = ("log_prob", "value", "next_value")
 
 
-def faults(trajectory: Transition) -> dict[str, jax.Array]:
+def nonfinite(trajectory: Transition) -> dict[str, jax.Array]:
     """Finds entries that are not finite, field by field.
 
     Args:
         trajectory: `[T, B, ...]`, or a transition, `[B, ...]`; a field that is `()` is
-            not looked at.
+            skipped.
 
     Returns:
         The names of its float fields, such as `extras.value`, to `[T, B]` bool.
@@ -29,28 +29,30 @@ def faults(trajectory: Transition) -> dict[str, jax.Array]:
         for name in ("obs", "action", "next_obs", "reward", "extras")
     }
     return {
-        name: jnp.any(_is_fault(name, leaf), axis=tuple(range(num_axes, leaf.ndim)))
+        name: jnp.any(
+            _where_nonfinite(name, leaf), axis=tuple(range(num_axes, leaf.ndim))
+        )
         for path, leaf in jax.tree.leaves_with_path(fields)
         if jnp.issubdtype(leaf.dtype, jnp.floating)
         and (name := jax.tree_util.keystr(path, simple=True, separator="."))
     }
 
 
-def is_faulty(trajectory: Transition) -> jax.Array:
-    """Tells in which rows something is not finite, `[T, B]` bool."""
-    return sum(faults(trajectory).values(), jnp.zeros(trajectory.mask.shape, bool))
+def is_nonfinite(trajectory: Transition) -> jax.Array:
+    """Finds the rows in which something is not finite, `[T, B]` bool."""
+    return sum(nonfinite(trajectory).values(), jnp.zeros(trajectory.mask.shape, bool))
 
 
-def count_faulty(trajectory: Transition) -> jax.Array:
+def count_nonfinite(trajectory: Transition) -> jax.Array:
     """Counts the rows in which an action, reward or extra is not finite, `()` int32.
 
-    Observations are left out: whoever reads none of them should not pay for them.
+    Skips observations: a program that reads none of them should not pay for them.
     """
-    bad = is_faulty(trajectory.replace(obs=(), next_obs=()))
+    bad = is_nonfinite(trajectory.replace(obs=(), next_obs=()))
     return jnp.sum(trajectory.mask & bad, dtype=jnp.int32)
 
 
-def _is_fault(name: str, leaf: jax.Array) -> jax.Array:
+def _where_nonfinite(name: str, leaf: jax.Array) -> jax.Array:
     field, _, rest = name.partition(".")
     if field == "extras" and rest.rpartition(".")[2] not in _NEVER_INFINITE:
         return jnp.isnan(leaf) | (leaf == jnp.inf)

@@ -11,7 +11,7 @@ from flax import struct
 from jax.core import Tracer
 
 from rollout import checks
-from rollout.finite import count_faulty
+from rollout.finite import count_nonfinite
 from rollout.types import Episodes, Transition
 
 # Student's t at 97.5 % for 1 to 4 degrees of freedom, where its expansion is poor.
@@ -231,7 +231,7 @@ def summarize(data: Transition | Episodes) -> CollectStats:
         terminated=data.terminated & data.mask,
         num_steps=_count(data.mask),
         num_unfinished=jnp.zeros((), jnp.int32),
-        num_nonfinite=count_faulty(data),
+        num_nonfinite=count_nonfinite(data),
     )
 
 

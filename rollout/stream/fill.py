@@ -90,7 +90,7 @@ def conclude(
     if options.check_finite and options.on_fault != "drop":
         faults = {
             name: jnp.where(bad & trajectory.mask, number, NO_FAULT).min()
-            for name, bad in finite.faults(trajectory).items()
+            for name, bad in finite.nonfinite(trajectory).items()
         }
     stats = _summarize(trajectory, episodes)
     return Filled(
@@ -160,7 +160,7 @@ def _fill_rows(
         return row + 1, blocks.hold(go, after, carry), _write(rows, row, new)
 
     def _faulty(transition: Transition) -> jax.Array:
-        return finite.is_faulty(kernel.record(collector.record_fn, transition))
+        return finite.is_nonfinite(kernel.record(collector.record_fn, transition))
 
     row = jax.eval_shape(lambda: kernel.pack(collector.step(carry, params)[1]))
     rows = keys.blank(row, carry.key, shape[:1])
@@ -248,7 +248,7 @@ def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:
     A faulty episode ends at the row that is not finite, so its rows in the batch are
     that row and those before with the same id.
     """
-    faulty = finite.is_faulty(trajectory) & trajectory.mask
+    faulty = finite.is_nonfinite(trajectory) & trajectory.mask
 
     def mark(later: tuple, row: tuple) -> tuple[tuple, jax.Array]:
         faulty, episode_id = row
@@ -265,4 +265,4 @@ def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:
 def _summarize(trajectory: Transition, episodes: Episodes | None) -> CollectStats:
     if episodes is None:
         return summarize(trajectory)
-    return summarize(episodes).replace(num_nonfinite=finite.count_faulty(trajectory))
+    return summarize(episodes).replace(num_nonfinite=finite.count_nonfinite(trajectory))
