@@ -10,7 +10,7 @@ from jax import lax
 
 from envs import keys
 from envs.types import ArrayTree
-from rollout.kernel.transition import accumulate, accumulate_nothing, record, void
+from rollout.kernel.transition import accumulate, accumulate_nothing, mask_out, record
 from rollout.types import Accumulators, Episode, Transition
 
 Acc = TypeVar("Acc")
@@ -178,7 +178,7 @@ class Bookkeeper:
                 episode = jax.tree.map(
                     lambda x, rows: x.at[place].set(rows, mode="drop"), episode, new
                 )
-            return episode, void(record(self._record_fn, row))
+            return episode, mask_out(record(self._record_fn, row))
 
         return lax.scan(see, episode, (rows, lane))
 

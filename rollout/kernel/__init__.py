@@ -12,6 +12,7 @@ from rollout.kernel.transition import (
     Setup,
     act,
     init,
+    mask_out,
     next_episodes,
     pack,
     policy_keys,
@@ -23,7 +24,6 @@ from rollout.kernel.transition import (
     step_env,
     unpack,
     values_where,
-    void,
     written,
 )
 
@@ -31,6 +31,7 @@ __all__ = [
     "Setup",
     "act",
     "init",
+    "mask_out",
     "next_episodes",
     "pack",
     "policy_keys",
@@ -42,6 +43,5 @@ __all__ = [
     "step_env",
     "unpack",
     "values_where",
-    "void",
     "written",
 ]

@@ -131,7 +131,7 @@ def play(
         mask = run.index < plan.num_episodes
         return run.replace(
             carry=blocks.hold(go, carry, run.carry),
-            acc=fn(run.acc, _void(row, mask, cut), go),
+            acc=fn(run.acc, _mask_idle(row, mask, cut), go),
             over=row.done,
             table=_note(run.table, plan.first, run.index, row, cut),
             figures=_note_figures(run.figures, run.index, row),
@@ -245,7 +245,7 @@ def _count(sharding: Any, *flags: jax.Array) -> tuple[jax.Array, jax.Array]:
     return so_far - counts, so_far[-1]
 
 
-def _void(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
+def _mask_idle(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
     """The transition for the fold: idle lanes void, truncated only what goes on."""
     return row.replace(
         mask=mask,
@@ -333,6 +333,6 @@ def first_of(played: Episodes, min_steps: jax.Array) -> Episodes:
     length = played.episode_length
     before, rough = (jnp.cumsum(x) - x for x in (length, length.astype(jnp.float32)))
     mask = _saturated(before, rough) < min_steps
-    void = played.replace(mask=mask, num_steps=())
-    first = keys.select(mask, void, jax.tree.map(jnp.zeros_like, void))
+    kept = played.replace(mask=mask, num_steps=())
+    first = keys.select(mask, kept, jax.tree.map(jnp.zeros_like, kept))
     return first.replace(num_steps=count_steps(first.episode_length))

@@ -313,8 +313,8 @@ def record(
     return recorded
 
 
-def void(transition: Transition) -> Transition:
-    """Zeroes the lanes whose `mask` is False."""
+def mask_out(transition: Transition) -> Transition:
+    """Zeroes the masked-out lanes, whose `mask` is False."""
     words = keys.words(transition)
     zeros = jax.tree.map(jnp.zeros_like, words)
     return keys.like(keys.select(transition.mask, words, zeros), transition)

@@ -154,7 +154,7 @@ def _fill_rows(
             drop_fn=_faulty if options.on_fault == "drop" else None,
         )
         seen = kernel.record(collector.record_fn, transition)
-        seen = kernel.void(seen) if idle else seen
+        seen = kernel.mask_out(seen) if idle else seen
         new = kernel.written(keys.words(kernel.pack(seen)), row)
         new = blocks.hold(go, new, _read(rows, row))
         return row + 1, blocks.hold(go, after, carry), _write(rows, row, new)
@@ -259,7 +259,7 @@ def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:
     start = jnp.zeros_like(faulty[0]), trajectory.episode_id[-1]
     dropped = lax.scan(mark, start, rows, reverse=True)[1]
     kept = trajectory.replace(mask=trajectory.mask & ~dropped)
-    return kernel.void(kept), jnp.sum(faulty, dtype=jnp.int32)
+    return kernel.mask_out(kept), jnp.sum(faulty, dtype=jnp.int32)
 
 
 def _summarize(trajectory: Transition, episodes: Episodes | None) -> CollectStats:
