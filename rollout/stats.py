@@ -40,22 +40,22 @@ class Moments(struct.PyTreeNode, kw_only=True):
     @property
     def mean(self) -> jax.Array:
         """`()` float32, NaN if there are none, as the other figures."""
-        return self._figure(lambda xp, x, n: x.total / n)
+        return self._derive(lambda xp, x, n: x.total / n)
 
     @property
     def std(self) -> jax.Array:
         """`()` float32, standard deviation (population)."""
-        return self._figure(lambda xp, x, n: xp.sqrt(x.squared_deviations / n))
+        return self._derive(lambda xp, x, n: xp.sqrt(x.squared_deviations / n))
 
     @property
     def min(self) -> jax.Array:
         """`()` float32, the smallest."""
-        return self._figure(lambda xp, x, n: x.low)
+        return self._derive(lambda xp, x, n: x.low)
 
     @property
     def max(self) -> jax.Array:
         """`()` float32, the largest."""
-        return self._figure(lambda xp, x, n: x.high)
+        return self._derive(lambda xp, x, n: x.high)
 
     def interval(self, side: int) -> jax.Array:
         """`()` float32, an end of the 95 % confidence interval of the mean; -1 or 1."""
@@ -67,9 +67,9 @@ class Moments(struct.PyTreeNode, kw_only=True):
             margin = _t_quantile(xp, freedom) * error
             return x.total / n + np.float32(side) * margin
 
-        return self._figure(end, least=2)
+        return self._derive(end, least=2)
 
-    def _figure(self, fn: Callable[..., Any], least: int = 1) -> Any:
+    def _derive(self, fn: Callable[..., Any], least: int = 1) -> Any:
         """Makes a figure of at least so many numbers, on the host where they are known.
 
         So nothing on the device is NaN, whatever `jax_debug_nans` says.
@@ -81,8 +81,8 @@ class Moments(struct.PyTreeNode, kw_only=True):
         host = jax.device_get(self)
         count = np.maximum(host.count, 1).astype(np.float32)
         with np.errstate(all="ignore"):
-            figure = fn(np, host, count)
-        return np.where(host.count < least, np.float32(np.nan), figure)[()]
+            value = fn(np, host, count)
+        return np.where(host.count < least, np.float32(np.nan), value)[()]
 
 
 class CollectStats(struct.PyTreeNode, kw_only=True):
@@ -382,9 +382,9 @@ def _named(stats: Any) -> Any:
     if isinstance(stats, Mapping):
         return {name: _named(value) for name, value in stats.items()}
     if isinstance(stats, CollectStats):
-        figures = {name: getattr(stats, name) for name in _NAMES}
+        values = {name: getattr(stats, name) for name in _NAMES}
         own = stats.accumulated.items()
-        return figures | {f"{name}_mean": moments.mean for name, moments in own}
+        return values | {f"{name}_mean": moments.mean for name, moments in own}
     if isinstance(stats, Moments):
         return {name: getattr(stats, name) for name in _MOMENTS}
     if dataclasses.is_dataclass(stats) and not isinstance(stats, type):

@@ -100,7 +100,7 @@ class _Run(struct.PyTreeNode, kw_only=True):
     num_over: jax.Array  # () int32, of the episodes that count
     num_wanted: jax.Array  # () int32, how many are played
     table: jax.Array  # [D, N, 3] int32, one row per episode that is over, by device
-    figures: ArrayTree  # [D, N, ...], its return and what was accumulated
+    values: ArrayTree  # [D, N, ...], its return and accumulated values
     num_steps: jax.Array  # () int32, counted with `min_steps`
 
 
@@ -133,8 +133,8 @@ def play(
             carry=blocks.hold(go, carry, run.carry),
             acc=fn(run.acc, _mask_idle(row, mask, cut), go),
             over=row.done,
-            table=_note(run.table, plan.first, run.index, row, cut),
-            figures=_note_figures(run.figures, run.index, row),
+            table=_write_results(run.table, plan.first, run.index, row, cut),
+            values=_write_values(run.values, run.index, row),
             **_hand_out(plan, run, row.done, mask, sharding, min_steps),
         )
 
@@ -142,7 +142,7 @@ def play(
     run = blocks.steps_while(lambda run: run.num_over < run.num_wanted, step, run)
     everywhere = jnp.ones((setup.env.num_envs,), bool)
     end = transition.restart(setup, run.carry, everywhere, plan.after)
-    played = _read(run.table, run.figures)
+    played = _read(run.table, run.values)
     num_queued = plan.num_queued
     if min_steps is not None:
         played = first_of(played, min_steps)
@@ -190,8 +190,8 @@ def _before_the_first(plan: Plan, carry: Carry, acc: Any, sharding: Any) -> _Run
         num_over=jnp.int32(0),
         num_wanted=jnp.int32(plan.num_episodes),
         table=make((_COLUMNS,), jnp.int32),
-        figures=jax.tree.map(
-            lambda x: make(x.shape[1:], x.dtype), _figures(carry.episode)
+        values=jax.tree.map(
+            lambda x: make(x.shape[1:], x.dtype), _values(carry.episode)
         ),
         num_steps=jnp.zeros((), jnp.int32),
     )
@@ -256,7 +256,7 @@ def _mask_idle(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
     )
 
 
-def _note(
+def _write_results(
     table: jax.Array,
     lane: jax.Array,
     index: jax.Array,
@@ -266,14 +266,14 @@ def _note(
     """Writes the row of each episode that is over: one scatter for all integers."""
     truncated = row.truncated & ~cut  # by the environment itself
     flags = transition.pack_flags(row.terminated, truncated, row.terminated | truncated)
-    figures = (row.episode_length, flags.astype(jnp.int32), lane)
-    return _write(table, index, row.done, jnp.stack(figures, axis=1))
+    results = (row.episode_length, flags.astype(jnp.int32), lane)
+    return _write(table, index, row.done, jnp.stack(results, axis=1))
 
 
-def _note_figures(table: ArrayTree, index: jax.Array, row: Transition) -> ArrayTree:
-    """Writes the figures of each episode that is over; they may be differentiated."""
+def _write_values(table: ArrayTree, index: jax.Array, row: Transition) -> ArrayTree:
+    """Writes the values of each episode that is over; they may be differentiated."""
     return jax.tree.map(
-        lambda old, new: _write(old, index, row.done, new), table, _figures(row)
+        lambda old, new: _write(old, index, row.done, new), table, _values(row)
     )
 
 
@@ -289,20 +289,20 @@ def _write(
     )
 
 
-def _figures(of: Episode | Transition) -> ArrayTree:
+def _values(of: Episode | Transition) -> ArrayTree:
     return of.episode_return, of.accumulated
 
 
-def _read(table: jax.Array, figures: ArrayTree) -> Episodes:
+def _read(table: jax.Array, values: ArrayTree) -> Episodes:
     # Every row was written on one device, and is zero on the others.
-    table, figures = jax.tree.map(
+    table, values = jax.tree.map(
         lambda x: x[0] if len(x) == 1 else jnp.sum(x, axis=0, dtype=x.dtype),
-        (table, figures),
+        (table, values),
     )
     length, flags, lane = table.T
     terminated, truncated, finished = transition.unpack_flags(flags, 3)
     return Episodes(
-        episode_return=figures[0],
+        episode_return=values[0],
         episode_length=length,
         terminated=terminated,
         truncated=truncated,
@@ -310,7 +310,7 @@ def _read(table: jax.Array, figures: ArrayTree) -> Episodes:
         lane=lane,
         num_steps=count_steps(length),
         mask=jnp.ones(length.shape, bool),
-        accumulated=figures[1],
+        accumulated=values[1],
     )
 
 

@@ -152,9 +152,13 @@ def advance(
             cut = at_limit & ~transition.truncated
             transition = transition.replace(truncated=transition.truncated | at_limit)
         if accumulators:
-            figures = accumulate(accumulators, carry.episode.accumulated, transition)
-            transition = transition.replace(accumulated=figures)
-            carry = carry.replace(episode=carry.episode.replace(accumulated=figures))
+            accumulated = accumulate(
+                accumulators, carry.episode.accumulated, transition
+            )
+            transition = transition.replace(accumulated=accumulated)
+            carry = carry.replace(
+                episode=carry.episode.replace(accumulated=accumulated)
+            )
     if value_fn is not None:
         with jax.named_scope("final_value"):
             goes_on = transition.truncated & ~transition.terminated
@@ -406,18 +410,20 @@ def _record(
 
 
 def accumulate_nothing(accumulators: Accumulators, num_envs: int) -> ArrayTree:
-    """The figures of an episode before its first step, `[B, ...]`."""
-    figures = {name: x.init(num_envs) for name, x in accumulators}
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), figures or ())
+    """Initializes the accumulators for the start of an episode, `[B, ...]`."""
+    accumulated = {name: x.init(num_envs) for name, x in accumulators}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), accumulated or ())
 
 
 def accumulate(
-    accumulators: Accumulators, figures: ArrayTree, transition: Transition
+    accumulators: Accumulators, accumulated: ArrayTree, transition: Transition
 ) -> ArrayTree:
-    """Updates the figures with a step."""
-    updated = {name: x.update(figures[name], transition) for name, x in accumulators}
+    """Updates the accumulators with a step."""
+    updated = {
+        name: x.update(accumulated[name], transition) for name, x in accumulators
+    }
     for name, _ in accumulators:
-        checks.accumulated(name, figures[name], updated[name])
+        checks.accumulated(name, accumulated[name], updated[name])
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), updated)
 
 
