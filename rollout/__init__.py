@@ -1,17 +1,18 @@
-"""The kernel: a policy in an environment becomes transitions, as a pure function.
+"""Collects reinforcement-learning experience in JAX, as a pure function.
 
 `Collector` folds one pure step over time; `random_policy`, `stateless_policy` and
 `recurrent_policy` make its policy, and `epsilon_greedy`, `random_warmup`,
-`gaussian_noise` and `ornstein_uhlenbeck` make one explore; `summarize` says which
-episodes ended. Everything runs inside your own `jit`, or jitted from a notebook.
+`gaussian_noise` and `ornstein_uhlenbeck` make one explore; `summarize` computes
+statistics of the episodes that ended. Everything runs inside your own `jit`, or jitted
+from a notebook.
 
-`Stream` hands batches to a training loop that is driven by Python; `checkpoint` saves
-and restores it; `shard` spreads lanes over devices. `profile` says where the time goes,
-`inspect` what a program does on an accelerator, which may be absent.
+`Stream` hands batches to a training loop in Python; `checkpoint` saves and restores it;
+`shard` shards the lanes over devices. `profile` times the parts of a step, `inspect`
+reports what a program does on an accelerator, which may be absent.
 
-What most programs need stands here. `rollout.agents` has the rest for several agents:
-who plays whom, and what each of them experienced; `rollout.hosts` for environments
-that are not JAX; `rollout.recommendation` for items and users.
+This package exports what most programs need. `rollout.agents` has the rest for several
+agents: which policy controls which agent, and the transitions of each; `rollout.hosts`
+for environments that are not JAX; `rollout.recommendation` for items and users.
 
 `types` has the contracts; `checks` and `finite` check arguments and recorded values;
 `stats`, `trajectories`, `targets` and `minibatches` compute on trajectories;
@@ -22,7 +23,7 @@ rows per iteration, and `siblings` finds modules that shadow our packages. `poli
 """
 
 from rollout.cli import interrupts  # noqa: F401, I001 (first: before jax)
-from rollout import siblings  # noqa: F401 (before `envs`: it says who hides it)
+from rollout import siblings  # noqa: F401 (before `envs`: it says who shadows it)
 
 # isort: split
 from rollout import agents as agents

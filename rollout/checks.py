@@ -1,4 +1,7 @@
-"""Checks of arguments and callables of users, while tracing: free at run time."""
+"""Checks arguments and the results of users' callables, while tracing.
+
+The checks cost nothing at run time.
+"""
 
 import itertools
 from collections.abc import Mapping
@@ -51,7 +54,7 @@ def flag(name: str, value: Any) -> None:
 
 
 def policy(value: Any) -> None:
-    """Checks that it is a policy."""
+    """Checks that a value is a policy."""
     if not isinstance(value, Policy):
         raise ValueError(
             "`policy` must be a `Policy`, such as `stateless_policy` makes, "
@@ -66,15 +69,15 @@ def function(name: str, value: Any) -> None:
 
 
 def max_steps(value: Any) -> jax.Array:
-    """Checks a count of steps; beyond int32 it becomes the largest int32."""
+    """Checks a number of steps; one beyond int32 becomes the largest int32."""
     if isinstance(value, jax.Array) and (value.shape, value.dtype) == ((), jnp.int32):
-        return value  # of an outer program, which has seen to it
+        return value  # from an outer `jit`, checked there
     return jnp.int32(min(count("max_steps", value, most=None), INT32_MAX))
 
 
 def collector(env: Any, acting: Any, record_fn: Any, value_fn: Any = None) -> None:
     """Checks the parts of a collector."""
-    # A placeholder that jax builds pytrees with has no `step`.
+    # The placeholders with which jax builds pytrees have no `step`.
     if hasattr(env, "step") and not hasattr(env, "num_envs"):
         raise ValueError(
             "`env` must be many environments side by side, as `envs.vectorize` makes "
@@ -96,7 +99,7 @@ def collects_in_jax(value: Any) -> None:
 
 
 def outside_of_jit() -> None:
-    """Raises if jax is tracing: host environments would step once, while it does."""
+    """Raises if jax is tracing: host environments would step only once, meanwhile."""
     if isinstance(jnp.add(1, 1), Tracer):
         raise ValueError(
             "A `HostCollector` steps environments in Python, so it must be made and "
@@ -115,7 +118,7 @@ def host_call(carry: Any) -> None:
 
 
 def carry(value: Any, num_envs: int) -> None:
-    """Checks that it is a carry, with this number of lanes."""
+    """Checks that a value is a carry with this number of lanes."""
     if not isinstance(value, Carry):
         raise ValueError(
             "`carry` must be what `Collector.init` or an earlier call returned, got "
@@ -136,7 +139,7 @@ def devices(env: VectorEnv, carry: Any) -> None:
         return
     step = carry.step  # one leaf stands for all
     if isinstance(step, Tracer) or not getattr(step, "committed", False):
-        return  # it goes where it is needed
+        return  # jax moves an uncommitted array
     if step.sharding.device_set != set(sharding.mesh.devices.flat):
         want, got = (
             ", ".join(str(x.id) for x in sorted(devices, key=lambda x: x.id))
@@ -144,7 +147,7 @@ def devices(env: VectorEnv, carry: Any) -> None:
         )
         raise ValueError(
             f"`carry` must lie on the devices of the collector, {want}, got {got}; "
-            "`jax.device_put` takes it there."
+            "`jax.device_put` moves it there."
         )
 
 
@@ -161,8 +164,8 @@ def accumulators(value: Any) -> Accumulators:
 
 
 def accumulated(name: str, old: ArrayTree, new: ArrayTree) -> None:
-    """Checks that an accumulator returns figures of the kind it began with."""
-    same(f"The accumulator `{name}` must return what it is given", old, new)
+    """Checks that an accumulator keeps its structure, shapes and dtypes."""
+    same(f"The accumulator `{name}` must return the kind of value it takes", old, new)
 
 
 def env_state(env: VectorEnv, state: ArrayTree, reset_keys: chex.PRNGKey) -> None:
@@ -180,19 +183,19 @@ def recorded(before: Transition, after: Any) -> None:
     for name in _BOOKKEEPING:
         if getattr(before, name) is not getattr(after, name):
             raise ValueError(
-                f"`record_fn` must leave `{name}` as it is, since the statistics count "
-                "by it; what is derived from it goes into `extras`."
+                f"`record_fn` must leave `{name}` as it is, since the statistics read "
+                "it; put a value derived from it into `extras`."
             )
 
 
-def values(value: Any, num_rows: int) -> None:
+def values(value: Any, num_obs: int) -> None:
     """Checks that there is one float per observation."""
     is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
-    if jnp.shape(value) != (num_rows,) or not is_float:
+    if jnp.shape(value) != (num_obs,) or not is_float:
         raise ValueError(
-            "`value_fn` must return one float per row, of shape "
-            f"({num_rows},), got {describe(value)}; it is called with as many rows as "
-            "need a value."
+            "`value_fn` must return one float per observation, of shape "
+            f"({num_obs},), got {describe(value)}; it is called with only those "
+            "observations that need a value."
         )
 
 
@@ -207,15 +210,15 @@ def policy_init(state: ArrayTree, num_envs: int) -> None:
 
 
 def decision(who: str, result: PolicyStep, space: AnySpace, num_envs: int) -> None:
-    """Checks that it is a `PolicyStep` whose action is of the space."""
+    """Checks that a result is a `PolicyStep` whose action fits the space."""
     if not isinstance(result, PolicyStep):
         raise ValueError(
             f"{who} must return a `PolicyStep`, got {type(result).__name__}; "
-            "`stateless_policy` and `recurrent_policy` make a policy of a plain "
+            "`stateless_policy` and `recurrent_policy` make a policy from a plain "
             "function."
         )
     if space.shape is None:
-        return  # a space of several parts: the environment itself must say
+        return  # a composite space: the environment itself must check
     shape, dtype, action = (num_envs, *space.shape), space.dtype, result.action
     if jnp.shape(action) != shape or jnp.result_type(action) != dtype:
         raise ValueError(
@@ -225,10 +228,10 @@ def decision(who: str, result: PolicyStep, space: AnySpace, num_envs: int) -> No
 
 
 def policy_step(result: PolicyStep, env: VectorEnv, policy_state: ArrayTree) -> None:
-    """Checks a policy's output against the environment and the policy's input."""
+    """Checks a policy's output against the environment and the policy's state."""
     decision("`policy.apply`", result, env.action_space, env.num_envs)
     same(
-        "`policy.apply` must return the state as it came in",
+        "`policy.apply` must return a state like the one it takes",
         policy_state,
         result.state,
     )
@@ -241,7 +244,7 @@ def policy_step(result: PolicyStep, env: VectorEnv, policy_state: ArrayTree) -> 
 
 
 def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -> None:
-    """Checks that a step has the leaves of the reset, each `[B]` or `[B, ...]`."""
+    """Checks that a step returns the leaves of the reset, each `[B]` or `[B, ...]`."""
     if not isinstance(result, EnvStep):
         raise ValueError(
             f"`env.step` must return an `envs.EnvStep`, got {describe(result)}."
@@ -259,11 +262,11 @@ def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -
 
 
 def trajectory(value: Any) -> None:
-    """Checks that it is a trajectory."""
+    """Checks that a value is a trajectory."""
     if not isinstance(value, Transition):
         raise ValueError(
             "`trajectory` must be a `Transition`, `[T, B, ...]`, got "
-            f"{describe(value)}; of a stream's batch, its `trajectory`."
+            f"{describe(value)}; for a stream's batch, pass its `trajectory`."
         )
 
 
@@ -303,7 +306,7 @@ def _at(path: tuple[Any, ...]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Says what a value is, for a message."""
+    """Describes a value, for an error message."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype} of shape {value.shape}"
     if isinstance(value, tuple | list | dict | bytes):

@@ -1,4 +1,4 @@
-"""Minibatches of a trajectory: shuffled inside `jit`, every row once per epoch."""
+"""Splits a trajectory into shuffled minibatches, inside `jit`."""
 
 import math
 
@@ -23,28 +23,30 @@ def minibatches(
         params, losses = jax.lax.scan(update, params, minibatches(key, data, 4, 10))
 
     Every row is in exactly one minibatch of each epoch, and each epoch is shuffled
-    anew. Void rows come along, with their `mask`. Where lanes are spread over devices,
-    call it under `jax.shard_map`, for rows to stay: docs/devices.md has the program.
+    anew. Masked-out rows come along, with their `mask`. Where lanes are sharded over
+    devices, call it under `jax.shard_map`, so that rows stay on their device:
+    docs/devices.md has the program.
 
     Args:
         key: one typed key.
         tree: any pytree of `[T, B, ...]`, such as `(trajectory, advantages)`.
         num_minibatches: M, minibatches of an epoch, at least 1; it must divide the
-            number of rows that are shuffled.
-        epochs: E, at least 1. The memory is that of E trees: for large observations
-            shuffle their numbers, `jnp.arange(T * B)` with `axis=0`, and gather each
-            minibatch in the update.
-        axis: None shuffles steps, all `T * B` of them; 1 shuffles whole lanes, for
-            recurrent policies, where T may differ between leaves: a state that the
-            lanes start from is `[1, B, ...]`; 0 shuffles the leading axis of any tree.
+            number of items to shuffle.
+        epochs: E, at least 1. The result takes the memory of E trees: for large
+            observations shuffle indices, `jnp.arange(T * B)` with `axis=0`, and gather
+            each minibatch in the update.
+        axis: None shuffles all `T * B` steps; 1 shuffles whole lanes, for recurrent
+            policies, where T may differ between leaves: an initial state of the lanes
+            is `[1, B, ...]`; 0 shuffles the leading axis of any tree.
 
     Returns:
         The tree with the leading axis `E * M`: `[E * M, T * B / M, ...]`; with axis 1
         `[E * M, T, B / M, ...]`, with axis 0 `[E * M, T / M, ...]`.
 
     Raises:
-        ValueError: if a count is not an int of at least 1, if `axis` is another, if
-            the leaves differ in the axes that are shuffled, or M does not divide them.
+        ValueError: if a count is not an int of at least 1, if `axis` is any other
+            value, if the leaves differ in the shuffled axes, or if M does not divide
+            their size.
     """
     checks.typed_key(key)
     num_minibatches = checks.count("num_minibatches", num_minibatches)
@@ -70,7 +72,7 @@ def minibatches(
 
 
 def _count_rows(tree: ArrayTree, axis: int | None) -> int:
-    """Counts the rows to shuffle; raises if leaves differ in their number."""
+    """Counts the rows to shuffle; raises if the leaves disagree."""
     first, last = (0, 2) if axis is None else (axis, axis + 1)
     counts = {jnp.shape(x)[first:last] for x in jax.tree.leaves(tree)}
     if len(counts) != 1 or len(min(counts)) != last - first:
@@ -78,6 +80,6 @@ def _count_rows(tree: ArrayTree, axis: int | None) -> int:
         shapes = sorted({jnp.shape(x) for x in jax.tree.leaves(tree)})
         got = ", ".join(map(str, shapes)) or "none"
         raise ValueError(
-            f"`tree` must have leaves {what}, alike where they are shuffled, got {got}."
+            f"`tree` must have leaves {what} with equal shuffled axes, got {got}."
         )
     return math.prod(min(counts))

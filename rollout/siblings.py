@@ -5,10 +5,10 @@ from pathlib import Path
 
 
 def _check(name: str) -> None:
-    """Raises if a module of the user's own shadows one of our packages.
+    """Raises if a module of the user shadows one of our packages.
 
     Raises:
-        ImportError: if `import name` would find another one.
+        ImportError: if `import name` would find another package.
     """
     ours = Path(__file__).parents[1] / name / "__init__.py"
     spec = importlib.util.find_spec(name)

@@ -1,4 +1,4 @@
-"""Statistics of episodes: of those that ended in a trajectory, or of exactly N."""
+"""Computes statistics of the episodes in a trajectory, or of exactly N episodes."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +22,9 @@ _Z_QUANTILE = 1.959964  # the normal one
 class Moments(struct.PyTreeNode, kw_only=True):
     """Count, sum, squared deviations and bounds of some values; never NaN.
 
+    The mean and the other statistics are computed when they are read: NaN without any
+    value.
+
     Attributes:
         count: `()` int32, how many there are.
         total: `()` float32, their sum.
@@ -39,7 +42,7 @@ class Moments(struct.PyTreeNode, kw_only=True):
 
     @property
     def mean(self) -> jax.Array:
-        """`()` float32, NaN if there are none, as the other figures."""
+        """`()` float32, the mean."""
         return self._derive(lambda xp, x, n: x.total / n)
 
     @property
@@ -58,10 +61,10 @@ class Moments(struct.PyTreeNode, kw_only=True):
         return self._derive(lambda xp, x, n: x.high)
 
     def interval(self, side: int) -> jax.Array:
-        """`()` float32, an end of the 95 % confidence interval of the mean; -1 or 1."""
+        """`()` float32, lower (-1) or upper (1) end of the mean's 95 % interval."""
 
         def end(xp: Any, x: Moments, n: Any) -> Any:
-            # The interval takes the sample's standard deviation, of divisor n - 1.
+            # The interval uses the sample's standard deviation, with divisor n - 1.
             freedom = xp.maximum(n - 1, 1)
             error = xp.sqrt(x.squared_deviations / n) / xp.sqrt(freedom)
             margin = _t_quantile(xp, freedom) * error
@@ -70,9 +73,10 @@ class Moments(struct.PyTreeNode, kw_only=True):
         return self._derive(end, least=2)
 
     def _derive(self, fn: Callable[..., Any], least: int = 1) -> Any:
-        """Makes a figure of at least so many numbers, on the host where they are known.
+        """Computes a statistic; NaN for fewer than `least` values.
 
-        So nothing on the device is NaN, whatever `jax_debug_nans` says.
+        It is computed on the host unless traced: on the device its NaN would trip
+        `jax_debug_nans`.
         """
         fields = jax.tree.leaves(self)
         if any(isinstance(x, Tracer) for x in fields):
@@ -90,25 +94,25 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
 
     A window in which no episode ended has `num_episodes` 0 and NaN for every mean,
     standard deviation, minimum and maximum: nothing that looks like data. These are
-    made when they are read, of `returns` and `lengths`: NumPy floats, or traced.
+    computed from `returns` and `lengths` when they are read: NumPy floats, or traced.
 
     Attributes:
         num_steps: `()` int32, environment steps over all lanes, idle rows not counted.
         num_episodes: `()` int32, episodes that ended, also if they began before.
-        num_terminated: `()` int32, those of them that terminated.
-        num_truncated: `()` int32, those of them that were only truncated, also by
+        num_terminated: `()` int32, episodes that terminated.
+        num_truncated: `()` int32, episodes that were only truncated, also by
             `max_steps`.
-        num_unfinished: `()` int32, those of them that `max_steps` cut: their return
-            and length are those of the part that was played.
+        num_unfinished: `()` int32, episodes that `max_steps` cut: their return and
+            length cover the steps played.
         num_nonfinite: `()` int32, rows with a NaN or infinity in the reward, the action
             or the extras (minus infinity in logits and the like does not count): NaN
             parameters show here, for a discrete policy if it records its log_prob or
             logits. For `Episodes`, which have no rows, the episodes whose return is
             NaN or infinite.
-        returns: of the undiscounted returns.
-        lengths: of the lengths in steps.
-        accumulated: of each figure that the collector's accumulators keep and that is
-            one number per episode, by its place in `accumulated`, joined by "/".
+        returns: moments of the undiscounted returns.
+        lengths: moments of the lengths in steps.
+        accumulated: moments of each accumulated value that is one number per episode,
+            by its path in `accumulated`, joined by "/".
     """
 
     num_steps: jax.Array  # ()
@@ -151,7 +155,10 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
 
     @property
     def return_ci_high(self) -> jax.Array:
-        """`()` float32, upper end of that interval."""
+        """`()` float32, upper end of the 95 % confidence interval of the mean return.
+
+        By Student's t; NaN for fewer than two episodes.
+        """
         return self.returns.interval(1)
 
     @property
@@ -176,12 +183,12 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
 
 
 class Finished(NamedTuple):
-    """The episodes that ended in `T` steps of `B` lanes, one entry per row.
+    """The episodes that ended in `T` steps of `B` lanes, one entry per lane and step.
 
     Attributes:
-        episode_return: `[T * B]` float32, undiscounted return; elsewhere of the episode
-            under way, so far.
-        episode_length: `[T * B]` int32, length in steps, likewise.
+        episode_return: `[T * B]` float32, undiscounted return; where `mask` is False,
+            the return so far of the episode under way.
+        episode_length: `[T * B]` int32, length in steps; where `mask` is False, so far.
         lane: `[T * B]` int32, the lane.
         mask: `[T * B]` bool, True where an episode ended.
     """
@@ -195,24 +202,24 @@ class Finished(NamedTuple):
 def summarize(data: Transition | Episodes) -> CollectStats:
     """Summarizes the episodes that ended in `data`, inside or outside of `jit`.
 
-    An episode that began in an earlier trajectory counts whole, where it ends. The
-    episodes that happen to end in a window are short rather than long: for a mean
-    without bias take exactly N, by `collect_episodes` or `evaluate`.
+    An episode that began in an earlier trajectory counts whole, where it ends. A window
+    favours short episodes, since more of them end in it: for an unbiased mean play
+    exactly N, with `collect_episodes` or `evaluate`.
 
     Args:
-        data: a trajectory, `[T, B, ...]` or with any other leading axes, of which rows
-            whose `mask` is False do not count; or `Episodes`. It is not consumed.
+        data: a trajectory, `[T, B, ...]` or with any other leading axes, whose
+            masked-out rows do not count; or `Episodes`. It is not consumed.
 
     Returns:
         Statistics, each `()`.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if `data` is neither.
     """
     if not isinstance(data, Transition | Episodes):
         raise ValueError(
             "`data` must be a trajectory or `Episodes`, got "
-            f"{type(data).__name__}; of a stream's batch, its `trajectory`."
+            f"{type(data).__name__}; for a stream's batch, pass its `trajectory`."
         )
     if isinstance(data, Episodes):
         every = jnp.ones(data.terminated.shape, bool)
@@ -239,15 +246,15 @@ def finished(trajectory: Transition) -> Finished:
     """Lists the episodes that ended in a trajectory, inside or outside of `jit`.
 
     Args:
-        trajectory: `[T, B, ...]`; rows whose `mask` is False do not count.
+        trajectory: `[T, B, ...]`; masked-out rows do not count.
 
     Returns:
-        One entry per row, in the order of time and within a step of lanes, of which
-        `mask` says where an episode ended. Outside of `jit`,
+        One entry per lane and step, ordered by time, then by lane; `mask` is True where
+        an episode ended. Outside of `jit`,
         `finished(trajectory).episode_return[finished(trajectory).mask]` is the list.
 
     Raises:
-        ValueError: if it is no trajectory.
+        ValueError: if `trajectory` is no trajectory.
     """
     checks.trajectory(trajectory)
     num_steps, num_envs = trajectory.mask.shape
@@ -260,16 +267,16 @@ def finished(trajectory: Transition) -> Finished:
 
 
 def log_stats(stats: Any, *, prefix: str = "") -> dict[str, float]:
-    """Turns statistics into what any logger takes: a flat dict of Python floats.
+    """Flattens statistics into a dict of Python floats, for any logger.
 
     Args:
         stats: a `CollectStats`, a `StreamStats`, an `AgentStats`, a mapping, or any of
             these nested; every leaf a number or a `()` array.
-        prefix: put in front of every name.
+        prefix: prepended to every name.
 
     Returns:
-        Names, those of nested ones joined by "/", to floats. A mean over no episode is
-        NaN there too.
+        Names to floats; a nested name is its path joined by "/". A mean over no episode
+        is NaN.
 
     Raises:
         ValueError: if a leaf is not a scalar.
@@ -311,7 +318,7 @@ def _describe(
 
 
 def _t_quantile(xp: Any, freedom: Any) -> Any:
-    """Student's t at 97.5 % for `freedom` degrees, at least 1.
+    """Computes Student's t at 97.5 % for `freedom` degrees, at least 1.
 
     Cornish-Fisher expansion, "Handbook of Mathematical Functions" (Abramowitz and
     Stegun), 26.7.5: within 3e-4 of the true value from 5 degrees on.
@@ -349,13 +356,13 @@ def moments(value: jax.Array, flag: jax.Array) -> Moments:
 
 
 def merge(parts: Sequence[Any]) -> Any:
-    """Merges statistics of successive batches, in float64. On the host.
+    """Merges statistics of successive batches, on the host in float64.
 
     Args:
         parts: a `CollectStats` or an `AgentStats` of each batch, at least one.
 
     Returns:
-        The statistics of all of them, with numbers of Python and NumPy as leaves.
+        The statistics of all batches, with Python and NumPy numbers as leaves.
     """
     is_moments = lambda x: isinstance(x, Moments)  # noqa: E731
     return jax.tree.map(_merge, *jax.device_get(list(parts)), is_leaf=is_moments)
@@ -378,7 +385,7 @@ def _merge(*parts: Any) -> Any:
 
 
 def _named(stats: Any) -> Any:
-    """Statistics as plain dicts, for not every mapping is a pytree."""
+    """Converts statistics to plain dicts, since not every mapping is a pytree."""
     if isinstance(stats, Mapping):
         return {name: _named(value) for name, value in stats.items()}
     if isinstance(stats, CollectStats):

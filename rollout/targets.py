@@ -1,9 +1,9 @@
-"""Targets to learn from: advantages and returns of a trajectory, backwards in time.
+"""Computes advantages and returns of a trajectory, to learn from.
 
-Within an episode each row looks at the next one that is not void: an agent that waits
-for its turn has void rows between its own. In the last row of an episode or of the
-window it looks at `next_value` instead, unless the task terminated there. Jitted, so
-that a notebook may call them as they are.
+Each row bootstraps from the next row of its episode that is not masked out: an agent
+that waits for its turn has masked-out rows between its own. The last row of an episode
+or of the window bootstraps from `next_value` instead, unless the task terminated there.
+All functions are jitted, so that a notebook may call them as they are.
 """
 
 import chex
@@ -21,11 +21,12 @@ _UNROLL = 16  # rows; 32 halve the launches again, and take twice as long to com
 
 
 def next_values(trajectory: Transition, last_value: jax.Array) -> jax.Array:
-    """Computes V(next_obs) of every step from values that are known already.
+    """Computes V(next_obs) of every step from values that are already known.
 
-    A step that does not end its episode is followed by a row whose value the policy has
-    recorded. Only the values of truncated rows, which `Collector.value_fn` gives, and
-    of what follows on the last row had to be computed.
+    Where a step does not end its episode, the policy recorded the value of its
+    successor in the next row. Only two kinds of values are computed apart:
+    `Collector.value_fn` computes those of truncated steps, and the caller that of the
+    observation after the last step.
 
         next_value = rollout.next_values(t, critic(params, carry.obs, ()))
 
@@ -35,8 +36,9 @@ def next_values(trajectory: Transition, last_value: jax.Array) -> jax.Array:
         last_value: `[B]` float, V(obs) of the carry after the last step.
 
     Returns:
-        `[T, B]` float, what `gae`, `lambda_returns` and `discounted_returns` take: 0
-        where the task terminated, and anything where `mask` is False.
+        `[T, B]` float, the `next_value` of `gae`, `lambda_returns` and
+        `discounted_returns`: 0 where the task terminated, arbitrary where `mask` is
+        False.
 
     Raises:
         ValueError: if the extras have no `value`, or the trajectory no `final_value`.
@@ -46,7 +48,7 @@ def next_values(trajectory: Transition, last_value: jax.Array) -> jax.Array:
     if isinstance(trajectory.final_value, tuple):
         raise ValueError(
             "`trajectory` must have `final_value`, got none: `Collector(value_fn=...)` "
-            "records it. Without it compute V(next_obs) from `next_obs`."
+            "records it. Without one, compute V(next_obs) from `next_obs`."
         )
     _check(trajectory, value, trajectory.final_value)
     chex.assert_shape(last_value, value.shape[1:])
@@ -63,8 +65,8 @@ def gae(
         δ_t = r_t + γ (1 - terminated_t) V(next_obs_t) - V(obs_t)
         A_t = δ_t + γ λ (1 - done_t) A_{t+1}
 
-    t + 1 is the next row that is not void, and γ is per row. The sum of A and V(obs) is
-    the λ-return, the usual target of the value function.
+    t + 1 is the next row that is not masked out, and γ is per row. The sum of A and
+    V(obs) is the λ-return, the usual target of the value function.
 
     Args:
         trajectory: `[T, B, ...]`, with V(obs) in `extras["value"]`, `[T, B]` float.
@@ -76,7 +78,8 @@ def gae(
         `[T, B]` float, in discounted reward; 0 where `mask` is False.
 
     Raises:
-        ValueError: if the extras have no `value`, or a factor is no number in [0, 1].
+        ValueError: if the extras have no `value`, or `gamma` or `lam` is no number in
+            [0, 1].
         AssertionError: while tracing, if a shape is not as above.
 
     Source:
@@ -110,7 +113,7 @@ def lambda_returns(
 
     Raises:
         AssertionError: while tracing, if `next_value` is not `[T, B]`.
-        ValueError: if a factor is no number in [0, 1].
+        ValueError: if `gamma` or `lam` is no number in [0, 1].
 
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., eq. 12.19 (without the
@@ -125,15 +128,14 @@ def lambda_returns(
 def discounted_returns(
     trajectory: Transition, next_value: jax.Array | None = None, *, gamma: Scalar
 ) -> jax.Array:
-    """Computes the discounted sum of the rewards from every step on.
+    """Computes the discounted sum of the rewards from every step onwards.
 
         G_t = r_t + γ (1 - done_t) G_{t+1}
 
     Args:
         trajectory: `[T, B, ...]`.
-        next_value: `[T, B]` float, V(next_obs), which stands for the rewards that are
-            not in the trajectory where an episode was truncated or goes on after the
-            window; None counts them as 0.
+        next_value: `[T, B]` float, V(next_obs), in place of the missing rewards where
+            an episode was truncated or goes on after the window; None counts them as 0.
         gamma: γ, discount per step, in [0, 1].
 
     Returns:
@@ -141,7 +143,7 @@ def discounted_returns(
 
     Raises:
         AssertionError: while tracing, if `next_value` is not `[T, B]`.
-        ValueError: if a factor is no number in [0, 1].
+        ValueError: if `gamma` is no number in [0, 1].
 
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., eq. 3.9.
@@ -166,9 +168,9 @@ def _check(trajectory: Transition, *values: jax.Array) -> None:
 
 
 def _fields(trajectory: Transition) -> tuple[jax.Array, ...]:
-    """Selects the fields to read of a trajectory; others may be `()`, ids too."""
+    """Selects the fields that the targets read; the others, and ids, may be `()`."""
     episode_id = trajectory.episode_id
-    if isinstance(episode_id, tuple):  # then only an ending ends an episode
+    if isinstance(episode_id, tuple):  # then only the flags separate episodes
         episode_id = jnp.zeros(trajectory.reward.shape, jnp.int32)
     return (
         trajectory.reward,
@@ -215,9 +217,9 @@ def _lambda_returns(
 def _one_step(
     fields: tuple[jax.Array, ...], next_value: jax.Array, gamma: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The one-step target, and V(next_obs) or 0."""
+    """Returns the one-step target, and V(next_obs) or 0."""
     reward, terminated, _, mask, _ = fields
-    # A row that counts nothing may hold anything.
+    # A masked-out row may hold anything.
     bootstrap = jnp.where(terminated | ~mask, 0.0, next_value)
     return reward + jnp.asarray(gamma, reward.dtype) * bootstrap, bootstrap
 
@@ -225,10 +227,10 @@ def _one_step(
 def _sum_up(
     fields: tuple[jax.Array, ...], term: jax.Array, instead: jax.Array, weight: Scalar
 ) -> jax.Array:
-    """x_t = term_t + weight (x of the next row - instead_t); 0 where void; `[T, B]`.
+    """x_t = term_t + weight (x of the next row - instead_t), `[T, B]`.
 
-    The next row is that of the same episode which follows, with void ones between or
-    not. Without one x_t is term_t.
+    The next row is the next one of the same episode that is not masked out; without one
+    x_t is term_t. Where `mask` is False, x_t is 0.
     """
     _, _, done, mask, episode_id = fields
     weight = jnp.asarray(weight, term.dtype)

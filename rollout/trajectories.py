@@ -1,4 +1,4 @@
-"""Trajectories cut into pieces: one column per episode, or per part of one."""
+"""Splits trajectories into episodes: one padded column per episode, or part of one."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,14 @@ from rollout.types import Transition
 
 
 class Pieces(NamedTuple):
-    """The `N` pieces of episodes in a trajectory, of at most `L` steps.
+    """The `N` pieces of episodes in a trajectory, each of at most `L` steps.
 
-    In the order of the lanes, and within a lane of time.
+    Ordered by lane, then by time.
 
     Attributes:
         trajectory: `[L, N, ...]`, all zero after the end of a piece.
         mask: `[L, N]` bool, False after the end of a piece.
-        episode_id: `[N]` int32. Pieces of one episode in several batches share it.
+        episode_id: `[N]` int32. The pieces of one episode in several batches share it.
         lane: `[N]` int32, the lane.
     """
 
@@ -31,19 +31,18 @@ class Pieces(NamedTuple):
 def split_trajectories(trajectory: Transition) -> Pieces:
     """Splits a trajectory where episodes begin and end. On the host, not inside `jit`.
 
-    How many pieces there are depends on the data, so it cannot be compiled. A piece
-    begins where its episode does or where the trajectory does: the first row of
-    a piece is `first` only if the episode began in this trajectory, and the last row
-    is `done` only if it ended there.
+    The number of pieces depends on the data, so this cannot be compiled. A piece begins
+    where its episode or the trajectory does: its first row is `first` only if the
+    episode began in this trajectory, and its last row is `done` only if it ended there.
 
     Args:
-        trajectory: `[T, B, ...]`; rows whose `mask` is False belong to no piece.
+        trajectory: `[T, B, ...]`; masked-out rows belong to no piece.
 
     Returns:
         The pieces, as NumPy arrays; typed keys stay keys.
 
     Raises:
-        ValueError: if it is no trajectory.
+        ValueError: if `trajectory` is no trajectory.
     """
     checks.trajectory(trajectory)
     lane, step = np.nonzero(np.asarray(trajectory.mask).T)  # lane by lane

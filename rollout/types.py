@@ -1,4 +1,4 @@
-"""The rollout contracts: what goes into the kernel and what comes out of it."""
+"""Defines the data and callables of a rollout: `Transition`, `Carry`, `Policy`."""
 
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple
@@ -15,9 +15,9 @@ Params = Any  # whatever the policy takes
 Obs = ArrayTree  # [B, ...]
 PolicyState = ArrayTree  # [B, ...]
 
-# What a user's own policy takes and gives; a type checker has it from `fn` of
-# `stateless_policy` or `recurrent_policy`, and hands it on as far as `Transition`. The
-# bound is for a `lambda`: without it a checker takes its arguments for an `object`.
+# Types of a custom policy. A type checker infers them from `fn` of `stateless_policy`
+# or `recurrent_policy` and carries them on to `Transition`. The bound is for a
+# `lambda`: without it a checker takes its arguments for an `object`.
 ParamsT = TypeVar("ParamsT", bound=Any, default=Any)
 ObsT = TypeVar("ObsT", bound=Any, default=Any)
 ActionT = TypeVar("ActionT", bound=Any, default=Any)
@@ -32,22 +32,22 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
     Attributes:
         obs: `[T, B, ...]`, the observation the action was chosen from.
         action: `[T, B, ...]`, the action that the policy chose. A wrapper such as
-            `envs.RescaleAction` may send another on.
+            `envs.RescaleAction` may change it on its way to the environment.
         reward: `[T, B]` float32, reward for that action.
         terminated: `[T, B]` bool, the task ended here: do not bootstrap.
         truncated: `[T, B]` bool, cut from outside (time limit): bootstrap from
             `next_obs`. Both flags may be set; `terminated` then wins.
         next_obs: `[T, B, ...]`, the true successor, also where the episode ended: never
             the observation of a reset.
-        mask: `[T, B]` bool, False where the lane was idle and the row is void.
-        episode_id: `[T, B]` int32, never reused by a collector's run.
+        mask: `[T, B]` bool, False where the lane was idle: the row is masked out.
+        episode_id: `[T, B]` int32, never reused within a run.
         episode_return: `[T, B]` float32, undiscounted sum of the episode's rewards,
             this one included: where `done`, the return of the episode.
         episode_length: `[T, B]` int32, steps of the episode, this one included.
-        extras: `[T, B, ...]`, whatever the policy gave along with the action.
-        info: `[T, B, ...]`, whatever the environment gave along with the step.
-        accumulated: `[T, B, ...]` by name, what the collector's accumulators have of
-            the episode, this step included; `()` if it has none.
+        extras: `[T, B, ...]`, returned by the policy along with the action.
+        info: `[T, B, ...]`, returned by the environment along with the step.
+        accumulated: `[T, B, ...]` by name, the values of the collector's accumulators
+            for the episode, this step included; `()` if it has none.
         final_value: `[T, B]` float, the value of `next_obs` where the episode was
             `truncated` and not `terminated`, 0 elsewhere; `()` if the collector has no
             `value_fn`.
@@ -70,12 +70,12 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
 
     @property
     def done(self) -> jax.Array:
-        """`[T, B]` bool, the episode ended at this step, one way or the other."""
+        """`[T, B]` bool, True if the episode ended at this step."""
         return self.terminated | self.truncated
 
     @property
     def first(self) -> jax.Array:
-        """`[T, B]` bool, this is the first step of its episode."""
+        """`[T, B]` bool, True at the first step of an episode."""
         return self.episode_length == 1
 
 
@@ -89,14 +89,14 @@ class Episode(struct.PyTreeNode, kw_only=True):
     """The episode each lane is in.
 
     Attributes:
-        key: `[B]` typed keys; all that is random in the episode comes from its key.
+        key: `[B]` typed keys; an episode draws all its randomness from its key.
         episode_return: `[B]` float32, undiscounted sum of rewards so far.
         episode_length: `[B]` int32, steps so far.
         episode_id: `[B]` int32; lane i's n-th episode (from 0) is number `n * B + i`,
             the one at position e of the queue of `collect_episodes` number `-1 - e`.
             After 2^31 episodes of one kind its numbers run into those of the other,
             and after 2^32 they repeat, and with them the episodes' randomness.
-        accumulated: `[B, ...]` by name, of the collector's accumulators so far.
+        accumulated: `[B, ...]` by name, values of the collector's accumulators so far.
     """
 
     key: chex.PRNGKey  # [B]
@@ -107,15 +107,15 @@ class Episode(struct.PyTreeNode, kw_only=True):
 
 
 class Carry(struct.PyTreeNode, kw_only=True):
-    """The state between two steps: all that a run needs to continue.
+    """The state between two steps: everything a run needs to continue.
 
     Attributes:
         key: `()` typed root key; it never changes.
         step: `()` int32, steps taken so far by every lane.
-        next_episode: `()` int32, episodes that `collect_episodes` has started so far:
-            the position of the next one in its queue.
+        next_episode: `()` int32, position of the next episode in the queue of
+            `collect_episodes`: how many it has started so far.
         env_state: `[B, ...]`, environment state.
-        obs: `[B, ...]`, observation that the next action will be chosen from.
+        obs: `[B, ...]`, observation to choose the next action from.
         policy_state: `[B, ...]`, recurrent state of the policy, `()` if it has none.
         episode: the episode each lane is in.
     """
@@ -130,10 +130,10 @@ class Carry(struct.PyTreeNode, kw_only=True):
 
 
 class Persistent(struct.PyTreeNode):
-    """A part of a policy's state that an episode boundary leaves as it is.
+    """A part of a policy's state that survives the end of an episode.
 
-    Everything else in a policy's state goes back to its initial value with the episode.
-    A step count, running statistics or a memory over several episodes belong in here.
+    Everything else in a policy's state is reset with the episode. Wrap a step count,
+    running statistics or a memory over several episodes in it.
 
     Attributes:
         value: `[B, ...]`, any pytree.
@@ -143,21 +143,21 @@ class Persistent(struct.PyTreeNode):
 
 
 class EpisodeKey(struct.PyTreeNode):
-    """A place in a policy's state for a key that belongs to the lane's episode.
+    """A slot in a policy's state for the key of the lane's episode.
 
-    `policy.init` leaves it empty, and the kernel puts a new key in with every episode.
-    What is drawn from it is the same at every step of an episode, whichever lane plays
-    it: which opponent is met, which head of an ensemble acts.
+    `policy.init` leaves it empty, and the kernel fills it with a new key per episode. A
+    policy that draws from it draws the same at every step of an episode, whichever lane
+    plays it: which opponent to meet, which head of an ensemble acts.
 
     Attributes:
-        value: `[B]` typed keys; None before the kernel has put them in.
+        value: `[B]` typed keys; None before the kernel has filled it.
     """
 
     value: chex.PRNGKey | None = None  # [B]
 
 
 class Episodes(struct.PyTreeNode, kw_only=True):
-    """The `N` episodes of one call, in the order in which they were started.
+    """The `N` episodes of one call, in the order in which they started.
 
     Attributes:
         episode_return: `[N]` float32, undiscounted sum of rewards.
@@ -165,14 +165,14 @@ class Episodes(struct.PyTreeNode, kw_only=True):
         terminated: `[N]` bool, the task ended.
         truncated: `[N]` bool, the environment's own time limit cut it.
         finished: `[N]` bool, False where `max_steps` ran out before the environment
-            ended the episode: return and length are those of the part played.
+            ended the episode: return and length cover the steps played.
         lane: `[N]` int32, the lane that played it.
-        num_steps: `()` int32, rows that were not idle, over all lanes; 2^31 - 1 stands
-            for that many or more.
+        num_steps: `()` int32, steps of these episodes together; 2^31 - 1 stands for
+            that many or more.
         mask: `[N]` bool, False where there is no such episode, and everything else is
             zero: only with `min_steps`, after the last one that counts.
-        accumulated: `[N, ...]` by name, what the collector's accumulators had where
-            each episode ended; `()` if it has none.
+        accumulated: `[N, ...]` by name, the values of the collector's accumulators at
+            the end of each episode; `()` if it has none.
     """
 
     episode_return: jax.Array  # [N]
@@ -187,24 +187,24 @@ class Episodes(struct.PyTreeNode, kw_only=True):
 
 
 class PerAgent(struct.PyTreeNode):
-    """A figure that an accumulator keeps for every agent of a lane.
+    """A value that an accumulator keeps for every agent of a lane.
 
     `Accumulator.init` returns it, and `update` takes and returns it.
 
     Attributes:
-        value: `[B, A, ...]`, any pytree, of the agents in the environment's order.
+        value: `[B, A, ...]`, any pytree, the agents in the environment's order.
     """
 
     value: ArrayTree  # [B, A, ...]
 
 
 class Accumulator(NamedTuple):
-    """A figure of one's own that is kept per episode, batched over lanes.
+    """A custom value that is accumulated per episode, batched over lanes.
 
     Attributes:
-        init: `num_envs` to `[B, ...]`, any pytree: the figure before the first step. A
+        init: `num_envs` to `[B, ...]`, any pytree: the value before the first step. A
             lane goes back to it with every new episode.
-        update: `(figure, transition)` to the figure after the step, of unchanged
+        update: `(value, transition)` to the value after the step, of unchanged
             structure, shapes and dtypes; the transition is `[B, ...]`. Pure.
     """
 
@@ -216,11 +216,11 @@ Accumulators = tuple[tuple[str, Accumulator], ...]  # by name, hashable
 
 
 class PolicyStep(NamedTuple, Generic[ActionT]):
-    """Result of applying a policy.
+    """The output of a policy at one step.
 
     Attributes:
         action: `[B, ...]`, one action per lane, of the action space's shape and dtype.
-        state: `[B, ...]`, the new recurrent state, of the structure it came in.
+        state: `[B, ...]`, the new recurrent state, of unchanged structure.
         extras: any pytree `[B, ...]` to record along: log_prob, value, logits.
     """
 
@@ -237,12 +237,12 @@ class Policy(NamedTuple, Generic[ParamsT, ObsT, ActionT]):
 
     Attributes:
         init: `num_envs` to the `[B, ...]` state at the start of an episode, `()` if
-            there is none. A lane goes back to it at every episode boundary, apart
-            from what is wrapped in `Persistent`.
+            there is none. A lane goes back to it at every episode boundary, except for
+            parts wrapped in `Persistent`.
         apply: `(params, obs, state, key)` to a `PolicyStep`. `obs` and `state` are
             `[B, ...]`; `key` is one typed key for the whole batch, new at every step.
-        mode: as `apply`, with the same structure of the result, but the most likely
-            action instead of a drawn one, for `greedy`; None if there is none.
+        mode: as `apply`, with a result of the same structure, but with the most likely
+            action instead of a sampled one, for `greedy`; None if there is none.
     """
 
     init: Callable[[int], PolicyState]

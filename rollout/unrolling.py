@@ -1,4 +1,4 @@
-"""Scans that take several iterations at once where starting an operation costs."""
+"""Unrolls scans over time on accelerators, where starting an operation is costly."""
 
 import functools
 from collections.abc import Callable
@@ -21,19 +21,19 @@ def scan(
     other: int,
     reverse: bool = False,
 ) -> tuple[_State, _Row]:
-    """Scans as `lax.scan` does, unrolled where that pays; the bits are the same.
+    """Scans as `lax.scan` does, with the same bits, unrolled on accelerators.
 
     A GPU pays for every launch and a TPU for every operation, however little it
-    computes; in an unrolled iteration those of several rows fuse. On a CPU rows one by
-    one are as fast, and compile faster. The platform is the one that the program is
+    computes; in an unrolled iteration those of several rows fuse. On a CPU one row at a
+    time is as fast and compiles faster. The platform is the one that the program is
     lowered for, and `step` is traced once.
 
     Args:
         step: as `lax.scan` takes it.
-        start: its first state.
-        rows: `[T, ...]`, what it is given.
+        start: the first carry of `step`.
+        rows: `[T, ...]`, inputs of `step`.
         gpu: rows in one iteration on a GPU.
-        other: rows in one iteration elsewhere, but on a CPU, where it is one.
+        other: rows in one iteration on other accelerators; on a CPU it is one.
         reverse: whether the last row comes first.
     """
     scan = functools.partial(lax.scan, step, reverse=reverse)

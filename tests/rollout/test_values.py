@@ -305,7 +305,9 @@ def test_missing_values_are_named():
     ],
 )
 def test_what_is_no_value_per_row_is_refused(value_fn, got):
-    with pytest.raises(ValueError, match=f"one float per row, of shape .*{got}"):
+    with pytest.raises(
+        ValueError, match=f"one float per observation, of shape .*{got}"
+    ):
         collect(make(value_fn=value_fn))
 
 

@@ -190,7 +190,9 @@ def recurrent(change, init):
 )
 def test_policy_state_that_changes_is_refused(change, got):
     policy = recurrent(change, lambda num_envs: jnp.zeros((num_envs, 3)))
-    with pytest.raises(ValueError, match="must return the state as it came in.*" + got):
+    with pytest.raises(
+        ValueError, match="must return a state like the one it takes.*" + got
+    ):
         run(policy)
 
 
