@@ -1,12 +1,13 @@
-"""Checkpoints of any pytree: whole or not there at all, and bit for bit.
+"""Saves and restores any pytree: bit for bit, and whole or not at all.
 
 A checkpoint is a folder `path/<step>` that orbax writes under another name and renames
-when every byte is on disk; so a process that is killed at any moment leaves the ones
-before as they were, and what it left half written is never read. Its manifest says what
-every leaf is, with a checksum, and marks the folder as ours: no other is ever deleted.
+once every byte is on disk. So a process may be killed at any moment: earlier
+checkpoints stay as they were, and half-written files are never read. A manifest holds
+the dtype, shape and checksum of every leaf, and marks the folder as ours: no other is
+ever deleted.
 
-With `jax.distributed` all processes save to and restore from one folder, which all of
-them see. For a moment each has the whole tree in its memory, and the first one writes.
+With `jax.distributed` all processes save to and restore from one shared folder. Each
+briefly holds the whole tree in memory, and the first one writes.
 """
 
 import itertools
@@ -23,10 +24,10 @@ from envs import keys
 from envs.types import ArrayTree
 from rollout import checks, processes
 
-_EMPTY = np.zeros(1, np.uint8)  # orbax has no form for an array of no entries
-_BYTES = b"\n"  # stands in front of bytes, so that these are not empty either
+_EMPTY = np.zeros(1, np.uint8)  # orbax cannot write an array of size 0
+_BYTES = b"\n"  # prepended to bytes, so that these are not empty either
 _TREE, _MANIFEST = "tree", "rollout_manifest"  # the two parts of a checkpoint
-_UNFINISHED = "orbax-checkpoint-tmp"  # in the names of what was left half written
+_UNFINISHED = "orbax-checkpoint-tmp"  # in the names of half-written folders
 
 
 def save(
@@ -37,34 +38,35 @@ def save(
     every: int = 1,
     keep: int = 1,
 ) -> bool:
-    """Saves a tree, and forgets the oldest ones.
+    """Saves a tree as a checkpoint, and deletes the oldest ones.
 
-    Of several processes all must call it, with the same `path` and the same options;
-    none returns before the checkpoint is on disk.
+    All processes must call it, with the same `path` and the same options; none returns
+    before the checkpoint is on disk.
 
     Args:
-        path: folder of the checkpoints of one run, which holds nothing else; it is made
-            if it is not there.
+        path: folder for the checkpoints of one run and nothing else; it is made if it
+            does not exist.
         tree: any pytree of arrays of numbers, typed keys, numbers and bytes:
             `stream.state()`, the parameters, the state of an optimizer or of a buffer.
-        step: number of the checkpoint, at least 0 and above those of the ones before;
-            None for the next one.
-        every: saves only where `step` is a multiple of it, at least 1.
-        keep: how many to keep, the newest ones, at least 1.
+        step: number of the checkpoint, at least 0 and above those of earlier ones; None
+            for the next number.
+        every: saves only if `step` is a multiple of it, at least 1.
+        keep: number of newest checkpoints to keep, at least 1.
 
     Returns:
-        Whether it was saved. Then it is on disk: nothing goes on in the background.
+        Whether the tree was saved. It is then on disk: no write goes on in the
+        background.
 
     Raises:
-        ValueError: if `step` is not an int above those of the ones before, or None
+        ValueError: if `step` is not an int above those of earlier checkpoints, or None
             where `every` is not 1; if `every` or `keep` is not an int of at least 1; if
-            there is anything else in the folder; if the tree has no leaf, or one that
-            is none of these, which is named.
+            there is anything else in the folder; if the tree has no leaf, or a leaf of
+            another kind, which the message names.
     """
     every = checks.count("every", every)
     keep = checks.count("keep", keep)
     found = steps(path)
-    _refuse_others(Path(path), found)
+    _check_folder(Path(path), found)
     step = _number(found, step, every)
     if step % every:
         return False
@@ -94,10 +96,10 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
 
     Args:
         path: the folder given to `save`.
-        like: a tree of the structure, shapes and dtypes that were saved, or its
-            `jax.eval_shape`; its values are not read, and bytes may be of any length.
-            A new stream's `state()` serves for a stream. An array lies afterwards on
-            the devices, and in the processes, of the one here.
+        like: a tree of the saved structure, shapes and dtypes, or its `jax.eval_shape`;
+            its values are not read, and bytes may be of any length. For a stream, pass
+            a new stream's `state()`. Each restored array lies on the devices, and in
+            the processes, of its counterpart here.
         step: number of the checkpoint, None for the newest one.
 
     Returns:
@@ -105,9 +107,9 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ValueError: if `step` is no such number; if it holds other leaves than `like`,
-            of which the first is named; if it is damaged: the message says which one
-            there is before it.
+        ValueError: if `step` is no such number; if the checkpoint has other leaves than
+            `like`: the message names the first; if it is damaged: the message names the
+            one before it.
     """
     found = steps(path)
     if step is not None:
@@ -130,9 +132,9 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
 
 
 def steps(path: str | Path) -> list[int]:
-    """The numbers of the checkpoints in a folder that are whole, ascending.
+    """Lists the numbers of the whole checkpoints in a folder, ascending.
 
-    What `save` did not write is not among them, whatever its name.
+    Folders that `save` did not write are left out, whatever their names.
     """
     if not Path(path).is_dir():
         return []
@@ -140,12 +142,12 @@ def steps(path: str | Path) -> list[int]:
     return sorted(int(x.name) for x in entries if (x / _MANIFEST).is_dir())
 
 
-def _refuse_others(path: Path, found: list[int]) -> None:
-    """Raises if others keep files there: checkpoints are deleted by number."""
+def _check_folder(path: Path, found: list[int]) -> None:
+    """Raises if the folder has other files: checkpoints are deleted by number."""
     ours = {str(step) for step in found}
     entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     others = [x for x in entries if x not in ours and _UNFINISHED not in x]
-    others = [x for x in others if not x.startswith(".")]  # of a file manager
+    others = [x for x in others if not x.startswith(".")]  # a file manager's
     if others:
         raise ValueError(
             "`path` must be a folder with nothing in it but checkpoints of this "
@@ -154,7 +156,7 @@ def _refuse_others(path: Path, found: list[int]) -> None:
 
 
 def _read(path: Path, step: int, found: list[int]) -> tuple[dict, list[dict]]:
-    """Reads the leaves of a checkpoint and its manifest; refuses a damaged one."""
+    """Reads the leaves of a checkpoint and its manifest; raises if it is damaged."""
     try:
         with _open(path, create=False) as manager:
             from orbax.checkpoint import args
@@ -165,7 +167,7 @@ def _read(path: Path, step: int, found: list[int]) -> tuple[dict, list[dict]]:
         sums = [_checksum(leaf) for _, leaf in sorted(saved.items())]
         if sums != [leaf["checksum"] for leaf in manifest]:
             raise ValueError("a checksum does not agree")
-    except Exception as error:  # of whatever kind: orbax promises none
+    except Exception as error:  # orbax does not document which
         before = [x for x in found if x < step]
         hint = (
             f"`step={before[-1]}` is the one before" if before else "there is no other"
@@ -183,15 +185,15 @@ def _number(found: list[int], step: int | None, every: int) -> int:
         raise ValueError(f"`every` counts by `step`, got None with every={every}.")
     if step is None:
         return lowest
-    # Replacing one would leave a moment with neither.
+    # To replace a checkpoint would leave a moment with neither.
     return checks.count("step", step, least=lowest, most=None)
 
 
 def _forget(path: Path, old: list[int]) -> None:
-    """Deletes checkpoints, and what processes that were killed left half written.
+    """Deletes checkpoints, and the half-written ones of killed processes.
 
-    Each gets the name of such a one first: a kill while its files are deleted must not
-    leave a folder that looks like another's.
+    Each is first renamed to a half-written one: a kill while its files are deleted must
+    not leave a folder that looks like somebody else's.
     """
     for step in old:
         (path / str(step)).rename(path / f"{step}.{_UNFINISHED}-old")
@@ -211,7 +213,7 @@ def _open(path: str | Path, *, create: bool) -> Any:
 
 
 def _flatten(tree: ArrayTree) -> dict[str, np.ndarray]:
-    """The leaves as plain arrays, by their position: names alone need not differ."""
+    """Returns the leaves as plain arrays, by position: paths need not be unique."""
     leaves = [processes.gather(_words(leaf)) for leaf in jax.tree.leaves(tree)]
     arrays = [_bits(np.asarray(leaf)) for leaf in jax.device_get(leaves)]
     return {
@@ -225,7 +227,7 @@ def _checksum(leaf: np.ndarray) -> int:
 
 
 def _words(leaf: Any) -> jax.Array | np.ndarray:
-    """Makes an array of numbers of a leaf."""
+    """Converts a leaf to an array of numbers."""
     if isinstance(leaf, bytes):
         return np.frombuffer(_BYTES + leaf, np.uint8)
     if not isinstance(leaf, jax.Array):
@@ -234,19 +236,19 @@ def _words(leaf: Any) -> jax.Array | np.ndarray:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """An array of a dtype that NumPy lacks (bfloat16, int4) as unsigned integers."""
+    """Views an array of a dtype that NumPy lacks (bfloat16, int4) as unsigned ints."""
     is_plain = array.dtype.isbuiltin == 1
     return array if is_plain else array.view(f"u{array.dtype.itemsize}")
 
 
 def _unflatten(saved: dict[str, np.ndarray], like: ArrayTree) -> ArrayTree:
     names = iter(sorted(saved))
-    # Each goes as soon as it is read: a large tree is not there twice.
+    # Each is dropped as soon as it is read: a large tree is not in memory twice.
     return jax.tree.map(lambda old: _read_leaf(saved.pop(next(names)), old), like)
 
 
 def _read_leaf(array: np.ndarray, old: Any) -> Any:
-    """Undoes `_words` and `_bits`: a leaf of the kind of `old`, which lies where it."""
+    """Undoes `_words` and `_bits`: makes a leaf like `old`, on the same devices."""
     if isinstance(old, bytes):
         return array.tobytes()[len(_BYTES) :]
     old = old if hasattr(old, "dtype") else np.asarray(old)
@@ -260,7 +262,7 @@ def _read_leaf(array: np.ndarray, old: Any) -> Any:
 
 
 def _impl(key: Any) -> Any:
-    """The implementation of a key, of which there may be only the kind."""
+    """Returns the implementation of a key, which may be only a shape and dtype."""
     found = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
     return found[0]
@@ -276,12 +278,12 @@ def _place(array: np.ndarray, old: Any) -> Any:
         return jnp.copy(jnp.asarray(array))
     if old.sharding.is_fully_addressable:
         return jnp.copy(jax.device_put(array, old.sharding))
-    # Of which each process takes what is its own.
+    # Each process takes its own part.
     return jax.make_array_from_callback(old.shape, old.sharding, array.__getitem__)
 
 
 def _describe(name: str, tree: ArrayTree) -> list[dict[str, Any]]:
-    """Of every leaf its place in the tree, dtype and shape."""
+    """Returns the path, dtype and shape of every leaf."""
     return [
         {"path": jax.tree_util.keystr(path), **_kind(name, path, leaf)}
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -289,7 +291,7 @@ def _describe(name: str, tree: ArrayTree) -> list[dict[str, Any]]:
 
 
 def _kind(name: str, path: tuple[Any, ...], leaf: Any) -> dict[str, Any]:
-    """Dtype and shape of a leaf; refuses all but numbers, keys and bytes."""
+    """Returns the dtype and shape of a leaf; raises if it cannot be saved."""
     if isinstance(leaf, bytes):
         return {"dtype": "bytes", "shape": []}
     array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)

@@ -1,4 +1,4 @@
-"""The collector: folds over time of the kernel's one step."""
+"""`Collector`: steps or whole episodes of a policy in environments written in JAX."""
 
 import functools
 from collections.abc import Callable
@@ -29,35 +29,35 @@ from rollout.types import (
 
 Acc = TypeVar("Acc")
 
-# Steps in one iteration. On a GPU 2 save a third of the launches, and 4 less than that
-# again, but compile twice as long. On a TPU 2 save cycles of large observations only,
+# Steps in one iteration. On a GPU 2 save a third of the launches; 4 save less than that
+# again, and compile twice as long. On a TPU 2 save cycles only for large observations,
 # and take hundreds of megabytes more with 65,536 lanes.
 _GPU_UNROLL = 2
 
 
 class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True):
-    """Collects experience: a policy in a vector of environments.
+    """Collects the experience of a policy in a vector of environments.
 
-    A pytree whose leaves are the environment's parameters, so it may be an argument
-    of your own jitted function or closed over. Every method is a pure function of its
-    arguments, is jitted, and gives the same bits inside your own `jit`.
+    It is a pytree whose leaves are the environment's parameters, so your own jitted
+    function may take it as an argument or close over it. Every method is a pure
+    function of its arguments, is jitted, and gives the same bits inside your own `jit`.
 
     Attributes:
         env: `B` environments side by side.
         policy: the policy that acts in them.
-        record_fn: what is recorded of a transition, `Transition` to `Transition`, pure:
-            it may add to `extras`, cast `obs`, clip `reward` or put `()` for a field.
-            Every method hands out what it returns; the policy and the running totals
-            never see it. It must leave the flags, `mask`, `episode_id`,
+        record_fn: maps each `Transition` to the one that is recorded. Pure. It may add
+            to `extras`, cast `obs`, clip `reward` or drop a field by setting it to
+            `()`. Every method returns recorded transitions; the policy and the running
+            totals never see them. It must leave the flags, `mask`, `episode_id`,
             `episode_return`, `episode_length` and `accumulated` as they are.
-        accumulators: figures of one's own that are kept per episode, by name, besides
-            `episode_return` and `episode_length`: they stand in `accumulated` of
-            transitions, of episodes and of statistics.
+        accumulators: custom values to accumulate per episode, by name, besides
+            `episode_return` and `episode_length`; transitions, episodes and statistics
+            have them in `accumulated`.
         value_fn: the value of observations, `(params, obs, policy_state)` to `[K]`
-            float, row by row; `policy_state` is `()` of a policy without one. It is
-            called with the few rows whose episode was truncated, and `final_value` of
-            transitions has the result, for `next_values`. It is a constant to
-            derivatives.
+            float, each computed on its own; `policy_state` is `()` for a policy without
+            one. It is called for the few lanes whose episode was truncated, and its
+            result is `final_value` of transitions, for `next_values`. No derivative
+            passes through it.
     """
 
     env: VectorEnv
@@ -81,7 +81,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         """Starts the first episode of every lane. Jitted.
 
         Args:
-            key: one typed key; it decides all that is random in the run, and its
+            key: one typed key: the source of all randomness in the run. Its
                 implementation decides the generator.
 
         Returns:
@@ -101,7 +101,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
 
         Args:
             carry: the carry of `init` or of an earlier call.
-            params: whatever the policy takes as its parameters.
+            params: parameters of the policy.
 
         Returns:
             The next carry, and the transition, `[B, ...]`.
@@ -117,12 +117,12 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes `num_steps` steps in every lane. Jitted.
 
-        Inside your own `jit` it is inlined: a field of the trajectory that is not read
-        costs no memory there.
+        Inside your own `jit` it is inlined, and a field of the trajectory that you do
+        not read costs no memory.
 
         Args:
             carry: the carry of `init` or of an earlier call; it is not consumed.
-            params: whatever the policy takes as its parameters.
+            params: parameters of the policy.
             num_steps: T, steps per lane, at least 1. Static: one trace per value.
 
         Returns:
@@ -146,15 +146,15 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
     ) -> tuple[Carry, Acc]:
         """Takes `num_steps` steps and folds each transition into `acc`. Jitted.
 
-        Nothing is stacked, so memory does not grow with `num_steps`.
+        Transitions are not stacked, so memory does not grow with `num_steps`.
 
         Args:
             carry: the carry of `init` or of an earlier call.
-            params: whatever the policy takes as its parameters.
+            params: parameters of the policy.
             fn: `(acc, transition)` to the next `acc`, of unchanged structure, shapes
-                and dtypes; the transition is `[B, ...]`. Static: pass the same function
-                again, or it is compiled again.
-            acc: what `fn` starts from, any pytree of arrays.
+                and dtypes; the transition is `[B, ...]`. Static: another function
+                object compiles again.
+            acc: the initial `acc`, any pytree of arrays.
             num_steps: steps per lane, at least 1.
 
         Returns:
@@ -181,23 +181,22 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         """Plays exactly `num_episodes` new episodes. Jitted.
 
         The lanes serve one queue: a lane whose episode is over takes the next one that
-        has not started, and the call ends when all have ended. Which episodes are
-        played is settled by the order in which they start, so short ones are not
-        favoured. Episode k is the same whichever lane plays it, for any number of
-        lanes if the policy draws nothing; one call of N gives the episodes of two
-        calls of N/2.
+        has not started, and the call ends when all have ended. Episodes count in the
+        order in which they start, so short ones are not favoured. Episode k is the same
+        whichever lane plays it, and for any number of lanes if the policy draws
+        nothing; one call of N gives the episodes of two calls of N/2.
 
         Args:
-            carry: the carry of `init` or of an earlier call. Episodes that are under
-                way in it are given up.
-            params: whatever the policy takes as its parameters.
+            carry: the carry of `init` or of an earlier call. Episodes under way in it
+                are given up.
+            params: parameters of the policy.
             num_episodes: N, at least 1. Static: one trace per value.
             max_steps: steps of an episode after which it is cut, at least 1. A large
                 one costs nothing. It bounds the call if an episode may never end.
-            min_steps: plays no more episodes than it takes to have so many steps, at
-                least 1: the first ones, in the order of their start, so that which
-                these are depends on no lane. `Episodes.mask` tells them; N is the most
-                there can be, and may be too few. None plays all N.
+            min_steps: plays only the first episodes, in the order of their start, that
+                have this many steps together, at least 1; which ones does not depend on
+                the lanes. `Episodes.mask` is True for them; N is the most there can
+                be, and may be too few. None plays all N.
 
         Returns:
             The next carry, every lane at the start of a new episode of its own, and
@@ -225,13 +224,13 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
     ) -> tuple[Carry, Episodes]:
         """Plays `episodes_per_env` new episodes in every lane. Jitted.
 
-        The right choice where lanes differ, as those of `envs.vectorize_each` do: the
-        queue of `collect_episodes` would give a lane with short episodes more of them.
+        The right choice where lanes differ, as those of `envs.vectorize_each` do: from
+        the queue of `collect_episodes` a lane with short episodes would take more.
 
         Args:
-            carry: the carry of `init` or of an earlier call. Episodes that are under
-                way in it are given up.
-            params: whatever the policy takes as its parameters.
+            carry: the carry of `init` or of an earlier call. Episodes under way in it
+                are given up.
+            params: parameters of the policy.
             episodes_per_env: M, at least 1. Static: one trace per value.
             max_steps: steps of an episode after which it is cut, at least 1.
 
@@ -262,19 +261,19 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
 
         Args:
             carry: the carry of `init` or of an earlier call.
-            params: whatever the policy takes as its parameters.
+            params: parameters of the policy.
             fn: `(acc, transition)` to the next `acc`, of unchanged structure, shapes
                 and dtypes. The transition is `[B, ...]`; where its `mask` is False the
-                lane is idle and the row void (no reward, no flag). A row at which
-                `max_steps` ran out is `truncated`. The episode at position e of the
-                queue has the `episode_id` `-1 - e`. Static, as in `fold_steps`.
-            acc: what `fn` starts from, any pytree of arrays.
+                lane is idle: no reward, no flag. The step at which `max_steps` runs out
+                is `truncated`. The episode at position e of the queue has the
+                `episode_id` `-1 - e`. Static, as in `fold_steps`.
+            acc: the initial `acc`, any pytree of arrays.
             num_episodes: N, at least 1.
             max_steps: steps of an episode after which it is cut, at least 1.
 
         Returns:
             The next carry, `acc` after the last step, and the episodes, as
-            `collect_episodes` gives them.
+            `collect_episodes` returns them.
 
         Raises:
             ValueError: as `collect_episodes` does.
@@ -293,15 +292,15 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
 
         Args:
             carry: the carry of `init` or of an earlier call.
-            params: whatever the policy takes as its parameters.
+            params: parameters of the policy.
             num_episodes: N, at least 1. Static: one trace per value.
             max_length: L, steps of an episode after which it is cut, at least 1.
-                Static. The memory is that of L x N rows.
+                Static. Memory is that of L x N transitions.
 
         Returns:
-            The next carry; the trajectory `[L, N, ...]`, step t of episode k in row
+            The next carry; the trajectory `[L, N, ...]`, step t of episode k at
             `[t, k]`, all zero with `mask` False after the end of an episode; and the
-            episodes, as `collect_episodes` gives them.
+            episodes, as `collect_episodes` returns them.
 
         Raises:
             ValueError: if `num_episodes` or `max_length` is not an int of at least 1,
@@ -326,12 +325,12 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
     ) -> tuple[Carry, Acc, Episodes]:
         """Makes a plan and plays it; `fn` receives the recorded transitions.
 
-        With `holds=False`, `fn` must return `acc` as it is for a void transition.
+        With `holds=False`, `fn` must ignore the lanes where `mask` is False.
         """
         checks.carry(carry, self.env.num_envs)
         roots = kernel.roots_of(self.env, carry)
 
-        def see(acc: Acc, transition: Transition, go: jax.Array) -> Acc:
+        def fold(acc: Acc, transition: Transition, go: jax.Array) -> Acc:
             new = fn(acc, kernel.record(self.record_fn, transition))
             return blocks.hold(go, new, acc) if holds else new
 
@@ -339,7 +338,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             kernel.setup_of(self),
             carry,
             params,
-            see,
+            fold,
             acc,
             plan=make_plan(carry, roots, num_episodes),
             roots=roots,
@@ -348,7 +347,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         )
 
 
-# Jitted, since operation by operation a first call compiles some forty programs.
+# Jitted: without `jit` the first call would compile some forty programs.
 @jax.jit
 def _init(collector: Collector, key: chex.PRNGKey) -> Carry:
     return kernel.init(kernel.setup_of(collector), key)
@@ -369,7 +368,7 @@ def _take(
 
 
 def _on_devices(jitted: Callable[..., Any]) -> Callable[..., Any]:
-    """Says which devices the carry must lie on, where jax speaks of arguments."""
+    """Checks the carry's devices first: jax's own message names no argument."""
 
     @functools.wraps(jitted)
     def call(collector: Collector, carry: Carry, *args: Any, **options: Any) -> Any:
@@ -385,9 +384,9 @@ _step = _on_devices(jax.jit(_take))
 def _jitted(
     fold: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """Jits a fold whose `fn` and count are static, unless it is being traced already.
+    """Jits a fold with static `fn` and count, unless jax is tracing or `fn` unhashable.
 
-    There `fn` may hold on to what is traced, which must not stay in a cache.
+    While tracing, `fn` may close over tracers, which must not stay in a cache.
     """
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
     try:

@@ -1,8 +1,8 @@
 """`shard`: one collector over many devices, with the same calls and the same bits.
 
-The policy, the records and the totals are programs of all lanes, `[B, ...]`, which XLA
-divides: so a draw for all lanes is that of one device. The steps and resets of the
-environments, which are local, are mapped over the devices by hand.
+The policy, the recording and the totals are computed for all lanes, `[B, ...]`, and XLA
+partitions them: so a draw for all lanes is that of one device. The steps and resets of
+the environments are local, and `jax.shard_map` maps them over the devices.
 """
 
 import zlib
@@ -43,31 +43,30 @@ def shard(
 
     Every method works as on one device, with the same random numbers for any number of
     devices. Carry and trajectories are sharded over their lanes, from `init` on, and
-    statistics are those of all lanes. In your own `jit` the parameters may be
-    replicated over the same devices. An axis of the type Explicit is taken for Auto:
-    your arrays in that `jit` must be on a mesh of Auto axes.
+    statistics cover all lanes. In your own `jit` the parameters may be replicated over
+    the same devices. An axis of the type Explicit is treated as Auto: your arrays in
+    that `jit` must be on a mesh of Auto axes.
 
-    The bits are those of one device, but for what XLA rounds otherwise there, in the
-    last place: sums of floats over lanes, as the statistics of `NormalizeObs` are;
-    anything where a device has one lane only; and of `collect_padded_episodes` what a
-    network computes for the record alone. Where states differ so, choices and endings
-    do too, after enough steps.
+    The bits are those of one device, except where XLA rounds differently, in the last
+    place: sums of floats over lanes, as in the statistics of `NormalizeObs`; anything
+    where a device has a single lane; and in `collect_padded_episodes` outputs of a
+    network that are only recorded. Once states differ, choices and endings do too,
+    after enough steps.
 
     Steps and streams wait for other devices only where they sum over all lanes: for
     the statistics of `NormalizeObs` and `NormalizeReward`, or in the `fn` of
-    `fold_steps`. Whole episodes are handed out by one queue, so there the devices
-    tell each other at every step how many lanes are done, and each has all results.
+    `fold_steps`. Whole episodes come from one queue, so there the devices exchange at
+    every step how many lanes are done, and each has all results.
 
-    With `jax.distributed` the mesh may be of the devices of several processes. Each
-    runs the same script, makes the same calls in the same order, and holds its own
-    lanes. That they have the same collector is checked here, where they wait for each
-    other.
+    With `jax.distributed` the mesh may span several processes. Each runs the same
+    script, makes the same calls in the same order, and holds its own lanes. This call
+    waits for all of them and checks that they have the same collector.
 
-    The devices may be absent, those of `rollout.inspection.devices`: such a collector
+    The devices may be absent ones, from `rollout.inspection.devices`: such a collector
     is for `rollout.inspect`.
 
     Args:
-        collector: policy and environments, of `envs.vectorize` or
+        collector: policy and environments, made by `envs.vectorize` or
             `envs.vectorize_each`, with wrappers around them or not.
         mesh: the devices.
         axis: the axis of the mesh that the lanes are sharded over; they are replicated
@@ -77,10 +76,10 @@ def shard(
         A collector of the same lanes.
 
     Raises:
-        ValueError: if they are no collector and no mesh; if the mesh lacks the axis, if
-            the lanes do not divide by its size, or if the environment is of another
-            kind or sharded already; if another process has another collector or mesh;
-            later, if a carry lies on other devices.
+        ValueError: if `collector` is no `Collector` or `mesh` no `Mesh`; if the mesh
+            lacks the axis; if its size does not divide the number of lanes; if the
+            environment is of another kind or sharded already; if another process has
+            another collector or mesh; later, if a carry lies on other devices.
     """
     checks.collects_in_jax(collector)
     if not isinstance(mesh, Mesh):
@@ -93,7 +92,7 @@ def shard(
             f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
         )
     if mesh.is_multi_process and not _is_absent(mesh):
-        # Before what one process alone may refuse.
+        # Before the checks that may raise in one process alone.
         processes.compare("collector", _facts(collector, mesh, axis))
     num_envs, num_devices = collector.env.num_envs, mesh.shape[axis]
     if num_envs % num_devices:
@@ -103,7 +102,7 @@ def shard(
             f"`num_envs` must be a multiple of the {num_devices} devices of the axis "
             f"{axis!r}, got {num_envs}; the nearest are {nearest}."
         )
-    # Axes of other types would be part of the types of arrays.
+    # Axes of other types would become part of the types of arrays.
     auto = Mesh(
         mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim
     )
@@ -134,7 +133,7 @@ class LaneSharding(NamedTuple):
     def shardings(
         self, tree: ArrayTree, num_envs: int, *, lane_axis: int = 0
     ) -> ArrayTree:
-        """Sharding that `place` gives each array of a tree."""
+        """Returns the sharding that `place` applies to each array of a tree."""
 
         def make(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
             has_lanes = x.shape[lane_axis : lane_axis + 1] == (num_envs,)
@@ -144,7 +143,7 @@ class LaneSharding(NamedTuple):
         return jax.tree.map(make, tree)
 
     def map(self, fn: Callable[..., ArrayTree], whole: ArrayTree, *lanes: Any) -> Any:
-        """Calls `fn(whole, *lanes)` on each device, with the lanes that are its own."""
+        """Calls `fn(whole, *lanes)` on each device, with its own lanes."""
         own, every = PartitionSpec(self.axis), PartitionSpec()
         return jax.shard_map(
             fn,
@@ -156,9 +155,9 @@ class LaneSharding(NamedTuple):
 
 
 class _ShardedEnv(struct.PyTreeNode, kw_only=True):
-    """A `VectorEnv` whose lanes are stepped by the device that holds them."""
+    """A `VectorEnv` in which each device steps its own lanes."""
 
-    env: Any  # one that `envs.vectorize` or `envs.vectorize_each` made
+    env: Any  # made by `envs.vectorize` or `envs.vectorize_each`
     sharding: LaneSharding = struct.field(pytree_node=False)
 
     @property
@@ -180,7 +179,7 @@ class _ShardedEnv(struct.PyTreeNode, kw_only=True):
         # Fenced where it is stepped, so that XLA compiles it as on one device.
         def step(env: VectorEnv, *args: ArrayTree) -> EnvStep:
             leaves = jax.tree.leaves(env_keys.words(args[1:]))
-            some = next(x for x in leaves if x.size)  # any number, not known before
+            some = next(x for x in leaves if x.size)  # any value unknown to XLA
             counter = some.ravel()[0].astype(jnp.int32)
             return fence.step_once(env.step, *args, counter=counter)
 
@@ -193,7 +192,7 @@ class _ShardedEnv(struct.PyTreeNode, kw_only=True):
         return self._map(lambda env, *args: env.reset_done(*args), *args)
 
     def _map(self, fn: Callable[..., ArrayTree], *args: ArrayTree) -> ArrayTree:
-        """Calls `fn(env of its lanes, *args)` on each device; scalars are shared."""
+        """Calls `fn(local_env, *args)` on each device; scalars are replicated."""
         sharding = self.sharding
         own, every = PartitionSpec(sharding.axis), PartitionSpec()
         num_local = self.num_envs // sharding.num_devices
@@ -208,14 +207,14 @@ class _ShardedEnv(struct.PyTreeNode, kw_only=True):
             mesh=sharding.mesh,
             in_specs=(own if self.env.each else every, *specs),
             out_specs=own,
-            check_vma=False,  # the branches of the fence vary unlike
+            check_vma=False,  # the branches of the fence vary over different axes
         )(self.env, *args)
 
 
 def _shard(env: Any, sharding: LaneSharding) -> VectorEnv:
     if hasattr(env, "local"):
         if not _is_absent(sharding.mesh):
-            # Numbers of Python would be sent to every device with each call.
+            # Python numbers would be sent to every device with each call.
             spec = PartitionSpec(sharding.axis) if env.each else PartitionSpec()
             env = _put(env, NamedSharding(sharding.mesh, spec))
         return _ShardedEnv(env=env, sharding=sharding)
@@ -228,7 +227,7 @@ def _shard(env: Any, sharding: LaneSharding) -> VectorEnv:
 
 
 def _is_absent(mesh: Mesh) -> bool:
-    """Tells whether the mesh is one of `rollout.inspection.devices`."""
+    """Returns whether the mesh has devices of `rollout.inspection.devices`."""
     return mesh.devices.flat[0].client.runtime_type == "compile_only_runtime"
 
 
@@ -236,7 +235,7 @@ def _put(tree: ArrayTree, where: NamedSharding) -> ArrayTree:
     """Puts numbers and arrays on a mesh, with the types that `jit` gives them.
 
     Over several processes `device_put` compares a Python float with the float32 that it
-    becomes, and so refuses most of them; it also refuses NaN and typed keys.
+    becomes, and so raises for most of them; it also raises for NaN and typed keys.
     """
     if not where.mesh.is_multi_process:
         return jax.device_put(tree, where)
@@ -245,7 +244,7 @@ def _put(tree: ArrayTree, where: NamedSharding) -> ArrayTree:
 
 
 def _facts(collector: Collector, mesh: Mesh, axis: str) -> dict[str, object]:
-    """Facts that distinguish collectors and are the same in every process."""
+    """Lists facts that identify a collector and must agree between processes."""
     init = jax.jit(Collector.init).trace(collector, jax.random.key(0))
     carry = jax.tree.leaves(init.out_info)
     leaves = jax.tree.leaves(env_keys.words(collector.env))

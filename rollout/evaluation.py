@@ -1,4 +1,4 @@
-"""Evaluation in one line: exactly N episodes and what they were like."""
+"""`evaluate`: statistics of exactly N episodes, in one line."""
 
 from typing import Any
 
@@ -22,19 +22,19 @@ def evaluate(
     *,
     max_steps: int = 1_000_000,
 ) -> CollectStats:
-    """Plays exactly `num_episodes` episodes and summarizes them. Jitted, if in JAX.
+    """Plays exactly `num_episodes` and summarizes them. Jitted for a `Collector`.
 
     Which episodes count is settled before any of them ends, so the mean return is
-    without bias, and its confidence interval holds.
+    unbiased and its confidence interval holds.
 
     Args:
-        collector: policy and environments; with `num_envs` near `num_episodes` it is
-            fastest.
-        key: one typed key; it decides all that is random.
-        params: whatever the policy takes as its parameters.
+        collector: policy and environments; fastest with `num_envs` near
+            `num_episodes`.
+        key: one typed key: the source of all randomness.
+        params: parameters of the policy.
         num_episodes: N, at least 1. Static: one trace per value.
-        max_steps: steps of an episode after which it is cut, at least 1; the cut ones
-            count, and `num_unfinished` says how many they are.
+        max_steps: steps of an episode after which it is cut, at least 1; cut episodes
+            count, and `num_unfinished` is their number.
 
     Returns:
         Statistics of the N episodes, each `()`.

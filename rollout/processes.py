@@ -1,4 +1,4 @@
-"""Several processes of one run: what they must have alike, and what lies elsewhere."""
+"""Compares and gathers values across the processes of one run."""
 
 import zlib
 from typing import Any
@@ -9,12 +9,12 @@ from jax.experimental import multihost_utils
 
 
 def compare(name: str, facts: dict[str, object]) -> None:
-    """Raises if facts differ between processes; each contributes its own.
+    """Raises if facts differ between processes; each passes its own.
 
     All processes wait for each other here.
 
     Raises:
-        ValueError: in every process, if there is a difference in any.
+        ValueError: in every process, if any two differ.
     """
     words = [zlib.crc32(str(fact).encode()) for fact in facts.values()]
     everyone = multihost_utils.process_allgather(np.array(words, np.uint32))
@@ -28,11 +28,11 @@ def compare(name: str, facts: dict[str, object]) -> None:
 
 
 def is_elsewhere(x: Any) -> bool:
-    """Tells whether a part of an array lies in other processes only."""
+    """Returns whether a part of an array lies only in other processes."""
     is_here = not isinstance(x, jax.Array) or x.is_fully_addressable
     return not (is_here or x.is_fully_replicated)
 
 
 def gather(x: Any) -> Any:
-    """Brings an array here as NumPy if it is elsewhere; all processes must call it."""
+    """Gathers an array as NumPy if it is elsewhere; all processes must call it."""
     return multihost_utils.process_allgather(x, tiled=True) if is_elsewhere(x) else x

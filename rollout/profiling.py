@@ -1,4 +1,4 @@
-"""`profile`: times policy, environment, auto-reset and recording apart."""
+"""`profile`: times the policy, the environment, the auto-reset and the recording."""
 
 import statistics
 import time
@@ -27,9 +27,9 @@ class Profile(NamedTuple):
         env_step: stepping the environments.
         auto_reset: starting new episodes where the old ones ended.
         recording: writing the trajectory.
-        whole: the collection as it is, all parts together.
-        unexplained: `whole` less the four parts. Below zero where XLA computes parts
-            together that are apart here.
+        whole: the whole collection, all parts together.
+        unexplained: `whole` minus the four parts. Negative where XLA fuses parts that
+            are timed apart here.
     """
 
     policy: float
@@ -59,16 +59,15 @@ def profile(
 ) -> Profile:
     """Times policy, environment, auto-reset and recording, each as its own scan.
 
-    Each part gets the observations, actions and endings of a real collection, which is
-    made first. The environments are stepped without being reset, so one that steps
+    Each part gets the observations, actions and endings of a real collection, which
+    runs first. The environments are stepped without being reset, so one that steps
     faster or slower after its ending is timed wrongly. The parts are timed in turn, and
-    each has the median of its times.
+    each reports the median of its times.
 
     Args:
         collector: policy and environments.
         params: parameters of the policy.
-        num_steps: T, steps per lane, at least 1. The memory is that of two
-            trajectories.
+        num_steps: T, steps per lane, at least 1. Takes the memory of two trajectories.
         key: one typed key, `jax.random.key(0)` if None.
         num_repeats: how often each part is timed, at least 1; compiling is not timed.
 
@@ -93,7 +92,7 @@ def profile(
 
 
 def _time(program: Callable[[_Given], Any], given: _Given) -> float:
-    # Once before, so that all parts find memory that was freed just now.
+    # A first call, untimed, so that all parts reuse memory that was just freed.
     jax.block_until_ready(program(given))
     start = time.perf_counter()
     jax.block_until_ready(program(given))
@@ -110,7 +109,7 @@ def _policy(given: _Given) -> Any:
         key = episode_keys.at_step(roots.policy, carry.step)
         decision = kernel.act(collector.env, collector.policy, seen, params, key)
         carry = carry.replace(step=carry.step + 1, policy_state=decision.state)
-        # What goes round cannot be dropped, and is not stacked either.
+        # XLA cannot drop outputs in the carry, and does not stack them either.
         return (carry, (decision.action, decision.extras)), None
 
     last = _last(trajectory.action), _last(trajectory.extras)
@@ -152,7 +151,7 @@ def _recording(given: _Given) -> Any:
     rows = keys.words(kernel.pack(given.trajectory))
 
     def step(row: ArrayTree, _: None) -> tuple[ArrayTree, ArrayTree]:
-        # Behind a barrier, or jax would broadcast the row instead of writing rows.
+        # Without the barrier jax would broadcast the row instead of writing rows.
         row = lax.optimization_barrier(row)
         return row, row
 

@@ -1,8 +1,7 @@
-"""Evaluates recommendation: several settings, and the metrics of the field.
+"""Evaluates recommendation policies in several settings, with the field's metrics.
 
 A setting is a `Collector`: the same policy where items may be repeated or not, and
-where users leave or stay. Metrics are folds over exactly N episodes, of all of which
-every step counts.
+where users leave or stay. Metrics are folds over every step of exactly N episodes.
 """
 
 import functools
@@ -28,10 +27,10 @@ from rollout.types import Episodes, Transition
 
 
 class Catalogue(struct.PyTreeNode, kw_only=True):
-    """Facts about the items that metrics read; None where they are not known.
+    """Tables about the items, for the metrics; None where unknown.
 
     Attributes:
-        features: `[I, F]` float32, what items are like, for the diversity.
+        features: `[I, F]` float32, features of each item, for the diversity.
         popularity: `[I]` float32, the share of users who know an item, above 0 and at
             most 1, for the novelty.
         dominated: `[I]` bool, whether an item has one of the values that dominate a
@@ -46,17 +45,17 @@ class Catalogue(struct.PyTreeNode, kw_only=True):
 class RecommendationStats(struct.PyTreeNode, kw_only=True):
     """Metrics of exactly N episodes of recommendation.
 
-    Each is `()` float32, None if the `Catalogue` does not have what it needs.
+    Each is `()` float32, None if the `Catalogue` lacks the table that it needs.
 
     Attributes:
-        episodes: lengths, returns and all that `summarize` says.
+        episodes: statistics of the episodes, as `summarize` returns them.
         click_through_rate: mean reward of a recommendation.
         coverage: share of the catalogue that was recommended at least once.
-        coverage_per_turn: different items over recommendations.
-        diversity: 1 minus the cosine of the features of two items, mean of all pairs in
-            an episode, mean of episodes; 1 for an episode of one item.
-        novelty: minus the natural logarithm of the popularity, mean of recommendations:
-            the self-information in nats.
+        coverage_per_turn: number of different items over number of recommendations.
+        diversity: 1 minus the cosine of the features of two items, averaged over all
+            pairs in an episode, then over episodes; 1 for an episode of one item.
+        novelty: minus the natural logarithm of the popularity, averaged over
+            recommendations: the self-information in nats.
         dominated_share: share of recommendations that are `dominated`.
         none_allowed_share: share of recommendations where no item was left.
 
@@ -79,14 +78,14 @@ class RecommendationStats(struct.PyTreeNode, kw_only=True):
 
 
 class _Shown(struct.PyTreeNode, kw_only=True):
-    """Accumulated figures of recommendations.
+    """Accumulated counts and sums of recommendations.
 
     Attributes:
         counts: `[I]` int32, how often each item was recommended.
         none_allowed: `()` int32, how often no item was left.
-        total: `[B, F]`, the sum of the directions of the episodes under way.
-        squares: `[B]`, that of their squared lengths.
-        diversity: `()` float32, the sum of that of the episodes that ended.
+        total: `[B, F]`, sum of the unit feature vectors in the episode under way.
+        squares: `[B]`, sum of their squared lengths.
+        diversity: `()` float32, sum of the diversities of the episodes that ended.
     """
 
     counts: jax.Array  # [I]
@@ -97,15 +96,16 @@ class _Shown(struct.PyTreeNode, kw_only=True):
 
 
 def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
-    """Makes the three settings of the field of one environment.
+    """Makes the field's three settings from one environment.
 
     Args:
-        env: where users leave by themselves, such as `envs.RecommendationEnv`.
-        force_length: X, recommendations of an episode of the third one.
+        env: an environment whose users leave by themselves, such as
+            `envs.RecommendationEnv`.
+        force_length: X, recommendations per episode in the third setting.
 
     Returns:
         "FB": items may be repeated, users leave (free browsing); "NX_0": no repeats,
-        users leave; "NX_X" (with the number): no repeats, exactly X rounds.
+        users leave; "NX_X" (with the number): no repeats, exactly X recommendations.
 
     Raises:
         ValueError: if `force_length` is not an int of at least 1, if the actions are
@@ -146,19 +146,19 @@ def evaluate_settings(
 ) -> dict[str, RecommendationStats]:
     """Plays exactly `num_episodes` in each of several settings. Jitted, as one program.
 
-    All get the same key, so episode number k has the same user in each.
+    All settings get the same key, so episode number k has the same user in each.
 
     Args:
-        settings: a collector each, by name; their actions are items, from 0.
-        key: one typed key; it decides all that is random.
-        params: whatever the policies take as their parameters.
+        settings: one collector per setting, by name; their actions are items, from 0.
+        key: one typed key: the source of all randomness.
+        params: parameters of the policies.
         num_episodes: N, at least 1. Static: one trace per value.
-        catalogue: what is known of the items.
+        catalogue: tables about the items.
         max_steps: steps of an episode after which it is cut, at least 1.
 
     Returns:
-        Statistics by the names of the settings; `log_stats` makes of it what loggers
-        take, with those names in front.
+        Statistics by setting; `log_stats` flattens them for loggers, with the names of
+        the settings as prefixes.
 
     Raises:
         ValueError: if an argument is not as above.
@@ -206,8 +206,8 @@ def _play(
     features = _directions(catalogue.features)
     num_envs, num_items = collector.env.num_envs, collector.env.action_space.n
 
-    def see(shown: _Shown, row: Transition) -> _Shown:
-        return _see(shown, row, features)
+    def add(shown: _Shown, row: Transition) -> _Shown:
+        return _add(shown, row, features)
 
     nothing = _Shown(
         counts=jnp.zeros(num_items, jnp.int32),
@@ -219,7 +219,7 @@ def _play(
     _, shown, played = collector.fold_episodes(
         collector.init(key),
         params,
-        see,
+        add,
         nothing,
         num_episodes=num_episodes,
         max_steps=max_steps,
@@ -230,7 +230,7 @@ def _play(
 def _summarize(
     shown: _Shown, played: Episodes, catalogue: Catalogue
 ) -> RecommendationStats:
-    """Makes figures of what was kept."""
+    """Computes the metrics from the accumulated counts and sums."""
     num_shown, (num_items,) = jnp.sum(shown.counts), shown.counts.shape
     num_different = jnp.sum(shown.counts > 0)
 
@@ -252,12 +252,12 @@ def _summarize(
     )
 
 
-def _see(shown: _Shown, row: Transition, features: jax.Array) -> _Shown:
-    """Takes in one recommendation of each lane."""
+def _add(shown: _Shown, row: Transition, features: jax.Array) -> _Shown:
+    """Adds one recommendation of each lane."""
     item, direction = row.action, features[row.action]
     total = jnp.where(row.first[:, None], 0.0, shown.total) + direction
     squares = jnp.where(row.first, 0.0, shown.squares) + jnp.sum(direction**2, axis=1)
-    # The squared length of the sum of all directions has the cosines of all pairs.
+    # The squared length of the sum of unit vectors contains the cosines of all pairs.
     num = row.episode_length.astype(jnp.float32)
     cosine = (jnp.sum(total**2, axis=1) - squares) / jnp.maximum(num * (num - 1), 1)
     diversity = jnp.where(row.done & row.mask, 1.0 - cosine, 0.0)
@@ -274,7 +274,7 @@ def _see(shown: _Shown, row: Transition, features: jax.Array) -> _Shown:
 
 
 def _directions(features: jax.Array | None) -> jax.Array:
-    """`[I, F]` unit vectors, zero where the features are; of nothing, nothing."""
+    """Scales features to unit vectors, `[I, F]`; zero stays zero, None has F = 0."""
     if features is None:
         return jnp.zeros((1, 0))
     length = jnp.linalg.norm(features, axis=1, keepdims=True)
@@ -282,7 +282,7 @@ def _directions(features: jax.Array | None) -> jax.Array:
 
 
 def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
-    """Checks that actions are items, and that the tables are of these items."""
+    """Checks that actions are items, and that the tables cover these items."""
     checks.kind_of_env(collector.env, is_host=False)
     space = collector.env.action_space
     if not isinstance(space, Discrete):
@@ -297,7 +297,7 @@ def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
         table = table if isinstance(table, Tracer) else np.asarray(table)
         if np.shape(table)[:1] != (space.n,):
             raise ValueError(
-                f"`catalogue.{field}` must have one row for each of {space.n} items, "
+                f"`catalogue.{field}` must have one entry for each of {space.n} items, "
                 f"got shape {np.shape(table)}."
             )
         if not isinstance(table, Tracer) and not is_of_kind(table):
@@ -313,7 +313,7 @@ def _are_shares(x: np.ndarray) -> bool:
     return is_float and bool(((x > 0) & (x <= 1)).all())
 
 
-# Of what kind the tables of a `Catalogue` are.
+# The kind of each table of a `Catalogue`, in words and as a check.
 _TABLES: dict[str, tuple[str, Callable[[np.ndarray], bool]]] = {
     "features": ("[I, F] of finite numbers", _are_features),
     "popularity": ("[I] of floats above 0 and at most 1", _are_shares),

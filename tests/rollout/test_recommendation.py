@@ -301,7 +301,7 @@ def test_settings_are_refused():
         rollout.recommendation.recommendation_settings(
             make_env(random_first=True), force_length=12
         )
-    with pytest.raises(ValueError, match=r"`catalogue.popularity` must have one row"):
+    with pytest.raises(ValueError, match=r"`catalogue.popularity` must have one entry"):
         rollout.recommendation.evaluate_settings(
             {"FB": make_collector(make_env())},
             jax.random.key(0),
@@ -376,7 +376,7 @@ def test_history_is_rebuilt_from_the_ring():
 @pytest.mark.parametrize(
     ("field", "table", "message"),
     [
-        ("popularity", 2, "one row for each of 12"),
+        ("popularity", 2, "one entry for each of 12"),
         ("popularity", np.full(NUM_ITEMS, 2.0), "above 0 and at most 1"),
         ("popularity", np.zeros(NUM_ITEMS), "above 0 and at most 1"),
         ("features", np.full((NUM_ITEMS, 2), np.nan), "of finite numbers"),
