@@ -1,7 +1,7 @@
-"""The kernel: the pure step, the keys that it draws from, and the loop of episodes.
+"""The kernel: the pure step, the keys it draws from, and the loop over whole episodes.
 
-`init` and `step` are all that a fold over time needs; `pack` and `unpack` stand at the
-two ends of a stack of rows.
+A fold over time needs only `init` and `step`; `pack` and `unpack` make stacking
+transitions cheap.
 
 `transition` has the step, `episode_keys` every key and episode id, `episodes` the loop
 that plays exactly N, `blocks` loops laid out for each platform, and `fence` keeps XLA

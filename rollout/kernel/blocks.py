@@ -1,8 +1,8 @@
-"""Loops whose end depends on data, in blocks of steps on a GPU.
+"""Runs loops whose end depends on data, in blocks of steps on a GPU.
 
-A GPU runs a loop of known length by itself. Where the length is not known, the host
-reads the predicate before every round, and the GPU waits for it. So there such a loop
-runs in blocks of `BLOCK` steps, and steps beyond the end change nothing. Elsewhere the
+A GPU runs a loop of known length by itself. Where the length is unknown, the host reads
+the predicate before every round, and the GPU waits for it. So on a GPU such a loop runs
+in blocks of `BLOCK` steps, and steps beyond the end change nothing. Elsewhere the
 predicate is read at every step.
 """
 
@@ -17,7 +17,7 @@ from jax import lax
 from envs import keys
 from envs.types import ArrayTree
 
-BLOCK = 8  # steps between two looks at the predicate
+BLOCK = 8  # steps between two reads of the predicate
 
 _State = TypeVar("_State", bound=ArrayTree)
 
@@ -32,24 +32,24 @@ def steps_while(
     Args:
         goes_on: the state to `()` bool, whether another step is due.
         step: `(state, go)` to the next state. `go` is `()` bool; where it is False the
-            step lies beyond the end and must return the state as it is, with `hold` or
+            step lies beyond the end and must return the state unchanged, with `hold` or
             otherwise.
         state: any pytree; it may hold typed keys.
     """
 
-    # Of words, for under `vmap` the loop selects between old and new, which jax's
-    # checker of key reuse takes for a use of a key.
+    # Words, not keys: under `vmap` the loop selects between old and new state, which
+    # jax's checker of key reuse counts as a use of a key.
     def is_due(words: ArrayTree) -> jax.Array:
         return goes_on(keys.like(words, state))
 
-    # Jitted, so that both loops trace it once; inlined, since XLA:CPU rounds otherwise
-    # in a function of its own.
+    # Jitted, so that both loops trace it once; inlined, since XLA:CPU rounds
+    # differently in a separate function.
     @functools.partial(jax.jit, inline=True)
     def take(words: ArrayTree, go: jax.Array) -> ArrayTree:
         return keys.words(step(keys.like(words, state), go))
 
     def one_by_one(words: ArrayTree) -> ArrayTree:
-        every = jnp.ones((), bool)  # a constant, with which XLA drops what `hold` does
+        every = jnp.ones((), bool)  # a constant, so XLA removes the selects of `hold`
         return lax.while_loop(is_due, lambda words: take(words, every), words)
 
     def in_blocks(words: ArrayTree) -> ArrayTree:
@@ -67,7 +67,7 @@ def steps_while(
 
 
 def hold(go: jax.Array, new: _State, old: _State) -> _State:
-    """Takes `new`, or `old` where the step lies beyond the end; see `steps_while`."""
+    """Returns `new`, or `old` if the step lies beyond the end; see `steps_while`."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return new if new is old else jnp.where(go, new, old)

@@ -1,9 +1,9 @@
-"""Exactly N episodes: which lane plays which, and the loop that plays them.
+"""Plays exactly N episodes: assigns them to lanes, and loops until all are over.
 
-Which episodes count is settled by the order in which they start, so that short ones are
-not favoured, as they are where those count that end first. A lane whose episode is over
-takes the next one of the plan; a lane without one is idle. An idle lane plays on, so
-that its environment state stays valid, but its rows are void and counted nowhere.
+Episodes count in the order in which they start. To count those that end first would
+favour short ones. A lane whose episode is over takes the next one of the plan; a lane
+without one is idle. An idle lane plays on, so that its environment state stays valid,
+but its rows are masked out.
 """
 
 from collections.abc import Callable
@@ -28,24 +28,24 @@ from rollout.types import (
 Acc = TypeVar("Acc")
 
 _COLUMNS = 3  # of the table of results: length, flags, lane
-_MOST = 2**31 - 1  # steps that are counted
+_MOST = 2**31 - 1  # steps that are counted at most
 
 
 class Plan(NamedTuple):
     """Assignment of the `N` episodes to lanes; episodes are numbered as they start."""
 
     num_episodes: int  # N
-    first: jax.Array  # [B] int32, the episodes that the lanes play first
-    # Those that they play, where these are over, and the first that each device may
-    # take, `[D]`, to those that they play next.
+    first: jax.Array  # [B] int32, the first episode of each lane
+    # `(index, over, first_free)` to the next `index`: the episode of each lane, `[B]`;
+    # where it is over, `[B]`; the first episode that each device may take, `[D]`.
     next_fn: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     start_fn: Callable[[jax.Array], Start]
-    num_queued: int  # how many the call takes from the queue
-    after: Start  # the episodes of their own that lanes start when the call is over
+    num_queued: int  # episodes that the call takes from the queue
+    after: Start  # the lanes' own episodes, which they start after the call
 
 
 def queue(carry: Carry, roots: Roots, num_episodes: int) -> Plan:
-    """All lanes serve one queue: whoever is free takes the next episode."""
+    """Plans one queue for all lanes: a free lane takes the next episode."""
     next_id, num_envs = _next_id(carry)
     queue_key = episode_keys.queue(carry.key)
 
@@ -67,7 +67,7 @@ def queue(carry: Carry, roots: Roots, num_episodes: int) -> Plan:
 
 
 def per_env(carry: Carry, roots: Roots, episodes_per_env: int) -> Plan:
-    """Every lane plays the next `episodes_per_env` episodes of its own."""
+    """Plans the next `episodes_per_env` own episodes of every lane."""
     first_id, num_envs = _next_id(carry)
     num_episodes = episodes_per_env * num_envs
     lane = jnp.arange(num_envs, dtype=jnp.int32)
@@ -84,7 +84,7 @@ def per_env(carry: Carry, roots: Roots, episodes_per_env: int) -> Plan:
 
 
 def _next_id(carry: Carry) -> tuple[jax.Array, int]:
-    """The ids of the lanes' own next episodes, `[B]`, and the number of lanes."""
+    """Returns the ids of the lanes' own next episodes, `[B]`, and B."""
     episode_id = carry.episode.episode_id
     return episode_id + episode_id.size, episode_id.size
 
@@ -94,12 +94,12 @@ class _Run(struct.PyTreeNode, kw_only=True):
 
     carry: Carry
     acc: Any
-    index: jax.Array  # [B] int32, the episode that the lane plays next; idle from N on
-    over: jax.Array  # [B] bool, the lane starts that episode with the coming step
+    index: jax.Array  # [B] int32, the lane's episode in the next step; idle from N on
+    over: jax.Array  # [B] bool, that episode starts with the next step
     num_started: jax.Array  # () int32
     num_over: jax.Array  # () int32, of the episodes that count
-    num_wanted: jax.Array  # () int32, how many are played
-    table: jax.Array  # [D, N, 3] int32, one row per episode that is over, by device
+    num_wanted: jax.Array  # () int32, episodes to play
+    table: jax.Array  # [D, N, 3] int32, results of the episodes over on each device
     values: ArrayTree  # [D, N, ...], its return and accumulated values
     num_steps: jax.Array  # () int32, counted with `min_steps`
 
@@ -119,9 +119,9 @@ def play(
     """Plays the episodes of a plan; see `Collector.fold_episodes`."""
     sharding = sharding_of(setup.env)
 
-    # Restart, then step: the other way round the restart of all lanes before the first
-    # step would be compiled apart.
-    # Beyond the end every lane is idle, so that tables and counts stay as they are.
+    # Restart, then step: the other way round XLA would compile another restart, of all
+    # lanes, before the first step.
+    # Beyond the end every lane is idle, so tables and counts do not change.
     def step(run: _Run, go: jax.Array) -> _Run:
         start = plan.start_fn(run.index)
         carry = transition.restart(setup, run.carry, run.over, start)
@@ -154,15 +154,16 @@ def play(
 def pad(
     row: Transition, carry: Carry, num_episodes: int, max_length: int
 ) -> tuple[ArrayTree, Callable[[ArrayTree, Transition], ArrayTree]]:
-    """Makes the accumulator and fold with which `play` keeps whole episodes.
+    """Makes the accumulator and the fold with which `play` records whole episodes.
 
-    A trajectory `[L, N, ...]` of the kind of `row`, all zero, and the function that
-    writes a transition to its words.
+    Returns:
+        A zero trajectory `[L, N, ...]` with the dtypes of `row`, and a function that
+        writes a transition to its words.
     """
 
     def write(padded: ArrayTree, row: Transition) -> ArrayTree:
         index = -1 - row.episode_id - carry.next_episode
-        # A lane that is idle writes to a column that is not there.
+        # An idle lane writes to column N, out of bounds, which is dropped.
         place = (row.episode_length - 1, jnp.where(row.mask, index, num_episodes))
         return jax.tree.map(
             lambda old, new: old.at[place].set(new, mode="drop"),
@@ -174,7 +175,7 @@ def pad(
 
 
 def _before_the_first(plan: Plan, carry: Carry, acc: Any, sharding: Any) -> _Run:
-    """The loop before its first step: every lane starts an episode with it."""
+    """Makes the state before the first step, which starts an episode in every lane."""
     num_parts = sharding.num_devices if sharding else 1
 
     def make(shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -210,7 +211,7 @@ def _hand_out(
     before, total = _count(sharding, *flags)
     index = plan.next_fn(run.index, done, run.num_started + before[:, 0])
     num_steps, num_wanted = run.num_steps, run.num_wanted
-    if min_steps is not None:  # once there are enough, no episode starts
+    if min_steps is not None:  # once there are enough steps, no episode starts
         num_steps += jnp.minimum(total[2], _MOST - num_steps)
         is_enough = num_steps >= min_steps
         index = jnp.where(done & is_enough, plan.num_episodes, index)
@@ -231,11 +232,11 @@ def _parts(lanes: jax.Array, num_parts: int) -> jax.Array:
 
 
 def _count(sharding: Any, *flags: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Counts the lanes where a flag is set; all that devices tell each other in a step.
+    """Counts the lanes where a flag is set: the only exchange between devices.
 
     Returns:
-        `[D, len(flags)]` int32, those on the devices before each, and `[len(flags)]`
-        int32, all of them.
+        `[D, len(flags)]` int32, the counts on the devices before each, and
+        `[len(flags)]` int32, the totals.
     """
     num_parts = sharding.num_devices if sharding else 1
     replicate = sharding.replicate if sharding else lambda x: x
@@ -246,7 +247,7 @@ def _count(sharding: Any, *flags: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mask_idle(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
-    """The transition for the fold: idle lanes void, truncated only what goes on."""
+    """Masks out idle lanes, and drops a `max_steps` truncation where the task ended."""
     return row.replace(
         mask=mask,
         reward=jnp.where(mask, row.reward, 0.0),
@@ -263,7 +264,7 @@ def _write_results(
     row: Transition,
     cut: jax.Array,
 ) -> jax.Array:
-    """Writes the row of each episode that is over: one scatter for all integers."""
+    """Writes the results of each episode that is over: one scatter for all integers."""
     truncated = row.truncated & ~cut  # by the environment itself
     flags = transition.pack_flags(row.terminated, truncated, row.terminated | truncated)
     results = (row.episode_length, flags.astype(jnp.int32), lane)
@@ -271,7 +272,7 @@ def _write_results(
 
 
 def _write_values(table: ArrayTree, index: jax.Array, row: Transition) -> ArrayTree:
-    """Writes the values of each episode that is over; they may be differentiated."""
+    """Writes the values of each episode that is over; gradients pass through them."""
     return jax.tree.map(
         lambda old, new: _write(old, index, row.done, new), table, _values(row)
     )
@@ -280,9 +281,9 @@ def _write_values(table: ArrayTree, index: jax.Array, row: Transition) -> ArrayT
 def _write(
     table: jax.Array, index: jax.Array, done: jax.Array, rows: jax.Array
 ) -> jax.Array:
-    """Writes the rows of the lanes where `done` into the table of their device."""
+    """Writes the results of the lanes where `done` into the table of their device."""
     num_parts, num_episodes = table.shape[:2]
-    # Idle lanes, whose index is N or more, write to rows that are not there.
+    # Idle lanes, whose index is N or more, write out of bounds, which is dropped.
     where = jnp.where(done, index, num_episodes)
     return jax.vmap(lambda old, where, new: old.at[where].set(new, mode="drop"))(
         table, _parts(where, num_parts), _parts(rows, num_parts)
@@ -294,7 +295,7 @@ def _values(of: Episode | Transition) -> ArrayTree:
 
 
 def _read(table: jax.Array, values: ArrayTree) -> Episodes:
-    # Every row was written on one device, and is zero on the others.
+    # Each episode was written on one device, and is zero on the others.
     table, values = jax.tree.map(
         lambda x: x[0] if len(x) == 1 else jnp.sum(x, axis=0, dtype=x.dtype),
         (table, values),
@@ -320,15 +321,15 @@ def count_steps(length: jax.Array) -> jax.Array:
 
 
 def _saturated(total: jax.Array, rough: jax.Array) -> jax.Array:
-    """A sum of int32 that may have gone round; `rough` is that of floats."""
-    # A sum below 2^32 that went round is negative, and one above is so by far.
+    """Saturates an int32 sum that may have overflowed; `rough` is the sum of floats."""
+    # An overflowed sum below 2^32 is negative; above that, `rough` is far too large.
     return jnp.where((total < 0) | (rough > 1.5 * _MOST), _MOST, total)
 
 
 def first_of(played: Episodes, min_steps: jax.Array) -> Episodes:
-    """The episodes, in the order of their start, that have so many steps together.
+    """Keeps the first episodes, in the order of their start, with `min_steps` together.
 
-    Which they are depends on no lane: others that were started do not count.
+    Which ones does not depend on the lanes: others that were started do not count.
     """
     length = played.episode_length
     before, rough = (jnp.cumsum(x) - x for x in (length, length.astype(jnp.float32)))

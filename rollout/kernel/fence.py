@@ -1,15 +1,15 @@
-"""A fence around the environment step, so that XLA computes it once.
+"""Fences the environment step, so that XLA computes it once.
 
-XLA fuses a step into each of its consumers (the next state, the reward, the flags,
-what is recorded) and computes it once per consumer: slower, and with roundings that
-depend on who reads the result. `lax.optimization_barrier` keeps it in one piece, but
-XLA:CPU before jaxlib 0.11 drops barriers before it fuses. There a conditional does the
-same, whose predicate is always true and not known to be so (measured with jax 0.10.2:
+XLA fuses a step into each of its consumers (the next state, the reward, the flags, the
+recorded fields) and computes it once per consumer: slower, and with roundings that
+depend on the consumer. `lax.optimization_barrier` keeps it in one piece, but XLA:CPU
+before jaxlib 0.11 drops barriers before it fuses. There a conditional does the same,
+whose predicate is always true, which XLA cannot know (measured with jax 0.10.2:
 CartPole 1.5x, Acrobot 1.1x, and equal bits for both ways of auto-reset).
 
 On a TPU only the inputs pass a barrier. Its compiler estimates a step that is fused
-with its consumers at 0.87x (Pendulum) to 0.99x (Acrobot) of the cycles. That it rounds
-alike for all of them is what we expect of a TPU, and was checked on none.
+with its consumers at 0.87x (Pendulum) to 0.99x (Acrobot) of the cycles. We expect a TPU
+to round alike for all consumers, but have not run it on one.
 """
 
 import functools
@@ -35,15 +35,15 @@ def step_once(
 ) -> EnvStep:
     """Computes `step(step_keys, state, action)`, fenced off from the code around it.
 
-    `counter` is any `()` int32 that is not known when compiling.
+    `counter` is any `()` int32 whose value is unknown at compile time.
     """
     operands = (step_keys, state, action)
 
-    # Words for the keys: under `vmap` a conditional is a selection between the results,
-    # which jax's checker of key reuse takes for a use of a key.
+    # Words, not keys: under `vmap` a conditional selects between both results, which
+    # jax's checker of key reuse counts as a use of a key.
     #
-    # Jitted, so that the ways below trace it once; inlined, since XLA:CPU rounds
-    # otherwise in a function of its own.
+    # Jitted, so that both fences below trace it once; inlined, since XLA:CPU rounds
+    # differently in a separate function.
     @functools.partial(jax.jit, inline=True)
     def take(words: ArrayTree) -> EnvStep:
         result = step(*keys.like(words, operands))
@@ -51,7 +51,7 @@ def step_once(
 
     def between_barriers(words: ArrayTree) -> EnvStep:
         result = take((words[0], *lax.optimization_barrier(words[1:])))
-        # `info` is read rarely: outside the barrier it vanishes where it is not.
+        # Outside the barrier XLA removes an `info` that nobody reads.
         seen = result.replace(info=())
         barred = lax.platform_dependent(
             keys.words(seen), tpu=lambda words: words, default=lax.optimization_barrier

@@ -1,7 +1,7 @@
-"""The pure step: `advance`, which resets nothing, then `restart` where it is due.
+"""The pure step of every collector: `advance` all lanes, then `restart` those done.
 
-Every fold over time folds `step` and has no duties of its own: the fence around the
-environment, the keys, the limit and the lanes that stand still are all in here.
+Every fold over time folds `step`, which does everything else: it fences the
+environment, derives the keys, applies the limit and holds inactive lanes still.
 """
 
 import functools
@@ -35,7 +35,7 @@ _Tree = TypeVar("_Tree", bound=ArrayTree)
 
 
 class Setup(NamedTuple):
-    """The parts of a `Collector` that every step uses."""
+    """The fields of a `Collector` that every step uses."""
 
     env: VectorEnv  # B environments side by side
     policy: Policy
@@ -44,7 +44,7 @@ class Setup(NamedTuple):
 
 
 def setup_of(collector: Any) -> Setup:
-    """Takes these parts from a collector."""
+    """Takes the setup from a collector."""
     return Setup(
         env=collector.env,
         policy=collector.policy,
@@ -88,12 +88,13 @@ def step(
     Args:
         setup: environments, policy, accumulators and value function.
         carry: the carry of `init` or of an earlier step.
-        params: whatever the policy takes as its parameters.
-        roots: what the keys hang under, hashed once per call; None hashes it here.
+        params: parameters of the policy.
+        roots: the keys that others derive from, hashed once per call; None hashes them
+            here.
         policy_key: the policy's key at this step; None hashes it here.
         limit: `()` int32, steps after which an episode is truncated.
-        active: `[B]` bool, the lanes that step; the others keep what they have, and
-            their row is void.
+        active: `[B]` bool, the lanes that step; the others keep their state, and their
+            row is masked out.
         drop_fn: the transition to `[B]` bool, True where to give the episode up.
     """
     roots = roots or roots_of(setup.env, carry)
@@ -122,10 +123,13 @@ def advance(
     policy_key: chex.PRNGKey | None = None,
     limit: jax.Array | None = None,
 ) -> tuple[Carry, Transition, jax.Array]:
-    """Takes one step in every lane and resets none: the next carry is that of step t+1.
+    """Takes one step in every lane and resets none.
 
-    A lane whose episode ended must be given to `restart` before it is stepped again.
-    The third value, `[B]` bool, tells where it is the `limit` alone that truncated.
+    Pass lanes whose episode ended to `restart` before the next step.
+
+    Returns:
+        The carry of step t + 1, the transition, and `[B]` bool, True where only `limit`
+        truncated.
     """
     env, policy, accumulators, value_fn = setup
     checks.carry(carry, env.num_envs)
@@ -198,7 +202,7 @@ def restart(setup: Setup, carry: Carry, over: jax.Array, start: Start) -> Carry:
 
 
 def roots_of(env: VectorEnv, carry: Carry) -> Roots:
-    """Hashes what the keys of all steps from this carry on hang under."""
+    """Hashes the keys that those of all steps from this carry on derive from."""
     checks.carry(carry, env.num_envs)
     lanes = episode_keys.all_lanes(env.num_envs)
     return _place(env, episode_keys.roots(carry.key, lanes))
@@ -211,7 +215,7 @@ def policy_keys(roots: Roots, carry: Carry, num_steps: int) -> chex.PRNGKey:
 
 
 def next_episodes(env: VectorEnv, carry: Carry, roots: Roots) -> Start:
-    """The episodes of the lanes' own that follow those they are in."""
+    """Returns the lanes' own next episodes."""
     next_id = carry.episode.episode_id + env.num_envs
     return episode_keys.own_episodes(roots, env.num_envs, next_id)
 
@@ -223,7 +227,7 @@ def act(
     params: Any,
     policy_key: chex.PRNGKey,
 ) -> PolicyStep:
-    """Asks the policy what to do at the carry's step."""
+    """Applies the policy to the carry's observations, and checks its output."""
     sharding = sharding_of(env)
     with keys.in_parts(sharding.num_devices if sharding else 1):
         decision = policy.apply(params, carry.obs, carry.policy_state, policy_key)
@@ -233,8 +237,8 @@ def act(
 
 def step_env(env: VectorEnv, carry: Carry, action: ArrayTree) -> EnvStep:
     """Steps the environments, and resets none."""
-    # Parameters of a collector that is closed over are constants to XLA, which folds
-    # them and then rounds otherwise than where the collector is an argument.
+    # If the user's function closes over the collector, XLA folds its parameters as
+    # constants, and rounds differently than for a collector that is an argument.
     env = keys.barrier(env)
 
     def step(*args: ArrayTree) -> EnvStep:
@@ -247,7 +251,7 @@ def step_env(env: VectorEnv, carry: Carry, action: ArrayTree) -> EnvStep:
         return result
 
     step_keys = episode_keys.step_keys(carry.episode)
-    if sharding_of(env):  # every device has a fence of its own
+    if sharding_of(env):  # a sharded environment fences on every device
         return step(step_keys, carry.env_state, action)
     return fence.step_once(step, step_keys, carry.env_state, action, counter=carry.step)
 
@@ -262,16 +266,16 @@ def values_where(
 ) -> jax.Array:
     """Computes the values of observations where a flag is set; 0 elsewhere.
 
-    Truncations are rare, so a CPU takes `K` lanes at a time and mostly none, and a GPU
-    none, `K` or all, which it decides without the host; see `envs.few_lanes`. Where the
-    lanes are sharded, each device does so for its own. No derivative passes through.
+    Truncations are rare, so a CPU computes `K` lanes at a time, mostly none, and a GPU
+    none, `K` or all, without asking the host; see `envs.few_lanes`. Sharded lanes are
+    computed on their devices. No derivative passes through.
 
     Args:
         env: the environments.
-        value_fn: `(params, obs, policy_state)` to `[K]` float, row by row.
-        params: whatever `value_fn` takes.
+        value_fn: `(params, obs, policy_state)` to `[K]` float, each on its own.
+        params: parameters of `value_fn`.
         obs: `[B, ...]`.
-        policy_state: `[B, ...]`, of the policy that has come to `obs`.
+        policy_state: `[B, ...]`, state of the policy when it sees `obs`.
         flag: `[B]` bool.
 
     Returns:
@@ -288,7 +292,7 @@ def values_where(
 def _values_where(
     value_fn: ValueFn, params: Any, rows: tuple[ArrayTree, ArrayTree], flag: jax.Array
 ) -> jax.Array:
-    # Jitted, so that the ways below trace it once for each number of rows.
+    # Jitted, so that both branches below trace it once for each number of lanes.
     @jax.jit
     def evaluate(params: Any, rows: tuple[ArrayTree, ArrayTree]) -> jax.Array:
         values = value_fn(params, *rows)
@@ -325,20 +329,20 @@ def mask_out(transition: Transition) -> Transition:
 
 
 def pack(transition: Transition) -> tuple[Transition, jax.Array]:
-    """Packs a transition for writing: both flags in one array, and no mask.
+    """Packs a transition for stacking: both flags in one array, and no mask.
 
-    XLA:CPU pays for every array that a step writes, and the mask is known anyway.
+    XLA:CPU pays for every array that a step writes, and the caller knows the mask.
     """
     flags = pack_flags(transition.terminated, transition.truncated)
     return transition.replace(terminated=(), truncated=(), mask=()), flags
 
 
 def written(row: _Tree, counter: jax.Array) -> _Tree:
-    """The row as a step of a loop writes it; `counter` is any `()` int32 of the loop.
+    """Lets a CUDA graph write the row; `counter` is any `()` int32 of the loop.
 
-    A row that is another array as it is, such as an observation, is written by a copy.
-    On a GPU a copy cannot be part of a CUDA graph, and splits the step into launches of
-    their own. A selection can, whose predicate is always true and not known to be so.
+    XLA writes an unchanged array, such as an observation, by a copy. On a GPU a copy
+    cannot be part of a CUDA graph, and splits the step into separate launches. A select
+    can; its predicate is always true, which XLA cannot know.
     """
 
     def select(words: ArrayTree) -> ArrayTree:
@@ -352,28 +356,28 @@ def written(row: _Tree, counter: jax.Array) -> _Tree:
 
 
 def unpack(rows: Transition, flags: jax.Array, mask: jax.Array) -> Transition:
-    """Takes back what `pack` did, over any leading axes."""
+    """Undoes `pack`, over any leading axes."""
     terminated, truncated = unpack_flags(flags, 2)
     return rows.replace(terminated=terminated, truncated=truncated, mask=mask)
 
 
 def pack_flags(*flags: jax.Array) -> jax.Array:
-    """Puts up to eight flags into one array, uint8."""
+    """Packs up to eight flags into one uint8 array."""
     shifted = (flag.astype(jnp.uint8) << bit for bit, flag in enumerate(flags))
     return functools.reduce(operator.add, shifted)
 
 
 def unpack_flags(packed: jax.Array, num_flags: int) -> tuple[jax.Array, ...]:
-    """Takes back what `pack_flags` did."""
+    """Undoes `pack_flags`."""
     return tuple((packed & (1 << bit)) != 0 for bit in range(num_flags))
 
 
 def _policy_key(
     roots: Roots, step: jax.Array, hashed: chex.PRNGKey | None
 ) -> chex.PRNGKey:
-    """The policy's key at a step: the one hashed before the loop, but on a CPU.
+    """Returns the policy's key at a step: hashed before the loop, except on a CPU.
 
-    There a key that is read from memory made CartPole with a network 1.5x slower.
+    There a key read from memory made CartPole with a network 1.5x slower.
     """
 
     def hash_now() -> chex.PRNGKey:
@@ -428,15 +432,15 @@ def accumulate(
 
 
 def _stand_still(active: jax.Array, old: Carry, stepped: Carry, fresh: Carry) -> Carry:
-    """Gives the lanes that are not `active` back what they had."""
+    """Restores the lanes that are not `active`."""
     paths = zip(
         jax.tree.leaves(old.env_state),
         jax.tree.leaves(stepped.env_state),
         jax.tree.leaves(fresh.env_state),
         strict=True,
     )
-    # What an auto-reset passes on as it is belongs to all lanes together, as the
-    # statistics of `NormalizeObs` do: their new value stands.
+    # A leaf that the auto-reset passes on unchanged belongs to all lanes together, as
+    # the statistics of `NormalizeObs` do: keep its new value.
     env_state = [
         new if new is before else keys.select(active, new, was)
         for was, before, new in paths
@@ -463,7 +467,7 @@ def restart_policy(
     over: jax.Array,
     episode_key: chex.PRNGKey,
 ) -> ArrayTree:
-    """Resets the policy state where `over`, except for its persistent parts."""
+    """Resets the policy state where `over`, except for its `Persistent` parts."""
 
     def choose(fresh: ArrayTree, state: ArrayTree) -> ArrayTree:
         if isinstance(state, Persistent):
@@ -479,7 +483,7 @@ def restart_policy(
 def initial_policy_state(
     policy: Policy, env: VectorEnv, episode_key: chex.PRNGKey
 ) -> ArrayTree:
-    """The state at the start of the episodes with these keys, `[B]`."""
+    """Makes the policy state at the start of the episodes with these keys, `[B]`."""
 
     def make(x: Any) -> ArrayTree:
         if isinstance(x, EpisodeKey):
