@@ -1,4 +1,4 @@
-"""Policies: from plain functions, the random one, and wrappers that explore.
+"""Makes policies from plain functions, the random policy, and wrappers that explore.
 
 `basic` makes policies; `exploration` and `noise` wrap them, on the shared parts in
 `wrapping`; `draws` samples uniformly and `masks` obeys masks, in every space; `items`

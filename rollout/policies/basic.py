@@ -1,4 +1,4 @@
-"""Policies from plain functions, and the random one."""
+"""Makes policies from plain functions; the random policy, and the greedy mode."""
 
 import functools
 from collections.abc import Callable
@@ -26,26 +26,25 @@ from rollout.types import (
 def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> Policy:
     """Makes the policy that draws every action uniformly from the action space.
 
-    Lane i draws the same actions whatever the number of lanes. A mask that the
-    environment gives in `info` is brought into `obs` by `envs.ObserveInfo`.
+    Lane i draws the same actions whatever the number of lanes. Where the environment
+    has a mask in `info`, `envs.ObserveInfo` adds it to `obs`.
 
     Args:
-        action_space: a space of `envs`, of Gymnasium or of gymnax.
+        action_space: a space of `envs`, Gymnasium or gymnax.
         mask_fn: `obs`, `[B, ...]`, to `[B, n]` bool, True where the action is allowed.
-            For a `MultiDiscrete`, a tuple of one mask for each entry, or `[B, *nvec]`;
-            for a `MultiBinary`, `[B, *shape, 2]`; for a space of several parts, masks
-            in its structure, None for a part without. Where nothing is allowed, the
-            action is drawn from all. Pass the same function again to get the same
-            policy again.
+            For a `MultiDiscrete`, a tuple of one mask per entry, or `[B, *nvec]`; for a
+            `MultiBinary`, `[B, *shape, 2]`; for a composite space, masks in its
+            structure, None for a part without one. Where nothing is allowed, the action
+            is drawn from all. The same function makes the same policy object again.
 
     Returns:
-        A policy without parameters and state; its `params` are not read. Its extras
-        are `()`, with a `mask_fn` `{"none_allowed": [B] bool}`.
+        A policy without parameters or state; it ignores `params`. Its extras are `()`,
+        or with a `mask_fn` `{"none_allowed": [B] bool}`.
 
     Raises:
-        ValueError: if it is not a space; if a bound of the box is not finite; if a
-            `mask_fn` is given and the space is not discrete, nor a part of it; while
-            tracing, if the mask is not of such a shape, or not bool.
+        ValueError: if `action_space` is no space; if a bound of a box is not finite; if
+            a `mask_fn` is given and neither the space nor a part of it is discrete;
+            while tracing, if the mask has another shape or is not bool.
     """
     space = as_space(action_space, "action_space")
     if mask_fn is not None:
@@ -76,12 +75,12 @@ def stateless_policy(
 def stateless_policy(
     fn: Callable[..., Any], *, mode_fn: Callable[..., Any] | None = None
 ) -> Policy:
-    """Makes a policy of a function without memory.
+    """Makes a policy from a function without memory.
 
     Args:
         fn: `(params, obs, key)` to `action`, or to the tuple `(action, extras)`; all
-            are batched, `[B, ...]`. An action that is itself a tuple must come with
-            extras, if only `()`.
+            are batched, `[B, ...]`. If the action is itself a tuple, return it with
+            extras, even if only `()`.
         mode_fn: as `fn`, but the most likely action, for `greedy`.
 
     Returns:
@@ -112,7 +111,7 @@ def recurrent_policy(
     *,
     mode_fn: Callable[[ParamsT, ObsT, Any, Key], Any] | None = None,
 ) -> Policy[ParamsT, ObsT, ActionT]:
-    """Makes a policy of a function with memory.
+    """Makes a policy from a function with memory.
 
     Args:
         fn: `(params, obs, state, key)` to `(action, state)` or `(action, state,
@@ -121,8 +120,7 @@ def recurrent_policy(
         mode_fn: as `fn`, but the most likely action, for `greedy`.
 
     Returns:
-        A policy whose state goes back to `init` at every episode boundary, lane by
-        lane.
+        A policy whose state goes back to `init` in every lane whose episode ends.
 
     Raises:
         ValueError: if `fn`, `init` or `mode_fn` is not a function.
@@ -146,18 +144,18 @@ def recurrent_policy(
 
 
 def greedy(policy: Policy[ParamsT, ObsT, ActionT]) -> Policy[ParamsT, ObsT, ActionT]:
-    """Makes the policy that takes the mode of another, as evaluation does.
+    """Makes the policy that takes the most likely actions of another, for evaluation.
 
     Args:
-        policy: a policy with a `mode`; one that explores has that of the policy it
-            explores around.
+        policy: a policy with a `mode`; an exploring wrapper has the mode of the policy
+            that it wraps.
 
     Returns:
-        A policy of the same state and extras; equal for an equal `policy`, so nothing
-        is traced anew.
+        A policy with the same state and extras; equal for an equal `policy`, so jax
+        does not trace again.
 
     Raises:
-        ValueError: if it is no policy, or has no `mode`.
+        ValueError: if `policy` is no policy, or has no `mode`.
     """
     checks.policy(policy)
     if policy.mode is None:
@@ -168,7 +166,6 @@ def greedy(policy: Policy[ParamsT, ObsT, ActionT]) -> Policy[ParamsT, ObsT, Acti
     return Policy(init=policy.init, apply=policy.mode, mode=policy.mode)
 
 
-# The same object again, since a policy is a static part of every trace.
 def _masked_policy(space: AnySpace, mask_fn: MaskFn) -> Policy:
     def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
         del params  # unused
@@ -189,6 +186,7 @@ def _policy(space: AnySpace) -> Policy:
     return Policy(init=_no_state, apply=apply)
 
 
+# Cached, since jax traces again for another policy object.
 _same_policy = functools.cache(_policy)
 _same_masked_policy = functools.cache(_masked_policy)
 

@@ -1,4 +1,4 @@
-"""Uniform draws: from a whole space, or of n actions from those that are allowed.
+"""Draws actions uniformly, from a whole space or from the allowed ones.
 
 Every draw takes one key for all lanes, and lane i draws the same whatever their number.
 """
@@ -19,7 +19,7 @@ from envs.spaces import Composite, Discrete, Repeated
 from envs.types import AnySpace, ArrayTree
 
 _LARGEST_N = 1 << 16  # so that the product of two 16-bit halves fits 32 bits
-_MANY = 256  # actions of which a few are tried first
+_MANY = 256  # from so many actions on, a few are tried first
 _TRIES = 8
 _UNROLL = 32  # columns of a mask per iteration: straight-line for few actions
 
@@ -47,11 +47,11 @@ def uniform(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
 
 
 def check_bounds(space: AnySpace) -> None:
-    """Raises for a space with infinite bounds, from which nothing is drawn evenly."""
+    """Raises for infinite bounds, between which there is no uniform distribution."""
     for leaf in space.leaves():
         low, high = leaf.bounds or (0, 0)
         if any(isinstance(bound, Tracer) for bound in (low, high)):
-            continue  # the values are not known while tracing
+            continue  # values are unknown while tracing
         if not all(np.all(np.isfinite(np.asarray(bound))) for bound in (low, high)):
             raise ValueError(
                 "`action_space` must have finite bounds to draw from, got "
@@ -68,14 +68,15 @@ def discrete(space: Discrete, num_envs: int, key: chex.PRNGKey) -> jax.Array:
 def allowed(
     mask: jax.Array, space: Discrete, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws `[B]` actions evenly among those where `mask`, `[B, n]` bool.
+    """Draws `[B]` actions uniformly among those allowed by `mask`, `[B, n]` bool.
 
     Where nothing is allowed, the action is drawn from all; the second array, `[B]`
-    bool, tells where.
+    bool, is True there.
     """
     if space.n < _UNROLL:  # straight-line anyway
         return _count(mask, space, key)
-    # On a GPU the host would read the condition of a loop, and a round costs launches.
+    # On a GPU a loop waits for the host to read its condition, and a round costs
+    # launches.
     draw, draw_at_once = (
         functools.partial(fn, space) for fn in (allowed_in_loops, allowed_at_once)
     )
@@ -98,10 +99,10 @@ def allowed_at_once(
 def allowed_in_loops(
     space: Discrete, mask: jax.Array, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws as `allowed` does, in loops that read no more than is needed."""
+    """Draws as `allowed` does, in loops that read no more than they need."""
     if space.n < _MANY:
         return _count(mask, space, key)
-    # Most often one of a few tries is allowed, so that nobody reads the whole mask.
+    # Usually one of a few tries is allowed, and the whole mask is not read.
     found, is_found = _try_few(mask, space, key)
 
     def count(_: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -109,7 +110,7 @@ def allowed_in_loops(
         return jnp.bool_(True), jnp.where(is_found, found, counted), is_none
 
     tried = is_found.all(), found, jnp.zeros_like(is_found)
-    if keys.num_parts() > 1:  # devices would have to ask each other
+    if keys.num_parts() > 1:  # a condition over all devices would make them wait
         _, action, is_none = count(tried)
         return action, is_none
     # A loop of at most one round: XLA copies what a `cond` reads, here the mask.
@@ -120,7 +121,7 @@ def allowed_in_loops(
 def _try_few(
     mask: jax.Array, space: Discrete, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws `[B]` actions a few times; also `[B]` bool, where one was allowed."""
+    """Draws `[B]` actions a few times; the `[B]` bool is True where one was allowed."""
     num_envs = mask.shape[0]
     tries = _below(space.n, space.n, (num_envs, _TRIES), keys.fold_in(key, 0))
     index, is_found = tries[:, 0], jnp.zeros(num_envs, bool)
@@ -134,7 +135,7 @@ def _try_few(
 def _count_at_once(
     mask: jax.Array, space: Discrete, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws as `_count` does: first the block of columns, then the column in it."""
+    """Draws as `_count` does: finds the block of columns, then the column in it."""
     num_envs, n = mask.shape
     num_blocks = -(-n // _UNROLL)
     padded = jnp.pad(mask, ((0, 0), (0, num_blocks * _UNROLL - n)))
@@ -157,18 +158,18 @@ def _count_at_once(
 def _count(
     mask: jax.Array, space: Discrete, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws as `allowed` does, one of those that are counted to be allowed."""
+    """Draws as `allowed` does: counts the allowed actions, then draws a rank."""
     num_envs, n = mask.shape
     dtype, zero = space.dtype, jnp.zeros(num_envs, jnp.int32)
     if n < _MANY:
         total = mask.sum(axis=-1, dtype=jnp.int32)
-    else:  # `sum` would make integers of the whole mask
+    else:  # `sum` would convert the whole mask to integers
         total = _fold_columns(_add, zero, mask)
     is_none = total == 0
     rank = _below(jnp.where(is_none, n, total), n, (num_envs,), key)
 
-    # The allowed action of that rank comes after all those up to which at most `rank`
-    # are allowed. `jnp.cumsum` would do, but is ten times slower on CPU.
+    # The action of that rank is the first with more than `rank` allowed up to it.
+    # `jnp.cumsum` would do, but is ten times slower on CPU.
     def count(
         state: tuple[jax.Array, jax.Array], column: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -203,7 +204,7 @@ def _fold_columns(fn: Callable[..., Any], state: Any, mask: jax.Array) -> Any:
 
 
 def is_allowed(mask: jax.Array, action: jax.Array, space: Discrete) -> jax.Array:
-    """Tells where `mask`, `[B, n]` bool, allows `action`, `[B]`; `[B]` bool."""
+    """Returns `[B]` bool, True where `mask`, `[B, n]` bool, allows `action`, `[B]`."""
     index = action - jnp.asarray(space.start, action.dtype)
     is_inside = (index >= 0) & (index < space.n)
     return is_inside & _at(mask, jnp.where(is_inside, index, 0))
@@ -216,19 +217,19 @@ def _at(mask: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def none_allowed(mask: jax.Array) -> jax.Array:
-    """Tells where `mask`, `[B, n]` bool, allows nothing; `[B]` bool."""
+    """Returns `[B]` bool, True where `mask`, `[B, n]` bool, allows nothing."""
     return ~mask.any(axis=-1)
 
 
 def num_lanes(obs: ArrayTree) -> int:
-    """Length of the leading axis, B."""
+    """Returns the length of the leading axis, B."""
     return jax.tree.leaves(obs)[0].shape[0]
 
 
 def _below(
     n: jax.typing.ArrayLike, largest: int, shape: tuple[int, ...], key: chex.PRNGKey
 ) -> jax.Array:
-    """Draws int32 below `n`, from one word each: the high half of word * n.
+    """Draws int32 below `n`, each from one word: the high half of word * n.
 
     `n` is at most `largest`, a Python int. The bias of an integer is below n / 2**32.
     """

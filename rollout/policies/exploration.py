@@ -1,25 +1,24 @@
-"""Wrappers that make a policy explore by acting at random now and then.
+"""Wraps policies to explore: epsilon-greedy actions, and a random warm-up.
 
-Each gives the wrapped policy a key of its own, applies it at every step, and passes on
-its extras unchanged: they are those of the wrapped policy's action (a `log_prob`, say,
-is not that of the action that was sent). What a wrapper draws for lane i does not
-depend on the number of lanes. Build a wrapped policy once and keep it: another call
-gives another object, which is traced anew.
+A wrapper applies the wrapped policy at every step, with a key of its own, and passes on
+its extras unchanged: they belong to the wrapped policy's action (a `log_prob`, say, is
+not that of the action sent). Draws for lane i do not depend on the number of lanes.
+Build a wrapped policy once and keep it: another call makes another object, which jax
+traces again.
 
-The mode of a policy that explores is the mode of the wrapped one, without exploring.
-With a `mask_fn` the action is still an allowed one.
+The mode of an exploring policy is the mode of the wrapped one, without exploration.
+With a `mask_fn` its action is still an allowed one.
 
-A schedule, as optax has them, is a function of the number of steps that the lane has
-taken so far, `()` int32 from 0, to a scalar. Each lane counts its own steps, over
-episode ends too, in a `Persistent` part of the policy's state.
+A schedule, as in optax, maps the number of steps that the lane has taken so far, `()`
+int32 from 0, to a scalar. Each lane counts its own steps, over episode ends too, in a
+`Persistent` part of the policy's state.
 
-A `mask_fn` says which actions are allowed, `[B, n]` bool of the batched `obs`. A mask
-that the environment gives in `info` is brought into `obs` by
-`envs.ObserveInfo(env, fn, initial)`: there `mask_fn` reads `obs["info"]`. Where nothing
-is allowed, the action is drawn from all, since one must be sent, and
-`extras["none_allowed"]` says so.
+A `mask_fn` maps the batched `obs` to the allowed actions, `[B, n]` bool. Where the
+environment has a mask in `info`, `envs.ObserveInfo(env, fn, initial)` adds it to `obs`,
+and `mask_fn` reads `obs["info"]`. Where nothing is allowed, the action is drawn from
+all, since one must be sent, and `extras["none_allowed"]` is True.
 
-The noise for continuous actions is in `noise`.
+The module `noise` has the noise for continuous actions.
 """
 
 import functools
@@ -48,29 +47,29 @@ def epsilon_greedy(
     *,
     mask_fn: MaskFn | None = None,
 ) -> Policy[ParamsT, ObsT, ActionT]:
-    """Replaces the action, with probability epsilon, by a uniformly random one.
+    """Replaces each lane's action, with probability epsilon, by a uniformly random one.
 
-    Lane by lane. With a `mask_fn` the random action is an allowed one, and so is that
-    of the wrapped policy: where it chose another, a random allowed one takes its place.
+    With a `mask_fn` the random action is an allowed one, and so is that of the wrapped
+    policy: where it chose another, a random allowed one takes its place.
 
     Args:
         policy: the policy to explore around.
         action_space: any space that `random_policy` takes.
         epsilon: probability per step, in [0, 1]: a number, or a schedule over the
-            steps of the lane. Of a schedule, a value above 1 counts as 1, and one below
-            0 or NaN as 0.
-        mask_fn: which actions are allowed, as `random_policy` takes it.
+            steps of the lane. A schedule's value above 1 counts as 1, one below 0 or
+            NaN as 0.
+        mask_fn: `obs` to the allowed actions, as in `random_policy`.
 
     Returns:
         A policy with the state of `policy`, and a step count in it if `epsilon` is a
-        schedule. The extras are those of `policy`, of its own action; with a `mask_fn`
-        and `none_allowed`, `[B]` bool.
+        schedule. The extras are those of `policy` for its own action, and with a
+        `mask_fn` also `none_allowed`, `[B]` bool.
 
     Raises:
         ValueError: if `epsilon` is a number outside [0, 1], or a schedule that does not
             return a scalar; if a bound of the space is not finite; if a `mask_fn` is
             given and the space is not discrete. While tracing: if the mask is not
-            `[B, n]` bool; if the action is not one of the space; with a `mask_fn`, if
+            `[B, n]` bool; if the action does not fit the space; with a `mask_fn`, if
             the extras are neither `()` nor a dict, or have another `none_allowed`.
 
     Source:
@@ -106,20 +105,20 @@ def random_warmup(
 ) -> Policy[ParamsT, ObsT, ActionT]:
     """Takes random actions in the first steps of each lane, then those of the policy.
 
-    A random action is drawn uniformly; the steps are counted over episode ends.
-    `policy` is applied from the first step, so its state and its extras are there when
-    its actions are first taken. With a `mask_fn` every action is an allowed one, as in
+    Random actions are uniform; the steps are counted over episode ends. `policy` is
+    applied from the first step, so its state and its extras are ready when its actions
+    are first taken. With a `mask_fn` every action is an allowed one, as in
     `epsilon_greedy`.
 
     Args:
         policy: the policy that acts after the warm-up.
         action_space: any space that `random_policy` takes.
         num_steps: random steps per lane, at least 1. Episodes may end within them.
-        mask_fn: which actions are allowed, as `random_policy` takes it.
+        mask_fn: `obs` to the allowed actions, as in `random_policy`.
 
     Returns:
-        A policy with the state of `policy` and a step count, and with the extras that
-        `epsilon_greedy` gives.
+        A policy with the state of `policy` and a step count, and with the extras of
+        `epsilon_greedy`.
 
     Raises:
         ValueError: if `num_steps` is not an int of at least 1, or as `epsilon_greedy`
@@ -159,9 +158,9 @@ def random_where(
 ) -> Policy:
     """Makes the policy that acts at random in the lanes where `is_random`, `[B]` bool.
 
-    For one step, whose random actions are drawn from `key`: of a warm-up that is
-    counted over all lanes, where `random_warmup` counts the steps of each. Those are
-    allowed by `mask_fn`; what the policy chooses stays as it is.
+    It is for a single step of a warm-up that counts the steps of all lanes together;
+    `random_warmup` counts those of each. `key` draws the random actions, which
+    `mask_fn` restricts; the policy's own actions are not changed.
     """
     if mask_fn is not None:
         masks.check_maskable(action_space, mask_fn)
@@ -183,8 +182,8 @@ def random_where(
         def draw_if_any(action: ArrayTree) -> ArrayTree:
             return lax.cond(jnp.any(is_random), draw, lambda x: x, action)
 
-        # Once the warm-up is over nothing is drawn, but on a GPU, which would wait for
-        # the host to read the condition.
+        # After the warm-up nothing is drawn, except on a GPU: there a condition would
+        # wait for the host.
         action = lax.platform_dependent(
             decision.action, cuda=draw, rocm=draw, default=draw_if_any
         )
@@ -196,7 +195,7 @@ def random_where(
 def _replacer(
     space: AnySpace, mask_fn: MaskFn | None
 ) -> Callable[[PolicyStep, ArrayTree, jax.Array, chex.PRNGKey], PolicyStep]:
-    """Makes `(decision, obs, flag, key)` to the decision, random where `flag`."""
+    """Makes the function that replaces actions by random ones where `flag` is True."""
     if mask_fn is not None:
         masks.check_maskable(space, mask_fn)
     draws.check_bounds(space)
@@ -226,7 +225,7 @@ def _replacer(
 
 
 def _flag(extras: ArrayTree, none_allowed: jax.Array) -> dict[str, Any]:
-    """Adds `none_allowed` to the extras; with that of another wrapper, either holds."""
+    """Adds `none_allowed` to the extras, or-ed with that of another wrapper."""
     extras = {} if isinstance(extras, tuple) and not extras else extras
     if not isinstance(extras, dict):
         raise ValueError(

@@ -1,8 +1,9 @@
-"""Policies that choose among the allowed items.
+"""Chooses items to recommend, by their scores and a mask of allowed ones.
 
-What is not allowed is never chosen, whatever its score: it is not multiplied by zero,
-which would let it win against negative scores. Where nothing is allowed, an item is
-chosen among all, since one must be sent, and `extras["none_allowed"]` says so.
+An item that is not allowed is never chosen, whatever its score: its score becomes minus
+infinity, not zero, which would win against negative scores. Where nothing is allowed,
+an item is chosen among all, since one must be sent, and `extras["none_allowed"]` is
+True.
 """
 
 from collections.abc import Callable
@@ -24,9 +25,9 @@ ScoreFn = Callable[[Any, ArrayTree], Any]
 
 
 def mask_of(obs: ArrayTree) -> jax.Array:
-    """The `mask` of an observation, as `RecommendationEnv` and `NoRepeat` have it.
+    """Returns the `mask` of an observation of `RecommendationEnv` or `NoRepeat`.
 
-    Further down, too: under `obs`, where wrappers put what they wrap.
+    Also finds it below `obs`, where wrappers put the observation that they wrap.
     """
     while "mask" not in obs:
         obs = obs["obs"]
@@ -40,24 +41,25 @@ def item_policy(
     items: jax.typing.ArrayLike | None = None,
     mask_fn: MaskFn = mask_of,
 ) -> Policy:
-    """Makes a policy of a function that scores items.
+    """Makes a policy from a function that scores items.
 
     Args:
         fn: `(params, obs)` to scores, `[B, I]`, or to `(scores, extras)` with a dict of
-            extras; batched, `[B, ...]`. With `items`, to a point `[B, F]` instead.
-        sample: whether items are drawn by the softmax of their scores; else the one of
-            the highest score is taken, as `greedy` does in both cases.
-        items: `[I, F]`, where each item lies: the nearest allowed one is chosen, which
-            makes of a continuous action an item. Not with `sample`.
-        mask_fn: `obs`, `[B, ...]`, to `[B, I]` bool, the items that are allowed; by
-            default their `mask`.
+            extras; batched, `[B, ...]`. With `items`, to points `[B, F]` instead.
+        sample: whether to draw items by the softmax of their scores, instead of taking
+            the highest score. `greedy` takes the highest in both cases.
+        items: `[I, F]`, a point for each item: the allowed item nearest to the point of
+            `fn` is chosen, which turns a continuous action into an item. Not with
+            `sample`.
+        mask_fn: `obs`, `[B, ...]`, to `[B, I]` bool, the allowed items; by default the
+            `mask` in `obs`.
 
     Returns:
         A policy without state. Its extras are those of `fn` and of `choose_items`; with
         `items` also `point`, `[B, F]`.
 
     Raises:
-        ValueError: if an argument is not as above, or there are `items` and `sample`;
+        ValueError: if an argument is not as above, or if `sample` is True with `items`;
             while tracing, if the mask is not `[B, I]` bool.
 
     Source:
@@ -93,18 +95,18 @@ def item_policy(
 def choose_items(
     scores: jax.Array, mask: jax.Array, key: chex.PRNGKey | None = None
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Chooses an allowed item in every lane, for policies of one's own.
+    """Chooses an allowed item in every lane, for custom policies.
 
     Args:
         scores: `[B, I]` float32, of any sign.
-        mask: `[B, I]` bool, the items that are allowed.
+        mask: `[B, I]` bool, the allowed items.
         key: one typed key, to draw by the softmax of the scores of allowed items; None
-            for the one of the highest score, the first of equals.
+            takes the highest score, the first of equals.
 
     Returns:
         Items, `[B]` int32; and `{"none_allowed": none_allowed, "log_prob": log_prob}`,
-        `[B]` bool and float32: of the softmax, also without a key. What is not read of
-        it costs nothing inside `jit`.
+        `[B]` bool and float32. `log_prob` is that of the softmax, also without a key.
+        Inside `jit` an entry that you do not read costs nothing.
 
     Raises:
         ValueError: if `mask` is not bool of the shape of `scores`.
@@ -116,7 +118,7 @@ def choose_items(
             f"{checks.describe(mask)} and {checks.describe(scores)}."
         )
     none_allowed = draws.none_allowed(mask)
-    lowest = jnp.finfo(scores.dtype).min  # what is allowed beats what is not
+    lowest = jnp.finfo(scores.dtype).min  # an allowed score of -inf still wins
     scores = jnp.maximum(scores, lowest)
     scores = jnp.where(mask | none_allowed[:, None], scores, -jnp.inf)
     log_probs = jax.nn.log_softmax(scores)
@@ -134,5 +136,5 @@ def _with_extras(result: Any) -> tuple[jax.Array, dict[str, Any]]:
 
 
 def _nearness(point: jax.Array, items: jax.Array) -> jax.Array:
-    """`[B, I]`, larger for an item that is nearer; the squared distance, turned."""
+    """Scores items, `[B, I]`: minus the squared distance, up to a constant per lane."""
     return 2.0 * point @ items.T - jnp.sum(items**2, axis=-1)[None]

@@ -1,10 +1,10 @@
-"""Masks of allowed actions: the shape they have in each space, and draws that obey.
+"""Reads masks of allowed actions in every kind of space, and draws actions by them.
 
 A mask is True where an action is allowed. It is `[B, n]` bool for a `Discrete`. For a
-`MultiDiscrete` it is a tuple with `[B, n_i]` for each entry, or `[B, *nvec]` in one,
-where what is allowed for an entry depends on the others; for a `MultiBinary` it is
-`[B, *shape, 2]`. For a space of several parts it has their structure, with None for a
-part that has no mask.
+`MultiDiscrete` it is a tuple with `[B, n_i]` for each entry, or a joint `[B, *nvec]`
+where the allowed values of an entry depend on the others; for a `MultiBinary` it is
+`[B, *shape, 2]`. For a composite space it has the structure of the parts, with None for
+a part without a mask.
 """
 
 import math
@@ -35,7 +35,7 @@ _NAME = "action_mask"
 
 
 def check_maskable(space: AnySpace, mask_fn: Any) -> None:
-    """Raises for a space of which nothing can be masked, or drawn."""
+    """Raises for a space without a discrete part, or with infinite bounds."""
     checks.function("mask_fn", mask_fn)
     if not _is_maskable(space):
         raise ValueError(
@@ -46,7 +46,7 @@ def check_maskable(space: AnySpace, mask_fn: Any) -> None:
 
 
 def find(observation_space: AnySpace, action_space: AnySpace) -> MaskFn | None:
-    """Finds the mask in observations that have it by the name `action_mask`."""
+    """Finds the mask in observations that have an entry `action_mask`."""
     observed, space = as_space(observation_space), as_space(action_space)
     parts: Any = observed.spaces if isinstance(observed, Composite) else {}
     get: Callable[[Any], Any] = operator.itemgetter(_NAME)
@@ -63,17 +63,17 @@ def read(mask_fn: MaskFn, obs: ArrayTree, space: AnySpace) -> Any:
     """Calls `mask_fn`, and checks that the result is a mask of that space.
 
     Returns:
-        The mask as the other functions take it: that of equal entries is `[B, k, n]`,
-        a joint one `[B, n_0 * n_1 * ...]`.
+        The mask as the other functions take it: masks of equal entries are stacked to
+        `[B, k, n]`, a joint one is flattened to `[B, n_0 * n_1 * ...]`.
     """
     return _checked(mask_fn(obs), draws.num_lanes(obs), space)
 
 
 def draw(mask: Any, space: AnySpace, key: chex.PRNGKey) -> tuple[ArrayTree, jax.Array]:
-    """Draws `[B]` actions evenly among those that are allowed.
+    """Draws `[B]` actions uniformly among the allowed ones.
 
-    Where nothing is allowed, of the whole or of an entry, it is drawn from all; the
-    second array, `[B]` bool, tells where.
+    Where nothing is allowed, for the action or for an entry, it is drawn from all; the
+    second array, `[B]` bool, is True there.
     """
     if isinstance(space, Discrete):
         return draws.allowed(mask, space, key)
@@ -100,7 +100,7 @@ def draw(mask: Any, space: AnySpace, key: chex.PRNGKey) -> tuple[ArrayTree, jax.
 
 
 def is_allowed(mask: Any, action: ArrayTree, space: AnySpace) -> jax.Array:
-    """Tells where a mask allows an action, `[B]` bool."""
+    """Returns `[B]` bool, True where a mask allows an action."""
     if isinstance(space, Discrete):
         return draws.is_allowed(mask, action, space)
     if isinstance(space, Composite):
@@ -136,7 +136,7 @@ def _is_maskable(space: AnySpace) -> bool:
 
 
 def _ranges(space: MultiDiscrete | MultiBinary) -> tuple[tuple[int, ...], np.ndarray]:
-    """How many values each entry has, `[k]`, and the smallest of them, `[k]`."""
+    """Returns the number of values of each entry, `[k]`, and the smallest, `[k]`."""
     low, high = (np.broadcast_to(x, space.shape).reshape(-1) for x in space.bounds)
     return tuple((high - low + 1).tolist()), low
 

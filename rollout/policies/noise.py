@@ -1,6 +1,6 @@
-"""Noise for continuous actions: wrappers that take a policy and return a noisy one.
+"""Wraps policies of continuous actions to explore with noise.
 
-What `exploration` says of keys, extras and schedules holds here too.
+Keys, extras and schedules work as in `exploration`.
 """
 
 import math
@@ -22,7 +22,7 @@ from rollout.types import ActionT, ObsT, ParamsT, Policy, PolicyStep
 
 
 class _Noisy(struct.PyTreeNode, kw_only=True):
-    """State of a policy whose noise has a memory."""
+    """State of a policy with correlated noise."""
 
     inner: ArrayTree  # [B, ...]
     noise: jax.Array  # [B, ...]
@@ -45,12 +45,12 @@ def gaussian_noise(
 
     Returns:
         A policy with the state of `policy`, and a step count in it if `scale` is a
-        schedule. The extras are those of `policy`, of its action without the noise.
+        schedule. The extras are those of `policy`, for its action without the noise.
 
     Raises:
         ValueError: if `scale` is a number below 0 or not finite, or a schedule that
             does not return a scalar; if the space is not one of floats. While tracing:
-            if the action is not one of the space.
+            if the action does not fit the space.
 
     Source:
         "Addressing Function Approximation Error in Actor-Critic Methods" (TD3),
@@ -103,13 +103,13 @@ def ornstein_uhlenbeck(
 
     Returns:
         A policy whose state is that of `policy`, the noise, and a step count if `scale`
-        is a schedule. The extras are those of `policy`, of its action without the
+        is a schedule. The extras are those of `policy`, for its action without the
         noise.
 
     Raises:
         ValueError: if `scale`, `theta` or `dt` is a number outside its range, or
             `scale` a schedule that does not return a scalar; if the space is not one
-            of floats. While tracing: if the action is not one of the space.
+            of floats. While tracing: if the action does not fit the space.
 
     Source:
         "On the Theory of the Brownian Motion" (Uhlenbeck & Ornstein, Physical Review
@@ -151,7 +151,7 @@ def ornstein_uhlenbeck(
 
 
 def _adder(space: AnySpace) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Makes the sum of action and noise, clipped to the bounds of the space."""
+    """Makes the function that adds noise and clips to the bounds of the space."""
     dtype = space.dtype
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
@@ -172,14 +172,14 @@ def _adder(space: AnySpace) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 
 def _is_zero(scale: jax.typing.ArrayLike) -> bool:
-    """Tells whether there is no noise at all, as in the mode."""
+    """Returns whether there is no noise at all, as in the mode."""
     return isinstance(scale, float) and scale == 0.0
 
 
 def _normal(
     scale: jax.typing.ArrayLike, action: jax.Array, key: chex.PRNGKey
 ) -> jax.Array:
-    """Draws noise for `action`, of standard deviation `scale`, `[B]` or `()`."""
+    """Draws noise like `action`, with standard deviation `scale`, `[B]` or `()`."""
     if _is_zero(scale):
         return jnp.zeros_like(action)
     scale = jnp.asarray(scale, action.dtype)

@@ -1,4 +1,4 @@
-"""Shared parts of exploring wrappers: the wrapped policy's step, and step counts."""
+"""Builds exploring wrappers: applies the wrapped policy, and counts steps per lane."""
 
 import functools
 import math
@@ -20,8 +20,8 @@ from rollout.types import Key, Obs, Params, Persistent, Policy, PolicyFn, Policy
 Schedule = Callable[[jax.Array], jax.Array]  # steps taken, `()` int32, to `()` float
 
 _Init = Callable[[int], ArrayTree]
-_Apply = Callable[..., PolicyStep]  # a `PolicyFn`, or with the steps in front
-_Act = Callable[..., PolicyStep]  # with the wrapped policy and a value in front
+_Apply = Callable[..., PolicyStep]  # a `PolicyFn`, or one that first takes the steps
+_Act = Callable[..., PolicyStep]  # first takes the wrapped policy and a value
 
 
 class Counted(struct.PyTreeNode, kw_only=True):
@@ -32,7 +32,7 @@ class Counted(struct.PyTreeNode, kw_only=True):
 
 
 def counted(init: _Init, apply: _Apply, mode: _Apply | None) -> Policy:
-    """Makes a policy of functions that take `[B]` int32 steps so far in front."""
+    """Makes a policy from functions that first take the `[B]` int32 step count."""
 
     def counted_init(num_envs: int) -> Counted:
         step = jnp.zeros((num_envs,), jnp.int32)
@@ -43,7 +43,7 @@ def counted(init: _Init, apply: _Apply, mode: _Apply | None) -> Policy:
     ) -> PolicyStep:
         step = state.step.value
         decision = apply(step, params, obs, state.inner, key)
-        # The count stays at the largest integer, so that no schedule starts again.
+        # The count stays at the largest integer, so that no schedule restarts.
         step = step + (step < jnp.iinfo(jnp.int32).max).astype(jnp.int32)
         state = Counted(inner=decision.state, step=Persistent(step))
         return decision._replace(state=state)
@@ -58,10 +58,10 @@ def counted(init: _Init, apply: _Apply, mode: _Apply | None) -> Policy:
 def scheduled(
     value: float | Schedule, policy: Policy, act: _Act, init: _Init
 ) -> Policy:
-    """Makes a policy of an `act` that takes the wrapped policy and the value in front.
+    """Makes a policy from an `act` that first takes the wrapped policy and the value.
 
-    The value is a Python float, or `[B]` float32 where a schedule gives it. The mode is
-    that of the wrapped policy, acting with a value of 0.0.
+    The value is a Python float, or `[B]` float32 from a schedule. The mode is that of
+    the wrapped policy, acting with a value of 0.0.
     """
     mode = act_by_mode(policy, act, 0.0)
     if not callable(value):
@@ -86,7 +86,7 @@ def scheduled(
 
 
 def act_by_mode(policy: Policy, act: _Act, value: float) -> PolicyFn | None:
-    """Gives `act` the wrapped policy's mode to apply; None if it has none."""
+    """Makes `act` apply the wrapped policy's mode; None if it has none."""
     if policy.mode is None:
         return None
     return functools.partial(act, policy._replace(apply=policy.mode), value)
@@ -105,13 +105,13 @@ def check_scheduled(
 
 
 def is_number(value: Any) -> bool:
-    """Tells whether `value` is a finite Python or NumPy number."""
+    """Returns whether `value` is a finite Python or NumPy number."""
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return real and math.isfinite(value)
 
 
 def derive(key: chex.PRNGKey, num: int) -> tuple[chex.PRNGKey, ...]:
-    """Derives the keys of a step: the wrapped policy's and one per draw."""
+    """Derives the keys of a step: the wrapped policy's, and one per draw."""
     return tuple(keys.fold_in(key, jnp.arange(num, dtype=jnp.int32)))
 
 
@@ -123,7 +123,7 @@ def decide(
     state: ArrayTree,
     key: Key,
 ) -> PolicyStep:
-    """Applies the wrapped policy, and checks that its action is of the space."""
+    """Applies the wrapped policy, and checks that its action fits the space."""
     decision = policy.apply(params, obs, state, key)
     checks.decision("The wrapped `policy.apply`", decision, space, num_lanes(obs))
     return decision
