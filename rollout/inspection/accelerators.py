@@ -1,4 +1,4 @@
-"""`devices`: accelerators to compile for, present or not, and the facts about each."""
+"""`devices`: accelerators to compile for, present or absent, and data about each."""
 
 import contextlib
 import functools
@@ -14,8 +14,8 @@ from jax.experimental import topologies
 from rollout import checks
 
 _GPU_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-# What lets the compilers load where there is no device: no check of the CUDA libraries,
-# no question to a metadata server, no lock on chips that nobody uses.
+# Let the compilers load without a device: no check of the CUDA libraries, no query of a
+# metadata server, no lock on unused chips.
 _ABSENT_GPU = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 _ABSENT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -24,11 +24,11 @@ _ABSENT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-Device = Any  # `jax.Device`, which is no type to a type checker
+Device = Any  # `jax.Device`, which type checkers do not accept as a type
 
 
 class Gpu(NamedTuple):
-    """Facts about a GPU that XLA compiles for."""
+    """Data about a GPU that XLA compiles for."""
 
     description: str
     compute_capability: tuple[int, int]
@@ -39,13 +39,13 @@ class Gpu(NamedTuple):
     fpus_per_core: int
     clock_ghz: float
     shared_memory_per_core: int  # bytes
-    shared_memory_per_block: int  # bytes, if asked for
-    has_cost_model: bool  # whether XLA has one, of the time that a kernel takes
+    shared_memory_per_block: int  # bytes, opt-in
+    has_cost_model: bool  # whether XLA can estimate the time of a kernel
     platform: str = "cuda"
 
 
 class Tpu(NamedTuple):
-    """Facts about a TPU that libtpu compiles for."""
+    """Data about a TPU that libtpu compiles for."""
 
     description: str
     name: str  # as libtpu spells it
@@ -95,7 +95,7 @@ NAMES = (*ACCELERATORS, *_ALIASES)
 
 
 def find(accelerator: str) -> tuple[str, Gpu | Tpu]:
-    """The name and the data of an accelerator.
+    """Returns the canonical name and the data of an accelerator.
 
     Raises:
         ValueError: if there is none of this name.
@@ -108,22 +108,23 @@ def find(accelerator: str) -> tuple[str, Gpu | Tpu]:
 
 
 def devices(accelerator: str, num_devices: int = 1) -> list[Device]:
-    """Makes devices that programs can be compiled for, but that nothing can run on.
+    """Makes devices to compile programs for; no program can run on them.
 
-    They go into a `jax.sharding.Mesh`, and its shardings into the arguments of
+    Build a `jax.sharding.Mesh` of them, and use its shardings in the arguments of
     `rollout.inspect`. The machine needs no such device, only the compiler: the extra
     `accelerators`.
 
     Args:
         accelerator: "h100", "a100" or "tpu-v5e" (also "v5e").
-        num_devices: how many, at least 1.
+        num_devices: number of devices, at least 1.
 
     Returns:
-        The devices; the same ones for the same arguments.
+        The devices; the same objects for the same arguments.
 
     Raises:
-        ValueError: if there is no accelerator of this name, or not so many of it.
-        ImportError: if its compiler is not installed, or not the one of this jax.
+        ValueError: if there is no accelerator of this name, or if it does not come in
+            such a number.
+        ImportError: if its compiler is not installed, or in another version than jax.
     """
     name, found = find(accelerator)
     _require_tpu_compiler() if isinstance(found, Tpu) else _require_gpu_compiler()
@@ -145,7 +146,7 @@ def _devices(name: str, num_devices: int) -> tuple[Device, ...]:
         try:
             found = topology()
         except NotImplementedError:
-            # jax has started already, and left the plugin out for want of a driver.
+            # jax has already started, without the plugin, since there is no driver.
             _initialize_plugin()
             found = topology()
     return tuple(found.devices)
@@ -164,7 +165,7 @@ def _tpu_devices(accelerator: Tpu, num_devices: int) -> tuple[Device, ...]:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets the environment variables that are not set, and takes them away again."""
+    """Sets those environment variables that are not set, for the time of a block."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})
     try:
@@ -182,7 +183,7 @@ def _initialize_plugin() -> None:
 
 
 def _require_gpu_compiler() -> None:
-    """Raises if the plugin for GPUs is missing, or of another version than jax."""
+    """Raises if the GPU plugin is missing, or of another version than jax."""
     jax_version = jax.__version__
     line = (
         f'pip install "jax-cuda12-plugin=={jax_version}" '
@@ -194,7 +195,7 @@ def _require_gpu_compiler() -> None:
             return
         if version is not None:
             raise ImportError(
-                f"{name} {version} does not go with jax {jax_version}: {line}."
+                f"{name} {version} does not match jax {jax_version}: {line}."
             )
     raise ImportError(f"The compiler of this accelerator is not installed: {line}.")
 
@@ -214,7 +215,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _target_config(gpu: Gpu) -> str:
-    """XLA's `GpuTargetConfigProto` of a GPU, as text."""
+    """Writes XLA's `GpuTargetConfigProto` for a GPU, as text."""
     major, minor = gpu.compute_capability
     return f"""
 gpu_device_info {{

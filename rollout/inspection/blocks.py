@@ -1,4 +1,4 @@
-"""Reads XLA's text into blocks: thunk sequences of a GPU, schedules of a TPU."""
+"""Reads XLA's text into `Block`s: thunk sequences of a GPU, schedules of a TPU."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ _JAX = tuple(f"{Path(jax.__file__).parents[1] / x}/" for x in ("jax", "jaxlib"))
 
 
 def read_gpu(text: str, sequence: str, metadata: str) -> Block:
-    """Reads what a GPU launches, in the order in which it does.
+    """Reads the launches of a GPU, in the order in which they run.
 
     Args:
         text: the compiled program.
@@ -37,7 +37,7 @@ def read_gpu(text: str, sequence: str, metadata: str) -> Block:
     module, names = Module(text), _thunk_names(metadata)
 
     def read(thunks: Iterable[_Thunk], block: Block, *, in_graph: bool) -> Block:
-        """Adds what these thunks do to a block that has nothing yet."""
+        """Adds these thunks to an empty block."""
         for thunk, in_this_graph in _unfold(thunks, in_graph):
             x = module.find(names.get(thunk.number, ""))
             if thunk.kind == "kCommandBuffer":
@@ -47,7 +47,7 @@ def read_gpu(text: str, sequence: str, metadata: str) -> Block:
             else:
                 launched = "graph_launches" if in_this_graph else "loose_launches"
                 costs = _costs(module, x)
-                # The instruction may be one that the text does not show.
+                # The text may not have the instruction.
                 costs["collectives"] = _collectives(_opcode(thunk.kind))
                 costs["operations"] = ((module.op_name(x) if x else "", 1),)
                 block = _add(block, **{launched: 1}, **costs)
@@ -63,7 +63,7 @@ def read_gpu(text: str, sequence: str, metadata: str) -> Block:
         trips = _trips(module, x)
         asks_host = trips is None and not in_graph
         head = _head(module, "loop", x, trips=trips, asks_host=asks_host)
-        # The predicate of a known number of rounds is never computed.
+        # With a known number of rounds the predicate is never computed.
         skipped = () if trips is None else ("condition",)
         parts = [part for name, part in thunk.sections if name not in skipped]
         return read([y for part in parts for y in part], head, in_graph=in_graph)
@@ -72,17 +72,17 @@ def read_gpu(text: str, sequence: str, metadata: str) -> Block:
 
 
 def read_tpu(text: str) -> Block:
-    """Reads what a TPU computes, with the cycles that its compiler estimates."""
+    """Reads the schedule of a TPU, with the cycles that its compiler estimates."""
     module = Module(text)
     return _read_schedule(module, module.entry, Block(kind="program"))
 
 
 def find_source(frames: list[Frame]) -> Frame | None:
-    """The line that a person would change, of those that an operation comes from.
+    """Finds the line to change, among those that an operation comes from.
 
-    That is the innermost one outside of jax. Where it is one of this library, which
-    was called by code of another's that the library had called, such as an
-    environment, it is that code.
+    That is the innermost line outside of jax. If that line is in this library, but was
+    called by foreign code that the library had called, such as an environment, it is
+    the line in the foreign code.
     """
     own = [x for x in frames if not x.file.startswith(_JAX)]
     for number, frame in enumerate(own):
@@ -96,17 +96,17 @@ def find_source(frames: list[Frame]) -> Frame | None:
 
 
 class _Thunk(NamedTuple):
-    """A piece of work of XLA's runtime for GPUs: a launch, or what holds others."""
+    """A unit of work of XLA's runtime for GPUs: a launch, or a container of others."""
 
     kind: str
     number: int
     indent: int
-    # By name, such as "body"; those that a command buffer holds have none.
+    # By name, such as "body"; those of a command buffer have none.
     sections: list[tuple[str, list["_Thunk"]]]
 
 
 def _unfold(thunks: Iterable[_Thunk], in_graph: bool) -> Iterator[tuple[_Thunk, bool]]:
-    """Every launch, loop, conditional and graph, and whether it lies in a graph."""
+    """Yields every launch, loop, conditional and graph; True for those in a graph."""
     for thunk in thunks:
         if thunk.kind in _HOLDERS:
             is_graph = thunk.kind == "kCommandBuffer"
@@ -142,7 +142,7 @@ def _nest(sequence: str) -> list[_Thunk]:
 
 
 def _thunk_names(metadata: str) -> dict[int, str]:
-    """The instruction that a thunk comes from, by the number of the thunk."""
+    """Maps the number of a thunk to the instruction that it comes from."""
     names = {}
     for part in metadata.split("thunk_metadata {")[1:]:
         number = re.search(r"thunk_id: (\d+)", part)
@@ -177,18 +177,18 @@ def _add(block: Block, **costs: Any) -> Block:
 
 
 def _head(module: Module, kind: Kind, x: Instruction | None, **more: Any) -> Block:
-    """A loop or a conditional in which there is nothing yet."""
+    """Makes an empty loop or conditional."""
     if x is None:
         return Block(kind=kind, cause=kind, **more)
     name = x.op_name.rpartition("/")[2] or kind
-    if name == "while":  # what jax makes of a scan, too
+    if name == "while":  # jax compiles a scan to one, too
         name = "while_loop" if more.get("trips") is None else "scan"
     source = find_source(module.frames(x)) or Frame("", 0)
     return Block(kind=kind, cause=name, file=source.file, line=source.line, **more)
 
 
 def _costs(module: Module, x: Instruction | None) -> dict[str, Any]:
-    """Cost of one instruction, and the devices it communicates with."""
+    """Returns the costs of one instruction, with its collectives and callbacks."""
     if x is None:
         return {}
     costs: dict[str, Any] = {}
@@ -199,7 +199,7 @@ def _costs(module: Module, x: Instruction | None) -> dict[str, Any]:
     costs["cycles"] = sum(map(int, cycles))
     if cycles:
         costs["operations"] = ((module.op_name(x), costs["cycles"]),)
-    # The first one is that of the model of kernels; the second, a bound.
+    # The first match is the estimate of the kernel's cost model; the second, a bound.
     if time := re.search(r'"exec_time_us":([\d.e+\-]+)', x.text):
         costs["seconds"] = 1e-6 * float(time[1])
     costs["collectives"] = _collectives(x.opcode)
@@ -216,18 +216,18 @@ def _collectives(opcode: str) -> tuple[str, ...]:
 
 
 def _opcode(kind: str) -> str:
-    """The kind of a thunk as an opcode: all-reduce of kAllReduce."""
+    """Converts the kind of a thunk to an opcode: kAllReduce to all-reduce."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind[1:]).lower()
 
 
 def _is_callback(x: Instruction) -> bool:
-    """Tells whether the host must answer; what it answers is counted once."""
+    """Returns whether an instruction sends to the host; its answer does not count."""
     is_sent = x.opcode == "send" and "is_host_transfer=true" in x.text
     return is_sent or x.opcode in ("infeed", "outfeed")
 
 
 def _trips(module: Module, x: Instruction | None) -> int | None:
-    """Number of rounds of a loop, if XLA states it or the loop counts to a constant."""
+    """Finds the rounds of a loop, if XLA states them or it counts to a constant."""
     if x is None:
         return None
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', x.text):
@@ -247,7 +247,7 @@ def _trips(module: Module, x: Instruction | None) -> int | None:
 
 
 def _resolve(lines: dict[str, Instruction], name: str) -> Instruction | None:
-    """The instruction of this name, or the one that it copies."""
+    """Returns the instruction of this name, or the one that it copies."""
     x = lines.get(name)
     while x is not None and x.opcode in ("copy", "bitcast"):
         x = lines.get(x.operands[0])
@@ -257,7 +257,7 @@ def _resolve(lines: dict[str, Instruction], name: str) -> Instruction | None:
 def _item(
     lines: dict[str, Instruction], name: str, index: int | None
 ) -> Instruction | None:
-    """The instruction that makes an item of a tuple."""
+    """Returns the instruction that computes an item of a tuple."""
     x = lines.get(name)
     if x is None or x.opcode != "tuple" or index is None:
         return None
@@ -277,7 +277,7 @@ def _constant(x: Instruction | None) -> int | None:
 
 
 def _adds_one(body: dict[str, Instruction], root: str, index: int | None) -> bool:
-    """Tells whether a loop's body adds one to an item of its tuple."""
+    """Returns whether a loop's body adds one to an item of its tuple."""
     x = _item(body, root, index)
     if x is None or x.opcode != "add":
         return False

@@ -45,16 +45,16 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     text: str  # all after the first parenthesis
     is_root: bool
-    home: str  # the computation that it stands in
+    home: str  # the computation that contains it
 
     def attribute(self, name: str) -> str | None:
-        """The computation that an attribute names."""
+        """Returns the computation that an attribute names."""
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.text)
         return found[1] if found else None
 
     @property
     def branches(self) -> list[str]:
-        """The computations of a conditional, in the order of its predicate."""
+        """The computations of a conditional, in the order of the predicate's values."""
         if names := re.search(r"branch_computations=\{([^}]*)\}", self.text):
             return [x.strip().lstrip("%") for x in names[1].split(",")]
         named = [self.attribute(f"{x}_computation") for x in ("false", "true")]
@@ -71,8 +71,8 @@ class Module:
     """A compiled program.
 
     Attributes:
-        computations: their instructions by name, in the order in which they run.
-        entry: the name of the one that is the program.
+        computations: the instructions of each computation by name, in running order.
+        entry: the name of the computation that is the program.
     """
 
     def __init__(self, text: str) -> None:
@@ -81,11 +81,11 @@ class Module:
         self._tables: dict[str, dict[int, str]] = {}
         self._read(text)
         parents = (_number(x, "parent_frame_id") for x in self._frames.values())
-        # XLA adds one to the number of a parent, so that the outermost frame has 1.
+        # XLA adds one to the number of a parent, so the outermost frame has 1.
         self._first_parent = min(parents, default=0)
 
     def frames(self, instruction: Instruction) -> list[Frame]:
-        """The lines that an instruction comes from, the innermost one first."""
+        """Returns the lines that an instruction comes from, the innermost first."""
         if plain := re.search(r'source_file="([^"]*)"', instruction.text):
             return [Frame(plain[1], _number(instruction.text, "source_line"))]
         found, number = [], _number(instruction.text, "stack_frame_id")
@@ -100,17 +100,17 @@ class Module:
         return found
 
     def find(self, name: str) -> Instruction | None:
-        """The instruction of this name, in any computation."""
+        """Returns the instruction of this name, in any computation."""
         return self._by_name.get(name)
 
     def op_name(self, x: Instruction) -> str:
-        """Finds jax's name of an operation; of a fusion without one, its last one's."""
+        """Returns jax's name of an operation; of the last one in a nameless fusion."""
         fused = self.computations.get(x.attribute("calls") or "", {})
         names = (y.op_name for y in reversed((*fused.values(), x)))
         return next(filter(None, names), "")
 
     def flops(self, x: Instruction) -> int:
-        """Arithmetic operations of an instruction, those of integers too."""
+        """Counts the arithmetic operations of an instruction, on integers too."""
         shapes = self._operand_shapes(x)
         if x.opcode in ("fusion", "call", "async-start"):
             called = x.attribute("calls") or x.attribute("to_apply") or ""
@@ -130,7 +130,7 @@ class Module:
         return num_items(x.shape) if x.opcode in _ARITHMETIC else 0
 
     def bytes_moved(self, x: Instruction) -> int:
-        """Bytes that an instruction reads and writes; of a slice only its own."""
+        """Counts the bytes that an instruction moves, of a slice only its part."""
         shapes = self._operand_shapes(x)
         if x.opcode in _NO_TRAFFIC:
             return 0
@@ -179,12 +179,12 @@ class Module:
 
 
 def num_items(shape: str) -> int:
-    """Items of an array, or of all arrays of a tuple."""
+    """Counts the items of an array, or of all arrays of a tuple."""
     return sum(math.prod(_sizes(sizes)) for _, sizes in _ARRAY.findall(shape))
 
 
 def num_bytes(shape: str) -> int:
-    """Bytes of an array, or of all arrays of a tuple."""
+    """Counts the bytes of an array, or of all arrays of a tuple."""
     bits = (
         math.prod(_sizes(sizes)) * _item_bits(dtype)
         for dtype, sizes in _ARRAY.findall(shape)
@@ -207,7 +207,7 @@ def _dimensions(shape: str) -> list[int]:
 
 
 def _contracted(text: str, shape: str) -> int:
-    """Items that a dot product sums, by the shape of its left operand."""
+    """Counts the items that a dot product sums, from the shape of its left operand."""
     found = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([^}\]]*)', text)
     axes = re.findall(r"\d+", found[1]) if found else []
     sizes = _dimensions(shape)
@@ -220,7 +220,7 @@ def _number(text: str, name: str) -> int:
 
 
 def _results(body: dict[str, Instruction]) -> Iterator[Instruction]:
-    """The instructions whose values a fusion hands out."""
+    """Yields the instructions whose values a fusion returns."""
     root = next((x for x in body.values() if x.is_root), None)
     if root is None:
         return
@@ -233,7 +233,7 @@ def _results(body: dict[str, Instruction]) -> Iterator[Instruction]:
 
 
 def _read_of(parameter: Instruction, body: dict[str, Instruction]) -> int:
-    """Bytes that a fusion reads of an operand."""
+    """Counts the bytes that a fusion reads of an operand."""
     names, users = {parameter.name}, []
     for x in body.values():  # in the order in which they run
         if names & set(x.operands):
@@ -251,7 +251,7 @@ def _read_of(parameter: Instruction, body: dict[str, Instruction]) -> int:
 
 
 def _written_of(result: Instruction, body: dict[str, Instruction]) -> int:
-    """Bytes that a fusion writes of a result."""
+    """Counts the bytes that a fusion writes of a result."""
     if result.opcode in _WRITES_PART:
         update = result.operands[_WRITES_PART[result.opcode]]
         return num_bytes(body[update].shape)

@@ -36,36 +36,36 @@ def inspect(
 ) -> Report:
     """Compiles a program for an accelerator and reports what it does there.
 
-    Nothing runs, and the machine needs no accelerator: only its compiler, from the
-    extra `accelerators`.
+    The program does not run, and the machine needs no accelerator, only its compiler,
+    from the extra `accelerators`.
 
         print(rollout.inspect(collector, params, accelerator="h100"))
         print(rollout.inspect(train_step, carry, params, accelerator="tpu-v5e"))
 
     Args:
-        program: a `Collector`, of which `collect_steps` is inspected, or any function
-            that `jax.jit` takes, jitted or not.
-        *args: of a collector, the parameters of its policy; of a function, its
-            arguments. Of arrays only shapes and dtypes are used, so that
-            `jax.ShapeDtypeStruct`s do as well, with the sharding of devices of
-            `rollout.inspection.devices` or without one; static arguments are handed
-            over as they are.
+        program: a `Collector`, whose `collect_steps` is inspected, or any function that
+            `jax.jit` takes, jitted or not.
+        *args: for a collector, the parameters of its policy; for a function, its
+            arguments. Only shapes and dtypes of arrays matter, so
+            `jax.ShapeDtypeStruct`s will do, with or without a sharding over
+            `rollout.inspection.devices`; static arguments are passed on unchanged.
         accelerator: "h100", "a100" or "tpu-v5e" (also "v5e").
         num_steps: T, steps of every lane; 128 if None. For a collector only.
-        num_devices: how many devices the program runs on. None takes those of the
+        num_devices: number of devices that the program runs on. None takes those of the
             arguments' shardings, or one. Arguments without a sharding are replicated.
 
     Returns:
-        What it does, with the waits for the host and the lines that cause them.
+        The launches, costs and memory, and the waits for the host with the lines that
+        cause them.
 
     Raises:
-        ValueError: if there is no such accelerator, if an option does not go with the
+        ValueError: if there is no such accelerator, if an option does not fit the
             program, or if a program for a GPU calls back into Python, which jax cannot
-            compile for a GPU that is absent.
-        ImportError: if the accelerator's compiler is not installed; it names the
+            compile for an absent GPU.
+        ImportError: if the accelerator's compiler is not installed; the message has the
             command that installs it.
-        jax.errors.JaxRuntimeError: if XLA cannot compile the program, such as one that
-            needs more memory than a TPU has.
+        jax.errors.JaxRuntimeError: if XLA cannot compile the program, for example
+            because it needs more memory than a TPU has.
     """
     name, data = accelerators.find(accelerator)
     fn, args, num_steps = _program(program, args, num_steps)
@@ -77,7 +77,7 @@ def inspect(
             f"`accelerator` must be that of the arguments' shardings, which are on "
             f"{devices[0].device_kind}, got {accelerator!r}."
         )
-    lowered = _lower(fn, args, devices, refuses_callbacks=data.platform == "cuda")
+    lowered = _lower(fn, args, devices, allow_callbacks=data.platform != "cuda")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rollout_inspect_") as folder:
         compiled = _compile(lowered, folder, has_cost_model=data.has_cost_model)
@@ -88,7 +88,7 @@ def inspect(
         else:
             whole = blocks.read_tpu(compiled.as_text())
     loop = find_loop(whole, num_steps)
-    # Steps that are left over stand before or after the loop.
+    # Leftover steps run before or after the loop.
     steps_per_round = None if num_steps is None else num_steps // (loop.trips or 1)
     return Report(
         accelerator=name,
@@ -107,15 +107,15 @@ def inspect(
 def _program(
     program: Any, args: tuple[ArrayTree, ...], num_steps: int | None
 ) -> tuple[Callable[..., Any], tuple[ArrayTree, ...], int | None]:
-    """The function to compile, its arguments, and the steps of a collector."""
+    """Returns the function to compile, its arguments, and the steps of a collector."""
     if not isinstance(program, Collector):
         if hasattr(program, "collect_steps"):
             checks.collects_in_jax(program)
         checks.function("program", program)
         if num_steps is not None:
             raise ValueError(
-                "`num_steps` goes with a collector only; a function has its own, "
-                f"got {num_steps!r}."
+                "`num_steps` must be None for a function, whose steps are its own, got "
+                f"{num_steps!r}."
             )
         return program, args, None
     if len(args) != 1:
@@ -140,7 +140,7 @@ def _program(
 
 
 def _given_devices(args: Any) -> list[accelerators.Device]:
-    """The absent devices that arguments are sharded over, in their order."""
+    """Returns the absent devices that arguments are sharded over, in their order."""
     shardings = filter(None, map(_absent_sharding, jax.tree.leaves(args)))
     sharding: Any = next(shardings, None)
     if hasattr(sharding, "mesh"):
@@ -149,30 +149,30 @@ def _given_devices(args: Any) -> list[accelerators.Device]:
 
 
 def _absent_sharding(leaf: Any) -> Sharding | None:
-    """The sharding of a shape; arrays that exist lie on devices that do."""
+    """Returns the sharding of a shape; None for an array, which is on a real device."""
     return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
 def _lower(
-    fn: Any, args: Any, devices: list[accelerators.Device], *, refuses_callbacks: bool
+    fn: Any, args: Any, devices: list[accelerators.Device], *, allow_callbacks: bool
 ) -> Any:
-    """Lowers a function, with shapes and dtypes in the place of arrays."""
+    """Lowers a function, with shapes and dtypes in place of arrays."""
     mesh = Mesh(np.asarray(devices), ("devices",))
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def make(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-            return leaf  # numbers of Python, and static arguments
+            return leaf  # Python numbers, and static arguments
         return _shape(leaf, _absent_sharding(leaf) or everywhere)
 
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
     traced = jitted.trace(*jax.tree.map(make, args))
-    found = dict.fromkeys(_callbacks(traced.jaxpr)) if refuses_callbacks else {}
+    found = {} if allow_callbacks else dict.fromkeys(_callbacks(traced.jaxpr))
     if found:
         raise ValueError(
-            "A GPU waits for the host whenever a program calls back into Python, and "
-            "jax cannot compile such a program for a GPU that is absent. Take out what "
-            f"is called at {', '.join(found)}, or inspect the program for a TPU."
+            "`program` must not call back into Python on a GPU, which waits for the "
+            "host at every call: jax cannot compile it for an absent GPU, got calls at "
+            f"{', '.join(found)}. Remove them, or inspect the program for a TPU."
         )
     return traced.lower()
 
@@ -199,7 +199,7 @@ def _nothing_cached() -> Iterator[None]:
     jax.config.update(name, float("inf"))
     try:
         with warnings.catch_warnings():
-            # One that was compiled without us may be there.
+            # The cache may have an entry that was compiled elsewhere.
             message = "Error reading persistent compilation cache entry"
             warnings.filterwarnings("ignore", message)
             yield
@@ -210,7 +210,7 @@ def _nothing_cached() -> Iterator[None]:
 def _read_dump(folder: str, kinds: tuple[str, ...]) -> str:
     """Reads XLA's dump of the program, the first of these kinds that exists."""
     for kind in kinds:
-        # Of the modules that XLA compiles on the way, the program is the largest.
+        # XLA also compiles smaller modules on the way; the program is the largest.
         if found := list(Path(folder).glob(f"*.{kind}.txt")):
             return max(found, key=lambda path: path.stat().st_size).read_text()
     raise RuntimeError(f"XLA of jax {jax.__version__} has written no {kinds[-1]}.")
@@ -228,7 +228,7 @@ def _memory(compiled: Any, capacity: int) -> Memory:
 
 
 def _callbacks(jaxpr: Any) -> Iterator[str]:
-    """The calls of Python in a program, with the lines that they come from."""
+    """Yields the calls back into Python, with the lines that they come from."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name in _CALLBACKS:
             traceback = equation.source_info.traceback

@@ -1,4 +1,4 @@
-"""`Report`: the blocks and waits of a program on an accelerator, and their table."""
+"""`Report`: launches, waits and memory of a program on an accelerator, as a table."""
 
 import dataclasses
 from collections import Counter
@@ -11,7 +11,7 @@ Cost = Literal[
     "graph_launches", "loose_launches", "cycles", "flops", "bytes_moved", "seconds"
 ]
 _LABEL = 19  # characters, as in the tables of the command line
-# The parts of a step, as the kernel names them with `jax.named_scope`.
+# The parts of a step, as named by `jax.named_scope` in the kernel.
 _SCOPES = ("policy", "env_step", "auto_reset", "bookkeeping")
 
 
@@ -21,13 +21,13 @@ class Wait(NamedTuple):
     Attributes:
         cause: "while_loop" or "cond", whose predicate the host must read, or the name
             of a callback, such as "pure_callback".
-        file: where that is written. In your own code, or in an environment's, if that
-            is what calls it; else in this library. "" if XLA has lost it.
-        line: its line there.
-        count: how often, at the least.
+        file: the file of the calling line: in your code or an environment's if that
+            calls it, else in this library. "" if XLA has lost it.
+        line: the line in that file.
+        count: number of waits, at least.
         per: "step" of a collector; "round" of a function's loop over time; "inner
-            round", that of a loop inside of it whose number of rounds is not known; or
-            "program", outside of the loop over time.
+            round" of a loop inside it with an unknown number of rounds; or "program",
+            outside of the loop over time.
         per_round: whether each round of this loop waits, too.
     """
 
@@ -48,11 +48,11 @@ class Memory(NamedTuple):
     """Bytes on one device.
 
     Attributes:
-        arguments: of the arguments.
-        outputs: of the results, those in memory of donated arguments included.
-        aliased: of results in the memory of donated arguments.
-        temporaries: that the program needs while it runs.
-        capacity: that the device has.
+        arguments: bytes of the arguments.
+        outputs: bytes of the results, including those in memory of donated arguments.
+        aliased: bytes of the results in memory of donated arguments.
+        temporaries: bytes that the program needs while it runs.
+        capacity: bytes that the device has.
     """
 
     arguments: int
@@ -63,41 +63,41 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes that are taken at the most."""
+        """Bytes taken at most."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     @property
     def fits(self) -> bool:
-        """Tells whether the device has that much memory."""
+        """True if the device has enough memory."""
         return self.total <= self.capacity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """A part of a program that runs as a whole: it, a loop, a conditional, a branch.
+    """A whole program, or a loop, conditional or branch in it.
 
-    The costs are those of the block's own operations, when it runs once; those of the
-    blocks in it are theirs. `total` adds them up.
+    The costs are those of one run of the block's own operations, without the blocks in
+    it. `total` adds those up.
 
     Attributes:
-        kind: what it is.
-        trips: of a loop, how often it runs; None where that depends on data.
-        asks_host: of a loop or a conditional, whether the host must read its predicate
+        kind: the kind of block.
+        trips: number of rounds of a loop; None where that depends on data.
+        asks_host: whether the host must read the predicate of the loop or conditional
             before the device can go on.
-        cause: of a loop or a conditional, the name of what was called.
-        file: where that was called.
-        line: its line there.
+        cause: name of the jax function that made the loop or conditional.
+        file: file of the line that called it.
+        line: the line in that file.
         graph_launches: launches in CUDA graphs.
-        graphs: the number of these graphs.
+        graphs: number of these graphs.
         loose_launches: launches outside of CUDA graphs.
         cycles: a TPU's cycles, as its compiler estimates them.
-        flops: arithmetic operations, those of integers too.
-        bytes_moved: bytes that are read and written.
+        flops: arithmetic operations, also those on integers.
+        bytes_moved: bytes read and written.
         seconds: XLA's estimate for the kernels, without the launches.
-        collectives: what the devices tell each other, such as "all-reduce".
-        callbacks: calls of Python: name, file, line.
-        operations: every launch, or operation of a TPU: its name in jax, which has the
-            scopes around it, and the 1 launch, or its cycles.
+        collectives: names of exchanges between devices, such as "all-reduce".
+        callbacks: calls back into Python: name, file, line.
+        operations: every launch, or operation of a TPU: its name in jax, with the
+            scopes around it, and 1 for the launch, or its cycles.
         blocks: the blocks in it, in the order in which they run.
     """
 
@@ -120,10 +120,10 @@ class Block:
     blocks: tuple["Block", ...] = ()
 
     def total(self, cost: Cost) -> float:
-        """Adds up a cost of all that runs when this block runs once.
+        """Adds up a cost over one run of this block and the blocks in it.
 
-        Of a conditional that is its longest branch. A loop in it whose number of
-        rounds depends on data adds nothing: what it adds per round is its own `total`.
+        A conditional costs as much as its most expensive branch. An inner loop whose
+        number of rounds depends on data adds nothing: its own `total` is per round.
         """
         below = [block.total(cost) * block.rounds for block in self.blocks]
         inner = max(below, default=0) if self.kind == "conditional" else sum(below)
@@ -131,16 +131,16 @@ class Block:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds, at the least."""
+        """Number of rounds, at least."""
         return (self.trips or 0) if self.kind == "loop" else 1
 
     @property
     def launches(self) -> int:
-        """Launches when this block runs once, as `total` counts them."""
+        """Launches in one run of this block, as `total` counts them."""
         return int(self.total("graph_launches") + self.total("loose_launches"))
 
     def walk(self) -> Iterator["Block"]:
-        """This block and all that lie in it."""
+        """Yields this block and all blocks in it."""
         yield self
         for block in self.blocks:
             yield from block.walk()
@@ -151,18 +151,18 @@ class Report:
     """A program's behaviour on an accelerator; `print` shows it as a table.
 
     Attributes:
-        accelerator: its name.
-        description: the device, in its maker's words.
-        num_devices: how many of them.
-        jax_version: the compiler's.
-        compile_seconds: seconds that compiling took.
+        accelerator: name of the accelerator.
+        description: the maker's name of the device.
+        num_devices: number of devices.
+        jax_version: version of the compiling jax.
+        compile_seconds: seconds taken to compile.
         memory: bytes on one device.
-        program: all blocks.
-        loop: the loop over time, in one round: of the loops that lie in no other the
-            one with the most launches, or cycles; the program if there is no loop.
-        steps_per_round: steps of a collector that one round of `loop` takes; None for a
-            function, whose rounds are counted as they are.
-        waits: where the accelerator waits for the host; nothing is best.
+        program: the whole program, as a tree of blocks.
+        loop: the loop over time, with the costs of one round: the outermost loop with
+            the most launches, or cycles; the program if there is no loop.
+        steps_per_round: steps of a collector in one round of `loop`; None for a
+            function, whose costs are per round.
+        waits: where the accelerator waits for the host; none is best.
     """
 
     accelerator: str
@@ -177,7 +177,7 @@ class Report:
     waits: tuple[Wait, ...]
 
     def per_step(self, cost: Cost) -> float:
-        """A cost of the loop over time, per step; of a function, per round."""
+        """Returns a cost of the loop over time, per step (of a function, per round)."""
         return self.loop.total(cost) / (self.steps_per_round or 1)
 
     @property
@@ -192,7 +192,7 @@ class Report:
 
     @property
     def waits_per_step(self) -> float:
-        """Waits for the host, at the least, per step (of a function, per round)."""
+        """Waits for the host, at least, per step (of a function, per round)."""
         unit = _unit(self.program, self.loop, self.steps_per_round)
         return sum(wait.count for wait in self.waits if wait.per == unit)
 
@@ -204,14 +204,14 @@ class Report:
     def by_scope(self) -> dict[str, float]:
         """Counts the launches per step, or a TPU's cycles, by part of the step.
 
-        A kernel that computes for several parts counts for the one of its last
+        A kernel that computes for several parts counts for the part of its last
         operation. A loop whose number of rounds depends on data adds nothing.
 
         Returns:
             The count of each part, per step (of a function, per round): "policy",
-            "env_step", "auto_reset", "bookkeeping", "writing" the rows, and "other". A
-            program of your own has these parts where it steps a collector, or where
-            it calls `jax.named_scope` with them.
+            "env_step", "auto_reset", "bookkeeping", "writing" the rows, and "other".
+            Your own function has these parts where it steps a collector, or where it
+            calls `jax.named_scope` with them.
         """
         parts: list[str] = [*_SCOPES, "writing", "other"]
         counts = dict.fromkeys(parts, 0.0)
@@ -229,9 +229,9 @@ class Report:
         return tuple(name for x in self.loop.walk() for name in x.collectives)
 
     def __str__(self) -> str:
-        return "\n".join(f"{label:<{_LABEL}} {row}" for label, row in self._rows())
+        return "\n".join(f"{label:<{_LABEL}} {text}" for label, text in self._lines())
 
-    def _rows(self) -> Iterator[tuple[str, str]]:
+    def _lines(self) -> Iterator[tuple[str, str]]:
         count = f", {self.num_devices} devices" if self.num_devices > 1 else ""
         yield "accelerator", f"{self.accelerator} ({self.description}{count})"
         yield "jax", self.jax_version
@@ -242,8 +242,8 @@ class Report:
             yield f"per {unit}", _describe_costs(self.loop, self.steps_per_round or 1)
         dynamic = _outermost(self.loop, lambda x: x.trips is None)
         for number, inner in enumerate(dynamic):
-            row = f"{_describe_costs(inner)}   {_place(inner)} {inner.cause}"
-            yield "" if number else "  per inner round", row
+            text = f"{_describe_costs(inner)}   {_place(inner)} {inner.cause}"
+            yield "" if number else "  per inner round", text
         yield "in all", _describe_costs(self.program)
         for number, (depth, block) in enumerate(_walk_depth(self.program)):
             label = "program" if number == 0 else ""
@@ -258,7 +258,7 @@ class Report:
             yield "" if number else "waits", str(wait)
 
     def _mark(self) -> str:
-        """The mark of the loop over time in the tree."""
+        """Marks the loop over time in the tree."""
         steps = self.steps_per_round
         if steps is None:
             return " <- round" if self.loop is not self.program else ""
@@ -266,7 +266,7 @@ class Report:
 
 
 def find_loop(program: Block, num_steps: int | None = None) -> Block:
-    """The loop over time: see `Report.loop`. That of a collector has known rounds."""
+    """Finds the loop over time, see `Report.loop`; a collector's has known rounds."""
     outermost = _outermost(program)
     if num_steps is not None:
         outermost = (x for x in outermost if (x.trips or num_steps + 1) <= num_steps)
@@ -280,7 +280,7 @@ def find_loop(program: Block, num_steps: int | None = None) -> Block:
 def find_waits(
     program: Block, loop: Block, steps_per_round: int | None
 ) -> tuple[Wait, ...]:
-    """Every wait of a program on a GPU or a TPU, those of one line together."""
+    """Finds the waits of a program on a GPU or a TPU; merges those of one line."""
     found: Counter[tuple[Any, ...]] = Counter()
     unit = _unit(program, loop, steps_per_round)
 
@@ -315,14 +315,14 @@ def find_waits(
 def _unit(
     program: Block, loop: Block, steps_per_round: int | None
 ) -> Literal["step", "round", "program"]:
-    """The unit that costs of the loop over time are given per."""
+    """Returns the unit per which the loop over time is reported."""
     if steps_per_round is not None:
         return "step"
     return "program" if loop is program else "round"
 
 
 def _describe_block(block: Block) -> str:
-    """One line of the tree."""
+    """Writes one line of the tree."""
     known = "" if block.trips is None else f" x {block.trips:,}"
     name = f"{block.cause or block.kind}{known} {_place(block)}".rstrip()
     if block.kind == "loop" and block.trips is None:
@@ -334,7 +334,7 @@ def _describe_block(block: Block) -> str:
 
 
 def _describe_costs(block: Block, num_steps: int = 1) -> str:
-    """All that happens when a block runs once, per step if it takes several."""
+    """Describes the costs of one run of a block, per step if it takes several."""
 
     def read(cost: Cost) -> float:
         return block.total(cost) / num_steps
@@ -355,7 +355,7 @@ def _describe_costs(block: Block, num_steps: int = 1) -> str:
 def _outermost(
     block: Block, is_wanted: Callable[[Block], bool] = lambda _: True
 ) -> Iterator[Block]:
-    """The loops in a block that are wanted and lie in no other of these."""
+    """Yields the wanted loops in a block that are in no other of them."""
     for child in block.blocks:
         if child.kind == "loop" and is_wanted(child):
             yield child
@@ -364,7 +364,7 @@ def _outermost(
 
 
 def _operations(block: Block) -> Iterator[tuple[str, int]]:
-    """Every operation when a block runs once, counted as `Block.total` counts."""
+    """Yields every operation of one run of a block, counted as by `Block.total`."""
     yield from block.operations
     inner = block.blocks
     if block.kind == "conditional" and inner:
@@ -379,7 +379,7 @@ def _place(block: Block) -> str:
 
 
 def _relative(file: str) -> str:
-    """The path from where we are, or from where this library is, if it lies below."""
+    """Shortens a path below the working directory or this library to a relative one."""
     path = Path(file)
     for folder in (Path.cwd(), Path(__file__).parents[2]):
         if path.is_relative_to(folder):
@@ -388,7 +388,7 @@ def _relative(file: str) -> str:
 
 
 def _describe_own(block: Block) -> str:
-    """The cycles or launches of a block itself."""
+    """Describes the cycles or launches of a block itself."""
     if block.cycles:
         return f"{block.cycles:,} cycles"
     if block.graph_launches or block.loose_launches:
@@ -424,12 +424,12 @@ def _tally(names: tuple[str, ...]) -> str:
 
 
 def _number(count: float) -> str:
-    """A count, or a mean of counts."""
+    """Formats a count, or a mean of counts."""
     return f"{count:,.2f}".rstrip("0").rstrip(".")
 
 
 def _scaled(value: float) -> str:
-    """A number with a prefix of the SI."""
+    """Formats a number with an SI prefix."""
     for prefix in ("", "k", "M", "G", "T"):
         if abs(value) < 1000 or prefix == "T":
             break

@@ -348,7 +348,7 @@ def test_bad_options_are_refused():
     collector = make()
     with pytest.raises(ValueError, match="one of h100, a100, tpu-v5e, v5e, got 'tpu'"):
         rollout.inspect(collector, None, accelerator="tpu")
-    with pytest.raises(ValueError, match="`num_steps` goes with a collector only"):
+    with pytest.raises(ValueError, match="`num_steps` must be None for a function"):
         rollout.inspect(jnp.sin, X, accelerator="h100", num_steps=3)
     with pytest.raises(ValueError, match="`num_steps` must be an int of at least 1"):
         rollout.inspect(collector, None, accelerator="h100", num_steps=0)
@@ -387,7 +387,7 @@ def test_missing_compiler_is_named_with_the_command(accelerator, monkeypatch):
 
 def test_compiler_of_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.1")
-    with pytest.raises(ImportError, match=r"0\.9\.1 does not go with jax"):
+    with pytest.raises(ImportError, match=r"0\.9\.1 does not match jax"):
         devices("h100", 7)  # which no other test asks for
 
 
