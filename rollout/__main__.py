@@ -1,4 +1,4 @@
-"""The command line: `python -m rollout CartPole-v1`; see `rollout.cli`."""
+"""Runs the command line: `python -m rollout CartPole-v1`; see `rollout.cli`."""
 
 import os
 import sys

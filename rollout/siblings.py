@@ -16,7 +16,7 @@ def _check(name: str) -> None:
     if found and ours.exists() and not ours.samefile(found):
         raise ImportError(
             f"`{name}` must be the package that comes with `rollout`, {ours}, got "
-            f"{found}, which hides it: give that another name."
+            f"{found}, which shadows it: rename that one."
         )
 
 

@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 from envs.types import ArrayTree
 
 Key = chex.PRNGKey
-Params = Any  # whatever the policy takes
+Params = Any  # parameters of the policy
 Obs = ArrayTree  # [B, ...]
 PolicyState = ArrayTree  # [B, ...]
 
