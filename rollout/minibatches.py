@@ -22,9 +22,9 @@ def minibatches(
 
         params, losses = jax.lax.scan(update, params, minibatches(key, data, 4, 10))
 
-    Every row is in exactly one minibatch of each epoch, and each epoch is shuffled
-    anew. Masked-out rows come along, with their `mask`. Where lanes are sharded over
-    devices, call it under `jax.shard_map`, so that rows stay on their device:
+    Every step is in exactly one minibatch of each epoch, and each epoch is shuffled
+    anew. Masked-out steps come along, with their `mask`. Where lanes are sharded over
+    devices, call it under `jax.shard_map`, so that steps stay on their device:
     docs/devices.md has the program.
 
     Args:
@@ -53,12 +53,13 @@ def minibatches(
     epochs = checks.count("epochs", epochs)
     if axis not in (None, 0, 1) or isinstance(axis, bool):
         raise ValueError(f"`axis` must be None, 0 or 1, got {axis!r}.")
-    num_rows = _count_rows(tree, axis)
-    if num_rows % num_minibatches:
+    num_items = _count_items(tree, axis)
+    if num_items % num_minibatches:
         raise ValueError(
-            f"`num_minibatches` must divide the {num_rows} rows, got {num_minibatches}."
+            f"`num_minibatches` must divide the {num_items} items, got "
+            f"{num_minibatches}."
         )
-    shuffle = jax.vmap(lambda key: jax.random.permutation(key, num_rows))
+    shuffle = jax.vmap(lambda key: jax.random.permutation(key, num_items))
     order = shuffle(jax.random.split(key, epochs))
     order = order.reshape(epochs * num_minibatches, -1)
 
@@ -71,8 +72,8 @@ def minibatches(
     return jax.tree.map(split, tree)
 
 
-def _count_rows(tree: ArrayTree, axis: int | None) -> int:
-    """Counts the rows to shuffle; raises if the leaves disagree."""
+def _count_items(tree: ArrayTree, axis: int | None) -> int:
+    """Counts the items to shuffle; raises if the leaves disagree."""
     first, last = (0, 2) if axis is None else (axis, axis + 1)
     counts = {jnp.shape(x)[first:last] for x in jax.tree.leaves(tree)}
     if len(counts) != 1 or len(min(counts)) != last - first:

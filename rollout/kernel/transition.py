@@ -290,19 +290,19 @@ def values_where(
 
 
 def _values_where(
-    value_fn: ValueFn, params: Any, rows: tuple[ArrayTree, ArrayTree], flag: jax.Array
+    value_fn: ValueFn, params: Any, inputs: tuple[ArrayTree, ArrayTree], flag: jax.Array
 ) -> jax.Array:
     # Jitted, so that both branches below trace it once for each number of lanes.
     @jax.jit
-    def evaluate(params: Any, rows: tuple[ArrayTree, ArrayTree]) -> jax.Array:
-        values = value_fn(params, *rows)
-        checks.values(values, len(jax.tree.leaves(rows[0])[0]))
+    def evaluate(params: Any, inputs: tuple[ArrayTree, ArrayTree]) -> jax.Array:
+        values = value_fn(params, *inputs)
+        checks.values(values, len(jax.tree.leaves(inputs[0])[0]))
         return values
 
     def fn(at: LaneIndex) -> jax.Array:
-        return evaluate(params, jax.tree.map(lambda x: x[at], rows))
+        return evaluate(params, jax.tree.map(lambda x: x[at], inputs))
 
-    nothing = jnp.zeros(flag.shape, jax.eval_shape(evaluate, params, rows).dtype)
+    nothing = jnp.zeros(flag.shape, jax.eval_shape(evaluate, params, inputs).dtype)
     rounds = functools.partial(few_lanes.rounds, flag, fn)
     switch = functools.partial(few_lanes.switch, flag, fn)
     return lax.platform_dependent(

@@ -53,11 +53,11 @@ def test_trajectory_is_scanned_over():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_minibatches": 5}, "`num_minibatches` must divide the 48 rows, got 5"),
+        ({"num_minibatches": 5}, "`num_minibatches` must divide the 48 items, got 5"),
         ({"num_minibatches": 0}, "`num_minibatches` must be an int of at least 1"),
         ({"epochs": 0}, "`epochs` must be an int of at least 1"),
         ({"axis": 2}, "`axis` must be None, 0 or 1, got 2"),
-        ({"axis": 1, "num_minibatches": 3}, "must divide the 8 rows, got 3"),
+        ({"axis": 1, "num_minibatches": 3}, "must divide the 8 items, got 3"),
         ({"tree": {"a": jnp.zeros((6, 8)), "b": jnp.zeros((6,))}}, r"`\[T, B, ...\]`"),
         ({"tree": {}}, "got none"),
         ({"key": 3}, "`key` must be one typed key"),
