@@ -182,7 +182,9 @@ def _read(path: Path, step: int, found: list[int]) -> tuple[dict, list[dict]]:
 def _number(found: list[int], step: int | None, every: int) -> int:
     lowest = found[-1] + 1 if found else 0
     if step is None and every > 1:
-        raise ValueError(f"`every` counts by `step`, got None with every={every}.")
+        raise ValueError(
+            f"`step` must be an int if `every` is not 1, got None with every={every}."
+        )
     if step is None:
         return lowest
     # To replace a checkpoint would leave a moment with neither.

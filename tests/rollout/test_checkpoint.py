@@ -261,7 +261,10 @@ def test_kill_while_an_old_one_is_deleted_stops_nobody(tmp_path, monkeypatch):
         ({"step": True}, "`step` must be an int of at least 0, got True"),
         ({"every": 0}, "`every` must be an int of at least 1, got 0"),
         ({"keep": 0}, "`keep` must be an int of at least 1, got 0"),
-        ({"every": 2}, "`every` counts by `step`, got None with every=2"),
+        (
+            {"every": 2},
+            "`step` must be an int if `every` is not 1, got None with every=2",
+        ),
     ],
 )
 def test_wrong_option_is_refused(options, message, tmp_path):
