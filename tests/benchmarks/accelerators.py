@@ -60,9 +60,9 @@ def our_loop(
 
     def run(carry: Any, params: Any) -> tuple[Any, Any]:
         carry, t = collector.collect_steps(carry, params, num_steps)
-        figures = t.episode_return, t.episode_length
+        totals = t.episode_return, t.episode_length
         flags = t.terminated, t.truncated
-        return carry, (t.obs, t.action, t.reward, flags, t.extras, figures)
+        return carry, (t.obs, t.action, t.reward, flags, t.extras, totals)
 
     return collector.init, run
 
@@ -110,12 +110,12 @@ def measure_loops(args: argparse.Namespace, accelerator: str) -> Iterator[dict]:
                     report = rollout.inspect(
                         run, carry, params, accelerator=accelerator
                     )
-                    row[name] = figures_of(report, num_steps)
+                    row[name] = costs_of(report, num_steps)
                 yield row
 
 
-def figures_of(report: Report, num_steps: int) -> dict[str, Any]:
-    """The figures of the loop over time, per step of every lane; see `likely`."""
+def costs_of(report: Report, num_steps: int) -> dict[str, Any]:
+    """The costs of the loop over time, per step of every lane; see `likely`."""
     loop = report.loop
     times = (loop.trips or 1) / num_steps
     return {
@@ -145,15 +145,15 @@ def print_loops(rows: Iterator[dict], is_tpu: bool) -> Iterator[dict]:
         yield row
 
 
-def _cell(figures: dict[str, Any], name: str) -> str:
-    graph, loose = figures["graph_launches"], figures["loose_launches"]
+def _cell(costs: dict[str, Any], name: str) -> str:
+    graph, loose = costs["graph_launches"], costs["loose_launches"]
     return {
         "launches": f"{graph:.4g} + {loose:.4g}",
-        "waits": f"{figures['waits']:.3g}",
-        "us in kernels": f"{figures['microseconds']:.2f}",
-        "thousand cycles": f"{figures['cycles'] / 1e3:,.1f}",
-        "temporaries MB": f"{figures['temporaries'] / 1e6:,.1f}",
-        "compile s": f"{figures['compile_s']:.0f}",
+        "waits": f"{costs['waits']:.3g}",
+        "us in kernels": f"{costs['microseconds']:.2f}",
+        "thousand cycles": f"{costs['cycles'] / 1e3:,.1f}",
+        "temporaries MB": f"{costs['temporaries'] / 1e6:,.1f}",
+        "compile s": f"{costs['compile_s']:.0f}",
     }[name]
 
 
@@ -226,10 +226,10 @@ def print_programs(rows: Iterator[dict], is_tpu: bool) -> Iterator[dict]:
     print_row("program", "loops", f"{unit}, in all", "waits", "MB", "compile s")
     print_row(*["---"] * 6)
 
-    def told(figures: dict[str, Any]) -> str:
+    def told(costs: dict[str, Any]) -> str:
         if is_tpu:
-            return f"{figures['cycles'] / 1e3:,.1f}"
-        return f"{figures['graph_launches']:.4g} + {figures['loose_launches']:.4g}"
+            return f"{costs['cycles'] / 1e3:,.1f}"
+        return f"{costs['graph_launches']:.4g} + {costs['loose_launches']:.4g}"
 
     for row in rows:
         loops = (f"{x['rounds'] or '?'} x ({told(x)})" for x in row["loops"])
@@ -254,29 +254,29 @@ def measure_resets(args: argparse.Namespace, accelerator: str) -> Iterator[dict]
                 report = rollout.inspect(
                     collector, None, accelerator=accelerator, num_steps=NUM_STEPS
                 )
-                row[auto_reset] = figures_of(report, NUM_STEPS)
+                row[auto_reset] = costs_of(report, NUM_STEPS)
             yield row
 
 
-def likely(block: Block, figure: Any) -> float:
-    """A figure of a step in which few lanes are done.
+def likely(block: Block, cost: Any) -> float:
+    """A cost of a step in which few lanes are done.
 
     A loop whose number of rounds depends on data runs once; of the three branches of a
     conditional around a reset the second one is taken.
     """
     below = [
-        likely(inner, figure) * ((inner.trips or 1) if inner.kind == "loop" else 1)
+        likely(inner, cost) * ((inner.trips or 1) if inner.kind == "loop" else 1)
         for inner in block.blocks
     ]
     if block.kind == "conditional":
         few = below[1] if len(below) == 3 else max(below, default=0.0)
-        return getattr(block, figure) + few
-    return getattr(block, figure) + sum(below)
+        return getattr(block, cost) + few
+    return getattr(block, cost) + sum(below)
 
 
 def print_resets(rows: Iterator[dict], is_tpu: bool) -> Iterator[dict]:
     """Prints the table of `measure_resets` as its rows come."""
-    figure = "cycles" if is_tpu else "microseconds"
+    cost = "cycles" if is_tpu else "microseconds"
     unit = "thousand cycles" if is_tpu else "us in kernels, launches, waits"
     print(f"Per step in which few lanes are done: {unit}.\n")
     print_row("reset", "lanes", *programs.AUTO_RESETS, "auto / best")
@@ -289,7 +289,7 @@ def print_resets(rows: Iterator[dict], is_tpu: bool) -> Iterator[dict]:
             else f"{x['microseconds']:,.1f}, {_cell(x, 'launches')}, {x['waits']:.3g}"
             for x in made
         ]
-        ratio = row["auto"][figure] / min(x[figure] for x in made)
+        ratio = row["auto"][cost] / min(x[cost] for x in made)
         print_row(row["reset"], f"{row['lanes']:,}", *cells, f"{ratio:.2f}")
         yield row
 

@@ -200,8 +200,8 @@ def one_programs(env_id: str, num_envs: int) -> dict[str, Program]:
     def run(collector: rollout.Collector, carry: rollout.Carry) -> Any:
         carry, t = collector.collect_steps(carry, None, NUM_STEPS)
         flags = t.terminated, t.truncated
-        figures = t.episode_return, t.episode_length
-        return carry, (t.obs, t.action, t.reward, *flags, t.next_obs, *figures)
+        totals = t.episode_return, t.episode_length
+        return carry, (t.obs, t.action, t.reward, *flags, t.next_obs, *totals)
 
     env = envs.make(env_id)
     programs = {}

@@ -1,7 +1,7 @@
 """How long is it until the first batch?
 
 Each row is a process of its own, timed by itself from its first line: an import, or the
-README's twenty lines up to the figures of the first batch. These run without compile
+README's twenty lines up to the statistics of the first batch. These run without compile
 cache, with one that an earlier run has filled (JAX_COMPILATION_CACHE_DIR), in which jax
 keeps what took a second or more to compile, and with one in which everything is kept
 (JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0). Rows in turn, medians of the rounds.
@@ -28,7 +28,7 @@ AFTER = "\nprint(time.perf_counter() - _begin)"
 
 
 def twenty_lines() -> str:
-    """The first block of the README, which prints figures of the first batch."""
+    """The first block of the README, which prints statistics of the first batch."""
     readme = (ROOT / "README.md").read_text()
     return re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
 

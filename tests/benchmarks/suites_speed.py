@@ -168,8 +168,8 @@ def run_physics(env: Any, state: Any) -> Program:
         state = env.step(jax.tree.map(lambda x: x, state), action)
         truncated = state.info["truncation"].astype(bool)
         flags = state.done.astype(bool) & ~truncated, truncated
-        figures = state.info["episode_metrics"]["sum_reward"], state.info["steps"]
-        return (state, key), (obs, action, state.reward, *flags, state.obs, *figures)
+        totals = state.info["episode_metrics"]["sum_reward"], state.info["steps"]
+        return (state, key), (obs, action, state.reward, *flags, state.obs, *totals)
 
     loop = jax.jit(lambda carry: lax.scan(step, carry, length=NUM_STEPS))
     return functools.partial(loop, (state, jax.random.key(1)))
@@ -198,12 +198,12 @@ def run_peer(peer: Peer, num_envs: int) -> Program:
         done = terminated | truncated
         total, length = total + reward.reshape(num_envs, -1)[:, 0], length + 1
         row = obs, action, reward, terminated, truncated, successor, total, length
-        figures = jnp.where(done, 0.0, total), jnp.where(done, 0, length)
-        return (state, figures, key), row
+        totals = jnp.where(done, 0.0, total), jnp.where(done, 0, length)
+        return (state, totals, key), row
 
-    figures = jnp.zeros(num_envs), jnp.zeros(num_envs, jnp.int32)
+    totals = jnp.zeros(num_envs), jnp.zeros(num_envs, jnp.int32)
     reset_keys = jax.random.split(jax.random.key(0), num_envs)
-    start = jax.jit(jax.vmap(peer.reset))(reset_keys), figures, jax.random.key(1)
+    start = jax.jit(jax.vmap(peer.reset))(reset_keys), totals, jax.random.key(1)
     loop = jax.jit(lambda carry: lax.scan(step, carry, length=NUM_STEPS))
     return functools.partial(loop, start)
 
@@ -220,11 +220,11 @@ def run_ours(env_id: str, num_envs: int, mask_fn: Callable | None) -> Program:
     @jax.jit
     def run(carry: rollout.Carry) -> Any:
         carry, t = collector.collect_steps(carry, None, NUM_STEPS)
-        flags, figures = (
+        flags, totals = (
             (t.terminated, t.truncated),
             (t.episode_return, t.episode_length),
         )
-        return carry, (t.obs, t.action, t.reward, *flags, t.next_obs, *figures)
+        return carry, (t.obs, t.action, t.reward, *flags, t.next_obs, *totals)
 
     return functools.partial(run, collector.init(jax.random.key(0)))
 
@@ -246,8 +246,8 @@ def run_game(env_id: str, num_envs: int) -> Program:
         successor = t.next_obs["players"]["observation"][:, :, 0]
         flags, info = (t.terminated, t.truncated), t.info.agents
         action = t.action["players"], info.reward
-        figures = info.agent_return, t.episode_length
-        return carry, (obs, *action, *flags, successor, *figures)
+        totals = info.agent_return, t.episode_length
+        return carry, (obs, *action, *flags, successor, *totals)
 
     return functools.partial(run, collector.init(jax.random.key(0)))
 

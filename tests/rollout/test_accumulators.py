@@ -1,4 +1,4 @@
-"""Figures of one's own: per episode, over windows, in episodes and statistics."""
+"""Custom accumulators: per episode, over windows, in episodes and statistics."""
 
 import jax
 import jax.numpy as jnp
@@ -46,21 +46,21 @@ def discounted(length):
     return sum(n * GAMMA ** (n - 1) for n in range(1, int(length) + 1))
 
 
-def test_figures_of_every_row_are_those_of_its_episode_so_far():
+def test_values_of_every_row_are_those_of_its_episode_so_far():
     collector = make_collector()
     carry, first = collector.collect_steps(collector.init(jax.random.key(0)), None, 13)
     carry, second = collector.collect_steps(carry, None, 12)
     trajectory = jax.tree.map(lambda *x: jnp.concatenate(x), first, second)
-    figures, length = trajectory.accumulated, np.asarray(trajectory.episode_length)
+    accumulated, length = trajectory.accumulated, np.asarray(trajectory.episode_length)
     expected = np.vectorize(discounted)(length)
-    np.testing.assert_allclose(figures["discounted"], expected, rtol=1e-6)
-    np.testing.assert_array_equal(figures["best"]["highest"], length)
-    np.testing.assert_array_equal(figures["visits"].sum(-1), length)
+    np.testing.assert_allclose(accumulated["discounted"], expected, rtol=1e-6)
+    np.testing.assert_array_equal(accumulated["best"]["highest"], length)
+    np.testing.assert_array_equal(accumulated["visits"].sum(-1), length)
     assert trajectory.done.sum() > 2 * B
 
 
 @pytest.mark.slow
-def test_figures_change_nothing_else():
+def test_accumulators_change_nothing_else():
     plain, own = make_collector({}), make_collector()
     for collector in (plain, own):
         assert hash(collector.accumulators) == hash(collector.accumulators)
@@ -77,15 +77,15 @@ def test_figures_change_nothing_else():
 
 
 @pytest.mark.slow
-def test_episodes_have_the_figures_of_their_last_step():
+def test_episodes_have_the_values_of_their_last_step():
     collector = make_collector()
     carry = collector.init(jax.random.key(1))
     for play in ("collect_episodes", "collect_episodes_per_env"):
         carry, episodes = getattr(collector, play)(carry, None, 4, max_steps=6)
-        figures, length = episodes.accumulated, np.asarray(episodes.episode_length)
+        accumulated, length = episodes.accumulated, np.asarray(episodes.episode_length)
         expected = np.vectorize(discounted)(length)
-        np.testing.assert_allclose(figures["discounted"], expected, rtol=1e-6)
-        np.testing.assert_array_equal(figures["visits"].sum(-1), length)
+        np.testing.assert_allclose(accumulated["discounted"], expected, rtol=1e-6)
+        np.testing.assert_array_equal(accumulated["visits"].sum(-1), length)
         stats = rollout.summarize(episodes)
         mean = stats.accumulated["best/highest"].mean
         np.testing.assert_allclose(mean, length.mean(), rtol=1e-6)
@@ -95,15 +95,15 @@ def test_episodes_have_the_figures_of_their_last_step():
 
 
 @pytest.mark.slow
-def test_stream_counts_the_figures_of_all_batches():
+def test_stream_counts_the_values_of_all_batches():
     stream = rollout.Stream(
         make_collector(), key=jax.random.key(2), steps_per_batch=7, total_steps=70
     )
     highest, length = [], []
     for batch in stream:
         ended = np.asarray(batch.trajectory.done & batch.trajectory.mask)
-        figures = batch.trajectory.accumulated
-        highest += figures["best"]["highest"][ended].tolist()
+        accumulated = batch.trajectory.accumulated
+        highest += accumulated["best"]["highest"][ended].tolist()
         length += batch.trajectory.episode_length[ended].tolist()
     assert highest == length
     assert len(length) > 5
@@ -126,7 +126,7 @@ def test_accumulator_that_changes_its_kind_is_refused():
 
 
 @pytest.mark.slow
-def test_figure_may_be_one_per_agent():
+def test_value_may_be_one_per_agent():
     """Rewards above 10 of each agent, against the trajectory's own."""
     env = envs.vectorize_agents(
         schedule(np.ones((4, 2)), [[1, 20], [11, 30], [12, 5]]), B

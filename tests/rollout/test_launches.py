@@ -1,6 +1,6 @@
 """What programs launch on an H100, and where they wait: upper bounds.
 
-The figures come from `tests/benchmarks/accelerators.py`. The programs are compiled for
+The numbers come from `tests/benchmarks/accelerators.py`. The programs are compiled for
 a GPU that is absent, with the extra `accelerators`, and skipped without it.
 """
 

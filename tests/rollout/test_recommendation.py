@@ -128,14 +128,14 @@ def test_metrics_are_those_of_all_episodes_in_a_plain_loop(collectors, played):
         users = rows.obs["user"][0]
         episodes = [MODEL.play(SCORES, int(user), setting) for user in users]
         wanted = metrics(episodes, NUM_ITEMS, *tables)
-        for figure, value in wanted.items():
-            np.testing.assert_allclose(getattr(stats[name], figure), value, rtol=1e-5)
+        for metric, value in wanted.items():
+            np.testing.assert_allclose(getattr(stats[name], metric), value, rtol=1e-5)
         lengths = [len(played.item) for played in episodes]
         assert stats[name].episodes.length_mean == np.float32(np.mean(lengths))
         assert stats[name].episodes.num_episodes == NUM_EPISODES
 
 
-def test_what_is_not_known_of_items_is_no_figure(collectors):
+def test_metric_without_its_table_is_none(collectors):
     one = {"FB": collectors["FB"]}
     stats = rollout.recommendation.evaluate_settings(one, jax.random.key(0), SCORES, 3)
     assert stats["FB"].diversity is stats["FB"].novelty is None

@@ -159,6 +159,6 @@ def test_statistics_do_not_promote_silently():
     _, trajectory = collect("count")
     with jax.numpy_dtype_promotion("strict"):
         stats = rollout.summarize(trajectory)
-        figures = jax.jit(lambda x: (x.return_std, x.return_ci_low))(stats)
+        values = jax.jit(lambda x: (x.return_std, x.return_ci_low))(stats)
     want = rollout.summarize(trajectory)
-    assert jax.tree.map(float, figures) == (want.return_std, want.return_ci_low)
+    assert jax.tree.map(float, values) == (want.return_std, want.return_ci_low)

@@ -65,10 +65,10 @@ def test_batches_are_those_of_the_kernel(options):
         assert_same(batches[0].stats, batches[1].stats)
         assert batches[0].steps == batches[1].steps
         assert batches[0].warmup_steps == batches[1].warmup_steps
-    figures = [rollout.log_stats(stream.stats._asdict()) for stream in streams]
+    values = [rollout.log_stats(stream.stats._asdict()) for stream in streams]
     for name in ("collect_seconds", "steps_per_second"):
-        figures[0].pop(name), figures[1].pop(name)
-    assert figures[0] == pytest.approx(figures[1], nan_ok=True)
+        values[0].pop(name), values[1].pop(name)
+    assert values[0] == pytest.approx(values[1], nan_ok=True)
     for stream in streams:
         stream.close()
 
