@@ -87,7 +87,7 @@ def save(
         }
         manager.save(step, args=args.Composite(**parts))
     if jax.process_index() == 0:
-        _forget(Path(path), [*found, step][:-keep])
+        _delete_old(Path(path), [*found, step][:-keep])
     return True
 
 
@@ -125,8 +125,8 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
     for want, got in itertools.zip_longest(wanted, manifest, fillvalue={}):
         if not want or want != {name: got.get(name) for name in want}:
             raise ValueError(
-                f"`like` must have the leaves that were saved: {_say(got)}, got "
-                f"{_say(want)}."
+                f"`like` must have the leaves that were saved: {_text(got)}, got "
+                f"{_text(want)}."
             )
     return _unflatten(saved, like)
 
@@ -191,7 +191,7 @@ def _number(found: list[int], step: int | None, every: int) -> int:
     return checks.count("step", step, least=lowest, most=None)
 
 
-def _forget(path: Path, old: list[int]) -> None:
+def _delete_old(path: Path, old: list[int]) -> None:
     """Deletes checkpoints, and the half-written ones of killed processes.
 
     Each is first renamed to a half-written one: a kill while its files are deleted must
@@ -312,7 +312,7 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _say(leaf: dict[str, Any]) -> str:
+def _text(leaf: dict[str, Any]) -> str:
     if not leaf:
         return "no more"
     return f"{leaf['path'] or 'the root'} {leaf['dtype']}{leaf['shape']}"

@@ -135,10 +135,10 @@ def play(
             over=row.done,
             table=_write_results(run.table, plan.first, run.index, row, cut),
             values=_write_values(run.values, run.index, row),
-            **_hand_out(plan, run, row.done, mask, sharding, min_steps),
+            **_assign_next(plan, run, row.done, mask, sharding, min_steps),
         )
 
-    run = _before_the_first(plan, carry, acc, sharding)
+    run = _initial_run(plan, carry, acc, sharding)
     run = blocks.steps_while(lambda run: run.num_over < run.num_wanted, step, run)
     everywhere = jnp.ones((setup.env.num_envs,), bool)
     end = transition.restart(setup, run.carry, everywhere, plan.after)
@@ -174,7 +174,7 @@ def pad(
     return keys.blank(row, carry.key, (max_length, num_episodes), skip=1), write
 
 
-def _before_the_first(plan: Plan, carry: Carry, acc: Any, sharding: Any) -> _Run:
+def _initial_run(plan: Plan, carry: Carry, acc: Any, sharding: Any) -> _Run:
     """Makes the state before the first step, which starts an episode in every lane."""
     num_parts = sharding.num_devices if sharding else 1
 
@@ -198,7 +198,7 @@ def _before_the_first(plan: Plan, carry: Carry, acc: Any, sharding: Any) -> _Run
     )
 
 
-def _hand_out(
+def _assign_next(
     plan: Plan,
     run: _Run,
     done: jax.Array,
@@ -279,14 +279,14 @@ def _write_values(table: ArrayTree, index: jax.Array, row: Transition) -> ArrayT
 
 
 def _write(
-    table: jax.Array, index: jax.Array, done: jax.Array, rows: jax.Array
+    table: jax.Array, index: jax.Array, done: jax.Array, new: jax.Array
 ) -> jax.Array:
     """Writes the results of the lanes where `done` into the table of their device."""
     num_parts, num_episodes = table.shape[:2]
     # Idle lanes, whose index is N or more, write out of bounds, which is dropped.
     where = jnp.where(done, index, num_episodes)
     return jax.vmap(lambda old, where, new: old.at[where].set(new, mode="drop"))(
-        table, _parts(where, num_parts), _parts(rows, num_parts)
+        table, _parts(where, num_parts), _parts(new, num_parts)
     )
 
 

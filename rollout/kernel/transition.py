@@ -110,7 +110,7 @@ def step(
     start = next_episodes(setup.env, stepped, roots)
     fresh = restart(setup, stepped, over, start)
     if active is not None:
-        fresh = _stand_still(active, carry, stepped, fresh)
+        fresh = _restore_inactive(active, carry, stepped, fresh)
     return fresh, transition
 
 
@@ -431,7 +431,9 @@ def accumulate(
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), updated)
 
 
-def _stand_still(active: jax.Array, old: Carry, stepped: Carry, fresh: Carry) -> Carry:
+def _restore_inactive(
+    active: jax.Array, old: Carry, stepped: Carry, fresh: Carry
+) -> Carry:
     """Restores the lanes that are not `active`."""
     paths = zip(
         jax.tree.leaves(old.env_state),

@@ -119,7 +119,7 @@ def test_accumulator_that_changes_its_kind_is_refused():
     wrong = rollout.Accumulator(zeros, lambda x, t: (x + t.reward).astype(jnp.int32))
     collector = make_collector({"wrong": wrong})
     carry = collector.init(jax.random.key(0))
-    with pytest.raises(ValueError, match="The accumulator `wrong` must return the kind"):
+    with pytest.raises(ValueError, match="The accumulator `wrong` must return"):
         collector.step(carry, None)
     with pytest.raises(ValueError, match="`accumulators` must map names to"):
         make_collector({"wrong": lambda x, t: x})
