@@ -100,7 +100,7 @@ class _Run(struct.PyTreeNode, kw_only=True):
     num_over: jax.Array  # () int32, of the episodes that count
     num_wanted: jax.Array  # () int32, episodes to play
     table: jax.Array  # [D, N, 3] int32, results of the episodes over on each device
-    values: ArrayTree  # [D, N, ...], its return and accumulated values
+    values: ArrayTree  # [D, N, ...], their returns and accumulated values
     num_steps: jax.Array  # () int32, counted with `min_steps`
 
 
