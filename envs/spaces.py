@@ -451,6 +451,11 @@ def space_of(tree: ArrayTree) -> AnySpace:
     return Dict(boxes) if type(boxes) is dict else Composite(boxes)
 
 
+def narrow(dtype: Any) -> np.dtype:
+    """The dtype with at most 32 bits, as jax has it unless told otherwise."""
+    return jnp.dtype(_NARROW.get(str(jnp.dtype(dtype)), dtype))
+
+
 def _box_of(x: jax.ShapeDtypeStruct) -> Box:
     if jnp.issubdtype(x.dtype, jnp.bool_):
         low, high = 0, 1
@@ -475,13 +480,8 @@ def _tuples(x: int | list) -> int | tuple:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
-def _narrow(dtype: Any) -> np.dtype:
-    """The dtype with at most 32 bits."""
-    return jnp.dtype(_NARROW.get(str(jnp.dtype(dtype)), dtype))
-
-
 def _to_box(space: Any) -> Box:
-    dtype, low, high = _narrow(space.dtype), space.low, space.high
+    dtype, low, high = narrow(space.dtype), space.low, space.high
     # JaxMARL's Hanabi has a number for a shape.
     shape = tuple(int(size) for size in np.atleast_1d(space.shape))
     if dtype != space.dtype:
@@ -498,7 +498,7 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
 
 def _to_discrete(space: Any) -> Discrete:
     start = int(getattr(space, "start", 0))
-    return Discrete(int(space.n), _narrow(space.dtype), start)
+    return Discrete(int(space.n), narrow(space.dtype), start)
 
 
 def _to_multi_discrete(space: Any) -> MultiDiscrete:
@@ -506,11 +506,11 @@ def _to_multi_discrete(space: Any) -> MultiDiscrete:
     sizes = getattr(space, "nvec", None)
     sizes = np.asarray(space.num_categories if sizes is None else sizes)
     start = np.asarray(getattr(space, "start", 0))
-    return MultiDiscrete(sizes, _narrow(space.dtype), start)
+    return MultiDiscrete(sizes, narrow(space.dtype), start)
 
 
 def _to_multi_binary(space: Any) -> MultiBinary:
-    return MultiBinary(tuple(space.shape), _narrow(space.dtype))
+    return MultiBinary(tuple(space.shape), narrow(space.dtype))
 
 
 _KINDS: dict[str, Any] = {

@@ -7,16 +7,16 @@ because they run in every step.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from envs import checks
 from envs.host.types import HostStep
-from envs.spaces import Box, Dict, Tuple, as_space
+from envs.spaces import Dict, Tuple, as_space, narrow, space_of
 from envs.types import AnySpace, ArrayTree
 
 WriteFn = Callable[[int, Any], None]
 
-_NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32"}
 _NUMBERS = frozenset({float, int, np.float32, np.float64})
 _FLAGS = frozenset({bool, np.bool_})
 
@@ -105,21 +105,16 @@ def with_info(space: AnySpace, observe_info: Mapping[str, Any] | None) -> AnySpa
 
 
 def space_like(example: Any) -> AnySpace:
-    """The space of everything of the shape and dtype of an example; trees of dicts."""
+    """The space of the shapes and dtypes of an example, in numbers of 32 bits."""
     if isinstance(example, Mapping):
         return Dict({name: space_like(part) for name, part in example.items()})
     example = np.asarray(example)
-    dtype: np.dtype = np.dtype(_NARROW.get(str(example.dtype), example.dtype))
-    if dtype.kind not in "biuf":
+    if example.dtype.kind not in "biuf":
         raise ValueError(
             "`observe_info` and `record_info` must map keys of `info` to examples, "
             f"numbers or arrays, got {example.dtype}."
         )
-    if dtype.kind == "b":
-        return Box(False, True, example.shape, dtype)
-    if dtype.kind == "f":
-        return Box(-np.inf, np.inf, example.shape, dtype)
-    return Box(np.iinfo(dtype).min, np.iinfo(dtype).max, example.shape, dtype)
+    return space_of(jax.ShapeDtypeStruct(example.shape, narrow(example.dtype)))
 
 
 def pick(tree: ArrayTree, index: Any) -> ArrayTree:
