@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from envs import checks
+from envs.extras import load
 from envs.host.rows import narrowed
 from envs.host.types import AsyncHostVectorEnv, HostStep, HostVectorEnv
 from envs.spaces import as_space
@@ -60,8 +61,9 @@ def from_envpool(
             an id only.
 
     Raises:
-        ValueError: if EnvPool is not installed, there is no such id, an option does not
-            fit, there is no such info, or the environment has several players.
+        ModuleNotFoundError: if EnvPool is not installed.
+        ValueError: if there is no such id, an option does not fit, there is no such
+            info, or the environment has several players.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gymnasium's, of the bounds of its spaces
@@ -247,17 +249,10 @@ def _make(
         raise ValueError(
             f"`batch_size` must be at most `num_envs`, got {batch_size} and {num_envs}."
         )
-    try:
-        import envpool
-    except ImportError as error:
-        raise ValueError(
-            'envpool is not installed: pip install ".[envpool]"'
-        ) from error
+    envpool = load("envpool")
     counts = {"num_envs": num_envs, "batch_size": batch_size, "seed": seed}
     try:
-        # Where EnvPool is not installed a checker takes this module for it.
-        make = envpool.make  # pyright: ignore[reportAttributeAccessIssue]
-        return make(env_id, env_type="gymnasium", **counts, **options)
+        return envpool.make(env_id, env_type="gymnasium", **counts, **options)
     except (AssertionError, TypeError) as error:
         raise ValueError(f"{env_id} cannot be made: {error}") from error
 

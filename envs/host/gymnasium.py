@@ -4,13 +4,13 @@ gymnasium is imported only when a function here is called.
 """
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from envs import checks
+from envs.extras import load
 from envs.host import checks as host_checks
 from envs.host.local import LocalEnvs
 from envs.host.rows import make_layout, narrowed
@@ -52,11 +52,11 @@ def from_gymnasium(
 
     Raises:
         EnvFault: if an environment could not be made.
-        ImportError: if gymnasium is not installed.
+        ModuleNotFoundError: if gymnasium is not installed.
         ValueError: if `env` or `num_envs` is none of these, if an autoreset mode is
             another one, or a space has no arrays.
     """
-    gymnasium = _import()
+    gymnasium = load("gymnasium")
     info = {"observe_info": observe_info, "record_info": record_info}
     if isinstance(env, gymnasium.vector.VectorEnv):
         if num_envs is not None or options:
@@ -189,15 +189,6 @@ class _VectorEnv:
         return self._obs
 
 
-def _import() -> Any:
-    try:
-        return importlib.import_module("gymnasium")
-    except ImportError as error:
-        raise ImportError(
-            'gymnasium is not installed: pip install ".[gymnasium]"'
-        ) from error
-
-
 def _mode(env: Any) -> str:
     """DISABLED or NEXT_STEP."""
     mode = (env.metadata or {}).get("autoreset_mode")
@@ -215,7 +206,7 @@ def _mode(env: Any) -> str:
 
 def _seeds_each(env: Any) -> bool:
     """Tells whether `reset` takes a list of seeds; others take one for all."""
-    vector = _import().vector
+    vector = load("gymnasium").vector
     return isinstance(env.unwrapped, vector.SyncVectorEnv | vector.AsyncVectorEnv)
 
 
