@@ -6,7 +6,7 @@ they are called for; `spaces` converts their spaces; `simulated` is a JAX enviro
 that answers after a latency, for tests and teaching. `probe` looks for what new
 environments get wrong, and `guard` for observations that no policy should see.
 
-Below them: `rows` has the arrays that environments write to, `checks` the checks of
+Below them: `arrays` has the memory that environments write to, `checks` the checks of
 requests, `claims` who stepped environments last, `states` what a checkpoint saves,
 `faults` exceptions on their way between processes; `worker` is a worker process, `crew`
 all of them as the main process sees them, `memory` what they share.

@@ -14,7 +14,7 @@ import numpy as np
 
 from envs import checks
 from envs.extras import load
-from envs.host.rows import narrowed
+from envs.host.arrays import narrowed
 from envs.host.types import AsyncHostVectorEnv, HostStep, HostVectorEnv
 from envs.spaces import as_space
 from envs.types import AnySpace, ArrayTree

@@ -12,8 +12,8 @@ import numpy as np
 from envs import checks
 from envs.extras import load
 from envs.host import checks as host_checks
+from envs.host.arrays import make_layout, narrowed
 from envs.host.local import LocalEnvs
-from envs.host.rows import make_layout, narrowed
 from envs.host.spaces import batched_action
 from envs.host.types import HostStep, HostVectorEnv
 from envs.spaces import Dict, Tuple
@@ -100,11 +100,11 @@ class _VectorEnv:
         spaces = env.single_observation_space, env.single_action_space
         self._layout = make_layout(spaces, observe_info, record_info)
         self._batch = batched_action(spaces[1])
-        rows = self._layout.make(self.num_envs, np.zeros)
-        self._info, self._observes = rows.info, bool(observe_info)
+        arrays = self._layout.make(self.num_envs, np.zeros)
+        self._info, self._observes = arrays.info, bool(observe_info)
         own = self.observation_space
         if self._observes:
-            self._shown, own = rows.obs["info"], own.spaces["obs"]
+            self._shown, own = arrays.obs["info"], own.spaces["obs"]
         self._cast = _caster(own)
         self._fine = np.zeros(self.num_envs, bool)
         self._every = ~self._fine
@@ -146,8 +146,8 @@ class _VectorEnv:
             if np.count_nonzero(self._ended):
                 mask = ~self._ended
             self._ended = terminated | truncated
-        for key, rows in self._info.items():
-            _read(rows, info, key)
+        for key, arrays in self._info.items():
+            _read(arrays, info, key)
         return HostStep(
             obs=self._observe(obs, info, self._every),
             reward=np.asarray(reward).astype(np.float32, copy=False),
@@ -175,11 +175,11 @@ class _VectorEnv:
     def _observe(
         self, obs: ArrayTree, info: Mapping[str, Any], mask: np.ndarray
     ) -> ArrayTree:
-        """Casts an observation, and puts the rows of info next to it."""
+        """Casts an observation, and puts the arrays of info next to it."""
         self._obs = self._cast(obs)
         if self._observes:
-            for key, rows in self._shown.items():
-                missing = np.flatnonzero(mask & ~_read(rows, info, key, mask))
+            for key, arrays in self._shown.items():
+                missing = np.flatnonzero(mask & ~_read(arrays, info, key, mask))
                 if missing.size:
                     raise ValueError(
                         f"`observe_info` must name what is in every `info`, got none "
@@ -222,43 +222,43 @@ def _caster(space: AnySpace) -> Callable[[Any], ArrayTree]:
 
 
 def _read(
-    rows: ArrayTree,
+    arrays: ArrayTree,
     info: Mapping[str, Any],
     key: str,
     mask: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Copies one key of a vector environment's info, and tells which rows have it.
+    """Copies one key of a vector environment's info; returns `[E]` bool, who has it.
 
-    Without a `mask` the rows that do not have it become zero.
+    Without a `mask` the slots of the others become zero.
     """
-    first = next(iter(_leaves(rows)))
+    first = next(iter(_leaves(arrays)))
     have = np.zeros(len(first), bool)
     if key in info:
         have = np.asarray(info.get(f"_{key}", ~have))
     if mask is None:
-        for leaf in _leaves(rows):
+        for leaf in _leaves(arrays):
             leaf[~have] = 0
     else:
         have = have & mask
     if have.any():
-        _copy(rows, info[key], have, key)
+        _copy(arrays, info[key], have, key)
     return have
 
 
-def _copy(rows: ArrayTree, values: Any, have: np.ndarray, name: str) -> None:
-    if isinstance(rows, dict):
-        for key, part in rows.items():
+def _copy(arrays: ArrayTree, values: Any, have: np.ndarray, name: str) -> None:
+    if isinstance(arrays, dict):
+        for key, part in arrays.items():
             _copy(part, values[key], have, f"{name}.{key}")
         return
     values = np.asarray(values)[have]
     if values.dtype == object:  # gymnasium's way with what it does not know
         values = np.stack([np.asarray(value) for value in values])
-    if values.shape[1:] != rows.shape[1:]:
+    if values.shape[1:] != arrays.shape[1:]:
         raise ValueError(
-            f"`info` must have the shape {rows.shape[1:]} of its example in {name!r}, "
-            f"got {values.shape[1:]}."
+            f"`info` must have the shape {arrays.shape[1:]} of its example in "
+            f"{name!r}, got {values.shape[1:]}."
         )
-    rows[have] = narrowed(values, rows.dtype, f"info[{name!r}]")
+    arrays[have] = narrowed(values, arrays.dtype, f"info[{name!r}]")
 
 
 def _leaves(tree: ArrayTree) -> list[np.ndarray]:

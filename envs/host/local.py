@@ -9,8 +9,8 @@ import numpy as np
 
 from envs import checks as counts
 from envs.host import checks, states
-from envs.host.rows import (
-    Rows,
+from envs.host.arrays import (
+    StepArrays,
     answer,
     answer_all,
     flag,
@@ -87,14 +87,14 @@ class LocalEnvs:
         """Space of one environment's action."""
         return self.layout.action_space
 
-    def place(self, rows: Rows) -> None:
+    def place(self, arrays: StepArrays) -> None:
         """Writes to these arrays from now on."""
-        self._rows, self._reward = rows, rows.reward
-        self._terminated, self._truncated = rows.terminated, rows.truncated
-        self._write = writer(self.layout.observation_space, rows.obs, "obs")
+        self._arrays, self._reward = arrays, arrays.reward
+        self._terminated, self._truncated = arrays.terminated, arrays.truncated
+        self._write = writer(self.layout.observation_space, arrays.obs, "obs")
         spaces = self.layout.info.spaces
         self._records = [
-            (key, writer(space, rows.info[key], f"info[{key!r}]"))
+            (key, writer(space, arrays.info[key], f"info[{key!r}]"))
             for key, space in spaces.items()
         ]
         self._blank = pick(self.layout.make(1, np.zeros).info, 0)
@@ -123,7 +123,7 @@ class LocalEnvs:
         causes = {at: self._broken[at] for at in which if at in self._broken}
         if causes:
             raise EnvFault(causes)
-        return self._rows.obs
+        return self._arrays.obs
 
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[E, ...]`, and resets none."""
@@ -134,7 +134,7 @@ class LocalEnvs:
         checks.length("action", actions, self.num_envs)
         for at, one in enumerate(actions):
             self.advance(at, one)
-        return answer_all(self._rows, self._broken)
+        return answer_all(self._arrays, self._broken)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Takes a step in some environments, at once.
@@ -168,7 +168,7 @@ class LocalEnvs:
         del timeout  # unused
         checks.num_ready(num_ready, len(self._answered))
         answered = [self._answered.popleft() for _ in range(num_ready)]
-        return answer(self._rows, answered)
+        return answer(self._arrays, answered)
 
     def rebuild(self, mask: np.ndarray) -> None:
         """Makes some environments anew; each must be reset before its next step.
@@ -235,7 +235,7 @@ class LocalEnvs:
             if env is not old:
                 _close(old)
             self._use(at, env)
-        put(self._rows.obs, slice(None), obs)
+        put(self._arrays.obs, slice(None), obs)
         return True
 
     def close(self) -> None:
@@ -284,7 +284,7 @@ class LocalEnvs:
             if key in info:
                 write(at, info[key])
             else:
-                put(self._rows.info[key], at, self._blank[key])
+                put(self._arrays.info[key], at, self._blank[key])
 
     def _reset_one(self, at: int, seed: int) -> None:
         try:

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from envs.host.rows import Layout, Rows
+from envs.host.arrays import Layout, StepArrays
 
 _ALIGN = 64  # bytes, a cache line
 
 
 def new(layout: Layout, num_envs: int) -> int:
-    """Makes a file for the rows of `num_envs` environments; returns its descriptor."""
+    """Makes a file for arrays of `num_envs` environments; returns its descriptor."""
     places = _Places(None)
     layout.make(num_envs, places.take)
     if hasattr(os, "memfd_create"):
@@ -30,8 +30,8 @@ def new(layout: Layout, num_envs: int) -> int:
     return descriptor
 
 
-def rows(layout: Layout, num_envs: int, descriptor: int) -> Rows:
-    """The rows in such a file; it stays mapped as long as one of the arrays lives."""
+def arrays(layout: Layout, num_envs: int, descriptor: int) -> StepArrays:
+    """Maps such a file; it stays mapped as long as one of the arrays lives."""
     memory = mmap.mmap(descriptor, 0)
     return layout.make(num_envs, _Places(memory).take)
 

@@ -83,7 +83,7 @@ class _Simulated:
         self._num_sent = 0
         self._under_way = []  # (when it answers, how many were sent before, env_id)
         shapes = jax.eval_shape(_first_step, env, np.zeros(self.num_envs, np.uint32))
-        self._rows = keys.blank(shapes, jax.random.key(0))  # lanes, what they answer
+        self._state = keys.blank(shapes, jax.random.key(0))  # lanes, what they answer
 
     @property
     def observation_space(self) -> AnySpace:
@@ -95,15 +95,15 @@ class _Simulated:
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         self._under_way = [item for item in self._under_way if not mask[item[-1]]]
-        lanes, answers = self._rows
+        lanes, answers = self._state
         lanes = _reset(self._env, lanes, seeds, mask)
-        self._rows = lanes, answers
+        self._state = lanes, answers
         return jax.device_get(lanes.obs)
 
     def step(self, action: ArrayTree) -> HostStep:
         self.send(action, np.arange(self.num_envs))
         self.receive(self.num_envs)
-        return jax.device_get(self._rows[1])
+        return jax.device_get(self._state[1])
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         env_id = np.asarray(env_id, np.int32)
@@ -118,13 +118,13 @@ class _Simulated:
             self._num_steps[number] += 1
             self._num_sent += 1
 
-        def spread(x: np.ndarray) -> np.ndarray:
-            rows = np.zeros((self.num_envs, *np.shape(x)[1:]), x.dtype)
-            rows[env_id] = x
-            return rows
+        def scatter(x: np.ndarray) -> np.ndarray:
+            whole = np.zeros((self.num_envs, *np.shape(x)[1:]), x.dtype)
+            whole[env_id] = x
+            return whole
 
         sent = np.isin(np.arange(self.num_envs), env_id)
-        self._rows = _step(self._env, self._rows, jax.tree.map(spread, action), sent)
+        self._state = _step(self._env, self._state, jax.tree.map(scatter, action), sent)
 
     def receive(
         self, num_ready: int, timeout: float | None = None
@@ -143,12 +143,12 @@ class _Simulated:
         self._under_way = rest
         self.now = max(self.now, when)
         env_id = np.array([number for _, _, number in first], np.int32)
-        return jax.tree.map(lambda x: np.asarray(x)[env_id], self._rows[1]), env_id
+        return jax.tree.map(lambda x: np.asarray(x)[env_id], self._state[1]), env_id
 
     def save(self, *, allow_pickle: bool = False) -> list[bytes] | None:
         if not allow_pickle:  # the generators have no other form
             return None
-        leaves = jax.device_get(jax.tree.leaves(keys.words(self._rows)))
+        leaves = jax.device_get(jax.tree.leaves(keys.words(self._state)))
         under_way = {item[-1]: item for item in self._under_way}
         states = (
             ([x[i] for x in leaves], rng, under_way.get(i), self._num_steps[i])
@@ -159,15 +159,15 @@ class _Simulated:
     def load(
         self, saved: list[bytes], obs: ArrayTree, *, allow_pickle: bool = False
     ) -> bool:
-        del obs  # unused: the rows have it
+        del obs  # unused: the lanes have it
         if not allow_pickle:
             return False
         now, num_sent, leaves, rngs, under_way, num_steps = zip(
             *map(pickle.loads, saved), strict=True
         )
-        leaves = [jnp.stack(rows) for rows in zip(*leaves, strict=True)]
-        words = jax.tree.unflatten(jax.tree.structure(keys.words(self._rows)), leaves)
-        self._rows = keys.like(words, self._rows)
+        leaves = [jnp.stack(parts) for parts in zip(*leaves, strict=True)]
+        words = jax.tree.unflatten(jax.tree.structure(keys.words(self._state)), leaves)
+        self._state = keys.like(words, self._state)
         self.now, self._num_sent = now[0], num_sent[0]
         self._rngs, self._num_steps = list(rngs), list(num_steps)
         self._under_way = [item for item in under_way if item is not None]
@@ -225,9 +225,9 @@ def _reset(env: VectorEnv, lanes: _Lanes, seeds: jax.Array, mask: jax.Array) -> 
 @jax.jit
 def _step(
     env: VectorEnv,
-    rows: tuple[_Lanes, HostStep],
+    now: tuple[_Lanes, HostStep],
     action: ArrayTree,
     sent: jax.Array,
 ) -> tuple[_Lanes, HostStep]:
-    lanes, _ = rows
-    return keys.select(sent, _advance(env, lanes, action), rows)
+    lanes, _ = now
+    return keys.select(sent, _advance(env, lanes, action), now)

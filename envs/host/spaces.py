@@ -57,27 +57,27 @@ def split_action(space: Any) -> Callable[[ArrayTree], Sequence[Any]]:
         A function to a list of `E` actions, as `Env.step` takes them: a scalar of
         NumPy for `Discrete`, arrays of the dtype of the space, a dict, a tuple.
     """
-    batch, rows = batched_action(space), _rows(space)
-    return lambda action: rows(batch(action))
+    batch, unstack = batched_action(space), _unstack(space)
+    return lambda action: unstack(batch(action))
 
 
-def _rows(space: Any) -> Callable[[Any], list[Any]]:
+def _unstack(space: Any) -> Callable[[Any], list[Any]]:
     kind = as_space(space)
     if isinstance(kind, Dict):
-        parts = {name: _rows(part) for name, part in space.spaces.items()}
+        parts = {name: _unstack(part) for name, part in space.spaces.items()}
 
         def dicts(action: Mapping[str, Any]) -> list[Any]:
             columns = [fn(action[name]) for name, fn in parts.items()]
             return [
-                dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)
+                dict(zip(parts, one, strict=True)) for one in zip(*columns, strict=True)
             ]
 
         return dicts
     if isinstance(kind, Tuple):
-        fns = [_rows(part) for part in space.spaces]
+        fns = [_unstack(part) for part in space.spaces]
         return lambda action: list(
             zip(*(fn(part) for fn, part in zip(fns, action, strict=True)), strict=True)
         )
     if kind.shape == () and not isinstance(kind, Discrete):
-        return lambda action: [np.asarray(row) for row in action]
+        return lambda action: [np.asarray(one) for one in action]
     return list

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from envs.host import faults, memory
+from envs.host.arrays import StepArrays, pick
 from envs.host.local import LocalEnvs
-from envs.host.rows import Rows, pick
 from envs.host.spaces import split_action
 from envs.host.types import EnvFault
 from envs.types import ArrayTree
@@ -81,21 +81,21 @@ class _Worker:
         return True
 
     def share(self, place: tuple[int, int]) -> None:
-        """Moves the rows to the memory whose descriptor comes after this message."""
+        """Moves the arrays to the memory whose descriptor comes after this message."""
         first, total = place
         descriptor = reduction.recv_handle(self._pipe)
-        rows = memory.rows(self._envs.layout, total, descriptor)
+        arrays = memory.arrays(self._envs.layout, total, descriptor)
         os.close(descriptor)
         mine = slice(first, first + self._envs.num_envs)
-        self._rows = Rows(*(pick(part, mine) for part in rows))
-        self._envs.place(self._rows)
+        self._arrays = StepArrays(*(pick(part, mine) for part in arrays))
+        self._envs.place(self._arrays)
 
     def step(self, _: None) -> dict[int, bytes]:
-        self._envs.step(self._rows.action)
+        self._envs.step(self._arrays.action)
         return self._causes()
 
     def send(self, numbers: list[int]) -> None:
-        actions = self._split(pick(self._rows.action, np.asarray(numbers)))
+        actions = self._split(pick(self._arrays.action, np.asarray(numbers)))
         for at, action in zip(numbers, actions, strict=True):
             cause = self._envs.advance(at, action)
             self._told |= set() if cause is None else {at}

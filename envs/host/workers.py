@@ -15,8 +15,8 @@ import numpy as np
 
 from envs import checks as counts
 from envs.host import checks, faults, memory, states, worker
+from envs.host.arrays import answer, answer_all, make_layout, pick, put
 from envs.host.crew import Crew, Link, preload
-from envs.host.rows import answer, answer_all, make_layout, pick, put
 from envs.host.types import EnvFault, HostStep
 from envs.types import AnySpace, ArrayTree
 
@@ -87,7 +87,7 @@ class WorkerEnvs:
 
     It can `rebuild`, also those of a worker that is gone, and `save`. What it returns
     lies in memory that the workers write to. While environments are under way, their
-    rows of what `reset` returns may change.
+    observations in what `reset` returned may change.
     """
 
     def __init__(
@@ -154,18 +154,18 @@ class WorkerEnvs:
             self._gather(asked)
             self._forget(which)
             self._raise(which)
-            return self._rows.obs
+            return self._arrays.obs
 
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[E, ...]`, and resets none."""
         checks.all_idle("step", self._under_way)
         with self._crew as crew:
             alive = self._alive(range(self.num_envs))
-            put(self._rows.action, slice(None), action, "action")
+            put(self._arrays.action, slice(None), action, "action")
             for link in alive:
                 crew.ask(link, "step")
             self._gather(alive)
-            return answer_all(self._rows, crew.broken)
+            return answer_all(self._arrays, crew.broken)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Begins a step in some environments.
@@ -177,7 +177,7 @@ class WorkerEnvs:
         ids = checks.env_ids(env_id, self.num_envs)
         checks.idle(ids, self._under_way)
         with self._crew as crew:
-            put(self._rows.action, np.asarray(ids, np.intp), action, "action")
+            put(self._arrays.action, np.asarray(ids, np.intp), action, "action")
             groups: dict[Link, list[int]] = {}
             self._under_way.update(ids)
             for at in ids:
@@ -220,7 +220,7 @@ class WorkerEnvs:
                     )
             first = [crew.answered.popleft() for _ in range(num_ready)]
             self._under_way.difference_update(at for at, _ in first)
-            return answer(self._rows, first)
+            return answer(self._arrays, first)
 
     def rebuild(self, mask: np.ndarray) -> None:
         """Makes some environments anew; each must be reset before its next step.
@@ -304,7 +304,7 @@ class WorkerEnvs:
         self._crew.close()
 
     def _begin(self) -> None:
-        """Starts every worker, and makes the rows once their kind is known."""
+        """Starts every worker, and makes the arrays once their layout is known."""
         if self._context.get_start_method() == "forkserver":
             preload(self._context)
         spaces = self._launch(self._crew.links, range(self.num_envs))
@@ -315,7 +315,7 @@ class WorkerEnvs:
         self._spaces, self._layout = first, make_layout(first, **self._info)
         self._memory = memory.new(self._layout, self.num_envs)
         weakref.finalize(self, os.close, self._memory)
-        self._rows = memory.rows(self._layout, self.num_envs, self._memory)
+        self._arrays = memory.arrays(self._layout, self.num_envs, self._memory)
         self._share(self._crew.links)
 
     def _start(self, links: Collection[Link], anew: Collection[int]) -> None:

@@ -1,4 +1,4 @@
-"""The arrays that host environments write to, one row each.
+"""The arrays that host environments write to, one slot for each environment.
 
 Observations are trees of dicts and tuples. The functions here walk them without jax,
 because they run in every step.
@@ -21,7 +21,7 @@ _NUMBERS = frozenset({float, int, np.float32, np.float64})
 _FLAGS = frozenset({bool, np.bool_})
 
 
-class Rows(NamedTuple):
+class StepArrays(NamedTuple):
     """Memory for the answers of `E` environments and for their actions."""
 
     obs: ArrayTree  # [E, ...]
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Of what kind the rows are."""
+    """The spaces that decide the structure, shapes and dtypes of `StepArrays`."""
 
     observation_space: AnySpace
     action_space: AnySpace
@@ -41,9 +41,9 @@ class Layout(NamedTuple):
 
     def make(
         self, num_envs: int, empty: Callable[[tuple[int, ...], Any], np.ndarray]
-    ) -> Rows:
+    ) -> StepArrays:
         """Makes the arrays with `empty(shape, dtype)`."""
-        return Rows(
+        return StepArrays(
             obs=_arrays(self.observation_space, num_envs, empty),
             reward=empty((num_envs,), np.dtype(np.float32)),
             terminated=empty((num_envs,), np.dtype(bool)),
@@ -58,54 +58,54 @@ def make_layout(
     observe_info: Mapping[str, Any] | None,
     record_info: Mapping[str, Any] | None,
 ) -> Layout:
-    """The kinds of rows of environments with these spaces of Gymnasium."""
+    """Makes the layout of environments with these spaces, in Gymnasium's terms."""
     obs, action = map(as_space, spaces)
     return Layout(with_info(obs, observe_info), action, space_like(record_info or {}))
 
 
-def answer_all(rows: Rows, broken: Mapping[int, BaseException]) -> HostStep:
-    """Answers of all environments; views of their memory, apart from `faulty`."""
-    faulty = np.zeros(len(rows.reward), bool)
+def answer_all(arrays: StepArrays, broken: Mapping[int, BaseException]) -> HostStep:
+    """Returns the step of all environments: views of their memory, except `faulty`."""
+    faulty = np.zeros(len(arrays.reward), bool)
     if broken:
         faulty[list(broken)] = True
     return HostStep(
-        obs=rows.obs,
-        reward=rows.reward,
-        terminated=rows.terminated,
-        truncated=rows.truncated,
+        obs=arrays.obs,
+        reward=arrays.reward,
+        terminated=arrays.terminated,
+        truncated=arrays.truncated,
         faulty=faulty,
-        info=rows.info,
+        info=arrays.info,
         causes=dict(broken),
     )
 
 
 def answer(
-    rows: Rows, answered: Sequence[tuple[int, BaseException | None]]
+    arrays: StepArrays, answered: Sequence[tuple[int, BaseException | None]]
 ) -> tuple[HostStep, np.ndarray]:
-    """Answers of some environments with their faults, and which they are."""
+    """Returns the step of the environments that answered, and their numbers."""
     ids = np.asarray([number for number, _ in answered], np.int32)
     causes = {number: cause for number, cause in answered if cause is not None}
     step = HostStep(
-        obs=pick(rows.obs, ids),
-        reward=rows.reward[ids],
-        terminated=rows.terminated[ids],
-        truncated=rows.truncated[ids],
+        obs=pick(arrays.obs, ids),
+        reward=arrays.reward[ids],
+        terminated=arrays.terminated[ids],
+        truncated=arrays.truncated[ids],
         faulty=np.asarray([cause is not None for _, cause in answered]),
-        info=pick(rows.info, ids),
+        info=pick(arrays.info, ids),
         causes=causes,
     )
     return step, ids
 
 
 def with_info(space: AnySpace, observe_info: Mapping[str, Any] | None) -> AnySpace:
-    """The space of observations that have a part of `info` next to them."""
+    """Returns the space of observations with keys of `info` next to them."""
     if not observe_info:
         return space
     return Dict({"obs": space, "info": space_like(observe_info)})
 
 
 def space_like(example: Any) -> AnySpace:
-    """The space of the shapes and dtypes of an example, in numbers of 32 bits."""
+    """Returns the space of an example's shapes and dtypes, in numbers of 32 bits."""
     if isinstance(example, Mapping):
         return Dict({name: space_like(part) for name, part in example.items()})
     example = np.asarray(example)
@@ -118,7 +118,7 @@ def space_like(example: Any) -> AnySpace:
 
 
 def pick(tree: ArrayTree, index: Any) -> ArrayTree:
-    """Rows of every array; views, if `index` is a number or a slice."""
+    """Indexes every array; the results are views if `index` is a number or a slice."""
     if isinstance(tree, dict):
         return {name: pick(part, index) for name, part in tree.items()}
     if isinstance(tree, tuple):
@@ -127,7 +127,7 @@ def pick(tree: ArrayTree, index: Any) -> ArrayTree:
 
 
 def put(tree: ArrayTree, index: Any, values: ArrayTree, name: str = "values") -> None:
-    """Writes rows of every array, and refuses those of another shape."""
+    """Writes `values` to slots of every array; raises if their shapes differ."""
     if isinstance(tree, dict):
         for key, part in tree.items():
             put(part, index, values[key], name)
@@ -143,11 +143,11 @@ def put(tree: ArrayTree, index: Any, values: ArrayTree, name: str = "values") ->
         tree[index] = values
 
 
-def writer(space: AnySpace, rows: ArrayTree, name: str) -> WriteFn:
-    """Makes a function that writes one element to its row, or raises if it is none."""
+def writer(space: AnySpace, arrays: ArrayTree, name: str) -> WriteFn:
+    """Makes a function that writes one element to a slot, or raises if it is none."""
     if isinstance(space, Dict):
         parts = {
-            key: writer(part, rows[key], f"{name}[{key!r}]")
+            key: writer(part, arrays[key], f"{name}[{key!r}]")
             for key, part in space.spaces.items()
         }
 
@@ -160,7 +160,7 @@ def writer(space: AnySpace, rows: ArrayTree, name: str) -> WriteFn:
         return write_dict
     if isinstance(space, Tuple):
         fns = [
-            writer(part, rows[at], f"{name}[{at}]")
+            writer(part, arrays[at], f"{name}[{at}]")
             for at, part in enumerate(space.spaces)
         ]
 
@@ -169,11 +169,11 @@ def writer(space: AnySpace, rows: ArrayTree, name: str) -> WriteFn:
                 write(number, part)
 
         return write_tuple
-    return _leaf_writer(rows, name)
+    return _leaf_writer(arrays, name)
 
 
 def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
-    """Casts to the dtype of a space; refuses integers that it does not hold."""
+    """Casts to the dtype of a space; raises if it does not hold an integer."""
     if values.dtype == dtype:
         return values
     if not np.can_cast(values.dtype, dtype, "same_kind"):
@@ -190,7 +190,7 @@ def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
 
 
 def number(value: Any) -> Any:
-    """Checks that a reward is a number."""
+    """Returns a reward; raises if it is not a number."""
     if type(value) in _NUMBERS:
         return value
     array = np.asarray(value)
@@ -200,7 +200,7 @@ def number(value: Any) -> Any:
 
 
 def flag(name: str, value: Any) -> Any:
-    """Checks that a flag is a bool."""
+    """Returns a flag; raises if it is not a bool."""
     if type(value) in _FLAGS:
         return value
     array = np.asarray(value)
@@ -209,8 +209,8 @@ def flag(name: str, value: Any) -> Any:
     return array
 
 
-def _leaf_writer(rows: np.ndarray, name: str) -> WriteFn:
-    shape, dtype = rows.shape[1:], rows.dtype
+def _leaf_writer(arrays: np.ndarray, name: str) -> WriteFn:
+    shape, dtype = arrays.shape[1:], arrays.dtype
 
     def write(number: int, value: Any) -> None:
         if type(value) is not np.ndarray:
@@ -219,7 +219,7 @@ def _leaf_writer(rows: np.ndarray, name: str) -> WriteFn:
             raise ValueError(f"{name} must have shape {shape}, got {value.shape}")
         if value.dtype != dtype:
             value = narrowed(value, dtype, name)
-        rows[number] = value
+        arrays[number] = value
 
     return write
 
