@@ -1,4 +1,4 @@
-"""`probe`: what environments on the host get wrong, by name."""
+"""`probe`: plays host environments and reports, by name, what they get wrong."""
 
 import contextlib
 import warnings
@@ -23,8 +23,8 @@ class Finding(NamedTuple):
     """One thing that environments get wrong; it prints as `name: message`.
 
     Attributes:
-        name: what it is about, one of those that `probe` lists.
-        message: what was met, and where.
+        name: one of those that `probe` lists.
+        message: what is wrong, and where it showed.
     """
 
     name: str
@@ -37,35 +37,35 @@ class Finding(NamedTuple):
 def probe(
     env: HostVectorEnv, *, num_steps: int = 200, seed: int = 0
 ) -> tuple[Finding, ...]:
-    r"""Looks for what new environments get wrong.
+    r"""Looks for common mistakes of new environments.
 
         print(*rollout.probe(env), sep="\n")
 
-    It plays random actions several times over, and raises nothing of what it meets: an
-    exception is a finding, too. The names of findings:
+    It plays random actions several times over. An exception of the environments is a
+    finding too, and is not raised. The names of findings:
 
     - `observation_space`, `action_space`: its elements are not arrays of one kind.
-    - `raises`: a call raised. `fault`: an environment failed, as one of Gymnasium's
-      kind does whose flag is no bool, or whose observation has another shape.
-    - `step`, `obs`, `reward`, `terminated`, `truncated`, `faulty`, `mask`, `info`: of
-      another structure, shape or dtype than `HostStep` has it, or than at the first
-      step; an observation outside of its space, a reward that is not finite.
+    - `raises`: a call raised. `fault`: an environment failed, for instance because a
+      flag is no bool, or an observation has another shape than its space.
+    - `step`, `obs`, `reward`, `terminated`, `truncated`, `faulty`, `mask`, `info`: its
+      structure, shape or dtype is not that of `HostStep`, or differs from the first
+      step; an observation is outside its space; a reward is not finite.
     - `action`: `step` writes to it.
-    - `reset`: that of some environments changes observations of the others.
-    - `rows`: environments share memory or state, so that one depends on the others.
-    - `seed`: the same one gives another episode; or others give the same one, which is
-      right only where nothing is random.
-    - `ending`: there was none; or an environment plays on after its end, as one does
-      that resets itself: `obs` at an ending is then no true successor.
+    - `reset`: resetting some environments changes observations of the others.
+    - `shared`: environments share memory or state, so one depends on the others.
+    - `seed`: the same seed starts another episode; or other seeds start the same one,
+      which is right only where nothing is random.
+    - `ending`: no episode ended; or an environment plays on after its end, for instance
+      because it resets itself: `obs` at an ending is then no true successor.
 
     Args:
-        env: `E` environments, left wherever they are in the end: use them for nothing
-            else. With one alone nothing is known of `reset` and `rows`.
-        num_steps: steps of each time, at least 1.
-        seed: what actions and seeds are drawn from, at least 0.
+        env: `E` environments, left in any state: use them for nothing else. One
+            environment alone cannot show `reset` and `shared`.
+        num_steps: steps of each pass, at least 1.
+        seed: of the actions and of the seeds of episodes, at least 0.
 
     Returns:
-        The first finding of each name, as they were met; empty if all is well.
+        The first finding of each name, in the order found; empty if there are none.
 
     Raises:
         ValueError: if `env` is no `HostVectorEnv`, or an option is not as above.
@@ -73,7 +73,7 @@ def probe(
     checks.kind_of_env(env, is_host=True)
     num_steps = checks.count("num_steps", num_steps)
     seed = checks.count("seed", seed, least=0, most=None)
-    claim(env, new_user())  # the carry of a collector is worth nothing afterwards
+    claim(env, new_user())  # no carry of a collector is valid after this
     probing = _Probe(env, np.random.default_rng(seed))
     with contextlib.suppress(_Stop):
         probing.run(num_steps)
@@ -88,12 +88,12 @@ class _Plan(NamedTuple):
     """Inputs for the environments over `T` steps."""
 
     action: ArrayTree  # [T, E, ...]
-    seeds: np.ndarray  # [T + 1, E] uint32, of the episodes of each
-    cut: np.ndarray  # [T, E] bool, whose episode is cut short after the step
+    seeds: np.ndarray  # [T + 1, E] uint32, of each environment's episodes in turn
+    cut: np.ndarray  # [T, E] bool, True where the episode is cut short after the step
 
 
 class _Probe:
-    """Plays, checks what is returned, and keeps the first finding of each name."""
+    """Plays, checks every answer, and keeps the first finding of each name."""
 
     def __init__(self, env: HostVectorEnv, rng: np.random.Generator) -> None:
         self.found: dict[str, str] = {}
@@ -107,28 +107,28 @@ class _Probe:
         }
 
     def run(self, num_steps: int) -> None:
-        """Plays the same twice, then with other seeds, then with other companions."""
+        """Plays a plan twice, then with other seeds, then beside others."""
         self._learn_spaces()
         plan = self._plan(num_steps)
-        rows, over = self._play(plan)
+        sums, over = self._play(plan)
         again, _ = self._play(plan)
-        if (again != rows).any():
-            t, at = np.argwhere(again != rows)[0]
-            what = f"the same one gives environment {at} another episode"
+        if (again != sums).any():
+            t, at = np.argwhere(again != sums)[0]
+            what = f"the same one starts another episode of environment {at}"
             self._report("seed", f"{what}, after {t} steps")
         else:
-            self._check_other_seeds(plan, rows)
-            self._check_companions(plan, rows[:, 0])
+            self._check_other_seeds(plan, sums)
+            self._check_independence(plan, sums[:, 0])
         self._check_ending(plan, over)
 
-    def _check_other_seeds(self, plan: _Plan, rows: np.ndarray) -> None:
+    def _check_other_seeds(self, plan: _Plan, sums: np.ndarray) -> None:
         others, _ = self._play(plan._replace(seeds=self._seeds(len(plan.cut))))
-        if (others == rows).all():
-            what = "others give the same episodes: right if nothing is random"
+        if (others == sums).all():
+            what = "others start the same episodes: right if nothing is random"
             self._report("seed", what)
 
-    def _check_companions(self, plan: _Plan, rows: np.ndarray) -> None:
-        """Gives all but environment 0 other seeds and actions, and cuts them short."""
+    def _check_independence(self, plan: _Plan, sums: np.ndarray) -> None:
+        """Changes seeds and actions of all but environment 0, and cuts them short."""
         seeds, cut = self._seeds(len(plan.cut)), plan.cut.copy()
         seeds[:, 0] = plan.seeds[:, 0]
         cut[_CUT_EVERY - 1 :: _CUT_EVERY, 1:] = True
@@ -139,15 +139,15 @@ class _Probe:
             return other
 
         others, _ = self._play(_Plan(jax.tree.map(shift, plan.action), seeds, cut))
-        if (others[:, 0] != rows).any():
-            t = np.argmax(others[:, 0] != rows)
-            what = "environment 0 depends on what the others are given"
-            self._report("rows", f"{what}, after {t} steps")
+        if (others[:, 0] != sums).any():
+            t = np.argmax(others[:, 0] != sums)
+            what = "environment 0 depends on the seeds and actions of the others"
+            self._report("shared", f"{what}, after {t} steps")
 
     def _check_ending(self, plan: _Plan, over: np.ndarray) -> None:
         """Plays to the first ending, and one step more."""
         if not over.any():
-            what = f"there was none in {len(over)} steps: take more `num_steps`"
+            what = f"no episode ended in {len(over)} steps: take more `num_steps`"
             return self._report("ending", what)
         last = int(over.any(axis=1).argmax())
         self._play(plan._replace(cut=plan.cut[:last]))
@@ -155,9 +155,9 @@ class _Probe:
         ended = step.terminated | step.truncated
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it is what they may warn of
+                warnings.simplefilter("ignore")  # they may warn of a step after the end
                 step = self._env.step(_row(plan.action, last))
-        except Exception:  # as it should
+        except Exception:  # right after an end
             return None
         goes_on = ended & ~(step.terminated | step.truncated | step.faulty)
         if step.mask is not None:  # False where it reset itself, and says so
@@ -168,16 +168,16 @@ class _Probe:
             self._report("ending", f"{what}; {hint}")
 
     def _play(self, plan: _Plan) -> tuple[np.ndarray, np.ndarray]:
-        """Plays, and looks at everything.
+        """Plays one plan, and checks every answer.
 
         Returns:
-            `[T + 1, E]` uint32, checksums of what the first reset and each step gave;
-            and `[T, E]` bool, where an episode ended.
+            `[T + 1, E]` uint32, checksums of the first reset and of each step; and
+            `[T, E]` bool, True where an episode ended.
         """
         lanes = np.arange(self._env.num_envs)
         number, endings = np.zeros_like(lanes), []
         obs = self._reset(plan.seeds[0], self._everywhere, None, 0)
-        rows = [_checksums(obs)]
+        sums = [_checksums(obs)]
         for t, cut in enumerate(plan.cut):
             step, seen = self._step(plan, t)
             obs, over = seen[0], step.terminated | step.truncated
@@ -185,9 +185,9 @@ class _Probe:
             if (over | cut).any():
                 number += over | cut
                 obs = self._reset(plan.seeds[number, lanes], over | cut, obs, t + 1)
-            rows.append(_checksums((seen, obs)))
+            sums.append(_checksums((seen, obs)))
         self._when = ""
-        return np.stack(rows), np.array(endings).reshape(plan.cut.shape)
+        return np.stack(sums), np.array(endings).reshape(plan.cut.shape)
 
     def _step(self, plan: _Plan, t: int) -> tuple[HostStep, tuple]:
         """Takes a step; returns it, and copies of its fields."""
@@ -198,7 +198,7 @@ class _Probe:
             what = type(step).__name__
             self._stop("step", f"it must return an `envs.host.HostStep`, got {what}")
         if "info" not in self._kinds:
-            self._kinds["info"] = jax.tree.map(self._rows_like, step.info)
+            self._kinds["info"] = jax.tree.map(self._kind_of, step.info)
         names = set(self._kinds) - ({"mask"} if step.mask is None else set())
         self._look_at_kinds({name: getattr(step, name) for name in names})
         for at, cause in step.causes.items():
@@ -207,7 +207,7 @@ class _Probe:
             self._report("reward", f"it must be finite, got {step.reward}")
         pairs = zip(*map(jax.tree.leaves, (action, plan.action)), strict=True)
         if any((now != given[t]).any() for now, given in pairs):
-            self._report("action", "`step` must leave it as it is")
+            self._report("action", "`step` must not write to it")
         fields = step.obs, step.reward, step.terminated, step.truncated
         self._look_at(step.obs)
         return step, jax.tree.map(np.array, fields)
@@ -215,7 +215,7 @@ class _Probe:
     def _reset(
         self, seeds: np.ndarray, mask: np.ndarray, before: ArrayTree, t: int
     ) -> ArrayTree:
-        """Resets those where `mask`; the others must be as they were `before`."""
+        """Resets where `mask`; all others must still have the observations `before`."""
         self._when = f"at a reset after {t} steps"
         obs = self._call(self._env.reset, seeds, mask.copy())
         self._look_at_kinds({"obs": obs})
@@ -223,21 +223,21 @@ class _Probe:
         if not mask.all():
             changed = (_checksums(obs) != _checksums(before)) & ~mask
             if changed.any():
-                what = "that of others changes the observation of environment"
+                what = "a reset of others changes the observation of environment"
                 self._report("reset", f"{what} {changed.argmax()}")
         return jax.tree.map(np.array, obs)
 
     def _look_at(self, obs: ArrayTree) -> None:
         bad = self._guard.find(obs)
         if bad is not None:
-            what = "is not finite, or outside of its space"
+            what = "must be finite and in its space"
             self._report("obs", f"that of environment {bad.argmax()} {what}")
         leaves = [x for x in jax.tree.leaves(obs) if len(x) > 1 and x.size]
         if any(x.strides[0] == 0 for x in leaves):
-            self._report("rows", "those of `obs` lie in the same memory")
+            self._report("shared", "observations of all lie in the same memory")
 
     def _look_at_kinds(self, fields: dict[str, ArrayTree]) -> None:
-        """Reports leaves of another kind, and stops if there are any."""
+        """Reports leaves of another shape or dtype, and stops if there are any."""
         wrong = {x: _difference(self._kinds[x], fields[x]) for x in sorted(fields)}
         for name, message in wrong.items():
             if message:
@@ -246,13 +246,13 @@ class _Probe:
             raise _Stop
 
     def _learn_spaces(self) -> None:
-        """Learns what observations are like, and that actions can be drawn."""
+        """Reads both spaces, and the shapes and dtypes of observations."""
         keys = jax.random.split(jax.random.key(0), self._env.num_envs)
         for name in ("action_space", "observation_space"):
             try:
                 space = self._spaces[name] = as_space(getattr(self._env, name), name)
                 with warnings.catch_warnings():
-                    warnings.simplefilter("error")  # of 64 bits, which jax has not
+                    warnings.simplefilter("error")  # jax warns of 64 bits
                     self._kinds["obs"] = jax.eval_shape(jax.vmap(space.sample), keys)
                 self._guard = Guard(space)
             except Exception as error:
@@ -272,13 +272,13 @@ class _Probe:
         shape = num_steps + 1, self._env.num_envs
         return self._rng.integers(2**32, size=shape, dtype=np.uint32)
 
-    def _rows_like(self, leaf: Any) -> jax.ShapeDtypeStruct:
+    def _kind_of(self, leaf: Any) -> jax.ShapeDtypeStruct:
         leaf = np.asarray(leaf)
         shape = self._env.num_envs, *leaf.shape[1:]
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Calls the environments; what they raise is found."""
+        """Calls the environments; reports an exception and stops."""
         try:
             return fn(*args)
         except EnvFault as fault:
@@ -300,7 +300,7 @@ def _row(tree: ArrayTree, t: int) -> ArrayTree:
 
 
 def _difference(kind: ArrayTree, got: ArrayTree) -> str | None:
-    """Describes how a tree differs from its kind."""
+    """Describes how a tree differs from the shapes and dtypes it must have."""
     structures = jax.tree.structure(kind), jax.tree.structure(got)
     if structures[0] != structures[1]:
         return f"it must have the structure {structures[0]}, got {structures[1]}"
@@ -311,11 +311,11 @@ def _difference(kind: ArrayTree, got: ArrayTree) -> str | None:
 
 
 def _checksums(tree: ArrayTree) -> np.ndarray:
-    """`[E]` uint32, of the rows of a tree."""
+    """Returns `[E]` uint32, one checksum for each environment of a tree."""
     leaves = [np.ascontiguousarray(x) for x in jax.tree.leaves(tree)]
     sums = [0] * len(leaves[0])
     for leaf in leaves:
-        sums = [zlib.crc32(row, old) for row, old in zip(leaf, sums, strict=True)]
+        sums = [zlib.crc32(one, old) for one, old in zip(leaf, sums, strict=True)]
     return np.array(sums, np.uint32)
 
 

@@ -112,7 +112,7 @@ BROKEN = {
     "mask": with_step(mask=lambda step: [True, True, True]),
     "action": Greedy,
     "reset": Neighbours,
-    "rows": OneReward,
+    "shared": OneReward,
     "ending": Restless,
 }
 
@@ -146,7 +146,7 @@ def test_finding_prints_as_its_name_and_what_was_met():
 
 @pytest.mark.parametrize(
     ("env_class", "what"),
-    [(Unseeded, "the same one gives environment"), (Deaf, "others give the same")],
+    [(Unseeded, "the same one starts another"), (Deaf, "others start the same")],
 )
 def test_seed_that_does_not_decide_the_episode_is_found(env_class, what):
     (finding,) = rollout.probe(env_class(2), num_steps=40)
@@ -163,13 +163,13 @@ def test_info_that_changes_is_found():
     assert finding.message.endswith("at step 2")
 
 
-def test_rows_in_the_same_memory_are_found():
+def test_observations_in_the_same_memory_are_found():
     class OneRow(Toy):
         def change(self, step):
             return step._replace(obs=np.broadcast_to(step.obs[:1], step.obs.shape))
 
-    assert "rows" in names(OneRow(3), num_steps=9)
-    assert "rows" not in names(OneRow(1), num_steps=9)
+    assert "shared" in names(OneRow(3), num_steps=9)
+    assert "shared" not in names(OneRow(1), num_steps=9)
 
 
 def test_numbers_that_are_not_finite_or_outside_are_found():
@@ -239,7 +239,7 @@ class Shared(Gym):
         ({"flag": staticmethod(int)}, "fault", "terminated must be a bool, got int"),
         ({"reward": np.ones(1)}, "fault", "reward must be a number"),
         ({"obs": np.zeros(3, np.float32)}, "fault", "obs must have shape (2,)"),
-        ({"obs": np.full(2, 99.0, np.float32)}, "obs", "outside of its space"),
+        ({"obs": np.full(2, 99.0, np.float32)}, "obs", "finite and in its space"),
         ({"obs": np.zeros(2, np.complex64)}, "fault", "obs must have dtype float32"),
     ],
 )
@@ -251,7 +251,7 @@ def test_fault_of_an_environment_of_gymnasium_is_named(change, name, what):
 
 
 def test_environments_with_one_state_for_all_are_found():
-    assert "rows" in names(envs.from_gymnasium(Shared, 3))
+    assert "shared" in names(envs.from_gymnasium(Shared, 3))
     assert names(envs.from_gymnasium(Gym, 3)) == []
 
 
