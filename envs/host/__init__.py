@@ -1,15 +1,17 @@
-"""Environments that are not JAX, seen through one contract.
+"""Environments that are not JAX, behind one contract.
 
-`types` has the contracts; `local` steps environments in this process and `workers` in
-others; `gymnasium` and `envpool` adapt those packages, which are imported only when
-they are called for; `spaces` converts their spaces; `simulated` is a JAX environment
-that answers after a latency, for tests and teaching. `probe` looks for what new
-environments get wrong, and `guard` for observations that no policy should see.
-
-Below them: `arrays` has the memory that environments write to, `checks` the checks of
-requests, `claims` who stepped environments last, `states` what a checkpoint saves,
-`faults` exceptions on their way between processes; `worker` is a worker process, `crew`
-all of them as the main process sees them, `memory` what they share.
+- `types`: the contracts `HostVectorEnv` and `AsyncHostVectorEnv`.
+- `local` steps environments in this process; `workers` steps them in other processes:
+  `worker` is one such process, `crew` starts, asks and ends all of them, `memory` is
+  the memory that they share.
+- `gymnasium` and `envpool` adapt those packages, and import them when first used;
+  `spaces` converts actions for them.
+- `probe` looks for mistakes of new environments; `guard` finds observations that are
+  not finite or not in their space.
+- `simulated`: a JAX environment that answers after a latency, for tests and teaching.
+- Shared by these: `arrays`, the arrays that environments write to; `checks` of
+  requests; `claims`, who stepped an environment last; `states`, an environment as
+  bytes; `faults`, exceptions as bytes.
 """
 
 from envs.host.types import AsyncHostVectorEnv, EnvFault, HostStep, HostVectorEnv

@@ -1,4 +1,4 @@
-"""Checks of requests to host environments."""
+"""Checks the arguments of `reset`, `step`, `send` and the other requests."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -9,23 +9,23 @@ from envs import checks
 
 
 def closed(is_closed: bool) -> None:
-    """Raises for a request to environments after `close`."""
+    """Raises if environments are used after `close`."""
     if is_closed:
         raise ValueError("`env` must be open, got one after `close`.")
 
 
 def idle(which: Collection[int], under_way: Collection[int]) -> None:
-    """Checks that none of these environments is under way."""
+    """Raises if one of these environments is under way."""
     busy = sorted(set(which) & set(under_way))
     if busy:
         raise ValueError(
-            f"`env_id` and `mask` must leave out what is under way, got {busy[0]}: "
-            "`receive` it first."
+            "`env_id` and `mask` must leave out environments that are under way, got "
+            f"{busy[0]}: `receive` it first."
         )
 
 
 def all_idle(name: str, under_way: Collection[int]) -> None:
-    """Raises for a request to every environment while some are under way."""
+    """Raises if an environment is under way when all are needed."""
     if under_way:
         raise ValueError(
             f"`{name}` must be called with no environment under way, got "
@@ -34,7 +34,7 @@ def all_idle(name: str, under_way: Collection[int]) -> None:
 
 
 def env_ids(env_id: Any, num_envs: int) -> list[int]:
-    """Checks that numbers are of environments, each at most once."""
+    """Returns `[R]` numbers of environments; raises unless each occurs once at most."""
     ids = np.asarray(env_id)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
@@ -49,32 +49,32 @@ def env_ids(env_id: Any, num_envs: int) -> list[int]:
 
 
 def num_ready(value: Any, under_way: int) -> None:
-    """Raises if more environments are awaited than can answer."""
+    """Raises if more answers are awaited than environments are under way."""
     checks.count("num_ready", value)
     if value > under_way:
         raise ValueError(
-            f"`num_ready` must be at most as many as are under way, {under_way}, got "
-            f"{value}."
+            "`num_ready` must be at most the number under way, "
+            f"{under_way}, got {value}."
         )
 
 
 def length(name: str, values: Sequence[Any], num_envs: int) -> None:
-    """Checks the number of rows."""
+    """Raises unless there is one value for each environment."""
     if len(values) != num_envs:
         raise ValueError(
-            f"`{name}` must have one row for each of {num_envs} environments, got "
+            f"`{name}` must have one entry for each of {num_envs} environments, got "
             f"{len(values)}."
         )
 
 
 def reset(seeds: Any, mask: Any, num_envs: int) -> list[int]:
-    """Checks seeds and a mask; returns the environments to reset."""
+    """Checks seeds and a mask; returns the numbers of the environments to reset."""
     length("seeds", seeds, num_envs)
     return masked(mask, num_envs)
 
 
 def masked(mask: Any, num_envs: int) -> list[int]:
-    """Checks a mask of at least one environment; returns their numbers."""
+    """Checks a mask; returns the numbers of its environments, at least one."""
     mask = np.asarray(mask)
     which = mask.nonzero()[0].tolist() if mask.shape == (num_envs,) else []
     if not which or mask.dtype != bool:
@@ -85,7 +85,7 @@ def masked(mask: Any, num_envs: int) -> list[int]:
 
 
 def same_spaces(first: tuple[Any, Any], other: tuple[Any, Any], number: int) -> None:
-    """Checks that an environment has the spaces of the first."""
+    """Raises if an environment has other spaces than the first one."""
     for kind, a, b in zip(("observation", "action"), first, other, strict=True):
         if a != b:
             raise ValueError(

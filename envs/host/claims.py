@@ -1,22 +1,22 @@
-"""Notes who stepped environments last, so that nobody goes on in another's episode."""
+"""Notes who stepped environments last, so that none goes on in another's episode."""
 
 import itertools
 from typing import Any
 
-_LAST: dict[int, int] = {}  # by the id of the environments, the number of the user
+_LAST: dict[int, int] = {}  # id of the environments -> number of their user
 _NUMBERS = itertools.count(1)
 
 
 def new_user() -> int:
-    """A number that no other user of environments in this process has."""
+    """Returns a number that no other user of environments in this process has."""
     return next(_NUMBERS)
 
 
 def claim(env: Any, user: int) -> None:
-    """Notes that the episodes of these environments are this user's from now on."""
+    """Notes that the episodes of these environments belong to this user from now on."""
     _LAST[id(env)] = user
 
 
 def is_claimed(env: Any, user: int) -> bool:
-    """Tells whether nobody else has claimed them since this user did."""
+    """Returns whether this user was the last to claim them."""
     return _LAST.get(id(env)) == user

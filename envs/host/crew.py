@@ -1,4 +1,4 @@
-"""Worker processes: what they are asked, what they answer, and when one is lost."""
+"""Starts worker processes, asks them, gathers their answers, and ends lost ones."""
 
 import collections
 import contextlib
@@ -23,15 +23,15 @@ class Link:
     """One worker process, as the main process sees it.
 
     Attributes:
-        number: which worker it is.
-        ids: which environments it has.
+        number: of the worker, from 0.
+        ids: numbers of its environments.
         process: None if it is lost, or was not started yet.
-        pipe: None likewise.
-        owed: how many answers it owes; the last one is kept.
-        answer: what it answered last.
-        under_way: environments that it was sent and that have not answered.
-        since: since when it could have answered; None if it may take any time.
-        is_torn: whether it is not ready, or a message was begun and not finished.
+        pipe: None if it is lost, or was not started yet.
+        owed: how many answers it owes; only the last one is kept.
+        answer: its last answer.
+        under_way: numbers of its environments that were sent and have not answered.
+        since: when its time for the next answer began; None if it may take any time.
+        is_torn: True while it is not ready, or a message was begun and not finished.
     """
 
     number: int
@@ -53,22 +53,22 @@ class Link:
 
     @property
     def busy(self) -> bool:
-        """Tells whether it owes an answer."""
+        """Whether it owes an answer."""
         return self.owed > 0 or bool(self.under_way)
 
 
 class Crew:
     """All worker processes.
 
-    Every request stands in a `with` block of it. Where an interrupt cuts a request
-    short, nobody knows who was asked and who has answered; the next one begins by
-    waiting until no answer is left.
+    Every request stands in a `with` block of the crew. If an interrupt cuts a request
+    short, nobody knows which workers were asked and which have answered; the next
+    request first waits until no worker owes an answer.
 
     Attributes:
-        links: one for each.
-        answered: environments that were sent and answered, the first one first, each
-            with its fault.
-        broken: of each environment that is faulty, why.
+        links: one for each worker.
+        answered: numbers of environments that were sent and have answered, in the order
+            of their answers, each with its fault or None.
+        broken: the cause of each faulty environment, by its number.
     """
 
     def __init__(self, groups: Iterable[range], timeout: float | None) -> None:
@@ -91,13 +91,13 @@ class Crew:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # What is no `Exception` came from outside, at any line.
+        # An interrupt is no `Exception`; it comes from outside, at any line.
         self._is_torn = kind is not None and not issubclass(kind, Exception)
 
     def start(self, link: Link, context: Any, target: Callable, args: tuple) -> None:
         """Starts a process; it owes an answer, and may take any time for it.
 
-        It stays torn until it was made ready.
+        The caller resets `is_torn` once the process is ready.
         """
         link.is_torn = True
         link.pipe, theirs = context.Pipe()
@@ -110,7 +110,7 @@ class Crew:
         self._selector.register(link.pipe, selectors.EVENT_READ, link)
 
     def ask(self, link: Link, command: str, argument: Any = None) -> None:
-        """Tells a process what to do, for which it owes an answer; `send` has none."""
+        """Sends a command; the process owes an answer, except to `send`."""
         if not link.busy:
             link.since = time.monotonic()
         if command == "send":
@@ -127,14 +127,14 @@ class Crew:
             link.is_torn = was_torn
 
     def gather(self, links: Iterable[Link]) -> list[tuple[Link, Any]]:
-        """Waits until none of them owes an answer; returns those of all not lost."""
+        """Waits until none of them owes an answer; returns those that are not lost."""
         links = list(links)
         while any(link.owed for link in links):
             self.pump()
         return [(link, link.answer) for link in links if link.pipe is not None]
 
     def pump(self, timeout: float | None = None) -> None:
-        """Waits for a message, at most `timeout` seconds; reads all that arrived."""
+        """Waits for messages, at most `timeout` seconds, and reads all that arrived."""
         for key, _ in self._selector.select(self._patience(timeout)):
             self._read(key.data)
         if self._timeout is None:
@@ -147,7 +147,7 @@ class Crew:
                 self.lose(link, TimeoutError(text))
 
     def lose(self, link: Link, cause: BaseException | None = None) -> None:
-        """Ends a process; its environments are faulty, and those under way answer."""
+        """Ends a process; its environments are faulty, those under way answer so."""
         link.is_torn = True
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(link.pipe)
@@ -184,18 +184,18 @@ class Crew:
         self._selector.close()
 
     def drop(self, numbers: Collection[int]) -> None:
-        """Drops the answers of these environments, once they have stepped."""
+        """Drops the answers of these environments, which have stepped by now."""
         kept = [item for item in self.answered if item[0] not in numbers]
         self.answered = collections.deque(kept)
 
     def _drain(self) -> None:
-        """Waits until no worker owes an answer, whatever it was asked."""
+        """Waits until no worker owes an answer to any earlier request."""
         self._token += 1
         for link in self.links:
             if link.pipe is not None and link.is_torn:
                 self.lose(link, RuntimeError(f"{link} was interrupted"))
             elif link.pipe is not None:
-                self.ask(link, "echo", self._token)  # answered after all that it owes
+                self.ask(link, "echo", self._token)  # answered last
         for link in self.links:
             while link.pipe is not None and link.answer != self._token:
                 self.pump()
@@ -220,7 +220,7 @@ class Crew:
         self.answered.append((number, cause))
 
     def _patience(self, timeout: float | None) -> float | None:
-        """Seconds until the first timeout of a worker."""
+        """Returns the seconds until `timeout` or the first timeout of a worker."""
         if self._timeout is None:
             return timeout
         now = time.monotonic()
@@ -234,9 +234,10 @@ class Crew:
 
 @functools.cache
 def preload(context: Any) -> None:
-    """Has the fork server import what every worker needs, once, if it is not running.
+    """Makes the fork server import what every worker needs, unless it already runs.
 
-    Not the modules of the functions: they may start threads, or jax's backend.
+    It does not import the modules of the functions, which may start threads or jax's
+    backend.
     """
     known = getattr(forkserver, "_forkserver", None)
     modules = list(getattr(known, "_preload_modules", None) or ["__main__"])
@@ -246,7 +247,7 @@ def preload(context: Any) -> None:
 
 
 def _end(link: Link) -> None:
-    # It may have been interrupted while it was started, or ended.
+    # An interrupt may have left it half started, or half ended.
     with contextlib.suppress(AttributeError, ValueError):
         link.process.kill()
         link.process.join()

@@ -1,8 +1,8 @@
-"""EnvPool, seen through the contracts of `types`.
+"""`from_envpool`: adapts an EnvPool to `HostVectorEnv` or `AsyncHostVectorEnv`.
 
-EnvPool resets by itself: the row after an ending is the first of the next episode. Such
-a row is no step, so `HostStep.mask` is False there. Which rows these are is told by the
-flags of the row before: EnvPool's own `elapsed_step` goes on where a life was lost.
+EnvPool resets by itself: the answer after an ending is the first observation of the
+next episode. Such an answer is no step, so `HostStep.mask` is False there. The flags of
+the answer before say where: EnvPool's `elapsed_step` goes on where a life was lost.
 """
 
 import warnings
@@ -38,23 +38,23 @@ def from_envpool(
 ) -> HostVectorEnv | AsyncHostVectorEnv:
     """Makes a `HostVectorEnv` of an EnvPool, or an asynchronous one.
 
-    EnvPool draws from generators of its own, seeded once: `reset` ignores its seeds,
-    and there is no state to save. The first `reset` is of all environments. After
-    that, one of environments that have all just ended leaves them to EnvPool, which
-    makes their next row the first of an episode; any other starts an episode at once.
-    Asynchronously that must be all of them, and answers under way are lost.
+    EnvPool seeds its generators once: `reset` ignores its seeds, and there is no state
+    to save. The first `reset` must be of all environments. A later `reset` of
+    environments whose episodes have all just ended leaves them to EnvPool, whose next
+    answer begins their episodes; any other `reset` starts episodes at once. With a
+    `batch_size` below E it must be of all environments, and drops answers under way.
 
     EnvPool hands over exactly `batch_size` answers at a time, and waits for them:
-    `num_ready` must be equal to it, and `timeout` does nothing. An ending at the time
-    limit counts as truncation only. 64-bit numbers become 32-bit ones.
+    `num_ready` must equal it, and `timeout` does nothing. An ending at the time limit
+    counts as truncation only. 64-bit numbers become 32-bit ones.
 
     Args:
-        env: an id such as "CartPole-v1", or what `envpool.make` returned for the type
-            "gymnasium", not used before, and not to be used elsewhere.
+        env: an id such as "CartPole-v1", or a new environment of `envpool.make` with
+            the type "gymnasium", which nothing else uses.
         num_envs: E; for an id only.
-        batch_size: how many answers are handed over at a time, from 1 to E, for an id
-            only; by default E. With fewer the result is an `AsyncHostVectorEnv`; its
-            `step` needs one that divides E.
+        batch_size: number of answers handed over at a time, from 1 to E; for an id
+            only, by default E. Below E the result is an `AsyncHostVectorEnv`; its
+            `step` needs a `batch_size` that divides E.
         seed: of all randomness; for an id only.
         record_info: names of EnvPool's info to keep, such as "lives".
         **options: for `envpool.make`, such as `num_threads` or `max_episode_steps`; for
@@ -62,11 +62,11 @@ def from_envpool(
 
     Raises:
         ModuleNotFoundError: if EnvPool is not installed.
-        ValueError: if there is no such id, an option does not fit, there is no such
-            info, or the environment has several players.
+        ValueError: if there is no such id or info, an option does not fit, or the
+            environment has several players.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # gymnasium's, of the bounds of its spaces
+        warnings.simplefilter("ignore")  # gymnasium warns of its own bounds
         if isinstance(env, str):
             env = _make(env, num_envs, batch_size, seed, options)
         else:
@@ -86,7 +86,7 @@ class _EnvPool:
         self._action_space = as_space(env.action_space)
         self._all = np.arange(self.num_envs, dtype=np.int32)
         self._obs = None  # [E, ...], None before the first reset
-        self._ended = np.ones(self.num_envs, bool)  # reset by EnvPool in the next row
+        self._ended = np.ones(self.num_envs, bool)  # EnvPool resets these next
 
     @property
     def observation_space(self) -> AnySpace:
@@ -97,7 +97,7 @@ class _EnvPool:
         return self._action_space
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        del seeds  # EnvPool was given one when it was made
+        del seeds  # EnvPool is seeded once, when it is made
         first = self._obs is None
         if first and not mask.all():
             raise ValueError(
@@ -121,16 +121,16 @@ class _EnvPool:
         self._env = None  # its threads end with it
 
     def _resets_itself(self, mask: np.ndarray) -> bool:
-        """Tells whether EnvPool resets all of these in their next row."""
+        """Returns whether the next answer of each of these is a reset."""
         return bool(self._ended[mask].all())
 
     def _restart(self, env_id: np.ndarray) -> None:
         """Resets these environments, `[K]` int32, at once."""
         obs, info = self._env.reset(env_id)
         if self._obs is None:
-            row = _map(lambda x: _narrow(x[0]), obs)
-            self._obs = _map(lambda x: np.stack([x] * self.num_envs), row)
-        self._obs = _map(np.array, self._obs)  # the caller may hold what it was
+            first = _map(lambda x: _narrow(x[0]), obs)
+            self._obs = _map(lambda x: np.stack([x] * self.num_envs), first)
+        self._obs = _map(np.array, self._obs)  # the caller may hold the old one
         self._write(obs, info["env_id"])
         self._ended[env_id] = False
 
@@ -141,7 +141,7 @@ class _EnvPool:
         jax.tree.map(write, self._obs, obs)
 
     def _to_step(self, answers: tuple, mask: np.ndarray) -> HostStep:
-        """Converts EnvPool's answer; `mask` is False where it is a reset."""
+        """Converts EnvPool's answer; `mask` is False where the answer is a reset."""
         obs, reward, terminated, truncated, info = answers
         return HostStep(
             obs=_map(_narrow, obs),
@@ -166,7 +166,10 @@ class _AsyncEnvPool(_EnvPool):
         env_id = np.asarray(env_id, np.int32)
         if self._under_way[env_id].any():
             busy = env_id[self._under_way[env_id]].tolist()
-            raise ValueError(f"`env_id` must not be under way, got {busy} that are.")
+            raise ValueError(
+                "`env_id` must leave out environments that are under way, got "
+                f"{busy}: `receive` them first."
+            )
         self._under_way[env_id] = True
         self._env.send(_map(np.asarray, action), env_id)
 
@@ -219,11 +222,11 @@ class _AsyncEnvPool(_EnvPool):
         self._drain()
         size = self.batch_size
         for start in range(0, self.num_envs, size):
-            # Only full batches come back: the last one resets some a second time.
+            # EnvPool returns full batches only: the last resets some a second time.
             super()._restart(np.roll(self._all, -start)[:size])
 
     def _drain(self) -> None:
-        """Waits for all that are under way; their answers are lost."""
+        """Waits for all environments under way, and drops their answers."""
         while num := np.count_nonzero(self._under_way):
             num_more = max(self.batch_size - num, 0)
             more = self._all[~self._under_way][:num_more]  # to fill the batch
@@ -258,27 +261,27 @@ def _make(
 
 
 def _check(env: Any, **options: Any) -> None:
-    """Checks that it is an EnvPool of gymnasium's type, and the options for an id."""
+    """Checks that `env` is an EnvPool of gymnasium's type, without options for ids."""
     missing = [name for name in _NEEDED if not hasattr(env, name)]
     if missing:
         raise ValueError(
-            "`env` must be an id or what `envpool.make` returns for "
+            "`env` must be an id or an environment of `envpool.make` with "
             f'env_type="gymnasium", got {type(env).__name__} without {missing[0]}.'
         )
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise ValueError(
-            f"`{given[0]}` must be given to `envpool.make` if `env` is what it "
-            f"returned, got {options[given[0]]!r}."
+            f"`{given[0]}` must be left out if `env` is no id, got "
+            f"{options[given[0]]!r}: give it to `envpool.make`."
         )
 
 
 def _names(env: Any, record_info: Iterable[str]) -> tuple[str, ...]:
-    """The names of info to keep; refuses those that EnvPool does not have."""
+    """Returns the names of info to keep; raises if EnvPool does not have one."""
     if env.config.get("max_num_players", 1) > 1:
         raise ValueError(
-            "`env` must have one player, got up to "
-            f"{env.config['max_num_players']} for each environment."
+            "`env` must have one player in each environment, got up to "
+            f"{env.config['max_num_players']}."
         )
     keys = env.spec.state_array_spec
     known = {x.removeprefix("info:") for x in keys if x.startswith("info:")}
@@ -293,7 +296,7 @@ def _names(env: Any, record_info: Iterable[str]) -> tuple[str, ...]:
 
 
 def _map(fn: Callable[[Any], np.ndarray], tree: ArrayTree) -> ArrayTree:
-    """`jax.tree.map` for arrays and dicts of them, in a tenth of the time."""
+    """Does what `jax.tree.map` does, in a tenth of its time."""
     if isinstance(tree, dict):
         return {name: _map(fn, x) for name, x in tree.items()}
     return fn(tree)
@@ -302,4 +305,4 @@ def _map(fn: Callable[[Any], np.ndarray], tree: ArrayTree) -> ArrayTree:
 def _narrow(x: np.ndarray) -> np.ndarray:
     """Makes 64-bit numbers 32-bit ones, as JAX does."""
     dtype = _NARROW.get(x.dtype)
-    return x if dtype is None else narrowed(x, dtype, "what EnvPool returns")
+    return x if dtype is None else narrowed(x, dtype, "an array of EnvPool")

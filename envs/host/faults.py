@@ -1,4 +1,4 @@
-"""Describes a failure of an environment in bytes that another process can read."""
+"""Packs exceptions of environments in bytes, to send from a worker process."""
 
 import pickle
 import traceback
@@ -7,9 +7,9 @@ _NOTE = "In the environment:"
 
 
 def pack(cause: BaseException) -> bytes:
-    """Pickles an exception; one that cannot be pickled is told by its text.
+    """Pickles an exception, or its text if it cannot be pickled.
 
-    Its traceback goes along as a note, as exceptions are pickled without.
+    Pickle drops the traceback, so it travels as a note.
     """
     text = "".join(traceback.format_exception(cause)).rstrip()
     told = f"{type(cause).__name__}: {cause}"
@@ -24,7 +24,7 @@ def pack(cause: BaseException) -> bytes:
 
 
 def unpack(packed: bytes) -> BaseException:
-    """The exception, or a `RuntimeError` with its text if it cannot be made again."""
+    """Returns the exception, or a `RuntimeError` with its text if unpickling fails."""
     whole, told, text = pickle.loads(packed)
     try:
         cause = pickle.loads(whole)

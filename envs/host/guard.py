@@ -1,4 +1,4 @@
-"""Finds observations that no policy should see."""
+"""`Guard`: finds observations that are not finite, or not in their space."""
 
 import jax
 import numpy as np
@@ -8,22 +8,22 @@ from envs.types import AnySpace, ArrayTree
 
 
 class Guard:
-    """Finds observations that are not finite or not in their space."""
+    """Finds observations that are not finite, or not in their space."""
 
     def __init__(self, space: AnySpace) -> None:
         space = as_space(space, "env.observation_space")
         self._bounds = [_finite_bounds(leaf) for leaf in space.leaves()]
 
     def find(self, obs: ArrayTree) -> np.ndarray | None:
-        """`[E]` bool, where an observation is none of the space; None: nowhere."""
+        """Returns `[E]` bool, True where an observation is bad; None if none is."""
         leaves = [obs] if isinstance(obs, np.ndarray) else jax.tree.leaves(obs)
         bad = None
         if len(leaves) != len(self._bounds):
-            return None  # a space of a kind of its own, of which nothing is known
+            return None  # a user-defined space without known leaves
         for leaf, bounds in zip(leaves, self._bounds, strict=True):
             if bounds is None:
                 continue
-            # Bounds are finite, so what is not finite is outside of them.
+            # Bounds are finite: a value that is not finite lies outside them.
             inside = (leaf >= bounds[0]) & (leaf <= bounds[1])
             if np.count_nonzero(inside) < inside.size:
                 here = ~inside.reshape(len(leaf), -1).all(axis=1)
@@ -32,7 +32,7 @@ class Guard:
 
 
 def _finite_bounds(space: AnySpace) -> tuple[np.ndarray, np.ndarray] | None:
-    """The bounds, within those of the dtype; None if every value is inside."""
+    """Returns the bounds, clipped to the dtype's; None if every value is inside."""
     if space.bounds is None:
         return None
     dtype, (low, high) = np.dtype(space.dtype), map(np.asarray, space.bounds)

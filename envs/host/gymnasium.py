@@ -1,4 +1,4 @@
-"""Environments of Gymnasium, seen through the `HostVectorEnv` contract.
+"""`from_gymnasium`: adapts environments of Gymnasium to `HostVectorEnv`.
 
 gymnasium is imported only when a function here is called.
 """
@@ -31,29 +31,29 @@ def from_gymnasium(
     """Makes a `HostVectorEnv` of environments of Gymnasium.
 
     A vector environment must have the autoreset mode DISABLED or NEXT_STEP. With
-    NEXT_STEP each environment resets itself, in a step of its own that `HostStep.mask`
-    marks: a `reset` of some does nothing, and their seeds are not used. A `reset` of
-    all is one in both modes. An exception in a vector environment is raised, because
-    it does not tell which of them failed.
+    NEXT_STEP each environment resets itself in an extra step, where `HostStep.mask` is
+    False: a `reset` of some environments does nothing, and their seeds are not used. A
+    `reset` of all environments resets them in both modes. An exception in a vector
+    environment is raised, because nobody knows which of its environments failed.
 
     Args:
-        env: an id, of which `gymnasium.make` makes `num_envs` environments; a function
-            that makes one environment, or a vector environment if `num_envs` is None;
-            or a vector environment.
-        num_envs: E, how many; None for a vector environment, which knows it.
-        observe_info: keys of `info` that policies are shown, each with an example, as
-            in `LocalEnvs`.
+        env: an id, for `num_envs` environments of `gymnasium.make`; a function that
+            makes one environment, or a vector environment if `num_envs` is None; or a
+            vector environment.
+        num_envs: E; None for a vector environment.
+        observe_info: keys of `info` that become part of the observation, each with an
+            example, as in `LocalEnvs`.
         record_info: keys of `info` that `HostStep.info` has, each with an example.
         **options: for `gymnasium.make`, or for the function.
 
     Returns:
-        A `LocalEnvs`, whose environments are told apart when one fails and which can be
-        rebuilt and saved; for a vector environment one that neither rebuilds nor saves.
+        A `LocalEnvs`, which says which environment failed, and can rebuild and save
+        each. For a vector environment one that can neither rebuild nor save.
 
     Raises:
         EnvFault: if an environment could not be made.
         ModuleNotFoundError: if gymnasium is not installed.
-        ValueError: if `env` or `num_envs` is none of these, if an autoreset mode is
+        ValueError: if `env` or `num_envs` is not as above, the autoreset mode is
             another one, or a space has no arrays.
     """
     gymnasium = load("gymnasium")
@@ -125,7 +125,10 @@ class _VectorEnv:
         which = host_checks.reset(seeds, mask, self.num_envs)
         every = len(which) == self.num_envs
         if not every and self._ended is None:
-            raise ValueError("`mask` must be True everywhere at the first reset.")
+            raise ValueError(
+                "`mask` must be True everywhere at the first `reset`, got "
+                f"{len(which)} of {self.num_envs}."
+            )
         if self._resets_itself and not every:
             self._check_ended(mask)
             return self._obs
@@ -167,9 +170,9 @@ class _VectorEnv:
         going = (mask & ~self._ended).nonzero()[0]
         if going.size:
             raise ValueError(
-                "`mask` must be True only where the episode is over, as environments "
-                "with the autoreset mode NEXT_STEP cannot be cut short, got "
-                f"environment {going[0]}: use the mode DISABLED."
+                "`mask` must be True only where the episode is over, got environment "
+                f"{going[0]}: the autoreset mode NEXT_STEP cannot cut an episode "
+                "short, DISABLED can."
             )
 
     def _observe(
@@ -182,15 +185,15 @@ class _VectorEnv:
                 missing = np.flatnonzero(mask & ~_read(arrays, info, key, mask))
                 if missing.size:
                     raise ValueError(
-                        f"`observe_info` must name what is in every `info`, got none "
-                        f"for {key!r} of environment {missing[0]}."
+                        "`observe_info` must have keys of every `info`, got no "
+                        f"{key!r} from environment {missing[0]}."
                     )
             self._obs = {"obs": self._obs, "info": self._shown}
         return self._obs
 
 
 def _mode(env: Any) -> str:
-    """DISABLED or NEXT_STEP."""
+    """Returns the autoreset mode, DISABLED or NEXT_STEP."""
     mode = (env.metadata or {}).get("autoreset_mode")
     name = getattr(mode, "name", None)
     if name not in ("DISABLED", "NEXT_STEP"):
@@ -205,13 +208,13 @@ def _mode(env: Any) -> str:
 
 
 def _seeds_each(env: Any) -> bool:
-    """Tells whether `reset` takes a list of seeds; others take one for all."""
+    """Returns whether `reset` takes a list of seeds; others take one for all."""
     vector = load("gymnasium").vector
     return isinstance(env.unwrapped, vector.SyncVectorEnv | vector.AsyncVectorEnv)
 
 
 def _caster(space: AnySpace) -> Callable[[Any], ArrayTree]:
-    """Makes a function that gives `[E, ...]` observations the dtypes of a space."""
+    """Makes a function that casts `[E, ...]` observations to the dtypes of a space."""
     if isinstance(space, Dict):
         parts = {name: _caster(part) for name, part in space.spaces.items()}
         return lambda obs: {name: fn(obs[name]) for name, fn in parts.items()}
@@ -251,7 +254,7 @@ def _copy(arrays: ArrayTree, values: Any, have: np.ndarray, name: str) -> None:
             _copy(part, values[key], have, f"{name}.{key}")
         return
     values = np.asarray(values)[have]
-    if values.dtype == object:  # gymnasium's way with what it does not know
+    if values.dtype == object:  # gymnasium collects unknown types so
         values = np.stack([np.asarray(value) for value in values])
     if values.shape[1:] != arrays.shape[1:]:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Environments of Gymnasium's kind, stepped one after the other in this process."""
+"""`LocalEnvs`: steps environments of Gymnasium's kind in this process, in turn."""
 
 import collections
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -28,22 +28,24 @@ from envs.types import AnySpace, ArrayTree
 class LocalEnvs:
     """Several environments in this process, a `HostVectorEnv` that can also `rebuild`.
 
-    It implements `AsyncHostVectorEnv` too, without doing anything at the same time:
-    `send` steps at once, and `receive` hands over in that order. An exception of one
-    environment makes its row faulty and leaves the others alone.
+    It also implements `AsyncHostVectorEnv`, without concurrency: `send` steps at once,
+    and `receive` hands over in the order of sending. An exception of one environment
+    makes that one faulty and leaves the others alone.
 
     Args:
         make_fns: `E` functions that make one environment each, with the methods and
             spaces of `gymnasium.Env`.
-        observe_info: keys of `info` that policies are shown, each with an example, as
-            `{"action_mask": np.ones(2, bool)}`. An observation is then `{"obs": obs,
-            "info": {key: value}}`; `reset` and every step must have those keys.
+        observe_info: keys of `info` that become part of the observation, each with an
+            example: `{"action_mask": np.ones(2, bool)}`. An observation is then
+            `{"obs": obs, "info": {key: value}}`; `reset` and every step must return
+            those keys.
         record_info: keys of `info` that `HostStep.info` has, each with an example.
-            Where a step has none, the row is zero.
+            Where a step returns no such key, its value is zero.
 
     Raises:
         EnvFault: if an environment could not be made.
-        ValueError: if there is none, if their spaces differ, or a space has no arrays.
+        ValueError: if `make_fns` is empty, their spaces differ, or a space has no
+            arrays.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class LocalEnvs:
             raise ValueError("`make_fns` must have at least one function, got none.")
         self.num_envs = len(self._make_fns)
         self._envs: list[Any] = []
-        self._settings: list[dict[str, Any]] = []  # as they were made
+        self._settings: list[dict[str, Any]] = []  # of each when it was new
         try:
             for at in range(self.num_envs):
                 self._envs.append(self._make(at))
@@ -88,7 +90,7 @@ class LocalEnvs:
         return self.layout.action_space
 
     def place(self, arrays: StepArrays) -> None:
-        """Writes to these arrays from now on."""
+        """Makes the environments write to these arrays from now on."""
         self._arrays, self._reward = arrays, arrays.reward
         self._terminated, self._truncated = arrays.terminated, arrays.truncated
         self._write = writer(self.layout.observation_space, arrays.obs, "obs")
@@ -100,7 +102,7 @@ class LocalEnvs:
         self._blank = pick(self.layout.make(1, np.zeros).info, 0)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        """Starts an episode in some environments, each from a seed of its own.
+        """Starts an episode in some environments, each from its own seed.
 
         Args:
             seeds: `[E]` uint32; read where `mask`.
@@ -109,7 +111,7 @@ class LocalEnvs:
         Returns:
             `[E, ...]` observations, the memory that the next call writes to.
 
-        The answers of those that were sent are dropped.
+        Answers of these environments that nobody received are dropped.
 
         Raises:
             EnvFault: if some failed, or had failed and were not made anew.
@@ -137,11 +139,11 @@ class LocalEnvs:
         return answer_all(self._arrays, self._broken)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
-        """Takes a step in some environments, at once.
+        """Takes a step in some environments, before it returns.
 
         Args:
             action: `[R, ...]`, one action for each.
-            env_id: `[R]` int, which they are; none of them may be under way.
+            env_id: `[R]` int, their numbers; none of them may be under way.
         """
         checks.closed(not self._envs)
         actions, ids = self._split(action), checks.env_ids(env_id, self.num_envs)
@@ -153,14 +155,14 @@ class LocalEnvs:
     def receive(
         self, num_ready: int, timeout: float | None = None
     ) -> tuple[HostStep, np.ndarray]:
-        """Hands over the first `num_ready` environments that were sent.
+        """Hands over the answers of the first `num_ready` environments sent.
 
         Args:
-            num_ready: R, how many, at least 1 and at most as many as were sent.
-            timeout: unused, as nothing is waited for.
+            num_ready: R, at least 1 and at most the number sent.
+            timeout: unused, since no answer is waited for.
 
         Returns:
-            What they answered, `[R, ...]`, and which they are, `[R]` int32.
+            Their answers, `[R, ...]`, and their numbers, `[R]` int32.
 
         Raises:
             ValueError: if fewer than `num_ready` were sent.
@@ -174,7 +176,7 @@ class LocalEnvs:
         """Makes some environments anew; each must be reset before its next step.
 
         Args:
-            mask: `[E]` bool, which.
+            mask: `[E]` bool, which to make anew; at least one.
 
         Raises:
             EnvFault: if some could not be made; they stay faulty.
@@ -218,8 +220,8 @@ class LocalEnvs:
         """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if some are under way, or if those that were pickled were made
-                with other settings.
+            ValueError: if some are under way, or pickled ones were made with other
+                settings.
         """
         checks.closed(not self._envs)
         checks.length("saved", saved, self.num_envs)
@@ -244,14 +246,14 @@ class LocalEnvs:
             _close(self._envs.pop())
 
     def advance(self, at: int, action: Any) -> BaseException | None:
-        """Takes one step in one environment; returns why it is faulty, if it is."""
-        # A loop in Python over all environments: what is usual is tested first.
+        """Takes one step in one environment; returns its fault, or None."""
+        # This runs once per environment and step: the usual types are tested first.
         if at in self._broken:
             return self._broken[at]
         try:
             result = self._steps[at](action)
             if type(result) is not tuple or len(result) != 5:
-                _refuse("step", "(obs, reward, terminated, truncated, info)", result)
+                _wrong("step", "(obs, reward, terminated, truncated, info)", result)
             obs, reward, terminated, truncated, info = result
             self._write(at, {"obs": obs, "info": info} if self._observes else obs)
             self._reward[at] = reward if type(reward) is float else number(reward)
@@ -271,12 +273,12 @@ class LocalEnvs:
         return None
 
     def fail(self, at: int, cause: BaseException) -> None:
-        """Makes an environment faulty: it takes no step before it is made anew."""
+        """Makes an environment faulty: it takes no step until it is made anew."""
         self._broken[at] = cause
 
     @property
     def causes(self) -> dict[int, BaseException]:
-        """Of each that is faulty, why."""
+        """The cause of each faulty environment, by its number."""
         return dict(self._broken)
 
     def _record(self, at: int, info: Mapping[str, Any]) -> None:
@@ -290,7 +292,7 @@ class LocalEnvs:
         try:
             result = self._envs[at].reset(seed=seed)
             if type(result) is not tuple or len(result) != 2:
-                _refuse("reset", "(obs, info)", result)
+                _wrong("reset", "(obs, info)", result)
             obs, info = result
             self._write(at, {"obs": obs, "info": info} if self._observes else obs)
         except Exception as cause:
@@ -310,7 +312,7 @@ class LocalEnvs:
         self._broken.pop(at, None)
 
     def _forget(self, which: Collection[int]) -> None:
-        """Drops the answers of those that were sent."""
+        """Drops the answers of these environments."""
         if self._answered:
             kept = [item for item in self._answered if item[0] not in which]
             self._answered = collections.deque(kept)
@@ -323,7 +325,7 @@ def _spaces(env: Any) -> tuple[Any, Any]:
     return env.observation_space, env.action_space
 
 
-def _refuse(name: str, what: str, result: Any) -> None:
+def _wrong(name: str, what: str, result: Any) -> NoReturn:
     raise TypeError(f"`{name}` must return {what}, got {counts.describe(result)}")
 
 

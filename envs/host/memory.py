@@ -1,7 +1,7 @@
-"""Memory that processes share, and that nobody has to delete.
+"""Memory that worker processes share, and that nobody has to delete.
 
-It is a file without a name, so it is gone with the last process that has it open,
-however that ends.
+It is a file without a name: it disappears with the last process that has it open,
+however that process ends.
 """
 
 import math
@@ -37,7 +37,7 @@ def arrays(layout: Layout, num_envs: int, descriptor: int) -> StepArrays:
 
 
 class _Places:
-    """Takes arrays from a memory, one after the other."""
+    """Cuts arrays from a memory, one after the other."""
 
     def __init__(self, memory: mmap.mmap | None) -> None:
         self.memory, self.end = memory, 0
@@ -46,6 +46,6 @@ class _Places:
         start = self.end
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         self.end += -(-num_bytes // _ALIGN) * _ALIGN
-        if self.memory is None:  # to learn the size
+        if self.memory is None:  # only to measure the size
             return np.empty(0, dtype)
         return np.ndarray(shape, dtype, self.memory, start)

@@ -1,7 +1,7 @@
-"""A JAX environment that answers after a latency, for tests and teaching.
+"""`simulate_latency`: a JAX environment that answers after a latency.
 
-Time is virtual: nothing waits, and the clock jumps to the answers. So what latencies do
-to a collector takes no time to measure, and comes out the same every time.
+For tests and teaching. Time is virtual: nothing waits, and the clock jumps to the next
+answer, so the effect of latencies on a collector is measured at once and repeatably.
 """
 
 import pickle
@@ -25,8 +25,8 @@ class LatencyFn(Protocol):
         """Returns the seconds of a step, at least 0.
 
         Args:
-            rng: the generator of this environment, not used for anything else.
-            env_id: which environment.
+            rng: the generator of this environment; nothing else draws from it.
+            env_id: number of the environment.
             number: of the step, from 0, counted over all episodes of the environment.
         """
         ...
@@ -47,10 +47,9 @@ def simulate_latency(
     """Makes an `AsyncHostVectorEnv` of a JAX environment, in virtual time.
 
     The result has a clock, `now`, in seconds from 0.0. `send` begins steps now;
-    `receive` sets the clock to when the last of its answers comes, or raises
-    `TimeoutError` when `timeout` of these seconds are over. Of answers at the same time
-    the one that was sent first comes first. A reset takes no time; if the environment
-    is under way, that step never answers.
+    `receive` moves the clock to the last of its answers, or raises `TimeoutError` once
+    `timeout` of these seconds are over. Answers at the same time come in the order of
+    sending. A reset takes no time; a step of that environment under way is dropped.
 
     The key of an episode is `jax.random.key` of its seed. With equal keys, the rows are
     those of `vectorize(env, num_envs)`.
@@ -58,7 +57,7 @@ def simulate_latency(
     Args:
         env: the environment.
         num_envs: E, at least 1.
-        latency_fn: how long steps take; by default they take no time.
+        latency_fn: draws the seconds of a step; by default steps take no time.
         seed: of the generators, at least 0; environment i has
             `numpy.random.default_rng((seed, i))`.
 
@@ -71,7 +70,7 @@ def simulate_latency(
 
 
 class _Simulated:
-    """Steps all environments in one program, and keeps the rows that were sent."""
+    """Steps all environments in one program, and keeps the results of those sent."""
 
     def __init__(self, env: VectorEnv, latency_fn: LatencyFn | None, seed: int) -> None:
         self.num_envs = env.num_envs
@@ -81,9 +80,9 @@ class _Simulated:
         self._rngs = [np.random.default_rng((seed, i)) for i in range(self.num_envs)]
         self._num_steps = [0] * self.num_envs
         self._num_sent = 0
-        self._under_way = []  # (when it answers, how many were sent before, env_id)
+        self._under_way = []  # (time of the answer, number sent before, env_id)
         shapes = jax.eval_shape(_first_step, env, np.zeros(self.num_envs, np.uint32))
-        self._state = keys.blank(shapes, jax.random.key(0))  # lanes, what they answer
+        self._state = keys.blank(shapes, jax.random.key(0))  # lanes, their last answers
 
     @property
     def observation_space(self) -> AnySpace:
@@ -110,7 +109,8 @@ class _Simulated:
         busy = {item[-1] for item in self._under_way}.intersection(env_id.tolist())
         if busy:
             raise ValueError(
-                f"`env_id` must not be under way, got {sorted(busy)} that are."
+                "`env_id` must leave out environments that are under way, got "
+                f"{sorted(busy)}: `receive` them first."
             )
         latencies = [self._latency(number) for number in env_id.tolist()]
         for number, latency in zip(env_id.tolist(), latencies, strict=True):
@@ -146,7 +146,7 @@ class _Simulated:
         return jax.tree.map(lambda x: np.asarray(x)[env_id], self._state[1]), env_id
 
     def save(self, *, allow_pickle: bool = False) -> list[bytes] | None:
-        if not allow_pickle:  # the generators have no other form
+        if not allow_pickle:  # generators can only be pickled
             return None
         leaves = jax.device_get(jax.tree.leaves(keys.words(self._state)))
         under_way = {item[-1]: item for item in self._under_way}
@@ -177,7 +177,7 @@ class _Simulated:
         """Does nothing."""
 
     def _latency(self, number: int) -> float:
-        """Draws how long the next step of this environment takes."""
+        """Draws the seconds that the next step of this environment takes."""
         if self._latency_fn is None:
             return 0.0
         latency = self._latency_fn(self._rngs[number], number, self._num_steps[number])

@@ -1,4 +1,4 @@
-"""Turns our actions into Gymnasium's."""
+"""Converts actions of ours to Gymnasium's, batched or one by one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,15 +13,15 @@ ActionFn = Callable[[ArrayTree], Any]
 
 
 def batched_action(space: Any) -> ActionFn:
-    """Makes a function that turns `[E, ...]` actions of ours into Gymnasium's.
+    """Makes a function that converts `[E, ...]` actions to Gymnasium's.
 
     Args:
         space: Gymnasium's space of one environment's action.
 
     Returns:
-        A function from a tree `[E, ...]` of the structure of `as_space(space)` to
-        a copy with Gymnasium's dtypes: what a vector environment takes. It raises
-        `ValueError` if the shape of an action is not that of the space.
+        A function from a tree `[E, ...]` with the structure of `as_space(space)` to a
+        copy in Gymnasium's dtypes, as vector environments take it. It raises
+        `ValueError` if an action does not have the shape of the space.
     """
     kind = as_space(space)
     if isinstance(kind, Dict):
@@ -39,23 +39,23 @@ def batched_action(space: Any) -> ActionFn:
         if action.ndim == 0 or action.shape[1:] != shape:
             raise ValueError(
                 f"`action` must be [E, ...] with the shape {shape} of {space} in each "
-                f"row, got shape {action.shape}."
+                f"entry, got shape {action.shape}."
             )
-        # A copy, as environments keep actions and some write to them.
+        # A copy: environments keep actions, and some write to them.
         return action.astype(dtype)
 
     return cast
 
 
 def split_action(space: Any) -> Callable[[ArrayTree], Sequence[Any]]:
-    """Makes a function that turns `[E, ...]` actions of ours into `E` of Gymnasium's.
+    """Makes a function that splits `[E, ...]` actions into `E` of Gymnasium's.
 
     Args:
         space: Gymnasium's space of one environment's action.
 
     Returns:
-        A function to a list of `E` actions, as `Env.step` takes them: a scalar of
-        NumPy for `Discrete`, arrays of the dtype of the space, a dict, a tuple.
+        A function to a list of `E` actions, as `Env.step` takes them: a NumPy scalar
+        for `Discrete`, else an array in the dtype of the space, a dict or a tuple.
     """
     batch, unstack = batched_action(space), _unstack(space)
     return lambda action: unstack(batch(action))

@@ -1,8 +1,8 @@
-"""Turns one environment into bytes and back: as arrays of its own, or as a pickle.
+"""Saves one environment as bytes, and loads it: as named arrays, or as a pickle.
 
-An environment that has `save_state` and `load_state` is saved as the arrays that it
-names, and loading them runs no code of the file. Any other can only be pickled, and
-`pickle.loads` runs whatever the bytes say: both sides must allow it.
+An environment with `save_state` and `load_state` is saved as the arrays that it names,
+and loading them runs no code from the bytes. Any other can only be pickled, and
+`pickle.loads` runs any code in the bytes: both sides must allow it.
 """
 
 import io
@@ -16,14 +16,14 @@ _ARRAYS, _PICKLE, _FAULT = b"a", b"p", b"f"  # the first byte of a state
 
 
 def save(env: Any, settings: Mapping[str, Any], allow_pickle: bool) -> bytes | None:
-    """Saves an environment; None if it is not to be had as arrays, nor as a pickle.
+    """Saves an environment; returns None if neither arrays nor a pickle are possible.
 
     Args:
         env: the environment, between two steps.
         settings: its `settings_of` when it was new.
-        allow_pickle: whether one without `save_state` may be pickled.
+        allow_pickle: whether an environment without `save_state` may be pickled.
     """
-    if hasattr(type(env), "save_state"):  # not that of an environment inside a wrapper
+    if hasattr(type(env), "save_state"):  # a wrapper forwards attributes
         return _ARRAYS + _write(env.save_state())
     if not allow_pickle:
         return None
@@ -34,17 +34,17 @@ def save(env: Any, settings: Mapping[str, Any], allow_pickle: bool) -> bytes | N
 
 
 def save_fault(cause: BaseException) -> bytes:
-    """Saves an environment that failed: why, in words."""
+    """Saves a faulty environment: the text of its fault."""
     return _FAULT + f"{type(cause).__name__}: {cause}".encode()
 
 
 def is_pickle(state: bytes) -> bool:
-    """Tells whether `load` would unpickle."""
+    """Returns whether `load` would unpickle."""
     return state[:1] == _PICKLE
 
 
 def load(state: bytes, env: Any, settings: Mapping[str, Any]) -> Any:
-    """Loads what `save` returned; unpickles if it must.
+    """Loads the bytes of `save` or `save_fault`; unpickles a pickle.
 
     Args:
         state: the bytes.
@@ -53,12 +53,12 @@ def load(state: bytes, env: Any, settings: Mapping[str, Any]) -> Any:
         settings: its `settings_of` when it was new.
 
     Returns:
-        The environment to use: `env`, or the one that was pickled. For one that was
-        faulty, a `RuntimeError` that says why.
+        The environment to use: `env`, or the pickled one. For a faulty environment, a
+        `RuntimeError` with the text of its fault.
 
     Raises:
-        ValueError: if the pickled one was made with other settings, of which the first
-            is named; or if `env` takes no arrays.
+        ValueError: if the pickled environment was made with other settings, the first
+            one named; or if `env` has no `load_state`.
     """
     kind, content = state[:1], state[1:]
     if kind == _FAULT:
@@ -66,7 +66,7 @@ def load(state: bytes, env: Any, settings: Mapping[str, Any]) -> Any:
     if kind == _ARRAYS:
         if not hasattr(type(env), "load_state"):
             raise ValueError(
-                "`env` must have `load_state`, as the environment that was saved, got "
+                "`env` must have `load_state`, like the saved environment, got "
                 f"{type(env).__name__}."
             )
         env.load_state(_read(content))
@@ -82,7 +82,7 @@ def load(state: bytes, env: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def settings_of(env: Any) -> dict[str, Any]:
-    """The plain attributes of a new environment, and of those that it wraps."""
+    """Returns the plain attributes of a new environment and of those it wraps."""
     found = {}
     while env is not None:
         own, kind = getattr(env, "__dict__", {}), type(env).__name__

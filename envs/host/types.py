@@ -1,8 +1,8 @@
 """The contracts of environments that are not JAX: NumPy in, NumPy out.
 
-A `HostVectorEnv` is `E` environments side by side that reset only when they are told
-to, each from a seed of its own. An `AsyncHostVectorEnv` can also step some of them and
-hand over whichever answer first.
+A `HostVectorEnv` is `E` environments side by side that reset only on request, each from
+its own seed. An `AsyncHostVectorEnv` can also step some of them, and hands over those
+that answer first.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ class HostStep(NamedTuple):
         reward: `[E]` float32.
         terminated: `[E]` bool, the task itself ended.
         truncated: `[E]` bool, cut from outside (time limit). Both flags may be set.
-        faulty: `[E]` bool, the environment failed: nothing else of its row holds, and
-            it takes no step before `rebuild`, then `reset`.
+        faulty: `[E]` bool, the environment failed: its other values are meaningless,
+            and it takes no step before `rebuild`, then `reset`.
         info: `[E, ...]`, any pytree of arrays of one structure; `{}` if there is none.
         mask: `[E]` bool, False where the environment took no step but reset itself:
             `obs` is then the first of a new episode. None stands for True everywhere.
-        causes: of each that is faulty, and no other, by its number, why.
+        causes: the exception of each faulty environment, by its number.
     """
 
     obs: ArrayTree  # [E, ...]
@@ -45,7 +45,7 @@ class EnvFault(RuntimeError):  # noqa: N818
     """Environments failed; at a `reset`, the others are reset all the same.
 
     Attributes:
-        causes: of each that failed, by its number, why.
+        causes: the exception of each that failed, by its number.
     """
 
     def __init__(self, causes: Mapping[int, BaseException], hint: str = "") -> None:
@@ -58,7 +58,7 @@ class EnvFault(RuntimeError):  # noqa: N818
         )
 
     def __reduce__(self) -> tuple:
-        """Pickles it, as a process does that hands it to another."""
+        """Pickles it, to send it to another process."""
         return EnvFault, (self.causes, self._hint)
 
 
@@ -66,14 +66,15 @@ class EnvFault(RuntimeError):  # noqa: N818
 class HostVectorEnv(Protocol):
     """`E` environments side by side on the host, `[E, ...]` everywhere.
 
-    One that can go on after a fault has a further method, `rebuild(mask)`, `[E]` bool,
-    which makes those anew; each must be reset before its next step.
+    An implementation that can go on after a fault also has `rebuild(mask)`, `[E]` bool,
+    which makes those environments anew; each must be reset before its next step.
 
-    One whose state can be saved has `save(allow_pickle=False)`, which returns `E`
-    states as `bytes`, or None if there are none without pickle; and `load(saved, obs,
-    allow_pickle=False)`, called after a reset of all, which takes them with the
-    observations `[E, ...]` of then. It returns False, and unpickles nothing, if the
-    states are pickles and that is not allowed. One that was faulty is faulty again.
+    An implementation whose state can be saved also has `save(allow_pickle=False)`,
+    which returns `E` states as `bytes`, or None if that takes a pickle; and
+    `load(saved, obs, allow_pickle=False)`, called after a reset of all, which takes
+    the states and the observations `[E, ...]` at the `save`. `load` returns False, and
+    unpickles nothing, if the states are pickles and that is not allowed. Environments
+    that were faulty are faulty again.
     """
 
     @property
@@ -92,16 +93,16 @@ class HostVectorEnv(Protocol):
         ...
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        """Starts an episode in some environments, each from a seed of its own.
+        """Starts an episode in some environments, each from its own seed.
 
-        The steps of those that are under way are dropped: nobody receives them.
+        Steps of these environments that are under way are dropped.
 
         Args:
             seeds: `[E]` uint32; read where `mask`.
             mask: `[E]` bool, which to reset; at least one.
 
         Returns:
-            `[E, ...]` observations; rows of the others are what they were. They may be
+            `[E, ...]` observations, unchanged for the other environments. They may be
             views of memory that the next call writes to.
 
         Raises:
@@ -121,8 +122,8 @@ class HostVectorEnv(Protocol):
 class AsyncHostVectorEnv(HostVectorEnv, Protocol):
     """A `HostVectorEnv` that can step some of its environments while others work.
 
-    One that hands over a fixed number at a time has it as `batch_size`; only a reset of
-    all its environments drops what is under way.
+    An implementation that hands over a fixed number at a time has that number as
+    `batch_size`; only a reset of all its environments drops steps under way.
     """
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
@@ -130,7 +131,7 @@ class AsyncHostVectorEnv(HostVectorEnv, Protocol):
 
         Args:
             action: `[R, ...]`, one action for each.
-            env_id: `[R]` int, which they are; none of them may be under way.
+            env_id: `[R]` int, their numbers; none of them may be under way.
         """
 
     def receive(
@@ -139,15 +140,15 @@ class AsyncHostVectorEnv(HostVectorEnv, Protocol):
         """Waits for the first `num_ready` environments that answer.
 
         Args:
-            num_ready: R, how many, at least 1 and at most as many as are under way.
+            num_ready: R, at least 1 and at most the number under way.
             timeout: seconds to wait, None for any time.
 
         Returns:
-            What they answered, `[R, ...]`, the first that answered first; and which
-            they are, `[R]` int32.
+            Their answers, `[R, ...]`, in the order of answering; and their numbers,
+            `[R]` int32.
 
         Raises:
-            TimeoutError: if there are fewer for longer than `timeout`. Nothing is
-                lost: the next call hands them over.
+            TimeoutError: if fewer answer within `timeout`. Nothing is lost: the next
+                call hands them over.
         """
         ...

@@ -1,7 +1,7 @@
-"""The worker process: steps its environments on request.
+"""`serve`: the loop of a worker process, which steps its environments on request.
 
-A message to it is `(command, argument)`. It answers each with `(None, result)`, but
-`send` with `(number, cause)` for each environment as soon as that one has stepped.
+A request is `(command, argument)`. The worker answers `(None, result)`, except to
+`send`: it answers `(number, cause)` for each environment once that one has stepped.
 """
 
 import contextlib
@@ -35,21 +35,21 @@ def serve(
     broken: Mapping[int, bytes],
     start_method: str,
 ) -> None:
-    """Makes environments and steps them until it is told to end, or nobody is there.
+    """Makes environments and obeys requests until `close`, or the main process ends.
 
     Args:
-        pipe: where messages come from.
+        pipe: to the main process.
         make_fns: a pickled list of functions, one for each environment.
         info: `observe_info` and `record_info` of `LocalEnvs`.
-        broken: of those that are faulty from the start, why.
-        start_method: how this process was started.
+        broken: the packed fault of each environment that is faulty from the start.
+        start_method: of this process.
     """
     _end_with_parent(start_method)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends this one
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         envs = _make(pipe, make_fns, info)
         if envs is None:
-            pipe.recv_bytes()  # not to end before the answer is read
+            pipe.recv_bytes()  # waits until the answer was read
             return
         for at, cause in broken.items():
             envs.fail(at, faults.unpack(cause))
@@ -61,17 +61,17 @@ def serve(
 
 
 class _Worker:
-    """The commands, each a method."""
+    """Obeys commands; each is a method."""
 
     def __init__(
         self, pipe: connection.Connection, envs: LocalEnvs, told: set[int]
     ) -> None:
         self._pipe, self._envs = pipe, envs
-        self._told = told  # whose fault the main process knows
+        self._told = told  # numbers whose fault the main process knows
         self._split = split_action(envs.spaces[1])
 
     def obey(self, command: str, argument: Any) -> bool:
-        """Does what it is told to; returns whether to go on."""
+        """Runs one command; returns whether to go on."""
         if command == "close":
             return False
         if command == "send":
@@ -113,16 +113,16 @@ class _Worker:
         return self._causes()
 
     def save(self, allow_pickle: bool) -> tuple[list[bytes] | None, bytes | None]:
-        """Returns the states, and what went wrong."""
+        """Returns the states, or the packed error."""
         try:
             return self._envs.save(allow_pickle=allow_pickle), None
-        except Exception as error:  # of a method of the environments
+        except Exception as error:  # a method of an environment raised it
             return None, faults.pack(error)
 
     def load(
         self, argument: tuple[list[bytes], ArrayTree, bool]
     ) -> tuple[bool, bytes | None, dict[int, bytes]]:
-        """Returns whether they are loaded, what went wrong, and who is faulty."""
+        """Returns whether the states are loaded, the packed error, and new faults."""
         saved, obs, allow_pickle = argument
         try:
             is_loaded = self._envs.load(saved, obs, allow_pickle=allow_pickle)
@@ -135,7 +135,7 @@ class _Worker:
         return token
 
     def _causes(self) -> dict[int, bytes]:
-        """Of each that is faulty and was not before, why."""
+        """Returns the packed faults that the main process does not know yet."""
         causes = self._envs.causes
         new = causes.keys() - self._told
         self._told |= new
@@ -145,13 +145,13 @@ class _Worker:
 def _make(
     pipe: connection.Connection, make_fns: bytes, info: Mapping[str, Any]
 ) -> LocalEnvs | None:
-    """Makes the environments, or tells why that failed."""
+    """Makes the environments, or answers with the error."""
     try:
         return LocalEnvs(pickle.loads(make_fns), **info)
     except EnvFault as error:
         causes = {at: faults.pack(cause) for at, cause in error.causes.items()}
         refused = False
-    except Exception as error:  # a module that cannot be imported, spaces that differ
+    except Exception as error:  # an import failed, or spaces differ
         causes, refused = {0: faults.pack(error)}, True
     _tell(pipe, None, (None, causes, refused))
     return None
@@ -162,7 +162,7 @@ def _tell(pipe: connection.Connection, at: int | None, message: Any) -> None:
 
 
 def _end_with_parent(start_method: str) -> None:
-    """Ends this process when the main one is gone, also in the middle of a step."""
+    """Ends this process when the main one ends, even in the middle of a step."""
     parent: Any = multiprocessing.parent_process()
 
     def wait() -> None:
@@ -170,7 +170,7 @@ def _end_with_parent(start_method: str) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-    # The thread needs the interpreter's lock, which a hanging step may hold. A worker
-    # that was spawned has a thread for a parent, which may end before its process.
+    # The thread needs the interpreter's lock, which a hanging step may hold. The parent
+    # of a spawned worker is a thread, which may end before its process.
     if sys.platform == "linux" and start_method == "forkserver":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Environments in worker processes, which a crash or a hang cannot take along."""
+"""`workers`: environments in other processes, safe from crashes and hangs of others."""
 
 import contextlib
 import itertools
@@ -32,30 +32,29 @@ def workers(
     observe_info: Mapping[str, Any] | None = None,
     record_info: Mapping[str, Any] | None = None,
 ) -> "WorkerEnvs":
-    """Makes environments in worker processes, each of which steps several in turn.
+    """Makes environments in worker processes; each process steps several in turn.
 
-    A script must call it under `if __name__ == "__main__":`, as everything that starts
-    processes. The processes end with the main one, however that ends. Environments in
-    them cannot start processes by `multiprocessing`.
+    A script must call it under `if __name__ == "__main__":`, like everything that
+    starts processes. The processes end with the main one, however that ends. Their
+    environments cannot start processes by `multiprocessing`.
 
     Args:
         make_fns: `E` functions that make one environment each, with the methods and
             spaces of `gymnasium.Env`; picklable. With cloudpickle, which gymnasium
-            brings along, they may be lambdas, and classes of a notebook.
-        num_workers: how many processes; by default as many as there are CPUs, and at
-            most E.
+            installs, they may be lambdas, and classes of a notebook.
+        num_workers: number of processes; by default that of the CPUs, and at most E.
         start_method: "forkserver", or "spawn", which is slower. A fork of a process
             that runs jax can block for ever.
         timeout: seconds that a worker may take for one answer: a step of all its
-            environments, or of one after `send`; a reset of some. It is then killed,
-            and its environments are faulty. None for any time; a start may always take
-            any.
-        observe_info: keys of `info` that policies are shown, each with an example, as
-            in `LocalEnvs`.
+            environments, or of one after `send`; a reset of some. After that it is
+            killed, and its environments are faulty. None for any time; a start may
+            always take any time.
+        observe_info: keys of `info` that become part of the observation, each with an
+            example, as in `LocalEnvs`.
         record_info: keys of `info` that `HostStep.info` has, each with an example.
 
     Returns:
-        Environments 0, 1, ... in the order of `make_fns`, the first ones in worker 0.
+        Environments in the order of `make_fns`, the first ones in worker 0.
 
     Raises:
         EnvFault: if an environment could not be made.
@@ -85,9 +84,9 @@ def workers(
 class WorkerEnvs:
     """Environments in worker processes, an `AsyncHostVectorEnv`; see `workers`.
 
-    It can `rebuild`, also those of a worker that is gone, and `save`. What it returns
-    lies in memory that the workers write to. While environments are under way, their
-    observations in what `reset` returned may change.
+    It can `rebuild` environments, also those of a lost worker, and `save`. The arrays
+    it returns are memory that the workers write to: those of `reset` may change where
+    environments are under way.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class WorkerEnvs:
         return [link.process.pid for link in self._crew.links]
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        """Starts an episode in some environments, each from a seed of its own.
+        """Starts an episode in some environments, each from its own seed.
 
         Args:
             seeds: `[E]` uint32; read where `mask`.
@@ -139,7 +138,7 @@ class WorkerEnvs:
         Returns:
             `[E, ...]` observations, the memory that the workers write to.
 
-        The steps of those that are under way are dropped.
+        Steps of these environments that are under way are dropped.
 
         Raises:
             EnvFault: if some failed, or had failed and were not made anew.
@@ -172,7 +171,7 @@ class WorkerEnvs:
 
         Args:
             action: `[R, ...]`, one action for each.
-            env_id: `[R]` int, which they are; none of them may be under way.
+            env_id: `[R]` int, their numbers; none of them may be under way.
         """
         ids = checks.env_ids(env_id, self.num_envs)
         checks.idle(ids, self._under_way)
@@ -195,16 +194,16 @@ class WorkerEnvs:
         """Waits for the first `num_ready` environments that answer.
 
         Args:
-            num_ready: R, how many, at least 1 and at most as many as are under way.
+            num_ready: R, at least 1 and at most the number under way.
             timeout: seconds to wait, None for any time.
 
         Returns:
-            What they answered, `[R, ...]`, the first that answered first; and which
-            they are, `[R]` int32.
+            Their answers, `[R, ...]`, in the order of answering; and their numbers,
+            `[R]` int32.
 
         Raises:
-            TimeoutError: if there are fewer for longer than `timeout`. Nothing is
-                lost: the next call hands them over.
+            TimeoutError: if fewer answer within `timeout`. Nothing is lost: the next
+                call hands them over.
             ValueError: if fewer are under way.
         """
         checks.num_ready(num_ready, len(self._under_way))
@@ -225,12 +224,12 @@ class WorkerEnvs:
     def rebuild(self, mask: np.ndarray) -> None:
         """Makes some environments anew; each must be reset before its next step.
 
-        The steps of those that are under way are dropped. If its worker is gone, or
-        ends while it is asked, a new one is started. Others that the worker had stay
-        faulty until they are made anew, too.
+        Steps of these environments that are under way are dropped. If a worker is
+        lost, or ends during the request, a new one is started. Its other environments
+        stay faulty until they are made anew, too.
 
         Args:
-            mask: `[E]` bool, which.
+            mask: `[E]` bool, which to make anew; at least one.
 
         Raises:
             EnvFault: if some could not be made; they stay faulty.
@@ -244,7 +243,7 @@ class WorkerEnvs:
                     crew.ask(link, "rebuild", part)
             alive = [link for link in links if link.pipe is not None]
             self._gather(alive, anew=which)
-            # Another environment may have ended a worker before it came to this.
+            # One environment may have ended a worker before the next was made anew.
             gone = [link for link in links if link.pipe is None]
             self._start(gone, anew=which)
             self._forget(which)
@@ -278,8 +277,8 @@ class WorkerEnvs:
         """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if some are under way, or if those that were pickled were made
-                with other settings.
+            ValueError: if some are under way, or pickled ones were made with other
+                settings.
         """
         checks.length("saved", saved, self.num_envs)
         checks.all_idle("load", self._under_way)
@@ -319,7 +318,7 @@ class WorkerEnvs:
         self._share(self._crew.links)
 
     def _start(self, links: Collection[Link], anew: Collection[int]) -> None:
-        """Starts workers that were lost, and makes the environments `anew` in them."""
+        """Starts lost workers again; those `anew` are no longer faulty."""
         for link, spaces in self._launch(links, anew).items():
             checks.same_spaces(self._spaces, spaces, link.ids.start)
             self._share([link])
@@ -329,7 +328,7 @@ class WorkerEnvs:
     def _launch(
         self, links: Collection[Link], anew: Collection[int]
     ) -> dict[Link, tuple[Any, Any]]:
-        """Starts workers; returns the spaces of each that could make its own."""
+        """Starts workers; returns the spaces of those that made their environments."""
         method = self._context.get_start_method()
         for link in links:
             start = link.ids.start
@@ -359,19 +358,19 @@ class WorkerEnvs:
         for link in links:
             self._crew.ask(link, "share", (link.ids.start, self.num_envs))
             if link.pipe is not None:
-                with contextlib.suppress(OSError):  # it is lost, as `gather` will see
+                with contextlib.suppress(OSError):  # `gather` finds that it is lost
                     reduction.send_handle(link.pipe, self._memory, link.process.pid)
         for link, _ in self._crew.gather(links):
             link.is_torn = False
 
     def _alive(self, which: Collection[int]) -> list[Link]:
-        """The workers of those that are not faulty, each once."""
+        """Returns the workers of the environments that are not faulty, each once."""
         broken = self._crew.broken
         links = (self._link_of[at] for at in which if at not in broken)
         return list(dict.fromkeys(links))
 
     def _gather(self, links: Collection[Link], anew: Collection[int] = ()) -> None:
-        """Waits for the faults that each answers; those `anew` had none before."""
+        """Waits for each worker's faults; those `anew` replace the old ones."""
         for link, causes in self._crew.gather(links):
             self._note(link, causes, anew)
 
@@ -384,7 +383,7 @@ class WorkerEnvs:
             self._crew.broken[link.ids[at]] = faults.unpack(packed)
 
     def _forget(self, which: Collection[int]) -> None:
-        """Drops the steps of those that were under way; they have answered by now."""
+        """Drops the answers of these environments, which have stepped by now."""
         self._crew.drop(which)
         self._under_way -= set(which)
 
@@ -399,7 +398,7 @@ def _dumps(make_fns: Any) -> bytes:
     """Pickles functions; with cloudpickle, also lambdas and classes of a notebook."""
     try:
         import cloudpickle
-    except ImportError:  # gymnasium brings it along
+    except ImportError:  # gymnasium installs it
         return pickle.dumps(make_fns)
     return cloudpickle.dumps(make_fns)
 

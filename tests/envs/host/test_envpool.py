@@ -197,7 +197,7 @@ def test_only_full_batches_come(rng):
     env.send(draw(rng, E), np.arange(E))
     with pytest.raises(ValueError, match="`batch_size` of EnvPool, got 5 and 6"):
         env.receive(5)
-    with pytest.raises(ValueError, match=r"must not be under way, got \[3\]"):
+    with pytest.raises(ValueError, match=r"leave out .* under way, got \[3\]"):
         env.send(draw(rng, 1), [3])
 
 

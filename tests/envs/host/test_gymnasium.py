@@ -199,7 +199,7 @@ def test_observed_info_that_is_missing_is_named():
     vector = SyncVectorEnv([Count] * 2, **DISABLED)
     env = envs.from_gymnasium(vector, observe_info={"seed": np.int32(0)})
     env.reset(SEEDS[:2], EVERY[:2])
-    with pytest.raises(ValueError, match=r"`observe_info` must name .* for 'seed' of"):
+    with pytest.raises(ValueError, match=r"`observe_info` must .* no 'seed' from"):
         env.step(np.int32([1, 1]))
 
 

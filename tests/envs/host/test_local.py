@@ -155,7 +155,9 @@ def test_sent_ones_are_under_way_until_they_are_received():
     env = make()
     start(env)
     env.send(np.int32([1]), np.int32([2]))
-    with pytest.raises(ValueError, match="must leave out what is under way, got 2"):
+    with pytest.raises(
+        ValueError, match="must leave out environments that are under way, got 2"
+    ):
         env.send(np.int32([1]), np.int32([2]))
     with pytest.raises(ValueError, match="`step` must be called with no"):
         env.step(ACTION)
@@ -191,11 +193,11 @@ def test_mask_must_be_one_of_bools(mask):
 def test_number_of_rows_must_be_that_of_environments():
     env = make()
     start(env)
-    with pytest.raises(ValueError, match="`action` must have one row for each of 3"):
+    with pytest.raises(ValueError, match="`action` must have one entry for each of 3"):
         env.step(ACTION[:2])
-    with pytest.raises(ValueError, match="`seeds` must have one row for each of 3"):
+    with pytest.raises(ValueError, match="`seeds` must have one entry for each of 3"):
         env.reset(np.zeros(2, np.uint32), EVERY)
-    with pytest.raises(ValueError, match="`saved` must have one row for each of 3"):
+    with pytest.raises(ValueError, match="`saved` must have one entry for each of 3"):
         env.load([b""], None)
 
 
