@@ -1,10 +1,15 @@
-"""Memory: pure stores of transitions.
+"""Replay buffers: pure functions that store and sample transitions.
 
-A buffer is a description; its state is explicit. `ReplayBuffer` keeps a ring of
-transitions per lane and samples them evenly, `PrioritizedReplayBuffer` by priorities,
-and `EpisodeBuffer` shows whole episodes only. `from_data` and `from_minari` fill one
-with recorded data, `to_minari` writes it as a dataset, and `shard` spreads one over
+A buffer is a static description; its state is explicit. `ReplayBuffer` keeps a ring of
+transitions per lane and samples them evenly, `PrioritizedReplayBuffer` samples by
+priorities, and `EpisodeBuffer` shows whole episodes only. `shard` shards a buffer over
 devices. `rollout.checkpoint` saves a state.
+
+`base` has the methods that all buffers share, and the three modules named after the
+buffers the rest. Below them: `ring` and `finals` write, `walk` reads from row to row,
+`sampling` and `sum_tree` draw, `batches` builds batches from drawn rows, `lowering`
+chooses the program for a platform. `buffers.offline` fills buffers with recorded data,
+and writes their episodes as datasets.
 """
 
 from buffers import types as types

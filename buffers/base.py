@@ -1,4 +1,4 @@
-"""`RingBuffer`: adding, counting, reading, walking and dumping, for every buffer."""
+"""`RingBuffer`: the methods that all buffers share, from `add` to `merge`."""
 
 import functools
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from buffers.types import ArrayTree, Batch, RingState, Sequences
 
 
 class RingBuffer(struct.PyTreeNode):
-    """Shares its methods with all buffers: a ring of transitions per lane.
+    """The base of all buffers: a ring of transitions per lane.
 
-    Every buffer state has a `ring`, which holds the rows that are visible.
-    Indices are row numbers, int32: slot n of lane i is `n * B + i`.
+    Every buffer state has a `ring`, which holds the visible rows. Indices are row
+    numbers, int32: slot n of lane i is `n * B + i`.
 
     Attributes:
         capacity: transitions that all lanes hold together. Each lane has
@@ -27,12 +27,12 @@ class RingBuffer(struct.PyTreeNode):
         num_envs: B, environments (lanes) that are written side by side.
         successor: "stored" keeps `next_obs` with every row. "shared" takes it from the
             next row of the lane, and keeps only the final observations of episodes, in
-            a side ring: about half of the memory. A row whose successor is
-            missing, not written yet or evicted from the side ring, is never sampled.
-        final_capacity: F, final observations that are kept with "shared", at least
-            `num_envs`; by default a quarter of the capacity, which is enough for
-            episodes of four steps or more. Twice the capacity divided by the mean
-            length of an episode is ample; `count_lost` tells whether it was.
+            a side ring: about half of the memory. A row whose successor is not written
+            yet, or was evicted from the side ring, is never sampled.
+        final_capacity: F, final observations that "shared" keeps, at least `num_envs`;
+            by default a quarter of the capacity, enough for episodes of four steps or
+            more. Twice the capacity divided by the mean length of an episode is ample;
+            `count_lost` shows whether F was too small.
 
     Raises:
         ValueError: if a number is not an int of at least 1, if `capacity` is less than
@@ -57,13 +57,13 @@ class RingBuffer(struct.PyTreeNode):
         return self.capacity // self.num_envs
 
     def add(self, state: ArrayTree, trajectory: ArrayTree) -> ArrayTree:
-        """Appends transitions; a lane that is full drops its oldest ones.
+        """Appends transitions; a full lane drops its oldest ones.
 
         Args:
             state: the state before; donate it.
             trajectory: `[T, B, ...]`, a chunk, or `[B, ...]`, one step, like the
-                transition of `init`. Rows where its field `mask` is False, if it has
-                one, are not stored: lanes may advance by different numbers of rows.
+                transition of `init`. If it has a field `mask`, rows where that is False
+                are not stored: lanes may advance by different numbers of rows.
 
         Returns:
             The state after.
@@ -76,7 +76,7 @@ class RingBuffer(struct.PyTreeNode):
         return self._run(self._add, state, rows, mask)
 
     def init(self, transition: ArrayTree, params: Any = None) -> ArrayTree:
-        """Makes an empty buffer; every kind of buffer has a state of its own."""
+        """Makes an empty buffer; every kind of buffer has its own kind of state."""
         raise NotImplementedError
 
     def size(self, state: ArrayTree) -> jax.Array:
@@ -86,12 +86,12 @@ class RingBuffer(struct.PyTreeNode):
     def can_sample(
         self, state: ArrayTree, batch_size: int, *, stack: int | None = None
     ) -> jax.Array:
-        """Tells whether at least `batch_size` transitions may be sampled.
+        """Returns whether at least `batch_size` transitions may be sampled.
 
         Args:
             state: the state.
             batch_size: S, at least 1.
-            stack: as in `sample`: rows whose history is gone do not count.
+            stack: as in `sample`: rows whose history was evicted do not count.
 
         Returns:
             `()` bool. It costs as much as a small sample.
@@ -111,8 +111,8 @@ class RingBuffer(struct.PyTreeNode):
         """Counts endings that are stored but never sampled, `()` int32.
 
         With `successor="shared"` these are the endings whose final observation was
-        evicted from the side ring: if there are any, raise `final_capacity`. It looks
-        at the flags of all rows: O(capacity).
+        evicted from the side ring: if there are any, raise `final_capacity`. It reads
+        the flags of all rows: O(capacity).
         """
         if not state.ring.finals:
             return jnp.zeros((), jnp.int32)
@@ -128,8 +128,8 @@ class RingBuffer(struct.PyTreeNode):
             indices: `[...]` int32.
 
         Returns:
-            `[..., *leaf]`, like the transition of `init`. Its field `mask`, if it has
-            one, is False where there is no such row or its successor is missing.
+            `[..., *leaf]`, like the transition of `init`. A field `mask` is False
+            where there is no such row, or its successor is missing.
         """
         return batches.get(state.ring, indices)
 
@@ -192,7 +192,7 @@ class RingBuffer(struct.PyTreeNode):
 
         It draws from the episodes that have ended, are stored from their first row on
         and have at most `max_length` steps. Each has the same chance, whatever its
-        length. It looks at the flags of all rows: O(capacity).
+        length. It reads the flags of all rows: O(capacity).
 
         Args:
             state: a state for which `count_episodes` is at least 1.
@@ -202,7 +202,7 @@ class RingBuffer(struct.PyTreeNode):
 
         Returns:
             The episodes, `[L, S, ...]`, padded; weights are ones. If there is no such
-            episode, everything is masked and the weights are zeros.
+            episode, all rows are masked out and the weights are zeros.
 
         Raises:
             ValueError: if a count is not an int of at least 1, or if the transition has
@@ -244,7 +244,7 @@ class RingBuffer(struct.PyTreeNode):
         return checks.count("max_length", max_length)
 
     def _usable_fn(self, state: ArrayTree, stack: int | None) -> sampling.RowFn | None:
-        """Makes the test whether a stored row may be sampled; None if all may."""
+        """Makes the test for stored rows that may be sampled; None if all may."""
         if not state.ring.finals and (stack is None or stack == 1):
             return None
 
@@ -261,7 +261,7 @@ class RingBuffer(struct.PyTreeNode):
         Returns:
             `[N, B, *leaf]`, like the transition of `init`, the oldest row of every lane
             first; and `[N, B]` bool, False where a lane holds no further row, or the
-            successor of a row is missing. A field `mask` is the same.
+            successor of a row is missing. A field `mask` has the same values.
         """
         return self._run(self._dump, state)
 
@@ -270,15 +270,15 @@ class RingBuffer(struct.PyTreeNode):
 
         Args:
             state: the state before.
-            other: the state of a buffer with as many lanes and rows of the same kind,
-                of any capacity.
+            other: the state of a buffer with as many lanes, and rows of the same
+                structure, shapes and dtypes; of any capacity.
 
         Returns:
-            The state after. Priorities are those of new rows. Rows whose successor is
-            missing in `other` are left out.
+            The state after. The rows get the priority of new rows. Rows whose successor
+            is missing in `other` are left out.
 
         Raises:
-            ValueError: if the lanes or the rows are of another kind.
+            ValueError: if the lanes or the rows differ.
         """
         rows, mask = self.dump(other)
         return self._run(self._add, state, *self._chunk(state, rows, mask))
@@ -299,7 +299,7 @@ class RingBuffer(struct.PyTreeNode):
         stack: int | None,
         beta: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        """Draws `[S]` rows and their weights; `beta` is that of priorities, or None."""
+        """Draws `[S]` rows and their weights; `beta` is None without priorities."""
         raise NotImplementedError
 
     def _sample(
@@ -338,23 +338,23 @@ class RingBuffer(struct.PyTreeNode):
         return batches.sequences(state.ring, row, weights, length)
 
     def _add(self, state: Any, rows: ArrayTree, mask: jax.Array) -> Any:
-        """Stores rows `[T, B, ...]` where `mask`, `[T, B]`, says so."""
+        """Stores rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
         raise NotImplementedError
 
     def _run(self, method: MethodType, *args: Any, **options: Any) -> Any:
-        """Calls a method that checks nothing; jitted, unless it is traced already."""
+        """Calls a method that checks nothing; jitted, unless already traced."""
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
             return method(*args, **options)
-        # Apart from its buffer, since methods of equal buffers are not equal.
+        # The function and the buffer: bound methods of equal buffers are not equal.
         return _call(method.__func__, self, tuple(options.items()), *args)
 
     def _init(self, transition: ArrayTree, params: Any) -> RingState:
-        """Makes an empty ring for transitions `[B, ...]`, or those of a collector."""
+        """Makes an empty ring for transitions `[B, ...]`, or for a collector's."""
         if hasattr(transition, "collect_steps"):
             collector = transition
-            if not hasattr(collector.env, "reset_done"):  # it has stepped to be known
+            if not hasattr(collector.env, "reset_done"):  # only a real step shows a row
                 raise TypeError(
-                    "`transition` must be one step where environments are not JAX, "
+                    "`transition` must be one step if environments are not JAX, "
                     "such as `collector.step(carry, params)[1]` or a row of a "
                     f"trajectory, got {type(collector).__name__}."
                 )
@@ -392,14 +392,14 @@ def _call(
 
 
 def _row_of(collector: Any, params: Any) -> ArrayTree:
-    """Shapes and dtypes of a row that a collector collects."""
+    """Returns the shapes and dtypes of a collector's row."""
 
     def step(key: chex.PRNGKey) -> ArrayTree:
         return collector.step(collector.init(key), params)[1]
 
     try:
         return jax.eval_shape(step, jax.random.key(0))
-    except Exception as error:  # whatever the policy raises
+    except Exception as error:  # the policy may raise any
         if params is not None:
             raise
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Turns drawn rows into transitions, n-step targets, stacks and pieces."""
+"""Builds batches from drawn rows: n-step targets, stacks, later goals, sequences."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from buffers import fields, walk
 from buffers.types import ArrayTree, Batch, RingState, Sequences
 
-# A key, the rows and later rows of their episodes, `[S, ...]`, to the rows.
+# `(key, rows, later rows of their episodes)`, `[S, ...]`, to the changed rows.
 RelabelFn = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], ArrayTree]
 
 
 def get(ring: RingState, row: jax.Array) -> ArrayTree:
-    """Reads rows of any shape as they came in, with successor and mask.
+    """Reads rows of any shape, like those added, with successor and mask.
 
     The mask is False where there is no such row, or its successor is missing.
     """
@@ -31,7 +31,7 @@ def transitions(
     gamma: ArrayTree | None,
     stack: int | None,
 ) -> Batch:
-    """Reads `[S]` rows that may be used; void where `weights` is 0."""
+    """Reads `[S]` rows; masked out where `weights` is 0."""
     last, discount, changes = row, (), {}
     if n_step is not None:
         last, discount, changes = _n_step(ring, row, n_step, gamma)
@@ -53,7 +53,7 @@ def relabelled(
     relabel_fn: RelabelFn,
     horizon: int,
 ) -> Batch:
-    """Gives each row of a batch a later one of its episode, and relabels it."""
+    """Draws for each row of a batch a later one of its episode, and relabels it."""
     rows, valid = walk.window(ring, batch.indices, horizon + 1)
     ahead_key, relabel_key = jax.random.split(key)
     count = jnp.sum(valid, axis=0)
@@ -92,7 +92,7 @@ def sequences(
 
 
 def _missing(ring: RingState, row: jax.Array, valid: jax.Array) -> dict[str, ArrayTree]:
-    """The fields that are not stored: `mask`, and the successor of `row`."""
+    """Returns the fields that are not stored: `mask`, and the successor of `row`."""
     if not walk.has_next_obs(ring):
         return {"mask": valid}
     return {"mask": valid, "next_obs": walk.successor(ring, row)}
@@ -101,7 +101,7 @@ def _missing(ring: RingState, row: jax.Array, valid: jax.Array) -> dict[str, Arr
 def _n_step(
     ring: RingState, row: jax.Array, n_step: int, gamma: ArrayTree
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """The last rows of the windows, the discounts after them, and the returns."""
+    """Returns the last rows of the windows, the discounts, and changed fields."""
     rows, valid = walk.window(ring, row, n_step)
     last, num_steps = rows[-1], jnp.sum(valid, axis=0).astype(jnp.float32)
     reward = walk.read_field(ring, "reward", rows)
@@ -126,7 +126,7 @@ def _n_step(
 def _stacked(
     ring: RingState, row: jax.Array, last: jax.Array, stack: int
 ) -> dict[str, ArrayTree]:
-    """The observations up to `row`, and those up to the successor of `last`."""
+    """Stacks the observations up to `row`, and up to the successor of `last`."""
 
     def frames(rows: jax.Array) -> ArrayTree:
         obs = walk.read_field(ring, "obs", rows)

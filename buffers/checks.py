@@ -1,4 +1,4 @@
-"""Checks the arguments of buffers, while tracing: free at run time."""
+"""Checks the arguments of buffers while tracing, at no cost at run time."""
 
 import numbers
 import operator
@@ -12,9 +12,9 @@ import numpy as np
 from buffers import fields
 from buffers.types import ArrayTree, RingState
 
-_REAL: Any = numbers.Real  # which has no order that a type checker knows of
+_REAL: Any = numbers.Real  # a type checker knows no order of it
 FLAGS = ("terminated", "truncated")
-_MOST_ROWS = 2**30  # row numbers are int32, even one lap further on
+_MOST_ROWS = 2**30  # row numbers are int32, also one lap ahead
 
 
 def count(name: str, value: Any) -> int:
@@ -39,7 +39,7 @@ def fraction(name: str, value: Any) -> None:
 
 
 def capacity(capacity: Any, num_envs: Any) -> None:
-    """Checks that a capacity holds one step of all lanes, and is not too large."""
+    """Checks that a capacity holds one step of all lanes, and at most 2**30 rows."""
     count("capacity", capacity)
     count("num_envs", num_envs)
     if capacity < num_envs:
@@ -52,7 +52,7 @@ def capacity(capacity: Any, num_envs: Any) -> None:
 
 
 def successor(successor: Any, final_capacity: Any, num_envs: int) -> None:
-    """Checks `successor`, and a `final_capacity` that fits it."""
+    """Checks `successor`, and that `final_capacity` fits it."""
     if successor not in ("stored", "shared"):
         raise ValueError(
             f'`successor` must be "stored" or "shared", got {successor!r}.'
@@ -101,7 +101,7 @@ def arrays(name: str, tree: ArrayTree) -> None:
 def relabelling(
     ring: RingState, relabel_fn: Any, horizon: Any, other: int | None
 ) -> None:
-    """Raises where no later row of an episode can be drawn."""
+    """Raises if later rows of episodes cannot be drawn."""
     if relabel_fn is None:
         return
     count("horizon", horizon)
@@ -113,14 +113,14 @@ def relabelling(
 
 
 def can_share(transition: ArrayTree) -> None:
-    """Raises for a transition whose successor cannot be read from the next row."""
+    """Raises if a transition's successor cannot be read from the next row."""
     needed = ("obs", "next_obs", "terminated", "truncated")
     obs, next_obs = fields.need(transition, needed, 'successor="shared"')[:2]
     chex.assert_trees_all_equal_shapes_and_dtypes(obs, next_obs)
 
 
 def like_init(rows: ArrayTree, ring: RingState) -> bool:
-    """Checks rows against those of `init`; tells whether they are a single step."""
+    """Checks rows against those of `init`; returns whether they are one step."""
     kept = ring.experience
     if ring.finals:
         kept = fields.put(kept, next_obs=fields.get(kept, "obs"))
@@ -147,7 +147,7 @@ def like_init(rows: ArrayTree, ring: RingState) -> bool:
 
 
 def mask(mask: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Checks that a mask has one flag per row."""
+    """Checks that a mask has one bool per row."""
     if mask.dtype != bool or mask.shape != shape:
         raise ValueError(
             f"`mask` must be bool of shape {shape}, got {mask.dtype} of shape "
@@ -157,7 +157,7 @@ def mask(mask: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def targets(ring: RingState, n_step: Any, gamma: Any, stack: Any) -> None:
-    """Raises for targets that `sample` cannot compute from the rows."""
+    """Raises if `sample` cannot compute these targets from the rows."""
     if (n_step is None) != (gamma is None):
         raise ValueError(
             f"`n_step` and `gamma` go together, got n_step={n_step}, gamma={gamma}."
@@ -172,11 +172,11 @@ def targets(ring: RingState, n_step: Any, gamma: Any, stack: Any) -> None:
 
 
 def sequence(ring: RingState, length: Any) -> None:
-    """Checks a length of at least 1, and that rows say where episodes end."""
+    """Checks a length of at least 1, and that rows have the flags of endings."""
     count("length", length)
     fields.need(ring.experience, FLAGS, "A sample of sequences")
 
 
 def at(path: tuple[Any, ...]) -> str:
-    """Says where in a tree a leaf is, for the end of a message."""
+    """Returns the place of a leaf in its tree, for the end of a message."""
     return f" at {jax.tree_util.keystr(path)}" if path else ""

@@ -1,4 +1,4 @@
-"""`shard`: spreads a replay buffer over devices; each draws from its own lanes."""
+"""`shard`: shards a replay buffer over devices; each draws from its own lanes."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,17 +18,18 @@ Sample = TypeVar("Sample", Batch, Sequences)
 
 
 def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer:
-    """Spreads the lanes of a replay buffer over the devices of a mesh axis.
+    """Shards the lanes of a replay buffer over the devices of a mesh axis.
 
         buffer = buffers.shard(buffers.ReplayBuffer(capacity, num_envs), mesh)
 
     The state is that of `buffer`, sharded over its lanes from `init` on, with the same
-    bits after `add`. `add` and samples stay on their device, but for one number that is
-    summed. Each device draws its share of a sample, `batch_size` divided by the number
-    of devices, evenly from its own rows, and the batch is sharded likewise. So every
-    stored row has the same chance where all devices hold as many; where they do not, as
-    after masked rows, `weights` are the number of rows that the device holds divided by
-    the mean over devices: a mean of losses with these weights is that of an even draw.
+    bits after `add`. `add` and samples stay on their device, except for the sum of one
+    number. Each device draws its share of a sample, `batch_size` divided by the number
+    of devices, evenly from its own rows, and the batch is sharded the same way. Every
+    stored row has the same chance if all devices hold the same number of rows. If not,
+    for instance after masked-out rows, a weight is the number of rows on the device
+    divided by the mean over devices: a weighted mean of losses is then that of an even
+    draw.
 
     The methods other than `add`, `sample`, `sample_sequences` and `can_sample` return
     the same as on one device, but may gather the rows.
@@ -36,15 +37,15 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
     Args:
         buffer: a `ReplayBuffer` with `successor="stored"`.
         mesh: the devices.
-        axis: the axis of the mesh that the lanes are spread over.
+        axis: the axis of the mesh that the lanes are sharded over.
 
     Returns:
         A buffer with the methods of `ReplayBuffer`. A `batch_size` must be a multiple
         of the number of devices.
 
     Raises:
-        ValueError: if the mesh lacks the axis, if the lanes do not divide by its size,
-            or if the buffer is of another kind.
+        ValueError: if the mesh lacks the axis, if `num_envs` is not a multiple of its
+            size, or if the buffer is of another kind.
     """
     if axis not in mesh.shape:
         raise ValueError(
@@ -56,7 +57,7 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
             f"{type(buffer).__name__} with {buffer.successor!r}."
         )
     _divide("num_envs", buffer.num_envs, mesh.shape[axis])
-    # As in `rollout.shard`: axes of other types would be part of the types of arrays.
+    # As in `rollout.shard`: other axis types would be part of the types of arrays.
     types = (AxisType.Auto,) * mesh.devices.ndim
     return _Sharded(
         capacity=buffer.capacity,
@@ -67,7 +68,7 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
 
 
 class _Sharded(ReplayBuffer):
-    """A `ReplayBuffer` whose lanes are kept by several devices."""
+    """A `ReplayBuffer` whose lanes are sharded over devices."""
 
     mesh: Mesh = struct.field(pytree_node=False, kw_only=True)
     axis: str = struct.field(pytree_node=False, kw_only=True)
@@ -84,12 +85,12 @@ class _Sharded(ReplayBuffer):
 
     @property
     def _first(self) -> Any:
-        """Spread along the first axis."""
+        """Sharded along the first axis."""
         return PartitionSpec(self.axis)
 
     @property
     def _second(self) -> Any:
-        """Spread along the second axis, after that of time."""
+        """Sharded along the second axis, after that of time."""
         return PartitionSpec(None, self.axis)
 
     @property
@@ -162,7 +163,7 @@ class _Sharded(ReplayBuffer):
         share = self._share(batch_size)
 
         def draw(key: chex.PRNGKey, state: RingState, gamma: None) -> Sequences:
-            del gamma  # of transitions
+            del gamma  # unused: only for transitions
             return self._local._sample_sequences(
                 state, key, beta, batch_size=share, length=length
             )
@@ -184,7 +185,7 @@ class _Sharded(ReplayBuffer):
         key: chex.PRNGKey,
         gamma: Any,
     ) -> Sample:
-        """Draws on every device, with a key of its own and rows of its own."""
+        """Draws on every device, with its own key and from its own rows."""
 
         def local(state: RingState, key: chex.PRNGKey, gamma: Any) -> Sample:
             device = lax.axis_index(self.axis)

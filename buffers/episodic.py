@@ -17,14 +17,13 @@ class EpisodeBuffer(ReplayBuffer):
 
     Until then they are written after the visible rows, where `size`, `sample` and the
     other methods do not see them. When the episode ends they become visible all at
-    once, without a copy. An episode that turns out to be longer than `max_length` is
-    skipped as a whole and counted in `num_too_long`; one that breaks off without an
-    ending is counted in `num_abandoned`. By then its rows have replaced the oldest ones
-    of the lane.
+    once, without a copy. An episode longer than `max_length` is skipped as a whole and
+    counted in `num_too_long`; one that breaks off without an ending is counted in
+    `num_abandoned`. By then its rows have replaced the oldest ones of the lane.
 
     Attributes:
-        max_length: steps of the longest episode that is kept, at most the slots of a
-            lane, by default all of them. For the others see `RingBuffer`.
+        max_length: steps of the longest episode to keep, at most the slots of a lane,
+            by default all of them. For the other attributes see `RingBuffer`.
 
     Raises:
         ValueError: if `max_length` is not an int of at least 1 or more than a lane
@@ -71,7 +70,7 @@ class EpisodeBuffer(ReplayBuffer):
         ) -> tuple[tuple[EpisodicState, dict[str, jax.Array]], None]:
             return self._add_step(*carry, *step), None
 
-        # Read from the ring once: reading it in the loop that writes it would copy it.
+        # Read the ring once, before the loop: a read inside it would copy the ring.
         return lax.scan(add_step, (state, _last_marks(state)), (rows, mask))[0][0]
 
     def clear(self, state: EpisodicState) -> EpisodicState:
@@ -96,8 +95,8 @@ class EpisodeBuffer(ReplayBuffer):
         too_long = mask & (pending == (self.max_length or self.num_slots))
         pending, skipping = jnp.where(too_long, 0, pending), skipping | too_long
 
-        # The last row of an episode that is skipped is kept at the head, to tell
-        # whether the next one belongs to it.
+        # The last row of a skipped episode is kept at the head, to see whether the
+        # next row belongs to it.
         done = mask & fields.done(row)
         written = mask & ~(skipping & done)
         slot = (state.ring.head + pending) % self.num_slots
@@ -125,12 +124,12 @@ class EpisodeBuffer(ReplayBuffer):
 
 
 def _last_marks(state: EpisodicState) -> dict[str, jax.Array]:
-    """The marks of the last row of the episode under way, `[B]` each; void if none."""
+    """Reads the marks of the last rows of episodes under way, `[B]`; void if none."""
     memory = state.ring
     slot = (memory.head + jnp.maximum(state.pending, 1) - 1) % memory.num_slots
     row = slot * memory.num_envs + jnp.arange(memory.num_envs, dtype=jnp.int32)
 
-    # XLA moves no read out of a conditional; after the write it would need a copy.
+    # XLA moves no read out of a conditional; a read after the write would copy.
     def read_if_any(marks: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return lax.cond(
             jnp.any((state.pending > 0) | state.skipping),

@@ -20,7 +20,7 @@ def get(tree: ArrayTree, name: str) -> ArrayTree | None:
 
 
 def put(tree: ArrayTree, **values: ArrayTree) -> ArrayTree:
-    """Returns `tree` with fields replaced; those that it lacks are left out."""
+    """Returns `tree` with fields replaced; ignores those that it lacks."""
     if isinstance(tree, Mapping):
         kind: Any = type(tree)
         return kind({**tree, **{k: values[k] for k in values if k in tree}})
@@ -31,13 +31,13 @@ def put(tree: ArrayTree, **values: ArrayTree) -> ArrayTree:
 
 
 def done(tree: ArrayTree) -> jax.Array:
-    """Tells where an episode ended, in either way, bool."""
+    """Returns bool, True where an episode terminated or was truncated."""
     terminated, truncated = need(tree, ("terminated", "truncated"), "The buffer")
     return terminated | truncated
 
 
 def need(tree: ArrayTree, names: tuple[str, ...], what: str) -> tuple[Any, ...]:
-    """Returns the fields `names`; refuses a `tree` that lacks one."""
+    """Returns the fields `names`; raises `ValueError` if `tree` lacks one."""
     values = tuple(get(tree, name) for name in names)
     for name, value in zip(names, values, strict=True):
         if value is None:

@@ -1,4 +1,4 @@
-"""Keeps final observations in a side ring, for rows without their successor.
+"""Keeps final observations in a side ring, for `successor="shared"`.
 
 Within an episode the successor of a row is the observation of the next row. Where an
 episode ends, the next row belongs to another one, and the successor is kept here.
@@ -33,10 +33,11 @@ def put(
         finals: the ring before.
         next_obs: `[T, B, ...]`, the true successors.
         done: `[T, B]` bool.
-        slot: `[T, B]` int32, where the rows are written, N for a row that is not.
+        slot: `[T, B]` int32, slots of the written rows; N for rows that are not
+            written.
 
     Returns:
-        The ring after, and `[T, B]` int32, what to write to `place` for the rows.
+        The ring after, and `[T, B]` int32, the entries of `place` for the rows.
     """
     num_slots, num_envs = finals.place.shape
     capacity = finals.row.shape[0]
@@ -44,7 +45,7 @@ def put(
     # Numbers from 1 on, in the order of time.
     number = jnp.cumsum(is_final, dtype=jnp.int32)
     total = number[-1]
-    # If there are more than places, the last ones stay: no place is written twice.
+    # If there are more of them than places, the last ones stay: none is written twice.
     stays = is_final & (number > total - capacity)
     place = jnp.where(stays, (finals.head + number - 1) % capacity, -1)
     row = (slot * num_envs + jnp.arange(num_envs)[None]).reshape(-1)
@@ -60,20 +61,20 @@ def put(
 def _write(
     memory: ArrayTree, rows: ArrayTree, order: jax.Array, place: jax.Array
 ) -> ArrayTree:
-    """Writes the rows that have an `order`, `[R]` int32, to their `place`; -1: none."""
+    """Writes rows to their `place`, in their `order`; both `[R]` int32, -1: none."""
     return lowering.choose(_write_in_rounds, _write_apart, memory, rows, order, place)
 
 
 def _write_in_rounds(
     memory: ArrayTree, rows: ArrayTree, order: jax.Array, place: jax.Array
 ) -> ArrayTree:
-    """Writes a few rows a round, since few of many are final."""
+    """Writes a few rows per round, since few rows are final."""
     num_rows = order.shape[0]
     capacity = jax.tree.leaves(memory)[0].shape[0]
     # Large enough that one round nearly always suffices, small enough to cost little.
     size = max(1, num_rows // 16)
     most = -(-min(num_rows, capacity) // size) * size
-    # The rows in their order, and after them a row that does not exist.
+    # The rows in their order, then the number of a row that does not exist.
     source = jnp.full((most,), num_rows, jnp.int32)
     source = source.at[jnp.where(order >= 0, order, most)].set(
         jnp.arange(num_rows, dtype=jnp.int32), mode="drop"

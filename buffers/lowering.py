@@ -1,9 +1,9 @@
-"""`choose`: compiles a program with loops, or for a GPU an equal one without.
+"""`choose`: takes an implementation with loops, or for a GPU an equal one without.
 
-A loop whose end depends on data costs little on a CPU or a TPU if it has little to do.
-On a GPU the device waits while the host reads the condition of every round. There a
-program without such loops is faster, even if it computes more: a launch costs the same
-for small arrays as for large ones.
+A loop whose end depends on data costs little on a CPU or a TPU if it runs few rounds.
+A GPU waits in every round while the host reads the condition. There code without such
+loops is faster, even if it computes more: a launch costs the same for small arrays as
+for large ones.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def choose(
     """Applies `straight_fn` to `args` on a GPU, and `loop_fn` everywhere else.
 
     Both must return the same bits. The platform is the one that the program is compiled
-    for, which may differ from the default one of the process.
+    for, which may differ from the default platform of the process.
     """
     return lax.platform_dependent(
         *args, cuda=straight_fn, rocm=straight_fn, default=loop_fn
@@ -38,7 +38,7 @@ def once(
 ) -> ArrayTree:
     """Applies `write_fn` to `memory` if `flag`, `()` bool, in place.
 
-    A loop of zero or one round: a conditional would copy the memory.
+    It is a loop of zero or one round: a conditional would copy the memory.
     """
 
     def body(

@@ -24,7 +24,7 @@ class PrioritizedReplayBuffer(RingBuffer):
 
     Attributes:
         alpha: how much priorities count, in [0, 1]; at 0 all rows are equal. For the
-            others see `RingBuffer`.
+            other attributes see `RingBuffer`.
 
     Raises:
         ValueError: if `alpha` is out of range, and as `RingBuffer`.
@@ -74,14 +74,14 @@ class PrioritizedReplayBuffer(RingBuffer):
     ) -> Batch:
         """Draws `batch_size` transitions in proportion to `priority ** alpha`.
 
-        Stratified: one from each of `batch_size` equal shares of the sum.
+        The draw is stratified: one from each of `batch_size` equal shares of the sum.
 
         Args:
             state: a state for which `can_sample` holds.
             key: one typed key.
             batch_size: S, at least 1.
             beta: how much of the bias the weights correct, in [0, 1], a number or
-                `()`; by default the value that the paper starts from. Anneal it to 1.
+                `()`; by default the paper's first value. Anneal it to 1.
             n_step: as in `ReplayBuffer.sample`.
             gamma: as in `ReplayBuffer.sample`.
             stack: as in `ReplayBuffer.sample`.
@@ -145,10 +145,11 @@ class PrioritizedReplayBuffer(RingBuffer):
 
         Args:
             state: the state before; donate it.
-            indices: `[S]` int32, `batch.indices`. If a row appears twice, the last one
-                counts. A row that is not stored is skipped.
-            priorities: `[S]` float, at least 0: absolute errors. One that is negative,
-                not finite or above 1e30 is rejected and counted in `num_rejected`.
+            indices: `[S]` int32, `batch.indices`. If a row appears twice, its last
+                priority counts. A row that is not stored is skipped.
+            priorities: `[S]` float, at least 0: absolute errors. A priority that is
+                negative, not finite or above 1e30 is rejected and counted in
+                `num_rejected`.
 
         Returns:
             The state after.
@@ -188,11 +189,11 @@ class PrioritizedReplayBuffer(RingBuffer):
         )
 
     def _mass(self, priority: jax.Array) -> jax.Array:
-        """The weight of a priority in the sums; 0 stays 0, even with alpha 0."""
+        """Returns a priority's term in the sums; 0 stays 0, even with alpha 0."""
         return jnp.where(priority > 0, priority ** jnp.float32(self.alpha), 0)
 
     def _usable_fn(self, state: PrioritizedState, stack: int | None) -> sampling.RowFn:
-        """Rows of priority 0 do not count in `can_sample`."""
+        """Also excludes rows of priority 0."""
         usable_fn = super()._usable_fn(state, stack)
 
         def usable(row: jax.Array) -> jax.Array:
@@ -218,8 +219,8 @@ class PrioritizedReplayBuffer(RingBuffer):
         if not all_usable:
             row, usable = sampling.redraw(
                 row,
-                # Not by shares: where most rows of a share are unusable, the others
-                # would be drawn too often.
+                # Not by shares: the few usable rows of a share would be drawn too
+                # often.
                 lambda key: sum_tree.draw_apart(tree, key, num_draws),
                 usable_fn,
                 lambda key: sampling.in_proportion_to(
@@ -233,8 +234,8 @@ class PrioritizedReplayBuffer(RingBuffer):
         # N and the sum cancel when weights are divided by the largest.
         mass = jnp.where(usable, tree[0][row], jnp.inf)
         weights = (mass / jnp.min(mass)) ** -jnp.asarray(beta, jnp.float32)
-        # Tied together, so that an `update` of these rows comes after the sums are
-        # read for the weights, and writes in place.
+        # The barrier makes an `update` of these rows wait until the weights have read
+        # the sums, so that it writes in place.
         return lax.optimization_barrier((row, jnp.where(usable, weights, 0)))
 
 
@@ -252,7 +253,7 @@ def _put_rows(
         return sum_tree.put_windows(tree, windows, value)
 
     def put_apart(tree: sum_tree.Tree) -> sum_tree.Tree:
-        # A row that is not written has the slot N, and so a number beyond all rows.
+        # Rows that are not written have the slot N; their numbers lie beyond all rows.
         row = slot * num_envs + jnp.arange(num_envs, dtype=jnp.int32)[None]
         row = jnp.where(slot < num_slots, row, tree[0].shape[0]).reshape(-1)
         return sum_tree.put_distinct(tree, row, value)

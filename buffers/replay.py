@@ -16,22 +16,22 @@ class ReplayBuffer(RingBuffer):
     """A ring of transitions per lane, sampled evenly.
 
     The methods are pure and jitted. Jit them together with the code around them, and
-    donate the state, so that `add` writes in place: alone it copies the ring. For the
-    attributes see `RingBuffer`.
+    donate the state, so that `add` writes in place: called alone it copies the ring.
+    For the attributes see `RingBuffer`.
     """
 
     def init(self, transition: ArrayTree, params: Any = None) -> RingState:
         """Makes an empty buffer.
 
         Args:
-            transition: `[B, ...]`, one `Transition` or any other pytree, of which only
-                the shapes and dtypes are read; or a `rollout.Collector`, for the
-                transitions that it makes. A field `mask` is not stored, since every
-                stored row is valid.
-            params: what the collector's policy takes as its parameters.
+            transition: `[B, ...]`, one `Transition` or any other pytree; only its
+                shapes and dtypes are read. Or a `rollout.Collector`, for its
+                transitions. A field `mask` is not stored, since every stored row is
+                valid.
+            params: parameters of the collector's policy.
 
         Returns:
-            The state to hand to the other methods.
+            The state, for the other methods.
 
         Raises:
             ValueError: if a leaf lacks the lane axis, if a flag is not bool, or if
@@ -58,40 +58,40 @@ class ReplayBuffer(RingBuffer):
     ) -> Batch:
         """Draws `batch_size` transitions evenly, with replacement.
 
-        Every stored transition has the same chance, even where lanes hold different
-        numbers of them. With `successor="shared"`, only those whose successor is there
-        are drawn.
+        Every stored transition has the same chance, even if lanes hold different
+        numbers of them. With `successor="shared"`, only transitions whose successor is
+        stored are drawn.
 
         Args:
             state: a state for which `can_sample` holds.
             key: one typed key.
             batch_size: S, at least 1.
-            n_step: steps that are summed, at least 1. The sum stops at a termination,
-                at a truncation, and where the rows end. Then it has fewer steps, and
+            n_step: steps to sum, at least 1. The sum stops at a termination, at a
+                truncation, and where the rows end. Then it has fewer steps, and
                 `discount` and `next_obs` match them.
 
                     G = r_t + γ r_{t+1} + ... + γ^{m-1} r_{t+m-1},  1 <= m <= n_step
                     target = G + discount V(next_obs),  discount = γ^m (1 - terminated)
 
-            gamma: the discount per step, in [0, 1], a number or `()`; goes with
+            gamma: the discount per step, in [0, 1], a number or `()`; only with
                 `n_step`.
-            stack: K, observations that are stacked, at least 1; before the start of an
-                episode its first one repeats. Rows whose history was evicted are not
+            stack: K, observations to stack, at least 1; before the start of an episode
+                its first observation repeats. Rows whose history was evicted are not
                 drawn.
             relabel_fn: `(key, experience, future)` to the experience, `[S, ...]` each:
-                hindsight goals. `future` is drawn evenly, row by row, from the row
-                itself and those after it in its episode. It does not go with `n_step`
-                or `stack`. Pass the same function again, or it is compiled again.
-            horizon: rows ahead that `future` is drawn from, at least 1.
+                hindsight goals. `future` is drawn evenly, for each row, from the row
+                itself and those after it in its episode. It excludes `n_step` and
+                `stack`. Pass the same function object again: another one compiles
+                again.
+            horizon: number of rows ahead that `future` is drawn from, at least 1.
 
         Returns:
             The batch, `[S, ...]`. If no transition may be sampled, the weights are
-            zeros, and the field `mask`, if it has one, is False.
+            zeros, and a field `mask` is False.
 
         Raises:
             ValueError: if a count is not an int of at least 1, if `gamma` is out of
-                range or goes without `n_step`, or if the transition lacks a field that
-                is needed.
+                range or without `n_step`, or if the transition lacks a needed field.
 
         Source:
             "Reinforcement Learning: An Introduction", 2nd ed., eq. 7.1; "Hindsight
@@ -118,10 +118,9 @@ class ReplayBuffer(RingBuffer):
     ) -> Sequences:
         """Draws pieces of episodes, evenly by their first rows, with replacement.
 
-        A piece goes on as long as its episode does in the buffer, for `length` steps at
-        most, and is padded after that: `mask` says where. If a recurrent policy puts
-        the state it was given into `extras["policy_state"]`, that of the first row
-        comes with the piece.
+        A piece lasts as long as its episode does in the buffer, at most `length` steps,
+        and is padded after that, where `mask` is False. If a recurrent policy puts its
+        input state into `extras["policy_state"]`, the piece has that of its first row.
 
         Args:
             state: a state for which `can_sample` holds.
@@ -159,8 +158,8 @@ class ReplayBuffer(RingBuffer):
         stack: int | None,
         beta: None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Draws `[S]` rows; the weight of an unusable one is 0."""
-        del beta  # for priorities
+        """Draws `[S]` rows; the weight of an unusable row is 0."""
+        del beta  # unused: only for priorities
         usable_fn = self._usable_fn(state, stack)
         if usable_fn is None:
             row = sampling.evenly(state.ring, key, num_draws)

@@ -1,10 +1,10 @@
 """Writes rows into a ring per lane, in place.
 
-Lanes that have always been given the same number of rows are at the same slot, and then
-a chunk is one contiguous write. Once a mask has let them drift apart, each row goes to
+Lanes that have always received the same number of rows are at the same slot, and a
+chunk is one contiguous write. Once a mask has let them drift apart, each row goes to
 the slot of its own lane. Which case holds is known only at run time, and a conditional
-would copy the ring. So there are two loops, of zero or one round, that write in place.
-On a GPU every row goes to the slot of its own lane, always: no loop, no wait.
+would copy the ring, so two loops, of zero or one round, write in place. On a GPU every
+row always goes to the slot of its own lane: no loop, no wait.
 """
 
 import jax
@@ -21,8 +21,8 @@ def init(row: ArrayTree, num_slots: int, final_capacity: int) -> RingState:
     Args:
         row: `[B, ...]`, shapes and dtypes of one step.
         num_slots: N, rows that a lane can hold.
-        final_capacity: F, final observations that are kept; 0 if every row keeps its
-            own successor.
+        final_capacity: F, final observations to keep; 0 if every row keeps its own
+            successor.
     """
     num_envs = jax.tree.leaves(row)[0].shape[0]
     kept, last = row, ()
@@ -45,8 +45,8 @@ def write(
     """Appends the rows of `chunk`, `[T, B, ...]`, where `mask`, `[T, B]` bool.
 
     Returns:
-        The ring, and `[T, B]` int32 the slots that were written, N for a row that was
-        not.
+        The ring, and `[T, B]` int32, the slots of the written rows; N for rows that
+        are not written.
     """
     num_slots = ring.num_slots
     slot = _slots(ring.head, mask, num_slots)
@@ -71,7 +71,7 @@ def put(ring: RingState, chunk: ArrayTree, slot: jax.Array) -> RingState:
     if ring.finals:
         next_obs, done = fields.get(chunk, "next_obs"), fields.done(chunk)
         final, place = finals.put(ring.finals, next_obs, done, slot)
-        # Where its final observation lies is written along with the row.
+        # The place of its final observation is written along with the row.
         kept = (ring.experience, final.place)
         rows = (fields.put(chunk, next_obs=()), place)
         experience, place = _put(kept, rows, slot)
@@ -82,14 +82,13 @@ def put(ring: RingState, chunk: ArrayTree, slot: jax.Array) -> RingState:
 def windows(
     start: jax.Array, length: int, num_slots: int
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """The pieces of a ring that hold the `length` slots from `start` on.
+    """Returns the pieces of a ring that hold the `length` slots from `start` on.
 
-    Slots that wrap take two writes: each covers `length` slots, and leaves what the
-    other one writes as it is.
+    Slots that wrap take two writes: each covers `length` slots, and changes none that
+    the other one writes.
 
     Returns:
-        For each piece, `()` int32, where it starts, and `[length]` bool, the slots that
-        are written.
+        For each piece, `()` int32, its start, and `[length]` bool, the slots to write.
     """
     number = jnp.arange(length)
     if length == 1:
@@ -100,16 +99,16 @@ def windows(
 
 
 def is_together(slot: jax.Array, num_slots: int) -> jax.Array:
-    """Tells whether all rows are written, every lane to the same slots, `()` bool."""
+    """Returns `()` bool: all rows are written, every lane to the same slots."""
     if slot.shape[0] > num_slots:
         return jnp.zeros((), bool)
     return jnp.all((slot == slot[:, :1]) & (slot < num_slots))
 
 
 def _slots(head: jax.Array, mask: jax.Array, num_slots: int) -> jax.Array:
-    """The slot of every row of a chunk, `[T, B]`; N where it is not to be written."""
+    """Returns the slot of every row of a chunk, `[T, B]`; N for none."""
     count = jnp.cumsum(mask, axis=0, dtype=jnp.int32)
-    # If there are more rows than slots, the last ones stay: none is written twice.
+    # If there are more rows than slots, the last rows stay: no slot is written twice.
     stays = mask & (count > count[-1:] - num_slots)
     return jnp.where(stays, (head[None] + count - 1) % num_slots, num_slots)
 
@@ -136,7 +135,7 @@ def _put_together(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayT
         if num_rows == 1:
             return lax.dynamic_update_slice_in_dim(old, new, start, 0)
         pieces = windows(start, num_rows, old.shape[0])
-        # The rows in the order of either piece: rolled by the part that wraps.
+        # Rolled by the part that wraps, the rows have the order of both pieces.
         rolled = jnp.roll(new, start - pieces[0][0], axis=0)
         for first, keep in pieces:
             there = lax.dynamic_slice_in_dim(old, first, num_rows, 0)

@@ -1,8 +1,8 @@
-"""Draws rows, evenly or in proportion to a weight, from those that may be used.
+"""Draws usable rows, evenly or in proportion to a weight.
 
-Rows that may not be used (their successor is missing, or their history is gone) are few
-and scattered, so they are drawn and rejected. That is exact, and costs O(sample), not
-O(capacity). If many rounds do not find enough rows, all rows are looked at, once.
+Unusable rows (their successor or history is missing) are few and scattered, so they are
+drawn and rejected. That is exact, and costs O(sample), not O(capacity). If many rounds
+do not find enough usable rows, one pass over all rows does.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from jax import lax
 from buffers import lowering, sum_tree, walk
 from buffers.types import RingState
 
-RowFn = Callable[[jax.Array], jax.Array]  # rows of any shape to a flag or number
+RowFn = Callable[[jax.Array], jax.Array]  # rows of any shape to flags or numbers
 _Round = tuple[jax.Array, jax.Array, jax.Array]  # its number, the rows, their flags
 
-_ROUNDS = 16  # if half of the rows are usable, one draw in 65,536 is left after these
+_ROUNDS = 16  # if half of the rows are usable, these miss one draw in 65,536
 
 
 def evenly(ring: RingState, key: chex.PRNGKey, num_draws: int) -> jax.Array:
-    """Draws `[S]` int32 rows, every stored one with the same chance."""
+    """Draws `[S]` int32 rows; every stored row has the same chance."""
     number = below(jnp.sum(ring.size), (num_draws,), key)
     lane, age = lax.cond(
         jnp.all(ring.size == ring.size[0]),
@@ -36,7 +36,7 @@ def evenly(ring: RingState, key: chex.PRNGKey, num_draws: int) -> jax.Array:
 def evenly_usable(
     ring: RingState, key: chex.PRNGKey, num_draws: int, usable_fn: RowFn
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws `[S]` rows evenly from those that may be used; returns as `redraw`."""
+    """Draws `[S]` rows evenly from the usable ones; returns as `redraw`."""
     first_key, again_key = jax.random.split(key)
     return redraw(
         evenly(ring, first_key, num_draws),
@@ -54,21 +54,21 @@ def redraw(
     draw_usable_fn: Callable[[chex.PRNGKey], jax.Array],
     key: chex.PRNGKey,
 ) -> tuple[jax.Array, jax.Array]:
-    """Replaces the rows that may not be used by drawing again.
+    """Replaces unusable rows by drawing again.
 
     Args:
-        first: `[S]` int32, the rows drawn at first.
+        first: `[S]` int32, the rows drawn first.
         draw_fn: draws `[S]` rows, each from all rows.
-        usable_fn: tells which rows may be used.
-        draw_usable_fn: draws `[S]` rows that may be used, looking at all of them.
+        usable_fn: returns a bool for each row.
+        draw_usable_fn: draws `[S]` usable rows, in a pass over all rows.
         key: one typed key.
 
     Returns:
-        `[S]` int32 rows, and `[S]` bool, False where no row may be used.
+        `[S]` int32 rows, and `[S]` bool, False where no row is usable.
     """
 
     def redraw_in_rounds(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
-        """Draws again until all rows may be used, most often not once."""
+        """Draws again until all rows are usable: most often in no round."""
 
         def again(loop: _Round) -> _Round:
             number, row, usable = loop
@@ -84,7 +84,7 @@ def redraw(
         return lax.while_loop(goes_on, again, start)[1:]
 
     def redraw_at_once(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
-        """Draws all rounds side by side, and takes the first row that may be used."""
+        """Draws all rounds side by side, and takes the first usable row."""
         number = jnp.arange(_ROUNDS, dtype=jnp.int32)
         round_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
         rows = jnp.concatenate([first[None], jax.vmap(draw_fn)(round_keys)])
@@ -108,7 +108,7 @@ def in_proportion_to(
     key: chex.PRNGKey,
     num_draws: int,
 ) -> jax.Array:
-    """Draws `[S]` int32 rows by `weight_fn(row)`, looking at all rows: O(capacity)."""
+    """Draws `[S]` int32 rows in proportion to `weight_fn(row)`: O(capacity)."""
     row = walk.all_rows(ring)
     weight = jnp.where(walk.is_stored(ring, row), weight_fn(row), 0)
     return sum_tree.draw_apart(
@@ -117,9 +117,9 @@ def in_proportion_to(
 
 
 def has_usable(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
-    """Tells whether at least `number` rows may be used, `()` bool.
+    """Returns whether at least `number` rows are usable, `()` bool.
 
-    It goes back from the newest rows, no further than needed: nearly all may be used.
+    It goes back from the newest rows, no further than needed: nearly all are usable.
     """
     num_ages = min(ring.num_slots, -(-number // ring.num_envs) + 1)
     lane = jnp.arange(ring.num_envs, dtype=jnp.int32)[None]
@@ -166,7 +166,7 @@ def below(n: jax.Array, shape: tuple[int, ...], key: chex.PRNGKey) -> jax.Array:
 
 
 def _find(size: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Lane and age of the rows `number`, counted lane after lane."""
+    """Returns lane and age of the rows `number`, counted lane after lane."""
     end = jnp.cumsum(size)
     lane = jnp.searchsorted(end, number, side="right", method="scan_unrolled")
     lane = jnp.minimum(lane, end.shape[0] - 1).astype(jnp.int32)

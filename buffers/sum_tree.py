@@ -1,9 +1,9 @@
 """A tree of sums, for draws in proportion to a number per leaf.
 
-A tuple of levels: the leaves, then the sums of every `WIDTH` entries of the level
-below, up to a level of at most `WIDTH` entries. Sums are always computed from the level
-below, never adjusted by a difference, so rounding does not build up and zero is exactly
-zero.
+A tree is a tuple of levels: the leaves, then the sums of every `WIDTH` entries of the
+level below, up to a level of at most `WIDTH` entries. Sums are always computed from the
+level below, never adjusted by a difference, so rounding does not build up and zero
+stays exactly zero.
 
 Source: "Prioritized Experience Replay", appendix B.2.1; arXiv:1511.05952.
 """
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-WIDTH = 8  # 16 draws as fast and updates slower, 32 draws at half the speed
+WIDTH = 8  # 16 draws as fast but updates slower, 32 draws at half the speed
 
 Tree = tuple[jax.Array, ...]
 
@@ -34,17 +34,18 @@ def build(leaf: jax.Array) -> Tree:
 
 
 def total(tree: Tree) -> jax.Array:
-    """The sum of all leaves, `()` float32."""
+    """Returns the sum of all leaves, `()` float32."""
     return jnp.sum(tree[-1])
 
 
 def put(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
     """Sets the leaves `leaf`, `[K]` int32, to `value`, `[K]` float32.
 
-    If a leaf appears twice, its last value counts; a number beyond them is skipped.
+    If a leaf appears twice, its last value counts; a number beyond the leaves is
+    skipped.
     """
-    # Which of several writes to one place wins is not defined. So the place first gets
-    # the number of its last writer: negative, and so less than any value there.
+    # Nothing defines which of several writes to one leaf wins. So the leaf first gets
+    # the number of its last writer, negative and thus below any value.
     writer = -1.0 - jnp.arange(leaf.shape[0], dtype=jnp.float32)
     level = tree[0].at[leaf].min(writer, mode="drop")
     is_last = level.at[leaf].get(mode="clip") == writer
@@ -56,13 +57,13 @@ def put(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
 def put_distinct(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
     """Sets the leaves `leaf`, `[K]` int32, no two alike, to `value`, `()` float32.
 
-    Any number of them may lie beyond the leaves: these are skipped.
+    Numbers beyond the leaves are skipped; these may be alike.
     """
     return _sum_up(tree, tree[0].at[leaf].set(value, mode="drop"), leaf)
 
 
 def _sum_up(tree: Tree, level: jax.Array, leaf: jax.Array) -> Tree:
-    """Replaces the leaves by `level`, and the sums above the written ones, `leaf`."""
+    """Replaces the leaves by `level`, and the sums above the written leaves `leaf`."""
     levels, node = [level], leaf
     for above in tree[1:]:
         node = node // WIDTH
@@ -78,12 +79,11 @@ def _sum_up(tree: Tree, level: jax.Array, leaf: jax.Array) -> Tree:
 def put_windows(
     tree: Tree, windows: Sequence[tuple[jax.Array, jax.Array]], value: jax.Array
 ) -> Tree:
-    """Sets leaves to `value`, `()` float32.
+    """Sets the leaves in windows of equal length to `value`, `()` float32.
 
-    Windows are all of one length, `()` int32 where each starts and `[length]` bool, the
-    leaves in it that are set.
+    A window is `()` int32, its start, and `[length]` bool, the leaves in it to set.
     """
-    # Level by level: a level is read only when it is complete, else it is copied.
+    # Level by level: reading a level before it is complete would copy it.
     level = tree[0]
     for start, keep in windows:
         old = lax.dynamic_slice_in_dim(level, start, keep.shape[0])
@@ -93,7 +93,7 @@ def put_windows(
     levels, length = [level], windows[0][1].shape[0]
     starts = [start for start, _ in windows]
     for above in tree[1:]:
-        # Blocks that hold `length` neighbours, wherever they begin.
+        # So many blocks hold `length` neighbours, wherever these begin.
         length = -(-length // WIDTH) + 1
         blocks = level.reshape(-1, WIDTH)
         if length >= blocks.shape[0]:
@@ -123,7 +123,7 @@ def draw(tree: Tree, key: chex.PRNGKey, num_draws: int) -> jax.Array:
 
 def draw_apart(tree: Tree, key: chex.PRNGKey, num_draws: int) -> jax.Array:
     """Draws `[S]` int32 leaves in proportion, each from all leaves."""
-    # A word for the share and one for the place in it: 24 bits of a single number are
+    # One word for the share and one for the place in it: the 24 bits of one number are
     # too coarse for a million leaves.
     coarse_key, fine_key = jax.random.split(key)
     num_shares = 1 << 12
@@ -134,10 +134,10 @@ def draw_apart(tree: Tree, key: chex.PRNGKey, num_draws: int) -> jax.Array:
 
 
 def _find(tree: Tree, coarse: jax.Array, fine: jax.Array) -> jax.Array:
-    """Finds the leaves in which the points `coarse + fine` lie, counted in sums.
+    """Finds the leaves in which the points `coarse + fine` of the total sum lie.
 
-    The two parts stay apart: what is subtracted on the way down is large beside `fine`,
-    whose digits would be lost.
+    The two parts stay apart: the sums subtracted on the way down are large beside
+    `fine`, and would swallow its digits.
     """
     node = jnp.zeros(coarse.shape, jnp.int32)
     for level in reversed(tree):

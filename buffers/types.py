@@ -1,4 +1,4 @@
-"""Containers: states of buffers, recorded steps, batches and sequences."""
+"""The containers: states of buffers, recorded steps, batches and sequences."""
 
 from typing import Any, Generic
 from typing import Any as ArrayTree
@@ -8,7 +8,7 @@ from flax import struct
 from typing_extensions import TypeVar
 
 # `ArrayTree`, a pytree of arrays, is `Any`: no annotation can say which structure it
-# has. See `envs.types`, which is not imported here.
+# has. `envs.types` has the same, but `buffers` does not import `envs`.
 
 ExperienceT = TypeVar("ExperienceT", default=Any)
 
@@ -18,10 +18,10 @@ class Finals(struct.PyTreeNode, kw_only=True):
 
     Attributes:
         obs: `[F, ...]`, a ring of final observations.
-        row: `[F]` int32, the row whose successor it is; -1 where none was written.
-        place: `[N, B]` int32, where the final observation of a row was written; -1 for
-            a row at which no episode ended. It is still there if `row[place]` says so.
-        head: `()` int32, the place that is written next.
+        row: `[F]` int32, the row that each is the successor of; -1 if none was written.
+        place: `[N, B]` int32, the index in `obs` of each row's final observation; -1 if
+            no episode ended at the row. It was evicted unless `row[place]` is the row.
+        head: `()` int32, the index in `obs` that is written next.
     """
 
     obs: ArrayTree  # [F, ...]
@@ -73,7 +73,7 @@ class PrioritizedState(struct.PyTreeNode, kw_only=True):
         priorities: sums of `priority ** alpha`, level by level: `[P]`, one number per
             row and padding, then the sums of every eight entries of the level below.
         max_priority: `()` float32, the largest priority seen, which new rows get.
-        num_rejected: `()` int32, priorities that were rejected, since they were
+        num_rejected: `()` int32, priorities that were rejected because they were
             negative, not finite or too large.
     """
 
@@ -87,7 +87,7 @@ class EpisodicState(struct.PyTreeNode, kw_only=True):
     """A ring of whole episodes, and after its head the rows of those under way.
 
     Attributes:
-        ring: the rows that are visible.
+        ring: the visible rows.
         pending: `[B]` int32, rows of the episode under way, written but not visible.
         skipping: `[B]` bool, True where the episode under way is skipped as too long.
         num_too_long: `()` int32, episodes that were longer than `max_length`.
@@ -113,7 +113,7 @@ class Experience(struct.PyTreeNode, kw_only=True):
         next_obs: `[T, B, ...]`, the true successor, also where the episode ended.
         episode_id: `[T, B]` int32, from 0 on in the order of the data.
         episode_length: `[T, B]` int32, steps of the episode, this one included.
-        mask: `[T, B]` bool, False where the row is void.
+        mask: `[T, B]` bool, False for masked-out rows.
     """
 
     obs: ArrayTree  # [T, B, ...]
@@ -134,9 +134,9 @@ class Batch(struct.PyTreeNode, Generic[ExperienceT], kw_only=True):
         experience: `[S, ...]`, the rows. With `n_step`, `reward` is the n-step return,
             and `terminated`, `truncated` and `next_obs` are those of the last step in
             it. With `stack`, `obs` and `next_obs` are `[S, K, ...]`, oldest first.
-        indices: `[S]` int32, their numbers: slot n of lane i is `n * B + i`.
+        indices: `[S]` int32, row numbers: slot n of lane i is `n * B + i`.
         weights: `[S]` float32, importance weights; ones where rows are drawn evenly,
-            zeros where the buffer had no row to give (`can_sample` did not hold).
+            zeros where the buffer had no usable row (`can_sample` was False).
         discount: `[S]` float32 with `n_step`, the factor of the value of `next_obs`:
             `gamma ** steps * (1 - terminated)`. Else `()`.
     """
@@ -154,7 +154,7 @@ class Sequences(struct.PyTreeNode, Generic[ExperienceT], kw_only=True):
         experience: `[L, S, ...]`, time-major; the last row again where `mask` is False.
         mask: `[L, S]` bool, False after the end of a piece.
         policy_state: `[S, ...]`, `extras["policy_state"]` of the first rows, if the
-            policy recorded the state that it chose the action from; else `()`.
+            policy recorded its input state; else `()`.
         indices: `[S]` int32, the numbers of the first rows.
         weights: `[S]` float32, as in `Batch`.
     """

@@ -1,9 +1,9 @@
 """Finds the next, previous, first and following rows of episodes in a ring.
 
 A row is a number: slot n of lane i is `n * B + i`. Functions take rows of any shape.
-Two rows of a lane belong together if they are neighbours, the earlier one is not an
-ending and, where the transition has `episode_id` and `episode_length`, these go on from
-one to the other. So an episode that broke off, or lacks rows, ends there as well.
+Two neighbouring rows of a lane belong together if the earlier one is not an ending and
+the `episode_id` and `episode_length` of a transition that has them continue from one to
+the other. So an episode that broke off, or lacks rows, ends there as well.
 """
 
 import operator
@@ -16,7 +16,7 @@ from buffers.types import ArrayTree, RingState
 
 
 def read(ring: RingState, row: jax.Array) -> ArrayTree:
-    """Reads rows as they are kept, `[..., *leaf]`."""
+    """Reads rows with the stored fields, `[..., *leaf]`."""
     return read_leaves(ring.experience, row)
 
 
@@ -37,12 +37,12 @@ def move(ring: RingState, row: jax.Array, num_slots: jax.Array | int) -> jax.Arr
 
 
 def all_rows(ring: RingState) -> jax.Array:
-    """Every row number, `[N * B]` int32."""
+    """Returns every row number, `[N * B]` int32."""
     return jnp.arange(ring.num_slots * ring.num_envs, dtype=jnp.int32)
 
 
 def newest(ring: RingState) -> jax.Array:
-    """The newest row of every lane, `[B]` int32; void where a lane is empty."""
+    """Returns the newest row of every lane, `[B]` int32; any row if it is empty."""
     slot = (ring.head - 1) % ring.num_slots
     return slot * ring.num_envs + jnp.arange(ring.num_envs, dtype=jnp.int32)
 
@@ -53,32 +53,32 @@ def age(ring: RingState, row: jax.Array) -> jax.Array:
 
 
 def is_stored(ring: RingState, row: jax.Array) -> jax.Array:
-    """Tells whether there is such a row, bool."""
+    """Returns bool, True where the ring holds the row."""
     inside = (row >= 0) & (row < ring.num_slots * ring.num_envs)
     return inside & (age(ring, row) < ring.size[row % ring.num_envs])
 
 
 def is_done(ring: RingState, row: jax.Array) -> jax.Array:
-    """Tells whether an episode ended at the row, bool."""
+    """Returns bool, True where an episode ended at the row."""
     return read_field(ring, "terminated", row) | read_field(ring, "truncated", row)
 
 
 def goes_on(ring: RingState, row: jax.Array) -> jax.Array:
-    """Tells whether the next row is the next step of the same episode, bool."""
+    """Returns bool, True where the next row is the episode's next step."""
     kept = marks(ring.experience)
     here, there = (read_leaves(kept, r) for r in (row, move(ring, row, 1)))
     return (age(ring, row) > 0) & ~is_done(ring, row) & is_next(here, there)
 
 
 def marks(rows: ArrayTree) -> dict[str, jax.Array]:
-    """The recorded fields of `rows` that tell whether one is the step after another."""
+    """Returns the recorded fields of `rows` that `is_next` compares."""
     names = ("episode_id", "episode_length")
     found = {name: fields.get(rows, name) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def is_next(here: dict[str, jax.Array], there: dict[str, jax.Array]) -> jax.Array:
-    """Tells whether `there` is the step after `here`, by their marks."""
+    """Returns bool, True where `there` is the step after `here`, by their marks."""
     is_next = jnp.ones((), bool)
     if "episode_id" in here:
         is_next &= here["episode_id"] == there["episode_id"]
@@ -88,23 +88,23 @@ def is_next(here: dict[str, jax.Array], there: dict[str, jax.Array]) -> jax.Arra
 
 
 def comes_from(ring: RingState, row: jax.Array) -> jax.Array:
-    """Tells whether the row before is the previous step of the same episode, bool."""
+    """Returns bool, True where the row before is the episode's previous step."""
     before = move(ring, row, -1)
     return is_stored(ring, before) & goes_on(ring, before)
 
 
 def following(ring: RingState, row: jax.Array) -> jax.Array:
-    """The next row of the episode; the row itself where there is none."""
+    """Returns the next row of the episode; the row itself if there is none."""
     return jnp.where(goes_on(ring, row), move(ring, row, 1), row)
 
 
 def previous(ring: RingState, row: jax.Array) -> jax.Array:
-    """The previous row of the episode; the row itself where there is none."""
+    """Returns the previous row of the episode; the row itself if there is none."""
     return jnp.where(comes_from(ring, row), move(ring, row, -1), row)
 
 
 def has_successor(ring: RingState, row: jax.Array) -> jax.Array:
-    """Tells whether the true successor of the row is there, bool."""
+    """Returns bool, True where the row's true successor is stored."""
     if not ring.finals:
         return jnp.ones(row.shape, bool)
     place = ring.finals.place.reshape(-1)[row]
@@ -113,12 +113,12 @@ def has_successor(ring: RingState, row: jax.Array) -> jax.Array:
 
 
 def has_next_obs(ring: RingState) -> bool:
-    """Tells whether rows have a successor to read, kept with them or not."""
+    """Returns whether rows have successors, stored with them or shared."""
     return bool(ring.finals) or fields.get(ring.experience, "next_obs") is not None
 
 
 def successor(ring: RingState, row: jax.Array) -> ArrayTree:
-    """Reads the true successors, `[..., *leaf]`; void where they are missing."""
+    """Reads the true successors, `[..., *leaf]`; other values if not stored."""
     if not ring.finals:
         return read_field(ring, "next_obs", row)
     after = read_field(ring, "obs", move(ring, row, 1))
@@ -133,11 +133,11 @@ def successor(ring: RingState, row: jax.Array) -> ArrayTree:
 
 
 def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """The rows that follow, of the same episode, each with a successor.
+    """Returns the rows that follow in the same episode, each with a successor.
 
     Args:
         ring: the ring.
-        row: `[S]` int32, where to begin; each has a successor.
+        row: `[S]` int32, the first rows; each has a successor.
         length: L, rows at most, including the first one.
 
     Returns:
@@ -148,7 +148,7 @@ def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax
     rows = move(ring, row[None], step)
     if length == 1:
         return rows, jnp.ones(rows.shape, bool)
-    # Once round the lane there are no further rows.
+    # After one lap the rows would repeat.
     on = goes_on(ring, rows[:-1]) & has_successor(ring, rows[1:])
     on = jnp.cumprod(on & (step[1:] < ring.num_slots), axis=0, dtype=jnp.int32)
     last = move(ring, row, jnp.sum(on, axis=0))
@@ -159,11 +159,11 @@ def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax
 def history(
     ring: RingState, row: jax.Array, length: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The rows before, of the same episode, oldest first and `row` last.
+    """Returns the rows before in the same episode, oldest first and `row` last.
 
     Returns:
         `[L, S]` int32 rows, the first one of the episode repeated before its start;
-        and `[S]` bool, False where rows in between are no longer in the ring.
+        and `[S]` bool, False where some of them were evicted.
     """
     step = jnp.arange(length, dtype=jnp.int32)[:, None]
     rows = move(ring, row[None], -step)
@@ -178,10 +178,10 @@ def history(
 
 
 def is_first(ring: RingState, row: jax.Array) -> jax.Array:
-    """Tells whether the row is known to be the first of its episode, bool."""
+    """Returns bool, True where the row is known to be the first of its episode."""
     if fields.get(ring.experience, "episode_length") is not None:
         return read_field(ring, "episode_length", row) == 1
-    # The oldest row of a full lane may have lost those before it.
+    # The rows before the oldest row of a full lane may have been evicted.
     is_cut = age(ring, row) == ring.num_slots - 1
     if not isinstance(ring.lost, tuple):
         lane = row % ring.num_envs
@@ -190,7 +190,7 @@ def is_first(ring: RingState, row: jax.Array) -> jax.Array:
 
 
 def ends_whole(ring: RingState, row: jax.Array, max_length: int) -> jax.Array:
-    """Tells whether a stored row ends an episode stored from its first row on, bool."""
+    """Returns bool, True where a row ends an episode that is stored whole."""
     length = read_field(ring, "episode_length", row)
     kept = age(ring, row) + length <= ring.size[row % ring.num_envs]
     whole = is_done(ring, row) & kept & (length <= max_length)
@@ -203,5 +203,5 @@ def ends_whole(ring: RingState, row: jax.Array, max_length: int) -> jax.Array:
 
 
 def first_of(ring: RingState, row: jax.Array) -> jax.Array:
-    """The first row of the episode, by the episode length at `row`."""
+    """Returns the first row of the episode, by the episode length at `row`."""
     return move(ring, row, 1 - read_field(ring, "episode_length", row))

@@ -1,4 +1,4 @@
-"""Fills buffers with recorded data, from arrays and datasets of Minari."""
+"""Recorded data and buffers: `data` for arrays, `minari` for datasets of Minari."""
 
 from buffers.offline.data import from_data
 from buffers.offline.minari import from_minari, to_minari

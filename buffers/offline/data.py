@@ -1,4 +1,4 @@
-"""`from_data`: checks recorded steps, deals their episodes to lanes, and adds them."""
+"""`from_data`: fills a buffer with recorded steps, dealing their episodes to lanes."""
 
 import heapq
 from typing import Any
@@ -12,7 +12,7 @@ from buffers import checks
 from buffers.base import RingBuffer
 from buffers.types import ArrayTree, Experience
 
-_CHUNK_BYTES = 2**26  # of rows that go to the device at a time
+_CHUNK_BYTES = 2**26  # of rows copied to the device at a time
 
 
 def from_data(
@@ -27,9 +27,9 @@ def from_data(
 ) -> ArrayTree:
     """Fills a buffer with recorded steps, on the host.
 
-    The rows are episodes one after another, each in order of time; one ends where
-    a flag says so. After the last row the data breaks off, and rows added later do not
-    continue it. With one lane the order is kept. With more, whole episodes are dealt
+    The rows are episodes one after another, each in the order of time; it ends where
+    a flag is set. After the last row the data breaks off, and rows added later do not
+    continue it. One lane keeps the order. With more lanes, whole episodes are dealt
     out, the longest first, each to the lane with the fewest rows; within a lane they
     keep their order.
 
@@ -47,9 +47,10 @@ def from_data(
         `jax_enable_x64`, 64 bits become 32.
 
     Raises:
-        ValueError: if an array is not as above or a number does not fit its dtype; it
-            names the leaf. If the buffer is too small. If, with `successor="shared"`,
-            the successor within an episode is not the observation of the next row.
+        ValueError: if an array is not as above or a number does not fit its dtype (the
+            message names the leaf); if the buffer is too small; or if, with
+            `successor="shared"`, a successor within an episode is not the observation
+            of the next row.
     """
     rows = _read(obs, action, reward, terminated, truncated, next_obs)
     done, num_envs = rows.terminated | rows.truncated, buffer.num_envs
@@ -80,12 +81,12 @@ def check_successors(obs: ArrayTree, next_obs: ArrayTree, done: Any) -> None:
     Args:
         obs: `[K, ...]` host arrays.
         next_obs: `[K, ...]` host arrays.
-        done: `[K]` bool, where an episode ended: there any successor will do.
+        done: `[K]` bool, True where an episode ended: any successor is right there.
     """
     later = jax.tree.leaves(next_obs)
     for (path, leaf), after in zip(jax.tree.leaves_with_path(obs), later, strict=True):
         here, there = after[:-1], leaf[1:]
-        same = (here == there) | ((here != here) & (there != there))  # NaN is NaN
+        same = (here == there) | ((here != here) & (there != there))  # NaN equals NaN
         same = same.all(axis=tuple(range(1, same.ndim))) | done[:-1]
         if not same.all():
             raise ValueError(
@@ -129,7 +130,7 @@ def _read(
 
 
 def _marks(done: np.ndarray) -> tuple[Any, Any]:
-    """Number and step of the episode that each row belongs to, `[K]` int32 each."""
+    """Returns each row's episode number and its step in it, `[K]` int32 each."""
     first = np.concatenate([np.ones(1, bool), done[:-1]])[: len(done)]
     episode = np.cumsum(first) - 1
     step = np.arange(len(done)) - np.flatnonzero(first)[episode] + 1
@@ -137,7 +138,7 @@ def _marks(done: np.ndarray) -> tuple[Any, Any]:
 
 
 def _flag(name: str, value: Any) -> np.ndarray:
-    """A flag as bool."""
+    """Converts a flag to bool; raises unless it is one."""
     value = np.asarray(value)
     if value.dtype == bool:
         return value
@@ -148,13 +149,13 @@ def _flag(name: str, value: Any) -> np.ndarray:
 
 
 def _tree(name: str, tree: ArrayTree, num_rows: int) -> ArrayTree:
-    """A tree of arrays, each with `num_rows` rows."""
+    """Converts a tree to arrays; raises unless each has `num_rows` rows."""
 
     def read_leaf(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
         leaf = _array(name, path, leaf)
         if leaf.shape[:1] != (num_rows,):
             raise ValueError(
-                f"`{name}` must have {num_rows} rows, as `reward`, got shape "
+                f"`{name}` must have {num_rows} rows, like `reward`, got shape "
                 f"{leaf.shape}{checks.at(path)}."
             )
         return leaf
@@ -165,7 +166,7 @@ def _tree(name: str, tree: ArrayTree, num_rows: int) -> ArrayTree:
 def _array(
     name: str, path: tuple[Any, ...], value: Any, dtype: Any = None
 ) -> np.ndarray:
-    """An array of numbers in a dtype that jax keeps."""
+    """Converts numbers to a dtype that jax keeps; raises if one does not fit."""
     value = np.asarray(value)
     if not any(jnp.issubdtype(value.dtype, kind) for kind in (np.number, np.bool_)):
         raise ValueError(
@@ -185,7 +186,7 @@ def _array(
 
 
 def _check_alike(obs: ArrayTree, next_obs: ArrayTree) -> None:
-    """Checks that successors have the kind of observations."""
+    """Checks that successors have the structure, shapes and dtypes of `obs`."""
     structures = jax.tree.structure(obs), jax.tree.structure(next_obs)
     if structures[0] != structures[1]:
         raise ValueError(
@@ -196,13 +197,13 @@ def _check_alike(obs: ArrayTree, next_obs: ArrayTree) -> None:
     for (path, leaf), after in zip(jax.tree.leaves_with_path(obs), later, strict=True):
         if (leaf.dtype, leaf.shape) != (after.dtype, after.shape):
             raise ValueError(
-                f"`next_obs` must be {leaf.dtype} of shape {leaf.shape}, as `obs`, got "
-                f"{after.dtype} of shape {after.shape}{checks.at(path)}."
+                f"`next_obs` must be {leaf.dtype} of shape {leaf.shape}, like `obs`, "
+                f"got {after.dtype} of shape {after.shape}{checks.at(path)}."
             )
 
 
 def _deal(done: Any, num_envs: int) -> np.ndarray:
-    """The row that each slot of each lane gets, `[T, B]`; -1 for none."""
+    """Returns the row for each slot of each lane, `[T, B]`; -1 for none."""
     num_rows = len(done)
     end = np.flatnonzero(done) + 1
     if num_rows and not done[-1]:
@@ -218,7 +219,7 @@ def _deal(done: Any, num_envs: int) -> np.ndarray:
 
 
 def _lanes(length: np.ndarray, num_envs: int) -> np.ndarray:
-    """The lane of each episode, `[E]`: the longest first, to the emptiest lane."""
+    """Returns the lane of each episode, `[E]`: longest first, to the emptiest lane."""
     lanes = np.zeros(len(length), int)
     if num_envs == 1:
         return lanes

@@ -1,7 +1,7 @@
-"""`from_minari`, `to_minari`: datasets of recorded episodes, from and to a buffer.
+"""`from_minari`, `to_minari`: fill a buffer from a dataset of Minari, and write one.
 
-Minari is imported when it is needed. Its episodes have one observation more than steps:
-every successor but the last one is the observation of the next step.
+Minari is imported on first use. Its episodes have one observation more than steps:
+every successor except the last is the observation of the next step.
 """
 
 import importlib
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def from_minari(buffer: RingBuffer, dataset: "MinariDataset | str") -> ArrayTree:
     """Fills a buffer with a dataset of Minari.
 
-    An episode whose last step has no flag set was cut off where the recording stopped:
-    that step counts as truncated. A flag before the last step ends an episode as well.
-    Infos are not read.
+    If the last step of an episode has no flag set, the recording stopped there: that
+    step counts as truncated. A flag before the last step ends an episode as well. Infos
+    are not read.
 
     Args:
         buffer: any buffer.
@@ -40,7 +40,7 @@ def from_minari(buffer: RingBuffer, dataset: "MinariDataset | str") -> ArrayTree
     Raises:
         ModuleNotFoundError: if Minari is not installed.
         ValueError: if the dataset has no step, if an episode does not have one
-            observation more than steps, and as in `from_data`.
+            observation more than steps, or as in `from_data`.
     """
     minari = _import_minari()
     opened = minari.load_dataset(dataset) if isinstance(dataset, str) else dataset
@@ -62,7 +62,7 @@ def to_minari(
 ) -> "MinariDataset":
     """Writes the episodes of a buffer as a dataset of Minari.
 
-    It takes every episode that has ended and is stored from its first row on, lane by
+    It writes every episode that has ended and is stored from its first row on, lane by
     lane, the oldest first. The other `buffer.size(state) - dataset.total_steps`
     transitions are left out. Images are kept as they are, not as JPEG.
 
@@ -70,9 +70,10 @@ def to_minari(
         buffer: the buffer.
         state: its state; rows with `obs`, `action`, `reward`, `terminated`,
             `truncated`, `next_obs` and `episode_length`.
-        dataset_id: the name, "NAMESPACE/NAME-v0"; it must be new.
-        observation_space: a space of Gymnasium, by default boxes without bounds.
-        action_space: likewise. An `env` in the metadata gives both.
+        dataset_id: a new name, "NAMESPACE/NAME-v0".
+        observation_space: a space of Gymnasium, by default boxes without bounds. An
+            `env` in the metadata has both spaces.
+        action_space: a space of Gymnasium, by default boxes without bounds.
         metadata: other arguments of `minari.create_dataset_from_buffers`: `author`,
             `author_email`, `code_permalink`, `algorithm_name`, `description`, `env`.
 
@@ -81,9 +82,9 @@ def to_minari(
 
     Raises:
         ModuleNotFoundError: if Minari is not installed.
-        ValueError: if a field is missing or is not made of dicts, tuples and arrays of
-            NumPy's dtypes, if there is no whole episode, or if a successor within an
-            episode is not the observation of the next row.
+        ValueError: if a field is missing, or is not made of dicts, tuples and arrays
+            in NumPy's dtypes; if there is no whole episode; or if a successor within
+            an episode is not the observation of the next row.
     """
     minari = _import_minari()
     rows, length = _whole_episodes(buffer, state)
@@ -122,7 +123,7 @@ def _import_minari() -> ModuleType:
 
 
 def _steps(episode: Any) -> dict[str, ArrayTree]:
-    """The steps of an episode of Minari, as `from_data` takes them."""
+    """Converts an episode of Minari to the arguments of `from_data`."""
     num_steps = len(episode.rewards)
     for path, leaf in jax.tree.leaves_with_path(episode.observations):
         if np.shape(leaf)[:1] != (num_steps + 1,):
@@ -147,7 +148,7 @@ def _steps(episode: Any) -> dict[str, ArrayTree]:
 def _whole_episodes(
     buffer: RingBuffer, state: ArrayTree
 ) -> tuple[Experience, np.ndarray]:
-    """The steps of all whole episodes, `[K, ...]`, and the lengths of these, `[E]`."""
+    """Reads the steps of all whole episodes, `[K, ...]`, and their lengths, `[E]`."""
     ring: RingState = state.ring
     needed = ("obs", "action", "reward", "terminated", "truncated", "episode_length")
     fields.need(ring.experience, needed, "`to_minari`")
@@ -173,7 +174,7 @@ def _whole_episodes(
 
 
 def _endings(ring: RingState) -> tuple[jax.Array, ...]:
-    """For every row: if it ends a whole episode, its age, and first row and length."""
+    """Returns for every row: does it end a whole episode, age, first row, length."""
     row = walk.all_rows(ring)
     return (
         walk.is_stored(ring, row) & walk.ends_whole(ring, row, ring.num_slots),
@@ -184,7 +185,7 @@ def _endings(ring: RingState) -> tuple[jax.Array, ...]:
 
 
 def _episode(minari: ModuleType, rows: Experience, steps: slice) -> Any:
-    """An episode as Minari takes it."""
+    """Converts the rows of one episode to Minari's."""
     return minari.data_collector.EpisodeBuffer(
         observations=jax.tree.map(
             lambda x, after: np.concatenate([x[steps], after[steps][-1:]]),
@@ -199,7 +200,7 @@ def _episode(minari: ModuleType, rows: Experience, steps: slice) -> Any:
 
 
 def _space(name: str, tree: ArrayTree) -> "Space":
-    """A space without bounds, of Gymnasium, for arrays `[K, ...]`."""
+    """Returns Gymnasium's space without bounds for arrays `[K, ...]`."""
     spaces = importlib.import_module("gymnasium.spaces")
     if isinstance(tree, dict):
         return spaces.Dict({key: _space(name, tree[key]) for key in tree})
@@ -207,14 +208,14 @@ def _space(name: str, tree: ArrayTree) -> "Space":
         return spaces.Tuple([_space(name, item) for item in tree])
     if not isinstance(tree, np.ndarray) or tree.dtype.kind not in "biuf":
         raise ValueError(
-            f"`{name}` must be made of dicts, tuples and arrays of NumPy's dtypes for "
+            f"`{name}` must be made of dicts, tuples and arrays in NumPy's dtypes for "
             f"Minari, got {getattr(tree, 'dtype', type(tree).__name__)}."
         )
     return spaces.Box(*_bounds(tree.dtype), tree.shape[1:], tree.dtype)
 
 
 def _bounds(dtype: np.dtype) -> tuple[float, float]:
-    """The least and the largest number of a dtype."""
+    """Returns the smallest and the largest number of a dtype."""
     if dtype.kind == "b":
         return 0, 1
     if dtype.kind == "f":

@@ -293,12 +293,15 @@ REFUSED = [
     (change("reward", lambda x: x * 1e40), "`reward` must fit into float32, got"),
     (change("truncated", lambda x: x[:4]), r"`truncated` must have shape \(5,\), .*4"),
     (change("terminated", lambda x: x * 2), "`terminated` must hold 0 and 1 only, g"),
-    (change("action", lambda x: x[:4]), "`action` must have 5 rows, as `reward`, got"),
+    (
+        change("action", lambda x: x[:4]),
+        "`action` must have 5 rows, like `reward`, got",
+    ),
     (change("action", lambda x: x + 2**40), "`action` must fit into int32, got 10995"),
     (change("action", lambda x: x.astype(str)), "`action` must hold numbers, got <U"),
     (
         change("obs", lambda x: {**x, "short": x["short"][:2]}),
-        r"`obs` must have 5 rows, as `reward`, got shape \(2,\) at \['short'\]",
+        r"`obs` must have 5 rows, like `reward`, got shape \(2,\) at \['short'\]",
     ),
     (
         change("next_obs", lambda x: x["pair"]),
@@ -306,7 +309,7 @@ REFUSED = [
     ),
     (
         change("next_obs", lambda x: {**x, "short": x["short"].astype(np.int8)}),
-        r"`next_obs` must be int16 of shape \(5,\), as `obs`, got int8 .*\['short'\]",
+        r"`next_obs` must be int16 of shape \(5,\), like `obs`, got int8 .*\['short'\]",
     ),
 ]
 
