@@ -1,16 +1,16 @@
-"""The boundary: any environment, seen through one contract.
+"""Environments of any kind, behind one contract.
 
-`make` and `make_vec` give gymnax environments by id, `from_gymnax` adapts any
-gymnax-style object, `vectorize` puts copies side by side with auto-reset. To bring an
-environment of your own, write the two methods of `Env`. `render_gif` draws an episode.
-`from_gymnasium` and `workers` give environments that are not JAX, a `HostVectorEnv`.
-Where several agents act, `make_agents` gives environments of JaxMARL and pgx by id,
-`from_jaxmarl` and `from_pgx` adapt one, `vectorize_agents` puts copies side by side,
-and `MultiAgentEnv` is what to write. Suites are imported only when they are needed.
+`make` and `make_vec` make environments by id, `from_gymnax` adapts any gymnax-style
+object, `vectorize` puts copies side by side with auto-reset. For a custom environment,
+write the two methods of `Env`. `render_gif` draws an episode. `from_gymnasium` and
+`workers` make a `HostVectorEnv` of environments that are not JAX. For several agents,
+`make_agents` makes environments by id, `vectorize_agents` puts copies side by side, and
+`MultiAgentEnv` is the contract of a custom one.
 
-What most programs need stands here; `envs.suites` adapts further suites, `envs.spaces`
-has all spaces, `envs.wrappers` all wrappers, `envs.recommendation` and
-`envs.interactions` users and items, `envs.render` what drawing needs.
+This package exports what most programs need. `envs.suites` adapts suites of
+environments, each imported only when used; `envs.host` has environments that are not
+JAX; `envs.wrappers` and `envs.spaces` have all wrappers and all spaces;
+`envs.recommendation` and `envs.interactions` have users and items; `envs.render` draws.
 """
 
 from envs import interactions as interactions

@@ -1,9 +1,9 @@
-"""Ways to start new episodes in the lanes that are done, equal bit for bit.
+"""Auto-resets: starts new episodes in the done lanes, in ways equal bit for bit.
 
 `reset_select` resets all `B` lanes and keeps the result where a lane is done: the
 reference, without a loop. `reset_compact` resets only done lanes, `K` at a time, and
-`reset_switch` nothing, or up to `K` done lanes, or all: see `envs.few_lanes`. All are
-exact for any number of done lanes. `reset_auto` takes one of them.
+`reset_switch` resets none, up to `K` done lanes, or all: see `envs.few_lanes`. All are
+exact for any number of done lanes. `reset_auto` chooses one of them.
 
 All take `start_fn`, which returns fresh `Lanes` for the lane numbers it is given.
 """
@@ -46,9 +46,9 @@ def reset_switch(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) ->
 
 
 def reset_auto(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
-    """Takes the way that suits the platform the program is lowered for.
+    """Chooses the reset that suits the platform the program is lowered for.
 
-    | platform | cheap reset | dear reset |
+    | platform | cheap reset | costly reset |
     |---|---|---|
     | CPU | compact | compact |
     | GPU | select | switch |
@@ -57,12 +57,12 @@ def reset_auto(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> L
     A reset is cheap if it takes at most 5,000 operations, about a step of Breakout, or
     30 million in all lanes together; on a GPU it must also have no loop of more than 8
     rounds. Operations are counted in its jaxpr (`envs.work`); a loop of unknown length
-    is dear. Derivatives are those of compact on every platform.
+    is costly. Derivatives are those of compact on every platform.
 
-    The figures behind it, all of programs compiled ahead of time, per step with 2,048
-    lanes and random actions. CartPole, cheap, in launches on an H100 and cycles on a
-    TPU v5e: select 12 and 67 thousand; compact 12 with 20 more and two waits for the
-    host in each step that resets a lane, 45 and 45 thousand more. A reset of 400,000
+    These numbers are from programs compiled ahead of time, per step with 2,048 lanes
+    and random actions. CartPole, cheap, in launches on an H100 and cycles on a TPU v5e:
+    select 12 and 67 thousand; compact 12 with 20 more and two waits for the host in
+    each step that resets a lane, 45 and 45 thousand more. A reset of 400,000
     operations, H100: select 514 us in kernels, compact 37 us and two waits, switch 37
     us and no wait. A reset of 200 rounds of a loop: on the H100 all three launch every
     round, select also where no lane is done; on the TPU 0.85 million cycles with
@@ -89,7 +89,7 @@ def reset_auto(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> L
 
 
 def _of_words(way: Callable[..., ArrayTree]) -> Callable[..., Lanes]:
-    """A reset of lanes in which words stand for the keys."""
+    """Makes a reset of lanes whose keys are replaced by their words."""
 
     def reset(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
         return way(done, lambda at: keys.words(start_fn(env, at)), lanes)
@@ -104,7 +104,7 @@ def _without_derivative(
     done: jax.Array,
     lanes: Lanes,
 ) -> Lanes:
-    """Calls `reset` on words in place of keys; derivatives pass through other lanes."""
+    """Calls `reset` on words of keys; derivatives pass through lanes not done."""
     words = keys.words(lanes)
     fixed = lax.stop_gradient((env, words))
     fresh = reset(fixed[0], start_fn, done, fixed[1])
@@ -114,7 +114,7 @@ def _without_derivative(
 @jax.custom_jvp
 def _attach(fresh: ArrayTree, lanes: ArrayTree, done: jax.Array) -> ArrayTree:
     """Returns `fresh`, with its derivative as a function of `lanes`."""
-    del lanes, done  # unused: the value is there already
+    del lanes, done  # unused: only the derivative needs them
     return fresh
 
 
@@ -124,7 +124,7 @@ def _attach_jvp(primals: tuple, tangents: tuple) -> tuple:
 
     def through(x: jax.Array, tangent: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return tangent  # an integer has an empty one
+            return tangent  # that of an integer is empty
         return keys.select(done, jnp.zeros_like(x), tangent)
 
     return fresh, jax.tree.map(through, fresh, tangents[1])

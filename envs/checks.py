@@ -1,4 +1,4 @@
-"""Checks of options, with messages that name what must hold and what was given."""
+"""Checks options; messages say what must hold and what was given."""
 
 import numbers
 import operator
@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
-_REAL: Any = numbers.Real  # which has no order that a type checker knows of
+_REAL: Any = numbers.Real  # a type checker knows no order of it
 
 
 def count(
@@ -42,13 +42,13 @@ def kind_of_env(env: Any, *, is_host: bool) -> None:
     missing = [x for x in ("num_envs", "step", "close") if not hasattr(env, x)]
     if is_host and (hasattr(env, "reset_done") or missing):
         raise ValueError(
-            "`env` must be a `HostVectorEnv`, as `envs.from_gymnasium` makes it, got "
-            f"{type(env).__name__}; environments in JAX go into a `Collector`."
+            "`env` must be a `HostVectorEnv`, such as `envs.from_gymnasium` makes, got "
+            f"{type(env).__name__}: environments in JAX go into a `Collector`."
         )
     if not is_host and hasattr(env, "num_envs") and not hasattr(env, "reset_done"):
         raise ValueError(
-            "`env` must be in JAX, as `envs.vectorize` makes it, got "
-            f"{type(env).__name__}; what has a `step` in NumPy goes into a "
+            "`env` must be a `VectorEnv` in JAX, such as `envs.vectorize` makes, got "
+            f"{type(env).__name__}: environments that step in NumPy go into a "
             "`HostCollector`."
         )
 
@@ -64,7 +64,7 @@ def single(env: Any) -> None:
     if missing:
         raise ValueError(
             f"`env` must have the methods `reset` and `step` of `envs.Env`, got "
-            f"{type(env).__name__} without {missing[0]}; `from_gymnax` adapts others."
+            f"{type(env).__name__} without {missing[0]}: `from_gymnax` adapts others."
         )
     if jax.tree_util.all_leaves([env]):
         raise ValueError(
@@ -78,8 +78,8 @@ def flag(name: str, value: Any) -> jax.Array:
     value = jnp.asarray(value)
     if jnp.issubdtype(value.dtype, jnp.inexact):
         raise ValueError(
-            f"`env.step` must return `{name}` as bool, got {value.dtype}; say from "
-            "which value on it holds, as in `done > 0.5`."
+            f"`env.step` must return `{name}` as bool, got {value.dtype}: compare it, "
+            "as in `done > 0.5`."
         )
     return value.astype(bool)
 
@@ -123,7 +123,7 @@ def holds(dtype: Any, low: int, high: int) -> None:
     if not limits.min <= low <= high <= limits.max:
         raise ValueError(
             f"`dtype` must hold the integers from {low} to {high}, got {dtype}, which "
-            f"has those from {limits.min} to {limits.max}."
+            f"holds those from {limits.min} to {limits.max}."
         )
 
 
@@ -132,7 +132,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def is_known(tree: Any) -> bool:
-    """Tells whether every leaf is a number or an array with values.
+    """Returns whether every leaf is a number or an array with values.
 
     jax also builds pytrees of tracers, and of placeholders of any kind.
     """
@@ -144,7 +144,7 @@ def is_known(tree: Any) -> bool:
 
 
 def describe(value: Any) -> str:
-    """Says what a value is, for a message."""
+    """Describes a value for a message: dtype and shape, or its type."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype} of shape {value.shape}"
     return f"{len(value)} values" if type(value) is tuple else type(value).__name__

@@ -1,19 +1,19 @@
-"""`load`: imports a package that need not be installed, or names the extra for it."""
+"""`load`: imports an optional package, or says which extra installs it."""
 
 import importlib
 from typing import Any
 
 
 def load(module: str, extra: str | None = None) -> Any:
-    """Imports a module of a package that an extra installs, when it is needed.
+    """Imports a module of a package that an extra installs.
 
     Args:
         module: its name.
-        extra: the extra, by default that of the package's own name.
+        extra: the extra, by default the one called like the package.
 
     Raises:
-        ModuleNotFoundError: if it, or a package that it needs, is not installed; it
-            names the command that installs both.
+        ModuleNotFoundError: if the package, or one that it needs, is not installed; the
+            message has the command that installs both.
     """
     try:
         return importlib.import_module(module)

@@ -1,12 +1,12 @@
 """Computes something, such as a reset, for the few lanes that need it.
 
-Each way calls a function with the lanes that it is to compute, and writes the result to
-those where a flag is set, whatever their number; the bits are the same. `select`
-computes all lanes. `rounds` computes `K` at a time, in a loop that does not run at all
-where no flag is set: for a CPU, and for a TPU, which steers loops by itself. `switch`
-computes no lane, or up to `K`, or all, whichever suffices: for a GPU, where a loop of
-unknown length waits for the host. Under `vmap` keep to `select`: a loop there runs
-until the slowest ends, and a conditional computes every branch.
+Each function here calls another one with lanes to compute, and writes the result to the
+lanes whose flag is set; the bits are the same. `select` computes all lanes. `rounds`
+computes `K` at a time, in a loop that runs no round if no flag is set: for a CPU, and
+for a TPU, which controls loops by itself. `switch` computes no lane, up to `K`, or all,
+whichever suffices: for a GPU, where a loop of unknown length waits for the host. Under
+`vmap` use `select`: there a loop runs until the slowest ends, and a conditional
+computes every branch.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,9 @@ def select(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
 
     Args:
         flag: `[B]` bool, the lanes that are replaced.
-        fn: an index of `K` lanes to `[K, ...]`, what these are to have.
-        lanes: `[B, ...]`, what the others keep; it may hold typed keys.
+        fn: maps an index of `K` lanes to their new values, `[K, ...]`.
+        lanes: `[B, ...]`, the old values, which the others keep; it may hold typed
+            keys.
 
     Returns:
         `[B, ...]`, of the structure of `lanes`.
@@ -42,9 +43,10 @@ def rounds(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
 
     Args:
         flag: `[B]` bool, the lanes that are replaced.
-        fn: the numbers of lanes, `[K]` int32, to `[K, ...]`, what these are to have. If
-            fewer are left the other numbers are of any lanes.
-        lanes: `[B, ...]`, what the others keep; words in place of typed keys.
+        fn: maps the numbers of lanes, `[K]` int32, to their new values, `[K, ...]`. If
+            fewer lanes are left, the other numbers are arbitrary.
+        lanes: `[B, ...]`, the old values, which the others keep; words instead of typed
+            keys.
 
     Returns:
         `[B, ...]`, of the structure of `lanes`.
@@ -57,11 +59,11 @@ def rounds(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
 
 
 def switch(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
-    """Replaces no lane, up to `K` lanes with a flag, or computes all and selects.
+    """Replaces no lane, replaces up to `K` lanes, or computes all and selects.
 
     Args:
         flag: `[B]` bool, the lanes that are replaced.
-        fn: an index of lanes, numbers as in `rounds` or all, to what these are to have.
+        fn: maps an index of lanes, numbers as in `rounds` or all, to their new values.
         lanes: as in `rounds`.
 
     Returns:
@@ -80,10 +82,11 @@ def switch(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
 
 
 def _num_slots(flag: jax.Array) -> int:
-    """Number of lanes that are computed at once: K.
+    """Returns K, the number of lanes that are computed at once.
 
-    Large enough that one round is nearly always enough, small enough to cost little.
-    With one slot there is no scatter, and XLA:CPU compiles the loop to one kernel.
+    It is large enough that one round nearly always suffices, and small enough to cost
+    little. With one slot there is no scatter, and XLA:CPU compiles the loop to one
+    kernel.
     """
     return max(1, flag.shape[0] // 16)
 
@@ -91,20 +94,20 @@ def _num_slots(flag: jax.Array) -> int:
 def _replace_some(
     flag: jax.Array, fn: _Fn, lanes: ArrayTree
 ) -> tuple[jax.Array, ArrayTree]:
-    """Replaces the first `K` lanes with a flag; the flags left, and all lanes."""
+    """Replaces the first `K` lanes with a flag; returns the other flags, and lanes."""
     num_lanes, num_slots = flag.shape[0], _num_slots(flag)
     lane, found = _first_true(flag, num_slots)
     fresh = fn(lane)
-    # Slots that are left over write to rows that do not exist.
-    row = jnp.where(found, lane, num_lanes + jnp.arange(num_slots))
-    lanes = jax.tree.map(lambda old, new: _write(old, row, new), lanes, fresh)
-    return _write(flag, row, jnp.zeros((num_slots,), bool)), lanes
+    # Slots that are left over write to lanes that do not exist.
+    target = jnp.where(found, lane, num_lanes + jnp.arange(num_slots))
+    lanes = jax.tree.map(lambda old, new: _write(old, target, new), lanes, fresh)
+    return _write(flag, target, jnp.zeros((num_slots,), bool)), lanes
 
 
-def _write(old: jax.Array, row: jax.Array, new: jax.Array) -> jax.Array:
-    """Writes `new[k]` to `old[row[k]]`; a row that does not exist is dropped."""
-    rows = old.at[row]
-    return rows.set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+def _write(old: jax.Array, lane: jax.Array, new: jax.Array) -> jax.Array:
+    """Writes `new[k]` to `old[lane[k]]`; drops it if there is no such lane."""
+    at = old.at[lane]
+    return at.set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
 def _first_true(flag: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

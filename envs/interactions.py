@@ -1,7 +1,7 @@
-"""Recorded feedback as tables, which `RecommendationEnv` plays.
+"""`from_interactions`: reads recorded feedback as tables for `RecommendationEnv`.
 
-A log has one row for each rating. pandas makes of it what every user thinks of every
-item, with a choice of what is put where nothing is known.
+A log has one record for each rating. pandas turns it into a table of users and items,
+and an option says how unknown pairs are completed.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MISSING = ("user_mean", "item_mean", "mask")
 _DUPLICATES = ("mean", "last", "error")
 _REASONS = ("missing_id", "missing_timestamp", "nonfinite_feedback", "duplicate")
-_REAL: Any = numbers.Real  # which has no order that a type checker knows of
+_REAL: Any = numbers.Real  # a type checker knows no order of it
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -32,13 +32,13 @@ class Interactions:
 
     Attributes:
         feedback: `[U, I]` float32, completed where it is not known.
-        known: `[U, I]` bool, which pairs are in the data.
+        known: `[U, I]` bool, True for pairs in the data.
         users: `[U]`, the ids of users as pandas sorts them: user u is `users[u]`.
-        items: `[I]`, the ids of items, likewise.
+        items: `[I]`, the ids of items as pandas sorts them: item i is `items[i]`.
         popularity: `[I]` float32, the share of users with a known pair, in (0, 1].
-        num_dropped: how many rows were left out, by the reason: "missing_id",
-            "missing_timestamp", "nonfinite_feedback", "duplicate". A row counts under
-            the first of them that holds.
+        num_dropped: number of dropped records by reason: "missing_id",
+            "missing_timestamp", "nonfinite_feedback", "duplicate". A record counts
+            under the first reason that holds.
     """
 
     feedback: np.ndarray  # [U, I]
@@ -59,49 +59,53 @@ def from_interactions(
     feedback: str = "feedback",
     timestamp: str | None = None,
 ) -> Interactions:
-    """Makes tables of a log of users, items and feedback.
+    """Makes tables from a log of users, items and feedback.
 
-    A row without a user or an item is dropped, and one whose feedback is not finite in
-    float32; a warning says how many. Users and items are those of the rows that are
-    left. Ids are integers or text: in a CSV file a column whose ids are all written as
-    integers is one of integers, and any other, as with "007", one of text. The tables
+    A record without a user or an item, or whose feedback is not finite in float32, is
+    dropped; a warning says how many. Users and items are those of the other records.
+    Ids are integers or text: in a CSV file a column whose ids are all written as
+    integers has integers, and any other, for instance with "007", has text. The tables
     are dense, with 5 bytes for each of U * I pairs.
 
     Args:
         data: the path of a CSV file, a DataFrame or a mapping with these columns; or a
             tuple of columns, user, item, feedback and, if `timestamp` is given, time.
-        missing: what is put where a pair is not in the data: a finite number; the mean
-            of the known pairs of the user, "user_mean", or of the item, "item_mean";
-            or 0, "mask", where `known` is to be the mask of the environment.
-        duplicates: what counts of several rows of one pair: their "mean"; the "last",
-            by row or by `timestamp`, and the others are dropped; or an "error".
+        missing: completes pairs that are not in the data: a finite number; the mean of
+            the user's known pairs, "user_mean", or of the item's, "item_mean"; or 0,
+            "mask", if `known` becomes the mask of the environment.
+        duplicates: resolves several records of one pair: their "mean"; the "last" one,
+            in the log or by `timestamp`, and the others are dropped; or an "error".
         user: name of the column of users.
         item: name of the column of items.
         feedback: name of the column of feedback, numbers.
-        timestamp: name of the column of times, numbers or dates (as text in ISO 8601),
-            if the last row is that of the latest time, of equal times the later row,
-            and a row without a time is dropped.
+        timestamp: name of the column of times, numbers or dates (as text in ISO 8601).
+            The last record is then that of the latest time, of equal times the later
+            one, and a record without a time is dropped.
 
     Returns:
         The tables, for `RecommendationEnv(tables.feedback)`, or with "mask" for
         `RecommendationEnv(tables.feedback, known=tables.known)`.
 
     Raises:
-        ImportError: if pandas is not installed.
-        ValueError: if an argument is not as above, a column is not there, no row is
-            left, a pair has several rows and `duplicates` is "error", or ids are floats
-            that are no integers, or so large that several ids are one float.
+        ModuleNotFoundError: if pandas is not installed.
+        ValueError: if an argument is not as above, a column is missing, no record is
+            left, a pair has several records and `duplicates` is "error", or ids are
+            floats that are no integers, or so large that several ids are one float.
     """
     _check_options(missing, duplicates, timestamp)
     names = {"user": user, "item": item, "feedback": feedback, "timestamp": timestamp}
     log = _read(data, {key: name for key, name in names.items() if name is not None})
-    rows, num_dropped = _drop(log, duplicates)
-    if len(rows) < len(log):
+    records, num_dropped = _drop(log, duplicates)
+    if len(records) < len(log):
         counts = ", ".join(f"{x} {reason}" for reason, x in num_dropped.items() if x)
-        message = f"`data` lost {len(log) - len(rows)} of {len(log)} rows: {counts}."
+        message = (
+            f"`data` lost {len(log) - len(records)} of {len(log)} records: {counts}."
+        )
         warnings.warn(message, stacklevel=2)
-    table = rows.groupby(["user", "item"], observed=True)["feedback"].mean().unstack()
-    known = table.notna().to_numpy()  # NaN stands where a pair is not in the data
+    table = (
+        records.groupby(["user", "item"], observed=True)["feedback"].mean().unstack()
+    )
+    known = table.notna().to_numpy()  # NaN if a pair is not in the data
     means: dict[Any, Any] = {
         "user_mean": table.mean(axis=1).to_numpy()[:, None],
         "item_mean": table.mean(axis=0).to_numpy(),
@@ -130,11 +134,11 @@ def _check_options(missing: Any, duplicates: Any, timestamp: Any) -> None:
 
 
 def _read(data: Any, names: dict[str, str]) -> Any:
-    """The columns of these names, under the keys of `names`, feedback in float64."""
+    """Reads the columns `names`, under their keys, with feedback in float64."""
     pandas = load("pandas", "recommend")
     if isinstance(data, str | os.PathLike):
         as_text = dict.fromkeys((names["user"], names["item"]), "string")
-        # Times that are integers stay so where some are missing.
+        # Times that are integers stay integers if some are missing.
         backend: Any = {"dtype": as_text, "dtype_backend": "numpy_nullable"}
         data = pandas.read_csv(data, low_memory=False, **backend)
         data = data.assign(
@@ -153,7 +157,9 @@ def _read(data: Any, names: dict[str, str]) -> Any:
     table: Any = data
     columns: dict[str, Any] = {key: table[name] for key, name in names.items()}
     for key in ("user", "item"):
-        if isinstance(columns[key], list | tuple):  # integers stay so without some
+        if isinstance(
+            columns[key], list | tuple
+        ):  # integers stay integers if some are missing
             columns[key] = pandas.array(columns[key])
     log = pandas.DataFrame(columns)
     column: Any = pandas.to_numeric(log["feedback"])
@@ -166,7 +172,7 @@ def _read(data: Any, names: dict[str, str]) -> Any:
 
 
 def _from_text(column: Any) -> Any:
-    """Ids of a CSV file: integers if each is written as one, else text."""
+    """Converts ids of a CSV file: to integers if each is written as one."""
     texts = column.dropna()
     is_integer = texts.str.fullmatch(r"\s*(0|-?[1-9]\d{0,17})(\.0*)?\s*")
     if not is_integer.all():
@@ -190,7 +196,7 @@ def _ids(name: str, column: Any) -> Any:
 
 
 def _times(name: str, column: Any, pandas: Any) -> Any:
-    """Turns text into numbers or dates, by which it can be put in order."""
+    """Converts text to numbers or dates, to sort by."""
     if column.dtype.kind in "biufM":
         return column
     try:
@@ -206,20 +212,24 @@ def _times(name: str, column: Any, pandas: Any) -> Any:
 
 
 def _drop(log: Any, duplicates: str) -> tuple[Any, dict[str, int]]:
-    """The rows that count, and how many others there are, by the reason."""
+    """Returns the records that count, and the number of dropped ones by reason."""
     ids = ["user", "item"]
     with_ids = log.dropna(subset=ids)
     timed = with_ids.dropna(subset=with_ids.columns.drop("feedback"))
-    rows = finite = timed[timed["feedback"].abs() <= _FLOAT32_MAX]
+    records = finite = timed[timed["feedback"].abs() <= _FLOAT32_MAX]
     if finite.empty:
-        what = "a row with a user, an item and finite feedback"
-        raise ValueError(f"`data` must have {what}, got none in {len(log)} rows.")
-    if duplicates == "error" and (again := rows[rows.duplicated(ids)]).size:
+        what = "a record with a user, an item and finite feedback"
+        raise ValueError(f"`data` must have {what}, got none in {len(log)} records.")
+    if duplicates == "error" and (again := records[records.duplicated(ids)]).size:
         user, item = again[ids].iloc[0]
-        got = f"another row of user {user} and item {item}, and {len(again) - 1} more"
+        got = (
+            f"another record of user {user} and item {item}, and {len(again) - 1} more"
+        )
         raise ValueError(f"`data` must have each pair once, got {got}.")
     if duplicates == "last":
-        by = ["timestamp"] if "timestamp" in rows else []
-        rows = rows.sort_values(by, kind="stable").drop_duplicates(ids, keep="last")
-    sizes = itertools.pairwise(map(len, (log, with_ids, timed, finite, rows)))
-    return rows, {x: a - b for x, (a, b) in zip(_REASONS, sizes, strict=True)}
+        by = ["timestamp"] if "timestamp" in records else []
+        records = records.sort_values(by, kind="stable").drop_duplicates(
+            ids, keep="last"
+        )
+    sizes = itertools.pairwise(map(len, (log, with_ids, timed, finite, records)))
+    return records, {x: a - b for x, (a, b) in zip(_REASONS, sizes, strict=True)}

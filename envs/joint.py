@@ -1,8 +1,8 @@
-"""All agents of an environment as one: lanes for the kernel like any others.
+"""`vectorize_agents`: makes a `VectorEnv` of an environment of several agents.
 
-`vectorize_agents` makes a `VectorEnv`, so that steps, episodes, streams, checkpoints
-and devices work at once. What is known of each agent is kept beside the environment's
-own state, and handed out in `info.agents`.
+All agents act as one, so steps, episodes, streams, checkpoints and devices work as with
+any lanes. The bookkeeping of each agent is kept next to the environment's own state,
+and returned in `info.agents`.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,18 +55,19 @@ def vectorize_agents(
 
     Returns:
         A `VectorEnv` with the `agents`, `groups`, `observation_spaces` and
-        `action_spaces` of `env`. Its `obs` is `{group: [B, A_g, ...]}`, and "acting",
-        `[B, A]` bool, who must act; its action `{group: [B, A_g, ...]}`. The reward is
-        the sum over the agents, in float32, the flags are those of the episode, and
-        `info` is a `MultiAgentInfo`. The episode also ends when every agent has ended:
-        it is terminated if all of them terminated, else truncated.
+        `action_spaces` of `env`. Its `obs` is `{group: [B, A_g, ...]}` with "acting",
+        `[B, A]` bool, True for agents that must act; its action `{group: [B, A_g,
+        ...]}`. The reward is the sum over the agents, in float32, the flags are those
+        of the episode, and `info` is a `MultiAgentInfo`. The episode also ends when
+        every agent has ended: it is terminated if all of them terminated, else
+        truncated.
 
     Raises:
-        ValueError: if an agent is in two groups or none, or a group without spaces, or
-            called "acting"; if `simultaneous` is True and someone left does not act at
-            the first or second step; as `vectorize` does. While tracing: if an
-            observation or an action is not of the space of its group, or what is per
-            agent not `[A]`.
+        ValueError: if an agent is in two groups or none, or a group has no spaces, or
+            is called "acting"; if `simultaneous` is True and an agent that has not
+            ended does not act at the first or second step; or as `vectorize`. While
+            tracing: if an observation or an action is not of the space of its group,
+            or a value per agent is not `[A]`.
     """
     checks.single(env)
     joint = _Joint(env=env, layout=layout_of(env))
@@ -108,7 +109,7 @@ class _VectorizedAgents(VectorWrapper):
     @property
     def _joint(self) -> "_Joint":
         env: Any = self.env
-        while not isinstance(env, _Joint):  # it may be spread over devices
+        while not isinstance(env, _Joint):  # it may be sharded over devices
             env = env.env
         return env
 
@@ -230,11 +231,11 @@ class _Joint(struct.PyTreeNode, kw_only=True):
         }
 
     def _each(self, name: str, value: Any, dtype: Any) -> jax.Array:
-        """Checks that there is one number per agent."""
+        """Checks that there is one value per agent, and casts them."""
         num_agents = len(self.layout.agents)
         if jnp.shape(value) != (num_agents,):
             raise ValueError(
-                f"`{name}` must be one per agent, shape ({num_agents},), got "
+                f"`{name}` must be one value per agent, shape ({num_agents},), got "
                 f"{checks.describe(value)}."
             )
         return checks.flag(name, value) if dtype is bool else jnp.asarray(value, dtype)
@@ -247,7 +248,7 @@ class _Joint(struct.PyTreeNode, kw_only=True):
         *,
         has_dtype: bool = False,
     ) -> None:
-        """Checks that a tree is stacked by group, in the groups' spaces."""
+        """Checks that a tree is a dict by group, stacked, in the groups' spaces."""
         names = sorted(group.name for group in self.layout.groups)
         if not isinstance(value, Mapping) or sorted(value) != names:
             got = sorted(value) if isinstance(value, Mapping) else type(value).__name__
@@ -260,7 +261,7 @@ class _Joint(struct.PyTreeNode, kw_only=True):
 
 
 def _stacked(space: AnySpace, group: AgentGroup) -> Repeated:
-    """The space of all members of a group."""
+    """Returns the space of all members of a group."""
     return Repeated(as_space(space, group.name), len(group.members))
 
 
@@ -268,7 +269,7 @@ def _check_of_space(
     name: str, group: str, value: ArrayTree, space: AnySpace, has_dtype: bool
 ) -> None:
     leaves, dtype = jax.tree.leaves(value), space.dtype if has_dtype else None
-    if space.shape is None:  # of several parts: the environment itself must say
+    if space.shape is None:  # several parts: only the leading axis is checked
         fits = all(jnp.shape(x)[:1] == (space.num,) for x in leaves)
     else:
         fits = [jnp.shape(x) for x in leaves] == [space.shape]
@@ -283,14 +284,14 @@ def _check_of_space(
 
 
 def _check_simultaneous(env: MultiAgentEnv, action_space: AnySpace) -> None:
-    """Checks who acts at the first two steps of an episode; not inside of `jit`."""
+    """Checks that all agents act at the first two steps; not inside `jit`."""
 
     @jax.jit
     def begin(env: MultiAgentEnv, key: chex.PRNGKey) -> list[jax.Array]:
         keys = jax.random.split(key, 3)
         begun: Any = env.reset(keys[0])
         if type(begun) is not tuple or len(begun) != 3:
-            return []  # which is refused later
+            return []  # tracing raises later
         result = env.step(keys[1], begun[0], action_space.sample(keys[2]))
         if not isinstance(result, MultiAgentStep):
             return [begun[2]]
@@ -301,7 +302,7 @@ def _check_simultaneous(env: MultiAgentEnv, action_space: AnySpace) -> None:
     for number, acting in enumerate(begin(env, jax.random.key(0))):
         if not isinstance(acting, Tracer) and not acting.all():
             raise ValueError(
-                "`simultaneous` must be True only where everyone left acts at every "
-                f"step, got `acting` {acting.tolist()} before step {number}: leave it "
-                "out."
+                "`simultaneous` must be True only if every agent that has not ended "
+                f"acts at every step, got `acting` {acting.tolist()} before step "
+                f"{number}: leave it out."
             )

@@ -1,16 +1,16 @@
 """Cheap random keys: the same bits as jax.random, compiled straight-line.
 
 On CPU, jax lowers threefry as a rolled loop of five iterations, a fusion boundary at
-every draw. The same twenty rounds written in `jnp` fuse with what reads them, and the
+every draw. The same twenty rounds written in `jnp` fuse with their readers, and the
 bits are equal. `inline` makes a key that draws this way, and `plain` undoes it.
 
 A key of another implementation (`philox2x32`, `rbg`) passes through both unchanged:
 the caller's key decides the generator.
 
-An inline key is for draws of a known kind: `jax.random.poisson` refuses keys that
-are not jax's own, and `jax.random.gamma` is slow on them. So the kernel draws with
-inline keys itself and hands plain ones to policies and environments; an adapter that
-knows its environment's draws may inline them again.
+An inline key is for draws of a known kind: `jax.random.poisson` raises an error if a
+key is not jax's own, and `jax.random.gamma` is slow on inline keys. So the kernel draws
+with inline keys itself and hands plain ones to policies and environments; an adapter
+that knows its environment's draws may inline them again.
 
 Source:
     "Parallel random numbers: as easy as 1, 2, 3" (Salmon et al., SC 2011), Threefry-
@@ -21,7 +21,7 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Iterator
-from typing import Any as ArrayTree  # as in `envs.types`, which is not needed here
+from typing import Any as ArrayTree  # as in `envs.types`
 
 import chex
 import jax
@@ -74,11 +74,11 @@ def fold_in(key: chex.PRNGKey, data: jax.typing.ArrayLike) -> chex.PRNGKey:
 
 
 def bits(key: chex.PRNGKey, shape: tuple[int, ...]) -> jax.Array:
-    """Draws `shape` words, uint32; those of a longer leading axis begin with them.
+    """Draws `shape` uint32 words; a draw with a longer leading axis begins with them.
 
-    Threefry makes two words at once, and `jax.random.bits` makes one of the two. Here
-    the first ones are half of a block and the second ones the other half: side by side
-    in memory, for words in turns are slower than hashes.
+    Threefry makes two words at once, and `jax.random.bits` combines them to one. Here
+    the first words are one half of a block and the second words the other half:
+    interleaving them in memory would cost more than the hashes.
     """
     size = math.prod(shape)
     if not _is_threefry(key):
@@ -88,7 +88,7 @@ def bits(key: chex.PRNGKey, shape: tuple[int, ...]) -> jax.Array:
         return _hash(words, *_counters((size,)))[0].reshape(shape)
     parts = num_parts()
     if parts > 1 and size % (2 * _HALF * parts):
-        # Some part of the lanes ends within a block: every word is made where it lies.
+        # A device's share ends within a block: every word is computed in its place.
         block, at = jnp.divmod(lax.iota(jnp.uint32, size), np.uint32(2 * _HALF))
         counter = block * np.uint32(_HALF) + at % np.uint32(_HALF)
         pair = _hash(words, jnp.zeros_like(counter), counter)
@@ -99,7 +99,7 @@ def bits(key: chex.PRNGKey, shape: tuple[int, ...]) -> jax.Array:
 
 @contextlib.contextmanager
 def in_parts(number: int) -> Iterator[None]:
-    """Tells `bits` that what it draws lies on so many devices, with equal shares."""
+    """Makes `bits` draw for lanes sharded over `number` devices, in equal shares."""
     token = _NUM_PARTS.set(number)
     try:
         yield
@@ -108,7 +108,7 @@ def in_parts(number: int) -> Iterator[None]:
 
 
 def num_parts() -> int:
-    """On how many devices the lanes lie, with equal shares; see `in_parts`."""
+    """Returns the number of devices that the lanes are sharded over; see `in_parts`."""
     return _NUM_PARTS.get()
 
 
@@ -124,9 +124,9 @@ def draw(
     Args:
         key: one typed key.
         low: lowest values, finite, broadcast to `shape`.
-        high: highest values, included, finite and at least `low`, likewise.
+        high: highest values, included, finite and at least `low`, broadcast to `shape`.
         shape: of the draw; see `bits`.
-        dtype: of the draw; the bounds have values of it.
+        dtype: of the draw; it must hold the bounds.
     """
     if jnp.issubdtype(dtype, jnp.floating):
         return uniform(key, low, high, shape).astype(dtype)
@@ -149,7 +149,7 @@ def uniform(
     high: jax.typing.ArrayLike,
     shape: tuple[int, ...],
 ) -> jax.Array:
-    """Draws float32 evenly between finite bounds, however far they are apart."""
+    """Draws float32 evenly between finite bounds, however far apart."""
     low, high = (
         jnp.broadcast_to(jnp.asarray(x).astype(jnp.float32), shape) for x in (low, high)
     )
@@ -178,7 +178,7 @@ def like(words: ArrayTree, tree: ArrayTree) -> ArrayTree:
 
 
 def has_keys(tree: ArrayTree) -> bool:
-    """Tells whether a tree holds typed keys."""
+    """Returns whether a tree holds typed keys."""
     return any(_is_key(x) for x in jax.tree.leaves(tree))
 
 
@@ -189,9 +189,9 @@ def blank(
     *,
     skip: int = 0,
 ) -> ArrayTree:
-    """Makes zeros of the shapes and dtypes of a tree, `axes` in place of `skip` axes.
+    """Makes zeros like a tree's leaves, with `axes` instead of the first `skip` axes.
 
-    Keys are of the implementation of `key`: `tree` may hold `jax.ShapeDtypeStruct`s.
+    Keys have the implementation of `key`: `tree` may hold `jax.ShapeDtypeStruct`s.
     """
 
     def make(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -211,7 +211,7 @@ def select(flag: jax.Array, new: ArrayTree, old: ArrayTree) -> ArrayTree:
     Args:
         flag: `[B]` bool.
         new: `[B, ...]`, any pytree; it may hold typed keys.
-        old: `[B, ...]`, of the same structure and shapes; it gives the dtypes.
+        old: `[B, ...]`, of the same structure and shapes; it decides the dtypes.
 
     Returns:
         `[B, ...]`, of the structure of `old`.
@@ -243,7 +243,7 @@ def _is_threefry(key: chex.PRNGKey) -> bool:
 
 
 def _hash(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, ...]:
-    """Threefry-2x32, with twenty rounds, of the counters (high, low)."""
+    """Hashes the counters (high, low) by Threefry-2x32 with twenty rounds."""
     schedule = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
     x, y = high + schedule[0], low + schedule[1]
     for i in range(5):
@@ -257,7 +257,7 @@ def _hash(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, .
 
 
 def _product(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The high and the low word of the product of two words."""
+    """Returns the high and the low word of the product of two words."""
     half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
     low, high = (x & mask), (x >> half)
     first = low * (y & mask)

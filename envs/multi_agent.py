@@ -1,9 +1,9 @@
-"""Several agents in one environment: the contract, and what a step tells of each.
+"""The contract `MultiAgentEnv`, for several agents in one environment, and its types.
 
 A `MultiAgentEnv` is one environment, a pure function of its state, in which some of its
-agents act at every step: all that are left (simultaneous), one after the other
+agents act at every step: all that have not ended (simultaneous), one after the other
 (turn-based), or any others. `vectorize_agents` makes it a `VectorEnv`, whose `info` has
-what belongs to single agents.
+the values of single agents.
 """
 
 import enum
@@ -18,7 +18,7 @@ from flax import struct
 from envs.spaces import as_space
 from envs.types import AnySpace, ArrayTree
 
-ACTING = "acting"  # the entry of `obs` that says who must act
+ACTING = "acting"  # the entry of `obs` with the agents that must act
 
 _MOST_ACTIONS = 2**24 - 1
 
@@ -27,10 +27,10 @@ class Flag(enum.IntEnum):
     """Facts about an agent after a step: bits of a word."""
 
     ACTS_NEXT = 0
-    WAITING = 1  # for what answers an action
+    WAITING = 1  # for the answer to an action
     HAS_TERMINATED = 2
     WAS_TRUNCATED = 3
-    ACTED = 4  # from here on it is of this step
+    ACTED = 4  # this flag and the next three are about this step
     TERMINATED = 5
     TRUNCATED = 6
     ANSWERS = 7  # an action of the agent
@@ -41,15 +41,15 @@ class MultiAgentStep(struct.PyTreeNode, kw_only=True):
 
     Attributes:
         state: the next environment state, not reset.
-        obs: `{group: [A_g, ...]}`; an agent's is valid where it acts next or ended with
-            this step, and void elsewhere.
-        acting: `[A]` bool, who must act next, and whose observation is valid at the end
-            for all. Where everyone left acts at every step it is only checked.
-        reward: `[A]` float32, also to agents that did not act.
+        obs: `{group: [A_g, ...]}`; an agent's observation is valid if it acts next or
+            ended with this step, and meaningless otherwise.
+        acting: `[A]` bool, the agents that must act next; at the end for all, those
+            whose observation is valid. If `simultaneous`, it is only checked.
+        reward: `[A]` float32, also of agents that did not act.
         terminated: `[A]` bool, the agent's own task ended here, for good.
-        truncated: `[A]` bool, it was cut from outside.
+        truncated: `[A]` bool, the agent was cut from outside.
         episode_terminated: `()` bool, the task of all ended here.
-        episode_truncated: `()` bool, it was cut from outside.
+        episode_truncated: `()` bool, the episode was cut from outside.
         info: any pytree of arrays, `{}` if there is none.
     """
 
@@ -60,7 +60,7 @@ class MultiAgentStep(struct.PyTreeNode, kw_only=True):
     terminated: jax.Array  # [A]
     truncated: jax.Array  # [A]
     episode_terminated: Any  # (), an array or a bool of Python
-    episode_truncated: Any  # (), likewise
+    episode_truncated: Any  # (), an array or a bool of Python
     info: ArrayTree = struct.field(default_factory=dict)
 
 
@@ -68,14 +68,14 @@ class MultiAgentEnv(Protocol):
     """ONE environment of `A` agents: pure, and it never resets itself.
 
     An implementation is a pytree whose leaves are the environment's parameters. It may
-    have a class attribute `simultaneous`, True where every agent that has not ended
-    acts at every step: then nothing ever waits for an answer, and what agents
-    experienced costs no memory of its own. It may have `at_episode`, as an `Env`.
+    have a class attribute `simultaneous`, True if every agent that has not ended acts
+    at every step: then no action waits for its answer, and per-agent transitions cost
+    no extra memory. It may have `at_episode`, as an `Env`.
     """
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """Every agent that can ever be there, in a fixed order."""
+        """Every agent that can take part, in a fixed order."""
         ...
 
     @property
@@ -105,7 +105,7 @@ class MultiAgentEnv(Protocol):
     def step(
         self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
-        """Takes one step. `action` is `{group: [A_g, ...]}`, void where nobody acts."""
+        """Takes one step. `action` is `{group: [A_g, ...]}`, read for acting agents."""
         ...
 
 
@@ -116,7 +116,7 @@ class AgentGroup(NamedTuple):
         name: of the group.
         members: `A_g` positions in `AgentLayout.agents`.
         shape: of the action of one agent; None if that has several parts.
-        dtype: of the action, likewise.
+        dtype: of the action of one agent; None if that has several parts.
     """
 
     name: str
@@ -130,7 +130,7 @@ class AgentLayout(NamedTuple):
 
     Attributes:
         agents: the names, in the order of every `[A]` array.
-        groups: the groups they are stacked in.
+        groups: the groups that they are stacked in.
         simultaneous: whether every agent that has not ended acts at every step.
     """
 
@@ -140,12 +140,12 @@ class AgentLayout(NamedTuple):
 
 
 class AgentInfo(struct.PyTreeNode, kw_only=True):
-    """The part of a step that belongs to single agents, `[T, B, A]` in a trajectory.
+    """The values of single agents at a step, `[T, B, A]` in a trajectory.
 
     Attributes:
         reward: float32, the agent's own reward at this step.
         agent_return: float32, sum of its rewards in the episode so far.
-        packed: uint32, which the properties are read from.
+        packed: uint32, count and flags that the properties read.
         layout: the agents.
     """
 
@@ -158,7 +158,7 @@ class AgentInfo(struct.PyTreeNode, kw_only=True):
     def agent_length(self) -> jax.Array:
         """`[T, B, A]` int32, actions that the agent has taken in the episode so far.
 
-        Beyond 2^24 - 1 it does not count on.
+        The count stops at 2^24 - 1.
         """
         return read_length(self.packed)
 
@@ -169,9 +169,9 @@ class AgentInfo(struct.PyTreeNode, kw_only=True):
 
     @property
     def waiting(self) -> jax.Array:
-        """`[T, B, A]` bool, an action of its is still to be answered after this step.
+        """`[T, B, A]` bool, its last action has no answer yet after this step.
 
-        It neither acts next nor has ended, so it has no observation here.
+        The agent neither acts next nor has ended, so it has no observation here.
         """
         return read_flag(self.packed, Flag.WAITING)
 
@@ -187,9 +187,9 @@ class AgentInfo(struct.PyTreeNode, kw_only=True):
 
     @property
     def unassigned_reward(self) -> jax.Array:
-        """`[T, B, A]` float32, the reward, where it answers no action of the agent.
+        """`[T, B, A]` float32, the reward if it answers no action of the agent, else 0.
 
-        So it is before its first action, and after its end.
+        That is so before the agent's first action, and after its end.
         """
         return jnp.where(read_flag(self.packed, Flag.ANSWERS), 0.0, self.reward)
 
@@ -198,7 +198,7 @@ class MultiAgentInfo(struct.PyTreeNode):
     """The `info` of a step of `vectorize_agents`.
 
     Attributes:
-        agents: what belongs to single agents.
+        agents: the values of single agents.
         env: the environment's own `info`.
     """
 
@@ -207,7 +207,7 @@ class MultiAgentInfo(struct.PyTreeNode):
 
 
 def pack(length: jax.Array, flags: dict[Flag, jax.Array]) -> jax.Array:
-    """A count of 24 bits and the flags in one word.
+    """Packs a count of 24 bits and the flags in one word.
 
     XLA:CPU pays for every array that a step or a reset writes.
     """
@@ -218,12 +218,12 @@ def pack(length: jax.Array, flags: dict[Flag, jax.Array]) -> jax.Array:
 
 
 def read_flag(packed: jax.Array, flag: Flag) -> jax.Array:
-    """Takes a flag out of words of `pack`, bool."""
+    """Reads a flag, bool, from words of `pack`."""
     return (packed & (1 << int(flag))) != 0
 
 
 def read_length(packed: jax.Array) -> jax.Array:
-    """Takes the count out of words of `pack`, int32."""
+    """Reads the count, int32, from words of `pack`."""
     return (packed >> len(Flag)).astype(jnp.int32)
 
 
@@ -231,8 +231,7 @@ def layout_of(env: Any) -> AgentLayout:
     """Returns the agents of an environment.
 
     Args:
-        env: a `MultiAgentEnv`, or what `vectorize_agents` makes, with wrappers around
-            it or not.
+        env: a `MultiAgentEnv`, or a result of `vectorize_agents`, wrapped or not.
 
     Raises:
         ValueError: if it is neither, or if its groups contradict its agents.
@@ -243,24 +242,24 @@ def layout_of(env: Any) -> AgentLayout:
         if isinstance(layout, AgentLayout):
             return layout
         inner = getattr(inner, "env", None)
-    # Not the spaces: an adapter may compute them, and fail at groups that are wrong.
+    # Not the spaces: an adapter may compute them, and fail if groups are wrong.
     names = ("agents", "groups")
     if not all(hasattr(env, name) for name in names):
         raise ValueError(
-            "`env` must be of several agents, a `MultiAgentEnv` or one of "
+            "`env` must have several agents, as a `MultiAgentEnv` or a result of "
             f"`envs.vectorize_agents`, got {type(env).__name__}."
         )
     return _make_layout(env)
 
 
 def _make_layout(env: MultiAgentEnv) -> AgentLayout:
-    """Checks the order of agents in groups, and returns it."""
+    """Checks agents, groups and spaces, and returns their layout."""
     agents, groups = tuple(env.agents), {x: tuple(y) for x, y in env.groups.items()}
     members = [agent for group in groups.values() for agent in group]
     empty = [group for group, names in groups.items() if not names]
     if empty:
         raise ValueError(
-            f"`env.groups` must have agents in each, got {empty[0]!r} empty."
+            f"`env.groups` must have agents in each group, got {empty[0]!r} empty."
         )
     if not agents or len(set(agents)) != len(agents):
         raise ValueError(f"`env.agents` must be names, each once, got {agents}.")
@@ -280,8 +279,8 @@ def _make_layout(env: MultiAgentEnv) -> AgentLayout:
             )
     if ACTING in groups:
         raise ValueError(
-            f'`env.groups` must not have one called "{ACTING}", which `obs` says who '
-            "acts by."
+            f'`env.groups` must have other names than "{ACTING}", which is an entry of '
+            "`obs`."
         )
     return AgentLayout(
         agents=agents,

@@ -1,9 +1,9 @@
-"""Recommending items to users, one after the other, until they have enough.
+"""`RecommendationEnv`: recommends items to a user, one by one, until the user leaves.
 
-A user is drawn, the policy recommends items, and the reward is what the user thinks of
-each. Users leave when what they are shown becomes monotonous; `LeaveByCategory` and
-`LeaveByDistance` are the rules of the field. `NoRepeat`, `ForceLength` and `History`
-among the wrappers, and `rollout.recommendation`, do the rest.
+A user is drawn, the policy recommends items, and the reward is the user's feedback on
+each. Users leave when the items become monotonous; `LeaveByCategory` and
+`LeaveByDistance` are the rules of the field. The wrappers `NoRepeat`, `ForceLength` and
+`History`, and `rollout.recommendation`, do the rest.
 
 Source:
     "EasyRL4Rec: An Easy-to-use Library for Reinforcement Learning Based Recommender
@@ -27,31 +27,31 @@ FeedbackFn = Callable[[jax.Array, jax.Array], jax.Array]  # user, item: () to ()
 
 
 class LeaveRule(Protocol):
-    """When users leave: a pytree."""
+    """Decides when users leave; a pytree."""
 
-    window: int  # W, of how many items before it the rule is told
+    window: int  # W, number of earlier items that the rule reads
 
     def leaves(self, item: jax.Array, last: jax.Array, mask: jax.Array) -> jax.Array:
-        """Tells whether the user leaves after an item, `()` bool.
+        """Returns whether the user leaves after an item, `()` bool.
 
         Args:
             item: `()` int32.
             last: `[W]` int32, the items before it, in any order.
-            mask: `[W]` bool, which of them are there: fewer at the start.
+            mask: `[W]` bool, False for missing ones at the start.
         """
         ...
 
 
 class LeaveByCategory(struct.PyTreeNode):
-    """A user leaves if some category of the item was on too many of the last ones.
+    """A user leaves if too many of the last items share a category of the item.
 
-    Each category counts for itself: the user leaves if one and the same category of the
-    item was on more than `threshold` of the `window` items before it.
+    Categories count separately: the user leaves if more than `threshold` of the
+    `window` items before the item have the same one of its categories.
 
     Attributes:
         categories: `[I, C]` bool, the categories of each item.
         window: W, items that count, an int of at least 1.
-        threshold: how many of them may have any one category of the item, an int.
+        threshold: number of them that may share a category with the item, an int.
 
     Raises:
         ValueError: if an argument is not as above.
@@ -74,24 +74,23 @@ class LeaveByCategory(struct.PyTreeNode):
 
     @property
     def num_items(self) -> int:
-        """I, of how many items the rule knows."""
+        """I, the number of items that the rule knows."""
         return self.categories.shape[0]
 
     def leaves(self, item: jax.Array, last: jax.Array, mask: jax.Array) -> jax.Array:
-        """Tells whether the user leaves after an item, `()` bool."""
+        """Returns whether the user leaves after an item, `()` bool."""
         counts = jnp.sum(self.categories[last] & mask[:, None], axis=0, dtype=jnp.int32)
         return jnp.any(self.categories[item] & (counts > self.threshold))
 
 
 class LeaveByDistance(struct.PyTreeNode):
-    """A user leaves if the item is too close to one of the last ones.
+    """A user leaves if the item is too close to one of the last items.
 
-    That is, if the distance of their features is below `threshold` for one of the
-    `window` items before it.
+    That is, if the Euclidean distance of their features is below `threshold` for one of
+    the `window` items before it.
 
     Attributes:
-        features: `[I, F]` float32, finite, where each item lies; distances are
-            Euclidean.
+        features: `[I, F]` float32, finite, the features of each item.
         window: W, items that count, an int of at least 1.
         threshold: in the units of the features, a number.
 
@@ -112,8 +111,8 @@ class LeaveByDistance(struct.PyTreeNode):
             _check_table("features", self.features, "[I, F] of floats", "f")
             if not np.isfinite(np.asarray(self.features)).all():
                 raise ValueError(
-                    "`features` must be finite, or nobody leaves because of that item, "
-                    f"got {self.features}."
+                    "`features` must be finite, since nobody would leave because of "
+                    f"such an item, got {self.features}."
                 )
             is_number = checks.is_known(self.threshold)
             if isinstance(self.threshold, str) or (
@@ -126,11 +125,11 @@ class LeaveByDistance(struct.PyTreeNode):
 
     @property
     def num_items(self) -> int:
-        """I, of how many items the rule knows."""
+        """I, the number of items that the rule knows."""
         return self.features.shape[0]
 
     def leaves(self, item: jax.Array, last: jax.Array, mask: jax.Array) -> jax.Array:
-        """Tells whether the user leaves after an item, `()` bool."""
+        """Returns whether the user leaves after an item, `()` bool."""
         difference = self.features[last] - self.features[item][None]
         distance = jnp.sqrt(jnp.sum(difference**2, axis=-1))
         return jnp.any(mask & (distance < self.threshold))
@@ -141,9 +140,9 @@ class RecommendationState(struct.PyTreeNode, kw_only=True):
 
     Attributes:
         user: `()` int32.
-        last: `[W]` int32, what the rule reads: the last items, that of turn t at place
-            t modulo W.
-        turn: `()` int32, items that were recommended.
+        last: `[W]` int32, the last items, which the rule reads: that of turn t at
+            index t modulo W.
+        turn: `()` int32, number of items recommended so far.
     """
 
     user: jax.Array  # ()
@@ -152,38 +151,38 @@ class RecommendationState(struct.PyTreeNode, kw_only=True):
 
 
 class RecommendationEnv(struct.PyTreeNode):
-    """Users, one of them drawn for each episode, who rate the items they are shown.
+    """Users, one drawn for each episode, who rate the items they are shown.
 
     The action is an item; the reward is the feedback of the user. The observation is
     `{"user": () int32, "item": () int32, "mask": [I] bool}`: the user, the last item,
-    and which items may be recommended: all, or those whose feedback is `known`. Before
-    the first item `item` is the number I, which is none. An episode terminates when the
-    user leaves and is truncated after `max_turn` items. The mask only says so: an item
-    outside of it may be recommended, and its feedback counts.
+    and the items that may be recommended: all, or those whose feedback is `known`.
+    Before the first item, `item` is the number I, which is no item. An episode
+    terminates when the user leaves and is truncated after `max_turn` items. The mask is
+    advice: an item outside it may be recommended, and its feedback counts.
 
-    An action that is no item gives the reward NaN, which `num_nonfinite` counts;
-    outside of `jit` it is an error.
+    An action that is no item has the reward NaN, which `num_nonfinite` counts; outside
+    `jit` it raises an error.
 
     Attributes:
-        feedback: `[U, I]` float32, what each user thinks of each item; or a pure
-            function of user and item, `()` int32 each, to that, `()` float32.
-        leave: when users leave; None if they never do.
+        feedback: `[U, I]` float32, each user's feedback on each item; or a pure
+            function of user and item, `()` int32 each, that returns it, `()` float32.
+        leave: decides when users leave; None if they never do.
         max_turn: items after which an episode is truncated, an int of at least 1.
-        random_first: whether `item` is a random one at first. It counts for no rule.
+        random_first: whether the first `item` is random. No rule counts it.
         num_users: U, needed if `feedback` is a function.
         num_items: I, needed if `feedback` is a function.
         known: `[U, I]` bool, the items in the mask of each user; None for all.
 
     Raises:
         ValueError: if `feedback` is not `[U, I]` of finite floats, or an argument is
-            not as above; if `leave` knows of another number of items.
+            not as above; if `leave` is for another number of items.
     """
 
     feedback: Any  # [U, I], or a FeedbackFn
     leave: LeaveRule | None = None
     max_turn: int = struct.field(pytree_node=False, default=100)
     random_first: bool = struct.field(pytree_node=False, default=False)
-    # Ints: None is replaced by what `feedback` says.
+    # Ints: None is replaced by the sizes of `feedback`.
     num_users: Any = struct.field(pytree_node=False, default=None)
     num_items: Any = struct.field(pytree_node=False, default=None)
     known: Any = None  # [U, I]
@@ -195,7 +194,7 @@ class RecommendationEnv(struct.PyTreeNode):
             checks.count("num_users", self.num_users)
             checks.count("num_items", self.num_items)
             if not isinstance(self.feedback, jax.tree_util.Partial):
-                # A function is no array, so it is a part of the structure.
+                # A function is no array: it becomes part of the structure.
                 self._set("feedback", jax.tree_util.Partial(self.feedback))
         elif _is_table(self.feedback):
             _check_feedback(self.feedback)
@@ -216,7 +215,7 @@ class RecommendationEnv(struct.PyTreeNode):
                 f"{type(self.feedback).__name__}: pass its `feedback`."
             )
         else:
-            return  # a placeholder, with which jax builds pytrees
+            return  # a placeholder that jax builds pytrees with
         if _is_table(self.known):
             _check_table("known", self.known, "[U, I] bool", "b")
             self._set("known", jnp.asarray(self.known))
@@ -234,8 +233,8 @@ class RecommendationEnv(struct.PyTreeNode):
         of_rule = getattr(self.leave, "num_items", self.num_items)
         if of_rule != self.num_items:
             raise ValueError(
-                f"`leave` must know of as many items as there are, {self.num_items}, "
-                f"got {of_rule}."
+                f"`leave` must be for the {self.num_items} items of `feedback`, got "
+                f"{of_rule}."
             )
 
     @property
@@ -272,9 +271,9 @@ class RecommendationEnv(struct.PyTreeNode):
         """Recommends an item.
 
         Raises:
-            ValueError: outside of `jit`, if `action` is no item.
+            ValueError: outside `jit`, if `action` is no item.
         """
-        del key  # unused: nothing is random but who comes
+        del key  # unused: only the user is drawn
         is_item = (action >= 0) & (action < self.num_items)
         if checks.is_known(is_item) and not np.all(is_item):
             raise ValueError(
@@ -321,12 +320,12 @@ def _draw(key: chex.PRNGKey, num: int) -> jax.Array:
 
 
 def _is_table(x: Any) -> bool:
-    """Tells whether it is an array of values; jax puts numbers in its place, too."""
+    """Returns whether `x` is an array of values; jax also puts numbers there."""
     return checks.is_known(x) and np.ndim(x) > 0
 
 
 def _check_feedback(feedback: Any) -> None:
-    """Checks that the table is finite, and names the first entry that is not."""
+    """Raises if the table is not finite; the message has the first such entry."""
     _check_table("feedback", feedback, "[U, I] of numbers", "biuf")
     places = np.argwhere(~np.isfinite(np.asarray(feedback, np.float32)))
     if len(places):
@@ -334,12 +333,12 @@ def _check_feedback(feedback: Any) -> None:
         raise ValueError(
             f"`feedback` must be finite, got {np.asarray(feedback)[tuple(places[0])]} "
             f"for user {user} and item {item}, and {len(places) - 1} more: "
-            "`envs.interactions.from_interactions` completes what is missing."
+            "`envs.interactions.from_interactions` completes missing feedback."
         )
 
 
 def _check_table(name: str, table: Any, what: str, kinds: str) -> None:
-    # Rows of tables, as `vmap` over environments makes them, have an axis more.
+    # Tables stacked for `vmap` over environments have one axis more.
     table = np.asarray(table)
     if table.ndim < 2 or 0 in table.shape or np.dtype(table.dtype).kind not in kinds:
         raise ValueError(f"`{name}` must be {what}, got {checks.describe(table)}.")

@@ -1,4 +1,4 @@
-"""Environments by name: `make`, `make_vec`, `make_agents` and the list of ids."""
+"""Environments by id: `make`, `make_vec`, `make_agents` and the list `env_ids`."""
 
 import contextlib
 import difflib
@@ -44,15 +44,15 @@ def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
     """Lists ids that `make` and `make_agents` know.
 
     Args:
-        suite: whose, in its own order: "gymnax", whose ids have no prefix, or one of
-            those in the table of the docs. "installed": those of every suite that is
-            installed; that imports them all, which takes seconds.
+        suite: "gymnax", whose ids have no prefix, or another suite in the table of the
+            docs; ids are in the suite's own order. "installed" lists those of every
+            installed suite, and imports them all, which takes seconds.
 
     Returns:
-        The ids, those of other suites as "suite:id".
+        The ids; those of suites other than gymnax are "suite:id".
 
     Raises:
-        ValueError: if there is no such suite, or if it is not installed.
+        ValueError: if there is no such suite, or it is not installed.
     """
     if suite == _INSTALLED:
         return tuple(itertools.chain(*map(_ids_if_installed, _SUITES)))
@@ -64,25 +64,26 @@ def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
 
 
 def make(env_id: str, **env_params: Any) -> Env:
-    """Makes the environment `env_id` of gymnax, or of a suite that is installed.
+    """Makes the environment `env_id` of gymnax, or of another installed suite.
 
     Args:
         env_id: an id of `env_ids()`, or the suite, a colon, and the suite's own id:
-            "brax:ant", "jumanji:Snake-v1", "navix:Navix-Empty-8x8-v0". Of pgx it is
-            one player's part, against the others.
-        **env_params: of gymnax, fields of the environment's parameters
+            "brax:ant", "jumanji:Snake-v1", "navix:Navix-Empty-8x8-v0". An id of pgx is
+            one player's seat, against the others.
+        **env_params: for gymnax, fields of the environment's parameters
             (`max_steps_in_episode`) or arguments of its constructor
-            (`use_minimal_action_set`), by name. What gymnax derives from a parameter
-            when it builds the environment (`total_mass` from `masspole`) is not
-            computed again. Of another suite, what its own `make` takes.
+            (`use_minimal_action_set`), by name. Values that gymnax derives from a
+            parameter when it builds the environment (`total_mass` from `masspole`) are
+            not computed again. For another suite, arguments of its own `make`.
 
     Returns:
         An `Env` whose leaves are the environment's parameters.
 
     Raises:
         ValueError: if the id is unknown (the message names the nearest ids), if a
-            parameter is unknown, if the suite is not installed (it names the extra), if
-            the environment has several agents, or if it cannot be built here.
+            parameter is unknown, if the suite is not installed (the message names the
+            extra), if the environment has several agents, or if it cannot be built
+            here.
     """
     return _make("make_one", env_id, env_params)
 
@@ -98,21 +99,20 @@ def make_vec(
 
 
 def make_agents(env_id: str, **options: Any) -> MultiAgentEnv:
-    """Makes an environment of several agents, of a suite that is installed.
+    """Makes an environment of several agents, of an installed suite.
 
     Args:
         env_id: the suite, a colon, and the suite's own id:
             "jaxmarl:MPE_simple_spread_v3", "jumanji:Connector-v3", "pgx:tic_tac_toe".
-        **options: what the suite's own `make` takes, by name.
+        **options: arguments of the suite's own `make`, by name.
 
     Returns:
-        A `MultiAgentEnv`, as `from_jaxmarl`, `from_jumanji_agents` and `from_pgx` make
-        it.
+        A `MultiAgentEnv` of `from_jaxmarl`, `from_jumanji_agents` or `from_pgx`.
 
     Raises:
         ValueError: if the suite is unknown or not installed (the message names the
-            extra), if it has no such id (it names the nearest), if an option is
-            unknown, or if the environment has one agent or cannot be made here.
+            extra), if it has no such id (the message names the nearest), if an option
+            is unknown, or if the environment has one agent or cannot be made here.
     """
     return _make("make_agents", env_id, options)
 
@@ -158,15 +158,15 @@ def _make(how: str, env_id: str, options: dict[str, Any]) -> Any:
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _once(make_fn: Callable[..., Any], name: str, /, **options: Any) -> Any:
-    """Makes the same object again for the same options.
+    """Returns the same object again for the same options.
 
-    Most of it is a static part of every trace: with another one all is traced again.
+    Most of it is a static part of every trace: another object is traced again.
     """
     return make_fn(name, **options)
 
 
 def _ids(suite: str) -> tuple[str, ...]:
-    """The suite's own ids; it is imported only when it is needed."""
+    """Returns the suite's own ids, and imports it for that."""
     try:
         with _quiet():
             return _SUITES[suite].ids()
@@ -183,10 +183,11 @@ def _ids_if_installed(suite: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Drops what an import prints.
+    """Drops the output of an import.
 
-    JaxMARL's sets `sys.stdout` and `sys.stderr` to what they were when Python started,
-    prints there, and leaves them so: in a notebook nothing would be shown any more.
+    JaxMARL's import sets `sys.stdout` and `sys.stderr` to the streams that Python
+    started with, prints there, and leaves them so: a notebook would show no more
+    output.
     """
     names = ("stdout", "stderr", "__stdout__")
     before = {name: getattr(sys, name) for name in names}

@@ -1,6 +1,6 @@
-"""`render_gif`: draws an episode as an animated GIF, as its suite draws it.
+"""`render_gif`: draws an episode as an animated GIF, by the drawing code of its suite.
 
-Adapters of suites other than gymnax have `render_frames(states)`, which draws a state
+Adapters of suites other than gymnax have `render_frames(states)`, which draws one state
 after the other as `[H, W, 3]` or `[H, W, 4]` uint8.
 """
 
@@ -50,15 +50,15 @@ _NO_SCREEN = {"SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy"}
 
 
 def can_render(env: Env) -> bool:
-    """Tells whether its suite has a drawing of `env`, so that `render_gif` takes it.
+    """Returns whether `render_gif` can draw `env`.
 
     Args:
         env: an environment from `make` or an adapter, or a wrapper that holds one in
             its attribute `env`.
 
     Returns:
-        True if there is a drawing. Whether the packages that draw it are installed is
-        not checked.
+        True if the suite has a drawing of it; the packages that draw need not be
+        installed.
     """
     inner = _innermost(env)
     return hasattr(inner, _FRAMES) or _name(inner) in _BY_PYGAME + _BY_MATPLOTLIB
@@ -67,13 +67,13 @@ def can_render(env: Env) -> bool:
 def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
     """Draws an episode of `T` steps as an animated GIF of `T + 1` frames.
 
-    No window is opened and no figure stays open. There are 20 frames per second in
+    It opens no window and leaves no figure open. There are 20 frames per second in
     classic control, 10 elsewhere.
 
     Args:
         env: an environment that `can_render` accepts.
-        states: `[T + 1, ...]`, states of `env`: the one before each step, and the last
-            one. `expose_state` records them.
+        states: `[T + 1, ...]`, states of `env`: before each step, and after the last.
+            `expose_state` records them.
         rewards: `[T]` float, rewards of the steps; titles show the return so far.
 
     Returns:
@@ -100,20 +100,20 @@ def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
 
 
 def expose_state(env: Env) -> Env:
-    """Puts the state into `info`, which a trajectory keeps, for `render_gif`.
+    """Puts the state into `info`, so that a trajectory has it for `render_gif`.
 
     Args:
         env: any environment.
 
     Returns:
         The same environment with the `info` `{"state", "next_state", "info"}`: the
-        state before the step, the one after it, and what `env` put there.
+        states before and after the step, and the info of `env`.
     """
     return _ExposedState(env)
 
 
 def check_render(env: Env) -> None:
-    """Raises for an environment that `render_gif` cannot draw here."""
+    """Raises if `render_gif` cannot draw an environment here."""
     name = _name(_innermost(env))
     if not can_render(env):
         raise ValueError(
@@ -146,7 +146,7 @@ def _innermost(env: Any) -> Any:
 
 
 def _name(inner: Any) -> str:
-    """The gymnax name of an environment, else the name of its type."""
+    """Returns the gymnax name of an environment, else the name of its type."""
     env = inner.env if isinstance(inner, _GymnaxEnv) else inner
     return getattr(env, "name", type(env).__name__)
 
@@ -154,7 +154,7 @@ def _name(inner: Any) -> str:
 def _draw_frames(
     inner: Any, rows: list[ArrayTree], returns: np.ndarray
 ) -> tuple[list["Image"], int]:
-    """Frames that the suite draws, each with a title above; and ms of each."""
+    """Draws frames by the suite, each with a title above; returns them and their ms."""
     from PIL import Image, ImageDraw
 
     frames = []
@@ -174,7 +174,7 @@ def _draw_frames(
 def _draw_by_gymnax(
     inner: _GymnaxEnv, rows: list[ArrayTree], returns: np.ndarray
 ) -> tuple[list["Image"], int]:
-    """Frames of gymnax's visualizer with titles of our own, and ms of each."""
+    """Draws frames by gymnax's visualizer, with our titles; returns also their ms."""
     import matplotlib.pyplot as plt
     from gymnax.visualize import Visualizer
     from PIL import Image
@@ -209,7 +209,7 @@ def _no_screen() -> Iterator[None]:
     try:
         yield
     finally:
-        matplotlib.use(backend, force=False)  # no error where it cannot be loaded
+        matplotlib.use(backend, force=False)  # no error if it cannot be loaded
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

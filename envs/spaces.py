@@ -1,7 +1,7 @@
-"""The spaces most environments need, those made of others, and those of other suites.
+"""Spaces of observations and actions; `as_space` converts those of other libraries.
 
-`as_space` turns what a user brings into a `Space`; everything behind it asks a space
-for its `leaves` and their `bounds`, and never which library it came from.
+`as_space` converts a user's space to a `Space`; all code after it reads the `leaves` of
+a space and their `bounds`, whatever library it came from.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from envs.types import AnySpace, ArrayTree
 class Space:
     """The values that an observation or an action of ONE environment can take.
 
-    A space of your own is a subclass with `sample` and `contains`, and with `shape` and
+    A custom space is a subclass with `sample` and `contains`, and with `shape` and
     `dtype` if its elements are arrays.
 
     Attributes:
@@ -46,12 +46,12 @@ class Space:
         raise NotImplementedError
 
     def contains(self, x: Any) -> jax.Array:
-        """Tells whether `x` is an element, `()` bool."""
+        """Returns whether `x` is an element, `()` bool."""
         raise NotImplementedError
 
 
 class _Bounded(Space):
-    """Shared part of spaces with a lowest and a highest value of every entry."""
+    """Base of spaces with a lowest and a highest value of every entry."""
 
     low: Any
     high: Any
@@ -66,7 +66,7 @@ class _Bounded(Space):
         return keys.draw(key, self.low, self.high, self.shape, self.dtype)
 
     def contains(self, x: jax.Array) -> jax.Array:
-        """Tells whether every entry lies within its bounds, `()` bool."""
+        """Returns whether every entry lies within its bounds, `()` bool."""
         return jnp.all((x >= self.low) & (x <= self.high))
 
 
@@ -79,8 +79,8 @@ class Discrete(_Bounded, struct.PyTreeNode):
         start: the smallest element, an int.
 
     Raises:
-        ValueError: if `n` is not an int of at least 1, `start` not an int, or `dtype`
-            not one of integers that holds every element.
+        ValueError: if `n` is not an int of at least 1, `start` is not an int, or
+            `dtype` is no integer dtype that holds every element.
     """
 
     n: int = struct.field(pytree_node=False)
@@ -111,7 +111,7 @@ class Discrete(_Bounded, struct.PyTreeNode):
         return self.start + self.n - 1
 
     def contains(self, x: jax.Array) -> jax.Array:
-        """Tells whether `x` is one of the integers, each of an array by itself."""
+        """Returns whether `x` is one of the integers; of an array, entry by entry."""
         return (x >= self.low) & (x <= self.high)
 
 
@@ -125,8 +125,8 @@ class Box(_Bounded, struct.PyTreeNode):
         dtype: dtype of an element: floats, integers of at most 32 bits, or bool.
 
     Raises:
-        ValueError: if a bound is NaN, does not broadcast to `shape`, or `low` is above
-            `high`; of arrays whose values are known.
+        ValueError: if a bound is NaN or does not broadcast to `shape`, or `low` is
+            above `high`; only if the values of the bounds are known.
     """
 
     low: jax.typing.ArrayLike
@@ -139,16 +139,16 @@ class Box(_Bounded, struct.PyTreeNode):
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _shape(self.shape))
         bounds = self.low, self.high
-        # Where both are text, `jax.tree.map` may have put it there.
+        # If both are text, `jax.tree.map` may have put them there.
         if isinstance(self.low, str) != isinstance(self.high, str):
             raise ValueError(
                 f"`low` and `high` must be numbers or arrays, got {bounds}."
             )
         if not all(isinstance(x, _NUMBERS) for x in bounds):
-            return  # placeholders, with which jax builds pytrees
+            return  # placeholders that jax builds pytrees with
         if any(isinstance(x, Tracer) for x in bounds):
             return
-        # Rows of spaces, as `vmap` over environments makes them, have an axis more.
+        # Bounds stacked for `vmap` over environments have one axis more.
         if not np.all(np.asarray(self.low) <= np.asarray(self.high)):
             raise ValueError(
                 f"`low` must be at most `high`, got low={self.low}, high={self.high}."
@@ -157,13 +157,13 @@ class Box(_Bounded, struct.PyTreeNode):
     def sample(self, key: chex.PRNGKey) -> jax.Array:
         """Draws one element, as Gymnasium does.
 
-        Uniformly between two finite bounds; where one of them is infinite, from the
-        exponential distribution beyond the other; where both are, from the normal one.
+        An entry is uniform between two finite bounds, exponential beyond the only
+        finite bound, and normal if both bounds are infinite.
         """
         if not jnp.issubdtype(self.dtype, jnp.floating):
             return super().sample(key)
         is_known = checks.is_known(self.bounds)
-        xp = np if is_known else jnp  # values that are known stay out of the program
+        xp = np if is_known else jnp  # known values stay out of the program
         low, high = (xp.broadcast_to(x, self.shape) for x in self.bounds)
         has_low, has_high = xp.isfinite(low), xp.isfinite(high)
         has_both = has_low & has_high
@@ -189,19 +189,20 @@ class Box(_Bounded, struct.PyTreeNode):
 
 
 class MultiDiscrete(_Bounded, struct.PyTreeNode):
-    """Arrays of integers, each entry with a range of its own.
+    """Arrays of integers, each entry with its own range.
 
     Entry i is one of `start[i]`, ..., `start[i] + nvec[i] - 1`.
 
     Attributes:
-        nvec: how many values each entry has, an array of ints of at least 1; kept as
+        nvec: number of values of each entry, an array of ints of at least 1; kept as
             tuples.
         dtype: integer dtype of an element.
         start: the smallest value of each entry, an int or one for each.
 
     Raises:
-        ValueError: if `nvec` is not an array of ints of at least 1, `start` not one
-            int, or one for each entry, or `dtype` as for `Discrete`.
+        ValueError: if `nvec` is not an array of ints of at least 1, `start` is neither
+            an int nor one for each entry, or `dtype` is no integer dtype that holds
+            every element.
     """
 
     nvec: Any = struct.field(pytree_node=False)
@@ -277,7 +278,7 @@ class Repeated(Space, struct.PyTreeNode):
 
     Attributes:
         space: the space of each element.
-        num: how many there are, an int of at least 1.
+        num: number of elements, an int of at least 1.
 
     Raises:
         ValueError: if `num` is not an int of at least 1.
@@ -309,17 +310,17 @@ class Repeated(Space, struct.PyTreeNode):
         return [Repeated(leaf, self.num) for leaf in self.space.leaves()]
 
     def sample(self, key: chex.PRNGKey) -> ArrayTree:
-        """Draws each element from a key of its own."""
+        """Draws each element from its own key."""
         number = jnp.arange(self.num, dtype=jnp.int32)
         return jax.vmap(self.space.sample)(keys.fold_in(key, number))
 
     def contains(self, x: ArrayTree) -> jax.Array:
-        """Tells whether every one is an element, `()` bool."""
+        """Returns whether every one is an element, `()` bool."""
         return jnp.all(jax.vmap(self.space.contains)(x))
 
 
 class Composite(Space, struct.PyTreeNode):
-    """Pytrees in which every leaf, or every part, has a space of its own.
+    """Pytrees in which every leaf, or every part, has its own space.
 
     Attributes:
         spaces: the spaces, in the structure of an element.
@@ -334,7 +335,7 @@ class Composite(Space, struct.PyTreeNode):
 
     @property
     def structure(self) -> Any:
-        """The structure of an element, of which every part counts as one leaf."""
+        """The structure of an element, every part taken as one leaf."""
         return jax.tree.structure(self.spaces, is_leaf=_is_space)
 
     def leaves(self) -> list[AnySpace]:
@@ -342,7 +343,7 @@ class Composite(Space, struct.PyTreeNode):
         return [leaf for part in self.parts for leaf in part.leaves()]
 
     def sample(self, key: chex.PRNGKey) -> Any:
-        """Draws every part, each from a key of its own."""
+        """Draws every part from its own key."""
         drawn = [
             part.sample(keys.fold_in(key, number))
             for number, part in enumerate(self.parts)
@@ -350,7 +351,7 @@ class Composite(Space, struct.PyTreeNode):
         return self.structure.unflatten(drawn)
 
     def contains(self, x: Any) -> jax.Array:
-        """Tells whether every part is an element of its space, `()` bool."""
+        """Returns whether every part is an element of its space, `()` bool."""
         pairs = zip(self.parts, self.structure.flatten_up_to(x), strict=True)
         return jnp.all(jnp.stack([part.contains(value) for part, value in pairs]))
 
@@ -362,8 +363,8 @@ class Dict(Composite):
         spaces: the spaces, by name.
 
     Raises:
-        ValueError: if it is no dict, or its names are of several types, which jax
-            cannot put in order.
+        ValueError: if `spaces` is no dict, or its names are of several types, which
+            jax cannot sort.
     """
 
     spaces: Mapping[str, AnySpace]
@@ -386,7 +387,7 @@ class Tuple(Composite):
         spaces: the spaces, in order.
 
     Raises:
-        ValueError: if it is neither a tuple nor a list.
+        ValueError: if `spaces` is neither a tuple nor a list.
     """
 
     spaces: tuple[AnySpace, ...]
@@ -399,22 +400,22 @@ class Tuple(Composite):
 
 
 def as_space(space: Any, name: str = "space") -> AnySpace:
-    """Turns a space of this package, Gymnasium, gymnax or JaxMARL into one of ours.
+    """Converts a space of this package, Gymnasium, gymnax or JaxMARL to one of ours.
 
-    Spaces of other libraries are told by the names of their classes, so that none of
-    them is imported. jax has no 64-bit numbers unless it is told to, so ours have 32.
+    It recognises spaces of other libraries by the names of their classes, and imports
+    none of them. By default jax has no 64-bit numbers, so ours have 32 bits.
 
     Args:
         space: a `Space`; a `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `Dict` or
             `Tuple` of such a library; or a dict or tuple of any of these.
-        name: what an error calls it.
+        name: of the space in error messages.
 
     Returns:
         The space of ours with the same elements, in numbers of at most 32 bits.
 
     Raises:
-        ValueError: if it is no such space, as `Text`, `Graph`, `Sequence` and `OneOf`
-            of Gymnasium, or has no parts.
+        ValueError: if it is no such space, for instance `Text`, `Graph`, `Sequence` or
+            `OneOf` of Gymnasium, or has no parts.
     """
     kinds = [base.__name__ for base in type(space).__mro__]
     kind = next((x for x in kinds if x in _KINDS), "")
@@ -444,7 +445,7 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
 
 
 def space_of(tree: ArrayTree) -> AnySpace:
-    """The space of all arrays, or trees of arrays, of such shapes and dtypes."""
+    """Returns the space of all trees of arrays with these shapes and dtypes."""
     boxes = jax.tree.map(_box_of, tree)
     if isinstance(boxes, Box):
         return boxes
@@ -452,7 +453,7 @@ def space_of(tree: ArrayTree) -> AnySpace:
 
 
 def narrow(dtype: Any) -> np.dtype:
-    """The dtype with at most 32 bits, as jax has it unless told otherwise."""
+    """Returns the dtype with at most 32 bits, as jax has it by default."""
     return jnp.dtype(_NARROW.get(str(jnp.dtype(dtype)), dtype))
 
 
@@ -482,7 +483,7 @@ def _tuples(x: int | list) -> int | tuple:
 
 def _to_box(space: Any) -> Box:
     dtype, low, high = narrow(space.dtype), space.low, space.high
-    # JaxMARL's Hanabi has a number for a shape.
+    # The shape in JaxMARL's Hanabi is a number.
     shape = tuple(int(size) for size in np.atleast_1d(space.shape))
     if dtype != space.dtype:
         if dtype.kind in "iu":

@@ -1,4 +1,4 @@
-"""Puts `B` copies of one environment side by side, with auto-reset."""
+"""`vectorize`: puts `B` copies of an environment side by side, with auto-reset."""
 
 import functools
 from collections.abc import Callable
@@ -37,8 +37,8 @@ def vectorize(env: Env, num_envs: int, *, auto_reset: str = "auto") -> VectorEnv
         env: the environment; its parameters are shared by all lanes.
         num_envs: B, at least 1.
         auto_reset: `"compact"` resets only the lanes that are done; `"select"` resets
-            every lane at every step and keeps the done ones; `"auto"` takes what suits
-            the platform that the program is lowered for. All give the same bits. Use
+            every lane at every step and keeps the done ones; `"auto"` chooses by the
+            platform that the program is lowered for. All return the same bits. Use
             `"select"` under `vmap`.
 
     Returns:
@@ -53,12 +53,12 @@ def vectorize(env: Env, num_envs: int, *, auto_reset: str = "auto") -> VectorEnv
 
 
 def vectorize_each(env: Env, num_envs: int, *, auto_reset: str = "auto") -> VectorEnv:
-    """Puts `num_envs` environments with parameters of their own side by side.
+    """Puts `num_envs` environments with different parameters side by side.
 
     Args:
-        env: the environment, every leaf with the leading axis B and lane i's parameters
-            in row i, as `jax.vmap(make_env)(values)` or
-            `jax.tree.map(lambda *x: jnp.stack(x), *envs)` makes it.
+        env: the environment; every leaf has the leading axis B, and lane i's parameters
+            at index i: the result of `jax.vmap(make_env)(values)` or of
+            `jax.tree.map(lambda *x: jnp.stack(x), *envs)`.
         num_envs: B, at least 1.
         auto_reset: as in `vectorize`.
 
@@ -111,9 +111,9 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
         return as_space(self._one.action_space, "env.action_space")
 
     def local(self, num_envs: int, first_lane: jax.Array) -> Self:
-        """Some of the lanes, as they are stepped on a device of their own.
+        """Returns the lanes of one device.
 
-        With parameters per lane these are those of the device, `[num_envs, ...]`.
+        Parameters per lane are already those of the device, `[num_envs, ...]`.
         """
         return self.replace(num_envs=num_envs, first_lane=first_lane)
 
@@ -166,17 +166,17 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
     def _reset(
         self, env: Env, reset_keys: chex.PRNGKey, number: jax.Array
     ) -> tuple[ArrayTree, ArrayTree]:
-        """Resets `[K]` lanes that start the episodes of these numbers, `[K]` int32."""
+        """Resets `[K]` lanes, which start the episodes `number`, `[K]` int32."""
         env, axes = self._lay_out(env, number.size)
         reset = functools.partial(_reset, self._types)
         return jax.vmap(reset, (axes, 0, 0))(env, reset_keys, number)
 
     def _lay_out(self, env: Env, num_lanes: int) -> tuple[Env, Env]:
-        """The parameters of so many lanes, and over which axis each is mapped.
+        """Returns the parameters of `num_lanes` lanes, and the mapped axis of each.
 
-        A float of all lanes is repeated here, once, and not by XLA wherever it is used:
-        how XLA divides by a number depends on how many uses it has, and how many it
-        makes of equal ones on the number of devices.
+        A float that all lanes share is repeated here, once, and not by XLA at each use:
+        the way XLA divides by a number depends on the number of its uses, and that of
+        equal numbers on the number of devices.
         """
 
         def repeat(x: jax.Array) -> jax.Array:
@@ -199,7 +199,7 @@ def _step(
     state: ArrayTree,
     action: ArrayTree,
 ) -> EnvStep:
-    del types  # only for the cache
+    del types  # unused: only for the cache
     result = env.step(key, state, action)
     if isinstance(result, EnvStep):
         return result
@@ -211,7 +211,7 @@ def _step(
 def _reset(
     types: tuple[type, ...], env: Any, key: chex.PRNGKey, number: jax.Array
 ) -> tuple[ArrayTree, ArrayTree]:
-    del types  # only for the cache
+    del types  # unused: only for the cache
     if hasattr(env, "at_episode"):
         env = env.at_episode(number)
     result = env.reset(key)
@@ -226,5 +226,5 @@ def _is_float(x: jax.typing.ArrayLike) -> bool:
 
 
 def _strong(tree: ArrayTree) -> ArrayTree:
-    """Drops weak types, which would make a scan trace its body twice or refuse it."""
+    """Drops weak types, with which a scan traces its body twice or raises an error."""
     return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), tree)

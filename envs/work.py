@@ -16,8 +16,8 @@ class Work(NamedTuple):
     """Work of one call of a function.
 
     Attributes:
-        operations: elements that are computed, loops counted as often as they run.
-        rounds: rounds of loops, one after the other; infinite if nobody knows.
+        operations: elements that are computed, those of loops in every round.
+        rounds: rounds of loops, one after the other; infinite if unknown.
     """
 
     operations: float
@@ -53,7 +53,7 @@ def _of(jaxpr: Any) -> Work:
 
 
 def _of_one(eqn: Any) -> float:
-    """Elements that a single operation computes, or reads to compute fewer."""
+    """Counts the elements that one operation computes, or reads to compute fewer."""
     name = eqn.primitive.name
     written = sum(_size(x) for x in eqn.outvars)
     if name.startswith(("threefry", "random_")) and name not in _FREE:
@@ -79,7 +79,7 @@ def _size(variable: Any) -> float:
 
 
 def _parts(params: dict[str, Any]) -> Iterator[Any]:
-    """The jaxprs within an operation."""
+    """Yields the jaxprs within an operation."""
     for value in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
         if isinstance(value, core.ClosedJaxpr):
             yield value.jaxpr

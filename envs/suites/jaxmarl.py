@@ -253,7 +253,9 @@ def _check_groups(env: Any, groups: Mapping[str, Sequence[str]]) -> None:
     """Checks that no group is empty, and that its agents share their spaces."""
     for group, names in groups.items():
         if not names:
-            raise ValueError(f"`groups` must have agents in each, got {group!r} empty.")
+            raise ValueError(
+                f"`groups` must have agents in each group, got {group!r} empty."
+            )
         known = [name for name in names if name in env.agents]
         for name in known[1:]:
             difference = _difference(env, known[0], name)

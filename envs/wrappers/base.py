@@ -94,7 +94,7 @@ class VectorWrapper(_Around):
         # A placeholder that jax builds pytrees with has no `step`.
         if hasattr(self.env, "step") and not hasattr(self.env, "num_envs"):
             raise ValueError(
-                "`env` must be a `VectorEnv` as `envs.vectorize` makes it, got "
+                "`env` must be a `VectorEnv`, such as `envs.vectorize` makes, got "
                 f"{type(self.env).__name__} without `num_envs`."
             )
         if hasattr(self.env, "close") and not hasattr(self.env, "reset_done"):

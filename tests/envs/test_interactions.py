@@ -86,7 +86,7 @@ def test_rows_that_do_not_count_are_dropped_with_one_warning(tmp_path):
     rows += ["7,a,4,2", "5,b,3,0"]
     path.write_text("\n".join(["user_id,item_id,feedback,at", *rows]))
     options = {"missing": 0, "duplicates": "last", "timestamp": "at"}
-    message = "7 of 9 rows: 2 .*id, 1 .*timestamp, 3 .*feedback, 1 duplicate"
+    message = "7 of 9 records: 2 .*id, 1 .*timestamp, 3 .*feedback, 1 duplicate"
     with pytest.warns(UserWarning, match=message) as caught:
         tables = envs.interactions.from_interactions(path, **options)
     assert [x.filename for x in caught] == [__file__]
@@ -98,7 +98,7 @@ def test_rows_that_do_not_count_are_dropped_with_one_warning(tmp_path):
 
 def test_pair_of_several_rows_can_be_an_error():
     data = [1, 2, 2, 1, 2], ["a", "b", "c", "a", "b"], [1, 2, 3, 4, 5]
-    message = "each pair once, got another row of user 1 and item a, and 1 more"
+    message = "each pair once, got another record of user 1 and item a, and 1 more"
     with pytest.raises(ValueError, match=message):
         envs.interactions.from_interactions(data, missing=0, duplicates="error")
     once = tuple(column[:3] for column in data)
@@ -111,7 +111,7 @@ def test_pair_of_several_rows_can_be_an_error():
     [
         (LOG, {"feedback": "stars"}, r"have the columns \['stars'\], got .*'time'"),
         (([1], [2], ["five"]), {}, "five"),
-        (([1, None], [1, 1], [np.nan, 1]), {}, "must have a row .* none in 2 rows"),
+        (([1, None], [1, 1], [np.nan, 1]), {}, "must have a record .* none in 2 rec"),
         (LOG, {"missing": "mean"}, "`missing` must be a finite number or one of user_"),
         (LOG, {"missing": np.nan}, "`missing` must be .* item_mean, mask, got nan"),
         (LOG, {"duplicates": "first"}, "`duplicates` must be one of mean, last, error"),

@@ -138,7 +138,7 @@ WRONG_AGENTS = {
     ),
     "empty": (
         {"groups": {"two": ("a", "c"), "one": ("b",), "no": ()}},
-        "must have agents in each, got 'no' empty",
+        "must have agents in each group, got 'no' empty",
     ),
     "names": ({"agents": ("a", "b", "b")}, "must be names, each once"),
     "spaces": (
@@ -151,7 +151,7 @@ WRONG_AGENTS = {
             "action_spaces": {"acting": envs.Discrete(2)},
             "observation_spaces": {"acting": envs.Discrete(2)},
         },
-        'must not have one called "acting"',
+        'must have other names than "acting"',
     ),
 }
 
@@ -175,9 +175,12 @@ WRONG_STEPS = {
     ),
     "reward": (
         changed_step(reward=jnp.zeros(2)),
-        r"`reward` must be one per agent, shape \(3,\), got float32 of shape \(2,\)",
+        r"`reward` must be one value per agent, shape \(3,\), got float32 of",
     ),
-    "flag": (changed_step(terminated=jnp.bool_(0)), "`terminated` must be one per"),
+    "flag": (
+        changed_step(terminated=jnp.bool_(0)),
+        "`terminated` must be one value per",
+    ),
     "obs": (
         changed_step(obs={"two": jnp.zeros(2)}),
         r"`obs` must be a dict of the groups one, two, got \['two'\]",

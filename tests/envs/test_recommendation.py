@@ -147,7 +147,7 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="`max_turn`"):
         envs.RecommendationEnv(FEEDBACK, max_turn=0)
     rule = envs.recommendation.LeaveByCategory(np.ones((5, 2), bool), 5, 1)
-    with pytest.raises(ValueError, match=r"`leave` must know .*4, got 5"):
+    with pytest.raises(ValueError, match=r"`leave` must be for the 4 .*, got 5"):
         envs.RecommendationEnv(FEEDBACK, rule)
     with pytest.raises(ValueError, match=r"`categories` must be \[I, C\] bool"):
         envs.recommendation.LeaveByCategory(np.ones((5, 2)), 5, 1)

@@ -142,7 +142,7 @@ def test_spaces_of_gymnasium_keep_what_they_say():
         (lambda: envs.Discrete(2, start=0.5), "`start` must be an int, got 0.5"),
         (
             lambda: envs.Discrete(300, dtype=jnp.uint8),
-            "`dtype` must hold the integers from 0 to 299, got uint8, which has",
+            "`dtype` must hold the integers from 0 to 299, got uint8, which",
         ),
         (lambda: envs.Discrete(2, dtype=bool), "`dtype` must be an integer dtype"),
         (lambda: envs.Box(1.0, 0.0, ()), "`low` must be at most `high`, got low=1.0"),

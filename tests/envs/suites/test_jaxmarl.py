@@ -346,7 +346,7 @@ def test_own_groups_are_taken_in_their_order(key_reuse):
             {"all": Duel.agents},
             r"`groups` must .* 'all' with 'red_0', Box\(.*, and 'blue_0', Box\(",
         ),
-        ({"all": ()}, "`groups` must have agents in each, got 'all' empty"),
+        ({"all": ()}, "`groups` must have agents in each group, got 'all' empty"),
     ],
 )
 def test_groups_that_cannot_be_stacked_are_refused(groups, message):

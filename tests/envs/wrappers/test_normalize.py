@@ -300,7 +300,9 @@ def test_leaves_may_be_replaced_by_anything():
 
 
 def test_single_environment_is_refused():
-    message = "`env` must be a `VectorEnv` as `envs.vectorize` makes it, got CountEnv"
+    message = (
+        "`env` must be a `VectorEnv`, such as `envs.vectorize` makes, got CountEnv"
+    )
     with pytest.raises(ValueError, match=message):
         envs.NormalizeObs(CountEnv())
 

@@ -308,7 +308,7 @@ def test_params_must_have_every_policy():
 
 def test_environment_must_have_agents():
     lanes, mapping = envs.vectorize(CountEnv(), B), rollout.agents.fixed_mapping("x")
-    with pytest.raises(ValueError, match="`env` must be of several agents"):
+    with pytest.raises(ValueError, match="`env` must have several agents"):
         rollout.agents.policy_map({"x": constant(0)}, mapping, lanes)
 
 

@@ -576,7 +576,7 @@ def test_rows_of_policies_that_share_a_group(is_fixed):
 def test_errors_say_what_is_missing():
     from cases import make_collector as make_single
 
-    with pytest.raises(ValueError, match=r"`env` must be of several agents"):
+    with pytest.raises(ValueError, match=r"`env` must have several agents"):
         rollout.agents.init_agent_transitions(make_single("count"), None)
     with pytest.raises(ValueError, match=r"must be one of `envs.vectorize_agents`"):
         rollout.agents.agent_transitions((), collected()[1].replace(info={}))
