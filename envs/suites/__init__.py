@@ -1,4 +1,10 @@
-"""Adapters of suites of environments; a suite is imported when it is needed."""
+"""Adapters of suites of environments, one module per suite.
+
+Each module has `from_*`, which adapts an object of the suite, `ids`, and `make_one` or
+`make_agents`, which `envs.make` and `envs.make_agents` call. A suite is imported only
+when it is used. `physics` has the shared part of brax and Playground; `convert` checks
+objects of suites and converts their arrays.
+"""
 
 from envs.suites.brax import from_brax
 from envs.suites.craftax import from_craftax

@@ -1,4 +1,4 @@
-"""`from_brax`: an `Env` of any environment of brax."""
+"""`from_brax`: adapts any environment of brax to `Env`."""
 
 from typing import Any
 
@@ -10,19 +10,18 @@ from envs.types import Env
 def from_brax(env: Any) -> Env:
     """Makes an `Env` of an environment of brax.
 
-    `done` is a termination. The time limit of an episode is that of brax's wrapper,
-    which is not used: `TimeLimit` sets one. Actions lie in [-1, 1], as brax's own
-    agents choose them; its environments scale them to their actuators. `info` has
-    brax's metrics.
+    `done` is a termination. brax's time limit belongs to its wrapper, which is not
+    used: `TimeLimit` sets one. Actions lie in [-1, 1], as brax's own agents choose
+    them; its environments scale them to their actuators. `info` has brax's metrics.
 
     Args:
-        env: what `brax.envs.get_environment` returns, or another `brax.envs.Env`
+        env: the result of `brax.envs.get_environment`, or another `brax.envs.Env`
             without the wrappers of `brax.envs.training`.
 
     Returns:
         An `Env` whose state is brax's own, and whose leaves are those of `env.sys`, so
-        that with `vectorize_each` lanes differ in masses, gravity or gears. What `env`
-        computed from `sys` when it was made stays as it is.
+        that with `vectorize_each` lanes differ in masses, gravity or gears. Values that
+        `env` computed from `sys` when it was made do not change.
 
     Raises:
         TypeError: if `env` lacks the methods of a `brax.envs.Env`.

@@ -19,7 +19,7 @@ def check_methods(env: Any, suite: str, methods: Sequence[str]) -> None:
 
 
 def check_no_reset(env: Any) -> None:
-    """Raises for a wrapper of a suite that resets, under any number of others."""
+    """Raises if a suite's wrapper that resets is among the wrappers of `env`."""
     while env is not None:
         if "AutoReset" in type(env).__name__:
             raise ValueError(
@@ -30,15 +30,15 @@ def check_no_reset(env: Any) -> None:
 
 
 def like(new: chex.Array, old: chex.Array) -> jax.Array:
-    """Makes an array of the dtype of `old`."""
+    """Casts `new` to the dtype of `old`."""
     same = jnp.result_type(new) == jnp.result_type(old)
     return jnp.asarray(new) if same else jnp.asarray(new, jnp.result_type(old))
 
 
 class Held:
-    """An object of a suite as a static part of a pytree: equal to itself only.
+    """Holds an object of a suite as a static part of a pytree, equal to itself only.
 
-    Some cannot be hashed, as they hold arrays.
+    Some objects cannot be hashed, since they hold arrays.
     """
 
     def __init__(self, value: Any) -> None:

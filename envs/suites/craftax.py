@@ -1,7 +1,7 @@
-"""`from_craftax`: an `Env` of Craftax or Craftax-Classic.
+"""`from_craftax`: adapts Craftax or Craftax-Classic to `Env`.
 
-Craftax merges its time limit into one flag. Asked about the same state without a limit,
-it tells whether the task itself ended.
+Craftax merges its time limit into one flag. Its `is_terminal` without a limit says
+whether the task itself ended.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,8 +35,8 @@ def from_craftax(env: Any, env_params: ArrayTree | None = None) -> Env:
     elsewhere, and the discount.
 
     Args:
-        env: an environment of Craftax. Its `step` is not called, so it may be one that
-            resets itself.
+        env: an environment of Craftax. Its `step` is not called, so it may reset
+            itself.
         env_params: its parameters, by default `env.default_params`: they become the
             leaves of the `Env`. `env_params.max_timesteps` is the time limit.
 
@@ -54,7 +54,7 @@ def from_craftax(env: Any, env_params: ArrayTree | None = None) -> Env:
 
 def ids() -> tuple[str, ...]:
     """Lists the ids of Craftax."""
-    load("craftax")  # it must be there
+    load("craftax")  # raises if it is not installed
     return _IDS
 
 
@@ -99,7 +99,7 @@ class _CraftaxEnv(struct.PyTreeNode, kw_only=True):
         )
 
     def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
-        """Draws states as Craftax does for people, `[H, W, 3]` uint8 each."""
+        """Draws states as Craftax does for human players, `[H, W, 3]` uint8 each."""
         if ".craftax_classic." in type(self.env).__module__:
             from craftax.craftax_classic.renderer import make_craftax_pixel_renderer
         else:

@@ -1,12 +1,12 @@
-"""`from_gymnax`: an `Env` of any gymnax-style environment.
+"""`from_gymnax`: adapts any gymnax-style environment to `Env`.
 
-It tells three kinds of environments apart by what they return and define:
+It distinguishes three kinds of environments by their methods and results:
 
 - gymnax 1.x: `step_env` returns `(obs, state, reward, terminated, info)` and
   `is_truncated` says whether the time limit was reached.
 - Written for gymnax before 1.0: the fourth value merges the time limit into `done`.
-  Where `params.max_steps_in_episode` and `state.time` exist, reaching the limit
-  counts as truncation, and `done` before it as termination.
+  If `params.max_steps_in_episode` and `state.time` exist, reaching the limit counts as
+  truncation, and `done` before it as termination.
 - `step_env` returns six values, including both flags.
 
 gymnax's own `step` is never called: it computes a reset at every step.
@@ -48,10 +48,9 @@ def from_gymnax(
         env: an object with `reset_env(key, params)`, `step_env(key, state, action,
             params)`, `action_space(params)` and `observation_space(params)`.
         env_params: its parameters, a pytree: they become the leaves of the `Env`.
-        limit_field: the name of the time limit in `env_params`, for environments whose
-            one flag merges the time limit into `done`. By default
-            `max_steps_in_episode`, if the class of the parameters has one of its own:
-            that of gymnax's base class is no limit.
+        limit_field: the name of the time limit in `env_params`, for environments that
+            merge the time limit into `done`. By default `max_steps_in_episode`, if the
+            class of the parameters defines it: that of gymnax's base class is no limit.
         time_field: the name of the steps taken in the state, by default `time`.
 
     Returns:
@@ -147,7 +146,7 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
     def _endings(
         self, done: jax.Array, state: ArrayTree
     ) -> tuple[jax.Array, jax.Array]:
-        """Tells termination and truncation apart from one flag and the new state."""
+        """Splits one flag into termination and truncation, by the new state."""
         if self.limit_field is None and not _merges_time_limit(self.env):
             return done, self.env.is_truncated(state, self.env_params)
         limit_field, time_field = self.limit_field or _LIMIT, self.time_field or "time"
@@ -165,14 +164,14 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
         return done & ~truncated, truncated
 
     def _cheap(self, key: chex.PRNGKey) -> chex.PRNGKey:
-        # gymnax's own environments draw nothing that inline keys are bad at; the
-        # draws of other environments are not known.
+        # No draw of gymnax's own environments is slow with inline keys; those of other
+        # environments are unknown.
         own = type(self.env).__module__.startswith("gymnax.")
         return keys.inline(key) if own else key
 
 
 def _has_own_limit(env_params: Any) -> bool:
-    """Tells whether the limit of the parameters is not that of gymnax's base class."""
+    """Returns whether the parameters have a limit that gymnax's base class has not."""
     for cls in type(env_params).__mro__:
         if _LIMIT in vars(cls) or _LIMIT in vars(cls).get("__annotations__", {}):
             return not cls.__module__.startswith(_BASE)
@@ -180,10 +179,10 @@ def _has_own_limit(env_params: Any) -> bool:
 
 
 def _merges_time_limit(env: Any) -> bool:
-    """Tells whether `env` follows the gymnax API from before 1.0."""
+    """Returns whether `env` follows the gymnax API before 1.0."""
     if not callable(getattr(env, "is_truncated", None)):
         return True
-    # Old code on the new base class: it overrides the method that was renamed.
+    # Old code on the new base class overrides the method that was renamed.
     overridden = {
         name
         for cls in type(env).__mro__[:-1]
@@ -196,7 +195,7 @@ def _merges_time_limit(env: Any) -> bool:
 
 
 def _build(name: str, **arguments: Any) -> tuple[Any, Any]:
-    """Builds an environment: the same object again for the same arguments."""
+    """Builds an environment; returns the same object again for the same arguments."""
     try:
         return _build_once(name, **arguments)
     except TypeError:  # an argument that cannot be hashed, or is unknown
@@ -217,7 +216,7 @@ def _build_once(name: str, **arguments: Any) -> tuple[Any, Any]:
 
 
 def _other_limit(unknown: Sequence[str], fields: Sequence[str]) -> str:
-    """Says how episodes are limited, to who tries it by another name."""
+    """Says how to limit episodes, if an unknown parameter looks like a limit."""
     if not any("step" in name or "limit" in name for name in unknown):
         return ""
     own = "max_steps_in_episode"
@@ -226,7 +225,7 @@ def _other_limit(unknown: Sequence[str], fields: Sequence[str]) -> str:
 
 
 def _check_parameter(name: str, value: Any, default: Any) -> None:
-    """Checks that a parameter has the kind and shape of its default."""
+    """Checks that a parameter is a number or array like its default."""
     kinds: Any = numbers.Real | np.ndarray | np.generic | jax.Array
     if not isinstance(value, kinds):
         raise ValueError(f"`{name}` must be a number or array, got {value!r}.")

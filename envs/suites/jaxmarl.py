@@ -1,8 +1,8 @@
-"""`from_jaxmarl`: a `MultiAgentEnv` of any environment of JaxMARL.
+"""`from_jaxmarl`: adapts any environment of JaxMARL to `MultiAgentEnv`.
 
 Every agent that has not ended acts at every step. JaxMARL merges the time limit into
-`dones`. Where the environment has `max_steps` and its state counts the steps, an ending
-at the limit or past it counts as truncation, and one before it as termination. (MPE and
+`dones`. If the environment has `max_steps` and its state counts the steps, an ending at
+the limit or past it counts as truncation, and an earlier one as termination. (MPE and
 SMAX end one step past their limit.)
 
 JaxMARL's own `step` is never called: it resets the environment and loses the last
@@ -39,20 +39,19 @@ def from_jaxmarl(
 ) -> MultiAgentEnv:
     """Makes a `MultiAgentEnv` of an environment of JaxMARL.
 
-    An agent's observation is JaxMARL's own. If the environment says which actions are
-    allowed or what the state of the whole is, it becomes a dict: "observation";
-    "action_mask", `[n]` bool, for `n` discrete actions; "world_state", the same for
-    every agent.
+    An agent's observation is JaxMARL's own. If the environment has a mask of allowed
+    actions or a state of the world, it becomes a dict: "observation"; "action_mask",
+    `[n]` bool, for `n` discrete actions; "world_state", the same for every agent.
 
     Args:
-        env: what `jaxmarl.make` returns, or any other object with `agents`,
+        env: the result of `jaxmarl.make`, or any other object with `agents`,
             `reset(key)`, `step_env(key, state, actions)`, `action_space(agent)` and
             `observation_space(agent)`.
-        groups: agents with equal spaces, name to agents. By default all such agents
-            are one group. If there is only one it is called "agents", else each is
-            called as its agents without their numbers ("adversary" for "adversary_0"
-            and "adversary_1"), or as its first agent where this does not tell them
-            apart.
+        groups: agents with equal spaces, name to agents. By default all agents with
+            equal spaces are one group. A single group is called "agents"; of several,
+            each is called like its agents without their numbers ("adversary" for
+            "adversary_0" and "adversary_1"), or like its first agent if these names
+            are ambiguous.
         limit_field: the name of the time limit in `env`, by default `max_steps`, if
             there is one.
         time_field: the name of the steps taken in the state, or in its `state`; by
@@ -66,7 +65,7 @@ def from_jaxmarl(
         TypeError: if `env` lacks one of these methods.
         ValueError: if a group is empty or its agents have different spaces; if there is
             no such `limit_field` or `time_field`; if `reset`, or while tracing
-            `step_env`, does not return what it returns by the names of the agents.
+            `step_env`, does not return dicts by the names of the agents.
     """
     needed = ("agents", "reset", "step_env", "action_space", "observation_space")
     check_methods(env, "JaxMARL", needed)
@@ -138,15 +137,15 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
     def step(
         self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
-        rows = {
+        places = {
             name: (group, i) for group, x in self.members for i, name in enumerate(x)
         }
-        # In the order of the agents, in which some environments read them.
-        chosen = {name: action[rows[name][0]][rows[name][1]] for name in self.agents}
+        # Some environments read actions in the order of the agents.
+        chosen = {x: action[places[x][0]][places[x][1]] for x in self.agents}
         obs, next_state, reward, dones, info = self.env.step_env(
             self._cheap(key), state, chosen
         )
-        # Some states begin with a Python number and go on with an array.
+        # Some states begin with a Python number and continue with an array.
         next_state = jax.tree.map(like, next_state, state)
         _check_names("step_env", "rewards", reward, self.agents)
         _check_names("step_env", "dones", dones, (*self.agents, "__all__"))
@@ -166,13 +165,13 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         )
 
     def _cheap(self, key: chex.PRNGKey) -> chex.PRNGKey:
-        # MPE draws nothing that inline keys are bad at, at every step: 1.2 times as
-        # fast. What the others draw would make their programs large.
+        # MPE draws at every step, and is 1.2 times as fast with inline keys. The draws
+        # of the others would make their programs large.
         own = type(self.env).__module__.startswith("jaxmarl.environments.mpe.")
         return keys.inline(key) if own else key
 
     def _at_limit(self, state: ArrayTree) -> jax.Array:
-        # Some environments compare the steps before this one: the limit may be passed.
+        # Some environments count only the steps before this one, and pass the limit.
         if self.limit_field is None:
             return jnp.zeros((), bool)
         limit = getattr(self.env, self.limit_field)
@@ -181,7 +180,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
     def _observe(
         self, obs: Mapping[str, ArrayTree], state: ArrayTree
     ) -> dict[str, ArrayTree]:
-        """Stacks what the agents of each group see."""
+        """Stacks the observations of the agents of each group."""
         parts = {"observation": obs}
         if self.mask_method is not None:
             masks = getattr(self.env, self.mask_method)(state)
@@ -200,7 +199,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         }
 
     def _observed(self) -> dict[str, ArrayTree]:
-        """Shapes and dtypes of the first observations."""
+        """Returns the shapes and dtypes of the first observations."""
         return jax.eval_shape(lambda key: self.reset(key)[1], _key())
 
     def _observation_space(self, agent: str, observed: ArrayTree) -> AnySpace:
@@ -208,7 +207,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         is_dict = self.mask_method is not None or self.has_world
         seen = observed["observation"] if is_dict else observed
         if isinstance(own, spaces.Box):
-            # Overcooked declares another shape, and several another dtype.
+            # Overcooked declares a wrong shape, and several a wrong dtype.
             own = own.replace(shape=seen.shape[1:], dtype=seen.dtype)
         if not is_dict:
             return own
@@ -223,7 +222,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
 
 
 def _group(env: Any) -> dict[str, list[str]]:
-    """Puts agents with equal spaces together, and finds names for the groups."""
+    """Groups agents with equal spaces, and names the groups."""
     alike: list[list[str]] = []
     for agent in env.agents:
         same = [names for names in alike if _difference(env, names[0], agent) is None]
@@ -240,7 +239,7 @@ def _group(env: Any) -> dict[str, list[str]]:
 
 
 def _check_names(method: str, what: str, value: Any, names: Sequence[str]) -> None:
-    """Checks that it is a dict of these names."""
+    """Checks that the result of a method is a dict with these names."""
     if not isinstance(value, Mapping) or not set(names) <= set(value):
         got = list(value) if isinstance(value, Mapping) else type(value).__name__
         raise ValueError(
@@ -250,7 +249,7 @@ def _check_names(method: str, what: str, value: Any, names: Sequence[str]) -> No
 
 
 def _check_groups(env: Any, groups: Mapping[str, Sequence[str]]) -> None:
-    """Checks that no group is empty, and that its agents share their spaces."""
+    """Checks that no group is empty, and that its agents have equal spaces."""
     for group, names in groups.items():
         if not names:
             raise ValueError(
@@ -268,7 +267,7 @@ def _check_groups(env: Any, groups: Mapping[str, Sequence[str]]) -> None:
 
 
 def _difference(env: Any, agent: str, other: str) -> tuple[AnySpace, AnySpace] | None:
-    """The spaces in which two agents differ, if they do."""
+    """Returns the first pair of spaces in which two agents differ, or None."""
     for space_of in (env.observation_space, env.action_space):
         pair = spaces.as_space(space_of(agent)), spaces.as_space(space_of(other))
         (leaves, structure), (others, structure_of_other) = map(jax.tree.flatten, pair)
@@ -280,7 +279,7 @@ def _difference(env: Any, agent: str, other: str) -> tuple[AnySpace, AnySpace] |
 
 
 def _find_mask(env: Any, state: ArrayTree) -> str | None:
-    """Names the method that gives a mask over the discrete actions of every agent."""
+    """Returns the name of the method that returns the agents' action masks, or None."""
     kinds = {name: spaces.as_space(env.action_space(name)) for name in env.agents}
     if not all(isinstance(kind, spaces.Discrete) for kind in kinds.values()):
         return None
@@ -291,7 +290,7 @@ def _find_mask(env: Any, state: ArrayTree) -> str | None:
             masks = jax.eval_shape(getattr(env, method), state)
         except NotImplementedError:
             continue
-        # JaxNav's are of another length.
+        # JaxNav's masks have another length.
         if all(np.shape(masks[name]) == (kinds[name].n,) for name in env.agents):
             return method
     return None
@@ -300,7 +299,7 @@ def _find_mask(env: Any, state: ArrayTree) -> str | None:
 def _find_limit(
     env: Any, state: ArrayTree, limit_field: str | None, time_field: str | None
 ) -> tuple[str | None, str | None]:
-    """The names of the time limit and of the time; None if there is no limit."""
+    """Returns the names of the time limit and of the time, or None without a limit."""
     is_asked = limit_field is not None or time_field is not None
     limit_field = limit_field or _LIMIT
     if getattr(env, limit_field, None) is None:
@@ -322,14 +321,14 @@ def _find_limit(
 
 
 def _time(state: ArrayTree, time_field: str) -> Any:
-    """The steps taken, of the state or of one that it wraps; None if there are none."""
+    """Reads the steps taken from a state, or one that it wraps; None if not counted."""
     while state is not None and not hasattr(state, time_field):
         state = getattr(state, "state", None)
     return getattr(state, time_field, None)
 
 
 def _arrays(info: Any) -> ArrayTree:
-    """The info, or `{}` if it is not made of numbers."""
+    """Returns the info, or `{}` if it has leaves other than numbers."""
     numbers = jax.Array | np.ndarray | np.generic | bool | int | float
     if not all(isinstance(x, numbers) for x in jax.tree.leaves(info)):
         return {}

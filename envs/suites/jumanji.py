@@ -1,8 +1,8 @@
-"""`from_jumanji`: an `Env` of Jumanji; `from_jumanji_agents`: one of several agents.
+"""`from_jumanji`, `from_jumanji_agents`: adapt environments of Jumanji.
 
-A Jumanji episode ends with the discount 0, a termination, or with another, a
-truncation. Several games give the discount 0 at their own time limit: it is a
-termination then, as the game says. Jumanji's auto-reset wrappers are never used.
+The discount at the end of a Jumanji episode is 0 for a termination, and another one for
+a truncation. Several games return the discount 0 at their own time limit, which is then
+a termination. Jumanji's auto-reset wrappers are never used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ def from_jumanji(env: Any) -> Env:
     `info` has Jumanji's `extras`. The key of a step takes the place of `state.key`.
 
     Args:
-        env: what `jumanji.make` returns, or another environment of Jumanji without a
+        env: the result of `jumanji.make`, or another environment of Jumanji without a
             wrapper that resets.
 
     Returns:
@@ -43,8 +43,8 @@ def from_jumanji(env: Any) -> Env:
     _check(env)
     if env.reward_spec.shape:
         raise ValueError(
-            "`env` must have one reward, got one for each agent: that is an "
-            "environment for `from_jumanji_agents`."
+            "`env` must have one reward, got one for each agent: "
+            "`from_jumanji_agents` adapts it."
         )
     return _JumanjiEnv(env=env)
 
@@ -52,9 +52,9 @@ def from_jumanji(env: Any) -> Env:
 def from_jumanji_agents(env: Any) -> MultiAgentEnv:
     """Makes a `MultiAgentEnv` of an environment of Jumanji with a reward per agent.
 
-    The agents are "agent_0", "agent_1", ..., in one group, "agents". Each gets its own
-    rows of the observation, and all get the rest. An agent whose discount is 0 has
-    terminated.
+    The agents are "agent_0", "agent_1", ..., in one group, "agents". Leaves of the
+    observation with an agent axis are split between them; all get the rest. An agent
+    whose discount is 0 has terminated.
 
     Args:
         env: as for `from_jumanji`.
@@ -70,8 +70,8 @@ def from_jumanji_agents(env: Any) -> MultiAgentEnv:
     _check(env)
     if not env.reward_spec.shape:
         raise ValueError(
-            "`env` must have a reward for each agent, got one: that is an environment "
-            "for `from_jumanji`."
+            "`env` must have a reward for each agent, got one: `from_jumanji` adapts "
+            "it."
         )
     (num_agents,) = env.reward_spec.shape
     return _JumanjiAgents(
@@ -95,7 +95,7 @@ def make_agents(name: str, **options: Any) -> MultiAgentEnv:
 
 
 class _Jumanji(struct.PyTreeNode, kw_only=True):
-    """Shared part of both adapters: resetting, stepping and drawing."""
+    """The shared part of both adapters: resetting, stepping and drawing."""
 
     env: Any = struct.field(pytree_node=False)
 
@@ -198,12 +198,12 @@ class _JumanjiAgents(_Jumanji, kw_only=True):
     def _observe(self, timestep: Any) -> dict[str, ArrayTree]:
         num_agents = len(self.agents)
 
-        def spread(x: jax.Array) -> jax.Array:
+        def split(x: jax.Array) -> jax.Array:
             if x.shape[:1] == (num_agents,):
                 return x
             return jnp.broadcast_to(x, (num_agents, *x.shape))
 
-        return {_GROUP: jax.tree.map(spread, timestep.observation)}
+        return {_GROUP: jax.tree.map(split, timestep.observation)}
 
 
 def _check(env: Any) -> None:
@@ -213,7 +213,7 @@ def _check(env: Any) -> None:
 
 
 def _to_action_space(spec: Any) -> AnySpace:
-    """The space of a spec of actions: integers with bounds can have masks."""
+    """Returns the space of a spec of actions; bounded integers can have masks."""
     space = _to_space(spec)
     if isinstance(space, Box) and jnp.issubdtype(space.dtype, jnp.integer):
         low, high = (np.broadcast_to(x, space.shape) for x in (space.low, space.high))
@@ -222,13 +222,13 @@ def _to_action_space(spec: Any) -> AnySpace:
 
 
 def _to_space(spec: Any, num_agents: int | None = None) -> AnySpace:
-    """The space of a spec: of one agent where there are several."""
+    """Returns the space of a spec; that of one agent if `num_agents` is given."""
     parts = _to_parts(spec, num_agents)
     return parts if isinstance(parts, Space) else Composite(parts)
 
 
 def _to_parts(spec: Any, num_agents: int | None) -> Any:
-    """The spaces of a spec, in the structure of what it describes."""
+    """Returns the spaces of a spec, in the structure of its elements."""
     if not hasattr(spec, "dtype"):
         inner = {name: _to_parts(x, num_agents) for name, x in spec._specs.items()}
         return spec._constructor(**inner)

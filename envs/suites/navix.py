@@ -1,7 +1,7 @@
-"""`from_navix`: an `Env` of any grid of navix 0.7 or 4.
+"""`from_navix`: adapts any grid of navix 0.7 or 4 to `Env`.
 
-navix tells termination from truncation itself. `_step` is its `step` without the
-auto-reset.
+navix itself distinguishes termination from truncation. Its `_step` is `step` without
+the auto-reset.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,12 @@ from envs.types import AnySpace, ArrayTree, Env, EnvStep
 def from_navix(env: Any) -> Env:
     """Makes an `Env` of a grid of navix.
 
-    The key of a step takes the place of `state.key`. Each adapter compiles a program of
-    its own, since navix's grids cannot be compared; `envs.make` gives the same again.
+    The key of a step takes the place of `state.key`. Each adapter compiles its own
+    program, since navix's grids cannot be compared; `envs.make` returns the same
+    adapter again.
 
     Args:
-        env: what `navix.make` returns, or another `navix.Environment`.
+        env: the result of `navix.make`, or another `navix.Environment`.
 
     Returns:
         An `Env` whose state is navix's `Timestep`, without observation, reward,
@@ -56,7 +57,7 @@ class _NavixEnv(struct.PyTreeNode, kw_only=True):
 
     @property
     def observation_space(self) -> AnySpace:
-        # navix 0.7 declares fewer values than there are.
+        # navix 0.7 declares fewer values than occur.
         key = jax.eval_shape(jax.random.key, 0)
         return space_of(jax.eval_shape(self.reset, key)[1])
 

@@ -1,8 +1,7 @@
-"""`from_pgx`: a `MultiAgentEnv` of a game; `from_pgx_seat`: an `Env` of one player.
+"""`from_pgx`: adapts a game to `MultiAgentEnv`; `from_pgx_seat`: one seat to `Env`.
 
 The players act one after the other. A pgx state holds the observation and the allowed
-actions of the player whose turn it is, and of nobody else. pgx's auto-reset is never
-used.
+actions of the player whose turn it is, and of no other. pgx's auto-reset is never used.
 """
 
 from collections.abc import Callable
@@ -29,13 +28,13 @@ def from_pgx(env: Any) -> MultiAgentEnv:
     """Makes a `MultiAgentEnv` of a game of pgx.
 
     The agents are "player_0", "player_1", ..., in one group, "players". All have the
-    observation of the one who acts next, `{"observation": ..., "action_mask": [n]
-    bool}`; at the end of a game nobody does, but pgx still names a player, and so does
-    `acting`. An action that is not allowed ends the game, with pgx's penalty,
-    and `info["illegal_action"]`, `()` bool, says so.
+    observation of the player who acts next, `{"observation": ..., "action_mask": [n]
+    bool}`; at the end of a game nobody acts, but pgx still names a player, and so does
+    `acting`. An action that is not allowed ends the game, with pgx's penalty, and sets
+    `info["illegal_action"]`, `()` bool.
 
     Args:
-        env: what `pgx.make` returns, or another `pgx.Env`.
+        env: the result of `pgx.make`, or another `pgx.Env`.
 
     Returns:
         A `MultiAgentEnv` whose state is pgx's own.
@@ -49,21 +48,21 @@ def from_pgx(env: Any) -> MultiAgentEnv:
 def from_pgx_seat(
     env: Any, opponent: OpponentFn | None = None, opponent_params: ArrayTree = None
 ) -> Env:
-    """Makes an `Env` of one player's part in a game of pgx.
+    """Makes an `Env` of one player's seat in a game of pgx.
 
-    The player is pgx's number 0; who begins is drawn by most games. The others answer
-    within a step, so the reward of a step is the sum until it is that player's turn
-    again, or the game ends. The observation is `{"observation": ..., "action_mask":
-    [n] bool}`, also at the end the player's own. An action that is not allowed ends
-    the game, with pgx's penalty, and `info["illegal_action"]`, `()` bool, says so.
+    The player is pgx's number 0; most games draw who begins. The others answer within a
+    step, so the reward of a step is the sum until it is that player's turn again, or
+    the game ends. The observation is `{"observation": ..., "action_mask": [n] bool}`,
+    always the player's own, also at the end. An action that is not allowed ends the
+    game, with pgx's penalty, and sets `info["illegal_action"]`, `()` bool.
 
     Args:
-        env: what `pgx.make` returns, or another `pgx.Env`.
-        opponent: `(params, obs, key) -> action`, what the others do, of one game: `obs`
-            is what the one whose turn it is sees. By default an allowed action, drawn
-            evenly.
-        opponent_params: what `opponent` is given. They are the leaves of the `Env`: a
-            league, with another opponent in every lane of `vectorize_each`.
+        env: the result of `pgx.make`, or another `pgx.Env`.
+        opponent: `(params, obs, key) -> action`, chooses for the others, in one game:
+            `obs` is the observation of the player whose turn it is. By default it draws
+            an allowed action evenly.
+        opponent_params: the parameters of `opponent`. They are the leaves of the `Env`,
+            so `vectorize_each` makes a league, with another opponent in every lane.
 
     Returns:
         An `Env` whose state is pgx's own.
@@ -85,7 +84,7 @@ def ids() -> tuple[str, ...]:
 
 
 def make_one(name: str, **options: Any) -> Env:
-    """Makes one player's part in a game; options are those of `from_pgx_seat`."""
+    """Makes one player's seat in a game; options are those of `from_pgx_seat`."""
     return from_pgx_seat(load("pgx").make(name), **options)
 
 
@@ -95,7 +94,7 @@ def make_agents(name: str) -> MultiAgentEnv:
 
 
 class _Pgx(struct.PyTreeNode, kw_only=True):
-    """A game of pgx, and what a player sees of it."""
+    """The shared part of both adapters: a game of pgx and its observations."""
 
     env: Any = struct.field(pytree_node=False)
     num_actions: int = struct.field(pytree_node=False)
@@ -153,7 +152,7 @@ class _PgxEnv(_Pgx, kw_only=True):
         )
 
     def _observe(self, state: ArrayTree) -> dict[str, ArrayTree]:
-        """Observes the game, for everyone, as the player who acts next sees it."""
+        """Repeats the observation of the player who acts next for all players."""
         repeat = lambda x: jnp.broadcast_to(x, (len(self.agents), *x.shape))  # noqa: E731
         return {_GROUP: jax.tree.map(repeat, _seen(state, state.observation))}
 
@@ -162,7 +161,7 @@ class _PgxEnv(_Pgx, kw_only=True):
 
 
 class _PgxSeat(_Pgx, kw_only=True):
-    """An `Env` of one player; the leaves are the parameters of the others."""
+    """An `Env` of one seat; the leaves are the parameters of the opponents."""
 
     opponent_params: ArrayTree
     opponent: OpponentFn = struct.field(pytree_node=False)
@@ -196,7 +195,7 @@ class _PgxSeat(_Pgx, kw_only=True):
     def _until_turn(
         self, state: ArrayTree, key: chex.PRNGKey
     ) -> tuple[ArrayTree, jax.Array]:
-        """Lets the others play until it is the player's turn, or the end."""
+        """Lets the others play until it is the player's turn, or the game ends."""
         if self.env.num_players == 1:
             return state, jnp.float32(0.0)
 
@@ -218,12 +217,12 @@ class _PgxSeat(_Pgx, kw_only=True):
         return state, reward
 
     def _observe(self, state: ArrayTree) -> dict[str, jax.Array]:
-        # At the end of a game pgx has observed for the player who would be next.
+        # At the end of a game `state.observation` is that of the next player in turn.
         return _seen(state, self.env._observe(state, jnp.int32(_SEAT)))
 
 
 def _describe(env: Any) -> dict[str, Any]:
-    """Observations and actions of a game, as fields of an adapter."""
+    """Returns the observations and actions of a game, as fields of an adapter."""
     check_methods(env, "pgx", ("init", "step", "num_players"))
     # Not `env.num_actions` and `env.observation_shape`: each computes a whole state.
     state = jax.eval_shape(env.init, jax.eval_shape(jax.random.key, 0))

@@ -1,4 +1,4 @@
-"""`adapt`: an `Env` of an environment of brax or MuJoCo Playground.
+"""`adapt`: adapts an environment of brax or MuJoCo Playground to `Env`.
 
 Both suites have a `State` with the fields `obs`, `reward`, `done`, `metrics` and `info`
 and the state of the physics, and both keep the parameters of the physical model in an
@@ -48,8 +48,8 @@ def adapt(env: Any, *, model_field: str, frame_field: str | None) -> Env:
     wrapper = next(filter(_is_training_wrapper, _chain(env)), None)
     if wrapper is not None:
         raise ValueError(
-            "`env` must be without the wrappers of the suite's training, since lanes, "
-            "resets and time limits are made here (`vectorize`, `TimeLimit`), got "
+            "`env` must be without the wrappers of the suite's training, since "
+            "`vectorize` and `TimeLimit` make lanes, resets and time limits, got "
             f"{type(wrapper).__name__}."
         )
     state = jax.eval_shape(env.reset, jax.eval_shape(lambda: jax.random.PRNGKey(0)))
@@ -80,7 +80,7 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
         return state, state.obs
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        # The suites write into the dicts of the state that they are given.
+        # The suites write into the dicts of their argument.
         given = jax.tree.map(lambda x: x, state)
         if _is_raw(given.info.get("rng")):
             given.info["rng"] = _raw(key)
@@ -100,7 +100,7 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
 
         Raises:
             ValueError: if the environment has no model.
-            RuntimeError: if OpenGL is not to be had.
+            RuntimeError: if OpenGL is missing.
         """
         if self.model is None:
             name = type(self.env).__name__
@@ -113,23 +113,23 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
             return self.env.render(rows, camera=camera)
         except load("mujoco").FatalError as error:
             raise RuntimeError(
-                "Drawing needs OpenGL; where there is no screen, the environment "
+                "Drawing needs OpenGL; without a screen, the environment "
                 'variable MUJOCO_GL must be "egl" or "osmesa" before mujoco is '
                 f"imported: {error}"
             ) from error
 
     def _own(self) -> Any:
-        """The suite's environment with the model of this one."""
+        """Returns the suite's environment with the model of this one."""
         return _with_model(self.env, self.model_field, self.model)
 
 
 def _with_model(env: Any, field: str, model: ArrayTree) -> Any:
-    """A shallow copy of an environment, and of those it wraps, with another model."""
+    """Copies an environment and those it wraps, shallowly, with another model."""
     if model is None:
         return env
     other = copy.copy(env)
     for name, value in vars(env).items():
-        # Some keep a choice among their methods, bound to the environment copied.
+        # Some environments store one of their own methods, bound to the original.
         if inspect.ismethod(value) and value.__self__ is env:
             setattr(other, name, types.MethodType(value.__func__, other))
     if field in vars(env):
@@ -140,13 +140,13 @@ def _with_model(env: Any, field: str, model: ArrayTree) -> Any:
 
 
 def _chain(env: Any) -> list[Any]:
-    """An environment and those inside it, from the outside."""
+    """Lists an environment and those inside it, from the outside in."""
     inner = vars(env).get("env")
     return [env] if inner is None else [env, *_chain(inner)]
 
 
 def _is_training_wrapper(env: Any) -> bool:
-    # The base class of playground's wrappers stands in the module of the others.
+    # The base class of Playground's wrappers is in the same module.
     return any(
         cls.__module__.startswith(_WRAPPERS) and cls.__name__ != "Wrapper"
         for cls in type(env).__mro__
@@ -154,10 +154,10 @@ def _is_training_wrapper(env: Any) -> bool:
 
 
 def _raw(key: chex.PRNGKey) -> jax.Array:
-    """The words of a key of jax's default kind, which the suites work with.
+    """Returns the words of a key, as an old-style key of jax's default kind.
 
-    Not the key itself: several of their environments draw twice from one, which
-    `jax_debug_key_reuse` refuses of typed keys.
+    Several environments of the suites draw twice from one key; `jax_debug_key_reuse`
+    raises an error for that if the key is typed.
     """
     default = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     words = jax.random.key_data(key)

@@ -1,4 +1,4 @@
-"""`from_playground`: an `Env` of any environment of MuJoCo Playground."""
+"""`from_playground`: adapts any environment of MuJoCo Playground to `Env`."""
 
 import subprocess
 from typing import Any
@@ -11,19 +11,20 @@ from envs.types import Env
 def from_playground(env: Any) -> Env:
     """Makes an `Env` of an environment of MuJoCo Playground.
 
-    `done` is a termination. The time limit of an episode is that of Playground's
-    wrapper, which is not used: `TimeLimit` sets one. Actions lie in [-1, 1], as the
-    agents that Playground trains choose them. `info` has Playground's metrics. Draws
-    of a step are from its own key: it replaces `info["rng"]` in Playground's state.
+    `done` is a termination. Playground's time limit belongs to its wrapper, which is
+    not used: `TimeLimit` sets one. Actions lie in [-1, 1], as the agents that
+    Playground trains choose them. `info` has Playground's metrics. A step draws from
+    its own key, which replaces `info["rng"]` in Playground's state.
 
     Args:
-        env: what `mujoco_playground.registry.load` returns, or another `MjxEnv`
+        env: the result of `mujoco_playground.registry.load`, or another `MjxEnv`
             without the wrappers of its training, with `impl="jax"`.
 
     Returns:
         An `Env` whose state is Playground's own, and whose leaves are those of
         `env.mjx_model`, so that with `vectorize_each` lanes differ in masses, gravity
-        or gears. What `env` computed from its model when it was made stays as it is.
+        or gears. Values that `env` computed from its model when it was made do not
+        change.
 
     Raises:
         TypeError: if `env` lacks the methods of an `MjxEnv`.
@@ -31,7 +32,7 @@ def from_playground(env: Any) -> Env:
             `impl` is not "jax".
     """
     impl = getattr(getattr(env, "mjx_model", None), "impl", None)
-    # The lanes of the others share their contacts, so that none can be reset alone.
+    # With other `impl`s the lanes share contacts, so no lane can be reset alone.
     if impl is not None and impl.value != "jax":
         raise ValueError(
             '`env` must be made with `config_overrides={"impl": "jax"}`, got impl='
@@ -48,9 +49,9 @@ def ids() -> tuple[str, ...]:
 def make_one(name: str, **options: Any) -> Env:
     """Makes the environment of this name.
 
-    Options are fields of its configuration, such as `sim_dt`, with dots for those
-    inside others (`**{"reward_config.scales.termination": -1.0}`). `impl` is "jax" by
-    default. Some environments download the model of their robot, which needs git.
+    Options are fields of its configuration, such as `sim_dt`, with dots for nested
+    fields (`**{"reward_config.scales.termination": -1.0}`). `impl` is "jax" by default.
+    Some environments download the model of their robot, which needs git.
     """
     registry = load("mujoco_playground.registry", "playground")
     fields = _fields(registry.get_default_config(name))
@@ -69,7 +70,7 @@ def make_one(name: str, **options: Any) -> Env:
 
 
 def _fields(config: Any, prefix: str = "") -> list[str]:
-    """The names of a configuration's values, with dots for those inside others."""
+    """Lists the names of a configuration's fields, with dots for nested ones."""
     names = []
     for name, value in config.items():
         inside = hasattr(value, "items")

@@ -1,7 +1,7 @@
-"""`from_xminigrid`: an `Env` of any grid of XLand-MiniGrid.
+"""`from_xminigrid`: adapts any grid of XLand-MiniGrid to `Env`.
 
-An episode ends with the discount 0, a termination, or with 1, a truncation. The
-suite's auto-reset wrappers are never used.
+The discount at the end of an episode is 0 for a termination, and 1 for a truncation.
+The suite's auto-reset wrappers are never used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,9 @@ def from_xminigrid(env: Any, env_params: ArrayTree) -> Env:
     The key of a step takes the place of `state.key`.
 
     Args:
-        env: the first thing that `xminigrid.make` returns, or such an environment in
-            a wrapper that changes the observation.
-        env_params: the second one. Its leaves are the leaves of the `Env`: the rules
+        env: the first result of `xminigrid.make`, or such an environment in a wrapper
+            that changes the observation.
+        env_params: the second result. Its leaves are the leaves of the `Env`: the rules
             of an XLand, `env_params.replace(ruleset=...)`, may vary from lane to lane.
 
     Returns:

@@ -1,9 +1,9 @@
 """Wrappers of one environment, and two that wrap many side by side.
 
-`base` has what all wrappers share, and those of actions, endings and rewards;
-`observations` those of observations, `history` those that remember what was done,
-`spaces` the spaces they make. `normalize` wraps many environments, with the statistics
-of `running`.
+`base` has the shared base classes, and wrappers of actions, endings and rewards;
+`observations` has wrappers of observations; `history` has wrappers that remember the
+actions of an episode. `normalize` wraps a `VectorEnv`, with the statistics of
+`running`.
 """
 
 from envs.wrappers.base import (

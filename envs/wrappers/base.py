@@ -1,8 +1,9 @@
-"""Wrappers: an `Env` around an `Env`, pure, and a pytree like it.
+"""`Wrapper`, and wrappers of actions, endings and rewards, such as `TimeLimit`.
 
-A wrapper changes what the policy sees or does, never the contract: `obs` and `state`
-of a step are the true successor, and the two endings stay apart. Wrappers go around
-ONE environment, before `vectorize`, and around each other in any order:
+A wrapper is an `Env` around an `Env`, pure, and a pytree like it. It changes
+observations, actions, rewards or endings, never the contract: `obs` and `state` of a
+step are the true successor, and the two endings stay apart. Wrappers go around ONE
+environment, before `vectorize`, and around each other in any order:
 
     env = TimeLimit(ActionRepeat(make("Pendulum-v1"), 4), 50)
 
@@ -38,7 +39,7 @@ class WrapperState(struct.PyTreeNode, kw_only=True):
 
     Attributes:
         env_state: state of the wrapped environment.
-        memory: what the wrapper remembers, any pytree of arrays.
+        memory: the wrapper's own state, any pytree of arrays.
     """
 
     env_state: ArrayTree
@@ -46,7 +47,7 @@ class WrapperState(struct.PyTreeNode, kw_only=True):
 
 
 class _Around(struct.PyTreeNode):
-    """Shared part of wrappers around one environment or many: it has their spaces."""
+    """Base of all wrappers: has the spaces of the wrapped environment."""
 
     env: Any
 
@@ -62,7 +63,7 @@ class _Around(struct.PyTreeNode):
 
 
 class Wrapper(_Around):
-    """The interface with its defaults: everything is passed on."""
+    """Base of wrappers of one environment: passes everything on."""
 
     env: Env
 
@@ -72,7 +73,7 @@ class Wrapper(_Around):
             checks.single(self.env)
 
     def at_episode(self, number: jax.Array) -> Self:
-        """Tells the wrapped environment which episode it starts; see `Env`."""
+        """Passes the number of the episode to the wrapped environment; see `Env`."""
         at_episode = getattr(self.env, "at_episode", None)
         return self if at_episode is None else self.replace(env=at_episode(number))
 
@@ -100,7 +101,7 @@ class VectorWrapper(_Around):
         if hasattr(self.env, "close") and not hasattr(self.env, "reset_done"):
             raise ValueError(
                 f"`env` must be a `VectorEnv` in JAX, got {type(self.env).__name__}, "
-                "which is stepped in Python: wrap each of its environments, as in "
+                "which steps in Python: wrap each of its environments, for instance in "
                 "`gymnasium.wrappers.NormalizeObservation`, or normalise in the policy."
             )
 
@@ -118,7 +119,7 @@ class VectorWrapper(_Around):
 class TimeLimit(Wrapper):
     """Truncates an episode after `num_steps` steps, if it has not ended before.
 
-    The environment's own flags stay: it may truncate earlier, and at the limit both
+    The environment's own flags stay set: it may truncate earlier, and at the limit both
     flags are set if it also terminates there.
 
     Attributes:
@@ -154,9 +155,9 @@ class TimeLimit(Wrapper):
 class ForceLength(Wrapper):
     """Ends every episode after exactly `num_steps` steps, as a truncation.
 
-    The environment's own endings change nothing: it is stepped on, so it must go on
-    after one, as `RecommendationEnv` does. `info` must be a dict, and gains `left`,
-    `()` bool: whether it has ended by itself, at this step or before.
+    The wrapper ignores the environment's own endings and keeps stepping it, so it must
+    go on after one, as `RecommendationEnv` does. `info` must be a dict, and gains
+    `left`, `()` bool, True if the environment ended by itself at this step or before.
 
     Attributes:
         env: the environment.
@@ -215,27 +216,27 @@ class TanhSpace(Space, struct.PyTreeNode):
         return jnp.arctanh(jnp.clip(uniform, -largest, largest))
 
     def contains(self, x: jax.Array) -> jax.Array:
-        """Tells whether every entry is finite, `()` bool."""
+        """Returns whether every entry is finite, `()` bool."""
         return jnp.all(jnp.isfinite(x))
 
 
 class RescaleAction(Wrapper):
-    """Lets the policy act on a scale of its own, mapped to the environment's bounds.
+    """Maps actions in [-1, 1], or over the reals, to the environment's bounds.
 
     The map from [-1, 1] to [low, high] is affine, and rounding never takes its result
     out of the bounds. It is applied inside `step`, so the recorded action is the one
-    that the policy chose, not the one that the wrapped environment gets.
+    that the policy chose, not the one that the wrapped environment receives.
 
     Attributes:
         env: an environment whose action space is a bounded box of floats.
-        bound: `"clip"`: the policy acts in [-1, 1], anything outside is clipped;
+        bound: `"clip"`: the policy acts in [-1, 1], and values outside are clipped;
             `"tanh"`: it acts over the reals, squashed by tanh. Drawing from that action
             space (`rollout.random_policy`) covers the environment's box uniformly.
 
     Raises:
         ValueError: if `bound` is unknown, or if the action space is discrete, has no
             `low` and `high`, is not of floats, or has a bound that is not finite. The
-            space is not checked where the parameters are not known, as inside `jit`.
+            space is not checked if the parameters are unknown, for instance in `jit`.
     """
 
     bound: str = struct.field(pytree_node=False, default="clip")
@@ -273,12 +274,12 @@ class RescaleAction(Wrapper):
 class EndOnFault(Wrapper):
     """Truncates an episode at a step whose observation or reward is not finite.
 
-    One environment that blows up then spoils nothing but its own episode. The last
-    finite observation stands for the faulty one, the reward is 0, and both flags are
-    the wrapper's own. `info` must be a dict, and gains `faulty`, `()` bool.
+    An environment that blows up then spoils only its own episode. The last finite
+    observation replaces the faulty one, the reward is 0, and the step is truncated, not
+    terminated. `info` must be a dict, and gains `faulty`, `()` bool.
 
     Attributes:
-        env: the environment; put it closer than wrappers that remember observations.
+        env: the environment. Wrappers that remember observations go around this one.
     """
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
@@ -353,7 +354,8 @@ class TransformReward(Wrapper):
 
     Attributes:
         env: the environment.
-        fn: a pure function of the reward, `()` float32 to a scalar; cast to float32.
+        fn: a pure function of the reward, `()` float32, that returns a scalar; cast to
+            float32.
     """
 
     fn: Callable[[jax.Array], jax.Array] = struct.field(pytree_node=False)
@@ -395,7 +397,7 @@ def _check_box(space: AnySpace) -> None:
 
 
 def _with(info: ArrayTree, name: str, value: jax.Array) -> dict[str, Any]:
-    """Puts a value next to what the environment says."""
+    """Adds a value to the environment's info."""
     if not isinstance(info, dict) or name in info:
         raise ValueError(
             f"`info` must be a dict without `{name}`, got {jax.tree.structure(info)}."
@@ -412,7 +414,7 @@ def _flags(result: EnvStep) -> tuple[jax.Array, jax.Array]:
 
 
 def _cast(result: EnvStep) -> EnvStep:
-    """Gives the leaves of a step the dtypes they keep in a scan."""
+    """Casts the leaves of a step to the dtypes that they keep in a scan."""
     strong = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), result)
     terminated, truncated = _flags(strong)
     return strong.replace(

@@ -1,4 +1,4 @@
-"""Wrappers that remember what was done in an episode; see `envs.wrappers`."""
+"""`NoRepeat`, `History`: wrappers that remember the actions of an episode."""
 
 import chex
 import jax
@@ -12,21 +12,22 @@ from envs.wrappers.base import Wrapper, WrapperState
 
 
 class NoRepeat(Wrapper):
-    """Says which actions were not taken in the episode yet: items not shown before.
+    """Masks out actions already taken in the episode, such as items already shown.
 
-    If the observation is a dict with a `mask`, it must be `[n]` bool, as that of
-    `RecommendationEnv`: the actions that were taken are taken out of it. Any other
-    becomes `{"obs": obs, "mask": mask}`. The mask only says so: an `item_policy` and a
-    `mask_fn` obey it. An episode may go on after the last action is used up.
+    If the observation is a dict with a `mask`, that must be `[n]` bool, as with
+    `RecommendationEnv`, and actions already taken become False in it. Any other
+    observation becomes `{"obs": obs, "mask": mask}`. The environment takes masked
+    actions too: an `item_policy` and a `mask_fn` obey the mask. An episode may go on
+    after every action was taken.
 
     Attributes:
         env: an environment with discrete actions.
-        initial: whether the item that a dict observation has as `item` at the start,
-            as with `random_first`, counts as shown.
+        initial: whether the first `item` of a dict observation counts as shown, for
+            instance with `random_first`.
 
     Raises:
         ValueError: if the action space is not discrete; while tracing, if there is a
-            `mask` and it is not `[n]` bool, which is no mask of the actions.
+            `mask` that is not `[n]` bool.
     """
 
     initial: bool = struct.field(pytree_node=False, default=True)
@@ -75,12 +76,12 @@ class History(Wrapper):
 
     The observation becomes `{"obs": obs, "actions": actions, "rewards": rewards,
     "length": length}`: the last `window` actions, `[window, ...]`, with their rewards,
-    `[window]` float32, of which the first `length`, `()` int32, are there and the
-    others zero. What a policy reads that has no memory of its own.
+    `[window]` float32; the first `length`, `()` int32, are valid and the others zero.
+    It serves policies without memory.
 
     Attributes:
         env: the environment.
-        window: actions that are shown, an int of at least 1.
+        window: number of actions to show, an int of at least 1.
 
     Raises:
         ValueError: if `window` is not an int of at least 1.
@@ -145,7 +146,7 @@ def _with_mask(obs: ArrayTree, mask: jax.Array) -> dict[str, ArrayTree]:
     if kinds[0] != kinds[1]:
         raise ValueError(
             f"`mask` in the observation must be bool of shape {mask.shape}, one for "
-            f"each action, got {checks.describe(obs['mask'])}: rename it if it is "
-            "another one."
+            f"each action, got {checks.describe(obs['mask'])}: rename it if it is no "
+            "mask of actions."
         )
     return {**obs, "mask": obs["mask"] & mask}

@@ -1,4 +1,4 @@
-"""Observations and rewards on a common scale, by statistics over all lanes."""
+"""`NormalizeObs`, `NormalizeReward`: normalise by running statistics of all lanes."""
 
 from collections.abc import Callable
 from typing import Self
@@ -28,9 +28,9 @@ class NormalizeState(struct.PyTreeNode, kw_only=True):
 
     Attributes:
         env_state: `[B, ...]`, state of the wrapped environment.
-        raw_obs: `[B, ...]`, observation that the next action will be chosen from, as
-            the wrapped environment gave it.
-        statistics: shared by all lanes, so its leaves have no lane axis: the one
+        raw_obs: `[B, ...]`, the wrapped environment's observation that the next action
+            will be chosen from.
+        statistics: shared by all lanes, so its leaves have no lane axis: the only
             exception in an environment state.
     """
 
@@ -40,7 +40,7 @@ class NormalizeState(struct.PyTreeNode, kw_only=True):
 
 
 class NormalizeObs(VectorWrapper):
-    """Normalises observations with the mean and variance of all those seen so far.
+    """Normalises observations by the mean and variance of all observations so far.
 
         obs = (raw - mean) / sqrt(var + epsilon)
 
@@ -50,21 +50,21 @@ class NormalizeObs(VectorWrapper):
     with the current statistics and not counted, and no other lane changes. So within an
     episode `next_obs` is the next row's `obs`, bit for bit.
 
-    The statistics are shared, so the normalised observations of a lane depend on what
-    the other lanes saw, and on how many there are. Its raw observations do not, nor,
-    under the same actions, do its dynamics. Every step of every lane counts, even where
-    the row is void (`mask` False). To evaluate, `freeze` first.
+    The statistics are shared, so the normalised observations of a lane depend on the
+    observations and the number of the other lanes. Its raw observations do not, nor,
+    under the same actions, do its dynamics. Every step of every lane counts, also in
+    masked-out rows. To evaluate, `freeze` first.
 
-    A batch with a NaN or infinity in an entry leaves the statistics of that entry as
-    they were. `info` must be a dict, and gains `raw_obs` and `raw_next_obs`, the
+    If an entry of a batch is NaN or infinite, the statistics of that entry do not
+    change. `info` must be a dict, and gains `raw_obs` and `raw_next_obs`, the
     observation the action was chosen from and the true successor, not normalised.
     Inside `jit` they cost nothing if they are not read.
 
     Attributes:
-        env: `B` environments side by side, as `vectorize` makes them. Observations may
-            be a pytree; a leaf that is not of floats becomes float32.
+        env: `B` environments side by side, made by `vectorize`. Observations may be a
+            pytree; a leaf that is not of floats becomes float32.
         epsilon: added to the variance, above 0, in squared units of the observation.
-        statistics: fixed statistics, as `freeze` sets them; None if they are learnt.
+        statistics: fixed statistics, set by `freeze`; None if they are learnt.
 
     Raises:
         ValueError: if `env` is a single environment or `epsilon` is not above 0; while
@@ -104,7 +104,7 @@ class NormalizeObs(VectorWrapper):
 
         Returns:
             The same environment, which uses the statistics of `env_state` and never
-            changes them, also after a `reset`. A carry of this one works with it.
+            changes them, also after a `reset`. It accepts carries of this one.
         """
         return self.replace(statistics=env_state.statistics)
 
@@ -179,16 +179,16 @@ class NormalizeReward(VectorWrapper):
 
         reward = raw / sqrt(var(R) + epsilon),   R_t = γ R_{t-1} + raw_t
 
-    within an episode. The mean is not taken off, so the sign of a reward stays. Sums
-    of rewards, `episode_return` among them, are sums of normalised ones: to evaluate,
-    take the wrapped environment. What `NormalizeObs` says of shared statistics holds
-    here too. `info` must be a dict, and gains `raw_reward`, `[B]` float32.
+    within an episode. The mean is not subtracted, so the sign of a reward stays.
+    `episode_return` and other sums are those of normalised rewards: to evaluate, use
+    the wrapped environment. Statistics are shared as in `NormalizeObs`. `info` must be
+    a dict, and gains `raw_reward`, `[B]` float32.
 
     Attributes:
-        env: `B` environments side by side, as `vectorize` makes them.
-        gamma: γ, discount per step, in [0, 1]: that of the learner.
+        env: `B` environments side by side, made by `vectorize`.
+        gamma: γ, the learner's discount per step, in [0, 1].
         epsilon: added to the variance, above 0, in squared reward.
-        statistics: fixed statistics, as `freeze` sets them; None if they are learnt.
+        statistics: fixed statistics, set by `freeze`; None if they are learnt.
 
     Raises:
         ValueError: if `env` is a single environment, if `gamma` is outside [0, 1] or

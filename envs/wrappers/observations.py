@@ -1,4 +1,4 @@
-"""Wrappers that change what the policy sees; see `envs.wrappers`."""
+"""`FrameStack`, `TransformObs` and other wrappers that change observations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +18,8 @@ class FrameStack(Wrapper):
     """Shows the last `num_frames` observations on a new leading axis, oldest first.
 
     At the start of an episode the first frame is repeated. The observation may be a
-    pytree. For a box the space is a `Box` with broadcast bounds; for any other, it is a
-    space of independent frames.
+    pytree. The space of a box is a `Box` with broadcast bounds; that of any other space
+    has independent frames.
 
     Attributes:
         env: the environment.
@@ -67,8 +67,8 @@ class TransformObs(Wrapper):
     Attributes:
         env: the environment.
         fn: a pure function of one observation, any pytree to any pytree.
-        observation_space: space of what `fn` returns, a pytree such as `Box`. By
-            default an unbounded box of the shape and dtype that `fn` returns.
+        observation_space: space of the result of `fn`, a pytree such as `Box`. By
+            default an unbounded box of its shape and dtype.
     """
 
     fn: Callable[[ArrayTree], ArrayTree] = struct.field(pytree_node=False)
@@ -96,17 +96,17 @@ class TransformObs(Wrapper):
 
 
 class ObserveInfo(Wrapper):
-    """Puts what the last step returned as `info` next to the observation.
+    """Puts the `info` of the last step next to the observation.
 
-    A policy sees only `obs`, so this is how it gets an action mask that the environment
+    A policy sees only `obs`: this wrapper shows it an action mask that the environment
     returns in `info`. The observation becomes `{"obs": obs, "info": fn(info)}`.
 
     Attributes:
         env: the environment.
         fn: a pure function of the info of the step that led to the observation.
-        initial: a pure function of the environment's `(state, obs)` that stands in for
-            `fn` at the start of an episode, where there was no step; it returns the
-            same structure, shapes and dtypes.
+        initial: a pure function of the environment's `(state, obs)` that replaces `fn`
+            at the start of an episode, before the first step; it returns the same
+            structure, shapes and dtypes.
     """
 
     fn: Callable[[Any], ArrayTree] = struct.field(pytree_node=False)
@@ -132,7 +132,8 @@ class ObserveInfo(Wrapper):
         """Takes one step.
 
         Raises:
-            ValueError: while tracing, if `fn` and `initial` return different kinds.
+            ValueError: while tracing, if `fn` and `initial` return different
+                structures, shapes or dtypes.
         """
         result = self.env.step(key, state, action)
         info = _arrays(self.fn(result.info))
@@ -141,10 +142,10 @@ class ObserveInfo(Wrapper):
 
 
 class ObservePrevious(Wrapper):
-    """Shows the last action and reward next to the observation, and where it begins.
+    """Shows the last action and reward, and starts of episodes, in the observation.
 
     The observation becomes `{"obs": obs, "action": action, "reward": reward, "first":
-    first}`: what a recurrent policy that learns to learn is given. At the start of an
+    first}`, the input of recurrent policies that learn to learn. At the start of an
     episode the action is zero in every entry, the reward 0 and `first` True.
 
     Attributes:
@@ -183,7 +184,7 @@ class ObservePrevious(Wrapper):
 
 
 def _stacked(space: AnySpace, num: int) -> AnySpace:
-    """The space of `num` elements of `space` on a new leading axis of every leaf."""
+    """Returns the space of `num` elements, stacked on a new leading axis."""
     if isinstance(space, Composite):
         parts = [_stacked(part, num) for part in space.parts]
         return space.replace(spaces=space.structure.unflatten(parts))
@@ -201,7 +202,7 @@ def _with_previous(
 
 
 def _eval_reset(env: Env, fn: Callable[[ArrayTree, ArrayTree], ArrayTree]) -> ArrayTree:
-    """Shapes and dtypes of `fn(state, obs)` at the start of an episode."""
+    """Returns the shapes and dtypes of `fn(state, obs)` at a start of an episode."""
     return jax.eval_shape(lambda: fn(*env.reset(jax.random.key(0))))
 
 

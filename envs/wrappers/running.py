@@ -1,4 +1,4 @@
-"""Running mean and variance of batches."""
+"""Running mean and variance of batches, for the normalising wrappers."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ class Statistics(struct.PyTreeNode, kw_only=True):
 
 
 def prior(value: ArrayTree) -> Statistics:
-    """The statistics before anything is seen of values like `value`, `[B, ...]`."""
+    """Returns the statistics before the first batch, like `value`, `[B, ...]`."""
 
     def full(number: float) -> ArrayTree:
         return jax.tree.map(
@@ -42,7 +42,7 @@ def updated(old: Statistics, value: ArrayTree) -> Statistics:
     """
     num_new = jax.tree.leaves(value)[0].shape[0]
     count = old.count + num_new
-    # As weights, so that nothing grows with the count.
+    # Weights stay in [0, 1]; sums would grow with the count.
     kept, new = old.count / count, num_new / count
 
     def update(
@@ -50,10 +50,10 @@ def updated(old: Statistics, value: ArrayTree) -> Statistics:
     ) -> tuple[jax.Array, jax.Array]:
         x = x.astype(mean.dtype)
         delta = jnp.mean(x, axis=0) - mean
-        spread = kept * var + new * jnp.var(x, axis=0) + jnp.square(delta) * kept * new
-        shifted = mean + delta * new
-        is_finite = jnp.isfinite(spread)
-        return jnp.where(is_finite, shifted, mean), jnp.where(is_finite, spread, var)
+        new_var = kept * var + new * jnp.var(x, axis=0) + jnp.square(delta) * kept * new
+        new_mean = mean + delta * new
+        is_finite = jnp.isfinite(new_var)
+        return jnp.where(is_finite, new_mean, mean), jnp.where(is_finite, new_var, var)
 
     pairs = jax.tree.map(update, value, old.mean, old.var)
     mean, var = jax.tree.transpose(
@@ -63,10 +63,10 @@ def updated(old: Statistics, value: ArrayTree) -> Statistics:
 
 
 def float_dtype(x: jax.Array) -> jnp.dtype:
-    """Dtype of a normalised leaf."""
+    """Returns the dtype of a normalised leaf."""
     return x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(jnp.float32)
 
 
 def _accumulator_dtype(x: jax.Array) -> jnp.dtype:
-    """Dtype of the statistics of a leaf: half precision cannot hold a running mean."""
+    """Returns the dtype of a leaf's statistics: half precision is too coarse."""
     return jnp.promote_types(float_dtype(x), jnp.float32)
