@@ -27,7 +27,7 @@ from typing_extensions import TypeVar
 LaneIndex = jax.Array | slice
 ALL_LANES = slice(None)  # in order, without a gather
 
-RESET = 0  # what is folded into an episode key for the reset; steps count from 1
+RESET = 0  # folded into an episode key for the reset; steps count from 1
 
 # Other names of `Any`. `ArrayTree` is a pytree of arrays: no annotation can say which
 # structure it has, and with `chex.ArrayTree`, a union, a checker refuses all access to

@@ -241,18 +241,18 @@ def test_a_pool_of_ones_own():
     env = from_envpool(raw, record_info="elapsed_step")
     np.testing.assert_array_equal(env.reset(SEEDS, ALL), make(seed=3).reset(SEEDS, ALL))
     assert isinstance(from_envpool(make_raw(batch_size=R)), AsyncHostVectorEnv)
-    with pytest.raises(ValueError, match="`num_envs` must be given to"):
+    with pytest.raises(ValueError, match="`num_envs` must be left out"):
         from_envpool(raw, E)
-    with pytest.raises(ValueError, match="`num_threads` must be given to"):
+    with pytest.raises(ValueError, match="`num_threads` must be left out"):
         from_envpool(raw, num_threads=1)
 
 
 def test_what_is_no_pool_is_refused():
     envpool = pytest.importorskip("envpool")
     pool = envpool.make("CartPole-v1", env_type="dm", num_envs=2)
-    with pytest.raises(ValueError, match="`env` must be an id or what"):
+    with pytest.raises(ValueError, match="`env` must be an id or an environment"):
         from_envpool(pool)
-    with pytest.raises(ValueError, match="`env` must be an id or what"):
+    with pytest.raises(ValueError, match="`env` must be an id or an environment"):
         from_envpool(object())
 
 
