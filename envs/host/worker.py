@@ -53,7 +53,7 @@ def serve(
             return
         for at, cause in broken.items():
             envs.fail(at, faults.unpack(cause))
-        _tell(pipe, None, (envs.spaces, {}, False))
+        _answer(pipe, None, (envs.spaces, {}, False))
         worker = _Worker(pipe, envs, set(broken))
         while worker.obey(*pickle.loads(pipe.recv_bytes())):
             pass
@@ -77,7 +77,7 @@ class _Worker:
         if command == "send":
             self.send(argument)
         else:
-            _tell(self._pipe, None, getattr(self, command)(argument))
+            _answer(self._pipe, None, getattr(self, command)(argument))
         return True
 
     def share(self, place: tuple[int, int]) -> None:
@@ -99,7 +99,7 @@ class _Worker:
         for at, action in zip(numbers, actions, strict=True):
             cause = self._envs.advance(at, action)
             self._told |= set() if cause is None else {at}
-            _tell(self._pipe, at, None if cause is None else faults.pack(cause))
+            _answer(self._pipe, at, None if cause is None else faults.pack(cause))
 
     def reset(self, argument: tuple[np.ndarray, np.ndarray]) -> dict[int, bytes]:
         with contextlib.suppress(EnvFault):
@@ -150,14 +150,14 @@ def _make(
         return LocalEnvs(pickle.loads(make_fns), **info)
     except EnvFault as error:
         causes = {at: faults.pack(cause) for at, cause in error.causes.items()}
-        refused = False
+        is_setup_error = False
     except Exception as error:  # an import failed, or spaces differ
-        causes, refused = {0: faults.pack(error)}, True
-    _tell(pipe, None, (None, causes, refused))
+        causes, is_setup_error = {0: faults.pack(error)}, True
+    _answer(pipe, None, (None, causes, is_setup_error))
     return None
 
 
-def _tell(pipe: connection.Connection, at: int | None, message: Any) -> None:
+def _answer(pipe: connection.Connection, at: int | None, message: Any) -> None:
     pipe.send_bytes(pickle.dumps((at, message)))
 
 

@@ -341,13 +341,13 @@ class WorkerEnvs:
             args = (make_fns, self._info, broken, method)
             self._crew.start(link, self._context, worker.serve, args)
         ready = {}
-        for link, (spaces, causes, refused) in self._crew.gather(links):
+        for link, (spaces, causes, is_setup_error) in self._crew.gather(links):
             if spaces is not None:
                 ready[link] = spaces
                 continue
             at, packed = next(iter(causes.items()))
             cause, at = faults.unpack(packed), link.ids[at]
-            if isinstance(cause, ValueError) and refused:
+            if isinstance(cause, ValueError) and is_setup_error:
                 raise ValueError(f"{cause} Counted within {link}.") from cause
             told = f"environment {at}: {type(cause).__name__}: {cause}"
             self._crew.lose(link, RuntimeError(f"{link} could not make {told}"))
