@@ -1,4 +1,4 @@
-"""The environment contracts: everything the kernel may ask of an environment.
+"""The contracts `Env` and `VectorEnv`: all that the kernel may ask of an environment.
 
 An `Env` is one environment, a pure function of its state; a `VectorEnv` is `B` of
 them side by side, called lanes. Neither resets itself: `VectorEnv.reset_done` is the
@@ -30,10 +30,10 @@ ALL_LANES = slice(None)  # in order, without a gather
 RESET = 0  # folded into an episode key for the reset; steps count from 1
 
 # Other names of `Any`. `ArrayTree` is a pytree of arrays: no annotation can say which
-# structure it has, and with `chex.ArrayTree`, a union, a checker refuses all access to
-# a part. `AnySpace` is an `envs.Space` or, as an `Env` may have it, anything that
-# `envs.spaces.as_space` makes one of. They are imported under these names, since
-# pyright takes `a | b` of the values of an alias for a union of types.
+# structure it has, and with `chex.ArrayTree`, a union, a checker rejects all access to
+# a part. `AnySpace` is an `envs.Space`, or anything that `envs.spaces.as_space`
+# converts to one. They are imported under these names, since pyright takes `a | b` of
+# the values of an alias for a union of types.
 
 StateT = TypeVar("StateT", default=Any)
 ObsT = TypeVar("ObsT", default=Any)
@@ -57,8 +57,8 @@ class EnvStep(struct.PyTreeNode, Generic[StateT, ObsT], kw_only=True):
     state: StateT
     obs: ObsT
     reward: Any  # (), an array or a number of Python
-    terminated: Any  # (), likewise
-    truncated: Any  # (), likewise
+    terminated: Any  # (), an array or a bool of Python
+    truncated: Any  # (), an array or a bool of Python
     info: ArrayTree
 
 
@@ -76,10 +76,10 @@ class Env(Protocol):
     An implementation is a pytree whose leaves are the environment's
     parameters, so that `jax.vmap` over parameters works.
 
-    One that plays levels or rows of data by number may have another method,
+    An environment that plays numbered levels or records may also have the method
     `at_episode(number) -> Env`, `()` int32 from 0. Its result is reset in its place:
-    `number` is the position in the queue of `collect_episodes`, so that each is played
-    once, and elsewhere it counts the episodes of all lanes, lane by lane.
+    `number` is the position in the queue of `collect_episodes`, so that each level is
+    played once, and elsewhere it counts the episodes of all lanes, lane by lane.
     """
 
     @property
@@ -139,8 +139,8 @@ class VectorEnv(Protocol):
             key_fn: maps `[K]` int32 lane numbers to their `[K]` new episode keys, so
                 that only a lane that is reset pays for its key, and `ALL_LANES` to
                 those of all lanes. Numbers may repeat; the key of a lane that is not
-                done is not used. The collector's has `number`, which maps lanes to the
-                numbers of their new episodes.
+                done is not used. The collector's `key_fn` has `number`, which maps
+                lanes to the numbers of their new episodes.
             done: `[B]` bool, the lanes to reset.
             lanes: the lanes as they are now.
 
@@ -157,13 +157,14 @@ def sharding_of(env: Any) -> Any:
 
 
 def node_types(tree: ArrayTree) -> tuple[type, ...]:
-    """The types of the nodes of a tree, from the root, depth first.
+    """Returns the types of the nodes of a tree, from the root, depth first.
 
     jax 0.10 and 0.11 consider two trees equal if they differ only in the class of a
     dataclass (`jax.tree_util.register_dataclass`). Their hashes differ, but the cache
-    of `jit` compares only a few bits of those before it asks for equality. So whatever
-    holds an environment, such as a collector or the result of `vectorize`, keeps these
-    types as static data. Otherwise it would now and then run another one's program.
+    of `jit` compares only a few bits of the hashes before it tests equality. So all
+    objects that hold an environment, such as a collector or the result of `vectorize`,
+    keep these types as static data. Otherwise they would sometimes run another
+    environment's program.
     """
     return _types(jax.tree.structure(tree))
 
