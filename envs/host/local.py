@@ -214,23 +214,35 @@ class LocalEnvs:
             saved.append(state)
         return saved
 
+    def can_load(self, saved: Sequence[bytes], *, allow_pickle: bool = False) -> bool:
+        """Returns whether `load` would take these; see `HostVectorEnv`.
+
+        Raises:
+            ValueError: if those that were pickled were made with other settings.
+        """
+        checks.closed(not self._envs)
+        checks.length("saved", saved, self.num_envs)
+        if not allow_pickle and any(map(states.is_pickle, saved)):
+            return False
+        for at, state in enumerate(saved):
+            if at not in self._broken:
+                states.check(state, self._envs[at], self._settings[at])
+        return True
+
     def load(
         self, saved: Sequence[bytes], obs: ArrayTree, *, allow_pickle: bool = False
     ) -> bool:
         """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if some are under way, or pickled ones were made with other
-                settings.
+            ValueError: if some are under way, or as `can_load` does.
         """
-        checks.closed(not self._envs)
-        checks.length("saved", saved, self.num_envs)
-        checks.all_idle("load", self._under_way())
-        if not allow_pickle and any(map(states.is_pickle, saved)):
+        if not self.can_load(saved, allow_pickle=allow_pickle):
             return False
+        checks.all_idle("load", self._under_way())
         for at, state in enumerate(saved):
             old = self._envs[at]
-            env = states.load(state, old, self._settings[at])
+            env = states.load(state, old)
             if isinstance(env, BaseException):
                 self.fail(at, env)
                 continue

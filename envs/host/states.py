@@ -28,7 +28,7 @@ def save(env: Any, settings: Mapping[str, Any], allow_pickle: bool) -> bytes | N
     if not allow_pickle:
         return None
     try:
-        return _PICKLE + pickle.dumps((dict(settings), env))
+        return _PICKLE + pickle.dumps(dict(settings)) + pickle.dumps(env)
     except Exception:  # whatever the environment's own methods raise
         return None
 
@@ -43,42 +43,55 @@ def is_pickle(state: bytes) -> bool:
     return state[:1] == _PICKLE
 
 
-def load(state: bytes, env: Any, settings: Mapping[str, Any]) -> Any:
-    """Loads the bytes of `save` or `save_fault`; unpickles a pickle.
+def check(state: bytes, env: Any, settings: Mapping[str, Any]) -> None:
+    """Checks what `save` returned, before `load`; unpickles the settings.
 
     Args:
         state: the bytes.
-        env: a new environment, after a reset; it takes the arrays, and keeps its
-            settings.
+        env: the environment that is to take it.
         settings: its `settings_of` when it was new.
-
-    Returns:
-        The environment to use: `env`, or the pickled one. For a faulty environment, a
-        `RuntimeError` with the text of its fault.
 
     Raises:
         ValueError: if the pickled environment was made with other settings, the first
             one named; or if `env` has no `load_state`.
     """
-    kind, content = state[:1], state[1:]
-    if kind == _FAULT:
-        return RuntimeError(content.decode())
-    if kind == _ARRAYS:
-        if not hasattr(type(env), "load_state"):
-            raise ValueError(
-                "`env` must have `load_state`, like the saved environment, got "
-                f"{type(env).__name__}."
-            )
-        env.load_state(_read(content))
-        return env
-    old, saved = pickle.loads(content)
+    if state[:1] == _ARRAYS and not hasattr(type(env), "load_state"):
+        raise ValueError(
+            "`env` must have `load_state`, as the environment that was saved, got "
+            f"{type(env).__name__}."
+        )
+    if not is_pickle(state):
+        return
+    old = pickle.loads(state[1:])  # the first of the two
     for name in sorted(old.keys() | settings.keys()):
         if repr(old.get(name)) != repr(settings.get(name)):  # NaN is equal, 1 not True
             raise ValueError(
                 "`state` must be of environments with the settings of these, got "
                 f"{name} {old.get(name)!r} there and {settings.get(name)!r} here."
             )
-    return saved
+
+
+def load(state: bytes, env: Any) -> Any:
+    """Loads what `save` returned and `check` has passed; unpickles if it must.
+
+    Args:
+        state: the bytes.
+        env: a new environment, after a reset; it takes the arrays, and keeps its
+            settings.
+
+    Returns:
+        The environment to use: `env`, or the one that was pickled. For one that was
+        faulty, a `RuntimeError` that says why.
+    """
+    kind, content = state[:1], state[1:]
+    if kind == _FAULT:
+        return RuntimeError(content.decode())
+    if kind == _ARRAYS:
+        env.load_state(_read(content))
+        return env
+    file = io.BytesIO(content)
+    pickle.load(file)  # the settings
+    return pickle.load(file)
 
 
 def settings_of(env: Any) -> dict[str, Any]:

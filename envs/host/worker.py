@@ -119,6 +119,14 @@ class _Worker:
         except Exception as error:  # a method of an environment raised it
             return None, faults.pack(error)
 
+    def can_load(self, argument: tuple[list[bytes], bool]) -> tuple[bool, bytes | None]:
+        """Returns whether they can be loaded, and what went wrong."""
+        saved, allow_pickle = argument
+        try:
+            return self._envs.can_load(saved, allow_pickle=allow_pickle), None
+        except Exception as error:
+            return False, faults.pack(error)
+
     def load(
         self, argument: tuple[list[bytes], ArrayTree, bool]
     ) -> tuple[bool, bytes | None, dict[int, bytes]]:

@@ -271,14 +271,32 @@ class WorkerEnvs:
                 saved[at] = saved[at] or states.save_fault(cause)
             return saved
 
+    def can_load(self, saved: Sequence[bytes], *, allow_pickle: bool = False) -> bool:
+        """Returns whether `load` would take these; see `HostVectorEnv`.
+
+        Raises:
+            ValueError: if those that were pickled were made with other settings.
+        """
+        checks.length("saved", saved, self.num_envs)
+        can_load = True
+        with self._crew as crew:
+            alive = [link for link in crew.links if link.pipe is not None]
+            for link in alive:
+                mine = slice(link.ids.start, link.ids.stop)
+                crew.ask(link, "can_load", (list(saved[mine]), allow_pickle))
+            for _, (link_can_load, error) in crew.gather(alive):
+                if error is not None:
+                    raise faults.unpack(error)
+                can_load &= link_can_load
+        return can_load
+
     def load(
         self, saved: Sequence[bytes], obs: ArrayTree, *, allow_pickle: bool = False
     ) -> bool:
         """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if some are under way, or pickled ones were made with other
-                settings.
+            ValueError: if some are under way, or as `can_load` does.
         """
         checks.length("saved", saved, self.num_envs)
         checks.all_idle("load", self._under_way)

@@ -352,15 +352,27 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         Raises:
             ValueError: if the environments that were pickled have other settings.
         """
-        self.init(carry.key)
-        self._next_episode, loop = int(carry.next_episode), self._loop
         episode = jax.tree.map(np.asarray, carry.episode.replace(accumulated=()))
         under_way, episode_id = episode.episode_length > 0, episode.episode_id
-        obs, is_loaded = jax.tree.map(np.array, carry.obs), False
+        # First what may raise, so that the environments are as they were.
         env: Any = self.env
+        states, is_loaded = [], False
         if saved and hasattr(env, "load"):
             states = _split(saved, env.num_envs)
-            is_loaded = env.load(states, obs, allow_pickle=allow_pickle)
+            is_loaded = env.can_load(states, allow_pickle=allow_pickle)
+        if not is_loaded and under_way.any():
+            why = "was pickled, and `allow_pickle` is False"
+            why = why if saved else "was not saved"
+            warnings.warn(
+                f"The state of the environments {why}: {under_way.sum()} episodes "
+                "under way begin anew.",
+                stacklevel=3,
+            )
+        self.init(carry.key)
+        self._next_episode, loop = int(carry.next_episode), self._loop
+        obs = jax.tree.map(np.array, carry.obs)
+        if is_loaded:
+            env.load(states, obs, allow_pickle=allow_pickle)
         loop.state = loop.state._replace(
             progress=loop.state.progress._replace(
                 step=int(carry.step), state=carry.policy_state
@@ -375,14 +387,6 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         else:
             self._episode = self._bookkeeper.start(episode_id)
             loop.begin(np.ones(self.env.num_envs, bool), episode_id)
-            if under_way.any():
-                why = "was pickled, and `allow_pickle` is False"
-                why = why if saved else "was not saved"
-                warnings.warn(
-                    f"The state of the environments {why}: {under_way.sum()} episodes "
-                    "under way begin anew.",
-                    stacklevel=3,
-                )
         return self._carry()
 
     def recover(self) -> tuple[Carry, Transition[ObsT, ActionT] | None]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from host_count import KEY, OPTIONS, POLICY, HostCount, assert_same, in_jax, on_host
-from host_envs import Count, Described
+from host_envs import Described, Faultless
 
 import envs
 import rollout
@@ -28,6 +28,9 @@ class Pickled(HostCount):
             return None
         state = pickle.dumps({name: getattr(self, name) for name in self.STATE})
         return [state] + [b""] * (self.num_envs - 1)
+
+    def can_load(self, saved, *, allow_pickle=False):
+        return allow_pickle
 
     def load(self, saved, obs, *, allow_pickle=False):
         if allow_pickle:
@@ -114,11 +117,8 @@ def test_environments_that_name_their_arrays_are_saved_without_pickle(tmp_path):
     first.close(), second.close()
 
 
-class Plain(Count):
+class Plain(Faultless):
     """Cannot say its state."""
-
-    def reset(self, *, seed=None, options=None):
-        return super().reset(seed=0)
 
 
 class Arrays(Described):
@@ -168,6 +168,29 @@ def test_restored_environments_have_the_settings_of_the_new_ones():
         other.restore(pickled.state(allow_pickle=True), allow_pickle=True)
     for stream in (first, second, pickled, other):
         stream.close()
+
+
+@pytest.mark.parametrize("make_env", [LocalEnvs, envs.workers], ids=["here", "apart"])
+def test_restore_that_fails_leaves_the_stream_as_it_was(make_env):
+    def make(length):
+        env = make_env([functools.partial(Faultless, length)] * 2)
+        policy = rollout.random_policy(env.action_space)
+        collector = HostCollector(env=env, policy=policy)
+        return rollout.Stream(collector, key=KEY, steps_per_batch=4)
+
+    stream, undisturbed, other = make(5), make(5), make(3)
+    for each in (stream, undisturbed, other):
+        next(each)
+    state = other.state(allow_pickle=True)
+    with pytest.raises(ValueError, match=r"got Faultless\.length 3 there and 5 here"):
+        stream.restore(state, allow_pickle=True)
+    with pytest.raises(UserWarning, match="was pickled"):  # here warnings are errors
+        stream.restore(state)
+    got, want = (next(each).trajectory for each in (stream, undisturbed))
+    assert not want.first[0].any()
+    chex.assert_trees_all_equal(got, want)
+    for each in (stream, undisturbed, other):
+        each.close()
 
 
 def test_episodes_begin_anew_where_no_state_was_saved(tmp_path):
