@@ -16,6 +16,7 @@ from rollout.hosts.block import Block, Bookkeeper, fold, lanes_of
 from rollout.hosts.faults import Faults, FaultStats
 from rollout.hosts.loop import NO_LIMIT, Loop
 from rollout.hosts.program import Program
+from rollout.policies.masks import MaskFn
 from rollout.types import (
     Accumulator,
     Accumulators,
@@ -272,6 +273,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         capacity: int,
         limit: int = NO_LIMIT,
         random_fn: Callable[[int], np.ndarray | None] = lambda row: None,
+        mask_fn: MaskFn | None = None,
         at_end: str = "continue",
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Collects a batch of a `Stream`.
@@ -285,6 +287,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             capacity: rows of the trajectory; those after `num_steps` are zero.
             limit: steps after which an episode is truncated.
             random_fn: the row to `[E]` bool, the lanes that act at random, or None.
+            mask_fn: see `Stream`.
             at_end: see `Stream`'s `at_batch_end`.
 
         Returns:
@@ -303,7 +306,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 if at_end == "reset":
                     loop.begin(loop.state.length > 0, loop.state.next_own)
             block: Any = self._block
-            loop.play(params, block, limit=limit, random_fn=random_fn)
+            loop.play(params, block, limit=limit, random_fn=random_fn, mask_fn=mask_fn)
             if at_end == "truncate":
                 under_way = loop.state.length > 0
                 block.stopped[num_steps - 1] |= under_way

@@ -20,6 +20,7 @@ from rollout.hosts.assignment import Assignment
 from rollout.hosts.block import Block
 from rollout.hosts.faults import Faults
 from rollout.hosts.seeds import Seeds
+from rollout.policies.masks import MaskFn
 
 At = slice | np.ndarray  # the lanes of a row's columns: all, or `[R]` int
 
@@ -134,7 +135,7 @@ class Loop:
         self._nowhere = ~self._everywhere
         for mask in (self._everywhere, self._nowhere):
             mask.setflags(write=False)  # environments get them
-        self._limit = NO_LIMIT
+        self._limit, self._mask_fn = NO_LIMIT, None
         self.obs: ArrayTree = None  # [E, ...], in the environments' own memory
         # None between two rows; TORN while the environments step, since it is unknown
         # how far an interrupted step got; then their answer, until its row is written.
@@ -164,6 +165,7 @@ class Loop:
         *,
         limit: int = NO_LIMIT,
         random_fn: Callable[[int], np.ndarray | None] = lambda row: None,
+        mask_fn: MaskFn | None = None,
     ) -> None:
         """Fills a block, or as much of it as the assigned episodes take.
 
@@ -174,8 +176,9 @@ class Loop:
             block: where the rows go.
             limit: steps after which an episode is cut.
             random_fn: the row to `[E]` bool, the lanes that act at random, or None.
+            mask_fn: which random actions are allowed; all without it.
         """
-        self._limit = limit
+        self._limit, self._mask_fn = limit, mask_fn
         with _InterruptBetweenSteps() as interrupt:
             while block.num < block.size and not self.is_over:
                 interrupt.check()
@@ -250,6 +253,7 @@ class Loop:
             state.episode_id,
             state.progress,
             is_random=is_random,
+            mask_fn=self._mask_fn,
         )
         self._pending = TORN
         # One line, so that no interrupt comes between the step and the assignment.

@@ -15,6 +15,7 @@ from rollout.kernel import episode_keys
 from rollout.kernel.episode_keys import LaneIds
 from rollout.kernel.transition import initial_policy_state, restart_policy
 from rollout.policies.exploration import random_where
+from rollout.policies.masks import MaskFn
 from rollout.types import Carry, Episode, Policy
 
 _AHEAD = 256  # keys that are drawn at once
@@ -60,7 +61,7 @@ class Program:
     def start(self, key: chex.PRNGKey) -> Progress:
         """Prepares for a typed root key; returns the initial progress."""
         if self._impl != (impl := jax.random.key_impl(key)):
-            self._act = jax.jit(self._apply)
+            self._act = jax.jit(self._apply, static_argnums=7)  # mask_fn
             self._restart = jax.jit(self._restarted)
             self._initial = jax.jit(self._initial_state)
             self._impl = impl  # last: it marks the others as complete
@@ -77,6 +78,7 @@ class Program:
         *,
         env_id: np.ndarray | None = None,
         is_random: np.ndarray | None = None,
+        mask_fn: MaskFn | None = None,
     ) -> tuple[ArrayTree, ArrayTree, Progress]:
         """Chooses the actions.
 
@@ -88,6 +90,7 @@ class Program:
             progress: the one that the last call returned.
             env_id: `[R]` int32, which lanes these are; None for all E in order.
             is_random: `[R]` bool, lanes that act at random instead; None for none.
+            mask_fn: which of those actions are allowed; all without it.
 
         Returns:
             Action and extras, `[R, ...]`, NumPy; and the new progress.
@@ -95,10 +98,14 @@ class Program:
         state, lanes, warmup = progress.state, (), ()
         if jax.tree.leaves(state):
             lanes = progress.words, over, episode_id
-        if is_random is not None:
+        if is_random is None:
+            mask_fn = None  # nothing is compiled for it
+        else:
             warmup = _warmup_words(progress.key, progress.step), is_random
         words = self._policy_words(progress)
-        state, out = self._act(params, words, state, obs, lanes, env_id, warmup)
+        state, out = self._act(
+            params, words, state, obs, lanes, env_id, warmup, mask_fn
+        )
         leaves, structure = jax.tree.flatten(out)
         # The parameters decide where it runs, whatever jax's default device is.
         if any(device.platform != "cpu" for device in leaves[0].devices()):
@@ -146,6 +153,7 @@ class Program:
         lanes: tuple[jax.Array, ...],
         env_id: jax.Array | None,
         warmup: tuple[jax.Array, ...],
+        mask_fn: MaskFn | None,
     ) -> tuple[ArrayTree, tuple[ArrayTree, ...]]:
         policy, num_lanes, old = self._policy, len(jax.tree.leaves(obs)[0]), state
         view = self._view._replace(num_envs=num_lanes)
@@ -154,9 +162,8 @@ class Program:
             state = self._restarted(root, state, over, episode_id, env_id)
         if warmup:
             warmup_words, is_random = warmup
-            policy = random_where(
-                policy, view.action_space, is_random, self._wrap(warmup_words)
-            )
+            key = self._wrap(warmup_words)
+            policy = random_where(policy, view.action_space, is_random, key, mask_fn)
         carry = _carry(obs, state)
         decision = kernel.act(view, policy, carry, params, self._wrap(words))
         state = decision.state

@@ -40,11 +40,6 @@ def check(options: Options, collector: HostCollector) -> None:
             '`on_fault="drop"` is for environments in JAX; for others use '
             '`HostCollector(on_fault="restart")`.'
         )
-    if options.mask_fn is not None:
-        raise ValueError(
-            "`mask_fn` is for environments in JAX; for others wrap the policy: "
-            "`random_warmup(policy, env.action_space, num_steps, mask_fn=...)`."
-        )
     if options.recycle:
         raise ValueError(
             "`recycle=True` is for environments in JAX: others write to memory of the "
@@ -106,5 +101,6 @@ def _collect_rows(
         capacity=options.steps_per_batch // num_envs,
         limit=limit,
         random_fn=is_random,
+        mask_fn=options.mask_fn,
         at_end=options.at_batch_end,
     )

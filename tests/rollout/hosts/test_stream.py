@@ -5,6 +5,7 @@ import pickle
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_count import KEY, OPTIONS, POLICY, HostCount, assert_same, in_jax, on_host
@@ -278,13 +279,29 @@ def test_faults_are_counted():
     stream.close()
 
 
+def only_one(obs):
+    """Allows one of three actions, by the count."""
+    return jnp.arange(3)[None] == obs.astype(jnp.int32) % 3
+
+
+def test_warmup_takes_only_actions_that_are_allowed():
+    options = {"warmup_steps": 22, "mask_fn": only_one}
+    host, kernel = (make_stream(x, **options) for x in (on_host(), in_jax()))
+    trajectory = next(host).trajectory
+    allowed = trajectory.obs[..., 0] % 3
+    np.testing.assert_array_equal(trajectory.action[:5], allowed[:5])
+    np.testing.assert_array_equal(trajectory.action[5, :2], allowed[5, :2])
+    assert (trajectory.action[6:] != allowed[6:]).any()  # the policy's own
+    assert_same(trajectory, next(kernel).trajectory)
+    host.close(), kernel.close()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"steps_per_batch": 41}, "`steps_per_batch` must be a multiple"),
         ({"total_steps": 41}, "`total_steps` must be a multiple"),
         ({"recycle": True}, "`recycle=True` is for"),
-        ({"warmup_steps": 40, "mask_fn": len}, "`mask_fn` is for environments in JAX"),
         ({"on_fault": "drop", "check_finite": True}, '`on_fault="drop"` is for'),
     ],
 )
