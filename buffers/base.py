@@ -131,7 +131,7 @@ class RingBuffer(struct.PyTreeNode):
             `[..., *leaf]`, like the transition of `init`. A field `mask` is False
             where there is no such row, or its successor is missing.
         """
-        return batches.get(state.ring, indices)
+        return batches.get(state.ring, checks.indices(indices))
 
     def previous(self, state: ArrayTree, indices: jax.Array) -> jax.Array:
         """Finds the previous rows of the same episodes.
@@ -148,7 +148,7 @@ class RingBuffer(struct.PyTreeNode):
             ValueError: if the transition has no `terminated` or `truncated`.
         """
         fields.need(state.ring.experience, checks.FLAGS, "`previous`")
-        return walk.previous(state.ring, indices)
+        return walk.previous(state.ring, checks.indices(indices))
 
     def following(self, state: ArrayTree, indices: jax.Array) -> jax.Array:
         """Finds the next rows of the same episodes.
@@ -165,7 +165,7 @@ class RingBuffer(struct.PyTreeNode):
             ValueError: if the transition has no `terminated` or `truncated`.
         """
         fields.need(state.ring.experience, checks.FLAGS, "`following`")
-        return walk.following(state.ring, indices)
+        return walk.following(state.ring, checks.indices(indices))
 
     def unfinished(self, state: ArrayTree) -> tuple[jax.Array, jax.Array]:
         """Finds the newest rows of the episodes that are under way.
@@ -208,6 +208,8 @@ class RingBuffer(struct.PyTreeNode):
             ValueError: if a count is not an int of at least 1, or if the transition has
                 no `terminated`, `truncated` or `episode_length`.
         """
+        checks.state(state, self.num_slots, self.num_envs)
+        checks.key(key)
         return self._run(
             self._sample_episodes,
             state,
@@ -375,6 +377,7 @@ class RingBuffer(struct.PyTreeNode):
         mask: ArrayTree | None = None,
     ) -> tuple[ArrayTree, jax.Array]:
         """Checks rows to add, `[T, B, ...]`, and their mask, `[T, B]` bool."""
+        checks.state(state, self.num_slots, self.num_envs)
         rows = fields.put(trajectory, mask=())
         is_step = checks.like_init(rows, state.ring)
         given: Any = fields.get(trajectory, "mask") if mask is None else mask

@@ -38,6 +38,57 @@ def fraction(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be a number in [0, 1], got {value!r}.")
 
 
+def state(value: Any, num_slots: int, num_envs: int) -> None:
+    """Checks that it is the state of a buffer with so many slots in so many lanes."""
+    ring = getattr(value, "ring", None)
+    if not isinstance(ring, RingState):
+        raise ValueError(
+            "`state` must be what `init` or `add` of a buffer returned, got "
+            f"{type(value).__name__}."
+        )
+    got = (ring.num_slots, *ring.size.shape)
+    if got != (num_slots, num_envs):
+        raise ValueError(
+            f"`state` must be of a buffer like this one, {num_slots} slots in each of "
+            f"num_envs={num_envs} lanes, got (slots, lanes)={got}; `merge` takes rows "
+            "from one of another capacity."
+        )
+
+
+def key(value: Any) -> None:
+    """Checks that it is one typed key."""
+    is_key = isinstance(value, jax.Array) and jnp.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    )
+    if not is_key or value.shape:
+        got = getattr(value, "shape", None)
+        got = repr(value) if got is None else f"{value.dtype} of shape {got}"
+        raise ValueError(
+            "`key` must be one typed key as `jax.random.key(seed)` makes it, got "
+            f"{got}."
+        )
+
+
+def indices(value: Any) -> jax.Array:
+    """Checks that they are row numbers; returns them as an array."""
+    value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise ValueError(f"`indices` must be integers, got {value.dtype}.")
+    return value
+
+
+def priorities(value: Any, indices: jax.Array) -> jax.Array:
+    """Checks that there is a number for each of `indices`, `[S]`."""
+    value = jnp.asarray(value)
+    is_number = jnp.issubdtype(value.dtype, jnp.number)
+    if indices.ndim != 1 or value.shape != indices.shape or not is_number:
+        raise ValueError(
+            "`indices` and `priorities` must be `[S]`, one number for each row, got "
+            f"shape {indices.shape} and {value.dtype} of shape {value.shape}."
+        )
+    return value
+
+
 def capacity(capacity: Any, num_envs: Any) -> None:
     """Checks that a capacity holds one step of all lanes, and at most 2**30 rows."""
     count("capacity", capacity)

@@ -38,6 +38,7 @@ class PrioritizedReplayBuffer(RingBuffer):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.fraction("alpha", self.alpha)
+        object.__setattr__(self, "alpha", float(self.alpha))  # arrays have no hash
 
     def init(self, transition: ArrayTree, params: Any = None) -> PrioritizedState:
         """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`."""
@@ -98,6 +99,8 @@ class PrioritizedReplayBuffer(RingBuffer):
         """
         batch_size = checks.count("batch_size", batch_size)
         checks.fraction("beta", beta)
+        checks.state(state, self.num_slots, self.num_envs)
+        checks.key(key)
         checks.targets(state.ring, n_step, gamma, stack)
         checks.relabelling(state.ring, relabel_fn, horizon, n_step or stack)
         return self._run(
@@ -128,6 +131,8 @@ class PrioritizedReplayBuffer(RingBuffer):
         """
         batch_size = checks.count("batch_size", batch_size)
         checks.fraction("beta", beta)
+        checks.state(state, self.num_slots, self.num_envs)
+        checks.key(key)
         checks.sequence(state.ring, length)
         return self._run(
             self._sample_sequences,
@@ -155,11 +160,12 @@ class PrioritizedReplayBuffer(RingBuffer):
             The state after.
 
         Raises:
-            AssertionError: while tracing, if the shapes are not `[S]`.
+            ValueError: while tracing, if the shapes are not `[S]`, or if `indices` are
+                not integers.
         """
-        indices, priorities = jnp.asarray(indices), jnp.asarray(priorities)
-        chex.assert_rank([indices, priorities], 1)
-        chex.assert_equal_shape([indices, priorities])
+        checks.state(state, self.num_slots, self.num_envs)
+        indices = checks.indices(indices)
+        priorities = checks.priorities(priorities, indices)
         return self._run(self._update, state, indices, priorities)
 
     def clear(self, state: PrioritizedState) -> PrioritizedState:

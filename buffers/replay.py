@@ -98,6 +98,8 @@ class ReplayBuffer(RingBuffer):
             Experience Replay", section 4.5, arXiv:1707.01495.
         """
         batch_size = checks.count("batch_size", batch_size)
+        checks.state(state, self.num_slots, self.num_envs)
+        checks.key(key)
         checks.targets(state.ring, n_step, gamma, stack)
         checks.relabelling(state.ring, relabel_fn, horizon, n_step or stack)
         return self._run(
@@ -136,6 +138,8 @@ class ReplayBuffer(RingBuffer):
                 no `terminated` or `truncated`.
         """
         batch_size = checks.count("batch_size", batch_size)
+        checks.state(state, self.num_slots, self.num_envs)
+        checks.key(key)
         checks.sequence(state.ring, length)
         return self._run(
             self._sample_sequences,

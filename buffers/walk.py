@@ -27,7 +27,9 @@ def read_field(ring: RingState, name: str, row: jax.Array) -> ArrayTree:
 
 def read_leaves(memory: ArrayTree, row: jax.Array) -> ArrayTree:
     """Reads rows of leaves `[N, B, *leaf]`."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[row], memory)
+    # Not -1, which an empty leaf does not tell.
+    flat = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # noqa: E731
+    return jax.tree.map(lambda x: flat(x)[row], memory)
 
 
 def move(ring: RingState, row: jax.Array, num_slots: jax.Array | int) -> jax.Array:

@@ -98,18 +98,18 @@ def collects_in_jax(value: Any) -> None:
         )
 
 
-def outside_of_jit() -> None:
-    """Raises if jax is tracing: host environments would step only once, meanwhile."""
+def outside_of_jit(name: str) -> None:
+    """Raises if jax is tracing: a loop in Python would run only once, meanwhile."""
     if isinstance(jnp.add(1, 1), Tracer):
         raise ValueError(
-            "A `HostCollector` steps environments in Python, so it must be made and "
+            f"A `{name}` collects in a loop in Python, so it must be made and "
             "called outside of `jit`, got a call while jax traces a function."
         )
 
 
 def host_call(carry: Any) -> None:
     """Checks a call that steps host environments."""
-    outside_of_jit()
+    outside_of_jit("HostCollector")
     if not isinstance(carry, Carry):
         raise ValueError(
             "`carry` must be what `init` or the last call returned, got "

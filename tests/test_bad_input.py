@@ -343,6 +343,12 @@ OTHERS = {
         steps_per_batch=None, episodes_per_batch=3
     ),
     "other parameters": lambda: stream(params=jnp.zeros(2)).set_params(jnp.zeros(3)),
+    "words as parameters": lambda: stream(params={"w": "0.5"}),
+    "function as parameters": lambda: stream(params=jnp.tanh),
+    "words for new parameters": lambda: stream(params={"w": 0.5}).set_params(
+        {"w": "0.5"}
+    ),
+    "stream inside jit": lambda: jax.jit(lambda: next(stream()).trajectory)(),
     "state of another stream": lambda: stream().restore({"carry": 3}),
     "key of a stream": lambda: stream(key=0),
     # Buffers.
@@ -388,6 +394,28 @@ OTHERS = {
     ),
     "merge of other lanes": lambda: buffers.ReplayBuffer(32, 2).merge(
         buffers.ReplayBuffer(32, 2).init({"a": jnp.zeros(2)}), stored()
+    ),
+    "seed for a sample": lambda: buffer().sample(stored(), 0, 2),
+    "old key for a sample": lambda: buffer().sample(stored(), jax.random.PRNGKey(0), 2),
+    "keys for sequences": lambda: prioritized()[0].sample_sequences(
+        prioritized()[1], jax.random.split(KEY), 2, 2
+    ),
+    "no key for episodes": lambda: buffer().sample_episodes(stored(), None, 2, 5),
+    "no state": lambda: buffer().sample(None, KEY, 2),
+    "state and rows swapped": lambda: buffer().add(trajectory(), stored()),
+    "state of another capacity": lambda: buffers.EpisodeBuffer(16, B).add(
+        buffers.EpisodeBuffer(32, B).init(collector()), trajectory()
+    ),
+    "priorities of another capacity": lambda: buffers.PrioritizedReplayBuffer(
+        64, B
+    ).sample(prioritized()[1], KEY, 2),
+    "states of several buffers": lambda: buffer().add(
+        jax.tree.map(lambda x: jnp.stack([x, x]), stored()), trajectory()
+    ),
+    "floats as indices": lambda: buffer().get(stored(), jnp.zeros(2)),
+    "flags as indices": lambda: buffer().following(stored(), jnp.ones(2, bool)),
+    "priorities that are flags": lambda: prioritized()[0].update(
+        prioritized()[1], jnp.arange(2), jnp.ones(2, bool)
     ),
     "policy without its params": lambda: buffer().init(learned()),
     # Checkpoints.

@@ -59,7 +59,7 @@ def test_discount_of_other_places_is_a_fraction(value):
 
 @pytest.mark.parametrize("value", [np.float32(0.5), jnp.float32(0.5), 1, np.int32(0)])
 def test_fraction_may_be_of_any_number_type(value):
-    buffers.PrioritizedReplayBuffer(16, 2, alpha=value)
+    hash(buffers.PrioritizedReplayBuffer(16, 2, alpha=value))  # static, in `jit`
     rollout.discounted_returns(rows(), gamma=value)
 
 

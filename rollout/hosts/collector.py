@@ -76,7 +76,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         on_fault: str = "raise",
         max_restarts: int = 100,
     ) -> None:
-        checks.outside_of_jit()
+        checks.outside_of_jit("HostCollector")
         checks.kind_of_env(env, is_host=True)
         checks.collector(env, policy, record_fn)
         checks.count("max_restarts", max_restarts, least=0)
@@ -112,7 +112,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             ValueError: as there.
             envs.EnvFault: if an environment failed at its reset.
         """
-        checks.outside_of_jit()
+        checks.outside_of_jit("HostCollector")
         checks.typed_key(key)
         # Workers that died of an interrupt are made anew without a report.
         forgiven = None if self._is_whole else set()

@@ -28,6 +28,7 @@ from rollout.stream.worker import Job, Worker
 from rollout.types import ParamsT, Transition
 
 _MOMENT = 1e-5  # s
+_NUMBERS = bool | int | float | complex
 _NEWEST = -1  # version of parameters: those that are set when the batch begins
 
 
@@ -158,6 +159,7 @@ class Stream(Generic[ParamsT]):
         if isinstance(collector, HostCollector):
             host.check(self._options, collector)
         checks.flag("progress", progress)
+        checks.outside_of_jit("Stream")
         self._collector = collector
         self._worker = Worker()
         carry = collector.init(key)
@@ -510,6 +512,11 @@ def _strong(x: Any) -> jax.Array:
     """Converts to an array that is not weakly typed, so that kinds can be compared."""
     if isinstance(x, jax.Array) and not getattr(x, "weak_type", False):
         return x
+    if not hasattr(x, "__array__") and not isinstance(x, _NUMBERS):
+        raise ValueError(
+            "`params` must hold arrays and numbers only, got "
+            f"{checks.describe(x)}; functions and text belong in the policy."
+        )
     return jnp.asarray(x, jnp.result_type(x))
 
 

@@ -299,6 +299,15 @@ def test_no_row_under_way_is_drawn_where_no_other_may_be():
     assert not np.any(batch.experience.mask)
 
 
+def test_leaf_may_be_empty():
+    buffer = buffers.ReplayBuffer(8, 2)
+    rows = {"nothing": jnp.zeros((3, 2, 0)), "id": jnp.arange(6).reshape(3, 2)}
+    state = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows)
+    read = buffer.get(state, [0, 5])  # indices may be a list
+    assert read["nothing"].shape == (2, 0)
+    assert read["id"].tolist() == [0, 5]
+
+
 def test_containers_of_other_kinds_serve_as_well():
     class Plain(NamedTuple):
         obs: jax.Array

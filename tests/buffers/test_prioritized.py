@@ -329,5 +329,5 @@ def test_alpha_and_beta_lie_between_0_and_1(value):
 
 def test_update_wants_one_priority_per_index():
     buffer, state = small_programs()[0], filled([1.0, 1.0])
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=r"number for each row, got shape \(2,\)"):
         buffer.update(state, jnp.arange(2), jnp.ones((1,)))
