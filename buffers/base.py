@@ -347,8 +347,12 @@ class RingBuffer(struct.PyTreeNode):
         """Calls a method that checks nothing; jitted, unless already traced."""
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
             return method(*args, **options)
-        # The function and the buffer: bound methods of equal buffers are not equal.
-        return _call(method.__func__, self, tuple(options.items()), *args)
+        # Apart from its buffer, since methods of equal buffers are not equal.
+        try:
+            return _call(method.__func__, self, tuple(options.items()), *args)
+        except ValueError as error:
+            checks.explain_devices(error, args)
+            raise
 
     def _init(self, transition: ArrayTree, params: Any) -> RingState:
         """Makes an empty ring for transitions `[B, ...]`, or for a collector's."""

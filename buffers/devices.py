@@ -47,14 +47,20 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
         ValueError: if the mesh lacks the axis, if `num_envs` is not a multiple of its
             size, or if the buffer is of another kind.
     """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            "`mesh` must be a `jax.sharding.Mesh`, as `jax.make_mesh` makes it, got "
+            f"{type(mesh).__name__}."
+        )
     if axis not in mesh.shape:
         raise ValueError(
             f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
         )
-    if type(buffer) is not ReplayBuffer or buffer.successor != "stored":
+    successor = getattr(buffer, "successor", None)
+    if type(buffer) is not ReplayBuffer or successor != "stored":
         raise ValueError(
             '`buffer` must be a `ReplayBuffer` with successor="stored", got '
-            f"{type(buffer).__name__} with {buffer.successor!r}."
+            f"{type(buffer).__name__} with {successor!r}."
         )
     _divide("num_envs", buffer.num_envs, mesh.shape[axis])
     # As in `rollout.shard`: other axis types would be part of the types of arrays.

@@ -83,7 +83,7 @@ def vectorize_each(env: Env, num_envs: int, *, auto_reset: str = "auto") -> Vect
 
 
 def _check(num_envs: int, auto_reset: str) -> int:
-    if auto_reset not in _AUTO_RESETS:
+    if not isinstance(auto_reset, str) or auto_reset not in _AUTO_RESETS:
         names = " or ".join(f'"{name}"' for name in sorted(_AUTO_RESETS))
         raise ValueError(f"`auto_reset` must be {names}, got {auto_reset!r}.")
     return checks.count("num_envs", num_envs)

@@ -151,8 +151,35 @@ def devices(env: VectorEnv, carry: Any) -> None:
         )
 
 
+def explain_devices(error: ValueError, **trees: Any) -> None:
+    """Raises a message with the way out if `error` is jax's about devices.
+
+    Args:
+        error: what a jitted call raised.
+        trees: its arguments, by name.
+    """
+    if "incompatible devices" not in str(error):
+        return
+    found: Any = None
+    for name, tree in trees.items():
+        for leaf in jax.tree.leaves(tree):
+            if not getattr(leaf, "committed", False):
+                continue  # it goes where it is needed
+            devices = sorted(x.id for x in leaf.sharding.device_set)
+            found = found or (name, devices)
+            if devices != found[1]:
+                raise ValueError(
+                    f"`{name}` must lie on the devices of `{found[0]}`, {found[1]}, "
+                    f"got {devices}; `jax.device_put` takes it there."
+                ) from error
+
+
 def accumulators(value: Any) -> Accumulators:
     """Checks accumulators by name; returns them as a tuple."""
+    if isinstance(value, Accumulator) or not isinstance(value, Mapping | tuple | list):
+        raise ValueError(
+            f"`accumulators` must map names to `Accumulator`s, got {describe(value)}."
+        )
     items = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
     for name, accumulator in items:
         if not isinstance(name, str) or not isinstance(accumulator, Accumulator):
@@ -160,6 +187,15 @@ def accumulators(value: Any) -> Accumulators:
                 "`accumulators` must map names to `Accumulator`s, got "
                 f"{name!r}: {describe(accumulator)}."
             )
+        if "/" in name:  # which joins the names of statistics
+            raise ValueError(
+                f'`accumulators` must have names without "/", got {name!r}.'
+            )
+        for part, fn in zip(accumulator._fields, accumulator, strict=True):
+            function(f"{part}` of the accumulator `{name}", fn)
+    names = [name for name, _ in items]
+    if len(set(names)) < len(names):
+        raise ValueError(f"`accumulators` must have different names, got {names}.")
     return items
 
 
@@ -175,7 +211,7 @@ def env_state(env: VectorEnv, state: ArrayTree, reset_keys: chex.PRNGKey) -> Non
 
 
 def recorded(before: Transition, after: Any) -> None:
-    """Checks that `record_fn` left the kernel's bookkeeping as it is."""
+    """Checks that `record_fn` left the lanes and the kernel's bookkeeping."""
     if not isinstance(after, Transition):
         raise ValueError(
             f"`record_fn` must return a `Transition`, got {type(after).__name__}."
@@ -185,6 +221,13 @@ def recorded(before: Transition, after: Any) -> None:
             raise ValueError(
                 f"`record_fn` must leave `{name}` as it is, since the statistics read "
                 "it; put a value derived from it into `extras`."
+            )
+    lanes = before.mask.shape
+    for path, leaf in jax.tree.leaves_with_path(after):
+        if jnp.shape(leaf)[: len(lanes)] != lanes:
+            raise ValueError(
+                f"`record_fn` must return leaves with the leading axes {lanes} of the "
+                f"lanes, got {describe(leaf)}{_at(path)}."
             )
 
 

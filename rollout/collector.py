@@ -92,7 +92,11 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
                 lacks the lane axis.
         """
         checks.typed_key(key)
-        return _init(self, key)
+        try:
+            return _init(self, key)
+        except ValueError as error:
+            checks.explain_devices(error, collector=self, key=key)
+            raise
 
     def step(
         self, carry: Carry, params: ParamsT
@@ -373,7 +377,12 @@ def _on_devices(jitted: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(jitted)
     def call(collector: Collector, carry: Carry, *args: Any, **options: Any) -> Any:
         checks.devices(collector.env, carry)
-        return jitted(collector, carry, *args, **options)
+        try:
+            return jitted(collector, carry, *args, **options)
+        except ValueError as error:
+            trees = {"params": args[0], "acc": args[1:]}
+            checks.explain_devices(error, collector=collector, carry=carry, **trees)
+            raise
 
     return call
 

@@ -48,7 +48,11 @@ def evaluate(
     if isinstance(collector, HostCollector):
         return _evaluate(collector, key, params, num_episodes, max_steps)
     limit = checks.max_steps(max_steps)
-    return _evaluate_jitted(collector, key, params, num_episodes, limit)
+    try:
+        return _evaluate_jitted(collector, key, params, num_episodes, limit)
+    except ValueError as error:
+        checks.explain_devices(error, collector=collector, key=key, params=params)
+        raise
 
 
 def _evaluate(

@@ -23,6 +23,7 @@ B = 4
 KEY = jax.random.key(0)
 COUNT, DISCRETE = CountEnv(), envs.Discrete(3)
 BOX = envs.Box(-1.0, 1.0, (2,))
+COUNTED = rollout.Accumulator(jnp.zeros, lambda count, t: count + 1)
 NOT_COUNTS = (0, 2.5, "3", True)
 
 
@@ -188,6 +189,31 @@ OTHERS = {
     "one environment": lambda: step_with(env=COUNT),
     "record_fn": lambda: step_with(record_fn=3),
     "accumulators": lambda: step_with(accumulators={"a": max}),
+    "no accumulators": lambda: step_with(accumulators=None),
+    "one accumulator": lambda: step_with(accumulators=COUNTED),
+    "accumulators of one name": lambda: step_with(
+        accumulators=[("a", COUNTED), ("a", COUNTED)]
+    ),
+    "accumulator named like a part of another": lambda: step_with(
+        accumulators={"a/b": COUNTED}
+    ),
+    "accumulator of numbers": lambda: step_with(
+        accumulators={"a": rollout.Accumulator(0, 1)}
+    ),
+    "record_fn without lanes": lambda: step_with(
+        record_fn=lambda t: t.replace(extras={"sum": t.reward.sum()})
+    ),
+    "rewards of nothing": lambda: step_with(
+        env=envs.vectorize(envs.TransformReward(COUNT, lambda reward: None), B)
+    ),
+    "complex rewards": lambda: step_with(
+        env=envs.vectorize(envs.TransformReward(COUNT, lambda reward: reward * 1j), B)
+    ),
+    "observations of another space": lambda: step_with(
+        env=envs.vectorize(
+            envs.TransformObs(COUNT, lambda obs: obs, envs.Box(0, 1, (7,))), B
+        )
+    ),
     "record_fn drops a flag": lambda: step_with(
         record_fn=lambda t: t.replace(terminated=~t.terminated)
     ),
@@ -258,6 +284,7 @@ OTHERS = {
     "normalize rewards of one": lambda: envs.NormalizeReward(COUNT),
     "epsilon": lambda: envs.NormalizeObs(collector().env, epsilon=0.0),
     "gamma": lambda: envs.NormalizeReward(collector().env, gamma=1.5),
+    "auto_reset of several": lambda: envs.vectorize(COUNT, B, auto_reset=["select"]),
     "auto_reset": lambda: envs.vectorize(COUNT, B, auto_reset="never"),
     "bound": lambda: envs.RescaleAction(COUNT, "sigmoid"),
     "rescaled discrete": lambda: envs.RescaleAction(COUNT),
@@ -355,6 +382,8 @@ OTHERS = {
     "capacity below the lanes": lambda: buffers.ReplayBuffer(2, 4),
     "successor": lambda: buffers.ReplayBuffer(8, 4, successor="next"),
     "final_capacity": lambda: buffers.ReplayBuffer(8, 4, final_capacity=4),
+    "nothing to spread over": lambda: buffers.shard(None, mesh()),
+    "word as a mesh": lambda: buffers.shard(buffer(), "lanes"),
     "alpha": lambda: buffers.PrioritizedReplayBuffer(8, 4, alpha=2.0),
     "no array": lambda: buffer().init({"obs": 1.0}),
     "empty transition": lambda: buffer().init({}),

@@ -371,7 +371,11 @@ class TransformReward(Wrapper):
             ValueError: while tracing, if `fn` does not return a scalar.
         """
         result = self.env.step(key, state, action)
-        reward = jnp.asarray(self.fn(jnp.asarray(result.reward, jnp.float32)))
+        reward = self.fn(jnp.asarray(result.reward, jnp.float32))
+        if reward is None or jnp.iscomplexobj(reward):
+            got = checks.describe(reward)
+            raise ValueError(f"`fn` must return a real number, got {got}.")
+        reward = jnp.asarray(reward)
         if reward.shape:
             raise ValueError(f"`fn` must return a scalar, got shape {reward.shape}.")
         return result.replace(reward=reward.astype(jnp.float32))

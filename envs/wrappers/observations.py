@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from envs import checks
-from envs.spaces import Box, Composite, Dict, Repeated, as_space, space_of
+from envs.spaces import Box, Composite, Dict, Discrete, Repeated, as_space, space_of
 from envs.types import AnySpace, ArrayTree, Env, EnvStep
 from envs.wrappers.base import Wrapper, WrapperState
 
@@ -85,9 +85,20 @@ class TransformObs(Wrapper):
         object.__setattr__(self, "observation_space", space)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode: `(state, fn(obs))`."""
+        """Starts an episode: `(state, fn(obs))`.
+
+        Raises:
+            ValueError: while tracing, if `fn` returns another shape than that of
+                `observation_space`.
+        """
         state, obs = self.env.reset(key)
-        return state, self.fn(obs)
+        obs, space = self.fn(obs), self.observation_space
+        if isinstance(space, Box | Discrete) and jnp.shape(obs) != space.shape:
+            raise ValueError(
+                f"`fn` must return the shape of `observation_space`, {space.shape}, "
+                f"got {checks.describe(obs)}."
+            )
+        return state, obs
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step."""

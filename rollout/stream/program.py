@@ -11,7 +11,7 @@ import numpy as np
 
 from envs import keys
 from envs.types import ArrayTree, sharding_of
-from rollout import processes
+from rollout import checks, processes
 from rollout.collector import Collector
 from rollout.hosts.collector import HostCollector
 from rollout.stream.fill import Filled, fill
@@ -45,7 +45,11 @@ def make(options: Options, collector: Collector, carry: Carry, params: Any) -> P
     program = jax.jit(fill, static_argnums=0, donate_argnums=5, keep_unused=True)
     shardings = jax.tree.map(lambda x: x.sharding, memory)
     blank = jax.jit(lambda: keys.blank(memory, carry.key), out_shardings=shardings)
-    lowered = program.lower(options, collector, carry, params, window, memory)
+    try:
+        lowered = program.lower(options, collector, carry, params, window, memory)
+    except ValueError as error:
+        checks.explain_devices(error, collector=collector, carry=carry, params=params)
+        raise
     sharding = sharding_of(collector.env)
     if sharding is not None and sharding.mesh.is_multi_process:
         processes.compare("stream", _facts(options, params, lowered.as_text()))

@@ -419,3 +419,61 @@ def test_carry_on_other_devices_is_refused():
     ):
         with pytest.raises(ValueError, match="collector, 0, 1, 2, 3, got 0, 1;"):
             call()
+
+
+def linear(num_envs=B):
+    def act(params, obs, key):
+        return (obs[:, 0] * params).astype(jnp.int32) % 3
+
+    env = envs.vectorize(CountEnv(), num_envs)
+    return rollout.Collector(env=env, policy=rollout.stateless_policy(act))
+
+
+def test_parameters_may_lie_on_another_device():
+    collector, params = linear(), jax.device_put(PARAMS, jax.devices()[3])
+    carry, trajectory = collector.collect_steps(collector.init(KEY), params, 4)
+    assert trajectory.reward.devices() == {jax.devices()[3]}
+    want = collector.collect_steps(collector.init(KEY), PARAMS, 4)
+    assert_same((carry, trajectory), want)
+
+
+APART = {
+    "collect_steps": lambda x, carry, params: x.collect_steps(carry, params, 2),
+    "step": lambda x, carry, params: x.step(carry, params),
+    "collect_episodes": lambda x, carry, params: x.collect_episodes(
+        carry, params, 2, max_steps=3
+    ),
+    "evaluate": lambda x, carry, params: rollout.evaluate(x, carry.key, params, 2),
+    "Stream": lambda x, carry, params: next(
+        rollout.Stream(x, key=carry.key, params=params, steps_per_batch=B)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_arguments_on_different_devices_are_named(name):
+    collector, devices = linear(), jax.devices()
+    carry = jax.device_put(collector.init(KEY), devices[1])
+    params = jax.device_put(PARAMS, devices[2])
+    message = r"`params` must lie on the devices of `\w+`, \[1\], got \[2\]; `jax.devi"
+    with pytest.raises(ValueError, match=message):
+        APART[name](collector, carry, params)
+
+
+def test_parameters_outside_of_the_mesh_are_named():
+    spread = shard(linear(), 2)
+    params = jax.device_put(PARAMS, jax.devices()[3])
+    message = r"`params` must lie on the devices of `collector`, \[0, 1\], got \[3\]"
+    with pytest.raises(ValueError, match=message):
+        spread.collect_steps(spread.init(KEY), params, 2)
+
+
+def test_rows_on_another_device_than_the_buffer_are_named():
+    rows = {"id": jnp.arange(6).reshape(3, 2)}
+    buffer, devices = buffers.ReplayBuffer(8, 2), jax.devices()
+    state = jax.device_put(buffer.init({"id": rows["id"][0]}), devices[1])
+    assert_same(
+        buffer.add(state, rows), buffer.add(buffer.init({"id": rows["id"][0]}), rows)
+    )
+    with pytest.raises(ValueError, match=r"same devices, got \(1,\) and \(2,\); `jax"):
+        buffer.add(state, jax.device_put(rows, devices[2]))
