@@ -311,6 +311,11 @@ def trajectory(value: Any) -> None:
             "`trajectory` must be a `Transition`, `[T, B, ...]`, got "
             f"{describe(value)}; for a stream's batch, pass its `trajectory`."
         )
+    if value.mask.ndim != 2:
+        raise ValueError(
+            "`trajectory` must be `[T, B, ...]`, got a `mask` of shape "
+            f"{value.mask.shape}."
+        )
 
 
 def same(what: str, expected: ArrayTree, got: ArrayTree) -> None:

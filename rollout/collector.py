@@ -380,8 +380,9 @@ def _on_devices(jitted: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return jitted(collector, carry, *args, **options)
         except ValueError as error:
-            trees = {"params": args[0], "acc": args[1:]}
-            checks.explain_devices(error, collector=collector, carry=carry, **trees)
+            checks.explain_devices(
+                error, collector=collector, carry=carry, params=args[0], acc=args[1:]
+            )
             raise
 
     return call

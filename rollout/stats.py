@@ -279,7 +279,7 @@ def log_stats(stats: Any, *, prefix: str = "") -> dict[str, float]:
         is NaN.
 
     Raises:
-        ValueError: if a leaf is not a scalar.
+        ValueError: if a leaf is not a scalar, or if two have the same name.
     """
     flat = {}
     for path, leaf in jax.tree.leaves_with_path(jax.device_get(_named(stats))):
@@ -288,6 +288,11 @@ def log_stats(stats: Any, *, prefix: str = "") -> dict[str, float]:
             raise ValueError(
                 f"`stats` must have scalar leaves, got shape {np.shape(leaf)} at "
                 f"{name}."
+            )
+        if prefix + name in flat:
+            raise ValueError(
+                f"`stats` must have different names, got {name} twice, for nested ones "
+                'are joined by "/".'
             )
         flat[prefix + name] = float(leaf)
     return flat
@@ -350,8 +355,8 @@ def moments(value: jax.Array, flag: jax.Array) -> Moments:
         count=count,
         total=total,
         squared_deviations=jnp.sum(deviation**2),
-        low=jnp.min(jnp.where(flag, value, jnp.inf)),
-        high=jnp.max(jnp.where(flag, value, -jnp.inf)),
+        low=jnp.min(jnp.where(flag, value, jnp.inf), initial=jnp.inf),
+        high=jnp.max(jnp.where(flag, value, -jnp.inf), initial=-jnp.inf),
     )
 
 

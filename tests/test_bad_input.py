@@ -348,6 +348,13 @@ OTHERS = {
     "fn of episodes": lambda: collector().fold_episodes(
         carry(), None, None, 0, num_episodes=2, max_steps=3
     ),
+    "finished of one step": lambda: rollout.finished(
+        jax.tree.map(lambda x: x[0], trajectory())
+    ),
+    "split of one step": lambda: rollout.split_trajectories(
+        jax.tree.map(lambda x: x[0], trajectory())
+    ),
+    "log_stats of one name": lambda: rollout.log_stats({"a/b": 1, "a": {"b": 2}}),
     "log_stats of arrays": lambda: rollout.log_stats({"a": jnp.zeros(2)}),
     "gae without values": lambda: rollout.gae(
         trajectory(), jnp.zeros((5, B)), gamma=1.0, lam=1.0

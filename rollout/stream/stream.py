@@ -306,7 +306,10 @@ class Stream(Generic[ParamsT]):
             "totals": at.totals,
         }
         if isinstance(self._collector, HostCollector):
-            saved = self._collector.save(at.carry, allow_pickle=allow_pickle)
+            # A batch under way, in its thread, moves the environments on.
+            saved = b""
+            if at.job is None:
+                saved = self._collector.save(at.carry, allow_pickle=allow_pickle)
             state["saved_envs"] = saved
         # Only a batch made in advance may have older parameters.
         ahead = {"next_params": next_params} if self._options.prefetch else {}
@@ -349,6 +352,7 @@ class Stream(Generic[ParamsT]):
             next_params = self._own(state["next_params"]), next_version
         carry = _copy(state["carry"])
         if isinstance(self._collector, HostCollector):
+            self._finish_jobs()  # which step the same environments
             carry = self._collector.restore(
                 carry, state["saved_envs"], allow_pickle=allow_pickle
             )
@@ -365,6 +369,13 @@ class Stream(Generic[ParamsT]):
         )
         self._params, self._checked = (self._own(state["params"]), version), None
         self._at = at
+
+    def _finish_jobs(self) -> None:
+        """Waits for the batches that are under way; they may be handed over later."""
+        job = self._at.job
+        while job is not None:
+            self._worker.wait(job)
+            job = job.ahead.job if job.ahead else None
 
     def _begin(self) -> Job | None:
         """Returns the job of the next batch, new if need be; None if there is none."""

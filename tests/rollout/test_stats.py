@@ -162,3 +162,10 @@ def test_statistics_do_not_promote_silently():
         values = jax.jit(lambda x: (x.return_std, x.return_ci_low))(stats)
     want = rollout.summarize(trajectory)
     assert jax.tree.map(float, values) == (want.return_std, want.return_ci_low)
+
+
+def test_no_rows_have_no_episodes():
+    trajectory = jax.tree.map(lambda x: x[:0], collect("count")[1])
+    stats = rollout.summarize(trajectory)
+    assert int(stats.num_steps) == int(stats.num_episodes) == 0
+    assert np.isnan(stats.return_mean)

@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import time
 
 import chex
 import jax
@@ -192,6 +193,24 @@ def test_restore_that_fails_leaves_the_stream_as_it_was(make_env):
     chex.assert_trees_all_equal(got, want)
     for each in (stream, undisturbed, other):
         each.close()
+
+
+class Slow(HostCount):
+    """Is still at work when `next` has returned."""
+
+    def step(self, action):
+        time.sleep(0.01)
+        return super().step(action)
+
+
+def test_restore_waits_for_the_batch_under_way():
+    stream = make_stream(HostCollector(env=Slow(4), **OPTIONS), prefetch=1)
+    next(stream)
+    with pytest.warns(UserWarning, match="was not saved"):
+        stream.restore(stream.state())
+    trajectory = next(stream).trajectory
+    np.testing.assert_array_equal(trajectory.obs[..., 0], trajectory.episode_length - 1)
+    stream.close()
 
 
 def test_episodes_begin_anew_where_no_state_was_saved(tmp_path):
