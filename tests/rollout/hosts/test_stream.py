@@ -344,7 +344,7 @@ def test_rows_go_into_a_buffer():
 
 
 def test_host_environments_are_not_for_a_collector():
-    with pytest.raises(ValueError, match="goes into a `HostCollector`"):
+    with pytest.raises(ValueError, match="go into a `HostCollector`"):
         rollout.Collector(env=HostCount(2), policy=POLICY)
     with pytest.raises(ValueError, match="go into a `Collector`"):
         HostCollector(env=envs.make_vec("CartPole-v1", 2), policy=POLICY)
