@@ -1,5 +1,6 @@
 """`HostCollector`: the methods of `Collector` over environments that are not JAX."""
 
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Self, TypeVar
@@ -95,6 +96,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         self._trajectory: Any = None  # Transition
         self._used: Any = None  # [2] uint32
         self._is_whole = True
+        self._thread: int | None = None  # the one that is in a call
 
     @property
     def fault_stats(self) -> FaultStats:
@@ -450,6 +452,14 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def _call(self, carry: Carry | None = None) -> "_Call":
         """Begins a call: checks that the carry is the latest one, and uses it up."""
+        # The main thread never calls meanwhile; an interrupt may leave its number.
+        idle = None, threading.get_ident(), threading.main_thread().ident
+        if self._thread not in idle:
+            raise RuntimeError(
+                "A collector over host environments makes one call at a time, and a "
+                "batch of a `Stream` is under way in another thread: close the stream "
+                "first, or give each its own collector and environments."
+            )
         if carry is None:
             return _Call(self)
         checks.host_call(carry)
@@ -527,16 +537,18 @@ class _Call:
     def __enter__(self) -> Self:
         owner = self._collector
         owner._is_whole = False  # first: from here on `recover` may be called
+        owner._thread = threading.get_ident()
         if self._carry is not None:
             owner._used = owner._mark
             owner._ticket += 1
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
+        owner = self._collector
+        owner._thread = None
         if kind is not None:
             return
         # In one line, the last of a call: from here on its result is handed over.
-        owner = self._collector
         owner._block, owner._trajectory, owner._is_whole = None, None, True
 
 

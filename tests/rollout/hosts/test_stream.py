@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import threading
 import time
 
 import chex
@@ -198,7 +199,10 @@ def test_restore_that_fails_leaves_the_stream_as_it_was(make_env):
 class Slow(HostCount):
     """Is still at work when `next` has returned."""
 
+    is_stepping = threading.Event()
+
     def step(self, action):
+        self.is_stepping.set()
         time.sleep(0.01)
         return super().step(action)
 
@@ -211,6 +215,19 @@ def test_restore_waits_for_the_batch_under_way():
     trajectory = next(stream).trajectory
     np.testing.assert_array_equal(trajectory.obs[..., 0], trajectory.episode_length - 1)
     stream.close()
+
+
+def test_collector_is_busy_while_a_batch_is_under_way():
+    collector = HostCollector(env=Slow(4), **OPTIONS)
+    stream = make_stream(collector, prefetch=1)
+    plain = make_stream(HostCollector(env=Slow(4), **OPTIONS))
+    next(plain), next(stream)
+    Slow.is_stepping.clear()
+    assert Slow.is_stepping.wait(10)
+    with pytest.raises(RuntimeError, match="one call at a time, and a batch of a `St"):
+        rollout.evaluate(collector, KEY, None, 3, max_steps=9)
+    chex.assert_trees_all_equal(next(stream).trajectory, next(plain).trajectory)
+    stream.close(), plain.close()
 
 
 def test_episodes_begin_anew_where_no_state_was_saved(tmp_path):
