@@ -44,8 +44,8 @@ class Block:
         self.episode_id = np.zeros(shape, np.int32)
         self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
 
-    def write(self, name: str, tree: ArrayTree) -> ArrayTree:
-        """Writes a field of the row under way; returns a view of it."""
+    def write(self, name: str, tree: ArrayTree) -> None:
+        """Writes a field of the row under way."""
         if name not in self._trees:
             leaves, structure = jax.tree.flatten(tree)
             arrays = [np.zeros(self._shape + x.shape[1:], x.dtype) for x in leaves]
@@ -53,12 +53,17 @@ class Block:
             self._trees[name] = None if is_leaf else structure, arrays
         structure, arrays = self._trees[name]
         if structure is None:  # a single array: the usual case, kept fast
-            row = arrays[0][self.num]
-            row[: len(tree)] = tree
-            return row
+            arrays[0][self.num, : len(tree)] = tree
+            return
         leaves = structure.flatten_up_to(tree)
         for array, leaf in zip(arrays, leaves, strict=True):
             array[self.num, : len(leaf)] = leaf
+
+    def written(self, name: str) -> ArrayTree:
+        """Returns a field of the row under way, `[C, ...]`, as views."""
+        structure, arrays = self._trees[name]
+        if structure is None:
+            return arrays[0][self.num]
         return structure.unflatten([array[self.num] for array in arrays])
 
     def mask_out(self, episode_id: int) -> int:
