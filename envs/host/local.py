@@ -215,10 +215,10 @@ class LocalEnvs:
         return saved
 
     def can_load(self, saved: Sequence[bytes], *, allow_pickle: bool = False) -> bool:
-        """Returns whether `load` would take these; see `HostVectorEnv`.
+        """Returns whether `load` takes these states; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if those that were pickled were made with other settings.
+            ValueError: if pickled environments were made with other settings.
         """
         checks.closed(not self._envs)
         checks.length("saved", saved, self.num_envs)

@@ -44,11 +44,11 @@ def is_pickle(state: bytes) -> bool:
 
 
 def check(state: bytes, env: Any, settings: Mapping[str, Any]) -> None:
-    """Checks what `save` returned, before `load`; unpickles the settings.
+    """Checks the bytes of `save` or `save_fault` before `load`; unpickles the settings.
 
     Args:
         state: the bytes.
-        env: the environment that is to take it.
+        env: the environment that shall take them.
         settings: its `settings_of` when it was new.
 
     Raises:
@@ -57,7 +57,7 @@ def check(state: bytes, env: Any, settings: Mapping[str, Any]) -> None:
     """
     if state[:1] == _ARRAYS and not hasattr(type(env), "load_state"):
         raise ValueError(
-            "`env` must have `load_state`, as the environment that was saved, got "
+            "`env` must have `load_state`, like the saved environment, got "
             f"{type(env).__name__}."
         )
     if not is_pickle(state):
@@ -72,7 +72,7 @@ def check(state: bytes, env: Any, settings: Mapping[str, Any]) -> None:
 
 
 def load(state: bytes, env: Any) -> Any:
-    """Loads what `save` returned and `check` has passed; unpickles if it must.
+    """Loads bytes that passed `check`; unpickles a pickle.
 
     Args:
         state: the bytes.
@@ -80,8 +80,8 @@ def load(state: bytes, env: Any) -> Any:
             settings.
 
     Returns:
-        The environment to use: `env`, or the one that was pickled. For one that was
-        faulty, a `RuntimeError` that says why.
+        The environment to use: `env`, or the pickled one. For a faulty environment, a
+        `RuntimeError` with the text of its fault.
     """
     kind, content = state[:1], state[1:]
     if kind == _FAULT:

@@ -69,13 +69,13 @@ class HostVectorEnv(Protocol):
     An implementation that can go on after a fault also has `rebuild(mask)`, `[E]` bool,
     which makes those environments anew; each must be reset before its next step.
 
-    One whose state can be saved has `save(allow_pickle=False)`, which returns `E`
-    states as `bytes`, or None if there are none without pickle; and `load(saved, obs,
-    allow_pickle=False)`, called after a reset of all, which takes them with the
-    observations `[E, ...]` of then. It returns False, and unpickles nothing, if the
-    states are pickles and that is not allowed. One that was faulty is faulty again.
-    `can_load(saved, allow_pickle=False)`, called before that reset, returns or raises
-    what `load` would, and changes nothing.
+    An implementation whose state can be saved also has three methods:
+    `save(allow_pickle=False)` returns `E` states as `bytes`, or None if that takes a
+    pickle. `can_load(saved, allow_pickle=False)` returns False, and unpickles nothing,
+    if the states are pickles and that is not allowed; it raises if they do not fit, and
+    changes nothing. `load(saved, obs, allow_pickle=False)`, called after it and a reset
+    of all, takes the states and the observations `[E, ...]` at the `save`; it returns
+    what `can_load` does. Environments that were faulty are faulty again.
     """
 
     @property

@@ -120,7 +120,7 @@ class _Worker:
             return None, faults.pack(error)
 
     def can_load(self, argument: tuple[list[bytes], bool]) -> tuple[bool, bytes | None]:
-        """Returns whether they can be loaded, and what went wrong."""
+        """Returns whether the states can be loaded, and the packed error, if any."""
         saved, allow_pickle = argument
         try:
             return self._envs.can_load(saved, allow_pickle=allow_pickle), None
