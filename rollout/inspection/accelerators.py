@@ -127,8 +127,13 @@ def devices(accelerator: str, num_devices: int = 1) -> list[Device]:
         ImportError: if its compiler is not installed, or in another version than jax.
     """
     name, found = find(accelerator)
-    _require_tpu_compiler() if isinstance(found, Tpu) else _require_gpu_compiler()
-    return list(_devices(name, checks.count("num_devices", num_devices)))
+    num_devices = checks.count("num_devices", num_devices)
+    if isinstance(found, Tpu):
+        _find_slice(found, num_devices)  # raises if there is none
+        _require_tpu_compiler()
+    else:
+        _require_gpu_compiler()
+    return list(_devices(name, num_devices))
 
 
 @functools.cache
@@ -153,14 +158,19 @@ def _devices(name: str, num_devices: int) -> tuple[Device, ...]:
 
 
 def _tpu_devices(accelerator: Tpu, num_devices: int) -> tuple[Device, ...]:
+    topology = f"{accelerator.name}:{_find_slice(accelerator, num_devices)}"
+    with environment(_ABSENT_TPU):
+        found = topologies.get_topology_desc(topology, platform="tpu")
+    return tuple(found.devices[:num_devices])
+
+
+def _find_slice(accelerator: Tpu, num_devices: int) -> str:
+    """Returns the topology of the smallest slice with that many devices."""
     sizes = [size for size in accelerator.slices if size >= num_devices]
     if not sizes:
         most = max(accelerator.slices)
         raise ValueError(f"`num_devices` must be at most {most}, got {num_devices}.")
-    topology = f"{accelerator.name}:{accelerator.slices[min(sizes)]}"
-    with environment(_ABSENT_TPU):
-        found = topologies.get_topology_desc(topology, platform="tpu")
-    return tuple(found.devices[:num_devices])
+    return accelerator.slices[min(sizes)]
 
 
 @contextlib.contextmanager
