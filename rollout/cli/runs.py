@@ -1,6 +1,7 @@
 """Executes runs of `python -m rollout`: steps, episodes, a drawing, an inspection."""
 
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rollout.policies.basic import random_policy
 from rollout.profiling import Profile
 from rollout.profiling import profile as time_parts
 from rollout.stats import merge, summarize
+from rollout.stream.progress import Bar
 from rollout.stream.stream import Stream
 from rollout.types import Episodes, Transition
 
@@ -44,25 +46,33 @@ def collect(run: Run, num_devices: int) -> Result:
     """
     start, compile_time, is_interrupted = time.perf_counter(), 0.0, False
     collected: list[tuple[Any, float]] = []  # batches, and the seconds until then
+    total_steps = run.num_steps * run.num_envs
+    bar, drawing = Bar(total_steps) if sys.stderr.isatty() else None, threading.Lock()
 
     def work() -> None:
         nonlocal compile_time
         collector, params = make_collector(run, num_devices)
-        total_steps = run.num_steps * run.num_envs
         with _make_stream(run, collector, params, total_steps) as stream:
             stream.compile()
             compile_time = time.perf_counter() - start
             for batch in stream:
                 collected.append((batch, stream.stats.collect_seconds))
-                if is_interrupted:
-                    break
+                with drawing:
+                    if is_interrupted:
+                        break
+                    if bar is not None:
+                        bar.show(stream.steps, stream.stats)
 
     try:
         aside(work)
     except KeyboardInterrupt:
+        with drawing:
+            is_interrupted = True  # from here on the thread leaves stderr alone
         if not collected:
             raise
-        is_interrupted = True
+    finally:
+        if bar is not None:
+            bar.close()
     batches, seconds = zip(*collected[:], strict=True)  # the thread may add another
     num_rows = sum(batch.steps for batch in batches)
     fields, agents = zip(*[batch.trajectory for batch in batches], strict=True)
@@ -175,7 +185,6 @@ def _make_stream(
         postprocess=read,
         placement="host",
         prefetch=1,
-        progress=total_steps is not None and sys.stderr.isatty(),
     )
 
 
