@@ -10,6 +10,7 @@ import gymnasium
 import jax
 import numpy as np
 import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
 from host_count import HostCount
 
 import envs
@@ -122,7 +123,7 @@ def test_seed_and_parameters_go_to_envpool(monkeypatch):
 def test_id_may_have_a_module_and_a_namespace(name, monkeypatch):
     made = []
 
-    class Toy(gymnasium.envs.classic_control.CartPoleEnv):
+    class Toy(CartPoleEnv):
         def __init__(self, **options):
             made.append(options)
             super().__init__()
