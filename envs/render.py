@@ -127,7 +127,7 @@ def check_render(env: Env) -> None:
     if missing:
         raise ModuleNotFoundError(
             f"Drawing {name} needs {', '.join(missing)}, which the extra `render` "
-            'installs: pip install ".[render]".'
+            'installs: pip install "rollout-jax[render]".'
         )
 
 

@@ -13,6 +13,7 @@ reports what a program does on an accelerator, which may be absent.
 This package exports what most programs need. `rollout.agents` has the rest for several
 agents: which policy controls which agent, and the transitions of each; `rollout.hosts`
 for environments that are not JAX; `rollout.recommendation` for items and users.
+`rollout.envs` and `rollout.buffers` are the packages `envs` and `buffers`.
 
 `types` has the contracts; `checks` and `finite` check arguments and recorded values;
 `stats`, `trajectories`, `targets` and `minibatches` compute on trajectories;
@@ -23,9 +24,13 @@ rows per iteration, and `siblings` finds modules that shadow our packages. `poli
 """
 
 from rollout.cli import interrupts  # noqa: F401, I001 (first: before jax)
-from rollout import siblings  # noqa: F401 (before `envs`: it says who shadows it)
+from rollout import siblings
 
 # isort: split
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import envs as envs
 from rollout import agents as agents
 from rollout import checkpoint
 from rollout import recommendation as recommendation
@@ -68,6 +73,9 @@ from rollout.types import (
     PolicyStep,
     Transition,
 )
+
+if TYPE_CHECKING:
+    import buffers as buffers
 
 __version__ = "0.1.0"
 
@@ -118,3 +126,11 @@ __all__ = [
     "stateless_policy",
     "summarize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `buffers` when it is read: many projects have their own `buffers.py`."""
+    if name != "buffers":
+        raise AttributeError(f"module 'rollout' has no attribute {name!r}")
+    siblings.check(name)
+    return importlib.import_module(name)

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 
-def _check(name: str) -> None:
+def check(name: str) -> None:
     """Raises if a module of the user shadows one of our packages.
 
     Raises:
@@ -20,4 +20,4 @@ def _check(name: str) -> None:
         )
 
 
-_check("envs")
+check("envs")

@@ -113,6 +113,8 @@ def test_packages_import_only_what_they_may():
         if name.startswith("rollout.cli"):
             continue
         allowed = COMMON if name.startswith("rollout") else set()
+        if name == "rollout":  # which re-exports them
+            allowed = {"envs", "buffers"}
         for kind, own in KINDS.items():
             if name.startswith(f"rollout.{kind}"):
                 allowed = allowed | own
@@ -166,6 +168,27 @@ def test_own_module_that_hides_one_of_ours_is_named(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "`envs` must be the package that comes with `rollout`" in done.stderr
     assert str(tmp_path / "envs.py") in done.stderr
+
+
+def test_one_import_reaches_all_three_packages():
+    import buffers
+    import envs
+    import rollout
+
+    assert rollout.envs is envs
+    assert rollout.buffers is buffers
+    with pytest.raises(AttributeError, match="no attribute 'buffer'"):
+        _ = rollout.buffer
+
+
+def test_own_buffers_are_named_when_ours_are_read(tmp_path):
+    """Not before: a project may have its own `buffers.py` and not need ours."""
+    (tmp_path / "buffers.py").write_text("")
+    code = "import buffers, rollout; print(len(dir(buffers)) < 20); rollout.buffers"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+    assert "`buffers` must be the package that comes with `rollout`" in done.stderr
 
 
 # Of NumPy's and jax's kind, and what tests of suites read of these.

@@ -54,7 +54,7 @@ def test_source_archive_names_files_that_exist():
 def test_extras_that_name_extras_name_ones_that_exist():
     extras = PROJECT["project"]["optional-dependencies"]
     asked = [asked for some in extras.values() for asked in some]
-    own = [re.fullmatch(r"rollout\[(.*)\]", one) for one in asked]
+    own = [re.fullmatch(r"rollout-jax\[(.*)\]", one) for one in asked]
     named = {name for match in own if match for name in match[1].split(",")}
     assert named
     assert named <= set(extras)

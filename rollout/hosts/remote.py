@@ -384,7 +384,8 @@ def _import() -> ModuleType:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise ImportError('ray is not installed: pip install ".[ray]"') from error
+        line = 'pip install "rollout-jax[ray]"'
+        raise ImportError(f"ray is not installed: {line}") from error
 
 
 def _init(ray: ModuleType, **options: Any) -> None:

@@ -6,7 +6,7 @@ together, as seen by a learner that takes a batch and throws it away; the plain
 processes keep what they collect, so theirs is the speed of collecting alone. Then the
 processor time of a step, which other work on the machine changes less (Linux only).
 
-    pip install ".[gymnasium,ray]"
+    pip install "rollout-jax[gymnasium,ray]"
     python tests/benchmarks/remote_speed.py
 """
 

@@ -125,7 +125,7 @@ def test_what_is_wrong_is_named(data, options, message):
 
 def test_pandas_is_needed(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r'pip install "\.\[recommend\]"'):
+    with pytest.raises(ImportError, match=r'pip install "rollout-jax\[recommend\]"'):
         envs.interactions.from_interactions(LOG, missing=0)
 
 

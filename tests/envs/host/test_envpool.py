@@ -269,5 +269,7 @@ def test_wrong_options_are_named():
 
 def test_what_to_install_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "envpool", None)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "\.\[envpool\]"'):
+    with pytest.raises(
+        ModuleNotFoundError, match=r'pip install "rollout-jax\[envpool\]"'
+    ):
         from_envpool("CartPole-v1", 2)

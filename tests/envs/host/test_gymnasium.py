@@ -261,7 +261,7 @@ def test_id_that_is_none_is_named():
 
 def test_command_that_installs_gymnasium_is_in_the_message(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(ImportError, match=r'pip install "\.\[gymnasium\]"'):
+    with pytest.raises(ImportError, match=r'pip install "rollout-jax\[gymnasium\]"'):
         envs.from_gymnasium("CartPole-v1", 2)
 
 

@@ -130,7 +130,10 @@ def test_parameters_go_to_the_suite():
             ["pgx:tic_tac_toe", "--env-param=size=4"],
             "with size=4 fails: make",
         ),
-        (["jaxmarl:coin_game", "--num-episodes=2"], 'pip install ".[jaxmarl]"'),
+        (
+            ["jaxmarl:coin_game", "--num-episodes=2"],
+            'pip install "rollout-jax[jaxmarl]"',
+        ),
         (["pgx:chess", "--gif=a.gif"], "several agents are not drawn, got pgx:chess"),
     ],
 )

@@ -190,7 +190,7 @@ def test_package_that_is_not_installed_is_named_with_the_command(
 ):
     monkeypatch.setitem(sys.modules, package, None)
     line = error_line([f"{package}:CartPole-v1"], capsys)
-    assert f'{package} is not installed: pip install ".[{package}]"' in line
+    assert f'{package} is not installed: pip install "rollout-jax[{package}]"' in line
 
 
 @pytest.mark.parametrize(

@@ -390,7 +390,7 @@ def test_gif_without_pygame_names_the_extra(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pygame", None)
     line = error_line(["CartPole-v1", f"--gif={tmp_path}/a.gif"], capsys)
     assert "Drawing CartPole-v1 needs pygame" in line
-    assert 'pip install ".[render]"' in line
+    assert 'pip install "rollout-jax[render]"' in line
     assert list(tmp_path.iterdir()) == []
 
 

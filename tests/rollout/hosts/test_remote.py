@@ -239,7 +239,7 @@ def test_wrong_options_are_refused(options, message):
 
 def test_missing_ray_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    message = r'ray is not installed: pip install "\.\[ray\]"'
+    message = r'ray is not installed: pip install "rollout-jax\[ray\]"'
     with pytest.raises(ImportError, match=message):
         start()
 
