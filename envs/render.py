@@ -1,14 +1,14 @@
 """`render_gif`: draws an episode as an animated GIF, by the drawing code of its suite.
 
 Adapters of suites other than gymnax have `render_frames(states)`, which draws one state
-after the other as `[H, W, 3]` or `[H, W, 4]` uint8.
+after the other as `[H, W, 3]` or `[H, W, 4]` uint8; so may a custom environment.
 """
 
 import contextlib
 import importlib.util
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import chex
@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from envs.suites.gymnax import _GymnaxEnv
-from envs.types import ArrayTree, Env, EnvStep
-from envs.wrappers.base import Wrapper
+from envs.types import ArrayTree, Env, EnvStep, VectorEnv
+from envs.wrappers.base import Wrapper, WrapperState
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -53,8 +53,9 @@ def can_render(env: Env) -> bool:
     """Returns whether `render_gif` can draw `env`.
 
     Args:
-        env: an environment from `make` or an adapter, or a wrapper that holds one in
-            its attribute `env`.
+        env: an environment from `make` or an adapter, a custom one that has
+            `render_frames(states)`, or a wrapper that holds one of these in its
+            attribute `env`.
 
     Returns:
         True if the suite has a drawing of it; the packages that draw need not be
@@ -87,16 +88,32 @@ def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
     check_render(env)
     chex.assert_rank(rewards, 1)
     chex.assert_tree_shape_prefix(states, (len(rewards) + 1,))
-    states, rewards = jax.device_get((states, rewards))
-    returns = np.append(0.0, np.cumsum(rewards, dtype=np.float64))
+    states, rewards = jax.device_get((_unwrapped(states), rewards))
+    inner, returns = _innermost(env), _running(rewards)
     rows = [jax.tree.map(lambda x: x[t], states) for t in range(returns.size)]  # noqa: B023
-    inner, file = _innermost(env), io.BytesIO()
-    with _no_screen():
-        draw = _draw_frames if hasattr(inner, _FRAMES) else _draw_by_gymnax
-        frames, interval = draw(inner, rows, returns)
-    options = {"duration": interval, "loop": 0}  # loop 0: for ever
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], **options)
-    return file.getvalue()
+    with no_screen():
+        if hasattr(inner, _FRAMES):
+            frames, interval = _titled(inner.render_frames(rows), returns), _INTERVAL
+        else:
+            frames, interval = _draw_by_gymnax(inner, rows, returns)
+    return _to_gif(frames, interval)
+
+
+def frames_to_gif(frames: Iterable[np.ndarray], rewards: Any) -> bytes:
+    """Makes an animated GIF of frames that an environment drew, 10 per second.
+
+    Args:
+        frames: `T + 1` of them, `[H, W, 3]` or `[H, W, 4]` uint8.
+        rewards: `[T]` float, rewards of the steps; titles show the return so far.
+
+    Returns:
+        The contents of the file.
+
+    Raises:
+        ModuleNotFoundError: if Pillow is not installed.
+    """
+    _need(("PIL",), "an episode")
+    return _to_gif(_titled(frames, _running(rewards)), _INTERVAL)
 
 
 def expose_state(env: Env) -> Env:
@@ -112,21 +129,51 @@ def expose_state(env: Env) -> Env:
     return _ExposedState(env)
 
 
+def expose_lane_states(env: VectorEnv) -> tuple[VectorEnv, Env]:
+    """Puts the states of all lanes into `info`, as `expose_state` does.
+
+    Args:
+        env: an environment of `make_vec`, `vectorize` or `vectorize_each`, also sharded
+            or in a wrapper.
+
+    Returns:
+        The same lanes with that `info`; and the environment of the first lane.
+
+    Raises:
+        ValueError: if `env` is none of these.
+    """
+    around: Any = env
+    inner: Any = getattr(around, "env", None)
+    if hasattr(inner, "reset_done"):  # lanes in a wrapper
+        lanes, first = expose_lane_states(inner)
+    elif inner is not None and hasattr(around, "each"):
+        lanes = expose_state(inner)
+        first = jax.tree.map(lambda x: x[0], inner) if around.each else inner
+    else:
+        raise ValueError(
+            "`env` must have lanes of one environment of one agent, as `make_vec` and "
+            f"`vectorize` make them, got {type(env).__name__}."
+        )
+    return around.replace(env=lanes), first
+
+
 def check_render(env: Env) -> None:
     """Raises if `render_gif` cannot draw an environment here."""
     name = _name(_innermost(env))
     if not can_render(env):
         raise ValueError(
-            "`env` must be of a suite that draws, or one that gymnax draws "
-            f"({', '.join(_BY_PYGAME + _BY_MATPLOTLIB)}), got {name}."
+            "`env` must be of a suite that draws, have `render_frames`, or be one that "
+            f"gymnax draws ({', '.join(_BY_PYGAME + _BY_MATPLOTLIB)}), got {name}."
         )
     needed = (*_PACKAGES, "pygame") if name in _BY_PYGAME else _PACKAGES
-    if hasattr(_innermost(env), _FRAMES):
-        needed = ("PIL",)
+    _need(("PIL",) if hasattr(_innermost(env), _FRAMES) else needed, name)
+
+
+def _need(needed: tuple[str, ...], what: str) -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(
-            f"Drawing {name} needs {', '.join(missing)}, which the extra `render` "
+            f"Drawing {what} needs {', '.join(missing)}, which the extra `render` "
             'installs: pip install "rollout-jax[render]".'
         )
 
@@ -151,14 +198,30 @@ def _name(inner: Any) -> str:
     return getattr(env, "name", type(env).__name__)
 
 
-def _draw_frames(
-    inner: Any, rows: list[ArrayTree], returns: np.ndarray
-) -> tuple[list["Image"], int]:
-    """Draws frames by the suite, each with a title above; returns them and their ms."""
+def _unwrapped(states: ArrayTree) -> ArrayTree:
+    """Returns the states of the innermost environment."""
+    while isinstance(states, WrapperState):
+        states = states.env_state
+    return states
+
+
+def _running(rewards: Any) -> np.ndarray:
+    """Returns the return before each step and after the last, `[T + 1]`."""
+    return np.append(0.0, np.cumsum(rewards, dtype=np.float64))
+
+
+def _to_gif(frames: list["Image"], interval: int) -> bytes:
+    file = io.BytesIO()
+    options = {"duration": interval, "loop": 0}  # loop 0: for ever
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], **options)
+    return file.getvalue()
+
+
+def _titled(drawn: Iterable[np.ndarray], returns: np.ndarray) -> list["Image"]:
+    """Scales the frames to a common width, and puts a title above each."""
     from PIL import Image, ImageDraw
 
     frames = []
-    drawn = inner.render_frames(rows)
     for t, (pixels, total) in enumerate(zip(drawn, returns, strict=True)):
         larger = -(-_LEAST_WIDTH // pixels.shape[1])
         pixels = pixels[..., :3].repeat(larger, 0).repeat(larger, 1)
@@ -168,7 +231,7 @@ def _draw_frames(
         frame.paste(picture, (0, _TITLE_HEIGHT))
         ImageDraw.Draw(frame).text((4, 4), f"step {t}, return {total:.2f}", "black")
         frames.append(frame.quantize())  # a third of the memory
-    return frames, _INTERVAL
+    return frames
 
 
 def _draw_by_gymnax(
@@ -198,7 +261,7 @@ def _draw_by_gymnax(
 
 
 @contextlib.contextmanager
-def _no_screen() -> Iterator[None]:
+def no_screen() -> Iterator[None]:
     """Lets pygame and matplotlib draw without a screen, then restores the settings."""
     import matplotlib
 

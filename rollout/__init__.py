@@ -18,9 +18,10 @@ for environments that are not JAX; `rollout.recommendation` for items and users.
 `types` has the contracts; `checks` and `finite` check arguments and recorded values;
 `stats`, `trajectories`, `targets` and `minibatches` compute on trajectories;
 `collector`, `devices`, `evaluation`, `profiling` and `checkpoint` have the functions of
-these names; `processes` compares the processes of one run, `unrolling` scans several
-rows per iteration, and `siblings` finds modules that shadow our packages. `policies`,
-`kernel`, `stream`, `inspection` and `cli` are packages that list their modules.
+these names, and `recording` draws an episode; `processes` compares the processes of one
+run, `unrolling` scans several rows per iteration, and `siblings` finds modules that
+shadow our packages. `policies`, `kernel`, `stream`, `inspection` and `cli` are packages
+that list their modules.
 """
 
 from rollout.cli import interrupts  # noqa: F401, I001 (first: before jax)
@@ -51,9 +52,10 @@ from rollout.policies import (
     stateless_policy,
 )
 from rollout.profiling import Profile, profile
+from rollout.recording import record_gif
 from rollout.stats import (
     CollectStats,
-    Finished,
+    EpisodeWindow,
     Moments,
     finished,
     log_stats,
@@ -61,7 +63,7 @@ from rollout.stats import (
 )
 from rollout.stream import Stream, StreamBatch, StreamStats
 from rollout.targets import discounted_returns, gae, lambda_returns, next_values
-from rollout.trajectories import Pieces, split_trajectories
+from rollout.trajectories import split_trajectories
 from rollout.types import (
     Accumulator,
     Carry,
@@ -87,12 +89,11 @@ __all__ = [
     "Collector",
     "Episode",
     "EpisodeKey",
+    "EpisodeWindow",
     "Episodes",
-    "Finished",
     "HostCollector",
     "Moments",
     "Persistent",
-    "Pieces",
     "Policy",
     "PolicyStep",
     "Profile",
@@ -119,6 +120,7 @@ __all__ = [
     "profile",
     "random_policy",
     "random_warmup",
+    "record_gif",
     "recurrent_policy",
     "remote_batches",
     "shard",

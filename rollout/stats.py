@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,15 @@ class Moments(struct.PyTreeNode, kw_only=True):
     def max(self) -> jax.Array:
         """`()` float32, the largest."""
         return self._derive(lambda xp, x, n: x.high)
+
+    def __str__(self) -> str:
+        """Formats the mean and its 95 % interval, if there are at least two values."""
+        if not _is_known(self):
+            return repr(self)
+        if self.count < 2:
+            return f"{self.mean:.6g}" if self.count else "none"
+        low, high = self.interval(-1), self.interval(1)
+        return f"{self.mean:.6g} (95 %: {low:.6g} to {high:.6g})"
 
     def interval(self, side: int) -> jax.Array:
         """`()` float32, lower (-1) or upper (1) end of the mean's 95 % interval."""
@@ -125,6 +134,20 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
     lengths: Moments
     accumulated: dict[str, Moments] = struct.field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """Formats the mean return, its 95 % interval and the number of episodes."""
+        if not _is_known(self):
+            return repr(self)
+        if not self.num_episodes:
+            text = f"no episode ended in {_plural(self.num_steps, 'step')}"
+        else:
+            text = f"return {self.returns}, {_plural(self.num_episodes, 'episode')}"
+        if self.num_unfinished:
+            text += f", {self.num_unfinished:,} cut by `max_steps`"
+        if self.num_nonfinite:
+            text += f", {self.num_nonfinite:,} with NaN or infinity"
+        return text
+
     @property
     def return_mean(self) -> jax.Array:
         """`()` float32, mean undiscounted return."""
@@ -180,6 +203,97 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
     def length_max(self) -> jax.Array:
         """`()` float32, longest length."""
         return self.lengths.max
+
+
+class EpisodeWindow(struct.PyTreeNode, kw_only=True):
+    """The last K episodes that ended, for the learning curve of a loop inside `jit`.
+
+    A batch in which no episode ended has no mean return; a window has one as soon as
+    one episode has ended. Keep it in the state of the loop, and record `return_mean`:
+
+        window = rollout.EpisodeWindow.create(100)  # before the loop
+        window = window.add(trajectory)  # in each update
+
+    Attributes:
+        returns: `[K]` float32, undiscounted returns, the last episode's last.
+        lengths: `[K]` int32, lengths in steps, zero where no episode has ended yet.
+    """
+
+    returns: jax.Array  # [K]
+    lengths: jax.Array  # [K]
+
+    @classmethod
+    def create(cls, num_episodes: int) -> Self:
+        """Returns the window of a loop that begins.
+
+        Args:
+            num_episodes: K, at least 1.
+
+        Raises:
+            ValueError: if `num_episodes` is not an int of at least 1.
+        """
+        size = checks.count("num_episodes", num_episodes)
+        returns, lengths = jnp.zeros(size, jnp.float32), jnp.zeros(size, jnp.int32)
+        return cls(returns=returns, lengths=lengths)
+
+    def add(self, data: Transition | Episodes) -> Self:
+        """Moves the window on by the episodes that ended in `data`. Pure.
+
+        Args:
+            data: the next trajectory, `[T, B, ...]`, or `Episodes`; its masked-out
+                rows do not count.
+
+        Raises:
+            ValueError: if `data` is neither, or if this is the window of several runs.
+        """
+        if jnp.ndim(self.lengths) != 1:
+            raise ValueError(
+                "`add` must be called on one window, got those of several runs, of "
+                f"shape {jnp.shape(self.lengths)}: map it by `jax.vmap`."
+            )
+        size = len(self.lengths)
+        new = newest(data, size)
+        num_new = jnp.sum(new[:, 1] > 0, dtype=jnp.int32)
+        place = jnp.arange(size)
+        is_old = place < size - num_new
+        shift = lambda old, new: jnp.where(  # noqa: E731
+            is_old, jnp.roll(old, -num_new), new.astype(old.dtype)
+        )
+        return self.replace(
+            returns=shift(self.returns, new[:, 0]),
+            lengths=shift(self.lengths, new[:, 1]),
+        )
+
+    @property
+    def num_episodes(self) -> jax.Array:
+        """`()` int32, how many episodes the window has, at most K."""
+        return _xp(self).sum(self.lengths > 0, axis=-1, dtype=np.int32)
+
+    @property
+    def return_mean(self) -> jax.Array:
+        """`()` float32, their mean undiscounted return; NaN before the first."""
+        return self._mean(self.returns)
+
+    @property
+    def length_mean(self) -> jax.Array:
+        """`()` float32, their mean length in steps; NaN before the first."""
+        return self._mean(self.lengths)
+
+    def __str__(self) -> str:
+        """Formats the mean return and the number of episodes."""
+        if not _is_known(self):
+            return repr(self)
+        if not self.num_episodes:
+            return "no episode has ended"
+        last = _plural(self.num_episodes, "episode")
+        return f"return {self.return_mean:.6g}, last {last}"
+
+    def _mean(self, values: jax.Array) -> jax.Array:
+        xp = _xp(self)  # NumPy where nothing is traced: see `Moments`
+        count = self.num_episodes
+        total = xp.sum(xp.asarray(values, np.float32), axis=-1)
+        mean = total / xp.maximum(count, 1).astype(np.float32)
+        return xp.where(count > 0, mean, np.float32(np.nan))[()]
 
 
 class Finished(NamedTuple):
@@ -266,13 +380,31 @@ def finished(trajectory: Transition) -> Finished:
     )
 
 
+def newest(data: Transition | Episodes, size: int) -> jax.Array:
+    """Returns the last episodes that ended, `[size, 2]` float32: returns and lengths.
+
+    In the order in which they ended, or started in `Episodes`; zero before the first.
+    """
+    if isinstance(data, Episodes):
+        every = jnp.ones(data.terminated.shape, bool)
+        ended, mask = data, every if isinstance(data.mask, tuple) else data.mask
+    else:
+        ended = finished(data)
+        mask = ended.mask
+    number = jnp.cumsum(mask[::-1])[::-1]  # 1 for the last
+    place = jnp.where(mask & (number <= size), size - number, size)
+    values = (ended.episode_return, ended.episode_length.astype(jnp.float32))
+    blank = jnp.zeros((size, 2), jnp.float32)
+    return blank.at[place].set(jnp.stack(values, axis=1), mode="drop")
+
+
 def log_stats(stats: Any, *, prefix: str = "") -> dict[str, float]:
     """Flattens statistics into a dict of Python floats, for any logger.
 
     Args:
-        stats: a `CollectStats`, a `StreamStats`, an `AgentStats`, a mapping, or any of
-            these nested; every leaf a number or a `()` array.
-        prefix: prepended to every name.
+        stats: a `CollectStats`, a `StreamStats`, an `EpisodeWindow`, an `AgentStats`, a
+            mapping, or any of these nested; every leaf a number or a `()` array.
+        prefix: a group of names: "train" makes "train/return_mean" of "return_mean".
 
     Returns:
         Names to floats; a nested name is its path joined by "/". A mean over no episode
@@ -282,6 +414,7 @@ def log_stats(stats: Any, *, prefix: str = "") -> dict[str, float]:
         ValueError: if a leaf is not a scalar, or if two have the same name.
     """
     flat = {}
+    group = f"{prefix.rstrip('/')}/" if prefix else ""
     for path, leaf in jax.tree.leaves_with_path(jax.device_get(_named(stats))):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if np.shape(leaf):
@@ -289,12 +422,12 @@ def log_stats(stats: Any, *, prefix: str = "") -> dict[str, float]:
                 f"`stats` must have scalar leaves, got shape {np.shape(leaf)} at "
                 f"{name}."
             )
-        if prefix + name in flat:
+        if group + name in flat:
             raise ValueError(
                 f"`stats` must have different names, got {name} twice, for nested ones "
                 'are joined by "/".'
             )
-        flat[prefix + name] = float(leaf)
+        flat[group + name] = float(leaf)
     return flat
 
 
@@ -339,6 +472,22 @@ def _t_quantile(xp: Any, freedom: Any) -> Any:
     table = xp.asarray(_T_QUANTILES, xp.float32)
     small = table[xp.clip(freedom, 1, len(_T_QUANTILES)).astype(xp.int32) - 1]
     return xp.where(freedom > len(_T_QUANTILES), expansion, small)
+
+
+def _xp(tree: Any) -> Any:
+    """Returns `jnp` where something is traced, else NumPy."""
+    return jnp if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)) else np
+
+
+def _is_known(stats: CollectStats | Moments | EpisodeWindow) -> bool:
+    """Returns whether statistics are those of one run, and not traced."""
+    rank = 1 if isinstance(stats, EpisodeWindow) else 0
+    leaves = jax.tree.leaves(stats)
+    return _xp(stats) is np and all(np.ndim(x) == rank for x in leaves)
+
+
+def _plural(count: Any, noun: str) -> str:
+    return f"{int(count):,} {noun}" + ("" if count == 1 else "s")
 
 
 def _count(flag: jax.Array) -> jax.Array:
@@ -397,14 +546,16 @@ def _named(stats: Any) -> Any:
         values = {name: getattr(stats, name) for name in _NAMES}
         own = stats.accumulated.items()
         return values | {f"{name}_mean": moments.mean for name, moments in own}
-    if isinstance(stats, Moments):
-        return {name: getattr(stats, name) for name in _MOMENTS}
+    if isinstance(stats, Moments | EpisodeWindow):
+        names = _MOMENTS if isinstance(stats, Moments) else _WINDOW
+        return {name: getattr(stats, name) for name in names}
     if dataclasses.is_dataclass(stats) and not isinstance(stats, type):
         return _named(vars(stats))
     return stats
 
 
 _MOMENTS = ("count", "mean", "std", "min", "max")
+_WINDOW = ("num_episodes", "return_mean", "length_mean")
 _NAMES = (
     "num_steps",
     "num_episodes",

@@ -20,7 +20,8 @@ LADDER = (
     {"kernel"},
     {"collector"},
     {"hosts"},
-    {"agents", "devices", "evaluation", "profiling", "recommendation", "stream"},
+    {"agents", "devices", "evaluation", "profiling", "recommendation"}
+    | {"recording", "stream"},
     {"inspection"},
     {"cli"},
     {"__main__"},
@@ -38,6 +39,7 @@ KINDS = {
         "envs.host.types",
     },
     "recommendation": {"envs.wrappers"},
+    "recording": {"envs.host.claims", "envs.host.types", "envs.render"},
 }
 
 

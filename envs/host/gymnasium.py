@@ -120,6 +120,12 @@ class _VectorEnv:
     def action_space(self) -> AnySpace:
         return self._layout.action_space
 
+    def draw(self, number: int) -> np.ndarray:
+        """Draws one environment as it is now, `[H, W, 3]` uint8."""
+        host_checks.closed(self._is_closed)
+        frames = self._env.render()
+        return host_checks.frame(None if frames is None else frames[number])
+
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         host_checks.closed(self._is_closed)
         which = host_checks.reset(seeds, mask, self.num_envs)

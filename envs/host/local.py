@@ -89,6 +89,16 @@ class LocalEnvs:
         """Space of one environment's action."""
         return self.layout.action_space
 
+    def draw(self, number: int) -> np.ndarray:
+        """Draws one environment as it is now, `[H, W, 3]` uint8.
+
+        Raises:
+            ValueError: if the environment draws no frames.
+        """
+        checks.closed(not self._envs)
+        env = self._envs[number]
+        return checks.frame(env.render() if hasattr(env, "render") else None)
+
     def place(self, arrays: StepArrays) -> None:
         """Makes the environments write to these arrays from now on."""
         self._arrays, self._reward = arrays, arrays.reward

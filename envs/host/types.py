@@ -76,6 +76,9 @@ class HostVectorEnv(Protocol):
     changes nothing. `load(saved, obs, allow_pickle=False)`, called after it and a reset
     of all, takes the states and the observations `[E, ...]` at the `save`; it returns
     what `can_load` does. Environments that were faulty are faulty again.
+
+    An implementation that can draw an environment also has `draw(number)`, which
+    returns `[H, W, 3]` uint8, the environment as it is now.
     """
 
     @property

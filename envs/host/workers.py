@@ -61,9 +61,7 @@ def workers(
         ValueError: if an option is not as above, a function cannot be pickled, spaces
             differ, or a space has no arrays.
     """
-    make_fns = list(make_fns)
-    if not make_fns:
-        raise ValueError("`make_fns` must have at least one function, got none.")
+    make_fns = _list(make_fns)
     if num_workers is None:
         num_workers = min(len(make_fns), os.cpu_count() or 1)
     if counts.count("num_workers", num_workers) > len(make_fns):
@@ -79,6 +77,21 @@ def workers(
     _check_picklable(make_fns)
     info = {"observe_info": observe_info, "record_info": record_info}
     return WorkerEnvs(make_fns, num_workers, start_method, timeout, info)
+
+
+def _list(make_fns: Any) -> list[Callable[[], Any]]:
+    """Returns the functions as a list; raises unless they are functions."""
+    is_series = hasattr(make_fns, "__iter__") and not isinstance(make_fns, str)
+    listed: list[Any] = list(make_fns) if is_series else [None]
+    if not all(map(callable, listed)):
+        got = make_fns if isinstance(make_fns, str) else type(make_fns).__name__
+        raise ValueError(
+            "`make_fns` must be functions, one for each environment, such as "
+            f"`[make_one] * 8`, got {got!r}."
+        )
+    if not listed:
+        raise ValueError("`make_fns` must have at least one function, got none.")
+    return listed
 
 
 class WorkerEnvs:

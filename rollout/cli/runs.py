@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import envs
 from envs.multi_agent import MultiAgentInfo
-from envs.render import check_render
 from rollout.agents.stats import AgentStats, keep_agents, summarize_agents
 from rollout.cli.arguments import Run
 from rollout.cli.collector import make_collector
@@ -24,6 +22,7 @@ from rollout.inspection import Report, inspect
 from rollout.policies.basic import random_policy
 from rollout.profiling import Profile
 from rollout.profiling import profile as time_parts
+from rollout.recording import draw_episode
 from rollout.stats import merge, summarize
 from rollout.stream.progress import Bar
 from rollout.stream.stream import Stream
@@ -128,19 +127,9 @@ def play(run: Run, num_episodes: int, num_devices: int) -> Result:
 
 def draw(run: Run) -> tuple[bytes, Episodes]:
     """Draws the first episode that `play` would play, as a GIF."""
-    env = envs.make(run.env, **dict(run.env_param))
-    check_render(env)
-    lanes = envs.vectorize(envs.render.expose_state(env), 1)
-    collector = Collector(env=lanes, policy=random_policy(env.action_space))
-    carry = collector.init(jax.random.key(run.seed))
-    _, trajectory, episodes = collector.collect_padded_episodes(
-        carry, None, 1, max_length=run.max_steps
-    )
-    info, num = trajectory.info, int(episodes.episode_length[0])
-    join = lambda x, y: jnp.concatenate([x[:num, 0], y[num - 1 : num, 0]])  # noqa: E731
-    states = jax.tree.map(join, info["state"], info["next_state"])
-    gif = envs.render_gif(env, states, trajectory.reward[:num, 0])
-    return gif, jax.device_get(episodes)
+    env = envs.make_vec(run.env, 1, **dict(run.env_param))
+    collector = Collector(env=env, policy=random_policy(env.action_space))
+    return draw_episode(collector, jax.random.key(run.seed), None, run.max_steps)
 
 
 def inspect_steps(run: Run, accelerator: str) -> Report:

@@ -63,6 +63,7 @@ class AsyncCollector(HostCollector[ParamsT, ObsT, ActionT]):
 
     Attributes:
         num_ready: R.
+        timeout: seconds to wait for R environments, or None.
 
     Args:
         env: E environments that can step independently.
@@ -106,7 +107,7 @@ class AsyncCollector(HostCollector[ParamsT, ObsT, ActionT]):
                 f"`num_ready` must be the `batch_size` of the environment, {fixed}, "
                 f"got {num_ready}."
             )
-        self._timeout = checks.seconds("timeout", timeout)
+        self.timeout = checks.seconds("timeout", timeout)
         super().__init__(
             env=env,
             policy=policy,
@@ -120,10 +121,14 @@ class AsyncCollector(HostCollector[ParamsT, ObsT, ActionT]):
     def _num_columns(self) -> int:
         return self.num_ready
 
+    def _arguments(self) -> dict[str, Any]:
+        own = {"num_ready": self.num_ready, "timeout": self.timeout}
+        return super()._arguments() | own
+
     def _make_loop(self, key: chex.PRNGKey, failed: np.ndarray) -> Loop:
         act_fn, progress = self._program.act, self._program.start(key)
         loop = _AsyncLoop(self.env, act_fn, progress, key, self._faults, failed)
-        return loop.serving(self.num_ready, self._timeout)
+        return loop.serving(self.num_ready, self.timeout)
 
 
 def by_env(rows: Transition) -> Transition:
@@ -168,7 +173,7 @@ class _AsyncLoop(Loop):
 
     def serving(self, num_ready: int, timeout: float | None) -> Self:
         """Sets how many environments are in a row, and how long to wait for them."""
-        self._num_ready, self._timeout = num_ready, timeout
+        self._num_ready, self.timeout = num_ready, timeout
         self._start = time.monotonic()
         self._works = self._nowhere  # [E] bool, True while an environment steps
         self._chosen: ArrayTree = None  # obs, action, extras under way, [E, ...]
@@ -225,12 +230,12 @@ class _AsyncLoop(Loop):
         """Waits for the first environments that answer."""
         self._pending = TORN
         try:
-            self._pending = self._env.receive(num_ready, self._timeout)
+            self._pending = self._env.receive(num_ready, self.timeout)
         except TimeoutError as error:
             self._pending = None
             raise TimeoutError(
                 f"`num_ready`={num_ready} environments must answer within "
-                f"`timeout`={self._timeout} s, got fewer."
+                f"`timeout`={self.timeout} s, got fewer."
             ) from error
 
     def _info(self, result: HostStep, env_id: Any) -> Served:

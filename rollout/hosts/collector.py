@@ -53,6 +53,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         record_fn: maps a transition to its recorded fields, as in `Collector`.
         accumulators: user-defined values that are accumulated per episode, as in
             `Collector`.
+        on_fault: "raise" or "restart", see below.
+        max_restarts: see below.
 
     Args:
         on_fault: "raise" or "restart", where an environment fails: it raises, a worker
@@ -83,6 +85,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         checks.count("max_restarts", max_restarts, least=0)
         self.env, self.policy, self.record_fn = env, policy, record_fn
         self.accumulators = checks.accumulators(accumulators)
+        self.on_fault, self.max_restarts = on_fault, max_restarts
         self._faults = Faults(env, on_fault, max_restarts)
         self._number, self._ticket = new_user(), 0
         self._bookkeeper = Bookkeeper(self.accumulators, record_fn, env.num_envs)
@@ -102,6 +105,25 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def fault_stats(self) -> FaultStats:
         """Counts of faults and their costs so far."""
         return self._faults.stats
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a new collector with some of the arguments changed.
+
+        It begins with `init`, and has the same environments unless `env` is changed:
+        then a carry of this one is refused from there on.
+
+        Args:
+            **changes: arguments of the constructor.
+
+        Raises:
+            ValueError: if one is not as there.
+            TypeError: if there is no such argument.
+        """
+        return type(self)(**(self._arguments() | changes))
+
+    def _arguments(self) -> dict[str, Any]:
+        names = ("env", "policy", "record_fn", "accumulators")
+        return {x: getattr(self, x) for x in (*names, "on_fault", "max_restarts")}
 
     def close(self) -> None:
         """Closes the environments."""

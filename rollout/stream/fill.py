@@ -18,7 +18,7 @@ from rollout import checks, finite, kernel
 from rollout.collector import Collector
 from rollout.kernel import blocks, episode_keys
 from rollout.policies.exploration import random_where
-from rollout.stats import CollectStats, summarize
+from rollout.stats import CollectStats, newest, summarize
 from rollout.stream import stats as stream_stats
 from rollout.stream.types import Options, Window
 from rollout.types import Carry, Episodes, Transition
@@ -99,7 +99,7 @@ def conclude(
         episodes=episodes,
         stats=stats,
         counted=stream_stats.pack(stats, num_faulty, num_steps),
-        recent=stream_stats.newest(episodes or trajectory, options.window_episodes),
+        recent=newest(episodes or trajectory, options.window_episodes),
         faults=faults,
     )
 

@@ -8,8 +8,7 @@ import numpy as np
 from jax import lax
 
 from envs.types import ArrayTree
-from rollout.stats import CollectStats, finished
-from rollout.types import Episodes, Transition
+from rollout.stats import CollectStats
 
 
 class StreamStats(NamedTuple):
@@ -56,23 +55,6 @@ def pack(stats: CollectStats, num_faulty: jax.Array, num_steps: jax.Array) -> ja
     sums = jnp.stack([x.total for x in moments]).astype(jnp.float32)
     counts = jnp.stack((num_steps, stats.num_episodes, num_faulty)).astype(jnp.int32)
     return jnp.concatenate((counts, lax.bitcast_convert_type(sums, jnp.int32)))
-
-
-def newest(data: Transition | Episodes, size: int) -> jax.Array:
-    """Returns the last episodes that ended, `[size, 2]` float32: returns and lengths.
-
-    In the order in which they ended, or started in `Episodes`; zero before the first.
-    """
-    if isinstance(data, Episodes):
-        ended, mask = data, jnp.ones(data.terminated.shape, bool)
-    else:
-        ended = finished(data)
-        mask = ended.mask
-    number = jnp.cumsum(mask[::-1])[::-1]  # 1 for the last
-    place = jnp.where(mask & (number <= size), size - number, size)
-    values = (ended.episode_return, ended.episode_length.astype(jnp.float32))
-    blank = jnp.zeros((size, 2), jnp.float32)
-    return blank.at[place].set(jnp.stack(values, axis=1), mode="drop")
 
 
 def slide(recent: np.ndarray, newest: np.ndarray) -> np.ndarray:

@@ -120,6 +120,107 @@ def test_statistics_are_logged_by_name_as_floats():
         rollout.log_stats({"x": np.zeros(2)})
 
 
+def test_prefix_is_a_group_of_names():
+    for prefix in ("train", "train/"):
+        assert rollout.log_stats({"x": 1}, prefix=prefix) == {"train/x": 1.0}
+
+
+def of_episodes(returns, **fields):
+    """Episodes of these returns that all terminated after 5 steps."""
+    number = len(returns)
+    every = np.ones(number, bool)
+    given = {
+        "episode_return": np.float32(returns),
+        "episode_length": np.full(number, 5, np.int32),
+        "terminated": every,
+        "truncated": ~every,
+        "finished": every,
+        "lane": np.zeros(number, np.int32),
+        "num_steps": np.int32(5 * number),
+    }
+    return rollout.Episodes(**(given | fields))
+
+
+def test_statistics_are_printed_in_one_line():
+    stats = summarize(of_episodes([190.0, 200.0, 210.0]))
+    # 200 +- 4.302653 * 10 / sqrt(3), by Student's t with 2 degrees of freedom
+    assert str(stats) == "return 200 (95 %: 175.159 to 224.841), 3 episodes"
+    assert str(summarize(of_episodes([0.5]))) == "return 0.5, 1 episode"
+    nothing = summarize(of_episodes([], num_steps=np.int32(1280)))
+    assert str(nothing) == "no episode ended in 1,280 steps"
+    cut = of_episodes([np.inf, 1.0], finished=np.array([True, False]))
+    assert str(summarize(cut)).endswith(
+        ", 2 episodes, 1 cut by `max_steps`, 1 with NaN or infinity"
+    )
+
+
+def test_statistics_of_several_runs_or_traced_ones_are_printed_as_they_are():
+    stats = summarize(of_episodes([190.0, 200.0]))
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), stats)
+    assert str(many) == repr(many)
+    traced = []
+    jax.jit(lambda x: traced.append(str(x)))(stats)
+    assert traced[0].startswith("CollectStats(")
+
+
+@pytest.mark.parametrize("size", [1, 3, 50, 5000])
+def test_window_has_the_last_episodes_of_all_trajectories(size):
+    _, trajectory = collect("count")
+    done = np.asarray(trajectory.done)
+    window, add = rollout.EpisodeWindow.create(size), jax.jit(lambda w, t: w.add(t))
+    assert str(window) == "no episode has ended"
+    returns, lengths, cuts = [], [], (0, 1, 20, 21, 40, len(done))
+    for i, j in itertools.pairwise(cuts):
+        part = jax.tree.map(lambda x, i=i, j=j: x[i:j], trajectory)
+        window = add(window, part)
+        returns += np.asarray(part.episode_return)[done[i:j]].tolist()
+        lengths += np.asarray(part.episode_length)[done[i:j]].tolist()
+        assert window.num_episodes == min(size, len(returns))
+        if returns:
+            np.testing.assert_allclose(window.return_mean, np.mean(returns[-size:]))
+            np.testing.assert_allclose(window.length_mean, np.mean(lengths[-size:]))
+        else:
+            assert np.isnan(window.return_mean)
+            assert np.isnan(window.length_mean)
+    last = min(size, len(returns))
+    np.testing.assert_array_equal(window.returns[-last:], returns[-size:])
+    np.testing.assert_array_equal(window.lengths[-last:], lengths[-size:])
+    assert str(window).startswith(f"return {window.return_mean:.6g}, last {last} epis")
+
+
+def test_window_lives_in_a_scan_and_under_vmap():
+    window = rollout.EpisodeWindow.create(4)
+
+    def step(window, returns):
+        window = window.add(of_episodes([0, 0], episode_return=returns))
+        return window, window.return_mean
+
+    runs = jnp.arange(12.0).reshape(2, 3, 2)  # two runs of three batches
+    scan = lambda run: jax.lax.scan(step, window, run)  # noqa: E731
+    last, means = jax.jit(jax.vmap(scan))(runs)
+    np.testing.assert_array_equal(means, [[0.5, 1.5, 3.5], [6.5, 7.5, 9.5]])
+    np.testing.assert_array_equal(last.return_mean, [3.5, 9.5])
+    np.testing.assert_array_equal(last.num_episodes, [4, 4])
+    assert str(last) == repr(last)
+    with pytest.raises(ValueError, match="got those of several runs"):
+        last.add(of_episodes([1.0]))
+
+
+def test_window_counts_episodes_that_are_there():
+    """A host may lose some, and other lanes may be idle."""
+    window = rollout.EpisodeWindow.create(3)
+    mask = np.array([True, False, True])
+    window = window.add(of_episodes([1.0, 2.0, 4.0], mask=mask))
+    np.testing.assert_array_equal(window.returns, [0, 1, 4])
+    assert rollout.log_stats(window, prefix="train") == {
+        "train/num_episodes": 2.0,
+        "train/return_mean": 2.5,
+        "train/length_mean": 5.0,
+    }
+    with pytest.raises(ValueError, match="`num_episodes` must be"):
+        rollout.EpisodeWindow.create(0)
+
+
 def test_merged_statistics_of_parts_are_those_of_the_whole():
     _, trajectory = collect("count")
     cuts = (0, 1, 20, trajectory.reward.shape[0])

@@ -231,3 +231,32 @@ def test_what_is_refused():
         jax.jit(lambda x: on_host().num_envs + x)(1.0)
     with pytest.raises(ValueError, match="made and called outside of `jit`"):
         jax.jit(lambda x: x + collector.init(KEY).step)(1.0)  # nothing is traced
+
+
+def test_collector_with_a_change_is_a_new_one():
+    total = rollout.Accumulator(jnp.zeros, lambda total, t: total + t.reward)
+    host = rollout.HostCollector(
+        env=HostCount(4),
+        policy=rollout.random_policy(HostCount.action_space),
+        accumulators={"total": total},
+        max_restarts=3,
+    )
+    _, before = host.collect_steps(host.init(KEY), None, 20)
+    other = host.replace(env=HostCount(4), record_fn=lambda t: t.replace(next_obs=()))
+    assert (other.policy, other.max_restarts) == (host.policy, 3)
+    _, after = other.collect_steps(other.init(KEY), None, 20)
+    assert_same(after, before.replace(next_obs=()))
+    with pytest.raises(TypeError, match="'envs'"):
+        host.replace(envs=HostCount(4))
+    with pytest.raises(ValueError, match="`max_restarts` must be"):
+        host.replace(max_restarts=-1)
+
+
+def test_change_without_other_environments_takes_them_over():
+    host = on_host()
+    carry, _ = host.collect_steps(host.init(KEY), None, 3)
+    other = host.replace(record_fn=lambda t: t.replace(next_obs=()))
+    carry, _ = host.collect_steps(carry, None, 3)  # they still are the first one's
+    other.init(KEY)
+    with pytest.raises(ValueError, match="`carry` must be"):
+        host.collect_steps(carry, None, 3)
