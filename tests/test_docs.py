@@ -4,6 +4,8 @@ import functools
 import importlib
 import pathlib
 import re
+import sys
+from unittest import mock
 
 import chex
 import jax
@@ -23,6 +25,8 @@ MARKS = {name: [pytest.mark.slow] for name in TEXTS if name != "README.md"}
 MARKS["docs/accelerators.md"].append(pytest.mark.compiles_for("h100"))
 # Compiled as users compile them; the others are with few optimizations.
 OPTIMIZED = ("README.md", "docs/accelerators.md")
+# Packages that only show numbers; the tests have no need of them.
+LOGGERS = ("tensorboardX", "wandb")
 
 
 def blocks(text: str) -> list[str]:
@@ -223,7 +227,14 @@ def check_recommendation(names, out):
 
 
 def check_streaming(names, out):
-    """The second run begins where the first one ended, and the third goes on."""
+    """Three loggers agree; the second run begins where the first ended."""
+    metrics = names["metrics"]
+    assert 10 < metrics["train/return_mean"] < 40
+    calls = names["writer"].add_scalar.call_args_list
+    assert calls == [((name, x, 64 * 512),) for name, x in metrics.items()]
+    names["run"].log.assert_called_once_with(metrics, step=64 * 512)
+    (row,) = names["rows_until"]("log.csv", 64 * 512)
+    assert {name: float(x) for name, x in row.items()} == {"steps": 64 * 512, **metrics}
     page = TEXTS["docs/streaming.md"]
     more = page.replace("total_steps=64 * 512", "total_steps=64 * 640")
     assert int(out) == 64 * 512
@@ -281,6 +292,8 @@ def test_code_runs_block_by_block(name, request, capsys, tmp_path, monkeypatch):
     if name not in OPTIMIZED:
         request.getfixturevalue("quick_compile")
     monkeypatch.chdir(tmp_path)  # some of it writes files
+    for logger in LOGGERS:
+        monkeypatch.setitem(sys.modules, logger, mock.MagicMock())
     names = run(name, TEXTS[name])
     CHECKS[name](names, capsys.readouterr().out)
 
