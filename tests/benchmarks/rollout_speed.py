@@ -2,14 +2,15 @@
 
 Times, interleaved in one process:
 
-- `a`: this kernel, the six fields of `b` read from its trajectory;
-- `b`: the loop everyone writes: a key split per env and step, gymnax's own auto-reset
-  (every env is reset at every step, then selected), return and length in the carry;
-- `c`: the bare loop, this kernel's step without reset and without statistics;
-- `full`: this kernel with every field of `Transition`.
+- `rollout`: this kernel, the six fields of the next read from its trajectory;
+- `gymnax loop`: the loop everyone writes: a key split per env and step, gymnax's own
+  auto-reset (every env is reset at every step, then selected), return and length in the
+  carry;
+- `bare loop`: this kernel's step without reset and without statistics;
+- `all fields`: this kernel with every field of `Transition`.
 
-`a`, `b` and `c` return the same fields: obs, action, reward, done, episode return and
-length. Where `c` keeps no statistics it writes the reward in place of the return.
+The first three return the same fields: obs, action, reward, done, episode return and
+length. `bare loop` keeps no statistics and writes the reward in place of the return.
 
     python tests/benchmarks/rollout_speed.py                  # the table
     python tests/benchmarks/rollout_speed.py --both-loops     # and with the XLA flag
@@ -42,6 +43,7 @@ from rollout import kernel
 ENVS = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "Breakout-MinAtar")
 NUM_ENVS = (16, 128, 1024, 4096)
 NUM_STEPS = 128
+LOOPS = ("rollout", "gymnax loop", "bare loop", "all fields")
 Run = Callable[..., Any]
 
 
@@ -100,14 +102,14 @@ def make_policy(case: Case) -> tuple[rollout.Policy | None, Any]:
 
 
 def kernel_loop(case: Case, policy: rollout.Policy | None, fields: str) -> tuple:
-    """Column a, or full: `(init, run)` of this library's collector."""
+    """`rollout` or `all fields`: `(init, run)` of this library's collector."""
     env = envs.make_vec(case.env_id, case.num_envs, auto_reset=case.auto_reset)
     policy = policy or rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
 
     def run(carry: Any, params: Any) -> tuple[Any, Any]:
         carry, t = collector.collect_steps(carry, params, case.num_steps)
-        if fields == "full":
+        if fields == "all fields":
             return carry, t
         return carry, (
             t.obs,
@@ -122,7 +124,7 @@ def kernel_loop(case: Case, policy: rollout.Policy | None, fields: str) -> tuple
 
 
 def bare_loop(case: Case, policy: rollout.Policy | None) -> tuple:
-    """Column c: the kernel's policy and environment step, and nothing else."""
+    """`bare loop`: the kernel's policy and environment step, and nothing else."""
     env = envs.make_vec(case.env_id, case.num_envs)
     policy = policy or rollout.random_policy(env.action_space)
 
@@ -154,7 +156,7 @@ def bare_loop(case: Case, policy: rollout.Policy | None) -> tuple:
 
 
 def everyones_loop(case: Case, policy: rollout.Policy | None) -> tuple:
-    """Column b: the rollout loop that goes from project to project."""
+    """`gymnax loop`: the rollout loop that goes from project to project."""
     env, env_params = gymnax.make(case.env_id)
     space = env.action_space(env_params)
     num_envs = case.num_envs
@@ -205,10 +207,10 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Times the four loops of a case in turn, `repeats` times."""
     policy, params = make_policy(case)
     loops = {
-        "a": kernel_loop(case, policy, "six"),
-        "b": everyones_loop(case, policy),
-        "c": bare_loop(case, policy),
-        "full": kernel_loop(case, policy, "full"),
+        "rollout": kernel_loop(case, policy, "six"),
+        "gymnax loop": everyones_loop(case, policy),
+        "bare loop": bare_loop(case, policy),
+        "all fields": kernel_loop(case, policy, "all fields"),
     }
     running = {k: prepare(case, *loop, params) for k, loop in loops.items()}
     for _ in range(repeats):
@@ -227,16 +229,16 @@ def summarize(case: Case, programs: dict[str, Program]) -> dict[str, Any]:
     wall = {k: statistics.median(p.wall_s) for k, p in programs.items()}
     cpu = {k: statistics.median(p.cpu_s) for k, p in programs.items()}
     steps = case.num_envs * case.num_steps
-    full = programs["full"].memory
+    full = programs["all fields"].memory
     returned = full.output_size_in_bytes
     return {
         **case._asdict(),
         "steps_per_s": {k: steps / t for k, t in wall.items()},
         "cpu_per_wall": {k: cpu[k] / wall[k] for k in wall},
-        "a_over_b": wall["b"] / wall["a"],
-        "a_over_c": wall["c"] / wall["a"],
-        "a_over_b_cpu": cpu["b"] / cpu["a"],
-        "a_over_c_cpu": cpu["c"] / cpu["a"],
+        "over_gymnax_loop": wall["gymnax loop"] / wall["rollout"],
+        "over_bare_loop": wall["bare loop"] / wall["rollout"],
+        "over_gymnax_loop_cpu": cpu["gymnax loop"] / cpu["rollout"],
+        "over_bare_loop_cpu": cpu["bare loop"] / cpu["rollout"],
         "compile_s": {k: p.compile_s for k, p in programs.items()},
         "memory_over_returned": (returned + full.temp_size_in_bytes) / returned,
     }
@@ -244,23 +246,25 @@ def summarize(case: Case, programs: dict[str, Program]) -> dict[str, Any]:
 
 def print_row(row: dict[str, Any]) -> None:
     """Prints one row under `HEADER`."""
-    million = {k: v / 1e6 for k, v in row["steps_per_s"].items()}
+    million = " | ".join(f"{row['steps_per_s'][loop] / 1e6:.2f}" for loop in LOOPS)
     compile_s = row["compile_s"]
     print(
-        f"| {row['env_id']} | {row['num_envs']} | {row['policy']} | {row['impl']} "
-        f"| {million['a']:.2f} | {million['b']:.2f} | {million['c']:.2f} "
-        f"| {million['full']:.2f} | {row['a_over_b']:.2f} | {row['a_over_c']:.2f} "
-        f"| {row['a_over_b_cpu']:.2f} | {row['a_over_c_cpu']:.2f} "
-        f"| {compile_s['a']:.1f} | {compile_s['b']:.1f} "
+        f"| {row['env_id']} | {row['num_envs']:,} | {row['policy']} | {row['impl']} "
+        f"| {million} | {row['over_gymnax_loop']:.2f} | {row['over_bare_loop']:.2f} "
+        f"| {row['over_gymnax_loop_cpu']:.2f} | {row['over_bare_loop_cpu']:.2f} "
+        f"| {compile_s['rollout']:.1f} | {compile_s['gymnax loop']:.1f} "
         f"| {row['memory_over_returned']:.3f} |",
         flush=True,
     )
 
 
 HEADER = (
-    "| env | envs | policy | keys | a M/s | b M/s | c M/s | full M/s | a/b | a/c "
-    "| a/b cpu | a/c cpu | compile a s | compile b s | memory |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| environment | lanes | policy | keys | `rollout` | `gymnax loop` | `bare loop` "
+    "| `all fields` | `rollout` / `gymnax loop` | `rollout` / `bare loop` "
+    "| CPU time, `gymnax loop` / `rollout` | CPU time, `bare loop` / `rollout` "
+    "| compiling `rollout`, s | compiling `gymnax loop`, s "
+    "| peak memory of `all fields` / its outputs |\n"
+    f"|{'---|' * 15}"
 )
 
 
@@ -272,7 +276,7 @@ def measure_linearity(repeats: int) -> None:
         cases = [
             Case(env_id, 64, "random", "threefry2x32", num_steps=n) for n in lengths
         ]
-        slots = [prepare(c, *kernel_loop(c, None, "full"), ()) for c in cases]
+        slots = [prepare(c, *kernel_loop(c, None, "all fields"), ()) for c in cases]
         for _ in range(repeats):
             for program, carry in slots:
                 start = time.perf_counter()
