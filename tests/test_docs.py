@@ -11,6 +11,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 import envs
 import rollout
@@ -56,10 +57,11 @@ def check_printed(name, out):
 
 def check_readme(names, out):
     example, learnt = out.splitlines()
-    num_episodes, mean, longest = example.split()
-    assert int(num_episodes) > 100
-    assert 10 < float(mean) < float(longest) <= 200
-    assert float(learnt) > 150
+    assert f"print(stats)  # {example}\n" in README
+    assert re.fullmatch(r"return .* \(95 %: .*\), 100 episodes", learnt)
+    assert float(learnt.split()[1]) > 150
+    with Image.open("agent.gif") as image:
+        assert image.n_frames > 20
 
 
 def check_accelerators(names, out):
@@ -317,14 +319,13 @@ def test_continuous_integration_runs_the_command_of_the_readme():
 
 
 def test_readme_is_short():
-    assert len(README.splitlines()) <= 220
+    assert len(README.splitlines()) <= 150
 
 
-def test_every_page_and_notebook_is_linked_from_the_readme():
-    linked = re.findall(r"\]\(((?:docs|notebooks)/[^)]+)\)", README)
-    for folder, kind in (("docs", "md"), ("notebooks", "ipynb")):
-        for path in (ROOT / folder).glob(f"*.{kind}"):
-            assert linked.count(f"{folder}/{path.name}") == 1, path.name
+def test_every_page_is_linked_from_the_readme():
+    linked = re.findall(r"\]\((docs/[^)]+)\)", README)
+    for path in (ROOT / "docs").glob("*.md"):
+        assert linked.count(f"docs/{path.name}") == 1, path.name
 
 
 def test_every_page_is_in_the_navigation_of_the_site():
@@ -341,7 +342,7 @@ PUBLIC = (
 OTHERS = {
     *("buffers.base", "buffers.types", "envs.interactions", "envs.multi_agent"),
     *("envs.recommendation", "envs.render", "envs.spaces", "envs.types"),
-    "rollout.recommendation",
+    *("rollout.recommendation", "rollout.stats", "rollout.trajectories"),
     # Functions in a module of their own name.
     *("envs.vectorize", "rollout.minibatches"),
 }
@@ -401,15 +402,6 @@ def test_files_and_names_that_are_mentioned_exist(name):
             if not hasattr(found, attribute):  # a module that its package leaves out
                 importlib.import_module(f"{found.__name__}.{attribute}")
             found = getattr(found, attribute)
-
-
-@pytest.mark.parametrize("package", ["envs", "rollout", "buffers"])
-def test_tables_of_the_readme_name_what_is_public(package):
-    table = re.search(rf"^\| `{package}` \|.*?\n\n", README, re.DOTALL | re.MULTILINE)
-    rows = table.group().strip().splitlines()[2:]
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    public = set(importlib.import_module(package).__all__)
-    assert named == public
 
 
 def test_number_of_environments_is_that_of_gymnax():
