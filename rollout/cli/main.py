@@ -107,7 +107,8 @@ def _collect(run: Run) -> Iterator[Iterable[object]]:
         title = f"{run.env}: random policy in {run.num_envs:,} envs"
         order, kind = "started" if num_episodes else "ended", run.plot.suffix[1:]
         episodes = result.episodes or runs.ended(rows)
-        image = aside(lambda: figure.draw(title, order, episodes, kind.lower()))
+        agents, kind = result.agent_returns, kind.lower()
+        image = aside(lambda: figure.draw(title, order, episodes, kind, agents))
         write_file(run.plot, lambda file: file.write(image))
         yield (report.line("plot", run.plot),)
 

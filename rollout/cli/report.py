@@ -26,6 +26,7 @@ class Result(NamedTuple):
     run_time: float  # s
     rows: dict[str, np.ndarray]  # [T, B, ...] by name, those that a file needs
     episodes: Episodes | None = None  # [N] as NumPy arrays
+    agent_returns: dict[str, np.ndarray] | None = None  # [N] by agent
     is_interrupted: bool = False
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import envs
-from envs.multi_agent import MultiAgentInfo
+from envs.multi_agent import MultiAgentInfo, layout_of
 from rollout.agents.stats import AgentStats, keep_agents, summarize_agents
 from rollout.cli.arguments import Run
 from rollout.cli.collector import make_collector
@@ -37,6 +37,8 @@ _OF_AGENTS = (
     *("terminated", "truncated", "unassigned_reward"),
 )
 
+_RETURNS, _LENGTHS = "info/agents/agent_return", "info/agents/agent_length"
+
 
 def collect(run: Run, num_devices: int) -> Result:
     """Collects `num_steps` steps of every lane, with a bar if stderr is a terminal.
@@ -48,9 +50,12 @@ def collect(run: Run, num_devices: int) -> Result:
     total_steps = run.num_steps * run.num_envs
     bar, drawing = Bar(total_steps) if sys.stderr.isatty() else None, threading.Lock()
 
+    names: tuple[str, ...] = ()
+
     def work() -> None:
-        nonlocal compile_time
+        nonlocal compile_time, names
         collector, params = make_collector(run, num_devices)
+        names = layout_of(collector.env).agents if run.has_agents else ()
         with _make_stream(run, collector, params, total_steps) as stream:
             stream.compile()
             compile_time = time.perf_counter() - start
@@ -76,13 +81,15 @@ def collect(run: Run, num_devices: int) -> Result:
     num_rows = sum(batch.steps for batch in batches)
     fields, agents = zip(*[batch.trajectory for batch in batches], strict=True)
     rows = {name: np.concatenate([x[name] for x in fields]) for name in fields[0]}
+    rows = {name: x[: num_rows // run.num_envs] for name, x in rows.items()}
     return Result(
         stats=merge([batch.stats for batch in batches]),
         agents=merge(agents) if run.has_agents else None,
         num_rows=num_rows,
         compile_time=compile_time,
         run_time=seconds[-1],
-        rows={name: x[: num_rows // run.num_envs] for name, x in rows.items()},
+        rows=rows,
+        agent_returns=_by_agent(names, rows),
         is_interrupted=is_interrupted,
     )
 
@@ -122,7 +129,12 @@ def play(run: Run, num_episodes: int, num_devices: int) -> Result:
     stats, agents, steps, episodes = jax.device_get(program(collector, carry, params))
     run_time = time.perf_counter() - compiled
     num_rows, compile_time = int(steps) * run.num_envs, compiled - start
-    return Result(stats, agents, num_rows, compile_time, run_time, {}, episodes)
+    by_agent = None
+    if run.has_agents:
+        info, _ = episodes.accumulated["agents"]
+        by_agent = _named(info.layout.agents, info.agent_return, info.agent_length)
+    result = Result(stats, agents, num_rows, compile_time, run_time, {}, episodes)
+    return result._replace(agent_returns=by_agent)
 
 
 def draw(run: Run) -> tuple[bytes, Episodes]:
@@ -154,6 +166,22 @@ def ended(rows: dict[str, np.ndarray]) -> Episodes:
     return Episodes(**fields, finished=fields["terminated"] | fields["truncated"])
 
 
+def _by_agent(
+    names: tuple[str, ...], rows: dict[str, np.ndarray]
+) -> dict[str, np.ndarray] | None:
+    """Returns the agents' returns of the episodes that ended, if `rows` has any."""
+    if _RETURNS not in rows:
+        return None
+    done = rows["terminated"] | rows["truncated"]
+    return _named(names, rows[_RETURNS][done], rows[_LENGTHS][done])
+
+
+def _named(names: tuple[str, ...], returns: Any, lengths: Any) -> dict[str, np.ndarray]:
+    """Returns `[N]` returns by agent, NaN where one never acted, from `[N, A]`."""
+    acted = np.where(np.asarray(lengths) > 0, returns, np.nan)
+    return dict(zip(names, acted.T, strict=True))
+
+
 def _make_stream(
     run: Run, collector: Any, params: Any, total_steps: int | None
 ) -> Stream:
@@ -163,7 +191,11 @@ def _make_stream(
         if run.save:
             return _by_name(trajectory), agents
         names = _ENDING if run.plot else ()
-        return {name: getattr(trajectory, name) for name in names}, agents
+        fields = {name: getattr(trajectory, name) for name in names}
+        if run.plot and run.has_agents:
+            info = trajectory.info.agents
+            fields |= {_RETURNS: info.agent_return, _LENGTHS: info.agent_length}
+        return fields, agents
 
     return Stream(
         collector,

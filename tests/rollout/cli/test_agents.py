@@ -13,7 +13,7 @@ from agents import ChanceEnv
 
 import envs
 import rollout
-from rollout.cli import collector
+from rollout.cli import collector, figure
 from rollout.cli.arguments import make_parser, parse
 from rollout.cli.main import main
 from rollout.policies import masks
@@ -61,6 +61,20 @@ def assert_agents(table, name, values, lengths):
 def chance(monkeypatch):
     """Agents that come and go at random, in two groups."""
     monkeypatch.setattr(collector, "make_agents", lambda env_id: ChanceEnv())
+
+
+@pytest.mark.parametrize("kind", ["saved", "steps", "episodes"])
+def test_figure_has_the_returns_of_each_agent(kind, chance, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        figure, "draw", lambda *args: drawn.append(args[-1]) or b"figure"
+    )
+    size = f"--num-episodes={N}" if kind == "episodes" else f"--num-steps={T}"
+    argv = ["pgx:thing", f"--num-envs={B}", size, f"--plot={tmp_path}/a.png"]
+    table = run([*argv, *([f"--save={tmp_path}/a.npz"] if kind == "saved" else [])])
+    assert list(drawn[0]) == list(NAMES)
+    for name, values in drawn[0].items():
+        assert_figures(table["return"][name], values[np.isfinite(values)])
 
 
 def test_table_agrees_with_numpy_over_the_saved_file(chance, tmp_path):

@@ -461,6 +461,33 @@ def test_figure_shows_every_episode_and_every_kind():
     assert labels == ["terminated", "truncated", "cut"]
 
 
+def test_figure_of_agents_shows_the_return_of_each():
+    episodes = made_up_episodes()
+    nobody = np.full(8, np.nan)
+    returns = {
+        "fox": np.arange(8.0),
+        "owl": nobody,
+        "hen": np.float32([np.nan, 1, 1, 1, 1, 1, 1, 8]),
+    }
+    left, right = figure.make_figure("Some-v0", "ended", episodes, returns).axes
+    fox, hen = left.lines  # the owl never acted
+    np.testing.assert_array_equal(fox.get_xdata(), np.arange(1, 9))
+    np.testing.assert_array_equal(fox.get_ydata(), np.arange(8))
+    np.testing.assert_array_equal(hen.get_xdata(), np.arange(2, 9))  # not the first
+    labels = [text.get_text() for text in left.get_legend().get_texts()]
+    assert labels == ["fox 3.5", "hen 2"]
+    many = {"fox": np.tile([0.0, 2.0], 100), "hen": np.ones(200)}  # means of 4
+    every = jax.tree.map(lambda x: np.repeat(x, 25), episodes)
+    left, _ = figure.make_figure("Some-v0", "ended", every, many).axes
+    assert left.get_title() == "200 episodes, running means of 4"
+    for line in left.lines:
+        np.testing.assert_array_equal(line.get_xdata(), np.arange(4, 201, 2))
+        np.testing.assert_array_equal(line.get_ydata(), np.ones(99))
+    assert left.get_ylabel() == "return of each agent (sum of rewards)"
+    heights = [sum(bar.get_height() for bar in bars) for bars in right.containers]
+    assert heights == [2, 5, 1]
+
+
 def test_figure_of_very_many_episodes_draws_some_and_says_so():
     episodes = jax.tree.map(lambda x: np.repeat(x, 1501), made_up_episodes())
     left, _ = figure.make_figure("Some-v0", "ended", episodes).axes
