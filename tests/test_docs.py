@@ -352,7 +352,7 @@ PUBLIC = (
 OTHERS = {
     *("buffers.base", "buffers.types", "envs.interactions", "envs.multi_agent"),
     *("envs.recommendation", "envs.render", "envs.spaces", "envs.types"),
-    "rollout.recommendation",
+    *("rollout.recommendation", "rollout.stats", "rollout.trajectories"),
     # Functions in a module of their own name.
     *("envs.vectorize", "rollout.minibatches"),
 }
