@@ -1,21 +1,50 @@
-"""Adapts the pages to MkDocs; in the repository they stay plain Markdown.
+"""Adapts the pages to MkDocs; in the repository they stay plain Markdown and notebooks.
 
-The README is the first page of the site. Links that leave `docs/` lead to the file at
-`repo_url`; as long as mkdocs.yml names none, its path stands in their place. Names of
-the packages lead to the API, where classes of flax have the signature of dataclasses.
+The README is the first page of the site, and the notebooks are pages with their saved
+outputs. Links between them lead to pages. Links to other files lead to the repository
+that `project.urls` in pyproject.toml names, and as long as it names none, the path
+stands in their place. Names of the packages lead to the API, where classes of flax have
+the signature of dataclasses.
 """
 
+import binascii
 import pathlib
 import posixpath
 import re
+import tomllib
 
 import griffe
+import nbconvert
 from mkdocs.structure.files import File
+from traitlets.config import Config
 
 ROOT = pathlib.Path(__file__).parent.parent
 API = "".join(page.read_text() for page in ROOT.glob("docs/api/*.md"))
-# A function in a module of its own name stands there as `envs.vectorize.vectorize`.
-PUBLIC = {re.sub(r"\.\w+\.", ".", x): x for x in re.findall(r"::: (\S+)", API)}
+# A function in a module of its own name, such as `envs.vectorize.vectorize`, goes by
+# that of the module.
+PUBLIC = {re.sub(r"\b(\w+)\.\1$", r"\1", x): x for x in re.findall(r"::: (\S+)", API)}
+# `rollout` reaches the other two packages.
+PUBLIC |= {f"rollout.{x}": y for x, y in PUBLIC.items() if not x.startswith("rollout")}
+PICTURES = ["image/gif", "image/png"]
+# Outputs are blocks of text, as on the other pages, and pictures are files.
+NOTEBOOK = nbconvert.MarkdownExporter(
+    raw_template="""{% extends "markdown/index.md.j2" %}
+{% block stream %}
+```text
+{{ output.text.rstrip() }}
+```
+{% endblock %}
+{% block data_other %}
+![]({{ output.metadata.filenames["image/gif"] }})
+{% endblock %}
+{% block data_png %}
+![]({{ output.metadata.filenames["image/png"] }})
+{% endblock %}""",
+    config=Config(
+        ExtractOutputPreprocessor=Config(extract_output_types=PICTURES),
+        NbConvertBase=Config(display_data_priority=PICTURES),
+    ),
+)
 
 
 class FlaxDataclasses(griffe.Extension):
@@ -33,24 +62,48 @@ class FlaxDataclasses(griffe.Extension):
                 del cls.members[name]
 
 
+def on_config(config):
+    """Reads the address of the repository, if it has one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.repo_url = project.get("urls", {}).get("Repository")
+    if config.repo_url:
+        config.repo_name = "/".join(config.repo_url.rstrip("/").split("/")[-2:])
+        config.edit_uri = "edit/main/docs/"
+
+
 def on_files(files, config):
-    """Adds the README as the first page."""
-    readme = (ROOT / "README.md").read_text()
-    files.append(File.generated(config, "index.md", content=readme))
+    """Adds the README as the first page, and the notebooks."""
+
+    def add(src_uri, content, edited=None):
+        file = File.generated(config, src_uri, content=content)
+        file.edit_uri = edited and f"../{edited}"
+        files.append(file)
+
+    add("index.md", (ROOT / "README.md").read_text(), "README.md")
+    for path in sorted(ROOT.glob("notebooks/*.ipynb")):
+        resources = {"unique_key": path.stem}
+        text, resources = NOTEBOOK.from_filename(path, resources=resources)
+        add(f"notebooks/{path.stem}.md", text, f"notebooks/{path.name}")
+        for name, data in resources["outputs"].items():
+            # Only pictures in PNG are decoded.
+            is_gif = name.endswith(".gif")
+            add(f"notebooks/{name}", binascii.a2b_base64(data) if is_gif else data)
 
 
 def on_page_markdown(markdown, page, config, **_):
     """Turns the links of a page, which are those of the repository, into the site's."""
-    is_readme = page.file.src_uri == "index.md"
-    folder = "" if is_readme else posixpath.dirname("docs/" + page.file.src_uri)
+    folder = posixpath.dirname(_in_repository(page.file.src_uri))
+    if folder == "docs/api":  # the search finds the pages that show the use first
+        page.meta["search"] = {"boost": 0.5}
 
     def link(found):
         text, path, anchor = found.groups()
         target = posixpath.normpath(posixpath.join(folder, path))
         if not (ROOT / target).is_file():
             return found.group()
-        if target.startswith("docs/"):
-            return f"[{text}]({posixpath.relpath(target, folder or 'docs')}{anchor})"
+        if on_site := _on_site(target):
+            here = posixpath.dirname(page.file.src_uri) or "."
+            return f"[{text}]({posixpath.relpath(on_site, here)}{anchor})"
         if config.repo_url:
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{target})"
         return f"{text} (`{target}`)"
@@ -59,5 +112,34 @@ def on_page_markdown(markdown, page, config, **_):
         target = PUBLIC.get(found[1])
         return f"[{found[0]}][{target}]" if target else found[0]
 
-    markdown = re.sub(r"(?<!\[)`(\w+\.\w+)(?:\([^`]*\))?`(?!\])", name, markdown)
-    return re.sub(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*|)\)", link, markdown)
+    def adapt(text):
+        text = re.sub(r"(?<!\[)`([\w.]+\.\w+)(?:\([^`]*\))?`(?!\])", name, text)
+        return re.sub(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*|)\)", link, text)
+
+    url = config.repo_url
+    clone = f"\n```bash\ngit clone {url} rollout && cd rollout\n```\n" if url else ""
+    markdown = markdown.replace("<!-- clone -->", clone)
+    # Every other part is a block of code.
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
+    return "".join(x if i % 2 else adapt(x) for i, x in enumerate(parts))
+
+
+def on_post_page(output, **_):
+    """Keeps the theme from asking GitHub for stars and releases."""
+    return output.replace(' data-md-component="source"', "")
+
+
+def _in_repository(src_uri):
+    if src_uri == "index.md":
+        return "README.md"
+    if src_uri.startswith("notebooks/"):
+        return src_uri.removesuffix(".md") + ".ipynb"
+    return f"docs/{src_uri}"
+
+
+def _on_site(path):
+    if path == "README.md":
+        return "index.md"
+    if path.startswith("notebooks/"):
+        return path.removesuffix(".ipynb") + ".md"
+    return path.removeprefix("docs/") if path.startswith("docs/") else None

@@ -322,17 +322,29 @@ def test_readme_is_short():
     assert len(README.splitlines()) <= 150
 
 
-def test_every_page_is_linked_from_the_readme():
-    linked = re.findall(r"\]\((docs/[^)]+)\)", README)
-    for path in (ROOT / "docs").glob("*.md"):
-        assert linked.count(f"docs/{path.name}") == 1, path.name
+def linked(name: str) -> set[str]:
+    """The files of the repository that a page or the README links."""
+    folder = (ROOT / name).parent
+    paths = re.findall(r"\]\(([^)#\s]+)", TEXTS[name])
+    files = ((folder / path).resolve() for path in paths if "://" not in path)
+    return {file.relative_to(ROOT).as_posix() for file in files}
 
 
-def test_every_page_is_in_the_navigation_of_the_site():
+def test_every_page_and_notebook_is_two_links_from_the_readme():
+    first = linked("README.md")
+    near = first.union(*(linked(name) for name in first & TEXTS.keys()))
+    for pattern in ("docs/*.md", "docs/concepts/*.md", "notebooks/*.ipynb"):
+        paths = {path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)}
+        assert paths - near == set()
+
+
+def test_every_page_and_notebook_is_in_the_navigation_of_the_site():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     pages = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
+    notebooks = [f"notebooks/{x.stem}.md" for x in ROOT.glob("notebooks/*.ipynb")]
     # The first page is the README.
-    assert sorted(re.findall(r"\S+\.md", nav)) == sorted([*pages, "index.md"])
+    want = ["index.md", *pages, *notebooks]
+    assert sorted(re.findall(r"\S+\.md", nav)) == sorted(want)
 
 
 PUBLIC = (
@@ -363,7 +375,7 @@ def test_every_public_name_is_on_one_page_of_the_api():
     assert others - set(PUBLIC) == OTHERS
 
 
-@pytest.mark.parametrize("name", [x for x in TEXTS if x.startswith("docs/api/")])
+@pytest.mark.parametrize("name", [x for x in TEXTS if "\n::: " in TEXTS[x]])
 def test_pages_of_the_api_show_objects_that_exist(name):
     for path in re.findall(r"^::: (\S+)$", TEXTS[name], re.MULTILINE):
         module, _, attribute = path.rpartition(".")
@@ -402,6 +414,18 @@ def test_files_and_names_that_are_mentioned_exist(name):
             if not hasattr(found, attribute):  # a module that its package leaves out
                 importlib.import_module(f"{found.__name__}.{attribute}")
             found = getattr(found, attribute)
+
+
+@pytest.mark.parametrize("package", ["envs", "rollout", "buffers"])
+def test_table_of_the_api_names_what_is_public(package):
+    _, section = TEXTS["docs/api/index.md"].split(f"\n## {package}\n")
+    cells = re.findall(r"^\| (.+?) \| ", section.partition("\n## ")[0], re.MULTILINE)
+    named = re.findall(rf"`{package}\.(\w+)`", " ".join(cells))
+    assert len(set(named)) == len(named)
+    public = set(importlib.import_module(package).__all__)
+    assert public <= set(named)
+    for module in set(named) - public:
+        importlib.import_module(f"{package}.{module}")
 
 
 def test_number_of_environments_is_that_of_gymnax():
