@@ -192,6 +192,8 @@ def check_environments(names, out):
     assert (ends >= 2).all()
     assert ends.min() < 3.5 < ends.max()  # a walk moves by 1, to a goal in [2, 5]
     assert trajectory.next_obs == ()
+    with Image.open("cartpole.gif") as image:
+        assert image.n_frames == names["episode"].episode_length[0] + 1
 
 
 def check_episodes(names, out):
@@ -209,6 +211,8 @@ def check_host_environments(names, out):
     assert stats.startswith("FaultStats(faulty_episodes=")
     lost = names["patient"].fault_stats
     assert lost.faulty_episodes == lost.restarts > 0
+    with Image.open("agent.gif") as image:
+        assert image.n_frames == names["episode"].episode_length[0] + 1
     rows = jax.device_get(names["rows"])
     assert np.count_nonzero(~rows.mask) == lost.lost_steps
     one = names["collector"].env.num_envs, names["episodes"].finished.size
