@@ -167,3 +167,9 @@ def test_wrong_kind_is_named(name):
 def test_mask_and_scores_may_be_lists():
     scores, mask = [[0.0, 2.0, 1.0]], [[True, False, True]]
     assert rollout.recommendation.choose_items(scores, mask)[0].tolist() == [2]
+
+
+@pytest.mark.parametrize("value", [HostCount, "CartPole-v1", [HostCount, "b"], 3])
+def test_workers_need_a_function_for_each_environment(value):
+    with pytest.raises(ValueError, match=r"one for each environment, such as `\[make"):
+        envs.workers(value, 2)
