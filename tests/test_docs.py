@@ -295,8 +295,8 @@ each_with_code = pytest.mark.parametrize(
     [
         pytest.param(name, marks=MARKS.get(name, ()))
         for name, text in TEXTS.items()
-        # The others are in `test_coming_from.py`.
-        if blocks(text) and "coming_from" not in name
+        # The others are in `test_coming_from.py` and `test_recipes.py`.
+        if blocks(text) and not re.search("coming_from|recipes", name)
     ],
 )
 
