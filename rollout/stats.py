@@ -209,7 +209,8 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
     """The last K episodes that ended, for the learning curve of a loop inside `jit`.
 
     A batch in which no episode ended has no mean return; a window has one as soon as
-    one episode has ended. Keep it in the state of the loop, and record `return_mean`:
+    one episode has ended. The first episodes that end are short ones, so a curve means
+    little until K have ended. Keep the window in the state of the loop:
 
         window = rollout.EpisodeWindow.create(100)  # before the loop
         window = window.add(trajectory)  # in each update

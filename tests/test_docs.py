@@ -1,5 +1,6 @@
 """README and docs tell the truth: their code runs, and what they name exists."""
 
+import csv
 import functools
 import importlib
 import pathlib
@@ -247,12 +248,19 @@ def check_streaming(names, out):
     calls = names["writer"].add_scalar.call_args_list
     assert calls == [((name, x, 64 * 512),) for name, x in metrics.items()]
     names["run"].log.assert_called_once_with(metrics, step=64 * 512)
-    (row,) = names["rows_until"]("log.csv", 64 * 512)
+    (row,) = csv.DictReader(pathlib.Path("log.csv").read_text().splitlines())
     assert {name: float(x) for name, x in row.items()} == {"steps": 64 * 512, **metrics}
+    returns = pathlib.Path("returns.csv")
+    whole = returns.read_text()
+    assert [int(line.split(",")[0]) for line in whole.splitlines()] == [
+        64 * 128 * number for number in range(1, 5)
+    ]
+    returns.write_text(whole + "1,2\n")  # written, and not yet saved: a kill
     page = TEXTS["docs/streaming.md"]
     more = page.replace("total_steps=64 * 512", "total_steps=64 * 640")
     assert int(out) == 64 * 512
     assert run("docs/streaming.md", page)["stream"].steps == 64 * 512
+    assert returns.read_text() == whole
     assert run("docs/streaming.md", more)["stream"].steps == 64 * 640
 
 
