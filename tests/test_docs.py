@@ -276,6 +276,11 @@ def check_training(names, out):
     assert jax.tree.structure(updated) == jax.tree.structure(weights)
     change = jax.tree.map(lambda x, y: abs(x - y).max(), updated, weights)
     assert all(0 < x < 1 for x in jax.tree.leaves(change))
+    # A central difference: float32 values of about -200, 1 apart.
+    w, step = np.zeros((3, 1), np.float32), 3e-5 * names["slope"]
+    ends = [float(names["mean_return"](w + sign * step)) for sign in (1, -1)]
+    along = float((names["slope"] * step).sum())
+    np.testing.assert_allclose((ends[0] - ends[1]) / 2, along, rtol=0.02)
 
 
 CHECKS = {
