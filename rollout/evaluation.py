@@ -27,6 +27,10 @@ def evaluate(
     Which episodes count is settled before any of them ends, so the mean return is
     unbiased and its confidence interval holds.
 
+    An episode that a `HostCollector` with `on_fault="restart"` loses to a fault is one
+    of the N, and not in the statistics: `num_episodes` is then smaller, and the mean
+    biased, since long episodes fail more often.
+
     Lanes take episodes from one queue, the first ones first, so that N below `num_envs`
     leaves lanes out. Where lanes differ, as those of `envs.vectorize_each`, summarize
     `collect_episodes_per_env`, which plays equally many in each.

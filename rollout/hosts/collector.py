@@ -62,8 +62,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             its space. "raise" raises `envs.EnvFault`; "restart" masks out the episode
             from its first row in this call on, counts it in `fault_stats`, logs the
             cause and makes the environment anew; the others go on.
-        max_restarts: how many times in all environments are made anew; the next fault
-            raises.
+        max_restarts: how many times environments are made anew, over the life of the
+            collector; the next fault raises. Set it large for a long run.
 
     Raises:
         ValueError: if an argument is not as above.

@@ -16,7 +16,8 @@ class FaultStats(NamedTuple):
 
     Attributes:
         faulty_episodes: episodes that were given up.
-        lost_steps: steps of these that were masked out, the faulty ones included.
+        lost_steps: steps of these that were masked out, the faulty ones included. A
+            call for episodes has only its last rows, at most 64, and counts those.
         restarts: environments that were made anew.
     """
 
