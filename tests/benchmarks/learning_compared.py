@@ -1,0 +1,210 @@
+"""How well and how fast do PPO and DQN learn: ours, PureJaxRL's scripts, rejax?
+
+All have the settings of `TASKS`, and play the environments of the same gymnax and brax.
+Every training is compiled apart. The runs of a seed are interleaved, and timed in CPU
+seconds. `rollout.evaluate` plays 100 episodes with the last parameters of each: drawn
+actions with PPO, greedy ones with DQN.
+
+    pip install "rollout-jax[brax]" flashbax matplotlib optax rejax==0.1.3
+    git clone https://github.com/luchris429/purejaxrl
+    taskset -c 0 python tests/benchmarks/learning_compared.py values.json \\
+        --purejaxrl purejaxrl/purejaxrl --plot docs/learning.png
+
+`taskset` gives it one core: with more, CPU seconds count threads that wait. Values that
+the file has are not computed again, so an interrupted run goes on. Without
+`--purejaxrl` it has the other two only.
+"""
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import learners
+import learners_of_peers
+from learners import DQN, PPO, Learner
+from machine import machine
+
+import rollout
+
+NUM_SEEDS, NUM_EPISODES = 5, 100
+STUDENT = 2.776  # of four degrees of freedom: a 95 % interval of five values
+MINATAR = {  # as in PureJaxRL's notebook of MinAtar
+    "num_envs": 64,
+    "num_minibatches": 8,
+    "learning_rate": 5e-3,
+    "activation": "relu",
+}
+ROBOT = {"num_envs": 16, "num_minibatches": 8, "learning_rate": 3e-4, "entropy": 0.0}
+TASKS = {
+    "PPO CartPole": PPO("CartPole-v1", 976),
+    "PPO Acrobot": PPO("Acrobot-v1", 976),
+    "DQN CartPole": DQN("CartPole-v1", 25_000),
+    "DQN Acrobot": DQN("Acrobot-v1", 25_000),
+    "PPO inverted pendulum": PPO(
+        "brax:inverted_pendulum", 49, hidden=256, **ROBOT
+    ),
+    "PPO Breakout": PPO("Breakout-MinAtar", 122, **MINATAR),
+    "PPO Space Invaders": PPO("SpaceInvaders-MinAtar", 122, **MINATAR),
+    "DQN Breakout": DQN("Breakout-MinAtar", 25_000),
+    "DQN Space Invaders": DQN("SpaceInvaders-MinAtar", 25_000),
+}
+NAMES = {
+    "ours": "rollout",
+    "purejaxrl": "PureJaxRL",
+    "rejax": "rejax",
+    "limit_is_failure": "rollout, limits as failures",
+}
+COLORS = {"ours": "#0072B2", "purejaxrl": "#D55E00", "rejax": "#009E73"}
+Makers = dict[str, Callable[[PPO | DQN], Learner]]
+
+
+def makers(folder: Path | None) -> Makers:
+    """Returns who makes learners, by the keys of `NAMES`."""
+    made: Makers = {"ours": learners.make, "rejax": learners_of_peers.rejax}
+    if folder:
+        made["purejaxrl"] = functools.partial(
+            learners_of_peers.purejaxrl, folder=folder
+        )
+    made["limit_is_failure"] = functools.partial(learners.make, limit_is_failure=True)
+    return made
+
+
+def timed(fn: Callable[[], Any]) -> tuple[Any, float]:
+    """Returns a result and the CPU seconds, of all threads, that it took."""
+    start = time.process_time()
+    result = jax.block_until_ready(fn())
+    return result, time.process_time() - start
+
+
+def evaluate(learner: Learner, config: PPO | DQN, params: Any, seed: int) -> float:
+    """Returns the mean return of 100 episodes."""
+    env = rollout.envs.vectorize(learners.make_env(config.env_id), NUM_EPISODES)
+    policy = rollout.stateless_policy(learner.act)
+    collector = rollout.Collector(env=env, policy=policy)
+    key = jax.random.key(1000 + seed)
+    return float(rollout.evaluate(collector, key, params, NUM_EPISODES).return_mean)
+
+
+def run(
+    config: PPO | DQN, made: Makers, done: dict[str, Any], save: Callable[[], None]
+) -> None:
+    """Trains every seed with every maker; adds what it finds to `done`, and saves."""
+    programs, trained = {}, {}
+    for seed in range(NUM_SEEDS):
+        for name, make in made.items():
+            values = done.setdefault(
+                name, {"compile": None, "returns": {}, "seconds": {}}
+            )
+            if str(seed) in values["returns"]:
+                continue
+            key = jax.random.key(seed)
+            if name not in programs:
+                trained[name] = make(config)
+                lowered = jax.jit(trained[name].train).lower(key)
+                programs[name], values["compile"] = timed(lowered.compile)
+            program = functools.partial(programs[name], key)
+            params, values["seconds"][str(seed)] = timed(program)
+            result = evaluate(trained[name], config, params, seed)
+            values["returns"][str(seed)] = result
+            took = values["seconds"][str(seed)]
+            print(f"  {name} {seed}: {result:.1f}, {took:.1f} s", flush=True)
+            save()
+
+
+def interval(values: dict[str, float]) -> tuple[float, float]:
+    """Returns the mean of the seeds and half of its 95 % interval."""
+    every = list(values.values())
+    if len(every) < 2:
+        return every[0], math.nan
+    half = STUDENT * statistics.stdev(every) / math.sqrt(len(every))
+    return statistics.mean(every), half
+
+
+def table(results: dict[str, Any]) -> str:
+    """Makes the table of the page."""
+    names = [x for x in NAMES if any(x in found for found in results.values())]
+    heads = [f"{NAMES[x]}, {what}" for what in ("return", "CPU s") for x in names]
+    lines = [f"| | steps | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
+    for task, found in results.items():
+        cells = [
+            "{:.1f} ± {:.1f}".format(*interval(found[x][what])) if x in found else ""
+            for what in ("returns", "seconds")
+            for x in names
+        ]
+        steps = f"{TASKS[task].total_steps:,}"
+        lines.append(f"| {task} | {steps} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draws the return of every seed over its CPU seconds, a panel for each task."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    num_rows = -(-len(results) // 3)
+    figure, grid = plt.subplots(
+        num_rows, 3, figsize=(9, 2.4 * num_rows), layout="constrained", squeeze=False
+    )
+    for axes, (task, found) in zip(grid.flat, results.items(), strict=False):
+        for name, color in COLORS.items():
+            if name not in found:
+                continue
+            values = found[name]
+            x, y = values["seconds"], values["returns"]
+            axes.plot(list(x.values()), list(y.values()), "o", color=color, alpha=0.35)
+            (mid_x, half_x), (mid_y, half_y) = interval(x), interval(y)
+            style = {"color": color, "linewidth": 1.5, "label": NAMES[name]}
+            axes.errorbar(mid_x, mid_y, half_y, half_x, "s", markersize=6, **style)
+        axes.set_title(task, fontsize=10)
+        axes.set_xlim(left=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid.flat[len(results) :]:
+        axes.set_visible(False)
+    figure.supxlabel("CPU seconds of a training", fontsize=10)
+    figure.supylabel("mean return of 100 episodes", fontsize=10)
+    handles = grid[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=150, facecolor="white")
+
+
+def main() -> None:
+    """Reads the command line, trains, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("values", type=Path, help="the file for all values")
+    parser.add_argument("--purejaxrl", type=Path, help="the folder with `ppo.py`")
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--makers", nargs="*", choices=list(NAMES))
+    parser.add_argument("--plot", type=Path, help="the file for the picture")
+    args = parser.parse_args()
+    stored = {"machine": machine(), "results": {}}
+    if args.values.exists():
+        stored = json.loads(args.values.read_text())
+    print(stored["machine"], flush=True)
+
+    def save() -> None:
+        args.values.write_text(json.dumps(stored, indent=1))
+
+    made = makers(args.purejaxrl)
+    if args.makers:
+        made = {name: made[name] for name in args.makers}
+    for task in args.tasks:
+        print(task, flush=True)
+        if "MinAtar" in TASKS[task].env_id:  # hardly an episode lasts so long
+            made.pop("limit_is_failure", None)
+        run(TASKS[task], made, stored["results"].setdefault(task, {}), save)
+    print(table(stored["results"]))
+    if args.plot:
+        draw(stored["results"], args.plot)
+
+
+if __name__ == "__main__":
+    main()
