@@ -164,7 +164,9 @@ class ActorCritic(nn.Module):
         (size,) = self.action_space.shape
         mean = mlp(size, 0.01)
         log_std = self.param("log_std", nn.initializers.zeros, (size,))
-        return Gaussian(mean, jnp.broadcast_to(log_std, mean.shape)), mlp(1, 1.0)[..., 0]
+        return Gaussian(mean, jnp.broadcast_to(log_std, mean.shape)), mlp(1, 1.0)[
+            ..., 0
+        ]
 
 
 def ppo(config: PPO, *, limit_is_failure: bool = False, **options: Any) -> Learner:

@@ -143,9 +143,7 @@ def rejax(config: PPO | DQN) -> Learner:
 
 def _quiet(algorithm: Any) -> Any:
     """Trains without the evaluations on the way, which the others do not have."""
-    return algorithm.replace(
-        eval_callback=lambda *_: (), skip_initial_evaluation=True
-    )
+    return algorithm.replace(eval_callback=lambda *_: (), skip_initial_evaluation=True)
 
 
 def _make_robot(env_id: str) -> tuple[OneFlag, Any]:
@@ -158,7 +156,7 @@ def _make_robot(env_id: str) -> tuple[OneFlag, Any]:
 
 
 def _rejax_ppo(config: PPO) -> Learner:
-    from rejax import PPO as Algorithm
+    from rejax import PPO as Algorithm  # noqa: N811
 
     is_robot = config.env_id.startswith("brax:")
     make_env = _make_robot if is_robot else make_one_flag
@@ -195,7 +193,7 @@ def _rejax_ppo(config: PPO) -> Learner:
 
 def _rejax_dqn(config: DQN) -> Learner:
     from flax import linen
-    from rejax import DQN as Algorithm
+    from rejax import DQN as Algorithm  # noqa: N811
     from rejax.networks import DiscreteQNetwork, EpsilonGreedyPolicy
 
     env, env_params = make_one_flag(config.env_id)

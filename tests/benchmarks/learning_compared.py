@@ -47,9 +47,7 @@ TASKS = {
     "PPO Acrobot": PPO("Acrobot-v1", 976),
     "DQN CartPole": DQN("CartPole-v1", 25_000),
     "DQN Acrobot": DQN("Acrobot-v1", 25_000),
-    "PPO inverted pendulum": PPO(
-        "brax:inverted_pendulum", 49, hidden=256, **ROBOT
-    ),
+    "PPO inverted pendulum": PPO("brax:inverted_pendulum", 49, hidden=256, **ROBOT),
     "PPO Breakout": PPO("Breakout-MinAtar", 122, **MINATAR),
     "PPO Space Invaders": PPO("SpaceInvaders-MinAtar", 122, **MINATAR),
     "DQN Breakout": DQN("Breakout-MinAtar", 25_000),

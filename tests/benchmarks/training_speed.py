@@ -102,7 +102,9 @@ def layers(batch_size: int, repeats: int) -> dict[str, float]:
     for network in (Conv(), Patches(), Flat()):
         params = network.init(jax.random.key(1), obs)
 
-        def step(params: Any, _: None, network: nn.Module = network) -> tuple[Any, None]:
+        def step(
+            params: Any, _: None, network: nn.Module = network
+        ) -> tuple[Any, None]:
             loss = lambda params: jnp.square(network.apply(params, obs)).mean()  # noqa: E731
             grads = jax.grad(loss)(params)
             return jax.tree.map(lambda x, grad: x - 0.1 * grad, params, grads), None
