@@ -91,7 +91,7 @@ def collector(env: Any, acting: Any, record_fn: Any, value_fn: Any = None) -> No
 
 def collects_in_jax(value: Any) -> None:
     """Raises for a collector over environments that are not JAX."""
-    if not hasattr(value, "collect_steps") or not hasattr(value, "replace"):
+    if not hasattr(value, "collect_steps") or hasattr(value, "recover"):
         raise ValueError(
             "`collector` must be a `Collector`, whose environments are in JAX, got "
             f"{type(value).__name__}."
