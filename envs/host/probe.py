@@ -229,9 +229,8 @@ class _Probe:
 
     def _look_at(self, obs: ArrayTree) -> None:
         bad = self._guard.find(obs)
-        if bad is not None:
-            what = "must be finite and in its space"
-            self._report("obs", f"that of environment {bad.argmax()} {what}")
+        if bad:
+            self._report("obs", f"of environment {min(bad)}: {bad[min(bad)]}")
         leaves = [x for x in jax.tree.leaves(obs) if len(x) > 1 and x.size]
         if any(x.strides[0] == 0 for x in leaves):
             self._report("shared", "observations of all lie in the same memory")

@@ -337,9 +337,10 @@ class Loop:
 
     def _find_faults(self, result: HostStep, at: At) -> Mapping[int, BaseException]:
         bad = self._guard.find(result.obs)
-        if bad is None:
+        if not bad:
             return result.causes
-        return _bad_obs(self._of_all(bad, at)) | dict(result.causes)
+        lanes = np.arange(self._env.num_envs)[at].tolist()
+        return {lanes[row]: cause for row, cause in bad.items()} | dict(result.causes)
 
     def _report(
         self, fault: Fault, block: Block | None, forgiven: set[int] | None
@@ -374,8 +375,7 @@ class Loop:
         try:
             obs = self._env.reset(seeds, state.must_begin)
             bad = self._guard.find(obs)
-            if bad is not None:
-                causes = _bad_obs(bad & state.must_begin)
+            causes = {n: bad[n] for n in lane.tolist() if n in bad}
         except EnvFault as error:
             causes = error.causes
         if causes:
@@ -388,11 +388,6 @@ class Loop:
         obs = self._read_first(obs, state.unread)
         state = state._replace(must_begin=self._nowhere, unread=self._nowhere)
         self.obs, self.state = obs, state
-
-
-def _bad_obs(bad: np.ndarray) -> dict[int, BaseException]:
-    what = "the observation is not finite, or outside of its space"
-    return {int(number): ValueError(what) for number in np.flatnonzero(bad)}
 
 
 def _flags(causes: Mapping[int, BaseException], num_envs: int) -> np.ndarray:

@@ -239,7 +239,7 @@ class Shared(Gym):
         ({"flag": staticmethod(int)}, "fault", "terminated must be a bool, got int"),
         ({"reward": np.ones(1)}, "fault", "reward must be a number"),
         ({"obs": np.zeros(3, np.float32)}, "fault", "obs must have shape (2,)"),
-        ({"obs": np.full(2, 99.0, np.float32)}, "obs", "finite and in its space"),
+        ({"obs": np.full(2, 99.0, np.float32)}, "obs", "`obs[0]` must be in [-9, 9]"),
         ({"obs": np.zeros(2, np.complex64)}, "fault", "obs must have dtype float32"),
     ],
 )

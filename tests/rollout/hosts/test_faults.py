@@ -234,6 +234,19 @@ SPACES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("dict", "`obs['a']['one'][0]`"), ("tuple", "`obs[0][0]`")]
+)
+def test_error_names_the_number_that_is_not_finite(kind, name):
+    env = Parts(kind, 3, fault_fn=fails_at(4, what="nan"), **LENGTHS)
+    policy = rollout.random_policy(envs.Discrete(3))
+    collector = HostCollector(env=env, policy=policy)
+    with pytest.raises(envs.EnvFault) as caught:
+        collect(collector, 6)
+    assert list(caught.value.causes) == [1]
+    assert str(caught.value.causes[1]) == f"{name} must be finite, got nan"
+
+
 @pytest.mark.parametrize("kind", SPACES)
 def test_observation_of_several_parts_is_checked_part_by_part(kind):
     policy = rollout.random_policy(envs.Discrete(3))
