@@ -14,6 +14,7 @@ import pytest
 from cases import CountEnv
 from flax import struct
 from gymnax.visualize import Visualizer
+from gymnax.visualize.vis_gym import render_gym_frame
 from PIL import Image
 
 import envs
@@ -106,6 +107,29 @@ def test_gif_has_one_frame_per_state_at_the_pace_of_gymnax(gif):
     assert {frame.shape for frame in frames} == {(500, 600, 3)}
     for before, after in itertools.pairwise(frames):
         assert (before != after).any()
+
+
+CLASSIC = {
+    "Acrobot-v1": {"link_length_1": 0.5},
+    "CartPole-v1": {"length": 0.2},
+    "Pendulum-v1": {"max_speed": 4.0},
+    "MountainCar-v0": {"goal_position": 0.1},
+    "MountainCarContinuous-v0": {"goal_position": 0.1},
+}
+
+
+@pytest.mark.parametrize("env_id", CLASSIC)
+def test_classic_control_looks_as_gymnax_draws_it(env_id):
+    env = envs.make(env_id, **CLASSIC[env_id])
+    states = zero_states(env, 3)
+    states = jax.tree.map(lambda x: np.arange(3).astype(x.dtype) / 4, states)
+    frames, duration = open_frames(envs.render_gif(env, states, jnp.ones(2)))
+    assert duration == 50
+    for t, frame in enumerate(frames):
+        state = jax.tree.map(lambda x: x[t], states)  # noqa: B023
+        plain = render_gym_frame(env_id, state, env.env_params)
+        # Below the title; a GIF has 256 colors.
+        np.testing.assert_allclose(frame[20:].astype(int), plain, atol=1)
 
 
 def test_frames_show_the_states_in_order(catch):
