@@ -139,9 +139,9 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
         if not _is_known(self):
             return repr(self)
         if not self.num_episodes:
-            text = f"no episode ended in {_plural(self.num_steps, 'step')}"
+            text = f"no episode ended in {plural(self.num_steps, 'step')}"
         else:
-            text = f"return {self.returns}, {_plural(self.num_episodes, 'episode')}"
+            text = f"return {self.returns}, {plural(self.num_episodes, 'episode')}"
         if self.num_unfinished:
             text += f", {self.num_unfinished:,} cut by `max_steps`"
         if self.num_nonfinite:
@@ -286,7 +286,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
             return repr(self)
         if not self.num_episodes:
             return "no episode has ended"
-        last = _plural(self.num_episodes, "episode")
+        last = plural(self.num_episodes, "episode")
         return f"return {self.return_mean:.6g}, last {last}"
 
     def _mean(self, values: jax.Array) -> jax.Array:
@@ -487,7 +487,8 @@ def _is_known(stats: CollectStats | Moments | EpisodeWindow) -> bool:
     return _xp(stats) is np and all(np.ndim(x) == rank for x in leaves)
 
 
-def _plural(count: Any, noun: str) -> str:
+def plural(count: Any, noun: str) -> str:
+    """Returns "1 step", "1,280 steps"."""
     return f"{int(count):,} {noun}" + ("" if count == 1 else "s")
 
 

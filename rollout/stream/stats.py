@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from envs.types import ArrayTree
-from rollout.stats import CollectStats
+from rollout.stats import CollectStats, plural
 
 
 class StreamStats(NamedTuple):
@@ -44,6 +44,22 @@ class StreamStats(NamedTuple):
     window_episodes: int | None = None
     window_return_mean: float | None = None
     window_length_mean: float | None = None
+
+    def __str__(self) -> str:
+        """Formats mean returns, and the numbers of episodes, steps and faults."""
+        text = "no episode has ended"
+        if self.collect_episodes:
+            number = plural(self.collect_episodes, "episode")
+            text = f"return {self.return_mean:.6g}, {number}"
+        if self.window_episodes:
+            last = plural(self.window_episodes, "episode")
+            text += f" ({self.window_return_mean:.6g}, last {last})"
+        text += f", {plural(self.collect_steps, 'step')}"
+        if self.collect_batches:
+            text += f", {self.steps_per_second:,.0f} per second"
+        if self.faulty_episodes:
+            text += f", {plural(self.faulty_episodes, 'episode')} dropped"
+        return text
 
 
 def pack(stats: CollectStats, num_faulty: jax.Array, num_steps: jax.Array) -> jax.Array:

@@ -52,6 +52,33 @@ def test_reset_of_the_statistics_counts_anew():
     assert stream.steps == 16
 
 
+def test_statistics_print_as_a_line():
+    stats = rollout.StreamStats(
+        collect_batches=20,
+        collect_steps=30_720,
+        collect_episodes=512,
+        collect_seconds=0.25,
+        steps_per_second=122_880.0,
+        return_mean=61.2,
+        length_mean=61.2,
+        faulty_episodes=0,
+        accumulated={},
+    )
+    line = "return 61.2, 512 episodes, 30,720 steps, 122,880 per second"
+    assert str(stats) == line
+    last = stats._replace(
+        window_episodes=100, window_return_mean=195.5, faulty_episodes=1
+    )
+    assert str(last) == (
+        "return 61.2, 512 episodes (195.5, last 100 episodes), 30,720 steps, "
+        "122,880 per second, 1 episode dropped"
+    )
+    fresh = make_stream()
+    assert str(fresh.stats) == "no episode has ended, 0 steps"
+    next(fresh)
+    assert str(fresh.stats).startswith("no episode has ended, 8 steps, ")
+
+
 @each_env
 def test_log_stats_is_a_flat_dict_of_floats(name):
     stream = make_stream(name)
