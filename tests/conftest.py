@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import signal
 import tempfile
 
 import jax
@@ -35,6 +36,9 @@ def pytest_configure(config):
     for name, value in settings.items():
         os.environ[name] = str(value)  # for the processes that tests start
         jax.config.update(name.lower(), value)
+    # A shell that starts the tests with `&` has Ctrl-C ignored, also in their children.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Devices in name: all share the cores.
     jax.config.update("jax_num_cpu_devices", 8)
     assert jax.device_count() == 8  # from here on they are as they are
