@@ -1,11 +1,14 @@
-"""The kernel's benchmark runs; the chart of the speed page shows its tables."""
+"""Benchmarks run; what pages show of them is what they found."""
 
+import json
 import pathlib
 import re
+import sys
 
 import pytest
 
 FOLDER = pathlib.Path(__file__).parent / "benchmarks"
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
 
 @pytest.mark.slow
@@ -61,3 +64,52 @@ def test_ranges_in_the_sentences_of_the_speed_page_are_those_of_the_chart(speed_
         assert high in ends[1]
     assert "(48.9 times)" in sentences
     assert "48.9" in ends[1]
+
+
+@pytest.fixture
+def learning_compared(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import learning_compared
+
+    return learning_compared
+
+
+@pytest.mark.slow
+def test_comparison_of_learning_runs_once_per_seed(
+    learning_compared, monkeypatch, tmp_path
+):
+    tasks = {
+        "PPO": learning_compared.PPO("CartPole-v1", 2),
+        "DQN": learning_compared.DQN("CartPole-v1", 60, learning_starts=100),
+    }
+    values, plot = tmp_path / "values.json", tmp_path / "plot.png"
+    # The others are not installed here.
+    command = ["", str(values), "--makers", "ours", "--plot", str(plot)]
+    command += ["--seeds", "2", "--tasks", *tasks]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(learning_compared, "TASKS", tasks)
+
+    learning_compared.main()
+    first = values.read_text()
+    learning_compared.main()
+
+    assert values.read_text() == first
+    for found in json.loads(first)["results"].values():
+        returns, seconds = found["ours"]["returns"], found["ours"]["seconds"]
+        assert list(returns) == list(seconds) == ["0", "1"]
+        assert all(8 < x <= 500 for x in returns.values())
+        assert all(x > 0 for x in seconds.values())
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables_of_the_learning_page_are_those_of_its_values(learning_compared):
+    page = (DOCS / "learning.md").read_text()
+    results, more = (
+        json.loads((DOCS / name).read_text())["results"]
+        for name in ("learning.json", "learning_more_seeds.json")
+    )
+    assert results.keys() <= learning_compared.TASKS.keys()
+    assert learning_compared.table(results) in page
+    assert learning_compared.table_of_endings(results | more) in page
+    results["PPO CartPole"]["ours"]["returns"]["0"] -= 1
+    assert learning_compared.table(results) not in page

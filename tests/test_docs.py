@@ -222,6 +222,13 @@ def check_host_environments(names, out):
     assert names["target"].shape == (64, 4)
 
 
+def check_learning(names, out):
+    """The gradient of a short rollout is that of the page, and a long one is steep."""
+    norms = {int(x): float(y) for x, y in map(str.split, out.splitlines())}
+    assert f"{norms[10]:.2f}" in TEXTS["docs/learning.md"]
+    assert norms[200] > 50 * norms[10]  # chaotic, so other machines have other digits
+
+
 def check_many_machines(names, out):
     assert [line.split()[0] for line in out.splitlines()] == [*"12345678"]
     trajectory = names["batch"].trajectory
@@ -296,6 +303,7 @@ CHECKS = {
     "docs/environments.md": check_environments,
     "docs/episodes.md": check_episodes,
     "docs/host_environments.md": check_host_environments,
+    "docs/learning.md": check_learning,
     "docs/many_machines.md": check_many_machines,
     "docs/recommendation.md": check_recommendation,
     "docs/streaming.md": check_streaming,

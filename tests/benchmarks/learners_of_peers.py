@@ -1,7 +1,7 @@
 """PureJaxRL's own scripts and rejax, with the settings of `learners.py`.
 
-Their code is imported from where it is installed and runs as it is. Both expect the one
-flag of older versions of gymnax; `OneFlag` gives it to them.
+Their code is imported from where it is installed and runs as it is. Both expect the
+single flag of older versions of gymnax, which `OneFlag` gives them.
 """
 
 import importlib
@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from learners import DQN, LIMIT, PPO, Learner
 
-MAKE = gymnax.make  # where PureJaxRL calls it, `make_one_flag` takes its place
+# PureJaxRL calls it by this name, and gets `make_one_flag`.
+MAKE = gymnax.make
 
 
 class OneFlag:
@@ -61,7 +62,7 @@ def load_purejaxrl(folder: Path, name: str) -> Any:
     return module
 
 
-def purejaxrl(config: PPO | DQN, folder: Path) -> Learner:
+def make_purejaxrl(config: PPO | DQN, folder: Path) -> Learner:
     """Makes the learner of PureJaxRL."""
     make = _purejaxrl_ppo if isinstance(config, PPO) else _purejaxrl_dqn
     with mock.patch.object(gymnax, "make", make_one_flag):
@@ -136,7 +137,7 @@ def _purejaxrl_dqn(config: DQN, folder: Path) -> Learner:
     return Learner(lambda key: train(key)["runner_state"][0].params, act)
 
 
-def rejax(config: PPO | DQN) -> Learner:
+def make_rejax(config: PPO | DQN) -> Learner:
     """Makes the learner of rejax."""
     return _rejax_ppo(config) if isinstance(config, PPO) else _rejax_dqn(config)
 
@@ -156,13 +157,13 @@ def _make_robot(env_id: str) -> tuple[OneFlag, Any]:
 
 
 def _rejax_ppo(config: PPO) -> Learner:
-    from rejax import PPO as Algorithm  # noqa: N811
+    import rejax
 
     is_robot = config.env_id.startswith("brax:")
     make_env = _make_robot if is_robot else make_one_flag
     env, env_params = make_env(config.env_id)
     algorithm = _quiet(
-        Algorithm.create(
+        rejax.PPO.create(
             env=env,
             env_params=env_params,
             agent_kwargs={
@@ -192,8 +193,8 @@ def _rejax_ppo(config: PPO) -> Learner:
 
 
 def _rejax_dqn(config: DQN) -> Learner:
+    import rejax
     from flax import linen
-    from rejax import DQN as Algorithm  # noqa: N811
     from rejax.networks import DiscreteQNetwork, EpsilonGreedyPolicy
 
     env, env_params = make_one_flag(config.env_id)
@@ -203,7 +204,7 @@ def _rejax_dqn(config: DQN) -> Learner:
         action_dim=env.num_actions,
     )
     algorithm = _quiet(
-        Algorithm.create(
+        rejax.DQN.create(
             env=env,
             env_params=env_params,
             num_envs=config.num_envs,

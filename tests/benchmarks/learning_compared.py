@@ -7,8 +7,12 @@ actions with PPO, greedy ones with DQN.
 
     pip install "rollout-jax[brax]" flashbax matplotlib optax rejax==0.1.3
     git clone https://github.com/luchris429/purejaxrl
-    taskset -c 0 python tests/benchmarks/learning_compared.py values.json \\
+    taskset -c 0 python tests/benchmarks/learning_compared.py docs/learning.json \\
         --purejaxrl purejaxrl/purejaxrl --plot docs/learning.png
+    taskset -c 0 python tests/benchmarks/learning_compared.py \\
+        docs/learning_more_seeds.json \\
+        --purejaxrl purejaxrl/purejaxrl --tasks "PPO CartPole" "DQN CartPole" \\
+        --makers ours limit_is_failure purejaxrl --seeds 25
 
 `taskset` gives it one core: with more, CPU seconds count threads that wait. Values that
 the file has are not computed again, so an interrupted run goes on. Without
@@ -28,13 +32,13 @@ from typing import Any
 import jax
 import learners
 import learners_of_peers
+import scipy.stats
 from learners import DQN, PPO, Learner
 from machine import machine
 
 import rollout
 
-NUM_SEEDS, NUM_EPISODES = 5, 100
-STUDENT = 2.776  # of four degrees of freedom: a 95 % interval of five values
+NUM_EPISODES = 100
 MINATAR = {  # as in PureJaxRL's notebook of MinAtar
     "num_envs": 64,
     "num_minibatches": 8,
@@ -47,7 +51,7 @@ TASKS = {
     "PPO Acrobot": PPO("Acrobot-v1", 976),
     "DQN CartPole": DQN("CartPole-v1", 25_000),
     "DQN Acrobot": DQN("Acrobot-v1", 25_000),
-    "PPO inverted pendulum": PPO("brax:inverted_pendulum", 49, hidden=256, **ROBOT),
+    "PPO inverted pendulum": PPO("brax:inverted_pendulum", 196, hidden=256, **ROBOT),
     "PPO Breakout": PPO("Breakout-MinAtar", 122, **MINATAR),
     "PPO Space Invaders": PPO("SpaceInvaders-MinAtar", 122, **MINATAR),
     "DQN Breakout": DQN("Breakout-MinAtar", 25_000),
@@ -65,10 +69,10 @@ Makers = dict[str, Callable[[PPO | DQN], Learner]]
 
 def makers(folder: Path | None) -> Makers:
     """Returns who makes learners, by the keys of `NAMES`."""
-    made: Makers = {"ours": learners.make, "rejax": learners_of_peers.rejax}
+    made: Makers = {"ours": learners.make, "rejax": learners_of_peers.make_rejax}
     if folder:
         made["purejaxrl"] = functools.partial(
-            learners_of_peers.purejaxrl, folder=folder
+            learners_of_peers.make_purejaxrl, folder=folder
         )
     made["limit_is_failure"] = functools.partial(learners.make, limit_is_failure=True)
     return made
@@ -81,38 +85,42 @@ def timed(fn: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.process_time() - start
 
 
-def evaluate(learner: Learner, config: PPO | DQN, params: Any, seed: int) -> float:
-    """Returns the mean return of 100 episodes."""
+def make_judge(learner: Learner, config: PPO | DQN) -> rollout.Collector:
+    """Makes the collector that plays the episodes of an evaluation."""
     env = rollout.envs.vectorize(learners.make_env(config.env_id), NUM_EPISODES)
     policy = rollout.stateless_policy(learner.act)
-    collector = rollout.Collector(env=env, policy=policy)
-    key = jax.random.key(1000 + seed)
-    return float(rollout.evaluate(collector, key, params, NUM_EPISODES).return_mean)
+    return rollout.Collector(env=env, policy=policy)
 
 
 def run(
-    config: PPO | DQN, made: Makers, done: dict[str, Any], save: Callable[[], None]
+    config: PPO | DQN,
+    made: Makers,
+    num_seeds: int,
+    done: dict[str, Any],
+    save: Callable[[], None],
 ) -> None:
     """Trains every seed with every maker; adds what it finds to `done`, and saves."""
-    programs, trained = {}, {}
-    for seed in range(NUM_SEEDS):
+    jax.clear_caches()  # each program takes mappings, and a process has 65,530
+    programs, judges = {}, {}
+    for seed in range(num_seeds):
         for name, make in made.items():
             values = done.setdefault(
                 name, {"compile": None, "returns": {}, "seconds": {}}
             )
             if str(seed) in values["returns"]:
                 continue
-            key = jax.random.key(seed)
+            key, judge_key = jax.random.key(seed), jax.random.key(1000 + seed)
             if name not in programs:
-                trained[name] = make(config)
-                lowered = jax.jit(trained[name].train).lower(key)
+                learner = make(config)
+                judges[name] = make_judge(learner, config)
+                lowered = jax.jit(learner.train).lower(key)
                 programs[name], values["compile"] = timed(lowered.compile)
             program = functools.partial(programs[name], key)
-            params, values["seconds"][str(seed)] = timed(program)
-            result = evaluate(trained[name], config, params, seed)
-            values["returns"][str(seed)] = result
-            took = values["seconds"][str(seed)]
-            print(f"  {name} {seed}: {result:.1f}, {took:.1f} s", flush=True)
+            params, seconds = timed(program)
+            stats = rollout.evaluate(judges[name], judge_key, params, NUM_EPISODES)
+            values["seconds"][str(seed)] = seconds
+            values["returns"][str(seed)] = float(stats.return_mean)
+            print(f"  {name} {seed}: {stats}, {seconds:.1f} s", flush=True)
             save()
 
 
@@ -121,24 +129,46 @@ def interval(values: dict[str, float]) -> tuple[float, float]:
     every = list(values.values())
     if len(every) < 2:
         return every[0], math.nan
-    half = STUDENT * statistics.stdev(every) / math.sqrt(len(every))
-    return statistics.mean(every), half
+    student = scipy.stats.t.ppf(0.975, len(every) - 1)
+    return statistics.mean(every), student * scipy.stats.sem(every)
 
 
 def table(results: dict[str, Any]) -> str:
-    """Makes the table of the page."""
-    names = [x for x in NAMES if any(x in found for found in results.values())]
+    """Makes the table of the page: what every maker learnt, and how long it took."""
+    names = [x for x in COLORS if any(x in found for found in results.values())]
     heads = [f"{NAMES[x]}, {what}" for what in ("return", "CPU s") for x in names]
     lines = [f"| | steps | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for task, found in results.items():
         cells = [
-            "{:.1f} ± {:.1f}".format(*interval(found[x][what])) if x in found else ""
-            for what in ("returns", "seconds")
-            for x in names
+            _cell(found, x, what) for what in ("returns", "seconds") for x in names
         ]
         steps = f"{TASKS[task].total_steps:,}"
         lines.append(f"| {task} | {steps} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def table_of_endings(results: dict[str, Any]) -> str:
+    """Makes the table of returns with true endings and with one mistake in them.
+
+    The page takes a task that has more seeds from the file of those.
+    """
+    names = "ours", "limit_is_failure", "purejaxrl"
+    lines = [f"| | seeds | {' | '.join(NAMES[x] for x in names)} |", "|---" * 5 + "|"]
+    for task, found in results.items():
+        if all(x in found for x in names):
+            cells = [_cell(found, x, "returns") for x in names]
+            seeds = len(found["ours"]["returns"])
+            lines.append(f"| {task} | {seeds} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(found: dict[str, Any], name: str, what: str) -> str:
+    """The mean and half of its interval; the number of seeds, if it is not ours."""
+    if name not in found:
+        return ""
+    values, seeds = found[name][what], len(found["ours"][what])
+    few = "" if len(values) == seeds else f" ({len(values)} seeds)"
+    return "{:.1f} ± {:.1f}".format(*interval(values)) + few
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -163,7 +193,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             style = {"color": color, "linewidth": 1.5, "label": NAMES[name]}
             axes.errorbar(mid_x, mid_y, half_y, half_x, "s", markersize=6, **style)
         axes.set_title(task, fontsize=10)
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.05 * axes.get_xlim()[1])
         axes.spines[["top", "right"]].set_visible(False)
     for axes in grid.flat[len(results) :]:
         axes.set_visible(False)
@@ -181,6 +211,7 @@ def main() -> None:
     parser.add_argument("--purejaxrl", type=Path, help="the folder with `ppo.py`")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--makers", nargs="*", choices=list(NAMES))
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--plot", type=Path, help="the file for the picture")
     args = parser.parse_args()
     stored = {"machine": machine(), "results": {}}
@@ -189,17 +220,17 @@ def main() -> None:
     print(stored["machine"], flush=True)
 
     def save() -> None:
-        args.values.write_text(json.dumps(stored, indent=1))
+        args.values.write_text(json.dumps(stored, indent=1) + "\n")
 
     made = makers(args.purejaxrl)
     if args.makers:
         made = {name: made[name] for name in args.makers}
     for task in args.tasks:
         print(task, flush=True)
-        if "MinAtar" in TASKS[task].env_id:  # hardly an episode lasts so long
-            made.pop("limit_is_failure", None)
-        run(TASKS[task], made, stored["results"].setdefault(task, {}), save)
+        done = stored["results"].setdefault(task, {})
+        run(TASKS[task], made, args.seeds, done, save)
     print(table(stored["results"]))
+    print(table_of_endings(stored["results"]))
     if args.plot:
         draw(stored["results"], args.plot)
 

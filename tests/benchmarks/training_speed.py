@@ -79,7 +79,7 @@ def whole(config: PPO, num_seeds: int, folder: Path, repeats: int) -> str:
     options = {"auto_reset": "select"} if num_seeds > 1 else {}
     made = {
         "ours": learners.ppo(config, **options),
-        "theirs": learners_of_peers.purejaxrl(config, folder),
+        "theirs": learners_of_peers.make_purejaxrl(config, folder),
     }
     keys = jax.random.split(jax.random.key(0), num_seeds)
     compiled, programs = {}, {}
@@ -105,7 +105,9 @@ def layers(batch_size: int, repeats: int) -> dict[str, float]:
         def step(
             params: Any, _: None, network: nn.Module = network
         ) -> tuple[Any, None]:
-            loss = lambda params: jnp.square(network.apply(params, obs)).mean()  # noqa: E731
+            def loss(params: Any) -> jax.Array:
+                return jnp.square(network.apply(params, obs)).mean()
+
             grads = jax.grad(loss)(params)
             return jax.tree.map(lambda x, grad: x - 0.1 * grad, params, grads), None
 
