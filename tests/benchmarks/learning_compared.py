@@ -163,12 +163,11 @@ def table_of_endings(results: dict[str, Any]) -> str:
 
 
 def _cell(found: dict[str, Any], name: str, what: str) -> str:
-    """The mean and half of its interval; the number of seeds, if it is not ours."""
+    """The mean and half of its interval, with spaces at which no line breaks."""
     if name not in found:
         return ""
-    values, seeds = found[name][what], len(found["ours"][what])
-    few = "" if len(values) == seeds else f" ({len(values)} seeds)"
-    return "{:.1f} ± {:.1f}".format(*interval(values)) + few
+    text = "{:.1f} ± {:.1f}".format(*interval(found[name][what]))
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
