@@ -123,6 +123,26 @@ def test_program_learns(name, folder, request):
 
 
 @pytest.mark.slow
+def test_sac_recipe_takes_a_robot(folder, quick_compile):
+    """As the page says: a few lines take the places of those that begin alike."""
+    pytest.importorskip("brax")
+    code = blocks("sac")[0]
+    (robot,) = re.findall(r"```py\n(.*?)```", PAGES["sac"], re.DOTALL)
+    places = {"NUM_ENVS, FIRST": 1, "env = rollout.envs.R": 2, "optimizer, buffer": 1}
+    new = iter(robot.splitlines())
+    for begin, count in places.items():
+        (old,) = re.findall(rf"^{begin}.*$", code, re.MULTILINE)
+        code = code.replace(old, "\n".join(next(new) for _ in range(count)))
+    assert not list(new)
+    assert code.count("25, 2_000") == 1
+    names = {}
+    exec(compile(code.replace("25, 2_000", "2, 20"), "robot", "exec"), names)
+    assert names["env"].action_space.shape == (1,)
+    assert int(names["buffer"].size(names["state"][1])) == 250 + 2 * 20
+    assert all(1 < x <= 1_000 for x in names["returns"])
+
+
+@pytest.mark.slow
 def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
     """With `key_reuse` and `rank_promotion`: Jumanji does both."""
     pytest.importorskip("jumanji")
