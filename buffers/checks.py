@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from buffers import fields
-from buffers.types import ArrayTree, RingState
+from rollout.buffers import fields
+from rollout.buffers.types import ArrayTree, RingState
 
 _REAL: Any = numbers.Real  # a type checker knows no order of it
 FLAGS = ("terminated", "truncated")

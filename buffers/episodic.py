@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from buffers import checks, fields, lowering, ring, walk
-from buffers.replay import ReplayBuffer
-from buffers.types import ArrayTree, EpisodicState
+from rollout import platform
+from rollout.buffers import checks, fields, neighbours, ring
+from rollout.buffers.replay import ReplayBuffer
+from rollout.buffers.types import ArrayTree, EpisodicState
 
 
 class EpisodeBuffer(ReplayBuffer):
@@ -87,8 +88,8 @@ class EpisodeBuffer(ReplayBuffer):
     ) -> tuple[EpisodicState, dict[str, jax.Array]]:
         """Appends `[B, ...]` rows where `mask`; `last` are the marks before them."""
         pending, skipping = state.pending, state.skipping
-        marks = walk.marks(row)
-        broken = mask & ((pending > 0) | skipping) & ~walk.is_next(last, marks)
+        marks = neighbours.marks(row)
+        broken = mask & ((pending > 0) | skipping) & ~neighbours.is_next(last, marks)
         last = jax.tree.map(lambda old, new: jnp.where(mask, new, old), last, marks)
         abandoned = broken & ~skipping
         pending, skipping = jnp.where(broken, 0, pending), skipping & ~broken
@@ -133,12 +134,12 @@ def _last_marks(state: EpisodicState) -> dict[str, jax.Array]:
     def read_if_any(marks: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return lax.cond(
             jnp.any((state.pending > 0) | state.skipping),
-            lambda marks: walk.read_leaves(marks, row),
+            lambda marks: neighbours.read_leaves(marks, row),
             lambda marks: jax.tree.map(lambda x: jnp.zeros(row.shape, x.dtype), marks),
             marks,
         )
 
     def read(marks: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return lax.optimization_barrier(walk.read_leaves(marks, row))
+        return lax.optimization_barrier(neighbours.read_leaves(marks, row))
 
-    return lowering.choose(read_if_any, read, walk.marks(memory.experience))
+    return platform.choose(read_if_any, read, neighbours.marks(memory.experience))

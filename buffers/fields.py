@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from buffers.types import ArrayTree
+from rollout.buffers.types import ArrayTree
 
 
 def get(tree: ArrayTree, name: str) -> ArrayTree | None:

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from buffers import checks, lowering, ring, sampling, sum_tree, walk
-from buffers.base import RingBuffer
-from buffers.batches import RelabelFn
-from buffers.types import ArrayTree, Batch, PrioritizedState, Sequences
+from rollout import platform
+from rollout.buffers import checks, neighbours, ring, sampling, sum_tree
+from rollout.buffers.gather import RelabelFn
+from rollout.buffers.ring_buffer import RingBuffer
+from rollout.buffers.types import ArrayTree, Batch, PrioritizedState, Sequences
 
 _LARGEST = 1e30  # of priority ** alpha: a sum of 2**30 of them is still finite
 
@@ -182,7 +183,7 @@ class PrioritizedReplayBuffer(RingBuffer):
     ) -> PrioritizedState:
         priorities = priorities.astype(jnp.float32)
         valid = (priorities >= 0) & (priorities <= _LARGEST)
-        stored = walk.is_stored(state.ring, indices)
+        stored = neighbours.is_stored(state.ring, indices)
         taken = valid & stored
         beyond = state.priorities[0].shape[0]
         leaf = jnp.where(taken, indices, beyond)
@@ -267,7 +268,7 @@ def _put_rows(
     def put_in_loops(tree: sum_tree.Tree) -> sum_tree.Tree:
         together = ring.is_together(slot, num_slots)
         if num_rows <= num_slots:
-            tree = lowering.once(together, put_together, tree)
-        return lowering.once(~together, put_apart, tree)
+            tree = platform.write_if(together, put_together, tree)
+        return platform.write_if(~together, put_apart, tree)
 
-    return lowering.choose(put_in_loops, put_apart, tree)
+    return platform.choose(put_in_loops, put_apart, tree)

@@ -6,10 +6,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from buffers import checks, ring, sampling
-from buffers.base import RingBuffer
-from buffers.batches import RelabelFn
-from buffers.types import ArrayTree, Batch, RingState, Sequences
+from rollout.buffers import checks, ring, sampling
+from rollout.buffers.gather import RelabelFn
+from rollout.buffers.ring_buffer import RingBuffer
+from rollout.buffers.types import ArrayTree, Batch, RingState, Sequences
 
 
 class ReplayBuffer(RingBuffer):

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from buffers import fields, finals, lowering
-from buffers.types import ArrayTree, RingState
+from rollout import platform
+from rollout.buffers import fields, final_obs
+from rollout.buffers.types import ArrayTree, RingState
 
 
 def init(row: ArrayTree, num_slots: int, final_capacity: int) -> RingState:
@@ -28,7 +29,7 @@ def init(row: ArrayTree, num_slots: int, final_capacity: int) -> RingState:
     kept, last = row, ()
     if final_capacity:
         kept, next_obs = fields.put(row, next_obs=()), fields.get(row, "next_obs")
-        last = finals.init(next_obs, final_capacity, num_slots, num_envs)
+        last = final_obs.init(next_obs, final_capacity, num_slots, num_envs)
     return RingState(
         experience=jax.tree.map(
             lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), kept
@@ -70,7 +71,7 @@ def put(ring: RingState, chunk: ArrayTree, slot: jax.Array) -> RingState:
     """
     if ring.finals:
         next_obs, done = fields.get(chunk, "next_obs"), fields.done(chunk)
-        final, place = finals.put(ring.finals, next_obs, done, slot)
+        final, place = final_obs.put(ring.finals, next_obs, done, slot)
         # The place of its final observation is written along with the row.
         kept = (ring.experience, final.place)
         rows = (fields.put(chunk, next_obs=()), place)
@@ -115,7 +116,7 @@ def _slots(head: jax.Array, mask: jax.Array, num_slots: int) -> jax.Array:
 
 def _put(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:
     """Writes `rows`, `[T, B, ...]`, into `memory`, `[N, B, ...]`, in place."""
-    return lowering.choose(_put_in_loops, _put_apart, memory, rows, slot)
+    return platform.choose(_put_in_loops, _put_apart, memory, rows, slot)
 
 
 def _put_in_loops(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:
@@ -123,8 +124,8 @@ def _put_in_loops(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayT
     num_slots = jax.tree.leaves(memory)[0].shape[0]
     together = is_together(slot, num_slots)
     if slot.shape[0] <= num_slots:
-        memory = lowering.once(together, _put_together, memory, rows, slot)
-    return lowering.once(~together, _put_apart, memory, rows, slot)
+        memory = platform.write_if(together, _put_together, memory, rows, slot)
+    return platform.write_if(~together, _put_apart, memory, rows, slot)
 
 
 def _put_together(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:

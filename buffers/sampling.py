@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from buffers import lowering, sum_tree, walk
-from buffers.types import RingState
+from rollout import platform
+from rollout.buffers import neighbours, sum_tree
+from rollout.buffers.types import RingState
 
 RowFn = Callable[[jax.Array], jax.Array]  # rows of any shape to flags or numbers
 _Round = tuple[jax.Array, jax.Array, jax.Array]  # its number, the rows, their flags
@@ -41,7 +42,7 @@ def evenly_usable(
     return redraw(
         evenly(ring, first_key, num_draws),
         lambda key: evenly(ring, key, num_draws),
-        lambda row: walk.is_stored(ring, row) & usable_fn(row),
+        lambda row: neighbours.is_stored(ring, row) & usable_fn(row),
         lambda key: in_proportion_to(usable_fn, ring, key, num_draws),
         again_key,
     )
@@ -99,7 +100,7 @@ def redraw(
         last_key = jax.random.fold_in(key, _ROUNDS)
         return lax.cond(found.all(), lambda _: (row, found), look_at_all, last_key)
 
-    return lowering.choose(redraw_in_rounds, redraw_at_once, key)
+    return platform.choose(redraw_in_rounds, redraw_at_once, key)
 
 
 def in_proportion_to(
@@ -109,8 +110,8 @@ def in_proportion_to(
     num_draws: int,
 ) -> jax.Array:
     """Draws `[S]` int32 rows in proportion to `weight_fn(row)`: O(capacity)."""
-    row = walk.all_rows(ring)
-    weight = jnp.where(walk.is_stored(ring, row), weight_fn(row), 0)
+    row = neighbours.all_rows(ring)
+    weight = jnp.where(neighbours.is_stored(ring, row), weight_fn(row), 0)
     return sum_tree.draw_apart(
         sum_tree.build(weight.astype(jnp.float32)), key, num_draws
     )
@@ -142,11 +143,11 @@ def has_usable(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
         )[1]
 
     def count_all(ring: RingState) -> jax.Array:
-        row = walk.all_rows(ring)
-        usable = walk.is_stored(ring, row) & usable_fn(row)
+        row = neighbours.all_rows(ring)
+        usable = neighbours.is_stored(ring, row) & usable_fn(row)
         return jnp.sum(usable, dtype=jnp.int32)
 
-    return lowering.choose(count_back, count_all, ring) >= number
+    return platform.choose(count_back, count_all, ring) >= number
 
 
 def below(n: jax.Array, shape: tuple[int, ...], key: chex.PRNGKey) -> jax.Array:

@@ -8,7 +8,7 @@ from flax import struct
 from typing_extensions import TypeVar
 
 # `ArrayTree`, a pytree of arrays, is `Any`: no annotation can say which structure it
-# has. `envs.types` has the same, but `buffers` does not import `envs`.
+# has. `rollout.envs.types` has the same, but `rollout.buffers` does not import it.
 
 ExperienceT = TypeVar("ExperienceT", default=Any)
 

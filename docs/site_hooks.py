@@ -20,11 +20,9 @@ from traitlets.config import Config
 
 ROOT = pathlib.Path(__file__).parent.parent
 API = "".join(page.read_text() for page in ROOT.glob("docs/api/*.md"))
-# A function in a module of its own name, such as `envs.vectorize.vectorize`, goes by
-# that of the module.
+# A function in a module of its own name, such as `rollout.envs.vectorize.vectorize`,
+# goes by that of the module.
 PUBLIC = {re.sub(r"\b(\w+)\.\1$", r"\1", x): x for x in re.findall(r"::: (\S+)", API)}
-# `rollout` reaches the other two packages.
-PUBLIC |= {f"rollout.{x}": y for x, y in PUBLIC.items() if not x.startswith("rollout")}
 PICTURES = ["image/gif", "image/png"]
 # Outputs are blocks of text, as on the other pages, and pictures are files.
 NOTEBOOK = nbconvert.MarkdownExporter(

@@ -7,32 +7,33 @@ write the two methods of `Env`. `render_gif` draws an episode. `from_gymnasium` 
 `make_agents` makes environments by id, `vectorize_agents` puts copies side by side, and
 `MultiAgentEnv` is the contract of a custom one.
 
-This package exports what most programs need. `envs.suites` adapts suites of
-environments, each imported only when used; `envs.host` has environments that are not
-JAX; `envs.wrappers` and `envs.spaces` have all wrappers and all spaces;
-`envs.recommendation` and `envs.interactions` have users and items; `envs.render` draws.
+This package exports what most programs need. `rollout.envs.suites` adapts suites of
+environments, each imported only when used; `rollout.envs.host` has environments that
+are not JAX; `rollout.envs.wrappers` and `rollout.envs.spaces` have all wrappers and all
+spaces; `rollout.envs.recommendation` and `rollout.envs.ratings` have users and items;
+`rollout.envs.render` draws.
 """
 
-from envs import interactions as interactions
-from envs import recommendation as recommendation
-from envs import render as render
-from envs import spaces as spaces
-from envs import suites as suites
-from envs import wrappers as wrappers
-from envs.host.envpool import from_envpool
-from envs.host.gymnasium import from_gymnasium
-from envs.host.types import EnvFault, HostVectorEnv
-from envs.host.workers import workers
-from envs.joint import vectorize_agents
-from envs.multi_agent import MultiAgentEnv
-from envs.recommendation import RecommendationEnv
-from envs.registry import env_ids, make, make_agents, make_vec
-from envs.render import render_gif
-from envs.spaces import Box, Dict, Discrete, Space, Tuple
-from envs.suites import from_gymnax
-from envs.types import Env, EnvStep, VectorEnv
-from envs.vectorize import vectorize, vectorize_each
-from envs.wrappers import (
+from rollout.envs import ratings as ratings
+from rollout.envs import recommendation as recommendation
+from rollout.envs import render as render
+from rollout.envs import spaces as spaces
+from rollout.envs import suites as suites
+from rollout.envs import wrappers as wrappers
+from rollout.envs.host.envpool import from_envpool
+from rollout.envs.host.gymnasium import from_gymnasium
+from rollout.envs.host.types import EnvFault, HostVectorEnv
+from rollout.envs.host.worker_envs import workers
+from rollout.envs.multi_agent import MultiAgentEnv
+from rollout.envs.recommendation import RecommendationEnv
+from rollout.envs.registry import env_ids, make, make_agents, make_vec
+from rollout.envs.render import render_gif
+from rollout.envs.spaces import Box, Dict, Discrete, Space, Tuple
+from rollout.envs.suites import from_gymnax
+from rollout.envs.types import Env, EnvStep, VectorEnv
+from rollout.envs.vectorize import vectorize, vectorize_each
+from rollout.envs.vectorize_agents import vectorize_agents
+from rollout.envs.wrappers import (
     ActionRepeat,
     EndOnFault,
     FrameStack,

@@ -2,8 +2,9 @@
 
 `reset_select` resets all `B` lanes and keeps the result where a lane is done: the
 reference, without a loop. `reset_compact` resets only done lanes, `K` at a time, and
-`reset_switch` resets none, up to `K` done lanes, or all: see `envs.few_lanes`. All are
-exact for any number of done lanes. `reset_auto` chooses one of them.
+`reset_switch` resets none, up to `K` done lanes, or all: see
+`rollout.envs.masked_update`. All are exact for any number of done lanes. `reset_auto`
+chooses one of them.
 
 All take `start_fn`, which returns fresh `Lanes` for the lane numbers it is given.
 """
@@ -15,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from envs import few_lanes, keys, work
-from envs.types import ArrayTree, Env, LaneIndex, Lanes
+from rollout.envs import cost_estimate, masked_update, prng
+from rollout.envs.types import ArrayTree, Env, LaneIndex, Lanes
 
 _StartFn = Callable[[Env, LaneIndex], Lanes]
 
@@ -28,7 +29,7 @@ _FEW_ROUNDS = 8
 
 def reset_select(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
     """Resets every lane and keeps the result where `done`."""
-    return few_lanes.select(done, lambda at: start_fn(env, at), lanes)
+    return masked_update.select(done, lambda at: start_fn(env, at), lanes)
 
 
 def reset_compact(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
@@ -37,12 +38,16 @@ def reset_compact(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -
     A `while_loop` has no reverse-mode derivative. Derivatives pass through the lanes
     that are not done; only `reset_select` differentiates a reset with respect to `env`.
     """
-    return _without_derivative(_of_words(few_lanes.rounds), env, start_fn, done, lanes)
+    return _without_derivative(
+        _of_words(masked_update.rounds), env, start_fn, done, lanes
+    )
 
 
 def reset_switch(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
     """Resets nothing, up to `K` done lanes, or all lanes; derivatives as in compact."""
-    return _without_derivative(_of_words(few_lanes.switch), env, start_fn, done, lanes)
+    return _without_derivative(
+        _of_words(masked_update.switch), env, start_fn, done, lanes
+    )
 
 
 def reset_auto(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
@@ -56,8 +61,8 @@ def reset_auto(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> L
 
     A reset is cheap if it takes at most 5,000 operations, about a step of Breakout, or
     30 million in all lanes together; on a GPU it must also have no loop of more than 8
-    rounds. Operations are counted in its jaxpr (`envs.work`); a loop of unknown length
-    is costly. Derivatives are those of compact on every platform.
+    rounds. Operations are counted in its jaxpr (`rollout.envs.cost_estimate`); a loop
+    of unknown length is costly. Derivatives are those of compact on every platform.
 
     These numbers are from programs compiled ahead of time, per step with 2,048 lanes
     and random actions. CartPole, cheap, in launches on an H100 and cycles on a TPU v5e:
@@ -73,11 +78,17 @@ def reset_auto(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> L
         env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes
     ) -> ArrayTree:
         one = jnp.zeros((1,), jnp.int32)
-        operations, rounds = work.estimate(lambda: keys.words(start_fn(env, one)))
+        operations, rounds = cost_estimate.estimate(
+            lambda: prng.words(start_fn(env, one))
+        )
         is_cheap = operations <= max(_FEW_OPERATIONS, _FEW_IN_ALL / done.size)
         select, switch, compact = (
             functools.partial(_of_words(way), env, start_fn, done)
-            for way in (few_lanes.select, few_lanes.switch, few_lanes.rounds)
+            for way in (
+                masked_update.select,
+                masked_update.switch,
+                masked_update.rounds,
+            )
         )
         gpu = select if is_cheap and rounds <= _FEW_ROUNDS else switch
         other = select if is_cheap else compact
@@ -92,7 +103,7 @@ def _of_words(way: Callable[..., ArrayTree]) -> Callable[..., Lanes]:
     """Makes a reset of lanes whose keys are replaced by their words."""
 
     def reset(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
-        return way(done, lambda at: keys.words(start_fn(env, at)), lanes)
+        return way(done, lambda at: prng.words(start_fn(env, at)), lanes)
 
     return reset
 
@@ -105,10 +116,10 @@ def _without_derivative(
     lanes: Lanes,
 ) -> Lanes:
     """Calls `reset` on words of keys; derivatives pass through lanes not done."""
-    words = keys.words(lanes)
+    words = prng.words(lanes)
     fixed = lax.stop_gradient((env, words))
     fresh = reset(fixed[0], start_fn, done, fixed[1])
-    return keys.like(_attach(fresh, words, done), lanes)
+    return prng.like(_attach(fresh, words, done), lanes)
 
 
 @jax.custom_jvp
@@ -125,6 +136,6 @@ def _attach_jvp(primals: tuple, tangents: tuple) -> tuple:
     def through(x: jax.Array, tangent: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return tangent  # that of an integer is empty
-        return keys.select(done, jnp.zeros_like(x), tangent)
+        return prng.select(done, jnp.zeros_like(x), tangent)
 
     return fresh, jax.tree.map(through, fresh, tangents[1])

@@ -42,14 +42,15 @@ def kind_of_env(env: Any, *, is_host: bool) -> None:
     missing = [x for x in ("num_envs", "step", "close") if not hasattr(env, x)]
     if is_host and (hasattr(env, "reset_done") or missing):
         raise ValueError(
-            "`env` must be a `HostVectorEnv`, such as `envs.from_gymnasium` makes, got "
-            f"{type(env).__name__}: environments in JAX go into a `Collector`."
+            "`env` must be a `HostVectorEnv`, such as `rollout.envs.from_gymnasium` "
+            f"makes, got {type(env).__name__}: environments in JAX go into a "
+            "`Collector`."
         )
     if not is_host and hasattr(env, "num_envs") and not hasattr(env, "reset_done"):
         raise ValueError(
-            "`env` must be a `VectorEnv` in JAX, such as `envs.vectorize` makes, got "
-            f"{type(env).__name__}: environments that step in NumPy go into a "
-            "`HostCollector`."
+            "`env` must be a `VectorEnv` in JAX, such as `rollout.envs.vectorize` "
+            f"makes, got {type(env).__name__}: environments that step in NumPy go into "
+            "a `HostCollector`."
         )
 
 
@@ -63,7 +64,7 @@ def single(env: Any) -> None:
     missing = [name for name in ("reset", "step") if not hasattr(env, name)]
     if missing:
         raise ValueError(
-            f"`env` must have the methods `reset` and `step` of `envs.Env`, got "
+            "`env` must have the methods `reset` and `step` of `rollout.envs.Env`, got "
             f"{type(env).__name__} without {missing[0]}: `from_gymnax` adapts others."
         )
     if jax.tree_util.all_leaves([env]):

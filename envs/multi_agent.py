@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs.spaces import as_space
-from envs.types import AnySpace, ArrayTree
+from rollout.envs.spaces import as_space
+from rollout.envs.types import AnySpace, ArrayTree
 
 ACTING = "acting"  # the entry of `obs` with the agents that must act
 
@@ -247,7 +247,7 @@ def layout_of(env: Any) -> AgentLayout:
     if not all(hasattr(env, name) for name in names):
         raise ValueError(
             "`env` must have several agents, as a `MultiAgentEnv` or a result of "
-            f"`envs.vectorize_agents`, got {type(env).__name__}."
+            f"`rollout.envs.vectorize_agents`, got {type(env).__name__}."
         )
     return _make_layout(env)
 

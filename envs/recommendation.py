@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs import checks, keys
-from envs.spaces import Box, Dict, Discrete
-from envs.types import AnySpace, ArrayTree, EnvStep
+from rollout.envs import checks, prng
+from rollout.envs.spaces import Box, Dict, Discrete
+from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 
 FeedbackFn = Callable[[jax.Array, jax.Array], jax.Array]  # user, item: () to () float32
 
@@ -255,10 +255,10 @@ class RecommendationEnv(struct.PyTreeNode):
 
     def reset(self, key: chex.PRNGKey) -> tuple[RecommendationState, ArrayTree]:
         """Draws a user: `(state, obs)`."""
-        user = _draw(keys.fold_in(key, 0), self.num_users)
+        user = _draw(prng.fold_in(key, 0), self.num_users)
         item = jnp.int32(self.num_items)
         if self.random_first:
-            item = _draw(keys.fold_in(key, 1), self.num_items)
+            item = _draw(prng.fold_in(key, 1), self.num_items)
         window = 1 if self.leave is None else self.leave.window
         state = RecommendationState(
             user=user, last=jnp.zeros(window, jnp.int32), turn=jnp.zeros((), jnp.int32)
@@ -316,7 +316,7 @@ class RecommendationEnv(struct.PyTreeNode):
 
 
 def _draw(key: chex.PRNGKey, num: int) -> jax.Array:
-    return keys.draw(key, 0, num - 1, (), jnp.int32)
+    return prng.draw(key, 0, num - 1, (), jnp.int32)
 
 
 def _is_table(x: Any) -> bool:
@@ -333,7 +333,7 @@ def _check_feedback(feedback: Any) -> None:
         raise ValueError(
             f"`feedback` must be finite, got {np.asarray(feedback)[tuple(places[0])]} "
             f"for user {user} and item {item}, and {len(places) - 1} more: "
-            "`envs.interactions.from_interactions` completes missing feedback."
+            "`rollout.envs.ratings.from_interactions` completes missing feedback."
         )
 
 

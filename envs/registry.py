@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from envs.multi_agent import MultiAgentEnv
-from envs.suites import (
+from rollout.envs.multi_agent import MultiAgentEnv
+from rollout.envs.suites import (
     brax,
     craftax,
     gymnax,
@@ -21,8 +21,8 @@ from envs.suites import (
     playground,
     xminigrid,
 )
-from envs.types import Env, VectorEnv
-from envs.vectorize import vectorize
+from rollout.envs.types import Env, VectorEnv
+from rollout.envs.vectorize import vectorize
 
 _GYMNAX = "gymnax"
 _INSTALLED = "installed"
@@ -121,8 +121,8 @@ def _make(how: str, env_id: str, options: dict[str, Any]) -> Any:
     """Makes an environment by `how`, `make_one` or `make_agents`, of its suite."""
     if not isinstance(env_id, str):
         raise ValueError(
-            "`env_id` must be an id, text such as those of `envs.env_ids()`, got "
-            f"{type(env_id).__name__}."
+            "`env_id` must be an id, text such as those of `rollout.envs.env_ids()`, "
+            f"got {type(env_id).__name__}."
         )
     *prefix, name = env_id.rsplit(":", 1)
     suite = prefix[0] if prefix else _GYMNAX
@@ -141,7 +141,7 @@ def _make(how: str, env_id: str, options: dict[str, Any]) -> Any:
         nearest = f" The nearest are {', '.join(near)}." if near else ""
         raise ValueError(
             f"`env_id` must be one of the {len(ids)} ids of "
-            f"`envs.env_ids({suite!r})`, got {env_id!r}.{nearest}"
+            f"`rollout.envs.env_ids({suite!r})`, got {env_id!r}.{nearest}"
         )
     make_fn = getattr(_SUITES[suite], how)
     try:

@@ -15,9 +15,9 @@ import chex
 import jax
 import numpy as np
 
-from envs.suites.gymnax import _GymnaxEnv
-from envs.types import ArrayTree, Env, EnvStep, VectorEnv
-from envs.wrappers.base import Wrapper, WrapperState
+from rollout.envs.suites.gymnax import _GymnaxEnv
+from rollout.envs.types import ArrayTree, Env, EnvStep, VectorEnv
+from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -14,8 +14,8 @@ import numpy as np
 from flax import struct
 from jax.core import Tracer
 
-from envs import checks, keys
-from envs.types import AnySpace, ArrayTree
+from rollout.envs import checks, prng
+from rollout.envs.types import AnySpace, ArrayTree
 
 
 class Space:
@@ -63,7 +63,7 @@ class _Bounded(Space):
 
     def sample(self, key: chex.PRNGKey) -> jax.Array:
         """Draws one element uniformly."""
-        return keys.draw(key, self.low, self.high, self.shape, self.dtype)
+        return prng.draw(key, self.low, self.high, self.shape, self.dtype)
 
     def contains(self, x: jax.Array) -> jax.Array:
         """Returns whether every entry lies within its bounds, `()` bool."""
@@ -171,12 +171,12 @@ class Box(_Bounded, struct.PyTreeNode):
             return super().sample(key)
         first, last = (xp.where(has_both, x, 0) for x in (low, high))
         numbers = jnp.arange(3, dtype=jnp.int32)
-        uniform_key, tail_key, normal_key = keys.fold_in(key, numbers)
+        uniform_key, tail_key, normal_key = prng.fold_in(key, numbers)
         tail = jax.random.exponential(tail_key, self.shape, self.dtype)
         drawn = jnp.select(
             [has_both, has_low, has_high],
             [
-                keys.draw(uniform_key, first, last, self.shape, self.dtype),
+                prng.draw(uniform_key, first, last, self.shape, self.dtype),
                 jnp.asarray(xp.where(has_low, low, 0), self.dtype) + tail,
                 jnp.asarray(xp.where(has_high, high, 0), self.dtype) - tail,
             ],
@@ -184,7 +184,7 @@ class Box(_Bounded, struct.PyTreeNode):
         )
         if is_known:
             return drawn
-        evenly = keys.draw(key, first, last, self.shape, self.dtype)
+        evenly = prng.draw(key, first, last, self.shape, self.dtype)
         return jnp.where(has_both.all(), evenly, drawn)
 
 
@@ -312,7 +312,7 @@ class Repeated(Space, struct.PyTreeNode):
     def sample(self, key: chex.PRNGKey) -> ArrayTree:
         """Draws each element from its own key."""
         number = jnp.arange(self.num, dtype=jnp.int32)
-        return jax.vmap(self.space.sample)(keys.fold_in(key, number))
+        return jax.vmap(self.space.sample)(prng.fold_in(key, number))
 
     def contains(self, x: ArrayTree) -> jax.Array:
         """Returns whether every one is an element, `()` bool."""
@@ -345,7 +345,7 @@ class Composite(Space, struct.PyTreeNode):
     def sample(self, key: chex.PRNGKey) -> Any:
         """Draws every part from its own key."""
         drawn = [
-            part.sample(keys.fold_in(key, number))
+            part.sample(prng.fold_in(key, number))
             for number, part in enumerate(self.parts)
         ]
         return self.structure.unflatten(drawn)
@@ -437,7 +437,7 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
         raise ValueError(
             f"`{name}` must be a Box, Discrete, MultiDiscrete, MultiBinary, Dict or "
             "Tuple of `envs`, Gymnasium or gymnax, a dict or tuple of these, or a "
-            f"subclass of `envs.Space`, got {space!r}."
+            f"subclass of `rollout.envs.Space`, got {space!r}."
         )
     if not made.parts:
         raise ValueError(f"`{name}` must have at least one part, got {space!r}.")

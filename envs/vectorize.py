@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs import checks
-from envs import keys as env_keys
-from envs.auto_reset import reset_auto, reset_compact, reset_select
-from envs.spaces import as_space
-from envs.types import (
+from rollout.envs import checks
+from rollout.envs import prng as env_keys
+from rollout.envs.auto_reset import reset_auto, reset_compact, reset_select
+from rollout.envs.spaces import as_space
+from rollout.envs.types import (
     RESET,
     AnySpace,
     ArrayTree,
@@ -204,7 +204,7 @@ def _step(
     if isinstance(result, EnvStep):
         return result
     got = checks.describe(result)
-    raise ValueError(f"`env.step` must return an `envs.EnvStep`, got {got}.")
+    raise ValueError(f"`env.step` must return a `rollout.envs.EnvStep`, got {got}.")
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -11,7 +11,7 @@ from a notebook.
 reports what a program does on an accelerator, which may be absent.
 
 This package exports what most programs need. `rollout.agents` has the rest for several
-agents: which policy controls which agent, and the transitions of each; `rollout.hosts`
+agents: which policy controls which agent, and the transitions of each; `rollout.host`
 for environments that are not JAX; `rollout.recommendation` for items and users.
 `rollout.envs` and `rollout.buffers` are the packages `envs` and `buffers`.
 
@@ -24,21 +24,17 @@ shadow our packages. `policies`, `kernel`, `stream`, `inspection` and `cli` are 
 that list their modules.
 """
 
-from rollout.cli import interrupts  # noqa: F401, I001 (first: before jax)
-from rollout import siblings
-
-# isort: split
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import envs as envs
 from rollout import agents as agents
 from rollout import checkpoint
+from rollout import envs as envs
 from rollout import recommendation as recommendation
 from rollout.collector import Collector
-from rollout.devices import shard
 from rollout.evaluation import evaluate
-from rollout.hosts import AsyncCollector, HostCollector, by_env, probe, remote_batches
+from rollout.gif import record_gif
+from rollout.host import AsyncCollector, HostCollector, by_env, probe, remote_batches
 from rollout.inspection import inspect
 from rollout.minibatches import minibatches
 from rollout.policies import (
@@ -52,7 +48,7 @@ from rollout.policies import (
     stateless_policy,
 )
 from rollout.profiling import Profile, profile
-from rollout.recording import record_gif
+from rollout.sharding import shard
 from rollout.stats import (
     CollectStats,
     EpisodeWindow,
@@ -77,7 +73,7 @@ from rollout.types import (
 )
 
 if TYPE_CHECKING:
-    import buffers as buffers
+    from rollout import buffers as buffers
 
 __version__ = "0.1.0"
 
@@ -131,8 +127,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `buffers` when it is read: many projects have their own `buffers.py`."""
+    """Imports `rollout.buffers` when it is first read."""
     if name != "buffers":
         raise AttributeError(f"module 'rollout' has no attribute {name!r}")
-    siblings.check(name)
-    return importlib.import_module(name)
+    return importlib.import_module("rollout.buffers")

@@ -1,13 +1,6 @@
 """Runs the command line: `python -m rollout CartPole-v1`; see `rollout.cli`."""
 
-import os
-import sys
-
-from rollout.cli import interrupts
-from rollout.cli.main import main
+from rollout.cli.main import run_and_exit
 
 if __name__ == "__main__":
-    status = main()
-    if status == interrupts.STATUS:
-        os._exit(status)  # another thread may be in XLA, which must not be torn down
-    sys.exit(status)
+    run_and_exit()

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs import keys
-from envs.types import ArrayTree
-from rollout import checks, processes
+from rollout import checks, multihost
+from rollout.envs import prng
+from rollout.envs.types import ArrayTree
 
 _EMPTY = np.zeros(1, np.uint8)  # orbax cannot write an array of size 0
 _BYTES = b"\n"  # prepended to bytes, so that these are not empty either
@@ -216,7 +216,7 @@ def _open(path: str | Path, *, create: bool) -> Any:
 
 def _flatten(tree: ArrayTree) -> dict[str, np.ndarray]:
     """Returns the leaves as plain arrays, by position: paths need not be unique."""
-    leaves = [processes.gather(_words(leaf)) for leaf in jax.tree.leaves(tree)]
+    leaves = [multihost.gather(_words(leaf)) for leaf in jax.tree.leaves(tree)]
     arrays = [_bits(np.asarray(leaf)) for leaf in jax.device_get(leaves)]
     return {
         f"{number:05d}": array if array.size else _EMPTY
@@ -234,7 +234,7 @@ def _words(leaf: Any) -> jax.Array | np.ndarray:
         return np.frombuffer(_BYTES + leaf, np.uint8)
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)
-    return keys.words(leaf)
+    return prng.words(leaf)
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
@@ -256,7 +256,7 @@ def _read_leaf(array: np.ndarray, old: Any) -> Any:
     old = old if hasattr(old, "dtype") else np.asarray(old)
     if _is_key(old):
         is_here = isinstance(old, jax.Array)
-        words = keys.words(old) if is_here else jax.eval_shape(keys.words, old)
+        words = prng.words(old) if is_here else jax.eval_shape(prng.words, old)
         return jax.random.wrap_key_data(_read_leaf(array, words), impl=_impl(old))
     if not old.size:
         return _place(np.zeros(old.shape, old.dtype), old)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from envs import keys
-from envs.checks import INT32_MAX, count
-from envs.checks import fraction as fraction
-from envs.checks import kind_of_env as kind_of_env
-from envs.checks import seconds as seconds
-from envs.types import AnySpace, ArrayTree, EnvStep, VectorEnv, sharding_of
+from rollout.envs import prng
+from rollout.envs.checks import INT32_MAX, count
+from rollout.envs.checks import fraction as fraction
+from rollout.envs.checks import kind_of_env as kind_of_env
+from rollout.envs.checks import seconds as seconds
+from rollout.envs.types import AnySpace, ArrayTree, EnvStep, VectorEnv, sharding_of
 from rollout.types import (
     Accumulator,
     Accumulators,
@@ -40,7 +40,7 @@ _BOOKKEEPING = (
 
 def typed_key(key: Any) -> None:
     """Checks that `key` is one typed key."""
-    if not (isinstance(key, jax.Array) and keys.has_keys(key)) or key.shape:
+    if not (isinstance(key, jax.Array) and prng.has_keys(key)) or key.shape:
         raise ValueError(
             "`key` must be one typed key as `jax.random.key(seed)` makes it, got "
             f"{describe(key)}."
@@ -80,8 +80,8 @@ def collector(env: Any, acting: Any, record_fn: Any, value_fn: Any = None) -> No
     # The placeholders with which jax builds pytrees have no `step`.
     if hasattr(env, "step") and not hasattr(env, "num_envs"):
         raise ValueError(
-            "`env` must be many environments side by side, as `envs.vectorize` makes "
-            f"them, got one {type(env).__name__}."
+            "`env` must be many environments side by side, as `rollout.envs.vectorize` "
+            f"makes them, got one {type(env).__name__}."
         )
     policy(acting)
     for name, fn in (("record_fn", record_fn), ("value_fn", value_fn)):
@@ -290,7 +290,7 @@ def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -
     """Checks that a step returns the leaves of the reset, each `[B]` or `[B, ...]`."""
     if not isinstance(result, EnvStep):
         raise ValueError(
-            f"`env.step` must return an `envs.EnvStep`, got {describe(result)}."
+            f"`env.step` must return a `rollout.envs.EnvStep`, got {describe(result)}."
         )
     kinds = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
     for name, dtype in kinds.items():

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax.core import Tracer
 
-from envs import keys
-from envs.types import VectorEnv, node_types
-from rollout import checks, kernel, unrolling
-from rollout.kernel import blocks, episodes
+from rollout import checks, kernel, platform
+from rollout.envs import prng
+from rollout.envs.types import VectorEnv, node_types
+from rollout.kernel import episodes
 from rollout.kernel.episode_keys import Roots
 from rollout.types import (
     ActionT,
@@ -228,8 +228,9 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
     ) -> tuple[Carry, Episodes]:
         """Plays `episodes_per_env` new episodes in every lane. Jitted.
 
-        The right choice where lanes differ, as those of `envs.vectorize_each` do: from
-        the queue of `collect_episodes` a lane with short episodes would take more.
+        The right choice where lanes differ, as those of `rollout.envs.vectorize_each`
+        do: from the queue of `collect_episodes` a lane with short episodes would take
+        more.
 
         Args:
             carry: the carry of `init` or of an earlier call. Episodes under way in it
@@ -336,7 +337,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
 
         def fold(acc: Acc, transition: Transition, go: jax.Array) -> Acc:
             new = fn(acc, kernel.record(self.record_fn, transition))
-            return blocks.hold(go, new, acc) if holds else new
+            return platform.hold(go, new, acc) if holds else new
 
         return episodes.play(
             kernel.setup_of(self),
@@ -424,7 +425,7 @@ def _fold_steps(
 
     policy_keys = kernel.policy_keys(roots, carry, num_steps)
     state = carry, acc
-    return unrolling.scan(step, state, policy_keys, gpu=_GPU_UNROLL, other=1)[0]
+    return platform.scan(step, state, policy_keys, gpu=_GPU_UNROLL, other=1)[0]
 
 
 def _fold_episodes(
@@ -453,7 +454,7 @@ def _collect_steps(
         return after, kernel.written(kernel.pack(transition), carry.step)
 
     policy_keys = kernel.policy_keys(roots, carry, num_steps)
-    carry, (rows, flags) = unrolling.scan(
+    carry, (rows, flags) = platform.scan(
         step, carry, policy_keys, gpu=_GPU_UNROLL, other=1
     )
     return carry, kernel.unpack(rows, flags, jnp.ones(flags.shape, bool))
@@ -498,12 +499,12 @@ def _collect_padded(
         carry,
         params,
         write,
-        keys.words(blank),
+        prng.words(blank),
         jnp.int32(max_length),
         num_episodes,
         holds=False,
     )
-    return carry, keys.like(padded, blank), played
+    return carry, prng.like(padded, blank), played
 
 
 _JITTED = {

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from rollout import checks
 from rollout.collector import Collector
-from rollout.finite import count_nonfinite
-from rollout.hosts.collector import HostCollector
+from rollout.host.host_collector import HostCollector
+from rollout.nonfinite import count_nonfinite
 from rollout.stats import CollectStats, summarize
 from rollout.types import ParamsT, Transition
 
@@ -35,8 +35,8 @@ def evaluate(
     `random_warmup` at random. A collector of `rollout.greedy(policy)` does not explore.
 
     Lanes take episodes from one queue, the first ones first, so that N below `num_envs`
-    leaves lanes out. Where lanes differ, as those of `envs.vectorize_each`, summarize
-    `collect_episodes_per_env`, which plays equally many in each.
+    leaves lanes out. Where lanes differ, as those of `rollout.envs.vectorize_each`,
+    summarize `collect_episodes_per_env`, which plays equally many in each.
 
     Args:
         collector: policy and environments; fastest with `num_envs` near

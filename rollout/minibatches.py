@@ -6,8 +6,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from envs.types import ArrayTree
 from rollout import checks
+from rollout.envs.types import ArrayTree
 
 
 def minibatches(

@@ -9,10 +9,10 @@ import chex
 import jax
 from jax import lax
 
-from envs import keys
-from envs.types import ArrayTree
 from rollout import checks, kernel
 from rollout.collector import Collector
+from rollout.envs import prng
+from rollout.envs.types import ArrayTree
 from rollout.kernel import episode_keys
 from rollout.types import Carry, ParamsT, Transition
 
@@ -132,7 +132,7 @@ def _env_step(given: _Given) -> Any:
 
     action = _last(trajectory.action)
     result = jax.eval_shape(step, (carry, None), action)[0][1]
-    start = carry, keys.blank(result, carry.key)
+    start = carry, prng.blank(result, carry.key)
     return lax.scan(step, start, trajectory.action)[0]
 
 
@@ -148,7 +148,7 @@ def _auto_reset(given: _Given) -> Any:
 
 
 def _recording(given: _Given) -> Any:
-    rows = keys.words(kernel.pack(given.trajectory))
+    rows = prng.words(kernel.pack(given.trajectory))
 
     def step(row: ArrayTree, _: None) -> tuple[ArrayTree, ArrayTree]:
         # Without the barrier jax would broadcast the row instead of writing rows.

@@ -15,11 +15,11 @@ import numpy as np
 from flax import struct
 from jax.core import Tracer
 
-from envs.spaces import Discrete, as_space
-from envs.types import Env
-from envs.wrappers import ForceLength, NoRepeat
 from rollout import checks
 from rollout.collector import Collector
+from rollout.envs.spaces import Discrete, as_space
+from rollout.envs.types import Env
+from rollout.envs.wrappers import ForceLength, NoRepeat
 from rollout.policies.items import choose_items as choose_items
 from rollout.policies.items import item_policy as item_policy
 from rollout.stats import CollectStats, summarize
@@ -100,7 +100,7 @@ def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
 
     Args:
         env: an environment whose users leave by themselves, such as
-            `envs.RecommendationEnv`.
+            `rollout.envs.RecommendationEnv`.
         force_length: X, recommendations per episode in the third setting.
 
     Returns:

@@ -11,7 +11,7 @@ from flax import struct
 from jax.core import Tracer
 
 from rollout import checks
-from rollout.finite import count_nonfinite
+from rollout.nonfinite import count_nonfinite
 from rollout.types import Episodes, Transition
 
 # Student's t at 97.5 % for 1 to 4 degrees of freedom, where its expansion is poor.

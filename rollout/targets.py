@@ -10,8 +10,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from envs import checks
-from rollout import unrolling
+from rollout import platform
+from rollout.envs import checks
 from rollout.types import Transition
 
 Scalar = float | jax.Array  # (), may be traced
@@ -188,7 +188,7 @@ def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Arra
         return jnp.where(mask, value, later), jnp.where(done, final_value, later)
 
     options = {"gpu": _SHIFT_UNROLL, "other": _SHIFT_UNROLL, "reverse": True}
-    return unrolling.scan(step, last_value, rows, **options)[1]
+    return platform.scan(step, last_value, rows, **options)[1]
 
 
 @jax.jit
@@ -249,6 +249,6 @@ def _sum_up(
 
     nothing = jnp.zeros_like(term[0]), episode_id[0], jnp.zeros_like(mask[0])
     rows = term, instead, done, mask, episode_id
-    return unrolling.scan(
-        step, nothing, rows, gpu=_UNROLL, other=_UNROLL, reverse=True
-    )[1]
+    return platform.scan(step, nothing, rows, gpu=_UNROLL, other=_UNROLL, reverse=True)[
+        1
+    ]

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from envs import keys
 from rollout import checks
+from rollout.envs import prng
 from rollout.types import Transition
 
 
@@ -60,6 +60,6 @@ def split_trajectories(trajectory: Transition) -> Pieces:
         pieces[row, piece] = host[step, lane]
         return pieces
 
-    words = keys.words(trajectory)
-    pieces = keys.like(jax.tree.map(gather, words), trajectory)
+    words = prng.words(trajectory)
+    pieces = prng.like(jax.tree.map(gather, words), trajectory)
     return Pieces(pieces, np.asarray(pieces.mask), ids[begin], lane[begin].astype("i4"))

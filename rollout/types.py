@@ -8,7 +8,7 @@ import jax
 from flax import struct
 from typing_extensions import TypeVar
 
-from envs.types import ArrayTree
+from rollout.envs.types import ArrayTree
 
 Key = chex.PRNGKey
 Params = Any  # parameters of the policy
@@ -32,7 +32,7 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
     Attributes:
         obs: `[T, B, ...]`, the observation the action was chosen from.
         action: `[T, B, ...]`, the action that the policy chose. A wrapper such as
-            `envs.RescaleAction` may change it on its way to the environment.
+            `rollout.envs.RescaleAction` may change it on its way to the environment.
         reward: `[T, B]` float32, reward for that action.
         terminated: `[T, B]` bool, the task ended here: do not bootstrap.
         truncated: `[T, B]` bool, cut from outside (time limit): bootstrap from

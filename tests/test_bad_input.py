@@ -12,10 +12,8 @@ import pytest
 from cases import CountEnv, make_collector
 from flax import struct
 
-import buffers
-import envs
 import rollout
-from rollout import checkpoint
+from rollout import buffers, checkpoint, envs
 
 ROOT = pathlib.Path(__file__).parent.parent
 OURS = tuple(str(ROOT / package) for package in ("buffers", "envs", "rollout"))

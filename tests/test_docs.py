@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import envs
 import rollout
+from rollout import envs
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -372,32 +372,40 @@ def test_every_page_and_notebook_is_in_the_navigation_of_the_site():
     assert sorted(re.findall(r"\S+\.md", nav)) == sorted(want)
 
 
-PUBLIC = (
-    *("buffers", "envs", "envs.host", "envs.suites", "envs.wrappers"),
-    *("rollout", "rollout.agents", "rollout.hosts", "rollout.inspection"),
-)
-OTHERS = {
-    *("buffers.base", "buffers.types", "envs.interactions", "envs.multi_agent"),
-    *("envs.recommendation", "envs.render", "envs.spaces", "envs.types"),
-    *("rollout.recommendation", "rollout.stats", "rollout.trajectories"),
-    # Functions in a module of their own name.
-    *("envs.vectorize", "rollout.minibatches"),
+PUBLIC = {
+    *("rollout", "rollout.agents", "rollout.buffers", "rollout.envs"),
+    *("rollout.envs.host", "rollout.envs.suites", "rollout.envs.wrappers"),
+    *("rollout.host", "rollout.inspection"),
 }
+OTHERS = {
+    *("rollout.buffers.ring_buffer", "rollout.buffers.types", "rollout.envs.ratings"),
+    *("rollout.envs.multi_agent", "rollout.envs.recommendation", "rollout.envs.render"),
+    *("rollout.envs.spaces", "rollout.envs.types", "rollout.recommendation"),
+    *("rollout.stats", "rollout.trajectories"),
+    # Functions in a module of their own name.
+    *("rollout.envs.vectorize", "rollout.minibatches"),
+}
+
+
+def exported_as(path: str) -> tuple[str, str]:
+    """The one of the three packages that a name belongs to, and the name."""
+    inner = re.match(r"rollout\.(?:envs|buffers)(?=\.)", path)
+    return inner[0] if inner else "rollout", path.rpartition(".")[2]
 
 
 def test_every_public_name_is_on_one_page_of_the_api():
     api = "".join(text for name, text in TEXTS.items() if name.startswith("docs/api/"))
-    names = re.findall(r"^::: (\w+)\S*\.(\w+)$", api, re.MULTILINE)
+    paths = re.findall(r"^::: (\S+)$", api, re.MULTILINE)
+    names = [exported_as(path) for path in paths]
     assert len(set(names)) == len(names)
     public = {
-        (package.partition(".")[0], name)
+        exported_as(f"{package}.{name}")
         for package in PUBLIC
         for name in importlib.import_module(package).__all__
     }
     assert public - set(names) == set()
     # The rest is in modules without a list of names.
-    others = {module for module, _ in re.findall(r"^::: (\S+)\.(\w+)$", api, re.M)}
-    assert others - set(PUBLIC) == OTHERS
+    assert {path.rpartition(".")[0] for path in paths} - PUBLIC == OTHERS
 
 
 @pytest.mark.parametrize("name", [x for x in TEXTS if "\n::: " in TEXTS[x]])
@@ -408,7 +416,7 @@ def test_pages_of_the_api_show_objects_that_exist(name):
 
 
 def test_packages_export_what_most_programs_need():
-    most = {"rollout": 45, "envs": 35, "buffers": 12}
+    most = {"rollout": 45, "rollout.envs": 35, "rollout.buffers": 12}
     for package, number in most.items():
         assert len(importlib.import_module(package).__all__) <= number
 
@@ -433,15 +441,15 @@ def test_files_and_names_that_are_mentioned_exist(name):
     text = re.sub(r"```py\n.*?```", "", text, flags=re.DOTALL)  # of another library
     words = re.findall(r"\b(?:envs|rollout|buffers)(?:\.\w+)+\b", text)
     for dotted in (word for word in words if not word.endswith(".md")):
-        found, *rest = dotted.split(".")
-        found = importlib.import_module(found)
+        found = rollout
+        rest = dotted.removeprefix("rollout.").split(".")
         for attribute in rest:
             if not hasattr(found, attribute):  # a module that its package leaves out
                 importlib.import_module(f"{found.__name__}.{attribute}")
             found = getattr(found, attribute)
 
 
-@pytest.mark.parametrize("package", ["envs", "rollout", "buffers"])
+@pytest.mark.parametrize("package", ["rollout.envs", "rollout", "rollout.buffers"])
 def test_table_of_the_api_names_what_is_public(package):
     _, section = TEXTS["docs/api/index.md"].split(f"\n## {package}\n")
     cells = re.findall(r"^\| (.+?) \| ", section.partition("\n## ")[0], re.MULTILINE)

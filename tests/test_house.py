@@ -1,6 +1,8 @@
 """The house: who imports whom, and what an import costs."""
 
 import ast
+import importlib
+import os
 import pathlib
 import re
 import subprocess
@@ -9,48 +11,53 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-PACKAGES = ("buffers", "envs", "rollout")
+# Folders of the repository; `rollout` has links to the other two.
+FOLDERS = {"buffers": "rollout.buffers", "envs": "rollout.envs", "rollout": "rollout"}
+PACKAGES = tuple(FOLDERS.values())
 MOST_FLOORS = 12
-# A room of `rollout` imports from those above it only; within one there is no circle.
+# What all rooms stand on.
+GROUND = {
+    *("envs.types", "envs.prng", "envs.spaces", "envs.checks", "envs.masked_update"),
+    *("types", "platform", "multihost"),
+}
+# A room imports from those above it only; within one there is no circle.
 LADDER = (
-    {"types", "siblings", "processes", "unrolling"},
-    {"finite", "checks"},
+    {"ground"},
+    {"envs", "buffers", "nonfinite", "checks"},
     {"stats", "trajectories", "checkpoint", "targets", "minibatches"},
     {"policies"},
     {"kernel"},
     {"collector"},
-    {"hosts"},
-    {"agents", "devices", "evaluation", "profiling", "recommendation"}
-    | {"recording", "stream"},
+    {"host"},
+    {"agents", "evaluation", "gif", "profiling", "recommendation", "sharding"}
+    | {"stream"},
     {"inspection"},
     {"cli"},
     {"__main__"},
 )
-
-# What `rollout` may import of `envs`: the contract, and shared means.
-COMMON = {"envs.types", "envs.keys", "envs.few_lanes", "envs.checks", "envs.spaces"}
-# Packages that know more of environments than the contract, and what.
+# Rooms that know more of environments than the contract, and what.
 KINDS = {
     "agents": {"envs.multi_agent"},
-    "hosts": {
-        "envs.host.claims",
-        "envs.host.guard",
+    "host": {
+        "envs.host.observation_check",
+        "envs.host.ownership",
         "envs.host.probe",
         "envs.host.types",
     },
     "recommendation": {"envs.wrappers"},
-    "recording": {"envs.host.claims", "envs.host.types", "envs.render"},
+    "gif": {"envs.host.ownership", "envs.host.types", "envs.render"},
+    "cli": {"envs"},
 }
 
 
 def read_modules():
     """Every module by its name, with the modules of ours that it imports."""
     files = {}
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            files[name] = ast.parse(path.read_text())
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            files[".".join([package, *parts])] = ast.parse(path.read_text())
     return {name: set(imports(tree, files)) - {name} for name, tree in files.items()}
 
 
@@ -68,12 +75,9 @@ MODULES = read_modules()
 
 
 def room(name):
-    """The part of `rollout` that a module belongs to."""
-    return name.split(".")[1]
-
-
-def of(package):
-    return {name: used for name, used in MODULES.items() if name.startswith(package)}
+    """The part of the house that a module belongs to; the package itself is no room."""
+    inner = name.removeprefix("rollout").removeprefix(".")
+    return "ground" if inner in GROUND else inner.split(".")[0]
 
 
 def floor(name, below=()):
@@ -85,7 +89,7 @@ def floor(name, below=()):
 
 def test_every_module_that_pickles_stands_on_the_page():
     pattern = re.compile(r"^\s*(?:import|from) (?:cloud)?pickle\b", re.M)
-    paths = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
+    paths = [path for name in FOLDERS for path in (ROOT / name).rglob("*.py")]
     found = {
         path.relative_to(ROOT).as_posix()
         for path in paths
@@ -99,63 +103,71 @@ def test_there_is_no_circle_and_there_are_few_floors():
     assert max(map(floor, MODULES)) <= MOST_FLOORS
 
 
-def test_rooms_of_rollout_stand_on_the_ladder():
+def test_rooms_stand_on_the_ladder():
     step = {name: number for number, names in enumerate(LADDER) for name in names}
-    for name, used in of("rollout.").items():
-        others = {x for x in used if x.startswith("rollout.") and room(x) != room(name)}
-        for other in others:
-            assert step[room(other)] < step[room(name)], (name, other)
-        # The package itself re-exports all of them.
-        assert name == "rollout.cli" or "rollout" not in used, name
-
-
-def test_packages_import_only_what_they_may():
     for name, used in MODULES.items():
-        others = {x for x in used if x.split(".")[0] != name.split(".")[0]}
-        if name.startswith("rollout.cli"):
-            continue
-        allowed = COMMON if name.startswith("rollout") else set()
-        if name == "rollout":  # which re-exports them
-            allowed = {"envs", "buffers"}
-        for kind, own in KINDS.items():
-            if name.startswith(f"rollout.{kind}"):
-                allowed = allowed | own
-        assert others <= allowed, name
+        own = room(name)
+        for other in {room(x) for x in used} - {own} if own else ():
+            assert other, f"{name} imports the package that re-exports it"
+            assert step[other] < step[own], (name, other)
 
 
-def imported_by(package):
-    """What third-party packages an import of ours loads, in a process of its own."""
-    code = f"import sys, {package}; print(*{{x.split('.')[0] for x in sys.modules}})"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+def test_rooms_know_of_environments_only_the_contract():
+    for name, used in MODULES.items():
+        inner = {x.removeprefix("rollout.") for x in used}
+        of_envs = {x for x in inner if x.startswith("envs")} - GROUND
+        if room(name) not in ("", "envs"):
+            known = KINDS.get(room(name), set())
+            assert all(x.startswith(tuple(known)) for x in of_envs if known), name
+            assert known or not of_envs, name
+
+
+def test_module_names_stand_for_one_thing():
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    names = [path.stem for path in paths if path.stem != "__init__"]
+    # The contracts and the checks of a package; users and items, to step and to judge.
+    same = {"types", "checks", "recommendation"}
+    assert {name for name in names if names.count(name) > 1} <= same
+
+
+def run(code, folder=ROOT, **variables):
+    """What Python prints that runs `code` in a folder."""
+    done = subprocess.run(
+        [sys.executable, *(["-c", code] if isinstance(code, str) else code)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
     )
-    assert run.returncode == 0, run.stderr
-    return set(run.stdout.split())
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_import_loads_no_package_that_is_not_always_needed(package):
+def test_import_loads_no_package_that_is_not_always_needed():
     costly = {"gymnax", "gymnasium", "matplotlib", "minari", "orbax", "tqdm"}
     costly |= {"brax", "craftax", "jaxmarl", "jumanji", "mujoco", "mujoco_playground"}
-    costly |= {"navix", "pandas", "pgx", "ray", "xminigrid"}
-    others = set(PACKAGES) - {package} - ({"envs"} if package == "rollout" else set())
-    assert not imported_by(package) & (costly | others)
+    costly |= {"navix", "pandas", "pgx", "ray", "xminigrid", "rollout.buffers"}
+    loaded = set(run("import sys, rollout; print(*sys.modules)").split())
+    assert "rollout.envs" in loaded
+    assert not loaded & costly
 
 
-def test_import_does_not_start_the_backend():
-    """The XLA loop flag can still be set after an import."""
-    code = (
-        "import rollout; from jax._src import xla_bridge as b; print(len(b._backends))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
-    assert run.stdout.strip() == "0", run.stderr
+def test_import_has_no_side_effects():
+    """The backend can still be chosen, and Ctrl-C is the caller's."""
+    code = """
+import signal, sys
+sys.argv[:], sys.orig_argv[:] = ["-m"], [sys.executable, "-m", "rollout"]
+import rollout
+from jax._src import xla_bridge
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+print(len(xla_bridge._backends), "rollout.cli" in sys.modules)
+"""
+    assert run(code).split() == ["True", "0", "False"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_all_is_alphabetical_and_documented(package):
-    module = __import__(package)
+    module = importlib.import_module(package)
     # As ruff sorts it: constants, then classes, then functions.
     kind = lambda name: (not name.isupper(), name[0].islower(), name)  # noqa: E731
     assert module.__all__ == sorted(set(module.__all__), key=kind)
@@ -164,18 +176,9 @@ def test_all_is_alphabetical_and_documented(package):
         assert not callable(value) or value.__doc__
 
 
-def test_own_module_that_hides_one_of_ours_is_named(tmp_path):
-    (tmp_path / "envs.py").write_text("")
-    command = [sys.executable, "-c", "import rollout"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert "`envs` must be the package that comes with `rollout`" in done.stderr
-    assert str(tmp_path / "envs.py") in done.stderr
-
-
 def test_one_import_reaches_all_three_packages():
-    import buffers
-    import envs
     import rollout
+    from rollout import buffers, envs
 
     assert rollout.envs is envs
     assert rollout.buffers is buffers
@@ -183,14 +186,52 @@ def test_one_import_reaches_all_three_packages():
         _ = rollout.buffer
 
 
-def test_own_buffers_are_named_when_ours_are_read(tmp_path):
-    """Not before: a project may have its own `buffers.py` and not need ours."""
-    (tmp_path / "buffers.py").write_text("")
-    code = "import buffers, rollout; print(len(dir(buffers)) < 20); rollout.buffers"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "True\n", done.stderr
-    assert "`buffers` must be the package that comes with `rollout`" in done.stderr
+# What a group that trains agents has, and each part of ours that starts a process or
+# pickles.
+BESIDE = """
+import functools, pickle
+import gymnasium, jax
+import buffers, envs
+import rollout
+
+if __name__ == "__main__":
+    assert envs.OWN and buffers.OWN and rollout.envs is not envs
+    make = functools.partial(gymnasium.make, "CartPole-v1")
+    env = rollout.envs.workers([make] * 2, num_workers=1, start_method={method!r})
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.HostCollector(env=env, policy=policy)
+    rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 5)[1]
+    assert rows.reward.sum() == 10
+    collector.close()
+    memory = rollout.buffers.ReplayBuffer(capacity=8, num_envs=2)
+    assert pickle.loads(pickle.dumps(memory)) == memory
+    print(pickle.loads(pickle.dumps(rollout.envs.Box(0.0, 1.0, (2,)))))
+"""
+
+
+@pytest.fixture
+def own_packages(tmp_path):
+    """The folder of a project that has `envs` and `buffers` of its own."""
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "envs" / "__init__.py").write_text("OWN = True\n")
+    (tmp_path / "buffers.py").write_text("OWN = True\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_packages_of_the_user_may_have_the_names_of_our_folders(own_packages, method):
+    (own_packages / "train.py").write_text(BESIDE.format(method=method))
+    assert run(["train.py"], own_packages, PYTHONPATH=str(ROOT)).startswith("Box(")
+
+
+def test_readme_runs_beside_packages_of_the_user(own_packages):
+    readme = (ROOT / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
+    (own_packages / "train.py").write_text(f"import buffers, envs\n{code}")
+    out = run(["train.py"], own_packages, PYTHONPATH=str(ROOT))
+    assert f"print(stats)  # {out.strip()}\n" in readme
+    table = run(["-m", "rollout", "--list-envs"], own_packages, PYTHONPATH=str(ROOT))
+    assert "CartPole-v1" in table.split()
 
 
 # Of NumPy's and jax's kind, and what tests of suites read of these.

@@ -51,6 +51,20 @@ def test_source_archive_names_files_that_exist():
                 assert list(ROOT.glob(pattern)), pattern
 
 
+def test_every_package_is_packed():
+    """And the two folders beside `rollout` become packages of it."""
+    folders = {"buffers": "rollout.buffers", "envs": "rollout.envs"}
+    settings = PROJECT["tool"]["setuptools"]
+    assert settings["package-dir"] == {name: path for path, name in folders.items()}
+    found = set()
+    for folder, name in {"rollout": "rollout", **folders}.items():
+        for path in (ROOT / folder).rglob("__init__.py"):
+            found.add(".".join([name, *path.parent.relative_to(ROOT / folder).parts]))
+        link = ROOT / name.replace(".", "/")
+        assert link.samefile(ROOT / folder)
+    assert set(settings["packages"]) == found
+
+
 def test_extras_that_name_extras_name_ones_that_exist():
     extras = PROJECT["project"]["optional-dependencies"]
     asked = [asked for some in extras.values() for asked in some]

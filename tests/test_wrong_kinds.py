@@ -9,9 +9,8 @@ import pytest
 from cases import CountEnv
 from host_count import HostCount
 
-import buffers
-import envs
 import rollout
+from rollout import buffers, envs
 
 KEY = jax.random.key(0)
 ENV, VECTOR = CountEnv(), envs.vectorize(CountEnv(), 2)
@@ -121,7 +120,7 @@ CASES = {
     "make_agents": (lambda: envs.make_agents(ENV), "`env_id` must be an id, .* Count"),
     "max_steps": (
         lambda: envs.make_vec("CartPole-v1", 2, max_steps=200),
-        "got max_steps. A limit .* `max_steps_in_episode`, or `envs.TimeLimit`",
+        "got max_steps. A limit .* `max_steps_in_episode`, or `rollout.envs.TimeLimit`",
     ),
     "probe": (lambda: rollout.probe(ENV), "`env` must be a `HostVectorEnv`"),
     "NormalizeObs": (

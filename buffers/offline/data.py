@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from buffers import checks
-from buffers.base import RingBuffer
-from buffers.types import ArrayTree, Experience
+from rollout.buffers import checks
+from rollout.buffers.ring_buffer import RingBuffer
+from rollout.buffers.types import ArrayTree, Experience
 
 _CHUNK_BYTES = 2**26  # of rows copied to the device at a time
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from buffers import fields, walk
-from buffers.base import RingBuffer
-from buffers.offline.data import check_successors, from_data
-from buffers.types import ArrayTree, Experience, RingState
+from rollout.buffers import fields, neighbours
+from rollout.buffers.offline.data import check_successors, from_data
+from rollout.buffers.ring_buffer import RingBuffer
+from rollout.buffers.types import ArrayTree, Experience, RingState
 
 if TYPE_CHECKING:
     from gymnasium.spaces import Space
@@ -152,7 +152,7 @@ def _whole_episodes(
     ring: RingState = state.ring
     needed = ("obs", "action", "reward", "terminated", "truncated", "episode_length")
     fields.need(ring.experience, needed, "`to_minari`")
-    if not walk.has_next_obs(ring):
+    if not neighbours.has_next_obs(ring):
         raise ValueError("`to_minari` needs the field `next_obs` in the transition.")
     whole, age, first, length = jax.device_get(jax.jit(_endings)(ring))
     last = np.flatnonzero(whole)
@@ -175,12 +175,13 @@ def _whole_episodes(
 
 def _endings(ring: RingState) -> tuple[jax.Array, ...]:
     """Returns for every row: does it end a whole episode, age, first row, length."""
-    row = walk.all_rows(ring)
+    row = neighbours.all_rows(ring)
     return (
-        walk.is_stored(ring, row) & walk.ends_whole(ring, row, ring.num_slots),
-        walk.age(ring, row),
-        walk.first_of(ring, row),
-        walk.read_field(ring, "episode_length", row),
+        neighbours.is_stored(ring, row)
+        & neighbours.ends_whole(ring, row, ring.num_slots),
+        neighbours.age(ring, row),
+        neighbours.first_of(ring, row),
+        neighbours.read_field(ring, "episode_length", row),
     )
 
 

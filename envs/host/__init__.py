@@ -14,6 +14,11 @@
   bytes; `faults`, exceptions as bytes.
 """
 
-from envs.host.types import AsyncHostVectorEnv, EnvFault, HostStep, HostVectorEnv
+from rollout.envs.host.types import (
+    AsyncHostVectorEnv,
+    EnvFault,
+    HostStep,
+    HostVectorEnv,
+)
 
 __all__ = ["AsyncHostVectorEnv", "EnvFault", "HostStep", "HostVectorEnv"]

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from envs import checks
-from envs.host.types import HostStep
-from envs.spaces import Dict, Tuple, as_space, narrow, space_of
-from envs.types import AnySpace, ArrayTree
+from rollout.envs import checks
+from rollout.envs.host.types import HostStep
+from rollout.envs.spaces import Dict, Tuple, as_space, narrow, space_of
+from rollout.envs.types import AnySpace, ArrayTree
 
 WriteFn = Callable[[int, Any], None]
 

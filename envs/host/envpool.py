@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from envs import checks
-from envs.extras import load
-from envs.host.arrays import narrowed
-from envs.host.types import AsyncHostVectorEnv, HostStep, HostVectorEnv
-from envs.spaces import as_space
-from envs.types import AnySpace, ArrayTree
+from rollout.envs import checks
+from rollout.envs.host.arrays import narrowed
+from rollout.envs.host.types import AsyncHostVectorEnv, HostStep, HostVectorEnv
+from rollout.envs.optional_import import load
+from rollout.envs.spaces import as_space
+from rollout.envs.types import AnySpace, ArrayTree
 
 _NEEDED = ("async_reset", "config", "recv", "send", "spec", "observation_space")
 _NARROW = {

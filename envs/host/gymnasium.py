@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from envs import checks
-from envs.extras import load
-from envs.host import checks as host_checks
-from envs.host.arrays import make_layout, narrowed
-from envs.host.local import LocalEnvs
-from envs.host.spaces import batched_action
-from envs.host.types import HostStep, HostVectorEnv
-from envs.spaces import Dict, Tuple
-from envs.types import AnySpace, ArrayTree
+from rollout.envs import checks
+from rollout.envs.host import request_checks as host_checks
+from rollout.envs.host.arrays import make_layout, narrowed
+from rollout.envs.host.gymnasium_actions import batched_action
+from rollout.envs.host.local_envs import LocalEnvs
+from rollout.envs.host.types import HostStep, HostVectorEnv
+from rollout.envs.optional_import import load
+from rollout.envs.spaces import Dict, Tuple
+from rollout.envs.types import AnySpace, ArrayTree
 
 
 def from_gymnasium(

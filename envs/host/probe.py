@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from envs import checks
-from envs.host.claims import claim, new_user
-from envs.host.guard import Guard
-from envs.host.types import EnvFault, HostStep, HostVectorEnv
-from envs.spaces import as_space
-from envs.types import AnySpace, ArrayTree
+from rollout.envs import checks
+from rollout.envs.host.observation_check import Guard
+from rollout.envs.host.ownership import claim, new_user
+from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
+from rollout.envs.spaces import as_space
+from rollout.envs.types import AnySpace, ArrayTree
 
 _CUT_EVERY = 7  # steps after which all but environment 0 are cut short
 
@@ -196,7 +196,9 @@ class _Probe:
         step = self._call(self._env.step, action)
         if not isinstance(step, HostStep):
             what = type(step).__name__
-            self._stop("step", f"it must return an `envs.host.HostStep`, got {what}")
+            self._stop(
+                "step", f"it must return a `rollout.envs.host.HostStep`, got {what}"
+            )
         if "info" not in self._kinds:
             self._kinds["info"] = jax.tree.map(self._kind_of, step.info)
         names = set(self._kinds) - ({"mask"} if step.mask is None else set())

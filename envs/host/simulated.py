@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs import checks, keys
-from envs.host.types import AsyncHostVectorEnv, HostStep
-from envs.types import RESET, AnySpace, ArrayTree, Env, VectorEnv
-from envs.vectorize import vectorize
+from rollout.envs import checks, prng
+from rollout.envs.host.types import AsyncHostVectorEnv, HostStep
+from rollout.envs.types import RESET, AnySpace, ArrayTree, Env, VectorEnv
+from rollout.envs.vectorize import vectorize
 
 
 class LatencyFn(Protocol):
@@ -82,7 +82,7 @@ class _Simulated:
         self._num_sent = 0
         self._under_way = []  # (time of the answer, number sent before, env_id)
         shapes = jax.eval_shape(_first_step, env, np.zeros(self.num_envs, np.uint32))
-        self._state = keys.blank(shapes, jax.random.key(0))  # lanes, their last answers
+        self._state = prng.blank(shapes, jax.random.key(0))  # lanes, their last answers
 
     @property
     def observation_space(self) -> AnySpace:
@@ -148,7 +148,7 @@ class _Simulated:
     def save(self, *, allow_pickle: bool = False) -> list[bytes] | None:
         if not allow_pickle:  # generators can only be pickled
             return None
-        leaves = jax.device_get(jax.tree.leaves(keys.words(self._state)))
+        leaves = jax.device_get(jax.tree.leaves(prng.words(self._state)))
         under_way = {item[-1]: item for item in self._under_way}
         states = (
             ([x[i] for x in leaves], rng, under_way.get(i), self._num_steps[i])
@@ -170,8 +170,8 @@ class _Simulated:
             *map(pickle.loads, saved), strict=True
         )
         leaves = [jnp.stack(parts) for parts in zip(*leaves, strict=True)]
-        words = jax.tree.unflatten(jax.tree.structure(keys.words(self._state)), leaves)
-        self._state = keys.like(words, self._state)
+        words = jax.tree.unflatten(jax.tree.structure(prng.words(self._state)), leaves)
+        self._state = prng.like(words, self._state)
         self.now, self._num_sent = now[0], num_sent[0]
         self._rngs, self._num_steps = list(rngs), list(num_steps)
         self._under_way = [item for item in under_way if item is not None]
@@ -192,7 +192,7 @@ class _Simulated:
 
 def _start(env: VectorEnv, seeds: jax.Array) -> _Lanes:
     episode_key = jax.vmap(jax.random.key)(seeds)
-    state, obs = env.reset(keys.fold_in(episode_key, RESET))
+    state, obs = env.reset(prng.fold_in(episode_key, RESET))
     number = jnp.zeros(env.num_envs, jnp.int32)
     return _Lanes(episode_key=episode_key, number=number, state=state, obs=obs)
 
@@ -201,7 +201,7 @@ def _advance(
     env: VectorEnv, lanes: _Lanes, action: ArrayTree
 ) -> tuple[_Lanes, HostStep]:
     number = lanes.number + 1
-    step_keys = keys.fold_in(lanes.episode_key, number)
+    step_keys = prng.fold_in(lanes.episode_key, number)
     result: Any = env.step(step_keys, lanes.state, action)
     faulty: Any = jnp.zeros_like(result.terminated)
     answers = HostStep(
@@ -223,7 +223,7 @@ def _first_step(env: VectorEnv, seeds: jax.Array) -> tuple[_Lanes, HostStep]:
 
 @jax.jit
 def _reset(env: VectorEnv, lanes: _Lanes, seeds: jax.Array, mask: jax.Array) -> _Lanes:
-    return keys.select(mask, _start(env, seeds), lanes)
+    return prng.select(mask, _start(env, seeds), lanes)
 
 
 @jax.jit
@@ -234,4 +234,4 @@ def _step(
     sent: jax.Array,
 ) -> tuple[_Lanes, HostStep]:
     lanes, _ = now
-    return keys.select(sent, _advance(env, lanes, action), now)
+    return prng.select(sent, _advance(env, lanes, action), now)

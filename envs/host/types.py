@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from envs.types import AnySpace, ArrayTree
+from rollout.envs.types import AnySpace, ArrayTree
 
 
 class HostStep(NamedTuple):

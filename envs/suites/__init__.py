@@ -1,20 +1,20 @@
 """Adapters of suites of environments, one module per suite.
 
 Each module has `from_*`, which adapts an object of the suite, `ids`, and `make_one` or
-`make_agents`, which `envs.make` and `envs.make_agents` call. A suite is imported only
-when it is used. `physics` has the shared part of brax and Playground; `convert` checks
-objects of suites and converts their arrays.
+`make_agents`, which `rollout.envs.make` and `rollout.envs.make_agents` call. A suite is
+imported only when it is used. `physics` has the shared part of brax and Playground;
+`convert` checks objects of suites and converts their arrays.
 """
 
-from envs.suites.brax import from_brax
-from envs.suites.craftax import from_craftax
-from envs.suites.gymnax import from_gymnax
-from envs.suites.jaxmarl import from_jaxmarl
-from envs.suites.jumanji import from_jumanji, from_jumanji_agents
-from envs.suites.navix import from_navix
-from envs.suites.pgx import from_pgx, from_pgx_seat
-from envs.suites.playground import from_playground
-from envs.suites.xminigrid import from_xminigrid
+from rollout.envs.suites.brax import from_brax
+from rollout.envs.suites.craftax import from_craftax
+from rollout.envs.suites.gymnax import from_gymnax
+from rollout.envs.suites.jaxmarl import from_jaxmarl
+from rollout.envs.suites.jumanji import from_jumanji, from_jumanji_agents
+from rollout.envs.suites.navix import from_navix
+from rollout.envs.suites.pgx import from_pgx, from_pgx_seat
+from rollout.envs.suites.playground import from_playground
+from rollout.envs.suites.xminigrid import from_xminigrid
 
 __all__ = [
     "from_brax",

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from envs.extras import load
-from envs.suites import physics
-from envs.types import Env
+from rollout.envs.optional_import import load
+from rollout.envs.suites import physics
+from rollout.envs.types import Env
 
 
 def from_brax(env: Any) -> Env:

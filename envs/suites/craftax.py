@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs.extras import load
-from envs.spaces import as_space
-from envs.suites.convert import check_methods, like
-from envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.optional_import import load
+from rollout.envs.spaces import as_space
+from rollout.envs.suites.convert import check_methods, like
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _IDS = (
     "Craftax-Symbolic-v1",

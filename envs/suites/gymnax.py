@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs import keys
-from envs.extras import load
-from envs.spaces import as_space
-from envs.suites.convert import check_methods, like
-from envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs import prng
+from rollout.envs.optional_import import load
+from rollout.envs.spaces import as_space
+from rollout.envs.suites.convert import check_methods, like
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
 _LIMIT = "max_steps_in_episode"
@@ -79,7 +79,7 @@ def ids() -> tuple[str, ...]:
 
 
 def make_one(name: str, **env_params: Any) -> Env:
-    """Makes the environment of this id, with the parameters of `envs.make`."""
+    """Makes the environment of this id, with the parameters of `rollout.envs.make`."""
     env, params = _build(name)
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     signature = inspect.signature(type(env)).parameters.values()
@@ -167,7 +167,7 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
         # No draw of gymnax's own environments is slow with inline keys; those of other
         # environments are unknown.
         own = type(self.env).__module__.startswith("gymnax.")
-        return keys.inline(key) if own else key
+        return prng.inline(key) if own else key
 
 
 def _has_own_limit(env_params: Any) -> bool:
@@ -221,7 +221,7 @@ def _other_limit(unknown: Sequence[str], fields: Sequence[str]) -> str:
         return ""
     own = "max_steps_in_episode"
     own = f"`{own}`, or " if own in fields else ""
-    return f" A limit of steps is {own}`envs.TimeLimit` around any environment."
+    return f" A limit of steps is {own}`rollout.envs.TimeLimit` around any environment."
 
 
 def _check_parameter(name: str, value: Any, default: Any) -> None:

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs import keys, spaces
-from envs.extras import load
-from envs.multi_agent import ACTING, MultiAgentEnv, MultiAgentStep
-from envs.suites.convert import check_methods, like
-from envs.types import AnySpace, ArrayTree
+from rollout.envs import prng, spaces
+from rollout.envs.multi_agent import ACTING, MultiAgentEnv, MultiAgentStep
+from rollout.envs.optional_import import load
+from rollout.envs.suites.convert import check_methods, like
+from rollout.envs.types import AnySpace, ArrayTree
 
 _LIMIT = "max_steps"
 _TIMES = ("step", "time", "t")
@@ -168,7 +168,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         # MPE draws at every step, and is 1.2 times as fast with inline keys. The draws
         # of the others would make their programs large.
         own = type(self.env).__module__.startswith("jaxmarl.environments.mpe.")
-        return keys.inline(key) if own else key
+        return prng.inline(key) if own else key
 
     def _at_limit(self, state: ArrayTree) -> jax.Array:
         # Some environments count only the steps before this one, and pass the limit.

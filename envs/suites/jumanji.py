@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs.extras import load
-from envs.multi_agent import MultiAgentEnv, MultiAgentStep
-from envs.spaces import Box, Composite, Discrete, MultiDiscrete, Space, space_of
-from envs.suites.convert import check_methods, check_no_reset
-from envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.multi_agent import MultiAgentEnv, MultiAgentStep
+from rollout.envs.optional_import import load
+from rollout.envs.spaces import Box, Composite, Discrete, MultiDiscrete, Space, space_of
+from rollout.envs.suites.convert import check_methods, check_no_reset
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _GROUP = "agents"
 

@@ -13,18 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs.extras import load
-from envs.spaces import Discrete, space_of
-from envs.suites.convert import Held, check_methods, like
-from envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.optional_import import load
+from rollout.envs.spaces import Discrete, space_of
+from rollout.envs.suites.convert import Held, check_methods, like
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 
 def from_navix(env: Any) -> Env:
     """Makes an `Env` of a grid of navix.
 
     The key of a step takes the place of `state.key`. Each adapter compiles its own
-    program, since navix's grids cannot be compared; `envs.make` returns the same
-    adapter again.
+    program, since navix's grids cannot be compared; `rollout.envs.make` returns the
+    same adapter again.
 
     Args:
         env: the result of `navix.make`, or another `navix.Environment`.

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs.extras import load
-from envs.multi_agent import MultiAgentEnv, MultiAgentStep
-from envs.spaces import Box, Dict, Discrete, space_of
-from envs.suites.convert import check_methods
-from envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.multi_agent import MultiAgentEnv, MultiAgentStep
+from rollout.envs.optional_import import load
+from rollout.envs.spaces import Box, Dict, Discrete, space_of
+from rollout.envs.suites.convert import check_methods
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 _GROUP = "players"
 _SEAT = 0

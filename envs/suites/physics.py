@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs.extras import load
-from envs.spaces import Box, space_of
-from envs.suites.convert import check_methods, like
-from envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.optional_import import load
+from rollout.envs.spaces import Box, space_of
+from rollout.envs.suites.convert import check_methods, like
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 # Modules of wrappers that reset, cut episodes or stack lanes.
 _WRAPPERS = ("brax.envs.wrappers.", "mujoco_playground._src.wrapper")

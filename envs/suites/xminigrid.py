@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs.extras import load
-from envs.spaces import Discrete, space_of
-from envs.suites.convert import check_methods, check_no_reset, like
-from envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.optional_import import load
+from rollout.envs.spaces import Discrete, space_of
+from rollout.envs.suites.convert import check_methods, check_no_reset, like
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
 
 
 def from_xminigrid(env: Any, env_params: ArrayTree) -> Env:

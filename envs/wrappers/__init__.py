@@ -1,27 +1,21 @@
 """Wrappers of one environment, and two that wrap many side by side.
 
-`base` has the shared base classes, and wrappers of actions, endings and rewards;
-`observations` has wrappers of observations; `history` has wrappers that remember the
-actions of an episode. `normalize` wraps a `VectorEnv`, with the statistics of
-`running`.
+`wrapper` has the base classes; `actions`, `endings`, `rewards` and `observations` have
+wrappers that change these; `history` remembers the actions of an episode. `normalize`
+wraps a `VectorEnv`, with the statistics of `running_stats`.
 """
 
-from envs.wrappers.base import (
-    ActionRepeat,
-    EndOnFault,
-    ForceLength,
-    RescaleAction,
-    TimeLimit,
-    TransformReward,
-)
-from envs.wrappers.history import History, NoRepeat
-from envs.wrappers.normalize import NormalizeObs, NormalizeReward
-from envs.wrappers.observations import (
+from rollout.envs.wrappers.actions import ActionRepeat, RescaleAction
+from rollout.envs.wrappers.endings import EndOnFault, ForceLength, TimeLimit
+from rollout.envs.wrappers.history import History, NoRepeat
+from rollout.envs.wrappers.normalize import NormalizeObs, NormalizeReward
+from rollout.envs.wrappers.observations import (
     FrameStack,
     ObserveInfo,
     ObservePrevious,
     TransformObs,
 )
+from rollout.envs.wrappers.rewards import TransformReward
 
 __all__ = [
     "ActionRepeat",

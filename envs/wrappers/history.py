@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs import checks
-from envs.spaces import Box, Dict, Discrete, Repeated
-from envs.types import AnySpace, ArrayTree, EnvStep
-from envs.wrappers.base import Wrapper, WrapperState
+from rollout.envs import checks
+from rollout.envs.spaces import Box, Dict, Discrete, Repeated
+from rollout.envs.types import AnySpace, ArrayTree, EnvStep
+from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
 
 
 class NoRepeat(Wrapper):

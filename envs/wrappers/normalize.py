@@ -8,19 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs import checks
-from envs import keys as env_keys
-from envs.spaces import space_of
-from envs.types import (
-    AnySpace,
-    ArrayTree,
-    EnvStep,
-    LaneIndex,
-    Lanes,
-)
-from envs.wrappers import running
-from envs.wrappers.base import VectorWrapper
-from envs.wrappers.running import Statistics
+from rollout.envs import checks
+from rollout.envs import prng as env_keys
+from rollout.envs.spaces import space_of
+from rollout.envs.types import AnySpace, ArrayTree, EnvStep, LaneIndex, Lanes
+from rollout.envs.wrappers import running_stats
+from rollout.envs.wrappers.running_stats import Statistics
+from rollout.envs.wrappers.wrapper import VectorWrapper
 
 
 class NormalizeState(struct.PyTreeNode, kw_only=True):
@@ -92,7 +86,10 @@ class NormalizeObs(VectorWrapper):
         )
         return space_of(
             jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape[1:], running.float_dtype(x)), obs
+                lambda x: jax.ShapeDtypeStruct(
+                    x.shape[1:], running_stats.float_dtype(x)
+                ),
+                obs,
             )
         )
 
@@ -111,7 +108,7 @@ class NormalizeObs(VectorWrapper):
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, raw_obs = self.env.reset(keys)
-        statistics = self._take_in(running.prior(raw_obs), raw_obs)
+        statistics = self._take_in(running_stats.prior(raw_obs), raw_obs)
         state = NormalizeState(
             env_state=env_state, raw_obs=raw_obs, statistics=statistics
         )
@@ -149,13 +146,17 @@ class NormalizeObs(VectorWrapper):
         )
 
     def _take_in(self, old: Statistics, raw: ArrayTree) -> Statistics:
-        return running.updated(old, raw) if self.statistics is None else self.statistics
+        return (
+            running_stats.updated(old, raw)
+            if self.statistics is None
+            else self.statistics
+        )
 
     def _normalize(self, statistics: Statistics, raw: ArrayTree) -> ArrayTree:
         def normalize(x: jax.Array, mean: jax.Array, var: jax.Array) -> jax.Array:
             centred = x.astype(mean.dtype) - mean[None]
             scale = jnp.sqrt(var + self.epsilon)[None]
-            return (centred / scale).astype(running.float_dtype(x))
+            return (centred / scale).astype(running_stats.float_dtype(x))
 
         return jax.tree.map(normalize, raw, statistics.mean, statistics.var)
 
@@ -217,7 +218,7 @@ class NormalizeReward(VectorWrapper):
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, obs = self.env.reset(keys)
         discounted = jnp.zeros((self.num_envs,), jnp.float32)
-        statistics = self.statistics or running.prior(discounted)
+        statistics = self.statistics or running_stats.prior(discounted)
         state = RewardState(
             env_state=env_state, discounted=discounted, statistics=statistics
         )
@@ -229,7 +230,9 @@ class NormalizeReward(VectorWrapper):
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
         discounted = self.gamma * state.discounted + result.reward
-        statistics = self.statistics or running.updated(state.statistics, discounted)
+        statistics = self.statistics or running_stats.updated(
+            state.statistics, discounted
+        )
         return result.replace(
             state=RewardState(
                 env_state=result.state, discounted=discounted, statistics=statistics

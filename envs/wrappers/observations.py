@@ -8,10 +8,18 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs import checks
-from envs.spaces import Box, Composite, Dict, Discrete, Repeated, as_space, space_of
-from envs.types import AnySpace, ArrayTree, Env, EnvStep
-from envs.wrappers.base import Wrapper, WrapperState
+from rollout.envs import checks
+from rollout.envs.spaces import (
+    Box,
+    Composite,
+    Dict,
+    Discrete,
+    Repeated,
+    as_space,
+    space_of,
+)
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
 
 
 class FrameStack(Wrapper):

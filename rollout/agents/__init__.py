@@ -5,10 +5,10 @@
 agent; `stats` has the statistics of agents and policies.
 """
 
-from rollout.agents.joint import policy_map
+from rollout.agents.agent_stats import AgentMetrics, AgentStats, summarize_agents
 from rollout.agents.mapping import fixed_mapping
-from rollout.agents.members import Population, population
-from rollout.agents.stats import AgentMetrics, AgentStats, summarize_agents
+from rollout.agents.policy_map import policy_map
+from rollout.agents.population import Population, population
 from rollout.agents.transitions import (
     Pending,
     agent_transitions,

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from envs import keys
 from rollout import checks
-from rollout.agents.members import Population
+from rollout.agents.population import Population
+from rollout.envs import prng
 from rollout.types import Key, Policy
 
 MappingFn = Callable[[Key, tuple[str, ...]], jax.Array]
@@ -157,7 +157,7 @@ def drawn_ids(
     state saves nothing: then all lanes draw at every step too, for those that restart.
     """
     draw = jax.vmap(lambda key: mapping_fn(key, agents))
-    drawn = draw(keys.inline(episode_key))
+    drawn = draw(prng.inline(episode_key))
     return jnp.where((drawn >= 0) & (drawn < entries[-1].last), drawn, -1)
 
 

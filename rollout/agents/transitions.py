@@ -14,10 +14,10 @@ import numpy as np
 from flax import struct
 from jax.core import Tracer
 
-from envs.multi_agent import AgentGroup, AgentInfo, layout_of
-from envs.types import ArrayTree
-from rollout import checks, unrolling
+from rollout import checks, platform
 from rollout.collector import Collector
+from rollout.envs.multi_agent import AgentGroup, AgentInfo, layout_of
+from rollout.envs.types import ArrayTree
 from rollout.types import Carry, PerAgent, Transition
 
 AgentRows = dict[str, Transition]  # by group, `[T, B * A_g]`
@@ -57,7 +57,7 @@ def init_agent_transitions(
     Actions that were taken before `carry` give no transition.
 
     Args:
-        collector: with an environment of `envs.vectorize_agents`.
+        collector: with an environment of `rollout.envs.vectorize_agents`.
         carry: the carry that the first trajectory will start from.
         params: as `collect_steps` takes them: they decide the shapes of the extras.
 
@@ -205,8 +205,8 @@ def agents_of(transition: Transition) -> AgentInfo:
     info = getattr(transition.info, "agents", None)
     if not isinstance(info, AgentInfo):
         raise ValueError(
-            "The environment must be one of `envs.vectorize_agents`, whose `info` has "
-            "`agents`, got another."
+            "The environment must be one of `rollout.envs.vectorize_agents`, whose "
+            "`info` has `agents`, got another."
         )
     return info
 
@@ -298,7 +298,7 @@ def _match(
         jnp.zeros(pending.is_open.shape, jnp.int32),
         pending.episode_id,
     )
-    end, (answers, taken_at) = unrolling.scan(
+    end, (answers, taken_at) = platform.scan(
         step, start, (numbers, rows, info), gpu=_UNROLL, other=_UNROLL
     )
     is_open, reward, total, _, episode_id = end

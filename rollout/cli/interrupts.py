@@ -1,16 +1,12 @@
-"""Handles Ctrl-C in `python -m rollout`: one line on stderr, exit status 130, at once.
-
-`rollout` imports this module first, since importing jax takes a second or more.
-"""
+"""Handles Ctrl-C in `python -m rollout`: one line on stderr, exit status 130."""
 
 import contextlib
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -23,13 +19,6 @@ def line() -> str:
     return f"{start}python -m rollout: interrupted\n"
 
 
-def leave(*_: object) -> NoReturn:
-    """Writes the line and ends the process, whatever other threads do."""
-    with contextlib.suppress(OSError):
-        os.write(2, line().encode())  # not by `print`, which may be under way
-    os._exit(STATUS)
-
-
 @contextlib.contextmanager
 def raising() -> Iterator[None]:
     """Makes the first Ctrl-C raise and ignores later ones, which would lose the table.
@@ -38,7 +27,7 @@ def raising() -> Iterator[None]:
     """
     before = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
-    if before not in (signal.default_int_handler, leave) or not is_main:
+    if before is not signal.default_int_handler or not is_main:
         yield
         return
 
@@ -69,9 +58,3 @@ def aside(fn: Callable[[], T]) -> T:
 
     threading.Thread(target=call, daemon=True).start()
     return future.result()
-
-
-# While Python imports `rollout` for `python -m rollout`, "-m" stands for its path.
-_is_program = sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == "rollout"
-if _is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, leave)

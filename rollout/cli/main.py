@@ -9,17 +9,17 @@ accelerator.
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
-import envs
-from rollout.cli import figure, interrupts, report, runs
+from rollout import envs
+from rollout.cli import figure, interrupts, runs, table
 from rollout.cli.arguments import XLA_CPU_LOOP, Run, make_parser, parse
-from rollout.cli.collector import start_devices
 from rollout.cli.files import write_file
 from rollout.cli.interrupts import aside
+from rollout.cli.random_collector import start_devices
 
 _OTHER_IDS = "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"
 _PIPE_STATUS = 141  # as a shell counts SIGPIPE
@@ -58,6 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"{run.env} with {run.params} fails: {error}")
 
 
+def run_and_exit() -> NoReturn:
+    """Runs the command line as a process, and ends the process."""
+    status = main()
+    if status == interrupts.STATUS:
+        os._exit(status)  # another thread may be in XLA, which must not be torn down
+    sys.exit(status)
+
+
 def _run(run: Run) -> Iterator[Iterable[object]]:
     """Executes a run, and yields groups of lines to print.
 
@@ -71,13 +79,13 @@ def _run(run: Run) -> Iterator[Iterable[object]]:
     elif run.inspect:
         accelerator = run.inspect
         inspected = aside(lambda: runs.inspect_steps(run, accelerator))
-        yield *report.inspection(run), inspected
+        yield *table.inspection(run), inspected
     elif run.gif:
         gif, episodes = aside(lambda: runs.draw(run))
         write_file(run.gif, lambda file: file.write(gif))
-        rows = report.environment(run), *report.device(1), *report.one_episode(episodes)
+        rows = table.environment(run), *table.device(1), *table.one_episode(episodes)
         num_frames = int(episodes.episode_length[0]) + 1
-        yield *rows, report.line("gif", f"{run.gif} ({num_frames} frames)")
+        yield *rows, table.line("gif", f"{run.gif} ({num_frames} frames)")
     else:
         yield from _collect(run)
 
@@ -89,18 +97,18 @@ def _collect(run: Run) -> Iterator[Iterable[object]]:
         result = aside(lambda: runs.play(run, num_episodes, num_devices))
     else:
         result = runs.collect(run, num_devices)
-    device = report.device(num_devices)
-    yield report.environment(run), *device, *report.collected(run, result)
+    device = table.device(num_devices)
+    yield table.environment(run), *device, *table.collected(run, result)
     if result.is_interrupted:
         raise KeyboardInterrupt
     rows: Any = result.rows
     if run.save:
         write_file(run.save, lambda file: np.savez(file, **rows))
-        yield (report.line("saved", run.save),)
+        yield (table.line("saved", run.save),)
     if run.profile:
         folder = run.profile
         seconds, trace = aside(lambda: runs.profile(run, folder, num_devices))
-        yield *report.parts(seconds), report.line("profile", trace)
+        yield *table.parts(seconds), table.line("profile", trace)
     if run.plot:
         if not result.stats.num_episodes:
             raise ValueError("argument --plot: no episode ended, nothing to draw")
@@ -110,7 +118,7 @@ def _collect(run: Run) -> Iterator[Iterable[object]]:
         agents, kind = result.agent_returns, kind.lower()
         image = aside(lambda: figure.draw(title, order, episodes, kind, agents))
         write_file(run.plot, lambda file: file.write(image))
-        yield (report.line("plot", run.plot),)
+        yield (table.line("plot", run.plot),)
 
 
 def _print(*lines: object) -> None:

@@ -9,20 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 
-import envs
-from envs.multi_agent import MultiAgentInfo, layout_of
-from rollout.agents.stats import AgentStats, keep_agents, summarize_agents
+from rollout import envs
+from rollout.agents.agent_stats import AgentStats, keep_agents, summarize_agents
 from rollout.cli.arguments import Run
-from rollout.cli.collector import make_collector
 from rollout.cli.interrupts import aside
-from rollout.cli.report import Result
+from rollout.cli.random_collector import make_collector
+from rollout.cli.table import Result
 from rollout.collector import Collector
-from rollout.hosts.collector import HostCollector
+from rollout.envs.multi_agent import MultiAgentInfo, layout_of
+from rollout.gif import draw_episode
+from rollout.host.host_collector import HostCollector
 from rollout.inspection import Report, inspect
 from rollout.policies.basic import random_policy
 from rollout.profiling import Profile
 from rollout.profiling import profile as time_parts
-from rollout.recording import draw_episode
 from rollout.stats import merge, summarize
 from rollout.stream.progress import Bar
 from rollout.stream.stream import Stream

@@ -5,7 +5,7 @@ text that XLA writes; `report` counts and prints.
 """
 
 from rollout.inspection.accelerators import devices
-from rollout.inspection.program import inspect
+from rollout.inspection.compilation import inspect
 from rollout.inspection.report import Block, Memory, Report, Wait
 
 __all__ = ["Block", "Memory", "Report", "Wait", "devices", "inspect"]

@@ -20,8 +20,7 @@ _COLLECTIVES = {
 _THUNK = re.compile(r"^( *)(\d+): (k\w+)")
 _SECTION = re.compile(r"^( *)(condition|body|\w*branch\w*):\s*$")
 
-_ROOT = Path(__file__).parents[2]
-_OWN = tuple(f"{_ROOT / package}/" for package in ("rollout", "envs", "buffers"))
+_OWN = f"{Path(__file__).parents[1]}/"
 _INSPECTION = f"{Path(__file__).parent}/"
 _JAX = tuple(f"{Path(jax.__file__).parents[1] / x}/" for x in ("jax", "jaxlib"))
 

@@ -3,12 +3,11 @@
 A fold over time needs only `init` and `step`; `pack` and `unpack` make stacking
 transitions cheap.
 
-`transition` has the step, `episode_keys` every key and episode id, `episodes` the loop
-that plays exactly N, `blocks` loops laid out for each platform, and `fence` keeps XLA
-from computing a step twice.
+`step` has the step, `episode_keys` every key and episode id, and `episodes` the loop
+that plays exactly N.
 """
 
-from rollout.kernel.transition import (
+from rollout.kernel.step import (
     Setup,
     act,
     init,

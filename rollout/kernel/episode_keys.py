@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from envs import keys
-from envs.types import RESET, ArrayTree, LaneIndex
+from rollout.envs import prng
+from rollout.envs.types import RESET, ArrayTree, LaneIndex
 from rollout.types import Episode
 
 _POLICY, _ENV, _QUEUE, _WARMUP = 0, 1, 2, 3
@@ -81,8 +81,8 @@ class Start(NamedTuple):
         """Returns the keys of the episodes of these lanes."""
         episode_id = self.episode_id[at]
         if self.total is None:
-            return keys.fold_in(self.stream, -1 - episode_id)
-        return keys.fold_in(self.stream[at], episode_id // self.total)
+            return prng.fold_in(self.stream, -1 - episode_id)
+        return prng.fold_in(self.stream[at], episode_id // self.total)
 
     def number(self, at: LaneIndex) -> jax.Array:
         """Returns the episodes' numbers, int32 from 0: in the queue, or over lanes."""
@@ -100,18 +100,18 @@ def roots(root: chex.PRNGKey, lanes: LaneIds) -> Roots:
     return Roots(
         policy=policy_root(root),
         warmup=warmup_root(root),
-        lane=keys.fold_in(keys.fold_in(root, _ENV), lanes.number),
+        lane=prng.fold_in(prng.fold_in(root, _ENV), lanes.number),
     )
 
 
 def policy_root(root: chex.PRNGKey) -> chex.PRNGKey:
     """Returns the key that the policy's keys derive from."""
-    return keys.fold_in(root, _POLICY)
+    return prng.fold_in(root, _POLICY)
 
 
 def warmup_root(root: chex.PRNGKey) -> chex.PRNGKey:
     """Returns the key that the keys of a warm-up's random actions derive from."""
-    return keys.fold_in(root, _WARMUP)
+    return prng.fold_in(root, _WARMUP)
 
 
 def at_step(root: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
@@ -122,18 +122,18 @@ def at_step(root: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
     """
     if step.ndim and jax.random.key_impl(root) == "unsafe_rbg":
         # A batched `fold_in` of this generator makes other keys than single ones.
-        return lax.map(lambda t: keys.fold_in(root, t), step)
-    return keys.fold_in(root, step)
+        return lax.map(lambda t: prng.fold_in(root, t), step)
+    return prng.fold_in(root, step)
 
 
 def reset_keys(episode: Episode) -> chex.PRNGKey:
     """Returns the `[B]` keys of the resets at the start of these episodes."""
-    return keys.fold_in(episode.key, RESET)
+    return prng.fold_in(episode.key, RESET)
 
 
 def step_keys(episode: Episode) -> chex.PRNGKey:
     """Returns the `[B]` keys of the environments' next steps."""
-    return keys.fold_in(episode.key, episode.episode_length + 1)
+    return prng.fold_in(episode.key, episode.episode_length + 1)
 
 
 def seeds(episode_key: chex.PRNGKey) -> jax.Array:
@@ -141,14 +141,14 @@ def seeds(episode_key: chex.PRNGKey) -> jax.Array:
 
     They come from the key that a reset in JAX draws from.
     """
-    reset_key = keys.fold_in(episode_key, RESET)
-    words = jax.vmap(lambda key: keys.bits(key, ()))(reset_key.reshape(-1))
+    reset_key = prng.fold_in(episode_key, RESET)
+    words = jax.vmap(lambda key: prng.bits(key, ()))(reset_key.reshape(-1))
     return words.reshape(episode_key.shape)
 
 
 def policy_episode_keys(episode_key: chex.PRNGKey) -> chex.PRNGKey:
     """Returns the `[B]` keys of a policy's draws for the whole of these episodes."""
-    return keys.fold_in(episode_key, _ONCE)
+    return prng.fold_in(episode_key, _ONCE)
 
 
 def first_episodes(
@@ -156,7 +156,7 @@ def first_episodes(
 ) -> Episode:
     """Makes the first episode of every lane, before its first step."""
     return Episode(
-        key=_own_key(keys.fold_in(root, _ENV), lanes.number, 0),
+        key=_own_key(prng.fold_in(root, _ENV), lanes.number, 0),
         episode_return=jnp.zeros(lanes.number.shape, jnp.float32),
         episode_length=jnp.zeros(lanes.number.shape, jnp.int32),
         episode_id=lanes.number,
@@ -171,7 +171,7 @@ def own_episodes(roots: Roots, total: int, episode_id: jax.Array) -> Start:
 
 def queue(root: chex.PRNGKey) -> chex.PRNGKey:
     """Returns the key that the keys of the queue's episodes derive from."""
-    return keys.fold_in(root, _QUEUE)
+    return prng.fold_in(root, _QUEUE)
 
 
 def queued_episodes(queue: chex.PRNGKey, position: jax.Array) -> Start:
@@ -181,13 +181,13 @@ def queued_episodes(queue: chex.PRNGKey, position: jax.Array) -> Start:
 
 def keys_of(root: chex.PRNGKey, lanes: LaneIds, episode_id: jax.Array) -> chex.PRNGKey:
     """Returns the keys of episodes by id, `[B]`: the lanes' own, or the queue's."""
-    own = _own_key(keys.fold_in(root, _ENV), lanes.number, episode_id // lanes.total)
-    queued = keys.fold_in(queue(root), -1 - episode_id)
-    return keys.select(episode_id < 0, queued, own)
+    own = _own_key(prng.fold_in(root, _ENV), lanes.number, episode_id // lanes.total)
+    queued = prng.fold_in(queue(root), -1 - episode_id)
+    return prng.select(episode_id < 0, queued, own)
 
 
 def _own_key(
     env_key: chex.PRNGKey, lane: jax.Array, number: jax.typing.ArrayLike
 ) -> chex.PRNGKey:
     """Returns the key of the lane's n-th episode, from 0."""
-    return keys.fold_in(keys.fold_in(env_key, lane), number)
+    return prng.fold_in(prng.fold_in(env_key, lane), number)

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs import keys
-from envs.types import ArrayTree, sharding_of
-from rollout.kernel import blocks, episode_keys, transition
+from rollout import platform
+from rollout.envs import prng
+from rollout.envs.types import ArrayTree, sharding_of
+from rollout.kernel import episode_keys
 from rollout.kernel.episode_keys import Roots, Start
-from rollout.kernel.transition import Setup
+from rollout.kernel.step import Setup, advance, pack_flags, restart, unpack_flags
 from rollout.types import (
     Carry,
     Episode,
@@ -124,13 +125,11 @@ def play(
     # Beyond the end every lane is idle, so tables and counts do not change.
     def step(run: _Run, go: jax.Array) -> _Run:
         start = plan.start_fn(run.index)
-        carry = transition.restart(setup, run.carry, run.over, start)
-        carry, row, cut = transition.advance(
-            setup, carry, params, roots=roots, limit=max_steps
-        )
+        carry = restart(setup, run.carry, run.over, start)
+        carry, row, cut = advance(setup, carry, params, roots=roots, limit=max_steps)
         mask = run.index < plan.num_episodes
         return run.replace(
-            carry=blocks.hold(go, carry, run.carry),
+            carry=platform.hold(go, carry, run.carry),
             acc=fn(run.acc, _mask_idle(row, mask, cut), go),
             over=row.done,
             table=_write_results(run.table, plan.first, run.index, row, cut),
@@ -139,9 +138,9 @@ def play(
         )
 
     run = _initial_run(plan, carry, acc, sharding)
-    run = blocks.steps_while(lambda run: run.num_over < run.num_wanted, step, run)
+    run = platform.steps_while(lambda run: run.num_over < run.num_wanted, step, run)
     everywhere = jnp.ones((setup.env.num_envs,), bool)
-    end = transition.restart(setup, run.carry, everywhere, plan.after)
+    end = restart(setup, run.carry, everywhere, plan.after)
     played = _read(run.table, run.values)
     num_queued = plan.num_queued
     if min_steps is not None:
@@ -168,10 +167,10 @@ def pad(
         return jax.tree.map(
             lambda old, new: old.at[place].set(new, mode="drop"),
             padded,
-            keys.words(row),
+            prng.words(row),
         )
 
-    return keys.blank(row, carry.key, (max_length, num_episodes), skip=1), write
+    return prng.blank(row, carry.key, (max_length, num_episodes), skip=1), write
 
 
 def _initial_run(plan: Plan, carry: Carry, acc: Any, sharding: Any) -> _Run:
@@ -266,7 +265,7 @@ def _write_results(
 ) -> jax.Array:
     """Writes the results of each episode that is over: one scatter for all integers."""
     truncated = row.truncated & ~cut  # by the environment itself
-    flags = transition.pack_flags(row.terminated, truncated, row.terminated | truncated)
+    flags = pack_flags(row.terminated, truncated, row.terminated | truncated)
     results = (row.episode_length, flags.astype(jnp.int32), lane)
     return _write(table, index, row.done, jnp.stack(results, axis=1))
 
@@ -301,7 +300,7 @@ def _read(table: jax.Array, values: ArrayTree) -> Episodes:
         (table, values),
     )
     length, flags, lane = table.T
-    terminated, truncated, finished = transition.unpack_flags(flags, 3)
+    terminated, truncated, finished = unpack_flags(flags, 3)
     return Episodes(
         episode_return=values[0],
         episode_length=length,
@@ -335,5 +334,5 @@ def first_of(played: Episodes, min_steps: jax.Array) -> Episodes:
     before, rough = (jnp.cumsum(x) - x for x in (length, length.astype(jnp.float32)))
     mask = _saturated(before, rough) < min_steps
     kept = played.replace(mask=mask, num_steps=())
-    first = keys.select(mask, kept, jax.tree.map(jnp.zeros_like, kept))
+    first = prng.select(mask, kept, jax.tree.map(jnp.zeros_like, kept))
     return first.replace(num_steps=count_steps(first.episode_length))

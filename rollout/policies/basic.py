@@ -4,10 +4,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, overload
 
-from envs.spaces import Composite, Discrete, as_space
-from envs.types import AnySpace, ArrayTree
 from rollout import checks
-from rollout.policies import draws, masks
+from rollout.envs.spaces import Composite, Discrete, as_space
+from rollout.envs.types import AnySpace, ArrayTree
+from rollout.policies import masks, uniform
 from rollout.policies.masks import MaskFn
 from rollout.types import (
     ActionT,
@@ -27,7 +27,7 @@ def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> P
     """Makes the policy that draws every action uniformly from the action space.
 
     Lane i draws the same actions whatever the number of lanes. Where the environment
-    has a mask in `info`, `envs.ObserveInfo` adds it to `obs`.
+    has a mask in `info`, `rollout.envs.ObserveInfo` adds it to `obs`.
 
     Args:
         action_space: a space of `envs`, Gymnasium or gymnax.
@@ -177,11 +177,11 @@ def _masked_policy(space: AnySpace, mask_fn: MaskFn) -> Policy:
 
 
 def _policy(space: AnySpace) -> Policy:
-    draws.check_bounds(space)
+    uniform.check_bounds(space)
 
     def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
         del params  # unused
-        return PolicyStep(draws.uniform(space, draws.num_lanes(obs), key), state)
+        return PolicyStep(uniform.uniform(space, uniform.num_lanes(obs), key), state)
 
     return Policy(init=_no_state, apply=apply)
 

@@ -14,9 +14,9 @@ int32 from 0, to a scalar. Each lane counts its own steps, over episode ends too
 `Persistent` part of the policy's state.
 
 A `mask_fn` maps the batched `obs` to the allowed actions, `[B, n]` bool. Where the
-environment has a mask in `info`, `envs.ObserveInfo(env, fn, initial)` adds it to `obs`,
-and `mask_fn` reads `obs["info"]`. Where nothing is allowed, the action is drawn from
-all, since one must be sent, and `extras["none_allowed"]` is True.
+environment has a mask in `info`, `rollout.envs.ObserveInfo(env, fn, initial)` adds it
+to `obs`, and `mask_fn` reads `obs["info"]`. Where nothing is allowed, the action is
+drawn from all, since one must be sent, and `extras["none_allowed"]` is True.
 
 The module `noise` has the noise for continuous actions.
 """
@@ -30,13 +30,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from envs import keys
-from envs.spaces import as_space
-from envs.types import AnySpace, ArrayTree
 from rollout import checks
-from rollout.policies import draws, masks, wrapping
+from rollout.envs import prng
+from rollout.envs.spaces import as_space
+from rollout.envs.types import AnySpace, ArrayTree
+from rollout.policies import masks, schedules, uniform
 from rollout.policies.masks import MaskFn
-from rollout.policies.wrapping import Schedule
+from rollout.policies.schedules import Schedule
 from rollout.types import ActionT, Obs, ObsT, Params, ParamsT, Policy, PolicyStep
 
 
@@ -76,7 +76,7 @@ def epsilon_greedy(
         "Reinforcement Learning: An Introduction", 2nd ed., section 2.2.
     """
     checks.policy(policy)
-    wrapping.check_scheduled("epsilon", epsilon, highest=1.0)
+    schedules.check_scheduled("epsilon", epsilon, highest=1.0)
     action_space = as_space(action_space, "action_space")
     replace = _replacer(action_space, mask_fn)
 
@@ -88,12 +88,12 @@ def epsilon_greedy(
         state: ArrayTree,
         key: chex.PRNGKey,
     ) -> PolicyStep:
-        inner_key, flag_key, action_key = wrapping.derive(key, 3)
-        decision = wrapping.decide(policy, action_space, params, obs, state, inner_key)
-        draw = keys.uniform(flag_key, 0.0, 1.0, (draws.num_lanes(obs),))
+        inner_key, flag_key, action_key = schedules.derive(key, 3)
+        decision = schedules.decide(policy, action_space, params, obs, state, inner_key)
+        draw = prng.uniform(flag_key, 0.0, 1.0, (uniform.num_lanes(obs),))
         return replace(decision, obs, draw < epsilon, action_key)
 
-    return wrapping.scheduled(epsilon, policy, act, policy.init)
+    return schedules.scheduled(epsilon, policy, act, policy.init)
 
 
 def random_warmup(
@@ -141,12 +141,12 @@ def random_warmup(
         state: ArrayTree,
         key: chex.PRNGKey,
     ) -> PolicyStep:
-        inner_key, action_key = wrapping.derive(key, 2)
-        decision = wrapping.decide(policy, action_space, params, obs, state, inner_key)
+        inner_key, action_key = schedules.derive(key, 2)
+        decision = schedules.decide(policy, action_space, params, obs, state, inner_key)
         return replace(decision, obs, step < num_steps, action_key)
 
     apply = functools.partial(act, policy, num_steps)
-    return wrapping.counted(policy.init, apply, wrapping.act_by_mode(policy, act, 0))
+    return schedules.counted(policy.init, apply, schedules.act_by_mode(policy, act, 0))
 
 
 def random_where(
@@ -164,20 +164,20 @@ def random_where(
     """
     if mask_fn is not None:
         masks.check_maskable(action_space, mask_fn)
-    draws.check_bounds(action_space)
+    uniform.check_bounds(action_space)
 
     def apply(
         params: Params, obs: Obs, state: ArrayTree, inner_key: chex.PRNGKey
     ) -> PolicyStep:
-        decision = wrapping.decide(policy, action_space, params, obs, state, inner_key)
+        decision = schedules.decide(policy, action_space, params, obs, state, inner_key)
 
         def draw(action: ArrayTree) -> ArrayTree:
             if mask_fn is None:
-                new = draws.uniform(action_space, is_random.shape[0], key)
+                new = uniform.uniform(action_space, is_random.shape[0], key)
             else:
                 mask = masks.read(mask_fn, obs, action_space)
                 new, _ = masks.draw(mask, action_space, key)
-            return keys.select(is_random, new, action)
+            return prng.select(is_random, new, action)
 
         def draw_if_any(action: ArrayTree) -> ArrayTree:
             return lax.cond(jnp.any(is_random), draw, lambda x: x, action)
@@ -198,14 +198,14 @@ def _replacer(
     """Makes the function that replaces actions by random ones where `flag` is True."""
     if mask_fn is not None:
         masks.check_maskable(space, mask_fn)
-    draws.check_bounds(space)
+    uniform.check_bounds(space)
 
     def replace(
         decision: PolicyStep, obs: ArrayTree, flag: jax.Array, key: chex.PRNGKey
     ) -> PolicyStep:
         del obs  # unused
-        action = draws.uniform(space, flag.shape[0], key)
-        return decision._replace(action=keys.select(flag, action, decision.action))
+        action = uniform.uniform(space, flag.shape[0], key)
+        return decision._replace(action=prng.select(flag, action, decision.action))
 
     if mask_fn is None:
         return replace
@@ -217,7 +217,7 @@ def _replacer(
         flag = flag | ~masks.is_allowed(mask, decision.action, space)
         action, none_allowed = masks.draw(mask, space, key)
         return decision._replace(
-            action=keys.select(flag, action, decision.action),
+            action=prng.select(flag, action, decision.action),
             extras=_flag(decision.extras, none_allowed),
         )
 

@@ -13,10 +13,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from envs.spaces import Discrete
-from envs.types import ArrayTree
 from rollout import checks
-from rollout.policies import draws, masks
+from rollout.envs.spaces import Discrete
+from rollout.envs.types import ArrayTree
+from rollout.policies import masks, uniform
 from rollout.policies.basic import stateless_policy
 from rollout.policies.masks import MaskFn
 from rollout.types import Policy
@@ -117,7 +117,7 @@ def choose_items(
             "`mask` must be bool of the shape [B, I] of `scores`, got "
             f"{checks.describe(mask)} and {checks.describe(scores)}."
         )
-    none_allowed = draws.none_allowed(mask)
+    none_allowed = uniform.none_allowed(mask)
     lowest = jnp.finfo(scores.dtype).min  # an allowed score of -inf still wins
     scores = jnp.maximum(scores, lowest)
     scores = jnp.where(mask | none_allowed[:, None], scores, -jnp.inf)

@@ -17,17 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs import keys
-from envs.spaces import (
+from rollout import checks
+from rollout.envs import prng
+from rollout.envs.spaces import (
     Composite,
     Discrete,
     MultiBinary,
     MultiDiscrete,
     as_space,
 )
-from envs.types import AnySpace, ArrayTree
-from rollout import checks
-from rollout.policies import draws
+from rollout.envs.types import AnySpace, ArrayTree
+from rollout.policies import uniform
 
 MaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
 
@@ -42,7 +42,7 @@ def check_maskable(space: AnySpace, mask_fn: Any) -> None:
             "`action_space` must be discrete or have discrete parts where `mask_fn` is "
             f"given, got {type(space).__name__}."
         )
-    draws.check_bounds(space)
+    uniform.check_bounds(space)
 
 
 def find(observation_space: AnySpace, action_space: AnySpace) -> MaskFn | None:
@@ -66,7 +66,7 @@ def read(mask_fn: MaskFn, obs: ArrayTree, space: AnySpace) -> Any:
         The mask as the other functions take it: masks of equal entries are stacked to
         `[B, k, n]`, a joint one is flattened to `[B, n_0 * n_1 * ...]`.
     """
-    return _checked(mask_fn(obs), draws.num_lanes(obs), space)
+    return _checked(mask_fn(obs), uniform.num_lanes(obs), space)
 
 
 def draw(mask: Any, space: AnySpace, key: chex.PRNGKey) -> tuple[ArrayTree, jax.Array]:
@@ -76,22 +76,22 @@ def draw(mask: Any, space: AnySpace, key: chex.PRNGKey) -> tuple[ArrayTree, jax.
     second array, `[B]` bool, is True there.
     """
     if isinstance(space, Discrete):
-        return draws.allowed(mask, space, key)
+        return uniform.allowed(mask, space, key)
     if isinstance(space, Composite):
         return _draw_parts(mask, space, key)
     sizes, starts = _ranges(space)
     if isinstance(mask, tuple):
         drawn = [
-            draws.allowed(each, Discrete(n), keys.fold_in(key, number))
+            uniform.allowed(each, Discrete(n), prng.fold_in(key, number))
             for number, (each, n) in enumerate(zip(mask, sizes, strict=True))
         ]
         index, is_none = (jnp.stack(x, axis=1) for x in zip(*drawn, strict=True))
     elif mask.ndim == 3:
         flat = mask.reshape(-1, mask.shape[-1])
-        drawn = draws.allowed(flat, Discrete(mask.shape[-1]), key)
+        drawn = uniform.allowed(flat, Discrete(mask.shape[-1]), key)
         index, is_none = (x.reshape(mask.shape[:2]) for x in drawn)
     else:
-        index, is_none = draws.allowed(mask, Discrete(mask.shape[-1]), key)
+        index, is_none = uniform.allowed(mask, Discrete(mask.shape[-1]), key)
         index = jnp.stack(jnp.unravel_index(index, sizes), axis=1)
         is_none = is_none[:, None]
     action = index + jnp.asarray(starts, jnp.int32)[None]
@@ -102,7 +102,7 @@ def draw(mask: Any, space: AnySpace, key: chex.PRNGKey) -> tuple[ArrayTree, jax.
 def is_allowed(mask: Any, action: ArrayTree, space: AnySpace) -> jax.Array:
     """Returns `[B]` bool, True where a mask allows an action."""
     if isinstance(space, Discrete):
-        return draws.is_allowed(mask, action, space)
+        return uniform.is_allowed(mask, action, space)
     if isinstance(space, Composite):
         actions = space.structure.flatten_up_to(action)
         flags = [
@@ -110,23 +110,23 @@ def is_allowed(mask: Any, action: ArrayTree, space: AnySpace) -> jax.Array:
             for each, one, part in zip(mask, actions, space.parts, strict=True)
             if each is not None
         ]
-        every = jnp.ones(draws.num_lanes(action), bool)
+        every = jnp.ones(uniform.num_lanes(action), bool)
         return jnp.stack([every, *flags]).all(axis=0)
     sizes, starts = _ranges(space)
     index = action.astype(jnp.int32).reshape(-1, len(sizes))
     index = index - jnp.asarray(starts, jnp.int32)[None]
     if isinstance(mask, tuple):
         columns = zip(mask, index.T, sizes, strict=True)
-        flags = [draws.is_allowed(each, at, Discrete(n)) for each, at, n in columns]
+        flags = [uniform.is_allowed(each, at, Discrete(n)) for each, at, n in columns]
         return jnp.stack(flags).all(axis=0)
     if mask.ndim == 3:
         flat = mask.reshape(-1, mask.shape[-1])
-        flags = draws.is_allowed(flat, index.reshape(-1), Discrete(mask.shape[-1]))
+        flags = uniform.is_allowed(flat, index.reshape(-1), Discrete(mask.shape[-1]))
         return flags.reshape(index.shape).all(axis=1)
     last = jnp.asarray(sizes, jnp.int32)[None] - 1
     is_inside = ((index >= 0) & (index <= last)).all(axis=1)
     at = jnp.ravel_multi_index(tuple(index.T), sizes, mode="clip")
-    return is_inside & draws.is_allowed(mask, at, Discrete(mask.shape[-1]))
+    return is_inside & uniform.is_allowed(mask, at, Discrete(mask.shape[-1]))
 
 
 def _is_maskable(space: AnySpace) -> bool:
@@ -201,12 +201,12 @@ def _bools(mask: Any, shape: tuple[int, ...]) -> jax.Array:
 def _draw_parts(
     masks: tuple, space: Composite, key: chex.PRNGKey
 ) -> tuple[Any, jax.Array]:
-    num_envs = draws.num_lanes(masks)
+    num_envs = uniform.num_lanes(masks)
     actions, flags = [], []
     for number, (mask, part) in enumerate(zip(masks, space.parts, strict=True)):
-        part_key = keys.fold_in(key, number)
+        part_key = prng.fold_in(key, number)
         if mask is None:
-            actions.append(draws.uniform(part, num_envs, part_key))
+            actions.append(uniform.uniform(part, num_envs, part_key))
         else:
             action, is_none = draw(mask, part, part_key)
             actions.append(action)

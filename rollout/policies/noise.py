@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from envs import keys
-from envs.spaces import as_space
-from envs.types import AnySpace, ArrayTree
 from rollout import checks
-from rollout.policies import wrapping
-from rollout.policies.wrapping import Schedule
+from rollout.envs import prng
+from rollout.envs.spaces import as_space
+from rollout.envs.types import AnySpace, ArrayTree
+from rollout.policies import schedules
+from rollout.policies.schedules import Schedule
 from rollout.types import ActionT, ObsT, ParamsT, Policy, PolicyStep
 
 
@@ -57,7 +57,7 @@ def gaussian_noise(
         arXiv:1802.09477, algorithm 1.
     """
     checks.policy(policy)
-    wrapping.check_scheduled("scale", scale)
+    schedules.check_scheduled("scale", scale)
     action_space = as_space(action_space, "action_space")
     add = _adder(action_space)
 
@@ -69,12 +69,12 @@ def gaussian_noise(
         state: ArrayTree,
         key: chex.PRNGKey,
     ) -> PolicyStep:
-        inner_key, noise_key = wrapping.derive(key, 2)
-        decision = wrapping.decide(policy, action_space, params, obs, state, inner_key)
+        inner_key, noise_key = schedules.derive(key, 2)
+        decision = schedules.decide(policy, action_space, params, obs, state, inner_key)
         noise = _normal(scale, decision.action, noise_key)
         return decision._replace(action=add(decision.action, noise))
 
-    return wrapping.scheduled(scale, policy, act, policy.init)
+    return schedules.scheduled(scale, policy, act, policy.init)
 
 
 def ornstein_uhlenbeck(
@@ -117,7 +117,7 @@ def ornstein_uhlenbeck(
         with deep reinforcement learning" (DDPG), arXiv:1509.02971, section 3.
     """
     checks.policy(policy)
-    wrapping.check_scheduled("scale", scale)
+    schedules.check_scheduled("scale", scale)
     _check_process(theta, dt)
     action_space = as_space(action_space, "action_space")
     add = _adder(action_space)
@@ -134,8 +134,8 @@ def ornstein_uhlenbeck(
         state: _Noisy,
         key: chex.PRNGKey,
     ) -> PolicyStep:
-        inner_key, noise_key = wrapping.derive(key, 2)
-        decision = wrapping.decide(
+        inner_key, noise_key = schedules.derive(key, 2)
+        decision = schedules.decide(
             policy, action_space, params, obs, state.inner, inner_key
         )
         noise = jnp.zeros_like(state.noise)
@@ -147,7 +147,7 @@ def ornstein_uhlenbeck(
             state=_Noisy(inner=decision.state, noise=noise),
         )
 
-    return wrapping.scheduled(scale, policy, act, init)
+    return schedules.scheduled(scale, policy, act, init)
 
 
 def _adder(space: AnySpace) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -184,13 +184,13 @@ def _normal(
         return jnp.zeros_like(action)
     scale = jnp.asarray(scale, action.dtype)
     column = scale.reshape(scale.shape + (1,) * (action.ndim - scale.ndim))
-    return column * jax.random.normal(keys.inline(key), action.shape, action.dtype)
+    return column * jax.random.normal(prng.inline(key), action.shape, action.dtype)
 
 
 def _check_process(theta: float, dt: float) -> None:
-    if not wrapping.is_number(theta) or theta < 0.0:
+    if not schedules.is_number(theta) or theta < 0.0:
         raise ValueError(f"`theta` must be at least 0 and finite, got {theta!r}.")
-    if not wrapping.is_number(dt) or dt <= 0.0:
+    if not schedules.is_number(dt) or dt <= 0.0:
         raise ValueError(f"`dt` must be above 0 and finite, got {dt!r}.")
     if theta * dt >= 2.0:
         raise ValueError(

@@ -6,8 +6,8 @@ are not JAX; `program` compiles and calls it; `worker` is the thread in which it
 `progress` the bar.
 """
 
-from rollout.stream.stats import StreamStats
 from rollout.stream.stream import Stream
+from rollout.stream.stream_stats import StreamStats
 from rollout.stream.types import StreamBatch
 
 __all__ = ["Stream", "StreamBatch", "StreamStats"]

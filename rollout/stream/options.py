@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from envs.checks import INT32_MAX
 from rollout import checks
+from rollout.envs.checks import INT32_MAX
 from rollout.stream.types import Options
 
 _BATCH_COUNTS = ("steps_per_batch", "episodes_per_batch")

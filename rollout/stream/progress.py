@@ -1,6 +1,6 @@
 """The progress bar of a stream."""
 
-from rollout.stream.stats import StreamStats
+from rollout.stream.stream_stats import StreamStats
 
 
 class Bar:

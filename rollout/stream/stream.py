@@ -12,19 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from envs import keys
-from envs.types import ArrayTree, sharding_of
-from rollout import checks, processes
+from rollout import checks, multihost
 from rollout.collector import Collector
-from rollout.hosts.collector import HostCollector
+from rollout.envs import prng
+from rollout.envs.types import ArrayTree, sharding_of
+from rollout.host.host_collector import HostCollector
 from rollout.policies.masks import MaskFn
-from rollout.stream import host, stats
+from rollout.stream import batch_program as programs
+from rollout.stream import host_batch, stream_stats
 from rollout.stream import options as option_checks
-from rollout.stream import program as programs
-from rollout.stream.fill import NO_FAULT, Filled
+from rollout.stream.batch import NO_FAULT, Filled
+from rollout.stream.batch_thread import Job, Worker
 from rollout.stream.progress import Bar
 from rollout.stream.types import Options, Placement, Position, StreamBatch, Window
-from rollout.stream.worker import Job, Worker
 from rollout.types import ParamsT, Transition
 
 _MOMENT = 1e-5  # s
@@ -95,7 +95,8 @@ class Stream(Generic[ParamsT]):
             reuse. It pays for large batches, such as images: fresh memory is slow to
             touch for the first time.
         check_finite: raises `FloatingPointError` if a recorded value is not finite (see
-            `rollout.finite`). The stream then stands where it stood before that batch.
+            `rollout.nonfinite`). The stream then stands where it stood before that
+            batch.
         on_fault: "raise", or "drop": the episode ends there, its rows in this batch are
             masked out and zero, the lane is reset, and the stream goes on. The masks
             then add up to less than `steps`, and `stats.faulty_episodes` counts the
@@ -157,17 +158,17 @@ class Stream(Generic[ParamsT]):
         if sharding is not None and sharding.mesh.is_multi_process:
             option_checks.check_processes(self._options)
         if isinstance(collector, HostCollector):
-            host.check(self._options, collector)
+            host_batch.check(self._options, collector)
         checks.flag("progress", progress)
         checks.outside_of_jit("Stream")
         self._collector = collector
         self._worker = Worker()
         carry = collector.init(key)
         accumulated = carry.episode.accumulated
-        self._names = stats.names_of(accumulated, collector.env.num_envs)
+        self._names = stream_stats.names_of(accumulated, collector.env.num_envs)
         self._at = Position(
             carry=carry,
-            totals=stats.zero(self._names),
+            totals=stream_stats.zero(self._names),
             recent=np.zeros((self._options.window_episodes, 2), np.float32),
         )
         self._params = self._own(params), 0
@@ -214,7 +215,9 @@ class Stream(Generic[ParamsT]):
             if self._options.prefetch and not self._must_stop:
                 at = self._run_ahead(job, at)
             if self._bar is not None:
-                self._bar.show(at.steps, stats.read(at.totals, at.recent, self._names))
+                self._bar.show(
+                    at.steps, stream_stats.read(at.totals, at.recent, self._names)
+                )
         except BaseException:
             self._inside.clear()
             self._close_bar()
@@ -240,14 +243,14 @@ class Stream(Generic[ParamsT]):
         return self._at.steps
 
     @property
-    def stats(self) -> stats.StreamStats:
+    def stats(self) -> stream_stats.StreamStats:
         """Statistics of the batches handed over since `reset_stats`."""
-        return stats.read(self._at.totals, self._at.recent, self._names)
+        return stream_stats.read(self._at.totals, self._at.recent, self._names)
 
     def reset_stats(self) -> None:
         """Resets the statistics; ids, steps and the warm-up go on."""
         recent = np.zeros_like(self._at.recent)
-        totals = stats.zero(self._names)
+        totals = stream_stats.zero(self._names)
         self._at = self._at._replace(totals=totals, recent=recent)
 
     def compile(self) -> None:
@@ -446,8 +449,8 @@ class Stream(Generic[ParamsT]):
         )
         return batch, Position(
             carry=filled.carry,
-            totals=stats.add(at.totals, filled.counted, job.seconds),
-            recent=stats.slide(at.recent, filled.recent),
+            totals=stream_stats.add(at.totals, filled.counted, job.seconds),
+            recent=stream_stats.slide(at.recent, filled.recent),
             steps=at.steps + num_steps,
             batches=at.batches + 1,
             first_lane=(at.first_lane + num_steps) % self._num_envs,
@@ -481,7 +484,7 @@ class Stream(Generic[ParamsT]):
             options, carry = self._options, self._at.carry
             if isinstance(self._collector, HostCollector):
                 self._collector.compile(carry, params)
-                fill = functools.partial(host.fill, options)
+                fill = functools.partial(host_batch.fill, options)
                 kinds = programs.kinds_of(params)
                 program = programs.Program(fill, blank=lambda: (), kinds=kinds)
             else:
@@ -514,8 +517,8 @@ def _checksum(tree: Any) -> int:
         spaces = f"{tree.num_envs} {tree.observation_space} {tree.action_space}"
         return zlib.crc32(spaces.encode())
     # As arrays, which Python numbers become once the lanes are sharded.
-    leaves = [jnp.asarray(x) for x in jax.tree.leaves(keys.words(tree))]
-    leaves = jax.device_get([processes.gather(x) for x in leaves])
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(prng.words(tree))]
+    leaves = jax.device_get([multihost.gather(x) for x in leaves])
     return zlib.crc32(b"".join(np.asarray(x).tobytes() for x in leaves))
 
 
@@ -550,4 +553,4 @@ def _put_like(tree: Any, like: Any) -> Any:
 # It takes a list, for the cache of `jit` may take one dataclass for another.
 @jax.jit
 def _copied(leaves: list[chex.Array]) -> list[chex.Array]:
-    return keys.like(jax.tree.map(jnp.copy, keys.words(leaves)), leaves)
+    return prng.like(jax.tree.map(jnp.copy, prng.words(leaves)), leaves)

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from flax import struct
 
-from envs.types import ArrayTree
+from rollout.envs.types import ArrayTree
 from rollout.policies.masks import MaskFn
 from rollout.stats import CollectStats
-from rollout.stream.worker import Job
+from rollout.stream.batch_thread import Job
 from rollout.types import Carry, Episodes, Transition
 
 Postprocess = Callable[[Transition], ArrayTree]

@@ -15,12 +15,11 @@ import numpy as np
 import purejaxrl
 from flax import struct
 
-import buffers
-import envs
 import rollout
-from envs.auto_reset import reset_switch
-from envs.vectorize import _AUTO_RESETS
-from rollout.stream.fill import fill
+from rollout import buffers, envs
+from rollout.envs.auto_reset import reset_switch
+from rollout.envs.vectorize import _AUTO_RESETS
+from rollout.stream.batch import fill
 from rollout.stream.types import Options, Window
 
 ENV_ID, NUM_ENVS, NUM_STEPS = "CartPole-v1", 2048, 128

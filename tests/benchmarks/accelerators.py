@@ -29,8 +29,8 @@ import numpy as np
 import purejaxrl
 from rollout_speed import ENVS, Case, everyones_loop
 
-import envs
 import rollout
+from rollout import envs
 from rollout.inspection import Block, Report
 
 NUM_ENVS = (2048, 65536)

@@ -31,9 +31,9 @@ from jax import lax
 from machine import machine
 from timing import measure
 
-import envs
 import rollout
-from envs import keys
+from rollout import envs
+from rollout.envs import prng
 
 with contextlib.redirect_stdout(io.StringIO()):  # it says which parts are missing
     import jaxmarl
@@ -234,7 +234,7 @@ def draw(params: dict[str, jax.Array], obs: jax.Array, key: jax.Array) -> jax.Ar
     x = jnp.tanh(obs @ params["w0"] + params["b0"][None])
     x = jnp.tanh(x @ params["w1"] + params["b1"][None])
     logits = x @ params["w2"] + params["b2"][None]
-    return jax.random.categorical(keys.inline(key), logits)
+    return jax.random.categorical(prng.inline(key), logits)
 
 
 def population_programs(size: int) -> dict[str, Program]:
@@ -251,7 +251,7 @@ def population_programs(size: int) -> dict[str, Program]:
         # The member stands in the state, where the mapping draws it in the others.
         own = jax.tree.map(lambda x: x[state], params)
         one = lambda params, obs, key: draw(params, obs[None], key)[0]  # noqa: E731
-        agent_keys = keys.fold_in(key, jnp.arange(obs.shape[0]))
+        agent_keys = prng.fold_in(key, jnp.arange(obs.shape[0]))
         return jax.vmap(one)(own, obs, agent_keys), state
 
     members = jax.random.randint(init_key, (NUM_LANES * NUM_AGENTS,), 0, size)

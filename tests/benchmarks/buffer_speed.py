@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from machine import machine
 
-import buffers
+from rollout import buffers
 
 SAMPLE = 256
 DONE_RATE = 0.02  # episodes of fifty steps

@@ -28,8 +28,8 @@ from machine import machine
 from rollout_speed import Case, make_policy
 from timing import measure
 
-import envs
 import rollout
+from rollout import envs
 
 ENVS = ("CartPole-v1", "Acrobot-v1", "Breakout-MinAtar")
 NUM_ENVS = (128, 1024, 4096, 16384)

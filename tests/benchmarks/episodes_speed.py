@@ -25,8 +25,8 @@ import jax
 from gymnax.experimental import RolloutWrapper
 from machine import machine
 
-import envs
 import rollout
+from rollout import envs
 
 ENV_ID = "CartPole-v1"
 HORIZON = 500  # steps, the time limit of CartPole-v1

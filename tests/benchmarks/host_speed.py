@@ -32,8 +32,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from machine import machine
 
-import envs
 import rollout
+from rollout import envs
 
 NUM_ENVS, ROWS = 16, 125
 EVERY, SEEDS = np.ones(NUM_ENVS, bool), list(range(NUM_ENVS))

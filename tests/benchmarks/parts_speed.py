@@ -17,8 +17,8 @@ import time
 import jax
 from machine import machine
 
-import envs
 import rollout
+from rollout import envs
 
 ENVS = ("CartPole-v1", "Acrobot-v1", "Breakout-MinAtar")
 SIZES = (128, 1024)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from machine import machine
 
-import envs
 import rollout
+from rollout import envs
 
 NUM_USERS, NUM_CATEGORIES, WINDOW, THRESHOLD, MAX_TURN = 100, 31, 5, 2, 100
 NUM_STEPS = 64

@@ -24,8 +24,8 @@ import jax
 import numpy as np
 from machine import machine
 
-import envs
 import rollout
+from rollout import envs
 
 NUM_ACTORS, NUM_ENVS, NUM_STEPS = 2, 16, 128
 KEY = 0
@@ -73,7 +73,7 @@ def time_local(pipes: list[Connection], num_batches: int) -> float:
     return sum(pipe.recv() for pipe in pipes)
 
 
-def time_remote(batches: rollout.hosts.RemoteBatches, num_batches: int) -> float:
+def time_remote(batches: rollout.host.RemoteBatches, num_batches: int) -> float:
     """Environment steps per second of all actors together."""
     for _ in range(2 * NUM_ACTORS):  # those that wait, and those begun after them
         next(batches)

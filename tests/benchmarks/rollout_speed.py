@@ -36,9 +36,8 @@ import jax.numpy as jnp
 from jax import lax
 from machine import LOOP_FLAG, machine
 
-import envs
 import rollout
-from rollout import kernel
+from rollout import envs, kernel
 
 ENVS = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "Breakout-MinAtar")
 NUM_ENVS = (16, 128, 1024, 4096)

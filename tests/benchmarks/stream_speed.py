@@ -24,8 +24,8 @@ from typing import Any
 import jax
 from machine import machine
 
-import envs
 import rollout
+from rollout import envs
 
 NUM_ENVS, NUM_STEPS = 1024, 128
 BATCH = NUM_ENVS * NUM_STEPS

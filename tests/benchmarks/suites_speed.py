@@ -26,8 +26,8 @@ from jax import lax
 from machine import machine
 from timing import measure
 
-import envs
 import rollout
+from rollout import envs
 
 NUM_STEPS = 128
 LIMIT = 1000  # steps of an episode of brax and Playground

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from ring_model import Model, encode
 from scipy import stats as scipy_stats
 
-import buffers
+from rollout import buffers
 
 RATES = {
     "mask_rate": [0.0, 0.0, 0.3, 0.8],

@@ -9,7 +9,7 @@ import pytest
 from cases import collect, make_collector, quick_jit, raw
 from compiles import count_compiles
 
-import buffers
+from rollout import buffers
 
 B = 16
 KINDS = {

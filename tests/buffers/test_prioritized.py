@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ring_model import encode
 from scipy import stats as scipy_stats
 
-import buffers
-from buffers import sum_tree
+from rollout import buffers
+from rollout.buffers import sum_tree
 
 ALPHA = 0.6
 VALUES = ([0.0, 1.0, -1.0, np.nan], [0.0, 0.5, 2.0, 9.0, np.inf])

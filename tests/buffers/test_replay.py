@@ -11,8 +11,8 @@ from cases import make_collector, quick_jit
 from flax import struct
 from scipy import stats as scipy_stats
 
-import buffers
-from buffers import sampling
+from rollout import buffers
+from rollout.buffers import sampling
 
 
 @struct.dataclass(kw_only=True)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
 
-from envs import auto_reset, keys
-from envs.types import RESET, Lanes
+from rollout.envs import auto_reset, prng
+from rollout.envs.types import RESET, Lanes
 
 pytestmark = pytest.mark.usefixtures("key_reuse")
 
@@ -51,13 +51,13 @@ def test_all_ways_are_equal_bit_for_bit_with_typed_keys():
     env, lane = CountEnv(), jnp.arange(num_envs)
 
     def start(env, some):
-        key = keys.fold_in(jax.random.key(2), lane[some])
-        state, obs = jax.vmap(env.reset)(keys.fold_in(key, RESET))
+        key = prng.fold_in(jax.random.key(2), lane[some])
+        state, obs = jax.vmap(env.reset)(prng.fold_in(key, RESET))
         return Lanes(episode_key=key, state=state, obs=obs)
 
     @quick_jit
     def both(done):
-        lane_keys = keys.fold_in(jax.random.key(1), lane)
+        lane_keys = prng.fold_in(jax.random.key(1), lane)
         state, _ = jax.vmap(env.reset)(lane_keys)
         step = jax.vmap(env.step)(lane_keys, state, jnp.zeros(num_envs, jnp.int32))
         lanes = Lanes(episode_key=lane_keys, state=step.state, obs=step.obs)

@@ -9,7 +9,7 @@ import pytest
 from agents import ChanceEnv, OneAgent, schedule
 from cases import CountEnv, quick_jit, raw
 
-import envs
+from rollout import envs
 
 B = 3
 
@@ -171,7 +171,7 @@ WRONG_STEPS = {
     "reset": (Changed(reset=lambda key: (0, 1)), r"return \(state, obs, acting\)"),
     "step": (
         Changed(step=lambda *args: 3),
-        "`envs.multi_agent.MultiAgentStep`, got int",
+        "`rollout.envs.multi_agent.MultiAgentStep`, got int",
     ),
     "reward": (
         changed_step(reward=jnp.zeros(2)),

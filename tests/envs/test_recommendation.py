@@ -8,7 +8,7 @@ from cases import CountEnv
 from flax import struct
 from plain_recommendation import Model
 
-import envs
+from rollout import envs
 
 FEEDBACK = np.arange(12, dtype=np.float32).reshape(3, 4) - 5.0
 
@@ -137,9 +137,7 @@ def test_bad_arguments_are_refused():
         envs.RecommendationEnv(bad)
     with pytest.raises(ValueError, match=r"`feedback` must be \[U, I\]"):
         envs.RecommendationEnv(FEEDBACK[0])
-    tables = envs.interactions.from_interactions(
-        ([1, 2], [3, 4], [1.0, 2.0]), missing=0.0
-    )
+    tables = envs.ratings.from_interactions(([1, 2], [3, 4], [1.0, 2.0]), missing=0.0)
     with pytest.raises(ValueError, match="got Interactions: pass its `feedback`"):
         envs.RecommendationEnv(tables)
     with pytest.raises(ValueError, match="`num_users` must be an int"):

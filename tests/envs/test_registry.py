@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from cases import quick_jit, raw
 
-import envs
 import rollout
+from rollout import envs
 
 IDS = envs.env_ids()
 NEEDS_DOWNLOAD = "MNISTBandit-bsuite"
@@ -124,7 +124,7 @@ def test_parameters_are_leaves_of_the_environment():
 def test_environments_of_several_agents_by_id():
     game = envs.make_agents("pgx:tic_tac_toe")
     assert game.agents == ("player_0", "player_1")
-    message = r"20 ids of `envs.env_ids\('pgx'\)`, got 'pgx:go'. The nearest"
+    message = r"20 ids of `rollout.envs.env_ids\('pgx'\)`, got 'pgx:go'. The nearest"
     with pytest.raises(ValueError, match=message):
         envs.make_agents("pgx:go")
     for env_id in ("CartPole-v1", "gymnax:CartPole-v1", "brax:ant"):
@@ -138,7 +138,7 @@ def test_environments_of_suites_by_id():
     assert seat.action_space == envs.Discrete(9)
     assert envs.make("pgx:tic_tac_toe") is seat  # so it is one program
     assert envs.make("gymnax:CartPole-v1") == envs.make("CartPole-v1")
-    message = r"20 ids of `envs.env_ids\('pgx'\)`, got 'pgx:go'. The nearest"
+    message = r"20 ids of `rollout.envs.env_ids\('pgx'\)`, got 'pgx:go'. The nearest"
     with pytest.raises(ValueError, match=message):
         envs.make("pgx:go")
     with pytest.raises(ValueError, match="got 'jaxmarl:hanabi', whose environments"):

@@ -17,7 +17,7 @@ from gymnax.visualize import Visualizer
 from gymnax.visualize.vis_gym import render_gym_frame
 from PIL import Image
 
-import envs
+from rollout import envs
 
 DOWNLOADS = "MNISTBandit-bsuite"  # a data set, when it is made
 # One that pygame draws, one that matplotlib draws, and one that is not drawn.

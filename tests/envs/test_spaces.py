@@ -10,10 +10,10 @@ import pytest
 from cases import CountEnv, quick_jit
 from flax import struct
 
-import envs
 import rollout
-from envs import keys
-from envs.suites.gymnax import from_gymnax
+from rollout import envs
+from rollout.envs import prng
+from rollout.envs.suites.gymnax import from_gymnax
 
 NUM_DRAWS = 20_000
 KEY = jax.random.key(5)
@@ -108,7 +108,7 @@ def test_mask_counts_from_the_start_of_the_space():
 @pytest.mark.parametrize("size", [7, 257, 513])
 def test_words_of_more_lanes_begin_with_those_of_fewer(size):
     key = jax.random.key(3)
-    many, few = keys.bits(key, (1500, 2)), keys.bits(key, (size, 2))
+    many, few = prng.bits(key, (1500, 2)), prng.bits(key, (size, 2))
     np.testing.assert_array_equal(many[:size], few)
     assert len(np.unique(many)) == many.size
 

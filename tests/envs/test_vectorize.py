@@ -8,8 +8,8 @@ import pytest
 from cases import CountEnv, quick_jit, raw
 from flax import struct
 
-import envs
 import rollout
+from rollout import envs
 
 
 @pytest.mark.parametrize("num_envs", [0, -1, 1.5, True, None])

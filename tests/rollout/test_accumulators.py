@@ -7,8 +7,8 @@ import pytest
 from agents import schedule
 from cases import CountEnv, raw
 
-import envs
 import rollout
+from rollout import envs
 
 GAMMA, B = 0.5, 5
 

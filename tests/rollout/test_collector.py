@@ -8,8 +8,8 @@ import pytest
 from cases import ENVS, NUM_STEPS, CountEnv, collect, make_collector, raw
 from flax import struct
 
-import envs
 import rollout
+from rollout import envs
 
 slow = pytest.mark.slow
 FAST = ("count", "CartPole-v1")

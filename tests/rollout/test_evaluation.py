@@ -7,8 +7,8 @@ import pytest
 from cases import CountEnv
 from scipy import stats as scipy_stats
 
-import envs
 import rollout
+from rollout import envs
 
 NUM_EPISODES = 12
 

@@ -18,8 +18,8 @@ from flax import struct
 from jax.experimental import io_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import envs
 import rollout
+from rollout import envs
 from rollout.cli.main import main
 from rollout.inspection import Block, Memory, Wait, accelerators, blocks, devices
 from rollout.inspection.hlo import Frame, Module, num_bytes
@@ -282,9 +282,9 @@ def test_flops_of_products_count_multiplications_and_additions():
     assert module.flops(module.find("z")) == 2 * 2 * 3 * 5
 
 
-OWN = Frame(str(ROOT / "envs" / "auto_reset.py"), 1)
-KERNEL = Frame(str(ROOT / "rollout" / "kernel" / "transition.py"), 2)
-INSPECTION = Frame(str(ROOT / "rollout" / "inspection" / "program.py"), 3)
+OWN = Frame(str(ROOT / "rollout" / "envs" / "auto_reset.py"), 1)
+KERNEL = Frame(str(ROOT / "rollout" / "kernel" / "step.py"), 2)
+INSPECTION = Frame(str(ROOT / "rollout" / "inspection" / "compilation.py"), 3)
 JAX = Frame(str(Path(jax.__file__).parent / "_src" / "api.py"), 4)
 ENV, SCRIPT = Frame("/home/me/my_env.py", 5), Frame("/home/me/train.py", 6)
 

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import buffers
-import envs
 import rollout
-from rollout.kernel.blocks import BLOCK
+from rollout import buffers, envs
+from rollout.platform import BLOCK
 
 T, B, HIDDEN = 16, 2048, 64
 MINIBATCHES, EPOCHS = 4, 4

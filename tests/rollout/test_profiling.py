@@ -4,9 +4,8 @@ import pytest
 from cases import CountEnv, make_collector
 from flax import struct
 
-import envs
 import rollout
-from rollout import profiling
+from rollout import envs, profiling
 
 
 @pytest.mark.slow

@@ -10,9 +10,8 @@ import pytest
 from cases import quick_jit
 from plain_recommendation import Model, Setting, metrics
 
-import buffers
-import envs
 import rollout
+from rollout import buffers, envs
 
 NUM_USERS, NUM_ITEMS, NUM_LANES, NUM_EPISODES = 7, 12, 8, 200
 SETTINGS = {

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from cases import CountEnv
 
-import envs
 import rollout
+from rollout import envs
 
 NUM_STEPS = 12
 

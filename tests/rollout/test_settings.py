@@ -12,8 +12,8 @@ from cases import CountEnv, collect, make_collector
 from compiles import count_compiles
 from flax import struct
 
-import envs
 import rollout
+from rollout import envs
 
 
 def count_steps(count, transition):
@@ -88,7 +88,8 @@ def test_stream_and_profile_run_operation_by_operation():
 
 X64 = """
 import jax; jax.config.update("jax_enable_x64", True)
-import envs, rollout
+import rollout
+from rollout import envs
 env = envs.make_vec("Pendulum-v1", 2)
 collector = rollout.Collector(env=env, policy=rollout.random_policy(env.action_space))
 carry, trajectory = collector.collect_steps(collector.init(jax.random.key(0)), None, 3)

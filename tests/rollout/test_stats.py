@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from cases import CountEnv, collect, raw
 
-import envs
 import rollout
+from rollout import envs
 from rollout.stats import merge
 
 summarize = jax.jit(rollout.summarize)

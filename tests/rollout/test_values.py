@@ -11,9 +11,8 @@ from cases import CountEnv, make_env
 from jax import lax
 from jax.sharding import Mesh
 
-import envs
 import rollout
-from rollout import kernel
+from rollout import envs, kernel
 
 PARAMS = jnp.float32(3.0)
 B, T = 5, 40

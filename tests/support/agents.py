@@ -11,7 +11,7 @@ import numpy as np
 from cases import last_word
 from flax import struct
 
-import envs
+from rollout import envs
 
 
 @struct.dataclass(kw_only=True)

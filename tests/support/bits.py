@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from cases import make_env, raw
 
-import envs
 import rollout
+from rollout import envs
 
 B = 6
 STREAMS = {

@@ -10,7 +10,7 @@ import numpy as np
 from cases import quick_jit
 from ring_model import Model, decode_obs, encode
 
-import buffers
+from rollout import buffers
 
 NUM_SLOTS, NUM_ENVS = 5, 3
 NUM_FINALS = 4

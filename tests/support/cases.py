@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-import envs
 import rollout
+from rollout import envs
 
 NUM_STEPS = 64  # each case ends several episodes per lane within them
 ENVS = ("count", "CartPole-v1", "Pendulum-v1", "Breakout-MinAtar")

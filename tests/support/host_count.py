@@ -9,11 +9,11 @@ import numpy as np
 from cases import CountEnv
 from flax import struct
 
-import envs
 import rollout
-from envs import keys
-from envs.host.types import EnvFault, HostStep
-from rollout.hosts import HostCollector
+from rollout import envs
+from rollout.envs import prng
+from rollout.envs.host.types import EnvFault, HostStep
+from rollout.host import HostCollector
 
 
 @struct.dataclass(kw_only=True)
@@ -26,7 +26,7 @@ class SeedCount(CountEnv):
     def reset(self, key):
         state, obs = super().reset(key)
         spread = self.max_length - self.min_length + 1
-        length = self.min_length + (keys.bits(key, ()) >> 1).astype(jnp.int32) % spread
+        length = self.min_length + (prng.bits(key, ()) >> 1).astype(jnp.int32) % spread
         return {**state, "length": length.astype(jnp.int32)}, obs
 
     def step(self, key, state, action):

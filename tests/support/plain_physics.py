@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-import envs
 import rollout
+from rollout import envs
 
 NUM_ENVS, NUM_STEPS = 4, 250
 
@@ -44,9 +44,9 @@ def play(
 ) -> Rows:
     """The same rows, by a loop through a suite's environment.
 
-    The keys of an episode are those that `envs.types` promises: lane i's n-th episode
-    has the key `fold_in(fold_in(fold_in(root, 1), i), n)`, its reset `fold_in(key, 0)`
-    and its step number n `fold_in(key, n)`.
+    The keys of an episode are those that `rollout.envs.types` promises: lane i's n-th
+    episode has the key `fold_in(fold_in(fold_in(root, 1), i), n)`, its reset
+    `fold_in(key, 0)` and its step number n `fold_in(key, n)`.
     """
     reset, step = (_batched(suite_env, model_field, x) for x in ("reset", "step"))
     number, length = np.zeros((2, NUM_ENVS), np.int32)
@@ -94,7 +94,8 @@ def check(trajectory: rollout.Transition, rows: Rows, atol: float = 0.0) -> None
 
 
 DRAW = """
-import sys, jax, envs, suite_checks
+import sys, jax, suite_checks
+from rollout import envs
 suite_checks.check_is_drawn(envs.make(sys.argv[1]))
 """
 

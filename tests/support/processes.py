@@ -24,8 +24,8 @@ from cases import make_env, raw
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import envs
 import rollout
+from rollout import envs
 
 B, T, WIDTH = 16, 8, 8
 NUM_DEVICES, NUM_PROCESSES = 4, 2

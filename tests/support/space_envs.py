@@ -6,8 +6,8 @@ import gymnasium
 import jax
 import numpy as np
 
-from envs.host.types import HostStep
-from envs.spaces import as_space
+from rollout.envs.host.types import HostStep
+from rollout.envs.spaces import as_space
 
 LENGTH = 4  # steps of an episode
 

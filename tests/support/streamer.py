@@ -14,8 +14,8 @@ import numpy as np
 import orbax.checkpoint  # noqa: F401 (here, so that the server has imported it)
 from cases import make_env
 
-import envs
 import rollout
+from rollout import envs
 
 B, EVERY = 4, 2
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-import envs
 import rollout
+from rollout import envs
 from rollout.kernel import episode_keys
 
 KEY = jax.random.key(5)

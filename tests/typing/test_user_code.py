@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-import buffers
-import envs
 import rollout
+from rollout import buffers, envs
 
 
 class Params(TypedDict):

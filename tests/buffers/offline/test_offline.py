@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import quick_jit
 
-import buffers
+from rollout import buffers
 
 KINDS = {
     "replay": buffers.ReplayBuffer,

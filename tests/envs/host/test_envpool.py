@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-import envs
-from envs.host.envpool import from_envpool
-from envs.host.types import AsyncHostVectorEnv, HostVectorEnv
+from rollout import envs
+from rollout.envs.host.envpool import from_envpool
+from rollout.envs.host.types import AsyncHostVectorEnv, HostVectorEnv
 
 E, R = 16, 6
 ALL = np.ones(E, bool)

@@ -10,8 +10,8 @@ import pytest
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from host_envs import Count
 
-import envs
-from envs.host.local import LocalEnvs
+from rollout import envs
+from rollout.envs.host.local_envs import LocalEnvs
 
 E, T = 4, 200
 EVERY = np.ones(E, bool)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from host_count import HostCount, in_jax
 
-import envs
 import rollout
+from rollout import envs
 
 
 class Toy(HostCount):

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-import envs
-from envs import keys
-from envs.host.simulated import simulate_latency
-from envs.host.types import AsyncHostVectorEnv
+from rollout import envs
+from rollout.envs import prng
+from rollout.envs.host.simulated import simulate_latency
+from rollout.envs.host.types import AsyncHostVectorEnv
 
 E = 4
 ALL = np.ones(E, bool)
@@ -42,14 +42,14 @@ def draw(rng, num=E):
 @jax.jit
 def kernel_reset(env, seeds):
     episode_key = jax.vmap(jax.random.key)(seeds)
-    state, obs = env.reset(keys.fold_in(episode_key, envs.types.RESET))
+    state, obs = env.reset(prng.fold_in(episode_key, envs.types.RESET))
     return envs.types.Lanes(episode_key=episode_key, state=state, obs=obs)
 
 
 @jax.jit
 def kernel_step(env, lanes, number, action, next_seeds):
     """As a collector steps lanes: the answer, then the lanes with new episodes."""
-    step_keys = keys.fold_in(lanes.episode_key, number)
+    step_keys = prng.fold_in(lanes.episode_key, number)
     result = env.step(step_keys, lanes.state, action)
     next_keys = jax.vmap(jax.random.key)(next_seeds)
     lanes = lanes._replace(state=result.state, obs=result.obs)

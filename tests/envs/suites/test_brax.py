@@ -9,9 +9,9 @@ import numpy as np
 import plain_physics
 import pytest
 
-import envs
 import rollout
-from envs.suites.brax import from_brax, ids
+from rollout import envs
+from rollout.envs.suites.brax import from_brax, ids
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # brax imports jaxopt, which warns

@@ -14,7 +14,7 @@ from suite_checks import (
     collect,
 )
 
-import envs
+from rollout import envs
 
 pytest.importorskip("craftax")
 pytestmark = [

@@ -9,7 +9,7 @@ import pytest
 from flax import struct
 from gymnax.environments import environment
 
-import envs
+from rollout import envs
 
 PARAMS = types.SimpleNamespace(max_steps_in_episode=4)
 jax.tree_util.register_static(types.SimpleNamespace)

@@ -11,8 +11,8 @@ import pytest
 from flax import struct
 from jaxmarl.environments import spaces
 
-import envs
 import rollout
+from rollout import envs
 
 KEY = jax.random.key(3)
 pytestmark = pytest.mark.slow  # the import alone takes seconds

@@ -14,8 +14,8 @@ from suite_checks import (
     collect,
 )
 
-import envs
 import rollout
+from rollout import envs
 
 jumanji = pytest.importorskip("jumanji")
 pytestmark = [

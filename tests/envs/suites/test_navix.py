@@ -12,7 +12,7 @@ from suite_checks import (
     collect,
 )
 
-import envs
+from rollout import envs
 
 navix = pytest.importorskip("navix")
 pytestmark = [

@@ -11,8 +11,8 @@ from cases import quick_jit
 from suite_checks import check_is_as_in_plain_loop
 from suite_checks import collect as collect_rows
 
-import envs
 import rollout
+from rollout import envs
 
 KEY = jax.random.key(3)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import struct
 
-import envs
-from envs.suites import physics
+from rollout import envs
+from rollout.envs.suites import physics
 
 KEY = jax.random.key(3)
 

@@ -9,8 +9,8 @@ import numpy as np
 import plain_physics
 import pytest
 
-import envs
-from envs.suites.playground import from_playground, ids
+from rollout import envs
+from rollout.envs.suites.playground import from_playground, ids
 
 with warnings.catch_warnings():
     warnings.simplefilter(

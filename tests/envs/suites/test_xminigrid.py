@@ -14,7 +14,7 @@ from suite_checks import (
     collect,
 )
 
-import envs
+from rollout import envs
 
 xminigrid = pytest.importorskip("xminigrid")
 wrappers = pytest.importorskip("xminigrid.wrappers")

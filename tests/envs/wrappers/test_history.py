@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import envs
 import rollout
+from rollout import envs
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 

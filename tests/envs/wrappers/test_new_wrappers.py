@@ -7,8 +7,8 @@ import pytest
 from cases import CountEnv
 from flax import struct
 
-import envs
 import rollout
+from rollout import envs
 
 B, T, GAMMA = 4, 30, 0.9
 

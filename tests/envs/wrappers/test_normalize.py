@@ -10,8 +10,8 @@ import pytest
 from cases import CountEnv, quick_jit, raw
 from flax import struct
 
-import envs
 import rollout
+from rollout import envs
 
 NUM_LANES, NUM_STEPS = 16, 24
 EPSILON = 1e-3
@@ -300,9 +300,7 @@ def test_leaves_may_be_replaced_by_anything():
 
 
 def test_single_environment_is_refused():
-    message = (
-        "`env` must be a `VectorEnv`, such as `envs.vectorize` makes, got CountEnv"
-    )
+    message = "must be a `VectorEnv`, such as `rollout.envs.vectorize` makes, got Count"
     with pytest.raises(ValueError, match=message):
         envs.NormalizeObs(CountEnv())
 

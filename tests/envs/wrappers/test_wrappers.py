@@ -10,9 +10,9 @@ import pytest
 from cases import CountEnv, make_env, quick_jit, raw
 from flax import struct
 
-import envs
 import rollout
-from envs.wrappers.base import TanhSpace
+from rollout import envs
+from rollout.envs.wrappers.actions import TanhSpace
 
 NUM_LANES, NUM_STEPS = 16, 24
 

@@ -11,8 +11,8 @@ from agents import schedule as make_table
 from cases import CountEnv, quick_jit, raw
 from scipy import stats as scipy_stats
 
-import envs
 import rollout
+from rollout import envs
 
 KEY = jax.random.key(11)
 pytestmark = pytest.mark.slow  # each is a program of its own

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
-import buffers
-import envs
 import rollout
+from rollout import buffers, envs
 
 KEY = jax.random.key(3)
 
@@ -578,7 +577,9 @@ def test_errors_say_what_is_missing():
 
     with pytest.raises(ValueError, match=r"`env` must have several agents"):
         rollout.agents.init_agent_transitions(make_single("count"), None)
-    with pytest.raises(ValueError, match=r"must be one of `envs.vectorize_agents`"):
+    with pytest.raises(
+        ValueError, match=r"must be one of `rollout.envs.vectorize_agents`"
+    ):
         rollout.agents.agent_transitions((), collected()[1].replace(info={}))
     few = jax.tree.map(lambda x: x[:, :2], collected()[1])
     with pytest.raises(ValueError, match="`pending` must be of"):

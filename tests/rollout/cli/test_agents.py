@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from agents import ChanceEnv
 
-import envs
 import rollout
-from rollout.cli import collector, figure
+from rollout import envs
+from rollout.cli import figure, random_collector
 from rollout.cli.arguments import make_parser, parse
 from rollout.cli.main import main
 from rollout.policies import masks
@@ -60,7 +60,7 @@ def assert_agents(table, name, values, lengths):
 @pytest.fixture
 def chance(monkeypatch):
     """Agents that come and go at random, in two groups."""
-    monkeypatch.setattr(collector, "make_agents", lambda env_id: ChanceEnv())
+    monkeypatch.setattr(random_collector, "make_agents", lambda env_id: ChanceEnv())
 
 
 @pytest.mark.parametrize("kind", ["saved", "steps", "episodes"])
@@ -98,7 +98,7 @@ def test_table_agrees_with_numpy_over_the_saved_file(chance, tmp_path):
 def test_table_of_episodes_is_that_of_their_rows(chance):
     argv = ["pgx:thing", f"--num-envs={B}", f"--num-episodes={N}", "--max-steps=7"]
     table = run(argv)
-    made, params = collector.make_collector(parse(make_parser(), argv))
+    made, params = random_collector.make_collector(parse(make_parser(), argv))
     carry = made.init(jax.random.key(0))
     _, trajectory, _ = made.collect_padded_episodes(carry, params, N, max_length=7)
     stats = rollout.agents.summarize_agents(trajectory)
@@ -114,7 +114,7 @@ def test_table_of_episodes_is_that_of_their_rows(chance):
 
 def test_random_players_do_what_is_allowed():
     run = parse(make_parser(), ["pgx:tic_tac_toe", "--num-envs=64"])
-    made, params = collector.make_collector(run)
+    made, params = random_collector.make_collector(run)
     mask = np.random.default_rng(0).random((64, 2, 9)) < 0.3
     mask[..., 0] |= ~mask.any(axis=-1)
     obs = {"observation": np.zeros((64, 2, 3, 3, 2), bool), "action_mask": mask}

@@ -61,17 +61,6 @@ def assert_one_line(process, before, stderr):
 
 
 @slow
-@pytest.mark.parametrize("module", [b"numpy", b"jax._src", b"flax"])
-def test_interrupt_while_modules_are_imported_is_one_line(module):
-    environ = {"PYTHONPROFILEIMPORTTIME": "1"}  # says on stderr what was imported
-    process = spawn(*ENDLESS, environ=environ)
-    before = read_until(process, module)
-    stdout, stderr = interrupt(process)
-    assert_one_line(process, before, stderr)
-    assert stdout == ""
-
-
-@slow
 @pytest.mark.parametrize(
     ("kind", "program"),
     [("--num-steps=20", b"jit(fill)"), ("--num-episodes=20", b"jit(program)")],
@@ -89,12 +78,14 @@ def test_interrupt_while_xla_compiles_does_not_wait_for_it(kind, program):
 
 
 @slow
-@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.6, 2.6, 4.0, 6.0, 9.0])
-def test_interrupt_at_any_time_is_one_line(seconds):
-    process = spawn(*ENDLESS)
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.8, 1.6, 3.0, 5.0, 8.0])
+def test_interrupt_at_any_time_after_the_imports_is_one_line(seconds):
+    environ = {"PYTHONPROFILEIMPORTTIME": "1"}  # says on stderr what was imported
+    process = spawn(*ENDLESS, environ=environ)
+    before = read_until(process, b"rollout.cli.main")
     time.sleep(seconds)
     stdout, stderr = interrupt(process)
-    assert_one_line(process, b"", stderr)
+    assert_one_line(process, before, stderr)
     lines = stdout.splitlines()
     assert not lines or lines[0].split() == ["environment", "CartPole-v1"]
     assert not lines or lines[4].endswith(" (of 128,000,000,000, interrupted)")

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import envs
-from rollout import Collector, Episodes, random_policy, summarize
-from rollout.cli import collector, figure, report, runs
+from rollout import Collector, Episodes, envs, random_policy, summarize
+from rollout.cli import figure, random_collector, runs
 from rollout.cli.arguments import XLA_CPU_LOOP, make_parser, parse
 from rollout.cli.files import write_file
 from rollout.cli.main import main
+from rollout.cli.table import Result, collected
+from rollout.cli.table import one_episode as table_of_one_episode
 
 B, T, SEED, LIMIT = 4, 47, 3, 20  # 15 batches of 3 steps and one of 2
 N, CUT = 34, 18  # some of the episodes are cut; the limit then truncates none
@@ -372,7 +373,7 @@ def test_table_of_one_episode_says_how_it_ended(terminated, finished, ending):
         lane=np.int32([0]),
         num_steps=np.int32(1234),
     )
-    table = read_table("\n".join(report.one_episode(episodes)))
+    table = read_table("\n".join(table_of_one_episode(episodes)))
     assert table["length"] == f"1,234 ({ending})"
     assert table["return"] == "1.5"
 
@@ -436,8 +437,8 @@ def made_up_episodes():
 
 def test_every_ending_is_counted_once():
     stats = jax.device_get(jax.jit(summarize)(made_up_episodes()))
-    result = report.Result(stats, None, 40, 1.0, 1.0, {})
-    rows = report.collected(parsed("CartPole-v1", "--num-episodes=8"), result)
+    result = Result(stats, None, 40, 1.0, 1.0, {})
+    rows = collected(parsed("CartPole-v1", "--num-episodes=8"), result)
     table = read_table("\n".join(rows))
     assert table["episodes"] == "8 (2 terminated, 5 truncated, 1 cut by --max-steps)"
     assert table["steps"] == "36 (10.0 % of the lane-steps idle)"
@@ -587,7 +588,7 @@ def test_error_of_an_environment_without_parameters_keeps_its_traceback(monkeypa
     def fail(*args):
         raise TypeError("a bug")
 
-    monkeypatch.setattr(collector, "make_vec", fail)
+    monkeypatch.setattr(random_collector, "make_vec", fail)
     with pytest.raises(TypeError, match="a bug"):
         main(["CartPole-v1"])
 
@@ -695,8 +696,8 @@ def test_number_of_devices_changes_no_row(tmp_path):
     ],
 )
 def test_devices_are_by_default_what_is_fastest(argv, cpus, number, monkeypatch):
-    monkeypatch.setattr(collector, "_count_cpus", lambda: cpus)
-    assert collector.start_devices(parsed("CartPole-v1", *argv)) == number
+    monkeypatch.setattr(random_collector, "_count_cpus", lambda: cpus)
+    assert random_collector.start_devices(parsed("CartPole-v1", *argv)) == number
 
 
 @slow

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from cases import CountEnv, TwoLengthEnv, make_env, raw
 
-import envs
 import rollout
+from rollout import envs
 from rollout.kernel import episodes
 
 ENDLESS = 10**12

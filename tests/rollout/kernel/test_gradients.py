@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from cases import make_env
 
-import envs
 import rollout
+from rollout import envs
 
 
 def act(params, obs, key):

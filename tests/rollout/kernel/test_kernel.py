@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from cases import ENVS, NUM_STEPS, PARAMS, CountEnv, collect, make_collector, make_env
 
-import envs
 import rollout
+from rollout import envs
 from rollout.kernel import episode_keys
 
 slow = pytest.mark.slow

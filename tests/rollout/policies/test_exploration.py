@@ -11,8 +11,8 @@ import pytest
 from cases import CountEnv
 from flax import struct
 
-import envs
 import rollout
+from rollout import envs
 
 NUM_STEPS = 40  # at least five episodes of at most 7 steps in every lane
 NUM_LANES = 8

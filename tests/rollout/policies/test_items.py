@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import rollout
-from envs import Discrete
+from rollout.envs import Discrete
 
 
 def obs_of(*mask):

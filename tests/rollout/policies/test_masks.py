@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from cases import quick_jit
 
-import envs
 import rollout
-from rollout.policies import draws
+from rollout import envs
+from rollout.policies import uniform
 
 NUM_LANES = 6_000
 LANES = np.zeros((NUM_LANES, 1), np.float32)
@@ -210,7 +210,7 @@ def test_draw_without_loops_has_the_bits_of_the_one_with_loops(n, rate):
     mask[0], mask[1], mask[2, -1] = False, True, True
     with_loops, without = (
         quick_jit(functools.partial(fn, choice))(mask, jax.random.key(n))
-        for fn in (draws.allowed_in_loops, draws.allowed_at_once)
+        for fn in (uniform.allowed_in_loops, uniform.allowed_at_once)
     )
     np.testing.assert_array_equal(without[0], with_loops[0])
     np.testing.assert_array_equal(without[1], with_loops[1])

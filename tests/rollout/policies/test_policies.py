@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from cases import CountEnv, make_collector
 
-import envs
 import rollout
+from rollout import envs
 
 
 def even(obs):

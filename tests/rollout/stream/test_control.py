@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from streams import B, host, learn, make_learner, make_stream, new_stream, train
 
-import envs
 import rollout
+from rollout import envs
 
 slow = pytest.mark.slow
 each_env = pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from cases import CountEnv, make_collector, raw
 from flax import struct
 from streams import B, host, join, make_stream, new_stream
 
-import envs
 import rollout
-from rollout import finite
+from rollout import envs, nonfinite
 
 slow = pytest.mark.slow
 each_env = pytest.mark.parametrize(
@@ -303,12 +302,14 @@ def test_everything_that_is_checked_is_found_in_its_row(field, value):
         next_obs=jax.tree.map(np.copy, obs),
         extras={**extras, "logits": logits},
     )
-    assert not np.any(finite.is_nonfinite(transition))
+    assert not np.any(nonfinite.is_nonfinite(transition))
     name, _, key = field.partition(".")
     leaf = getattr(transition, name)
     leaf = leaf[key] if key else leaf
     leaf[(2, *[1] * (leaf.ndim - 1))] = value
-    found = {k: np.flatnonzero(bad) for k, bad in finite.nonfinite(transition).items()}
+    found = {
+        k: np.flatnonzero(bad) for k, bad in nonfinite.nonfinite(transition).items()
+    }
     assert {k: rows.tolist() for k, rows in found.items() if rows.size} == {field: [2]}
 
 
@@ -319,9 +320,9 @@ def test_logits_may_be_infinite_below_only(value):
     logits[1, 0] = value
     transition = transition.replace(extras={"logits": logits})
     np.testing.assert_array_equal(
-        finite.is_nonfinite(transition), [False, True, False, False]
+        nonfinite.is_nonfinite(transition), [False, True, False, False]
     )
-    assert finite.count_nonfinite(transition) == 1
+    assert nonfinite.count_nonfinite(transition) == 1
 
 
 @slow

@@ -8,9 +8,9 @@ import pytest
 from cases import CountEnv, make_collector
 from streams import B, by_lane, host, join, make_stream, new_stream, straight
 
-import envs
 import rollout
-from rollout.stream.fill import fill
+from rollout import envs
+from rollout.stream.batch import fill
 from rollout.stream.types import Options
 
 each_env = pytest.mark.parametrize(

@@ -1,0 +1,209 @@
+"""Finds the next, previous, first and following rows of episodes in a ring.
+
+A row is a number: slot n of lane i is `n * B + i`. Functions take rows of any shape.
+Two neighbouring rows of a lane belong together if the earlier one is not an ending and
+the `episode_id` and `episode_length` of a transition that has them continue from one to
+the other. So an episode that broke off, or lacks rows, ends there as well.
+"""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from rollout.buffers import fields
+from rollout.buffers.types import ArrayTree, RingState
+
+
+def read(ring: RingState, row: jax.Array) -> ArrayTree:
+    """Reads rows with the stored fields, `[..., *leaf]`."""
+    return read_leaves(ring.experience, row)
+
+
+def read_field(ring: RingState, name: str, row: jax.Array) -> ArrayTree:
+    """Reads a field of rows, `[..., *leaf]`."""
+    return read_leaves(fields.get(ring.experience, name), row)
+
+
+def read_leaves(memory: ArrayTree, row: jax.Array) -> ArrayTree:
+    """Reads rows of leaves `[N, B, *leaf]`."""
+    # Not -1, which an empty leaf does not tell.
+    flat = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # noqa: E731
+    return jax.tree.map(lambda x: flat(x)[row], memory)
+
+
+def move(ring: RingState, row: jax.Array, num_slots: jax.Array | int) -> jax.Array:
+    """Moves `num_slots` slots forward in the same lane."""
+    slot = (row // ring.num_envs + num_slots) % ring.num_slots
+    return slot * ring.num_envs + row % ring.num_envs
+
+
+def all_rows(ring: RingState) -> jax.Array:
+    """Returns every row number, `[N * B]` int32."""
+    return jnp.arange(ring.num_slots * ring.num_envs, dtype=jnp.int32)
+
+
+def newest(ring: RingState) -> jax.Array:
+    """Returns the newest row of every lane, `[B]` int32; any row if it is empty."""
+    slot = (ring.head - 1) % ring.num_slots
+    return slot * ring.num_envs + jnp.arange(ring.num_envs, dtype=jnp.int32)
+
+
+def age(ring: RingState, row: jax.Array) -> jax.Array:
+    """Counts the rows of the lane that are newer, int32."""
+    return (ring.head[row % ring.num_envs] - 1 - row // ring.num_envs) % ring.num_slots
+
+
+def is_stored(ring: RingState, row: jax.Array) -> jax.Array:
+    """Returns bool, True where the ring holds the row."""
+    inside = (row >= 0) & (row < ring.num_slots * ring.num_envs)
+    return inside & (age(ring, row) < ring.size[row % ring.num_envs])
+
+
+def is_done(ring: RingState, row: jax.Array) -> jax.Array:
+    """Returns bool, True where an episode ended at the row."""
+    return read_field(ring, "terminated", row) | read_field(ring, "truncated", row)
+
+
+def goes_on(ring: RingState, row: jax.Array) -> jax.Array:
+    """Returns bool, True where the next row is the episode's next step."""
+    kept = marks(ring.experience)
+    here, there = (read_leaves(kept, r) for r in (row, move(ring, row, 1)))
+    return (age(ring, row) > 0) & ~is_done(ring, row) & is_next(here, there)
+
+
+def marks(rows: ArrayTree) -> dict[str, jax.Array]:
+    """Returns the recorded fields of `rows` that `is_next` compares."""
+    names = ("episode_id", "episode_length")
+    found = {name: fields.get(rows, name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def is_next(here: dict[str, jax.Array], there: dict[str, jax.Array]) -> jax.Array:
+    """Returns bool, True where `there` is the step after `here`, by their marks."""
+    is_next = jnp.ones((), bool)
+    if "episode_id" in here:
+        is_next &= here["episode_id"] == there["episode_id"]
+    if "episode_length" in here:
+        is_next &= here["episode_length"] + 1 == there["episode_length"]
+    return is_next
+
+
+def comes_from(ring: RingState, row: jax.Array) -> jax.Array:
+    """Returns bool, True where the row before is the episode's previous step."""
+    before = move(ring, row, -1)
+    return is_stored(ring, before) & goes_on(ring, before)
+
+
+def following(ring: RingState, row: jax.Array) -> jax.Array:
+    """Returns the next row of the episode; the row itself if there is none."""
+    return jnp.where(goes_on(ring, row), move(ring, row, 1), row)
+
+
+def previous(ring: RingState, row: jax.Array) -> jax.Array:
+    """Returns the previous row of the episode; the row itself if there is none."""
+    return jnp.where(comes_from(ring, row), move(ring, row, -1), row)
+
+
+def has_successor(ring: RingState, row: jax.Array) -> jax.Array:
+    """Returns bool, True where the row's true successor is stored."""
+    if not ring.finals:
+        return jnp.ones(row.shape, bool)
+    place = ring.finals.place.reshape(-1)[row]
+    kept = (place >= 0) & (ring.finals.row[place] == row)
+    return jnp.where(is_done(ring, row), kept, goes_on(ring, row))
+
+
+def has_next_obs(ring: RingState) -> bool:
+    """Returns whether rows have successors, stored with them or shared."""
+    return bool(ring.finals) or fields.get(ring.experience, "next_obs") is not None
+
+
+def successor(ring: RingState, row: jax.Array) -> ArrayTree:
+    """Reads the true successors, `[..., *leaf]`; other values if not stored."""
+    if not ring.finals:
+        return read_field(ring, "next_obs", row)
+    after = read_field(ring, "obs", move(ring, row, 1))
+    place = ring.finals.place.reshape(-1)[row]
+    done = is_done(ring, row)
+
+    def choose(final: jax.Array, next_row: jax.Array) -> jax.Array:
+        flag = done.reshape(*done.shape, *(1,) * (next_row.ndim - done.ndim))
+        return jnp.where(flag, final[place], next_row)
+
+    return jax.tree.map(choose, ring.finals.obs, after)
+
+
+def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the rows that follow in the same episode, each with a successor.
+
+    Args:
+        ring: the ring.
+        row: `[S]` int32, the first rows; each has a successor.
+        length: L, rows at most, including the first one.
+
+    Returns:
+        `[L, S]` int32 rows, the last one repeated after the end; and `[L, S]` bool,
+        False after the end.
+    """
+    step = jnp.arange(length, dtype=jnp.int32)[:, None]
+    rows = move(ring, row[None], step)
+    if length == 1:
+        return rows, jnp.ones(rows.shape, bool)
+    # After one lap the rows would repeat.
+    on = goes_on(ring, rows[:-1]) & has_successor(ring, rows[1:])
+    on = jnp.cumprod(on & (step[1:] < ring.num_slots), axis=0, dtype=jnp.int32)
+    last = move(ring, row, jnp.sum(on, axis=0))
+    valid = jnp.concatenate([jnp.ones((1, row.shape[0]), bool), on.astype(bool)])
+    return jnp.where(valid, rows, last[None]), valid
+
+
+def history(
+    ring: RingState, row: jax.Array, length: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the rows before in the same episode, oldest first and `row` last.
+
+    Returns:
+        `[L, S]` int32 rows, the first one of the episode repeated before its start;
+        and `[S]` bool, False where some of them were evicted.
+    """
+    step = jnp.arange(length, dtype=jnp.int32)[:, None]
+    rows = move(ring, row[None], -step)
+    if length == 1:
+        return rows, jnp.ones(row.shape, bool)
+    on = is_stored(ring, rows[1:]) & goes_on(ring, rows[1:])
+    on = jnp.cumprod(on & (step[1:] < ring.num_slots), axis=0, dtype=jnp.int32)
+    oldest = move(ring, row, -jnp.sum(on, axis=0))
+    whole = on[-1].astype(bool) | is_first(ring, oldest)
+    valid = jnp.concatenate([jnp.ones((1, row.shape[0]), bool), on.astype(bool)])
+    return jnp.where(valid, rows, oldest[None])[::-1], whole
+
+
+def is_first(ring: RingState, row: jax.Array) -> jax.Array:
+    """Returns bool, True where the row is known to be the first of its episode."""
+    if fields.get(ring.experience, "episode_length") is not None:
+        return read_field(ring, "episode_length", row) == 1
+    # The rows before the oldest row of a full lane may have been evicted.
+    is_cut = age(ring, row) == ring.num_slots - 1
+    if not isinstance(ring.lost, tuple):
+        lane = row % ring.num_envs
+        is_cut |= ring.lost[lane] & (age(ring, row) == ring.size[lane] - 1)
+    return ~comes_from(ring, row) & ~is_cut
+
+
+def ends_whole(ring: RingState, row: jax.Array, max_length: int) -> jax.Array:
+    """Returns bool, True where a row ends an episode that is stored whole."""
+    length = read_field(ring, "episode_length", row)
+    kept = age(ring, row) + length <= ring.size[row % ring.num_envs]
+    whole = is_done(ring, row) & kept & (length <= max_length)
+    first = first_of(ring, row)
+    if fields.get(ring.experience, "episode_id") is not None:
+        ids = (read_field(ring, "episode_id", r) for r in (row, first))
+        whole &= operator.eq(*ids)
+    whole &= read_field(ring, "episode_length", first) == 1
+    return whole & has_successor(ring, row)
+
+
+def first_of(ring: RingState, row: jax.Array) -> jax.Array:
+    """Returns the first row of the episode, by the episode length at `row`."""
+    return move(ring, row, 1 - read_field(ring, "episode_length", row))

@@ -1,0 +1,359 @@
+"""`LocalEnvs`: steps environments of Gymnasium's kind in this process, in turn."""
+
+import collections
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from rollout.envs import checks as counts
+from rollout.envs.host import request_checks, saved_state
+from rollout.envs.host.arrays import (
+    StepArrays,
+    answer,
+    answer_all,
+    flag,
+    make_layout,
+    number,
+    pick,
+    put,
+    writer,
+)
+from rollout.envs.host.gymnasium_actions import split_action
+from rollout.envs.host.types import EnvFault, HostStep
+from rollout.envs.types import AnySpace, ArrayTree
+
+
+class LocalEnvs:
+    """Several environments in this process, a `HostVectorEnv` that can also `rebuild`.
+
+    It also implements `AsyncHostVectorEnv`, without concurrency: `send` steps at once,
+    and `receive` hands over in the order of sending. An exception of one environment
+    makes that one faulty and leaves the others alone.
+
+    Args:
+        make_fns: `E` functions that make one environment each, with the methods and
+            spaces of `gymnasium.Env`.
+        observe_info: keys of `info` that become part of the observation, each with an
+            example: `{"action_mask": np.ones(2, bool)}`. An observation is then
+            `{"obs": obs, "info": {key: value}}`; `reset` and every step must return
+            those keys.
+        record_info: keys of `info` that `HostStep.info` has, each with an example.
+            Where a step returns no such key, its value is zero.
+
+    Raises:
+        EnvFault: if an environment could not be made.
+        ValueError: if `make_fns` is empty, their spaces differ, or a space has no
+            arrays.
+    """
+
+    def __init__(
+        self,
+        make_fns: Sequence[Callable[[], Any]],
+        *,
+        observe_info: Mapping[str, Any] | None = None,
+        record_info: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._make_fns = list(make_fns)
+        if not self._make_fns:
+            raise ValueError("`make_fns` must have at least one function, got none.")
+        self.num_envs = len(self._make_fns)
+        self._envs: list[Any] = []
+        self._settings: list[dict[str, Any]] = []  # of each when it was new
+        try:
+            for at in range(self.num_envs):
+                self._envs.append(self._make(at))
+                self._settings.append(saved_state.settings_of(self._envs[at]))
+            self.spaces = _spaces(self._envs[0])
+            self.layout = make_layout(self.spaces, observe_info, record_info)
+        except BaseException:
+            self.close()
+            raise
+        self._broken: dict[int, BaseException] = {}
+        self._answered: collections.deque[tuple[int, BaseException | None]] = (
+            collections.deque()
+        )
+        self._observes = bool(observe_info)
+        self._split = split_action(self.spaces[1])
+        self._steps = [env.step for env in self._envs]
+        self.place(self.layout.make(self.num_envs, np.zeros))
+
+    @property
+    def observation_space(self) -> AnySpace:
+        """Space of one environment's observation."""
+        return self.layout.observation_space
+
+    @property
+    def action_space(self) -> AnySpace:
+        """Space of one environment's action."""
+        return self.layout.action_space
+
+    def draw(self, number: int) -> np.ndarray:
+        """Draws one environment as it is now, `[H, W, 3]` uint8.
+
+        Raises:
+            ValueError: if the environment draws no frames.
+        """
+        request_checks.closed(not self._envs)
+        env = self._envs[number]
+        return request_checks.frame(env.render() if hasattr(env, "render") else None)
+
+    def place(self, arrays: StepArrays) -> None:
+        """Makes the environments write to these arrays from now on."""
+        self._arrays, self._reward = arrays, arrays.reward
+        self._terminated, self._truncated = arrays.terminated, arrays.truncated
+        self._write = writer(self.layout.observation_space, arrays.obs, "obs")
+        spaces = self.layout.info.spaces
+        self._records = [
+            (key, writer(space, arrays.info[key], f"info[{key!r}]"))
+            for key, space in spaces.items()
+        ]
+        self._blank = pick(self.layout.make(1, np.zeros).info, 0)
+
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
+        """Starts an episode in some environments, each from its own seed.
+
+        Args:
+            seeds: `[E]` uint32; read where `mask`.
+            mask: `[E]` bool, which to reset; at least one.
+
+        Returns:
+            `[E, ...]` observations, the memory that the next call writes to.
+
+        Answers of these environments that nobody received are dropped.
+
+        Raises:
+            EnvFault: if some failed, or had failed and were not made anew.
+        """
+        request_checks.closed(not self._envs)
+        which = request_checks.reset(seeds, mask, self.num_envs)
+        self._forget(which)
+        for at in which:
+            if at not in self._broken:
+                self._reset_one(at, int(seeds[at]))
+        causes = {at: self._broken[at] for at in which if at in self._broken}
+        if causes:
+            raise EnvFault(causes)
+        return self._arrays.obs
+
+    def step(self, action: ArrayTree) -> HostStep:
+        """Takes one step in every environment, `[E, ...]`, and resets none."""
+        request_checks.closed(not self._envs)
+        if self._answered:
+            request_checks.all_idle("step", self._under_way())
+        actions = self._split(action)
+        request_checks.length("action", actions, self.num_envs)
+        for at, one in enumerate(actions):
+            self.advance(at, one)
+        return answer_all(self._arrays, self._broken)
+
+    def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
+        """Takes a step in some environments, before it returns.
+
+        Args:
+            action: `[R, ...]`, one action for each.
+            env_id: `[R]` int, their numbers; none of them may be under way.
+        """
+        request_checks.closed(not self._envs)
+        actions, ids = (
+            self._split(action),
+            request_checks.env_ids(env_id, self.num_envs),
+        )
+        request_checks.length("action", actions, len(ids))
+        request_checks.idle(ids, self._under_way())
+        for at, one in zip(ids, actions, strict=True):
+            self._answered.append((at, self.advance(at, one)))
+
+    def receive(
+        self, num_ready: int, timeout: float | None = None
+    ) -> tuple[HostStep, np.ndarray]:
+        """Hands over the answers of the first `num_ready` environments sent.
+
+        Args:
+            num_ready: R, at least 1 and at most the number sent.
+            timeout: unused, since no answer is waited for.
+
+        Returns:
+            Their answers, `[R, ...]`, and their numbers, `[R]` int32.
+
+        Raises:
+            ValueError: if fewer than `num_ready` were sent.
+        """
+        del timeout  # unused
+        request_checks.num_ready(num_ready, len(self._answered))
+        answered = [self._answered.popleft() for _ in range(num_ready)]
+        return answer(self._arrays, answered)
+
+    def rebuild(self, mask: np.ndarray) -> None:
+        """Makes some environments anew; each must be reset before its next step.
+
+        Args:
+            mask: `[E]` bool, which to make anew; at least one.
+
+        Raises:
+            EnvFault: if some could not be made; they stay faulty.
+        """
+        causes = {}
+        request_checks.closed(not self._envs)
+        which = request_checks.masked(mask, self.num_envs)
+        self._forget(which)
+        for at in which:
+            self.fail(at, RuntimeError("it was interrupted while it was made anew"))
+            _close(self._envs[at])
+            try:
+                self._use(at, self._make(at))
+            except (EnvFault, ValueError) as error:
+                causes[at] = self._broken[at] = error.__cause__ or error
+        if causes:
+            raise EnvFault(causes)
+
+    def save(self, *, allow_pickle: bool = False) -> list[bytes] | None:
+        """Saves every environment; see `HostVectorEnv`.
+
+        Raises:
+            ValueError: if some are under way.
+        """
+        request_checks.closed(not self._envs)
+        request_checks.all_idle("save", self._under_way())
+        saved = []
+        for at, env in enumerate(self._envs):
+            if at in self._broken:
+                state = saved_state.save_fault(self._broken[at])
+            else:
+                state = saved_state.save(env, self._settings[at], allow_pickle)
+            if state is None:
+                return None
+            saved.append(state)
+        return saved
+
+    def can_load(self, saved: Sequence[bytes], *, allow_pickle: bool = False) -> bool:
+        """Returns whether `load` takes these states; see `HostVectorEnv`.
+
+        Raises:
+            ValueError: if pickled environments were made with other settings.
+        """
+        request_checks.closed(not self._envs)
+        request_checks.length("saved", saved, self.num_envs)
+        if not allow_pickle and any(map(saved_state.is_pickle, saved)):
+            return False
+        for at, state in enumerate(saved):
+            if at not in self._broken:
+                saved_state.check(state, self._envs[at], self._settings[at])
+        return True
+
+    def load(
+        self, saved: Sequence[bytes], obs: ArrayTree, *, allow_pickle: bool = False
+    ) -> bool:
+        """Puts every environment where it was at `save`; see `HostVectorEnv`.
+
+        Raises:
+            ValueError: if some are under way, or as `can_load` does.
+        """
+        if not self.can_load(saved, allow_pickle=allow_pickle):
+            return False
+        request_checks.all_idle("load", self._under_way())
+        for at, state in enumerate(saved):
+            old = self._envs[at]
+            env = saved_state.load(state, old)
+            if isinstance(env, BaseException):
+                self.fail(at, env)
+                continue
+            if env is not old:
+                _close(old)
+            self._use(at, env)
+        put(self._arrays.obs, slice(None), obs)
+        return True
+
+    def close(self) -> None:
+        """Closes every environment; a second call does nothing."""
+        while self._envs:
+            _close(self._envs.pop())
+
+    def advance(self, at: int, action: Any) -> BaseException | None:
+        """Takes one step in one environment; returns its fault, or None."""
+        # This runs once per environment and step: the usual types are tested first.
+        if at in self._broken:
+            return self._broken[at]
+        try:
+            result = self._steps[at](action)
+            if type(result) is not tuple or len(result) != 5:
+                _wrong("step", "(obs, reward, terminated, truncated, info)", result)
+            obs, reward, terminated, truncated, info = result
+            self._write(at, {"obs": obs, "info": info} if self._observes else obs)
+            self._reward[at] = reward if type(reward) is float else number(reward)
+            self._terminated[at] = (
+                terminated
+                if type(terminated) is bool
+                else flag("terminated", terminated)
+            )
+            self._truncated[at] = (
+                truncated if type(truncated) is bool else flag("truncated", truncated)
+            )
+            if self._records:
+                self._record(at, info)
+        except Exception as cause:
+            self.fail(at, cause)
+            return cause
+        return None
+
+    def fail(self, at: int, cause: BaseException) -> None:
+        """Makes an environment faulty: it takes no step until it is made anew."""
+        self._broken[at] = cause
+
+    @property
+    def causes(self) -> dict[int, BaseException]:
+        """The cause of each faulty environment, by its number."""
+        return dict(self._broken)
+
+    def _record(self, at: int, info: Mapping[str, Any]) -> None:
+        for key, write in self._records:
+            if key in info:
+                write(at, info[key])
+            else:
+                put(self._arrays.info[key], at, self._blank[key])
+
+    def _reset_one(self, at: int, seed: int) -> None:
+        try:
+            result = self._envs[at].reset(seed=seed)
+            if type(result) is not tuple or len(result) != 2:
+                _wrong("reset", "(obs, info)", result)
+            obs, info = result
+            self._write(at, {"obs": obs, "info": info} if self._observes else obs)
+        except Exception as cause:
+            self.fail(at, cause)
+
+    def _make(self, at: int) -> Any:
+        try:
+            env = self._make_fns[at]()
+        except Exception as cause:
+            raise EnvFault({at: cause}) from cause
+        first = self._envs[0] if self._envs else env
+        request_checks.same_spaces(_spaces(first), _spaces(env), at)
+        return env
+
+    def _use(self, at: int, env: Any) -> None:
+        self._envs[at], self._steps[at] = env, env.step
+        self._broken.pop(at, None)
+
+    def _forget(self, which: Collection[int]) -> None:
+        """Drops the answers of these environments."""
+        if self._answered:
+            kept = [item for item in self._answered if item[0] not in which]
+            self._answered = collections.deque(kept)
+
+    def _under_way(self) -> set[int]:
+        return {at for at, _ in self._answered}
+
+
+def _spaces(env: Any) -> tuple[Any, Any]:
+    return env.observation_space, env.action_space
+
+
+def _wrong(name: str, what: str, result: Any) -> NoReturn:
+    raise TypeError(f"`{name}` must return {what}, got {counts.describe(result)}")
+
+
+def _close(env: Any) -> None:
+    with contextlib.suppress(Exception):  # it may be broken
+        env.close()

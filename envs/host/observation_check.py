@@ -1,0 +1,64 @@
+"""`Guard`: finds observations that are not finite, or not in their space."""
+
+import jax
+import numpy as np
+
+from rollout.envs.spaces import as_space
+from rollout.envs.types import AnySpace, ArrayTree
+
+
+class Guard:
+    """Finds observations that are not finite, or not in their space."""
+
+    def __init__(self, space: AnySpace) -> None:
+        space = as_space(space, "env.observation_space")
+        self._bounds = [_finite_bounds(leaf) for leaf in space.leaves()]
+
+    def find(self, obs: ArrayTree) -> dict[int, ValueError]:
+        """Returns what is wrong with an observation, by its row; empty if none is bad.
+
+        Args:
+            obs: `[R, ...]` leaves.
+        """
+        leaves = [obs] if isinstance(obs, np.ndarray) else jax.tree.leaves(obs)
+        causes = {}
+        if len(leaves) != len(self._bounds):
+            return causes  # a user-defined space without known leaves
+        for number, (leaf, bounds) in enumerate(zip(leaves, self._bounds, strict=True)):
+            if bounds is None:
+                continue
+            # Bounds are finite: a value that is not finite lies outside them.
+            inside = (leaf >= bounds[0]) & (leaf <= bounds[1])
+            if np.count_nonzero(inside) < inside.size:
+                path, _ = jax.tree.leaves_with_path(obs)[number]
+                name = "obs" + jax.tree_util.keystr(path)
+                for row in np.unique(np.argwhere(~inside)[:, 0]).tolist():
+                    cause = _explain(name, leaf[row], inside[row], bounds)
+                    causes.setdefault(row, cause)
+        return causes
+
+
+def _explain(
+    name: str, obs: np.ndarray, inside: np.ndarray, bounds: tuple[np.ndarray, ...]
+) -> ValueError:
+    """Makes the error of an observation by its first bad value."""
+    index = np.unravel_index(np.argmin(inside), inside.shape)
+    where = [int(x) for x in index] if index else ""
+    low, high = (np.broadcast_to(x, obs.shape)[index] for x in bounds)
+    what = f"in [{low:g}, {high:g}]" if np.isfinite(obs[index]) else "finite"
+    return ValueError(f"`{name}{where}` must be {what}, got {obs[index]:g}")
+
+
+def _finite_bounds(space: AnySpace) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns the bounds, clipped to the dtype's; None if every value is inside."""
+    if space.bounds is None:
+        return None
+    dtype, (low, high) = np.dtype(space.dtype), map(np.asarray, space.bounds)
+    if dtype.kind == "b":
+        return None
+    most = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    if dtype.kind != "f" and (low <= most.min).all() and (high >= most.max).all():
+        return None
+    low = np.maximum(low.astype(np.float64), most.min)
+    high = np.minimum(high.astype(np.float64), most.max)
+    return low.astype(dtype), high.astype(dtype)

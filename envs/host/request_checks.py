@@ -1,0 +1,106 @@
+"""Checks the arguments of `reset`, `step`, `send` and the other requests."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout.envs import checks
+
+
+def closed(is_closed: bool) -> None:
+    """Raises if environments are used after `close`."""
+    if is_closed:
+        raise ValueError("`env` must be open, got one after `close`.")
+
+
+def idle(which: Collection[int], under_way: Collection[int]) -> None:
+    """Raises if one of these environments is under way."""
+    busy = sorted(set(which) & set(under_way))
+    if busy:
+        raise ValueError(
+            "`env_id` and `mask` must leave out environments that are under way, got "
+            f"{busy[0]}: `receive` it first."
+        )
+
+
+def all_idle(name: str, under_way: Collection[int]) -> None:
+    """Raises if an environment is under way when all are needed."""
+    if under_way:
+        raise ValueError(
+            f"`{name}` must be called with no environment under way, got "
+            f"{len(under_way)}: `receive` them first."
+        )
+
+
+def env_ids(env_id: Any, num_envs: int) -> list[int]:
+    """Returns `[R]` numbers of environments; raises unless each occurs once at most."""
+    ids = np.asarray(env_id)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"`env_id` must be [R] integers, got {ids.dtype} of shape {ids.shape}."
+        )
+    ids = ids.tolist()
+    if len(set(ids)) < len(ids) or (ids and not 0 <= min(ids) <= max(ids) < num_envs):
+        raise ValueError(
+            f"`env_id` must be different numbers from 0 to {num_envs - 1}, got {ids}."
+        )
+    return ids
+
+
+def num_ready(value: Any, under_way: int) -> None:
+    """Raises if more answers are awaited than environments are under way."""
+    checks.count("num_ready", value)
+    if value > under_way:
+        raise ValueError(
+            "`num_ready` must be at most the number under way, "
+            f"{under_way}, got {value}."
+        )
+
+
+def length(name: str, values: Sequence[Any], num_envs: int) -> None:
+    """Raises unless there is one value for each environment."""
+    if len(values) != num_envs:
+        raise ValueError(
+            f"`{name}` must have one entry for each of {num_envs} environments, got "
+            f"{len(values)}."
+        )
+
+
+def reset(seeds: Any, mask: Any, num_envs: int) -> list[int]:
+    """Checks seeds and a mask; returns the numbers of the environments to reset."""
+    length("seeds", seeds, num_envs)
+    return masked(mask, num_envs)
+
+
+def masked(mask: Any, num_envs: int) -> list[int]:
+    """Checks a mask; returns the numbers of its environments, at least one."""
+    mask = np.asarray(mask)
+    which = mask.nonzero()[0].tolist() if mask.shape == (num_envs,) else []
+    if not which or mask.dtype != bool:
+        raise ValueError(
+            f"`mask` must be [{num_envs}] bool with at least one True, got {mask!r}."
+        )
+    return which
+
+
+def same_spaces(first: tuple[Any, Any], other: tuple[Any, Any], number: int) -> None:
+    """Raises if an environment has other spaces than the first one."""
+    for kind, a, b in zip(("observation", "action"), first, other, strict=True):
+        if a != b:
+            raise ValueError(
+                f"`make_fns` must make environments of one {kind} space, got {a} of "
+                f"environment 0 and {b} of environment {number}."
+            )
+
+
+def frame(pixels: Any) -> np.ndarray:
+    """Returns the frame that an environment drew, `[H, W, 3]` uint8; raises if none."""
+    frame = np.asarray(pixels)
+    if frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] in (3, 4):
+        return frame[..., :3].copy()
+    got = "None" if pixels is None else f"{frame.dtype} of shape {frame.shape}"
+    raise ValueError(
+        "`env.render()` must return [H, W, 3] uint8, got "
+        f'{got}: make the environment with `render_mode="rgb_array"`.'
+    )

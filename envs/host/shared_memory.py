@@ -1,0 +1,51 @@
+"""Memory that worker processes share, and that nobody has to delete.
+
+It is a file without a name: it disappears with the last process that has it open,
+however that process ends.
+"""
+
+import math
+import mmap
+import os
+import tempfile
+from typing import Any
+
+import numpy as np
+
+from rollout.envs.host.arrays import Layout, StepArrays
+
+_ALIGN = 64  # bytes, a cache line
+
+
+def new(layout: Layout, num_envs: int) -> int:
+    """Makes a file for arrays of `num_envs` environments; returns its descriptor."""
+    places = _Places(None)
+    layout.make(num_envs, places.take)
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("rollout")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, max(places.end, 1))
+    return descriptor
+
+
+def arrays(layout: Layout, num_envs: int, descriptor: int) -> StepArrays:
+    """Maps such a file; it stays mapped as long as one of the arrays lives."""
+    memory = mmap.mmap(descriptor, 0)
+    return layout.make(num_envs, _Places(memory).take)
+
+
+class _Places:
+    """Cuts arrays from a memory, one after the other."""
+
+    def __init__(self, memory: mmap.mmap | None) -> None:
+        self.memory, self.end = memory, 0
+
+    def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        start = self.end
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        self.end += -(-num_bytes // _ALIGN) * _ALIGN
+        if self.memory is None:  # only to measure the size
+            return np.empty(0, dtype)
+        return np.ndarray(shape, dtype, self.memory, start)

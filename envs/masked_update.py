@@ -1,0 +1,152 @@
+"""Computes something, such as a reset, for the few lanes that need it.
+
+Each function here calls another one with lanes to compute, and writes the result to the
+lanes whose flag is set; the bits are the same. `select` computes all lanes. `rounds`
+computes `K` at a time, in a loop that runs no round if no flag is set: for a CPU, and
+for a TPU, which controls loops by itself. `switch` computes no lane, up to `K`, or all,
+whichever suffices: for a GPU, where a loop of unknown length waits for the host. Under
+`vmap` use `select`: there a loop runs until the slowest ends, and a conditional
+computes every branch.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rollout.envs import prng
+from rollout.envs.types import ALL_LANES, ArrayTree, LaneIndex
+
+_Fn = Callable[[LaneIndex], ArrayTree]
+
+_WORD = 32  # bits of a word of lane flags
+
+
+def select(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
+    """Calls `fn` with `ALL_LANES` and keeps the result where the flag is set.
+
+    Args:
+        flag: `[B]` bool, the lanes that are replaced.
+        fn: maps an index of `K` lanes to their new values, `[K, ...]`.
+        lanes: `[B, ...]`, the old values, which the others keep; it may hold typed
+            keys.
+
+    Returns:
+        `[B, ...]`, of the structure of `lanes`.
+    """
+    return prng.select(flag, fn(ALL_LANES), lanes)
+
+
+def rounds(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
+    """Replaces the lanes with a flag, `K` at a time, in lane order.
+
+    Args:
+        flag: `[B]` bool, the lanes that are replaced.
+        fn: maps the numbers of lanes, `[K]` int32, to their new values, `[K, ...]`. If
+            fewer lanes are left, the other numbers are arbitrary.
+        lanes: `[B, ...]`, the old values, which the others keep; words instead of typed
+            keys.
+
+    Returns:
+        `[B, ...]`, of the structure of `lanes`.
+    """
+
+    def replace(state: tuple[jax.Array, ArrayTree]) -> tuple[jax.Array, ArrayTree]:
+        return _replace_some(state[0], fn, state[1])
+
+    return lax.while_loop(lambda state: jnp.any(state[0]), replace, (flag, lanes))[1]
+
+
+def switch(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
+    """Replaces no lane, replaces up to `K` lanes, or computes all and selects.
+
+    Args:
+        flag: `[B]` bool, the lanes that are replaced.
+        fn: maps an index of lanes, numbers as in `rounds` or all, to their new values.
+        lanes: as in `rounds`.
+
+    Returns:
+        `[B, ...]`, of the structure of `lanes`.
+    """
+
+    def some(lanes: ArrayTree) -> ArrayTree:
+        return _replace_some(flag, fn, lanes)[1]
+
+    def every(lanes: ArrayTree) -> ArrayTree:
+        return select(flag, fn, lanes)
+
+    count = jnp.sum(flag, dtype=jnp.int32)
+    branch = (count > 0).astype(jnp.int32) + (count > _num_slots(flag))
+    return lax.switch(branch, (lambda lanes: lanes, some, every), lanes)
+
+
+def _num_slots(flag: jax.Array) -> int:
+    """Returns K, the number of lanes that are computed at once.
+
+    It is large enough that one round nearly always suffices, and small enough to cost
+    little. With one slot there is no scatter, and XLA:CPU compiles the loop to one
+    kernel.
+    """
+    return max(1, flag.shape[0] // 16)
+
+
+def _replace_some(
+    flag: jax.Array, fn: _Fn, lanes: ArrayTree
+) -> tuple[jax.Array, ArrayTree]:
+    """Replaces the first `K` lanes with a flag; returns the other flags, and lanes."""
+    num_lanes, num_slots = flag.shape[0], _num_slots(flag)
+    lane, found = _first_true(flag, num_slots)
+    fresh = fn(lane)
+    # Slots that are left over write to lanes that do not exist.
+    target = jnp.where(found, lane, num_lanes + jnp.arange(num_slots))
+    lanes = jax.tree.map(lambda old, new: _write(old, target, new), lanes, fresh)
+    return _write(flag, target, jnp.zeros((num_slots,), bool)), lanes
+
+
+def _write(old: jax.Array, lane: jax.Array, new: jax.Array) -> jax.Array:
+    """Writes `new[k]` to `old[lane[k]]`; drops it if there is no such lane."""
+    at = old.at[lane]
+    return at.set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+
+def _first_true(flag: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Finds the first `size` positions where `flag` is True.
+
+    `jnp.nonzero` costs a cumulative sum and a scatter over all lanes. Packing the flags
+    into words costs one small reduction; then each rank looks up its word and finds its
+    bit in five halvings. Measured: 1.3x on the whole CartPole loop.
+
+    Returns:
+        `[size]` int32 positions, ascending and in range, and `[size]` bool, False where
+        no True was left.
+    """
+    num_words = -(-flag.shape[0] // _WORD)
+    padding = num_words * _WORD - flag.shape[0]
+    bits = jnp.pad(flag, (0, padding)).reshape(num_words, _WORD).astype(jnp.uint32)
+    words = jnp.sum(bits << jnp.arange(_WORD, dtype=jnp.uint32)[None], axis=1)
+    count = lax.population_count(words).astype(jnp.int32)
+    number = jnp.arange(num_words)
+    earlier = number[None, :] < number[:, None]
+    before = jnp.sum(jnp.where(earlier, count[None, :], 0), axis=1)
+
+    rank = jnp.arange(size, dtype=jnp.int32)
+    word_index = jnp.sum(before[None, :] <= rank[:, None], axis=1) - 1
+    position = word_index * _WORD + _select_bit(
+        words[word_index], rank - before[word_index]
+    )
+    position = jnp.minimum(position, flag.shape[0] - 1).astype(jnp.int32)
+    return position, rank < jnp.sum(count)
+
+
+def _select_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
+    """Finds the position of the rank-th set bit (from 0) of each word."""
+    position = jnp.zeros_like(rank)
+    for half in (16, 8, 4, 2, 1):
+        low = word & jnp.uint32((1 << half) - 1)
+        num_low = lax.population_count(low).astype(jnp.int32)
+        upper = rank >= num_low
+        rank = jnp.where(upper, rank - num_low, rank)
+        position = jnp.where(upper, position + half, position)
+        word = jnp.where(upper, word >> jnp.uint32(half), low)
+    return position

@@ -1,0 +1,305 @@
+"""Cheap random keys: the same bits as jax.random, compiled straight-line.
+
+On CPU, jax lowers threefry as a rolled loop of five iterations, a fusion boundary at
+every draw. The same twenty rounds written in `jnp` fuse with their readers, and the
+bits are equal. `inline` makes a key that draws this way, and `plain` undoes it.
+
+A key of another implementation (`philox2x32`, `rbg`) passes through both unchanged:
+the caller's key decides the generator.
+
+An inline key is for draws of a known kind: `jax.random.poisson` raises an error if a
+key is not jax's own, and `jax.random.gamma` is slow on inline keys. So the kernel draws
+with inline keys itself and hands plain ones to policies and environments; an adapter
+that knows its environment's draws may inline them again.
+
+Source:
+    "Parallel random numbers: as easy as 1, 2, 3" (Salmon et al., SC 2011), Threefry-
+    2x32-20; the counter layout is that of `jax_threefry_partitionable`.
+"""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator
+from typing import Any as ArrayTree  # as in `rollout.envs.types`
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import random as extend_random
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_HALF = 512  # words of half a block of draws
+_NUM_PARTS = contextvars.ContextVar("num_parts", default=1)
+_PARITY = np.uint32(0x1BD11BDA)
+
+
+def inline(key: chex.PRNGKey) -> chex.PRNGKey:
+    """Wraps a threefry key so that its draws compile straight-line, bits unchanged."""
+    # Without partitionable counters jax itself lays out the bits in another order.
+    is_partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    if _is_threefry(key) and is_partitionable:
+        return jax.random.wrap_key_data(jax.random.key_data(key), impl=_INLINE)
+    return key
+
+
+def plain(key: chex.PRNGKey) -> chex.PRNGKey:
+    """Undoes `inline`: returns a key of jax's own threefry implementation."""
+    if jax.random.key_impl(key) == _INLINE:
+        return jax.random.wrap_key_data(jax.random.key_data(key), impl="threefry2x32")
+    return key
+
+
+def fold_in(key: chex.PRNGKey, data: jax.typing.ArrayLike) -> chex.PRNGKey:
+    """Folds integers into keys, elementwise, and computes each new key only once.
+
+    Args:
+        key: `[...]` typed keys.
+        data: `[...]` integers; `key` and `data` broadcast against each other, a
+            scalar against an array.
+
+    Returns:
+        `[...]` keys, equal to `jax.random.fold_in(key, data)` of each element.
+    """
+    data = jnp.asarray(data)
+    fold = jax.random.fold_in
+    for _ in range(max(key.ndim, data.ndim)):
+        fold = jax.vmap(fold, (0 if key.ndim else None, 0 if data.ndim else None))
+    folded = fold(inline(key), data)
+    # Without a barrier XLA copies the hash into every consumer of the key, and a chain
+    # of two into every element of a wide draw.
+    return plain(barrier(folded))
+
+
+def bits(key: chex.PRNGKey, shape: tuple[int, ...]) -> jax.Array:
+    """Draws `shape` uint32 words; a draw with a longer leading axis begins with them.
+
+    Threefry makes two words at once, and `jax.random.bits` combines them to one. Here
+    the first words are one half of a block and the second words the other half:
+    interleaving them in memory would cost more than the hashes.
+    """
+    size = math.prod(shape)
+    if not _is_threefry(key):
+        return jax.random.bits(key, shape, jnp.uint32)
+    words = jax.random.key_data(key)
+    if size <= _HALF:
+        return _hash(words, *_counters((size,)))[0].reshape(shape)
+    parts = num_parts()
+    if parts > 1 and size % (2 * _HALF * parts):
+        # A device's share ends within a block: every word is computed in its place.
+        block, at = jnp.divmod(lax.iota(jnp.uint32, size), np.uint32(2 * _HALF))
+        counter = block * np.uint32(_HALF) + at % np.uint32(_HALF)
+        pair = _hash(words, jnp.zeros_like(counter), counter)
+        return jnp.where(at < _HALF, *pair).reshape(shape)
+    pairs = _hash(words, *_counters((-(-size // (2 * _HALF)), _HALF)))
+    return jnp.stack(pairs, axis=1).reshape(-1)[:size].reshape(shape)
+
+
+@contextlib.contextmanager
+def in_parts(number: int) -> Iterator[None]:
+    """Makes `bits` draw for lanes sharded over `number` devices, in equal shares."""
+    token = _NUM_PARTS.set(number)
+    try:
+        yield
+    finally:
+        _NUM_PARTS.reset(token)
+
+
+def num_parts() -> int:
+    """Returns the number of devices that the lanes are sharded over; see `in_parts`."""
+    return _NUM_PARTS.get()
+
+
+def draw(
+    key: chex.PRNGKey,
+    low: jax.typing.ArrayLike,
+    high: jax.typing.ArrayLike,
+    shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """Draws evenly between bounds: floats, integers of at most 32 bits, or flags.
+
+    Args:
+        key: one typed key.
+        low: lowest values, finite, broadcast to `shape`.
+        high: highest values, included, finite and at least `low`, broadcast to `shape`.
+        shape: of the draw; see `bits`.
+        dtype: of the draw; it must hold the bounds.
+    """
+    if jnp.issubdtype(dtype, jnp.floating):
+        return uniform(key, low, high, shape).astype(dtype)
+    low, high = (
+        jnp.broadcast_to(jnp.asarray(x).astype(dtype), shape).astype(jnp.uint32)
+        for x in (low, high)
+    )
+    words, num = bits(key, (*shape, 2)), high - low + 1  # 0 stands for 2**32
+    # The high word of a fraction of two words times `num`.
+    first, second = words[..., 0], words[..., 1]
+    whole, part = _product(first, num)
+    carry = part + _product(second, num)[0] < part
+    offset = jnp.where(num == 0, first, whole + carry.astype(jnp.uint32))
+    return (low + offset).astype(jnp.int32).astype(dtype)
+
+
+def uniform(
+    key: chex.PRNGKey,
+    low: jax.typing.ArrayLike,
+    high: jax.typing.ArrayLike,
+    shape: tuple[int, ...],
+) -> jax.Array:
+    """Draws float32 evenly between finite bounds, however far apart."""
+    low, high = (
+        jnp.broadcast_to(jnp.asarray(x).astype(jnp.float32), shape) for x in (low, high)
+    )
+    unit = (bits(key, shape) >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+    # Not `low + (high - low) * unit`: the difference may overflow.
+    return jnp.clip(low * (1.0 - unit) + high * unit, low, high)
+
+
+def barrier(tree: ArrayTree) -> ArrayTree:
+    """`lax.optimization_barrier` for trees that may hold typed keys.
+
+    jax's key-reuse checker counts a key that passes the barrier as used, so the words
+    of the keys pass it instead.
+    """
+    return like(lax.optimization_barrier(words(tree)), tree)
+
+
+def words(tree: ArrayTree) -> ArrayTree:
+    """Replaces the typed keys in a tree by their words, uint32 arrays."""
+    return jax.tree.map(_words, tree)
+
+
+def like(words: ArrayTree, tree: ArrayTree) -> ArrayTree:
+    """Undoes `words`: where `tree` has typed keys, so does the result."""
+    return jax.tree.map(_like, words, tree)
+
+
+def has_keys(tree: ArrayTree) -> bool:
+    """Returns whether a tree holds typed keys."""
+    return any(_is_key(x) for x in jax.tree.leaves(tree))
+
+
+def blank(
+    tree: ArrayTree,
+    key: chex.PRNGKey,
+    axes: tuple[int, ...] = (),
+    *,
+    skip: int = 0,
+) -> ArrayTree:
+    """Makes zeros like a tree's leaves, with `axes` instead of the first `skip` axes.
+
+    Keys have the implementation of `key`: `tree` may hold `jax.ShapeDtypeStruct`s.
+    """
+
+    def make(x: jax.ShapeDtypeStruct) -> jax.Array:
+        shape = *axes, *x.shape[skip:]
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jnp.zeros(shape, x.dtype)
+        word_shape = jax.random.key_data(key).shape[key.ndim :]
+        zeros = jnp.zeros(shape + word_shape, jnp.uint32)
+        return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(key))
+
+    return jax.tree.map(make, tree)
+
+
+def select(flag: jax.Array, new: ArrayTree, old: ArrayTree) -> ArrayTree:
+    """Takes the lanes of `new` where `flag` and those of `old` elsewhere.
+
+    Args:
+        flag: `[B]` bool.
+        new: `[B, ...]`, any pytree; it may hold typed keys.
+        old: `[B, ...]`, of the same structure and shapes; it decides the dtypes.
+
+    Returns:
+        `[B, ...]`, of the structure of `old`.
+    """
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        column = flag.reshape(flag.shape + (1,) * (old.ndim - flag.ndim))
+        return jnp.where(column, new, old)
+
+    return like(jax.tree.map(choose, words(new), words(old)), old)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    return jax.random.key_data(x) if _is_key(x) else x
+
+
+def _like(words: jax.Array, x: jax.Array) -> jax.Array:
+    if _is_key(x):
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+    return words
+
+
+def _is_key(x: jax.Array) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def _is_threefry(key: chex.PRNGKey) -> bool:
+    return jax.random.key_impl(key) == "threefry2x32"
+
+
+def _hash(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, ...]:
+    """Hashes the counters (high, low) by Threefry-2x32 with twenty rounds."""
+    schedule = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    x, y = high + schedule[0], low + schedule[1]
+    for i in range(5):
+        for rotation in _ROTATIONS[i % 2]:
+            x = x + y
+            y = (y << np.uint32(rotation)) | (y >> np.uint32(32 - rotation))
+            y = x ^ y
+        x = x + schedule[(i + 1) % 3]
+        y = y + schedule[(i + 2) % 3] + np.uint32(i + 1)
+    return x, y
+
+
+def _product(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the high and the low word of the product of two words."""
+    half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
+    low, high = (x & mask), (x >> half)
+    first = low * (y & mask)
+    second = high * (y & mask) + (first >> half)
+    third = low * (y >> half) + (second & mask)
+    return high * (y >> half) + (second >> half) + (third >> half), x * y
+
+
+def _counters(shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    size = math.prod(shape)
+    if size >= 2**32:
+        raise ValueError(f"A draw must have fewer than 2**32 elements, got {shape}.")
+    low = lax.iota(jnp.uint32, size).reshape(shape)
+    return jnp.zeros(shape, jnp.uint32), low
+
+
+def _seed(seed: jax.Array) -> jax.Array:
+    return jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
+
+
+def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.stack(_hash(key, *_counters(shape)), axis=-1)
+
+
+def _fold_in(key: jax.Array, data: jax.typing.ArrayLike) -> jax.Array:
+    low = jnp.asarray(data).astype(jnp.uint32)
+    return jnp.stack(_hash(key, jnp.zeros_like(low), low))
+
+
+def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
+    x, y = _hash(key, *_counters(shape))
+    if bit_width == 64:
+        return (x.astype(jnp.uint64) << np.uint64(32)) | y.astype(jnp.uint64)
+    return (x ^ y).astype(f"uint{bit_width}")
+
+
+_INLINE = extend_random.define_prng_impl(
+    key_shape=(2,),
+    seed=_seed,
+    split=_split,
+    random_bits=_random_bits,
+    fold_in=_fold_in,
+    name="threefry2x32_inline",
+    tag="fryi",
+)

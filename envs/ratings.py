@@ -1,0 +1,235 @@
+"""`from_interactions`: reads recorded feedback as tables for `RecommendationEnv`.
+
+A log has one record for each rating. pandas turns it into a table of users and items,
+and an option says how unknown pairs are completed.
+"""
+
+import dataclasses
+import itertools
+import numbers
+import os
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollout.envs.optional_import import load
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+_MISSING = ("user_mean", "item_mean", "mask")
+_DUPLICATES = ("mean", "last", "error")
+_REASONS = ("missing_id", "missing_timestamp", "nonfinite_feedback", "duplicate")
+_REAL: Any = numbers.Real  # a type checker knows no order of it
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Interactions:
+    """Feedback of U users on I items: tables of NumPy, read from a log.
+
+    Attributes:
+        feedback: `[U, I]` float32, completed where it is not known.
+        known: `[U, I]` bool, True for pairs in the data.
+        users: `[U]`, the ids of users as pandas sorts them: user u is `users[u]`.
+        items: `[I]`, the ids of items as pandas sorts them: item i is `items[i]`.
+        popularity: `[I]` float32, the share of users with a known pair, in (0, 1].
+        num_dropped: number of dropped records by reason: "missing_id",
+            "missing_timestamp", "nonfinite_feedback", "duplicate". A record counts
+            under the first reason that holds.
+    """
+
+    feedback: np.ndarray  # [U, I]
+    known: np.ndarray  # [U, I]
+    users: np.ndarray  # [U]
+    items: np.ndarray  # [I]
+    popularity: np.ndarray  # [I]
+    num_dropped: dict[str, int]
+
+
+def from_interactions(
+    data: "str | os.PathLike | DataFrame | Mapping[str, Any] | tuple",
+    *,
+    missing: float | str,
+    duplicates: str = "mean",
+    user: str = "user_id",
+    item: str = "item_id",
+    feedback: str = "feedback",
+    timestamp: str | None = None,
+) -> Interactions:
+    """Makes tables from a log of users, items and feedback.
+
+    A record without a user or an item, or whose feedback is not finite in float32, is
+    dropped; a warning says how many. Users and items are those of the other records.
+    Ids are integers or text: in a CSV file a column whose ids are all written as
+    integers has integers, and any other, for instance with "007", has text. The tables
+    are dense, with 5 bytes for each of U * I pairs.
+
+    Args:
+        data: the path of a CSV file, a DataFrame or a mapping with these columns; or a
+            tuple of columns, user, item, feedback and, if `timestamp` is given, time.
+        missing: completes pairs that are not in the data: a finite number; the mean of
+            the user's known pairs, "user_mean", or of the item's, "item_mean"; or 0,
+            "mask", if `known` becomes the mask of the environment.
+        duplicates: resolves several records of one pair: their "mean"; the "last" one,
+            in the log or by `timestamp`, and the others are dropped; or an "error".
+        user: name of the column of users.
+        item: name of the column of items.
+        feedback: name of the column of feedback, numbers.
+        timestamp: name of the column of times, numbers or dates (as text in ISO 8601).
+            The last record is then that of the latest time, of equal times the later
+            one, and a record without a time is dropped.
+
+    Returns:
+        The tables, for `RecommendationEnv(tables.feedback)`, or with "mask" for
+        `RecommendationEnv(tables.feedback, known=tables.known)`.
+
+    Raises:
+        ModuleNotFoundError: if pandas is not installed.
+        ValueError: if an argument is not as above, a column is missing, no record is
+            left, a pair has several records and `duplicates` is "error", or ids are
+            floats that are no integers, or so large that several ids are one float.
+    """
+    _check_options(missing, duplicates, timestamp)
+    names = {"user": user, "item": item, "feedback": feedback, "timestamp": timestamp}
+    log = _read(data, {key: name for key, name in names.items() if name is not None})
+    records, num_dropped = _drop(log, duplicates)
+    if len(records) < len(log):
+        counts = ", ".join(f"{x} {reason}" for reason, x in num_dropped.items() if x)
+        message = (
+            f"`data` lost {len(log) - len(records)} of {len(log)} records: {counts}."
+        )
+        warnings.warn(message, stacklevel=2)
+    table = (
+        records.groupby(["user", "item"], observed=True)["feedback"].mean().unstack()
+    )
+    known = table.notna().to_numpy()  # NaN if a pair is not in the data
+    means: dict[Any, Any] = {
+        "user_mean": table.mean(axis=1).to_numpy()[:, None],
+        "item_mean": table.mean(axis=0).to_numpy(),
+        "mask": 0.0,
+    }
+    return Interactions(
+        feedback=np.where(known, table, means.get(missing, missing)).astype(np.float32),
+        known=known,
+        users=table.index.to_numpy(),
+        items=table.columns.to_numpy(),
+        popularity=known.mean(axis=0).astype(np.float32),
+        num_dropped=num_dropped,
+    )
+
+
+def _check_options(missing: Any, duplicates: Any, timestamp: Any) -> None:
+    is_number = isinstance(missing, _REAL) and abs(missing) <= _FLOAT32_MAX
+    if not is_number and missing not in _MISSING:
+        one = f"a finite number or one of {', '.join(_MISSING)}"
+        raise ValueError(f"`missing` must be {one}, got {missing!r}.")
+    if duplicates not in _DUPLICATES:
+        one = f"one of {', '.join(_DUPLICATES)}"
+        raise ValueError(f"`duplicates` must be {one}, got {duplicates!r}.")
+    if timestamp is not None and duplicates != "last":
+        raise ValueError('`timestamp` must be None unless `duplicates` is "last".')
+
+
+def _read(data: Any, names: dict[str, str]) -> Any:
+    """Reads the columns `names`, under their keys, with feedback in float64."""
+    pandas = load("pandas", "recommend")
+    if isinstance(data, str | os.PathLike):
+        as_text = dict.fromkeys((names["user"], names["item"]), "string")
+        # Times that are integers stay integers if some are missing.
+        backend: Any = {"dtype": as_text, "dtype_backend": "numpy_nullable"}
+        data = pandas.read_csv(data, low_memory=False, **backend)
+        data = data.assign(
+            **{name: _from_text(data[name]) for name in as_text if name in data}
+        )
+    if isinstance(data, tuple) and len(data) == len(names):
+        data = dict(zip(names.values(), data, strict=True))
+    if not isinstance(data, Mapping | pandas.DataFrame):
+        got = f"{len(data)} of them" if isinstance(data, tuple) else type(data).__name__
+        raise ValueError(
+            "`data` must be the path of a CSV file, a DataFrame, a mapping, or a tuple "
+            f"of {len(names)} columns, got {got}."
+        )
+    if lost := [name for name in names.values() if name not in data]:
+        raise ValueError(f"`data` must have the columns {lost}, got {list(data)}.")
+    table: Any = data
+    columns: dict[str, Any] = {key: table[name] for key, name in names.items()}
+    for key in ("user", "item"):
+        if isinstance(
+            columns[key], list | tuple
+        ):  # integers stay integers if some are missing
+            columns[key] = pandas.array(columns[key])
+    log = pandas.DataFrame(columns)
+    column: Any = pandas.to_numeric(log["feedback"])
+    log = log.assign(feedback=column.astype("float64"))
+    for key in ("user", "item"):
+        log[key] = _ids(names[key], log[key])
+    if "timestamp" in log:
+        log["timestamp"] = _times(names["timestamp"], log["timestamp"], pandas)
+    return log
+
+
+def _from_text(column: Any) -> Any:
+    """Converts ids of a CSV file: to integers if each is written as one."""
+    texts = column.dropna()
+    is_integer = texts.str.fullmatch(r"\s*(0|-?[1-9]\d{0,17})(\.0*)?\s*")
+    if not is_integer.all():
+        return column
+    return column.str.strip().str.split(".").str[0].astype("Int64")
+
+
+def _ids(name: str, column: Any) -> Any:
+    """Checks that no two ids of a column are the same float."""
+    if column.dtype.kind != "f":
+        return column
+    ids = column.dropna().astype("float64")
+    most = 2 ** (np.finfo(str(column.dtype).lower()).nmant + 1)
+    wrong = ids[(ids % 1 != 0) | (ids.abs() >= most)]
+    if wrong.size:
+        raise ValueError(
+            f"`{name}` must be integers or text, got the float {wrong.iloc[0]}: beyond "
+            f"{most} several ids are one float; read the column as text or `Int64`."
+        )
+    return column.astype("Int64")
+
+
+def _times(name: str, column: Any, pandas: Any) -> Any:
+    """Converts text to numbers or dates, to sort by."""
+    if column.dtype.kind in "biufM":
+        return column
+    try:
+        return pandas.to_numeric(column)
+    except (ValueError, TypeError):
+        pass
+    try:
+        return pandas.to_datetime(column, format="ISO8601")
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"`{name}` must be numbers or dates in ISO 8601, got {column.iloc[0]!r}."
+        ) from error
+
+
+def _drop(log: Any, duplicates: str) -> tuple[Any, dict[str, int]]:
+    """Returns the records that count, and the number of dropped ones by reason."""
+    ids = ["user", "item"]
+    with_ids = log.dropna(subset=ids)
+    timed = with_ids.dropna(subset=with_ids.columns.drop("feedback"))
+    records = finite = timed[timed["feedback"].abs() <= _FLOAT32_MAX]
+    if finite.empty:
+        what = "a record with a user, an item and finite feedback"
+        raise ValueError(f"`data` must have {what}, got none in {len(log)} records.")
+    if duplicates == "error" and (again := records[records.duplicated(ids)]).size:
+        user, item = again[ids].iloc[0]
+        got = (
+            f"another record of user {user} and item {item}, and {len(again) - 1} more"
+        )
+        raise ValueError(f"`data` must have each pair once, got {got}.")
+    if duplicates == "last":
+        by = ["timestamp"] if "timestamp" in records else []
+        records = records.sort_values(by, kind="stable").drop_duplicates(
+            ids, keep="last"
+        )
+    sizes = itertools.pairwise(map(len, (log, with_ids, timed, finite, records)))
+    return records, {x: a - b for x, (a, b) in zip(_REASONS, sizes, strict=True)}

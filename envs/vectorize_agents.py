@@ -1,0 +1,302 @@
+"""`vectorize_agents`: makes a `VectorEnv` of an environment of several agents.
+
+All agents act as one, so steps, episodes, streams, checkpoints and devices work as with
+any lanes. The bookkeeping of each agent is kept next to the environment's own state,
+and returned in `info.agents`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.core import Tracer
+
+from rollout.envs import checks
+from rollout.envs.multi_agent import (
+    ACTING,
+    AgentGroup,
+    AgentInfo,
+    AgentLayout,
+    Flag,
+    MultiAgentEnv,
+    MultiAgentInfo,
+    MultiAgentStep,
+    layout_of,
+    pack,
+    read_flag,
+    read_length,
+)
+from rollout.envs.spaces import Box, Dict, Repeated, as_space
+from rollout.envs.types import AnySpace, ArrayTree, EnvStep, LaneIndex, Lanes
+from rollout.envs.vectorize import vectorize
+from rollout.envs.wrappers.wrapper import VectorWrapper
+
+_FLAG = Box(0, 1, (), jnp.dtype(bool))
+
+
+def vectorize_agents(
+    env: MultiAgentEnv, num_envs: int, *, auto_reset: str = "auto"
+) -> "_VectorizedAgents":
+    """Puts `num_envs` copies of an environment of several agents side by side.
+
+    Args:
+        env: the environment of `A` agents; its parameters are shared by all lanes.
+        num_envs: B, at least 1.
+        auto_reset: as in `vectorize`.
+
+    Returns:
+        A `VectorEnv` with the `agents`, `groups`, `observation_spaces` and
+        `action_spaces` of `env`. Its `obs` is `{group: [B, A_g, ...]}` with "acting",
+        `[B, A]` bool, True for agents that must act; its action `{group: [B, A_g,
+        ...]}`. The reward is the sum over the agents, in float32, the flags are those
+        of the episode, and `info` is a `MultiAgentInfo`. The episode also ends when
+        every agent has ended: it is terminated if all of them terminated, else
+        truncated.
+
+    Raises:
+        ValueError: if an agent is in two groups or none, or a group has no spaces, or
+            is called "acting"; if `simultaneous` is True and an agent that has not
+            ended does not act at the first or second step; or as `vectorize`. While
+            tracing: if an observation or an action is not of the space of its group,
+            or a value per agent is not `[A]`.
+    """
+    checks.single(env)
+    joint = _Joint(env=env, layout=layout_of(env))
+    if joint.layout.simultaneous:
+        _check_simultaneous(env, joint.action_space)
+    return _VectorizedAgents(vectorize(joint, num_envs, auto_reset=auto_reset))
+
+
+class _VectorizedAgents(VectorWrapper):
+    """Lanes of environments of several agents."""
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        return self._joint.layout.agents
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        return dict(self._joint.env.groups)
+
+    @property
+    def observation_spaces(self) -> dict[str, AnySpace]:
+        return dict(self._joint.env.observation_spaces)
+
+    @property
+    def action_spaces(self) -> dict[str, AnySpace]:
+        return dict(self._joint.env.action_spaces)
+
+    def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
+        return self.env.reset(keys)
+
+    def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        return self.env.step(keys, state, action)
+
+    def reset_done(
+        self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
+    ) -> Lanes:
+        return self.env.reset_done(key_fn, done, lanes)
+
+    @property
+    def _joint(self) -> "_Joint":
+        env: Any = self.env
+        while not isinstance(env, _Joint):  # it may be sharded over devices
+            env = env.env
+        return env
+
+
+class _JointState(struct.PyTreeNode, kw_only=True):
+    """State of one environment, with the bookkeeping of its `A` agents."""
+
+    env_state: ArrayTree
+    agent_return: jax.Array  # [A] float32
+    packed: jax.Array  # [A] uint32, as in `AgentInfo`
+
+
+class _Joint(struct.PyTreeNode, kw_only=True):
+    """An `Env` in which all agents of one environment act together."""
+
+    env: MultiAgentEnv
+    layout: AgentLayout = struct.field(pytree_node=False)
+
+    @property
+    def observation_space(self) -> AnySpace:
+        spaces = self._stack(self.env.observation_spaces)
+        return Dict({**spaces, ACTING: Repeated(_FLAG, len(self.layout.agents))})
+
+    @property
+    def action_space(self) -> AnySpace:
+        return Dict(self._stack(self.env.action_spaces))
+
+    def at_episode(self, number: jax.Array) -> Self:
+        at_episode = getattr(self.env, "at_episode", None)
+        return self if at_episode is None else self.replace(env=at_episode(number))
+
+    def reset(self, key: chex.PRNGKey) -> tuple[_JointState, dict[str, Any]]:
+        result = self.env.reset(key)
+        if type(result) is not tuple or len(result) != 3:
+            raise ValueError(
+                "`env.reset` must return (state, obs, acting), got "
+                f"{checks.describe(result)}."
+            )
+        env_state, obs, acting = result
+        shape = (len(self.layout.agents),)
+        acting = self._each("acting", acting, bool)
+        if self.layout.simultaneous:
+            acting = jnp.ones(shape, bool)
+        state = _JointState(
+            env_state=env_state,
+            agent_return=jnp.zeros(shape, jnp.float32),
+            packed=pack(jnp.zeros(shape, jnp.int32), {Flag.ACTS_NEXT: acting}),
+        )
+        return state, self._observe(obs, acting)
+
+    def step(self, key: chex.PRNGKey, state: _JointState, action: ArrayTree) -> EnvStep:
+        self._check_stacked("action", action, self.env.action_spaces, has_dtype=True)
+        result = self.env.step(key, state.env_state, action)
+        if not isinstance(result, MultiAgentStep):
+            raise ValueError(
+                "`env.step` must return a `rollout.envs.multi_agent.MultiAgentStep`, "
+                f"got {checks.describe(result)}."
+            )
+        reward = self._each("reward", result.reward, jnp.float32)
+        agent_return = state.agent_return + reward
+        flags = self._follow(state.packed, result)
+        length = read_length(state.packed) + flags[Flag.ACTED].astype(jnp.int32)
+        packed = pack(length, flags)
+        has_terminated = flags[Flag.HAS_TERMINATED]
+        is_over = jnp.all(has_terminated | flags[Flag.WAS_TRUNCATED])
+        all_terminated = jnp.all(has_terminated)
+        return EnvStep(
+            state=_JointState(
+                env_state=result.state, agent_return=agent_return, packed=packed
+            ),
+            obs=self._observe(result.obs, flags[Flag.ACTS_NEXT]),
+            reward=jnp.sum(reward),
+            terminated=result.episode_terminated | (is_over & all_terminated),
+            truncated=result.episode_truncated | (is_over & ~all_terminated),
+            info=MultiAgentInfo(
+                AgentInfo(
+                    reward=reward,
+                    agent_return=agent_return,
+                    packed=packed,
+                    layout=self.layout,
+                ),
+                result.info,
+            ),
+        )
+
+    def _follow(
+        self, packed: jax.Array, result: MultiAgentStep
+    ) -> dict[Flag, jax.Array]:
+        """Updates the flags of every agent after a step."""
+        acted = read_flag(packed, Flag.ACTS_NEXT)
+        has_terminated = read_flag(packed, Flag.HAS_TERMINATED)
+        was_truncated = read_flag(packed, Flag.WAS_TRUNCATED)
+        is_left = ~(has_terminated | was_truncated)
+        terminated = self._each("terminated", result.terminated, bool) & is_left
+        truncated = self._each("truncated", result.truncated, bool) & is_left
+        goes_on = is_left & ~(terminated | truncated)
+        acting = self._each("acting", result.acting, bool)
+        acts_next = goes_on if self.layout.simultaneous else acting & goes_on
+        answers = acted | read_flag(packed, Flag.WAITING)
+        return {
+            Flag.ACTS_NEXT: acts_next,
+            Flag.WAITING: answers & goes_on & ~acts_next,
+            Flag.HAS_TERMINATED: has_terminated | terminated,
+            Flag.WAS_TRUNCATED: was_truncated | truncated,
+            Flag.ACTED: acted,
+            Flag.TERMINATED: terminated,
+            Flag.TRUNCATED: truncated,
+            Flag.ANSWERS: answers,
+        }
+
+    def _observe(self, obs: Any, acting: jax.Array) -> dict[str, ArrayTree]:
+        self._check_stacked("obs", obs, self.env.observation_spaces)
+        return {**obs, ACTING: acting}
+
+    def _stack(self, spaces: Mapping[str, AnySpace]) -> dict[str, AnySpace]:
+        return {
+            group.name: _stacked(spaces[group.name], group)
+            for group in self.layout.groups
+        }
+
+    def _each(self, name: str, value: Any, dtype: Any) -> jax.Array:
+        """Checks that there is one value per agent, and casts them."""
+        num_agents = len(self.layout.agents)
+        if jnp.shape(value) != (num_agents,):
+            raise ValueError(
+                f"`{name}` must be one value per agent, shape ({num_agents},), got "
+                f"{checks.describe(value)}."
+            )
+        return checks.flag(name, value) if dtype is bool else jnp.asarray(value, dtype)
+
+    def _check_stacked(
+        self,
+        name: str,
+        value: Any,
+        spaces: Mapping[str, AnySpace],
+        *,
+        has_dtype: bool = False,
+    ) -> None:
+        """Checks that a tree is a dict by group, stacked, in the groups' spaces."""
+        names = sorted(group.name for group in self.layout.groups)
+        if not isinstance(value, Mapping) or sorted(value) != names:
+            got = sorted(value) if isinstance(value, Mapping) else type(value).__name__
+            raise ValueError(
+                f"`{name}` must be a dict of the groups {', '.join(names)}, got {got}."
+            )
+        for group in self.layout.groups:
+            space = _stacked(spaces[group.name], group)
+            _check_of_space(name, group.name, value[group.name], space, has_dtype)
+
+
+def _stacked(space: AnySpace, group: AgentGroup) -> Repeated:
+    """Returns the space of all members of a group."""
+    return Repeated(as_space(space, group.name), len(group.members))
+
+
+def _check_of_space(
+    name: str, group: str, value: ArrayTree, space: AnySpace, has_dtype: bool
+) -> None:
+    leaves, dtype = jax.tree.leaves(value), space.dtype if has_dtype else None
+    if space.shape is None:  # several parts: only the leading axis is checked
+        fits = all(jnp.shape(x)[:1] == (space.num,) for x in leaves)
+    else:
+        fits = [jnp.shape(x) for x in leaves] == [space.shape]
+        fits &= dtype is None or jnp.result_type(leaves[0]) == dtype
+    if not fits:
+        what = f"shape {space.shape or (space.num, '...')}"
+        raise ValueError(
+            f"`{name}` of the group {group!r} must be of "
+            f"{what if dtype is None else f'{jnp.dtype(dtype).name} and {what}'}, got "
+            f"{', '.join(map(checks.describe, leaves))}."
+        )
+
+
+def _check_simultaneous(env: MultiAgentEnv, action_space: AnySpace) -> None:
+    """Checks that all agents act at the first two steps; not inside `jit`."""
+
+    @jax.jit
+    def begin(env: MultiAgentEnv, key: chex.PRNGKey) -> list[jax.Array]:
+        keys = jax.random.split(key, 3)
+        begun: Any = env.reset(keys[0])
+        if type(begun) is not tuple or len(begun) != 3:
+            return []  # tracing raises later
+        result = env.step(keys[1], begun[0], action_space.sample(keys[2]))
+        if not isinstance(result, MultiAgentStep):
+            return [begun[2]]
+        is_over = result.episode_terminated | result.episode_truncated
+        ended = result.terminated | result.truncated | is_over
+        return [begun[2], result.acting | ended]
+
+    for number, acting in enumerate(begin(env, jax.random.key(0))):
+        if not isinstance(acting, Tracer) and not acting.all():
+            raise ValueError(
+                "`simultaneous` must be True only if every agent that has not ended "
+                f"acts at every step, got `acting` {acting.tolist()} before step "
+                f"{number}: leave it out."
+            )

@@ -1,0 +1,155 @@
+"""`RescaleAction`, `ActionRepeat`: wrappers that change actions."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from rollout.envs import checks, prng
+from rollout.envs.spaces import Box, Space
+from rollout.envs.types import AnySpace, ArrayTree, EnvStep
+from rollout.envs.wrappers.wrapper import Wrapper, flags_of
+
+_BOUNDS = ("clip", "tanh")
+
+
+class RescaleAction(Wrapper):
+    """Maps actions in [-1, 1], or over the reals, to the environment's bounds.
+
+    The map from [-1, 1] to [low, high] is affine, and rounding never takes its result
+    out of the bounds. It is applied inside `step`, so the recorded action is the one
+    that the policy chose, not the one that the wrapped environment receives.
+
+    Attributes:
+        env: an environment whose action space is a bounded box of floats.
+        bound: `"clip"`: the policy acts in [-1, 1], and values outside are clipped;
+            `"tanh"`: it acts over the reals, squashed by tanh. Drawing from that action
+            space (`rollout.random_policy`) covers the environment's box uniformly.
+
+    Raises:
+        ValueError: if `bound` is unknown, or if the action space is discrete, has no
+            `low` and `high`, is not of floats, or has a bound that is not finite. The
+            space is not checked if the parameters are unknown, for instance in `jit`.
+    """
+
+    bound: str = struct.field(pytree_node=False, default="clip")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bound not in _BOUNDS:
+            names = " or ".join(f'"{name}"' for name in _BOUNDS)
+            raise ValueError(f"`bound` must be {names}, got {self.bound!r}.")
+        if checks.is_known(self.env):
+            _check_box(super().action_space)
+
+    @property
+    def action_space(self) -> AnySpace:
+        """Space of the policy's `action`."""
+        space = super().action_space
+        if self.bound == "tanh":
+            return TanhSpace(space.shape, space.dtype)
+        return Box(-1.0, 1.0, space.shape, space.dtype)
+
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        """Takes one step with the action mapped to the environment's bounds."""
+        space = super().action_space
+        low, high = (
+            jnp.broadcast_to(jnp.asarray(bound, space.dtype), space.shape)
+            for bound in space.bounds
+        )
+        squash = jnp.tanh if self.bound == "tanh" else lambda x: jnp.clip(x, -1.0, 1.0)
+        weight = 0.5 * (squash(action) + 1.0)
+        # Not `low + (high - low) * weight`: the difference may overflow.
+        scaled = low * (1.0 - weight) + high * weight
+        return self.env.step(key, state, jnp.clip(scaled, low, high))
+
+
+class TanhSpace(Space, struct.PyTreeNode):
+    """The reals, for actions that are squashed by tanh.
+
+    Attributes:
+        shape: shape of one element.
+        dtype: floating dtype of an element.
+    """
+
+    shape: tuple[int, ...] = struct.field(pytree_node=False)
+    dtype: jax.typing.DTypeLike = struct.field(pytree_node=False)
+
+    def sample(self, key: chex.PRNGKey) -> jax.Array:
+        """Draws an element whose tanh is uniform in (-1, 1); it is always finite."""
+        largest = 1.0 - float(jnp.finfo(self.dtype).epsneg)
+        uniform = jax.random.uniform(key, self.shape, self.dtype, -1.0, 1.0)
+        return jnp.arctanh(jnp.clip(uniform, -largest, largest))
+
+    def contains(self, x: jax.Array) -> jax.Array:
+        """Returns whether every entry is finite, `()` bool."""
+        return jnp.all(jnp.isfinite(x))
+
+
+class ActionRepeat(Wrapper):
+    """Repeats each action for up to `num_repeats` steps of the environment.
+
+    The reward is the sum, and an ending stops the repetition: state, observation,
+    flags and info are those of the last step taken. Inner step i (from 0) draws from
+    `fold_in(key, i)`.
+
+    Attributes:
+        env: the environment.
+        num_repeats: steps of the environment per action, an int of at least 1.
+
+    Raises:
+        ValueError: if `num_repeats` is not an int of at least 1.
+    """
+
+    num_repeats: int = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.count("num_repeats", self.num_repeats)
+
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        """Takes up to `num_repeats` steps with the same action."""
+
+        def step_env(number: jax.Array, state: ArrayTree) -> EnvStep:
+            return _cast(self.env.step(prng.fold_in(key, number), state, action))
+
+        def again(last: EnvStep, number: jax.Array) -> tuple[EnvStep, None]:
+            new = step_env(number, last.state)
+            new = new.replace(reward=last.reward + new.reward)
+            return prng.select(last.terminated | last.truncated, last, new), None
+
+        first = step_env(jnp.int32(0), state)
+        numbers = jnp.arange(1, self.num_repeats, dtype=jnp.int32)
+        return lax.scan(again, first, numbers)[0]
+
+
+def _check_box(space: AnySpace) -> None:
+    """Checks that an action space is a bounded box of floats."""
+    if not isinstance(space, Box):
+        kind = type(space).__name__
+        raise ValueError(
+            f"`env.action_space` must be a box with `low` and `high`, got {kind}."
+        )
+    if not jnp.issubdtype(space.dtype, jnp.floating):
+        dtype = jnp.dtype(space.dtype).name
+        raise ValueError(f"`env.action_space` must be of floats, got {dtype}.")
+    largest = float(jnp.finfo(space.dtype).max)
+    bounds = [np.asarray(bound, np.float64) for bound in space.bounds]
+    if not all(np.all(np.abs(bound) <= largest) for bound in bounds):
+        raise ValueError(
+            "`env.action_space` must have finite bounds, got "
+            f"low={space.low}, high={space.high}."
+        )
+
+
+def _cast(result: EnvStep) -> EnvStep:
+    """Casts the leaves of a step to the dtypes that they keep in a scan."""
+    strong = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), result)
+    terminated, truncated = flags_of(strong)
+    return strong.replace(
+        reward=strong.reward.astype(jnp.float32),
+        terminated=terminated,
+        truncated=truncated,
+    )

@@ -1,0 +1,144 @@
+"""`TimeLimit`, `ForceLength`, `EndOnFault`: wrappers that change endings."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from rollout.envs import checks
+from rollout.envs.types import ArrayTree, EnvStep
+from rollout.envs.wrappers.wrapper import Wrapper, WrapperState, flags_of
+
+
+class TimeLimit(Wrapper):
+    """Truncates an episode after `num_steps` steps, if it has not ended before.
+
+    The environment's own flags stay set: it may truncate earlier, and at the limit both
+    flags are set if it also terminates there.
+
+    Attributes:
+        env: the environment.
+        num_steps: limit in steps, an int of at least 1.
+
+    Raises:
+        ValueError: if `num_steps` is not an int of at least 1.
+    """
+
+    num_steps: int = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.count("num_steps", self.num_steps)
+
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
+        """Starts an episode: `(state, obs)`."""
+        state, obs = self.env.reset(key)
+        return WrapperState(env_state=state, memory=jnp.zeros((), jnp.int32)), obs
+
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        """Takes one step, and truncates at the limit."""
+        result = self.env.step(key, state.env_state, action)
+        num_taken = state.memory + 1
+        _, truncated = flags_of(result)
+        return result.replace(
+            state=WrapperState(env_state=result.state, memory=num_taken),
+            truncated=truncated | (num_taken >= self.num_steps),
+        )
+
+
+class ForceLength(Wrapper):
+    """Ends every episode after exactly `num_steps` steps, as a truncation.
+
+    The wrapper ignores the environment's own endings and keeps stepping it, so it must
+    go on after one, as `RecommendationEnv` does. `info` must be a dict, and gains
+    `left`, `()` bool, True if the environment ended by itself at this step or before.
+
+    Attributes:
+        env: the environment.
+        num_steps: length of every episode in steps, an int of at least 1.
+
+    Raises:
+        ValueError: if `num_steps` is not an int of at least 1.
+    """
+
+    num_steps: int = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.count("num_steps", self.num_steps)
+
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
+        """Starts an episode: `(state, obs)`."""
+        state, obs = self.env.reset(key)
+        memory = jnp.zeros((), jnp.int32), jnp.bool_(False)
+        return WrapperState(env_state=state, memory=memory), obs
+
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        """Takes one step.
+
+        Raises:
+            ValueError: while tracing, if `info` is not a dict, or has a `left`.
+        """
+        result = self.env.step(key, state.env_state, action)
+        num_before, had_left = state.memory
+        num_taken = num_before + 1
+        terminated, truncated = flags_of(result)
+        has_left = had_left | terminated | truncated
+        return result.replace(
+            state=WrapperState(env_state=result.state, memory=(num_taken, has_left)),
+            terminated=jnp.zeros_like(terminated),
+            truncated=num_taken >= self.num_steps,
+            info=_with(result.info, "left", has_left),
+        )
+
+
+class EndOnFault(Wrapper):
+    """Truncates an episode at a step whose observation or reward is not finite.
+
+    An environment that blows up then spoils only its own episode. The last finite
+    observation replaces the faulty one, the reward is 0, and the step is truncated, not
+    terminated. `info` must be a dict, and gains `faulty`, `()` bool.
+
+    Attributes:
+        env: the environment. Wrappers that remember observations go around this one.
+    """
+
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
+        """Starts an episode: `(state, obs)`."""
+        state, obs = self.env.reset(key)
+        return WrapperState(env_state=state, memory=obs), obs
+
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        """Takes one step.
+
+        Raises:
+            ValueError: while tracing, if `info` is not a dict, or has a `faulty`.
+        """
+        result = self.env.step(key, state.env_state, action)
+        terminated, truncated = flags_of(result)
+        faulty = jnp.bool_(False)
+        for x in map(jnp.asarray, jax.tree.leaves((result.obs, result.reward))):
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                faulty |= ~jnp.all(jnp.isfinite(x))
+        obs = jax.tree.map(
+            lambda old, new: jnp.where(faulty, old, new), state.memory, result.obs
+        )
+        return result.replace(
+            state=WrapperState(env_state=result.state, memory=obs),
+            obs=obs,
+            reward=jnp.where(faulty, 0.0, result.reward),
+            terminated=terminated & ~faulty,
+            truncated=truncated | faulty,
+            info=_with(result.info, "faulty", faulty),
+        )
+
+
+def _with(info: ArrayTree, name: str, value: jax.Array) -> dict[str, Any]:
+    """Adds a value to the environment's info."""
+    if not isinstance(info, dict) or name in info:
+        raise ValueError(
+            f"`info` must be a dict without `{name}`, got {jax.tree.structure(info)}."
+        )
+    return {**info, name: value}

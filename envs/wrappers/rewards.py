@@ -1,0 +1,44 @@
+"""`TransformReward`: applies a function to every reward."""
+
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from rollout.envs import checks
+from rollout.envs.types import ArrayTree, EnvStep
+from rollout.envs.wrappers.wrapper import Wrapper
+
+
+class TransformReward(Wrapper):
+    """Returns `fn(reward)` instead of `reward`.
+
+    Attributes:
+        env: the environment.
+        fn: a pure function of the reward, `()` float32, that returns a scalar; cast to
+            float32.
+    """
+
+    fn: Callable[[jax.Array], jax.Array] = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.function("fn", self.fn)
+
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        """Takes one step.
+
+        Raises:
+            ValueError: while tracing, if `fn` does not return a scalar.
+        """
+        result = self.env.step(key, state, action)
+        reward = self.fn(jnp.asarray(result.reward, jnp.float32))
+        if reward is None or jnp.iscomplexobj(reward):
+            got = checks.describe(reward)
+            raise ValueError(f"`fn` must return a real number, got {got}.")
+        reward = jnp.asarray(reward)
+        if reward.shape:
+            raise ValueError(f"`fn` must return a scalar, got shape {reward.shape}.")
+        return result.replace(reward=reward.astype(jnp.float32))

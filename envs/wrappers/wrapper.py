@@ -1,0 +1,111 @@
+"""`Wrapper` and `VectorWrapper`: the base classes of all wrappers.
+
+A wrapper is an `Env` around an `Env`, pure, and a pytree like it. It changes
+observations, actions, rewards or endings, never the contract: `obs` and `state` of a
+step are the true successor, and the two endings stay apart. Wrappers go around ONE
+environment, before `vectorize`, and around each other in any order:
+
+    env = TimeLimit(ActionRepeat(make("Pendulum-v1"), 4), 50)
+
+Counts and functions are static: another value, or a new lambda, is traced again.
+"""
+
+from typing import Any, Self
+
+import chex
+import jax
+from flax import struct
+
+from rollout.envs import checks
+from rollout.envs.spaces import as_space
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, VectorEnv, sharding_of
+
+
+class WrapperState(struct.PyTreeNode, kw_only=True):
+    """State of a wrapper that remembers something.
+
+    Attributes:
+        env_state: state of the wrapped environment.
+        memory: the wrapper's own state, any pytree of arrays.
+    """
+
+    env_state: ArrayTree
+    memory: ArrayTree
+
+
+class _Around(struct.PyTreeNode):
+    """Base of all wrappers: has the spaces of the wrapped environment."""
+
+    env: Any
+
+    @property
+    def observation_space(self) -> AnySpace:
+        """Space of one environment's `obs`."""
+        return as_space(self.env.observation_space, "env.observation_space")
+
+    @property
+    def action_space(self) -> AnySpace:
+        """Space of one environment's `action`."""
+        return as_space(self.env.action_space, "env.action_space")
+
+
+class Wrapper(_Around):
+    """Base of wrappers of one environment: passes everything on."""
+
+    env: Env
+
+    def __post_init__(self) -> None:
+        # A placeholder that jax builds pytrees with has no `step`.
+        if hasattr(self.env, "step"):
+            checks.single(self.env)
+
+    def at_episode(self, number: jax.Array) -> Self:
+        """Passes the number of the episode to the wrapped environment; see `Env`."""
+        at_episode = getattr(self.env, "at_episode", None)
+        return self if at_episode is None else self.replace(env=at_episode(number))
+
+    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
+        """Starts an episode: `(state, obs)`."""
+        return self.env.reset(key)
+
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        """Takes one step; `obs` and `state` are the true successor."""
+        return self.env.step(key, state, action)
+
+
+class VectorWrapper(_Around):
+    """Base of wrappers of a `VectorEnv`."""
+
+    env: VectorEnv
+
+    def __post_init__(self) -> None:
+        # A placeholder that jax builds pytrees with has no `step`.
+        if hasattr(self.env, "step") and not hasattr(self.env, "num_envs"):
+            raise ValueError(
+                "`env` must be a `VectorEnv`, such as `rollout.envs.vectorize` makes, "
+                f"got {type(self.env).__name__} without `num_envs`."
+            )
+        if hasattr(self.env, "close") and not hasattr(self.env, "reset_done"):
+            raise ValueError(
+                f"`env` must be a `VectorEnv` in JAX, got {type(self.env).__name__}, "
+                "which steps in Python: wrap each of its environments, for instance in "
+                "`gymnasium.wrappers.NormalizeObservation`, or normalise in the policy."
+            )
+
+    @property
+    def num_envs(self) -> int:
+        """B, the number of lanes."""
+        return self.env.num_envs
+
+    @property
+    def sharding(self) -> Any:
+        """Sharding of the lanes, if `rollout.shard` made one; else None."""
+        return sharding_of(self.env)
+
+
+def flags_of(result: EnvStep) -> tuple[jax.Array, jax.Array]:
+    """Checks both flags of a step, and returns them as bools."""
+    return (
+        checks.flag("terminated", result.terminated),
+        checks.flag("truncated", result.truncated),
+    )

@@ -1,0 +1,145 @@
+"""Formats the lines of the table that `python -m rollout` prints of a run."""
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from rollout.agents.agent_stats import AgentStats
+from rollout.cli.arguments import XLA_CPU_LOOP, Run
+from rollout.profiling import Profile
+from rollout.stats import CollectStats, Moments
+from rollout.types import Episodes
+
+_CUT = "cut by --max-steps"
+
+
+class Result(NamedTuple):
+    """Result of a run of steps or of whole episodes."""
+
+    stats: CollectStats
+    agents: AgentStats | None  # None for environments of one agent
+    num_rows: int  # steps of all lanes, idle and masked-out ones included
+    compile_time: float  # s
+    run_time: float  # s
+    rows: dict[str, np.ndarray]  # [T, B, ...] by name, those that a file needs
+    episodes: Episodes | None = None  # [N] as NumPy arrays
+    agent_returns: dict[str, np.ndarray] | None = None  # [N] by agent
+    is_interrupted: bool = False
+
+
+def line(label: str, value: object) -> str:
+    """Formats a line of the table."""
+    return f"{label:<19} {value}".rstrip()
+
+
+def environment(run: Run) -> str:
+    """Formats the environment and its parameters."""
+    return line("environment", f"{run.env} ({run.params})" if run.params else run.env)
+
+
+def inspection(run: Run) -> Iterator[str]:
+    """Yields the lines above the report of an inspection."""
+    yield environment(run)
+    yield line("envs", f"{run.num_envs:,}")
+    yield line("steps", f"{run.num_envs * run.num_steps:,}")
+
+
+def device(num_devices: int) -> Iterator[str]:
+    """Yields the lines about the device and jax."""
+    first = jax.devices()[0]
+    kind = "" if first.device_kind == first.platform else f" ({first.device_kind})"
+    count = "" if num_devices == 1 else f", {num_devices} devices"
+    yield line("device", first.platform + kind + count)
+    yield line("jax", jax.__version__)
+    if XLA_CPU_LOOP in os.environ.get("XLA_FLAGS", ""):
+        yield line("xla cpu loop", "on")
+
+
+def collected(run: Run, result: Result) -> Iterator[str]:
+    """Yields the lines about the episodes and the speed."""
+    stats, agents, seconds = result.stats, result.agents, result.run_time
+    num_steps, note = int(stats.num_steps), ""
+    num_out = result.num_rows - num_steps
+    if run.num_episodes:
+        note = f" ({100 * num_out / result.num_rows:.1f} % of the lane-steps idle)"
+    elif result.is_interrupted:
+        note = f" (of {run.num_envs * run.num_steps:,}, interrupted)"
+    yield line("envs", f"{run.num_envs:,}")
+    yield line("steps", f"{num_steps:,}{note}")
+    if num_out and not run.num_episodes:
+        yield line("masked-out rows", f"{num_out:,} (environments reset themselves)")
+    if agents:
+        yield line("agent steps", f"{agents.num_agent_steps:,}")
+    yield from _episodes(run, stats, agents)
+    if agents and agents.unassigned_reward:
+        yield line("unassigned reward", f"{agents.unassigned_reward:.6g}")
+    if agents and agents.num_stale:
+        yield line("stale endings", f"{agents.num_stale:,}")
+    yield line("compile time", f"{result.compile_time:.2f} s")
+    yield line("run time", f"{seconds:.3f} s")
+    if run.num_episodes:
+        yield line("episodes per second", f"{run.num_episodes / seconds:,.0f}")
+    yield line("steps per second", f"{num_steps / seconds:,.0f}")
+
+
+def one_episode(episodes: Episodes) -> Iterator[str]:
+    """Yields the lines about a single episode."""
+    (terminated,), (finished,) = episodes.terminated, episodes.finished
+    ending = "terminated" if terminated else "truncated" if finished else _CUT
+    yield line("return", f"{episodes.episode_return[0]:.6g}")
+    yield line("length", f"{episodes.episode_length[0]:,} ({ending})")
+
+
+def parts(seconds: Profile) -> Iterator[str]:
+    """Yields the time of each part of a batch; run apart, they may take longer."""
+    times = seconds._asdict()
+    del times["unexplained"]
+    for name, value in times.items():
+        share = 100 * value / (sum(times.values()) - seconds.whole)
+        note = "" if name == "whole" else f" ({share:.0f} % of the parts)"
+        yield line(f"  {name}".replace("_", " "), f"{1e3 * value:.3f} ms{note}")
+
+
+def _episodes(
+    run: Run, stats: CollectStats, agents: AgentStats | None
+) -> Iterator[str]:
+    """Yields metrics of the episodes, and below each those of agents and policies."""
+    count, num_cut = stats.num_episodes, stats.num_unfinished
+    if not count:
+        yield line("episodes", "0 (no episode ended in this window)")
+        return
+    truncated = f"{stats.num_truncated - num_cut:,} truncated"
+    cut = f", {num_cut:,} {_CUT}" if run.num_episodes else ""
+    endings = f"{stats.num_terminated:,} terminated, {truncated}{cut}"
+    yield line("episodes", f"{count:,} ({endings})")
+    yield line("", "".join(f"{name:<12}" for name in ("mean", "std", "min", "max")))
+    yield line("return", _moments(stats.returns))
+    yield from _of_agents(agents, "returns")
+    yield line("length", _moments(stats.lengths))
+    yield from _of_agents(agents, "lengths")
+    if run.num_episodes:
+        ends = f"{stats.returns.interval(-1):.6g} to {stats.returns.interval(1):.6g}"
+        interval = f"95 % confidence interval {ends}"
+        interval = "no confidence interval for one episode" if count < 2 else interval
+        yield line("mean return", f"{stats.returns.mean:.6g} ({interval})")
+
+
+def _of_agents(agents: AgentStats | None, name: str) -> Iterator[str]:
+    if agents is None:
+        return
+    rows = {who: _moments(getattr(x, name)) for who, x in agents.agents.items()}
+    if name == "lengths" and len(set(rows.values())) == 1:
+        return  # alike for all agents
+    if len(agents.policies) > 1:
+        for policy, x in agents.policies.items():
+            rows[f"policy {policy}"] = _moments(getattr(x, name))
+    for who, text in rows.items():
+        yield line(f"  {who}", text)
+
+
+def _moments(x: Moments) -> str:
+    text = "".join(f"{value:<12.6g}" for value in (x.mean, x.std, x.min, x.max))
+    return text if x.count else "never acted"

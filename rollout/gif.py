@@ -1,0 +1,152 @@
+"""`record_gif`: plays one episode and draws it as an animated GIF."""
+
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rollout import checks
+from rollout.collector import Collector
+from rollout.envs.host.ownership import claim, new_user
+from rollout.envs.host.types import HostStep
+from rollout.envs.render import (
+    check_render,
+    expose_lane_states,
+    frames_to_gif,
+    no_screen,
+    render_gif,
+)
+from rollout.envs.types import ArrayTree
+from rollout.host.host_collector import HostCollector
+from rollout.types import Episodes, ParamsT
+
+
+def record_gif(
+    collector: Collector[ParamsT] | HostCollector[ParamsT],
+    key: chex.PRNGKey,
+    params: ParamsT,
+    path: str | Path,
+    *,
+    max_steps: int = 1000,
+) -> Episodes:
+    """Plays one episode and draws it: it is the first that `evaluate` plays with `key`.
+
+    gymnax draws 15 of its environments, most other suites all of theirs, and custom
+    ones those that have `render_frames`; see `rollout.envs.render.can_render`.
+    Environments that are not JAX must be in this process and have the `render_mode`
+    "rgb_array", such as those of
+
+        collector.replace(env=envs.from_gymnasium(id, 1, render_mode="rgb_array"))
+
+    Args:
+        collector: policy and environments. Environments that are not JAX move on, so an
+            earlier carry of theirs is refused.
+        key: one typed key: the source of all randomness.
+        params: parameters of the policy.
+        path: the file to write.
+        max_steps: steps after which the episode is cut, at least 1; so many states are
+            kept.
+
+    Returns:
+        The episode, `[1]`: its return, its length and how it ended.
+
+    Raises:
+        ValueError: if the environment cannot be drawn, `key` is not one typed key or
+            `max_steps` is not an int of at least 1.
+        ModuleNotFoundError: if a package that draws is not installed; the extra
+            `render` has all of them.
+    """
+    gif, episodes = draw_episode(collector, key, params, max_steps)
+    Path(path).write_bytes(gif)
+    return episodes
+
+
+def draw_episode(
+    collector: Any, key: chex.PRNGKey, params: Any, max_steps: int
+) -> tuple[bytes, Episodes]:
+    """Plays and draws one episode; returns the contents of the file, and the episode.
+
+    Raises:
+        ValueError: as `record_gif` does.
+        ModuleNotFoundError: as `record_gif` does.
+    """
+    checks.outside_of_jit("record_gif")
+    checks.typed_key(key)
+    max_steps = checks.count("max_steps", max_steps)
+    is_host = isinstance(collector, HostCollector)
+    if not is_host and not isinstance(collector, Collector):
+        got = type(collector).__name__
+        raise ValueError(
+            f"`collector` must be a `Collector` or a `HostCollector`, got {got}."
+        )
+    draw: Any = _draw_on_host if is_host else _draw_states
+    gif, episodes = draw(collector, key, params, max_steps)
+    return gif, jax.device_get(episodes)
+
+
+def _draw_states(
+    collector: Collector, key: chex.PRNGKey, params: Any, max_steps: int
+) -> tuple[bytes, Episodes]:
+    """Plays an episode of an environment in JAX, and draws its states."""
+    lanes, env = expose_lane_states(collector.env)
+    check_render(env)
+    plain = {"record_fn": None, "accumulators": (), "value_fn": None}
+    exposed = collector.replace(env=lanes, **plain)
+    _, trajectory, episodes = exposed.collect_padded_episodes(
+        exposed.init(key), params, 1, max_length=max_steps
+    )
+    info, num = trajectory.info, int(episodes.episode_length[0])
+    join = lambda x, y: jnp.concatenate([x[:num, 0], y[num - 1 : num, 0]])  # noqa: E731
+    states = jax.tree.map(join, info["state"], info["next_state"])
+    return render_gif(env, states, trajectory.reward[:num, 0]), episodes
+
+
+def _draw_on_host(
+    collector: HostCollector, key: chex.PRNGKey, params: Any, max_steps: int
+) -> tuple[bytes, Episodes]:
+    """Plays an episode in the first of some environments, which draws itself."""
+    if not hasattr(collector.env, "draw"):
+        raise ValueError(
+            "`collector.env` must have environments in this process that draw "
+            f"themselves, got {type(collector.env).__name__}: pass "
+            "`collector.replace(env=envs.from_gymnasium(make, 1, "
+            'render_mode="rgb_array"))`.'
+        )
+    claim(collector.env, new_user())  # whose carry was of the episodes before
+    filmed: Any = _Filmed(collector.env, max_steps)
+    exposed = HostCollector(env=filmed, policy=collector.policy)
+    with no_screen():
+        _, trajectory, episodes = exposed.collect_padded_episodes(
+            exposed.init(key), params, 1, max_length=max_steps
+        )
+    num = int(episodes.episode_length[0])
+    rewards = np.asarray(trajectory.reward)[:num, 0]
+    return frames_to_gif(filmed.frames, rewards), episodes
+
+
+class _Filmed:
+    """Environments of which the first is drawn, until its episode ends or is cut."""
+
+    def __init__(self, env: Any, max_steps: int) -> None:
+        self._env, self._max_steps, self._is_over = env, max_steps, False
+        self.frames: list[np.ndarray] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
+        obs = self._env.reset(seeds, mask)
+        if mask[0] and not self._is_over:
+            self.frames = [self._env.draw(0)]
+        return obs
+
+    def step(self, action: ArrayTree) -> HostStep:
+        result = self._env.step(action)
+        if not self._is_over and not result.faulty[0]:
+            self.frames.append(self._env.draw(0))
+            is_cut = len(self.frames) > self._max_steps
+            self._is_over = bool(result.terminated[0] or result.truncated[0] or is_cut)
+        return result

@@ -1,0 +1,262 @@
+"""`AsyncCollector`: collects from environments as they answer, in rows of R of E."""
+
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from rollout import checks
+from rollout.envs.host.types import AsyncHostVectorEnv, HostStep
+from rollout.envs.types import ArrayTree
+from rollout.host.host_collector import HostCollector
+from rollout.host.loop import TORN, Answer, At, Loop
+from rollout.host.rows import Block
+from rollout.types import (
+    Accumulator,
+    Accumulators,
+    ActionT,
+    ObsT,
+    ParamsT,
+    Policy,
+    RecordFn,
+    Transition,
+)
+
+
+class Served(struct.PyTreeNode):
+    """`info` of an `AsyncCollector`: which environments answered, and when.
+
+    Attributes:
+        env_id: `[T, R]` int32, the environment that answered.
+        time: `[T, R]` float32, seconds since `init` until it answered, in virtual time
+            with simulated latencies.
+        info: `[T, R, ...]`, the `info` of the environment.
+        num_envs: E, the number of environments.
+    """
+
+    env_id: jax.Array  # [T, R]
+    time: jax.Array  # [T, R]
+    info: ArrayTree  # [T, R, ...]
+    num_envs: int = struct.field(pytree_node=False)
+
+
+class AsyncCollector(HostCollector[ParamsT, ObsT, ActionT]):
+    """Collects experience from environments that answer at different speeds.
+
+    Every row has the first `R` environments that answered, in the order of their
+    answers. The policy then acts for these, and they step while the collector waits for
+    the next ones. A transition is an environment's answer to its last action, and
+    `info` is a `Served`: `by_env` sorts transitions by environment. Actions without an
+    answer at the end of a call are answered in the first rows of the next one.
+
+    The methods are those of `HostCollector`, with trajectories `[T, R, ...]`. The
+    policy gets `[R, ...]` observations, and a state of `E` lanes. The speed of the
+    environments decides which one is in which row, and so what the policy draws.
+
+    `collect_episodes` plays the first N episodes that are *started*, so that fast or
+    short ones are not favoured.
+
+    Attributes:
+        num_ready: R.
+        timeout: seconds to wait for R environments, or None.
+
+    Args:
+        env: E environments that can step independently.
+        policy: as in `HostCollector`, and so the last four.
+        num_ready: R, environments in a row, at least 1 and at most E.
+        timeout: seconds to wait for R environments, None for any time; after that a
+            `TimeoutError` is raised.
+        record_fn: maps a transition to its recorded fields.
+        accumulators: user-defined values that are accumulated per episode, by name.
+        on_fault: "raise" or "restart", where an environment fails.
+        max_restarts: how many times in all environments are made anew.
+
+    Raises:
+        ValueError: if an argument is not as above.
+    """
+
+    env: AsyncHostVectorEnv
+
+    def __init__(
+        self,
+        *,
+        env: AsyncHostVectorEnv,
+        policy: Policy[ParamsT, ObsT, ActionT],
+        num_ready: int,
+        timeout: float | None = None,
+        record_fn: RecordFn[ObsT, ActionT] | None = None,
+        accumulators: Mapping[str, Accumulator] | Accumulators = (),
+        on_fault: str = "raise",
+        max_restarts: int = 100,
+    ) -> None:
+        checks.kind_of_env(env, is_host=True)
+        if not hasattr(env, "receive"):
+            raise ValueError(
+                "`env` must be an `AsyncHostVectorEnv`, as `rollout.envs.workers` "
+                f"makes it, got {type(env).__name__}."
+            )
+        self.num_ready = checks.count("num_ready", num_ready, most=env.num_envs)
+        fixed = getattr(env, "batch_size", num_ready)
+        if fixed != num_ready:
+            raise ValueError(
+                f"`num_ready` must be the `batch_size` of the environment, {fixed}, "
+                f"got {num_ready}."
+            )
+        self.timeout = checks.seconds("timeout", timeout)
+        super().__init__(
+            env=env,
+            policy=policy,
+            record_fn=record_fn,
+            accumulators=accumulators,
+            on_fault=on_fault,
+            max_restarts=max_restarts,
+        )
+
+    @property
+    def _num_columns(self) -> int:
+        return self.num_ready
+
+    def _arguments(self) -> dict[str, Any]:
+        own = {"num_ready": self.num_ready, "timeout": self.timeout}
+        return super()._arguments() | own
+
+    def _make_loop(self, key: chex.PRNGKey, failed: np.ndarray) -> Loop:
+        act_fn, progress = self._program.act, self._program.start(key)
+        loop = _AsyncLoop(self.env, act_fn, progress, key, self._faults, failed)
+        return loop.serving(self.num_ready, self.timeout)
+
+
+def by_env(rows: Transition) -> Transition:
+    """Sorts the transitions of an `AsyncCollector` by environment and time.
+
+    Targets that look ahead, such as `gae`, need it. Inside or outside of `jit`.
+
+    Args:
+        rows: `[T, R, ...]`, in the order of the answers.
+
+    Returns:
+        `[T, E, ...]`: column e has the transitions of environment e in the order of
+        time, and then masked-out rows of zeros.
+
+    Raises:
+        ValueError: if `rows` are not of an `AsyncCollector`.
+    """
+    if not isinstance(getattr(rows, "info", None), Served):
+        raise ValueError(
+            "`rows` must be of an `AsyncCollector`, with its `info`, got "
+            f"{checks.describe(getattr(rows, 'info', rows))}."
+        )
+    num_rows, num_envs = rows.mask.shape[0], rows.info.num_envs
+    env_id = jnp.where(rows.mask, rows.info.env_id, num_envs).reshape(-1)
+    order = jnp.argsort(env_id, stable=True)
+    env_id = env_id[order]
+    first = jnp.searchsorted(env_id, env_id, side="left")
+    place = (jnp.arange(env_id.size) - first, env_id)  # masked-out ones are dropped
+
+    def put(leaf: jax.Array) -> jax.Array:
+        leaf = leaf.reshape(-1, *leaf.shape[2:])[order]
+        zeros = jnp.zeros((num_rows, num_envs, *leaf.shape[1:]), leaf.dtype)
+        return zeros.at[place].set(leaf, mode="drop")
+
+    return jax.tree.map(put, rows)
+
+
+class _AsyncLoop(Loop):
+    """The loop of an `AsyncCollector`: act, send, receive the first that answer."""
+
+    _env: AsyncHostVectorEnv
+
+    def serving(self, num_ready: int, timeout: float | None) -> Self:
+        """Sets how many environments are in a row, and how long to wait for them."""
+        self._num_ready, self.timeout = num_ready, timeout
+        self._start = time.monotonic()
+        self._works = self._nowhere  # [E] bool, True while an environment steps
+        self._chosen: ArrayTree = None  # obs, action, extras under way, [E, ...]
+        return self
+
+    def _exchange(
+        self, params: Any, block: Block, is_random: np.ndarray | None
+    ) -> None:
+        del block, is_random  # unused: it is unknown which steps come first
+        waits, assignment = ~self._works, self.state.assignment
+        if assignment is not None and not hasattr(self._env, "batch_size"):
+            waits = waits & assignment.mask  # idle ones keep waiting
+        env_id = np.flatnonzero(waits).astype(np.int32)
+        for first in range(0, len(env_id), self._num_ready):
+            self._send(params, env_id[first : first + self._num_ready])
+        self._receive(min(self._num_ready, int(self._works.sum())))
+
+    def _answer(self, block: Block) -> Answer:
+        result, at = self._pending
+        obs, action, extras = jax.tree.map(lambda x: x[at], self._chosen)
+        block.write("obs", obs)
+        self._works = self._works & ~self._of_all(np.ones(len(at), bool), at)
+        result = result._replace(info=self._info(result, at))
+        return Answer(action, extras, self.state.progress, result, at)
+
+    def _send(self, params: Any, env_id: np.ndarray) -> None:
+        """Sends actions to up to R environments; the policy acts for R, in one call."""
+        state, count = self.state, len(env_id)
+        padded = np.full(self._num_ready, len(state.over), np.int32)
+        padded[:count] = env_id
+        at = np.minimum(padded, len(state.over) - 1)
+        obs = jax.tree.map(lambda x: x[at], self.obs)
+        *decision, progress = self._act_fn(
+            params,
+            obs,
+            state.over[at],
+            state.episode_id[at],
+            state.progress,
+            env_id=padded,
+        )
+        chosen = jax.tree.map(lambda x: x[:count], (obs, *decision))
+        if self._chosen is None:
+            self._chosen = jax.tree.map(
+                lambda x: np.zeros((len(state.over), *x.shape[1:]), x.dtype), chosen
+            )
+        _put(self._chosen, env_id, chosen)
+        mine = self._of_all(np.ones(count, bool), env_id)
+        state = state._replace(progress=progress, over=state.over & ~mine)
+        self._pending = TORN
+        self._env.send(chosen[1], env_id)
+        self.state, self._works, self._pending = state, self._works | mine, None
+
+    def _receive(self, num_ready: int) -> None:
+        """Waits for the first environments that answer."""
+        self._pending = TORN
+        try:
+            self._pending = self._env.receive(num_ready, self.timeout)
+        except TimeoutError as error:
+            self._pending = None
+            raise TimeoutError(
+                f"`num_ready`={num_ready} environments must answer within "
+                f"`timeout`={self.timeout} s, got fewer."
+            ) from error
+
+    def _info(self, result: HostStep, env_id: Any) -> Served:
+        now = getattr(self._env, "now", time.monotonic() - self._start)
+        at: Any = np.full(len(env_id), now, np.float32)
+        num_envs = self._env.num_envs
+        return Served(env_id=env_id, time=at, info=result.info, num_envs=num_envs)
+
+    def _read(self, obs: ArrayTree, at: At) -> ArrayTree:
+        _put(self.obs, at, obs)
+        return self.obs
+
+    def _read_first(self, obs: ArrayTree, mask: np.ndarray) -> ArrayTree:
+        own = jax.tree.map(np.array, obs) if self.obs is None else self.obs
+        where = np.flatnonzero(mask)
+        _put(own, where, jax.tree.map(lambda x: x[where], obs))
+        self._works = self._works & ~mask  # a reset drops the step under way
+        return own
+
+
+def _put(tree: ArrayTree, where: At, rows: ArrayTree) -> None:
+    """Writes rows into arrays, in place."""
+    for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
+        array[where] = leaf

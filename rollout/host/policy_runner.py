@@ -1,0 +1,226 @@
+"""Calls the policy as one compiled program at every step of the host loop."""
+
+import functools
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rollout import kernel
+from rollout.envs.spaces import as_space
+from rollout.envs.types import AnySpace, ArrayTree
+from rollout.kernel import episode_keys
+from rollout.kernel.episode_keys import LaneIds
+from rollout.kernel.step import initial_policy_state, restart_policy
+from rollout.policies.exploration import random_where
+from rollout.policies.masks import MaskFn
+from rollout.types import Carry, Episode, Policy
+
+_AHEAD = 256  # keys that are drawn at once
+
+
+class View(NamedTuple):
+    """The part of an environment that the kernel reads to let a policy act."""
+
+    num_envs: int
+    action_space: AnySpace
+
+
+class Progress(NamedTuple):
+    """State of a policy between two calls."""
+
+    key: chex.PRNGKey  # the root key
+    words: np.ndarray  # its words, which are faster to pass to jit than a typed key
+    step: int  # how often it has acted
+    state: ArrayTree  # [E, ...], on the device
+
+
+class Program:
+    """A policy that acts on the host; its keys and its state stay on the device.
+
+    Args:
+        policy: the policy.
+        action_space: of one lane.
+        num_envs: E, lanes; a call may act for some of them.
+    """
+
+    def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
+        self._policy = policy
+        self._view: Any = View(num_envs, as_space(action_space, "env.action_space"))
+        self._impl: Any = None
+        # The root key, a first step, and the words of the keys from there on: drawn
+        # ahead, for in a small program two hashes would take most of the time.
+        self._ahead: tuple[Any, int, np.ndarray] = (
+            None,
+            0,
+            np.zeros((0, 2), np.uint32),
+        )
+
+    def start(self, key: chex.PRNGKey) -> Progress:
+        """Prepares for a typed root key; returns the initial progress."""
+        if self._impl != (impl := jax.random.key_impl(key)):
+            self._act = jax.jit(self._apply, static_argnums=7)  # mask_fn
+            self._restart = jax.jit(self._restarted)
+            self._initial = jax.jit(self._initial_state)
+            self._impl = impl  # last: it marks the others as complete
+        words = np.asarray(jax.random.key_data(key))
+        return Progress(key=key, words=words, step=0, state=self._initial(key))
+
+    def act(
+        self,
+        params: Any,
+        obs: ArrayTree,
+        over: np.ndarray,
+        episode_id: np.ndarray,
+        progress: Progress,
+        *,
+        env_id: np.ndarray | None = None,
+        is_random: np.ndarray | None = None,
+        mask_fn: MaskFn | None = None,
+    ) -> tuple[ArrayTree, ArrayTree, Progress]:
+        """Chooses the actions.
+
+        Args:
+            params: whatever the policy takes as its parameters.
+            obs: `[R, ...]`, NumPy; it must not be written to afterwards.
+            over: `[R]` bool, lanes that are at the start of an episode.
+            episode_id: `[R]` int32, the episodes they are in.
+            progress: the one that the last call returned.
+            env_id: `[R]` int32, which lanes these are; None for all E in order.
+            is_random: `[R]` bool, lanes that act at random instead; None for none.
+            mask_fn: which of those actions are allowed; all without it.
+
+        Returns:
+            Action and extras, `[R, ...]`, NumPy; and the new progress.
+        """
+        state, lanes, warmup = progress.state, (), ()
+        if jax.tree.leaves(state):
+            lanes = progress.words, over, episode_id
+        if is_random is None:
+            mask_fn = None  # nothing is compiled for it
+        else:
+            warmup = _warmup_words(progress.key, progress.step), is_random
+        words = self._policy_words(progress)
+        state, out = self._act(
+            params, words, state, obs, lanes, env_id, warmup, mask_fn
+        )
+        leaves, structure = jax.tree.flatten(out)
+        # The parameters decide where it runs, whatever jax's default device is.
+        if any(device.platform != "cpu" for device in leaves[0].devices()):
+            out = jax.device_get(out)  # begins all copies before it waits for one
+        else:
+            out = structure.unflatten([np.asarray(x) for x in leaves])
+        return *out, progress._replace(step=progress.step + 1, state=state)
+
+    def compile(self, params: Any, obs: ArrayTree, progress: Progress) -> None:
+        """Compiles `act`."""
+        lane = np.arange(self._view.num_envs, dtype=np.int32)
+        self.act(params, obs, np.ones(len(lane), bool), lane, progress)
+
+    def restart(
+        self, progress: Progress, over: np.ndarray, episode_id: np.ndarray
+    ) -> ArrayTree:
+        """Returns the state, with that of an episode's start in the lanes where `over`.
+
+        `act` does so by itself; this is for states that are handed out.
+        """
+        if not jax.tree.leaves(progress.state) or not over.any():
+            return progress.state
+        return self._restart(progress.words, progress.state, over, episode_id)
+
+    def _initial_state(self, key: chex.PRNGKey) -> ArrayTree:
+        lanes = episode_keys.all_lanes(self._view.num_envs)
+        first = episode_keys.keys_of(key, lanes, lanes.number)
+        return initial_policy_state(self._policy, self._view, first)
+
+    def _policy_words(self, progress: Progress) -> np.ndarray:
+        """Returns the words of the policy's key at this step."""
+        key, first, words = self._ahead
+        row = progress.step - first
+        if key is not progress.key or not 0 <= row < len(words):
+            words, row = np.asarray(_policy_keys(progress.key, progress.step)), 0
+            self._ahead = progress.key, progress.step, words
+        return words[row]
+
+    def _apply(
+        self,
+        params: Any,
+        words: jax.Array,
+        state: ArrayTree,
+        obs: ArrayTree,
+        lanes: tuple[jax.Array, ...],
+        env_id: jax.Array | None,
+        warmup: tuple[jax.Array, ...],
+        mask_fn: MaskFn | None,
+    ) -> tuple[ArrayTree, tuple[ArrayTree, ...]]:
+        policy, num_lanes, old = self._policy, len(jax.tree.leaves(obs)[0]), state
+        view = self._view._replace(num_envs=num_lanes)
+        if lanes:
+            root, over, episode_id = lanes
+            state = self._restarted(root, state, over, episode_id, env_id)
+        if warmup:
+            warmup_words, is_random = warmup
+            key = self._wrap(warmup_words)
+            policy = random_where(policy, view.action_space, is_random, key, mask_fn)
+        carry = _carry(obs, state)
+        decision = kernel.act(view, policy, carry, params, self._wrap(words))
+        state = decision.state
+        if env_id is not None:
+            put = lambda x, rows: x.at[env_id].set(rows, mode="drop")  # noqa: E731
+            state = jax.tree.map(put, old, state)
+        return state, (decision.action, decision.extras)
+
+    def _wrap(self, words: jax.Array) -> chex.PRNGKey:
+        return jax.random.wrap_key_data(words, impl=self._impl)
+
+    def _restarted(
+        self,
+        words: jax.Array,
+        state: ArrayTree,
+        over: jax.Array,
+        episode_id: jax.Array,
+        env_id: jax.Array | None = None,
+    ) -> ArrayTree:
+        """Returns the state of the lanes that act, of new episodes where `over`."""
+        root = self._wrap(words)
+        lanes = episode_keys.all_lanes(self._view.num_envs)
+        policy, take = self._policy, lambda tree: tree
+        if env_id is not None:
+            take = functools.partial(jax.tree.map, lambda x: jnp.asarray(x)[env_id])
+            lanes = LaneIds(lanes.number[env_id], lanes.total)
+            init, num_envs = policy.init, self._view.num_envs
+            policy = policy._replace(init=lambda _: take(init(num_envs)))
+        view = self._view._replace(num_envs=len(over))
+        key = episode_keys.keys_of(root, lanes, episode_id)
+        return restart_policy(policy, view, take(state), over, key)
+
+
+@jax.jit
+def _policy_keys(root: chex.PRNGKey, step: jax.Array) -> jax.Array:
+    """Returns the words of the keys of `_AHEAD` steps, from `step` on."""
+    steps = step + jnp.arange(_AHEAD, dtype=jnp.int32)
+    key = episode_keys.at_step(episode_keys.policy_root(root), steps)
+    return jax.random.key_data(key)
+
+
+def _warmup_words(root: chex.PRNGKey, step: int) -> np.ndarray:
+    """Returns the words of the key of a step's random actions."""
+    key = episode_keys.at_step(episode_keys.warmup_root(root), jnp.int32(step))
+    return np.asarray(jax.random.key_data(key))
+
+
+def _carry(obs: ArrayTree, state: ArrayTree) -> Carry:
+    """Makes a carry with the fields that `kernel.act` reads."""
+    no: Any = ()
+    nothing = Episode(key=no, episode_return=no, episode_length=no, episode_id=no)
+    return Carry(
+        key=no,
+        step=no,
+        next_episode=no,
+        env_state=no,
+        obs=obs,
+        policy_state=state,
+        episode=nothing,
+    )

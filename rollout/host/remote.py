@@ -1,0 +1,406 @@
+"""`remote_batches`: batches from collectors in actors of Ray, on one machine or many.
+
+Ray starts the processes, moves arrays, and reports lost actors. This module adds which
+parameters made a batch, a limit of one waiting batch per actor, and replacements.
+"""
+
+import importlib
+import itertools
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple, Self
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from rollout import checks
+from rollout.collector import Collector
+from rollout.envs import prng
+from rollout.envs.types import ArrayTree
+from rollout.host.host_collector import HostCollector
+from rollout.stats import CollectStats, summarize
+from rollout.types import Transition
+
+_LOG = logging.getLogger("rollout")
+_summarize = jax.jit(summarize)
+# This module replaces lost actors itself, and actors have no names.
+_NO_OPTIONS = ("lifetime", "max_restarts", "max_task_retries", "name")
+
+
+class RemoteBatch(struct.PyTreeNode, kw_only=True):
+    """A batch from one actor; the fields are those of a `StreamBatch`.
+
+    Attributes:
+        trajectory: `[T, B, ...]` of NumPy, read-only: it lies in Ray's object store,
+            and occupies memory there as long as one of its arrays is kept.
+        stats: statistics of the episodes that ended in the batch.
+        steps: environment steps of the batch over all lanes.
+        warmup_steps: 0; a `random_warmup` of the policy is counted by each actor.
+        params_version: version of the parameters it was made with: 0 for the first
+            ones, n for those of the n-th `set_params`.
+        actor: number of the actor. A replacement has a new number, so `actor` and
+            `episode_id` identify an episode.
+    """
+
+    trajectory: Transition  # [T, B, ...]
+    stats: CollectStats
+    steps: int
+    warmup_steps: int = 0
+    params_version: int
+    actor: int
+
+
+class RemoteStats(NamedTuple):
+    """Counts over all actors so far.
+
+    Attributes:
+        collect_batches: batches handed over.
+        collect_steps: environment steps of these over all lanes.
+        stale_batches: batches dropped because of `max_params_lag`.
+        lost_fragments: batches lost with their actor.
+        restarts: actors started in place of lost ones.
+    """
+
+    collect_batches: int = 0
+    collect_steps: int = 0
+    stale_batches: int = 0
+    lost_fragments: int = 0
+    restarts: int = 0
+
+
+def remote_batches(
+    make_collector: Callable[[], Collector | HostCollector],
+    *,
+    key: chex.PRNGKey,
+    params: Any = None,
+    num_actors: int,
+    steps_per_batch: int,
+    max_params_lag: int | None = None,
+    total_steps: int | None = None,
+    max_restarts: int = 10,
+    ray_options: Mapping[str, Any] | None = None,
+) -> "RemoteBatches":
+    """Collects in actors of Ray, each with its own collector.
+
+        with rollout.remote_batches(make_collector, key=key, params=params,
+                                    num_actors=8, steps_per_batch=4096) as batches:
+            for batch in batches:
+                params = update(params, batch.trajectory)
+                batches.set_params(params)
+
+    Batches come in the order in which they are finished, so a slow actor delays no
+    other. An actor begins its next batch when its last one is handed over, with the
+    parameters that are newest then: it works while you learn, and never has more than
+    one batch waiting. If one `set_params` follows every batch, a batch is therefore
+    about `num_actors` versions behind.
+
+    An actor is lost if its process or its machine ends, or if it raises. Its batch and
+    its episodes under way are then lost too; another actor takes its place, with new
+    episodes. An error in an actor that has not handed over a batch yet, in
+    `make_collector` or in the first batch, counts as a mistake and is raised here.
+    An actor that hangs is not lost: environments in `rollout.envs.workers` have a
+    `timeout`.
+
+    The order of batches, and so the result of learning, depends on the actors' speed.
+
+    Args:
+        make_collector: makes the collector, in the actor: it does its own imports and
+            sets jax's options. It is sent by `cloudpickle`.
+        key: one typed key. Each actor, also a replacement, derives its own from it.
+        params: whatever the policy takes as its parameters.
+        num_actors: at least 1.
+        steps_per_batch: environment steps of a batch over all lanes of an actor,
+            rounded up to rows: T = ceil(steps_per_batch / num_envs).
+        max_params_lag: drops and counts a batch whose parameters are more than so many
+            versions behind the newest when it would be handed over. None keeps all, 0
+            those of the newest; below `num_actors` it drops many, see above.
+        total_steps: steps after which the iteration ends, None for an endless one. The
+            last batch is whole; dropped and lost batches do not count.
+        max_restarts: how many lost actors are replaced in all.
+        ray_options: resources of each actor, as `ray.remote` takes them: `num_cpus`,
+            `num_gpus`, `resources`, `runtime_env`. By default one CPU each. Where Ray
+            assigns no accelerator, jax runs on the CPU. Ray waits silently until
+            machines with these resources join.
+
+    Returns:
+        An iterator over `RemoteBatch`es. If Ray is not running, this starts it, and
+        `close` ends it.
+
+    Raises:
+        ImportError: if Ray is not installed.
+        ValueError: if an option is not as above.
+    """
+    checks.function("make_collector", make_collector)
+    checks.typed_key(key)
+    num_actors = checks.count("num_actors", num_actors)
+    steps_per_batch = checks.count("steps_per_batch", steps_per_batch)
+    if max_params_lag is not None:
+        max_params_lag = checks.count("max_params_lag", max_params_lag, least=0)
+    if total_steps is not None:
+        total_steps = checks.count("total_steps", total_steps, most=None)
+    max_restarts = checks.count("max_restarts", max_restarts, least=0)
+    ray_options = dict(ray_options or {})
+    if wrong := [name for name in _NO_OPTIONS if name in ray_options]:
+        raise ValueError(
+            f"`ray_options` must be without {', '.join(_NO_OPTIONS)}, for "
+            f"`max_restarts` replaces lost actors, got {', '.join(wrong)}."
+        )
+    ray = _import()
+    actor_class = ray.remote(_Actor).options(**ray_options)
+    if owns_ray := not ray.is_initialized():
+        _init(ray)
+
+    def make_actor(number: int) -> Any:
+        words = np.asarray(prng.words(jax.random.fold_in(key, number)))
+        impl = str(jax.random.key_impl(key))
+        return actor_class.remote(make_collector, words, impl, steps_per_batch)
+
+    return RemoteBatches(
+        ray,
+        make_actor,
+        params=params,
+        num_actors=num_actors,
+        max_params_lag=max_params_lag,
+        total_steps=total_steps,
+        max_restarts=max_restarts,
+        owns_ray=owns_ray,
+    )
+
+
+class RemoteBatches:
+    """Yields the batches of actors; `remote_batches` makes and describes it."""
+
+    def __init__(
+        self,
+        ray: ModuleType,
+        make_actor: Callable[[int], Any],
+        *,
+        params: Any,
+        num_actors: int,
+        max_params_lag: int | None,
+        total_steps: int | None,
+        max_restarts: int,
+        owns_ray: bool,
+    ) -> None:
+        self._ray, self._owns_ray, self._make_actor = ray, owns_ray, make_actor
+        self._total_steps, self._max_restarts = total_steps, max_restarts
+        self._max_lag = max_params_lag
+        self._numbers = itertools.count()
+        self._actors: dict[int, Any] = {}  # by number
+        self._proven: set[int] = set()  # actors that have handed over a batch
+        # By reference, the oldest first: actor, version of the parameters.
+        self._under_way: dict[Any, tuple[int, int]] = {}
+        self._stats = RemoteStats()
+        self._setting, self._is_closed = threading.Lock(), False
+        try:
+            host = _on_host(params)
+            self._kind = jax.eval_shape(lambda x: x, host)
+            self._params = ray.put(host), 0
+            for _ in range(num_actors):
+                self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        """Closes the actors at the end of the `with` block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the actors."""
+        self.close()
+
+    def __iter__(self) -> Iterator[RemoteBatch]:
+        """Returns itself, which yields the batches that are left."""
+        return self
+
+    def __next__(self) -> RemoteBatch:
+        """Waits for the next batch, from whichever actor has one.
+
+        Raises:
+            StopIteration: after `total_steps`; the actors are then closed.
+            RuntimeError: if an actor raised before it had handed over a batch, if more
+                than `max_restarts` were lost, or after `close`.
+        """
+        total, ray = self._total_steps, self._ray
+        if total is not None and self._stats.collect_steps >= total:
+            self.close()
+            raise StopIteration
+        if self._is_closed:
+            raise RuntimeError("`next` must be called before `close`.")
+        while True:
+            (reference,), _ = ray.wait(list(self._under_way), num_returns=1)
+            try:
+                trajectory, stats = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                self._replace(self._under_way.pop(reference)[0], error)
+                continue
+            number, version = self._under_way[reference]
+            self._proven.add(number)
+            newest = self._begin(number)
+            del self._under_way[reference]  # last: Ctrl-C leaves no actor without work
+            if self._max_lag is not None and newest - version > self._max_lag:
+                self._count(stale_batches=1)
+                continue
+            steps = int(np.size(trajectory.mask))
+            self._count(collect_batches=1, collect_steps=steps)
+            return RemoteBatch(
+                trajectory=trajectory,
+                stats=stats,
+                steps=steps,
+                params_version=version,
+                actor=number,
+            )
+
+    @property
+    def stats(self) -> RemoteStats:
+        """Counts over all actors so far."""
+        return self._stats
+
+    def set_params(self, params: Any) -> None:
+        """Sets the parameters for the batches that have not begun, from any thread.
+
+        They are put into Ray's object store once, for all actors.
+
+        Args:
+            params: of the structure, shapes and dtypes of those before. They are
+                copied, so that an update may donate them.
+
+        Raises:
+            RuntimeError: after `close`.
+            ValueError: if structure, a shape or a dtype differs.
+        """
+        if self._is_closed:  # `put` would start Ray again
+            raise RuntimeError("`set_params` must be called before `close`.")
+        new = _on_host(params)
+        checks.same("`params` must keep structure, shapes and dtypes", self._kind, new)
+        with self._setting:
+            self._params = self._ray.put(new), self._params[1] + 1
+
+    def close(self) -> None:
+        """Kills the actors; there are no more batches."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for actor in self._actors.values():
+            self._ray.kill(actor)
+        self._under_way.clear()
+        self._actors.clear()
+        if self._owns_ray:
+            self._ray.shutdown()
+
+    def _start(self) -> None:
+        """Starts an actor, and its first batch."""
+        number = next(self._numbers)
+        self._actors[number] = self._make_actor(number)
+        self._begin(number)
+
+    def _begin(self, number: int) -> int:
+        """Begins a batch of an actor; returns the version of the parameters."""
+        params, version = self._params
+        reference = self._actors[number].collect.remote(params, version)
+        self._under_way[reference] = number, version
+        return version
+
+    def _replace(self, number: int, error: Exception) -> None:
+        """Replaces a lost actor."""
+        self._ray.kill(self._actors.pop(number))  # it may be alive, and have raised
+        self._count(lost_fragments=1)
+        cause = getattr(error, "cause", None) or error
+        has_raised = isinstance(error, self._ray.exceptions.RayTaskError)
+        has_raised |= getattr(error, "actor_init_failed", False)
+        reason = f"{type(cause).__name__}: {cause}"
+        if has_raised and number not in self._proven:
+            self.close()
+            raise RuntimeError(f"Actor {number} raised {reason}") from error
+        if self._stats.restarts >= self._max_restarts:
+            self.close()
+            raise RuntimeError(
+                f"Actor {number} is lost, and `max_restarts`={self._max_restarts} are "
+                f"used up: {reason}"
+            ) from error
+        _LOG.warning("actor %d is replaced after %s", number, reason)
+        self._count(restarts=1)
+        self._start()
+
+    def _count(self, **more: int) -> None:
+        old = self._stats._asdict()
+        self._stats = RemoteStats(**{x: old[x] + more.get(x, 0) for x in old})
+
+
+class _Actor:
+    """Owns a collector, in its own process."""
+
+    def __init__(
+        self,
+        make_collector: Callable[[], Collector | HostCollector],
+        words: Any,
+        impl: str,
+        steps_per_batch: int,
+    ) -> None:
+        context = _import().get_runtime_context()
+        if not any(context.get_accelerator_ids().values()):
+            # Accelerators of the machine are for others. No jax array may come before.
+            jax.config.update("jax_platforms", "cpu")
+        self._make_collector, self._words, self._impl = make_collector, words, impl
+        self._steps_per_batch = steps_per_batch
+        self._collector: Any = None
+        self._params, self._version = None, None
+
+    def collect(
+        self, params: ArrayTree, version: int
+    ) -> tuple[Transition, CollectStats]:
+        """Collects a batch, and returns it in NumPy: one object for Ray."""
+        if not self._collector:  # not in `__init__`, where Ray hides errors
+            self._begin()
+        if version != self._version:
+            self._params, self._version = jax.device_put(params), version
+        self._carry, trajectory = self._collector.collect_steps(
+            self._carry, self._params, self._num_steps
+        )
+        return jax.device_get((trajectory, _summarize(trajectory)))
+
+    def _begin(self) -> None:
+        collector = self._make_collector()
+        if not isinstance(collector, Collector | HostCollector):
+            raise ValueError(
+                "`make_collector` must return a `Collector` or a `HostCollector`, got "
+                f"{checks.describe(collector)}."
+            )
+        # A row of an `AsyncCollector` has `num_ready` columns.
+        num_columns = getattr(collector, "num_ready", collector.env.num_envs)
+        self._num_steps = -(-self._steps_per_batch // num_columns)
+        key = jax.random.wrap_key_data(self._words, impl=self._impl)
+        self._carry = collector.init(key)
+        self._collector = collector
+
+
+def _import() -> ModuleType:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        line = 'pip install "rollout-jax[ray]"'
+        raise ImportError(f"ray is not installed: {line}") from error
+
+
+def _init(ray: ModuleType, **options: Any) -> None:
+    options |= {"log_to_driver": False, "logging_level": logging.ERROR}
+    with warnings.catch_warnings():
+        # Ray's forks only execute another program at once.
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+        ray.init(include_dashboard=False, **options)
+
+
+def _on_host(params: Any) -> Any:
+    """Converts parameters to NumPy, not weakly typed; typed keys stay as they are."""
+
+    def convert(x: Any) -> Any:
+        return x if prng.has_keys(x) else np.asarray(x, jnp.result_type(x))
+
+    return jax.tree.map(convert, jax.device_get(params))

@@ -1,0 +1,244 @@
+"""`inspect`: compiles a program for an accelerator and reports what it does there."""
+
+import contextlib
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from rollout import checks
+from rollout.collector import Collector
+from rollout.envs.types import ArrayTree, sharding_of
+from rollout.inspection import accelerators, blocks
+from rollout.inspection.hlo import Frame
+from rollout.inspection.report import Memory, Report, find_loop, find_waits
+
+_NUM_STEPS = 128
+_CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
+# XLA's dumps of a GPU's program; it writes the first if its passes changed something.
+_SEQUENCES = ("thunk_sequence_after_thunk_passes", "thunk_sequence")
+_METADATA = ("thunk_metadata",)
+
+
+def inspect(
+    program: Any,
+    *args: ArrayTree,
+    accelerator: str,
+    num_steps: int | None = None,
+    num_devices: int | None = None,
+) -> Report:
+    """Compiles a program for an accelerator and reports what it does there.
+
+    The program does not run, and the machine needs no accelerator, only its compiler,
+    from the extra `accelerators`.
+
+        print(rollout.inspect(collector, params, accelerator="h100"))
+        print(rollout.inspect(train_step, carry, params, accelerator="tpu-v5e"))
+
+    Args:
+        program: a `Collector`, whose `collect_steps` is inspected, or any function that
+            `jax.jit` takes, jitted or not.
+        *args: for a collector, the parameters of its policy; for a function, its
+            arguments. Only shapes and dtypes of arrays matter, so
+            `jax.ShapeDtypeStruct`s will do, with or without a sharding over
+            `rollout.inspection.devices`; static arguments are passed on unchanged.
+        accelerator: "h100", "a100" or "tpu-v5e" (also "v5e").
+        num_steps: T, steps of every lane; 128 if None. For a collector only.
+        num_devices: number of devices that the program runs on. None takes those of the
+            arguments' shardings, or one. Arguments without a sharding are replicated.
+
+    Returns:
+        The launches, costs and memory, and the waits for the host with the lines that
+        cause them.
+
+    Raises:
+        ValueError: if there is no such accelerator, if an option does not fit the
+            program, or if a program for a GPU calls back into Python, which jax cannot
+            compile for an absent GPU.
+        ImportError: if the accelerator's compiler is not installed; the message has the
+            command that installs it.
+        jax.errors.JaxRuntimeError: if XLA cannot compile the program, for example
+            because it needs more memory than a TPU has.
+    """
+    name, data = accelerators.find(accelerator)
+    fn, args, num_steps = _program(program, args, num_steps)
+    devices = _given_devices(args)
+    if num_devices is not None or not devices:
+        devices = accelerators.devices(name, num_devices or 1)
+    elif devices[0].platform != ("gpu" if data.platform == "cuda" else "tpu"):
+        raise ValueError(
+            f"`accelerator` must be that of the arguments' shardings, which are on "
+            f"{devices[0].device_kind}, got {accelerator!r}."
+        )
+    lowered = _lower(fn, args, devices, allow_callbacks=data.platform != "cuda")
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="rollout_inspect_") as folder:
+        compiled = _compile(lowered, folder, has_cost_model=data.has_cost_model)
+        seconds = time.perf_counter() - start
+        if data.platform == "cuda":
+            dumps = (_read_dump(folder, kinds) for kinds in (_SEQUENCES, _METADATA))
+            whole = blocks.read_gpu(compiled.as_text(), *dumps)
+        else:
+            whole = blocks.read_tpu(compiled.as_text())
+    loop = find_loop(whole, num_steps)
+    # Leftover steps run before or after the loop.
+    steps_per_round = None if num_steps is None else num_steps // (loop.trips or 1)
+    return Report(
+        accelerator=name,
+        description=data.description,
+        num_devices=len(devices),
+        jax_version=jax.__version__,
+        compile_seconds=seconds,
+        memory=_memory(compiled, data.memory),
+        program=whole,
+        loop=loop,
+        steps_per_round=steps_per_round,
+        waits=find_waits(whole, loop, steps_per_round),
+    )
+
+
+def _program(
+    program: Any, args: tuple[ArrayTree, ...], num_steps: int | None
+) -> tuple[Callable[..., Any], tuple[ArrayTree, ...], int | None]:
+    """Returns the function to compile, its arguments, and the steps of a collector."""
+    if not isinstance(program, Collector):
+        if hasattr(program, "collect_steps"):
+            checks.collects_in_jax(program)
+        checks.function("program", program)
+        if num_steps is not None:
+            raise ValueError(
+                "`num_steps` must be None for a function, whose steps are its own, got "
+                f"{num_steps!r}."
+            )
+        return program, args, None
+    if len(args) != 1:
+        raise ValueError(
+            "A collector takes one argument, the parameters of its policy (None if it "
+            f"has none), got {len(args)}."
+        )
+    num_steps = checks.count(
+        "num_steps", _NUM_STEPS if num_steps is None else num_steps
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    carry = jax.eval_shape(Collector.init, program, key)
+    sharding = sharding_of(program.env)
+    if sharding is not None:
+        where = sharding.shardings(carry, program.env.num_envs)
+        carry = jax.tree.map(_shape, carry, where)
+
+    def collect_steps(collector: Collector, carry: Any, params: Any) -> Any:
+        return collector.collect_steps(carry, params, num_steps)
+
+    return collect_steps, (program, carry, args[0]), num_steps
+
+
+def _given_devices(args: Any) -> list[accelerators.Device]:
+    """Returns the absent devices that arguments are sharded over, in their order."""
+    shardings = filter(None, map(_absent_sharding, jax.tree.leaves(args)))
+    sharding: Any = next(shardings, None)
+    if hasattr(sharding, "mesh"):
+        return list(sharding.mesh.devices.flat)
+    return [] if sharding is None else list(sharding.device_set)
+
+
+def _absent_sharding(leaf: Any) -> Sharding | None:
+    """Returns the sharding of a shape; None for an array, which is on a real device."""
+    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+
+def _lower(
+    fn: Any, args: Any, devices: list[accelerators.Device], *, allow_callbacks: bool
+) -> Any:
+    """Lowers a function, with shapes and dtypes in place of arrays."""
+    mesh = Mesh(np.asarray(devices), ("devices",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            return leaf  # Python numbers, and static arguments
+        return _shape(leaf, _absent_sharding(leaf) or everywhere)
+
+    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+    traced = jitted.trace(*jax.tree.map(make, args))
+    found = {} if allow_callbacks else dict.fromkeys(_callbacks(traced.jaxpr))
+    if found:
+        raise ValueError(
+            "`program` must not call back into Python on a GPU, which waits for the "
+            "host at every call: jax cannot compile it for an absent GPU, got calls at "
+            f"{', '.join(found)}. Remove them, or inspect the program for a TPU."
+        )
+    return traced.lower()
+
+
+def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    weak = getattr(x, "weak_type", False)
+    dtype = jnp.result_type(x) if isinstance(x, np.ndarray) else x.dtype
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding, weak_type=weak)
+
+
+def _compile(lowered: Any, folder: str, *, has_cost_model: bool) -> Any:
+    options: dict[str, Any] = {"xla_dump_to": folder}
+    if has_cost_model:
+        options["xla_gpu_collect_cost_model_stats"] = True
+    with _nothing_cached():
+        return lowered.compile(compiler_options=options)
+
+
+@contextlib.contextmanager
+def _nothing_cached() -> Iterator[None]:
+    """Keeps the program out of the persistent cache: jax could not read it again."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        with warnings.catch_warnings():
+            # The cache may have an entry that was compiled elsewhere.
+            message = "Error reading persistent compilation cache entry"
+            warnings.filterwarnings("ignore", message)
+            yield
+    finally:
+        jax.config.update(name, before)
+
+
+def _read_dump(folder: str, kinds: tuple[str, ...]) -> str:
+    """Reads XLA's dump of the program, the first of these kinds that exists."""
+    for kind in kinds:
+        # XLA also compiles smaller modules on the way; the program is the largest.
+        if found := list(Path(folder).glob(f"*.{kind}.txt")):
+            return max(found, key=lambda path: path.stat().st_size).read_text()
+    raise RuntimeError(f"XLA of jax {jax.__version__} has written no {kinds[-1]}.")
+
+
+def _memory(compiled: Any, capacity: int) -> Memory:
+    stats = compiled.memory_analysis()
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        capacity=capacity,
+    )
+
+
+def _callbacks(jaxpr: Any) -> Iterator[str]:
+    """Yields the calls back into Python, with the lines that they come from."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive.name in _CALLBACKS:
+            traceback = equation.source_info.traceback
+            frames = [] if traceback is None else traceback.frames
+            lines = [Frame(x.file_name, x.line_num) for x in frames]
+            source = blocks.find_source(lines)
+            place = f"{source.file}:{source.line}" if source else "an unknown line"
+            yield f"{place} ({equation.primitive.name})"
+        for value in equation.params.values():
+            inner = value if isinstance(value, tuple | list) else (value,)
+            for part in inner:
+                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                    yield from _callbacks(part)

@@ -1,0 +1,508 @@
+"""The pure step of every collector: `advance` all lanes, then `restart` those done.
+
+Every fold over time folds `step`, which does everything else: it fences the
+environment, derives the keys, applies the limit and holds inactive lanes still.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rollout import checks, platform
+from rollout.envs import masked_update, prng
+from rollout.envs.types import (
+    ArrayTree,
+    EnvStep,
+    LaneIndex,
+    Lanes,
+    VectorEnv,
+    sharding_of,
+)
+from rollout.kernel import episode_keys
+from rollout.kernel.episode_keys import Roots, Start
+from rollout.types import (
+    Accumulators,
+    Carry,
+    Episode,
+    EpisodeKey,
+    Persistent,
+    Policy,
+    PolicyStep,
+    Transition,
+    ValueFn,
+)
+
+_Tree = TypeVar("_Tree", bound=ArrayTree)
+
+
+class Setup(NamedTuple):
+    """The fields of a `Collector` that every step uses."""
+
+    env: VectorEnv  # B environments side by side
+    policy: Policy
+    accumulators: Accumulators = ()
+    value_fn: ValueFn | None = None
+
+
+def setup_of(collector: Any) -> Setup:
+    """Takes the setup from a collector."""
+    return Setup(
+        env=collector.env,
+        policy=collector.policy,
+        accumulators=collector.accumulators,
+        value_fn=collector.value_fn,
+    )
+
+
+def init(setup: Setup, key: chex.PRNGKey) -> Carry:
+    """Starts the first episode of every lane; see `Collector.init`."""
+    env, policy = setup.env, setup.policy
+    lanes = episode_keys.all_lanes(env.num_envs)
+    accumulated = accumulate_nothing(setup.accumulators, env.num_envs)
+    episode = episode_keys.first_episodes(key, lanes, accumulated)
+    env_state, obs = prng.barrier(env).reset(episode_keys.reset_keys(episode))
+    carry = Carry(
+        key=key,
+        step=jnp.zeros((), jnp.int32),
+        next_episode=jnp.zeros((), jnp.int32),
+        env_state=env_state,
+        obs=obs,
+        policy_state=initial_policy_state(policy, env, episode.key),
+        episode=episode,
+    )
+    return _place(env, carry)
+
+
+def step(
+    setup: Setup,
+    carry: Carry,
+    params: Any,
+    *,
+    roots: Roots | None = None,
+    policy_key: chex.PRNGKey | None = None,
+    limit: jax.Array | None = None,
+    active: jax.Array | None = None,
+    drop_fn: Callable[[Transition], jax.Array] | None = None,
+) -> tuple[Carry, Transition]:
+    """Takes one step in every lane, and starts new episodes where the old ones ended.
+
+    Args:
+        setup: environments, policy, accumulators and value function.
+        carry: the carry of `init` or of an earlier step.
+        params: parameters of the policy.
+        roots: the keys that others derive from, hashed once per call; None hashes them
+            here.
+        policy_key: the policy's key at this step; None hashes it here.
+        limit: `()` int32, steps after which an episode is truncated.
+        active: `[B]` bool, the lanes that step; the others keep their state, and their
+            row is masked out.
+        drop_fn: the transition to `[B]` bool, True where to give the episode up.
+    """
+    roots = roots or roots_of(setup.env, carry)
+    stepped, transition, _ = advance(
+        setup, carry, params, roots=roots, policy_key=policy_key, limit=limit
+    )
+    over = transition.done
+    if drop_fn is not None:
+        over |= drop_fn(transition)
+    if active is not None:
+        over &= active
+        transition = transition.replace(mask=active)
+    start = next_episodes(setup.env, stepped, roots)
+    fresh = restart(setup, stepped, over, start)
+    if active is not None:
+        fresh = _restore_inactive(active, carry, stepped, fresh)
+    return fresh, transition
+
+
+def advance(
+    setup: Setup,
+    carry: Carry,
+    params: Any,
+    *,
+    roots: Roots,
+    policy_key: chex.PRNGKey | None = None,
+    limit: jax.Array | None = None,
+) -> tuple[Carry, Transition, jax.Array]:
+    """Takes one step in every lane and resets none.
+
+    Pass lanes whose episode ended to `restart` before the next step.
+
+    Returns:
+        The carry of step t + 1, the transition, and `[B]` bool, True where only `limit`
+        truncated.
+    """
+    env, policy, accumulators, value_fn = setup
+    checks.carry(carry, env.num_envs)
+    with jax.named_scope("policy"):
+        policy_key = _policy_key(roots, carry.step, policy_key)
+        decision = act(env, policy, carry, params, policy_key)
+    with jax.named_scope("env_step"):
+        result = step_env(env, carry, decision.action)
+    with jax.named_scope("bookkeeping"):
+        transition = _record(env, carry, decision, result)
+        carry = carry.replace(
+            step=carry.step + 1,
+            env_state=result.state,
+            obs=result.obs,
+            policy_state=decision.state,
+            episode=carry.episode.replace(
+                episode_return=transition.episode_return,
+                episode_length=transition.episode_length,
+            ),
+        )
+        cut = jnp.zeros_like(transition.truncated)
+        if limit is not None:
+            at_limit = transition.episode_length >= limit
+            cut = at_limit & ~transition.truncated
+            transition = transition.replace(truncated=transition.truncated | at_limit)
+        if accumulators:
+            accumulated = accumulate(
+                accumulators, carry.episode.accumulated, transition
+            )
+            transition = transition.replace(accumulated=accumulated)
+            carry = carry.replace(
+                episode=carry.episode.replace(accumulated=accumulated)
+            )
+    if value_fn is not None:
+        with jax.named_scope("final_value"):
+            goes_on = transition.truncated & ~transition.terminated
+            value = values_where(
+                env, value_fn, params, carry.obs, carry.policy_state, goes_on
+            )
+            transition = transition.replace(final_value=value)
+    return carry, transition, cut
+
+
+def restart(setup: Setup, carry: Carry, over: jax.Array, start: Start) -> Carry:
+    """Starts the episodes of `start` in the lanes where `over`, `[B]` bool."""
+    env, episode = setup.env, carry.episode
+    with jax.named_scope("auto_reset"):
+        old = Lanes(episode_key=episode.key, state=carry.env_state, obs=carry.obs)
+        new = prng.barrier(env).reset_done(start, over, old)
+    with jax.named_scope("bookkeeping"):
+        fresh = carry.replace(
+            env_state=new.state,
+            obs=new.obs,
+            policy_state=restart_policy(
+                setup.policy, env, carry.policy_state, over, new.episode_key
+            ),
+            episode=Episode(
+                key=new.episode_key,
+                episode_return=jnp.where(over, 0.0, episode.episode_return),
+                episode_length=jnp.where(over, 0, episode.episode_length),
+                episode_id=jnp.where(over, start.episode_id, episode.episode_id),
+                accumulated=prng.select(
+                    over,
+                    accumulate_nothing(setup.accumulators, env.num_envs),
+                    episode.accumulated,
+                ),
+            ),
+        )
+        return _place(env, fresh)
+
+
+def roots_of(env: VectorEnv, carry: Carry) -> Roots:
+    """Hashes the keys that those of all steps from this carry on derive from."""
+    checks.carry(carry, env.num_envs)
+    lanes = episode_keys.all_lanes(env.num_envs)
+    return _place(env, episode_keys.roots(carry.key, lanes))
+
+
+def policy_keys(roots: Roots, carry: Carry, num_steps: int) -> chex.PRNGKey:
+    """Hashes the policy's keys of the next steps, `[num_steps]`."""
+    steps = carry.step + jnp.arange(num_steps, dtype=jnp.int32)
+    return episode_keys.at_step(roots.policy, steps)
+
+
+def next_episodes(env: VectorEnv, carry: Carry, roots: Roots) -> Start:
+    """Returns the lanes' own next episodes."""
+    next_id = carry.episode.episode_id + env.num_envs
+    return episode_keys.own_episodes(roots, env.num_envs, next_id)
+
+
+def act(
+    env: VectorEnv,
+    policy: Policy,
+    carry: Carry,
+    params: Any,
+    policy_key: chex.PRNGKey,
+) -> PolicyStep:
+    """Applies the policy to the carry's observations, and checks its output."""
+    sharding = sharding_of(env)
+    with prng.in_parts(sharding.num_devices if sharding else 1):
+        decision = policy.apply(params, carry.obs, carry.policy_state, policy_key)
+    checks.policy_step(decision, env, carry.policy_state)
+    return decision
+
+
+def step_env(env: VectorEnv, carry: Carry, action: ArrayTree) -> EnvStep:
+    """Steps the environments, and resets none."""
+    # If the user's function closes over the collector, XLA folds its parameters as
+    # constants, and rounds differently than for a collector that is an argument.
+    env = prng.barrier(env)
+
+    def step(*args: ArrayTree) -> EnvStep:
+        try:
+            result = env.step(*args)
+        except Exception:
+            checks.env_state(env, carry.env_state, carry.episode.key)
+            raise
+        checks.env_step(result, env.num_envs, carry.env_state, carry.obs)
+        return result
+
+    step_keys = episode_keys.step_keys(carry.episode)
+    if sharding_of(env):  # a sharded environment fences on every device
+        return step(step_keys, carry.env_state, action)
+    return platform.step_once(
+        step, step_keys, carry.env_state, action, counter=carry.step
+    )
+
+
+def values_where(
+    env: VectorEnv,
+    value_fn: ValueFn,
+    params: Any,
+    obs: ArrayTree,
+    policy_state: ArrayTree,
+    flag: jax.Array,
+) -> jax.Array:
+    """Computes the values of observations where a flag is set; 0 elsewhere.
+
+    Truncations are rare, so a CPU computes `K` lanes at a time, mostly none, and a GPU
+    none, `K` or all, without asking the host; see `rollout.envs.masked_update`. Sharded
+    lanes are computed on their devices. No derivative passes through.
+
+    Args:
+        env: the environments.
+        value_fn: `(params, obs, policy_state)` to `[K]` float, each on its own.
+        params: parameters of `value_fn`.
+        obs: `[B, ...]`.
+        policy_state: `[B, ...]`, state of the policy when it sees `obs`.
+        flag: `[B]` bool.
+
+    Returns:
+        `[B]`, of the dtype of the values.
+    """
+    fixed = lax.stop_gradient((params, (obs, policy_state)))
+    compute = functools.partial(_values_where, value_fn)
+    sharding = sharding_of(env)
+    if sharding is None:
+        return compute(*fixed, flag)
+    return sharding.map(compute, *fixed, flag)
+
+
+def _values_where(
+    value_fn: ValueFn, params: Any, inputs: tuple[ArrayTree, ArrayTree], flag: jax.Array
+) -> jax.Array:
+    # Jitted, so that both branches below trace it once for each number of lanes.
+    @jax.jit
+    def evaluate(params: Any, inputs: tuple[ArrayTree, ArrayTree]) -> jax.Array:
+        values = value_fn(params, *inputs)
+        checks.values(values, len(jax.tree.leaves(inputs[0])[0]))
+        return values
+
+    def fn(at: LaneIndex) -> jax.Array:
+        return evaluate(params, jax.tree.map(lambda x: x[at], inputs))
+
+    nothing = jnp.zeros(flag.shape, jax.eval_shape(evaluate, params, inputs).dtype)
+    rounds = functools.partial(masked_update.rounds, flag, fn)
+    switch = functools.partial(masked_update.switch, flag, fn)
+    return lax.platform_dependent(
+        nothing, cpu=rounds, cuda=switch, rocm=switch, default=rounds
+    )
+
+
+def record(
+    record_fn: Callable[[Transition], Transition] | None, transition: Transition
+) -> Transition:
+    """Applies `record_fn` to a transition; see `Collector.record_fn`."""
+    if record_fn is None:
+        return transition
+    recorded = record_fn(transition)
+    checks.recorded(transition, recorded)
+    return recorded
+
+
+def mask_out(transition: Transition) -> Transition:
+    """Zeroes the masked-out lanes, whose `mask` is False."""
+    words = prng.words(transition)
+    zeros = jax.tree.map(jnp.zeros_like, words)
+    return prng.like(prng.select(transition.mask, words, zeros), transition)
+
+
+def pack(transition: Transition) -> tuple[Transition, jax.Array]:
+    """Packs a transition for stacking: both flags in one array, and no mask.
+
+    XLA:CPU pays for every array that a step writes, and the caller knows the mask.
+    """
+    flags = pack_flags(transition.terminated, transition.truncated)
+    return transition.replace(terminated=(), truncated=(), mask=()), flags
+
+
+def written(row: _Tree, counter: jax.Array) -> _Tree:
+    """Lets a CUDA graph write the row; `counter` is any `()` int32 of the loop.
+
+    XLA writes an unchanged array, such as an observation, by a copy. On a GPU a copy
+    cannot be part of a CUDA graph, and splits the step into separate launches. A select
+    can; its predicate is always true, which XLA cannot know.
+    """
+
+    def select(words: ArrayTree) -> ArrayTree:
+        always = (counter | 1) != 0
+        return jax.tree.map(lambda x: jnp.where(always, x, jnp.zeros_like(x)), words)
+
+    words = lax.platform_dependent(
+        prng.words(row), cuda=select, rocm=select, default=lambda words: words
+    )
+    return prng.like(words, row)
+
+
+def unpack(rows: Transition, flags: jax.Array, mask: jax.Array) -> Transition:
+    """Undoes `pack`, over any leading axes."""
+    terminated, truncated = unpack_flags(flags, 2)
+    return rows.replace(terminated=terminated, truncated=truncated, mask=mask)
+
+
+def pack_flags(*flags: jax.Array) -> jax.Array:
+    """Packs up to eight flags into one uint8 array."""
+    shifted = (flag.astype(jnp.uint8) << bit for bit, flag in enumerate(flags))
+    return functools.reduce(operator.add, shifted)
+
+
+def unpack_flags(packed: jax.Array, num_flags: int) -> tuple[jax.Array, ...]:
+    """Undoes `pack_flags`."""
+    return tuple((packed & (1 << bit)) != 0 for bit in range(num_flags))
+
+
+def _policy_key(
+    roots: Roots, step: jax.Array, hashed: chex.PRNGKey | None
+) -> chex.PRNGKey:
+    """Returns the policy's key at a step: hashed before the loop, except on a CPU.
+
+    There a key read from memory made CartPole with a network 1.5x slower.
+    """
+
+    def hash_now() -> chex.PRNGKey:
+        return episode_keys.at_step(roots.policy, step)
+
+    if hashed is None:
+        return hash_now()
+    words = lax.platform_dependent(
+        prng.words(hashed),
+        cpu=lambda _: prng.words(hash_now()),
+        default=lambda words: words,
+    )
+    return prng.like(words, hashed)
+
+
+def _record(
+    env: VectorEnv, carry: Carry, decision: PolicyStep, result: EnvStep
+) -> Transition:
+    episode = carry.episode
+    return Transition(
+        obs=carry.obs,
+        action=decision.action,
+        reward=result.reward,
+        terminated=result.terminated,
+        truncated=result.truncated,
+        next_obs=result.obs,
+        mask=jnp.ones((env.num_envs,), bool),
+        episode_id=episode.episode_id,
+        episode_return=episode.episode_return + result.reward,
+        episode_length=episode.episode_length + 1,
+        extras=decision.extras,
+        info=result.info,
+    )
+
+
+def accumulate_nothing(accumulators: Accumulators, num_envs: int) -> ArrayTree:
+    """Initializes the accumulators for the start of an episode, `[B, ...]`."""
+    accumulated = {name: x.init(num_envs) for name, x in accumulators}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), accumulated or ())
+
+
+def accumulate(
+    accumulators: Accumulators, accumulated: ArrayTree, transition: Transition
+) -> ArrayTree:
+    """Updates the accumulators with a step."""
+    updated = {
+        name: x.update(accumulated[name], transition) for name, x in accumulators
+    }
+    for name, _ in accumulators:
+        checks.accumulated(name, accumulated[name], updated[name])
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), updated)
+
+
+def _restore_inactive(
+    active: jax.Array, old: Carry, stepped: Carry, fresh: Carry
+) -> Carry:
+    """Restores the lanes that are not `active`."""
+    paths = zip(
+        jax.tree.leaves(old.env_state),
+        jax.tree.leaves(stepped.env_state),
+        jax.tree.leaves(fresh.env_state),
+        strict=True,
+    )
+    # A leaf that the auto-reset passes on unchanged belongs to all lanes together, as
+    # the statistics of `NormalizeObs` do: keep its new value.
+    env_state = [
+        new if new is before else prng.select(active, new, was)
+        for was, before, new in paths
+    ]
+    structure = jax.tree.structure(old.env_state)
+    return fresh.replace(
+        env_state=jax.tree.unflatten(structure, env_state),
+        obs=prng.select(active, fresh.obs, old.obs),
+        policy_state=prng.select(active, fresh.policy_state, old.policy_state),
+        episode=prng.select(active, fresh.episode, old.episode),
+    )
+
+
+def _place(env: VectorEnv, tree: _Tree) -> _Tree:
+    """Keeps the lanes on their devices, if they are sharded."""
+    sharding = sharding_of(env)
+    return tree if sharding is None else sharding.place(tree, env.num_envs)
+
+
+def restart_policy(
+    policy: Policy,
+    env: VectorEnv,
+    state: ArrayTree,
+    over: jax.Array,
+    episode_key: chex.PRNGKey,
+) -> ArrayTree:
+    """Resets the policy state where `over`, except for its `Persistent` parts."""
+
+    def choose(fresh: ArrayTree, state: ArrayTree) -> ArrayTree:
+        if isinstance(state, Persistent):
+            return state
+        return prng.select(over, fresh, state)
+
+    fresh = initial_policy_state(policy, env, episode_key)
+    return jax.tree.map(
+        choose, fresh, state, is_leaf=lambda x: isinstance(x, Persistent)
+    )
+
+
+def initial_policy_state(
+    policy: Policy, env: VectorEnv, episode_key: chex.PRNGKey
+) -> ArrayTree:
+    """Makes the policy state at the start of the episodes with these keys, `[B]`."""
+
+    def make(x: Any) -> ArrayTree:
+        if isinstance(x, EpisodeKey):
+            return EpisodeKey(episode_keys.policy_episode_keys(episode_key))
+        return jnp.asarray(x, jnp.result_type(x))
+
+    state = jax.tree.map(
+        make, policy.init(env.num_envs), is_leaf=lambda x: isinstance(x, EpisodeKey)
+    )
+    checks.policy_init(state, env.num_envs)
+    return state

@@ -1,0 +1,208 @@
+"""Chooses what suits the platform that a program is lowered for; the bits are the same.
+
+The platform is that of the compiled program, never the default backend of the process.
+
+On a GPU launches count, and a loop of unknown length is costly: the host reads its
+predicate before every round, and the GPU waits for it. So there `steps_while` runs such
+a loop in blocks of steps, `choose` takes an equal implementation without loops, and
+`scan` computes several rows per iteration, which also a TPU is glad of. On a CPU such
+loops cost little if they run few rounds, and code without them may compute more.
+
+`step_once` keeps XLA from computing an environment step several times.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rollout.envs import prng
+from rollout.envs.types import ArrayTree, EnvStep
+
+BLOCK = 8  # steps between two reads of the predicate on a GPU
+
+_State = TypeVar("_State", bound=ArrayTree)
+_Row = TypeVar("_Row", bound=ArrayTree)
+_Step = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], EnvStep]
+
+
+def choose(
+    loop_fn: Callable[..., ArrayTree],
+    straight_fn: Callable[..., ArrayTree],
+    *args: ArrayTree,
+) -> ArrayTree:
+    """Applies `straight_fn` to `args` on a GPU, and `loop_fn` everywhere else.
+
+    Both must return the same bits. The platform is the one that the program is compiled
+    for, which may differ from the default platform of the process.
+    """
+    return lax.platform_dependent(
+        *args, cuda=straight_fn, rocm=straight_fn, default=loop_fn
+    )
+
+
+def write_if(
+    flag: jax.Array,
+    write_fn: Callable[..., ArrayTree],
+    memory: ArrayTree,
+    *args: ArrayTree,
+) -> ArrayTree:
+    """Applies `write_fn` to `memory` if `flag`, `()` bool, in place.
+
+    It is a loop of zero or one round: a conditional would copy the memory.
+    """
+
+    def body(
+        loop: tuple[jax.Array, ArrayTree],
+    ) -> tuple[jax.Array, ArrayTree]:
+        return jnp.zeros((), bool), write_fn(loop[1], *args)
+
+    return lax.while_loop(lambda loop: loop[0], body, (flag, memory))[1]
+
+
+def scan(
+    step: Callable[[_State, Any], tuple[_State, _Row]],
+    start: _State,
+    rows: ArrayTree,
+    *,
+    gpu: int,
+    other: int,
+    reverse: bool = False,
+) -> tuple[_State, _Row]:
+    """Scans as `lax.scan` does, with the same bits, unrolled on accelerators.
+
+    A GPU pays for every launch and a TPU for every operation, however little it
+    computes; in an unrolled iteration those of several rows fuse. On a CPU one row at a
+    time is as fast and compiles faster. The platform is the one that the program is
+    lowered for, and `step` is traced once.
+
+    Args:
+        step: as `lax.scan` takes it.
+        start: the first carry of `step`.
+        rows: `[T, ...]`, inputs of `step`.
+        gpu: rows in one iteration on a GPU.
+        other: rows in one iteration on other accelerators; on a CPU it is one.
+        reverse: whether the last row comes first.
+    """
+    scan = functools.partial(lax.scan, step, reverse=reverse)
+    on_gpu = functools.partial(scan, unroll=gpu)
+    elsewhere = functools.partial(scan, unroll=other)
+    return lax.platform_dependent(
+        start, rows, cpu=scan, cuda=on_gpu, rocm=on_gpu, default=elsewhere
+    )
+
+
+def steps_while(
+    goes_on: Callable[[_State], jax.Array],
+    step: Callable[[_State, jax.Array], _State],
+    state: _State,
+) -> _State:
+    """Takes steps while `goes_on`; the result is the same on every platform.
+
+    Args:
+        goes_on: the state to `()` bool, whether another step is due.
+        step: `(state, go)` to the next state. `go` is `()` bool; where it is False the
+            step lies beyond the end and must return the state unchanged, with `hold` or
+            otherwise.
+        state: any pytree; it may hold typed keys.
+    """
+
+    # Words, not keys: under `vmap` the loop selects between old and new state, which
+    # jax's checker of key reuse counts as a use of a key.
+    def is_due(words: ArrayTree) -> jax.Array:
+        return goes_on(prng.like(words, state))
+
+    # Jitted, so that both loops trace it once; inlined, since XLA:CPU rounds
+    # differently in a separate function.
+    @functools.partial(jax.jit, inline=True)
+    def take(words: ArrayTree, go: jax.Array) -> ArrayTree:
+        return prng.words(step(prng.like(words, state), go))
+
+    def one_by_one(words: ArrayTree) -> ArrayTree:
+        every = jnp.ones((), bool)  # a constant, so XLA removes the selects of `hold`
+        return lax.while_loop(is_due, lambda words: take(words, every), words)
+
+    def in_blocks(words: ArrayTree) -> ArrayTree:
+        def block(words: ArrayTree) -> ArrayTree:
+            return lax.fori_loop(
+                0, BLOCK, lambda _, words: take(words, is_due(words)), words
+            )
+
+        return lax.while_loop(is_due, block, words)
+
+    words = lax.platform_dependent(
+        prng.words(state), cuda=in_blocks, rocm=in_blocks, default=one_by_one
+    )
+    return prng.like(words, state)
+
+
+def hold(go: jax.Array, new: _State, old: _State) -> _State:
+    """Returns `new`, or `old` if the step lies beyond the end; see `steps_while`."""
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        return new if new is old else jnp.where(go, new, old)
+
+    return prng.like(jax.tree.map(choose, prng.words(new), prng.words(old)), old)
+
+
+def step_once(
+    step: _Step,
+    step_keys: chex.PRNGKey,
+    state: ArrayTree,
+    action: ArrayTree,
+    *,
+    counter: jax.Array,
+) -> EnvStep:
+    """Computes `step(step_keys, state, action)` once, fenced off from the code around.
+
+    XLA fuses a step into each of its consumers (the next state, the reward, the flags,
+    the recorded fields) and computes it once per consumer: slower, and with roundings
+    that depend on the consumer. `lax.optimization_barrier` keeps it in one piece, but
+    XLA:CPU before jaxlib 0.11 drops barriers before it fuses. There a conditional does
+    the same, whose predicate is always true, which XLA cannot know. On a TPU only the
+    inputs pass a barrier: a step that is fused with its consumers takes fewer cycles
+    there.
+
+    `counter` is any `()` int32 whose value is unknown at compile time.
+    """
+    operands = (step_keys, state, action)
+
+    # Words, not keys: under `vmap` a conditional selects between both results, which
+    # jax's checker of key reuse counts as a use of a key.
+    #
+    # Jitted, so that both fences below trace it once; inlined, since XLA:CPU rounds
+    # differently in a separate function.
+    @functools.partial(jax.jit, inline=True)
+    def take(words: ArrayTree) -> EnvStep:
+        result = step(*prng.like(words, operands))
+        return result.replace(state=prng.words(result.state))
+
+    def between_barriers(words: ArrayTree) -> EnvStep:
+        result = take((words[0], *lax.optimization_barrier(words[1:])))
+        # Outside the barrier XLA removes an `info` that nobody reads.
+        seen = result.replace(info=())
+        barred = lax.platform_dependent(
+            prng.words(seen), tpu=lambda words: words, default=lax.optimization_barrier
+        )
+        return prng.like(barred, seen).replace(info=result.info)
+
+    def in_a_conditional(words: ArrayTree) -> EnvStep:
+        shapes = jax.eval_shape(take, words).replace(state=())
+
+        def never(words: ArrayTree) -> EnvStep:
+            return prng.blank(shapes, step_keys).replace(state=words[1])
+
+        return lax.cond((counter | 1) != 0, take, never, words)
+
+    words = prng.words(operands)
+    if jax.__version_info__ >= (0, 11):
+        result = between_barriers(words)
+    else:
+        result = lax.platform_dependent(
+            words, cpu=in_a_conditional, default=between_barriers
+        )
+    return result.replace(state=prng.like(result.state, state))

@@ -1,0 +1,259 @@
+"""`shard`: one collector over many devices, with the same calls and the same bits.
+
+The policy, the recording and the totals are computed for all lanes, `[B, ...]`, and XLA
+partitions them: so a draw for all lanes is that of one device. The steps and resets of
+the environments are local, and `jax.shard_map` maps them over the devices.
+"""
+
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from rollout import checks, multihost, platform
+from rollout.collector import Collector
+from rollout.envs import prng as env_keys
+from rollout.envs.types import (
+    AnySpace,
+    ArrayTree,
+    EnvStep,
+    LaneIndex,
+    Lanes,
+    VectorEnv,
+    sharding_of,
+)
+from rollout.types import ActionT, ObsT, ParamsT
+
+
+def shard(
+    collector: Collector[ParamsT, ObsT, ActionT], mesh: Mesh, axis: str = "lanes"
+) -> Collector[ParamsT, ObsT, ActionT]:
+    """Shards the lanes of a collector over the devices of a mesh axis.
+
+        mesh = jax.make_mesh((8,), ("lanes",))
+        collector = rollout.shard(collector, mesh)
+
+    Every method works as on one device, with the same random numbers for any number of
+    devices. Carry and trajectories are sharded over their lanes, from `init` on, and
+    statistics cover all lanes. In your own `jit` the parameters may be replicated over
+    the same devices. An axis of the type Explicit is treated as Auto: your arrays in
+    that `jit` must be on a mesh of Auto axes.
+
+    The bits are those of one device, except where XLA rounds differently, in the last
+    place: sums of floats over lanes, as in the statistics of `NormalizeObs`; anything
+    where a device has a single lane; and in `collect_padded_episodes` outputs of a
+    network that are only recorded. Once states differ, choices and endings do too,
+    after enough steps.
+
+    Steps and streams wait for other devices only where they sum over all lanes: for
+    the statistics of `NormalizeObs` and `NormalizeReward`, or in the `fn` of
+    `fold_steps`. Whole episodes come from one queue, so there the devices exchange at
+    every step how many lanes are done, and each has all results.
+
+    With `jax.distributed` the mesh may span several processes. Each runs the same
+    script, makes the same calls in the same order, and holds its own lanes. This call
+    waits for all of them and checks that they have the same collector.
+
+    The devices may be absent ones, from `rollout.inspection.devices`: such a collector
+    is for `rollout.inspect`.
+
+    Args:
+        collector: policy and environments, made by `rollout.envs.vectorize` or
+            `rollout.envs.vectorize_each`, with wrappers around them or not.
+        mesh: the devices.
+        axis: the axis of the mesh that the lanes are sharded over; they are replicated
+            along the others.
+
+    Returns:
+        A collector of the same lanes.
+
+    Raises:
+        ValueError: if `collector` is no `Collector` or `mesh` no `Mesh`; if the mesh
+            lacks the axis; if its size does not divide the number of lanes; if the
+            environment is of another kind or sharded already; if another process has
+            another collector or mesh; later, if a carry lies on other devices.
+    """
+    checks.collects_in_jax(collector)
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            "`mesh` must be a `jax.sharding.Mesh`, as `jax.make_mesh` makes it, got "
+            f"{type(mesh).__name__}."
+        )
+    if axis not in mesh.shape:
+        raise ValueError(
+            f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
+        )
+    if mesh.is_multi_process and not _is_absent(mesh):
+        # Before the checks that may raise in one process alone.
+        multihost.compare("collector", _facts(collector, mesh, axis))
+    num_envs, num_devices = collector.env.num_envs, mesh.shape[axis]
+    if num_envs % num_devices:
+        below = num_envs // num_devices * num_devices
+        nearest = f"{below} or {below + num_devices}" if below else str(num_devices)
+        raise ValueError(
+            f"`num_envs` must be a multiple of the {num_devices} devices of the axis "
+            f"{axis!r}, got {num_envs}; the nearest are {nearest}."
+        )
+    # Axes of other types would become part of the types of arrays.
+    auto = Mesh(
+        mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim
+    )
+    return collector.replace(env=_shard(collector.env, LaneSharding(auto, axis)))
+
+
+class LaneSharding(NamedTuple):
+    """Sharding of the lanes over one axis of a mesh."""
+
+    mesh: Mesh
+    axis: str
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the lanes are sharded over."""
+        return self.mesh.shape[self.axis]
+
+    def place(self, tree: ArrayTree, num_envs: int, *, lane_axis: int = 0) -> ArrayTree:
+        """Shards arrays that have a lane axis over the devices; replicates others."""
+        shardings = self.shardings(tree, num_envs, lane_axis=lane_axis)
+        return lax.with_sharding_constraint(tree, shardings)
+
+    def replicate(self, tree: ArrayTree) -> ArrayTree:
+        """Replicates a tree on every device."""
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return lax.with_sharding_constraint(tree, everywhere)
+
+    def shardings(
+        self, tree: ArrayTree, num_envs: int, *, lane_axis: int = 0
+    ) -> ArrayTree:
+        """Returns the sharding that `place` applies to each array of a tree."""
+
+        def make(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+            has_lanes = x.shape[lane_axis : lane_axis + 1] == (num_envs,)
+            spec = [*[None] * lane_axis, self.axis] if has_lanes else []
+            return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+        return jax.tree.map(make, tree)
+
+    def map(self, fn: Callable[..., ArrayTree], whole: ArrayTree, *lanes: Any) -> Any:
+        """Calls `fn(whole, *lanes)` on each device, with its own lanes."""
+        own, every = PartitionSpec(self.axis), PartitionSpec()
+        return jax.shard_map(
+            fn,
+            mesh=self.mesh,
+            in_specs=(every, *(own for _ in lanes)),
+            out_specs=own,
+            check_vma=False,  # as in `_ShardedEnv._map`
+        )(whole, *lanes)
+
+
+class _ShardedEnv(struct.PyTreeNode, kw_only=True):
+    """A `VectorEnv` in which each device steps its own lanes."""
+
+    env: Any  # made by `rollout.envs.vectorize` or `rollout.envs.vectorize_each`
+    sharding: LaneSharding = struct.field(pytree_node=False)
+
+    @property
+    def num_envs(self) -> int:
+        return self.env.num_envs
+
+    @property
+    def observation_space(self) -> AnySpace:
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> AnySpace:
+        return self.env.action_space
+
+    def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
+        return self._map(lambda env, keys: env.reset(keys), keys)
+
+    def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        # Fenced where it is stepped, so that XLA compiles it as on one device.
+        def step(env: VectorEnv, *args: ArrayTree) -> EnvStep:
+            leaves = jax.tree.leaves(env_keys.words(args[1:]))
+            some = next(x for x in leaves if x.size)  # any value unknown to XLA
+            counter = some.ravel()[0].astype(jnp.int32)
+            return platform.step_once(env.step, *args, counter=counter)
+
+        return self._map(step, keys, state, action)
+
+    def reset_done(
+        self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
+    ) -> Lanes:
+        args = key_fn, done, lanes
+        return self._map(lambda env, *args: env.reset_done(*args), *args)
+
+    def _map(self, fn: Callable[..., ArrayTree], *args: ArrayTree) -> ArrayTree:
+        """Calls `fn(local_env, *args)` on each device; scalars are replicated."""
+        sharding = self.sharding
+        own, every = PartitionSpec(sharding.axis), PartitionSpec()
+        num_local = self.num_envs // sharding.num_devices
+
+        def local(env: Any, *args: ArrayTree) -> ArrayTree:
+            first_lane = lax.axis_index(sharding.axis) * num_local
+            return fn(env_keys.barrier(env.local(num_local, first_lane)), *args)
+
+        specs = jax.tree.map(lambda x: own if jnp.ndim(x) else every, args)
+        return jax.shard_map(
+            local,
+            mesh=sharding.mesh,
+            in_specs=(own if self.env.each else every, *specs),
+            out_specs=own,
+            check_vma=False,  # the branches of the fence vary over different axes
+        )(self.env, *args)
+
+
+def _shard(env: Any, sharding: LaneSharding) -> VectorEnv:
+    if hasattr(env, "local"):
+        if not _is_absent(sharding.mesh):
+            # Python numbers would be sent to every device with each call.
+            spec = PartitionSpec(sharding.axis) if env.each else PartitionSpec()
+            env = _put(env, NamedSharding(sharding.mesh, spec))
+        return _ShardedEnv(env=env, sharding=sharding)
+    if sharding_of(env) is None and hasattr(env, "env"):  # a wrapper
+        return env.replace(env=_shard(env.env, sharding))
+    raise ValueError(
+        "`collector.env` must be made by `rollout.envs.vectorize` or "
+        "`rollout.envs.vectorize_each`, and not be sharded already, got "
+        f"{type(env).__name__}."
+    )
+
+
+def _is_absent(mesh: Mesh) -> bool:
+    """Returns whether the mesh has devices of `rollout.inspection.devices`."""
+    return mesh.devices.flat[0].client.runtime_type == "compile_only_runtime"
+
+
+def _put(tree: ArrayTree, where: NamedSharding) -> ArrayTree:
+    """Puts numbers and arrays on a mesh, with the types that `jit` gives them.
+
+    Over several processes `device_put` compares a Python float with the float32 that it
+    becomes, and so raises for most of them; it also raises for NaN and typed keys.
+    """
+    if not where.mesh.is_multi_process:
+        return jax.device_put(tree, where)
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, jax.jit(list, out_shardings=where)(leaves))
+
+
+def _facts(collector: Collector, mesh: Mesh, axis: str) -> dict[str, object]:
+    """Lists facts that identify a collector and must agree between processes."""
+    init = jax.jit(Collector.init).trace(collector, jax.random.key(0))
+    carry = jax.tree.leaves(init.out_info)
+    leaves = jax.tree.leaves(env_keys.words(collector.env))
+    bits = [np.asarray(x).tobytes() for x in leaves if not multihost.is_elsewhere(x)]
+    return {
+        "jax": jax.__version__,
+        "`num_envs`": collector.env.num_envs,
+        "`mesh`": [axis, *mesh.shape.items(), *(x.id for x in mesh.devices.flat)],
+        "a carry of": [f"{x.dtype}{[*x.shape]}" for x in carry],
+        "environment parameters of checksum": zlib.crc32(b"".join(bits)),
+        "an `init` of checksum": zlib.crc32(init.lower().as_text().encode()),
+    }

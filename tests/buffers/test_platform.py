@@ -1,0 +1,140 @@
+"""What is compiled for a GPU has the bits of what is compiled for a CPU, run on a CPU.
+
+`test_buffers.py` holds the programs of a CPU against the slow models.
+"""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from buffer_checks import (
+    CASES,
+    CHUNKS,
+    GAMMA,
+    KINDS,
+    N_STEP,
+    NUM_ENVS,
+    NUM_SLOTS,
+    STACK,
+    SUCCESSORS,
+    row_like,
+)
+from cases import quick_jit
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from ring_model import Model, encode
+
+from rollout import platform
+
+NUM_DRAWS = 32
+RATES = {
+    "mask_rate": [0.0, 0.0, 0.3, 0.9],
+    "done_rate": [0.0, 0.2, 1.0],
+    "break_rate": [0.0, 0.0, 0.3],
+}
+# Slots and lanes: those of the models, a single row, and chunks that always wrap.
+SIZES = [(NUM_SLOTS, NUM_ENVS), (1, 1), (2, 4)]
+
+
+def straight(fn):
+    """Traces `fn` as for a GPU."""
+
+    def choose(loop_fn, straight_fn, *args):
+        del loop_fn  # unused
+        return straight_fn(*args)
+
+    def run(*args):
+        with mock.patch.object(platform, "choose", choose):
+            return fn(*args)
+
+    return run
+
+
+@functools.cache
+def programs(kind, successor, num_slots, num_envs):
+    """A buffer; its `add`, and a program that draws, both compiled both ways."""
+    make, _, options = KINDS[kind]
+    options = {**options, **SUCCESSORS[successor][0]}
+    if kind == "episodes":
+        options["max_length"] = min(options["max_length"], num_slots)
+    buffer = make(num_slots * num_envs, num_envs, **options)
+
+    def read(state, seed):
+        keys = jax.random.split(jax.random.key(seed))
+        return {
+            "sample": buffer.sample(state, keys[0], NUM_DRAWS),
+            "stacked": buffer.sample(
+                state, keys[1], NUM_DRAWS, n_step=N_STEP, gamma=GAMMA, stack=STACK
+            ),
+            "can_sample": [
+                buffer.can_sample(state, n, stack=stack)
+                for n in range(1, 4)
+                for stack in (None, STACK)
+            ],
+        }
+
+    pairs = [[quick_jit(fn), quick_jit(straight(fn))] for fn in (buffer.add, read)]
+    return buffer, *pairs
+
+
+def check_equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((one, other)))
+
+
+def run_both(kind, successor, size, rng, num_chunks, choose):
+    """Adds chunks both ways; every state and every draw must have the same bits."""
+    num_slots, num_envs = size
+    buffer, adds, reads = programs(kind, successor, num_slots, num_envs)
+    states = [buffer.init(row_like(num_envs))] * 2
+    model = Model(num_slots, num_envs)
+    for _ in range(num_chunks):
+        rates = {name: choose(values) for name, values in RATES.items()}
+        chunk = encode(*model.make_chunk(rng, choose(CHUNKS), **rates))
+        states = [add(state, chunk) for add, state in zip(adds, states, strict=True)]
+        check_equal(*states)
+        if kind == "prioritized":  # some rows of no priority, some twice
+            indices = rng.integers(num_slots * num_envs, size=4).astype(np.int32)
+            priorities = jnp.asarray([0.0, 0.0, 0.5, 2.0])
+            states = [buffer.update(states[0], indices, priorities)] * 2
+        seed = rng.integers(2**31)
+        check_equal(*(read(states[0], seed) for read in reads))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("kind", "successor"), CASES)
+def test_any_sequence_of_chunks_has_the_same_bits(kind, successor, size):
+    @settings(
+        max_examples=20,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+    )
+    @given(st.data())
+    def check(data):
+        rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+        run_both(kind, successor, size, rng, 4, lambda x: data.draw(st.sampled_from(x)))
+
+    check()
+
+
+def test_program_follows_the_platform_and_not_the_process():
+    """The choice is made when a program is lowered, for whatever it is lowered."""
+
+    def double(x):
+        return platform.choose(lambda x: x + x, lambda x: x * 2, x)
+
+    def text(name):
+        traced = jax.jit(double).trace(1.5)
+        return traced.lower(lowering_platforms=(name,)).as_text()
+
+    for name in ("cpu", "tpu"):
+        assert "stablehlo.add" in text(name)
+        assert "stablehlo.multiply" not in text(name)
+    for name in ("cuda", "rocm"):
+        assert "stablehlo.multiply" in text(name)
+        assert "stablehlo.add" not in text(name)

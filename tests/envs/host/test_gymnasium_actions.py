@@ -1,0 +1,142 @@
+"""Spaces of Gymnasium become ours, and our actions become Gymnasium's."""
+
+import functools
+
+import gymnasium.spaces as gym_spaces
+import jax
+import numpy as np
+import pytest
+
+from rollout import envs
+from rollout.envs.host.gymnasium_actions import batched_action, split_action
+from rollout.envs.spaces import as_space
+
+EVERY = {
+    "float64": gym_spaces.Box(-1.0, 2.0, (3,), np.float64),
+    "float32": gym_spaces.Box(np.float32([0, -np.inf]), np.float32([1, np.inf])),
+    "pixels": gym_spaces.Box(0, 255, (4, 4, 1), np.uint8),
+    "int64": gym_spaces.Box(-(2**40), 2**40, (2,), np.int64),
+    "number": gym_spaces.Box(0.0, 1.0, ()),
+    "discrete": gym_spaces.Discrete(3, start=-1),
+    "multi": gym_spaces.MultiDiscrete([2, 5], start=[1, -2]),
+    "binary": gym_spaces.MultiBinary([2, 3]),
+    "tree": gym_spaces.Dict(
+        {
+            "a": gym_spaces.Discrete(2),
+            "b": gym_spaces.Tuple(
+                [gym_spaces.Box(0.0, 1.0, (2,)), gym_spaces.Discrete(4)]
+            ),
+        }
+    ),
+}
+DTYPES = {
+    "float64": "float32",
+    "float32": "float32",
+    "pixels": "uint8",
+    "int64": "int32",
+    "number": "float32",
+    "discrete": "int32",
+    "multi": "int32",
+    "binary": "int8",
+}
+
+
+@functools.cache
+def drawn(name):
+    """Twenty elements of one space of ours."""
+    ours = as_space(EVERY[name])
+    return jax.jit(jax.vmap(ours.sample))(jax.random.split(jax.random.key(0), 20))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_space_has_the_shape_and_a_dtype_of_at_most_32_bits(name):
+    ours = as_space(EVERY[name])
+    assert ours.shape == EVERY[name].shape
+    assert ours.dtype == DTYPES[name]
+
+
+def test_bounds_are_those_of_gymnasium():
+    box = as_space(EVERY["float32"])
+    np.testing.assert_array_equal(box.low, [0, -np.inf])
+    np.testing.assert_array_equal(box.high, [1, np.inf])
+    discrete = as_space(EVERY["discrete"])
+    assert (discrete.n, discrete.start) == (3, -1)
+    multi = as_space(EVERY["multi"])
+    np.testing.assert_array_equal(multi.low, [1, -2])
+    np.testing.assert_array_equal(multi.high, [2, 2])
+    binary = as_space(EVERY["binary"])
+    assert (binary.low, binary.high, binary.shape) == (0, 1, (2, 3))
+
+
+def test_bounds_beyond_32_bits_are_the_widest_there_are():
+    box = as_space(EVERY["int64"])
+    np.testing.assert_array_equal(box.low, [-(2**31)] * 2)
+    np.testing.assert_array_equal(box.high, [2**31 - 1] * 2)
+    wide = as_space(gym_spaces.Box(-1e300, 1e300, (1,), np.float64))
+    assert wide.high == np.inf
+
+
+@pytest.mark.parametrize("name", sorted({*EVERY} - {"float32"}))
+def test_what_ours_draws_is_an_element_of_gymnasiums(name):
+    space, actions = EVERY[name], drawn(name)
+    split = split_action(space)(actions)
+    assert len(split) == 20
+    for action in split:
+        assert space.contains(action), action
+    ours = as_space(space)
+    assert np.all(jax.jit(jax.vmap(ours.contains))(actions))
+
+
+@pytest.mark.parametrize("name", sorted({*EVERY} - {"float32"}))
+def test_batch_is_what_a_vector_environment_takes(name):
+    space = EVERY[name]
+    batch = batched_action(space)(drawn(name))
+    if name == "tree":
+        assert set(batch) == {"a", "b"}
+        assert batch["b"][0].shape == (20, 2)
+        assert batch["a"].dtype == batch["b"][1].dtype == np.int64
+    else:
+        assert batch.dtype == space.dtype
+        assert batch.shape == (20, *space.shape)
+
+
+def test_actions_are_copies_that_an_environment_may_write_to():
+    given = np.zeros((2, 1), np.float32)
+    split = split_action(gym_spaces.Box(-1.0, 1.0, (1,)))(given)
+    split[0][0] = 1.0
+    assert not given.any()
+
+
+def test_discrete_actions_are_numpy_integers():
+    actions = split_action(gym_spaces.Discrete(3))(np.int32([0, 2]))
+    assert actions == [0, 2]
+    assert {type(action) for action in actions} == {np.int64}
+
+
+def test_subclass_of_a_space_is_one():
+    class Mine(gym_spaces.Box):
+        pass
+
+    assert isinstance(as_space(Mine(0.0, 1.0, (2,))), envs.Box)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        gym_spaces.Text(3),
+        gym_spaces.Sequence(gym_spaces.Discrete(2)),
+        gym_spaces.OneOf([gym_spaces.Discrete(2)]),
+        gym_spaces.Graph(gym_spaces.Discrete(2), None),
+        gym_spaces.Dict({"text": gym_spaces.Text(3)}),
+    ],
+)
+def test_space_without_arrays_is_refused(space):
+    name = "Text" if isinstance(space, gym_spaces.Dict) else type(space).__name__
+    with pytest.raises(ValueError, match=f"`space` must be a Box.*{name}"):
+        as_space(space)
+
+
+@pytest.mark.parametrize("action", [np.zeros(4), np.zeros((4, 1)), np.float32(0)])
+def test_action_of_another_shape_is_refused(action):
+    with pytest.raises(ValueError, match=r"`action` must be \[E, ...\]"):
+        split_action(gym_spaces.Box(-1.0, 1.0, (2,)))(action)

@@ -1,0 +1,554 @@
+"""Environments in worker processes: faults, deaths, and that nothing is left."""
+
+import functools
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import host_envs
+import numpy as np
+import pytest
+from host_envs import AT, ENDS, Count, seed_of
+
+from rollout import envs
+from rollout.envs.host.local_envs import LocalEnvs
+
+EVERY = np.ones(4, bool)
+ACTION = np.int32([1, 2, 3, 1])
+SUPPORT = Path(host_envs.__file__).parent
+
+
+@pytest.fixture
+def make():
+    """Makes environments that are closed after the test."""
+    made = []
+
+    def make(make_fns=(Count,) * 4, num_workers=2, **options):
+        made.append(envs.workers(list(make_fns), num_workers, **options))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+def start(env, faults=("fine",) * 4, mask=EVERY):
+    return env.reset(np.uint32([seed_of(fault) for fault in faults]), mask)
+
+
+def alive(pid):
+    """Whether a process runs; one that ended may wait for its parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids, seconds=10):
+    end = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(map(alive, pids))
+
+
+def named_files(pids):
+    """What processes have mapped or open in /dev/shm that has a name and would stay."""
+    lines = []
+    for pid in pids:
+        lines += Path(f"/proc/{pid}/maps").read_text().splitlines()
+        opened = Path(f"/proc/{pid}/fd").iterdir()
+        lines += [os.readlink(file) for file in opened if file.is_symlink()]
+    return [x for x in lines if "/dev/shm/" in x and not x.endswith("(deleted)")]
+
+
+def test_it_is_both_kinds_of_environment(make):
+    env = make()
+    assert isinstance(env, envs.HostVectorEnv)
+    assert isinstance(env, envs.host.AsyncHostVectorEnv)
+    assert env.num_envs == 4
+    assert (env.action_space.n, env.action_space.start) == (3, 1)
+    assert env.observation_space.shape == (2,)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_it_does_what_environments_in_this_process_do(make, num_workers):
+    fns = [functools.partial(Count, length) for length in (2, 3, 4, 5)]
+    info = {
+        "observe_info": {"even": np.bool_(0)},
+        "record_info": {"third": np.float32(0)},
+    }
+    ours, local = make(fns, num_workers, **info), LocalEnvs(fns, **info)
+    for env in (ours, local):
+        start(env)
+    for _ in range(4):
+        a, b = ours.step(ACTION), local.step(ACTION)
+        done = b.terminated | b.truncated
+        for x, y in [(a.obs["obs"], b.obs["obs"]), (a.reward, b.reward)]:
+            np.testing.assert_array_equal(x, y)
+        np.testing.assert_array_equal(a.obs["info"]["even"], b.obs["info"]["even"])
+        np.testing.assert_array_equal(a.info["third"], b.info["third"])
+        np.testing.assert_array_equal(a.terminated, b.terminated)
+        np.testing.assert_array_equal(a.truncated, b.truncated)
+        assert not a.faulty.any()
+        if done.any():
+            obs = start(ours, mask=done), start(local, mask=done)
+            np.testing.assert_array_equal(obs[0]["obs"], obs[1]["obs"])
+
+
+@pytest.mark.parametrize("fault", ["raise", "shape", "odd"])
+def test_exception_is_a_fault_of_one_row_that_is_made_anew(make, fault):
+    env = make()
+    start(env, ("fine", fault, "fine", "fine"))
+    before = env.pids
+    for _ in range(AT + 1):
+        step = env.step(ACTION)
+    only = np.bool_([False, True, False, False])
+    np.testing.assert_array_equal(step.faulty, only)
+    np.testing.assert_array_equal(step.obs[~only, 0], [AT + 1] * 3)
+    assert list(step.causes) == [1]
+    kind = {"raise": ZeroDivisionError, "shape": ValueError, "odd": RuntimeError}
+    assert type(step.causes[1]) is kind[fault]
+    assert "In the environment:\nTraceback" in step.causes[1].__notes__[0]
+    env.rebuild(only)
+    obs = start(env, mask=only)
+    np.testing.assert_array_equal(obs[:, 0], [AT + 1, 0, AT + 1, AT + 1])
+    assert not env.step(ACTION).faulty.any()
+    assert env.pids == before
+
+
+@pytest.mark.parametrize("fault", ENDS)
+def test_worker_that_ends_takes_along_its_own_environments_only(make, fault):
+    env = make()
+    start(env, ("fine", "fine", fault, "fine"))
+    for _ in range(AT):
+        step = env.step(ACTION)
+    np.testing.assert_array_equal(step.faulty, [False, False, True, True])
+    np.testing.assert_array_equal(step.obs[:2, 0], [AT, AT])
+    words = rf"worker 1 \(environments 2 to 3\) ended with exit code {ENDS[fault]}$"
+    with pytest.raises(RuntimeError, match=words):
+        raise step.causes[3]
+    with pytest.raises(envs.EnvFault, match="environment 2 failed: RuntimeError"):
+        start(env)
+    step = env.step(ACTION)
+    np.testing.assert_array_equal(step.faulty, [False, False, True, True])
+    env.rebuild(step.faulty)
+    start(env)
+    assert not env.step(ACTION).faulty.any()
+
+
+def test_others_of_a_lost_worker_stay_faulty_until_they_are_made_anew(make):
+    env = make()
+    start(env, ("kill", "fine", "fine", "fine"))
+    for _ in range(AT):
+        env.step(ACTION)
+    first = np.bool_([True, False, False, False])
+    env.rebuild(first)
+    start(env, mask=first)
+    for _ in range(2):
+        step = env.step(ACTION)
+    np.testing.assert_array_equal(step.faulty, [False, True, False, False])
+    np.testing.assert_array_equal(step.obs[[0, 2, 3], 0], [2, AT + 2, AT + 2])
+    second = np.bool_([False, True, False, False])
+    env.rebuild(second)
+    start(env, mask=second)
+    assert not env.step(ACTION).faulty.any()
+
+
+def test_worker_that_dies_between_calls_is_noticed_at_the_next(make):
+    env = make()
+    start(env)
+    pid = env.pids[1]
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until_gone([pid])
+    np.testing.assert_array_equal(env.step(ACTION).faulty, [False, False, True, True])
+
+
+def test_hanging_worker_is_killed_after_the_timeout(make):
+    env = make(timeout=1.0)
+    start(env, ("hang", "fine", "fine", "fine"))
+    pid = env.pids[0]
+    for _ in range(AT):
+        step = env.step(ACTION)
+    np.testing.assert_array_equal(step.faulty, [True, True, False, False])
+    words = r"worker 0 \(environments 0 to 1\) did not answer within 1.0 s"
+    with pytest.raises(TimeoutError, match=words):
+        raise step.causes[0]
+    assert not alive(pid)
+    env.rebuild(step.faulty)
+    start(env)
+    assert not env.step(ACTION).faulty.any()
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_call_that_is_interrupted_leaves_no_answer_behind(make):
+    """Workers themselves take no notice of Ctrl-C."""
+    env = make()
+    start(env, ("slow", "fine", "fine", "fine"))
+    for pid in env.pids:
+        os.kill(pid, signal.SIGINT)
+    old = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            env.step(ACTION)
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    step = env.step(ACTION[::-1].copy())
+    np.testing.assert_array_equal(step.reward, ACTION[::-1])
+    np.testing.assert_array_equal(step.obs[:, 0], [2, 2, 2, 2])
+    obs = start(env)
+    np.testing.assert_array_equal(obs, np.zeros((4, 2)))
+
+
+def test_copy_in_a_fork_leaves_the_workers_alone(make):
+    env = make()
+    start(env)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forks beside the threads of jax
+        child = os.fork()
+    if not child:
+        try:
+            env.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert not env.step(ACTION).faulty.any()
+
+
+def test_no_worker_starts_a_backend_of_jax(make):
+    env = make([host_envs.Backends], 1, record_info={"backends": np.int32(-1)})
+    start(env, ("fine",), np.ones(1, bool))
+    np.testing.assert_array_equal(env.step(np.int32([1])).info["backends"], [0])
+
+
+def test_fault_at_reset_leaves_the_others_reset(make):
+    env = make()
+    start(env)
+    env.step(ACTION)
+    with pytest.raises(envs.EnvFault, match="1 failed: RuntimeError: no start") as info:
+        start(env, ("fine", "reset", "fine", "fine"))
+    assert list(info.value.causes) == [1]
+    step = env.step(ACTION)
+    np.testing.assert_array_equal(step.obs[[0, 2, 3], 0], [1, 1, 1])
+    np.testing.assert_array_equal(step.faulty, [False, True, False, False])
+
+
+def test_first_to_answer_is_received_first(make):
+    env = make(num_workers=4)
+    start(env, ("slow", "fine", "fine", "fine"))
+    env.send(np.int32([3, 2]), np.int32([0, 2]))
+    step, env_id = env.receive(1)
+    np.testing.assert_array_equal(env_id, [2])
+    np.testing.assert_array_equal(step.reward, [2])
+    with pytest.raises(
+        TimeoutError, match=r"0 of 1 environments answered within 0\.01 s"
+    ):
+        env.receive(1, timeout=0.01)
+    env.send(np.int32([1]), np.int32([2]))
+    step, env_id = env.receive(2)
+    assert env_id.dtype == np.int32
+    np.testing.assert_array_equal(env_id, [2, 0])
+    np.testing.assert_array_equal(step.obs, [[2, 2], [1, 1]])
+    np.testing.assert_array_equal(step.reward, [1, 3])
+
+
+def test_each_environment_of_a_worker_answers_on_its_own(make):
+    env = make(num_workers=1)
+    start(env, ("fine", "slow", "fine", "fine"))
+    env.send(np.int32([1, 1]), np.int32([0, 1]))
+    _, env_id = env.receive(1)
+    np.testing.assert_array_equal(env_id, [0])
+    with pytest.raises(TimeoutError):  # the other one sleeps
+        env.receive(1, timeout=0.0)
+    env.receive(1)
+
+
+def test_idle_one_is_reset_while_others_are_under_way(make):
+    env = make()
+    start(env, ("slow", "fine", "slow", "fine"))
+    env.send(np.int32([1, 1]), np.int32([0, 2]))
+    obs = start(env, mask=np.bool_([False, True, False, False]))
+    np.testing.assert_array_equal(obs[1], [0, 0])
+    step, env_id = env.receive(2)
+    assert set(env_id.tolist()) == {0, 2}
+    np.testing.assert_array_equal(step.obs, np.ones((2, 2)))
+
+
+def test_reset_drops_the_step_that_is_under_way(make):
+    env = make()
+    start(env, ("slow", "fine", "slow", "fine"))
+    env.send(np.int32([1, 1]), np.int32([0, 2]))
+    np.testing.assert_array_equal(start(env), np.zeros((4, 2)))
+    with pytest.raises(ValueError, match=r"`num_ready` must be at most .*, 0, got 1"):
+        env.receive(1)
+    np.testing.assert_array_equal(env.step(ACTION).obs, np.ones((4, 2)))
+
+
+def test_asynchronous_faults_come_with_their_rows(make):
+    env = make(num_workers=2)
+    start(env, ("raise", "fine", "kill", "fine"))
+    for _ in range(AT):
+        env.send(ACTION[[0, 1, 2]], np.int32([0, 1, 2]))
+        step, env_id = env.receive(3)
+    order = np.argsort(env_id)
+    np.testing.assert_array_equal(step.faulty[order], [True, False, True])
+    assert set(step.causes) == {0, 2}
+    np.testing.assert_array_equal(step.obs[env_id == 1], [[AT, AT]])
+    env.send(ACTION[[3]], np.int32([3]))  # was with the one that was killed
+    step, env_id = env.receive(1)
+    assert step.faulty.all()
+    env.rebuild(np.bool_([True, False, True, True]))
+    start(env, mask=np.bool_([True, False, True, True]))
+    env.send(ACTION, np.arange(4))
+    step, env_id = env.receive(4)
+    assert not step.faulty.any()
+
+
+def test_worker_that_another_ends_during_a_rebuild_is_started_again(make):
+    env = make(num_workers=1)
+    start(env, ("raise", "late", "fine", "fine"))
+    for _ in range(AT):
+        env.send(ACTION[:2], np.int32([0, 1]))
+        step, env_id = env.receive(1)
+        if not step.faulty.any():
+            env.receive(1)
+    np.testing.assert_array_equal(env_id, [0])
+    first = np.bool_([True, False, False, False])
+    env.rebuild(first)
+    step, env_id = env.receive(1)
+    np.testing.assert_array_equal(env_id, [1])
+    assert step.faulty.all()
+    np.testing.assert_array_equal(start(env, mask=first)[0], [0, 0])
+    np.testing.assert_array_equal(env.step(ACTION).faulty, ~first)
+
+
+def test_steps_of_each_environment_run_on_without_a_gap_through_all_faults(make):
+    env, draw = make(num_workers=2), np.random.default_rng(0)
+    faults = ["fine"] * 12 + ["raise", "kill", "exit", "shape"]
+    counts, idle, num_faults = np.zeros(4, int), np.arange(4), 0
+    start(env, draw.choice(faults, 4))
+    # Which environments answer first, and so what is drawn for them, is up to chance.
+    for number in range(1000):
+        if number >= 200 and num_faults > 20:
+            break
+        env.send(draw.integers(1, 4, len(idle)).astype(np.int32), idle)
+        step, idle = env.receive(int(draw.integers(1, 4)))
+        counts[idle] += 1
+        np.testing.assert_array_equal(
+            step.obs[~step.faulty, 0], counts[idle][~step.faulty]
+        )
+        anew = np.zeros(4, bool)
+        anew[idle[step.faulty]] = True
+        over = anew.copy()
+        over[idle[step.truncated]] = True
+        num_faults += int(step.faulty.sum())
+        while over.any():
+            if anew.any():
+                env.rebuild(anew)
+            anew = np.zeros(4, bool)
+            try:
+                start(env, draw.choice(faults, 4), over)
+            except envs.EnvFault as error:  # another environment ended the worker
+                anew[list(error.causes)] = True
+            counts[over & ~anew] = 0
+            over = anew
+    assert num_faults > 20
+
+
+def test_hang_while_others_are_under_way_is_ended_by_the_timeout(make):
+    env = make(timeout=1.0)
+    start(env, ("hang", "fine", "fine", "fine"))
+    for _ in range(AT):
+        env.send(ACTION, np.arange(4))
+        step, env_id = env.receive(4)
+    np.testing.assert_array_equal(step.faulty, env_id < 2)
+    assert isinstance(step.causes[0], TimeoutError)
+
+
+def test_environments_go_on_where_they_were_saved(make):
+    env, other = make(), make(num_workers=3)
+    start(env, ("raise", "fine", "kill", "fine"))
+    for _ in range(AT):
+        obs = np.copy(env.step(ACTION).obs)
+    states = env.save(allow_pickle=True)
+    start(other, ("fine", "fine", "fine", "kill"))
+    for _ in range(AT):
+        other.step(ACTION)
+    assert other.load(states, obs, allow_pickle=True)
+    step = other.step(ACTION)
+    np.testing.assert_array_equal(step.faulty, [True, False, True, True])
+    np.testing.assert_array_equal(step.obs[1], [AT + 1, AT + 1])
+    assert "ZeroDivisionError: at step 3" in str(step.causes[0])
+    other.rebuild(step.faulty)
+    start(other)
+    assert not other.step(ACTION).faulty.any()
+
+
+def test_what_cannot_be_pickled_is_not_saved(make):
+    assert make([host_envs.Stubborn, Count], 2).save(allow_pickle=True) is None
+
+
+def test_environments_that_name_their_arrays_are_not_pickled(make):
+    make_fns = [host_envs.Described] * 4
+    env, other = make(make_fns), make(make_fns, num_workers=3)
+    start(env), start(other)
+    obs = np.copy(env.step(ACTION).obs)
+    assert other.load(env.save(), obs)
+    np.testing.assert_array_equal(other.step(ACTION).obs, np.full((4, 2), 2))
+
+
+def test_pickles_need_leave_and_the_same_settings(make):
+    env, other = make(), make([functools.partial(Count, 3)] * 4)
+    start(env), start(other)
+    assert env.save() is None
+    states = env.save(allow_pickle=True)
+    assert not other.load(states, np.zeros((4, 2)))
+    with pytest.raises(ValueError, match=r"got Count\.length 5 there and 3 here"):
+        other.load(states, np.zeros((4, 2)), allow_pickle=True)
+    assert not other.step(ACTION).faulty.any()  # the workers live
+
+
+def test_error_of_save_state_is_raised_here(make):
+    env = make([host_envs.Undescribed] * 4)
+    start(env)
+    with pytest.raises(RuntimeError, match="no state today"):
+        env.save()
+
+
+def test_nothing_is_left_after_close(make):
+    env = make()
+    start(env)
+    obs = env.step(ACTION).obs
+    running = env.pids
+    assert not named_files([*running, os.getpid()])
+    env.close()
+    env.close()
+    assert wait_until_gone(running)
+    np.testing.assert_array_equal(obs, np.ones((4, 2)))  # still there to be read
+    with pytest.raises(ValueError, match="`env` must be open"):
+        env.step(ACTION)
+
+
+def test_nothing_is_left_after_garbage_collection():
+    files = len(os.listdir("/proc/self/fd"))
+    env = envs.workers([Count] * 2, 2)
+    running = env.pids
+    del env
+    gc.collect()
+    assert wait_until_gone(running)
+    assert len(os.listdir("/proc/self/fd")) <= files + 2  # the fork server's
+
+
+MAIN = """
+import os, sys, time
+import numpy as np
+sys.path.insert(0, {support!r})
+from host_envs import Count, seed_of
+from rollout import envs
+
+if __name__ == "__main__":
+    env = envs.workers([Count] * 2, 2, start_method={method!r})
+    env.reset(np.uint32([seed_of("hang"), seed_of("fine")]), np.ones(2, bool))
+    print(*env.pids, flush=True)
+    for _ in range({steps}):
+        env.step(np.int32([1, 1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "steps"), [("forkserver", 1), ("forkserver", AT), ("spawn", AT)]
+)
+def test_workers_end_with_a_main_process(tmp_path, method, steps):
+    """One that ends without `close`, or is killed while an environment hangs."""
+    script = tmp_path / "main.py"
+    script.write_text(MAIN.format(support=str(SUPPORT), method=method, steps=steps))
+    command = [sys.executable, "-W", "error", str(script)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    path = os.pathsep.join([str(SUPPORT.parent.parent), *sys.path])
+    main = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes)
+    running = [int(pid) for pid in main.stdout.readline().split()]
+    assert len(running) == 2, main.communicate()[1]
+    if steps == AT:
+        assert not named_files([*running, main.pid])
+    if steps == AT:
+        time.sleep(0.3)  # until it hangs
+        main.kill()
+    _, errors = main.communicate(timeout=30)
+    assert wait_until_gone(running)
+    assert main.returncode == (0 if steps == 1 else -signal.SIGKILL), errors
+    assert not errors  # nor a warning of multiprocessing
+
+
+def test_function_that_fails_is_named(make):
+    fns = [Count, Count, Count, functools.partial(Count, fails=True)]
+    with pytest.raises(envs.EnvFault) as info:
+        make(fns)
+    assert str(info.value.causes[3]) == "no such game"
+    words = r"could not make environment 3: ValueError: no such game"
+    assert words in str(info.value)
+
+
+def test_functions_may_be_lambdas_and_classes_of_a_notebook(make):
+    class Local(Count):
+        pass
+
+    env = make([lambda: Count(length=2), Local], num_workers=1)
+    env.reset(np.uint32([0, 0]), EVERY[:2])
+    env.step(ACTION[:2])
+    np.testing.assert_array_equal(env.step(ACTION[:2]).terminated, [True, False])
+
+
+def test_function_must_be_picklable(make):
+    lock = threading.Lock()
+    words = "`make_fns` must be picklable.*function 1"
+    with pytest.raises(ValueError, match=words):
+        make([Count, lambda: Count(lock)])
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_spaces_must_be_those_of_the_first(make, num_workers):
+    words = r"one action space, got Discrete.* of environment 0 and .* of environment 1"
+    with pytest.raises(ValueError, match=words):
+        make([Count, host_envs.OtherCount], num_workers)
+
+
+def test_example_must_be_numbers(make):
+    with pytest.raises(ValueError, match="must map keys of `info` to examples"):
+        make(record_info={"third": "text"})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"make_fns": []}, "`make_fns` must have at least one function"),
+        ({"num_workers": 0}, "`num_workers` must be an int of at least 1"),
+        ({"num_workers": 5}, "`num_workers` must be at most .* environments, 4, got 5"),
+        ({"start_method": "fork"}, '`start_method` must be "forkserver" or "spawn"'),
+        ({"timeout": 0}, "`timeout` must be a finite number of seconds above 0"),
+        ({"timeout": float("inf")}, "`timeout` must be .*, got inf"),
+        ({"timeout": "3"}, "`timeout` must be .*, got '3'"),
+    ],
+)
+def test_options_are_checked(make, options, words):
+    with pytest.raises(ValueError, match=words):
+        make(**options)
+
+
+def test_action_of_another_shape_is_refused(make):
+    env = make()
+    start(env)
+    with pytest.raises(ValueError, match=r"`action` must have shape \(4,\), got shape"):
+        env.step(np.int32([1]))
+    with pytest.raises(ValueError, match=r"`action` must have shape \(2,\), got shape"):
+        env.send(np.int32([1]), np.int32([0, 1]))
+    assert not env.step(ACTION).faulty.any()

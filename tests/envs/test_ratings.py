@@ -1,0 +1,259 @@
+"""Logs as tables: against a dictionary of rows, and what is dropped or refused."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+import pytest
+
+import rollout
+from rollout import envs
+
+RNG = np.random.default_rng(0)
+LOG = {  # gaps in the ids, and about two rows for each of many pairs
+    "user_id": 7 * RNG.integers(0, 12, 200) - 3,
+    "item_id": np.array([f"i{x}" for x in RNG.integers(0, 15, 200)]),
+    "feedback": RNG.normal(size=200),
+    "time": RNG.integers(0, 5, 200),
+}
+
+
+def plain_pairs(log, duplicates, timestamp):
+    """Feedback by the ids of user and item."""
+    found = {}
+    for user, item, feedback, time in zip(*log.values(), strict=True):
+        found.setdefault((user, str(item)), []).append((time, feedback))
+    if timestamp is not None:  # `sorted` is stable
+        found = {pair: sorted(rows, key=lambda x: x[0]) for pair, rows in found.items()}
+    if duplicates == "last":
+        return {pair: rows[-1][1] for pair, rows in found.items()}
+    return {pair: np.mean([x for _, x in rows]) for pair, rows in found.items()}
+
+
+def plain_missing(pairs, user, item, missing):
+    """What stands where a pair is not known."""
+    if missing == "user_mean":
+        return np.mean([x for (other, _), x in pairs.items() if other == user])
+    if missing == "item_mean":
+        return np.mean([x for (_, other), x in pairs.items() if other == item])
+    return 0.0 if missing == "mask" else missing
+
+
+@pytest.mark.filterwarnings("ignore:`data` lost .* duplicate")
+@pytest.mark.parametrize("missing", ["user_mean", "item_mean", "mask", -2.5])
+@pytest.mark.parametrize(
+    ("duplicates", "timestamp"), [("mean", None), ("last", None), ("last", "time")]
+)
+def test_tables_are_those_of_a_dictionary(missing, duplicates, timestamp):
+    options = {"missing": missing, "duplicates": duplicates, "timestamp": timestamp}
+    tables = envs.ratings.from_interactions(LOG, **options)
+    pairs = plain_pairs(LOG, duplicates, timestamp)
+    assert list(tables.users) == sorted({user for user, _ in pairs})
+    assert list(tables.items) == sorted({item for _, item in pairs})
+    for (u, i), known in np.ndenumerate(tables.known):
+        pair = tables.users[u], tables.items[i]
+        assert known == (pair in pairs)
+        want = pairs[pair] if known else plain_missing(pairs, *pair, missing)
+        # Rounded to float32; means of both signs may be close to zero.
+        np.testing.assert_allclose(tables.feedback[u, i], want, rtol=1e-6, atol=1e-6)
+    share = np.float32(np.sum(tables.known, axis=0) / len(tables.users))
+    np.testing.assert_array_equal(tables.popularity, share)
+    assert tables.feedback.dtype == tables.popularity.dtype == np.float32
+    assert 0 < len(pairs) < min(len(LOG["time"]), tables.known.size)
+    num_dropped = (duplicates == "last") * (len(LOG["time"]) - len(pairs))
+    assert tables.num_dropped.pop("duplicate") == num_dropped
+    assert set(tables.num_dropped.values()) == {0}
+
+
+def test_path_frame_and_tuple_give_the_same_as_a_mapping(tmp_path):
+    path = tmp_path / "ratings.csv"
+    names = {"user": "who", "item": "what", "feedback": "stars"}
+    columns = LOG["user_id"], LOG["item_id"], LOG["feedback"]
+    frame = pd.DataFrame({"x": 1, **dict(zip(names.values(), columns, strict=True))})
+    frame.to_csv(path, index=False)
+    want = envs.ratings.from_interactions(LOG, missing="user_mean")
+    for data in (path, str(path), frame, frame.set_index("x", drop=False), columns):
+        got = envs.ratings.from_interactions(data, missing="user_mean", **names)
+        for name in ("feedback", "known", "users", "items", "popularity"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+
+
+def test_rows_that_do_not_count_are_dropped_with_one_warning(tmp_path):
+    path = tmp_path / "ratings.csv"
+    rows = ["5,b,1,1", ",b,2,1", "5,,,", "5,b,9,", "6,a,inf,1", "6,c,,1", "7,c,1e300,1"]
+    rows += ["7,a,4,2", "5,b,3,0"]
+    path.write_text("\n".join(["user_id,item_id,feedback,at", *rows]))
+    options = {"missing": 0, "duplicates": "last", "timestamp": "at"}
+    message = "7 of 9 records: 2 .*id, 1 .*timestamp, 3 .*feedback, 1 duplicate"
+    with pytest.warns(UserWarning, match=message) as caught:
+        tables = envs.ratings.from_interactions(path, **options)
+    assert [x.filename for x in caught] == [__file__]
+    assert list(tables.num_dropped.values()) == [2, 1, 3, 1]
+    assert (list(tables.users), list(tables.items)) == ([5, 7], ["a", "b"])
+    assert tables.users.dtype == np.int64
+    np.testing.assert_array_equal(tables.feedback, [[0, 1], [4, 0]])
+
+
+def test_pair_of_several_rows_can_be_an_error():
+    data = [1, 2, 2, 1, 2], ["a", "b", "c", "a", "b"], [1, 2, 3, 4, 5]
+    message = "each pair once, got another record of user 1 and item a, and 1 more"
+    with pytest.raises(ValueError, match=message):
+        envs.ratings.from_interactions(data, missing=0, duplicates="error")
+    once = tuple(column[:3] for column in data)
+    tables = envs.ratings.from_interactions(once, missing=0, duplicates="error")
+    np.testing.assert_array_equal(tables.feedback, [[1, 0, 0], [0, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (LOG, {"feedback": "stars"}, r"have the columns \['stars'\], got .*'time'"),
+        (([1], [2], ["five"]), {}, "five"),
+        (([1, None], [1, 1], [np.nan, 1]), {}, "must have a record .* none in 2 rec"),
+        (LOG, {"missing": "mean"}, "`missing` must be a finite number or one of user_"),
+        (LOG, {"missing": np.nan}, "`missing` must be .* item_mean, mask, got nan"),
+        (LOG, {"duplicates": "first"}, "`duplicates` must be one of mean, last, error"),
+        (LOG, {"timestamp": "time"}, 'unless `duplicates` is "last"'),
+    ],
+)
+def test_what_is_wrong_is_named(data, options, message):
+    with pytest.raises(ValueError, match=message):
+        envs.ratings.from_interactions(data, **{"missing": 0, **options})
+
+
+def test_pandas_is_needed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r'pip install "rollout-jax\[recommend\]"'):
+        envs.ratings.from_interactions(LOG, missing=0)
+
+
+def test_environment_plays_the_tables_and_masks_what_is_not_known():
+    tables = envs.ratings.from_interactions(LOG, missing="mask")
+    env = envs.RecommendationEnv(tables.feedback, max_turn=3, known=tables.known)
+    policy = rollout.recommendation.item_policy(
+        lambda params, obs: jnp.zeros(obs["mask"].shape)
+    )
+    collector = rollout.Collector(env=envs.vectorize(env, 8), policy=policy)
+    carry = collector.init(jax.random.key(0))
+    _, rows = jax.device_get(collector.collect_steps(carry, None, 12))
+    user, next_user = rows.obs["user"], rows.next_obs["user"]
+    assert len(np.unique(user)) > 3
+    np.testing.assert_array_equal(rows.obs["mask"], tables.known[user])
+    np.testing.assert_array_equal(rows.next_obs["mask"], tables.known[next_user])
+    assert tables.known[user, rows.action].all()
+    np.testing.assert_array_equal(rows.reward, tables.feedback[user, rows.action])
+
+
+def test_item_outside_of_the_mask_may_be_recommended():
+    env = envs.RecommendationEnv(np.ones((1, 2)), known=np.array([[True, False]]))
+    state, _ = env.reset(jax.random.key(0))
+    result = env.step(jax.random.key(1), state, jnp.int32(1))
+    assert result.reward == 1.0
+    assert not result.terminated
+
+
+def test_items_are_shown_once_and_only_those_that_are_known():
+    known = np.array([[True, False, True]])
+    env = envs.wrappers.NoRepeat(envs.RecommendationEnv(np.ones((1, 3)), known=known))
+    state, obs = env.reset(jax.random.key(0))
+    np.testing.assert_array_equal(obs["mask"], known[0])
+    result = env.step(jax.random.key(1), state, jnp.int32(0))
+    np.testing.assert_array_equal(result.obs["mask"], [False, False, True])
+
+
+@pytest.mark.parametrize(
+    ("known", "message"),
+    [
+        (np.ones((2, 4), bool), r"`known` must have the shape \(2, 3\) .* \(2, 4\)"),
+        (np.ones((2, 3)), r"`known` must be \[U, I\] bool, got float64"),
+        (np.ones(3, bool), r"`known` must be \[U, I\] bool, got bool of shape \(3,\)"),
+    ],
+)
+def test_mask_must_be_of_these_users_and_items(known, message):
+    with pytest.raises(ValueError, match=message):
+        envs.RecommendationEnv(np.ones((2, 3)), known=known)
+    with pytest.raises(ValueError, match=message):
+        envs.RecommendationEnv(
+            lambda user, item: jnp.float32(0), num_users=2, num_items=3, known=known
+        )
+
+
+def test_times_as_text_are_put_in_order_as_numbers_or_dates():
+    for times in (["9", "10"], ["2024-02-01", "2024-10-01"], [9, 10.5]):
+        for at in ([0, 1], [1, 0]):  # in and out of order
+            data = [1, 1], [1, 1], [float(x) for x in at], [times[x] for x in at]
+            with pytest.warns(UserWarning, match="1 duplicate"):
+                tables = envs.ratings.from_interactions(
+                    data, missing=0, duplicates="last", timestamp="time"
+                )
+            assert tables.feedback == [[1.0]]
+    data = [1], [1], [1.0], ["1/2/2024"]
+    with pytest.raises(ValueError, match=r"`time` must be numbers or dates .* '1/2/"):
+        envs.ratings.from_interactions(
+            data, missing=0, duplicates="last", timestamp="time"
+        )
+
+
+LARGE = 2**53
+
+
+@pytest.mark.filterwarnings("ignore:`data` lost .* missing_id")
+def test_large_ids_stay_apart_where_others_are_missing():
+    users = [LARGE, LARGE + 1, None]
+    tables = envs.ratings.from_interactions(
+        (users, [1, 1, 1], [1.0, 2.0, 3.0]), missing=0
+    )
+    assert tables.users.tolist() == users[:2]
+    np.testing.assert_array_equal(tables.feedback, [[1.0], [2.0]])
+
+
+@pytest.mark.filterwarnings("ignore:`data` lost .* missing_id")
+@pytest.mark.parametrize(
+    ("users", "got"),
+    [
+        (np.array([LARGE, LARGE + 1, np.nan]), "9007199254740992.0: beyond 900719"),
+        (np.array([2**24, 2**24 + 1], np.float32), "16777216.0: beyond 16777216"),
+        (np.array([1.5, 2.0]), "1.5"),
+    ],
+)
+def test_ids_that_are_one_float_are_refused(users, got):
+    data = {"user_id": users, "item_id": users * 0 + 1, "feedback": users * 0 + 1}
+    message = f"`user_id` must be integers or text, got the float {got}"
+    with pytest.raises(ValueError, match=message):
+        envs.ratings.from_interactions(data, missing=0)
+
+
+@pytest.mark.filterwarnings("ignore:`data` lost .* missing_id")
+def test_ids_as_floats_are_integers_again():
+    data = {"user_id": np.array([3.0, np.nan]), "item_id": [1, 2], "feedback": [1, 2]}
+    tables = envs.ratings.from_interactions(data, missing=0)
+    assert tables.users.dtype == np.int64
+    assert tables.users.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("written", "ids"),
+    [
+        (["007", "7"], ["007", "7"]),
+        (["7", "+7"], ["+7", "7"]),
+        (["10", "9"], [9, 10]),
+        (["7.0", "-8"], [-8, 7]),
+        ([str(LARGE), str(LARGE + 1)], [LARGE, LARGE + 1]),
+    ],
+)
+def test_ids_of_a_file_are_as_they_are_written(tmp_path, written, ids):
+    path = tmp_path / "log.csv"
+    rows = [f"{x},a,{number}" for number, x in enumerate(written)]
+    path.write_text("\n".join(["user_id,item_id,feedback", *rows]))
+    tables = envs.ratings.from_interactions(path, missing=0)
+    assert tables.users.tolist() == ids
+
+
+@pytest.mark.parametrize(
+    ("data", "got"), [(5, "int"), ([1, 2], "list"), (([1], [2]), "2 of them")]
+)
+def test_what_is_no_log_is_refused(data, got):
+    with pytest.raises(ValueError, match=f"`data` must be the path of .* got {got}"):
+        envs.ratings.from_interactions(data, missing=0)

@@ -1,0 +1,137 @@
+"""Populations: every agent by its own member, and by no other."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agents import schedule
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rollout
+from rollout import envs
+from rollout.agents.population import apply_members, blocks_of
+
+KEY = jax.random.key(2)
+N, P, D = 24, 5, 3
+
+
+def act(params, obs, state, key):
+    """Draws, remembers, and adds up what it saw, so that every input shows."""
+    noise = jax.random.randint(key, obs.shape[:1], 0, 1000)
+    seen = (obs @ params["w"]).astype(jnp.int32)
+    return seen + noise, state + seen, {"noise": noise, "old": state}
+
+
+POLICY = rollout.recurrent_policy(act, lambda num: jnp.zeros((num,), jnp.int32))
+PARAMS = {"w": jnp.asarray(np.random.default_rng(0).integers(-9, 9, (P, D)), "float32")}
+
+
+@functools.partial(jax.jit, static_argnames=("size", "blocks"))
+def apply(member, params, obs, state, size=P, blocks=True):
+    if blocks:
+        return apply_members(POLICY, size, member, params, obs, state, KEY)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(member.shape[0]))
+
+    def one(member, obs, state, key):
+        own = jax.tree.map(lambda x: x[member], params)
+        decision = POLICY.apply(own, obs[None], state[None], key)
+        return jax.tree.map(lambda x: x[0], decision)
+
+    return jax.vmap(one)(member, obs, state, keys)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, P - 1), min_size=N, max_size=N), st.integers(0, 99))
+def test_population_is_parameters_gathered_per_agent(member, seed):
+    rng = np.random.default_rng(seed)
+    obs = jnp.asarray(rng.integers(-9, 9, (N, D)), jnp.float32)
+    state = jnp.asarray(rng.integers(0, 99, N), jnp.int32)
+    args = jnp.asarray(member, jnp.int32), PARAMS, obs, state
+    jax.tree.map(
+        np.testing.assert_array_equal, apply(*args), apply(*args, blocks=False)
+    )
+
+
+@pytest.mark.parametrize("num_agents", [1, 2, 7, 100])
+@pytest.mark.parametrize("size", [1, 3, 40])
+def test_every_agent_has_one_row_in_a_block_of_its_member(num_agents, size):
+    rng = np.random.default_rng(num_agents)
+    for member in (
+        rng.integers(0, size, num_agents),
+        np.full(num_agents, size - 1),
+        np.arange(num_agents) % size,
+    ):
+        agent, block_member, row = blocks_of(jnp.asarray(member, "int32"), size)
+        np.testing.assert_array_equal(agent.reshape(-1)[row], np.arange(num_agents))
+        assert len(set(row.tolist())) == num_agents
+        np.testing.assert_array_equal(block_member[row // agent.shape[1]], member)
+
+
+def mapping(key, agents):
+    return jax.random.randint(key, (len(agents),), 0, P + 1)
+
+
+def make_collector(num_envs):
+    def fixed(params, obs, key):
+        del params, key
+        return jnp.full(obs.shape, 7, jnp.int32), {}
+
+    def member(params, obs, key):
+        del key
+        return jnp.full(obs.shape, 100, jnp.int32) * params, {}
+
+    env = schedule(np.ones((4, 2)), np.ones((3, 2)))
+    env = envs.vectorize_agents(env, num_envs)
+    policies = {
+        "fixed": rollout.stateless_policy(fixed),
+        "league": rollout.agents.population(rollout.stateless_policy(member), P),
+    }
+    policy = rollout.agents.policy_map(policies, mapping, env)
+    return rollout.Collector(env=env, policy=policy)
+
+
+LEAGUE = {"fixed": None, "league": jnp.arange(P, dtype=jnp.int32)}
+
+
+@pytest.mark.slow
+def test_members_have_the_indices_after_the_policies_before_them():
+    collector = make_collector(16)
+    _, got = collector.collect_steps(collector.init(KEY), LEAGUE, 6)
+    policy_id = got.extras["policy_id"]
+    assert set(np.unique(policy_id)) == set(range(P + 1))
+    want = jnp.where(policy_id == 0, 7, 100 * (policy_id - 1))
+    np.testing.assert_array_equal(got.action["all"], want)
+    stats = rollout.agents.summarize_agents(got)
+    counts = [stats.policies[name].returns.count for name in ("fixed", "league")]
+    ended = np.asarray(policy_id)[np.asarray(got.done)]
+    assert counts == [np.sum(ended == 0), np.sum(ended > 0)]
+
+
+@pytest.mark.slow
+def test_devices_put_their_agents_in_order_apart():
+    types = {"axis_types": (jax.sharding.AxisType.Auto,)}
+    mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4], **types)
+    collector = make_collector(16)
+    sharded = rollout.shard(collector, mesh)
+    carry = sharded.init(KEY)
+    run = jax.jit(lambda c, carry: c.collect_steps(carry, LEAGUE, 6)[1])
+    got, want = run(sharded, carry), run(collector, collector.init(KEY))
+    np.testing.assert_array_equal(got.action["all"], want.action["all"])
+    text = run.lower(sharded, carry).compile().as_text()
+    names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    assert not re.findall(rf" ({names})(?:-start)?\(", text)
+
+
+def test_what_is_no_population_is_refused():
+    with pytest.raises(ValueError, match="`policy` must be a `Policy`, got str"):
+        rollout.agents.population("x", 2)
+    with pytest.raises(ValueError, match="`size` must be an int of at least 1"):
+        rollout.agents.population(POLICY, 0)
+    collector = make_collector(2)
+    wrong = {**LEAGUE, "league": jnp.zeros((P + 1,), jnp.int32)}
+    with pytest.raises(ValueError, match=f"leading axis {P}, got shape"):
+        collector.step(collector.init(KEY), wrong)

@@ -1,0 +1,148 @@
+"""Gymnasium's environments, step by step as in a plain loop, whoever steps them."""
+
+import functools
+import gc
+import os
+import pathlib
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from host_count import assert_same
+
+import rollout
+from rollout import envs
+from rollout.kernel import episode_keys
+
+KEY = jax.random.key(2)
+NUM_ENVS, NUM_STEPS = 4, 500
+LIMITS = {"CartPole-v1": 60, "Pendulum-v1": 70, "Acrobot-v1": 90}
+
+
+def make_fns(env_id):
+    options = {"max_episode_steps": LIMITS[env_id]}
+    return [functools.partial(gymnasium.make, env_id, **options)] * NUM_ENVS
+
+
+def vectorized(kind):
+    def make(env_id):
+        options = {"autoreset_mode": AutoresetMode.DISABLED}
+        if kind is AsyncVectorEnv:
+            options["context"] = "forkserver"
+        return envs.from_gymnasium(kind(make_fns(env_id), **options))
+
+    return make
+
+
+WAYS = {
+    "local": lambda env_id: envs.from_gymnasium(make_fns(env_id)[0], NUM_ENVS),
+    "workers": lambda env_id: envs.workers(make_fns(env_id), num_workers=2),
+    "sync": vectorized(SyncVectorEnv),
+    "async": vectorized(AsyncVectorEnv),
+}
+
+
+def collect(env):
+    collector = rollout.HostCollector(
+        env=env, policy=rollout.random_policy(env.action_space)
+    )
+    _, rows = collector.collect_steps(collector.init(KEY), None, NUM_STEPS)
+    collector.close()
+    return jax.device_get(rows)
+
+
+@functools.cache
+def in_this_process(env_id):
+    return collect(WAYS["local"](env_id))
+
+
+@functools.cache
+def seeds():
+    """The seed of each lane's n-th episode, `[N, E]`."""
+    lanes = episode_keys.all_lanes(NUM_ENVS)
+
+    @jax.jit
+    @jax.vmap
+    def draw(number):
+        episode_id = lanes.number + number * NUM_ENVS
+        return episode_keys.seeds(episode_keys.keys_of(KEY, lanes, episode_id))
+
+    return np.asarray(draw(np.arange(NUM_STEPS)))
+
+
+@pytest.mark.parametrize("env_id", LIMITS)
+def test_every_field_of_every_row_agrees_with_a_plain_loop(env_id):
+    rows = in_this_process(env_id)
+    assert rows.done.any()
+    for lane in range(NUM_ENVS):
+        env, number, episode_return, length = make_fns(env_id)[lane](), 0, 0.0, 0
+        obs, _ = env.reset(seed=int(seeds()[number, lane]))
+        for t in range(NUM_STEPS):
+            action = rows.action[t, lane]
+            next_obs, reward, terminated, truncated, _ = env.step(action)
+            reward, length = np.float32(reward), length + 1
+            episode_return = np.float32(episode_return + reward)
+            expected = {
+                "obs": obs,
+                "reward": reward,
+                "terminated": terminated,
+                "truncated": truncated,
+                "next_obs": next_obs,
+                "mask": True,
+                "episode_id": lane + number * NUM_ENVS,
+                "episode_return": episode_return,
+                "episode_length": length,
+            }
+            for name, value in expected.items():
+                assert np.array_equal(getattr(rows, name)[t, lane], value), (name, t)
+            obs = next_obs
+            if terminated or truncated:
+                number, episode_return, length = number + 1, 0.0, 0
+                obs, _ = env.reset(seed=int(seeds()[number, lane]))
+
+
+@pytest.mark.parametrize("way", ["workers", "sync", "async"])
+@pytest.mark.parametrize("env_id", LIMITS)
+def test_whoever_steps_them_the_rows_are_the_same(env_id, way):
+    assert_same(collect(WAYS[way](env_id)), in_this_process(env_id))
+
+
+def resident():
+    """Bytes of this process that are in memory."""
+    pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="no /proc")
+def test_a_million_steps_leave_no_memory_behind():
+    env = envs.from_gymnasium(
+        gymnasium.make_vec(
+            "CartPole-v1", num_envs=16, vectorization_mode="vector_entry_point"
+        )
+    )
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.HostCollector(env=env, policy=policy)
+    carry, sizes = collector.init(KEY), []
+    for count in (100_000, 900_000):
+        for _ in range(count // (16 * 125)):
+            carry, _ = collector.collect_steps(carry, None, 125)
+        gc.collect()
+        sizes.append(resident())
+    assert sizes[1] <= 1.02 * sizes[0]
+
+
+@pytest.mark.parametrize("on_fault", ["raise", "restart"])
+def test_collector_says_that_its_environment_is_closed(on_fault):
+    env = envs.from_gymnasium("CartPole-v1", 2)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.HostCollector(env=env, policy=policy, on_fault=on_fault)
+    carry = collector.init(jax.random.key(0))
+    env.close()
+
+    with pytest.raises(ValueError, match="`env` must be open, got one after `close`"):
+        collector.collect_steps(carry, None, 3)
+    with pytest.raises(ValueError, match="`env` must be open, got one after `close`"):
+        collector.init(jax.random.key(0))

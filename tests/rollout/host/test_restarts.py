@@ -1,0 +1,263 @@
+"""Environments that fail: what is masked, what is counted, and who goes on."""
+
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from host_count import HostCount, assert_same
+
+import rollout
+from rollout import envs
+from rollout.envs.host.types import EnvFault
+from rollout.host import HostCollector
+
+KEY = jax.random.key(5)
+LENGTHS = {"min_length": 5, "max_length": 5, "limit": 100}
+BROKEN = RuntimeError("it broke")
+
+
+def act(params, obs, key):
+    return jnp.zeros(len(obs), jnp.int32)
+
+
+def make(fault_fn=lambda number, env: None, num_envs=3, **options):
+    """Lanes whose episodes have five steps; calls are counted from the first reset."""
+    env = HostCount(num_envs, fault_fn=fault_fn, **LENGTHS)
+    policy = rollout.stateless_policy(act)
+    return HostCollector(env=env, policy=policy, **options)
+
+
+def fails_at(*numbers, env=1, what=BROKEN):
+    return lambda number, at: what if at == env and number in numbers else None
+
+
+def collect(collector, num_steps, carry=None):
+    carry = collector.init(KEY) if carry is None else carry
+    carry, trajectory = collector.collect_steps(carry, None, num_steps)
+    return carry, jax.device_get(trajectory)
+
+
+# The calls of an environment: 1 is a reset, 2 to 6 the steps of the first episode, 7 a
+# reset, 8 to 12 the second episode. So call 4 is step 3 of the first one, in row 2.
+@pytest.mark.parametrize("what", [BROKEN, "nan"])
+@pytest.mark.parametrize(("call", "lost"), [(2, (0,)), (4, (0, 1, 2)), (10, (5, 6, 7))])
+def test_episode_is_masked_from_its_first_row(call, lost, what):
+    collector = make(fails_at(call, what=what), on_fault="restart")
+    _, rows = collect(collector, 20)
+    expected = np.ones((20, 3), bool)
+    expected[list(lost), 1] = False
+    np.testing.assert_array_equal(rows.mask, expected)
+    assert collector.fault_stats == (1, len(lost), 1)
+    assert all(not np.any(x[~rows.mask]) for x in jax.tree.leaves(rows))
+    after = lost[-1] + 1  # a new episode, of the lane's next number
+    assert rows.episode_length[after, 1] == 1
+    assert rows.episode_id[after, 1] == 1 + 3 * (1 + (call > 6))
+
+
+def test_neighbours_do_not_notice():
+    _, good = collect(make(), 30)
+    collector = make(fails_at(3, 4, 9, 15), on_fault="restart")
+    _, rows = collect(collector, 30)
+    others = [jax.tree.map(lambda x: x[:, [0, 2]], t) for t in (good, rows)]
+    assert_same(*others)
+
+
+def test_episode_that_began_in_an_earlier_call_keeps_the_rows_of_that():
+    collector = make(fails_at(5), on_fault="restart")
+    carry, first = collect(collector, 2)
+    _, second = collect(collector, 4, carry)
+    assert first.mask.all()
+    assert not second.mask[:2, 1].any()
+    assert second.mask[2:].all()
+    assert collector.fault_stats.lost_steps == 2
+
+
+def test_fault_at_a_reset_takes_the_next_episode():
+    collector = make(fails_at(7, 8), on_fault="restart")  # twice in a row
+    _, rows = collect(collector, 12)
+    assert rows.mask.all()
+    assert collector.fault_stats == (2, 0, 2)
+    assert rows.episode_id[5, 1] == 1 + 3 * 3
+
+
+def test_first_reset_may_fail():
+    collector = make(fails_at(1), on_fault="restart")
+    _, rows = collect(collector, 3)
+    assert rows.mask.all()
+    assert rows.episode_id[0, 1] == 4
+
+
+def test_environment_that_always_fails_is_given_up():
+    fault_fn = lambda number, env: BROKEN if env == 1 and number > 2 else None  # noqa: E731
+    collector = make(fault_fn, on_fault="restart", max_restarts=4)
+    carry = collector.init(KEY)
+    with pytest.raises(EnvFault, match=r"environment 1 .*`max_restarts`=4") as error:
+        collector.collect_steps(carry, None, 50)
+    assert error.value.__cause__ is BROKEN
+    assert collector.fault_stats.restarts == 4
+    with pytest.raises(ValueError, match="`recover`"):
+        collector.collect_steps(carry, None, 50)
+
+
+def test_what_was_collected_is_kept():
+    """Two rows are whole when the third step fails: of the others all three are."""
+    collector = make(fails_at(4))
+    carry = collector.init(KEY)
+    with pytest.raises(EnvFault, match="environment 1 failed: RuntimeError: it broke"):
+        collector.collect_steps(carry, None, 8)
+    carry, rows = collector.recover()
+    np.testing.assert_array_equal(rows.mask, np.tile([True, False, True], (3, 1)))
+    carry, after = collect(collector, 4, carry)
+    np.testing.assert_array_equal(after.episode_length[:, 0], [4, 5, 1, 2])
+    np.testing.assert_array_equal(after.episode_length[:, 1], [1, 2, 3, 4])
+    carry, rows = collector.recover()  # nothing was cut short
+    assert rows is None
+    np.testing.assert_array_equal(carry.episode.episode_length[0], 2)
+    with pytest.raises(ValueError, match="`recover` must follow `init`"):
+        make().recover()
+
+
+def test_lanes_begin_episodes_of_their_own_after_a_call_for_some():
+    """Ids of assigned episodes are negative, and nobody waits for those any more."""
+    collector = make(fails_at(4))
+    carry = collector.init(KEY)
+    with pytest.raises(EnvFault):
+        collector.collect_episodes(carry, None, 8, max_steps=10)
+    carry, _ = collector.recover()
+    assert (carry.episode.episode_id >= 0).all()
+    np.testing.assert_array_equal(carry.episode.episode_length, 0)
+    other = make()
+    restored = other.restore(carry, b"")
+    _, want = collect(collector, 12, carry)
+    assert (want.episode_id >= 0).all()
+    assert_same(collect(other, 12, restored)[1], want)
+
+
+@pytest.mark.parametrize("num_episodes", [1, 4, 7])
+def test_lost_episode_is_among_the_episodes(num_episodes):
+    collector = make(fails_at(4), on_fault="restart")
+    carry, episodes = collector.collect_episodes(
+        collector.init(KEY), None, num_episodes, max_steps=100
+    )
+    # Lane 1 is reset by `init` and by the call, so it fails at step 2 of episode 1.
+    expected = np.arange(num_episodes) != 1
+    np.testing.assert_array_equal(episodes.mask, expected)
+    np.testing.assert_array_equal(episodes.episode_length, np.where(expected, 5, 0))
+    assert int(episodes.num_steps) == 5 * expected.sum()
+    assert collector.fault_stats.faulty_episodes == int(num_episodes > 1)
+    stats = rollout.summarize(episodes)
+    assert int(stats.num_episodes) == expected.sum()
+    _, rows, padded = collector.collect_padded_episodes(carry, None, 2, max_length=9)
+    assert rows.mask.sum() == 10
+    assert padded.mask.all()
+
+
+@pytest.mark.slow
+def test_counts_add_up_over_a_thousand_faults():
+    rng = np.random.default_rng(0)
+    fault_fn = lambda number, env: BROKEN if rng.random() < 0.01 else None  # noqa: E731
+    collector = make(fault_fn, 10, on_fault="restart", max_restarts=10_000)
+    carry, num_rows, num_masked = collector.init(KEY), 0, 0
+    while num_rows < 100_000:
+        carry, rows = collect(collector, 500, carry)
+        num_rows += rows.mask.size
+        num_masked += int((~rows.mask).sum())
+        for lane in range(10):  # every episode that ends here ends whole
+            of_lane = jax.tree.map(lambda x, lane=lane: x[:, lane], rows)
+            kept = of_lane.episode_id[of_lane.mask]
+            ended = of_lane.episode_id[of_lane.terminated]
+            assert len(ended) == len(set(ended))
+            assert set(ended) <= set(kept)
+            steps = np.diff(of_lane.episode_length[of_lane.mask])
+            assert set(steps) <= {1, -4, -3, -2, -1, 0}
+    stats = collector.fault_stats
+    assert stats.restarts > 900
+    assert num_masked == stats.lost_steps
+    assert stats.faulty_episodes == stats.restarts
+
+
+def test_interrupt_comes_between_two_steps():
+    """Ctrl-C while environments step: the row is whole, and nothing of it is lost."""
+
+    def fault_fn(number, env):
+        if (number, env) == (4, 1):
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        collector, whole = make(fault_fn), make()
+        carry = collector.init(KEY)
+        with pytest.raises(KeyboardInterrupt):
+            collector.collect_steps(carry, None, 20)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    carry, first = collector.recover()
+    assert first.mask.shape == (3, 3)
+    assert first.mask.all()
+    _, second = collect(collector, 17, carry)
+    both = jax.tree.map(lambda *x: np.concatenate(x), jax.device_get(first), second)
+    assert_same(both, collect(whole, 20)[1])
+
+
+class Parts(HostCount):
+    """`HostCount` whose observation has parts: the count, and the count twice."""
+
+    def __init__(self, kind, *args, **options):
+        super().__init__(*args, **options)
+        twice = envs.spaces.Repeated(envs.Box(0.0, 1e6, ()), 2)
+        self.kind, self.observation_space = kind, SPACES[kind](twice)
+
+    def reset(self, seeds, mask):
+        return self._parts(super().reset(seeds, mask))
+
+    def step(self, action):
+        result = super().step(action)
+        return result._replace(obs=self._parts(result.obs))
+
+    def _parts(self, obs):
+        twice = np.repeat(obs, 2, axis=1)
+        return {"tree": {"a": {"one": obs}, "b": twice}, "tuple": (obs, twice)}[
+            "tuple" if self.kind == "tuple" else "tree"
+        ]
+
+
+ONE = envs.Box(0.0, 1e6, (1,))
+SPACES = {
+    "tree": lambda twice: envs.spaces.Composite({"a": {"one": ONE}, "b": twice}),
+    "dict": lambda twice: envs.Dict({"a": envs.Dict({"one": ONE}), "b": twice}),
+    "tree in a dict": lambda twice: envs.Dict(
+        {"a": envs.spaces.Composite({"one": ONE}), "b": twice}
+    ),
+    "tuple": lambda twice: envs.Tuple((ONE, twice)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("dict", "`obs['a']['one'][0]`"), ("tuple", "`obs[0][0]`")]
+)
+def test_error_names_the_number_that_is_not_finite(kind, name):
+    env = Parts(kind, 3, fault_fn=fails_at(4, what="nan"), **LENGTHS)
+    policy = rollout.random_policy(envs.Discrete(3))
+    collector = HostCollector(env=env, policy=policy)
+    with pytest.raises(envs.EnvFault) as caught:
+        collect(collector, 6)
+    assert list(caught.value.causes) == [1]
+    assert str(caught.value.causes[1]) == f"{name} must be finite, got nan"
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_observation_of_several_parts_is_checked_part_by_part(kind):
+    policy = rollout.random_policy(envs.Discrete(3))
+    fault_fn = fails_at(4, what="nan")
+    env = Parts(kind, 3, fault_fn=fault_fn, **LENGTHS)
+    collector = HostCollector(env=env, policy=policy, on_fault="restart")
+
+    _, trajectory = collect(collector, 6)
+
+    leaves = jax.tree.leaves(trajectory.obs)
+    assert [x.shape for x in leaves] == [(6, 3, 1), (6, 3, 2)]
+    np.testing.assert_array_equal(leaves[0][..., [0, 0]], leaves[1])
+    assert not trajectory.mask[:3, 1].any()
+    assert trajectory.mask[:, [0, 2]].all()

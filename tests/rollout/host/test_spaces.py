@@ -1,0 +1,173 @@
+"""Spaces of every kind through host collectors, buffers, checkpoints and `probe`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces as gym
+from space_envs import Own, Sampled
+
+import rollout
+from rollout import buffers, envs
+from rollout.envs.host.simulated import simulate_latency
+from rollout.envs.spaces import as_space
+
+BOX = gym.Box(-1.0, 2.0, (2,))
+# As an environment of Gymnasium has them.
+THEIRS = {
+    "multi discrete": gym.MultiDiscrete([2, 5], start=[1, -2]),
+    "multi binary": gym.MultiBinary([2, 3]),
+    "dict": gym.Dict({"b": gym.Discrete(3, start=-1), "a": BOX}),
+    "tuple": gym.Tuple([BOX, gym.MultiDiscrete([2, 5])]),
+    "nested": gym.Dict(
+        {"b": gym.Tuple([gym.Dict({"c": BOX}), gym.Discrete(2)]), "a": gym.Discrete(4)}
+    ),
+}
+PAIR = envs.Dict({"one": envs.Discrete(3), "two": envs.Box(0.0, 1.0, (2,))})
+# As a `HostVectorEnv` of one's own may have them, beside those of Gymnasium.
+OURS = {
+    **THEIRS,
+    "repeated": envs.spaces.Repeated(envs.Discrete(3), 2),
+    "repeated dict": envs.spaces.Repeated(PAIR, 2),
+    "repeated in a tuple": envs.Tuple(
+        (envs.spaces.Repeated(envs.Box(0, 1, (2,)), 3), PAIR)
+    ),
+    "composite": envs.spaces.Composite({"a": {"b": envs.Discrete(3)}, "c": (PAIR,)}),
+    "plain": {"a": gym.Discrete(3), "b": (BOX, envs.spaces.MultiBinary((2,)))},
+}
+
+
+def make(how, space):
+    if how == "own":
+        return Own(space)
+    fn = functools.partial(Sampled, space)
+    if how == "workers":
+        return envs.workers([fn] * 3, num_workers=2)
+    return envs.from_gymnasium(fn, 3)
+
+
+def assert_of(space, tree, lead):
+    """Checks that a tree has `lead` leading axes, and elements of a space."""
+    leaves = jax.tree.leaves(tree)
+    assert [x.shape[len(lead) :] for x in leaves] == [x.shape for x in space.leaves()]
+    assert all(x.shape[: len(lead)] == lead for x in leaves)
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), tree)
+    assert jax.vmap(space.contains)(flat).all()
+
+
+QUICK = {"nested"}  # which has most of the others in it
+
+
+def each(hows):
+    """Every kind of space in every kind of environment; most of them are slow."""
+    pairs = [(how, x) for how in hows for x in (OURS if how == "own" else THEIRS)]
+    return [
+        pytest.param(how, x, marks=() if x in QUICK else pytest.mark.slow)
+        for how, x in pairs
+    ]
+
+
+@pytest.mark.parametrize(("how", "name"), each(["own", "gymnasium", "workers"]))
+def test_space_goes_through_collector_buffer_and_checkpoint(how, name, tmp_path):
+    space = as_space(OURS[name])
+    env = make(how, OURS[name])
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.HostCollector(env=env, policy=policy)
+    try:
+        _, rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 9)
+    finally:
+        env.close()
+    assert rows.terminated.sum() == 2 * 3
+    for tree in (rows.obs, rows.next_obs, rows.action):
+        assert_of(space, tree, (9, 3))
+
+    buffer = buffers.ReplayBuffer(capacity=64, num_envs=3)
+    state = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows)
+    drawn = buffer.sample(state, jax.random.key(1), batch_size=8)
+    assert_of(space, drawn.experience.obs, (8,))
+    rollout.checkpoint.save(tmp_path, {"buffer": state, "rows": rows}, step=0)
+    like = jax.tree.map(jnp.zeros_like, {"buffer": state, "rows": rows})
+    saved = rollout.checkpoint.restore(tmp_path, like)
+    jax.tree.map(np.testing.assert_array_equal, saved["rows"], rows)
+    again = buffer.sample(saved["buffer"], jax.random.key(1), batch_size=8)
+    jax.tree.map(np.testing.assert_array_equal, again, drawn)
+
+
+@pytest.mark.parametrize(("how", "name"), each(["asynchronous"]))
+def test_space_goes_through_the_asynchronous_collector(how, name):
+    del how  # unused
+    space = as_space(THEIRS[name])
+    env = envs.workers([functools.partial(Sampled, THEIRS[name])] * 3, num_workers=3)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.AsyncCollector(env=env, policy=policy, num_ready=1)
+    try:
+        _, rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 12)
+    finally:
+        env.close()
+    by_env = rollout.by_env(rows)
+    kept = jax.tree.map(lambda x: x[by_env.mask], by_env)
+    assert kept.reward.sum() == kept.mask.size == rows.mask.sum() > 0
+    for tree in (kept.obs, kept.next_obs, kept.action):
+        assert_of(space, tree, kept.mask.shape)
+
+
+@pytest.mark.parametrize(("how", "name"), each(["own", "gymnasium"]))
+def test_probe_finds_nothing_wrong_with_a_space(how, name):
+    found = rollout.probe(make(how, OURS[name]), num_steps=20)
+    assert found == ()
+
+
+NONE = {
+    "text": gym.Text(3),
+    "graph": gym.Graph(gym.Discrete(2), None),
+    "sequence": gym.Sequence(gym.Discrete(2)),
+    "one of": gym.OneOf([gym.Discrete(2)]),
+    "text in a dict": gym.Dict({"a": gym.Text(3)}),
+    "no space": 3,
+    "empty dict": gym.Dict({}),
+    "empty tuple": gym.Tuple([]),
+    "empty part": envs.Tuple((envs.Discrete(2), envs.Dict({}))),
+}
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_space_without_arrays_is_refused(name):
+    what = "have at least one part" if "empty" in name else "be a Box, Discrete"
+    space, message = NONE[name], f"must {what}"
+    with pytest.raises(ValueError, match=f"`space` {message}"):
+        as_space(space)
+    with pytest.raises(ValueError, match=f"`action_space` {message}"):
+        rollout.random_policy(space)
+    own, policy = Own(envs.Discrete(2)), rollout.random_policy(envs.Discrete(2))
+    own.observation_space = space
+    with pytest.raises(ValueError, match=f"`env.observation_space` {message}"):
+        rollout.HostCollector(env=own, policy=policy).init(jax.random.key(0))
+    (finding,) = rollout.probe(own)
+    assert finding.name == "observation_space"
+    assert message in finding.message
+    if isinstance(space, gym.Space):
+        with pytest.raises(ValueError, match=message):
+            envs.from_gymnasium(functools.partial(Sampled, space), 2)
+        with pytest.raises(ValueError, match=message):
+            envs.workers([functools.partial(Sampled, space)] * 2, num_workers=1)
+
+
+def test_names_of_one_dict_are_of_one_type():
+    for name in (1, None):
+        with pytest.raises(ValueError, match="`spaces` must have names of one type"):
+            envs.Dict({"a": envs.Discrete(2), name: envs.Discrete(2)})
+
+
+@pytest.mark.slow
+def test_simulated_environments_take_spaces_of_several_parts():
+    env = envs.wrappers.ObservePrevious(envs.make("CartPole-v1"))
+    collector = rollout.AsyncCollector(
+        env=simulate_latency(env, 3),
+        policy=rollout.random_policy(env.action_space),
+        num_ready=2,
+    )
+    _, rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 12)
+    obs = jax.tree.map(lambda x: x[rows.mask], rows.obs)
+    assert_of(env.observation_space, obs, (int(rows.mask.sum()),))

@@ -1,0 +1,375 @@
+"""`Stream`, `evaluate` and checkpoints over environments of NumPy."""
+
+import functools
+import pickle
+import threading
+import time
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from host_count import KEY, OPTIONS, POLICY, HostCount, assert_same, in_jax, on_host
+from host_envs import Described, Faultless
+
+import rollout
+from rollout import envs
+from rollout.buffers import ReplayBuffer
+from rollout.envs.host.local_envs import LocalEnvs
+from rollout.envs.host.types import EnvFault
+from rollout.host import HostCollector
+
+
+class Pickled(HostCount):
+    """One whose state can be saved."""
+
+    STATE = ("length", "obs", "over", "itself", "number")
+
+    def save(self, *, allow_pickle=False):
+        if not allow_pickle:
+            return None
+        state = pickle.dumps({name: getattr(self, name) for name in self.STATE})
+        return [state] + [b""] * (self.num_envs - 1)
+
+    def can_load(self, saved, *, allow_pickle=False):
+        return allow_pickle
+
+    def load(self, saved, obs, *, allow_pickle=False):
+        if allow_pickle:
+            vars(self).update(pickle.loads(saved[0]))
+            np.testing.assert_array_equal(obs, self.obs)
+        return allow_pickle
+
+
+def make_stream(collector, **options):
+    options = {"steps_per_batch": 40, "total_steps": 120, **options}
+    return rollout.Stream(collector, key=KEY, params=np.float32(0), **options)
+
+
+STREAMS = [
+    {"prefetch": 1},
+    {"warmup_steps": 50, "max_episode_steps": 4, "window_episodes": 3},
+    {"steps_per_batch": None, "episodes_per_batch": 5, "total_steps": None,
+     "max_episode_steps": 6, "placement": "host"},
+]  # fmt: skip
+SLOW_STREAMS = [
+    {"at_batch_end": "truncate", "check_finite": True, "total_steps": 100},
+    {"at_batch_end": "reset", "postprocess": lambda t: (t.reward, t.mask)},
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*STREAMS, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW_STREAMS)],
+)
+def test_batches_are_those_of_the_kernel(options):
+    streams = [make_stream(collector, **options) for collector in (on_host(), in_jax())]
+    for _ in range(2):
+        batches = [next(stream) for stream in streams]
+        assert_same(batches[0].trajectory, batches[1].trajectory)
+        assert_same(batches[0].stats, batches[1].stats)
+        assert batches[0].steps == batches[1].steps
+        assert batches[0].warmup_steps == batches[1].warmup_steps
+    values = [rollout.log_stats(stream.stats._asdict()) for stream in streams]
+    for name in ("collect_seconds", "steps_per_second"):
+        values[0].pop(name), values[1].pop(name)
+    assert values[0] == pytest.approx(values[1], nan_ok=True)
+    for stream in streams:
+        stream.close()
+
+
+@pytest.mark.slow
+def test_evaluation_is_that_of_the_kernel():
+    args = KEY, None, 9
+    host = rollout.evaluate(on_host(), *args, max_steps=6)
+    kernel = rollout.evaluate(in_jax(), *args, max_steps=6)
+    # Its sums are one program there, and operations one by one here.
+    chex.assert_trees_all_close(host, kernel, rtol=1e-6)
+    assert rollout.log_stats(host)["num_episodes"] == 9
+
+
+def test_state_that_was_saved_goes_on_exactly(tmp_path):
+    streams = [make_stream(HostCollector(env=Pickled(4), **OPTIONS)) for _ in "ab"]
+    next(streams[0])
+    rollout.checkpoint.save(tmp_path, streams[0].state(allow_pickle=True))
+    expected = next(streams[0])
+    state = rollout.checkpoint.restore(tmp_path, streams[1].state())
+    streams[1].restore(state, allow_pickle=True)
+    got = next(streams[1])
+    assert_same(got.trajectory, expected.trajectory)
+    for stream in streams:
+        stream.close()
+
+
+def stream_of(make_fn, policy=None, **options):
+    env = LocalEnvs([make_fn] * 4)
+    policy = policy or rollout.random_policy(env.action_space)
+    return make_stream(HostCollector(env=env, policy=policy), **options)
+
+
+def test_environments_that_name_their_arrays_are_saved_without_pickle(tmp_path):
+    make = functools.partial(Arrays, 7)
+    first, second = stream_of(make), stream_of(make)
+    next(first)
+    next(first)
+    rollout.checkpoint.save(tmp_path, first.state())
+    expected = next(first)
+    second.restore(rollout.checkpoint.restore(tmp_path, second.state()))
+    assert_same(next(second).trajectory, expected.trajectory)
+    first.close(), second.close()
+
+
+class Plain(Faultless):
+    """Cannot say its state."""
+
+
+class Arrays(Described):
+    """Can."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=0)
+
+
+class Bomb(Plain):
+    """Runs code where it is unpickled."""
+
+    went_off = False
+
+    def __setstate__(self, state):
+        Bomb.went_off = True
+        vars(self).update(state)
+
+
+def test_restoring_a_checkpoint_runs_no_code_unless_it_is_allowed(tmp_path):
+    make = functools.partial(Bomb, 4)
+    first, second = stream_of(make), stream_of(make)
+    next(first), next(second)
+    rollout.checkpoint.save(tmp_path, first.state())
+    rollout.checkpoint.save(tmp_path, first.state(allow_pickle=True))
+    state = rollout.checkpoint.restore(tmp_path, second.state())
+    with pytest.warns(UserWarning, match=r"was pickled, and `allow_pickle` is False"):
+        second.restore(state)
+    assert not Bomb.went_off
+    assert next(second).trajectory.first[0].all()
+    second.restore(state, allow_pickle=True)
+    assert Bomb.went_off
+    first.close(), second.close()
+
+
+def test_restored_environments_have_the_settings_of_the_new_ones():
+    limit = lambda length: functools.partial(Arrays, length)  # noqa: E731
+    first, second = stream_of(limit(5)), stream_of(limit(2))
+    next(first)
+    second.restore(first.state())
+    next(second)
+    assert np.asarray(next(second).trajectory.episode_length).max() == 2
+    pickled = stream_of(functools.partial(Plain, 5))
+    other = stream_of(functools.partial(Plain, 2))
+    next(pickled)
+    with pytest.raises(ValueError, match=r"got Plain\.length 5 there and 2 here"):
+        other.restore(pickled.state(allow_pickle=True), allow_pickle=True)
+    for stream in (first, second, pickled, other):
+        stream.close()
+
+
+@pytest.mark.parametrize("make_env", [LocalEnvs, envs.workers], ids=["here", "apart"])
+def test_restore_that_fails_leaves_the_stream_as_it_was(make_env):
+    def make(length):
+        env = make_env([functools.partial(Faultless, length)] * 2)
+        policy = rollout.random_policy(env.action_space)
+        collector = HostCollector(env=env, policy=policy)
+        return rollout.Stream(collector, key=KEY, steps_per_batch=4)
+
+    stream, undisturbed, other = make(5), make(5), make(3)
+    for each in (stream, undisturbed, other):
+        next(each)
+    state = other.state(allow_pickle=True)
+    with pytest.raises(ValueError, match=r"got Faultless\.length 3 there and 5 here"):
+        stream.restore(state, allow_pickle=True)
+    with pytest.raises(UserWarning, match="was pickled"):  # here warnings are errors
+        stream.restore(state)
+    got, want = (next(each).trajectory for each in (stream, undisturbed))
+    assert not want.first[0].any()
+    chex.assert_trees_all_equal(got, want)
+    for each in (stream, undisturbed, other):
+        each.close()
+
+
+class Slow(HostCount):
+    """Is still at work when `next` has returned."""
+
+    is_stepping = threading.Event()
+
+    def step(self, action):
+        self.is_stepping.set()
+        time.sleep(0.01)
+        return super().step(action)
+
+
+def test_restore_waits_for_the_batch_under_way():
+    stream = make_stream(HostCollector(env=Slow(4), **OPTIONS), prefetch=1)
+    next(stream)
+    with pytest.warns(UserWarning, match="was not saved"):
+        stream.restore(stream.state())
+    trajectory = next(stream).trajectory
+    np.testing.assert_array_equal(trajectory.obs[..., 0], trajectory.episode_length - 1)
+    stream.close()
+
+
+def test_collector_is_busy_while_a_batch_is_under_way():
+    collector = HostCollector(env=Slow(4), **OPTIONS)
+    stream = make_stream(collector, prefetch=1)
+    plain = make_stream(HostCollector(env=Slow(4), **OPTIONS))
+    next(plain), next(stream)
+    Slow.is_stepping.clear()
+    assert Slow.is_stepping.wait(10)
+    with pytest.raises(RuntimeError, match="one call at a time, and a batch of a `St"):
+        rollout.evaluate(collector, KEY, None, 3, max_steps=9)
+    chex.assert_trees_all_equal(next(stream).trajectory, next(plain).trajectory)
+    stream.close(), plain.close()
+
+
+def test_episodes_begin_anew_where_no_state_was_saved(tmp_path):
+    first, second = make_stream(on_host()), make_stream(on_host())
+    batch = next(first)
+    rollout.checkpoint.save(tmp_path, first.state())
+    state = rollout.checkpoint.restore(tmp_path, second.state())
+    with pytest.warns(UserWarning, match="episodes under way begin anew"):
+        second.restore(state)
+    again = jax.device_get(next(second).trajectory)
+    last = jax.device_get(batch.trajectory)
+    under_way = ~last.done[-1]
+    assert under_way.any()
+    np.testing.assert_array_equal(
+        again.episode_id[0], last.episode_id[-1] + np.where(under_way, 0, 4)
+    )
+    assert again.first[0].all()
+    assert not again.extras["count"][0].any()  # the policy begins anew, too
+    for lane in np.flatnonzero(under_way):  # with the seed that it had
+        here = last.episode_id[:, lane] == last.episode_id[-1, lane]
+        assert (
+            last.reward[here, lane].tolist()
+            == again.reward[: here.sum(), lane].tolist()
+        )
+    first.close(), second.close()
+
+
+def test_batch_of_episodes_begins_anew_after_a_fault():
+    def fault_fn(number, env):
+        return RuntimeError("no") if (number, env) == (6, 2) else None
+
+    options = {"steps_per_batch": None, "episodes_per_batch": 5, "total_steps": None}
+    collector = on_host(fault_fn=fault_fn, max_length=2)
+    stream = make_stream(collector, max_episode_steps=6, **options)
+    with pytest.raises(EnvFault, match="environment 2 failed"):
+        next(stream)
+    for _ in range(2):
+        episodes = next(stream).episodes
+        assert episodes.mask.all()
+        assert (episodes.episode_length == 2).all()
+    stream.close()
+
+
+def test_batch_goes_on_after_a_fault():
+    def fault_fn(number, env):
+        return RuntimeError("no") if (number, env) == (6, 2) else None
+
+    stream = make_stream(on_host(fault_fn=fault_fn, max_length=2))
+    with pytest.raises(EnvFault, match="environment 2 failed"):
+        next(stream)
+    batch = next(stream)
+    assert batch.steps == 40
+    assert int(batch.trajectory.mask.sum()) == 40 - 2
+    stream.close()
+
+
+def test_fault_after_a_fault_leaves_the_rows_before():
+    """Rows of whole episodes stay, though the call was cut short in between."""
+
+    def fault_fn(number, env):
+        return RuntimeError("no") if env == 2 and number in (6, 12) else None
+
+    stream = make_stream(on_host(fault_fn=fault_fn, max_length=2))
+    for _ in range(2):
+        with pytest.raises(EnvFault, match="environment 2 failed"):
+            next(stream)
+    batch = next(stream)
+    # Calls 1 to 3 are an episode, 4 to 6 a lost one, 7 to 9 and 10 to 12 likewise.
+    mask = np.asarray(batch.trajectory.mask)
+    assert mask[:, 2].tolist() == [True, True, False, False] * 2 + [True, True]
+    assert mask.sum() == 40 - 4
+    stream.close()
+
+
+def test_faults_are_counted():
+    fault_fn = lambda number, env: RuntimeError("no") if number % 7 == 3 else None  # noqa: E731
+    collector = HostCollector(
+        env=HostCount(4, fault_fn=fault_fn), policy=POLICY, on_fault="restart"
+    )
+    stream = make_stream(collector)
+    masks = [batch.trajectory.mask for batch in stream]
+    lost = sum(int((~mask).sum()) for mask in masks)
+    assert lost == collector.fault_stats.lost_steps
+    assert stream.stats.faulty_episodes == collector.fault_stats.faulty_episodes > 4
+    stream.close()
+
+
+def only_one(obs):
+    """Allows one of three actions, by the count."""
+    return jnp.arange(3)[None] == obs.astype(jnp.int32) % 3
+
+
+def test_warmup_takes_only_actions_that_are_allowed():
+    options = {"warmup_steps": 22, "mask_fn": only_one}
+    host, kernel = (make_stream(x, **options) for x in (on_host(), in_jax()))
+    trajectory = next(host).trajectory
+    allowed = trajectory.obs[..., 0] % 3
+    np.testing.assert_array_equal(trajectory.action[:5], allowed[:5])
+    np.testing.assert_array_equal(trajectory.action[5, :2], allowed[5, :2])
+    assert (trajectory.action[6:] != allowed[6:]).any()  # the policy's own
+    assert_same(trajectory, next(kernel).trajectory)
+    host.close(), kernel.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps_per_batch": 41}, "`steps_per_batch` must be a multiple"),
+        ({"total_steps": 41}, "`total_steps` must be a multiple"),
+        ({"recycle": True}, "`recycle=True` is for"),
+        ({"on_fault": "drop", "check_finite": True}, '`on_fault="drop"` is for'),
+    ],
+)
+def test_options_that_do_not_go_with_it(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_stream(on_host(), **options)
+
+
+@pytest.mark.slow
+def test_rows_go_into_a_buffer():
+    collector = on_host()
+    carry, row = collector.step(collector.init(KEY), None)
+    buffer = ReplayBuffer(capacity=64, num_envs=4)
+    with pytest.raises(TypeError, match=r"must be one step .*, got HostCollector"):
+        buffer.init(collector)
+    state = buffer.init(row)
+    _, trajectory = collector.collect_steps(carry, None, 9)
+    state = buffer.add(state, trajectory)
+    batch = buffer.sample(state, jax.random.key(0), 8)
+    assert batch.experience.reward.shape == (8,)
+
+
+def test_host_environments_are_not_for_a_collector():
+    with pytest.raises(ValueError, match="go into a `HostCollector`"):
+        rollout.Collector(env=HostCount(2), policy=POLICY)
+    with pytest.raises(ValueError, match="go into a `Collector`"):
+        HostCollector(env=envs.make_vec("CartPole-v1", 2), policy=POLICY)
+
+
+def test_what_is_for_collectors_in_jax_says_so():
+    mesh = jax.make_mesh((2,), ("lanes",))
+    with pytest.raises(ValueError, match="`collector` must be a `Collector`"):
+        rollout.shard(on_host(), mesh, axis="lanes")
+    with pytest.raises(ValueError, match="`collector` must be a `Collector`"):
+        rollout.profile(on_host(), None, 10)

@@ -1,0 +1,121 @@
+"""Collectors over worker processes that fail in every way there is."""
+
+import multiprocessing
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from host_envs import Steady, Unreliable
+
+import rollout
+from rollout import envs
+
+KEY = jax.random.key(4)
+NUM_ENVS, LENGTH = 6, 5
+POLICY = rollout.stateless_policy(lambda params, obs, key: jnp.ones(len(obs), int))
+
+
+def make(collector=rollout.HostCollector, **options):
+    env = envs.workers([Unreliable] * NUM_ENVS, num_workers=3, timeout=0.5)
+    options = {"on_fault": "restart", "max_restarts": 1000, **options}
+    return collector(env=env, policy=POLICY, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ready", [None, 2])
+def test_no_row_of_a_faulty_episode_is_data(num_ready):
+    if num_ready is None:
+        collector = make()
+    else:
+        collector = make(rollout.AsyncCollector, num_ready=num_ready)
+    carry, masked, kept = collector.init(KEY), 0, []
+    for _ in range(4):
+        carry, rows = collector.collect_steps(carry, None, 60)
+        rows = jax.device_get(rows)
+        masked += int((~rows.mask).sum())
+        kept.append(jax.tree.map(lambda x, m=rows.mask: x[m], rows))
+    rows = jax.tree.map(lambda *x: np.concatenate(x), *kept)
+    stats = collector.fault_stats
+    assert masked == stats.lost_steps
+    assert stats.restarts >= stats.faulty_episodes > 5
+    assert np.isfinite(rows.obs).all()
+    np.testing.assert_array_equal(rows.obs[:, 0], rows.episode_length - 1)
+    np.testing.assert_array_equal(rows.truncated, rows.episode_length == LENGTH)
+    # Of every episode that ended all rows are there, and each once.
+    for episode_id in rows.episode_id[rows.truncated]:
+        lengths = rows.episode_length[rows.episode_id == episode_id]
+        np.testing.assert_array_equal(np.sort(lengths), np.arange(1, LENGTH + 1))
+    collector.close()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_exactly_so_many_episodes_start_and_those_that_are_lost_are_masked():
+    collector = make()
+    _, episodes = collector.collect_episodes(
+        collector.init(KEY), None, 40, max_steps=100
+    )
+    lost = int((~episodes.mask).sum())
+    assert 0 < lost < 20
+    length = np.asarray(episodes.episode_length)
+    np.testing.assert_array_equal(length, np.where(episodes.mask, LENGTH, 0))
+    collector.close()
+
+
+def test_worker_that_died_between_two_calls_is_replaced():
+    env = envs.workers([Steady] * 2, num_workers=2)
+    collector = rollout.HostCollector(env=env, policy=POLICY)
+    collector.collect_steps(collector.init(KEY), None, 5)
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+    with pytest.raises(envs.EnvFault, match="ended with exit code -9"):
+        collector.init(KEY)
+    _, rows = collector.collect_steps(collector.init(KEY), None, 5)
+    assert rows.mask.all()
+    collector.close()
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_main_process_that_is_killed():
+    code = """
+        import functools, multiprocessing, os, signal
+        import gymnasium, jax, jax.numpy as jnp
+        import rollout
+        from rollout import envs
+        if __name__ == "__main__":
+            make = functools.partial(gymnasium.make, "CartPole-v1")
+            env = envs.workers([make] * 4, num_workers=2)
+            policy = rollout.stateless_policy(lambda p, o, k: jnp.ones(len(o), int))
+            collector = rollout.HostCollector(env=env, policy=policy)
+            carry = collector.init(jax.random.key(0))
+            collector.collect_steps(carry, None, 20)
+            pids = [child.pid for child in multiprocessing.active_children()]
+            print(*pids, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    pids = run.stdout.split()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 20
+    while alive := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
+    except OSError:
+        return False

@@ -1,0 +1,154 @@
+"""`record_gif`: the first episode of `evaluate`, frame by frame."""
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv
+from flax import struct
+from PIL import Image
+
+import rollout
+from rollout import envs
+from rollout.gif import draw_episode
+
+KEY = jax.random.key(3)
+
+
+@struct.dataclass(kw_only=True)
+class Drawn(CountEnv):
+    """A counting environment whose frames have the number of the step as brightness."""
+
+    def render_frames(self, states):
+        for state in states:
+            yield np.full((40, 60, 3), 10 * state["n"], np.uint8)
+
+
+class Counter(gymnasium.Env):
+    """The same in Python: it truncates after `length` steps."""
+
+    observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def __init__(self, length=4, render_mode=None):
+        self.length, self.render_mode, self.number = length, render_mode, 0
+
+    def reset(self, *, seed=None, options=None):
+        self.number = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.number += 1
+        obs = np.full(1, self.number, np.float32)
+        return obs, 1.5, False, self.number == self.length, {}
+
+    def render(self):
+        if self.render_mode == "rgb_array":
+            return np.full((40, 60, 3), 10 * self.number, np.uint8)
+        return None
+
+
+def collect(env, kind=rollout.Collector, **options):
+    policy = rollout.random_policy(env.action_space)
+    return kind(env=env, policy=policy, **options)
+
+
+def on_host(num_envs, **options):
+    make = lambda **given: Counter(**given)  # noqa: E731
+    env = envs.from_gymnasium(make, num_envs, **options)
+    return collect(env, rollout.HostCollector)
+
+
+def brightness(path):
+    """Of each frame, below its title."""
+    with Image.open(path) as image:
+        shades = []
+        for number in range(image.n_frames):
+            image.seek(number)
+            shades.append(int(np.asarray(image.convert("RGB"))[-1, -1, 0]))
+    return shades
+
+
+def lanes_of(kind):
+    drawn = Drawn(limit=5)
+    if kind == "each":
+        return envs.vectorize_each(jax.tree.map(lambda x: jnp.full(3, x), drawn), 3)
+    if kind == "wrapped":
+        return envs.NormalizeObs(envs.vectorize(envs.TimeLimit(drawn, 4), 3))
+    return envs.vectorize(drawn, 3)
+
+
+@pytest.mark.parametrize("kind", ["lanes", "each", "wrapped", "sharded"])
+def test_gif_has_every_state_of_the_first_episode(kind, tmp_path):
+    collector = collect(lanes_of(kind))
+    if kind == "sharded":
+        mesh = jax.make_mesh((1,), ("lanes",), devices=jax.devices()[:1])
+        collector = rollout.shard(collector, mesh)
+    episode = rollout.record_gif(collector, KEY, None, tmp_path / "a.gif")
+    (length,) = episode.episode_length
+    assert 2 <= length <= 5
+    assert brightness(tmp_path / "a.gif") == [10 * n for n in range(length + 1)]
+    stats = rollout.evaluate(collector, KEY, None, 1)
+    assert stats.return_mean == episode.episode_return[0]
+    assert stats.length_mean == length
+
+
+def test_what_is_recorded_besides_does_not_matter(tmp_path):
+    total = rollout.Accumulator(jnp.zeros, lambda total, t: total + t.info["noise"])
+    collector = collect(
+        lanes_of("lanes"),
+        record_fn=lambda t: t.replace(info=(), reward=()),
+        accumulators={"noise": total},
+        value_fn=lambda params, obs, state: obs[:, 0],
+    )
+    episode = rollout.record_gif(collector, KEY, None, tmp_path / "a.gif")
+    same = rollout.record_gif(collect(lanes_of("lanes")), KEY, None, tmp_path / "b.gif")
+    np.testing.assert_array_equal(episode.episode_return, same.episode_return)
+    assert (tmp_path / "a.gif").read_bytes() == (tmp_path / "b.gif").read_bytes()
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize(("max_steps", "length"), [(1000, 4), (4, 4), (2, 2), (1, 1)])
+def test_environments_that_are_not_jax_draw_themselves(
+    num_envs, max_steps, length, tmp_path
+):
+    collector = on_host(num_envs, render_mode="rgb_array")
+    path = tmp_path / "a.gif"
+    episode = rollout.record_gif(collector, KEY, None, path, max_steps=max_steps)
+    assert brightness(path) == [10 * n for n in range(length + 1)]
+    assert episode.episode_return == [1.5 * length]
+    assert episode.truncated == [length == 4]
+
+
+def test_vector_environments_of_gymnasium_are_drawn(tmp_path):
+    make = lambda: Counter(render_mode="rgb_array")  # noqa: E731
+    env = envs.from_gymnasium(gymnasium.vector.SyncVectorEnv([make, make]))
+    collector = collect(env, rollout.HostCollector)
+    rollout.record_gif(collector, KEY, None, tmp_path / "a.gif")
+    assert brightness(tmp_path / "a.gif") == [0, 10, 20, 30, 40]
+
+
+def test_carry_from_before_is_refused(tmp_path):
+    collector = on_host(2, render_mode="rgb_array")
+    carry, _ = collector.collect_steps(collector.init(KEY), None, 3)
+    rollout.record_gif(collector, KEY, None, tmp_path / "a.gif")
+    with pytest.raises(ValueError, match="`carry` must be"):
+        collector.collect_steps(carry, None, 3)
+    carry, _ = collector.collect_steps(collector.init(KEY), None, 3)
+    carry, _ = collector.collect_steps(carry, None, 3)
+
+
+def test_what_cannot_be_drawn_is_said(tmp_path):
+    bare = on_host(1)
+    with pytest.raises(ValueError, match='with `render_mode="rgb_array"`'):
+        draw_episode(bare, KEY, None, 9)
+    with pytest.raises(ValueError, match="have `render_frames`, or be one that gymnax"):
+        draw_episode(collect(envs.vectorize(CountEnv(), 2)), KEY, None, 9)
+    with pytest.raises(ValueError, match="`max_steps` must be"):
+        draw_episode(bare, KEY, None, 0)
+    with pytest.raises(ValueError, match="`collector` must be"):
+        rollout.record_gif(lanes_of("lanes"), KEY, None, tmp_path / "a.gif")
+    with pytest.raises(ValueError, match="must have lanes of one environment of one"):
+        envs.render.expose_lane_states(CountEnv())
+    assert list(tmp_path.iterdir()) == []
