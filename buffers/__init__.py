@@ -5,10 +5,11 @@ transitions per lane and samples them evenly, `PrioritizedReplayBuffer` samples 
 priorities, and `EpisodeBuffer` shows whole episodes only. `shard` shards a buffer over
 devices. `rollout.checkpoint` saves a state.
 
-`base` has the methods that all buffers share, and the three modules named after the
-buffers the rest. Below them: `ring` and `finals` write, `walk` reads from row to row,
-`sampling` and `sum_tree` draw, `batches` builds batches from drawn rows, `lowering`
-chooses the program for a platform. `rollout.buffers.offline` fills buffers with
+`ring_buffer` has the methods that all buffers share; `replay`, `prioritized` and
+`episodic` have the rest, and `sharded_buffer` has `shard`. Below them: `ring` and
+`final_obs` write, `neighbours` reads from row to row, `sampling` and `sum_tree` draw,
+`gather` builds batches from drawn rows. `types` has the containers, `fields` reads
+fields by name, `checks` checks arguments. `rollout.buffers.offline` fills buffers with
 recorded data, and writes their episodes as datasets.
 """
 

@@ -17,7 +17,7 @@ FLAGS = ("terminated", "truncated")
 _MOST_ROWS = 2**30  # row numbers are int32, also one lap ahead
 
 
-def count(name: str, value: Any) -> int:
+def positive_int(name: str, value: Any) -> int:
     """Checks an integer of at least 1; returns it as a Python int."""
     is_int = not isinstance(value, bool | jax.Array) and hasattr(value, "__index__")
     if not is_int or operator.index(value) < 1:
@@ -112,8 +112,8 @@ def priorities(value: Any, indices: jax.Array) -> jax.Array:
 
 def capacity(capacity: Any, num_envs: Any) -> None:
     """Checks that a capacity holds one step of all lanes, and at most 2**30 rows."""
-    count("capacity", capacity)
-    count("num_envs", num_envs)
+    positive_int("capacity", capacity)
+    positive_int("num_envs", num_envs)
     if capacity < num_envs:
         raise ValueError(
             f"`capacity` must hold one step of all lanes, num_envs={num_envs}, got "
@@ -123,24 +123,22 @@ def capacity(capacity: Any, num_envs: Any) -> None:
         raise ValueError(f"`capacity` must be at most 2**30, got {capacity}.")
 
 
-def successor(successor: Any, final_capacity: Any, num_envs: int) -> None:
-    """Checks `successor`, and that `final_capacity` fits it."""
-    if successor not in ("stored", "shared"):
-        raise ValueError(
-            f'`successor` must be "stored" or "shared", got {successor!r}.'
-        )
-    if final_capacity is None:
+def next_obs(next_obs: Any, final_obs_capacity: Any, num_envs: int) -> None:
+    """Checks the option `next_obs`, and that `final_obs_capacity` fits it."""
+    if next_obs not in ("stored", "shared"):
+        raise ValueError(f'`next_obs` must be "stored" or "shared", got {next_obs!r}.')
+    if final_obs_capacity is None:
         return
-    count("final_capacity", final_capacity)
-    if successor == "stored":
+    positive_int("final_obs_capacity", final_obs_capacity)
+    if next_obs == "stored":
         raise ValueError(
-            f'`final_capacity` goes with successor="shared", got {final_capacity} with '
-            '"stored".'
+            '`final_obs_capacity` goes with next_obs="shared", got '
+            f'{final_obs_capacity} with "stored".'
         )
-    if final_capacity < num_envs:
+    if final_obs_capacity < num_envs:
         raise ValueError(
-            "`final_capacity` must hold one step of all lanes, num_envs="
-            f"{num_envs}, got {final_capacity}."
+            "`final_obs_capacity` must hold one step of all lanes, num_envs="
+            f"{num_envs}, got {final_obs_capacity}."
         )
 
 
@@ -176,7 +174,7 @@ def relabelling(
     """Raises if later rows of episodes cannot be drawn."""
     if relabel_fn is None:
         return
-    count("horizon", horizon)
+    positive_int("horizon", horizon)
     if not callable(relabel_fn):
         raise ValueError(f"`relabel_fn` must be a function, got {relabel_fn!r}.")
     if other is not None:
@@ -187,15 +185,15 @@ def relabelling(
 def can_share(transition: ArrayTree) -> None:
     """Raises if a transition's successor cannot be read from the next row."""
     needed = ("obs", "next_obs", "terminated", "truncated")
-    obs, next_obs = fields.need(transition, needed, 'successor="shared"')[:2]
+    obs, next_obs = fields.need(transition, needed, 'next_obs="shared"')[:2]
     chex.assert_trees_all_equal_shapes_and_dtypes(obs, next_obs)
 
 
 def like_init(rows: ArrayTree, ring: RingState) -> bool:
     """Checks rows against those of `init`; returns whether they are one step."""
     kept = ring.experience
-    if ring.finals:
-        kept = fields.put(kept, next_obs=fields.get(kept, "obs"))
+    if ring.final_obs:
+        kept = fields.replace(kept, next_obs=fields.get(kept, "obs"))
     arrays("trajectory", rows)
     structures = jax.tree.structure(kept), jax.tree.structure(rows)
     if structures[0] != structures[1]:
@@ -235,17 +233,17 @@ def targets(ring: RingState, n_step: Any, gamma: Any, stack: Any) -> None:
             f"`n_step` and `gamma` go together, got n_step={n_step}, gamma={gamma}."
         )
     if n_step is not None:
-        count("n_step", n_step)
+        positive_int("n_step", n_step)
         fraction("gamma", gamma)
         fields.need(ring.experience, ("reward", *FLAGS), "`n_step`")
     if stack is not None:
-        count("stack", stack)
+        positive_int("stack", stack)
         fields.need(ring.experience, ("obs", *FLAGS), "`stack`")
 
 
 def sequence(ring: RingState, length: Any) -> None:
     """Checks a length of at least 1, and that rows have the flags of endings."""
-    count("length", length)
+    positive_int("length", length)
     fields.need(ring.experience, FLAGS, "A sample of sequences")
 
 

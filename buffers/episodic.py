@@ -37,7 +37,7 @@ class EpisodeBuffer(ReplayBuffer):
         super().__post_init__()
         if self.max_length is None:
             return
-        checks.count("max_length", self.max_length)
+        checks.positive_int("max_length", self.max_length)
         if self.max_length > self.num_slots:
             raise ValueError(
                 "`max_length` must be at most the slots of a lane, capacity // "
@@ -101,7 +101,7 @@ class EpisodeBuffer(ReplayBuffer):
         done = mask & fields.done(row)
         written = mask & ~(skipping & done)
         slot = (state.ring.head + pending) % self.num_slots
-        memory = ring.put(
+        memory = ring.write_slots(
             state.ring,
             jax.tree.map(lambda x: x[None], row),
             jnp.where(written, slot, self.num_slots)[None],

@@ -19,7 +19,7 @@ def get(tree: ArrayTree, name: str) -> ArrayTree | None:
     return None if isinstance(value, tuple) and not value else value
 
 
-def put(tree: ArrayTree, **values: ArrayTree) -> ArrayTree:
+def replace(tree: ArrayTree, **values: ArrayTree) -> ArrayTree:
     """Returns `tree` with fields replaced; ignores those that it lacks."""
     if isinstance(tree, Mapping):
         kind: Any = type(tree)

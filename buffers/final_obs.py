@@ -1,4 +1,4 @@
-"""Keeps final observations in a side ring, for `successor="shared"`.
+"""Keeps final observations in a side ring, for `next_obs="shared"`.
 
 Within an episode the successor of a row is the observation of the next row. Where an
 episode ends, the next row belongs to another one, and the successor is kept here.
@@ -9,24 +9,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from rollout import platform
-from rollout.buffers.types import ArrayTree, Finals
+from rollout.buffers.types import ArrayTree, FinalObs
 
 
-def init(obs: ArrayTree, final_capacity: int, num_slots: int, num_envs: int) -> Finals:
+def init(
+    obs: ArrayTree, final_obs_capacity: int, num_slots: int, num_envs: int
+) -> FinalObs:
     """Makes an empty ring for observations like `obs`, `[B, ...]`."""
-    return Finals(
+    return FinalObs(
         obs=jax.tree.map(
-            lambda x: jnp.zeros((final_capacity, *x.shape[1:]), x.dtype), obs
+            lambda x: jnp.zeros((final_obs_capacity, *x.shape[1:]), x.dtype), obs
         ),
-        row=jnp.full((final_capacity,), -1, jnp.int32),
+        row=jnp.full((final_obs_capacity,), -1, jnp.int32),
         place=jnp.full((num_slots, num_envs), -1, jnp.int32),
         head=jnp.zeros((), jnp.int32),
     )
 
 
-def put(
-    finals: Finals, next_obs: ArrayTree, done: jax.Array, slot: jax.Array
-) -> tuple[Finals, jax.Array]:
+def write(
+    finals: FinalObs, next_obs: ArrayTree, done: jax.Array, slot: jax.Array
+) -> tuple[FinalObs, jax.Array]:
     """Keeps `next_obs`, `[T, B, ...]`, of written rows where `done`.
 
     Args:

@@ -19,7 +19,7 @@ def get(ring: RingState, row: jax.Array) -> ArrayTree:
     The mask is False where there is no such row, or its successor is missing.
     """
     usable = neighbours.is_stored(ring, row) & neighbours.has_successor(ring, row)
-    return fields.put(neighbours.read(ring, row), **_missing(ring, row, usable))
+    return fields.replace(neighbours.read(ring, row), **_missing(ring, row, usable))
 
 
 def transitions(
@@ -39,7 +39,7 @@ def transitions(
     if stack is not None:
         changes |= _stacked(ring, row, last, stack)
     return Batch(
-        experience=fields.put(neighbours.read(ring, row), **changes),
+        experience=fields.replace(neighbours.read(ring, row), **changes),
         indices=row,
         weights=weights,
         discount=discount,
@@ -59,7 +59,7 @@ def relabelled(
     count = jnp.sum(valid, axis=0)
     ahead = jax.random.randint(ahead_key, count.shape, 0, count)
     later = jnp.take_along_axis(rows, ahead[None], axis=0)[0]
-    future = fields.put(
+    future = fields.replace(
         neighbours.read(ring, later), **_missing(ring, later, batch.weights > 0)
     )
     changed = relabel_fn(relabel_key, batch.experience, future)
@@ -83,7 +83,7 @@ def sequences(
     valid &= (weights > 0)[None]
     state = fields.get(fields.get(ring.experience, "extras"), "policy_state")
     return Sequences(
-        experience=fields.put(
+        experience=fields.replace(
             neighbours.read(ring, rows), **_missing(ring, rows, valid)
         ),
         mask=valid,

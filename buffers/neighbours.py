@@ -107,31 +107,31 @@ def previous(ring: RingState, row: jax.Array) -> jax.Array:
 
 def has_successor(ring: RingState, row: jax.Array) -> jax.Array:
     """Returns bool, True where the row's true successor is stored."""
-    if not ring.finals:
+    if not ring.final_obs:
         return jnp.ones(row.shape, bool)
-    place = ring.finals.place.reshape(-1)[row]
-    kept = (place >= 0) & (ring.finals.row[place] == row)
+    place = ring.final_obs.place.reshape(-1)[row]
+    kept = (place >= 0) & (ring.final_obs.row[place] == row)
     return jnp.where(is_done(ring, row), kept, goes_on(ring, row))
 
 
 def has_next_obs(ring: RingState) -> bool:
     """Returns whether rows have successors, stored with them or shared."""
-    return bool(ring.finals) or fields.get(ring.experience, "next_obs") is not None
+    return bool(ring.final_obs) or fields.get(ring.experience, "next_obs") is not None
 
 
 def successor(ring: RingState, row: jax.Array) -> ArrayTree:
     """Reads the true successors, `[..., *leaf]`; other values if not stored."""
-    if not ring.finals:
+    if not ring.final_obs:
         return read_field(ring, "next_obs", row)
     after = read_field(ring, "obs", move(ring, row, 1))
-    place = ring.finals.place.reshape(-1)[row]
+    place = ring.final_obs.place.reshape(-1)[row]
     done = is_done(ring, row)
 
     def choose(final: jax.Array, next_row: jax.Array) -> jax.Array:
         flag = done.reshape(*done.shape, *(1,) * (next_row.ndim - done.ndim))
         return jnp.where(flag, final[place], next_row)
 
-    return jax.tree.map(choose, ring.finals.obs, after)
+    return jax.tree.map(choose, ring.final_obs.obs, after)
 
 
 def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:

@@ -98,7 +98,7 @@ class PrioritizedReplayBuffer(RingBuffer):
             ValueError: if `beta` is a number out of range, and as in
                 `ReplayBuffer.sample`.
         """
-        batch_size = checks.count("batch_size", batch_size)
+        batch_size = checks.positive_int("batch_size", batch_size)
         checks.fraction("beta", beta)
         checks.state(state, self.num_slots, self.num_envs)
         checks.key(key)
@@ -130,7 +130,7 @@ class PrioritizedReplayBuffer(RingBuffer):
         Arguments and errors as in `ReplayBuffer.sample_sequences`, `beta` as in
         `sample`.
         """
-        batch_size = checks.count("batch_size", batch_size)
+        batch_size = checks.positive_int("batch_size", batch_size)
         checks.fraction("beta", beta)
         checks.state(state, self.num_slots, self.num_envs)
         checks.key(key)
@@ -190,7 +190,9 @@ class PrioritizedReplayBuffer(RingBuffer):
         seen = jnp.max(jnp.where(taken, priorities, 0), initial=0)
         rejected = jnp.sum(~valid, dtype=jnp.int32)
         return state.replace(
-            priorities=sum_tree.put(state.priorities, leaf, self._mass(priorities)),
+            priorities=sum_tree.set_leaves(
+                state.priorities, leaf, self._mass(priorities)
+            ),
             max_priority=jnp.maximum(state.max_priority, seen),
             num_rejected=state.num_rejected + rejected,
         )
@@ -257,13 +259,13 @@ def _put_rows(
             (start * num_envs, jnp.repeat(keep, num_envs))
             for start, keep in ring.windows(slot[0, 0], num_rows, num_slots)
         ]
-        return sum_tree.put_windows(tree, windows, value)
+        return sum_tree.set_windows(tree, windows, value)
 
     def put_apart(tree: sum_tree.Tree) -> sum_tree.Tree:
         # Rows that are not written have the slot N; their numbers lie beyond all rows.
         row = slot * num_envs + jnp.arange(num_envs, dtype=jnp.int32)[None]
         row = jnp.where(slot < num_slots, row, tree[0].shape[0]).reshape(-1)
-        return sum_tree.put_distinct(tree, row, value)
+        return sum_tree.set_distinct_leaves(tree, row, value)
 
     def put_in_loops(tree: sum_tree.Tree) -> sum_tree.Tree:
         together = ring.is_together(slot, num_slots)

@@ -35,7 +35,7 @@ class ReplayBuffer(RingBuffer):
 
         Raises:
             ValueError: if a leaf lacks the lane axis, if a flag is not bool, or if
-                `successor` is "shared" and the transition lacks `obs`, `next_obs`,
+                `next_obs` is "shared" and the transition lacks `obs`, `next_obs`,
                 `terminated` or `truncated`.
         """
         return self._init(transition, params)
@@ -59,7 +59,7 @@ class ReplayBuffer(RingBuffer):
         """Draws `batch_size` transitions evenly, with replacement.
 
         Every stored transition has the same chance, even if lanes hold different
-        numbers of them. With `successor="shared"`, only transitions whose successor is
+        numbers of them. With `next_obs="shared"`, only transitions whose successor is
         stored are drawn.
 
         Args:
@@ -97,7 +97,7 @@ class ReplayBuffer(RingBuffer):
             "Reinforcement Learning: An Introduction", 2nd ed., eq. 7.1; "Hindsight
             Experience Replay", section 4.5, arXiv:1707.01495.
         """
-        batch_size = checks.count("batch_size", batch_size)
+        batch_size = checks.positive_int("batch_size", batch_size)
         checks.state(state, self.num_slots, self.num_envs)
         checks.key(key)
         checks.targets(state.ring, n_step, gamma, stack)
@@ -137,7 +137,7 @@ class ReplayBuffer(RingBuffer):
             ValueError: if a count is not an int of at least 1, or if the transition has
                 no `terminated` or `truncated`.
         """
-        batch_size = checks.count("batch_size", batch_size)
+        batch_size = checks.positive_int("batch_size", batch_size)
         checks.state(state, self.num_slots, self.num_envs)
         checks.key(key)
         checks.sequence(state.ring, length)

@@ -16,27 +16,27 @@ from rollout.buffers import fields, final_obs
 from rollout.buffers.types import ArrayTree, RingState
 
 
-def init(row: ArrayTree, num_slots: int, final_capacity: int) -> RingState:
+def init(row: ArrayTree, num_slots: int, final_obs_capacity: int) -> RingState:
     """Makes an empty ring for rows like `row`, `[B, ...]`.
 
     Args:
         row: `[B, ...]`, shapes and dtypes of one step.
         num_slots: N, rows that a lane can hold.
-        final_capacity: F, final observations to keep; 0 if every row keeps its own
+        final_obs_capacity: F, final observations to keep; 0 if every row keeps its own
             successor.
     """
     num_envs = jax.tree.leaves(row)[0].shape[0]
     kept, last = row, ()
-    if final_capacity:
-        kept, next_obs = fields.put(row, next_obs=()), fields.get(row, "next_obs")
-        last = final_obs.init(next_obs, final_capacity, num_slots, num_envs)
+    if final_obs_capacity:
+        kept, next_obs = fields.replace(row, next_obs=()), fields.get(row, "next_obs")
+        last = final_obs.init(next_obs, final_obs_capacity, num_slots, num_envs)
     return RingState(
         experience=jax.tree.map(
             lambda x: jnp.zeros((num_slots, *x.shape), x.dtype), kept
         ),
         head=jnp.zeros((num_envs,), jnp.int32),
         size=jnp.zeros((num_envs,), jnp.int32),
-        finals=last,
+        final_obs=last,
     )
 
 
@@ -51,7 +51,7 @@ def write(
     """
     num_slots = ring.num_slots
     slot = _slots(ring.head, mask, num_slots)
-    ring = put(ring, chunk, slot)
+    ring = write_slots(ring, chunk, slot)
     count = jnp.sum(mask, axis=0, dtype=jnp.int32)
     head, size = (ring.head + count) % num_slots, ring.size + count
     return ring.replace(head=head, size=jnp.minimum(size, num_slots)), slot
@@ -64,19 +64,19 @@ def clear(ring: RingState) -> RingState:
     return ring.replace(head=head, size=size, lost=lost)
 
 
-def put(ring: RingState, chunk: ArrayTree, slot: jax.Array) -> RingState:
+def write_slots(ring: RingState, chunk: ArrayTree, slot: jax.Array) -> RingState:
     """Writes the rows of `chunk`, `[T, B, ...]`, to `slot`, `[T, B]` int32.
 
     Slots of a lane follow each other. A row with slot N is not written.
     """
-    if ring.finals:
+    if ring.final_obs:
         next_obs, done = fields.get(chunk, "next_obs"), fields.done(chunk)
-        final, place = final_obs.put(ring.finals, next_obs, done, slot)
+        final, place = final_obs.write(ring.final_obs, next_obs, done, slot)
         # The place of its final observation is written along with the row.
         kept = (ring.experience, final.place)
-        rows = (fields.put(chunk, next_obs=()), place)
+        rows = (fields.replace(chunk, next_obs=()), place)
         experience, place = _put(kept, rows, slot)
-        return ring.replace(experience=experience, finals=final.replace(place=place))
+        return ring.replace(experience=experience, final_obs=final.replace(place=place))
     return ring.replace(experience=_put(ring.experience, chunk, slot))
 
 

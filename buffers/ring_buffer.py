@@ -25,31 +25,31 @@ class RingBuffer(struct.PyTreeNode):
         capacity: transitions that all lanes hold together. Each lane has
             `capacity // num_envs` slots.
         num_envs: B, environments (lanes) that are written side by side.
-        successor: "stored" keeps `next_obs` with every row. "shared" takes it from the
+        next_obs: "stored" keeps `next_obs` with every row. "shared" takes it from the
             next row of the lane, and keeps only the final observations of episodes, in
             a side ring: about half of the memory. A row whose successor is not written
             yet, or was evicted from the side ring, is never sampled.
-        final_capacity: F, final observations that "shared" keeps, at least `num_envs`;
-            by default a quarter of the capacity, enough for episodes of four steps or
-            more. Twice the capacity divided by the mean length of an episode is ample;
-            `count_lost` shows whether F was too small.
+        final_obs_capacity: F, final observations that "shared" keeps, at least
+            `num_envs`; by default a quarter of the capacity, enough for episodes of
+            four steps or more. Twice the capacity divided by the mean length of an
+            episode is ample; `count_lost` shows whether F was too small.
 
     Raises:
         ValueError: if a number is not an int of at least 1, if `capacity` is less than
-            one step of all lanes or more than 2**30, or if `successor` or
-            `final_capacity` is not as above.
+            one step of all lanes or more than 2**30, or if `next_obs` or
+            `final_obs_capacity` is not as above.
     """
 
     capacity: int = struct.field(pytree_node=False)
     num_envs: int = struct.field(pytree_node=False)
-    successor: str = struct.field(pytree_node=False, default="stored", kw_only=True)
-    final_capacity: int | None = struct.field(
+    next_obs: str = struct.field(pytree_node=False, default="stored", kw_only=True)
+    final_obs_capacity: int | None = struct.field(
         pytree_node=False, default=None, kw_only=True
     )
 
     def __post_init__(self) -> None:
         checks.capacity(self.capacity, self.num_envs)
-        checks.successor(self.successor, self.final_capacity, self.num_envs)
+        checks.next_obs(self.next_obs, self.final_obs_capacity, self.num_envs)
 
     @property
     def num_slots(self) -> int:
@@ -96,7 +96,7 @@ class RingBuffer(struct.PyTreeNode):
         Returns:
             `()` bool. It costs as much as a small sample.
         """
-        batch_size = checks.count("batch_size", batch_size)
+        batch_size = checks.positive_int("batch_size", batch_size)
         return self._run(self._can_sample, state, batch_size=batch_size, stack=stack)
 
     def _can_sample(
@@ -110,11 +110,11 @@ class RingBuffer(struct.PyTreeNode):
     def count_lost(self, state: ArrayTree) -> jax.Array:
         """Counts endings that are stored but never sampled, `()` int32.
 
-        With `successor="shared"` these are the endings whose final observation was
-        evicted from the side ring: if there are any, raise `final_capacity`. It reads
-        the flags of all rows: O(capacity).
+        With `next_obs="shared"` these are the endings whose final observation was
+        evicted from the side ring: if there are any, raise `final_obs_capacity`. It
+        reads the flags of all rows: O(capacity).
         """
-        if not state.ring.finals:
+        if not state.ring.final_obs:
             return jnp.zeros((), jnp.int32)
         row = neighbours.all_rows(state.ring)
         ended = neighbours.is_stored(state.ring, row) & neighbours.is_done(
@@ -218,7 +218,7 @@ class RingBuffer(struct.PyTreeNode):
             self._sample_episodes,
             state,
             key,
-            batch_size=checks.count("batch_size", batch_size),
+            batch_size=checks.positive_int("batch_size", batch_size),
             max_length=self._check_whole(state, max_length),
         )
 
@@ -247,11 +247,11 @@ class RingBuffer(struct.PyTreeNode):
     def _check_whole(self, state: ArrayTree, max_length: int) -> int:
         needed = (*checks.FLAGS, "episode_length")
         fields.need(state.ring.experience, needed, "A sample of episodes")
-        return checks.count("max_length", max_length)
+        return checks.positive_int("max_length", max_length)
 
     def _usable_fn(self, state: ArrayTree, stack: int | None) -> sampling.RowFn | None:
         """Makes the test for stored rows that may be sampled; None if all may."""
-        if not state.ring.finals and (stack is None or stack == 1):
+        if not state.ring.final_obs and (stack is None or stack == 1):
             return None
 
         def usable(row: jax.Array) -> jax.Array:
@@ -372,13 +372,13 @@ class RingBuffer(struct.PyTreeNode):
                 )
             transition = _row_of(collector, params)
         checks.row(transition, self.num_envs)
-        final_capacity = 0
-        if self.successor == "shared":
+        final_obs_capacity = 0
+        if self.next_obs == "shared":
             checks.can_share(transition)
             default = max(self.num_envs, -(-self.capacity // 4))
-            final_capacity = self.final_capacity or default
-        row = fields.put(transition, mask=())
-        return ring.init(row, self.num_slots, final_capacity)
+            final_obs_capacity = self.final_obs_capacity or default
+        row = fields.replace(transition, mask=())
+        return ring.init(row, self.num_slots, final_obs_capacity)
 
     def _chunk(
         self,
@@ -388,7 +388,7 @@ class RingBuffer(struct.PyTreeNode):
     ) -> tuple[ArrayTree, jax.Array]:
         """Checks rows to add, `[T, B, ...]`, and their mask, `[T, B]` bool."""
         checks.state(state, self.num_slots, self.num_envs)
-        rows = fields.put(trajectory, mask=())
+        rows = fields.replace(trajectory, mask=())
         is_step = checks.like_init(rows, state.ring)
         given: Any = fields.get(trajectory, "mask") if mask is None else mask
         shape = jax.tree.leaves(rows)[0].shape[: 1 if is_step else 2]

@@ -35,7 +35,7 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
     the same as on one device, but may gather the rows.
 
     Args:
-        buffer: a `ReplayBuffer` with `successor="stored"`.
+        buffer: a `ReplayBuffer` with `next_obs="stored"`.
         mesh: the devices.
         axis: the axis of the mesh that the lanes are sharded over.
 
@@ -56,11 +56,11 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
         raise ValueError(
             f"`axis` must be one of the mesh, {', '.join(mesh.shape)}, got {axis!r}."
         )
-    successor = getattr(buffer, "successor", None)
-    if type(buffer) is not ReplayBuffer or successor != "stored":
+    next_obs = getattr(buffer, "next_obs", None)
+    if type(buffer) is not ReplayBuffer or next_obs != "stored":
         raise ValueError(
-            '`buffer` must be a `ReplayBuffer` with successor="stored", got '
-            f"{type(buffer).__name__} with {successor!r}."
+            '`buffer` must be a `ReplayBuffer` with next_obs="stored", got '
+            f"{type(buffer).__name__} with next_obs={next_obs!r}."
         )
     _divide("num_envs", buffer.num_envs, mesh.shape[axis])
     # As in `rollout.shard`: other axis types would be part of the types of arrays.

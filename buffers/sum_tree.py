@@ -38,7 +38,7 @@ def total(tree: Tree) -> jax.Array:
     return jnp.sum(tree[-1])
 
 
-def put(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
+def set_leaves(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
     """Sets the leaves `leaf`, `[K]` int32, to `value`, `[K]` float32.
 
     If a leaf appears twice, its last value counts; a number beyond the leaves is
@@ -54,7 +54,7 @@ def put(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
     return _sum_up(tree, level, leaf)
 
 
-def put_distinct(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
+def set_distinct_leaves(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
     """Sets the leaves `leaf`, `[K]` int32, no two alike, to `value`, `()` float32.
 
     Numbers beyond the leaves are skipped; these may be alike.
@@ -76,7 +76,7 @@ def _sum_up(tree: Tree, level: jax.Array, leaf: jax.Array) -> Tree:
     return tuple(levels)
 
 
-def put_windows(
+def set_windows(
     tree: Tree, windows: Sequence[tuple[jax.Array, jax.Array]], value: jax.Array
 ) -> Tree:
     """Sets the leaves in windows of equal length to `value`, `()` float32.

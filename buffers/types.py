@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 ExperienceT = TypeVar("ExperienceT", default=Any)
 
 
-class Finals(struct.PyTreeNode, kw_only=True):
+class FinalObs(struct.PyTreeNode, kw_only=True):
     """The last observations of episodes, for rows that do not keep their successor.
 
     Attributes:
@@ -35,10 +35,10 @@ class RingState(struct.PyTreeNode, kw_only=True):
 
     Attributes:
         experience: `[N, B, ...]`, any pytree, in the dtypes it came in. The field
-            `mask` is not kept, nor `next_obs` with `successor="shared"`.
+            `mask` is not kept, nor `next_obs` with `next_obs="shared"`.
         head: `[B]` int32, the slot that each lane writes next.
         size: `[B]` int32, rows that each lane holds, at most N.
-        finals: final observations with `successor="shared"`, else `()`.
+        final_obs: final observations with `next_obs="shared"`, else `()`.
         lost: `[B]` bool of an `EpisodeBuffer`, True where rows under way have replaced
             the oldest ones, else `()`.
     """
@@ -46,7 +46,7 @@ class RingState(struct.PyTreeNode, kw_only=True):
     experience: ArrayTree  # [N, B, ...]
     head: jax.Array  # [B]
     size: jax.Array  # [B]
-    finals: Any = ()  # Finals or ()
+    final_obs: Any = ()  # FinalObs or ()
     lost: ArrayTree = ()  # [B] or ()
 
     @property

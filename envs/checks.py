@@ -13,7 +13,7 @@ INT32_MAX = 2**31 - 1  # steps, lanes and episodes are counted in int32
 _REAL: Any = numbers.Real  # a type checker knows no order of it
 
 
-def count(
+def int_between(
     name: str, value: Any, *, least: int = 1, most: int | None = INT32_MAX
 ) -> int:
     """Checks an integer from `least` to `most`; returns it as a Python int."""

@@ -206,7 +206,7 @@ class MultiAgentInfo(struct.PyTreeNode):
     env: ArrayTree
 
 
-def pack(length: jax.Array, flags: dict[Flag, jax.Array]) -> jax.Array:
+def pack_status(length: jax.Array, flags: dict[Flag, jax.Array]) -> jax.Array:
     """Packs a count of 24 bits and the flags in one word.
 
     XLA:CPU pays for every array that a step or a reset writes.

@@ -66,7 +66,7 @@ class LeaveByCategory(struct.PyTreeNode):
     threshold: int = struct.field(pytree_node=False)
 
     def __post_init__(self) -> None:
-        checks.count("window", self.window)
+        checks.int_between("window", self.window)
         checks.integer("threshold", self.threshold)
         if _is_table(self.categories):
             _check_table("categories", self.categories, "[I, C] bool", "b")
@@ -106,7 +106,7 @@ class LeaveByDistance(struct.PyTreeNode):
     threshold: jax.typing.ArrayLike
 
     def __post_init__(self) -> None:
-        checks.count("window", self.window)
+        checks.int_between("window", self.window)
         if _is_table(self.features):
             _check_table("features", self.features, "[I, F] of floats", "f")
             if not np.isfinite(np.asarray(self.features)).all():
@@ -188,11 +188,11 @@ class RecommendationEnv(struct.PyTreeNode):
     known: Any = None  # [U, I]
 
     def __post_init__(self) -> None:
-        checks.count("max_turn", self.max_turn)
+        checks.int_between("max_turn", self.max_turn)
         checks.boolean("random_first", self.random_first)
         if callable(self.feedback):
-            checks.count("num_users", self.num_users)
-            checks.count("num_items", self.num_items)
+            checks.int_between("num_users", self.num_users)
+            checks.int_between("num_items", self.num_items)
             if not isinstance(self.feedback, jax.tree_util.Partial):
                 # A function is no array: it becomes part of the structure.
                 self._set("feedback", jax.tree_util.Partial(self.feedback))

@@ -90,7 +90,7 @@ class Discrete(_Bounded, struct.PyTreeNode):
     start: int = struct.field(pytree_node=False, default=0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", checks.count("n", self.n))
+        object.__setattr__(self, "n", checks.int_between("n", self.n))
         object.__setattr__(self, "start", checks.integer("start", self.start))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         checks.holds(self.dtype, self.low, self.high)
@@ -288,7 +288,7 @@ class Repeated(Space, struct.PyTreeNode):
     num: int = struct.field(pytree_node=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num", checks.count("num", self.num))
+        object.__setattr__(self, "num", checks.int_between("num", self.num))
 
     @property
     def shape(self) -> tuple[int, ...] | None:

@@ -86,7 +86,7 @@ def _check(num_envs: int, auto_reset: str) -> int:
     if not isinstance(auto_reset, str) or auto_reset not in _AUTO_RESETS:
         names = " or ".join(f'"{name}"' for name in sorted(_AUTO_RESETS))
         raise ValueError(f"`auto_reset` must be {names}, got {auto_reset!r}.")
-    return checks.count("num_envs", num_envs)
+    return checks.int_between("num_envs", num_envs)
 
 
 class _VectorizedEnv(struct.PyTreeNode, kw_only=True):

@@ -25,7 +25,7 @@ from rollout.envs.multi_agent import (
     MultiAgentInfo,
     MultiAgentStep,
     layout_of,
-    pack,
+    pack_status,
     read_flag,
     read_length,
 )
@@ -150,7 +150,7 @@ class _Joint(struct.PyTreeNode, kw_only=True):
         state = _JointState(
             env_state=env_state,
             agent_return=jnp.zeros(shape, jnp.float32),
-            packed=pack(jnp.zeros(shape, jnp.int32), {Flag.ACTS_NEXT: acting}),
+            packed=pack_status(jnp.zeros(shape, jnp.int32), {Flag.ACTS_NEXT: acting}),
         )
         return state, self._observe(obs, acting)
 
@@ -166,7 +166,7 @@ class _Joint(struct.PyTreeNode, kw_only=True):
         agent_return = state.agent_return + reward
         flags = self._follow(state.packed, result)
         length = read_length(state.packed) + flags[Flag.ACTED].astype(jnp.int32)
-        packed = pack(length, flags)
+        packed = pack_status(length, flags)
         has_terminated = flags[Flag.HAS_TERMINATED]
         is_over = jnp.all(has_terminated | flags[Flag.WAS_TRUNCATED])
         all_terminated = jnp.all(has_terminated)

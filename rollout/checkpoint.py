@@ -63,8 +63,8 @@ def save(
             there is anything else in the folder; if the tree has no leaf, or a leaf of
             another kind, which the message names.
     """
-    every = checks.count("every", every)
-    keep = checks.count("keep", keep)
+    every = checks.int_between("every", every)
+    keep = checks.int_between("keep", keep)
     found = steps(path)
     _check_folder(Path(path), found)
     step = _number(found, step, every)
@@ -113,7 +113,7 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
     """
     found = steps(path)
     if step is not None:
-        step = checks.count("step", step, least=0, most=None)
+        step = checks.int_between("step", step, least=0, most=None)
     step = found[-1] if step is None and found else step
     if step not in found:
         raise FileNotFoundError(
@@ -188,7 +188,7 @@ def _number(found: list[int], step: int | None, every: int) -> int:
     if step is None:
         return lowest
     # To replace a checkpoint would leave a moment with neither.
-    return checks.count("step", step, least=lowest, most=None)
+    return checks.int_between("step", step, least=lowest, most=None)
 
 
 def _delete_old(path: Path, old: list[int]) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from rollout.envs import prng
-from rollout.envs.checks import INT32_MAX, count
+from rollout.envs.checks import INT32_MAX, int_between
 from rollout.envs.checks import fraction as fraction
 from rollout.envs.checks import kind_of_env as kind_of_env
 from rollout.envs.checks import seconds as seconds
@@ -72,7 +72,7 @@ def max_steps(value: Any) -> jax.Array:
     """Checks a number of steps; one beyond int32 becomes the largest int32."""
     if isinstance(value, jax.Array) and (value.shape, value.dtype) == ((), jnp.int32):
         return value  # from an outer `jit`, checked there
-    return jnp.int32(min(count("max_steps", value, most=None), INT32_MAX))
+    return jnp.int32(min(int_between("max_steps", value, most=None), INT32_MAX))
 
 
 def collector(env: Any, acting: Any, record_fn: Any, value_fn: Any = None) -> None:

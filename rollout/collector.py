@@ -136,7 +136,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         Raises:
             ValueError: if `num_steps` is not an int of at least 1, or as `step` does.
         """
-        num_steps = checks.count("num_steps", num_steps)
+        num_steps = checks.int_between("num_steps", num_steps)
         return _collect_steps(self, carry, params, num_steps)
 
     def fold_steps(
@@ -168,7 +168,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             ValueError: if `num_steps` is not an int of at least 1, or as `step` does.
             TypeError: if `fn` changes the structure, a shape or a dtype of `acc`.
         """
-        num_steps = checks.count("num_steps", num_steps)
+        num_steps = checks.int_between("num_steps", num_steps)
         checks.function("fn", fn)
         fold = _jitted(_fold_steps, fn, (self, carry, params, acc))
         return fold(self, carry, params, acc, fn, num_steps)
@@ -210,10 +210,10 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             ValueError: if `num_episodes` or `max_steps` is not an int of at least 1, or
                 as `step` does.
         """
-        num_episodes = checks.count("num_episodes", num_episodes)
+        num_episodes = checks.int_between("num_episodes", num_episodes)
         limit, least = checks.max_steps(max_steps), None
         if min_steps is not None:
-            least = jnp.int32(checks.count("min_steps", min_steps))
+            least = jnp.int32(checks.int_between("min_steps", min_steps))
         return _collect_episodes(
             self, carry, params, limit, episodes.queue, num_episodes, least
         )
@@ -246,7 +246,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         Raises:
             ValueError: as `collect_episodes` does.
         """
-        episodes_per_env = checks.count("episodes_per_env", episodes_per_env)
+        episodes_per_env = checks.int_between("episodes_per_env", episodes_per_env)
         limit = checks.max_steps(max_steps)
         return _collect_episodes(
             self, carry, params, limit, episodes.per_env, episodes_per_env
@@ -284,7 +284,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             ValueError: as `collect_episodes` does.
             TypeError: if `fn` changes the structure, a shape or a dtype of `acc`.
         """
-        num_episodes = checks.count("num_episodes", num_episodes)
+        num_episodes = checks.int_between("num_episodes", num_episodes)
         checks.function("fn", fn)
         limit = checks.max_steps(max_steps)
         fold = _jitted(_fold_episodes, fn, (self, carry, params, acc, limit))
@@ -311,8 +311,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             ValueError: if `num_episodes` or `max_length` is not an int of at least 1,
                 or as `step` does.
         """
-        num_episodes = checks.count("num_episodes", num_episodes)
-        max_length = checks.count("max_length", max_length)
+        num_episodes = checks.int_between("num_episodes", num_episodes)
+        max_length = checks.int_between("max_length", max_length)
         return _collect_padded(self, carry, params, num_episodes, max_length)
 
     def _play(
@@ -336,7 +336,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         roots = kernel.roots_of(self.env, carry)
 
         def fold(acc: Acc, transition: Transition, go: jax.Array) -> Acc:
-            new = fn(acc, kernel.record(self.record_fn, transition))
+            new = fn(acc, kernel.apply_record_fn(self.record_fn, transition))
             return platform.hold(go, new, acc) if holds else new
 
         return episodes.play(
@@ -369,7 +369,7 @@ def _take(
     carry, transition = kernel.step(
         setup, carry, params, roots=roots, policy_key=policy_key
     )
-    return carry, kernel.record(collector.record_fn, transition)
+    return carry, kernel.apply_record_fn(collector.record_fn, transition)
 
 
 def _on_devices(jitted: Callable[..., Any]) -> Callable[..., Any]:
@@ -451,7 +451,7 @@ def _collect_steps(
         carry: Carry, policy_key: chex.PRNGKey
     ) -> tuple[Carry, tuple[Transition, jax.Array]]:
         after, transition = _take(collector, carry, params, roots, policy_key)
-        return after, kernel.written(kernel.pack(transition), carry.step)
+        return after, kernel.writable_in_cuda_graph(kernel.pack(transition), carry.step)
 
     policy_keys = kernel.policy_keys(roots, carry, num_steps)
     carry, (rows, flags) = platform.scan(

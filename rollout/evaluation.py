@@ -55,7 +55,7 @@ def evaluate(
             not an int of at least 1, or as `Collector.step` does.
     """
     checks.typed_key(key)
-    num_episodes = checks.count("num_episodes", num_episodes)
+    num_episodes = checks.int_between("num_episodes", num_episodes)
     if isinstance(collector, HostCollector):
         return _evaluate(collector, key, params, num_episodes, max_steps)
     limit = checks.max_steps(max_steps)

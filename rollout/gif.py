@@ -75,7 +75,7 @@ def draw_episode(
     """
     checks.outside_of_jit("record_gif")
     checks.typed_key(key)
-    max_steps = checks.count("max_steps", max_steps)
+    max_steps = checks.int_between("max_steps", max_steps)
     is_host = isinstance(collector, HostCollector)
     if not is_host and not isinstance(collector, Collector):
         got = type(collector).__name__

@@ -49,8 +49,8 @@ def minibatches(
             their size.
     """
     checks.typed_key(key)
-    num_minibatches = checks.count("num_minibatches", num_minibatches)
-    epochs = checks.count("epochs", epochs)
+    num_minibatches = checks.int_between("num_minibatches", num_minibatches)
+    epochs = checks.int_between("epochs", epochs)
     if axis not in (None, 0, 1) or isinstance(axis, bool):
         raise ValueError(f"`axis` must be None, 0 or 1, got {axis!r}.")
     num_items = _count_items(tree, axis)

@@ -79,8 +79,8 @@ def profile(
             `Collector.step` does.
     """
     checks.collects_in_jax(collector)
-    num_steps = checks.count("num_steps", num_steps)
-    num_repeats = checks.count("num_repeats", num_repeats)
+    num_steps = checks.int_between("num_steps", num_steps)
+    num_repeats = checks.int_between("num_repeats", num_repeats)
     carry = collector.init(jax.random.key(0) if key is None else key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
     given = _Given(collector, carry, params, trajectory)

@@ -114,7 +114,7 @@ def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
     Source:
         "EasyRL4Rec", arXiv:2402.15164, section 3.4.
     """
-    force_length = checks.count("force_length", force_length)
+    force_length = checks.int_between("force_length", force_length)
     space = as_space(env.action_space, "env.action_space")
     if not isinstance(space, Discrete):
         raise ValueError(
@@ -164,7 +164,7 @@ def evaluate_settings(
         ValueError: if an argument is not as above.
     """
     checks.typed_key(key)
-    num_episodes = checks.count("num_episodes", num_episodes)
+    num_episodes = checks.int_between("num_episodes", num_episodes)
     limit = checks.max_steps(max_steps)
     catalogue = Catalogue() if catalogue is None else catalogue
     if not isinstance(settings, Mapping) or not isinstance(catalogue, Catalogue):

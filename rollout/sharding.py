@@ -215,7 +215,7 @@ def _shard(env: Any, sharding: LaneSharding) -> VectorEnv:
         if not _is_absent(sharding.mesh):
             # Python numbers would be sent to every device with each call.
             spec = PartitionSpec(sharding.axis) if env.each else PartitionSpec()
-            env = _put(env, NamedSharding(sharding.mesh, spec))
+            env = _device_put(env, NamedSharding(sharding.mesh, spec))
         return _ShardedEnv(env=env, sharding=sharding)
     if sharding_of(env) is None and hasattr(env, "env"):  # a wrapper
         return env.replace(env=_shard(env.env, sharding))
@@ -231,7 +231,7 @@ def _is_absent(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].client.runtime_type == "compile_only_runtime"
 
 
-def _put(tree: ArrayTree, where: NamedSharding) -> ArrayTree:
+def _device_put(tree: ArrayTree, where: NamedSharding) -> ArrayTree:
     """Puts numbers and arrays on a mesh, with the types that `jit` gives them.
 
     Over several processes `device_put` compares a Python float with the float32 that it

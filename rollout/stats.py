@@ -233,7 +233,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         Raises:
             ValueError: if `num_episodes` is not an int of at least 1.
         """
-        size = checks.count("num_episodes", num_episodes)
+        size = checks.int_between("num_episodes", num_episodes)
         returns, lengths = jnp.zeros(size, jnp.float32), jnp.zeros(size, jnp.int32)
         return cls(returns=returns, lengths=lengths)
 

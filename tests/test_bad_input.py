@@ -385,8 +385,8 @@ OTHERS = {
     "key of a stream": lambda: stream(key=0),
     # Buffers.
     "capacity below the lanes": lambda: buffers.ReplayBuffer(2, 4),
-    "successor": lambda: buffers.ReplayBuffer(8, 4, successor="next"),
-    "final_capacity": lambda: buffers.ReplayBuffer(8, 4, final_capacity=4),
+    "successor": lambda: buffers.ReplayBuffer(8, 4, next_obs="next"),
+    "final_obs_capacity": lambda: buffers.ReplayBuffer(8, 4, final_obs_capacity=4),
     "nothing to spread over": lambda: buffers.shard(None, mesh()),
     "word as a mesh": lambda: buffers.shard(buffer(), "lanes"),
     "alpha": lambda: buffers.PrioritizedReplayBuffer(8, 4, alpha=2.0),

@@ -130,6 +130,17 @@ def test_module_names_stand_for_one_thing():
     assert {name for name in names if names.count(name) > 1} <= same
 
 
+def test_packages_list_their_modules():
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("__init__.py"):
+            if path.parent.name == "suites":  # one module per suite
+                continue
+            text = ast.get_docstring(ast.parse(path.read_text()))
+            named = set(re.findall(r"`(?:rollout\.)?(?:envs\.|buffers\.)?(\w+)`", text))
+            inside = {x.stem for x in path.parent.iterdir() if x.suffix == ".py"}
+            assert inside - {"__init__", "__main__"} <= named, package
+
+
 def run(code, folder=ROOT, **variables):
     """What Python prints that runs `code` in a folder."""
     done = subprocess.run(

@@ -49,7 +49,7 @@ def from_data(
     Raises:
         ValueError: if an array is not as above or a number does not fit its dtype (the
             message names the leaf); if the buffer is too small; or if, with
-            `successor="shared"`, a successor within an episode is not the observation
+            `next_obs="shared"`, a successor within an episode is not the observation
             of the next row.
     """
     rows = _read(obs, action, reward, terminated, truncated, next_obs)
@@ -66,10 +66,10 @@ def from_data(
         lambda x: jax.ShapeDtypeStruct((num_envs, *x.shape[1:]), x.dtype), rows
     )
     state = buffer.init(step)
-    finals, num_ends = state.ring.finals, np.count_nonzero(done)
+    finals, num_ends = state.ring.final_obs, np.count_nonzero(done)
     if finals and finals.row.shape[0] < num_ends:
         raise ValueError(
-            f"`final_capacity` must hold the ends of all {num_ends} episodes, got "
+            f"`final_obs_capacity` must hold the ends of all {num_ends} episodes, got "
             f"{finals.row.shape[0]}."
         )
     return _add(buffer, state, rows, index)

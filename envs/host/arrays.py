@@ -126,14 +126,16 @@ def pick(tree: ArrayTree, index: Any) -> ArrayTree:
     return tree[index]
 
 
-def put(tree: ArrayTree, index: Any, values: ArrayTree, name: str = "values") -> None:
+def assign(
+    tree: ArrayTree, index: Any, values: ArrayTree, name: str = "values"
+) -> None:
     """Writes `values` to slots of every array; raises if their shapes differ."""
     if isinstance(tree, dict):
         for key, part in tree.items():
-            put(part, index, values[key], name)
+            assign(part, index, values[key], name)
     elif isinstance(tree, tuple):
         for part, value in zip(tree, values, strict=True):
-            put(part, index, value, name)
+            assign(part, index, value, name)
     else:
         values, shape = np.asarray(values), tree[index].shape
         if values.shape != shape:  # NumPy would broadcast it

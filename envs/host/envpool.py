@@ -243,8 +243,8 @@ def _make(
     options: dict[str, Any],
 ) -> Any:
     """Makes an EnvPool by its id."""
-    num_envs = checks.count("num_envs", num_envs)
-    batch_size = checks.count(
+    num_envs = checks.int_between("num_envs", num_envs)
+    batch_size = checks.int_between(
         "batch_size", num_envs if batch_size is None else batch_size
     )
     seed = checks.integer("seed", seed)

@@ -6,7 +6,7 @@ import traceback
 _NOTE = "In the environment:"
 
 
-def pack(cause: BaseException) -> bytes:
+def to_bytes(cause: BaseException) -> bytes:
     """Pickles an exception, or its text if it cannot be pickled.
 
     Pickle drops the traceback, so it travels as a note.
@@ -23,7 +23,7 @@ def pack(cause: BaseException) -> bytes:
     return pickle.dumps((whole, told, text))
 
 
-def unpack(packed: bytes) -> BaseException:
+def from_bytes(packed: bytes) -> BaseException:
     """Returns the exception, or a `RuntimeError` with its text if unpickling fails."""
     whole, told, text = pickle.loads(packed)
     try:

@@ -75,7 +75,7 @@ def from_gymnasium(
             f"environment of gymnasium, got {type(env).__name__}."
         )
     if num_envs is not None:
-        return LocalEnvs([make] * checks.count("num_envs", num_envs), **info)
+        return LocalEnvs([make] * checks.int_between("num_envs", num_envs), **info)
     made = None if isinstance(env, str) else make()
     if not isinstance(made, gymnasium.vector.VectorEnv):
         raise ValueError(

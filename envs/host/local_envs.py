@@ -13,11 +13,11 @@ from rollout.envs.host.arrays import (
     StepArrays,
     answer,
     answer_all,
+    assign,
     flag,
     make_layout,
     number,
     pick,
-    put,
     writer,
 )
 from rollout.envs.host.gymnasium_actions import split_action
@@ -262,7 +262,7 @@ class LocalEnvs:
             if env is not old:
                 _close(old)
             self._use(at, env)
-        put(self._arrays.obs, slice(None), obs)
+        assign(self._arrays.obs, slice(None), obs)
         return True
 
     def close(self) -> None:
@@ -311,7 +311,7 @@ class LocalEnvs:
             if key in info:
                 write(at, info[key])
             else:
-                put(self._arrays.info[key], at, self._blank[key])
+                assign(self._arrays.info[key], at, self._blank[key])
 
     def _reset_one(self, at: int, seed: int) -> None:
         try:

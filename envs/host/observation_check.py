@@ -7,7 +7,7 @@ from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 
 
-class Guard:
+class ObservationCheck:
     """Finds observations that are not finite, or not in their space."""
 
     def __init__(self, space: AnySpace) -> None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from rollout.envs import checks
-from rollout.envs.host.observation_check import Guard
+from rollout.envs.host.observation_check import ObservationCheck
 from rollout.envs.host.ownership import claim, new_user
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
 from rollout.envs.spaces import as_space
@@ -71,8 +71,8 @@ def probe(
         ValueError: if `env` is no `HostVectorEnv`, or an option is not as above.
     """
     checks.kind_of_env(env, is_host=True)
-    num_steps = checks.count("num_steps", num_steps)
-    seed = checks.count("seed", seed, least=0, most=None)
+    num_steps = checks.int_between("num_steps", num_steps)
+    seed = checks.int_between("seed", seed, least=0, most=None)
     claim(env, new_user())  # no carry of a collector is valid after this
     probing = _Probe(env, np.random.default_rng(seed))
     with contextlib.suppress(_Stop):
@@ -230,7 +230,7 @@ class _Probe:
         return jax.tree.map(np.array, obs)
 
     def _look_at(self, obs: ArrayTree) -> None:
-        bad = self._guard.find(obs)
+        bad = self._obs_check.find(obs)
         if bad:
             self._report("obs", f"of environment {min(bad)}: {bad[min(bad)]}")
         leaves = [x for x in jax.tree.leaves(obs) if len(x) > 1 and x.size]
@@ -255,7 +255,7 @@ class _Probe:
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")  # jax warns of 64 bits
                     self._kinds["obs"] = jax.eval_shape(jax.vmap(space.sample), keys)
-                self._guard = Guard(space)
+                self._obs_check = ObservationCheck(space)
             except Exception as error:
                 self._stop(name, f"its elements must be arrays, got {_say(error)}")
 

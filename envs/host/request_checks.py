@@ -50,7 +50,7 @@ def env_ids(env_id: Any, num_envs: int) -> list[int]:
 
 def num_ready(value: Any, under_way: int) -> None:
     """Raises if more answers are awaited than environments are under way."""
-    checks.count("num_ready", value)
+    checks.int_between("num_ready", value)
     if value > under_way:
         raise ValueError(
             "`num_ready` must be at most the number under way, "

@@ -21,9 +21,9 @@ from rollout.envs.host import (
     shared_memory,
     worker_process,
 )
-from rollout.envs.host.arrays import answer, answer_all, make_layout, pick, put
+from rollout.envs.host.arrays import answer, answer_all, assign, make_layout, pick
 from rollout.envs.host.types import EnvFault, HostStep
-from rollout.envs.host.worker_pool import Crew, Link, preload
+from rollout.envs.host.worker_pool import WorkerHandle, WorkerPool, preload
 from rollout.envs.types import AnySpace, ArrayTree
 
 _START_METHODS = ("forkserver", "spawn")
@@ -70,7 +70,7 @@ def workers(
     make_fns = _list(make_fns)
     if num_workers is None:
         num_workers = min(len(make_fns), os.cpu_count() or 1)
-    if counts.count("num_workers", num_workers) > len(make_fns):
+    if counts.int_between("num_workers", num_workers) > len(make_fns):
         raise ValueError(
             f"`num_workers` must be at most the number of environments, "
             f"{len(make_fns)}, got {num_workers}."
@@ -121,12 +121,12 @@ class WorkerEnvs:
         self._context = multiprocessing.get_context(start_method)
         cuts = np.linspace(0, self.num_envs, num_workers + 1).astype(int).tolist()
         groups = [range(a, b) for a, b in itertools.pairwise(cuts)]
-        self._crew = Crew(groups, timeout)
-        self._link_of = [link for link in self._crew.links for _ in link.ids]
+        self._pool = WorkerPool(groups, timeout)
+        self._link_of = [handle for handle in self._pool.handles for _ in handle.ids]
         self._under_way: set[int] = set()
-        weakref.finalize(self, self._crew.close)
+        weakref.finalize(self, self._pool.close)
         try:
-            with self._crew:
+            with self._pool:
                 self._begin()
         except BaseException:
             self.close()
@@ -145,7 +145,7 @@ class WorkerEnvs:
     @property
     def pids(self) -> list[int]:
         """The ids of the worker processes, in the order of their environments."""
-        return [link.process.pid for link in self._crew.links]
+        return [handle.process.pid for handle in self._pool.handles]
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each from its own seed.
@@ -164,11 +164,11 @@ class WorkerEnvs:
         """
         which = request_checks.reset(seeds, mask, self.num_envs)
         seeds, mask = np.asarray(seeds), np.asarray(mask)
-        with self._crew as crew:
+        with self._pool as pool:
             asked = self._alive(which)
-            for link in asked:
-                mine = slice(link.ids.start, link.ids.stop)
-                crew.ask(link, "reset", (seeds[mine], mask[mine]))
+            for handle in asked:
+                mine = slice(handle.ids.start, handle.ids.stop)
+                pool.ask(handle, "reset", (seeds[mine], mask[mine]))
             self._gather(asked)
             self._forget(which)
             self._raise(which)
@@ -177,13 +177,13 @@ class WorkerEnvs:
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[E, ...]`, and resets none."""
         request_checks.all_idle("step", self._under_way)
-        with self._crew as crew:
+        with self._pool as pool:
             alive = self._alive(range(self.num_envs))
-            put(self._arrays.action, slice(None), action, "action")
-            for link in alive:
-                crew.ask(link, "step")
+            assign(self._arrays.action, slice(None), action, "action")
+            for handle in alive:
+                pool.ask(handle, "step")
             self._gather(alive)
-            return answer_all(self._arrays, crew.broken)
+            return answer_all(self._arrays, pool.broken)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Begins a step in some environments.
@@ -194,18 +194,18 @@ class WorkerEnvs:
         """
         ids = request_checks.env_ids(env_id, self.num_envs)
         request_checks.idle(ids, self._under_way)
-        with self._crew as crew:
-            put(self._arrays.action, np.asarray(ids, np.intp), action, "action")
-            groups: dict[Link, list[int]] = {}
+        with self._pool as pool:
+            assign(self._arrays.action, np.asarray(ids, np.intp), action, "action")
+            groups: dict[WorkerHandle, list[int]] = {}
             self._under_way.update(ids)
             for at in ids:
-                if at in crew.broken:
-                    crew.answered.append((at, crew.broken[at]))
+                if at in pool.broken:
+                    pool.answered.append((at, pool.broken[at]))
                 else:
-                    link = self._link_of[at]
-                    groups.setdefault(link, []).append(at - link.ids.start)
-            for link, numbers in groups.items():
-                crew.ask(link, "send", numbers)
+                    handle = self._link_of[at]
+                    groups.setdefault(handle, []).append(at - handle.ids.start)
+            for handle, numbers in groups.items():
+                pool.ask(handle, "send", numbers)
 
     def receive(
         self, num_ready: int, timeout: float | None = None
@@ -227,16 +227,16 @@ class WorkerEnvs:
         """
         request_checks.num_ready(num_ready, len(self._under_way))
         end = None if timeout is None else time.monotonic() + timeout
-        with self._crew as crew:
-            while len(crew.answered) < num_ready:
+        with self._pool as pool:
+            while len(pool.answered) < num_ready:
                 left = None if end is None else max(0.0, end - time.monotonic())
-                crew.pump(left)
-                if left == 0 and len(crew.answered) < num_ready:
+                pool.pump(left)
+                if left == 0 and len(pool.answered) < num_ready:
                     raise TimeoutError(
-                        f"{len(crew.answered)} of {num_ready} environments answered "
+                        f"{len(pool.answered)} of {num_ready} environments answered "
                         f"within {timeout} s."
                     )
-            first = [crew.answered.popleft() for _ in range(num_ready)]
+            first = [pool.answered.popleft() for _ in range(num_ready)]
             self._under_way.difference_update(at for at, _ in first)
             return answer(self._arrays, first)
 
@@ -254,16 +254,16 @@ class WorkerEnvs:
             EnvFault: if some could not be made; they stay faulty.
         """
         which = request_checks.masked(mask, self.num_envs)
-        with self._crew as crew:
-            links = list(dict.fromkeys(self._link_of[at] for at in which))
-            for link in links:
-                if link.pipe is not None:
-                    part = np.asarray(mask)[link.ids.start : link.ids.stop]
-                    crew.ask(link, "rebuild", part)
-            alive = [link for link in links if link.pipe is not None]
+        with self._pool as pool:
+            handles = list(dict.fromkeys(self._link_of[at] for at in which))
+            for handle in handles:
+                if handle.pipe is not None:
+                    part = np.asarray(mask)[handle.ids.start : handle.ids.stop]
+                    pool.ask(handle, "rebuild", part)
+            alive = [handle for handle in handles if handle.pipe is not None]
             self._gather(alive, anew=which)
             # One environment may have ended a worker before the next was made anew.
-            gone = [link for link in links if link.pipe is None]
+            gone = [handle for handle in handles if handle.pipe is None]
             self._start(gone, anew=which)
             self._forget(which)
             self._raise(which)
@@ -275,18 +275,18 @@ class WorkerEnvs:
             ValueError: if some are under way.
         """
         request_checks.all_idle("save", self._under_way)
-        with self._crew as crew:
-            alive = [link for link in crew.links if link.pipe is not None]
-            for link in alive:
-                crew.ask(link, "save", allow_pickle)
+        with self._pool as pool:
+            alive = [handle for handle in pool.handles if handle.pipe is not None]
+            for handle in alive:
+                pool.ask(handle, "save", allow_pickle)
             saved: list[Any] = [None] * self.num_envs
-            for link, (states_of_link, error) in crew.gather(alive):
+            for handle, (states_of_link, error) in pool.gather(alive):
                 if error is not None:
-                    raise exceptions.unpack(error)
+                    raise exceptions.from_bytes(error)
                 if states_of_link is None:
                     return None
-                saved[link.ids.start : link.ids.stop] = states_of_link
-            for at, cause in crew.broken.items():
+                saved[handle.ids.start : handle.ids.stop] = states_of_link
+            for at, cause in pool.broken.items():
                 saved[at] = saved[at] or saved_state.save_fault(cause)
             return saved
 
@@ -298,14 +298,14 @@ class WorkerEnvs:
         """
         request_checks.length("saved", saved, self.num_envs)
         can_load = True
-        with self._crew as crew:
-            alive = [link for link in crew.links if link.pipe is not None]
-            for link in alive:
-                mine = slice(link.ids.start, link.ids.stop)
-                crew.ask(link, "can_load", (list(saved[mine]), allow_pickle))
-            for _, (link_can_load, error) in crew.gather(alive):
+        with self._pool as pool:
+            alive = [handle for handle in pool.handles if handle.pipe is not None]
+            for handle in alive:
+                mine = slice(handle.ids.start, handle.ids.stop)
+                pool.ask(handle, "can_load", (list(saved[mine]), allow_pickle))
+            for _, (link_can_load, error) in pool.gather(alive):
                 if error is not None:
-                    raise exceptions.unpack(error)
+                    raise exceptions.from_bytes(error)
                 can_load &= link_can_load
         return can_load
 
@@ -320,112 +320,116 @@ class WorkerEnvs:
         request_checks.length("saved", saved, self.num_envs)
         request_checks.all_idle("load", self._under_way)
         every = range(self.num_envs)
-        with self._crew as crew:
-            self._start([link for link in crew.links if link.pipe is None], anew=every)
-            alive = [link for link in crew.links if link.pipe is not None]
-            for link in alive:
-                mine = slice(link.ids.start, link.ids.stop)
+        with self._pool as pool:
+            self._start(
+                [handle for handle in pool.handles if handle.pipe is None], anew=every
+            )
+            alive = [handle for handle in pool.handles if handle.pipe is not None]
+            for handle in alive:
+                mine = slice(handle.ids.start, handle.ids.stop)
                 argument = list(saved[mine]), pick(obs, mine), allow_pickle
-                crew.ask(link, "load", argument)
+                pool.ask(handle, "load", argument)
             are_loaded = True
-            for link, (is_loaded, error, causes) in crew.gather(alive):
+            for handle, (is_loaded, error, causes) in pool.gather(alive):
                 if error is not None:
-                    raise exceptions.unpack(error)
+                    raise exceptions.from_bytes(error)
                 are_loaded &= is_loaded
-                self._note(link, causes, anew=every)
+                self._note(handle, causes, anew=every)
             return are_loaded
 
     def close(self) -> None:
         """Ends the processes; a second call does nothing."""
-        self._crew.close()
+        self._pool.close()
 
     def _begin(self) -> None:
         """Starts every worker, and makes the arrays once their layout is known."""
         if self._context.get_start_method() == "forkserver":
             preload(self._context)
-        spaces = self._launch(self._crew.links, range(self.num_envs))
+        spaces = self._launch(self._pool.handles, range(self.num_envs))
         self._raise(range(self.num_envs))
-        first = spaces[self._crew.links[0]]
-        for link, other in spaces.items():
-            request_checks.same_spaces(first, other, link.ids.start)
+        first = spaces[self._pool.handles[0]]
+        for handle, other in spaces.items():
+            request_checks.same_spaces(first, other, handle.ids.start)
         self._spaces, self._layout = first, make_layout(first, **self._info)
         self._memory = shared_memory.new(self._layout, self.num_envs)
         weakref.finalize(self, os.close, self._memory)
         self._arrays = shared_memory.arrays(self._layout, self.num_envs, self._memory)
-        self._share(self._crew.links)
+        self._share(self._pool.handles)
 
-    def _start(self, links: Collection[Link], anew: Collection[int]) -> None:
+    def _start(self, handles: Collection[WorkerHandle], anew: Collection[int]) -> None:
         """Starts lost workers again; those `anew` are no longer faulty."""
-        for link, spaces in self._launch(links, anew).items():
-            request_checks.same_spaces(self._spaces, spaces, link.ids.start)
-            self._share([link])
-            for at in set(link.ids) & set(anew):
-                self._crew.broken.pop(at, None)
+        for handle, spaces in self._launch(handles, anew).items():
+            request_checks.same_spaces(self._spaces, spaces, handle.ids.start)
+            self._share([handle])
+            for at in set(handle.ids) & set(anew):
+                self._pool.broken.pop(at, None)
 
     def _launch(
-        self, links: Collection[Link], anew: Collection[int]
-    ) -> dict[Link, tuple[Any, Any]]:
+        self, handles: Collection[WorkerHandle], anew: Collection[int]
+    ) -> dict[WorkerHandle, tuple[Any, Any]]:
         """Starts workers; returns the spaces of those that made their environments."""
         method = self._context.get_start_method()
-        for link in links:
-            start = link.ids.start
-            make_fns = _dumps(self._make_fns[start : link.ids.stop])
+        for handle in handles:
+            start = handle.ids.start
+            make_fns = _dumps(self._make_fns[start : handle.ids.stop])
             broken = {
-                at - start: exceptions.pack(self._crew.broken[at])
-                for at in link.ids
-                if at in self._crew.broken and at not in anew
+                at - start: exceptions.to_bytes(self._pool.broken[at])
+                for at in handle.ids
+                if at in self._pool.broken and at not in anew
             }
             args = (make_fns, self._info, broken, method)
-            self._crew.start(link, self._context, worker_process.serve, args)
+            self._pool.start(handle, self._context, worker_process.serve, args)
         ready = {}
-        for link, (spaces, causes, is_setup_error) in self._crew.gather(links):
+        for handle, (spaces, causes, is_setup_error) in self._pool.gather(handles):
             if spaces is not None:
-                ready[link] = spaces
+                ready[handle] = spaces
                 continue
             at, packed = next(iter(causes.items()))
-            cause, at = exceptions.unpack(packed), link.ids[at]
+            cause, at = exceptions.from_bytes(packed), handle.ids[at]
             if isinstance(cause, ValueError) and is_setup_error:
-                raise ValueError(f"{cause} Counted within {link}.") from cause
+                raise ValueError(f"{cause} Counted within {handle}.") from cause
             told = f"environment {at}: {type(cause).__name__}: {cause}"
-            self._crew.lose(link, RuntimeError(f"{link} could not make {told}"))
-            self._crew.broken[at] = cause
+            self._pool.lose(handle, RuntimeError(f"{handle} could not make {told}"))
+            self._pool.broken[at] = cause
         return ready
 
-    def _share(self, links: Collection[Link]) -> None:
-        for link in links:
-            self._crew.ask(link, "share", (link.ids.start, self.num_envs))
-            if link.pipe is not None:
+    def _share(self, handles: Collection[WorkerHandle]) -> None:
+        for handle in handles:
+            self._pool.ask(handle, "share", (handle.ids.start, self.num_envs))
+            if handle.pipe is not None:
                 with contextlib.suppress(OSError):  # `gather` finds that it is lost
-                    reduction.send_handle(link.pipe, self._memory, link.process.pid)
-        for link, _ in self._crew.gather(links):
-            link.is_torn = False
+                    reduction.send_handle(handle.pipe, self._memory, handle.process.pid)
+        for handle, _ in self._pool.gather(handles):
+            handle.is_torn = False
 
-    def _alive(self, which: Collection[int]) -> list[Link]:
+    def _alive(self, which: Collection[int]) -> list[WorkerHandle]:
         """Returns the workers of the environments that are not faulty, each once."""
-        broken = self._crew.broken
-        links = (self._link_of[at] for at in which if at not in broken)
-        return list(dict.fromkeys(links))
+        broken = self._pool.broken
+        handles = (self._link_of[at] for at in which if at not in broken)
+        return list(dict.fromkeys(handles))
 
-    def _gather(self, links: Collection[Link], anew: Collection[int] = ()) -> None:
+    def _gather(
+        self, handles: Collection[WorkerHandle], anew: Collection[int] = ()
+    ) -> None:
         """Waits for each worker's faults; those `anew` replace the old ones."""
-        for link, causes in self._crew.gather(links):
-            self._note(link, causes, anew)
+        for handle, causes in self._pool.gather(handles):
+            self._note(handle, causes, anew)
 
     def _note(
-        self, link: Link, causes: Mapping[int, bytes], anew: Collection[int]
+        self, handle: WorkerHandle, causes: Mapping[int, bytes], anew: Collection[int]
     ) -> None:
-        for at in set(link.ids) & set(anew):
-            self._crew.broken.pop(at, None)
+        for at in set(handle.ids) & set(anew):
+            self._pool.broken.pop(at, None)
         for at, packed in causes.items():
-            self._crew.broken[link.ids[at]] = exceptions.unpack(packed)
+            self._pool.broken[handle.ids[at]] = exceptions.from_bytes(packed)
 
     def _forget(self, which: Collection[int]) -> None:
         """Drops the answers of these environments, which have stepped by now."""
-        self._crew.drop(which)
+        self._pool.drop(which)
         self._under_way -= set(which)
 
     def _raise(self, which: Collection[int]) -> None:
-        broken = self._crew.broken
+        broken = self._pool.broken
         causes = {at: broken[at] for at in which if at in broken}
         if causes:
             raise EnvFault(causes) from next(iter(causes.values()))

@@ -19,7 +19,7 @@ _GRACE = 2.0  # seconds to close environments in, before a process is killed
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Link:
+class WorkerHandle:
     """One worker process, as the main process sees it.
 
     Attributes:
@@ -57,22 +57,22 @@ class Link:
         return self.owed > 0 or bool(self.under_way)
 
 
-class Crew:
+class WorkerPool:
     """All worker processes.
 
-    Every request stands in a `with` block of the crew. If an interrupt cuts a request
+    Every request stands in a `with` block of the pool. If an interrupt cuts a request
     short, nobody knows which workers were asked and which have answered; the next
     request first waits until no worker owes an answer.
 
     Attributes:
-        links: one for each worker.
+        handles: one for each worker.
         answered: numbers of environments that were sent and have answered, in the order
             of their answers, each with its fault or None.
         broken: the cause of each faulty environment, by its number.
     """
 
     def __init__(self, groups: Iterable[range], timeout: float | None) -> None:
-        self.links = [Link(number=i, ids=ids) for i, ids in enumerate(groups)]
+        self.handles = [WorkerHandle(number=i, ids=ids) for i, ids in enumerate(groups)]
         self.answered: collections.deque[tuple[int, BaseException | None]] = (
             collections.deque()
         )
@@ -94,44 +94,48 @@ class Crew:
         # An interrupt is no `Exception`; it comes from outside, at any line.
         self._is_torn = kind is not None and not issubclass(kind, Exception)
 
-    def start(self, link: Link, context: Any, target: Callable, args: tuple) -> None:
+    def start(
+        self, handle: WorkerHandle, context: Any, target: Callable, args: tuple
+    ) -> None:
         """Starts a process; it owes an answer, and may take any time for it.
 
         The caller resets `is_torn` once the process is ready.
         """
-        link.is_torn = True
-        link.pipe, theirs = context.Pipe()
-        link.process = context.Process(target=target, args=(theirs, *args), daemon=True)
+        handle.is_torn = True
+        handle.pipe, theirs = context.Pipe()
+        handle.process = context.Process(
+            target=target, args=(theirs, *args), daemon=True
+        )
         try:
-            link.process.start()
+            handle.process.start()
         finally:
             theirs.close()
-        link.owed, link.answer, link.since = 1, None, None
-        self._selector.register(link.pipe, selectors.EVENT_READ, link)
+        handle.owed, handle.answer, handle.since = 1, None, None
+        self._selector.register(handle.pipe, selectors.EVENT_READ, handle)
 
-    def ask(self, link: Link, command: str, argument: Any = None) -> None:
+    def ask(self, handle: WorkerHandle, command: str, argument: Any = None) -> None:
         """Sends a command; the process owes an answer, except to `send`."""
-        if not link.busy:
-            link.since = time.monotonic()
+        if not handle.busy:
+            handle.since = time.monotonic()
         if command == "send":
-            link.under_way.update(link.ids[at] for at in argument)
+            handle.under_way.update(handle.ids[at] for at in argument)
         else:
-            link.owed += 1
-        message, was_torn = pickle.dumps((command, argument)), link.is_torn
-        link.is_torn = True
+            handle.owed += 1
+        message, was_torn = pickle.dumps((command, argument)), handle.is_torn
+        handle.is_torn = True
         try:
-            link.pipe.send_bytes(message)
+            handle.pipe.send_bytes(message)
         except OSError:
-            self.lose(link)
+            self.lose(handle)
         else:
-            link.is_torn = was_torn
+            handle.is_torn = was_torn
 
-    def gather(self, links: Iterable[Link]) -> list[tuple[Link, Any]]:
+    def gather(self, handles: Iterable[WorkerHandle]) -> list[tuple[WorkerHandle, Any]]:
         """Waits until none of them owes an answer; returns those that are not lost."""
-        links = list(links)
-        while any(link.owed for link in links):
+        handles = list(handles)
+        while any(handle.owed for handle in handles):
             self.pump()
-        return [(link, link.answer) for link in links if link.pipe is not None]
+        return [(x, x.answer) for x in handles if x.pipe is not None]
 
     def pump(self, timeout: float | None = None) -> None:
         """Waits for messages, at most `timeout` seconds, and reads all that arrived."""
@@ -140,47 +144,47 @@ class Crew:
         if self._timeout is None:
             return
         now = time.monotonic()
-        for link in self.links:
-            since = link.since if link.busy else None
+        for handle in self.handles:
+            since = handle.since if handle.busy else None
             if since is not None and now - since >= self._timeout:
-                text = f"{link} did not answer within {self._timeout} s"
-                self.lose(link, TimeoutError(text))
+                text = f"{handle} did not answer within {self._timeout} s"
+                self.lose(handle, TimeoutError(text))
 
-    def lose(self, link: Link, cause: BaseException | None = None) -> None:
+    def lose(self, handle: WorkerHandle, cause: BaseException | None = None) -> None:
         """Ends a process; its environments are faulty, those under way answer so."""
-        link.is_torn = True
+        handle.is_torn = True
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.pipe)
+            self._selector.unregister(handle.pipe)
         if cause is None:
-            link.process.join(_GRACE)  # its pipe may be closed a moment before
-            text = f"{link} ended with exit code {link.process.exitcode}"
-            if link.since is None:
+            handle.process.join(_GRACE)  # its pipe may be closed a moment before
+            text = f"{handle} ended with exit code {handle.process.exitcode}"
+            if handle.since is None:
                 text += (
                     " before it was ready: see its output; a script must call "
                     '`workers` under `if __name__ == "__main__":`'
                 )
             cause = RuntimeError(text)
-        for at in link.ids:
+        for at in handle.ids:
             self.broken[at] = cause
-        self.answered.extend((at, cause) for at in sorted(link.under_way))
-        link.under_way.clear()
-        link.owed = 0
-        _end(link)
+        self.answered.extend((at, cause) for at in sorted(handle.under_way))
+        handle.under_way.clear()
+        handle.owed = 0
+        _end(handle)
 
     def close(self) -> None:
         """Ends every process; a second call does nothing."""
         if os.getpid() != self._owner:  # a fork has a copy of this
             return
         self.closed = True
-        alive = [link for link in self.links if link.pipe is not None]
-        for link in alive:
+        alive = [handle for handle in self.handles if handle.pipe is not None]
+        for handle in alive:
             with contextlib.suppress(OSError):
-                link.pipe.send_bytes(pickle.dumps(("close", None)))
+                handle.pipe.send_bytes(pickle.dumps(("close", None)))
         end = time.monotonic() + _GRACE
-        for link in alive:
+        for handle in alive:
             with contextlib.suppress(AssertionError, AttributeError, ValueError):
-                link.process.join(max(0.0, end - time.monotonic()))
-            _end(link)
+                handle.process.join(max(0.0, end - time.monotonic()))
+            _end(handle)
         self._selector.close()
 
     def drop(self, numbers: Collection[int]) -> None:
@@ -191,32 +195,32 @@ class Crew:
     def _drain(self) -> None:
         """Waits until no worker owes an answer to any earlier request."""
         self._token += 1
-        for link in self.links:
-            if link.pipe is not None and link.is_torn:
-                self.lose(link, RuntimeError(f"{link} was interrupted"))
-            elif link.pipe is not None:
-                self.ask(link, "echo", self._token)  # answered last
-        for link in self.links:
-            while link.pipe is not None and link.answer != self._token:
+        for handle in self.handles:
+            if handle.pipe is not None and handle.is_torn:
+                self.lose(handle, RuntimeError(f"{handle} was interrupted"))
+            elif handle.pipe is not None:
+                self.ask(handle, "echo", self._token)  # answered last
+        for handle in self.handles:
+            while handle.pipe is not None and handle.answer != self._token:
                 self.pump()
-            link.owed = 0
-            link.under_way.clear()
+            handle.owed = 0
+            handle.under_way.clear()
 
-    def _read(self, link: Link) -> None:
-        was_torn, link.is_torn = link.is_torn, True
+    def _read(self, handle: WorkerHandle) -> None:
+        was_torn, handle.is_torn = handle.is_torn, True
         try:
-            at, message = pickle.loads(link.pipe.recv_bytes())
+            at, message = pickle.loads(handle.pipe.recv_bytes())
         except (EOFError, OSError):
-            return self.lose(link)
-        link.is_torn = was_torn
-        link.since = time.monotonic()
+            return self.lose(handle)
+        handle.is_torn = was_torn
+        handle.since = time.monotonic()
         if at is None:
-            link.owed, link.answer = link.owed - 1, message
+            handle.owed, handle.answer = handle.owed - 1, message
             return
-        number, cause = link.ids[at], message and exceptions.unpack(message)
+        number, cause = handle.ids[at], message and exceptions.from_bytes(message)
         if cause is not None:
             self.broken[number] = cause
-        link.under_way.discard(number)
+        handle.under_way.discard(number)
         self.answered.append((number, cause))
 
     def _patience(self, timeout: float | None) -> float | None:
@@ -225,9 +229,9 @@ class Crew:
             return timeout
         now = time.monotonic()
         waits = [
-            link.since + self._timeout - now
-            for link in self.links
-            if link.busy and link.since is not None
+            handle.since + self._timeout - now
+            for handle in self.handles
+            if handle.busy and handle.since is not None
         ]
         return min(waits + ([] if timeout is None else [timeout]), default=None)
 
@@ -246,11 +250,11 @@ def preload(context: Any) -> None:
     context.set_forkserver_preload(list(dict.fromkeys(modules)))
 
 
-def _end(link: Link) -> None:
+def _end(handle: WorkerHandle) -> None:
     # An interrupt may have left it half started, or half ended.
     with contextlib.suppress(AttributeError, ValueError):
-        link.process.kill()
-        link.process.join()
-        link.process.close()
-    link.pipe.close()
-    link.process = link.pipe = None
+        handle.process.kill()
+        handle.process.join()
+        handle.process.close()
+    handle.pipe.close()
+    handle.process = handle.pipe = None

@@ -52,7 +52,7 @@ def serve(
             pipe.recv_bytes()  # waits until the answer was read
             return
         for at, cause in broken.items():
-            envs.fail(at, exceptions.unpack(cause))
+            envs.fail(at, exceptions.from_bytes(cause))
         _answer(pipe, None, (envs.spaces, {}, False))
         worker = _Worker(pipe, envs, set(broken))
         while worker.obey(*pickle.loads(pipe.recv_bytes())):
@@ -99,7 +99,9 @@ class _Worker:
         for at, action in zip(numbers, actions, strict=True):
             cause = self._envs.advance(at, action)
             self._told |= set() if cause is None else {at}
-            _answer(self._pipe, at, None if cause is None else exceptions.pack(cause))
+            _answer(
+                self._pipe, at, None if cause is None else exceptions.to_bytes(cause)
+            )
 
     def reset(self, argument: tuple[np.ndarray, np.ndarray]) -> dict[int, bytes]:
         with contextlib.suppress(EnvFault):
@@ -117,7 +119,7 @@ class _Worker:
         try:
             return self._envs.save(allow_pickle=allow_pickle), None
         except Exception as error:  # a method of an environment raised it
-            return None, exceptions.pack(error)
+            return None, exceptions.to_bytes(error)
 
     def can_load(self, argument: tuple[list[bytes], bool]) -> tuple[bool, bytes | None]:
         """Returns whether the states can be loaded, and the packed error, if any."""
@@ -125,7 +127,7 @@ class _Worker:
         try:
             return self._envs.can_load(saved, allow_pickle=allow_pickle), None
         except Exception as error:
-            return False, exceptions.pack(error)
+            return False, exceptions.to_bytes(error)
 
     def load(
         self, argument: tuple[list[bytes], ArrayTree, bool]
@@ -135,7 +137,7 @@ class _Worker:
         try:
             is_loaded = self._envs.load(saved, obs, allow_pickle=allow_pickle)
         except Exception as error:
-            return False, exceptions.pack(error), {}
+            return False, exceptions.to_bytes(error), {}
         self._told = set()
         return is_loaded, None, self._causes()
 
@@ -147,7 +149,7 @@ class _Worker:
         causes = self._envs.causes
         new = causes.keys() - self._told
         self._told |= new
-        return {at: exceptions.pack(causes[at]) for at in new}
+        return {at: exceptions.to_bytes(causes[at]) for at in new}
 
 
 def _make(
@@ -157,10 +159,10 @@ def _make(
     try:
         return LocalEnvs(pickle.loads(make_fns), **info)
     except EnvFault as error:
-        causes = {at: exceptions.pack(cause) for at, cause in error.causes.items()}
+        causes = {at: exceptions.to_bytes(cause) for at, cause in error.causes.items()}
         is_setup_error = False
     except Exception as error:  # an import failed, or spaces differ
-        causes, is_setup_error = {0: exceptions.pack(error)}, True
+        causes, is_setup_error = {0: exceptions.to_bytes(error)}, True
     _answer(pipe, None, (None, causes, is_setup_error))
     return None
 

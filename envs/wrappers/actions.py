@@ -107,7 +107,7 @@ class ActionRepeat(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.count("num_repeats", self.num_repeats)
+        checks.int_between("num_repeats", self.num_repeats)
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes up to `num_repeats` steps with the same action."""

@@ -30,7 +30,7 @@ class TimeLimit(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.count("num_steps", self.num_steps)
+        checks.int_between("num_steps", self.num_steps)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""
@@ -67,7 +67,7 @@ class ForceLength(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.count("num_steps", self.num_steps)
+        checks.int_between("num_steps", self.num_steps)
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode: `(state, obs)`."""

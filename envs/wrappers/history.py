@@ -91,7 +91,7 @@ class History(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.count("window", self.window)
+        checks.int_between("window", self.window)
 
     @property
     def observation_space(self) -> AnySpace:

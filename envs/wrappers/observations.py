@@ -41,7 +41,7 @@ class FrameStack(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.count("num_frames", self.num_frames)
+        checks.int_between("num_frames", self.num_frames)
 
     @property
     def observation_space(self) -> AnySpace:

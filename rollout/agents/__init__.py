@@ -1,8 +1,9 @@
 """Several agents: policies that control them, their transitions and statistics.
 
-`joint` has `policy_map`; `mapping` fixed and drawn mappings; `members` `population`;
-`control` joins the actions of all policies; `transitions` rearranges a trajectory by
-agent; `stats` has the statistics of agents and policies.
+`policy_map` combines policies; `mapping` has fixed and drawn mappings; `population` one
+policy with many sets of parameters; `subgroups` joins the actions of all policies;
+`transitions` rearranges a trajectory by agent; `agent_stats` has the statistics of
+agents and policies.
 """
 
 from rollout.agents.agent_stats import AgentMetrics, AgentStats, summarize_agents

@@ -105,14 +105,14 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
     took_part = ended & (info.agent_length > 0)
     is_dict = isinstance(trajectory.extras, dict)
     extras: dict[str, Any] = trajectory.extras if is_dict else {}
-    policy_id, roster = extras.get("policy_id", -1), extras.get("roster")
+    policy_id, policy_index = extras.get("policy_id", -1), extras.get("policy_index")
     acted = info.acted & mask
-    is_unmapped = jnp.zeros((), bool) if roster is None else acted & (policy_id < 0)
-    policies = {}
-    if roster is not None:
+    is_unmapped, policies = jnp.zeros((), bool), {}
+    if policy_index is not None:
+        is_unmapped = acted & (policy_id < 0)
         policies = {
-            name: _metrics(trajectory, took_part & roster.select(name, policy_id))
-            for name, *_ in roster.indices
+            name: _metrics(trajectory, took_part & policy_index.select(name, policy_id))
+            for name, *_ in policy_index.indices
         }
     return AgentStats(
         num_steps=_count(trajectory.mask),

@@ -61,7 +61,7 @@ class Entry(NamedTuple):
         return (policy_id >= self.first) & (policy_id < self.last)
 
 
-class Roster(struct.PyTreeNode):
+class PolicyIndex(struct.PyTreeNode):
     """The policies of a map by number; static.
 
     Attributes:

@@ -10,7 +10,7 @@ from flax import struct
 
 from rollout import checks
 from rollout.agents import mapping, subgroups
-from rollout.agents.mapping import Entry, FixedMapping, MappingFn, Roster
+from rollout.agents.mapping import Entry, FixedMapping, MappingFn, PolicyIndex
 from rollout.agents.population import Population
 from rollout.agents.subgroups import Subgroup
 from rollout.envs import prng
@@ -48,8 +48,8 @@ def policy_map(
         a dict by policy name, with an entry for each. Its extras are `policy_id`, `[B,
         A]` int32, the index of the policy of each agent, -1 (and a zero action) where
         the mapping gave none that can act for it; `agents`, the extras of the policies
-        by group, `[B, A_g, ...]`; and `roster`, which names the indices. Its mode uses
-        the modes of those policies that have one.
+        by group, `[B, A_g, ...]`; and `policy_index`, which names the indices. Its mode
+        uses the modes of those policies that have one.
 
     Raises:
         ValueError: if `policies` are not policies by name, or a population under a
@@ -164,16 +164,18 @@ def _apply(
         extras={
             "policy_id": policy_id,
             "agents": {x: subgroups.join_extras(join, of) for x, of in made.items()},
-            "roster": _roster(entries, playing if is_fixed else None),
+            "policy_index": _policy_index(entries, playing if is_fixed else None),
         },
     )
 
 
-def _roster(entries: tuple[Entry, ...], playing: list[Subgroup] | None) -> Roster:
+def _policy_index(
+    entries: tuple[Entry, ...], playing: list[Subgroup] | None
+) -> PolicyIndex:
     columns = None
     if playing is not None:
         columns = tuple((x.entry.name, x.group.name, x.columns) for x in playing)
-    return Roster(tuple((x.name, x.first, x.last) for x in entries), columns)
+    return PolicyIndex(tuple((x.name, x.first, x.last) for x in entries), columns)
 
 
 def _check_params(params: Params, entries: tuple[Entry, ...]) -> None:

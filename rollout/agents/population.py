@@ -51,7 +51,7 @@ def population(policy: Policy, size: int) -> Population:
     """
     if not isinstance(policy, Policy):
         raise ValueError(f"`policy` must be a `Policy`, got {checks.describe(policy)}.")
-    return Population(policy, checks.count("size", size))
+    return Population(policy, checks.int_between("size", size))
 
 
 def apply_members(

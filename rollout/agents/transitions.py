@@ -113,7 +113,7 @@ def agent_transitions(
         lane b in column `b * A_g + i`; where no action is answered `mask` is False.
         Their `episode_return` and `episode_length` count the agent's transitions so
         far, `info` is `()`, and `accumulated` has the `PerAgent` values. Their `extras`
-        are those of the policies with `policy_id`, `roster` for `for_policy`, and
+        are those of the policies with `policy_id`, `policy_index` for `for_policy`, and
         `stale_next_obs`, `[T, B * A_g]` bool: the episode ended without an observation
         for the agent, and `next_obs` repeats its last one.
 
@@ -186,16 +186,17 @@ def for_policy(rows: AgentRows, name: str) -> AgentRows:
     picked = {}
     for group, row in rows.items():
         extras = getattr(row, "extras", ())
-        roster = extras.get("roster") if isinstance(extras, Mapping) else None
-        if roster is None:
+        is_mapping = isinstance(extras, Mapping)
+        policy_index = extras.get("policy_index") if is_mapping else None
+        if policy_index is None:
             raise ValueError("`rows` must be of a `policy_map`, got another policy's.")
-        is_its = roster.select(name, row.extras["policy_id"])
-        if roster.columns is None:
+        is_its = policy_index.select(name, row.extras["policy_id"])
+        if policy_index.columns is None:
             picked[group] = row.replace(mask=row.mask & is_its)
             continue
-        for whose, where, columns in roster.columns:
+        for whose, where, columns in policy_index.columns:
             if (whose, where) == (name, group):
-                size = sum(len(x) for _, of, x in roster.columns if of == group)
+                size = sum(len(x) for _, of, x in policy_index.columns if of == group)
                 picked[group] = _pick(row, columns, size)
     return picked
 
@@ -225,11 +226,11 @@ def _source(
 ) -> tuple[ArrayTree, ArrayTree, dict[str, Any]]:
     """Returns `(obs, action, extras)` of a group, `[..., A_g, ...]`."""
     extras = {}
-    if isinstance(transition.extras, dict) and "roster" in transition.extras:
+    if isinstance(transition.extras, dict) and "policy_index" in transition.extras:
         extras = {
             **transition.extras["agents"][group.name],
             "policy_id": transition.extras["policy_id"][..., list(group.members)],
-            "roster": transition.extras["roster"],
+            "policy_index": transition.extras["policy_index"],
         }
     return transition.obs[group.name], transition.action[group.name], extras
 

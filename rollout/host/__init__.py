@@ -1,10 +1,10 @@
 """Collectors over environments that are not JAX, and collectors in other processes.
 
-`collector` is the facade, `asynchronous` the one for environments of different speed;
-`loop` acts, steps and resets, with one compiled `program` for the policy; `seeds` draws
-the seeds of episodes, `assignment` assigns exactly N of them to lanes, `block` holds
-rows and computes returns, and `faults` restarts environments. `remote` runs collectors
-of either kind in actors of Ray.
+`host_collector` is the facade, `asynchronous` the one for environments of different
+speed; `loop` acts, steps and resets, with one compiled program of `policy_runner` for
+the policy; `seeds` draws the seeds of episodes, `episode_plan` assigns exactly N of
+them to lanes, `rows` holds rows and computes returns, and `restarts` restarts
+environments. `remote` runs collectors of either kind in actors of Ray.
 """
 
 from rollout.envs.host.probe import Finding, probe

@@ -15,7 +15,7 @@ from rollout.envs.host.types import AsyncHostVectorEnv, HostStep
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
 from rollout.host.loop import TORN, Answer, At, Loop
-from rollout.host.rows import Block
+from rollout.host.rows import RowBlock
 from rollout.types import (
     Accumulator,
     Accumulators,
@@ -100,7 +100,7 @@ class AsyncCollector(HostCollector[ParamsT, ObsT, ActionT]):
                 "`env` must be an `AsyncHostVectorEnv`, as `rollout.envs.workers` "
                 f"makes it, got {type(env).__name__}."
             )
-        self.num_ready = checks.count("num_ready", num_ready, most=env.num_envs)
+        self.num_ready = checks.int_between("num_ready", num_ready, most=env.num_envs)
         fixed = getattr(env, "batch_size", num_ready)
         if fixed != num_ready:
             raise ValueError(
@@ -180,18 +180,18 @@ class _AsyncLoop(Loop):
         return self
 
     def _exchange(
-        self, params: Any, block: Block, is_random: np.ndarray | None
+        self, params: Any, block: RowBlock, is_random: np.ndarray | None
     ) -> None:
         del block, is_random  # unused: it is unknown which steps come first
-        waits, assignment = ~self._works, self.state.assignment
-        if assignment is not None and not hasattr(self._env, "batch_size"):
-            waits = waits & assignment.mask  # idle ones keep waiting
+        waits, plan = ~self._works, self.state.plan
+        if plan is not None and not hasattr(self._env, "batch_size"):
+            waits = waits & plan.mask  # idle ones keep waiting
         env_id = np.flatnonzero(waits).astype(np.int32)
         for first in range(0, len(env_id), self._num_ready):
             self._send(params, env_id[first : first + self._num_ready])
         self._receive(min(self._num_ready, int(self._works.sum())))
 
-    def _answer(self, block: Block) -> Answer:
+    def _answer(self, block: RowBlock) -> Answer:
         result, at = self._pending
         obs, action, extras = jax.tree.map(lambda x: x[at], self._chosen)
         block.write("obs", obs)
@@ -219,7 +219,7 @@ class _AsyncLoop(Loop):
             self._chosen = jax.tree.map(
                 lambda x: np.zeros((len(state.over), *x.shape[1:]), x.dtype), chosen
             )
-        _put(self._chosen, env_id, chosen)
+        _place_rows(self._chosen, env_id, chosen)
         mine = self._of_all(np.ones(count, bool), env_id)
         state = state._replace(progress=progress, over=state.over & ~mine)
         self._pending = TORN
@@ -245,18 +245,18 @@ class _AsyncLoop(Loop):
         return Served(env_id=env_id, time=at, info=result.info, num_envs=num_envs)
 
     def _read(self, obs: ArrayTree, at: At) -> ArrayTree:
-        _put(self.obs, at, obs)
+        _place_rows(self.obs, at, obs)
         return self.obs
 
     def _read_first(self, obs: ArrayTree, mask: np.ndarray) -> ArrayTree:
         own = jax.tree.map(np.array, obs) if self.obs is None else self.obs
         where = np.flatnonzero(mask)
-        _put(own, where, jax.tree.map(lambda x: x[where], obs))
+        _place_rows(own, where, jax.tree.map(lambda x: x[where], obs))
         self._works = self._works & ~mask  # a reset drops the step under way
         return own
 
 
-def _put(tree: ArrayTree, where: At, rows: ArrayTree) -> None:
+def _place_rows(tree: ArrayTree, where: At, rows: ArrayTree) -> None:
     """Writes rows into arrays, in place."""
     for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
         array[where] = leaf

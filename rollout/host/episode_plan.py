@@ -15,7 +15,7 @@ from rollout.envs.types import ArrayTree
 from rollout.types import Episodes, Transition
 
 
-class Assignment(NamedTuple):
+class EpisodePlan(NamedTuple):
     """Assigns `N` episodes to lanes; `queue` and `per_env` make it."""
 
     num_episodes: int  # N
@@ -83,7 +83,7 @@ class Assignment(NamedTuple):
 
 def queue(
     next_own: np.ndarray, next_episode: int, num_episodes: int, min_steps: int | None
-) -> Assignment:
+) -> EpisodePlan:
     """Assigns episodes from one queue: a free lane takes the next one.
 
     Args:
@@ -93,7 +93,7 @@ def queue(
         min_steps: no episode starts after so many steps; None for all N.
     """
     lane = np.arange(len(next_own), dtype=np.int32)
-    return Assignment(
+    return EpisodePlan(
         num_episodes=num_episodes,
         is_queue=True,
         first_id=np.full_like(lane, -1 - next_episode),
@@ -105,11 +105,11 @@ def queue(
     )
 
 
-def per_env(next_own: np.ndarray, episodes_per_env: int) -> Assignment:
+def per_env(next_own: np.ndarray, episodes_per_env: int) -> EpisodePlan:
     """Assigns to every lane its own next `episodes_per_env` episodes."""
     lane = np.arange(len(next_own), dtype=np.int32)
     num_episodes = episodes_per_env * len(lane)
-    return Assignment(
+    return EpisodePlan(
         num_episodes=num_episodes,
         is_queue=False,
         first_id=next_own,
@@ -124,8 +124,8 @@ def per_env(next_own: np.ndarray, episodes_per_env: int) -> Assignment:
 class Results:
     """Collects the results of `N` episodes, block by block."""
 
-    def __init__(self, assignment: Assignment) -> None:
-        self._assignment, num = assignment, assignment.num_episodes
+    def __init__(self, plan: EpisodePlan) -> None:
+        self._plan, num = plan, plan.num_episodes
         self._table: dict[str, Any] = {
             "episode_return": np.zeros(num, np.float32),
             "episode_length": np.zeros(num, np.int32),
@@ -148,7 +148,7 @@ class Results:
         large = dict.fromkeys(("obs", "action", "next_obs", "extras", "info"), nothing)
         rows, lane = jax.device_get((trajectory.replace(**large), lane))
         here = rows.done & rows.mask
-        index = self._assignment.index_of(rows.episode_id[here])
+        index = self._plan.index_of(rows.episode_id[here])
         truncated = rows.truncated & ~cut
         fields = {
             "episode_return": rows.episode_return,
@@ -161,7 +161,7 @@ class Results:
         for name, values in fields.items():
             self._table[name][index] = values[here]
         if self._accumulated is None:
-            num = (self._assignment.num_episodes,)
+            num = (self._plan.num_episodes,)
             self._accumulated = jax.tree.map(
                 lambda x: np.zeros(num + x.shape[2:], x.dtype), rows.accumulated
             )
@@ -180,7 +180,7 @@ class Results:
         Returns:
             The episodes, NumPy; and how many came from the queue, lost ones included.
         """
-        length, min_steps = self._table["episode_length"], self._assignment.min_steps
+        length, min_steps = self._table["episode_length"], self._plan.min_steps
         counts = np.ones(length.shape, bool)
         if min_steps is not None:
             counts = np.cumsum(length) - length < min_steps
@@ -191,11 +191,11 @@ class Results:
         episodes = Episodes(
             **self._table, num_steps=num_steps, mask=mask, accumulated=self._accumulated
         )
-        return episodes, int(counts.sum()) if self._assignment.is_queue else 0
+        return episodes, int(counts.sum()) if self._plan.is_queue else 0
 
     def is_lost(self, lost: Collection[int]) -> np.ndarray:
         """Returns `[N]` bool, True for the episodes with these ids."""
-        flags = np.zeros(self._assignment.num_episodes, bool)
-        index = self._assignment.index_of(np.array(list(lost), np.int32))
+        flags = np.zeros(self._plan.num_episodes, bool)
+        index = self._plan.index_of(np.array(list(lost), np.int32))
         flags[index[index < len(flags)]] = True
         return flags

@@ -12,11 +12,11 @@ import numpy as np
 from rollout import checks
 from rollout.envs.host.ownership import claim, is_claimed, new_user
 from rollout.envs.host.types import HostVectorEnv
-from rollout.host.episode_plan import Assignment, Results, per_env, queue
+from rollout.host.episode_plan import EpisodePlan, Results, per_env, queue
 from rollout.host.loop import NO_LIMIT, Loop
-from rollout.host.policy_runner import Program
-from rollout.host.restarts import Faults, FaultStats
-from rollout.host.rows import Block, Bookkeeper, fold, lanes_of
+from rollout.host.policy_runner import PolicyRunner
+from rollout.host.restarts import FaultStats, Restarts
+from rollout.host.rows import Bookkeeper, RowBlock, fold, lanes_of
 from rollout.policies.masks import MaskFn
 from rollout.types import (
     Accumulator,
@@ -82,14 +82,14 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         checks.outside_of_jit("HostCollector")
         checks.kind_of_env(env, is_host=True)
         checks.collector(env, policy, record_fn)
-        checks.count("max_restarts", max_restarts, least=0)
+        checks.int_between("max_restarts", max_restarts, least=0)
         self.env, self.policy, self.record_fn = env, policy, record_fn
         self.accumulators = checks.accumulators(accumulators)
         self.on_fault, self.max_restarts = on_fault, max_restarts
-        self._faults = Faults(env, on_fault, max_restarts)
+        self._faults = Restarts(env, on_fault, max_restarts)
         self._number, self._ticket = new_user(), 0
         self._bookkeeper = Bookkeeper(self.accumulators, record_fn, env.num_envs)
-        self._program = Program(policy, env.action_space, env.num_envs)
+        self._program = PolicyRunner(policy, env.action_space, env.num_envs)
         self._loop: Any = None  # the Loop, from `init` on
         self._next_episode = 0
         self._episode: Any = None  # the Episode of every lane before `_block`
@@ -173,7 +173,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 until then are kept for `recover`, as after Ctrl-C, which raises between
                 two steps.
         """
-        num_steps = checks.count("num_steps", num_steps)
+        num_steps = checks.int_between("num_steps", num_steps)
         with self._call(carry):
             self._loop.play(params, self._begin_block(num_steps))
             trajectory = self._count()
@@ -192,7 +192,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
         Rows of a lost episode that were folded before the fault stay in `acc`.
         """
-        num_steps = checks.count("num_steps", num_steps)
+        num_steps = checks.int_between("num_steps", num_steps)
         checks.function("fn", fn)
         capacity = min(_BLOCK, num_steps)
         with self._call(carry):
@@ -216,10 +216,10 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
         One that is lost to a fault counts, with `mask` False and all else zero.
         """
-        num_episodes = checks.count("num_episodes", num_episodes)
-        max_steps = checks.count("max_steps", max_steps, most=None)
+        num_episodes = checks.int_between("num_episodes", num_episodes)
+        max_steps = checks.int_between("max_steps", max_steps, most=None)
         if min_steps is not None:
-            min_steps = checks.count("min_steps", min_steps)
+            min_steps = checks.int_between("min_steps", min_steps)
         with self._call(carry):
             return self._play(params, self._queue(num_episodes, min_steps), max_steps)
 
@@ -227,11 +227,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         self, carry: Carry, params: ParamsT, episodes_per_env: int, *, max_steps: int
     ) -> tuple[Carry, Episodes]:
         """Plays episodes of every lane; see `Collector.collect_episodes_per_env`."""
-        episodes_per_env = checks.count("episodes_per_env", episodes_per_env)
-        max_steps = checks.count("max_steps", max_steps, most=None)
+        episodes_per_env = checks.int_between("episodes_per_env", episodes_per_env)
+        max_steps = checks.int_between("max_steps", max_steps, most=None)
         with self._call(carry):
-            assignment = per_env(self._loop.state.next_own, episodes_per_env)
-            return self._play(params, assignment, max_steps)
+            plan = per_env(self._loop.state.next_own, episodes_per_env)
+            return self._play(params, plan, max_steps)
 
     def fold_episodes(
         self,
@@ -244,8 +244,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         max_steps: int,
     ) -> tuple[Carry, Acc, Episodes]:
         """Folds each transition of `num_episodes`; see `Collector.fold_episodes`."""
-        num_episodes = checks.count("num_episodes", num_episodes)
-        max_steps = checks.count("max_steps", max_steps, most=None)
+        num_episodes = checks.int_between("num_episodes", num_episodes)
+        max_steps = checks.int_between("max_steps", max_steps, most=None)
         checks.function("fn", fn)
 
         def consume(trajectory: Transition, num_rows: int) -> None:
@@ -253,16 +253,16 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             acc = fold(fn, acc, trajectory, num_rows)
 
         with self._call(carry):
-            assignment = self._queue(num_episodes)
-            carry, episodes = self._play(params, assignment, max_steps, consume)
+            plan = self._queue(num_episodes)
+            carry, episodes = self._play(params, plan, max_steps, consume)
             return carry, acc, episodes
 
     def collect_padded_episodes(
         self, carry: Carry, params: ParamsT, num_episodes: int, *, max_length: int
     ) -> tuple[Carry, Transition[ObsT, ActionT], Episodes]:
         """Collects `num_episodes` whole; see `Collector.collect_padded_episodes`."""
-        num_episodes = checks.count("num_episodes", num_episodes)
-        max_length = checks.count("max_length", max_length)
+        num_episodes = checks.int_between("num_episodes", num_episodes)
+        max_length = checks.int_between("max_length", max_length)
         padded: Any = None
 
         def consume(trajectory: Transition, num_rows: int) -> None:
@@ -274,15 +274,15 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 padded = jax.tree.map(
                     lambda x: np.zeros(shape + x.shape[2:], x.dtype), rows
                 )
-            index = assignment.index_of(rows.episode_id[rows.mask])
+            index = plan.index_of(rows.episode_id[rows.mask])
             place = rows.episode_length[rows.mask] - 1, index
             pairs = zip(*map(jax.tree.leaves, (padded, rows)), strict=True)
             for table, new in pairs:
                 table[place] = new[rows.mask]
 
         with self._call(carry):
-            assignment = self._queue(num_episodes)
-            carry, episodes = self._play(params, assignment, max_length, consume)
+            plan = self._queue(num_episodes)
+            carry, episodes = self._play(params, plan, max_length, consume)
             lost = ~np.asarray(episodes.mask)
             for table in jax.tree.leaves(padded):
                 table[:, lost] = 0
@@ -433,10 +433,10 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         if self._loop is None:
             raise ValueError("`recover` must follow `init`, which was not called yet.")
         with self._call():
-            assignment = self._loop.state.assignment
-            if assignment is not None and assignment.is_queue:
-                started = min(assignment.num_started, assignment.num_episodes)
-                self._next_episode = -1 - int(assignment.first_id[0]) + started
+            plan = self._loop.state.plan
+            if plan is not None and plan.is_queue:
+                started = min(plan.num_started, plan.num_episodes)
+                self._next_episode = -1 - int(plan.first_id[0]) + started
             self._recover_loop()
             if self._block is None or not self._block.num:
                 return self._carry(), None
@@ -463,12 +463,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         act_fn, progress = self._program.act, self._program.start(key)
         return Loop(self.env, act_fn, progress, key, self._faults, failed)
 
-    def _begin_block(self, size: int, capacity: int | None = None) -> Block:
-        block = Block(self._num_columns, size, capacity)
+    def _begin_block(self, size: int, capacity: int | None = None) -> RowBlock:
+        block = RowBlock(self._num_columns, size, capacity)
         self._block, self._trajectory = block, None
         return block
 
-    def _queue(self, num_episodes: int, min_steps: int | None = None) -> Assignment:
+    def _queue(self, num_episodes: int, min_steps: int | None = None) -> EpisodePlan:
         next_own = self._loop.state.next_own
         return queue(next_own, self._next_episode, num_episodes, min_steps)
 
@@ -530,13 +530,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def _play(
         self,
         params: Any,
-        assignment: Assignment,
+        plan: EpisodePlan,
         max_steps: int,
         consume: Callable[[Transition, int], None] = lambda trajectory, num_rows: None,
     ) -> tuple[Carry, Episodes]:
         """Plays assigned episodes; hands every block of rows to `consume`."""
-        loop, results = self._loop, Results(assignment)
-        loop.assign(assignment)
+        loop, results = self._loop, Results(plan)
+        loop.assign(plan)
         while not loop.is_over:
             block = self._begin_block(_BLOCK)
             loop.play(params, block, limit=max_steps)
@@ -546,7 +546,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         episodes, num_queued = results.read(loop.state.lost)
         self._next_episode, self._block = self._next_episode + num_queued, None
         self._trajectory = None
-        loop.dismiss(assignment.after)
+        loop.dismiss(plan.after)
         return self._carry(), jax.device_put(episodes)
 
 

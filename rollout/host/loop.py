@@ -1,7 +1,7 @@
 """Steps environments under a policy: act, step, and begin the episodes that follow.
 
 An exception, Ctrl-C among them, may come on any line. So the state after a row is
-computed first and then takes effect in one assignment; until then the answer of the
+computed first and then takes effect in one plan; until then the answer of the
 environments is kept, and can be taken again.
 """
 
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Self
 import chex
 import numpy as np
 
-from rollout.envs.host.observation_check import Guard
+from rollout.envs.host.observation_check import ObservationCheck
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
 from rollout.envs.types import ArrayTree
-from rollout.host.episode_plan import Assignment
-from rollout.host.restarts import Faults
-from rollout.host.rows import Block
+from rollout.host.episode_plan import EpisodePlan
+from rollout.host.restarts import Restarts
+from rollout.host.rows import RowBlock
 from rollout.host.seeds import Seeds
 from rollout.policies.masks import MaskFn
 
@@ -60,7 +60,7 @@ class State(NamedTuple):
     failed: np.ndarray  # bool, the environment must be made anew
     fault: Fault | None = None
     lost: tuple[int, ...] = ()  # ids of the episodes that were lost in this call
-    assignment: Assignment | None = None  # None: every lane plays its own episodes
+    plan: EpisodePlan | None = None  # None: every lane plays its own episodes
 
     @property
     def next_own(self) -> np.ndarray:
@@ -86,11 +86,11 @@ class State(NamedTuple):
             mask: `[E]` bool.
             num_steps: steps since the last call, of lanes that are not idle.
         """
-        if self.assignment is None:
+        if self.plan is None:
             return self.begin(mask, self.next_own) if np.count_nonzero(mask) else self
-        assignment = self.assignment.advance(mask, num_steps)
-        state = self._replace(assignment=assignment)
-        return state.begin(mask, assignment.episode_id) if mask.any() else state
+        plan = self.plan.advance(mask, num_steps)
+        state = self._replace(plan=plan)
+        return state.begin(mask, plan.episode_id) if mask.any() else state
 
     def lose(self, causes: Mapping[int, BaseException], counts: np.ndarray) -> Self:
         """Notes that environments failed; call it before `end`, which changes the ids.
@@ -124,12 +124,12 @@ class Loop:
         act_fn: Callable[..., tuple[ArrayTree, ArrayTree, Any]],
         progress: Any,
         key: chex.PRNGKey,
-        faults: Faults,
+        faults: Restarts,
         failed: np.ndarray,
     ) -> None:
         self._env, self._act_fn, self._faults = env, act_fn, faults
         self._seeds = Seeds(key, env.num_envs)
-        self._guard = Guard(env.observation_space)
+        self._obs_check = ObservationCheck(env.observation_space)
         self._everywhere = np.ones(env.num_envs, bool)
         self._nowhere = ~self._everywhere
         for mask in (self._everywhere, self._nowhere):
@@ -154,13 +154,13 @@ class Loop:
     @property
     def is_over(self) -> bool:
         """True if all assigned episodes are over."""
-        assignment = self.state.assignment
-        return assignment is not None and assignment.is_over
+        plan = self.state.plan
+        return plan is not None and plan.is_over
 
     def play(
         self,
         params: Any,
-        block: Block,
+        block: RowBlock,
         *,
         limit: int = NO_LIMIT,
         random_fn: Callable[[int], np.ndarray | None] = lambda row: None,
@@ -190,19 +190,19 @@ class Loop:
         self.state = self.state.begin(mask, episode_id)
         self.settle()
 
-    def assign(self, assignment: Assignment) -> None:
-        """Begins the first episodes of an assignment, in all lanes."""
-        state = self.state.begin(self._everywhere, assignment.episode_id)
-        self.state = state._replace(assignment=assignment, lost=())
+    def assign(self, plan: EpisodePlan) -> None:
+        """Begins the first episodes of an plan, in all lanes."""
+        state = self.state.begin(self._everywhere, plan.episode_id)
+        self.state = state._replace(plan=plan, lost=())
         self.settle()
 
     def dismiss(self, after: np.ndarray) -> None:
-        """Ends the assignment: lanes begin their own episodes, with the ids `after`."""
+        """Ends the plan: lanes begin their own episodes, with the ids `after`."""
         state = self.state.begin(self._everywhere, after)
-        self.state = state._replace(assignment=None, lost=())
+        self.state = state._replace(plan=None, lost=())
         self.settle()
 
-    def recover(self, block: Block | None, *, anew: bool = False) -> None:
+    def recover(self, block: RowBlock | None, *, anew: bool = False) -> None:
         """Goes on after an error.
 
         Environments that failed are made anew, and lanes whose episode cannot go on
@@ -211,13 +211,13 @@ class Loop:
         if self._pending is not None and self._pending is not TORN and block:
             self._take(block)
         state = self.state
-        if self._pending is not None or state.assignment is not None or anew:
+        if self._pending is not None or state.plan is not None or anew:
             state = state.begin(self._everywhere, state.next_own)
-        self.state, self._pending = state._replace(assignment=None, lost=()), None
+        self.state, self._pending = state._replace(plan=None, lost=()), None
         self.settle(block, forgiven=set())
 
     def settle(
-        self, block: Block | None = None, forgiven: set[int] | None = None
+        self, block: RowBlock | None = None, forgiven: set[int] | None = None
     ) -> None:
         """Makes failed environments anew, and resets the lanes that must begin.
 
@@ -239,7 +239,7 @@ class Loop:
                 return
 
     def _exchange(
-        self, params: Any, block: Block, is_random: np.ndarray | None
+        self, params: Any, block: RowBlock, is_random: np.ndarray | None
     ) -> None:
         """Sends the actions, and waits for the answers of a row."""
         state = self.state
@@ -256,15 +256,15 @@ class Loop:
             mask_fn=self._mask_fn,
         )
         self._pending = TORN
-        # One line, so that no interrupt comes between the step and the assignment.
+        # One line, so that no interrupt comes between the step and the plan.
         self._pending = Answer(action, extras, progress, self._env.step(action))
 
-    def _answer(self, block: Block) -> Answer:
+    def _answer(self, block: RowBlock) -> Answer:
         """Returns the answer to a row, whose observations are written."""
         del block  # unused: `_exchange` has written them
         return self._pending
 
-    def _take(self, block: Block) -> None:
+    def _take(self, block: RowBlock) -> None:
         """Writes the answered row, which takes effect with the last line."""
         answer = self._answer(block)
         result, at = answer.result, answer.at
@@ -274,8 +274,8 @@ class Loop:
         block.write("next_obs", result.obs)
         state, stepped = self._count(answer), result.mask
         data = self._everywhere[at] if stepped is None else stepped
-        if state.assignment is not None:
-            data = data & state.assignment.mask[at]
+        if state.plan is not None:
+            data = data & state.plan.mask[at]
         row, columns = block.num, slice(len(result.reward))
         terminated, truncated = result.terminated, result.truncated
         over = self._of_all(terminated | truncated, at)
@@ -284,9 +284,7 @@ class Loop:
             over = over | self._of_all(cut, at)
             block.cut[row, columns] = cut
             # An assigned episode that terminates at the limit is not truncated.
-            truncated = truncated | (
-                cut if state.assignment is None else cut & ~terminated
-            )
+            truncated = truncated | (cut if state.plan is None else cut & ~terminated)
         block.reward[row, columns] = result.reward
         block.terminated[row, columns] = terminated
         block.truncated[row, columns] = truncated
@@ -296,7 +294,7 @@ class Loop:
         if causes:
             state = state.lose(causes, self._of_all(data, at))
             over = over | _flags(causes, len(over))
-        num_steps = 0 if state.assignment is None else int(data.sum())
+        num_steps = 0 if state.plan is None else int(data.sum())
         state, self.obs = state.end(over, num_steps), self._read(result.obs, at)
         block.num, self.state, self._pending = row + 1, state, None
 
@@ -336,14 +334,14 @@ class Loop:
         return of_all
 
     def _find_faults(self, result: HostStep, at: At) -> Mapping[int, BaseException]:
-        bad = self._guard.find(result.obs)
+        bad = self._obs_check.find(result.obs)
         if not bad:
             return result.causes
         lanes = np.arange(self._env.num_envs)[at].tolist()
         return {lanes[row]: cause for row, cause in bad.items()} | dict(result.causes)
 
     def _report(
-        self, fault: Fault, block: Block | None, forgiven: set[int] | None
+        self, fault: Fault, block: RowBlock | None, forgiven: set[int] | None
     ) -> None:
         """Masks out the rows of lost episodes, and reports the fault."""
         num_steps = 0
@@ -374,14 +372,14 @@ class Loop:
         causes, obs = {}, None
         try:
             obs = self._env.reset(seeds, state.must_begin)
-            bad = self._guard.find(obs)
+            bad = self._obs_check.find(obs)
             causes = {n: bad[n] for n in lane.tolist() if n in bad}
         except EnvFault as error:
             causes = error.causes
         if causes:
             # Its seed may be the cause, so the next episode takes its place.
-            assignment, failed = state.assignment, _flags(causes, len(state.over))
-            counts = self._everywhere if assignment is None else assignment.mask
+            plan, failed = state.plan, _flags(causes, len(state.over))
+            counts = self._everywhere if plan is None else plan.mask
             state = state.lose(causes, counts)._replace(must_begin=self._nowhere)
             self.state = state.end(failed, 0)
             return

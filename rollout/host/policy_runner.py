@@ -37,7 +37,7 @@ class Progress(NamedTuple):
     state: ArrayTree  # [E, ...], on the device
 
 
-class Program:
+class PolicyRunner:
     """A policy that acts on the host; its keys and its state stay on the device.
 
     Args:

@@ -138,13 +138,13 @@ def remote_batches(
     """
     checks.function("make_collector", make_collector)
     checks.typed_key(key)
-    num_actors = checks.count("num_actors", num_actors)
-    steps_per_batch = checks.count("steps_per_batch", steps_per_batch)
+    num_actors = checks.int_between("num_actors", num_actors)
+    steps_per_batch = checks.int_between("steps_per_batch", steps_per_batch)
     if max_params_lag is not None:
-        max_params_lag = checks.count("max_params_lag", max_params_lag, least=0)
+        max_params_lag = checks.int_between("max_params_lag", max_params_lag, least=0)
     if total_steps is not None:
-        total_steps = checks.count("total_steps", total_steps, most=None)
-    max_restarts = checks.count("max_restarts", max_restarts, least=0)
+        total_steps = checks.int_between("total_steps", total_steps, most=None)
+    max_restarts = checks.int_between("max_restarts", max_restarts, least=0)
     ray_options = dict(ray_options or {})
     if wrong := [name for name in _NO_OPTIONS if name in ray_options]:
         raise ValueError(

@@ -26,7 +26,7 @@ class FaultStats(NamedTuple):
     restarts: int
 
 
-class Faults:
+class Restarts:
     """Counts faults, logs each once, and raises if there are too many."""
 
     def __init__(self, env: Any, on_fault: str, max_restarts: int) -> None:

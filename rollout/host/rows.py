@@ -10,7 +10,12 @@ from jax import lax
 
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
-from rollout.kernel.step import accumulate, accumulate_nothing, mask_out, record
+from rollout.kernel.step import (
+    accumulate,
+    accumulate_nothing,
+    apply_record_fn,
+    mask_out,
+)
 from rollout.types import Accumulators, Episode, Transition
 
 Acc = TypeVar("Acc")
@@ -19,7 +24,7 @@ _COLUMNS = ("reward", "terminated", "truncated", "mask", "episode_id")
 _TREES = ("obs", "action", "next_obs", "extras", "info")
 
 
-class Block:
+class RowBlock:
     """Memory for rows of `[C, ...]`; the first row that is written fixes the shapes.
 
     Columns that a row does not write are masked out.
@@ -120,7 +125,7 @@ class Bookkeeper:
         accumulated = accumulate_nothing(self._accumulators, len(episode_id))
         return Episode(**nothing, accumulated=accumulated)
 
-    def count(self, episode: Episode, block: Block) -> tuple[Episode, Transition]:
+    def count(self, episode: Episode, block: RowBlock) -> tuple[Episode, Transition]:
         """Computes the episodes after a block, and its finished transitions.
 
         Args:
@@ -183,7 +188,7 @@ class Bookkeeper:
                 episode = jax.tree.map(
                     lambda x, rows: x.at[place].set(rows, mode="drop"), episode, new
                 )
-            return episode, mask_out(record(self._record_fn, row))
+            return episode, mask_out(apply_record_fn(self._record_fn, row))
 
         return lax.scan(see, episode, (rows, lane))
 

@@ -1,7 +1,7 @@
 """`inspect`: compiles a program for an accelerator and reports its launches and waits.
 
-`program` compiles; `accelerators` describes the devices; `hlo` and `blocks` read the
-text that XLA writes; `report` counts and prints.
+`compilation` compiles; `accelerators` describes the devices; `hlo` and `blocks` read
+the text that XLA writes; `report` counts and prints.
 """
 
 from rollout.inspection.accelerators import devices

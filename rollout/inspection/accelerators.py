@@ -127,7 +127,7 @@ def devices(accelerator: str, num_devices: int = 1) -> list[Device]:
         ImportError: if its compiler is not installed, or in another version than jax.
     """
     name, found = find(accelerator)
-    num_devices = checks.count("num_devices", num_devices)
+    num_devices = checks.int_between("num_devices", num_devices)
     if isinstance(found, Tpu):
         _find_slice(found, num_devices)  # raises if there is none
         _require_tpu_compiler()

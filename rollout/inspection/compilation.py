@@ -123,7 +123,7 @@ def _program(
             "A collector takes one argument, the parameters of its policy (None if it "
             f"has none), got {len(args)}."
         )
-    num_steps = checks.count(
+    num_steps = checks.int_between(
         "num_steps", _NUM_STEPS if num_steps is None else num_steps
     )
     key = jax.eval_shape(lambda: jax.random.key(0))

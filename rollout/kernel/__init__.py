@@ -10,12 +10,12 @@ that plays exactly N.
 from rollout.kernel.step import (
     Setup,
     act,
+    apply_record_fn,
     init,
     mask_out,
     next_episodes,
     pack,
     policy_keys,
-    record,
     restart,
     roots_of,
     setup_of,
@@ -23,18 +23,18 @@ from rollout.kernel.step import (
     step_env,
     unpack,
     values_where,
-    written,
+    writable_in_cuda_graph,
 )
 
 __all__ = [
     "Setup",
     "act",
+    "apply_record_fn",
     "init",
     "mask_out",
     "next_episodes",
     "pack",
     "policy_keys",
-    "record",
     "restart",
     "roots_of",
     "setup_of",
@@ -42,5 +42,5 @@ __all__ = [
     "step_env",
     "unpack",
     "values_where",
-    "written",
+    "writable_in_cuda_graph",
 ]

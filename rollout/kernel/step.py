@@ -146,7 +146,7 @@ def advance(
     with jax.named_scope("env_step"):
         result = step_env(env, carry, decision.action)
     with jax.named_scope("bookkeeping"):
-        transition = _record(env, carry, decision, result)
+        transition = _make_transition(env, carry, decision, result)
         carry = carry.replace(
             step=carry.step + 1,
             env_state=result.state,
@@ -319,7 +319,7 @@ def _values_where(
     )
 
 
-def record(
+def apply_record_fn(
     record_fn: Callable[[Transition], Transition] | None, transition: Transition
 ) -> Transition:
     """Applies `record_fn` to a transition; see `Collector.record_fn`."""
@@ -346,7 +346,7 @@ def pack(transition: Transition) -> tuple[Transition, jax.Array]:
     return transition.replace(terminated=(), truncated=(), mask=()), flags
 
 
-def written(row: _Tree, counter: jax.Array) -> _Tree:
+def writable_in_cuda_graph(row: _Tree, counter: jax.Array) -> _Tree:
     """Lets a CUDA graph write the row; `counter` is any `()` int32 of the loop.
 
     XLA writes an unchanged array, such as an observation, by a copy. On a GPU a copy
@@ -402,7 +402,7 @@ def _policy_key(
     return prng.like(words, hashed)
 
 
-def _record(
+def _make_transition(
     env: VectorEnv, carry: Carry, decision: PolicyStep, result: EnvStep
 ) -> Transition:
     episode = carry.episode

@@ -1,8 +1,8 @@
 """Makes policies from plain functions, the random policy, and wrappers that explore.
 
-`basic` makes policies; `exploration` and `noise` wrap them, on the shared parts in
-`wrapping`; `draws` samples uniformly and `masks` obeys masks, in every space; `items`
-chooses among the items that a mask allows.
+`basic` makes policies; `exploration` and `noise` wrap them, with the schedules and
+counters of `schedules`; `uniform` draws evenly and `masks` obeys masks, in every space;
+`items` chooses among the items that a mask allows.
 """
 
 from rollout.policies.basic import (

@@ -128,7 +128,7 @@ def random_warmup(
         "Spinning Up in Deep RL" (OpenAI, 2018), `start_steps` of DDPG, TD3 and SAC.
     """
     checks.policy(policy)
-    num_steps = checks.count("num_steps", num_steps)
+    num_steps = checks.int_between("num_steps", num_steps)
     action_space = as_space(action_space, "action_space")
     replace = _replacer(action_space, mask_fn)
 

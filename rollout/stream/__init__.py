@@ -1,9 +1,9 @@
 """`Stream`: batches for a training loop in Python.
 
-`stream` is the loop; `fill` makes a batch, and `host` makes one from environments that
-are not JAX; `program` compiles and calls it; `worker` is the thread in which it runs;
-`stats` accumulates statistics; `types` has the containers, `options` their checks, and
-`progress` the bar.
+`stream` is the loop; `batch` makes a batch, and `host_batch` makes one from
+environments that are not JAX; `batch_program` compiles and calls it; `batch_thread` is
+the thread in which it runs; `stream_stats` accumulates statistics; `types` has the
+containers, `options` their checks, and `progress` the bar.
 """
 
 from rollout.stream.stream import Stream

@@ -20,13 +20,13 @@ from rollout.kernel import episode_keys
 from rollout.policies.exploration import random_where
 from rollout.stats import CollectStats, newest, summarize
 from rollout.stream import stream_stats as stream_stats
-from rollout.stream.types import Options, Window
+from rollout.stream.types import BatchSpec, Options
 from rollout.types import Carry, Episodes, Transition
 
 NO_FAULT = 2**31 - 1  # no step of a batch has this number
 
 
-class Filled(NamedTuple):
+class BatchResult(NamedTuple):
     """A batch as the program returns it."""
 
     carry: Carry  # after the batch
@@ -39,16 +39,16 @@ class Filled(NamedTuple):
     faults: dict[str, jax.Array]  # () int32
 
 
-def fill(
+def make_batch(
     options: Options,
     collector: Collector,
     carry: Carry,
     params: Any,
-    window: jax.Array,
+    spec: jax.Array,
     memory: ArrayTree,
-) -> Filled:
-    """Makes one batch; `window` is a `Window` as `[3]` int32."""
-    these, episodes = Window(*window), None
+) -> BatchResult:
+    """Makes one batch; `spec` is a `BatchSpec` as `[3]` int32."""
+    these, episodes = BatchSpec(*spec), None
     if options.episodes_per_batch is None:
         carry, trajectory = _fill_rows(options, collector, carry, params, these, memory)
         number = numbers(trajectory.mask.shape, these)
@@ -65,18 +65,16 @@ def fill(
     num_faulty = jnp.int32(0)
     if options.on_fault == "drop":
         trajectory, num_faulty = _drop(trajectory)
-    filled = conclude(
-        options, carry, trajectory, episodes, number, num_steps, num_faulty
-    )
+    result = finish(options, carry, trajectory, episodes, number, num_steps, num_faulty)
     sharding = sharding_of(collector.env)
     if sharding is None:
-        return filled
+        return result
     # Placed as `memory` is, so that a later batch can be written there.
-    output = sharding.place(filled.output, collector.env.num_envs, lane_axis=1)
-    return filled._replace(output=output)
+    output = sharding.place(result.output, collector.env.num_envs, lane_axis=1)
+    return result._replace(output=output)
 
 
-def conclude(
+def finish(
     options: Options,
     carry: Any,
     trajectory: Transition,
@@ -84,7 +82,7 @@ def conclude(
     number: jax.Array,
     num_steps: jax.Array,
     num_faulty: jax.Array,
-) -> Filled:
+) -> BatchResult:
     """Finishes a batch; `number`, `[T, B]` int32, has the number of each step."""
     faults = {}
     if options.check_finite and options.on_fault != "drop":
@@ -93,12 +91,12 @@ def conclude(
             for name, bad in nonfinite.nonfinite(trajectory).items()
         }
     stats = _summarize(trajectory, episodes)
-    return Filled(
+    return BatchResult(
         carry=carry,
         output=options.postprocess(trajectory) if options.postprocess else trajectory,
         episodes=episodes,
         stats=stats,
-        counted=stream_stats.pack(stats, num_faulty, num_steps),
+        counted=stream_stats.totals_of(stats, num_faulty, num_steps),
         recent=newest(episodes or trajectory, options.window_episodes),
         faults=faults,
     )
@@ -109,14 +107,14 @@ def _fill_rows(
     collector: Collector,
     carry: Carry,
     params: Any,
-    window: Window,
+    spec: BatchSpec,
     memory: ArrayTree,
 ) -> tuple[Carry, Transition]:
     """Takes the steps of a batch; masked-out rows are zero."""
     setup, env = kernel.setup_of(collector), collector.env
     num_envs = env.num_envs
     shape = -(-options.steps_per_batch // num_envs), num_envs
-    number = numbers(shape, window)
+    number = numbers(shape, spec)
     counts = (options.steps_per_batch, options.total_steps or 0)
     idle = any(count % num_envs for count in counts)  # lanes stand still in a last row
     limit = None
@@ -133,11 +131,11 @@ def _fill_rows(
     def step(state: tuple, go: jax.Array) -> tuple:
         row, carry, rows = state
         here = lax.dynamic_index_in_dim(number, row, keepdims=False)
-        active = here < window.num_steps if idle else None
+        active = here < spec.num_steps if idle else None
         acting = setup
         if options.warmup_steps:
             key = episode_keys.at_step(roots.warmup, carry.step)
-            is_random = here < window.num_random
+            is_random = here < spec.num_random
             acting = setup._replace(
                 policy=random_where(
                     setup.policy, env.action_space, is_random, key, options.mask_fn
@@ -153,24 +151,26 @@ def _fill_rows(
             active=active,
             drop_fn=_faulty if options.on_fault == "drop" else None,
         )
-        seen = kernel.record(collector.record_fn, transition)
+        seen = kernel.apply_record_fn(collector.record_fn, transition)
         seen = kernel.mask_out(seen) if idle else seen
-        new = kernel.written(prng.words(kernel.pack(seen)), row)
+        new = kernel.writable_in_cuda_graph(prng.words(kernel.pack(seen)), row)
         new = platform.hold(go, new, _read(rows, row))
         return row + 1, platform.hold(go, after, carry), _write(rows, row, new)
 
     def _faulty(transition: Transition) -> jax.Array:
-        return nonfinite.is_nonfinite(kernel.record(collector.record_fn, transition))
+        return nonfinite.is_nonfinite(
+            kernel.apply_record_fn(collector.record_fn, transition)
+        )
 
     row = jax.eval_shape(lambda: kernel.pack(collector.step(carry, params)[1]))
     rows = prng.blank(row, carry.key, shape[:1])
-    stop = -(-window.num_steps // num_envs)  # rows from here on have no step
+    stop = -(-spec.num_steps // num_envs)  # rows from here on have no step
     words = prng.words(rows)
     if isinstance(memory, Transition) and options.postprocess is None:
         words = _reuse(memory, rows[1], stop)
     state = jnp.int32(0), carry, words
     _, carry, words = platform.steps_while(lambda state: state[0] < stop, step, state)
-    mask = number < window.num_steps
+    mask = number < spec.num_steps
     written, flags = prng.like(words, rows)
     trajectory = kernel.unpack(written, flags, mask)
     if options.at_batch_end == "truncate":
@@ -191,9 +191,9 @@ def _reuse(memory: Transition, flags: jax.Array, stop: jax.Array) -> ArrayTree:
     )
 
 
-def numbers(shape: tuple[int, ...], window: Window) -> jax.Array:
+def numbers(shape: tuple[int, ...], spec: BatchSpec) -> jax.Array:
     """Numbers the steps of the batch by row and lane; `[T, B]` int32."""
-    lane = jnp.arange(shape[1], dtype=jnp.int32) - window.first_lane
+    lane = jnp.arange(shape[1], dtype=jnp.int32) - spec.first_lane
     order = jnp.where(lane < 0, lane + shape[1], lane)
     row = jnp.arange(shape[0], dtype=jnp.int32)
     return row[:, None] * shape[1] + order[None]

@@ -14,47 +14,49 @@ from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.host.host_collector import HostCollector
-from rollout.stream.batch import Filled, fill
-from rollout.stream.types import Options, Placement, Window
+from rollout.stream.batch import BatchResult, make_batch
+from rollout.stream.types import BatchSpec, Options, Placement
 from rollout.types import Carry
 
 
-class Program(NamedTuple):
+class BatchProgram(NamedTuple):
     """The program of a batch, compiled ahead: jax's settings are per thread."""
 
-    fill: Callable[..., Filled]
+    make_batch: Callable[..., BatchResult]
     blank: Callable[[], ArrayTree]  # makes memory where there is none to reuse
     kinds: list[Any]  # of the parameters, see `kinds_of`
 
 
-def make(options: Options, collector: Collector, carry: Carry, params: Any) -> Program:
+def make(
+    options: Options, collector: Collector, carry: Carry, params: Any
+) -> BatchProgram:
     """Compiles the program of a stream over environments in JAX."""
-    window = jax.ShapeDtypeStruct((len(Window._fields),), jnp.int32)
+    spec = jax.ShapeDtypeStruct((len(BatchSpec._fields),), jnp.int32)
     memory: ArrayTree = ()
     if options.recycle:
-        make = functools.partial(fill, options)
-        filled = jax.eval_shape(make, collector, carry, params, window, memory)
-        memory = _placed(filled.output, collector)
+        make = functools.partial(make_batch, options)
+        result = jax.eval_shape(make, collector, carry, params, spec, memory)
+        memory = _placed(result.output, collector)
     is_jitted = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
     if not is_jitted:  # for debugging, operation by operation
-        return Program(
-            fill=functools.partial(fill, options),
+        return BatchProgram(
+            make_batch=functools.partial(make_batch, options),
             blank=lambda: prng.blank(memory, carry.key),
             kinds=kinds_of(params),
         )
-    program = jax.jit(fill, static_argnums=0, donate_argnums=5, keep_unused=True)
+    program = jax.jit(make_batch, static_argnums=0, donate_argnums=5, keep_unused=True)
     shardings = jax.tree.map(lambda x: x.sharding, memory)
     blank = jax.jit(lambda: prng.blank(memory, carry.key), out_shardings=shardings)
     try:
-        lowered = program.lower(options, collector, carry, params, window, memory)
+        lowered = program.lower(options, collector, carry, params, spec, memory)
     except ValueError as error:
         checks.explain_devices(error, collector=collector, carry=carry, params=params)
         raise
     sharding = sharding_of(collector.env)
     if sharding is not None and sharding.mesh.is_multi_process:
         multihost.compare("stream", _facts(options, params, lowered.as_text()))
-    return Program(
-        fill=lowered.compile(),
+    return BatchProgram(
+        make_batch=lowered.compile(),
         blank=blank.lower().compile(),
         kinds=kinds_of(params),
     )
@@ -90,26 +92,26 @@ def kinds_of(params: Any) -> list[Any]:
 
 
 def run(
-    program: Program,
+    program: BatchProgram,
     options: Options,
     collector: Collector | HostCollector,
     carry: Carry,
     params: Any,
-    window: np.ndarray,
+    spec: np.ndarray,
     memory: ArrayTree | None,
-) -> Filled:
+) -> BatchResult:
     """Makes a batch and waits for it; fields that Python reads are on the host."""
     # An interrupt or the user may have deleted the memory.
     if memory is None or any(x.is_deleted() for x in jax.tree.leaves(memory)):
         memory = program.blank()
-    filled = program.fill(collector, carry, params, window, memory)
-    filled = jax.block_until_ready(filled)
+    result = program.make_batch(collector, carry, params, spec, memory)
+    result = jax.block_until_ready(result)
     for x in jax.tree.leaves(memory):
         if not x.is_deleted():  # a view prevented the donation, and stays valid
             x.delete()
-    read = {name: getattr(filled, name) for name in ("counted", "recent", "faults")}
-    output = _place(filled.output, options.placement)
-    return filled._replace(output=output, **jax.device_get(read))
+    read = {name: getattr(result, name) for name in ("counted", "recent", "faults")}
+    output = _place(result.output, options.placement)
+    return result._replace(output=output, **jax.device_get(read))
 
 
 def _place(tree: ArrayTree, placement: Placement) -> ArrayTree:

@@ -10,11 +10,11 @@ from rollout import checks
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
 from rollout.host.loop import NO_LIMIT
-from rollout.stream.batch import Filled, conclude, numbers, numbers_of_episodes
-from rollout.stream.types import Options, Window
+from rollout.stream.batch import BatchResult, finish, numbers, numbers_of_episodes
+from rollout.stream.types import BatchSpec, Options
 from rollout.types import Carry
 
-_conclude = jax.jit(conclude, static_argnums=0)
+_finish = jax.jit(finish, static_argnums=0)
 
 
 def check(options: Options, collector: HostCollector) -> None:
@@ -47,17 +47,17 @@ def check(options: Options, collector: HostCollector) -> None:
         )
 
 
-def fill(
+def make_batch(
     options: Options,
     collector: HostCollector,
     carry: Carry,
     params: Any,
-    window: np.ndarray,
+    spec: np.ndarray,
     memory: ArrayTree,
-) -> Filled:
-    """Makes one batch, as `rollout.stream.batch.fill` does."""
+) -> BatchResult:
+    """Makes one batch, as `rollout.stream.batch.make_batch` does."""
     del memory  # unused
-    these, episodes = Window(*map(int, window)), None
+    these, episodes = BatchSpec(*map(int, spec)), None
     before = collector.fault_stats.faulty_episodes
     if options.episodes_per_batch is None:
         carry, trajectory = _collect_rows(options, collector, carry, params, these)
@@ -73,8 +73,8 @@ def fill(
         number = numbers_of_episodes(trajectory.mask.shape)
         num_steps = episodes.num_steps
     num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
-    filled = _conclude(options, (), trajectory, episodes, number, num_steps, num_faulty)
-    return filled._replace(carry=carry)
+    result = _finish(options, (), trajectory, episodes, number, num_steps, num_faulty)
+    return result._replace(carry=carry)
 
 
 def _collect_rows(
@@ -82,13 +82,13 @@ def _collect_rows(
     collector: HostCollector,
     carry: Carry,
     params: Any,
-    window: Window,
+    spec: BatchSpec,
 ) -> tuple[Carry, Any]:
     num_envs = collector.env.num_envs
     lane = np.arange(num_envs)
 
     def is_random(row: int) -> np.ndarray | None:
-        left = window.num_random - row * num_envs
+        left = spec.num_random - row * num_envs
         return lane < left if left > 0 else None
 
     limit = NO_LIMIT
@@ -97,7 +97,7 @@ def _collect_rows(
     return collector.collect_batch(
         carry,
         params,
-        window.num_steps // num_envs,
+        spec.num_steps // num_envs,
         capacity=options.steps_per_batch // num_envs,
         limit=limit,
         random_fn=is_random,

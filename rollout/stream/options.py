@@ -29,9 +29,9 @@ def check(options: Options) -> Options:
         if (value := getattr(options, name)) is not None:
             least = 0 if name == "warmup_steps" else 1
             most = None if name in _RUN_COUNTS else INT32_MAX
-            counts[name] = checks.count(name, value, least=least, most=most)
+            counts[name] = checks.int_between(name, value, least=least, most=most)
     window = options.window_episodes
-    counts["window_episodes"] = checks.count("window_episodes", window, least=0)
+    counts["window_episodes"] = checks.int_between("window_episodes", window, least=0)
     for name in _FLAGS:
         checks.flag(name, getattr(options, name))
     for name in ("postprocess", "mask_fn"):

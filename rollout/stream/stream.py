@@ -21,10 +21,10 @@ from rollout.policies.masks import MaskFn
 from rollout.stream import batch_program as programs
 from rollout.stream import host_batch, stream_stats
 from rollout.stream import options as option_checks
-from rollout.stream.batch import NO_FAULT, Filled
+from rollout.stream.batch import NO_FAULT, BatchResult
 from rollout.stream.batch_thread import Job, Worker
 from rollout.stream.progress import Bar
-from rollout.stream.types import Options, Placement, Position, StreamBatch, Window
+from rollout.stream.types import BatchSpec, Options, Placement, StreamBatch, StreamState
 from rollout.types import ParamsT, Transition
 
 _MOMENT = 1e-5  # s
@@ -166,13 +166,13 @@ class Stream(Generic[ParamsT]):
         carry = collector.init(key)
         accumulated = carry.episode.accumulated
         self._names = stream_stats.names_of(accumulated, collector.env.num_envs)
-        self._at = Position(
+        self._at = StreamState(
             carry=carry,
             totals=stream_stats.zero(self._names),
             recent=np.zeros((self._options.window_episodes, 2), np.float32),
         )
         self._params = self._own(params), 0
-        self._program: programs.Program | None = None
+        self._program: programs.BatchProgram | None = None
         self._checked: int | None = None  # version of parameters that it fits
         self._must_stop = False
         self._inside: dict[str, int] = {}  # the thread that is in `next`
@@ -361,7 +361,7 @@ class Stream(Generic[ParamsT]):
             )
         else:
             carry = _put_like(carry, self._at.carry)
-        at = Position(
+        at = StreamState(
             carry=carry,
             totals=np.array(state["totals"], np.float64),
             recent=np.array(state["recent"], np.float32),
@@ -389,7 +389,7 @@ class Stream(Generic[ParamsT]):
             self._at = self._with_job(self._at, self._at.memory)
         return self._at.job
 
-    def _run_ahead(self, job: Job, at: Position) -> Position:
+    def _run_ahead(self, job: Job, at: StreamState) -> StreamState:
         """Begins the batch at `at`, which comes after that of `job`."""
         memory = jax.tree.leaves(self._at.memory)
         # Kept with the job, so that an interrupt does not begin it a second time.
@@ -402,7 +402,7 @@ class Stream(Generic[ParamsT]):
             time.sleep(_MOMENT)  # so that reading the old batch raises from here on
         return at._replace(job=ahead.job, params=ahead.params)
 
-    def _with_job(self, at: Position, memory: ArrayTree | None) -> Position:
+    def _with_job(self, at: StreamState, memory: ArrayTree | None) -> StreamState:
         """Adds to `at` the job of its batch, if there is one; it writes to `memory`."""
         options = self._options
         # Of whole episodes the number of steps is not known ahead: any will do.
@@ -412,7 +412,7 @@ class Stream(Generic[ParamsT]):
         if num_steps <= 0:
             return at
         params = at.params or self._params
-        window = Window(
+        spec = BatchSpec(
             num_steps=num_steps,
             first_lane=at.first_lane,
             num_random=self._num_random(at, num_steps),
@@ -424,46 +424,46 @@ class Stream(Generic[ParamsT]):
             self._collector,
             at.carry,
             params[0],
-            np.array(window, np.int32),
+            np.array(spec, np.int32),
             memory,
         )
         return at._replace(job=Job(make), params=params)
 
-    def _hand_over(self, job: Job) -> tuple[StreamBatch, Position]:
-        """Returns the batch of a job that is done, and the position after it."""
+    def _hand_over(self, job: Job) -> tuple[StreamBatch, StreamState]:
+        """Returns the batch of a job that is done, and the state after it."""
         at, options = self._at, self._options
-        filled: Any = job.result
+        result: Any = job.result
         version = at.params[1]
-        problem = job.error or self._find_fault(filled, at.first_lane, version)
+        problem = job.error or self._find_fault(result, at.first_lane, version)
         if problem is not None:
             self._at = at._replace(job=None, params=None)
             raise problem
-        num_steps = int(filled.counted[0])
+        num_steps = int(result.counted[0])
         batch = StreamBatch(
-            trajectory=filled.output,
-            stats=filled.stats,
+            trajectory=result.output,
+            stats=result.stats,
             steps=num_steps,
             warmup_steps=self._num_random(at, num_steps),
             params_version=version,
-            episodes=filled.episodes,
+            episodes=result.episodes,
         )
-        return batch, Position(
-            carry=filled.carry,
-            totals=stream_stats.add(at.totals, filled.counted, job.seconds),
-            recent=stream_stats.slide(at.recent, filled.recent),
+        return batch, StreamState(
+            carry=result.carry,
+            totals=stream_stats.add(at.totals, result.counted, job.seconds),
+            recent=stream_stats.slide(at.recent, result.recent),
             steps=at.steps + num_steps,
             batches=at.batches + 1,
             first_lane=(at.first_lane + num_steps) % self._num_envs,
-            memory=filled.output if options.recycle else None,
+            memory=result.output if options.recycle else None,
         )
 
     def _find_fault(
-        self, filled: Filled, first_lane: int, version: int
+        self, result: BatchResult, first_lane: int, version: int
     ) -> FloatingPointError | None:
-        first = min(filled.faults.values(), default=NO_FAULT)
+        first = min(result.faults.values(), default=NO_FAULT)
         if first == NO_FAULT:
             return None
-        names = [f"`{name}`" for name, at in filled.faults.items() if at == first]
+        names = [f"`{name}`" for name, at in result.faults.items() if at == first]
         row, column = divmod(first, self._options.episodes_per_batch or self._num_envs)
         what = "episode"
         if self._options.episodes_per_batch is None:
@@ -474,7 +474,7 @@ class Stream(Generic[ParamsT]):
             f"`params_version` {version}."
         )
 
-    def _compile(self, versioned: tuple[Any, int]) -> programs.Program:
+    def _compile(self, versioned: tuple[Any, int]) -> programs.BatchProgram:
         """Returns the program for parameters of this kind, compiled if it is new."""
         program = self._program
         params, version = versioned
@@ -484,9 +484,11 @@ class Stream(Generic[ParamsT]):
             options, carry = self._options, self._at.carry
             if isinstance(self._collector, HostCollector):
                 self._collector.compile(carry, params)
-                fill = functools.partial(host_batch.fill, options)
+                make_batch = functools.partial(host_batch.make_batch, options)
                 kinds = programs.kinds_of(params)
-                program = programs.Program(fill, blank=lambda: (), kinds=kinds)
+                program = programs.BatchProgram(
+                    make_batch, blank=lambda: (), kinds=kinds
+                )
             else:
                 program = programs.make(options, self._collector, carry, params)
             self._program = program
@@ -498,7 +500,7 @@ class Stream(Generic[ParamsT]):
         params = jax.tree.map(_strong, params)
         return _copy(params) if self._options.prefetch else params
 
-    def _num_random(self, at: Position, num_steps: int) -> int:
+    def _num_random(self, at: StreamState, num_steps: int) -> int:
         """Returns the number of warm-up steps in the batch at `at`."""
         return min(max(self._options.warmup_steps - at.steps, 0), num_steps)
 

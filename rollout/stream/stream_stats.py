@@ -62,7 +62,9 @@ class StreamStats(NamedTuple):
         return text
 
 
-def pack(stats: CollectStats, num_faulty: jax.Array, num_steps: jax.Array) -> jax.Array:
+def totals_of(
+    stats: CollectStats, num_faulty: jax.Array, num_steps: jax.Array
+) -> jax.Array:
     """Packs the counts of a batch for `add` into one array, `[5 + K]` int32.
 
     One array is one copy to the host. K values are accumulated per episode.

@@ -1,4 +1,4 @@
-"""The containers of a stream: its batches, its options and its position."""
+"""The containers of a stream: its batches, its options and its state."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ class Options(NamedTuple):
     window_episodes: int
 
 
-class Window(NamedTuple):
+class BatchSpec(NamedTuple):
     """The steps of a batch, as inputs of the program; `()` int32 each.
 
     Of the `B` lanes, `first_lane` steps first, and the order goes round: step number k
@@ -71,7 +71,7 @@ class Window(NamedTuple):
     num_random: Any  # of the steps of the batch, the first ones
 
 
-class Position(NamedTuple):
+class StreamState(NamedTuple):
     """Where a stream stands; replaced as a whole, so no interrupt can split it."""
 
     carry: Carry  # after the last batch that was handed over

@@ -19,8 +19,8 @@ import rollout
 from rollout import buffers, envs
 from rollout.envs.auto_reset import reset_switch
 from rollout.envs.vectorize import _AUTO_RESETS
-from rollout.stream.batch import fill
-from rollout.stream.types import Options, Window
+from rollout.stream.batch import make_batch
+from rollout.stream.types import BatchSpec, Options
 
 ENV_ID, NUM_ENVS, NUM_STEPS = "CartPole-v1", 2048, 128
 CAPACITY, BATCH_SIZE, NUM_EPISODES, NUM_ACTIONS = 2**20, 256, 4096, 512
@@ -167,9 +167,9 @@ def stream_fill() -> Made:
         window_episodes=100,
     )
     collector = _collector()
-    window = jax.ShapeDtypeStruct((len(Window._fields),), jnp.int32)
+    window = jax.ShapeDtypeStruct((len(BatchSpec._fields),), jnp.int32)
     arguments = options, collector, _carry(collector), None, window, ()
-    return jax.jit(fill, static_argnums=0), arguments, {}
+    return jax.jit(make_batch, static_argnums=0), arguments, {}
 
 
 def _buffer(kind: Any, method: str, **options: Any) -> Made:

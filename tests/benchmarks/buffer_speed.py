@@ -67,7 +67,7 @@ def ours(
         buffer = buffers.PrioritizedReplayBuffer(capacity, rows)
     elif kind == "shared":
         buffer = buffers.ReplayBuffer(
-            capacity, rows, successor=kind, final_capacity=capacity // 20
+            capacity, rows, next_obs=kind, final_obs_capacity=capacity // 20
         )
     else:
         buffer = buffers.ReplayBuffer(capacity, rows)

@@ -171,7 +171,7 @@ def test_add_writes_in_place(kind, successor, num_rows):
     """Donated, the state is aliased whole, and no leaf of the ring is copied."""
     num_slots, num_envs = 4099, 4  # no other array has these dimensions
     make = KINDS[kind][0]
-    options = {} if successor == "stored" else {"successor": "shared"}
+    options = {} if successor == "stored" else {"next_obs": "shared"}
     buffer = make(num_slots * num_envs, num_envs, **options)
     model = Model(num_slots, num_envs)
     chunk = encode(*model.make_chunk(np.random.default_rng(0), num_rows))
@@ -194,7 +194,7 @@ def test_add_writes_in_place(kind, successor, num_rows):
 def test_training_step_of_add_and_sample_writes_in_place(kind, successor):
     """Also with a sample, and an update, between two writes in one program."""
     num_slots, num_envs = 4099, 4
-    options = {} if successor == "stored" else {"successor": "shared"}
+    options = {} if successor == "stored" else {"next_obs": "shared"}
     buffer = KINDS[kind][0](num_slots * num_envs, num_envs, **options)
     steps = Model(num_slots, num_envs).make_chunk(np.random.default_rng(0), 1)
     chunk = jax.tree.map(jnp.asarray, encode(*steps))
@@ -226,7 +226,7 @@ def test_training_step_of_add_and_sample_writes_in_place(kind, successor):
 def test_kernel_fills_it_in_one_program(kind, successor):
     collector = make_collector("count", 4)
     carry = collector.init(jax.random.key(0))
-    options = {} if successor == "stored" else {"successor": "shared"}
+    options = {} if successor == "stored" else {"next_obs": "shared"}
     buffer = KINDS[kind][0](64 * 4, 4, **options)
     _, transition = jax.eval_shape(collector.step, carry, None)
 
@@ -356,15 +356,15 @@ def test_vector_rewards_sum_component_by_component():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"successor": "none"}, '`successor` must be "stored" or "shared", got'),
-        ({"final_capacity": 9}, '`final_capacity` goes with successor="shared", got 9'),
+        ({"next_obs": "none"}, '`next_obs` must be "stored" or "shared", got'),
+        ({"final_obs_capacity": 9}, 'goes with next_obs="shared", got 9 with "stored"'),
         (
-            {"successor": "shared", "final_capacity": 3},
-            "`final_capacity` must hold one step of all lanes, num_envs=4, got 3",
+            {"next_obs": "shared", "final_obs_capacity": 3},
+            "`final_obs_capacity` must hold one step of all lanes, num_envs=4, got 3",
         ),
         (
-            {"successor": "shared", "final_capacity": 0},
-            "`final_capacity` must be an int of at least 1, got 0",
+            {"next_obs": "shared", "final_obs_capacity": 0},
+            "`final_obs_capacity` must be an int of at least 1, got 0",
         ),
     ],
 )
@@ -429,10 +429,10 @@ def test_fields_that_are_needed_are_named():
             "`EpisodeBuffer` needs the field `terminated`",
         ),
         (
-            lambda: buffers.ReplayBuffer(8, 2, successor="shared").init(
+            lambda: buffers.ReplayBuffer(8, 2, next_obs="shared").init(
                 {"obs": jnp.zeros((2,))}
             ),
-            'successor="shared" needs the field `next_obs`',
+            'next_obs="shared" needs the field `next_obs`',
         ),
     ):
         with pytest.raises(ValueError, match=message):

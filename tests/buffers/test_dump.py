@@ -29,7 +29,7 @@ def fill(kind="replay", capacity=40 * B, num_rows=64, **options):
     return buffer, add(chunk), chunk
 
 
-SHARED = {"successor": "shared"}
+SHARED = {"next_obs": "shared"}
 slow = pytest.mark.slow
 CASES = [
     ("replay", 64, SHARED),

@@ -310,8 +310,8 @@ def test_sums_of_a_large_tree_follow_what_is_written():
             (jnp.int32(700), jnp.arange(9) >= 2),
             (jnp.int32(0), jnp.arange(9) < 2),
         ]
-        tree = sum_tree.put_windows(sum_tree.build(leaf), windows, jnp.float32(7))
-        return sum_tree.put(tree, chosen, value)
+        tree = sum_tree.set_windows(sum_tree.build(leaf), windows, jnp.float32(7))
+        return sum_tree.set_leaves(tree, chosen, value)
 
     tree = write(leaf)
     np.testing.assert_array_equal(tree[0][:1000], want)

@@ -121,7 +121,7 @@ def test_what_does_not_divide_and_other_buffers_are_refused():
         sharded.sample(filled(sharded), jax.random.key(0), 6)
     with pytest.raises(ValueError, match="`axis` must be one of the mesh, lanes, got"):
         buffers.shard(plain, make_mesh(), "batch")
-    shared = buffers.ReplayBuffer(N * B, B, successor="shared")
+    shared = buffers.ReplayBuffer(N * B, B, next_obs="shared")
     for other in (shared, buffers.EpisodeBuffer(N * B, B, max_length=2), sharded):
-        with pytest.raises(ValueError, match='with successor="stored", got '):
+        with pytest.raises(ValueError, match='with next_obs="stored", got '):
             buffers.shard(other, make_mesh())

@@ -87,7 +87,7 @@ def make_chunk(first, num_rows):
 BUFFERS = {
     "replay": lambda: buffers.ReplayBuffer(16, NUM_ENVS),
     "shared": lambda: buffers.ReplayBuffer(
-        16, NUM_ENVS, successor="shared", final_capacity=4
+        16, NUM_ENVS, next_obs="shared", final_obs_capacity=4
     ),
     "prioritized": lambda: buffers.PrioritizedReplayBuffer(16, NUM_ENVS),
     "episodic": lambda: buffers.EpisodeBuffer(16, NUM_ENVS),

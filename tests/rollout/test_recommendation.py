@@ -340,7 +340,7 @@ def test_history_is_rebuilt_from_the_ring():
         policy=rollout.random_policy(env.action_space),
         record_fn=without_history,
     )
-    buffer = buffers.ReplayBuffer(NUM_LANES * 30, NUM_LANES, successor="stored")
+    buffer = buffers.ReplayBuffer(NUM_LANES * 30, NUM_LANES, next_obs="stored")
 
     @quick_jit
     def run(key):

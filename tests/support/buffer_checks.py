@@ -55,8 +55,8 @@ class EpisodeModel(Model):
         while len(self.lanes[lane]) + len(waiting) > self.num_slots:
             self.lanes[lane].popleft()
         if step.done:
-            if self.finals is not None:
-                self.finals.append(step.number)
+            if self.final_obs is not None:
+                self.final_obs.append(step.number)
             self.lanes[lane].extend(waiting)
             waiting.clear()
 
@@ -75,7 +75,7 @@ KINDS = {
 }
 SUCCESSORS = {
     "stored": ({}, None),
-    "shared": ({"successor": "shared", "final_capacity": NUM_FINALS}, NUM_FINALS),
+    "shared": ({"next_obs": "shared", "final_obs_capacity": NUM_FINALS}, NUM_FINALS),
 }
 CASES = [(kind, successor) for kind in KINDS for successor in SUCCESSORS]
 

@@ -94,7 +94,7 @@ class Model:
     def __init__(self, num_slots, num_envs, num_finals=None):
         self.num_slots, self.num_envs = num_slots, num_envs
         self.lanes = [collections.deque(maxlen=num_slots) for _ in range(num_envs)]
-        self.finals = (
+        self.final_obs = (
             None if num_finals is None else collections.deque(maxlen=num_finals)
         )
         self.last = [
@@ -142,8 +142,8 @@ class Model:
 
     def append(self, lane, step):
         self.lanes[lane].append(step)
-        if self.finals is not None and step.done:
-            self.finals.append(step.number)
+        if self.final_obs is not None and step.done:
+            self.final_obs.append(step.number)
 
     def clear(self):
         for lane in self.lanes:
@@ -171,10 +171,10 @@ class Model:
         return before if row[1] > 0 and self.following(before) else None
 
     def has_successor(self, row):
-        if self.finals is None:
+        if self.final_obs is None:
             return True
         if self.step(row).done:
-            return self.step(row).number in self.finals
+            return self.step(row).number in self.final_obs
         return self.following(row) is not None
 
     def history(self, row, length):

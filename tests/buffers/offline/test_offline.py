@@ -86,7 +86,9 @@ ONE = buffers.ReplayBuffer(12, 1)  # the same object: its programs are traced on
 
 
 def options(successor):
-    return {"successor": "shared", "final_capacity": 8} if successor == "shared" else {}
+    return (
+        {"next_obs": "shared", "final_obs_capacity": 8} if successor == "shared" else {}
+    )
 
 
 CASES = [
@@ -330,9 +332,9 @@ def test_buffer_that_is_too_small_is_told_what_is_needed():
         buffers.from_data(buffers.ReplayBuffer(15, 2), **data)
     state = buffers.from_data(buffers.ReplayBuffer(16, 2), **data)
     np.testing.assert_array_equal(np.sort(state.size), [7, 8])
-    buffer = buffers.ReplayBuffer(15, 1, successor="shared", final_capacity=3)
+    buffer = buffers.ReplayBuffer(15, 1, next_obs="shared", final_obs_capacity=3)
     with pytest.raises(
-        ValueError, match="`final_capacity` must hold the ends of all 4"
+        ValueError, match="`final_obs_capacity` must hold the ends of all 4"
     ):
         buffers.from_data(buffer, **data)
 

@@ -63,7 +63,7 @@ def assert_one_line(process, before, stderr):
 @slow
 @pytest.mark.parametrize(
     ("kind", "program"),
-    [("--num-steps=20", b"jit(fill)"), ("--num-episodes=20", b"jit(program)")],
+    [("--num-steps=20", b"jit(make_batch)"), ("--num-episodes=20", b"jit(program)")],
 )
 def test_interrupt_while_xla_compiles_does_not_wait_for_it(kind, program):
     environ = {"JAX_LOG_COMPILES": "1"}  # says on stderr what XLA is given, and when

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from host_count import KEY, OPTIONS, HostCount
 
-from rollout.host.policy_runner import Program
+from rollout.host.policy_runner import PolicyRunner
 
 OBS, OVER, ID = np.zeros((4, 1), np.float32), np.ones(4, bool), np.arange(4)
 
@@ -21,7 +21,7 @@ def fetched(monkeypatch):
 
 
 def start():
-    program = Program(OPTIONS["policy"], HostCount.action_space, len(OVER))
+    program = PolicyRunner(OPTIONS["policy"], HostCount.action_space, len(OVER))
     progress = program.start(KEY)
 
     def act():

@@ -10,7 +10,7 @@ from streams import B, by_lane, host, join, make_stream, new_stream, straight
 
 import rollout
 from rollout import envs
-from rollout.stream.batch import fill
+from rollout.stream.batch import make_batch
 from rollout.stream.types import Options
 
 each_env = pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_field_that_a_postprocess_does_not_read_has_no_array():
     window = jax.ShapeDtypeStruct((3,), jnp.int32)
 
     def text(**options):
-        program = jax.jit(fill, static_argnums=0)
+        program = jax.jit(make_batch, static_argnums=0)
         options = Options(**{**defaults, **options})
         return program.lower(options, collector, carry, None, window, ()).compile()
 
