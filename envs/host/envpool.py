@@ -160,24 +160,24 @@ class _AsyncEnvPool(_EnvPool):
     def __init__(self, env: Any, names: tuple[str, ...]) -> None:
         super().__init__(env, names)
         self.batch_size = int(env.config["batch_size"])
-        self._under_way = np.zeros(self.num_envs, bool)
+        self._in_flight = np.zeros(self.num_envs, bool)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         env_id = np.asarray(env_id, np.int32)
-        if self._under_way[env_id].any():
-            busy = env_id[self._under_way[env_id]].tolist()
+        if self._in_flight[env_id].any():
+            busy = env_id[self._in_flight[env_id]].tolist()
             raise ValueError(
                 "`env_id` must leave out environments that are under way, got "
                 f"{busy}: `receive` them first."
             )
-        self._under_way[env_id] = True
+        self._in_flight[env_id] = True
         self._env.send(_map(np.asarray, action), env_id)
 
     def receive(
         self, num_ready: int, timeout: float | None = None
     ) -> tuple[HostStep, np.ndarray]:
         del timeout  # EnvPool waits
-        size, num = self.batch_size, np.count_nonzero(self._under_way)
+        size, num = self.batch_size, np.count_nonzero(self._in_flight)
         if num_ready != size:
             raise ValueError(
                 f"`num_ready` must be the `batch_size` of EnvPool, got {num_ready} and "
@@ -192,7 +192,7 @@ class _AsyncEnvPool(_EnvPool):
         env_id = answers[-1]["env_id"]
         step = self._to_step(answers, ~self._ended[env_id])
         self._ended[env_id] = step.terminated | step.truncated
-        self._under_way[env_id] = False
+        self._in_flight[env_id] = False
         self._write(step.obs, env_id)
         return step, env_id
 
@@ -210,7 +210,7 @@ class _AsyncEnvPool(_EnvPool):
         return jax.tree.map(lambda *x: np.concatenate(x)[order], *steps)
 
     def _resets_itself(self, mask: np.ndarray) -> bool:
-        return super()._resets_itself(mask) and not self._under_way[mask].any()
+        return super()._resets_itself(mask) and not self._in_flight[mask].any()
 
     def _restart(self, env_id: np.ndarray) -> None:
         if env_id.size < self.num_envs:
@@ -227,12 +227,12 @@ class _AsyncEnvPool(_EnvPool):
 
     def _drain(self) -> None:
         """Waits for all environments under way, and drops their answers."""
-        while num := np.count_nonzero(self._under_way):
+        while num := np.count_nonzero(self._in_flight):
             num_more = max(self.batch_size - num, 0)
-            more = self._all[~self._under_way][:num_more]  # to fill the batch
+            more = self._all[~self._in_flight][:num_more]  # to fill the batch
             *_, info = self._env.reset(more) if num_more else self._env.recv()
-            self._under_way[more] = True
-            self._under_way[info["env_id"]] = False
+            self._in_flight[more] = True
+            self._in_flight[info["env_id"]] = False
 
 
 def _make(

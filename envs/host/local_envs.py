@@ -141,7 +141,7 @@ class LocalEnvs:
         """Takes one step in every environment, `[E, ...]`, and resets none."""
         request_checks.closed(not self._envs)
         if self._answered:
-            request_checks.all_idle("step", self._under_way())
+            request_checks.all_idle("step", self._in_flight())
         actions = self._split(action)
         request_checks.length("action", actions, self.num_envs)
         for at, one in enumerate(actions):
@@ -161,7 +161,7 @@ class LocalEnvs:
             request_checks.env_ids(env_id, self.num_envs),
         )
         request_checks.length("action", actions, len(ids))
-        request_checks.idle(ids, self._under_way())
+        request_checks.idle(ids, self._in_flight())
         for at, one in zip(ids, actions, strict=True):
             self._answered.append((at, self.advance(at, one)))
 
@@ -215,7 +215,7 @@ class LocalEnvs:
             ValueError: if some are under way.
         """
         request_checks.closed(not self._envs)
-        request_checks.all_idle("save", self._under_way())
+        request_checks.all_idle("save", self._in_flight())
         saved = []
         for at, env in enumerate(self._envs):
             if at in self._broken:
@@ -252,7 +252,7 @@ class LocalEnvs:
         """
         if not self.can_load(saved, allow_pickle=allow_pickle):
             return False
-        request_checks.all_idle("load", self._under_way())
+        request_checks.all_idle("load", self._in_flight())
         for at, state in enumerate(saved):
             old = self._envs[at]
             env = saved_state.load(state, old)
@@ -342,7 +342,7 @@ class LocalEnvs:
             kept = [item for item in self._answered if item[0] not in which]
             self._answered = collections.deque(kept)
 
-    def _under_way(self) -> set[int]:
+    def _in_flight(self) -> set[int]:
         return {at for at, _ in self._answered}
 
 

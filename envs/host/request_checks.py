@@ -14,9 +14,9 @@ def closed(is_closed: bool) -> None:
         raise ValueError("`env` must be open, got one after `close`.")
 
 
-def idle(which: Collection[int], under_way: Collection[int]) -> None:
+def idle(which: Collection[int], in_flight: Collection[int]) -> None:
     """Raises if one of these environments is under way."""
-    busy = sorted(set(which) & set(under_way))
+    busy = sorted(set(which) & set(in_flight))
     if busy:
         raise ValueError(
             "`env_id` and `mask` must leave out environments that are under way, got "
@@ -24,12 +24,12 @@ def idle(which: Collection[int], under_way: Collection[int]) -> None:
         )
 
 
-def all_idle(name: str, under_way: Collection[int]) -> None:
+def all_idle(name: str, in_flight: Collection[int]) -> None:
     """Raises if an environment is under way when all are needed."""
-    if under_way:
+    if in_flight:
         raise ValueError(
             f"`{name}` must be called with no environment under way, got "
-            f"{len(under_way)}: `receive` them first."
+            f"{len(in_flight)}: `receive` them first."
         )
 
 
@@ -48,13 +48,13 @@ def env_ids(env_id: Any, num_envs: int) -> list[int]:
     return ids
 
 
-def num_ready(value: Any, under_way: int) -> None:
+def num_ready(value: Any, in_flight: int) -> None:
     """Raises if more answers are awaited than environments are under way."""
     checks.int_between("num_ready", value)
-    if value > under_way:
+    if value > in_flight:
         raise ValueError(
             "`num_ready` must be at most the number under way, "
-            f"{under_way}, got {value}."
+            f"{in_flight}, got {value}."
         )
 
 

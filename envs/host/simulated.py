@@ -80,7 +80,7 @@ class _Simulated:
         self._rngs = [np.random.default_rng((seed, i)) for i in range(self.num_envs)]
         self._num_steps = [0] * self.num_envs
         self._num_sent = 0
-        self._under_way = []  # (time of the answer, number sent before, env_id)
+        self._in_flight = []  # (time of the answer, number sent before, env_id)
         shapes = jax.eval_shape(_first_step, env, np.zeros(self.num_envs, np.uint32))
         self._state = prng.blank(shapes, jax.random.key(0))  # lanes, their last answers
 
@@ -93,7 +93,7 @@ class _Simulated:
         return self._env.action_space
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
-        self._under_way = [item for item in self._under_way if not mask[item[-1]]]
+        self._in_flight = [item for item in self._in_flight if not mask[item[-1]]]
         lanes, answers = self._state
         lanes = _reset(self._env, lanes, seeds, mask)
         self._state = lanes, answers
@@ -106,7 +106,7 @@ class _Simulated:
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         env_id = np.asarray(env_id, np.int32)
-        busy = {item[-1] for item in self._under_way}.intersection(env_id.tolist())
+        busy = {item[-1] for item in self._in_flight}.intersection(env_id.tolist())
         if busy:
             raise ValueError(
                 "`env_id` must leave out environments that are under way, got "
@@ -114,7 +114,7 @@ class _Simulated:
             )
         latencies = [self._latency(number) for number in env_id.tolist()]
         for number, latency in zip(env_id.tolist(), latencies, strict=True):
-            self._under_way.append((self.now + latency, self._num_sent, number))
+            self._in_flight.append((self.now + latency, self._num_sent, number))
             self._num_steps[number] += 1
             self._num_sent += 1
 
@@ -129,18 +129,18 @@ class _Simulated:
     def receive(
         self, num_ready: int, timeout: float | None = None
     ) -> tuple[HostStep, np.ndarray]:
-        if not 1 <= num_ready <= len(self._under_way):
+        if not 1 <= num_ready <= len(self._in_flight):
             raise ValueError(
                 "`num_ready` must be from 1 to the number under way, got "
-                f"{num_ready} and {len(self._under_way)}."
+                f"{num_ready} and {len(self._in_flight)}."
             )
-        self._under_way.sort()
-        first, rest = self._under_way[:num_ready], self._under_way[num_ready:]
+        self._in_flight.sort()
+        first, rest = self._in_flight[:num_ready], self._in_flight[num_ready:]
         when, _, _ = first[-1]
         if timeout is not None and when > self.now + timeout:
             self.now += timeout
             raise TimeoutError(f"fewer than {num_ready} answered in {timeout} seconds")
-        self._under_way = rest
+        self._in_flight = rest
         self.now = max(self.now, when)
         env_id = np.array([number for _, _, number in first], np.int32)
         return jax.tree.map(lambda x: np.asarray(x)[env_id], self._state[1]), env_id
@@ -149,9 +149,9 @@ class _Simulated:
         if not allow_pickle:  # generators can only be pickled
             return None
         leaves = jax.device_get(jax.tree.leaves(prng.words(self._state)))
-        under_way = {item[-1]: item for item in self._under_way}
+        in_flight = {item[-1]: item for item in self._in_flight}
         states = (
-            ([x[i] for x in leaves], rng, under_way.get(i), self._num_steps[i])
+            ([x[i] for x in leaves], rng, in_flight.get(i), self._num_steps[i])
             for i, rng in enumerate(self._rngs)
         )
         return [pickle.dumps((self.now, self._num_sent, *state)) for state in states]
@@ -166,7 +166,7 @@ class _Simulated:
         del obs  # unused: the lanes have it
         if not allow_pickle:
             return False
-        now, num_sent, leaves, rngs, under_way, num_steps = zip(
+        now, num_sent, leaves, rngs, in_flight, num_steps = zip(
             *map(pickle.loads, saved), strict=True
         )
         leaves = [jnp.stack(parts) for parts in zip(*leaves, strict=True)]
@@ -174,7 +174,7 @@ class _Simulated:
         self._state = prng.like(words, self._state)
         self.now, self._num_sent = now[0], num_sent[0]
         self._rngs, self._num_steps = list(rngs), list(num_steps)
-        self._under_way = [item for item in under_way if item is not None]
+        self._in_flight = [item for item in in_flight if item is not None]
         return True
 
     def close(self) -> None:

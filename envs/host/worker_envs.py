@@ -123,7 +123,7 @@ class WorkerEnvs:
         groups = [range(a, b) for a, b in itertools.pairwise(cuts)]
         self._pool = WorkerPool(groups, timeout)
         self._link_of = [handle for handle in self._pool.handles for _ in handle.ids]
-        self._under_way: set[int] = set()
+        self._in_flight: set[int] = set()
         weakref.finalize(self, self._pool.close)
         try:
             with self._pool:
@@ -176,7 +176,7 @@ class WorkerEnvs:
 
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[E, ...]`, and resets none."""
-        request_checks.all_idle("step", self._under_way)
+        request_checks.all_idle("step", self._in_flight)
         with self._pool as pool:
             alive = self._alive(range(self.num_envs))
             assign(self._arrays.action, slice(None), action, "action")
@@ -193,11 +193,11 @@ class WorkerEnvs:
             env_id: `[R]` int, their numbers; none of them may be under way.
         """
         ids = request_checks.env_ids(env_id, self.num_envs)
-        request_checks.idle(ids, self._under_way)
+        request_checks.idle(ids, self._in_flight)
         with self._pool as pool:
             assign(self._arrays.action, np.asarray(ids, np.intp), action, "action")
             groups: dict[WorkerHandle, list[int]] = {}
-            self._under_way.update(ids)
+            self._in_flight.update(ids)
             for at in ids:
                 if at in pool.broken:
                     pool.answered.append((at, pool.broken[at]))
@@ -225,7 +225,7 @@ class WorkerEnvs:
                 call hands them over.
             ValueError: if fewer are under way.
         """
-        request_checks.num_ready(num_ready, len(self._under_way))
+        request_checks.num_ready(num_ready, len(self._in_flight))
         end = None if timeout is None else time.monotonic() + timeout
         with self._pool as pool:
             while len(pool.answered) < num_ready:
@@ -237,7 +237,7 @@ class WorkerEnvs:
                         f"within {timeout} s."
                     )
             first = [pool.answered.popleft() for _ in range(num_ready)]
-            self._under_way.difference_update(at for at, _ in first)
+            self._in_flight.difference_update(at for at, _ in first)
             return answer(self._arrays, first)
 
     def rebuild(self, mask: np.ndarray) -> None:
@@ -274,7 +274,7 @@ class WorkerEnvs:
         Raises:
             ValueError: if some are under way.
         """
-        request_checks.all_idle("save", self._under_way)
+        request_checks.all_idle("save", self._in_flight)
         with self._pool as pool:
             alive = [handle for handle in pool.handles if handle.pipe is not None]
             for handle in alive:
@@ -318,7 +318,7 @@ class WorkerEnvs:
             ValueError: if some are under way, or as `can_load` does.
         """
         request_checks.length("saved", saved, self.num_envs)
-        request_checks.all_idle("load", self._under_way)
+        request_checks.all_idle("load", self._in_flight)
         every = range(self.num_envs)
         with self._pool as pool:
             self._start(
@@ -426,7 +426,7 @@ class WorkerEnvs:
     def _forget(self, which: Collection[int]) -> None:
         """Drops the answers of these environments, which have stepped by now."""
         self._pool.drop(which)
-        self._under_way -= set(which)
+        self._in_flight -= set(which)
 
     def _raise(self, which: Collection[int]) -> None:
         broken = self._pool.broken

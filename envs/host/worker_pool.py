@@ -29,7 +29,7 @@ class WorkerHandle:
         pipe: None if it is lost, or was not started yet.
         owed: how many answers it owes; only the last one is kept.
         answer: its last answer.
-        under_way: numbers of its environments that were sent and have not answered.
+        in_flight: numbers of its environments that were sent and have not answered.
         since: when its time for the next answer began; None if it may take any time.
         is_torn: True while it is not ready, or a message was begun and not finished.
     """
@@ -40,7 +40,7 @@ class WorkerHandle:
     pipe: Any = None
     owed: int = 0
     answer: Any = None
-    under_way: set[int] = dataclasses.field(default_factory=set)
+    in_flight: set[int] = dataclasses.field(default_factory=set)
     since: float | None = None
     is_torn: bool = False
 
@@ -54,7 +54,7 @@ class WorkerHandle:
     @property
     def busy(self) -> bool:
         """Whether it owes an answer."""
-        return self.owed > 0 or bool(self.under_way)
+        return self.owed > 0 or bool(self.in_flight)
 
 
 class WorkerPool:
@@ -118,7 +118,7 @@ class WorkerPool:
         if not handle.busy:
             handle.since = time.monotonic()
         if command == "send":
-            handle.under_way.update(handle.ids[at] for at in argument)
+            handle.in_flight.update(handle.ids[at] for at in argument)
         else:
             handle.owed += 1
         message, was_torn = pickle.dumps((command, argument)), handle.is_torn
@@ -166,8 +166,8 @@ class WorkerPool:
             cause = RuntimeError(text)
         for at in handle.ids:
             self.broken[at] = cause
-        self.answered.extend((at, cause) for at in sorted(handle.under_way))
-        handle.under_way.clear()
+        self.answered.extend((at, cause) for at in sorted(handle.in_flight))
+        handle.in_flight.clear()
         handle.owed = 0
         _end(handle)
 
@@ -204,7 +204,7 @@ class WorkerPool:
             while handle.pipe is not None and handle.answer != self._token:
                 self.pump()
             handle.owed = 0
-            handle.under_way.clear()
+            handle.in_flight.clear()
 
     def _read(self, handle: WorkerHandle) -> None:
         was_torn, handle.is_torn = handle.is_torn, True
@@ -220,7 +220,7 @@ class WorkerPool:
         number, cause = handle.ids[at], message and exceptions.from_bytes(message)
         if cause is not None:
             self.broken[number] = cause
-        handle.under_way.discard(number)
+        handle.in_flight.discard(number)
         self.answered.append((number, cause))
 
     def _patience(self, timeout: float | None) -> float | None:

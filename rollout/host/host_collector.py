@@ -332,9 +332,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             block: Any = self._block
             loop.play(params, block, limit=limit, random_fn=random_fn, mask_fn=mask_fn)
             if at_end == "truncate":
-                under_way = loop.state.length > 0
-                block.stopped[num_steps - 1] |= under_way
-                loop.begin(under_way, loop.state.next_own)
+                in_flight = loop.state.length > 0
+                block.stopped[num_steps - 1] |= in_flight
+                loop.begin(in_flight, loop.state.next_own)
             trajectory = self._count()
             truncated = trajectory.truncated | block.stopped
             return self._carry(), trajectory.replace(truncated=truncated)
@@ -380,18 +380,18 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             ValueError: if the environments that were pickled have other settings.
         """
         episode = jax.tree.map(np.asarray, carry.episode.replace(accumulated=()))
-        under_way, episode_id = episode.episode_length > 0, episode.episode_id
+        in_flight, episode_id = episode.episode_length > 0, episode.episode_id
         # First what may raise, so that the environments are as they were.
         env: Any = self.env
         states, is_loaded = [], False
         if saved and hasattr(env, "load"):
             states = _split(saved, env.num_envs)
             is_loaded = env.can_load(states, allow_pickle=allow_pickle)
-        if not is_loaded and under_way.any():
+        if not is_loaded and in_flight.any():
             why = "was pickled, and `allow_pickle` is False"
             why = why if saved else "was not saved"
             warnings.warn(
-                f"The state of the environments {why}: {under_way.sum()} episodes "
+                f"The state of the environments {why}: {in_flight.sum()} episodes "
                 "under way begin anew.",
                 stacklevel=3,
             )

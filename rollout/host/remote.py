@@ -195,7 +195,7 @@ class RemoteBatches:
         self._actors: dict[int, Any] = {}  # by number
         self._proven: set[int] = set()  # actors that have handed over a batch
         # By reference, the oldest first: actor, version of the parameters.
-        self._under_way: dict[Any, tuple[int, int]] = {}
+        self._in_flight: dict[Any, tuple[int, int]] = {}
         self._stats = RemoteStats()
         self._setting, self._is_closed = threading.Lock(), False
         try:
@@ -235,16 +235,16 @@ class RemoteBatches:
         if self._is_closed:
             raise RuntimeError("`next` must be called before `close`.")
         while True:
-            (reference,), _ = ray.wait(list(self._under_way), num_returns=1)
+            (reference,), _ = ray.wait(list(self._in_flight), num_returns=1)
             try:
                 trajectory, stats = ray.get(reference)
             except ray.exceptions.RayError as error:
-                self._replace(self._under_way.pop(reference)[0], error)
+                self._replace(self._in_flight.pop(reference)[0], error)
                 continue
-            number, version = self._under_way[reference]
+            number, version = self._in_flight[reference]
             self._proven.add(number)
             newest = self._begin(number)
-            del self._under_way[reference]  # last: Ctrl-C leaves no actor without work
+            del self._in_flight[reference]  # last: Ctrl-C leaves no actor without work
             if self._max_lag is not None and newest - version > self._max_lag:
                 self._count(stale_batches=1)
                 continue
@@ -290,7 +290,7 @@ class RemoteBatches:
         self._is_closed = True
         for actor in self._actors.values():
             self._ray.kill(actor)
-        self._under_way.clear()
+        self._in_flight.clear()
         self._actors.clear()
         if self._owns_ray:
             self._ray.shutdown()
@@ -305,7 +305,7 @@ class RemoteBatches:
         """Begins a batch of an actor; returns the version of the parameters."""
         params, version = self._params
         reference = self._actors[number].collect.remote(params, version)
-        self._under_way[reference] = number, version
+        self._in_flight[reference] = number, version
         return version
 
     def _replace(self, number: int, error: Exception) -> None:

@@ -126,18 +126,18 @@ class LocalRay(types.ModuleType):
 class _LocalActor:
     def __init__(self, actor):
         self.actor, self.is_killed, self.is_slow = actor, False, False
-        self.num_under_way, self.params = 0, None
+        self.num_in_flight, self.params = 0, None
 
     @property
     def collect(self):
         def remote(*args):
-            self.num_under_way += 1
+            self.num_in_flight += 1
             return _Reference(self, lambda: self.run(*args))
 
         return types.SimpleNamespace(remote=remote)
 
     def run(self, params, version):
-        self.num_under_way, self.params = self.num_under_way - 1, params
+        self.num_in_flight, self.params = self.num_in_flight - 1, params
         return self.actor.collect(params, version)
 
 

@@ -156,7 +156,7 @@ def test_none_is_lost_or_doubled_in_batches(rng, chunk):
 
 
 @pytest.mark.parametrize("num_received", [0, 1, 2])
-def test_a_restart_of_all_waits_for_those_under_way(rng, num_received):
+def test_a_restart_of_all_waits_for_those_in_flight(rng, num_received):
     env = make(batch_size=R, record_info=["elapsed_step"])
     env.reset(SEEDS, ALL)
     env.send(draw(rng, E), np.arange(E))

@@ -178,7 +178,7 @@ def test_latencies_are_a_function_of_seed_environment_and_number(cart_pole, rng)
         assert drawn == [own.exponential() for _ in drawn]
 
 
-def test_a_reset_drops_what_is_under_way(cart_pole, rng):
+def test_a_reset_drops_what_is_in_flight(cart_pole, rng):
     env = simulate_latency(cart_pole, E, latency_fn=by_number)
     env.reset(NUMBERS.astype(np.uint32), ALL)
     env.send(draw(rng), NUMBERS)

@@ -272,7 +272,7 @@ def test_each_environment_of_a_worker_answers_on_its_own(make):
     env.receive(1)
 
 
-def test_idle_one_is_reset_while_others_are_under_way(make):
+def test_idle_one_is_reset_while_others_are_in_flight(make):
     env = make()
     start(env, ("slow", "fine", "slow", "fine"))
     env.send(np.int32([1, 1]), np.int32([0, 2]))
@@ -283,7 +283,7 @@ def test_idle_one_is_reset_while_others_are_under_way(make):
     np.testing.assert_array_equal(step.obs, np.ones((2, 2)))
 
 
-def test_reset_drops_the_step_that_is_under_way(make):
+def test_reset_drops_the_step_that_is_in_flight(make):
     env = make()
     start(env, ("slow", "fine", "slow", "fine"))
     env.send(np.int32([1, 1]), np.int32([0, 2]))

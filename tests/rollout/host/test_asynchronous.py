@@ -245,7 +245,7 @@ def test_targets_of_each_environment_look_ahead():
                 np.testing.assert_allclose(returns[t, env], ended[end, env])
 
 
-def test_episodes_begin_while_steps_are_under_way():
+def test_episodes_begin_while_steps_are_in_flight():
     for env in (Late(5), envs.from_gymnasium("CartPole-v1", num_envs=5)):
         policy = rollout.random_policy(env.action_space)
         collector = rollout.AsyncCollector(env=env, policy=policy, num_ready=2)

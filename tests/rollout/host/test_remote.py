@@ -111,7 +111,7 @@ class TestInThisProcess:
         with start() as batches:
             for _ in range(4):
                 next(batches)
-                assert [x.num_under_way for x in local_ray.actors] == [1, 1]
+                assert [x.num_in_flight for x in local_ray.actors] == [1, 1]
 
     def test_slow_actor_holds_up_nobody(self, local_ray):
         with start() as batches:

@@ -207,7 +207,7 @@ class Slow(HostCount):
         return super().step(action)
 
 
-def test_restore_waits_for_the_batch_under_way():
+def test_restore_waits_for_the_batch_in_flight():
     stream = make_stream(HostCollector(env=Slow(4), **OPTIONS), prefetch=1)
     next(stream)
     with pytest.warns(UserWarning, match="was not saved"):
@@ -217,7 +217,7 @@ def test_restore_waits_for_the_batch_under_way():
     stream.close()
 
 
-def test_collector_is_busy_while_a_batch_is_under_way():
+def test_collector_is_busy_while_a_batch_is_in_flight():
     collector = HostCollector(env=Slow(4), **OPTIONS)
     stream = make_stream(collector, prefetch=1)
     plain = make_stream(HostCollector(env=Slow(4), **OPTIONS))
@@ -239,14 +239,14 @@ def test_episodes_begin_anew_where_no_state_was_saved(tmp_path):
         second.restore(state)
     again = jax.device_get(next(second).trajectory)
     last = jax.device_get(batch.trajectory)
-    under_way = ~last.done[-1]
-    assert under_way.any()
+    in_flight = ~last.done[-1]
+    assert in_flight.any()
     np.testing.assert_array_equal(
-        again.episode_id[0], last.episode_id[-1] + np.where(under_way, 0, 4)
+        again.episode_id[0], last.episode_id[-1] + np.where(in_flight, 0, 4)
     )
     assert again.first[0].all()
     assert not again.extras["count"][0].any()  # the policy begins anew, too
-    for lane in np.flatnonzero(under_way):  # with the seed that it had
+    for lane in np.flatnonzero(in_flight):  # with the seed that it had
         here = last.episode_id[:, lane] == last.episode_id[-1, lane]
         assert (
             last.reward[here, lane].tolist()

@@ -168,7 +168,7 @@ def test_batch_lands_by_a_sharding():
 
 
 @each_prefetch
-def test_stop_ends_the_iteration_after_the_batch_under_way(prefetch):
+def test_stop_ends_the_iteration_after_the_batch_in_flight(prefetch):
     stream = make_stream(prefetch=prefetch, total_steps=80)
     steps = [batch.steps for batch in stop_after(stream, 3)]
     assert steps == [8] * 3
@@ -191,7 +191,7 @@ def slowly(trajectory):
     return trajectory
 
 
-def test_stop_from_a_thread_hands_over_the_batch_under_way():
+def test_stop_from_a_thread_hands_over_the_batch_in_flight():
     stream = make_stream(postprocess=slowly)
     timer = threading.Timer(0.1, stream.stop)
     timer.start()
