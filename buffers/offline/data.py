@@ -60,7 +60,7 @@ def from_data(
             f"`capacity` must be at least {len(index) * num_envs} for {len(done)} rows "
             f"dealt to num_envs={num_envs} lanes, got {buffer.capacity}."
         )
-    if buffer.successor == "shared":
+    if buffer.next_obs == "shared":
         check_successors(rows.obs, rows.next_obs, done)
     step = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((num_envs, *x.shape[1:]), x.dtype), rows

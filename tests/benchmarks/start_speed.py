@@ -40,9 +40,8 @@ def cases(folder: str) -> dict[str, tuple[str, dict[str, str]]]:
     return {
         "`import jax`": ("import jax", {}),
         "`import jax, flax, chex`": ("import jax, flax, chex", {}),
-        "`import envs`": ("import envs", {}),
-        "`import buffers`": ("import buffers", {}),
         "`import rollout`": ("import rollout", {}),
+        "`import rollout.buffers`": ("import rollout.buffers", {}),
         "first batch, no cache": (twenty_lines(), {}),
         "first batch, filled cache": (twenty_lines(), some),
         "first batch, cache of everything": (twenty_lines(), every),
