@@ -12,9 +12,9 @@ import numpy as np
 from rollout.buffers import fields
 from rollout.buffers.types import ArrayTree, RingState
 
-_REAL: Any = numbers.Real  # a type checker knows no order of it
+_REAL: Any = numbers.Real  # `Any`: type checkers do not know that it has an order
 FLAGS = ("terminated", "truncated")
-_MOST_ROWS = 2**30  # row numbers are int32, also one lap ahead
+_MOST_ROWS = 2**30  # so that row numbers up to one lap ahead fit int32
 
 
 def positive_int(name: str, value: Any) -> int:
@@ -39,7 +39,7 @@ def fraction(name: str, value: Any) -> None:
 
 
 def state(value: Any, num_slots: int, num_envs: int) -> None:
-    """Checks that it is the state of a buffer with so many slots in so many lanes."""
+    """Checks that it is the state of a buffer with these numbers of slots and lanes."""
     ring = getattr(value, "ring", None)
     if not isinstance(ring, RingState):
         raise ValueError(
@@ -59,7 +59,7 @@ def explain_devices(error: ValueError, args: tuple[Any, ...]) -> None:
     """Raises a message with the way out if `error` is jax's about devices.
 
     Args:
-        error: what a jitted method raised.
+        error: the exception that a jitted method raised.
         args: its arguments, first the state.
     """
     if "incompatible devices" not in str(error):
@@ -192,7 +192,7 @@ def can_share(transition: ArrayTree) -> None:
 def like_init(rows: ArrayTree, ring: RingState) -> bool:
     """Checks rows against those of `init`; returns whether they are one step."""
     kept = ring.experience
-    if ring.final_obs:
+    if ring.final_obs:  # rows come with `next_obs`, which the ring does not keep
         kept = fields.replace(kept, next_obs=fields.get(kept, "obs"))
     arrays("trajectory", rows)
     structures = jax.tree.structure(kept), jax.tree.structure(rows)

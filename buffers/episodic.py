@@ -75,7 +75,7 @@ class EpisodeBuffer(ReplayBuffer):
         return lax.scan(add_step, (state, _last_marks(state)), (rows, mask))[0][0]
 
     def clear(self, state: EpisodicState) -> EpisodicState:
-        """Forgets all transitions, counts and episodes under way; the memory stays."""
+        """Forgets all transitions, counts and unfinished episodes; the memory stays."""
         zeros = jax.tree.map(jnp.zeros_like, state.replace(ring=()))
         return zeros.replace(ring=ring.clear(state.ring))
 
@@ -87,6 +87,8 @@ class EpisodeBuffer(ReplayBuffer):
         mask: jax.Array,
     ) -> tuple[EpisodicState, dict[str, jax.Array]]:
         """Appends `[B, ...]` rows where `mask`; `last` are the marks before them."""
+        # Pending rows lie after the head. If the row does not continue them, or is one
+        # too many, their number goes back to 0, and later rows overwrite them.
         pending, skipping = state.pending, state.skipping
         marks = neighbours.marks(row)
         broken = mask & ((pending > 0) | skipping) & ~neighbours.is_next(last, marks)
@@ -107,8 +109,10 @@ class EpisodeBuffer(ReplayBuffer):
             jnp.where(written, slot, self.num_slots)[None],
         )
         pending = pending + (mask & ~skipping)
+        # In a full lane the slots after the head are those of its oldest visible rows.
         size = jnp.minimum(memory.size, self.num_slots - pending)
         lost = memory.lost | (size < memory.size)
+        # At the ending the head moves past the pending rows: so they become visible.
         visible = jnp.where(done, pending, 0)
         state = EpisodicState(
             ring=memory.replace(
@@ -125,7 +129,7 @@ class EpisodeBuffer(ReplayBuffer):
 
 
 def _last_marks(state: EpisodicState) -> dict[str, jax.Array]:
-    """Reads the marks of the last rows of episodes under way, `[B]`; void if none."""
+    """Reads the marks of the last rows of unfinished episodes, `[B]`; void if none."""
     memory = state.ring
     slot = (memory.head + jnp.maximum(state.pending, 1) - 1) % memory.num_slots
     row = slot * memory.num_envs + jnp.arange(memory.num_envs, dtype=jnp.int32)

@@ -27,12 +27,12 @@ def init(
 
 
 def write(
-    finals: FinalObs, next_obs: ArrayTree, done: jax.Array, slot: jax.Array
+    final_obs: FinalObs, next_obs: ArrayTree, done: jax.Array, slot: jax.Array
 ) -> tuple[FinalObs, jax.Array]:
     """Keeps `next_obs`, `[T, B, ...]`, of written rows where `done`.
 
     Args:
-        finals: the ring before.
+        final_obs: the ring before.
         next_obs: `[T, B, ...]`, the true successors.
         done: `[T, B]` bool.
         slot: `[T, B]` int32, slots of the written rows; N for rows that are not
@@ -41,29 +41,29 @@ def write(
     Returns:
         The ring after, and `[T, B]` int32, the entries of `place` for the rows.
     """
-    num_slots, num_envs = finals.place.shape
-    capacity = finals.row.shape[0]
+    num_slots, num_envs = final_obs.place.shape
+    capacity = final_obs.row.shape[0]
     is_final = (done & (slot < num_slots)).reshape(-1)
     # Numbers from 1 on, in the order of time.
     number = jnp.cumsum(is_final, dtype=jnp.int32)
     total = number[-1]
     # If there are more of them than places, the last ones stay: none is written twice.
     stays = is_final & (number > total - capacity)
-    place = jnp.where(stays, (finals.head + number - 1) % capacity, -1)
+    place = jnp.where(stays, (final_obs.head + number - 1) % capacity, -1)
     row = (slot * num_envs + jnp.arange(num_envs)[None]).reshape(-1)
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), next_obs), row
     # The rows that stay are numbered from 0 on, the oldest first.
     order = jnp.where(stays, number - 1 - jnp.maximum(total - capacity, 0), -1)
-    obs, owner = _write((finals.obs, finals.row), rows, order, place)
-    head = (finals.head + total) % capacity
-    final = finals.replace(obs=obs, row=owner, head=head)
-    return final, place.reshape(slot.shape)
+    obs, owner = _write((final_obs.obs, final_obs.row), rows, order, place)
+    head = (final_obs.head + total) % capacity
+    written = final_obs.replace(obs=obs, row=owner, head=head)
+    return written, place.reshape(slot.shape)
 
 
 def _write(
     memory: ArrayTree, rows: ArrayTree, order: jax.Array, place: jax.Array
 ) -> ArrayTree:
-    """Writes rows to their `place`, in their `order`; both `[R]` int32, -1: none."""
+    """Writes rows to their `place`, in their `order`; `[T * B]` int32, -1: none."""
     return platform.choose(_write_in_rounds, _write_apart, memory, rows, order, place)
 
 
@@ -76,7 +76,7 @@ def _write_in_rounds(
     # Large enough that one round nearly always suffices, small enough to cost little.
     size = max(1, num_rows // 16)
     most = -(-min(num_rows, capacity) // size) * size
-    # The rows in their order, then the number of a row that does not exist.
+    # The inverse of `order`: the rows to write, padded by a row that does not exist.
     source = jnp.full((most,), num_rows, jnp.int32)
     source = source.at[jnp.where(order >= 0, order, most)].set(
         jnp.arange(num_rows, dtype=jnp.int32), mode="drop"
@@ -107,8 +107,9 @@ def _write_apart(
     """Writes every row on its own."""
     del order  # unused
     capacity = jax.tree.leaves(memory)[0].shape[0]
+    # No number twice, not even beyond the memory: `unique_indices` promises it.
     beyond = capacity + jnp.arange(place.shape[0], dtype=jnp.int32)
-    target = jnp.where(place >= 0, place, beyond)  # no number twice
+    target = jnp.where(place >= 0, place, beyond)
 
     def put_leaf(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[target].set(new, mode="drop", unique_indices=True)

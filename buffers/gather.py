@@ -54,6 +54,8 @@ def relabelled(
     horizon: int,
 ) -> Batch:
     """Draws for each row of a batch a later one of its episode, and relabels it."""
+    # The row itself and `horizon` rows ahead; valid ones come first, so their number
+    # bounds the draw.
     rows, valid = neighbours.window(ring, batch.indices, horizon + 1)
     ahead_key, relabel_key = jax.random.split(key)
     count = jnp.sum(valid, axis=0)
@@ -104,6 +106,7 @@ def _n_step(
     ring: RingState, row: jax.Array, n_step: int, gamma: ArrayTree
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Returns the last rows of the windows, the discounts, and changed fields."""
+    # After its end a window repeats its last row, so `rows[-1]` is the last valid one.
     rows, valid = neighbours.window(ring, row, n_step)
     last, num_steps = rows[-1], jnp.sum(valid, axis=0).astype(jnp.float32)
     reward = neighbours.read_field(ring, "reward", rows)
@@ -136,6 +139,7 @@ def _stacked(
 
     changes = {"obs": frames(neighbours.history(ring, row, stack)[0])}
     if neighbours.has_next_obs(ring):
+        # One frame later: without the oldest frame, and with the successor.
         earlier = frames(neighbours.history(ring, last, stack)[0][1:])
         changes["next_obs"] = jax.tree.map(
             lambda x, new: jnp.concatenate([x, new[:, None]], axis=1),

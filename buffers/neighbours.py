@@ -27,7 +27,7 @@ def read_field(ring: RingState, name: str, row: jax.Array) -> ArrayTree:
 
 def read_leaves(memory: ArrayTree, row: jax.Array) -> ArrayTree:
     """Reads rows of leaves `[N, B, *leaf]`."""
-    # Not -1, which an empty leaf does not tell.
+    # Not `reshape(-1, ...)`: a leaf of size 0 leaves that axis undetermined.
     flat = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # noqa: E731
     return jax.tree.map(lambda x: flat(x)[row], memory)
 
@@ -45,12 +45,15 @@ def all_rows(ring: RingState) -> jax.Array:
 
 def newest(ring: RingState) -> jax.Array:
     """Returns the newest row of every lane, `[B]` int32; any row if it is empty."""
+    # The head is written next, so the newest row is one slot before it.
     slot = (ring.head - 1) % ring.num_slots
     return slot * ring.num_envs + jnp.arange(ring.num_envs, dtype=jnp.int32)
 
 
 def age(ring: RingState, row: jax.Array) -> jax.Array:
     """Counts the rows of the lane that are newer, int32."""
+    # Slots from the row to the newest one, at `head - 1`, around the ring. An age of at
+    # least the lane's size is that of a row that is not stored.
     return (ring.head[row % ring.num_envs] - 1 - row // ring.num_envs) % ring.num_slots
 
 
@@ -150,7 +153,7 @@ def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax
     rows = move(ring, row[None], step)
     if length == 1:
         return rows, jnp.ones(rows.shape, bool)
-    # After one lap the rows would repeat.
+    # The product stays 0 after the first break. After one lap the rows would repeat.
     on = goes_on(ring, rows[:-1]) & has_successor(ring, rows[1:])
     on = jnp.cumprod(on & (step[1:] < ring.num_slots), axis=0, dtype=jnp.int32)
     last = move(ring, row, jnp.sum(on, axis=0))
@@ -174,6 +177,7 @@ def history(
     on = is_stored(ring, rows[1:]) & goes_on(ring, rows[1:])
     on = jnp.cumprod(on & (step[1:] < ring.num_slots), axis=0, dtype=jnp.int32)
     oldest = move(ring, row, -jnp.sum(on, axis=0))
+    # Whole if all rows go back, or if they stop at the episode's first one.
     whole = on[-1].astype(bool) | is_first(ring, oldest)
     valid = jnp.concatenate([jnp.ones((1, row.shape[0]), bool), on.astype(bool)])
     return jnp.where(valid, rows, oldest[None])[::-1], whole
@@ -194,6 +198,7 @@ def is_first(ring: RingState, row: jax.Array) -> jax.Array:
 def ends_whole(ring: RingState, row: jax.Array, max_length: int) -> jax.Array:
     """Returns bool, True where a row ends an episode that is stored whole."""
     length = read_field(ring, "episode_length", row)
+    # The first row is `length - 1` slots back: it must be stored, and be the first one.
     kept = age(ring, row) + length <= ring.size[row % ring.num_envs]
     whole = is_done(ring, row) & kept & (length <= max_length)
     first = first_of(ring, row)

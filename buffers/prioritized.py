@@ -185,7 +185,7 @@ class PrioritizedReplayBuffer(RingBuffer):
         valid = (priorities >= 0) & (priorities <= _LARGEST)
         stored = neighbours.is_stored(state.ring, indices)
         taken = valid & stored
-        beyond = state.priorities[0].shape[0]
+        beyond = state.priorities[0].shape[0]  # a leaf that is not written
         leaf = jnp.where(taken, indices, beyond)
         seen = jnp.max(jnp.where(taken, priorities, 0), initial=0)
         rejected = jnp.sum(~valid, dtype=jnp.int32)
@@ -240,7 +240,8 @@ class PrioritizedReplayBuffer(RingBuffer):
                 ),
                 again_key,
             )
-        # N and the sum cancel when weights are divided by the largest.
+        # N and the sum cancel when weights are divided by the largest, which is that of
+        # the smallest mass. At infinity an unusable row is never the smallest.
         mass = jnp.where(usable, tree[0][row], jnp.inf)
         weights = (mass / jnp.min(mass)) ** -jnp.asarray(beta, jnp.float32)
         # The barrier makes an `update` of these rows wait until the weights have read
@@ -255,6 +256,8 @@ def _put_rows(
     num_rows, num_envs = slot.shape
 
     def put_together(tree: sum_tree.Tree) -> sum_tree.Tree:
+        # The B rows of a slot have consecutive numbers, so windows of slots are windows
+        # of leaves.
         windows = [
             (start * num_envs, jnp.repeat(keep, num_envs))
             for start, keep in ring.windows(slot[0, 0], num_rows, num_slots)

@@ -94,6 +94,9 @@ def windows(
     number = jnp.arange(length)
     if length == 1:
         return [(start, number == 0)]
+    # A slice has a static length and must fit. So the first is moved back by the slots
+    # that wrap, and leaves as many at its beginning unchanged; the second, from slot 0,
+    # writes only those that wrap.
     first = jnp.minimum(start, num_slots - length)
     wrapped = start - first  # 0 unless it wraps
     return [(first, number >= wrapped), (jnp.zeros_like(first), number < wrapped)]
@@ -136,7 +139,8 @@ def _put_together(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayT
         if num_rows == 1:
             return lax.dynamic_update_slice_in_dim(old, new, start, 0)
         pieces = windows(start, num_rows, old.shape[0])
-        # Rolled by the part that wraps, the rows have the order of both pieces.
+        # Rolled by the slots that wrap, the rows fit both pieces: those that wrap come
+        # first, where the second piece writes, and the others where the first does.
         rolled = jnp.roll(new, start - pieces[0][0], axis=0)
         for first, keep in pieces:
             there = lax.dynamic_slice_in_dim(old, first, num_rows, 0)
@@ -152,7 +156,8 @@ def _put_apart(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree
     """Writes every row to the slot of its own lane."""
     num_slots = jax.tree.leaves(memory)[0].shape[0]
     time, lane = jnp.indices(slot.shape, dtype=jnp.int32)
-    slot = jnp.where(slot < num_slots, slot, num_slots + time)  # no place twice
+    # Rows that are not written get distinct slots, too: `unique_indices` promises it.
+    slot = jnp.where(slot < num_slots, slot, num_slots + time)
 
     def put_leaf(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[slot, lane].set(new, mode="drop", unique_indices=True)

@@ -172,7 +172,7 @@ class RingBuffer(struct.PyTreeNode):
         return neighbours.following(state.ring, checks.indices(indices))
 
     def unfinished(self, state: ArrayTree) -> tuple[jax.Array, jax.Array]:
-        """Finds the newest rows of the episodes that are under way.
+        """Finds the newest rows of unfinished episodes.
 
         Returns:
             `[B]` int32, the newest row of every lane, and `[B]` bool, False where the
@@ -293,6 +293,7 @@ class RingBuffer(struct.PyTreeNode):
 
     def _dump(self, state: ArrayTree) -> tuple[ArrayTree, jax.Array]:
         memory = state.ring
+        # All slots of a lane from its oldest row on; those after `size` are empty.
         time = jnp.arange(memory.num_slots, dtype=jnp.int32)[:, None]
         oldest = neighbours.move(memory, neighbours.newest(memory), 1 - memory.size)
         row = neighbours.move(memory, oldest[None], time)
@@ -353,7 +354,8 @@ class RingBuffer(struct.PyTreeNode):
         """Calls a method that checks nothing; jitted, unless already traced."""
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
             return method(*args, **options)
-        # Apart from its buffer, since methods of equal buffers are not equal.
+        # Function and buffer apart: bound methods of equal buffers are not equal, and
+        # each would be compiled again.
         try:
             return _call(method.__func__, self, tuple(options.items()), *args)
         except ValueError as error:
@@ -364,7 +366,8 @@ class RingBuffer(struct.PyTreeNode):
         """Makes an empty ring for transitions `[B, ...]`, or for a collector's."""
         if hasattr(transition, "collect_steps"):
             collector = transition
-            if not hasattr(collector.env, "reset_done"):  # only a real step shows a row
+            # A host collector must really step to show the kind of its rows.
+            if not hasattr(collector.env, "reset_done"):
                 raise TypeError(
                     "`transition` must be one step if environments are not JAX, "
                     "such as `collector.step(carry, params)[1]` or a row of a "

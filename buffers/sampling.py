@@ -24,6 +24,8 @@ _ROUNDS = 16  # if half of the rows are usable, these miss one draw in 65,536
 
 def evenly(ring: RingState, key: chex.PRNGKey, num_draws: int) -> jax.Array:
     """Draws `[S]` int32 rows; every stored row has the same chance."""
+    # One number over the rows of all lanes, so that each row has the same chance. Where
+    # lanes have equal sizes it runs over the lanes, age by age, and needs no search.
     number = below(jnp.sum(ring.size), (num_draws,), key)
     lane, age = lax.cond(
         jnp.all(ring.size == ring.size[0]),
@@ -72,6 +74,7 @@ def redraw(
         """Draws again until all rows are usable: most often in no round."""
 
         def again(loop: _Round) -> _Round:
+            # After `_ROUNDS` rounds one more, in which all rows are looked at.
             number, row, usable = loop
             round_key = jax.random.fold_in(key, number)
             drawn = lax.cond(number < _ROUNDS, draw_fn, draw_usable_fn, round_key)
@@ -86,6 +89,7 @@ def redraw(
 
     def redraw_at_once(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
         """Draws all rounds side by side, and takes the first usable row."""
+        # The same keys, and the same row, as round by round.
         number = jnp.arange(_ROUNDS, dtype=jnp.int32)
         round_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
         rows = jnp.concatenate([first[None], jax.vmap(draw_fn)(round_keys)])
@@ -157,6 +161,8 @@ def below(n: jax.Array, shape: tuple[int, ...], key: chex.PRNGKey) -> jax.Array:
     `jax.random.randint` draws two words and divides. The bias of a number is below
     n / 2**32, as there.
     """
+    # The upper 32 of the 64 bits of the product, by long multiplication in halves of 16
+    # bits: jax has no uint64 by default. No intermediate sum overflows 32 bits.
     word, n = jax.random.bits(key, shape, jnp.uint32), n.astype(jnp.uint32)
     half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
     lows = (word & low) * (n & low)
@@ -170,5 +176,6 @@ def _find(size: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns lane and age of the rows `number`, counted lane after lane."""
     end = jnp.cumsum(size)
     lane = jnp.searchsorted(end, number, side="right", method="scan_unrolled")
+    # If the ring is empty, the search ends beyond the last lane.
     lane = jnp.minimum(lane, end.shape[0] - 1).astype(jnp.int32)
     return lane, end[lane] - 1 - number

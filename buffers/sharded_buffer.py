@@ -196,6 +196,7 @@ class _Sharded(ReplayBuffer):
         def local(state: RingState, key: chex.PRNGKey, gamma: Any) -> Sample:
             device = lax.axis_index(self.axis)
             batch = draw(jax.random.fold_in(key, device), state, gamma)
+            # Row numbers count the lanes of this device: convert them to all lanes.
             slot, lane = jnp.divmod(batch.indices, state.num_envs)
             lane = lane + device * state.num_envs
             held = jnp.sum(state.size).astype(jnp.float32)

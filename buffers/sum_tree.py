@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-WIDTH = 8  # 16 draws as fast but updates slower, 32 draws at half the speed
+WIDTH = 8  # wider trees are slower to update, and much wider ones to draw from
 
 Tree = tuple[jax.Array, ...]
 
@@ -45,7 +45,8 @@ def set_leaves(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
     skipped.
     """
     # Nothing defines which of several writes to one leaf wins. So the leaf first gets
-    # the number of its last writer, negative and thus below any value.
+    # the number of its last writer, negative and thus below any value: `min` does not
+    # depend on an order. Then only that writer sets it.
     writer = -1.0 - jnp.arange(leaf.shape[0], dtype=jnp.float32)
     level = tree[0].at[leaf].min(writer, mode="drop")
     is_last = level.at[leaf].get(mode="clip") == writer
@@ -67,6 +68,7 @@ def _sum_up(tree: Tree, level: jax.Array, leaf: jax.Array) -> Tree:
     levels, node = [level], leaf
     for above in tree[1:]:
         node = node // WIDTH
+        # With as many writes as nodes, it is cheaper to add up the whole level.
         if above.shape[0] <= node.shape[0]:
             level = _pad(_sums(level))
         else:
@@ -93,7 +95,7 @@ def set_windows(
     levels, length = [level], windows[0][1].shape[0]
     starts = [start for start, _ in windows]
     for above in tree[1:]:
-        # So many blocks hold `length` neighbours, wherever these begin.
+        # This many blocks hold `length` neighbours, wherever these begin.
         length = -(-length // WIDTH) + 1
         blocks = level.reshape(-1, WIDTH)
         if length >= blocks.shape[0]:
@@ -140,10 +142,14 @@ def _find(tree: Tree, coarse: jax.Array, fine: jax.Array) -> jax.Array:
     `fine`, and would swallow its digits.
     """
     node = jnp.zeros(coarse.shape, jnp.int32)
+    # From the top down: the child that a point lies in is the last one whose earlier
+    # siblings sum up to no more than the point.
     for level in reversed(tree):
         width = min(WIDTH, level.shape[0])
         children = level.reshape(-1, width)[node]
         number = jnp.arange(width, dtype=jnp.int32)
+        # Sums of earlier siblings as one product; accelerators round to fewer bits by
+        # default.
         is_before = (number[:, None] < number[None]).astype(jnp.float32)
         before = jnp.dot(children, is_before, precision="highest")
         reached = (coarse[:, None] - before) + fine[:, None] >= 0

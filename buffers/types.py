@@ -39,8 +39,8 @@ class RingState(struct.PyTreeNode, kw_only=True):
         head: `[B]` int32, the slot that each lane writes next.
         size: `[B]` int32, rows that each lane holds, at most N.
         final_obs: final observations with `next_obs="shared"`, else `()`.
-        lost: `[B]` bool of an `EpisodeBuffer`, True where rows under way have replaced
-            the oldest ones, else `()`.
+        lost: `[B]` bool of an `EpisodeBuffer`, True where rows of an unfinished episode
+            have replaced the oldest ones, else `()`.
     """
 
     experience: ArrayTree  # [N, B, ...]
@@ -84,12 +84,12 @@ class PrioritizedState(struct.PyTreeNode, kw_only=True):
 
 
 class EpisodicState(struct.PyTreeNode, kw_only=True):
-    """A ring of whole episodes, and after its head the rows of those under way.
+    """A ring of whole episodes, and after its head the rows of unfinished ones.
 
     Attributes:
         ring: the visible rows.
-        pending: `[B]` int32, rows of the episode under way, written but not visible.
-        skipping: `[B]` bool, True where the episode under way is skipped as too long.
+        pending: `[B]` int32, rows of the unfinished episode, written but not visible.
+        skipping: `[B]` bool, True where the current episode is skipped as too long.
         num_too_long: `()` int32, episodes that were longer than `max_length`.
         num_abandoned: `()` int32, episodes that broke off without an ending.
     """

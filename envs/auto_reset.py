@@ -23,7 +23,7 @@ _StartFn = Callable[[Env, LaneIndex], Lanes]
 
 # Bounds of a cheap reset, see `reset_auto`.
 _FEW_OPERATIONS = 5_000  # of one lane: a step of Breakout and its keys
-_FEW_IN_ALL = 30_000_000  # of all lanes: about 20 us on an H100
+_FEW_IN_ALL = 30_000_000  # of all lanes together
 _FEW_ROUNDS = 8
 
 
@@ -63,15 +63,6 @@ def reset_auto(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> L
     30 million in all lanes together; on a GPU it must also have no loop of more than 8
     rounds. Operations are counted in its jaxpr (`rollout.envs.cost_estimate`); a loop
     of unknown length is costly. Derivatives are those of compact on every platform.
-
-    These numbers are from programs compiled ahead of time, per step with 2,048 lanes
-    and random actions. CartPole, cheap, in launches on an H100 and cycles on a TPU v5e:
-    select 12 and 67 thousand; compact 12 with 20 more and two waits for the host in
-    each step that resets a lane, 45 and 45 thousand more. A reset of 400,000
-    operations, H100: select 514 us in kernels, compact 37 us and two waits, switch 37
-    us and no wait. A reset of 200 rounds of a loop: on the H100 all three launch every
-    round, select also where no lane is done; on the TPU 0.85 million cycles with
-    select, 1.57 with compact, which gathers and scatters in every round.
     """
 
     def choose(
@@ -90,6 +81,7 @@ def reset_auto(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> L
                 masked_update.rounds,
             )
         )
+        # On a GPU each round of a loop is a launch, and select runs it at every step.
         gpu = select if is_cheap and rounds <= _FEW_ROUNDS else switch
         other = select if is_cheap else compact
         return lax.platform_dependent(
@@ -117,6 +109,8 @@ def _without_derivative(
 ) -> Lanes:
     """Calls `reset` on words of keys; derivatives pass through lanes not done."""
     words = prng.words(lanes)
+    # Nothing inside the reset depends on a differentiated value, so its `while_loop` is
+    # never transposed; `_attach` adds the derivative again, outside of the loop.
     fixed = lax.stop_gradient((env, words))
     fresh = reset(fixed[0], start_fn, done, fixed[1])
     return prng.like(_attach(fresh, words, done), lanes)
@@ -133,9 +127,10 @@ def _attach(fresh: ArrayTree, lanes: ArrayTree, done: jax.Array) -> ArrayTree:
 def _attach_jvp(primals: tuple, tangents: tuple) -> tuple:
     fresh, _, done = primals
 
+    # Identity in lanes that are not done, constant in those that were reset.
     def through(x: jax.Array, tangent: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return tangent  # that of an integer is empty
+            return tangent  # of an integer: float0, which `select` does not take
         return prng.select(done, jnp.zeros_like(x), tangent)
 
     return fresh, jax.tree.map(through, fresh, tangents[1])

@@ -1,4 +1,4 @@
-"""Checks options; messages say what must hold and what was given."""
+"""Checks options; messages name the condition and the value."""
 
 import numbers
 import operator

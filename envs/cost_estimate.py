@@ -34,6 +34,8 @@ def _of(jaxpr: Any) -> Work:
     for eqn in jaxpr.eqns:
         inner = [_of(part) for part in _parts(eqn.params)]
         name, times = eqn.primitive.name, 1.0
+        # Loops multiply, and their rounds come one after the other. Of the branches of
+        # a conditional the costliest counts.
         if name == "scan":
             times = float(eqn.params["length"])
         elif name == "while":

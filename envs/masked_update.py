@@ -77,6 +77,7 @@ def switch(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
         return select(flag, fn, lanes)
 
     count = jnp.sum(flag, dtype=jnp.int32)
+    # 0: no lane, 1: up to K, 2: more.
     branch = (count > 0).astype(jnp.int32) + (count > _num_slots(flag))
     return lax.switch(branch, (lambda lanes: lanes, some, every), lanes)
 
@@ -98,7 +99,8 @@ def _replace_some(
     num_lanes, num_slots = flag.shape[0], _num_slots(flag)
     lane, found = _first_true(flag, num_slots)
     fresh = fn(lane)
-    # Slots that are left over write to lanes that do not exist.
+    # Slots that are left over write to lanes that do not exist, a different one each:
+    # `_write` promises XLA unique, ascending indices.
     target = jnp.where(found, lane, num_lanes + jnp.arange(num_slots))
     lanes = jax.tree.map(lambda old, new: _write(old, target, new), lanes, fresh)
     return _write(flag, target, jnp.zeros((num_slots,), bool)), lanes
@@ -115,7 +117,7 @@ def _first_true(flag: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 
     `jnp.nonzero` costs a cumulative sum and a scatter over all lanes. Packing the flags
     into words costs one small reduction; then each rank looks up its word and finds its
-    bit in five halvings. Measured: 1.3x on the whole CartPole loop.
+    bit in five halvings.
 
     Returns:
         `[size]` int32 positions, ascending and in range, and `[size]` bool, False where
@@ -127,14 +129,19 @@ def _first_true(flag: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     words = jnp.sum(bits << jnp.arange(_WORD, dtype=jnp.uint32)[None], axis=1)
     count = lax.population_count(words).astype(jnp.int32)
     number = jnp.arange(num_words)
+    # Flags before each word. A masked sum over pairs of words: unlike a cumulative sum,
+    # it fuses, and there are few words.
     earlier = number[None, :] < number[:, None]
     before = jnp.sum(jnp.where(earlier, count[None, :], 0), axis=1)
 
     rank = jnp.arange(size, dtype=jnp.int32)
+    # `before` ascends, so this is the last word with at most `rank` flags before it: an
+    # empty word has as many as the next one, and is passed over.
     word_index = jnp.sum(before[None, :] <= rank[:, None], axis=1) - 1
     position = word_index * _WORD + _select_bit(
         words[word_index], rank - before[word_index]
     )
+    # A rank with no flag left yields any position; it must be one that can be gathered.
     position = jnp.minimum(position, flag.shape[0] - 1).astype(jnp.int32)
     return position, rank < jnp.sum(count)
 
@@ -142,6 +149,7 @@ def _first_true(flag: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 def _select_bit(word: jax.Array, rank: jax.Array) -> jax.Array:
     """Finds the position of the rank-th set bit (from 0) of each word."""
     position = jnp.zeros_like(rank)
+    # Binary search: go on in the lower half if it holds the bit, else in the upper one.
     for half in (16, 8, 4, 2, 1):
         low = word & jnp.uint32((1 << half) - 1)
         num_low = lax.population_count(low).astype(jnp.int32)

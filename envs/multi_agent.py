@@ -218,12 +218,12 @@ def pack_status(length: jax.Array, flags: dict[Flag, jax.Array]) -> jax.Array:
 
 
 def read_flag(packed: jax.Array, flag: Flag) -> jax.Array:
-    """Reads a flag, bool, from words of `pack`."""
+    """Reads a flag, bool, from words of `pack_status`."""
     return (packed & (1 << int(flag))) != 0
 
 
 def read_length(packed: jax.Array) -> jax.Array:
-    """Reads the count, int32, from words of `pack`."""
+    """Reads the count, int32, from words of `pack_status`."""
     return (packed >> len(Flag)).astype(jnp.int32)
 
 

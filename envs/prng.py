@@ -9,7 +9,7 @@ the caller's key decides the generator.
 
 An inline key is for draws of a known kind: `jax.random.poisson` raises an error if a
 key is not jax's own, and `jax.random.gamma` is slow on inline keys. So the kernel draws
-with inline keys itself and hands plain ones to policies and environments; an adapter
+with inline keys itself and passes plain ones to policies and environments; an adapter
 that knows its environment's draws may inline them again.
 
 Source:
@@ -30,10 +30,10 @@ import numpy as np
 from jax import lax
 from jax.extend import random as extend_random
 
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # bits, in groups of four rounds
 _HALF = 512  # words of half a block of draws
 _NUM_PARTS = contextvars.ContextVar("num_parts", default=1)
-_PARITY = np.uint32(0x1BD11BDA)
+_PARITY = np.uint32(0x1BD11BDA)  # a constant of Threefry's key schedule
 
 
 def inline(key: chex.PRNGKey) -> chex.PRNGKey:
@@ -134,11 +134,13 @@ def draw(
         jnp.broadcast_to(jnp.asarray(x).astype(dtype), shape).astype(jnp.uint32)
         for x in (low, high)
     )
+    # Words wrap, so `high - low` is right for bounds of either sign.
     words, num = bits(key, (*shape, 2)), high - low + 1  # 0 stands for 2**32
-    # The high word of a fraction of two words times `num`.
+    # Two words are a fraction of 64 bits in [0, 1). Times `num`, its integer part is
+    # the offset: no division, no rejected draw, a bias of at most 2**-64 per value.
     first, second = words[..., 0], words[..., 1]
     whole, part = _product(first, num)
-    carry = part + _product(second, num)[0] < part
+    carry = part + _product(second, num)[0] < part  # the sum of two words overflowed
     offset = jnp.where(num == 0, first, whole + carry.astype(jnp.uint32))
     return (low + offset).astype(jnp.int32).astype(dtype)
 
@@ -153,6 +155,7 @@ def uniform(
     low, high = (
         jnp.broadcast_to(jnp.asarray(x).astype(jnp.float32), shape) for x in (low, high)
     )
+    # 24 bits: a float32 holds every multiple of 2**-24 in [0, 1) exactly.
     unit = (bits(key, shape) >> 8).astype(jnp.float32) * jnp.float32(2**-24)
     # Not `low + (high - low) * unit`: the difference may overflow.
     return jnp.clip(low * (1.0 - unit) + high * unit, low, high)
@@ -246,6 +249,8 @@ def _hash(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, .
     """Hashes the counters (high, low) by Threefry-2x32 with twenty rounds."""
     schedule = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
     x, y = high + schedule[0], low + schedule[1]
+    # Python unrolls the twenty rounds: in a `fori_loop` they would not fuse with the
+    # readers of the bits. After each four, two of the three key words are added.
     for i in range(5):
         for rotation in _ROTATIONS[i % 2]:
             x = x + y
@@ -258,6 +263,8 @@ def _hash(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, .
 
 def _product(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the high and the low word of the product of two words."""
+    # JAX has no 64-bit integers by default: long multiplication in digits of 16 bits,
+    # in which no sum overflows.
     half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
     low, high = (x & mask), (x >> half)
     first = low * (y & mask)

@@ -284,6 +284,7 @@ class RecommendationEnv(struct.PyTreeNode):
         window = state.last.shape[0]
         leaves = jnp.bool_(False)
         if self.leave is not None:
+            # `last` is a ring: until it is full, its first `turn` slots are filled.
             is_there = jnp.arange(window) < state.turn
             leaves = self.leave.leaves(item, state.last, is_there)
         turn = state.turn + 1

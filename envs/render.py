@@ -226,6 +226,7 @@ def _titled(drawn: Iterable[np.ndarray], returns: np.ndarray) -> list["Image"]:
 
     frames = []
     for t, (pixels, total) in enumerate(zip(drawn, returns, strict=True)):
+        # Small grids are enlarged, and large pictures reduced, by whole factors.
         larger = -(-_LEAST_WIDTH // pixels.shape[1])
         pixels = pixels[..., :3].repeat(larger, 0).repeat(larger, 1)
         picture = Image.fromarray(pixels).reduce(-(-pixels.shape[1] // _MOST_WIDTH))
@@ -233,7 +234,7 @@ def _titled(drawn: Iterable[np.ndarray], returns: np.ndarray) -> list["Image"]:
         frame = Image.new("RGB", size, "white")
         frame.paste(picture, (0, _TITLE_HEIGHT))
         ImageDraw.Draw(frame).text((4, 4), f"step {t}, return {total:.2f}", "black")
-        frames.append(frame.quantize())  # a third of the memory
+        frames.append(frame.quantize())  # saves memory: one byte per pixel
     return frames
 
 
@@ -243,7 +244,7 @@ def _classic_frames(
     """Draws classic control by the environment of Gymnasium that has the same name.
 
     gymnax's visualizer does so too, but makes a new one for every frame, and then has
-    matplotlib draw its picture: five times as slow.
+    matplotlib draw its picture, which is slow.
     """
     import gymnasium
     from gymnax.visualize import vis_gym
@@ -285,7 +286,7 @@ def _draw_by_gymnax(
             canvas: Any = visualizer.fig.canvas
             canvas.draw()
             frame = Image.fromarray(np.asarray(canvas.buffer_rgba()))
-            frames.append(frame.convert("RGB").quantize())  # a third of the memory
+            frames.append(frame.convert("RGB").quantize())  # saves memory
     finally:
         plt.close(visualizer.fig)
     return frames

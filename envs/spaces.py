@@ -184,6 +184,8 @@ class Box(_Bounded, struct.PyTreeNode):
         )
         if is_known:
             return drawn
+        # The bounds are tracers: the bits must not depend on whether they are known, so
+        # this draws as the branch for finite bounds above, from `key` itself.
         evenly = prng.draw(key, first, last, self.shape, self.dtype)
         return jnp.where(has_both.all(), evenly, drawn)
 

@@ -100,6 +100,7 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
     _types: tuple[type, ...] = struct.field(pytree_node=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
+        # Static data: without it `jit` may take two classes of `env` for one.
         object.__setattr__(self, "_types", node_types(self.env))
 
     @property
@@ -128,7 +129,7 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
         step = functools.partial(_step, self._types)
         result = jax.vmap(step, (axes, 0, 0, 0))(env, keys, state, action)
         for name in ("reward", "terminated", "truncated"):
-            shape = jnp.shape(getattr(result, name))[1:]
+            shape = jnp.shape(getattr(result, name))[1:]  # without the axis of `vmap`
             if shape:
                 raise ValueError(
                     f"`env.step` must return a scalar `{name}`, got shape "
@@ -152,6 +153,8 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
             episode_key = key_fn(lane)
             if self.each:
                 env = jax.tree.map(lambda x: x[lane], env)
+            # A collector's `key_fn` numbers the episodes; for any other, a lane has its
+            # own number. `every` also makes numbers of `ALL_LANES`.
             number = getattr(key_fn, "number", lambda lane: every[lane])(lane)
             reset_key = env_keys.fold_in(episode_key, RESET)
             state, obs = self._reset(env, reset_key, number)
@@ -184,6 +187,7 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
 
         if self.each:
             return env, jax.tree.map(lambda _: 0, env)
+        # Scalar floats get a lane axis; integers and arrays stay shared, unmapped.
         axes = jax.tree.map(lambda x: 0 if _is_float(x) else None, env)
         return jax.tree.map(repeat, env), axes
 

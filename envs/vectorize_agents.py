@@ -196,12 +196,14 @@ class _Joint(struct.PyTreeNode, kw_only=True):
         acted = read_flag(packed, Flag.ACTS_NEXT)
         has_terminated = read_flag(packed, Flag.HAS_TERMINATED)
         was_truncated = read_flag(packed, Flag.WAS_TRUNCATED)
+        # An ending counts once: adapters may repeat the flags of agents already out.
         is_left = ~(has_terminated | was_truncated)
         terminated = self._each("terminated", result.terminated, bool) & is_left
         truncated = self._each("truncated", result.truncated, bool) & is_left
         goes_on = is_left & ~(terminated | truncated)
         acting = self._each("acting", result.acting, bool)
         acts_next = goes_on if self.layout.simultaneous else acting & goes_on
+        # In a game of turns the reward of a move comes during the turns of the others.
         answers = acted | read_flag(packed, Flag.WAITING)
         return {
             Flag.ACTS_NEXT: acts_next,

@@ -6,9 +6,10 @@
 statistics of the episodes that ended. Everything runs inside your own `jit`, or jitted
 from a notebook.
 
-`Stream` yields batches to a training loop in Python; `checkpoint` saves and restores it;
-`shard` shards the lanes over devices. `profile` times the parts of a step, `inspect`
-reports what a program does on an accelerator, which may be absent.
+`Stream` yields batches to a training loop in Python; `checkpoint` saves and restores
+it; `shard` shards the lanes over devices. `profile` times the parts of a step, and
+`inspect` reports the launches and waits of a program on an accelerator, which may be
+absent.
 
 This package exports what most programs need. `rollout.agents` has the rest for several
 agents: which policy controls which agent, and the transitions of each; `rollout.host`
@@ -16,7 +17,7 @@ for environments that are not JAX; `rollout.recommendation` for items and users.
 `rollout.envs` has environments, and `rollout.buffers` replay buffers.
 
 `types` has the contracts; `checks` and `nonfinite` check arguments and recorded values;
-`platform` chooses what suits a device; `stats`, `trajectories`, `targets` and
+`platform` chooses implementations by device; `stats`, `trajectories`, `targets` and
 `minibatches` compute on trajectories; `collector`, `evaluation`, `profiling` and
 `checkpoint` have the functions of these names; `sharding` spreads lanes over devices
 and `multihost` compares the processes of one run; `gif` draws an episode. `policies`,

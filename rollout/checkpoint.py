@@ -86,6 +86,7 @@ def save(
             _MANIFEST: args.JsonSave({"leaves": manifest}),
         }
         manager.save(step, args=args.Composite(**parts))
+    # Only now that the new one is on disk: a kill in between leaves one too many.
     if jax.process_index() == 0:
         _delete_old(Path(path), [*found, step][:-keep])
     return True
@@ -164,6 +165,7 @@ def _read(path: Path, step: int, found: list[int]) -> tuple[dict, list[dict]]:
             parts = {_TREE: args.PyTreeRestore(), _MANIFEST: args.JsonRestore()}
             read = manager.restore(step, args=args.Composite(**parts))
         saved, manifest = read[_TREE], read[_MANIFEST]["leaves"]
+        # Damaged bytes may still be read without an error, as other numbers.
         sums = [_checksum(leaf) for _, leaf in sorted(saved.items())]
         if sums != [leaf["checksum"] for leaf in manifest]:
             raise ValueError("a checksum does not agree")
@@ -197,6 +199,8 @@ def _delete_old(path: Path, old: list[int]) -> None:
     Each is first renamed to a half-written one: a kill while its files are deleted must
     not leave a folder that looks like somebody else's.
     """
+    # Two phases: rename all, then delete every folder of such a name, also those that a
+    # process left when it was killed in either phase.
     for step in old:
         (path / str(step)).rename(path / f"{step}.{_UNFINISHED}-old")
     for entry in path.iterdir():
@@ -272,6 +276,7 @@ def _impl(key: Any) -> Any:
 
 def _place(array: np.ndarray, old: Any) -> Any:
     """Puts an array where `old` lies: on the host, or on its devices."""
+    # Without `jax_enable_x64` jax would narrow 64 bits: they come back as NumPy arrays.
     is_wide = jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
     if not isinstance(old, jax.Array | jax.ShapeDtypeStruct) or is_wide:
         return array

@@ -99,7 +99,7 @@ def collects_in_jax(value: Any) -> None:
 
 
 def outside_of_jit(name: str) -> None:
-    """Raises if jax is tracing: a loop in Python would run only once, meanwhile."""
+    """Raises while jax traces: a loop in Python would run then, and never again."""
     if isinstance(jnp.add(1, 1), Tracer):
         raise ValueError(
             f"A `{name}` collects in a loop in Python, so it must be made and "
@@ -155,7 +155,7 @@ def explain_devices(error: ValueError, **trees: Any) -> None:
     """Raises a message with the way out if `error` is jax's about devices.
 
     Args:
-        error: what a jitted call raised.
+        error: the exception that a jitted call raised.
         trees: its arguments, by name.
     """
     if "incompatible devices" not in str(error):

@@ -29,9 +29,9 @@ from rollout.types import (
 
 Acc = TypeVar("Acc")
 
-# Steps in one iteration. On a GPU 2 save a third of the launches; 4 save less than that
-# again, and compile twice as long. On a TPU 2 save cycles only for large observations,
-# and take hundreds of megabytes more with 65,536 lanes.
+# Steps in one iteration on a GPU: 2 save launches; 4 save few more, and take longer to
+# compile. On a TPU it stays 1: 2 save cycles only for large observations, and take more
+# memory.
 _GPU_UNROLL = 2
 
 
@@ -68,6 +68,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
     # A mapping from names to `Accumulator`s, kept as `Accumulators`.
     accumulators: Any = struct.field(pytree_node=False, default=())
     value_fn: ValueFn | None = struct.field(pytree_node=False, default=None)
+    # So that collectors of environments of different classes differ; see `node_types`.
     _types: tuple[type, ...] = struct.field(pytree_node=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +86,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
                 implementation decides the generator.
 
         Returns:
-            The carry to hand to the other methods.
+            The carry to pass to the other methods.
 
         Raises:
             ValueError: if `key` is not one typed key, or if the policy's initial state
@@ -191,7 +192,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         nothing; one call of N gives the episodes of two calls of N/2.
 
         Args:
-            carry: the carry of `init` or of an earlier call. Episodes under way in it
+            carry: the carry of `init` or of an earlier call. Its unfinished episodes
                 are given up.
             params: parameters of the policy.
             num_episodes: N, at least 1. Static: one trace per value.
@@ -233,7 +234,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         more.
 
         Args:
-            carry: the carry of `init` or of an earlier call. Episodes under way in it
+            carry: the carry of `init` or of an earlier call. Its unfinished episodes
                 are given up.
             params: parameters of the policy.
             episodes_per_env: M, at least 1. Static: one trace per value.
@@ -352,7 +353,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         )
 
 
-# Jitted: without `jit` the first call would compile some forty programs.
+# Jitted: without `jit` the first call would compile a program for each operation.
 @jax.jit
 def _init(collector: Collector, key: chex.PRNGKey) -> Carry:
     return kernel.init(kernel.setup_of(collector), key)

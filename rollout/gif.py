@@ -42,13 +42,13 @@ def record_gif(
         collector.replace(env=envs.from_gymnasium(id, 1, render_mode="rgb_array"))
 
     Args:
-        collector: policy and environments. Environments that are not JAX move on, so an
-            earlier carry of theirs is refused.
+        collector: policy and environments. Environments that are not JAX move on, so
+            calls with an earlier carry of theirs raise.
         key: one typed key: the source of all randomness.
         params: parameters of the policy.
         path: the file to write.
-        max_steps: steps after which the episode is cut, at least 1; so many states are
-            kept.
+        max_steps: steps after which the episode is cut, at least 1; that many states
+            are kept.
 
     Returns:
         The episode, `[1]`: its return, its length and how it ended.
@@ -98,6 +98,7 @@ def _draw_states(
     _, trajectory, episodes = exposed.collect_padded_episodes(
         exposed.init(key), params, 1, max_length=max_steps
     )
+    # The states before each step, and the one after the last.
     info, num = trajectory.info, int(episodes.episode_length[0])
     join = lambda x, y: jnp.concatenate([x[:num, 0], y[num - 1 : num, 0]])  # noqa: E731
     states = jax.tree.map(join, info["state"], info["next_state"])
@@ -115,7 +116,7 @@ def _draw_on_host(
             "`collector.replace(env=envs.from_gymnasium(make, 1, "
             'render_mode="rgb_array"))`.'
         )
-    claim(collector.env, new_user())  # whose carry was of the episodes before
+    claim(collector.env, new_user())  # earlier carries no longer fit the environments
     filmed: Any = _Filmed(collector.env, max_steps)
     exposed = HostCollector(env=filmed, policy=collector.policy)
     with no_screen():
@@ -128,7 +129,7 @@ def _draw_on_host(
 
 
 class _Filmed:
-    """Environments of which the first is drawn, until its episode ends or is cut."""
+    """Draws the first of some environments, until its episode ends or is cut."""
 
     def __init__(self, env: Any, max_steps: int) -> None:
         self._env, self._max_steps, self._is_over = env, max_steps, False

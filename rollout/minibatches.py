@@ -23,7 +23,7 @@ def minibatches(
         params, losses = jax.lax.scan(update, params, minibatches(key, data, 4, 10))
 
     Every step is in exactly one minibatch of each epoch, and each epoch is shuffled
-    anew. Masked-out steps come along, with their `mask`. Where lanes are sharded over
+    again. Masked-out steps come along, with their `mask`. Where lanes are sharded over
     devices, call it under `jax.shard_map`, so that steps stay on their device:
     docs/devices.md has the program.
 
@@ -61,7 +61,7 @@ def minibatches(
         )
     shuffle = jax.vmap(lambda key: jax.random.permutation(key, num_items))
     order = shuffle(jax.random.split(key, epochs))
-    order = order.reshape(epochs * num_minibatches, -1)
+    order = order.reshape(epochs * num_minibatches, -1)  # each epoch is cut in M
 
     def split(x: jax.Array) -> jax.Array:
         x = jnp.asarray(x)

@@ -1,12 +1,12 @@
-"""Chooses what suits the platform that a program is lowered for; the bits are the same.
+"""Chooses implementations by the platform of a program, with the same bits on each.
 
 The platform is that of the compiled program, never the default backend of the process.
 
 On a GPU launches count, and a loop of unknown length is costly: the host reads its
 predicate before every round, and the GPU waits for it. So there `steps_while` runs such
 a loop in blocks of steps, `choose` takes an equal implementation without loops, and
-`scan` computes several rows per iteration, which also a TPU is glad of. On a CPU such
-loops cost little if they run few rounds, and code without them may compute more.
+`scan` computes several rows per iteration, which helps a TPU, too. On a CPU such loops
+cost little if they run few rounds, and code without them may compute more.
 
 `step_once` keeps XLA from computing an environment step several times.
 """
@@ -157,7 +157,7 @@ def step_once(
     *,
     counter: jax.Array,
 ) -> EnvStep:
-    """Computes `step(step_keys, state, action)` once, fenced off from the code around.
+    """Computes `step(step_keys, state, action)` once, apart from the code around it.
 
     XLA fuses a step into each of its consumers (the next state, the reward, the flags,
     the recorded fields) and computes it once per consumer: slower, and with roundings
@@ -174,7 +174,7 @@ def step_once(
     # Words, not keys: under `vmap` a conditional selects between both results, which
     # jax's checker of key reuse counts as a use of a key.
     #
-    # Jitted, so that both fences below trace it once; inlined, since XLA:CPU rounds
+    # Jitted, so that both functions below trace it once; inlined, since XLA:CPU rounds
     # differently in a separate function.
     @functools.partial(jax.jit, inline=True)
     def take(words: ArrayTree) -> EnvStep:

@@ -83,7 +83,7 @@ class _Shown(struct.PyTreeNode, kw_only=True):
     Attributes:
         counts: `[I]` int32, how often each item was recommended.
         none_allowed: `()` int32, how often no item was left.
-        total: `[B, F]`, sum of the unit feature vectors in the episode under way.
+        total: `[B, F]`, sum of the unit feature vectors in the current episode.
         squares: `[B]`, sum of their squared lengths.
         diversity: `()` float32, sum of the diversities of the episodes that ended.
     """

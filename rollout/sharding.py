@@ -175,10 +175,11 @@ class _ShardedEnv(struct.PyTreeNode, kw_only=True):
         return self._map(lambda env, keys: env.reset(keys), keys)
 
     def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        # Fenced where it is stepped, so that XLA compiles it as on one device.
+        # `step_once` on each device, so that XLA compiles the step as on one device.
         def step(env: VectorEnv, *args: ArrayTree) -> EnvStep:
             leaves = jax.tree.leaves(env_keys.words(args[1:]))
-            some = next(x for x in leaves if x.size)  # any value unknown to XLA
+            # `step_once` needs any number that XLA does not know.
+            some = next(x for x in leaves if x.size)
             counter = some.ravel()[0].astype(jnp.int32)
             return platform.step_once(env.step, *args, counter=counter)
 
@@ -206,7 +207,7 @@ class _ShardedEnv(struct.PyTreeNode, kw_only=True):
             mesh=sharding.mesh,
             in_specs=(own if self.env.each else every, *specs),
             out_specs=own,
-            check_vma=False,  # the branches of the fence vary over different axes
+            check_vma=False,  # branches of `step_once` vary over different axes
         )(self.env, *args)
 
 

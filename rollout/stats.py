@@ -254,7 +254,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
             )
         size = len(self.lengths)
         new = newest(data, size)
-        num_new = jnp.sum(new[:, 1] > 0, dtype=jnp.int32)
+        num_new = jnp.sum(new[:, 1] > 0, dtype=jnp.int32)  # an episode has a length
         place = jnp.arange(size)
         is_old = place < size - num_new
         shift = lambda old, new: jnp.where(  # noqa: E731
@@ -302,7 +302,7 @@ class Finished(NamedTuple):
 
     Attributes:
         episode_return: `[T * B]` float32, undiscounted return; where `mask` is False,
-            the return so far of the episode under way.
+            the return so far of the unfinished episode.
         episode_length: `[T * B]` int32, length in steps; where `mask` is False, so far.
         lane: `[T * B]` int32, the lane.
         mask: `[T * B]` bool, True where an episode ended.
@@ -530,6 +530,7 @@ def _merge(*parts: Any) -> Any:
     names = ("count", "total", "squared_deviations")
     columns = (np.array([getattr(x, name) for x in parts], float) for name in names)
     count, total, squared = columns
+    # Deviations from the common mean: those within each part, and those of its mean.
     between = total / np.maximum(count, 1) - total.sum() / max(count.sum(), 1)
     return Moments(
         count=count.sum().astype(np.int64),

@@ -17,7 +17,7 @@ from rollout.types import Transition
 Scalar = float | jax.Array  # (), may be traced
 
 _SHIFT_UNROLL = 64  # rows of `next_values`, two selections each
-_UNROLL = 16  # rows; 32 halve the launches again, and take twice as long to compile
+_UNROLL = 16  # rows; more would save launches, and take longer to compile
 
 
 def next_values(trajectory: Transition, last_value: jax.Array) -> jax.Array:
@@ -231,10 +231,15 @@ def _sum_up(
 
     The next row is the next one of the same episode that is not masked out; without one
     x_t is term_t. Where `mask` is False, x_t is 0.
+
+    For an advantage `instead` is 0. For a λ-return `term` bootstraps from all of V, and
+    `instead` is V: where there is a next row, λ of it gives way to that row's return.
     """
     _, _, done, mask, episode_id = fields
     weight = jnp.asarray(weight, term.dtype)
 
+    # Backwards in time. The carry is the next row that is not masked out: its x, its
+    # episode, and whether there is one; a masked-out row passes it on.
     def step(following: tuple, row: tuple) -> tuple:
         later, later_id, is_there = following
         term, instead, done, mask, episode_id = row

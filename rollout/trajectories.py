@@ -51,7 +51,7 @@ def split_trajectories(trajectory: Transition) -> Pieces:
     is_new[1:] = (lane[1:] != lane[:-1]) | (ids[1:] != ids[:-1])
     piece = np.cumsum(is_new) - 1
     begin = np.flatnonzero(is_new)
-    row = np.arange(ids.size) - begin[piece] if ids.size else piece
+    row = np.arange(ids.size) - begin[piece] if ids.size else piece  # in its piece
     shape = int(row.max(initial=-1)) + 1, begin.size
 
     def gather(x: jax.Array) -> np.ndarray:

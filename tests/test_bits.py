@@ -1,7 +1,7 @@
 """No bit of what is collected has changed since the hashes were written.
 
 Those of policies that draw nothing at random are older than the kernel as it is; the
-others were written anew when random actions got cheaper draws, and those of CartPole
+others were written again when random actions got cheaper draws, and those of CartPole
 when its bits became those of any number of devices.
 
 On a machine that rounds otherwise there is nothing to compare with.

@@ -66,11 +66,11 @@ def from_data(
         lambda x: jax.ShapeDtypeStruct((num_envs, *x.shape[1:]), x.dtype), rows
     )
     state = buffer.init(step)
-    finals, num_ends = state.ring.final_obs, np.count_nonzero(done)
-    if finals and finals.row.shape[0] < num_ends:
+    final_obs, num_ends = state.ring.final_obs, np.count_nonzero(done)
+    if final_obs and final_obs.row.shape[0] < num_ends:
         raise ValueError(
             f"`final_obs_capacity` must hold the ends of all {num_ends} episodes, got "
-            f"{finals.row.shape[0]}."
+            f"{final_obs.row.shape[0]}."
         )
     return _add(buffer, state, rows, index)
 
@@ -131,6 +131,7 @@ def _read(
 
 def _marks(done: np.ndarray) -> tuple[Any, Any]:
     """Returns each row's episode number and its step in it, `[K]` int32 each."""
+    # A row is the first of its episode if the one before is done; cut for empty data.
     first = np.concatenate([np.ones(1, bool), done[:-1]])[: len(done)]
     episode = np.cumsum(first) - 1
     step = np.arange(len(done)) - np.flatnonzero(first)[episode] + 1
@@ -206,9 +207,10 @@ def _deal(done: Any, num_envs: int) -> np.ndarray:
     """Returns the row for each slot of each lane, `[T, B]`; -1 for none."""
     num_rows = len(done)
     end = np.flatnonzero(done) + 1
-    if num_rows and not done[-1]:
+    if num_rows and not done[-1]:  # the data breaks off in an episode
         end = np.append(end, num_rows)
     length = np.diff(end, prepend=0)
+    # Rows sorted by lane, in their order within it, numbered from 0 in each lane.
     lane = np.repeat(_lanes(length, num_envs), length)
     order = np.argsort(lane, kind="stable")
     count = np.bincount(lane, minlength=num_envs)
@@ -219,11 +221,14 @@ def _deal(done: Any, num_envs: int) -> np.ndarray:
 
 
 def _lanes(length: np.ndarray, num_envs: int) -> np.ndarray:
-    """Returns the lane of each episode, `[E]`: longest first, to the emptiest lane."""
+    """Returns each episode's lane: the longest first, each to the emptiest lane.
+
+    `length` and the lanes have one number per episode.
+    """
     lanes = np.zeros(len(length), int)
     if num_envs == 1:
         return lanes
-    emptiest = [(0, lane) for lane in range(num_envs)]
+    emptiest = [(0, lane) for lane in range(num_envs)]  # a heap of (rows, lane)
     for episode in np.argsort(-length, kind="stable"):
         num_rows, lane = emptiest[0]
         lanes[episode] = lane

@@ -134,7 +134,7 @@ def _steps(episode: Any) -> dict[str, ArrayTree]:
             )
     terminated = np.asarray(episode.terminations, bool)
     truncated = np.array(episode.truncations, bool)
-    truncated[-1:] |= ~terminated[-1:]
+    truncated[-1:] |= ~terminated[-1:]  # a recording that stops without a flag
     return {
         "obs": jax.tree.map(lambda x: x[:-1], episode.observations),
         "action": episode.actions,
@@ -148,18 +148,20 @@ def _steps(episode: Any) -> dict[str, ArrayTree]:
 def _whole_episodes(
     buffer: RingBuffer, state: ArrayTree
 ) -> tuple[Experience, np.ndarray]:
-    """Reads the steps of all whole episodes, `[K, ...]`, and their lengths, `[E]`."""
+    """Reads the steps of all whole episodes, `[K, ...]`, and their lengths."""
     ring: RingState = state.ring
     needed = ("obs", "action", "reward", "terminated", "truncated", "episode_length")
     fields.need(ring.experience, needed, "`to_minari`")
     if not neighbours.has_next_obs(ring):
         raise ValueError("`to_minari` needs the field `next_obs` in the transition.")
     whole, age, first, length = jax.device_get(jax.jit(_endings)(ring))
+    # By lane, then the oldest first: the last key of `lexsort` counts most.
     last = np.flatnonzero(whole)
     last = last[np.lexsort((-age[last], last % ring.num_envs))]
     if not len(last):
         raise ValueError("`state` must hold at least one whole episode, got none.")
     first, length = first[last], length[last]
+    # The number of each step in its episode, from 0, for all episodes in a row.
     step = np.arange(np.sum(length)) - np.repeat(np.cumsum(length) - length, length)
     row = (np.repeat(first, length) + step * ring.num_envs) % whole.size
     stored = jax.jit(buffer.get)(state, row.astype(np.int32))
@@ -174,7 +176,7 @@ def _whole_episodes(
 
 
 def _endings(ring: RingState) -> tuple[jax.Array, ...]:
-    """Returns for every row: does it end a whole episode, age, first row, length."""
+    """Returns whether each row ends a whole episode, its age, first row and length."""
     row = neighbours.all_rows(ring)
     return (
         neighbours.is_stored(ring, row)

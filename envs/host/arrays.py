@@ -22,14 +22,14 @@ _FLAGS = frozenset({bool, np.bool_})
 
 
 class StepArrays(NamedTuple):
-    """Memory for the answers of `E` environments and for their actions."""
+    """Memory for the answers of `B` environments and for their actions."""
 
-    obs: ArrayTree  # [E, ...]
-    reward: np.ndarray  # [E]
-    terminated: np.ndarray  # [E]
-    truncated: np.ndarray  # [E]
-    info: ArrayTree  # [E, ...]
-    action: ArrayTree  # [E, ...]
+    obs: ArrayTree  # [B, ...]
+    reward: np.ndarray  # [B]
+    terminated: np.ndarray  # [B]
+    truncated: np.ndarray  # [B]
+    info: ArrayTree  # [B, ...]
+    action: ArrayTree  # [B, ...]
 
 
 class Layout(NamedTuple):
@@ -178,6 +178,7 @@ def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
     """Casts to the dtype of a space; raises if it does not hold an integer."""
     if values.dtype == dtype:
         return values
+    # "same_kind" also narrows int64 to int32, which would wrap: that is checked below.
     if not np.can_cast(values.dtype, dtype, "same_kind"):
         raise TypeError(f"{name} must have dtype {dtype}, got {values.dtype}")
     if np.dtype(dtype).kind in "iu" and values.size:
@@ -214,6 +215,7 @@ def flag(name: str, value: Any) -> Any:
 def _leaf_writer(arrays: np.ndarray, name: str) -> WriteFn:
     shape, dtype = arrays.shape[1:], arrays.dtype
 
+    # Runs once per environment, step and leaf, so it converts only where it must.
     def write(number: int, value: Any) -> None:
         if type(value) is not np.ndarray:
             value = np.asarray(value)

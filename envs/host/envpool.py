@@ -42,19 +42,19 @@ def from_envpool(
     to save. The first `reset` must be of all environments. A later `reset` of
     environments whose episodes have all just ended leaves them to EnvPool, whose next
     answer begins their episodes; any other `reset` starts episodes at once. With a
-    `batch_size` below E it must be of all environments, and drops answers under way.
+    `batch_size` below B it must be of all environments, and drops answers in flight.
 
-    EnvPool hands over exactly `batch_size` answers at a time, and waits for them:
+    EnvPool returns exactly `batch_size` answers at a time, and waits for them:
     `num_ready` must equal it, and `timeout` does nothing. An ending at the time limit
     counts as truncation only. 64-bit numbers become 32-bit ones.
 
     Args:
         env: an id such as "CartPole-v1", or a new environment of `envpool.make` with
             the type "gymnasium", which nothing else uses.
-        num_envs: E; for an id only.
-        batch_size: number of answers handed over at a time, from 1 to E; for an id
-            only, by default E. Below E the result is an `AsyncHostVectorEnv`; its
-            `step` needs a `batch_size` that divides E.
+        num_envs: B; for an id only.
+        batch_size: number of answers returned at a time, from 1 to B; for an id
+            only, by default B. Below B the result is an `AsyncHostVectorEnv`; its
+            `step` needs a `batch_size` that divides B.
         seed: of all randomness; for an id only.
         record_info: names of EnvPool's info to keep, such as "lives".
         **options: for `envpool.make`, such as `num_threads` or `max_episode_steps`; for
@@ -85,7 +85,7 @@ class _EnvPool:
         self._observation_space = as_space(env.observation_space)
         self._action_space = as_space(env.action_space)
         self._all = np.arange(self.num_envs, dtype=np.int32)
-        self._obs = None  # [E, ...], None before the first reset
+        self._obs = None  # [B, ...], None before the first reset
         self._ended = np.ones(self.num_envs, bool)  # EnvPool resets these next
 
     @property
@@ -104,6 +104,7 @@ class _EnvPool:
                 "`mask` must be True everywhere at the first `reset`, got "
                 f"{np.count_nonzero(mask)} of {self.num_envs}."
             )
+        # Where all have just ended, EnvPool's next answer is a reset anyway.
         if first or not self._resets_itself(mask):
             self._restart(np.flatnonzero(mask).astype(np.int32))
         return self._obs
@@ -155,7 +156,7 @@ class _EnvPool:
 
 
 class _AsyncEnvPool(_EnvPool):
-    """An EnvPool that hands over `batch_size` answers at a time."""
+    """An EnvPool that returns `batch_size` answers at a time."""
 
     def __init__(self, env: Any, names: tuple[str, ...]) -> None:
         super().__init__(env, names)
@@ -167,7 +168,7 @@ class _AsyncEnvPool(_EnvPool):
         if self._in_flight[env_id].any():
             busy = env_id[self._in_flight[env_id]].tolist()
             raise ValueError(
-                "`env_id` must leave out environments that are under way, got "
+                "`env_id` must leave out environments that are in flight, got "
                 f"{busy}: `receive` them first."
             )
         self._in_flight[env_id] = True
@@ -185,11 +186,12 @@ class _AsyncEnvPool(_EnvPool):
             )
         if num < size:
             raise ValueError(
-                f"`num_ready` must be at most the number under way, got {num_ready} "
+                f"`num_ready` must be at most the number in flight, got {num_ready} "
                 f"and {num}."
             )
         answers = self._env.recv()
         env_id = answers[-1]["env_id"]
+        # An answer is a reset exactly if the one before it was an ending.
         step = self._to_step(answers, ~self._ended[env_id])
         self._ended[env_id] = step.terminated | step.truncated
         self._in_flight[env_id] = False
@@ -222,14 +224,16 @@ class _AsyncEnvPool(_EnvPool):
         self._drain()
         size = self.batch_size
         for start in range(0, self.num_envs, size):
-            # EnvPool returns full batches only: the last resets some a second time.
+            # EnvPool returns full batches only: the last one wraps around, and resets
+            # some a second time.
             super()._restart(np.roll(self._all, -start)[:size])
 
     def _drain(self) -> None:
-        """Waits for all environments under way, and drops their answers."""
+        """Waits for all environments in flight, and drops their answers."""
         while num := np.count_nonzero(self._in_flight):
             num_more = max(self.batch_size - num, 0)
-            more = self._all[~self._in_flight][:num_more]  # to fill the batch
+            # EnvPool returns nothing before a batch is full: idle ones fill it.
+            more = self._all[~self._in_flight][:num_more]
             *_, info = self._env.reset(more) if num_more else self._env.recv()
             self._in_flight[more] = True
             self._in_flight[info["env_id"]] = False
@@ -296,7 +300,7 @@ def _names(env: Any, record_info: Iterable[str]) -> tuple[str, ...]:
 
 
 def _map(fn: Callable[[Any], np.ndarray], tree: ArrayTree) -> ArrayTree:
-    """Does what `jax.tree.map` does, in a tenth of its time."""
+    """Maps a tree of dicts; `jax.tree.map` is too slow for every step."""
     if isinstance(tree, dict):
         return {name: _map(fn, x) for name, x in tree.items()}
     return fn(tree)

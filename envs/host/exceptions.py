@@ -12,7 +12,7 @@ def to_bytes(cause: BaseException) -> bytes:
     Pickle drops the traceback, so it travels as a note.
     """
     text = "".join(traceback.format_exception(cause)).rstrip()
-    told = f"{type(cause).__name__}: {cause}"
+    summary = f"{type(cause).__name__}: {cause}"
     try:
         notes = getattr(cause, "__notes__", ())
         if not any(note.startswith(_NOTE) for note in notes):
@@ -20,18 +20,19 @@ def to_bytes(cause: BaseException) -> bytes:
         whole = pickle.dumps(cause)
     except Exception:
         whole = None
-    return pickle.dumps((whole, told, text))
+    # Nested: if `whole` cannot be unpickled there, the two texts still arrive.
+    return pickle.dumps((whole, summary, text))
 
 
 def from_bytes(packed: bytes) -> BaseException:
     """Returns the exception, or a `RuntimeError` with its text if unpickling fails."""
-    whole, told, text = pickle.loads(packed)
+    whole, summary, text = pickle.loads(packed)
     try:
         cause = pickle.loads(whole)
     except Exception:
         cause = None
     if isinstance(cause, BaseException):
         return cause
-    error = RuntimeError(told)
+    error = RuntimeError(summary)
     error.add_note(f"{_NOTE}\n{text}")
     return error

@@ -40,7 +40,7 @@ def from_gymnasium(
         env: an id, for `num_envs` environments of `gymnasium.make`; a function that
             makes one environment, or a vector environment if `num_envs` is None; or a
             vector environment.
-        num_envs: E; None for a vector environment.
+        num_envs: B; None for a vector environment.
         observe_info: keys of `info` that become part of the observation, each with an
             example, as in `LocalEnvs`.
         record_info: keys of `info` that `HostStep.info` has, each with an example.
@@ -109,7 +109,7 @@ class _VectorEnv:
         self._fine = np.zeros(self.num_envs, bool)
         self._every = ~self._fine
         self._is_closed = False
-        self._ended: Any = None  # [E] bool, None before the first reset
+        self._ended: Any = None  # [B] bool, None before the first reset
         self._obs: ArrayTree = None
 
     @property
@@ -136,6 +136,7 @@ class _VectorEnv:
                 f"{len(which)} of {self.num_envs}."
             )
         if self._resets_itself and not every:
+            # The next `step` resets these, and returns their first observations.
             self._check_ended(mask)
             return self._obs
         seed = seeds.tolist() if self._seeds_each else int(seeds[which[0]])
@@ -152,6 +153,7 @@ class _VectorEnv:
         mask, action = None, self._batch(action)
         obs, reward, terminated, truncated, info = self._env.step(action)
         if self._resets_itself:
+            # Where the step before was an ending, this one was only the reset.
             if np.count_nonzero(self._ended):
                 mask = ~self._ended
             self._ended = terminated | truncated
@@ -220,7 +222,7 @@ def _seeds_each(env: Any) -> bool:
 
 
 def _caster(space: AnySpace) -> Callable[[Any], ArrayTree]:
-    """Makes a function that casts `[E, ...]` observations to the dtypes of a space."""
+    """Makes a function that casts `[B, ...]` observations to the dtypes of a space."""
     if isinstance(space, Dict):
         parts = {name: _caster(part) for name, part in space.spaces.items()}
         return lambda obs: {name: fn(obs[name]) for name, fn in parts.items()}
@@ -236,13 +238,13 @@ def _read(
     key: str,
     mask: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Copies one key of a vector environment's info; returns `[E]` bool, who has it.
+    """Copies one key of a vector environment's info; returns `[B]` bool, who has it.
 
     Without a `mask` the slots of the others become zero.
     """
     first = next(iter(_leaves(arrays)))
     have = np.zeros(len(first), bool)
-    if key in info:
+    if key in info:  # gymnasium's `_key` says who has it; all if absent
         have = np.asarray(info.get(f"_{key}", ~have))
     if mask is None:
         for leaf in _leaves(arrays):

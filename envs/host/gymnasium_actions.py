@@ -13,13 +13,13 @@ ActionFn = Callable[[ArrayTree], Any]
 
 
 def batched_action(space: Any) -> ActionFn:
-    """Makes a function that converts `[E, ...]` actions to Gymnasium's.
+    """Makes a function that converts `[B, ...]` actions to Gymnasium's.
 
     Args:
         space: Gymnasium's space of one environment's action.
 
     Returns:
-        A function from a tree `[E, ...]` with the structure of `as_space(space)` to a
+        A function from a tree `[B, ...]` with the structure of `as_space(space)` to a
         copy in Gymnasium's dtypes, as vector environments take it. It raises
         `ValueError` if an action does not have the shape of the space.
     """
@@ -38,7 +38,7 @@ def batched_action(space: Any) -> ActionFn:
         action = np.asarray(action)
         if action.ndim == 0 or action.shape[1:] != shape:
             raise ValueError(
-                f"`action` must be [E, ...] with the shape {shape} of {space} in each "
+                f"`action` must be [B, ...] with the shape {shape} of {space} in each "
                 f"entry, got shape {action.shape}."
             )
         # A copy: environments keep actions, and some write to them.
@@ -48,13 +48,13 @@ def batched_action(space: Any) -> ActionFn:
 
 
 def split_action(space: Any) -> Callable[[ArrayTree], Sequence[Any]]:
-    """Makes a function that splits `[E, ...]` actions into `E` of Gymnasium's.
+    """Makes a function that splits `[B, ...]` actions into `B` of Gymnasium's.
 
     Args:
         space: Gymnasium's space of one environment's action.
 
     Returns:
-        A function to a list of `E` actions, as `Env.step` takes them: a NumPy scalar
+        A function to a list of `B` actions, as `Env.step` takes them: a NumPy scalar
         for `Discrete`, else an array in the dtype of the space, a dict or a tuple.
     """
     batch, unstack = batched_action(space), _unstack(space)

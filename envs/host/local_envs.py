@@ -29,11 +29,11 @@ class LocalEnvs:
     """Several environments in this process, a `HostVectorEnv` that can also `rebuild`.
 
     It also implements `AsyncHostVectorEnv`, without concurrency: `send` steps at once,
-    and `receive` hands over in the order of sending. An exception of one environment
+    and `receive` returns in the order of sending. An exception of one environment
     makes that one faulty and leaves the others alone.
 
     Args:
-        make_fns: `E` functions that make one environment each, with the methods and
+        make_fns: `B` functions that make one environment each, with the methods and
             spaces of `gymnasium.Env`.
         observe_info: keys of `info` that become part of the observation, each with an
             example: `{"action_mask": np.ones(2, bool)}`. An observation is then
@@ -76,7 +76,7 @@ class LocalEnvs:
         )
         self._observes = bool(observe_info)
         self._split = split_action(self.spaces[1])
-        self._steps = [env.step for env in self._envs]
+        self._steps = [env.step for env in self._envs]  # looked up once, not per step
         self.place(self.layout.make(self.num_envs, np.zeros))
 
     @property
@@ -114,21 +114,22 @@ class LocalEnvs:
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each from its own seed.
 
+        Drops answers of these environments that were not received.
+
         Args:
-            seeds: `[E]` uint32; read where `mask`.
-            mask: `[E]` bool, which to reset; at least one.
+            seeds: `[B]` uint32; read where `mask`.
+            mask: `[B]` bool, which to reset; at least one.
 
         Returns:
-            `[E, ...]` observations, the memory that the next call writes to.
-
-        Answers of these environments that nobody received are dropped.
+            `[B, ...]` observations, the memory that the next call writes to.
 
         Raises:
-            EnvFault: if some failed, or had failed and were not made anew.
+            EnvFault: if some failed, or had failed and were not rebuilt.
         """
         request_checks.closed(not self._envs)
         which = request_checks.reset(seeds, mask, self.num_envs)
         self._forget(which)
+        # All are reset before the first fault is raised: the others must be ready.
         for at in which:
             if at not in self._broken:
                 self._reset_one(at, int(seeds[at]))
@@ -138,7 +139,7 @@ class LocalEnvs:
         return self._arrays.obs
 
     def step(self, action: ArrayTree) -> HostStep:
-        """Takes one step in every environment, `[E, ...]`, and resets none."""
+        """Takes one step in every environment, `[B, ...]`, and resets none."""
         request_checks.closed(not self._envs)
         if self._answered:
             request_checks.all_idle("step", self._in_flight())
@@ -152,8 +153,8 @@ class LocalEnvs:
         """Takes a step in some environments, before it returns.
 
         Args:
-            action: `[R, ...]`, one action for each.
-            env_id: `[R]` int, their numbers; none of them may be under way.
+            action: `[K, ...]`, one action for each of `K` of the `B` environments.
+            env_id: `[K]` int, their numbers; none of them may be in flight.
         """
         request_checks.closed(not self._envs)
         actions, ids = (
@@ -168,14 +169,14 @@ class LocalEnvs:
     def receive(
         self, num_ready: int, timeout: float | None = None
     ) -> tuple[HostStep, np.ndarray]:
-        """Hands over the answers of the first `num_ready` environments sent.
+        """Returns the answers of the first `num_ready` environments sent.
 
         Args:
-            num_ready: R, at least 1 and at most the number sent.
+            num_ready: at least 1 and at most the number sent.
             timeout: unused, since no answer is waited for.
 
         Returns:
-            Their answers, `[R, ...]`, and their numbers, `[R]` int32.
+            Their answers, `[num_ready, ...]`, and their numbers, `[num_ready]` int32.
 
         Raises:
             ValueError: if fewer than `num_ready` were sent.
@@ -186,10 +187,10 @@ class LocalEnvs:
         return answer(self._arrays, answered)
 
     def rebuild(self, mask: np.ndarray) -> None:
-        """Makes some environments anew; each must be reset before its next step.
+        """Rebuilds some environments; each must be reset before its next step.
 
         Args:
-            mask: `[E]` bool, which to make anew; at least one.
+            mask: `[B]` bool, which to rebuild; at least one.
 
         Raises:
             EnvFault: if some could not be made; they stay faulty.
@@ -199,7 +200,8 @@ class LocalEnvs:
         which = request_checks.masked(mask, self.num_envs)
         self._forget(which)
         for at in which:
-            self.fail(at, RuntimeError("it was interrupted while it was made anew"))
+            # Faulty until it is made: Ctrl-C may come between any two of these lines.
+            self.fail(at, RuntimeError("it was interrupted while it was rebuilt"))
             _close(self._envs[at])
             try:
                 self._use(at, self._make(at))
@@ -212,7 +214,7 @@ class LocalEnvs:
         """Saves every environment; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if some are under way.
+            ValueError: if some are in flight.
         """
         request_checks.closed(not self._envs)
         request_checks.all_idle("save", self._in_flight())
@@ -248,7 +250,7 @@ class LocalEnvs:
         """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if some are under way, or as `can_load` does.
+            ValueError: if some are in flight, or as `can_load` does.
         """
         if not self.can_load(saved, allow_pickle=allow_pickle):
             return False
@@ -298,7 +300,7 @@ class LocalEnvs:
         return None
 
     def fail(self, at: int, cause: BaseException) -> None:
-        """Makes an environment faulty: it takes no step until it is made anew."""
+        """Makes an environment faulty: it takes no step until it is rebuilt."""
         self._broken[at] = cause
 
     @property
@@ -328,7 +330,7 @@ class LocalEnvs:
             env = self._make_fns[at]()
         except Exception as cause:
             raise EnvFault({at: cause}) from cause
-        first = self._envs[0] if self._envs else env
+        first = self._envs[0] if self._envs else env  # the very first has no other
         request_checks.same_spaces(_spaces(first), _spaces(env), at)
         return env
 

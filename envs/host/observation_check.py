@@ -1,4 +1,4 @@
-"""`Guard`: finds observations that are not finite, or not in their space."""
+"""`ObservationCheck`: finds observations that are not finite, or not in their space."""
 
 import jax
 import numpy as np
@@ -15,10 +15,10 @@ class ObservationCheck:
         self._bounds = [_finite_bounds(leaf) for leaf in space.leaves()]
 
     def find(self, obs: ArrayTree) -> dict[int, ValueError]:
-        """Returns what is wrong with an observation, by its row; empty if none is bad.
+        """Returns the error of each bad observation, by its row; empty if all are good.
 
         Args:
-            obs: `[R, ...]` leaves.
+            obs: `[K, ...]` leaves, those of `K` environments.
         """
         leaves = [obs] if isinstance(obs, np.ndarray) else jax.tree.leaves(obs)
         causes = {}
@@ -27,7 +27,7 @@ class ObservationCheck:
         for number, (leaf, bounds) in enumerate(zip(leaves, self._bounds, strict=True)):
             if bounds is None:
                 continue
-            # Bounds are finite: a value that is not finite lies outside them.
+            # Bounds are finite, and a NaN compares as False: one test finds both.
             inside = (leaf >= bounds[0]) & (leaf <= bounds[1])
             if np.count_nonzero(inside) < inside.size:
                 path, _ = jax.tree.leaves_with_path(obs)[number]

@@ -1,4 +1,4 @@
-"""`probe`: plays host environments and reports, by name, what they get wrong."""
+"""`probe`: plays host environments and reports their mistakes, by name."""
 
 import contextlib
 import warnings
@@ -20,11 +20,11 @@ _CUT_EVERY = 7  # steps after which all but environment 0 are cut short
 
 
 class Finding(NamedTuple):
-    """One thing that environments get wrong; it prints as `name: message`.
+    """One mistake of environments; it prints as `name: message`.
 
     Attributes:
         name: one of those that `probe` lists.
-        message: what is wrong, and where it showed.
+        message: the mistake, and the step where it showed.
     """
 
     name: str
@@ -59,7 +59,7 @@ def probe(
       because it resets itself: `obs` at an ending is then no true successor.
 
     Args:
-        env: `E` environments, left in any state: use them for nothing else. One
+        env: `B` environments, left in any state: use them for nothing else. One
             environment alone cannot show `reset` and `shared`.
         num_steps: steps of each pass, at least 1.
         seed: of the actions and of the seeds of episodes, at least 0.
@@ -87,9 +87,9 @@ class _Stop(Exception):  # noqa: N818
 class _Plan(NamedTuple):
     """Inputs for the environments over `T` steps."""
 
-    action: ArrayTree  # [T, E, ...]
-    seeds: np.ndarray  # [T + 1, E] uint32, of each environment's episodes in turn
-    cut: np.ndarray  # [T, E] bool, True where the episode is cut short after the step
+    action: ArrayTree  # [T, B, ...]
+    seeds: np.ndarray  # [T + 1, B] uint32, of each environment's episodes in turn
+    cut: np.ndarray  # [T, B] bool, True where the episode is cut short after the step
 
 
 class _Probe:
@@ -110,6 +110,8 @@ class _Probe:
         """Plays a plan twice, then with other seeds, then beside others."""
         self._learn_spaces()
         plan = self._plan(num_steps)
+        # Two passes must agree before the later ones, which change one thing each, can
+        # show anything.
         sums, over = self._play(plan)
         again, _ = self._play(plan)
         if (again != sums).any():
@@ -134,6 +136,7 @@ class _Probe:
         cut[_CUT_EVERY - 1 :: _CUT_EVERY, 1:] = True
 
         def shift(action: np.ndarray) -> np.ndarray:
+            # Other actions, but of the space: those of the step before.
             other = np.roll(action, 1, axis=0)
             other[:, 0] = action[:, 0]
             return other
@@ -150,7 +153,7 @@ class _Probe:
             what = f"no episode ended in {len(over)} steps: take more `num_steps`"
             return self._report("ending", what)
         last = int(over.any(axis=1).argmax())
-        self._play(plan._replace(cut=plan.cut[:last]))
+        self._play(plan._replace(cut=plan.cut[:last]))  # up to the step before it
         step, _ = self._step(plan, last)
         ended = step.terminated | step.truncated
         try:
@@ -171,8 +174,8 @@ class _Probe:
         """Plays one plan, and checks every answer.
 
         Returns:
-            `[T + 1, E]` uint32, checksums of the first reset and of each step; and
-            `[T, E]` bool, True where an episode ended.
+            `[T + 1, B]` uint32, checksums of the first reset and of each step; and
+            `[T, B]` bool, True where an episode ended.
         """
         lanes = np.arange(self._env.num_envs)
         number, endings = np.zeros_like(lanes), []
@@ -312,7 +315,7 @@ def _difference(kind: ArrayTree, got: ArrayTree) -> str | None:
 
 
 def _checksums(tree: ArrayTree) -> np.ndarray:
-    """Returns `[E]` uint32, one checksum for each environment of a tree."""
+    """Returns `[B]` uint32, one checksum for each environment of a tree."""
     leaves = [np.ascontiguousarray(x) for x in jax.tree.leaves(tree)]
     sums = [0] * len(leaves[0])
     for leaf in leaves:

@@ -15,30 +15,30 @@ def closed(is_closed: bool) -> None:
 
 
 def idle(which: Collection[int], in_flight: Collection[int]) -> None:
-    """Raises if one of these environments is under way."""
+    """Raises if one of these environments is in flight."""
     busy = sorted(set(which) & set(in_flight))
     if busy:
         raise ValueError(
-            "`env_id` and `mask` must leave out environments that are under way, got "
+            "`env_id` and `mask` must leave out environments that are in flight, got "
             f"{busy[0]}: `receive` it first."
         )
 
 
 def all_idle(name: str, in_flight: Collection[int]) -> None:
-    """Raises if an environment is under way when all are needed."""
+    """Raises if an environment is in flight when all are needed."""
     if in_flight:
         raise ValueError(
-            f"`{name}` must be called with no environment under way, got "
+            f"`{name}` must be called with no environment in flight, got "
             f"{len(in_flight)}: `receive` them first."
         )
 
 
 def env_ids(env_id: Any, num_envs: int) -> list[int]:
-    """Returns `[R]` numbers of environments; raises unless each occurs once at most."""
+    """Returns `[K]` numbers of environments; raises unless each occurs once at most."""
     ids = np.asarray(env_id)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
-            f"`env_id` must be [R] integers, got {ids.dtype} of shape {ids.shape}."
+            f"`env_id` must be [K] integers, got {ids.dtype} of shape {ids.shape}."
         )
     ids = ids.tolist()
     if len(set(ids)) < len(ids) or (ids and not 0 <= min(ids) <= max(ids) < num_envs):
@@ -49,11 +49,11 @@ def env_ids(env_id: Any, num_envs: int) -> list[int]:
 
 
 def num_ready(value: Any, in_flight: int) -> None:
-    """Raises if more answers are awaited than environments are under way."""
+    """Raises if more answers are awaited than environments are in flight."""
     checks.int_between("num_ready", value)
     if value > in_flight:
         raise ValueError(
-            "`num_ready` must be at most the number under way, "
+            "`num_ready` must be at most the number in flight, "
             f"{in_flight}, got {value}."
         )
 

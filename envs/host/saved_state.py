@@ -28,6 +28,7 @@ def save(env: Any, settings: Mapping[str, Any], allow_pickle: bool) -> bytes | N
     if not allow_pickle:
         return None
     try:
+        # Two pickles, so that `check` compares settings without making the environment.
         return _PICKLE + pickle.dumps(dict(settings)) + pickle.dumps(env)
     except Exception:  # whatever the environment's own methods raise
         return None
@@ -48,7 +49,7 @@ def check(state: bytes, env: Any, settings: Mapping[str, Any]) -> None:
 
     Args:
         state: the bytes.
-        env: the environment that shall take them.
+        env: the environment to load them into.
         settings: its `settings_of` when it was new.
 
     Raises:

@@ -19,12 +19,12 @@ _ALIGN = 64  # bytes, a cache line
 
 def new(layout: Layout, num_envs: int) -> int:
     """Makes a file for arrays of `num_envs` environments; returns its descriptor."""
-    places = _Places(None)
+    places = _Places(None)  # a dry run of `arrays` measures the size
     layout.make(num_envs, places.take)
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("rollout")
     else:
-        with tempfile.TemporaryFile() as file:
+        with tempfile.TemporaryFile() as file:  # such as on macOS
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, max(places.end, 1))
     return descriptor
@@ -46,6 +46,6 @@ class _Places:
         start = self.end
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         self.end += -(-num_bytes // _ALIGN) * _ALIGN
-        if self.memory is None:  # only to measure the size
+        if self.memory is None:
             return np.empty(0, dtype)
         return np.ndarray(shape, dtype, self.memory, start)

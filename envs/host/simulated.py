@@ -33,12 +33,12 @@ class LatencyFn(Protocol):
 
 
 class _Lanes(NamedTuple):
-    """`E` environments, each somewhere in an episode."""
+    """`B` environments, each somewhere in an episode."""
 
-    episode_key: chex.PRNGKey  # [E]
-    number: jax.Array  # [E] int32, steps since the reset
-    state: ArrayTree  # [E, ...]
-    obs: ArrayTree  # [E, ...]
+    episode_key: chex.PRNGKey  # [B]
+    number: jax.Array  # [B] int32, steps since the reset
+    state: ArrayTree  # [B, ...]
+    obs: ArrayTree  # [B, ...]
 
 
 def simulate_latency(
@@ -49,14 +49,14 @@ def simulate_latency(
     The result has a clock, `now`, in seconds from 0.0. `send` begins steps now;
     `receive` moves the clock to the last of its answers, or raises `TimeoutError` once
     `timeout` of these seconds are over. Answers at the same time come in the order of
-    sending. A reset takes no time; a step of that environment under way is dropped.
+    sending. A reset takes no time; a step of that environment in flight is dropped.
 
     The key of an episode is `jax.random.key` of its seed. With equal keys, the rows are
     those of `vectorize(env, num_envs)`.
 
     Args:
         env: the environment.
-        num_envs: E, at least 1.
+        num_envs: B, at least 1.
         latency_fn: draws the seconds of a step; by default steps take no time.
         seed: of the generators, at least 0; environment i has
             `numpy.random.default_rng((seed, i))`.
@@ -70,7 +70,10 @@ def simulate_latency(
 
 
 class _Simulated:
-    """Steps all environments in one program, and keeps the results of those sent."""
+    """Steps all environments in one program, and keeps the results of those sent.
+
+    The results are known when an action is sent; only their time of arrival is drawn.
+    """
 
     def __init__(self, env: VectorEnv, latency_fn: LatencyFn | None, seed: int) -> None:
         self.num_envs = env.num_envs
@@ -109,7 +112,7 @@ class _Simulated:
         busy = {item[-1] for item in self._in_flight}.intersection(env_id.tolist())
         if busy:
             raise ValueError(
-                "`env_id` must leave out environments that are under way, got "
+                "`env_id` must leave out environments that are in flight, got "
                 f"{sorted(busy)}: `receive` them first."
             )
         latencies = [self._latency(number) for number in env_id.tolist()]
@@ -118,6 +121,7 @@ class _Simulated:
             self._num_steps[number] += 1
             self._num_sent += 1
 
+        # All lanes step, whatever was sent: one program serves any set of environments.
         def scatter(x: np.ndarray) -> np.ndarray:
             whole = np.zeros((self.num_envs, *np.shape(x)[1:]), x.dtype)
             whole[env_id] = x
@@ -131,10 +135,10 @@ class _Simulated:
     ) -> tuple[HostStep, np.ndarray]:
         if not 1 <= num_ready <= len(self._in_flight):
             raise ValueError(
-                "`num_ready` must be from 1 to the number under way, got "
+                "`num_ready` must be from 1 to the number in flight, got "
                 f"{num_ready} and {len(self._in_flight)}."
             )
-        self._in_flight.sort()
+        self._in_flight.sort()  # by time, then in the order of sending
         first, rest = self._in_flight[:num_ready], self._in_flight[num_ready:]
         when, _, _ = first[-1]
         if timeout is not None and when > self.now + timeout:

@@ -1,8 +1,8 @@
 """The contracts of environments that are not JAX: NumPy in, NumPy out.
 
-A `HostVectorEnv` is `E` environments side by side that reset only on request, each from
-its own seed. An `AsyncHostVectorEnv` can also step some of them, and hands over those
-that answer first.
+A `HostVectorEnv` is `B` environments side by side that reset only on request, each from
+its own seed. An `AsyncHostVectorEnv` can also step some of them, and returns those that
+answer first.
 """
 
 from collections.abc import Mapping
@@ -14,30 +14,30 @@ from rollout.envs.types import AnySpace, ArrayTree
 
 
 class HostStep(NamedTuple):
-    """One step of `E` environments, or of the `R` that were received.
+    """One step of `B` environments; after `receive`, of `num_ready` of the `B`.
 
     The arrays may be views of memory that the next call writes to.
 
     Attributes:
-        obs: `[E, ...]`, true successors, also where an episode ended; any pytree.
-        reward: `[E]` float32.
-        terminated: `[E]` bool, the task itself ended.
-        truncated: `[E]` bool, cut from outside (time limit). Both flags may be set.
-        faulty: `[E]` bool, the environment failed: its other values are meaningless,
+        obs: `[B, ...]`, true successors, also where an episode ended; any pytree.
+        reward: `[B]` float32.
+        terminated: `[B]` bool, the task itself ended.
+        truncated: `[B]` bool, cut from outside (time limit). Both flags may be set.
+        faulty: `[B]` bool, the environment failed: its other values are meaningless,
             and it takes no step before `rebuild`, then `reset`.
-        info: `[E, ...]`, any pytree of arrays of one structure; `{}` if there is none.
-        mask: `[E]` bool, False where the environment took no step but reset itself:
+        info: `[B, ...]`, any pytree of arrays of one structure; `{}` if there is none.
+        mask: `[B]` bool, False where the environment took no step but reset itself:
             `obs` is then the first of a new episode. None stands for True everywhere.
         causes: the exception of each faulty environment, by its number.
     """
 
-    obs: ArrayTree  # [E, ...]
-    reward: np.ndarray  # [E]
-    terminated: np.ndarray  # [E]
-    truncated: np.ndarray  # [E]
-    faulty: np.ndarray  # [E]
-    info: ArrayTree  # [E, ...]
-    mask: np.ndarray | None = None  # [E]
+    obs: ArrayTree  # [B, ...]
+    reward: np.ndarray  # [B]
+    terminated: np.ndarray  # [B]
+    truncated: np.ndarray  # [B]
+    faulty: np.ndarray  # [B]
+    info: ArrayTree  # [B, ...]
+    mask: np.ndarray | None = None  # [B]
     causes: Mapping[int, BaseException] = {}
 
 
@@ -64,18 +64,18 @@ class EnvFault(RuntimeError):  # noqa: N818
 
 @runtime_checkable
 class HostVectorEnv(Protocol):
-    """`E` environments side by side on the host, `[E, ...]` everywhere.
+    """`B` environments side by side on the host, `[B, ...]` everywhere.
 
-    An implementation that can go on after a fault also has `rebuild(mask)`, `[E]` bool,
-    which makes those environments anew; each must be reset before its next step.
+    An implementation that can go on after a fault also has `rebuild(mask)`, `[B]` bool,
+    which makes new ones in their place; each must be reset before its next step.
 
     An implementation whose state can be saved also has three methods:
-    `save(allow_pickle=False)` returns `E` states as `bytes`, or None if that takes a
+    `save(allow_pickle=False)` returns `B` states as `bytes`, or None if that takes a
     pickle. `can_load(saved, allow_pickle=False)` returns False, and unpickles nothing,
     if the states are pickles and that is not allowed; it raises if they do not fit, and
     changes nothing. `load(saved, obs, allow_pickle=False)`, called after it and a reset
-    of all, takes the states and the observations `[E, ...]` at the `save`; it returns
-    what `can_load` does. Environments that were faulty are faulty again.
+    of all, takes the states and the observations `[B, ...]` at the `save`; it returns
+    the same bool as `can_load`. Environments that were faulty are faulty again.
 
     An implementation that can draw an environment also has `draw(number)`, which
     returns `[H, W, 3]` uint8, the environment as it is now.
@@ -83,7 +83,7 @@ class HostVectorEnv(Protocol):
 
     @property
     def num_envs(self) -> int:
-        """E, the number of environments."""
+        """B, the number of environments."""
         ...
 
     @property
@@ -99,14 +99,14 @@ class HostVectorEnv(Protocol):
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each from its own seed.
 
-        Steps of these environments that are under way are dropped.
+        Drops the steps of these environments that are in flight.
 
         Args:
-            seeds: `[E]` uint32; read where `mask`.
-            mask: `[E]` bool, which to reset; at least one.
+            seeds: `[B]` uint32; read where `mask`.
+            mask: `[B]` bool, which to reset; at least one.
 
         Returns:
-            `[E, ...]` observations, unchanged for the other environments. They may be
+            `[B, ...]` observations, unchanged for the other environments. They may be
             views of memory that the next call writes to.
 
         Raises:
@@ -115,7 +115,7 @@ class HostVectorEnv(Protocol):
         ...
 
     def step(self, action: ArrayTree) -> HostStep:
-        """Takes one step in every environment, `[E, ...]`, and resets none."""
+        """Takes one step in every environment, `[B, ...]`, and resets none."""
         ...
 
     def close(self) -> None:
@@ -126,16 +126,16 @@ class HostVectorEnv(Protocol):
 class AsyncHostVectorEnv(HostVectorEnv, Protocol):
     """A `HostVectorEnv` that can step some of its environments while others work.
 
-    An implementation that hands over a fixed number at a time has that number as
-    `batch_size`; only a reset of all its environments drops steps under way.
+    An implementation that returns a fixed number at a time has that number as
+    `batch_size`; only a reset of all its environments drops steps in flight.
     """
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Begins a step in some environments.
 
         Args:
-            action: `[R, ...]`, one action for each.
-            env_id: `[R]` int, their numbers; none of them may be under way.
+            action: `[K, ...]`, one action for each of `K` of the `B` environments.
+            env_id: `[K]` int, their numbers; none of them may be in flight.
         """
 
     def receive(
@@ -144,15 +144,15 @@ class AsyncHostVectorEnv(HostVectorEnv, Protocol):
         """Waits for the first `num_ready` environments that answer.
 
         Args:
-            num_ready: R, at least 1 and at most the number under way.
+            num_ready: at least 1 and at most the number in flight.
             timeout: seconds to wait, None for any time.
 
         Returns:
-            Their answers, `[R, ...]`, in the order of answering; and their numbers,
-            `[R]` int32.
+            Their answers, `[num_ready, ...]`, in the order of answering; and their
+            numbers, `[num_ready]` int32.
 
         Raises:
             TimeoutError: if fewer answer within `timeout`. Nothing is lost: the next
-                call hands them over.
+                call returns them.
         """
         ...

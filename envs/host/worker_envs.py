@@ -45,10 +45,10 @@ def workers(
     environments cannot start processes by `multiprocessing`.
 
     Args:
-        make_fns: `E` functions that make one environment each, with the methods and
+        make_fns: `B` functions that make one environment each, with the methods and
             spaces of `gymnasium.Env`; picklable. With cloudpickle, which gymnasium
             installs, they may be lambdas, and classes of a notebook.
-        num_workers: number of processes; by default that of the CPUs, and at most E.
+        num_workers: number of processes; by default that of the CPUs, and at most B.
         start_method: "forkserver", or "spawn", which is slower. A fork of a process
             that runs jax can block for ever.
         timeout: seconds that a worker may take for one answer: a step of all its
@@ -105,7 +105,7 @@ class WorkerEnvs:
 
     It can `rebuild` environments, also those of a lost worker, and `save`. The arrays
     it returns are memory that the workers write to: those of `reset` may change where
-    environments are under way.
+    environments are in flight.
     """
 
     def __init__(
@@ -119,10 +119,12 @@ class WorkerEnvs:
         self.num_envs = len(make_fns)
         self._make_fns, self._info = make_fns, info
         self._context = multiprocessing.get_context(start_method)
+        # Each worker has a range of environments: a slice of rows of the shared memory.
         cuts = np.linspace(0, self.num_envs, num_workers + 1).astype(int).tolist()
         groups = [range(a, b) for a, b in itertools.pairwise(cuts)]
         self._pool = WorkerPool(groups, timeout)
-        self._link_of = [handle for handle in self._pool.handles for _ in handle.ids]
+        self._handle_of = [handle for handle in self._pool.handles for _ in handle.ids]
+        # Sent and not received; an answer that waits in `answered` counts, too.
         self._in_flight: set[int] = set()
         weakref.finalize(self, self._pool.close)
         try:
@@ -150,23 +152,23 @@ class WorkerEnvs:
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each from its own seed.
 
+        Drops the steps of these environments that are in flight.
+
         Args:
-            seeds: `[E]` uint32; read where `mask`.
-            mask: `[E]` bool, which to reset; at least one.
+            seeds: `[B]` uint32; read where `mask`.
+            mask: `[B]` bool, which to reset; at least one.
 
         Returns:
-            `[E, ...]` observations, the memory that the workers write to.
-
-        Steps of these environments that are under way are dropped.
+            `[B, ...]` observations, the memory that the workers write to.
 
         Raises:
-            EnvFault: if some failed, or had failed and were not made anew.
+            EnvFault: if some failed, or had failed and were not rebuilt.
         """
         which = request_checks.reset(seeds, mask, self.num_envs)
         seeds, mask = np.asarray(seeds), np.asarray(mask)
         with self._pool as pool:
             asked = self._alive(which)
-            for handle in asked:
+            for handle in asked:  # all are asked before the first answer is awaited
                 mine = slice(handle.ids.start, handle.ids.stop)
                 pool.ask(handle, "reset", (seeds[mine], mask[mine]))
             self._gather(asked)
@@ -175,7 +177,7 @@ class WorkerEnvs:
             return self._arrays.obs
 
     def step(self, action: ArrayTree) -> HostStep:
-        """Takes one step in every environment, `[E, ...]`, and resets none."""
+        """Takes one step in every environment, `[B, ...]`, and resets none."""
         request_checks.all_idle("step", self._in_flight)
         with self._pool as pool:
             alive = self._alive(range(self.num_envs))
@@ -189,8 +191,8 @@ class WorkerEnvs:
         """Begins a step in some environments.
 
         Args:
-            action: `[R, ...]`, one action for each.
-            env_id: `[R]` int, their numbers; none of them may be under way.
+            action: `[K, ...]`, one action for each of `K` of the `B` environments.
+            env_id: `[K]` int, their numbers; none of them may be in flight.
         """
         ids = request_checks.env_ids(env_id, self.num_envs)
         request_checks.idle(ids, self._in_flight)
@@ -199,10 +201,10 @@ class WorkerEnvs:
             groups: dict[WorkerHandle, list[int]] = {}
             self._in_flight.update(ids)
             for at in ids:
-                if at in pool.broken:
+                if at in pool.broken:  # it answers at once, with its fault
                     pool.answered.append((at, pool.broken[at]))
                 else:
-                    handle = self._link_of[at]
+                    handle = self._handle_of[at]
                     groups.setdefault(handle, []).append(at - handle.ids.start)
             for handle, numbers in groups.items():
                 pool.ask(handle, "send", numbers)
@@ -213,24 +215,24 @@ class WorkerEnvs:
         """Waits for the first `num_ready` environments that answer.
 
         Args:
-            num_ready: R, at least 1 and at most the number under way.
+            num_ready: at least 1 and at most the number in flight.
             timeout: seconds to wait, None for any time.
 
         Returns:
-            Their answers, `[R, ...]`, in the order of answering; and their numbers,
-            `[R]` int32.
+            Their answers, `[num_ready, ...]`, in the order of answering; and their
+            numbers, `[num_ready]` int32.
 
         Raises:
             TimeoutError: if fewer answer within `timeout`. Nothing is lost: the next
-                call hands them over.
-            ValueError: if fewer are under way.
+                call returns them.
+            ValueError: if fewer are in flight.
         """
         request_checks.num_ready(num_ready, len(self._in_flight))
         end = None if timeout is None else time.monotonic() + timeout
         with self._pool as pool:
             while len(pool.answered) < num_ready:
                 left = None if end is None else max(0.0, end - time.monotonic())
-                pool.pump(left)
+                pool.pump(left)  # with 0 left it still reads what has arrived
                 if left == 0 and len(pool.answered) < num_ready:
                     raise TimeoutError(
                         f"{len(pool.answered)} of {num_ready} environments answered "
@@ -241,30 +243,30 @@ class WorkerEnvs:
             return answer(self._arrays, first)
 
     def rebuild(self, mask: np.ndarray) -> None:
-        """Makes some environments anew; each must be reset before its next step.
+        """Rebuilds some environments; each must be reset before its next step.
 
-        Steps of these environments that are under way are dropped. If a worker is
-        lost, or ends during the request, a new one is started. Its other environments
-        stay faulty until they are made anew, too.
+        Drops the steps of these environments that are in flight. If a worker is lost,
+        or ends during the request, a new one is started. Its other environments stay
+        faulty until they are rebuilt, too.
 
         Args:
-            mask: `[E]` bool, which to make anew; at least one.
+            mask: `[B]` bool, which to rebuild; at least one.
 
         Raises:
             EnvFault: if some could not be made; they stay faulty.
         """
         which = request_checks.masked(mask, self.num_envs)
         with self._pool as pool:
-            handles = list(dict.fromkeys(self._link_of[at] for at in which))
+            handles = list(dict.fromkeys(self._handle_of[at] for at in which))
             for handle in handles:
                 if handle.pipe is not None:
                     part = np.asarray(mask)[handle.ids.start : handle.ids.stop]
                     pool.ask(handle, "rebuild", part)
             alive = [handle for handle in handles if handle.pipe is not None]
-            self._gather(alive, anew=which)
-            # One environment may have ended a worker before the next was made anew.
+            self._gather(alive, rebuilt=which)
+            # One environment may have ended a worker before the next was rebuilt.
             gone = [handle for handle in handles if handle.pipe is None]
-            self._start(gone, anew=which)
+            self._start(gone, rebuilt=which)
             self._forget(which)
             self._raise(which)
 
@@ -272,7 +274,7 @@ class WorkerEnvs:
         """Saves every environment; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if some are under way.
+            ValueError: if some are in flight.
         """
         request_checks.all_idle("save", self._in_flight)
         with self._pool as pool:
@@ -280,13 +282,14 @@ class WorkerEnvs:
             for handle in alive:
                 pool.ask(handle, "save", allow_pickle)
             saved: list[Any] = [None] * self.num_envs
-            for handle, (states_of_link, error) in pool.gather(alive):
+            for handle, (states, error) in pool.gather(alive):
                 if error is not None:
                     raise exceptions.from_bytes(error)
-                if states_of_link is None:
+                if states is None:
                     return None
-                saved[handle.ids.start : handle.ids.stop] = states_of_link
+                saved[handle.ids.start : handle.ids.stop] = states
             for at, cause in pool.broken.items():
+                # A lost worker saves nothing; one that lives saved its own faults.
                 saved[at] = saved[at] or saved_state.save_fault(cause)
             return saved
 
@@ -303,10 +306,10 @@ class WorkerEnvs:
             for handle in alive:
                 mine = slice(handle.ids.start, handle.ids.stop)
                 pool.ask(handle, "can_load", (list(saved[mine]), allow_pickle))
-            for _, (link_can_load, error) in pool.gather(alive):
+            for _, (worker_can_load, error) in pool.gather(alive):
                 if error is not None:
                     raise exceptions.from_bytes(error)
-                can_load &= link_can_load
+                can_load &= worker_can_load
         return can_load
 
     def load(
@@ -315,14 +318,15 @@ class WorkerEnvs:
         """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if some are under way, or as `can_load` does.
+            ValueError: if some are in flight, or as `can_load` does.
         """
         request_checks.length("saved", saved, self.num_envs)
         request_checks.all_idle("load", self._in_flight)
         every = range(self.num_envs)
         with self._pool as pool:
             self._start(
-                [handle for handle in pool.handles if handle.pipe is None], anew=every
+                [handle for handle in pool.handles if handle.pipe is None],
+                rebuilt=every,
             )
             alive = [handle for handle in pool.handles if handle.pipe is not None]
             for handle in alive:
@@ -334,7 +338,7 @@ class WorkerEnvs:
                 if error is not None:
                     raise exceptions.from_bytes(error)
                 are_loaded &= is_loaded
-                self._note(handle, causes, anew=every)
+                self._note(handle, causes, rebuilt=every)
             return are_loaded
 
     def close(self) -> None:
@@ -356,26 +360,30 @@ class WorkerEnvs:
         self._arrays = shared_memory.arrays(self._layout, self.num_envs, self._memory)
         self._share(self._pool.handles)
 
-    def _start(self, handles: Collection[WorkerHandle], anew: Collection[int]) -> None:
-        """Starts lost workers again; those `anew` are no longer faulty."""
-        for handle, spaces in self._launch(handles, anew).items():
+    def _start(
+        self, handles: Collection[WorkerHandle], rebuilt: Collection[int]
+    ) -> None:
+        """Starts lost workers again; environments in `rebuilt` are no longer faulty."""
+        for handle, spaces in self._launch(handles, rebuilt).items():
             request_checks.same_spaces(self._spaces, spaces, handle.ids.start)
             self._share([handle])
-            for at in set(handle.ids) & set(anew):
+            for at in set(handle.ids) & set(rebuilt):
                 self._pool.broken.pop(at, None)
 
     def _launch(
-        self, handles: Collection[WorkerHandle], anew: Collection[int]
+        self, handles: Collection[WorkerHandle], rebuilt: Collection[int]
     ) -> dict[WorkerHandle, tuple[Any, Any]]:
         """Starts workers; returns the spaces of those that made their environments."""
         method = self._context.get_start_method()
         for handle in handles:
             start = handle.ids.start
             make_fns = _dumps(self._make_fns[start : handle.ids.stop])
+            # A lost worker comes back with all its environments; those outside of
+            # `rebuilt` stay faulty.
             broken = {
                 at - start: exceptions.to_bytes(self._pool.broken[at])
                 for at in handle.ids
-                if at in self._pool.broken and at not in anew
+                if at in self._pool.broken and at not in rebuilt
             }
             args = (make_fns, self._info, broken, method)
             self._pool.start(handle, self._context, worker_process.serve, args)
@@ -388,37 +396,41 @@ class WorkerEnvs:
             cause, at = exceptions.from_bytes(packed), handle.ids[at]
             if isinstance(cause, ValueError) and is_setup_error:
                 raise ValueError(f"{cause} Counted within {handle}.") from cause
-            told = f"environment {at}: {type(cause).__name__}: {cause}"
-            self._pool.lose(handle, RuntimeError(f"{handle} could not make {told}"))
-            self._pool.broken[at] = cause
+            failed = f"environment {at}: {type(cause).__name__}: {cause}"
+            self._pool.lose(handle, RuntimeError(f"{handle} could not make {failed}"))
+            self._pool.broken[at] = cause  # its own; `lose` gave all of them the other
         return ready
 
     def _share(self, handles: Collection[WorkerHandle]) -> None:
         for handle in handles:
+            # The worker reads the descriptor from the pipe right after this message.
             self._pool.ask(handle, "share", (handle.ids.start, self.num_envs))
             if handle.pipe is not None:
                 with contextlib.suppress(OSError):  # `gather` finds that it is lost
                     reduction.send_handle(handle.pipe, self._memory, handle.process.pid)
         for handle, _ in self._pool.gather(handles):
-            handle.is_torn = False
+            handle.is_torn = False  # ready: see `WorkerPool.start`
 
     def _alive(self, which: Collection[int]) -> list[WorkerHandle]:
         """Returns the workers of the environments that are not faulty, each once."""
         broken = self._pool.broken
-        handles = (self._link_of[at] for at in which if at not in broken)
+        handles = (self._handle_of[at] for at in which if at not in broken)
         return list(dict.fromkeys(handles))
 
     def _gather(
-        self, handles: Collection[WorkerHandle], anew: Collection[int] = ()
+        self, handles: Collection[WorkerHandle], rebuilt: Collection[int] = ()
     ) -> None:
-        """Waits for each worker's faults; those `anew` replace the old ones."""
+        """Waits for each worker's new faults; forgets the old ones of `rebuilt`."""
         for handle, causes in self._pool.gather(handles):
-            self._note(handle, causes, anew)
+            self._note(handle, causes, rebuilt)
 
     def _note(
-        self, handle: WorkerHandle, causes: Mapping[int, bytes], anew: Collection[int]
+        self,
+        handle: WorkerHandle,
+        causes: Mapping[int, bytes],
+        rebuilt: Collection[int],
     ) -> None:
-        for at in set(handle.ids) & set(anew):
+        for at in set(handle.ids) & set(rebuilt):
             self._pool.broken.pop(at, None)
         for at, packed in causes.items():
             self._pool.broken[handle.ids[at]] = exceptions.from_bytes(packed)

@@ -78,9 +78,11 @@ class WorkerPool:
         )
         self.broken: dict[int, BaseException] = {}
         self.closed = False
+        # True during a request, and after one that an interrupt cut short.
         self._is_torn, self._token = False, 0
         self._owner = os.getpid()
         self._timeout = timeout
+        # Pipes are registered once; `connection.wait` would register all in every call.
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> Self:
@@ -115,8 +117,10 @@ class WorkerPool:
 
     def ask(self, handle: WorkerHandle, command: str, argument: Any = None) -> None:
         """Sends a command; the process owes an answer, except to `send`."""
-        if not handle.busy:
+        if not handle.busy:  # else its time runs since the request or answer before
             handle.since = time.monotonic()
+        # It owes the answer before it is asked, and is torn until all bytes are sent:
+        # an interrupt at any line leaves too much noted down, which `_drain` clears.
         if command == "send":
             handle.in_flight.update(handle.ids[at] for at in argument)
         else:
@@ -138,7 +142,7 @@ class WorkerPool:
         return [(x, x.answer) for x in handles if x.pipe is not None]
 
     def pump(self, timeout: float | None = None) -> None:
-        """Waits for messages, at most `timeout` seconds, and reads all that arrived."""
+        """Waits for messages, at most `timeout` seconds; reads one of each worker."""
         for key, _ in self._selector.select(self._patience(timeout)):
             self._read(key.data)
         if self._timeout is None:
@@ -151,7 +155,7 @@ class WorkerPool:
                 self.lose(handle, TimeoutError(text))
 
     def lose(self, handle: WorkerHandle, cause: BaseException | None = None) -> None:
-        """Ends a process; its environments are faulty, those under way answer so."""
+        """Ends a process; its environments are faulty, and answer so if in flight."""
         handle.is_torn = True
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(handle.pipe)
@@ -166,6 +170,7 @@ class WorkerPool:
             cause = RuntimeError(text)
         for at in handle.ids:
             self.broken[at] = cause
+        # Nobody else will answer for these, and `receive` waits for them.
         self.answered.extend((at, cause) for at in sorted(handle.in_flight))
         handle.in_flight.clear()
         handle.owed = 0
@@ -199,14 +204,17 @@ class WorkerPool:
             if handle.pipe is not None and handle.is_torn:
                 self.lose(handle, RuntimeError(f"{handle} was interrupted"))
             elif handle.pipe is not None:
-                self.ask(handle, "echo", self._token)  # answered last
+                # A worker answers in order, so this token is its last message.
+                self.ask(handle, "echo", self._token)
         for handle in self.handles:
             while handle.pipe is not None and handle.answer != self._token:
                 self.pump()
+            # All is read: more is noted down only if a request was never sent.
             handle.owed = 0
             handle.in_flight.clear()
 
     def _read(self, handle: WorkerHandle) -> None:
+        # Torn while a part of a message may have been read; see `ask`.
         was_torn, handle.is_torn = handle.is_torn, True
         try:
             at, message = pickle.loads(handle.pipe.recv_bytes())
@@ -214,7 +222,7 @@ class WorkerPool:
             return self.lose(handle)
         handle.is_torn = was_torn
         handle.since = time.monotonic()
-        if at is None:
+        if at is None:  # the answer to a command; else that of one sent environment
             handle.owed, handle.answer = handle.owed - 1, message
             return
         number, cause = handle.ids[at], message and exceptions.from_bytes(message)
@@ -238,7 +246,7 @@ class WorkerPool:
 
 @functools.cache
 def preload(context: Any) -> None:
-    """Makes the fork server import what every worker needs, unless it already runs.
+    """Makes the fork server import modules of every worker, unless it already runs.
 
     It does not import the modules of the functions, which may start threads or jax's
     backend.

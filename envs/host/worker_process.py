@@ -64,10 +64,10 @@ class _Worker:
     """Obeys commands; each is a method."""
 
     def __init__(
-        self, pipe: connection.Connection, envs: LocalEnvs, told: set[int]
+        self, pipe: connection.Connection, envs: LocalEnvs, reported: set[int]
     ) -> None:
         self._pipe, self._envs = pipe, envs
-        self._told = told  # numbers whose fault the main process knows
+        self._reported = reported  # numbers whose fault the main process knows
         self._split = split_action(envs.spaces[1])
 
     def obey(self, command: str, argument: Any) -> bool:
@@ -84,8 +84,9 @@ class _Worker:
         """Moves the arrays to the memory whose descriptor comes after this message."""
         first, total = place
         descriptor = reduction.recv_handle(self._pipe)
+        # Arrays of all workers' environments, cut to the rows of this one.
         arrays = shared_memory.arrays(self._envs.layout, total, descriptor)
-        os.close(descriptor)
+        os.close(descriptor)  # the mapping stays
         mine = slice(first, first + self._envs.num_envs)
         self._arrays = StepArrays(*(pick(part, mine) for part in arrays))
         self._envs.place(self._arrays)
@@ -98,7 +99,7 @@ class _Worker:
         actions = self._split(pick(self._arrays.action, np.asarray(numbers)))
         for at, action in zip(numbers, actions, strict=True):
             cause = self._envs.advance(at, action)
-            self._told |= set() if cause is None else {at}
+            self._reported |= set() if cause is None else {at}
             _answer(
                 self._pipe, at, None if cause is None else exceptions.to_bytes(cause)
             )
@@ -109,7 +110,8 @@ class _Worker:
         return self._causes()
 
     def rebuild(self, mask: np.ndarray) -> dict[int, bytes]:
-        self._told -= set(np.flatnonzero(mask).tolist())
+        # A new fault of these must be reported, though an old one was.
+        self._reported -= set(np.flatnonzero(mask).tolist())
         with contextlib.suppress(EnvFault):
             self._envs.rebuild(mask)
         return self._causes()
@@ -138,7 +140,7 @@ class _Worker:
             is_loaded = self._envs.load(saved, obs, allow_pickle=allow_pickle)
         except Exception as error:
             return False, exceptions.to_bytes(error), {}
-        self._told = set()
+        self._reported = set()
         return is_loaded, None, self._causes()
 
     def echo(self, token: int) -> int:
@@ -147,8 +149,8 @@ class _Worker:
     def _causes(self) -> dict[int, bytes]:
         """Returns the packed faults that the main process does not know yet."""
         causes = self._envs.causes
-        new = causes.keys() - self._told
-        self._told |= new
+        new = causes.keys() - self._reported
+        self._reported |= new
         return {at: exceptions.to_bytes(causes[at]) for at in new}
 
 

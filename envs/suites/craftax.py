@@ -84,9 +84,11 @@ class _CraftaxEnv(struct.PyTreeNode, kw_only=True):
         return jax.tree.map(jnp.asarray, (state, obs))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
+        # `step_env` returns the true successor; `step` may replace it by a reset.
         obs, next_state, reward, done, info = self.env.step_env(
             key, state, action, self.env_params
         )
+        # `done` merges both endings: without a limit, only the task's own end is left.
         unlimited = self.env_params.replace(max_timesteps=_NO_LIMIT)
         terminated = self.env.is_terminal(next_state, unlimited)
         return EnvStep(

@@ -121,6 +121,7 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
         return jax.tree.map(jnp.asarray, (state, obs))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        # The true successor: gymnax's `step` would replace it by a reset.
         result = self.env.step_env(self._cheap(key), state, action, self.env_params)
         obs, next_state, reward, *flags, info = result
         if len(flags) == 2:
@@ -159,6 +160,7 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
             )
         if not hasattr(state, time_field):
             return done, jnp.zeros((), bool)
+        # If the task also ended at this very step, the merged flag cannot say so.
         time, limit = getattr(state, time_field), getattr(self.env_params, limit_field)
         truncated = jnp.asarray(time >= limit)
         return done & ~truncated, truncated

@@ -142,6 +142,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         }
         # Some environments read actions in the order of the agents.
         chosen = {x: action[places[x][0]][places[x][1]] for x in self.agents}
+        # `step_env` returns the true successor; `step` would replace it by a reset.
         obs, next_state, reward, dones, info = self.env.step_env(
             self._cheap(key), state, chosen
         )
@@ -165,8 +166,8 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         )
 
     def _cheap(self, key: chex.PRNGKey) -> chex.PRNGKey:
-        # MPE draws at every step, and is 1.2 times as fast with inline keys. The draws
-        # of the others would make their programs large.
+        # MPE draws at every step, and is faster with inline keys. The draws of the
+        # others would make their programs large.
         own = type(self.env).__module__.startswith("jaxmarl.environments.mpe.")
         return prng.inline(key) if own else key
 
@@ -232,6 +233,7 @@ def _group(env: Any) -> dict[str, list[str]]:
             alike.append([agent])
     if len(alike) == 1:
         return {"agents": alike[0]}
+    # Groups are called like their agents without numbers, if no two names are equal.
     stems = [{name.rstrip("0123456789_") for name in names} for names in alike]
     begins = [stem.pop() if len(stem) == 1 else "" for stem in stems]
     is_clear = len(set(begins)) == len(begins) and not {"", ACTING} & set(begins)

@@ -106,6 +106,7 @@ class _Jumanji(struct.PyTreeNode, kw_only=True):
     def advance(
         self, key: chex.PRNGKey, state: Any, action: jax.Array
     ) -> tuple[ArrayTree, Any]:
+        # Without a wrapper, `timestep` has the true successor, also at an ending.
         next_state, timestep = self.env.step(state.replace(key=key), action)
         return jax.tree.map(jnp.asarray, (next_state.replace(key=()), timestep))
 
@@ -182,7 +183,7 @@ class _JumanjiAgents(_Jumanji, kw_only=True):
         self, key: chex.PRNGKey, state: ArrayTree, action: dict[str, jax.Array]
     ) -> MultiAgentStep:
         next_state, timestep = self.advance(key, state, action[_GROUP])
-        is_over = timestep.discount == 0
+        is_over = timestep.discount == 0  # [A], one discount per agent
         return MultiAgentStep(
             state=next_state,
             obs=self._observe(timestep),

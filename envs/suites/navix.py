@@ -72,6 +72,7 @@ class _NavixEnv(struct.PyTreeNode, kw_only=True):
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         keyed = state.replace(state=state.state.replace(key=key))
+        # Not `step`: that resets, instead of stepping, after an ending.
         timestep = self.held.value._step(keyed, action)
         return EnvStep(
             state=jax.tree.map(like, _slim(timestep), state),

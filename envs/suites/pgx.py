@@ -181,6 +181,7 @@ class _PgxSeat(_Pgx, kw_only=True):
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         step_key, reply_key = jax.random.split(key)
+        # The others reply within this step: its successor is the seat's next turn.
         moved = self.env.step(state, action, step_key)
         next_state, reward = self._until_turn(moved, reply_key)
         return EnvStep(
@@ -217,7 +218,8 @@ class _PgxSeat(_Pgx, kw_only=True):
         return state, reward
 
     def _observe(self, state: ArrayTree) -> dict[str, jax.Array]:
-        # At the end of a game `state.observation` is that of the next player in turn.
+        # Not `state.observation`: at the end of a game it is that of the next player in
+        # turn, and the true successor must be this seat's.
         return _seen(state, self.env._observe(state, jnp.int32(_SEAT)))
 
 

@@ -80,10 +80,11 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
         return state, state.obs
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        # The suites write into the dicts of their argument.
+        # The suites write into the dicts of their argument: this makes new ones.
         given = jax.tree.map(lambda x: x, state)
         if _is_raw(given.info.get("rng")):
             given.info["rng"] = _raw(key)
+        # Without the wrappers of training, `next_state` is never that of a reset.
         next_state = self._own().step(given, action)
         next_state = jax.tree.map(like, next_state, state)
         return EnvStep(

@@ -72,6 +72,7 @@ class _XminigridEnv(struct.PyTreeNode, kw_only=True):
         return timestep.state.replace(key=()), timestep.observation
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
+        # Without the suite's auto-reset, this is the true successor, also at an ending.
         timestep = self.env.step(self.env_params, _timestep(state, key), action)
         is_over = timestep.discount == 0
         return EnvStep(

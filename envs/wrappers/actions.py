@@ -120,6 +120,7 @@ class ActionRepeat(Wrapper):
             new = new.replace(reward=last.reward + new.reward)
             return prng.select(last.terminated | last.truncated, last, new), None
 
+        # The first step is outside of the scan: the carry has the types of its result.
         first = step_env(jnp.int32(0), state)
         numbers = jnp.arange(1, self.num_repeats, dtype=jnp.int32)
         return lax.scan(again, first, numbers)[0]

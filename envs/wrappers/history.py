@@ -122,6 +122,7 @@ class History(Wrapper):
         """Takes one step."""
         result = self.env.step(key, state.env_state, action)
         length = state.memory["length"]
+        # Valid rows come first; a full window moves by one row, and drops the oldest.
         is_full, at = length == self.window, jnp.minimum(length, self.window - 1)
 
         def append(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`fixed_mapping`, and mappings that draw each agent's policy anew in every episode.
+"""`fixed_mapping`, and mappings that draw each agent's policy in every episode.
 
 Policies are numbered in their order, and a population takes as many numbers as it has
 members. Trajectories keep a `Roster`, which names the numbers.
@@ -90,7 +90,7 @@ class PolicyIndex(struct.PyTreeNode):
 
 def make_entries(policies: Mapping[str, Policy | Population]) -> tuple[Entry, ...]:
     """Checks policies by name, and numbers them."""
-    is_map = isinstance(policies, Mapping) and policies
+    is_map = isinstance(policies, Mapping) and policies  # not empty
     if not is_map or not all(
         isinstance(name, str) and isinstance(policy, Policy | Population)
         for name, policy in policies.items()
@@ -187,6 +187,6 @@ def try_out(mapping_fn: MappingFn, agents: tuple[str, ...]) -> np.ndarray | None
 
 @functools.cache
 def _trial(mapping_fn: MappingFn, agents: tuple[str, ...]) -> np.ndarray:
-    with jax.ensure_compile_time_eval():
+    with jax.ensure_compile_time_eval():  # real numbers, also inside a `jit`
         trial_keys = jax.random.split(jax.random.key(0), _NUM_TRIALS)
         return np.asarray(jax.vmap(lambda key: mapping_fn(key, agents))(trial_keys))

@@ -27,7 +27,7 @@ def policy_map(
     """Combines policies for single agents into one policy for several.
 
     Each policy sees the agents that it controls as a batch: `obs` of their group,
-    `[B * n, ...]`, lane by lane. An agent's recurrent state starts anew with every
+    `[B * n, ...]`, lane by lane. An agent's recurrent state restarts with every
     episode, and stays unchanged where the agent does not act. A single policy of a
     single group acts with the key of the step, others with keys derived from it.
 
@@ -126,6 +126,7 @@ def _apply(
     _check_params(params, entries)
     _check_agents(obs, layout)
     acting = obs[ACTING]
+    # First the policy of each agent, `[B, A]`.
     is_fixed = isinstance(mapping_fn, FixedMapping)
     if is_fixed:
         policy_id = mapping.fixed_ids(entries, mapping_fn, layout.agents)
@@ -139,10 +140,12 @@ def _apply(
         own = state.inner[subgroup.entry.name][subgroup.group.name]
         return subgroups.decide(subgroup, policy_id, params, obs, own, key)
 
+    # A drawn mapping pairs every policy with every group, even if their spaces differ.
     if not is_fixed and len(layout.groups) > 1:
         playing, policy_id = subgroups.fitting(
             playing, mapping_fn, layout, policy_id, decide, key
         )
+    # Then each policy acts; states change only where an agent acts under that policy.
     inner = {name: dict(groups) for name, groups in state.inner.items()}
     made: dict[str, subgroups.Made] = {group.name: [] for group in layout.groups}
     for number, subgroup in enumerate(playing):
@@ -155,6 +158,7 @@ def _apply(
         )
         inner[name][group] = prng.select(moves, decision.state, inner[name][group])
         made[group].append((subgroup, decision))
+    # Last, actions and extras are put together again, `[B, A_g, ...]` by group.
     join = subgroups.join_columns if is_fixed else subgroups.join_chosen
     join = functools.partial(join, policy_id=policy_id)
     actions = {x: [step.action for _, step in of] for x, of in made.items()}

@@ -77,6 +77,7 @@ def fitting(
     fitting = []
     for subgroup in subgroups:
         members = np.asarray(subgroup.group.members)
+        # Only a trial shows whether a policy takes the group's observations.
         try:
             jax.eval_shape(functools.partial(decide, subgroup), key)
         except Exception as error:
@@ -111,6 +112,7 @@ def decide(
     if entry.size is None:
         decision = entry.policy.apply(own, seen, state, key)
     else:
+        # An agent of another policy gets any member; `join_chosen` drops its action.
         member = jnp.clip(
             columns_of(policy_id, subgroup) - entry.first, 0, entry.size - 1
         )
@@ -135,6 +137,7 @@ def join_columns(
     del policy_id  # unused
     if len(made) == 1:
         return values[0]
+    # The columns are a permutation of the group's agents; `argsort` inverts it.
     order = np.argsort(np.concatenate([subgroup.columns for subgroup, _ in made]))
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=1)[:, order], *values)
 

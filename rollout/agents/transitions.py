@@ -105,7 +105,7 @@ def agent_transitions(
 
     Args:
         pending: from `init_agent_transitions` or the previous call.
-        trajectory: `[T, B, ...]`, the steps that follow, each handed over once.
+        trajectory: `[T, B, ...]`, the steps that follow, each passed once.
             An episode may be given up in between, as `collect_episodes` does.
 
     Returns:
@@ -239,15 +239,19 @@ def _follow(pending: Pending, trajectory: Transition) -> Pending:
     """Checks that the steps follow on `pending`, and notes the last of them."""
     mask = trajectory.mask
     rows = trajectory.episode_id, trajectory.episode_length
+    # `argmax` finds the first row of each lane that is not masked out, from either end;
+    # it is 0 without any, which `has_rows` excludes.
     has_rows, first = jnp.any(mask, axis=0), jnp.argmax(mask, axis=0)
     last = mask.shape[0] - 1 - jnp.argmax(mask[::-1], axis=0)
     take = lambda x, at: jnp.take_along_axis(x, at[None], axis=0)[0]  # noqa: E731
     episode_id, length = (take(x, first) for x in rows)
     old_id, old_length = pending.episode_id, pending.episode_length
     is_next = (episode_id == old_id) & (length == old_length + 1)
-    # Ids of a lane ascend; those of `collect_episodes` are negative.
+    # Ids of a lane ascend; those of `collect_episodes` are negative. An episode may be
+    # given up between two windows, but the next one must be there from its first step.
     is_new = (episode_id > old_id) | (episode_id < 0) & (episode_id != old_id)
     is_gap = has_rows & ~(is_next | is_new & (length == 1))
+    # A traced value cannot raise; then the gap is counted, and its actions are dropped.
     if not isinstance(is_gap, Tracer) and np.any(is_gap):
         lane = int(np.argmax(is_gap))
         raise ValueError(
@@ -279,16 +283,20 @@ def _match(
         mask = row.mask[:, None]
         # If the id changes without an ending, the old episode was given up.
         is_same = (episode_id == row.episode_id)[:, None]
+        # First the action opens, then this step's reward counts for it, then it may be
+        # answered, all in one step.
         acted = agents.acted & mask
         is_open = (is_open & is_same) | acted
         reward = jnp.where(acted, 0.0, reward) + jnp.where(mask, agents.reward, 0.0)
         taken_at = jnp.where(acted, number + 1, taken_at)
         answered = is_open & mask & (row.done[:, None] | ~agents.waiting)
         total = jnp.where(is_same, total, 0.0) + jnp.where(answered, reward, 0.0)
+        # Answered while it waits: the episode ended without an observation for it.
         answers = _Answers(answered, reward, total, answered & agents.waiting)
         is_open &= ~answered
         return (is_open, reward, total, taken_at, row.episode_id), (answers, taken_at)
 
+    # Observations and actions stay out of the loop: `taken_at` says where to read them.
     rows = trajectory.replace(obs=(), next_obs=(), action=(), extras=(), info=())
     rows = rows.replace(accumulated=())
     numbers = jnp.arange(trajectory.mask.shape[0], dtype=jnp.int32)
@@ -310,7 +318,7 @@ def _match(
 
 
 def _rows_at(tree: ArrayTree, at: jax.Array) -> ArrayTree:
-    """Takes index `at[t, b, i]` of `[R, B, A_g, ...]`."""
+    """Takes index `at[t, b, i]` of `[T + 1, B, A_g, ...]`."""
 
     def take(x: jax.Array) -> jax.Array:
         index = at.reshape(at.shape + (1,) * (x.ndim - at.ndim))

@@ -16,7 +16,7 @@ XLA_CPU_LOOP = (
 )
 
 _MAX_STEPS = 1_000_000  # so that a run ends even if an episode never does
-_MAX_STEPS_DRAWN = 500  # a frame takes about a tenth of a second
+_MAX_STEPS_DRAWN = 500  # drawing a frame is slow
 _INT32_MAX = 2**31 - 1  # lanes and steps are counted in int32
 _SEED_MAX = 2**32 - 1  # jax drops the upper bits of a larger one
 _MAX_DEVICES = 1024  # jax starts a thread for each device of a CPU

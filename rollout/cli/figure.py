@@ -83,6 +83,7 @@ def _draw_agents(axes: Any, agents: dict[str, np.ndarray]) -> str:
             continue
         its = value[acted].astype(np.float64)
         size = max(1, its.size // _NUM_MEANS)
+        # A mean stands at the last of its episodes; neighbours overlap by half.
         means = np.convolve(its, np.full(size, 1 / size), "valid")[:: max(1, size // 2)]
         number = acted[size - 1 :: max(1, size // 2)] + 1
         axes.plot(number, means, label=f"{name} {its.mean():,.4g}")

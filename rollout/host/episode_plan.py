@@ -2,7 +2,7 @@
 
 The episodes, their order and their ids are those of `rollout.kernel.episodes`: the
 order in which they start decides which ones count. One that is lost to a fault is not
-played again, for then episodes that fail would be missing from the mean.
+played again, since the mean would then favour the episodes that do not fail.
 """
 
 from collections.abc import Collection
@@ -19,11 +19,11 @@ class EpisodePlan(NamedTuple):
     """Assigns `N` episodes to lanes; `queue` and `per_env` make it."""
 
     num_episodes: int  # N
-    is_queue: bool  # a free lane takes the next in the queue, else its own next one
-    first_id: np.ndarray  # [E] int32, of the queue, or of the lane's first episode
-    after: np.ndarray  # [E] int32, the own episodes that lanes begin afterwards
+    is_queue: bool  # True: a free lane takes the next in the queue; False: its own next
+    first_id: np.ndarray  # [B] int32, of the queue, or of the lane's first episode
+    after: np.ndarray  # [B] int32, the own episodes that lanes begin afterwards
     min_steps: int | None  # no episode starts after so many steps
-    index: np.ndarray  # [E], the episodes that the lanes play; idle from N on
+    index: np.ndarray  # [B], the episodes that the lanes play; idle from N on
     num_started: int
     num_wanted: int
     num_over: int = 0
@@ -36,13 +36,13 @@ class EpisodePlan(NamedTuple):
 
     @property
     def mask(self) -> np.ndarray:
-        """`[E]` bool, the lanes that play one of the episodes."""
+        """`[B]` bool, the lanes that play one of the episodes."""
         return self.index < self.num_episodes
 
     @property
     def episode_id(self) -> np.ndarray:
-        """`[E]` int32, the ids of the episodes that the lanes play."""
-        if self.is_queue:
+        """`[B]` int32, the ids of the episodes that the lanes play."""
+        if self.is_queue:  # ids of the queue count down from -1
             return self.first_id - self.index
         return self.first_id + self.index - np.arange(len(self.index), dtype=np.int32)
 
@@ -50,14 +50,14 @@ class EpisodePlan(NamedTuple):
         """Returns the indices among the `N` of episodes with these ids."""
         if self.is_queue:
             return self.first_id[0] - episode_id
-        lane = episode_id % len(self.first_id)
+        lane = episode_id % len(self.first_id)  # own ids are `n * B + lane`
         return episode_id - self.first_id[lane] + lane
 
     def advance(self, over: np.ndarray, num_steps: int) -> Self:
         """Assigns the next episodes, in order, to the lanes where `over`.
 
         Args:
-            over: `[E]` bool, lanes whose episode ended or was lost.
+            over: `[B]` bool, lanes whose episode ended or was lost.
             num_steps: steps that were taken in lanes that are not idle.
         """
         num_steps += self.num_steps
@@ -69,6 +69,7 @@ class EpisodePlan(NamedTuple):
         else:
             index[over] += len(index)
         num_wanted = self.num_wanted
+        # Enough steps: these lanes become idle, and only started episodes are awaited.
         if self.min_steps is not None and num_steps >= self.min_steps:
             index[over] = self.num_episodes
             num_wanted = min(num_wanted, self.num_started)
@@ -87,7 +88,7 @@ def queue(
     """Assigns episodes from one queue: a free lane takes the next one.
 
     Args:
-        next_own: `[E]` int32, the ids of the lanes' own next episodes.
+        next_own: `[B]` int32, the ids of the lanes' own next episodes.
         next_episode: the position of the first one in the queue.
         num_episodes: N.
         min_steps: no episode starts after so many steps; None for all N.
@@ -137,12 +138,12 @@ class Results:
         self._accumulated: ArrayTree = None  # [N, ...], after the first block
 
     def note(self, trajectory: Transition, lane: ArrayTree, cut: np.ndarray) -> None:
-        """Notes the episodes that end in a block.
+        """Records the episodes that end in a block; `B` is the number of its columns.
 
         Args:
-            trajectory: `[T, C, ...]`, its rows.
-            lane: `[C]` or `[T, C]` int32, their lanes.
-            cut: `[T, C]` bool, where `max_steps` alone ended an episode.
+            trajectory: `[T, B, ...]`, its rows.
+            lane: `[B]` or `[T, B]` int32, their lanes.
+            cut: `[T, B]` bool, where `max_steps` alone ended an episode.
         """
         nothing: Any = ()
         large = dict.fromkeys(("obs", "action", "next_obs", "extras", "info"), nothing)
@@ -182,6 +183,8 @@ class Results:
         """
         length, min_steps = self._table["episode_length"], self._plan.min_steps
         counts = np.ones(length.shape, bool)
+        # An episode counts if those that started before it have fewer than `min_steps`
+        # together, so the lanes do not decide which ones count.
         if min_steps is not None:
             counts = np.cumsum(length) - length < min_steps
         mask = counts & ~self.is_lost(lost)

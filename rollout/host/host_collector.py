@@ -48,7 +48,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     lost to a fault. Masked-out rows are zero.
 
     Attributes:
-        env: `E` environments side by side.
+        env: `B` environments side by side.
         policy: the policy that acts in them.
         record_fn: maps a transition to its recorded fields, as in `Collector`.
         accumulators: user-defined values that are accumulated per episode, as in
@@ -61,8 +61,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             process dies or does not answer, an observation is not finite or outside of
             its space. "raise" raises `rollout.envs.EnvFault`; "restart" masks out the
             episode from its first row in this call on, counts it in `fault_stats`, logs
-            the cause and makes the environment anew; the others go on.
-        max_restarts: how many times environments are made anew, over the life of the
+            the cause and rebuilds the environment; the others go on.
+        max_restarts: how many times environments are rebuilt, over the life of the
             collector; the next fault raises. Set it large for a long run.
 
     Raises:
@@ -86,16 +86,16 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         self.env, self.policy, self.record_fn = env, policy, record_fn
         self.accumulators = checks.accumulators(accumulators)
         self.on_fault, self.max_restarts = on_fault, max_restarts
-        self._faults = Restarts(env, on_fault, max_restarts)
+        self._restarts = Restarts(env, on_fault, max_restarts)
         self._number, self._ticket = new_user(), 0
         self._bookkeeper = Bookkeeper(self.accumulators, record_fn, env.num_envs)
-        self._program = PolicyRunner(policy, env.action_space, env.num_envs)
+        self._runner = PolicyRunner(policy, env.action_space, env.num_envs)
         self._loop: Any = None  # the Loop, from `init` on
         self._next_episode = 0
         self._episode: Any = None  # the Episode of every lane before `_block`
-        # Of the call under way, or cut short: its last rows, raw and finished; the mark
-        # of its carry; and whether its result was handed over.
-        self._block: Any = None  # Block
+        # Of the current call, or of one that was cut short: its last rows, raw and
+        # finished; the mark of its carry; and whether it has returned.
+        self._block: Any = None  # RowBlock
         self._trajectory: Any = None  # Transition
         self._used: Any = None  # [2] uint32
         self._is_whole = True
@@ -104,13 +104,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     @property
     def fault_stats(self) -> FaultStats:
         """Counts of faults and their costs so far."""
-        return self._faults.stats
+        return self._restarts.stats
 
     def replace(self, **changes: Any) -> Self:
         """Returns a new collector with some of the arguments changed.
 
-        It begins with `init`, and has the same environments unless `env` is changed:
-        then a carry of this one is refused from there on.
+        The new one begins with `init`. It has the same environments unless `env` is
+        changed; from its `init` on, a carry of this collector then raises.
 
         Args:
             **changes: arguments of the constructor.
@@ -138,12 +138,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         checks.outside_of_jit("HostCollector")
         checks.typed_key(key)
-        # Workers that died of an interrupt are made anew without a report.
+        # Workers that died of an interrupt are rebuilt without a report.
         forgiven = None if self._is_whole else set()
         with self._call():
             self._ticket += 1
             failed = np.zeros(self.env.num_envs, bool)
-            if self._loop is not None:  # which knows the environments to be made anew
+            if self._loop is not None:  # it knows which environments must be rebuilt
                 failed = self._loop.state.failed
             loop = self._make_loop(key, failed)
             episode = self._bookkeeper.start(loop.state.episode_id)
@@ -169,7 +169,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
         Raises:
             ValueError: as there, or if `carry` is not that of the last call.
-            envs.EnvFault: if an environment failed, and may not be made anew. The rows
+            envs.EnvFault: if an environment failed, and may not be rebuilt. The rows
                 until then are kept for `recover`, as after Ctrl-C, which raises between
                 two steps.
         """
@@ -274,6 +274,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 padded = jax.tree.map(
                     lambda x: np.zeros(shape + x.shape[2:], x.dtype), rows
                 )
+            # A step's column is its episode, its row its number in the episode.
             index = plan.index_of(rows.episode_id[rows.mask])
             place = rows.episode_length[rows.mask] - 1, index
             pairs = zip(*map(jax.tree.leaves, (padded, rows)), strict=True)
@@ -310,12 +311,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             num_steps: rows to fill.
             capacity: rows of the trajectory; those after `num_steps` are zero.
             limit: steps after which an episode is truncated.
-            random_fn: the row to `[E]` bool, the lanes that act at random, or None.
+            random_fn: maps a row's number to `[B]` bool, the lanes that act at random,
+                or to None.
             mask_fn: see `Stream`.
             at_end: see `Stream`'s `at_batch_end`.
 
         Returns:
-            The next carry, and the trajectory, `[capacity, E, ...]`.
+            The next carry, and the trajectory, `[capacity, B, ...]`.
         """
         loop: Any = self._loop
         is_mine = np.array_equal(carry.env_state, self._used)
@@ -332,16 +334,17 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             block: Any = self._block
             loop.play(params, block, limit=limit, random_fn=random_fn, mask_fn=mask_fn)
             if at_end == "truncate":
-                in_flight = loop.state.length > 0
-                block.stopped[num_steps - 1] |= in_flight
-                loop.begin(in_flight, loop.state.next_own)
+                unfinished = loop.state.length > 0
+                # Added, not set: after an interrupt this runs again, with new lengths.
+                block.stopped[num_steps - 1] |= unfinished
+                loop.begin(unfinished, loop.state.next_own)
             trajectory = self._count()
             truncated = trajectory.truncated | block.stopped
             return self._carry(), trajectory.replace(truncated=truncated)
 
     def compile(self, carry: Carry, params: ParamsT) -> None:
         """Compiles the program of the policy, which otherwise the first call does."""
-        self._program.compile(params, carry.obs, self._loop.state.progress)
+        self._runner.compile(params, carry.obs, self._loop.state.progress)
 
     def save(self, carry: Carry, *, allow_pickle: bool = False) -> bytes:
         """Returns the state of the environments at `carry`, or `b""`.
@@ -367,11 +370,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
         Args:
             carry: of a collector of the same kind.
-            saved: what `save` returned of it. If there is nothing, or a pickle that may
-                not be read, the episodes under way begin anew, each with its own seed,
-                and a warning says so.
+            saved: the result of its `save`. If it is empty, or a pickle that may not be
+                read, unfinished episodes restart, each with its own seed, and a warning
+                says so.
             allow_pickle: whether to unpickle environments that `save` pickled, which
-                runs whatever code `saved` has in it.
+                runs any code that `saved` contains.
 
         Returns:
             The carry to go on with.
@@ -380,19 +383,19 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             ValueError: if the environments that were pickled have other settings.
         """
         episode = jax.tree.map(np.asarray, carry.episode.replace(accumulated=()))
-        in_flight, episode_id = episode.episode_length > 0, episode.episode_id
-        # First what may raise, so that the environments are as they were.
+        unfinished, episode_id = episode.episode_length > 0, episode.episode_id
+        # The checks that may raise come first, while nothing has changed yet.
         env: Any = self.env
         states, is_loaded = [], False
         if saved and hasattr(env, "load"):
             states = _split(saved, env.num_envs)
             is_loaded = env.can_load(states, allow_pickle=allow_pickle)
-        if not is_loaded and in_flight.any():
+        if not is_loaded and unfinished.any():
             why = "was pickled, and `allow_pickle` is False"
             why = why if saved else "was not saved"
             warnings.warn(
-                f"The state of the environments {why}: {in_flight.sum()} episodes "
-                "under way begin anew.",
+                f"The state of the environments {why}: {unfinished.sum()} unfinished "
+                "episodes restart.",
                 stacklevel=3,
             )
         self.init(carry.key)
@@ -419,12 +422,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def recover(self) -> tuple[Carry, Transition[ObsT, ActionT] | None]:
         """Goes on where an error or Ctrl-C has cut a call short.
 
-        Environments that failed are made anew, if they can be, and lanes whose episode
+        Environments that failed are rebuilt, if they can be, and lanes whose episode
         cannot go on begin new ones; after a call for whole episodes all lanes do.
 
         Returns:
             The carry to go on with; and the transitions that the call had collected,
-            `[T, E, ...]`, for a fold or whole episodes only those that it had not
+            `[T, B, ...]`, for a fold or whole episodes only those that it had not
             processed yet; None if there are none, or if the call had returned.
 
         Raises:
@@ -434,6 +437,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             raise ValueError("`recover` must follow `init`, which was not called yet.")
         with self._call():
             plan = self._loop.state.plan
+            # Episodes that were started are used up; the next call takes later ones.
             if plan is not None and plan.is_queue:
                 started = min(plan.num_started, plan.num_episodes)
                 self._next_episode = -1 - int(plan.first_id[0]) + started
@@ -451,7 +455,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def _recover_loop(self) -> None:
         """Recovers the loop, with new episodes if another collector stepped `env`."""
         is_mine = is_claimed(self.env, self._number)
-        self._loop.recover(self._block, anew=not is_mine)
+        self._loop.recover(self._block, restart_all=not is_mine)
         claim(self.env, self._number)
 
     @property
@@ -460,8 +464,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         return self.env.num_envs
 
     def _make_loop(self, key: chex.PRNGKey, failed: np.ndarray) -> Loop:
-        act_fn, progress = self._program.act, self._program.start(key)
-        return Loop(self.env, act_fn, progress, key, self._faults, failed)
+        act_fn, progress = self._runner.act, self._runner.start(key)
+        return Loop(self.env, act_fn, progress, key, self._restarts, failed)
 
     def _begin_block(self, size: int, capacity: int | None = None) -> RowBlock:
         block = RowBlock(self._num_columns, size, capacity)
@@ -474,12 +478,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def _call(self, carry: Carry | None = None) -> "_Call":
         """Begins a call: checks that the carry is the latest one, and uses it up."""
-        # The main thread never calls meanwhile; an interrupt may leave its number.
+        # An interrupt may leave the id of the main thread, though it is in no call.
         idle = None, threading.get_ident(), threading.main_thread().ident
         if self._thread not in idle:
             raise RuntimeError(
                 "A collector over host environments makes one call at a time, and a "
-                "batch of a `Stream` is under way in another thread: close the stream "
+                "batch of a `Stream` is running in another thread: close the stream "
                 "first, or give each its own collector and environments."
             )
         if carry is None:
@@ -521,7 +525,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             next_episode=next_episode,
             env_state=self._mark,
             obs=jax.tree.map(np.array, self._loop.obs),
-            policy_state=self._program.restart(
+            policy_state=self._runner.restart(
                 state.progress, state.over, state.episode_id
             ),
             episode=self._bookkeeper.at(self._episode, state.episode_id),
@@ -534,7 +538,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         max_steps: int,
         consume: Callable[[Transition, int], None] = lambda trajectory, num_rows: None,
     ) -> tuple[Carry, Episodes]:
-        """Plays assigned episodes; hands every block of rows to `consume`."""
+        """Plays assigned episodes; passes every block of rows to `consume`."""
         loop, results = self._loop, Results(plan)
         loop.assign(plan)
         while not loop.is_over:
@@ -570,12 +574,12 @@ class _Call:
         owner._thread = None
         if kind is not None:
             return
-        # In one line, the last of a call: from here on its result is handed over.
+        # In one line, the last of a call: from here on it counts as returned.
         owner._block, owner._trajectory, owner._is_whole = None, None, True
 
 
 def _join(states: list[bytes]) -> bytes:
-    """Joins the states of `E` environments, after their `E` lengths."""
+    """Joins the states of `B` environments, after their `B` lengths."""
     lengths = np.array([len(state) for state in states], np.int64)
     return lengths.tobytes() + b"".join(states)
 

@@ -1,7 +1,7 @@
 """Steps environments under a policy: act, step, and begin the episodes that follow.
 
 An exception, Ctrl-C among them, may come on any line. So the state after a row is
-computed first and then takes effect in one plan; until then the answer of the
+computed first and then takes effect in one assignment; until then the answer of the
 environments is kept, and can be taken again.
 """
 
@@ -22,10 +22,10 @@ from rollout.host.rows import RowBlock
 from rollout.host.seeds import Seeds
 from rollout.policies.masks import MaskFn
 
-At = slice | np.ndarray  # the lanes of a row's columns: all, or `[R]` int
+At = slice | np.ndarray  # the lanes of a row's columns: all, or `[num_ready]` int
 
-NO_LIMIT = 2**31 - 1
-TORN = "torn"
+NO_LIMIT = 2**31 - 1  # no episode has so many steps
+TORN = "torn"  # a step that may have been interrupted
 _ALL = slice(None)
 
 
@@ -38,17 +38,20 @@ class Fault(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Actions of a row that is not written yet, and the answer of the environments."""
+    """Actions of a row that is not written yet, and the answer of the environments.
 
-    action: ArrayTree  # [R, ...]
-    extras: ArrayTree  # [R, ...]
+    The first axis has all `B` lanes, or those in `at`.
+    """
+
+    action: ArrayTree
+    extras: ArrayTree
     progress: Any  # of the policy
-    result: HostStep  # [R, ...]
+    result: HostStep
     at: At = _ALL
 
 
 class State(NamedTuple):
-    """State of the loop between two rows, `[E]` each; replaced as a whole."""
+    """State of the loop between two rows, `[B]` each; replaced as a whole."""
 
     progress: Any  # the `Progress` of the policy
     episode_id: np.ndarray  # int32
@@ -57,18 +60,20 @@ class State(NamedTuple):
     over: np.ndarray  # bool, the policy has not seen the lane's episode yet
     must_begin: np.ndarray  # bool, the lane must be reset
     unread: np.ndarray  # bool, the lane's first observation was not read yet
-    failed: np.ndarray  # bool, the environment must be made anew
+    failed: np.ndarray  # bool, the environment must be rebuilt
     fault: Fault | None = None
     lost: tuple[int, ...] = ()  # ids of the episodes that were lost in this call
     plan: EpisodePlan | None = None  # None: every lane plays its own episodes
 
     @property
     def next_own(self) -> np.ndarray:
-        """`[E]` int32, the ids of the lanes' own next episodes."""
+        """`[B]` int32, the ids of the lanes' own next episodes."""
         return self.own_id + np.int32(len(self.own_id))
 
     def begin(self, mask: np.ndarray, episode_id: np.ndarray) -> Self:
-        """Lets the lanes where `mask` begin the episodes with these ids, `[E]`."""
+        """Begins the episodes with these ids, `[B]`, in the lanes where `mask`."""
+        # Only marks the lanes: `Loop.settle` resets them, and may do so repeatedly.
+        # Ids of the queue are negative, and leave the count of own episodes as it is.
         episode_id = np.where(mask, episode_id, self.episode_id)
         return self._replace(
             episode_id=episode_id,
@@ -83,7 +88,7 @@ class State(NamedTuple):
         """Ends the episodes where `mask`; the lanes begin those that follow.
 
         Args:
-            mask: `[E]` bool.
+            mask: `[B]` bool.
             num_steps: steps since the last call, of lanes that are not idle.
         """
         if self.plan is None:
@@ -93,11 +98,11 @@ class State(NamedTuple):
         return state.begin(mask, plan.episode_id) if mask.any() else state
 
     def lose(self, causes: Mapping[int, BaseException], counts: np.ndarray) -> Self:
-        """Notes that environments failed; call it before `end`, which changes the ids.
+        """Records that environments failed. Call it before `end`, which changes ids.
 
         Args:
             causes: by the number of the environment.
-            counts: `[E]` bool, lanes whose episode counts.
+            counts: `[B]` bool, lanes whose episode counts.
         """
         lanes = list(causes)
         lost, failed = tuple(self.episode_id[lanes].tolist()), self.failed.copy()
@@ -110,12 +115,12 @@ class Loop:
     """Steps environments under a policy, and holds their state.
 
     Args:
-        env: `E` environments.
-        act_fn: `Program.act`, which chooses the actions.
+        env: `B` environments.
+        act_fn: `PolicyRunner.act`, which chooses the actions.
         progress: of the policy, before its first step.
         key: one typed root key.
-        faults: counts environments that fail, and makes them anew.
-        failed: `[E]` bool, those that must be made anew at once.
+        restarts: counts environments that fail, and rebuilds them.
+        failed: `[B]` bool, those that must be rebuilt at once.
     """
 
     def __init__(
@@ -124,10 +129,10 @@ class Loop:
         act_fn: Callable[..., tuple[ArrayTree, ArrayTree, Any]],
         progress: Any,
         key: chex.PRNGKey,
-        faults: Restarts,
+        restarts: Restarts,
         failed: np.ndarray,
     ) -> None:
-        self._env, self._act_fn, self._faults = env, act_fn, faults
+        self._env, self._act_fn, self._restarts = env, act_fn, restarts
         self._seeds = Seeds(key, env.num_envs)
         self._obs_check = ObservationCheck(env.observation_space)
         self._everywhere = np.ones(env.num_envs, bool)
@@ -135,7 +140,7 @@ class Loop:
         for mask in (self._everywhere, self._nowhere):
             mask.setflags(write=False)  # environments get them
         self._limit, self._mask_fn = NO_LIMIT, None
-        self.obs: ArrayTree = None  # [E, ...], in the environments' own memory
+        self.obs: ArrayTree = None  # [B, ...], in the environments' own memory
         # None between two rows; TORN while the environments step, since it is unknown
         # how far an interrupted step got; then their answer, until its row is written.
         self._pending: Any = None
@@ -174,7 +179,8 @@ class Loop:
             params: whatever the policy takes as its parameters.
             block: where the rows go.
             limit: steps after which an episode is cut.
-            random_fn: the row to `[E]` bool, the lanes that act at random, or None.
+            random_fn: maps a row's number to `[B]` bool, the lanes that act at random,
+                or to None.
             mask_fn: which random actions are allowed; all without it.
         """
         self._limit, self._mask_fn = limit, mask_fn
@@ -186,12 +192,13 @@ class Loop:
                 self.settle(block)
 
     def begin(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
-        """Begins the episodes with these ids, `[E]`, where `mask`."""
+        """Begins the episodes with these ids, `[B]`, where `mask`."""
+        # The state first: if a reset is interrupted, `recover` finishes it.
         self.state = self.state.begin(mask, episode_id)
         self.settle()
 
     def assign(self, plan: EpisodePlan) -> None:
-        """Begins the first episodes of an plan, in all lanes."""
+        """Begins the first episodes of a plan, in all lanes."""
         state = self.state.begin(self._everywhere, plan.episode_id)
         self.state = state._replace(plan=plan, lost=())
         self.settle()
@@ -202,16 +209,18 @@ class Loop:
         self.state = state._replace(plan=None, lost=())
         self.settle()
 
-    def recover(self, block: RowBlock | None, *, anew: bool = False) -> None:
+    def recover(self, block: RowBlock | None, *, restart_all: bool = False) -> None:
         """Goes on after an error.
 
-        Environments that failed are made anew, and lanes whose episode cannot go on
-        begin new ones. With `anew`, or where episodes were assigned, all lanes do.
+        Environments that failed are rebuilt, and lanes whose episode cannot go on begin
+        new ones. With `restart_all`, or where episodes were assigned, all lanes do.
         """
+        # A whole answer still counts as a row; `_take` then clears `_pending`.
         if self._pending is not None and self._pending is not TORN and block:
             self._take(block)
         state = self.state
-        if self._pending is not None or state.plan is not None or anew:
+        # After a torn step it is unknown which observations the environments are at.
+        if self._pending is not None or state.plan is not None or restart_all:
             state = state.begin(self._everywhere, state.next_own)
         self.state, self._pending = state._replace(plan=None, lost=()), None
         self.settle(block, forgiven=set())
@@ -219,7 +228,7 @@ class Loop:
     def settle(
         self, block: RowBlock | None = None, forgiven: set[int] | None = None
     ) -> None:
-        """Makes failed environments anew, and resets the lanes that must begin.
+        """Rebuilds failed environments, and resets the lanes that must begin.
 
         Args:
             block: the rows in which lost episodes are masked out.
@@ -227,11 +236,13 @@ class Loop:
                 "restart". A set forgives the first fault of each environment, and
                 collects those that had one.
         """
+        # In this order: a fault may raise, and a failed environment cannot be reset.
+        # Each call clears its part of the state, or adds a fault for the next round.
         while True:
             fault = self.state.fault
             if fault is not None:
                 self._report(fault, block, forgiven)
-            elif np.count_nonzero(self.state.failed):  # three times as fast as `any`
+            elif np.count_nonzero(self.state.failed):  # faster than `any`
                 self._rebuild()
             elif np.count_nonzero(self.state.must_begin):
                 self._reset()
@@ -256,7 +267,7 @@ class Loop:
             mask_fn=self._mask_fn,
         )
         self._pending = TORN
-        # One line, so that no interrupt comes between the step and the plan.
+        # One line, so that no interrupt comes between the step and the assignment.
         self._pending = Answer(action, extras, progress, self._env.step(action))
 
     def _answer(self, block: RowBlock) -> Answer:
@@ -265,7 +276,10 @@ class Loop:
         return self._pending
 
     def _take(self, block: RowBlock) -> None:
-        """Writes the answered row, which takes effect with the last line."""
+        """Writes the answered row, which takes effect with the last line.
+
+        Until then it may be interrupted, and called again with the same answer.
+        """
         answer = self._answer(block)
         result, at = answer.result, answer.at
         block.write("action", answer.action)
@@ -273,29 +287,33 @@ class Loop:
         block.write("info", result.info)
         block.write("next_obs", result.obs)
         state, stepped = self._count(answer), result.mask
+        # The mask of the row: neither lanes that only reset themselves nor idle ones.
         data = self._everywhere[at] if stepped is None else stepped
         if state.plan is not None:
             data = data & state.plan.mask[at]
         row, columns = block.num, slice(len(result.reward))
         terminated, truncated = result.terminated, result.truncated
-        over = self._of_all(terminated | truncated, at)
+        over = self._scatter(terminated | truncated, at)
         if self._limit < NO_LIMIT:
             cut = data & (state.length[at] >= self._limit) & ~truncated
-            over = over | self._of_all(cut, at)
+            over = over | self._scatter(cut, at)
             block.cut[row, columns] = cut
-            # An assigned episode that terminates at the limit is not truncated.
+            # A stream sets both flags where an episode terminates at the limit; an
+            # assigned episode is then only terminated.
             truncated = truncated | (cut if state.plan is None else cut & ~terminated)
         block.reward[row, columns] = result.reward
         block.terminated[row, columns] = terminated
         block.truncated[row, columns] = truncated
         block.mask[row, columns] = data
         block.episode_id[row, columns] = state.episode_id[at]
+        # Faults before `end`, which replaces the ids of the episodes that are lost.
         causes = self._find_faults(result, at)
         if causes:
-            state = state.lose(causes, self._of_all(data, at))
+            state = state.lose(causes, self._scatter(data, at))
             over = over | _flags(causes, len(over))
         num_steps = 0 if state.plan is None else int(data.sum())
         state, self.obs = state.end(over, num_steps), self._read(result.obs, at)
+        # One line, so that an interrupt keeps either all of the row or nothing.
         block.num, self.state, self._pending = row + 1, state, None
 
     def _count(self, answer: Answer) -> State:
@@ -316,22 +334,22 @@ class Loop:
         return state._replace(length=length, over=over)
 
     def _read(self, obs: ArrayTree, at: At) -> ArrayTree:
-        """Returns the observations `[E, ...]` after a step that returned `obs`."""
+        """Returns the observations `[B, ...]` after a step that returned `obs`."""
         del at  # unused: all lanes
         return obs
 
     def _read_first(self, obs: ArrayTree, mask: np.ndarray) -> ArrayTree:
-        """Returns the observations `[E, ...]` after a reset where `mask`."""
+        """Returns the observations `[B, ...]` after a reset where `mask`."""
         del mask  # unused: `obs` has those of the other lanes, too
         return obs
 
-    def _of_all(self, flags: np.ndarray, at: At) -> np.ndarray:
-        """Extends flags of the lanes that answered to all lanes, `[E]` bool."""
+    def _scatter(self, flags: np.ndarray, at: At) -> np.ndarray:
+        """Scatters flags of the lanes that answered to all lanes, `[B]` bool."""
         if at is _ALL:
             return flags
-        of_all = np.zeros(self._env.num_envs, bool)
-        of_all[at] = flags
-        return of_all
+        scattered = np.zeros(self._env.num_envs, bool)
+        scattered[at] = flags
+        return scattered
 
     def _find_faults(self, result: HostStep, at: At) -> Mapping[int, BaseException]:
         bad = self._obs_check.find(result.obs)
@@ -350,14 +368,14 @@ class Loop:
         self.state = self.state._replace(fault=None)
         counts = {"episodes": fault.num_episodes, "steps": num_steps}
         if forgiven is None or not forgiven.isdisjoint(fault.causes):
-            self._faults.report(fault.causes, **counts)
+            self._restarts.report(fault.causes, **counts)
         else:
             forgiven.update(fault.causes)
-            self._faults.count(**counts)
+            self._restarts.count(**counts)
 
     def _rebuild(self) -> None:
         try:
-            self._faults.rebuild(np.flatnonzero(self.state.failed).tolist())
+            self._restarts.rebuild(np.flatnonzero(self.state.failed).tolist())
         except EnvFault as error:  # a new environment failed at once
             failed = _flags(error.causes, len(self._nowhere))
             fault = Fault(error.causes, (), 0)
@@ -422,6 +440,6 @@ class _InterruptBetweenSteps:
     def _note(self, number: int, frame: Any) -> None:
         del number, frame  # unused
         self._num_pressed += 1
-        # The second one raises, for the answer awaited may never come.
+        # The second one raises, for the answer may never come.
         if self._num_pressed > 1 or not self._is_waiting:
             raise KeyboardInterrupt

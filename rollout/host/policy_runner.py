@@ -34,7 +34,7 @@ class Progress(NamedTuple):
     key: chex.PRNGKey  # the root key
     words: np.ndarray  # its words, which are faster to pass to jit than a typed key
     step: int  # how often it has acted
-    state: ArrayTree  # [E, ...], on the device
+    state: ArrayTree  # [B, ...], on the device
 
 
 class PolicyRunner:
@@ -43,7 +43,7 @@ class PolicyRunner:
     Args:
         policy: the policy.
         action_space: of one lane.
-        num_envs: E, lanes; a call may act for some of them.
+        num_envs: B, the number of lanes; a call may act for some of them.
     """
 
     def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
@@ -84,19 +84,20 @@ class PolicyRunner:
 
         Args:
             params: whatever the policy takes as its parameters.
-            obs: `[R, ...]`, NumPy; it must not be written to afterwards.
-            over: `[R]` bool, lanes that are at the start of an episode.
-            episode_id: `[R]` int32, the episodes they are in.
+            obs: `[B, ...]`, NumPy; it must not be written to afterwards.
+            over: `[B]` bool, lanes that are at the start of an episode.
+            episode_id: `[B]` int32, the episodes they are in.
             progress: the one that the last call returned.
-            env_id: `[R]` int32, which lanes these are; None for all E in order.
-            is_random: `[R]` bool, lanes that act at random instead; None for none.
+            env_id: `[num_ready]` int32, the lanes to act for, which the other arrays
+                and the result then have instead of all B. The number B is padding.
+            is_random: `[B]` bool, lanes that act at random instead; None for none.
             mask_fn: which of those actions are allowed; all without it.
 
         Returns:
-            Action and extras, `[R, ...]`, NumPy; and the new progress.
+            Action and extras, `[B, ...]`, NumPy; and the new progress.
         """
         state, lanes, warmup = progress.state, (), ()
-        if jax.tree.leaves(state):
+        if jax.tree.leaves(state):  # a stateless policy has nothing to restart
             lanes = progress.words, over, episode_id
         if is_random is None:
             mask_fn = None  # nothing is compiled for it
@@ -124,7 +125,7 @@ class PolicyRunner:
     ) -> ArrayTree:
         """Returns the state, with that of an episode's start in the lanes where `over`.
 
-        `act` does so by itself; this is for states that are handed out.
+        `act` does so by itself; this is for states that a carry returns.
         """
         if not jax.tree.leaves(progress.state) or not over.any():
             return progress.state
@@ -167,7 +168,7 @@ class PolicyRunner:
         carry = _carry(obs, state)
         decision = kernel.act(view, policy, carry, params, self._wrap(words))
         state = decision.state
-        if env_id is not None:
+        if env_id is not None:  # `drop`: padding is beyond the last lane
             put = lambda x, rows: x.at[env_id].set(rows, mode="drop")  # noqa: E731
             state = jax.tree.map(put, old, state)
         return state, (decision.action, decision.extras)

@@ -60,7 +60,7 @@ class RemoteStats(NamedTuple):
     """Counts over all actors so far.
 
     Attributes:
-        collect_batches: batches handed over.
+        collect_batches: batches returned.
         collect_steps: environment steps of these over all lanes.
         stale_batches: batches dropped because of `max_params_lag`.
         lost_fragments: batches lost with their actor.
@@ -95,14 +95,14 @@ def remote_batches(
                 batches.set_params(params)
 
     Batches come in the order in which they are finished, so a slow actor delays no
-    other. An actor begins its next batch when its last one is handed over, with the
+    other. An actor begins its next batch when its last one is returned, with the
     parameters that are newest then: it works while you learn, and never has more than
     one batch waiting. If one `set_params` follows every batch, a batch is therefore
     about `num_actors` versions behind.
 
     An actor is lost if its process or its machine ends, or if it raises. Its batch and
-    its episodes under way are then lost too; another actor takes its place, with new
-    episodes. An error in an actor that has not handed over a batch yet, in
+    its unfinished episodes are then lost too; another actor takes its place, with new
+    episodes. An error in an actor that has not returned a batch yet, in
     `make_collector` or in the first batch, counts as a mistake and is raised here.
     An actor that hangs is not lost: environments in `rollout.envs.workers` have a
     `timeout`.
@@ -118,7 +118,7 @@ def remote_batches(
         steps_per_batch: environment steps of a batch over all lanes of an actor,
             rounded up to rows: T = ceil(steps_per_batch / num_envs).
         max_params_lag: drops and counts a batch whose parameters are more than so many
-            versions behind the newest when it would be handed over. None keeps all, 0
+            versions behind the newest when it would be returned. None keeps all, 0
             those of the newest; below `num_actors` it drops many, see above.
         total_steps: steps after which the iteration ends, None for an endless one. The
             last batch is whole; dropped and lost batches do not count.
@@ -193,7 +193,7 @@ class RemoteBatches:
         self._max_lag = max_params_lag
         self._numbers = itertools.count()
         self._actors: dict[int, Any] = {}  # by number
-        self._proven: set[int] = set()  # actors that have handed over a batch
+        self._proven: set[int] = set()  # actors that have returned a batch
         # By reference, the oldest first: actor, version of the parameters.
         self._in_flight: dict[Any, tuple[int, int]] = {}
         self._stats = RemoteStats()
@@ -225,7 +225,7 @@ class RemoteBatches:
 
         Raises:
             StopIteration: after `total_steps`; the actors are then closed.
-            RuntimeError: if an actor raised before it had handed over a batch, if more
+            RuntimeError: if an actor raised before it had returned a batch, if more
                 than `max_restarts` were lost, or after `close`.
         """
         total, ray = self._total_steps, self._ray
@@ -243,6 +243,7 @@ class RemoteBatches:
                 continue
             number, version = self._in_flight[reference]
             self._proven.add(number)
+            # The actor's next batch first, so that it collects while this one is used.
             newest = self._begin(number)
             del self._in_flight[reference]  # last: Ctrl-C leaves no actor without work
             if self._max_lag is not None and newest - version > self._max_lag:
@@ -280,7 +281,7 @@ class RemoteBatches:
             raise RuntimeError("`set_params` must be called before `close`.")
         new = _on_host(params)
         checks.same("`params` must keep structure, shapes and dtypes", self._kind, new)
-        with self._setting:
+        with self._setting:  # two threads must not set the same version
             self._params = self._ray.put(new), self._params[1] + 1
 
     def close(self) -> None:
@@ -316,6 +317,7 @@ class RemoteBatches:
         has_raised = isinstance(error, self._ray.exceptions.RayTaskError)
         has_raised |= getattr(error, "actor_init_failed", False)
         reason = f"{type(cause).__name__}: {cause}"
+        # Before the first batch it is the user's code: a replacement would fail, too.
         if has_raised and number not in self._proven:
             self.close()
             raise RuntimeError(f"Actor {number} raised {reason}") from error

@@ -18,7 +18,7 @@ class FaultStats(NamedTuple):
         faulty_episodes: episodes that were given up.
         lost_steps: steps of these that were masked out, the faulty ones included. A
             call for episodes has only its last rows, at most 64, and counts those.
-        restarts: environments that were made anew.
+        restarts: number of times an environment was rebuilt.
     """
 
     faulty_episodes: int
@@ -36,7 +36,7 @@ class Restarts:
             )
         if on_fault == "restart" and not hasattr(env, "rebuild"):
             raise ValueError(
-                '`on_fault="restart"` needs environments that can be made anew one by '
+                '`on_fault="restart"` needs environments that can be rebuilt one by '
                 "one, as those of `rollout.envs.workers` and of "
                 "`rollout.envs.from_gymnasium` with an id or a function, got "
                 f"{type(env).__name__}."
@@ -67,8 +67,8 @@ class Restarts:
             hint = f"; `max_restarts`={self._max_restarts} are used up"
             raise EnvFault(causes, hint) from cause
         for number, reason in causes.items():
-            what = f"{type(reason).__name__}: {reason}"
-            _LOG.warning("environment %d is made anew after %s", number, what)
+            text = f"{type(reason).__name__}: {reason}"
+            _LOG.warning("environment %d is rebuilt after %s", number, text)
 
     def count(self, *, episodes: int, steps: int) -> None:
         """Counts lost episodes, and steps that are masked out."""
@@ -79,7 +79,7 @@ class Restarts:
         )
 
     def rebuild(self, numbers: Iterable[int]) -> None:
-        """Makes these environments anew, whatever `on_fault` says."""
+        """Rebuilds these environments, whatever `on_fault` says."""
         mask = np.zeros(self._env.num_envs, bool)
         mask[list(numbers)] = True
         restarts = self.stats.restarts + int(mask.sum())

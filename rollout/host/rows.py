@@ -1,4 +1,8 @@
-"""Stores rows of host transitions, and computes their returns in one jitted call."""
+"""Stores rows of host transitions, and computes their returns in one jitted call.
+
+A row has a column for each of the `B` lanes. Rows of an `AsyncCollector` have
+`num_ready` columns instead, and `info.env_id` has their lanes.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,17 +29,17 @@ _TREES = ("obs", "action", "next_obs", "extras", "info")
 
 
 class RowBlock:
-    """Memory for rows of `[C, ...]`; the first row that is written fixes the shapes.
+    """Memory for rows of `[B, ...]`; the first row that is written fixes the shapes.
 
     Columns that a row does not write are masked out.
 
     Attributes:
         size: number of rows to write.
         num: number of rows that are complete.
-        reward, terminated, truncated, mask, episode_id: `[capacity, C]`, as
+        reward, terminated, truncated, mask, episode_id: `[capacity, B]`, as
             `Transition` has them.
-        cut: `[capacity, C]` bool, True where `max_steps` alone ended an episode.
-        stopped: `[capacity, C]` bool, True where the end of a batch cut an episode.
+        cut: `[capacity, B]` bool, True where `max_steps` alone ended an episode.
+        stopped: `[capacity, B]` bool, True where the end of a batch cut an episode.
     """
 
     def __init__(self, width: int, size: int, capacity: int | None = None) -> None:
@@ -47,10 +51,11 @@ class RowBlock:
         self.cut, self.stopped = np.zeros(shape, bool), np.zeros(shape, bool)
         self.mask = np.zeros(shape, bool)
         self.episode_id = np.zeros(shape, np.int32)
+        # By field: the tree's structure, None for a single array, and its leaves.
         self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
 
     def write(self, name: str, tree: ArrayTree) -> None:
-        """Writes a field of the row under way."""
+        """Writes a field of the current row, whose number is `num`."""
         if name not in self._trees:
             leaves, structure = jax.tree.flatten(tree)
             arrays = [np.zeros(self._shape + x.shape[1:], x.dtype) for x in leaves]
@@ -65,7 +70,7 @@ class RowBlock:
             array[self.num, : len(leaf)] = leaf
 
     def written(self, name: str) -> ArrayTree:
-        """Returns a field of the row under way, `[C, ...]`, as views."""
+        """Returns a field of the current row, `[B, ...]`, as views."""
         structure, arrays = self._trees[name]
         if structure is None:
             return arrays[0][self.num]
@@ -74,13 +79,13 @@ class RowBlock:
     def mask_out(self, episode_id: int) -> int:
         """Masks out the rows of an episode; returns how many there were."""
         rows = self.mask & (self.episode_id == episode_id)
-        rows[self.num :] = False
+        rows[self.num :] = False  # an interrupt may have left part of a row there
         self.mask[rows] = False
         return int(rows.sum())
 
     def read(self) -> Transition:
-        """Returns all rows, `[capacity, C, ...]`, not copied; masked-out ones zero."""
-        self.mask[self.num :] = False
+        """Returns all rows, `[capacity, B, ...]`, not copied; masked-out ones zero."""
+        self.mask[self.num :] = False  # part of a row, which does not count
         is_out = ~self.mask[: self.num]
         if is_out.any():
             trees = [x for _, arrays in self._trees.values() for x in arrays]
@@ -101,7 +106,7 @@ class Bookkeeper:
     Args:
         accumulators: values that are accumulated per episode.
         record_fn: maps a transition to its recorded fields; None for all of it.
-        num_envs: E.
+        num_envs: B.
     """
 
     def __init__(
@@ -115,7 +120,7 @@ class Bookkeeper:
         self._scan = jax.jit(self._scan_rows)
 
     def start(self, episode_id: np.ndarray) -> Episode:
-        """Returns episodes with these ids, `[C]` int32, before their first step."""
+        """Returns episodes with these ids, `[B]` int32, before their first step."""
         nothing: dict[str, Any] = {
             "key": (),  # host episodes have a seed instead
             "episode_return": np.zeros(episode_id.shape, np.float32),
@@ -129,17 +134,18 @@ class Bookkeeper:
         """Computes the episodes after a block, and its finished transitions.
 
         Args:
-            episode: the episodes before its first row, `[E]`.
+            episode: the episodes before its first row, of all `B` lanes.
             block: the rows.
 
         Returns:
             The episodes after its last row; and the transitions,
-            `[capacity, C, ...]`, on the device, masked-out ones zero.
+            `[capacity, B, ...]`, on the device, masked-out ones zero.
         """
         rows = block.read()
         if self._record_fn is not None or self._accumulators:
             return self._scan(episode, rows)
-        # Nothing reads the large fields, so they stay where they are.
+        # Nothing reads the large fields, so they go to the device without passing
+        # through the program, except for the lanes of an `AsyncCollector`.
         bare = rows.replace(**dict.fromkeys(_TREES, ()))
         if hasattr(rows.info, "env_id"):
             bare = bare.replace(info=rows.info.replace(info=()))
@@ -148,7 +154,7 @@ class Bookkeeper:
         return episode, counted.replace(**jax.device_put(trees))
 
     def at(self, episode: Episode, episode_id: np.ndarray) -> Episode:
-        """Returns the episodes with these ids: those under way, or new ones."""
+        """Returns the episodes with these ids: unfinished ones, or new ones."""
         goes_on = np.asarray(episode.episode_id) == episode_id
         start = self.start(episode_id)
         return start.replace(
@@ -163,9 +169,10 @@ class Bookkeeper:
         lane = getattr(rows.info, "env_id", None)
         nothing = self.start(np.zeros(rows.mask.shape[1], np.int32))
 
-        def see(episode: Episode, step: tuple) -> tuple[Episode, Transition]:
+        def count_row(episode: Episode, step: tuple) -> tuple[Episode, Transition]:
             row, lane = step
             old = episode if lane is None else jax.tree.map(lambda x: x[lane], episode)
+            # A new id starts from zero, however the lane's last episode has ended.
             old = prng.select(old.episode_id == row.episode_id, old, nothing)
             row = row.replace(
                 episode_return=old.episode_return + row.reward,
@@ -183,18 +190,18 @@ class Bookkeeper:
             )
             if lane is None:
                 episode = prng.select(row.mask, new, episode)
-            else:
+            else:  # masked-out rows get a lane beyond the last, and are dropped
                 place = jnp.where(row.mask, lane, self._num_envs)
                 episode = jax.tree.map(
                     lambda x, rows: x.at[place].set(rows, mode="drop"), episode, new
                 )
             return episode, mask_out(apply_record_fn(self._record_fn, row))
 
-        return lax.scan(see, episode, (rows, lane))
+        return lax.scan(count_row, episode, (rows, lane))
 
 
 def lanes_of(rows: Transition) -> ArrayTree:
-    """Returns the lane of each column, `[C]`, or of each row and column, `[T, C]`."""
+    """Returns the lane of each column, `[B]`, or of each row and column, `[T, B]`."""
     if hasattr(rows.info, "env_id"):
         return rows.info.env_id
     return np.arange(rows.mask.shape[-1], dtype=np.int32)
@@ -205,7 +212,7 @@ def fold(
 ) -> Acc:
     """Folds the first `num` rows of a trajectory into `acc`."""
     try:
-        hash(fn)
+        hash(fn)  # as a static argument of `jit` must be
     except TypeError:
         return _fold(fn, acc, trajectory, num)
     return _fold_jitted(fn, acc, trajectory, num)

@@ -122,8 +122,8 @@ def devices(accelerator: str, num_devices: int = 1) -> list[Device]:
         The devices; the same objects for the same arguments.
 
     Raises:
-        ValueError: if there is no accelerator of this name, or if it does not come in
-            such a number.
+        ValueError: if there is no accelerator of this name, or if it cannot have that
+            many devices.
         ImportError: if its compiler is not installed, or in another version than jax.
     """
     name, found = find(accelerator)

@@ -236,6 +236,8 @@ def _trips(module: Module, x: Instruction | None) -> int | None:
     end = next((y for y in condition.values() if y.is_root), None)
     if end is None or end.opcode != "compare" or "direction=LT" not in end.text:
         return None
+    # The condition is `counter < constant`, where the counter is an item of the loop's
+    # tuple that starts at a constant and grows by one.
     counter, limit = (_resolve(condition, name) for name in end.operands)
     index, last = _index(counter), _constant(limit)
     start = _constant(_item(module.computations[x.home], x.operands[0], index))

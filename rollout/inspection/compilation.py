@@ -1,4 +1,7 @@
-"""`inspect`: compiles a program for an accelerator and reports what it does there."""
+"""`inspect`: compiles a program for an accelerator and reports its launches and waits.
+
+The accelerator may be absent.
+"""
 
 import contextlib
 import tempfile
@@ -34,7 +37,7 @@ def inspect(
     num_steps: int | None = None,
     num_devices: int | None = None,
 ) -> Report:
-    """Compiles a program for an accelerator and reports what it does there.
+    """Compiles a program for an accelerator and reports its launches and waits.
 
     The program does not run, and the machine needs no accelerator, only its compiler,
     from the extra `accelerators`.
@@ -88,7 +91,7 @@ def inspect(
         else:
             whole = blocks.read_tpu(compiled.as_text())
     loop = find_loop(whole, num_steps)
-    # Leftover steps run before or after the loop.
+    # An unrolled loop takes several steps a round; leftover steps run outside of it.
     steps_per_round = None if num_steps is None else num_steps // (loop.trips or 1)
     return Report(
         accelerator=name,

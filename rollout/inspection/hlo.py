@@ -241,6 +241,8 @@ def _read_of(parameter: Instruction, body: dict[str, Instruction]) -> int:
                 names.add(x.name)
             else:
                 users.append(x)
+    # Slices read only their part, and an update in place reads nothing of its target;
+    # any other use reads the whole operand.
     read = 0
     for x in users:
         if x.opcode in _READS_PART and x.operands[0] in names:

@@ -284,6 +284,8 @@ def find_waits(
     found: Counter[tuple[Any, ...]] = Counter()
     unit = _unit(program, loop, steps_per_round)
 
+    # The block runs `count` times per unit `per`; blocks and callbacks in it count per
+    # unit `inner`.
     def visit(block: Block, per: str, count: int) -> None:
         place, is_time = (block.cause, block.file, block.line), block is loop
         inner, times = per, count * (block.trips or 1)

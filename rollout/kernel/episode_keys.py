@@ -32,7 +32,7 @@ from rollout.envs.types import RESET, ArrayTree, LaneIndex
 from rollout.types import Episode
 
 _POLICY, _ENV, _QUEUE, _WARMUP = 0, 1, 2, 3
-_ONCE = np.uint32(2**32 - 1)  # under the key of an episode; steps count from 1
+_ONCE = np.uint32(2**32 - 1)  # under an episode's key; its reset has 0, step n has n
 
 
 class LaneIds(NamedTuple):

@@ -29,7 +29,7 @@ from rollout.types import (
 Acc = TypeVar("Acc")
 
 _COLUMNS = 3  # of the table of results: length, flags, lane
-_MOST = 2**31 - 1  # steps that are counted at most
+_MOST = 2**31 - 1  # the largest int32, at which counts of steps stop
 
 
 class Plan(NamedTuple):
@@ -51,6 +51,8 @@ def queue(carry: Carry, roots: Roots, num_episodes: int) -> Plan:
     queue_key = episode_keys.queue(carry.key)
 
     def take_next(index: jax.Array, over: jax.Array, before: jax.Array) -> jax.Array:
+        # Free lanes take episodes in the order of their numbers: the k-th of a device
+        # takes the k-th after those that earlier devices take. That may be N or more.
         rank = jnp.cumsum(_parts(over, before.size), axis=1, dtype=jnp.int32)
         taken = (before[:, None] + rank - 1).reshape(over.shape)
         return jnp.where(over, taken, index)
@@ -139,6 +141,7 @@ def play(
 
     run = _initial_run(plan, carry, acc, sharding)
     run = platform.steps_while(lambda run: run.num_over < run.num_wanted, step, run)
+    # Afterwards every lane starts its own next episode, wherever the plan has left it.
     everywhere = jnp.ones((setup.env.num_envs,), bool)
     end = restart(setup, run.carry, everywhere, plan.after)
     played = _read(run.table, run.values)
@@ -206,13 +209,16 @@ def _assign_next(
     min_steps: jax.Array | None,
 ) -> dict[str, jax.Array]:
     """Assigns the next episodes, and updates the counts of the loop."""
+    # All flags share one exchange between devices. `done` counts idle lanes too, which
+    # take numbers beyond N and so stay idle; `done & mask` counts episodes of the plan.
     flags = (done, done & mask) if min_steps is None else (done, done & mask, mask)
     before, total = _count(sharding, *flags)
     index = plan.next_fn(run.index, done, run.num_started + before[:, 0])
     num_steps, num_wanted = run.num_steps, run.num_wanted
     if min_steps is not None:  # once there are enough steps, no episode starts
-        num_steps += jnp.minimum(total[2], _MOST - num_steps)
+        num_steps += jnp.minimum(total[2], _MOST - num_steps)  # without overflow
         is_enough = num_steps >= min_steps
+        # Those that started before still play to their end: `first_of` may keep them.
         index = jnp.where(done & is_enough, plan.num_episodes, index)
         started = jnp.minimum(num_wanted, run.num_started)
         num_wanted = jnp.where(is_enough, started, num_wanted)
@@ -272,6 +278,7 @@ def _write_results(
 
 def _write_values(table: ArrayTree, index: jax.Array, row: Transition) -> ArrayTree:
     """Writes the values of each episode that is over; gradients pass through them."""
+    # Not in the table of integers, which would cut the gradients.
     return jax.tree.map(
         lambda old, new: _write(old, index, row.done, new), table, _values(row)
     )
@@ -316,12 +323,14 @@ def _read(table: jax.Array, values: ArrayTree) -> Episodes:
 
 def count_steps(length: jax.Array) -> jax.Array:
     """Adds lengths, `[N]` int32; 2^31 - 1 stands for that many steps or more."""
+    # Two sums: int32 is exact but wraps around, float32 is rough but shows that it did.
     return _saturated(jnp.sum(length), jnp.sum(length.astype(jnp.float32)))
 
 
 def _saturated(total: jax.Array, rough: jax.Array) -> jax.Array:
     """Saturates an int32 sum that may have overflowed; `rough` is the sum of floats."""
     # An overflowed sum below 2^32 is negative; above that, `rough` is far too large.
+    # From 1.5 * 2^31 to 2^32 both tests hold, so the rounding of `rough` is harmless.
     return jnp.where((total < 0) | (rough > 1.5 * _MOST), _MOST, total)
 
 

@@ -1,7 +1,8 @@
 """The pure step of every collector: `advance` all lanes, then `restart` those done.
 
-Every fold over time folds `step`, which does everything else: it fences the
-environment, derives the keys, applies the limit and holds inactive lanes still.
+Every fold over time folds `step`, which does everything else: it steps the environment
+by `platform.step_once`, derives the keys, applies the limit and restores inactive
+lanes.
 """
 
 import functools
@@ -158,6 +159,7 @@ def advance(
             ),
         )
         cut = jnp.zeros_like(transition.truncated)
+        # The limit comes before the accumulators, which must see the final flags.
         if limit is not None:
             at_limit = transition.episode_length >= limit
             cut = at_limit & ~transition.truncated
@@ -171,6 +173,7 @@ def advance(
                 episode=carry.episode.replace(accumulated=accumulated)
             )
     if value_fn is not None:
+        # Nothing is reset yet, so the new carry has the true successor.
         with jax.named_scope("final_value"):
             goes_on = transition.truncated & ~transition.terminated
             value = values_where(
@@ -183,6 +186,8 @@ def advance(
 def restart(setup: Setup, carry: Carry, over: jax.Array, start: Start) -> Carry:
     """Starts the episodes of `start` in the lanes where `over`, `[B]` bool."""
     env, episode = setup.env, carry.episode
+    # `start` is a function of lanes: the environment derives keys only for those that
+    # it resets. The barrier is that of `step_env`.
     with jax.named_scope("auto_reset"):
         old = Lanes(episode_key=episode.key, state=carry.env_state, obs=carry.obs)
         new = prng.barrier(env).reset_done(start, over, old)
@@ -258,7 +263,7 @@ def step_env(env: VectorEnv, carry: Carry, action: ArrayTree) -> EnvStep:
         return result
 
     step_keys = episode_keys.step_keys(carry.episode)
-    if sharding_of(env):  # a sharded environment fences on every device
+    if sharding_of(env):  # it calls `step_once` itself, on every device
         return step(step_keys, carry.env_state, action)
     return platform.step_once(
         step, step_keys, carry.env_state, action, counter=carry.step
@@ -384,16 +389,15 @@ def unpack_flags(packed: jax.Array, num_flags: int) -> tuple[jax.Array, ...]:
 def _policy_key(
     roots: Roots, step: jax.Array, hashed: chex.PRNGKey | None
 ) -> chex.PRNGKey:
-    """Returns the policy's key at a step: hashed before the loop, except on a CPU.
-
-    There a key read from memory made CartPole with a network 1.5x slower.
-    """
+    """Returns the policy's key at a step: hashed before the loop, except on a CPU."""
 
     def hash_now() -> chex.PRNGKey:
         return episode_keys.at_step(roots.policy, step)
 
     if hashed is None:
         return hash_now()
+    # A CPU hashes a key in the loop faster than it reads one from memory. Elsewhere the
+    # keys of all steps are hashed at once, before the loop, which saves launches.
     words = lax.platform_dependent(
         prng.words(hashed),
         cpu=lambda _: prng.words(hash_now()),

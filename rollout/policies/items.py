@@ -118,7 +118,8 @@ def choose_items(
             f"{checks.describe(mask)} and {checks.describe(scores)}."
         )
     none_allowed = uniform.none_allowed(mask)
-    lowest = jnp.finfo(scores.dtype).min  # an allowed score of -inf still wins
+    # An allowed -inf becomes the lowest finite score, and beats items not allowed.
+    lowest = jnp.finfo(scores.dtype).min
     scores = jnp.maximum(scores, lowest)
     scores = jnp.where(mask | none_allowed[:, None], scores, -jnp.inf)
     log_probs = jax.nn.log_softmax(scores)

@@ -86,11 +86,11 @@ def draw(mask: Any, space: AnySpace, key: chex.PRNGKey) -> tuple[ArrayTree, jax.
             for number, (each, n) in enumerate(zip(mask, sizes, strict=True))
         ]
         index, is_none = (jnp.stack(x, axis=1) for x in zip(*drawn, strict=True))
-    elif mask.ndim == 3:
+    elif mask.ndim == 3:  # equal entries, `[B, k, n]`: one draw of B * k lanes
         flat = mask.reshape(-1, mask.shape[-1])
         drawn = uniform.allowed(flat, Discrete(mask.shape[-1]), key)
         index, is_none = (x.reshape(mask.shape[:2]) for x in drawn)
-    else:
+    else:  # a joint mask: one draw among all combinations of the entries
         index, is_none = uniform.allowed(mask, Discrete(mask.shape[-1]), key)
         index = jnp.stack(jnp.unravel_index(index, sizes), axis=1)
         is_none = is_none[:, None]

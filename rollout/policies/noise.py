@@ -172,7 +172,7 @@ def _adder(space: AnySpace) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 
 def _is_zero(scale: jax.typing.ArrayLike) -> bool:
-    """Returns whether there is no noise at all, as in the mode."""
+    """Returns whether the scale is the Python number 0, as in the mode."""
     return isinstance(scale, float) and scale == 0.0
 
 

@@ -19,7 +19,7 @@ from rollout.envs.spaces import Composite, Discrete, Repeated
 from rollout.envs.types import AnySpace, ArrayTree
 
 _LARGEST_N = 1 << 16  # so that the product of two 16-bit halves fits 32 bits
-_MANY = 256  # from so many actions on, a few are tried first
+_MANY = 256  # from this many actions on, a few are tried first
 _TRIES = 8
 _UNROLL = 32  # columns of a mask per iteration: straight-line for few actions
 
@@ -122,6 +122,8 @@ def _try_few(
     mask: jax.Array, space: Discrete, key: chex.PRNGKey
 ) -> tuple[jax.Array, jax.Array]:
     """Draws `[B]` actions a few times; the `[B]` bool is True where one was allowed."""
+    # Rejection sampling: the first allowed try is uniform over the allowed actions. The
+    # caller counts, with another key, where all tries failed.
     num_envs = mask.shape[0]
     tries = _below(space.n, space.n, (num_envs, _TRIES), prng.fold_in(key, 0))
     index, is_found = tries[:, 0], jnp.zeros(num_envs, bool)
@@ -138,6 +140,7 @@ def _count_at_once(
     """Draws as `_count` does: finds the block of columns, then the column in it."""
     num_envs, n = mask.shape
     num_blocks = -(-n // _UNROLL)
+    # Allowed actions in each block, and up to its end; then a rank among all of them.
     padded = jnp.pad(mask, ((0, 0), (0, num_blocks * _UNROLL - n)))
     count = padded.reshape(num_envs, num_blocks, _UNROLL).sum(axis=2, dtype=jnp.int32)
     up_to = jnp.cumsum(count, axis=1)
@@ -145,12 +148,15 @@ def _count_at_once(
     is_none = total == 0
     rank = _below(jnp.where(is_none, n, total), n, (num_envs,), key)[:, None]
 
+    # The blocks that end at or before the rank come before the one that contains it.
     block = jnp.sum(up_to <= rank, axis=1, keepdims=True, dtype=jnp.int32)
     before = jnp.sum(jnp.where(up_to <= rank, count, 0), axis=1, keepdims=True)
     column = block * _UNROLL + jnp.arange(_UNROLL, dtype=jnp.int32)[None]
+    # Past the end the last column is read again, which is after the rank was reached.
     inside = jnp.take_along_axis(mask, jnp.minimum(column, n - 1), axis=1)
     so_far = before + jnp.cumsum(inside, axis=1, dtype=jnp.int32)
     index = block[:, 0] * _UNROLL + jnp.sum(so_far <= rank, axis=1, dtype=jnp.int32)
+    # Where nothing is allowed, the rank was drawn from all actions: it is the action.
     index = jnp.where(is_none, rank[:, 0], index).astype(space.dtype)
     return index + jnp.asarray(space.start, space.dtype), is_none
 
@@ -169,7 +175,7 @@ def _count(
     rank = _below(jnp.where(is_none, n, total), n, (num_envs,), key)
 
     # The action of that rank is the first with more than `rank` allowed up to it.
-    # `jnp.cumsum` would do, but is ten times slower on CPU.
+    # `jnp.cumsum` would do, but is slower on a CPU.
     def count(
         state: tuple[jax.Array, jax.Array], column: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -232,10 +238,16 @@ def _below(
     """Draws int32 below `n`, each from one word: the high half of word * n.
 
     `n` is at most `largest`, a Python int. The bias of an integer is below n / 2**32.
+
+    Source:
+        "Fast Random Integer Generation in an Interval" (Lemire, 2019), without its
+        rejection step; arXiv:1805.10941.
     """
     if largest > _LARGEST_N:
         return prng.draw(key, 0, jnp.asarray(n, jnp.int32) - 1, shape, jnp.int32)
     word = prng.bits(key, shape)
+    # word * n has 48 bits, which uint32 does not hold: so each half of the word is
+    # multiplied by itself, and `low` carries into the upper product.
     n, half = jnp.asarray(n, jnp.uint32), jnp.uint32(16)
     low = ((word & jnp.uint32(0xFFFF)) * n) >> half
     return (((word >> half) * n + low) >> half).astype(jnp.int32)

@@ -19,7 +19,7 @@ from rollout.envs.types import ArrayTree, sharding_of
 from rollout.kernel import episode_keys
 from rollout.policies.exploration import random_where
 from rollout.stats import CollectStats, newest, summarize
-from rollout.stream import stream_stats as stream_stats
+from rollout.stream import stream_stats
 from rollout.stream.types import BatchSpec, Options
 from rollout.types import Carry, Episodes, Transition
 
@@ -33,8 +33,8 @@ class BatchResult(NamedTuple):
     output: ArrayTree  # the trajectory, or the result of `postprocess`
     episodes: Episodes | None
     stats: CollectStats
-    counted: jax.Array  # for `stats.add`
-    recent: jax.Array  # for `stats.slide`
+    counted: jax.Array  # for `stream_stats.add`
+    recent: jax.Array  # for `stream_stats.slide`
     # For each checked field, the first step that is not finite, or `NO_FAULT`.
     faults: dict[str, jax.Array]  # () int32
 
@@ -48,11 +48,11 @@ def make_batch(
     memory: ArrayTree,
 ) -> BatchResult:
     """Makes one batch; `spec` is a `BatchSpec` as `[3]` int32."""
-    these, episodes = BatchSpec(*spec), None
+    batch, episodes = BatchSpec(*spec), None
     if options.episodes_per_batch is None:
-        carry, trajectory = _fill_rows(options, collector, carry, params, these, memory)
-        number = numbers(trajectory.mask.shape, these)
-        num_steps = these.num_steps
+        carry, trajectory = _fill_rows(options, collector, carry, params, batch, memory)
+        number = numbers(trajectory.mask.shape, batch)
+        num_steps = batch.num_steps
     else:
         carry, trajectory, episodes = collector.collect_padded_episodes(
             carry,
@@ -115,6 +115,7 @@ def _fill_rows(
     num_envs = env.num_envs
     shape = -(-options.steps_per_batch // num_envs), num_envs
     number = numbers(shape, spec)
+    # Known while tracing: where every batch fills its rows, no masks are computed.
     counts = (options.steps_per_batch, options.total_steps or 0)
     idle = any(count % num_envs for count in counts)  # lanes stand still in a last row
     limit = None
@@ -141,6 +142,7 @@ def _fill_rows(
                     setup.policy, env.action_space, is_random, key, options.mask_fn
                 )
             )
+        # In a last row, lanes that are not `active` keep their state.
         after, transition = kernel.step(
             acting,
             carry,
@@ -154,6 +156,8 @@ def _fill_rows(
         seen = kernel.apply_record_fn(collector.record_fn, transition)
         seen = kernel.mask_out(seen) if idle else seen
         new = kernel.writable_in_cuda_graph(prng.words(kernel.pack(seen)), row)
+        # Beyond the end, where `go` is False, `row` may exceed the memory: indices are
+        # clamped to its last row, which is then written back as it was.
         new = platform.hold(go, new, _read(rows, row))
         return row + 1, platform.hold(go, after, carry), _write(rows, row, new)
 
@@ -162,18 +166,20 @@ def _fill_rows(
             kernel.apply_record_fn(collector.record_fn, transition)
         )
 
+    # The shapes of a packed row, traced without a computation, make the zero rows.
     row = jax.eval_shape(lambda: kernel.pack(collector.step(carry, params)[1]))
     rows = prng.blank(row, carry.key, shape[:1])
     stop = -(-spec.num_steps // num_envs)  # rows from here on have no step
     words = prng.words(rows)
+    # After a `postprocess` the memory has other arrays than the rows.
     if isinstance(memory, Transition) and options.postprocess is None:
         words = _reuse(memory, rows[1], stop)
     state = jnp.int32(0), carry, words
     _, carry, words = platform.steps_while(lambda state: state[0] < stop, step, state)
-    mask = number < spec.num_steps
+    mask = number < spec.num_steps  # packed rows have none
     written, flags = prng.like(words, rows)
     trajectory = kernel.unpack(written, flags, mask)
-    if options.at_batch_end == "truncate":
+    if options.at_batch_end == "truncate":  # marked before the restart clears lengths
         trajectory = _truncate(collector, trajectory, carry, params)
         carry = _restart_all(collector, carry)
     return carry, trajectory
@@ -182,7 +188,7 @@ def _fill_rows(
 def _reuse(memory: Transition, flags: jax.Array, stop: jax.Array) -> ArrayTree:
     """Returns the words of an earlier batch, zero from row `stop` on.
 
-    The rows before it are all written over.
+    The rows before `stop` need no zeros, since the batch overwrites them all.
     """
     words = prng.words((kernel.pack(memory)[0], flags))
     zero = jax.tree.map(lambda x: jnp.zeros_like(x[0]), words)
@@ -193,6 +199,7 @@ def _reuse(memory: Transition, flags: jax.Array, stop: jax.Array) -> ArrayTree:
 
 def numbers(shape: tuple[int, ...], spec: BatchSpec) -> jax.Array:
     """Numbers the steps of the batch by row and lane; `[T, B]` int32."""
+    # Row by row; within a row from `first_lane` on, and around.
     lane = jnp.arange(shape[1], dtype=jnp.int32) - spec.first_lane
     order = jnp.where(lane < 0, lane + shape[1], lane)
     row = jnp.arange(shape[0], dtype=jnp.int32)
@@ -250,6 +257,7 @@ def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:
     """
     faulty = nonfinite.is_nonfinite(trajectory) & trajectory.mask
 
+    # From the last row to the first: a fault spreads to earlier rows of the same id.
     def mark(later: tuple, row: tuple) -> tuple[tuple, jax.Array]:
         faulty, episode_id = row
         faulty = faulty | (later[0] & (later[1] == episode_id))

@@ -51,13 +51,14 @@ class Worker:
         self.close = weakref.finalize(self, _end, self._jobs, thread)
 
     def start(self, job: Job) -> None:
-        """Hands a job to the thread; returns at once."""
+        """Queues a job for the thread; returns at once."""
         if not self.close.alive:
             raise RuntimeError("The stream is closed.")
         self._jobs.put(job)
 
     def wait(self, job: Job) -> None:
         """Waits until a job is done, starting it if need be; Ctrl-C raises here."""
+        # Once more even if it has been started: `run` does nothing the second time.
         while not job.is_done:
             self.start(job)
             job.ended.get()

@@ -57,15 +57,15 @@ def make_batch(
 ) -> BatchResult:
     """Makes one batch, as `rollout.stream.batch.make_batch` does."""
     del memory  # unused
-    these, episodes = BatchSpec(*map(int, spec)), None
+    batch, episodes = BatchSpec(*map(int, spec)), None
     before = collector.fault_stats.faulty_episodes
     if options.episodes_per_batch is None:
-        carry, trajectory = _collect_rows(options, collector, carry, params, these)
-        number = numbers(trajectory.mask.shape, these)
-        num_steps = jnp.int32(these.num_steps)
+        carry, trajectory = _collect_rows(options, collector, carry, params, batch)
+        number = numbers(trajectory.mask.shape, batch)
+        num_steps = jnp.int32(batch.num_steps)
     else:
         carry, trajectory, episodes = collector.collect_padded_episodes(
-            collector.resumed(carry),  # an interrupted batch begins anew
+            collector.resumed(carry),  # an interrupted batch restarts
             params,
             options.episodes_per_batch,
             max_length=options.max_episode_steps,
@@ -73,6 +73,7 @@ def make_batch(
         number = numbers_of_episodes(trajectory.mask.shape)
         num_steps = episodes.num_steps
     num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
+    # The carry stays out: `jit` would turn its NumPy arrays into jax arrays.
     result = _finish(options, (), trajectory, episodes, number, num_steps, num_faulty)
     return result._replace(carry=carry)
 
@@ -87,6 +88,7 @@ def _collect_rows(
     num_envs = collector.env.num_envs
     lane = np.arange(num_envs)
 
+    # All lanes step in every row, from lane 0 on, so lanes count in their own order.
     def is_random(row: int) -> np.ndarray | None:
         left = spec.num_random - row * num_envs
         return lane < left if left > 0 else None

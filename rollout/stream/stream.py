@@ -27,7 +27,7 @@ from rollout.stream.progress import Bar
 from rollout.stream.types import BatchSpec, Options, Placement, StreamBatch, StreamState
 from rollout.types import ParamsT, Transition
 
-_MOMENT = 1e-5  # s
+_MOMENT = 1e-5  # s, between two looks at a batch that is just beginning
 _NUMBERS = bool | int | float | complex
 _NEWEST = -1  # version of parameters: those that are set when the batch begins
 
@@ -51,7 +51,7 @@ class Stream(Generic[ParamsT]):
 
     Episodes continue from batch to batch, and an `episode_id` is never used again. One
     compiled program makes each batch, in a thread of its own: Ctrl-C raises in `next`
-    at once, the thread finishes the batch, and the next call hands it over.
+    at once, the thread finishes the batch, and the next call returns it.
 
     Args:
         collector: policy and environments.
@@ -62,7 +62,7 @@ class Stream(Generic[ParamsT]):
         episodes_per_batch: N, whole episodes per batch instead of steps, as those of
             `Collector.collect_padded_episodes`: `[L, N, ...]` with L =
             `max_episode_steps`, which must be given. The stream is endless; every batch
-            begins with new episodes and leaves none under way. Not together with
+            begins with new episodes and leaves none unfinished. Not together with
             `total_steps`, `warmup_steps` (use `random_warmup`) or `on_fault="drop"`.
         total_steps: steps after which the stream ends, None for an endless one. The
             last batch has the steps that are left.
@@ -75,8 +75,8 @@ class Stream(Generic[ParamsT]):
         max_episode_steps: steps after which an episode is truncated, counted across
             batches. If the environment ends it at that very step, both flags are set.
         at_batch_end: `"continue"`: episodes go on in the next batch. `"reset"`: every
-            batch starts new episodes, and those under way are given up without a mark.
-            `"truncate"`: the same, but the last step of every episode under way is
+            batch starts new episodes, and unfinished ones are given up without a mark.
+            `"truncate"`: the same, but the last step of every unfinished episode is
             marked as `truncated`; its `next_obs` is the true successor. A `record_fn`
             and `info` do not see the mark.
         postprocess: pure function from the `Transition`, `[T, B, ...]`, to any pytree
@@ -85,7 +85,7 @@ class Stream(Generic[ParamsT]):
         placement: where the trajectory lands: "device", "host" (NumPy arrays, copied;
             not where lanes are sharded over several processes), or a
             `jax.sharding.Sharding` of `[T, B, ...]`. The statistics are not moved.
-        prefetch: 1 begins the next batch before this one is handed over, with the
+        prefetch: 1 begins the next batch before this one is returned, with the
             parameters of that moment, so `params_version` lags by one; 0 begins it in
             `next`: strictly on-policy, and required where lanes are sharded over
             several processes.
@@ -211,7 +211,7 @@ class Stream(Generic[ParamsT]):
             if (job := self._begin()) is None:
                 raise StopIteration
             self._worker.wait(job)
-            batch, at = self._hand_over(job)
+            batch, at = self._yield_batch(job)
             if self._options.prefetch and not self._must_stop:
                 at = self._run_ahead(job, at)
             if self._bar is not None:
@@ -239,12 +239,12 @@ class Stream(Generic[ParamsT]):
 
     @property
     def steps(self) -> int:
-        """Environment steps in all batches handed over, also before a `restore`."""
+        """Environment steps in all batches returned, also before a `restore`."""
         return self._at.steps
 
     @property
     def stats(self) -> stream_stats.StreamStats:
-        """Statistics of the batches handed over since `reset_stats`."""
+        """Statistics of the batches returned since `reset_stats`."""
         return stream_stats.read(self._at.totals, self._at.recent, self._names)
 
     def reset_stats(self) -> None:
@@ -266,32 +266,32 @@ class Stream(Generic[ParamsT]):
         Raises:
             ValueError: if structure, a shape or a dtype differs.
         """
-        new, what = self._own(params), "`params` must keep structure, shapes and dtypes"
-        with self._setting:
+        new, rule = self._own(params), "`params` must keep structure, shapes and dtypes"
+        with self._setting:  # two threads must not set the same version
             old, version = self._params
-            checks.same(what, old, new)
+            checks.same(rule, old, new)
             self._params = new, version + 1
 
     def stop(self) -> None:
-        """Ends the iteration after the batch under way, which is handed over.
+        """Ends the iteration after the current batch, which is still returned.
 
         Any thread or signal handler may call it. Iteration may continue afterwards.
         """
         self._must_stop = True
 
     def close(self) -> None:
-        """Ends the thread, after the batch under way; there are no more batches."""
+        """Ends the thread, after the current batch; there are no more batches."""
         self._close_bar()
         self._worker.close()
 
     def state(self, *, allow_pickle: bool = False) -> dict[str, Any]:
         """Returns the state from which `restore` goes on, as a pytree of arrays.
 
-        It is the state after the last batch that was handed over, also while another
-        one is under way, and contains the parameters. `checkpoint.save` writes it.
+        It is the state after the last batch that was returned, also while another one
+        is running, and contains the parameters. `checkpoint.save` writes it.
 
-        The state of environments that are not JAX is in it if no other batch is under
-        way and if they have `save_state`, or may be pickled.
+        The state of environments that are not JAX is in it if no other batch is running
+        and if they have `save_state`, or may be pickled.
 
         Args:
             allow_pickle: whether to pickle environments that are not JAX and have no
@@ -309,7 +309,7 @@ class Stream(Generic[ParamsT]):
             "totals": at.totals,
         }
         if isinstance(self._collector, HostCollector):
-            # A batch under way, in its thread, moves the environments on.
+            # A batch that is running in its thread moves the environments on.
             saved = b""
             if at.job is None:
                 saved = self._collector.save(at.carry, allow_pickle=allow_pickle)
@@ -321,23 +321,23 @@ class Stream(Generic[ParamsT]):
     def restore(self, state: dict[str, Any], *, allow_pickle: bool = False) -> None:
         """Goes on where `state` was taken, with the same bits.
 
-        Environments that are not JAX and whose state could not be saved begin the
-        episodes under way anew, each with its own seed, and a warning says so.
+        If the state of environments that are not JAX could not be saved, their
+        unfinished episodes restart, each with its own seed, and a warning says so.
 
         Args:
             state: from a stream with the same collector and the same `prefetch`.
                 Other options, such as `total_steps`, are those of this stream.
-            allow_pickle: whether to unpickle environments, which runs whatever code
-                `state` has in it: allow it only for your own files. Otherwise their
-                episodes begin anew.
+            allow_pickle: whether to unpickle environments, which runs any code that
+                `state` contains: allow it only for your own files. Otherwise their
+                episodes restart.
 
         Raises:
             ValueError: if it is not from a stream of the same kind, with the same
                 environment parameters, or has more steps than `total_steps`; if the
                 pickled environments have other settings than these.
         """
-        what = "`state` must be one of a stream of the same kind"
-        checks.same(what, self.state(), state)
+        rule = "`state` must be one of a stream of the same kind"
+        checks.same(rule, self.state(), state)
         if int(state["env"]) != self._env_checksum:
             raise ValueError(
                 "`state` must be of the same environment parameters, got others."
@@ -374,7 +374,7 @@ class Stream(Generic[ParamsT]):
         self._at = at
 
     def _finish_jobs(self) -> None:
-        """Waits for the batches that are under way; they may be handed over later."""
+        """Waits for the batches that are running; they may be returned later."""
         job = self._at.job
         while job is not None:
             self._worker.wait(job)
@@ -385,12 +385,15 @@ class Stream(Generic[ParamsT]):
         if self._must_stop:
             self._must_stop = False
             return None
+        # A job may be there already: begun ahead, or by a `next` that was interrupted.
         if self._at.job is None:
             self._at = self._with_job(self._at, self._at.memory)
         return self._at.job
 
     def _run_ahead(self, job: Job, at: StreamState) -> StreamState:
         """Begins the batch at `at`, which comes after that of `job`."""
+        # The user is about to read the batch of `job`, so the next one is written to
+        # the memory of the batch before, which `self._at` still has.
         memory = jax.tree.leaves(self._at.memory)
         # Kept with the job, so that an interrupt does not begin it a second time.
         job.ahead = job.ahead or self._with_job(at, self._at.memory)
@@ -403,9 +406,12 @@ class Stream(Generic[ParamsT]):
         return at._replace(job=ahead.job, params=ahead.params)
 
     def _with_job(self, at: StreamState, memory: ArrayTree | None) -> StreamState:
-        """Adds to `at` the job of its batch, if there is one; it writes to `memory`."""
+        """Adds to `at` the job of its batch, which writes to `memory`; none at the end.
+
+        The job keeps its inputs: a later `set_params` does not change them.
+        """
         options = self._options
-        # Of whole episodes the number of steps is not known ahead: any will do.
+        # The number of steps of whole episodes is not used: any above 0 will do.
         num_steps = options.steps_per_batch or self._num_envs
         if options.total_steps is not None:
             num_steps = min(num_steps, options.total_steps - at.steps)
@@ -429,8 +435,12 @@ class Stream(Generic[ParamsT]):
         )
         return at._replace(job=Job(make), params=params)
 
-    def _hand_over(self, job: Job) -> tuple[StreamBatch, StreamState]:
-        """Returns the batch of a job that is done, and the state after it."""
+    def _yield_batch(self, job: Job) -> tuple[StreamBatch, StreamState]:
+        """Returns the batch of a job that is done, and the state after it.
+
+        It leaves `self._at` alone, so that an interrupted `next` can repeat it. Only a
+        fault drops the job there, and the next call makes the batch again.
+        """
         at, options = self._at, self._options
         result: Any = job.result
         version = at.params[1]
@@ -465,12 +475,12 @@ class Stream(Generic[ParamsT]):
             return None
         names = [f"`{name}`" for name, at in result.faults.items() if at == first]
         row, column = divmod(first, self._options.episodes_per_batch or self._num_envs)
-        what = "episode"
+        unit = "episode"
         if self._options.episodes_per_batch is None:
-            what, column = "lane", (first_lane + column) % self._num_envs
+            unit, column = "lane", (first_lane + column) % self._num_envs
         return FloatingPointError(
             f"{' and '.join(names)} must be finite with `check_finite`, got a value "
-            f"that is not, first at step {row} of {what} {column} in a batch made with "
+            f"that is not, first at step {row} of {unit} {column} in a batch made with "
             f"`params_version` {version}."
         )
 

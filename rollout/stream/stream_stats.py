@@ -15,7 +15,7 @@ class StreamStats(NamedTuple):
     """Statistics of a stream since it began, or since `reset_stats`.
 
     Attributes:
-        collect_batches: batches handed over.
+        collect_batches: batches returned.
         collect_steps: environment steps over all lanes, also those of dropped episodes.
         collect_episodes: episodes that ended.
         collect_seconds: time spent collecting, without compilation; with `prefetch=1`
@@ -72,11 +72,13 @@ def totals_of(
     moments = stats.returns, stats.lengths, *stats.accumulated.values()
     sums = jnp.stack([x.total for x in moments]).astype(jnp.float32)
     counts = jnp.stack((num_steps, stats.num_episodes, num_faulty)).astype(jnp.int32)
+    # The bits of the float sums as int32, which `add` views as float32 again.
     return jnp.concatenate((counts, lax.bitcast_convert_type(sums, jnp.int32)))
 
 
 def slide(recent: np.ndarray, newest: np.ndarray) -> np.ndarray:
     """Moves the window on by the episodes of a batch; returns a new array."""
+    # Slots of length 0 are unused.
     return np.concatenate((recent, newest[newest[:, 1] > 0]))[-len(recent) :]
 
 

@@ -61,9 +61,9 @@ class Options(NamedTuple):
 class BatchSpec(NamedTuple):
     """The steps of a batch, as inputs of the program; `()` int32 each.
 
-    Of the `B` lanes, `first_lane` steps first, and the order goes round: step number k
-    of the batch is row `k // B` of lane `(first_lane + k) % B`. A lane without a step
-    in the last row stands still, and is among the first in the next batch.
+    Lane `first_lane` of the `B` lanes steps first, and the order goes round: step
+    number k of the batch is row `k // B` of lane `(first_lane + k) % B`. A lane without
+    a step in the last row stands still, and is among the first in the next batch.
     """
 
     num_steps: Any  # of the batch, over all lanes
@@ -74,12 +74,12 @@ class BatchSpec(NamedTuple):
 class StreamState(NamedTuple):
     """Where a stream stands; replaced as a whole, so no interrupt can split it."""
 
-    carry: Carry  # after the last batch that was handed over
-    totals: np.ndarray  # of the batches until then, see `stats.add`
-    recent: np.ndarray  # the last episodes until then, see `stats.slide`
+    carry: Carry  # after the last batch that was returned
+    totals: np.ndarray  # of the batches until then, see `stream_stats.add`
+    recent: np.ndarray  # the last episodes until then, see `stream_stats.slide`
     steps: int = 0  # until then, also before a `reset_stats`
     batches: int = 0
     first_lane: int = 0  # of the next batch
-    job: Job | None = None  # that makes the next batch, if it is under way
+    job: Job | None = None  # makes the next batch; None before it begins
     params: Any = None  # for it, and their version, a pair; None: the newest
     memory: ArrayTree | None = None  # of the last batch, to reuse for a later one

@@ -79,7 +79,7 @@ def test_short_sequences_of_operations_agree_with_the_model(kind, successor, mor
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritized"])
 def test_pieces_and_episodes_are_read_from_their_first_row_on(kind):
-    length = np.array([1, 2, 3, 1, 2, 1, 2])  # the third episode is under way
+    length = np.array([1, 2, 3, 1, 2, 1, 2])  # the third episode is unfinished
     last = np.array([3, 3, 3, 5, 5, 7, 7])  # where the episode of a row stops
     rows = {
         "number": np.arange(7, dtype=np.int32)[:, None],
@@ -115,7 +115,7 @@ def test_any_sequence_of_operations_agrees_with_the_model(kind, successor):
     def run(data):
         rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
         choose = lambda values: data.draw(st.sampled_from(values))  # noqa: E731
-        # The other draws of these two are those of cases that are asked for them.
+        # Other cases check the remaining draws of these two.
         more = (kind, successor) not in (
             ("uniform", "shared"),
             ("prioritized", "shared"),
@@ -246,11 +246,11 @@ def test_kernel_fills_it_in_one_program(kind, successor):
     ended = int(trajectory.done.sum())
     assert buffer.count_episodes(state, 9) == ended + 6
     if kind == "episodes":
-        # Those under way were given up for the six of the queue.
+        # Unfinished episodes were given up for the six of the queue.
         assert state.num_abandoned == 4 - int(trajectory.done[-1].sum())
         assert state.num_too_long == 0
     else:
-        # Rows that lie idle are not stored; those of the queue have ids below 0.
+        # Idle rows are not stored; episodes of the queue have ids below 0.
         assert buffer.size(state) == 80 + episodes.num_steps
         every = jnp.arange(buffer.capacity)
         rows = jax.jit(lambda state: buffer.get(state, every))(state)
@@ -282,7 +282,7 @@ def test_history_tells_frames_apart_that_were_evicted():
 
 @pytest.mark.slow
 def test_no_row_under_way_is_drawn_where_no_other_may_be():
-    """What is visible has lost its history; row 0 is pending, and would serve."""
+    """Visible rows have lost their history; row 0 is pending, and would serve."""
     buffer, add, read, _ = programs("episodes", "stored")
     state = buffer.init(row_like(NUM_ENVS))
     model = EpisodeModel(NUM_SLOTS, NUM_ENVS)

@@ -1,4 +1,4 @@
-"""What a buffer gives back and takes over: dumps, merges, later rows of episodes."""
+"""Dumps, merges, and later rows of episodes."""
 
 import functools
 
@@ -50,7 +50,7 @@ def test_dump_is_the_newest_rows_in_the_order_of_time(kind, num_rows, options):
     done = seen.terminated | seen.truncated
     for lane in range(B):
         last = num_rows
-        if kind == "episodic":  # rows under way do not show, and take slots
+        if kind == "episodic":  # unfinished episodes do not show, and take slots
             last = np.flatnonzero(done[:, lane]).max(initial=-1) + 1
         first = max(0, num_rows - 40)
         if options:  # a row within an episode needs the next one
@@ -105,7 +105,7 @@ def test_goals_are_later_rows_of_the_same_episode():
 
 
 def test_rows_whose_history_was_overwritten_are_not_stacked():
-    # One lane, nine slots, episodes of four, no episode length to tell the first row.
+    # One lane, nine slots, episodes of four, no episode length to mark the first row.
     def row(number):
         return {
             "obs": jnp.float32(number)[None],

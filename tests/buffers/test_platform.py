@@ -1,4 +1,4 @@
-"""What is compiled for a GPU has the bits of what is compiled for a CPU, run on a CPU.
+"""Programs compiled for a GPU and for a CPU have the same bits when run on a CPU.
 
 `test_buffers.py` holds the programs of a CPU against the slow models.
 """
@@ -123,7 +123,7 @@ def test_any_sequence_of_chunks_has_the_same_bits(kind, successor, size):
 
 
 def test_program_follows_the_platform_and_not_the_process():
-    """The choice is made when a program is lowered, for whatever it is lowered."""
+    """Lowering a program makes the choice, for the platform it is lowered for."""
 
     def double(x):
         return platform.choose(lambda x: x + x, lambda x: x * 2, x)

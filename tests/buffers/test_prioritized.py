@@ -110,7 +110,7 @@ def run_adds_and_updates(successor, rng, num_operations, choose):
 
 
 def read_rows(successor, rng, more, state, model, priority, largest):
-    """All that is read and drawn; returns whether there was anything to check."""
+    """Checks reads and draws; returns whether there was anything to check."""
     # 256 draws do not reach every row where priorities differ: those of no
     # priority are out, and the rest is checked where all are alike.
     if not set(priority.values()) <= {0.0, largest}:
@@ -125,7 +125,7 @@ def read_rows(successor, rng, more, state, model, priority, largest):
     return True
 
 
-# What is read and drawn after them is a large program, for the slow part.
+# Reads and draws after them are a large program, for the slow part.
 @pytest.mark.parametrize("reads", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_short_sequences_of_adds_and_updates_agree_with_the_model(reads):
     num_read = 0
@@ -191,7 +191,7 @@ def test_draws_from_the_whole_are_proportional_too():
 
 @pytest.mark.slow
 def test_draws_are_proportional_among_the_rows_whose_successor_is_there():
-    """A share of which much may not be used does not favour what is left of it."""
+    """Where much of a share is unusable, its usable rows are not favoured."""
     buffer, add, *_ = programs("prioritized", "shared")
     state, model = start("prioritized", "shared")
     rng = np.random.default_rng(1)
@@ -295,7 +295,7 @@ def test_large_tree_draws_no_zero_and_every_part():
 
 
 def test_sums_of_a_large_tree_follow_what_is_written():
-    """Only the paths of what is written are added up again."""
+    """Only the sums above written leaves are computed again."""
     rng = np.random.default_rng(0)
     leaf = rng.random(1000).astype(np.float32)
     chosen = np.int32([3, 999, 3, 500, 2000, 64])  # one twice, one beyond the leaves

@@ -44,7 +44,7 @@ def decode(rows):
 
 
 class Model:
-    """What the buffer must hold, in plain Python."""
+    """The rows that the buffer must hold, in plain Python."""
 
     def __init__(self, num_slots, num_envs):
         self.lanes = [collections.deque(maxlen=num_slots) for _ in range(num_envs)]
@@ -174,7 +174,7 @@ def test_steps_of_a_collector_fill_it_in_one_program():
     state = fill(jax.random.key(0))
     np.testing.assert_array_equal(state.size, [20] * 4)
     held = jax.tree.map(lambda x: np.asarray(x)[:20], state.experience)
-    # Step n of an episode has reward n, and counts are what is observed.
+    # Step n of an episode has reward n, and counts are observed.
     length = held.episode_length
     np.testing.assert_array_equal(held.reward, length)
     np.testing.assert_array_equal(held.obs[..., 0], length - 1)

@@ -26,7 +26,7 @@ def make_pair():
 
 
 def filled(buffer, num_rows=N, mask=None):
-    """A buffer in which every row says which slot of which lane it is."""
+    """A buffer in which every row holds its slot and its lane."""
     number = jnp.arange(num_rows * B).reshape(num_rows, B)
     flags = jnp.zeros((num_rows, B), bool)
     rows = {"number": number, "terminated": flags, "truncated": flags}

@@ -1,4 +1,4 @@
-"""The contract of several agents: what the lanes of it return, and what is refused."""
+"""The contract of several agents: the results of its lanes, and its errors."""
 
 import types
 
@@ -109,7 +109,7 @@ def test_space_of_several_parts_draws_each_from_a_key_of_its_own():
 
 
 class Changed:
-    """A `ChanceEnv` of which something is otherwise."""
+    """A `ChanceEnv` with one attribute or method replaced."""
 
     def __init__(self, **changes):
         for name, value in changes.items():

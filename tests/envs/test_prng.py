@@ -31,7 +31,7 @@ def words(key):
 
 @functools.cache
 def drawn():
-    """What keys draw, inline and not, in one program."""
+    """The draws of keys, inline and not, in one program."""
 
     def bits(key):
         return [jax.random.bits(key, shape, jnp.dtype(dtype)) for shape, dtype in BITS]

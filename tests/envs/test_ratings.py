@@ -1,4 +1,4 @@
-"""Logs as tables: against a dictionary of rows, and what is dropped or refused."""
+"""Logs as tables, against a dictionary of rows; dropped records and errors."""
 
 import sys
 
@@ -33,7 +33,7 @@ def plain_pairs(log, duplicates, timestamp):
 
 
 def plain_missing(pairs, user, item, missing):
-    """What stands where a pair is not known."""
+    """The feedback that completes an unknown pair."""
     if missing == "user_mean":
         return np.mean([x for (other, _), x in pairs.items() if other == user])
     if missing == "item_mean":

@@ -1,4 +1,4 @@
-"""The environment that recommends items: who comes, who leaves, what is refused."""
+"""The environment that recommends items: who comes, who leaves, and its errors."""
 
 import jax
 import jax.numpy as jnp

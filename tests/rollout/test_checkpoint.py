@@ -332,7 +332,7 @@ def hashes(folder):
 
 
 def starts(folder):
-    """With which batch each process began."""
+    """The batch with which each process began."""
     lines = (folder / "hashes").read_text().splitlines()
     return [int(line.split()[1]) for line in lines if line.startswith("start ")]
 
@@ -362,7 +362,7 @@ def test_run_that_is_killed_again_and_again_yields_the_same_batches(start, tmp_p
     assert sorted(hashes(killed)) != list(range(NUM_BATCHES))
     assert exit_code(start(env_id, killed)) == 0
     assert len(starts(killed)) == num_kills + 1
-    # Most were killed behind a checkpoint, so the next one went on from there.
+    # Most were killed after a checkpoint, so the next one went on from there.
     assert sum(number > 0 for number in starts(killed)) > num_kills / 2
     assert hashes(killed) == hashes(whole)
     assert sorted(hashes(whole)) == list(range(NUM_BATCHES))
@@ -423,7 +423,7 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_named(tmp_path):
         place = rng.randrange(len(content))
         flipped = content[place] ^ (1 << rng.randrange(8))
         path.write_bytes(content[:place] + bytes([flipped]) + content[place + 1 :])
-        try:  # what is not read may be damaged
+        try:  # parts that are not read may be damaged
             chex.assert_trees_all_equal(checkpoint.restore(tmp_path, tree), tree)
         except ValueError as error:
             messages.append(str(error))

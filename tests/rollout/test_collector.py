@@ -17,7 +17,8 @@ each_env = pytest.mark.parametrize(
     "name",
     [name if name in FAST else pytest.param(name, marks=slow) for name in ENVS],
 )
-# For what compiles another program; these two terminate and truncate as "count" does.
+# For tests that compile a program of their own; both terminate and truncate, as
+# "count" does.
 SLOW = ("CartPole-v1", "Breakout-MinAtar")
 each_env_again = pytest.mark.parametrize(
     "name", ["count", *(pytest.param(name, marks=slow) for name in SLOW)]
@@ -105,7 +106,7 @@ def test_compact_reset_equals_select_when_all_lanes_end_together():
         collector = make_collector("count", 16, auto_reset)
         env = CountEnv(min_length=3, max_length=3)
         vector_env = envs.vectorize(env, 16, auto_reset=auto_reset)
-        collector = collector.replace(env=vector_env)  # the programs are there
+        collector = collector.replace(env=vector_env)  # its programs are compiled
         carry = collector.init(jax.random.key(0))
         results.append(raw(collector.collect_steps(carry, None, NUM_STEPS)))
     chex.assert_trees_all_equal(*results)
@@ -211,7 +212,7 @@ def test_making_an_environment_twice_does_not_trace_again():
     for limit in (10, 20):
         env = envs.make_vec("CartPole-v1", 2, max_steps_in_episode=limit)
         collector = rollout.Collector(env=env, policy=policy)
-        jax.eval_shape(run, collector, jax.random.key(0))  # traces, and compiles not
+        jax.eval_shape(run, collector, jax.random.key(0))  # traces, no compiling
     assert len(traces) == 1
 
 

@@ -59,7 +59,7 @@ def test_confidence_interval_is_that_of_students_t(collector, evaluated):
 
 @jax.jit
 def summarize_first(returns, num_episodes):
-    """Statistics of the first of many episodes, of which one ends in every row."""
+    """Statistics of the first of many episodes; one ends in every row."""
     every = jnp.ones(returns.shape, bool)
     return rollout.summarize(
         rollout.Transition(

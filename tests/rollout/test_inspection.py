@@ -1,4 +1,4 @@
-"""What `rollout.inspect` reads of XLA's text, and of programs for absent accelerators.
+"""`rollout.inspect` reads XLA's text, and programs for absent accelerators.
 
 The programs need the compilers, the extra `accelerators`, and are skipped without them.
 """

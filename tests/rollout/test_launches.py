@@ -1,4 +1,4 @@
-"""What programs launch on an H100, and where they wait: upper bounds.
+"""Launches of programs on an H100, and the places where they wait: upper bounds.
 
 The numbers come from `tests/benchmarks/accelerators.py`. The programs are compiled for
 a GPU that is absent, with the extra `accelerators`, and skipped without it.
@@ -173,7 +173,7 @@ def lower(collector, *platforms):
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_auto_reset_is_that_of_the_platform_that_is_lowered_for(platform):
-    """Whatever the machine has: it is a CPU here."""
+    """The machine need not have the accelerator: here it has a CPU."""
     loops = {
         auto_reset: lower(make(auto_reset=auto_reset), platform).count("while")
         for auto_reset in ("auto", "compact", "select")

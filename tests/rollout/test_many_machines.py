@@ -48,7 +48,7 @@ def make_scripts(*, total=LAST):
 
 
 def start(script, folder, numbers):
-    """Starts the script once per number; what they write goes into the folder."""
+    """Starts the script once per number; all write into the folder."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(script)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
@@ -83,7 +83,7 @@ def seconds_until_end(process):
 
 @pytest.fixture(scope="module")
 def started():
-    """All that was started; what of it still runs is killed at the end."""
+    """The processes that were started; those still running are killed at the end."""
     processes = []
     yield processes
     for process in processes:
@@ -109,7 +109,7 @@ def killed(folder, started):
     return folder / "two"
 
 
-# Which process is lost and how, what it ends with, and what the other one says.
+# The lost process and how it ends, its exit code, and the other one's message.
 LOST = {
     "killed": (1, signal.SIGKILL, {-signal.SIGKILL}, r"stopped sending heartbeats"),
     "raises": (1, signal.SIGINT, None, r"Shutdown barrier has failed"),
@@ -120,7 +120,7 @@ LOST = {
 @pytest.fixture(scope="module")
 def lost(folder, killed, started):
     """Per case the exit codes, the seconds in which the other ended, and its words."""
-    del killed  # it has compiled what is needed here
+    del killed  # it has compiled the programs used here
     waiting = {}
     # Most of the time is waiting: the next ones start meanwhile.
     with concurrent.futures.ThreadPoolExecutor() as pool:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def start_all(folder, *numbers):
-    """Starts a process for each part of the devices; what each one ends with."""
+    """Starts a process for each part of the devices; returns how each one ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed(folder):
-    """The first run: exit codes, what was written to stderr, and checkpoints."""
+    """The first run: exit codes, stderr, and checkpoints."""
     return *start_all(folder, NUM_UPDATES, DIES), checkpoints(folder)
 
 
@@ -73,7 +73,7 @@ def checkpoints(folder):
 
 
 def read(folder, number):
-    """What each process wrote under a number or name."""
+    """The arrays that each process wrote under a number or name."""
     paths = [folder / f"{number}-{i}.npz" for i in range(processes.NUM_PROCESSES)]
     return [dict(np.load(path)) for path in paths]
 

@@ -10,7 +10,7 @@ from jax import lax
 
 
 def as_on_a_gpu(*args, default=None, cuda=None, **others):
-    """Stands for `lax.platform_dependent`, and takes what a GPU would take."""
+    """Stands for `lax.platform_dependent`, and takes the branch of a GPU."""
     del others  # of other platforms
     return (cuda or default)(*args)
 
@@ -27,7 +27,7 @@ def collect(kind):
     return raw(collector.fold_episodes(*args, num_episodes=7, max_steps=11))
 
 
-@pytest.mark.slow  # it clears what is compiled
+@pytest.mark.slow  # it clears compiled programs
 @pytest.mark.parametrize("kind", ["steps", "padded", "fold"])
 def test_programs_of_a_gpu_have_the_same_bits(kind):
     expected = collect(kind)

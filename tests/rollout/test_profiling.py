@@ -27,7 +27,7 @@ def work(x):
 
 @pytest.fixture
 def count_operations(monkeypatch):
-    """A profile in floating-point operations: clocks of busy machines say anything."""
+    """A profile in floating-point operations: the clock of a busy machine is noise."""
 
     def count(program, given):
         return jax.jit(program).lower(given).compile().cost_analysis().get("flops", 0)

@@ -173,7 +173,7 @@ def test_forced_length_is_that_of_each_episode():
     ]
     collector = make_collector(env, num_lanes=2)
     carry, flags = collector.init(jax.random.key(0)), []
-    for _ in range(3):  # a call does not begin anew
+    for _ in range(3):  # a call does not start over
         carry, rows = collector.collect_steps(carry, SCORES, 2)
         flags.extend(rows.truncated.tolist())
     assert flags == [[x, x] for x in [False, False, True] * 2]
@@ -320,7 +320,7 @@ def test_settings_are_refused():
 
 
 def without_history(row):
-    """What the ring keeps: the last item and reward, and where an episode begins."""
+    """The ring's rows: the last item and reward, and the starts of episodes."""
     short = lambda obs: {  # noqa: E731
         "item": obs["obs"]["obs"]["item"],
         "reward": obs["obs"]["reward"],

@@ -1,4 +1,4 @@
-"""`record_fn`: what is stored, and never what the policy sees or statistics count."""
+"""`record_fn` changes stored rows, and not what the policy and statistics see."""
 
 import functools
 

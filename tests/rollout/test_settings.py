@@ -106,7 +106,7 @@ def test_pendulum_steps_with_wide_floats():
 def test_derivative_of_a_return_is_that_of_finite_differences():
     @struct.dataclass
     class Pay(CountEnv):
-        """Pays what the parameter says at every step."""
+        """Pays the parameter as reward at every step."""
 
         pay: jax.Array = 1.0
 

@@ -63,7 +63,7 @@ def assert_same(got, want):
 
 
 def collectives(program, *args):
-    """Operations between devices in what XLA made of a program."""
+    """Operations between devices in a compiled program."""
     text = jax.jit(program).lower(*args).compile().as_text()
     names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     return re.findall(rf" ({names})(?:-start)?\(", text)
@@ -108,7 +108,7 @@ def test_every_field_has_the_bits_of_one_device(name, devices):
 
 
 def methods(collector, carry):
-    """What the other methods give."""
+    """The results of the other methods."""
     buffer = buffers.ReplayBuffer(capacity=8 * B, num_envs=B)
     kinds = jax.eval_shape(collector.step, carry, PARAMS)[1]
     example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)

@@ -1,4 +1,4 @@
-"""Environments of several agents in closed form, and what agents experience, plainly.
+"""Environments of several agents in closed form, and a plain model of transitions.
 
 The observation of agent a after n steps is `10 n + a`, and -1 where it is void.
 """
@@ -16,7 +16,7 @@ from rollout import envs
 
 @struct.dataclass(kw_only=True)
 class ScheduleEnv:
-    """Does what tables say: who acts, what they get, when they end.
+    """Follows tables: who acts, the rewards, and the endings.
 
     Attributes:
         acting: `[L + 1, A]` bool, who acts before each step, and after the last.

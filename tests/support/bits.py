@@ -1,8 +1,8 @@
 """Hashes of everything that is collected, of six environments and three policies.
 
 `tests/bits.json` has those that `test_bits` compares, for both lines of jax. Compilers
-of other processors round otherwise; whether this one rounds as that one did, a program
-that has nothing to do with this project tells.
+of other processors round differently; a program unrelated to this project shows whether
+this one rounds as that one did.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def digest(tree) -> str:
 
 @jax.jit
 def chaos() -> jax.Array:
-    """A chaotic program of what environments and networks are made of."""
+    """A chaotic program of the operations of environments and networks."""
 
     def step(x, _):
         y = jnp.sin(3.1 * x) * jnp.exp(-(x**2)) + jnp.cos(x) @ (x.T @ x) / 7
@@ -60,7 +60,7 @@ def features(obs: jax.Array) -> jax.Array:
 
 
 def head(space: envs.Space, scores: jax.Array, key) -> tuple[jax.Array, dict]:
-    """An action and what goes with it, of `[B, 1]` scores."""
+    """An action and its extras, from `[B, 1]` scores."""
     if hasattr(space, "n"):
         logits = scores * jnp.arange(space.n, dtype=jnp.float32)[None]
         action = jax.random.categorical(key, logits).astype(space.dtype)
@@ -112,7 +112,7 @@ def hash_stream(collector, *, resume: bool = False, **options) -> str:
 
 
 def hash_all(env_name: str, policy_name: str, streams=tuple(STREAMS)) -> dict[str, str]:
-    """Hashes what every way to collect gives, and these streams."""
+    """Hashes the results of every way to collect, and these streams."""
     env = make_vector_env(env_name)
     policy = make_policy(policy_name, env.action_space)
     collector = rollout.Collector(env=env, policy=policy)

@@ -1,4 +1,4 @@
-"""Buffers held against the slow models: their programs, and what must agree."""
+"""Compares buffers with the slow models: their programs, and the checks."""
 
 import functools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ CHUNKS = (1, 3, 8)
 
 
 class EpisodeModel(Model):
-    """Rows of an episode under way wait apart, and take the room of the oldest ones."""
+    """Rows of an unfinished episode wait apart, and replace the oldest ones."""
 
     def __init__(self, num_slots, num_envs, num_finals=None, max_length=MAX_LENGTH):
         super().__init__(num_slots, num_envs, num_finals)
@@ -281,12 +281,12 @@ def check_counts(got, allowed):
 
 
 def allowed_fn(model, positive):
-    """The rows that may be drawn; `positive` tells which have a priority."""
+    """The rows that may be drawn; `positive` marks those with a priority."""
     return lambda stack: [row for row in model.usable(stack) if positive(row)]
 
 
 def check(state, model, got, positive=lambda row: True):
-    """What `read` gave."""
+    """Checks the results of `read`."""
     allowed = allowed_fn(model, positive)
     check_held(state, model, got)
     check_unfinished(state, model, got)
@@ -299,7 +299,7 @@ def check(state, model, got, positive=lambda row: True):
 
 
 def check_more(state, model, got, positive=lambda row: True):
-    """What `read_more` gave."""
+    """Checks the results of `read_more`."""
     allowed = allowed_fn(model, positive)
     check_transitions(state, model, got, allowed)
     check_sequences(state, model, got, allowed)

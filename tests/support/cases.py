@@ -1,4 +1,4 @@
-"""What the tests share: a counting environment, four cases, and cached trajectories."""
+"""Shared by tests: a counting environment, four cases, and cached trajectories."""
 
 import functools
 
@@ -119,8 +119,8 @@ def raw(tree):
     return jax.tree.map(data, tree)
 
 
-# For large programs of which only the results count: a quarter less of compiling. The
-# results are the same but for roundings.
+# For large programs whose results alone count: a quarter less of compiling. The results
+# are the same but for roundings.
 quick_jit = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 0}
 )

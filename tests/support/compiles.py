@@ -18,7 +18,7 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 @contextlib.contextmanager
 def count_compiles():
-    """Gives the list of what is traced, lowered or compiled within the block."""
+    """Yields the list of functions traced, lowered or compiled within the block."""
     _EVENTS.clear()
     _IS_ON.append(True)
     try:

@@ -18,7 +18,7 @@ from rollout.host import HostCollector
 
 @struct.dataclass(kw_only=True)
 class SeedCount(CountEnv):
-    """`CountEnv` whose episodes have their length from what a host would be given.
+    """`CountEnv` whose episodes get their length from the seed that a host gets.
 
     Its info is the action alone.
     """
@@ -35,14 +35,14 @@ class SeedCount(CountEnv):
 
 
 class HostCount:
-    """`E` of them in NumPy.
+    """`B` counting environments in NumPy.
 
     Args:
-        num_envs: E.
-        min_length, max_length, limit: as `CountEnv` has them; also `[E]`.
+        num_envs: B.
+        min_length, max_length, limit: as `CountEnv` has them; also `[B]`.
         resets_itself: an environment whose episode is over takes no step but resets
             itself, as those of EnvPool do.
-        fault_fn: `(number of the step or reset, env)` to what happens there: an
+        fault_fn: `(number of the step or reset, env)` to the fault there: an
             exception, "nan", or None.
     """
 
@@ -171,7 +171,7 @@ def on_host(num_envs=4, **params):
 
 
 def assert_same(host, kernel):
-    """Equal but for what only one of them has: keys, and the state of environments."""
+    """Equal but for the parts that only one has: keys, and environment states."""
     chex.assert_trees_all_equal(jax.device_get(host), jax.device_get(kernel))
 
 

@@ -1,7 +1,7 @@
 """Environments of Gymnasium's kind that fail when they are asked to.
 
 Module-level classes, so that worker processes can import them. The observation counts
-the steps of an episode; the seed of a reset says which fault the episode has.
+the steps of an episode; the seed of a reset selects the fault of the episode.
 """
 
 import os
@@ -23,7 +23,7 @@ def seed_of(name):
 
 
 class OddError(Exception):
-    """An exception that can be pickled and not be made again."""
+    """An exception that can be pickled but not unpickled."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} {second}")
@@ -137,7 +137,7 @@ class Undescribed(Described):
 
 
 class Backends(Count):
-    """Tells how many backends of jax its process has started."""
+    """Puts into its info how many backends of jax its process has started."""
 
     def _info(self):
         from jax._src import xla_bridge

@@ -45,7 +45,7 @@ def interrupted(call: Callable[[], Any], places: tuple[str, ...] = PLACES) -> It
 
     Yields:
         The line, as the name of its file and its number, after each interrupt; the
-            caller repairs what is to be repaired. It ends with the first call that is
+            caller does any repair. It ends with the first call that is
             not interrupted.
     """
     seen: set = set()

@@ -17,7 +17,7 @@ NUM_ENVS, NUM_STEPS = 4, 250
 
 
 class Rows(NamedTuple):
-    """What steps must have been, `[NUM_STEPS, NUM_ENVS, ...]`."""
+    """The expected steps, `[NUM_STEPS, NUM_ENVS, ...]`."""
 
     obs: Any
     next_obs: Any

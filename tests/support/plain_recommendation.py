@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Setting(NamedTuple):
-    """What is allowed, and when an episode ends."""
+    """Which items are allowed, and when an episode ends."""
 
     no_repeats: bool
     force_length: int = 0  # 0: when the user leaves
@@ -46,8 +46,8 @@ class Model(NamedTuple):
 
         Args:
             scores: `[U, I + 1, I]`, of the user and the last item.
-            user: who it is.
-            setting: of which kind.
+            user: the user's number.
+            setting: which items are allowed, and when the episode ends.
         """
         num_items = self.feedback.shape[1]
         played = Played(user, [], [], [], [], [], [])

@@ -2,12 +2,12 @@
 
     python processes.py PORT PROCESS_ID FOLDER NUM_UPDATES [DIES]
 
-Goes on from the newest checkpoint in FOLDER/checkpoint. Each process writes what it has
-after every update, of what has lanes its own ones, to FOLDER/<update>-<process>.npz,
-and before the first one a batch of parameters per lane, to FOLDER/each-<process>.npz.
-With DIES the second one kills itself before it saves the checkpoint of that update. A
-run from the beginning first tries what must be refused, and writes the messages to
-FOLDER/refused-<process>.json.
+Goes on from the newest checkpoint in FOLDER/checkpoint. After every update each process
+writes its arrays to FOLDER/<update>-<process>.npz, of arrays with lanes only its own
+lanes, and before the first update a batch of parameters per lane to
+FOLDER/each-<process>.npz. With DIES the second one kills itself before it saves the
+checkpoint of that update. A run from the beginning first makes calls that must raise,
+and writes the messages to FOLDER/refused-<process>.json.
 """
 
 import json
@@ -81,7 +81,7 @@ def gradient(params, trajectory):
 
 @jax.jit
 def update(training, trajectory):
-    """A step of the optimizer; returns also what XLA makes of the gradient."""
+    """A step of the optimizer; also returns the gradient as XLA partitions it."""
     params, state = training
     changes, state = OPTIMIZER.update(gradient(params, trajectory), state)
     plain = jax.grad(loss)(params, trajectory)
@@ -162,7 +162,7 @@ def local(tree, *axes):
 
 
 def refused(process):
-    """Yields by name what is refused, where this process differs from the other."""
+    """Yields by name the calls that raise where this process differs from the other."""
     mesh, sharded = make_mesh(), rollout.shard(make_collector(), make_mesh())
     params = make_training()[0]
     acts = (act, lambda params, obs, key: (act(params, obs, key)[0] // 2, {}))
@@ -183,7 +183,7 @@ def refused(process):
 
 
 def main(folder, num_updates, dies=None):
-    """Tries what is refused, trains, and writes what this process has."""
+    """Makes the calls that raise, trains, and writes the arrays of this process."""
     process = jax.process_index()
     if not rollout.checkpoint.steps(folder / "checkpoint"):
         text = json.dumps(dict(refused(process)))

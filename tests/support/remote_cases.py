@@ -68,7 +68,7 @@ class _RayTaskError(_RayError):
 
 
 class LocalRay(types.ModuleType):
-    """What of Ray is used, in this process: a call is made when it is waited for."""
+    """The parts of Ray that are used, in this process: calls run when waited for."""
 
     exceptions = types.SimpleNamespace(RayError=_RayError, RayTaskError=_RayTaskError)
 

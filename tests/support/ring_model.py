@@ -1,4 +1,4 @@
-"""What the tests of the buffers share: numbered rows, and a slow model of a buffer.
+"""Shared by tests of buffers: numbered rows, and a slow model of a buffer.
 
 A row is a number, from which every leaf is computed, so that one that slips shows. In
 an episode numbers go on by one, and `next_obs` is always the number plus one; from one
@@ -86,7 +86,7 @@ def encode(steps, mask):
 
 
 class Model:
-    """What a buffer must hold and give, in plain Python.
+    """The rows that a buffer must hold and return, in plain Python.
 
     `num_finals` is None where every row keeps its own successor.
     """
@@ -101,7 +101,7 @@ class Model:
             Step(lane * _LANE, True, False, lane, 3) for lane in range(num_envs)
         ]
 
-    # What is added.
+    # Rows to add.
 
     def make_chunk(self, rng, num_rows, mask_rate=0.0, done_rate=0.3, break_rate=0.1):
         """Makes `[T, B]` steps that go on from the last ones, and a mask."""
@@ -149,7 +149,7 @@ class Model:
         for lane in self.lanes:
             lane.clear()
 
-    # What may be read.
+    # Rows that may be read.
 
     def rows(self):
         """All rows that are stored: `(lane, position from the oldest)`."""

@@ -28,7 +28,7 @@ def act(params, obs, key):
 
 
 def digest(batch: rollout.StreamBatch) -> str:
-    """Hashes every bit of a batch, and with which parameters it was made."""
+    """Hashes every bit of a batch, and the parameters that made it."""
     parts = [np.asarray(x).tobytes() for x in jax.tree.leaves(batch.trajectory)]
     text = b"".join(parts) + f"{batch.steps} {batch.params_version}".encode()
     return hashlib.sha256(text).hexdigest()
@@ -40,7 +40,7 @@ def learn(batch: rollout.StreamBatch) -> dict[str, jax.Array]:
 
 
 def main(env_id: str, folder: Path, num_batches: int) -> None:
-    """Streams up to the given batch; `folder.parent` keeps what is compiled."""
+    """Streams up to the given batch; `folder.parent` keeps compiled programs."""
     # Compiled once, or most of the test would be compiling.
     jax.config.update("jax_compilation_cache_dir", str(folder.parent / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -1,4 +1,4 @@
-"""What the tests of streams share: streams at their beginning, and their batches."""
+"""Shared by tests of streams: streams at their beginning, and their batches."""
 
 import functools
 
@@ -78,7 +78,7 @@ def learn(batch):
 
 
 def train(stream, num_batches):
-    """Batches of a loop that sets the parameters by what it saw."""
+    """Batches of a loop that sets the parameters by the batches before."""
     seen = []
     for _ in range(num_batches):
         batch = next(stream)

@@ -1,4 +1,4 @@
-"""What the tests of suites share: a plain loop through a suite's own functions."""
+"""Shared by tests of suites: a plain loop through a suite's own functions."""
 
 import io
 
@@ -28,7 +28,7 @@ def check_is_as_in_plain_loop(trajectory, begin, advance, *, rtol=0.0):
     """Plays every row again with the same keys and actions, one lane after the other.
 
     Args:
-        trajectory: what was collected.
+        trajectory: the collected trajectory.
         begin: `key -> (state, obs)`, an episode of the suite.
         advance: `(key, state, action) -> (state, obs, reward, terminated, truncated,
             info)`, a step of the suite, which resets nothing.

@@ -68,7 +68,7 @@ def lane_rows(state):
 
 @pytest.mark.parametrize("num_rows", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_lane_of_episodes_is_written_in_place(num_rows):
-    """With one lane XLA moves reads that are not held back behind the write."""
+    """With one lane XLA moves reads after the write unless something stops it."""
     buffer = buffers.EpisodeBuffer(4099, 1)
     data = make_data([num_rows])
     marks = {
@@ -365,7 +365,7 @@ def datasets(tmp_path, monkeypatch):
 
 
 def episodes(data):
-    """The rows of data, cut behind the flags: one dict of bytes per episode."""
+    """The rows of data, cut after the flags: one dict of bytes per episode."""
     end = np.flatnonzero(data["terminated"] | data["truncated"]) + 1
     return sorted(
         [

@@ -1,4 +1,4 @@
-"""EnvPool through our contracts: what is a step, what a reset, and who comes when."""
+"""EnvPool through our contracts: steps, resets, and the order of answers."""
 
 import sys
 import warnings
@@ -11,19 +11,19 @@ from rollout import envs
 from rollout.envs.host.envpool import from_envpool
 from rollout.envs.host.types import AsyncHostVectorEnv, HostVectorEnv
 
-E, R = 16, 6
-ALL = np.ones(E, bool)
-SEEDS = np.zeros(E, np.uint32)
+B, R = 16, 6
+ALL = np.ones(B, bool)
+SEEDS = np.zeros(B, np.uint32)
 
 
-def make(name="CartPole-v1", num_envs=E, **options):
+def make(name="CartPole-v1", num_envs=B, **options):
     pytest.importorskip("envpool")
     return from_envpool(name, num_envs, **options)
 
 
 def make_raw(**options):
     envpool = pytest.importorskip("envpool")
-    pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=E, **options)
+    pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=B, **options)
     with warnings.catch_warnings(action="ignore"):  # gymnasium's, of the bounds
         _ = pool.observation_space
     return pool
@@ -34,7 +34,7 @@ def draw(rng, num):
 
 
 def only(*numbers):
-    return np.isin(np.arange(E), numbers)
+    return np.isin(np.arange(B), numbers)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_pool_fills_the_contract_and_one_in_batches_the_asynchronous_one():
     assert isinstance(in_batches, AsyncHostVectorEnv)
     assert not isinstance(env, AsyncHostVectorEnv)
     assert not {"rebuild", "save"} & set(dir(env))
-    assert env.num_envs == in_batches.num_envs == E
+    assert env.num_envs == in_batches.num_envs == B
     assert env.action_space == envs.Discrete(2)
     assert env.observation_space.shape == (4,)
     assert env.observation_space.dtype == np.float32
@@ -60,7 +60,7 @@ def test_rows_are_those_of_envpool_and_resets_are_masked(rng):
     np.testing.assert_array_equal(env.reset(SEEDS, ALL), obs)
     num_resets = 0
     for _ in range(100):
-        action = draw(rng, E)
+        action = draw(rng, B)
         step = env.step(action)
         obs, reward, terminated, truncated, info = raw.step(action)
         mask = info["elapsed_step"] > 0
@@ -72,15 +72,15 @@ def test_rows_are_those_of_envpool_and_resets_are_masked(rng):
         assert not (step.terminated | step.truncated)[~mask].any()
         num_resets += np.count_nonzero(~mask)
         done = terminated | truncated
-        if done.any():  # nothing, EnvPool does it in the next row
+        if done.any():  # does nothing: EnvPool resets them in the next row
             np.testing.assert_array_equal(env.reset(SEEDS, done), obs)
-    assert num_resets > E
+    assert num_resets > B
 
 
 def test_the_time_limit_truncates(rng):
     env = make(max_episode_steps=3)
     env.reset(SEEDS, ALL)
-    flags = [env.step(draw(rng, E)) for _ in range(8)]
+    flags = [env.step(draw(rng, B)) for _ in range(8)]
     want = [False, False, True, False, False, False, True, False]
     for step, truncated in zip(flags, want, strict=True):
         assert (step.truncated == truncated).all()
@@ -92,14 +92,14 @@ def test_a_restart_within_an_episode_starts_those_and_no_other(rng):
     env = make(record_info=["elapsed_step"])
     env.reset(SEEDS, ALL)
     for _ in range(3):
-        before = env.step(draw(rng, E)).obs
+        before = env.step(draw(rng, B)).obs
     mask = only(1, 5)
     old = before.copy()
     obs = env.reset(SEEDS, mask)
     np.testing.assert_array_equal(before, old)
     np.testing.assert_array_equal(obs[~mask], before[~mask])
     assert (obs[mask] != before[mask]).any(axis=1).all()
-    step = env.step(draw(rng, E))
+    step = env.step(draw(rng, B))
     assert step.mask.all()
     np.testing.assert_array_equal(step.info["elapsed_step"], np.where(mask, 1, 4))
 
@@ -107,12 +107,12 @@ def test_a_restart_within_an_episode_starts_those_and_no_other(rng):
 def test_a_restart_of_ended_and_others_starts_all_of_them_at_once(rng):
     env = make(record_info=["elapsed_step"])
     env.reset(SEEDS, ALL)
-    ended = np.zeros(E, bool)
+    ended = np.zeros(B, bool)
     while not ended.any():
-        ended = env.step(draw(rng, E)).terminated
+        ended = env.step(draw(rng, B)).terminated
     assert not ended.all()
     env.reset(SEEDS, ALL)
-    step = env.step(draw(rng, E))
+    step = env.step(draw(rng, B))
     assert step.mask.all()
     assert (step.info["elapsed_step"] == 1).all()
 
@@ -122,18 +122,18 @@ def test_the_first_reset_is_of_all():
         make().reset(SEEDS, only(2))
 
 
-@pytest.mark.parametrize("chunk", [E, 5])
+@pytest.mark.parametrize("chunk", [B, 5])
 def test_none_is_lost_or_doubled_in_batches(rng, chunk):
     env = make(batch_size=R, record_info=["elapsed_step"])
     obs = env.reset(SEEDS, ALL)
-    assert obs.shape == (E, 4)
+    assert obs.shape == (B, 4)
     assert (np.abs(obs) <= 0.05).all()  # CartPole starts there
-    order = rng.permutation(E)
-    for start in range(0, E, chunk):
+    order = rng.permutation(B)
+    for start in range(0, B, chunk):
         numbers = order[start : start + chunk]
         env.send(draw(rng, len(numbers)), numbers)
-    elapsed, served = np.zeros(E, int), np.zeros(E, int)
-    ended = np.zeros(E, bool)
+    elapsed, served = np.zeros(B, int), np.zeros(B, int)
+    ended = np.zeros(B, bool)
     for _ in range(1000):
         step, number = env.receive(R)
         assert number.dtype == np.int32
@@ -151,7 +151,7 @@ def test_none_is_lost_or_doubled_in_batches(rng, chunk):
         env.send(draw(rng, R), number)
     assert served.sum() == 1000 * R
     assert served.min() > 0
-    env.close()  # while all are under way
+    env.close()  # while all are in flight
     env.close()
 
 
@@ -159,12 +159,12 @@ def test_none_is_lost_or_doubled_in_batches(rng, chunk):
 def test_a_restart_of_all_waits_for_those_in_flight(rng, num_received):
     env = make(batch_size=R, record_info=["elapsed_step"])
     env.reset(SEEDS, ALL)
-    env.send(draw(rng, E), np.arange(E))
+    env.send(draw(rng, B), np.arange(B))
     for _ in range(num_received):
         env.receive(R)
     obs = env.reset(SEEDS, ALL)
     assert (np.abs(obs) <= 0.05).all()
-    env.send(draw(rng, E), np.arange(E))
+    env.send(draw(rng, B), np.arange(B))
     for _ in range(2):
         step, _ = env.receive(R)
         assert step.mask.all()
@@ -172,10 +172,10 @@ def test_a_restart_of_all_waits_for_those_in_flight(rng, num_received):
 
 
 def test_each_stream_in_batches_is_that_of_all_together(rng):
-    env, other = make(seed=3), make(seed=3, batch_size=E // 2)
+    env, other = make(seed=3), make(seed=3, batch_size=B // 2)
     np.testing.assert_array_equal(env.reset(SEEDS, ALL), other.reset(SEEDS, ALL))
     for _ in range(50):
-        action = draw(rng, E)
+        action = draw(rng, B)
         want, got = env.step(action), other.step(action)
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
@@ -186,18 +186,18 @@ def test_in_batches_some_cannot_restart_within_an_episode(rng):
     with pytest.raises(ValueError, match="`mask` must be True everywhere or only"):
         env.reset(SEEDS, only(2))
     with pytest.raises(ValueError, match="`batch_size` must divide `num_envs`"):
-        env.step(draw(rng, E))
+        env.step(draw(rng, B))
 
 
 def test_only_full_batches_come(rng):
     env = make(batch_size=R)
     env.reset(SEEDS, ALL)
-    with pytest.raises(ValueError, match="at most the number under way, got 6 and 0"):
+    with pytest.raises(ValueError, match="at most the number in flight, got 6 and 0"):
         env.receive(R)
-    env.send(draw(rng, E), np.arange(E))
+    env.send(draw(rng, B), np.arange(B))
     with pytest.raises(ValueError, match="`batch_size` of EnvPool, got 5 and 6"):
         env.receive(5)
-    with pytest.raises(ValueError, match=r"leave out .* under way, got \[3\]"):
+    with pytest.raises(ValueError, match=r"leave out .* in flight, got \[3\]"):
         env.send(draw(rng, 1), [3])
 
 
@@ -242,7 +242,7 @@ def test_a_pool_of_ones_own():
     np.testing.assert_array_equal(env.reset(SEEDS, ALL), make(seed=3).reset(SEEDS, ALL))
     assert isinstance(from_envpool(make_raw(batch_size=R)), AsyncHostVectorEnv)
     with pytest.raises(ValueError, match="`num_envs` must be left out"):
-        from_envpool(raw, E)
+        from_envpool(raw, B)
     with pytest.raises(ValueError, match="`num_threads` must be left out"):
         from_envpool(raw, num_threads=1)
 

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium: all ways to step them are one, and what is refused."""
+"""Environments of Gymnasium: all ways to step them agree, and bad options raise."""
 
 import functools
 import sys
@@ -13,9 +13,9 @@ from host_envs import Count
 from rollout import envs
 from rollout.envs.host.local_envs import LocalEnvs
 
-E, T = 4, 200
-EVERY = np.ones(E, bool)
-SEEDS = np.arange(E, dtype=np.uint32)
+B, T = 4, 200
+EVERY = np.ones(B, bool)
+SEEDS = np.arange(B, dtype=np.uint32)
 DISABLED = {"autoreset_mode": AutoresetMode.DISABLED}
 NEXT_STEP = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 
@@ -23,7 +23,7 @@ NEXT_STEP = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 def make_fns(env_id):
     """Short episodes, so that there are resets."""
     steps = 40 if env_id == "Pendulum-v1" else None
-    return [functools.partial(gymnasium.make, env_id, max_episode_steps=steps)] * E
+    return [functools.partial(gymnasium.make, env_id, max_episode_steps=steps)] * B
 
 
 WAYS = {
@@ -39,8 +39,8 @@ WAYS = {
 def actions(env_id):
     draw = np.random.default_rng(0)
     if env_id == "CartPole-v1":
-        return draw.integers(0, 2, (T, E)).astype(np.int32)
-    return draw.uniform(-2, 2, (T, E, 1)).astype(np.float32)
+        return draw.integers(0, 2, (T, B)).astype(np.int32)
+    return draw.uniform(-2, 2, (T, B, 1)).astype(np.float32)
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def reference(env_id):
         rows += [obs, reward.astype(np.float32), terminated, truncated]
         done = terminated | truncated
         if done.any():
-            seeds = seeds + np.uint32(E)
+            seeds = seeds + np.uint32(B)
             options = {"reset_mask": done}
             rows.append(env.reset(seed=seeds.tolist(), options=options)[0])
     env.close()
@@ -79,7 +79,7 @@ def test_every_way_returns_what_gymnasium_does(way, env_id):
             np.testing.assert_array_equal(ours, next(rows))
         done = step.terminated | step.truncated
         if done.any():
-            seeds = seeds + np.uint32(E)
+            seeds = seeds + np.uint32(B)
             np.testing.assert_array_equal(env.reset(seeds, done), next(rows))
     env.close()
     env.close()
@@ -108,12 +108,12 @@ def test_function_makes_one_environment_or_a_vector():
 @pytest.mark.parametrize("mode", ["sync", "vector_entry_point"])
 def test_next_step_marks_the_steps_that_reset(mode):
     options = {"vector_kwargs": NEXT_STEP} if mode == "sync" else {}
-    make = functools.partial(gymnasium.make_vec, "CartPole-v1", E, mode, **options)
+    make = functools.partial(gymnasium.make_vec, "CartPole-v1", B, mode, **options)
     wrapped, own = make(), make()
     env = envs.from_gymnasium(wrapped)
     seed = SEEDS.tolist() if mode == "sync" else int(SEEDS[0])
     np.testing.assert_array_equal(env.reset(SEEDS, EVERY), own.reset(seed=seed)[0])
-    ended, marked = np.zeros(E, bool), 0
+    ended, marked = np.zeros(B, bool), 0
     if mode == "sync":  # those resets are without a seed, so equal by this one only
         for ours, theirs in zip(wrapped.envs, own.envs, strict=True):
             ours.reset(seed=7), theirs.reset(seed=7)
@@ -170,11 +170,11 @@ def test_info_of_a_vector_environment_is_that_of_single_ones():
         np.testing.assert_array_equal(obs["info"]["even"], EVERY)
     assert vector.observation_space.spaces.keys() == {"obs", "info"}
     for _ in range(7):
-        a, b = vector.step(np.int32([1] * E)), local.step(np.int32([1] * E))
+        a, b = vector.step(np.int32([1] * B)), local.step(np.int32([1] * B))
         np.testing.assert_array_equal(a.obs["obs"], b.obs["obs"])
         np.testing.assert_array_equal(a.obs["info"]["even"], b.obs["info"]["even"])
         np.testing.assert_array_equal(a.info["third"], b.info["third"])
-        np.testing.assert_array_equal(a.info["none"], np.zeros((E, 2)))
+        np.testing.assert_array_equal(a.info["none"], np.zeros((B, 2)))
         done = b.terminated | b.truncated
         if done.any():
             x, y = vector.reset(SEEDS, done), local.reset(SEEDS, done)
@@ -269,11 +269,11 @@ def test_command_that_installs_gymnasium_is_in_the_message(monkeypatch):
 def test_closed_environment_takes_no_step(way):
     env = WAYS[way](make_fns("CartPole-v1"))
     env.reset(SEEDS, EVERY)
-    env.step(np.zeros(E, np.int32))
+    env.step(np.zeros(B, np.int32))
     env.close()
     env.close()
 
     with pytest.raises(ValueError, match="`env` must be open, got one after `close`"):
-        env.step(np.zeros(E, np.int32))
+        env.step(np.zeros(B, np.int32))
     with pytest.raises(ValueError, match="`env` must be open, got one after `close`"):
         env.reset(SEEDS, EVERY)

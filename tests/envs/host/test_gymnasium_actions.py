@@ -138,5 +138,5 @@ def test_space_without_arrays_is_refused(space):
 
 @pytest.mark.parametrize("action", [np.zeros(4), np.zeros((4, 1)), np.float32(0)])
 def test_action_of_another_shape_is_refused(action):
-    with pytest.raises(ValueError, match=r"`action` must be \[E, ...\]"):
+    with pytest.raises(ValueError, match=r"`action` must be \[B, ...\]"):
         split_action(gym_spaces.Box(-1.0, 1.0, (2,)))(action)

@@ -1,4 +1,4 @@
-"""Environments in this process: what they return, and what a fault is."""
+"""Environments in this process: their results and their faults."""
 
 import functools
 import pickle
@@ -87,7 +87,7 @@ def test_fault_is_that_of_one_row(fault):
         raise step.causes[1]
 
 
-def test_faulty_one_takes_no_step_until_it_is_made_anew_and_reset():
+def test_faulty_one_takes_no_step_until_it_is_rebuilt_and_reset():
     env = make()
     start(env, ("raise", "fine", "fine"))
     for _ in range(AT + 1):
@@ -151,12 +151,12 @@ def test_sent_ones_are_received_in_order():
     assert list(step.causes) == [1]
 
 
-def test_sent_ones_are_under_way_until_they_are_received():
+def test_sent_ones_are_in_flight_until_they_are_received():
     env = make()
     start(env)
     env.send(np.int32([1]), np.int32([2]))
     with pytest.raises(
-        ValueError, match="must leave out environments that are under way, got 2"
+        ValueError, match="must leave out environments that are in flight, got 2"
     ):
         env.send(np.int32([1]), np.int32([2]))
     with pytest.raises(ValueError, match="`step` must be called with no"):
@@ -180,7 +180,7 @@ def test_numbers_of_no_environment_are_refused(ids):
 
 
 def test_ids_must_be_integers():
-    with pytest.raises(ValueError, match=r"`env_id` must be \[R\] integers"):
+    with pytest.raises(ValueError, match=r"`env_id` must be \[K\] integers"):
         make().send(np.int32([1]), np.bool_([True]))
 
 
@@ -275,10 +275,10 @@ def test_nothing_is_pickled_unless_it_is_allowed(make_fn, monkeypatch):
     start(env), start(other)
     obs = np.copy(env.step(ACTION).obs)
     pickled = env.save(allow_pickle=True) if make_fn is Count else None
-    refuse = lambda *_: pytest.fail("it pickles")  # noqa: E731
+    fail = lambda *_: pytest.fail("it pickles")  # noqa: E731
     (
-        monkeypatch.setattr("pickle.loads", refuse),
-        monkeypatch.setattr("pickle.dumps", refuse),
+        monkeypatch.setattr("pickle.loads", fail),
+        monkeypatch.setattr("pickle.dumps", fail),
     )
     states = env.save()
     assert (states is None) == (make_fn is Count)

@@ -1,4 +1,4 @@
-"""`probe` against environments of which each gets one thing wrong."""
+"""`probe` against environments that each make one mistake."""
 
 import functools
 
@@ -61,7 +61,7 @@ class Neighbours(Toy):
 
 
 class OneReward(Toy):
-    """The reward of each is of what all do."""
+    """The reward of each is the sum of the actions of all."""
 
     def change(self, step):
         total = np.float32(step.info["action"].sum())

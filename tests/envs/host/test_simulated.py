@@ -1,4 +1,4 @@
-"""JAX environments in virtual time: whose rows, in which order, at what time."""
+"""JAX environments in virtual time: the rows, their order and their times."""
 
 import jax
 import numpy as np
@@ -9,15 +9,15 @@ from rollout.envs import prng
 from rollout.envs.host.simulated import simulate_latency
 from rollout.envs.host.types import AsyncHostVectorEnv
 
-E = 4
-ALL = np.ones(E, bool)
-NUMBERS = np.arange(E)
+B = 4
+ALL = np.ones(B, bool)
+NUMBERS = np.arange(B)
 
 
 def by_number(rng, env_id, number):
     """Environment i takes 4 - i seconds."""
     del rng, number
-    return float(E - env_id)
+    return float(B - env_id)
 
 
 def exponential(rng, env_id, number):
@@ -35,7 +35,7 @@ def rng():
     return np.random.default_rng(0)
 
 
-def draw(rng, num=E):
+def draw(rng, num=B):
     return rng.integers(0, 2, num, dtype=np.int32)
 
 
@@ -58,9 +58,9 @@ def kernel_step(env, lanes, number, action, next_seeds):
 
 
 def test_it_fills_the_contract(cart_pole):
-    env = simulate_latency(cart_pole, E)
+    env = simulate_latency(cart_pole, B)
     assert isinstance(env, AsyncHostVectorEnv)
-    assert env.num_envs == E
+    assert env.num_envs == B
     assert env.action_space == cart_pole.action_space
     assert env.observation_space.shape == (4,)
     env.close()
@@ -69,13 +69,13 @@ def test_it_fills_the_contract(cart_pole):
 
 def test_rows_are_those_of_vectorize(cart_pole, rng):
     # Seeds up to the largest, and 60 steps: each ends more than once.
-    seeds = np.array([0, 7, 2**31, 2**32 - 50 * E], np.uint32)
-    env, kernel = simulate_latency(cart_pole, E), envs.vectorize(cart_pole, E)
-    lanes, number = kernel_reset(kernel, seeds), np.zeros(E, np.int32)
+    seeds = np.array([0, 7, 2**31, 2**32 - 50 * B], np.uint32)
+    env, kernel = simulate_latency(cart_pole, B), envs.vectorize(cart_pole, B)
+    lanes, number = kernel_reset(kernel, seeds), np.zeros(B, np.int32)
     np.testing.assert_array_equal(env.reset(seeds, ALL), lanes.obs)
     num_done = 0
     for _ in range(60):
-        action, next_seeds = draw(rng), seeds + np.uint32(E)
+        action, next_seeds = draw(rng), seeds + np.uint32(B)
         number += 1
         want, lanes = kernel_step(kernel, lanes, number, action, next_seeds)
         step = env.step(action)
@@ -90,12 +90,12 @@ def test_rows_are_those_of_vectorize(cart_pole, rng):
         obs = env.reset(seeds, done) if done.any() else step.obs
         np.testing.assert_array_equal(obs, lanes.obs)
         num_done += np.count_nonzero(done)
-    assert num_done > E
+    assert num_done > B
     assert env.now == 0.0
 
 
 def test_one_stream_is_the_same_whoever_else_is_sent(cart_pole, rng):
-    together, apart = (simulate_latency(cart_pole, E) for _ in range(2))
+    together, apart = (simulate_latency(cart_pole, B) for _ in range(2))
     for env in (together, apart):
         env.reset(NUMBERS.astype(np.uint32), ALL)
     for _ in range(5):
@@ -103,23 +103,23 @@ def test_one_stream_is_the_same_whoever_else_is_sent(cart_pole, rng):
         want = together.step(action)
         for numbers in ([2], [3, 0], [1]):
             apart.send(action[numbers], np.array(numbers))
-        got, env_id = apart.receive(E)
+        got, env_id = apart.receive(B)
         np.testing.assert_array_equal(env_id, [2, 3, 0, 1])
         want = jax.tree.map(lambda x, rows=env_id: x[rows], want)
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_only_masked_rows_are_reset(cart_pole, rng):
-    env = simulate_latency(cart_pole, E)
-    first = env.reset(np.zeros(E, np.uint32), ALL)
+    env = simulate_latency(cart_pole, B)
+    first = env.reset(np.zeros(B, np.uint32), ALL)
     before = env.step(draw(rng)).obs
     mask = np.array([False, True, False, True])
-    obs = env.reset(np.zeros(E, np.uint32), mask)
+    obs = env.reset(np.zeros(B, np.uint32), mask)
     np.testing.assert_array_equal(obs, np.where(mask[:, None], first, before))
 
 
 def test_answers_come_in_the_order_of_their_times(cart_pole, rng):
-    env = simulate_latency(cart_pole, E, latency_fn=by_number)
+    env = simulate_latency(cart_pole, B, latency_fn=by_number)
     env.reset(NUMBERS.astype(np.uint32), ALL)
     env.send(draw(rng), NUMBERS)
     assert env.now == 0.0
@@ -134,7 +134,7 @@ def test_answers_come_in_the_order_of_their_times(cart_pole, rng):
 
 
 def test_without_latency_the_first_sent_comes_first(cart_pole, rng):
-    env = simulate_latency(cart_pole, E)
+    env = simulate_latency(cart_pole, B)
     env.reset(NUMBERS.astype(np.uint32), ALL)
     env.send(draw(rng, 2), np.array([2, 0]))
     env.send(draw(rng, 1), np.array([1]))
@@ -142,7 +142,7 @@ def test_without_latency_the_first_sent_comes_first(cart_pole, rng):
 
 
 def test_a_timeout_loses_nothing(cart_pole, rng):
-    env = simulate_latency(cart_pole, E, latency_fn=by_number)
+    env = simulate_latency(cart_pole, B, latency_fn=by_number)
     env.reset(NUMBERS.astype(np.uint32), ALL)
     env.send(draw(rng), NUMBERS)
     with pytest.raises(TimeoutError, match=r"fewer than 3 answered in 2\.5 seconds"):
@@ -159,7 +159,7 @@ def test_latencies_are_a_function_of_seed_environment_and_number(cart_pole, rng)
         calls.append((env_id, number, rng.exponential()))
         return calls[-1][-1]
 
-    env = simulate_latency(cart_pole, E, latency_fn=latency_fn, seed=3)
+    env = simulate_latency(cart_pole, B, latency_fn=latency_fn, seed=3)
     env.reset(NUMBERS.astype(np.uint32), ALL)
     for numbers in ([3, 0], [0], [1, 0, 3]):
         env.send(draw(rng, len(numbers)), np.array(numbers))
@@ -179,7 +179,7 @@ def test_latencies_are_a_function_of_seed_environment_and_number(cart_pole, rng)
 
 
 def test_a_reset_drops_what_is_in_flight(cart_pole, rng):
-    env = simulate_latency(cart_pole, E, latency_fn=by_number)
+    env = simulate_latency(cart_pole, B, latency_fn=by_number)
     env.reset(NUMBERS.astype(np.uint32), ALL)
     env.send(draw(rng), NUMBERS)
     first = env.reset(NUMBERS.astype(np.uint32), NUMBERS >= 2)
@@ -192,7 +192,7 @@ def test_a_reset_drops_what_is_in_flight(cart_pole, rng):
 
 def test_a_saved_one_goes_on_as_it_was(cart_pole, rng):
     def make():
-        return simulate_latency(cart_pole, E, latency_fn=exponential)
+        return simulate_latency(cart_pole, B, latency_fn=exponential)
 
     def go_on(env):
         rng = np.random.default_rng(1)
@@ -208,7 +208,7 @@ def test_a_saved_one_goes_on_as_it_was(cart_pole, rng):
     env.send(draw(rng, 2), env_id[:2])
     assert env.save() is None
     states = env.save(allow_pickle=True)
-    assert len(states) == E
+    assert len(states) == B
     other = make()
     assert not other.load(states, None)
     assert other.load(states, None, allow_pickle=True)
@@ -218,17 +218,17 @@ def test_a_saved_one_goes_on_as_it_was(cart_pole, rng):
 
 def test_wrong_calls_are_refused(cart_pole, rng):
     with pytest.raises(ValueError, match="`seed` must be at least 0"):
-        simulate_latency(cart_pole, E, seed=-1)
+        simulate_latency(cart_pole, B, seed=-1)
     with pytest.raises(ValueError, match="`num_envs` must be an int"):
         simulate_latency(cart_pole, 0)
-    env = simulate_latency(cart_pole, E, latency_fn=lambda rng, env_id, number: -1)
+    env = simulate_latency(cart_pole, B, latency_fn=lambda rng, env_id, number: -1)
     env.reset(NUMBERS.astype(np.uint32), ALL)
     with pytest.raises(ValueError, match="`latency_fn` must return at least 0"):
         env.send(draw(rng), NUMBERS)
-    env = simulate_latency(cart_pole, E)
+    env = simulate_latency(cart_pole, B)
     env.reset(NUMBERS.astype(np.uint32), ALL)
     env.send(draw(rng, 2), np.array([1, 2]))
-    with pytest.raises(ValueError, match=r"leave out .* under way, got \[2\]"):
+    with pytest.raises(ValueError, match=r"leave out .* in flight, got \[2\]"):
         env.send(draw(rng, 2), np.array([2, 3]))
     for num_ready in (0, 3):
         with pytest.raises(ValueError, match="`num_ready` must be from 1 to"):

@@ -58,7 +58,7 @@ def wait_until_gone(pids, seconds=10):
 
 
 def named_files(pids):
-    """What processes have mapped or open in /dev/shm that has a name and would stay."""
+    """Files of processes in /dev/shm that have a name, and would stay."""
     lines = []
     for pid in pids:
         lines += Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -102,7 +102,7 @@ def test_it_does_what_environments_in_this_process_do(make, num_workers):
 
 
 @pytest.mark.parametrize("fault", ["raise", "shape", "odd"])
-def test_exception_is_a_fault_of_one_row_that_is_made_anew(make, fault):
+def test_exception_is_a_fault_of_one_row_that_is_rebuilt(make, fault):
     env = make()
     start(env, ("fine", fault, "fine", "fine"))
     before = env.pids
@@ -142,7 +142,7 @@ def test_worker_that_ends_takes_along_its_own_environments_only(make, fault):
     assert not env.step(ACTION).faulty.any()
 
 
-def test_others_of_a_lost_worker_stay_faulty_until_they_are_made_anew(make):
+def test_others_of_a_lost_worker_stay_faulty_until_they_are_rebuilt(make):
     env = make()
     start(env, ("kill", "fine", "fine", "fine"))
     for _ in range(AT):
@@ -346,25 +346,25 @@ def test_steps_of_each_environment_run_on_without_a_gap_through_all_faults(make)
         np.testing.assert_array_equal(
             step.obs[~step.faulty, 0], counts[idle][~step.faulty]
         )
-        anew = np.zeros(4, bool)
-        anew[idle[step.faulty]] = True
-        over = anew.copy()
+        faulty = np.zeros(4, bool)
+        faulty[idle[step.faulty]] = True
+        over = faulty.copy()
         over[idle[step.truncated]] = True
         num_faults += int(step.faulty.sum())
         while over.any():
-            if anew.any():
-                env.rebuild(anew)
-            anew = np.zeros(4, bool)
+            if faulty.any():
+                env.rebuild(faulty)
+            faulty = np.zeros(4, bool)
             try:
                 start(env, draw.choice(faults, 4), over)
             except envs.EnvFault as error:  # another environment ended the worker
-                anew[list(error.causes)] = True
-            counts[over & ~anew] = 0
-            over = anew
+                faulty[list(error.causes)] = True
+            counts[over & ~faulty] = 0
+            over = faulty
     assert num_faults > 20
 
 
-def test_hang_while_others_are_under_way_is_ended_by_the_timeout(make):
+def test_hang_while_others_are_in_flight_is_ended_by_the_timeout(make):
     env = make(timeout=1.0)
     start(env, ("hang", "fine", "fine", "fine"))
     for _ in range(AT):

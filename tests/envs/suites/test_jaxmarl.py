@@ -322,7 +322,7 @@ def test_groups_are_agents_with_equal_spaces(rank_promotion):
         "adversary": ("adversary_0", "adversary_1", "adversary_2"),
         "agent": ("agent_0",),
     }
-    # Names that begin differently within a group tell nothing of it.
+    # Names that begin differently within a group do not name it.
     crypto = envs.suites.from_jaxmarl(make("MPE_simple_crypto_v3"))
     assert crypto.groups == {"eve_0": ("eve_0",), "alice_0": ("alice_0", "bob_0")}
     spread = envs.suites.from_jaxmarl(make("MPE_simple_spread_v3"))

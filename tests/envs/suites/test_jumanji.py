@@ -20,8 +20,8 @@ from rollout import envs
 jumanji = pytest.importorskip("jumanji")
 pytestmark = [
     pytest.mark.slow,
-    # Jumanji draws from keys in branches, of which under `vmap` both are computed, and
-    # some games promote ranks.
+    # Jumanji draws from keys in branches, and `vmap` computes both; some games promote
+    # ranks.
     pytest.mark.usefixtures("key_reuse", "rank_promotion"),
 ]
 

@@ -79,7 +79,7 @@ def test_game_is_as_in_a_plain_loop(name, key_reuse):
     assert sorted(step.reward.tolist()) == [-1, 1]  # with this seed nobody draws
 
 
-def test_action_that_is_not_allowed_ends_the_game_and_is_told(key_reuse):
+def test_action_that_is_not_allowed_ends_the_game_and_is_reported(key_reuse):
     steps = list(play_both("tic_tac_toe", lambda mask, number: 4))
     assert [bool(step.info["illegal_action"]) for step, _, _ in steps] == [False, True]
     step, before, _ = steps[-1]

@@ -1,4 +1,4 @@
-"""What brax and MuJoCo Playground have in common, on an environment made up here."""
+"""The shared part of brax and MuJoCo Playground, on an environment made up here."""
 
 from typing import Any
 
@@ -79,7 +79,7 @@ def test_keys_of_another_kind_are_taken():
     assert 0 <= step.info["drawn"] < 1
 
 
-def test_state_that_is_handed_in_stays_as_it_is():
+def test_state_that_is_passed_in_stays_as_it_is():
     state, step = first_step(adapt(Suite()))
     assert state.metrics["drawn"] == 0
     assert step.state.metrics["drawn"] != 0

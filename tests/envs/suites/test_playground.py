@@ -153,7 +153,7 @@ def test_unknown_options_are_refused():
         envs.make("playground:PendulumSwingup", sim_dt="short")
 
 
-def test_missing_download_is_told(monkeypatch):
+def test_missing_download_is_reported(monkeypatch):
     def load(name, config_overrides):
         raise OSError("no network")
 

@@ -1,4 +1,4 @@
-"""Wrappers that remember what was done in an episode."""
+"""Wrappers that remember the actions of an episode."""
 
 import functools
 

@@ -256,7 +256,7 @@ def test_frozen_statistics_do_not_change_and_a_carry_goes_on():
         assert_close(got["n"], centred / scale)
 
 
-def test_frozen_environment_starts_anew_with_its_statistics():
+def test_frozen_environment_starts_again_with_its_statistics():
     carries, _ = collect("tree")
     statistics = carries[1].env_state.statistics
     carry = quick_jit(frozen().init)(jax.random.key(1))

@@ -1,4 +1,4 @@
-"""Each wrapper against a plain loop or a closed form, and what all of them keep."""
+"""Each wrapper against a plain loop or a closed form; properties of all of them."""
 
 import functools
 
@@ -136,7 +136,7 @@ def at(tree, index):
     return jax.tree.map(lambda x: x[index], tree)
 
 
-# What every wrapper keeps.
+# Properties of every wrapper.
 
 
 @each_case
@@ -592,7 +592,7 @@ def test_action_is_rescaled_for_all_its_repeats():
     np.testing.assert_allclose(results[0].reward, 2 * 1.2, rtol=1e-6)
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])

@@ -1,4 +1,4 @@
-"""Who plays whom: fixed and drawn mappings, states, extras, and what is refused."""
+"""Who plays whom: fixed and drawn mappings, states, extras, and errors."""
 
 import functools
 
@@ -20,7 +20,7 @@ B, T = 4, 12
 
 
 def constant(number, **extras):
-    """A policy that always takes one action, and says what it saw."""
+    """A policy that always takes one action, and records its observations."""
 
     def act(params, obs, key):
         del params, key
@@ -131,7 +131,7 @@ def test_drawn_mapping_holds_for_an_episode_and_no_longer():
     counts = np.bincount(3 * drawn[:, 0] + drawn[:, 1], minlength=9)
     assert scipy_stats.chisquare(counts).pvalue > 1e-3
     again = by_episode[1:, 0] == by_episode[:-1, 0]
-    assert abs(again.mean() - 1 / 3) < 0.02  # nine deviations: it is drawn anew
+    assert abs(again.mean() - 1 / 3) < 0.02  # nine deviations: it is drawn again
 
 
 def test_drawn_mapping_does_not_depend_on_the_number_of_lanes():

@@ -1,4 +1,4 @@
-"""What each agent experienced, against closed forms and a plain Python model."""
+"""Each agent's transitions, against closed forms and a plain Python model."""
 
 import functools
 import itertools
@@ -175,7 +175,7 @@ def test_single_agent_experiences_the_transitions():
 
 
 def test_game_of_three_in_turns():
-    """Who wins is told at the end, when only the next to move sees the board."""
+    """The winner is known at the end, when only the next to move sees the board."""
     env = schedule(
         acting=np.eye(3)[[0, 1, 2, 0, 1, 2]],
         reward=[[0, 0, 0]] * 4 + [[-1, 2, -1]],
@@ -247,7 +247,7 @@ def make_collector(num_envs=LANES, auto_reset="compact", **options):
 
 @functools.cache
 def collected(num_envs=LANES, auto_reset="compact", **options):
-    """A trajectory, and what nothing pending looks like before it."""
+    """A trajectory, and the `pending` before it, without any action."""
     return jax.device_get(run(make_collector(num_envs, auto_reset, **options)))
 
 
@@ -402,7 +402,7 @@ def test_what_is_pending_goes_with_an_episode_that_is_given_up():
     halves = part(trajectory, 0, T // 2), part(trajectory, T // 2, T)
     pending, _ = transitions(pending, halves[0])
     assert np.any(pending.is_open)
-    # As if `collect_episodes` had come between, after which all lanes begin anew.
+    # As if `collect_episodes` had come between, which restarts all lanes.
     other = halves[1].replace(episode_id=halves[1].episode_id + 1000)
     _, got = transitions(pending, other)
     _, want = transitions(collected()[0], other)

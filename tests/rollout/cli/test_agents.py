@@ -50,7 +50,7 @@ def assert_figures(text, x):
 
 
 def assert_agents(table, name, values, lengths):
-    """`values` and `lengths` are `[E, A]`: who never acted has no part."""
+    """`values` and `lengths` are `[N, A]`: an agent that never acted does not count."""
     every = {agent: [i] for i, agent in enumerate(NAMES)} | POLICIES
     for label, columns in every.items():
         its = values[:, columns][lengths[:, columns] > 0]
@@ -112,7 +112,7 @@ def test_table_of_episodes_is_that_of_their_rows(chance):
     assert table[""]["stale endings"] == f"{stats.num_stale}"
 
 
-def test_random_players_do_what_is_allowed():
+def test_random_players_take_allowed_actions():
     run = parse(make_parser(), ["pgx:tic_tac_toe", "--num-envs=64"])
     made, params = random_collector.make_collector(run)
     mask = np.random.default_rng(0).random((64, 2, 9)) < 0.3
@@ -151,7 +151,7 @@ def test_parameters_go_to_the_suite():
         (["pgx:chess", "--gif=a.gif"], "several agents are not drawn, got pgx:chess"),
     ],
 )
-def test_wrong_argument_is_refused_in_one_line(argv, message, capsys, monkeypatch):
+def test_wrong_argument_is_rejected_in_one_line(argv, message, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jaxmarl", None)  # as if it were not installed
     with pytest.raises(SystemExit) as stop:
         main(argv)

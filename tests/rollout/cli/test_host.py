@@ -19,9 +19,9 @@ from rollout.cli import random_collector
 from rollout.cli.arguments import make_parser, parse
 from rollout.cli.main import main
 
-E, T, SEED = 3, 47, 5
+B, T, SEED = 3, 47, 5
 ID = "gymnasium:CartPole-v1"
-RUN = [ID, f"--num-envs={E}", f"--seed={SEED}"]
+RUN = [ID, f"--num-envs={B}", f"--seed={SEED}"]
 
 
 def run(argv, status=0):
@@ -49,7 +49,7 @@ def assert_figures(text, x):
 
 
 def make():
-    env = envs.from_gymnasium("CartPole-v1", E)
+    env = envs.from_gymnasium("CartPole-v1", B)
     policy = rollout.random_policy(env.action_space)
     return rollout.HostCollector(env=env, policy=policy)
 
@@ -57,7 +57,7 @@ def make():
 @pytest.fixture
 def count(monkeypatch):
     """Environments that reset themselves in a row of their own, as EnvPool does."""
-    made = HostCount(E, resets_itself=True)
+    made = HostCount(B, resets_itself=True)
     monkeypatch.setattr(random_collector, "from_envpool", lambda *args, **options: made)
     return made
 
@@ -72,7 +72,7 @@ def test_rows_are_those_of_collect_steps(tmp_path):
     done = saved["terminated"] | saved["truncated"]
     assert done.any()
     assert table["environment"] == ID
-    assert (table["envs"], table["steps"]) == (f"{E}", f"{E * T}")
+    assert (table["envs"], table["steps"]) == (f"{B}", f"{B * T}")
     assert_figures(table["return"], saved["episode_return"][done])
     assert_figures(table["length"], saved["episode_length"][done])
     assert "masked-out rows" not in table
@@ -90,19 +90,19 @@ def test_episodes_are_those_of_collect_episodes(tmp_path):
 
 
 def test_rows_of_resets_are_no_steps(count, tmp_path):
-    argv = ["envpool:Count-v0", f"--num-envs={E}", f"--num-steps={T}"]
+    argv = ["envpool:Count-v0", f"--num-envs={B}", f"--num-steps={T}"]
     table = run([*argv, f"--save={tmp_path}/a.npz"])
     mask = np.load(tmp_path / "a.npz")["mask"]
     num_out = np.count_nonzero(~mask)
-    assert num_out > E
+    assert num_out > B
     assert table["steps"] == f"{mask.sum()}"
     assert table["masked-out rows"] == f"{num_out} (environments reset themselves)"
 
 
 def test_rows_of_resets_are_counted_without_save(count):
-    table = run(["envpool:Count-v0", f"--num-envs={E}", f"--num-steps={T}"])
+    table = run(["envpool:Count-v0", f"--num-envs={B}", f"--num-steps={T}"])
     num_out = int(table["masked-out rows"].split()[0])
-    assert int(table["steps"]) == E * T - num_out < E * T
+    assert int(table["steps"]) == B * T - num_out < B * T
 
 
 def test_seed_and_parameters_go_to_envpool(monkeypatch):
@@ -144,7 +144,7 @@ def test_interrupted_run_prints_the_table_so_far(count, capsys):
             os.kill(os.getpid(), signal.SIGINT)
 
     count.resets_itself, count.fault_fn = False, interrupt
-    argv = ["envpool:Count-v0", f"--num-envs={E}", "--num-steps=40"]  # batches of 2
+    argv = ["envpool:Count-v0", f"--num-envs={B}", "--num-steps=40"]  # batches of 2
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         table = run(argv, status=130)
@@ -152,15 +152,15 @@ def test_interrupted_run_prints_the_table_so_far(count, capsys):
     finally:
         signal.signal(signal.SIGINT, handler)
     num_steps, note = table["steps"].split(" ", 1)
-    assert 0 < int(num_steps) < 40 * E
-    assert note == f"(of {40 * E}, interrupted)"
+    assert 0 < int(num_steps) < 40 * B
+    assert note == f"(of {40 * B}, interrupted)"
     assert capsys.readouterr().err == "python -m rollout: interrupted\n"
 
 
 def test_fault_is_one_line(count, capsys):
     count.resets_itself = False
     count.fault_fn = lambda number, env: OSError("torn") if number == 9 else None
-    argv = ["envpool:Count-v0", f"--num-envs={E}", "--num-steps=40"]
+    argv = ["envpool:Count-v0", f"--num-envs={B}", "--num-steps=40"]
     assert "failed: OSError: torn" in error_line(argv, capsys)
 
 
@@ -180,7 +180,7 @@ def test_fault_is_one_line(count, capsys):
         ([*RUN, "--profile=a"], "argument --profile: only for environments in JAX"),
     ],
 )
-def test_wrong_argument_is_refused_in_one_line(argv, message, capsys):
+def test_wrong_argument_is_rejected_in_one_line(argv, message, capsys):
     assert message in error_line(argv, capsys)
 
 
@@ -202,7 +202,7 @@ def test_defaults_are_those_of_a_loop_in_python(given, num_envs):
     assert (made.num_envs, made.devices) == (num_envs, 1)
 
 
-def test_kinds_of_ids_are_told_apart():
+def test_kinds_of_ids_are_distinguished():
     ids = (ID, "envpool:A-v0", "pgx:chess", "gymnasium", "CartPole-v1")
     made = [parse(make_parser(), [env_id]) for env_id in ids]
     assert [x.is_on_host for x in made] == [True, True, False, False, False]

@@ -31,7 +31,7 @@ def spawn(*argv, environ=(), **options):
 
 
 def own_lines(stderr):
-    """What is not of jaxlib, which logs that there is no GPU, nor of the test."""
+    """The lines without those of jaxlib, which finds no GPU, and of the test."""
     others = ("absl::", "cudart_stub", "import time:", "Finished", "Compiling")
     lines = stderr.decode().splitlines(keepends=True)
     return "".join(line for line in lines if not any(x in line for x in others))
@@ -49,7 +49,7 @@ def read_until(process, text):
 
 
 def interrupt(process):
-    """Sends Ctrl-C, and returns what the process wrote."""
+    """Sends Ctrl-C, and returns the output of the process."""
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     return stdout.decode(), stderr
@@ -66,7 +66,7 @@ def assert_one_line(process, before, stderr):
     [("--num-steps=20", b"jit(make_batch)"), ("--num-episodes=20", b"jit(program)")],
 )
 def test_interrupt_while_xla_compiles_does_not_wait_for_it(kind, program):
-    environ = {"JAX_LOG_COMPILES": "1"}  # says on stderr what XLA is given, and when
+    environ = {"JAX_LOG_COMPILES": "1"}  # reports on stderr what XLA compiles, and when
     process = spawn("CartPole-v1", kind, environ=environ)
     before = read_until(process, b"Compiling " + program)
     stdout, stderr = interrupt(process)
@@ -80,7 +80,7 @@ def test_interrupt_while_xla_compiles_does_not_wait_for_it(kind, program):
 @slow
 @pytest.mark.parametrize("seconds", [0.1, 0.3, 0.8, 1.6, 3.0, 5.0, 8.0])
 def test_interrupt_at_any_time_after_the_imports_is_one_line(seconds):
-    environ = {"PYTHONPROFILEIMPORTTIME": "1"}  # says on stderr what was imported
+    environ = {"PYTHONPROFILEIMPORTTIME": "1"}  # reports on stderr all imports
     process = spawn(*ENDLESS, environ=environ)
     before = read_until(process, b"rollout.cli.main")
     time.sleep(seconds)
@@ -112,7 +112,7 @@ def test_full_stdout_of_help_and_of_a_table_is_one_line(argv):
 
 
 @slow
-def test_closed_stdout_is_refused_before_anything_is_collected():
+def test_closed_stdout_is_rejected_before_anything_is_collected():
     command = f"exec {sys.executable} -m rollout CartPole-v1 >&-"
     pipes = {"cwd": ROOT, "stderr": subprocess.PIPE, "timeout": 120}
     process = subprocess.run(command, shell=True, **pipes)

@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """One run that does everything; the tests look at what it left."""
+    """One run that does everything; the tests look at its files."""
     folder, stdout = tmp_path_factory.mktemp("run"), io.StringIO()
     files = [f"--save={folder}/a.npz", f"--plot={folder}/a.png"]
     with contextlib.redirect_stdout(stdout):
@@ -106,7 +106,7 @@ def assert_episodes(table, expected):
 
 
 def error_line(argv, capsys):
-    """What `main` prints where it refuses its arguments."""
+    """The line that `main` prints where it rejects its arguments."""
     with pytest.raises(SystemExit) as stop:
         main(argv)
     captured = capsys.readouterr()
@@ -163,7 +163,7 @@ def test_table_agrees_with_numpy_over_the_saved_file(run):
     assert_episodes(run.table, episode_rows(run.saved, T))
 
 
-def test_table_says_what_was_run_and_how_fast(run):
+def test_table_has_the_run_and_its_speed(run):
     assert run.table["environment"] == f"CartPole-v1 (max_steps_in_episode={LIMIT})"
     assert run.table["device"].split()[0] == jax.devices()[0].platform
     assert run.table["jax"] == jax.__version__
@@ -497,7 +497,7 @@ def test_figure_of_very_many_episodes_draws_some_and_says_so():
     assert "1 in 3 drawn" in left.get_title()
 
 
-def test_list_envs_prints_one_id_per_line_and_what_others_look_like(capsys):
+def test_list_envs_prints_one_id_per_line_and_examples_of_others(capsys):
     assert main(["--list-envs"]) == 0
     captured = capsys.readouterr()
     *ids, others = captured.out.splitlines()
@@ -559,7 +559,7 @@ def test_list_envs_prints_one_id_per_line_and_what_others_look_like(capsys):
         ([*RUN, "--nothing"], "unrecognized arguments: --nothing"),
     ],
 )
-def test_wrong_argument_is_refused_in_one_line(argv, message, capsys):
+def test_wrong_argument_is_rejected_in_one_line(argv, message, capsys):
     line = error_line(argv, capsys)
     assert line.startswith("python -m rollout: error: ")
     assert message in line
@@ -695,7 +695,7 @@ def test_number_of_devices_changes_no_row(tmp_path):
         (["--devices=8"], 4, 8),
     ],
 )
-def test_devices_are_by_default_what_is_fastest(argv, cpus, number, monkeypatch):
+def test_default_number_of_devices_is_the_fastest(argv, cpus, number, monkeypatch):
     monkeypatch.setattr(random_collector, "_count_cpus", lambda: cpus)
     assert random_collector.start_devices(parsed("CartPole-v1", *argv)) == number
 

@@ -19,7 +19,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def act(params, obs, count, key):
-    """Counts the steps of every lane, by which states off by one would show."""
+    """Counts the steps of every lane, so that a state off by one would show."""
     return jnp.zeros(len(obs), jnp.int32), count + 1, {"count": count}
 
 
@@ -85,7 +85,7 @@ def test_each_environment_has_every_row_once_and_in_order():
 
 
 def test_calls_do_not_matter():
-    """What is under way at the end of a call comes in the next one."""
+    """Actions in flight at the end of a call are answered in the next one."""
     assert_same(collect(make(), 7, 1, 22), collect(make(), 30))
 
 
@@ -142,7 +142,7 @@ def test_short_episodes_are_not_favoured():
 
 
 class Late(HostCount):
-    """One that is received by whoever was sent first, of which one may be slow."""
+    """One whose environments answer in the order of sending, except for slow ones."""
 
     def __init__(self, *args, slow=(), **options):
         super().__init__(*args, **options)
@@ -187,7 +187,7 @@ def test_too_few_are_ready():
     carry, rows = collector.recover()
     assert rows is None
     _, rows = collector.collect_steps(carry, None, 5)
-    assert rows.mask.all()  # what was under way is not lost
+    assert rows.mask.all()  # no action in flight is lost
 
 
 def test_faults_are_masked_where_they_were_served():
@@ -220,7 +220,7 @@ def test_fault_that_is_raised_keeps_the_rows():
     assert rows.mask.all()
 
 
-def test_what_is_refused():
+def test_wrong_arguments_are_rejected():
     with pytest.raises(ValueError, match="`num_ready` must be at most 5, got 6"):
         make(num_ready=6)
     with pytest.raises(ValueError, match="`timeout` must be a finite number of sec"):
@@ -259,7 +259,7 @@ def test_episodes_begin_while_steps_are_in_flight():
 
 
 class Fixed(Late):
-    """One that hands over two at a time, neither more nor fewer."""
+    """One that returns two at a time, neither more nor fewer."""
 
     batch_size = 2
 

@@ -1,4 +1,4 @@
-"""Gymnasium's environments, step by step as in a plain loop, whoever steps them."""
+"""Gymnasium's environments give the steps of a plain loop, in process or workers."""
 
 import functools
 import gc
@@ -60,7 +60,7 @@ def in_this_process(env_id):
 
 @functools.cache
 def seeds():
-    """The seed of each lane's n-th episode, `[N, E]`."""
+    """The seed of each lane's n-th episode, `[N, B]`."""
     lanes = episode_keys.all_lanes(NUM_ENVS)
 
     @jax.jit

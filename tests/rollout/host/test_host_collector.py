@@ -135,12 +135,12 @@ def test_folds_are_those_of_the_kernel():
 
 
 def lane_of(trajectory, mask, lane):
-    """The first rows of a lane that are not void."""
+    """The first rows of a lane that are not masked out."""
     return jax.tree.map(lambda x: x[mask[:, lane], lane][:40], trajectory)
 
 
-def test_environment_that_resets_itself_gives_void_rows():
-    """Its rows without the void ones are those of one that is told to."""
+def test_environment_that_resets_itself_gives_masked_out_rows():
+    """Its rows, without masked-out ones, are those of one that resets on request."""
     collectors = on_host(2), on_host(2, resets_itself=True)
     rows = []
     for collector in collectors:
@@ -188,7 +188,7 @@ def test_only_the_last_carry_is_taken():
         other.step(collector.init(KEY), None)
 
 
-def test_carry_is_refused_once_another_collector_has_stepped_the_environments():
+def test_carry_is_rejected_once_another_collector_has_stepped_the_environments():
     env = HostCount(4)
     training, testing = (HostCollector(env=env, policy=POLICY) for _ in range(2))
     carry, _ = training.step(training.init(KEY), None)
@@ -212,7 +212,7 @@ def test_rows_of_a_call_that_was_cut_short_outlive_another_collector():
     assert rows.first.all()  # their episodes are gone
 
 
-def test_what_is_refused():
+def test_wrong_arguments_are_rejected():
     env = envs.make_vec("CartPole-v1", 2)
     with pytest.raises(ValueError, match="`env` must be a `HostVectorEnv`"):
         HostCollector(env=env, policy=POLICY)

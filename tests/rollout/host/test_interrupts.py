@@ -98,7 +98,7 @@ CALLS = {
     "init": lambda x, carry: (x.init(KEY),),
 }
 QUICK = [(in_process, "collect_steps")]
-# All calls where nothing is in another process; of workers what differs there.
+# All calls where nothing is in another process; with workers those that differ.
 SLOW = [
     (asynchronous, "collect_episodes"),
     *((in_process, name) for name in CALLS if name != "collect_steps"),
@@ -126,13 +126,13 @@ def test_interrupt_on_any_line_loses_no_row(make, name):
 
     for _ in interrupted(call):
         num_lines += 1
-        carry = go_on(collector, carry if name in HANDED_OVER else None)
+        carry = go_on(collector, carry if name in KEEPS_ROWS else None)
     assert num_lines > (30 if name == "init" else 100)
     collector.close()
 
 
-# `recover` gives all rows of these calls.
-HANDED_OVER = ("step", "collect_steps")
+# `recover` returns all rows of these calls.
+KEEPS_ROWS = ("step", "collect_steps")
 
 
 def go_on(collector, before=None):
@@ -156,8 +156,8 @@ def check_start(carry, rows):
     """The first row of each lane follows the carry, or begins another episode.
 
     It begins one where the environment was interrupted within a step: signals wait for
-    its end, but not what is raised here. It begins the one after that where the request
-    for its first reset costs the worker.
+    its end, but an exception raised here does not. It begins the one after that where
+    the request for its first reset costs the worker.
     """
     episode = carry.episode
     lanes = lanes_of(rows)
@@ -167,8 +167,8 @@ def check_start(carry, rows):
             at = tuple(np.argwhere(here)[0])
             first = int(rows.episode_id[at]), int(rows.episode_length[at])
             number, length = episode.episode_id[lane], episode.episode_length[lane]
-            anew = [(number + NUM_ENVS * skipped, 1) for skipped in (1, 2)]
-            assert first in [(number, length + 1), *anew]
+            restarted = [(number + NUM_ENVS * skipped, 1) for skipped in (1, 2)]
+            assert first in [(number, length + 1), *restarted]
 
 
 def lanes_of(rows):

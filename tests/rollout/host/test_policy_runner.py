@@ -1,4 +1,4 @@
-"""The policy's program on the host: how its results come from where it runs."""
+"""The policy's program on the host: its results are copied from where it runs."""
 
 import jax
 import numpy as np
@@ -21,13 +21,13 @@ def fetched(monkeypatch):
 
 
 def start():
-    program = PolicyRunner(OPTIONS["policy"], HostCount.action_space, len(OVER))
-    progress = program.start(KEY)
+    runner = PolicyRunner(OPTIONS["policy"], HostCount.action_space, len(OVER))
+    progress = runner.start(KEY)
 
     def act():
-        return program.act(None, OBS, OVER, ID, progress)
+        return runner.act(None, OBS, OVER, ID, progress)
 
-    return program, act
+    return runner, act
 
 
 def test_results_of_a_cpu_are_read_in_place(fetched):
@@ -43,7 +43,7 @@ def test_default_platform_of_the_process_changes_nothing(monkeypatch, fetched):
 
 
 class OnGpu:
-    """An array of another device, which notes what is asked of it."""
+    """An array of another device, which records the calls of its methods."""
 
     platform = "gpu"
 
@@ -62,9 +62,9 @@ class OnGpu:
 
 
 def test_copies_from_another_device_begin_before_one_is_waited_for(monkeypatch):
-    calls, (program, act) = [], start()
+    calls, (runner, act) = [], start()
     out = OnGpu("action", calls), {"value": OnGpu("value", calls)}
-    monkeypatch.setattr(program, "_act", lambda params, words, state, *_: (state, out))
+    monkeypatch.setattr(runner, "_act", lambda params, words, state, *_: (state, out))
     action, extras, _ = act()
     assert calls[:2] == ["start action", "start value"]
     assert {*calls[2:]} == {"wait action", "wait value"}

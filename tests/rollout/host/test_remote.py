@@ -1,4 +1,4 @@
-"""Batches of remote actors: what is promised, in this process and with Ray itself."""
+"""Batches of remote actors: their contract, in this process and with Ray itself."""
 
 import functools
 import itertools
@@ -123,12 +123,12 @@ class TestInThisProcess:
             assert local_ray.num_put == 1
             batches.set_params(jnp.ones(3))
             assert local_ray.num_put == 2
-            # Those that were under way have the parameters of before.
+            # Those that were in flight have the parameters of before.
             assert [x.params_version for x in take(batches, 4)] == [0, 0, 1, 1]
             np.testing.assert_array_equal(local_ray.actors[0].params, 1.0)
             assert local_ray.num_put == 2
 
-    def test_params_of_another_kind_are_refused(self):
+    def test_params_of_another_kind_are_rejected(self):
         with (
             start(params={"w": 1.0}) as batches,
             pytest.raises(ValueError, match="`params` must keep structure"),
@@ -151,7 +151,7 @@ class TestInThisProcess:
             for version in range(4):
                 assert next(batches).params_version == version
                 batches.set_params(None)
-            # Each fragment that was under way at a `set_params`, but the last.
+            # Each fragment that was in flight at a `set_params`, but the last.
             assert batches.stats.stale_batches == 3
 
     def test_lost_actor_is_replaced_by_one_that_repeats_nothing(self, local_ray):
@@ -197,7 +197,7 @@ class TestInThisProcess:
         assert len(local_ray.actors) == 2
         assert all(actor.is_killed for actor in local_ray.actors)
 
-    def test_closed_ones_are_refused(self):
+    def test_closed_ones_raise(self):
         batches = start()
         batches.close()
         batches.close()
@@ -232,7 +232,7 @@ class TestInThisProcess:
         ({"ray_options": {"max_restarts": 3}}, "must be without .* got max_restarts"),
     ],
 )
-def test_wrong_options_are_refused(options, message):
+def test_wrong_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         start(**options)
 
@@ -246,7 +246,7 @@ def test_missing_ray_says_what_to_install(monkeypatch):
 
 @pytest.fixture(scope="module")
 def path_of_cases():
-    """Actors find what the tests share."""
+    """Actors find the modules that the tests share."""
     with pytest.MonkeyPatch.context() as patch:
         path = [str(SUPPORT), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))

@@ -1,4 +1,4 @@
-"""Environments that fail: what is masked, what is counted, and who goes on."""
+"""Environments that fail: masks and counts of lost steps; the others go on."""
 
 import signal
 
@@ -101,7 +101,7 @@ def test_environment_that_always_fails_is_given_up():
         collector.collect_steps(carry, None, 50)
 
 
-def test_what_was_collected_is_kept():
+def test_collected_rows_are_kept():
     """Two rows are whole when the third step fails: of the others all three are."""
     collector = make(fails_at(4))
     carry = collector.init(KEY)

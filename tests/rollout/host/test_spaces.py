@@ -133,7 +133,7 @@ NONE = {
 
 
 @pytest.mark.parametrize("name", NONE)
-def test_space_without_arrays_is_refused(name):
+def test_space_without_arrays_is_rejected(name):
     what = "have at least one part" if "empty" in name else "be a Box, Discrete"
     space, message = NONE[name], f"must {what}"
     with pytest.raises(ValueError, match=f"`space` {message}"):

@@ -230,12 +230,12 @@ def test_collector_is_busy_while_a_batch_is_in_flight():
     stream.close(), plain.close()
 
 
-def test_episodes_begin_anew_where_no_state_was_saved(tmp_path):
+def test_episodes_restart_where_no_state_was_saved(tmp_path):
     first, second = make_stream(on_host()), make_stream(on_host())
     batch = next(first)
     rollout.checkpoint.save(tmp_path, first.state())
     state = rollout.checkpoint.restore(tmp_path, second.state())
-    with pytest.warns(UserWarning, match="episodes under way begin anew"):
+    with pytest.warns(UserWarning, match="unfinished episodes restart"):
         second.restore(state)
     again = jax.device_get(next(second).trajectory)
     last = jax.device_get(batch.trajectory)
@@ -245,7 +245,7 @@ def test_episodes_begin_anew_where_no_state_was_saved(tmp_path):
         again.episode_id[0], last.episode_id[-1] + np.where(in_flight, 0, 4)
     )
     assert again.first[0].all()
-    assert not again.extras["count"][0].any()  # the policy begins anew, too
+    assert not again.extras["count"][0].any()  # the policy restarts, too
     for lane in np.flatnonzero(in_flight):  # with the seed that it had
         here = last.episode_id[:, lane] == last.episode_id[-1, lane]
         assert (
@@ -255,7 +255,7 @@ def test_episodes_begin_anew_where_no_state_was_saved(tmp_path):
     first.close(), second.close()
 
 
-def test_batch_of_episodes_begins_anew_after_a_fault():
+def test_batch_of_episodes_restarts_after_a_fault():
     def fault_fn(number, env):
         return RuntimeError("no") if (number, env) == (6, 2) else None
 
@@ -367,7 +367,7 @@ def test_host_environments_are_not_for_a_collector():
         HostCollector(env=envs.make_vec("CartPole-v1", 2), policy=POLICY)
 
 
-def test_what_is_for_collectors_in_jax_says_so():
+def test_functions_for_collectors_in_jax_say_so():
     mesh = jax.make_mesh((2,), ("lanes",))
     with pytest.raises(ValueError, match="`collector` must be a `Collector`"):
         rollout.shard(on_host(), mesh, axis="lanes")

@@ -72,7 +72,7 @@ FLAGS = ("mask", "truncated")
 
 @functools.partial(jax.jit, static_argnames=("num_episodes", "max_steps"))
 def fold(collector, carry, *, num_episodes, max_steps):
-    """The carry afterwards, what a fold saw in every row, how many, the episodes."""
+    """The carry afterwards, the rows that a fold saw, their number, the episodes."""
 
     def note(acc, transition):
         rows, step = acc
@@ -158,14 +158,14 @@ def test_mean_length_is_not_biased(num_episodes, num_steps):
 
     got = mean_length(make_collector("two lengths"), play, num_steps)
     # Independent lengths of mean 11 and standard deviation 9. Taking the episodes that
-    # end first gives 8.2 for N = 6, and counting those under way gives 18.4 after 7
+    # end first gives 8.2 for N = 6, and counting unfinished ones gives 18.4 after 7
     # steps: both are more than 4 standard errors off.
     assert abs(got - 11) < 4 * 9 / np.sqrt(NUM_REPEATS * num_episodes)
 
 
 @slow
 def test_window_of_steps_is_biased_where_episodes_are_not():
-    """The bias is there to be found: the same estimate from a window of 20 steps."""
+    """The estimate would show a bias: from a window of 20 steps it does."""
     collector = make_collector("two lengths", num_envs=400)
     carry = collector.init(jax.random.key(0))
     _, trajectory = collector.collect_steps(carry, None, 20)
@@ -208,7 +208,7 @@ def test_every_lane_plays_its_number_of_episodes():
 
 @functools.cache
 def two_calls(name, num_envs, num_episodes):
-    """The episodes of two calls, the second behind the first one."""
+    """The episodes of two calls, one after the other."""
     collector = make_collector(name, num_envs)
     carry = collector.init(jax.random.key(1))
     carry, first = collector.collect_episodes(
@@ -341,7 +341,7 @@ def test_max_steps_cuts_and_says_so():
     _, rows, episodes = played(12, max_steps=3)
     # Lanes of 2, 3, 3 (of 4) and 3 (of 5) steps; lane 0 takes 4 after step 2, lanes 1,
     # 2 and 3 take 5, 6 and 7 after 3; lane 0 takes 8 after 4; after 6 all lanes are
-    # free and the lower three take what is left.
+    # free and the lower three take the rest.
     lane = np.array([0, 1, 2, 3, 0, 1, 2, 3, 0, 0, 1, 2])
     length, is_whole = np.array([2, 3, 3, 3])[lane], lane < 2
     np.testing.assert_array_equal(episodes.lane, lane)
@@ -400,7 +400,7 @@ def test_one_trace_for_all_calls():
         def play(collector, carry, max_steps=max_steps):
             return collector.collect_episodes(carry, None, 6, max_steps=max_steps)
 
-        carry, _ = jax.eval_shape(play, collector, carry)  # traces, and compiles not
+        carry, _ = jax.eval_shape(play, collector, carry)  # traces, no compiling
     assert num_traces == 1
 
 
@@ -456,7 +456,7 @@ def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
 
 @slow
 def test_population_is_evaluated_under_vmap():
-    # With the way of auto-reset that loops, which `vmap` makes as long as the longest.
+    # With the looping auto-reset; `vmap` makes its loop as long as the longest.
     env = envs.vectorize(make_env("CartPole-v1"), 4, auto_reset="compact")
 
     def act(params, obs, key):

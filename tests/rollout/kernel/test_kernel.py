@@ -135,7 +135,7 @@ def assert_agree(got, want, what):
 
 
 def counting_policy():
-    """Counts the steps of its episode; says so, and the word that its key gives."""
+    """Counts the steps of its episode; records the count and a word of its key."""
 
     def act(params, obs, state, key):
         state = {"steps": state["steps"] + 1, "key": state["key"]}

@@ -78,7 +78,7 @@ def every_fifth(step):
 
 
 def counting_policy(space):
-    """Counts the steps of the episode, and says in the extras what it saw."""
+    """Counts the steps of the episode, and records its observations in the extras."""
 
     def act(params, obs, state, key):
         action = jnp.zeros((num_lanes(obs), *space.shape), space.dtype)
@@ -644,7 +644,7 @@ def test_nested_wrappers_explore_within_the_mask_over_episode_ends():
     assert not extras["none_allowed"].any()
 
 
-# What holds for all
+# All wrappers
 
 NAMES = ("epsilon", "epsilon masked", "warmup masked", "gaussian decay", "ornstein")
 KINDS = {name: POLICIES[name] for name in NAMES}
@@ -716,7 +716,7 @@ def test_no_dtype_is_promoted_in_silence():
     chex.assert_trees_all_equal(step, draw_kinds(16))
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize("epsilon", [-0.1, 1.5, float("nan"), True, "0.1", None])

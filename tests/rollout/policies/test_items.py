@@ -1,4 +1,4 @@
-"""Policies that choose among items of which some are not allowed."""
+"""Policies that choose among items, some not allowed."""
 
 import jax
 import jax.numpy as jnp

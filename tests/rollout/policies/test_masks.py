@@ -1,4 +1,4 @@
-"""Masks of spaces of several entries or parts, against a list of what is allowed."""
+"""Masks of spaces of several entries or parts, against lists of allowed actions."""
 
 import functools
 import itertools
@@ -204,7 +204,7 @@ def test_mask_of_parts_without_a_discrete_one_is_refused():
 @pytest.mark.parametrize("n", [32, 33, 255, 256, 1000])
 @pytest.mark.parametrize("rate", [0.0, 0.02, 0.5])
 def test_draw_without_loops_has_the_bits_of_the_one_with_loops(n, rate):
-    """What is compiled for a GPU, run here; also where nothing is allowed."""
+    """The program for a GPU, run here; also where nothing is allowed."""
     choice = envs.Discrete(n, jnp.int16, -3)
     mask = np.random.default_rng(n).random((37, n)) < rate
     mask[0], mask[1], mask[2, -1] = False, True, True

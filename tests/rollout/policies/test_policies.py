@@ -1,4 +1,4 @@
-"""Policies: the random one draws evenly, and wrong ones are refused."""
+"""Policies: the random one draws evenly, and wrong ones raise."""
 
 import functools
 
@@ -40,7 +40,7 @@ POLICIES = {
 
 @functools.cache
 def draw(num_envs):
-    """What every policy does in its first step, in one program."""
+    """The first step of every policy, in one program."""
 
     @jax.jit
     def run(obs, key):
@@ -148,7 +148,7 @@ def test_unbounded_box_is_refused():
 
 
 def run(policy, env=None):
-    """Traces a collection; wrong policies are refused before anything is compiled."""
+    """Traces a collection; wrong policies raise before anything is compiled."""
     env = envs.vectorize(env or CountEnv(), 4)
     collector = rollout.Collector(env=env, policy=policy)
 

@@ -79,7 +79,7 @@ def test_parameters_may_be_donated_while_a_batch_is_made_with_them():
 
 
 @pytest.mark.parametrize("params", [{"odds": jnp.zeros(2)}, jnp.float32(1)])
-def test_parameters_of_another_kind_are_refused(params):
+def test_parameters_of_another_kind_are_rejected(params):
     with pytest.raises(ValueError, match="`params` must keep structure, shapes"):
         make_stream().set_params(params)
 
@@ -191,7 +191,7 @@ def slowly(trajectory):
     return trajectory
 
 
-def test_stop_from_a_thread_hands_over_the_batch_in_flight():
+def test_stop_from_a_thread_returns_the_batch_in_flight():
     stream = make_stream(postprocess=slowly)
     timer = threading.Timer(0.1, stream.stop)
     timer.start()
@@ -363,7 +363,7 @@ def test_restored_stream_goes_on_bit_for_bit(name, prefetch, warmup_steps, tmp_p
     stream = make_stream(name, **options)
     got = train(stream, 3)
     rollout.checkpoint.save(tmp_path, {"stream": stream.state()})
-    train(stream, 2)  # what comes after is forgotten
+    train(stream, 2)  # later batches are forgotten
     other = rollout.Stream(
         make_learner(name),
         key=jax.random.key(0),
@@ -376,7 +376,7 @@ def test_restored_stream_goes_on_bit_for_bit(name, prefetch, warmup_steps, tmp_p
         assert_same(got + train(resumed, 3), want)
 
 
-def test_state_of_another_kind_is_refused():
+def test_state_of_another_kind_is_rejected():
     state = new_stream().state()
     state["carry"] = state["carry"].replace(obs=jnp.zeros((B, 2)))
     with pytest.raises(ValueError, match="`state` must be one of a stream of the same"):
@@ -412,7 +412,7 @@ def test_first_leaf_that_differs_is_named(options, leaf):
 def test_state_is_that_after_the_last_batch_also_while_one_is_made():
     stream = make_stream(prefetch=1, postprocess=slowly)
     next(stream)
-    state = stream.state()  # the second batch is under way
+    state = stream.state()  # the second batch is running
     assert int(state["counts"][0]) == 8
     np.testing.assert_array_equal(state["carry"].step, 2)
     want = host(next(stream))

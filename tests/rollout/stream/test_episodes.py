@@ -109,7 +109,7 @@ def test_postprocess_sees_the_padded_episodes():
         ),
     ],
 )
-def test_options_that_clash_are_refused(options, message):
+def test_options_that_clash_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         new_stream(**{"steps_per_batch": None, **options})
 
@@ -156,7 +156,7 @@ def test_pieces_of_one_episode_in_two_batches_share_its_id():
 
 def test_trajectory_without_steps_has_no_pieces():
     batch = next(make_stream())
-    void = batch.trajectory.replace(mask=np.zeros((2, B), bool))
-    pieces = rollout.split_trajectories(void)
+    masked_out = batch.trajectory.replace(mask=np.zeros((2, B), bool))
+    pieces = rollout.split_trajectories(masked_out)
     assert pieces.mask.shape == (0, 0)
     assert pieces.trajectory.obs.shape == (0, 0, 1)

@@ -1,4 +1,4 @@
-"""What a stream reports: statistics, progress, callbacks, and what is not finite."""
+"""Reports of a stream: statistics, progress, callbacks, values that are not finite."""
 
 import functools
 import math
@@ -37,7 +37,7 @@ def test_statistics_add_up_over_batches(name):
     assert stats.faulty_episodes == 0
 
 
-def test_reset_of_the_statistics_counts_anew():
+def test_reset_of_the_statistics_counts_from_zero():
     stream = make_stream()
     next(stream)
     stream.reset_stats()
@@ -90,7 +90,7 @@ def test_log_stats_is_a_flat_dict_of_floats(name):
     assert rollout.log_stats(batch.stats)["num_steps"] == 8.0
 
 
-def test_log_stats_refuses_what_is_no_scalar():
+def test_log_stats_rejects_leaves_that_are_no_scalars():
     with pytest.raises(ValueError, match=r"must have scalar leaves, got shape \(3,\)"):
         rollout.log_stats({"a": np.zeros(3)})
 
@@ -191,7 +191,7 @@ def test_first_fault_in_whole_episodes_is_named(is_seen):
 
 
 @pytest.mark.slow
-def test_parameters_that_are_not_finite_are_found_in_what_the_policy_gives():
+def test_parameters_that_are_not_finite_show_in_the_output_of_the_policy():
     def act(params, obs, key):
         value = obs[:, 0] * params
         return jnp.zeros(B, jnp.int32), {

@@ -1,4 +1,4 @@
-"""Streams of steps: exact counts, and what the options do to them."""
+"""Streams of steps: exact counts, with every option."""
 
 import chex
 import jax
@@ -85,8 +85,8 @@ def test_no_step_is_lost_or_collected_twice_where_lanes_stand_still(name):
 
 
 def test_lane_that_stands_still_keeps_its_randomness():
-    # The counting environment ignores the action, so what it draws is the same
-    # whenever a lane takes its n-th step.
+    # The counting environment ignores the action, so it draws the same whenever a lane
+    # takes its n-th step.
     trajectory = join(make_stream(steps_per_batch=7, total_steps=48))
     want = straight()
     for lane in range(B):
@@ -109,7 +109,7 @@ def test_statistics_that_lanes_share_go_on_where_lanes_stand_still():
     )
     next(stream)
     state = stream.state()["carry"].env_state.statistics
-    # The reset, and the two rows of which the second has one step.
+    # The reset, and two rows; the second has one step.
     assert state.count == pytest.approx(3 * B, abs=1e-3)
     assert state.mean.shape == (4,)
 
@@ -247,7 +247,7 @@ def test_cut_at_the_end_of_a_batch_is_a_truncation(name, per_batch):
             if steps.mask.any():
                 assert steps.done[-1]
                 assert steps.first[0]
-                # The true successor, one more than what was observed.
+                # The true successor is one more than the observation.
                 if name == "count":
                     np.testing.assert_array_equal(steps.next_obs, steps.obs + 1)
 
@@ -301,12 +301,12 @@ def test_field_that_a_postprocess_does_not_read_has_no_array():
     carry = collector.init(jax.random.key(7))
     defaults = dict.fromkeys(Options._fields) | {"window_episodes": 0}
     defaults |= {"steps_per_batch": 13 * B, "placement": "device", "on_fault": "raise"}
-    window = jax.ShapeDtypeStruct((3,), jnp.int32)
+    spec = jax.ShapeDtypeStruct((3,), jnp.int32)
 
     def text(**options):
         program = jax.jit(make_batch, static_argnums=0)
         options = Options(**{**defaults, **options})
-        return program.lower(options, collector, carry, None, window, ()).compile()
+        return program.lower(options, collector, carry, None, spec, ()).compile()
 
     stored = f"[13,{B},5]"  # 13 rows of observations
     assert stored in text().as_text()
@@ -347,6 +347,6 @@ def test_stream_of_a_greedy_policy_takes_the_mode():
         ({"placement": "host", "recycle": True}, "`recycle=True` needs `placement"),
     ],
 )
-def test_wrong_option_is_refused(options, message):
+def test_wrong_option_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         new_stream(**options)
