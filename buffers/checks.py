@@ -55,27 +55,6 @@ def state(value: Any, num_slots: int, num_envs: int) -> None:
         )
 
 
-def explain_devices(error: ValueError, args: tuple[Any, ...]) -> None:
-    """Raises a message with the way out if `error` is jax's about devices.
-
-    Args:
-        error: the exception that a jitted method raised.
-        args: its arguments, first the state.
-    """
-    if "incompatible devices" not in str(error):
-        return
-    places = [
-        sorted({x.id for x in leaf.sharding.device_set})
-        for leaf in jax.tree.leaves(args)
-        if getattr(leaf, "committed", False)
-    ]
-    raise ValueError(
-        "`state` and the other arguments must lie on the same devices, got "
-        f"{' and '.join(map(str, sorted({tuple(x) for x in places})))}; "
-        "`jax.device_put` takes them there."
-    ) from error
-
-
 def key(value: Any) -> None:
     """Checks that it is one typed key."""
     is_key = isinstance(value, jax.Array) and jnp.issubdtype(

@@ -356,11 +356,7 @@ class RingBuffer(struct.PyTreeNode):
             return method(*args, **options)
         # Function and buffer apart: bound methods of equal buffers are not equal, and
         # each would be compiled again.
-        try:
-            return _call(method.__func__, self, tuple(options.items()), *args)
-        except ValueError as error:
-            checks.explain_devices(error, args)
-            raise
+        return _call(method.__func__, self, tuple(options.items()), *args)
 
     def _init(self, transition: ArrayTree, params: Any) -> RingState:
         """Makes an empty ring for transitions `[B, ...]`, or for a collector's."""

@@ -62,6 +62,19 @@ class EnvStep(struct.PyTreeNode, Generic[StateT, ObsT], kw_only=True):
     info: ArrayTree
 
 
+class Shared(struct.PyTreeNode):
+    """A part of the state of a `VectorEnv` that belongs to all lanes together.
+
+    Everything else in that state has the lane axis first. Wrap running statistics or a
+    counter of all lanes in it: on several devices it is replicated, and not sharded.
+
+    Attributes:
+        value: any pytree of arrays, without a lane axis.
+    """
+
+    value: ArrayTree
+
+
 class Lanes(NamedTuple):
     """The part of `B` environments that an auto-reset replaces, `[B, ...]` each."""
 

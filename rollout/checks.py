@@ -17,7 +17,7 @@ from rollout.envs.checks import INT32_MAX, int_between
 from rollout.envs.checks import fraction as fraction
 from rollout.envs.checks import kind_of_env as kind_of_env
 from rollout.envs.checks import seconds as seconds
-from rollout.envs.types import AnySpace, ArrayTree, EnvStep, VectorEnv, sharding_of
+from rollout.envs.types import AnySpace, ArrayTree, EnvStep, VectorEnv
 from rollout.types import (
     Accumulator,
     Accumulators,
@@ -68,11 +68,9 @@ def function(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be a function, got {describe(value)}.")
 
 
-def max_steps(value: Any) -> jax.Array:
+def max_steps(value: Any) -> int:
     """Checks a number of steps; one beyond int32 becomes the largest int32."""
-    if isinstance(value, jax.Array) and (value.shape, value.dtype) == ((), jnp.int32):
-        return value  # from an outer `jit`, checked there
-    return jnp.int32(min(int_between("max_steps", value, most=None), INT32_MAX))
+    return min(int_between("max_steps", value, most=None), INT32_MAX)
 
 
 def collector(env: Any, acting: Any, record_fn: Any, value_fn: Any = None) -> None:
@@ -130,48 +128,6 @@ def carry(value: Any, num_envs: int) -> None:
             f"`carry` must have the lanes of the collector, num_envs={num_envs}, got "
             f"shape {lanes}."
         )
-
-
-def devices(env: VectorEnv, carry: Any) -> None:
-    """Checks that the carry lies on the devices of a sharded `env`."""
-    sharding = sharding_of(env)
-    if sharding is None or not isinstance(carry, Carry):
-        return
-    step = carry.step  # one leaf stands for all
-    if isinstance(step, Tracer) or not getattr(step, "committed", False):
-        return  # jax moves an uncommitted array
-    if step.sharding.device_set != set(sharding.mesh.devices.flat):
-        want, got = (
-            ", ".join(str(x.id) for x in sorted(devices, key=lambda x: x.id))
-            for devices in (sharding.mesh.devices.flat, step.sharding.device_set)
-        )
-        raise ValueError(
-            f"`carry` must lie on the devices of the collector, {want}, got {got}; "
-            "`jax.device_put` moves it there."
-        )
-
-
-def explain_devices(error: ValueError, **trees: Any) -> None:
-    """Raises a message with the way out if `error` is jax's about devices.
-
-    Args:
-        error: the exception that a jitted call raised.
-        trees: its arguments, by name.
-    """
-    if "incompatible devices" not in str(error):
-        return
-    found: Any = None
-    for name, tree in trees.items():
-        for leaf in jax.tree.leaves(tree):
-            if not getattr(leaf, "committed", False):
-                continue  # it goes where it is needed
-            devices = sorted(x.id for x in leaf.sharding.device_set)
-            found = found or (name, devices)
-            if devices != found[1]:
-                raise ValueError(
-                    f"`{name}` must lie on the devices of `{found[0]}`, {found[1]}, "
-                    f"got {devices}; `jax.device_put` takes it there."
-                ) from error
 
 
 def accumulators(value: Any) -> Accumulators:

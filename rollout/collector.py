@@ -8,13 +8,11 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.core import Tracer
 
 from rollout import checks, kernel, platform
 from rollout.envs import prng
 from rollout.envs.types import VectorEnv, node_types
 from rollout.kernel import episodes
-from rollout.kernel.episode_keys import Roots
 from rollout.types import (
     ActionT,
     Carry,
@@ -28,11 +26,18 @@ from rollout.types import (
 )
 
 Acc = TypeVar("Acc")
+Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 # Steps in one iteration on a GPU: 2 save launches; 4 save few more, and take longer to
 # compile. On a TPU it stays 1: 2 save cycles only for large observations, and take more
 # memory.
 _GPU_UNROLL = 2
+
+
+def _jit(*static: str) -> Callable[[Fn], Fn]:
+    """Returns `jax.jit` with static arguments, as a decorator that keeps the types."""
+    jit: Any = functools.partial(jax.jit, static_argnames=static)
+    return jit
 
 
 class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True):
@@ -78,6 +83,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         object.__setattr__(self, "accumulators", accumulators)
         object.__setattr__(self, "_types", node_types(self.env))
 
+    @_jit()
     def init(self, key: chex.PRNGKey) -> Carry:
         """Starts the first episode of every lane. Jitted.
 
@@ -93,12 +99,9 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
                 lacks the lane axis.
         """
         checks.typed_key(key)
-        try:
-            return _init(self, key)
-        except ValueError as error:
-            checks.explain_devices(error, collector=self, key=key)
-            raise
+        return kernel.init(self, key)
 
+    @_jit()
     def step(
         self, carry: Carry, params: ParamsT
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
@@ -115,8 +118,10 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             ValueError: while tracing, if the policy or the environment returns
                 something of the wrong structure, shape or dtype.
         """
-        return _step(self, carry, params)
+        carry, transition = kernel.step(self, carry, params)
+        return carry, kernel.apply_record_fn(self.record_fn, transition)
 
+    @_jit("num_steps")
     def collect_steps(
         self, carry: Carry, params: ParamsT, num_steps: int
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
@@ -138,8 +143,9 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             ValueError: if `num_steps` is not an int of at least 1, or as `step` does.
         """
         num_steps = checks.int_between("num_steps", num_steps)
-        return _collect_steps(self, carry, params, num_steps)
+        return scan_steps(self, carry, params, num_steps)
 
+    @_jit("fn", "num_steps")
     def fold_steps(
         self,
         carry: Carry,
@@ -171,9 +177,25 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         """
         num_steps = checks.int_between("num_steps", num_steps)
         checks.function("fn", fn)
-        fold = _jitted(_fold_steps, fn, (self, carry, params, acc))
-        return fold(self, carry, params, acc, fn, num_steps)
+        roots = kernel.roots_of(self.env, carry)
 
+        def step(
+            state: tuple[Carry, Acc], policy_key: chex.PRNGKey
+        ) -> tuple[tuple[Carry, Acc], None]:
+            carry, acc = state
+            carry, transition = kernel.step(
+                self, carry, params, roots=roots, policy_key=policy_key
+            )
+            return (
+                carry,
+                fn(acc, kernel.apply_record_fn(self.record_fn, transition)),
+            ), None
+
+        policy_keys = kernel.policy_keys(roots, carry, num_steps)
+        state = carry, acc
+        return platform.scan(step, state, policy_keys, gpu=_GPU_UNROLL, other=1)[0]
+
+    @_jit("num_episodes", "max_steps", "min_steps")
     def collect_episodes(
         self,
         carry: Carry,
@@ -212,13 +234,22 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
                 as `step` does.
         """
         num_episodes = checks.int_between("num_episodes", num_episodes)
-        limit, least = checks.max_steps(max_steps), None
         if min_steps is not None:
-            least = jnp.int32(checks.int_between("min_steps", min_steps))
-        return _collect_episodes(
-            self, carry, params, limit, episodes.queue, num_episodes, least
+            min_steps = checks.int_between("min_steps", min_steps)
+        carry, _, played = episodes.play(
+            self,
+            carry,
+            params,
+            lambda acc, transition: acc,
+            (),
+            make_plan=episodes.queue,
+            number=num_episodes,
+            max_steps=checks.max_steps(max_steps),
+            min_steps=min_steps,
         )
+        return carry, played
 
+    @_jit("episodes_per_env", "max_steps")
     def collect_episodes_per_env(
         self,
         carry: Carry,
@@ -248,11 +279,19 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             ValueError: as `collect_episodes` does.
         """
         episodes_per_env = checks.int_between("episodes_per_env", episodes_per_env)
-        limit = checks.max_steps(max_steps)
-        return _collect_episodes(
-            self, carry, params, limit, episodes.per_env, episodes_per_env
+        carry, _, played = episodes.play(
+            self,
+            carry,
+            params,
+            lambda acc, transition: acc,
+            (),
+            make_plan=episodes.per_env,
+            number=episodes_per_env,
+            max_steps=checks.max_steps(max_steps),
         )
+        return carry, played
 
+    @_jit("fn", "num_episodes", "max_steps")
     def fold_episodes(
         self,
         carry: Carry,
@@ -287,10 +326,18 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         """
         num_episodes = checks.int_between("num_episodes", num_episodes)
         checks.function("fn", fn)
-        limit = checks.max_steps(max_steps)
-        fold = _jitted(_fold_episodes, fn, (self, carry, params, acc, limit))
-        return fold(self, carry, params, acc, limit, fn, num_episodes)
+        return episodes.play(
+            self,
+            carry,
+            params,
+            fn,
+            acc,
+            make_plan=episodes.queue,
+            number=num_episodes,
+            max_steps=checks.max_steps(max_steps),
+        )
 
+    @_jit("num_episodes", "max_length")
     def collect_padded_episodes(
         self, carry: Carry, params: ParamsT, num_episodes: int, *, max_length: int
     ) -> tuple[Carry, Transition[ObsT, ActionT], Episodes]:
@@ -314,201 +361,68 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         """
         num_episodes = checks.int_between("num_episodes", num_episodes)
         max_length = checks.int_between("max_length", max_length)
-        return _collect_padded(self, carry, params, num_episodes, max_length)
-
-    def _play(
-        self,
-        carry: Carry,
-        params: ParamsT,
-        fn: Callable[[Acc, Transition[ObsT, ActionT]], Acc],
-        acc: Acc,
-        max_steps: jax.Array,
-        num_episodes: int,
-        *,
-        make_plan: Callable[..., episodes.Plan] = episodes.queue,
-        min_steps: jax.Array | None = None,
-        holds: bool = True,
-    ) -> tuple[Carry, Acc, Episodes]:
-        """Makes a plan and plays it; `fn` receives the recorded transitions.
-
-        With `holds=False`, `fn` must ignore the lanes where `mask` is False.
-        """
-        checks.carry(carry, self.env.num_envs)
-        roots = kernel.roots_of(self.env, carry)
-
-        def fold(acc: Acc, transition: Transition, go: jax.Array) -> Acc:
-            new = fn(acc, kernel.apply_record_fn(self.record_fn, transition))
-            return platform.hold(go, new, acc) if holds else new
-
-        return episodes.play(
-            kernel.setup_of(self),
+        row = jax.eval_shape(Collector.step, self, carry, params)[1]
+        blank, write = episodes.pad(row, carry, num_episodes, max_length)
+        carry, padded, played = episodes.play(
+            self,
             carry,
             params,
-            fold,
-            acc,
-            plan=make_plan(carry, roots, num_episodes),
-            roots=roots,
-            max_steps=max_steps,
-            min_steps=min_steps,
+            write,
+            prng.words(blank),
+            make_plan=episodes.queue,
+            number=num_episodes,
+            max_steps=max_length,
+            holds=False,
         )
+        return carry, prng.like(padded, blank), played
 
 
-# Jitted: without `jit` the first call would compile a program for each operation.
-@jax.jit
-def _init(collector: Collector, key: chex.PRNGKey) -> Carry:
-    return kernel.init(kernel.setup_of(collector), key)
-
-
-def _take(
+def scan_steps(
     collector: Collector,
     carry: Carry,
     params: Any,
-    roots: Roots | None = None,
-    policy_key: chex.PRNGKey | None = None,
-) -> tuple[Carry, Transition]:
-    setup = kernel.setup_of(collector)
-    carry, transition = kernel.step(
-        setup, carry, params, roots=roots, policy_key=policy_key
-    )
-    return carry, kernel.apply_record_fn(collector.record_fn, transition)
-
-
-def _on_devices(jitted: Callable[..., Any]) -> Callable[..., Any]:
-    """Checks the carry's devices first: jax's own message names no argument."""
-
-    @functools.wraps(jitted)
-    def call(collector: Collector, carry: Carry, *args: Any, **options: Any) -> Any:
-        checks.devices(collector.env, carry)
-        try:
-            return jitted(collector, carry, *args, **options)
-        except ValueError as error:
-            checks.explain_devices(
-                error, collector=collector, carry=carry, params=args[0], acc=args[1:]
-            )
-            raise
-
-    return call
-
-
-_step = _on_devices(jax.jit(_take))
-
-
-def _jitted(
-    fold: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]
-) -> Callable[..., Any]:
-    """Jits a fold with static `fn` and count, unless jax is tracing or `fn` unhashable.
-
-    While tracing, `fn` may close over tracers, which must not stay in a cache.
-    """
-    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
-    try:
-        hash(fn)
-    except TypeError:
-        return fold
-    return fold if is_traced else _JITTED[fold]
-
-
-def _fold_steps(
-    collector: Collector,
-    carry: Carry,
-    params: Any,
-    acc: Acc,
-    fn: Callable[[Acc, Transition], Acc],
     num_steps: int,
-) -> tuple[Carry, Acc]:
-    roots = kernel.roots_of(collector.env, carry)
-
-    def step(
-        state: tuple[Carry, Acc], policy_key: chex.PRNGKey
-    ) -> tuple[tuple[Carry, Acc], None]:
-        carry, transition = _take(collector, state[0], params, roots, policy_key)
-        return (carry, fn(state[1], transition)), None
-
-    policy_keys = kernel.policy_keys(roots, carry, num_steps)
-    state = carry, acc
-    return platform.scan(step, state, policy_keys, gpu=_GPU_UNROLL, other=1)[0]
-
-
-def _fold_episodes(
-    collector: Collector,
-    carry: Carry,
-    params: Any,
-    acc: Acc,
-    max_steps: jax.Array,
-    fn: Callable[[Acc, Transition], Acc],
-    num_episodes: int,
-) -> tuple[Carry, Acc, Episodes]:
-    return collector._play(carry, params, fn, acc, max_steps, num_episodes)
-
-
-@_on_devices
-@functools.partial(jax.jit, static_argnames="num_steps")
-def _collect_steps(
-    collector: Collector, carry: Carry, params: Any, num_steps: int
+    *,
+    limit: int | None = None,
+    drop_fn: Callable[[Transition], jax.Array] | None = None,
 ) -> tuple[Carry, Transition]:
+    """Takes `num_steps` steps in every lane; see `Collector.collect_steps`.
+
+    Args:
+        collector: policy and environments.
+        carry: as there.
+        params: as there.
+        num_steps: as there.
+        limit: steps after which an episode is truncated.
+        drop_fn: the recorded transition to `[B]` bool, True where to give the episode
+            up and start another one.
+    """
     roots = kernel.roots_of(collector.env, carry)
+
+    def record(transition: Transition) -> Transition:
+        return kernel.apply_record_fn(collector.record_fn, transition)
+
+    def drop(transition: Transition) -> jax.Array:
+        assert drop_fn is not None  # else nobody calls this
+        return drop_fn(record(transition))
 
     def step(
         carry: Carry, policy_key: chex.PRNGKey
     ) -> tuple[Carry, tuple[Transition, jax.Array]]:
-        after, transition = _take(collector, carry, params, roots, policy_key)
-        return after, kernel.writable_in_cuda_graph(kernel.pack(transition), carry.step)
+        after, transition = kernel.step(
+            collector,
+            carry,
+            params,
+            roots=roots,
+            policy_key=policy_key,
+            limit=limit,
+            drop_fn=drop_fn and drop,
+        )
+        packed = kernel.pack(record(transition))
+        return after, kernel.writable_in_cuda_graph(packed, carry.step)
 
     policy_keys = kernel.policy_keys(roots, carry, num_steps)
     carry, (rows, flags) = platform.scan(
         step, carry, policy_keys, gpu=_GPU_UNROLL, other=1
     )
     return carry, kernel.unpack(rows, flags, jnp.ones(flags.shape, bool))
-
-
-@_on_devices
-@functools.partial(jax.jit, static_argnames=("make_plan", "count"))
-def _collect_episodes(
-    collector: Collector,
-    carry: Carry,
-    params: Any,
-    max_steps: jax.Array,
-    make_plan: Callable[..., episodes.Plan],
-    count: int,
-    min_steps: jax.Array | None = None,
-) -> tuple[Carry, Episodes]:
-    carry, _, played = collector._play(
-        carry,
-        params,
-        lambda acc, transition: acc,
-        (),
-        max_steps,
-        count,
-        make_plan=make_plan,
-        min_steps=min_steps,
-    )
-    return carry, played
-
-
-@_on_devices
-@functools.partial(jax.jit, static_argnames=("num_episodes", "max_length"))
-def _collect_padded(
-    collector: Collector,
-    carry: Carry,
-    params: Any,
-    num_episodes: int,
-    max_length: int,
-) -> tuple[Carry, Transition, Episodes]:
-    row = jax.eval_shape(collector.step, carry, params)[1]
-    blank, write = episodes.pad(row, carry, num_episodes, max_length)
-    carry, padded, played = collector._play(
-        carry,
-        params,
-        write,
-        prng.words(blank),
-        jnp.int32(max_length),
-        num_episodes,
-        holds=False,
-    )
-    return carry, prng.like(padded, blank), played
-
-
-_JITTED = {
-    fold: _on_devices(jax.jit(fold, static_argnames=("fn", count)))
-    for fold, count in ((_fold_steps, "num_steps"), (_fold_episodes, "num_episodes"))
-}

@@ -59,12 +59,7 @@ def evaluate(
     num_episodes = checks.int_between("num_episodes", num_episodes)
     if isinstance(collector, HostCollector):
         return _evaluate(collector, key, params, num_episodes, max_steps)
-    limit = checks.max_steps(max_steps)
-    try:
-        return _evaluate_jitted(collector, key, params, num_episodes, limit)
-    except ValueError as error:
-        checks.explain_devices(error, collector=collector, key=key, params=params)
-        raise
+    return _evaluate_jitted(collector, key, params, num_episodes, max_steps)
 
 
 def _evaluate(
@@ -72,7 +67,7 @@ def _evaluate(
     key: chex.PRNGKey,
     params: Any,
     num_episodes: int,
-    max_steps: Any,  # an int, or `()` int32 where it is traced
+    max_steps: int,
 ) -> CollectStats:
     _, num_nonfinite, played = collector.fold_episodes(
         collector.init(key),
@@ -85,7 +80,7 @@ def _evaluate(
     return summarize(played).replace(num_nonfinite=num_nonfinite)
 
 
-_evaluate_jitted = jax.jit(_evaluate, static_argnames="num_episodes")
+_evaluate_jitted = jax.jit(_evaluate, static_argnames=("num_episodes", "max_steps"))
 
 
 def _count(num_nonfinite: jax.Array, transition: Transition) -> jax.Array:

@@ -142,7 +142,7 @@ def _auto_reset(given: _Given) -> Any:
 
     def step(carry: Carry, done: jax.Array) -> tuple[Carry, None]:
         start = kernel.next_episodes(collector.env, carry, roots)
-        return kernel.restart(kernel.setup_of(collector), carry, done, start), None
+        return kernel.restart(collector, carry, done, start), None
 
     return lax.scan(step, carry, trajectory.done)[0]
 

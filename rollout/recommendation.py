@@ -165,7 +165,7 @@ def evaluate_settings(
     """
     checks.typed_key(key)
     num_episodes = checks.int_between("num_episodes", num_episodes)
-    limit = checks.max_steps(max_steps)
+    max_steps = checks.max_steps(max_steps)
     catalogue = Catalogue() if catalogue is None else catalogue
     if not isinstance(settings, Mapping) or not isinstance(catalogue, Catalogue):
         raise ValueError(
@@ -177,17 +177,17 @@ def evaluate_settings(
     catalogue = jax.tree.map(
         jnp.asarray, catalogue, is_leaf=lambda x: isinstance(x, list)
     )
-    return _evaluate(dict(settings), key, params, num_episodes, catalogue, limit)
+    return _evaluate(dict(settings), key, params, num_episodes, catalogue, max_steps)
 
 
-@functools.partial(jax.jit, static_argnames="num_episodes")
+@functools.partial(jax.jit, static_argnames=("num_episodes", "max_steps"))
 def _evaluate(
     settings: dict[str, Collector],
     key: chex.PRNGKey,
     params: Any,
     num_episodes: int,
     catalogue: Catalogue,
-    max_steps: Any,  # () int32
+    max_steps: int,
 ) -> dict[str, RecommendationStats]:
     return {
         name: _play(collector, key, params, num_episodes, catalogue, max_steps)
@@ -201,7 +201,7 @@ def _play(
     params: Any,
     num_episodes: int,
     catalogue: Catalogue,
-    max_steps: Any,  # () int32
+    max_steps: int,
 ) -> RecommendationStats:
     features = _directions(catalogue.features)
     num_envs, num_items = collector.env.num_envs, collector.env.action_space.n

@@ -26,6 +26,7 @@ from rollout.envs.types import (
     EnvStep,
     LaneIndex,
     Lanes,
+    Shared,
     VectorEnv,
     sharding_of,
 )
@@ -119,9 +120,9 @@ class LaneSharding(NamedTuple):
         """Number of devices that the lanes are sharded over."""
         return self.mesh.shape[self.axis]
 
-    def place(self, tree: ArrayTree, num_envs: int, *, lane_axis: int = 0) -> ArrayTree:
-        """Shards arrays that have a lane axis over the devices; replicates others."""
-        shardings = self.shardings(tree, num_envs, lane_axis=lane_axis)
+    def place(self, tree: ArrayTree, *, lane_axis: int = 0) -> ArrayTree:
+        """Shards arrays over the devices; replicates scalars, and what is `Shared`."""
+        shardings = self.shardings(tree, lane_axis=lane_axis)
         return lax.with_sharding_constraint(tree, shardings)
 
     def replicate(self, tree: ArrayTree) -> ArrayTree:
@@ -129,17 +130,17 @@ class LaneSharding(NamedTuple):
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return lax.with_sharding_constraint(tree, everywhere)
 
-    def shardings(
-        self, tree: ArrayTree, num_envs: int, *, lane_axis: int = 0
-    ) -> ArrayTree:
+    def shardings(self, tree: ArrayTree, *, lane_axis: int = 0) -> ArrayTree:
         """Returns the sharding that `place` applies to each array of a tree."""
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        over_lanes = PartitionSpec(*[None] * lane_axis, self.axis)
 
-        def make(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
-            has_lanes = x.shape[lane_axis : lane_axis + 1] == (num_envs,)
-            spec = [*[None] * lane_axis, self.axis] if has_lanes else []
-            return NamedSharding(self.mesh, PartitionSpec(*spec))
+        def make(x: Any) -> ArrayTree:
+            if isinstance(x, Shared):
+                return jax.tree.map(lambda _: everywhere, x)
+            return NamedSharding(self.mesh, over_lanes) if x.ndim else everywhere
 
-        return jax.tree.map(make, tree)
+        return jax.tree.map(make, tree, is_leaf=lambda x: isinstance(x, Shared))
 
     def map(self, fn: Callable[..., ArrayTree], whole: ArrayTree, *lanes: Any) -> Any:
         """Calls `fn(whole, *lanes)` on each device, with its own lanes."""

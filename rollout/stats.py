@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from rollout import checks
 from rollout.nonfinite import count_nonfinite
-from rollout.types import Episodes, Transition
+from rollout.types import Episode, Episodes, Transition
 
 # Student's t at 97.5 % for 1 to 4 degrees of freedom, where its expansion is poor.
 _T_QUANTILES = (12.706205, 4.302653, 3.182446, 2.776445)
@@ -433,7 +433,7 @@ def log_stats(stats: Any, *, prefix: str = "") -> dict[str, float]:
 
 
 def _describe(
-    data: Transition | Episodes,
+    data: Transition | Episodes | Episode,
     *,
     ended: jax.Array,
     terminated: jax.Array,
@@ -454,6 +454,13 @@ def _describe(
         },
         **counts,
     )
+
+
+def nothing(episode: Episode) -> CollectStats:
+    """Returns the statistics of no episode, like those of a carry's `episode`."""
+    none, zero = jnp.zeros_like(episode.episode_id, bool), jnp.int32(0)
+    counts = {"num_steps": zero, "num_unfinished": zero, "num_nonfinite": zero}
+    return _describe(episode, ended=none, terminated=none, **counts)
 
 
 def _t_quantile(xp: Any, freedom: Any) -> Any:

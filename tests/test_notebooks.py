@@ -18,7 +18,7 @@ TIMEOUT = 300  # seconds per cell; whole notebooks take well under a minute
 # learning are left out; the others are sizes that prove as much where they are smaller.
 SMALLER = {
     "BUDGET = 1.0": "BUDGET = 0.005",
-    "total_steps=12_000": "total_steps=7_000",  # 03: checkpoints, and a kill after 5
+    "total_steps=12_288": "total_steps=7_168",  # 03: checkpoints, and a kill after 5
     "NUM_ENVS * 10_000": "NUM_ENVS * 1_000",
     "NUM_ENVS * 30_000": "NUM_ENVS * 3_000",
     "steps_per_batch=256 * 128": "steps_per_batch=256 * 16",

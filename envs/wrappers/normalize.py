@@ -11,7 +11,14 @@ from flax import struct
 from rollout.envs import checks
 from rollout.envs import prng as env_keys
 from rollout.envs.spaces import space_of
-from rollout.envs.types import AnySpace, ArrayTree, EnvStep, LaneIndex, Lanes
+from rollout.envs.types import (
+    AnySpace,
+    ArrayTree,
+    EnvStep,
+    LaneIndex,
+    Lanes,
+    Shared,
+)
 from rollout.envs.wrappers import running_stats
 from rollout.envs.wrappers.running_stats import Statistics
 from rollout.envs.wrappers.wrapper import VectorWrapper
@@ -24,13 +31,12 @@ class NormalizeState(struct.PyTreeNode, kw_only=True):
         env_state: `[B, ...]`, state of the wrapped environment.
         raw_obs: `[B, ...]`, the wrapped environment's observation that the next action
             will be chosen from.
-        statistics: shared by all lanes, so its leaves have no lane axis: the only
-            exception in an environment state.
+        statistics: the `Statistics` of all lanes.
     """
 
     env_state: ArrayTree  # [B, ...]
     raw_obs: ArrayTree  # [B, ...]
-    statistics: Statistics
+    statistics: Shared
 
 
 class NormalizeObs(VectorWrapper):
@@ -103,14 +109,14 @@ class NormalizeObs(VectorWrapper):
             The same environment, which uses the statistics of `env_state` and never
             changes them, also after a `reset`. It accepts carries of this one.
         """
-        return self.replace(statistics=env_state.statistics)
+        return self.replace(statistics=env_state.statistics.value)
 
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, raw_obs = self.env.reset(keys)
         statistics = self._take_in(running_stats.prior(raw_obs), raw_obs)
         state = NormalizeState(
-            env_state=env_state, raw_obs=raw_obs, statistics=statistics
+            env_state=env_state, raw_obs=raw_obs, statistics=Shared(statistics)
         )
         return state, self._normalize(statistics, raw_obs)
 
@@ -119,11 +125,13 @@ class NormalizeObs(VectorWrapper):
     ) -> EnvStep:
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
-        statistics = self._take_in(state.statistics, result.obs)
+        statistics = self._take_in(state.statistics.value, result.obs)
         raw = {"raw_obs": state.raw_obs, "raw_next_obs": result.obs}
         return result.replace(
             state=NormalizeState(
-                env_state=result.state, raw_obs=result.obs, statistics=statistics
+                env_state=result.state,
+                raw_obs=result.obs,
+                statistics=Shared(statistics),
             ),
             obs=self._normalize(statistics, result.obs),
             info=_merge(raw, result.info),
@@ -138,7 +146,7 @@ class NormalizeObs(VectorWrapper):
             episode_key=lanes.episode_key, state=state.env_state, obs=state.raw_obs
         )
         inner = self.env.reset_done(key_fn, done, inner)
-        fresh = self._normalize(state.statistics, inner.obs)
+        fresh = self._normalize(state.statistics.value, inner.obs)
         return Lanes(
             episode_key=inner.episode_key,
             state=state.replace(env_state=inner.state, raw_obs=inner.obs),
@@ -167,12 +175,12 @@ class RewardState(struct.PyTreeNode, kw_only=True):
     Attributes:
         env_state: `[B, ...]`, state of the wrapped environment.
         discounted: `[B]` float32, discounted sum of the episode's rewards so far.
-        statistics: of these sums, shared by all lanes: no lane axis.
+        statistics: the `Statistics` of these sums, of all lanes.
     """
 
     env_state: ArrayTree  # [B, ...]
     discounted: jax.Array  # [B]
-    statistics: Statistics
+    statistics: Shared
 
 
 class NormalizeReward(VectorWrapper):
@@ -212,7 +220,7 @@ class NormalizeReward(VectorWrapper):
 
     def freeze(self, env_state: RewardState) -> Self:
         """Fixes the statistics to those of `env_state`; see `NormalizeObs.freeze`."""
-        return self.replace(statistics=env_state.statistics)
+        return self.replace(statistics=env_state.statistics.value)
 
     def reset(self, keys: chex.PRNGKey) -> tuple[RewardState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
@@ -220,7 +228,7 @@ class NormalizeReward(VectorWrapper):
         discounted = jnp.zeros((self.num_envs,), jnp.float32)
         statistics = self.statistics or running_stats.prior(discounted)
         state = RewardState(
-            env_state=env_state, discounted=discounted, statistics=statistics
+            env_state=env_state, discounted=discounted, statistics=Shared(statistics)
         )
         return state, obs
 
@@ -231,11 +239,13 @@ class NormalizeReward(VectorWrapper):
         result = self.env.step(keys, state.env_state, action)
         discounted = self.gamma * state.discounted + result.reward
         statistics = self.statistics or running_stats.updated(
-            state.statistics, discounted
+            state.statistics.value, discounted
         )
         return result.replace(
             state=RewardState(
-                env_state=result.state, discounted=discounted, statistics=statistics
+                env_state=result.state,
+                discounted=discounted,
+                statistics=Shared(statistics),
             ),
             reward=result.reward / jnp.sqrt(statistics.var + self.epsilon),
             info=_merge({"raw_reward": result.reward}, result.info),

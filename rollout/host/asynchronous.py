@@ -186,10 +186,8 @@ class _AsyncLoop(Loop):
         self._actions: ArrayTree = None  # obs, action, extras in flight, [B, ...]
         return self
 
-    def _exchange(
-        self, params: Any, block: RowBlock, is_random: np.ndarray | None
-    ) -> None:
-        del block, is_random  # unused: it is unknown which steps come first
+    def _exchange(self, params: Any, block: RowBlock) -> None:
+        del block  # unused
         waits, plan = ~self._in_flight, self.state.plan
         # Idle lanes keep waiting; but a fixed batch may need their answers to be full.
         if plan is not None and not hasattr(self._env, "batch_size"):

@@ -17,7 +17,6 @@ from rollout.host.loop import NO_LIMIT, Loop
 from rollout.host.policy_runner import PolicyRunner
 from rollout.host.restarts import FaultStats, Restarts
 from rollout.host.rows import Bookkeeper, RowBlock, fold, lanes_of
-from rollout.policies.masks import MaskFn
 from rollout.types import (
     Accumulator,
     Accumulators,
@@ -295,10 +294,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         params: ParamsT,
         num_steps: int,
         *,
-        capacity: int,
-        limit: int = NO_LIMIT,
-        random_fn: Callable[[int], np.ndarray | None] = lambda row: None,
-        mask_fn: MaskFn | None = None,
+        limit: int | None = None,
         at_end: str = "continue",
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Collects a batch of a `Stream`.
@@ -308,16 +304,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         Args:
             carry: the latest one.
             params: whatever the policy takes as its parameters.
-            num_steps: rows to fill.
-            capacity: rows of the trajectory; those after `num_steps` are zero.
-            limit: steps after which an episode is truncated.
-            random_fn: maps a row's number to `[B]` bool, the lanes that act at random,
-                or to None.
-            mask_fn: see `Stream`.
+            num_steps: rows of the trajectory.
+            limit: steps after which an episode is truncated; None for no limit.
             at_end: see `Stream`'s `at_batch_end`.
 
         Returns:
-            The next carry, and the trajectory, `[capacity, B, ...]`.
+            The next carry, and the trajectory, `[num_steps, B, ...]`.
         """
         loop: Any = self._loop
         is_mine = np.array_equal(carry.env_state, self._used)
@@ -328,11 +320,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             if goes_on:
                 self._recover_loop()
             else:
-                self._begin_block(num_steps, capacity)
+                self._begin_block(num_steps)
                 if at_end == "reset":
                     loop.begin(loop.state.length > 0, loop.state.next_own)
             block: Any = self._block
-            loop.play(params, block, limit=limit, random_fn=random_fn, mask_fn=mask_fn)
+            loop.play(params, block, limit=NO_LIMIT if limit is None else limit)
             if at_end == "truncate":
                 unfinished = loop.state.length > 0
                 # Added, not set: after an interrupt this runs again, with new lengths.

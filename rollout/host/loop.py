@@ -20,7 +20,6 @@ from rollout.host.episode_plan import EpisodePlan
 from rollout.host.restarts import Restarts
 from rollout.host.rows import RowBlock
 from rollout.host.seeds import Seeds
-from rollout.policies.masks import MaskFn
 
 At = slice | np.ndarray  # the lanes of a row's columns: all, or `[num_ready]` int
 
@@ -139,7 +138,7 @@ class Loop:
         self._nowhere = ~self._everywhere
         for mask in (self._everywhere, self._nowhere):
             mask.setflags(write=False)  # environments get them
-        self._limit, self._mask_fn = NO_LIMIT, None
+        self._limit = NO_LIMIT
         self.obs: ArrayTree = None  # [B, ...], in the environments' own memory
         # None between two rows; TORN while the environments step, since it is unknown
         # how far an interrupted step got; then their answer, until its row is written.
@@ -168,8 +167,6 @@ class Loop:
         block: RowBlock,
         *,
         limit: int = NO_LIMIT,
-        random_fn: Callable[[int], np.ndarray | None] = lambda row: None,
-        mask_fn: MaskFn | None = None,
     ) -> None:
         """Fills a block, or as much of it as the assigned episodes take.
 
@@ -179,15 +176,12 @@ class Loop:
             params: whatever the policy takes as its parameters.
             block: where the rows go.
             limit: steps after which an episode is cut.
-            random_fn: maps a row's number to `[B]` bool, the lanes that act at random,
-                or to None.
-            mask_fn: which random actions are allowed; all without it.
         """
-        self._limit, self._mask_fn = limit, mask_fn
+        self._limit = limit
         with _InterruptBetweenSteps() as interrupt:
             while block.num < block.size and not self.is_over:
                 interrupt.check()
-                self._exchange(params, block, random_fn(block.num))
+                self._exchange(params, block)
                 self._take(block)
                 self.settle(block)
 
@@ -249,22 +243,14 @@ class Loop:
             else:
                 return
 
-    def _exchange(
-        self, params: Any, block: RowBlock, is_random: np.ndarray | None
-    ) -> None:
+    def _exchange(self, params: Any, block: RowBlock) -> None:
         """Sends the actions, and waits for the answers of a row."""
         state = self.state
         block.write("obs", self.obs)
         # The row of the block is not overwritten, so jax may read it without a copy.
         obs = block.written("obs")
         action, extras, progress = self._act_fn(
-            params,
-            obs,
-            state.over,
-            state.episode_id,
-            state.progress,
-            is_random=is_random,
-            mask_fn=self._mask_fn,
+            params, obs, state.over, state.episode_id, state.progress
         )
         self._pending = TORN
         # One line, so that no interrupt comes between the step and the assignment.

@@ -14,8 +14,6 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.kernel import episode_keys
 from rollout.kernel.episode_keys import LaneIds
 from rollout.kernel.step import initial_policy_state, restart_policy
-from rollout.policies.exploration import random_where
-from rollout.policies.masks import MaskFn
 from rollout.types import Carry, Episode, Policy
 
 _AHEAD = 256  # keys that are drawn at once
@@ -61,7 +59,7 @@ class PolicyRunner:
     def start(self, key: chex.PRNGKey) -> Progress:
         """Prepares for a typed root key; returns the initial progress."""
         if self._impl != (impl := jax.random.key_impl(key)):
-            self._act = jax.jit(self._apply, static_argnums=7)  # mask_fn
+            self._act = jax.jit(self._apply)
             self._restart = jax.jit(self._restarted)
             self._initial = jax.jit(self._initial_state)
             self._impl = impl  # last: it marks the others as complete
@@ -77,8 +75,6 @@ class PolicyRunner:
         progress: Progress,
         *,
         env_id: np.ndarray | None = None,
-        is_random: np.ndarray | None = None,
-        mask_fn: MaskFn | None = None,
     ) -> tuple[ArrayTree, ArrayTree, Progress]:
         """Chooses the actions.
 
@@ -90,23 +86,15 @@ class PolicyRunner:
             progress: the one that the last call returned.
             env_id: `[num_ready]` int32, the lanes to act for, which the other arrays
                 and the result then have instead of all B. The number B is padding.
-            is_random: `[B]` bool, lanes that act at random instead; None for none.
-            mask_fn: which of those actions are allowed; all without it.
 
         Returns:
             Action and extras, `[B, ...]`, NumPy; and the new progress.
         """
-        state, lanes, warmup = progress.state, (), ()
+        state, lanes = progress.state, ()
         if jax.tree.leaves(state):  # a stateless policy has nothing to restart
             lanes = progress.words, over, episode_id
-        if is_random is None:
-            mask_fn = None  # nothing is compiled for it
-        else:
-            warmup = _warmup_words(progress.key, progress.step), is_random
         words = self._policy_words(progress)
-        state, out = self._act(
-            params, words, state, obs, lanes, env_id, warmup, mask_fn
-        )
+        state, out = self._act(params, words, state, obs, lanes, env_id)
         leaves, structure = jax.tree.flatten(out)
         # The parameters decide where it runs, whatever jax's default device is.
         if any(device.platform != "cpu" for device in leaves[0].devices()):
@@ -153,20 +141,14 @@ class PolicyRunner:
         obs: ArrayTree,
         lanes: tuple[jax.Array, ...],
         env_id: jax.Array | None,
-        warmup: tuple[jax.Array, ...],
-        mask_fn: MaskFn | None,
     ) -> tuple[ArrayTree, tuple[ArrayTree, ...]]:
-        policy, num_lanes, old = self._policy, len(jax.tree.leaves(obs)[0]), state
+        num_lanes, old = len(jax.tree.leaves(obs)[0]), state
         view = self._view._replace(num_envs=num_lanes)
         if lanes:
             root, over, episode_id = lanes
             state = self._restarted(root, state, over, episode_id, env_id)
-        if warmup:
-            warmup_words, is_random = warmup
-            key = self._wrap(warmup_words)
-            policy = random_where(policy, view.action_space, is_random, key, mask_fn)
         carry = _carry(obs, state)
-        decision = kernel.act(view, policy, carry, params, self._wrap(words))
+        decision = kernel.act(view, self._policy, carry, params, self._wrap(words))
         state = decision.state
         if env_id is not None:  # `drop`: padding is beyond the last lane
             put = lambda x, rows: x.at[env_id].set(rows, mode="drop")  # noqa: E731
@@ -204,12 +186,6 @@ def _policy_keys(root: chex.PRNGKey, step: jax.Array) -> jax.Array:
     steps = step + jnp.arange(_AHEAD, dtype=jnp.int32)
     key = episode_keys.at_step(episode_keys.policy_root(root), steps)
     return jax.random.key_data(key)
-
-
-def _warmup_words(root: chex.PRNGKey, step: int) -> np.ndarray:
-    """Returns the words of the key of a step's random actions."""
-    key = episode_keys.at_step(episode_keys.warmup_root(root), jnp.int32(step))
-    return np.asarray(jax.random.key_data(key))
 
 
 def _carry(obs: ArrayTree, state: ArrayTree) -> Carry:

@@ -133,7 +133,7 @@ def _program(
     carry = jax.eval_shape(Collector.init, program, key)
     sharding = sharding_of(program.env)
     if sharding is not None:
-        where = sharding.shardings(carry, program.env.num_envs)
+        where = sharding.shardings(carry)
         carry = jax.tree.map(_shape, carry, where)
 
     def collect_steps(collector: Collector, carry: Any, params: Any) -> Any:

@@ -8,7 +8,6 @@ that plays exactly N.
 """
 
 from rollout.kernel.step import (
-    Setup,
     act,
     apply_record_fn,
     init,
@@ -18,7 +17,6 @@ from rollout.kernel.step import (
     policy_keys,
     restart,
     roots_of,
-    setup_of,
     step,
     step_env,
     unpack,
@@ -27,7 +25,6 @@ from rollout.kernel.step import (
 )
 
 __all__ = [
-    "Setup",
     "act",
     "apply_record_fn",
     "init",
@@ -37,7 +34,6 @@ __all__ = [
     "policy_keys",
     "restart",
     "roots_of",
-    "setup_of",
     "step",
     "step_env",
     "unpack",

@@ -1,12 +1,11 @@
 """Derives every random key, and the id of every episode.
 
-Keys come from counters, not from a chain of splits. Four streams derive from the root
+Keys come from counters, not from a chain of splits. Three streams derive from the root
 key; with `fold_in` written as a product,
 
     root POLICY t      the policy's key at step t
     root ENV i n       lane i's n-th episode, from 0
     root QUEUE e       the e-th episode that `collect_episodes` serves, from 0
-    root WARMUP t      the random actions of a warm-up at step t
 
 so the key of lane i's n-th episode is `fold_in(fold_in(fold_in(root, ENV), i), n)`. An
 environment draws everything from the key of its episode: the reset, and step n from
@@ -31,7 +30,7 @@ from rollout.envs import prng
 from rollout.envs.types import RESET, ArrayTree, LaneIndex
 from rollout.types import Episode
 
-_POLICY, _ENV, _QUEUE, _WARMUP = 0, 1, 2, 3
+_POLICY, _ENV, _QUEUE = 0, 1, 2
 _ONCE = np.uint32(2**32 - 1)  # under an episode's key; its reset has 0, step n has n
 
 
@@ -54,12 +53,10 @@ class Roots(NamedTuple):
 
     Attributes:
         policy: `()` key, `root POLICY`.
-        warmup: `()` key, `root WARMUP`.
         lane: `[B]` keys, `root ENV i` of every lane.
     """
 
     policy: chex.PRNGKey  # ()
-    warmup: chex.PRNGKey  # ()
     lane: chex.PRNGKey  # [B]
 
 
@@ -99,7 +96,6 @@ def roots(root: chex.PRNGKey, lanes: LaneIds) -> Roots:
     """Hashes the keys that those of all steps derive from."""
     return Roots(
         policy=policy_root(root),
-        warmup=warmup_root(root),
         lane=prng.fold_in(prng.fold_in(root, _ENV), lanes.number),
     )
 
@@ -109,17 +105,8 @@ def policy_root(root: chex.PRNGKey) -> chex.PRNGKey:
     return prng.fold_in(root, _POLICY)
 
 
-def warmup_root(root: chex.PRNGKey) -> chex.PRNGKey:
-    """Returns the key that the keys of a warm-up's random actions derive from."""
-    return prng.fold_in(root, _WARMUP)
-
-
 def at_step(root: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
-    """Returns the key of all lanes at a step, derived from a root.
-
-    The policy's keys derive from `Roots.policy`, those of a warm-up's random actions
-    from `Roots.warmup`. `[T]` steps give `[T]` keys.
-    """
+    """Returns the policy's key at a step, from `Roots.policy`; `[T]` of `[T]` steps."""
     if step.ndim and jax.random.key_impl(root) == "unsafe_rbg":
         # A batched `fold_in` of this generator makes other keys than single ones.
         return lax.map(lambda t: prng.fold_in(root, t), step)

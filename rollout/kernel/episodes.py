@@ -18,7 +18,14 @@ from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.kernel import episode_keys
 from rollout.kernel.episode_keys import Roots, Start
-from rollout.kernel.step import Setup, advance, pack_flags, restart, unpack_flags
+from rollout.kernel.step import (
+    advance,
+    apply_record_fn,
+    pack_flags,
+    restart,
+    roots_of,
+    unpack_flags,
+)
 from rollout.types import (
     Carry,
     Episode,
@@ -108,31 +115,52 @@ class _Run(struct.PyTreeNode, kw_only=True):
 
 
 def play(
-    setup: Setup,
+    collector: Any,
     carry: Carry,
     params: Any,
-    fn: Callable[[Acc, Transition, jax.Array], Acc],
+    fn: Callable[[Acc, Transition], Acc],
     acc: Acc,
     *,
-    plan: Plan,
-    roots: Roots,
-    max_steps: jax.Array,
-    min_steps: jax.Array | None = None,
+    make_plan: Callable[[Carry, Roots, int], Plan],
+    number: int,
+    max_steps: int,
+    min_steps: int | None = None,
+    holds: bool = True,
 ) -> tuple[Carry, Acc, Episodes]:
-    """Plays the episodes of a plan; see `Collector.fold_episodes`."""
-    sharding = sharding_of(setup.env)
+    """Plays the episodes of a plan; see `Collector.fold_episodes`.
+
+    Args:
+        collector: environments, policy, accumulators, and what is recorded.
+        carry: as there.
+        params: as there.
+        fn: as there; it receives recorded transitions.
+        acc: as there.
+        make_plan: `queue` or `per_env`.
+        number: of episodes in the queue, or of each lane.
+        max_steps: as there.
+        min_steps: as in `Collector.collect_episodes`.
+        holds: False if `fn` ignores lanes where `mask` is False: then `acc` need not be
+            held in the steps beyond the end.
+    """
+    env = collector.env
+    sharding, roots = sharding_of(env), roots_of(env, carry)
+    plan = make_plan(carry, roots, number)
 
     # Restart, then step: the other way round XLA would compile another restart, of all
     # lanes, before the first step.
     # Beyond the end every lane is idle, so tables and counts do not change.
     def step(run: _Run, go: jax.Array) -> _Run:
         start = plan.start_fn(run.index)
-        carry = restart(setup, run.carry, run.over, start)
-        carry, row, cut = advance(setup, carry, params, roots=roots, limit=max_steps)
+        carry = restart(collector, run.carry, run.over, start)
+        carry, row, cut = advance(
+            collector, carry, params, roots=roots, limit=max_steps
+        )
         mask = run.index < plan.num_episodes
+        played = _mask_idle(row, mask, cut)
+        acc = fn(run.acc, apply_record_fn(collector.record_fn, played))
         return run.replace(
             carry=platform.hold(go, carry, run.carry),
-            acc=fn(run.acc, _mask_idle(row, mask, cut), go),
+            acc=platform.hold(go, acc, run.acc) if holds else acc,
             over=row.done,
             table=_write_results(run.table, plan.first, run.index, row, cut),
             values=_write_values(run.values, run.index, row),
@@ -142,8 +170,8 @@ def play(
     run = _initial_run(plan, carry, acc, sharding)
     run = platform.steps_while(lambda run: run.num_over < run.num_wanted, step, run)
     # Afterwards every lane starts its own next episode, wherever the plan has left it.
-    everywhere = jnp.ones((setup.env.num_envs,), bool)
-    end = restart(setup, run.carry, everywhere, plan.after)
+    everywhere = jnp.ones((env.num_envs,), bool)
+    end = restart(collector, run.carry, everywhere, plan.after)
     played = _read(run.table, run.values)
     num_queued = plan.num_queued
     if min_steps is not None:
@@ -182,7 +210,7 @@ def _initial_run(plan: Plan, carry: Carry, acc: Any, sharding: Any) -> _Run:
 
     def make(shape: tuple[int, ...], dtype: Any) -> jax.Array:
         table = jnp.zeros((num_parts, plan.num_episodes, *shape), dtype)
-        return sharding.place(table, num_parts) if sharding else table
+        return sharding.place(table) if sharding else table
 
     return _Run(
         carry=carry,
@@ -206,7 +234,7 @@ def _assign_next(
     done: jax.Array,
     mask: jax.Array,
     sharding: Any,
-    min_steps: jax.Array | None,
+    min_steps: int | None,
 ) -> dict[str, jax.Array]:
     """Assigns the next episodes, and updates the counts of the loop."""
     # All flags share one exchange between devices. `done` counts idle lanes too, which
@@ -334,7 +362,7 @@ def _saturated(total: jax.Array, rough: jax.Array) -> jax.Array:
     return jnp.where((total < 0) | (rough > 1.5 * _MOST), _MOST, total)
 
 
-def first_of(played: Episodes, min_steps: jax.Array) -> Episodes:
+def first_of(played: Episodes, min_steps: int) -> Episodes:
     """Keeps the first episodes, in the order of their start, with `min_steps` together.
 
     Which ones does not depend on the lanes: others that were started do not count.

@@ -1,14 +1,14 @@
 """The pure step of every collector: `advance` all lanes, then `restart` those done.
 
 Every fold over time folds `step`, which does everything else: it steps the environment
-by `platform.step_once`, derives the keys, applies the limit and restores inactive
-lanes.
+by `platform.step_once`, derives the keys and applies the limit. The functions take the
+collector, and read its environment, policy, accumulators and value function.
 """
 
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import chex
 import jax
@@ -42,30 +42,11 @@ from rollout.types import (
 _Tree = TypeVar("_Tree", bound=ArrayTree)
 
 
-class Setup(NamedTuple):
-    """The fields of a `Collector` that every step uses."""
-
-    env: VectorEnv  # B environments side by side
-    policy: Policy
-    accumulators: Accumulators = ()
-    value_fn: ValueFn | None = None
-
-
-def setup_of(collector: Any) -> Setup:
-    """Takes the setup from a collector."""
-    return Setup(
-        env=collector.env,
-        policy=collector.policy,
-        accumulators=collector.accumulators,
-        value_fn=collector.value_fn,
-    )
-
-
-def init(setup: Setup, key: chex.PRNGKey) -> Carry:
+def init(collector: Any, key: chex.PRNGKey) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
-    env, policy = setup.env, setup.policy
+    env, policy = collector.env, collector.policy
     lanes = episode_keys.all_lanes(env.num_envs)
-    accumulated = accumulate_nothing(setup.accumulators, env.num_envs)
+    accumulated = accumulate_nothing(collector.accumulators, env.num_envs)
     episode = episode_keys.first_episodes(key, lanes, accumulated)
     env_state, obs = prng.barrier(env).reset(episode_keys.reset_keys(episode))
     carry = Carry(
@@ -81,55 +62,46 @@ def init(setup: Setup, key: chex.PRNGKey) -> Carry:
 
 
 def step(
-    setup: Setup,
+    collector: Any,
     carry: Carry,
     params: Any,
     *,
     roots: Roots | None = None,
     policy_key: chex.PRNGKey | None = None,
-    limit: jax.Array | None = None,
-    active: jax.Array | None = None,
+    limit: int | None = None,
     drop_fn: Callable[[Transition], jax.Array] | None = None,
 ) -> tuple[Carry, Transition]:
     """Takes one step in every lane, and starts new episodes where the old ones ended.
 
     Args:
-        setup: environments, policy, accumulators and value function.
+        collector: environments, policy, accumulators and value function.
         carry: the carry of `init` or of an earlier step.
         params: parameters of the policy.
         roots: the keys that others derive from, hashed once per call; None hashes them
             here.
         policy_key: the policy's key at this step; None hashes it here.
-        limit: `()` int32, steps after which an episode is truncated.
-        active: `[B]` bool, the lanes that step; the others keep their state, and their
-            row is masked out.
+        limit: steps after which an episode is truncated.
         drop_fn: the transition to `[B]` bool, True where to give the episode up.
     """
-    roots = roots or roots_of(setup.env, carry)
+    roots = roots or roots_of(collector.env, carry)
     stepped, transition, _ = advance(
-        setup, carry, params, roots=roots, policy_key=policy_key, limit=limit
+        collector, carry, params, roots=roots, policy_key=policy_key, limit=limit
     )
     over = transition.done
     if drop_fn is not None:
         over |= drop_fn(transition)
-    if active is not None:
-        over &= active
-        transition = transition.replace(mask=active)
-    start = next_episodes(setup.env, stepped, roots)
-    fresh = restart(setup, stepped, over, start)
-    if active is not None:
-        fresh = _restore_inactive(active, carry, stepped, fresh)
-    return fresh, transition
+    start = next_episodes(collector.env, stepped, roots)
+    return restart(collector, stepped, over, start), transition
 
 
 def advance(
-    setup: Setup,
+    collector: Any,
     carry: Carry,
     params: Any,
     *,
     roots: Roots,
     policy_key: chex.PRNGKey | None = None,
-    limit: jax.Array | None = None,
+    limit: int | None = None,
 ) -> tuple[Carry, Transition, jax.Array]:
     """Takes one step in every lane and resets none.
 
@@ -139,7 +111,7 @@ def advance(
         The carry of step t + 1, the transition, and `[B]` bool, True where only `limit`
         truncated.
     """
-    env, policy, accumulators, value_fn = setup
+    env, policy, value_fn = collector.env, collector.policy, collector.value_fn
     checks.carry(carry, env.num_envs)
     with jax.named_scope("policy"):
         policy_key = _policy_key(roots, carry.step, policy_key)
@@ -164,9 +136,9 @@ def advance(
             at_limit = transition.episode_length >= limit
             cut = at_limit & ~transition.truncated
             transition = transition.replace(truncated=transition.truncated | at_limit)
-        if accumulators:
+        if collector.accumulators:
             accumulated = accumulate(
-                accumulators, carry.episode.accumulated, transition
+                collector.accumulators, carry.episode.accumulated, transition
             )
             transition = transition.replace(accumulated=accumulated)
             carry = carry.replace(
@@ -183,9 +155,9 @@ def advance(
     return carry, transition, cut
 
 
-def restart(setup: Setup, carry: Carry, over: jax.Array, start: Start) -> Carry:
+def restart(collector: Any, carry: Carry, over: jax.Array, start: Start) -> Carry:
     """Starts the episodes of `start` in the lanes where `over`, `[B]` bool."""
-    env, episode = setup.env, carry.episode
+    env, episode = collector.env, carry.episode
     # `start` is a function of lanes: the environment derives keys only for those that
     # it resets. The barrier is that of `step_env`.
     with jax.named_scope("auto_reset"):
@@ -196,7 +168,7 @@ def restart(setup: Setup, carry: Carry, over: jax.Array, start: Start) -> Carry:
             env_state=new.state,
             obs=new.obs,
             policy_state=restart_policy(
-                setup.policy, env, carry.policy_state, over, new.episode_key
+                collector.policy, env, carry.policy_state, over, new.episode_key
             ),
             episode=Episode(
                 key=new.episode_key,
@@ -205,7 +177,7 @@ def restart(setup: Setup, carry: Carry, over: jax.Array, start: Start) -> Carry:
                 episode_id=jnp.where(over, start.episode_id, episode.episode_id),
                 accumulated=prng.select(
                     over,
-                    accumulate_nothing(setup.accumulators, env.num_envs),
+                    accumulate_nothing(collector.accumulators, env.num_envs),
                     episode.accumulated,
                 ),
             ),
@@ -444,35 +416,10 @@ def accumulate(
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), updated)
 
 
-def _restore_inactive(
-    active: jax.Array, old: Carry, stepped: Carry, fresh: Carry
-) -> Carry:
-    """Restores the lanes that are not `active`."""
-    paths = zip(
-        jax.tree.leaves(old.env_state),
-        jax.tree.leaves(stepped.env_state),
-        jax.tree.leaves(fresh.env_state),
-        strict=True,
-    )
-    # A leaf that the auto-reset passes on unchanged belongs to all lanes together, as
-    # the statistics of `NormalizeObs` do: keep its new value.
-    env_state = [
-        new if new is before else prng.select(active, new, was)
-        for was, before, new in paths
-    ]
-    structure = jax.tree.structure(old.env_state)
-    return fresh.replace(
-        env_state=jax.tree.unflatten(structure, env_state),
-        obs=prng.select(active, fresh.obs, old.obs),
-        policy_state=prng.select(active, fresh.policy_state, old.policy_state),
-        episode=prng.select(active, fresh.episode, old.episode),
-    )
-
-
 def _place(env: VectorEnv, tree: _Tree) -> _Tree:
     """Keeps the lanes on their devices, if they are sharded."""
     sharding = sharding_of(env)
-    return tree if sharding is None else sharding.place(tree, env.num_envs)
+    return tree if sharding is None else sharding.place(tree)
 
 
 def restart_policy(

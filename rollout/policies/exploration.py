@@ -37,7 +37,7 @@ from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import masks, schedules, uniform
 from rollout.policies.masks import MaskFn
 from rollout.policies.schedules import Schedule
-from rollout.types import ActionT, Obs, ObsT, Params, ParamsT, Policy, PolicyStep
+from rollout.types import ActionT, ObsT, ParamsT, Policy, PolicyStep
 
 
 def epsilon_greedy(
@@ -143,53 +143,26 @@ def random_warmup(
     ) -> PolicyStep:
         inner_key, action_key = schedules.derive(key, 2)
         decision = schedules.decide(policy, action_space, params, obs, state, inner_key)
-        return replace(decision, obs, step < num_steps, action_key)
-
-    apply = functools.partial(act, policy, num_steps)
-    return schedules.counted(policy.init, apply, schedules.act_by_mode(policy, act, 0))
-
-
-def random_where(
-    policy: Policy,
-    action_space: AnySpace,
-    is_random: jax.Array,
-    key: chex.PRNGKey,
-    mask_fn: MaskFn | None = None,
-) -> Policy:
-    """Makes the policy that acts at random in the lanes where `is_random`, `[B]` bool.
-
-    It is for a single step of a warm-up that counts the steps of all lanes together;
-    `random_warmup` counts those of each. `key` draws the random actions, which
-    `mask_fn` restricts; the policy's own actions are not changed.
-    """
-    if mask_fn is not None:
-        masks.check_maskable(action_space, mask_fn)
-    uniform.check_bounds(action_space)
-
-    def apply(
-        params: Params, obs: Obs, state: ArrayTree, inner_key: chex.PRNGKey
-    ) -> PolicyStep:
-        decision = schedules.decide(policy, action_space, params, obs, state, inner_key)
+        flag = step < num_steps
+        if mask_fn is not None or prng.num_parts() > 1:
+            return replace(decision, obs, flag, action_key)
 
         def draw(action: ArrayTree) -> ArrayTree:
-            if mask_fn is None:
-                new = uniform.uniform(action_space, is_random.shape[0], key)
-            else:
-                mask = masks.read(mask_fn, obs, action_space)
-                new, _ = masks.draw(mask, action_space, key)
-            return prng.select(is_random, new, action)
+            given = decision._replace(action=action)
+            return replace(given, obs, flag, action_key).action
 
         def draw_if_any(action: ArrayTree) -> ArrayTree:
-            return lax.cond(jnp.any(is_random), draw, lambda x: x, action)
+            return lax.cond(jnp.any(flag), draw, lambda x: x, action)
 
-        # After the warm-up nothing is drawn, except on a GPU: there a condition would
-        # wait for the host.
+        # After the warm-up nothing is drawn. Not on a GPU, where a condition would wait
+        # for the host, nor on several devices, where lanes would wait for each other.
         action = lax.platform_dependent(
             decision.action, cuda=draw, rocm=draw, default=draw_if_any
         )
         return decision._replace(action=action)
 
-    return Policy(init=policy.init, apply=apply)
+    apply = functools.partial(act, policy, num_steps)
+    return schedules.counted(policy.init, apply, schedules.act_by_mode(policy, act, 0))
 
 
 def _replacer(

@@ -1,16 +1,20 @@
-"""Checks the options of a stream."""
+"""The options of a `Stream`, which check themselves."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from rollout import checks
 from rollout.envs.checks import INT32_MAX
-from rollout.stream.types import Options
+from rollout.envs.types import ArrayTree
+from rollout.policies.masks import MaskFn
+from rollout.types import Transition
 
-_BATCH_COUNTS = ("steps_per_batch", "episodes_per_batch")
-_RUN_COUNTS = ("total_steps", "max_episode_steps", "warmup_steps")  # of any size
-_FLAGS = ("recycle", "check_finite")
+Postprocess = Callable[[Transition], ArrayTree]
+Placement = str | jax.sharding.Sharding  # "device", "host"
+
 _CHOICES = {
     "at_batch_end": ("continue", "reset", "truncate"),
     "on_fault": ("raise", "drop"),
@@ -18,90 +22,143 @@ _CHOICES = {
 }
 
 
-def check(options: Options) -> Options:
-    """Checks the options of a stream; returns them, counts as Python ints.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    """The options of a `Stream`; see there.
+
+    Two are equal only if they are one object: `jit` compares them at every call, and an
+    interrupt must not meet Python code there.
 
     Raises:
         ValueError: if an option is wrong, or clashes with another.
     """
-    counts = {}
-    for name in (*_BATCH_COUNTS, *_RUN_COUNTS):
-        if (value := getattr(options, name)) is not None:
-            least = 0 if name == "warmup_steps" else 1
-            most = None if name in _RUN_COUNTS else INT32_MAX
-            counts[name] = checks.int_between(name, value, least=least, most=most)
-    window = options.window_episodes
-    counts["window_episodes"] = checks.int_between("window_episodes", window, least=0)
-    for name in _FLAGS:
-        checks.flag(name, getattr(options, name))
-    for name in ("postprocess", "mask_fn"):
-        if getattr(options, name) is not None:
-            checks.function(name, getattr(options, name))
-    if options.mask_fn is not None and not options.warmup_steps:
-        raise ValueError("`mask_fn` needs `warmup_steps` of at least 1, got 0.")
-    for name, choices in _CHOICES.items():
-        value = getattr(options, name)
-        if isinstance(value, bool) or value not in choices:
-            names = " or ".join(repr(x).replace("'", '"') for x in choices)
-            raise ValueError(f"`{name}` must be {names}, got {value!r}.")
-    if (options.steps_per_batch is None) == (options.episodes_per_batch is None):
-        raise ValueError(
-            "Either `steps_per_batch` or `episodes_per_batch` must be given, got "
-            f"{options.steps_per_batch} and {options.episodes_per_batch}."
-        )
-    if options.episodes_per_batch is not None:
-        _check_episodes(options)
-    if options.on_fault == "drop" and not options.check_finite:
-        raise ValueError(
-            '`on_fault="drop"` needs `check_finite=True`, got `check_finite=False`.'
-        )
-    _check_placement(options)
-    return options._replace(**counts)
 
+    num_envs: int
+    steps_per_batch: int | None
+    episodes_per_batch: int | None
+    total_steps: int | None
+    warmup_steps: int
+    mask_fn: MaskFn | None
+    max_episode_steps: int | None
+    at_batch_end: str
+    postprocess: Postprocess | None
+    placement: Placement
+    prefetch: int
+    recycle: bool
+    check_finite: bool
+    on_fault: str
+    window_episodes: int
 
-def check_processes(options: Options) -> None:
-    """Checks that lanes in several processes support the options.
+    def __post_init__(self) -> None:
+        self._check_int("steps_per_batch", whole_rows=True)
+        self._check_int("episodes_per_batch")
+        self._check_int("total_steps", whole_rows=True, most=None)
+        self._check_int("warmup_steps", whole_rows=True, least=0, most=None)
+        self._check_int("window_episodes", least=0)
+        if self.max_episode_steps is not None:
+            self._check_int("max_episode_steps", most=None)
+            limit = min(self.max_episode_steps, INT32_MAX)
+            object.__setattr__(self, "max_episode_steps", limit)
+        for name in ("recycle", "check_finite"):
+            checks.flag(name, getattr(self, name))
+        for name in ("postprocess", "mask_fn"):
+            if getattr(self, name) is not None:
+                checks.function(name, getattr(self, name))
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or value not in choices:
+                names = " or ".join(repr(x).replace("'", '"') for x in choices)
+                raise ValueError(f"`{name}` must be {names}, got {value!r}.")
+        if self.mask_fn is not None and not self.warmup_steps:
+            raise ValueError("`mask_fn` needs `warmup_steps` of at least 1, got 0.")
+        if (self.steps_per_batch is None) == (self.episodes_per_batch is None):
+            raise ValueError(
+                "Either `steps_per_batch` or `episodes_per_batch` must be given, got "
+                f"{self.steps_per_batch} and {self.episodes_per_batch}."
+            )
+        if self.on_fault == "drop" and not self.check_finite:
+            raise ValueError(
+                '`on_fault="drop"` needs `check_finite=True`, got `check_finite=False`.'
+            )
+        if self.episodes_per_batch is not None:
+            self._check_episodes()
+        self._check_placement()
 
-    Raises:
-        ValueError: if they do not.
-    """
-    if options.prefetch:
-        raise ValueError(
-            "`prefetch` must be 0 with lanes in several processes, which must run all "
-            f"programs in the same order, got {options.prefetch}."
-        )
-    if options.placement == "host":
-        raise ValueError(
-            '`placement` must not be "host" with lanes in several processes: none has '
-            "all of them."
-        )
+    def check_processes(self) -> None:
+        """Raises unless lanes in several processes support the options."""
+        if self.prefetch:
+            raise ValueError(
+                "`prefetch` must be 0 with lanes in several processes, which must run "
+                f"all programs in the same order, got {self.prefetch}."
+            )
+        if self.placement == "host":
+            raise ValueError(
+                '`placement` must not be "host" with lanes in several processes: none '
+                "has all of them."
+            )
 
+    def check_host(self) -> None:
+        """Raises unless environments that are not JAX support the options."""
+        if self.on_fault == "drop":
+            raise ValueError(
+                '`on_fault="drop"` is for environments in JAX; for others use '
+                '`HostCollector(on_fault="restart")`.'
+            )
+        if self.recycle:
+            raise ValueError(
+                "`recycle=True` is for environments in JAX: others write to memory of "
+                "the host."
+            )
 
-def _check_episodes(options: Options) -> None:
-    if options.max_episode_steps is None:
-        raise ValueError("`episodes_per_batch` needs `max_episode_steps`, got None.")
-    # Whole episodes do not add up to a given number of steps.
-    for name in ("total_steps", "warmup_steps"):
-        if value := getattr(options, name):
-            what = f"`{name}` must not be given with `episodes_per_batch`"
-            raise ValueError(f"{what}, got {value!r}.")
-    if options.on_fault == "drop":
-        raise ValueError(
-            '`on_fault="drop"` must not be given with `episodes_per_batch`, whose '
-            "number of episodes is exact."
-        )
+    def _check_int(
+        self,
+        name: str,
+        *,
+        least: int = 1,
+        most: int | None = INT32_MAX,
+        whole_rows: bool = False,
+    ) -> None:
+        if (given := getattr(self, name)) is None:
+            return
+        value = checks.int_between(name, given, least=least, most=most)
+        object.__setattr__(self, name, value)  # a Python int
+        if whole_rows and value % self.num_envs:
+            below = value // self.num_envs * self.num_envs
+            above = below + self.num_envs
+            nearest = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"`{name}` must be a multiple of num_envs={self.num_envs}, got "
+                f"{value}; the nearest are {nearest}."
+            )
 
+    def _check_episodes(self) -> None:
+        if self.max_episode_steps is None:
+            raise ValueError(
+                "`episodes_per_batch` needs `max_episode_steps`, got None."
+            )
+        # Whole episodes do not add up to a given number of steps.
+        for name in ("total_steps", "warmup_steps"):
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"`{name}` must not be given with `episodes_per_batch`, got "
+                    f"{value!r}."
+                )
+        if self.on_fault == "drop":
+            raise ValueError(
+                '`on_fault="drop"` must not be given with `episodes_per_batch`, whose '
+                "number of episodes is exact."
+            )
 
-def _check_placement(options: Options) -> None:
-    placement: Any = options.placement
-    named = isinstance(placement, str) and placement in ("device", "host")
-    if not named and not isinstance(placement, jax.sharding.Sharding):
-        raise ValueError(
-            '`placement` must be "device", "host" or a `jax.sharding.Sharding`, got '
-            f"{placement!r}."
-        )
-    if options.recycle and placement != "device":
-        raise ValueError(
-            '`recycle=True` needs `placement="device"`, since the memory of a copy '
-            f"elsewhere cannot be reused, got {placement!r}."
-        )
+    def _check_placement(self) -> None:
+        placement: Any = self.placement
+        named = isinstance(placement, str) and placement in ("device", "host")
+        if not named and not isinstance(placement, jax.sharding.Sharding):
+            raise ValueError(
+                '`placement` must be "device", "host" or a `jax.sharding.Sharding`, '
+                f"got {placement!r}."
+            )
+        if self.recycle and placement != "device":
+            raise ValueError(
+                '`recycle=True` needs `placement="device"`, since the memory of a copy '
+                f"elsewhere cannot be reused, got {placement!r}."
+            )

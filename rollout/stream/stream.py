@@ -5,31 +5,81 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Self
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, NamedTuple, Self
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from rollout import checks, multihost
 from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.host.host_collector import HostCollector
+from rollout.policies.exploration import random_warmup
 from rollout.policies.masks import MaskFn
-from rollout.stream import batch_program as programs
-from rollout.stream import host_batch, stream_stats
-from rollout.stream import options as option_checks
-from rollout.stream.batch import NO_FAULT, BatchResult
-from rollout.stream.batch_thread import Job, Worker
+from rollout.stats import CollectStats
+from rollout.stream import stream_stats
+from rollout.stream.batch import (
+    NO_FAULT,
+    BatchResult,
+    blank_memory,
+    make_batch,
+    make_host_batch,
+)
+from rollout.stream.options import Options, Placement
 from rollout.stream.progress import Bar
-from rollout.stream.types import BatchSpec, Options, Placement, StreamBatch, StreamState
-from rollout.types import ParamsT, Transition
+from rollout.types import Carry, Episodes, ParamsT, Transition
 
-_MOMENT = 1e-5  # s, between two looks at a batch that is just beginning
 _NUMBERS = bool | int | float | complex
 _NEWEST = -1  # version of parameters: those that are set when the batch begins
+
+_make_batch = jax.jit(
+    make_batch, static_argnums=(0, 1), donate_argnums=5, keep_unused=True
+)
+
+
+class StreamBatch(struct.PyTreeNode, kw_only=True):
+    """A batch of a stream.
+
+    Attributes:
+        trajectory: `[T, B, ...]`, all zero where its `mask` is False; with a
+            `postprocess`, its result.
+        stats: statistics of the episodes that ended in the batch.
+        steps: environment steps of the batch over all lanes.
+        warmup_steps: how many of these, the first ones, took random actions.
+        params_version: version of the parameters it was made with: 0 for those of the
+            constructor, n for those of the n-th `set_params`.
+        episodes: with `episodes_per_batch` the episodes, `[N]`, else None.
+    """
+
+    trajectory: Any  # [T, B, ...]
+    stats: CollectStats
+    steps: int
+    warmup_steps: int
+    params_version: int
+    episodes: Episodes | None = None  # [N]
+
+
+class _Pending(NamedTuple):
+    """A batch that has begun."""
+
+    params: tuple[Any, int]  # and their version
+    wait: Callable[[], tuple[BatchResult, float]]  # and the seconds it took
+
+
+class _Position(NamedTuple):
+    """Where a stream stands, after the last batch that `next` returned."""
+
+    carry: Carry
+    totals: stream_stats.Totals
+    steps: int = 0  # also before a `reset_stats`
+    pending: _Pending | None = None  # the next batch
+    params: tuple[Any, int] | None = None  # for the next batch; None: the newest
+    memory: ArrayTree | None = None  # of the last batch, for `recycle`
 
 
 class Stream(Generic[ParamsT]):
@@ -41,35 +91,29 @@ class Stream(Generic[ParamsT]):
                 params = update(params, batch.trajectory)
                 stream.set_params(params)
 
-    A batch is `[T, B, ...]` with T = ceil(steps_per_batch / num_envs) rows. If
-    `steps_per_batch` is a multiple of `num_envs`, the batches are bit for bit the rows
-    of `Collector.collect_steps` (unless an option below changes them). Otherwise some
-    lanes stand still in the last row, with a `mask` of False there: they keep their
-    state, and step first in the next batch. So every step is collected once, and the
-    masks add up to `total_steps` exactly. A multiple of `num_envs` is a little faster,
-    since no lane stands still.
-
-    Episodes continue from batch to batch, and an `episode_id` is never used again. One
-    compiled program makes each batch, in a thread of its own: Ctrl-C raises in `next`
-    at once, the thread finishes the batch, and the next call returns it.
+    A batch is `[T, B, ...]` with T = `steps_per_batch / num_envs` rows. The batches are
+    bit for bit the rows of `Collector.collect_steps`, unless an option below changes
+    them. Episodes continue from batch to batch, and an `episode_id` is never used
+    again.
 
     Args:
         collector: policy and environments.
         key: one typed key; everything random derives from it.
         params: whatever the policy takes as its parameters. With `prefetch` they are
             copied, so that an update may donate them.
-        steps_per_batch: environment steps of a batch over all lanes, at least 1.
+        steps_per_batch: environment steps of a batch over all lanes, T * B: a multiple
+            of `num_envs`.
         episodes_per_batch: N, whole episodes per batch instead of steps, as those of
             `Collector.collect_padded_episodes`: `[L, N, ...]` with L =
             `max_episode_steps`, which must be given. The stream is endless; every batch
-            begins with new episodes and leaves none unfinished. Not together with
+            begins with new episodes and finishes them all. Not together with
             `total_steps`, `warmup_steps` (use `random_warmup`) or `on_fault="drop"`.
-        total_steps: steps after which the stream ends, None for an endless one. The
-            last batch has the steps that are left.
-        warmup_steps: number of steps, from the first on, with actions drawn uniformly;
-            exact, also in the middle of a batch. Within a row lanes count in the order
-            in which they step. The policy is applied in these steps too, and the extras
-            are those of the action that it would have taken.
+        total_steps: steps after which the stream ends, a multiple of `num_envs`; None
+            for an endless one. The last batch has the steps that are left.
+        warmup_steps: number of steps over all lanes, from the first on, whose actions
+            are drawn uniformly; a multiple of `num_envs`. It wraps the policy in
+            `random_warmup`, also that of a `HostCollector`, of which the stream then
+            has a copy.
         mask_fn: for the warm-up, observations to a mask of allowed actions, as
             `random_warmup` takes it; without it all are allowed.
         max_episode_steps: steps after which an episode is truncated, counted across
@@ -132,7 +176,19 @@ class Stream(Generic[ParamsT]):
         window_episodes: int = 0,
         progress: bool = False,
     ) -> None:
-        self._options = Options(
+        self._is_host = isinstance(collector, HostCollector)
+        if not isinstance(collector, Collector | HostCollector):
+            raise ValueError(
+                "`collector` must be a `Collector` or a `HostCollector`, got "
+                f"{type(collector).__name__}."
+            )
+        if hasattr(collector, "num_ready"):
+            raise ValueError(
+                "`collector` must step all environments together, got an "
+                f"{type(collector).__name__}: call its `collect_steps` in the loop."
+            )
+        self._options = options = Options(
+            num_envs=collector.env.num_envs,
             steps_per_batch=steps_per_batch,
             episodes_per_batch=episodes_per_batch,
             total_steps=total_steps,
@@ -148,35 +204,26 @@ class Stream(Generic[ParamsT]):
             on_fault=on_fault,
             window_episodes=window_episodes,
         )
-        self._options = option_checks.check(self._options)
-        if not isinstance(collector, Collector | HostCollector):
-            raise ValueError(
-                "`collector` must be a `Collector` or a `HostCollector`, got "
-                f"{type(collector).__name__}."
-            )
-        sharding = sharding_of(collector.env)
-        if sharding is not None and sharding.mesh.is_multi_process:
-            option_checks.check_processes(self._options)
-        if isinstance(collector, HostCollector):
-            host_batch.check(self._options, collector)
         checks.flag("progress", progress)
         checks.outside_of_jit("Stream")
-        self._collector = collector
-        self._worker = Worker()
-        carry = collector.init(key)
-        accumulated = carry.episode.accumulated
-        self._names = stream_stats.names_of(accumulated, collector.env.num_envs)
-        self._at = StreamState(
-            carry=carry,
-            totals=stream_stats.zero(self._names),
-            recent=np.zeros((self._options.window_episodes, 2), np.float32),
-        )
+        sharding = sharding_of(collector.env)
+        self._is_multi_process = sharding is not None and sharding.mesh.is_multi_process
+        if self._is_multi_process:
+            options.check_processes()
+        if self._is_host:
+            options.check_host()
+        self._collector: Any = _with_warmup(collector, options)
+        carry = self._collector.init(key)
+        totals = stream_stats.zero(carry, options.window_episodes)
+        self._at = _Position(carry, totals)
         self._params = self._own(params), 0
-        self._program: programs.BatchProgram | None = None
-        self._checked: int | None = None  # version of parameters that it fits
-        self._must_stop = False
-        self._inside: dict[str, int] = {}  # the thread that is in `next`
-        self._setting = threading.Lock()
+        self._compiled: set[int] = set()  # numbers of rows
+        self._must_stop, self._is_closed = False, False
+        self._inside, self._setting = threading.RLock(), threading.Lock()
+        # Python steps host environments in a thread, so that Ctrl-C finds this one
+        # waiting. It starts with the first batch.
+        self._thread = ThreadPoolExecutor(1)
+        self._job: _Once | None = None
         self._env_checksum = _checksum(collector.env)
         self._bar = Bar(total_steps) if progress else None
 
@@ -200,36 +247,40 @@ class Stream(Generic[ParamsT]):
             FloatingPointError: with `check_finite`.
             RuntimeError: if the stream is closed, or another thread is in `next`.
         """
-        me = threading.get_ident()
-        if self._inside.setdefault("next", me) != me:  # atomic
+        if not self._inside.acquire(blocking=False):
             raise RuntimeError(
                 "`next` must be called by one thread at a time, got a second one."
             )
-        # Ctrl-C may come before any line. `_at` alone says where the stream stands, and
-        # only the last line moves it: until then the next call repeats everything.
         try:
-            if (job := self._begin()) is None:
+            if self._is_closed:
+                raise RuntimeError("The stream is closed.")
+            if self._must_stop:
+                self._must_stop = False
                 raise StopIteration
-            self._worker.wait(job)
-            batch, at = self._yield_batch(job)
+            # Whatever ends this call early: the next one goes on from `_at`, with the
+            # batch that has begun.
+            before = self._at = self._begin(self._at, self._at.memory)
+            if before.pending is None:
+                raise StopIteration
+            batch, at = self._finish(before, before.pending)
             if self._options.prefetch and not self._must_stop:
-                at = self._run_ahead(job, at)
+                at = self._begin(at, before.memory)
             if self._bar is not None:
-                self._bar.show(
-                    at.steps, stream_stats.read(at.totals, at.recent, self._names)
-                )
+                self._bar.show(at.steps, stream_stats.read(at.totals))
+            self._at = at
         except BaseException:
-            self._inside.clear()
             self._close_bar()
             raise
-        self._inside.clear()
-        self._at = at; return batch  # fmt: skip  # noqa: E702 (nothing in between)
+        finally:
+            self._inside.release()
+        return batch
 
     def __len__(self) -> int:
         """Returns the number of batches of the whole run, without a `stop`."""
         options = self._options
         if options.total_steps is None:
             raise TypeError("A stream without `total_steps` has no length.")
+        assert options.steps_per_batch is not None  # `Options` has checked it
         return -(-options.total_steps // options.steps_per_batch)
 
     @property
@@ -239,23 +290,24 @@ class Stream(Generic[ParamsT]):
 
     @property
     def steps(self) -> int:
-        """Environment steps in all batches returned, also before a `restore`."""
+        """Environment steps in all batches so far, also before a `restore`."""
         return self._at.steps
 
     @property
     def stats(self) -> stream_stats.StreamStats:
-        """Statistics of the batches returned since `reset_stats`."""
-        return stream_stats.read(self._at.totals, self._at.recent, self._names)
+        """Statistics of the batches since `reset_stats`."""
+        return stream_stats.read(self._at.totals)
 
     def reset_stats(self) -> None:
         """Resets the statistics; ids, steps and the warm-up go on."""
-        recent = np.zeros_like(self._at.recent)
-        totals = stream_stats.zero(self._names)
-        self._at = self._at._replace(totals=totals, recent=recent)
+        totals = stream_stats.zero(self._at.carry, self._options.window_episodes)
+        self._at = self._at._replace(totals=totals)
 
     def compile(self) -> None:
         """Compiles the program, which otherwise the first batch does."""
-        self._compile(self._at.params or self._params)
+        at = self._at
+        num_rows = self._num_steps(at) // self._options.num_envs
+        self._compile(num_rows, at, self._params[0], self._memory(num_rows, at, None))
 
     def set_params(self, params: ParamsT) -> None:
         """Sets the parameters for the batches that have not begun, from any thread.
@@ -266,10 +318,10 @@ class Stream(Generic[ParamsT]):
         Raises:
             ValueError: if structure, a shape or a dtype differs.
         """
-        new, rule = self._own(params), "`params` must keep structure, shapes and dtypes"
-        with self._setting:  # two threads must not set the same version
+        new, what = self._own(params), "`params` must keep structure, shapes and dtypes"
+        with self._setting:
             old, version = self._params
-            checks.same(rule, old, new)
+            checks.same(what, old, new)
             self._params = new, version + 1
 
     def stop(self) -> None:
@@ -280,17 +332,18 @@ class Stream(Generic[ParamsT]):
         self._must_stop = True
 
     def close(self) -> None:
-        """Ends the thread, after the current batch; there are no more batches."""
+        """Ends the stream, after the batch that has begun; there are no more."""
+        self._is_closed = True
         self._close_bar()
-        self._worker.close()
+        self._thread.shutdown()
 
     def state(self, *, allow_pickle: bool = False) -> dict[str, Any]:
         """Returns the state from which `restore` goes on, as a pytree of arrays.
 
-        It is the state after the last batch that was returned, also while another one
-        is running, and contains the parameters. `checkpoint.save` writes it.
+        It is the state after the last batch that `next` returned, also if the next one
+        has begun, and contains the parameters. `checkpoint.save` writes it.
 
-        The state of environments that are not JAX is in it if no other batch is running
+        The state of environments that are not JAX is in it if no other batch has begun
         and if they have `save_state`, or may be pickled.
 
         Args:
@@ -298,37 +351,35 @@ class Stream(Generic[ParamsT]):
                 `save_state`. `restore` must then allow it, too.
         """
         at, (params, version) = self._at, self._params
-        next_params, next_version = at.params or (params, _NEWEST)
-        counts = (at.steps, at.batches, at.first_lane, version, next_version)
+        chosen = at.pending.params if at.pending else at.params
+        next_params, next_version = chosen or (params, _NEWEST)
         state = {
             "carry": at.carry,
-            "counts": np.asarray(counts, np.int64),
+            "counts": np.array((at.steps, version, next_version), np.int64),
             "env": np.uint32(self._env_checksum),
             "params": params,
-            "recent": at.recent,
-            "totals": at.totals,
+            "totals": jax.tree.map(np.asarray, at.totals),
         }
-        if isinstance(self._collector, HostCollector):
-            # A batch that is running in its thread moves the environments on.
+        if self._is_host:
+            # The next batch moves the environments on.
             saved = b""
-            if at.job is None:
+            if at.pending is None:
                 saved = self._collector.save(at.carry, allow_pickle=allow_pickle)
             state["saved_envs"] = saved
-        # Only a batch made in advance may have older parameters.
-        ahead = {"next_params": next_params} if self._options.prefetch else {}
-        return state | ahead
+        # Only a batch that begins in advance may have older parameters.
+        return state | ({"next_params": next_params} if self._options.prefetch else {})
 
     def restore(self, state: dict[str, Any], *, allow_pickle: bool = False) -> None:
         """Goes on where `state` was taken, with the same bits.
 
-        If the state of environments that are not JAX could not be saved, their
-        unfinished episodes restart, each with its own seed, and a warning says so.
+        Environments that are not JAX and whose state could not be saved restart the
+        unfinished episodes, each with its own seed, and a warning says so.
 
         Args:
             state: from a stream with the same collector and the same `prefetch`.
                 Other options, such as `total_steps`, are those of this stream.
-            allow_pickle: whether to unpickle environments, which runs any code that
-                `state` contains: allow it only for your own files. Otherwise their
+            allow_pickle: whether to unpickle environments, which runs whatever code
+                `state` has in it: allow it only for your own files. Otherwise their
                 episodes restart.
 
         Raises:
@@ -336,191 +387,223 @@ class Stream(Generic[ParamsT]):
                 environment parameters, or has more steps than `total_steps`; if the
                 pickled environments have other settings than these.
         """
-        rule = "`state` must be one of a stream of the same kind"
-        checks.same(rule, self.state(), state)
+        what = "`state` must be one of a stream of the same kind"
+        checks.same(what, self.state(), state)
         if int(state["env"]) != self._env_checksum:
             raise ValueError(
                 "`state` must be of the same environment parameters, got others."
             )
-        counts = [int(x) for x in state["counts"]]
+        steps, version, next_version = (int(x) for x in state["counts"])
         total = self._options.total_steps
-        if total is not None and counts[0] > total:
+        if total is not None and steps > total:
             raise ValueError(
-                f"`state` must have at most `total_steps`={total} steps, got "
-                f"{counts[0]}."
+                f"`state` must have at most `total_steps`={total} steps, got {steps}."
             )
-        steps, batches, first_lane, version, next_version = counts
         next_params = None
         if self._options.prefetch and next_version != _NEWEST:
             next_params = self._own(state["next_params"]), next_version
         carry = _copy(state["carry"])
-        if isinstance(self._collector, HostCollector):
-            self._finish_jobs()  # which step the same environments
+        if self._is_host:
+            self._thread.submit(int).result()  # after the batch that has begun
             carry = self._collector.restore(
                 carry, state["saved_envs"], allow_pickle=allow_pickle
             )
         else:
             carry = _put_like(carry, self._at.carry)
-        at = StreamState(
-            carry=carry,
-            totals=np.array(state["totals"], np.float64),
-            recent=np.array(state["recent"], np.float32),
-            steps=steps,
-            batches=batches,
-            first_lane=first_lane,
-            params=next_params,
-        )
-        self._params, self._checked = (self._own(state["params"]), version), None
-        self._at = at
+        totals = jax.tree.map(np.array, state["totals"])
+        self._params = self._own(state["params"]), version
+        self._at = _Position(carry, totals, steps, params=next_params)
 
-    def _finish_jobs(self) -> None:
-        """Waits for the batches that are running; they may be returned later."""
-        job = self._at.job
-        while job is not None:
-            self._worker.wait(job)
-            job = job.ahead.job if job.ahead else None
-
-    def _begin(self) -> Job | None:
-        """Returns the job of the next batch, new if need be; None if there is none."""
-        if self._must_stop:
-            self._must_stop = False
-            return None
-        # A job may be there already: begun ahead, or by a `next` that was interrupted.
-        if self._at.job is None:
-            self._at = self._with_job(self._at, self._at.memory)
-        return self._at.job
-
-    def _run_ahead(self, job: Job, at: StreamState) -> StreamState:
-        """Begins the batch at `at`, which comes after that of `job`."""
-        # The user is about to read the batch of `job`, so the next one is written to
-        # the memory of the batch before, which `self._at` still has.
-        memory = jax.tree.leaves(self._at.memory)
-        # Kept with the job, so that an interrupt does not begin it a second time.
-        job.ahead = job.ahead or self._with_job(at, self._at.memory)
-        ahead = job.ahead
-        if ahead.job is None:
+    def _begin(self, at: _Position, memory: ArrayTree | None) -> _Position:
+        """Begins the batch after `at`, if there is one and it has not begun."""
+        if at.pending is not None or (num_steps := self._num_steps(at)) <= 0:
             return at
-        self._worker.start(ahead.job)
-        while memory and not (ahead.job.is_done or any(x.is_deleted() for x in memory)):
-            time.sleep(_MOMENT)  # so that reading the old batch raises from here on
-        return at._replace(job=ahead.job, params=ahead.params)
+        options, params = self._options, at.params or self._params
+        num_rows = num_steps // options.num_envs
+        args = options, num_rows, self._collector, at.carry, params[0]
+        if self._is_host:
+            # Its environments move on only once: after an interrupt the same carry
+            # leads to the same call, which may already run.
+            if self._job is None or self._job.carry is not at.carry:
+                make = functools.partial(_timed, make_host_batch, *args, ())
+                self._job = _Once(at.carry, make)
+            wait = self._thread.submit(self._job).result
+        else:
+            memory = self._memory(num_rows, at, memory)
+            self._compile(num_rows, at, params[0], memory)
+            start = time.perf_counter()
+            result = _make_batch(*args, memory)
+            for x in jax.tree.leaves(memory):
+                if not x.is_deleted():  # a view prevented the donation, and stays valid
+                    x.delete()
 
-    def _with_job(self, at: StreamState, memory: ArrayTree | None) -> StreamState:
-        """Adds to `at` the job of its batch, which writes to `memory`; none at the end.
+            def wait() -> tuple[BatchResult, float]:
+                jax.block_until_ready(result)
+                return result, time.perf_counter() - start
 
-        The job keeps its inputs: a later `set_params` does not change them.
-        """
-        options = self._options
-        # The number of steps of whole episodes is not used: any above 0 will do.
-        num_steps = options.steps_per_batch or self._num_envs
-        if options.total_steps is not None:
-            num_steps = min(num_steps, options.total_steps - at.steps)
-        if num_steps <= 0:
-            return at
-        params = at.params or self._params
-        spec = BatchSpec(
-            num_steps=num_steps,
-            first_lane=at.first_lane,
-            num_random=self._num_random(at, num_steps),
-        )
-        make = functools.partial(
-            programs.run,
-            self._compile(params),
-            options,
-            self._collector,
-            at.carry,
-            params[0],
-            np.array(spec, np.int32),
-            memory,
-        )
-        return at._replace(job=Job(make), params=params)
+        return at._replace(pending=_Pending(params, wait))
 
-    def _yield_batch(self, job: Job) -> tuple[StreamBatch, StreamState]:
-        """Returns the batch of a job that is done, and the state after it.
-
-        It leaves `self._at` alone, so that an interrupted `next` can repeat it. Only a
-        fault drops the job there, and the next call makes the batch again.
-        """
-        at, options = self._at, self._options
-        result: Any = job.result
-        version = at.params[1]
-        problem = job.error or self._find_fault(result, at.first_lane, version)
-        if problem is not None:
-            self._at = at._replace(job=None, params=None)
-            raise problem
-        num_steps = int(result.counted[0])
+    def _finish(
+        self, at: _Position, pending: _Pending
+    ) -> tuple[StreamBatch, _Position]:
+        """Waits for the batch that has begun; returns it, and the position after it."""
+        options, version = self._options, pending.params[1]
+        try:
+            result, seconds = pending.wait()
+            small = result._replace(carry=(), output=(), episodes=())
+            small = jax.device_get(small)
+            self._raise_fault(small.faults, version)
+            output = _placed(result.output, options.placement)
+        except Exception:  # not Ctrl-C, after which the batch is still there
+            self._at = at._replace(pending=None, params=None)
+            raise
+        num_steps = int(small.stats.num_steps)
+        if options.episodes_per_batch is None:
+            num_steps = self._num_steps(at)
         batch = StreamBatch(
-            trajectory=result.output,
+            trajectory=output,
             stats=result.stats,
             steps=num_steps,
-            warmup_steps=self._num_random(at, num_steps),
+            warmup_steps=min(max(options.warmup_steps - at.steps, 0), num_steps),
             params_version=version,
             episodes=result.episodes,
         )
-        return batch, StreamState(
+        after = _Position(
             carry=result.carry,
-            totals=stream_stats.add(at.totals, result.counted, job.seconds),
-            recent=stream_stats.slide(at.recent, result.recent),
+            totals=stream_stats.add(
+                at.totals,
+                small.stats,
+                small.newest,
+                steps=num_steps,
+                faulty=int(small.num_faulty),
+                seconds=seconds,
+            ),
             steps=at.steps + num_steps,
-            batches=at.batches + 1,
-            first_lane=(at.first_lane + num_steps) % self._num_envs,
-            memory=result.output if options.recycle else None,
+            memory=output if options.recycle else None,
         )
+        return batch, after
 
-    def _find_fault(
-        self, result: BatchResult, first_lane: int, version: int
-    ) -> FloatingPointError | None:
-        first = min(result.faults.values(), default=NO_FAULT)
+    def _num_steps(self, at: _Position) -> int:
+        """Returns the number of steps of the batch after `at`."""
+        options = self._options
+        # Of whole episodes the number of steps is not known ahead: any will do.
+        num_steps = options.steps_per_batch or options.num_envs
+        if options.total_steps is not None:
+            num_steps = min(num_steps, options.total_steps - at.steps)
+        return num_steps
+
+    def _memory(self, num_rows: int, at: _Position, memory: Any) -> ArrayTree:
+        """Returns memory for a batch, new if the last one's is gone or does not fit."""
+        options = self._options
+        if not options.recycle:
+            return ()
+        used = options.steps_per_batch
+        if used is not None and num_rows * options.num_envs != used:
+            return ()  # the last batch is shorter
+        if memory is None or any(x.is_deleted() for x in jax.tree.leaves(memory)):
+            args = options, num_rows, self._collector, at.carry, self._params[0]
+            make = functools.partial(make_batch, *args)
+            memory = blank_memory(make, self._collector, at.carry.key)
+        return memory
+
+    def _compile(self, num_rows: int, at: _Position, params: Any, memory: Any) -> None:
+        """Compiles the program before it is first called, so that it is not timed."""
+        if num_rows in self._compiled:
+            return
+        if self._is_host:
+            self._collector.compile(at.carry, params)
+        elif not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            args = self._options, num_rows, self._collector, at.carry, params, memory
+            lowered = _make_batch.lower(*args)
+            if self._is_multi_process:
+                multihost.compare("stream", self._facts(params, lowered.as_text()))
+            lowered.compile()
+        self._compiled.add(num_rows)
+
+    def _facts(self, params: Any, text: str) -> dict[str, object]:
+        """Describes the stream for the comparison between processes."""
+        functions = {x: getattr(self._options, x) for x in ("postprocess", "mask_fn")}
+        is_given = {name: fn is not None for name, fn in functions.items()}
+        return {
+            "options": vars(self._options) | is_given,
+            "`params` of": [str(jax.typeof(x)) for x in jax.tree.leaves(params)],
+            "a program of checksum": zlib.crc32(text.encode()),
+        }
+
+    def _raise_fault(self, faults: dict[str, Any], version: int) -> None:
+        """Raises if a checked field is not finite."""
+        first = min(faults.values(), default=NO_FAULT)
         if first == NO_FAULT:
-            return None
-        names = [f"`{name}`" for name, at in result.faults.items() if at == first]
-        row, column = divmod(first, self._options.episodes_per_batch or self._num_envs)
-        unit = "episode"
-        if self._options.episodes_per_batch is None:
-            unit, column = "lane", (first_lane + column) % self._num_envs
-        return FloatingPointError(
+            return
+        options = self._options
+        names = [f"`{name}`" for name, at in faults.items() if at == first]
+        row, column = divmod(first, options.episodes_per_batch or options.num_envs)
+        unit = "lane" if options.episodes_per_batch is None else "episode"
+        raise FloatingPointError(
             f"{' and '.join(names)} must be finite with `check_finite`, got a value "
             f"that is not, first at step {row} of {unit} {column} in a batch made with "
             f"`params_version` {version}."
         )
-
-    def _compile(self, versioned: tuple[Any, int]) -> programs.BatchProgram:
-        """Returns the program for parameters of this kind, compiled if it is new."""
-        program = self._program
-        params, version = versioned
-        if program is not None and self._checked == version:
-            return program
-        if program is None or program.kinds != programs.kinds_of(params):
-            options, carry = self._options, self._at.carry
-            if isinstance(self._collector, HostCollector):
-                self._collector.compile(carry, params)
-                make_batch = functools.partial(host_batch.make_batch, options)
-                kinds = programs.kinds_of(params)
-                program = programs.BatchProgram(
-                    make_batch, blank=lambda: (), kinds=kinds
-                )
-            else:
-                program = programs.make(options, self._collector, carry, params)
-            self._program = program
-        self._checked = version
-        return program
 
     def _own(self, params: Any) -> Any:
         """Converts parameters to arrays; with `prefetch` to copies of its own."""
         params = jax.tree.map(_strong, params)
         return _copy(params) if self._options.prefetch else params
 
-    def _num_random(self, at: StreamState, num_steps: int) -> int:
-        """Returns the number of warm-up steps in the batch at `at`."""
-        return min(max(self._options.warmup_steps - at.steps, 0), num_steps)
-
-    @property
-    def _num_envs(self) -> int:
-        return self._collector.env.num_envs
-
     def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+class _Once:
+    """A call from a carry, made once however often it is submitted to a thread."""
+
+    def __init__(self, carry: Carry, fn: Callable[[], Any]) -> None:
+        self.carry, self._fn, self._returned = carry, fn, []
+
+    def __call__(self) -> Any:
+        if not self._returned:  # after an error it goes on, as the collector does
+            self._returned.append(self._fn())
+        return self._returned[0]
+
+
+def _timed(fn: Callable[..., BatchResult], *args: Any) -> tuple[BatchResult, float]:
+    start = time.perf_counter()
+    result = jax.block_until_ready(fn(*args))
+    return result, time.perf_counter() - start
+
+
+def _with_warmup(collector: Any, options: Options) -> Any:
+    """Wraps the policy of a collector in a warm-up, and its value function alike."""
+    if not options.warmup_steps:
+        return collector
+    num_steps = options.warmup_steps // options.num_envs
+    changes: dict[str, Any] = {
+        "policy": random_warmup(
+            collector.policy,
+            collector.env.action_space,
+            num_steps,
+            mask_fn=options.mask_fn,
+        )
+    }
+    if (value_fn := getattr(collector, "value_fn", None)) is not None:
+        # It gets the state of the policy that it was written for.
+        changes["value_fn"] = lambda params, obs, state: value_fn(
+            params, obs, state.inner
+        )
+    return collector.replace(**changes)
+
+
+def _placed(tree: ArrayTree, placement: Placement) -> ArrayTree:
+    """Moves a batch to its placement; anywhere but on the device it is a copy."""
+    if isinstance(placement, jax.sharding.Sharding):
+        return jax.block_until_ready(jax.device_put(tree, placement))
+    return jax.tree.map(_to_host, tree) if placement == "host" else tree
+
+
+def _to_host(x: jax.Array) -> np.ndarray | jax.Array:
+    # NumPy has no typed keys.
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x)
 
 
 def _checksum(tree: Any) -> int:

@@ -3,12 +3,10 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from rollout.envs.types import ArrayTree
-from rollout.stats import CollectStats, plural
+from rollout.stats import CollectStats, merge, nothing, plural
+from rollout.types import Carry
 
 
 class StreamStats(NamedTuple):
@@ -18,8 +16,8 @@ class StreamStats(NamedTuple):
         collect_batches: batches returned.
         collect_steps: environment steps over all lanes, also those of dropped episodes.
         collect_episodes: episodes that ended.
-        collect_seconds: time spent collecting, without compilation; with `prefetch=1`
-            it passes while your own code runs.
+        collect_seconds: time from the beginning of each batch until `next` had it,
+            without compilation; with `prefetch=1` your own code runs in it, too.
         steps_per_second: `collect_steps / collect_seconds`; NaN before the first batch.
         return_mean: mean undiscounted return of these episodes, NaN if there are none.
         length_mean: mean length of these episodes in steps, NaN if there are none.
@@ -62,70 +60,80 @@ class StreamStats(NamedTuple):
         return text
 
 
-def totals_of(
-    stats: CollectStats, num_faulty: jax.Array, num_steps: jax.Array
-) -> jax.Array:
-    """Packs the counts of a batch for `add` into one array, `[5 + K]` int32.
+class Totals(NamedTuple):
+    """Sums over the batches of a stream, on the host.
 
-    One array is one copy to the host. K values are accumulated per episode.
+    Attributes:
+        stats: statistics of all episodes, in float64.
+        steps: environment steps, also those of dropped episodes.
+        batches: number of batches.
+        seconds: time spent collecting.
+        faulty: number of dropped episodes.
+        recent: `[K, 2]` float32, returns and lengths of the last episodes, zero before
+            the first.
     """
-    moments = stats.returns, stats.lengths, *stats.accumulated.values()
-    sums = jnp.stack([x.total for x in moments]).astype(jnp.float32)
-    counts = jnp.stack((num_steps, stats.num_episodes, num_faulty)).astype(jnp.int32)
-    # The bits of the float sums as int32, which `add` views as float32 again.
-    return jnp.concatenate((counts, lax.bitcast_convert_type(sums, jnp.int32)))
+
+    stats: CollectStats
+    steps: int
+    batches: int
+    seconds: float
+    faulty: int
+    recent: np.ndarray
 
 
-def slide(recent: np.ndarray, newest: np.ndarray) -> np.ndarray:
-    """Moves the window on by the episodes of a batch; returns a new array."""
-    # Slots of length 0 are unused.
-    return np.concatenate((recent, newest[newest[:, 1] > 0]))[-len(recent) :]
+def zero(carry: Carry, num_recent: int) -> Totals:
+    """Returns the totals before the first batch."""
+    recent = np.zeros((num_recent, 2), np.float32)
+    return Totals(_host(merge([nothing(carry.episode)])), 0, 0, 0.0, 0, recent)
 
 
-def zero(names: tuple[str, ...]) -> np.ndarray:
-    """Returns zero totals, `[7 + K]` float64, as `add` sums them up."""
-    return np.zeros(7 + len(names))
-
-
-def add(totals: np.ndarray, counted: np.ndarray, seconds: float) -> np.ndarray:
-    """Adds a batch to the totals; returns a new array."""
-    num_steps, num_episodes, num_faulty = counted[:3]
-    sums = counted[3:].view(np.float32).astype(np.float64)
-    batch = np.array([1, num_steps, seconds, num_episodes, num_faulty, *sums])
-    return totals + batch
-
-
-def names_of(accumulated: ArrayTree, num_envs: int) -> tuple[str, ...]:
-    """Returns the names of the values that are one number per episode, in order."""
-    return tuple(
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, leaf in jax.tree.leaves_with_path(accumulated)
-        if leaf.shape == (num_envs,)
+def add(
+    totals: Totals,
+    stats: CollectStats,
+    newest: np.ndarray,
+    *,
+    steps: int,
+    faulty: int,
+    seconds: float,
+) -> Totals:
+    """Adds a batch, whose numbers are on the host; see `stats.newest`."""
+    recent = totals.recent
+    return Totals(
+        stats=_host(merge([totals.stats, stats])),
+        steps=totals.steps + steps,
+        batches=totals.batches + 1,
+        seconds=totals.seconds + seconds,
+        faulty=totals.faulty + faulty,
+        # An episode has a length; those that went out of the window are cut off.
+        recent=np.concatenate((recent, newest[newest[:, 1] > 0]))[-len(recent) :],
     )
 
 
-def read(totals: np.ndarray, recent: np.ndarray, names: tuple[str, ...]) -> StreamStats:
-    """Computes the statistics from the totals and the window."""
-    batches, steps, seconds, episodes, faulty, *sums = totals.tolist()
+def read(totals: Totals) -> StreamStats:
+    """Computes the statistics from the totals."""
+    stats, seconds = totals.stats, float(totals.seconds)
     window: dict[str, Any] = {}
-    if len(recent):
-        last = recent[recent[:, 1] > 0].astype(np.float64)
+    if len(totals.recent):
+        last = totals.recent[totals.recent[:, 1] > 0].astype(np.float64)
         of_window = last.mean(axis=0) if len(last) else np.full(2, np.nan)
         window = {
             "window_episodes": len(last),
             "window_return_mean": float(of_window[0]),
             "window_length_mean": float(of_window[1]),
         }
-    returns, lengths, *means = (x / episodes if episodes else np.nan for x in sums)
     return StreamStats(
-        collect_batches=int(batches),
-        collect_steps=int(steps),
-        collect_episodes=int(episodes),
+        collect_batches=int(totals.batches),
+        collect_steps=int(totals.steps),
+        collect_episodes=int(stats.num_episodes),
         collect_seconds=seconds,
-        steps_per_second=steps / seconds if seconds else np.nan,
-        return_mean=returns,
-        length_mean=lengths,
-        faulty_episodes=int(faulty),
-        accumulated=dict(zip(names, means, strict=True)),
+        steps_per_second=int(totals.steps) / seconds if seconds else np.nan,
+        return_mean=float(stats.returns.mean),
+        length_mean=float(stats.lengths.mean),
+        faulty_episodes=int(totals.faulty),
+        accumulated={name: float(x.mean) for name, x in stats.accumulated.items()},
         **window,
     )
+
+
+def _host(stats: CollectStats) -> CollectStats:
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), stats)

@@ -20,7 +20,7 @@ from rollout import buffers, envs
 from rollout.envs.auto_reset import reset_switch
 from rollout.envs.vectorize import _AUTO_RESETS
 from rollout.stream.batch import make_batch
-from rollout.stream.types import BatchSpec, Options
+from rollout.stream.options import Options
 
 ENV_ID, NUM_ENVS, NUM_STEPS = "CartPole-v1", 2048, 128
 CAPACITY, BATCH_SIZE, NUM_EPISODES, NUM_ACTIONS = 2**20, 256, 4096, 512
@@ -152,10 +152,12 @@ def evaluate() -> Made:
 def stream_fill() -> Made:
     """A batch of a `Stream`."""
     options = Options(
+        num_envs=NUM_ENVS,
         steps_per_batch=NUM_ENVS * NUM_STEPS,
         episodes_per_batch=None,
         total_steps=None,
         warmup_steps=0,
+        mask_fn=None,
         max_episode_steps=None,
         at_batch_end="continue",
         postprocess=None,
@@ -167,9 +169,8 @@ def stream_fill() -> Made:
         window_episodes=100,
     )
     collector = _collector()
-    window = jax.ShapeDtypeStruct((len(BatchSpec._fields),), jnp.int32)
-    arguments = options, collector, _carry(collector), None, window, ()
-    return jax.jit(make_batch, static_argnums=0), arguments, {}
+    arguments = options, NUM_STEPS, collector, _carry(collector), None, ()
+    return jax.jit(make_batch, static_argnums=(0, 1)), arguments, {}
 
 
 def _buffer(kind: Any, method: str, **options: Any) -> Made:

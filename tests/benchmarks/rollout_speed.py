@@ -151,7 +151,8 @@ def bare_loop(case: Case, policy: rollout.Policy | None) -> tuple:
         roots = kernel.roots_of(env, carry)
         return lax.scan(step, carry, kernel.policy_keys(roots, carry, case.num_steps))
 
-    return functools.partial(kernel.init, kernel.Setup(env, policy)), run
+    collector = rollout.Collector(env=env, policy=policy)
+    return functools.partial(kernel.init, collector), run
 
 
 def everyones_loop(case: Case, policy: rollout.Policy | None) -> tuple:

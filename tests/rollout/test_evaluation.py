@@ -139,7 +139,7 @@ def test_parameters_that_are_nan_are_counted_by_row_and_nothing_is_traced_again(
     collector = make_collector(rollout.stateless_policy(act))
     key, params = jax.random.key(0), np.zeros(3, np.float32)
     good = rollout.evaluate(collector, key, params, 6, max_steps=100)
-    bad = rollout.evaluate(collector, key, params + np.nan, 6, max_steps=10**12)
+    bad = rollout.evaluate(collector, key, params + np.nan, 6, max_steps=100)
     assert good.num_nonfinite == 0
     assert bad.num_nonfinite == bad.num_steps > 0
     assert num_traces == 1

@@ -17,11 +17,11 @@ from rollout import envs
 
 B = 6
 STREAMS = {
-    "remainder": {"steps_per_batch": 2 * B + 1, "resume": True},
-    "warmup": {"steps_per_batch": 2 * B, "warmup_steps": 3 * B + 2},
+    "resume": {"steps_per_batch": 2 * B, "resume": True},
+    "warmup": {"steps_per_batch": 2 * B, "warmup_steps": 3 * B},
     "limit": {"steps_per_batch": 4 * B, "max_episode_steps": 5},
     "recycle": {"steps_per_batch": 3 * B, "recycle": True, "prefetch": 1},
-    "truncate": {"steps_per_batch": 3 * B - 2, "at_batch_end": "truncate"},
+    "truncate": {"steps_per_batch": 3 * B, "at_batch_end": "truncate"},
     "reset": {"steps_per_batch": 3 * B, "at_batch_end": "reset"},
     "whole": {"episodes_per_batch": 3, "max_episode_steps": 8},
 }

@@ -51,8 +51,8 @@ def main(env_id: str, folder: Path, num_batches: int) -> None:
         collector,
         key=jax.random.key(7),
         params={"odds": jnp.float32(0.5)},
-        steps_per_batch=7,
-        total_steps=7 * num_batches,
+        steps_per_batch=8,
+        total_steps=8 * num_batches,
         warmup_steps=16,
         prefetch=1,
     )
@@ -60,7 +60,7 @@ def main(env_id: str, folder: Path, num_batches: int) -> None:
     if rollout.checkpoint.steps(checkpoints):
         saved = rollout.checkpoint.restore(checkpoints, {"stream": stream.state()})
         stream.restore(saved["stream"])
-    number = stream.steps // 7
+    number = stream.steps // 8
     with (folder / "hashes").open("a") as file:
         print("start", number, file=file, flush=True)
         for batch in stream:

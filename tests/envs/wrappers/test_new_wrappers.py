@@ -47,7 +47,7 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     frozen = envs.NormalizeReward(inner, gamma=GAMMA).freeze(carry.env_state)
     end, later = collect(frozen, seed=1)
     np.testing.assert_array_equal(
-        end.env_state.statistics.var, carry.env_state.statistics.var
+        end.env_state.statistics.value.var, carry.env_state.statistics.value.var
     )
     scale = later.info["raw_reward"] / later.reward
     np.testing.assert_allclose(scale, scales[-1, 0], rtol=1e-4)
@@ -114,11 +114,11 @@ def test_one_nan_does_not_poison_the_statistics():
     env = envs.NormalizeObs(envs.vectorize(Breaking(), B))
     carry, trajectory = collect(env, 2)
     state = carry.env_state
-    assert np.isfinite(state.statistics.mean).all()
+    assert np.isfinite(state.statistics.value.mean).all()
     carry, trajectory = collect(env)
     assert np.isnan(trajectory.next_obs).any()
-    assert np.isfinite(carry.env_state.statistics.mean).all()
-    assert np.isfinite(carry.env_state.statistics.var).all()
+    assert np.isfinite(carry.env_state.statistics.value.mean).all()
+    assert np.isfinite(carry.env_state.statistics.value.var).all()
 
 
 @struct.dataclass

@@ -122,7 +122,7 @@ def test_every_row_agrees_with_a_plain_loop(name):
             trajectory.next_obs,
         )
     )
-    statistics = carries[-1].env_state.statistics
+    statistics = carries[-1].env_state.statistics.value
     means, variances = map(jax.tree.leaves, (statistics.mean, statistics.var))
     for leaf in range(len(obs)):
         plain = PlainStatistics()
@@ -199,13 +199,13 @@ def test_halves_and_auto_reset_do_not_change_a_bit(name):
 def test_all_lanes_share_one_mean():
     carries, _ = collect("tree")
     for carry in carries:
-        statistics = carry.env_state.statistics
+        statistics = carry.env_state.statistics.value
         for part in (statistics.mean, statistics.var):
             shapes = [x.shape for x in jax.tree.leaves(part)]
             assert shapes == [(), (), (), (2, 3)]
         assert statistics.count.shape == ()
     # The first update is already that of the whole batch, in which this leaf is 2.
-    first = carries[0].env_state.statistics
+    first = carries[0].env_state.statistics.value
     assert_close(first.count, NUM_LANES + 1e-4)
     assert_close(first.mean["odd"][1], 2.0)
 
@@ -216,7 +216,7 @@ def test_leaves_keep_their_float_dtype_or_become_float32():
     assert dtypes == {"n": "float32", "odd": ("float32", "float32", "float16")}
     kinds = jax.tree.map(lambda x: x.dtype.name, trajectory.info["raw_obs"])
     assert kinds == {"n": "int32", "odd": ("bool", "uint8", "float16")}
-    statistics = carries[-1].env_state.statistics
+    statistics = carries[-1].env_state.statistics.value
     assert {x.dtype.name for x in jax.tree.leaves(statistics)} == {"float32"}
     space = envs.NormalizeObs(make_inner("tree"), EPSILON).observation_space
     assert (space.spaces["odd"][2].shape, space.spaces["n"].dtype) == (
@@ -245,8 +245,8 @@ def test_frozen_statistics_do_not_change_and_a_carry_goes_on():
     carries, trajectory = collect("tree")
     carry, rest = quick_jit(half_of(frozen()))(carries[1])
     chex.assert_trees_all_equal_shapes_and_dtypes(carry, carries[1])
-    statistics = carries[1].env_state.statistics
-    chex.assert_trees_all_equal(carry.env_state.statistics, statistics)
+    statistics = carries[1].env_state.statistics.value
+    chex.assert_trees_all_equal(carry.env_state.statistics.value, statistics)
     second = at(trajectory, slice(NUM_STEPS // 2, None))
     chex.assert_trees_all_equal(rest.info, second.info)
     chex.assert_trees_all_equal(at(rest.obs, 0), at(second.obs, 0))
@@ -258,9 +258,9 @@ def test_frozen_statistics_do_not_change_and_a_carry_goes_on():
 
 def test_frozen_environment_starts_again_with_its_statistics():
     carries, _ = collect("tree")
-    statistics = carries[1].env_state.statistics
+    statistics = carries[1].env_state.statistics.value
     carry = quick_jit(frozen().init)(jax.random.key(1))
-    chex.assert_trees_all_equal(carry.env_state.statistics, statistics)
+    chex.assert_trees_all_equal(carry.env_state.statistics.value, statistics)
     # Every episode starts with the count 0.
     want = -statistics.mean["n"] / jnp.sqrt(statistics.var["n"] + EPSILON)
     assert_close(carry.obs["n"], np.full(NUM_LANES, want))

@@ -49,7 +49,7 @@ def make_stream(collector, **options):
 
 STREAMS = [
     {"prefetch": 1},
-    {"warmup_steps": 50, "max_episode_steps": 4, "window_episodes": 3},
+    {"warmup_steps": 52, "max_episode_steps": 4, "window_episodes": 3},
     {"steps_per_batch": None, "episodes_per_batch": 5, "total_steps": None,
      "max_episode_steps": 6, "placement": "host"},
 ]  # fmt: skip
@@ -321,13 +321,12 @@ def only_one(obs):
 
 
 def test_warmup_takes_only_actions_that_are_allowed():
-    options = {"warmup_steps": 22, "mask_fn": only_one}
+    options = {"warmup_steps": 20, "mask_fn": only_one}
     host, kernel = (make_stream(x, **options) for x in (on_host(), in_jax()))
     trajectory = next(host).trajectory
     allowed = trajectory.obs[..., 0] % 3
-    np.testing.assert_array_equal(trajectory.action[:5], allowed[:5])
-    np.testing.assert_array_equal(trajectory.action[5, :2], allowed[5, :2])
-    assert (trajectory.action[6:] != allowed[6:]).any()  # the policy's own
+    # Afterwards the policy's own action, or the only one that is allowed.
+    np.testing.assert_array_equal(trajectory.action, allowed)
     assert_same(trajectory, next(kernel).trajectory)
     host.close(), kernel.close()
 

@@ -233,7 +233,7 @@ def test_policy_that_is_no_policy_step_is_refused():
 @pytest.mark.parametrize(
     ("key", "got"),
     [
-        (0, "int 0"),
+        (0, r"int32 of shape \(\)"),
         (np.zeros(2, np.uint32), r"uint32 of shape \(2,\)"),
         (None, "NoneType None"),
     ],

@@ -1,5 +1,7 @@
 """Streams of steps: exact counts, with every option."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,17 +13,12 @@ from streams import B, by_lane, host, join, make_stream, new_stream, straight
 import rollout
 from rollout import envs
 from rollout.stream.batch import make_batch
-from rollout.stream.types import Options
+from rollout.stream.options import Options
 
 each_env = pytest.mark.parametrize(
     "name", ["count", pytest.param("CartPole-v1", marks=pytest.mark.slow)]
 )
 slow = pytest.mark.slow
-
-
-def assert_void_rows_are_zero(trajectory):
-    for leaf in jax.tree.leaves(trajectory.replace(mask=())):
-        assert not np.asarray(leaf)[~trajectory.mask].any()
 
 
 @each_env
@@ -33,85 +30,30 @@ def test_batches_are_the_rows_of_collect_steps(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "per_batch", "total", "steps"),
-    [
-        ("count", 8, 28, [8, 8, 8, 4]),  # the last batch has a row less
-        ("count", 7, 27, [7, 7, 7, 6]),  # never a multiple of 4
-        ("count", 5, 3, [3]),  # less than a batch, less than a row
-        *[
-            pytest.param(name, *counts, marks=slow)
-            for name in ("count", "CartPole-v1")
-            for counts in [
-                (8, 27, [8, 8, 8, 3]),
-                (5, 25, [5] * 5),
-                (6, 6, [6]),
-                (8, 1, [1]),
-            ]
-        ],
-    ],
+    ("per_batch", "total", "steps"),
+    [(8, 24, [8, 8, 8]), (8, 28, [8, 8, 8, 4]), (8, 4, [4]), (4, 8, [4, 4])],
 )
-def test_every_batch_has_exactly_its_steps(name, per_batch, total, steps):
-    stream = make_stream(name, steps_per_batch=per_batch, total_steps=total)
+def test_every_batch_has_exactly_its_steps(per_batch, total, steps):
+    stream = make_stream(steps_per_batch=per_batch, total_steps=total)
     assert len(stream) == len(steps)
     batches = list(stream)
     assert [batch.steps for batch in batches] == steps
-    assert [int(batch.trajectory.mask.sum()) for batch in batches] == steps
     assert [int(batch.stats.num_steps) for batch in batches] == steps
+    assert [batch.trajectory.mask.shape for batch in batches] == [
+        (number // B, B) for number in steps
+    ]
     assert not any(batch.warmup_steps for batch in batches)
-    # ceil(per_batch / 4) rows, all of them two.
-    assert {batch.trajectory.mask.shape for batch in batches} == {(2, B)}
     assert stream.stats.collect_steps == total
-    assert_void_rows_are_zero(join(batches))
+    want = jax.tree.map(lambda x: x[: total // B], straight())
+    chex.assert_trees_all_equal(join(batches), want)
 
 
-@each_env
-def test_no_step_is_lost_or_collected_twice_where_lanes_stand_still(name):
-    # 7 steps a batch: 12 of each lane are in seven batches, the last of 6 steps, since
-    # lanes take turns.
-    batches = list(make_stream(name, steps_per_batch=7, total_steps=48))
-    trajectory = join(batches)
-    np.testing.assert_array_equal(trajectory.mask.sum(axis=0), [12] * B)
-    for lane in range(B):
-        steps = by_lane(trajectory, lane)
-        within = ~steps.done[:-1]
-        np.testing.assert_array_equal(
-            steps.next_obs[:-1][within], steps.obs[1:][within]
-        )
-        np.testing.assert_array_equal(
-            steps.episode_length[1:], np.where(within, steps.episode_length[:-1] + 1, 1)
-        )
-        ids = np.concatenate([[lane], steps.episode_id[:-1] + B * ~within])
-        np.testing.assert_array_equal(steps.episode_id, ids)
-
-
-def test_lane_that_stands_still_keeps_its_randomness():
-    # The counting environment ignores the action, so it draws the same whenever a lane
-    # takes its n-th step.
-    trajectory = join(make_stream(steps_per_batch=7, total_steps=48))
-    want = straight()
-    for lane in range(B):
-        got = by_lane(trajectory, lane)
-        for field in ("obs", "reward", "terminated", "truncated", "episode_id"):
-            np.testing.assert_array_equal(
-                getattr(got, field), getattr(want, field)[:, lane]
-            )
-        np.testing.assert_array_equal(got.info["noise"], want.info["noise"][:, lane])
-
-
-@slow
-def test_statistics_that_lanes_share_go_on_where_lanes_stand_still():
-    # Four lanes and four numbers in an observation: the statistics look like lanes.
-    env = envs.NormalizeObs(envs.make_vec("CartPole-v1", B))
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
-    stream = rollout.Stream(
-        collector, key=jax.random.key(7), steps_per_batch=5, total_steps=5
-    )
-    next(stream)
-    state = stream.state()["carry"].env_state.statistics
-    # The reset, and two rows; the second has one step.
-    assert state.count == pytest.approx(3 * B, abs=1e-3)
-    assert state.mean.shape == (4,)
+@pytest.mark.parametrize("name", ["steps_per_batch", "total_steps", "warmup_steps"])
+@pytest.mark.parametrize(("number", "nearest"), [(7, "4 or 8"), (3, "4")])
+def test_rows_must_be_whole(name, number, nearest):
+    message = f"`{name}` must be a multiple of num_envs=4, got {number}; the nearest"
+    with pytest.raises(ValueError, match=f"{message} are {nearest}\\."):
+        new_stream(**{name: number})
 
 
 def test_stream_without_a_total_is_endless_and_has_no_length():
@@ -141,64 +83,66 @@ def test_warmup_takes_only_actions_that_are_allowed():
     env = envs.make_vec("CartPole-v1", B)
     policy = rollout.stateless_policy(lambda params, obs, key: jnp.zeros(B, jnp.int32))
     collector = rollout.Collector(env=env, policy=policy)
-    options = {"steps_per_batch": 10 * B, "warmup_steps": 5 * B + 1}
+    options = {"steps_per_batch": 10 * B, "warmup_steps": 5 * B}
     stream = rollout.Stream(
         collector, key=jax.random.key(0), mask_fn=only_one, **options
     )
     trajectory = host(next(stream))
     is_right = trajectory.obs[..., 0] >= 0
     assert 0 < is_right[:5].mean() < 1
-    np.testing.assert_array_equal(trajectory.action[:5], is_right[:5])
-    assert trajectory.action[5, 0] == is_right[5, 0]
-    assert not trajectory.action[5, 1:].any()  # the policy's own, allowed or not
-    assert not trajectory.action[6:].any()
+    # Afterwards the policy's own action, or the only one that is allowed.
+    np.testing.assert_array_equal(trajectory.action, is_right)
     stream.close()
 
 
 @pytest.mark.parametrize(
     ("name", "warmup"),
     [
-        ("count", 11),
-        *[pytest.param("count", warmup, marks=slow) for warmup in (1, 4, 26)],
-        pytest.param("CartPole-v1", 11, marks=slow),
+        ("count", 12),
+        *[pytest.param(x, 28, marks=slow) for x in ("count", "CartPole-v1")],
     ],
 )
 def test_warmup_takes_exactly_so_many_random_steps(name, warmup):
     collector = make_collector(name, B).replace(policy=LOWEST)
-    stream = rollout.Stream(
-        collector,
-        key=jax.random.key(7),
-        steps_per_batch=6,
-        total_steps=26,
-        warmup_steps=warmup,
-    )
-    plan = [6, 6, 6, 6, 2]
-    random, done = [], 0
-    for steps in plan:
-        random.append(min(max(warmup - done, 0), steps))
-        done += steps
-    batches = [next(stream)]
+    options = {"steps_per_batch": 8, "total_steps": 28, "warmup_steps": warmup}
+    stream = rollout.Stream(collector, key=jax.random.key(7), **options)
+    batches = [next(stream), next(stream)]
     traces = lowest.traces
+    batches.append(next(stream))
+    assert lowest.traces == traces  # one program serves batches of equally many rows
     batches += list(stream)
-    assert lowest.traces == traces  # one program serves every batch
-    assert [batch.warmup_steps for batch in batches] == random
-    first_lane = 0
-    for batch, num_random in zip(batches, random, strict=True):
-        trajectory = host(batch)
-        order = (np.arange(B) - first_lane) % B
-        index = np.arange(2)[:, None] * B + order
-        np.testing.assert_array_equal(trajectory.mask, index < batch.steps)
-        assert not trajectory.action[index >= num_random].any()
-        first_lane = (first_lane + batch.steps) % B
-        mask = trajectory.mask
-        np.testing.assert_array_equal(trajectory.extras["log_prob"], -0.5 * mask)
+    plan = [8, 8, 8, 4]
+    left = [max(warmup - done, 0) for done in (0, 8, 16, 24)]
+    assert [batch.warmup_steps for batch in batches] == list(map(min, left, plan))
+    trajectory = join(batches)
+    assert trajectory.action[: warmup // B].any()
+    assert not trajectory.action[warmup // B :].any()
+    np.testing.assert_array_equal(trajectory.extras["log_prob"], np.float32(-0.5))
+
+
+def test_warmup_of_a_policy_with_a_memory_and_a_value_function():
+    """The value function gets the policy's own state, wrapped or not."""
+
+    def act(params, obs, state, key):
+        return jnp.zeros(obs.shape[0], jnp.int32), state + 1
+
+    policy = rollout.recurrent_policy(act, lambda num_envs: jnp.zeros(num_envs))
+    collector = make_collector("count", B).replace(
+        policy=policy, value_fn=lambda params, obs, state: 10 * state
+    )
+    options = {"steps_per_batch": 8 * B, "warmup_steps": 2 * B, "max_episode_steps": 3}
+    rows = host(next(rollout.Stream(collector, key=jax.random.key(7), **options)))
+    is_cut = rows.truncated & ~rows.terminated
+    assert is_cut.any()
+    want = np.where(is_cut, 10.0 * rows.episode_length, 0.0)
+    np.testing.assert_array_equal(rows.final_value, want)
 
 
 @slow
 @pytest.mark.parametrize(("name", "num_actions"), [("count", 3), ("CartPole-v1", 2)])
 def test_random_steps_of_the_warmup_take_all_actions_evenly(name, num_actions):
     collector = make_collector(name, B).replace(policy=LOWEST)
-    options = {"steps_per_batch": 6, "total_steps": 1200, "warmup_steps": 1200}
+    options = {"steps_per_batch": 8, "total_steps": 1200, "warmup_steps": 1200}
     trajectory = join(rollout.Stream(collector, key=jax.random.key(7), **options))
     counts = np.bincount(trajectory.action[trajectory.mask])
     # 1200 draws of three: mean 400, standard deviation 16.3; five of them. Of two: mean
@@ -226,16 +170,9 @@ def test_episodes_are_truncated_across_batches(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "per_batch"),
-    [
-        ("count", 7),
-        pytest.param("count", 8, marks=slow),
-        pytest.param("CartPole-v1", 7, marks=slow),
-    ],
-)
-def test_cut_at_the_end_of_a_batch_is_a_truncation(name, per_batch):
-    options = {"steps_per_batch": per_batch, "total_steps": 28}
+@each_env
+def test_cut_at_the_end_of_a_batch_is_a_truncation(name):
+    options = {"steps_per_batch": 8, "total_steps": 28}
     seen = set()
     for batch in make_stream(name, at_batch_end="truncate", **options):
         trajectory = host(batch)
@@ -281,7 +218,7 @@ total.traces = 0
 @pytest.mark.slow
 @each_env
 def test_postprocess_runs_in_the_same_program(name):
-    options = {"steps_per_batch": 7, "total_steps": 21}
+    options = {"steps_per_batch": 8, "total_steps": 24}
     stream = make_stream(name, postprocess=total, **options)
     stream.compile()
     traces = total.traces
@@ -299,14 +236,16 @@ def test_field_that_a_postprocess_does_not_read_has_no_array():
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(jax.random.key(7))
-    defaults = dict.fromkeys(Options._fields) | {"window_episodes": 0}
-    defaults |= {"steps_per_batch": 13 * B, "placement": "device", "on_fault": "raise"}
-    spec = jax.ShapeDtypeStruct((3,), jnp.int32)
+    defaults = dict.fromkeys(x.name for x in dataclasses.fields(Options))
+    defaults |= {"num_envs": B, "steps_per_batch": 13 * B, "placement": "device"}
+    defaults |= {"recycle": False, "check_finite": False, "prefetch": 0}
+    defaults |= {"at_batch_end": "continue", "on_fault": "raise"}
+    defaults |= {"window_episodes": 0, "warmup_steps": 0}
 
     def text(**options):
-        program = jax.jit(make_batch, static_argnums=0)
+        program = jax.jit(make_batch, static_argnums=(0, 1))
         options = Options(**{**defaults, **options})
-        return program.lower(options, collector, carry, None, spec, ()).compile()
+        return program.lower(options, 13, collector, carry, None, ()).compile()
 
     stored = f"[13,{B},5]"  # 13 rows of observations
     assert stored in text().as_text()
