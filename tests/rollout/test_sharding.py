@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import rollout
 from rollout import buffers, envs
+from rollout.envs.wrappers.wrapper import VectorWrapper
 from rollout.inspection import devices
 
 B = 16
@@ -474,3 +475,48 @@ def test_rows_on_another_device_than_the_buffer_raise():
     )
     with pytest.raises(ValueError, match="incompatible devices"):
         buffer.add(state, jax.device_put(rows, devices[2]))
+
+
+class Mean(VectorWrapper):
+    """Subtracts the running mean of all lanes, which its own reset copies."""
+
+    def reset(self, keys):
+        state, obs = self.env.reset(keys)
+        return (state, envs.Shared((jnp.zeros(4), jnp.zeros(())))), obs
+
+    def step(self, keys, state, action):
+        result = self.env.step(keys, state[0], action)
+        total, count = state[1].value
+        total, count = total + result.obs.sum(axis=0), count + len(result.obs)
+        return result.replace(
+            state=(result.state, envs.Shared((total, count))),
+            obs=result.obs - (total / count)[None],
+        )
+
+    def reset_done(self, key_fn, done, lanes):
+        inner = self.env.reset_done(key_fn, done, lanes._replace(state=lanes.state[0]))
+        shared = jax.tree.map(jnp.copy, lanes.state[1])
+        return inner._replace(state=(inner.state, shared))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrapper", "compare"),  # means of floats may round differently on each device
+    [(Mean, assert_same), (envs.NormalizeObs, assert_near)],
+)
+@pytest.mark.parametrize("num_envs", [4, 8])
+def test_statistics_of_all_lanes_are_those_of_one_device(wrapper, compare, num_envs):
+    # Four entries in an observation, and for 4 lanes as many lanes. They are small
+    # integers, so that sums over lanes are exact in any order.
+    wide = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (4,)))
+    env = wrapper(envs.vectorize(wide, num_envs))
+    policy = rollout.random_policy(env.action_space)
+    plain = rollout.Collector(env=env, policy=policy)
+    options = {
+        "key": KEY,
+        "steps_per_batch": 6 * num_envs,
+        "total_steps": 15 * num_envs,
+    }
+    got, want = (list(rollout.Stream(x, **options)) for x in (shard(plain, 2), plain))
+    assert [batch.trajectory.reward.shape[0] for batch in got] == [6, 6, 3]
+    compare([batch.trajectory for batch in got], [x.trajectory for x in want])
