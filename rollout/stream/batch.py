@@ -101,10 +101,8 @@ def make_host_batch(
     collector: HostCollector,
     carry: Carry,
     params: Any,
-    memory: ArrayTree,
 ) -> BatchResult:
     """Does what `make_batch` does, for environments that are not JAX."""
-    del memory  # unused
     episodes, before = None, collector.fault_stats.faulty_episodes
     if options.episodes_per_batch is None:
         carry, trajectory = collector.collect_batch(

@@ -22,12 +22,9 @@ _CHOICES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of a `Stream`; see there.
-
-    Two are equal only if they are one object: `jit` compares them at every call, and an
-    interrupt must not meet Python code there.
 
     Raises:
         ValueError: if an option is wrong, or clashes with another.

@@ -37,10 +37,6 @@ from rollout.types import Carry, Episodes, ParamsT, Transition
 _NUMBERS = bool | int | float | complex
 _NEWEST = -1  # version of parameters: those that are set when the batch begins
 
-_make_batch = jax.jit(
-    make_batch, static_argnums=(0, 1), donate_argnums=5, keep_unused=True
-)
-
 
 class StreamBatch(struct.PyTreeNode, kw_only=True):
     """A batch of a stream.
@@ -212,6 +208,13 @@ class Stream(Generic[ParamsT]):
             options.check_processes()
         if self._is_host:
             options.check_host()
+        # Its own, so that what is compiled goes with the stream.
+        self._make_batch = jax.jit(
+            functools.partial(make_batch, options),
+            static_argnums=0,
+            donate_argnums=4,
+            keep_unused=True,
+        )
         self._collector: Any = _with_warmup(collector, options)
         carry = self._collector.init(key)
         totals = stream_stats.zero(carry, options.window_episodes)
@@ -420,19 +423,19 @@ class Stream(Generic[ParamsT]):
             return at
         options, params = self._options, at.params or self._params
         num_rows = num_steps // options.num_envs
-        args = options, num_rows, self._collector, at.carry, params[0]
+        args = num_rows, self._collector, at.carry, params[0]
         if self._is_host:
             # Its environments move on only once: after an interrupt the same carry
             # leads to the same call, which may already run.
             if self._job is None or self._job.carry is not at.carry:
-                make = functools.partial(_timed, make_host_batch, *args, ())
+                make = functools.partial(_timed, make_host_batch, options, *args)
                 self._job = _Once(at.carry, make)
             wait = self._thread.submit(self._job).result
         else:
             memory = self._memory(num_rows, at, memory)
             self._compile(num_rows, at, params[0], memory)
             start = time.perf_counter()
-            result = _make_batch(*args, memory)
+            result = self._make_batch(*args, memory)
             for x in jax.tree.leaves(memory):
                 if not x.is_deleted():  # a view prevented the donation, and stays valid
                     x.delete()
@@ -513,8 +516,8 @@ class Stream(Generic[ParamsT]):
         if self._is_host:
             self._collector.compile(at.carry, params)
         elif not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            args = self._options, num_rows, self._collector, at.carry, params, memory
-            lowered = _make_batch.lower(*args)
+            args = num_rows, self._collector, at.carry, params, memory
+            lowered = self._make_batch.lower(*args)
             if self._is_multi_process:
                 multihost.compare("stream", self._facts(params, lowered.as_text()))
             lowered.compile()
