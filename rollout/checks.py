@@ -96,9 +96,14 @@ def collects_in_jax(value: Any) -> None:
         )
 
 
+def is_tracing() -> bool:
+    """Returns whether jax traces a function at the moment."""
+    return isinstance(jnp.add(1, 1), Tracer)
+
+
 def outside_of_jit(name: str) -> None:
     """Raises while jax traces: a loop in Python would run then, and never again."""
-    if isinstance(jnp.add(1, 1), Tracer):
+    if is_tracing():
         raise ValueError(
             f"A `{name}` collects in a loop in Python, so it must be made and "
             "called outside of `jit`, got a call while jax traces a function."

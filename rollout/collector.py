@@ -8,6 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.core import Tracer
 
 from rollout import checks, kernel, platform
 from rollout.envs import prng
@@ -38,6 +39,36 @@ def _jit(*static: str) -> Callable[[Fn], Fn]:
     """Returns `jax.jit` with static arguments, as a decorator that keeps the types."""
     jit: Any = functools.partial(jax.jit, static_argnames=static)
     return jit
+
+
+def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
+    """Jits a method that folds `fn`, unless jax is tracing or `fn` has no hash.
+
+    While jax traces, `fn` may read tracers, also by a bound method whose object has
+    others at the next call: they must not stay in the cache of `jit`.
+    """
+
+    def decorate(method: Any) -> Any:
+        jitted = jax.jit(method, static_argnames=("fn", *static))
+
+        @functools.wraps(method)
+        def call(
+            self: Any, carry: Carry, params: Any, fn: Any, acc: Any, **options: Any
+        ) -> Any:
+            args = self, carry, params, acc
+            is_traced = checks.is_tracing() or any(
+                isinstance(x, Tracer) for x in jax.tree.leaves(args)
+            )
+            try:
+                hash(fn)
+            except TypeError:
+                is_traced = True
+            run = method if is_traced else jitted
+            return run(self, carry, params, fn, acc, **options)
+
+        return call
+
+    return decorate
 
 
 class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True):
@@ -145,7 +176,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         num_steps = checks.int_between("num_steps", num_steps)
         return scan_steps(self, carry, params, num_steps)
 
-    @_jit("fn", "num_steps")
+    @_jit_fold("num_steps")
     def fold_steps(
         self,
         carry: Carry,
@@ -291,7 +322,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         )
         return carry, played
 
-    @_jit("fn", "num_episodes", "max_steps")
+    @_jit_fold("num_episodes", "max_steps")
     def fold_episodes(
         self,
         carry: Carry,

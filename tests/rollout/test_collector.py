@@ -345,3 +345,26 @@ def test_bad_num_steps_is_refused(num_steps):
         collector.collect_steps(carry, None, num_steps)
     with pytest.raises(ValueError, match=message):
         collector.fold_steps(carry, None, lambda a, t: a, 0, num_steps=num_steps)
+
+
+def test_fold_may_be_a_method_of_an_object_that_holds_tracers():
+    """Such as a module of NNX: it is the same in every trace, its arrays are not."""
+
+    class Module:
+        def fold(self, acc, transition):
+            return acc + (self.scale * transition.reward).sum()
+
+    collector, module = make_collector("count", 4), Module()
+    carry = collector.init(jax.random.key(0))
+    reward = collector.collect_steps(carry, None, 3)[1].reward.sum()
+
+    @jax.jit
+    def train(scale, shape):
+        del shape  # another one is another trace
+        module.scale = scale
+        acc = jnp.float32(0)
+        return collector.fold_steps(carry, None, module.fold, acc, num_steps=3)[1]
+
+    for number in (2, 5):
+        got = train(jnp.float32(number), jnp.zeros(number))
+        assert got == pytest.approx(number * reward)
