@@ -538,11 +538,13 @@ def _merge(*parts: Any) -> Any:
     columns = (np.array([getattr(x, name) for x in parts], float) for name in names)
     count, total, squared = columns
     # Deviations from the common mean: those within each part, and those of its mean.
-    between = total / np.maximum(count, 1) - total.sum() / max(count.sum(), 1)
+    with np.errstate(invalid="ignore"):  # of infinite values
+        between = total / np.maximum(count, 1) - total.sum() / max(count.sum(), 1)
+        deviations = np.sum(squared + count * between**2)
     return Moments(
         count=count.sum().astype(np.int64),
         total=total.sum(),
-        squared_deviations=np.sum(squared + count * between**2),
+        squared_deviations=deviations,
         low=min(x.low for x in parts),
         high=max(x.high for x in parts),
     )

@@ -230,7 +230,7 @@ def test_episode_that_is_cut_has_the_value_of_where_it_was_cut():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_batches_of_a_stream_have_the_values_of_their_successors(policy, at_batch_end):
     collector = make("some", policy)
-    options = {"steps_per_batch": 7 * B + 3, "at_batch_end": at_batch_end}
+    options = {"steps_per_batch": 7 * B, "at_batch_end": at_batch_end}
     options |= {"total_steps": 20 * B, "key": jax.random.key(3)}
     with rollout.Stream(collector, params=PARAMS, **options) as stream:
         for batch in stream:

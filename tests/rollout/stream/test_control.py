@@ -54,12 +54,12 @@ def test_batch_made_ahead_has_the_parameters_of_its_version():
 @slow
 @pytest.mark.parametrize("name", ["count", "CartPole-v1"])
 def test_running_ahead_gives_the_same_steps_where_parameters_stay(name):
-    options = {"steps_per_batch": 7, "total_steps": 30}
+    options = {"steps_per_batch": 8, "total_steps": 36}
     batches = [
         [host(batch) for batch in make_stream(name, prefetch=prefetch, **options)]
         for prefetch in (0, 1)
     ]
-    assert len(batches[0]) == 5  # 4 x 7 + 2
+    assert len(batches[0]) == 5  # 4 x 8 + 4
     assert_same(*batches)
 
 
@@ -151,10 +151,9 @@ def test_batch_lands_in_host_memory():
         chex.assert_trees_all_equal(host(batch), expected)
 
 
-# Batches of 7 steps in 4 lanes, so 2 rows; a process of its own can have two devices.
 @slow
 def test_batch_lands_by_a_sharding():
-    options = {"steps_per_batch": 7, "total_steps": 21}
+    options = {"steps_per_batch": 8, "total_steps": 24}
     want = [host(batch) for batch in make_stream(**options)]
     mesh = jax.make_mesh((2,), ("device",), devices=jax.devices()[:2])
     for spec in [(None, "device"), ()]:
@@ -254,7 +253,7 @@ def test_interrupts_at_random_times_lose_no_batch(case):
         signal.signal(signal.SIGALRM, before)
         alarm.cancel()
     assert num_interrupts > 10
-    assert num_lost < 10
+    assert num_lost < num_interrupts / 2
     stream.close()
 
 

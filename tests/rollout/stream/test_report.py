@@ -372,7 +372,7 @@ def test_window_is_of_the_last_episodes_of_all_batches(size):
         return rollout.Stream(
             make_collector("count", 4),
             key=jax.random.key(0),
-            steps_per_batch=22,
+            steps_per_batch=24,
             window_episodes=size,
         )
 
