@@ -142,19 +142,19 @@ def test_every_method_has_the_bits_of_one_device():
 
 
 def make_stream(collector, **options):
-    options = {"steps_per_batch": 2 * B + 5, "total_steps": 7 * B, **options}
+    options = {"steps_per_batch": 2 * B, "total_steps": 7 * B, **options}
     return rollout.Stream(collector, key=KEY, params=PARAMS, **options)
 
 
 @pytest.mark.slow
 def test_stream_goes_on_over_another_number_of_devices(tmp_path):
     collector = make_case("count", "recurrent")
-    with make_stream(collector, warmup_steps=B + 3) as stream:
+    with make_stream(collector, warmup_steps=3 * B) as stream:
         want = list(stream)
-    with make_stream(shard(collector, 2), warmup_steps=B + 3) as first:
+    with make_stream(shard(collector, 2), warmup_steps=3 * B) as first:
         got = [next(first), next(first)]
         rollout.checkpoint.save(tmp_path, first.state())
-    with make_stream(shard(collector, 4), warmup_steps=B + 3) as second:
+    with make_stream(shard(collector, 4), warmup_steps=3 * B) as second:
         state = rollout.checkpoint.restore(tmp_path, second.state())
         second.restore(state)
         got += list(second)
