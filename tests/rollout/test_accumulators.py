@@ -97,7 +97,7 @@ def test_episodes_have_the_values_of_their_last_step():
 @pytest.mark.slow
 def test_stream_counts_the_values_of_all_batches():
     stream = rollout.Stream(
-        make_collector(), key=jax.random.key(2), steps_per_batch=8, total_steps=72
+        make_collector(), key=jax.random.key(2), steps_per_batch=10, total_steps=75
     )
     highest, length = [], []
     for batch in stream:
