@@ -185,5 +185,7 @@ def test_run_that_was_killed_ends_with_the_bits_of_one_process(killed, folder, s
     got, want = leaves(killed), leaves(folder / "one")
     assert list(got) == list(want)
     for name in want:
-        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+        # Sums of floats over lanes round differently on several devices.
+        rtol = 1e-6 if "squared_deviations" in name else 0.0
+        np.testing.assert_allclose(got[name], want[name], rtol=rtol, err_msg=name)
     assert np.any(want["[1][0]"])  # parameters that were trained
