@@ -1,4 +1,4 @@
-"""Which agents each policy controls, and how their actions are put back together.
+"""Subgroups of agents under one policy, and how their actions are joined.
 
 A subgroup is the agents of one group that one policy controls, the same columns in
 every lane. Under a fixed mapping the subgroups partition the group. Under a drawn
