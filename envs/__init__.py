@@ -16,8 +16,7 @@ spaces; `rollout.envs.recommendation` and `rollout.envs.ratings` have users and 
 `types` and `multi_agent` have the contracts, `registry` the ids; `vectorize` and
 `vectorize_agents` make lanes, which `auto_reset` resets. Below them: `prng` draws
 random numbers, `masked_update` computes something for few lanes, `cost_estimate` counts
-the operations of a reset, `checks` checks arguments and `optional_import` imports
-suites.
+the operations of a reset, and `optional_import` imports suites.
 """
 
 from rollout.envs import ratings as ratings

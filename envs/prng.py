@@ -185,34 +185,19 @@ def has_keys(tree: ArrayTree) -> bool:
     return any(_is_key(x) for x in jax.tree.leaves(tree))
 
 
-def blank(
-    tree: ArrayTree,
-    key: chex.PRNGKey,
-    axes: tuple[int, ...] = (),
-    *,
-    skip: int = 0,
-) -> ArrayTree:
+def blank(tree: ArrayTree, axes: tuple[int, ...] = (), *, skip: int = 0) -> ArrayTree:
     """Makes zeros like a tree's leaves, with `axes` instead of the first `skip` axes.
 
-    Keys have the implementation of `key`: `tree` may hold `jax.ShapeDtypeStruct`s.
+    Leaves may be `jax.ShapeDtypeStruct`s; a key becomes one whose words are zero.
     """
-
-    def make(x: jax.ShapeDtypeStruct) -> jax.Array:
-        shape = *axes, *x.shape[skip:]
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jnp.zeros(shape, x.dtype)
-        word_shape = jax.random.key_data(key).shape[key.ndim :]
-        zeros = jnp.zeros(shape + word_shape, jnp.uint32)
-        return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(key))
-
-    return jax.tree.map(make, tree)
+    return jax.tree.map(lambda x: jnp.zeros((*axes, *x.shape[skip:]), x.dtype), tree)
 
 
 def select(flag: jax.Array, new: ArrayTree, old: ArrayTree) -> ArrayTree:
     """Takes the lanes of `new` where `flag` and those of `old` elsewhere.
 
     Args:
-        flag: `[B]` bool.
+        flag: `[B]` bool; `()` takes all of `new` or all of `old`.
         new: `[B, ...]`, any pytree; it may hold typed keys.
         old: `[B, ...]`, of the same structure and shapes; it decides the dtypes.
 

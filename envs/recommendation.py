@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout.envs import checks, prng
+from rollout import checks
+from rollout.envs import prng
 from rollout.envs.spaces import Box, Dict, Discrete
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 

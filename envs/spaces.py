@@ -14,7 +14,8 @@ import numpy as np
 from flax import struct
 from jax.core import Tracer
 
-from rollout.envs import checks, prng
+from rollout import checks
+from rollout.envs import prng
 from rollout.envs.types import AnySpace, ArrayTree
 
 

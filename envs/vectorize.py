@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout.envs import checks
+from rollout import checks
 from rollout.envs import prng as env_keys
 from rollout.envs.auto_reset import reset_auto, reset_compact, reset_select
 from rollout.envs.spaces import as_space

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.core import Tracer
 
-from rollout.envs import checks
+from rollout import checks
 from rollout.envs.multi_agent import (
     ACTING,
     AgentGroup,

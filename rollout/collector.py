@@ -11,7 +11,6 @@ from flax import struct
 from jax.core import Tracer
 
 from rollout import checks, kernel, platform
-from rollout.envs import prng
 from rollout.envs.types import VectorEnv, node_types
 from rollout.kernel import episodes
 from rollout.types import (
@@ -394,18 +393,17 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         max_length = checks.int_between("max_length", max_length)
         row = jax.eval_shape(Collector.step, self, carry, params)[1]
         blank, write = episodes.pad(row, carry, num_episodes, max_length)
-        carry, padded, played = episodes.play(
+        return episodes.play(
             self,
             carry,
             params,
             write,
-            prng.words(blank),
+            blank,
             make_plan=episodes.queue,
             number=num_episodes,
             max_steps=max_length,
             holds=False,
         )
-        return carry, prng.like(padded, blank), played
 
 
 def scan_steps(

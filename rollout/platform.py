@@ -110,43 +110,30 @@ def steps_while(
             otherwise.
         state: any pytree; it may hold typed keys.
     """
-
-    # Words, not keys: under `vmap` the loop selects between old and new state, which
-    # jax's checker of key reuse counts as a use of a key.
-    def is_due(words: ArrayTree) -> jax.Array:
-        return goes_on(prng.like(words, state))
-
     # Jitted, so that both loops trace it once; inlined, since XLA:CPU rounds
     # differently in a separate function.
-    @functools.partial(jax.jit, inline=True)
-    def take(words: ArrayTree, go: jax.Array) -> ArrayTree:
-        return prng.words(step(prng.like(words, state), go))
+    take = jax.jit(step, inline=True)
 
-    def one_by_one(words: ArrayTree) -> ArrayTree:
+    def one_by_one(state: _State) -> _State:
         every = jnp.ones((), bool)  # a constant, so XLA removes the selects of `hold`
-        return lax.while_loop(is_due, lambda words: take(words, every), words)
+        return lax.while_loop(goes_on, lambda state: take(state, every), state)
 
-    def in_blocks(words: ArrayTree) -> ArrayTree:
-        def block(words: ArrayTree) -> ArrayTree:
+    def in_blocks(state: _State) -> _State:
+        def block(state: _State) -> _State:
             return lax.fori_loop(
-                0, BLOCK, lambda _, words: take(words, is_due(words)), words
+                0, BLOCK, lambda _, state: take(state, goes_on(state)), state
             )
 
-        return lax.while_loop(is_due, block, words)
+        return lax.while_loop(goes_on, block, state)
 
-    words = lax.platform_dependent(
-        prng.words(state), cuda=in_blocks, rocm=in_blocks, default=one_by_one
-    )
-    return prng.like(words, state)
+    return choose(one_by_one, in_blocks, state)
 
 
 def hold(go: jax.Array, new: _State, old: _State) -> _State:
     """Returns `new`, or `old` if the step lies beyond the end; see `steps_while`."""
-
-    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        return new if new is old else jnp.where(go, new, old)
-
-    return prng.like(jax.tree.map(choose, prng.words(new), prng.words(old)), old)
+    return jax.tree.map(
+        lambda new, old: old if new is old else prng.select(go, new, old), new, old
+    )
 
 
 def step_once(
@@ -169,40 +156,30 @@ def step_once(
 
     `counter` is any `()` int32 whose value is unknown at compile time.
     """
-    operands = (step_keys, state, action)
-
-    # Words, not keys: under `vmap` a conditional selects between both results, which
-    # jax's checker of key reuse counts as a use of a key.
-    #
     # Jitted, so that both functions below trace it once; inlined, since XLA:CPU rounds
     # differently in a separate function.
-    @functools.partial(jax.jit, inline=True)
-    def take(words: ArrayTree) -> EnvStep:
-        result = step(*prng.like(words, operands))
-        return result.replace(state=prng.words(result.state))
+    take = jax.jit(step, inline=True)
 
-    def between_barriers(words: ArrayTree) -> EnvStep:
-        result = take((words[0], *lax.optimization_barrier(words[1:])))
+    def between_barriers(*operands: ArrayTree) -> EnvStep:
+        keys, inputs = operands[0], prng.barrier(operands[1:])
+        result = take(keys, *inputs)
         # Outside the barrier XLA removes an `info` that nobody reads.
-        seen = result.replace(info=())
         barred = lax.platform_dependent(
-            prng.words(seen), tpu=lambda words: words, default=lax.optimization_barrier
+            result.replace(info=()), tpu=lambda result: result, default=prng.barrier
         )
-        return prng.like(barred, seen).replace(info=result.info)
+        return barred.replace(info=result.info)
 
-    def in_a_conditional(words: ArrayTree) -> EnvStep:
-        shapes = jax.eval_shape(take, words).replace(state=())
+    def in_a_conditional(*operands: ArrayTree) -> EnvStep:
+        shapes = jax.eval_shape(take, *operands).replace(state=())
 
-        def never(words: ArrayTree) -> EnvStep:
-            return prng.blank(shapes, step_keys).replace(state=words[1])
+        def never(*operands: ArrayTree) -> EnvStep:
+            return prng.blank(shapes).replace(state=operands[1])
 
-        return lax.cond((counter | 1) != 0, take, never, words)
+        return lax.cond((counter | 1) != 0, take, never, *operands)
 
-    words = prng.words(operands)
+    operands = (step_keys, state, action)
     if jax.__version_info__ >= (0, 11):
-        result = between_barriers(words)
-    else:
-        result = lax.platform_dependent(
-            words, cpu=in_a_conditional, default=between_barriers
-        )
-    return result.replace(state=prng.like(result.state, state))
+        return between_barriers(*operands)
+    return lax.platform_dependent(
+        *operands, cpu=in_a_conditional, default=between_barriers
+    )

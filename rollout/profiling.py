@@ -132,7 +132,7 @@ def _env_step(given: _Given) -> Any:
 
     action = _last(trajectory.action)
     result = jax.eval_shape(step, (carry, None), action)[0][1]
-    start = carry, prng.blank(result, carry.key)
+    start = carry, prng.blank(result)
     return lax.scan(step, start, trajectory.action)[0]
 
 
@@ -148,11 +148,11 @@ def _auto_reset(given: _Given) -> Any:
 
 
 def _recording(given: _Given) -> Any:
-    rows = prng.words(kernel.pack(given.trajectory))
+    rows = kernel.pack(given.trajectory)
 
     def step(row: ArrayTree, _: None) -> tuple[ArrayTree, ArrayTree]:
         # Without the barrier jax would broadcast the row instead of writing rows.
-        row = lax.optimization_barrier(row)
+        row = prng.barrier(row)
         return row, row
 
     return lax.scan(step, _last(rows), length=given.trajectory.reward.shape[0])[1]

@@ -10,8 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout import platform
-from rollout.envs import checks
+from rollout import checks, platform
 from rollout.types import Transition
 
 Scalar = float | jax.Array  # (), may be traced

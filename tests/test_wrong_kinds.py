@@ -134,7 +134,7 @@ CASES = {
     "TransformObs": (lambda: envs.TransformObs(ENV, 3), "`fn` must be a function"),
     "TransformReward": (
         lambda: envs.TransformReward(ENV, 3),
-        "`fn` must be a function, got 3",
+        "`fn` must be a function, got int 3",
     ),
     "ObserveInfo": (
         lambda: envs.ObserveInfo(ENV, jnp.add, 3),

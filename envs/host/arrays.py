@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rollout.envs import checks
+from rollout import checks
 from rollout.envs.host.types import HostStep
 from rollout.envs.spaces import Dict, Tuple, as_space, narrow, space_of
 from rollout.envs.types import AnySpace, ArrayTree

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rollout.envs import checks
+from rollout import checks
 from rollout.envs.host.arrays import narrowed
 from rollout.envs.host.types import AsyncHostVectorEnv, HostStep, HostVectorEnv
 from rollout.envs.optional_import import load

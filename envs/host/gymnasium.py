@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.envs import checks
+from rollout import checks
 from rollout.envs.host import request_checks as host_checks
 from rollout.envs.host.arrays import make_layout, narrowed
 from rollout.envs.host.gymnasium_actions import batched_action

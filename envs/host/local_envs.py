@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rollout.envs import checks as counts
+from rollout import checks
 from rollout.envs.host import request_checks, saved_state
 from rollout.envs.host.arrays import (
     StepArrays,
@@ -353,7 +353,7 @@ def _spaces(env: Any) -> tuple[Any, Any]:
 
 
 def _wrong(name: str, what: str, result: Any) -> NoReturn:
-    raise TypeError(f"`{name}` must return {what}, got {counts.describe(result)}")
+    raise TypeError(f"`{name}` must return {what}, got {checks.describe(result)}")
 
 
 def _close(env: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from rollout.envs import checks
+from rollout import checks
 from rollout.envs.host.observation_check import ObservationCheck
 from rollout.envs.host.ownership import claim, new_user
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.envs import checks
+from rollout import checks
 
 
 def closed(is_closed: bool) -> None:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout.envs import checks, prng
+from rollout import checks
+from rollout.envs import prng
 from rollout.envs.host.types import AsyncHostVectorEnv, HostStep
 from rollout.envs.types import RESET, AnySpace, ArrayTree, Env, VectorEnv
 from rollout.envs.vectorize import vectorize
@@ -85,7 +86,7 @@ class _Simulated:
         self._num_sent = 0
         self._in_flight = []  # (time of the answer, number sent before, env_id)
         shapes = jax.eval_shape(_first_step, env, np.zeros(self.num_envs, np.uint32))
-        self._state = prng.blank(shapes, jax.random.key(0))  # lanes, their last answers
+        self._state = prng.blank(shapes)  # lanes, their last answers
 
     @property
     def observation_space(self) -> AnySpace:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.envs import checks as counts
+from rollout import checks
 from rollout.envs.host import (
     exceptions,
     request_checks,
@@ -70,7 +70,7 @@ def workers(
     make_fns = _list(make_fns)
     if num_workers is None:
         num_workers = min(len(make_fns), os.cpu_count() or 1)
-    if counts.int_between("num_workers", num_workers) > len(make_fns):
+    if checks.int_between("num_workers", num_workers) > len(make_fns):
         raise ValueError(
             f"`num_workers` must be at most the number of environments, "
             f"{len(make_fns)}, got {num_workers}."
@@ -79,7 +79,7 @@ def workers(
         raise ValueError(
             f'`start_method` must be "forkserver" or "spawn", got {start_method!r}.'
         )
-    timeout = counts.seconds("timeout", timeout)
+    timeout = checks.seconds("timeout", timeout)
     _check_picklable(make_fns)
     info = {"observe_info": observe_info, "record_info": record_info}
     return WorkerEnvs(make_fns, num_workers, start_method, timeout, info)

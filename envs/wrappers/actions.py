@@ -7,7 +7,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from rollout.envs import checks, prng
+from rollout import checks
+from rollout.envs import prng
 from rollout.envs.spaces import Box, Space
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 from rollout.envs.wrappers.wrapper import Wrapper, flags_of

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout.envs import checks
+from rollout import checks
 from rollout.envs.spaces import Box, Dict, Discrete, Repeated
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 from rollout.envs.wrappers.wrapper import Wrapper, WrapperState

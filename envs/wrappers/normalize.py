@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout.envs import checks
+from rollout import checks
 from rollout.envs import prng as env_keys
 from rollout.envs.spaces import space_of
 from rollout.envs.types import (

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout.envs import checks
+from rollout import checks
 from rollout.envs.spaces import (
     Box,
     Composite,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout.envs import checks
+from rollout import checks
 from rollout.envs.types import ArrayTree, EnvStep
 from rollout.envs.wrappers.wrapper import Wrapper
 

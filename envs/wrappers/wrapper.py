@@ -16,7 +16,7 @@ import chex
 import jax
 from flax import struct
 
-from rollout.envs import checks
+from rollout import checks
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, VectorEnv, sharding_of
 

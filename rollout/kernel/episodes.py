@@ -188,7 +188,7 @@ def pad(
 
     Returns:
         A zero trajectory `[L, N, ...]` with the dtypes of `row`, and a function that
-        writes a transition to its words.
+        writes a transition to it.
     """
 
     def write(padded: ArrayTree, row: Transition) -> ArrayTree:
@@ -196,12 +196,10 @@ def pad(
         # An idle lane writes to column N, out of bounds, which is dropped.
         place = (row.episode_length - 1, jnp.where(row.mask, index, num_episodes))
         return jax.tree.map(
-            lambda old, new: old.at[place].set(new, mode="drop"),
-            padded,
-            prng.words(row),
+            lambda old, new: old.at[place].set(new, mode="drop"), padded, row
         )
 
-    return prng.blank(row, carry.key, (max_length, num_episodes), skip=1), write
+    return prng.blank(row, (max_length, num_episodes), skip=1), write
 
 
 def _initial_run(plan: Plan, carry: Carry, acc: Any, sharding: Any) -> _Run:
@@ -371,5 +369,5 @@ def first_of(played: Episodes, min_steps: int) -> Episodes:
     before, rough = (jnp.cumsum(x) - x for x in (length, length.astype(jnp.float32)))
     mask = _saturated(before, rough) < min_steps
     kept = played.replace(mask=mask, num_steps=())
-    first = prng.select(mask, kept, jax.tree.map(jnp.zeros_like, kept))
+    first = prng.select(mask, kept, prng.blank(kept))
     return first.replace(num_steps=count_steps(first.episode_length))

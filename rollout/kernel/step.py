@@ -309,9 +309,7 @@ def apply_record_fn(
 
 def mask_out(transition: Transition) -> Transition:
     """Zeroes the masked-out lanes, whose `mask` is False."""
-    words = prng.words(transition)
-    zeros = jax.tree.map(jnp.zeros_like, words)
-    return prng.like(prng.select(transition.mask, words, zeros), transition)
+    return prng.select(transition.mask, transition, prng.blank(transition))
 
 
 def pack(transition: Transition) -> tuple[Transition, jax.Array]:
@@ -330,15 +328,11 @@ def writable_in_cuda_graph(row: _Tree, counter: jax.Array) -> _Tree:
     cannot be part of a CUDA graph, and splits the step into separate launches. A select
     can; its predicate is always true, which XLA cannot know.
     """
-
-    def select(words: ArrayTree) -> ArrayTree:
-        always = (counter | 1) != 0
-        return jax.tree.map(lambda x: jnp.where(always, x, jnp.zeros_like(x)), words)
-
-    words = lax.platform_dependent(
-        prng.words(row), cuda=select, rocm=select, default=lambda words: words
+    return platform.choose(
+        lambda row: row,
+        lambda row: prng.select((counter | 1) != 0, row, prng.blank(row)),
+        row,
     )
-    return prng.like(words, row)
 
 
 def unpack(rows: Transition, flags: jax.Array, mask: jax.Array) -> Transition:
@@ -370,12 +364,9 @@ def _policy_key(
         return hash_now()
     # A CPU hashes a key in the loop faster than it reads one from memory. Elsewhere the
     # keys of all steps are hashed at once, before the loop, which saves launches.
-    words = lax.platform_dependent(
-        prng.words(hashed),
-        cpu=lambda _: prng.words(hash_now()),
-        default=lambda words: words,
+    return lax.platform_dependent(
+        hashed, cpu=lambda _: hash_now(), default=lambda hashed: hashed
     )
-    return prng.like(words, hashed)
 
 
 def _make_transition(

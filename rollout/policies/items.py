@@ -69,7 +69,7 @@ def item_policy(
     """
     checks.function("fn", fn)
     checks.function("mask_fn", mask_fn)
-    checks.flag("sample", sample)
+    checks.boolean("sample", sample)
     if sample and items is not None:
         raise ValueError("`sample` must be False where `items` are given, got True.")
 

@@ -84,7 +84,7 @@ def make_batch(
     return result
 
 
-def blank_memory(make: Any, collector: Collector, key: Any) -> ArrayTree:
+def blank_memory(make: Any, collector: Collector) -> ArrayTree:
     """Makes memory for the first batch of `make`, a function of `memory`."""
     output = jax.eval_shape(make, ()).output
     sharding, where = sharding_of(collector.env), None
@@ -92,7 +92,7 @@ def blank_memory(make: Any, collector: Collector, key: Any) -> ArrayTree:
         return ()  # where XLA puts the result of a `postprocess` is its choice
     if sharding:
         where = sharding.shardings(output, lane_axis=1)
-    return jax.jit(lambda: prng.blank(output, key), out_shardings=where)()
+    return jax.jit(lambda: prng.blank(output), out_shardings=where)()
 
 
 def make_host_batch(

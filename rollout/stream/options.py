@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from rollout import checks
-from rollout.envs.checks import INT32_MAX
+from rollout.checks import INT32_MAX
 from rollout.envs.types import ArrayTree
 from rollout.policies.masks import MaskFn
 from rollout.types import Transition
@@ -57,7 +57,7 @@ class Options:
             limit = min(self.max_episode_steps, INT32_MAX)
             object.__setattr__(self, "max_episode_steps", limit)
         for name in ("recycle", "check_finite"):
-            checks.flag(name, getattr(self, name))
+            checks.boolean(name, getattr(self, name))
         for name in ("postprocess", "mask_fn"):
             if getattr(self, name) is not None:
                 checks.function(name, getattr(self, name))

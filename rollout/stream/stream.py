@@ -200,7 +200,7 @@ class Stream(Generic[ParamsT]):
             on_fault=on_fault,
             window_episodes=window_episodes,
         )
-        checks.flag("progress", progress)
+        checks.boolean("progress", progress)
         checks.outside_of_jit("Stream")
         sharding = sharding_of(collector.env)
         self._is_multi_process = sharding is not None and sharding.mesh.is_multi_process
@@ -506,7 +506,7 @@ class Stream(Generic[ParamsT]):
         if memory is None or any(x.is_deleted() for x in jax.tree.leaves(memory)):
             args = options, num_rows, self._collector, at.carry, self._params[0]
             make = functools.partial(make_batch, *args)
-            memory = blank_memory(make, self._collector, at.carry.key)
+            memory = blank_memory(make, self._collector)
         return memory
 
     def _compile(self, num_rows: int, at: _Position, params: Any, memory: Any) -> None:
@@ -651,4 +651,4 @@ def _put_like(tree: Any, like: Any) -> Any:
 # It takes a list, for the cache of `jit` may take one dataclass for another.
 @jax.jit
 def _copied(leaves: list[chex.Array]) -> list[chex.Array]:
-    return prng.like(jax.tree.map(jnp.copy, prng.words(leaves)), leaves)
+    return jax.tree.map(jnp.copy, leaves)

@@ -455,6 +455,7 @@ def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
 
 
 @slow
+@pytest.mark.usefixtures("key_reuse")  # a mapped loop selects between keys
 def test_population_is_evaluated_under_vmap():
     # With the looping auto-reset; `vmap` makes its loop as long as the longest.
     env = envs.vectorize(make_env("CartPole-v1"), 4, auto_reset="compact")
