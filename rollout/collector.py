@@ -6,7 +6,6 @@ from typing import Any, Generic, TypeVar
 
 import chex
 import jax
-import jax.numpy as jnp
 from flax import struct
 from jax.core import Tracer
 
@@ -26,6 +25,7 @@ from rollout.types import (
 )
 
 Acc = TypeVar("Acc")
+Out = TypeVar("Out")
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 # Steps in one iteration on a GPU: 2 save launches; 4 save few more, and take longer to
@@ -148,8 +148,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             ValueError: while tracing, if the policy or the environment returns
                 something of the wrong structure, shape or dtype.
         """
-        carry, transition = kernel.step(self, carry, params)
-        return carry, kernel.apply_record_fn(self.record_fn, transition)
+        return kernel.step(self, carry, params)
 
     @_jit("num_steps")
     def collect_steps(
@@ -173,7 +172,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             ValueError: if `num_steps` is not an int of at least 1, or as `step` does.
         """
         num_steps = checks.int_between("num_steps", num_steps)
-        return scan_steps(self, carry, params, num_steps)
+        carry, _, rows = scan_steps(self, carry, params, num_steps, stack, ())
+        return carry, kernel.unpack(rows)
 
     @_jit_fold("num_steps")
     def fold_steps(
@@ -207,23 +207,10 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
         """
         num_steps = checks.int_between("num_steps", num_steps)
         checks.function("fn", fn)
-        roots = kernel.roots_of(self.env, carry)
-
-        def step(
-            state: tuple[Carry, Acc], policy_key: chex.PRNGKey
-        ) -> tuple[tuple[Carry, Acc], None]:
-            carry, acc = state
-            carry, transition = kernel.step(
-                self, carry, params, roots=roots, policy_key=policy_key
-            )
-            return (
-                carry,
-                fn(acc, kernel.apply_record_fn(self.record_fn, transition)),
-            ), None
-
-        policy_keys = kernel.policy_keys(roots, carry, num_steps)
-        state = carry, acc
-        return platform.scan(step, state, policy_keys, gpu=_GPU_UNROLL, other=1)[0]
+        carry, acc, _ = scan_steps(
+            self, carry, params, num_steps, lambda _, acc, row: (fn(acc, row), ()), acc
+        )
+        return carry, acc
 
     @_jit("num_episodes", "max_steps", "min_steps")
     def collect_episodes(
@@ -272,8 +259,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             params,
             lambda acc, transition: acc,
             (),
-            make_plan=episodes.queue,
-            number=num_episodes,
+            num_episodes=num_episodes,
             max_steps=checks.max_steps(max_steps),
             min_steps=min_steps,
         )
@@ -315,8 +301,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             params,
             lambda acc, transition: acc,
             (),
-            make_plan=episodes.per_env,
-            number=episodes_per_env,
+            episodes_per_env=episodes_per_env,
             max_steps=checks.max_steps(max_steps),
         )
         return carry, played
@@ -362,8 +347,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             params,
             fn,
             acc,
-            make_plan=episodes.queue,
-            number=num_episodes,
+            num_episodes=num_episodes,
             max_steps=checks.max_steps(max_steps),
         )
 
@@ -399,11 +383,17 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             params,
             write,
             blank,
-            make_plan=episodes.queue,
-            number=num_episodes,
+            num_episodes=num_episodes,
             max_steps=max_length,
             holds=False,
         )
+
+
+def stack(
+    carry: Carry, acc: tuple[()], row: Transition
+) -> tuple[tuple[()], tuple[Transition, jax.Array]]:
+    """Has `scan_steps` stack the rows; `kernel.unpack` makes a trajectory of them."""
+    return acc, kernel.writable_in_cuda_graph(kernel.pack(row), carry.step)
 
 
 def scan_steps(
@@ -411,47 +401,45 @@ def scan_steps(
     carry: Carry,
     params: Any,
     num_steps: int,
+    fn: Callable[[Carry, Acc, Transition], tuple[Acc, Out]],
+    acc: Acc,
     *,
     limit: int | None = None,
     drop_fn: Callable[[Transition], jax.Array] | None = None,
-) -> tuple[Carry, Transition]:
-    """Takes `num_steps` steps in every lane; see `Collector.collect_steps`.
+) -> tuple[Carry, Acc, Out]:
+    """Takes `num_steps` steps in every lane, and scans `fn` over the recorded rows.
 
     Args:
         collector: policy and environments.
-        carry: as there.
+        carry: as in `Collector.collect_steps`.
         params: as there.
         num_steps: as there.
-        limit: steps after which an episode is truncated.
-        drop_fn: the recorded transition to `[B]` bool, True where to give the episode
-            up and start another one.
+        fn: the carry before the step, `acc` and the row to the next `acc` and an
+            output; the outputs are stacked, `[T, ...]`.
+        acc: the first `acc`.
+        limit: as in `kernel.step`.
+        drop_fn: as in `kernel.step`.
     """
     roots = kernel.roots_of(collector.env, carry)
 
-    def record(transition: Transition) -> Transition:
-        return kernel.apply_record_fn(collector.record_fn, transition)
-
-    def drop(transition: Transition) -> jax.Array:
-        assert drop_fn is not None  # else nobody calls this
-        return drop_fn(record(transition))
-
     def step(
-        carry: Carry, policy_key: chex.PRNGKey
-    ) -> tuple[Carry, tuple[Transition, jax.Array]]:
-        after, transition = kernel.step(
+        state: tuple[Carry, Acc], policy_key: chex.PRNGKey
+    ) -> tuple[tuple[Carry, Acc], Out]:
+        before, acc = state
+        after, row = kernel.step(
             collector,
-            carry,
+            before,
             params,
             roots=roots,
             policy_key=policy_key,
             limit=limit,
-            drop_fn=drop_fn and drop,
+            drop_fn=drop_fn,
         )
-        packed = kernel.pack(record(transition))
-        return after, kernel.writable_in_cuda_graph(packed, carry.step)
+        acc, output = fn(before, acc, row)
+        return (after, acc), output
 
     policy_keys = kernel.policy_keys(roots, carry, num_steps)
-    carry, (rows, flags) = platform.scan(
-        step, carry, policy_keys, gpu=_GPU_UNROLL, other=1
+    (carry, acc), outputs = platform.scan(
+        step, (carry, acc), policy_keys, gpu=_GPU_UNROLL, other=1
     )
-    return carry, kernel.unpack(rows, flags, jnp.ones(flags.shape, bool))
+    return carry, acc, outputs

@@ -7,7 +7,7 @@ but its rows are masked out.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from rollout import platform
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.kernel import episode_keys
-from rollout.kernel.episode_keys import Roots, Start
+from rollout.kernel.episode_keys import Start
 from rollout.kernel.step import (
     advance,
     apply_record_fn,
@@ -26,81 +26,15 @@ from rollout.kernel.step import (
     roots_of,
     unpack_flags,
 )
-from rollout.types import (
-    Carry,
-    Episode,
-    Episodes,
-    Transition,
-)
+from rollout.types import Carry, Episode, Episodes, Transition
 
 Acc = TypeVar("Acc")
 
-_COLUMNS = 3  # of the table of results: length, flags, lane
 _MOST = 2**31 - 1  # the largest int32, at which counts of steps stop
 
 
-class Plan(NamedTuple):
-    """Assignment of the `N` episodes to lanes; episodes are numbered as they start."""
-
-    num_episodes: int  # N
-    first: jax.Array  # [B] int32, the first episode of each lane
-    # `(index, over, first_free)` to the next `index`: the episode of each lane, `[B]`;
-    # where it is over, `[B]`; the first episode that each device may take, `[D]`.
-    next_fn: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    start_fn: Callable[[jax.Array], Start]
-    num_queued: int  # episodes that the call takes from the queue
-    after: Start  # the lanes' own episodes, which they start after the call
-
-
-def queue(carry: Carry, roots: Roots, num_episodes: int) -> Plan:
-    """Plans one queue for all lanes: a free lane takes the next episode."""
-    next_id, num_envs = _next_id(carry)
-    queue_key = episode_keys.queue(carry.key)
-
-    def take_next(index: jax.Array, over: jax.Array, before: jax.Array) -> jax.Array:
-        # Free lanes take episodes in the order of their numbers: the k-th of a device
-        # takes the k-th after those that earlier devices take. That may be N or more.
-        rank = jnp.cumsum(_parts(over, before.size), axis=1, dtype=jnp.int32)
-        taken = (before[:, None] + rank - 1).reshape(over.shape)
-        return jnp.where(over, taken, index)
-
-    return Plan(
-        num_episodes=num_episodes,
-        next_fn=take_next,
-        start_fn=lambda index: episode_keys.queued_episodes(
-            queue_key, carry.next_episode + index
-        ),
-        first=jnp.arange(num_envs, dtype=jnp.int32),
-        num_queued=num_episodes,
-        after=episode_keys.own_episodes(roots, num_envs, next_id),
-    )
-
-
-def per_env(carry: Carry, roots: Roots, episodes_per_env: int) -> Plan:
-    """Plans the next `episodes_per_env` own episodes of every lane."""
-    first_id, num_envs = _next_id(carry)
-    num_episodes = episodes_per_env * num_envs
-    lane = jnp.arange(num_envs, dtype=jnp.int32)
-    return Plan(
-        num_episodes=num_episodes,
-        next_fn=lambda index, over, _: jnp.where(over, index + num_envs, index),
-        start_fn=lambda index: episode_keys.own_episodes(
-            roots, num_envs, first_id + (index - lane)
-        ),
-        first=lane,
-        num_queued=0,
-        after=episode_keys.own_episodes(roots, num_envs, first_id + num_episodes),
-    )
-
-
-def _next_id(carry: Carry) -> tuple[jax.Array, int]:
-    """Returns the ids of the lanes' own next episodes, `[B]`, and B."""
-    episode_id = carry.episode.episode_id
-    return episode_id + episode_id.size, episode_id.size
-
-
 class _Run(struct.PyTreeNode, kw_only=True):
-    """The state of the loop."""
+    """The state of the loop; episodes are numbered in the order of their start."""
 
     carry: Carry
     acc: Any
@@ -109,8 +43,9 @@ class _Run(struct.PyTreeNode, kw_only=True):
     num_started: jax.Array  # () int32
     num_over: jax.Array  # () int32, of the episodes that count
     num_wanted: jax.Array  # () int32, episodes to play
-    table: jax.Array  # [D, N, 3] int32, results of the episodes over on each device
-    values: ArrayTree  # [D, N, ...], their returns and accumulated values
+    # Of the episodes that are over on each of D devices: length, flags and lane,
+    # [D, N, 3] int32; return and accumulated values, [D, N, ...].
+    results: tuple[jax.Array, ArrayTree]
     num_steps: jax.Array  # () int32, counted with `min_steps`
 
 
@@ -121,64 +56,118 @@ def play(
     fn: Callable[[Acc, Transition], Acc],
     acc: Acc,
     *,
-    make_plan: Callable[[Carry, Roots, int], Plan],
-    number: int,
+    num_episodes: int | None = None,
+    episodes_per_env: int | None = None,
     max_steps: int,
     min_steps: int | None = None,
     holds: bool = True,
 ) -> tuple[Carry, Acc, Episodes]:
-    """Plays the episodes of a plan; see `Collector.fold_episodes`.
+    """Plays episodes of the queue, or own ones of every lane.
 
     Args:
         collector: environments, policy, accumulators, and what is recorded.
-        carry: as there.
+        carry: as in `Collector.fold_episodes`.
         params: as there.
         fn: as there; it receives recorded transitions.
         acc: as there.
-        make_plan: `queue` or `per_env`.
-        number: of episodes in the queue, or of each lane.
+        num_episodes: N, of one queue for all lanes: a free lane takes the next one.
+        episodes_per_env: or the number of next own episodes of every lane.
         max_steps: as there.
         min_steps: as in `Collector.collect_episodes`.
         holds: False if `fn` ignores lanes where `mask` is False: then `acc` need not be
             held in the steps beyond the end.
     """
     env = collector.env
-    sharding, roots = sharding_of(env), roots_of(env, carry)
-    plan = make_plan(carry, roots, number)
+    num_envs, sharding, roots = env.num_envs, sharding_of(env), roots_of(env, carry)
+    lane = jnp.arange(num_envs, dtype=jnp.int32)
+    own_id = carry.episode.episode_id + num_envs  # of the lanes' next episodes
+    if episodes_per_env is not None:
+        number, num_queued = episodes_per_env * num_envs, 0
+        first_own_id, stream = own_id + number, roots.lane
+    else:
+        assert num_episodes is not None
+        number = num_queued = num_episodes
+        first_own_id, stream = own_id, episode_keys.queue(carry.key)
+
+    def start(index: jax.Array) -> Start:
+        if episodes_per_env is not None:
+            return Start(stream, own_id + (index - lane), num_envs)
+        return Start(stream, -1 - (carry.next_episode + index), None)
 
     # Restart, then step: the other way round XLA would compile another restart, of all
     # lanes, before the first step.
-    # Beyond the end every lane is idle, so tables and counts do not change.
+    # Beyond the end every lane is idle, so results and counts do not change.
     def step(run: _Run, go: jax.Array) -> _Run:
-        start = plan.start_fn(run.index)
-        carry = restart(collector, run.carry, run.over, start)
+        carry = restart(collector, run.carry, run.over, start(run.index))
         carry, row, cut = advance(
             collector, carry, params, roots=roots, limit=max_steps
         )
-        mask = run.index < plan.num_episodes
+        mask = run.index < number
         played = _mask_idle(row, mask, cut)
         acc = fn(run.acc, apply_record_fn(collector.record_fn, played))
-        return run.replace(
+        after = run.replace(
             carry=platform.hold(go, carry, run.carry),
             acc=platform.hold(go, acc, run.acc) if holds else acc,
             over=row.done,
-            table=_write_results(run.table, plan.first, run.index, row, cut),
-            values=_write_values(run.values, run.index, row),
-            **_assign_next(plan, run, row.done, mask, sharding, min_steps),
+            results=_write_results(run, row, cut, lane),
+        )
+        # All flags share one exchange between devices. `done` counts idle lanes too,
+        # which take numbers from N on and so stay idle; `done & mask` counts episodes.
+        flags = (row.done, row.done & mask) + (() if min_steps is None else (mask,))
+        before, total = _count(sharding, *flags)
+        if episodes_per_env is not None:
+            index = jnp.where(row.done, run.index + num_envs, run.index)
+        else:
+            # Free lanes take episodes in the order of their numbers: the k-th of a
+            # device takes the k-th after those that earlier devices take.
+            first = run.num_started + before[:, 0]
+            rank = jnp.cumsum(_parts(row.done, first.size), axis=1, dtype=jnp.int32)
+            taken = (first[:, None] + rank - 1).reshape(row.done.shape)
+            index = jnp.where(row.done, taken, run.index)
+        after = after.replace(
+            index=index,
+            num_started=run.num_started + total[0],
+            num_over=run.num_over + total[1],
+        )
+        if min_steps is None:
+            return after
+        # Once there are enough steps, no episode starts. Those that started before
+        # still play to their end: `first_of` may keep them.
+        num_steps = run.num_steps
+        num_steps += jnp.minimum(total[2], _MOST - num_steps)  # without overflow
+        is_enough = num_steps >= min_steps
+        started = jnp.minimum(run.num_wanted, run.num_started)
+        return after.replace(
+            index=jnp.where(row.done & is_enough, number, index),
+            num_wanted=jnp.where(is_enough, started, run.num_wanted),
+            num_steps=num_steps,
         )
 
-    run = _initial_run(plan, carry, acc, sharding)
+    episode = carry.episode
+    row = jnp.zeros((num_envs, 3), jnp.int32), _values(episode)
+    num_parts = sharding.num_devices if sharding else 1
+    results = prng.blank(row, (num_parts, number), skip=1)
+    run = _Run(
+        carry=carry,
+        acc=acc,
+        index=lane,
+        over=jnp.ones((num_envs,), bool),
+        num_started=jnp.int32(num_envs),
+        num_over=jnp.int32(0),
+        num_wanted=jnp.int32(number),
+        results=jax.tree.map(sharding.place, results) if sharding else results,
+        num_steps=jnp.int32(0),
+    )
     run = platform.steps_while(lambda run: run.num_over < run.num_wanted, step, run)
-    # Afterwards every lane starts its own next episode, wherever the plan has left it.
-    everywhere = jnp.ones((env.num_envs,), bool)
-    end = restart(collector, run.carry, everywhere, plan.after)
-    played = _read(run.table, run.values)
-    num_queued = plan.num_queued
+    # Afterwards every lane starts its own next episode, wherever the loop has left it.
+    everywhere = jnp.ones((num_envs,), bool)
+    after = Start(roots.lane, first_own_id, num_envs)
+    end = restart(collector, run.carry, everywhere, after)
+    played = _read(run.results)
     if min_steps is not None:
         played = first_of(played, min_steps)
         num_queued = jnp.sum(played.mask, dtype=jnp.int32)
-    end = end.replace(next_episode=end.next_episode + num_queued)
-    return end, run.acc, played
+    return end.replace(next_episode=end.next_episode + num_queued), run.acc, played
 
 
 def pad(
@@ -200,61 +189,6 @@ def pad(
         )
 
     return prng.blank(row, (max_length, num_episodes), skip=1), write
-
-
-def _initial_run(plan: Plan, carry: Carry, acc: Any, sharding: Any) -> _Run:
-    """Makes the state before the first step, which starts an episode in every lane."""
-    num_parts = sharding.num_devices if sharding else 1
-
-    def make(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        table = jnp.zeros((num_parts, plan.num_episodes, *shape), dtype)
-        return sharding.place(table) if sharding else table
-
-    return _Run(
-        carry=carry,
-        acc=acc,
-        index=plan.first,
-        over=jnp.ones(plan.first.shape, bool),
-        num_started=jnp.int32(plan.first.size),
-        num_over=jnp.int32(0),
-        num_wanted=jnp.int32(plan.num_episodes),
-        table=make((_COLUMNS,), jnp.int32),
-        values=jax.tree.map(
-            lambda x: make(x.shape[1:], x.dtype), _values(carry.episode)
-        ),
-        num_steps=jnp.zeros((), jnp.int32),
-    )
-
-
-def _assign_next(
-    plan: Plan,
-    run: _Run,
-    done: jax.Array,
-    mask: jax.Array,
-    sharding: Any,
-    min_steps: int | None,
-) -> dict[str, jax.Array]:
-    """Assigns the next episodes, and updates the counts of the loop."""
-    # All flags share one exchange between devices. `done` counts idle lanes too, which
-    # take numbers beyond N and so stay idle; `done & mask` counts episodes of the plan.
-    flags = (done, done & mask) if min_steps is None else (done, done & mask, mask)
-    before, total = _count(sharding, *flags)
-    index = plan.next_fn(run.index, done, run.num_started + before[:, 0])
-    num_steps, num_wanted = run.num_steps, run.num_wanted
-    if min_steps is not None:  # once there are enough steps, no episode starts
-        num_steps += jnp.minimum(total[2], _MOST - num_steps)  # without overflow
-        is_enough = num_steps >= min_steps
-        # Those that started before still play to their end: `first_of` may keep them.
-        index = jnp.where(done & is_enough, plan.num_episodes, index)
-        started = jnp.minimum(num_wanted, run.num_started)
-        num_wanted = jnp.where(is_enough, started, num_wanted)
-    return {
-        "index": index,
-        "num_started": run.num_started + total[0],
-        "num_over": run.num_over + total[1],
-        "num_wanted": num_wanted,
-        "num_steps": num_steps,
-    }
 
 
 def _parts(lanes: jax.Array, num_parts: int) -> jax.Array:
@@ -289,48 +223,34 @@ def _mask_idle(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
 
 
 def _write_results(
-    table: jax.Array,
-    lane: jax.Array,
-    index: jax.Array,
-    row: Transition,
-    cut: jax.Array,
-) -> jax.Array:
-    """Writes the results of each episode that is over: one scatter for all integers."""
+    run: _Run, row: Transition, cut: jax.Array, lane: jax.Array
+) -> tuple[jax.Array, ArrayTree]:
+    """Writes the results of each episode that is over, for `_read`."""
     truncated = row.truncated & ~cut  # by the environment itself
     flags = pack_flags(row.terminated, truncated, row.terminated | truncated)
-    results = (row.episode_length, flags.astype(jnp.int32), lane)
-    return _write(table, index, row.done, jnp.stack(results, axis=1))
-
-
-def _write_values(table: ArrayTree, index: jax.Array, row: Transition) -> ArrayTree:
-    """Writes the values of each episode that is over; gradients pass through them."""
-    # Not in the table of integers, which would cut the gradients.
-    return jax.tree.map(
-        lambda old, new: _write(old, index, row.done, new), table, _values(row)
-    )
-
-
-def _write(
-    table: jax.Array, index: jax.Array, done: jax.Array, new: jax.Array
-) -> jax.Array:
-    """Writes the results of the lanes where `done` into the table of their device."""
-    num_parts, num_episodes = table.shape[:2]
+    # One scatter for all integers; the values are apart, for gradients pass through.
+    integers = row.episode_length, flags.astype(jnp.int32), lane
+    num_parts, num_episodes = run.results[0].shape[:2]
     # Idle lanes, whose index is N or more, write out of bounds, which is dropped.
-    where = jnp.where(done, index, num_episodes)
-    return jax.vmap(lambda old, where, new: old.at[where].set(new, mode="drop"))(
-        table, _parts(where, num_parts), _parts(new, num_parts)
-    )
+    where = _parts(jnp.where(row.done, run.index, num_episodes), num_parts)
+
+    def write(table: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.vmap(lambda old, where, new: old.at[where].set(new, mode="drop"))(
+            table, where, _parts(new, num_parts)
+        )
+
+    new = jnp.stack(integers, axis=1), _values(row)
+    return jax.tree.map(write, run.results, new)
 
 
 def _values(of: Episode | Transition) -> ArrayTree:
     return of.episode_return, of.accumulated
 
 
-def _read(table: jax.Array, values: ArrayTree) -> Episodes:
+def _read(results: tuple[jax.Array, ArrayTree]) -> Episodes:
     # Each episode was written on one device, and is zero on the others.
     table, values = jax.tree.map(
-        lambda x: x[0] if len(x) == 1 else jnp.sum(x, axis=0, dtype=x.dtype),
-        (table, values),
+        lambda x: x[0] if len(x) == 1 else jnp.sum(x, axis=0, dtype=x.dtype), results
     )
     length, flags, lane = table.T
     terminated, truncated, finished = unpack_flags(flags, 3)

@@ -73,6 +73,8 @@ def step(
 ) -> tuple[Carry, Transition]:
     """Takes one step in every lane, and starts new episodes where the old ones ended.
 
+    Returns the next carry, and the recorded transition.
+
     Args:
         collector: environments, policy, accumulators and value function.
         carry: the carry of `init` or of an earlier step.
@@ -81,17 +83,19 @@ def step(
             here.
         policy_key: the policy's key at this step; None hashes it here.
         limit: steps after which an episode is truncated.
-        drop_fn: the transition to `[B]` bool, True where to give the episode up.
+        drop_fn: the recorded transition to `[B]` bool, True where to give the episode
+            up.
     """
     roots = roots or roots_of(collector.env, carry)
     stepped, transition, _ = advance(
         collector, carry, params, roots=roots, policy_key=policy_key, limit=limit
     )
+    recorded = apply_record_fn(collector.record_fn, transition)
     over = transition.done
     if drop_fn is not None:
-        over |= drop_fn(transition)
+        over |= drop_fn(recorded)
     start = next_episodes(collector.env, stepped, roots)
-    return restart(collector, stepped, over, start), transition
+    return restart(collector, stepped, over, start), recorded
 
 
 def advance(
@@ -112,7 +116,6 @@ def advance(
         truncated.
     """
     env, policy, value_fn = collector.env, collector.policy, collector.value_fn
-    checks.carry(carry, env.num_envs)
     with jax.named_scope("policy"):
         policy_key = _policy_key(roots, carry.step, policy_key)
         decision = act(env, policy, carry, params, policy_key)
@@ -335,9 +338,11 @@ def writable_in_cuda_graph(row: _Tree, counter: jax.Array) -> _Tree:
     )
 
 
-def unpack(rows: Transition, flags: jax.Array, mask: jax.Array) -> Transition:
-    """Undoes `pack`, over any leading axes."""
+def unpack(packed: tuple[Transition, jax.Array]) -> Transition:
+    """Undoes `pack`, over any leading axes, for lanes of which none is idle."""
+    rows, flags = packed
     terminated, truncated = unpack_flags(flags, 2)
+    mask = jnp.ones(flags.shape, bool)
     return rows.replace(terminated=terminated, truncated=truncated, mask=mask)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from rollout import kernel, nonfinite
-from rollout.collector import Collector, scan_steps
+from rollout.collector import Collector, scan_steps, stack
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.host.host_collector import HostCollector
@@ -56,14 +56,17 @@ def make_batch(
         if options.at_batch_end == "reset":
             carry = _restart_all(collector, carry)
         is_faulty = nonfinite.is_nonfinite if options.on_fault == "drop" else None
-        carry, trajectory = scan_steps(
+        carry, _, rows = scan_steps(
             collector,
             carry,
             params,
             num_rows,
+            stack,
+            (),
             limit=options.max_episode_steps,
             drop_fn=is_faulty,
         )
+        trajectory = kernel.unpack(rows)
         if options.at_batch_end == "truncate":
             trajectory = _truncate(collector, trajectory, carry, params)
             carry = _restart_all(collector, carry)
