@@ -27,11 +27,11 @@ import numpy as np
 from jax import lax
 
 from rollout.envs import prng
-from rollout.envs.types import RESET, ArrayTree, LaneIndex
-from rollout.types import Episode
+from rollout.envs.types import RESET, LaneIndex
 
 _POLICY, _ENV, _QUEUE = 0, 1, 2
-_ONCE = np.uint32(2**32 - 1)  # under an episode's key; its reset has 0, step n has n
+# Folded into an episode's key for a policy's draws; its reset has 0, step n has n.
+POLICY_EPISODE = np.uint32(2**32 - 1)
 
 
 class LaneIds(NamedTuple):
@@ -81,11 +81,6 @@ class Start(NamedTuple):
             return prng.fold_in(self.stream, -1 - episode_id)
         return prng.fold_in(self.stream[at], episode_id // self.total)
 
-    def number(self, at: LaneIndex) -> jax.Array:
-        """Returns the episodes' numbers, int32 from 0: in the queue, or over lanes."""
-        episode_id = self.episode_id[at]
-        return jnp.where(episode_id < 0, -1 - episode_id, episode_id)
-
 
 def all_lanes(num_envs: int) -> LaneIds:
     """Numbers all lanes of a collector."""
@@ -113,16 +108,6 @@ def at_step(root: chex.PRNGKey, step: jax.Array) -> chex.PRNGKey:
     return prng.fold_in(root, step)
 
 
-def reset_keys(episode: Episode) -> chex.PRNGKey:
-    """Returns the `[B]` keys of the resets at the start of these episodes."""
-    return prng.fold_in(episode.key, RESET)
-
-
-def step_keys(episode: Episode) -> chex.PRNGKey:
-    """Returns the `[B]` keys of the environments' next steps."""
-    return prng.fold_in(episode.key, episode.episode_length + 1)
-
-
 def seeds(episode_key: chex.PRNGKey) -> jax.Array:
     """Draws `[...]` uint32 seeds, with which host environments reset.
 
@@ -133,48 +118,13 @@ def seeds(episode_key: chex.PRNGKey) -> jax.Array:
     return words.reshape(episode_key.shape)
 
 
-def policy_episode_keys(episode_key: chex.PRNGKey) -> chex.PRNGKey:
-    """Returns the `[B]` keys of a policy's draws for the whole of these episodes."""
-    return prng.fold_in(episode_key, _ONCE)
-
-
-def first_episodes(
-    root: chex.PRNGKey, lanes: LaneIds, accumulated: ArrayTree
-) -> Episode:
-    """Makes the first episode of every lane, before its first step."""
-    return Episode(
-        key=_own_key(prng.fold_in(root, _ENV), lanes.number, 0),
-        episode_return=jnp.zeros(lanes.number.shape, jnp.float32),
-        episode_length=jnp.zeros(lanes.number.shape, jnp.int32),
-        episode_id=lanes.number,
-        accumulated=accumulated,
-    )
-
-
-def own_episodes(roots: Roots, total: int, episode_id: jax.Array) -> Start:
-    """Makes the lanes' own episodes with these ids, `[B]`."""
-    return Start(roots.lane, episode_id, total)
-
-
 def queue(root: chex.PRNGKey) -> chex.PRNGKey:
     """Returns the key that the keys of the queue's episodes derive from."""
     return prng.fold_in(root, _QUEUE)
 
 
-def queued_episodes(queue: chex.PRNGKey, position: jax.Array) -> Start:
-    """Makes the episodes at `position`, `[B]` int32, of the queue."""
-    return Start(queue, -1 - position, None)
-
-
 def keys_of(root: chex.PRNGKey, lanes: LaneIds, episode_id: jax.Array) -> chex.PRNGKey:
     """Returns the keys of episodes by id, `[B]`: the lanes' own, or the queue's."""
-    own = _own_key(prng.fold_in(root, _ENV), lanes.number, episode_id // lanes.total)
+    own = prng.fold_in(roots(root, lanes).lane, episode_id // lanes.total)
     queued = prng.fold_in(queue(root), -1 - episode_id)
     return prng.select(episode_id < 0, queued, own)
-
-
-def _own_key(
-    env_key: chex.PRNGKey, lane: jax.Array, number: jax.typing.ArrayLike
-) -> chex.PRNGKey:
-    """Returns the key of the lane's n-th episode, from 0."""
-    return prng.fold_in(prng.fold_in(env_key, lane), number)

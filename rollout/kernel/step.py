@@ -18,6 +18,7 @@ from jax import lax
 from rollout import checks, platform
 from rollout.envs import masked_update, prng
 from rollout.envs.types import (
+    RESET,
     ArrayTree,
     EnvStep,
     LaneIndex,
@@ -26,7 +27,7 @@ from rollout.envs.types import (
     sharding_of,
 )
 from rollout.kernel import episode_keys
-from rollout.kernel.episode_keys import Roots, Start
+from rollout.kernel.episode_keys import POLICY_EPISODE, Roots, Start
 from rollout.types import (
     Accumulators,
     Carry,
@@ -46,9 +47,14 @@ def init(collector: Any, key: chex.PRNGKey) -> Carry:
     """Starts the first episode of every lane; see `Collector.init`."""
     env, policy = collector.env, collector.policy
     lanes = episode_keys.all_lanes(env.num_envs)
-    accumulated = accumulate_nothing(collector.accumulators, env.num_envs)
-    episode = episode_keys.first_episodes(key, lanes, accumulated)
-    env_state, obs = prng.barrier(env).reset(episode_keys.reset_keys(episode))
+    episode = Episode(
+        key=prng.fold_in(episode_keys.roots(key, lanes).lane, 0),
+        episode_return=jnp.zeros((env.num_envs,), jnp.float32),
+        episode_length=jnp.zeros((env.num_envs,), jnp.int32),
+        episode_id=lanes.number,
+        accumulated=accumulate_nothing(collector.accumulators, env.num_envs),
+    )
+    env_state, obs = prng.barrier(env).reset(prng.fold_in(episode.key, RESET))
     carry = Carry(
         key=key,
         step=jnp.zeros((), jnp.int32),
@@ -203,8 +209,7 @@ def policy_keys(roots: Roots, carry: Carry, num_steps: int) -> chex.PRNGKey:
 
 def next_episodes(env: VectorEnv, carry: Carry, roots: Roots) -> Start:
     """Returns the lanes' own next episodes."""
-    next_id = carry.episode.episode_id + env.num_envs
-    return episode_keys.own_episodes(roots, env.num_envs, next_id)
+    return Start(roots.lane, carry.episode.episode_id + env.num_envs, env.num_envs)
 
 
 def act(
@@ -232,12 +237,13 @@ def step_env(env: VectorEnv, carry: Carry, action: ArrayTree) -> EnvStep:
         try:
             result = env.step(*args)
         except Exception:
-            checks.env_state(env, carry.env_state, carry.episode.key)
+            checks.env_state(env, carry.env_state, episode.key)
             raise
         checks.env_step(result, env.num_envs, carry.env_state, carry.obs)
         return result
 
-    step_keys = episode_keys.step_keys(carry.episode)
+    episode = carry.episode
+    step_keys = prng.fold_in(episode.key, episode.episode_length + 1)
     if sharding_of(env):  # it calls `step_once` itself, on every device
         return step(step_keys, carry.env_state, action)
     return platform.step_once(
@@ -294,9 +300,7 @@ def _values_where(
     nothing = jnp.zeros(flag.shape, jax.eval_shape(evaluate, params, inputs).dtype)
     rounds = functools.partial(masked_update.rounds, flag, fn)
     switch = functools.partial(masked_update.switch, flag, fn)
-    return lax.platform_dependent(
-        nothing, cpu=rounds, cuda=switch, rocm=switch, default=rounds
-    )
+    return platform.choose(rounds, switch, nothing)
 
 
 def apply_record_fn(
@@ -445,7 +449,7 @@ def initial_policy_state(
 
     def make(x: Any) -> ArrayTree:
         if isinstance(x, EpisodeKey):
-            return EpisodeKey(episode_keys.policy_episode_keys(episode_key))
+            return EpisodeKey(prng.fold_in(episode_key, POLICY_EPISODE))
         return jnp.asarray(x, jnp.result_type(x))
 
     state = jax.tree.map(

@@ -11,7 +11,6 @@ from cases import ENVS, NUM_STEPS, PARAMS, CountEnv, collect, make_collector, ma
 
 import rollout
 from rollout import envs
-from rollout.kernel import episode_keys
 
 slow = pytest.mark.slow
 NUM_LANES = 16  # of 64 steps each: 1,024 steps in plain Python
@@ -302,8 +301,7 @@ def test_policy_has_a_key_of_each_episode():
     pairs = {(*word, number) for word, number in zip(words, ids.ravel(), strict=True)}
     assert len(pairs) == len(np.unique(ids)) == len(np.unique(words, axis=0)) > 10
     # It is a stream of its own: neither the episode's key nor that of a step.
-    lanes = episode_keys.all_lanes(5)
-    first = episode_keys.first_episodes(jax.random.key(3), lanes, ())
+    first = collector.init(jax.random.key(3)).episode  # of 5 lanes
     fold = jax.vmap(jax.random.fold_in, (0, None))
     want = jax.random.key_data(fold(first.key, np.uint32(2**32 - 1)))
     np.testing.assert_array_equal(many.extras[0], want)
