@@ -225,6 +225,10 @@ class ReplayBuffer(struct.PyTreeNode):
             "Reinforcement Learning: An Introduction", 2nd ed., eq. 7.1; "Hindsight
             Experience Replay", section 4.5, arXiv:1707.01495.
         """
+        if relabel_fn is not None and checks.is_tracing():
+            # It may read tracers, also by a bound method whose object has others at the
+            # next call: a new object, so that they are not found in the cache of `jit`.
+            relabel_fn = functools.partial(relabel_fn)
         reading = gather.Reading(
             n_step=n_step,
             gamma=gamma,
