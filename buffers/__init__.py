@@ -5,12 +5,12 @@ transitions per lane and samples them evenly, `PrioritizedReplayBuffer` samples 
 priorities, and `EpisodeBuffer` shows whole episodes only. `shard` shards a buffer over
 devices. `rollout.checkpoint` saves a state.
 
-`ring_buffer` has the methods that all buffers share; `replay`, `prioritized` and
-`episodic` have the rest, and `sharded_buffer` has `shard`. Below them: `ring` and
+`replay` has the methods that all buffers share, `prioritized` and `episodic` what
+theirs do otherwise, and `sharded_buffer` has `shard`. Below them: `ring` and
 `final_obs` write, `neighbours` reads from row to row, `sampling` and `sum_tree` draw,
-`gather` builds batches from drawn rows. `types` has the containers, `fields` reads
-fields by name, `checks` checks arguments. `rollout.buffers.offline` fills buffers with
-recorded data, and writes their episodes as datasets.
+`gather` builds batches from drawn rows. `types` has the containers, and `fields` reads
+fields by name. `rollout.buffers.offline` fills buffers with recorded data, and writes
+their episodes as datasets.
 """
 
 from rollout.buffers import types as types

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from rollout import platform
-from rollout.buffers import checks, fields, neighbours, ring
+from rollout import checks, platform
+from rollout.buffers import fields, neighbours, ring
 from rollout.buffers.replay import ReplayBuffer
-from rollout.buffers.types import ArrayTree, EpisodicState
+from rollout.buffers.types import EpisodicState
+from rollout.envs.types import ArrayTree
 
 
 class EpisodeBuffer(ReplayBuffer):
@@ -24,34 +25,24 @@ class EpisodeBuffer(ReplayBuffer):
 
     Attributes:
         max_length: steps of the longest episode to keep, at most the slots of a lane,
-            by default all of them. For the other attributes see `RingBuffer`.
+            by default all of them. For the other attributes see `ReplayBuffer`.
 
     Raises:
         ValueError: if `max_length` is not an int of at least 1 or more than a lane
-            holds, and as `RingBuffer`.
+            holds, and as `ReplayBuffer`.
     """
 
     max_length: int | None = struct.field(pytree_node=False, default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_length is None:
-            return
-        checks.positive_int("max_length", self.max_length)
-        if self.max_length > self.num_slots:
-            raise ValueError(
-                "`max_length` must be at most the slots of a lane, capacity // "
-                f"num_envs={self.num_slots}, got {self.max_length}."
-            )
+        if self.max_length is not None:
+            checks.int_between("max_length", self.max_length, most=self.num_slots)
 
     def init(self, transition: ArrayTree, params: Any = None) -> EpisodicState:
-        """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`.
-
-        Raises:
-            ValueError: also if the transition has no `terminated` or `truncated`.
-        """
-        empty = self._init(transition, params)
-        fields.need(empty.experience, checks.FLAGS, "`EpisodeBuffer`")
+        """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`."""
+        empty = super().init(transition, params)
+        fields.need(empty.experience, fields.FLAGS, "`EpisodeBuffer`")
         return EpisodicState(
             ring=empty.replace(lost=jnp.zeros((self.num_envs,), bool)),
             pending=jnp.zeros((self.num_envs,), jnp.int32),
@@ -64,29 +55,22 @@ class EpisodeBuffer(ReplayBuffer):
         self, state: EpisodicState, rows: ArrayTree, mask: jax.Array
     ) -> EpisodicState:
         """Appends rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
-
-        def add_step(
-            carry: tuple[EpisodicState, dict[str, jax.Array]],
-            step: tuple[ArrayTree, jax.Array],
-        ) -> tuple[tuple[EpisodicState, dict[str, jax.Array]], None]:
-            return self._add_step(*carry, *step), None
-
         # Read the ring once, before the loop: a read inside it would copy the ring.
-        return lax.scan(add_step, (state, _last_marks(state)), (rows, mask))[0][0]
+        start = state, _last_marks(state)
+        return lax.scan(self._add_step, start, (rows, mask))[0][0]
 
     def clear(self, state: EpisodicState) -> EpisodicState:
         """Forgets all transitions, counts and unfinished episodes; the memory stays."""
         zeros = jax.tree.map(jnp.zeros_like, state.replace(ring=()))
-        return zeros.replace(ring=ring.clear(state.ring))
+        return zeros.replace(ring=super().clear(state.ring))
 
     def _add_step(
         self,
-        state: EpisodicState,
-        last: dict[str, jax.Array],
-        row: ArrayTree,
-        mask: jax.Array,
-    ) -> tuple[EpisodicState, dict[str, jax.Array]]:
-        """Appends `[B, ...]` rows where `mask`; `last` are the marks before them."""
+        carry: tuple[EpisodicState, dict[str, jax.Array]],
+        step: tuple[ArrayTree, jax.Array],
+    ) -> tuple[tuple[EpisodicState, dict[str, jax.Array]], None]:
+        """Appends `[B, ...]` rows where their mask; the carry has the marks before."""
+        (state, last), (row, mask) = carry, step
         # Pending rows lie after the head. If the row does not continue them, or is one
         # too many, their number goes back to 0, and later rows overwrite them.
         pending, skipping = state.pending, state.skipping
@@ -125,7 +109,7 @@ class EpisodeBuffer(ReplayBuffer):
             num_too_long=state.num_too_long + jnp.sum(too_long, dtype=jnp.int32),
             num_abandoned=state.num_abandoned + jnp.sum(abandoned, dtype=jnp.int32),
         )
-        return state, last
+        return (state, last), None
 
 
 def _last_marks(state: EpisodicState) -> dict[str, jax.Array]:
@@ -138,12 +122,12 @@ def _last_marks(state: EpisodicState) -> dict[str, jax.Array]:
     def read_if_any(marks: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return lax.cond(
             jnp.any((state.pending > 0) | state.skipping),
-            lambda marks: neighbours.read_leaves(marks, row),
+            lambda marks: neighbours.read(marks, row),
             lambda marks: jax.tree.map(lambda x: jnp.zeros(row.shape, x.dtype), marks),
             marks,
         )
 
     def read(marks: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return lax.optimization_barrier(neighbours.read_leaves(marks, row))
+        return lax.optimization_barrier(neighbours.read(marks, row))
 
     return platform.choose(read_if_any, read, neighbours.marks(memory.experience))

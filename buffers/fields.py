@@ -10,7 +10,9 @@ from typing import Any
 
 import jax
 
-from rollout.buffers.types import ArrayTree
+from rollout.envs.types import ArrayTree
+
+FLAGS = ("terminated", "truncated")
 
 
 def get(tree: ArrayTree, name: str) -> ArrayTree | None:
@@ -32,7 +34,7 @@ def replace(tree: ArrayTree, **values: ArrayTree) -> ArrayTree:
 
 def done(tree: ArrayTree) -> jax.Array:
     """Returns bool, True where an episode terminated or was truncated."""
-    terminated, truncated = need(tree, ("terminated", "truncated"), "The buffer")
+    terminated, truncated = need(tree, FLAGS, "The buffer")
     return terminated | truncated
 
 

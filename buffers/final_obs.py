@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from rollout import platform
-from rollout.buffers.types import ArrayTree, FinalObs
+from rollout.buffers.types import FinalObs
+from rollout.envs.types import ArrayTree
 
 
 def init(
@@ -54,23 +55,22 @@ def write(
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), next_obs), row
     # The rows that stay are numbered from 0 on, the oldest first.
     order = jnp.where(stays, number - 1 - jnp.maximum(total - capacity, 0), -1)
-    obs, owner = _write((final_obs.obs, final_obs.row), rows, order, place)
+    memory = final_obs.obs, final_obs.row
+    obs, owner = platform.choose(
+        _write_in_rounds, _write_apart, memory, rows, order, place
+    )
     head = (final_obs.head + total) % capacity
     written = final_obs.replace(obs=obs, row=owner, head=head)
     return written, place.reshape(slot.shape)
 
 
-def _write(
-    memory: ArrayTree, rows: ArrayTree, order: jax.Array, place: jax.Array
-) -> ArrayTree:
-    """Writes rows to their `place`, in their `order`; `[T * B]` int32, -1: none."""
-    return platform.choose(_write_in_rounds, _write_apart, memory, rows, order, place)
-
-
 def _write_in_rounds(
     memory: ArrayTree, rows: ArrayTree, order: jax.Array, place: jax.Array
 ) -> ArrayTree:
-    """Writes a few rows per round, since few rows are final."""
+    """Writes rows to their `place`, in their `order`; `[T * B]` int32, -1: none.
+
+    It writes a few rows per round, since few rows are final.
+    """
     num_rows = order.shape[0]
     capacity = jax.tree.leaves(memory)[0].shape[0]
     # Large enough that one round nearly always suffices, small enough to cost little.

@@ -1,16 +1,85 @@
 """Builds batches from drawn rows: n-step targets, stacks, later goals, sequences."""
 
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+from flax import struct
 
+from rollout import checks
 from rollout.buffers import fields, neighbours
-from rollout.buffers.types import ArrayTree, Batch, RingState, Sequences
+from rollout.buffers.types import Batch, RingState, Sequences
+from rollout.envs.types import ArrayTree
 
 # `(key, rows, later rows of their episodes)`, `[S, ...]`, to the changed rows.
 RelabelFn = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], ArrayTree]
+
+
+class Reading(struct.PyTreeNode, kw_only=True):
+    """How drawn rows become a sample.
+
+    Attributes:
+        length: L of `ReplayBuffer.sample_sequences`; None for transitions. The other
+            attributes are arguments of `ReplayBuffer.sample`.
+    """
+
+    length: int | None = struct.field(pytree_node=False, default=None)
+    n_step: int | None = struct.field(pytree_node=False, default=None)
+    gamma: Any = None
+    stack: int | None = struct.field(pytree_node=False, default=None)
+    relabel_fn: RelabelFn | None = struct.field(pytree_node=False, default=None)
+    horizon: int = struct.field(pytree_node=False, default=64)
+
+    def check(self) -> None:
+        """Raises `ValueError` unless the options are valid, and go together."""
+        for name in ("length", "n_step", "stack", "horizon"):
+            if getattr(self, name) is not None:
+                checks.int_between(name, getattr(self, name))
+        if (self.n_step is None) != (self.gamma is None):
+            raise ValueError(
+                f"`n_step` and `gamma` go together, got n_step={self.n_step}, "
+                f"gamma={self.gamma}."
+            )
+        if self.gamma is not None:
+            checks.fraction("gamma", self.gamma)
+        if self.relabel_fn is not None:
+            checks.function("relabel_fn", self.relabel_fn)
+            if self.n_step or self.stack:
+                raise ValueError(
+                    "`relabel_fn` must not be given with `n_step` or `stack`."
+                )
+
+    def read(
+        self, ring: RingState, row: jax.Array, weights: jax.Array, key: chex.PRNGKey
+    ) -> Batch | Sequences:
+        """Reads `[S]` rows; masked out where `weights` is 0."""
+        if self.length is not None:
+            return sequences(ring, row, weights, self.length)
+        last, discount, changes = row, (), {}
+        if self.n_step is not None:
+            last, discount, changes = _n_step(ring, row, self.n_step, self.gamma)
+        if self.stack is not None:
+            changes |= _stacked(ring, row, last, self.stack)
+        experience = _complete(ring, row, weights > 0, last)
+        experience = fields.replace(experience, **changes)
+        if self.relabel_fn is not None:
+            # The row itself and `horizon` rows ahead; valid ones come first, so their
+            # number bounds the draw.
+            rows, valid = neighbours.window(ring, row, self.horizon + 1)
+            ahead_key, relabel_key = jax.random.split(key)
+            count = jnp.sum(valid, axis=0)
+            ahead = jax.random.randint(ahead_key, count.shape, 0, count)
+            later = jnp.take_along_axis(rows, ahead[None], axis=0)[0]
+            future = _complete(ring, later, weights > 0, later)
+            changed = self.relabel_fn(relabel_key, experience, future)
+            what = "`relabel_fn` must return the experience as it came in"
+            checks.same(what, experience, changed)
+            experience = changed
+        return Batch(
+            experience=experience, indices=row, weights=weights, discount=discount
+        )
 
 
 def get(ring: RingState, row: jax.Array) -> ArrayTree:
@@ -19,62 +88,7 @@ def get(ring: RingState, row: jax.Array) -> ArrayTree:
     The mask is False where there is no such row, or its successor is missing.
     """
     usable = neighbours.is_stored(ring, row) & neighbours.has_successor(ring, row)
-    return fields.replace(neighbours.read(ring, row), **_missing(ring, row, usable))
-
-
-def transitions(
-    ring: RingState,
-    row: jax.Array,
-    weights: jax.Array,
-    *,
-    n_step: int | None,
-    gamma: ArrayTree | None,
-    stack: int | None,
-) -> Batch:
-    """Reads `[S]` rows; masked out where `weights` is 0."""
-    last, discount, changes = row, (), {}
-    if n_step is not None:
-        last, discount, changes = _n_step(ring, row, n_step, gamma)
-    changes |= _missing(ring, last, weights > 0)
-    if stack is not None:
-        changes |= _stacked(ring, row, last, stack)
-    return Batch(
-        experience=fields.replace(neighbours.read(ring, row), **changes),
-        indices=row,
-        weights=weights,
-        discount=discount,
-    )
-
-
-def relabelled(
-    ring: RingState,
-    batch: Batch,
-    key: chex.PRNGKey,
-    relabel_fn: RelabelFn,
-    horizon: int,
-) -> Batch:
-    """Draws for each row of a batch a later one of its episode, and relabels it."""
-    # The row itself and `horizon` rows ahead; valid ones come first, so their number
-    # bounds the draw.
-    rows, valid = neighbours.window(ring, batch.indices, horizon + 1)
-    ahead_key, relabel_key = jax.random.split(key)
-    count = jnp.sum(valid, axis=0)
-    ahead = jax.random.randint(ahead_key, count.shape, 0, count)
-    later = jnp.take_along_axis(rows, ahead[None], axis=0)[0]
-    future = fields.replace(
-        neighbours.read(ring, later), **_missing(ring, later, batch.weights > 0)
-    )
-    changed = relabel_fn(relabel_key, batch.experience, future)
-    old, new = (
-        jax.tree.map(lambda x: f"{jnp.result_type(x)}{jnp.shape(x)}", tree)
-        for tree in (batch.experience, changed)
-    )
-    if old != new:
-        raise ValueError(
-            "`relabel_fn` must return the experience in the structure, shapes and "
-            f"dtypes it came in, {old}, got {new}."
-        )
-    return batch.replace(experience=changed)
+    return _complete(ring, row, usable, row)
 
 
 def sequences(
@@ -85,21 +99,22 @@ def sequences(
     valid &= (weights > 0)[None]
     state = fields.get(fields.get(ring.experience, "extras"), "policy_state")
     return Sequences(
-        experience=fields.replace(
-            neighbours.read(ring, rows), **_missing(ring, rows, valid)
-        ),
+        experience=_complete(ring, rows, valid, rows),
         mask=valid,
-        policy_state=() if state is None else neighbours.read_leaves(state, row),
+        policy_state=() if state is None else neighbours.read(state, row),
         indices=row,
         weights=weights,
     )
 
 
-def _missing(ring: RingState, row: jax.Array, valid: jax.Array) -> dict[str, ArrayTree]:
-    """Returns the fields that are not stored: `mask`, and the successor of `row`."""
-    if not neighbours.has_next_obs(ring):
-        return {"mask": valid}
-    return {"mask": valid, "next_obs": neighbours.successor(ring, row)}
+def _complete(
+    ring: RingState, row: jax.Array, valid: jax.Array, last: jax.Array
+) -> ArrayTree:
+    """Reads rows with what is not stored: `mask`, and the successor of `last`."""
+    missing = {"mask": valid}
+    if neighbours.has_next_obs(ring):
+        missing["next_obs"] = neighbours.successor(ring, last)
+    return fields.replace(neighbours.read(ring.experience, row), **missing)
 
 
 def _n_step(

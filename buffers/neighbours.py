@@ -12,24 +12,21 @@ import jax
 import jax.numpy as jnp
 
 from rollout.buffers import fields
-from rollout.buffers.types import ArrayTree, RingState
+from rollout.buffers.types import RingState
+from rollout.envs.types import ArrayTree
 
 
-def read(ring: RingState, row: jax.Array) -> ArrayTree:
-    """Reads rows with the stored fields, `[..., *leaf]`."""
-    return read_leaves(ring.experience, row)
-
-
-def read_field(ring: RingState, name: str, row: jax.Array) -> ArrayTree:
-    """Reads a field of rows, `[..., *leaf]`."""
-    return read_leaves(fields.get(ring.experience, name), row)
-
-
-def read_leaves(memory: ArrayTree, row: jax.Array) -> ArrayTree:
-    """Reads rows of leaves `[N, B, *leaf]`."""
+def read(memory: ArrayTree, row: jax.Array) -> ArrayTree:
+    """Reads rows of leaves `[N, B, *leaf]`, `[..., *leaf]`."""
     # Not `reshape(-1, ...)`: a leaf of size 0 leaves that axis undetermined.
     flat = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])  # noqa: E731
     return jax.tree.map(lambda x: flat(x)[row], memory)
+
+
+def read_field(ring: RingState, name: str, row: jax.Array) -> ArrayTree:
+    """Reads a field of rows; raises `ValueError` if they lack it."""
+    (memory,) = fields.need(ring.experience, (name,), "This call")
+    return read(memory, row)
 
 
 def move(ring: RingState, row: jax.Array, num_slots: jax.Array | int) -> jax.Array:
@@ -71,7 +68,7 @@ def is_done(ring: RingState, row: jax.Array) -> jax.Array:
 def goes_on(ring: RingState, row: jax.Array) -> jax.Array:
     """Returns bool, True where the next row is the episode's next step."""
     kept = marks(ring.experience)
-    here, there = (read_leaves(kept, r) for r in (row, move(ring, row, 1)))
+    here, there = (read(kept, r) for r in (row, move(ring, row, 1)))
     return (age(ring, row) > 0) & ~is_done(ring, row) & is_next(here, there)
 
 
@@ -96,16 +93,6 @@ def comes_from(ring: RingState, row: jax.Array) -> jax.Array:
     """Returns bool, True where the row before is the episode's previous step."""
     before = move(ring, row, -1)
     return is_stored(ring, before) & goes_on(ring, before)
-
-
-def following(ring: RingState, row: jax.Array) -> jax.Array:
-    """Returns the next row of the episode; the row itself if there is none."""
-    return jnp.where(goes_on(ring, row), move(ring, row, 1), row)
-
-
-def previous(ring: RingState, row: jax.Array) -> jax.Array:
-    """Returns the previous row of the episode; the row itself if there is none."""
-    return jnp.where(comes_from(ring, row), move(ring, row, -1), row)
 
 
 def has_successor(ring: RingState, row: jax.Array) -> jax.Array:

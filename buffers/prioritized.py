@@ -8,27 +8,27 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from rollout import platform
-from rollout.buffers import checks, neighbours, ring, sampling, sum_tree
-from rollout.buffers.gather import RelabelFn
-from rollout.buffers.ring_buffer import RingBuffer
-from rollout.buffers.types import ArrayTree, Batch, PrioritizedState, Sequences
+from rollout import checks
+from rollout.buffers import neighbours, ring, sampling, sum_tree
+from rollout.buffers.replay import ReplayBuffer, as_rows, jit_method
+from rollout.buffers.types import PrioritizedState
+from rollout.envs.types import ArrayTree
 
 _LARGEST = 1e30  # of priority ** alpha: a sum of 2**30 of them is still finite
 
 
-class PrioritizedReplayBuffer(RingBuffer):
+class PrioritizedReplayBuffer(ReplayBuffer):
     """A ring of transitions per lane, sampled in proportion to `priority ** alpha`.
 
     New rows get the largest priority seen so far, at first 1. A row whose priority is 0
-    is never sampled. The methods are pure and jitted, like those of `ReplayBuffer`.
+    is never sampled. The methods are those of `ReplayBuffer`, and `update`.
 
     Attributes:
         alpha: how much priorities count, in [0, 1]; at 0 all rows are equal. For the
-            other attributes see `RingBuffer`.
+            other attributes see `ReplayBuffer`.
 
     Raises:
-        ValueError: if `alpha` is out of range, and as `RingBuffer`.
+        ValueError: if `alpha` is out of range, and as `ReplayBuffer`.
 
     Source:
         "Prioritized Experience Replay", section 3.3, 3.4; arXiv:1511.05952.
@@ -44,7 +44,7 @@ class PrioritizedReplayBuffer(RingBuffer):
     def init(self, transition: ArrayTree, params: Any = None) -> PrioritizedState:
         """Makes an empty buffer; arguments and errors as in `ReplayBuffer.init`."""
         return PrioritizedState(
-            ring=self._init(transition, params),
+            ring=super().init(transition, params),
             priorities=sum_tree.init(self.num_slots * self.num_envs),
             max_priority=jnp.ones((), jnp.float32),
             num_rejected=jnp.zeros((), jnp.int32),
@@ -56,94 +56,34 @@ class PrioritizedReplayBuffer(RingBuffer):
         """Appends rows `[T, B, ...]` where `mask`, with the largest priority seen."""
         written, slot = ring.write(state.ring, rows, mask)
         value = self._mass(state.max_priority)
-        return state.replace(
-            ring=written,
-            priorities=_put_rows(state.priorities, slot, value, self.num_slots),
+        num_rows, num_slots, num_envs = slot.shape[0], self.num_slots, self.num_envs
+
+        def put_together(
+            tree: sum_tree.Tree, slot: jax.Array, value: jax.Array
+        ) -> sum_tree.Tree:
+            # The B rows of a slot have consecutive numbers, so windows of slots are
+            # windows of leaves.
+            windows = [
+                (start * num_envs, jnp.repeat(keep, num_envs))
+                for start, keep in ring.windows(slot[0, 0], num_rows, num_slots)
+            ]
+            return sum_tree.set_windows(tree, windows, value)
+
+        def put_apart(
+            tree: sum_tree.Tree, slot: jax.Array, value: jax.Array
+        ) -> sum_tree.Tree:
+            # Rows that are not written have the slot N; their numbers lie beyond all
+            # rows.
+            row = slot * num_envs + jnp.arange(num_envs, dtype=jnp.int32)[None]
+            row = jnp.where(slot < num_slots, row, tree[0].shape[0]).reshape(-1)
+            return sum_tree.set_distinct_leaves(tree, row, value)
+
+        priorities = ring.put(
+            put_together, put_apart, state.priorities, slot, num_slots, value
         )
+        return state.replace(ring=written, priorities=priorities)
 
-    def sample(
-        self,
-        state: PrioritizedState,
-        key: chex.PRNGKey,
-        batch_size: int,
-        beta: float | jax.Array = 0.4,
-        *,
-        n_step: int | None = None,
-        gamma: float | None = None,
-        stack: int | None = None,
-        relabel_fn: RelabelFn | None = None,
-        horizon: int = 64,
-    ) -> Batch:
-        """Draws `batch_size` transitions in proportion to `priority ** alpha`.
-
-        The draw is stratified: one from each of `batch_size` equal shares of the sum.
-
-        Args:
-            state: a state for which `can_sample` holds.
-            key: one typed key.
-            batch_size: S, at least 1.
-            beta: how much of the bias the weights correct, in [0, 1], a number or
-                `()`; by default the paper's first value. Anneal it to 1.
-            n_step: as in `ReplayBuffer.sample`.
-            gamma: as in `ReplayBuffer.sample`.
-            stack: as in `ReplayBuffer.sample`.
-            relabel_fn: as in `ReplayBuffer.sample`.
-            horizon: as in `ReplayBuffer.sample`.
-
-        Returns:
-            The batch, `[S, ...]`. A weight is `(1 / (N P(i))) ** beta`, divided by
-            the largest one in the batch.
-
-        Raises:
-            ValueError: if `beta` is a number out of range, and as in
-                `ReplayBuffer.sample`.
-        """
-        batch_size = checks.positive_int("batch_size", batch_size)
-        checks.fraction("beta", beta)
-        checks.state(state, self.num_slots, self.num_envs)
-        checks.key(key)
-        checks.targets(state.ring, n_step, gamma, stack)
-        checks.relabelling(state.ring, relabel_fn, horizon, n_step or stack)
-        return self._run(
-            self._sample,
-            state,
-            key,
-            gamma,
-            beta,
-            batch_size=batch_size,
-            stack=stack,
-            n_step=n_step,
-            relabel_fn=relabel_fn,
-            horizon=horizon,
-        )
-
-    def sample_sequences(
-        self,
-        state: PrioritizedState,
-        key: chex.PRNGKey,
-        batch_size: int,
-        length: int,
-        beta: float | jax.Array = 0.4,
-    ) -> Sequences:
-        """Draws pieces of episodes by the priorities of their first rows.
-
-        Arguments and errors as in `ReplayBuffer.sample_sequences`, `beta` as in
-        `sample`.
-        """
-        batch_size = checks.positive_int("batch_size", batch_size)
-        checks.fraction("beta", beta)
-        checks.state(state, self.num_slots, self.num_envs)
-        checks.key(key)
-        checks.sequence(state.ring, length)
-        return self._run(
-            self._sample_sequences,
-            state,
-            key,
-            beta,
-            batch_size=batch_size,
-            length=length,
-        )
-
+    @jit_method()
     def update(
         self, state: PrioritizedState, indices: jax.Array, priorities: jax.Array
     ) -> PrioritizedState:
@@ -164,23 +104,14 @@ class PrioritizedReplayBuffer(RingBuffer):
             ValueError: while tracing, if the shapes are not `[S]`, or if `indices` are
                 not integers.
         """
-        checks.state(state, self.num_slots, self.num_envs)
-        indices = checks.indices(indices)
-        priorities = checks.priorities(priorities, indices)
-        return self._run(self._update, state, indices, priorities)
-
-    def clear(self, state: PrioritizedState) -> PrioritizedState:
-        """Forgets all transitions and priorities; the memory stays."""
-        return PrioritizedState(
-            ring=ring.clear(state.ring),
-            priorities=jax.tree.map(jnp.zeros_like, state.priorities),
-            max_priority=jnp.ones_like(state.max_priority),
-            num_rejected=jnp.zeros_like(state.num_rejected),
-        )
-
-    def _update(
-        self, state: PrioritizedState, indices: jax.Array, priorities: jax.Array
-    ) -> PrioritizedState:
+        self._check_state(state)
+        indices, priorities = as_rows(indices), jnp.asarray(priorities)
+        is_number = jnp.issubdtype(priorities.dtype, jnp.number)
+        if indices.ndim != 1 or priorities.shape != indices.shape or not is_number:
+            raise ValueError(
+                "`indices` and `priorities` must be `[S]`, a number for each row, got "
+                f"shape {indices.shape} and {checks.describe(priorities)}."
+            )
         priorities = priorities.astype(jnp.float32)
         valid = (priorities >= 0) & (priorities <= _LARGEST)
         stored = neighbours.is_stored(state.ring, indices)
@@ -195,6 +126,15 @@ class PrioritizedReplayBuffer(RingBuffer):
             ),
             max_priority=jnp.maximum(state.max_priority, seen),
             num_rejected=state.num_rejected + rejected,
+        )
+
+    def clear(self, state: PrioritizedState) -> PrioritizedState:
+        """Forgets all transitions and priorities; the memory stays."""
+        return PrioritizedState(
+            ring=super().clear(state.ring),
+            priorities=jax.tree.map(jnp.zeros_like, state.priorities),
+            max_priority=jnp.ones_like(state.max_priority),
+            num_rejected=jnp.zeros_like(state.num_rejected),
         )
 
     def _mass(self, priority: jax.Array) -> jax.Array:
@@ -247,33 +187,3 @@ class PrioritizedReplayBuffer(RingBuffer):
         # The barrier makes an `update` of these rows wait until the weights have read
         # the sums, so that it writes in place.
         return lax.optimization_barrier((row, jnp.where(usable, weights, 0)))
-
-
-def _put_rows(
-    tree: sum_tree.Tree, slot: jax.Array, value: jax.Array, num_slots: int
-) -> sum_tree.Tree:
-    """Sets the rows of the slots, `[T, B]`, to `value`, in place."""
-    num_rows, num_envs = slot.shape
-
-    def put_together(tree: sum_tree.Tree) -> sum_tree.Tree:
-        # The B rows of a slot have consecutive numbers, so windows of slots are windows
-        # of leaves.
-        windows = [
-            (start * num_envs, jnp.repeat(keep, num_envs))
-            for start, keep in ring.windows(slot[0, 0], num_rows, num_slots)
-        ]
-        return sum_tree.set_windows(tree, windows, value)
-
-    def put_apart(tree: sum_tree.Tree) -> sum_tree.Tree:
-        # Rows that are not written have the slot N; their numbers lie beyond all rows.
-        row = slot * num_envs + jnp.arange(num_envs, dtype=jnp.int32)[None]
-        row = jnp.where(slot < num_slots, row, tree[0].shape[0]).reshape(-1)
-        return sum_tree.set_distinct_leaves(tree, row, value)
-
-    def put_in_loops(tree: sum_tree.Tree) -> sum_tree.Tree:
-        together = ring.is_together(slot, num_slots)
-        if num_rows <= num_slots:
-            tree = platform.write_if(together, put_together, tree)
-        return platform.write_if(~together, put_apart, tree)
-
-    return platform.choose(put_in_loops, put_apart, tree)

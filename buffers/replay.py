@@ -1,24 +1,90 @@
-"""`ReplayBuffer`: samples transitions evenly."""
+"""`ReplayBuffer`: the methods that all buffers share, with even draws."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from rollout.buffers import checks, ring, sampling
-from rollout.buffers.gather import RelabelFn
-from rollout.buffers.ring_buffer import RingBuffer
-from rollout.buffers.types import ArrayTree, Batch, RingState, Sequences
+from rollout import checks
+from rollout.buffers import fields, gather, neighbours, ring, sampling
+from rollout.buffers.types import Batch, RingState, Sequences
+from rollout.envs.types import ArrayTree
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+_MOST_ROWS = 2**30  # so that row numbers up to one lap ahead fit int32
 
 
-class ReplayBuffer(RingBuffer):
-    """A ring of transitions per lane, sampled evenly.
+def jit_method(*static: str) -> Callable[[Fn], Fn]:
+    """Returns a decorator that jits a method of a buffer, and inlines it when traced.
+
+    The buffer is static, too, so equal buffers share a program.
+    """
+    static = "self", *static
+    jit: Any = functools.partial(jax.jit, static_argnames=static, inline=True)
+    return jit
+
+
+class ReplayBuffer(struct.PyTreeNode):
+    """A ring of transitions per lane, sampled evenly; the base of the other buffers.
 
     The methods are pure and jitted. Jit them together with the code around them, and
     donate the state, so that `add` writes in place: called alone it copies the ring.
-    For the attributes see `RingBuffer`.
+
+    Every buffer state has a `ring`, which holds the visible rows. Indices are row
+    numbers, int32: slot n of lane i is `n * B + i`.
+
+    Attributes:
+        capacity: transitions that all lanes hold together. Each lane has
+            `capacity // num_envs` slots.
+        num_envs: B, environments (lanes) that are written side by side.
+        next_obs: "stored" keeps `next_obs` with every row. "shared" takes it from the
+            next row of the lane, and keeps only the final observations of episodes, in
+            a side ring: about half of the memory. A row whose successor is not written
+            yet, or was evicted from the side ring, is never sampled.
+        final_obs_capacity: F, final observations that "shared" keeps, at least
+            `num_envs`; by default a quarter of the capacity, enough for episodes of
+            four steps or more. Twice the capacity divided by the mean length of an
+            episode is ample; `count_lost` shows whether F was too small.
+
+    Raises:
+        ValueError: if a number is not an int of at least 1, if `capacity` is less than
+            one step of all lanes or more than 2**30, or if `next_obs` or
+            `final_obs_capacity` is not as above.
     """
+
+    capacity: int = struct.field(pytree_node=False)
+    num_envs: int = struct.field(pytree_node=False)
+    next_obs: str = struct.field(pytree_node=False, default="stored", kw_only=True)
+    final_obs_capacity: int | None = struct.field(
+        pytree_node=False, default=None, kw_only=True
+    )
+
+    def __post_init__(self) -> None:
+        # One step of all lanes must fit, into the ring and into the side ring.
+        least = checks.int_between("num_envs", self.num_envs)
+        checks.int_between("capacity", self.capacity, least=least, most=_MOST_ROWS)
+        if self.next_obs not in ("stored", "shared"):
+            raise ValueError(
+                f'`next_obs` must be "stored" or "shared", got {self.next_obs!r}.'
+            )
+        if self.final_obs_capacity is None:
+            return
+        checks.int_between("final_obs_capacity", self.final_obs_capacity, least=least)
+        if self.next_obs == "stored":
+            raise ValueError(
+                '`final_obs_capacity` goes with next_obs="shared", got '
+                f'{self.final_obs_capacity} with "stored".'
+            )
+
+    @property
+    def num_slots(self) -> int:
+        """N, transitions that each lane holds."""
+        return self.capacity // self.num_envs
 
     def init(self, transition: ArrayTree, params: Any = None) -> RingState:
         """Makes an empty buffer.
@@ -31,41 +97,101 @@ class ReplayBuffer(RingBuffer):
             params: parameters of the collector's policy.
 
         Returns:
-            The state, for the other methods.
+            The state, for the other methods; every kind of buffer has its own kind.
 
         Raises:
-            ValueError: if a leaf lacks the lane axis, if a flag is not bool, or if
+            ValueError: if a leaf lacks the lane axis, if a flag is not bool, if
                 `next_obs` is "shared" and the transition lacks `obs`, `next_obs`,
-                `terminated` or `truncated`.
+                `terminated` or `truncated`, or, for an `EpisodeBuffer`, if it lacks a
+                flag.
         """
-        return self._init(transition, params)
+        if hasattr(transition, "collect_steps"):
+            transition = _row_of(transition, params)
+        final_obs_capacity = 0
+        if self.next_obs == "shared":
+            default = max(self.num_envs, -(-self.capacity // 4))
+            final_obs_capacity = self.final_obs_capacity or default
+        return ring.init(transition, self.num_envs, self.num_slots, final_obs_capacity)
 
-    def _add(self, state: RingState, rows: ArrayTree, mask: jax.Array) -> RingState:
-        """Appends rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
-        return ring.write(state, rows, mask)[0]
+    @jit_method()
+    def add(self, state: ArrayTree, trajectory: ArrayTree) -> ArrayTree:
+        """Appends transitions; a full lane drops its oldest ones.
+
+        Args:
+            state: the state before; donate it.
+            trajectory: `[T, B, ...]`, a chunk, or `[B, ...]`, one step, like the
+                transition of `init`. If it has a field `mask`, rows where that is False
+                are not stored: lanes may advance by different numbers of rows.
+
+        Returns:
+            The state after.
+
+        Raises:
+            ValueError: while tracing, if the structure, a shape or a dtype is not that
+                of `init`; it names the leaf.
+        """
+        self._check_state(state)
+        mask = fields.get(trajectory, "mask")
+        return self._add(state, *ring.check_rows(state.ring, trajectory, mask))
+
+    def clear(self, state: ArrayTree) -> ArrayTree:
+        """Forgets all transitions and what was counted; the memory stays."""
+        memory = state.ring
+        empty = (memory.head, memory.size, memory.lost)
+        head, size, lost = jax.tree.map(jnp.zeros_like, empty)
+        return memory.replace(head=head, size=size, lost=lost)
+
+    def size(self, state: ArrayTree) -> jax.Array:
+        """Counts the transitions that are stored, `()` int32."""
+        return jnp.sum(state.ring.size)
+
+    @jit_method("batch_size", "stack")
+    def can_sample(
+        self, state: ArrayTree, batch_size: int, *, stack: int | None = None
+    ) -> jax.Array:
+        """Returns whether at least `batch_size` transitions may be sampled.
+
+        Args:
+            state: the state.
+            batch_size: S, at least 1.
+            stack: as in `sample`: rows whose history was evicted do not count.
+
+        Returns:
+            `()` bool. It costs as much as a small sample.
+        """
+        batch_size = checks.int_between("batch_size", batch_size)
+        usable_fn = self._usable_fn(state, stack)
+        if usable_fn is None:
+            return self.size(state) >= batch_size
+        return sampling.has_usable(state.ring, usable_fn, batch_size)
 
     def sample(
         self,
         state: ArrayTree,
         key: chex.PRNGKey,
         batch_size: int,
+        beta: float | jax.Array = 0.4,
         *,
         n_step: int | None = None,
-        gamma: float | None = None,
+        gamma: float | jax.Array | None = None,
         stack: int | None = None,
-        relabel_fn: RelabelFn | None = None,
+        relabel_fn: gather.RelabelFn | None = None,
         horizon: int = 64,
     ) -> Batch:
-        """Draws `batch_size` transitions evenly, with replacement.
+        """Draws `batch_size` transitions with replacement.
 
         Every stored transition has the same chance, even if lanes hold different
-        numbers of them. With `next_obs="shared"`, only transitions whose successor is
-        stored are drawn.
+        numbers of them. A `PrioritizedReplayBuffer` draws in proportion to `priority **
+        alpha`, one transition from each of `batch_size` equal shares of the sum. With
+        `next_obs="shared"`, only transitions whose successor is stored are drawn.
 
         Args:
             state: a state for which `can_sample` holds.
             key: one typed key.
             batch_size: S, at least 1.
+            beta: how much of the bias of unequal chances the weights correct, in [0,
+                1], a number or `()`; by default the first value in the paper of
+                `PrioritizedReplayBuffer`. Anneal it to 1. Even draws have no bias.
             n_step: steps to sum, at least 1. The sum stops at a termination, at a
                 truncation, and where the rows end. Then it has fewer steps, and
                 `discount` and `next_obs` match them.
@@ -86,39 +212,41 @@ class ReplayBuffer(RingBuffer):
             horizon: number of rows ahead that `future` is drawn from, at least 1.
 
         Returns:
-            The batch, `[S, ...]`. If no transition may be sampled, the weights are
-            zeros, and a field `mask` is False.
+            The batch, `[S, ...]`. A weight is 1, with priorities `(1 / (N P(i))) **
+            beta` divided by the largest one in the batch. If no transition may be
+            sampled, the weights are zeros, and a field `mask` is False.
 
         Raises:
-            ValueError: if a count is not an int of at least 1, if `gamma` is out of
-                range or without `n_step`, or if the transition lacks a needed field.
+            ValueError: if a count is not an int of at least 1, if `beta` or `gamma` is
+                a number out of range, if `gamma` is without `n_step`, or if the
+                transition lacks a needed field.
 
         Source:
             "Reinforcement Learning: An Introduction", 2nd ed., eq. 7.1; "Hindsight
             Experience Replay", section 4.5, arXiv:1707.01495.
         """
-        batch_size = checks.positive_int("batch_size", batch_size)
-        checks.state(state, self.num_slots, self.num_envs)
-        checks.key(key)
-        checks.targets(state.ring, n_step, gamma, stack)
-        checks.relabelling(state.ring, relabel_fn, horizon, n_step or stack)
-        return self._run(
-            self._sample,
-            state,
-            key,
-            gamma,
-            None,
-            batch_size=batch_size,
-            stack=stack,
+        if relabel_fn is not None and checks.is_tracing():
+            # It may read tracers, also by a bound method whose object has others at the
+            # next call: a new object, so that they are not found in the cache of `jit`.
+            relabel_fn = functools.partial(relabel_fn)
+        reading = gather.Reading(
             n_step=n_step,
+            gamma=gamma,
+            stack=stack,
             relabel_fn=relabel_fn,
             horizon=horizon,
         )
+        return self._sample(state, key, batch_size, beta, reading)
 
     def sample_sequences(
-        self, state: ArrayTree, key: chex.PRNGKey, batch_size: int, length: int
+        self,
+        state: ArrayTree,
+        key: chex.PRNGKey,
+        batch_size: int,
+        length: int,
+        beta: float | jax.Array = 0.4,
     ) -> Sequences:
-        """Draws pieces of episodes, evenly by their first rows, with replacement.
+        """Draws pieces of episodes, by their first rows as `sample` does.
 
         A piece lasts as long as its episode does in the buffer, at most `length` steps,
         and is padded after that, where `mask` is False. If a recurrent policy puts its
@@ -129,30 +257,218 @@ class ReplayBuffer(RingBuffer):
             key: one typed key.
             batch_size: S, at least 1.
             length: L, at least 1.
+            beta: as in `sample`.
 
         Returns:
             The pieces, `[L, S, ...]`.
 
         Raises:
-            ValueError: if a count is not an int of at least 1, or if the transition has
-                no `terminated` or `truncated`.
+            ValueError: if a count is not an int of at least 1, if `beta` is a number
+                out of range, or if the transition has no `terminated` or `truncated`.
         """
-        batch_size = checks.positive_int("batch_size", batch_size)
-        checks.state(state, self.num_slots, self.num_envs)
-        checks.key(key)
-        checks.sequence(state.ring, length)
-        return self._run(
-            self._sample_sequences,
-            state,
-            key,
-            None,
-            batch_size=batch_size,
-            length=length,
+        reading = gather.Reading(length=length)
+        return self._sample(state, key, batch_size, beta, reading)
+
+    @jit_method("batch_size", "max_length")
+    def sample_episodes(
+        self,
+        state: ArrayTree,
+        key: chex.PRNGKey,
+        batch_size: int,
+        max_length: int,
+    ) -> Sequences:
+        """Draws whole episodes evenly, with replacement.
+
+        It draws from the episodes that have ended, are stored from their first row on
+        and have at most `max_length` steps. Each has the same chance, whatever its
+        length. It reads the flags of all rows: O(capacity).
+
+        Args:
+            state: a state for which `count_episodes` is at least 1.
+            key: one typed key.
+            batch_size: S, at least 1.
+            max_length: L, at least 1.
+
+        Returns:
+            The episodes, `[L, S, ...]`, padded; weights are ones. If there is no such
+            episode, all rows are masked out and the weights are zeros.
+
+        Raises:
+            ValueError: if a count is not an int of at least 1, or if the transition has
+                no `terminated`, `truncated` or `episode_length`.
+        """
+        self._check_state(state)
+        checks.typed_key(key)
+        batch_size = checks.int_between("batch_size", batch_size)
+        max_length = checks.int_between("max_length", max_length)
+
+        def is_end(row: jax.Array) -> jax.Array:
+            return neighbours.ends_whole(state.ring, row, max_length)
+
+        last = sampling.in_proportion_to(is_end, state.ring, key, batch_size)
+        found = neighbours.is_stored(state.ring, last) & is_end(last)
+        first = neighbours.first_of(state.ring, last)
+        weights = found.astype(jnp.float32)
+        return gather.sequences(state.ring, first, weights, max_length)
+
+    @jit_method("max_length")
+    def count_episodes(self, state: ArrayTree, max_length: int) -> jax.Array:
+        """Counts the episodes that `sample_episodes` draws from, `()` int32."""
+        max_length = checks.int_between("max_length", max_length)
+        row = neighbours.all_rows(state.ring)
+        is_end = neighbours.ends_whole(state.ring, row, max_length)
+        return jnp.sum(neighbours.is_stored(state.ring, row) & is_end, dtype=jnp.int32)
+
+    def count_lost(self, state: ArrayTree) -> jax.Array:
+        """Counts endings that are stored but never sampled, `()` int32.
+
+        With `next_obs="shared"` these are the endings whose final observation was
+        evicted from the side ring: if there are any, raise `final_obs_capacity`. It
+        reads the flags of all rows: O(capacity).
+        """
+        if not state.ring.final_obs:
+            return jnp.zeros((), jnp.int32)
+        row = neighbours.all_rows(state.ring)
+        ended = neighbours.is_stored(state.ring, row) & neighbours.is_done(
+            state.ring, row
+        )
+        return jnp.sum(
+            ended & ~neighbours.has_successor(state.ring, row), dtype=jnp.int32
         )
 
-    def clear(self, state: RingState) -> RingState:
-        """Forgets all transitions; the memory stays."""
-        return ring.clear(state)
+    def get(self, state: ArrayTree, indices: jax.Array) -> ArrayTree:
+        """Reads rows.
+
+        Args:
+            state: the state.
+            indices: `[...]` int32.
+
+        Returns:
+            `[..., *leaf]`, like the transition of `init`. A field `mask` is False
+            where there is no such row, or its successor is missing.
+        """
+        return gather.get(state.ring, as_rows(indices))
+
+    def previous(self, state: ArrayTree, indices: jax.Array) -> jax.Array:
+        """Finds the previous rows of the same episodes.
+
+        Args:
+            state: the state.
+            indices: `[...]` int32, rows that are stored.
+
+        Returns:
+            `[...]` int32; the row itself where it is the first of its episode, or the
+            oldest that is stored.
+
+        Raises:
+            ValueError: if the transition has no `terminated` or `truncated`.
+        """
+        row = as_rows(indices)
+        found = neighbours.comes_from(state.ring, row)
+        return jnp.where(found, neighbours.move(state.ring, row, -1), row)
+
+    def following(self, state: ArrayTree, indices: jax.Array) -> jax.Array:
+        """Finds the next rows of the same episodes.
+
+        Args:
+            state: the state.
+            indices: `[...]` int32, rows that are stored.
+
+        Returns:
+            `[...]` int32; the row itself where its episode ended or broke off, or where
+            it is the newest.
+
+        Raises:
+            ValueError: if the transition has no `terminated` or `truncated`.
+        """
+        row = as_rows(indices)
+        found = neighbours.goes_on(state.ring, row)
+        return jnp.where(found, neighbours.move(state.ring, row, 1), row)
+
+    def unfinished(self, state: ArrayTree) -> tuple[jax.Array, jax.Array]:
+        """Finds the newest rows of unfinished episodes.
+
+        Returns:
+            `[B]` int32, the newest row of every lane, and `[B]` bool, False where the
+            lane is empty or its newest row ended an episode.
+
+        Raises:
+            ValueError: if the transition has no `terminated` or `truncated`.
+        """
+        row = neighbours.newest(state.ring)
+        return row, (state.ring.size > 0) & ~neighbours.is_done(state.ring, row)
+
+    @jit_method()
+    def dump(self, state: ArrayTree) -> tuple[ArrayTree, jax.Array]:
+        """Reads all rows of every lane, in the order of time.
+
+        Returns:
+            `[N, B, *leaf]`, like the transition of `init`, the oldest row of every lane
+            first; and `[N, B]` bool, False where a lane holds no further row, or the
+            successor of a row is missing. A field `mask` has the same values.
+        """
+        memory = state.ring
+        # All slots of a lane from its oldest row on; those after `size` are empty.
+        time = jnp.arange(memory.num_slots, dtype=jnp.int32)[:, None]
+        oldest = neighbours.move(memory, neighbours.newest(memory), 1 - memory.size)
+        row = neighbours.move(memory, oldest[None], time)
+        mask = (time < memory.size[None]) & neighbours.has_successor(memory, row)
+        return gather.get(memory, row), mask
+
+    @jit_method()
+    def merge(self, state: ArrayTree, other: ArrayTree) -> ArrayTree:
+        """Appends all rows of another buffer, lane by lane, in the order of time.
+
+        Args:
+            state: the state before.
+            other: the state of a buffer with as many lanes, and rows of the same
+                structure, shapes and dtypes; of any capacity.
+
+        Returns:
+            The state after. The rows get the priority of new rows. Rows whose successor
+            is missing in `other` are left out.
+
+        Raises:
+            ValueError: if the lanes or the rows differ.
+        """
+        self._check_state(state)
+        rows, mask = self.dump(other)
+        return self._add(state, *ring.check_rows(state.ring, rows, mask))
+
+    def _add(self, state: Any, rows: ArrayTree, mask: jax.Array) -> Any:
+        """Stores rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
+        return ring.write(state, rows, mask)[0]
+
+    def _sample(
+        self,
+        state: ArrayTree,
+        key: chex.PRNGKey,
+        batch_size: int,
+        beta: float | jax.Array,
+        reading: gather.Reading,
+    ) -> Any:
+        """Checks the arguments of a sample, and draws it."""
+        batch_size = checks.int_between("batch_size", batch_size)
+        checks.fraction("beta", beta)
+        self._check_state(state)
+        checks.typed_key(key)
+        reading.check()
+        return self._draw_batch(state, key, beta, reading, batch_size)
+
+    @jit_method("batch_size")
+    def _draw_batch(
+        self,
+        state: ArrayTree,
+        key: chex.PRNGKey,
+        beta: float | jax.Array,
+        reading: gather.Reading,
+        batch_size: int,
+    ) -> Batch | Sequences:
+        read_key = key
+        if reading.relabel_fn is not None:
+            key, read_key = jax.random.split(key)
+        row, weights = self._draw(state, key, batch_size, reading.stack, beta)
+        return reading.read(state.ring, row, weights, read_key)
 
     def _draw(
         self,
@@ -160,14 +476,80 @@ class ReplayBuffer(RingBuffer):
         key: chex.PRNGKey,
         num_draws: int,
         stack: int | None,
-        beta: None,
+        beta: float | jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """Draws `[S]` rows; the weight of an unusable row is 0."""
-        del beta  # unused: only for priorities
-        usable_fn = self._usable_fn(state, stack)
+        """Draws `[S]` rows and their weights; the weight of an unusable row is 0."""
+        del beta  # unused: the chances are even
+        memory, usable_fn = state.ring, self._usable_fn(state, stack)
         if usable_fn is None:
-            row = sampling.evenly(state.ring, key, num_draws)
+            row = sampling.evenly(memory, key, num_draws)
             usable = jnp.broadcast_to(self.size(state) > 0, row.shape)
-        else:
-            row, usable = sampling.evenly_usable(state.ring, key, num_draws, usable_fn)
+            return row, usable.astype(jnp.float32)
+        first_key, again_key = jax.random.split(key)
+        row, usable = sampling.redraw(
+            sampling.evenly(memory, first_key, num_draws),
+            lambda key: sampling.evenly(memory, key, num_draws),
+            lambda row: neighbours.is_stored(memory, row) & usable_fn(row),
+            lambda key: sampling.in_proportion_to(usable_fn, memory, key, num_draws),
+            again_key,
+        )
         return row, usable.astype(jnp.float32)
+
+    def _usable_fn(self, state: ArrayTree, stack: int | None) -> sampling.RowFn | None:
+        """Makes the test for stored rows that may be sampled; None if all may."""
+        if not state.ring.final_obs and (stack is None or stack == 1):
+            return None
+
+        def usable(row: jax.Array) -> jax.Array:
+            flat = row.reshape(-1)
+            whole = neighbours.history(state.ring, flat, stack or 1)[1]
+            return (whole & neighbours.has_successor(state.ring, flat)).reshape(
+                row.shape
+            )
+
+        return usable
+
+    def _check_state(self, state: Any) -> None:
+        """Checks that it is the state of a buffer with these slots and lanes."""
+        memory = getattr(state, "ring", None)
+        if not isinstance(memory, RingState):
+            raise ValueError(
+                "`state` must be what `init` or `add` of a buffer returned, got "
+                f"{type(state).__name__}."
+            )
+        got = (memory.num_slots, *memory.size.shape)
+        if got != (self.num_slots, self.num_envs):
+            raise ValueError(
+                f"`state` must be of a buffer like this one, {self.num_slots} slots in "
+                f"each of num_envs={self.num_envs} lanes, got (slots, lanes)={got}; "
+                "`merge` takes rows from one of another capacity."
+            )
+
+
+def as_rows(indices: Any) -> jax.Array:
+    """Checks that they are row numbers; returns them as an array."""
+    indices = jnp.asarray(indices)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(f"`indices` must be integers, got {indices.dtype}.")
+    return indices
+
+
+def _row_of(collector: Any, params: Any) -> ArrayTree:
+    """Returns the shapes and dtypes of a collector's row."""
+    # A host collector must really step to show the kind of its rows.
+    if not hasattr(collector.env, "reset_done"):
+        raise TypeError(
+            "`transition` must be one step if environments are not JAX, such as "
+            "`collector.step(carry, params)[1]` or a row of a trajectory, got "
+            f"{type(collector).__name__}."
+        )
+    try:
+        carry = jax.eval_shape(collector.init, jax.random.key(0))
+        return jax.eval_shape(collector.step, carry, params)[1]
+    except Exception as error:  # the policy may raise any
+        if params is not None:
+            raise
+        raise ValueError(
+            "`params` must be given, as `init(collector, params)`, to a policy that "
+            f"needs them; without, it raised {type(error).__name__}: {error}"
+        ) from error

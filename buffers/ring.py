@@ -7,28 +7,52 @@ would copy the ring, so two loops, of zero or one round, write in place. On a GP
 row always goes to the slot of its own lane: no loop, no wait.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from rollout import platform
+from rollout import checks, platform
 from rollout.buffers import fields, final_obs
-from rollout.buffers.types import ArrayTree, RingState
+from rollout.buffers.types import RingState
+from rollout.envs.types import ArrayTree
 
 
-def init(row: ArrayTree, num_slots: int, final_obs_capacity: int) -> RingState:
-    """Makes an empty ring for rows like `row`, `[B, ...]`.
+def init(
+    transition: ArrayTree, num_envs: int, num_slots: int, final_obs_capacity: int
+) -> RingState:
+    """Makes an empty ring for rows like `transition`, `[B, ...]`.
 
     Args:
-        row: `[B, ...]`, shapes and dtypes of one step.
+        transition: `[B, ...]`, shapes and dtypes of one step.
+        num_envs: B, lanes.
         num_slots: N, rows that a lane can hold.
         final_obs_capacity: F, final observations to keep; 0 if every row keeps its own
             successor.
     """
-    num_envs = jax.tree.leaves(row)[0].shape[0]
-    kept, last = row, ()
+    leaves = jax.tree.leaves_with_path(transition)
+    if not leaves:
+        raise ValueError("`transition` must have at least one array, got none.")
+    for path, leaf in leaves:
+        if np.shape(leaf)[:1] != (num_envs,):
+            raise ValueError(
+                f"`transition{jax.tree_util.keystr(path)}` must be an array with the "
+                f"leading axis num_envs={num_envs}, got {checks.describe(leaf)}."
+            )
+    for name in fields.FLAGS:
+        flag = fields.get(transition, name)
+        if flag is not None and flag.dtype != bool:
+            raise ValueError(f"`{name}` must be bool, got {flag.dtype}.")
+    kept, last = fields.replace(transition, mask=()), ()
     if final_obs_capacity:
-        kept, next_obs = fields.replace(row, next_obs=()), fields.get(row, "next_obs")
+        needed = ("obs", "next_obs", *fields.FLAGS)
+        obs, next_obs = fields.need(kept, needed, 'next_obs="shared"')[:2]
+        chex.assert_trees_all_equal_shapes_and_dtypes(obs, next_obs)
+        kept = fields.replace(kept, next_obs=())
         last = final_obs.init(next_obs, final_obs_capacity, num_slots, num_envs)
     return RingState(
         experience=jax.tree.map(
@@ -38,6 +62,39 @@ def init(row: ArrayTree, num_slots: int, final_obs_capacity: int) -> RingState:
         size=jnp.zeros((num_envs,), jnp.int32),
         final_obs=last,
     )
+
+
+def check_rows(
+    ring: RingState, trajectory: ArrayTree, mask: ArrayTree
+) -> tuple[ArrayTree, jax.Array]:
+    """Checks rows to add, `[T, B, ...]` or one step `[B, ...]`, and their mask.
+
+    `mask` is None if all rows count.
+
+    Returns:
+        The rows without a field `mask`, `[T, B, ...]`, and their mask, `[T, B]` bool.
+    """
+    kept, rows = ring.experience, fields.replace(trajectory, mask=())
+    if ring.final_obs:  # rows come with `next_obs`, which the ring does not keep
+        kept = fields.replace(kept, next_obs=fields.get(kept, "obs"))
+    first: Any = next(iter(jax.tree.leaves(rows)), None)
+    is_step = np.ndim(first) == jax.tree.leaves(kept)[0].ndim - 1
+    length = () if is_step else np.shape(first)[:1]
+    if length == (0,):
+        raise ValueError("`trajectory` must have at least one row, got none.")
+    expected = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((*length, *x.shape[1:]), x.dtype), kept
+    )
+    checks.same("`trajectory` must be like the rows of `init`", expected, rows)
+    shape = (*length, ring.num_envs)
+    mask = jnp.ones(shape, bool) if mask is None else mask
+    if (mask.dtype, mask.shape) != (bool, shape):
+        raise ValueError(
+            f"`mask` must be bool of shape {shape}, got {checks.describe(mask)}."
+        )
+    if is_step:
+        return jax.tree.map(lambda x: x[None], (rows, mask))
+    return rows, mask
 
 
 def write(
@@ -50,18 +107,13 @@ def write(
         are not written.
     """
     num_slots = ring.num_slots
-    slot = _slots(ring.head, mask, num_slots)
+    number = jnp.cumsum(mask, axis=0, dtype=jnp.int32)  # from 1 on, in each lane
+    # If there are more rows than slots, the last rows stay: no slot is written twice.
+    stays = mask & (number > number[-1:] - num_slots)
+    slot = jnp.where(stays, (ring.head[None] + number - 1) % num_slots, num_slots)
     ring = write_slots(ring, chunk, slot)
-    count = jnp.sum(mask, axis=0, dtype=jnp.int32)
-    head, size = (ring.head + count) % num_slots, ring.size + count
+    head, size = (ring.head + number[-1]) % num_slots, ring.size + number[-1]
     return ring.replace(head=head, size=jnp.minimum(size, num_slots)), slot
-
-
-def clear(ring: RingState) -> RingState:
-    """Forgets all rows; the memory stays."""
-    empty = (ring.head, ring.size, ring.lost)
-    head, size, lost = jax.tree.map(jnp.zeros_like, empty)
-    return ring.replace(head=head, size=size, lost=lost)
 
 
 def write_slots(ring: RingState, chunk: ArrayTree, slot: jax.Array) -> RingState:
@@ -69,15 +121,16 @@ def write_slots(ring: RingState, chunk: ArrayTree, slot: jax.Array) -> RingState
 
     Slots of a lane follow each other. A row with slot N is not written.
     """
-    if ring.final_obs:
-        next_obs, done = fields.get(chunk, "next_obs"), fields.done(chunk)
-        final, place = final_obs.write(ring.final_obs, next_obs, done, slot)
-        # The place of its final observation is written along with the row.
-        kept = (ring.experience, final.place)
-        rows = (fields.replace(chunk, next_obs=()), place)
-        experience, place = _put(kept, rows, slot)
-        return ring.replace(experience=experience, final_obs=final.replace(place=place))
-    return ring.replace(experience=_put(ring.experience, chunk, slot))
+    kept, rows, num_slots = ring.experience, chunk, ring.num_slots
+    if not ring.final_obs:
+        kept = put(_put_together, _put_apart, kept, slot, num_slots, rows)
+        return ring.replace(experience=kept)
+    next_obs, done = fields.get(chunk, "next_obs"), fields.done(chunk)
+    final, place = final_obs.write(ring.final_obs, next_obs, done, slot)
+    # The place of its final observation is written along with the row.
+    kept, rows = (kept, final.place), (fields.replace(chunk, next_obs=()), place)
+    kept, place = put(_put_together, _put_apart, kept, slot, num_slots, rows)
+    return ring.replace(experience=kept, final_obs=final.replace(place=place))
 
 
 def windows(
@@ -102,36 +155,37 @@ def windows(
     return [(first, number >= wrapped), (jnp.zeros_like(first), number < wrapped)]
 
 
-def is_together(slot: jax.Array, num_slots: int) -> jax.Array:
-    """Returns `()` bool: all rows are written, every lane to the same slots."""
-    if slot.shape[0] > num_slots:
-        return jnp.zeros((), bool)
-    return jnp.all((slot == slot[:, :1]) & (slot < num_slots))
+def put(
+    put_together: Callable[..., ArrayTree],
+    put_apart: Callable[..., ArrayTree],
+    memory: ArrayTree,
+    slot: jax.Array,
+    num_slots: int,
+    rows: ArrayTree,
+) -> ArrayTree:
+    """Puts `rows` into the slots, `[T, B]`, of `memory`, in place.
+
+    Args:
+        put_together: `(memory, slot, rows)` to the memory after, if all rows are
+            written, every lane to the same slots.
+        put_apart: the same for any slots.
+        memory: any pytree.
+        slot: `[T, B]` int32; a row with slot N is not written.
+        num_slots: N.
+        rows: any pytree.
+    """
+
+    def put_in_loops(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
+        fits = slot.shape[0] <= num_slots
+        together = fits & jnp.all((slot == slot[:, :1]) & (slot < num_slots))
+        if fits:
+            memory = platform.write_if(together, put_together, memory, slot, rows)
+        return platform.write_if(~together, put_apart, memory, slot, rows)
+
+    return platform.choose(put_in_loops, put_apart, memory, slot, rows)
 
 
-def _slots(head: jax.Array, mask: jax.Array, num_slots: int) -> jax.Array:
-    """Returns the slot of every row of a chunk, `[T, B]`; N for none."""
-    count = jnp.cumsum(mask, axis=0, dtype=jnp.int32)
-    # If there are more rows than slots, the last rows stay: no slot is written twice.
-    stays = mask & (count > count[-1:] - num_slots)
-    return jnp.where(stays, (head[None] + count - 1) % num_slots, num_slots)
-
-
-def _put(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:
-    """Writes `rows`, `[T, B, ...]`, into `memory`, `[N, B, ...]`, in place."""
-    return platform.choose(_put_in_loops, _put_apart, memory, rows, slot)
-
-
-def _put_in_loops(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:
-    """Writes all lanes at once where they are at the same slot."""
-    num_slots = jax.tree.leaves(memory)[0].shape[0]
-    together = is_together(slot, num_slots)
-    if slot.shape[0] <= num_slots:
-        memory = platform.write_if(together, _put_together, memory, rows, slot)
-    return platform.write_if(~together, _put_apart, memory, rows, slot)
-
-
-def _put_together(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:
+def _put_together(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
     """Writes all rows of every lane, from the slot of lane 0 on."""
     num_rows, start = slot.shape[0], slot[0, 0]
 
@@ -152,7 +206,7 @@ def _put_together(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayT
     return jax.tree.map(put_leaf, memory, rows)
 
 
-def _put_apart(memory: ArrayTree, rows: ArrayTree, slot: jax.Array) -> ArrayTree:
+def _put_apart(memory: ArrayTree, slot: jax.Array, rows: ArrayTree) -> ArrayTree:
     """Writes every row to the slot of its own lane."""
     num_slots = jax.tree.leaves(memory)[0].shape[0]
     time, lane = jnp.indices(slot.shape, dtype=jnp.int32)

@@ -15,6 +15,7 @@ from jax import lax
 from rollout import platform
 from rollout.buffers import neighbours, sum_tree
 from rollout.buffers.types import RingState
+from rollout.envs import prng
 
 RowFn = Callable[[jax.Array], jax.Array]  # rows of any shape to flags or numbers
 _Round = tuple[jax.Array, jax.Array, jax.Array]  # its number, the rows, their flags
@@ -26,7 +27,12 @@ def evenly(ring: RingState, key: chex.PRNGKey, num_draws: int) -> jax.Array:
     """Draws `[S]` int32 rows; every stored row has the same chance."""
     # One number over the rows of all lanes, so that each row has the same chance. Where
     # lanes have equal sizes it runs over the lanes, age by age, and needs no search.
-    number = below(jnp.sum(ring.size), (num_draws,), key)
+    # It is the high half of the product of their number and one random word.
+    # `jax.random.randint` draws two words and divides; the bias, below one in 2**32
+    # times their number, is the same.
+    word = jax.random.bits(key, (num_draws,), jnp.uint32)
+    number = prng.product(word, jnp.sum(ring.size).astype(jnp.uint32))[0]
+    number = number.astype(jnp.int32)
     lane, age = lax.cond(
         jnp.all(ring.size == ring.size[0]),
         lambda: (number % ring.num_envs, number // ring.num_envs),
@@ -34,20 +40,6 @@ def evenly(ring: RingState, key: chex.PRNGKey, num_draws: int) -> jax.Array:
     )
     slot = (ring.head[lane] - 1 - age) % ring.num_slots
     return slot * ring.num_envs + lane
-
-
-def evenly_usable(
-    ring: RingState, key: chex.PRNGKey, num_draws: int, usable_fn: RowFn
-) -> tuple[jax.Array, jax.Array]:
-    """Draws `[S]` rows evenly from the usable ones; returns as `redraw`."""
-    first_key, again_key = jax.random.split(key)
-    return redraw(
-        evenly(ring, first_key, num_draws),
-        lambda key: evenly(ring, key, num_draws),
-        lambda row: neighbours.is_stored(ring, row) & usable_fn(row),
-        lambda key: in_proportion_to(usable_fn, ring, key, num_draws),
-        again_key,
-    )
 
 
 def redraw(
@@ -81,11 +73,10 @@ def redraw(
             row = jnp.where(usable, row, drawn)
             return number + 1, row, usable_fn(row)
 
-        def goes_on(loop: _Round) -> jax.Array:
-            return ~jnp.all(loop[2]) & (loop[0] <= _ROUNDS)
-
         start = jnp.int32(0), first, usable_fn(first)
-        return lax.while_loop(goes_on, again, start)[1:]
+        return lax.while_loop(
+            lambda loop: ~jnp.all(loop[2]) & (loop[0] <= _ROUNDS), again, start
+        )[1:]
 
     def redraw_at_once(key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
         """Draws all rounds side by side, and takes the first usable row."""
@@ -152,24 +143,6 @@ def has_usable(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
         return jnp.sum(usable, dtype=jnp.int32)
 
     return platform.choose(count_back, count_all, ring) >= number
-
-
-def below(n: jax.Array, shape: tuple[int, ...], key: chex.PRNGKey) -> jax.Array:
-    """Draws int32 numbers evenly from 0 to `n - 1`; 0 if `n`, `()` int32, is 0.
-
-    Each is the high half of the product word * n, for one random word.
-    `jax.random.randint` draws two words and divides. The bias of a number is below
-    n / 2**32, as there.
-    """
-    # The upper 32 of the 64 bits of the product, by long multiplication in halves of 16
-    # bits: jax has no uint64 by default. No intermediate sum overflows 32 bits.
-    word, n = jax.random.bits(key, shape, jnp.uint32), n.astype(jnp.uint32)
-    half, low = jnp.uint32(16), jnp.uint32(0xFFFF)
-    lows = (word & low) * (n & low)
-    middle = (word >> half) * (n & low) + (lows >> half)
-    other = (word & low) * (n >> half) + (middle & low)
-    high = (word >> half) * (n >> half) + (middle >> half) + (other >> half)
-    return high.astype(jnp.int32)
 
 
 def _find(size: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:

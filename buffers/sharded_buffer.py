@@ -1,7 +1,8 @@
 """`shard`: shards a replay buffer over devices; each draws from its own lanes."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import chex
 import jax
@@ -10,11 +11,11 @@ from flax import struct
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rollout.buffers.gather import RelabelFn
-from rollout.buffers.replay import ReplayBuffer
-from rollout.buffers.types import ArrayTree, Batch, RingState, Sequences
-
-Sample = TypeVar("Sample", Batch, Sequences)
+from rollout import checks
+from rollout.buffers.gather import Reading
+from rollout.buffers.replay import ReplayBuffer, jit_method
+from rollout.buffers.types import Batch, RingState, Sequences
+from rollout.envs.types import ArrayTree
 
 
 def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer:
@@ -62,15 +63,16 @@ def shard(buffer: ReplayBuffer, mesh: Mesh, axis: str = "lanes") -> ReplayBuffer
             '`buffer` must be a `ReplayBuffer` with next_obs="stored", got '
             f"{type(buffer).__name__} with next_obs={next_obs!r}."
         )
-    _divide("num_envs", buffer.num_envs, mesh.shape[axis])
     # As in `rollout.shard`: other axis types would be part of the types of arrays.
     types = (AxisType.Auto,) * mesh.devices.ndim
-    return _Sharded(
+    sharded = _Sharded(
         capacity=buffer.capacity,
         num_envs=buffer.num_envs,
         mesh=Mesh(mesh.devices, mesh.axis_names, axis_types=types),
         axis=axis,
     )
+    sharded._share("num_envs", buffer.num_envs)
+    return sharded
 
 
 class _Sharded(ReplayBuffer):
@@ -80,122 +82,72 @@ class _Sharded(ReplayBuffer):
     axis: str = struct.field(pytree_node=False, kw_only=True)
 
     @property
-    def _num_devices(self) -> int:
-        return self.mesh.shape[self.axis]
-
-    @property
     def _local(self) -> ReplayBuffer:
         """The buffer of one device."""
-        num_envs = self.num_envs // self._num_devices
+        num_envs = self._share("num_envs", self.num_envs)
         return ReplayBuffer(self.num_slots * num_envs, num_envs)
 
     @property
-    def _first(self) -> Any:
-        """Sharded along the first axis."""
-        return PartitionSpec(self.axis)
+    def _where(self) -> tuple[Any, Any, RingState]:
+        """Sharded along the first axis, along the second, and a state."""
+        first: Any = PartitionSpec(self.axis)
+        second: Any = PartitionSpec(None, self.axis)
+        return first, second, RingState(experience=second, head=first, size=first)
 
-    @property
-    def _second(self) -> Any:
-        """Sharded along the second axis, after that of time."""
-        return PartitionSpec(None, self.axis)
-
-    @property
-    def _ring(self) -> RingState:
-        return RingState(experience=self._second, head=self._first, size=self._first)
-
-    def _init(self, transition: ArrayTree, params: Any) -> RingState:
-        def make() -> RingState:
-            return ReplayBuffer._init(self, transition, params)
-
-        where = jax.tree.map(
-            lambda x: NamedSharding(
-                self.mesh, self._second if x.ndim > 1 else self._first
-            ),
-            jax.eval_shape(make),
-        )
+    def init(self, transition: ArrayTree, params: Any = None) -> RingState:
+        make = functools.partial(super().init, transition, params)
+        where = jax.tree.map(lambda x: NamedSharding(self.mesh, x), self._where[2])
         return jax.jit(make, out_shardings=where)()
 
     def _add(self, state: RingState, rows: ArrayTree, mask: jax.Array) -> RingState:
-        specs = self._ring, self._second, self._second
-        return self._map(self._local._add, specs, self._ring)(state, rows, mask)
+        _, second, ring = self._where
+        return self._map(self._local._add, (ring, second, second), ring)(
+            state, rows, mask
+        )
 
-    def _can_sample(
-        self, state: RingState, batch_size: int, stack: int | None
+    @jit_method("batch_size", "stack")
+    def can_sample(
+        self, state: RingState, batch_size: int, *, stack: int | None = None
     ) -> jax.Array:
-        share = self._share(batch_size)
+        share = self._share("batch_size", batch_size)
+        first, _, ring = self._where
 
         def can(state: RingState) -> jax.Array:
-            return self._local._can_sample(state, share, stack)[None]
+            return self._local.can_sample(state, share, stack=stack)[None]
 
-        return jnp.all(self._map(can, (self._ring,), self._first)(state))
+        return jnp.all(self._map(can, (ring,), first)(state))
 
-    def _sample(
+    @jit_method("batch_size")
+    def _draw_batch(
         self,
         state: RingState,
         key: chex.PRNGKey,
-        gamma: Any,
-        beta: None,
-        *,
+        beta: float | jax.Array,
+        reading: Reading,
         batch_size: int,
-        stack: int | None,
-        n_step: int | None,
-        relabel_fn: RelabelFn | None,
-        horizon: int,
-    ) -> Batch:
-        def draw(key: chex.PRNGKey, state: RingState, gamma: Any) -> Batch:
-            return self._local._sample(
-                state,
-                key,
-                gamma,
-                beta,
-                batch_size=self._share(batch_size),
-                stack=stack,
-                n_step=n_step,
-                relabel_fn=relabel_fn,
-                horizon=horizon,
-            )
-
-        return self._draw_apart(draw, self._first, state, key, gamma)
-
-    def _sample_sequences(
-        self,
-        state: RingState,
-        key: chex.PRNGKey,
-        beta: None,
-        *,
-        batch_size: int,
-        length: int,
-    ) -> Sequences:
-        share = self._share(batch_size)
-
-        def draw(key: chex.PRNGKey, state: RingState, gamma: None) -> Sequences:
-            del gamma  # unused: only for transitions
-            return self._local._sample_sequences(
-                state, key, beta, batch_size=share, length=length
-            )
-
-        where = Sequences(
-            experience=self._second,
-            mask=self._second,
-            policy_state=self._first,
-            indices=self._first,
-            weights=self._first,
-        )
-        return self._draw_apart(draw, where, state, key, None)
-
-    def _draw_apart(
-        self,
-        draw: Callable[..., Sample],
-        where: ArrayTree,
-        state: RingState,
-        key: chex.PRNGKey,
-        gamma: Any,
-    ) -> Sample:
+    ) -> Batch | Sequences:
         """Draws on every device, with its own key and from its own rows."""
+        share = self._share("batch_size", batch_size)
+        first, second, ring = self._where
+        where = first
+        if reading.length is not None:
+            where = Sequences(
+                experience=second,
+                mask=second,
+                policy_state=first,
+                indices=first,
+                weights=first,
+            )
 
-        def local(state: RingState, key: chex.PRNGKey, gamma: Any) -> Sample:
+        def draw(
+            state: RingState,
+            key: chex.PRNGKey,
+            beta: float | jax.Array,
+            reading: Reading,
+        ) -> Batch | Sequences:
             device = lax.axis_index(self.axis)
-            batch = draw(jax.random.fold_in(key, device), state, gamma)
+            key = jax.random.fold_in(key, device)
+            batch = self._local._draw_batch(state, key, beta, reading, share)
             # Row numbers count the lanes of this device: convert them to all lanes.
             slot, lane = jnp.divmod(batch.indices, state.num_envs)
             lane = lane + device * state.num_envs
@@ -207,8 +159,8 @@ class _Sharded(ReplayBuffer):
             )
 
         every = PartitionSpec()
-        specs = self._ring, every, every
-        return self._map(local, specs, where)(state, key, gamma)
+        specs = ring, every, every, every
+        return self._map(draw, specs, where)(state, key, beta, reading)
 
     def _map(
         self, fn: Callable[..., Any], in_specs: Any, out_specs: Any
@@ -221,13 +173,12 @@ class _Sharded(ReplayBuffer):
             check_vma=False,  # the loops that write in place start from constants
         )
 
-    def _share(self, batch_size: int) -> int:
-        _divide("batch_size", batch_size, self._num_devices)
-        return batch_size // self._num_devices
-
-
-def _divide(name: str, number: int, num_devices: int) -> None:
-    if number % num_devices:
-        raise ValueError(
-            f"`{name}` must be a multiple of the {num_devices} devices, got {number}."
-        )
+    def _share(self, name: str, number: int) -> int:
+        """Returns the part of one device."""
+        num_devices = self.mesh.shape[self.axis]
+        if checks.int_between(name, number) % num_devices:
+            raise ValueError(
+                f"`{name}` must be a multiple of the {num_devices} devices, got "
+                f"{number}."
+            )
+        return number // num_devices

@@ -29,13 +29,8 @@ def build(leaf: jax.Array) -> Tree:
     """Makes a tree of the leaves `leaf`, `[P]` float32."""
     levels = [_pad(leaf)]
     while levels[-1].shape[0] > WIDTH:
-        levels.append(_pad(_sums(levels[-1])))
+        levels.append(_pad(jnp.sum(levels[-1].reshape(-1, WIDTH), axis=1)))
     return tuple(levels)
-
-
-def total(tree: Tree) -> jax.Array:
-    """Returns the sum of all leaves, `()` float32."""
-    return jnp.sum(tree[-1])
 
 
 def set_leaves(tree: Tree, leaf: jax.Array, value: jax.Array) -> Tree:
@@ -70,7 +65,7 @@ def _sum_up(tree: Tree, level: jax.Array, leaf: jax.Array) -> Tree:
         node = node // WIDTH
         # With as many writes as nodes, it is cheaper to add up the whole level.
         if above.shape[0] <= node.shape[0]:
-            level = _pad(_sums(level))
+            level = _pad(jnp.sum(level.reshape(-1, WIDTH), axis=1))
         else:
             children = level.reshape(-1, WIDTH).at[node].get(mode="clip")
             level = above.at[node].set(jnp.sum(children, axis=1), mode="drop")
@@ -99,7 +94,7 @@ def set_windows(
         length = -(-length // WIDTH) + 1
         blocks = level.reshape(-1, WIDTH)
         if length >= blocks.shape[0]:
-            level = _pad(_sums(level))
+            level = _pad(jnp.sum(level.reshape(-1, WIDTH), axis=1))
         else:
             last = blocks.shape[0] - length
             starts = [jnp.minimum(start // WIDTH, last) for start in starts]
@@ -118,7 +113,7 @@ def draw(tree: Tree, key: chex.PRNGKey, num_draws: int) -> jax.Array:
 
     A leaf of zero is never drawn, unless all are zero.
     """
-    share = total(tree) / num_draws
+    share = jnp.sum(tree[-1]) / num_draws
     fine = jax.random.uniform(key, (num_draws,)) * share
     return _find(tree, jnp.arange(num_draws, dtype=jnp.float32) * share, fine)
 
@@ -129,7 +124,7 @@ def draw_apart(tree: Tree, key: chex.PRNGKey, num_draws: int) -> jax.Array:
     # too coarse for a million leaves.
     coarse_key, fine_key = jax.random.split(key)
     num_shares = 1 << 12
-    share = total(tree) / num_shares
+    share = jnp.sum(tree[-1]) / num_shares
     coarse = jax.random.randint(coarse_key, (num_draws,), 0, num_shares)
     fine = jax.random.uniform(fine_key, (num_draws,)) * share
     return _find(tree, coarse.astype(jnp.float32) * share, fine)
@@ -159,10 +154,6 @@ def _find(tree: Tree, coarse: jax.Array, fine: jax.Array) -> jax.Array:
         coarse = coarse - jnp.take_along_axis(before, child[:, None], axis=1)[:, 0]
         node = node * width + child
     return node
-
-
-def _sums(level: jax.Array) -> jax.Array:
-    return jnp.sum(level.reshape(-1, WIDTH), axis=1)
 
 
 def _pad(level: jax.Array) -> jax.Array:

@@ -1,14 +1,12 @@
 """The containers: states of buffers, recorded steps, batches and sequences."""
 
 from typing import Any, Generic
-from typing import Any as ArrayTree
 
 import jax
 from flax import struct
 from typing_extensions import TypeVar
 
-# `ArrayTree`, a pytree of arrays, is `Any`: no annotation can say which structure it
-# has. `rollout.envs.types` has the same, but `rollout.buffers` does not import it.
+from rollout.envs.types import ArrayTree
 
 ExperienceT = TypeVar("ExperienceT", default=Any)
 

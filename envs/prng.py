@@ -139,8 +139,8 @@ def draw(
     # Two words are a fraction of 64 bits in [0, 1). Times `num`, its integer part is
     # the offset: no division, no rejected draw, a bias of at most 2**-64 per value.
     first, second = words[..., 0], words[..., 1]
-    whole, part = _product(first, num)
-    carry = part + _product(second, num)[0] < part  # the sum of two words overflowed
+    whole, part = product(first, num)
+    carry = part + product(second, num)[0] < part  # the sum of two words overflowed
     offset = jnp.where(num == 0, first, whole + carry.astype(jnp.uint32))
     return (low + offset).astype(jnp.int32).astype(dtype)
 
@@ -246,7 +246,7 @@ def _hash(key: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, .
     return x, y
 
 
-def _product(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+def product(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the high and the low word of the product of two words."""
     # JAX has no 64-bit integers by default: long multiplication in digits of 16 bits,
     # in which no sum overflows.

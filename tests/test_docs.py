@@ -378,7 +378,7 @@ PUBLIC = {
     *("rollout.host", "rollout.inspection"),
 }
 OTHERS = {
-    *("rollout.buffers.ring_buffer", "rollout.buffers.types", "rollout.envs.ratings"),
+    *("rollout.buffers.types", "rollout.envs.ratings"),
     *("rollout.envs.multi_agent", "rollout.envs.recommendation", "rollout.envs.render"),
     *("rollout.envs.spaces", "rollout.envs.types", "rollout.recommendation"),
     *("rollout.stats", "rollout.trajectories"),

@@ -125,8 +125,8 @@ def test_rooms_know_of_environments_only_the_contract():
 def test_module_names_stand_for_one_thing():
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     names = [path.stem for path in paths if path.stem != "__init__"]
-    # The contracts and the checks of a package; users and items, to step and to judge.
-    same = {"types", "checks", "recommendation"}
+    # The contracts of a package; users and items, to step and to judge.
+    same = {"types", "recommendation"}
     assert {name for name in names if names.count(name) > 1} <= same
 
 

@@ -7,16 +7,18 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 
-from rollout.buffers import checks
-from rollout.buffers.ring_buffer import RingBuffer
-from rollout.buffers.types import ArrayTree, Experience
+from rollout import checks
+from rollout.buffers.replay import ReplayBuffer
+from rollout.buffers.types import Experience
+from rollout.envs.types import ArrayTree
 
 _CHUNK_BYTES = 2**26  # of rows copied to the device at a time
 
 
 def from_data(
-    buffer: RingBuffer,
+    buffer: ReplayBuffer,
     *,
     obs: ArrayTree,
     action: ArrayTree,
@@ -90,8 +92,8 @@ def check_successors(obs: ArrayTree, next_obs: ArrayTree, done: Any) -> None:
         same = same.all(axis=tuple(range(1, same.ndim))) | done[:-1]
         if not same.all():
             raise ValueError(
-                "`next_obs` must be the `obs` of the next row within an episode, got "
-                f"another one in row {np.argmin(same)}{checks.at(path)}."
+                f"`next_obs{keystr(path)}` must be the `obs` of the next row within an "
+                f"episode, got another one in row {np.argmin(same)}."
             )
 
 
@@ -117,25 +119,22 @@ def _read(
                 f"{value.shape}."
             )
     obs, next_obs = _tree("obs", obs, *shape), _tree("next_obs", next_obs, *shape)
-    _check_alike(obs, next_obs)
-    episode_id, episode_length = _marks(columns["terminated"] | columns["truncated"])
+    checks.same("`next_obs` must be like `obs`", obs, next_obs)
+    # A row is the first of its episode if the one before is done; cut for empty data.
+    done = columns["terminated"] | columns["truncated"]
+    first = np.concatenate([np.ones(1, bool), done[:-1]])[: len(done)]
+    episode = np.cumsum(first) - 1
+    step = np.arange(len(done)) - np.flatnonzero(first)[episode] + 1
+    columns |= {
+        "episode_id": episode.astype(np.int32),
+        "episode_length": step.astype(np.int32),
+    }
     return Experience(
         obs=obs,
         action=_tree("action", action, *shape),
         next_obs=next_obs,
-        episode_id=episode_id,
-        episode_length=episode_length,
         **columns,
     )
-
-
-def _marks(done: np.ndarray) -> tuple[Any, Any]:
-    """Returns each row's episode number and its step in it, `[K]` int32 each."""
-    # A row is the first of its episode if the one before is done; cut for empty data.
-    first = np.concatenate([np.ones(1, bool), done[:-1]])[: len(done)]
-    episode = np.cumsum(first) - 1
-    step = np.arange(len(done)) - np.flatnonzero(first)[episode] + 1
-    return episode.astype(np.int32), step.astype(np.int32)
 
 
 def _flag(name: str, value: Any) -> np.ndarray:
@@ -156,8 +155,8 @@ def _tree(name: str, tree: ArrayTree, num_rows: int) -> ArrayTree:
         leaf = _array(name, path, leaf)
         if leaf.shape[:1] != (num_rows,):
             raise ValueError(
-                f"`{name}` must have {num_rows} rows, like `reward`, got shape "
-                f"{leaf.shape}{checks.at(path)}."
+                f"`{name}{keystr(path)}` must have {num_rows} rows, like `reward`, got "
+                f"shape {leaf.shape}."
             )
         return leaf
 
@@ -171,7 +170,7 @@ def _array(
     value = np.asarray(value)
     if not any(jnp.issubdtype(value.dtype, kind) for kind in (np.number, np.bool_)):
         raise ValueError(
-            f"`{name}` must hold numbers, got {value.dtype}{checks.at(path)}."
+            f"`{name}{keystr(path)}` must hold numbers, got {value.dtype}."
         )
     dtype = jax.dtypes.canonicalize_dtype(dtype or value.dtype)
     if value.dtype == dtype:
@@ -182,25 +181,8 @@ def _array(
     lost = cast != value if is_exact else np.isinf(cast) & ~np.isinf(value)
     if lost.any():
         got = value[lost].flat[0]
-        raise ValueError(f"`{name}` must fit into {dtype}, got {got}{checks.at(path)}.")
+        raise ValueError(f"`{name}{keystr(path)}` must fit into {dtype}, got {got}.")
     return cast
-
-
-def _check_alike(obs: ArrayTree, next_obs: ArrayTree) -> None:
-    """Checks that successors have the structure, shapes and dtypes of `obs`."""
-    structures = jax.tree.structure(obs), jax.tree.structure(next_obs)
-    if structures[0] != structures[1]:
-        raise ValueError(
-            f"`next_obs` must have the structure of `obs`, {structures[0]}, got "
-            f"{structures[1]}."
-        )
-    later = jax.tree.leaves(next_obs)
-    for (path, leaf), after in zip(jax.tree.leaves_with_path(obs), later, strict=True):
-        if (leaf.dtype, leaf.shape) != (after.dtype, after.shape):
-            raise ValueError(
-                f"`next_obs` must be {leaf.dtype} of shape {leaf.shape}, like `obs`, "
-                f"got {after.dtype} of shape {after.shape}{checks.at(path)}."
-            )
 
 
 def _deal(done: Any, num_envs: int) -> np.ndarray:
@@ -210,8 +192,14 @@ def _deal(done: Any, num_envs: int) -> np.ndarray:
     if num_rows and not done[-1]:  # the data breaks off in an episode
         end = np.append(end, num_rows)
     length = np.diff(end, prepend=0)
+    # Each episode's lane: the longest first, each to the emptiest lane.
+    lanes, emptiest = np.zeros(len(length), int), [(0, n) for n in range(num_envs)]
+    for episode in np.argsort(-length, kind="stable"):
+        rows_held, lanes[episode] = emptiest[0]  # the root of a heap
+        rows_held += int(length[episode])
+        heapq.heapreplace(emptiest, (rows_held, int(lanes[episode])))
     # Rows sorted by lane, in their order within it, numbered from 0 in each lane.
-    lane = np.repeat(_lanes(length, num_envs), length)
+    lane = np.repeat(lanes, length)
     order = np.argsort(lane, kind="stable")
     count = np.bincount(lane, minlength=num_envs)
     slot = np.arange(num_rows) - np.repeat(np.cumsum(count) - count, count)
@@ -220,24 +208,8 @@ def _deal(done: Any, num_envs: int) -> np.ndarray:
     return index
 
 
-def _lanes(length: np.ndarray, num_envs: int) -> np.ndarray:
-    """Returns each episode's lane: the longest first, each to the emptiest lane.
-
-    `length` and the lanes have one number per episode.
-    """
-    lanes = np.zeros(len(length), int)
-    if num_envs == 1:
-        return lanes
-    emptiest = [(0, lane) for lane in range(num_envs)]  # a heap of (rows, lane)
-    for episode in np.argsort(-length, kind="stable"):
-        num_rows, lane = emptiest[0]
-        lanes[episode] = lane
-        heapq.heapreplace(emptiest, (num_rows + int(length[episode]), lane))
-    return lanes
-
-
 def _add(
-    buffer: RingBuffer, state: ArrayTree, rows: Experience, index: np.ndarray
+    buffer: ReplayBuffer, state: ArrayTree, rows: Experience, index: np.ndarray
 ) -> ArrayTree:
     """Adds the rows of `index`, `[T, B]`, in chunks of one shape."""
     if not len(index):

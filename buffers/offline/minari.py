@@ -14,15 +14,16 @@ import numpy as np
 
 from rollout.buffers import fields, neighbours
 from rollout.buffers.offline.data import check_successors, from_data
-from rollout.buffers.ring_buffer import RingBuffer
-from rollout.buffers.types import ArrayTree, Experience, RingState
+from rollout.buffers.replay import ReplayBuffer
+from rollout.buffers.types import Experience, RingState
+from rollout.envs.types import ArrayTree
 
 if TYPE_CHECKING:
     from gymnasium.spaces import Space
     from minari import MinariDataset
 
 
-def from_minari(buffer: RingBuffer, dataset: "MinariDataset | str") -> ArrayTree:
+def from_minari(buffer: ReplayBuffer, dataset: "MinariDataset | str") -> ArrayTree:
     """Fills a buffer with a dataset of Minari.
 
     If the last step of an episode has no flag set, the recording stopped there: that
@@ -52,7 +53,7 @@ def from_minari(buffer: RingBuffer, dataset: "MinariDataset | str") -> ArrayTree
 
 
 def to_minari(
-    buffer: RingBuffer,
+    buffer: ReplayBuffer,
     state: ArrayTree,
     dataset_id: str,
     *,
@@ -146,7 +147,7 @@ def _steps(episode: Any) -> dict[str, ArrayTree]:
 
 
 def _whole_episodes(
-    buffer: RingBuffer, state: ArrayTree
+    buffer: ReplayBuffer, state: ArrayTree
 ) -> tuple[Experience, np.ndarray]:
     """Reads the steps of all whole episodes, `[K, ...]`, and their lengths."""
     ring: RingState = state.ring
@@ -214,13 +215,7 @@ def _space(name: str, tree: ArrayTree) -> "Space":
             f"`{name}` must be made of dicts, tuples and arrays in NumPy's dtypes for "
             f"Minari, got {getattr(tree, 'dtype', type(tree).__name__)}."
         )
-    return spaces.Box(*_bounds(tree.dtype), tree.shape[1:], tree.dtype)
-
-
-def _bounds(dtype: np.dtype) -> tuple[float, float]:
-    """Returns the smallest and the largest number of a dtype."""
-    if dtype.kind == "b":
-        return 0, 1
-    if dtype.kind == "f":
-        return -np.inf, np.inf
-    return np.iinfo(dtype).min, np.iinfo(dtype).max
+    bounds = {"b": (0, 1), "f": (-np.inf, np.inf)}.get(tree.dtype.kind)
+    if bounds is None:
+        bounds = np.iinfo(tree.dtype).min, np.iinfo(tree.dtype).max
+    return spaces.Box(*bounds, tree.shape[1:], tree.dtype)

@@ -104,6 +104,25 @@ def test_goals_are_later_rows_of_the_same_episode():
     assert counts.min() > 0.7 * far.sum() / 4
 
 
+def test_relabelling_by_a_bound_method_reads_what_its_object_has_now():
+    buffer, state, _ = fill()
+
+    class Goals:
+        def relabel(self, key, rows, future):
+            return rows.replace(reward=jnp.full_like(rows.reward, self.goal))
+
+    goals = Goals()
+
+    def draw(state, goal):
+        goals.goal = goal  # a tracer
+        batch = buffer.sample(state, jax.random.key(0), 8, relabel_fn=goals.relabel)
+        return batch.experience.reward
+
+    for number in (1.0, 2.0):
+        fresh = lambda *args: draw(*args)  # noqa: E731  # traced again
+        assert (quick_jit(fresh)(state, number) == number).all()
+
+
 def test_rows_whose_history_was_overwritten_are_not_stacked():
     # One lane, nine slots, episodes of four, no episode length to mark the first row.
     def row(number):

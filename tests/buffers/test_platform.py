@@ -41,14 +41,18 @@ SIZES = [(NUM_SLOTS, NUM_ENVS), (1, 1), (2, 4)]
 
 def straight(fn):
     """Traces `fn` as for a GPU."""
+    chosen = []
 
     def choose(loop_fn, straight_fn, *args):
         del loop_fn  # unused
+        chosen.append(straight_fn)
         return straight_fn(*args)
 
     def run(*args):
         with mock.patch.object(platform, "choose", choose):
-            return fn(*args)
+            result = fn(*args)
+        assert chosen, "traced before, as for a CPU"
+        return result
 
     return run
 
@@ -60,9 +64,11 @@ def programs(kind, successor, num_slots, num_envs):
     options = {**options, **SUCCESSORS[successor][0]}
     if kind == "episodes":
         options["max_length"] = min(options["max_length"], num_slots)
-    buffer = make(num_slots * num_envs, num_envs, **options)
+    # Another class, so that none of its methods has been traced before.
+    twin = type(make.__name__, (make,), {})
+    both = [kind(num_slots * num_envs, num_envs, **options) for kind in (make, twin)]
 
-    def read(state, seed):
+    def read(buffer, state, seed):
         keys = jax.random.split(jax.random.key(seed))
         return {
             "sample": buffer.sample(state, keys[0], NUM_DRAWS),
@@ -76,8 +82,9 @@ def programs(kind, successor, num_slots, num_envs):
             ],
         }
 
-    pairs = [[quick_jit(fn), quick_jit(straight(fn))] for fn in (buffer.add, read)]
-    return buffer, *pairs
+    adds = quick_jit(both[0].add), quick_jit(straight(both[1].add))
+    reads = (functools.partial(read, buffer) for buffer in both)
+    return both[0], adds, [quick_jit(next(reads)), quick_jit(straight(next(reads)))]
 
 
 def check_equal(one, other):

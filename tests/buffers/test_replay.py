@@ -4,7 +4,6 @@ import collections
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import make_collector, quick_jit
@@ -12,7 +11,6 @@ from flax import struct
 from scipy import stats as scipy_stats
 
 from rollout import buffers
-from rollout.buffers import sampling
 
 
 @struct.dataclass(kw_only=True)
@@ -136,20 +134,6 @@ def test_sampling_is_even_where_lanes_hold_different_numbers():
     assert scipy_stats.chisquare(count).pvalue > 0.01
 
 
-@pytest.mark.usefixtures("key_reuse")
-def test_numbers_are_the_high_half_of_an_exact_product():
-    limits = np.array([0, 1, 7, 2**16, 2**31 - 1])
-
-    @jax.jit
-    def draw(key):
-        below = jax.vmap(lambda n: sampling.below(n, (1000,), key))
-        return below(limits.astype(np.int32)), jax.random.bits(key, (1000,), jnp.uint32)
-
-    got, word = draw(jax.random.key(1))
-    want = np.asarray(word).astype(np.uint64) * limits.astype(np.uint64)[:, None]
-    np.testing.assert_array_equal(got, want >> np.uint64(32))
-
-
 def test_can_sample_counts_what_is_stored():
     state, model = start(5, 3)
     buffer = programs(5, 3)[0]
@@ -191,7 +175,7 @@ def test_steps_of_a_collector_fill_it_in_one_program():
     [
         ((0, 1), "`capacity` must be an int of at least 1, got 0"),
         ((4, 0), "`num_envs` must be an int of at least 1, got 0"),
-        ((3, 4), "`capacity` must hold one step of all lanes, num_envs=4, got 3"),
+        ((3, 4), "`capacity` must be an int of at least 4, got 3"),
     ],
 )
 def test_capacity_must_hold_a_step(arguments, message):
@@ -210,11 +194,13 @@ def test_rows_unlike_those_of_init_are_named():
         ),
         ({"pair": good.pair[..., :1]}, r"\(2, 3, 2\) at \.pair, got .* \(2, 3, 1\)"),
         ({"byte": good.byte[:1]}, r"\(2, 3\) at \.byte, got uint8 of shape \(1, 3\)"),
-        ({"number": ()}, "must have the structure of `init`"),
+        ({"number": ()}, "at .number, got another structure: float32 .* at .pair"),
     ):
         with pytest.raises(ValueError, match=message):
             buffer.add(state, good.replace(**change))
-    with pytest.raises(ValueError, match="must have the leading axis num_envs=3, got"):
+    with pytest.raises(
+        ValueError, match=r"number` must be .* leading axis num_envs=3, g"
+    ):
         buffer.init(jax.tree.map(lambda x: x[0, :2], good))
     with pytest.raises(ValueError, match="`batch_size` must be an int of at least 1"):
         buffer.sample(state, jax.random.key(0), 0)

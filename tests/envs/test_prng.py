@@ -105,6 +105,15 @@ def test_inline_gives_way_where_jax_lays_out_the_bits_in_another_order():
         assert prng.inline(key) is key
 
 
+def test_product_of_two_words_is_exact():
+    words = np.random.default_rng(0).integers(2**32, size=1000, dtype=np.uint32)
+    factors = np.uint32([0, 1, 7, 2**16, 2**31 - 1, 2**32 - 1])[:, None]
+    high, low = jax.jit(jax.vmap(prng.product, (None, 0)))(words, factors)
+    want = words.astype(np.uint64) * factors
+    np.testing.assert_array_equal(high, want >> np.uint64(32))
+    np.testing.assert_array_equal(low, want.astype(np.uint32))
+
+
 def test_select_and_barrier_take_trees_with_typed_keys():
     old = {"key": jax.random.split(jax.random.key(0), 3), "x": jnp.zeros((3, 2))}
     new = {"key": jax.random.split(jax.random.key(1), 3), "x": jnp.ones((3, 2))}

@@ -303,15 +303,15 @@ REFUSED = [
     (change("action", lambda x: x.astype(str)), "`action` must hold numbers, got <U"),
     (
         change("obs", lambda x: {**x, "short": x["short"][:2]}),
-        r"`obs` must have 5 rows, like `reward`, got shape \(2,\) at \['short'\]",
+        r"`obs\['short'\]` must have 5 rows, like `reward`, got shape \(2,\)",
     ),
     (
         change("next_obs", lambda x: x["pair"]),
-        "`next_obs` must have the structure of `obs`",
+        r"`next_obs` must be like `obs`: .* \['pair'\], got another structure",
     ),
     (
         change("next_obs", lambda x: {**x, "short": x["short"].astype(np.int8)}),
-        r"`next_obs` must be int16 of shape \(5,\), like `obs`, got int8 .*\['short'\]",
+        r"`next_obs` must be like `obs`: int16 of .*, got int8 of .* \['short'\]",
     ),
 ]
 
@@ -343,7 +343,9 @@ def test_successors_that_cannot_be_shared_are_refused():
     data = make_data([3, 1, 5])
     data["next_obs"]["short"][5] += 1
     shared = buffers.ReplayBuffer(12, 1, **options("shared"))
-    with pytest.raises(ValueError, match=r"got another one in row 5 at \['short'\]"):
+    with pytest.raises(
+        ValueError, match=r"`next_obs\['short'\]` must .* got another one in row 5"
+    ):
         buffers.from_data(shared, **data)
     state = buffers.from_data(ONE, **data)
     assert state.experience.next_obs["short"][5, 0] == data["next_obs"]["short"][5]
