@@ -35,7 +35,6 @@ from rollout.collector import Collector
 from rollout.evaluation import evaluate
 from rollout.gif import record_gif
 from rollout.host import AsyncCollector, HostCollector, by_env, probe, remote_batches
-from rollout.inspection import inspect
 from rollout.minibatches import minibatches
 from rollout.policies import (
     epsilon_greedy,
@@ -74,6 +73,8 @@ from rollout.types import (
 
 if TYPE_CHECKING:
     from rollout import buffers as buffers
+    from rollout import inspection as inspection
+    from rollout.inspection import inspect as inspect
 
 __version__ = "0.1.0"
 
@@ -127,7 +128,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `rollout.buffers` when it is first read."""
-    if name != "buffers":
+    """Imports `rollout.buffers` and `rollout.inspection` when they are first read."""
+    if name == "inspect":
+        return importlib.import_module("rollout.inspection").inspect
+    if name not in ("buffers", "inspection"):
         raise AttributeError(f"module 'rollout' has no attribute {name!r}")
-    return importlib.import_module("rollout.buffers")
+    return importlib.import_module(f"rollout.{name}")

@@ -73,7 +73,7 @@ def check_accelerators(names, out):
     rows = re.findall(r"^\| `([\w ]+)` \|", section, re.M)
     assert len(rows) > 5
     # Of other programs.
-    told = {"per round", "per inner round", "cycles", "collectives"}
+    told = {"per round", "work", "cycles", "collectives"}
     assert all(row in out for row in set(rows) - told)
     assert not report.waits
     assert report.loose_per_step == 0
@@ -100,8 +100,8 @@ def check_accelerators(names, out):
     assert copying.waits
     assert not dropping.waits
     if jax.__version_info__ < (0, 11):  # the later ones do not copy
-        moved = copying.per_step("bytes_moved"), dropping.per_step("bytes_moved")
-        assert moved[0] > moved[1] + names["kept"].nbytes
+        copied = copying.memory.total - dropping.memory.total
+        assert copied > 0.9 * names["kept"].nbytes
 
 
 def check_agents(names, out):

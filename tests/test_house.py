@@ -157,7 +157,8 @@ def run(code, folder=ROOT, **variables):
 def test_import_loads_no_package_that_is_not_always_needed():
     costly = {"gymnax", "gymnasium", "matplotlib", "minari", "orbax", "tqdm"}
     costly |= {"brax", "craftax", "jaxmarl", "jumanji", "mujoco", "mujoco_playground"}
-    costly |= {"navix", "pandas", "pgx", "ray", "xminigrid", "rollout.buffers"}
+    costly |= {"navix", "pandas", "pgx", "ray", "xminigrid"}
+    costly |= {"rollout.buffers", "rollout.inspection"}
     loaded = set(run("import sys, rollout; print(*sys.modules)").split())
     assert "rollout.envs" in loaded
     assert not loaded & costly

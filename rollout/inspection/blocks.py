@@ -1,6 +1,5 @@
 """Reads XLA's text into `Block`s: thunk sequences of a GPU, schedules of a TPU."""
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,14 +10,18 @@ import jax
 from rollout.inspection.hlo import Frame, Instruction, Module
 from rollout.inspection.report import Block, Kind
 
-_HOLDERS = ("kCommandBuffer", "kSequential", "kConcurrent", "kAsyncStart")
 _COLLECTIVES = {
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 }
 
+_HOLDERS = ("kCommandBuffer", "kSequential", "kConcurrent", "kAsyncStart")
+
 _THUNK = re.compile(r"^( *)(\d+): (k\w+)")
 _SECTION = re.compile(r"^( *)(condition|body|\w*branch\w*):\s*$")
+_THUNK_NAME = re.compile(r'profile_annotation: "([^"]*)"\s*thunk_id: (\d+)')
+# The first match is the estimate of the kernel's cost model; the second, a bound.
+_MICROSECONDS = re.compile(r'"exec_time_us":([\d.e+\-]+)')
 
 _OWN = f"{Path(__file__).parents[1]}/"
 _INSPECTION = f"{Path(__file__).parent}/"
@@ -33,47 +36,73 @@ def read_gpu(text: str, sequence: str, metadata: str) -> Block:
         sequence: XLA's dump of its thunks, an indented list.
         metadata: XLA's dump of the instructions that the thunks come from.
     """
-    module, names = Module(text), _thunk_names(metadata)
+    module = Module(text)
+    names = {int(number): name for name, number in _THUNK_NAME.findall(metadata)}
 
-    def read(thunks: Iterable[_Thunk], block: Block, *, in_graph: bool) -> Block:
-        """Adds these thunks to an empty block."""
-        for thunk, in_this_graph in _unfold(thunks, in_graph):
-            x = module.find(names.get(thunk.number, ""))
-            if thunk.kind == "kCommandBuffer":
-                block = _add(block, graphs=1)
-            elif thunk.kind in ("kWhile", "kConditional"):
-                block = _add(block, blocks=(read_inner(thunk, x, in_this_graph),))
-            else:
-                launched = "graph_launches" if in_this_graph else "loose_launches"
-                costs = _costs(module, x)
-                # The text may not have the instruction.
-                costs["collectives"] = _collectives(_opcode(thunk.kind))
-                costs["operations"] = ((module.op_name(x) if x else "", 1),)
-                block = _add(block, **{launched: 1}, **costs)
-        return block
+    def read(thunks: list[_Thunk], in_graph: bool) -> Iterator[dict[str, Any]]:
+        for kind, number, _, sections in thunks:
+            # The text may not have the instruction.
+            x = module.instructions.get(names.get(number, ""))
+            inner = [thunk for _, part in sections for thunk in part]
+            if kind in _HOLDERS:
+                yield from read(inner, in_graph or kind == "kCommandBuffer")
+            elif kind == "kConditional":
+                branches = tuple(
+                    _block("branch", read(part, in_graph)) for _, part in sections
+                )
+                parts, source = [{"blocks": branches}], _source(module, x, "cond")
+                asks_host = not in_graph
+                block = _block("conditional", parts, source, asks_host=asks_host)
+                yield {"blocks": (block,)}
+            elif kind == "kWhile":
+                trips = _trips(module, x)
+                if trips is not None:  # the predicate is never computed
+                    inner = dict(sections)["body"]
+                source = _source(module, x, "while_loop" if trips is None else "scan")
+                asks_host = trips is None and not in_graph
+                parts = read(inner, in_graph)
+                yield {"blocks": (_block("loop", parts, source, trips, asks_host),)}
+            elif not kind.endswith("Done"):
+                # Such as kAllReduceStart, all-reduce-start in the text.
+                opcode = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind[1:]).lower()
+                time = _MICROSECONDS.search(x.text) if x else None
+                yield {
+                    "graph_launches" if in_graph else "loose_launches": 1,
+                    "seconds": 1e-6 * float(time[1]) if time else 0.0,
+                    "collectives": _collectives(opcode),
+                    "operations": ((module.op_name(x) if x else "", 1),),
+                }
 
-    def read_inner(thunk: _Thunk, x: Instruction | None, in_graph: bool) -> Block:
-        if thunk.kind == "kConditional":
-            head = _head(module, "conditional", x, asks_host=not in_graph)
-            branch = Block(kind="branch")
-            parts = (part for _, part in thunk.sections)
-            branches = (read(part, branch, in_graph=in_graph) for part in parts)
-            return _add(head, blocks=tuple(branches))
-        trips = _trips(module, x)
-        asks_host = trips is None and not in_graph
-        head = _head(module, "loop", x, trips=trips, asks_host=asks_host)
-        # With a known number of rounds the predicate is never computed.
-        skipped = () if trips is None else ("condition",)
-        parts = [part for name, part in thunk.sections if name not in skipped]
-        return read([y for part in parts for y in part], head, in_graph=in_graph)
-
-    return read(_nest(sequence), Block(kind="program"), in_graph=False)
+    return _block("program", read(_nest(sequence), in_graph=False))
 
 
 def read_tpu(text: str) -> Block:
     """Reads the schedule of a TPU, with the cycles that its compiler estimates."""
     module = Module(text)
-    return _read_schedule(module, module.entry, Block(kind="program"))
+
+    def read(computation: str) -> Iterator[dict[str, Any]]:
+        for x in module.computations.get(computation, {}).values():
+            cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', x.text)))
+            if cycles:
+                yield {"cycles": cycles, "operations": ((module.op_name(x), cycles),)}
+            yield {"collectives": _collectives(x.opcode)}
+            # Its answer, a `recv`, does not count.
+            is_sent = x.opcode == "send" and "is_host_transfer=true" in x.text
+            if is_sent or x.opcode in ("infeed", "outfeed"):
+                yield {"callbacks": (_source(module, x, x.opcode),)}
+            if x.opcode == "while":
+                trips = _trips(module, x)
+                source = _source(module, x, "while_loop" if trips is None else "scan")
+                parts = read(x.attribute("body"))
+                yield {"blocks": (_block("loop", parts, source, trips),)}
+            elif x.opcode == "conditional":
+                branches = tuple(_block("branch", read(name)) for name in x.branches)
+                parts, source = [{"blocks": branches}], _source(module, x, "cond")
+                yield {"blocks": (_block("conditional", parts, source),)}
+            elif x.opcode == "call":
+                yield from read(x.attribute("to_apply"))
+
+    return _block("program", read(module.entry))
 
 
 def find_source(frames: list[Frame]) -> Frame | None:
@@ -104,19 +133,6 @@ class _Thunk(NamedTuple):
     sections: list[tuple[str, list["_Thunk"]]]
 
 
-def _unfold(thunks: Iterable[_Thunk], in_graph: bool) -> Iterator[tuple[_Thunk, bool]]:
-    """Yields every launch, loop, conditional and graph; True for those in a graph."""
-    for thunk in thunks:
-        if thunk.kind in _HOLDERS:
-            is_graph = thunk.kind == "kCommandBuffer"
-            if is_graph:
-                yield thunk, in_graph
-            inner = (x for _, part in thunk.sections for x in part)
-            yield from _unfold(inner, in_graph or is_graph)
-        elif not thunk.kind.endswith("Done"):
-            yield thunk, in_graph
-
-
 def _nest(sequence: str) -> list[_Thunk]:
     """Reads an indented list of thunks."""
     root = _Thunk("", 0, -1, [("", [])])
@@ -140,89 +156,45 @@ def _nest(sequence: str) -> list[_Thunk]:
     return root.sections[0][1]
 
 
-def _thunk_names(metadata: str) -> dict[int, str]:
-    """Maps the number of a thunk to the instruction that it comes from."""
-    names = {}
-    for part in metadata.split("thunk_metadata {")[1:]:
-        number = re.search(r"thunk_id: (\d+)", part)
-        name = re.search(r'profile_annotation: "([^"]*)"', part)
-        if number and name:
-            names[int(number[1])] = name[1]
-    return names
+def _block(
+    kind: Kind,
+    parts: Iterable[dict[str, Any]],
+    source: tuple[str, str, int] = ("", "", 0),
+    trips: int | None = None,
+    asks_host: bool = False,
+) -> Block:
+    """Makes a block with the summed costs, and the blocks, of its parts."""
+    total: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total[name] + value if name in total else value
+    cause, file, line = source
+    return Block(
+        kind=kind,
+        trips=trips,
+        asks_host=asks_host,
+        cause=cause,
+        file=file,
+        line=line,
+        **total,
+    )
 
 
-def _read_schedule(module: Module, computation: str, head: Block) -> Block:
-    block = head
-    for x in module.computations.get(computation, {}).values():
-        block = _add(block, **_costs(module, x))
-        if x.opcode == "while":
-            inner = _head(module, "loop", x, trips=_trips(module, x))
-            inner = _read_schedule(module, x.attribute("body") or "", inner)
-            block = _add(block, blocks=(inner,))
-        elif x.opcode == "conditional":
-            branch = Block(kind="branch")
-            read = (_read_schedule(module, name, branch) for name in x.branches)
-            inner = _add(_head(module, "conditional", x), blocks=tuple(read))
-            block = _add(block, blocks=(inner,))
-        elif x.opcode == "call":
-            block = _read_schedule(module, x.attribute("to_apply") or "", block)
-    return block
-
-
-def _add(block: Block, **costs: Any) -> Block:
-    """Adds costs, or blocks, to those of a block."""
-    added = {name: getattr(block, name) + value for name, value in costs.items()}
-    return dataclasses.replace(block, **added)
-
-
-def _head(module: Module, kind: Kind, x: Instruction | None, **more: Any) -> Block:
-    """Makes an empty loop or conditional."""
+def _source(
+    module: Module, x: Instruction | None, default: str
+) -> tuple[str, str, int]:
+    """Returns the name of the jax function that made an instruction, file and line."""
     if x is None:
-        return Block(kind=kind, cause=kind, **more)
-    name = x.op_name.rpartition("/")[2] or kind
-    if name == "while":  # jax compiles a scan to one, too
-        name = "while_loop" if more.get("trips") is None else "scan"
-    source = find_source(module.frames(x)) or Frame("", 0)
-    return Block(kind=kind, cause=name, file=source.file, line=source.line, **more)
-
-
-def _costs(module: Module, x: Instruction | None) -> dict[str, Any]:
-    """Returns the costs of one instruction, with its collectives and callbacks."""
-    if x is None:
-        return {}
-    costs: dict[str, Any] = {}
-    if x.opcode not in ("while", "conditional", "call"):
-        costs["flops"] = module.flops(x)
-        costs["bytes_moved"] = module.bytes_moved(x)
-    cycles = re.findall(r'"estimated_cycles":"(\d+)"', x.text)
-    costs["cycles"] = sum(map(int, cycles))
-    if cycles:
-        costs["operations"] = ((module.op_name(x), costs["cycles"]),)
-    # The first match is the estimate of the kernel's cost model; the second, a bound.
-    if time := re.search(r'"exec_time_us":([\d.e+\-]+)', x.text):
-        costs["seconds"] = 1e-6 * float(time[1])
-    costs["collectives"] = _collectives(x.opcode)
-    if _is_callback(x):
-        source = find_source(module.frames(x)) or Frame("", 0)
-        cause = x.op_name.rpartition("/")[2] or x.opcode
-        costs["callbacks"] = ((cause, source.file, source.line),)
-    return costs
+        return default, "", 0
+    name = x.op_name.rpartition("/")[2]
+    frame = find_source(module.frames(x)) or Frame("", 0)
+    # jax compiles a scan to a `while`, too.
+    return default if name in ("", "while") else name, frame.file, frame.line
 
 
 def _collectives(opcode: str) -> tuple[str, ...]:
     name = opcode.removesuffix("-start")
     return (name,) if name in _COLLECTIVES else ()
-
-
-def _opcode(kind: str) -> str:
-    """Converts the kind of a thunk to an opcode: kAllReduce to all-reduce."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind[1:]).lower()
-
-
-def _is_callback(x: Instruction) -> bool:
-    """Returns whether an instruction sends to the host; its answer does not count."""
-    is_sent = x.opcode == "send" and "is_host_transfer=true" in x.text
-    return is_sent or x.opcode in ("infeed", "outfeed")
 
 
 def _trips(module: Module, x: Instruction | None) -> int | None:
@@ -231,56 +203,32 @@ def _trips(module: Module, x: Instruction | None) -> int | None:
         return None
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', x.text):
         return int(known[1])
-    condition = module.computations.get(x.attribute("condition") or "", {})
-    body = module.computations.get(x.attribute("body") or "", {})
-    end = next((y for y in condition.values() if y.is_root), None)
-    if end is None or end.opcode != "compare" or "direction=LT" not in end.text:
-        return None
     # The condition is `counter < constant`, where the counter is an item of the loop's
     # tuple that starts at a constant and grows by one.
-    counter, limit = (_resolve(condition, name) for name in end.operands)
-    index, last = _index(counter), _constant(limit)
-    start = _constant(_item(module.computations[x.home], x.operands[0], index))
-    root = next((y.name for y in body.values() if y.is_root), "")
-    if last is None or start is None or not _adds_one(body, root, index):
+    before = module.instructions.get(x.operands[0])
+    end, after = (module.root(x.attribute(name)) for name in ("condition", "body"))
+    if not (before and end and after and end.attribute("direction") == "LT"):
         return None
-    return max(0, last - start)
-
-
-def _resolve(lines: dict[str, Instruction], name: str) -> Instruction | None:
-    """Returns the instruction of this name, or the one that it copies."""
-    x = lines.get(name)
-    while x is not None and x.opcode in ("copy", "bitcast"):
-        x = lines.get(x.operands[0])
-    return x
-
-
-def _item(
-    lines: dict[str, Instruction], name: str, index: int | None
-) -> Instruction | None:
-    """Returns the instruction that computes an item of a tuple."""
-    x = lines.get(name)
-    if x is None or x.opcode != "tuple" or index is None:
+    if (before.opcode, end.opcode, after.opcode) != ("tuple", "compare", "tuple"):
         return None
-    return _resolve(lines, x.operands[index])
-
-
-def _index(x: Instruction | None) -> int | None:
-    if x is None or x.opcode != "get-tuple-element":
+    (_, counter), (_, limit) = (_operand(module, end, number) for number in (0, 1))
+    if isinstance(counter, int) or not counter or not isinstance(limit, int):
         return None
-    found = re.search(r"index=(\d+)", x.text)
-    return int(found[1]) if found else None
+    _, start = _operand(module, before, int(counter))
+    added, _ = _operand(module, after, int(counter))
+    if not isinstance(start, int) or added.opcode != "add":
+        return None
+    terms = {_operand(module, added, number)[1] for number in (0, 1)}
+    return max(0, limit - start) if terms == {counter, 1} else None
 
 
-def _constant(x: Instruction | None) -> int | None:
-    found = re.match(r"(-?\d+)\)", x.text) if x and x.opcode == "constant" else None
-    return int(found[1]) if found else None
-
-
-def _adds_one(body: dict[str, Instruction], root: str, index: int | None) -> bool:
-    """Returns whether a loop's body adds one to an item of its tuple."""
-    x = _item(body, root, index)
-    if x is None or x.opcode != "add":
-        return False
-    parts = [_resolve(body, name) for name in x.operands]
-    return index in map(_index, parts) and 1 in map(_constant, parts)
+def _operand(
+    module: Module, x: Instruction, number: int
+) -> tuple[Instruction, int | str]:
+    """Returns an operand; if it is a constant, its value, else its index in a tuple."""
+    lines = module.computations[x.home]
+    y = lines[x.operands[number]]
+    while y.opcode in ("copy", "bitcast"):
+        y = lines[y.operands[0]]
+    constant = re.match(r"(-?\d+)\)", y.text) if y.opcode == "constant" else None
+    return y, int(constant[1]) if constant else y.attribute("index")

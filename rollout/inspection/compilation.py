@@ -7,7 +7,7 @@ import contextlib
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rollout.collector import Collector
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.inspection import accelerators, blocks
 from rollout.inspection.hlo import Frame
-from rollout.inspection.report import Memory, Report, find_loop, find_waits
+from rollout.inspection.report import Memory, Report, find_loop
 
 _NUM_STEPS = 128
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print")
@@ -75,17 +75,20 @@ def inspect(
     devices = _given_devices(args)
     if num_devices is not None or not devices:
         devices = accelerators.devices(name, num_devices or 1)
-    elif devices[0].platform != ("gpu" if data.platform == "cuda" else "tpu"):
+    elif devices[0].platform != ("gpu" if data["platform"] == "cuda" else "tpu"):
         raise ValueError(
             f"`accelerator` must be that of the arguments' shardings, which are on "
             f"{devices[0].device_kind}, got {accelerator!r}."
         )
-    lowered = _lower(fn, args, devices, allow_callbacks=data.platform != "cuda")
+    is_gpu = data["platform"] == "cuda"
+    lowered = _lower(fn, args, devices, allow_callbacks=not is_gpu)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rollout_inspect_") as folder:
-        compiled = _compile(lowered, folder, has_cost_model=data.has_cost_model)
+        options = {"xla_dump_to": folder, **data["compiler_options"]}
+        with _nothing_cached():
+            compiled: Any = lowered.compile(compiler_options=options)
         seconds = time.perf_counter() - start
-        if data.platform == "cuda":
+        if is_gpu:
             dumps = (_read_dump(folder, kinds) for kinds in (_SEQUENCES, _METADATA))
             whole = blocks.read_gpu(compiled.as_text(), *dumps)
         else:
@@ -93,23 +96,31 @@ def inspect(
     loop = find_loop(whole, num_steps)
     # An unrolled loop takes several steps a round; leftover steps run outside of it.
     steps_per_round = None if num_steps is None else num_steps // (loop.trips or 1)
+    work, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     return Report(
         accelerator=name,
-        description=data.description,
+        description=devices[0].device_kind,
         num_devices=len(devices),
         jax_version=jax.__version__,
         compile_seconds=seconds,
-        memory=_memory(compiled, data.memory),
+        memory=Memory(
+            arguments=memory.argument_size_in_bytes,
+            outputs=memory.output_size_in_bytes,
+            aliased=memory.alias_size_in_bytes,
+            temporaries=memory.temp_size_in_bytes,
+            capacity=data["memory"],
+        ),
+        flops=work.get("flops"),
+        bytes_moved=work.get("bytes accessed"),
         program=whole,
         loop=loop,
         steps_per_round=steps_per_round,
-        waits=find_waits(whole, loop, steps_per_round),
     )
 
 
 def _program(
     program: Any, args: tuple[ArrayTree, ...], num_steps: int | None
-) -> tuple[Callable[..., Any], tuple[ArrayTree, ...], int | None]:
+) -> tuple[Any, tuple[Any, ...], int | None]:
     """Returns the function to compile, its arguments, and the steps of a collector."""
     if not isinstance(program, Collector):
         if hasattr(program, "collect_steps"):
@@ -133,13 +144,8 @@ def _program(
     carry = jax.eval_shape(Collector.init, program, key)
     sharding = sharding_of(program.env)
     if sharding is not None:
-        where = sharding.shardings(carry)
-        carry = jax.tree.map(_shape, carry, where)
-
-    def collect_steps(collector: Collector, carry: Any, params: Any) -> Any:
-        return collector.collect_steps(carry, params, num_steps)
-
-    return collect_steps, (program, carry, args[0]), num_steps
+        carry = jax.tree.map(_shape, carry, sharding.shardings(carry))
+    return Collector.collect_steps, (program, carry, args[0], num_steps), num_steps
 
 
 def _given_devices(args: Any) -> list[accelerators.Device]:
@@ -186,14 +192,6 @@ def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding, weak_type=weak)
 
 
-def _compile(lowered: Any, folder: str, *, has_cost_model: bool) -> Any:
-    options: dict[str, Any] = {"xla_dump_to": folder}
-    if has_cost_model:
-        options["xla_gpu_collect_cost_model_stats"] = True
-    with _nothing_cached():
-        return lowered.compile(compiler_options=options)
-
-
 @contextlib.contextmanager
 def _nothing_cached() -> Iterator[None]:
     """Keeps the program out of the persistent cache: jax could not read it again."""
@@ -217,17 +215,6 @@ def _read_dump(folder: str, kinds: tuple[str, ...]) -> str:
         if found := list(Path(folder).glob(f"*.{kind}.txt")):
             return max(found, key=lambda path: path.stat().st_size).read_text()
     raise RuntimeError(f"XLA of jax {jax.__version__} has written no {kinds[-1]}.")
-
-
-def _memory(compiled: Any, capacity: int) -> Memory:
-    stats = compiled.memory_analysis()
-    return Memory(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        capacity=capacity,
-    )
 
 
 def _callbacks(jaxpr: Any) -> Iterator[str]:

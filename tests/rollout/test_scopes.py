@@ -35,10 +35,11 @@ def report(step: Block, steps_per_round: int | None = None) -> Report:
         jax_version="",
         compile_seconds=0.0,
         memory=Memory(0, 0, 0, 0, 0),
+        flops=None,
+        bytes_moved=None,
         program=program,
         loop=find_loop(program),
         steps_per_round=steps_per_round,
-        waits=(),
     )
 
 
@@ -87,9 +88,10 @@ def test_round_of_several_steps_is_counted_per_step():
 def test_fusion_without_a_name_has_that_of_its_last_operation():
     module = Module(FUSION)
 
-    assert module.op_name(module.find("unnamed")) == "f/env_step/add"
-    assert module.op_name(module.find("negated")) == "f/policy/neg"
-    assert module.op_name(module.find("copied")) == ""
+    names = {name: module.op_name(x) for name, x in module.instructions.items()}
+    assert names["unnamed"] == "f/env_step/add"
+    assert names["negated"] == "f/policy/neg"
+    assert names["copied"] == ""
 
 
 def test_names_of_launches_are_not_shown():
