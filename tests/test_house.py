@@ -23,7 +23,7 @@ GROUND = {
 # A room imports from those above it only; within one there is no circle.
 LADDER = (
     {"ground"},
-    {"envs", "buffers", "nonfinite", "checks"},
+    {"envs", "buffers", "nonfinite", "checks", "moments"},
     {"stats", "trajectories", "checkpoint", "targets", "minibatches"},
     {"policies"},
     {"kernel"},

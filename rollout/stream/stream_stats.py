@@ -2,11 +2,12 @@
 
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
-from rollout.stats import CollectStats, merge, nothing, plural
-from rollout.types import Carry
+from rollout.moments import merge
+from rollout.stats import CollectStats, plural, summarize
+from rollout.types import Carry, Episodes
 
 
 class StreamStats(NamedTuple):
@@ -83,8 +84,21 @@ class Totals(NamedTuple):
 
 def zero(carry: Carry, num_recent: int) -> Totals:
     """Returns the totals before the first batch."""
+    episode = carry.episode
+    none = jnp.zeros_like(episode.episode_id, bool)
+    nothing = Episodes(
+        episode_return=episode.episode_return,
+        episode_length=episode.episode_length,
+        terminated=none,
+        truncated=none,
+        finished=none,
+        lane=episode.episode_id,
+        num_steps=jnp.int32(0),
+        mask=none,
+        accumulated=episode.accumulated,
+    )
     recent = np.zeros((num_recent, 2), np.float32)
-    return Totals(_host(merge([nothing(carry.episode)])), 0, 0, 0.0, 0, recent)
+    return Totals(merge([summarize(nothing)]), 0, 0, 0.0, 0, recent)
 
 
 def add(
@@ -99,7 +113,7 @@ def add(
     """Adds a batch, whose numbers are on the host; see `stats.newest`."""
     recent = totals.recent
     return Totals(
-        stats=_host(merge([totals.stats, stats])),
+        stats=merge([totals.stats, stats]),
         steps=totals.steps + steps,
         batches=totals.batches + 1,
         seconds=totals.seconds + seconds,
@@ -133,7 +147,3 @@ def read(totals: Totals) -> StreamStats:
         accumulated={name: float(x.mean) for name, x in stats.accumulated.items()},
         **window,
     )
-
-
-def _host(stats: CollectStats) -> CollectStats:
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), stats)
