@@ -119,7 +119,8 @@ def merge(parts: Sequence[Any]) -> Any:
     """Merges statistics of successive batches, on the host in float64.
 
     Args:
-        parts: a `CollectStats` or an `AgentStats` of each batch, at least one.
+        parts: statistics of each batch, at least one: any pytree of counts, sums and
+            `Moments`, such as a `CollectStats`.
 
     Returns:
         The statistics of all batches, with Python and NumPy numbers as leaves.
