@@ -17,11 +17,12 @@ for environments that are not JAX; `rollout.recommendation` for items and users.
 `rollout.envs` has environments, and `rollout.buffers` replay buffers.
 
 `types` has the contracts; `checks` and `nonfinite` check arguments and recorded values;
-`platform` chooses implementations by device; `stats`, `trajectories`, `targets` and
-`minibatches` compute on trajectories; `collector`, `evaluation`, `profiling` and
-`checkpoint` have the functions of these names; `sharding` spreads lanes over devices
-and `multihost` compares the processes of one run; `gif` draws an episode. `policies`,
-`kernel`, `stream`, `inspection` and `cli` are packages that list their modules.
+`platform` chooses implementations by device; `stats`, `moments`, `trajectories`,
+`targets` and `minibatches` compute on trajectories; `collector`, `evaluation`,
+`profiling` and `checkpoint` have the functions of these names; `sharding` spreads lanes
+over devices and `multihost` compares the processes of one run; `gif` draws an episode.
+`policies`, `kernel`, `stream`, `inspection` and `cli` are packages that list their
+modules.
 """
 
 import importlib
@@ -36,6 +37,7 @@ from rollout.evaluation import evaluate
 from rollout.gif import record_gif
 from rollout.host import AsyncCollector, HostCollector, by_env, probe, remote_batches
 from rollout.minibatches import minibatches
+from rollout.moments import Moments
 from rollout.policies import (
     epsilon_greedy,
     gaussian_noise,
@@ -51,7 +53,6 @@ from rollout.sharding import shard
 from rollout.stats import (
     CollectStats,
     EpisodeWindow,
-    Moments,
     finished,
     log_stats,
     summarize,

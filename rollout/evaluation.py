@@ -69,10 +69,13 @@ def _evaluate(
     num_episodes: int,
     max_steps: int,
 ) -> CollectStats:
+    def count(num_nonfinite: jax.Array, row: Transition) -> jax.Array:
+        return num_nonfinite + count_nonfinite(row)
+
     _, num_nonfinite, played = collector.fold_episodes(
         collector.init(key),
         params,
-        _count,
+        count,
         jnp.zeros((), jnp.int32),
         num_episodes=num_episodes,
         max_steps=max_steps,
@@ -81,7 +84,3 @@ def _evaluate(
 
 
 _evaluate_jitted = jax.jit(_evaluate, static_argnames=("num_episodes", "max_steps"))
-
-
-def _count(num_nonfinite: jax.Array, transition: Transition) -> jax.Array:
-    return num_nonfinite + count_nonfinite(transition)

@@ -23,19 +23,21 @@ def nonfinite(trajectory: Transition) -> dict[str, jax.Array]:
     Returns:
         The names of its float fields, such as `extras.value`, to `[T, B]` bool.
     """
-    num_axes = trajectory.mask.ndim
     fields = {
         name: getattr(trajectory, name)
         for name in ("obs", "action", "next_obs", "reward", "extras")
     }
-    return {
-        name: jnp.any(
-            _where_nonfinite(name, leaf), axis=tuple(range(num_axes, leaf.ndim))
-        )
-        for path, leaf in jax.tree.leaves_with_path(fields)
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-        and (name := jax.tree_util.keystr(path, simple=True, separator="."))
-    }
+    found = {}
+    for path, leaf in jax.tree.leaves_with_path(fields):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            continue
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        bad, parts = ~jnp.isfinite(leaf), name.split(".")
+        if parts[0] == "extras" and parts[-1] not in _NEVER_INFINITE:
+            bad = jnp.isnan(leaf) | (leaf == jnp.inf)
+        axes = range(trajectory.mask.ndim, leaf.ndim)
+        found[name] = jnp.any(bad, axis=tuple(axes))
+    return found
 
 
 def is_nonfinite(trajectory: Transition) -> jax.Array:
@@ -50,10 +52,3 @@ def count_nonfinite(trajectory: Transition) -> jax.Array:
     """
     bad = is_nonfinite(trajectory.replace(obs=(), next_obs=()))
     return jnp.sum(trajectory.mask & bad, dtype=jnp.int32)
-
-
-def _where_nonfinite(name: str, leaf: jax.Array) -> jax.Array:
-    field, _, rest = name.partition(".")
-    if field == "extras" and rest.rpartition(".")[2] not in _NEVER_INFINITE:
-        return jnp.isnan(leaf) | (leaf == jnp.inf)
-    return ~jnp.isfinite(leaf)

@@ -16,8 +16,6 @@ from rollout.envs.types import ArrayTree
 from rollout.kernel import episode_keys
 from rollout.types import Carry, ParamsT, Transition
 
-_NUM_REPEATS = 5
-
 
 class Profile(NamedTuple):
     """Seconds that `num_steps` steps of every lane take.
@@ -55,7 +53,7 @@ def profile(
     num_steps: int,
     *,
     key: chex.PRNGKey | None = None,
-    num_repeats: int = _NUM_REPEATS,
+    num_repeats: int = 5,
 ) -> Profile:
     """Times policy, environment, auto-reset and recording, each as its own scan.
 
@@ -84,7 +82,8 @@ def profile(
     carry = collector.init(jax.random.key(0) if key is None else key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
     given = _Given(collector, carry, params, trajectory)
-    programs: list[Callable[[_Given], Any]] = [jax.jit(part) for part in _PARTS]
+    timed = _policy, _env_step, _auto_reset, _recording  # in the order of `Profile`
+    programs: list[Callable[[_Given], Any]] = [jax.jit(part) for part in timed]
     programs.append(lambda _: collector.collect_steps(carry, params, num_steps))
     times = [[_time(x, given) for x in programs] for _ in range(num_repeats)]
     *parts, whole = map(statistics.median, zip(*times, strict=True))
@@ -160,6 +159,3 @@ def _recording(given: _Given) -> Any:
 
 def _last(tree: ArrayTree) -> ArrayTree:
     return jax.tree.map(lambda x: x[-1], tree)
-
-
-_PARTS = (_policy, _env_step, _auto_reset, _recording)  # in the order of `Profile`

@@ -5,7 +5,7 @@ where users leave or stay. Metrics are folds over every step of exactly N episod
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import chex
@@ -189,10 +189,33 @@ def _evaluate(
     catalogue: Catalogue,
     max_steps: int,
 ) -> dict[str, RecommendationStats]:
-    return {
-        name: _play(collector, key, params, num_episodes, catalogue, max_steps)
-        for name, collector in settings.items()
-    }
+    features, popularity = catalogue.features, catalogue.popularity
+    directions = jnp.zeros((1, 0))
+    if features is not None:  # zero stays zero
+        length = jnp.linalg.norm(features, axis=1, keepdims=True)
+        directions = features / jnp.where(length > 0.0, length, 1.0)
+    found = {}
+    for name, collector in settings.items():
+        shown, played = _play(
+            collector, key, params, num_episodes, directions, max_steps
+        )
+        counts, num_shown = shown.counts, jnp.sum(shown.counts)
+        num_different, novelty, dominated_share = jnp.sum(counts > 0), None, None
+        if popularity is not None:
+            novelty = jnp.sum(-jnp.log(popularity) * counts) / num_shown
+        if catalogue.dominated is not None:
+            dominated_share = jnp.sum(catalogue.dominated * counts) / num_shown
+        found[name] = RecommendationStats(
+            episodes=summarize(played),
+            click_through_rate=jnp.sum(played.episode_return) / num_shown,
+            coverage=num_different / counts.size,
+            coverage_per_turn=num_different / num_shown,
+            diversity=None if features is None else shown.diversity / played.mask.size,
+            novelty=novelty,
+            dominated_share=dominated_share,
+            none_allowed_share=shown.none_allowed / num_shown,
+        )
+    return found
 
 
 def _play(
@@ -200,61 +223,32 @@ def _play(
     key: chex.PRNGKey,
     params: Any,
     num_episodes: int,
-    catalogue: Catalogue,
+    directions: jax.Array,
     max_steps: int,
-) -> RecommendationStats:
-    features = _directions(catalogue.features)
+) -> tuple[_Shown, Episodes]:
+    """Plays the episodes of a setting, and adds up what was recommended."""
     num_envs, num_items = collector.env.num_envs, collector.env.action_space.n
-
-    def add(shown: _Shown, row: Transition) -> _Shown:
-        return _add(shown, row, features)
-
     nothing = _Shown(
         counts=jnp.zeros(num_items, jnp.int32),
         none_allowed=jnp.zeros((), jnp.int32),
-        total=jnp.zeros((num_envs, features.shape[1])),
+        total=jnp.zeros((num_envs, directions.shape[1])),
         squares=jnp.zeros(num_envs),
         diversity=jnp.zeros(()),
     )
     _, shown, played = collector.fold_episodes(
         collector.init(key),
         params,
-        add,
+        lambda shown, row: _add(shown, row, directions),
         nothing,
         num_episodes=num_episodes,
         max_steps=max_steps,
     )
-    return _summarize(shown, played, catalogue)
+    return shown, played
 
 
-def _summarize(
-    shown: _Shown, played: Episodes, catalogue: Catalogue
-) -> RecommendationStats:
-    """Computes the metrics from the accumulated counts and sums."""
-    num_shown, (num_items,) = jnp.sum(shown.counts), shown.counts.shape
-    num_different = jnp.sum(shown.counts > 0)
-
-    def mean_of(values: jax.Array | None) -> jax.Array | None:
-        if values is None:
-            return None
-        return jnp.sum(values * shown.counts) / num_shown
-
-    features, popularity = catalogue.features, catalogue.popularity
-    return RecommendationStats(
-        episodes=summarize(played),
-        click_through_rate=jnp.sum(played.episode_return) / num_shown,
-        coverage=num_different / num_items,
-        coverage_per_turn=num_different / num_shown,
-        diversity=None if features is None else shown.diversity / played.mask.size,
-        novelty=mean_of(None if popularity is None else -jnp.log(popularity)),
-        dominated_share=mean_of(catalogue.dominated),
-        none_allowed_share=shown.none_allowed / num_shown,
-    )
-
-
-def _add(shown: _Shown, row: Transition, features: jax.Array) -> _Shown:
+def _add(shown: _Shown, row: Transition, directions: jax.Array) -> _Shown:
     """Adds one recommendation of each lane."""
-    item, direction = row.action, features[row.action]
+    item, direction = row.action, directions[row.action]
     total = jnp.where(row.first[:, None], 0.0, shown.total) + direction
     squares = jnp.where(row.first, 0.0, shown.squares) + jnp.sum(direction**2, axis=1)
     # The squared length of the sum of unit vectors contains the cosines of all pairs.
@@ -273,14 +267,6 @@ def _add(shown: _Shown, row: Transition, features: jax.Array) -> _Shown:
     )
 
 
-def _directions(features: jax.Array | None) -> jax.Array:
-    """Scales features to unit vectors, `[I, F]`; zero stays zero, None has F = 0."""
-    if features is None:
-        return jnp.zeros((1, 0))
-    length = jnp.linalg.norm(features, axis=1, keepdims=True)
-    return features / jnp.where(length > 0.0, length, 1.0)
-
-
 def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
     """Checks that actions are items, and that the tables cover these items."""
     checks.kind_of_env(collector.env, is_host=False)
@@ -290,7 +276,17 @@ def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
             f"`settings` must have items as actions, a `Discrete` space, got "
             f"{type(space).__name__} for {name!r}."
         )
-    for field, (what, is_of_kind) in _TABLES.items():
+    tables = {
+        "features": ("[I, F] of finite numbers", 2, "biuf", np.isfinite),
+        "popularity": (
+            "[I] of floats above 0 and at most 1",
+            1,
+            "f",
+            lambda x: (x > 0) & (x <= 1),
+        ),
+        "dominated": ("[I] bool", 1, "b", np.isfinite),
+    }
+    for field, (what, num_axes, kinds, is_valid) in tables.items():
         table = getattr(catalogue, field)
         if table is None:
             continue
@@ -300,22 +296,7 @@ def _check(name: str, collector: Collector, catalogue: Catalogue) -> None:
                 f"`catalogue.{field}` must have one entry for each of {space.n} items, "
                 f"got shape {np.shape(table)}."
             )
-        if not isinstance(table, Tracer) and not is_of_kind(table):
+        is_right = table.ndim == num_axes and table.dtype.kind in kinds
+        is_known = not isinstance(table, Tracer)
+        if not is_right or (is_known and not is_valid(table).all()):
             raise ValueError(f"`catalogue.{field}` must be {what}, got {table}.")
-
-
-def _are_features(x: np.ndarray) -> bool:
-    return x.ndim == 2 and x.dtype.kind in "biuf" and bool(np.isfinite(x).all())
-
-
-def _are_shares(x: np.ndarray) -> bool:
-    is_float = x.ndim == 1 and x.dtype.kind == "f"
-    return is_float and bool(((x > 0) & (x <= 1)).all())
-
-
-# The kind of each table of a `Catalogue`, in words and as a check.
-_TABLES: dict[str, tuple[str, Callable[[np.ndarray], bool]]] = {
-    "features": ("[I, F] of finite numbers", _are_features),
-    "popularity": ("[I] of floats above 0 and at most 1", _are_shares),
-    "dominated": ("[I] bool", lambda x: x.ndim == 1 and x.dtype == bool),
-}

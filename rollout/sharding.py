@@ -143,14 +143,20 @@ class LaneSharding(NamedTuple):
         return jax.tree.map(make, tree, is_leaf=lambda x: isinstance(x, Shared))
 
     def map(self, fn: Callable[..., ArrayTree], whole: ArrayTree, *lanes: Any) -> Any:
-        """Calls `fn(whole, *lanes)` on each device, with its own lanes."""
+        """Calls `fn(whole, *lanes)` on each device, with its own lanes.
+
+        Scalars among the lanes are replicated, as all of `whole` is.
+        """
         own, every = PartitionSpec(self.axis), PartitionSpec()
         return jax.shard_map(
             fn,
             mesh=self.mesh,
-            in_specs=(every, *(own for _ in lanes)),
+            in_specs=(
+                every,
+                *jax.tree.map(lambda x: own if jnp.ndim(x) else every, lanes),
+            ),
             out_specs=own,
-            check_vma=False,  # as in `_ShardedEnv._map`
+            check_vma=False,  # branches of `step_once` vary over different axes
         )(whole, *lanes)
 
 
@@ -194,22 +200,16 @@ class _ShardedEnv(struct.PyTreeNode, kw_only=True):
 
     def _map(self, fn: Callable[..., ArrayTree], *args: ArrayTree) -> ArrayTree:
         """Calls `fn(local_env, *args)` on each device; scalars are replicated."""
-        sharding = self.sharding
-        own, every = PartitionSpec(sharding.axis), PartitionSpec()
-        num_local = self.num_envs // sharding.num_devices
+        num_local = self.num_envs // self.sharding.num_devices
 
         def local(env: Any, *args: ArrayTree) -> ArrayTree:
-            first_lane = lax.axis_index(sharding.axis) * num_local
+            first_lane = lax.axis_index(self.sharding.axis) * num_local
             return fn(env_keys.barrier(env.local(num_local, first_lane)), *args)
 
-        specs = jax.tree.map(lambda x: own if jnp.ndim(x) else every, args)
-        return jax.shard_map(
-            local,
-            mesh=sharding.mesh,
-            in_specs=(own if self.env.each else every, *specs),
-            out_specs=own,
-            check_vma=False,  # branches of `step_once` vary over different axes
-        )(self.env, *args)
+        if not self.env.each:
+            return self.sharding.map(local, self.env, *args)
+        # Each environment has its own parameters, which are sharded like its state.
+        return self.sharding.map(lambda _, *args: local(*args), (), self.env, *args)
 
 
 def _shard(env: Any, sharding: LaneSharding) -> VectorEnv:

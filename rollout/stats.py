@@ -1,109 +1,25 @@
 """Computes statistics of the episodes in a trajectory, or of exactly N episodes."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.core import Tracer
 
 from rollout import checks
+from rollout.moments import Moments, is_known, moments, moments_by_name, xp_of
 from rollout.nonfinite import count_nonfinite
-from rollout.types import Episode, Episodes, Transition
-
-# Student's t at 97.5 % for 1 to 4 degrees of freedom, where its expansion is poor.
-_T_QUANTILES = (12.706205, 4.302653, 3.182446, 2.776445)
-_Z_QUANTILE = 1.959964  # the normal one
-
-
-class Moments(struct.PyTreeNode, kw_only=True):
-    """Count, sum, squared deviations and bounds of some values; never NaN.
-
-    The mean and the other statistics are computed when they are read: NaN without any
-    value.
-
-    Attributes:
-        count: `()` int32, how many there are.
-        total: `()` float32, their sum.
-        squared_deviations: `()` float32, the sum of their squared deviations from
-            the mean.
-        low: `()` float32, the smallest, infinity if there is none.
-        high: `()` float32, the largest, minus infinity if there is none.
-    """
-
-    count: jax.Array  # ()
-    total: jax.Array  # ()
-    squared_deviations: jax.Array  # ()
-    low: jax.Array  # ()
-    high: jax.Array  # ()
-
-    @property
-    def mean(self) -> jax.Array:
-        """`()` float32, the mean."""
-        return self._derive(lambda xp, x, n: x.total / n)
-
-    @property
-    def std(self) -> jax.Array:
-        """`()` float32, standard deviation (population)."""
-        return self._derive(lambda xp, x, n: xp.sqrt(x.squared_deviations / n))
-
-    @property
-    def min(self) -> jax.Array:
-        """`()` float32, the smallest."""
-        return self._derive(lambda xp, x, n: x.low)
-
-    @property
-    def max(self) -> jax.Array:
-        """`()` float32, the largest."""
-        return self._derive(lambda xp, x, n: x.high)
-
-    def __str__(self) -> str:
-        """Formats the mean and its 95 % interval, if there are at least two values."""
-        if not _is_known(self):
-            return repr(self)
-        if self.count < 2:
-            return f"{self.mean:.6g}" if self.count else "none"
-        low, high = self.interval(-1), self.interval(1)
-        return f"{self.mean:.6g} (95 %: {low:.6g} to {high:.6g})"
-
-    def interval(self, side: int) -> jax.Array:
-        """`()` float32, lower (-1) or upper (1) end of the mean's 95 % interval."""
-
-        def end(xp: Any, x: Moments, n: Any) -> Any:
-            # The interval uses the sample's standard deviation, with divisor n - 1.
-            freedom = xp.maximum(n - 1, 1)
-            error = xp.sqrt(x.squared_deviations / n) / xp.sqrt(freedom)
-            margin = _t_quantile(xp, freedom) * error
-            return x.total / n + np.float32(side) * margin
-
-        return self._derive(end, least=2)
-
-    def _derive(self, fn: Callable[..., Any], least: int = 1) -> Any:
-        """Computes a statistic; NaN for fewer than `least` values.
-
-        It is computed on the host unless traced: on the device its NaN would trip
-        `jax_debug_nans`.
-        """
-        fields = jax.tree.leaves(self)
-        if any(isinstance(x, Tracer) for x in fields):
-            count = jnp.maximum(self.count, 1).astype(jnp.float32)
-            return jnp.where(self.count < least, jnp.nan, fn(jnp, self, count))
-        host = jax.device_get(self)
-        count = np.maximum(host.count, 1).astype(np.float32)
-        with np.errstate(all="ignore"):
-            value = fn(np, host, count)
-        return np.where(host.count < least, np.float32(np.nan), value)[()]
+from rollout.types import Episodes, Transition
 
 
 class CollectStats(struct.PyTreeNode, kw_only=True):
-    """Statistics of the episodes that ended.
+    """Statistics of the episodes that ended: `stats.returns.mean` is the mean return.
 
     A window in which no episode ended has `num_episodes` 0 and NaN for every mean,
-    standard deviation, minimum and maximum: nothing that looks like data. These are
-    computed from `returns` and `lengths` when they are read: NumPy floats, or traced.
+    standard deviation, minimum and maximum: nothing that looks like data.
 
     Attributes:
         num_steps: `()` int32, environment steps over all lanes, idle rows not counted.
@@ -136,7 +52,7 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
 
     def __str__(self) -> str:
         """Formats the mean return, its 95 % interval and the number of episodes."""
-        if not _is_known(self):
+        if not is_known(self.num_episodes):
             return repr(self)
         if not self.num_episodes:
             text = f"no episode ended in {plural(self.num_steps, 'step')}"
@@ -147,62 +63,6 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
         if self.num_nonfinite:
             text += f", {self.num_nonfinite:,} with NaN or infinity"
         return text
-
-    @property
-    def return_mean(self) -> jax.Array:
-        """`()` float32, mean undiscounted return."""
-        return self.returns.mean
-
-    @property
-    def return_std(self) -> jax.Array:
-        """`()` float32, standard deviation of the returns (population)."""
-        return self.returns.std
-
-    @property
-    def return_min(self) -> jax.Array:
-        """`()` float32, smallest return."""
-        return self.returns.min
-
-    @property
-    def return_max(self) -> jax.Array:
-        """`()` float32, largest return."""
-        return self.returns.max
-
-    @property
-    def return_ci_low(self) -> jax.Array:
-        """`()` float32, lower end of the 95 % confidence interval of the mean return.
-
-        By Student's t; NaN for fewer than two episodes.
-        """
-        return self.returns.interval(-1)
-
-    @property
-    def return_ci_high(self) -> jax.Array:
-        """`()` float32, upper end of the 95 % confidence interval of the mean return.
-
-        By Student's t; NaN for fewer than two episodes.
-        """
-        return self.returns.interval(1)
-
-    @property
-    def length_mean(self) -> jax.Array:
-        """`()` float32, mean length in steps."""
-        return self.lengths.mean
-
-    @property
-    def length_std(self) -> jax.Array:
-        """`()` float32, standard deviation of the lengths (population)."""
-        return self.lengths.std
-
-    @property
-    def length_min(self) -> jax.Array:
-        """`()` float32, shortest length."""
-        return self.lengths.min
-
-    @property
-    def length_max(self) -> jax.Array:
-        """`()` float32, longest length."""
-        return self.lengths.max
 
 
 class EpisodeWindow(struct.PyTreeNode, kw_only=True):
@@ -255,20 +115,17 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         size = len(self.lengths)
         new = newest(data, size)
         num_new = jnp.sum(new[:, 1] > 0, dtype=jnp.int32)  # an episode has a length
-        place = jnp.arange(size)
-        is_old = place < size - num_new
-        shift = lambda old, new: jnp.where(  # noqa: E731
-            is_old, jnp.roll(old, -num_new), new.astype(old.dtype)
-        )
+        is_old = jnp.arange(size) < size - num_new
+        returns, lengths = new[:, 0], new[:, 1].astype(jnp.int32)
         return self.replace(
-            returns=shift(self.returns, new[:, 0]),
-            lengths=shift(self.lengths, new[:, 1]),
+            returns=jnp.where(is_old, jnp.roll(self.returns, -num_new), returns),
+            lengths=jnp.where(is_old, jnp.roll(self.lengths, -num_new), lengths),
         )
 
     @property
     def num_episodes(self) -> jax.Array:
         """`()` int32, how many episodes the window has, at most K."""
-        return _xp(self).sum(self.lengths > 0, axis=-1, dtype=np.int32)
+        return xp_of(self).sum(self.lengths > 0, axis=-1, dtype=np.int32)
 
     @property
     def return_mean(self) -> jax.Array:
@@ -282,7 +139,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
 
     def __str__(self) -> str:
         """Formats the mean return and the number of episodes."""
-        if not _is_known(self):
+        if not is_known(self.num_episodes):
             return repr(self)
         if not self.num_episodes:
             return "no episode has ended"
@@ -290,7 +147,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         return f"return {self.return_mean:.6g}, last {last}"
 
     def _mean(self, values: jax.Array) -> jax.Array:
-        xp = _xp(self)  # NumPy where nothing is traced: see `Moments`
+        xp = xp_of(self)  # NumPy where nothing is traced: see `Moments`
         count = self.num_episodes
         total = xp.sum(xp.asarray(values, np.float32), axis=-1)
         mean = total / xp.maximum(count, 1).astype(np.float32)
@@ -337,24 +194,30 @@ def summarize(data: Transition | Episodes) -> CollectStats:
             f"{type(data).__name__}; for a stream's batch, pass its `trajectory`."
         )
     if isinstance(data, Episodes):
-        every = jnp.ones(data.terminated.shape, bool)
-        ended = every if isinstance(data.mask, tuple) else data.mask
-        return _describe(
-            data,
-            ended=ended,
-            terminated=data.terminated,
-            num_steps=data.num_steps,
-            num_unfinished=_count(~data.finished & ended),
-            num_nonfinite=_count(~jnp.isfinite(data.episode_return) & ended),
-        )
-    return _describe(
-        data,
-        ended=data.done & data.mask,
-        terminated=data.terminated & data.mask,
-        num_steps=_count(data.mask),
-        num_unfinished=jnp.zeros((), jnp.int32),
-        num_nonfinite=count_nonfinite(data),
+        ended, terminated, num_steps = present(data), data.terminated, data.num_steps
+        is_cut, is_bad = ~data.finished, ~jnp.isfinite(data.episode_return)
+        num_unfinished, num_nonfinite = _count(is_cut & ended), _count(is_bad & ended)
+    else:
+        ended, terminated = data.done & data.mask, data.terminated & data.mask
+        num_steps, num_unfinished = _count(data.mask), jnp.zeros((), jnp.int32)
+        num_nonfinite = count_nonfinite(data)
+    return CollectStats(
+        num_steps=num_steps,
+        num_episodes=_count(ended),
+        num_terminated=_count(terminated),
+        num_truncated=_count(ended & ~terminated),
+        num_unfinished=num_unfinished,
+        num_nonfinite=num_nonfinite,
+        returns=moments(data.episode_return, ended),
+        lengths=moments(data.episode_length, ended),
+        accumulated=moments_by_name(data.accumulated, ended),
     )
+
+
+def present(episodes: Episodes) -> jax.Array:
+    """Returns which of the episodes there are, `[N]` bool."""
+    is_any = isinstance(episodes.mask, tuple)
+    return jnp.ones(episodes.terminated.shape, bool) if is_any else episodes.mask
 
 
 def finished(trajectory: Transition) -> Finished:
@@ -386,12 +249,8 @@ def newest(data: Transition | Episodes, size: int) -> jax.Array:
 
     In the order in which they ended, or started in `Episodes`; zero before the first.
     """
-    if isinstance(data, Episodes):
-        every = jnp.ones(data.terminated.shape, bool)
-        ended, mask = data, every if isinstance(data.mask, tuple) else data.mask
-    else:
-        ended = finished(data)
-        mask = ended.mask
+    ended = data if isinstance(data, Episodes) else finished(data)
+    mask = present(data) if isinstance(data, Episodes) else ended.mask
     number = jnp.cumsum(mask[::-1])[::-1]  # 1 for the last
     place = jnp.where(mask & (number <= size), size - number, size)
     values = (ended.episode_return, ended.episode_length.astype(jnp.float32))
@@ -432,122 +291,9 @@ def log_stats(stats: Any, *, prefix: str = "") -> dict[str, float]:
     return flat
 
 
-def _describe(
-    data: Transition | Episodes | Episode,
-    *,
-    ended: jax.Array,
-    terminated: jax.Array,
-    **counts: jax.Array,
-) -> CollectStats:
-    return CollectStats(
-        num_episodes=_count(ended),
-        num_terminated=_count(terminated),
-        num_truncated=_count(ended & ~terminated),
-        returns=moments(data.episode_return, ended),
-        lengths=moments(data.episode_length.astype(jnp.float32), ended),
-        accumulated={
-            jax.tree_util.keystr(path, simple=True, separator="/"): moments(
-                leaf.astype(jnp.float32), ended
-            )
-            for path, leaf in jax.tree.leaves_with_path(data.accumulated)
-            if leaf.shape == ended.shape
-        },
-        **counts,
-    )
-
-
-def nothing(episode: Episode) -> CollectStats:
-    """Returns the statistics of no episode, like those of a carry's `episode`."""
-    none, zero = jnp.zeros_like(episode.episode_id, bool), jnp.int32(0)
-    counts = {"num_steps": zero, "num_unfinished": zero, "num_nonfinite": zero}
-    return _describe(episode, ended=none, terminated=none, **counts)
-
-
-def _t_quantile(xp: Any, freedom: Any) -> Any:
-    """Computes Student's t at 97.5 % for `freedom` degrees, at least 1.
-
-    Cornish-Fisher expansion, "Handbook of Mathematical Functions" (Abramowitz and
-    Stegun), 26.7.5: within 3e-4 of the true value from 5 degrees on.
-    """
-    z = _Z_QUANTILE
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    expansion = z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
-    table = xp.asarray(_T_QUANTILES, xp.float32)
-    small = table[xp.clip(freedom, 1, len(_T_QUANTILES)).astype(xp.int32) - 1]
-    return xp.where(freedom > len(_T_QUANTILES), expansion, small)
-
-
-def _xp(tree: Any) -> Any:
-    """Returns `jnp` where something is traced, else NumPy."""
-    return jnp if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)) else np
-
-
-def _is_known(stats: CollectStats | Moments | EpisodeWindow) -> bool:
-    """Returns whether statistics are those of one run, and not traced."""
-    rank = 1 if isinstance(stats, EpisodeWindow) else 0
-    leaves = jax.tree.leaves(stats)
-    return _xp(stats) is np and all(np.ndim(x) == rank for x in leaves)
-
-
 def plural(count: Any, noun: str) -> str:
     """Returns "1 step", "1,280 steps"."""
     return f"{int(count):,} {noun}" + ("" if count == 1 else "s")
-
-
-def _count(flag: jax.Array) -> jax.Array:
-    return jnp.sum(flag, dtype=jnp.int32)
-
-
-def moments(value: jax.Array, flag: jax.Array) -> Moments:
-    """Computes the moments of `value`, float, where `flag`, of the same shape."""
-    count, total = _count(flag), jnp.sum(jnp.where(flag, value, 0.0))
-    # Two passes: the difference of two large sums would lose the digits that matter.
-    mean = total / jnp.maximum(count, 1).astype(total.dtype)
-    deviation = jnp.where(flag, value - mean, 0.0)
-    return Moments(
-        count=count,
-        total=total,
-        squared_deviations=jnp.sum(deviation**2),
-        low=jnp.min(jnp.where(flag, value, jnp.inf), initial=jnp.inf),
-        high=jnp.max(jnp.where(flag, value, -jnp.inf), initial=-jnp.inf),
-    )
-
-
-def merge(parts: Sequence[Any]) -> Any:
-    """Merges statistics of successive batches, on the host in float64.
-
-    Args:
-        parts: a `CollectStats` or an `AgentStats` of each batch, at least one.
-
-    Returns:
-        The statistics of all batches, with Python and NumPy numbers as leaves.
-    """
-    is_moments = lambda x: isinstance(x, Moments)  # noqa: E731
-    return jax.tree.map(_merge, *jax.device_get(list(parts)), is_leaf=is_moments)
-
-
-def _merge(*parts: Any) -> Any:
-    if not isinstance(parts[0], Moments):
-        return sum(x.item() for x in parts)
-    names = ("count", "total", "squared_deviations")
-    columns = (np.array([getattr(x, name) for x in parts], float) for name in names)
-    count, total, squared = columns
-    # Deviations from the common mean: those within each part, and those of its mean.
-    with np.errstate(invalid="ignore"):  # of infinite values
-        between = total / np.maximum(count, 1) - total.sum() / max(count.sum(), 1)
-        deviations = np.sum(squared + count * between**2)
-    return Moments(
-        count=count.sum().astype(np.int64),
-        total=total.sum(),
-        squared_deviations=deviations,
-        low=min(x.low for x in parts),
-        high=max(x.high for x in parts),
-    )
 
 
 def _named(stats: Any) -> Any:
@@ -555,26 +301,26 @@ def _named(stats: Any) -> Any:
     if isinstance(stats, Mapping):
         return {name: _named(value) for name, value in stats.items()}
     if isinstance(stats, CollectStats):
-        values = {name: getattr(stats, name) for name in _NAMES}
+        values = {x: y for x, y in vars(stats).items() if x.startswith("num_")}
+        for of, its in (("return", stats.returns), ("length", stats.lengths)):
+            values |= {f"{of}_{name}": y for name, y in _figures(its).items()}
+        values["return_ci_low"] = stats.returns.ci_low
+        values["return_ci_high"] = stats.returns.ci_high
         own = stats.accumulated.items()
-        return values | {f"{name}_mean": moments.mean for name, moments in own}
-    if isinstance(stats, Moments | EpisodeWindow):
-        names = _MOMENTS if isinstance(stats, Moments) else _WINDOW
-        return {name: getattr(stats, name) for name in names}
+        return values | {f"{name}_mean": its.mean for name, its in own}
+    if isinstance(stats, Moments):
+        return {"count": stats.count, **_figures(stats)}
+    if isinstance(stats, EpisodeWindow):
+        means = {"return_mean": stats.return_mean, "length_mean": stats.length_mean}
+        return {"num_episodes": stats.num_episodes, **means}
     if dataclasses.is_dataclass(stats) and not isinstance(stats, type):
         return _named(vars(stats))
     return stats
 
 
-_MOMENTS = ("count", "mean", "std", "min", "max")
-_WINDOW = ("num_episodes", "return_mean", "length_mean")
-_NAMES = (
-    "num_steps",
-    "num_episodes",
-    "num_terminated",
-    "num_truncated",
-    "num_unfinished",
-    "num_nonfinite",
-    *(f"return_{x}" for x in ("mean", "std", "min", "max", "ci_low", "ci_high")),
-    *(f"length_{x}" for x in ("mean", "std", "min", "max")),
-)
+def _figures(x: Moments) -> dict[str, jax.Array]:
+    return {"mean": x.mean, "std": x.std, "min": x.min, "max": x.max}
+
+
+def _count(flag: jax.Array) -> jax.Array:
+    return jnp.sum(flag, dtype=jnp.int32)

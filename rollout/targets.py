@@ -89,7 +89,7 @@ def gae(
     checks.fraction("lam", lam)
     value = _values(trajectory)
     _check(trajectory, next_value, value)
-    return _gae(_fields(trajectory), value, next_value, gamma, lam)
+    return _sum_up(_fields(trajectory), next_value, gamma, lam, value)
 
 
 def lambda_returns(
@@ -121,7 +121,7 @@ def lambda_returns(
     checks.fraction("gamma", gamma)
     checks.fraction("lam", lam)
     _check(trajectory, next_value)
-    return _lambda_returns(_fields(trajectory), next_value, gamma, lam)
+    return _sum_up(_fields(trajectory), next_value, gamma, lam)
 
 
 def discounted_returns(
@@ -191,51 +191,29 @@ def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Arra
 
 
 @jax.jit
-def _gae(
-    fields: tuple[jax.Array, ...],
-    value: jax.Array,
-    next_value: jax.Array,
-    gamma: jax.Array,
-    lam: jax.Array,
-) -> jax.Array:
-    one_step, _ = _one_step(fields, next_value, gamma)
-    return _sum_up(fields, one_step - value, jnp.zeros_like(value), gamma * lam)
-
-
-@jax.jit
-def _lambda_returns(
-    fields: tuple[jax.Array, ...],
-    next_value: jax.Array,
-    gamma: jax.Array,
-    lam: jax.Array,
-) -> jax.Array:
-    one_step, bootstrap = _one_step(fields, next_value, gamma)
-    return _sum_up(fields, one_step, bootstrap, gamma * lam)
-
-
-def _one_step(
-    fields: tuple[jax.Array, ...], next_value: jax.Array, gamma: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the one-step target, and V(next_obs) or 0."""
-    reward, terminated, _, mask, _ = fields
-    # A masked-out row may hold anything.
-    bootstrap = jnp.where(terminated | ~mask, 0.0, next_value)
-    return reward + jnp.asarray(gamma, reward.dtype) * bootstrap, bootstrap
-
-
 def _sum_up(
-    fields: tuple[jax.Array, ...], term: jax.Array, instead: jax.Array, weight: Scalar
+    fields: tuple[jax.Array, ...],
+    next_value: jax.Array,
+    gamma: jax.Array,
+    lam: jax.Array,
+    value: jax.Array | None = None,
 ) -> jax.Array:
-    """x_t = term_t + weight (x of the next row - instead_t), `[T, B]`.
+    """x_t = term_t + γ λ (x of the next row - instead_t), `[T, B]`.
 
     The next row is the next one of the same episode that is not masked out; without one
     x_t is term_t. Where `mask` is False, x_t is 0.
 
-    For an advantage `instead` is 0. For a λ-return `term` bootstraps from all of V, and
-    `instead` is V: where there is a next row, λ of it gives way to that row's return.
+    For an advantage, the one-step error of `value`, `instead` is 0. For a λ-return
+    `term` bootstraps from all of V, and `instead` is V: where there is a next row, λ of
+    it gives way to that row's return.
     """
-    _, _, done, mask, episode_id = fields
-    weight = jnp.asarray(weight, term.dtype)
+    reward, terminated, done, mask, episode_id = fields
+    # A masked-out row may hold anything.
+    instead = jnp.where(terminated | ~mask, 0.0, next_value)
+    term = reward + jnp.asarray(gamma, reward.dtype) * instead
+    if value is not None:
+        term, instead = term - value, jnp.zeros_like(value)
+    weight = jnp.asarray(gamma * lam, term.dtype)
 
     # Backwards in time. The carry is the next row that is not masked out: its x, its
     # episode, and whether there is one; a masked-out row passes it on.
@@ -252,7 +230,5 @@ def _sum_up(
         return following, jnp.where(mask, here, 0.0)
 
     nothing = jnp.zeros_like(term[0]), episode_id[0], jnp.zeros_like(mask[0])
-    rows = term, instead, done, mask, episode_id
-    return platform.scan(step, nothing, rows, gpu=_UNROLL, other=_UNROLL, reverse=True)[
-        1
-    ]
+    rows, unroll = (term, instead, done, mask, episode_id), _UNROLL
+    return platform.scan(step, nothing, rows, gpu=unroll, other=unroll, reverse=True)[1]

@@ -150,9 +150,9 @@ def check_keys(names, out):
 
 
 def check_lanes(names, out):
-    mean = names["queue"].length_mean
+    mean = names["queue"].lengths.mean
     assert abs(mean - 6) < 4 * 4 / np.sqrt(1000)  # four deviations of that mean
-    assert names["window"].length_mean < 6 - 4 * 4 / np.sqrt(1000)
+    assert names["window"].lengths.mean < 6 - 4 * 4 / np.sqrt(1000)
     check_printed("docs/concepts/lanes.md", out)
 
 

@@ -23,7 +23,7 @@ GROUND = {
 # A room imports from those above it only; within one there is no circle.
 LADDER = (
     {"ground"},
-    {"envs", "buffers", "nonfinite"},
+    {"envs", "buffers", "nonfinite", "moments"},
     {"stats", "trajectories", "checkpoint", "targets", "minibatches"},
     {"policies"},
     {"kernel"},

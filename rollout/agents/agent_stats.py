@@ -1,5 +1,6 @@
 """`summarize_agents`: statistics of each agent and each policy, over ended episodes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ from flax import struct
 from rollout.agents.transitions import agents_of
 from rollout.collector import Collector
 from rollout.envs.multi_agent import AgentInfo, layout_of
-from rollout.stats import Moments, moments
+from rollout.moments import Moments, moments, moments_by_name
+from rollout.stats import present
 from rollout.types import Accumulator, Episodes, PerAgent, Transition
 
 _NAME = "agents"  # of the accumulator
@@ -97,88 +99,59 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
     Raises:
         ValueError: if the data is not of several agents.
     """
+    is_named, is_unmapped = isinstance(data.accumulated, dict), jnp.zeros((), bool)
+    accumulated: dict[str, Any] = data.accumulated if is_named else {}
     if isinstance(data, Episodes):
-        return _summarize_episodes(data)
-    trajectory = data
-    info, mask = agents_of(trajectory), trajectory.mask[..., None]
-    ended = trajectory.done[..., None] & mask
-    took_part = ended & (info.agent_length > 0)
-    is_dict = isinstance(trajectory.extras, dict)
-    extras: dict[str, Any] = trajectory.extras if is_dict else {}
-    policy_id, policy_index = extras.get("policy_id", -1), extras.get("policy_index")
-    acted = info.acted & mask
-    is_unmapped, policies = jnp.zeros((), bool), {}
-    if policy_index is not None:
-        is_unmapped = acted & (policy_id < 0)
-        policies = {
-            name: _metrics(trajectory, took_part & policy_index.select(name, policy_id))
-            for name, *_ in policy_index.indices
-        }
+        if _NAME not in accumulated:
+            raise ValueError(
+                "`data` must be a trajectory, or `Episodes` of a collector made by "
+                "`rollout.agents.agent_stats.keep_agents`, got others."
+            )
+        info, unassigned_reward = accumulated[_NAME]
+        num_steps, num_actions = data.num_steps, info.agent_length
+        ended = present(data)[:, None]
+        took_part = ended & (info.agent_length > 0)
+        of_policies = {x.name: _only(x.members, took_part) for x in info.layout.groups}
+    else:
+        info, mask = agents_of(data), data.mask[..., None]
+        unassigned_reward = jnp.where(mask, info.unassigned_reward, 0.0)
+        num_steps, num_actions = _count(mask), info.acted & mask
+        ended = data.done[..., None] & mask
+        took_part, of_policies = ended & (info.agent_length > 0), {}
+        extras: dict[str, Any] = data.extras if isinstance(data.extras, dict) else {}
+        if (policy_index := extras.get("policy_index")) is not None:
+            policy_id = extras["policy_id"]
+            is_unmapped = num_actions & (policy_id < 0)
+            of_policies = {
+                name: took_part & policy_index.select(name, policy_id)
+                for name, *_ in policy_index.indices
+            }
+    agents = {x: _only([i], took_part) for i, x in enumerate(info.layout.agents)}
+    own = {name: x.value for name, x in accumulated.items() if isinstance(x, PerAgent)}
+
+    def metrics(flag: jax.Array) -> AgentMetrics:
+        return AgentMetrics(
+            returns=moments(info.agent_return, flag),
+            lengths=moments(info.agent_length, flag),
+            accumulated=moments_by_name(own, flag),
+        )
+
     return AgentStats(
-        num_steps=_count(trajectory.mask),
-        num_agent_steps=_count(acted),
+        num_steps=num_steps,
+        num_agent_steps=_count(num_actions),
         num_episodes=_count(ended),
-        unassigned_reward=jnp.sum(jnp.where(mask, info.unassigned_reward, 0.0)),
+        unassigned_reward=jnp.sum(unassigned_reward),
         num_stale=_count(ended & info.waiting),
         num_unmapped=_count(is_unmapped),
-        agents={
-            agent: _metrics(trajectory, took_part & _is_only(i, took_part.shape[-1]))
-            for i, agent in enumerate(info.layout.agents)
-        },
-        policies=policies,
+        agents={name: metrics(flag) for name, flag in agents.items()},
+        policies={name: metrics(flag) for name, flag in of_policies.items()},
     )
 
 
-def _summarize_episodes(episodes: Episodes) -> AgentStats:
-    kept: Any = episodes.accumulated
-    if not isinstance(kept, dict) or _NAME not in kept:
-        raise ValueError(
-            "`data` must be a trajectory, or `Episodes` of a collector made by "
-            "`rollout.agents.agent_stats.keep_agents`, got others."
-        )
-    info, unassigned_reward = kept[_NAME]
-    lengths, layout = info.agent_length, info.layout
-
-    def metrics(members: tuple[int, ...]) -> AgentMetrics:
-        columns = np.asarray(members)
-        length = lengths[:, columns]
-        return AgentMetrics(
-            returns=moments(info.agent_return[:, columns], length > 0),
-            lengths=moments(length.astype(jnp.float32), length > 0),
-        )
-
-    return AgentStats(
-        num_steps=episodes.num_steps,
-        num_agent_steps=jnp.sum(lengths, dtype=jnp.int32),
-        num_episodes=jnp.int32(lengths.shape[0]),
-        unassigned_reward=jnp.sum(unassigned_reward),
-        num_stale=_count(info.waiting),
-        num_unmapped=jnp.int32(0),
-        agents={name: metrics((i,)) for i, name in enumerate(layout.agents)},
-        policies={group.name: metrics(group.members) for group in layout.groups},
-    )
-
-
-def _metrics(trajectory: Transition, flag: jax.Array) -> AgentMetrics:
-    """Computes the metrics over the steps and agents where `flag`, `[T, B, A]`."""
-    info, accumulated = trajectory.info.agents, trajectory.accumulated
-    named = accumulated.items() if isinstance(accumulated, dict) else ()
-    per_agent = {name: x.value for name, x in named if isinstance(x, PerAgent)}
-    return AgentMetrics(
-        returns=moments(info.agent_return, flag),
-        lengths=moments(info.agent_length.astype(jnp.float32), flag),
-        accumulated={
-            jax.tree_util.keystr(path, simple=True, separator="/"): moments(
-                leaf.astype(jnp.float32), flag
-            )
-            for path, leaf in jax.tree.leaves_with_path(per_agent)
-            if leaf.shape == flag.shape
-        },
-    )
-
-
-def _is_only(number: int, num_agents: int) -> jax.Array:
-    return (jnp.arange(num_agents) == number)[None, None]
+def _only(members: Sequence[int], flag: jax.Array) -> jax.Array:
+    """Clears the flags, `[..., A]`, of all agents but the members."""
+    is_member = np.isin(np.arange(flag.shape[-1]), members)
+    return flag & is_member[(None,) * (flag.ndim - 1)]
 
 
 def _count(flag: jax.Array) -> jax.Array:

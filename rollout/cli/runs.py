@@ -20,10 +20,11 @@ from rollout.envs.multi_agent import MultiAgentInfo, layout_of
 from rollout.gif import draw_episode
 from rollout.host.host_collector import HostCollector
 from rollout.inspection import Report, inspect
+from rollout.moments import merge
 from rollout.policies.basic import random_policy
 from rollout.profiling import Profile
 from rollout.profiling import profile as time_parts
-from rollout.stats import merge, summarize
+from rollout.stats import summarize
 from rollout.stream.progress import Bar
 from rollout.stream.stream import Stream
 from rollout.types import Episodes, Transition

@@ -9,8 +9,9 @@ import numpy as np
 
 from rollout.agents.agent_stats import AgentStats
 from rollout.cli.arguments import XLA_CPU_LOOP, Run
+from rollout.moments import Moments
 from rollout.profiling import Profile
-from rollout.stats import CollectStats, Moments
+from rollout.stats import CollectStats
 from rollout.types import Episodes
 
 _CUT = "cut by --max-steps"
@@ -121,7 +122,7 @@ def _episodes(
     yield line("length", _moments(stats.lengths))
     yield from _of_agents(agents, "lengths")
     if run.num_episodes:
-        ends = f"{stats.returns.interval(-1):.6g} to {stats.returns.interval(1):.6g}"
+        ends = f"{stats.returns.ci_low:.6g} to {stats.returns.ci_high:.6g}"
         interval = f"95 % confidence interval {ends}"
         interval = "no confidence interval for one episode" if count < 2 else interval
         yield line("mean return", f"{stats.returns.mean:.6g} ({interval})")

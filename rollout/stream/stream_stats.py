@@ -2,10 +2,11 @@
 
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
-from rollout.stats import CollectStats, merge, nothing, plural
+from rollout.moments import Moments, merge, moments, moments_by_name
+from rollout.stats import CollectStats, plural
 from rollout.types import Carry
 
 
@@ -64,7 +65,8 @@ class Totals(NamedTuple):
     """Sums over the batches of a stream, on the host.
 
     Attributes:
-        stats: statistics of all episodes, in float64.
+        moments: moments of the returns of all episodes, of their lengths, and of their
+            accumulated values by name, in float64.
         steps: environment steps, also those of dropped episodes.
         batches: number of batches.
         seconds: time spent collecting.
@@ -73,7 +75,7 @@ class Totals(NamedTuple):
             the first.
     """
 
-    stats: CollectStats
+    moments: tuple[Moments, Moments, dict[str, Moments]]
     steps: int
     batches: int
     seconds: float
@@ -83,8 +85,15 @@ class Totals(NamedTuple):
 
 def zero(carry: Carry, num_recent: int) -> Totals:
     """Returns the totals before the first batch."""
+    episode = carry.episode
+    none = jnp.zeros_like(episode.episode_id, bool)
+    nothing = (
+        moments(episode.episode_return, none),
+        moments(episode.episode_length, none),
+        moments_by_name(episode.accumulated, none),
+    )
     recent = np.zeros((num_recent, 2), np.float32)
-    return Totals(_host(merge([nothing(carry.episode)])), 0, 0, 0.0, 0, recent)
+    return Totals(merge([nothing]), 0, 0, 0.0, 0, recent)
 
 
 def add(
@@ -97,9 +106,9 @@ def add(
     seconds: float,
 ) -> Totals:
     """Adds a batch, whose numbers are on the host; see `stats.newest`."""
-    recent = totals.recent
+    new, recent = (stats.returns, stats.lengths, stats.accumulated), totals.recent
     return Totals(
-        stats=_host(merge([totals.stats, stats])),
+        moments=merge([totals.moments, new]),
         steps=totals.steps + steps,
         batches=totals.batches + 1,
         seconds=totals.seconds + seconds,
@@ -111,7 +120,8 @@ def add(
 
 def read(totals: Totals) -> StreamStats:
     """Computes the statistics from the totals."""
-    stats, seconds = totals.stats, float(totals.seconds)
+    returns, lengths, accumulated = totals.moments
+    seconds = float(totals.seconds)
     window: dict[str, Any] = {}
     if len(totals.recent):
         last = totals.recent[totals.recent[:, 1] > 0].astype(np.float64)
@@ -124,16 +134,12 @@ def read(totals: Totals) -> StreamStats:
     return StreamStats(
         collect_batches=int(totals.batches),
         collect_steps=int(totals.steps),
-        collect_episodes=int(stats.num_episodes),
+        collect_episodes=int(returns.count),
         collect_seconds=seconds,
         steps_per_second=int(totals.steps) / seconds if seconds else np.nan,
-        return_mean=float(stats.returns.mean),
-        length_mean=float(stats.lengths.mean),
+        return_mean=float(returns.mean),
+        length_mean=float(lengths.mean),
         faulty_episodes=int(totals.faulty),
-        accumulated={name: float(x.mean) for name, x in stats.accumulated.items()},
+        accumulated={name: float(x.mean) for name, x in accumulated.items()},
         **window,
     )
-
-
-def _host(stats: CollectStats) -> CollectStats:
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), stats)

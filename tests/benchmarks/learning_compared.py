@@ -119,7 +119,7 @@ def run(
             params, seconds = timed(program)
             stats = rollout.evaluate(judges[name], judge_key, params, NUM_EPISODES)
             values["seconds"][str(seed)] = seconds
-            values["returns"][str(seed)] = float(stats.return_mean)
+            values["returns"][str(seed)] = float(stats.returns.mean)
             print(f"  {name} {seed}: {stats}, {seconds:.1f} s", flush=True)
             save()
 

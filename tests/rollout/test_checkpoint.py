@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -199,8 +198,8 @@ def test_tree_without_a_leaf_is_refused(tree, tmp_path):
 
 def test_files_of_a_file_manager_are_no_reason_to_refuse(tmp_path):
     checkpoint.save(tmp_path, {"n": 1})
-    for folder in (tmp_path, tmp_path / "0", tmp_path / "0" / "tree"):
-        (folder / ".DS_Store").touch()
+    for name in (".DS_Store", "._0.checkpoint.npz"):
+        (tmp_path / name).touch()
     checkpoint.save(tmp_path, {"n": 2}, keep=2)
     assert checkpoint.restore(tmp_path, {"n": 0}, step=0)["n"] == 1
     assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 2
@@ -226,31 +225,28 @@ def test_without_a_number_the_next_one_is_taken(tmp_path):
 
 def test_half_written_checkpoint_is_not_picked_up(tmp_path):
     checkpoint.save(tmp_path, {"n": 1}, step=1)
-    half = tmp_path / "2.orbax-checkpoint-tmp-12345"
-    (half / "default").mkdir(parents=True)
-    (half / "default" / "manifest.ocdbt").write_bytes(b"half")
+    (tmp_path / "2.checkpoint.npz.part").write_bytes(b"half")
     assert checkpoint.steps(tmp_path) == [1]
     assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 1
     checkpoint.save(tmp_path, {"n": 2}, step=2)
     assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 2
-    assert [x.name for x in tmp_path.iterdir()] == ["2"]  # nor kept
+    (tmp_path / "4.checkpoint.npz.part").write_bytes(b"half")
+    checkpoint.save(tmp_path, {"n": 3}, step=3)
+    assert [x.name for x in tmp_path.iterdir()] == ["3.checkpoint.npz"]  # nor kept
 
 
-def test_kill_while_an_old_one_is_deleted_stops_nobody(tmp_path, monkeypatch):
-    checkpoint.save(tmp_path, {"n": 1}, step=1)
-    rmtree = shutil.rmtree
-
-    def delete_half(folder, *_, **__):
-        rmtree(Path(folder) / "rollout_manifest")
+def test_kill_before_an_old_one_is_deleted_stops_nobody(tmp_path, monkeypatch):
+    def kill(*_, **__):
         raise KeyboardInterrupt
 
+    checkpoint.save(tmp_path, {"n": 1}, step=1)
     with monkeypatch.context() as patched:
-        patched.setattr("shutil.rmtree", delete_half)
+        patched.setattr(Path, "unlink", kill)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(tmp_path, {"n": 2}, step=2)
     assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 2
     checkpoint.save(tmp_path, {"n": 3}, step=3)
-    assert [x.name for x in tmp_path.iterdir()] == ["3"]
+    assert checkpoint.steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize(
@@ -354,8 +350,8 @@ def test_run_that_is_killed_again_and_again_yields_the_same_batches(start, tmp_p
         while num_lines(killed) < lines:  # until it has made some batches
             assert process.is_alive()
             time.sleep(0.002)
-        # Anywhere within batches and checkpoints: two and one take about 0.1 s.
-        time.sleep(rng.uniform(0.0, 0.1))
+        # Anywhere within batches and checkpoints: two and one take about 20 ms.
+        time.sleep(rng.uniform(0.0, 0.02))
         process.kill()
         num_killed += exit_code(process) == -signal.SIGKILL
     assert num_killed == num_kills
@@ -368,22 +364,24 @@ def test_run_that_is_killed_again_and_again_yields_the_same_batches(start, tmp_p
     assert sorted(hashes(whole)) == list(range(NUM_BATCHES))
 
 
-def test_folders_of_others_are_never_touched(tmp_path):
-    for name in ("0", "1", "2023"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "photo").write_bytes(b"mine")
-    with pytest.raises(ValueError, match=r"nothing in it but checkpoints.*'0'"):
-        checkpoint.save(tmp_path, {"n": 1})
-    assert checkpoint.steps(tmp_path) == []
-    assert [(tmp_path / x / "photo").is_file() for x in ("0", "1", "2023")] == [
-        True
-    ] * 3
-    (tmp_path / "run").mkdir()
-    checkpoint.save(tmp_path / "run", {"n": 1}, step=3)
-    (tmp_path / "run" / "notes.txt").touch()
-    with pytest.raises(ValueError, match=r"nothing in it but .*'notes\.txt'"):
-        checkpoint.save(tmp_path / "run", {"n": 2})
-    assert checkpoint.restore(tmp_path / "run", {"n": 0})["n"] == 1
+def test_files_of_others_are_never_touched(tmp_path):
+    (tmp_path / "2023").mkdir()
+    others = ["0", "1.npz", "2023/5.checkpoint.npz", "notes.txt", "a.checkpoint.npz"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"mine")
+    for step in range(3):
+        checkpoint.save(tmp_path, {"n": step})
+    assert checkpoint.steps(tmp_path) == [2]
+    assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 2
+    assert {(tmp_path / name).read_bytes() for name in others} == {b"mine"}
+
+
+def test_other_programs_read_the_arrays_by_numpy(tmp_path):
+    checkpoint.save(tmp_path, {"a": jnp.arange(3), "b": jnp.ones((2, 1))})
+    with np.load(tmp_path / "0.checkpoint.npz") as archive:
+        assert archive["arr_0"].tolist() == ["['a'] int32[3]", "['b'] float32[2,1]"]
+        np.testing.assert_array_equal(archive["arr_1"], np.arange(3))
+        np.testing.assert_array_equal(archive["arr_2"], np.ones((2, 1)))
 
 
 OTHER_TREES = {
@@ -410,16 +408,13 @@ def test_leaves_are_restored_by_name_and_kind(name, tmp_path):
         checkpoint.restore(tmp_path, like)
 
 
-@pytest.mark.slow
 def test_damaged_checkpoint_is_refused_and_the_one_before_named(tmp_path):
     tree = {"w": jnp.arange(64.0), "b": jnp.ones(3)}
     checkpoint.save(tmp_path, tree, step=1, keep=2)
     checkpoint.save(tmp_path, tree, step=2, keep=2)
-    files = [x for x in (tmp_path / "2" / "tree").rglob("*") if x.is_file()]
-    rng, messages = random.Random(0), []
-    for _ in range(20):
-        path = rng.choice([x for x in files if x.stat().st_size])
-        content = path.read_bytes()
+    path, rng, messages = tmp_path / "2.checkpoint.npz", random.Random(0), []
+    content = path.read_bytes()
+    for _ in range(200):
         place = rng.randrange(len(content))
         flipped = content[place] ^ (1 << rng.randrange(8))
         path.write_bytes(content[:place] + bytes([flipped]) + content[place + 1 :])
@@ -427,8 +422,10 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_named(tmp_path):
             chex.assert_trees_all_equal(checkpoint.restore(tmp_path, tree), tree)
         except ValueError as error:
             messages.append(str(error))
-        path.write_bytes(content)
+    path.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=r"Checkpoint 2 in .* is damaged"):
+        checkpoint.restore(tmp_path, tree)
     named = ("Checkpoint 2 in", "`step=1` is the one before")
-    assert messages
+    assert len(messages) > 100
     assert all(name in message for message in messages for name in named)
     chex.assert_trees_all_equal(checkpoint.restore(tmp_path, tree, step=1), tree)

@@ -32,10 +32,13 @@ def evaluated(collector):
 def test_statistics_are_those_of_the_same_episodes(collector, evaluated):
     carry = collector.init(jax.random.key(1))
     _, episodes = collector.collect_episodes(carry, None, NUM_EPISODES, max_steps=10**9)
-    for field in ("return", "length"):
-        values = np.asarray(getattr(episodes, f"episode_{field}"), np.float64)
+    for moments, values in (
+        (evaluated.returns, episodes.episode_return),
+        (evaluated.lengths, episodes.episode_length),
+    ):
+        values = np.asarray(values, np.float64)
         for stat in ("mean", "std", "min", "max"):
-            got = getattr(evaluated, f"{field}_{stat}")
+            got = getattr(moments, stat)
             # Sums of a dozen float32 values.
             np.testing.assert_allclose(got, getattr(values, stat)(), rtol=1e-6)
     terminated = np.asarray(episodes.terminated)
@@ -53,8 +56,8 @@ def test_confidence_interval_is_that_of_students_t(collector, evaluated):
     low, high = scipy_stats.t.interval(
         0.95, NUM_EPISODES - 1, loc=returns.mean(), scale=scipy_stats.sem(returns)
     )
-    np.testing.assert_allclose(evaluated.return_ci_low, low, rtol=1e-4)
-    np.testing.assert_allclose(evaluated.return_ci_high, high, rtol=1e-4)
+    np.testing.assert_allclose(evaluated.returns.ci_low, low, rtol=1e-4)
+    np.testing.assert_allclose(evaluated.returns.ci_high, high, rtol=1e-4)
 
 
 @jax.jit
@@ -88,7 +91,7 @@ def test_interval_is_that_of_students_t_for_any_number_of_episodes(freedom):
         0.95, freedom, scale=scipy_stats.sem(returns[: freedom + 1].astype(np.float64))
     )
     # The expansion is cut after its fourth term.
-    got = stats.return_ci_high - stats.return_ci_low
+    got = stats.returns.ci_high - stats.returns.ci_low
     np.testing.assert_allclose(got, high - low, rtol=2e-4)
 
 
@@ -103,7 +106,7 @@ def test_interval_covers_the_mean_as_often_as_it_says(collector):
     # Lengths are uniform on 2, ..., 9 and cut at 7: returns n (n + 1) / 2.
     lengths = np.minimum(np.arange(2, 10), 7)
     mean = (lengths * (lengths + 1) / 2).mean()
-    covered = (stats.return_ci_low <= mean) & (mean <= stats.return_ci_high)
+    covered = (stats.returns.ci_low <= mean) & (mean <= stats.returns.ci_high)
     # 400 trials of chance 0.95: standard error 0.011; these returns are not normal.
     assert 0.90 < np.mean(covered) < 0.99
 
@@ -111,9 +114,9 @@ def test_interval_covers_the_mean_as_often_as_it_says(collector):
 def test_one_episode_has_no_interval():
     stats = summarize_first(np.zeros(10**6 + 1, np.float32), 1)
     assert stats.num_episodes == 1
-    assert np.isfinite(stats.return_mean)
-    assert np.isnan(stats.return_ci_low)
-    assert np.isnan(stats.return_ci_high)
+    assert np.isfinite(stats.returns.mean)
+    assert np.isnan(stats.returns.ci_low)
+    assert np.isnan(stats.returns.ci_high)
 
 
 def test_cut_episodes_count_and_are_named():
@@ -122,8 +125,8 @@ def test_cut_episodes_count_and_are_named():
     stats = rollout.evaluate(collector, key, None, NUM_EPISODES, max_steps=10)
     assert stats.num_unfinished == stats.num_truncated == NUM_EPISODES
     assert stats.num_episodes == NUM_EPISODES
-    assert stats.length_mean == 10
-    assert stats.return_mean == 55
+    assert stats.lengths.mean == 10
+    assert stats.returns.mean == 55
 
 
 def test_parameters_that_are_nan_are_counted_by_row_and_nothing_is_traced_again():

@@ -90,8 +90,8 @@ def test_gif_has_every_state_of_the_first_episode(kind, tmp_path):
     assert 2 <= length <= 5
     assert brightness(tmp_path / "a.gif") == [10 * n for n in range(length + 1)]
     stats = rollout.evaluate(collector, KEY, None, 1)
-    assert stats.return_mean == episode.episode_return[0]
-    assert stats.length_mean == length
+    assert stats.returns.mean == episode.episode_return[0]
+    assert stats.lengths.mean == length
 
 
 def test_what_is_recorded_besides_does_not_matter(tmp_path):

@@ -130,7 +130,7 @@ def test_metrics_are_those_of_all_episodes_in_a_plain_loop(collectors, played):
         for metric, value in wanted.items():
             np.testing.assert_allclose(getattr(stats[name], metric), value, rtol=1e-5)
         lengths = [len(played.item) for played in episodes]
-        assert stats[name].episodes.length_mean == np.float32(np.mean(lengths))
+        assert stats[name].episodes.lengths.mean == np.float32(np.mean(lengths))
         assert stats[name].episodes.num_episodes == NUM_EPISODES
 
 

@@ -72,7 +72,7 @@ def test_statistics_count_the_raw_rewards(raw):
     carry, raw = raw
     _, recorded = make_collector(record).collect_steps(carry, None, NUM_STEPS)
     got, want = summarize()(recorded), summarize()(raw)
-    assert got.return_mean == want.return_mean > 1
+    assert got.returns.mean == want.returns.mean > 1
     assert got.num_episodes == want.num_episodes > 0
 
 
@@ -82,7 +82,7 @@ def test_fields_that_are_not_recorded_are_not_missed(raw):
     _, recorded = collector.collect_steps(carry, None, NUM_STEPS)
     assert recorded.reward == recorded.action == ()
     got, want = summarize()(recorded), summarize()(raw)
-    assert got.return_mean == want.return_mean
+    assert got.returns.mean == want.returns.mean
     assert got.num_nonfinite == 0
 
 

@@ -63,10 +63,10 @@ def test_statistics_of_nothing_pass_debug_nans():
         stats = rollout.summarize(collector.collect_steps(carry, None, 1)[1])
         assert stats.num_episodes == 0
         assert np.isnan(
-            [stats.return_mean, stats.return_ci_low, stats.length_min]
+            [stats.returns.mean, stats.returns.ci_low, stats.lengths.min]
         ).all()
         stream = rollout.Stream(collector, key=jax.random.key(0), steps_per_batch=16)
-        assert np.isnan(next(stream).stats.return_mean)
+        assert np.isnan(next(stream).stats.returns.mean)
         assert np.isnan(stream.stats.return_mean)
 
 
@@ -216,7 +216,7 @@ def test_episodes_until_there_are_enough_steps_depend_on_no_lane():
             assert not mask[np.argmin(mask) :].any()
             stats = rollout.summarize(episodes)
             assert stats.num_episodes == mask.sum()
-            assert stats.length_mean == pytest.approx(length[mask].mean())
+            assert stats.lengths.mean == pytest.approx(length[mask].mean())
             parts.append(length[mask])
         whole = collector.collect_episodes(
             collector.init(jax.random.key(3)), None, 80, max_steps=20

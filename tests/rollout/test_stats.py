@@ -10,7 +10,7 @@ from cases import CountEnv, collect, raw
 
 import rollout
 from rollout import envs
-from rollout.stats import merge
+from rollout.moments import merge
 
 summarize = jax.jit(rollout.summarize)
 
@@ -29,11 +29,13 @@ def test_statistics_are_those_of_the_episodes_that_ended(scale):
     assert stats.num_terminated == terminated.sum()
     assert stats.num_truncated == (done & ~terminated).sum()
     assert stats.num_nonfinite == 0
-    for field in ("return", "length"):
-        values = np.asarray(getattr(trajectory, f"episode_{field}"))[done]
-        values = values.astype(np.float64)
+    for moments, values in (
+        (stats.returns, trajectory.episode_return),
+        (stats.lengths, trajectory.episode_length),
+    ):
+        values = np.asarray(values)[done].astype(np.float64)
         for stat in ("mean", "std", "min", "max"):
-            got = getattr(stats, f"{field}_{stat}")
+            got = getattr(moments, stat)
             # Sums of at most some hundred float32 values.
             np.testing.assert_allclose(
                 got, getattr(values, stat)(), rtol=1e-5, atol=1e-5
@@ -50,8 +52,8 @@ def test_window_without_an_ending_says_so():
     assert stats.num_episodes == 0
     assert stats.num_steps == trajectory.reward.size
     for stat in ("mean", "std", "min", "max"):
-        assert np.isnan(getattr(stats, f"return_{stat}"))
-        assert np.isnan(getattr(stats, f"length_{stat}"))
+        assert np.isnan(getattr(stats.returns, stat))
+        assert np.isnan(getattr(stats.lengths, stat))
 
 
 def test_idle_rows_do_not_count():
@@ -61,8 +63,9 @@ def test_idle_rows_do_not_count():
     masked = trajectory.replace(mask=trajectory.mask & (lanes < 5))
     first = jax.tree.map(lambda x: x[:, :5], trajectory)
     got, want = summarize(masked), summarize(first)
-    for field in ("num_steps", "num_episodes", "return_mean", "length_max"):
-        assert getattr(got, field) == getattr(want, field)
+    assert (got.num_steps, got.num_episodes) == (want.num_steps, want.num_episodes)
+    assert got.returns.mean == want.returns.mean
+    assert got.lengths.max == want.lengths.max
 
 
 @pytest.mark.parametrize("field", ["reward", "extras"])
@@ -114,7 +117,7 @@ def test_statistics_are_logged_by_name_as_floats():
     stats = summarize(collect("count")[1])
     logged = rollout.log_stats({"train": stats, "loss": np.float32(0.5)}, prefix="a/")
     assert logged["a/loss"] == 0.5
-    assert logged["a/train/return_mean"] == float(stats.return_mean)
+    assert logged["a/train/return_mean"] == float(stats.returns.mean)
     assert all(type(value) is float for value in logged.values())
     with pytest.raises(ValueError, match="`stats` must have scalar leaves"):
         rollout.log_stats({"x": np.zeros(2)})
@@ -260,13 +263,13 @@ def test_statistics_do_not_promote_silently():
     _, trajectory = collect("count")
     with jax.numpy_dtype_promotion("strict"):
         stats = rollout.summarize(trajectory)
-        values = jax.jit(lambda x: (x.return_std, x.return_ci_low))(stats)
+        values = jax.jit(lambda x: (x.returns.std, x.returns.ci_low))(stats)
     want = rollout.summarize(trajectory)
-    assert jax.tree.map(float, values) == (want.return_std, want.return_ci_low)
+    assert jax.tree.map(float, values) == (want.returns.std, want.returns.ci_low)
 
 
 def test_no_rows_have_no_episodes():
     trajectory = jax.tree.map(lambda x: x[:0], collect("count")[1])
     stats = rollout.summarize(trajectory)
     assert int(stats.num_steps) == int(stats.num_episodes) == 0
-    assert np.isnan(stats.return_mean)
+    assert np.isnan(stats.returns.mean)

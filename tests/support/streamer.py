@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint  # noqa: F401 (here, so that the server has imported it)
 from cases import make_env
 
 import rollout

@@ -106,7 +106,7 @@ def test_step_that_is_not_finite_ends_the_episode(broken):
     # The last finite observation stands for the faulty one.
     assert (trajectory.next_obs[faulty] == 2).all()
     stats = rollout.summarize(trajectory)
-    assert (int(stats.num_nonfinite), float(stats.return_mean)) == (0, 3.0)
+    assert (int(stats.num_nonfinite), float(stats.returns.mean)) == (0, 3.0)
 
 
 @pytest.mark.slow

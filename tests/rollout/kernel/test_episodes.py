@@ -169,7 +169,7 @@ def test_window_of_steps_is_biased_where_episodes_are_not():
     collector = make_collector("two lengths", num_envs=400)
     carry = collector.init(jax.random.key(0))
     _, trajectory = collector.collect_steps(carry, None, 20)
-    assert jax.jit(rollout.summarize)(trajectory).length_mean < 9
+    assert jax.jit(rollout.summarize)(trajectory).lengths.mean < 9
 
 
 @slow

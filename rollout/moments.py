@@ -1,0 +1,180 @@
+"""Moments of values: count, mean, deviation, bounds, and a 95 % interval."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.core import Tracer
+
+from rollout.envs.types import ArrayTree
+
+
+class Moments(struct.PyTreeNode, kw_only=True):
+    """Count, sum, squared deviations and bounds of some values; never NaN.
+
+    The mean and the other statistics are computed when they are read, as NumPy floats
+    or traced: NaN without any value.
+
+    Attributes:
+        count: `()` int32, how many there are.
+        total: `()` float32, their sum.
+        squared_deviations: `()` float32, the sum of their squared deviations from
+            the mean.
+        low: `()` float32, the smallest, infinity if there is none.
+        high: `()` float32, the largest, minus infinity if there is none.
+    """
+
+    count: jax.Array  # ()
+    total: jax.Array  # ()
+    squared_deviations: jax.Array  # ()
+    low: jax.Array  # ()
+    high: jax.Array  # ()
+
+    @property
+    def mean(self) -> jax.Array:
+        """`()` float32, the mean."""
+        return self._derive(lambda xp, x, n: x.total / n)
+
+    @property
+    def std(self) -> jax.Array:
+        """`()` float32, standard deviation (population)."""
+        return self._derive(lambda xp, x, n: xp.sqrt(x.squared_deviations / n))
+
+    @property
+    def min(self) -> jax.Array:
+        """`()` float32, the smallest."""
+        return self._derive(lambda xp, x, n: x.low)
+
+    @property
+    def max(self) -> jax.Array:
+        """`()` float32, the largest."""
+        return self._derive(lambda xp, x, n: x.high)
+
+    @property
+    def ci_low(self) -> jax.Array:
+        """`()` float32, lower end of the 95 % confidence interval of the mean.
+
+        By Student's t; NaN for fewer than two values.
+        """
+        return self._derive(lambda xp, x, n: x.total / n - _margin(xp, x, n), least=2)
+
+    @property
+    def ci_high(self) -> jax.Array:
+        """`()` float32, upper end of the 95 % confidence interval of the mean.
+
+        By Student's t; NaN for fewer than two values.
+        """
+        return self._derive(lambda xp, x, n: x.total / n + _margin(xp, x, n), least=2)
+
+    def __str__(self) -> str:
+        """Formats the mean and its 95 % interval, if there are at least two values."""
+        if not is_known(self.count):
+            return repr(self)
+        if self.count < 2:
+            return f"{self.mean:.6g}" if self.count else "none"
+        return f"{self.mean:.6g} (95 %: {self.ci_low:.6g} to {self.ci_high:.6g})"
+
+    def _derive(self, fn: Callable[..., Any], least: int = 1) -> Any:
+        """Computes a statistic; NaN for fewer than `least` values.
+
+        It is computed on the host unless traced: on the device its NaN would trip
+        `jax_debug_nans`.
+        """
+        xp = xp_of(self)
+        x = self if xp is jnp else jax.device_get(self)
+        with np.errstate(all="ignore"):
+            value = fn(xp, x, xp.maximum(x.count, 1).astype(np.float32))
+            return xp.where(x.count < least, np.float32(np.nan), value)[()]
+
+
+def moments(value: jax.Array, flag: jax.Array) -> Moments:
+    """Computes the moments of `value` where `flag`, of the same shape, in float32."""
+    value = value.astype(jnp.float32)
+    count, total = jnp.sum(flag, dtype=jnp.int32), jnp.sum(jnp.where(flag, value, 0.0))
+    # Two passes: the difference of two large sums would lose the digits that matter.
+    mean = total / jnp.maximum(count, 1).astype(total.dtype)
+    deviation = jnp.where(flag, value - mean, 0.0)
+    return Moments(
+        count=count,
+        total=total,
+        squared_deviations=jnp.sum(deviation**2),
+        low=jnp.min(jnp.where(flag, value, jnp.inf), initial=jnp.inf),
+        high=jnp.max(jnp.where(flag, value, -jnp.inf), initial=-jnp.inf),
+    )
+
+
+def moments_by_name(tree: ArrayTree, flag: jax.Array) -> dict[str, Moments]:
+    """Computes the moments of each leaf that has the shape of `flag`, by its path."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): moments(leaf, flag)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if leaf.shape == flag.shape
+    }
+
+
+def merge(parts: Sequence[Any]) -> Any:
+    """Merges statistics of successive batches, on the host in float64.
+
+    Args:
+        parts: statistics of each batch, at least one: any pytree of counts, sums and
+            `Moments`, such as a `CollectStats`.
+
+    Returns:
+        The statistics of all batches, with Python and NumPy numbers as leaves.
+    """
+
+    def combine(*parts: Any) -> Any:
+        if not isinstance(parts[0], Moments):
+            return sum(np.asarray(x).item() for x in parts)
+        sums = [(x.count, x.total, x.squared_deviations) for x in parts]
+        count, total, squared = np.array(sums, float).T
+        # Deviations from the common mean: those in each part, and those of its mean.
+        with np.errstate(invalid="ignore"):  # of infinite values
+            between = total / np.maximum(count, 1) - total.sum() / max(count.sum(), 1)
+            deviations = np.sum(squared + count * between**2)
+        return Moments(
+            count=count.sum().astype(np.int64),
+            total=total.sum(),
+            squared_deviations=deviations,
+            low=min(x.low for x in parts),
+            high=max(x.high for x in parts),
+        )
+
+    parts = jax.device_get(list(parts))
+    return jax.tree.map(combine, *parts, is_leaf=lambda x: isinstance(x, Moments))
+
+
+def xp_of(tree: Any) -> Any:
+    """Returns `jnp` where something is traced, else NumPy."""
+    return jnp if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)) else np
+
+
+def is_known(count: Any) -> bool:
+    """Returns whether statistics of this count are of one run, and not traced."""
+    return xp_of(count) is np and np.ndim(count) == 0
+
+
+def _margin(xp: Any, x: Moments, n: Any) -> Any:
+    """Computes half the width of the 95 % confidence interval of a mean of `n` values.
+
+    Student's t at 97.5 % is from the Cornish-Fisher expansion, "Handbook of
+    Mathematical Functions" (Abramowitz and Stegun), 26.7.5: within 3e-4 of the true
+    value from 5 degrees of freedom on.
+    """
+    freedom = xp.maximum(n - 1, 1)
+    z = 1.959964  # of the normal distribution
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    expansion = z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
+    table = xp.asarray((12.706205, 4.302653, 3.182446, 2.776445), xp.float32)
+    small = table[xp.clip(freedom, 1, len(table)).astype(xp.int32) - 1]
+    quantile = xp.where(freedom > len(table), expansion, small)
+    # The interval uses the sample's standard deviation, with divisor n - 1.
+    return quantile * (xp.sqrt(x.squared_deviations / n) / xp.sqrt(freedom))
