@@ -39,10 +39,8 @@ class SampleOptions(struct.PyTreeNode, kw_only=True):
             if getattr(self, name) is not None:
                 checks.int_between(name, getattr(self, name))
         if (self.n_step is None) != (self.gamma is None):
-            raise ValueError(
-                f"`n_step` and `gamma` go together, got n_step={self.n_step}, "
-                f"gamma={self.gamma}."
-            )
+            only = "n_step" if self.gamma is None else "gamma"
+            raise ValueError(f"`n_step` and `gamma` go together, got only `{only}`.")
         if self.relabel_fn is not None:
             checks.function("relabel_fn", self.relabel_fn)
             if self.n_step or self.stack:
