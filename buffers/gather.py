@@ -1,7 +1,6 @@
 """Builds batches from drawn rows: n-step targets, stacks, later goals, sequences."""
 
 from collections.abc import Callable
-from typing import Any
 
 import chex
 import jax
@@ -17,33 +16,31 @@ from rollout.envs.types import ArrayTree
 RelabelFn = Callable[[chex.PRNGKey, ArrayTree, ArrayTree], ArrayTree]
 
 
-class Reading(struct.PyTreeNode, kw_only=True):
-    """How drawn rows become a sample.
+class SampleOptions(struct.PyTreeNode, kw_only=True):
+    """How rows are drawn, and read into a sample: the arguments of `sample`.
 
     Attributes:
         length: L of `ReplayBuffer.sample_sequences`; None for transitions. The other
             attributes are arguments of `ReplayBuffer.sample`.
     """
 
+    batch_size: int = struct.field(pytree_node=False)
+    beta: float | jax.Array
     length: int | None = struct.field(pytree_node=False, default=None)
     n_step: int | None = struct.field(pytree_node=False, default=None)
-    gamma: Any = None
+    gamma: float | jax.Array | None = None
     stack: int | None = struct.field(pytree_node=False, default=None)
     relabel_fn: RelabelFn | None = struct.field(pytree_node=False, default=None)
     horizon: int = struct.field(pytree_node=False, default=64)
 
     def check(self) -> None:
         """Raises `ValueError` unless the options are valid, and go together."""
-        for name in ("length", "n_step", "stack", "horizon"):
+        for name in ("batch_size", "length", "n_step", "stack", "horizon"):
             if getattr(self, name) is not None:
                 checks.int_between(name, getattr(self, name))
         if (self.n_step is None) != (self.gamma is None):
-            raise ValueError(
-                f"`n_step` and `gamma` go together, got n_step={self.n_step}, "
-                f"gamma={self.gamma}."
-            )
-        if self.gamma is not None:
-            checks.fraction("gamma", self.gamma)
+            only = "n_step" if self.gamma is None else "gamma"
+            raise ValueError(f"`n_step` and `gamma` go together, got only `{only}`.")
         if self.relabel_fn is not None:
             checks.function("relabel_fn", self.relabel_fn)
             if self.n_step or self.stack:
@@ -51,35 +48,36 @@ class Reading(struct.PyTreeNode, kw_only=True):
                     "`relabel_fn` must not be given with `n_step` or `stack`."
                 )
 
-    def read(
-        self, ring: RingState, row: jax.Array, weights: jax.Array, key: chex.PRNGKey
-    ) -> Batch | Sequences:
-        """Reads `[S]` rows; masked out where `weights` is 0."""
-        if self.length is not None:
-            return sequences(ring, row, weights, self.length)
-        last, discount, changes = row, (), {}
-        if self.n_step is not None:
-            last, discount, changes = _n_step(ring, row, self.n_step, self.gamma)
-        if self.stack is not None:
-            changes |= _stacked(ring, row, last, self.stack)
-        experience = _complete(ring, row, weights > 0, last)
-        experience = fields.replace(experience, **changes)
-        if self.relabel_fn is not None:
-            # The row itself and `horizon` rows ahead; valid ones come first, so their
-            # number bounds the draw.
-            rows, valid = neighbours.window(ring, row, self.horizon + 1)
-            ahead_key, relabel_key = jax.random.split(key)
-            count = jnp.sum(valid, axis=0)
-            ahead = jax.random.randint(ahead_key, count.shape, 0, count)
-            later = jnp.take_along_axis(rows, ahead[None], axis=0)[0]
-            future = _complete(ring, later, weights > 0, later)
-            changed = self.relabel_fn(relabel_key, experience, future)
-            what = "`relabel_fn` must return the experience as it came in"
-            checks.same(what, experience, changed)
-            experience = changed
-        return Batch(
-            experience=experience, indices=row, weights=weights, discount=discount
-        )
+
+def transitions(
+    ring: RingState,
+    row: jax.Array,
+    weights: jax.Array,
+    key: chex.PRNGKey,
+    options: SampleOptions,
+) -> Batch:
+    """Reads `[S]` rows; masked out where `weights` is 0."""
+    last, discount, changes = row, (), {}
+    if options.n_step is not None:
+        last, discount, changes = _n_step(ring, row, options.n_step, options.gamma)
+    if options.stack is not None:
+        changes |= _stacked(ring, row, last, options.stack)
+    experience = _complete(ring, row, weights > 0, last)
+    experience = fields.replace(experience, **changes)
+    if options.relabel_fn is not None:
+        # The row itself and `horizon` rows ahead; valid ones come first, so their
+        # number bounds the draw.
+        rows, valid = neighbours.window(ring, row, options.horizon + 1)
+        ahead_key, relabel_key = jax.random.split(key)
+        count = jnp.sum(valid, axis=0)
+        ahead = jax.random.randint(ahead_key, count.shape, 0, count)
+        later = jnp.take_along_axis(rows, ahead[None], axis=0)[0]
+        future = _complete(ring, later, weights > 0, later)
+        changed = options.relabel_fn(relabel_key, experience, future)
+        what = "`relabel_fn` must return the experience as it came in"
+        checks.same(what, experience, changed)
+        experience = changed
+    return Batch(experience=experience, indices=row, weights=weights, discount=discount)
 
 
 def get(ring: RingState, row: jax.Array) -> ArrayTree:

@@ -10,6 +10,7 @@ from jax import lax
 
 from rollout import checks
 from rollout.buffers import neighbours, ring, sampling, sum_tree
+from rollout.buffers.gather import SampleOptions
 from rollout.buffers.replay import ReplayBuffer, as_rows, jit_method
 from rollout.buffers.types import PrioritizedState
 from rollout.envs.types import ArrayTree
@@ -152,16 +153,13 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         return usable
 
     def _draw(
-        self,
-        state: PrioritizedState,
-        key: chex.PRNGKey,
-        num_draws: int,
-        stack: int | None,
-        beta: float | jax.Array,
+        self, state: PrioritizedState, key: chex.PRNGKey, options: SampleOptions
     ) -> tuple[jax.Array, jax.Array]:
         """Draws `[S]` rows and their importance weights, 0 for an unusable row."""
-        tree, usable_fn = state.priorities, self._usable_fn(state, stack)
-        all_usable = super()._usable_fn(state, stack) is None  # except at priority 0
+        tree, num_draws = state.priorities, options.batch_size
+        usable_fn = self._usable_fn(state, options.stack)
+        # Except at priority 0.
+        all_usable = super()._usable_fn(state, options.stack) is None
         draw_key, again_key = (key, key) if all_usable else jax.random.split(key)
         row = sum_tree.draw(tree, draw_key, num_draws)
         usable = usable_fn(row)
@@ -183,7 +181,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         # N and the sum cancel when weights are divided by the largest, which is that of
         # the smallest mass. At infinity an unusable row is never the smallest.
         mass = jnp.where(usable, tree[0][row], jnp.inf)
-        weights = (mass / jnp.min(mass)) ** -jnp.asarray(beta, jnp.float32)
+        weights = (mass / jnp.min(mass)) ** -jnp.asarray(options.beta, jnp.float32)
         # The barrier makes an `update` of these rows wait until the weights have read
         # the sums, so that it writes in place.
         return lax.optimization_barrier((row, jnp.where(usable, weights, 0)))

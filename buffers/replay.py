@@ -225,18 +225,23 @@ class ReplayBuffer(struct.PyTreeNode):
             "Reinforcement Learning: An Introduction", 2nd ed., eq. 7.1; "Hindsight
             Experience Replay", section 4.5, arXiv:1707.01495.
         """
+        checks.fraction("beta", beta)
+        if gamma is not None:
+            checks.fraction("gamma", gamma)
         if relabel_fn is not None and checks.is_tracing():
             # It may read tracers, also by a bound method whose object has others at the
             # next call: a new object, so that they are not found in the cache of `jit`.
             relabel_fn = functools.partial(relabel_fn)
-        reading = gather.Reading(
+        options = gather.SampleOptions(
+            batch_size=batch_size,
+            beta=beta,
             n_step=n_step,
             gamma=gamma,
             stack=stack,
             relabel_fn=relabel_fn,
             horizon=horizon,
         )
-        return self._sample(state, key, batch_size, beta, reading)
+        return self._sample(state, key, options)
 
     def sample_sequences(
         self,
@@ -266,8 +271,9 @@ class ReplayBuffer(struct.PyTreeNode):
             ValueError: if a count is not an int of at least 1, if `beta` is a number
                 out of range, or if the transition has no `terminated` or `truncated`.
         """
-        reading = gather.Reading(length=length)
-        return self._sample(state, key, batch_size, beta, reading)
+        checks.fraction("beta", beta)
+        options = gather.SampleOptions(batch_size=batch_size, beta=beta, length=length)
+        return self._sample(state, key, options)
 
     @jit_method("batch_size", "max_length")
     def sample_episodes(
@@ -439,48 +445,33 @@ class ReplayBuffer(struct.PyTreeNode):
         """Stores rows `[T, B, ...]` where `mask`, `[T, B]` bool."""
         return ring.write(state, rows, mask)[0]
 
+    @jit_method()
     def _sample(
-        self,
-        state: ArrayTree,
-        key: chex.PRNGKey,
-        batch_size: int,
-        beta: float | jax.Array,
-        reading: gather.Reading,
+        self, state: ArrayTree, key: chex.PRNGKey, options: gather.SampleOptions
     ) -> Any:
         """Checks the arguments of a sample, and draws it."""
-        batch_size = checks.int_between("batch_size", batch_size)
-        checks.fraction("beta", beta)
         self._check_state(state)
         checks.typed_key(key)
-        reading.check()
-        return self._draw_batch(state, key, beta, reading, batch_size)
+        options.check()
+        return self._draw_batch(state, key, options)
 
-    @jit_method("batch_size")
     def _draw_batch(
-        self,
-        state: ArrayTree,
-        key: chex.PRNGKey,
-        beta: float | jax.Array,
-        reading: gather.Reading,
-        batch_size: int,
+        self, state: ArrayTree, key: chex.PRNGKey, options: gather.SampleOptions
     ) -> Batch | Sequences:
         read_key = key
-        if reading.relabel_fn is not None:
+        if options.relabel_fn is not None:
             key, read_key = jax.random.split(key)
-        row, weights = self._draw(state, key, batch_size, reading.stack, beta)
-        return reading.read(state.ring, row, weights, read_key)
+        row, weights = self._draw(state, key, options)
+        if options.length is not None:
+            return gather.sequences(state.ring, row, weights, options.length)
+        return gather.transitions(state.ring, row, weights, read_key, options)
 
     def _draw(
-        self,
-        state: ArrayTree,
-        key: chex.PRNGKey,
-        num_draws: int,
-        stack: int | None,
-        beta: float | jax.Array,
+        self, state: ArrayTree, key: chex.PRNGKey, options: gather.SampleOptions
     ) -> tuple[jax.Array, jax.Array]:
         """Draws `[S]` rows and their weights; the weight of an unusable row is 0."""
-        del beta  # unused: the chances are even
-        memory, usable_fn = state.ring, self._usable_fn(state, stack)
+        memory, num_draws = state.ring, options.batch_size
+        usable_fn = self._usable_fn(state, options.stack)
         if usable_fn is None:
             row = sampling.evenly(memory, key, num_draws)
             usable = jnp.broadcast_to(self.size(state) > 0, row.shape)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rollout import checks
-from rollout.buffers.gather import Reading
+from rollout.buffers.gather import SampleOptions
 from rollout.buffers.replay import ReplayBuffer, jit_method
 from rollout.buffers.types import Batch, RingState, Sequences
 from rollout.envs.types import ArrayTree
@@ -117,20 +117,15 @@ class _Sharded(ReplayBuffer):
 
         return jnp.all(self._map(can, (ring,), first)(state))
 
-    @jit_method("batch_size")
     def _draw_batch(
-        self,
-        state: RingState,
-        key: chex.PRNGKey,
-        beta: float | jax.Array,
-        reading: Reading,
-        batch_size: int,
+        self, state: RingState, key: chex.PRNGKey, options: SampleOptions
     ) -> Batch | Sequences:
         """Draws on every device, with its own key and from its own rows."""
-        share = self._share("batch_size", batch_size)
+        share = self._share("batch_size", options.batch_size)
+        options = options.replace(batch_size=share)
         first, second, ring = self._where
         where = first
-        if reading.length is not None:
+        if options.length is not None:
             where = Sequences(
                 experience=second,
                 mask=second,
@@ -140,14 +135,11 @@ class _Sharded(ReplayBuffer):
             )
 
         def draw(
-            state: RingState,
-            key: chex.PRNGKey,
-            beta: float | jax.Array,
-            reading: Reading,
+            state: RingState, key: chex.PRNGKey, options: SampleOptions
         ) -> Batch | Sequences:
             device = lax.axis_index(self.axis)
             key = jax.random.fold_in(key, device)
-            batch = self._local._draw_batch(state, key, beta, reading, share)
+            batch = self._local._draw_batch(state, key, options)
             # Row numbers count the lanes of this device: convert them to all lanes.
             slot, lane = jnp.divmod(batch.indices, state.num_envs)
             lane = lane + device * state.num_envs
@@ -159,8 +151,7 @@ class _Sharded(ReplayBuffer):
             )
 
         every = PartitionSpec()
-        specs = ring, every, every, every
-        return self._map(draw, specs, where)(state, key, beta, reading)
+        return self._map(draw, (ring, every, every), where)(state, key, options)
 
     def _map(
         self, fn: Callable[..., Any], in_specs: Any, out_specs: Any

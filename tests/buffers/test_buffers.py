@@ -386,8 +386,8 @@ def test_rows_number_fits_into_int32():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_step": 3}, "`n_step` and `gamma` go together, got n_step=3, gamma=None"),
-        ({"gamma": 0.9}, "`n_step` and `gamma` go together, got n_step=None, gamma"),
+        ({"n_step": 3}, "`n_step` and `gamma` go together, got only `n_step`"),
+        ({"gamma": 0.9}, "`n_step` and `gamma` go together, got only `gamma`"),
         ({"n_step": 0, "gamma": 0.9}, "`n_step` must be an int of at least 1, got 0"),
         ({"n_step": 1, "gamma": 1.5}, r"`gamma` must be a number in \[0, 1\], got 1.5"),
         ({"stack": 0}, "`stack` must be an int of at least 1, got 0"),
