@@ -110,7 +110,7 @@ class _Map(NamedTuple):
     """Maps agents to the policies that act for them."""
 
     entries: tuple[Entry, ...]
-    mapping_fn: MappingFn | FixedMapping
+    mapping_fn: Any  # a `MappingFn`, not called under a fixed mapping
     layout: AgentLayout
     subgroups: list[Subgroup]
     by_agent: dict[str, str] | None  # under a fixed mapping
