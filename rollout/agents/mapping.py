@@ -4,23 +4,16 @@ Policies are numbered in their order, and a population takes as many numbers as 
 members. Trajectories keep a `Roster`, which names the numbers.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
-from rollout import checks
 from rollout.agents.population import Population
-from rollout.envs import prng
 from rollout.types import Key, Policy
 
 MappingFn = Callable[[Key, tuple[str, ...]], jax.Array]
-
-_NUM_TRIALS = 64  # draws by which a mapping is checked before it is used
 
 
 class FixedMapping(NamedTuple):
@@ -101,10 +94,12 @@ def make_entries(policies: Mapping[str, Policy | Population]) -> tuple[Entry, ..
         )
     entries, first = [], 0
     for name, policy in policies.items():
-        size = policy.size if isinstance(policy, Population) else None
-        inner = policy.policy if isinstance(policy, Population) else policy
-        entries.append(Entry(name, inner, first, size))
-        first = entries[-1].last
+        if isinstance(policy, Population):
+            entry = Entry(name, policy.policy, first, policy.size)
+        else:
+            entry = Entry(name, policy, first, None)
+        entries.append(entry)
+        first = entry.last
     return tuple(entries)
 
 
@@ -134,59 +129,3 @@ def policies_by_agent(
                 f"got {name!r} for {agent!r}."
             )
     return policies
-
-
-def fixed_ids(
-    entries: tuple[Entry, ...], mapping: FixedMapping, agents: tuple[str, ...]
-) -> jax.Array:
-    """Returns the index of each agent's policy, `[A]` int32."""
-    policies = policies_by_agent(entries, mapping, agents)
-    first = {entry.name: entry.first for entry in entries}
-    return jnp.asarray([first[policies[agent]] for agent in agents], jnp.int32)
-
-
-def drawn_ids(
-    entries: tuple[Entry, ...],
-    mapping_fn: MappingFn,
-    agents: tuple[str, ...],
-    episode_key: Key,
-) -> jax.Array:
-    """Draws the index of each agent's policy, `[B, A]` int32, -1 where out of range.
-
-    It is drawn at every step from the keys of the episodes, `[B]`. Keeping it in the
-    state saves nothing: then all lanes draw at every step too, for those that restart.
-    """
-    draw = jax.vmap(lambda key: mapping_fn(key, agents))
-    drawn = draw(prng.inline(episode_key))
-    return jnp.where((drawn >= 0) & (drawn < entries[-1].last), drawn, -1)
-
-
-def check(mapping_fn: MappingFn, agents: tuple[str, ...], num: int) -> None:
-    """Checks that a mapping returns an index for each agent."""
-    shape = jax.eval_shape(lambda: mapping_fn(jax.random.key(0), agents))
-    if getattr(shape, "shape", None) != (len(agents),) or shape.dtype != jnp.int32:
-        raise ValueError(
-            f"`mapping_fn` must return one index per agent, int32 of shape "
-            f"({len(agents)},), got {checks.describe(shape)}."
-        )
-    drawn = try_out(mapping_fn, agents)
-    wrong = None if drawn is None else drawn[(drawn < 0) | (drawn >= num)]
-    if wrong is not None and len(wrong):
-        raise ValueError(
-            f"`mapping_fn` must return indices from 0 to {num - 1}, got {wrong[0]}."
-        )
-
-
-def try_out(mapping_fn: MappingFn, agents: tuple[str, ...]) -> np.ndarray | None:
-    """Draws a mapping 64 times, `[64, A]`; None if it closes over tracers."""
-    try:
-        return _trial(mapping_fn, agents)
-    except (TypeError, jax.errors.JAXTypeError):
-        return None
-
-
-@functools.cache
-def _trial(mapping_fn: MappingFn, agents: tuple[str, ...]) -> np.ndarray:
-    with jax.ensure_compile_time_eval():  # real numbers, also inside a `jit`
-        trial_keys = jax.random.split(jax.random.key(0), _NUM_TRIALS)
-        return np.asarray(jax.vmap(lambda key: mapping_fn(key, agents))(trial_keys))

@@ -1,11 +1,12 @@
 """`policy_map`: combines policies for single agents into one for several."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from rollout import checks
@@ -23,6 +24,8 @@ def policy_map(
     policies: Mapping[str, Policy | Population],
     mapping_fn: MappingFn | FixedMapping,
     env: Any,
+    *,
+    groups: Mapping[str, Collection[str]] | None = None,
 ) -> Policy:
     """Combines policies for single agents into one policy for several.
 
@@ -42,6 +45,8 @@ def policy_map(
         env: the environment whose agents are mapped: a `MultiAgentEnv`, or lanes of it
             made by `rollout.envs.vectorize_agents`. The policy acts in any number of
             lanes of environments with these agents.
+        groups: for a mapping function, the names of the groups that a policy can act
+            for, by policy. A policy without an entry must be able to act for all.
 
     Returns:
         A policy for an environment of `rollout.envs.vectorize_agents`. Its `params` are
@@ -54,8 +59,9 @@ def policy_map(
     Raises:
         ValueError: if `policies` are not policies by name, or a population under a
             fixed mapping; if `env` is not of several agents; if the mapping lacks an
-            agent, names one or a policy that does not exist, or gives an index out of
-            range. While tracing: if it acts in an environment of other agents, if
+            agent, or names one or a policy that does not exist; if `groups` names such
+            a group or policy, leaves a group without a policy, or is given with a fixed
+            mapping. While tracing: if it acts in an environment of other agents, if
             `params` lacks an entry, or if a policy returns actions that are not of the
             group's action space, or extras that are not () or a dict.
     """
@@ -65,24 +71,38 @@ def policy_map(
             "`mapping_fn` must be a function or made by `fixed_mapping`, got "
             f"{type(mapping_fn).__name__}."
         )
-    layout = layout_of(env)
-    if not isinstance(mapping_fn, FixedMapping):
-        mapping.check(mapping_fn, layout.agents, entries[-1].last)
-    modes = tuple(
-        entry._replace(policy=entry.policy._replace(apply=entry.policy.mode))
-        if entry.policy.mode
-        else entry
-        for entry in entries
-    )
+    layout, by_agent = layout_of(env), None
+    groups = {} if groups is None else dict(groups)
+    if isinstance(mapping_fn, FixedMapping):
+        by_agent = mapping.policies_by_agent(entries, mapping_fn, layout.agents)
+    else:
+        shape = jax.eval_shape(lambda: mapping_fn(jax.random.key(0), layout.agents))
+        num = len(layout.agents)
+        if getattr(shape, "shape", None) != (num,) or shape.dtype != jnp.int32:
+            raise ValueError(
+                "`mapping_fn` must return one index per agent, int32 of shape "
+                f"({num},), got {checks.describe(shape)}."
+            )
+    known = {group.name for group in layout.groups}
+    names = {entry.name for entry in entries} if by_agent is None else set()
+    asked = {name for its in groups.values() for name in its}
+    if not (set(groups) <= names and asked <= known):
+        raise ValueError(
+            "`groups` must map policies of a mapping function, "
+            f"{', '.join(sorted(names)) or 'none here'}, to groups, "
+            f"{', '.join(sorted(known))}, got {groups}."
+        )
+    playing = subgroups.make_subgroups(entries, layout, by_agent, groups)
+    if idle := known - {subgroup.group.name for subgroup in playing}:
+        raise ValueError(
+            f"`groups` must leave each group a policy, got none for {min(idle)!r}."
+        )
+    this = _Map(entries, mapping_fn, layout, playing, by_agent)
     has_mode = any(entry.policy.mode for entry in entries)
-    drawn, likely = (
-        _Map(x, mapping_fn, layout, subgroups.make_subgroups(x, mapping_fn, layout))
-        for x in (entries, modes)
-    )
     return Policy(
-        init=functools.partial(_init, drawn),
-        apply=functools.partial(_apply, drawn),
-        mode=functools.partial(_apply, likely) if has_mode else None,
+        init=functools.partial(_init, this),
+        apply=functools.partial(_apply, this, False),
+        mode=functools.partial(_apply, this, True) if has_mode else None,
     )
 
 
@@ -90,9 +110,10 @@ class _Map(NamedTuple):
     """Maps agents to the policies that act for them."""
 
     entries: tuple[Entry, ...]
-    mapping_fn: MappingFn | FixedMapping
+    mapping_fn: Any  # a `MappingFn`, not called under a fixed mapping
     layout: AgentLayout
     subgroups: list[Subgroup]
+    by_agent: dict[str, str] | None  # under a fixed mapping
 
 
 class _MapState(struct.PyTreeNode, kw_only=True):
@@ -104,82 +125,71 @@ class _MapState(struct.PyTreeNode, kw_only=True):
 
 def _init(this: _Map, num_envs: int) -> _MapState:
     inner = {entry.name: {} for entry in this.entries}
-    for subgroup in this.subgroups:
-        num = len(subgroup.columns)
-        state = subgroup.entry.policy.init(num_envs * num)
-        if any(isinstance(x, EpisodeKey) for x in _nodes(state)):
+    for entry, group, columns in this.subgroups:
+        state = entry.policy.init(num_envs * len(columns))
+        nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, EpisodeKey))
+        if any(isinstance(x, EpisodeKey) for x in nodes):
             raise ValueError(
-                f"The policy {subgroup.entry.name!r} must have no `EpisodeKey` in its "
-                "state, which belongs to a lane and not to an agent."
+                f"The policy {entry.name!r} must have no `EpisodeKey` in its state, "
+                "which belongs to a lane and not to an agent."
             )
-        inner[subgroup.entry.name][subgroup.group.name] = subgroups.unmerge(
-            state, num_envs
-        )
-    is_fixed = isinstance(this.mapping_fn, FixedMapping)
-    return _MapState(key=() if is_fixed else EpisodeKey(), inner=inner)
+        inner[entry.name][group.name] = subgroups.unmerge(state, num_envs)
+    return _MapState(key=EpisodeKey() if this.by_agent is None else (), inner=inner)
 
 
 def _apply(
-    this: _Map, params: Params, obs: Obs, state: _MapState, key: Key
+    this: _Map, use_mode: bool, params: Params, obs: Obs, state: _MapState, key: Key
 ) -> PolicyStep:
-    entries, mapping_fn, layout, playing = this
+    entries, mapping_fn, layout, playing, by_agent = this
     _check_params(params, entries)
     _check_agents(obs, layout)
     acting = obs[ACTING]
     # First the policy of each agent, `[B, A]`.
-    is_fixed = isinstance(mapping_fn, FixedMapping)
-    if is_fixed:
-        policy_id = mapping.fixed_ids(entries, mapping_fn, layout.agents)
-        policy_id = jnp.broadcast_to(policy_id[None], acting.shape)
+    if by_agent is not None:
+        first = {entry.name: entry.first for entry in entries}
+        fixed = [first[by_agent[agent]] for agent in layout.agents]
+        policy_id = jnp.broadcast_to(jnp.asarray(fixed, jnp.int32)[None], acting.shape)
     else:
-        policy_id = mapping.drawn_ids(
-            entries, mapping_fn, layout.agents, state.key.value
-        )
-
-    def decide(subgroup: Subgroup, key: Key) -> PolicyStep:
-        own = state.inner[subgroup.entry.name][subgroup.group.name]
-        return subgroups.decide(subgroup, policy_id, params, obs, own, key)
-
-    # A drawn mapping pairs every policy with every group, even if their spaces differ.
-    if not is_fixed and len(layout.groups) > 1:
-        playing, policy_id = subgroups.fitting(
-            playing, mapping_fn, layout, policy_id, decide, key
-        )
+        # Drawn at every step. Keeping it in the state saves nothing: then all lanes
+        # draw at every step too, for those that restart.
+        draw = jax.vmap(lambda key: mapping_fn(key, layout.agents))
+        drawn = draw(prng.inline(state.key.value))
+        is_mapped = jnp.zeros(acting.shape, bool)
+        for entry, group, _ in playing:
+            is_member = np.isin(np.arange(len(layout.agents)), group.members)
+            is_mapped |= entry.controls(drawn) & is_member[None]
+        policy_id = jnp.where(is_mapped, drawn, -1)
     # Then each policy acts; states change only where an agent acts under that policy.
     inner = {name: dict(groups) for name, groups in state.inner.items()}
     made: dict[str, subgroups.Made] = {group.name: [] for group in layout.groups}
     for number, subgroup in enumerate(playing):
-        name, group = subgroup.entry.name, subgroup.group.name
-        decision = decide(
-            subgroup, key if len(playing) == 1 else prng.fold_in(key, number)
+        entry, group, _ = subgroup
+        own = inner[entry.name][group.name]
+        own_key = key if len(playing) == 1 else prng.fold_in(key, number)
+        decision = subgroups.decide(
+            subgroup, use_mode, policy_id, params, obs, own, own_key
         )
-        moves = subgroups.columns_of(
-            acting & subgroup.entry.controls(policy_id), subgroup
-        )
-        inner[name][group] = prng.select(moves, decision.state, inner[name][group])
-        made[group].append((subgroup, decision))
+        moves = subgroups.columns_of(acting & entry.controls(policy_id), subgroup)
+        inner[entry.name][group.name] = prng.select(moves, decision.state, own)
+        made[group.name].append((subgroup, decision))
     # Last, actions and extras are put together again, `[B, A_g, ...]` by group.
+    is_fixed = by_agent is not None
     join = subgroups.join_columns if is_fixed else subgroups.join_chosen
     join = functools.partial(join, policy_id=policy_id)
     actions = {x: [step.action for _, step in of] for x, of in made.items()}
+    columns = tuple((x.entry.name, x.group.name, x.columns) for x in playing)
     return PolicyStep(
         action={group: join(of, actions[group]) for group, of in made.items()},
         state=state.replace(inner=inner),
         extras={
             "policy_id": policy_id,
             "agents": {x: subgroups.join_extras(join, of) for x, of in made.items()},
-            "policy_index": _policy_index(entries, playing if is_fixed else None),
+            "policy_index": PolicyIndex(
+                tuple((x.name, x.first, x.last) for x in entries),
+                columns if is_fixed else None,
+            ),
         },
     )
-
-
-def _policy_index(
-    entries: tuple[Entry, ...], playing: list[Subgroup] | None
-) -> PolicyIndex:
-    columns = None
-    if playing is not None:
-        columns = tuple((x.entry.name, x.group.name, x.columns) for x in playing)
-    return PolicyIndex(tuple((x.name, x.first, x.last) for x in entries), columns)
 
 
 def _check_params(params: Params, entries: tuple[Entry, ...]) -> None:
@@ -202,7 +212,3 @@ def _check_agents(obs: Obs, layout: AgentLayout) -> None:
             f"`rollout.envs.vectorize_agents` with the {num_agents} agents of its "
             f"`env`, got observations of {got}."
         )
-
-
-def _nodes(tree: ArrayTree) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, EpisodeKey))

@@ -6,17 +6,15 @@ mapping a policy may control any agent, so every policy acts for the whole group
 each agent's action is chosen afterwards; only a population costs one member per agent.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rollout import checks
-from rollout.agents import mapping
-from rollout.agents.mapping import Entry, FixedMapping, MappingFn
+from rollout.agents.mapping import Entry
 from rollout.agents.population import apply_members
 from rollout.envs import prng
 from rollout.envs.multi_agent import AgentGroup, AgentLayout
@@ -38,88 +36,61 @@ Join = Callable[[Made, list[ArrayTree]], ArrayTree]
 
 def make_subgroups(
     entries: tuple[Entry, ...],
-    mapping_fn: MappingFn | FixedMapping,
     layout: AgentLayout,
+    by_agent: Mapping[str, str] | None,
+    groups: Mapping[str, Collection[str]],
 ) -> list[Subgroup]:
-    """Lists the subgroups that a mapping can use."""
-    if not isinstance(mapping_fn, FixedMapping):
-        return [
-            Subgroup(entry, group, tuple(range(len(group.members))))
-            for group in layout.groups
-            for entry in entries
-        ]
-    policies = mapping.policies_by_agent(entries, mapping_fn, layout.agents)
+    """Lists the subgroups that a mapping can use.
+
+    `by_agent` has the policy of each agent under a fixed mapping, `groups` the groups
+    that a policy can act for under a drawn one, all if it has no entry.
+    """
     subgroups = []
     for group in layout.groups:
-        names = [policies[layout.agents[member]] for member in group.members]
         for entry in entries:
-            columns = tuple(i for i, name in enumerate(names) if name == entry.name)
-            if columns:
+            columns = tuple(
+                column
+                for column, member in enumerate(group.members)
+                if by_agent is None or by_agent[layout.agents[member]] == entry.name
+            )
+            if columns and group.name in groups.get(entry.name, (group.name,)):
                 subgroups.append(Subgroup(entry, group, columns))
     return subgroups
 
 
-def fitting(
-    subgroups: list[Subgroup],
-    mapping_fn: MappingFn,
-    layout: AgentLayout,
-    policy_id: jax.Array,
-    decide: Callable[[Subgroup, Key], PolicyStep],
-    key: Key,
-) -> tuple[list[Subgroup], jax.Array]:
-    """Leaves out the subgroups whose policy cannot act for the group.
-
-    Agents that the mapping still gives to such a policy get the index -1.
-
-    Raises:
-        ValueError: if draws of the mapping give such a group to such a policy.
-    """
-    fitting = []
-    for subgroup in subgroups:
-        members = np.asarray(subgroup.group.members)
-        # Only a trial shows whether a policy takes the group's observations.
-        try:
-            jax.eval_shape(functools.partial(decide, subgroup), key)
-        except Exception as error:
-            drawn: Any = mapping.try_out(mapping_fn, layout.agents)
-            if drawn is None or np.any(subgroup.entry.controls(drawn[:, members])):
-                name = subgroup.entry.name
-                raise ValueError(
-                    f"`mapping_fn` must not give the group {subgroup.group.name!r} to "
-                    f"the policy {name!r}, which cannot act for it: {error}"
-                ) from error
-            is_member = np.isin(np.arange(len(layout.agents)), members)
-            wrong = subgroup.entry.controls(policy_id) & is_member[None]
-            policy_id = jnp.where(wrong, -1, policy_id)
-        else:
-            fitting.append(subgroup)
-    return fitting, policy_id
-
-
 def decide(
     subgroup: Subgroup,
+    use_mode: bool,
     policy_id: jax.Array,
     params: Params,
     obs: Obs,
     state: ArrayTree,
     key: Key,
 ) -> PolicyStep:
-    """Applies the policy of a subgroup to its agents, `[B, n, ...]`."""
+    """Applies the policy of a subgroup to its agents, `[B, n, ...]`.
+
+    With `use_mode` it takes its mode, if the policy has one.
+    """
     entry, group = subgroup.entry, subgroup.group
     num_envs, num = policy_id.shape[0], len(subgroup.columns)
-    seen, state = _merge((_take(obs[group.name], subgroup.columns), state))
-    own = params[entry.name]
-    if entry.size is None:
-        decision = entry.policy.apply(own, seen, state, key)
-    else:
-        # An agent of another policy gets any member; `join_chosen` drops its action.
-        member = jnp.clip(
-            columns_of(policy_id, subgroup) - entry.first, 0, entry.size - 1
-        )
-        decision = apply_members(
-            entry.policy, entry.size, member.reshape(-1), own, seen, state, key
-        )
+    seen = _take(obs[group.name], subgroup.columns)
+    seen, state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (seen, state))
+    own, policy = params[entry.name], entry.policy
+    if use_mode and policy.mode is not None:
+        policy = policy._replace(apply=policy.mode)
     who = f"The policy {entry.name!r}, which controls the group {group.name!r},"
+    try:
+        if entry.size is None:
+            decision = policy.apply(own, seen, state, key)
+        else:
+            # An agent of another policy gets any member; `join_chosen` drops its
+            # action.
+            member = columns_of(policy_id, subgroup) - entry.first
+            member = jnp.clip(member, 0, entry.size - 1).reshape(-1)
+            decision = apply_members(policy, entry.size, member, own, seen, state, key)
+    except Exception as error:
+        error.add_note(f"{who} raised this.")
+        raise
     checks.decision(who, decision, group, num_envs * num)
     checks.same(f"{who} must return the state as it came in", state, decision.state)
     return unmerge(decision, num_envs)
@@ -153,31 +124,43 @@ def join_chosen(made: Made, values: list[ArrayTree], policy_id: jax.Array) -> Ar
 
 def join_extras(join: Join, made: Made) -> ArrayTree:
     """Joins the extras of a group's policies by name."""
-    named = [{} if _is_nothing(x.extras) else x.extras for _, x in made]
-    for (subgroup, _), extras in zip(made, named, strict=True):
+    named = []
+    for subgroup, step in made:
+        is_nothing = isinstance(step.extras, tuple) and not step.extras
+        extras = {} if is_nothing else step.extras
         if not isinstance(extras, dict):
-            name = subgroup.entry.name
             raise ValueError(
-                f"The extras of the policy {name!r} must be () or a dict, "
-                f"got {type(extras).__name__}."
+                f"The extras of the policy {subgroup.entry.name!r} must be () or a "
+                f"dict, got {type(extras).__name__}."
             )
+        named.append(extras)
     if len(named) == 1:
         return named[0]
     joined = {}
     for name in sorted(set().union(*named)):
-        like = next(x[name] for x in named if name in x)
-        values = [
-            x[name] if name in x else _zeros(like, subgroup)
-            for x, (subgroup, _) in zip(named, made, strict=True)
-        ]
-        for value in values:
-            checks.same(
-                f"Policies of one group must return the same kind of `{name}`",
-                _row(like),
-                _row(value),
+        like = _row(next(x[name] for x in named if name in x))
+        values = []
+        for extras, (subgroup, step) in zip(named, made, strict=True):
+            if name in extras:
+                checks.same(
+                    f"Policies of one group must return the same kind of `{name}`",
+                    like,
+                    _row(extras[name]),
+                )
+                values.append(extras[name])
+                continue
+            num_envs = jax.tree.leaves(step.action)[0].shape[0]
+            axes = num_envs, len(subgroup.columns)
+            values.append(
+                jax.tree.map(lambda x, at=axes: jnp.zeros(at + x.shape, x.dtype), like)
             )
         joined[name] = join(made, values)
     return joined
+
+
+def _row(tree: ArrayTree) -> ArrayTree:
+    """Returns the shapes and dtypes of one agent's part of `[B, n, ...]`."""
+    return jax.eval_shape(lambda: jax.tree.map(lambda x: x[0, 0], tree))
 
 
 def _take(tree: ArrayTree, columns: tuple[int, ...]) -> ArrayTree:
@@ -188,11 +171,6 @@ def _take(tree: ArrayTree, columns: tuple[int, ...]) -> ArrayTree:
     return jax.tree.map(lambda x: x[:, np.asarray(columns)], tree)
 
 
-def _merge(tree: ArrayTree) -> ArrayTree:
-    """`[B, n, ...]` to `[B * n, ...]`."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
-
-
 def unmerge(tree: ArrayTree, num_envs: int) -> ArrayTree:
     """`[B * n, ...]` to `[B, n, ...]`."""
 
@@ -201,19 +179,3 @@ def unmerge(tree: ArrayTree, num_envs: int) -> ArrayTree:
         return x.reshape(num_envs, -1, *x.shape[1:])
 
     return jax.tree.map(split, tree)
-
-
-def _is_nothing(extras: ArrayTree) -> bool:
-    return isinstance(extras, tuple) and not extras
-
-
-def _zeros(like: ArrayTree, subgroup: Subgroup) -> ArrayTree:
-    """Makes zeros for a subgroup, in the shapes of another's extras."""
-    num = len(subgroup.columns)
-    return jax.tree.map(
-        lambda x: jnp.zeros((x.shape[0], num, *x.shape[2:]), x.dtype), like
-    )
-
-
-def _row(tree: ArrayTree) -> ArrayTree:
-    return jax.eval_shape(lambda: jax.tree.map(lambda x: x[0, 0], tree))

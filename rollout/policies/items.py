@@ -6,6 +6,7 @@ an item is chosen among all, since one must be sent, and `extras["none_allowed"]
 True.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from rollout import checks
 from rollout.envs.spaces import Discrete
 from rollout.envs.types import ArrayTree
-from rollout.policies import masks, uniform
+from rollout.policies import masks
 from rollout.policies.basic import stateless_policy
 from rollout.policies.masks import MaskFn
 from rollout.types import Policy
@@ -73,23 +74,24 @@ def item_policy(
     if sample and items is not None:
         raise ValueError("`sample` must be False where `items` are given, got True.")
 
-    def choose(params: Any, obs: ArrayTree, key: chex.PRNGKey | None) -> tuple:
-        scores, extras = _with_extras(fn(params, obs))
+    def choose(
+        draws: bool, params: Any, obs: ArrayTree, key: chex.PRNGKey
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        result = fn(params, obs)
+        scores, extras = result if isinstance(result, tuple) else (result, {})
         if items is not None:
-            extras = {**extras, "point": scores}
-            scores = _nearness(scores, jnp.asarray(items, scores.dtype))
-        mask = masks.read(mask_fn, obs, Discrete(scores.shape[-1]))
-        action, more = choose_items(scores, mask, key)
+            # The nearest has the highest score, minus the squared distance, here up to
+            # a constant per lane.
+            point, table = scores, jnp.asarray(items, scores.dtype)
+            scores = 2.0 * point @ table.T - jnp.sum(table**2, axis=-1)[None]
+            extras = {**extras, "point": point}
+        mask = masks.read(mask_fn, obs, Discrete(scores.shape[-1]))[:, 0]
+        action, more = choose_items(scores, mask, key if draws else None)
         return action, {**extras, **more}
 
-    def act(params: Any, obs: ArrayTree, key: chex.PRNGKey) -> tuple:
-        return choose(params, obs, key if sample else None)
-
-    def act_greedily(params: Any, obs: ArrayTree, key: chex.PRNGKey) -> tuple:
-        del key  # unused
-        return choose(params, obs, None)
-
-    return stateless_policy(act, mode_fn=act_greedily)
+    return stateless_policy(
+        functools.partial(choose, sample), mode_fn=functools.partial(choose, False)
+    )
 
 
 def choose_items(
@@ -117,7 +119,7 @@ def choose_items(
             "`mask` must be bool of the shape [B, I] of `scores`, got "
             f"{checks.describe(mask)} and {checks.describe(scores)}."
         )
-    none_allowed = uniform.none_allowed(mask)
+    none_allowed = ~mask.any(axis=-1)
     # An allowed -inf becomes the lowest finite score, and beats items not allowed.
     lowest = jnp.finfo(scores.dtype).min
     scores = jnp.maximum(scores, lowest)
@@ -130,12 +132,3 @@ def choose_items(
     log_prob = jnp.take_along_axis(log_probs, action[:, None], axis=-1)[:, 0]
     extras = {"none_allowed": none_allowed, "log_prob": log_prob}
     return action.astype(jnp.int32), extras
-
-
-def _with_extras(result: Any) -> tuple[jax.Array, dict[str, Any]]:
-    return result if isinstance(result, tuple) else (result, {})
-
-
-def _nearness(point: jax.Array, items: jax.Array) -> jax.Array:
-    """Scores items, `[B, I]`: minus the squared distance, up to a constant per lane."""
-    return 2.0 * point @ items.T - jnp.sum(items**2, axis=-1)[None]

@@ -3,10 +3,6 @@
 Every draw takes one key for all lanes, and lane i draws the same whatever their number.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -19,15 +15,17 @@ from rollout.envs.spaces import Composite, Discrete, Repeated
 from rollout.envs.types import AnySpace, ArrayTree
 
 _LARGEST_N = 1 << 16  # so that the product of two 16-bit halves fits 32 bits
-_MANY = 256  # from this many actions on, a few are tried first
+_MANY = 256  # from this many columns of a mask on, a few are tried first
 _TRIES = 8
-_UNROLL = 32  # columns of a mask per iteration: straight-line for few actions
+_WIDE = 128  # from this many columns on, whole blocks are counted
+_BLOCK = 32
 
 
 def uniform(space: AnySpace, num_envs: int, key: chex.PRNGKey) -> ArrayTree:
     """Draws `[B, ...]` actions from the whole space, whose bounds must be finite."""
     if isinstance(space, Discrete):
-        return discrete(space, num_envs, key)
+        action = _below(space.n, space.n, (num_envs,), key).astype(space.dtype)
+        return action + jnp.asarray(space.start, space.dtype)
     if isinstance(space, Composite):
         drawn = [
             uniform(part, num_envs, prng.fold_in(key, number))
@@ -59,172 +57,82 @@ def check_bounds(space: AnySpace) -> None:
             )
 
 
-def discrete(space: Discrete, num_envs: int, key: chex.PRNGKey) -> jax.Array:
-    """Draws `[B]` actions."""
-    action = _below(space.n, space.n, (num_envs,), key).astype(space.dtype)
-    return action + jnp.asarray(space.start, space.dtype)
+def allowed(mask: jax.Array, key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+    """Draws `[B]` int32 uniformly among the columns allowed by `mask`, `[B, n]` bool.
 
-
-def allowed(
-    mask: jax.Array, space: Discrete, key: chex.PRNGKey
-) -> tuple[jax.Array, jax.Array]:
-    """Draws `[B]` actions uniformly among those allowed by `mask`, `[B, n]` bool.
-
-    Where nothing is allowed, the action is drawn from all; the second array, `[B]`
+    Where nothing is allowed, the column is drawn from all; the second array, `[B]`
     bool, is True there.
     """
-    if space.n < _UNROLL:  # straight-line anyway
-        return _count(mask, space, key)
-    # On a GPU a loop waits for the host to read its condition, and a round costs
-    # launches.
-    draw, draw_at_once = (
-        functools.partial(fn, space) for fn in (allowed_in_loops, allowed_at_once)
-    )
-    return lax.platform_dependent(
-        mask, key, cuda=draw_at_once, rocm=draw_at_once, default=draw
-    )
-
-
-def allowed_at_once(
-    space: Discrete, mask: jax.Array, key: chex.PRNGKey
-) -> tuple[jax.Array, jax.Array]:
-    """Draws as `allowed` does, without a loop."""
-    if space.n < _MANY:
-        return _count_at_once(mask, space, key)
-    found, is_found = _try_few(mask, space, key)
-    counted, is_none = _count_at_once(mask, space, prng.fold_in(key, 1))
-    return jnp.where(is_found, found, counted), is_none
-
-
-def allowed_in_loops(
-    space: Discrete, mask: jax.Array, key: chex.PRNGKey
-) -> tuple[jax.Array, jax.Array]:
-    """Draws as `allowed` does, in loops that read no more than they need."""
-    if space.n < _MANY:
-        return _count(mask, space, key)
-    # Usually one of a few tries is allowed, and the whole mask is not read.
-    found, is_found = _try_few(mask, space, key)
-
-    def count(_: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
-        counted, is_none = _count(mask, space, prng.fold_in(key, 1))
-        return jnp.bool_(True), jnp.where(is_found, found, counted), is_none
-
-    tried = is_found.all(), found, jnp.zeros_like(is_found)
-    if prng.num_parts() > 1:  # a condition over all devices would make them wait
-        _, action, is_none = count(tried)
-        return action, is_none
-    # A loop of at most one round: XLA copies what a `cond` reads, here the mask.
-    _, action, is_none = lax.while_loop(lambda state: ~state[0], count, tried)
-    return action, is_none
-
-
-def _try_few(
-    mask: jax.Array, space: Discrete, key: chex.PRNGKey
-) -> tuple[jax.Array, jax.Array]:
-    """Draws `[B]` actions a few times; the `[B]` bool is True where one was allowed."""
-    # Rejection sampling: the first allowed try is uniform over the allowed actions. The
-    # caller counts, with another key, where all tries failed.
-    num_envs = mask.shape[0]
-    tries = _below(space.n, space.n, (num_envs, _TRIES), prng.fold_in(key, 0))
+    num_envs, n = mask.shape
+    if n < _MANY:
+        return _choose(mask, key)
+    # Rejection sampling: the first allowed try is uniform over the allowed columns.
+    # Where all tries fail, the allowed columns are counted, with another key.
+    tries = _below(n, n, (num_envs, _TRIES), prng.fold_in(key, 0))
     index, is_found = tries[:, 0], jnp.zeros(num_envs, bool)
     for this in tries.T:
         index = jnp.where(is_found, index, this)
-        is_found |= _at(mask, this)
-    found = index.astype(space.dtype) + jnp.asarray(space.start, space.dtype)
-    return found, is_found
+        is_found |= at(mask, this)
+
+    def count(_: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
+        counted, is_none = _choose(mask, prng.fold_in(key, 1))
+        return jnp.bool_(True), jnp.where(is_found, index, counted), is_none
+
+    def count_if_needed(tried: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
+        # A loop of at most one round: XLA copies what a `cond` reads, here the mask.
+        return lax.while_loop(lambda state: ~state[0], count, tried)
+
+    # Usually a try is allowed in every lane, and the whole mask is not read. On a GPU a
+    # loop would wait for the host, and on several devices lanes for each other.
+    tried = is_found.all(), index, jnp.zeros_like(is_found)
+    if prng.num_parts() > 1:
+        return count(tried)[1:]
+    return lax.platform_dependent(
+        tried, cuda=count, rocm=count, default=count_if_needed
+    )[1:]
 
 
-def _count_at_once(
-    mask: jax.Array, space: Discrete, key: chex.PRNGKey
-) -> tuple[jax.Array, jax.Array]:
-    """Draws as `_count` does: finds the block of columns, then the column in it."""
+def _choose(mask: jax.Array, key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+    """Draws as `allowed` does: a rank, and the allowed column of that rank."""
     num_envs, n = mask.shape
-    num_blocks = -(-n // _UNROLL)
-    # Allowed actions in each block, and up to its end; then a rank among all of them.
-    padded = jnp.pad(mask, ((0, 0), (0, num_blocks * _UNROLL - n)))
-    count = padded.reshape(num_envs, num_blocks, _UNROLL).sum(axis=2, dtype=jnp.int32)
+    if n < _WIDE:  # one column after the other; `jnp.cumsum` is slower on a CPU
+        total = mask.sum(axis=1, dtype=jnp.int32)
+        rank, is_none = _rank(total, n, key)
+        # The column of that rank is the first with more than `rank` allowed up to it.
+        so_far = index = jnp.zeros(num_envs, jnp.int32)
+        for column in mask.T:
+            so_far += (column | is_none).astype(jnp.int32)
+            index += (so_far <= rank).astype(jnp.int32)
+        return index, is_none
+    # Allowed columns in each block, and up to its end; then a rank among all of them.
+    num_blocks = -(-n // _BLOCK)
+    padded = jnp.pad(mask, ((0, 0), (0, num_blocks * _BLOCK - n)))
+    count = padded.reshape(num_envs, num_blocks, _BLOCK).sum(axis=2, dtype=jnp.int32)
     up_to = jnp.cumsum(count, axis=1)
-    total = up_to[:, -1]
-    is_none = total == 0
-    rank = _below(jnp.where(is_none, n, total), n, (num_envs,), key)[:, None]
-
+    drawn, is_none = _rank(up_to[:, -1], n, key)
+    rank = drawn[:, None]
     # The blocks that end at or before the rank come before the one that contains it.
     block = jnp.sum(up_to <= rank, axis=1, keepdims=True, dtype=jnp.int32)
     before = jnp.sum(jnp.where(up_to <= rank, count, 0), axis=1, keepdims=True)
-    column = block * _UNROLL + jnp.arange(_UNROLL, dtype=jnp.int32)[None]
+    column = block * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)[None]
     # Past the end the last column is read again, which is after the rank was reached.
     inside = jnp.take_along_axis(mask, jnp.minimum(column, n - 1), axis=1)
     so_far = before + jnp.cumsum(inside, axis=1, dtype=jnp.int32)
-    index = block[:, 0] * _UNROLL + jnp.sum(so_far <= rank, axis=1, dtype=jnp.int32)
-    # Where nothing is allowed, the rank was drawn from all actions: it is the action.
-    index = jnp.where(is_none, rank[:, 0], index).astype(space.dtype)
-    return index + jnp.asarray(space.start, space.dtype), is_none
+    index = block[:, 0] * _BLOCK + jnp.sum(so_far <= rank, axis=1, dtype=jnp.int32)
+    # Where nothing is allowed, the rank was drawn from all columns: it is the column.
+    return jnp.where(is_none, drawn, index), is_none
 
 
-def _count(
-    mask: jax.Array, space: Discrete, key: chex.PRNGKey
-) -> tuple[jax.Array, jax.Array]:
-    """Draws as `allowed` does: counts the allowed actions, then draws a rank."""
-    num_envs, n = mask.shape
-    dtype, zero = space.dtype, jnp.zeros(num_envs, jnp.int32)
-    if n < _MANY:
-        total = mask.sum(axis=-1, dtype=jnp.int32)
-    else:  # `sum` would convert the whole mask to integers
-        total = _fold_columns(_add, zero, mask)
+def _rank(total: jax.Array, n: int, key: chex.PRNGKey) -> tuple[jax.Array, jax.Array]:
+    """Draws `[B]` ranks below `total`, or below n where it is 0, the `[B]` bool."""
     is_none = total == 0
-    rank = _below(jnp.where(is_none, n, total), n, (num_envs,), key)
-
-    # The action of that rank is the first with more than `rank` allowed up to it.
-    # `jnp.cumsum` would do, but is slower on a CPU.
-    def count(
-        state: tuple[jax.Array, jax.Array], column: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        so_far, action = state
-        so_far = _add(so_far, column | is_none)
-        return so_far, action + (so_far <= rank).astype(dtype)
-
-    _, index = _fold_columns(count, (zero, zero.astype(dtype)), mask)
-    return index + jnp.asarray(space.start, dtype), is_none
+    return _below(jnp.where(is_none, n, total), n, total.shape, key), is_none
 
 
-def _add(total: jax.Array, flag: jax.Array) -> jax.Array:
-    return total + flag.astype(jnp.int32)
-
-
-def _fold_columns(fn: Callable[..., Any], state: Any, mask: jax.Array) -> Any:
-    """Folds the columns of a mask, `[B]` each; a `scan` would copy them all first."""
-
-    def fold(block: jax.Array, state: Any) -> Any:
-        for column in range(block.shape[1]):
-            state = fn(state, block[:, column])
-        return state
-
-    def fold_block(number: jax.Array, state: Any) -> Any:
-        start = number * _UNROLL
-        return fold(lax.dynamic_slice_in_dim(mask, start, _UNROLL, axis=1), state)
-
-    num_blocks, rest = divmod(mask.shape[1], _UNROLL)
-    if num_blocks:
-        state = lax.fori_loop(0, num_blocks, fold_block, state)
-    return fold(mask[:, mask.shape[1] - rest :], state)
-
-
-def is_allowed(mask: jax.Array, action: jax.Array, space: Discrete) -> jax.Array:
-    """Returns `[B]` bool, True where `mask`, `[B, n]` bool, allows `action`, `[B]`."""
-    index = action - jnp.asarray(space.start, action.dtype)
-    is_inside = (index >= 0) & (index < space.n)
-    return is_inside & _at(mask, jnp.where(is_inside, index, 0))
-
-
-def _at(mask: jax.Array, index: jax.Array) -> jax.Array:
+def at(mask: jax.Array, index: jax.Array) -> jax.Array:
     """Reads `mask`, `[B, n]`, at `index`, `[B]` from 0 to n - 1; `[B]` bool."""
-    at = index[:, None]
-    return jnp.take_along_axis(mask, at, axis=1, mode="promise_in_bounds")[:, 0]
-
-
-def none_allowed(mask: jax.Array) -> jax.Array:
-    """Returns `[B]` bool, True where `mask`, `[B, n]` bool, allows nothing."""
-    return ~mask.any(axis=-1)
+    column = index[:, None]
+    return jnp.take_along_axis(mask, column, axis=1, mode="promise_in_bounds")[:, 0]
 
 
 def num_lanes(obs: ArrayTree) -> int:

@@ -45,10 +45,18 @@ def table(num_agents=3, num_steps=3, acting=None):
 
 
 def collect(
-    env, policies, mapping, *, num_envs=B, num_steps=T, params=None, jit=quick_jit
+    env,
+    policies,
+    mapping,
+    *,
+    num_envs=B,
+    num_steps=T,
+    params=None,
+    groups=None,
+    jit=quick_jit,
 ):
     env = envs.vectorize_agents(env, num_envs)
-    policy = rollout.agents.policy_map(policies, mapping, env)
+    policy = rollout.agents.policy_map(policies, mapping, env, groups=groups)
     collector = rollout.Collector(env=env, policy=policy)
     params = dict.fromkeys(policies) if params is None else params
 
@@ -177,34 +185,63 @@ def test_groups_have_policies_of_their_own():
     assert np.all(np.asarray(got.action["two"]) == 3)
     assert len(np.unique(got.action["one"])) > 20
 
-    def mapping(key, agents):  # drawn, and right
+    def mapping(key, agents):
         return jnp.where(jax.random.bits(key) > 0, jnp.array([1, 0, 1]), 1)
 
-    drawn = collect(env, policies, mapping)
+    groups = {"box": ["one"], "discrete": ["two"]}
+    drawn = collect(env, policies, mapping, groups=groups)
     np.testing.assert_array_equal(drawn.action["two"], got.action["two"])
-    wrong = "must not give the group 'two' to the policy 'box', which cannot act for it"
+    wrong = "The policy 'box', which controls the group 'two',"
     with pytest.raises(ValueError, match=wrong):
-        collect(env, policies, drawn_mapping(2))
+        collect(env, policies, mapping)
 
 
-def test_agent_that_the_mapping_forgets_at_run_time_is_seen():
-    """An index out of range that no trial can show, since it is traced."""
+def test_error_inside_a_policy_names_it():
+    def act(params, obs, key):
+        raise TypeError("odd")
 
-    @quick_jit
-    def run(far):
-        def mapping(key, agents):
-            is_rare = jax.random.bits(key) >> 30 == 0
-            return jnp.where(is_rare, far, jnp.array([0, 1, 0]))
+    policies = {"x": constant(0), "y": rollout.stateless_policy(act)}
+    with pytest.raises(TypeError, match="odd") as caught:
+        collect(table(), policies, drawn_mapping(2))
+    note = "The policy 'y', which controls the group 'all', raised this."
+    assert note in caught.value.__notes__
 
-        policies = {"x": constant(3), "y": constant(4)}
-        return collect(table(), policies, mapping, jit=lambda fn: fn)
 
-    got = run(5)
-    unmapped = got.extras["policy_id"] == -1
-    assert 0 < unmapped.mean() < 1
-    assert np.all(np.asarray(got.action["all"])[unmapped] == 0)
-    acted = got.info.agents.acted & unmapped
-    assert rollout.agents.summarize_agents(got).num_unmapped == acted.sum()
+def test_agent_with_a_policy_of_another_group_is_unmapped():
+    env = ChanceEnv()
+    boxed = rollout.random_policy(env.action_spaces["one"])
+    policies = {"box": boxed, "discrete": constant(3)}
+    groups = {"box": ["one"], "discrete": ["two"]}
+    got = collect(env, policies, drawn_mapping(2), groups=groups)
+    policy_id = np.asarray(got.extras["policy_id"])
+    assert set(np.unique(policy_id[..., [0, 2]])) == {-1, 1}
+    assert set(np.unique(policy_id[..., 1])) == {-1, 0}
+    is_its = policy_id[..., [0, 2]] == 1
+    np.testing.assert_array_equal(got.action["two"], 3 * is_its)
+    unmapped = got.info.agents.acted & (policy_id == -1)
+    assert rollout.agents.summarize_agents(got).num_unmapped == unmapped.sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("mapping", "groups", "match"),
+    [
+        (drawn_mapping(1), {"y": ["all"]}, "must map policies .*, x, to groups, all"),
+        (drawn_mapping(1), {"x": ["some"]}, "to groups, all, got .*some"),
+        (drawn_mapping(1), {"x": []}, "must leave each group a policy, .* 'all'"),
+        (rollout.agents.fixed_mapping("x"), {"x": ["all"]}, "none here"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(mapping, groups, match):
+    with pytest.raises(ValueError, match=match):
+        collect(table(), {"x": constant(0)}, mapping, groups=groups)
+
+
+def test_index_out_of_range_is_unmapped():
+    policies = {"x": constant(3), "y": constant(4)}
+    got = collect(table(), policies, lambda key, agents: jnp.array([0, 2, -5]))
+    np.testing.assert_array_equal(got.extras["policy_id"][2, 1], [0, -1, -1])
+    np.testing.assert_array_equal(got.action["all"][2, 1], [3, 0, 0])
+    assert rollout.agents.summarize_agents(got).num_unmapped == 2 * B * T
 
 
 def test_mode_is_that_of_policies_that_have_one():
@@ -258,11 +295,6 @@ WRONG = {
         r"int32 of shape \(3,\), got int32 of shape \(\)",
     ),
     "dtype": ({"x": constant(0)}, lambda key, agents: jnp.zeros(3), "got float32 of"),
-    "range": (
-        {"x": constant(0)},
-        lambda key, agents: jnp.full(3, 1, jnp.int32),
-        "indices from 0 to 0, got 1",
-    ),
     "space": (
         {"x": rollout.stateless_policy(lambda params, obs, key: obs)},
         rollout.agents.fixed_mapping("x"),

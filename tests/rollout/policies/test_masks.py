@@ -1,6 +1,5 @@
 """Masks of spaces of several entries or parts, against lists of allowed actions."""
 
-import functools
 import itertools
 
 import jax
@@ -11,10 +10,12 @@ from cases import quick_jit
 
 import rollout
 from rollout import envs
+from rollout.envs import prng
 from rollout.policies import uniform
 
 NUM_LANES = 6_000
 LANES = np.zeros((NUM_LANES, 1), np.float32)
+KEY = jax.random.key(1)
 RNG = np.random.default_rng(0)
 JOINT = RNG.random((2, 3, 4)) < 0.4
 # A space, its mask in one lane, and whether the mask allows an element.
@@ -201,17 +202,31 @@ def test_mask_of_parts_without_a_discrete_one_is_refused():
         rollout.random_policy(space, mask_fn=lambda obs: obs)
 
 
-@pytest.mark.parametrize("n", [32, 33, 255, 256, 1000])
+@pytest.mark.parametrize("n", [2, 33, 127, 128, 255])
 @pytest.mark.parametrize("rate", [0.0, 0.02, 0.5])
-def test_draw_without_loops_has_the_bits_of_the_one_with_loops(n, rate):
-    """The program for a GPU, run here; also where nothing is allowed."""
-    choice = envs.Discrete(n, jnp.int16, -3)
+def test_draw_by_columns_has_the_bits_of_the_one_by_blocks(n, rate, monkeypatch):
+    """Also where nothing is allowed."""
     mask = np.random.default_rng(n).random((37, n)) < rate
     mask[0], mask[1], mask[2, -1] = False, True, True
-    with_loops, without = (
-        quick_jit(functools.partial(fn, choice))(mask, jax.random.key(n))
-        for fn in (uniform.allowed_in_loops, uniform.allowed_at_once)
-    )
-    np.testing.assert_array_equal(without[0], with_loops[0])
-    np.testing.assert_array_equal(without[1], with_loops[1])
-    assert without[0].dtype == with_loops[0].dtype
+    drawn = []
+    for wide in (n + 1, n):
+        monkeypatch.setattr(uniform, "_WIDE", wide)
+        draw = quick_jit(lambda mask, key: uniform.allowed(mask, key))
+        drawn.append(draw(mask, jax.random.key(n)))
+    np.testing.assert_array_equal(drawn[0][0], drawn[1][0])
+    np.testing.assert_array_equal(drawn[0][1], drawn[1][1])
+    np.testing.assert_array_equal(drawn[0][1], ~mask.any(axis=1))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.02, 0.5, 1.0])
+def test_draw_without_a_loop_has_the_bits_of_the_one_with_a_loop(rate):
+    """The program for a GPU and for several devices, run here."""
+    mask = np.random.default_rng(0).random((36, 1000)) < rate
+    drawn = []
+    for num_parts in (1, 2):
+        with prng.in_parts(num_parts):
+            traced = jax.jit(lambda *x: uniform.allowed(*x)).trace(mask, KEY)
+            drawn.append(traced.lower().compile()(mask, KEY))
+        assert ("while[" in str(traced.jaxpr)) == (num_parts == 1)
+    np.testing.assert_array_equal(drawn[0][0], drawn[1][0])
+    np.testing.assert_array_equal(drawn[0][1], drawn[1][1])
