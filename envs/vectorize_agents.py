@@ -5,7 +5,7 @@ any lanes. The bookkeeping of each agent is kept next to the environment's own s
 and returned in `info.agents`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import chex
@@ -30,7 +30,7 @@ from rollout.envs.multi_agent import (
     read_length,
 )
 from rollout.envs.spaces import Box, Dict, Repeated, as_space
-from rollout.envs.types import AnySpace, ArrayTree, EnvStep, LaneIndex, Lanes
+from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 from rollout.envs.vectorize import vectorize
 from rollout.envs.wrappers.wrapper import VectorWrapper
 
@@ -88,17 +88,6 @@ class _VectorizedAgents(VectorWrapper):
     @property
     def action_spaces(self) -> dict[str, AnySpace]:
         return dict(self._joint.env.action_spaces)
-
-    def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        return self.env.reset(keys)
-
-    def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        return self.env.step(keys, state, action)
-
-    def reset_done(
-        self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
-    ) -> Lanes:
-        return self.env.reset_done(key_fn, done, lanes)
 
     @property
     def _joint(self) -> "_Joint":
