@@ -133,13 +133,6 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
         env, axes = self._lay_out(self.env, self.num_envs)
         step = functools.partial(_step, self._types)
         result = jax.vmap(step, (axes, 0, 0, 0))(env, keys, state, action)
-        for name in ("reward", "terminated", "truncated"):
-            shape = jnp.shape(getattr(result, name))[1:]  # without the axis of `vmap`
-            if shape:
-                raise ValueError(
-                    f"`env.step` must return a scalar `{name}`, got shape "
-                    f"{shape} per environment."
-                )
         return cast_step(result)
 
     def reset_done(
