@@ -1,12 +1,22 @@
 """Auto-resets: starts new episodes in the done lanes, in ways equal bit for bit.
 
-`reset_select` resets all `B` lanes and keeps the result where a lane is done: the
-reference, without a loop. `reset_compact` resets only done lanes, `K` at a time, and
-`reset_switch` resets none, up to `K` done lanes, or all: see
-`rollout.envs.masked_update`. All are exact for any number of done lanes. `reset_auto`
-chooses one of them.
+`"select"` resets all `B` lanes and keeps the result where a lane is done: the
+reference, without a loop. `"compact"` resets only done lanes, `K` at a time, in lane
+order. `"auto"` chooses by the platform that the program is lowered for:
 
-All take `start_fn`, which returns fresh `Lanes` for the lane numbers it is given.
+| platform | cheap reset | costly reset |
+|---|---|---|
+| CPU | compact | compact |
+| GPU | select | switch |
+| TPU and others | select | compact |
+
+`switch` resets no lane, up to `K` done ones, or all; see `rollout.envs.masked_update`.
+All ways are exact for any number of done lanes.
+
+A reset is cheap if it takes at most 5,000 operations, about a step of Breakout, or 30
+million in all lanes together; on a GPU it must also have no loop of more than 8 rounds.
+Operations are counted in its jaxpr (`rollout.envs.cost_estimate`); a loop of unknown
+length is costly.
 """
 
 import functools
@@ -19,101 +29,64 @@ from jax import lax
 from rollout.envs import cost_estimate, masked_update, prng
 from rollout.envs.types import ArrayTree, Env, LaneIndex, Lanes
 
-_StartFn = Callable[[Env, LaneIndex], Lanes]
-
-# Bounds of a cheap reset, see `reset_auto`.
+# Bounds of a cheap reset.
 _FEW_OPERATIONS = 5_000  # of one lane: a step of Breakout and its keys
 _FEW_IN_ALL = 30_000_000  # of all lanes together
 _FEW_ROUNDS = 8
 
 
-def reset_select(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
-    """Resets every lane and keeps the result where `done`."""
-    return masked_update.select(done, lambda at: start_fn(env, at), lanes)
-
-
-def reset_compact(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
-    """Resets the done lanes only, `K` at a time, in lane order.
-
-    A `while_loop` has no reverse-mode derivative. Derivatives pass through the lanes
-    that are not done; only `reset_select` differentiates a reset with respect to `env`.
-    """
-    return _without_derivative(
-        _of_words(masked_update.rounds), env, start_fn, done, lanes
-    )
-
-
-def reset_switch(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
-    """Resets nothing, up to `K` done lanes, or all lanes; derivatives as in compact."""
-    return _without_derivative(
-        _of_words(masked_update.switch), env, start_fn, done, lanes
-    )
-
-
-def reset_auto(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
-    """Chooses the reset that suits the platform the program is lowered for.
-
-    | platform | cheap reset | costly reset |
-    |---|---|---|
-    | CPU | compact | compact |
-    | GPU | select | switch |
-    | TPU and others | select | compact |
-
-    A reset is cheap if it takes at most 5,000 operations, about a step of Breakout, or
-    30 million in all lanes together; on a GPU it must also have no loop of more than 8
-    rounds. Operations are counted in its jaxpr (`rollout.envs.cost_estimate`); a loop
-    of unknown length is costly. Derivatives are those of compact on every platform.
-    """
-
-    def choose(
-        env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes
-    ) -> ArrayTree:
-        one = jnp.zeros((1,), jnp.int32)
-        operations, rounds = cost_estimate.estimate(
-            lambda: prng.words(start_fn(env, one))
-        )
-        is_cheap = operations <= max(_FEW_OPERATIONS, _FEW_IN_ALL / done.size)
-        select, switch, compact = (
-            functools.partial(_of_words(way), env, start_fn, done)
-            for way in (
-                masked_update.select,
-                masked_update.switch,
-                masked_update.rounds,
-            )
-        )
-        # On a GPU each round of a loop is a launch, and select runs it at every step.
-        gpu = select if is_cheap and rounds <= _FEW_ROUNDS else switch
-        other = select if is_cheap else compact
-        return lax.platform_dependent(
-            lanes, cpu=compact, cuda=gpu, rocm=gpu, default=other
-        )
-
-    return _without_derivative(choose, env, start_fn, done, lanes)
-
-
-def _of_words(way: Callable[..., ArrayTree]) -> Callable[..., Lanes]:
-    """Makes a reset of lanes whose keys are replaced by their words."""
-
-    def reset(env: Env, start_fn: _StartFn, done: jax.Array, lanes: Lanes) -> Lanes:
-        return way(done, lambda at: prng.words(start_fn(env, at)), lanes)
-
-    return reset
-
-
-def _without_derivative(
-    reset: Callable[[Env, _StartFn, jax.Array, Lanes], Lanes],
+def reset(
+    way: str,
     env: Env,
-    start_fn: _StartFn,
+    start_fn: Callable[[Env, LaneIndex], Lanes],
     done: jax.Array,
     lanes: Lanes,
 ) -> Lanes:
-    """Calls `reset` on words of keys; derivatives pass through lanes not done."""
+    """Starts new episodes in the done lanes.
+
+    A `while_loop` has no reverse-mode derivative. Derivatives pass through the lanes
+    that are not done; only `"select"` differentiates a reset with respect to `env`.
+
+    Args:
+        way: a name in `WAYS`.
+        env: parameters of the environments, which `start_fn` takes.
+        start_fn: maps an index of `K` lanes to fresh ones, `[K, ...]`.
+        done: `[B]` bool, the lanes to reset.
+        lanes: the lanes as they are now.
+    """
+    if way == "select":
+        return WAYS[way](done, functools.partial(start_fn, env), lanes)
+    # Words, not keys: jax's checker of key reuse takes a loop or a branch that returns
+    # a key for a use of it.
     words = prng.words(lanes)
     # Nothing inside the reset depends on a differentiated value, so its `while_loop` is
     # never transposed; `_attach` adds the derivative again, outside of the loop.
-    fixed = lax.stop_gradient((env, words))
-    fresh = reset(fixed[0], start_fn, done, fixed[1])
+    fixed_env, fixed_words = lax.stop_gradient((env, words))
+    fresh = WAYS[way](done, lambda at: prng.words(start_fn(fixed_env, at)), fixed_words)
     return prng.like(_attach(fresh, words, done), lanes)
+
+
+def _by_platform(
+    done: jax.Array, fn: Callable[[LaneIndex], Lanes], lanes: Lanes
+) -> Lanes:
+    """Chooses the reset that suits the platform the program is lowered for."""
+    work = cost_estimate.estimate(fn, jnp.zeros((1,), jnp.int32))
+    is_cheap = work.operations <= max(_FEW_OPERATIONS, _FEW_IN_ALL / done.size)
+    select, switch, compact = (
+        functools.partial(way, done, fn)
+        for way in (masked_update.select, masked_update.switch, masked_update.rounds)
+    )
+    # On a GPU each round of a loop is a launch, and select runs it at every step.
+    gpu = select if is_cheap and work.rounds <= _FEW_ROUNDS else switch
+    other = select if is_cheap else compact
+    return lax.platform_dependent(lanes, cpu=compact, cuda=gpu, rocm=gpu, default=other)
+
+
+WAYS = {
+    "auto": _by_platform,
+    "compact": masked_update.rounds,
+    "select": masked_update.select,
+}
 
 
 @jax.custom_jvp

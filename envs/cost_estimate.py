@@ -1,15 +1,15 @@
 """Estimates the work of a function from its jaxpr, before anything is compiled."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
 _HASH = 100  # operations that make one random word: twenty rounds of five
-_CURVE = 10  # operations of a function such as a sine, roughly
-_CURVES = ("sin", "cos", "tan", "exp", "log", "pow", "erf", "lgamma")
+_HASHES = ("random_bits", "random_fold_in", "random_split", "random_seed")
+_SLICES = ("dynamic_slice", "gather", "slice")
 
 
 class Work(NamedTuple):
@@ -30,64 +30,31 @@ def estimate(fn: Callable[..., Any], *args: Any) -> Work:
 
 
 def _of(jaxpr: Any) -> Work:
+    def is_jaxpr(x: Any) -> bool:
+        return isinstance(x, core.ClosedJaxpr | core.Jaxpr)
+
     operations, rounds = 0.0, 0.0
     for eqn in jaxpr.eqns:
-        inner = [_of(part) for part in _parts(eqn.params)]
-        name, times = eqn.primitive.name, 1.0
-        # Loops multiply, and their rounds come one after the other. Of the branches of
-        # a conditional the costliest counts.
-        if name == "scan":
-            times = float(eqn.params["length"])
-        elif name == "while":
-            times = math.inf
-        if times != 1.0:
-            rounds += times * max(1.0, sum(part.rounds for part in inner))
-            operations += times * sum(part.operations for part in inner)
-        elif inner and name == "cond":
-            rounds += max(part.rounds for part in inner)
-            operations += max(part.operations for part in inner)
-        elif inner:
-            rounds += sum(part.rounds for part in inner)
-            operations += sum(part.operations for part in inner)
-        else:
-            operations += _of_one(eqn)
+        name = eqn.primitive.name
+        params = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
+        inner = [_of(getattr(x, "jaxpr", x)) for x in params if is_jaxpr(x)]
+        if inner:
+            # Loops multiply, and their rounds come one after the other. Of the branches
+            # of a conditional the costliest counts.
+            loops = {"scan": eqn.params.get("length"), "while": math.inf}
+            total, times = max if name == "cond" else sum, loops.get(name)
+            rounds_inside = total(part.rounds for part in inner)
+            rounds += times * max(1.0, rounds_inside) if times else rounds_inside
+            operations += (times or 1) * total(part.operations for part in inner)
+            continue
+        read, written = (
+            [math.prod(getattr(x.aval, "shape", ())) for x in variables]
+            for variables in (eqn.invars, eqn.outvars)
+        )
+        if name.startswith("threefry") or name in _HASHES:
+            operations += _HASH * sum(written)
+        elif name in _SLICES:
+            operations += sum(written)
+        else:  # a product of matrices or a sum reads more than it writes
+            operations += max(sum(written), *read, 0)
     return Work(operations, rounds)
-
-
-def _of_one(eqn: Any) -> float:
-    """Counts the elements that one operation computes, or reads to compute fewer."""
-    name = eqn.primitive.name
-    written = sum(_size(x) for x in eqn.outvars)
-    if name.startswith(("threefry", "random_")) and name not in _FREE:
-        return _HASH * written
-    if name.startswith(_CURVES):
-        return _CURVE * written
-    if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        shape = eqn.invars[0].aval.shape
-        return written * math.prod(shape[axis] for axis in contracted)
-    if name == "sort":
-        return written * max(1.0, math.log2(max(written, 2.0)))
-    if name.startswith(("reduce", "arg", "cum")):
-        return max(written, *(_size(x) for x in eqn.invars))
-    return written
-
-
-_FREE = ("random_wrap", "random_unwrap")
-
-
-def _size(variable: Any) -> float:
-    return float(math.prod(getattr(variable.aval, "shape", ())))
-
-
-def _parts(params: dict[str, Any]) -> Iterator[Any]:
-    """Yields the jaxprs within an operation."""
-    for value in jax.tree.leaves(list(params.values()), is_leaf=_is_jaxpr):
-        if isinstance(value, core.ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, core.Jaxpr):
-            yield value
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, core.ClosedJaxpr | core.Jaxpr)

@@ -282,17 +282,11 @@ def _make_layout(env: MultiAgentEnv) -> AgentLayout:
             f'`env.groups` must have other names than "{ACTING}", which is an entry of '
             "`obs`."
         )
-    return AgentLayout(
-        agents=agents,
-        groups=tuple(
-            _group(group, tuple(map(agents.index, names)), env.action_spaces[group])
-            for group, names in groups.items()
-        ),
-        simultaneous=bool(getattr(env, "simultaneous", False)),
-    )
-
-
-def _group(name: str, members: tuple[int, ...], action_space: AnySpace) -> AgentGroup:
-    space = as_space(action_space, name)
-    dtype = None if space.dtype is None else jnp.dtype(space.dtype)
-    return AgentGroup(name, members, space.shape, dtype)
+    made = []
+    for group, names in groups.items():
+        space = as_space(env.action_spaces[group], group)
+        dtype = None if space.dtype is None else jnp.dtype(space.dtype)
+        at = tuple(map(agents.index, names))
+        made.append(AgentGroup(group, at, space.shape, dtype))
+    simultaneous = bool(getattr(env, "simultaneous", False))
+    return AgentLayout(agents=agents, groups=tuple(made), simultaneous=simultaneous)

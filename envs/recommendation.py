@@ -292,7 +292,11 @@ class RecommendationEnv(struct.PyTreeNode):
         new = state.replace(
             last=state.last.at[state.turn % window].set(item), turn=turn
         )
-        reward = jnp.where(is_item, self._feedback_of(state.user, item), jnp.nan)
+        if callable(self.feedback):
+            feedback = jnp.asarray(self.feedback(state.user, item))
+        else:
+            feedback = self.feedback[state.user, item]
+        reward = jnp.where(is_item, feedback, jnp.nan)
         return EnvStep(
             state=new,
             obs=self._observe(state.user, item),
@@ -302,15 +306,9 @@ class RecommendationEnv(struct.PyTreeNode):
             info={},
         )
 
-    def _feedback_of(self, user: jax.Array, item: jax.Array) -> jax.Array:
-        if callable(self.feedback):
-            return jnp.asarray(self.feedback(user, item))
-        return self.feedback[user, item]
-
     def _observe(self, user: jax.Array, item: jax.Array) -> dict[str, jax.Array]:
-        mask = jnp.ones(self.num_items, bool)
-        if self.known is not None:
-            mask = self.known[user]
+        every = jnp.ones(self.num_items, bool)
+        mask = every if self.known is None else self.known[user]
         return {"user": user, "item": item, "mask": mask}
 
     def _set(self, name: str, value: Any) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import difflib
 import functools
 import io
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,7 +54,11 @@ def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
         ValueError: if there is no such suite, or it is not installed.
     """
     if suite == _INSTALLED:
-        return tuple(itertools.chain(*map(_ids_if_installed, _SUITES)))
+        found: list[str] = []
+        for name in _SUITES:
+            with contextlib.suppress(ValueError):
+                found += env_ids(name)
+        return tuple(found)
     if suite not in _SUITES:
         known = ", ".join((_INSTALLED, *_SUITES))
         raise ValueError(f"`suite` must be one of {known}, got {suite!r}.")
@@ -172,13 +175,6 @@ def _ids(suite: str) -> tuple[str, ...]:
             return _SUITES[suite].ids()
     except ModuleNotFoundError as error:
         raise ValueError(str(error)) from error
-
-
-def _ids_if_installed(suite: str) -> tuple[str, ...]:
-    try:
-        return env_ids(suite)
-    except ValueError:
-        return ()
 
 
 @contextlib.contextmanager

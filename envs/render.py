@@ -9,7 +9,7 @@ import importlib.util
 import io
 import os
 from collections.abc import Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import chex
 import jax
@@ -18,9 +18,6 @@ import numpy as np
 from rollout.envs.suites.gymnax import _GymnaxEnv
 from rollout.envs.types import ArrayTree, Env, EnvStep, VectorEnv
 from rollout.envs.wrappers.wrapper import Wrapper, WrapperState
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 # gymnax's visualizer draws any other environment as an empty frame, without an error.
 _BY_PYGAME = (
@@ -88,18 +85,19 @@ def render_gif(env: Env, states: ArrayTree, rewards: Any) -> bytes:
     check_render(env)
     chex.assert_rank(rewards, 1)
     chex.assert_tree_shape_prefix(states, (len(rewards) + 1,))
-    states, rewards = jax.device_get((_unwrapped(states), rewards))
-    inner, returns = _innermost(env), _running(rewards)
-    rows = [jax.tree.map(lambda x: x[t], states) for t in range(returns.size)]  # noqa: B023
+    while isinstance(states, WrapperState):
+        states = states.env_state
+    states, rewards = jax.device_get((states, rewards))
+    inner, interval = _innermost(env), _INTERVAL
+    rows = [jax.tree.map(lambda x: x[t], states) for t in range(len(rewards) + 1)]  # noqa: B023
     with no_screen():
         if hasattr(inner, _FRAMES):
-            frames, interval = _titled(inner.render_frames(rows), returns), _INTERVAL
+            frames = inner.render_frames(rows)
         elif _name(inner) in _BY_PYGAME:
-            frames = _titled(_classic_frames(inner, rows), returns)
-            interval = _CLASSIC_INTERVAL
+            frames, interval = _classic_frames(inner, rows), _CLASSIC_INTERVAL
         else:
-            frames, interval = _draw_by_gymnax(inner, rows, returns), _INTERVAL
-    return _to_gif(frames, interval)
+            frames = _visualizer_frames(inner, rows)
+        return _to_gif(frames, rewards, interval)
 
 
 def frames_to_gif(frames: Iterable[np.ndarray], rewards: Any) -> bytes:
@@ -116,7 +114,7 @@ def frames_to_gif(frames: Iterable[np.ndarray], rewards: Any) -> bytes:
         ModuleNotFoundError: if Pillow is not installed.
     """
     _need(("PIL",), "an episode")
-    return _to_gif(_titled(frames, _running(rewards)), _INTERVAL)
+    return _to_gif(frames, rewards, _INTERVAL)
 
 
 def expose_state(env: Env) -> Env:
@@ -201,29 +199,12 @@ def _name(inner: Any) -> str:
     return getattr(env, "name", type(env).__name__)
 
 
-def _unwrapped(states: ArrayTree) -> ArrayTree:
-    """Returns the states of the innermost environment."""
-    while isinstance(states, WrapperState):
-        states = states.env_state
-    return states
-
-
-def _running(rewards: Any) -> np.ndarray:
-    """Returns the return before each step and after the last, `[T + 1]`."""
-    return np.append(0.0, np.cumsum(rewards, dtype=np.float64))
-
-
-def _to_gif(frames: list["Image"], interval: int) -> bytes:
-    file = io.BytesIO()
-    options = {"duration": interval, "loop": 0}  # loop 0: for ever
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], **options)
-    return file.getvalue()
-
-
-def _titled(drawn: Iterable[np.ndarray], returns: np.ndarray) -> list["Image"]:
+def _to_gif(drawn: Iterable[np.ndarray], rewards: Any, interval: int) -> bytes:
     """Scales the frames to a common width, and puts a title above each."""
     from PIL import Image, ImageDraw
 
+    # The return before each step and after the last.
+    returns = np.append(0.0, np.cumsum(rewards, dtype=np.float64))
     frames = []
     for t, (pixels, total) in enumerate(zip(drawn, returns, strict=True)):
         # Small grids are enlarged, and large pictures reduced, by whole factors.
@@ -235,7 +216,10 @@ def _titled(drawn: Iterable[np.ndarray], returns: np.ndarray) -> list["Image"]:
         frame.paste(picture, (0, _TITLE_HEIGHT))
         ImageDraw.Draw(frame).text((4, 4), f"step {t}, return {total:.2f}", "black")
         frames.append(frame.quantize())  # saves memory: one byte per pixel
-    return frames
+    file = io.BytesIO()
+    options = {"duration": interval, "loop": 0}  # loop 0: for ever
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], **options)
+    return file.getvalue()
 
 
 def _classic_frames(
@@ -266,30 +250,24 @@ def _classic_frames(
         env.close()
 
 
-def _draw_by_gymnax(
-    inner: _GymnaxEnv, rows: list[ArrayTree], returns: np.ndarray
-) -> list["Image"]:
-    """Draws frames by gymnax's visualizer, with our titles."""
+def _visualizer_frames(
+    inner: _GymnaxEnv, rows: list[ArrayTree]
+) -> Generator[np.ndarray, None, None]:
+    """Draws frames by gymnax's visualizer, without its titles."""
     import matplotlib.pyplot as plt
     from gymnax.visualize import Visualizer
-    from PIL import Image
 
     visualizer: Any = Visualizer(inner.env, inner.env_params, rows)
-    frames = []
     try:
         visualizer.init()
-        for t, total in enumerate(returns):
+        for t in range(len(rows)):
             visualizer.update(t)
-            # gymnax numbers frames: it would call the state before step 1 "step 1".
-            title = f"{visualizer.env.name}: step {t}, return {total:.2f}"
-            visualizer.ax.set_title(title, fontsize=15)
-            canvas: Any = visualizer.fig.canvas
-            canvas.draw()
-            frame = Image.fromarray(np.asarray(canvas.buffer_rgba()))
-            frames.append(frame.convert("RGB").quantize())  # saves memory
+            # gymnax numbers frames: it calls the state before step 1 "step 1".
+            visualizer.ax.set_title("")
+            visualizer.fig.canvas.draw()
+            yield np.asarray(visualizer.fig.canvas.buffer_rgba())
     finally:
         plt.close(visualizer.fig)
-    return frames
 
 
 @contextlib.contextmanager

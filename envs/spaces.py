@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.core import Tracer
 
 from rollout import checks
 from rollout.envs import prng
@@ -89,17 +88,13 @@ class Discrete(_Bounded, struct.PyTreeNode):
         pytree_node=False, default=jnp.dtype(jnp.int32)
     )
     start: int = struct.field(pytree_node=False, default=0)
+    shape = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n", checks.int_between("n", self.n))
         object.__setattr__(self, "start", checks.integer("start", self.start))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         checks.holds(self.dtype, self.low, self.high)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of one element, `()`."""
-        return ()
 
     @property
     def low(self) -> int:
@@ -145,12 +140,9 @@ class Box(_Bounded, struct.PyTreeNode):
             raise ValueError(
                 f"`low` and `high` must be numbers or arrays, got {bounds}."
             )
-        if not all(isinstance(x, _NUMBERS) for x in bounds):
-            return  # placeholders that jax builds pytrees with
-        if any(isinstance(x, Tracer) for x in bounds):
-            return
         # Bounds stacked for `vmap` over environments have one axis more.
-        if not np.all(np.asarray(self.low) <= np.asarray(self.high)):
+        is_known = checks.is_known(bounds)
+        if is_known and not np.all(np.asarray(self.low) <= np.asarray(self.high)):
             raise ValueError(
                 f"`low` must be at most `high`, got low={self.low}, high={self.high}."
             )
@@ -260,20 +252,11 @@ class MultiBinary(_Bounded, struct.PyTreeNode):
     dtype: jax.typing.DTypeLike = struct.field(
         pytree_node=False, default=jnp.dtype(jnp.int8)
     )
+    low, high = 0, 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _shape(self.shape))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
-
-    @property
-    def low(self) -> int:
-        """The smallest value, 0."""
-        return 0
-
-    @property
-    def high(self) -> int:
-        """The largest value, 1."""
-        return 1
 
 
 class Repeated(Space, struct.PyTreeNode):
@@ -435,7 +418,7 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
     elif isinstance(space, Space):
         return space
     elif kind:
-        return _KINDS[kind](space)
+        return _converted(kind, space)
     else:
         raise ValueError(
             f"`{name}` must be a Box, Discrete, MultiDiscrete, MultiBinary, Dict or "
@@ -484,8 +467,18 @@ def _tuples(x: int | list) -> int | tuple:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
-def _to_box(space: Any) -> Box:
-    dtype, low, high = narrow(space.dtype), space.low, space.high
+def _converted(kind: str, space: Any) -> AnySpace:
+    """Converts a space of another library, in which its class is called `kind`."""
+    dtype, start = narrow(space.dtype), getattr(space, "start", 0)
+    if kind == "Discrete":
+        return Discrete(int(space.n), dtype, int(start))
+    if kind == "MultiBinary":
+        return MultiBinary(tuple(space.shape), dtype)
+    if kind == "MultiDiscrete":
+        # Gymnasium's has `nvec`, JaxMARL's `num_categories`.
+        sizes = space.nvec if hasattr(space, "nvec") else space.num_categories
+        return MultiDiscrete(np.asarray(sizes), dtype, np.asarray(start))
+    low, high = space.low, space.high
     # The shape in JaxMARL's Hanabi is a number.
     shape = tuple(int(size) for size in np.atleast_1d(space.shape))
     if dtype != space.dtype:
@@ -500,30 +493,5 @@ def _limits(dtype: np.dtype) -> tuple[int, int]:
     return np.iinfo(dtype).min, np.iinfo(dtype).max
 
 
-def _to_discrete(space: Any) -> Discrete:
-    start = int(getattr(space, "start", 0))
-    return Discrete(int(space.n), narrow(space.dtype), start)
-
-
-def _to_multi_discrete(space: Any) -> MultiDiscrete:
-    # Gymnasium's has `nvec`, JaxMARL's `num_categories`.
-    sizes = getattr(space, "nvec", None)
-    sizes = np.asarray(space.num_categories if sizes is None else sizes)
-    start = np.asarray(getattr(space, "start", 0))
-    return MultiDiscrete(sizes, narrow(space.dtype), start)
-
-
-def _to_multi_binary(space: Any) -> MultiBinary:
-    return MultiBinary(tuple(space.shape), narrow(space.dtype))
-
-
-_KINDS: dict[str, Any] = {
-    "Box": _to_box,
-    "Dict": None,
-    "Discrete": _to_discrete,
-    "MultiBinary": _to_multi_binary,
-    "MultiDiscrete": _to_multi_discrete,
-    "Tuple": None,
-}
+_KINDS = ("Box", "Dict", "Discrete", "MultiBinary", "MultiDiscrete", "Tuple")
 _NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32"}
-_NUMBERS = (int, float, np.ndarray, np.generic, jax.Array)

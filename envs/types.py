@@ -12,7 +12,6 @@ reset key would then hold the keys of its own first steps (`split(key)[i]` is
 `fold_in(key, i)`).
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol
 from typing import Any as AnySpace
@@ -169,22 +168,14 @@ def sharding_of(env: Any) -> Any:
     return getattr(env, "sharding", None)
 
 
-def node_types(tree: ArrayTree) -> tuple[type, ...]:
-    """Returns the types of the nodes of a tree, from the root, depth first.
+def hash_of_types(tree: ArrayTree) -> int:
+    """Returns a hash of a tree's structure, to which the classes of its nodes count.
 
     jax 0.10 and 0.11 consider two trees equal if they differ only in the class of a
     dataclass (`jax.tree_util.register_dataclass`). Their hashes differ, but the cache
-    of `jit` compares only a few bits of the hashes before it tests equality. So all
-    objects that hold an environment, such as a collector or the result of `vectorize`,
-    keep these types as static data. Otherwise they would sometimes run another
-    environment's program.
+    of `jit` in jax 0.10 compares only a few bits of the hashes before it tests
+    equality. So all objects that hold an environment, such as a collector or the result
+    of `vectorize`, keep this hash as static data. Otherwise they would sometimes run
+    another environment's program.
     """
-    return _types(jax.tree.structure(tree))
-
-
-def _types(structure: Any) -> tuple[type, ...]:
-    node = structure.node_data()
-    if node is None:  # a leaf
-        return ()
-    below = itertools.chain(*map(_types, structure.children()))
-    return (node[0], *below)
+    return hash(jax.tree.structure(tree))

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks
+from rollout.envs import auto_reset as auto_resets
 from rollout.envs import prng as env_keys
-from rollout.envs.auto_reset import reset_auto, reset_compact, reset_select
 from rollout.envs.spaces import as_space
 from rollout.envs.types import (
     RESET,
@@ -22,10 +22,8 @@ from rollout.envs.types import (
     LaneIndex,
     Lanes,
     VectorEnv,
-    node_types,
+    hash_of_types,
 )
-
-_AUTO_RESETS = {"auto": reset_auto, "compact": reset_compact, "select": reset_select}
 
 
 def vectorize(env: Env, num_envs: int, *, auto_reset: str = "auto") -> VectorEnv:
@@ -48,7 +46,10 @@ def vectorize(env: Env, num_envs: int, *, auto_reset: str = "auto") -> VectorEnv
         ValueError: if `num_envs` is not a positive int or `auto_reset` is unknown.
     """
     checks.single(env)
-    num_envs = _check(num_envs, auto_reset)
+    if not isinstance(auto_reset, str) or auto_reset not in auto_resets.WAYS:
+        names = " or ".join(f'"{name}"' for name in sorted(auto_resets.WAYS))
+        raise ValueError(f"`auto_reset` must be {names}, got {auto_reset!r}.")
+    num_envs = checks.int_between("num_envs", num_envs)
     return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset)
 
 
@@ -69,8 +70,7 @@ def vectorize_each(env: Env, num_envs: int, *, auto_reset: str = "auto") -> Vect
         ValueError: as `vectorize`, and if a leaf lacks the leading axis, or if there is
             no leaf.
     """
-    checks.single(env)
-    num_envs = _check(num_envs, auto_reset)
+    lanes: Any = vectorize(env, num_envs, auto_reset=auto_reset)
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(env)]
     wrong = [shape for shape in shapes if shape[:1] != (num_envs,)]
     if wrong or not shapes:
@@ -79,14 +79,19 @@ def vectorize_each(env: Env, num_envs: int, *, auto_reset: str = "auto") -> Vect
             f"`env` must have leaves with the leading axis num_envs={num_envs}, got "
             f"{got}."
         )
-    return _VectorizedEnv(env=env, num_envs=num_envs, auto_reset=auto_reset, each=True)
+    return lanes.replace(each=True)
 
 
-def _check(num_envs: int, auto_reset: str) -> int:
-    if not isinstance(auto_reset, str) or auto_reset not in _AUTO_RESETS:
-        names = " or ".join(f'"{name}"' for name in sorted(_AUTO_RESETS))
-        raise ValueError(f"`auto_reset` must be {names}, got {auto_reset!r}.")
-    return checks.int_between("num_envs", num_envs)
+def cast_step(result: EnvStep) -> EnvStep:
+    """Casts the reward to float32 and the flags to bool, and drops weak types."""
+    return EnvStep(
+        state=_strong(result.state),
+        obs=_strong(result.obs),
+        reward=jnp.asarray(result.reward, jnp.float32),
+        terminated=checks.flag("terminated", result.terminated),
+        truncated=checks.flag("truncated", result.truncated),
+        info=_strong(result.info),
+    )
 
 
 class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
@@ -97,11 +102,11 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
     auto_reset: str = struct.field(pytree_node=False)
     each: bool = struct.field(pytree_node=False, default=False)  # parameters per lane
     first_lane: jax.Array | None = None  # () int32, see `local`
-    _types: tuple[type, ...] = struct.field(pytree_node=False, default=(), repr=False)
+    _types: int = struct.field(pytree_node=False, default=0, repr=False)
 
     def __post_init__(self) -> None:
         # Static data: without it `jit` may take two classes of `env` for one.
-        object.__setattr__(self, "_types", node_types(self.env))
+        object.__setattr__(self, "_types", hash_of_types(self.env))
 
     @property
     def observation_space(self) -> AnySpace:
@@ -128,21 +133,7 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
         env, axes = self._lay_out(self.env, self.num_envs)
         step = functools.partial(_step, self._types)
         result = jax.vmap(step, (axes, 0, 0, 0))(env, keys, state, action)
-        for name in ("reward", "terminated", "truncated"):
-            shape = jnp.shape(getattr(result, name))[1:]  # without the axis of `vmap`
-            if shape:
-                raise ValueError(
-                    f"`env.step` must return a scalar `{name}`, got shape "
-                    f"{shape} per environment."
-                )
-        return EnvStep(
-            state=_strong(result.state),
-            obs=_strong(result.obs),
-            reward=jnp.asarray(result.reward, jnp.float32),
-            terminated=checks.flag("terminated", result.terminated),
-            truncated=checks.flag("truncated", result.truncated),
-            info=_strong(result.info),
-        )
+        return cast_step(result)
 
     def reset_done(
         self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
@@ -160,7 +151,7 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
             state, obs = self._reset(env, reset_key, number)
             return Lanes(episode_key=episode_key, state=state, obs=obs)
 
-        return _AUTO_RESETS[self.auto_reset](self.env, start, done, lanes)
+        return auto_resets.reset(self.auto_reset, self.env, start, done, lanes)
 
     @property
     def _one(self) -> Env:
@@ -181,27 +172,21 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
         the way XLA divides by a number depends on the number of its uses, and that of
         equal numbers on the number of devices.
         """
-
-        def repeat(x: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(x, (num_lanes,)) if _is_float(x) else x
-
         if self.each:
             return env, jax.tree.map(lambda _: 0, env)
         # Scalar floats get a lane axis; integers and arrays stay shared, unmapped.
         axes = jax.tree.map(lambda x: 0 if _is_float(x) else None, env)
-        return jax.tree.map(repeat, env), axes
+        repeated = jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (num_lanes,)) if _is_float(x) else x, env
+        )
+        return repeated, axes
 
 
 # A program may hold a step or a reset several times, one for each kind of platform.
-# Jitted, the environment's own code is traced once. The types are static: see
-# `node_types`.
+# Jitted, the environment's own code is traced once. For `types` see `hash_of_types`.
 @functools.partial(jax.jit, static_argnums=0)
 def _step(
-    types: tuple[type, ...],
-    env: Env,
-    key: chex.PRNGKey,
-    state: ArrayTree,
-    action: ArrayTree,
+    types: int, env: Env, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree
 ) -> EnvStep:
     del types  # unused: only for the cache
     result = env.step(key, state, action)
@@ -213,7 +198,7 @@ def _step(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _reset(
-    types: tuple[type, ...], env: Any, key: chex.PRNGKey, number: jax.Array
+    types: int, env: Any, key: chex.PRNGKey, number: jax.Array
 ) -> tuple[ArrayTree, ArrayTree]:
     del types  # unused: only for the cache
     if hasattr(env, "at_episode"):
@@ -231,4 +216,4 @@ def _is_float(x: jax.typing.ArrayLike) -> bool:
 
 def _strong(tree: ArrayTree) -> ArrayTree:
     """Drops weak types, with which a scan traces its body twice or raises an error."""
-    return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), tree)
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)

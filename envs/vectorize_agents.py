@@ -5,8 +5,8 @@ any lanes. The bookkeeping of each agent is kept next to the environment's own s
 and returned in `info.agents`.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any
 
 import chex
 import jax
@@ -17,7 +17,6 @@ from jax.core import Tracer
 from rollout import checks
 from rollout.envs.multi_agent import (
     ACTING,
-    AgentGroup,
     AgentInfo,
     AgentLayout,
     Flag,
@@ -30,9 +29,9 @@ from rollout.envs.multi_agent import (
     read_length,
 )
 from rollout.envs.spaces import Box, Dict, Repeated, as_space
-from rollout.envs.types import AnySpace, ArrayTree, EnvStep, LaneIndex, Lanes
+from rollout.envs.types import AnySpace, ArrayTree, EnvStep
 from rollout.envs.vectorize import vectorize
-from rollout.envs.wrappers.wrapper import VectorWrapper
+from rollout.envs.wrappers.wrapper import VectorWrapper, Wrapper
 
 _FLAG = Box(0, 1, (), jnp.dtype(bool))
 
@@ -63,7 +62,6 @@ def vectorize_agents(
             tracing: if an observation or an action is not of the space of its group,
             or a value per agent is not `[A]`.
     """
-    checks.single(env)
     joint = _Joint(env=env, layout=layout_of(env))
     if joint.layout.simultaneous:
         _check_simultaneous(env, joint.action_space)
@@ -75,37 +73,21 @@ class _VectorizedAgents(VectorWrapper):
 
     @property
     def agents(self) -> tuple[str, ...]:
-        return self._joint.layout.agents
+        return layout_of(self.env).agents
 
     @property
     def groups(self) -> dict[str, tuple[str, ...]]:
-        return dict(self._joint.env.groups)
+        groups = layout_of(self.env).groups
+        return {x.name: tuple(self.agents[i] for i in x.members) for x in groups}
 
     @property
     def observation_spaces(self) -> dict[str, AnySpace]:
-        return dict(self._joint.env.observation_spaces)
+        stacked = self.observation_space.spaces
+        return {name: stacked[name].space for name in self.groups}
 
     @property
     def action_spaces(self) -> dict[str, AnySpace]:
-        return dict(self._joint.env.action_spaces)
-
-    def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        return self.env.reset(keys)
-
-    def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
-        return self.env.step(keys, state, action)
-
-    def reset_done(
-        self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
-    ) -> Lanes:
-        return self.env.reset_done(key_fn, done, lanes)
-
-    @property
-    def _joint(self) -> "_Joint":
-        env: Any = self.env
-        while not isinstance(env, _Joint):  # it may be sharded over devices
-            env = env.env
-        return env
+        return {name: x.space for name, x in self.action_space.spaces.items()}
 
 
 class _JointState(struct.PyTreeNode, kw_only=True):
@@ -116,7 +98,7 @@ class _JointState(struct.PyTreeNode, kw_only=True):
     packed: jax.Array  # [A] uint32, as in `AgentInfo`
 
 
-class _Joint(struct.PyTreeNode, kw_only=True):
+class _Joint(Wrapper):
     """An `Env` in which all agents of one environment act together."""
 
     env: MultiAgentEnv
@@ -124,16 +106,12 @@ class _Joint(struct.PyTreeNode, kw_only=True):
 
     @property
     def observation_space(self) -> AnySpace:
-        spaces = self._stack(self.env.observation_spaces)
+        spaces = self._stacked(self.env.observation_spaces)
         return Dict({**spaces, ACTING: Repeated(_FLAG, len(self.layout.agents))})
 
     @property
     def action_space(self) -> AnySpace:
-        return Dict(self._stack(self.env.action_spaces))
-
-    def at_episode(self, number: jax.Array) -> Self:
-        at_episode = getattr(self.env, "at_episode", None)
-        return self if at_episode is None else self.replace(env=at_episode(number))
+        return Dict(self._stacked(self.env.action_spaces))
 
     def reset(self, key: chex.PRNGKey) -> tuple[_JointState, dict[str, Any]]:
         result = self.env.reset(key)
@@ -220,10 +198,11 @@ class _Joint(struct.PyTreeNode, kw_only=True):
         self._check_stacked("obs", obs, self.env.observation_spaces)
         return {**obs, ACTING: acting}
 
-    def _stack(self, spaces: Mapping[str, AnySpace]) -> dict[str, AnySpace]:
+    def _stacked(self, spaces: Mapping[str, AnySpace]) -> dict[str, AnySpace]:
+        """Returns the space of all members of each group."""
         return {
-            group.name: _stacked(spaces[group.name], group)
-            for group in self.layout.groups
+            name: Repeated(as_space(spaces[name], name), len(members))
+            for name, members, *_ in self.layout.groups
         }
 
     def _each(self, name: str, value: Any, dtype: Any) -> jax.Array:
@@ -245,38 +224,28 @@ class _Joint(struct.PyTreeNode, kw_only=True):
         has_dtype: bool = False,
     ) -> None:
         """Checks that a tree is a dict by group, stacked, in the groups' spaces."""
-        names = sorted(group.name for group in self.layout.groups)
-        if not isinstance(value, Mapping) or sorted(value) != names:
+        stacked = self._stacked(spaces)
+        if not isinstance(value, Mapping) or value.keys() != stacked.keys():
             got = sorted(value) if isinstance(value, Mapping) else type(value).__name__
+            names = ", ".join(sorted(stacked))
             raise ValueError(
-                f"`{name}` must be a dict of the groups {', '.join(names)}, got {got}."
+                f"`{name}` must be a dict of the groups {names}, got {got}."
             )
-        for group in self.layout.groups:
-            space = _stacked(spaces[group.name], group)
-            _check_of_space(name, group.name, value[group.name], space, has_dtype)
-
-
-def _stacked(space: AnySpace, group: AgentGroup) -> Repeated:
-    """Returns the space of all members of a group."""
-    return Repeated(as_space(space, group.name), len(group.members))
-
-
-def _check_of_space(
-    name: str, group: str, value: ArrayTree, space: AnySpace, has_dtype: bool
-) -> None:
-    leaves, dtype = jax.tree.leaves(value), space.dtype if has_dtype else None
-    if space.shape is None:  # several parts: only the leading axis is checked
-        fits = all(jnp.shape(x)[:1] == (space.num,) for x in leaves)
-    else:
-        fits = [jnp.shape(x) for x in leaves] == [space.shape]
-        fits &= dtype is None or jnp.result_type(leaves[0]) == dtype
-    if not fits:
-        what = f"shape {space.shape or (space.num, '...')}"
-        raise ValueError(
-            f"`{name}` of the group {group!r} must be of "
-            f"{what if dtype is None else f'{jnp.dtype(dtype).name} and {what}'}, got "
-            f"{', '.join(map(checks.describe, leaves))}."
-        )
+        for group, space in stacked.items():
+            leaves = jax.tree.leaves(value[group])
+            dtype = space.dtype if has_dtype else None
+            if space.shape is None:  # several parts: only the leading axis is checked
+                fits = all(jnp.shape(x)[:1] == (space.num,) for x in leaves)
+            else:
+                fits = [jnp.shape(x) for x in leaves] == [space.shape]
+                fits &= dtype is None or jnp.result_type(leaves[0]) == dtype
+            if not fits:
+                what = "" if dtype is None else f"{jnp.dtype(dtype).name} and "
+                raise ValueError(
+                    f"`{name}` of the group {group!r} must be of {what}shape "
+                    f"{space.shape or (space.num, '...')}, got "
+                    f"{', '.join(map(checks.describe, leaves))}."
+                )
 
 
 def _check_simultaneous(env: MultiAgentEnv, action_space: AnySpace) -> None:

@@ -10,7 +10,7 @@ from flax import struct
 from jax.core import Tracer
 
 from rollout import checks, kernel, platform
-from rollout.envs.types import VectorEnv, node_types
+from rollout.envs.types import VectorEnv, hash_of_types
 from rollout.kernel import episodes
 from rollout.types import (
     ActionT,
@@ -103,15 +103,15 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
     # A mapping from names to `Accumulator`s, kept as `Accumulators`.
     accumulators: Any = struct.field(pytree_node=False, default=())
     value_fn: ValueFn | None = struct.field(pytree_node=False, default=None)
-    # So that collectors of environments of different classes differ; see `node_types`.
-    _types: tuple[type, ...] = struct.field(pytree_node=False, default=(), repr=False)
+    # Tells classes of environments apart; see `hash_of_types`.
+    _types: int = struct.field(pytree_node=False, default=0, repr=False)
 
     def __post_init__(self) -> None:
         checks.collector(self.env, self.policy, self.record_fn, self.value_fn)
         checks.kind_of_env(self.env, is_host=False)
         accumulators = checks.accumulators(self.accumulators)
         object.__setattr__(self, "accumulators", accumulators)
-        object.__setattr__(self, "_types", node_types(self.env))
+        object.__setattr__(self, "_types", hash_of_types(self.env))
 
     @_jit()
     def init(self, key: chex.PRNGKey) -> Carry:

@@ -63,7 +63,10 @@ def test_fraction_may_be_of_any_number_type(value):
 
 
 CASES = {
-    "epsilon": (lambda: envs.NormalizeObs(VECTOR, "1e-8"), "`epsilon` must be above"),
+    "epsilon": (
+        lambda: envs.NormalizeObs(VECTOR, epsilon="1e-8"),
+        "`epsilon` must be above",
+    ),
     "item_policy": (
         lambda: rollout.recommendation.item_policy(jnp.add, sample="no"),
         "`sample` must be a bool, got 'no'",
@@ -125,7 +128,7 @@ CASES = {
     "probe": (lambda: rollout.probe(ENV), "`env` must be a `HostVectorEnv`"),
     "NormalizeObs": (
         lambda: envs.NormalizeObs(HostCount(2)),
-        "`env` must be a `VectorEnv` in JAX, got HostCount.* or normalise in the pol",
+        "`env` must be a `VectorEnv` in JAX, .* got HostCount: environments that step",
     ),
     "NormalizeReward": (
         lambda: envs.NormalizeReward(HostCount(2)),

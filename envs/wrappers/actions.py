@@ -11,7 +11,8 @@ from rollout import checks
 from rollout.envs import prng
 from rollout.envs.spaces import Box, Space
 from rollout.envs.types import AnySpace, ArrayTree, EnvStep
-from rollout.envs.wrappers.wrapper import Wrapper, flags_of
+from rollout.envs.vectorize import cast_step
+from rollout.envs.wrappers.wrapper import Wrapper
 
 _BOUNDS = ("clip", "tanh")
 
@@ -114,7 +115,7 @@ class ActionRepeat(Wrapper):
         """Takes up to `num_repeats` steps with the same action."""
 
         def step_env(number: jax.Array, state: ArrayTree) -> EnvStep:
-            return _cast(self.env.step(prng.fold_in(key, number), state, action))
+            return cast_step(self.env.step(prng.fold_in(key, number), state, action))
 
         def again(last: EnvStep, number: jax.Array) -> tuple[EnvStep, None]:
             new = step_env(number, last.state)
@@ -144,14 +145,3 @@ def _check_box(space: AnySpace) -> None:
             "`env.action_space` must have finite bounds, got "
             f"low={space.low}, high={space.high}."
         )
-
-
-def _cast(result: EnvStep) -> EnvStep:
-    """Casts the leaves of a step to the dtypes that they keep in a scan."""
-    strong = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), result)
-    terminated, truncated = flags_of(strong)
-    return strong.replace(
-        reward=strong.reward.astype(jnp.float32),
-        terminated=terminated,
-        truncated=truncated,
-    )

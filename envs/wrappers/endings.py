@@ -1,7 +1,5 @@
 """`TimeLimit`, `ForceLength`, `EndOnFault`: wrappers that change endings."""
 
-from typing import Any
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,7 +7,8 @@ from flax import struct
 
 from rollout import checks
 from rollout.envs.types import ArrayTree, EnvStep
-from rollout.envs.wrappers.wrapper import Wrapper, WrapperState, flags_of
+from rollout.envs.vectorize import cast_step
+from rollout.envs.wrappers.wrapper import Wrapper, WrapperState, with_names
 
 
 class TimeLimit(Wrapper):
@@ -39,12 +38,11 @@ class TimeLimit(Wrapper):
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         """Takes one step, and truncates at the limit."""
-        result = self.env.step(key, state.env_state, action)
+        result = cast_step(self.env.step(key, state.env_state, action))
         num_taken = state.memory + 1
-        _, truncated = flags_of(result)
         return result.replace(
             state=WrapperState(env_state=result.state, memory=num_taken),
-            truncated=truncated | (num_taken >= self.num_steps),
+            truncated=result.truncated | (num_taken >= self.num_steps),
         )
 
 
@@ -81,16 +79,15 @@ class ForceLength(Wrapper):
         Raises:
             ValueError: while tracing, if `info` is not a dict, or has a `left`.
         """
-        result = self.env.step(key, state.env_state, action)
+        result = cast_step(self.env.step(key, state.env_state, action))
         num_before, had_left = state.memory
         num_taken = num_before + 1
-        terminated, truncated = flags_of(result)
-        has_left = had_left | terminated | truncated
+        has_left = had_left | result.terminated | result.truncated
         return result.replace(
             state=WrapperState(env_state=result.state, memory=(num_taken, has_left)),
-            terminated=jnp.zeros_like(terminated),
+            terminated=jnp.bool_(False),
             truncated=num_taken >= self.num_steps,
-            info=_with(result.info, "left", has_left),
+            info=with_names(result.info, {"left": has_left}),
         )
 
 
@@ -116,10 +113,9 @@ class EndOnFault(Wrapper):
         Raises:
             ValueError: while tracing, if `info` is not a dict, or has a `faulty`.
         """
-        result = self.env.step(key, state.env_state, action)
-        terminated, truncated = flags_of(result)
+        result = cast_step(self.env.step(key, state.env_state, action))
         faulty = jnp.bool_(False)
-        for x in map(jnp.asarray, jax.tree.leaves((result.obs, result.reward))):
+        for x in jax.tree.leaves((result.obs, result.reward)):
             if jnp.issubdtype(x.dtype, jnp.floating):
                 faulty |= ~jnp.all(jnp.isfinite(x))
         obs = jax.tree.map(
@@ -129,16 +125,7 @@ class EndOnFault(Wrapper):
             state=WrapperState(env_state=result.state, memory=obs),
             obs=obs,
             reward=jnp.where(faulty, 0.0, result.reward),
-            terminated=terminated & ~faulty,
-            truncated=truncated | faulty,
-            info=_with(result.info, "faulty", faulty),
+            terminated=result.terminated & ~faulty,
+            truncated=result.truncated | faulty,
+            info=with_names(result.info, {"faulty": faulty}),
         )
-
-
-def _with(info: ArrayTree, name: str, value: jax.Array) -> dict[str, Any]:
-    """Adds a value to the environment's info."""
-    if not isinstance(info, dict) or name in info:
-        raise ValueError(
-            f"`info` must be a dict without `{name}`, got {jax.tree.structure(info)}."
-        )
-    return {**info, name: value}

@@ -21,25 +21,54 @@ from rollout.envs.types import (
 )
 from rollout.envs.wrappers import running_stats
 from rollout.envs.wrappers.running_stats import Statistics
-from rollout.envs.wrappers.wrapper import VectorWrapper
+from rollout.envs.wrappers.wrapper import VectorWrapper, with_names
 
 
 class NormalizeState(struct.PyTreeNode, kw_only=True):
-    """State of `NormalizeObs`.
+    """State of `NormalizeObs` or `NormalizeReward`.
 
     Attributes:
         env_state: `[B, ...]`, state of the wrapped environment.
-        raw_obs: `[B, ...]`, the wrapped environment's observation that the next action
-            will be chosen from.
-        statistics: the `Statistics` of all lanes.
+        memory: of `NormalizeObs`, `[B, ...]`, the wrapped environment's observation
+            that the next action will be chosen from; of `NormalizeReward`, `[B]`
+            float32, the discounted sum of the episode's rewards so far.
+        statistics: the `Statistics` of observations or of these sums, of all lanes.
     """
 
     env_state: ArrayTree  # [B, ...]
-    raw_obs: ArrayTree  # [B, ...]
+    memory: ArrayTree  # [B, ...]
     statistics: Shared
 
 
-class NormalizeObs(VectorWrapper):
+class _Normalizer(VectorWrapper, kw_only=True):
+    """Base of both: keeps the statistics, or uses fixed ones."""
+
+    epsilon: float = struct.field(pytree_node=False, default=1e-8)
+    statistics: Statistics | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        value = self.epsilon
+        if not isinstance(value, int | float) or value is True or not value > 0:
+            raise ValueError(f"`epsilon` must be above 0, got {value!r}.")
+
+    def freeze(self, env_state: NormalizeState) -> Self:
+        """Fixes the statistics, to evaluate with those of training.
+
+        Args:
+            env_state: state of this environment, `carry.env_state`.
+
+        Returns:
+            The same environment, which uses the statistics of `env_state` and never
+            changes them, also after a `reset`. It accepts carries of this one.
+        """
+        return self.replace(statistics=env_state.statistics.value)
+
+    def _take_in(self, old: Statistics, value: ArrayTree) -> Statistics:
+        return self.statistics or running_stats.updated(old, value)
+
+
+class NormalizeObs(_Normalizer):
     """Normalises observations by the mean and variance of all observations so far.
 
         obs = (raw - mean) / sqrt(var + epsilon)
@@ -76,47 +105,23 @@ class NormalizeObs(VectorWrapper):
         Gymnasium's `NormalizeObservation`.
     """
 
-    epsilon: float = struct.field(pytree_node=False, default=1e-8)
-    statistics: Statistics | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_epsilon(self.epsilon)
-
     @property
     def observation_space(self) -> AnySpace:
         """Space of one lane's observation: unbounded."""
-        lane = jnp.arange(self.num_envs)
-        obs = jax.eval_shape(
-            lambda: self.env.reset(env_keys.fold_in(jax.random.key(0), lane))[1]
+        keys = jax.eval_shape(
+            lambda: jax.random.split(jax.random.key(0), self.num_envs)
         )
+        obs = jax.eval_shape(self.reset, keys)[1]
         return space_of(
-            jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(
-                    x.shape[1:], running_stats.float_dtype(x)
-                ),
-                obs,
-            )
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), obs)
         )
-
-    def freeze(self, env_state: NormalizeState) -> Self:
-        """Fixes the statistics, to evaluate with those of training.
-
-        Args:
-            env_state: state of this environment, `carry.env_state`.
-
-        Returns:
-            The same environment, which uses the statistics of `env_state` and never
-            changes them, also after a `reset`. It accepts carries of this one.
-        """
-        return self.replace(statistics=env_state.statistics.value)
 
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, raw_obs = self.env.reset(keys)
         statistics = self._take_in(running_stats.prior(raw_obs), raw_obs)
         state = NormalizeState(
-            env_state=env_state, raw_obs=raw_obs, statistics=Shared(statistics)
+            env_state=env_state, memory=raw_obs, statistics=Shared(statistics)
         )
         return state, self._normalize(statistics, raw_obs)
 
@@ -126,15 +131,15 @@ class NormalizeObs(VectorWrapper):
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
         statistics = self._take_in(state.statistics.value, result.obs)
-        raw = {"raw_obs": state.raw_obs, "raw_next_obs": result.obs}
+        raw = {"raw_obs": state.memory, "raw_next_obs": result.obs}
         return result.replace(
             state=NormalizeState(
                 env_state=result.state,
-                raw_obs=result.obs,
+                memory=result.obs,
                 statistics=Shared(statistics),
             ),
             obs=self._normalize(statistics, result.obs),
-            info=_merge(raw, result.info),
+            info=with_names(result.info, raw),
         )
 
     def reset_done(
@@ -142,22 +147,12 @@ class NormalizeObs(VectorWrapper):
     ) -> Lanes:
         """Starts a new episode in the lanes whose episode is over."""
         state = lanes.state
-        inner = Lanes(
-            episode_key=lanes.episode_key, state=state.env_state, obs=state.raw_obs
-        )
+        inner = lanes._replace(state=state.env_state, obs=state.memory)
         inner = self.env.reset_done(key_fn, done, inner)
         fresh = self._normalize(state.statistics.value, inner.obs)
-        return Lanes(
-            episode_key=inner.episode_key,
-            state=state.replace(env_state=inner.state, raw_obs=inner.obs),
+        return inner._replace(
+            state=state.replace(env_state=inner.state, memory=inner.obs),
             obs=env_keys.select(done, fresh, lanes.obs),
-        )
-
-    def _take_in(self, old: Statistics, raw: ArrayTree) -> Statistics:
-        return (
-            running_stats.updated(old, raw)
-            if self.statistics is None
-            else self.statistics
         )
 
     def _normalize(self, statistics: Statistics, raw: ArrayTree) -> ArrayTree:
@@ -169,21 +164,7 @@ class NormalizeObs(VectorWrapper):
         return jax.tree.map(normalize, raw, statistics.mean, statistics.var)
 
 
-class RewardState(struct.PyTreeNode, kw_only=True):
-    """State of `NormalizeReward`.
-
-    Attributes:
-        env_state: `[B, ...]`, state of the wrapped environment.
-        discounted: `[B]` float32, discounted sum of the episode's rewards so far.
-        statistics: the `Statistics` of these sums, of all lanes.
-    """
-
-    env_state: ArrayTree  # [B, ...]
-    discounted: jax.Array  # [B]
-    statistics: Shared
-
-
-class NormalizeReward(VectorWrapper):
+class NormalizeReward(_Normalizer):
     """Divides rewards by the standard deviation of the discounted returns seen so far.
 
         reward = raw / sqrt(var(R) + epsilon),   R_t = γ R_{t-1} + raw_t
@@ -210,45 +191,36 @@ class NormalizeReward(VectorWrapper):
     """
 
     gamma: float = struct.field(pytree_node=False, default=0.99)
-    epsilon: float = struct.field(pytree_node=False, default=1e-8)
-    statistics: Statistics | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_epsilon(self.epsilon)
         checks.fraction("gamma", self.gamma)
 
-    def freeze(self, env_state: RewardState) -> Self:
-        """Fixes the statistics to those of `env_state`; see `NormalizeObs.freeze`."""
-        return self.replace(statistics=env_state.statistics.value)
-
-    def reset(self, keys: chex.PRNGKey) -> tuple[RewardState, ArrayTree]:
+    def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, obs = self.env.reset(keys)
         discounted = jnp.zeros((self.num_envs,), jnp.float32)
         statistics = self.statistics or running_stats.prior(discounted)
-        state = RewardState(
-            env_state=env_state, discounted=discounted, statistics=Shared(statistics)
+        state = NormalizeState(
+            env_state=env_state, memory=discounted, statistics=Shared(statistics)
         )
         return state, obs
 
     def step(
-        self, keys: chex.PRNGKey, state: RewardState, action: ArrayTree
+        self, keys: chex.PRNGKey, state: NormalizeState, action: ArrayTree
     ) -> EnvStep:
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
-        discounted = self.gamma * state.discounted + result.reward
-        statistics = self.statistics or running_stats.updated(
-            state.statistics.value, discounted
-        )
+        discounted = self.gamma * state.memory + result.reward
+        statistics = self._take_in(state.statistics.value, discounted)
         return result.replace(
-            state=RewardState(
+            state=NormalizeState(
                 env_state=result.state,
-                discounted=discounted,
+                memory=discounted,
                 statistics=Shared(statistics),
             ),
             reward=result.reward / jnp.sqrt(statistics.var + self.epsilon),
-            info=_merge({"raw_reward": result.reward}, result.info),
+            info=with_names(result.info, {"raw_reward": result.reward}),
         )
 
     def reset_done(
@@ -257,24 +229,7 @@ class NormalizeReward(VectorWrapper):
         """Starts a new episode in the lanes whose episode is over."""
         state = lanes.state
         inner = self.env.reset_done(key_fn, done, lanes._replace(state=state.env_state))
-        discounted = jnp.where(done, 0.0, state.discounted)
+        discounted = jnp.where(done, 0.0, state.memory)
         return inner._replace(
-            state=state.replace(env_state=inner.state, discounted=discounted)
+            state=state.replace(env_state=inner.state, memory=discounted)
         )
-
-
-def _check_epsilon(epsilon: float) -> None:
-    is_number = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
-    if not is_number or not epsilon > 0:
-        raise ValueError(f"`epsilon` must be above 0, got {epsilon!r}.")
-
-
-def _merge(raw: dict[str, ArrayTree], info: ArrayTree) -> ArrayTree:
-    if not isinstance(info, dict):
-        raise ValueError(f"`info` must be a dict, got {type(info).__name__}.")
-    clash = sorted(raw.keys() & info.keys())
-    if clash:
-        raise ValueError(
-            f"`info` must not have the names {', '.join(raw)}, got {', '.join(clash)}."
-        )
-    return {**raw, **info}

@@ -29,7 +29,11 @@ def prior(value: ArrayTree) -> Statistics:
 
     def full(number: float) -> ArrayTree:
         return jax.tree.map(
-            lambda x: jnp.full(x.shape[1:], number, _accumulator_dtype(x)), value
+            # Half precision is too coarse for statistics.
+            lambda x: jnp.full(
+                x.shape[1:], number, jnp.promote_types(float_dtype(x), jnp.float32)
+            ),
+            value,
         )
 
     return Statistics(mean=full(0.0), var=full(1.0), count=jnp.float32(_PRIOR_COUNT))
@@ -65,8 +69,3 @@ def updated(old: Statistics, value: ArrayTree) -> Statistics:
 def float_dtype(x: jax.Array) -> jnp.dtype:
     """Returns the dtype of a normalised leaf."""
     return x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(jnp.float32)
-
-
-def _accumulator_dtype(x: jax.Array) -> jnp.dtype:
-    """Returns the dtype of a leaf's statistics: half precision is too coarse."""
-    return jnp.promote_types(float_dtype(x), jnp.float32)

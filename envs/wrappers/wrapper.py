@@ -10,6 +10,7 @@ environment, before `vectorize`, and around each other in any order:
 Counts and functions are static: another value, or a new lambda, is traced again.
 """
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import chex
@@ -18,7 +19,16 @@ from flax import struct
 
 from rollout import checks
 from rollout.envs.spaces import as_space
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, VectorEnv, sharding_of
+from rollout.envs.types import (
+    AnySpace,
+    ArrayTree,
+    Env,
+    EnvStep,
+    LaneIndex,
+    Lanes,
+    VectorEnv,
+    sharding_of,
+)
 
 
 class WrapperState(struct.PyTreeNode, kw_only=True):
@@ -74,7 +84,7 @@ class Wrapper(_Around):
 
 
 class VectorWrapper(_Around):
-    """Base of wrappers of a `VectorEnv`."""
+    """Base of wrappers of a `VectorEnv`: passes everything on."""
 
     env: VectorEnv
 
@@ -85,12 +95,7 @@ class VectorWrapper(_Around):
                 "`env` must be a `VectorEnv`, such as `rollout.envs.vectorize` makes, "
                 f"got {type(self.env).__name__} without `num_envs`."
             )
-        if hasattr(self.env, "close") and not hasattr(self.env, "reset_done"):
-            raise ValueError(
-                f"`env` must be a `VectorEnv` in JAX, got {type(self.env).__name__}, "
-                "which steps in Python: wrap each of its environments, for instance in "
-                "`gymnasium.wrappers.NormalizeObservation`, or normalise in the policy."
-            )
+        checks.kind_of_env(self.env, is_host=False)
 
     @property
     def num_envs(self) -> int:
@@ -102,10 +107,26 @@ class VectorWrapper(_Around):
         """Sharding of the lanes, if `rollout.shard` made one; else None."""
         return sharding_of(self.env)
 
+    def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
+        """Starts an episode in every lane: `(state, obs)`."""
+        return self.env.reset(keys)
 
-def flags_of(result: EnvStep) -> tuple[jax.Array, jax.Array]:
-    """Checks both flags of a step, and returns them as bools."""
-    return (
-        checks.flag("terminated", result.terminated),
-        checks.flag("truncated", result.truncated),
-    )
+    def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+        """Takes one step in every lane, without auto-reset."""
+        return self.env.step(keys, state, action)
+
+    def reset_done(
+        self, key_fn: Callable[[LaneIndex], chex.PRNGKey], done: jax.Array, lanes: Lanes
+    ) -> Lanes:
+        """Starts a new episode in the lanes whose episode is over."""
+        return self.env.reset_done(key_fn, done, lanes)
+
+
+def with_names(info: ArrayTree, added: dict[str, ArrayTree]) -> dict[str, ArrayTree]:
+    """Adds values to the `info` of a step, a dict that has none of these names."""
+    if not isinstance(info, dict) or added.keys() & info.keys():
+        got = sorted(info) if isinstance(info, dict) else type(info).__name__
+        raise ValueError(
+            f"`info` must be a dict without the names {', '.join(added)}, got {got}."
+        )
+    return {**added, **info}

@@ -17,8 +17,7 @@ from flax import struct
 
 import rollout
 from rollout import buffers, envs
-from rollout.envs.auto_reset import reset_switch
-from rollout.envs.vectorize import _AUTO_RESETS
+from rollout.envs import auto_reset, masked_update
 from rollout.stream.batch import make_batch
 from rollout.stream.options import Options
 
@@ -336,10 +335,10 @@ class DearReset:
         return self.env.step(key, state, action)
 
 
-def dear_reset(kind: str, num_envs: int, auto_reset: str) -> Any:
+def dear_reset(kind: str, num_envs: int, way: str) -> Any:
     """A collector over environments whose resets are dear."""
-    # `reset_switch` has no name of its own; "auto" takes it where it is best.
-    _AUTO_RESETS.setdefault("switch", reset_switch)
+    # "auto" takes this way where it is best; it has no name of its own.
+    auto_reset.WAYS.setdefault("switch", masked_update.switch)
     env = DearReset(envs.make(ENV_ID), kind)
-    vector = envs.vectorize(env, num_envs, auto_reset=auto_reset)
+    vector = envs.vectorize(env, num_envs, auto_reset=way)
     return rollout.Collector(env=vector, policy=rollout.random_policy(env.action_space))

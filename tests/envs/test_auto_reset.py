@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
 
-from rollout.envs import auto_reset, prng
+from rollout.envs import auto_reset, masked_update, prng
 from rollout.envs.types import RESET, Lanes
 
 pytestmark = pytest.mark.usefixtures("key_reuse")
@@ -37,7 +37,7 @@ def test_compact_resets_the_done_lanes_and_no_other(num_envs):
         return Lanes(episode_key=lane + env, state=lane + 2 * env, obs=obs)
 
     done = np.stack(list(patterns(num_envs)))
-    reset = lambda done: auto_reset.reset_compact(5000, start, done, lanes)  # noqa: E731
+    reset = lambda done: auto_reset.reset("compact", 5000, start, done, lanes)  # noqa: E731
     # One program for all patterns, which come one after the other as steps do.
     got = quick_jit(lambda done: jax.lax.map(reset, done))(done)
     np.testing.assert_array_equal(got.episode_key, np.where(done, lane + 5000, lane))
@@ -61,15 +61,14 @@ def test_all_ways_are_equal_bit_for_bit_with_typed_keys():
         state, _ = jax.vmap(env.reset)(lane_keys)
         step = jax.vmap(env.step)(lane_keys, state, jnp.zeros(num_envs, jnp.int32))
         lanes = Lanes(episode_key=lane_keys, state=step.state, obs=step.obs)
-        resets = (
-            auto_reset.reset_select,
-            auto_reset.reset_compact,
-            auto_reset.reset_switch,
-            auto_reset.reset_auto,
-        )
 
         def one(done):
-            return [raw(reset(env, start, done, lanes)) for reset in resets]
+            switched = masked_update.switch(done, lambda at: start(env, at), lanes)
+            ways = [
+                auto_reset.reset(way, env, start, done, lanes)
+                for way in ("select", "compact", "auto")
+            ]
+            return [raw(lanes) for lanes in (*ways, switched)]
 
         return jax.lax.map(one, done), raw(lanes.episode_key)
 
@@ -92,7 +91,8 @@ def test_derivatives_pass_through_the_lanes_that_are_not_done():
     def total(state):
         lane = jnp.arange(3)
         lanes = Lanes(episode_key=lane, state=state, obs=lane)
-        return auto_reset.reset_compact((), start, done, lanes).state @ jnp.ones(3)
+        reset = auto_reset.reset("compact", (), start, done, lanes)
+        return reset.state @ jnp.ones(3)
 
     value, slope = jax.jit(jax.value_and_grad(total))(jnp.full(3, 10.0))
     assert value == 10.0 + 1.0 + 10.0

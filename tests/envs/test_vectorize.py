@@ -32,14 +32,15 @@ def test_flag_or_reward_that_is_no_scalar_is_refused(name):
     class Wide(CountEnv):
         def step(self, key, state, action):
             step = super().step(key, state, action)
-            return step.replace(**{name: jnp.zeros((3,))})
+            return step.replace(**{name: jnp.zeros((3,), bool)})
 
     jax.tree_util.register_static(Wide)
     env = envs.vectorize(Wide(), 2)
-    state, _ = env.reset(jax.random.split(jax.random.key(0)))
-    message = rf"`env.step` must return a scalar `{name}`, got shape \(3,\)"
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    message = rf"`env.step` must return `{name}` as .* \(2,\), got .* shape \(2, 3\)"
     with pytest.raises(ValueError, match=message):
-        env.step(jax.random.split(jax.random.key(1)), state, jnp.zeros(2, jnp.int32))
+        collector.step(collector.init(jax.random.key(0)), None)
 
 
 def test_rewards_and_flags_are_cast_and_nothing_stays_weakly_typed():

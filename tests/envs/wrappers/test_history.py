@@ -87,5 +87,7 @@ def test_left_is_refused_where_it_is_already():
         envs.wrappers.ForceLength(envs.make("CartPole-v1"), 3), 2
     )
     state, _ = env.reset(jax.random.key(0))
-    with pytest.raises(ValueError, match="`info` must be a dict without `left`"):
+    with pytest.raises(
+        ValueError, match="`info` must be a dict without the names left"
+    ):
         env.step(jax.random.key(0), state, jnp.int32(0))

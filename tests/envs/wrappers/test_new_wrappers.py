@@ -55,7 +55,7 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
 
 def test_rewards_of_an_environment_without_dict_info_are_refused():
     env = envs.NormalizeReward(envs.NormalizeReward(envs.vectorize(CountEnv(), B)))
-    with pytest.raises(ValueError, match="`info` must not have the names raw_reward"):
+    with pytest.raises(ValueError, match="must be a dict without the names raw_reward"):
         collect(env)
 
 

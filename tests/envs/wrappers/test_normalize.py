@@ -62,7 +62,7 @@ def half_of(collector):
 @functools.cache
 def collect(name):
     """Carries before, between and after two halves, and the trajectory."""
-    collector = collector_of(envs.NormalizeObs(make_inner(name), EPSILON))
+    collector = collector_of(envs.NormalizeObs(make_inner(name), epsilon=EPSILON))
     collect_half = quick_jit(half_of(collector))
     carries = [quick_jit(collector.init)(jax.random.key(7))]
     halves = []
@@ -185,7 +185,7 @@ def test_raw_observations_are_those_of_the_unwrapped_environment():
 def test_halves_and_auto_reset_do_not_change_a_bit(name):
     """One call of all steps, with the other auto-reset."""
     inner = make_inner(name, auto_reset="select")
-    collector = collector_of(envs.NormalizeObs(inner, EPSILON))
+    collector = collector_of(envs.NormalizeObs(inner, epsilon=EPSILON))
 
     @quick_jit
     def run(key):
@@ -218,7 +218,7 @@ def test_leaves_keep_their_float_dtype_or_become_float32():
     assert kinds == {"n": "int32", "odd": ("bool", "uint8", "float16")}
     statistics = carries[-1].env_state.statistics.value
     assert {x.dtype.name for x in jax.tree.leaves(statistics)} == {"float32"}
-    space = envs.NormalizeObs(make_inner("tree"), EPSILON).observation_space
+    space = envs.NormalizeObs(make_inner("tree"), epsilon=EPSILON).observation_space
     assert (space.spaces["odd"][2].shape, space.spaces["n"].dtype) == (
         (2, 3),
         "float32",
@@ -237,7 +237,7 @@ def test_spaces_are_those_of_one_lane():
 @functools.cache
 def frozen():
     carries, _ = collect("tree")
-    env = envs.NormalizeObs(make_inner("tree"), EPSILON)
+    env = envs.NormalizeObs(make_inner("tree"), epsilon=EPSILON)
     return collector_of(env.freeze(carries[1].env_state))
 
 
@@ -271,7 +271,7 @@ def test_collecting_again_does_not_trace_again():
     carries, _ = collect("tree")
     num_traces = len(TRACES)
     assert num_traces > 0
-    collector = collector_of(envs.NormalizeObs(make_inner("tree"), EPSILON))
+    collector = collector_of(envs.NormalizeObs(make_inner("tree"), epsilon=EPSILON))
     # Another program around it is traced, but not what was traced before.
     jax.eval_shape(half_of(collector), carries[-1])
     assert len(TRACES) == num_traces
@@ -308,7 +308,7 @@ def test_single_environment_is_refused():
 @pytest.mark.parametrize("epsilon", [0.0, -1e-8, float("nan")])
 def test_bad_epsilon_is_refused(epsilon):
     with pytest.raises(ValueError, match="`epsilon` must be above 0, got"):
-        envs.NormalizeObs(make_inner("tree"), epsilon)
+        envs.NormalizeObs(make_inner("tree"), epsilon=epsilon)
 
 
 def step_with_info(info):
@@ -328,11 +328,11 @@ def step_with_info(info):
 
 
 def test_info_that_is_no_dict_is_refused():
-    with pytest.raises(ValueError, match="`info` must be a dict, got tuple"):
+    with pytest.raises(ValueError, match=r"`info` must be a dict .*, got tuple"):
         step_with_info((jnp.zeros(()),))
 
 
 def test_names_of_the_raw_observations_must_be_free():
-    message = "`info` must not have the names raw_obs, raw_next_obs, got raw_obs"
+    message = r"`info` must be .* the names raw_obs, raw_next_obs, got .'raw_obs'"
     with pytest.raises(ValueError, match=message):
         step_with_info({"raw_obs": jnp.zeros(())})
