@@ -28,9 +28,12 @@ modules.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# First: the checks of all packages import its contracts, and with them all of it.
+from rollout import envs as envs
+
+# isort: split
 from rollout import agents as agents
 from rollout import checkpoint
-from rollout import envs as envs
 from rollout import recommendation as recommendation
 from rollout.collector import Collector
 from rollout.evaluation import evaluate
