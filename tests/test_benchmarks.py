@@ -1,5 +1,6 @@
 """Benchmarks run; what pages show of them is what they found."""
 
+import html
 import json
 import pathlib
 import re
@@ -17,44 +18,62 @@ def test_every_loop_of_the_kernel_benchmark_runs(policy, monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import rollout_speed
 
-    case = rollout_speed.Case("CartPole-v1", 4, policy, "threefry2x32", num_steps=8)
-    row = rollout_speed.measure(case, repeats=1)
+    case = rollout_speed.Case("CartPole-v1", 4, policy, num_steps=8)
+    row, more = rollout_speed.measure_loops(case, repeats=1)
 
-    assert all(row["steps_per_s"][loop] > 0 for loop in rollout_speed.LOOPS)
+    speeds = [x for name, x in (row | more).items() if name.endswith("M/s")]
+    assert len(speeds) == len(rollout_speed.LOOPS)
+    data = json.loads((DOCS / "speed.json").read_text())
+    assert list(row) == data["random policy"]["columns"]
+    assert list(more) == data["more on random policy"]["columns"]
 
 
 @pytest.fixture
-def speed_chart(monkeypatch):
+def speed_page(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    import speed_chart
+    import speed_page
 
-    return speed_chart
-
-
-def test_chart_of_the_speed_page_is_the_one_of_its_tables(speed_chart):
-    page, chart = speed_chart.PAGE.read_text(), speed_chart.CHART.read_text()
-    assert speed_chart.draw(page) == chart
-    assert speed_chart.draw(page.replace("| 6.39 |", "| 6.38 |")) != chart
+    return speed_page
 
 
-def test_every_line_of_the_chart_has_dots_that_fit(speed_chart):
-    page = speed_chart.PAGE.read_text()
-    for peers in speed_chart.PEERS.values():
-        for peer in peers:
-            cells = speed_chart.settings(page, peer)
-            assert cells, peer
-            speeds = [float(x.split()[0]) for x in cells]
-            ends = speed_chart.LOW, speed_chart.HIGH
-            assert ends[0] < min(speeds) <= max(speeds) < ends[1]
+@pytest.fixture
+def data(speed_page):
+    return json.loads(speed_page.DATA.read_text())
 
 
-def test_ranges_in_the_sentences_of_the_speed_page_are_those_of_the_chart(speed_chart):
-    page = speed_chart.PAGE.read_text()
+def test_tables_of_the_speed_page_are_those_of_its_data(speed_page, data):
+    page = speed_page.PAGE.read_text()
+    assert speed_page.write_tables(page, data) == page
+    data["random policy"]["rows"][0][2] += "0"
+    assert speed_page.write_tables(page, data) != page
+
+
+def test_chart_has_the_lines_and_the_ranges_of_the_data(speed_page, data):
+    chart = speed_page.CHART.read_text()
+    shown = html.unescape(" ".join(re.findall(r">([^<>]+)</text>", chart)))
+    figure = speed_page.draw(data)
+    dots = [len(x.get_offsets()) for x in figure.axes[0].collections]
+    lines = [(x, peers[x]) for peers in speed_page.PEERS.values() for x in peers]
+    assert chart.count("<use ") == sum(dots)
+    for name, peer in lines:
+        cells = speed_page.cells(data, peer)
+        assert name in shown
+        assert speed_page.label(cells) in shown
+        assert len(cells) in dots
+        low, high = figure.axes[0].get_xlim()
+        assert low < min(map(float, cells)) <= max(map(float, cells)) < high
+
+
+def test_ranges_in_the_sentences_of_the_speed_page_are_those_of_the_chart(
+    speed_page, data
+):
+    page = speed_page.PAGE.read_text()
     sentences = page.partition("\n1. ")[2].partition("\nThe chart is drawn")[0]
     ends = [set(), set()]
-    for peers in speed_chart.PEERS.values():
-        for peer in peers:
-            cells = [x.split()[0] for x in speed_chart.settings(page, peer)]
+    for peers in speed_page.PEERS.values():
+        for peer in peers.values():
+            # The sentences give times as times.
+            cells = speed_page.cells(data, peer._replace(is_time=False))
             ends[0].add(min(cells, key=float))
             ends[1].add(max(cells, key=float))
     ranges = re.findall(r"([\d.]+)\s+to\s+([\d.]+)(?: times|\s+of)", sentences)

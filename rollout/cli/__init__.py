@@ -1,6 +1,5 @@
 """The command line `python -m rollout`.
 
-`main` executes the commands, `arguments` parses them; `random_collector` makes the
-collector of a run and `runs` collects with it; `table` formats the results, `figure`
-plots them, `files` writes files, and `interrupts` handles Ctrl-C.
+`main` runs the commands and handles errors and Ctrl-C, `arguments` parses, `runs`
+collects, `table` formats what was found, and `figure` plots it.
 """

@@ -7,24 +7,24 @@ accelerator.
 """
 
 import os
+import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from rollout import envs
-from rollout.cli import figure, interrupts, runs, table
-from rollout.cli.arguments import XLA_CPU_LOOP, Run, make_parser, parse
-from rollout.cli.files import write_file
-from rollout.cli.interrupts import aside
-from rollout.cli.random_collector import start_devices
+from rollout.cli import figure, runs, table
+from rollout.cli.arguments import make_parser, parse
 
 _OTHER_IDS = "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"
-_PIPE_STATUS = 141  # as a shell counts SIGPIPE
+_INTERRUPTED, _PIPE_CLOSED = 130, 141  # as a shell counts SIGINT and SIGPIPE
 _JaxError = jax.errors.JaxRuntimeError
-_ERRORS = (ValueError, ImportError, MemoryError, envs.EnvFault, _JaxError)
+_ERRORS = (ValueError, ImportError, MemoryError, OSError, envs.EnvFault, _JaxError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,107 +35,120 @@ def main(argv: Sequence[str] | None = None) -> int:
             a shell counts signals; 2 after an error, with one line on stderr.
     """
     parser, run = make_parser(), None
-    with interrupts.raising():
+    try:
         try:
-            try:
-                run = parse(parser, argv)
-                for lines in _run(run):
-                    _print(*lines)
-            finally:
-                _print()  # flushes the output of the parser
-            return 0
-        except KeyboardInterrupt:
-            print(interrupts.line(), end="", file=sys.stderr)
-            return interrupts.STATUS
-        except BrokenPipeError:
-            return _PIPE_STATUS
-        except _ERRORS as error:
-            parser.error(str(error).partition("\n")[0])
-        except Exception as error:
-            if run is None or not run.params:
-                raise
-            # A wrong value fails wherever the environment first uses it.
-            parser.error(f"{run.env} with {run.params} fails: {error}")
+            run = parse(parser, argv)
+            _execute(run)
+        finally:
+            _print()  # flushes the output of the parser
+        return 0
+    except KeyboardInterrupt:
+        _end_line()
+        print("python -m rollout: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        return _PIPE_CLOSED
+    except _ERRORS as error:
+        parser.error(str(error).partition("\n")[0])
+    except Exception as error:
+        if run is None or not run.params:
+            raise
+        # A wrong value fails wherever the environment first uses it.
+        parser.error(f"{run.env} with {run.params} fails: {error}")
 
 
 def run_and_exit() -> NoReturn:
     """Runs the command line as a process, and ends the process."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one loses the table
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     status = main()
-    if status == interrupts.STATUS:
+    if status == _INTERRUPTED:
         os._exit(status)  # another thread may be in XLA, which must not be torn down
     sys.exit(status)
 
 
-def _run(run: Run) -> Iterator[Iterable[object]]:
-    """Executes a run, and yields groups of lines to print.
-
-    Each group is printed at once, so that Ctrl-C does not split it.
-    """
+def _execute(run: Namespace) -> None:
+    """Executes a run, and prints each part of its table at once."""
     if run.xla_cpu_loop:  # before gymnax is imported, which starts the backend
         flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} {XLA_CPU_LOOP}".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} {table.XLA_CPU_LOOP}".strip()
     if run.list_envs:
-        yield *envs.env_ids("installed"), _OTHER_IDS
+        _print(*envs.env_ids("installed"), _OTHER_IDS)
     elif run.inspect:
-        accelerator = run.inspect
-        inspected = aside(lambda: runs.inspect_steps(run, accelerator))
-        yield *table.inspection(run), inspected
+        report = _aside(runs.inspect, run)
+        sizes = {"envs": run.num_envs, "steps": run.num_envs * run.num_steps}
+        rows = (table.line(name, f"{size:,}") for name, size in sizes.items())
+        _print(table.environment(run), *rows, report)
     elif run.gif:
-        gif, episodes = aside(lambda: runs.draw(run))
-        write_file(run.gif, lambda file: file.write(gif))
-        rows = table.environment(run), *table.device(1), *table.one_episode(episodes)
+        episodes = _aside(runs.draw, run)
         num_frames = int(episodes.episode_length[0]) + 1
-        yield *rows, table.line("gif", f"{run.gif} ({num_frames} frames)")
+        drawn = table.line("gif", f"{run.gif} ({num_frames} frames)")
+        rows = *table.device(1), *table.one_episode(episodes)
+        _print(table.environment(run), *rows, drawn)
     else:
-        yield from _collect(run)
+        _collect(run)
 
 
-def _collect(run: Run) -> Iterator[Iterable[object]]:
+def _collect(run: Namespace) -> None:
     """Collects steps or exactly N episodes."""
-    num_devices, num_episodes = aside(lambda: start_devices(run)), run.num_episodes
-    if num_episodes:
-        result = aside(lambda: runs.play(run, num_episodes, num_devices))
+    num_devices = _aside(runs.start_devices, run)
+    head = table.environment(run), *table.device(num_devices)
+    if run.num_episodes:
+        result = _aside(runs.play, run, num_devices)
     else:
-        result = runs.collect(run, num_devices)
-    device = table.device(num_devices)
-    yield table.environment(run), *device, *table.collected(run, result)
-    if result.is_interrupted:
-        raise KeyboardInterrupt
-    rows: Any = result.rows
+        batches: runs.Batches = []
+        try:
+            _aside(runs.collect, run, num_devices, batches)
+        except KeyboardInterrupt:
+            if batches:
+                _end_line()
+                _print(*head, *table.collected(run, runs.join(run, batches[:])))
+            raise
+        result = runs.join(run, batches)
+    _print(*head, *table.collected(run, result))
     if run.save:
-        write_file(run.save, lambda file: np.savez(file, **rows))
-        yield (table.line("saved", run.save),)
+        with run.save.open("wb") as file:
+            np.savez(file, **result.saved)
+        _print(table.line("saved", run.save))
     if run.profile:
-        folder = run.profile
-        seconds, trace = aside(lambda: runs.profile(run, folder, num_devices))
-        yield *table.parts(seconds), table.line("profile", trace)
+        seconds, trace = _aside(runs.profile, run, num_devices)
+        _print(*table.parts(seconds), table.line("profile", trace))
     if run.plot:
         if not result.stats.num_episodes:
             raise ValueError("argument --plot: no episode ended, nothing to draw")
         title = f"{run.env}: random policy in {run.num_envs:,} envs"
-        order, kind = "started" if num_episodes else "ended", run.plot.suffix[1:]
-        episodes = result.episodes or runs.ended(rows)
-        agents, kind = result.agent_returns, kind.lower()
-        image = aside(lambda: figure.draw(title, order, episodes, kind, agents))
-        write_file(run.plot, lambda file: file.write(image))
-        yield (table.line("plot", run.plot),)
+        order = "started" if run.num_episodes else "ended"
+        _aside(figure.draw, run.plot, title, order, result.drawn)
+        _print(table.line("plot", run.plot))
+
+
+def _aside(fn: Callable[..., Any], *args: Any) -> Any:
+    """Calls `fn` in a thread, while the main one only waits.
+
+    So Ctrl-C raises here, at once, and never inside jax, which compiles for seconds
+    without checking signals, and turns exceptions in callbacks into other errors.
+    """
+    return ThreadPoolExecutor(1).submit(fn, *args).result()
+
+
+def _end_line() -> None:
+    """Begins a line below the `^C` or the progress bar of a terminal."""
+    if sys.stderr and sys.stderr.isatty():
+        print("\n\r", end="", file=sys.stderr, flush=True)
 
 
 def _print(*lines: object) -> None:
-    """Prints lines, and flushes stdout.
-
-    Raises:
-        BrokenPipeError: if the reader is gone (`| head`).
-        ValueError: if stdout is closed or full.
-    """
+    """Prints lines, and flushes stdout, which may be closed or full."""
     if sys.stdout is None:
         raise ValueError("stdout is closed")
     try:
         print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
-    except OSError as error:
+    except OSError:
         # Python would try again at exit, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            raise
-        reason = error.strerror or error
-        raise ValueError(f"stdout could not be written: {reason}") from error
+        raise

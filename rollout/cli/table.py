@@ -1,19 +1,21 @@
 """Formats the lines of the table that `python -m rollout` prints of a run."""
 
 import os
+from argparse import Namespace
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from rollout.agents.agent_stats import AgentStats
-from rollout.cli.arguments import XLA_CPU_LOOP, Run
 from rollout.moments import Moments
 from rollout.profiling import Profile
 from rollout.stats import CollectStats
 from rollout.types import Episodes
 
+XLA_CPU_LOOP = (
+    "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
+)
 _CUT = "cut by --max-steps"
 
 
@@ -25,10 +27,8 @@ class Result(NamedTuple):
     num_rows: int  # steps of all lanes, idle and masked-out ones included
     compile_time: float  # s
     run_time: float  # s
-    rows: dict[str, np.ndarray]  # [T, B, ...] by name, those that a file needs
-    episodes: Episodes | None = None  # [N] as NumPy arrays
-    agent_returns: dict[str, np.ndarray] | None = None  # [N] by agent
-    is_interrupted: bool = False
+    drawn: dict[str, Any]  # for the figure, by name: [N] arrays of episodes
+    saved: dict[str, Any]  # for the file, by name: [T, B, ...]
 
 
 def line(label: str, value: object) -> str:
@@ -36,16 +36,9 @@ def line(label: str, value: object) -> str:
     return f"{label:<19} {value}".rstrip()
 
 
-def environment(run: Run) -> str:
+def environment(run: Namespace) -> str:
     """Formats the environment and its parameters."""
     return line("environment", f"{run.env} ({run.params})" if run.params else run.env)
-
-
-def inspection(run: Run) -> Iterator[str]:
-    """Yields the lines above the report of an inspection."""
-    yield environment(run)
-    yield line("envs", f"{run.num_envs:,}")
-    yield line("steps", f"{run.num_envs * run.num_steps:,}")
 
 
 def device(num_devices: int) -> Iterator[str]:
@@ -59,15 +52,15 @@ def device(num_devices: int) -> Iterator[str]:
         yield line("xla cpu loop", "on")
 
 
-def collected(run: Run, result: Result) -> Iterator[str]:
+def collected(run: Namespace, result: Result) -> Iterator[str]:
     """Yields the lines about the episodes and the speed."""
     stats, agents, seconds = result.stats, result.agents, result.run_time
-    num_steps, note = int(stats.num_steps), ""
-    num_out = result.num_rows - num_steps
+    num_steps, num_asked = int(stats.num_steps), run.num_envs * run.num_steps
+    num_out, note = result.num_rows - num_steps, ""
     if run.num_episodes:
         note = f" ({100 * num_out / result.num_rows:.1f} % of the lane-steps idle)"
-    elif result.is_interrupted:
-        note = f" (of {run.num_envs * run.num_steps:,}, interrupted)"
+    elif result.num_rows < num_asked:
+        note = f" (of {num_asked:,}, interrupted)"
     yield line("envs", f"{run.num_envs:,}")
     yield line("steps", f"{num_steps:,}{note}")
     if num_out and not run.num_episodes:
@@ -105,7 +98,7 @@ def parts(seconds: Profile) -> Iterator[str]:
 
 
 def _episodes(
-    run: Run, stats: CollectStats, agents: AgentStats | None
+    run: Namespace, stats: CollectStats, agents: AgentStats | None
 ) -> Iterator[str]:
     """Yields metrics of the episodes, and below each those of agents and policies."""
     count, num_cut = stats.num_episodes, stats.num_unfinished
@@ -117,28 +110,21 @@ def _episodes(
     endings = f"{stats.num_terminated:,} terminated, {truncated}{cut}"
     yield line("episodes", f"{count:,} ({endings})")
     yield line("", "".join(f"{name:<12}" for name in ("mean", "std", "min", "max")))
-    yield line("return", _moments(stats.returns))
-    yield from _of_agents(agents, "returns")
-    yield line("length", _moments(stats.lengths))
-    yield from _of_agents(agents, "lengths")
+    for label, name in (("return", "returns"), ("length", "lengths")):
+        yield line(label, _moments(getattr(stats, name)))
+        rows = {}
+        if agents:
+            groups = agents.policies if len(agents.policies) > 1 else {}
+            named = {f"policy {policy}": x for policy, x in groups.items()}
+            for who, x in (agents.agents | named).items():
+                rows[who] = _moments(getattr(x, name))
+        if label == "return" or len(set(rows.values())) > 1:  # lengths if they differ
+            yield from (line(f"  {who}", text) for who, text in rows.items())
     if run.num_episodes:
         ends = f"{stats.returns.ci_low:.6g} to {stats.returns.ci_high:.6g}"
         interval = f"95 % confidence interval {ends}"
         interval = "no confidence interval for one episode" if count < 2 else interval
         yield line("mean return", f"{stats.returns.mean:.6g} ({interval})")
-
-
-def _of_agents(agents: AgentStats | None, name: str) -> Iterator[str]:
-    if agents is None:
-        return
-    rows = {who: _moments(getattr(x, name)) for who, x in agents.agents.items()}
-    if name == "lengths" and len(set(rows.values())) == 1:
-        return  # alike for all agents
-    if len(agents.policies) > 1:
-        for policy, x in agents.policies.items():
-            rows[f"policy {policy}"] = _moments(getattr(x, name))
-    for who, text in rows.items():
-        yield line(f"  {who}", text)
 
 
 def _moments(x: Moments) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import learners
 import numpy as np
 import purejaxrl
 from flax import struct
@@ -22,6 +23,7 @@ from rollout.stream.batch import make_batch
 from rollout.stream.options import Options
 
 ENV_ID, NUM_ENVS, NUM_STEPS = "CartPole-v1", 2048, 128
+CONFIG = learners.PPO(ENV_ID, num_updates=1, num_envs=NUM_ENVS)
 CAPACITY, BATCH_SIZE, NUM_EPISODES, NUM_ACTIONS = 2**20, 256, 4096, 512
 DEAR = 200  # steps that a reset costs
 RESETS = ("flat", "loop")
@@ -54,67 +56,34 @@ def _steps(collector: Any, params: Any = None) -> Made:
     return collector, (params,), {"num_steps": NUM_STEPS}
 
 
-def _network_policy(env_id: str = ENV_ID) -> tuple[Any, Any, Any]:
-    network, params = purejaxrl.make_network(env_id)
+def _network_policy() -> tuple[Any, Any]:
+    network, params = purejaxrl.make_network(ENV_ID)
 
     def act(params: Any, obs: jax.Array, key: jax.Array) -> tuple[Any, Any]:
         pi, value = network.apply(params, obs)
-        action = purejaxrl.sample(pi, key)
-        log_prob = purejaxrl.log_prob(pi, action)
-        return action, {"value": value, "log_prob": log_prob}
+        action = pi.sample(key)
+        return action, {"value": value, "log_prob": pi.log_prob(action)}
 
-    return network, params, rollout.stateless_policy(act)
+    return params, rollout.stateless_policy(act)
 
 
-def ppo(env_id: str = ENV_ID, num_envs: int = NUM_ENVS) -> Made:
+def ppo() -> Made:
     """An update of PPO with the parts of this library."""
-    network, params, policy = _network_policy(env_id)
-
-    def critic(params: Any, obs: jax.Array, state: Any) -> jax.Array:
-        del state  # the policy has none
-        return network.apply(params, obs)[1]
-
-    flat = envs.TransformObs(envs.make(env_id), jnp.ravel)  # as PureJaxRL's are
-    env = envs.vectorize(flat, num_envs)
-    collector = _collector(env, policy, value_fn=critic)
-
-    def update(carry: Any, state: Any, key: jax.Array) -> Any:
-        carry, t = collector.collect_steps(carry, state[0], NUM_STEPS)
-        next_value = rollout.next_values(t, critic(state[0], carry.obs, ()))
-        factors = {"gamma": purejaxrl.GAMMA, "lam": purejaxrl.LAM}
-        gae = rollout.gae(t, next_value, **factors)
-        batch = t.obs, t.action, t.extras["value"], t.extras["log_prob"], gae
-        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-
-        def step(state: Any, index: jax.Array) -> Any:
-            minibatch = jax.tree.map(lambda x: x[index], rows)
-            return purejaxrl.update_minibatch(network, state, minibatch)
-
-        counts = purejaxrl.NUM_MINIBATCHES, purejaxrl.EPOCHS
-        every = jnp.arange(NUM_STEPS * num_envs)
-        indices = rollout.minibatches(key, every, *counts, axis=0)
-        state, losses = jax.lax.scan(step, state, indices)
-        return carry, state, losses, rollout.summarize(t)
-
-    return update, (_carry(collector), _train_state(params), KEY), {}
+    learner = learners.ppo(CONFIG)
+    return learner.update, (jax.eval_shape(learner.init, KEY, KEY), KEY), {}
 
 
-def ppo_purejaxrl(env_id: str = ENV_ID, num_envs: int = NUM_ENVS) -> Made:
+def ppo_purejaxrl() -> Made:
     """PureJaxRL's."""
-    init, update = purejaxrl.make_update(env_id, num_envs, NUM_STEPS)
-    params = purejaxrl.make_network(env_id)[1]
-    return update, (jax.eval_shape(init, KEY), _train_state(params)), {}
-
-
-def _train_state(params: Any) -> Any:
-    return params, jax.eval_shape(purejaxrl.OPTIMIZER.init, params)
+    init, update = purejaxrl.make_update(CONFIG)
+    return update, jax.eval_shape(init, KEY), {}
 
 
 def gae() -> Made:
     """Advantages alone."""
-    _, params, policy = _network_policy()
+    params, policy = _network_policy()
     trajectory = _stacked(_row(_collector(policy=policy), params))
-    fn = functools.partial(rollout.gae, gamma=purejaxrl.GAMMA, lam=purejaxrl.LAM)
+    fn = functools.partial(rollout.gae, gamma=CONFIG.gamma, lam=CONFIG.lam)
     return fn, (trajectory, trajectory.extras["value"]), {}
 
 
@@ -124,7 +93,8 @@ def gae_purejaxrl() -> Made:
     params = purejaxrl.make_network(ENV_ID)[1]
     rows = jax.eval_shape(run, jax.eval_shape(init, KEY), params)[1]
     value = jax.ShapeDtypeStruct((NUM_ENVS,), jnp.float32)
-    return purejaxrl.calculate_gae, (rows._replace(info={}), value), {}
+    fn = functools.partial(purejaxrl.calculate_gae, CONFIG)
+    return fn, (rows._replace(info={}), value), {}
 
 
 def collect_episodes() -> Made:
@@ -178,14 +148,8 @@ def _buffer(kind: Any, method: str, **options: Any) -> Made:
     buffer = kind(capacity=CAPACITY, num_envs=num_envs, **options)
     state = jax.eval_shape(buffer.init, row)
     if method == "add":
-        return (
-            jax.jit(lambda s, row: buffer.add(s, row), donate_argnums=0),
-            (
-                state,
-                row,
-            ),
-            {},
-        )
+        add = jax.jit(lambda s, row: buffer.add(s, row), donate_argnums=0)
+        return add, (state, row), {}
     if method == "sample":
         return lambda s, key: buffer.sample(s, key, BATCH_SIZE), (state, KEY), {}
     indices = jax.ShapeDtypeStruct((BATCH_SIZE,), jnp.int32)
@@ -230,7 +194,7 @@ def recurrent() -> Made:
 
 def _exploring(wrap: Callable[[Any, Any], Any]) -> Made:
     """A policy that explores around the network's."""
-    _, params, policy = _network_policy()
+    params, policy = _network_policy()
     env = envs.make_vec(ENV_ID, NUM_ENVS)
     return _steps(_collector(env, wrap(policy, env.action_space)), params)
 
@@ -281,7 +245,7 @@ PROGRAMS: dict[str, Callable[[], Made]] = {
     "masked_random": masked_random,
     "normalize_obs": lambda: _wrapped_vector(envs.NormalizeObs),
     "normalize_reward": lambda: _wrapped_vector(
-        lambda env: envs.NormalizeReward(env, purejaxrl.GAMMA)
+        lambda env: envs.NormalizeReward(env, CONFIG.gamma)
     ),
     "frame_stack": lambda: _wrapped(lambda env: envs.FrameStack(env, 4)),
     "time_limit": lambda: _wrapped(lambda env: envs.TimeLimit(env, 100)),

@@ -13,27 +13,30 @@ Medians of single runs in random order, in one process:
   with the parameters gathered per agent.
 
     python tests/benchmarks/agents_speed.py
-    python tests/benchmarks/agents_speed.py --only population --repeats 50
+    python tests/benchmarks/agents_speed.py --tables population --repeats 50
 """
 
-import argparse
 import contextlib
 import functools
 import io
 import itertools
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from harness import Program, arguments, measure, report
 from jax import lax
-from machine import machine
-from timing import measure
 
 import rollout
 from rollout import envs
 from rollout.envs import prng
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+from agents import OneAgent
 
 with contextlib.redirect_stdout(io.StringIO()):  # it says which parts are missing
     import jaxmarl
@@ -43,56 +46,8 @@ NUM_STEPS = 128
 SPREAD_ENVS = (64, 256, 1024)
 ONE_ENVS = (128, 1024, 4096)
 SIZES = (1, 2, 8, 32)
+ONE_IDS = ("CartPole-v1", "Acrobot-v1", "Breakout-MinAtar")
 NUM_LANES, NUM_AGENTS, OBS_SIZE, WIDTH, NUM_ACTIONS = 512, 2, 18, 64, 5
-
-Program = Callable[[], Any]
-
-
-@struct.dataclass
-class OneAgent:
-    """An `Env` as an environment of one agent."""
-
-    env: envs.Env
-    agents = ("agent",)
-    simultaneous = True
-
-    @property
-    def groups(self) -> dict[str, tuple[str, ...]]:
-        """The only group."""
-        return {"agents": self.agents}
-
-    @property
-    def observation_spaces(self) -> dict[str, envs.Space]:
-        """Those of the environment."""
-        return {"agents": self.env.observation_space}
-
-    @property
-    def action_spaces(self) -> dict[str, envs.Space]:
-        """Those of the environment."""
-        return {"agents": self.env.action_space}
-
-    def reset(self, key: jax.Array) -> tuple[Any, dict[str, Any], jax.Array]:
-        """Starts an episode."""
-        state, obs = self.env.reset(key)
-        return state, {"agents": obs[None]}, jnp.ones(1, bool)
-
-    def step(
-        self, key: jax.Array, state: Any, action: dict[str, jax.Array]
-    ) -> envs.multi_agent.MultiAgentStep:
-        """Takes one step."""
-        result = self.env.step(key, state, action["agents"][0])
-        none = jnp.zeros(1, bool)
-        return envs.multi_agent.MultiAgentStep(
-            state=result.state,
-            obs={"agents": result.obs[None]},
-            acting=~none,
-            reward=result.reward[None],
-            terminated=none,
-            truncated=none,
-            episode_terminated=result.terminated,
-            episode_truncated=result.truncated,
-            info=result.info,
-        )
 
 
 @struct.dataclass
@@ -283,41 +238,56 @@ def population_programs(size: int) -> dict[str, Program]:
     return programs
 
 
+def spread_rows(repeats: int) -> Iterator[dict[str, str]]:
+    """Times simple_spread."""
+    for num_envs in SPREAD_ENVS:
+        taken = measure(spread_programs(num_envs), repeats)
+        ours, full, theirs = (taken[x].wall for x in ("ours", "full", "jaxmarl"))
+        yield {
+            "lanes": f"{num_envs:,}",
+            "`rollout`, env steps/s": f"{num_envs * NUM_STEPS / ours:,.0f}",
+            "`rollout` / JaxMARL's loop": f"{theirs / ours:.2f}",
+            "every field, also `next_obs` / JaxMARL's loop": f"{theirs / full:.2f}",
+        }
+
+
+def one_rows(repeats: int) -> Iterator[dict[str, str]]:
+    """Times environments of one agent."""
+    for env_id, num_envs in itertools.product(ONE_IDS, ONE_ENVS):
+        taken = measure(one_programs(env_id, num_envs), repeats)
+        ratio = taken["agent"].wall / taken["plain"].wall
+        full = taken["agent_full"].wall / taken["plain_full"].wall
+        yield {
+            "environment": f"`{env_id}`",
+            "lanes": f"{num_envs:,}",
+            "time of eight fields / plain kernel": f"{ratio:.2f}",
+            "time of every field / plain kernel": f"{full:.2f}",
+        }
+
+
+def population_rows(repeats: int) -> Iterator[dict[str, str]]:
+    """Times populations."""
+    for size in SIZES:
+        taken = measure(population_programs(size), repeats)
+        one, blocks, gather = (taken[x].wall for x in ("one", "blocks", "gather"))
+        yield {
+            "members": f"{size}",
+            "one policy, ms": f"{1e3 * one:.0f}",
+            "time, members / one policy": f"{blocks / one:.2f}",
+            "time, gathered / members": f"{gather / blocks:.1f}",
+        }
+
+
 def main() -> None:
-    """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    tables = ("spread", "one", "population")
-    parser.add_argument("--only", nargs="*", default=tables, choices=tables)
-    parser.add_argument("--repeats", type=int, default=25)
-    args = parser.parse_args()
-    print(f"{machine()}; {NUM_STEPS} steps, median of {args.repeats} runs")
-    if "spread" in args.only:
-        print("\n| envs | ours, M env steps/s | over JaxMARL | every field, over it |")
-        print(f"|{' --- |' * 4}")
-        for num_envs in SPREAD_ENVS:
-            taken = measure(spread_programs(num_envs), args.repeats)
-            rate = num_envs * NUM_STEPS / taken["ours"] / 1e6
-            ratios = (taken["jaxmarl"] / taken[x] for x in ("ours", "full"))
-            print(f"| {num_envs:,} | {rate:.2f} |", *(f"{x:.2f} |" for x in ratios))
-    if "one" in args.only:
-        print("\n| env | envs | time of one agent over plain | every field |")
-        print(f"|{' --- |' * 4}")
-        for env_id in ("CartPole-v1", "Acrobot-v1", "Breakout-MinAtar"):
-            for num_envs in ONE_ENVS:
-                taken = measure(one_programs(env_id, num_envs), args.repeats)
-                ratio = taken["agent"] / taken["plain"]
-                full = taken["agent_full"] / taken["plain_full"]
-                print(f"| {env_id} | {num_envs:,} | {ratio:.2f} | {full:.2f} |")
-    if "population" in args.only:
-        print("\n| members | one policy, ms | members / one | gathered / members |")
-        print(f"|{' --- |' * 4}")
-        for size in SIZES:
-            taken = measure(population_programs(size), args.repeats)
-            ratio = taken["blocks"] / taken["one"]
-            gathered = taken["gather"] / taken["blocks"]
-            print(
-                f"| {size} | {1e3 * taken['one']:.1f} | {ratio:.2f} | {gathered:.2f} |"
-            )
+    """Makes the tables."""
+    tables = {
+        "several agents": spread_rows,
+        "one agent": one_rows,
+        "population": population_rows,
+    }
+    args = arguments(__doc__, 25, tables=tuple(tables))
+    for table in args.tables:
+        report(args, table, tables[table](args.repeats))
 
 
 if __name__ == "__main__":

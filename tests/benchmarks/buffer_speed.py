@@ -12,14 +12,11 @@ process, in microseconds a step.
   successor, and `PrioritizedReplayBuffer`. `shared` has room for the final observations
   of a twentieth of the rows.
 
-    python tests/benchmarks/buffer_speed.py [--quick] [--json FILE]
+    python tests/benchmarks/buffer_speed.py
+    python tests/benchmarks/buffer_speed.py --cases 1 --repeats 5
 """
 
-import argparse
 import functools
-import json
-import statistics
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +24,7 @@ from typing import Any
 import flashbax
 import jax
 import jax.numpy as jnp
-from machine import machine
+from harness import Timing, arguments, measure, report
 
 from rollout import buffers
 
@@ -119,132 +116,89 @@ def theirs(
     return state, run
 
 
-class Program:
-    """A compiled loop of steps, and the state that it goes on from."""
-
-    def __init__(
-        self, make_fn: Callable, kind: str, case: tuple, num_steps: int
-    ) -> None:
-        capacity, rows, obs = case
-        self.num_steps, self.rows = num_steps, make_rows(rows, obs)
-        self.state, step_fn = make_fn(kind, capacity, rows, self.rows)
-        self.nbytes = sum(x.nbytes for x in jax.tree.leaves(self.state))
-        self.done = jax.random.bernoulli(
-            jax.random.key(1), DONE_RATE, (num_steps, rows)
-        )
-        # Two steps before, so that there are rows with a successor.
-        for n in range(2):
-            step = functools.partial(step_fn, key=jax.random.key(n), done=self.done[0])
-            self.state, sample = jax.jit(step, donate_argnums=0)(
-                self.state, step=self.rows
-            )
-        self.sample = sample
-        self.loop = jax.jit(functools.partial(_loop, step_fn), donate_argnums=(0, 1))
-
-    def run(self, seed: int) -> tuple[float, float]:
-        """Runs the loop; wall and CPU seconds."""
-        keys = jax.random.split(jax.random.key(seed), self.num_steps)
-        jax.block_until_ready((keys, self.state))
-        wall, cpu = time.perf_counter(), time.process_time()
-        self.state, self.sample = self.loop(
-            self.state, self.sample, keys, self.done, self.rows
-        )
-        jax.block_until_ready((self.state, self.sample))
-        return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def _loop(
-    step_fn: Callable, state: Any, sample: Any, keys: Any, done: Any, rows: Any
-) -> Any:
-    def body(carry: Any, step: Any) -> Any:
-        state, sample = step_fn(carry[0], *step, rows)
-        return (state, sample), None
-
-    return jax.lax.scan(body, (state, sample), (keys, done))[0]
-
-
-def measure(case: tuple, repeats: int) -> dict[str, Any]:
-    """Times all programs of a case in turn."""
+def make_program(
+    make_fn: Callable, kind: str, case: tuple, num_steps: int
+) -> tuple[Callable[[], Any], int]:
+    """A call of a compiled loop that goes on from its state, and the state's bytes."""
     capacity, rows, obs = case
+    step = make_rows(rows, obs)
+    state, step_fn = make_fn(kind, capacity, rows, step)
+    nbytes = sum(x.nbytes for x in jax.tree.leaves(state))
+    done = jax.random.bernoulli(jax.random.key(1), DONE_RATE, (num_steps, rows))
+    keys = jax.random.split(jax.random.key(0), num_steps)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def first(state: Any, key: jax.Array) -> Any:
+        return step_fn(state, key, done[0], step)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def loop(state: Any, sample: Any, keys: jax.Array) -> Any:
+        def body(carry: Any, inputs: Any) -> Any:
+            return step_fn(carry[0], *inputs, step), None
+
+        return jax.lax.scan(body, (state, sample), (keys, done))[0]
+
+    for n in range(2):  # so that there are rows with a successor
+        state, sample = first(state, keys[n])
+
+    def run() -> Any:
+        nonlocal state, sample
+        state, sample = loop(state, sample, keys)
+        return state, sample
+
+    return run, nbytes
+
+
+def measure_case(case: tuple, repeats: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Times all programs of a case; returns its row in both tables."""
+    capacity, num_rows, obs = case
     pixels = obs is PIXELS
     num_steps = 20 if pixels else 200
-    makers = {
-        "flat": theirs, "item": theirs, "shared": ours,
-        **({} if pixels else {
-            "stored": ours, "trajectory": theirs,
-            "prioritised flat": theirs, "prioritized": ours}),
-    }  # fmt: skip
+    makers = {"flat": theirs, "item": theirs, "shared": ours}
+    if not pixels:
+        makers |= {"stored": ours, "trajectory": theirs}
+        makers |= {"prioritised flat": theirs, "prioritized": ours}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        programs = {
-            kind: Program(make_fn, kind, case, num_steps)
-            for kind, make_fn in makers.items()
-        }
-    wall, cpu = ({kind: [] for kind in programs} for _ in range(2))
-    for repeat in range(repeats + 1):
-        for kind, program in programs.items():
-            times = program.run(repeat)
-            if repeat:  # the first one compiles
-                wall[kind].append(times[0] / num_steps * 1e6)
-                cpu[kind].append(times[1] / num_steps * 1e6)
-    median = {kind: statistics.median(times) for kind, times in wall.items()}
-    median_cpu = {kind: statistics.median(times) for kind, times in cpu.items()}
-    return {
-        "capacity": capacity, "rows": rows, "obs": "pixels" if pixels else "4 floats",
-        "wall_us": median, "cpu_us": median_cpu,
-        "nbytes": {kind: program.nbytes for kind, program in programs.items()},
-    }  # fmt: skip
+        made = {x: make_program(fn, x, case, num_steps) for x, fn in makers.items()}
+        timing = measure({name: run for name, (run, _) in made.items()}, repeats)
 
+    def us(kind: str) -> str:
+        return f"{timing[kind].wall / num_steps * 1e6:.0f}" if kind in timing else ""
 
-def row_of(result: dict[str, Any]) -> str:
-    """A line of the table."""
-    wall, cpu, nbytes = (result[name] for name in ("wall_us", "cpu_us", "nbytes"))
+    def ratios(peer: Timing, ours: Timing) -> list[str]:
+        return [f"{peer.wall / ours.wall:.2f}", f"{peer.cpu / ours.cpu:.2f}"]
 
-    def number(kind: str) -> str:
-        return f"{wall[kind]:.0f}" if kind in wall else ""
-
-    def ratio(times: dict[str, float], a: str, b: str) -> str:
-        return f"{times[a] / times[b]:.2f}" if a in times and b in times else ""
-
-    ours = "stored" if "stored" in wall else "shared"
-    kinds = ("flat", "trajectory", "item", "stored", "shared")
-    cells = [
-        f"{result['capacity']:,}", f"{result['rows']:,}", result["obs"],
-        *map(number, kinds), ratio(wall, "flat", ours), ratio(cpu, "flat", ours),
-        number("prioritised flat"), number("prioritized"),
-        ratio(wall, "prioritised flat", "prioritized"),
-        ratio(cpu, "prioritised flat", "prioritized"),
-        ratio(nbytes, "shared", "item"),
-    ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
-
-
-HEADER = (
-    "| capacity | rows | obs | flat | trajectory | item | stored | shared "
-    "| flat/ours | cpu | prioritised flat | prioritized | ratio | cpu | shared/item "
-    "memory |\n|" + "---|" * 15
-)
+    best = "shared" if pixels else "stored"
+    ratio, ratio_cpu = ratios(timing["flat"], timing[best])
+    setting = {"capacity": f"{capacity:,}", "rows per step": f"{num_rows:,}"}
+    plain = {
+        **setting,
+        "observation": "pixels" if pixels else "4 floats",
+        **{f"flashbax `{x}`, us": us(x) for x in ("flat", "trajectory", "item")},
+        **{f"`{x}`, us": us(x) for x in ("stored", "shared")},
+        "flashbax `flat` / ours": ratio,
+        "the same in CPU time": ratio_cpu,
+        "memory, `shared` / `item`": f"{made['shared'][1] / made['item'][1]:.2f}",
+    }
+    if pixels:
+        return plain, {}
+    ratio, ratio_cpu = ratios(timing["prioritised flat"], timing["prioritized"])
+    return plain, {
+        **setting,
+        "flashbax `prioritised flat`, us": us("prioritised flat"),
+        "`prioritized`, us": us("prioritized"),
+        "flashbax / ours": ratio,
+        "the same in CPU time": ratio_cpu,
+    }
 
 
 def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one case, few repeats")
-    parser.add_argument("--json", help="also write the numbers here")
-    parser.add_argument("--case", type=int, nargs="*", help="only these cases")
-    arguments = parser.parse_args()
-    cases = [CASES[1]] if arguments.quick else CASES
-    if arguments.case:
-        cases = [CASES[number] for number in arguments.case]
-    print(machine(), flush=True)
-    print(HEADER, flush=True)
-    results = []
-    for case in cases:
-        results.append(measure(case, repeats=5 if arguments.quick else 11))
-        print(row_of(results[-1]), flush=True)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(results, file, indent=1)
+    """Makes both tables."""
+    args = arguments(__doc__, 11, cases=tuple(range(len(CASES))))
+    every = [measure_case(CASES[number], args.repeats) for number in args.cases]
+    report(args, "buffers", [plain for plain, _ in every])
+    report(args, "prioritised buffers", [row for _, row in every if row])
 
 
 if __name__ == "__main__":

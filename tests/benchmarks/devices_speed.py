@@ -12,10 +12,9 @@ Times of one run of `collect_steps`, every field returned, in turns in one proce
     python tests/benchmarks/devices_speed.py --envs CartPole-v1 --num-envs 4096
 """
 
-import argparse
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 os.environ["XLA_FLAGS"] = (
@@ -23,10 +22,9 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import jax
+from harness import Program, arguments, measure, report
 from jax.sharding import PartitionSpec
-from machine import machine
 from rollout_speed import Case, make_policy
-from timing import measure
 
 import rollout
 from rollout import envs
@@ -34,7 +32,6 @@ from rollout import envs
 ENVS = ("CartPole-v1", "Acrobot-v1", "Breakout-MinAtar")
 NUM_ENVS = (128, 1024, 4096, 16384)
 POLICIES = ("random", "mlp")
-NUM_STEPS = 128
 
 
 def make_collector(case: Case, num_envs: int) -> tuple[rollout.Collector, Any]:
@@ -52,7 +49,7 @@ def make_mesh(num_devices: int) -> jax.sharding.Mesh:
     )
 
 
-def make_programs(case: Case) -> dict[str, Callable[[], Any]]:
+def make_programs(case: Case) -> dict[str, Program]:
     """Makes what is timed, each with a carry of its own."""
     plain, params = make_collector(case, case.num_envs)
     half, _ = make_collector(case, case.num_envs // 2)
@@ -91,30 +88,36 @@ def make_programs(case: Case) -> dict[str, Callable[[], Any]]:
     return programs
 
 
+def rows(cases: list[Case], repeats: int) -> Iterator[dict[str, str]]:
+    """Times each case."""
+    for case in cases:
+        timing = measure(make_programs(case), repeats)
+        plain, one, two, peer = (
+            timing[name].wall for name in ("plain", "one", "two", "peer")
+        )
+        yield {
+            "environment": f"`{case.env_id}`",
+            "policy": case.policy,
+            "lanes": f"{case.num_envs:,}",
+            "one device, M steps/s": (
+                f"{case.num_envs * case.num_steps / plain / 1e6:.1f}"
+            ),
+            "two devices / one": f"{plain / two:.2f}",
+            "`rollout` / `shard_map` by hand": f"{peer / two:.2f}",
+            "`shard` over one device / no `shard`": f"{plain / one:.2f}",
+        }
+
+
 def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--envs", nargs="*", default=ENVS)
-    parser.add_argument("--num-envs", nargs="*", type=int, default=NUM_ENVS)
-    parser.add_argument("--policies", nargs="*", default=POLICIES)
-    parser.add_argument("--repeats", type=int, default=15)
-    args = parser.parse_args()
-    print(f"{machine()}; {NUM_STEPS} steps, median of {args.repeats} runs\n")
-    names = "env | policy | envs | plain, M steps/s | two / plain | two / peer"
-    print(f"| {names} | one / plain |\n|{' --- |' * 7}")
-    for env_id in args.envs:
-        for policy in args.policies:
-            for num_envs in args.num_envs:
-                case = Case(env_id, num_envs, policy, "threefry2x32")
-                seconds = measure(make_programs(case), args.repeats)
-                plain, two = seconds["plain"], seconds["two"]
-                rate = num_envs * NUM_STEPS / plain / 1e6
-                print(
-                    f"| {env_id} | {policy} | {num_envs:,} | {rate:.1f} | "
-                    f"{plain / two:.2f} | {seconds['peer'] / two:.2f} | "
-                    f"{plain / seconds['one']:.2f} |",
-                    flush=True,
-                )
+    """Makes the table."""
+    args = arguments(__doc__, 25, envs=ENVS, num_envs=NUM_ENVS, policies=POLICIES)
+    cases = [
+        Case(env_id, num_envs, policy)
+        for env_id in args.envs
+        for policy in args.policies
+        for num_envs in args.num_envs
+    ]
+    report(args, "several devices", rows(cases, args.repeats))
 
 
 if __name__ == "__main__":

@@ -7,22 +7,21 @@ turn, and ratios are of medians:
 - a plain loop (a jitted policy, nothing stored) against `HostCollector` over the same;
 - eight workers that are slow, in step and asynchronously;
 - EnvPool, where it is installed, against a loop around it;
-- other libraries, each in an environment of its own, whose script says what to install:
+- other libraries, each in an environment of its own, as `host_peers.py` says:
 
     python tests/benchmarks/host_speed.py
-    python tests/benchmarks/host_speed.py --peer tianshou=/path/to/its/python
+    python tests/benchmarks/host_speed.py --peers tianshou=/path/to/its/python
 """
 
-import argparse
 import functools
 import importlib.util
 import itertools
 import json
-import pathlib
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -30,12 +29,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from machine import machine
+from harness import Program, arguments, measure, report
 
 import rollout
 from rollout import envs
 
-NUM_ENVS, ROWS = 16, 125
+NUM_ENVS, ROWS, CALLS = 16, 125, 4
 EVERY, SEEDS = np.ones(NUM_ENVS, bool), list(range(NUM_ENVS))
 MAKE = functools.partial(gymnasium.make, "CartPole-v1")
 LATENCY = 0.005  # s, on average
@@ -93,7 +92,7 @@ def numpy() -> gymnasium.vector.VectorEnv:
     return gymnasium.make_vec("CartPole-v1", NUM_ENVS, vectorization_mode=kind)
 
 
-def plain_loop(env: Any, *, resets: bool, seeds: bool = False) -> Callable[[int], None]:
+def plain_loop(env: Any, *, resets: bool, seeds: bool = False) -> Program:
     """A loop that steps a vector environment of Gymnasium, and keeps nothing.
 
     With `seeds` every episode has a seed of its own, as `HostCollector` does it.
@@ -106,9 +105,9 @@ def plain_loop(env: Any, *, resets: bool, seeds: bool = False) -> Callable[[int]
 
     obs, key = env.reset(seed=0)[0], jax.random.key(0)
 
-    def run(num_steps: int) -> None:
+    def run() -> None:
         nonlocal obs, key
-        for _ in range(num_steps):
+        for _ in range(ROWS):
             action, key = choose(PARAMS, obs, key)
             obs, _, terminated, truncated, _ = env.step(np.asarray(action))
             done = terminated | truncated
@@ -119,14 +118,14 @@ def plain_loop(env: Any, *, resets: bool, seeds: bool = False) -> Callable[[int]
     return run
 
 
-def alone(env: envs.HostVectorEnv) -> Callable[[int], None]:
+def alone(env: envs.HostVectorEnv) -> Program:
     """Steps environments of ours with random actions."""
     env.reset(np.arange(NUM_ENVS, dtype=np.uint32), EVERY)
     actions = np.random.default_rng(0).integers(0, 2, (ROWS, NUM_ENVS), np.int32)
 
-    def run(num_steps: int) -> None:
-        for row in range(num_steps):
-            step = env.step(actions[row % ROWS])
+    def run() -> None:
+        for row in range(ROWS):
+            step = env.step(actions[row])
             done = step.terminated | step.truncated
             if done.any():
                 env.reset(np.full(NUM_ENVS, row, np.uint32), done)
@@ -134,169 +133,147 @@ def alone(env: envs.HostVectorEnv) -> Callable[[int], None]:
     return run
 
 
-def collector(made: rollout.HostCollector) -> Callable[[int], None]:
+def collect(made: rollout.HostCollector, num_rows: int = ROWS) -> Program:
     """Calls `collect_steps`."""
     carry = made.init(jax.random.key(0))
 
-    def run(num_steps: int) -> None:
+    def run() -> Any:
         nonlocal carry
-        for _ in range(num_steps // ROWS):
-            carry, rows = made.collect_steps(carry, PARAMS, ROWS)
-        jax.block_until_ready(rows)
+        carry, rows = made.collect_steps(carry, PARAMS, num_rows)
+        return rows
 
     return run
 
 
-def host(env: Any) -> Callable[[int], None]:
+def host(env: Any) -> Program:
     """A `HostCollector` over environments of ours."""
-    return collector(rollout.HostCollector(env=env, policy=POLICY))
+    return collect(rollout.HostCollector(env=env, policy=POLICY))
 
 
-def compare(
-    title: str, runs: dict[str, Callable[[int], None]], repeats: int, size: int = 4
-) -> None:
-    """Prints steps per second of each, and how they are to the first one."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(repeats + 1):
-        names = np.random.default_rng(repeat).permutation(list(runs))
-        for name in names:
-            start = time.perf_counter()
-            runs[name](size * ROWS)
-            if repeat:  # the first one compiles
-                seconds[name].append((time.perf_counter() - start) / (size * ROWS))
-    print(f"\n{title}\n{'':26} {'us/row':>8} {'steps/s':>9} {'ratio':>6}")
-    first = statistics.median(next(iter(seconds.values())))
-    for name, times in seconds.items():
-        middle = statistics.median(times)
-        rate, ratio = NUM_ENVS / middle, first / middle
-        print(f"{name:26} {1e6 * middle:8.0f} {rate:9,.0f} {ratio:6.2f}")
-
-
-def compare_waiting(repeats: int) -> None:
-    """Eight workers that are slow: all of them in a row, or those that are ready."""
-    made, rates = {}, {}
-    for num_ready in (None, 4, 2, 1):
-        env = envs.workers([Slow] * 8, num_workers=8)
-        options = {"env": env, "policy": POLICY}
-        if num_ready is None:
-            made["all in step"] = rollout.HostCollector(**options), 8
-        else:
-            options |= {"num_ready": num_ready}
-            made[f"{num_ready} ready"] = rollout.AsyncCollector(**options), num_ready
-    carries = {name: each.init(jax.random.key(0)) for name, (each, _) in made.items()}
-    for repeat in range(repeats + 1):
-        for name, (each, columns) in made.items():
-            start = time.perf_counter()
-            rows = 400 // columns
-            carries[name], _ = each.collect_steps(carries[name], PARAMS, rows)
-            rate = rows * columns / (time.perf_counter() - start)
-            rates.setdefault(name, []).extend([rate] if repeat else [])
-    print(f"\n8 workers, exponential latency of {1e3 * LATENCY:g} ms")
-    first = statistics.median(rates["all in step"])
-    for name, values in rates.items():
-        middle = statistics.median(values)
-        print(f"{name:26} {middle:9,.0f} steps/s {middle / first:6.2f}")
-    for each, _ in made.values():
-        each.close()
-
-
-def compare_envpool(repeats: int) -> None:
+def envpool_loops() -> dict[str, Program]:
     """EnvPool in a loop of its own, and collected from."""
     import envpool
-
-    options = {"env_type": "gymnasium", "num_envs": NUM_ENVS}
 
     class Pool:
         """EnvPool takes no seed when it is reset."""
 
         def __init__(self) -> None:
+            options = {"env_type": "gymnasium", "num_envs": NUM_ENVS}
             self.pool = envpool.make("CartPole-v1", **options)
             self.step = self.pool.step
 
         def reset(self, seed: int) -> tuple:
             return self.pool.reset()
 
-    runs = {
-        "EnvPool, a plain loop": plain_loop(Pool(), resets=False),
-        "EnvPool, HostCollector": host(envs.from_envpool("CartPole-v1", NUM_ENVS)),
+    ours = host(envs.from_envpool("CartPole-v1", NUM_ENVS))
+    return {"plain": plain_loop(Pool(), resets=False), "`HostCollector`": ours}
+
+
+def loop_rows(repeats: int) -> Iterator[dict[str, str]]:
+    """Times `HostCollector` against a plain loop over the same environments."""
+    local, one_array = 'from_gymnasium("CartPole-v1", 16)', "stepped as one array"
+    kinds = {
+        one_array: {
+            "plain": plain_loop(numpy(), resets=False),
+            "`HostCollector`": host(envs.from_gymnasium(numpy())),
+        },
+        "`SyncVectorEnv`": {
+            "plain": plain_loop(sync(), resets=True),
+            "plain, a seed for each episode": plain_loop(
+                sync(), resets=True, seeds=True
+            ),
+            "`HostCollector`": host(envs.from_gymnasium(sync())),
+            local: host(envs.from_gymnasium("CartPole-v1", NUM_ENVS)),
+        },
     }
-    compare("EnvPool", runs, repeats)
+    if importlib.util.find_spec("envpool"):
+        kinds["EnvPool"] = envpool_loops()
+    for kind, programs in kinds.items():
+        runs = [measure(programs, repeats, calls=CALLS) for _ in range(2)]
+        for name in programs:
+            us = [1e6 * run[name].wall / ROWS for run in runs]
+            ratios = [run["plain"].wall / run[name].wall for run in runs]
+            yield {
+                "environments": f"`{local}`" if name == local else kind,
+                "loop": "`HostCollector`" if name == local else name,
+                "us per row, run 1": f"{us[0]:.0f}",
+                "run 2": f"{us[1]:.0f}",
+                "speed / plain loop, run 1": f"{ratios[0]:.2f}",
+                "speed / plain loop, run 2": f"{ratios[1]:.2f}",
+            }
 
 
-def compare_peers(peers: dict[str, str], repeats: int) -> None:
-    """Each library by its script, in turn with `HostCollector`.
+def waiting_rows(repeats: int) -> Iterator[dict[str, str]]:
+    """Eight workers that are slow: all of them in a row, or those that are ready."""
+    made = {8: rollout.HostCollector(env=envs.workers([Slow] * 8, 8), policy=POLICY)}
+    for num_ready in (4, 2, 1):
+        options = {"env": envs.workers([Slow] * 8, 8), "policy": POLICY}
+        made[num_ready] = rollout.AsyncCollector(**options, num_ready=num_ready)
+    # 400 steps each.
+    taken = measure({x: collect(y, 400 // x) for x, y in made.items()}, repeats)
+    print(f"\nall in step: {400 / taken[8].wall:.0f} steps/s")
+    for num_ready in (4, 2, 1):
+        ratio = taken[8].wall / taken[num_ready].wall
+        yield {
+            "ready": f"{num_ready}",
+            "steps, `AsyncCollector` / all in step": f"{ratio:.2f}",
+        }
+    for collector in made.values():
+        collector.close()
+
+
+def peer_rows(peers: list[str], repeats: int) -> Iterator[dict[str, str]]:
+    """Times each library by its script, in turn with `HostCollector`.
 
     The same environments, and those that Gymnasium steps as one array.
     """
     ours = {
-        "HostCollector": host(envs.from_gymnasium("CartPole-v1", NUM_ENVS)),
-        "HostCollector, numpy": host(envs.from_gymnasium(numpy())),
+        "`HostCollector`": host(envs.from_gymnasium("CartPole-v1", NUM_ENVS)),
+        "one array": host(envs.from_gymnasium(numpy())),
     }
-    rates: dict[str, list[float]] = {x: [] for x in (*ours, *peers)}
-    versions = {}
     for run in ours.values():
-        run(ROWS)  # compiles
+        run()  # compiles
+    rates: dict[str, list[float]] = {}
+    script = str(Path(__file__).with_name("host_peers.py"))
     for _ in range(repeats):
         for name, run in ours.items():
             start = time.perf_counter()
-            run(20_000 // NUM_ENVS)
-            rates[name].append(20_000 / (time.perf_counter() - start))
-        for name, told in run_peers(peers):
-            rates[name].append(told["steps_per_second"])
-            versions[name] = told["version"]
-    middles = {name: statistics.median(values) for name, values in rates.items()}
-    print(f"\n{'':26} {'steps/s':>9}  HostCollector, numpy")
-    for name, middle in middles.items():
-        what = f"{name} {versions.get(name, '')}"
-        factors = [f"{middles[x] / middle:11.1f}x" for x in ours]
-        print(f"{what:26} {middle:9,.0f} {''.join(factors)}")
-
-
-def run_peers(peers: dict[str, str]) -> Iterator[tuple[str, dict]]:
-    """Runs the script of each with its interpreter."""
-    folder = pathlib.Path(__file__).parent / "peers"
-    for name, python in peers.items():
-        command = [python, str(folder / f"{name}_speed.py"), "--repeats", "1"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        yield name, json.loads(done.stdout.splitlines()[-1])
+            for _ in range(10):
+                run()
+            rate = 10 * ROWS * NUM_ENVS / (time.perf_counter() - start)
+            rates.setdefault(name, []).append(rate)
+        for peer in peers:
+            name, _, python = peer.partition("=")
+            out = subprocess.check_output([python, script, name, "--repeats", "1"])
+            told = json.loads(out.splitlines()[-1])
+            name = f"{told['library']} {told['version']}"
+            rates.setdefault(name, []).append(told["steps_per_second"])
+    rate = {name: statistics.median(values) for name, values in rates.items()}
+    same, array = rate["`HostCollector`"], rate.pop("one array")
+    for name, middle in rate.items():
+        yield {
+            "library": name,
+            "steps/s": f"{middle:,.0f}",
+            "`HostCollector`, same environments / library": f"{same / middle:.1f}",
+            "`HostCollector`, one array / library": f"{array / middle:.1f}",
+        }
 
 
 def main() -> None:
-    """Measures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
-    args = parser.parse_args()
-    print(machine())
-    print(f"gymnasium {gymnasium.__version__}, {NUM_ENVS} CartPoles")
-    if args.peer:
-        peers = dict(each.split("=", 1) for each in args.peer)
-        compare_peers(peers, args.repeats)
-        return
-    runs = {
+    """Makes the tables."""
+    args = arguments(__doc__, 9, peers=("",))
+    if any(args.peers):
+        return report(args, "other libraries", peer_rows(args.peers, args.repeats))
+    programs = {
         "Gymnasium, numpy": alone(envs.from_gymnasium(numpy())),
         "Gymnasium, sync": alone(envs.from_gymnasium(sync())),
         "ours, in this process": alone(envs.from_gymnasium("CartPole-v1", NUM_ENVS)),
         "ours, 2 workers": alone(envs.workers([MAKE] * NUM_ENVS, 2)),
     }
-    compare("environments alone", runs, args.repeats)
-    pairs = {
-        "Gymnasium, numpy": (numpy, False),
-        "Gymnasium, sync": (sync, True),
-    }
-    for name, (make, resets) in pairs.items():
-        runs = {
-            "plain loop": plain_loop(make(), resets=resets),
-            "HostCollector": host(envs.from_gymnasium(make())),
-        }
-        if resets:
-            runs["plain loop, seeds"] = plain_loop(make(), resets=True, seeds=True)
-            local = envs.from_gymnasium("CartPole-v1", NUM_ENVS)
-            runs["HostCollector, ours"] = host(local)
-        compare(f"with a policy: {name}", runs, args.repeats)
-    compare_waiting(args.repeats)
-    if importlib.util.find_spec("envpool"):
-        compare_envpool(args.repeats)
+    for name, taken in measure(programs, args.repeats, calls=CALLS).items():
+        print(f"{name}: {1e6 * taken.wall / ROWS:.0f} us a row without a policy")
+    report(args, "environments that are not JAX", loop_rows(args.repeats))
+    report(args, "workers that are slow", waiting_rows(args.repeats))
 
 
 if __name__ == "__main__":

@@ -77,10 +77,14 @@ class Learner(NamedTuple):
         train: a key to parameters.
         act: `(params, obs, key)` to actions, `[B, ...]`: drawn with PPO, greedy with
             DQN.
+        init: of ours with PPO, two keys to what `update` carries.
+        update: `(carried, key)` to the same and None.
     """
 
     train: Callable[[jax.Array], Any]
     act: Callable[[Any, jax.Array, jax.Array], jax.Array]
+    init: Callable[[jax.Array, jax.Array], Any] | None = None
+    update: Callable[[Any, jax.Array], tuple[Any, None]] | None = None
 
 
 def make_env(env_id: str) -> Any:
@@ -169,27 +173,16 @@ class ActorCritic(nn.Module):
         ]
 
 
-def ppo(config: PPO, *, limit_is_failure: bool = False, **options: Any) -> Learner:
-    """Makes PPO; with `limit_is_failure` it takes a time limit for a termination."""
-    env = rollout.envs.vectorize(make_env(config.env_id), config.num_envs, **options)
-    network = ActorCritic(env.action_space, config.hidden, config.activation)
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
-        optax.adam(config.rate, eps=1e-5),
-    )
+def make_optimizer(config: PPO) -> optax.GradientTransformation:
+    """Makes PPO's optimizer."""
+    adam = optax.adam(config.rate, eps=1e-5)
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam)
 
-    def act(params: Any, obs: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
-        pi, value = network.apply(params, obs)
-        action = pi.sample(key)
-        extras = {"action": action, "log_prob": pi.log_prob(action), "value": value}
-        # A robot takes actions in [-1, 1]; the loss is that of the action drawn.
-        legal = action if hasattr(env.action_space, "n") else action.clip(-1.0, 1.0)
-        return legal, extras
 
-    def critic(params: Any, obs: jax.Array, state: Any) -> jax.Array:
-        return network.apply(params, obs)[1]
+def ppo_step(network: ActorCritic, config: PPO, state: Any, batch: Any) -> Any:
+    """One gradient step of `(params, opt_state)` on rows `(obs, extras, gae)`."""
 
-    def loss(params: Any, batch: Any) -> jax.Array:
+    def loss(params: Any) -> jax.Array:
         obs, old, gae = batch
         pi, value = network.apply(params, obs)
         target = gae + old["value"]
@@ -201,6 +194,29 @@ def ppo(config: PPO, *, limit_is_failure: bool = False, **options: Any) -> Learn
         gain = jnp.minimum(ratio * gae, clipped * gae).mean()
         bonus = config.entropy * pi.entropy().mean()
         return 0.5 * config.value * error.mean() - gain - bonus
+
+    params, opt_state = state
+    grads = jax.grad(loss)(params)
+    updates, opt_state = make_optimizer(config).update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def ppo(config: PPO, *, limit_is_failure: bool = False, **options: Any) -> Learner:
+    """Makes PPO; with `limit_is_failure` it takes a time limit for a termination."""
+    env = rollout.envs.vectorize(make_env(config.env_id), config.num_envs, **options)
+    network = ActorCritic(env.action_space, config.hidden, config.activation)
+    optimizer = make_optimizer(config)
+
+    def act(params: Any, obs: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
+        pi, value = network.apply(params, obs)
+        action = pi.sample(key)
+        extras = {"action": action, "log_prob": pi.log_prob(action), "value": value}
+        # A robot takes actions in [-1, 1]; the loss is that of the action drawn.
+        legal = action if hasattr(env.action_space, "n") else action.clip(-1.0, 1.0)
+        return legal, extras
+
+    def critic(params: Any, obs: jax.Array, state: Any) -> jax.Array:
+        return network.apply(params, obs)[1]
 
     policy = rollout.stateless_policy(act)
     collector = rollout.Collector(env=env, policy=policy, value_fn=critic)
@@ -216,10 +232,8 @@ def ppo(config: PPO, *, limit_is_failure: bool = False, **options: Any) -> Learn
         rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
         def learn(state: Any, index: jax.Array) -> tuple[Any, None]:
-            params, opt_state = state
-            grads = jax.grad(loss)(params, jax.tree.map(lambda x: x[index], rows))
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), None
+            minibatch = jax.tree.map(lambda x: x[index], rows)
+            return ppo_step(network, config, state, minibatch), None
 
         every = jnp.arange(config.num_steps * config.num_envs)
         counts = config.num_minibatches, config.num_epochs
@@ -227,15 +241,18 @@ def ppo(config: PPO, *, limit_is_failure: bool = False, **options: Any) -> Learn
         learnt, _ = jax.lax.scan(learn, (params, opt_state), indices)
         return (carry, *learnt), None
 
-    def train(key: jax.Array) -> Any:
-        init_key, carry_key, update_key = jax.random.split(key, 3)
+    def init(init_key: jax.Array, carry_key: jax.Array) -> Any:
         carry = collector.init(carry_key)
         params = network.init(init_key, carry.obs)
-        state = carry, params, optimizer.init(params)
+        return carry, params, optimizer.init(params)
+
+    def train(key: jax.Array) -> Any:
+        init_key, carry_key, update_key = jax.random.split(key, 3)
+        state = init(init_key, carry_key)
         keys = jax.random.split(update_key, config.num_updates)
         return jax.lax.scan(update, state, keys)[0][1]
 
-    return Learner(train, lambda *args: act(*args)[0])
+    return Learner(train, lambda *args: act(*args)[0], init, update)
 
 
 class QNetwork(nn.Module):

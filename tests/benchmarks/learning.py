@@ -18,7 +18,7 @@ from typing import Any
 
 import matplotlib
 import nbformat
-from machine import machine
+from harness import machine
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = ("04_ppo", "05_recurrent_ppo", "06_dqn_replay")

@@ -33,8 +33,8 @@ import jax
 import learners
 import learners_of_peers
 import scipy.stats
+from harness import machine
 from learners import DQN, PPO, Learner
-from machine import machine
 
 import rollout
 

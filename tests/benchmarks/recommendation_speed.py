@@ -6,17 +6,20 @@ after the other, the policy called once for all of them. Both take turns; ratios
 medians. Then the memory of the compiled program, against that of masks and rows.
 
     python tests/benchmarks/recommendation_speed.py
+    python tests/benchmarks/recommendation_speed.py --easyrl4rec PYTHON FOLDER
+
+The second one also runs `easyrl4rec_speed.py`, which says what to install.
 """
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine import machine
+from harness import Program, arguments, measure, report
 
 import rollout
 from rollout import envs
@@ -56,14 +59,14 @@ def tables(num_items: int) -> tuple[np.ndarray, np.ndarray]:
     return feedback, rng.random((num_items, NUM_CATEGORIES)) < 2 / NUM_CATEGORIES
 
 
-def plain_loop(num_items: int, num_lanes: int) -> Callable[[int], None]:
+def plain_loop(num_items: int, num_lanes: int, num_steps: int) -> Program:
     """Steps of all lanes, with the rows and the masks that a policy needs."""
     made = [PlainEnv(*tables(num_items)) for _ in range(num_lanes)]
     rng = np.random.default_rng(1)
     obs = np.stack([env.reset() for env in made])
     mask = np.ones((num_lanes, num_items), bool)
 
-    def run(num_steps: int) -> None:
+    def run() -> None:
         rows = []
         for _ in range(num_steps):
             scores = np.where(mask, rng.random(mask.shape), -1.0)
@@ -99,23 +102,16 @@ def without_masks(row: rollout.Transition) -> rollout.Transition:
     return row.replace(obs=short(row.obs), next_obs=short(row.next_obs))
 
 
-def fast_loop(collector: rollout.Collector) -> Callable[[int], None]:
+def fast_loop(collector: rollout.Collector) -> Program:
     """Calls `collect_steps`."""
     carry = collector.init(jax.random.key(0))
 
-    def run(num_steps: int) -> None:
+    def run() -> rollout.Transition:
         nonlocal carry
-        carry, rows = collector.collect_steps(carry, None, num_steps)
-        jax.block_until_ready(rows)
+        carry, rows = collector.collect_steps(carry, None, NUM_STEPS)
+        return rows
 
     return run
-
-
-def measure(run: Callable[[int], None], num_steps: int) -> float:
-    """Seconds per step of all lanes."""
-    start = time.perf_counter()
-    run(num_steps)
-    return (time.perf_counter() - start) / num_steps
 
 
 def memory(collector: rollout.Collector) -> tuple[float, float]:
@@ -141,30 +137,44 @@ def memory(collector: rollout.Collector) -> tuple[float, float]:
     return total, size(rows) + masks + size(env)
 
 
-def main() -> None:
-    """Measures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    args = parser.parse_args()
-    print(machine())
-    print(f"{'items':>6} {'lanes':>6} {'loop':>10} {'ours':>12} {'ratio':>7} {'MB':>8}")
+def easyrl4rec(command: list[str], num_items: int, num_lanes: int) -> float:
+    """Steps per second of EasyRL4Rec."""
+    python, folder = command
+    script = str(Path(__file__).with_name("easyrl4rec_speed.py"))
+    sizes = ["--items", str(num_items), "--lanes", str(num_lanes)]
+    out = subprocess.check_output([python, script, folder, *sizes])
+    return json.loads(out.splitlines()[-1])["steps_per_second"]
+
+
+def rows(peer: list[str], repeats: int) -> Iterator[dict[str, str]]:
+    """Times each size."""
     for num_items in (1_000, 10_000):
         for num_lanes in (64, 1_024):
             collector = make_collector(num_items, num_lanes)
-            plain, fast = plain_loop(num_items, num_lanes), fast_loop(collector)
             num_slow = 4 if num_lanes > 64 else NUM_STEPS
-            fast(NUM_STEPS)
-            seconds = [
-                (measure(plain, num_slow), measure(fast, NUM_STEPS))
-                for _ in range(args.repeats)
-            ]
-            slow, quick = map(statistics.median, zip(*seconds, strict=True))
+            plain = plain_loop(num_items, num_lanes, num_slow)
+            taken = measure({"plain": plain, "ours": fast_loop(collector)}, repeats)
+            slow = num_slow * num_lanes / taken["plain"].wall
+            fast = NUM_STEPS * num_lanes / taken["ours"].wall
+            theirs = easyrl4rec(peer, num_items, num_lanes) if len(peer) == 2 else None
             used, needed = memory(collector)
-            rates = num_lanes / slow, num_lanes / quick
-            print(
-                f"{num_items:6} {num_lanes:6} {rates[0]:10,.0f} {rates[1]:12,.0f} "
-                f"{slow / quick:7.0f} {used / 1e6:8.1f} ({used / needed:.2f})"
-            )
+            yield {
+                "items": f"{num_items:,}",
+                "lanes": f"{num_lanes:,}",
+                "`rollout`, steps/s": f"{fast:,.0f}",
+                "`plain loop`, steps/s": f"{slow:,.0f}",
+                "`rollout` / `plain loop`": f"{fast / slow:.0f}",
+                "EasyRL4Rec, steps/s": f"{theirs:,.0f}" if theirs else "",
+                "`rollout` / EasyRL4Rec": f"{fast / theirs:.0f}" if theirs else "",
+                "memory, MB": f"{used / 1e6:.1f}",
+                "memory / masks and rows": f"{used / needed:.2f}",
+            }
+
+
+def main() -> None:
+    """Makes the table."""
+    args = arguments(__doc__, 9, easyrl4rec=("",))
+    report(args, "recommendation", rows(args.easyrl4rec, args.repeats))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ processor time of a step, which other work on the machine changes less (Linux on
     python tests/benchmarks/remote_speed.py
 """
 
-import argparse
 import functools
 import multiprocessing
 import os
@@ -22,7 +21,7 @@ from multiprocessing.connection import Connection
 
 import jax
 import numpy as np
-from machine import machine
+from harness import arguments, report
 
 import rollout
 from rollout import envs
@@ -100,12 +99,8 @@ def cpu_per_step(pids: list[int], run: Callable[[], object], num_batches: int) -
 
 
 def main() -> None:
-    """Measures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-batches", type=int, default=20, help="per actor")
-    parser.add_argument("--num-rounds", type=int, default=9)
-    args = parser.parse_args()
-    print(machine())
+    """Makes the table."""
+    args = arguments(__doc__, 9, num_batches=(20,))  # of each actor
     # By default Ray's are nice to all others (15), and slow where there are others.
     os.environ.setdefault("RAY_worker_niceness", "0")
     context = multiprocessing.get_context("spawn")
@@ -117,27 +112,27 @@ def main() -> None:
         pipes.append(pipe)
     options = {"num_actors": NUM_ACTORS, "steps_per_batch": NUM_ENVS * NUM_STEPS}
     options |= {"key": jax.random.key(KEY), "params": make_params()}
-    folder, num = tempfile.mkdtemp(), args.num_batches
+    folder, num = tempfile.mkdtemp(), args.num_batches[0]
     make = functools.partial(make_noted, folder)
     rates, times = [], []
     with rollout.remote_batches(make, **options) as batches:
         local = lambda: time_local(pipes, num)  # noqa: E731
         remote = lambda: [next(batches) for _ in range(num * NUM_ACTORS)]  # noqa: E731
         local(), time_remote(batches, num)  # compiles
-        for _ in range(args.num_rounds):
-            rates.append((local(), time_remote(batches, num)))
-            print("local {:8.0f}, remote {:8.0f} steps/s".format(*rates[-1]))
+        rates = [(local(), time_remote(batches, num)) for _ in range(args.repeats)]
         time.sleep(1.0)
         pids = [x.pid for x in processes], [int(x) for x in os.listdir(folder)]
-        for _ in range(args.num_rounds):
-            times.append(
-                (cpu_per_step(pids[0], local, num), cpu_per_step(pids[1], remote, num))
-            )
-    for name, rows in (("steps/s", rates), ("us of processor per step", times)):
-        local, remote = np.median(rows, axis=0)
-        print(f"median: local {local:.1f}, remote {remote:.1f} {name}")
+        times = [
+            (cpu_per_step(pids[0], local, num), cpu_per_step(pids[1], remote, num))
+            for _ in range(args.repeats)
+        ]
     local, remote = np.array(rates).T
-    print(f"median of ratios of speed: {np.median(remote / local):.3f}")
+    columns = "", "two actors of Ray", "two plain processes", "actors / processes"
+    ratio, cpu = f"{np.median(remote / local):.2f}", np.median(times, axis=0)
+    speeds = (f"{np.median(x):,.0f}" for x in (remote, local))
+    us = f"{cpu[1]:.0f}", f"{cpu[0]:.0f}"
+    rows = ("steps/s", *speeds, ratio), ("processor time per step, us", *us, "")
+    report(args, "actors of Ray", [dict(zip(columns, x, strict=True)) for x in rows])
     for pipe, process in zip(pipes, processes, strict=True):
         pipe.send(0)
         process.join()

@@ -1,6 +1,6 @@
 """How fast is `collect_steps`, against the loop everyone writes and a bare loop?
 
-Times, interleaved in one process:
+Times in turn, in one process:
 
 - `rollout`: this kernel, the six fields of the next read from its trajectory;
 - `gymnax loop`: the loop everyone writes: a key split per env and step, gymnax's own
@@ -11,30 +11,26 @@ Times, interleaved in one process:
 
 The first three return the same fields: obs, action, reward, done, episode return and
 length. `bare loop` keeps no statistics and writes the reward in place of the return.
+Then, with `rollout.profile`, where the time goes.
 
-    python tests/benchmarks/rollout_speed.py                  # the table
-    python tests/benchmarks/rollout_speed.py --both-loops     # and with the XLA flag
-    python tests/benchmarks/rollout_speed.py --linear         # time against num_steps
-    python tests/benchmarks/rollout_speed.py --outer-jit      # called directly or not
+    python tests/benchmarks/rollout_speed.py --tables "random policy" "a network"
+    python tests/benchmarks/rollout_speed.py --num-steps 16000 --impl philox2x32
+
+Tables "jax 0.11" and "one flag of XLA" are those of the random policy, made with this
+version and with `XLA_FLAGS` set to `harness.LOOP_FLAG`.
 """
 
-import argparse
 import functools
-import json
-import os
-import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import gymnax
 import jax
 import jax.numpy as jnp
+from harness import arguments, measure, report
 from jax import lax
-from machine import LOOP_FLAG, machine
 
 import rollout
 from rollout import envs, kernel
@@ -42,6 +38,7 @@ from rollout import envs, kernel
 ENVS = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "Breakout-MinAtar")
 NUM_ENVS = (16, 128, 1024, 4096)
 NUM_STEPS = 128
+TABLES = ("random policy", "a network", "where the time goes")
 LOOPS = ("rollout", "gymnax loop", "bare loop", "all fields")
 Run = Callable[..., Any]
 
@@ -52,19 +49,8 @@ class Case(NamedTuple):
     env_id: str
     num_envs: int
     policy: str
-    impl: str
-    auto_reset: str = "compact"
+    impl: str = "threefry2x32"
     num_steps: int = NUM_STEPS
-
-
-class Program(NamedTuple):
-    """A compiled loop, what it takes and what its times were."""
-
-    run: Run
-    memory: Any
-    compile_s: float
-    wall_s: list[float]
-    cpu_s: list[float]
 
 
 class ActorCritic(nn.Module):
@@ -102,7 +88,7 @@ def make_policy(case: Case) -> tuple[rollout.Policy | None, Any]:
 
 def kernel_loop(case: Case, policy: rollout.Policy | None, fields: str) -> tuple:
     """`rollout` or `all fields`: `(init, run)` of this library's collector."""
-    env = envs.make_vec(case.env_id, case.num_envs, auto_reset=case.auto_reset)
+    env = envs.make_vec(case.env_id, case.num_envs)
     policy = policy or rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
 
@@ -191,20 +177,19 @@ def everyones_loop(case: Case, policy: rollout.Policy | None) -> tuple:
     return init, run
 
 
-def prepare(case: Case, init: Run, run: Run, params: Any) -> list[Any]:
-    """Compiles one loop and starts it: `[program, carry]`."""
+def compile_loop(case: Case, loop: tuple, params: Any) -> tuple[Run, Any, float]:
+    """Compiles a loop, ready to call; the program, and the seconds that it took."""
+    init, run = loop
     carry = jax.jit(init)(jax.random.key(0, impl=case.impl))
     carry = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), carry)
     start = time.perf_counter()
-    compiled = jax.jit(run).lower(carry, params).compile()
-    compile_s = time.perf_counter() - start
-    jax.block_until_ready(compiled(carry, params))
-    memory = compiled.memory_analysis()
-    return [Program(compiled, memory, compile_s, [], []), carry]
+    program = jax.jit(run).lower(carry, params).compile()
+    seconds = time.perf_counter() - start
+    return functools.partial(program, carry, params), program, seconds
 
 
-def measure(case: Case, repeats: int) -> dict[str, Any]:
-    """Times the four loops of a case in turn, `repeats` times."""
+def measure_loops(case: Case, repeats: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Times the four loops of a case; returns its row in both tables."""
     policy, params = make_policy(case)
     loops = {
         "rollout": kernel_loop(case, policy, "six"),
@@ -212,161 +197,81 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
         "bare loop": bare_loop(case, policy),
         "all fields": kernel_loop(case, policy, "all fields"),
     }
-    running = {k: prepare(case, *loop, params) for k, loop in loops.items()}
-    for _ in range(repeats):
-        for slot in running.values():
-            program, carry = slot
-            wall, cpu = time.perf_counter(), time.process_time()
-            slot[1], out = jax.block_until_ready(program.run(carry, params))
-            program.wall_s.append(time.perf_counter() - wall)
-            program.cpu_s.append(time.process_time() - cpu)
-            del out
-    return summarize(case, {k: slot[0] for k, slot in running.items()})
+    made = {name: compile_loop(case, loop, params) for name, loop in loops.items()}
+    timing = measure({name: program for name, (program, *_) in made.items()}, repeats)
+    ours, gymnax_loop, bare = (timing[name] for name in LOOPS[:3])
+    speed = {x: case.num_envs * case.num_steps / timing[x].wall / 1e6 for x in LOOPS}
+    memory = made["all fields"][1].memory_analysis()
+    peak = memory.output_size_in_bytes + memory.temp_size_in_bytes
+    setting = {"environment": f"`{case.env_id}`", "lanes": f"{case.num_envs:,}"}
+    row = setting | {f"`{x}`, M/s": f"{speed[x]:.2f}" for x in LOOPS[:3]}
+    row["`rollout` / `gymnax loop`"] = f"{gymnax_loop.wall / ours.wall:.2f}"
+    row["`rollout` / `bare loop`"] = f"{bare.wall / ours.wall:.2f}"
+    more = setting | {
+        "`all fields`, M/s": f"{speed['all fields']:.2f}",
+        "CPU time, `gymnax loop` / `rollout`": f"{gymnax_loop.cpu / ours.cpu:.2f}",
+        "CPU time, `bare loop` / `rollout`": f"{bare.cpu / ours.cpu:.2f}",
+        "compiling `rollout`, s": f"{made['rollout'][2]:.1f}",
+        "compiling `gymnax loop`, s": f"{made['gymnax loop'][2]:.1f}",
+        "peak memory of `all fields` / its outputs": (
+            f"{peak / memory.output_size_in_bytes:.3f}"
+        ),
+    }
+    return row, more
 
 
-def summarize(case: Case, programs: dict[str, Program]) -> dict[str, Any]:
-    """Makes the row of a case from its programs."""
-    wall = {k: statistics.median(p.wall_s) for k, p in programs.items()}
-    cpu = {k: statistics.median(p.cpu_s) for k, p in programs.items()}
-    steps = case.num_envs * case.num_steps
-    full = programs["all fields"].memory
-    returned = full.output_size_in_bytes
+def measure_parts(env_id: str, num_envs: int, repeats: int) -> dict[str, str]:
+    """Times the parts of a step, and a collection without `next_obs`."""
+    env = envs.make_vec(env_id, num_envs)
+    policy = rollout.random_policy(env.action_space)
+    whole = rollout.Collector(env=env, policy=policy)
+    less = whole.replace(record_fn=lambda row: row.replace(next_obs=()))
+    parts = rollout.profile(whole, None, NUM_STEPS, num_repeats=repeats)
+    carry = whole.init(jax.random.key(0))
+    timing = measure(
+        {
+            "whole": lambda: whole.collect_steps(carry, None, NUM_STEPS),
+            "less": lambda: less.collect_steps(carry, None, NUM_STEPS),
+        },
+        repeats,
+    )
+    names = {"policy": "policy", "step": "env_step", "reset": "auto_reset"}
+    names |= {"recording": "recording", "whole": "whole"}
+    limit = (parts.policy + parts.env_step + parts.recording) / parts.whole
+    ratio = timing["whole"].wall / timing["less"].wall
     return {
-        **case._asdict(),
-        "steps_per_s": {k: steps / t for k, t in wall.items()},
-        "cpu_per_wall": {k: cpu[k] / wall[k] for k in wall},
-        "over_gymnax_loop": wall["gymnax loop"] / wall["rollout"],
-        "over_bare_loop": wall["bare loop"] / wall["rollout"],
-        "over_gymnax_loop_cpu": cpu["gymnax loop"] / cpu["rollout"],
-        "over_bare_loop_cpu": cpu["bare loop"] / cpu["rollout"],
-        "compile_s": {k: p.compile_s for k, p in programs.items()},
-        "memory_over_returned": (returned + full.temp_size_in_bytes) / returned,
+        "environment": f"`{env_id}`",
+        "lanes": f"{num_envs:,}",
+        **{f"{x}, ms": f"{1e3 * getattr(parts, y):.2f}" for x, y in names.items()},
+        "(policy + step + recording) / whole": f"{limit:.2f}",
+        "whole / whole without `next_obs`": f"{ratio:.2f}",
     }
 
 
-def print_row(row: dict[str, Any]) -> None:
-    """Prints one row under `HEADER`."""
-    million = " | ".join(f"{row['steps_per_s'][loop] / 1e6:.2f}" for loop in LOOPS)
-    compile_s = row["compile_s"]
-    print(
-        f"| {row['env_id']} | {row['num_envs']:,} | {row['policy']} | {row['impl']} "
-        f"| {million} | {row['over_gymnax_loop']:.2f} | {row['over_bare_loop']:.2f} "
-        f"| {row['over_gymnax_loop_cpu']:.2f} | {row['over_bare_loop_cpu']:.2f} "
-        f"| {compile_s['rollout']:.1f} | {compile_s['gymnax loop']:.1f} "
-        f"| {row['memory_over_returned']:.3f} |",
-        flush=True,
-    )
-
-
-HEADER = (
-    "| environment | lanes | policy | keys | `rollout` | `gymnax loop` | `bare loop` "
-    "| `all fields` | `rollout` / `gymnax loop` | `rollout` / `bare loop` "
-    "| CPU time, `gymnax loop` / `rollout` | CPU time, `bare loop` / `rollout` "
-    "| compiling `rollout`, s | compiling `gymnax loop`, s "
-    "| peak memory of `all fields` / its outputs |\n"
-    f"|{'---|' * 15}"
-)
-
-
-def measure_linearity(repeats: int) -> None:
-    """Prints the time of a step for 1,000 to 16,000 steps a call."""
-    print("| env | num_steps | us per step | against 1,000 |\n|---|---|---|---|")
-    for env_id in ("CartPole-v1", "Pendulum-v1"):
-        lengths = (1000, 2000, 4000, 8000, 16000)
-        cases = [
-            Case(env_id, 64, "random", "threefry2x32", num_steps=n) for n in lengths
-        ]
-        slots = [prepare(c, *kernel_loop(c, None, "all fields"), ()) for c in cases]
-        for _ in range(repeats):
-            for program, carry in slots:
-                start = time.perf_counter()
-                jax.block_until_ready(program.run(carry, ()))
-                program.wall_s.append(time.perf_counter() - start)
-        times = [
-            statistics.median(slot[0].wall_s) / n
-            for slot, n in zip(slots, lengths, strict=True)
-        ]
-        for n, t in zip(lengths, times, strict=True):
-            print(f"| {env_id} | {n} | {t * 1e6:.2f} | {t / times[0]:.3f} |")
-
-
-def measure_outer_jit(repeats: int) -> None:
-    """Prints the time of a call from Python and from inside the caller's own jit."""
-    print("| env | envs | direct ms | inside jit ms | ratio |\n|---|---|---|---|---|")
-    for num_envs in (16, 1024):
-        env = envs.make_vec("CartPole-v1", num_envs)
-        policy = rollout.random_policy(env.action_space)
-        collector = rollout.Collector(env=env, policy=policy)
-
-        def direct(carry: Any, collector: Any = collector) -> tuple[Any, Any]:
-            return collector.collect_steps(carry, None, NUM_STEPS)
-
-        calls = {"direct": direct, "inside": jax.jit(direct)}
-        carry = collector.init(jax.random.key(0))
-        times = {name: [] for name in calls}
-        for call in calls.values():
-            jax.block_until_ready(call(carry))
-        for _ in range(repeats):
-            for name, call in calls.items():
-                start = time.perf_counter()
-                jax.block_until_ready(call(carry))
-                times[name].append(time.perf_counter() - start)
-        one, other = (statistics.median(times[name]) * 1e3 for name in calls)
-        print(
-            f"| CartPole-v1 | {num_envs} | {one:.3f} | {other:.3f} "
-            f"| {one / other:.2f} |"
-        )
-
-
 def main() -> None:
-    """Reads the command line and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--envs", nargs="+", default=ENVS, choices=ENVS)
-    parser.add_argument("--num-envs", nargs="+", type=int, default=NUM_ENVS)
-    parser.add_argument("--policies", nargs="+", default=("random", "mlp"))
-    parser.add_argument("--impl", nargs="+", default=("threefry2x32",))
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--auto-reset", default="compact")
-    parser.add_argument("--json", metavar="FILE", help="write the rows here as well")
-    parser.add_argument(
-        "--device", action="store_true", help="only say what it runs on"
-    )
-    parser.add_argument(
-        "--outer-jit", action="store_true", help="a direct call against one in a jit"
-    )
-    parser.add_argument("--linear", action="store_true", help="time against num_steps")
-    parser.add_argument(
-        "--both-loops",
-        action="store_true",
-        help="run again in a process with the XLA:CPU loop flag",
-    )
-    args = parser.parse_args()
-    print(machine(), flush=True)
-    if args.device:
-        return
-    if args.outer_jit:
-        measure_outer_jit(args.repeats)
-        return
-    if args.linear:
-        measure_linearity(args.repeats)
-        return
-    print(HEADER)
-    rows = []
-    for policy in args.policies:
-        for impl in args.impl:
-            for env_id in args.envs:
-                for num_envs in args.num_envs:
-                    case = Case(env_id, num_envs, policy, impl, args.auto_reset)
-                    rows.append(measure(case, args.repeats))
-                    print_row(rows[-1])
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"machine": machine(), "rows": rows}, file, indent=1)
-    if args.both_loops:
-        rest = [argument for argument in sys.argv if argument != "--both-loops"]
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {LOOP_FLAG}".strip()
-        env = {**os.environ, "XLA_FLAGS": flags}
-        subprocess.run([sys.executable, *rest], env=env, check=True)
+    """Makes the tables."""
+    options = {"envs": ENVS, "num_envs": NUM_ENVS, "num_steps": (NUM_STEPS,)}
+    options |= {"impl": ("threefry2x32",), "tables": TABLES}
+    args = arguments(__doc__, 15, **options)
+    sizes = [(env_id, num_envs) for env_id in args.envs for num_envs in args.num_envs]
+    for table in args.tables:
+        if table == "where the time goes":
+            rows = (measure_parts(*size, args.repeats) for size in sizes)
+            report(args, table, rows)
+            continue
+        policy, more = "mlp" if table == "a network" else "random", []
+
+        def loops(policy: str = policy, more: list = more) -> Iterator[dict[str, str]]:
+            for size in sizes:
+                for impl in args.impl:
+                    for num_steps in args.num_steps:
+                        case = Case(*size, policy, impl, num_steps)
+                        row, rest = measure_loops(case, args.repeats)
+                        more.append(rest)
+                        yield row
+
+        report(args, table, loops())
+        report(args, f"more on {table}", more)
 
 
 if __name__ == "__main__":

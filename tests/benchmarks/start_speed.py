@@ -9,7 +9,6 @@ keeps what took a second or more to compile, and with one in which everything is
     python tests/benchmarks/start_speed.py
 """
 
-import argparse
 import os
 import re
 import statistics
@@ -18,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from machine import machine
+from harness import arguments, report
 
 ROOT = Path(__file__).parents[2]
 CACHE = "JAX_COMPILATION_CACHE_DIR"
@@ -41,7 +40,6 @@ def cases(folder: str) -> dict[str, tuple[str, dict[str, str]]]:
         "`import jax`": ("import jax", {}),
         "`import jax, flax, chex`": ("import jax, flax, chex", {}),
         "`import rollout`": ("import rollout", {}),
-        "`import rollout.buffers`": ("import rollout.buffers", {}),
         "first batch, no cache": (twenty_lines(), {}),
         "first batch, filled cache": (twenty_lines(), some),
         "first batch, cache of everything": (twenty_lines(), every),
@@ -57,20 +55,24 @@ def seconds(code: str, variables: dict[str, str]) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    """Makes the table."""
+    args = arguments(__doc__, 7)
     with tempfile.TemporaryDirectory() as folder:
         runs = cases(folder)
         times = {name: [] for name in runs}
         # The first round warms the disk and fills the caches.
-        for number in range(rounds + 1):
+        for number in range(args.repeats + 1):
             for name, run in runs.items():
                 times[name] += [seconds(*run)] * (number > 0)
-    print(f"{machine()}; {rounds} rounds\n\n| | median s | fastest s |\n|---|---|---|")
-    for name, got in times.items():
-        print(f"| {name} | {statistics.median(got):.2f} | {min(got):.2f} |")
+    rows = [
+        {
+            "": name,
+            "median, s": f"{statistics.median(got):.2f}",
+            "fastest, s": f"{min(got):.2f}",
+        }
+        for name, got in times.items()
+    ]
+    report(args, "start", rows)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,31 @@
 """What does a stream cost, and what do its options bring?
 
-Times, interleaved in one process, with 1,024 environments and 128 steps of each:
+Batches of 1,024 environments and 128 steps of each, in turn in one process:
 
-- `ahead`: CartPole-v1, a delay on the host per batch that is as long as a collection;
-  `prefetch=1` over `prefetch=0`;
-- `recycle`: Breakout-MinAtar; `recycle=False` over `recycle=True`;
-- `overhead`: CartPole-v1; the stream, with and without `recycle`, over a bare loop of
-  one jitted function that collects and summarizes, and over one that only collects.
-  Eight batches at a time, since a stream's statistics are made while the next batch
-  begins: those of a batch are waited for with the next one;
-- `check_finite`: both; with it over without.
+- `prefetch`: CartPole-v1, a delay on the host per batch, as long as a collection;
+- `recycle`: Breakout-MinAtar;
+- the stream, with and without `recycle`, over a bare loop of one jitted function that
+  collects and summarizes. Eight batches at a time, since a stream's statistics are made
+  while the next batch begins: those of a batch are waited for with the next one;
+- `check_finite`: both.
 
     python tests/benchmarks/stream_speed.py
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from machine import machine
+from harness import Program, arguments, measure, report
 
 import rollout
 from rollout import envs
 
 NUM_ENVS, NUM_STEPS = 1024, 128
 BATCH = NUM_ENVS * NUM_STEPS
+CARTPOLE, BREAKOUT = "CartPole-v1", "Breakout-MinAtar"
 
 
 def make_collector(env_id: str) -> rollout.Collector:
@@ -37,23 +34,22 @@ def make_collector(env_id: str) -> rollout.Collector:
     return rollout.Collector(env=env, policy=rollout.random_policy(env.action_space))
 
 
-def make_stream(env_id: str, **options: Any) -> Callable[[], Any]:
-    """Makes a call that takes the next batch and waits for it."""
-    collector = make_collector(env_id)
+def stream(env_id: str, *, delay: float = 0.0, **options: Any) -> Program:
+    """Makes a call that takes the next batch and waits for it, and then longer."""
     options = {"key": jax.random.key(0), "steps_per_batch": BATCH, **options}
-    stream = rollout.Stream(collector, **options)
-    stats: Any = ()
+    made, stats = rollout.Stream(make_collector(env_id), **options), ()
 
     def step() -> None:
         nonlocal stats
-        batch = next(stream)
+        batch = next(made)
         jax.block_until_ready((batch.trajectory, stats))
         stats = batch.stats
+        time.sleep(delay)
 
     return step
 
 
-def make_bare(env_id: str, *, summarize: bool) -> Callable[[], Any]:
+def bare(env_id: str) -> Program:
     """Makes a call of the loop that everyone writes around `collect_steps`."""
     collector = make_collector(env_id)
     carry = collector.init(jax.random.key(0))
@@ -61,110 +57,74 @@ def make_bare(env_id: str, *, summarize: bool) -> Callable[[], Any]:
     @jax.jit
     def collect(carry: rollout.Carry) -> Any:
         carry, trajectory = collector.collect_steps(carry, None, NUM_STEPS)
-        stats = rollout.summarize(trajectory) if summarize else ()
-        return carry, trajectory, stats
+        return carry, trajectory, rollout.summarize(trajectory)
 
-    def step() -> None:
+    def step() -> Any:
         nonlocal carry
-        carry, trajectory, stats = collect(carry)
-        jax.block_until_ready((trajectory, stats))
+        carry, *rest = collect(carry)
+        return rest
 
     return step
 
 
-def measure(
-    programs: dict[str, Callable[[], Any]], repeats: int, *, in_a_row: int = 1
-) -> dict[str, float]:
-    """Times the programs in turn; returns medians of wall time of one call, in s."""
-    for program in programs.values():
-        for _ in range(4):  # a stream finds its pace
-            program()
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(repeats):
-        for name, program in programs.items():
-            start = time.perf_counter()
-            for _ in range(in_a_row):
-                program()
-            times[name].append((time.perf_counter() - start) / in_a_row)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+def ahead(repeats: int) -> tuple[Program, Program]:
+    """Streams for a loop whose own work takes as long as a collection."""
+    size = {"steps_per_batch": 16 * BATCH}  # `sleep` keeps a delay of 0.1 s well
+    alone = measure({"": stream(CARTPOLE, **size)}, repeats, warmup=4)[""].wall
+    return tuple(stream(CARTPOLE, prefetch=x, delay=alone, **size) for x in (1, 0))
 
 
-def measure_ahead(repeats: int) -> dict[str, float]:
-    """Times a loop whose own work takes as long as a collection."""
-    env_id = "CartPole-v1"
-    steps_per_batch = 16 * BATCH  # a delay of some 0.1 s is kept well by `sleep`
-    streams = {
-        f"prefetch={prefetch}": make_stream(
-            env_id, prefetch=prefetch, steps_per_batch=steps_per_batch
-        )
-        for prefetch in (0, 1)
+PAIRS: dict[str, Callable[[int], tuple[Program, Program]]] = {
+    "`prefetch=1` / `prefetch=0`, own work as long as a collection": ahead,
+    "`recycle=True` / `recycle=False`, Breakout": lambda _: (
+        stream(BREAKOUT, recycle=True),
+        stream(BREAKOUT),
+    ),
+    "stream / a bare loop with statistics": lambda _: (
+        stream(CARTPOLE),
+        bare(CARTPOLE),
+    ),
+    "stream with `recycle=True` / a bare loop with statistics": lambda _: (
+        stream(CARTPOLE, recycle=True),
+        bare(CARTPOLE),
+    ),
+    "`check_finite` / none, CartPole": lambda _: (
+        stream(CARTPOLE, check_finite=True),
+        stream(CARTPOLE),
+    ),
+    "`check_finite` / none, Breakout": lambda _: (
+        stream(BREAKOUT, check_finite=True),
+        stream(BREAKOUT),
+    ),
+}
+
+
+def measure_pair(name: str, repeats: int, rounds: int) -> dict[str, str]:
+    """Times a pair in some rounds; the median of each, and the range of the ratio."""
+    calls, seconds = 8 if "bare" in name else 1, []
+    for _ in range(rounds):
+        first, second = PAIRS[name](repeats)
+        pair = {"first": first, "second": second}
+        timing = measure(
+            pair, repeats, calls=calls, warmup=4
+        )  # a stream finds its pace
+        seconds.append((timing["first"].wall, timing["second"].wall))
+    first, second = (statistics.median(x) for x in zip(*seconds, strict=True))
+    ratios = sorted(x / y for x, y in seconds)
+    middle = statistics.median(ratios)
+    return {
+        "compared": name,
+        "first, ms": f"{1e3 * first:.3g}",
+        "second, ms": f"{1e3 * second:.3g}",
+        "time, first / second": f"{middle:.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})",
     }
-    alone = measure({"collection": streams["prefetch=0"]}, repeats)["collection"]
-
-    def work(collect: Callable[[], Any]) -> Callable[[], Any]:
-        def step() -> None:
-            collect()
-            time.sleep(alone)
-
-        return step
-
-    times = measure({name: work(step) for name, step in streams.items()}, repeats)
-    return {"collection": alone, **times}
 
 
 def main() -> None:
-    """Reads the command line and prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE", help="write the rows here as well")
-    args = parser.parse_args()
-    print(machine(), flush=True)
-    kinds = {
-        "ahead": lambda: measure_ahead(args.repeats),
-        "recycle": lambda: measure(
-            {
-                f"recycle={recycle}": make_stream("Breakout-MinAtar", recycle=recycle)
-                for recycle in (False, True)
-            },
-            args.repeats,
-        ),
-        "overhead": lambda: measure(
-            {
-                "collect and summarize": make_bare("CartPole-v1", summarize=True),
-                "recycle": make_stream("CartPole-v1", recycle=True),
-                "collect": make_bare("CartPole-v1", summarize=False),
-                "stream": make_stream("CartPole-v1"),
-            },
-            args.repeats,
-            in_a_row=8,
-        ),
-        **{
-            f"check_finite {env_id}": lambda env_id=env_id: measure(
-                {
-                    f"check_finite={flag}": make_stream(env_id, check_finite=flag)
-                    for flag in (False, True)
-                },
-                4 * args.repeats if env_id == "CartPole-v1" else args.repeats,
-            )
-            for env_id in ("CartPole-v1", "Breakout-MinAtar")
-        },
-    }
-    rows = []
-    for number in range(args.rounds):
-        for kind, run in kinds.items():
-            times = run()
-            rows.append({"round": number, "kind": kind, **times})
-            first, last = list(times.values())[-2:]
-            parts = ", ".join(f"{k} {1e3 * v:.2f} ms" for k, v in times.items())
-            print(f"{kind}: {parts}; last over the one before {last / first:.3f}")
-            if kind == "overhead":
-                for name in ("stream", "recycle"):
-                    whole = times[name] / times["collect and summarize"]
-                    print(f"overhead: {name} over collect and summarize {whole:.3f}")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"machine": machine(), "rows": rows}, file, indent=1)
+    """Makes the table."""
+    args = arguments(__doc__, 15, rounds=(3,))
+    rows = (measure_pair(name, args.repeats, args.rounds[0]) for name in PAIRS)
+    report(args, "streams", rows)
 
 
 if __name__ == "__main__":

@@ -13,26 +13,22 @@ Playground goes back to the first state of the lane, which costs nothing either.
     python tests/benchmarks/suites_speed.py --only navix --num-envs 64 256
 """
 
-import argparse
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from harness import Program, arguments, measure, report
 from jax import lax
-from machine import machine
-from timing import measure
 
 import rollout
 from rollout import envs
 
 NUM_STEPS = 128
 LIMIT = 1000  # steps of an episode of brax and Playground
-
-Program = Callable[[], Any]
 
 
 class Peer(NamedTuple):
@@ -286,32 +282,28 @@ def make_programs(suite: str, name: str, num_envs: int) -> dict[str, Program]:
     return {"ours": ours, "theirs": run_peer(make_peer(name), num_envs)}
 
 
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="*", default=list(SUITES), choices=SUITES)
-    parser.add_argument("--num-envs", type=int, nargs="*", default=[256])
-    parser.add_argument("--repeats", type=int, default=15)
-    args = parser.parse_args()
-    print(f"{machine()}; {NUM_STEPS} steps, median of {args.repeats} runs")
-    print(
-        "\n| environment | version | envs | ours, k steps/s | over the suite's loop |"
-    )
-    print(f"|{' --- |' * 5}")
-    for suite in args.only:
+def rows(suites: list[str], sizes: list[int], repeats: int) -> Iterator[dict[str, str]]:
+    """Times each environment of each suite."""
+    for suite in suites:
         for name in SUITES[suite][2]:
-            for num_envs in args.num_envs:
+            for num_envs in sizes:
                 with warnings.catch_warnings(), jax.numpy_rank_promotion("allow"):
                     warnings.simplefilter("ignore")
-                    programs = make_programs(suite, name, num_envs)
-                    taken = measure(programs, args.repeats)
-                rate = num_envs * NUM_STEPS / taken["ours"] / 1e3
-                ratio = taken["theirs"] / taken["ours"]
-                print(
-                    f"| {suite}:{name} | {metadata.version(suite)} | {num_envs:,} | "
-                    f"{rate:,.0f} | {ratio:.2f} |",
-                    flush=True,
-                )
+                    taken = measure(make_programs(suite, name, num_envs), repeats)
+                rate = num_envs * NUM_STEPS / taken["ours"].wall / 1e3
+                ratio = taken["theirs"].wall / taken["ours"].wall
+                yield {
+                    "environment": f"`{suite}:{name}`",
+                    "version": metadata.version(suite),
+                    "`rollout`, thousand steps/s": f"{rate:,.0f}",
+                    "`rollout` / the suite's own loop": f"{ratio:.2f}",
+                }
+
+
+def main() -> None:
+    """Makes the table."""
+    args = arguments(__doc__, 15, only=tuple(SUITES), num_envs=(256,))
+    report(args, "suites", rows(args.only, args.num_envs, args.repeats))
 
 
 if __name__ == "__main__":

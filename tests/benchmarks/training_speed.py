@@ -12,8 +12,6 @@ See `learning_compared.py` for what to install, and why `taskset`.
 
 import argparse
 import functools
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import learners
 import learners_of_peers
+from harness import Program, machine, measure
 from learners import PPO
 from learning_compared import MINATAR, timed
-from machine import machine
 
 CASES = {
     "CartPole, 4 envs": PPO("CartPole-v1", 50),
@@ -62,17 +60,6 @@ class Flat(nn.Module):
         return nn.Dense(64)(obs.reshape(obs.shape[0], -1))
 
 
-def medians(programs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Returns the median CPU seconds of calls in turns, after one of each."""
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for program in programs.values():
-        jax.block_until_ready(program())
-    for _ in range(repeats):
-        for name, program in programs.items():
-            times[name].append(timed(program)[1])
-    return {name: statistics.median(taken) for name, taken in times.items()}
-
-
 def whole(config: PPO, num_seeds: int, folder: Path, repeats: int) -> str:
     """Returns the cells of a row: seconds to compile and to run, and ratios."""
     # Under `vmap` a loop over the lanes that are done runs for all seeds.
@@ -88,7 +75,7 @@ def whole(config: PPO, num_seeds: int, folder: Path, repeats: int) -> str:
         inputs = keys if num_seeds > 1 else keys[0]
         program, compiled[name] = timed(jax.jit(train).lower(inputs).compile)
         programs[name] = functools.partial(program, inputs)
-    run = medians(programs, repeats)
+    run = {name: x.cpu for name, x in measure(programs, repeats).items()}
     return " | ".join(
         f"{x['ours']:.2f} | {x['theirs']:.2f} | {x['ours'] / x['theirs']:.2f}"
         for x in (compiled, run)
@@ -98,7 +85,7 @@ def whole(config: PPO, num_seeds: int, folder: Path, repeats: int) -> str:
 def layers(batch_size: int, repeats: int) -> dict[str, float]:
     """Returns microseconds of a layer and of its gradient by the weights."""
     obs = jax.random.bernoulli(jax.random.key(0), 0.1, (batch_size, 10, 10, 4))
-    obs, programs = obs.astype(jnp.float32), {}
+    obs, programs = obs.astype(jnp.float32), dict[str, Program]()
     for network in (Conv(), Patches(), Flat()):
         params = network.init(jax.random.key(1), obs)
 
@@ -113,7 +100,7 @@ def layers(batch_size: int, repeats: int) -> dict[str, float]:
 
         many = jax.jit(lambda params, step=step: jax.lax.scan(step, params, length=20))
         programs[type(network).__name__] = functools.partial(many, params)
-    return {name: took / 20 * 1e6 for name, took in medians(programs, repeats).items()}
+    return {x: y.cpu / 20 * 1e6 for x, y in measure(programs, repeats).items()}
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from agents import ChanceEnv
 
 import rollout
 from rollout import envs
-from rollout.cli import figure, random_collector
+from rollout.cli import runs
 from rollout.cli.arguments import make_parser, parse
 from rollout.cli.main import main
 from rollout.policies import masks
@@ -60,21 +60,7 @@ def assert_agents(table, name, values, lengths):
 @pytest.fixture
 def chance(monkeypatch):
     """Agents that come and go at random, in two groups."""
-    monkeypatch.setattr(random_collector, "make_agents", lambda env_id: ChanceEnv())
-
-
-@pytest.mark.parametrize("kind", ["saved", "steps", "episodes"])
-def test_figure_has_the_returns_of_each_agent(kind, chance, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        figure, "draw", lambda *args: drawn.append(args[-1]) or b"figure"
-    )
-    size = f"--num-episodes={N}" if kind == "episodes" else f"--num-steps={T}"
-    argv = ["pgx:thing", f"--num-envs={B}", size, f"--plot={tmp_path}/a.png"]
-    table = run([*argv, *([f"--save={tmp_path}/a.npz"] if kind == "saved" else [])])
-    assert list(drawn[0]) == list(NAMES)
-    for name, values in drawn[0].items():
-        assert_figures(table["return"][name], values[np.isfinite(values)])
+    monkeypatch.setattr(envs, "make_agents", lambda env_id: ChanceEnv())
 
 
 def test_table_agrees_with_numpy_over_the_saved_file(chance, tmp_path):
@@ -98,7 +84,7 @@ def test_table_agrees_with_numpy_over_the_saved_file(chance, tmp_path):
 def test_table_of_episodes_is_that_of_their_rows(chance):
     argv = ["pgx:thing", f"--num-envs={B}", f"--num-episodes={N}", "--max-steps=7"]
     table = run(argv)
-    made, params = random_collector.make_collector(parse(make_parser(), argv))
+    made, params = runs.make_collector(parse(make_parser(), argv))
     carry = made.init(jax.random.key(0))
     _, trajectory, _ = made.collect_padded_episodes(carry, params, N, max_length=7)
     stats = rollout.agents.summarize_agents(trajectory)
@@ -114,7 +100,7 @@ def test_table_of_episodes_is_that_of_their_rows(chance):
 
 def test_random_players_take_allowed_actions():
     run = parse(make_parser(), ["pgx:tic_tac_toe", "--num-envs=64"])
-    made, params = random_collector.make_collector(run)
+    made, params = runs.make_collector(run)
     mask = np.random.default_rng(0).random((64, 2, 9)) < 0.3
     mask[..., 0] |= ~mask.any(axis=-1)
     obs = {"observation": np.zeros((64, 2, 3, 3, 2), bool), "action_mask": mask}

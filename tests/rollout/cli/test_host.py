@@ -15,7 +15,6 @@ from host_count import HostCount
 
 import rollout
 from rollout import envs
-from rollout.cli import random_collector
 from rollout.cli.arguments import make_parser, parse
 from rollout.cli.main import main
 
@@ -58,7 +57,7 @@ def make():
 def count(monkeypatch):
     """Environments that reset themselves in a row of their own, as EnvPool does."""
     made = HostCount(B, resets_itself=True)
-    monkeypatch.setattr(random_collector, "from_envpool", lambda *args, **options: made)
+    monkeypatch.setattr(envs, "from_envpool", lambda *args, **options: made)
     return made
 
 
@@ -112,7 +111,7 @@ def test_seed_and_parameters_go_to_envpool(monkeypatch):
         given.update(env_id=env_id, num_envs=num_envs, **options)
         return HostCount(num_envs)
 
-    monkeypatch.setattr(random_collector, "from_envpool", make)
+    monkeypatch.setattr(envs, "from_envpool", make)
     run(
         ["envpool:Some-v0", "--num-episodes=2", "--seed=8", "--env-param=num_threads=1"]
     )

@@ -3,18 +3,9 @@
 `Collector.collect` on a `DummyVectorEnv` of its `KuaiEnv` into a `VectorReplayBuffer`,
 with feedback, users who leave, and sizes as in `recommendation_speed.py`. Nothing is
 shown twice: before every step, `RecPolicy` makes masks of all items in all lanes, from
-what the buffer holds of the episodes (`remove_recommended_ids`). With `--policy`:
-
-- `random` draws one of the allowed items, and reads no state;
-- `pg` is `PGPolicy`, untrained: the average of the last 3 items and rewards, and a
-  network of two layers of 64, the defaults of EasyRL4Rec's own examples.
-
-A call collects an episode of every lane into an empty buffer, as its trainer does for
-PG; lanes that are done wait. `--steps 100` collects as many of every lane instead, and
-keeps the buffer: slower, for there are always long episodes to go through, and in this
-version the first observation of an episode is then the last one of the episode before.
-
-`collect(random=True)` makes no masks, and fails on `KuaiEnv`: its actions are arrays.
+what the buffer holds of the episodes (`remove_recommended_ids`). The policy draws one
+of the allowed items, and reads no state. A call collects an episode of every lane into
+an empty buffer, as its trainer does for PG; lanes that are done wait.
 
 There is no package, but a folder, named on the command line. Importing `KuaiEnv` reads
 recorded data; tables without rows do. Importing the state tracker takes TensorFlow.
@@ -38,7 +29,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +38,6 @@ import torch
 
 NUM_USERS, NUM_CATEGORIES, WINDOW, THRESHOLD, MAX_TURN = 100, 31, 5, 2, 100
 EMBEDDING_DIM, TRACKED = 32, 3
-POLICIES = ("random", "pg")
 
 
 def find(checkout: Path) -> None:
@@ -116,13 +105,12 @@ def make_tracker(num_items: int) -> torch.nn.Module:
     return tracker
 
 
-def make_policy(kind: str, num_items: int) -> torch.nn.Module:
-    """Makes the policy, in the one that masks."""
+def make_policy(num_items: int) -> torch.nn.Module:
+    """Makes the policy that draws, in the one that masks."""
     from gymnasium.spaces import Discrete
     from src.core.policy.RecPolicy import RecPolicy
     from src.tianshou.tianshou.data import Batch
-    from src.tianshou.tianshou.policy import BasePolicy, PGPolicy
-    from src.tianshou.tianshou.utils.net.common import Net
+    from src.tianshou.tianshou.policy import BasePolicy
 
     class Random(BasePolicy):
         def forward(self, batch: Batch, state: Any = None, **kwargs: Any) -> Batch:
@@ -133,36 +121,25 @@ def make_policy(kind: str, num_items: int) -> torch.nn.Module:
             raise NotImplementedError
 
     tracker = make_tracker(num_items)
-    if kind == "random":
-        policy = Random(action_space=Discrete(num_items))
-    else:
-        policy = PGPolicy(
-            Net(tracker.final_dim, num_items, hidden_sizes=[64, 64], softmax=True),
-            optim=None,  # nothing is learned
-            dist_fn=torch.distributions.Categorical,
-            state_tracker=tracker,
-            action_space=Discrete(num_items),
-        )
+    policy = Random(action_space=Discrete(num_items))
     args = SimpleNamespace(device="cpu", remove_recommended_ids=True)
     return RecPolicy(args, policy, tracker)
 
 
-def make_program(kind: str, num_items: int, num_lanes: int) -> Callable[[int], int]:
-    """Makes a call that collects so many steps of every lane, or with 0 an episode."""
+def make_program(num_items: int, num_lanes: int) -> Callable[[], int]:
+    """Makes a call that collects an episode of every lane, and counts the steps."""
     from src.core.collector.collector import Collector
     from src.tianshou.tianshou.data import VectorReplayBuffer
 
     collector = Collector(
-        make_policy(kind, num_items),
+        make_policy(num_items),
         make_env(num_items, num_lanes),
         # The masks need whole episodes.
         VectorReplayBuffer(2 * MAX_TURN * num_lanes, num_lanes),
         remove_recommended_ids=True,
     )
 
-    def collect(num_steps: int) -> int:
-        if num_steps:
-            return collector.collect(n_step=num_steps * num_lanes)["n/st"]
+    def collect() -> int:
         collector.reset_buffer()
         return collector.collect(n_episode=num_lanes)["n/st"]
 
@@ -173,36 +150,20 @@ def main() -> None:
     """Prints one line of JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checkout", type=Path, help="folder of EasyRL4Rec")
-    parser.add_argument("--policy", default=POLICIES[0], choices=POLICIES)
     parser.add_argument("--items", type=int, default=1_000)
     parser.add_argument("--lanes", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=0, help="instead of an episode")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)  # draws the users
     find(args.checkout)
-    collect = make_program(args.policy, args.items, args.lanes)
-    collect(MAX_TURN if args.steps else 0)
-    seconds, rates = [], []
+    collect, rates = make_program(args.items, args.lanes), []
+    collect()
     for _ in range(args.repeats):
         start = time.perf_counter()
-        num_steps = collect(args.steps)
-        seconds.append(time.perf_counter() - start)
-        rates.append(num_steps / seconds[-1])
-    result = {
-        "gymnasium": metadata.version("gymnasium"),
-        "torch": torch.__version__,
-        "policy": args.policy,
-        "items": args.items,
-        "lanes": args.lanes,
-        "steps": num_steps,
-        "seconds": [round(x, 4) for x in seconds],
-        "steps_per_second": round(statistics.median(rates)),
-    }
-    print(json.dumps(result))
+        rates.append(collect() / (time.perf_counter() - start))
+    print(json.dumps({"steps_per_second": round(statistics.median(rates))}))
 
 
 if __name__ == "__main__":
