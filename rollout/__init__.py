@@ -34,7 +34,7 @@ from rollout import recommendation as recommendation
 from rollout.collector import Collector
 from rollout.evaluation import evaluate
 from rollout.gif import record_gif
-from rollout.host import AsyncCollector, HostCollector, by_env, probe, remote_batches
+from rollout.host import HostCollector, by_env, probe, remote_batches
 from rollout.inspection import inspect
 from rollout.minibatches import minibatches
 from rollout.policies import (
@@ -79,7 +79,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accumulator",
-    "AsyncCollector",
     "Carry",
     "CollectStats",
     "Collector",

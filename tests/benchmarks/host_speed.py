@@ -182,7 +182,7 @@ def compare_waiting(repeats: int) -> None:
             made["all in step"] = rollout.HostCollector(**options), 8
         else:
             options |= {"num_ready": num_ready}
-            made[f"{num_ready} ready"] = rollout.AsyncCollector(**options), num_ready
+            made[f"{num_ready} ready"] = rollout.HostCollector(**options), num_ready
     carries = {name: each.init(jax.random.key(0)) for name, (each, _) in made.items()}
     for repeat in range(repeats + 1):
         for name, (each, columns) in made.items():

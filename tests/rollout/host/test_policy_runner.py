@@ -6,6 +6,7 @@ import pytest
 from host_count import KEY, OPTIONS, HostCount
 
 from rollout.host.policy_runner import PolicyRunner
+from rollout.host.rows import RowBlock
 
 OBS, OVER, ID = np.zeros((4, 1), np.float32), np.ones(4, bool), np.arange(4)
 
@@ -20,52 +21,43 @@ def fetched(monkeypatch):
     return trees
 
 
-def start():
+def test_actions_are_read_at_once_and_extras_stay_on_the_device(fetched):
     runner = PolicyRunner(OPTIONS["policy"], HostCount.action_space, len(OVER))
-    progress = runner.start(KEY)
-
-    def act():
-        return runner.act(None, OBS, OVER, ID, progress)
-
-    return runner, act
-
-
-def test_results_of_a_cpu_are_read_in_place(fetched):
-    action, *_ = start()[1]()
+    runner.start(KEY)
+    action, extras = runner.act(None, OBS, OVER, ID)
     assert isinstance(action, np.ndarray)
-    assert not fetched
-
-
-def test_default_platform_of_the_process_changes_nothing(monkeypatch, fetched):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert isinstance(start()[1]()[0], np.ndarray)
-    assert not fetched
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(extras))
+    assert not fetched  # a single array is read in place
 
 
 class OnGpu:
     """An array of another device, which records the calls of its methods."""
 
-    platform = "gpu"
-
     def __init__(self, name, calls):
         self.name, self.calls = name, calls
+        self.shape, self.dtype = (4,), np.dtype(np.float32)
 
-    def devices(self):
-        return {self}
+    def __len__(self):
+        return 4
 
     def copy_to_host_async(self):
         self.calls.append(f"start {self.name}")
 
     def __array__(self, dtype=None, copy=None):
         self.calls.append(f"wait {self.name}")
-        return np.zeros(4, dtype)
+        return np.full(4, int(self.name), np.float32)
 
 
-def test_copies_from_another_device_begin_before_one_is_waited_for(monkeypatch):
-    calls, (runner, act) = [], start()
-    out = OnGpu("action", calls), {"value": OnGpu("value", calls)}
-    monkeypatch.setattr(runner, "_act", lambda params, words, state, *_: (state, out))
-    action, extras, _ = act()
-    assert calls[:2] == ["start action", "start value"]
-    assert {*calls[2:]} == {"wait action", "wait value"}
-    assert all(isinstance(x, np.ndarray) for x in (action, extras["value"]))
+def test_copies_from_another_device_begin_before_one_is_waited_for():
+    calls, block = [], RowBlock(4, 2)
+    for row in range(2):
+        names = ("obs", "action", "next_obs", "info")
+        for name in names:
+            block.write(name, np.zeros(4))
+        block.mask[row] = True
+        block.num = row + 1
+        block.extras.append({"value": OnGpu(str(row), calls)})
+    assert not calls
+    rows = block.read()
+    np.testing.assert_array_equal(rows.extras["value"], [[0] * 4, [1] * 4])
+    assert calls == ["start 0", "start 1", "wait 0", "wait 1"]
