@@ -18,7 +18,7 @@ from rollout.envs.host.types import HostVectorEnv
 from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
-from rollout.host.policy_runner import PolicyRunner
+from rollout.host.policy_runner import PolicyRunner, to_host
 from rollout.host.rows import RowBlock, finish, fold
 from rollout.kernel.step import accumulate_nothing
 from rollout.types import (
@@ -517,6 +517,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def _count(self) -> Transition:
         """Returns the transitions of the block, finished once."""
         if self._trajectory is None:
+            self._block.extras = to_host(self._block.extras)
             rows = self._block.read()
             if self.record_fn is None and not self.accumulators:
                 self._trajectory = jax.device_put(rows)

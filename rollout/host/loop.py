@@ -17,7 +17,7 @@ import numpy as np
 from rollout.envs.host.observation_check import ObservationCheck
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.types import ArrayTree
-from rollout.host.policy_runner import PolicyRunner
+from rollout.host.policy_runner import PolicyRunner, to_host
 from rollout.host.rows import RowBlock
 from rollout.host.seeds import Seeds
 from rollout.host.served import Served
@@ -243,7 +243,7 @@ class Loop:
         decision = self._runner.act(
             params, obs, self.over[at], self.episode_id[at], padded
         )
-        chosen = jax.tree.map(lambda x: x[:count], (obs, *jax.device_get(decision)))
+        chosen = jax.tree.map(lambda x: x[:count], (obs, *to_host(decision)))
         if self._sent is None:
             self._sent = jax.tree.map(
                 lambda x: np.zeros((num_envs, *x.shape[1:]), x.dtype), chosen

@@ -79,9 +79,8 @@ class PolicyRunner:
             The actions, NumPy; and the extras, which stay on the device.
         """
         state, action, extras = self._call(params, obs, over, episode_id, env_id)
-        # The rest is computed by then, too. Copies of several arrays begin together.
-        is_array = isinstance(action, jax.Array)
-        action = np.asarray(action) if is_array else jax.device_get(action)
+        is_array = isinstance(action, jax.Array)  # the usual case, kept fast
+        action = np.asarray(action) if is_array else to_host(action)
         self.step, self.state = self.step + 1, state
         return action, extras
 
@@ -163,6 +162,16 @@ class PolicyRunner:
         view = self._view._replace(num_envs=len(over))
         key = episode_keys.keys_of(root, lanes, episode_id)
         return restart_policy(policy, view, take(state), over, key)
+
+
+def to_host(tree: ArrayTree) -> ArrayTree:
+    """Converts arrays of jax to NumPy, on a CPU without a copy."""
+    leaves, structure = jax.tree.flatten(tree)
+    first = next((x for x in leaves if isinstance(x, jax.Array)), None)
+    # The parameters decide where they are, whatever jax's default device is.
+    if first is not None and any(x.platform != "cpu" for x in first.devices()):
+        return jax.device_get(tree)  # begins all copies before it waits for one
+    return structure.unflatten([np.asarray(x) for x in leaves])
 
 
 @jax.jit

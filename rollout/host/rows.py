@@ -34,7 +34,7 @@ class RowBlock:
         size: number of rows to write.
         num: number of rows that are complete.
         width: B.
-        extras: by row, what the policy returned, perhaps on a device.
+        extras: by row, what the policy returned; on the host before `read`.
         lane: `[capacity, B]` int32, the lane of each column.
         reward, terminated, truncated, mask, episode_id, episode_return,
             episode_length: `[capacity, B]`, as `Transition` has them.
@@ -71,7 +71,7 @@ class RowBlock:
             return
         leaves = structure.flatten_up_to(tree)
         for array, leaf in zip(arrays, leaves, strict=True):
-            array[row, : len(leaf)] = np.asarray(leaf)
+            array[row, : len(leaf)] = leaf
 
     def written(self, name: str) -> ArrayTree:
         """Returns a field of the current row, `[B, ...]`, as views."""
@@ -89,9 +89,6 @@ class RowBlock:
 
     def read(self) -> Transition:
         """Returns all rows, `[capacity, B, ...]`, not copied; masked-out ones zero."""
-        for x in jax.tree.leaves(self.extras):
-            if not isinstance(x, np.ndarray):
-                x.copy_to_host_async()  # all begin before one is waited for
         for row, extras in enumerate(self.extras[: self.num]):
             self.write("extras", extras, row)
         self.mask[self.num :] = False  # part of a row, which does not count

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from host_count import KEY, OPTIONS, HostCount
 
-from rollout.host.policy_runner import PolicyRunner
-from rollout.host.rows import RowBlock
+from rollout.host.policy_runner import PolicyRunner, to_host
 
 OBS, OVER, ID = np.zeros((4, 1), np.float32), np.ones(4, bool), np.arange(4)
 
@@ -31,33 +30,17 @@ def test_actions_are_read_at_once_and_extras_stay_on_the_device(fetched):
 
 
 class OnGpu:
-    """An array of another device, which records the calls of its methods."""
+    """An array of another device."""
 
-    def __init__(self, name, calls):
-        self.name, self.calls = name, calls
-        self.shape, self.dtype = (4,), np.dtype(np.float32)
+    platform = "gpu"
 
-    def __len__(self):
-        return 4
-
-    def copy_to_host_async(self):
-        self.calls.append(f"start {self.name}")
-
-    def __array__(self, dtype=None, copy=None):
-        self.calls.append(f"wait {self.name}")
-        return np.full(4, int(self.name), np.float32)
+    def devices(self):
+        return {self}
 
 
-def test_copies_from_another_device_begin_before_one_is_waited_for():
-    calls, block = [], RowBlock(4, 2)
-    for row in range(2):
-        names = ("obs", "action", "next_obs", "info")
-        for name in names:
-            block.write(name, np.zeros(4))
-        block.mask[row] = True
-        block.num = row + 1
-        block.extras.append({"value": OnGpu(str(row), calls)})
-    assert not calls
-    rows = block.read()
-    np.testing.assert_array_equal(rows.extras["value"], [[0] * 4, [1] * 4])
-    assert calls == ["start 0", "start 1", "wait 0", "wait 1"]
+def test_extras_of_another_device_are_copied_together(monkeypatch):
+    trees, rows = [], [{"value": OnGpu()}, {"value": OnGpu()}]
+    monkeypatch.setattr(jax, "Array", OnGpu)
+    monkeypatch.setattr(jax, "device_get", trees.append)
+    to_host(rows)
+    assert trees == [rows]
