@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -11,13 +12,12 @@ from rollout.envs import checks as counts
 from rollout.envs.host import request_checks, saved_state
 from rollout.envs.host.arrays import (
     StepArrays,
-    answer,
-    answer_all,
     assign,
     flag,
+    leaf_at,
+    leaf_writer,
     make_layout,
     number,
-    pick,
     writer,
 )
 from rollout.envs.host.gymnasium_actions import split_action
@@ -41,6 +41,7 @@ class LocalEnvs:
             those keys.
         record_info: keys of `info` that `HostStep.info` has, each with an example.
             Where a step returns no such key, its value is zero.
+        first: number of the first environment, in messages.
 
     Raises:
         EnvFault: if an environment could not be made.
@@ -54,30 +55,29 @@ class LocalEnvs:
         *,
         observe_info: Mapping[str, Any] | None = None,
         record_info: Mapping[str, Any] | None = None,
+        first: int = 0,
     ) -> None:
-        self._make_fns = list(make_fns)
+        self._make_fns, self._first = list(make_fns), first
         if not self._make_fns:
             raise ValueError("`make_fns` must have at least one function, got none.")
         self.num_envs = len(self._make_fns)
         self._envs: list[Any] = []
-        self._settings: list[dict[str, Any]] = []  # of each when it was new
+        self._loaded: list[Any] = []  # environments of `prepare`
         try:
             for at in range(self.num_envs):
                 self._envs.append(self._make(at))
-                self._settings.append(saved_state.settings_of(self._envs[at]))
             self.spaces = _spaces(self._envs[0])
             self.layout = make_layout(self.spaces, observe_info, record_info)
         except BaseException:
             self.close()
             raise
+        self._settings = [saved_state.settings_of(env) for env in self._envs]
         self._broken: dict[int, BaseException] = {}
-        self._answered: collections.deque[tuple[int, BaseException | None]] = (
-            collections.deque()
-        )
+        self._answered: collections.deque[int] = collections.deque()
         self._observes = bool(observe_info)
         self._split = split_action(self.spaces[1])
         self._steps = [env.step for env in self._envs]  # looked up once, not per step
-        self.place(self.layout.make(self.num_envs, np.zeros))
+        self.place(StepArrays(self.layout, self.num_envs))
 
     @property
     def observation_space(self) -> AnySpace:
@@ -103,13 +103,12 @@ class LocalEnvs:
         """Makes the environments write to these arrays from now on."""
         self._arrays, self._reward = arrays, arrays.reward
         self._terminated, self._truncated = arrays.terminated, arrays.truncated
-        self._write = writer(self.layout.observation_space, arrays.obs, "obs")
-        spaces = self.layout.info.spaces
+        self._write = writer(self.layout.obs, arrays.obs)
+        info = self.layout.info
+        triples = zip(info.paths, info.names, arrays.info, strict=True)
         self._records = [
-            (key, writer(space, arrays.info[key], f"info[{key!r}]"))
-            for key, space in spaces.items()
+            (path, array, leaf_writer(array, name)) for path, name, array in triples
         ]
-        self._blank = pick(self.layout.make(1, np.zeros).info, 0)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each from its own seed.
@@ -136,18 +135,18 @@ class LocalEnvs:
         causes = {at: self._broken[at] for at in which if at in self._broken}
         if causes:
             raise EnvFault(causes)
-        return self._arrays.obs
+        return self._arrays.obs_tree
 
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[B, ...]`, and resets none."""
         request_checks.closed(not self._envs)
         if self._answered:
-            request_checks.all_idle("step", self._in_flight())
+            request_checks.all_idle("step", self._answered)
         actions = self._split(action)
         request_checks.length("action", actions, self.num_envs)
         for at, one in enumerate(actions):
             self.advance(at, one)
-        return answer_all(self._arrays, self._broken)
+        return self._arrays.answer_all(self._broken)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Takes a step in some environments, before it returns.
@@ -157,14 +156,13 @@ class LocalEnvs:
             env_id: `[K]` int, their numbers; none of them may be in flight.
         """
         request_checks.closed(not self._envs)
-        actions, ids = (
-            self._split(action),
-            request_checks.env_ids(env_id, self.num_envs),
-        )
+        ids = request_checks.env_ids(env_id, self.num_envs)
+        actions = self._split(action)
         request_checks.length("action", actions, len(ids))
-        request_checks.idle(ids, self._in_flight())
+        request_checks.idle(ids, self._answered)
         for at, one in zip(ids, actions, strict=True):
-            self._answered.append((at, self.advance(at, one)))
+            self.advance(at, one)
+            self._answered.append(at)
 
     def receive(
         self, num_ready: int, timeout: float | None = None
@@ -184,7 +182,7 @@ class LocalEnvs:
         del timeout  # unused
         request_checks.num_ready(num_ready, len(self._answered))
         answered = [self._answered.popleft() for _ in range(num_ready)]
-        return answer(self._arrays, answered)
+        return self._arrays.answer(answered, self._broken)
 
     def rebuild(self, mask: np.ndarray) -> None:
         """Rebuilds some environments; each must be reset before its next step.
@@ -195,13 +193,11 @@ class LocalEnvs:
         Raises:
             EnvFault: if some could not be made; they stay faulty.
         """
-        causes = {}
         request_checks.closed(not self._envs)
         which = request_checks.masked(mask, self.num_envs)
         self._forget(which)
+        causes = {}
         for at in which:
-            # Faulty until it is made: Ctrl-C may come between any two of these lines.
-            self.fail(at, RuntimeError("it was interrupted while it was rebuilt"))
             _close(self._envs[at])
             try:
                 self._use(at, self._make(at))
@@ -217,7 +213,7 @@ class LocalEnvs:
             ValueError: if some are in flight.
         """
         request_checks.closed(not self._envs)
-        request_checks.all_idle("save", self._in_flight())
+        request_checks.all_idle("save", self._answered)
         saved = []
         for at, env in enumerate(self._envs):
             if at in self._broken:
@@ -229,54 +225,54 @@ class LocalEnvs:
             saved.append(state)
         return saved
 
-    def can_load(self, saved: Sequence[bytes], *, allow_pickle: bool = False) -> bool:
-        """Returns whether `load` takes these states; see `HostVectorEnv`.
-
-        Raises:
-            ValueError: if pickled environments were made with other settings.
-        """
-        request_checks.closed(not self._envs)
-        request_checks.length("saved", saved, self.num_envs)
-        if not allow_pickle and any(map(saved_state.is_pickle, saved)):
-            return False
-        for at, state in enumerate(saved):
-            if at not in self._broken:
-                saved_state.check(state, self._envs[at], self._settings[at])
-        return True
-
     def load(
         self, saved: Sequence[bytes], obs: ArrayTree, *, allow_pickle: bool = False
     ) -> bool:
         """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if some are in flight, or as `can_load` does.
+            ValueError: if some are in flight, or pickled ones have other settings.
         """
-        if not self.can_load(saved, allow_pickle=allow_pickle):
+        if not self.prepare(saved, allow_pickle):
             return False
-        request_checks.all_idle("load", self._in_flight())
+        self.swap()
+        assign(self._arrays.obs, slice(None), self.layout.obs.flatten(obs), "obs")
+        return True
+
+    def prepare(self, saved: Sequence[bytes], allow_pickle: bool) -> bool:
+        """Makes environments of saved ones for `swap`; changes nothing else."""
+        request_checks.closed(not self._envs)
+        request_checks.length("saved", saved, self.num_envs)
+        request_checks.all_idle("load", self._answered)
+        if not allow_pickle and any(map(saved_state.is_pickle, saved)):
+            return False
+        self._drop_loaded()
         for at, state in enumerate(saved):
-            old = self._envs[at]
-            env = saved_state.load(state, old)
+            make = functools.partial(self._make, at)
+            self._loaded.append(saved_state.load(state, make, self._settings[at]))
+        return True
+
+    def swap(self) -> None:
+        """Puts the environments of `prepare` in the place of the old ones."""
+        loaded, self._loaded = self._loaded, []
+        for at, env in enumerate(loaded):
             if isinstance(env, BaseException):
                 self.fail(at, env)
-                continue
-            if env is not old:
-                _close(old)
-            self._use(at, env)
-        assign(self._arrays.obs, slice(None), obs)
-        return True
+            else:
+                _close(self._envs[at])
+                self._use(at, env)
 
     def close(self) -> None:
         """Closes every environment; a second call does nothing."""
+        self._drop_loaded()
         while self._envs:
             _close(self._envs.pop())
 
-    def advance(self, at: int, action: Any) -> BaseException | None:
-        """Takes one step in one environment; returns its fault, or None."""
+    def advance(self, at: int, action: Any) -> None:
+        """Takes one step in one environment, unless it is faulty."""
         # This runs once per environment and step: the usual types are tested first.
         if at in self._broken:
-            return self._broken[at]
+            return
         try:
             result = self._steps[at](action)
             if type(result) is not tuple or len(result) != 5:
@@ -296,8 +292,6 @@ class LocalEnvs:
                 self._record(at, info)
         except Exception as cause:
             self.fail(at, cause)
-            return cause
-        return None
 
     def fail(self, at: int, cause: BaseException) -> None:
         """Makes an environment faulty: it takes no step until it is rebuilt."""
@@ -309,11 +303,11 @@ class LocalEnvs:
         return dict(self._broken)
 
     def _record(self, at: int, info: Mapping[str, Any]) -> None:
-        for key, write in self._records:
-            if key in info:
-                write(at, info[key])
+        for path, array, write in self._records:
+            if path[0] in info:
+                write(at, leaf_at(info, path))
             else:
-                assign(self._arrays.info[key], at, self._blank[key])
+                array[at] = 0
 
     def _reset_one(self, at: int, seed: int) -> None:
         try:
@@ -326,12 +320,13 @@ class LocalEnvs:
             self.fail(at, cause)
 
     def _make(self, at: int) -> Any:
+        number = self._first + at
         try:
             env = self._make_fns[at]()
         except Exception as cause:
-            raise EnvFault({at: cause}) from cause
+            raise EnvFault({number: cause}) from cause
         first = self._envs[0] if self._envs else env  # the very first has no other
-        request_checks.same_spaces(_spaces(first), _spaces(env), at)
+        request_checks.same_spaces(_spaces(first), _spaces(env), number)
         return env
 
     def _use(self, at: int, env: Any) -> None:
@@ -341,11 +336,12 @@ class LocalEnvs:
     def _forget(self, which: Collection[int]) -> None:
         """Drops the answers of these environments."""
         if self._answered:
-            kept = [item for item in self._answered if item[0] not in which]
+            kept = [at for at in self._answered if at not in which]
             self._answered = collections.deque(kept)
 
-    def _in_flight(self) -> set[int]:
-        return {at for at, _ in self._answered}
+    def _drop_loaded(self) -> None:
+        while self._loaded:
+            _close(self._loaded.pop())
 
 
 def _spaces(env: Any) -> tuple[Any, Any]:

@@ -140,17 +140,21 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         # Workers that died of an interrupt are rebuilt without a report.
         forgiven = None if self._is_whole else set()
         with self._call():
-            self._ticket += 1
-            failed = np.zeros(self.env.num_envs, bool)
-            if self._loop is not None:  # it knows which environments must be rebuilt
-                failed = self._loop.state.failed
-            loop = self._make_loop(key, failed)
-            episode = self._bookkeeper.start(loop.state.episode_id)
-            claim(self.env, self._number)
-            self._next_episode, self._block, self._trajectory = 0, None, None
-            self._loop, self._episode = loop, episode
-            loop.settle(forgiven=forgiven)
+            self._begin(key)
+            self._loop.settle(forgiven=forgiven)
             return self._carry()
+
+    def _begin(self, key: chex.PRNGKey) -> None:
+        """Makes a new loop, whose lanes must all be reset."""
+        self._ticket += 1
+        failed = np.zeros(self.env.num_envs, bool)
+        if self._loop is not None:  # it knows which environments must be rebuilt
+            failed = self._loop.state.failed
+        loop = self._make_loop(key, failed)
+        episode = self._bookkeeper.start(loop.state.episode_id)
+        claim(self.env, self._number)
+        self._next_episode, self._block, self._trajectory = 0, None, None
+        self._loop, self._episode = loop, episode
 
     def step(
         self, carry: Carry, params: ParamsT
@@ -376,12 +380,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         episode = jax.tree.map(np.asarray, carry.episode.replace(accumulated=()))
         unfinished, episode_id = episode.episode_length > 0, episode.episode_id
-        # The checks that may raise come first, while nothing has changed yet.
+        # What may raise comes first, while nothing has changed yet.
         env: Any = self.env
-        states, is_loaded = [], False
+        obs = jax.tree.map(np.array, carry.obs)
+        is_loaded = False
         if saved and hasattr(env, "load"):
             states = _split(saved, env.num_envs)
-            is_loaded = env.can_load(states, allow_pickle=allow_pickle)
+            is_loaded = env.load(states, obs, allow_pickle=allow_pickle)
         if not is_loaded and unfinished.any():
             why = "was pickled, and `allow_pickle` is False"
             why = why if saved else "was not saved"
@@ -390,26 +395,29 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 "episodes restart.",
                 stacklevel=3,
             )
-        self.init(carry.key)
-        self._next_episode, loop = int(carry.next_episode), self._loop
-        obs = jax.tree.map(np.array, carry.obs)
-        if is_loaded:
-            env.load(states, obs, allow_pickle=allow_pickle)
-        loop.state = loop.state._replace(
-            progress=loop.state.progress._replace(
-                step=int(carry.step), state=carry.policy_state
-            ),
-            episode_id=episode_id,
-            own_id=episode_id,
-            length=episode.episode_length,
-            over=np.full(env.num_envs, not is_loaded),
-        )
-        if is_loaded:
-            self._episode, loop.obs = carry.episode, obs
-        else:
-            self._episode = self._bookkeeper.start(episode_id)
-            loop.begin(np.ones(self.env.num_envs, bool), episode_id)
-        return self._carry()
+        nowhere = np.zeros(env.num_envs, bool)
+        with self._call():
+            self._begin(carry.key)
+            self._next_episode, loop = int(carry.next_episode), self._loop
+            if is_loaded:
+                loop.state = loop.state._replace(
+                    must_begin=nowhere, unread=nowhere, failed=nowhere
+                )
+            loop.state = loop.state._replace(
+                progress=loop.state.progress._replace(
+                    step=int(carry.step), state=carry.policy_state
+                ),
+                episode_id=episode_id,
+                own_id=episode_id,
+                length=episode.episode_length,
+                over=np.full(env.num_envs, not is_loaded),
+            )
+            if is_loaded:
+                self._episode, loop.obs = carry.episode, obs
+            else:
+                self._episode = self._bookkeeper.start(episode_id)
+                loop.begin(~nowhere, episode_id)
+            return self._carry()
 
     def recover(self) -> tuple[Carry, Transition[ObsT, ActionT] | None]:
         """Goes on where an error or Ctrl-C has cut a call short.

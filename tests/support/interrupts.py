@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PLACES = tuple(str(ROOT / x) for x in ("rollout/host", "rollout/envs/host"))
+PLACES = (str(ROOT / "rollout/host"),)
 
 
 class Tracer:
