@@ -57,10 +57,10 @@ class LocalEnvs:
         record_info: Mapping[str, Any] | None = None,
         first: int = 0,
     ) -> None:
-        self._make_fns, self._first = list(make_fns), first
-        if not self._make_fns:
+        self.make_fns, self._first = list(make_fns), first
+        if not self.make_fns:
             raise ValueError("`make_fns` must have at least one function, got none.")
-        self.num_envs = len(self._make_fns)
+        self.num_envs = len(self.make_fns)
         self._envs: list[Any] = []
         self._loaded: list[Any] = []  # environments of `prepare`
         try:
@@ -72,7 +72,7 @@ class LocalEnvs:
             self.close()
             raise
         self._settings = [saved_state.settings_of(env) for env in self._envs]
-        self._broken: dict[int, BaseException] = {}
+        self.causes: dict[int, BaseException] = {}  # of the faulty ones
         self._answered: collections.deque[int] = collections.deque()
         self._observes = bool(observe_info)
         self._split = split_action(self.spaces[1])
@@ -130,9 +130,9 @@ class LocalEnvs:
         self._forget(which)
         # All are reset before the first fault is raised: the others must be ready.
         for at in which:
-            if at not in self._broken:
+            if at not in self.causes:
                 self._reset_one(at, int(seeds[at]))
-        causes = {at: self._broken[at] for at in which if at in self._broken}
+        causes = {at: self.causes[at] for at in which if at in self.causes}
         if causes:
             raise EnvFault(causes)
         return self._arrays.obs_tree
@@ -146,7 +146,7 @@ class LocalEnvs:
         request_checks.length("action", actions, self.num_envs)
         for at, one in enumerate(actions):
             self.advance(at, one)
-        return self._arrays.answer_all(self._broken)
+        return self._arrays.answer_all(self.causes)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Takes a step in some environments, before it returns.
@@ -182,7 +182,7 @@ class LocalEnvs:
         del timeout  # unused
         request_checks.num_ready(num_ready, len(self._answered))
         answered = [self._answered.popleft() for _ in range(num_ready)]
-        return self._arrays.answer(answered, self._broken)
+        return self._arrays.answer(answered, self.causes)
 
     def rebuild(self, mask: np.ndarray) -> None:
         """Rebuilds some environments; each must be reset before its next step.
@@ -202,7 +202,7 @@ class LocalEnvs:
             try:
                 self._use(at, self._make(at))
             except (EnvFault, ValueError) as error:
-                causes[at] = self._broken[at] = error.__cause__ or error
+                causes[at] = self.causes[at] = error.__cause__ or error
         if causes:
             raise EnvFault(causes)
 
@@ -216,8 +216,8 @@ class LocalEnvs:
         request_checks.all_idle("save", self._answered)
         saved = []
         for at, env in enumerate(self._envs):
-            if at in self._broken:
-                state = saved_state.save_fault(self._broken[at])
+            if at in self.causes:
+                state = saved_state.save_fault(self.causes[at])
             else:
                 state = saved_state.save(env, self._settings[at], allow_pickle)
             if state is None:
@@ -257,7 +257,7 @@ class LocalEnvs:
         loaded, self._loaded = self._loaded, []
         for at, env in enumerate(loaded):
             if isinstance(env, BaseException):
-                self.fail(at, env)
+                self.causes[at] = env
             else:
                 _close(self._envs[at])
                 self._use(at, env)
@@ -271,7 +271,7 @@ class LocalEnvs:
     def advance(self, at: int, action: Any) -> None:
         """Takes one step in one environment, unless it is faulty."""
         # This runs once per environment and step: the usual types are tested first.
-        if at in self._broken:
+        if at in self.causes:
             return
         try:
             result = self._steps[at](action)
@@ -291,16 +291,7 @@ class LocalEnvs:
             if self._records:
                 self._record(at, info)
         except Exception as cause:
-            self.fail(at, cause)
-
-    def fail(self, at: int, cause: BaseException) -> None:
-        """Makes an environment faulty: it takes no step until it is rebuilt."""
-        self._broken[at] = cause
-
-    @property
-    def causes(self) -> dict[int, BaseException]:
-        """The cause of each faulty environment, by its number."""
-        return dict(self._broken)
+            self.causes[at] = cause
 
     def _record(self, at: int, info: Mapping[str, Any]) -> None:
         for path, array, write in self._records:
@@ -317,12 +308,12 @@ class LocalEnvs:
             obs, info = result
             self._write(at, {"obs": obs, "info": info} if self._observes else obs)
         except Exception as cause:
-            self.fail(at, cause)
+            self.causes[at] = cause
 
     def _make(self, at: int) -> Any:
         number = self._first + at
         try:
-            env = self._make_fns[at]()
+            env = self.make_fns[at]()
         except Exception as cause:
             raise EnvFault({number: cause}) from cause
         first = self._envs[0] if self._envs else env  # the very first has no other
@@ -331,7 +322,7 @@ class LocalEnvs:
 
     def _use(self, at: int, env: Any) -> None:
         self._envs[at], self._steps[at] = env, env.step
-        self._broken.pop(at, None)
+        self.causes.pop(at, None)
 
     def _forget(self, which: Collection[int]) -> None:
         """Drops the answers of these environments."""

@@ -71,8 +71,8 @@ class _Worker:
         """Makes the environments, some of which stay faulty; returns their spaces."""
         self._envs = LocalEnvs(pickle.loads(make_fns), **info, first=ids.start)
         for at in faulty:
-            self._envs.fail(at - ids.start, RuntimeError("not rebuilt"))
-        self._known = self._envs.causes
+            self._envs.causes[at - ids.start] = RuntimeError("not rebuilt")
+        self._known = dict(self._envs.causes)
         self._ids, self._split = ids, split_action(self._envs.spaces[1])
         return self._envs.spaces
 
@@ -125,10 +125,13 @@ class _Worker:
 
     def _new_causes(self) -> dict[int, bytes]:
         """Returns the packed causes that the main process does not know yet."""
-        known, self._known = self._known, self._envs.causes
+        known, causes = self._known, self._envs.causes
+        if not known and not causes:  # the usual case, kept fast
+            return {}
+        self._known = dict(causes)
         return {
             self._ids[at]: exceptions.to_bytes(cause)
-            for at, cause in self._known.items()
+            for at, cause in causes.items()
             if known.get(at) is not cause
         }
 
