@@ -17,7 +17,7 @@ from rollout.envs.host.arrays import Parts, narrowed
 from rollout.envs.host.types import AsyncHostVectorEnv, HostStep, HostVectorEnv
 from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.types import ArrayTree
 
 _NEEDED = ("async_reset", "config", "recv", "send", "spec", "observation_space")
 _NARROW = {
@@ -82,21 +82,13 @@ class _EnvPool:
         self.num_envs = int(env.config["num_envs"])
         self._env: Any = env
         self._names = names
-        self._observation_space = as_space(env.observation_space)
-        self._action_space = as_space(env.action_space)
-        self._parts = Parts(self._observation_space, "obs")
-        self._action = Parts(self._action_space, "action")
+        self.observation_space = as_space(env.observation_space)
+        self.action_space = as_space(env.action_space)
+        self._parts = Parts(self.observation_space, "obs")
+        self._action = Parts(self.action_space, "action")
         self._all = np.arange(self.num_envs, dtype=np.int32)
         self._obs = None  # [B, ...], None before the first reset
         self._ended = np.ones(self.num_envs, bool)  # EnvPool resets these next
-
-    @property
-    def observation_space(self) -> AnySpace:
-        return self._observation_space
-
-    @property
-    def action_space(self) -> AnySpace:
-        return self._action_space
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         del seeds  # EnvPool is seeded once, when it is made

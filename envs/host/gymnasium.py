@@ -17,7 +17,7 @@ from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.types import HostStep, HostVectorEnv
 from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.types import ArrayTree
 
 
 def from_gymnasium(
@@ -95,19 +95,24 @@ class _VectorEnv:
         record_info: Mapping[str, Any] | None,
     ) -> None:
         self._resets_itself = _mode(env) == "NEXT_STEP"
-        self._seeds_each = _seeds_each(env)
+        # `reset` of these takes a list of seeds, that of others one seed for all.
+        vector = load("gymnasium").vector
+        lists = vector.SyncVectorEnv | vector.AsyncVectorEnv
+        self._seeds_each = isinstance(env.unwrapped, lists)
         self._env, self.num_envs = env, env.num_envs
         spaces = env.single_observation_space, env.single_action_space
-        self._layout = make_layout(spaces, observe_info, record_info)
+        layout = make_layout(spaces, observe_info, record_info)
+        self.observation_space = layout.observation_space
+        self.action_space = layout.action_space
         self._batch = batched_action(spaces[1])
-        arrays = StepArrays(self._layout, self.num_envs)
+        arrays = StepArrays(layout, self.num_envs)
         self._info = arrays.info_tree
-        self._records = list(zip(self._layout.info.paths, arrays.info, strict=True))
+        self._records = list(zip(layout.info.paths, arrays.info, strict=True))
         self._own = Parts(as_space(spaces[0]), "obs")
         self._shown: Any = None  # the arrays of info in an observation
         if observe_info:
             self._shown = arrays.obs_tree["info"]
-            places = zip(self._layout.obs.paths, arrays.obs, strict=True)
+            places = zip(layout.obs.paths, arrays.obs, strict=True)
             self._observed = [
                 (path, array) for (kind, *path), array in places if kind == "info"
             ]
@@ -116,14 +121,6 @@ class _VectorEnv:
         self._is_closed = False
         self._ended: Any = None  # [B] bool, None before the first reset
         self._obs: ArrayTree = None
-
-    @property
-    def observation_space(self) -> AnySpace:
-        return self._layout.observation_space
-
-    @property
-    def action_space(self) -> AnySpace:
-        return self._layout.action_space
 
     def draw(self, number: int) -> np.ndarray:
         """Draws one environment as it is now, `[H, W, 3]` uint8."""
@@ -142,7 +139,13 @@ class _VectorEnv:
             )
         if self._resets_itself and not every:
             # The next `step` resets these, and returns their first observations.
-            self._check_ended(mask)
+            going = np.flatnonzero(mask & ~self._ended)
+            if going.size:
+                raise ValueError(
+                    "`mask` must be True only where the episode is over, got "
+                    f"environment {going[0]}: the autoreset mode NEXT_STEP cannot cut "
+                    "an episode short, DISABLED can."
+                )
             return self._obs
         seed = seeds.tolist() if self._seeds_each else int(seeds[which[0]])
         options = {} if every else {"options": {"reset_mask": np.array(mask)}}
@@ -179,15 +182,6 @@ class _VectorEnv:
         if not getattr(self._env, "closed", False):
             self._env.close()
 
-    def _check_ended(self, mask: np.ndarray) -> None:
-        going = (mask & ~self._ended).nonzero()[0]
-        if going.size:
-            raise ValueError(
-                "`mask` must be True only where the episode is over, got environment "
-                f"{going[0]}: the autoreset mode NEXT_STEP cannot cut an episode "
-                "short, DISABLED can."
-            )
-
     def _observe(
         self, obs: ArrayTree, info: Mapping[str, Any], mask: np.ndarray
     ) -> ArrayTree:
@@ -220,12 +214,6 @@ def _mode(env: Any) -> str:
             "gymnasium.vector.AutoresetMode.DISABLED}."
         )
     return name
-
-
-def _seeds_each(env: Any) -> bool:
-    """Returns whether `reset` takes a list of seeds; others take one for all."""
-    vector = load("gymnasium").vector
-    return isinstance(env.unwrapped, vector.SyncVectorEnv | vector.AsyncVectorEnv)
 
 
 def _read(

@@ -22,7 +22,7 @@ from rollout.envs.host.arrays import (
 )
 from rollout.envs.host.gymnasium_actions import split_action
 from rollout.envs.host.types import EnvFault, HostStep
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.types import ArrayTree
 
 
 class LocalEnvs:
@@ -31,6 +31,11 @@ class LocalEnvs:
     It also implements `AsyncHostVectorEnv`, without concurrency: `send` steps at once,
     and `receive` returns in the order of sending. An exception of one environment
     makes that one faulty and leaves the others alone.
+
+    Attributes:
+        num_envs: B.
+        observation_space, action_space: of one environment.
+        causes: the cause of each faulty environment, by its number.
 
     Args:
         make_fns: `B` functions that make one environment each, with the methods and
@@ -68,26 +73,18 @@ class LocalEnvs:
                 self._envs.append(self._make(at))
             self.spaces = _spaces(self._envs[0])
             self.layout = make_layout(self.spaces, observe_info, record_info)
+            self.observation_space = self.layout.observation_space
+            self.action_space = self.layout.action_space
         except BaseException:
             self.close()
             raise
         self._settings = [saved_state.settings_of(env) for env in self._envs]
-        self.causes: dict[int, BaseException] = {}  # of the faulty ones
+        self.causes: dict[int, BaseException] = {}
         self._answered: collections.deque[int] = collections.deque()
         self._observes = bool(observe_info)
         self._split = split_action(self.spaces[1])
         self._steps = [env.step for env in self._envs]  # looked up once, not per step
         self.place(StepArrays(self.layout, self.num_envs))
-
-    @property
-    def observation_space(self) -> AnySpace:
-        """Space of one environment's observation."""
-        return self.layout.observation_space
-
-    @property
-    def action_space(self) -> AnySpace:
-        """Space of one environment's action."""
-        return self.layout.action_space
 
     def draw(self, number: int) -> np.ndarray:
         """Draws one environment as it is now, `[H, W, 3]` uint8.

@@ -18,7 +18,7 @@ from rollout.envs.host import request_checks, saved_state, shared_memory
 from rollout.envs.host.arrays import assign, make_layout
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.host.worker_pool import WorkerHandle, WorkerPool, preload
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.types import ArrayTree
 
 _START_METHODS = ("forkserver", "spawn")
 
@@ -129,16 +129,6 @@ class WorkerEnvs:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def observation_space(self) -> AnySpace:
-        """Space of one environment's observation."""
-        return self._layout.observation_space
-
-    @property
-    def action_space(self) -> AnySpace:
-        """Space of one environment's action."""
-        return self._layout.action_space
 
     @property
     def pids(self) -> list[int]:
@@ -351,6 +341,8 @@ class WorkerEnvs:
     def _share_memory(self, spaces: tuple[Any, Any]) -> tuple[Any, Any]:
         """Makes the arrays, once the spaces are known; returns these."""
         self._layout = make_layout(spaces, **self._info)
+        self.observation_space = self._layout.observation_space
+        self.action_space = self._layout.action_space
         self._memory = shared_memory.new(self._layout, self.num_envs)
         weakref.finalize(self, os.close, self._memory)
         self._arrays = shared_memory.arrays(self._layout, self.num_envs, self._memory)
