@@ -29,9 +29,9 @@ class WorkerHandle:
         pipe: None if it is lost, or was not started yet.
         owed: the replies that it owes, in their order: None for that to a request, and
             the number of an environment for one to `advance`.
-        reply: its last reply to a request, `(result, error)`.
+        reply: its last reply to a request, `(result, error)`; None before the first.
         since: when its time for the next reply began.
-        is_ready: whether its environments are made; until then it may take any time.
+        is_ready: False while it makes environments, and may take any time.
     """
 
     number: int
@@ -101,6 +101,7 @@ class WorkerPool:
 
     def start(self, handle: WorkerHandle, context: Any) -> None:
         """Starts a process, which is not ready yet."""
+        handle.reply = None
         handle.pipe, theirs = context.Pipe()
         args = theirs, context.get_start_method()
         handle.process = context.Process(
@@ -184,7 +185,7 @@ class WorkerPool:
         if cause is None:
             handle.process.join(_GRACE)  # its pipe may be closed a moment before
             text = f"{handle} ended with exit code {handle.process.exitcode}"
-            if not handle.is_ready:
+            if handle.reply is None:
                 text += (
                     " before it was ready: see its output; a script must call "
                     '`workers` under `if __name__ == "__main__":`'

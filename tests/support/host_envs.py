@@ -129,6 +129,14 @@ class Described(Count):
         self.count = int(arrays["count"])
 
 
+class SlowlyMade(Described):
+    """Takes longer to make than a step may take."""
+
+    def __init__(self):
+        super().__init__()
+        time.sleep(0.6)
+
+
 class Undescribed(Described):
     """Fails to."""
 

@@ -426,6 +426,36 @@ def test_environments_that_name_their_arrays_are_not_pickled(make):
     np.testing.assert_array_equal(other.step(ACTION).obs, np.full((4, 2), 2))
 
 
+def test_timeout_does_not_count_while_environments_are_made_for_a_load(make):
+    env = make([host_envs.SlowlyMade] * 4, timeout=0.5)
+    start(env)
+    obs = np.copy(env.step(ACTION).obs)
+    assert env.load(env.save(), obs)
+    np.testing.assert_array_equal(env.step(ACTION).obs, np.full((4, 2), 2))
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_worker_that_is_killed_before_or_while_it_loads(make, when):
+    make_fns = [host_envs.SlowlyMade] * 4
+    env = make(make_fns)
+    start(env)
+    obs, states = np.copy(env.step(ACTION).obs), env.save()
+    kill = functools.partial(os.kill, env.pids[1], signal.SIGKILL)
+    if when == "before":
+        kill()
+        assert wait_until_gone(env.pids[1:])
+        assert env.load(states, obs)
+    else:
+        timer = threading.Timer(0.3, kill)
+        timer.start()
+        with pytest.raises(envs.EnvFault, match=r"worker 1 .* exit code -9, and"):
+            env.load(states, obs)
+        np.testing.assert_array_equal(env.step(ACTION).obs[:2], np.full((2, 2), 2))
+        env.rebuild(np.bool_([False, False, True, True]))
+        assert env.load(states, obs)
+    np.testing.assert_array_equal(env.step(ACTION).obs, np.full((4, 2), 2))
+
+
 def test_pickles_need_leave_and_the_same_settings(make):
     env, other = make(), make([functools.partial(Count, 3)] * 4)
     start(env), start(other)
