@@ -84,9 +84,9 @@ class EpisodePlan:
             num_steps: steps that were taken in lanes that are not idle.
         """
         self._num_steps += num_steps
-        if not (count := np.count_nonzero(over)):
+        if not (count := int(np.count_nonzero(over))):
             return
-        self._num_over += np.count_nonzero(over & self.mask)
+        self._num_over += int(np.count_nonzero(over & self.mask))
         if self._min_steps is not None and self._num_steps >= self._min_steps:
             # Enough: these lanes become idle, and only started episodes are awaited.
             self._num_wanted = min(self._num_wanted, self._num_started)

@@ -171,12 +171,17 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         checks.outside_of_jit("HostCollector")
         checks.typed_key(key)
         with self._call():
-            self._ticket += 1
-            claim(self.env, self._number)
-            self._next_episode, self._block, self._trajectory = 0, None, None
-            self._accumulated = accumulate_nothing(self.accumulators, self.env.num_envs)
-            self._loop.start(key)
+            self._start(key)
+            self._loop.begin_all()
             return self._carry()
+
+    def _start(self, key: chex.PRNGKey) -> None:
+        """Takes the environments over, and forgets everything else."""
+        self._ticket += 1
+        claim(self.env, self._number)
+        self._next_episode, self._block, self._trajectory = 0, None, None
+        self._accumulated = accumulate_nothing(self.accumulators, self.env.num_envs)
+        self._loop.start(key)
 
     def step(
         self, carry: Carry, params: ParamsT
@@ -402,12 +407,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             ValueError: if the environments that were pickled have other settings.
         """
         num_unfinished = np.count_nonzero(carry.episode.episode_length)
-        # The checks that may raise come first, while nothing has changed yet.
+        # What may raise comes first, while nothing has changed yet.
         env: Any = self.env
-        states, is_loaded = [], False
+        is_loaded = False
         if saved and hasattr(env, "load"):
-            states = _split(saved, env.num_envs)
-            is_loaded = env.can_load(states, allow_pickle=allow_pickle)
+            states, obs = _split(saved, env.num_envs), jax.tree.map(np.array, carry.obs)
+            is_loaded = env.load(states, obs, allow_pickle=allow_pickle)
         if not is_loaded and num_unfinished:
             why = "was pickled, and `allow_pickle` is False"
             why = why if saved else "was not saved"
@@ -416,14 +421,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 "episodes restart.",
                 stacklevel=3,
             )
-        self.init(carry.key)
-        self._next_episode = int(carry.next_episode)
-        if is_loaded:
-            obs = jax.tree.map(np.array, carry.obs)
-            env.load(states, obs, allow_pickle=allow_pickle)
-            self._accumulated = carry.episode.accumulated
-        self._loop.resume(carry, restart_all=not is_loaded)
-        return self._carry()
+        with self._call():
+            self._start(carry.key)
+            self._next_episode = int(carry.next_episode)
+            if is_loaded:
+                self._accumulated = carry.episode.accumulated
+            self._loop.resume(carry, is_loaded=is_loaded)
+            return self._carry()
 
     def recover(self) -> tuple[Carry, Transition[ObsT, ActionT] | None]:
         """Goes on where an error or Ctrl-C has cut a call short.

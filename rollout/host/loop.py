@@ -76,7 +76,8 @@ class Loop:
         max_restarts: int,
     ) -> None:
         self._env, self._runner = env, runner
-        self._num_ready, self._timeout = num_ready, timeout
+        self._num_ready: Any = num_ready
+        self._timeout = timeout
         self._restarts, self._max_restarts = restarts, max_restarts
         self._obs_check = ObservationCheck(env.observation_space)
         self.check: Callable[[], None] = lambda: None
@@ -89,7 +90,7 @@ class Loop:
         self._failed = self._nowhere.copy()  # [B] bool, to be rebuilt
 
     def start(self, key: chex.PRNGKey) -> None:
-        """Begins the first episode of every lane."""
+        """Prepares the first episode of every lane; `begin_all` begins them."""
         num_envs = self._env.num_envs
         self._runner.start(key)
         self._seeds = Seeds(key, num_envs)
@@ -106,9 +107,13 @@ class Loop:
         # observations, actions and extras, `[B, ...]`, until they answer.
         self._in_flight = self._nowhere.copy()
         self._sent: ArrayTree = None
+
+    def begin_all(self) -> None:
+        """Begins the episode that every lane is to be in, wherever environments are."""
+        self._mark(self._everywhere, self.episode_id)
         if self._is_torn:
             self._rebuild(self._everywhere)
-        self.begin(self._everywhere, self.episode_id)
+        self._settle()
 
     @property
     def is_over(self) -> bool:
@@ -158,18 +163,17 @@ class Loop:
         plan, self.plan = self.plan, None
         self.begin(self._everywhere, plan.after)
 
-    def resume(self, carry: Carry, *, restart_all: bool) -> None:
-        """Goes on from a carry, where the environments are by now.
-
-        With `restart_all` they are anywhere, and the episodes restart.
-        """
+    def resume(self, carry: Carry, *, is_loaded: bool) -> None:
+        """Goes on from a carry, or restarts its episodes if `env` could not load it."""
         self._runner.step, self._runner.state = int(carry.step), carry.policy_state
         self.episode_id = np.array(carry.episode.episode_id)
         self.episode_return = np.array(carry.episode.episode_return)
         self.episode_length = np.array(carry.episode.episode_length)
         self.obs, self.over = jax.tree.map(np.array, carry.obs), self._nowhere
-        if restart_all:
-            self.begin(self._everywhere, self.episode_id)
+        if is_loaded:
+            self._failed, self._is_torn = self._nowhere.copy(), False
+        else:
+            self.begin_all()
 
     def recover(self, block: RowBlock | None, *, restart_all: bool) -> None:
         """Goes on after an error.
@@ -177,11 +181,11 @@ class Loop:
         Environments that failed are rebuilt, and lanes whose episode cannot go on begin
         new ones. With `restart_all`, or where episodes were assigned, all lanes do.
         """
-        next_own, is_torn = self.next_own, self._is_torn
-        if is_torn or self.plan is not None or restart_all:
+        next_own = self.next_own
+        if self._is_torn or self.plan is not None or restart_all:
             self.plan, self.lost = None, []
             self._mark(self._everywhere, next_own)
-        if is_torn:
+        if self._is_torn:
             self._rebuild(self._everywhere)
         self._settle(block)
 
@@ -206,7 +210,7 @@ class Loop:
         # All before waiting for a row, so that none stands still: usually the lanes of
         # the last row; at the start all, in several sends.
         env_id = np.flatnonzero(waits).astype(np.int32)
-        num_ready: Any = self._num_ready
+        num_ready = self._num_ready
         for first in range(0, len(env_id), num_ready):
             self._send(params, env_id[first : first + num_ready])
         # Fewer are in flight where a plan ends.
@@ -256,9 +260,7 @@ class Loop:
         self._in_flight[env_id] = True
         self._is_torn = False
 
-    def _take(
-        self, block: RowBlock, result: HostStep, at: slice | np.ndarray, limit: int
-    ) -> None:
+    def _take(self, block: RowBlock, result: HostStep, at: Any, limit: int) -> None:
         """Writes a row, and ends the episodes that are over with it."""
         row, columns, stepped = block.num, slice(len(result.reward)), result.mask
         terminated, truncated = result.terminated, result.truncated

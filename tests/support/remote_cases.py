@@ -6,9 +6,9 @@ import types
 
 import jax
 from host_count import OPTIONS, POLICY, HostCount, SeedCount, in_jax, on_host
+from simulated import simulate_latency
 
 from rollout import HostCollector
-from rollout.envs.host.simulated import simulate_latency
 
 __all__ = [
     "LocalRay",

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from cases import TwoLengthEnv
 from host_count import HostCount, SeedCount, assert_same
+from simulated import simulate_latency
 
 import rollout
 from rollout import envs
-from rollout.envs.host.simulated import simulate_latency
 from rollout.envs.host.types import EnvFault
 
 KEY = jax.random.key(11)

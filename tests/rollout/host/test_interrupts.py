@@ -1,6 +1,7 @@
 """Ctrl-C at random times: no row is lost, and nothing hangs."""
 
 import faulthandler
+import functools
 import os
 import signal
 import time
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_envs import Count, Steady
+from host_envs import Hangs, Steady
 
 import rollout
 from rollout import envs
@@ -229,40 +230,31 @@ def test_recovery_may_be_interrupted():
             check_rows(rows)
 
 
-class Hangs(Count):
-    """Does not answer at the sixth step of its first life."""
-
-    lives = 0
-
-    def __init__(self):
-        super().__init__(length=8)
-        self.is_first = Hangs.lives < NUM_ENVS
-        Hangs.lives += 1
-
-    def reset(self, *, seed=None, options=None):
-        return super().reset(seed=0)
-
-    def step(self, action):
-        if self.is_first and self.count == 5:
-            time.sleep(1000)
-        return super().step(action)
-
-
-def test_second_press_ends_what_hangs():
-    Hangs.lives = 0
-    env = envs.from_gymnasium(Hangs, NUM_ENVS)
-    collector = rollout.HostCollector(env=env, policy=POLICY)
-    start = collector.init(KEY)
-    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.2)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("num_ready", [None, 2])
+def test_second_press_ends_what_hangs(apart, num_ready, tmp_path):
+    path = tmp_path / "hangs"
+    path.touch()
+    make = functools.partial(Hangs, path)
+    if apart:
+        env = envs.workers([make] * NUM_ENVS, num_workers=2)
+    else:
+        env = envs.from_gymnasium(make, NUM_ENVS)
+    collector = rollout.HostCollector(env=env, policy=POLICY, num_ready=num_ready)
+    start, _ = collector.collect_steps(collector.init(KEY), None, 3)
+    signal.setitimer(signal.ITIMER_REAL, 1.0, 0.2)
     with pytest.raises(KeyboardInterrupt):
-        collector.collect_steps(start, None, NUM_STEPS)
+        collector.collect_steps(start, None, 9)
     signal.setitimer(signal.ITIMER_REAL, 0)
+    path.unlink()
     carry, rows = collector.recover()
-    assert rows.mask.shape == (5, NUM_ENVS)
     check_start(start, rows)
+    check_rows(rows)
+    assert not carry.episode.episode_length.any()
     carry, rows = collector.collect_steps(carry, None, NUM_STEPS)
     assert rows.mask.all()
     check_rows(rows)
+    collector.close()
 
 
 def test_handler_of_the_caller_is_called_between_two_rows():

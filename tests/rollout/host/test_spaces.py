@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces as gym
+from simulated import simulate_latency
 from space_envs import Own, Sampled
 
 import rollout
 from rollout import buffers, envs
-from rollout.envs.host.simulated import simulate_latency
 from rollout.envs.spaces import as_space
 
 BOX = gym.Box(-1.0, 2.0, (2,))
