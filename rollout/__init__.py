@@ -38,7 +38,7 @@ from rollout import recommendation as recommendation
 from rollout.collector import Collector
 from rollout.evaluation import evaluate
 from rollout.gif import record_gif
-from rollout.host import AsyncCollector, HostCollector, by_env, probe, remote_batches
+from rollout.host import HostCollector, by_env, probe, remote_batches
 from rollout.minibatches import minibatches
 from rollout.moments import Moments
 from rollout.policies import (
@@ -84,7 +84,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accumulator",
-    "AsyncCollector",
     "Carry",
     "CollectStats",
     "Collector",

@@ -8,7 +8,6 @@
   `gymnasium_actions` converts actions for them.
 - `probe` looks for mistakes of new environments; `observation_check` finds observations
   that are not finite or not in their space.
-- `simulated`: a JAX environment that answers after a latency, for tests and teaching.
 - Shared by these: `arrays`, the arrays that environments write to; `request_checks`;
   `ownership`, who stepped an environment last; `saved_state`, an environment as bytes;
   `exceptions` as bytes.

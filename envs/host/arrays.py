@@ -1,7 +1,8 @@
 """The arrays that host environments write to, one slot for each environment.
 
-Observations are trees of dicts and tuples. The functions here walk them without jax,
-because they run in every step.
+Elements of a space are trees of dicts and tuples. `Parts` reads from the space, once,
+where in such a tree its arrays are; everything else here works on flat lists of them,
+without jax, because it runs in every step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,45 +13,73 @@ import numpy as np
 
 from rollout import checks
 from rollout.envs.host.types import HostStep
-from rollout.envs.spaces import Dict, Tuple, as_space, narrow, space_of
+from rollout.envs.spaces import Composite, Dict, Space, as_space, narrow, space_of
 from rollout.envs.types import AnySpace, ArrayTree
 
 WriteFn = Callable[[int, Any], None]
+EmptyFn = Callable[[tuple[int, ...], Any], np.ndarray]
 
 _NUMBERS = frozenset({float, int, np.float32, np.float64})
 _FLAGS = frozenset({bool, np.bool_})
 
 
-class StepArrays(NamedTuple):
-    """Memory for the answers of `B` environments and for their actions."""
+class Parts:
+    """The arrays in the elements of a space.
 
-    obs: ArrayTree  # [B, ...]
-    reward: np.ndarray  # [B]
-    terminated: np.ndarray  # [B]
-    truncated: np.ndarray  # [B]
-    info: ArrayTree  # [B, ...]
-    action: ArrayTree  # [B, ...]
+    Attributes:
+        paths: the keys that lead to each array; `[()]` if an element is an array.
+        names: of each array, for messages, such as `obs['image']`.
+        spaces: the space of each array.
+    """
+
+    def __init__(self, space: AnySpace, name: str) -> None:
+        found, self._structure = jax.tree_util.tree_flatten_with_path(
+            _expand(space), is_leaf=lambda x: isinstance(x, Space)
+        )
+        self._name = name
+        self.paths: list[tuple[Any, ...]] = [
+            tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
+            for path, _ in found
+        ]
+        self.names = [name + jax.tree_util.keystr(path) for path, _ in found]
+        self.spaces = [leaf for _, leaf in found]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether an element is an array itself."""
+        return self.paths == [()]
+
+    def flatten(self, tree: ArrayTree) -> list[Any]:
+        """Returns the arrays of an element; raises `KeyError` if one is not there."""
+        leaves = []
+        for path in self.paths:
+            leaf = tree
+            for at, key in enumerate(path):
+                try:
+                    leaf = leaf[key]
+                except (KeyError, IndexError):
+                    where = "".join(f"[{x!r}]" for x in path[:at])
+                    raise KeyError(f"{self._name}{where} without {key!r}") from None
+            leaves.append(leaf)
+        return leaves
+
+    def unflatten(self, leaves: Sequence[Any]) -> ArrayTree:
+        """Makes an element of its arrays."""
+        return self._structure.unflatten(leaves)
+
+    def map(self, fn: Callable[[Any], Any], tree: ArrayTree) -> ArrayTree:
+        """Maps the arrays of an element."""
+        return self._structure.unflatten([fn(leaf) for leaf in self.flatten(tree)])
 
 
 class Layout(NamedTuple):
-    """The spaces that decide the structure, shapes and dtypes of `StepArrays`."""
+    """The spaces of environments, and the arrays of their elements."""
 
     observation_space: AnySpace
     action_space: AnySpace
-    info: Dict
-
-    def make(
-        self, num_envs: int, empty: Callable[[tuple[int, ...], Any], np.ndarray]
-    ) -> StepArrays:
-        """Makes the arrays with `empty(shape, dtype)`."""
-        return StepArrays(
-            obs=_arrays(self.observation_space, num_envs, empty),
-            reward=empty((num_envs,), np.dtype(np.float32)),
-            terminated=empty((num_envs,), np.dtype(bool)),
-            truncated=empty((num_envs,), np.dtype(bool)),
-            info=_arrays(self.info, num_envs, empty),
-            action=_arrays(self.action_space, num_envs, empty),
-        )
+    obs: Parts
+    action: Parts
+    info: Parts
 
 
 def make_layout(
@@ -60,48 +89,77 @@ def make_layout(
 ) -> Layout:
     """Makes the layout of environments with these spaces, in Gymnasium's terms."""
     obs, action = map(as_space, spaces)
-    return Layout(with_info(obs, observe_info), action, space_like(record_info or {}))
-
-
-def answer_all(arrays: StepArrays, broken: Mapping[int, BaseException]) -> HostStep:
-    """Returns the step of all environments: views of their memory, except `faulty`."""
-    faulty = np.zeros(len(arrays.reward), bool)
-    if broken:
-        faulty[list(broken)] = True
-    return HostStep(
-        obs=arrays.obs,
-        reward=arrays.reward,
-        terminated=arrays.terminated,
-        truncated=arrays.truncated,
-        faulty=faulty,
-        info=arrays.info,
-        causes=dict(broken),
+    if observe_info:
+        obs = Dict({"obs": obs, "info": space_like(observe_info)})
+    return Layout(
+        observation_space=obs,
+        action_space=action,
+        obs=Parts(obs, "obs"),
+        action=Parts(action, "action"),
+        info=Parts(space_like(record_info or {}), "info"),
     )
 
 
-def answer(
-    arrays: StepArrays, answered: Sequence[tuple[int, BaseException | None]]
-) -> tuple[HostStep, np.ndarray]:
-    """Returns the step of the environments that answered, and their numbers."""
-    ids = np.asarray([number for number, _ in answered], np.int32)
-    causes = {number: cause for number, cause in answered if cause is not None}
-    step = HostStep(
-        obs=pick(arrays.obs, ids),
-        reward=arrays.reward[ids],
-        terminated=arrays.terminated[ids],
-        truncated=arrays.truncated[ids],
-        faulty=np.asarray([cause is not None for _, cause in answered]),
-        info=pick(arrays.info, ids),
-        causes=causes,
-    )
-    return step, ids
+class StepArrays:
+    """Memory for the answers of `B` environments and for their actions.
+
+    Attributes:
+        obs, info, action: `[B, ...]` arrays, those of `Parts`.
+        reward, terminated, truncated: `[B]`.
+        obs_tree, info_tree: `[B, ...]`, the same arrays as elements of their spaces.
+    """
+
+    def __init__(
+        self, layout: Layout, num_envs: int, empty: EmptyFn = np.zeros
+    ) -> None:
+        self._layout = layout
+        self.obs, self.info, self.action = (
+            [empty((num_envs, *x.shape), np.dtype(x.dtype)) for x in parts.spaces]
+            for parts in (layout.obs, layout.info, layout.action)
+        )
+        self.reward = empty((num_envs,), np.dtype(np.float32))
+        self.terminated = empty((num_envs,), np.dtype(bool))
+        self.truncated = empty((num_envs,), np.dtype(bool))
+        self.obs_tree = layout.obs.unflatten(self.obs)
+        self.info_tree = layout.info.unflatten(self.info)
+
+    def answer_all(self, broken: Mapping[int, BaseException]) -> HostStep:
+        """Returns the step of all: views of their memory, except `faulty`."""
+        faulty = np.zeros(len(self.reward), bool)
+        if broken:
+            faulty[list(broken)] = True
+        return HostStep(
+            obs=self.obs_tree,
+            reward=self.reward,
+            terminated=self.terminated,
+            truncated=self.truncated,
+            faulty=faulty,
+            info=self.info_tree,
+            causes=dict(broken),
+        )
+
+    def answer(
+        self, numbers: Sequence[int], broken: Mapping[int, BaseException]
+    ) -> tuple[HostStep, np.ndarray]:
+        """Returns the step of the environments that answered, and their numbers."""
+        ids = np.asarray(numbers, np.int32)
+        step = HostStep(
+            obs=self._layout.obs.unflatten([x[ids] for x in self.obs]),
+            reward=self.reward[ids],
+            terminated=self.terminated[ids],
+            truncated=self.truncated[ids],
+            faulty=np.asarray([at in broken for at in numbers]),
+            info=self._layout.info.unflatten([x[ids] for x in self.info]),
+            causes={at: broken[at] for at in numbers if at in broken},
+        )
+        return step, ids
 
 
-def with_info(space: AnySpace, observe_info: Mapping[str, Any] | None) -> AnySpace:
-    """Returns the space of observations with keys of `info` next to them."""
-    if not observe_info:
-        return space
-    return Dict({"obs": space, "info": space_like(observe_info)})
+def leaf_at(tree: Any, path: Sequence[Any]) -> Any:
+    """Returns the array to which a path of `Parts` leads."""
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
 def space_like(example: Any) -> AnySpace:
@@ -117,61 +175,47 @@ def space_like(example: Any) -> AnySpace:
     return space_of(jax.ShapeDtypeStruct(example.shape, narrow(example.dtype)))
 
 
-def pick(tree: ArrayTree, index: Any) -> ArrayTree:
-    """Indexes every array; the results are views if `index` is a number or a slice."""
-    if isinstance(tree, dict):
-        return {name: pick(part, index) for name, part in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(pick(part, index) for part in tree)
-    return tree[index]
-
-
 def assign(
-    tree: ArrayTree, index: Any, values: ArrayTree, name: str = "values"
+    arrays: Sequence[np.ndarray], index: Any, values: Sequence[Any], name: str
 ) -> None:
     """Writes `values` to slots of every array; raises if their shapes differ."""
-    if isinstance(tree, dict):
-        for key, part in tree.items():
-            assign(part, index, values[key], name)
-    elif isinstance(tree, tuple):
-        for part, value in zip(tree, values, strict=True):
-            assign(part, index, value, name)
-    else:
-        values, shape = np.asarray(values), tree[index].shape
-        if values.shape != shape:  # NumPy would broadcast it
+    for array, value in zip(arrays, values, strict=True):
+        value, shape = np.asarray(value), array[index].shape
+        if value.shape != shape:  # NumPy would broadcast it
             raise ValueError(
-                f"`{name}` must have shape {shape}, got shape {values.shape}."
+                f"`{name}` must have shape {shape}, got shape {value.shape}."
             )
-        tree[index] = values
+        array[index] = value
 
 
-def writer(space: AnySpace, arrays: ArrayTree, name: str) -> WriteFn:
+def writer(parts: Parts, arrays: Sequence[np.ndarray]) -> WriteFn:
     """Makes a function that writes one element to a slot, or raises if it is none."""
-    if isinstance(space, Dict):
-        parts = {
-            key: writer(part, arrays[key], f"{name}[{key!r}]")
-            for key, part in space.spaces.items()
-        }
+    fns = [leaf_writer(*pair) for pair in zip(arrays, parts.names, strict=True)]
+    if parts.is_single:
+        return fns[0]
 
-        def write_dict(number: int, value: Any) -> None:
-            for key, write in parts.items():
-                if key not in value:
-                    raise KeyError(f"{name} without {key!r}")
-                write(number, value[key])
+    def write(number: int, tree: ArrayTree) -> None:
+        for fn, leaf in zip(fns, parts.flatten(tree), strict=True):
+            fn(number, leaf)
 
-        return write_dict
-    if isinstance(space, Tuple):
-        fns = [
-            writer(part, arrays[at], f"{name}[{at}]")
-            for at, part in enumerate(space.spaces)
-        ]
+    return write
 
-        def write_tuple(number: int, value: Any) -> None:
-            for write, part in zip(fns, value, strict=True):
-                write(number, part)
 
-        return write_tuple
-    return _leaf_writer(arrays, name)
+def leaf_writer(array: np.ndarray, name: str) -> WriteFn:
+    """Makes a function that writes one value to a slot of an array."""
+    shape, dtype = array.shape[1:], array.dtype
+
+    # Runs once per environment, step and leaf, so it converts only where it must.
+    def write(number: int, value: Any) -> None:
+        if type(value) is not np.ndarray:
+            value = np.asarray(value)
+        if value.shape != shape:  # NumPy would broadcast it
+            raise ValueError(f"{name} must have shape {shape}, got {value.shape}")
+        if value.dtype != dtype:
+            value = narrowed(value, dtype, name)
+        array[number] = value
+
+    return write
 
 
 def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
@@ -212,28 +256,8 @@ def flag(name: str, value: Any) -> Any:
     return array
 
 
-def _leaf_writer(arrays: np.ndarray, name: str) -> WriteFn:
-    shape, dtype = arrays.shape[1:], arrays.dtype
-
-    # Runs once per environment, step and leaf, so it converts only where it must.
-    def write(number: int, value: Any) -> None:
-        if type(value) is not np.ndarray:
-            value = np.asarray(value)
-        if value.shape != shape:  # NumPy would broadcast it
-            raise ValueError(f"{name} must have shape {shape}, got {value.shape}")
-        if value.dtype != dtype:
-            value = narrowed(value, dtype, name)
-        arrays[number] = value
-
-    return write
-
-
-def _arrays(
-    space: AnySpace, num_envs: int, empty: Callable[[tuple[int, ...], Any], np.ndarray]
-) -> ArrayTree:
-    if isinstance(space, Dict):
-        parts = space.spaces.items()
-        return {name: _arrays(part, num_envs, empty) for name, part in parts}
-    if isinstance(space, Tuple):
-        return tuple(_arrays(part, num_envs, empty) for part in space.spaces)
-    return empty((num_envs, *space.shape), np.dtype(space.dtype))
+def _expand(space: AnySpace) -> Any:
+    """Returns the tree of the spaces of all arrays."""
+    if not isinstance(space, Composite):
+        return space
+    return jax.tree.map(_expand, space.spaces, is_leaf=lambda x: isinstance(x, Space))

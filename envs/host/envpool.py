@@ -6,18 +6,18 @@ the answer before say where: EnvPool's `elapsed_step` goes on where a life was l
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
 from rollout import checks
-from rollout.envs.host.arrays import narrowed
+from rollout.envs.host.arrays import Parts, narrowed
 from rollout.envs.host.types import AsyncHostVectorEnv, HostStep, HostVectorEnv
 from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.types import ArrayTree
 
 _NEEDED = ("async_reset", "config", "recv", "send", "spec", "observation_space")
 _NARROW = {
@@ -82,19 +82,13 @@ class _EnvPool:
         self.num_envs = int(env.config["num_envs"])
         self._env: Any = env
         self._names = names
-        self._observation_space = as_space(env.observation_space)
-        self._action_space = as_space(env.action_space)
+        self.observation_space = as_space(env.observation_space)
+        self.action_space = as_space(env.action_space)
+        self._parts = Parts(self.observation_space, "obs")
+        self._action = Parts(self.action_space, "action")
         self._all = np.arange(self.num_envs, dtype=np.int32)
         self._obs = None  # [B, ...], None before the first reset
         self._ended = np.ones(self.num_envs, bool)  # EnvPool resets these next
-
-    @property
-    def observation_space(self) -> AnySpace:
-        return self._observation_space
-
-    @property
-    def action_space(self) -> AnySpace:
-        return self._action_space
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         del seeds  # EnvPool is seeded once, when it is made
@@ -110,7 +104,7 @@ class _EnvPool:
         return self._obs
 
     def step(self, action: ArrayTree) -> HostStep:
-        self._env.send(_map(np.asarray, action), self._all)
+        self._env.send(self._action.map(np.asarray, action), self._all)
         step = self._to_step(self._env.recv(), ~self._ended)
         self._obs = step.obs
         self._ended = step.terminated | step.truncated
@@ -129,23 +123,24 @@ class _EnvPool:
         """Resets these environments, `[K]` int32, at once."""
         obs, info = self._env.reset(env_id)
         if self._obs is None:
-            first = _map(lambda x: _narrow(x[0]), obs)
-            self._obs = _map(lambda x: np.stack([x] * self.num_envs), first)
-        self._obs = _map(np.array, self._obs)  # the caller may hold the old one
+            self._obs = self._parts.map(
+                lambda x: np.stack([_narrow(x[0])] * self.num_envs), obs
+            )
+        # A copy, for the caller may hold the old one.
+        self._obs = self._parts.map(np.array, self._obs)
         self._write(obs, info["env_id"])
         self._ended[env_id] = False
 
     def _write(self, obs: ArrayTree, env_id: np.ndarray) -> None:
-        def write(old: np.ndarray, new: np.ndarray) -> None:
+        trees = self._obs, obs
+        for old, new in zip(*map(self._parts.flatten, trees), strict=True):
             old[env_id] = new
-
-        jax.tree.map(write, self._obs, obs)
 
     def _to_step(self, answers: tuple, mask: np.ndarray) -> HostStep:
         """Converts EnvPool's answer; `mask` is False where the answer is a reset."""
         obs, reward, terminated, truncated, info = answers
         return HostStep(
-            obs=_map(_narrow, obs),
+            obs=self._parts.map(_narrow, obs),
             reward=reward * mask,
             terminated=terminated & mask,
             truncated=truncated & mask,
@@ -172,7 +167,7 @@ class _AsyncEnvPool(_EnvPool):
                 f"{busy}: `receive` them first."
             )
         self._in_flight[env_id] = True
-        self._env.send(_map(np.asarray, action), env_id)
+        self._env.send(self._action.map(np.asarray, action), env_id)
 
     def receive(
         self, num_ready: int, timeout: float | None = None
@@ -297,13 +292,6 @@ def _names(env: Any, record_info: Iterable[str]) -> tuple[str, ...]:
                 f"`record_info` must be names of {sorted(known)}, got {name!r}."
             )
     return names
-
-
-def _map(fn: Callable[[Any], np.ndarray], tree: ArrayTree) -> ArrayTree:
-    """Maps a tree of dicts; `jax.tree.map` is too slow for every step."""
-    if isinstance(tree, dict):
-        return {name: _map(fn, x) for name, x in tree.items()}
-    return fn(tree)
 
 
 def _narrow(x: np.ndarray) -> np.ndarray:

@@ -1,38 +1,34 @@
-"""Packs exceptions of environments in bytes, to send from a worker process."""
+"""Packs exceptions in bytes, to send them to another process."""
 
 import pickle
 import traceback
 
-_NOTE = "In the environment:"
+
+class RemoteTraceback(Exception):  # noqa: N818
+    """The traceback in the process where an exception was raised; it is its cause."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
-def to_bytes(cause: BaseException) -> bytes:
-    """Pickles an exception, or its text if it cannot be pickled.
-
-    Pickle drops the traceback, so it travels as a note.
-    """
-    text = "".join(traceback.format_exception(cause)).rstrip()
-    summary = f"{type(cause).__name__}: {cause}"
+def to_bytes(error: BaseException) -> bytes:
+    """Pickles an exception, and its traceback as text, which pickle drops."""
+    text = "".join(traceback.format_exception(error))
     try:
-        notes = getattr(cause, "__notes__", ())
-        if not any(note.startswith(_NOTE) for note in notes):
-            cause.add_note(f"{_NOTE}\n{text}")
-        whole = pickle.dumps(cause)
+        whole = pickle.dumps(error)
     except Exception:
-        whole = None
+        whole = b""
     # Nested: if `whole` cannot be unpickled there, the two texts still arrive.
-    return pickle.dumps((whole, summary, text))
+    return pickle.dumps((whole, f"{type(error).__name__}: {error}", text))
 
 
 def from_bytes(packed: bytes) -> BaseException:
     """Returns the exception, or a `RuntimeError` with its text if unpickling fails."""
     whole, summary, text = pickle.loads(packed)
     try:
-        cause = pickle.loads(whole)
+        error = pickle.loads(whole)
+        error.__cause__ = RemoteTraceback(text)
     except Exception:
-        cause = None
-    if isinstance(cause, BaseException):
-        return cause
-    error = RuntimeError(summary)
-    error.add_note(f"{_NOTE}\n{text}")
+        error = RuntimeError(summary)
+        error.__cause__ = RemoteTraceback(text)
     return error

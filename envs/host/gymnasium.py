@@ -4,20 +4,20 @@ gymnasium is imported only when a function here is called.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rollout import checks
 from rollout.envs.host import request_checks as host_checks
-from rollout.envs.host.arrays import make_layout, narrowed
+from rollout.envs.host.arrays import Parts, StepArrays, leaf_at, make_layout, narrowed
 from rollout.envs.host.gymnasium_actions import batched_action
 from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.types import HostStep, HostVectorEnv
 from rollout.envs.optional_import import load
-from rollout.envs.spaces import Dict, Tuple
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.spaces import as_space
+from rollout.envs.types import ArrayTree
 
 
 def from_gymnasium(
@@ -57,7 +57,7 @@ def from_gymnasium(
             another one, or a space has no arrays.
     """
     gymnasium = load("gymnasium")
-    info = {"observe_info": observe_info, "record_info": record_info}
+    info: Any = {"observe_info": observe_info, "record_info": record_info}
     if isinstance(env, gymnasium.vector.VectorEnv):
         if num_envs is not None or options:
             raise ValueError(
@@ -95,30 +95,32 @@ class _VectorEnv:
         record_info: Mapping[str, Any] | None,
     ) -> None:
         self._resets_itself = _mode(env) == "NEXT_STEP"
-        self._seeds_each = _seeds_each(env)
+        # `reset` of these takes a list of seeds, that of others one seed for all.
+        vector = load("gymnasium").vector
+        lists = vector.SyncVectorEnv | vector.AsyncVectorEnv
+        self._seeds_each = isinstance(env.unwrapped, lists)
         self._env, self.num_envs = env, env.num_envs
         spaces = env.single_observation_space, env.single_action_space
-        self._layout = make_layout(spaces, observe_info, record_info)
+        layout = make_layout(spaces, observe_info, record_info)
+        self.observation_space = layout.observation_space
+        self.action_space = layout.action_space
         self._batch = batched_action(spaces[1])
-        arrays = self._layout.make(self.num_envs, np.zeros)
-        self._info, self._observes = arrays.info, bool(observe_info)
-        own = self.observation_space
-        if self._observes:
-            self._shown, own = arrays.obs["info"], own.spaces["obs"]
-        self._cast = _caster(own)
+        arrays = StepArrays(layout, self.num_envs)
+        self._info = arrays.info_tree
+        self._records = list(zip(layout.info.paths, arrays.info, strict=True))
+        self._own = Parts(as_space(spaces[0]), "obs")
+        self._shown: Any = None  # the arrays of info in an observation
+        if observe_info:
+            self._shown = arrays.obs_tree["info"]
+            places = zip(layout.obs.paths, arrays.obs, strict=True)
+            self._observed = [
+                (path, array) for (kind, *path), array in places if kind == "info"
+            ]
         self._fine = np.zeros(self.num_envs, bool)
         self._every = ~self._fine
         self._is_closed = False
         self._ended: Any = None  # [B] bool, None before the first reset
         self._obs: ArrayTree = None
-
-    @property
-    def observation_space(self) -> AnySpace:
-        return self._layout.observation_space
-
-    @property
-    def action_space(self) -> AnySpace:
-        return self._layout.action_space
 
     def draw(self, number: int) -> np.ndarray:
         """Draws one environment as it is now, `[H, W, 3]` uint8."""
@@ -137,7 +139,13 @@ class _VectorEnv:
             )
         if self._resets_itself and not every:
             # The next `step` resets these, and returns their first observations.
-            self._check_ended(mask)
+            going = np.flatnonzero(mask & ~self._ended)
+            if going.size:
+                raise ValueError(
+                    "`mask` must be True only where the episode is over, got "
+                    f"environment {going[0]}: the autoreset mode NEXT_STEP cannot cut "
+                    "an episode short, DISABLED can."
+                )
             return self._obs
         seed = seeds.tolist() if self._seeds_each else int(seeds[which[0]])
         options = {} if every else {"options": {"reset_mask": np.array(mask)}}
@@ -157,8 +165,8 @@ class _VectorEnv:
             if np.count_nonzero(self._ended):
                 mask = ~self._ended
             self._ended = terminated | truncated
-        for key, arrays in self._info.items():
-            _read(arrays, info, key)
+        for path, array in self._records:
+            array[~_read(array, info, path, self._every)] = 0
         return HostStep(
             obs=self._observe(obs, info, self._every),
             reward=np.asarray(reward).astype(np.float32, copy=False),
@@ -174,27 +182,20 @@ class _VectorEnv:
         if not getattr(self._env, "closed", False):
             self._env.close()
 
-    def _check_ended(self, mask: np.ndarray) -> None:
-        going = (mask & ~self._ended).nonzero()[0]
-        if going.size:
-            raise ValueError(
-                "`mask` must be True only where the episode is over, got environment "
-                f"{going[0]}: the autoreset mode NEXT_STEP cannot cut an episode "
-                "short, DISABLED can."
-            )
-
     def _observe(
         self, obs: ArrayTree, info: Mapping[str, Any], mask: np.ndarray
     ) -> ArrayTree:
         """Casts an observation, and puts the arrays of info next to it."""
-        self._obs = self._cast(obs)
-        if self._observes:
-            for key, arrays in self._shown.items():
-                missing = np.flatnonzero(mask & ~_read(arrays, info, key, mask))
+        pairs = zip(self._own.flatten(obs), self._own.spaces, strict=True)
+        leaves = [narrowed(np.asarray(x), space.dtype, "obs") for x, space in pairs]
+        self._obs = self._own.unflatten(leaves)
+        if self._shown is not None:
+            for path, array in self._observed:
+                missing = np.flatnonzero(mask & ~_read(array, info, path, mask))
                 if missing.size:
                     raise ValueError(
                         "`observe_info` must have keys of every `info`, got no "
-                        f"{key!r} from environment {missing[0]}."
+                        f"{path[0]!r} from environment {missing[0]}."
                     )
             self._obs = {"obs": self._obs, "info": self._shown}
         return self._obs
@@ -215,64 +216,26 @@ def _mode(env: Any) -> str:
     return name
 
 
-def _seeds_each(env: Any) -> bool:
-    """Returns whether `reset` takes a list of seeds; others take one for all."""
-    vector = load("gymnasium").vector
-    return isinstance(env.unwrapped, vector.SyncVectorEnv | vector.AsyncVectorEnv)
-
-
-def _caster(space: AnySpace) -> Callable[[Any], ArrayTree]:
-    """Makes a function that casts `[B, ...]` observations to the dtypes of a space."""
-    if isinstance(space, Dict):
-        parts = {name: _caster(part) for name, part in space.spaces.items()}
-        return lambda obs: {name: fn(obs[name]) for name, fn in parts.items()}
-    if isinstance(space, Tuple):
-        fns = [_caster(part) for part in space.spaces]
-        return lambda obs: tuple(fn(part) for fn, part in zip(fns, obs, strict=True))
-    return lambda obs: narrowed(np.asarray(obs), space.dtype, "obs")
-
-
 def _read(
-    arrays: ArrayTree,
-    info: Mapping[str, Any],
-    key: str,
-    mask: np.ndarray | None = None,
+    array: np.ndarray, info: Mapping[str, Any], path: Sequence[str], mask: np.ndarray
 ) -> np.ndarray:
-    """Copies one key of a vector environment's info; returns `[B]` bool, who has it.
+    """Copies one array of info where `mask`; returns `[B]` bool, who has it of these.
 
-    Without a `mask` the slots of the others become zero.
+    In a vector environment's info `_key` says who has `key`; all if it is absent.
     """
-    first = next(iter(_leaves(arrays)))
-    have = np.zeros(len(first), bool)
-    if key in info:  # gymnasium's `_key` says who has it; all if absent
-        have = np.asarray(info.get(f"_{key}", ~have))
-    if mask is None:
-        for leaf in _leaves(arrays):
-            leaf[~have] = 0
-    else:
-        have = have & mask
+    key = path[0]
+    if key not in info:
+        return ~mask & False
+    have = mask & np.asarray(info.get(f"_{key}", mask))
     if have.any():
-        _copy(arrays, info[key], have, key)
+        values = np.asarray(leaf_at(info, path))
+        values = values[have]
+        if values.dtype == object:  # gymnasium collects unknown types so
+            values = np.stack([np.asarray(value) for value in values])
+        if values.shape[1:] != array.shape[1:]:
+            raise ValueError(
+                f"`info` must have the shape {array.shape[1:]} of its example in "
+                f"{'.'.join(path)!r}, got {values.shape[1:]}."
+            )
+        array[have] = narrowed(values, array.dtype, f"info[{'.'.join(path)!r}]")
     return have
-
-
-def _copy(arrays: ArrayTree, values: Any, have: np.ndarray, name: str) -> None:
-    if isinstance(arrays, dict):
-        for key, part in arrays.items():
-            _copy(part, values[key], have, f"{name}.{key}")
-        return
-    values = np.asarray(values)[have]
-    if values.dtype == object:  # gymnasium collects unknown types so
-        values = np.stack([np.asarray(value) for value in values])
-    if values.shape[1:] != arrays.shape[1:]:
-        raise ValueError(
-            f"`info` must have the shape {arrays.shape[1:]} of its example in "
-            f"{name!r}, got {values.shape[1:]}."
-        )
-    arrays[have] = narrowed(values, arrays.dtype, f"info[{name!r}]")
-
-
-def _leaves(tree: ArrayTree) -> list[np.ndarray]:
-    if isinstance(tree, dict):
-        return [leaf for part in tree.values() for leaf in _leaves(part)]
-    return [tree]

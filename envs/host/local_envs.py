@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -11,18 +12,17 @@ from rollout import checks
 from rollout.envs.host import request_checks, saved_state
 from rollout.envs.host.arrays import (
     StepArrays,
-    answer,
-    answer_all,
     assign,
     flag,
+    leaf_at,
+    leaf_writer,
     make_layout,
     number,
-    pick,
     writer,
 )
 from rollout.envs.host.gymnasium_actions import split_action
 from rollout.envs.host.types import EnvFault, HostStep
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.types import ArrayTree
 
 
 class LocalEnvs:
@@ -31,6 +31,11 @@ class LocalEnvs:
     It also implements `AsyncHostVectorEnv`, without concurrency: `send` steps at once,
     and `receive` returns in the order of sending. An exception of one environment
     makes that one faulty and leaves the others alone.
+
+    Attributes:
+        num_envs: B.
+        observation_space, action_space: of one environment.
+        causes: the cause of each faulty environment, by its number.
 
     Args:
         make_fns: `B` functions that make one environment each, with the methods and
@@ -41,6 +46,7 @@ class LocalEnvs:
             those keys.
         record_info: keys of `info` that `HostStep.info` has, each with an example.
             Where a step returns no such key, its value is zero.
+        first: number of the first environment, in messages.
 
     Raises:
         EnvFault: if an environment could not be made.
@@ -54,40 +60,31 @@ class LocalEnvs:
         *,
         observe_info: Mapping[str, Any] | None = None,
         record_info: Mapping[str, Any] | None = None,
+        first: int = 0,
     ) -> None:
-        self._make_fns = list(make_fns)
-        if not self._make_fns:
+        self.make_fns, self._first = list(make_fns), first
+        if not self.make_fns:
             raise ValueError("`make_fns` must have at least one function, got none.")
-        self.num_envs = len(self._make_fns)
+        self.num_envs = len(self.make_fns)
         self._envs: list[Any] = []
-        self._settings: list[dict[str, Any]] = []  # of each when it was new
+        self._loaded: list[Any] = []  # environments of `prepare`
         try:
             for at in range(self.num_envs):
                 self._envs.append(self._make(at))
-                self._settings.append(saved_state.settings_of(self._envs[at]))
             self.spaces = _spaces(self._envs[0])
             self.layout = make_layout(self.spaces, observe_info, record_info)
+            self.observation_space = self.layout.observation_space
+            self.action_space = self.layout.action_space
         except BaseException:
             self.close()
             raise
-        self._broken: dict[int, BaseException] = {}
-        self._answered: collections.deque[tuple[int, BaseException | None]] = (
-            collections.deque()
-        )
+        self._settings = [saved_state.settings_of(env) for env in self._envs]
+        self.causes: dict[int, BaseException] = {}
+        self._answered: collections.deque[int] = collections.deque()
         self._observes = bool(observe_info)
         self._split = split_action(self.spaces[1])
         self._steps = [env.step for env in self._envs]  # looked up once, not per step
-        self.place(self.layout.make(self.num_envs, np.zeros))
-
-    @property
-    def observation_space(self) -> AnySpace:
-        """Space of one environment's observation."""
-        return self.layout.observation_space
-
-    @property
-    def action_space(self) -> AnySpace:
-        """Space of one environment's action."""
-        return self.layout.action_space
+        self.place(StepArrays(self.layout, self.num_envs))
 
     def draw(self, number: int) -> np.ndarray:
         """Draws one environment as it is now, `[H, W, 3]` uint8.
@@ -103,13 +100,12 @@ class LocalEnvs:
         """Makes the environments write to these arrays from now on."""
         self._arrays, self._reward = arrays, arrays.reward
         self._terminated, self._truncated = arrays.terminated, arrays.truncated
-        self._write = writer(self.layout.observation_space, arrays.obs, "obs")
-        spaces = self.layout.info.spaces
+        self._write = writer(self.layout.obs, arrays.obs)
+        info = self.layout.info
+        triples = zip(info.paths, info.names, arrays.info, strict=True)
         self._records = [
-            (key, writer(space, arrays.info[key], f"info[{key!r}]"))
-            for key, space in spaces.items()
+            (path, array, leaf_writer(array, name)) for path, name, array in triples
         ]
-        self._blank = pick(self.layout.make(1, np.zeros).info, 0)
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each from its own seed.
@@ -131,23 +127,23 @@ class LocalEnvs:
         self._forget(which)
         # All are reset before the first fault is raised: the others must be ready.
         for at in which:
-            if at not in self._broken:
+            if at not in self.causes:
                 self._reset_one(at, int(seeds[at]))
-        causes = {at: self._broken[at] for at in which if at in self._broken}
+        causes = {at: self.causes[at] for at in which if at in self.causes}
         if causes:
             raise EnvFault(causes)
-        return self._arrays.obs
+        return self._arrays.obs_tree
 
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[B, ...]`, and resets none."""
         request_checks.closed(not self._envs)
         if self._answered:
-            request_checks.all_idle("step", self._in_flight())
+            request_checks.all_idle("step", self._answered)
         actions = self._split(action)
         request_checks.length("action", actions, self.num_envs)
         for at, one in enumerate(actions):
             self.advance(at, one)
-        return answer_all(self._arrays, self._broken)
+        return self._arrays.answer_all(self.causes)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Takes a step in some environments, before it returns.
@@ -157,14 +153,13 @@ class LocalEnvs:
             env_id: `[K]` int, their numbers; none of them may be in flight.
         """
         request_checks.closed(not self._envs)
-        actions, ids = (
-            self._split(action),
-            request_checks.env_ids(env_id, self.num_envs),
-        )
+        ids = request_checks.env_ids(env_id, self.num_envs)
+        actions = self._split(action)
         request_checks.length("action", actions, len(ids))
-        request_checks.idle(ids, self._in_flight())
+        request_checks.idle(ids, self._answered)
         for at, one in zip(ids, actions, strict=True):
-            self._answered.append((at, self.advance(at, one)))
+            self.advance(at, one)
+            self._answered.append(at)
 
     def receive(
         self, num_ready: int, timeout: float | None = None
@@ -184,7 +179,7 @@ class LocalEnvs:
         del timeout  # unused
         request_checks.num_ready(num_ready, len(self._answered))
         answered = [self._answered.popleft() for _ in range(num_ready)]
-        return answer(self._arrays, answered)
+        return self._arrays.answer(answered, self.causes)
 
     def rebuild(self, mask: np.ndarray) -> None:
         """Rebuilds some environments; each must be reset before its next step.
@@ -195,18 +190,16 @@ class LocalEnvs:
         Raises:
             EnvFault: if some could not be made; they stay faulty.
         """
-        causes = {}
         request_checks.closed(not self._envs)
         which = request_checks.masked(mask, self.num_envs)
         self._forget(which)
+        causes = {}
         for at in which:
-            # Faulty until it is made: Ctrl-C may come between any two of these lines.
-            self.fail(at, RuntimeError("it was interrupted while it was rebuilt"))
             _close(self._envs[at])
             try:
                 self._use(at, self._make(at))
             except (EnvFault, ValueError) as error:
-                causes[at] = self._broken[at] = error.__cause__ or error
+                causes[at] = self.causes[at] = error.__cause__ or error
         if causes:
             raise EnvFault(causes)
 
@@ -217,11 +210,11 @@ class LocalEnvs:
             ValueError: if some are in flight.
         """
         request_checks.closed(not self._envs)
-        request_checks.all_idle("save", self._in_flight())
+        request_checks.all_idle("save", self._answered)
         saved = []
         for at, env in enumerate(self._envs):
-            if at in self._broken:
-                state = saved_state.save_fault(self._broken[at])
+            if at in self.causes:
+                state = saved_state.save_fault(self.causes[at])
             else:
                 state = saved_state.save(env, self._settings[at], allow_pickle)
             if state is None:
@@ -229,54 +222,54 @@ class LocalEnvs:
             saved.append(state)
         return saved
 
-    def can_load(self, saved: Sequence[bytes], *, allow_pickle: bool = False) -> bool:
-        """Returns whether `load` takes these states; see `HostVectorEnv`.
-
-        Raises:
-            ValueError: if pickled environments were made with other settings.
-        """
-        request_checks.closed(not self._envs)
-        request_checks.length("saved", saved, self.num_envs)
-        if not allow_pickle and any(map(saved_state.is_pickle, saved)):
-            return False
-        for at, state in enumerate(saved):
-            if at not in self._broken:
-                saved_state.check(state, self._envs[at], self._settings[at])
-        return True
-
     def load(
         self, saved: Sequence[bytes], obs: ArrayTree, *, allow_pickle: bool = False
     ) -> bool:
         """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if some are in flight, or as `can_load` does.
+            ValueError: if some are in flight, or pickled ones have other settings.
         """
-        if not self.can_load(saved, allow_pickle=allow_pickle):
+        if not self.prepare(saved, allow_pickle):
             return False
-        request_checks.all_idle("load", self._in_flight())
-        for at, state in enumerate(saved):
-            old = self._envs[at]
-            env = saved_state.load(state, old)
-            if isinstance(env, BaseException):
-                self.fail(at, env)
-                continue
-            if env is not old:
-                _close(old)
-            self._use(at, env)
-        assign(self._arrays.obs, slice(None), obs)
+        self.swap()
+        assign(self._arrays.obs, slice(None), self.layout.obs.flatten(obs), "obs")
         return True
+
+    def prepare(self, saved: Sequence[bytes], allow_pickle: bool) -> bool:
+        """Makes environments of saved ones for `swap`; changes nothing else."""
+        request_checks.closed(not self._envs)
+        request_checks.length("saved", saved, self.num_envs)
+        request_checks.all_idle("load", self._answered)
+        if not allow_pickle and any(map(saved_state.is_pickle, saved)):
+            return False
+        self._drop_loaded()
+        for at, state in enumerate(saved):
+            make = functools.partial(self._make, at)
+            self._loaded.append(saved_state.load(state, make, self._settings[at]))
+        return True
+
+    def swap(self) -> None:
+        """Puts the environments of `prepare` in the place of the old ones."""
+        loaded, self._loaded = self._loaded, []
+        for at, env in enumerate(loaded):
+            if isinstance(env, BaseException):
+                self.causes[at] = env
+            else:
+                _close(self._envs[at])
+                self._use(at, env)
 
     def close(self) -> None:
         """Closes every environment; a second call does nothing."""
+        self._drop_loaded()
         while self._envs:
             _close(self._envs.pop())
 
-    def advance(self, at: int, action: Any) -> BaseException | None:
-        """Takes one step in one environment; returns its fault, or None."""
+    def advance(self, at: int, action: Any) -> None:
+        """Takes one step in one environment, unless it is faulty."""
         # This runs once per environment and step: the usual types are tested first.
-        if at in self._broken:
-            return self._broken[at]
+        if at in self.causes:
+            return
         try:
             result = self._steps[at](action)
             if type(result) is not tuple or len(result) != 5:
@@ -295,25 +288,14 @@ class LocalEnvs:
             if self._records:
                 self._record(at, info)
         except Exception as cause:
-            self.fail(at, cause)
-            return cause
-        return None
-
-    def fail(self, at: int, cause: BaseException) -> None:
-        """Makes an environment faulty: it takes no step until it is rebuilt."""
-        self._broken[at] = cause
-
-    @property
-    def causes(self) -> dict[int, BaseException]:
-        """The cause of each faulty environment, by its number."""
-        return dict(self._broken)
+            self.causes[at] = cause
 
     def _record(self, at: int, info: Mapping[str, Any]) -> None:
-        for key, write in self._records:
-            if key in info:
-                write(at, info[key])
+        for path, array, write in self._records:
+            if path[0] in info:
+                write(at, leaf_at(info, path))
             else:
-                assign(self._arrays.info[key], at, self._blank[key])
+                array[at] = 0
 
     def _reset_one(self, at: int, seed: int) -> None:
         try:
@@ -323,29 +305,31 @@ class LocalEnvs:
             obs, info = result
             self._write(at, {"obs": obs, "info": info} if self._observes else obs)
         except Exception as cause:
-            self.fail(at, cause)
+            self.causes[at] = cause
 
     def _make(self, at: int) -> Any:
+        number = self._first + at
         try:
-            env = self._make_fns[at]()
+            env = self.make_fns[at]()
         except Exception as cause:
-            raise EnvFault({at: cause}) from cause
+            raise EnvFault({number: cause}) from cause
         first = self._envs[0] if self._envs else env  # the very first has no other
-        request_checks.same_spaces(_spaces(first), _spaces(env), at)
+        request_checks.same_spaces(_spaces(first), _spaces(env), number)
         return env
 
     def _use(self, at: int, env: Any) -> None:
         self._envs[at], self._steps[at] = env, env.step
-        self._broken.pop(at, None)
+        self.causes.pop(at, None)
 
     def _forget(self, which: Collection[int]) -> None:
         """Drops the answers of these environments."""
         if self._answered:
-            kept = [item for item in self._answered if item[0] not in which]
+            kept = [at for at in self._answered if at not in which]
             self._answered = collections.deque(kept)
 
-    def _in_flight(self) -> set[int]:
-        return {at for at, _ in self._answered}
+    def _drop_loaded(self) -> None:
+        while self._loaded:
+            _close(self._loaded.pop())
 
 
 def _spaces(env: Any) -> tuple[Any, Any]:

@@ -3,7 +3,6 @@
 import itertools
 from typing import Any
 
-_LAST: dict[int, int] = {}  # id of the environments -> number of their user
 _NUMBERS = itertools.count(1)
 
 
@@ -14,9 +13,9 @@ def new_user() -> int:
 
 def claim(env: Any, user: int) -> None:
     """Notes that the episodes of these environments belong to this user from now on."""
-    _LAST[id(env)] = user
+    object.__setattr__(env, "_rollout_user", user)  # it may be frozen
 
 
 def is_claimed(env: Any, user: int) -> bool:
     """Returns whether this user was the last to claim them."""
-    return _LAST.get(id(env)) == user
+    return getattr(env, "_rollout_user", None) == user

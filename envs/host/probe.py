@@ -1,6 +1,8 @@
 """`probe`: plays host environments and reports their mistakes, by name."""
 
 import contextlib
+import importlib
+import sys
 import warnings
 import zlib
 from collections.abc import Callable
@@ -10,6 +12,7 @@ import jax
 import numpy as np
 
 from rollout import checks
+from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.observation_check import ObservationCheck
 from rollout.envs.host.ownership import claim, new_user
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
@@ -41,9 +44,11 @@ def probe(
 
         print(*rollout.probe(env), sep="\n")
 
-    It plays random actions several times over. An exception of the environments is a
-    finding too, and is not raised. The names of findings:
+    Where they are of Gymnasium, one is first checked by `gymnasium.utils.env_checker`.
+    Then it plays random actions several times over. An exception of the environments is
+    a finding too, and is not raised. The names of findings:
 
+    - `gymnasium`: what its checker says, without its warnings.
     - `observation_space`, `action_space`: its elements are not arrays of one kind.
     - `raises`: a call raised. `fault`: an environment failed, for instance because a
       flag is no bool, or an observation has another shape than its space.
@@ -108,6 +113,7 @@ class _Probe:
 
     def run(self, num_steps: int) -> None:
         """Plays a plan twice, then with other seeds, then beside others."""
+        self._check_by_gymnasium()
         self._learn_spaces()
         plan = self._plan(num_steps)
         # Two passes must agree before the later ones, which change one thing each, can
@@ -122,6 +128,21 @@ class _Probe:
             self._check_other_seeds(plan, sums)
             self._check_independence(plan, sums[:, 0])
         self._check_ending(plan, over)
+
+    def _check_by_gymnasium(self) -> None:
+        gymnasium = sys.modules.get("gymnasium")
+        if gymnasium is None or not isinstance(self._env, LocalEnvs):
+            return
+        with contextlib.closing(self._env.make_fns[0]()) as env:
+            if not isinstance(env, gymnasium.Env):
+                return
+            checker = importlib.import_module("gymnasium.utils.env_checker")
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of its own style
+                    checker.check_env(env, skip_render_check=True)
+            except Exception as error:
+                self._report("gymnasium", _say(error))
 
     def _check_other_seeds(self, plan: _Plan, sums: np.ndarray) -> None:
         others, _ = self._play(plan._replace(seeds=self._seeds(len(plan.cut))))

@@ -89,8 +89,8 @@ def same_spaces(first: tuple[Any, Any], other: tuple[Any, Any], number: int) -> 
     for kind, a, b in zip(("observation", "action"), first, other, strict=True):
         if a != b:
             raise ValueError(
-                f"`make_fns` must make environments of one {kind} space, got {a} of "
-                f"environment 0 and {b} of environment {number}."
+                f"`make_fns` must make environments of one {kind} space, got {a}, and "
+                f"{b} of environment {number}."
             )
 
 

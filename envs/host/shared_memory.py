@@ -20,7 +20,7 @@ _ALIGN = 64  # bytes, a cache line
 def new(layout: Layout, num_envs: int) -> int:
     """Makes a file for arrays of `num_envs` environments; returns its descriptor."""
     places = _Places(None)  # a dry run of `arrays` measures the size
-    layout.make(num_envs, places.take)
+    StepArrays(layout, num_envs, places.take)
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("rollout")
     else:
@@ -30,17 +30,19 @@ def new(layout: Layout, num_envs: int) -> int:
     return descriptor
 
 
-def arrays(layout: Layout, num_envs: int, descriptor: int) -> StepArrays:
-    """Maps such a file; it stays mapped as long as one of the arrays lives."""
+def arrays(
+    layout: Layout, num_envs: int, descriptor: int, rows: slice = slice(None)
+) -> StepArrays:
+    """Maps `rows` of such a file, which stays as long as one of the arrays lives."""
     memory = mmap.mmap(descriptor, 0)
-    return layout.make(num_envs, _Places(memory).take)
+    return StepArrays(layout, num_envs, _Places(memory, rows).take)
 
 
 class _Places:
     """Cuts arrays from a memory, one after the other."""
 
-    def __init__(self, memory: mmap.mmap | None) -> None:
-        self.memory, self.end = memory, 0
+    def __init__(self, memory: mmap.mmap | None, rows: slice = slice(None)) -> None:
+        self.memory, self.rows, self.end = memory, rows, 0
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         start = self.end
@@ -48,4 +50,4 @@ class _Places:
         self.end += -(-num_bytes // _ALIGN) * _ALIGN
         if self.memory is None:
             return np.empty(0, dtype)
-        return np.ndarray(shape, dtype, self.memory, start)
+        return np.ndarray(shape, dtype, self.memory, start)[self.rows]

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from rollout.envs.host import exceptions
 from rollout.envs.types import AnySpace, ArrayTree
 
 
@@ -58,8 +59,14 @@ class EnvFault(RuntimeError):  # noqa: N818
         )
 
     def __reduce__(self) -> tuple:
-        """Pickles it, to send it to another process."""
-        return EnvFault, (self.causes, self._hint)
+        """Pickles it, to send it to another process; causes that cannot be, as text."""
+        packed = {at: exceptions.to_bytes(x) for at, x in self.causes.items()}
+        return _unpack_fault, (packed, self._hint)
+
+
+def _unpack_fault(packed: Mapping[int, bytes], hint: str) -> EnvFault:
+    causes = {at: exceptions.from_bytes(x) for at, x in packed.items()}
+    return EnvFault(causes, hint)
 
 
 @runtime_checkable
@@ -69,13 +76,13 @@ class HostVectorEnv(Protocol):
     An implementation that can go on after a fault also has `rebuild(mask)`, `[B]` bool,
     which makes new ones in their place; each must be reset before its next step.
 
-    An implementation whose state can be saved also has three methods:
+    An implementation whose state can be saved also has two methods.
     `save(allow_pickle=False)` returns `B` states as `bytes`, or None if that takes a
-    pickle. `can_load(saved, allow_pickle=False)` returns False, and unpickles nothing,
-    if the states are pickles and that is not allowed; it raises if they do not fit, and
-    changes nothing. `load(saved, obs, allow_pickle=False)`, called after it and a reset
-    of all, takes the states and the observations `[B, ...]` at the `save`; it returns
-    the same bool as `can_load`. Environments that were faulty are faulty again.
+    pickle. `load(saved, obs, allow_pickle=False)` takes the states and the observations
+    `[B, ...]` at the `save`. It returns True; or False, and unpickles nothing, if the
+    states are pickles and that is not allowed. Where it returns False, or raises
+    because they do not fit, nothing has changed. Environments that were faulty are
+    faulty again.
 
     An implementation that can draw an environment also has `draw(number)`, which
     returns `[H, W, 3]` uint8, the environment as it is now.

@@ -7,24 +7,18 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
 
 from rollout import checks
-from rollout.envs.host import (
-    exceptions,
-    request_checks,
-    saved_state,
-    shared_memory,
-    worker_process,
-)
-from rollout.envs.host.arrays import answer, answer_all, assign, make_layout, pick
+from rollout.envs.host import request_checks, saved_state, shared_memory
+from rollout.envs.host.arrays import assign, make_layout
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.host.worker_pool import WorkerHandle, WorkerPool, preload
-from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.types import ArrayTree
 
 _START_METHODS = ("forkserver", "spawn")
 
@@ -124,25 +118,17 @@ class WorkerEnvs:
         groups = [range(a, b) for a, b in itertools.pairwise(cuts)]
         self._pool = WorkerPool(groups, timeout)
         self._handle_of = [handle for handle in self._pool.handles for _ in handle.ids]
-        # Sent and not received; an answer that waits in `answered` counts, too.
-        self._in_flight: set[int] = set()
+        self._spaces: Any = None  # known once the first worker has made its own
         weakref.finalize(self, self._pool.close)
+        if start_method == "forkserver":
+            preload(self._context)
         try:
-            with self._pool:
-                self._begin()
+            with self._pool as pool:
+                self._start(pool.handles)
+                self._raise(range(self.num_envs))
         except BaseException:
             self.close()
             raise
-
-    @property
-    def observation_space(self) -> AnySpace:
-        """Space of one environment's observation."""
-        return self._layout.observation_space
-
-    @property
-    def action_space(self) -> AnySpace:
-        """Space of one environment's action."""
-        return self._layout.action_space
 
     @property
     def pids(self) -> list[int]:
@@ -167,25 +153,24 @@ class WorkerEnvs:
         which = request_checks.reset(seeds, mask, self.num_envs)
         seeds, mask = np.asarray(seeds), np.asarray(mask)
         with self._pool as pool:
-            asked = self._alive(which)
+            asked = self._handles(at for at in which if at not in pool.broken)
             for handle in asked:  # all are asked before the first answer is awaited
-                mine = slice(handle.ids.start, handle.ids.stop)
-                pool.ask(handle, "reset", (seeds[mine], mask[mine]))
-            self._gather(asked)
-            self._forget(which)
+                pool.ask(handle, "reset", seeds[handle.rows], mask[handle.rows])
+            pool.settle(asked)
+            pool.forget(which)
             self._raise(which)
-            return self._arrays.obs
+            return self._arrays.obs_tree
 
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[B, ...]`, and resets none."""
-        request_checks.all_idle("step", self._in_flight)
         with self._pool as pool:
-            alive = self._alive(range(self.num_envs))
-            assign(self._arrays.action, slice(None), action, "action")
+            request_checks.all_idle("step", pool.in_flight)
+            self._write_action(slice(None), action)
+            alive = pool.alive
             for handle in alive:
                 pool.ask(handle, "step")
-            self._gather(alive)
-            return answer_all(self._arrays, pool.broken)
+            pool.settle(alive)
+            return self._arrays.answer_all(pool.broken)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Begins a step in some environments.
@@ -195,19 +180,19 @@ class WorkerEnvs:
             env_id: `[K]` int, their numbers; none of them may be in flight.
         """
         ids = request_checks.env_ids(env_id, self.num_envs)
-        request_checks.idle(ids, self._in_flight)
         with self._pool as pool:
-            assign(self._arrays.action, np.asarray(ids, np.intp), action, "action")
+            request_checks.idle(ids, pool.in_flight)
+            self._write_action(np.asarray(ids, np.intp), action)
             groups: dict[WorkerHandle, list[int]] = {}
-            self._in_flight.update(ids)
+            pool.in_flight.update(ids)
             for at in ids:
                 if at in pool.broken:  # it answers at once, with its fault
-                    pool.answered.append((at, pool.broken[at]))
+                    pool.answered.append(at)
                 else:
                     handle = self._handle_of[at]
                     groups.setdefault(handle, []).append(at - handle.ids.start)
             for handle, numbers in groups.items():
-                pool.ask(handle, "send", numbers)
+                pool.ask(handle, "advance", *numbers)
 
     def receive(
         self, num_ready: int, timeout: float | None = None
@@ -227,9 +212,9 @@ class WorkerEnvs:
                 call returns them.
             ValueError: if fewer are in flight.
         """
-        request_checks.num_ready(num_ready, len(self._in_flight))
         end = None if timeout is None else time.monotonic() + timeout
         with self._pool as pool:
+            request_checks.num_ready(num_ready, len(pool.in_flight))
             while len(pool.answered) < num_ready:
                 left = None if end is None else max(0.0, end - time.monotonic())
                 pool.pump(left)  # with 0 left it still reads what has arrived
@@ -239,14 +224,14 @@ class WorkerEnvs:
                         f"within {timeout} s."
                     )
             first = [pool.answered.popleft() for _ in range(num_ready)]
-            self._in_flight.difference_update(at for at, _ in first)
-            return answer(self._arrays, first)
+            pool.in_flight.difference_update(first)
+            return self._arrays.answer(first, pool.broken)
 
     def rebuild(self, mask: np.ndarray) -> None:
         """Rebuilds some environments; each must be reset before its next step.
 
-        Drops the steps of these environments that are in flight. If a worker is lost,
-        or ends during the request, a new one is started. Its other environments stay
+        Drops the steps of these environments that are in flight. A lost worker is
+        started again, with all its environments; those that `mask` leaves out stay
         faulty until they are rebuilt, too.
 
         Args:
@@ -256,18 +241,21 @@ class WorkerEnvs:
             EnvFault: if some could not be made; they stay faulty.
         """
         which = request_checks.masked(mask, self.num_envs)
+        mask = np.asarray(mask)
         with self._pool as pool:
-            handles = list(dict.fromkeys(self._handle_of[at] for at in which))
-            for handle in handles:
-                if handle.pipe is not None:
-                    part = np.asarray(mask)[handle.ids.start : handle.ids.stop]
-                    pool.ask(handle, "rebuild", part)
-            alive = [handle for handle in handles if handle.pipe is not None]
-            self._gather(alive, rebuilt=which)
+            handles = self._handles(which)
+            asked = [handle for handle in handles if handle.pipe is not None]
+            for handle in asked:
+                pool.ask(handle, "rebuild", mask[handle.rows])
+            causes = pool.results(asked)
             # One environment may have ended a worker before the next was rebuilt.
-            gone = [handle for handle in handles if handle.pipe is None]
-            self._start(gone, rebuilt=which)
-            self._forget(which)
+            lost = [handle for handle in handles if handle.pipe is None]
+            for at in which:
+                pool.broken.pop(at, None)
+            for _, new in causes:
+                pool.note(new)
+            self._start(lost)
+            pool.forget(which)
             self._raise(which)
 
     def save(self, *, allow_pickle: bool = False) -> list[bytes] | None:
@@ -276,41 +264,20 @@ class WorkerEnvs:
         Raises:
             ValueError: if some are in flight.
         """
-        request_checks.all_idle("save", self._in_flight)
         with self._pool as pool:
-            alive = [handle for handle in pool.handles if handle.pipe is not None]
+            request_checks.all_idle("save", pool.in_flight)
+            alive = pool.alive
             for handle in alive:
                 pool.ask(handle, "save", allow_pickle)
             saved: list[Any] = [None] * self.num_envs
-            for handle, (states, error) in pool.gather(alive):
-                if error is not None:
-                    raise exceptions.from_bytes(error)
+            for handle, states in pool.results(alive):
                 if states is None:
                     return None
-                saved[handle.ids.start : handle.ids.stop] = states
+                saved[handle.rows] = states
+            # Also those that a lost worker had, and those that it has not rebuilt.
             for at, cause in pool.broken.items():
-                # A lost worker saves nothing; one that lives saved its own faults.
-                saved[at] = saved[at] or saved_state.save_fault(cause)
+                saved[at] = saved_state.save_fault(cause)
             return saved
-
-    def can_load(self, saved: Sequence[bytes], *, allow_pickle: bool = False) -> bool:
-        """Returns whether `load` takes these states; see `HostVectorEnv`.
-
-        Raises:
-            ValueError: if pickled environments were made with other settings.
-        """
-        request_checks.length("saved", saved, self.num_envs)
-        can_load = True
-        with self._pool as pool:
-            alive = [handle for handle in pool.handles if handle.pipe is not None]
-            for handle in alive:
-                mine = slice(handle.ids.start, handle.ids.stop)
-                pool.ask(handle, "can_load", (list(saved[mine]), allow_pickle))
-            for _, (worker_can_load, error) in pool.gather(alive):
-                if error is not None:
-                    raise exceptions.from_bytes(error)
-                can_load &= worker_can_load
-        return can_load
 
     def load(
         self, saved: Sequence[bytes], obs: ArrayTree, *, allow_pickle: bool = False
@@ -318,129 +285,83 @@ class WorkerEnvs:
         """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if some are in flight, or as `can_load` does.
+            ValueError: if some are in flight, or pickled ones have other settings.
         """
         request_checks.length("saved", saved, self.num_envs)
-        request_checks.all_idle("load", self._in_flight)
-        every = range(self.num_envs)
         with self._pool as pool:
-            self._start(
-                [handle for handle in pool.handles if handle.pipe is None],
-                rebuilt=every,
-            )
-            alive = [handle for handle in pool.handles if handle.pipe is not None]
-            for handle in alive:
-                mine = slice(handle.ids.start, handle.ids.stop)
-                argument = list(saved[mine]), pick(obs, mine), allow_pickle
-                pool.ask(handle, "load", argument)
-            are_loaded = True
-            for handle, (is_loaded, error, causes) in pool.gather(alive):
-                if error is not None:
-                    raise exceptions.from_bytes(error)
-                are_loaded &= is_loaded
-                self._note(handle, causes, rebuilt=every)
-            return are_loaded
+            request_checks.all_idle("load", pool.in_flight)
+            pool.pump(0.0)  # notices workers that have ended
+            self._start([handle for handle in pool.handles if handle.pipe is None])
+            for handle in pool.handles:
+                handle.is_ready = False  # to make environments may take any time
+                pool.ask(handle, "prepare", list(saved[handle.rows]), allow_pickle)
+            pool.gather(pool.handles)
+            for handle in pool.alive:
+                handle.is_ready = True
+            are_ready = [is_ready for _, is_ready in pool.results(pool.handles)]
+            lost = [handle for handle in pool.handles if handle.pipe is None]
+            self._raise(at for handle in lost for at in handle.ids)
+            if not all(are_ready):
+                return False
+            pool.broken.clear()
+            for handle in pool.handles:
+                pool.ask(handle, "swap")
+            pool.settle(pool.handles)
+            values = self._layout.obs.flatten(obs)
+            assign(self._arrays.obs, slice(None), values, "obs")
+            return True
 
     def close(self) -> None:
         """Ends the processes; a second call does nothing."""
         self._pool.close()
 
-    def _begin(self) -> None:
-        """Starts every worker, and makes the arrays once their layout is known."""
-        if self._context.get_start_method() == "forkserver":
-            preload(self._context)
-        spaces = self._launch(self._pool.handles, range(self.num_envs))
-        self._raise(range(self.num_envs))
-        first = spaces[self._pool.handles[0]]
-        for handle, other in spaces.items():
-            request_checks.same_spaces(first, other, handle.ids.start)
-        self._spaces, self._layout = first, make_layout(first, **self._info)
+    def _start(self, handles: Collection[WorkerHandle]) -> None:
+        """Starts workers with all their environments; those in `broken` stay faulty."""
+        pool = self._pool
+        for handle in handles:
+            faulty = [at for at in handle.ids if at in pool.broken]
+            make_fns = _dumps(self._make_fns[handle.rows])
+            pool.start(handle, self._context)
+            pool.ask(handle, "make", make_fns, self._info, handle.ids, faulty)
+        ready = []
+        for handle, spaces, error in pool.gather(handles):
+            if error is None:
+                ready.append(handle)
+                self._spaces = self._spaces or self._share_memory(spaces)
+                request_checks.same_spaces(self._spaces, spaces, handle.ids.start)
+                continue
+            pool.lose(handle, error)
+            if isinstance(error, ValueError):  # spaces differ, or have no arrays
+                raise error
+            pool.broken.update(getattr(error, "causes", {}))
+        for handle in ready:
+            # The worker reads the descriptor from the pipe right after this message.
+            pool.ask(handle, "share", self.num_envs)
+            if handle.pipe is not None:
+                with contextlib.suppress(OSError):  # `results` finds that it is lost
+                    reduction.send_handle(handle.pipe, self._memory, handle.process.pid)
+        for handle, _ in pool.results(ready):
+            handle.is_ready = True
+
+    def _share_memory(self, spaces: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Makes the arrays, once the spaces are known; returns these."""
+        self._layout = make_layout(spaces, **self._info)
+        self.observation_space = self._layout.observation_space
+        self.action_space = self._layout.action_space
         self._memory = shared_memory.new(self._layout, self.num_envs)
         weakref.finalize(self, os.close, self._memory)
         self._arrays = shared_memory.arrays(self._layout, self.num_envs, self._memory)
-        self._share(self._pool.handles)
+        return spaces
 
-    def _start(
-        self, handles: Collection[WorkerHandle], rebuilt: Collection[int]
-    ) -> None:
-        """Starts lost workers again; environments in `rebuilt` are no longer faulty."""
-        for handle, spaces in self._launch(handles, rebuilt).items():
-            request_checks.same_spaces(self._spaces, spaces, handle.ids.start)
-            self._share([handle])
-            for at in set(handle.ids) & set(rebuilt):
-                self._pool.broken.pop(at, None)
+    def _handles(self, which: Iterable[int]) -> list[WorkerHandle]:
+        """Returns the workers of these environments, each once."""
+        return list(dict.fromkeys(self._handle_of[at] for at in which))
 
-    def _launch(
-        self, handles: Collection[WorkerHandle], rebuilt: Collection[int]
-    ) -> dict[WorkerHandle, tuple[Any, Any]]:
-        """Starts workers; returns the spaces of those that made their environments."""
-        method = self._context.get_start_method()
-        for handle in handles:
-            start = handle.ids.start
-            make_fns = _dumps(self._make_fns[start : handle.ids.stop])
-            # A lost worker comes back with all its environments; those outside of
-            # `rebuilt` stay faulty.
-            broken = {
-                at - start: exceptions.to_bytes(self._pool.broken[at])
-                for at in handle.ids
-                if at in self._pool.broken and at not in rebuilt
-            }
-            args = (make_fns, self._info, broken, method)
-            self._pool.start(handle, self._context, worker_process.serve, args)
-        ready = {}
-        for handle, (spaces, causes, is_setup_error) in self._pool.gather(handles):
-            if spaces is not None:
-                ready[handle] = spaces
-                continue
-            at, packed = next(iter(causes.items()))
-            cause, at = exceptions.from_bytes(packed), handle.ids[at]
-            if isinstance(cause, ValueError) and is_setup_error:
-                raise ValueError(f"{cause} Counted within {handle}.") from cause
-            failed = f"environment {at}: {type(cause).__name__}: {cause}"
-            self._pool.lose(handle, RuntimeError(f"{handle} could not make {failed}"))
-            self._pool.broken[at] = cause  # its own; `lose` gave all of them the other
-        return ready
+    def _write_action(self, index: Any, action: ArrayTree) -> None:
+        values = self._layout.action.flatten(action)
+        assign(self._arrays.action, index, values, "action")
 
-    def _share(self, handles: Collection[WorkerHandle]) -> None:
-        for handle in handles:
-            # The worker reads the descriptor from the pipe right after this message.
-            self._pool.ask(handle, "share", (handle.ids.start, self.num_envs))
-            if handle.pipe is not None:
-                with contextlib.suppress(OSError):  # `gather` finds that it is lost
-                    reduction.send_handle(handle.pipe, self._memory, handle.process.pid)
-        for handle, _ in self._pool.gather(handles):
-            handle.is_torn = False  # ready: see `WorkerPool.start`
-
-    def _alive(self, which: Collection[int]) -> list[WorkerHandle]:
-        """Returns the workers of the environments that are not faulty, each once."""
-        broken = self._pool.broken
-        handles = (self._handle_of[at] for at in which if at not in broken)
-        return list(dict.fromkeys(handles))
-
-    def _gather(
-        self, handles: Collection[WorkerHandle], rebuilt: Collection[int] = ()
-    ) -> None:
-        """Waits for each worker's new faults; forgets the old ones of `rebuilt`."""
-        for handle, causes in self._pool.gather(handles):
-            self._note(handle, causes, rebuilt)
-
-    def _note(
-        self,
-        handle: WorkerHandle,
-        causes: Mapping[int, bytes],
-        rebuilt: Collection[int],
-    ) -> None:
-        for at in set(handle.ids) & set(rebuilt):
-            self._pool.broken.pop(at, None)
-        for at, packed in causes.items():
-            self._pool.broken[handle.ids[at]] = exceptions.from_bytes(packed)
-
-    def _forget(self, which: Collection[int]) -> None:
-        """Drops the answers of these environments, which have stepped by now."""
-        self._pool.drop(which)
-        self._in_flight -= set(which)
-
-    def _raise(self, which: Collection[int]) -> None:
+    def _raise(self, which: Iterable[int]) -> None:
         broken = self._pool.broken
         causes = {at: broken[at] for at in which if at in broken}
         if causes:

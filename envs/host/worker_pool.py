@@ -1,4 +1,4 @@
-"""Starts worker processes, asks them, gathers their answers, and ends lost ones."""
+"""Starts worker processes, sends requests, reads replies, and ends lost workers."""
 
 import collections
 import contextlib
@@ -9,11 +9,11 @@ import pickle
 import selectors
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from multiprocessing import forkserver
 from typing import Any, Self
 
-from rollout.envs.host import exceptions, request_checks
+from rollout.envs.host import exceptions, request_checks, worker_process
 
 _GRACE = 2.0  # seconds to close environments in, before a process is killed
 
@@ -27,22 +27,23 @@ class WorkerHandle:
         ids: numbers of its environments.
         process: None if it is lost, or was not started yet.
         pipe: None if it is lost, or was not started yet.
-        owed: how many answers it owes; only the last one is kept.
-        answer: its last answer.
-        in_flight: numbers of its environments that were sent and have not answered.
-        since: when its time for the next answer began; None if it may take any time.
-        is_torn: True while it is not ready, or a message was begun and not finished.
+        owed: the replies that it owes, in their order: None for that to a request, and
+            the number of an environment for one to `advance`.
+        reply: its last reply to a request, `(result, error)`; None before the first.
+        since: when its time for the next reply began.
+        is_ready: False while it makes environments, and may take any time.
     """
 
     number: int
     ids: range
     process: Any = None
     pipe: Any = None
-    owed: int = 0
-    answer: Any = None
-    in_flight: set[int] = dataclasses.field(default_factory=set)
-    since: float | None = None
-    is_torn: bool = False
+    owed: collections.deque[int | None] = dataclasses.field(
+        default_factory=collections.deque
+    )
+    reply: Any = None
+    since: float = 0.0
+    is_ready: bool = False
 
     def __str__(self) -> str:
         first, last = self.ids[0], self.ids[-1]
@@ -52,139 +53,166 @@ class WorkerHandle:
         return f"worker {self.number} ({which})"
 
     @property
-    def busy(self) -> bool:
-        """Whether it owes an answer."""
-        return self.owed > 0 or bool(self.in_flight)
+    def rows(self) -> slice:
+        """Its environments, as a slice of all."""
+        return slice(self.ids.start, self.ids.stop)
 
 
 class WorkerPool:
     """All worker processes.
 
-    Every request stands in a `with` block of the pool. If an interrupt cuts a request
-    short, nobody knows which workers were asked and which have answered; the next
-    request first waits until no worker owes an answer.
+    Every request stands in a `with` block of the pool. Where an interrupt cuts one
+    short, nobody knows which bytes were sent and read, so all workers are ended.
 
     Attributes:
         handles: one for each worker.
-        answered: numbers of environments that were sent and have answered, in the order
-            of their answers, each with its fault or None.
+        in_flight: environments that were sent and not received.
+        answered: those of them that have answered, in the order of their answers.
         broken: the cause of each faulty environment, by its number.
     """
 
     def __init__(self, groups: Iterable[range], timeout: float | None) -> None:
         self.handles = [WorkerHandle(number=i, ids=ids) for i, ids in enumerate(groups)]
-        self.answered: collections.deque[tuple[int, BaseException | None]] = (
-            collections.deque()
-        )
+        self.in_flight: set[int] = set()
+        self.answered: collections.deque[int] = collections.deque()
         self.broken: dict[int, BaseException] = {}
-        self.closed = False
-        # True during a request, and after one that an interrupt cut short.
-        self._is_torn, self._token = False, 0
-        self._owner = os.getpid()
-        self._timeout = timeout
+        self._is_closed, self._is_torn = False, False
+        self._owner, self._timeout = os.getpid(), timeout
         # Pipes are registered once; `connection.wait` would register all in every call.
         self._selector = selectors.DefaultSelector()
 
+    @property
+    def alive(self) -> list[WorkerHandle]:
+        """The workers that are not lost."""
+        return [handle for handle in self.handles if handle.pipe is not None]
+
     def __enter__(self) -> Self:
-        request_checks.closed(self.closed)
+        request_checks.closed(self._is_closed)
         if self._is_torn:
-            self._drain()
+            self._give_up()
         self._is_torn = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # An interrupt is no `Exception`; it comes from outside, at any line.
-        self._is_torn = kind is not None and not issubclass(kind, Exception)
+        # An interrupt is no `Exception`.
+        if kind is not None and not issubclass(kind, Exception):
+            self._give_up()
+        self._is_torn = False
 
-    def start(
-        self, handle: WorkerHandle, context: Any, target: Callable, args: tuple
-    ) -> None:
-        """Starts a process; it owes an answer, and may take any time for it.
-
-        The caller resets `is_torn` once the process is ready.
-        """
-        handle.is_torn = True
+    def start(self, handle: WorkerHandle, context: Any) -> None:
+        """Starts a process, which is not ready yet."""
+        handle.reply = None
         handle.pipe, theirs = context.Pipe()
+        args = theirs, context.get_start_method()
         handle.process = context.Process(
-            target=target, args=(theirs, *args), daemon=True
+            target=worker_process.serve, args=args, daemon=True
         )
         try:
             handle.process.start()
         finally:
             theirs.close()
-        handle.owed, handle.answer, handle.since = 1, None, None
         self._selector.register(handle.pipe, selectors.EVENT_READ, handle)
 
-    def ask(self, handle: WorkerHandle, command: str, argument: Any = None) -> None:
-        """Sends a command; the process owes an answer, except to `send`."""
-        if not handle.busy:  # else its time runs since the request or answer before
+    def ask(self, handle: WorkerHandle, method: str, *args: Any) -> None:
+        """Sends a request, unless the worker is lost."""
+        if handle.pipe is None:
+            return
+        if not handle.owed:  # else its time runs since the request or reply before
             handle.since = time.monotonic()
-        # It owes the answer before it is asked, and is torn until all bytes are sent:
-        # an interrupt at any line leaves too much noted down, which `_drain` clears.
-        if command == "send":
-            handle.in_flight.update(handle.ids[at] for at in argument)
+        if method == "advance":
+            handle.owed.extend(handle.ids[at] for at in args)
         else:
-            handle.owed += 1
-        message, was_torn = pickle.dumps((command, argument)), handle.is_torn
-        handle.is_torn = True
+            handle.owed.append(None)
         try:
-            handle.pipe.send_bytes(message)
+            handle.pipe.send_bytes(pickle.dumps((method, args)))
         except OSError:
             self.lose(handle)
-        else:
-            handle.is_torn = was_torn
 
-    def gather(self, handles: Iterable[WorkerHandle]) -> list[tuple[WorkerHandle, Any]]:
-        """Waits until none of them owes an answer; returns those that are not lost."""
-        handles = list(handles)
+    def gather(
+        self, handles: Collection[WorkerHandle]
+    ) -> list[tuple[WorkerHandle, Any, BaseException | None]]:
+        """Waits for the replies to a request.
+
+        Returns:
+            Each worker that is not lost, with its result and the error that it raised.
+        """
         while any(handle.owed for handle in handles):
             self.pump()
-        return [(x, x.answer) for x in handles if x.pipe is not None]
+        return [
+            (handle, result, error and exceptions.from_bytes(error))
+            for handle in handles
+            if handle.pipe is not None
+            for result, error in [handle.reply]
+        ]
+
+    def results(
+        self, handles: Collection[WorkerHandle]
+    ) -> list[tuple[WorkerHandle, Any]]:
+        """Waits for the replies to a request, and raises the first error."""
+        found = self.gather(handles)
+        for _, _, error in found:
+            if error is not None:
+                raise error
+        return [(handle, result) for handle, result, _ in found]
+
+    def settle(self, handles: Collection[WorkerHandle]) -> None:
+        """Waits for the replies to a request, and notes the faults in them."""
+        for _, causes in self.results(handles):
+            self.note(causes)
+
+    def note(self, causes: Mapping[int, bytes]) -> None:
+        """Notes which environments have become faulty."""
+        for at, packed in causes.items():
+            self.broken[at] = exceptions.from_bytes(packed)
 
     def pump(self, timeout: float | None = None) -> None:
-        """Waits for messages, at most `timeout` seconds; reads one of each worker."""
+        """Waits for replies, at most `timeout` seconds; reads one of each worker."""
         for key, _ in self._selector.select(self._patience(timeout)):
             self._read(key.data)
         if self._timeout is None:
             return
         now = time.monotonic()
         for handle in self.handles:
-            since = handle.since if handle.busy else None
-            if since is not None and now - since >= self._timeout:
+            late = handle.owed and now - handle.since >= self._timeout
+            if late and handle.is_ready:
                 text = f"{handle} did not answer within {self._timeout} s"
                 self.lose(handle, TimeoutError(text))
 
     def lose(self, handle: WorkerHandle, cause: BaseException | None = None) -> None:
         """Ends a process; its environments are faulty, and answer so if in flight."""
-        handle.is_torn = True
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(handle.pipe)
         if cause is None:
             handle.process.join(_GRACE)  # its pipe may be closed a moment before
             text = f"{handle} ended with exit code {handle.process.exitcode}"
-            if handle.since is None:
+            if handle.reply is None:
                 text += (
                     " before it was ready: see its output; a script must call "
                     '`workers` under `if __name__ == "__main__":`'
                 )
             cause = RuntimeError(text)
-        for at in handle.ids:
-            self.broken[at] = cause
+        self.broken.update(dict.fromkeys(handle.ids, cause))
         # Nobody else will answer for these, and `receive` waits for them.
-        self.answered.extend((at, cause) for at in sorted(handle.in_flight))
-        handle.in_flight.clear()
-        handle.owed = 0
+        self.answered.extend(at for at in handle.owed if at is not None)
+        handle.owed.clear()
+        handle.is_ready = False
         _end(handle)
+
+    def forget(self, numbers: Collection[int]) -> None:
+        """Drops the answers of these environments, which have stepped by now."""
+        self.in_flight.difference_update(numbers)
+        self.answered = collections.deque(
+            at for at in self.answered if at not in numbers
+        )
 
     def close(self) -> None:
         """Ends every process; a second call does nothing."""
         if os.getpid() != self._owner:  # a fork has a copy of this
             return
-        self.closed = True
-        alive = [handle for handle in self.handles if handle.pipe is not None]
+        self._is_closed, alive = True, self.alive
         for handle in alive:
             with contextlib.suppress(OSError):
-                handle.pipe.send_bytes(pickle.dumps(("close", None)))
+                handle.pipe.send_bytes(pickle.dumps(("close", ())))
         end = time.monotonic() + _GRACE
         for handle in alive:
             with contextlib.suppress(AssertionError, AttributeError, ValueError):
@@ -192,44 +220,23 @@ class WorkerPool:
             _end(handle)
         self._selector.close()
 
-    def drop(self, numbers: Collection[int]) -> None:
-        """Drops the answers of these environments, which have stepped by now."""
-        kept = [item for item in self.answered if item[0] not in numbers]
-        self.answered = collections.deque(kept)
-
-    def _drain(self) -> None:
-        """Waits until no worker owes an answer to any earlier request."""
-        self._token += 1
-        for handle in self.handles:
-            if handle.pipe is not None and handle.is_torn:
-                self.lose(handle, RuntimeError(f"{handle} was interrupted"))
-            elif handle.pipe is not None:
-                # A worker answers in order, so this token is its last message.
-                self.ask(handle, "echo", self._token)
-        for handle in self.handles:
-            while handle.pipe is not None and handle.answer != self._token:
-                self.pump()
-            # All is read: more is noted down only if a request was never sent.
-            handle.owed = 0
-            handle.in_flight.clear()
+    def _give_up(self) -> None:
+        """Ends all workers, after an interrupt."""
+        for handle in self.alive:
+            self.lose(handle, RuntimeError(f"{handle} was interrupted"))
+        self.forget(range(self.handles[-1].ids.stop))
 
     def _read(self, handle: WorkerHandle) -> None:
-        # Torn while a part of a message may have been read; see `ask`.
-        was_torn, handle.is_torn = handle.is_torn, True
         try:
-            at, message = pickle.loads(handle.pipe.recv_bytes())
+            reply = pickle.loads(handle.pipe.recv_bytes())
         except (EOFError, OSError):
             return self.lose(handle)
-        handle.is_torn = was_torn
-        handle.since = time.monotonic()
-        if at is None:  # the answer to a command; else that of one sent environment
-            handle.owed, handle.answer = handle.owed - 1, message
-            return
-        number, cause = handle.ids[at], message and exceptions.from_bytes(message)
-        if cause is not None:
-            self.broken[number] = cause
-        handle.in_flight.discard(number)
-        self.answered.append((number, cause))
+        handle.since, at = time.monotonic(), handle.owed.popleft()
+        if at is None:
+            handle.reply = reply
+        else:
+            self.note(reply[0])
+            self.answered.append(at)
 
     def _patience(self, timeout: float | None) -> float | None:
         """Returns the seconds until `timeout` or the first timeout of a worker."""
@@ -237,9 +244,9 @@ class WorkerPool:
             return timeout
         now = time.monotonic()
         waits = [
-            handle.since + self._timeout - now
+            max(0.0, handle.since + self._timeout - now)
             for handle in self.handles
-            if handle.busy and handle.since is not None
+            if handle.owed and handle.is_ready
         ]
         return min(waits + ([] if timeout is None else [timeout]), default=None)
 
@@ -259,7 +266,7 @@ def preload(context: Any) -> None:
 
 
 def _end(handle: WorkerHandle) -> None:
-    # An interrupt may have left it half started, or half ended.
+    # An interrupt may have left it half started.
     with contextlib.suppress(AttributeError, ValueError):
         handle.process.kill()
         handle.process.join()

@@ -1,7 +1,8 @@
 """`serve`: the loop of a worker process, which steps its environments on request.
 
-A request is `(command, argument)`. The worker answers `(None, result)`, except to
-`send`: it answers `(number, cause)` for each environment once that one has stepped.
+A request is `(method, arguments)`, a reply `(result, error)`, with the packed exception
+or None. `advance` alone gets several replies, one for each environment that it names,
+once that one has stepped.
 """
 
 import contextlib
@@ -12,165 +13,127 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from multiprocessing import connection, reduction
 from typing import Any
 
 import numpy as np
 
 from rollout.envs.host import exceptions, shared_memory
-from rollout.envs.host.arrays import StepArrays, pick
 from rollout.envs.host.gymnasium_actions import split_action
 from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.types import EnvFault
-from rollout.envs.types import ArrayTree
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
-def serve(
-    pipe: connection.Connection,
-    make_fns: bytes,
-    info: Mapping[str, Any],
-    broken: Mapping[int, bytes],
-    start_method: str,
-) -> None:
-    """Makes environments and obeys requests until `close`, or the main process ends.
-
-    Args:
-        pipe: to the main process.
-        make_fns: a pickled list of functions, one for each environment.
-        info: `observe_info` and `record_info` of `LocalEnvs`.
-        broken: the packed fault of each environment that is faulty from the start.
-        start_method: of this process.
-    """
+def serve(pipe: connection.Connection, start_method: str) -> None:
+    """Obeys requests until `close`, or until the main process ends."""
     _end_with_parent(start_method)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends this one
+    worker = _Worker(pipe)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        envs = _make(pipe, make_fns, info)
-        if envs is None:
-            pipe.recv_bytes()  # waits until the answer was read
-            return
-        for at, cause in broken.items():
-            envs.fail(at, exceptions.from_bytes(cause))
-        _answer(pipe, None, (envs.spaces, {}, False))
-        worker = _Worker(pipe, envs, set(broken))
-        while worker.obey(*pickle.loads(pipe.recv_bytes())):
-            pass
-        envs.close()
+        while True:
+            method, args = pickle.loads(pipe.recv_bytes())
+            if method == "advance":
+                for causes in worker.advance(args):
+                    pipe.send_bytes(pickle.dumps((causes, None)))
+                continue
+            try:
+                reply = getattr(worker, method)(*args), None
+            except Exception as error:
+                reply = None, exceptions.to_bytes(error)
+            pipe.send_bytes(pickle.dumps(reply))
+            if method == "close":
+                return
 
 
 class _Worker:
-    """Obeys commands; each is a method."""
+    """The methods that can be requested.
 
-    def __init__(
-        self, pipe: connection.Connection, envs: LocalEnvs, reported: set[int]
-    ) -> None:
-        self._pipe, self._envs = pipe, envs
-        self._reported = reported  # numbers whose fault the main process knows
-        self._split = split_action(envs.spaces[1])
+    Those that step, reset or make environments return the packed causes of those that
+    have become faulty since the last request.
+    """
 
-    def obey(self, command: str, argument: Any) -> bool:
-        """Runs one command; returns whether to go on."""
-        if command == "close":
-            return False
-        if command == "send":
-            self.send(argument)
-        else:
-            _answer(self._pipe, None, getattr(self, command)(argument))
-        return True
+    _envs: LocalEnvs
 
-    def share(self, place: tuple[int, int]) -> None:
+    def __init__(self, pipe: connection.Connection) -> None:
+        self._pipe = pipe
+        self._known: Mapping[int, BaseException] = {}
+
+    def make(
+        self,
+        make_fns: bytes,
+        info: Mapping[str, Any],
+        ids: range,
+        faulty: Collection[int],
+    ) -> tuple[Any, Any]:
+        """Makes the environments, some of which stay faulty; returns their spaces."""
+        self._envs = LocalEnvs(pickle.loads(make_fns), **info, first=ids.start)
+        for at in faulty:
+            self._envs.causes[at - ids.start] = RuntimeError("not rebuilt")
+        self._known = dict(self._envs.causes)
+        self._ids, self._split = ids, split_action(self._envs.spaces[1])
+        return self._envs.spaces
+
+    def share(self, num_envs: int) -> None:
         """Moves the arrays to the memory whose descriptor comes after this message."""
-        first, total = place
         descriptor = reduction.recv_handle(self._pipe)
         # Arrays of all workers' environments, cut to the rows of this one.
-        arrays = shared_memory.arrays(self._envs.layout, total, descriptor)
+        rows = slice(self._ids.start, self._ids.stop)
+        self._arrays = shared_memory.arrays(
+            self._envs.layout, num_envs, descriptor, rows
+        )
         os.close(descriptor)  # the mapping stays
-        mine = slice(first, first + self._envs.num_envs)
-        self._arrays = StepArrays(*(pick(part, mine) for part in arrays))
+        self._action = self._envs.layout.action.unflatten(self._arrays.action)
         self._envs.place(self._arrays)
 
-    def step(self, _: None) -> dict[int, bytes]:
-        self._envs.step(self._arrays.action)
-        return self._causes()
+    def step(self) -> dict[int, bytes]:
+        self._envs.step(self._action)
+        return self._new_causes()
 
-    def send(self, numbers: list[int]) -> None:
-        actions = self._split(pick(self._arrays.action, np.asarray(numbers)))
+    def advance(self, numbers: Sequence[int]) -> Iterator[dict[int, bytes]]:
+        index = np.asarray(numbers)
+        some = [array[index] for array in self._arrays.action]
+        actions = self._split(self._envs.layout.action.unflatten(some))
         for at, action in zip(numbers, actions, strict=True):
-            cause = self._envs.advance(at, action)
-            self._reported |= set() if cause is None else {at}
-            _answer(
-                self._pipe, at, None if cause is None else exceptions.to_bytes(cause)
-            )
+            self._envs.advance(at, action)
+            yield self._new_causes()
 
-    def reset(self, argument: tuple[np.ndarray, np.ndarray]) -> dict[int, bytes]:
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> dict[int, bytes]:
         with contextlib.suppress(EnvFault):
-            self._envs.reset(*argument)
-        return self._causes()
+            self._envs.reset(seeds, mask)
+        return self._new_causes()
 
     def rebuild(self, mask: np.ndarray) -> dict[int, bytes]:
-        # A new fault of these must be reported, though an old one was.
-        self._reported -= set(np.flatnonzero(mask).tolist())
         with contextlib.suppress(EnvFault):
             self._envs.rebuild(mask)
-        return self._causes()
+        return self._new_causes()
 
-    def save(self, allow_pickle: bool) -> tuple[list[bytes] | None, bytes | None]:
-        """Returns the states, or the packed error."""
-        try:
-            return self._envs.save(allow_pickle=allow_pickle), None
-        except Exception as error:  # a method of an environment raised it
-            return None, exceptions.to_bytes(error)
+    def save(self, allow_pickle: bool) -> list[bytes] | None:
+        return self._envs.save(allow_pickle=allow_pickle)
 
-    def can_load(self, argument: tuple[list[bytes], bool]) -> tuple[bool, bytes | None]:
-        """Returns whether the states can be loaded, and the packed error, if any."""
-        saved, allow_pickle = argument
-        try:
-            return self._envs.can_load(saved, allow_pickle=allow_pickle), None
-        except Exception as error:
-            return False, exceptions.to_bytes(error)
+    def prepare(self, saved: Sequence[bytes], allow_pickle: bool) -> bool:
+        return self._envs.prepare(saved, allow_pickle)
 
-    def load(
-        self, argument: tuple[list[bytes], ArrayTree, bool]
-    ) -> tuple[bool, bytes | None, dict[int, bytes]]:
-        """Returns whether the states are loaded, the packed error, and new faults."""
-        saved, obs, allow_pickle = argument
-        try:
-            is_loaded = self._envs.load(saved, obs, allow_pickle=allow_pickle)
-        except Exception as error:
-            return False, exceptions.to_bytes(error), {}
-        self._reported = set()
-        return is_loaded, None, self._causes()
+    def swap(self) -> dict[int, bytes]:
+        self._envs.swap()
+        return self._new_causes()
 
-    def echo(self, token: int) -> int:
-        return token
+    def close(self) -> None:
+        self._envs.close()
 
-    def _causes(self) -> dict[int, bytes]:
-        """Returns the packed faults that the main process does not know yet."""
-        causes = self._envs.causes
-        new = causes.keys() - self._reported
-        self._reported |= new
-        return {at: exceptions.to_bytes(causes[at]) for at in new}
-
-
-def _make(
-    pipe: connection.Connection, make_fns: bytes, info: Mapping[str, Any]
-) -> LocalEnvs | None:
-    """Makes the environments, or answers with the error."""
-    try:
-        return LocalEnvs(pickle.loads(make_fns), **info)
-    except EnvFault as error:
-        causes = {at: exceptions.to_bytes(cause) for at, cause in error.causes.items()}
-        is_setup_error = False
-    except Exception as error:  # an import failed, or spaces differ
-        causes, is_setup_error = {0: exceptions.to_bytes(error)}, True
-    _answer(pipe, None, (None, causes, is_setup_error))
-    return None
-
-
-def _answer(pipe: connection.Connection, at: int | None, message: Any) -> None:
-    pipe.send_bytes(pickle.dumps((at, message)))
+    def _new_causes(self) -> dict[int, bytes]:
+        """Returns the packed causes that the main process does not know yet."""
+        known, causes = self._known, self._envs.causes
+        if not known and not causes:  # the usual case, kept fast
+            return {}
+        self._known = dict(causes)
+        return {
+            self._ids[at]: exceptions.to_bytes(cause)
+            for at, cause in causes.items()
+            if known.get(at) is not cause
+        }
 
 
 def _end_with_parent(start_method: str) -> None:

@@ -6,199 +6,144 @@ played again, since the mean would then favour the episodes that do not fail.
 """
 
 from collections.abc import Collection
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import jax
 import numpy as np
 
-from rollout.envs.types import ArrayTree
+from rollout.kernel.episodes import count_steps, first_of
 from rollout.types import Episodes, Transition
 
+_first_of = jax.jit(first_of)
 
-class EpisodePlan(NamedTuple):
-    """Assigns `N` episodes to lanes; `queue` and `per_env` make it."""
 
-    num_episodes: int  # N
-    is_queue: bool  # True: a free lane takes the next in the queue; False: its own next
-    first_id: np.ndarray  # [B] int32, of the queue, or of the lane's first episode
-    after: np.ndarray  # [B] int32, the own episodes that lanes begin afterwards
-    min_steps: int | None  # no episode starts after so many steps
-    index: np.ndarray  # [B], the episodes that the lanes play; idle from N on
-    num_started: int
-    num_wanted: int
-    num_over: int = 0
-    num_steps: int = 0
+class EpisodePlan:
+    """Assigns `N` episodes to lanes, and collects their results.
+
+    Args:
+        next_own: `[B]` int32, the ids of the lanes' own next episodes.
+        num_episodes: N.
+        first_queued: the position of the first one in the queue, from which a free
+            lane takes the next one; None if each lane plays its own next episodes.
+        min_steps: no episode starts after so many steps; None for all N.
+
+    Attributes:
+        is_queue: whether the episodes are from the queue.
+        after: `[B]` int32, the own episodes that lanes begin afterwards.
+        num_used: positions of the queue that are used up so far.
+    """
+
+    def __init__(
+        self,
+        next_own: np.ndarray,
+        num_episodes: int,
+        *,
+        first_queued: int | None = None,
+        min_steps: int | None = None,
+    ) -> None:
+        self._first_queued, self._min_steps = first_queued, min_steps
+        self._lane = np.arange(len(next_own), dtype=np.int32)
+        self._first_id = next_own
+        self.is_queue = first_queued is not None
+        self.after = next_own if self.is_queue else next_own + np.int32(num_episodes)
+        self.num_used = min(len(next_own), num_episodes) if self.is_queue else 0
+        self._num_episodes = self._num_wanted = num_episodes
+        self._num_started, self._num_over, self._num_steps = len(next_own), 0, 0
+        self._index = self._lane.copy()  # [B], of the lanes' episodes; idle from N on
+        self._ended: list[Any] = []  # results by block
 
     @property
     def is_over(self) -> bool:
         """True if all episodes are over."""
-        return self.num_over >= self.num_wanted
+        return self._num_over >= self._num_wanted
 
     @property
     def mask(self) -> np.ndarray:
         """`[B]` bool, the lanes that play one of the episodes."""
-        return self.index < self.num_episodes
+        return self._index < self._num_episodes
 
     @property
     def episode_id(self) -> np.ndarray:
         """`[B]` int32, the ids of the episodes that the lanes play."""
-        if self.is_queue:  # ids of the queue count down from -1
-            return self.first_id - self.index
-        return self.first_id + self.index - np.arange(len(self.index), dtype=np.int32)
+        if self._first_queued is not None:  # ids of the queue count down from -1
+            return np.int32(-1 - self._first_queued) - self._index
+        return self._first_id + self._index - self._lane
 
     def index_of(self, episode_id: np.ndarray) -> np.ndarray:
         """Returns the indices among the `N` of episodes with these ids."""
-        if self.is_queue:
-            return self.first_id[0] - episode_id
-        lane = episode_id % len(self.first_id)  # own ids are `n * B + lane`
-        return episode_id - self.first_id[lane] + lane
+        if self._first_queued is not None:
+            return -1 - self._first_queued - episode_id
+        lane = episode_id % len(self._lane)  # own ids are `n * B + lane`
+        return episode_id - self._first_id[lane] + lane
 
-    def advance(self, over: np.ndarray, num_steps: int) -> Self:
+    def advance(self, over: np.ndarray, num_steps: int) -> None:
         """Assigns the next episodes, in order, to the lanes where `over`.
 
         Args:
             over: `[B]` bool, lanes whose episode ended or was lost.
             num_steps: steps that were taken in lanes that are not idle.
         """
-        num_steps += self.num_steps
-        if not np.count_nonzero(over):
-            return self._replace(num_steps=num_steps)
-        count, index = int(over.sum()), self.index.copy()
-        if self.is_queue:
-            index[over] = self.num_started + np.arange(count, dtype=np.int32)
+        self._num_steps += num_steps
+        if not (count := int(np.count_nonzero(over))):
+            return
+        self._num_over += int(np.count_nonzero(over & self.mask))
+        if self._min_steps is not None and self._num_steps >= self._min_steps:
+            # Enough: these lanes become idle, and only started episodes are awaited.
+            self._num_wanted = min(self._num_wanted, self._num_started)
+            self._index[over] = self._num_episodes
+        elif self._first_queued is not None:
+            self._index[over] = self._num_started + np.arange(count, dtype=np.int32)
+            self._num_started += count
+            self.num_used = min(self._num_started, self._num_episodes)
         else:
-            index[over] += len(index)
-        num_wanted = self.num_wanted
-        # Enough steps: these lanes become idle, and only started episodes are awaited.
-        if self.min_steps is not None and num_steps >= self.min_steps:
-            index[over] = self.num_episodes
-            num_wanted = min(num_wanted, self.num_started)
-        return self._replace(
-            index=index,
-            num_started=self.num_started + count,
-            num_wanted=num_wanted,
-            num_over=self.num_over + int((over & self.mask).sum()),
-            num_steps=num_steps,
-        )
+            self._index[over] += len(self._lane)
 
-
-def queue(
-    next_own: np.ndarray, next_episode: int, num_episodes: int, min_steps: int | None
-) -> EpisodePlan:
-    """Assigns episodes from one queue: a free lane takes the next one.
-
-    Args:
-        next_own: `[B]` int32, the ids of the lanes' own next episodes.
-        next_episode: the position of the first one in the queue.
-        num_episodes: N.
-        min_steps: no episode starts after so many steps; None for all N.
-    """
-    lane = np.arange(len(next_own), dtype=np.int32)
-    return EpisodePlan(
-        num_episodes=num_episodes,
-        is_queue=True,
-        first_id=np.full_like(lane, -1 - next_episode),
-        after=next_own,
-        min_steps=min_steps,
-        index=lane,
-        num_started=len(lane),
-        num_wanted=num_episodes,
-    )
-
-
-def per_env(next_own: np.ndarray, episodes_per_env: int) -> EpisodePlan:
-    """Assigns to every lane its own next `episodes_per_env` episodes."""
-    lane = np.arange(len(next_own), dtype=np.int32)
-    num_episodes = episodes_per_env * len(lane)
-    return EpisodePlan(
-        num_episodes=num_episodes,
-        is_queue=False,
-        first_id=next_own,
-        after=next_own + np.int32(num_episodes),
-        min_steps=None,
-        index=lane,
-        num_started=len(lane),
-        num_wanted=num_episodes,
-    )
-
-
-class Results:
-    """Collects the results of `N` episodes, block by block."""
-
-    def __init__(self, plan: EpisodePlan) -> None:
-        self._plan, num = plan, plan.num_episodes
-        self._table: dict[str, Any] = {
-            "episode_return": np.zeros(num, np.float32),
-            "episode_length": np.zeros(num, np.int32),
-            "terminated": np.zeros(num, bool),
-            "truncated": np.zeros(num, bool),
-            "finished": np.zeros(num, bool),
-            "lane": np.zeros(num, np.int32),
-        }
-        self._accumulated: ArrayTree = None  # [N, ...], after the first block
-
-    def note(self, trajectory: Transition, lane: ArrayTree, cut: np.ndarray) -> None:
+    def note(self, trajectory: Transition, lane: np.ndarray, cut: np.ndarray) -> None:
         """Records the episodes that end in a block; `B` is the number of its columns.
 
         Args:
             trajectory: `[T, B, ...]`, its rows.
-            lane: `[B]` or `[T, B]` int32, their lanes.
+            lane: `[T, B]` int32, their lanes.
             cut: `[T, B]` bool, where `max_steps` alone ended an episode.
         """
-        nothing: Any = ()
-        large = dict.fromkeys(("obs", "action", "next_obs", "extras", "info"), nothing)
-        rows, lane = jax.device_get((trajectory.replace(**large), lane))
-        here = rows.done & rows.mask
-        index = self._plan.index_of(rows.episode_id[here])
-        truncated = rows.truncated & ~cut
-        fields = {
-            "episode_return": rows.episode_return,
-            "episode_length": rows.episode_length,
-            "terminated": rows.terminated,
+        names = "terminated truncated mask episode_id episode_return episode_length"
+        row = {x: np.asarray(getattr(trajectory, x)) for x in names.split()}
+        here = (row["terminated"] | row["truncated"]) & row["mask"]
+        truncated = row["truncated"] & ~cut
+        result = {
+            "index": self.index_of(row["episode_id"]),
+            "episode_return": row["episode_return"],
+            "episode_length": row["episode_length"],
+            "terminated": row["terminated"],
             "truncated": truncated,
-            "finished": rows.terminated | truncated,
-            "lane": np.broadcast_to(lane, here.shape),
+            "finished": row["terminated"] | truncated,
+            "lane": lane,
+            "accumulated": jax.device_get(trajectory.accumulated),
         }
-        for name, values in fields.items():
-            self._table[name][index] = values[here]
-        if self._accumulated is None:
-            num = (self._plan.num_episodes,)
-            self._accumulated = jax.tree.map(
-                lambda x: np.zeros(num + x.shape[2:], x.dtype), rows.accumulated
-            )
-        jax.tree.map(
-            lambda table, x: table.__setitem__(index, x[here]),
-            self._accumulated,
-            rows.accumulated,
-        )
+        self._ended.append(jax.tree.map(lambda x: x[here], result))
 
-    def read(self, lost: Collection[int]) -> tuple[Episodes, int]:
+    def read(self, lost: Collection[int]) -> Episodes:
         """Returns the episodes, zero with `mask` False where they do not count.
 
         Args:
             lost: the ids of those that were lost to a fault.
-
-        Returns:
-            The episodes, NumPy; and how many came from the queue, lost ones included.
         """
-        length, min_steps = self._table["episode_length"], self._plan.min_steps
-        counts = np.ones(length.shape, bool)
-        # An episode counts if those that started before it have fewer than `min_steps`
-        # together, so the lanes do not decide which ones count.
-        if min_steps is not None:
-            counts = np.cumsum(length) - length < min_steps
-        mask = counts & ~self.is_lost(lost)
-        for table in (*self._table.values(), *jax.tree.leaves(self._accumulated)):
-            table[~mask] = 0
-        num_steps: Any = np.int32(min(length.sum(dtype=np.int64), 2**31 - 1))
-        episodes = Episodes(
-            **self._table, num_steps=num_steps, mask=mask, accumulated=self._accumulated
-        )
-        return episodes, int(counts.sum()) if self._plan.is_queue else 0
+        result = jax.tree.map(lambda *x: np.concatenate(x), *self._ended)
+        index = result.pop("index")
 
-    def is_lost(self, lost: Collection[int]) -> np.ndarray:
-        """Returns `[N]` bool, True for the episodes with these ids."""
-        flags = np.zeros(self._plan.num_episodes, bool)
-        index = self._plan.index_of(np.array(list(lost), np.int32))
-        flags[index[index < len(flags)]] = True
-        return flags
+        def scatter(values: np.ndarray) -> np.ndarray:
+            table = np.zeros((self._num_episodes, *values.shape[1:]), values.dtype)
+            table[index] = values
+            return table
+
+        table = jax.tree.map(scatter, result)
+        kept = np.ones(self._num_episodes, bool)
+        index = self.index_of(np.array(list(lost), np.int32))
+        kept[index[index < len(kept)]] = False
+        num_steps = count_steps(table["episode_length"])
+        episodes = Episodes(**table, num_steps=num_steps, mask=kept)
+        if self._min_steps is not None:
+            episodes = _first_of(episodes, self._min_steps)
+            self.num_used = int(episodes.mask.sum())
+            episodes = episodes.replace(mask=episodes.mask & kept)
+        return jax.device_put(episodes)

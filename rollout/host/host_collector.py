@@ -1,8 +1,10 @@
 """`HostCollector`: the methods of `Collector` over environments that are not JAX."""
 
+import contextlib
+import functools
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Self, TypeVar
 
 import chex
@@ -10,18 +12,21 @@ import jax
 import numpy as np
 
 from rollout import checks
+from rollout.envs import prng
 from rollout.envs.host.ownership import claim, is_claimed, new_user
 from rollout.envs.host.types import HostVectorEnv
-from rollout.host.episode_plan import EpisodePlan, Results, per_env, queue
-from rollout.host.loop import NO_LIMIT, Loop
-from rollout.host.policy_runner import PolicyRunner
-from rollout.host.restarts import FaultStats, Restarts
-from rollout.host.rows import Bookkeeper, RowBlock, fold, lanes_of
+from rollout.host.ctrl_c import held_back
+from rollout.host.episode_plan import EpisodePlan
+from rollout.host.loop import NO_LIMIT, FaultStats, Loop
+from rollout.host.policy_runner import PolicyRunner, to_host
+from rollout.host.rows import RowBlock, finish, fold
+from rollout.kernel.step import accumulate_nothing
 from rollout.types import (
     Accumulator,
     Accumulators,
     ActionT,
     Carry,
+    Episode,
     Episodes,
     ObsT,
     ParamsT,
@@ -46,9 +51,22 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     `mask` is False where an environment only reset itself, and where an episode was
     lost to a fault. Masked-out rows are zero.
 
+    With `num_ready` every row has the first so many of the `B` environments that
+    answered, in the order of their answers. The policy then acts for these, and they
+    step while the collector waits for the next ones. Trajectories are
+    `[T, num_ready, ...]`, a transition is an environment's answer to its last action,
+    and `info` is a `Served`: `by_env` sorts transitions by environment. Actions in
+    flight at the end of a call are answered in the first rows of the next one. The
+    policy gets `[num_ready, ...]` observations, and a state of `B` lanes. The speed of
+    the environments decides which one is in which row, and so which random numbers the
+    policy draws for it. `collect_episodes` plays the first N episodes that are
+    *started*, so that fast or short ones are not favoured.
+
     Attributes:
         env: `B` environments side by side.
         policy: the policy that acts in them.
+        num_ready: number of environments in a row, None for all in step.
+        timeout: seconds to wait for `num_ready` environments, or None.
         record_fn: maps a transition to its recorded fields, as in `Collector`.
         accumulators: user-defined values that are accumulated per episode, as in
             `Collector`.
@@ -56,6 +74,10 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         max_restarts: see below.
 
     Args:
+        num_ready: number of environments in a row, at least 1 and at most B. `env` must
+            be an `AsyncHostVectorEnv`.
+        timeout: seconds to wait for `num_ready` environments, None for any time; after
+            that a `TimeoutError` is raised.
         on_fault: "raise" or "restart", where an environment fails: it raises, a worker
             process dies or does not answer, an observation is not finite or outside of
             its space. "raise" raises `rollout.envs.EnvFault`; "restart" masks out the
@@ -73,6 +95,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         *,
         env: HostVectorEnv,
         policy: Policy[ParamsT, ObsT, ActionT],
+        num_ready: int | None = None,
+        timeout: float | None = None,
         record_fn: RecordFn[ObsT, ActionT] | None = None,
         accumulators: Mapping[str, Accumulator] | Accumulators = (),
         on_fault: str = "raise",
@@ -82,28 +106,39 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         checks.kind_of_env(env, is_host=True)
         checks.collector(env, policy, record_fn)
         checks.int_between("max_restarts", max_restarts, least=0)
+        checks.seconds("timeout", timeout)
+        if num_ready is not None:
+            num_ready = _check_ready(env, num_ready)
+        _check_on_fault(env, on_fault)
         self.env, self.policy, self.record_fn = env, policy, record_fn
+        self.num_ready, self.timeout = num_ready, timeout
         self.accumulators = checks.accumulators(accumulators)
         self.on_fault, self.max_restarts = on_fault, max_restarts
-        self._restarts = Restarts(env, on_fault, max_restarts)
-        self._number, self._ticket = new_user(), 0
-        self._bookkeeper = Bookkeeper(self.accumulators, record_fn, env.num_envs)
         self._runner = PolicyRunner(policy, env.action_space, env.num_envs)
-        self._loop: Any = None  # the Loop, from `init` on
+        self._loop = Loop(
+            env,
+            self._runner,
+            num_ready=num_ready,
+            timeout=timeout,
+            restarts=on_fault == "restart",
+            max_restarts=max_restarts,
+        )
+        self._finish = jax.jit(functools.partial(finish, self.accumulators, record_fn))
+        self._number, self._ticket = new_user(), 0  # no carry has ticket 0
         self._next_episode = 0
-        self._episode: Any = None  # the Episode of every lane before `_block`
+        self._accumulated: Any = ()  # of every lane before `_block`
         # Of the current call, or of one that was cut short: its last rows, raw and
         # finished; the mark of its carry; and whether it has returned.
         self._block: Any = None  # RowBlock
         self._trajectory: Any = None  # Transition
         self._used: Any = None  # [2] uint32
         self._is_whole = True
-        self._thread: int | None = None  # the one that is in a call
+        self._calling = threading.Lock()
 
     @property
     def fault_stats(self) -> FaultStats:
         """Counts of faults and their costs so far."""
-        return self._restarts.stats
+        return self._loop.stats
 
     def replace(self, **changes: Any) -> Self:
         """Returns a new collector with some of the arguments changed.
@@ -118,11 +153,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             ValueError: if one is not as there.
             TypeError: if there is no such argument.
         """
-        return type(self)(**(self._arguments() | changes))
-
-    def _arguments(self) -> dict[str, Any]:
-        names = ("env", "policy", "record_fn", "accumulators")
-        return {x: getattr(self, x) for x in (*names, "on_fault", "max_restarts")}
+        names = "env policy num_ready timeout record_fn accumulators on_fault"
+        same = {x: getattr(self, x) for x in (*names.split(), "max_restarts")}
+        return type(self)(**(same | changes))
 
     def close(self) -> None:
         """Closes the environments."""
@@ -137,20 +170,18 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         checks.outside_of_jit("HostCollector")
         checks.typed_key(key)
-        # Workers that died of an interrupt are rebuilt without a report.
-        forgiven = None if self._is_whole else set()
         with self._call():
-            self._ticket += 1
-            failed = np.zeros(self.env.num_envs, bool)
-            if self._loop is not None:  # it knows which environments must be rebuilt
-                failed = self._loop.state.failed
-            loop = self._make_loop(key, failed)
-            episode = self._bookkeeper.start(loop.state.episode_id)
-            claim(self.env, self._number)
-            self._next_episode, self._block, self._trajectory = 0, None, None
-            self._loop, self._episode = loop, episode
-            loop.settle(forgiven=forgiven)
+            self._start(key)
+            self._loop.begin_all()
             return self._carry()
+
+    def _start(self, key: chex.PRNGKey) -> None:
+        """Takes the environments over, and forgets everything else."""
+        self._ticket += 1
+        claim(self.env, self._number)
+        self._next_episode, self._block, self._trajectory = 0, None, None
+        self._accumulated = accumulate_nothing(self.accumulators, self.env.num_envs)
+        self._loop.start(key)
 
     def step(
         self, carry: Carry, params: ParamsT
@@ -229,7 +260,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         episodes_per_env = checks.int_between("episodes_per_env", episodes_per_env)
         max_steps = checks.int_between("max_steps", max_steps, most=None)
         with self._call(carry):
-            plan = per_env(self._loop.state.next_own, episodes_per_env)
+            num_episodes = episodes_per_env * self.env.num_envs
+            plan = EpisodePlan(self._loop.next_own, num_episodes)
             return self._play(params, plan, max_steps)
 
     def fold_episodes(
@@ -311,7 +343,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         Returns:
             The next carry, and the trajectory, `[num_steps, B, ...]`.
         """
-        loop: Any = self._loop
+        loop = self._loop
         is_mine = np.array_equal(carry.env_state, self._used)
         goes_on = self._block is not None and is_mine
         if not goes_on:
@@ -322,21 +354,21 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             else:
                 self._begin_block(num_steps)
                 if at_end == "reset":
-                    loop.begin(loop.state.length > 0, loop.state.next_own)
+                    loop.begin(loop.episode_length > 0, loop.next_own)
             block: Any = self._block
-            loop.play(params, block, limit=NO_LIMIT if limit is None else limit)
+            loop.play(params, block, NO_LIMIT if limit is None else limit)
             if at_end == "truncate":
-                unfinished = loop.state.length > 0
-                # Added, not set: after an interrupt this runs again, with new lengths.
+                unfinished = loop.episode_length > 0
+                # Added, not set: after a fault this runs again, with new lengths.
                 block.stopped[num_steps - 1] |= unfinished
-                loop.begin(unfinished, loop.state.next_own)
+                loop.begin(unfinished, loop.next_own)
             trajectory = self._count()
             truncated = trajectory.truncated | block.stopped
             return self._carry(), trajectory.replace(truncated=truncated)
 
     def compile(self, carry: Carry, params: ParamsT) -> None:
         """Compiles the program of the policy, which otherwise the first call does."""
-        self._runner.compile(params, carry.obs, self._loop.state.progress)
+        self._runner.compile(params, carry.obs)
 
     def save(self, carry: Carry, *, allow_pickle: bool = False) -> bytes:
         """Returns the state of the environments at `carry`, or `b""`.
@@ -374,42 +406,28 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         Raises:
             ValueError: if the environments that were pickled have other settings.
         """
-        episode = jax.tree.map(np.asarray, carry.episode.replace(accumulated=()))
-        unfinished, episode_id = episode.episode_length > 0, episode.episode_id
-        # The checks that may raise come first, while nothing has changed yet.
+        num_unfinished = np.count_nonzero(carry.episode.episode_length)
+        # What may raise comes first, while nothing has changed yet.
         env: Any = self.env
-        states, is_loaded = [], False
+        is_loaded = False
         if saved and hasattr(env, "load"):
-            states = _split(saved, env.num_envs)
-            is_loaded = env.can_load(states, allow_pickle=allow_pickle)
-        if not is_loaded and unfinished.any():
+            states, obs = _split(saved, env.num_envs), jax.tree.map(np.array, carry.obs)
+            is_loaded = env.load(states, obs, allow_pickle=allow_pickle)
+        if not is_loaded and num_unfinished:
             why = "was pickled, and `allow_pickle` is False"
             why = why if saved else "was not saved"
             warnings.warn(
-                f"The state of the environments {why}: {unfinished.sum()} unfinished "
+                f"The state of the environments {why}: {num_unfinished} unfinished "
                 "episodes restart.",
                 stacklevel=3,
             )
-        self.init(carry.key)
-        self._next_episode, loop = int(carry.next_episode), self._loop
-        obs = jax.tree.map(np.array, carry.obs)
-        if is_loaded:
-            env.load(states, obs, allow_pickle=allow_pickle)
-        loop.state = loop.state._replace(
-            progress=loop.state.progress._replace(
-                step=int(carry.step), state=carry.policy_state
-            ),
-            episode_id=episode_id,
-            own_id=episode_id,
-            length=episode.episode_length,
-            over=np.full(env.num_envs, not is_loaded),
-        )
-        if is_loaded:
-            self._episode, loop.obs = carry.episode, obs
-        else:
-            self._episode = self._bookkeeper.start(episode_id)
-            loop.begin(np.ones(self.env.num_envs, bool), episode_id)
-        return self._carry()
+        with self._call():
+            self._start(carry.key)
+            self._next_episode = int(carry.next_episode)
+            if is_loaded:
+                self._accumulated = carry.episode.accumulated
+            self._loop.resume(carry, is_loaded=is_loaded)
+            return self._carry()
 
     def recover(self) -> tuple[Carry, Transition[ObsT, ActionT] | None]:
         """Goes on where an error or Ctrl-C has cut a call short.
@@ -425,14 +443,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         Raises:
             ValueError: if `init` was not called yet.
         """
-        if self._loop is None:
+        if not self._ticket:
             raise ValueError("`recover` must follow `init`, which was not called yet.")
         with self._call():
-            plan = self._loop.state.plan
-            # Episodes that were started are used up; the next call takes later ones.
-            if plan is not None and plan.is_queue:
-                started = min(plan.num_started, plan.num_episodes)
-                self._next_episode = -1 - int(plan.first_id[0]) + started
             self._recover_loop()
             if self._block is None or not self._block.num:
                 return self._carry(), None
@@ -446,53 +459,59 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def _recover_loop(self) -> None:
         """Recovers the loop, with new episodes if another collector stepped `env`."""
+        if (plan := self._loop.plan) is not None:
+            self._next_episode += plan.num_used  # the next call takes later ones
         is_mine = is_claimed(self.env, self._number)
         self._loop.recover(self._block, restart_all=not is_mine)
         claim(self.env, self._number)
 
-    @property
-    def _num_columns(self) -> int:
-        """Number of lanes in a row."""
-        return self.env.num_envs
-
-    def _make_loop(self, key: chex.PRNGKey, failed: np.ndarray) -> Loop:
-        act_fn, progress = self._runner.act, self._runner.start(key)
-        return Loop(self.env, act_fn, progress, key, self._restarts, failed)
-
     def _begin_block(self, size: int, capacity: int | None = None) -> RowBlock:
-        block = RowBlock(self._num_columns, size, capacity)
-        self._block, self._trajectory = block, None
-        return block
+        width = self.num_ready or self.env.num_envs
+        self._block, self._trajectory = RowBlock(width, size, capacity), None
+        return self._block
 
     def _queue(self, num_episodes: int, min_steps: int | None = None) -> EpisodePlan:
-        next_own = self._loop.state.next_own
-        return queue(next_own, self._next_episode, num_episodes, min_steps)
+        options: Any = {"first_queued": self._next_episode, "min_steps": min_steps}
+        return EpisodePlan(self._loop.next_own, num_episodes, **options)
 
-    def _call(self, carry: Carry | None = None) -> "_Call":
-        """Begins a call: checks that the carry is the latest one, and uses it up."""
-        # An interrupt may leave the id of the main thread, though it is in no call.
-        idle = None, threading.get_ident(), threading.main_thread().ident
-        if self._thread not in idle:
-            raise RuntimeError(
-                "A collector over host environments makes one call at a time, and a "
-                "batch of a `Stream` is running in another thread: close the stream "
-                "first, or give each its own collector and environments."
-            )
-        if carry is None:
-            return _Call(self)
+    @contextlib.contextmanager
+    def _call(self, carry: Carry | None = None) -> Iterator[None]:
+        """Surrounds a call, which uses its carry up.
+
+        Until the call returns, `recover` can go on where it stopped.
+        """
+        with held_back() as check:
+            if not self._calling.acquire(blocking=False):
+                raise RuntimeError(
+                    "A collector over host environments makes one call at a time, and "
+                    "a batch of a `Stream` is running in another thread: close the "
+                    "stream first, or give each its own collector and environments."
+                )
+            try:
+                if carry is not None:
+                    self._check_carry(carry)
+                    self._used = self._mark
+                    self._ticket += 1
+                self._is_whole, self._loop.check = False, check
+                yield
+            finally:
+                self._calling.release()
+        # Ctrl-C at the end of the call leaves before this line, and loses nothing.
+        self._block, self._trajectory, self._is_whole = None, None, True
+
+    def _check_carry(self, carry: Carry) -> None:
         checks.host_call(carry)
-        if self._loop is not None and not is_claimed(self.env, self._number):
+        if self._ticket and not is_claimed(self.env, self._number):
             raise ValueError(
                 "`carry` must be of the collector that stepped `env` last, but another "
                 "one has stepped it since: give each its own environments, or call "
                 "`init` again."
             )
-        if self._loop is None or not np.array_equal(carry.env_state, self._mark):
+        if not self._ticket or not np.array_equal(carry.env_state, self._mark):
             raise ValueError(
                 "`carry` must be the one that the last call returned, for the "
                 "environments have moved on; after an error `recover` returns one."
             )
-        return _Call(self, carry)
 
     @property
     def _mark(self) -> np.ndarray:
@@ -500,27 +519,42 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         return np.array([self._number, self._ticket], np.uint32)
 
     def _count(self) -> Transition:
-        """Returns the transitions of the block, computed once."""
+        """Returns the transitions of the block, finished once."""
         if self._trajectory is None:
-            counted = self._bookkeeper.count(self._episode, self._block)
-            self._episode, self._trajectory = counted
+            self._block.extras = to_host(self._block.extras)
+            rows = self._block.read()
+            if self.record_fn is None and not self.accumulators:
+                self._trajectory = jax.device_put(rows)
+            else:
+                finished = self._finish(self._accumulated, rows, self._block.lane)
+                self._accumulated, self._trajectory = finished
         return self._trajectory
 
     def _carry(self) -> Carry:
         """Makes the carry for the next call."""
-        state = self._loop.state
-        step: Any = np.int32(state.progress.step)
+        loop, runner = self._loop, self._runner
+        episode: dict[str, Any] = {
+            "key": (),  # host episodes have a seed instead
+            "episode_return": loop.episode_return.copy(),
+            "episode_length": loop.episode_length.copy(),
+            "episode_id": loop.episode_id,
+        }
+        if self.accumulators:
+            self._accumulated = prng.select(
+                episode["episode_length"] > 0,
+                self._accumulated,
+                accumulate_nothing(self.accumulators, self.env.num_envs),
+            )
+        step: Any = np.int32(runner.step)
         next_episode: Any = np.int32(self._next_episode)
         return Carry(
-            key=state.progress.key,
+            key=runner.key,
             step=step,
             next_episode=next_episode,
             env_state=self._mark,
-            obs=jax.tree.map(np.array, self._loop.obs),
-            policy_state=self._runner.restart(
-                state.progress, state.over, state.episode_id
-            ),
-            episode=self._bookkeeper.at(self._episode, state.episode_id),
+            obs=jax.tree.map(np.array, loop.obs),
+            policy_state=runner.restarted(loop.over, loop.episode_id),
+            episode=Episode(**episode, accumulated=self._accumulated),
         )
 
     def _play(
@@ -531,43 +565,46 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         consume: Callable[[Transition, int], None] = lambda trajectory, num_rows: None,
     ) -> tuple[Carry, Episodes]:
         """Plays assigned episodes; passes every block of rows to `consume`."""
-        loop, results = self._loop, Results(plan)
+        loop = self._loop
         loop.assign(plan)
         while not loop.is_over:
             block = self._begin_block(_BLOCK)
-            loop.play(params, block, limit=max_steps)
+            loop.play(params, block, max_steps)
             trajectory = self._count()
             consume(trajectory, block.num)
-            results.note(trajectory, lanes_of(trajectory), block.cut)
-        episodes, num_queued = results.read(loop.state.lost)
-        self._next_episode, self._block = self._next_episode + num_queued, None
-        self._trajectory = None
-        loop.dismiss(plan.after)
-        return self._carry(), jax.device_put(episodes)
+            plan.note(trajectory, block.lane, block.cut)
+        episodes, self._block, self._trajectory = plan.read(loop.lost), None, None
+        self._next_episode += plan.num_used
+        loop.dismiss()
+        return self._carry(), episodes
 
 
-class _Call:
-    """A call of a collector: until it returns, `recover` can go on where it stopped."""
+def _check_ready(env: Any, num_ready: Any) -> int:
+    """Checks the number of environments in a row."""
+    if not hasattr(env, "receive"):
+        raise ValueError(
+            "`env` must be an `AsyncHostVectorEnv` for `num_ready`, as "
+            f"`rollout.envs.workers` makes it, got {type(env).__name__}."
+        )
+    num_ready = checks.int_between("num_ready", num_ready, most=env.num_envs)
+    fixed = getattr(env, "batch_size", num_ready)
+    if fixed != num_ready:
+        raise ValueError(
+            f"`num_ready` must be the `batch_size` of the environment, {fixed}, "
+            f"got {num_ready}."
+        )
+    return num_ready
 
-    def __init__(self, collector: Any, carry: Carry | None = None) -> None:
-        self._collector, self._carry = collector, carry
 
-    def __enter__(self) -> Self:
-        owner = self._collector
-        owner._is_whole = False  # first: from here on `recover` may be called
-        owner._thread = threading.get_ident()
-        if self._carry is not None:
-            owner._used = owner._mark
-            owner._ticket += 1
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        owner = self._collector
-        owner._thread = None
-        if kind is not None:
-            return
-        # In one line, the last of a call: from here on it counts as returned.
-        owner._block, owner._trajectory, owner._is_whole = None, None, True
+def _check_on_fault(env: Any, on_fault: Any) -> None:
+    if on_fault not in ("raise", "restart"):
+        raise ValueError(f'`on_fault` must be "raise" or "restart", got {on_fault!r}.')
+    if on_fault == "restart" and not hasattr(env, "rebuild"):
+        raise ValueError(
+            '`on_fault="restart"` needs environments that can be rebuilt one by one, '
+            "as those of `rollout.envs.workers` and of `rollout.envs.from_gymnasium` "
+            f"with an id or a function, got {type(env).__name__}."
+        )
 
 
 def _join(states: list[bytes]) -> bytes:

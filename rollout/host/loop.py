@@ -1,173 +1,133 @@
 """Steps environments under a policy: act, step, and begin the episodes that follow.
 
-An exception, Ctrl-C among them, may come on any line. So the state after a row is
-computed first and then takes effect in one assignment; until then the answer of the
-environments is kept, and can be taken again.
+Ctrl-C is held back and leaves at one place, between two rows, so the state may change
+piece by piece. Only a second Ctrl-C, or an error in the environments' own code, comes
+at any line: the state is then torn, and `recover` begins new episodes everywhere.
 """
 
-import signal
-import threading
+import logging
+import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import chex
+import jax
 import numpy as np
 
 from rollout.envs.host.observation_check import ObservationCheck
-from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
+from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.types import ArrayTree
-from rollout.host.episode_plan import EpisodePlan
-from rollout.host.restarts import Restarts
+from rollout.host.policy_runner import PolicyRunner, to_host
 from rollout.host.rows import RowBlock
 from rollout.host.seeds import Seeds
-
-At = slice | np.ndarray  # the lanes of a row's columns: all, or `[num_ready]` int
+from rollout.host.served import Served
+from rollout.types import Carry
 
 NO_LIMIT = 2**31 - 1  # no episode has so many steps
-TORN = "torn"  # a step that may have been interrupted
 _ALL = slice(None)
+_LOG = logging.getLogger("rollout")
 
 
-class Fault(NamedTuple):
-    """Environments that failed, until the failure is reported."""
+class FaultStats(NamedTuple):
+    """Counts of faults and their costs, since the collector was made.
 
-    causes: Mapping[int, BaseException]  # by the number of the environment
-    lost: tuple[int, ...]  # ids of the episodes that are lost with them
-    num_episodes: int  # how many of these count
-
-
-class Answer(NamedTuple):
-    """Actions of a row that is not written yet, and the answer of the environments.
-
-    The first axis has all `B` lanes, or those in `at`.
+    Attributes:
+        faulty_episodes: episodes that were given up.
+        lost_steps: steps of these that were masked out, the faulty ones included. A
+            call for episodes has only its last rows, at most 64, and counts those.
+        restarts: number of times an environment was rebuilt.
     """
 
-    action: ArrayTree
-    extras: ArrayTree
-    progress: Any  # of the policy
-    result: HostStep
-    at: At = _ALL
-
-
-class State(NamedTuple):
-    """State of the loop between two rows, `[B]` each; replaced as a whole."""
-
-    progress: Any  # the `Progress` of the policy
-    episode_id: np.ndarray  # int32
-    own_id: np.ndarray  # int32, the lane's last own episode
-    length: np.ndarray  # int32, steps of the episode so far
-    over: np.ndarray  # bool, the policy has not seen the lane's episode yet
-    must_begin: np.ndarray  # bool, the lane must be reset
-    unread: np.ndarray  # bool, the lane's first observation was not read yet
-    failed: np.ndarray  # bool, the environment must be rebuilt
-    fault: Fault | None = None
-    lost: tuple[int, ...] = ()  # ids of the episodes that were lost in this call
-    plan: EpisodePlan | None = None  # None: every lane plays its own episodes
-
-    @property
-    def next_own(self) -> np.ndarray:
-        """`[B]` int32, the ids of the lanes' own next episodes."""
-        return self.own_id + np.int32(len(self.own_id))
-
-    def begin(self, mask: np.ndarray, episode_id: np.ndarray) -> Self:
-        """Begins the episodes with these ids, `[B]`, in the lanes where `mask`."""
-        # Only marks the lanes: `Loop.settle` resets them, and may do so repeatedly.
-        # Ids of the queue are negative, and leave the count of own episodes as it is.
-        episode_id = np.where(mask, episode_id, self.episode_id)
-        return self._replace(
-            episode_id=episode_id,
-            own_id=np.where(mask & (episode_id >= 0), episode_id, self.own_id),
-            length=np.where(mask, np.int32(0), self.length),
-            over=self.over | mask,
-            must_begin=self.must_begin | mask,
-            unread=self.unread | mask,
-        )
-
-    def end(self, mask: np.ndarray, num_steps: int) -> Self:
-        """Ends the episodes where `mask`; the lanes begin those that follow.
-
-        Args:
-            mask: `[B]` bool.
-            num_steps: steps since the last call, of lanes that are not idle.
-        """
-        if self.plan is None:
-            return self.begin(mask, self.next_own) if np.count_nonzero(mask) else self
-        plan = self.plan.advance(mask, num_steps)
-        state = self._replace(plan=plan)
-        return state.begin(mask, plan.episode_id) if mask.any() else state
-
-    def lose(self, causes: Mapping[int, BaseException], counts: np.ndarray) -> Self:
-        """Records that environments failed. Call it before `end`, which changes ids.
-
-        Args:
-            causes: by the number of the environment.
-            counts: `[B]` bool, lanes whose episode counts.
-        """
-        lanes = list(causes)
-        lost, failed = tuple(self.episode_id[lanes].tolist()), self.failed.copy()
-        failed[lanes] = True
-        fault = Fault(dict(causes), lost, int(counts[lanes].sum()))
-        return self._replace(fault=fault, failed=failed, lost=self.lost + lost)
+    faulty_episodes: int
+    lost_steps: int
+    restarts: int
 
 
 class Loop:
-    """Steps environments under a policy, and holds their state.
+    """Steps `B` environments under a policy, and holds their state.
 
     Args:
-        env: `B` environments.
-        act_fn: `PolicyRunner.act`, which chooses the actions.
-        progress: of the policy, before its first step.
-        key: one typed root key.
-        restarts: counts environments that fail, and rebuilds them.
-        failed: `[B]` bool, those that must be rebuilt at once.
+        env: the environments.
+        runner: the policy.
+        num_ready: how many environments are in a row, None for all.
+        timeout: seconds to wait for these, None for any time.
+        restarts: whether environments that fail are rebuilt; else the fault raises.
+        max_restarts: how many times environments are rebuilt in all.
+
+    Attributes:
+        check: called between two rows; raises if Ctrl-C was pressed.
+        stats: counts of faults so far.
+        obs: `[B, ...]`, perhaps the environments' own memory.
+        episode_id: `[B]` int32, the episodes that the lanes are in.
+        episode_return, episode_length: `[B]` float32 and int32, theirs so far.
+        over: `[B]` bool, True where the policy has not seen the episode yet.
+        plan: the episodes that were assigned, None while lanes play their own.
+        lost: ids of the episodes that the call has lost.
     """
 
     def __init__(
         self,
-        env: HostVectorEnv,
-        act_fn: Callable[..., tuple[ArrayTree, ArrayTree, Any]],
-        progress: Any,
-        key: chex.PRNGKey,
-        restarts: Restarts,
-        failed: np.ndarray,
+        env: Any,
+        runner: PolicyRunner,
+        *,
+        num_ready: int | None,
+        timeout: float | None,
+        restarts: bool,
+        max_restarts: int,
     ) -> None:
-        self._env, self._act_fn, self._restarts = env, act_fn, restarts
-        self._seeds = Seeds(key, env.num_envs)
+        self._env, self._runner = env, runner
+        self._num_ready: Any = num_ready
+        self._timeout = timeout
+        self._restarts, self._max_restarts = restarts, max_restarts
         self._obs_check = ObservationCheck(env.observation_space)
+        self.check: Callable[[], None] = lambda: None
+        self.stats = FaultStats(0, 0, 0)
         self._everywhere = np.ones(env.num_envs, bool)
         self._nowhere = ~self._everywhere
         for mask in (self._everywhere, self._nowhere):
-            mask.setflags(write=False)  # environments get them
-        self._limit = NO_LIMIT
-        self.obs: ArrayTree = None  # [B, ...], in the environments' own memory
-        # None between two rows; TORN while the environments step, since it is unknown
-        # how far an interrupted step got; then their answer, until its row is written.
-        self._pending: Any = None
-        lane = np.arange(env.num_envs, dtype=np.int32)
-        self.state = State(
-            progress=progress,
-            episode_id=lane,
-            own_id=lane,
-            length=np.zeros_like(lane),
-            over=self._everywhere,
-            must_begin=self._everywhere,
-            unread=self._everywhere,
-            failed=failed,
-        )
+            mask.setflags(write=False)
+        self._is_torn = False  # True while environments work
+        self._failed = self._nowhere.copy()  # [B] bool, to be rebuilt
+
+    def start(self, key: chex.PRNGKey) -> None:
+        """Prepares the first episode of every lane; `begin_all` begins them."""
+        num_envs = self._env.num_envs
+        self._runner.start(key)
+        self._seeds = Seeds(key, num_envs)
+        self._start_time = time.monotonic()
+        self.plan: Any = None  # an `EpisodePlan`
+        self.lost: list[int] = []
+        self.episode_id = np.arange(num_envs, dtype=np.int32)
+        self.episode_return = np.zeros(num_envs, np.float32)
+        self.episode_length = np.zeros(num_envs, np.int32)
+        self.obs: ArrayTree = None
+        self.over = self._everywhere
+        self._begins = self._nowhere.copy()  # [B] bool, to be reset
+        # With `num_ready`: which environments step, `[B]` bool, and of these the
+        # observations, actions and extras, `[B, ...]`, until they answer.
+        self._in_flight = self._nowhere.copy()
+        self._sent: ArrayTree = None
+
+    def begin_all(self) -> None:
+        """Begins the episode that every lane is to be in, wherever environments are."""
+        self._mark(self._everywhere, self.episode_id)
+        if self._is_torn:
+            self._rebuild(self._everywhere)
+        self._settle()
 
     @property
     def is_over(self) -> bool:
         """True if all assigned episodes are over."""
-        plan = self.state.plan
-        return plan is not None and plan.is_over
+        return self.plan is not None and self.plan.is_over
 
-    def play(
-        self,
-        params: Any,
-        block: RowBlock,
-        *,
-        limit: int = NO_LIMIT,
-    ) -> None:
+    @property
+    def next_own(self) -> np.ndarray:
+        """`[B]` int32, the ids of the lanes' own next episodes."""
+        if self.plan is not None and self.plan.is_queue:
+            return self.plan.after
+        return self.episode_id + np.int32(len(self.episode_id))
+
+    def play(self, params: Any, block: RowBlock, limit: int = NO_LIMIT) -> None:
         """Fills a block, or as much of it as the assigned episodes take.
 
         After an error the block has the complete rows; `recover` goes on.
@@ -177,255 +137,299 @@ class Loop:
             block: where the rows go.
             limit: steps after which an episode is cut.
         """
-        self._limit = limit
-        with _InterruptBetweenSteps() as interrupt:
-            while block.num < block.size and not self.is_over:
-                interrupt.check()
-                self._exchange(params, block)
-                self._take(block)
-                self.settle(block)
+        while block.num < block.size and not self.is_over:
+            self.check()
+            if self._num_ready is None:
+                result, at = self._step(params, block)
+            else:
+                result, at = self._serve(params, block)
+            self._take(block, result, at, limit)
+            if np.count_nonzero(self._begins):  # faster than `any`
+                self._settle(block)
+            self._is_torn = False
 
     def begin(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
         """Begins the episodes with these ids, `[B]`, where `mask`."""
-        # The state first: if a reset is interrupted, `recover` finishes it.
-        self.state = self.state.begin(mask, episode_id)
-        self.settle()
+        self._mark(mask, episode_id)
+        self._settle()
 
-    def assign(self, plan: EpisodePlan) -> None:
+    def assign(self, plan: Any) -> None:
         """Begins the first episodes of a plan, in all lanes."""
-        state = self.state.begin(self._everywhere, plan.episode_id)
-        self.state = state._replace(plan=plan, lost=())
-        self.settle()
+        self.plan, self.lost = plan, []
+        self.begin(self._everywhere, plan.episode_id)
 
-    def dismiss(self, after: np.ndarray) -> None:
-        """Ends the plan: lanes begin their own episodes, with the ids `after`."""
-        state = self.state.begin(self._everywhere, after)
-        self.state = state._replace(plan=None, lost=())
-        self.settle()
+    def dismiss(self) -> None:
+        """Ends the plan: lanes begin their own episodes."""
+        plan, self.plan = self.plan, None
+        self.begin(self._everywhere, plan.after)
 
-    def recover(self, block: RowBlock | None, *, restart_all: bool = False) -> None:
+    def resume(self, carry: Carry, *, is_loaded: bool) -> None:
+        """Goes on from a carry, or restarts its episodes if `env` could not load it."""
+        self._runner.step, self._runner.state = int(carry.step), carry.policy_state
+        self.episode_id = np.array(carry.episode.episode_id)
+        self.episode_return = np.array(carry.episode.episode_return)
+        self.episode_length = np.array(carry.episode.episode_length)
+        self.obs, self.over = jax.tree.map(np.array, carry.obs), self._nowhere
+        if is_loaded:
+            self._failed, self._is_torn = self._nowhere.copy(), False
+        else:
+            self.begin_all()
+
+    def recover(self, block: RowBlock | None, *, restart_all: bool) -> None:
         """Goes on after an error.
 
         Environments that failed are rebuilt, and lanes whose episode cannot go on begin
         new ones. With `restart_all`, or where episodes were assigned, all lanes do.
         """
-        # A whole answer still counts as a row; `_take` then clears `_pending`.
-        if self._pending is not None and self._pending is not TORN and block:
-            self._take(block)
-        state = self.state
-        # After a torn step it is unknown which observations the environments are at.
-        if self._pending is not None or state.plan is not None or restart_all:
-            state = state.begin(self._everywhere, state.next_own)
-        self.state, self._pending = state._replace(plan=None, lost=()), None
-        self.settle(block, forgiven=set())
+        next_own = self.next_own
+        if self._is_torn or self.plan is not None or restart_all:
+            self.plan, self.lost = None, []
+            self._mark(self._everywhere, next_own)
+        if self._is_torn:
+            self._rebuild(self._everywhere)
+        self._settle(block)
 
-    def settle(
-        self, block: RowBlock | None = None, forgiven: set[int] | None = None
-    ) -> None:
-        """Rebuilds failed environments, and resets the lanes that must begin.
-
-        Args:
-            block: the rows in which lost episodes are masked out.
-            forgiven: None reports each fault, which raises unless `on_fault` is
-                "restart". A set forgives the first fault of each environment, and
-                collects those that had one.
-        """
-        # In this order: a fault may raise, and a failed environment cannot be reset.
-        # Each call clears its part of the state, or adds a fault for the next round.
-        while True:
-            fault = self.state.fault
-            if fault is not None:
-                self._report(fault, block, forgiven)
-            elif np.count_nonzero(self.state.failed):  # faster than `any`
-                self._rebuild()
-            elif np.count_nonzero(self.state.must_begin):
-                self._reset()
-            else:
-                return
-
-    def _exchange(self, params: Any, block: RowBlock) -> None:
-        """Sends the actions, and waits for the answers of a row."""
-        state = self.state
+    def _step(self, params: Any, block: RowBlock) -> tuple[HostStep, slice]:
+        """Takes a step in all lanes."""
         block.write("obs", self.obs)
         # The row of the block is not overwritten, so jax may read it without a copy.
         obs = block.written("obs")
-        action, extras, progress = self._act_fn(
-            params, obs, state.over, state.episode_id, state.progress
+        action, extras = self._runner.act(params, obs, self.over, self.episode_id)
+        self.over, self._is_torn = self._nowhere, True
+        result = self._env.step(action)
+        block.write("action", action)
+        block.extras[block.num :] = [extras]
+        return result, _ALL
+
+    def _serve(self, params: Any, block: RowBlock) -> tuple[HostStep, np.ndarray]:
+        """Sends actions to all lanes that wait; receives the first that answer."""
+        waits = ~self._in_flight
+        # Idle lanes keep waiting; but a fixed batch may need their answers to be full.
+        if self.plan is not None and not hasattr(self._env, "batch_size"):
+            waits &= self.plan.mask
+        # All before waiting for a row, so that none stands still: usually the lanes of
+        # the last row; at the start all, in several sends.
+        env_id = np.flatnonzero(waits).astype(np.int32)
+        num_ready = self._num_ready
+        for first in range(0, len(env_id), num_ready):
+            self._send(params, env_id[first : first + num_ready])
+        # Fewer are in flight where a plan ends.
+        num_ready = min(num_ready, int(np.count_nonzero(self._in_flight)))
+        self._is_torn = True
+        try:
+            result, at = self._env.receive(num_ready, self._timeout)
+        except TimeoutError as error:
+            self._is_torn = False  # nothing is lost: the next call receives them
+            raise TimeoutError(
+                f"`num_ready`={num_ready} environments must answer within "
+                f"`timeout`={self._timeout} s, got fewer."
+            ) from error
+        self._in_flight[at] = False
+        obs, action, extras = jax.tree.map(lambda x: x[at], self._sent)
+        block.write("obs", obs)
+        block.write("action", action)
+        block.extras[block.num :] = [extras]
+        block.lane[block.num, : len(at)] = at
+        now = getattr(self._env, "now", time.monotonic() - self._start_time)
+        served: Any = {"env_id": at, "time": np.full(len(at), now, np.float32)}
+        info = Served(**served, info=result.info, num_envs=self._env.num_envs)
+        return result._replace(info=info), at
+
+    def _send(self, params: Any, env_id: np.ndarray) -> None:
+        """Sends actions to up to `num_ready` environments; calls the policy once."""
+        num_envs, count = self._env.num_envs, len(env_id)
+        # Padded, so that one compiled program serves any number. The policy drops the
+        # state of the number beyond the last lane; as input any lane will do.
+        padded = np.full(self._num_ready, num_envs, np.int32)
+        padded[:count] = env_id
+        at = np.minimum(padded, num_envs - 1)
+        obs = jax.tree.map(lambda x: x[at], self.obs)
+        decision = self._runner.act(
+            params, obs, self.over[at], self.episode_id[at], padded
         )
-        self._pending = TORN
-        # One line, so that no interrupt comes between the step and the assignment.
-        self._pending = Answer(action, extras, progress, self._env.step(action))
+        chosen = jax.tree.map(lambda x: x[:count], (obs, *to_host(decision)))
+        if self._sent is None:
+            self._sent = jax.tree.map(
+                lambda x: np.zeros((num_envs, *x.shape[1:]), x.dtype), chosen
+            )
+        _place_rows(self._sent, env_id, chosen)
+        self.over = self.over.copy()
+        self.over[env_id] = False
+        self._is_torn = True
+        self._env.send(chosen[1], env_id)
+        self._in_flight[env_id] = True
+        self._is_torn = False
 
-    def _answer(self, block: RowBlock) -> Answer:
-        """Returns the answer to a row, whose observations are written."""
-        del block  # unused: `_exchange` has written them
-        return self._pending
-
-    def _take(self, block: RowBlock) -> None:
-        """Writes the answered row, which takes effect with the last line.
-
-        Until then it may be interrupted, and called again with the same answer.
-        """
-        answer = self._answer(block)
-        result, at = answer.result, answer.at
-        block.write("action", answer.action)
-        block.write("extras", answer.extras)
-        block.write("info", result.info)
-        block.write("next_obs", result.obs)
-        state, stepped = self._count(answer), result.mask
+    def _take(self, block: RowBlock, result: HostStep, at: Any, limit: int) -> None:
+        """Writes a row, and ends the episodes that are over with it."""
+        row, columns, stepped = block.num, slice(len(result.reward)), result.mask
+        terminated, truncated = result.terminated, result.truncated
+        plan, ended = self.plan, terminated | truncated
+        if stepped is None:  # the usual case, kept fast
+            self.episode_length[at] += 1
+            self.episode_return[at] += result.reward
+        else:
+            lanes = np.arange(len(self.over))[at]
+            self.over = self.over.copy()
+            self.over[lanes[~stepped]] = True  # these only got their first observation
+            self.episode_length[lanes[stepped]] += 1
+            self.episode_return[lanes[stepped]] += result.reward[stepped]
         # The mask of the row: neither lanes that only reset themselves nor idle ones.
         data = self._everywhere[at] if stepped is None else stepped
-        if state.plan is not None:
-            data = data & state.plan.mask[at]
-        row, columns = block.num, slice(len(result.reward))
-        terminated, truncated = result.terminated, result.truncated
-        over = self._scatter(terminated | truncated, at)
-        if self._limit < NO_LIMIT:
-            cut = data & (state.length[at] >= self._limit) & ~truncated
-            over = over | self._scatter(cut, at)
+        if plan is not None:
+            data = data & plan.mask[at]
+        if limit < NO_LIMIT:
+            cut = data & (self.episode_length[at] >= limit) & ~truncated
+            ended |= cut
             block.cut[row, columns] = cut
             # A stream sets both flags where an episode terminates at the limit; an
             # assigned episode is then only terminated.
-            truncated = truncated | (cut if state.plan is None else cut & ~terminated)
+            truncated = truncated | (cut if plan is None else cut & ~terminated)
         block.reward[row, columns] = result.reward
         block.terminated[row, columns] = terminated
         block.truncated[row, columns] = truncated
         block.mask[row, columns] = data
-        block.episode_id[row, columns] = state.episode_id[at]
-        # Faults before `end`, which replaces the ids of the episodes that are lost.
-        causes = self._find_faults(result, at)
-        if causes:
-            state = state.lose(causes, self._scatter(data, at))
-            over = over | _flags(causes, len(over))
-        num_steps = 0 if state.plan is None else int(data.sum())
-        state, self.obs = state.end(over, num_steps), self._read(result.obs, at)
-        # One line, so that an interrupt keeps either all of the row or nothing.
-        block.num, self.state, self._pending = row + 1, state, None
-
-    def _count(self, answer: Answer) -> State:
-        """Returns the state with the steps of a row counted."""
-        at, stepped = answer.at, answer.result.mask
-        state, progress = self.state, answer.progress
-        if stepped is None and at is _ALL:  # the usual case, kept fast
-            length = state.length + np.int32(1)
-            return state._replace(progress=progress, over=self._nowhere, length=length)
-        over = self._nowhere if at is _ALL else state.over
-        state = state._replace(progress=progress, over=over)
-        length = state.length.copy()
-        length[at] += 1 if stepped is None else stepped
-        if stepped is None:
-            return state._replace(length=length)
-        over = state.over.copy()
-        over[at] |= ~stepped  # those lanes only got their first observation
-        return state._replace(length=length, over=over)
-
-    def _read(self, obs: ArrayTree, at: At) -> ArrayTree:
-        """Returns the observations `[B, ...]` after a step that returned `obs`."""
-        del at  # unused: all lanes
-        return obs
-
-    def _read_first(self, obs: ArrayTree, mask: np.ndarray) -> ArrayTree:
-        """Returns the observations `[B, ...]` after a reset where `mask`."""
-        del mask  # unused: `obs` has those of the other lanes, too
-        return obs
-
-    def _scatter(self, flags: np.ndarray, at: At) -> np.ndarray:
-        """Scatters flags of the lanes that answered to all lanes, `[B]` bool."""
+        block.episode_id[row, columns] = self.episode_id[at]
+        block.episode_return[row, columns] = self.episode_return[at]
+        block.episode_length[row, columns] = self.episode_length[at]
+        block.write("next_obs", result.obs)
+        block.write("info", result.info)
+        block.num = row + 1
         if at is _ALL:
-            return flags
-        scattered = np.zeros(self._env.num_envs, bool)
-        scattered[at] = flags
-        return scattered
+            self.obs, over = result.obs, ended
+        else:
+            _place_rows(self.obs, at, result.obs)
+            over = self._nowhere.copy()
+            over[at] = ended
+        num_steps = 0 if plan is None else int(np.count_nonzero(data))
+        causes = self._obs_check.find(result.obs)
+        if causes and at is not _ALL:
+            causes = {int(at[column]): cause for column, cause in causes.items()}
+        if causes := causes | dict(result.causes):
+            counts = self._nowhere.copy()
+            counts[at] = data
+            self._lose(causes, counts, over, num_steps, block)
+        elif plan is not None or np.count_nonzero(over):
+            self._end(over, num_steps)
 
-    def _find_faults(self, result: HostStep, at: At) -> Mapping[int, BaseException]:
-        bad = self._obs_check.find(result.obs)
-        if not bad:
-            return result.causes
-        lanes = np.arange(self._env.num_envs)[at].tolist()
-        return {lanes[row]: cause for row, cause in bad.items()} | dict(result.causes)
+    def _end(self, over: np.ndarray, num_steps: int) -> None:
+        """Ends episodes where `over`; the lanes begin those that follow.
+
+        Args:
+            over: `[B]` bool.
+            num_steps: steps of the row, of lanes that are not idle.
+        """
+        if self.plan is None:
+            self._mark(over, self.next_own)
+            return
+        self.plan.advance(over, num_steps)
+        if np.count_nonzero(over):
+            self._mark(over, self.plan.episode_id)
+
+    def _mark(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
+        """Marks lanes, which `_settle` resets, for the episodes with these ids."""
+        self.episode_id = np.where(mask, episode_id, self.episode_id)
+        self.episode_length[mask] = 0
+        self.episode_return[mask] = 0
+        self.over = self.over | mask
+        self._begins = self._begins | mask
+
+    def _settle(self, block: RowBlock | None = None) -> None:
+        """Rebuilds failed environments, and resets the lanes that begin an episode.
+
+        Args:
+            block: the rows in which lost episodes are masked out.
+        """
+        self._is_torn = True
+        while np.count_nonzero(self._begins):
+            if np.count_nonzero(self._failed):
+                failed = np.count_nonzero(self._failed)
+                restarts = self.stats.restarts + int(failed)
+                self.stats = self.stats._replace(restarts=restarts)
+                self._rebuild(self._failed)
+                continue
+            lane, causes, obs = np.flatnonzero(self._begins), {}, None
+            seeds = self._seeds.of(lane, self.episode_id[lane])
+            try:
+                obs = self._env.reset(seeds, self._begins)
+                bad = self._obs_check.find(obs)
+                causes = {n: bad[n] for n in lane.tolist() if n in bad} if bad else {}
+            except EnvFault as error:
+                causes = error.causes
+            if causes:
+                # Its seed may be the cause, so the next episode takes its place. The
+                # other lanes are reset once more, with the same seeds.
+                counts = self._everywhere if self.plan is None else self.plan.mask
+                self._lose(causes, counts, self._nowhere.copy(), 0, block)
+            elif self._num_ready is None:
+                self.obs, self._begins = obs, self._nowhere
+            else:
+                if self.obs is None:
+                    self.obs = jax.tree.map(np.array, obs)
+                for own, new in zip(
+                    *map(jax.tree.leaves, (self.obs, obs)), strict=True
+                ):
+                    own[lane] = new[lane]
+                self._in_flight &= ~self._begins  # a reset drops the step in flight
+                self._begins = self._nowhere
+        self._is_torn = False
+
+    def _lose(
+        self,
+        causes: Mapping[int, BaseException],
+        counts: np.ndarray,
+        over: np.ndarray,
+        num_steps: int,
+        block: RowBlock | None,
+    ) -> None:
+        """Gives up the episodes of environments that failed, and ends others.
+
+        Args:
+            causes: by the number of the environment.
+            counts: `[B]` bool, lanes whose episode counts.
+            over: `[B]` bool, lanes whose episode has ended by itself.
+            num_steps: as in `_end`.
+            block: as in `_settle`.
+        """
+        lanes = list(causes)
+        lost = self.episode_id[lanes]
+        self.lost += lost.tolist()
+        num_lost = 0 if block is None else block.mask_out(lost)
+        self._failed[lanes] = over[lanes] = True
+        self._end(over, num_steps)
+        self._report(causes, int(np.count_nonzero(counts[lanes])), num_lost)
 
     def _report(
-        self, fault: Fault, block: RowBlock | None, forgiven: set[int] | None
+        self, causes: Mapping[int, BaseException], num_episodes: int, num_steps: int
     ) -> None:
-        """Masks out the rows of lost episodes, and reports the fault."""
-        num_steps = 0
-        if block is not None:
-            num_steps = sum(block.mask_out(episode_id) for episode_id in fault.lost)
-        self.state = self.state._replace(fault=None)
-        counts = {"episodes": fault.num_episodes, "steps": num_steps}
-        if forgiven is None or not forgiven.isdisjoint(fault.causes):
-            self._restarts.report(fault.causes, **counts)
-        else:
-            forgiven.update(fault.causes)
-            self._restarts.count(**counts)
+        """Counts a fault, and logs it; raises it unless environments are rebuilt."""
+        episodes, steps, restarts = self.stats
+        episodes, steps = episodes + num_episodes, steps + num_steps
+        self.stats = FaultStats(episodes, steps, restarts)
+        hint = ""
+        if self._restarts and restarts + len(causes) > self._max_restarts:
+            hint = f"; `max_restarts`={self._max_restarts} are used up"
+        if hint or not self._restarts:
+            self._is_torn = False  # all that a fault changes has changed
+            raise EnvFault(causes, hint) from next(iter(causes.values()))
+        for number, reason in causes.items():
+            text = f"{type(reason).__name__}: {reason}"
+            _LOG.warning("environment %d is rebuilt after %s", number, text)
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, mask: np.ndarray) -> None:
+        """Rebuilds environments, if they can be, whatever `on_fault` says."""
+        failed = self._nowhere.copy()
         try:
-            self._restarts.rebuild(np.flatnonzero(self.state.failed).tolist())
+            if hasattr(self._env, "rebuild"):
+                self._env.rebuild(mask)
         except EnvFault as error:  # a new environment failed at once
-            failed = _flags(error.causes, len(self._nowhere))
-            fault = Fault(error.causes, (), 0)
-            self.state = self.state._replace(failed=failed, fault=fault)
-            return
-        self.state = self.state._replace(failed=self._nowhere)
-
-    def _reset(self) -> None:
-        """Resets the lanes that must begin, to the next episode where that fails."""
-        state, lane = self.state, np.flatnonzero(self.state.must_begin)
-        seeds = self._seeds.of(lane, state.episode_id[lane])
-        causes, obs = {}, None
-        try:
-            obs = self._env.reset(seeds, state.must_begin)
-            bad = self._obs_check.find(obs)
-            causes = {n: bad[n] for n in lane.tolist() if n in bad}
-        except EnvFault as error:
-            causes = error.causes
-        if causes:
-            # Its seed may be the cause, so the next episode takes its place.
-            plan, failed = state.plan, _flags(causes, len(state.over))
-            counts = self._everywhere if plan is None else plan.mask
-            state = state.lose(causes, counts)._replace(must_begin=self._nowhere)
-            self.state = state.end(failed, 0)
-            return
-        obs = self._read_first(obs, state.unread)
-        state = state._replace(must_begin=self._nowhere, unread=self._nowhere)
-        self.obs, self.state = obs, state
+            failed[list(error.causes)] = True
+            self._failed = failed
+            self._report(error.causes, 0, 0)
+        self._failed = failed
 
 
-def _flags(causes: Mapping[int, BaseException], num_envs: int) -> np.ndarray:
-    flags = np.zeros(num_envs, bool)
-    flags[list(causes)] = True
-    return flags
-
-
-class _InterruptBetweenSteps:
-    """Delays Ctrl-C until `check` or the end of the `with`; a second one raises."""
-
-    def __init__(self) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        own = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        self._is_waiting, self._num_pressed = own, 0
-
-    def __enter__(self) -> Self:
-        if self._is_waiting:
-            signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        is_waiting, self._is_waiting = self._is_waiting, False
-        if is_waiting:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if kind is None:
-            self.check()
-
-    def check(self) -> None:
-        """Raises `KeyboardInterrupt` if Ctrl-C was pressed."""
-        if self._num_pressed:
-            raise KeyboardInterrupt
-
-    def _note(self, number: int, frame: Any) -> None:
-        del number, frame  # unused
-        self._num_pressed += 1
-        # The second one raises, for the answer may never come.
-        if self._num_pressed > 1 or not self._is_waiting:
-            raise KeyboardInterrupt
+def _place_rows(tree: ArrayTree, where: np.ndarray, rows: ArrayTree) -> None:
+    """Writes rows into arrays, in place."""
+    for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
+        array[where] = leaf

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout import kernel
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.kernel import episode_keys
 from rollout.kernel.episode_keys import LaneIds
-from rollout.kernel.step import initial_policy_state, restart_policy
+from rollout.kernel.step import act, initial_policy_state, restart_policy
 from rollout.types import Carry, Episode, Policy
 
 _AHEAD = 256  # keys that are drawn at once
@@ -26,15 +25,6 @@ class View(NamedTuple):
     action_space: AnySpace
 
 
-class Progress(NamedTuple):
-    """State of a policy between two calls."""
-
-    key: chex.PRNGKey  # the root key
-    words: np.ndarray  # its words, which are faster to pass to jit than a typed key
-    step: int  # how often it has acted
-    state: ArrayTree  # [B, ...], on the device
-
-
 class PolicyRunner:
     """A policy that acts on the host; its keys and its state stay on the device.
 
@@ -42,29 +32,30 @@ class PolicyRunner:
         policy: the policy.
         action_space: of one lane.
         num_envs: B, the number of lanes; a call may act for some of them.
+
+    Attributes:
+        key: the root key.
+        step: how often it has acted.
+        state: `[B, ...]`, on the device.
     """
 
     def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
         self._policy = policy
         self._view: Any = View(num_envs, as_space(action_space, "env.action_space"))
         self._impl: Any = None
-        # The root key, a first step, and the words of the keys from there on: drawn
-        # ahead, for in a small program two hashes would take most of the time.
-        self._ahead: tuple[Any, int, np.ndarray] = (
-            None,
-            0,
-            np.zeros((0, 2), np.uint32),
-        )
 
-    def start(self, key: chex.PRNGKey) -> Progress:
-        """Prepares for a typed root key; returns the initial progress."""
+    def start(self, key: chex.PRNGKey) -> None:
+        """Begins at step 0, with a typed root key."""
         if self._impl != (impl := jax.random.key_impl(key)):
+            self._impl = impl
             self._act = jax.jit(self._apply)
             self._restart = jax.jit(self._restarted)
             self._initial = jax.jit(self._initial_state)
-            self._impl = impl  # last: it marks the others as complete
-        words = np.asarray(jax.random.key_data(key))
-        return Progress(key=key, words=words, step=0, state=self._initial(key))
+        self.key, self.step, self.state = key, 0, self._initial(key)
+        # Words of the keys are faster to pass to jit than typed keys. They are drawn
+        # ahead: in a small program two hashes would take most of the time.
+        self._root = np.asarray(jax.random.key_data(key))
+        self._first, self._words = 0, self._root[:0]  # of step `first + k` in row k
 
     def act(
         self,
@@ -72,10 +63,8 @@ class PolicyRunner:
         obs: ArrayTree,
         over: np.ndarray,
         episode_id: np.ndarray,
-        progress: Progress,
-        *,
         env_id: np.ndarray | None = None,
-    ) -> tuple[ArrayTree, ArrayTree, Progress]:
+    ) -> tuple[ArrayTree, ArrayTree]:
         """Chooses the actions.
 
         Args:
@@ -83,55 +72,53 @@ class PolicyRunner:
             obs: `[B, ...]`, NumPy; it must not be written to afterwards.
             over: `[B]` bool, lanes that are at the start of an episode.
             episode_id: `[B]` int32, the episodes they are in.
-            progress: the one that the last call returned.
             env_id: `[num_ready]` int32, the lanes to act for, which the other arrays
                 and the result then have instead of all B. The number B is padding.
 
         Returns:
-            Action and extras, `[B, ...]`, NumPy; and the new progress.
+            The actions, NumPy; and the extras, which stay on the device.
         """
-        state, lanes = progress.state, ()
-        if jax.tree.leaves(state):  # a stateless policy has nothing to restart
-            lanes = progress.words, over, episode_id
-        words = self._policy_words(progress)
-        state, out = self._act(params, words, state, obs, lanes, env_id)
-        leaves, structure = jax.tree.flatten(out)
-        # The parameters decide where it runs, whatever jax's default device is.
-        if any(device.platform != "cpu" for device in leaves[0].devices()):
-            out = jax.device_get(out)  # begins all copies before it waits for one
-        else:
-            out = structure.unflatten([np.asarray(x) for x in leaves])
-        return *out, progress._replace(step=progress.step + 1, state=state)
+        state, action, extras = self._call(params, obs, over, episode_id, env_id)
+        is_array = isinstance(action, jax.Array)  # the usual case, kept fast
+        action = np.asarray(action) if is_array else to_host(action)
+        self.step, self.state = self.step + 1, state
+        return action, extras
 
-    def compile(self, params: Any, obs: ArrayTree, progress: Progress) -> None:
+    def compile(self, params: Any, obs: ArrayTree) -> None:
         """Compiles `act`."""
         lane = np.arange(self._view.num_envs, dtype=np.int32)
-        self.act(params, obs, np.ones(len(lane), bool), lane, progress)
+        self._call(params, obs, np.ones(len(lane), bool), lane, None)
 
-    def restart(
-        self, progress: Progress, over: np.ndarray, episode_id: np.ndarray
-    ) -> ArrayTree:
+    def restarted(self, over: np.ndarray, episode_id: np.ndarray) -> ArrayTree:
         """Returns the state, with that of an episode's start in the lanes where `over`.
 
         `act` does so by itself; this is for states that a carry returns.
         """
-        if not jax.tree.leaves(progress.state) or not over.any():
-            return progress.state
-        return self._restart(progress.words, progress.state, over, episode_id)
+        if not jax.tree.leaves(self.state) or not over.any():
+            return self.state
+        return self._restart(self._root, self.state, over, episode_id)
+
+    def _call(
+        self,
+        params: Any,
+        obs: ArrayTree,
+        over: np.ndarray,
+        episode_id: np.ndarray,
+        env_id: np.ndarray | None,
+    ) -> tuple[ArrayTree, ArrayTree, ArrayTree]:
+        row = self.step - self._first
+        if not 0 <= row < len(self._words):
+            self._words = np.asarray(_policy_keys(self.key, self.step))
+            self._first, row = self.step, 0
+        lanes = ()
+        if jax.tree.leaves(self.state):  # a stateless policy has nothing to restart
+            lanes = self._root, over, episode_id
+        return self._act(params, self._words[row], self.state, obs, lanes, env_id)
 
     def _initial_state(self, key: chex.PRNGKey) -> ArrayTree:
         lanes = episode_keys.all_lanes(self._view.num_envs)
         first = episode_keys.keys_of(key, lanes, lanes.number)
         return initial_policy_state(self._policy, self._view, first)
-
-    def _policy_words(self, progress: Progress) -> np.ndarray:
-        """Returns the words of the policy's key at this step."""
-        key, first, words = self._ahead
-        row = progress.step - first
-        if key is not progress.key or not 0 <= row < len(words):
-            words, row = np.asarray(_policy_keys(progress.key, progress.step)), 0
-            self._ahead = progress.key, progress.step, words
-        return words[row]
 
     def _apply(
         self,
@@ -141,22 +128,19 @@ class PolicyRunner:
         obs: ArrayTree,
         lanes: tuple[jax.Array, ...],
         env_id: jax.Array | None,
-    ) -> tuple[ArrayTree, tuple[ArrayTree, ...]]:
+    ) -> tuple[ArrayTree, ArrayTree, ArrayTree]:
         num_lanes, old = len(jax.tree.leaves(obs)[0]), state
         view = self._view._replace(num_envs=num_lanes)
         if lanes:
             root, over, episode_id = lanes
             state = self._restarted(root, state, over, episode_id, env_id)
-        carry = _carry(obs, state)
-        decision = kernel.act(view, self._policy, carry, params, self._wrap(words))
+        key = jax.random.wrap_key_data(words, impl=self._impl)
+        decision = act(view, self._policy, _carry(obs, state), params, key)
         state = decision.state
         if env_id is not None:  # `drop`: padding is beyond the last lane
             put = lambda x, rows: x.at[env_id].set(rows, mode="drop")  # noqa: E731
             state = jax.tree.map(put, old, state)
-        return state, (decision.action, decision.extras)
-
-    def _wrap(self, words: jax.Array) -> chex.PRNGKey:
-        return jax.random.wrap_key_data(words, impl=self._impl)
+        return state, decision.action, decision.extras
 
     def _restarted(
         self,
@@ -167,7 +151,7 @@ class PolicyRunner:
         env_id: jax.Array | None = None,
     ) -> ArrayTree:
         """Returns the state of the lanes that act, of new episodes where `over`."""
-        root = self._wrap(words)
+        root = jax.random.wrap_key_data(words, impl=self._impl)
         lanes = episode_keys.all_lanes(self._view.num_envs)
         policy, take = self._policy, lambda tree: tree
         if env_id is not None:
@@ -178,6 +162,16 @@ class PolicyRunner:
         view = self._view._replace(num_envs=len(over))
         key = episode_keys.keys_of(root, lanes, episode_id)
         return restart_policy(policy, view, take(state), over, key)
+
+
+def to_host(tree: ArrayTree) -> ArrayTree:
+    """Converts arrays of jax to NumPy, on a CPU without a copy."""
+    leaves, structure = jax.tree.flatten(tree)
+    first = next((x for x in leaves if isinstance(x, jax.Array)), None)
+    # The parameters decide where they are, whatever jax's default device is.
+    if first is not None and any(x.platform != "cpu" for x in first.devices()):
+        return jax.device_get(tree)  # begins all copies before it waits for one
+    return structure.unflatten([np.asarray(x) for x in leaves])
 
 
 @jax.jit

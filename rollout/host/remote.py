@@ -375,8 +375,7 @@ class _Actor:
                 "`make_collector` must return a `Collector` or a `HostCollector`, got "
                 f"{checks.describe(collector)}."
             )
-        # A row of an `AsyncCollector` has `num_ready` columns.
-        num_columns = getattr(collector, "num_ready", collector.env.num_envs)
+        num_columns = getattr(collector, "num_ready", None) or collector.env.num_envs
         self._num_steps = -(-self._steps_per_batch // num_columns)
         key = jax.random.wrap_key_data(self._words, impl=self._impl)
         self._carry = collector.init(key)

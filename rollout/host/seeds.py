@@ -17,12 +17,11 @@ class Seeds:
 
     def __init__(self, key: chex.PRNGKey, num_envs: int) -> None:
         self._key, self._num_envs = key, num_envs
-        self._lane = np.arange(num_envs)
-        # `_own[k, i]` is the seed of lane i's episode number `_first[i] + k`, and
-        # `_queue[k]` that of the queue's episode number `_queue_first + k`.
+        # Row k of a table has the seeds of the episodes k after the first ones: of the
+        # lanes' own first ones, `[B]`, or of one in the queue.
         self._first = np.zeros(num_envs, np.int64)  # [B]
         self._own = np.zeros((0, num_envs), np.uint32)
-        self._queue_first, self._queue = 0, np.zeros(0, np.uint32)
+        self._first_queued, self._queued = 0, np.zeros(0, np.uint32)
 
     def of(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
         """Returns `[B]` uint32, the seeds of the episodes of `n` lanes, zero elsewhere.
@@ -33,34 +32,25 @@ class Seeds:
                 own episodes.
         """
         seeds = np.zeros(self._num_envs, np.uint32)
-        is_queue = episode_id[0] < 0
-        seeds[lane] = (self._of_queue if is_queue else self._of_own)(lane, episode_id)
-        return seeds
-
-    def _of_own(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
+        if episode_id[0] < 0:
+            position = -1 - episode_id  # ids of the queue count down from -1
+            row = position - self._first_queued
+            if not _are_rows(row, self._queued):
+                self._first_queued = int(position.min())
+                row = position - self._first_queued
+                # In the shape of the lanes' own seeds: one program draws both.
+                later = np.arange(_AHEAD * self._num_envs).reshape(_AHEAD, -1)
+                self._queued = self._draw(-1 - (self._first_queued + later)).ravel()
+            seeds[lane] = self._queued[row]
+            return seeds
         number = episode_id // self._num_envs  # own ids are `number * B + lane`
         row = number - self._first[lane]
         if not _are_rows(row, self._own):
-            first = self._first.copy()
-            first[lane] = number  # the other lanes keep theirs
-            later = first + np.arange(_AHEAD)[:, None]
-            own = self._draw(later * self._num_envs + self._lane)
-            # One line, so that an interrupt leaves a table that fits its first numbers.
-            self._first, self._own = first, own
-            row = number - first[lane]
-        return self._own[row, lane]
-
-    def _of_queue(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
-        position = -1 - episode_id  # ids of the queue count down from -1
-        row = position - self._queue_first
-        if not _are_rows(row, self._queue):
-            first = int(position.min())
-            # In the shape of the lanes' own seeds: one program draws both.
-            later = np.arange(_AHEAD * self._num_envs).reshape(_AHEAD, -1)
-            queue = self._draw(-1 - (first + later)).reshape(-1)
-            self._queue_first, self._queue = first, queue
-            row = position - first
-        return self._queue[row]
+            self._first[lane], row = number, np.zeros_like(row)  # others keep theirs
+            later = self._first + np.arange(_AHEAD)[:, None]
+            self._own = self._draw(later * self._num_envs + np.arange(self._num_envs))
+        seeds[lane] = self._own[row, lane]
+        return seeds
 
     def _draw(self, episode_id: np.ndarray) -> np.ndarray:
         return np.asarray(_seeds(self._key, episode_id.astype(np.int32)))
@@ -68,8 +58,8 @@ class Seeds:
 
 def _are_rows(row: np.ndarray, table: np.ndarray) -> bool:
     """Returns whether a table has all of these rows."""
-    row = row.tolist()  # often a single one, for which NumPy takes longer
-    return min(row) >= 0 and max(row) < len(table)
+    numbers = row.tolist()  # often a single one, for which NumPy takes longer
+    return min(numbers) >= 0 and max(numbers) < len(table)
 
 
 @jax.jit

@@ -178,10 +178,10 @@ class Stream(Generic[ParamsT]):
                 "`collector` must be a `Collector` or a `HostCollector`, got "
                 f"{type(collector).__name__}."
             )
-        if hasattr(collector, "num_ready"):
+        if (num_ready := getattr(collector, "num_ready", None)) is not None:
             raise ValueError(
-                "`collector` must step all environments together, got an "
-                f"{type(collector).__name__}: call its `collect_steps` in the loop."
+                "`collector` must step all environments together, got "
+                f"num_ready={num_ready}: call `collect_steps` in your loop."
             )
         self._options = options = Options(
             num_envs=collector.env.num_envs,

@@ -208,7 +208,7 @@ def waiting_rows(repeats: int) -> Iterator[dict[str, str]]:
     made = {8: rollout.HostCollector(env=envs.workers([Slow] * 8, 8), policy=POLICY)}
     for num_ready in (4, 2, 1):
         options = {"env": envs.workers([Slow] * 8, 8), "policy": POLICY}
-        made[num_ready] = rollout.AsyncCollector(**options, num_ready=num_ready)
+        made[num_ready] = rollout.HostCollector(**options, num_ready=num_ready)
     # 400 steps each.
     taken = measure({x: collect(y, 400 // x) for x, y in made.items()}, repeats)
     print(f"\nall in step: {400 / taken[8].wall:.0f} steps/s")
@@ -216,7 +216,7 @@ def waiting_rows(repeats: int) -> Iterator[dict[str, str]]:
         ratio = taken[8].wall / taken[num_ready].wall
         yield {
             "ready": f"{num_ready}",
-            "steps, `AsyncCollector` / all in step": f"{ratio:.2f}",
+            "steps, `num_ready` / all in step": f"{ratio:.2f}",
         }
     for collector in made.values():
         collector.close()

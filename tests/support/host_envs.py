@@ -129,6 +129,14 @@ class Described(Count):
         self.count = int(arrays["count"])
 
 
+class SlowlyMade(Described):
+    """Takes longer to make than a step may take."""
+
+    def __init__(self):
+        super().__init__()
+        time.sleep(0.6)
+
+
 class Undescribed(Described):
     """Fails to."""
 
@@ -160,3 +168,19 @@ class Steady(Count):
 
     def reset(self, *, seed=None, options=None):
         return super().reset(seed=0)
+
+
+class Hangs(Count):
+    """Does not answer at the sixth step while a file is there."""
+
+    def __init__(self, path):
+        super().__init__(length=8)
+        self.path = path
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=0)
+
+    def step(self, action):
+        if self.count == 5 and self.path.exists():
+            time.sleep(1000)
+        return super().step(action)

@@ -6,9 +6,9 @@ import types
 
 import jax
 from host_count import OPTIONS, POLICY, HostCount, SeedCount, in_jax, on_host
+from simulated import simulate_latency
 
-from rollout import AsyncCollector, HostCollector
-from rollout.envs.host.simulated import simulate_latency
+from rollout import HostCollector
 
 __all__ = [
     "LocalRay",
@@ -31,7 +31,7 @@ def noted(folder, num_envs=4):
 def served():
     """A collector with rows of the environments that are ready."""
     env = simulate_latency(SeedCount(), 4)
-    return AsyncCollector(env=env, policy=POLICY, num_ready=3)
+    return HostCollector(env=env, policy=POLICY, num_ready=3)
 
 
 def failing():

@@ -20,6 +20,7 @@ class Sampled(gymnasium.Env):
         self.action_space = copy.deepcopy(space)
 
     def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
         self.observation_space.seed(seed)
         self.count = 0
         return self.observation_space.sample(), {}

@@ -245,9 +245,18 @@ class Shared(Gym):
 )
 def test_fault_of_an_environment_of_gymnasium_is_named(change, name, what):
     env = envs.from_gymnasium(type("Broken", (Gym,), change), 2)
-    finding = rollout.probe(env)[0]
-    assert finding.name == name
-    assert what in finding.message
+    assert what in dict(rollout.probe(env))[name]
+
+
+def test_gymnasium_has_the_first_word():
+    class Plain(Gym):
+        def reset(self, *, seed=None):
+            return super().reset(seed=seed)
+
+    finding, *others = rollout.probe(envs.from_gymnasium(Plain, 2))
+    assert finding.name == "gymnasium"
+    assert "`options`" in finding.message
+    assert not others
 
 
 def test_environments_with_one_state_for_all_are_found():

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
+from simulated import simulate_latency
 
 from rollout import envs
 from rollout.envs import prng
-from rollout.envs.host.simulated import simulate_latency
 from rollout.envs.host.types import AsyncHostVectorEnv
 
 B = 4
@@ -18,11 +18,6 @@ def by_number(rng, env_id, number):
     """Environment i takes 4 - i seconds."""
     del rng, number
     return float(B - env_id)
-
-
-def exponential(rng, env_id, number):
-    del env_id, number
-    return rng.exponential()
 
 
 @pytest.fixture
@@ -188,48 +183,3 @@ def test_a_reset_drops_what_is_in_flight(cart_pole, rng):
         first[2:], env.reset(NUMBERS.astype(np.uint32), ALL)[2:]
     )
     env.send(draw(rng), NUMBERS)
-
-
-def test_a_saved_one_goes_on_as_it_was(cart_pole, rng):
-    def make():
-        return simulate_latency(cart_pole, B, latency_fn=exponential)
-
-    def go_on(env):
-        rng = np.random.default_rng(1)
-        for _ in range(5):
-            step, env_id = env.receive(2)
-            yield step, env_id, env.now
-            env.send(draw(rng, 2), env_id)
-
-    env = make()
-    env.reset(NUMBERS.astype(np.uint32), ALL)
-    env.send(draw(rng), NUMBERS)
-    _, env_id = env.receive(3)
-    env.send(draw(rng, 2), env_id[:2])
-    assert env.save() is None
-    states = env.save(allow_pickle=True)
-    assert len(states) == B
-    other = make()
-    assert not other.load(states, None)
-    assert other.load(states, None, allow_pickle=True)
-    for got, want in zip(go_on(other), go_on(env), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-def test_wrong_calls_are_refused(cart_pole, rng):
-    with pytest.raises(ValueError, match="`seed` must be at least 0"):
-        simulate_latency(cart_pole, B, seed=-1)
-    with pytest.raises(ValueError, match="`num_envs` must be an int"):
-        simulate_latency(cart_pole, 0)
-    env = simulate_latency(cart_pole, B, latency_fn=lambda rng, env_id, number: -1)
-    env.reset(NUMBERS.astype(np.uint32), ALL)
-    with pytest.raises(ValueError, match="`latency_fn` must return at least 0"):
-        env.send(draw(rng), NUMBERS)
-    env = simulate_latency(cart_pole, B)
-    env.reset(NUMBERS.astype(np.uint32), ALL)
-    env.send(draw(rng, 2), np.array([1, 2]))
-    with pytest.raises(ValueError, match=r"leave out .* in flight, got \[2\]"):
-        env.send(draw(rng, 2), np.array([2, 3]))
-    for num_ready in (0, 3):
-        with pytest.raises(ValueError, match="`num_ready` must be from 1 to"):
-            env.receive(num_ready)

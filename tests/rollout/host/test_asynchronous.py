@@ -1,4 +1,4 @@
-"""`AsyncCollector`: nothing lost, nothing twice, and no episode favoured."""
+"""`num_ready`: nothing lost, nothing twice, and no episode favoured."""
 
 import functools
 
@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from cases import TwoLengthEnv
 from host_count import HostCount, SeedCount, assert_same
+from simulated import simulate_latency
 
 import rollout
 from rollout import envs
-from rollout.envs.host.simulated import simulate_latency
 from rollout.envs.host.types import EnvFault
 
 KEY = jax.random.key(11)
@@ -34,7 +34,7 @@ def make(env=None, num_envs=5, num_ready=2, latency_fn=exponential, **options):
     env = SeedCount() if env is None else env
     simulated = simulate_latency(env, num_envs, latency_fn=latency_fn)
     options = {"policy": POLICY, "num_ready": num_ready, **options}
-    return rollout.AsyncCollector(env=simulated, **options)
+    return rollout.HostCollector(env=simulated, **options)
 
 
 def synchronous(num_envs):
@@ -175,7 +175,7 @@ class Late(HostCount):
 def late(**options):
     env = {k: options.pop(k) for k in ("slow", "fault_fn") if k in options}
     options = {"num_ready": 2, "policy": POLICY, **options}
-    return rollout.AsyncCollector(env=Late(5, **env), **options)
+    return rollout.HostCollector(env=Late(5, **env), **options)
 
 
 def test_too_few_are_ready():
@@ -226,8 +226,8 @@ def test_wrong_arguments_are_rejected():
     with pytest.raises(ValueError, match="`timeout` must be a finite number of sec"):
         make(timeout="3")
     with pytest.raises(ValueError, match="`env` must be an `AsyncHostVectorEnv`"):
-        rollout.AsyncCollector(env=HostCount(2), policy=POLICY, num_ready=1)
-    with pytest.raises(ValueError, match="`rows` must be of an `AsyncCollector`"):
+        rollout.HostCollector(env=HostCount(2), policy=POLICY, num_ready=1)
+    with pytest.raises(ValueError, match="`rows` must be of a `HostCollector` with"):
         rollout.by_env(collect(make(), 2).replace(info={}))
     with pytest.raises(ValueError, match="must step all environments together"):
         rollout.Stream(make(), key=KEY, steps_per_batch=10)
@@ -248,7 +248,7 @@ def test_targets_of_each_environment_look_ahead():
 def test_episodes_begin_while_steps_are_in_flight():
     for env in (Late(5), envs.from_gymnasium("CartPole-v1", num_envs=5)):
         policy = rollout.random_policy(env.action_space)
-        collector = rollout.AsyncCollector(env=env, policy=policy, num_ready=2)
+        collector = rollout.HostCollector(env=env, policy=policy, num_ready=2)
         for _ in range(2):
             carry, _ = collector.collect_steps(collector.init(KEY), None, 7)
             for _ in range(2):
@@ -269,7 +269,7 @@ class Fixed(Late):
 
 
 def test_where_the_number_is_fixed_idle_environments_play_on():
-    collector = rollout.AsyncCollector(env=Fixed(5), policy=POLICY, num_ready=2)
+    collector = rollout.HostCollector(env=Fixed(5), policy=POLICY, num_ready=2)
     carry = collector.init(KEY)
     for num_episodes in (1, 7):
         carry, episodes = collector.collect_episodes(
@@ -277,4 +277,4 @@ def test_where_the_number_is_fixed_idle_environments_play_on():
         )
         assert episodes.finished.all()
     with pytest.raises(ValueError, match="`batch_size` of the environment, 2, got 3"):
-        rollout.AsyncCollector(env=Fixed(5), policy=POLICY, num_ready=3)
+        rollout.HostCollector(env=Fixed(5), policy=POLICY, num_ready=3)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces as gym
+from simulated import simulate_latency
 from space_envs import Own, Sampled
 
 import rollout
 from rollout import buffers, envs
-from rollout.envs.host.simulated import simulate_latency
 from rollout.envs.spaces import as_space
 
 BOX = gym.Box(-1.0, 2.0, (2,))
@@ -101,7 +101,7 @@ def test_space_goes_through_the_asynchronous_collector(how, name):
     space = as_space(THEIRS[name])
     env = envs.workers([functools.partial(Sampled, THEIRS[name])] * 3, num_workers=3)
     policy = rollout.random_policy(env.action_space)
-    collector = rollout.AsyncCollector(env=env, policy=policy, num_ready=1)
+    collector = rollout.HostCollector(env=env, policy=policy, num_ready=1)
     try:
         _, rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 12)
     finally:
@@ -163,7 +163,7 @@ def test_names_of_one_dict_are_of_one_type():
 @pytest.mark.slow
 def test_simulated_environments_take_spaces_of_several_parts():
     env = envs.wrappers.ObservePrevious(envs.make("CartPole-v1"))
-    collector = rollout.AsyncCollector(
+    collector = rollout.HostCollector(
         env=simulate_latency(env, 3),
         policy=rollout.random_policy(env.action_space),
         num_ready=2,

@@ -32,9 +32,6 @@ class Pickled(HostCount):
         state = pickle.dumps({name: getattr(self, name) for name in self.STATE})
         return [state] + [b""] * (self.num_envs - 1)
 
-    def can_load(self, saved, *, allow_pickle=False):
-        return allow_pickle
-
     def load(self, saved, obs, *, allow_pickle=False):
         if allow_pickle:
             vars(self).update(pickle.loads(saved[0]))

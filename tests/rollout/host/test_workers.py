@@ -22,19 +22,16 @@ NUM_ENVS, LENGTH = 6, 5
 POLICY = rollout.stateless_policy(lambda params, obs, key: jnp.ones(len(obs), int))
 
 
-def make(collector=rollout.HostCollector, **options):
+def make(**options):
     env = envs.workers([Unreliable] * NUM_ENVS, num_workers=3, timeout=0.5)
     options = {"on_fault": "restart", "max_restarts": 1000, **options}
-    return collector(env=env, policy=POLICY, **options)
+    return rollout.HostCollector(env=env, policy=POLICY, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ready", [None, 2])
 def test_no_row_of_a_faulty_episode_is_data(num_ready):
-    if num_ready is None:
-        collector = make()
-    else:
-        collector = make(rollout.AsyncCollector, num_ready=num_ready)
+    collector = make(num_ready=num_ready)
     carry, masked, kept = collector.init(KEY), 0, []
     for _ in range(4):
         carry, rows = collector.collect_steps(carry, None, 60)

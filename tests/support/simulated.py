@@ -1,10 +1,9 @@
 """`simulate_latency`: a JAX environment that answers after a latency.
 
-For tests and teaching. Time is virtual: nothing waits, and the clock jumps to the next
+Time is virtual: nothing waits, and the clock jumps to the next
 answer, so the effect of latencies on a collector is measured at once and repeatably.
 """
 
-import pickle
 from typing import Any, NamedTuple, Protocol
 
 import chex
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout import checks
 from rollout.envs import prng
 from rollout.envs.host.types import AsyncHostVectorEnv, HostStep
 from rollout.envs.types import RESET, AnySpace, ArrayTree, Env, VectorEnv
@@ -61,12 +59,7 @@ def simulate_latency(
         latency_fn: draws the seconds of a step; by default steps take no time.
         seed: of the generators, at least 0; environment i has
             `numpy.random.default_rng((seed, i))`.
-
-    Raises:
-        ValueError: as `vectorize`, or if `seed` is not an int of at least 0.
     """
-    if checks.integer("seed", seed) < 0:
-        raise ValueError(f"`seed` must be at least 0, got {seed}.")
     return _Simulated(vectorize(env, num_envs), latency_fn, seed)
 
 
@@ -150,38 +143,6 @@ class _Simulated:
         env_id = np.array([number for _, _, number in first], np.int32)
         return jax.tree.map(lambda x: np.asarray(x)[env_id], self._state[1]), env_id
 
-    def save(self, *, allow_pickle: bool = False) -> list[bytes] | None:
-        if not allow_pickle:  # generators can only be pickled
-            return None
-        leaves = jax.device_get(jax.tree.leaves(prng.words(self._state)))
-        in_flight = {item[-1]: item for item in self._in_flight}
-        states = (
-            ([x[i] for x in leaves], rng, in_flight.get(i), self._num_steps[i])
-            for i, rng in enumerate(self._rngs)
-        )
-        return [pickle.dumps((self.now, self._num_sent, *state)) for state in states]
-
-    def can_load(self, saved: list[bytes], *, allow_pickle: bool = False) -> bool:
-        del saved  # unused: they are pickles
-        return allow_pickle
-
-    def load(
-        self, saved: list[bytes], obs: ArrayTree, *, allow_pickle: bool = False
-    ) -> bool:
-        del obs  # unused: the lanes have it
-        if not allow_pickle:
-            return False
-        now, num_sent, leaves, rngs, in_flight, num_steps = zip(
-            *map(pickle.loads, saved), strict=True
-        )
-        leaves = [jnp.stack(parts) for parts in zip(*leaves, strict=True)]
-        words = jax.tree.unflatten(jax.tree.structure(prng.words(self._state)), leaves)
-        self._state = prng.like(words, self._state)
-        self.now, self._num_sent = now[0], num_sent[0]
-        self._rngs, self._num_steps = list(rngs), list(num_steps)
-        self._in_flight = [item for item in in_flight if item is not None]
-        return True
-
     def close(self) -> None:
         """Does nothing."""
 
@@ -189,10 +150,7 @@ class _Simulated:
         """Draws the seconds that the next step of this environment takes."""
         if self._latency_fn is None:
             return 0.0
-        latency = self._latency_fn(self._rngs[number], number, self._num_steps[number])
-        if not latency >= 0:
-            raise ValueError(f"`latency_fn` must return at least 0, got {latency}.")
-        return float(latency)
+        return self._latency_fn(self._rngs[number], number, self._num_steps[number])
 
 
 def _start(env: VectorEnv, seeds: jax.Array) -> _Lanes:

@@ -1,0 +1,63 @@
+"""Rows of environments that answer at different speeds: `Served`, and `by_env`."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from rollout import checks
+from rollout.envs.types import ArrayTree
+from rollout.types import Transition
+
+
+class Served(struct.PyTreeNode):
+    """`info` with `num_ready`: which environments answered, and when.
+
+    Attributes:
+        env_id: `[T, num_ready]` int32, the environment that answered.
+        time: `[T, num_ready]` float32, seconds since `init` until it answered, in
+            virtual time with simulated latencies.
+        info: `[T, num_ready, ...]`, the `info` of the environment.
+        num_envs: B, the number of environments.
+    """
+
+    env_id: jax.Array  # [T, num_ready]
+    time: jax.Array  # [T, num_ready]
+    info: ArrayTree  # [T, num_ready, ...]
+    num_envs: int = struct.field(pytree_node=False)
+
+
+def by_env(rows: Transition) -> Transition:
+    """Sorts the rows of a `HostCollector` with `num_ready` by environment and time.
+
+    Targets that look ahead, such as `gae`, need it. Inside or outside of `jit`.
+
+    Args:
+        rows: `[T, num_ready, ...]`, in the order of the answers.
+
+    Returns:
+        `[T, B, ...]`: column b has the transitions of environment b in the order of
+        time, followed by masked-out rows of zeros.
+
+    Raises:
+        ValueError: if `rows` are not of a collector with `num_ready`.
+    """
+    if not isinstance(getattr(rows, "info", None), Served):
+        raise ValueError(
+            "`rows` must be of a `HostCollector` with `num_ready`, with its `info`, "
+            f"got {checks.describe(getattr(rows, 'info', rows))}."
+        )
+    num_rows, num_envs = rows.mask.shape[0], rows.info.num_envs
+    # Masked-out ones get a column beyond the last, where `put` drops them.
+    env_id = jnp.where(rows.mask, rows.info.env_id, num_envs).reshape(-1)
+    order = jnp.argsort(env_id, stable=True)  # stable: keeps the order of time
+    env_id = env_id[order]
+    # The row of a transition: how far it is behind the first one of its environment.
+    first = jnp.searchsorted(env_id, env_id, side="left")
+    place = (jnp.arange(env_id.size) - first, env_id)
+
+    def put(leaf: jax.Array) -> jax.Array:
+        leaf = leaf.reshape(-1, *leaf.shape[2:])[order]
+        zeros = jnp.zeros((num_rows, num_envs, *leaf.shape[1:]), leaf.dtype)
+        return zeros.at[place].set(leaf, mode="drop")
+
+    return jax.tree.map(put, rows)
