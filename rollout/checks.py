@@ -439,6 +439,8 @@ def describe(value: Any) -> str:
     """Describes a value, for an error message."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype} of shape {value.shape}"
+    if type(value) is tuple:
+        return f"{len(value)} values"
     if isinstance(value, tuple | list | dict | bytes):
         return type(value).__name__
     return f"{type(value).__name__} {value!r}"
