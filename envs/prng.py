@@ -21,7 +21,6 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Iterator
-from typing import Any as ArrayTree  # as in `rollout.envs.types`
 
 import chex
 import jax
@@ -29,6 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import random as extend_random
+
+from rollout.envs.types import ArrayTree
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # bits, in groups of four rounds
 _HALF = 512  # words of half a block of draws
