@@ -81,6 +81,14 @@ class Start(NamedTuple):
             return prng.fold_in(self.stream, -1 - episode_id)
         return prng.fold_in(self.stream[at], episode_id // self.total)
 
+    def number(self, at: LaneIndex) -> jax.Array:
+        """Returns the episodes' numbers, for `Env.at_episode`.
+
+        They are int32 from 0: in the queue, or over lanes.
+        """
+        episode_id = self.episode_id[at]
+        return jnp.where(episode_id < 0, -1 - episode_id, episode_id)
+
 
 def all_lanes(num_envs: int) -> LaneIds:
     """Numbers all lanes of a collector."""

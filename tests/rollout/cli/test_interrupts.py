@@ -123,6 +123,7 @@ def test_closed_stdout_is_rejected_before_anything_is_collected():
 def test_interrupts_after_the_first_are_ignored():
     process = spawn(*ENDLESS, environ={"PYTHONPROFILEIMPORTTIME": "1"})
     before = read_until(process, b"rollout.cli.main")
+    time.sleep(0.5)  # until the handler is set
     for _ in range(4):  # as people do
         process.send_signal(signal.SIGINT)
     _, stderr = interrupt(process)
