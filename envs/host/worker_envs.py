@@ -290,17 +290,18 @@ class WorkerEnvs:
         request_checks.length("saved", saved, self.num_envs)
         with self._pool as pool:
             request_checks.all_idle("load", pool.in_flight)
-            pool.pump(0.0)  # notices workers that have ended
-            self._start([handle for handle in pool.handles if handle.pipe is None])
-            for handle in pool.handles:
-                handle.is_ready = False  # to make environments may take any time
-                pool.ask(handle, "prepare", list(saved[handle.rows]), allow_pickle)
-            pool.gather(pool.handles)
+            handles = pool.handles
+            for _ in range(2):  # that a worker has ended may show only now
+                self._start([handle for handle in handles if handle.pipe is None])
+                for handle in handles:
+                    handle.is_ready = False  # to make environments may take any time
+                    pool.ask(handle, "prepare", list(saved[handle.rows]), allow_pickle)
+                pool.gather(handles)
+                handles = [handle for handle in pool.handles if handle.pipe is None]
             for handle in pool.alive:
                 handle.is_ready = True
             are_ready = [is_ready for _, is_ready in pool.results(pool.handles)]
-            lost = [handle for handle in pool.handles if handle.pipe is None]
-            self._raise(at for handle in lost for at in handle.ids)
+            self._raise(at for handle in handles for at in handle.ids)
             if not all(are_ready):
                 return False
             pool.broken.clear()

@@ -129,6 +129,13 @@ class Described(Count):
         self.count = int(arrays["count"])
 
 
+class EndsAtLoad(Described):
+    """Ends its process where it should load its state."""
+
+    def load_state(self, arrays):
+        os._exit(9)
+
+
 class SlowlyMade(Described):
     """Takes longer to make than a step may take."""
 

@@ -444,16 +444,21 @@ def test_worker_that_is_killed_before_or_while_it_loads(make, when):
     if when == "before":
         kill()
         assert wait_until_gone(env.pids[1:])
-        assert env.load(states, obs)
     else:
-        timer = threading.Timer(0.3, kill)
-        timer.start()
-        with pytest.raises(envs.EnvFault, match=r"worker 1 .* exit code -9, and"):
-            env.load(states, obs)
-        np.testing.assert_array_equal(env.step(ACTION).obs[:2], np.full((2, 2), 2))
-        env.rebuild(np.bool_([False, False, True, True]))
-        assert env.load(states, obs)
+        threading.Timer(0.3, kill).start()
+    assert env.load(states, obs)
     np.testing.assert_array_equal(env.step(ACTION).obs, np.full((4, 2), 2))
+
+
+def test_worker_that_ends_whenever_it_loads_changes_nothing(make):
+    env = make([host_envs.Described] * 2 + [host_envs.EndsAtLoad] * 2)
+    start(env)
+    obs, states = np.copy(env.step(ACTION).obs), env.save()
+    with pytest.raises(envs.EnvFault, match=r"worker 1 .* exit code 9, and"):
+        env.load(states, obs)
+    np.testing.assert_array_equal(env.step(ACTION).obs[:2], np.full((2, 2), 2))
+    env.rebuild(np.bool_([False, False, True, True]))
+    assert not env.step(ACTION).faulty[:2].any()
 
 
 def test_pickles_need_leave_and_the_same_settings(make):
