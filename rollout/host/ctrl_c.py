@@ -1,4 +1,4 @@
-"""Holds Ctrl-C back during a call that must not be cut short."""
+"""Holds Ctrl-C back during a call of a host collector."""
 
 import contextlib
 import signal
