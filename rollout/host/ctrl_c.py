@@ -1,4 +1,4 @@
-"""Holds Ctrl-C back during a call of a host collector."""
+"""Holds Ctrl-C back during a call that must not be cut short."""
 
 import contextlib
 import signal

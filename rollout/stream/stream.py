@@ -18,6 +18,7 @@ from rollout import checks, multihost
 from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
+from rollout.host.ctrl_c import held_back
 from rollout.host.host_collector import HostCollector
 from rollout.policies.exploration import random_warmup
 from rollout.policies.masks import MaskFn
@@ -435,7 +436,8 @@ class Stream(Generic[ParamsT]):
             memory = self._memory(num_rows, at, memory)
             self._compile(num_rows, at, params[0], memory)
             start = time.perf_counter()
-            result = self._make_batch(*args, memory)
+            with held_back():  # jax makes other errors of an interrupt in its caches
+                result = self._make_batch(*args, memory)
             for x in jax.tree.leaves(memory):
                 if not x.is_deleted():  # a view prevented the donation, and stays valid
                     x.delete()

@@ -102,11 +102,12 @@ def interrupted(call, num_rounds):
     duration = time.perf_counter() - start
     yield result
     for _ in range(num_rounds):
-        result = None
+        result, start = None, time.perf_counter()
         try:
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, duration))
             result = call()
             signal.setitimer(signal.ITIMER_REAL, 0)
+            duration = min(duration, time.perf_counter() - start)
         except KeyboardInterrupt:
             num += 1
         signal.setitimer(signal.ITIMER_REAL, 0)
