@@ -20,6 +20,7 @@ import numpy as np
 from rollout import envs
 from rollout.cli import figure, runs, table
 from rollout.cli.arguments import make_parser, parse
+from rollout.host import ctrl_c
 
 _OTHER_IDS = "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"
 _INTERRUPTED, _PIPE_CLOSED = 130, 141  # as a shell counts SIGINT and SIGPIPE
@@ -133,7 +134,7 @@ def _aside(fn: Callable[..., Any], *args: Any) -> Any:
     So Ctrl-C raises here, at once, and never inside jax, which compiles for seconds
     without checking signals, and turns exceptions in callbacks into other errors.
     """
-    return ThreadPoolExecutor(1).submit(fn, *args).result()
+    return ctrl_c.result(ctrl_c.submit(ThreadPoolExecutor(1), fn, *args))
 
 
 def _end_line() -> None:

@@ -1,10 +1,13 @@
-"""Holds Ctrl-C back during a call that must not be cut short."""
+"""Holds Ctrl-C back where it must not cut a call short."""
 
 import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
+
+_PATIENCE = 0.05  # s, after which a pressed Ctrl-C is noticed
 
 
 @contextlib.contextmanager
@@ -38,5 +41,24 @@ def held_back() -> Iterator[Callable[[], None]]:
         yield let_through
     finally:
         if is_held:
-            signal.signal(signal.SIGINT, handler)
+            if signal.getsignal(signal.SIGINT) is note:  # else `handler` set another
+                signal.signal(signal.SIGINT, handler)
             let_through()
+
+
+def submit(
+    pool: futures.Executor, fn: Callable[..., Any], *args: Any
+) -> futures.Future[Any]:
+    """Calls `fn(*args)` in a thread of the pool."""
+    with held_back():  # an interrupt in here could leave a lock of the pool locked
+        return pool.submit(fn, *args)
+
+
+def result(future: futures.Future[Any]) -> Any:
+    """Waits for the result of a call; Ctrl-C raises here, and the call goes on."""
+    # Between two waits: inside of one, an interrupt could become another error, since
+    # the locks of Python's threads do not expect it.
+    with held_back() as check:
+        while not futures.wait([future], _PATIENCE).done:
+            check()
+    return future.result()

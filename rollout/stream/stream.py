@@ -18,7 +18,7 @@ from rollout import checks, multihost
 from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
-from rollout.host.ctrl_c import held_back
+from rollout.host import ctrl_c
 from rollout.host.host_collector import HostCollector
 from rollout.policies.exploration import random_warmup
 from rollout.policies.masks import MaskFn
@@ -408,7 +408,8 @@ class Stream(Generic[ParamsT]):
             next_params = self._own(state["next_params"]), next_version
         carry = _copy(state["carry"])
         if self._is_host:
-            self._thread.submit(int).result()  # after the batch that has begun
+            # After the batch that has begun.
+            ctrl_c.result(ctrl_c.submit(self._thread, int))
             carry = self._collector.restore(
                 carry, state["saved_envs"], allow_pickle=allow_pickle
             )
@@ -431,12 +432,13 @@ class Stream(Generic[ParamsT]):
             if self._job is None or self._job.carry is not at.carry:
                 make = functools.partial(_timed, make_host_batch, options, *args)
                 self._job = _Once(at.carry, make)
-            wait = self._thread.submit(self._job).result
+            future = ctrl_c.submit(self._thread, self._job)
+            wait = functools.partial(ctrl_c.result, future)
         else:
             memory = self._memory(num_rows, at, memory)
             self._compile(num_rows, at, params[0], memory)
             start = time.perf_counter()
-            with held_back():  # jax makes other errors of an interrupt in its caches
+            with ctrl_c.held_back():  # jax's caches make other errors of an interrupt
                 result = self._make_batch(*args, memory)
             for x in jax.tree.leaves(memory):
                 if not x.is_deleted():  # a view prevented the donation, and stays valid
