@@ -407,21 +407,23 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             ValueError: if the environments that were pickled have other settings.
         """
         num_unfinished = np.count_nonzero(carry.episode.episode_length)
-        # What may raise comes first, while nothing has changed yet.
         env: Any = self.env
         is_loaded = False
-        if saved and hasattr(env, "load"):
-            states, obs = _split(saved, env.num_envs), jax.tree.map(np.array, carry.obs)
-            is_loaded = env.load(states, obs, allow_pickle=allow_pickle)
-        if not is_loaded and num_unfinished:
-            why = "was pickled, and `allow_pickle` is False"
-            why = why if saved else "was not saved"
-            warnings.warn(
-                f"The state of the environments {why}: {num_unfinished} unfinished "
-                "episodes restart.",
-                stacklevel=3,
-            )
+        # Ctrl-C leaves only once environments and collector are at the same place.
         with self._call():
+            # What may raise comes first, while nothing has changed yet.
+            if saved and hasattr(env, "load"):
+                states = _split(saved, env.num_envs)
+                obs = jax.tree.map(np.array, carry.obs)
+                is_loaded = env.load(states, obs, allow_pickle=allow_pickle)
+            if not is_loaded and num_unfinished:
+                why = "was pickled, and `allow_pickle` is False"
+                why = why if saved else "was not saved"
+                warnings.warn(
+                    f"The state of the environments {why}: {num_unfinished} unfinished "
+                    "episodes restart.",
+                    stacklevel=3,
+                )
             self._start(carry.key)
             self._next_episode = int(carry.next_episode)
             if is_loaded:

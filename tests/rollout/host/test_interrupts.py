@@ -14,6 +14,7 @@ from host_envs import Hangs, Steady
 
 import rollout
 from rollout import envs
+from rollout.host import ctrl_c
 
 KEY, NUM_ENVS, NUM_STEPS = jax.random.key(6), 4, 9
 POLICY = rollout.recurrent_policy(
@@ -274,6 +275,38 @@ def test_handler_of_the_caller_is_called_between_two_rows():
         collector.collect_steps(carry, None, 2)
     signal.signal(signal.SIGINT, before)
     assert calls == ["row", "pressed", "row", "pressed"]
+
+
+def test_press_while_environments_load_leaves_after_the_collector_has_followed():
+    collector = in_process()
+    start, _ = collector.collect_steps(collector.init(KEY), None, 3)
+    saved = collector.save(start, allow_pickle=True)
+    collector.collect_steps(start, None, 2)
+    load = collector.env.load
+    collector.env.load = lambda *args, **options: (press(), load(*args, **options))[1]
+    with pytest.raises(KeyboardInterrupt):
+        collector.restore(start, saved, allow_pickle=True)
+    carry, rows = collector.recover()
+    assert rows is None
+    assert same_place(start, carry)
+    check_start(start, collector.collect_steps(carry, None, 6)[1])
+
+
+def test_handler_that_another_one_sets_stays():
+    def once(*_):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    def call():
+        with ctrl_c.held_back() as check:
+            press()
+            check()
+
+    signal.signal(signal.SIGINT, once)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    press()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_stream_goes_on():
