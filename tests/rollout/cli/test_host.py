@@ -139,11 +139,12 @@ def test_id_may_have_a_module_and_a_namespace(name, monkeypatch):
 
 def test_interrupted_run_prints_the_table_so_far(count, capsys):
     def interrupt(number, env):
-        if number == 20 and env == 0:
+        if number == 300 and env == 0:
             os.kill(os.getpid(), signal.SIGINT)
 
     count.resets_itself, count.fault_fn = False, interrupt
-    argv = ["envpool:Count-v0", f"--num-envs={B}", "--num-steps=40"]  # batches of 2
+    # Many batches of 200 rows: the press is noticed a moment later.
+    argv = ["envpool:Count-v0", f"--num-envs={B}", "--num-steps=4000"]
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         table = run(argv, status=130)
@@ -151,8 +152,9 @@ def test_interrupted_run_prints_the_table_so_far(count, capsys):
     finally:
         signal.signal(signal.SIGINT, handler)
     num_steps, note = table["steps"].split(" ", 1)
-    assert 0 < int(num_steps) < 40 * B
-    assert note == f"(of {40 * B}, interrupted)"
+    num_steps = int(num_steps.replace(",", ""))
+    assert 0 < num_steps < 4000 * B
+    assert note == f"(of {4000 * B:,}, interrupted)"
     assert capsys.readouterr().err == "python -m rollout: interrupted\n"
 
 

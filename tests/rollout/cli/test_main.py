@@ -638,8 +638,12 @@ def test_flags_are_set_before_the_backend_starts():
 def test_module_runs_as_a_program(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["rollout", "--list-envs"])
     monkeypatch.delitem(sys.modules, "rollout.__main__", raising=False)
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_module("rollout", run_name="__main__")
+    handler = signal.getsignal(signal.SIGINT)  # a program sets its own
+    try:
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_module("rollout", run_name="__main__")
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert stop.value.code == 0
     ids = list(envs.env_ids("installed"))
     assert capsys.readouterr().out.splitlines()[:-1] == ids
