@@ -184,9 +184,13 @@ def pad(
         index = -1 - row.episode_id - carry.next_episode
         # An idle lane writes to column N, out of bounds, which is dropped.
         place = (row.episode_length - 1, jnp.where(row.mask, index, num_episodes))
-        return jax.tree.map(
-            lambda old, new: old.at[place].set(new, mode="drop"), padded, row
+        # Words, not keys: jax's checker of key reuse takes a scatter for a use of them.
+        written = jax.tree.map(
+            lambda old, new: old.at[place].set(new, mode="drop"),
+            prng.words(padded),
+            prng.words(row),
         )
+        return prng.like(written, padded)
 
     return prng.blank(row, (max_length, num_episodes), skip=1), write
 
