@@ -19,8 +19,6 @@ from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 
-_CUT_EVERY = 7  # steps after which all but environment 0 are cut short
-
 
 class Finding(NamedTuple):
     """One mistake of environments; it prints as `name: message`.
@@ -57,7 +55,7 @@ def probe(
       step; an observation is outside its space; a reward is not finite.
     - `action`: `step` writes to it.
     - `reset`: resetting some environments changes observations of the others.
-    - `shared`: environments share memory or state, so one depends on the others.
+    - `shared`: environments share memory or state, so the first depends on the others.
     - `seed`: the same seed starts another episode; or other seeds start the same one,
       which is right only where nothing is random.
     - `ending`: no episode ended; or an environment plays on after its end, for instance
@@ -103,8 +101,7 @@ class _Probe:
     def __init__(self, env: HostVectorEnv, rng: np.random.Generator) -> None:
         self.found: dict[str, str] = {}
         self._env, self._rng, self._when = env, rng, ""
-        self._spaces: dict[str, AnySpace] = {}
-        self._everywhere = np.ones(env.num_envs, bool)
+        self._every = np.ones(env.num_envs, bool)
         flag = jax.ShapeDtypeStruct((env.num_envs,), bool)
         self._kinds: dict[str, ArrayTree] = {
             "reward": jax.ShapeDtypeStruct((env.num_envs,), np.float32),
@@ -114,8 +111,12 @@ class _Probe:
     def run(self, num_steps: int) -> None:
         """Plays a plan twice, then with other seeds, then beside others."""
         self._check_by_gymnasium()
-        self._learn_spaces()
-        plan = self._plan(num_steps)
+        action_space = self._learn_spaces()
+        shape = num_steps, self._env.num_envs
+        keys = jax.random.split(jax.random.key(self._rng.integers(2**32)), shape)
+        action = jax.jit(jax.vmap(jax.vmap(action_space.sample)))(keys)
+        action = jax.tree.map(np.asarray, action)
+        plan = _Plan(action, self._seeds(num_steps), np.zeros(shape, bool))
         # Two passes must agree before the later ones, which change one thing each, can
         # show anything.
         sums, over = self._play(plan)
@@ -125,9 +126,19 @@ class _Probe:
             what = f"the same one starts another episode of environment {at}"
             self._report("seed", f"{what}, after {t} steps")
         else:
-            self._check_other_seeds(plan, sums)
-            self._check_independence(plan, sums[:, 0])
-        self._check_ending(plan, over)
+            others, _ = self._play(plan._replace(seeds=self._seeds(num_steps)))
+            if (others == sums).all():
+                what = "others start the same episodes: right if nothing is random"
+                self._report("seed", what)
+            alone, _ = self._play(self._beside_others(plan))
+            if (differs := alone[:, 0] != sums[:, 0]).any():
+                what = "environment 0 depends on the seeds and actions of the others"
+                self._report("shared", f"{what}, after {differs.argmax()} steps")
+        if over.any():
+            self._check_ending(plan, int(over.any(axis=1).argmax()))
+        else:
+            what = f"no episode ended in {num_steps} steps: take more `num_steps`"
+            self._report("ending", what)
 
     def _check_by_gymnasium(self) -> None:
         gymnasium = sys.modules.get("gymnasium")
@@ -138,23 +149,31 @@ class _Probe:
                 return
             checker = importlib.import_module("gymnasium.utils.env_checker")
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of its own style
+                with warnings.catch_warnings(action="ignore"):  # of its own style
                     checker.check_env(env, skip_render_check=True)
             except Exception as error:
                 self._report("gymnasium", _say(error))
 
-    def _check_other_seeds(self, plan: _Plan, sums: np.ndarray) -> None:
-        others, _ = self._play(plan._replace(seeds=self._seeds(len(plan.cut))))
-        if (others == sums).all():
-            what = "others start the same episodes: right if nothing is random"
-            self._report("seed", what)
+    def _learn_spaces(self) -> AnySpace:
+        """Learns what observations look like; returns the space of actions."""
+        keys = jax.random.split(jax.random.key(0), self._env.num_envs)
+        space: Any = None
+        for name in ("observation_space", "action_space"):
+            try:
+                space = as_space(getattr(self._env, name), name)
+                with warnings.catch_warnings(action="error"):  # jax's, of 64 bits
+                    kind = jax.eval_shape(jax.vmap(space.sample), keys)
+            except Exception as error:
+                self._stop(name, f"its elements must be arrays, got {_say(error)}")
+            if name == "observation_space":
+                self._kinds["obs"], self._obs_check = kind, ObservationCheck(space)
+        return space
 
-    def _check_independence(self, plan: _Plan, sums: np.ndarray) -> None:
+    def _beside_others(self, plan: _Plan) -> _Plan:
         """Changes seeds and actions of all but environment 0, and cuts them short."""
         seeds, cut = self._seeds(len(plan.cut)), plan.cut.copy()
         seeds[:, 0] = plan.seeds[:, 0]
-        cut[_CUT_EVERY - 1 :: _CUT_EVERY, 1:] = True
+        cut[6::7, 1:] = True
 
         def shift(action: np.ndarray) -> np.ndarray:
             # Other actions, but of the space: those of the step before.
@@ -162,34 +181,22 @@ class _Probe:
             other[:, 0] = action[:, 0]
             return other
 
-        others, _ = self._play(_Plan(jax.tree.map(shift, plan.action), seeds, cut))
-        if (others[:, 0] != sums).any():
-            t = np.argmax(others[:, 0] != sums)
-            what = "environment 0 depends on the seeds and actions of the others"
-            self._report("shared", f"{what}, after {t} steps")
+        return _Plan(jax.tree.map(shift, plan.action), seeds, cut)
 
-    def _check_ending(self, plan: _Plan, over: np.ndarray) -> None:
-        """Plays to the first ending, and one step more."""
-        if not over.any():
-            what = f"no episode ended in {len(over)} steps: take more `num_steps`"
-            return self._report("ending", what)
-        last = int(over.any(axis=1).argmax())
+    def _check_ending(self, plan: _Plan, last: int) -> None:
+        """Plays to the step with the first ending, and one step more."""
         self._play(plan._replace(cut=plan.cut[:last]))  # up to the step before it
-        step, _ = self._step(plan, last)
-        ended = step.terminated | step.truncated
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # they may warn of a step after the end
-                step = self._env.step(_row(plan.action, last))
-        except Exception:  # right after an end
-            return None
-        goes_on = ended & ~(step.terminated | step.truncated | step.faulty)
-        if step.mask is not None:  # False where it reset itself, and says so
-            goes_on &= step.mask
-        if goes_on.any():
-            what = f"environment {goes_on.argmax()} plays on after its end"
-            hint = "if it resets itself, `obs` at an ending is no true successor"
-            self._report("ending", f"{what}; {hint}")
+        _, ended, _ = self._step(plan, last)
+        with warnings.catch_warnings(action="ignore"), contextlib.suppress(Exception):
+            # They may warn of a step after the end, and raise.
+            step = self._env.step(_row(plan.action, last))
+            goes_on = ended & ~(step.terminated | step.truncated | step.faulty)
+            if step.mask is not None:  # False where it reset itself, and says so
+                goes_on &= step.mask
+            if goes_on.any():
+                what = f"environment {goes_on.argmax()} plays on after its end"
+                hint = "if it resets itself, `obs` at an ending is no true successor"
+                self._report("ending", f"{what}; {hint}")
 
     def _play(self, plan: _Plan) -> tuple[np.ndarray, np.ndarray]:
         """Plays one plan, and checks every answer.
@@ -199,44 +206,42 @@ class _Probe:
             `[T, B]` bool, True where an episode ended.
         """
         lanes = np.arange(self._env.num_envs)
-        number, endings = np.zeros_like(lanes), []
-        obs = self._reset(plan.seeds[0], self._everywhere, None, 0)
+        number, endings = np.zeros_like(lanes), np.zeros_like(plan.cut)
+        obs = self._reset(plan.seeds[0], self._every, None, 0)
         sums = [_checksums(obs)]
         for t, cut in enumerate(plan.cut):
-            step, seen = self._step(plan, t)
-            obs, over = seen[0], step.terminated | step.truncated
-            endings.append(over)
-            if (over | cut).any():
-                number += over | cut
-                obs = self._reset(plan.seeds[number, lanes], over | cut, obs, t + 1)
-            sums.append(_checksums((seen, obs)))
+            obs, endings[t], fields = self._step(plan, t)
+            over = endings[t] | cut
+            if over.any():
+                number += over
+                obs = self._reset(plan.seeds[number, lanes], over, obs, t + 1)
+            sums.append(_checksums((fields, obs)))
         self._when = ""
-        return np.stack(sums), np.array(endings).reshape(plan.cut.shape)
+        return np.stack(sums), endings
 
-    def _step(self, plan: _Plan, t: int) -> tuple[HostStep, tuple]:
-        """Takes a step; returns it, and copies of its fields."""
+    def _step(self, plan: _Plan, t: int) -> tuple[ArrayTree, np.ndarray, ArrayTree]:
+        """Takes a step; returns `obs`, where episodes ended, and copies of all."""
         self._when = f"at step {t + 1}"
         action = _row(plan.action, t)
         step = self._call(self._env.step, action)
         if not isinstance(step, HostStep):
-            what = type(step).__name__
-            self._stop(
-                "step", f"it must return a `rollout.envs.host.HostStep`, got {what}"
-            )
+            what = f"got {type(step).__name__}"
+            self._stop("step", f"it must return a `rollout.envs.host.HostStep`, {what}")
         if "info" not in self._kinds:
             self._kinds["info"] = jax.tree.map(self._kind_of, step.info)
-        names = set(self._kinds) - ({"mask"} if step.mask is None else set())
-        self._look_at_kinds({name: getattr(step, name) for name in names})
+        for name in sorted(self._kinds):
+            if name != "mask" or step.mask is not None:
+                self._check_kind(name, getattr(step, name))
         for at, cause in step.causes.items():
             self._stop("fault", f"environment {at} failed: {_say(cause)}")
         if not np.isfinite(step.reward).all():
             self._report("reward", f"it must be finite, got {step.reward}")
-        pairs = zip(*map(jax.tree.leaves, (action, plan.action)), strict=True)
-        if any((now != given[t]).any() for now, given in pairs):
+        if (_checksums(action) != _checksums(_row(plan.action, t))).any():
             self._report("action", "`step` must not write to it")
+        self._check_obs(step.obs)
         fields = step.obs, step.reward, step.terminated, step.truncated
-        self._look_at(step.obs)
-        return step, jax.tree.map(np.array, fields)
+        fields = jax.tree.map(np.array, fields)
+        return fields[0], fields[2] | fields[3], fields
 
     def _reset(
         self, seeds: np.ndarray, mask: np.ndarray, before: ArrayTree, t: int
@@ -244,8 +249,8 @@ class _Probe:
         """Resets where `mask`; all others must still have the observations `before`."""
         self._when = f"at a reset after {t} steps"
         obs = self._call(self._env.reset, seeds, mask.copy())
-        self._look_at_kinds({"obs": obs})
-        self._look_at(obs)
+        self._check_kind("obs", obs)
+        self._check_obs(obs)
         if not mask.all():
             changed = (_checksums(obs) != _checksums(before)) & ~mask
             if changed.any():
@@ -253,54 +258,28 @@ class _Probe:
                 self._report("reset", f"{what} {changed.argmax()}")
         return jax.tree.map(np.array, obs)
 
-    def _look_at(self, obs: ArrayTree) -> None:
-        bad = self._obs_check.find(obs)
-        if bad:
+    def _check_obs(self, obs: ArrayTree) -> None:
+        if bad := self._obs_check.find(obs):
             self._report("obs", f"of environment {min(bad)}: {bad[min(bad)]}")
-        leaves = [x for x in jax.tree.leaves(obs) if len(x) > 1 and x.size]
-        if any(x.strides[0] == 0 for x in leaves):
-            self._report("shared", "observations of all lie in the same memory")
 
-    def _look_at_kinds(self, fields: dict[str, ArrayTree]) -> None:
-        """Reports leaves of another shape or dtype, and stops if there are any."""
-        wrong = {x: _difference(self._kinds[x], fields[x]) for x in sorted(fields)}
-        for name, message in wrong.items():
-            if message:
-                self._report(name, message)
-        if any(wrong.values()):
-            raise _Stop
+    def _check_kind(self, name: str, got: ArrayTree) -> None:
+        """Stops unless a tree has the structure, shapes and dtypes it must have."""
+        wanted, structure = jax.tree.flatten(self._kinds[name])
+        leaves, other = jax.tree.flatten(got)
+        if structure != other:
+            self._stop(name, f"it must have the structure {structure}, got {other}")
+        for want, leaf in zip(wanted, leaves, strict=True):
+            if (np.shape(leaf), getattr(leaf, "dtype", 0)) != (want.shape, want.dtype):
+                what = f"{checks.describe(want)}, got {checks.describe(leaf)}"
+                self._stop(name, f"it must be {what}")
 
-    def _learn_spaces(self) -> None:
-        """Reads both spaces, and the shapes and dtypes of observations."""
-        keys = jax.random.split(jax.random.key(0), self._env.num_envs)
-        for name in ("action_space", "observation_space"):
-            try:
-                space = self._spaces[name] = as_space(getattr(self._env, name), name)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error")  # jax warns of 64 bits
-                    self._kinds["obs"] = jax.eval_shape(jax.vmap(space.sample), keys)
-                self._obs_check = ObservationCheck(space)
-            except Exception as error:
-                self._stop(name, f"its elements must be arrays, got {_say(error)}")
-
-    def _plan(self, num_steps: int) -> _Plan:
-        shape = num_steps, self._env.num_envs
-        keys = jax.random.split(jax.random.key(self._rng.integers(2**32)), shape)
-        action = jax.jit(jax.vmap(jax.vmap(self._spaces["action_space"].sample)))(keys)
-        return _Plan(
-            jax.tree.map(np.asarray, action),
-            self._seeds(num_steps),
-            np.zeros(shape, bool),
-        )
+    def _kind_of(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        leaf = np.asarray(leaf)
+        return jax.ShapeDtypeStruct((self._env.num_envs, *leaf.shape[1:]), leaf.dtype)
 
     def _seeds(self, num_steps: int) -> np.ndarray:
         shape = num_steps + 1, self._env.num_envs
         return self._rng.integers(2**32, size=shape, dtype=np.uint32)
-
-    def _kind_of(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        leaf = np.asarray(leaf)
-        shape = self._env.num_envs, *leaf.shape[1:]
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Calls the environments; reports an exception and stops."""
@@ -322,17 +301,6 @@ class _Probe:
 
 def _row(tree: ArrayTree, t: int) -> ArrayTree:
     return jax.tree.map(lambda x: x[t].copy(), tree)
-
-
-def _difference(kind: ArrayTree, got: ArrayTree) -> str | None:
-    """Describes how a tree differs from the shapes and dtypes it must have."""
-    structures = jax.tree.structure(kind), jax.tree.structure(got)
-    if structures[0] != structures[1]:
-        return f"it must have the structure {structures[0]}, got {structures[1]}"
-    for want, leaf in zip(jax.tree.leaves(kind), jax.tree.leaves(got), strict=True):
-        if (np.shape(leaf), getattr(leaf, "dtype", None)) != (want.shape, want.dtype):
-            return f"it must be {checks.describe(want)}, got {checks.describe(leaf)}"
-    return None
 
 
 def _checksums(tree: ArrayTree) -> np.ndarray:
