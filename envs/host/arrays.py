@@ -11,16 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rollout import checks
 from rollout.envs.host.types import HostStep
 from rollout.envs.spaces import Composite, Dict, Space, as_space, narrow, space_of
 from rollout.envs.types import AnySpace, ArrayTree
 
 WriteFn = Callable[[int, Any], None]
 EmptyFn = Callable[[tuple[int, ...], Any], np.ndarray]
-
-_NUMBERS = frozenset({float, int, np.float32, np.float64})
-_FLAGS = frozenset({bool, np.bool_})
 
 
 class Parts:
@@ -123,36 +119,24 @@ class StepArrays:
         self.obs_tree = layout.obs.unflatten(self.obs)
         self.info_tree = layout.info.unflatten(self.info)
 
-    def answer_all(self, broken: Mapping[int, BaseException]) -> HostStep:
-        """Returns the step of all: views of their memory, except `faulty`."""
+    def answer(
+        self, broken: Mapping[int, BaseException], ids: np.ndarray | None = None
+    ) -> HostStep:
+        """Returns the step of some environments, or of all: then views, but `faulty`.
+
+        Args:
+            broken: the cause of each faulty environment, by its number.
+            ids: `[K]` int32, the numbers of the environments; None for all.
+        """
         faulty = np.zeros(len(self.reward), bool)
         if broken:
             faulty[list(broken)] = True
-        return HostStep(
-            obs=self.obs_tree,
-            reward=self.reward,
-            terminated=self.terminated,
-            truncated=self.truncated,
-            faulty=faulty,
-            info=self.info_tree,
-            causes=dict(broken),
-        )
-
-    def answer(
-        self, numbers: Sequence[int], broken: Mapping[int, BaseException]
-    ) -> tuple[HostStep, np.ndarray]:
-        """Returns the step of the environments that answered, and their numbers."""
-        ids = np.asarray(numbers, np.int32)
-        step = HostStep(
-            obs=self._layout.obs.unflatten([x[ids] for x in self.obs]),
-            reward=self.reward[ids],
-            terminated=self.terminated[ids],
-            truncated=self.truncated[ids],
-            faulty=np.asarray([at in broken for at in numbers]),
-            info=self._layout.info.unflatten([x[ids] for x in self.info]),
-            causes={at: broken[at] for at in numbers if at in broken},
-        )
-        return step, ids
+        flags = self.terminated, self.truncated, faulty
+        fields: Any = self.obs_tree, self.reward, *flags, self.info_tree
+        if ids is not None:
+            fields = jax.tree.map(lambda x: x[ids], fields)
+            broken = {at: broken[at] for at in ids.tolist() if at in broken}
+        return HostStep(*fields, causes=dict(broken))
 
 
 def leaf_at(tree: Any, path: Sequence[Any]) -> Any:
@@ -234,26 +218,6 @@ def narrowed(values: np.ndarray, dtype: Any, name: str) -> np.ndarray:
                 f"{most if most > high else least}"
             )
     return values.astype(dtype)
-
-
-def number(value: Any) -> Any:
-    """Returns a reward; raises if it is not a number."""
-    if type(value) in _NUMBERS:
-        return value
-    array = np.asarray(value)
-    if array.shape != () or array.dtype.kind not in "biuf":
-        raise TypeError(f"reward must be a number, got {checks.describe(value)}")
-    return array
-
-
-def flag(name: str, value: Any) -> Any:
-    """Returns a flag; raises if it is not a bool."""
-    if type(value) in _FLAGS:
-        return value
-    array = np.asarray(value)
-    if array.shape != () or array.dtype != bool:
-        raise TypeError(f"{name} must be a bool, got {checks.describe(value)}")
-    return array
 
 
 def _expand(space: AnySpace) -> Any:

@@ -11,7 +11,15 @@ import numpy as np
 
 from rollout import checks
 from rollout.envs.host import request_checks as host_checks
-from rollout.envs.host.arrays import Parts, StepArrays, leaf_at, make_layout, narrowed
+from rollout.envs.host.arrays import (
+    Parts,
+    StepArrays,
+    assign,
+    leaf_at,
+    make_layout,
+    narrowed,
+    space_like,
+)
 from rollout.envs.host.gymnasium_actions import batched_action
 from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.types import HostStep, HostVectorEnv
@@ -99,26 +107,20 @@ class _VectorEnv:
         vector = load("gymnasium").vector
         lists = vector.SyncVectorEnv | vector.AsyncVectorEnv
         self._seeds_each = isinstance(env.unwrapped, lists)
-        self._env, self.num_envs = env, env.num_envs
+        self._env, self.num_envs, self._is_closed = env, env.num_envs, False
         spaces = env.single_observation_space, env.single_action_space
-        layout = make_layout(spaces, observe_info, record_info)
-        self.observation_space = layout.observation_space
-        self.action_space = layout.action_space
-        self._batch = batched_action(spaces[1])
-        arrays = StepArrays(layout, self.num_envs)
-        self._info = arrays.info_tree
-        self._records = list(zip(layout.info.paths, arrays.info, strict=True))
+        self._layout = make_layout(spaces, observe_info, record_info)
+        self.observation_space = self._layout.observation_space
+        self.action_space = self._layout.action_space
         self._own = Parts(as_space(spaces[0]), "obs")
-        self._shown: Any = None  # the arrays of info in an observation
-        if observe_info:
-            self._shown = arrays.obs_tree["info"]
-            places = zip(layout.obs.paths, arrays.obs, strict=True)
-            self._observed = [
-                (path, array) for (kind, *path), array in places if kind == "info"
-            ]
-        self._fine = np.zeros(self.num_envs, bool)
-        self._every = ~self._fine
-        self._is_closed = False
+        self._batch = batched_action(spaces[1])
+        arrays = StepArrays(self._layout, self.num_envs)
+        # In an observation "info" comes before "obs".
+        shown = Parts(space_like(observe_info or {}), "info")
+        self._observed = list(zip(shown.paths, arrays.obs, strict=False))
+        self._recorded = list(zip(self._layout.info.paths, arrays.info, strict=True))
+        self._info = arrays.info_tree
+        self._every = np.ones(self.num_envs, bool)
         self._ended: Any = None  # [B] bool, None before the first reset
         self._obs: ArrayTree = None
 
@@ -165,39 +167,38 @@ class _VectorEnv:
             if np.count_nonzero(self._ended):
                 mask = ~self._ended
             self._ended = terminated | truncated
-        for path, array in self._records:
+        for path, array in self._recorded:
             array[~_read(array, info, path, self._every)] = 0
         return HostStep(
             obs=self._observe(obs, info, self._every),
             reward=np.asarray(reward).astype(np.float32, copy=False),
             terminated=terminated,
             truncated=truncated,
-            faulty=self._fine,
+            faulty=~self._every,
             info=self._info,
             mask=mask,
         )
 
     def close(self) -> None:
-        self._is_closed = True
-        if not getattr(self._env, "closed", False):
+        if not self._is_closed:
             self._env.close()
+        self._is_closed = True
 
     def _observe(
         self, obs: ArrayTree, info: Mapping[str, Any], mask: np.ndarray
     ) -> ArrayTree:
         """Casts an observation, and puts the arrays of info next to it."""
+        for path, array in self._observed:
+            missing = np.flatnonzero(mask & ~_read(array, info, path, mask))
+            if missing.size:
+                raise ValueError(
+                    "`observe_info` must have keys of every `info`, got no "
+                    f"{path[0]!r} from environment {missing[0]}."
+                )
         pairs = zip(self._own.flatten(obs), self._own.spaces, strict=True)
-        leaves = [narrowed(np.asarray(x), space.dtype, "obs") for x, space in pairs]
-        self._obs = self._own.unflatten(leaves)
-        if self._shown is not None:
-            for path, array in self._observed:
-                missing = np.flatnonzero(mask & ~_read(array, info, path, mask))
-                if missing.size:
-                    raise ValueError(
-                        "`observe_info` must have keys of every `info`, got no "
-                        f"{path[0]!r} from environment {missing[0]}."
-                    )
-            self._obs = {"obs": self._obs, "info": self._shown}
+        own = [narrowed(np.asarray(x), space.dtype, "obs") for x, space in pairs]
+        shown = [array for _, array in self._observed]
+        self._obs = self._layout.obs.unflatten([*shown, *own])
         return self._obs
 
 
@@ -208,10 +209,8 @@ def _mode(env: Any) -> str:
     if name not in ("DISABLED", "NEXT_STEP"):
         raise ValueError(
             "`env` must have the autoreset mode DISABLED or NEXT_STEP, got "
-            f"{name or mode}: pass autoreset_mode="
-            "gymnasium.vector.AutoresetMode.DISABLED to its class, or to "
-            "`gymnasium.make_vec` vector_kwargs={'autoreset_mode': "
-            "gymnasium.vector.AutoresetMode.DISABLED}."
+            f"{name or mode}: pass its class, or `vector_kwargs` of `gymnasium."
+            "make_vec`, autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED."
         )
     return name
 
@@ -224,18 +223,11 @@ def _read(
     In a vector environment's info `_key` says who has `key`; all if it is absent.
     """
     key = path[0]
-    if key not in info:
-        return ~mask & False
-    have = mask & np.asarray(info.get(f"_{key}", mask))
+    have = mask & np.asarray(info.get(f"_{key}", key in info))
     if have.any():
-        values = np.asarray(leaf_at(info, path))
-        values = values[have]
+        values = np.asarray(leaf_at(info, path))[have]
         if values.dtype == object:  # gymnasium collects unknown types so
             values = np.stack([np.asarray(value) for value in values])
-        if values.shape[1:] != array.shape[1:]:
-            raise ValueError(
-                f"`info` must have the shape {array.shape[1:]} of its example in "
-                f"{'.'.join(path)!r}, got {values.shape[1:]}."
-            )
-        array[have] = narrowed(values, array.dtype, f"info[{'.'.join(path)!r}]")
+        name = "info" + "".join(f"[{key!r}]" for key in path)
+        assign([array], have, [narrowed(values, array.dtype, name)], name)
     return have

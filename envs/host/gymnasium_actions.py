@@ -7,9 +7,7 @@ import numpy as np
 
 from rollout.envs.host.arrays import Parts
 from rollout.envs.spaces import Discrete, as_space
-from rollout.envs.types import AnySpace, ArrayTree
-
-CastFn = Callable[[Any], np.ndarray]
+from rollout.envs.types import ArrayTree
 
 
 def batched_action(space: Any) -> Callable[[ArrayTree], Any]:
@@ -23,7 +21,12 @@ def batched_action(space: Any) -> Callable[[ArrayTree], Any]:
         copy in Gymnasium's dtypes, as vector environments take it. It raises
         `ValueError` if an action does not have the shape of the space.
     """
-    parts, casts = _casts(space)
+    parts, casts = Parts(as_space(space), "action"), []
+    for path in parts.paths:
+        leaf = space
+        for key in path:
+            leaf = getattr(leaf, "spaces", leaf)[key]
+        casts.append(_cast(leaf))
     if parts.is_single:
         return casts[0]
 
@@ -44,38 +47,26 @@ def split_action(space: Any) -> Callable[[ArrayTree], Sequence[Any]]:
         A function to a list of `B` actions, as `Env.step` takes them: a NumPy scalar
         for `Discrete`, else an array in the dtype of the space, a dict or a tuple.
     """
-    parts, casts = _casts(space)
+    parts, batch = Parts(as_space(space), "action"), batched_action(space)
+    kinds = [isinstance(x, Discrete) for x in parts.spaces]
+    if parts.is_single and kinds[0]:  # the usual case, kept fast
+        return lambda action: list(batch(action))
 
-    def column(cast: CastFn, kind: AnySpace) -> Callable[[Any], list[Any]]:
-        if kind.shape == () and not isinstance(kind, Discrete):
-            return lambda leaf: [np.asarray(one) for one in cast(leaf)]
-        return lambda leaf: list(cast(leaf))
-
-    columns = [column(*pair) for pair in zip(casts, parts.spaces, strict=True)]
-    if parts.is_single:
-        return columns[0]
-
-    def split(action: ArrayTree) -> list[Any]:
-        pairs = zip(columns, parts.flatten(action), strict=True)
-        rows = zip(*(fn(leaf) for fn, leaf in pairs), strict=True)
-        return [parts.unflatten(row) for row in rows]
+    def split(action: ArrayTree) -> Sequence[Any]:
+        columns = [
+            list(leaf) if is_discrete else [np.asarray(one) for one in leaf]
+            for leaf, is_discrete in zip(
+                parts.flatten(batch(action)), kinds, strict=True
+            )
+        ]
+        if parts.is_single:
+            return columns[0]
+        return [parts.unflatten(row) for row in zip(*columns, strict=True)]
 
     return split
 
 
-def _casts(space: Any) -> tuple[Parts, list[CastFn]]:
-    """Returns the parts of an action, and for each the cast to Gymnasium's dtype."""
-    parts = Parts(as_space(space), "action")
-    found = []
-    for path in parts.paths:
-        leaf = space
-        for key in path:
-            leaf = getattr(leaf, "spaces", leaf)[key]
-        found.append(_cast(leaf))
-    return parts, found
-
-
-def _cast(space: Any) -> CastFn:
+def _cast(space: Any) -> Callable[[Any], np.ndarray]:
     shape, dtype = tuple(space.shape), np.dtype(space.dtype)
 
     def cast(action: Any) -> np.ndarray:

@@ -1,9 +1,8 @@
 """`LocalEnvs`: steps environments of Gymnasium's kind in this process, in turn."""
 
-import collections
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,11 +12,9 @@ from rollout.envs.host import request_checks, saved_state
 from rollout.envs.host.arrays import (
     StepArrays,
     assign,
-    flag,
     leaf_at,
     leaf_writer,
     make_layout,
-    number,
     writer,
 )
 from rollout.envs.host.gymnasium_actions import split_action
@@ -28,9 +25,7 @@ from rollout.envs.types import ArrayTree
 class LocalEnvs:
     """Several environments in this process, a `HostVectorEnv` that can also `rebuild`.
 
-    It also implements `AsyncHostVectorEnv`, without concurrency: `send` steps at once,
-    and `receive` returns in the order of sending. An exception of one environment
-    makes that one faulty and leaves the others alone.
+    An exception of one environment makes that one faulty and leaves the others alone.
 
     Attributes:
         num_envs: B.
@@ -67,20 +62,19 @@ class LocalEnvs:
             raise ValueError("`make_fns` must have at least one function, got none.")
         self.num_envs = len(self.make_fns)
         self._envs: list[Any] = []
-        self._loaded: list[Any] = []  # environments of `prepare`
+        self._loaded: list[Any] = []  # environments or faults of `prepare`
         try:
             for at in range(self.num_envs):
                 self._envs.append(self._make(at))
             self.spaces = _spaces(self._envs[0])
             self.layout = make_layout(self.spaces, observe_info, record_info)
-            self.observation_space = self.layout.observation_space
-            self.action_space = self.layout.action_space
         except BaseException:
             self.close()
             raise
+        self.observation_space = self.layout.observation_space
+        self.action_space = self.layout.action_space
         self._settings = [saved_state.settings_of(env) for env in self._envs]
         self.causes: dict[int, BaseException] = {}
-        self._answered: collections.deque[int] = collections.deque()
         self._observes = bool(observe_info)
         self._split = split_action(self.spaces[1])
         self._steps = [env.step for env in self._envs]  # looked up once, not per step
@@ -98,9 +92,11 @@ class LocalEnvs:
 
     def place(self, arrays: StepArrays) -> None:
         """Makes the environments write to these arrays from now on."""
-        self._arrays, self._reward = arrays, arrays.reward
-        self._terminated, self._truncated = arrays.terminated, arrays.truncated
-        self._write = writer(self.layout.obs, arrays.obs)
+        self._arrays = arrays
+        self._write_obs = writer(self.layout.obs, arrays.obs)
+        self._results = arrays.reward, arrays.terminated, arrays.truncated
+        names = "reward", "terminated", "truncated"
+        self._write_results = list(map(leaf_writer, self._results, names))
         info = self.layout.info
         triples = zip(info.paths, info.names, arrays.info, strict=True)
         self._records = [
@@ -109,8 +105,6 @@ class LocalEnvs:
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments, each from its own seed.
-
-        Drops answers of these environments that were not received.
 
         Args:
             seeds: `[B]` uint32; read where `mask`.
@@ -124,7 +118,6 @@ class LocalEnvs:
         """
         request_checks.closed(not self._envs)
         which = request_checks.reset(seeds, mask, self.num_envs)
-        self._forget(which)
         # All are reset before the first fault is raised: the others must be ready.
         for at in which:
             if at not in self.causes:
@@ -137,49 +130,11 @@ class LocalEnvs:
     def step(self, action: ArrayTree) -> HostStep:
         """Takes one step in every environment, `[B, ...]`, and resets none."""
         request_checks.closed(not self._envs)
-        if self._answered:
-            request_checks.all_idle("step", self._answered)
         actions = self._split(action)
         request_checks.length("action", actions, self.num_envs)
         for at, one in enumerate(actions):
             self.advance(at, one)
-        return self._arrays.answer_all(self.causes)
-
-    def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
-        """Takes a step in some environments, before it returns.
-
-        Args:
-            action: `[K, ...]`, one action for each of `K` of the `B` environments.
-            env_id: `[K]` int, their numbers; none of them may be in flight.
-        """
-        request_checks.closed(not self._envs)
-        ids = request_checks.env_ids(env_id, self.num_envs)
-        actions = self._split(action)
-        request_checks.length("action", actions, len(ids))
-        request_checks.idle(ids, self._answered)
-        for at, one in zip(ids, actions, strict=True):
-            self.advance(at, one)
-            self._answered.append(at)
-
-    def receive(
-        self, num_ready: int, timeout: float | None = None
-    ) -> tuple[HostStep, np.ndarray]:
-        """Returns the answers of the first `num_ready` environments sent.
-
-        Args:
-            num_ready: at least 1 and at most the number sent.
-            timeout: unused, since no answer is waited for.
-
-        Returns:
-            Their answers, `[num_ready, ...]`, and their numbers, `[num_ready]` int32.
-
-        Raises:
-            ValueError: if fewer than `num_ready` were sent.
-        """
-        del timeout  # unused
-        request_checks.num_ready(num_ready, len(self._answered))
-        answered = [self._answered.popleft() for _ in range(num_ready)]
-        return self._arrays.answer(answered, self.causes)
+        return self._arrays.answer(self.causes)
 
     def rebuild(self, mask: np.ndarray) -> None:
         """Rebuilds some environments; each must be reset before its next step.
@@ -191,10 +146,8 @@ class LocalEnvs:
             EnvFault: if some could not be made; they stay faulty.
         """
         request_checks.closed(not self._envs)
-        which = request_checks.masked(mask, self.num_envs)
-        self._forget(which)
         causes = {}
-        for at in which:
+        for at in request_checks.masked(mask, self.num_envs):
             _close(self._envs[at])
             try:
                 self._use(at, self._make(at))
@@ -204,13 +157,8 @@ class LocalEnvs:
             raise EnvFault(causes)
 
     def save(self, *, allow_pickle: bool = False) -> list[bytes] | None:
-        """Saves every environment; see `HostVectorEnv`.
-
-        Raises:
-            ValueError: if some are in flight.
-        """
+        """Saves every environment; see `HostVectorEnv`."""
         request_checks.closed(not self._envs)
-        request_checks.all_idle("save", self._answered)
         saved = []
         for at, env in enumerate(self._envs):
             if at in self.causes:
@@ -228,7 +176,7 @@ class LocalEnvs:
         """Puts every environment where it was at `save`; see `HostVectorEnv`.
 
         Raises:
-            ValueError: if some are in flight, or pickled ones have other settings.
+            ValueError: if pickled environments have other settings.
         """
         if not self.prepare(saved, allow_pickle):
             return False
@@ -240,7 +188,6 @@ class LocalEnvs:
         """Makes environments of saved ones for `swap`; changes nothing else."""
         request_checks.closed(not self._envs)
         request_checks.length("saved", saved, self.num_envs)
-        request_checks.all_idle("load", self._answered)
         if not allow_pickle and any(map(saved_state.is_pickle, saved)):
             return False
         self._drop_loaded()
@@ -267,7 +214,6 @@ class LocalEnvs:
 
     def advance(self, at: int, action: Any) -> None:
         """Takes one step in one environment, unless it is faulty."""
-        # This runs once per environment and step: the usual types are tested first.
         if at in self.causes:
             return
         try:
@@ -275,27 +221,21 @@ class LocalEnvs:
             if type(result) is not tuple or len(result) != 5:
                 _wrong("step", "(obs, reward, terminated, truncated, info)", result)
             obs, reward, terminated, truncated, info = result
-            self._write(at, {"obs": obs, "info": info} if self._observes else obs)
-            self._reward[at] = reward if type(reward) is float else number(reward)
-            self._terminated[at] = (
-                terminated
-                if type(terminated) is bool
-                else flag("terminated", terminated)
-            )
-            self._truncated[at] = (
-                truncated if type(truncated) is bool else flag("truncated", truncated)
-            )
-            if self._records:
-                self._record(at, info)
+            self._write_obs(at, {"obs": obs, "info": info} if self._observes else obs)
+            if type(reward) is float and type(terminated) is type(truncated) is bool:
+                rewards, terminations, truncations = self._results
+                rewards[at], terminations[at] = reward, terminated
+                truncations[at] = truncated
+            else:
+                for write, value in zip(self._write_results, result[1:4], strict=True):
+                    write(at, value)
+            for path, array, write in self._records:
+                if path[0] in info:
+                    write(at, leaf_at(info, path))
+                else:
+                    array[at] = 0
         except Exception as cause:
             self.causes[at] = cause
-
-    def _record(self, at: int, info: Mapping[str, Any]) -> None:
-        for path, array, write in self._records:
-            if path[0] in info:
-                write(at, leaf_at(info, path))
-            else:
-                array[at] = 0
 
     def _reset_one(self, at: int, seed: int) -> None:
         try:
@@ -303,7 +243,7 @@ class LocalEnvs:
             if type(result) is not tuple or len(result) != 2:
                 _wrong("reset", "(obs, info)", result)
             obs, info = result
-            self._write(at, {"obs": obs, "info": info} if self._observes else obs)
+            self._write_obs(at, {"obs": obs, "info": info} if self._observes else obs)
         except Exception as cause:
             self.causes[at] = cause
 
@@ -321,12 +261,6 @@ class LocalEnvs:
         self._envs[at], self._steps[at] = env, env.step
         self.causes.pop(at, None)
 
-    def _forget(self, which: Collection[int]) -> None:
-        """Drops the answers of these environments."""
-        if self._answered:
-            kept = [at for at in self._answered if at not in which]
-            self._answered = collections.deque(kept)
-
     def _drop_loaded(self) -> None:
         while self._loaded:
             _close(self._loaded.pop())
@@ -341,5 +275,5 @@ def _wrong(name: str, what: str, result: Any) -> NoReturn:
 
 
 def _close(env: Any) -> None:
-    with contextlib.suppress(Exception):  # it may be broken
+    with contextlib.suppress(Exception):  # it may be broken, or the text of a fault
         env.close()

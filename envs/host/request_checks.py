@@ -5,23 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from rollout import checks
-
 
 def closed(is_closed: bool) -> None:
     """Raises if environments are used after `close`."""
     if is_closed:
         raise ValueError("`env` must be open, got one after `close`.")
-
-
-def idle(which: Collection[int], in_flight: Collection[int]) -> None:
-    """Raises if one of these environments is in flight."""
-    busy = sorted(set(which) & set(in_flight))
-    if busy:
-        raise ValueError(
-            "`env_id` and `mask` must leave out environments that are in flight, got "
-            f"{busy[0]}: `receive` it first."
-        )
 
 
 def all_idle(name: str, in_flight: Collection[int]) -> None:
@@ -33,29 +21,17 @@ def all_idle(name: str, in_flight: Collection[int]) -> None:
         )
 
 
-def env_ids(env_id: Any, num_envs: int) -> list[int]:
-    """Returns `[K]` numbers of environments; raises unless each occurs once at most."""
+def env_ids(env_id: Any, num_envs: int, in_flight: Collection[int]) -> list[int]:
+    """Returns the numbers of environments to step; raises if some cannot."""
     ids = np.asarray(env_id)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+    kind, ids = ids.dtype.kind, ids.tolist()
+    idle = set(range(num_envs)).difference(in_flight)
+    if kind not in "iu" or len(set(ids)) < len(ids) or not idle.issuperset(ids):
         raise ValueError(
-            f"`env_id` must be [K] integers, got {ids.dtype} of shape {ids.shape}."
-        )
-    ids = ids.tolist()
-    if len(set(ids)) < len(ids) or (ids and not 0 <= min(ids) <= max(ids) < num_envs):
-        raise ValueError(
-            f"`env_id` must be different numbers from 0 to {num_envs - 1}, got {ids}."
+            "`env_id` must be different environments of these that are not in "
+            f"flight, {sorted(idle)}, got {env_id!r}."
         )
     return ids
-
-
-def num_ready(value: Any, in_flight: int) -> None:
-    """Raises if more answers are awaited than environments are in flight."""
-    checks.int_between("num_ready", value)
-    if value > in_flight:
-        raise ValueError(
-            "`num_ready` must be at most the number in flight, "
-            f"{in_flight}, got {value}."
-        )
 
 
 def length(name: str, values: Sequence[Any], num_envs: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 _ARRAYS, _PICKLE, _FAULT = b"a", b"p", b"f"  # the first byte of a state
 
 
-def save(env: Any, settings: Mapping[str, Any], allow_pickle: bool) -> bytes | None:
+def save(env: Any, settings: Mapping[str, str], allow_pickle: bool) -> bytes | None:
     """Saves an environment; returns None if neither arrays nor a pickle are possible.
 
     Args:
@@ -34,7 +34,7 @@ def save(env: Any, settings: Mapping[str, Any], allow_pickle: bool) -> bytes | N
         return None
     try:
         # Two pickles, so that `load` compares settings without making the environment.
-        return _PICKLE + pickle.dumps(dict(settings)) + pickle.dumps(env)
+        return _PICKLE + pickle.dumps(settings) + pickle.dumps(env)
     except Exception:  # whatever the environment's own methods raise
         return None
 
@@ -49,7 +49,7 @@ def is_pickle(state: bytes) -> bool:
     return state[:1] == _PICKLE
 
 
-def load(state: bytes, make: Callable[[], Any], settings: Mapping[str, Any]) -> Any:
+def load(state: bytes, make: Callable[[], Any], settings: Mapping[str, str]) -> Any:
     """Makes an environment of the bytes of `save` or `save_fault`.
 
     Args:
@@ -68,30 +68,30 @@ def load(state: bytes, make: Callable[[], Any], settings: Mapping[str, Any]) -> 
     kind = file.read(1)
     if kind == _FAULT:
         return RuntimeError(file.read().decode())
-    if kind == _ARRAYS:
-        env, arrays = make(), {}
-        if not hasattr(type(env), "load_state"):
-            raise ValueError(
-                "`env` must have `load_state`, like the saved environment, got "
-                f"{type(env).__name__}."
-            )
-        while file.tell() < len(state):
-            name = np.lib.format.read_array(file, allow_pickle=False)
-            arrays[str(name)] = np.lib.format.read_array(file, allow_pickle=False)
-        env.reset(seed=0)
-        env.load_state(arrays)
-        return env
-    old = pickle.load(file)
-    for name in sorted(old.keys() | settings.keys()):
-        if repr(old.get(name)) != repr(settings.get(name)):  # NaN is equal, 1 not True
-            raise ValueError(
-                "`state` must be of environments with the settings of these, got "
-                f"{name} {old.get(name)!r} there and {settings.get(name)!r} here."
-            )
-    return pickle.load(file)
+    if kind == _PICKLE:
+        old = pickle.load(file)
+        for name in sorted(old.keys() | settings.keys()):
+            if old.get(name) != settings.get(name):
+                raise ValueError(
+                    "`state` must be of environments with the settings of these, got "
+                    f"{name} {old.get(name)} there and {settings.get(name)} here."
+                )
+        return pickle.load(file)
+    env, arrays = make(), {}
+    if not hasattr(type(env), "load_state"):
+        raise ValueError(
+            "`env` must have `load_state`, like the saved environment, got "
+            f"{type(env).__name__}."
+        )
+    while file.tell() < len(state):
+        name = np.lib.format.read_array(file, allow_pickle=False)
+        arrays[str(name)] = np.lib.format.read_array(file, allow_pickle=False)
+    env.reset(seed=0)
+    env.load_state(arrays)
+    return env
 
 
-def settings_of(env: Any) -> dict[str, Any]:
+def settings_of(env: Any) -> dict[str, str]:
     """Returns the plain attributes of a new environment and of those it wraps."""
     found = {}
     while env is not None:
@@ -99,6 +99,6 @@ def settings_of(env: Any) -> dict[str, Any]:
         found[kind] = f"{type(env).__module__}.{type(env).__qualname__}"
         for name, value in own.items():
             if isinstance(value, bool | int | float | str):
-                found[f"{kind}.{name}"] = value
+                found[f"{kind}.{name}"] = repr(value)  # NaN is equal, 1 is not True
         env = own.get("env")
     return found

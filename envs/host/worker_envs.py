@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import pickle
+import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 
 from rollout import checks
-from rollout.envs.host import request_checks, saved_state, shared_memory
+from rollout.envs.host import exceptions, request_checks, saved_state, shared_memory
 from rollout.envs.host.arrays import assign, make_layout
 from rollout.envs.host.types import EnvFault, HostStep
-from rollout.envs.host.worker_pool import WorkerHandle, WorkerPool, preload
+from rollout.envs.host.worker_pool import WorkerHandle, WorkerPool
 from rollout.envs.types import ArrayTree
-
-_START_METHODS = ("forkserver", "spawn")
 
 
 def workers(
@@ -61,37 +59,22 @@ def workers(
         ValueError: if an option is not as above, a function cannot be pickled, spaces
             differ, or a space has no arrays.
     """
-    make_fns = _list(make_fns)
+    is_list = isinstance(make_fns, Sequence) and len(make_fns) > 0
+    if not is_list or not all(map(callable, make_fns)):
+        raise ValueError(
+            "`make_fns` must be functions, one for each environment, such as "
+            f"`[make_one] * 8`, got {make_fns!r}."
+        )
     if num_workers is None:
         num_workers = min(len(make_fns), os.cpu_count() or 1)
-    if checks.int_between("num_workers", num_workers) > len(make_fns):
-        raise ValueError(
-            f"`num_workers` must be at most the number of environments, "
-            f"{len(make_fns)}, got {num_workers}."
-        )
-    if start_method not in _START_METHODS:
+    checks.int_between("num_workers", num_workers, most=len(make_fns))
+    if start_method not in ("forkserver", "spawn"):
         raise ValueError(
             f'`start_method` must be "forkserver" or "spawn", got {start_method!r}.'
         )
     timeout = checks.seconds("timeout", timeout)
-    _check_picklable(make_fns)
     info = {"observe_info": observe_info, "record_info": record_info}
-    return WorkerEnvs(make_fns, num_workers, start_method, timeout, info)
-
-
-def _list(make_fns: Any) -> list[Callable[[], Any]]:
-    """Returns the functions as a list; raises unless they are functions."""
-    is_series = hasattr(make_fns, "__iter__") and not isinstance(make_fns, str)
-    listed: list[Any] = list(make_fns) if is_series else [None]
-    if not all(map(callable, listed)):
-        got = make_fns if isinstance(make_fns, str) else type(make_fns).__name__
-        raise ValueError(
-            "`make_fns` must be functions, one for each environment, such as "
-            f"`[make_one] * 8`, got {got!r}."
-        )
-    if not listed:
-        raise ValueError("`make_fns` must have at least one function, got none.")
-    return listed
+    return WorkerEnvs(_pack(make_fns), num_workers, start_method, timeout, info)
 
 
 class WorkerEnvs:
@@ -104,7 +87,7 @@ class WorkerEnvs:
 
     def __init__(
         self,
-        make_fns: list[Callable[[], Any]],
+        make_fns: list[bytes],
         num_workers: int,
         start_method: str,
         timeout: float | None,
@@ -112,16 +95,19 @@ class WorkerEnvs:
     ) -> None:
         self.num_envs = len(make_fns)
         self._make_fns, self._info = make_fns, info
-        self._context = multiprocessing.get_context(start_method)
+        context: Any = multiprocessing.get_context(start_method)
+        # The fork server imports for all workers, unless it already runs. It leaves out
+        # the modules of the functions, which may start threads or jax's backend.
+        modules = {"gymnasium"}.intersection(sys.modules)
+        modules |= {"__main__", "rollout.envs.host.worker_process"}
+        context.set_forkserver_preload(list(modules))
         # Each worker has a range of environments: a slice of rows of the shared memory.
         cuts = np.linspace(0, self.num_envs, num_workers + 1).astype(int).tolist()
         groups = [range(a, b) for a, b in itertools.pairwise(cuts)]
-        self._pool = WorkerPool(groups, timeout)
+        self._pool = WorkerPool(groups, timeout, context)
         self._handle_of = [handle for handle in self._pool.handles for _ in handle.ids]
         self._spaces: Any = None  # known once the first worker has made its own
         weakref.finalize(self, self._pool.close)
-        if start_method == "forkserver":
-            preload(self._context)
         try:
             with self._pool as pool:
                 self._start(pool.handles)
@@ -156,7 +142,7 @@ class WorkerEnvs:
             asked = self._handles(at for at in which if at not in pool.broken)
             for handle in asked:  # all are asked before the first answer is awaited
                 pool.ask(handle, "reset", seeds[handle.rows], mask[handle.rows])
-            pool.settle(asked)
+            pool.results(asked)
             pool.forget(which)
             self._raise(which)
             return self._arrays.obs_tree
@@ -169,8 +155,8 @@ class WorkerEnvs:
             alive = pool.alive
             for handle in alive:
                 pool.ask(handle, "step")
-            pool.settle(alive)
-            return self._arrays.answer_all(pool.broken)
+            pool.results(alive)
+            return self._arrays.answer(pool.broken)
 
     def send(self, action: ArrayTree, env_id: np.ndarray) -> None:
         """Begins a step in some environments.
@@ -179,20 +165,16 @@ class WorkerEnvs:
             action: `[K, ...]`, one action for each of `K` of the `B` environments.
             env_id: `[K]` int, their numbers; none of them may be in flight.
         """
-        ids = request_checks.env_ids(env_id, self.num_envs)
         with self._pool as pool:
-            request_checks.idle(ids, pool.in_flight)
-            self._write_action(np.asarray(ids, np.intp), action)
-            groups: dict[WorkerHandle, list[int]] = {}
-            pool.in_flight.update(ids)
+            ids = request_checks.env_ids(env_id, self.num_envs, pool.in_flight)
+            self._write_action(ids, action)
             for at in ids:
+                pool.in_flight.add(at)
                 if at in pool.broken:  # it answers at once, with its fault
                     pool.answered.append(at)
                 else:
                     handle = self._handle_of[at]
-                    groups.setdefault(handle, []).append(at - handle.ids.start)
-            for handle, numbers in groups.items():
-                pool.ask(handle, "advance", *numbers)
+                    pool.ask(handle, "advance", at - handle.ids.start)
 
     def receive(
         self, num_ready: int, timeout: float | None = None
@@ -214,7 +196,7 @@ class WorkerEnvs:
         """
         end = None if timeout is None else time.monotonic() + timeout
         with self._pool as pool:
-            request_checks.num_ready(num_ready, len(pool.in_flight))
+            checks.int_between("num_ready", num_ready, most=len(pool.in_flight))
             while len(pool.answered) < num_ready:
                 left = None if end is None else max(0.0, end - time.monotonic())
                 pool.pump(left)  # with 0 left it still reads what has arrived
@@ -225,7 +207,8 @@ class WorkerEnvs:
                     )
             first = [pool.answered.popleft() for _ in range(num_ready)]
             pool.in_flight.difference_update(first)
-            return self._arrays.answer(first, pool.broken)
+            ids = np.asarray(first, np.int32)
+            return self._arrays.answer(pool.broken, ids), ids
 
     def rebuild(self, mask: np.ndarray) -> None:
         """Rebuilds some environments; each must be reset before its next step.
@@ -244,16 +227,14 @@ class WorkerEnvs:
         mask = np.asarray(mask)
         with self._pool as pool:
             handles = self._handles(which)
-            asked = [handle for handle in handles if handle.pipe is not None]
-            for handle in asked:
+            for handle in handles:
                 pool.ask(handle, "rebuild", mask[handle.rows])
-            causes = pool.results(asked)
+            pool.results(handles)
             # One environment may have ended a worker before the next was rebuilt.
             lost = [handle for handle in handles if handle.pipe is None]
-            for at in which:
-                pool.broken.pop(at, None)
-            for _, new in causes:
-                pool.note(new)
+            for handle in lost:
+                for at in set(which).intersection(handle.ids):
+                    del pool.broken[at]
             self._start(lost)
             pool.forget(which)
             self._raise(which)
@@ -294,20 +275,16 @@ class WorkerEnvs:
             for _ in range(2):  # that a worker has ended may show only now
                 self._start([handle for handle in handles if handle.pipe is None])
                 for handle in handles:
-                    handle.is_ready = False  # to make environments may take any time
                     pool.ask(handle, "prepare", list(saved[handle.rows]), allow_pickle)
                 pool.gather(handles)
                 handles = [handle for handle in pool.handles if handle.pipe is None]
-            for handle in pool.alive:
-                handle.is_ready = True
             are_ready = [is_ready for _, is_ready in pool.results(pool.handles)]
             self._raise(at for handle in handles for at in handle.ids)
             if not all(are_ready):
                 return False
-            pool.broken.clear()
             for handle in pool.handles:
                 pool.ask(handle, "swap")
-            pool.settle(pool.handles)
+            pool.results(pool.handles)
             values = self._layout.obs.flatten(obs)
             assign(self._arrays.obs, slice(None), values, "obs")
             return True
@@ -318,13 +295,13 @@ class WorkerEnvs:
 
     def _start(self, handles: Collection[WorkerHandle]) -> None:
         """Starts workers with all their environments; those in `broken` stay faulty."""
-        pool = self._pool
+        pool, ready = self._pool, []
         for handle in handles:
-            faulty = [at for at in handle.ids if at in pool.broken]
-            make_fns = _dumps(self._make_fns[handle.rows])
-            pool.start(handle, self._context)
+            broken = {at: pool.broken[at] for at in handle.ids if at in pool.broken}
+            faulty = {at: exceptions.to_bytes(cause) for at, cause in broken.items()}
+            make_fns = self._make_fns[handle.rows]
+            pool.start(handle)
             pool.ask(handle, "make", make_fns, self._info, handle.ids, faulty)
-        ready = []
         for handle, spaces, error in pool.gather(handles):
             if error is None:
                 ready.append(handle)
@@ -341,8 +318,7 @@ class WorkerEnvs:
             if handle.pipe is not None:
                 with contextlib.suppress(OSError):  # `results` finds that it is lost
                     reduction.send_handle(handle.pipe, self._memory, handle.process.pid)
-        for handle, _ in pool.results(ready):
-            handle.is_ready = True
+        pool.results(ready)
 
     def _share_memory(self, spaces: tuple[Any, Any]) -> tuple[Any, Any]:
         """Makes the arrays, once the spaces are known; returns these."""
@@ -369,22 +345,20 @@ class WorkerEnvs:
             raise EnvFault(causes) from next(iter(causes.values()))
 
 
-def _dumps(make_fns: Any) -> bytes:
+def _pack(make_fns: Sequence[Callable[[], Any]]) -> list[bytes]:
     """Pickles functions; with cloudpickle, also lambdas and classes of a notebook."""
     try:
-        import cloudpickle
+        from cloudpickle import dumps
     except ImportError:  # gymnasium installs it
-        return pickle.dumps(make_fns)
-    return cloudpickle.dumps(make_fns)
-
-
-def _check_picklable(make_fns: Sequence[Callable[[], Any]]) -> None:
+        from pickle import dumps
+    packed = []
     for at, fn in enumerate(make_fns):
         try:
-            _dumps(fn)
+            packed.append(dumps(fn))
         except Exception as error:
             raise ValueError(
                 "`make_fns` must be picklable; `functools.partial` of a function at "
                 "module level takes options, and `pip install cloudpickle` allows "
                 f"lambdas. Got function {at}, {fn!r}: {error}."
             ) from error
+    return packed

@@ -3,19 +3,17 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import os
 import pickle
 import selectors
-import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
-from multiprocessing import forkserver
+from collections.abc import Collection, Iterable
 from typing import Any, Self
 
 from rollout.envs.host import exceptions, request_checks, worker_process
 
 _GRACE = 2.0  # seconds to close environments in, before a process is killed
+_UNTIMED = ("make", "share", "prepare")  # to make environments may take any time
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -27,30 +25,26 @@ class WorkerHandle:
         ids: numbers of its environments.
         process: None if it is lost, or was not started yet.
         pipe: None if it is lost, or was not started yet.
-        owed: the replies that it owes, in their order: None for that to a request, and
-            the number of an environment for one to `advance`.
-        reply: its last reply to a request, `(result, error)`; None before the first.
+        asked: the method of its last request.
         since: when its time for the next reply began.
-        is_ready: False while it makes environments, and may take any time.
+        owed: the replies that it owes, in their order: the number of an environment for
+            one to `advance`, None for any other.
+        reply: `(result, error)`, its last reply that was not to `advance`.
     """
 
     number: int
     ids: range
     process: Any = None
     pipe: Any = None
+    asked: str = ""
+    since: float = 0.0
     owed: collections.deque[int | None] = dataclasses.field(
         default_factory=collections.deque
     )
-    reply: Any = None
-    since: float = 0.0
-    is_ready: bool = False
+    reply: tuple[Any, bytes | None] = (None, None)
 
     def __str__(self) -> str:
-        first, last = self.ids[0], self.ids[-1]
-        which = f"environment {first}"
-        if last > first:
-            which = f"environments {first} to {last}"
-        return f"worker {self.number} ({which})"
+        return f"worker {self.number} (environments {self.ids[0]} to {self.ids[-1]})"
 
     @property
     def rows(self) -> slice:
@@ -71,13 +65,15 @@ class WorkerPool:
         broken: the cause of each faulty environment, by its number.
     """
 
-    def __init__(self, groups: Iterable[range], timeout: float | None) -> None:
+    def __init__(
+        self, groups: Iterable[range], timeout: float | None, context: Any
+    ) -> None:
         self.handles = [WorkerHandle(number=i, ids=ids) for i, ids in enumerate(groups)]
         self.in_flight: set[int] = set()
         self.answered: collections.deque[int] = collections.deque()
         self.broken: dict[int, BaseException] = {}
+        self._timeout, self._context, self._owner = timeout, context, os.getpid()
         self._is_closed, self._is_torn = False, False
-        self._owner, self._timeout = os.getpid(), timeout
         # Pipes are registered once; `connection.wait` would register all in every call.
         self._selector = selectors.DefaultSelector()
 
@@ -99,18 +95,15 @@ class WorkerPool:
             self._give_up()
         self._is_torn = False
 
-    def start(self, handle: WorkerHandle, context: Any) -> None:
-        """Starts a process, which is not ready yet."""
-        handle.reply = None
-        handle.pipe, theirs = context.Pipe()
-        args = theirs, context.get_start_method()
-        handle.process = context.Process(
+    def start(self, handle: WorkerHandle) -> None:
+        """Starts a process."""
+        handle.pipe, theirs = self._context.Pipe()
+        args = theirs, self._context.get_start_method()
+        handle.process = self._context.Process(
             target=worker_process.serve, args=args, daemon=True
         )
-        try:
+        with theirs:
             handle.process.start()
-        finally:
-            theirs.close()
         self._selector.register(handle.pipe, selectors.EVENT_READ, handle)
 
     def ask(self, handle: WorkerHandle, method: str, *args: Any) -> None:
@@ -119,10 +112,8 @@ class WorkerPool:
             return
         if not handle.owed:  # else its time runs since the request or reply before
             handle.since = time.monotonic()
-        if method == "advance":
-            handle.owed.extend(handle.ids[at] for at in args)
-        else:
-            handle.owed.append(None)
+        handle.asked = method
+        handle.owed.append(handle.ids[args[0]] if method == "advance" else None)
         try:
             handle.pipe.send_bytes(pickle.dumps((method, args)))
         except OSError:
@@ -138,12 +129,8 @@ class WorkerPool:
         """
         while any(handle.owed for handle in handles):
             self.pump()
-        return [
-            (handle, result, error and exceptions.from_bytes(error))
-            for handle in handles
-            if handle.pipe is not None
-            for result, error in [handle.reply]
-        ]
+        replies = [(x, *x.reply) for x in handles if x.pipe is not None]
+        return [(x, result, e and exceptions.from_bytes(e)) for x, result, e in replies]
 
     def results(
         self, handles: Collection[WorkerHandle]
@@ -155,26 +142,14 @@ class WorkerPool:
                 raise error
         return [(handle, result) for handle, result, _ in found]
 
-    def settle(self, handles: Collection[WorkerHandle]) -> None:
-        """Waits for the replies to a request, and notes the faults in them."""
-        for _, causes in self.results(handles):
-            self.note(causes)
-
-    def note(self, causes: Mapping[int, bytes]) -> None:
-        """Notes which environments have become faulty."""
-        for at, packed in causes.items():
-            self.broken[at] = exceptions.from_bytes(packed)
-
     def pump(self, timeout: float | None = None) -> None:
         """Waits for replies, at most `timeout` seconds; reads one of each worker."""
-        for key, _ in self._selector.select(self._patience(timeout)):
+        waits = [max(0.0, left) for _, left in self._time_left()]
+        waits += [] if timeout is None else [timeout]
+        for key, _ in self._selector.select(min(waits, default=None)):
             self._read(key.data)
-        if self._timeout is None:
-            return
-        now = time.monotonic()
-        for handle in self.handles:
-            late = handle.owed and now - handle.since >= self._timeout
-            if late and handle.is_ready:
+        for handle, left in self._time_left():
+            if left <= 0:
                 text = f"{handle} did not answer within {self._timeout} s"
                 self.lose(handle, TimeoutError(text))
 
@@ -185,7 +160,7 @@ class WorkerPool:
         if cause is None:
             handle.process.join(_GRACE)  # its pipe may be closed a moment before
             text = f"{handle} ended with exit code {handle.process.exitcode}"
-            if handle.reply is None:
+            if handle.asked == "make":
                 text += (
                     " before it was ready: see its output; a script must call "
                     '`workers` under `if __name__ == "__main__":`'
@@ -195,7 +170,6 @@ class WorkerPool:
         # Nobody else will answer for these, and `receive` waits for them.
         self.answered.extend(at for at in handle.owed if at is not None)
         handle.owed.clear()
-        handle.is_ready = False
         _end(handle)
 
     def forget(self, numbers: Collection[int]) -> None:
@@ -215,9 +189,7 @@ class WorkerPool:
                 handle.pipe.send_bytes(pickle.dumps(("close", ())))
         end = time.monotonic() + _GRACE
         for handle in alive:
-            with contextlib.suppress(AssertionError, AttributeError, ValueError):
-                handle.process.join(max(0.0, end - time.monotonic()))
-            _end(handle)
+            _end(handle, max(0.0, end - time.monotonic()))
         self._selector.close()
 
     def _give_up(self) -> None:
@@ -228,45 +200,33 @@ class WorkerPool:
 
     def _read(self, handle: WorkerHandle) -> None:
         try:
-            reply = pickle.loads(handle.pipe.recv_bytes())
+            *reply, causes = pickle.loads(handle.pipe.recv_bytes())
         except (EOFError, OSError):
             return self.lose(handle)
         handle.since, at = time.monotonic(), handle.owed.popleft()
+        if self.broken or causes:
+            for number in handle.ids:
+                self.broken.pop(number, None)
+            for number, packed in causes.items():
+                self.broken[number] = exceptions.from_bytes(packed)
         if at is None:
-            handle.reply = reply
+            handle.reply = tuple(reply)
         else:
-            self.note(reply[0])
             self.answered.append(at)
 
-    def _patience(self, timeout: float | None) -> float | None:
-        """Returns the seconds until `timeout` or the first timeout of a worker."""
+    def _time_left(self) -> list[tuple[WorkerHandle, float]]:
+        """Returns the seconds that workers with a timeout may still take."""
         if self._timeout is None:
-            return timeout
-        now = time.monotonic()
-        waits = [
-            max(0.0, handle.since + self._timeout - now)
-            for handle in self.handles
-            if handle.owed and handle.is_ready
-        ]
-        return min(waits + ([] if timeout is None else [timeout]), default=None)
+            return []
+        end = self._timeout - time.monotonic()
+        timed = (x for x in self.handles if x.owed and x.asked not in _UNTIMED)
+        return [(handle, handle.since + end) for handle in timed]
 
 
-@functools.cache
-def preload(context: Any) -> None:
-    """Makes the fork server import modules of every worker, unless it already runs.
-
-    It does not import the modules of the functions, which may start threads or jax's
-    backend.
-    """
-    known = getattr(forkserver, "_forkserver", None)
-    modules = list(getattr(known, "_preload_modules", None) or ["__main__"])
-    modules += ["rollout.envs.host.worker_process"]
-    modules += ["gymnasium"] if "gymnasium" in sys.modules else []
-    context.set_forkserver_preload(list(dict.fromkeys(modules)))
-
-
-def _end(handle: WorkerHandle) -> None:
+def _end(handle: WorkerHandle, patience: float = 0.0) -> None:
     # An interrupt may have left it half started.
+    with contextlib.suppress(AssertionError, AttributeError, ValueError):
+        handle.process.join(patience)
     with contextlib.suppress(AttributeError, ValueError):
         handle.process.kill()
         handle.process.join()

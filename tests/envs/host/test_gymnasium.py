@@ -1,7 +1,6 @@
 """Environments of Gymnasium: all ways to step them agree, and bad options raise."""
 
 import functools
-import sys
 
 import gymnasium
 import host_envs
@@ -142,21 +141,6 @@ def test_next_step_cannot_be_cut_short():
     np.testing.assert_array_equal(env.reset(SEEDS[:2], EVERY[:2]), np.zeros((2, 2)))
 
 
-def test_first_reset_is_one_of_all():
-    env = envs.from_gymnasium(SyncVectorEnv([Count] * 2, **DISABLED))
-    with pytest.raises(ValueError, match="`mask` must be True everywhere at the first"):
-        env.reset(SEEDS[:2], np.bool_([True, False]))
-
-
-def test_observations_and_rewards_become_float32():
-    env = envs.from_gymnasium(SyncVectorEnv([Count] * 2, **DISABLED))
-    assert env.observation_space.dtype == np.float32
-    assert env.reset(SEEDS[:2], EVERY[:2]).dtype == np.float32
-    step = env.step(np.int32([1, 3]))
-    assert step.obs.dtype == step.reward.dtype == np.float32
-    np.testing.assert_array_equal(step.reward, [1, 3])
-
-
 def test_info_of_a_vector_environment_is_that_of_single_ones():
     info = {
         "observe_info": {"even": np.bool_(0)},
@@ -195,22 +179,6 @@ def test_nested_info_is_recorded_from_both_kinds():
         np.testing.assert_array_equal(last["r"], [2, 4])
 
 
-def test_observed_info_that_is_missing_is_named():
-    vector = SyncVectorEnv([Count] * 2, **DISABLED)
-    env = envs.from_gymnasium(vector, observe_info={"seed": np.int32(0)})
-    env.reset(SEEDS[:2], EVERY[:2])
-    with pytest.raises(ValueError, match=r"`observe_info` must .* no 'seed' from"):
-        env.step(np.int32([1, 1]))
-
-
-def test_recorded_info_of_another_shape_is_refused():
-    vector = SyncVectorEnv([Count] * 2, **DISABLED)
-    env = envs.from_gymnasium(vector, record_info={"even": np.zeros(3)})
-    env.reset(SEEDS[:2], EVERY[:2])
-    with pytest.raises(ValueError, match=r"`info` must have the shape \(3,\)"):
-        env.step(np.int32([1, 1]))
-
-
 def test_exception_in_a_vector_environment_is_raised():
     env = envs.from_gymnasium(SyncVectorEnv([Count] * 2, **DISABLED))
     env.reset(np.uint32([0, host_envs.seed_of("raise")]), EVERY[:2])
@@ -218,62 +186,3 @@ def test_exception_in_a_vector_environment_is_raised():
         env.step(np.int32([1, 1]))
     with pytest.raises(ZeroDivisionError, match="at step 3"):
         env.step(np.int32([1, 1]))
-
-
-def test_mode_same_step_is_refused_with_what_to_pass():
-    mode = {"autoreset_mode": AutoresetMode.SAME_STEP}
-    vector = gymnasium.make_vec("CartPole-v1", 2, "sync", vector_kwargs=mode)
-    with pytest.raises(ValueError, match=r"got SAME_STEP.*vector_kwargs=.*DISABLED"):
-        envs.from_gymnasium(vector)
-
-
-def test_unknown_mode_is_refused():
-    vector = SyncVectorEnv([Count] * 2, **DISABLED)
-    vector.metadata = {}
-    with pytest.raises(ValueError, match=r"must have the autoreset mode .* got None"):
-        envs.from_gymnasium(vector)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"env": "CartPole-v1"}, "`num_envs` must be given, .* got None for 'Cart"),
-        ({"env": Count}, "`num_envs` must be given, except for a vector environment"),
-        ({"env": 3, "num_envs": 2}, "`env` must be an id, a function .* got int"),
-        ({"env": Count, "num_envs": 0}, "`num_envs` must be an int of at least 1"),
-    ],
-)
-def test_options_are_checked(options, words):
-    with pytest.raises(ValueError, match=words):
-        envs.from_gymnasium(**options)
-
-
-def test_vector_environment_takes_no_options():
-    vector = SyncVectorEnv([Count] * 2, **DISABLED)
-    with pytest.raises(ValueError, match="`num_envs` and options must be left out"):
-        envs.from_gymnasium(vector, 2)
-
-
-def test_id_that_is_none_is_named():
-    with pytest.raises(envs.EnvFault, match="environment 0 failed: NameNotFound"):
-        envs.from_gymnasium("NoSuch-v0", 2)
-
-
-def test_command_that_installs_gymnasium_is_in_the_message(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(ImportError, match=r'pip install "rollout-jax\[gymnasium\]"'):
-        envs.from_gymnasium("CartPole-v1", 2)
-
-
-@pytest.mark.parametrize("way", ["local", "workers", "sync"])
-def test_closed_environment_takes_no_step(way):
-    env = WAYS[way](make_fns("CartPole-v1"))
-    env.reset(SEEDS, EVERY)
-    env.step(np.zeros(B, np.int32))
-    env.close()
-    env.close()
-
-    with pytest.raises(ValueError, match="`env` must be open, got one after `close`"):
-        env.step(np.zeros(B, np.int32))
-    with pytest.raises(ValueError, match="`env` must be open, got one after `close`"):
-        env.reset(SEEDS, EVERY)

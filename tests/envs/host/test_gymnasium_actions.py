@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from rollout import envs
 from rollout.envs.host.gymnasium_actions import batched_action, split_action
 from rollout.envs.spaces import as_space
 
@@ -111,32 +110,3 @@ def test_discrete_actions_are_numpy_integers():
     actions = split_action(gym_spaces.Discrete(3))(np.int32([0, 2]))
     assert actions == [0, 2]
     assert {type(action) for action in actions} == {np.int64}
-
-
-def test_subclass_of_a_space_is_one():
-    class Mine(gym_spaces.Box):
-        pass
-
-    assert isinstance(as_space(Mine(0.0, 1.0, (2,))), envs.Box)
-
-
-@pytest.mark.parametrize(
-    "space",
-    [
-        gym_spaces.Text(3),
-        gym_spaces.Sequence(gym_spaces.Discrete(2)),
-        gym_spaces.OneOf([gym_spaces.Discrete(2)]),
-        gym_spaces.Graph(gym_spaces.Discrete(2), None),
-        gym_spaces.Dict({"text": gym_spaces.Text(3)}),
-    ],
-)
-def test_space_without_arrays_is_refused(space):
-    name = "Text" if isinstance(space, gym_spaces.Dict) else type(space).__name__
-    with pytest.raises(ValueError, match=f"`space` must be a Box.*{name}"):
-        as_space(space)
-
-
-@pytest.mark.parametrize("action", [np.zeros(4), np.zeros((4, 1)), np.float32(0)])
-def test_action_of_another_shape_is_refused(action):
-    with pytest.raises(ValueError, match=r"`action` must be \[B, ...\]"):
-        split_action(gym_spaces.Box(-1.0, 1.0, (2,)))(action)

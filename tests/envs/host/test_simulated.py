@@ -7,7 +7,6 @@ from simulated import simulate_latency
 
 from rollout import envs
 from rollout.envs import prng
-from rollout.envs.host.types import AsyncHostVectorEnv
 
 B = 4
 ALL = np.ones(B, bool)
@@ -52,16 +51,6 @@ def kernel_step(env, lanes, number, action, next_seeds):
     return result, env.reset_done(lambda lane: next_keys[lane], done, lanes)
 
 
-def test_it_fills_the_contract(cart_pole):
-    env = simulate_latency(cart_pole, B)
-    assert isinstance(env, AsyncHostVectorEnv)
-    assert env.num_envs == B
-    assert env.action_space == cart_pole.action_space
-    assert env.observation_space.shape == (4,)
-    env.close()
-    env.close()
-
-
 def test_rows_are_those_of_vectorize(cart_pole, rng):
     # Seeds up to the largest, and 60 steps: each ends more than once.
     seeds = np.array([0, 7, 2**31, 2**32 - 50 * B], np.uint32)
@@ -104,15 +93,6 @@ def test_one_stream_is_the_same_whoever_else_is_sent(cart_pole, rng):
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_only_masked_rows_are_reset(cart_pole, rng):
-    env = simulate_latency(cart_pole, B)
-    first = env.reset(np.zeros(B, np.uint32), ALL)
-    before = env.step(draw(rng)).obs
-    mask = np.array([False, True, False, True])
-    obs = env.reset(np.zeros(B, np.uint32), mask)
-    np.testing.assert_array_equal(obs, np.where(mask[:, None], first, before))
-
-
 def test_answers_come_in_the_order_of_their_times(cart_pole, rng):
     env = simulate_latency(cart_pole, B, latency_fn=by_number)
     env.reset(NUMBERS.astype(np.uint32), ALL)
@@ -128,14 +108,6 @@ def test_answers_come_in_the_order_of_their_times(cart_pole, rng):
     assert step.obs.shape == (3, 4)
 
 
-def test_without_latency_the_first_sent_comes_first(cart_pole, rng):
-    env = simulate_latency(cart_pole, B)
-    env.reset(NUMBERS.astype(np.uint32), ALL)
-    env.send(draw(rng, 2), np.array([2, 0]))
-    env.send(draw(rng, 1), np.array([1]))
-    assert [env.receive(1)[1].item() for _ in range(3)] == [2, 0, 1]
-
-
 def test_a_timeout_loses_nothing(cart_pole, rng):
     env = simulate_latency(cart_pole, B, latency_fn=by_number)
     env.reset(NUMBERS.astype(np.uint32), ALL)
@@ -145,32 +117,6 @@ def test_a_timeout_loses_nothing(cart_pole, rng):
     assert env.now == 2.5
     assert env.receive(3, timeout=0.5)[1].tolist() == [3, 2, 1]
     assert env.now == 3.0
-
-
-def test_latencies_are_a_function_of_seed_environment_and_number(cart_pole, rng):
-    calls = []
-
-    def latency_fn(rng, env_id, number):
-        calls.append((env_id, number, rng.exponential()))
-        return calls[-1][-1]
-
-    env = simulate_latency(cart_pole, B, latency_fn=latency_fn, seed=3)
-    env.reset(NUMBERS.astype(np.uint32), ALL)
-    for numbers in ([3, 0], [0], [1, 0, 3]):
-        env.send(draw(rng, len(numbers)), np.array(numbers))
-        env.receive(len(numbers))
-    assert [call[:2] for call in calls] == [
-        (3, 0),
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (0, 2),
-        (3, 1),
-    ]
-    for env_id in (0, 1, 3):
-        own = np.random.default_rng((3, env_id))
-        drawn = [latency for number, _, latency in calls if number == env_id]
-        assert drawn == [own.exponential() for _ in drawn]
 
 
 def test_a_reset_drops_what_is_in_flight(cart_pole, rng):

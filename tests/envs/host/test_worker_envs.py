@@ -67,15 +67,6 @@ def named_files(pids):
     return [x for x in lines if "/dev/shm/" in x and not x.endswith("(deleted)")]
 
 
-def test_it_is_both_kinds_of_environment(make):
-    env = make()
-    assert isinstance(env, envs.HostVectorEnv)
-    assert isinstance(env, envs.host.AsyncHostVectorEnv)
-    assert env.num_envs == 4
-    assert (env.action_space.n, env.action_space.start) == (3, 1)
-    assert env.observation_space.shape == (2,)
-
-
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_it_does_what_environments_in_this_process_do(make, num_workers):
     fns = [functools.partial(Count, length) for length in (2, 3, 4, 5)]
@@ -292,23 +283,12 @@ def test_each_environment_of_a_worker_answers_on_its_own(make):
     env.receive(1)
 
 
-def test_idle_one_is_reset_while_others_are_in_flight(make):
-    env = make()
-    start(env, ("slow", "fine", "slow", "fine"))
-    env.send(np.int32([1, 1]), np.int32([0, 2]))
-    obs = start(env, mask=np.bool_([False, True, False, False]))
-    np.testing.assert_array_equal(obs[1], [0, 0])
-    step, env_id = env.receive(2)
-    assert set(env_id.tolist()) == {0, 2}
-    np.testing.assert_array_equal(step.obs, np.ones((2, 2)))
-
-
 def test_reset_drops_the_step_that_is_in_flight(make):
     env = make()
     start(env, ("slow", "fine", "slow", "fine"))
     env.send(np.int32([1, 1]), np.int32([0, 2]))
     np.testing.assert_array_equal(start(env), np.zeros((4, 2)))
-    with pytest.raises(ValueError, match=r"`num_ready` must be at most .*, 0, got 1"):
+    with pytest.raises(ValueError, match="`num_ready` must be at most 0, got 1"):
         env.receive(1)
     np.testing.assert_array_equal(env.step(ACTION).obs, np.ones((4, 2)))
 
@@ -384,16 +364,6 @@ def test_steps_of_each_environment_run_on_without_a_gap_through_all_faults(make)
     assert num_faults > 20
 
 
-def test_hang_while_others_are_in_flight_is_ended_by_the_timeout(make):
-    env = make(timeout=1.0)
-    start(env, ("hang", "fine", "fine", "fine"))
-    for _ in range(AT):
-        env.send(ACTION, np.arange(4))
-        step, env_id = env.receive(4)
-    np.testing.assert_array_equal(step.faulty, env_id < 2)
-    assert isinstance(step.causes[0], TimeoutError)
-
-
 def test_environments_go_on_where_they_were_saved(make):
     env, other = make(), make(num_workers=3)
     start(env, ("raise", "fine", "kill", "fine"))
@@ -411,19 +381,6 @@ def test_environments_go_on_where_they_were_saved(make):
     other.rebuild(step.faulty)
     start(other)
     assert not other.step(ACTION).faulty.any()
-
-
-def test_what_cannot_be_pickled_is_not_saved(make):
-    assert make([host_envs.Stubborn, Count], 2).save(allow_pickle=True) is None
-
-
-def test_environments_that_name_their_arrays_are_not_pickled(make):
-    make_fns = [host_envs.Described] * 4
-    env, other = make(make_fns), make(make_fns, num_workers=3)
-    start(env), start(other)
-    obs = np.copy(env.step(ACTION).obs)
-    assert other.load(env.save(), obs)
-    np.testing.assert_array_equal(other.step(ACTION).obs, np.full((4, 2), 2))
 
 
 def test_timeout_does_not_count_while_environments_are_made_for_a_load(make):
@@ -470,13 +427,6 @@ def test_pickles_need_leave_and_the_same_settings(make):
     with pytest.raises(ValueError, match=r"got Count\.length 5 there and 3 here"):
         other.load(states, np.zeros((4, 2)), allow_pickle=True)
     assert not other.step(ACTION).faulty.any()  # the workers live
-
-
-def test_error_of_save_state_is_raised_here(make):
-    env = make([host_envs.Undescribed] * 4)
-    start(env)
-    with pytest.raises(RuntimeError, match="no state today"):
-        env.save()
 
 
 def test_nothing_is_left_after_close(make):
@@ -544,14 +494,6 @@ def test_workers_end_with_a_main_process(tmp_path, method, steps):
     assert not errors  # nor a warning of multiprocessing
 
 
-def test_function_that_fails_is_named(make):
-    fns = [Count, Count, Count, functools.partial(Count, fails=True)]
-    with pytest.raises(envs.EnvFault) as info:
-        make(fns)
-    assert str(info.value.causes[3]) == "no such game"
-    assert "environment 3 failed: ValueError: no such game" in str(info.value)
-
-
 def test_functions_may_be_lambdas_and_classes_of_a_notebook(make):
     class Local(Count):
         pass
@@ -560,49 +502,3 @@ def test_functions_may_be_lambdas_and_classes_of_a_notebook(make):
     env.reset(np.uint32([0, 0]), EVERY[:2])
     env.step(ACTION[:2])
     np.testing.assert_array_equal(env.step(ACTION[:2]).terminated, [True, False])
-
-
-def test_function_must_be_picklable(make):
-    lock = threading.Lock()
-    words = "`make_fns` must be picklable.*function 1"
-    with pytest.raises(ValueError, match=words):
-        make([Count, lambda: Count(lock)])
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_spaces_must_be_those_of_the_first(make, num_workers):
-    words = r"one action space, got Discrete.*, and Discrete.* of environment 1"
-    with pytest.raises(ValueError, match=words):
-        make([Count, host_envs.OtherCount], num_workers)
-
-
-def test_example_must_be_numbers(make):
-    with pytest.raises(ValueError, match="must map keys of `info` to examples"):
-        make(record_info={"third": "text"})
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"make_fns": []}, "`make_fns` must have at least one function"),
-        ({"num_workers": 0}, "`num_workers` must be an int of at least 1"),
-        ({"num_workers": 5}, "`num_workers` must be at most .* environments, 4, got 5"),
-        ({"start_method": "fork"}, '`start_method` must be "forkserver" or "spawn"'),
-        ({"timeout": 0}, "`timeout` must be a finite number of seconds above 0"),
-        ({"timeout": float("inf")}, "`timeout` must be .*, got inf"),
-        ({"timeout": "3"}, "`timeout` must be .*, got '3'"),
-    ],
-)
-def test_options_are_checked(make, options, words):
-    with pytest.raises(ValueError, match=words):
-        make(**options)
-
-
-def test_action_of_another_shape_is_refused(make):
-    env = make()
-    start(env)
-    with pytest.raises(ValueError, match=r"`action` must have shape \(4,\), got shape"):
-        env.step(np.int32([1]))
-    with pytest.raises(ValueError, match=r"`action` must have shape \(2,\), got shape"):
-        env.send(np.int32([1]), np.int32([0, 1]))
-    assert not env.step(ACTION).faulty.any()

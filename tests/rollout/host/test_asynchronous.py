@@ -11,7 +11,6 @@ from host_count import HostCount, SeedCount, assert_same
 from simulated import simulate_latency
 
 import rollout
-from rollout import envs
 from rollout.envs.host.types import EnvFault
 
 KEY = jax.random.key(11)
@@ -246,7 +245,7 @@ def test_targets_of_each_environment_look_ahead():
 
 
 def test_episodes_begin_while_steps_are_in_flight():
-    for env in (Late(5), envs.from_gymnasium("CartPole-v1", num_envs=5)):
+    for env in (Late(5), simulate_latency(SeedCount(), 5)):
         policy = rollout.random_policy(env.action_space)
         collector = rollout.HostCollector(env=env, policy=policy, num_ready=2)
         for _ in range(2):

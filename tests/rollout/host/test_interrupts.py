@@ -118,8 +118,7 @@ def interrupted(call, num_rounds):
 
 MANY = [
     pytest.param(make, num_ready, 1000, marks=pytest.mark.slow)
-    for make in (in_process, in_workers)
-    for num_ready in (None, 2)
+    for make, num_ready in ((in_process, None), (in_workers, None), (in_workers, 2))
 ]
 
 
@@ -190,7 +189,7 @@ CALLS = {
     ],
 )
 def test_collector_goes_on_after_any_call(name, num_ready):
-    collector = in_process(num_ready)
+    collector = (in_workers if num_ready else in_process)(num_ready)
     carry, *_ = CALLS[name](collector, collector.init(KEY))
 
     def call():
@@ -232,8 +231,9 @@ def test_recovery_may_be_interrupted():
             check_rows(rows)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-@pytest.mark.parametrize("num_ready", [None, 2])
+@pytest.mark.parametrize(
+    ("apart", "num_ready"), [(False, None), (True, None), (True, 2)]
+)
 def test_second_press_ends_what_hangs(apart, num_ready, tmp_path):
     path = tmp_path / "hangs"
     path.touch()
