@@ -29,8 +29,9 @@ def make_learner(name="count"):
 
 def new_stream(name="count", **options):
     """A stream that nobody else uses."""
-    options = {"params": {"odds": jnp.float32(0.5)}, "steps_per_batch": 8, **options}
-    return rollout.Stream(make_learner(name), key=jax.random.key(7), **options)
+    defaults = {"key": jax.random.key(7), "params": {"odds": jnp.float32(0.5)}}
+    defaults["steps_per_batch"] = 8
+    return rollout.Stream(make_learner(name), **{**defaults, **options})
 
 
 @functools.cache

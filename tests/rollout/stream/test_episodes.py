@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import raw
-from streams import B, host, make_learner, make_stream, new_stream
+from streams import B, host, make_learner, make_stream
 
 import rollout
 
@@ -79,39 +79,6 @@ def test_nothing_is_under_way_where_a_batch_of_episodes_ends(end):
 def test_postprocess_sees_the_padded_episodes():
     got = next(make_stream(postprocess=lambda x: x.reward.sum(0), **EPISODES))
     np.testing.assert_array_equal(got.trajectory, got.episodes.episode_return)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "Either `steps_per_batch` or `episodes_per_batch` must be given"),
-        (
-            {"steps_per_batch": 4, "episodes_per_batch": 4},
-            "Either `steps_per_batch` or `episodes_per_batch` must be given",
-        ),
-        ({"episodes_per_batch": 4}, "`episodes_per_batch` needs `max_episode_steps`"),
-        (
-            {"episodes_per_batch": 4, "max_episode_steps": 4, "total_steps": 8},
-            "`total_steps` must not be given with `episodes_per_batch`, got 8",
-        ),
-        (
-            {"episodes_per_batch": 4, "max_episode_steps": 4, "warmup_steps": 4},
-            "`warmup_steps` must not be given with `episodes_per_batch`, got 4",
-        ),
-        (
-            {
-                "episodes_per_batch": 4,
-                "max_episode_steps": 4,
-                "check_finite": True,
-                "on_fault": "drop",
-            },
-            '`on_fault="drop"` must not be given with `episodes_per_batch`',
-        ),
-    ],
-)
-def test_options_that_clash_are_rejected(options, message):
-    with pytest.raises(ValueError, match=message):
-        new_stream(**{"steps_per_batch": None, **options})
 
 
 @each_env
