@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 import streamer
-from cases import raw
+from cases import collect, raw
 
 from rollout import buffers, checkpoint
 from rollout.envs import prng
@@ -53,30 +53,15 @@ def test_restored_tree_has_the_bits_that_were_saved(tmp_path):
     assert jax.random.key_impl(restored["keys"]) == jax.random.key_impl(tree["keys"])
 
 
-NUM_ENVS = 2
-
-
-def make_chunk(first, num_rows):
-    """Every leaf of a row says the same number; an episode ends at every fourth."""
-    number = first + np.arange(num_rows * NUM_ENVS).reshape(num_rows, NUM_ENVS)
-    obs = np.stack([number, -number], axis=-1).astype(np.float32)
-    return {
-        "obs": obs,
-        "next_obs": obs + np.float32([NUM_ENVS, -NUM_ENVS]).reshape(1, 1, 2),
-        "reward": number.astype(np.float32),
-        "terminated": number // NUM_ENVS % 4 == 3,
-        "truncated": np.zeros(number.shape, bool),
-        "number": number.astype(np.int32),
-    }
+def rows(first, last):
+    return jax.tree.map(lambda x: x[first:last], collect("count")[1])
 
 
 BUFFERS = {
-    "replay": lambda: buffers.ReplayBuffer(16, NUM_ENVS),
-    "shared": lambda: buffers.ReplayBuffer(
-        16, NUM_ENVS, next_obs="shared", final_obs_capacity=4
-    ),
-    "prioritized": lambda: buffers.PrioritizedReplayBuffer(16, NUM_ENVS),
-    "episodic": lambda: buffers.EpisodeBuffer(16, NUM_ENVS),
+    "replay": buffers.ReplayBuffer(128, 16),
+    "shared": buffers.ReplayBuffer(128, 16, next_obs="shared", final_obs_capacity=32),
+    "prioritized": buffers.PrioritizedReplayBuffer(128, 16),
+    "episodic": buffers.EpisodeBuffer(128, 16),
 }
 
 
@@ -88,29 +73,29 @@ def assert_same(got, want):
 
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_buffer_is_restored_from_its_shapes_and_goes_on_alike(kind, tmp_path):
-    buffer, chunk = BUFFERS[kind](), make_chunk(0, 11)
+    buffer = BUFFERS[kind]
     add = jax.jit(buffer.add)
-    state = add(buffer.init(jax.tree.map(lambda x: x[0], chunk)), chunk)
+    state = add(buffer.init(jax.tree.map(lambda x: x[0], rows(0, 1))), rows(0, 11))
     checkpoint.save(tmp_path, state)
     got = checkpoint.restore(tmp_path, jax.eval_shape(lambda: state))
     assert jax.tree.structure(got) == jax.tree.structure(state)
     assert_same(got, state)
-    assert_same(add(got, make_chunk(99, 11)), add(state, make_chunk(99, 11)))
+    assert_same(add(got, rows(11, 22)), add(state, rows(11, 22)))
 
 
 def test_restored_buffer_is_written_in_place(tmp_path):
     """An array that NumPy owns would be copied at every donation."""
-    buffer = buffers.ReplayBuffer(1 << 16, NUM_ENVS)
-    state = buffer.init(jax.tree.map(lambda x: x[0], make_chunk(0, 11)))
-    checkpoint.save(tmp_path, state)
+    buffer = buffers.ReplayBuffer(1 << 16, 16)
+    row = {"number": np.zeros((16, 2), np.int32)}
+    checkpoint.save(tmp_path, buffer.init(row))
     add = jax.jit(buffer.add, donate_argnums=0)
-    for like in (state, jax.device_put(state, jax.devices()[1])):
+    for like in (buffer.init(row), jax.device_put(buffer.init(row), jax.devices()[1])):
         got = checkpoint.restore(tmp_path, like)
-        before = got.experience["obs"].unsafe_buffer_pointer()
-        for first in (100, 200):
-            got = add(got, make_chunk(first, 3))
-            assert got.experience["obs"].unsafe_buffer_pointer() == before
-        assert got.experience["number"][0, 0] == 100
+        before = got.experience["number"].unsafe_buffer_pointer()
+        for number in (100, 200):
+            got = add(got, {"number": np.full((3, 16, 2), number, np.int32)})
+            assert got.experience["number"].unsafe_buffer_pointer() == before
+        assert (np.asarray(got.experience["number"]) == 100).sum() == 3 * 16 * 2
 
 
 def test_arrays_lie_where_those_of_like_do(tmp_path):

@@ -45,17 +45,15 @@ def test_compact_reset_equals_select_bit_for_bit(name, options):
 def test_compact_reset_equals_select_when_all_lanes_end_together():
     results = []
     for auto_reset in ("compact", "select"):
-        collector = make_collector("count", 16, auto_reset)
-        env = CountEnv(min_length=3, max_length=3)
-        vector_env = envs.vectorize(env, 16, auto_reset=auto_reset)
-        collector = collector.replace(env=vector_env)  # its programs are compiled
+        env = envs.vectorize(
+            CountEnv(min_length=3, max_length=3), 16, auto_reset=auto_reset
+        )
+        collector = make_collector("count").replace(env=env)  # with compiled programs
         carry = collector.init(jax.random.key(0))
         results.append(raw(collector.collect_steps(carry, None, NUM_STEPS)))
     chex.assert_trees_all_equal(*results)
-    done = np.asarray(results[0][1].done)
-    np.testing.assert_array_equal(
-        done.all(axis=1), [(t + 1) % 3 == 0 for t in range(NUM_STEPS)]
-    )
+    every = np.asarray(results[0][1].done).all(axis=1)
+    np.testing.assert_array_equal(every, np.arange(1, NUM_STEPS + 1) % 3 == 0)
 
 
 @pytest.mark.parametrize(
@@ -87,14 +85,12 @@ def test_carry_keeps_structure_shapes_and_dtypes(name):
 @each_env
 def test_step_without_jit_agrees_with_the_scan(name):
     collector = make_collector(name)
-    carry = collector.init(jax.random.key(7))
-    carry, transition = collector.step(carry, None)
+    _, transition = collector.step(collector.init(jax.random.key(7)), None)
     want = jax.tree.map(lambda x: x[0], collect(name)[1])
     # Operation by operation XLA cannot contract a multiply and an add into one
     # rounding as it does in a fused step: a few units in the last place.
     chex.assert_trees_all_close(raw(transition), raw(want), rtol=1e-5, atol=1e-6)
-    exact = ("action", "terminated", "truncated", "episode_id", "episode_length")
-    for field in exact:
+    for field in ("action", "terminated", "truncated", "episode_id", "episode_length"):
         np.testing.assert_array_equal(getattr(transition, field), getattr(want, field))
 
 
@@ -191,24 +187,17 @@ def test_fold_steps_sees_the_transitions_of_collect_steps():
 def test_collector_vmaps_over_environment_parameters():
     def last_length(limit):
         env = envs.vectorize(CountEnv(limit=limit), 3, auto_reset="select")
-        policy = rollout.random_policy(env.action_space)
-        collector = rollout.Collector(env=env, policy=policy)
-        _, trajectory = collector.collect_steps(
-            collector.init(jax.random.key(0)), None, 30
-        )
-        return trajectory.episode_length.max()
+        collector = make_collector("count", 3).replace(env=env)
+        start = collector.init(jax.random.key(0))
+        return collector.collect_steps(start, None, 30)[1].episode_length.max()
 
     lengths = jax.vmap(last_length)(jnp.array([2, 4, 6]))
     np.testing.assert_array_equal(lengths, [2, 4, 6])
 
 
 def test_unread_fields_leave_no_buffer():
-    def spread(obs):
-        return jnp.broadcast_to(obs, (400,))
-
-    env = envs.vectorize(envs.TransformObs(CountEnv(), spread), 16)
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
+    env = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (400,)))
+    collector = make_collector("count").replace(env=envs.vectorize(env, 16))
     carry = jax.eval_shape(collector.init, jax.random.key(0))
 
     def memory(select):
@@ -244,9 +233,8 @@ def test_peak_memory_is_what_is_returned(name):
 
 def test_other_seed_gives_other_data():
     collector = make_collector("count")
-    _, other = collector.collect_steps(
-        collector.init(jax.random.key(8)), None, NUM_STEPS
-    )
+    start = collector.init(jax.random.key(8))
+    _, other = collector.collect_steps(start, None, NUM_STEPS)
     _, trajectory = collect("count")
     assert (other.action != trajectory.action).any()
     assert (other.info["noise"] != trajectory.info["noise"]).mean() > 0.99

@@ -39,11 +39,6 @@ def test_statistics_are_those_of_the_same_episodes(collector):
     for stat in ("mean", "std", "min", "max"):
         got, want = getattr(evaluated.returns, stat), getattr(returns, stat)()
         np.testing.assert_allclose(got, want, rtol=1e-6)  # sums of a dozen float32
-    interval = scipy_stats.t.interval(
-        0.95, NUM_EPISODES - 1, loc=returns.mean(), scale=scipy_stats.sem(returns)
-    )
-    got = evaluated.returns.ci_low, evaluated.returns.ci_high
-    np.testing.assert_allclose(got, interval, rtol=1e-4)
 
 
 @jax.jit

@@ -18,6 +18,7 @@ import pytest
 from flax import struct
 from jax.experimental import io_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from reports import make_report
 
 import rollout
 from rollout import envs
@@ -25,7 +26,6 @@ from rollout.cli.main import main
 from rollout.inspection import (
     Block,
     Memory,
-    Report,
     Wait,
     accelerators,
     blocks,
@@ -36,7 +36,6 @@ from rollout.inspection.report import find_loop
 
 T, B = 16, 32
 ROOT = Path(__file__).parents[2]
-PARAMS = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 X = jax.ShapeDtypeStruct((B, 4), jnp.float32)
 
 gpu = pytest.mark.compiles_for("h100")
@@ -212,21 +211,8 @@ def inspect_steps(env_type, accelerator):
     return rollout.inspect(make(env), None, accelerator=accelerator, num_steps=T)
 
 
-def find_waits(program, loop, steps_per_round=None):
-    report = Report(
-        accelerator="h100",
-        description="",
-        num_devices=1,
-        jax_version="",
-        compile_seconds=0.0,
-        memory=Memory(0, 0, 0, 0, 0),
-        flops=None,
-        bytes_moved=None,
-        program=program,
-        loop=loop,
-        steps_per_round=steps_per_round,
-    )
-    return report.waits
+def find_waits(*args):
+    return make_report(*args).waits
 
 
 def mine(report):
@@ -442,21 +428,6 @@ def test_work_of_a_tpu_is_that_of_one_round_of_every_loop():
     assert report.flops == pytest.approx(2 * 256**3, rel=0.01)
     assert report.bytes_moved >= 3 * 4 * 256**2
     assert "33.55 Mflop" in str(report)
-
-
-@slow
-@gpu
-def test_compact_reset_is_named_in_this_library():
-    env = envs.make_vec("CartPole-v1", num_envs=B, auto_reset="compact")
-    policy = rollout.stateless_policy(lambda params, obs, key: (obs @ params).argmax(1))
-    collector = rollout.Collector(env=env, policy=policy)
-    carry = collector.init(jax.random.key(0))
-
-    def train_step(carry, params):
-        return collector.collect_steps(carry, params, num_steps=T)
-
-    report = rollout.inspect(train_step, carry, PARAMS, accelerator="h100")
-    assert {Path(wait.file).parent.name for wait in report.waits} <= {"envs"}
 
 
 @slow

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cases import CountEnv, collect, make_collector
 from host_count import on_host
-from streams import B, make_stream, new_stream
+from streams import EPISODES, B, make_stream, new_stream
 
 import rollout
 from rollout import checkpoint, envs
@@ -20,7 +20,6 @@ from rollout.gif import draw_episode
 from rollout.inspection import devices
 
 KEY, ROWS = jax.random.key(0), jnp.zeros((64, 16))
-WHOLE = {"steps_per_batch": None, "episodes_per_batch": 4, "max_episode_steps": 4}
 
 
 def restore(state=None, **options):
@@ -85,13 +84,15 @@ STREAM = [
     ({"total_steps": 3}, "multiple of num_envs=4, got 3; the nearest are 4."),
     ({"warmup_steps": -1}, "`warmup_steps` must be an int of at least 0, got -1"),
     ({"mask_fn": jnp.sin}, "`mask_fn` needs `warmup_steps` of at least 1"),
-    ({"mask_fn": 3, "warmup_steps": 8}, "`mask_fn` must be a function, got int"),
     ({"prefetch": True}, "`prefetch` must be 0 or 1, got True"),
     ({"on_fault": "drop"}, '`on_fault="drop"` needs `check_finite=True`'),
-    (WHOLE | {"total_steps": 8}, "`total_steps` must not be given with `episodes_per"),
-    (WHOLE | {"warmup_steps": 4}, "`warmup_steps` must not be given with `episodes"),
     (
-        WHOLE | {"check_finite": True, "on_fault": "drop"},
+        EPISODES | {"total_steps": 8},
+        "`total_steps` must not be given with `episodes_per",
+    ),
+    (EPISODES | {"warmup_steps": 4}, "`warmup_steps` must not be given with `episodes"),
+    (
+        EPISODES | {"check_finite": True, "on_fault": "drop"},
         '`on_fault="drop"` must not be given with `episodes_per_batch`',
     ),
 ]
@@ -187,7 +188,6 @@ MESSAGES = [
     (lambda: rollout.EpisodeWindow.create(0), "`num_episodes` must be"),
     (add_to_windows, "got those of several runs"),
     (summarize_agents, "`data` must be a trajectory, or `Episodes`"),
-    (lambda: shard(6, 4), "of the 4 devices"),
     (lambda: shard(6, 4), "got 6; the nearest are 4 or 8"),
     (lambda: shard(2, 4), "got 2; the nearest are 4"),
     (lambda: shard(8, 2, "x"), "`axis` must be one of the mesh, x, got 'lanes'"),

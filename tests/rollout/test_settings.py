@@ -32,6 +32,7 @@ def test_eager_calls_compile_once():
 
     def use(carry):
         carry, _ = collector.step(carry, None)
+        carry, _ = collector.collect_episodes(carry, None, 2, max_steps=9)
         zero, counts = jnp.int32(0), {"num_episodes": 2, "max_steps": 9}
         carry, _ = collector.fold_steps(carry, None, count_steps, zero, num_steps=3)
         return collector.fold_episodes(carry, None, count_steps, zero, **counts)[0]

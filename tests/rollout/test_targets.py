@@ -105,25 +105,6 @@ def test_rows_of_one_iteration_have_the_bits_of_those_one_by_one():
     jax.clear_caches()
 
 
-def test_void_rows_between_two_rows_change_nothing():
-    """As those of an agent that waits for its turn."""
-    trajectory, next_value = make_trajectory()
-    fields = trajectory.replace(obs=(), next_obs=(), action=(), info=())
-    fields = fields.replace(accumulated=())
-
-    def thin_out(x):
-        spread = jnp.zeros((3 * T, B), x.dtype)
-        return spread.at[1::3].set(x)
-
-    spread, after = jax.tree.map(thin_out, (fields, next_value))
-    for target in (rollout.gae, rollout.lambda_returns):
-        expected = target(fields, next_value, gamma=GAMMA, lam=LAM)
-        got = target(spread, after, gamma=GAMMA, lam=LAM)
-        np.testing.assert_allclose(got[1::3], expected, **CLOSE)
-        assert not got[0::3].any()
-        assert not got[2::3].any()
-
-
 def test_row_does_not_look_into_another_episode_behind_void_rows():
     """As where a stream drops the rest of an episode, with its end."""
     trajectory, next_value = make_trajectory()
@@ -153,17 +134,6 @@ def test_discounted_returns_agree_with_a_plain_loop():
         expected = plain_lambda_returns(trajectory, values, GAMMA, 1.0)
         returns = rollout.discounted_returns(trajectory, after, gamma=GAMMA)
         np.testing.assert_allclose(returns, expected, **CLOSE)
-
-
-def test_advantage_is_return_minus_value():
-    trajectory, next_value = make_trajectory()
-    value, options = trajectory.extras["value"], {"gamma": GAMMA, "lam": LAM}
-    # The two agree where the successor's value is that of the next row.
-    chained = jnp.where(trajectory.done[:-1], next_value[:-1], value[1:])
-    next_value = next_value.at[:-1].set(chained)
-    returns = rollout.lambda_returns(trajectory, next_value, **options)
-    advantage = rollout.gae(trajectory, next_value, **options)
-    np.testing.assert_allclose(advantage, returns - value, **CLOSE)
 
 
 def test_targets_are_the_same_within_jit_and_are_differentiated():

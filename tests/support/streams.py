@@ -5,11 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import make_collector, raw
 
 import rollout
 
 B = 4
+each_env = pytest.mark.parametrize(
+    "name", ["count", pytest.param("CartPole-v1", marks=pytest.mark.slow)]
+)
+EPISODES = {"steps_per_batch": None, "episodes_per_batch": 5, "max_episode_steps": 6}
 
 
 def act(params, obs, key):

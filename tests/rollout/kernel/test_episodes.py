@@ -242,9 +242,8 @@ def test_compact_equals_select_bit_for_bit(name):
     results = []
     for auto_reset in ("compact", "select"):
         collector = make_collector(name, 4, auto_reset)
-        carry = collector.init(jax.random.key(2))
-        carry, episodes = collector.collect_episodes(carry, None, 9, max_steps=15)
-        results.append((raw(carry), episodes))
+        start = collector.init(jax.random.key(2))
+        results.append(raw(collector.collect_episodes(start, None, 9, max_steps=15)))
     chex.assert_trees_all_equal(*results)
 
 
@@ -279,11 +278,6 @@ def test_carry_is_ready_for_steps_and_ids_are_never_reused(method):
 
 
 def test_recurrent_count_restarts_at_each_episode_and_in_idle_lanes():
-    collector, carry = fixed_lengths()
-    for _ in range(4):
-        carry, steps = collector.collect_steps(carry, None, 3)
-        np.testing.assert_array_equal(steps.extras["count"], steps.episode_length)
-
     for max_steps in (ENDLESS, 3):
         _, rows, _ = played(12, max_steps)
         count = rows.extras["count"]
@@ -335,25 +329,6 @@ def test_padded_episodes_hold_every_row_and_are_cut_at_max_length():
         want = np.where(mask, -1 - 10 * call - np.arange(10)[None], 0)
         np.testing.assert_array_equal(padded.episode_id, want)
         assert rollout.summarize(padded).num_episodes == 10
-
-
-def test_one_trace_for_all_calls():
-    traces = []
-
-    def act(params, obs, key):
-        traces.append(1)
-        return jnp.zeros(obs.shape[0], jnp.int32)
-
-    env = envs.vectorize(CountEnv(), 4)
-    collector = rollout.Collector(env=env, policy=rollout.stateless_policy(act))
-    carry = jax.eval_shape(collector.init, jax.random.key(0))
-    for _ in range(4):
-
-        def play(collector, carry):
-            return collector.collect_episodes(carry, None, 6, max_steps=7)
-
-        carry, _ = jax.eval_shape(play, collector, carry)  # traces, no compiling
-    assert len(traces) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ENVS, NUM_STEPS, PARAMS, CountEnv, collect, make_collector, make_env
+from flax import struct
 
 import rollout
 from rollout import envs
@@ -31,28 +32,19 @@ class PlainGymnax:
         obs, state, reward, terminated, info = self.env.step_env(
             key, state, action, self.params
         )
-        truncated = self.env.is_truncated(state, self.params)
-        return state, obs, reward, terminated, truncated, info
-
-
-class PlainCount:
-    """`CountEnv` through the same methods."""
-
-    def __init__(self):
-        self.env = CountEnv()
-
-    def reset(self, key):
-        return self.env.reset(key)
-
-    def step(self, key, state, action):
-        step = self.env.step(key, state, action)
-        flags = step.terminated, step.truncated
-        return step.state, step.obs, step.reward, *flags, step.info
+        return envs.EnvStep(
+            state=state,
+            obs=obs,
+            reward=reward,
+            terminated=terminated,
+            truncated=self.env.is_truncated(state, self.params),
+            info=info,
+        )
 
 
 def make_plain(name):
     """Start and step of one environment by the documented keys, each jitted."""
-    env = PlainCount() if name == "count" else PlainGymnax(name)
+    env = CountEnv() if name == "count" else PlainGymnax(name)
 
     @jax.jit
     def start(root, lane, number):
@@ -75,24 +67,24 @@ def play_lane(plain, root, lane, actions):
     episode_key, state, obs = start(root, lane, number)
     for action in actions:
         length += 1
-        state, *rest = step(episode_key, length, state, action)
-        next_obs, reward, terminated, truncated, info = jax.device_get(rest)
-        total += np.float32(reward)
+        result = step(episode_key, length, state, action)
+        state, row = result.state, jax.device_get(result.replace(state=()))
+        total += np.float32(row.reward)
         yield {
             "obs": obs,
             "action": action,
-            "reward": reward,
-            "terminated": terminated,
-            "truncated": truncated,
-            "next_obs": next_obs,
+            "reward": row.reward,
+            "terminated": row.terminated,
+            "truncated": row.truncated,
+            "next_obs": row.obs,
             "mask": True,
             "episode_id": number * NUM_LANES + lane,
             "episode_return": total,
             "episode_length": length,
-            "info": info,
+            "info": row.info,
         }
-        obs = next_obs
-        if terminated or truncated:
+        obs = row.obs
+        if row.terminated or row.truncated:
             number, length, total = number + 1, 0, np.float32(0)
             episode_key, state, obs = start(root, lane, number)
 
@@ -209,40 +201,44 @@ def test_profile_names_the_four_parts():
         assert f"/{part}/" in text
 
 
-def test_gradient_flows_through_the_kernel():
-    class Line:
-        """Moves by its action; the reward is minus the squared position."""
+@struct.dataclass
+class Line:
+    """Moves by its action times the scale; the reward is minus the squared position."""
 
-        observation_space = envs.Box(-9.0, 9.0, (1,))
-        action_space = envs.Box(-1.0, 1.0, (1,))
+    scale: jax.Array
+    observation_space = envs.Box(-9.0, 9.0, (1,))
+    action_space = envs.Box(-1.0, 1.0, (1,))
 
-        def reset(self, key):
-            return jnp.ones(1), jnp.ones(1)
+    def reset(self, key):
+        return jnp.ones(1), jnp.ones(1)
 
-        def step(self, key, state, action):
-            state = state + action
-            return envs.EnvStep(
-                state=state,
-                obs=state,
-                reward=-jnp.sum(state**2),
-                terminated=jnp.bool_(False),
-                truncated=jnp.bool_(False),
-                info={},
-            )
+    def step(self, key, state, action):
+        state, never = state + self.scale * action, jnp.bool_(False)
+        return envs.EnvStep(
+            state=state,
+            obs=state,
+            reward=-jnp.sum(state**2),
+            terminated=never,
+            truncated=never,
+            info={},
+        )
 
-    jax.tree_util.register_static(Line)
+
+@pytest.mark.parametrize("auto_reset", ["select", pytest.param("compact", marks=slow)])
+def test_gradients_of_parameters_flow_through_the_kernel(auto_reset):
     policy = rollout.stateless_policy(lambda gain, obs, key: gain * obs)
-    env = envs.vectorize(Line(), 2, auto_reset="select")
-    collector = rollout.Collector(env=env, policy=policy)
 
-    def loss(gain):
+    def total(gain, scale):
+        env = envs.vectorize(Line(scale), 2, auto_reset=auto_reset)
+        collector = rollout.Collector(env=env, policy=policy)
         carry = collector.init(jax.random.key(0))
         _, trajectory = collector.collect_steps(carry, gain, 2)
         return trajectory.reward[:, 0].sum()
 
-    # x_1 = 1 + g, x_2 = (1 + g)^2: d/dg of -(x_1^2 + x_2^2) at g = -0.5 is
-    # -(2 (1 + g) + 4 (1 + g)^3) = -(1 + 0.5).
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(-0.5), -1.5, rtol=1e-6)
+    # x_1 = 1 + g s, x_2 = (1 + g s)^2: the derivative of -(x_1^2 + x_2^2) by g s is
+    # -(2 (1 + g s) + 4 (1 + g s)^3) = -1.5 at g = -0.5, s = 1.
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1)))(-0.5, 1.0)
+    np.testing.assert_allclose(gradient, (-1.5 * 1.0, -1.5 * -0.5), rtol=1e-6)
 
 
 def test_keys_in_info_are_collected_like_anything_else():

@@ -8,42 +8,38 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CountEnv, make_collector
-from streams import B, by_lane, host, join, make_stream, straight
+from streams import B, by_lane, each_env, host, join, make_stream, straight
 
 import rollout
 from rollout import envs
 from rollout.stream.batch import make_batch
 
-each_env = pytest.mark.parametrize(
-    "name", ["count", pytest.param("CartPole-v1", marks=pytest.mark.slow)]
-)
 slow = pytest.mark.slow
 
 
-@each_env
-def test_batches_are_the_rows_of_collect_steps(name):
-    # 48 steps of 4 lanes are 12 rows; batches of 8 steps are 2 rows each.
-    batches = [next(stream) for stream in [make_stream(name)] * 6]
-    assert [batch.steps for batch in batches] == [8] * 6
-    chex.assert_trees_all_equal(join(batches), straight(name))
-
-
 @pytest.mark.parametrize(
-    ("per_batch", "total", "steps"),
-    [(8, 24, [8, 8, 8]), (8, 28, [8, 8, 8, 4]), (8, 4, [4]), (4, 8, [4, 4])],
+    ("name", "per_batch", "total", "steps"),
+    [
+        ("count", 8, 24, [8, 8, 8]),
+        ("count", 8, 28, [8, 8, 8, 4]),
+        ("count", 8, 4, [4]),
+        ("count", 4, 8, [4, 4]),
+        pytest.param("CartPole-v1", 8, 48, [8] * 6, marks=slow),
+    ],
 )
-def test_every_batch_has_exactly_its_steps(per_batch, total, steps):
-    stream = make_stream(steps_per_batch=per_batch, total_steps=total)
+def test_batches_have_exactly_their_steps_the_rows_of_collect_steps(
+    name, per_batch, total, steps
+):
+    stream = make_stream(name, steps_per_batch=per_batch, total_steps=total)
     assert len(stream) == len(steps)
     batches = list(stream)
     assert [batch.steps for batch in batches] == steps
     assert [int(batch.stats.num_steps) for batch in batches] == steps
-    assert [batch.trajectory.mask.shape for batch in batches] == [
-        (number // B, B) for number in steps
-    ]
+    shapes = [batch.trajectory.mask.shape for batch in batches]
+    assert shapes == [(number // B, B) for number in steps]
     assert not any(batch.warmup_steps for batch in batches)
     assert stream.stats.collect_steps == total
-    want = jax.tree.map(lambda x: x[: total // B], straight())
+    want = jax.tree.map(lambda x: x[: total // B], straight(name))
     chex.assert_trees_all_equal(join(batches), want)
 
 
@@ -71,13 +67,10 @@ def only_one(obs):
 
 
 def test_warmup_takes_only_actions_that_are_allowed():
-    env = envs.make_vec("CartPole-v1", B)
-    policy = rollout.stateless_policy(lambda params, obs, key: jnp.zeros(B, jnp.int32))
-    collector = rollout.Collector(env=env, policy=policy)
-    options = {"steps_per_batch": 10 * B, "warmup_steps": 5 * B}
-    stream = rollout.Stream(
-        collector, key=jax.random.key(0), mask_fn=only_one, **options
-    )
+    collector = make_collector("CartPole-v1", B).replace(policy=LOWEST)
+    options = {"key": jax.random.key(0), "steps_per_batch": 10 * B}
+    options |= {"warmup_steps": 5 * B, "mask_fn": only_one}
+    stream = rollout.Stream(collector, **options)
     trajectory = host(next(stream))
     is_right = trajectory.obs[..., 0] >= 0
     assert 0 < is_right[:5].mean() < 1
@@ -211,9 +204,7 @@ def test_postprocess_runs_in_the_same_program(name):
 @slow
 def test_field_that_a_postprocess_does_not_read_has_no_array():
     env = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (5,)))
-    env = envs.vectorize(env, B)
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
+    collector = make_collector("count", B).replace(env=envs.vectorize(env, B))
     stream = rollout.Stream(collector, key=jax.random.key(7), steps_per_batch=13 * B)
 
     def text(**changes):
