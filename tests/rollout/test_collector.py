@@ -231,15 +231,6 @@ def test_peak_memory_is_what_is_returned(name):
     assert returned + memory.temp_size_in_bytes <= 1.1 * returned
 
 
-def test_other_seed_gives_other_data():
-    collector = make_collector("count")
-    start = collector.init(jax.random.key(8))
-    _, other = collector.collect_steps(start, None, NUM_STEPS)
-    _, trajectory = collect("count")
-    assert (other.action != trajectory.action).any()
-    assert (other.info["noise"] != trajectory.info["noise"]).mean() > 0.99
-
-
 def test_fold_may_be_a_method_of_an_object_that_holds_tracers():
     """Such as a module of NNX: it is the same in every trace, its arrays are not."""
 

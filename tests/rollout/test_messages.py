@@ -105,10 +105,6 @@ RESTORE = [
         {"state": {"counts": np.array([48, 0, 0])}, "total_steps": 32},
         "`state` must have at most `total_steps`=32 steps, got 48",
     ),
-    (
-        {"state": {"carry": make_collector("count", 2 * B).init(KEY)}},
-        "`state` must be one of a stream of the same kind",
-    ),
 ]
 SAVE = [
     ({"tree": {"a": np.array([{}])}}, "got object of shape (1,) at ['a']"),
@@ -124,7 +120,11 @@ LOAD = [
     ({"a": 1.0, "b": 2.0}, {"a": 0.0}, "['b'] float64[], got no more"),
     ({"a": jnp.int32(1)}, {"a": jnp.float32(0)}, "['a'] int32[], got ['a'] float32[]"),
     (jnp.zeros(3), jnp.zeros(4), "the root float32[3], got the root float32[4]"),
-    (jax.random.key(0, impl="rbg"), jax.random.key(0, impl="unsafe_rbg"), "key<rbg>[]"),
+    (
+        jax.random.key(0, impl="rbg"),
+        jax.random.key(0, impl="unsafe_rbg"),
+        "the root key<rbg>[]",
+    ),
 ]
 VALUE_FN = [
     (3, "`value_fn` must be a function, got int"),
@@ -159,10 +159,14 @@ MESSAGES = [
     *((functools.partial(new_stream, **options), what) for options, what in STREAM),
     *((functools.partial(restore, **options), what) for options, what in RESTORE),
     *((functools.partial(save, **options), what) for options, what in SAVE),
-    *((functools.partial(load, *trees), what) for *trees, what in LOAD),
+    *((functools.partial(load, *x), f"leaves that were saved: {y}") for *x, y in LOAD),
     *((functools.partial(step_with, value_fn=fn), what) for fn, what in VALUE_FN),
     *((functools.partial(inspect, *args, **x), what) for args, x, what in INSPECT),
     *((functools.partial(record, x), f"must leave `{x}` as it is") for x in KEPT),
+    (
+        lambda: restore({"carry": make_collector("count", 2 * B).init(KEY)}),
+        "`state` must be one of a stream of the same kind",
+    ),
     (
         lambda: load({"n": 1}, {"n": 1}, step=4),
         "must hold a checkpoint 4, got folder with [5]",
