@@ -77,16 +77,6 @@ def test_rows_that_are_not_finite_are_counted(field):
     assert summarize(trajectory.replace(**{field: value})).num_nonfinite == 2
 
 
-@pytest.mark.parametrize("prefix", ["a", "a/"])
-def test_statistics_are_logged_by_name_as_floats(prefix):
-    stats = summarize(collect("count")[1])
-    tree = {"train": stats, "loss": np.float32(0.5)}
-    logged = rollout.log_stats(tree, prefix=prefix)
-    assert logged["a/loss"] == 0.5
-    assert logged["a/train/return_mean"] == float(stats.returns.mean)
-    assert all(type(value) is float for value in logged.values())
-
-
 def test_statistics_are_printed_in_one_line():
     stats = summarize(of_episodes([190.0, 200.0, 210.0]))
     # 200 +- 4.302653 * 10 / sqrt(3), by Student's t with 2 degrees of freedom
