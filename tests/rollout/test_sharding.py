@@ -403,9 +403,13 @@ def test_arguments_on_different_devices_raise(name):
     if name not in ("evaluate", "Stream"):  # which take a key alone
         with pytest.raises(Exception, match=r"(?i)mesh|devices"):
             APART[name](shard(collector, 4), shard(collector, 2).init(KEY), PARAMS)
-    spread = shard(collector, 2)
+
+
+def test_parameters_outside_of_the_mesh_raise():
+    spread = shard(linear(), 2)
+    params = jax.device_put(PARAMS, jax.devices()[3])
     with pytest.raises(ValueError, match="incompatible devices"):
-        APART[name](spread, spread.init(KEY), params)
+        spread.collect_steps(spread.init(KEY), params, 2)
 
 
 def test_rows_on_another_device_than_the_buffer_raise():
