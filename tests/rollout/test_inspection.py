@@ -6,6 +6,7 @@ The programs need the compilers, the extra `accelerators`, and are skipped witho
 import functools
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from flax import struct
 from jax.experimental import io_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from reports import make_report
 
 import rollout
 from rollout import envs
@@ -24,7 +26,6 @@ from rollout.cli.main import main
 from rollout.inspection import (
     Block,
     Memory,
-    Report,
     Wait,
     accelerators,
     blocks,
@@ -35,7 +36,6 @@ from rollout.inspection.report import find_loop
 
 T, B = 16, 32
 ROOT = Path(__file__).parents[2]
-PARAMS = jax.ShapeDtypeStruct((4, 2), jnp.float32)
 X = jax.ShapeDtypeStruct((B, 4), jnp.float32)
 
 gpu = pytest.mark.compiles_for("h100")
@@ -211,21 +211,8 @@ def inspect_steps(env_type, accelerator):
     return rollout.inspect(make(env), None, accelerator=accelerator, num_steps=T)
 
 
-def find_waits(program, loop, steps_per_round=None):
-    report = Report(
-        accelerator="h100",
-        description="",
-        num_devices=1,
-        jax_version="",
-        compile_seconds=0.0,
-        memory=Memory(0, 0, 0, 0, 0),
-        flops=None,
-        bytes_moved=None,
-        program=program,
-        loop=loop,
-        steps_per_round=steps_per_round,
-    )
-    return report.waits
+def find_waits(*args):
+    return make_report(*args).waits
 
 
 def mine(report):
@@ -350,51 +337,25 @@ def test_memory_of_donated_arguments_is_counted_once():
     assert not memory._replace(temporaries=4).fits
 
 
-def test_bad_options_are_refused():
-    collector = make()
-    with pytest.raises(ValueError, match="one of h100, a100, tpu-v5e, v5e, got 'tpu'"):
-        rollout.inspect(collector, None, accelerator="tpu")
-    with pytest.raises(ValueError, match="`num_steps` must be None for a function"):
-        rollout.inspect(jnp.sin, X, accelerator="h100", num_steps=3)
-    with pytest.raises(ValueError, match="`num_steps` must be an int of at least 1"):
-        rollout.inspect(collector, None, accelerator="h100", num_steps=0)
-    with pytest.raises(ValueError, match="one argument, the parameters"):
-        rollout.inspect(collector, accelerator="h100")
-    with pytest.raises(ValueError, match="`num_devices` must be an int of at least 1"):
-        devices("h100", 0)
-    with pytest.raises(ValueError, match="`program` must be"):
-        rollout.inspect(3, accelerator="h100")
+def missing(name):
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
-def test_host_collector_is_refused():
-    env = envs.from_gymnasium("CartPole-v1", num_envs=2)
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.HostCollector(env=env, policy=policy)
-    try:
-        with pytest.raises(ValueError, match="environments are in JAX, got HostColl"):
-            rollout.inspect(collector, None, accelerator="h100")
-    finally:
-        env.close()
+GPU = f'pip install "jax-cuda12-plugin=={jax.__version__}" "jax-cuda12-pjrt=='
 
 
-@pytest.mark.parametrize("accelerator", ["h100", "v5e"])
-def test_missing_compiler_is_named_with_the_command(accelerator, monkeypatch):
-    def version(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
+@pytest.mark.parametrize(
+    ("accelerator", "version", "line"),
+    [
+        ("h100", missing, GPU),
+        ("v5e", missing, 'pip install "jax[tpu]=='),
+        ("h100", lambda name: "0.9.1", "0.9.1 does not match jax"),
+    ],
+)
+def test_compiler_that_does_not_fit_is_named(accelerator, version, line, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(ImportError) as raised:  # devices that no other test asks for
-        rollout.inspect(jnp.sin, X, accelerator=accelerator, num_devices=7)
-    line = f'pip install "jax-cuda12-plugin=={jax.__version__}" "jax-cuda12-pjrt=='
-    assert (line if accelerator == "h100" else 'pip install "jax[tpu]==') in str(
-        raised.value
-    )
-
-
-def test_compiler_of_another_version_is_refused(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.1")
-    with pytest.raises(ImportError, match=r"0\.9\.1 does not match jax"):
-        devices("h100", 7)  # which no other test asks for
+    with pytest.raises(ImportError, match=re.escape(line)):
+        devices(accelerator, 7)  # which no other test asks for
 
 
 def test_environment_is_put_back(monkeypatch):
@@ -467,21 +428,6 @@ def test_work_of_a_tpu_is_that_of_one_round_of_every_loop():
     assert report.flops == pytest.approx(2 * 256**3, rel=0.01)
     assert report.bytes_moved >= 3 * 4 * 256**2
     assert "33.55 Mflop" in str(report)
-
-
-@slow
-@gpu
-def test_compact_reset_is_named_in_this_library():
-    env = envs.make_vec("CartPole-v1", num_envs=B, auto_reset="compact")
-    policy = rollout.stateless_policy(lambda params, obs, key: (obs @ params).argmax(1))
-    collector = rollout.Collector(env=env, policy=policy)
-    carry = collector.init(jax.random.key(0))
-
-    def train_step(carry, params):
-        return collector.collect_steps(carry, params, num_steps=T)
-
-    report = rollout.inspect(train_step, carry, PARAMS, accelerator="h100")
-    assert {Path(wait.file).parent.name for wait in report.waits} <= {"envs"}
 
 
 @slow
@@ -571,19 +517,6 @@ def test_collectives_of_a_mesh_of_absent_devices_are_told(accelerator):
 @slow
 @gpu
 @tpu
-@pytest.mark.parametrize("accelerator", ["h100", "v5e"])
-def test_sharded_collector_is_compiled_for_absent_devices(accelerator):
-    mesh = Mesh(np.asarray(devices(accelerator, 8)), ("lanes",))  # of two hosts, if v5e
-    collector = rollout.shard(make(), mesh)
-    report = rollout.inspect(collector, None, accelerator=accelerator, num_steps=T)
-    assert report.num_devices == 8
-    assert report.collectives_per_round == ()
-    assert "none per round" in str(report)
-
-
-@slow
-@gpu
-@tpu
 def test_quiet_in_a_process_that_has_no_accelerator():
     """Nothing but the plugin's own notes, and jax works on as before."""
     code = (
@@ -619,37 +552,27 @@ def test_command_line_prints_the_table(capsys):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("arguments", "text"),
     [
-        *(["--num-episodes=3"], ["--gif=a.gif"], ["--save=a.npz"], ["--plot=a.png"]),
-        *(["--profile=a"], ["--max-steps=3"], ["--devices=2"], ["--xla-cpu-loop"]),
+        *(
+            (
+                ["CartPole-v1", "--inspect=h100", option],
+                f"argument {option.partition('=')[0]}: not allowed with argument --ins",
+            )
+            for option in (
+                *("--num-episodes=3", "--gif=a.gif", "--save=a.npz", "--plot=a.png"),
+                *("--profile=a", "--max-steps=3", "--devices=2", "--xla-cpu-loop"),
+            )
+        ),
+        (["gymnasium:CartPole-v1", "--inspect=h100"], "only for environments in JAX"),
+        (["CartPole-v1", "--inspect=b200"], "h100"),
+        (["CartPole-v1", "--inspect=h100", "--num-envs=4"], "pip install"),
     ],
 )
-def test_command_line_refuses_what_says_nothing_to_it(options, capsys):
+def test_command_line_says_what_it_does_not_inspect(
+    arguments, text, capsys, monkeypatch
+):
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     with pytest.raises(SystemExit):
-        main(["CartPole-v1", "--inspect=h100", *options])
-    name = options[0].partition("=")[0]
-    text = f"argument {name}: not allowed with argument --inspect"
+        main(arguments)
     assert text in capsys.readouterr().err
-
-
-def test_command_line_inspects_environments_in_jax_only(capsys):
-    with pytest.raises(SystemExit):
-        main(["gymnasium:CartPole-v1", "--inspect=h100"])
-    text = "argument --inspect: only for environments in JAX"
-    assert text in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["CartPole-v1", "--inspect=b200"])
-    assert "h100" in capsys.readouterr().err
-
-
-def test_command_line_names_the_command_that_installs(monkeypatch, capsys):
-    def version(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(accelerators.importlib.metadata, "version", version)
-    with pytest.raises(SystemExit):
-        main(["CartPole-v1", "--inspect=h100", "--num-envs=4"])
-    error = capsys.readouterr().err
-    assert error.startswith("python -m rollout: error: ")
-    assert "pip install" in error

@@ -79,19 +79,17 @@ def loss(params, batch):
 
 
 @gpu
-def test_steps_of_cartpole_are_few_launches_in_graphs_without_a_wait():
-    report = inspect(make(), None, num_steps=T)
+@pytest.mark.parametrize(
+    ("env_id", "policy", "params", "most"),
+    [
+        ("CartPole-v1", None, None, 14),
+        ("Breakout-MinAtar", learner, weights(400, 3), 38),
+    ],
+)
+def test_steps_are_few_launches_in_graphs_without_a_wait(env_id, policy, params, most):
+    report = inspect(make(env_id, policy), params, num_steps=T)
     assert report.waits == ()
-    assert report.launches_per_step <= 14
-    assert report.loose_per_step <= 2
-
-
-@gpu
-def test_steps_of_breakout_with_a_network_are_launched_in_graphs():
-    collector, params = make("Breakout-MinAtar", learner), weights(400, 3)
-    report = inspect(collector, params, num_steps=T)
-    assert report.waits == ()
-    assert report.launches_per_step <= 38
+    assert report.launches_per_step <= most
     assert report.loose_per_step <= 2
 
 

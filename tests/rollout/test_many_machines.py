@@ -8,6 +8,7 @@ import concurrent.futures
 import itertools
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -167,18 +168,25 @@ def leaves(folder):
 def test_run_that_was_killed_ends_with_the_bits_of_one_process(killed, folder, started):
     assert rollout.checkpoint.steps(killed / "run") == [EVERY]
     pair, one = make_scripts()
-    runs = start(pair, killed, range(2)), start(one, folder / "one", range(1))
-    started += itertools.chain(*runs)
-    for where, processes in zip((killed, folder / "one"), runs, strict=True):
+    alone = shutil.copytree(killed, folder / "alone")  # two processes go on as one
+    runs = {
+        folder / "one": start(one, folder / "one", range(1)),
+        killed: start(pair, killed, range(2)),
+        alone: start(one, alone, range(1)),
+    }
+    started += itertools.chain(*runs.values())
+    for where, processes in runs.items():
         for number, process in enumerate(processes):
             code = process.wait(timeout=180)
             assert code == 0, (where / f"error-{number}").read_text()
-    lines = [line.split() for line in (killed / "out-0").read_text().splitlines()]
-    assert [x[0] for x in lines if x[0].isdecimal()] == [*"5678"]
-    got, want = leaves(killed), leaves(folder / "one")
-    assert list(got) == list(want)
-    for name in want:
-        # Sums of floats over lanes round differently on several devices.
-        rtol = 1e-6 if "squared_deviations" in name else 0.0
-        np.testing.assert_allclose(got[name], want[name], rtol=rtol, err_msg=name)
+    want = leaves(folder / "one")
     assert np.any(want["[1][0]"])  # parameters that were trained
+    for where in (killed, alone):
+        lines = [line.split() for line in (where / "out-0").read_text().splitlines()]
+        assert [x[0] for x in lines if x[0].isdecimal()] == [*"5678"]
+        got = leaves(where)
+        assert list(got) == list(want)
+        for name in want:
+            # Sums of floats over lanes round differently on several devices.
+            rtol = 1e-6 if "squared_deviations" in name else 0.0
+            np.testing.assert_allclose(got[name], want[name], rtol=rtol, err_msg=name)

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from cases import collect
 
 import rollout
@@ -48,22 +47,3 @@ def test_trajectory_is_scanned_over():
     batches = rollout.minibatches(jax.random.key(1), trajectory, 8)
     total = jax.lax.scan(lambda acc, b: (acc + b.reward.sum(), None), 0.0, batches)[0]
     assert total == trajectory.reward.sum()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_minibatches": 5}, "`num_minibatches` must divide the 48 items, got 5"),
-        ({"num_minibatches": 0}, "`num_minibatches` must be an int of at least 1"),
-        ({"epochs": 0}, "`epochs` must be an int of at least 1"),
-        ({"axis": 2}, "`axis` must be None, 0 or 1, got 2"),
-        ({"axis": 1, "num_minibatches": 3}, "must divide the 8 items, got 3"),
-        ({"tree": {"a": jnp.zeros((6, 8)), "b": jnp.zeros((6,))}}, r"`\[T, B, ...\]`"),
-        ({"tree": {}}, "got none"),
-        ({"key": 3}, "`key` must be one typed key"),
-    ],
-)
-def test_what_cannot_be_split_is_refused(change, message):
-    args = {"key": jax.random.key(0), "tree": TREE, "num_minibatches": 4, "epochs": 1}
-    with pytest.raises(ValueError, match=message):
-        rollout.minibatches(**{**args, **change})

@@ -1,18 +1,9 @@
 """The loops and rows of a GPU, run here, have the bits of those of a CPU."""
 
-from unittest import mock
-
 import chex
 import jax
 import pytest
-from cases import make_collector, raw
-from jax import lax
-
-
-def as_on_a_gpu(*args, default=None, cuda=None, **others):
-    """Stands for `lax.platform_dependent`, and takes the branch of a GPU."""
-    del others  # of other platforms
-    return (cuda or default)(*args)
+from cases import make_collector, on_a_gpu, raw
 
 
 def collect(kind):
@@ -32,7 +23,7 @@ def collect(kind):
 def test_programs_of_a_gpu_have_the_same_bits(kind):
     expected = collect(kind)
     jax.clear_caches()
-    with mock.patch.object(lax, "platform_dependent", as_on_a_gpu):
+    with on_a_gpu():
         got = collect(kind)
     jax.clear_caches()
     chex.assert_trees_all_equal(got, expected)

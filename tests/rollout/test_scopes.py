@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from rollout.inspection import Block, Memory, Report
+from reports import make_report
+
+from rollout.inspection import Block, Report
 from rollout.inspection.hlo import Module
 from rollout.inspection.report import find_loop
 
@@ -28,19 +30,7 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 
 def report(step: Block, steps_per_round: int | None = None) -> Report:
     program = Block(kind="program", blocks=(step,))
-    return Report(
-        accelerator="h100",
-        description="",
-        num_devices=1,
-        jax_version="",
-        compile_seconds=0.0,
-        memory=Memory(0, 0, 0, 0, 0),
-        flops=None,
-        bytes_moved=None,
-        program=program,
-        loop=find_loop(program),
-        steps_per_round=steps_per_round,
-    )
+    return make_report(program, find_loop(program), steps_per_round)
 
 
 def block(kind, *names, **more) -> Block:

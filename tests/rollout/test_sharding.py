@@ -70,22 +70,40 @@ def collectives(program, *args):
     return re.findall(rf" ({names})(?:-start)?\(", text)
 
 
-@pytest.mark.slow
-def test_steps_have_the_bits_of_one_device():
-    collector = make_collector("count", B)
-    sharded = shard(collector, 8)
-    want = collector.collect_steps(collector.init(KEY), None, T)
-    carry = sharded.init(KEY)
-    assert_same(carry, collector.init(KEY))
-    assert_same(sharded.collect_steps(carry, None, T), want)
+@struct.dataclass(kw_only=True)
+class LevelEnv(CountEnv):
+    """Shows at reset which episode it plays."""
+
+    level: jax.Array = 0
+
+    def at_episode(self, number):
+        return self.replace(level=number)
+
+    def reset(self, key):
+        state, obs = super().reset(key)
+        return state, obs + jnp.float32(self.level)
+
+
+def make_limits():
+    """Each lane has a limit of its own."""
+    env = jax.vmap(lambda limit: CountEnv(limit=limit))(3 + jnp.arange(B) % 5)
+    return make_collector("count", B).replace(env=envs.vectorize_each(env, B))
+
+
+def make_levels():
+    return make_collector("count", B).replace(env=envs.vectorize(LevelEnv(), B))
 
 
 CASES = {
-    "recurrent": ("count", "recurrent"),  # that explores
-    "select": ("count", "recurrent", "select"),
-    "box": ("Pendulum-v1", "recurrent"),
-    "image": ("Breakout-MinAtar", "net"),
-    "division": ("CartPole-v1", "net"),  # by a number that divides several times
+    "random": functools.partial(make_case, "count", "random"),
+    "recurrent": functools.partial(make_case, "count", "recurrent"),  # that explores
+    "select": functools.partial(make_case, "count", "recurrent", "select"),
+    "box": functools.partial(make_case, "Pendulum-v1", "recurrent"),
+    "image": functools.partial(make_case, "Breakout-MinAtar", "net"),
+    # By a number that divides several times.
+    "division": functools.partial(make_case, "CartPole-v1", "net"),
+    "parameters per lane": make_limits,
+    "numbers of episodes": make_levels,
 }
 
 
@@ -93,43 +111,44 @@ CASES = {
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
+        ("random", (8,)),
         ("recurrent", (4,)),
         ("box", (1, 4)),
         ("image", (8,)),
         ("division", (2, 8)),
+        ("parameters per lane", (4,)),
+        ("numbers of episodes", (4,)),
     ],
 )
 def test_every_field_has_the_bits_of_one_device(name, devices):
-    collector = make_case(*CASES[name])
+    collector = CASES[name]()
     want = collector.collect_steps(collector.init(KEY), PARAMS, T)
     for num_devices in devices:
         sharded = shard(collector, num_devices)
-        got = sharded.collect_steps(sharded.init(KEY), PARAMS, T)
-        assert_same(got, want)
+        carry = sharded.init(KEY)
+        assert_same(carry, collector.init(KEY))
+        assert_same(sharded.collect_steps(carry, PARAMS, T), want)
+    if name == "numbers of episodes":
+        assert want[1].obs[0].ravel().tolist() == list(range(B))
 
 
 def methods(collector, carry):
     """The results of the other methods."""
-    buffer = buffers.ReplayBuffer(capacity=8 * B, num_envs=B)
-    kinds = jax.eval_shape(collector.step, carry, PARAMS)[1]
-    example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kinds)
-    empty = buffer.init(example)
-    steps = functools.partial(collector.fold_steps, num_steps=T)
-    limit = {"max_steps": 15}
+    buffer, limit = buffers.ReplayBuffer(capacity=8 * B, num_envs=B), {"max_steps": 15}
+    empty = buffer.init(jax.eval_shape(collector.step, carry, PARAMS)[1])
+    args = carry, PARAMS
     return {
-        "step": collector.step(carry, PARAMS),
-        "fold": steps(carry, PARAMS, buffer.add, empty),
-        "episodes": collector.collect_episodes(carry, PARAMS, 3 * B + 1, **limit),
-        "per env": collector.collect_episodes_per_env(carry, PARAMS, 2, **limit),
-        "padded": collector.collect_padded_episodes(
-            carry, PARAMS, 2 * B + 3, max_length=15
-        ),
+        "step": collector.step(*args),
+        "fold": collector.fold_steps(*args, buffer.add, empty, num_steps=T),
+        "episodes": collector.collect_episodes(*args, 3 * B + 1, **limit),
+        "per env": collector.collect_episodes_per_env(*args, 2, **limit),
+        "padded": collector.collect_padded_episodes(*args, 2 * B + 3, max_length=15),
     }
 
 
 @pytest.mark.slow
 def test_every_method_has_the_bits_of_one_device():
-    collector = make_case(*CASES["select"])
+    collector = CASES["select"]()
     sharded = shard(collector, 2)
     got = methods(sharded, sharded.init(KEY))
     want = methods(collector, collector.init(KEY))
@@ -146,49 +165,37 @@ def make_stream(collector, **options):
     return rollout.Stream(collector, key=KEY, params=PARAMS, **options)
 
 
+# With parameters of the environment that float32 rounds, or a policy that explores.
 @pytest.mark.slow
-def test_stream_goes_on_over_another_number_of_devices(tmp_path):
-    collector = make_case("count", "recurrent")
-    with make_stream(collector, warmup_steps=3 * B) as stream:
-        want = list(stream)
-    with make_stream(shard(collector, 2), warmup_steps=3 * B) as first:
-        got = [next(first), next(first)]
-        rollout.checkpoint.save(tmp_path, first.state())
-    with make_stream(shard(collector, 4), warmup_steps=3 * B) as second:
+@pytest.mark.parametrize(
+    ("env_id", "before", "after", "is_saved"),
+    [
+        ("count", 2, 4, True),
+        ("CartPole-v1", 0, 2, True),
+        ("CartPole-v1", 2, 0, True),
+        ("count", 2, 0, False),
+    ],
+)
+def test_stream_goes_on_over_another_number_of_devices(
+    env_id, before, after, is_saved, tmp_path
+):
+    collector = make_case(env_id, "recurrent" if env_id == "count" else "net")
+    options = {"warmup_steps": 3 * B, "recycle": not is_saved}
+    first, second, plain = (
+        make_stream(shard(collector, num) if num else collector, **options)
+        for num in (before, after, 0)
+    )
+    for _ in range(2):
+        assert_same(next(first).trajectory, next(plain).trajectory)
+    state = first.state()
+    if is_saved:
+        rollout.checkpoint.save(tmp_path, state)
         state = rollout.checkpoint.restore(tmp_path, second.state())
-        second.restore(state)
-        got += list(second)
-    for a, b in zip(got, want, strict=True):
-        assert_same(a.trajectory, b.trajectory)
-        assert (a.steps, a.warmup_steps) == (b.steps, b.warmup_steps)
-    assert len(got[-1].trajectory.reward.sharding.device_set) == 4
-
-
-@pytest.mark.slow
-def test_stream_goes_on_with_lanes_that_are_sharded_or_not(tmp_path):
-    env = envs.make_vec("CartPole-v1", B)  # with parameters that float32 rounds
-    plain = rollout.Collector(env=env, policy=rollout.random_policy(env.action_space))
-    collectors = plain, shard(plain, 2)
-    streams = [rollout.Stream(x, key=KEY, steps_per_batch=T * B) for x in collectors]
-    for first, second in (streams, streams[::-1]):
-        next(first)
-        rollout.checkpoint.save(tmp_path, first.state())
-        second.restore(rollout.checkpoint.restore(tmp_path, second.state()))
-        assert_same(*(next(stream).trajectory for stream in streams))
-
-
-@pytest.mark.slow
-def test_state_of_sharded_lanes_goes_on_without_devices_and_a_checkpoint():
-    collector = make_case("count", "recurrent")
-    options = {"steps_per_batch": 2 * B, "recycle": True}
-    with (
-        make_stream(shard(collector, 2), **options) as first,
-        make_stream(collector, **options) as second,
-    ):
-        next(first)
-        second.restore(first.state())
-        for _ in range(2):
-            assert_same(*(next(x).trajectory for x in (first, second)))
+    second.restore(state)
+    for got, want in zip(second, plain, strict=True):
+        assert_same(got.trajectory, want.trajectory)
+        assert (got.steps, got.warmup_steps) == (want.steps, want.warmup_steps)
+    assert len(got.trajectory.reward.sharding.device_set) == max(after, 1)
 
 
 @pytest.mark.slow
@@ -234,38 +241,6 @@ def test_devices_tell_each_other_nothing_in_the_loop_over_time():
     assert set(collectives(run, sharded, sharded.init(KEY))) == {"all-reduce"}
     want = collector.collect_steps(collector.init(KEY), PARAMS, 4)
     assert_near(sharded.collect_steps(sharded.init(KEY), PARAMS, 4), want)
-
-
-@pytest.mark.slow
-def test_parameters_per_lane_and_numbers_of_episodes_follow_their_lanes():
-    env = jax.vmap(lambda limit: CountEnv(limit=limit))(3 + jnp.arange(B) % 5)
-    env = envs.vectorize_each(env, B)
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
-    sharded = shard(collector, 4)
-    want = collector.collect_steps(collector.init(KEY), None, T)
-    assert_same(sharded.collect_steps(sharded.init(KEY), None, T), want)
-
-    env = envs.vectorize(LevelEnv(), B)
-    collector = rollout.Collector(env=env, policy=policy)
-    sharded = shard(collector, 4)
-    want = collector.collect_steps(collector.init(KEY), None, T)
-    assert want[1].obs[0].ravel().tolist() == list(range(B))
-    assert_same(sharded.collect_steps(sharded.init(KEY), None, T), want)
-
-
-@struct.dataclass(kw_only=True)
-class LevelEnv(CountEnv):
-    """Shows at reset which episode it plays."""
-
-    level: jax.Array = 0
-
-    def at_episode(self, number):
-        return self.replace(level=number)
-
-    def reset(self, key):
-        state, obs = super().reset(key)
-        return state, obs + jnp.float32(self.level)
 
 
 @pytest.mark.slow
@@ -376,10 +351,10 @@ def test_updates_of_an_accelerator_exchange_only_means(
 
 def test_no_device_holds_all_lanes():
     num_devices, num_envs = 8, 512
-    sharded = shard(make_collector("CartPole-v1", num_envs), num_devices)
-    init = jax.jit(lambda collector: collector.init(KEY)).lower(sharded).compile()
     whole = make_collector("CartPole-v1", num_envs)
-    plain = jax.jit(lambda collector: collector.init(KEY)).lower(whole).compile()
+    sharded = shard(whole, num_devices)
+    start = jax.jit(lambda collector: collector.init(KEY))
+    init, plain = (start.lower(x).compile() for x in (sharded, whole))
     mine, all_of_it = init.memory_analysis(), plain.memory_analysis()
     assert mine.output_size_in_bytes < all_of_it.output_size_in_bytes / 6
     assert mine.temp_size_in_bytes < all_of_it.temp_size_in_bytes / 2
@@ -390,43 +365,11 @@ def test_no_device_holds_all_lanes():
             assert shapes == {(num_envs // num_devices, *leaf.shape[1:])}
 
 
-def test_lanes_that_do_not_divide_are_refused_with_the_nearest_that_do():
-    with pytest.raises(ValueError, match=r"of the 4 devices .* got 6; .* are 4 or 8"):
-        shard(make_collector("count", 6), 4)
-    with pytest.raises(ValueError, match="got 2; the nearest are 4"):
-        shard(make_collector("count", 2), 4)
-
-
-def test_other_axes_and_environments_are_refused():
-    collector = make_collector("count", 8)
-    with pytest.raises(ValueError, match="`axis` must be one of the mesh, x, got 'la"):
-        rollout.shard(collector, make_mesh(2, "x"))
-    with pytest.raises(ValueError, match="and not be sharded already, got _Sha"):
-        shard(shard(collector, 2), 2)
-
-
-def test_carry_on_other_devices_is_refused():
-    collector = make_collector("count", 8)
-    carry = shard(collector, 2).init(KEY)
-    other = shard(collector, 4)
-    fold = functools.partial(other.fold_steps, num_steps=2)
-    for call in (
-        lambda: other.step(carry, None),
-        lambda: other.collect_steps(carry, None, 2),
-        lambda: other.collect_episodes(carry, None, 2, max_steps=3),
-        lambda: other.collect_padded_episodes(carry, None, 2, max_length=3),
-        lambda: fold(carry, None, lambda acc, _: acc, 0),
-    ):
-        with pytest.raises(Exception, match=r"(?i)mesh|devices"):
-            call()
-
-
-def linear(num_envs=B):
+def linear():
     def act(params, obs, key):
         return (obs[:, 0] * params).astype(jnp.int32) % 3
 
-    env = envs.vectorize(CountEnv(), num_envs)
-    return rollout.Collector(env=env, policy=rollout.stateless_policy(act))
+    return make_collector("count", B).replace(policy=rollout.stateless_policy(act))
 
 
 def test_parameters_may_lie_on_another_device():
@@ -438,11 +381,11 @@ def test_parameters_may_lie_on_another_device():
 
 
 APART = {
-    "collect_steps": lambda x, carry, params: x.collect_steps(carry, params, 2),
-    "step": lambda x, carry, params: x.step(carry, params),
-    "collect_episodes": lambda x, carry, params: x.collect_episodes(
-        carry, params, 2, max_steps=3
-    ),
+    "step": lambda x, *args: x.step(*args),
+    "steps": lambda x, *args: x.collect_steps(*args, 2),
+    "fold": lambda x, *args: x.fold_steps(*args, lambda acc, _: acc, 0, num_steps=2),
+    "episodes": lambda x, *args: x.collect_episodes(*args, 2, max_steps=3),
+    "padded": lambda x, *args: x.collect_padded_episodes(*args, 2, max_length=3),
     "evaluate": lambda x, carry, params: rollout.evaluate(x, carry.key, params, 2),
     "Stream": lambda x, carry, params: next(
         rollout.Stream(x, key=carry.key, params=params, steps_per_batch=B)
@@ -457,6 +400,9 @@ def test_arguments_on_different_devices_raise(name):
     params = jax.device_put(PARAMS, devices[2])
     with pytest.raises(ValueError, match=r"incompatible devices.*params"):
         APART[name](collector, carry, params)
+    if name not in ("evaluate", "Stream"):  # which take a key alone
+        with pytest.raises(Exception, match=r"(?i)mesh|devices"):
+            APART[name](shard(collector, 4), shard(collector, 2).init(KEY), PARAMS)
 
 
 def test_parameters_outside_of_the_mesh_raise():
@@ -469,10 +415,9 @@ def test_parameters_outside_of_the_mesh_raise():
 def test_rows_on_another_device_than_the_buffer_raise():
     rows = {"id": jnp.arange(6).reshape(3, 2)}
     buffer, devices = buffers.ReplayBuffer(8, 2), jax.devices()
-    state = jax.device_put(buffer.init({"id": rows["id"][0]}), devices[1])
-    assert_same(
-        buffer.add(state, rows), buffer.add(buffer.init({"id": rows["id"][0]}), rows)
-    )
+    empty = buffer.init({"id": rows["id"][0]})
+    state = jax.device_put(empty, devices[1])
+    assert_same(buffer.add(state, rows), buffer.add(empty, rows))
     with pytest.raises(ValueError, match="incompatible devices"):
         buffer.add(state, jax.device_put(rows, devices[2]))
 
@@ -510,13 +455,8 @@ def test_statistics_of_all_lanes_are_those_of_one_device(wrapper, compare, num_e
     # integers, so that sums over lanes are exact in any order.
     wide = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (4,)))
     env = wrapper(envs.vectorize(wide, num_envs))
-    policy = rollout.random_policy(env.action_space)
-    plain = rollout.Collector(env=env, policy=policy)
-    options = {
-        "key": KEY,
-        "steps_per_batch": 6 * num_envs,
-        "total_steps": 15 * num_envs,
-    }
-    got, want = (list(rollout.Stream(x, **options)) for x in (shard(plain, 2), plain))
+    plain = make_collector("count", num_envs).replace(env=env)
+    options = {"steps_per_batch": 6 * num_envs, "total_steps": 15 * num_envs}
+    got, want = (list(make_stream(x, **options)) for x in (shard(plain, 2), plain))
     assert [batch.trajectory.reward.shape[0] for batch in got] == [6, 6, 3]
     compare([batch.trajectory for batch in got], [x.trajectory for x in want])

@@ -1,6 +1,7 @@
 """Shared by tests: a counting environment, four cases, and cached trajectories."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,22 @@ def collect(
     return collector.collect_steps(carry, None, num_steps)
 
 
+def of_episodes(returns, **fields):
+    """Episodes of these returns that all terminated after 5 steps."""
+    returns = jnp.asarray(returns, jnp.float32)
+    every = jnp.ones(returns.shape, bool)
+    given = {
+        "episode_return": returns,
+        "episode_length": jnp.full(returns.shape, 5),
+        "terminated": every,
+        "truncated": ~every,
+        "finished": every,
+        "lane": jnp.zeros(returns.shape, jnp.int32),
+        "num_steps": jnp.int32(5 * returns.size),
+    }
+    return rollout.Episodes(**(given | fields))
+
+
 def raw(tree):
     """Typed keys as their words, so that trees compare with NumPy."""
 
@@ -117,6 +134,16 @@ def raw(tree):
         return x
 
     return jax.tree.map(data, tree)
+
+
+def on_a_gpu():
+    """Takes the branches that `lax.platform_dependent` has for a GPU."""
+
+    def choose(*args, default=None, cuda=None, **others):
+        del others  # of other platforms
+        return (cuda or default)(*args)
+
+    return mock.patch.object(jax.lax, "platform_dependent", choose)
 
 
 # For large programs whose results alone count: a quarter less of compiling. The results

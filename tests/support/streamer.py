@@ -9,21 +9,12 @@ import hashlib
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from cases import make_env
+from streams import learn, new_stream
 
 import rollout
-from rollout import envs
 
-B, EVERY = 4, 2
-
-
-def act(params, obs, key):
-    """Draws the second action with the odds that the parameters give."""
-    del obs
-    action = jax.random.bernoulli(key, params["odds"], (B,)).astype(jnp.int32)
-    return action, {"value": jnp.broadcast_to(params["odds"], (B,))}
+EVERY = 2
 
 
 def digest(batch: rollout.StreamBatch) -> str:
@@ -33,29 +24,13 @@ def digest(batch: rollout.StreamBatch) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def learn(batch: rollout.StreamBatch) -> dict[str, jax.Array]:
-    """Makes parameters that depend on the batch."""
-    return {"odds": jnp.float32(batch.trajectory.action.sum() / 8 % 1)}
-
-
-def main(env_id: str, folder: Path, num_batches: int) -> None:
+def main(folder: Path, num_batches: int) -> None:
     """Streams up to the given batch; `folder.parent` keeps compiled programs."""
     # Compiled once, or most of the test would be compiling.
     jax.config.update("jax_compilation_cache_dir", str(folder.parent / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    collector = rollout.Collector(
-        env=envs.vectorize(make_env(env_id), B), policy=rollout.stateless_policy(act)
-    )
-    stream = rollout.Stream(
-        collector,
-        key=jax.random.key(7),
-        params={"odds": jnp.float32(0.5)},
-        steps_per_batch=8,
-        total_steps=8 * num_batches,
-        warmup_steps=16,
-        prefetch=1,
-    )
-    checkpoints = folder / "checkpoint"
+    options = {"total_steps": 8 * num_batches, "warmup_steps": 16, "prefetch": 1}
+    stream, checkpoints = new_stream(**options), folder / "checkpoint"
     if rollout.checkpoint.steps(checkpoints):
         saved = rollout.checkpoint.restore(checkpoints, {"stream": stream.state()})
         stream.restore(saved["stream"])

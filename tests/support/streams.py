@@ -5,11 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import make_collector, raw
 
 import rollout
 
 B = 4
+each_env = pytest.mark.parametrize(
+    "name", ["count", pytest.param("CartPole-v1", marks=pytest.mark.slow)]
+)
+EPISODES = {"steps_per_batch": None, "episodes_per_batch": 5, "max_episode_steps": 6}
 
 
 def act(params, obs, key):
@@ -29,8 +34,9 @@ def make_learner(name="count"):
 
 def new_stream(name="count", **options):
     """A stream that nobody else uses."""
-    options = {"params": {"odds": jnp.float32(0.5)}, "steps_per_batch": 8, **options}
-    return rollout.Stream(make_learner(name), key=jax.random.key(7), **options)
+    defaults = {"key": jax.random.key(7), "params": {"odds": jnp.float32(0.5)}}
+    defaults["steps_per_batch"] = 8
+    return rollout.Stream(make_learner(name), **{**defaults, **options})
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, TwoLengthEnv, make_env, raw
+from cases import CountEnv, TwoLengthEnv, make_env, of_episodes, raw
 
 import rollout
 from rollout import envs
@@ -17,16 +17,12 @@ ENDLESS = 10**12
 slow = pytest.mark.slow
 
 
-def counting_policy():
+def act_and_count(params, obs, count, key):
     """Counts its own steps and records the count."""
-
-    def act(params, obs, count, key):
-        return jnp.zeros(obs.shape[0], jnp.int32), count + 1, {"count": count + 1}
-
-    return rollout.recurrent_policy(act, lambda num_envs: jnp.zeros(num_envs, int))
+    return jnp.zeros(obs.shape[0], jnp.int32), count + 1, {"count": count + 1}
 
 
-COUNTING = counting_policy()
+COUNTING = rollout.recurrent_policy(act_and_count, lambda n: jnp.zeros(n, int))
 
 
 @functools.cache
@@ -67,7 +63,6 @@ SCHEDULE = [
 
 
 MAX_ROWS = 40
-FLAGS = ("mask", "truncated")
 
 
 @functools.partial(jax.jit, static_argnames=("num_episodes", "max_steps"))
@@ -76,19 +71,10 @@ def fold(collector, carry, *, num_episodes, max_steps):
 
     def note(acc, transition):
         rows, step = acc
-        row = {
-            "mask": transition.mask,
-            "truncated": transition.truncated,
-            "length": transition.episode_length,
-            "count": transition.extras["count"],
-            "id": transition.episode_id,
-        }
-        return jax.tree.map(lambda x, new: x.at[step].set(new), rows, row), step + 1
+        return jax.tree.map(lambda x, y: x.at[step].set(y), rows, transition), step + 1
 
-    blank = {
-        name: jnp.zeros((MAX_ROWS, 4), bool if name in FLAGS else jnp.int32)
-        for name in ("mask", "truncated", "length", "count", "id")
-    }
+    row = jax.eval_shape(collector.step, carry, None)[1]
+    blank = jax.tree.map(lambda x: jnp.zeros((MAX_ROWS, *x.shape), x.dtype), row)
     after, (rows, num_rows), episodes = collector.fold_episodes(
         carry, None, note, (blank, 0), num_episodes=num_episodes, max_steps=max_steps
     )
@@ -101,7 +87,7 @@ def played(num_episodes, max_steps=ENDLESS):
     after, rows, num_rows, episodes = fold(
         *fixed_lengths(), num_episodes=num_episodes, max_steps=max_steps
     )
-    return after, {name: np.asarray(x)[:num_rows] for name, x in rows.items()}, episodes
+    return after, jax.tree.map(lambda x: np.asarray(x)[:num_rows], rows), episodes
 
 
 # Fewer than lanes, as many, and lanes that play twice to four times.
@@ -118,14 +104,14 @@ def test_lanes_take_episodes_as_written_down_by_hand(num_episodes):
     for lane, first, last in schedule:
         want[first - 1 : last, lane] = True
     lengths = np.array([last - first + 1 for _, first, last in schedule])
-    np.testing.assert_array_equal(rows["mask"], want)
+    np.testing.assert_array_equal(rows.mask, want)
     np.testing.assert_array_equal(episodes.lane, [lane for lane, _, _ in schedule])
     np.testing.assert_array_equal(episodes.episode_length, lengths)
     np.testing.assert_array_equal(episodes.episode_return, lengths * (lengths + 1) / 2)
     assert np.all(episodes.finished)
     assert np.all(episodes.terminated)
     assert not np.any(episodes.truncated)
-    assert episodes.num_steps == lengths.sum() == want.sum()
+    assert episodes.num_steps == want.sum()
     assert after.step == carry.step + num_iterations
 
 
@@ -141,7 +127,8 @@ def mean_length(collector, play, num_steps=0):
             carry = collector.init(key)
             if num_steps:
                 carry, _ = collector.collect_steps(carry, None, num_steps)
-            return play(collector, carry).episode_length
+            episodes = play(collector, carry, None, max_steps=ENDLESS)[1]
+            return episodes.episode_length
 
         return jax.lax.map(one, keys)
 
@@ -151,11 +138,9 @@ def mean_length(collector, play, num_steps=0):
 @slow
 @pytest.mark.parametrize(("num_episodes", "num_steps"), [(6, 0), (6, 7)])
 def test_mean_length_is_not_biased(num_episodes, num_steps):
-    def play(collector, carry):
-        return collector.collect_episodes(carry, None, num_episodes, max_steps=ENDLESS)[
-            1
-        ]
-
+    play = functools.partial(
+        rollout.Collector.collect_episodes, num_episodes=num_episodes
+    )
     got = mean_length(make_collector("two lengths"), play, num_steps)
     # Independent lengths of mean 11 and standard deviation 9. Taking the episodes that
     # end first gives 8.2 for N = 6, and counting unfinished ones gives 18.4 after 7
@@ -182,9 +167,9 @@ def test_mean_over_two_kinds_of_lanes_is_not_biased():
     )
     collector = rollout.Collector(env=envs.vectorize_each(env, 4), policy=COUNTING)
 
-    def play(collector, carry):
-        return collector.collect_episodes_per_env(carry, None, 3, max_steps=ENDLESS)[1]
-
+    play = functools.partial(
+        rollout.Collector.collect_episodes_per_env, episodes_per_env=3
+    )
     got = mean_length(collector, play, num_steps=7)
     # Half of the 3600 episodes have standard deviation 9, the others 0.
     assert abs(got - 7.5) < 4 * 9 * np.sqrt(1800) / 3600
@@ -207,32 +192,32 @@ def test_every_lane_plays_its_number_of_episodes():
 
 
 @functools.cache
-def two_calls(name, num_envs, num_episodes):
-    """The episodes of two calls, one after the other."""
+def calls(name, num_envs, num_episodes, num_calls=2, **options):
+    """The episodes of calls one after the other."""
     collector = make_collector(name, num_envs)
-    carry = collector.init(jax.random.key(1))
-    carry, first = collector.collect_episodes(
-        carry, None, num_episodes, max_steps=ENDLESS
-    )
-    return first, collector.collect_episodes(
-        carry, None, num_episodes, max_steps=ENDLESS
-    )[1]
+    carry, found = collector.init(jax.random.key(1, **options)), []
+    for _ in range(num_calls):
+        carry, episodes = collector.collect_episodes(
+            carry, None, num_episodes, max_steps=ENDLESS
+        )
+        found.append(episodes)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("name", "few", "many", "num_episodes"),
+    ("name", "few", "many", "options"),
     [
-        ("count", 4, 16, 9),
-        pytest.param("count", 4, 1, 9, marks=slow),
-        pytest.param("count", 4, 1024, 9, marks=slow),
-        pytest.param("CartPole-v1", 3, 16, 6, marks=slow),
+        ("count", 4, 16, {}),
+        pytest.param("count", 4, 1, {}, marks=slow),
+        pytest.param("count", 4, 1024, {}, marks=slow),
+        pytest.param("count", 4, 3, {"impl": "philox2x32"}, marks=slow),
+        pytest.param("CartPole-v1", 3, 16, {}, marks=slow),
     ],
 )
-def test_episode_is_the_same_whichever_lanes_serve_it(name, few, many, num_episodes):
-    calls = two_calls(name, few, num_episodes)
-    for got, want in zip(two_calls(name, many, num_episodes), calls, strict=True):
+def test_episode_is_the_same_whichever_lanes_serve_it(name, few, many, options):
+    first, second = calls(name, few, 9, **options)
+    for got, want in zip(calls(name, many, 9, **options), (first, second), strict=True):
         chex.assert_trees_all_equal(got.replace(lane=0), want.replace(lane=0))
-    first, second = calls
     assert not np.array_equal(first.episode_return, second.episode_return)
 
 
@@ -244,13 +229,7 @@ def test_steps_before_do_not_change_the_episodes():
 
 
 def test_one_call_gives_the_episodes_of_two():
-    collector = make_collector()
-    whole, _ = two_calls("count", 4, 9)
-    carry = collector.init(jax.random.key(1))
-    parts = []
-    for _ in range(3):
-        carry, part = collector.collect_episodes(carry, None, 3, max_steps=ENDLESS)
-        parts.append(part)
+    whole, parts = calls("count", 4, 9)[0], calls("count", 4, 3, num_calls=3)
     for field in ("episode_return", "episode_length", "terminated", "truncated"):
         want = np.concatenate([getattr(part, field) for part in parts])
         np.testing.assert_array_equal(getattr(whole, field), want)
@@ -263,9 +242,8 @@ def test_compact_equals_select_bit_for_bit(name):
     results = []
     for auto_reset in ("compact", "select"):
         collector = make_collector(name, 4, auto_reset)
-        carry = collector.init(jax.random.key(2))
-        carry, episodes = collector.collect_episodes(carry, None, 9, max_steps=15)
-        results.append((raw(carry), episodes))
+        start = collector.init(jax.random.key(2))
+        results.append(raw(collector.collect_episodes(start, None, 9, max_steps=15)))
     chex.assert_trees_all_equal(*results)
 
 
@@ -280,19 +258,6 @@ def test_fold_without_jit_gives_the_same():
     chex.assert_trees_all_equal(got, want)
 
 
-@slow
-def test_philox_keys_serve_the_same_episodes_for_any_number_of_lanes():
-    results = []
-    for num_envs in (3, 4):
-        collector = make_collector(num_envs=num_envs)
-        carry = collector.init(jax.random.key(2, impl="philox2x32"))
-        _, episodes = collector.collect_episodes(carry, None, 9, max_steps=ENDLESS)
-        results.append(episodes.replace(lane=0))
-    chex.assert_trees_all_equal(*results)
-    assert results[0].finished.all()
-    assert len(set(np.asarray(results[0].episode_length))) > 1
-
-
 @pytest.mark.parametrize("method", ["collect_episodes", "collect_episodes_per_env"])
 def test_carry_is_ready_for_steps_and_ids_are_never_reused(method):
     collector, carry = fixed_lengths()
@@ -305,36 +270,19 @@ def test_carry_is_ready_for_steps_and_ids_are_never_reused(method):
         carry, _ = getattr(collector, method)(carry, None, 3, max_steps=ENDLESS)
         chex.assert_trees_all_equal_shapes_and_dtypes(raw(start), raw(carry))
         carry, rows, _, _ = fold(collector, carry, num_episodes=12, max_steps=ENDLESS)
-        seen.append(np.unique(rows["id"][np.asarray(rows["mask"])]))
+        seen.append(np.unique(rows.episode_id[np.asarray(rows.mask)]))
         num_queued += 12 + (3 if method == "collect_episodes" else 0)
     every = np.concatenate(seen)
     assert len(np.unique(every)) == len(every)
     assert carry.next_episode == num_queued
 
 
-def test_episode_that_spans_two_calls_is_reported_whole_where_it_ends():
-    collector, carry = fixed_lengths()
-    carry, first = collector.collect_steps(carry, None, 3)
-    carry, second = collector.collect_steps(carry, None, 3)
-    # Lane 3 lasts 5 steps: nothing ends in the first call, one in the second.
-    assert not first.done[:, 3].any()
-    np.testing.assert_array_equal(second.done[:, 3], [False, True, False])
-    assert second.episode_length[1, 3] == 5
-    assert second.episode_return[1, 3] == 1 + 2 + 3 + 4 + 5
-    # Of lanes 0 and 2 in step 4, of lane 3 in step 5, of lanes 0 and 1 in step 6.
-    assert rollout.summarize(second).num_episodes == 5
-
-
 def test_recurrent_count_restarts_at_each_episode_and_in_idle_lanes():
-    collector, carry = fixed_lengths()
-    for _ in range(4):
-        carry, steps = collector.collect_steps(carry, None, 3)
-        np.testing.assert_array_equal(steps.extras["count"], steps.episode_length)
-
     for max_steps in (ENDLESS, 3):
         _, rows, _ = played(12, max_steps)
-        np.testing.assert_array_equal(rows["count"], rows["length"])
-        assert (rows["count"][~rows["mask"]] == 1).any()  # idle lanes start over, too
+        count = rows.extras["count"]
+        np.testing.assert_array_equal(count, rows.episode_length)
+        assert (count[~rows.mask] == 1).any()  # idle lanes start over, too
 
 
 def test_max_steps_cuts_and_says_so():
@@ -351,9 +299,9 @@ def test_max_steps_cuts_and_says_so():
     assert not np.any(episodes.truncated)  # by the environment
     np.testing.assert_array_equal(episodes.episode_return, length * (length + 1) / 2)
     # In the rows a cut is a truncation.
-    is_cut = rows["mask"] & rows["truncated"]
+    is_cut = rows.mask & rows.truncated
     assert is_cut.sum() == (~is_whole).sum()
-    assert (rows["length"][is_cut] == 3).all()
+    assert (rows.episode_length[is_cut] == 3).all()
 
 
 def test_padded_episodes_hold_every_row_and_are_cut_at_max_length():
@@ -372,51 +320,15 @@ def test_padded_episodes_hold_every_row_and_are_cut_at_max_length():
         np.testing.assert_array_equal(episodes.episode_length, length)
         np.testing.assert_array_equal(episodes.finished, ~is_cut)
         np.testing.assert_array_equal(padded.mask, mask)
-        np.testing.assert_array_equal(padded.reward, np.where(mask, step, 0))
         np.testing.assert_array_equal(padded.obs[..., 0], np.where(mask, step - 1, 0))
-        np.testing.assert_array_equal(padded.next_obs[..., 0], np.where(mask, step, 0))
-        np.testing.assert_array_equal(padded.episode_length, np.where(mask, step, 0))
-        np.testing.assert_array_equal(padded.extras["count"], np.where(mask, step, 0))
+        counts = padded.reward, padded.next_obs[..., 0], padded.extras["count"]
+        for counted in (*counts, padded.episode_length):
+            np.testing.assert_array_equal(counted, np.where(mask, step, 0))
         np.testing.assert_array_equal(padded.terminated, is_last & ~is_cut)
         np.testing.assert_array_equal(padded.truncated, is_last & is_cut)
         want = np.where(mask, -1 - 10 * call - np.arange(10)[None], 0)
         np.testing.assert_array_equal(padded.episode_id, want)
         assert rollout.summarize(padded).num_episodes == 10
-
-
-def test_one_trace_for_all_calls():
-    num_traces = 0
-
-    def act(params, obs, key):
-        nonlocal num_traces
-        num_traces += 1
-        return jnp.zeros(obs.shape[0], jnp.int32)
-
-    env = envs.vectorize(CountEnv(), 4)
-    collector = rollout.Collector(env=env, policy=rollout.stateless_policy(act))
-    carry = jax.eval_shape(collector.init, jax.random.key(0))
-    for _ in range(4):
-
-        def play(collector, carry):
-            return collector.collect_episodes(carry, None, 6, max_steps=7)
-
-        carry, _ = jax.eval_shape(play, collector, carry)  # traces, no compiling
-    assert num_traces == 1
-
-
-@pytest.mark.parametrize("value", [0, -3, 2.0, True, None])
-def test_counts_that_are_none_are_refused(value):
-    collector, carry = fixed_lengths()
-    with pytest.raises(ValueError, match="`num_episodes` must be an int of at least 1"):
-        collector.collect_episodes(carry, None, value, max_steps=5)
-    with pytest.raises(ValueError, match="`max_steps` must be an int of at least 1"):
-        collector.collect_episodes(carry, None, 5, max_steps=value)
-    with pytest.raises(ValueError, match="`episodes_per_env` must be an int of at"):
-        collector.collect_episodes_per_env(carry, None, value, max_steps=5)
-    with pytest.raises(ValueError, match="`max_length` must be an int of at least 1"):
-        collector.collect_padded_episodes(carry, None, 5, max_length=value)
-    with pytest.raises(ValueError, match="`max_steps` must be an int of at least 1"):
-        rollout.evaluate(collector, jax.random.key(0), None, 5, max_steps=value)
 
 
 @pytest.mark.parametrize(
@@ -436,8 +348,7 @@ def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
     _, episodes = collector.collect_episodes(
         collector.init(root), None, num_episodes, max_steps=ENDLESS
     )
-    step, reset = jax.jit(env.step), jax.jit(env.reset)
-    fold_in = jax.random.fold_in
+    step, reset, fold_in = jax.jit(env.step), jax.jit(env.reset), jax.random.fold_in
     with jax.debug_key_reuse(False):
         for k in range(num_episodes):
             episode_key = fold_in(fold_in(root, 2), k)  # 2: the stream of the queue
@@ -458,12 +369,8 @@ def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
 @pytest.mark.usefixtures("key_reuse")  # a mapped loop selects between keys
 def test_population_is_evaluated_under_vmap():
     # With the looping auto-reset; `vmap` makes its loop as long as the longest.
-    env = envs.vectorize(make_env("CartPole-v1"), 4, auto_reset="compact")
-
-    def act(params, obs, key):
-        return (obs @ params > 0).astype(jnp.int32)
-
-    collector = rollout.Collector(env=env, policy=rollout.stateless_policy(act))
+    policy = rollout.stateless_policy(lambda params, obs, key: (obs @ params > 0) * 1)
+    collector = make_collector("CartPole-v1").replace(policy=policy)
     carry = collector.init(jax.random.key(0))
 
     def play(params):
@@ -473,10 +380,8 @@ def test_population_is_evaluated_under_vmap():
     together = jax.jit(jax.vmap(play))(population)
     for member, params in enumerate(population):
         alone = play(params)
-        np.testing.assert_array_equal(
-            together.episode_length[member], alone.episode_length
-        )
-        assert together.num_steps[member] == alone.num_steps
+        got = together.episode_length[member], together.num_steps[member]
+        chex.assert_trees_all_equal(got, (alone.episode_length, alone.num_steps))
 
 
 MOST = 2**31 - 1
@@ -493,16 +398,7 @@ def test_steps_beyond_int32_are_not_counted_round(num):
 @pytest.mark.parametrize("min_steps", [1, 2**30 + 1, 2**31 - 2, MOST])
 def test_episodes_after_enough_steps_do_not_count_however_long_they_are(min_steps):
     length = jnp.array(LONG * 3, jnp.int32)
-    flags = jnp.ones(length.shape, bool)
-    played = rollout.Episodes(
-        episode_return=length.astype(jnp.float32),
-        episode_length=length,
-        terminated=flags,
-        truncated=flags,
-        finished=flags,
-        lane=length,
-        num_steps=jnp.int32(0),
-    )
+    played = of_episodes(length, episode_length=length)
     got = jax.jit(episodes.first_of)(played, jnp.int32(min_steps))
     before = np.cumsum([0, *LONG * 3], dtype=np.int64)[:-1]
     np.testing.assert_array_equal(got.mask, before < min_steps)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ENVS, NUM_STEPS, PARAMS, CountEnv, collect, make_collector, make_env
+from flax import struct
 
 import rollout
 from rollout import envs
@@ -31,36 +32,26 @@ class PlainGymnax:
         obs, state, reward, terminated, info = self.env.step_env(
             key, state, action, self.params
         )
-        truncated = self.env.is_truncated(state, self.params)
-        return state, obs, reward, terminated, truncated, info
-
-
-class PlainCount:
-    """`CountEnv` through the same methods."""
-
-    def __init__(self):
-        self.env = CountEnv()
-
-    def reset(self, key):
-        return self.env.reset(key)
-
-    def step(self, key, state, action):
-        step = self.env.step(key, state, action)
-        flags = step.terminated, step.truncated
-        return step.state, step.obs, step.reward, *flags, step.info
+        return envs.EnvStep(
+            state=state,
+            obs=obs,
+            reward=reward,
+            terminated=terminated,
+            truncated=self.env.is_truncated(state, self.params),
+            info=info,
+        )
 
 
 def make_plain(name):
     """Start and step of one environment by the documented keys, each jitted."""
-    env = PlainCount() if name == "count" else PlainGymnax(name)
+    env = CountEnv() if name == "count" else PlainGymnax(name)
 
     @jax.jit
     def start(root, lane, number):
         lane_key = jax.random.fold_in(jax.random.fold_in(root, 1), lane)
         episode_key = jax.random.fold_in(lane_key, number)
-        return episode_key, *env.reset(
-            jax.random.fold_in(episode_key, envs.types.RESET)
-        )
+        reset_key = jax.random.fold_in(episode_key, envs.types.RESET)
+        return episode_key, *env.reset(reset_key)
 
     @jax.jit
     def step(episode_key, length, state, action):
@@ -76,24 +67,24 @@ def play_lane(plain, root, lane, actions):
     episode_key, state, obs = start(root, lane, number)
     for action in actions:
         length += 1
-        state, *rest = step(episode_key, length, state, action)
-        next_obs, reward, terminated, truncated, info = jax.device_get(rest)
-        total += np.float32(reward)
+        result = step(episode_key, length, state, action)
+        state, row = result.state, jax.device_get(result.replace(state=()))
+        total += np.float32(row.reward)
         yield {
             "obs": obs,
             "action": action,
-            "reward": reward,
-            "terminated": terminated,
-            "truncated": truncated,
-            "next_obs": next_obs,
+            "reward": row.reward,
+            "terminated": row.terminated,
+            "truncated": row.truncated,
+            "next_obs": row.obs,
             "mask": True,
             "episode_id": number * NUM_LANES + lane,
             "episode_return": total,
             "episode_length": length,
-            "info": info,
+            "info": row.info,
         }
-        obs = next_obs
-        if terminated or truncated:
+        obs = row.obs
+        if row.terminated or row.truncated:
             number, length, total = number + 1, 0, np.float32(0)
             episode_key, state, obs = start(root, lane, number)
 
@@ -106,19 +97,21 @@ def test_every_field_of_every_row_agrees_with_a_plain_loop(name):
     _, trajectory = collect(name)
     trajectory = jax.tree.map(np.asarray, trajectory)
     assert trajectory.reward.size >= 1000
+    assert trajectory.truncated.any()
+    assert trajectory.terminated.any() == (name != "Pendulum-v1")
+    if name == "count":
+        assert (trajectory.truncated & trajectory.terminated).any()
     root = jax.random.key(7)
     for lane in range(NUM_LANES):
         actions = trajectory.action[:, lane]
         rows = list(play_lane(plain, root, lane, actions))
         for field in rows[0]:
             want = jax.tree.map(lambda *x: np.stack(x), *[row[field] for row in rows])
-            got = lane_of(getattr(trajectory, field), lane)
+            got = getattr(trajectory, field)
+            got = jax.tree.map(lambda x, lane=lane: x[:, lane], got)
             assert_agree(got, want, f"{field} of lane {lane}")
     assert trajectory.extras == ()
-
-
-def lane_of(tree, lane):
-    return jax.tree.map(lambda x: x[:, lane], tree)
+    np.testing.assert_array_equal(trajectory.first, trajectory.episode_length == 1)
 
 
 def assert_agree(got, want, what):
@@ -133,16 +126,12 @@ def assert_agree(got, want, what):
             np.testing.assert_array_equal(one, other, err_msg=what)
 
 
-def counting_policy():
+def act_and_count(params, obs, state, key):
     """Counts the steps of its episode; records the count and a word of its key."""
-
-    def act(params, obs, state, key):
-        state = {"steps": state["steps"] + 1, "key": state["key"]}
-        word = jnp.broadcast_to(jax.random.bits(key), obs.shape[:1])
-        action = jnp.zeros(obs.shape[0], jnp.int32)
-        return action, state, {"steps": state["steps"], "word": word}
-
-    return rollout.recurrent_policy(act, initial_state)
+    state = {"steps": state["steps"] + 1, "key": state["key"]}
+    word = jnp.broadcast_to(jax.random.bits(key), obs.shape[:1])
+    action = jnp.zeros(obs.shape[0], jnp.int32)
+    return action, state, {"steps": state["steps"], "word": word}
 
 
 def initial_state(num_envs):
@@ -150,15 +139,13 @@ def initial_state(num_envs):
     return {"steps": jnp.zeros(num_envs, jnp.int32), "key": keys}
 
 
-COUNTING = counting_policy()
-
-
 @functools.cache
 def count(name):
     """First carry, last carry and trajectory of that policy; the states in `info`."""
     env = envs.render.expose_state(make_env(name))  # that of "count" holds a key
     env = envs.vectorize(env, 8, auto_reset="select")
-    collector = rollout.Collector(env=env, policy=COUNTING)
+    policy = rollout.recurrent_policy(act_and_count, initial_state)
+    collector = rollout.Collector(env=env, policy=policy)
     start = collector.init(jax.random.key(3))
     return start, *collector.collect_steps(start, None, NUM_STEPS)
 
@@ -189,11 +176,10 @@ def test_environment_noise_is_independent_of_the_reset():
         return np.asarray(jax.random.key_data(jax.random.split(key, 4)))
 
     episode_key = jax.random.key(0)
-    reset_key = jax.random.fold_in(episode_key, envs.types.RESET)
-    steps = [jax.random.fold_in(episode_key, n) for n in range(1, 5)]
-    for step_key in steps:
-        words = np.asarray(jax.random.key_data(step_key))
-        assert not (children(reset_key) == words).all(axis=-1).any()
+    drawn = children(jax.random.fold_in(episode_key, envs.types.RESET))
+    for n in range(1, 5):
+        words = np.asarray(jax.random.key_data(jax.random.fold_in(episode_key, n)))
+        assert not (drawn == words).all(axis=-1).any()
 
 
 @pytest.mark.parametrize("name", ["count", pytest.param("CartPole-v1", marks=slow)])
@@ -215,40 +201,44 @@ def test_profile_names_the_four_parts():
         assert f"/{part}/" in text
 
 
-def test_gradient_flows_through_the_kernel():
-    class Line:
-        """Moves by its action; the reward is minus the squared position."""
+@struct.dataclass
+class Line:
+    """Moves by its action times the scale; the reward is minus the squared position."""
 
-        observation_space = envs.Box(-9.0, 9.0, (1,))
-        action_space = envs.Box(-1.0, 1.0, (1,))
+    scale: jax.Array
+    observation_space = envs.Box(-9.0, 9.0, (1,))
+    action_space = envs.Box(-1.0, 1.0, (1,))
 
-        def reset(self, key):
-            return jnp.ones(1), jnp.ones(1)
+    def reset(self, key):
+        return jnp.ones(1), jnp.ones(1)
 
-        def step(self, key, state, action):
-            state = state + action
-            return envs.EnvStep(
-                state=state,
-                obs=state,
-                reward=-jnp.sum(state**2),
-                terminated=jnp.bool_(False),
-                truncated=jnp.bool_(False),
-                info={},
-            )
+    def step(self, key, state, action):
+        state, never = state + self.scale * action, jnp.bool_(False)
+        return envs.EnvStep(
+            state=state,
+            obs=state,
+            reward=-jnp.sum(state**2),
+            terminated=never,
+            truncated=never,
+            info={},
+        )
 
-    jax.tree_util.register_static(Line)
+
+@pytest.mark.parametrize("auto_reset", ["select", pytest.param("compact", marks=slow)])
+def test_gradients_of_parameters_flow_through_the_kernel(auto_reset):
     policy = rollout.stateless_policy(lambda gain, obs, key: gain * obs)
-    env = envs.vectorize(Line(), 2, auto_reset="select")
-    collector = rollout.Collector(env=env, policy=policy)
 
-    def loss(gain):
+    def total(gain, scale):
+        env = envs.vectorize(Line(scale), 2, auto_reset=auto_reset)
+        collector = rollout.Collector(env=env, policy=policy)
         carry = collector.init(jax.random.key(0))
         _, trajectory = collector.collect_steps(carry, gain, 2)
         return trajectory.reward[:, 0].sum()
 
-    # x_1 = 1 + g, x_2 = (1 + g)^2: d/dg of -(x_1^2 + x_2^2) at g = -0.5 is
-    # -(2 (1 + g) + 4 (1 + g)^3) = -(1 + 0.5).
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(-0.5), -1.5, rtol=1e-6)
+    # x_1 = 1 + g s, x_2 = (1 + g s)^2: the derivative of -(x_1^2 + x_2^2) by g s is
+    # -(2 (1 + g s) + 4 (1 + g s)^3) = -1.5 at g = -0.5, s = 1.
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1)))(-0.5, 1.0)
+    np.testing.assert_allclose(gradient, (-1.5 * 1.0, -1.5 * -0.5), rtol=1e-6)
 
 
 def test_keys_in_info_are_collected_like_anything_else():
@@ -273,9 +263,8 @@ def test_keys_in_info_are_padded_like_anything_else():
     np.testing.assert_array_equal(got[0], got[1])
 
 
-@functools.cache
-def keyed_collector(num_envs):
-    """A policy whose extras are the words of its episode's key."""
+@slow
+def test_policy_has_a_key_of_each_episode():
     policy = rollout.Policy(
         init=lambda num_envs: {"key": rollout.EpisodeKey(), "n": jnp.zeros(num_envs)},
         apply=lambda params, obs, state, key: rollout.PolicyStep(
@@ -284,24 +273,18 @@ def keyed_collector(num_envs):
             extras=jax.random.key_data(state["key"].value),
         ),
     )
-    env = envs.vectorize(CountEnv(), num_envs)
-    return rollout.Collector(env=env, policy=policy)
-
-
-@pytest.mark.slow
-def test_policy_has_a_key_of_each_episode():
-    trajectories = {}
+    trajectories = []
     for num_envs in (2, 5):
-        collector = keyed_collector(num_envs)
-        carry = collector.init(jax.random.key(3))
-        _, trajectories[num_envs] = collector.collect_steps(carry, None, 24)
-    few, many = trajectories.values()
+        env = envs.vectorize(CountEnv(), num_envs)
+        collector = rollout.Collector(env=env, policy=policy)
+        start = collector.init(jax.random.key(3))
+        trajectories.append(collector.collect_steps(start, None, 24)[1])
+    few, many = trajectories
     np.testing.assert_array_equal(few.extras, many.extras[:, :2])
     words, ids = np.asarray(many.extras).reshape(-1, 2), np.asarray(many.episode_id)
     pairs = {(*word, number) for word, number in zip(words, ids.ravel(), strict=True)}
     assert len(pairs) == len(np.unique(ids)) == len(np.unique(words, axis=0)) > 10
     # It is a stream of its own: neither the episode's key nor that of a step.
-    first = collector.init(jax.random.key(3)).episode  # of 5 lanes
     fold = jax.vmap(jax.random.fold_in, (0, None))
-    want = jax.random.key_data(fold(first.key, np.uint32(2**32 - 1)))
+    want = jax.random.key_data(fold(start.episode.key, np.uint32(2**32 - 1)))
     np.testing.assert_array_equal(many.extras[0], want)

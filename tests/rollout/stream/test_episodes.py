@@ -6,15 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import raw
-from streams import B, host, make_learner, make_stream, new_stream
+from streams import EPISODES, B, each_env, host, make_learner, make_stream
 
 import rollout
 
 slow = pytest.mark.slow
-each_env = pytest.mark.parametrize(
-    "name", ["count", pytest.param("CartPole-v1", marks=slow)]
-)
-EPISODES = {"steps_per_batch": None, "episodes_per_batch": 5, "max_episode_steps": 6}
 
 
 @each_env
@@ -46,27 +42,6 @@ def test_stream_of_episodes_is_restored():
     chex.assert_trees_all_equal(host(next(stream)), want)
 
 
-@pytest.mark.slow
-@each_env
-def test_episodes_are_written_to_the_memory_of_earlier_ones(name):
-    plain = make_stream(name, **EPISODES)
-    stream = make_stream(name, recycle=True, **EPISODES)
-    places, old = set(), None
-    for _ in range(4):
-        batch = next(stream)
-        want = next(plain)
-        places.add(batch.trajectory.obs.unsafe_buffer_pointer())
-        # Copies are compared: a NumPy view of an array costs the reuse.
-        got = jax.tree.map(jnp.copy, (raw(batch.trajectory), batch.episodes))
-        chex.assert_trees_all_equal(got, (raw(want.trajectory), want.episodes))
-        if old is not None:
-            with pytest.raises(RuntimeError, match="deleted"):
-                np.asarray(old.trajectory.obs)
-        old = batch
-        del batch
-    assert len(places) == 1
-
-
 @pytest.mark.parametrize("end", ["reset", pytest.param("truncate", marks=slow)])
 def test_nothing_is_under_way_where_a_batch_of_episodes_ends(end):
     plain = make_stream(**EPISODES)
@@ -79,39 +54,6 @@ def test_nothing_is_under_way_where_a_batch_of_episodes_ends(end):
 def test_postprocess_sees_the_padded_episodes():
     got = next(make_stream(postprocess=lambda x: x.reward.sum(0), **EPISODES))
     np.testing.assert_array_equal(got.trajectory, got.episodes.episode_return)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "Either `steps_per_batch` or `episodes_per_batch` must be given"),
-        (
-            {"steps_per_batch": 4, "episodes_per_batch": 4},
-            "Either `steps_per_batch` or `episodes_per_batch` must be given",
-        ),
-        ({"episodes_per_batch": 4}, "`episodes_per_batch` needs `max_episode_steps`"),
-        (
-            {"episodes_per_batch": 4, "max_episode_steps": 4, "total_steps": 8},
-            "`total_steps` must not be given with `episodes_per_batch`, got 8",
-        ),
-        (
-            {"episodes_per_batch": 4, "max_episode_steps": 4, "warmup_steps": 4},
-            "`warmup_steps` must not be given with `episodes_per_batch`, got 4",
-        ),
-        (
-            {
-                "episodes_per_batch": 4,
-                "max_episode_steps": 4,
-                "check_finite": True,
-                "on_fault": "drop",
-            },
-            '`on_fault="drop"` must not be given with `episodes_per_batch`',
-        ),
-    ],
-)
-def test_options_that_clash_are_rejected(options, message):
-    with pytest.raises(ValueError, match=message):
-        new_stream(**{"steps_per_batch": None, **options})
 
 
 @each_env
@@ -139,19 +81,6 @@ def test_pieces_are_those_of_a_plain_loop(name, per_batch):
             want = getattr(trajectory, field)[steps, lane]
             np.testing.assert_array_equal(got[: len(steps)], want)
             assert not got[len(steps) :].any()
-
-
-@pytest.mark.slow
-def test_pieces_of_one_episode_in_two_batches_share_its_id():
-    stream = make_stream(steps_per_batch=4)
-    first, second = (
-        rollout.split_trajectories(next(stream).trajectory) for _ in range(2)
-    )
-    # One row each, and an episode has two steps or more.
-    np.testing.assert_array_equal(first.episode_id, range(B))
-    np.testing.assert_array_equal(second.episode_id, range(B))
-    np.testing.assert_array_equal(first.trajectory.episode_length, [[1] * B])
-    np.testing.assert_array_equal(second.trajectory.episode_length, [[2] * B])
 
 
 def test_trajectory_without_steps_has_no_pieces():

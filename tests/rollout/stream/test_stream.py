@@ -8,52 +8,39 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CountEnv, make_collector
-from streams import B, by_lane, host, join, make_stream, new_stream, straight
+from streams import B, by_lane, each_env, host, join, make_stream, straight
 
 import rollout
 from rollout import envs
 from rollout.stream.batch import make_batch
-from rollout.stream.options import Options
 
-each_env = pytest.mark.parametrize(
-    "name", ["count", pytest.param("CartPole-v1", marks=pytest.mark.slow)]
-)
 slow = pytest.mark.slow
 
 
-@each_env
-def test_batches_are_the_rows_of_collect_steps(name):
-    # 48 steps of 4 lanes are 12 rows; batches of 8 steps are 2 rows each.
-    batches = [next(stream) for stream in [make_stream(name)] * 6]
-    assert [batch.steps for batch in batches] == [8] * 6
-    chex.assert_trees_all_equal(join(batches), straight(name))
-
-
 @pytest.mark.parametrize(
-    ("per_batch", "total", "steps"),
-    [(8, 24, [8, 8, 8]), (8, 28, [8, 8, 8, 4]), (8, 4, [4]), (4, 8, [4, 4])],
+    ("name", "per_batch", "total", "steps"),
+    [
+        ("count", 8, 24, [8, 8, 8]),
+        ("count", 8, 28, [8, 8, 8, 4]),
+        ("count", 8, 4, [4]),
+        ("count", 4, 8, [4, 4]),
+        pytest.param("CartPole-v1", 8, 48, [8] * 6, marks=slow),
+    ],
 )
-def test_every_batch_has_exactly_its_steps(per_batch, total, steps):
-    stream = make_stream(steps_per_batch=per_batch, total_steps=total)
+def test_batches_have_exactly_their_steps_the_rows_of_collect_steps(
+    name, per_batch, total, steps
+):
+    stream = make_stream(name, steps_per_batch=per_batch, total_steps=total)
     assert len(stream) == len(steps)
     batches = list(stream)
     assert [batch.steps for batch in batches] == steps
     assert [int(batch.stats.num_steps) for batch in batches] == steps
-    assert [batch.trajectory.mask.shape for batch in batches] == [
-        (number // B, B) for number in steps
-    ]
+    shapes = [batch.trajectory.mask.shape for batch in batches]
+    assert shapes == [(number // B, B) for number in steps]
     assert not any(batch.warmup_steps for batch in batches)
     assert stream.stats.collect_steps == total
-    want = jax.tree.map(lambda x: x[: total // B], straight())
+    want = jax.tree.map(lambda x: x[: total // B], straight(name))
     chex.assert_trees_all_equal(join(batches), want)
-
-
-@pytest.mark.parametrize("name", ["steps_per_batch", "total_steps", "warmup_steps"])
-@pytest.mark.parametrize(("number", "nearest"), [(7, "4 or 8"), (3, "4")])
-def test_rows_must_be_whole(name, number, nearest):
-    message = f"`{name}` must be a multiple of num_envs=4, got {number}; the nearest"
-    with pytest.raises(ValueError, match=f"{message} are {nearest}\\."):
-        new_stream(**{name: number})
 
 
 def test_stream_without_a_total_is_endless_and_has_no_length():
@@ -80,13 +67,10 @@ def only_one(obs):
 
 
 def test_warmup_takes_only_actions_that_are_allowed():
-    env = envs.make_vec("CartPole-v1", B)
-    policy = rollout.stateless_policy(lambda params, obs, key: jnp.zeros(B, jnp.int32))
-    collector = rollout.Collector(env=env, policy=policy)
-    options = {"steps_per_batch": 10 * B, "warmup_steps": 5 * B}
-    stream = rollout.Stream(
-        collector, key=jax.random.key(0), mask_fn=only_one, **options
-    )
+    collector = make_collector("CartPole-v1", B).replace(policy=LOWEST)
+    options = {"key": jax.random.key(0), "steps_per_batch": 10 * B}
+    options |= {"warmup_steps": 5 * B, "mask_fn": only_one}
+    stream = rollout.Stream(collector, **options)
     trajectory = host(next(stream))
     is_right = trajectory.obs[..., 0] >= 0
     assert 0 < is_right[:5].mean() < 1
@@ -136,18 +120,6 @@ def test_warmup_of_a_policy_with_a_memory_and_a_value_function():
     assert is_cut.any()
     want = np.where(is_cut, 10.0 * rows.episode_length, 0.0)
     np.testing.assert_array_equal(rows.final_value, want)
-
-
-@slow
-@pytest.mark.parametrize(("name", "num_actions"), [("count", 3), ("CartPole-v1", 2)])
-def test_random_steps_of_the_warmup_take_all_actions_evenly(name, num_actions):
-    collector = make_collector(name, B).replace(policy=LOWEST)
-    options = {"steps_per_batch": 8, "total_steps": 1200, "warmup_steps": 1200}
-    trajectory = join(rollout.Stream(collector, key=jax.random.key(7), **options))
-    counts = np.bincount(trajectory.action[trajectory.mask])
-    # 1200 draws of three: mean 400, standard deviation 16.3; five of them. Of two: mean
-    # 600, standard deviation 17.3.
-    np.testing.assert_allclose(counts, [1200 / num_actions] * num_actions, atol=82)
 
 
 @each_env
@@ -232,60 +204,15 @@ def test_postprocess_runs_in_the_same_program(name):
 @slow
 def test_field_that_a_postprocess_does_not_read_has_no_array():
     env = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (5,)))
-    env = envs.vectorize(env, B)
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
-    carry = collector.init(jax.random.key(7))
-    defaults = dict.fromkeys(x.name for x in dataclasses.fields(Options))
-    defaults |= {"num_envs": B, "steps_per_batch": 13 * B, "placement": "device"}
-    defaults |= {"recycle": False, "check_finite": False, "prefetch": 0}
-    defaults |= {"at_batch_end": "continue", "on_fault": "raise"}
-    defaults |= {"window_episodes": 0, "warmup_steps": 0}
+    collector = make_collector("count", B).replace(env=envs.vectorize(env, B))
+    stream = rollout.Stream(collector, key=jax.random.key(7), steps_per_batch=13 * B)
 
-    def text(**options):
+    def text(**changes):
         program = jax.jit(make_batch, static_argnums=(0, 1))
-        options = Options(**{**defaults, **options})
-        return program.lower(options, 13, collector, carry, None, ()).compile()
+        options = dataclasses.replace(stream._options, **changes)
+        args = options, 13, collector, stream.state()["carry"], None, ()
+        return program.lower(*args).compile().as_text()
 
     stored = f"[13,{B},5]"  # 13 rows of observations
-    assert stored in text().as_text()
-    assert stored not in text(postprocess=lambda t: t.reward).as_text()
-
-
-@pytest.mark.slow
-def test_stream_of_a_greedy_policy_takes_the_mode():
-    policy = rollout.stateless_policy(
-        lambda params, obs, key: jnp.zeros(B, jnp.int32),
-        mode_fn=lambda params, obs, key: jnp.ones(B, jnp.int32),
-    )
-    collector = make_collector("count", B).replace(policy=policy)
-    options = {"key": jax.random.key(7), "steps_per_batch": 8}
-    drawn = next(rollout.Stream(collector, **options))
-    assert not host(drawn).action.any()
-    greedy = collector.replace(policy=rollout.greedy(policy))
-    assert (host(next(rollout.Stream(greedy, **options))).action == 1).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps_per_batch": 0}, "`steps_per_batch` must be an int of at least 1"),
-        ({"steps_per_batch": 2**31}, "`steps_per_batch` must be at most 2147483647"),
-        ({"total_steps": 0}, "`total_steps` must be an int of at least 1, got 0"),
-        ({"max_episode_steps": -1}, "`max_episode_steps` must be an int"),
-        ({"warmup_steps": -1}, "`warmup_steps` must be an int of at least 0, got -1"),
-        ({"warmup_steps": 1.5}, "`warmup_steps` must be an int of at least 0"),
-        ({"mask_fn": only_one}, "`mask_fn` needs `warmup_steps` of at least 1"),
-        ({"mask_fn": 3, "warmup_steps": 8}, "`mask_fn` must be a function, got int"),
-        ({"prefetch": 2}, "`prefetch` must be 0 or 1, got 2"),
-        ({"prefetch": True}, "`prefetch` must be 0 or 1, got True"),
-        ({"on_fault": "skip"}, '`on_fault` must be "raise" or "drop", got'),
-        ({"on_fault": "drop"}, "needs `check_finite=True`"),
-        ({"at_batch_end": "stop"}, '`at_batch_end` must be "continue" or "reset" or'),
-        ({"placement": "disk"}, "`placement` must be"),
-        ({"placement": "host", "recycle": True}, "`recycle=True` needs `placement"),
-    ],
-)
-def test_wrong_option_is_rejected(options, message):
-    with pytest.raises(ValueError, match=message):
-        new_stream(**options)
+    assert stored in text()
+    assert stored not in text(postprocess=lambda t: t.reward)

@@ -1,0 +1,232 @@
+"""What cannot be done raises a message that says what must hold, and what was got.
+
+`tests/test_bad_input.py` has the counts, keys, carries and kinds of all packages.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv, collect, make_collector
+from host_count import on_host
+from streams import EPISODES, B, make_stream, new_stream
+
+import rollout
+from rollout import checkpoint, envs
+from rollout.gif import draw_episode
+from rollout.inspection import devices
+
+KEY, ROWS = jax.random.key(0), jnp.zeros((64, 16))
+
+
+def restore(state=None, **options):
+    """Restores a stream with these options from one without, with a part replaced."""
+    stream = make_stream()
+    new_stream(**options).restore(stream.state() | (state or {}))
+
+
+def save(tree=1, times=1, **options):
+    for _ in range(times):
+        checkpoint.save("folder", tree, **options)
+
+
+def load(saved, like, **options):
+    save(saved, step=5)
+    checkpoint.restore("folder", like, **options)
+
+
+def step_with(**fields):
+    collector = make_collector("count", 5).replace(**fields)
+    return collector.step(collector.init(KEY), None)
+
+
+def record(field):
+    """Stores a copy of a field that statistics read."""
+    step_with(record_fn=lambda t: t.replace(**{field: getattr(t, field) * 1}))
+
+
+def next_values(last_value=None, **fields):
+    return rollout.next_values(collect("count")[1].replace(**fields), last_value)
+
+
+def summarize_agents():
+    collector = make_collector("count")
+    play = functools.partial(collector.collect_episodes, num_episodes=2, max_steps=3)
+    episodes = jax.eval_shape(lambda: play(collector.init(KEY), None)[1])
+    rollout.agents.summarize_agents(episodes)
+
+
+def add_to_windows():
+    windows = jax.vmap(lambda _: rollout.EpisodeWindow.create(4))(jnp.arange(2))
+    windows.add(rollout.finished(collect("count")[1]))
+
+
+def shard(num_envs, num_devices, axis="lanes"):
+    mesh = jax.make_mesh((num_devices,), (axis,), devices=jax.devices()[:num_devices])
+    rollout.shard(rollout.shard(make_collector("count", num_envs), mesh), mesh)
+
+
+def minibatches(tree=ROWS, num_minibatches=4, **options):
+    rollout.minibatches(KEY, tree, num_minibatches, **options)
+
+
+def inspect(program, *args, accelerator="h100", **options):
+    rollout.inspect(program, *args, accelerator=accelerator, **options)
+
+
+# By what is called, with the options of each call.
+STREAM = [
+    ({"steps_per_batch": 2**31}, "`steps_per_batch` must be at most 2147483647"),
+    ({"steps_per_batch": 7}, "of num_envs=4, got 7; the nearest are 4 or 8."),
+    ({"total_steps": 3}, "multiple of num_envs=4, got 3; the nearest are 4."),
+    ({"warmup_steps": -1}, "`warmup_steps` must be an int of at least 0, got -1"),
+    ({"mask_fn": jnp.sin}, "`mask_fn` needs `warmup_steps` of at least 1"),
+    ({"prefetch": True}, "`prefetch` must be 0 or 1, got True"),
+    ({"on_fault": "drop"}, '`on_fault="drop"` needs `check_finite=True`'),
+    (
+        EPISODES | {"total_steps": 8},
+        "`total_steps` must not be given with `episodes_per",
+    ),
+    (EPISODES | {"warmup_steps": 4}, "`warmup_steps` must not be given with `episodes"),
+    (
+        EPISODES | {"check_finite": True, "on_fault": "drop"},
+        '`on_fault="drop"` must not be given with `episodes_per_batch`',
+    ),
+]
+RESTORE = [
+    ({"prefetch": 1}, "['next_params']['odds'], got another structure: float32 of"),
+    ({"window_episodes": 3}, "float32 of shape (3, 2) at ['totals']"),
+    ({"params": {"odds": jnp.ones(7)}}, "(7,) at ['params']['odds'], got float32"),
+    ({"state": {"env": np.uint32(1)}}, "must be of the same environment parameters"),
+    (
+        {"state": {"counts": np.array([48, 0, 0])}, "total_steps": 32},
+        "`state` must have at most `total_steps`=32 steps, got 48",
+    ),
+]
+SAVE = [
+    ({"tree": {"a": np.array([{}])}}, "got object of shape (1,) at ['a']"),
+    ({"tree": {"a": object()}}, "`tree` must have numbers, arrays of numbers"),
+    ({"every": 0}, "`every` must be an int of at least 1, got 0"),
+    ({"times": 2, "step": 5}, "`step` must be an int of at least 6, got 5"),
+]
+LOAD = [
+    ({"critic": 1.0, "actor": 2.0}, {"critic": 0.0, "policy": 0.0}, "['actor'] float"),
+    ({"w1": 1.0, "w2": 2.0}, {"w2": 0.0, "z1": 0.0}, "['w1'] float64[], got ['w2']"),
+    ({"a": 1.0, "b": 2.0}, [0.0, 0.0], "['a'] float64[], got [0]"),
+    ({"a": 1.0}, {"a": 0.0, "b": 0.0}, "no more, got ['b']"),
+    ({"a": 1.0, "b": 2.0}, {"a": 0.0}, "['b'] float64[], got no more"),
+    ({"a": jnp.int32(1)}, {"a": jnp.float32(0)}, "['a'] int32[], got ['a'] float32[]"),
+    (jnp.zeros(3), jnp.zeros(4), "the root float32[3], got the root float32[4]"),
+    (
+        jax.random.key(0, impl="rbg"),
+        jax.random.key(0, impl="unsafe_rbg"),
+        "the root key<rbg>[]",
+    ),
+]
+VALUE_FN = [
+    (3, "`value_fn` must be a function, got int"),
+    (lambda params, obs, state: obs, "of shape (5,), got float32 of shape (5, 1)"),
+    (lambda params, obs, state: obs.sum(), "got float32 of shape ()"),
+    (lambda params, obs, state: obs[:, 0] > 0, "got bool of shape (5,)"),
+]
+KEPT = (
+    "terminated",
+    "truncated",
+    "mask",
+    "episode_id",
+    "episode_return",
+    "episode_length",
+)
+INSPECT = [
+    ((3,), {}, "`program` must be"),
+    ((jnp.sin, ROWS), {"num_steps": 3}, "`num_steps` must be None for a function"),
+    ((make_collector("count"),), {}, "one argument, the parameters"),
+    (
+        (make_collector("count"), None),
+        {"num_steps": 0},
+        "`num_steps` must be an int of at least 1",
+    ),
+    (
+        (jnp.sin, ROWS),
+        {"accelerator": "tpu"},
+        "one of h100, a100, tpu-v5e, v5e, got 'tpu'",
+    ),
+]
+MESSAGES = [
+    *((functools.partial(new_stream, **options), what) for options, what in STREAM),
+    *((functools.partial(restore, **options), what) for options, what in RESTORE),
+    *((functools.partial(save, **options), what) for options, what in SAVE),
+    *((functools.partial(load, *x), f"leaves that were saved: {y}") for *x, y in LOAD),
+    *((functools.partial(step_with, value_fn=fn), what) for fn, what in VALUE_FN),
+    *((functools.partial(inspect, *args, **x), what) for args, x, what in INSPECT),
+    *((functools.partial(record, x), f"must leave `{x}` as it is") for x in KEPT),
+    (
+        lambda: restore({"carry": make_collector("count", 2 * B).init(KEY)}),
+        "`state` must be one of a stream of the same kind",
+    ),
+    (
+        lambda: load({"n": 1}, {"n": 1}, step=4),
+        "must hold a checkpoint 4, got folder with [5]",
+        FileNotFoundError,
+    ),
+    (lambda: inspect(on_host(), None), "environments are in JAX, got HostCollector"),
+    (lambda: devices("h100", 0), "`num_devices` must be an int of at least 1"),
+    (
+        lambda: step_with(
+            accumulators={"wrong": rollout.Accumulator(jnp.zeros, lambda x, t: t.done)}
+        ),
+        "The accumulator `wrong` must return",
+    ),
+    (
+        lambda: next_values(extras={"value": ROWS}),
+        "`Collector(value_fn=...)` records it",
+    ),
+    (
+        lambda: next_values(ROWS, extras={"value": ROWS}, final_value=ROWS),
+        "(64, 16)",
+        AssertionError,
+    ),
+    (lambda: rollout.EpisodeWindow.create(0), "`num_episodes` must be"),
+    (add_to_windows, "got those of several runs"),
+    (summarize_agents, "`data` must be a trajectory, or `Episodes`"),
+    (lambda: shard(6, 4), "got 6; the nearest are 4 or 8"),
+    (lambda: shard(2, 4), "got 2; the nearest are 4"),
+    (lambda: shard(8, 2, "x"), "`axis` must be one of the mesh, x, got 'lanes'"),
+    (lambda: shard(8, 2), "and not be sharded already, got _Sha"),
+    (lambda: draw_episode(on_host(), KEY, None, 9), "draw themselves, got HostCount"),
+    (
+        lambda: draw_episode(make_collector("count"), KEY, None, 9),
+        "have `render_frames`, or be one that gymnax",
+    ),
+    (lambda: draw_episode(on_host(), KEY, None, 0), "`max_steps` must be"),
+    (lambda: rollout.record_gif(ROWS, KEY, None, "a.gif"), "`collector` must be a `C"),
+    (
+        lambda: envs.render.expose_lane_states(CountEnv()),
+        "must have lanes of one environment of one",
+    ),
+    (
+        lambda: rollout.evaluate(make_collector("count"), KEY, None, 5, max_steps=0),
+        "`max_steps` must be an int of at least 1, got 0",
+    ),
+    (
+        lambda: rollout.profile(make_collector("count"), None, 0),
+        "`num_steps` must be an int of at least 1",
+    ),
+    (lambda: minibatches(num_minibatches=0), "`num_minibatches` must be an int of at"),
+    (lambda: minibatches(num_minibatches=3, axis=1), "divide the 16 items, got 3"),
+    (lambda: minibatches({"a": ROWS, "b": jnp.zeros(64)}), "`[T, B, ...]`"),
+    (lambda: minibatches({}), "got none"),
+]
+
+
+@pytest.mark.parametrize("entry", MESSAGES, ids=[what for _, what, *_ in MESSAGES])
+def test_call_raises_its_message(entry, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call, message, kind = (*entry, ValueError)[:3]
+    with pytest.raises(kind, match=re.escape(message)) as raised:
+        call()
+    assert len(str(raised.value)) < 400
+    assert not (tmp_path / "a.gif").exists()
