@@ -85,18 +85,18 @@ def arguments(doc: str, repeats: int, **lists: Any) -> argparse.Namespace:
     return args
 
 
-def run(doc: str, repeats: int, tables: dict[str, Table], **lists: Any) -> None:
+def run(doc: str, repeats: int, made: dict[str, Table], **lists: Any) -> None:
     """Is the whole of a script: makes its tables, or those that `--tables` names.
 
     Args:
         doc: of the script; the first line is its help.
         repeats: the default of `--repeats`.
-        tables: by name, a function of the options that yields the rows.
-        **lists: the defaults of other options.
+        made: by the name of a table, a function of the options that yields the rows.
+        **lists: the defaults of other options, and of `--tables`, else all.
     """
-    args = arguments(doc, repeats, tables=tuple(tables), **lists)
+    args = arguments(doc, repeats, **{"tables": tuple(made), **lists})
     for name in args.tables:
-        report(args, name, tables[name](args))
+        report(args, name, made[name](args))
 
 
 def lanes(env: Any, num_envs: int, policy: Any = None, **options: Any) -> Any:

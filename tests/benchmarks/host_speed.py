@@ -18,7 +18,6 @@ A small MLP; what is compared is run in turn, and ratios are of medians:
 
 import functools
 import importlib.util
-import itertools
 import json
 import statistics
 import subprocess
@@ -34,9 +33,11 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from harness import Program, measure, run
+from learners import ActorCritic, Gaussian
 
 import rollout
 from rollout import envs
+from rollout.envs.spaces import as_space
 
 NUM_ENVS, ROWS, CALLS = 16, 125, 4
 LATENCY = 0.005  # s, on average
@@ -45,13 +46,24 @@ MakeEnv = Callable[[], gymnasium.Env]
 make_cartpole = functools.partial(gymnasium.make, "CartPole-v1")
 
 
+class SeededOnce(gymnasium.Wrapper):
+    """Takes the first seed only: ALE loads its game anew for each, 0.1 s long."""
+
+    is_seeded = False
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple:
+        """Starts an episode."""
+        seed, self.is_seeded = None if self.is_seeded else seed, True
+        return self.env.reset(seed=seed, options=options)
+
+
 def make_breakout() -> gymnasium.Env:
     """Atari's Breakout as everyone plays it: four frames a step, 84 x 84, gray."""
     import ale_py
 
     gymnasium.register_envs(ale_py)
     env = gymnasium.make("ALE/Breakout-v5", frameskip=1)
-    return gymnasium.wrappers.AtariPreprocessing(env)
+    return SeededOnce(gymnasium.wrappers.AtariPreprocessing(env))
 
 
 # What each needs, how one is made, and how many of them.
@@ -88,32 +100,19 @@ class Network:
 
     def __init__(self, make: MakeEnv) -> None:
         env = make()
-        self.is_discrete = isinstance(env.action_space, gymnasium.spaces.Discrete)
-        num = env.action_space.n if self.is_discrete else env.action_space.shape[0]
-        sizes = (int(np.prod(env.observation_space.shape)), 64, 64, int(num))
-        keys = jax.random.split(jax.random.key(0), 3)
-        self.params = [
-            jax.random.normal(key, pair) / pair[0] ** 0.5
-            for key, pair in zip(keys, itertools.pairwise(sizes), strict=True)
-        ]
+        obs = jnp.zeros((1, int(np.prod(env.observation_space.shape))))
+        self.module = ActorCritic(as_space(env.action_space), 64, "tanh")
+        self.params = self.module.init(jax.random.key(0), obs)
         env.close()
 
-    def act(self, params: list[jax.Array], obs: jax.Array, key: jax.Array) -> tuple:
+    def act(self, params: Any, obs: jax.Array, key: jax.Array) -> tuple:
         """Draws actions, and says how likely they were."""
-        x = obs.reshape(len(obs), -1)
-        for weights in params[:-1]:
-            x = jnp.tanh(x @ weights)
-        head = x @ params[-1]
-        if self.is_discrete:
-            action = jax.random.categorical(key, head)
-            log_prob = jax.nn.log_softmax(head)[jnp.arange(len(action)), action]
-        else:
-            noise = jax.random.normal(key, head.shape)
-            action = (head + noise).clip(-1.0, 1.0)
-            log_prob = -0.5 * jnp.square(noise).sum(axis=-1)
-        return action, {"log_prob": log_prob}
+        pi, _ = self.module.apply(params, obs.reshape(len(obs), -1))
+        action = pi.sample(key)
+        legal = action.clip(-1.0, 1.0) if isinstance(pi, Gaussian) else action
+        return legal, {"log_prob": pi.log_prob(action)}
 
-    def plain_loop(self, env: VectorEnv, *, resets: bool) -> Program:
+    def plain_loop(self, env: Any, *, resets: bool) -> Program:
         """A loop that steps a vector environment of Gymnasium, and keeps nothing."""
 
         @jax.jit
@@ -121,7 +120,7 @@ class Network:
             key, policy_key = jax.random.split(key)
             return self.act(params, obs, policy_key)[0], key
 
-        obs, key = env.reset(seed=0)[0], jax.random.key(0)
+        obs, key = env.reset()[0], jax.random.key(0)
 
         def program() -> None:
             nonlocal obs, key
@@ -155,21 +154,6 @@ def numpy() -> VectorEnv:
     """Gymnasium's CartPole that is vectorized itself."""
     kind = "vector_entry_point"
     return gymnasium.make_vec("CartPole-v1", NUM_ENVS, vectorization_mode=kind)
-
-
-class Pool:
-    """EnvPool as a vector environment that takes no seed when it is reset."""
-
-    def __init__(self) -> None:
-        import envpool
-
-        options = {"env_type": "gymnasium", "num_envs": NUM_ENVS}
-        self.pool = envpool.make("CartPole-v1", **options)
-        self.step = self.pool.step
-
-    def reset(self, seed: int) -> tuple:
-        """Starts every episode."""
-        return self.pool.reset()
 
 
 def time_loops(
@@ -232,8 +216,11 @@ def loop_rows(args: Namespace) -> Iterator[dict[str, str]]:
         },
     }
     if importlib.util.find_spec("envpool"):
+        import envpool
+
+        pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=NUM_ENVS)
         cartpoles["EnvPool"] = {
-            "plain": network.plain_loop(Pool(), resets=False),
+            "plain": network.plain_loop(pool, resets=False),
             "`HostCollector`": host(envs.from_envpool("CartPole-v1", NUM_ENVS)),
         }
     for kind, programs in cartpoles.items():
