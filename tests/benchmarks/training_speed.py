@@ -1,8 +1,7 @@
 """How fast is a whole PPO, and how slow a convolution on a CPU?
 
 Compares the PPO of `learners.py` with PureJaxRL's own script, one training and eight
-under `jax.vmap`: CPU seconds to compile and to run, in turns, and the ratio of medians;
-and the temporary memory of the programs, in MB.
+under `jax.vmap`: CPU seconds to compile and to run, in turns, and ratios of medians.
 Then a batch of MinAtar's images through one layer and its gradient: `nn.Conv`, the same
 as a matrix product over patches, and a dense layer of as many outputs as the MLP's.
 
@@ -66,13 +65,12 @@ def training_rows(args: Namespace) -> Iterator[dict[str, str]]:
             folder = Path(args.purejaxrl[0])
             made["PureJaxRL"] = learners_of_peers.make_purejaxrl(config, folder)
         keys = jax.random.split(jax.random.key(0), num_seeds)
-        compiled, programs, memory = {}, {}, {}
+        compiled, programs = {}, {}
         for maker, learner in made.items():
             train = jax.vmap(learner.train) if num_seeds > 1 else learner.train
             inputs = keys if num_seeds > 1 else keys[0]
             program, compiled[maker] = timed(jax.jit(train).lower(inputs).compile)
             programs[maker] = functools.partial(program, inputs)
-            memory[maker] = program.memory_analysis().temp_size_in_bytes / 1e6
         taken = {x: y.cpu for x, y in measure(programs, args.repeats).items()}
         row = {"": name, "seeds": f"{num_seeds}"}
         for what, found in {"compile": compiled, "run": taken}.items():
@@ -80,7 +78,6 @@ def training_rows(args: Namespace) -> Iterator[dict[str, str]]:
             ours, *theirs = found.values()
             ratio = f"{ours / theirs[0]:.2f}" if theirs else ""
             row[f"{what}, `rollout` / PureJaxRL"] = ratio
-        row["memory, MB"] = " / ".join(f"{x:.1f}" for x in memory.values())
         yield row
 
 
