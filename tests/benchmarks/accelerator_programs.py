@@ -6,21 +6,24 @@ shapes; nothing is computed.
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import learners
-import numpy as np
-import purejaxrl
+import learners_of_peers
+import recommendation_speed
 from flax import struct
+from gymnax_loops import KEY, Case, make_policy
+from harness import lanes
 
 import rollout
 from rollout import buffers, envs
 from rollout.envs import auto_reset, masked_update
+from rollout.envs.wrappers.wrapper import Wrapper
 from rollout.stream.batch import make_batch
-from rollout.stream.options import Options
 
 ENV_ID, NUM_ENVS, NUM_STEPS = "CartPole-v1", 2048, 128
 CONFIG = learners.PPO(ENV_ID, num_updates=1, num_envs=NUM_ENVS)
@@ -28,28 +31,20 @@ CAPACITY, BATCH_SIZE, NUM_EPISODES, NUM_ACTIONS = 2**20, 256, 4096, 512
 DEAR = 200  # steps that a reset costs
 RESETS = ("flat", "loop")
 AUTO_RESETS = ("auto", "compact", "select", "switch")
-KEY = jax.eval_shape(lambda: jax.random.key(0))
 Made = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
-def _collector(env: Any = None, policy: Any = None, **options: Any) -> Any:
-    env = env or envs.make_vec(ENV_ID, NUM_ENVS)
-    policy = policy or rollout.random_policy(env.action_space)
-    return rollout.Collector(env=env, policy=policy, **options)
+def _collector(env: Any = ENV_ID, policy: Any = None, **options: Any) -> Any:
+    return lanes(env, NUM_ENVS, policy, **options)
 
 
 def _carry(collector: Any) -> Any:
     return jax.eval_shape(rollout.Collector.init, collector, KEY)
 
 
-def _row(collector: Any, params: Any = None) -> Any:
-    step = jax.eval_shape(rollout.Collector.step, collector, _carry(collector), params)
-    return step[1]
-
-
-def _stacked(row: Any, num_steps: int = NUM_STEPS) -> Any:
-    make = lambda x: jax.ShapeDtypeStruct((num_steps, *x.shape), x.dtype)  # noqa: E731
-    return jax.tree.map(make, row)
+def _rows(collector: Any, params: Any = None) -> Any:
+    collect = functools.partial(type(collector).collect_steps, num_steps=NUM_STEPS)
+    return jax.eval_shape(collect, collector, _carry(collector), params)[1]
 
 
 def _steps(collector: Any, params: Any = None) -> Made:
@@ -57,14 +52,8 @@ def _steps(collector: Any, params: Any = None) -> Made:
 
 
 def _network_policy() -> tuple[Any, Any]:
-    network, params = purejaxrl.make_network(ENV_ID)
-
-    def act(params: Any, obs: jax.Array, key: jax.Array) -> tuple[Any, Any]:
-        pi, value = network.apply(params, obs)
-        action = pi.sample(key)
-        return action, {"value": value, "log_prob": pi.log_prob(action)}
-
-    return params, rollout.stateless_policy(act)
+    policy, init = make_policy(Case(ENV_ID, NUM_ENVS, "mlp"))
+    return jax.eval_shape(init, KEY), policy
 
 
 def ppo() -> Made:
@@ -73,28 +62,17 @@ def ppo() -> Made:
     return learner.update, (jax.eval_shape(learner.init, KEY, KEY), KEY), {}
 
 
-def ppo_purejaxrl() -> Made:
-    """PureJaxRL's."""
-    init, update = purejaxrl.make_update(CONFIG)
-    return update, jax.eval_shape(init, KEY), {}
+def ppo_purejaxrl(folder: Path) -> Made:
+    """PureJaxRL's script, a training of one update."""
+    return learners_of_peers.make_purejaxrl(CONFIG, folder).train, (KEY,), {}
 
 
 def gae() -> Made:
     """Advantages alone."""
     params, policy = _network_policy()
-    trajectory = _stacked(_row(_collector(policy=policy), params))
+    trajectory = _rows(_collector(policy=policy), params)
     fn = functools.partial(rollout.gae, gamma=CONFIG.gamma, lam=CONFIG.lam)
     return fn, (trajectory, trajectory.extras["value"]), {}
-
-
-def gae_purejaxrl() -> Made:
-    """PureJaxRL's."""
-    init, run = purejaxrl.make_loop(ENV_ID, NUM_ENVS, NUM_STEPS, "mlp")
-    params = purejaxrl.make_network(ENV_ID)[1]
-    rows = jax.eval_shape(run, jax.eval_shape(init, KEY), params)[1]
-    value = jax.ShapeDtypeStruct((NUM_ENVS,), jnp.float32)
-    fn = functools.partial(purejaxrl.calculate_gae, CONFIG)
-    return fn, (rows._replace(info={}), value), {}
 
 
 def collect_episodes() -> Made:
@@ -120,32 +98,17 @@ def evaluate() -> Made:
 
 def stream_fill() -> Made:
     """A batch of a `Stream`."""
-    options = Options(
-        num_envs=NUM_ENVS,
-        steps_per_batch=NUM_ENVS * NUM_STEPS,
-        episodes_per_batch=None,
-        total_steps=None,
-        warmup_steps=0,
-        mask_fn=None,
-        max_episode_steps=None,
-        at_batch_end="continue",
-        postprocess=None,
-        placement="device",
-        prefetch=0,
-        recycle=False,
-        check_finite=True,
-        on_fault="raise",
-        window_episodes=100,
-    )
     collector = _collector()
+    size = {"steps_per_batch": NUM_ENVS * NUM_STEPS, "check_finite": True}
+    options = rollout.Stream(collector, key=jax.random.key(0), **size)._options
     arguments = options, NUM_STEPS, collector, _carry(collector), None, ()
     return jax.jit(make_batch, static_argnums=(0, 1)), arguments, {}
 
 
 def _buffer(kind: Any, method: str, **options: Any) -> Made:
     """A method of a buffer, whose state is donated where it is replaced."""
-    num_envs, row = NUM_ENVS, _row(_collector())
-    buffer = kind(capacity=CAPACITY, num_envs=num_envs, **options)
+    buffer = kind(capacity=CAPACITY, num_envs=NUM_ENVS, **options)
+    row = jax.tree.map(lambda x: x.update(shape=x.shape[1:]), _rows(_collector()))
     state = jax.eval_shape(buffer.init, row)
     if method == "add":
         add = jax.jit(lambda s, row: buffer.add(s, row), donate_argnums=0)
@@ -168,13 +131,13 @@ def masked_random() -> Made:
 
 def _wrapped(wrap: Callable[[Any], Any]) -> Made:
     """Steps of one environment that is wrapped."""
-    env = wrap(envs.make(ENV_ID))
-    return _steps(_collector(envs.vectorize(env, NUM_ENVS)))
+    return _steps(_collector(wrap(envs.make(ENV_ID))))
 
 
 def _wrapped_vector(wrap: Callable[[Any], Any]) -> Made:
     """Steps of lanes that are wrapped."""
-    return _steps(_collector(wrap(envs.make_vec(ENV_ID, NUM_ENVS))))
+    collector = _collector()
+    return _steps(collector.replace(env=wrap(collector.env)))
 
 
 def recurrent() -> Made:
@@ -195,8 +158,8 @@ def recurrent() -> Made:
 def _exploring(wrap: Callable[[Any, Any], Any]) -> Made:
     """A policy that explores around the network's."""
     params, policy = _network_policy()
-    env = envs.make_vec(ENV_ID, NUM_ENVS)
-    return _steps(_collector(env, wrap(policy, env.action_space)), params)
+    policy = wrap(policy, envs.make(ENV_ID).action_space)
+    return _steps(_collector(policy=policy), params)
 
 
 def agent_transitions() -> Made:
@@ -205,33 +168,25 @@ def agent_transitions() -> Made:
     mask_fn = lambda obs: obs["action_mask"]  # noqa: E731
     policy = rollout.random_policy(env.action_spaces["players"], mask_fn=mask_fn)
     seats = rollout.agents.fixed_mapping({"player_0": "one", "player_1": "one"})
-    collector = _collector(env, rollout.agents.policy_map({"one": policy}, seats, env))
+    seated = rollout.agents.policy_map({"one": policy}, seats, env)
+    collector = rollout.Collector(env=env, policy=seated)
     params, carry = {"one": None}, _carry(collector)
     make = functools.partial(rollout.agents.init_agent_transitions, collector)
     pending = jax.eval_shape(make, carry, params)
-    row = _row(collector, params)
-    return rollout.agents.agent_transitions, (pending, _stacked(row)), {}
+    rows = _rows(collector, params)
+    return rollout.agents.agent_transitions, (pending, rows), {}
 
 
 def recommendation() -> Made:
     """Users who are shown no item twice, by a random policy."""
-    rng = np.random.default_rng(0)
-    feedback = rng.random((100, NUM_ACTIONS), np.float32)
-    leave = envs.recommendation.LeaveByCategory(
-        rng.random((NUM_ACTIONS, 31)) < 0.06, 5, 2
-    )
-    env = envs.wrappers.NoRepeat(envs.RecommendationEnv(feedback, leave, max_turn=100))
-    mask_fn = lambda obs: obs["mask"]  # noqa: E731
-    policy = rollout.random_policy(env.action_space, mask_fn=mask_fn)
-    return _steps(_collector(envs.vectorize(env, NUM_ENVS), policy))
+    collector = recommendation_speed.make_collector(NUM_ACTIONS, NUM_ENVS)
+    return _steps(collector.replace(record_fn=None))
 
 
 _make_buffer = functools.partial(functools.partial, _buffer)
 PROGRAMS: dict[str, Callable[[], Made]] = {
     "ppo": ppo,
-    "ppo_purejaxrl": ppo_purejaxrl,
     "gae": gae,
-    "gae_purejaxrl": gae_purejaxrl,
     "collect_episodes": collect_episodes,
     "evaluate": evaluate,
     "stream_fill": stream_fill,
@@ -261,22 +216,10 @@ PROGRAMS: dict[str, Callable[[], Made]] = {
 }
 
 
-@struct.dataclass
-class DearReset:
+class DearReset(Wrapper):
     """An environment whose reset takes 200 of its steps, side by side or in a loop."""
 
-    env: Any
     kind: str = struct.field(pytree_node=False)
-
-    @property
-    def observation_space(self) -> Any:
-        """The environment's."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> Any:
-        """The environment's."""
-        return self.env.action_space
 
     def reset(self, key: jax.Array) -> tuple[Any, Any]:
         """Starts an episode after 200 steps of which nothing is kept but the noise."""
@@ -293,10 +236,6 @@ class DearReset:
         else:
             _, seen = jax.vmap(step, (None, 0))(state, step_keys)
         return state, obs + 1e-6 * seen.mean(axis=0)
-
-    def step(self, key: jax.Array, state: Any, action: jax.Array) -> Any:
-        """The environment's."""
-        return self.env.step(key, state, action)
 
 
 def dear_reset(kind: str, num_envs: int, way: str) -> Any:

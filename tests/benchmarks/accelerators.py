@@ -11,53 +11,39 @@ launches and waits for the host on a GPU, cycles on a TPU. Nothing runs. Tables 
     python tests/benchmarks/accelerators.py --accelerator h100      # all tables
     python tests/benchmarks/accelerators.py --tables loops --envs CartPole-v1
     python tests/benchmarks/accelerators.py --tables programs --programs gae ppo
+    python tests/benchmarks/accelerators.py --tables programs --purejaxrl FOLDER
+
+The folder has PureJaxRL's `ppo.py`, of which a training of one update is compiled; see
+`learning_compared.py`.
 
 It needs the extra `accelerators`, and `JAX_PLATFORMS=cpu` where there is no device.
 """
 
+import functools
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import accelerator_programs as programs
 import jax
 import numpy as np
-import purejaxrl
+from gymnax_loops import ENVS, KEY, POLICIES, Case, gymnax_loop, make_policy, our_loop
 from harness import arguments, report
 
 import rollout
 from rollout import envs
 from rollout.inspection import Block, Report
 
-ENVS = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "Breakout-MinAtar")
 NUM_ENVS = (2048, 65536)
 NUM_STEPS, FEW_STEPS = 128, 16
 LARGE = 2**31  # bytes of the observations of a trajectory, from which T is FEW_STEPS
-KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 
-def our_loop(env_id: str, num_envs: int, num_steps: int, policy: str) -> Any:
-    """`(init, run)` of a collector that returns what PureJaxRL's loop does."""
-    env = envs.make_vec(env_id, num_envs)
-    network = purejaxrl.make_network(env_id)[0]
-
-    def act(params: Any, obs: jax.Array, key: jax.Array) -> tuple[Any, Any]:
-        pi, value = network.apply(params, obs.reshape(num_envs, -1))
-        action = pi.sample(key)
-        return action, (value, pi.log_prob(action))
-
-    made = rollout.random_policy(env.action_space)
-    if policy == "mlp":
-        made = rollout.stateless_policy(act)
-    collector = rollout.Collector(env=env, policy=made)
-
-    def run(carry: Any, params: Any) -> tuple[Any, Any]:
-        carry, t = collector.collect_steps(carry, params, num_steps)
-        totals = t.episode_return, t.episode_length
-        flags = t.terminated, t.truncated
-        return carry, (t.obs, t.action, t.reward, flags, t.extras, totals)
-
-    return collector.init, run
+def recorded(t: rollout.Transition) -> tuple[Any, ...]:
+    """Reads what PureJaxRL's loop records."""
+    flags, totals = (t.terminated, t.truncated), (t.episode_return, t.episode_length)
+    return t.obs, t.action, t.reward, flags, t.extras, totals
 
 
 def loop_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
@@ -68,10 +54,9 @@ def loop_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
             size = 4 * int(np.prod(obs.shape)) * num_envs * NUM_STEPS
             num_steps = FEW_STEPS if size > LARGE else NUM_STEPS
             for policy in args.policies:
-                params = purejaxrl.make_network(env_id)[1] if policy == "mlp" else ()
-                pair = []
-                for make in (our_loop, purejaxrl.make_loop):
-                    init, run = make(env_id, num_envs, num_steps, policy)
+                case = Case(env_id, num_envs, policy, num_steps)
+                params, pair = jax.eval_shape(make_policy(case)[1], KEY), []
+                for init, run in (our_loop(case, recorded), gymnax_loop(case)):
                     carry = jax.eval_shape(init, KEY)
                     options = {"accelerator": accelerator}
                     found = rollout.inspect(run, carry, params, **options)
@@ -122,8 +107,12 @@ def program_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
         totals = (block.total(x) for x in ("graph_launches", "loose_launches"))
         return " + ".join(f"{x:.4g}" for x in totals)
 
-    for name in args.programs:
-        program, inputs, options = programs.PROGRAMS[name]()
+    made = {name: programs.PROGRAMS[name] for name in args.programs}
+    if args.purejaxrl[0]:
+        folder = Path(args.purejaxrl[0])
+        made["ppo_purejaxrl"] = functools.partial(programs.ppo_purejaxrl, folder)
+    for name, make in made.items():
+        program, inputs, options = make()
         found = rollout.inspect(program, *inputs, accelerator=accelerator, **options)
         loops = (f"{x.trips or '?'} x ({told(x)})" for x in outermost(found.program))
         yield {
@@ -162,8 +151,9 @@ def main() -> None:
     """Makes the tables."""
     tables = {"loops": loop_rows, "programs": program_rows, "resets": reset_rows}
     options = {"accelerator": ("h100",), "tables": tuple(tables), "envs": ENVS}
-    options |= {"num_envs": NUM_ENVS, "policies": ("random", "mlp")}
-    args = arguments(__doc__, 1, **options, programs=tuple(programs.PROGRAMS))
+    options |= {"num_envs": NUM_ENVS, "policies": POLICIES}
+    options |= {"programs": tuple(programs.PROGRAMS), "purejaxrl": ("",)}
+    args = arguments(__doc__, 1, **options)
     for accelerator in args.accelerator:
         for table in args.tables:
             report(args, f"{table}, {accelerator}", tables[table](args, accelerator))

@@ -21,6 +21,7 @@ import functools
 import io
 import itertools
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from harness import Program, arguments, measure, report
+from harness import Program, lanes, measure, rows_of, run, steps
 from jax import lax
+from learners import ActorCritic
 
 import rollout
 from rollout import envs
@@ -47,7 +49,8 @@ SPREAD_ENVS = (64, 256, 1024)
 ONE_ENVS = (128, 1024, 4096)
 SIZES = (1, 2, 8, 32)
 ONE_IDS = ("CartPole-v1", "Acrobot-v1", "Breakout-MinAtar")
-NUM_LANES, NUM_AGENTS, OBS_SIZE, WIDTH, NUM_ACTIONS = 512, 2, 18, 64, 5
+NUM_LANES, NUM_AGENTS, OBS_SIZE, NUM_ACTIONS = 512, 2, 18, 5
+NETWORK = ActorCritic(envs.Discrete(NUM_ACTIONS), 64, "tanh")
 
 
 @struct.dataclass
@@ -104,12 +107,10 @@ def spread_programs(num_envs: int) -> dict[str, Program]:
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
 
-    @jax.jit
-    def ours(carry: rollout.Carry) -> Any:
-        carry, t = collector.collect_steps(carry, None, NUM_STEPS)
+    def read(t: rollout.Transition) -> tuple:
         info = t.info.agents
         fields = t.obs["agents"], t.action["agents"], info.reward, t.done
-        return carry, (*fields, info.agent_return, t.episode_length)
+        return *fields, info.agent_return, t.episode_length
 
     logged, num_agents = LogWrapper(game), len(game.agents)
 
@@ -140,55 +141,30 @@ def spread_programs(num_envs: int) -> dict[str, Program]:
     reset_keys = jax.random.split(jax.random.key(0), num_envs)
     obs, env_state = jax.jit(jax.vmap(logged.reset))(reset_keys)
     start = env_state, obs, jax.random.key(1)
-    full = collector.collect_steps
-    carry = collector.init(jax.random.key(0))
     return {
-        "ours": functools.partial(ours, carry),
-        "full": functools.partial(full, carry, None, NUM_STEPS),
+        "ours": steps(collector, NUM_STEPS, read=read),
+        "full": steps(collector, NUM_STEPS),
         "jaxmarl": functools.partial(theirs, start),
     }
 
 
 def one_programs(env_id: str, num_envs: int) -> dict[str, Program]:
     """An environment plainly, and as one of one agent."""
-
-    def run(collector: rollout.Collector, carry: rollout.Carry) -> Any:
-        carry, t = collector.collect_steps(carry, None, NUM_STEPS)
-        flags = t.terminated, t.truncated
-        totals = t.episode_return, t.episode_length
-        return carry, (t.obs, t.action, t.reward, *flags, t.next_obs, *totals)
-
-    env = envs.make(env_id)
+    agent = envs.vectorize_agents(OneAgent(envs.make(env_id)), num_envs)
+    policy = rollout.random_policy(agent.action_space)
     programs = {}
-    for name, lanes in (
-        ("plain", envs.vectorize(env, num_envs)),
-        ("agent", envs.vectorize_agents(OneAgent(env), num_envs)),
+    for name, collector in (
+        ("plain", lanes(env_id, num_envs)),
+        ("agent", rollout.Collector(env=agent, policy=policy)),
     ):
-        policy = rollout.random_policy(lanes.action_space)
-        collector = rollout.Collector(env=lanes, policy=policy)
-        carry = collector.init(jax.random.key(0))
-        programs[name] = functools.partial(jax.jit(run), collector, carry)
-        programs[f"{name}_full"] = functools.partial(
-            collector.collect_steps, carry, None, NUM_STEPS
-        )
+        programs[name] = steps(collector, NUM_STEPS, read=rows_of)
+        programs[f"{name}_full"] = steps(collector, NUM_STEPS)
     return programs
 
 
-def init_network(key: jax.Array) -> dict[str, jax.Array]:
-    """The parameters of one member."""
-    sizes = OBS_SIZE, WIDTH, WIDTH, NUM_ACTIONS
-    params = {}
-    for i, shape in enumerate(itertools.pairwise(sizes)):
-        weights = jax.random.normal(jax.random.fold_in(key, i), shape)
-        params[f"w{i}"], params[f"b{i}"] = weights / 8, jnp.zeros(shape[1])
-    return params
-
-
-def draw(params: dict[str, jax.Array], obs: jax.Array, key: jax.Array) -> jax.Array:
+def draw(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
     """Draws from the network's logits."""
-    x = jnp.tanh(obs @ params["w0"] + params["b0"][None])
-    x = jnp.tanh(x @ params["w1"] + params["b1"][None])
-    logits = x @ params["w2"] + params["b2"][None]
+    logits = NETWORK.apply(params, obs)[0].logits
     return jax.random.categorical(prng.inline(key), logits)
 
 
@@ -197,7 +173,8 @@ def population_programs(size: int) -> dict[str, Program]:
     env = envs.vectorize_agents(Still(), NUM_LANES)
     policy = rollout.stateless_policy(draw)
     init_key = jax.random.key(1)
-    league = jax.vmap(init_network)(jax.random.split(init_key, size))
+    init = lambda key: NETWORK.init(key, jnp.zeros((1, OBS_SIZE)))  # noqa: E731
+    league = jax.vmap(init)(jax.random.split(init_key, size))
 
     def mapping(key: jax.Array, agents: tuple[str, ...]) -> jax.Array:
         return jax.random.randint(key, (len(agents),), 0, size)
@@ -214,34 +191,23 @@ def population_programs(size: int) -> dict[str, Program]:
     shared = rollout.agents.fixed_mapping("it")
     single = jax.tree.map(lambda x: x[0], league)
     cases = {
-        "one": (rollout.agents.policy_map({"it": policy}, shared, env), single),
-        "blocks": (
-            rollout.agents.policy_map(
-                {"it": rollout.agents.population(policy, size)}, mapping, env
-            ),
-            league,
-        ),
-        "gather": (rollout.agents.policy_map({"it": gathered}, shared, env), league),
+        "one": (policy, shared, single),
+        "blocks": (rollout.agents.population(policy, size), mapping, league),
+        "gather": (gathered, shared, league),
     }
-
-    def run(collector: rollout.Collector, carry: Any, params: Any) -> Any:
-        carry, t = collector.collect_steps(carry, params, NUM_STEPS)
-        return carry, (t.obs["agents"], t.action["agents"], t.reward)
-
+    read = lambda t: (t.obs["agents"], t.action["agents"], t.reward)  # noqa: E731
     programs = {}
-    for name, (policy, params) in cases.items():
-        collector = rollout.Collector(env=env, policy=policy)
-        carry = collector.init(jax.random.key(0))
-        programs[name] = functools.partial(
-            jax.jit(run), collector, carry, {"it": params}
-        )
+    for name, (each, assign, params) in cases.items():
+        seats = rollout.agents.policy_map({"it": each}, assign, env)
+        collector = rollout.Collector(env=env, policy=seats)
+        programs[name] = steps(collector, NUM_STEPS, {"it": params}, read)
     return programs
 
 
-def spread_rows(repeats: int) -> Iterator[dict[str, str]]:
+def spread_rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Times simple_spread."""
     for num_envs in SPREAD_ENVS:
-        taken = measure(spread_programs(num_envs), repeats)
+        taken = measure(spread_programs(num_envs), args.repeats)
         ours, full, theirs = (taken[x].wall for x in ("ours", "full", "jaxmarl"))
         yield {
             "lanes": f"{num_envs:,}",
@@ -251,10 +217,10 @@ def spread_rows(repeats: int) -> Iterator[dict[str, str]]:
         }
 
 
-def one_rows(repeats: int) -> Iterator[dict[str, str]]:
+def one_rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Times environments of one agent."""
     for env_id, num_envs in itertools.product(ONE_IDS, ONE_ENVS):
-        taken = measure(one_programs(env_id, num_envs), repeats)
+        taken = measure(one_programs(env_id, num_envs), args.repeats)
         ratio = taken["agent"].wall / taken["plain"].wall
         full = taken["agent_full"].wall / taken["plain_full"].wall
         yield {
@@ -265,10 +231,10 @@ def one_rows(repeats: int) -> Iterator[dict[str, str]]:
         }
 
 
-def population_rows(repeats: int) -> Iterator[dict[str, str]]:
+def population_rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Times populations."""
     for size in SIZES:
-        taken = measure(population_programs(size), repeats)
+        taken = measure(population_programs(size), args.repeats)
         one, blocks, gather = (taken[x].wall for x in ("one", "blocks", "gather"))
         yield {
             "members": f"{size}",
@@ -278,17 +244,6 @@ def population_rows(repeats: int) -> Iterator[dict[str, str]]:
         }
 
 
-def main() -> None:
-    """Makes the tables."""
-    tables = {
-        "several agents": spread_rows,
-        "one agent": one_rows,
-        "population": population_rows,
-    }
-    args = arguments(__doc__, 25, tables=tuple(tables))
-    for table in args.tables:
-        report(args, table, tables[table](args.repeats))
-
-
 if __name__ == "__main__":
-    main()
+    tables = {"several agents": spread_rows, "one agent": one_rows}
+    run(__doc__, 25, tables | {"population": population_rows})

@@ -126,10 +126,8 @@ def make_program(
     nbytes = sum(x.nbytes for x in jax.tree.leaves(state))
     done = jax.random.bernoulli(jax.random.key(1), DONE_RATE, (num_steps, rows))
     keys = jax.random.split(jax.random.key(0), num_steps)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def first(state: Any, key: jax.Array) -> Any:
-        return step_fn(state, key, done[0], step)
+    sample = jax.eval_shape(step_fn, state, keys[0], done[0], step)[1]
+    sample = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sample)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def loop(state: Any, sample: Any, keys: jax.Array) -> Any:
@@ -137,9 +135,6 @@ def make_program(
             return step_fn(carry[0], *inputs, step), None
 
         return jax.lax.scan(body, (state, sample), (keys, done))[0]
-
-    for n in range(2):  # so that there are rows with a successor
-        state, sample = first(state, keys[n])
 
     def run() -> Any:
         nonlocal state, sample

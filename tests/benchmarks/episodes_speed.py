@@ -9,25 +9,19 @@ lanes are when 256 of them serve 4,096 episodes.
     python tests/benchmarks/episodes_speed.py
 """
 
+from argparse import Namespace
+from collections.abc import Iterator
+
 import jax
 from gymnax.experimental import RolloutWrapper
-from harness import arguments, measure, report
-
-import rollout
-from rollout import envs
+from harness import lanes, measure, run
 
 ENV_ID, HORIZON, NUM_EPISODES, MAX_STEPS = "CartPole-v1", 500, 1024, 10_000
 
 
-def make_collector(num_envs: int) -> rollout.Collector:
-    """Makes the collector of the random policy."""
-    env = envs.make_vec(ENV_ID, num_envs)
-    return rollout.Collector(env=env, policy=rollout.random_policy(env.action_space))
-
-
-def measure_episodes(repeats: int) -> dict[str, str]:
+def rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Times the three programs."""
-    collector, key = make_collector(NUM_EPISODES), jax.random.key(0)
+    collector, key = lanes(ENV_ID, NUM_EPISODES), jax.random.key(0)
     carry, keys = collector.init(key), jax.random.split(key, NUM_EPISODES)
     wrapper = RolloutWrapper(env_name=ENV_ID, num_env_steps=HORIZON)
     lean = jax.jit(lambda keys: wrapper.batch_rollout(keys, None)[-1])
@@ -37,8 +31,8 @@ def measure_episodes(repeats: int) -> dict[str, str]:
         "whole": lambda: wrapper.batch_rollout(keys, None),
         "returns": lambda: lean(keys),
     }
-    ms = {name: 1e3 * x.wall for name, x in measure(programs, repeats).items()}
-    return {
+    ms = {name: 1e3 * x.wall for name, x in measure(programs, args.repeats).items()}
+    yield {
         "jax": jax.__version__,
         "`rollout`, ms": f"{ms['ours']:.1f}",
         "`RolloutWrapper`, ms": f"{ms['whole']:.0f}",
@@ -46,18 +40,12 @@ def measure_episodes(repeats: int) -> dict[str, str]:
         "`RolloutWrapper`, only returns read, ms": f"{ms['returns']:.0f}",
         "speed, `rollout` / this": f"{ms['returns'] / ms['ours']:.0f}",
     }
-
-
-def main() -> None:
-    """Makes the table."""
-    args = arguments(__doc__, 15)
-    report(args, "whole episodes", [measure_episodes(args.repeats)])
-    collector = make_collector(256)
-    carry = collector.init(jax.random.key(0))
+    collector = lanes(ENV_ID, 256)
+    carry = collector.init(key)
     after, episodes = collector.collect_episodes(carry, None, 4096, max_steps=MAX_STEPS)
     busy = float(episodes.num_steps / ((after.step - carry.step) * 256))
     print(f"\n256 lanes serve 4,096 episodes: {busy:.1%} of the lane-steps are busy")
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, 15, {"whole episodes": rows})

@@ -1,11 +1,12 @@
 """What the benchmarks share: a timer of programs in turn, and tables of what they find.
 
 A script yields the rows of a table of `docs/speed.md`, with the columns of the page.
-`report` prints them, and with `--json docs/speed.json` replaces the table there;
+`run` prints them, and with `--json docs/speed.json` replaces the table there;
 `speed_page.py` then writes the page and its chart.
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -20,10 +21,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+import rollout
+from rollout import envs
+
 LOOP_FLAG = (
     "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
 )
 Program = Callable[[], Any]
+Table = Callable[[argparse.Namespace], Iterable[dict[str, str]]]
 
 
 class Timing(NamedTuple):
@@ -80,8 +85,52 @@ def arguments(doc: str, repeats: int, **lists: Any) -> argparse.Namespace:
     return args
 
 
+def run(doc: str, repeats: int, made: dict[str, Table], **lists: Any) -> None:
+    """Is the whole of a script: makes its tables, or those that `--tables` names.
+
+    Args:
+        doc: of the script; the first line is its help.
+        repeats: the default of `--repeats`.
+        made: by the name of a table, a function of the options that yields the rows.
+        **lists: the defaults of other options, and of `--tables`, else all.
+    """
+    args = arguments(doc, repeats, **{"tables": tuple(made), **lists})
+    for name in args.tables:
+        report(args, name, made[name](args))
+
+
+def lanes(env: Any, num_envs: int, policy: Any = None, **options: Any) -> Any:
+    """Makes a collector over lanes of an environment or of an id; policy or random."""
+    make = envs.make_vec if isinstance(env, str) else envs.vectorize
+    env = make(env, num_envs)
+    policy = policy or rollout.random_policy(env.action_space)
+    return rollout.Collector(env=env, policy=policy, **options)
+
+
+def steps(
+    collector: rollout.Collector,
+    num_steps: int,
+    params: Any = None,
+    read: Callable[[rollout.Transition], Any] = lambda t: t,
+) -> Program:
+    """Makes a call that collects, always from the same carry, what `read` returns."""
+
+    @jax.jit
+    def program(carry: rollout.Carry, params: Any) -> tuple[rollout.Carry, Any]:
+        carry, t = collector.collect_steps(carry, params, num_steps)
+        return carry, read(t)
+
+    return functools.partial(program, collector.init(jax.random.key(0)), params)
+
+
+def rows_of(t: rollout.Transition) -> tuple[Any, ...]:
+    """Reads the fields that the loops of others return, too."""
+    flags, totals = (t.terminated, t.truncated), (t.episode_return, t.episode_length)
+    return t.obs, t.action, t.reward, *flags, t.next_obs, *totals
+
+
 def report(
-    args: argparse.Namespace, table: str, rows: Iterable[dict[str, object]]
+    args: argparse.Namespace, table: str, rows: Iterable[dict[str, str]]
 ) -> None:
     """Prints a table as its rows come; with `--json` replaces the one of that name."""
     columns: list[str] = []
@@ -90,7 +139,7 @@ def report(
         if not columns:
             columns = list(row)
             print(f"\n{table}\n\n{line(columns)}\n|{'---|' * len(columns)}")
-        found.append([str(cell) for cell in row.values()])
+        found.append(list(row.values()))
         print(line(found[-1]), flush=True)
     if args.json:
         every = json.loads(args.json.read_text()) if args.json.exists() else {}

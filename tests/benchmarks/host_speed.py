@@ -1,26 +1,29 @@
 """How fast experience comes from environments that are not JAX.
 
-16 CartPoles of Gymnasium and a small MLP, in one process; what is compared is run in
-turn, and ratios are of medians:
+A small MLP; what is compared is run in turn, and ratios are of medians:
 
-- environments alone: Gymnasium's vector environments, ours in this process, workers;
-- a plain loop (a jitted policy, nothing stored) against `HostCollector` over the same;
+- MuJoCo and Atari by Gymnasium, where they are installed: a plain loop (a jitted
+  policy, nothing stored) over `SyncVectorEnv` and over `AsyncVectorEnv`, which has a
+  process for each environment, against `HostCollector` in this process and with two
+  workers;
+- 16 CartPoles, and EnvPool where it is installed: likewise, in this process;
 - eight workers that are slow, in step and asynchronously;
-- EnvPool, where it is installed, against a loop around it;
 - other libraries, each in an environment of its own, as `host_peers.py` says:
 
+    pip install "rollout-jax[mujoco]" ale-py opencv-python-headless
     python tests/benchmarks/host_speed.py
-    python tests/benchmarks/host_speed.py --peers tianshou=/path/to/its/python
+    python tests/benchmarks/host_speed.py --tables "other libraries" \\
+        --peers tianshou=/path/to/its/python
 """
 
 import functools
 import importlib.util
-import itertools
 import json
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +31,51 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from harness import Program, arguments, measure, report
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from harness import Program, measure, run
+from learners import ActorCritic, Gaussian
 
 import rollout
 from rollout import envs
+from rollout.envs.spaces import as_space
 
 NUM_ENVS, ROWS, CALLS = 16, 125, 4
-EVERY, SEEDS = np.ones(NUM_ENVS, bool), list(range(NUM_ENVS))
-MAKE = functools.partial(gymnasium.make, "CartPole-v1")
 LATENCY = 0.005  # s, on average
+DISABLED = {"copy": False, "autoreset_mode": AutoresetMode.DISABLED}
+MakeEnv = Callable[[], gymnasium.Env]
+make_cartpole = functools.partial(gymnasium.make, "CartPole-v1")
+
+
+class SeededOnce(gymnasium.Wrapper):
+    """Takes the first seed only: ALE loads its game anew for each, 0.1 s long."""
+
+    is_seeded = False
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple:
+        """Starts an episode."""
+        seed, self.is_seeded = None if self.is_seeded else seed, True
+        return self.env.reset(seed=seed, options=options)
+
+
+def make_breakout() -> gymnasium.Env:
+    """Atari's Breakout as everyone plays it: four frames a step, 84 x 84, gray."""
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+    env = gymnasium.make("ALE/Breakout-v5", frameskip=1)
+    return SeededOnce(gymnasium.wrappers.AtariPreprocessing(env))
+
+
+# What each needs, how one is made, and how many of them.
+TASKS: dict[str, tuple[str, MakeEnv, int]] = {
+    "`HalfCheetah-v5` x 8": (
+        "mujoco",
+        functools.partial(gymnasium.make, "HalfCheetah-v5"),
+        8,
+    ),
+    "`Ant-v5` x 16": ("mujoco", functools.partial(gymnasium.make, "Ant-v5"), 16),
+    "`ALE/Breakout-v5` x 8": ("ale_py", make_breakout, 8),
+}
 
 
 class Slow(gymnasium.Env):
@@ -57,160 +95,151 @@ class Slow(gymnasium.Env):
         return np.zeros(4, np.float32), 1.0, False, False, {}
 
 
-def make_params() -> list[jax.Array]:
-    """The weights of an MLP, 4-64-64-2."""
-    sizes, keys = (4, 64, 64, 2), jax.random.split(jax.random.key(0), 3)
-    pairs = itertools.pairwise(sizes)
-    return [
-        jax.random.normal(key, pair) / pair[0] ** 0.5
-        for key, pair in zip(keys, pairs, strict=True)
-    ]
+class Network:
+    """An MLP with two layers of 64 for an environment, and its parameters."""
+
+    def __init__(self, make: MakeEnv) -> None:
+        env = make()
+        obs = jnp.zeros((1, int(np.prod(env.observation_space.shape))))
+        self.module = ActorCritic(as_space(env.action_space), 64, "tanh")
+        self.params = self.module.init(jax.random.key(0), obs)
+        env.close()
+
+    def act(self, params: Any, obs: jax.Array, key: jax.Array) -> tuple:
+        """Draws actions, and says how likely they were."""
+        pi, _ = self.module.apply(params, obs.reshape(len(obs), -1))
+        action = pi.sample(key)
+        legal = action.clip(-1.0, 1.0) if isinstance(pi, Gaussian) else action
+        return legal, {"log_prob": pi.log_prob(action)}
+
+    def plain_loop(self, env: Any, *, resets: bool) -> Program:
+        """A loop that steps a vector environment of Gymnasium, and keeps nothing."""
+
+        @jax.jit
+        def choose(params: Any, obs: Any, key: jax.Array) -> tuple:
+            key, policy_key = jax.random.split(key)
+            return self.act(params, obs, policy_key)[0], key
+
+        obs, key = env.reset()[0], jax.random.key(0)
+
+        def program() -> None:
+            nonlocal obs, key
+            for _ in range(ROWS):
+                action, key = choose(self.params, obs, key)
+                obs, _, terminated, truncated, _ = env.step(np.asarray(action))
+                done = terminated | truncated
+                if resets and done.any():
+                    obs = env.reset(options={"reset_mask": done})[0]
+
+        return program
+
+    def collector(self, env: Any, **options: Any) -> rollout.HostCollector:
+        """A `HostCollector` over environments of ours."""
+        policy = rollout.stateless_policy(self.act)
+        return rollout.HostCollector(env=env, policy=policy, **options)
+
+    def collect(self, made: rollout.HostCollector, num_rows: int = ROWS) -> Program:
+        """Calls `collect_steps`."""
+        carry = made.init(jax.random.key(0))
+
+        def program() -> Any:
+            nonlocal carry
+            carry, rows = made.collect_steps(carry, self.params, num_rows)
+            return rows
+
+        return program
 
 
-def act(params: list[jax.Array], obs: jax.Array, key: jax.Array) -> tuple:
-    """Draws actions, and says how likely they were."""
-    for weights in params[:-1]:
-        obs = jnp.tanh(obs @ weights)
-    log_probs = jax.nn.log_softmax(obs @ params[-1])
-    action = jax.random.categorical(key, log_probs)
-    return action, {"log_prob": log_probs[jnp.arange(len(action)), action]}
-
-
-POLICY, PARAMS = rollout.stateless_policy(act), make_params()
-
-
-def sync() -> SyncVectorEnv:
-    """Gymnasium's environments one after the other."""
-    return SyncVectorEnv(
-        [MAKE] * NUM_ENVS, copy=False, autoreset_mode=AutoresetMode.DISABLED
-    )
-
-
-def numpy() -> gymnasium.vector.VectorEnv:
+def numpy() -> VectorEnv:
     """Gymnasium's CartPole that is vectorized itself."""
     kind = "vector_entry_point"
     return gymnasium.make_vec("CartPole-v1", NUM_ENVS, vectorization_mode=kind)
 
 
-def plain_loop(env: Any, *, resets: bool, seeds: bool = False) -> Program:
-    """A loop that steps a vector environment of Gymnasium, and keeps nothing.
-
-    With `seeds` every episode has a seed of its own, as `HostCollector` does it.
-    """
-
-    @jax.jit
-    def choose(params: Any, obs: Any, key: jax.Array) -> tuple:
-        key, policy_key = jax.random.split(key)
-        return act(params, obs, policy_key)[0], key
-
-    obs, key = env.reset(seed=0)[0], jax.random.key(0)
-
-    def run() -> None:
-        nonlocal obs, key
-        for _ in range(ROWS):
-            action, key = choose(PARAMS, obs, key)
-            obs, _, terminated, truncated, _ = env.step(np.asarray(action))
-            done = terminated | truncated
-            if resets and done.any():
-                seed = SEEDS if seeds else None
-                obs = env.reset(seed=seed, options={"reset_mask": done})[0]
-
-    return run
+def time_loops(
+    environments: str, programs: dict[str, Program], repeats: int
+) -> Iterator[dict[str, str]]:
+    """Times loops over the same environments; the first one is the plain one."""
+    taken = measure(programs, repeats, calls=CALLS)
+    plain, other = taken[next(iter(programs))], taken.get("plain, `AsyncVectorEnv`")
+    for loop, timing in taken.items():
+        over_other = f"{other.wall / timing.wall:.2f}" if other else ""
+        yield {
+            "environments": environments,
+            "loop": loop,
+            "us per row": f"{1e6 * timing.wall / ROWS:.0f}",
+            "speed / plain loop": f"{plain.wall / timing.wall:.2f}",
+            "speed / `AsyncVectorEnv`": over_other,
+        }
 
 
-def alone(env: envs.HostVectorEnv) -> Program:
-    """Steps environments of ours with random actions."""
-    env.reset(np.arange(NUM_ENVS, dtype=np.uint32), EVERY)
-    actions = np.random.default_rng(0).integers(0, 2, (ROWS, NUM_ENVS), np.int32)
-
-    def run() -> None:
-        for row in range(ROWS):
-            step = env.step(actions[row])
-            done = step.terminated | step.truncated
-            if done.any():
-                env.reset(np.full(NUM_ENVS, row, np.uint32), done)
-
-    return run
-
-
-def collect(made: rollout.HostCollector, num_rows: int = ROWS) -> Program:
-    """Calls `collect_steps`."""
-    carry = made.init(jax.random.key(0))
-
-    def run() -> Any:
-        nonlocal carry
-        carry, rows = made.collect_steps(carry, PARAMS, num_rows)
-        return rows
-
-    return run
+def task_rows(
+    environments: str, make: MakeEnv, num_envs: int, repeats: int
+) -> Iterator[dict[str, str]]:
+    """Times every loop over environments of Gymnasium, in processes as well."""
+    network, every = Network(make), [make] * num_envs
+    # A fork of a process that runs jax may block for ever.
+    apart = AsyncVectorEnv(every, context="forkserver", **DISABLED)
+    sync = SyncVectorEnv(every, **DISABLED)
+    local = network.collector(envs.from_gymnasium(make, num_envs))
+    workers = network.collector(envs.workers(every, 2))
+    programs = {
+        "plain, `SyncVectorEnv`": network.plain_loop(sync, resets=True),
+        "plain, `AsyncVectorEnv`": network.plain_loop(apart, resets=True),
+        "`from_gymnasium`, in this process": network.collect(local),
+        "`workers`, two processes": network.collect(workers),
+    }
+    yield from time_loops(environments, programs, repeats)
+    for opened in (apart, sync, local, workers):
+        opened.close()
 
 
-def host(env: Any) -> Program:
-    """A `HostCollector` over environments of ours."""
-    return collect(rollout.HostCollector(env=env, policy=POLICY))
-
-
-def envpool_loops() -> dict[str, Program]:
-    """EnvPool in a loop of its own, and collected from."""
-    import envpool
-
-    class Pool:
-        """EnvPool takes no seed when it is reset."""
-
-        def __init__(self) -> None:
-            options = {"env_type": "gymnasium", "num_envs": NUM_ENVS}
-            self.pool = envpool.make("CartPole-v1", **options)
-            self.step = self.pool.step
-
-        def reset(self, seed: int) -> tuple:
-            return self.pool.reset()
-
-    ours = host(envs.from_envpool("CartPole-v1", NUM_ENVS))
-    return {"plain": plain_loop(Pool(), resets=False), "`HostCollector`": ours}
-
-
-def loop_rows(repeats: int) -> Iterator[dict[str, str]]:
-    """Times `HostCollector` against a plain loop over the same environments."""
-    local, one_array = 'from_gymnasium("CartPole-v1", 16)', "stepped as one array"
-    kinds = {
-        one_array: {
-            "plain": plain_loop(numpy(), resets=False),
+def loop_rows(args: Namespace) -> Iterator[dict[str, str]]:
+    """Times `HostCollector` against plain loops over the same environments."""
+    for environments, (package, make, num_envs) in TASKS.items():
+        if importlib.util.find_spec(package):
+            yield from task_rows(environments, make, num_envs, args.repeats)
+    network = Network(make_cartpole)
+    host = lambda env: network.collect(network.collector(env))  # noqa: E731
+    sync = functools.partial(SyncVectorEnv, [make_cartpole] * NUM_ENVS, **DISABLED)
+    cartpoles = {
+        "one array": {
+            "plain": network.plain_loop(numpy(), resets=False),
             "`HostCollector`": host(envs.from_gymnasium(numpy())),
         },
         "`SyncVectorEnv`": {
-            "plain": plain_loop(sync(), resets=True),
-            "plain, a seed for each episode": plain_loop(
-                sync(), resets=True, seeds=True
-            ),
+            "plain": network.plain_loop(sync(), resets=True),
             "`HostCollector`": host(envs.from_gymnasium(sync())),
-            local: host(envs.from_gymnasium("CartPole-v1", NUM_ENVS)),
+            "`HostCollector`, `from_gymnasium`": host(
+                envs.from_gymnasium("CartPole-v1", NUM_ENVS)
+            ),
         },
     }
     if importlib.util.find_spec("envpool"):
-        kinds["EnvPool"] = envpool_loops()
-    for kind, programs in kinds.items():
-        runs = [measure(programs, repeats, calls=CALLS) for _ in range(2)]
-        for name in programs:
-            us = [1e6 * run[name].wall / ROWS for run in runs]
-            ratios = [run["plain"].wall / run[name].wall for run in runs]
-            yield {
-                "environments": f"`{local}`" if name == local else kind,
-                "loop": "`HostCollector`" if name == local else name,
-                "us per row, run 1": f"{us[0]:.0f}",
-                "run 2": f"{us[1]:.0f}",
-                "speed / plain loop, run 1": f"{ratios[0]:.2f}",
-                "speed / plain loop, run 2": f"{ratios[1]:.2f}",
-            }
+        import envpool
+
+        pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=NUM_ENVS)
+        cartpoles["EnvPool"] = {
+            "plain": network.plain_loop(pool, resets=False),
+            "`HostCollector`": host(envs.from_envpool("CartPole-v1", NUM_ENVS)),
+        }
+    for kind, programs in cartpoles.items():
+        environments = f"`CartPole-v1` x {NUM_ENVS}, {kind}"
+        yield from time_loops(environments, programs, args.repeats)
 
 
-def waiting_rows(repeats: int) -> Iterator[dict[str, str]]:
+def waiting_rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Eight workers that are slow: all of them in a row, or those that are ready."""
-    made = {8: rollout.HostCollector(env=envs.workers([Slow] * 8, 8), policy=POLICY)}
-    for num_ready in (4, 2, 1):
-        options = {"env": envs.workers([Slow] * 8, 8), "policy": POLICY}
-        made[num_ready] = rollout.HostCollector(**options, num_ready=num_ready)
+    network = Network(Slow)
+    made = {
+        num_ready: network.collector(
+            envs.workers([Slow] * 8, 8), num_ready=None if num_ready == 8 else num_ready
+        )
+        for num_ready in (8, 4, 2, 1)
+    }
     # 400 steps each.
-    taken = measure({x: collect(y, 400 // x) for x, y in made.items()}, repeats)
+    programs = {x: network.collect(y, 400 // x) for x, y in made.items()}
+    taken = measure(programs, args.repeats)
     print(f"\nall in step: {400 / taken[8].wall:.0f} steps/s")
     for num_ready in (4, 2, 1):
         ratio = taken[8].wall / taken[num_ready].wall
@@ -222,27 +251,23 @@ def waiting_rows(repeats: int) -> Iterator[dict[str, str]]:
         collector.close()
 
 
-def peer_rows(peers: list[str], repeats: int) -> Iterator[dict[str, str]]:
+def peer_rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Times each library by its script, in turn with `HostCollector`.
 
     The same environments, and those that Gymnasium steps as one array.
     """
+    network = Network(make_cartpole)
     ours = {
-        "`HostCollector`": host(envs.from_gymnasium("CartPole-v1", NUM_ENVS)),
-        "one array": host(envs.from_gymnasium(numpy())),
+        "`HostCollector`": envs.from_gymnasium("CartPole-v1", NUM_ENVS),
+        "one array": envs.from_gymnasium(numpy()),
     }
-    for run in ours.values():
-        run()  # compiles
+    programs = {x: network.collect(network.collector(y)) for x, y in ours.items()}
     rates: dict[str, list[float]] = {}
     script = str(Path(__file__).with_name("host_peers.py"))
-    for _ in range(repeats):
-        for name, run in ours.items():
-            start = time.perf_counter()
-            for _ in range(10):
-                run()
-            rate = 10 * ROWS * NUM_ENVS / (time.perf_counter() - start)
-            rates.setdefault(name, []).append(rate)
-        for peer in peers:
+    for _ in range(args.repeats):
+        for name, timing in measure(programs, 1, calls=10).items():
+            rates.setdefault(name, []).append(ROWS * NUM_ENVS / timing.wall)
+        for peer in filter(None, args.peers):
             name, _, python = peer.partition("=")
             out = subprocess.check_output([python, script, name, "--repeats", "1"])
             told = json.loads(out.splitlines()[-1])
@@ -259,22 +284,10 @@ def peer_rows(peers: list[str], repeats: int) -> Iterator[dict[str, str]]:
         }
 
 
-def main() -> None:
-    """Makes the tables."""
-    args = arguments(__doc__, 9, peers=("",))
-    if any(args.peers):
-        return report(args, "other libraries", peer_rows(args.peers, args.repeats))
-    programs = {
-        "Gymnasium, numpy": alone(envs.from_gymnasium(numpy())),
-        "Gymnasium, sync": alone(envs.from_gymnasium(sync())),
-        "ours, in this process": alone(envs.from_gymnasium("CartPole-v1", NUM_ENVS)),
-        "ours, 2 workers": alone(envs.workers([MAKE] * NUM_ENVS, 2)),
-    }
-    for name, taken in measure(programs, args.repeats, calls=CALLS).items():
-        print(f"{name}: {1e6 * taken.wall / ROWS:.0f} us a row without a policy")
-    report(args, "environments that are not JAX", loop_rows(args.repeats))
-    report(args, "workers that are slow", waiting_rows(args.repeats))
-
-
 if __name__ == "__main__":
-    main()
+    tables = {
+        "environments that are not JAX": loop_rows,
+        "workers that are slow": waiting_rows,
+        "other libraries": peer_rows,
+    }
+    run(__doc__, 9, tables, peers=("",))

@@ -13,13 +13,14 @@ The second one also runs `easyrl4rec_speed.py`, which says what to install.
 
 import json
 import subprocess
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import Program, arguments, measure, report
+from harness import Program, lanes, measure, run
 
 import rollout
 from rollout import envs
@@ -89,11 +90,8 @@ def make_collector(num_items: int, num_lanes: int) -> rollout.Collector:
     env = envs.wrappers.NoRepeat(
         envs.RecommendationEnv(feedback, rule, max_turn=MAX_TURN)
     )
-    return rollout.Collector(
-        env=envs.vectorize(env, num_lanes),
-        policy=rollout.random_policy(env.action_space, mask_fn=lambda obs: obs["mask"]),
-        record_fn=without_masks,
-    )
+    policy = rollout.random_policy(env.action_space, mask_fn=lambda obs: obs["mask"])
+    return lanes(env, num_lanes, policy, record_fn=without_masks)
 
 
 def without_masks(row: rollout.Transition) -> rollout.Transition:
@@ -146,14 +144,16 @@ def easyrl4rec(command: list[str], num_items: int, num_lanes: int) -> float:
     return json.loads(out.splitlines()[-1])["steps_per_second"]
 
 
-def rows(peer: list[str], repeats: int) -> Iterator[dict[str, str]]:
+def rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Times each size."""
+    peer = args.easyrl4rec
     for num_items in (1_000, 10_000):
         for num_lanes in (64, 1_024):
             collector = make_collector(num_items, num_lanes)
             num_slow = 4 if num_lanes > 64 else NUM_STEPS
             plain = plain_loop(num_items, num_lanes, num_slow)
-            taken = measure({"plain": plain, "ours": fast_loop(collector)}, repeats)
+            programs = {"plain": plain, "ours": fast_loop(collector)}
+            taken = measure(programs, args.repeats)
             slow = num_slow * num_lanes / taken["plain"].wall
             fast = NUM_STEPS * num_lanes / taken["ours"].wall
             theirs = easyrl4rec(peer, num_items, num_lanes) if len(peer) == 2 else None
@@ -171,11 +171,5 @@ def rows(peer: list[str], repeats: int) -> Iterator[dict[str, str]]:
             }
 
 
-def main() -> None:
-    """Makes the table."""
-    args = arguments(__doc__, 9, easyrl4rec=("",))
-    report(args, "recommendation", rows(args.easyrl4rec, args.repeats))
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, 9, {"recommendation": rows}, easyrl4rec=("",))

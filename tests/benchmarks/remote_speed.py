@@ -3,25 +3,22 @@
 Two actors with a `HostCollector` over 16 CartPoles each, and two processes with the
 same collector each and no Ray, take turns. Environment steps per second of all
 together, as seen by a learner that takes a batch and throws it away; the plain
-processes keep what they collect, so theirs is the speed of collecting alone. Then the
-processor time of a step, which other work on the machine changes less (Linux only).
+processes keep what they collect, so theirs is the speed of collecting alone.
 
     pip install "rollout-jax[gymnasium,ray]"
     python tests/benchmarks/remote_speed.py
 """
 
-import functools
 import multiprocessing
 import os
-import pathlib
-import tempfile
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import jax
 import numpy as np
-from harness import arguments, report
+from harness import run
 
 import rollout
 from rollout import envs
@@ -38,12 +35,6 @@ def make_collector() -> rollout.HostCollector:
         return jax.random.categorical(key, jax.numpy.tanh(obs @ params[0]) @ params[1])
 
     return rollout.HostCollector(env=env, policy=rollout.stateless_policy(act))
-
-
-def make_noted(folder: str) -> rollout.HostCollector:
-    """Makes one, and leaves a file with the id of its process."""
-    (pathlib.Path(folder) / str(os.getpid())).touch()
-    return make_collector()
 
 
 def make_params() -> tuple[np.ndarray, np.ndarray]:
@@ -81,26 +72,8 @@ def time_remote(batches: rollout.host.RemoteBatches, num_batches: int) -> float:
     return steps / (time.perf_counter() - start)
 
 
-def cpu_time(pids: list[int]) -> float:
-    """Microseconds of processor time that processes have taken."""
-    paths = [pathlib.Path(f"/proc/{pid}/stat") for pid in pids]
-    fields = [path.read_text().rpartition(")")[2].split() for path in paths]
-    ticks = sum(int(x[11]) + int(x[12]) for x in fields)  # of the user, of the system
-    return 1e6 * ticks / os.sysconf("SC_CLK_TCK")
-
-
-def cpu_per_step(pids: list[int], run: Callable[[], object], num_batches: int) -> float:
-    """Microseconds of processor time per environment step."""
-    start = cpu_time(pids)
-    run()
-    time.sleep(1.0)  # until each actor has one batch waiting again
-    steps = num_batches * NUM_ACTORS * NUM_ENVS * NUM_STEPS
-    return (cpu_time(pids) - start) / steps
-
-
-def main() -> None:
-    """Makes the table."""
-    args = arguments(__doc__, 9, num_batches=(20,))  # of each actor
+def rows(args: Namespace) -> Iterator[dict[str, str]]:
+    """Times both, in turn."""
     # By default Ray's are nice to all others (15), and slow where there are others.
     os.environ.setdefault("RAY_worker_niceness", "0")
     context = multiprocessing.get_context("spawn")
@@ -112,31 +85,22 @@ def main() -> None:
         pipes.append(pipe)
     options = {"num_actors": NUM_ACTORS, "steps_per_batch": NUM_ENVS * NUM_STEPS}
     options |= {"key": jax.random.key(KEY), "params": make_params()}
-    folder, num = tempfile.mkdtemp(), args.num_batches[0]
-    make = functools.partial(make_noted, folder)
-    rates, times = [], []
-    with rollout.remote_batches(make, **options) as batches:
-        local = lambda: time_local(pipes, num)  # noqa: E731
-        remote = lambda: [next(batches) for _ in range(num * NUM_ACTORS)]  # noqa: E731
-        local(), time_remote(batches, num)  # compiles
-        rates = [(local(), time_remote(batches, num)) for _ in range(args.repeats)]
-        time.sleep(1.0)
-        pids = [x.pid for x in processes], [int(x) for x in os.listdir(folder)]
-        times = [
-            (cpu_per_step(pids[0], local, num), cpu_per_step(pids[1], remote, num))
-            for _ in range(args.repeats)
-        ]
+    num, rates = args.num_batches[0], []
+    with rollout.remote_batches(make_collector, **options) as batches:
+        time_local(pipes, num), time_remote(batches, num)  # compiles
+        for _ in range(args.repeats):
+            rates.append((time_local(pipes, num), time_remote(batches, num)))
     local, remote = np.array(rates).T
-    columns = "", "two actors of Ray", "two plain processes", "actors / processes"
-    ratio, cpu = f"{np.median(remote / local):.2f}", np.median(times, axis=0)
-    speeds = (f"{np.median(x):,.0f}" for x in (remote, local))
-    us = f"{cpu[1]:.0f}", f"{cpu[0]:.0f}"
-    rows = ("steps/s", *speeds, ratio), ("processor time per step, us", *us, "")
-    report(args, "actors of Ray", [dict(zip(columns, x, strict=True)) for x in rows])
+    yield {
+        "": "steps/s",
+        "two actors of Ray": f"{np.median(remote):,.0f}",
+        "two plain processes": f"{np.median(local):,.0f}",
+        "actors / processes": f"{np.median(remote / local):.2f}",
+    }
     for pipe, process in zip(pipes, processes, strict=True):
         pipe.send(0)
         process.join()
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, 9, {"actors of Ray": rows}, num_batches=(20,))  # of each actor

@@ -20,6 +20,7 @@ DATA, PAGE, CHART = DOCS / "speed.json", DOCS / "speed.md", DOCS / "speed.svg"
 
 GYMNAX, BARE = "`rollout` / `gymnax loop`", "`rollout` / `bare loop`"
 RANDOM = ("random policy", "jax 0.11", "one flag of XLA")
+HOST, PLAIN = ("environments that are not JAX",), ("speed / plain loop",)
 LIBRARY = ("`HostCollector`, same environments / library",)
 LIBRARY += ("`HostCollector`, one array / library",)
 
@@ -36,6 +37,32 @@ class Peer(NamedTuple):
 
 
 PEERS = {
+    "Gymnasium: MuJoCo and Atari": {
+        "plain loop, in this process": Peer(
+            HOST, PLAIN, only="`from_gymnasium`, in this process"
+        ),
+        "plain loop, with two workers": Peer(
+            HOST, PLAIN, only="`workers`, two processes"
+        ),
+        "AsyncVectorEnv, with two workers": Peer(
+            HOST, ("speed / `AsyncVectorEnv`",), only="`workers`, two processes"
+        ),
+    },
+    "Gymnasium and EnvPool: 16 CartPoles": {
+        "plain loop that stores nothing": Peer(HOST, PLAIN, only="`HostCollector`"),
+        **{
+            name: Peer(("other libraries",), LIBRARY, only=name)
+            for name in ("Stable-Baselines3", "TorchRL", "Tianshou", "RLlib")
+        },
+        "plain processes, for actors of Ray": Peer(
+            ("actors of Ray",), ("actors / processes",)
+        ),
+    },
+    "A whole PPO, on a CPU": {
+        "PureJaxRL's script": Peer(
+            ("a whole PPO",), ("run, `rollout` / PureJaxRL",), is_time=True
+        ),
+    },
     "Collecting steps": {
         "gymnax loop, random policy": Peer(RANDOM, (GYMNAX,)),
         "gymnax loop, small network": Peer(("a network",), (GYMNAX,)),
@@ -52,25 +79,6 @@ PEERS = {
         "gymnax's RolloutWrapper": Peer(
             ("whole episodes",), ("speed, `rollout` / that", "speed, `rollout` / this")
         ),
-    },
-    "A whole PPO, on a CPU": {
-        "PureJaxRL's update": Peer(
-            ("a whole PPO",), ("time on a CPU, ours / PureJaxRL's",), is_time=True
-        ),
-    },
-    "Gymnasium and EnvPool": {
-        "plain loop that stores nothing": Peer(
-            ("environments that are not JAX",),
-            ("speed / plain loop, run 1", "speed / plain loop, run 2"),
-            only="`HostCollector`",
-        ),
-        "plain processes, for actors of Ray": Peer(
-            ("actors of Ray",), ("actors / processes",)
-        ),
-    },
-    "Gymnasium, other libraries": {
-        name: Peer(("other libraries",), LIBRARY, only=name)
-        for name in ("Stable-Baselines3", "TorchRL", "Tianshou", "RLlib")
     },
     "Recommendation": {
         "plain loop in NumPy": Peer(("recommendation",), ("`rollout` / `plain loop`",)),
@@ -119,6 +127,16 @@ def cells(data: dict[str, Any], peer: Peer) -> list[str]:
     return [f"{1 / float(x):.2f}" for x in found] if peer.is_time else found
 
 
+def lines(data: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """The lines of the chart with their cells, below their group, which has none."""
+    every = []
+    for group, peers in PEERS.items():
+        found = [(name, cells(data, peer)) for name, peer in peers.items()]
+        measured = [line for line in found if line[1]]
+        every += [(group, []), *measured] if measured else []
+    return every
+
+
 def label(found: list[str]) -> str:
     """The range of a line of the chart."""
     ends = min(found, key=float), max(found, key=float)
@@ -127,14 +145,12 @@ def label(found: list[str]) -> str:
 
 def draw(data: dict[str, Any]) -> Figure:
     """Draws the chart, one dot per setting on a logarithmic axis."""
-    lines: list[tuple[str, Peer | None]] = []
-    for group, peers in PEERS.items():
-        lines += [(group, None), *((name, peers[name]) for name in peers)]
-    figure = Figure(figsize=(9.0, 0.27 * len(lines) + 1), layout="constrained")
+    names, found = zip(*lines(data), strict=True)
+    figure = Figure(figsize=(9.0, 0.27 * len(names) + 1), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.set_xlim(0.5, 700)
-    axes.set_ylim(len(lines) - 0.5, -0.7)
+    axes.set_ylim(len(names) - 0.5, -0.7)
     axes.set_title("Speed of rollout / speed of the peer, one dot per setting")
     axes.axvspan(0.5, 1, color="#fdf0e7", zorder=0)
     axes.axvline(1, color="#1f2933", linewidth=1)
@@ -145,14 +161,13 @@ def draw(data: dict[str, Any]) -> Figure:
     axes.set_axisbelow(True)
     axes.text(0.95, -0.3, "slower", color="#c2410c", ha="right", va="center")
     axes.text(1.05, -0.3, "faster", color="#0b63b5", va="center")
-    axes.set_yticks(range(len(lines)), [name for name, _ in lines])
+    axes.set_yticks(range(len(names)), names)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     ranges = axes.secondary_yaxis("right")
     ranges.spines[:].set_visible(False)
-    found = [cells(data, peer) if peer else [] for _, peer in lines]
     texts = [label(x) if x else "" for x in found]
-    ranges.set_yticks(range(len(lines)), texts, color="#5f6c7b")
+    ranges.set_yticks(range(len(names)), texts, color="#5f6c7b")
     ranges.tick_params(length=0)
     for y, (tick, speeds) in enumerate(zip(axes.get_yticklabels(), found, strict=True)):
         tick.set_fontweight("normal" if speeds else "bold")

@@ -15,9 +15,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
-from harness import arguments, report
+from harness import run
 
 ROOT = Path(__file__).parents[2]
 CACHE = "JAX_COMPILATION_CACHE_DIR"
@@ -54,9 +56,8 @@ def seconds(code: str, variables: dict[str, str]) -> float:
     return float(out.split()[-1])
 
 
-def main() -> None:
-    """Makes the table."""
-    args = arguments(__doc__, 7)
+def rows(args: Namespace) -> Iterator[dict[str, str]]:
+    """Times each case, in turn."""
     with tempfile.TemporaryDirectory() as folder:
         runs = cases(folder)
         times = {name: [] for name in runs}
@@ -64,16 +65,13 @@ def main() -> None:
         for number in range(args.repeats + 1):
             for name, run in runs.items():
                 times[name] += [seconds(*run)] * (number > 0)
-    rows = [
-        {
+    for name, got in times.items():
+        yield {
             "": name,
             "median, s": f"{statistics.median(got):.2f}",
             "fastest, s": f"{min(got):.2f}",
         }
-        for name, got in times.items()
-    ]
-    report(args, "start", rows)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, 7, {"start": rows})

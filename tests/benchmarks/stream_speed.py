@@ -14,30 +14,24 @@ Batches of 1,024 environments and 128 steps of each, in turn in one process:
 
 import statistics
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from harness import Program, arguments, measure, report
+from harness import Program, lanes, measure, run
 
 import rollout
-from rollout import envs
 
 NUM_ENVS, NUM_STEPS = 1024, 128
 BATCH = NUM_ENVS * NUM_STEPS
 CARTPOLE, BREAKOUT = "CartPole-v1", "Breakout-MinAtar"
 
 
-def make_collector(env_id: str) -> rollout.Collector:
-    """Makes the collector of the random policy."""
-    env = envs.make_vec(env_id, NUM_ENVS)
-    return rollout.Collector(env=env, policy=rollout.random_policy(env.action_space))
-
-
 def stream(env_id: str, *, delay: float = 0.0, **options: Any) -> Program:
     """Makes a call that takes the next batch and waits for it, and then longer."""
     options = {"key": jax.random.key(0), "steps_per_batch": BATCH, **options}
-    made, stats = rollout.Stream(make_collector(env_id), **options), ()
+    made, stats = rollout.Stream(lanes(env_id, NUM_ENVS), **options), ()
 
     def step() -> None:
         nonlocal stats
@@ -51,7 +45,7 @@ def stream(env_id: str, *, delay: float = 0.0, **options: Any) -> Program:
 
 def bare(env_id: str) -> Program:
     """Makes a call of the loop that everyone writes around `collect_steps`."""
-    collector = make_collector(env_id)
+    collector = lanes(env_id, NUM_ENVS)
     carry = collector.init(jax.random.key(0))
 
     @jax.jit
@@ -120,12 +114,11 @@ def measure_pair(name: str, repeats: int, rounds: int) -> dict[str, str]:
     }
 
 
-def main() -> None:
-    """Makes the table."""
-    args = arguments(__doc__, 15, rounds=(3,))
-    rows = (measure_pair(name, args.repeats, args.rounds[0]) for name in PAIRS)
-    report(args, "streams", rows)
+def rows(args: Namespace) -> Iterator[dict[str, str]]:
+    """Times each pair."""
+    for name in PAIRS:
+        yield measure_pair(name, args.repeats, args.rounds[0])
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, 15, {"streams": rows}, rounds=(3,))

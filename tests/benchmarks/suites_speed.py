@@ -15,13 +15,14 @@ Playground goes back to the first state of the lane, which costs nothing either.
 
 import functools
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from harness import Program, arguments, measure, report
+from harness import Program, lanes, measure, rows_of, run, steps
 from jax import lax
 
 import rollout
@@ -134,26 +135,26 @@ def pgx_peer(name: str) -> Peer:
     return Peer(env.init, step, see, lambda key, obs: draw(key, obs[1]))
 
 
-def brax_loop(name: str, num_envs: int) -> tuple[Any, Any]:
-    """`brax.envs.training.wrap`, and the lanes that it starts with."""
+def brax_env(name: str) -> Any:
+    """`brax.envs.training.wrap`, which steps a batch."""
     from brax.envs import get_environment, training
 
-    env = training.wrap(get_environment(name), LIMIT)
-    return env, jax.jit(env.reset)(jax.random.split(jax.random.PRNGKey(0), num_envs))
+    return training.wrap(get_environment(name), LIMIT)
 
 
-def playground_loop(name: str, num_envs: int) -> tuple[Any, Any]:
+def playground_env(name: str) -> Any:
     """`wrap_for_brax_training`, likewise."""
     from mujoco_playground import registry, wrapper
 
     env = registry.load(name, config_overrides={"impl": "jax"})
-    env = wrapper.wrap_for_brax_training(env, episode_length=LIMIT)
-    return env, jax.jit(env.reset)(jax.random.split(jax.random.PRNGKey(0), num_envs))
+    return wrapper.wrap_for_brax_training(env, episode_length=LIMIT)
 
 
-def run_physics(env: Any, state: Any) -> Program:
+def run_physics(env: Any, num_envs: int) -> Program:
     """The loop of a suite that steps a batch."""
-    shape = *state.reward.shape, env.action_size
+    reset_keys = jax.random.split(jax.random.PRNGKey(0), num_envs)
+    start = jax.jit(env.reset)(reset_keys), jax.random.key(1)
+    shape = num_envs, env.action_size
 
     def step(carry: tuple, _: None) -> tuple:
         state, key = carry
@@ -168,7 +169,7 @@ def run_physics(env: Any, state: Any) -> Program:
         return (state, key), (obs, action, state.reward, *flags, state.obs, *totals)
 
     loop = jax.jit(lambda carry: lax.scan(step, carry, length=NUM_STEPS))
-    return functools.partial(loop, (state, jax.random.key(1)))
+    return functools.partial(loop, start)
 
 
 def draw(key: jax.Array, mask: jax.Array) -> jax.Array:
@@ -209,20 +210,8 @@ def run_ours(env_id: str, num_envs: int, mask_fn: Callable | None) -> Program:
     env = envs.make(env_id)
     if env_id.startswith(("brax", "playground")):
         env = envs.TimeLimit(env, LIMIT)
-    env = envs.vectorize(env, num_envs)
     policy = rollout.random_policy(env.action_space, mask_fn=mask_fn)
-    collector = rollout.Collector(env=env, policy=policy)
-
-    @jax.jit
-    def run(carry: rollout.Carry) -> Any:
-        carry, t = collector.collect_steps(carry, None, NUM_STEPS)
-        flags, totals = (
-            (t.terminated, t.truncated),
-            (t.episode_return, t.episode_length),
-        )
-        return carry, (t.obs, t.action, t.reward, *flags, t.next_obs, *totals)
-
-    return functools.partial(run, collector.init(jax.random.key(0)))
+    return steps(lanes(env, num_envs, policy), NUM_STEPS, read=rows_of)
 
 
 def run_game(env_id: str, num_envs: int) -> Program:
@@ -233,23 +222,21 @@ def run_game(env_id: str, num_envs: int) -> Program:
     policy = rollout.agents.policy_map(
         {"all": policy}, rollout.agents.fixed_mapping("all"), env
     )
-    collector = rollout.Collector(env=env, policy=policy)
 
-    @jax.jit
-    def run(carry: rollout.Carry) -> Any:
-        carry, t = collector.collect_steps(carry, {"all": None}, NUM_STEPS)
+    def read(t: rollout.Transition) -> tuple:
         obs = jax.tree.map(lambda x: x[:, :, 0], t.obs["players"])
         successor = t.next_obs["players"]["observation"][:, :, 0]
         flags, info = (t.terminated, t.truncated), t.info.agents
         action = t.action["players"], info.reward
         totals = info.agent_return, t.episode_length
-        return carry, (obs, *action, *flags, successor, *totals)
+        return obs, *action, *flags, successor, *totals
 
-    return functools.partial(run, collector.init(jax.random.key(0)))
+    collector = rollout.Collector(env=env, policy=policy)
+    return steps(collector, NUM_STEPS, {"all": None}, read)
 
 
-LOOPS = {"brax": brax_loop, "playground": playground_loop}
-# Of each suite what makes its loop, how an allowed action is found, and environments.
+PHYSICS = {"brax": brax_env, "playground": playground_env}
+# What makes the suite's own functions, the mask of allowed actions, and environments.
 SUITES = {
     "brax": (None, None, ("inverted_pendulum", "reacher")),
     "jumanji": (
@@ -277,19 +264,22 @@ def make_programs(suite: str, name: str, num_envs: int) -> dict[str, Program]:
         ours = run_game(env_id, num_envs)
     else:
         ours = run_ours(env_id, num_envs, mask_fn)
-    if make_peer is None:
-        return {"ours": ours, "theirs": run_physics(*LOOPS[suite](name, num_envs))}
-    return {"ours": ours, "theirs": run_peer(make_peer(name), num_envs)}
+    if suite in PHYSICS:
+        theirs = run_physics(PHYSICS[suite](name), num_envs)
+    else:
+        theirs = run_peer(make_peer(name), num_envs)
+    return {"ours": ours, "theirs": theirs}
 
 
-def rows(suites: list[str], sizes: list[int], repeats: int) -> Iterator[dict[str, str]]:
+def rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Times each environment of each suite."""
-    for suite in suites:
+    for suite in args.only:
         for name in SUITES[suite][2]:
-            for num_envs in sizes:
+            for num_envs in args.num_envs:
                 with warnings.catch_warnings(), jax.numpy_rank_promotion("allow"):
                     warnings.simplefilter("ignore")
-                    taken = measure(make_programs(suite, name, num_envs), repeats)
+                    programs = make_programs(suite, name, num_envs)
+                    taken = measure(programs, args.repeats)
                 rate = num_envs * NUM_STEPS / taken["ours"].wall / 1e3
                 ratio = taken["theirs"].wall / taken["ours"].wall
                 yield {
@@ -300,11 +290,5 @@ def rows(suites: list[str], sizes: list[int], repeats: int) -> Iterator[dict[str
                 }
 
 
-def main() -> None:
-    """Makes the table."""
-    args = arguments(__doc__, 15, only=tuple(SUITES), num_envs=(256,))
-    report(args, "suites", rows(args.only, args.num_envs, args.repeats))
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, 15, {"suites": rows}, only=tuple(SUITES), num_envs=(256,))
