@@ -2,7 +2,8 @@
 
 An agent's action is answered at its next turn, at its own end, or at the end of the
 episode. Until then it is *pending*: it may be taken in one window of steps and answered
-in another.
+in another. Steps at which an agent has no pending action have a row only if its rows
+last until the end of the episode.
 """
 
 from collections.abc import Mapping
@@ -91,49 +92,68 @@ def init_agent_transitions(
 
 
 def agent_transitions(
-    pending: Pending | tuple[()], trajectory: Transition
+    pending: Pending | tuple[()], trajectory: Transition, *, end: str = "agent"
 ) -> tuple[Pending | tuple[()], AgentRows]:
     """Turns a trajectory into each agent's transitions, inside or outside of `jit`.
 
     A transition stands at the step where the agent's action is answered: at its next
     turn, at its own end or at the end of the episode. Its `reward` is the sum of the
-    agent's rewards since the action, its `next_obs` the agent's own next observation,
-    and its flags say how the agent ended, or else how the episode did. The next call
-    answers the actions that are pending at the end of the trajectory: none is lost, and
-    none comes twice. Rewards before an agent's first action and after its end belong to
-    no transition.
+    agent's rewards since the action, and its `next_obs` the agent's own next
+    observation. The next call answers the actions that are pending at the end of the
+    trajectory: none is lost, and none comes twice.
+
+    `end` says how long an agent has transitions:
+
+    - "agent": until its own end. Flags say how the agent ended, or else how the episode
+      did. Rewards before its first action and after its end are in no transition: right
+      where whoever is out has nothing left to win.
+    - "episode": until the episode ends, with the flags of the episode only. At a step
+      at which the agent has no action to answer, because it has ended or has not acted
+      yet, there is a transition with that step's reward, and `extras["acting"]` is
+      False. So an agent that falls earns what its team wins later: right where agents
+      cooperate. Learn values from all transitions, and the policy from those where
+      `acting` is True.
 
     Args:
         pending: from `init_agent_transitions` or the previous call.
         trajectory: `[T, B, ...]`, the steps that follow, each passed once.
             An episode may be given up in between, as `collect_episodes` does.
+        end: "agent" or "episode", the same in all calls.
 
     Returns:
         The new `pending`, and the transitions by group, `[T, B * A_g, ...]`, agent i of
-        lane b in column `b * A_g + i`; where no action is answered `mask` is False.
-        Their `episode_return` and `episode_length` count the agent's transitions so
-        far, `info` is `()`, and `accumulated` has the `PerAgent` values. Their `extras`
-        are those of the policies with `policy_id`, `policy_index` for `for_policy`, and
-        `stale_next_obs`, `[T, B * A_g]` bool: the episode ended without an observation
-        for the agent, and `next_obs` repeats its last one.
+        lane b in column `b * A_g + i`; `mask` is False where there is none. Their
+        `episode_return` is the sum of the agent's transitions in the episode so far.
+        `episode_length` counts its actions, and with "episode" the steps of the
+        episode. `info` is `()`, and `accumulated` has the `PerAgent` values. Their
+        `extras` are those of the policies with `policy_id`, `policy_index` for
+        `for_policy`, and two of `[T, B * A_g]` bool: `acting`, the transition has an
+        action of the agent; and `stale_next_obs`, the episode ended without an
+        observation for the agent, and `next_obs` repeats its last one.
 
     Raises:
-        ValueError: if the trajectory is not one of several agents, or `pending` is of
+        ValueError: if `end` is not as above, the trajectory is not one of several
+            agents, or `pending` is of
             another collector; outside of `jit`, if the trajectory does not follow on
             `pending`, but repeats steps or leaves some out. Inside, `Pending.num_gaps`
             counts this; where every agent acts at every step it goes unnoticed.
     """
-    info = agents_of(trajectory)
+    if end not in ("agent", "episode"):
+        raise ValueError(f'`end` must be "agent" or "episode", got {end!r}.')
+    info, to_end = agents_of(trajectory), end == "episode"
     if info.layout.simultaneous:
+        here = jnp.broadcast_to(trajectory.mask[..., None], info.reward.shape)
+        acting = info.acted & here
         answers = _Answers(
-            mask=info.acted & trajectory.mask[..., None],
+            mask=here if to_end else acting,
+            acting=acting,
             reward=info.reward,
             total=info.agent_return,
             is_stale=jnp.zeros(info.reward.shape, bool),
         )
         return (), {
-            group.name: _rows(trajectory, answers, group, _source(trajectory, group))
-            for group in info.layout.groups
+            x.name: _rows(trajectory, answers, x, _source(trajectory, x), to_end)
+            for x in info.layout.groups
         }
     lanes = trajectory.mask.shape[1:]
     if not isinstance(pending, Pending) or pending.episode_id.shape != lanes:
@@ -146,7 +166,7 @@ def agent_transitions(
     what = "`pending` must be of `init_agent_transitions` of this collector"
     checks.same(what, sources, pending.source)
     pending = _follow(pending, trajectory)
-    pending, answers, taken_at = _match(pending, trajectory, info)
+    pending, answers, taken_at = _match(pending, trajectory, info, to_end)
     sources, rows = {}, {}
     for group in info.layout.groups:
         # Index 0 has the pending actions, index t + 1 those of step t.
@@ -157,7 +177,7 @@ def agent_transitions(
         )
         at = taken_at[..., list(group.members)]
         found = _rows_at(stacked, at)
-        rows[group.name] = _rows(trajectory, answers, group, found)
+        rows[group.name] = _rows(trajectory, answers, group, found, to_end)
         sources[group.name] = jax.tree.map(lambda x: x[-1], found)
     return pending.replace(source=sources), rows
 
@@ -213,11 +233,12 @@ def agents_of(transition: Transition) -> AgentInfo:
 
 
 class _Answers(NamedTuple):
-    """Answers to the agents' actions, `[T, B, A]`."""
+    """Where the agents have transitions, `[T, B, A]`."""
 
-    mask: jax.Array  # bool, an action is answered here
-    reward: jax.Array  # float32, sum since that action
-    total: jax.Array  # float32, sum of the agent's answers in the episode so far
+    mask: jax.Array  # bool, there is a transition
+    acting: jax.Array  # bool, it answers an action
+    reward: jax.Array  # float32, sum since that action, or of this step
+    total: jax.Array  # float32, sum of the agent's transitions in the episode so far
     is_stale: jax.Array  # bool, the answer has no observation
 
 
@@ -268,13 +289,15 @@ def _follow(pending: Pending, trajectory: Transition) -> Pending:
 
 
 def _match(
-    pending: Pending, trajectory: Transition, info: AgentInfo
+    pending: Pending, trajectory: Transition, info: AgentInfo, to_end: bool
 ) -> tuple[Pending, _Answers, jax.Array]:
     """Matches answers and actions, step by step.
 
+    With `to_end`, steps without a pending action answer themselves.
+
     Returns:
         The new `pending` with the old `source`; the answers; and `[T, B, A]` int32, the
-        step of the latest action: t + 1 for step t, 0 for one before the trajectory.
+        step that is answered: t + 1 for step t, 0 for one before the trajectory.
     """
 
     def step(state: tuple, now: tuple) -> tuple:
@@ -287,12 +310,15 @@ def _match(
         # answered, all in one step.
         acted = agents.acted & mask
         is_open = (is_open & is_same) | acted
-        reward = jnp.where(acted, 0.0, reward) + jnp.where(mask, agents.reward, 0.0)
-        taken_at = jnp.where(acted, number + 1, taken_at)
+        begins = acted | (mask & ~is_open) if to_end else acted
+        reward = jnp.where(begins, 0.0, reward) + jnp.where(mask, agents.reward, 0.0)
+        taken_at = jnp.where(begins, number + 1, taken_at)
         answered = is_open & mask & (row.done[:, None] | ~agents.waiting)
-        total = jnp.where(is_same, total, 0.0) + jnp.where(answered, reward, 0.0)
+        here = answered | (mask & ~is_open) if to_end else answered
+        total = jnp.where(is_same, total, 0.0) + jnp.where(here, reward, 0.0)
         # Answered while it waits: the episode ended without an observation for it.
-        answers = _Answers(answered, reward, total, answered & agents.waiting)
+        is_stale = answered & agents.waiting
+        answers = _Answers(here, answered, reward, total, is_stale)
         is_open &= ~answered
         return (is_open, reward, total, taken_at, row.episode_id), (answers, taken_at)
 
@@ -332,17 +358,25 @@ def _rows(
     answers: _Answers,
     group: AgentGroup,
     source: tuple[ArrayTree, ArrayTree, dict[str, Any]],
+    to_end: bool,
 ) -> Transition:
     """Makes the transitions of a group, `[T, B * A_g, ...]`."""
     info: Any = trajectory.info.agents
     members = list(group.members)
     obs, action, extras = source
-    mask, reward, total, is_stale = (x[..., members] for x in answers)
-    terminated, truncated = info.terminated[..., members], info.truncated[..., members]
-    # The episode's ending is that of the agents that had not ended before.
-    goes_on = ~(terminated | truncated)
-    terminated |= goes_on & trajectory.terminated[..., None]
-    truncated |= goes_on & trajectory.truncated[..., None]
+    mask, acting, reward, total, is_stale = (x[..., members] for x in answers)
+    terminated, truncated = (
+        trajectory.terminated[..., None],
+        trajectory.truncated[..., None],
+    )
+    length = trajectory.episode_length[..., None]
+    if not to_end:
+        # The episode's ending is that of the agents that had not ended before.
+        ended = info.terminated[..., members], info.truncated[..., members]
+        goes_on = ~(ended[0] | ended[1])
+        terminated = ended[0] | (goes_on & terminated)
+        truncated = ended[1] | (goes_on & truncated)
+        length = info.agent_length[..., members]
     next_obs = trajectory.next_obs[group.name]
     if not info.layout.simultaneous:
         next_obs = jax.tree.map(
@@ -362,8 +396,8 @@ def _rows(
         mask=mask,
         episode_id=jnp.broadcast_to(trajectory.episode_id[..., None], mask.shape),
         episode_return=total,
-        episode_length=info.agent_length[..., members],
-        extras={**extras, "stale_next_obs": is_stale},
+        episode_length=jnp.broadcast_to(length, mask.shape),
+        extras={**extras, "acting": acting, "stale_next_obs": is_stale},
         info=(),
         accumulated=_accumulated(trajectory.accumulated, members),
     )
