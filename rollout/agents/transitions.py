@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from rollout import checks, platform
 from rollout.collector import Collector
-from rollout.envs.multi_agent import AgentGroup, AgentInfo, layout_of
+from rollout.envs.multi_agent import AgentGroup, AgentInfo, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
 from rollout.types import Carry, PerAgent, Transition
 
@@ -39,6 +39,7 @@ class Pending(struct.PyTreeNode, kw_only=True):
             before had ended, over all calls; such a lane loses its pending actions.
             Counted only inside `jit`: outside, a gap raises.
         source: `(obs, action, extras)` of the action, each `{group: [B, A_g, ...]}`.
+        layout: the agents.
     """
 
     is_open: jax.Array  # [B, A]
@@ -48,6 +49,7 @@ class Pending(struct.PyTreeNode, kw_only=True):
     episode_length: jax.Array  # [B]
     num_gaps: jax.Array  # ()
     source: dict[str, tuple[ArrayTree, ...]]  # {group: [B, A_g, ...]}
+    layout: AgentLayout = struct.field(pytree_node=False)
 
 
 def init_agent_transitions(
@@ -83,6 +85,7 @@ def init_agent_transitions(
             episode_length=transition.episode_length,
             num_gaps=jnp.int32(0),
             source={group.name: _source(transition, group) for group in layout.groups},
+            layout=layout,
         )
 
     shapes = jax.eval_shape(step, carry, params)
@@ -180,6 +183,47 @@ def agent_transitions(
         rows[group.name] = _rows(trajectory, answers, group, found, to_end)
         sources[group.name] = jax.tree.map(lambda x: x[-1], found)
     return pending.replace(source=sources), rows
+
+
+def last_values(
+    pending: Pending | tuple[()], values: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Returns the values that follow the last transitions, for `next_values`.
+
+    Where an action is pending, that is the `value` which the policy recorded with it.
+
+        pending, rows = rollout.agents.agent_transitions(pending, trajectory)
+        last = rollout.agents.last_values(pending, value_fn(params, carry.obs, memory))
+        next_value = rollout.next_values(rows["agents"], last["agents"])
+
+    Args:
+        pending: from `agent_transitions`.
+        values: by group `[B, A_g]` float, those of the observations of the carry after
+            the trajectory.
+
+    Returns:
+        By group `[B * A_g]` float.
+
+    Raises:
+        ValueError: if an action is pending that the policy recorded no `value` for.
+    """
+    if not isinstance(pending, Pending):
+        return {name: value.reshape(-1) for name, value in values.items()}
+    last = {}
+    for group in pending.layout.groups:
+        if group.name not in values:
+            continue
+        extras = pending.source[group.name][2]
+        if "value" not in extras:
+            raise ValueError(
+                "`pending` must have the `value` of each pending action among the "
+                f"policy's extras, got {', '.join(extras) or 'none'} of the group "
+                f"{group.name!r}."
+            )
+        is_open = pending.is_open[:, list(group.members)]
+        value = jnp.where(is_open, extras["value"], values[group.name])
+        last[group.name] = value.reshape(-1)
+    return last
 
 
 def for_policy(rows: AgentRows, name: str) -> AgentRows:
@@ -324,7 +368,7 @@ def _match(
 
     # Observations and actions stay out of the loop: `taken_at` says where to read them.
     rows = trajectory.replace(obs=(), next_obs=(), action=(), extras=(), info=())
-    rows = rows.replace(accumulated=())
+    rows = rows.replace(accumulated=(), final_value=())
     numbers = jnp.arange(trajectory.mask.shape[0], dtype=jnp.int32)
     start = (
         pending.is_open,
@@ -386,6 +430,15 @@ def _rows(
             obs,
             next_obs,
         )
+    final_value: Any = trajectory.final_value
+    if isinstance(final_value, Mapping):
+        final_value = final_value.get(group.name, ())
+    elif not isinstance(final_value, tuple):  # one value for all agents
+        final_value = jnp.broadcast_to(final_value[..., None], mask.shape)
+    if not isinstance(final_value, tuple):
+        if "value" in extras:  # where `next_obs` repeats `obs`
+            final_value = jnp.where(is_stale, extras["value"], final_value)
+        final_value = jnp.where(truncated & ~terminated & mask, final_value, 0.0)
     rows = Transition(
         obs=obs,
         action=action,
@@ -400,6 +453,7 @@ def _rows(
         extras={**extras, "acting": acting, "stale_next_obs": is_stale},
         info=(),
         accumulated=_accumulated(trajectory.accumulated, members),
+        final_value=final_value,
     )
     return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), rows)
 
