@@ -81,6 +81,10 @@ class _VectorizedAgents(VectorWrapper):
         return {x.name: tuple(self.agents[i] for i in x.members) for x in groups}
 
     @property
+    def simultaneous(self) -> bool:
+        return layout_of(self.env).simultaneous
+
+    @property
     def observation_spaces(self) -> dict[str, AnySpace]:
         stacked = self.observation_space.spaces
         return {name: stacked[name].space for name in self.groups}
@@ -103,6 +107,8 @@ class _Joint(Wrapper):
 
     env: MultiAgentEnv
     layout: AgentLayout = struct.field(pytree_node=False)
+
+    for_agents = "all"
 
     @property
     def observation_space(self) -> AnySpace:

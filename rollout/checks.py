@@ -313,15 +313,26 @@ def recorded(before: Transition, after: Any) -> None:
             )
 
 
-def values(value: Any, num_obs: int) -> None:
-    """Checks that there is one float per observation."""
-    is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
-    if jnp.shape(value) != (num_obs,) or not is_float:
-        raise ValueError(
-            "`value_fn` must return one float per observation, of shape "
-            f"({num_obs},), got {describe(value)}; it is called with only those "
-            "observations that need a value."
-        )
+def values(value: Any, obs: ArrayTree) -> None:
+    """Checks that there is one float per observation, or one per agent by group."""
+    want = {"": jax.tree.leaves(obs)[0].shape[:1]}
+    if isinstance(value, Mapping):
+        groups = obs if isinstance(obs, Mapping) else {}
+        want = {name: jax.tree.leaves(x)[0].shape[:2] for name, x in groups.items()}
+    for name, x in value.items() if isinstance(value, Mapping) else [("", value)]:
+        if name not in want:
+            raise ValueError(
+                "`value_fn` must return one value for each agent in a dict by group, "
+                f"{', '.join(sorted(want)) or 'here none'}, got the group {name!r}."
+            )
+        is_float = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        if jnp.shape(x) != want[name] or not is_float:
+            where = f" for the group {name!r}" if name else ""
+            raise ValueError(
+                "`value_fn` must return one float per observation, of shape "
+                f"{want[name]}{where}, got {describe(x)}; it is called with only "
+                "those observations that need a value."
+            )
 
 
 def policy_init(state: ArrayTree, num_envs: int) -> None:

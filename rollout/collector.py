@@ -90,7 +90,9 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             have them in `accumulated`.
         value_fn: the value of observations, `(params, obs, policy_state)` to `[K]`
             float, each computed on its own; `policy_state` is `()` for a policy without
-            one. It is called for the few lanes whose episode was truncated, and its
+            one. With several agents it may return one value for each, a dict by group
+            of `[K, A_g]`; `rollout.agents.policy_state` reads the state of a policy
+            map. It is called for the few lanes whose episode was truncated, and its
             result is `final_value` of transitions, for `next_values`. No derivative
             passes through it.
     """

@@ -6,6 +6,8 @@ or of the window bootstraps from `next_value` instead, unless the task terminate
 All functions are jitted, so that a notebook may call them as they are.
 """
 
+from collections.abc import Mapping
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,8 @@ def next_values(trajectory: Transition, last_value: jax.Array) -> jax.Array:
     Args:
         trajectory: `[T, B, ...]` of a collector with a `value_fn`, with V(obs) in
             `extras["value"]`, `[T, B]` float.
-        last_value: `[B]` float, V(obs) of the carry after the last step.
+        last_value: `[B]` float, V(obs) of the carry after the last step; for the rows
+            of agents see `rollout.agents.last_values`.
 
     Returns:
         `[T, B]` float, the `next_value` of `gae`, `lambda_returns` and
@@ -48,6 +51,12 @@ def next_values(trajectory: Transition, last_value: jax.Array) -> jax.Array:
         raise ValueError(
             "`trajectory` must have `final_value`, got none: `Collector(value_fn=...)` "
             "records it. Without one, compute V(next_obs) from `next_obs`."
+        )
+    if isinstance(trajectory.final_value, Mapping):
+        raise ValueError(
+            "`trajectory` must be the rows of one group where `value_fn` returns one "
+            "value per agent, got those of whole steps: call "
+            "`rollout.agents.agent_transitions` first."
         )
     _check(trajectory, value, trajectory.final_value)
     chex.assert_shape(last_value, value.shape[1:])

@@ -50,7 +50,8 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
             for the episode, this step included; `()` if it has none.
         final_value: `[T, B]` float, the value of `next_obs` where the episode was
             `truncated` and not `terminated`, 0 elsewhere; `()` if the collector has no
-            `value_fn`.
+            `value_fn`. With several agents it may be `[T, B, A_g]` by group, and is
+            also there where an agent alone was truncated.
     """
 
     obs: ObsT  # [T, B, ...]
@@ -66,7 +67,7 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
     extras: ArrayTree  # [T, B, ...]
     info: ArrayTree  # [T, B, ...]
     accumulated: ArrayTree = ()  # [T, B, ...]
-    final_value: ArrayTree = ()  # [T, B]
+    final_value: ArrayTree = ()  # [T, B], or by group [T, B, A_g]
 
     @property
     def done(self) -> jax.Array:
@@ -79,8 +80,9 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
         return self.episode_length == 1
 
 
-# `(params, obs, policy_state)` to `[K]` float; see `Collector.value_fn`.
-ValueFn = Callable[[Any, Any, Any], jax.Array]
+# `(params, obs, policy_state)` to `[K]` float, or by group `[K, A_g]`; see
+# `Collector.value_fn`.
+ValueFn = Callable[[Any, Any, Any], ArrayTree]
 
 RecordFn = Callable[[Transition[ObsT, ActionT]], Transition[ObsT, ActionT]]
 

@@ -109,6 +109,9 @@ def check_agents(names, out):
     assert int(won[0]) > 64 * 64 // 9 - 64  # a game has at most nine moves
     assert -1 < float(won[1]) < 1
     assert names["mine"].mask.any()
+    advantage, acting = names["advantage"], names["team_rows"].extras["acting"]
+    assert advantage.shape == acting.shape == (32, 64 * 3)
+    assert np.isfinite(names["loss"](names["team_rows"], advantage, 1.0, advantage))
     assert names["mine"].reward.shape == (64, 64)
     won_of = dict.fromkeys(range(64))  # the last game that ended, by lane
     rows, returns = jax.device_get((names["mine"], names["returns"]))
@@ -326,6 +329,8 @@ each_with_code = pytest.mark.parametrize(
 def test_code_runs_block_by_block(name, request, capsys, tmp_path, monkeypatch):
     if name not in OPTIMIZED:
         request.getfixturevalue("quick_compile")
+    if name == "docs/agents.md":  # JaxMARL's MPE adds arrays of different ranks
+        request.getfixturevalue("rank_promotion")
     monkeypatch.chdir(tmp_path)  # some of it writes files
     for logger in LOGGERS:
         monkeypatch.setitem(sys.modules, logger, mock.MagicMock())

@@ -38,6 +38,7 @@ LADDER = (
 # Rooms that know more of environments than the contract, and what.
 KINDS = {
     "agents": {"envs.multi_agent"},
+    "kernel": {"envs.multi_agent"},
     "host": {
         "envs.host.observation_check",
         "envs.host.ownership",

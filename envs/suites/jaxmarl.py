@@ -24,8 +24,8 @@ from rollout.envs.optional_import import load
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree
 
-_LIMIT = "max_steps"
-_TIMES = ("step", "time", "t")
+# Time limits of the suite, and the counts of steps in its states that reach them.
+_LIMITS = {"max_steps": ("step", "time", "t"), "num_outer_steps": ("outer_t",)}
 _MASKS = ("get_avail_actions", "get_legal_moves")  # the second is Hanabi's
 _WORLD = "world_state"
 
@@ -52,23 +52,25 @@ def from_jaxmarl(
             each is called like its agents without their numbers ("adversary" for
             "adversary_0" and "adversary_1"), or like its first agent if these names
             are ambiguous.
-        limit_field: the name of the time limit in `env`, by default `max_steps`, if
-            there is one.
+        limit_field: the name of the time limit in `env`; by default `max_steps`, or
+            `num_outer_steps` of coin_game, if there is one.
         time_field: the name of the steps taken in the state, or in its `state`; by
-            default `step`, `time` or `t`.
+            default `step`, `time` or `t`, or `outer_t` of coin_game.
 
     Returns:
         A `MultiAgentEnv` that returns the true successor and keeps the two endings
         apart. Its state is JaxMARL's own.
 
     Raises:
-        TypeError: if `env` lacks one of these methods.
+        TypeError: if `env` lacks one of these methods, or is in one of JaxMARL's
+            wrappers.
         ValueError: if a group is empty or its agents have different spaces; if there is
             no such `limit_field` or `time_field`; if `reset`, or while tracing
             `step_env`, does not return dicts by the names of the agents.
     """
     needed = ("agents", "reset", "step_env", "action_space", "observation_space")
     check_methods(env, "JaxMARL", needed)
+    _check_bare(env)
     obs, state = jax.eval_shape(env.reset, _key())
     _check_names("reset", "observations", obs, env.agents)
     groups = _group(env) if groups is None else groups
@@ -240,6 +242,18 @@ def _group(env: Any) -> dict[str, list[str]]:
     return dict(zip(begins if is_clear else [x[0] for x in alike], alike, strict=True))
 
 
+def _check_bare(env: Any) -> None:
+    """Refuses JaxMARL's wrappers, which change only the `step` that is never called."""
+    if any(kind.__name__ == "JaxMARLWrapper" for kind in type(env).__mro__):
+        raise TypeError(
+            "`env` must be an environment of JaxMARL without its wrappers, got "
+            f"{type(env).__name__}. Instead of `LogWrapper` and its like use the "
+            "returns of `rollout.agents.summarize_agents`, and an `Accumulator` for "
+            "other figures; `rollout.envs.vectorize_agents` stands for "
+            "`CTRolloutManager`, and observations have the `world_state`."
+        )
+
+
 def _check_names(method: str, what: str, value: Any, names: Sequence[str]) -> None:
     """Checks that the result of a method is a dict with these names."""
     if not isinstance(value, Mapping) or not set(names) <= set(value):
@@ -303,21 +317,23 @@ def _find_limit(
 ) -> tuple[str | None, str | None]:
     """Returns the names of the time limit and of the time, or None without a limit."""
     is_asked = limit_field is not None or time_field is not None
-    limit_field = limit_field or _LIMIT
-    if getattr(env, limit_field, None) is None:
+    known = _LIMITS if limit_field is None else (limit_field,)
+    found = [name for name in known if getattr(env, name, None) is not None]
+    if not found:
         if is_asked:
             raise ValueError(
-                f"`limit_field` must be a field of `env`, got {limit_field!r} and "
-                f"{type(env).__name__}."
+                f"`limit_field` must be a field of `env`, got {' or '.join(known)!r} "
+                f"and {type(env).__name__}."
             )
         return None, None
-    for name in _TIMES if time_field is None else (time_field,):
+    times = _LIMITS.get(found[0], _LIMITS["max_steps"])
+    for name in times if time_field is None else (time_field,):
         if _time(state, name) is not None:
-            return limit_field, name
+            return found[0], name
     if is_asked:
         raise ValueError(
             "`time_field` must be a field of the state, got "
-            f"{time_field or ' or '.join(_TIMES)!r} and {type(state).__name__}."
+            f"{time_field or ' or '.join(times)!r} and {type(state).__name__}."
         )
     return None, None
 

@@ -10,6 +10,7 @@ from rollout.envs.wrappers.endings import EndOnFault, ForceLength, TimeLimit
 from rollout.envs.wrappers.history import History, NoRepeat
 from rollout.envs.wrappers.normalize import NormalizeObs, NormalizeReward
 from rollout.envs.wrappers.observations import (
+    AgentNumber,
     FrameStack,
     ObserveInfo,
     ObservePrevious,
@@ -19,6 +20,7 @@ from rollout.envs.wrappers.rewards import TransformReward
 
 __all__ = [
     "ActionRepeat",
+    "AgentNumber",
     "EndOnFault",
     "ForceLength",
     "FrameStack",

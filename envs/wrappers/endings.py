@@ -1,11 +1,14 @@
 """`TimeLimit`, `ForceLength`, `EndOnFault`: wrappers that change endings."""
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks
+from rollout.envs.multi_agent import MultiAgentStep
 from rollout.envs.types import ArrayTree, EnvStep
 from rollout.envs.vectorize import cast_step
 from rollout.envs.wrappers.wrapper import Wrapper, WrapperState, with_names
@@ -15,7 +18,8 @@ class TimeLimit(Wrapper):
     """Truncates an episode after `num_steps` steps, if it has not ended before.
 
     The environment's own flags stay set: it may truncate earlier, and at the limit both
-    flags are set if it also terminates there.
+    flags are set if it also terminates there. With several agents it truncates the
+    episode of all.
 
     Attributes:
         env: the environment.
@@ -27,23 +31,29 @@ class TimeLimit(Wrapper):
 
     num_steps: int = struct.field(pytree_node=False)
 
+    for_agents = "all"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.int_between("num_steps", self.num_steps)
 
-    def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode: `(state, obs)`."""
-        state, obs = self.env.reset(key)
-        return WrapperState(env_state=state, memory=jnp.zeros((), jnp.int32)), obs
+    def reset(self, key: chex.PRNGKey) -> tuple:
+        """Starts an episode: `(state, obs)`, or with several agents and `acting`."""
+        state, *shown = self.env.reset(key)
+        memory = jnp.zeros((), jnp.int32)
+        return WrapperState(env_state=state, memory=memory), *shown
 
-    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
         """Takes one step, and truncates at the limit."""
-        result = cast_step(self.env.step(key, state.env_state, action))
+        result = self.env.step(key, state.env_state, action)
         num_taken = state.memory + 1
-        return result.replace(
-            state=WrapperState(env_state=result.state, memory=num_taken),
-            truncated=result.truncated | (num_taken >= self.num_steps),
-        )
+        is_over = num_taken >= self.num_steps
+        state = WrapperState(env_state=result.state, memory=num_taken)
+        if isinstance(result, MultiAgentStep):
+            cut = result.episode_truncated | is_over
+            return result.replace(state=state, episode_truncated=cut)
+        result = cast_step(result)
+        return result.replace(state=state, truncated=result.truncated | is_over)
 
 
 class ForceLength(Wrapper):

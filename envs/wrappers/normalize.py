@@ -1,7 +1,7 @@
 """`NormalizeObs`, `NormalizeReward`: normalise by running statistics of all lanes."""
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import chex
 import jax
@@ -21,7 +21,7 @@ from rollout.envs.types import (
 )
 from rollout.envs.wrappers import running_stats
 from rollout.envs.wrappers.running_stats import Statistics
-from rollout.envs.wrappers.wrapper import VectorWrapper, with_names
+from rollout.envs.wrappers.wrapper import VectorWrapper, has_agents, with_names
 
 
 class NormalizeState(struct.PyTreeNode, kw_only=True):
@@ -64,9 +64,6 @@ class _Normalizer(VectorWrapper, kw_only=True):
         """
         return self.replace(statistics=env_state.statistics.value)
 
-    def _take_in(self, old: Statistics, value: ArrayTree) -> Statistics:
-        return self.statistics or running_stats.updated(old, value)
-
 
 class NormalizeObs(_Normalizer):
     """Normalises observations by the mean and variance of all observations so far.
@@ -91,13 +88,16 @@ class NormalizeObs(_Normalizer):
 
     Attributes:
         env: `B` environments side by side, made by `vectorize`. Observations may be a
-            pytree; a leaf that is not of floats becomes float32.
+            pytree: integers become float32, and flags, such as a mask of actions, stay
+            as they are. Or simultaneous ones of several agents, made by
+            `vectorize_agents`: all agents of a group share their statistics.
         epsilon: added to the variance, above 0, in squared units of the observation.
         statistics: fixed statistics, set by `freeze`; None if they are learnt.
 
     Raises:
-        ValueError: if `env` is a single environment or `epsilon` is not above 0; while
-            tracing, if `info` is not a dict or already has one of the two names.
+        ValueError: if `env` is a single environment or one of agents that take turns,
+            or `epsilon` is not above 0; while tracing, if `info` is not a dict or
+            already has one of the two names.
 
     Source:
         "Updating formulae and a pairwise algorithm for computing sample variances"
@@ -105,21 +105,36 @@ class NormalizeObs(_Normalizer):
         Gymnasium's `NormalizeObservation`.
     """
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if has_agents(self.env) and not self.simultaneous:
+            raise ValueError(
+                "`env` must be an environment whose agents act at every step for "
+                "`NormalizeObs`: others have no observation at some steps."
+            )
+
     @property
     def observation_space(self) -> AnySpace:
         """Space of one lane's observation: unbounded."""
+        return _space_of(self._shapes(), 1)
+
+    @property
+    def observation_spaces(self) -> dict[str, AnySpace]:
+        """Space of one agent's observation, by group: unbounded."""
+        shapes: Any = self._shapes()
+        return {name: _space_of(shapes[name], 2) for name in self.groups}
+
+    def _shapes(self) -> ArrayTree:
         keys = jax.eval_shape(
             lambda: jax.random.split(jax.random.key(0), self.num_envs)
         )
-        obs = jax.eval_shape(self.reset, keys)[1]
-        return space_of(
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), obs)
-        )
+        return jax.eval_shape(self.reset, keys)[1]
 
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, raw_obs = self.env.reset(keys)
-        statistics = self._take_in(running_stats.prior(raw_obs), raw_obs)
+        prior = running_stats.prior(_numbers(raw_obs), self._num_axes)
+        statistics = self._take_in(prior, raw_obs)
         state = NormalizeState(
             env_state=env_state, memory=raw_obs, statistics=Shared(statistics)
         )
@@ -131,7 +146,11 @@ class NormalizeObs(_Normalizer):
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
         statistics = self._take_in(state.statistics.value, result.obs)
-        raw = {"raw_obs": state.memory, "raw_next_obs": result.obs}
+        raw, info = {"raw_obs": state.memory, "raw_next_obs": result.obs}, result.info
+        if has_agents(self.env):
+            info = info.replace(env=with_names(info.env, raw))
+        else:
+            info = with_names(info, raw)
         return result.replace(
             state=NormalizeState(
                 env_state=result.state,
@@ -139,7 +158,7 @@ class NormalizeObs(_Normalizer):
                 statistics=Shared(statistics),
             ),
             obs=self._normalize(statistics, result.obs),
-            info=with_names(result.info, raw),
+            info=info,
         )
 
     def reset_done(
@@ -155,13 +174,40 @@ class NormalizeObs(_Normalizer):
             obs=env_keys.select(done, fresh, lanes.obs),
         )
 
+    @property
+    def _num_axes(self) -> int:
+        """Leading axes that share statistics: lanes, and the agents of a group."""
+        return 2 if has_agents(self.env) else 1
+
+    def _take_in(self, old: Statistics, raw: ArrayTree) -> Statistics:
+        new = _numbers(raw), self._num_axes
+        return self.statistics or running_stats.updated(old, *new)
+
     def _normalize(self, statistics: Statistics, raw: ArrayTree) -> ArrayTree:
+        axes = tuple(range(self._num_axes))
+
         def normalize(x: jax.Array, mean: jax.Array, var: jax.Array) -> jax.Array:
-            centred = x.astype(mean.dtype) - mean[None]
-            scale = jnp.sqrt(var + self.epsilon)[None]
+            centred = x.astype(mean.dtype) - jnp.expand_dims(mean, axes)
+            scale = jnp.expand_dims(jnp.sqrt(var + self.epsilon), axes)
             return (centred / scale).astype(running_stats.float_dtype(x))
 
-        return jax.tree.map(normalize, raw, statistics.mean, statistics.var)
+        stats = statistics.mean, statistics.var
+        numbers = jax.tree.map(normalize, _numbers(raw), *stats)
+        return jax.tree.map(lambda x, new: x if new is None else new, raw, numbers)
+
+
+def _numbers(obs: ArrayTree) -> ArrayTree:
+    """Returns the leaves with statistics, and None in the place of flags."""
+    return jax.tree.map(lambda x: None if x.dtype == bool else x, obs)
+
+
+def _space_of(shapes: ArrayTree, num_axes: int) -> AnySpace:
+    """Returns the space of a tree without its leading axes."""
+    return space_of(
+        jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[num_axes:], x.dtype), shapes
+        )
+    )
 
 
 class NormalizeReward(_Normalizer):
@@ -195,6 +241,11 @@ class NormalizeReward(_Normalizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.fraction("gamma", self.gamma)
+        if has_agents(self.env):
+            raise ValueError(
+                "`env` must be an environment of one agent for `NormalizeReward`, got "
+                f"{len(self.agents)} agents: scale the rewards of their rows instead."
+            )
 
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
@@ -212,7 +263,8 @@ class NormalizeReward(_Normalizer):
         """Takes one step in every lane, without auto-reset."""
         result = self.env.step(keys, state.env_state, action)
         discounted = self.gamma * state.memory + result.reward
-        statistics = self._take_in(state.statistics.value, discounted)
+        old = state.statistics.value
+        statistics = self.statistics or running_stats.updated(old, discounted)
         return result.replace(
             state=NormalizeState(
                 env_state=result.state,

@@ -1,6 +1,7 @@
 """`TransformReward`: applies a function to every reward."""
 
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -8,12 +9,13 @@ import jax.numpy as jnp
 from flax import struct
 
 from rollout import checks
-from rollout.envs.types import ArrayTree, EnvStep
+from rollout.envs.multi_agent import MultiAgentStep
+from rollout.envs.types import ArrayTree
 from rollout.envs.wrappers.wrapper import Wrapper
 
 
 class TransformReward(Wrapper):
-    """Returns `fn(reward)` instead of `reward`.
+    """Returns `fn(reward)` instead of `reward`, with several agents of each.
 
     Attributes:
         env: the environment.
@@ -23,12 +25,15 @@ class TransformReward(Wrapper):
 
     fn: Callable[[jax.Array], jax.Array] = struct.field(pytree_node=False)
 
+    for_agents = "all"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.function("fn", self.fn)
 
-    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
+    def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> Any:
         """Takes one step."""
         result = self.env.step(key, state, action)
-        reward = self.fn(jnp.asarray(result.reward, jnp.float32))
+        fn = jax.vmap(self.fn) if isinstance(result, MultiAgentStep) else self.fn
+        reward = fn(jnp.asarray(result.reward, jnp.float32))
         return result.replace(reward=jnp.asarray(reward, jnp.float32))

@@ -24,14 +24,19 @@ class Statistics(struct.PyTreeNode, kw_only=True):
     count: jax.Array  # ()
 
 
-def prior(value: ArrayTree) -> Statistics:
-    """Returns the statistics before the first batch, like `value`, `[B, ...]`."""
+def prior(value: ArrayTree, num_axes: int = 1) -> Statistics:
+    """Returns the statistics before the first batch, like `value`, `[B, ...]`.
+
+    The first `num_axes` axes are those of the batch.
+    """
 
     def full(number: float) -> ArrayTree:
         return jax.tree.map(
             # Half precision is too coarse for statistics.
             lambda x: jnp.full(
-                x.shape[1:], number, jnp.promote_types(float_dtype(x), jnp.float32)
+                x.shape[num_axes:],
+                number,
+                jnp.promote_types(float_dtype(x), jnp.float32),
             ),
             value,
         )
@@ -39,10 +44,11 @@ def prior(value: ArrayTree) -> Statistics:
     return Statistics(mean=full(0.0), var=full(1.0), count=jnp.float32(_PRIOR_COUNT))
 
 
-def updated(old: Statistics, value: ArrayTree) -> Statistics:
+def updated(old: Statistics, value: ArrayTree, num_axes: int = 1) -> Statistics:
     """Updates the statistics with the batch `value`, `[B, ...]`.
 
-    An entry that is not finite in some lane keeps its mean and variance.
+    The first `num_axes` axes are those of the batch, of which only B counts. An entry
+    that is not finite in some lane keeps its mean and variance.
     """
     num_new = jax.tree.leaves(value)[0].shape[0]
     count = old.count + num_new
@@ -52,9 +58,9 @@ def updated(old: Statistics, value: ArrayTree) -> Statistics:
     def update(
         x: jax.Array, mean: jax.Array, var: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        x = x.astype(mean.dtype)
-        delta = jnp.mean(x, axis=0) - mean
-        new_var = kept * var + new * jnp.var(x, axis=0) + jnp.square(delta) * kept * new
+        x, axes = x.astype(mean.dtype), tuple(range(num_axes))
+        delta = jnp.mean(x, axes) - mean
+        new_var = kept * var + new * jnp.var(x, axes) + jnp.square(delta) * kept * new
         new_mean = mean + delta * new
         is_finite = jnp.isfinite(new_var)
         return jnp.where(is_finite, new_mean, mean), jnp.where(is_finite, new_var, var)

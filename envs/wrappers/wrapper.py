@@ -7,10 +7,12 @@ environment, before `vectorize`, and around each other in any order:
 
     env = TimeLimit(ActionRepeat(make("Pendulum-v1"), 4), 50)
 
+Some also go around a `MultiAgentEnv`, before `vectorize_agents`; others refuse it.
+
 Counts and functions are static: another value, or a new lambda, is traced again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import chex
@@ -22,7 +24,6 @@ from rollout.envs.spaces import as_space
 from rollout.envs.types import (
     AnySpace,
     ArrayTree,
-    Env,
     EnvStep,
     LaneIndex,
     Lanes,
@@ -58,16 +59,63 @@ class _Around(struct.PyTreeNode):
         """Space of one environment's `action`."""
         return as_space(self.env.action_space, "env.action_space")
 
+    # Of an environment of several agents.
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """Names of the agents."""
+        return self.env.agents
+
+    @property
+    def groups(self) -> Mapping[str, tuple[str, ...]]:
+        """Agents with equal spaces, by group."""
+        return self.env.groups
+
+    @property
+    def simultaneous(self) -> bool:
+        """Whether every agent that has not ended acts at every step."""
+        return getattr(self.env, "simultaneous", False)
+
+    @property
+    def observation_spaces(self) -> Mapping[str, AnySpace]:
+        """Space of one agent's observation, by group."""
+        return self.env.observation_spaces
+
+    @property
+    def action_spaces(self) -> Mapping[str, AnySpace]:
+        """Space of one agent's action, by group."""
+        return self.env.action_spaces
+
 
 class Wrapper(_Around):
-    """Base of wrappers of one environment: passes everything on."""
+    """Base of wrappers of one environment: passes everything on.
 
-    env: Env
+    A subclass that also serves a `MultiAgentEnv` sets `for_agents`: "all"; or
+    "simultaneous" if agents must act at every step, since it keeps what they have seen.
+    """
+
+    env: Any  # an `Env`, or a `MultiAgentEnv` if `for_agents`
+
+    for_agents = ""
 
     def __post_init__(self) -> None:
         # A placeholder that jax builds pytrees with has no `step`.
-        if hasattr(self.env, "step"):
-            checks.single(self.env)
+        if not hasattr(self.env, "step"):
+            return
+        checks.single(self.env)
+        name = type(self).__name__
+        if not has_agents(self.env) or self.for_agents == "all":
+            return
+        if not self.for_agents:
+            raise ValueError(
+                f"`env` must be an environment of one agent for `{name}`, got "
+                f"{type(self.env).__name__} with {len(self.env.agents)}."
+            )
+        if not getattr(self.env, "simultaneous", False):
+            raise ValueError(
+                f"`env` must be an environment whose agents act at every step for "
+                f"`{name}`, got {type(self.env).__name__}: it is not `simultaneous`."
+            )
 
     def at_episode(self, number: jax.Array) -> Self:
         """Passes the number of the episode to the wrapped environment; see `Env`."""
@@ -120,6 +168,11 @@ class VectorWrapper(_Around):
     ) -> Lanes:
         """Starts a new episode in the lanes whose episode is over."""
         return self.env.reset_done(key_fn, done, lanes)
+
+
+def has_agents(env: Any) -> bool:
+    """Returns whether an environment is one of several agents."""
+    return hasattr(env, "agents") and hasattr(env, "groups")
 
 
 def with_names(info: ArrayTree, added: dict[str, ArrayTree]) -> dict[str, ArrayTree]:

@@ -8,13 +8,14 @@ agents and policies.
 
 from rollout.agents.agent_stats import AgentMetrics, AgentStats, summarize_agents
 from rollout.agents.mapping import fixed_mapping
-from rollout.agents.policy_map import policy_map
+from rollout.agents.policy_map import policy_map, policy_state
 from rollout.agents.population import Population, population
 from rollout.agents.transitions import (
     Pending,
     agent_transitions,
     for_policy,
     init_agent_transitions,
+    last_values,
 )
 from rollout.types import PerAgent
 
@@ -28,7 +29,9 @@ __all__ = [
     "fixed_mapping",
     "for_policy",
     "init_agent_transitions",
+    "last_values",
     "policy_map",
+    "policy_state",
     "population",
     "summarize_agents",
 ]

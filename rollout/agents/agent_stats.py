@@ -41,7 +41,9 @@ class AgentStats(struct.PyTreeNode, kw_only=True):
         num_agent_steps: `()` int32, actions that agents took in these steps.
         num_episodes: `()` int32, episodes that ended, also if they began before.
         unassigned_reward: `()` float32, in these steps, the sum of rewards that answer
-            no action: from before an agent's first action and from after its end.
+            no action: from before an agent's first action and from after its end. With
+            `agent_transitions(end="agent")` no learner sees them; where agents win or
+            lose together it must be "episode".
         num_stale: `()` int32, agents without a last observation in these episodes.
         num_unmapped: `()` int32, actions in these steps of agents to which the mapping
             gave no policy that can act for them.

@@ -17,7 +17,7 @@ from rollout.agents.subgroups import Subgroup
 from rollout.envs import prng
 from rollout.envs.multi_agent import ACTING, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
-from rollout.types import EpisodeKey, Key, Obs, Params, Policy, PolicyStep
+from rollout.types import Carry, EpisodeKey, Key, Obs, Params, Policy, PolicyStep
 
 
 def policy_map(
@@ -104,6 +104,32 @@ def policy_map(
         apply=functools.partial(_apply, this, False),
         mode=functools.partial(_apply, this, True) if has_mode else None,
     )
+
+
+def policy_state(state: Carry | ArrayTree, name: str) -> dict[str, ArrayTree]:
+    """Returns the recurrent state of one policy of a `policy_map`.
+
+    Args:
+        state: a carry, or its `policy_state`, as `Collector.value_fn` gets it.
+        name: of the policy.
+
+    Returns:
+        By group `[B * n, ...]`, for the `n` agents per lane that the policy may
+        control, in the layout of the observations that it sees.
+
+    Raises:
+        ValueError: if the state is not of a `policy_map` with a policy of that name.
+    """
+    tree = state.policy_state if isinstance(state, Carry) else state
+    is_map = lambda x: isinstance(x, _MapState)  # noqa: E731
+    maps = [x for x in jax.tree.leaves(tree, is_leaf=is_map) if is_map(x)]
+    if len(maps) != 1 or name not in maps[0].inner:
+        got = ", ".join(maps[0].inner) if maps else "none"
+        raise ValueError(
+            f"`name` must be a policy of a `policy_map`, {got}, got {name!r}."
+        )
+    merge = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+    return jax.tree.map(merge, maps[0].inner[name])
 
 
 class _Map(NamedTuple):

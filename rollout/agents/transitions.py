@@ -2,7 +2,8 @@
 
 An agent's action is answered at its next turn, at its own end, or at the end of the
 episode. Until then it is *pending*: it may be taken in one window of steps and answered
-in another.
+in another. Steps at which an agent has no pending action have a row only if its rows
+last until the end of the episode.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from jax.core import Tracer
 
 from rollout import checks, platform
 from rollout.collector import Collector
-from rollout.envs.multi_agent import AgentGroup, AgentInfo, layout_of
+from rollout.envs.multi_agent import AgentGroup, AgentInfo, AgentLayout, layout_of
 from rollout.envs.types import ArrayTree
 from rollout.types import Carry, PerAgent, Transition
 
@@ -38,6 +39,7 @@ class Pending(struct.PyTreeNode, kw_only=True):
             before had ended, over all calls; such a lane loses its pending actions.
             Counted only inside `jit`: outside, a gap raises.
         source: `(obs, action, extras)` of the action, each `{group: [B, A_g, ...]}`.
+        layout: the agents.
     """
 
     is_open: jax.Array  # [B, A]
@@ -47,6 +49,7 @@ class Pending(struct.PyTreeNode, kw_only=True):
     episode_length: jax.Array  # [B]
     num_gaps: jax.Array  # ()
     source: dict[str, tuple[ArrayTree, ...]]  # {group: [B, A_g, ...]}
+    layout: AgentLayout = struct.field(pytree_node=False)
 
 
 def init_agent_transitions(
@@ -82,6 +85,7 @@ def init_agent_transitions(
             episode_length=transition.episode_length,
             num_gaps=jnp.int32(0),
             source={group.name: _source(transition, group) for group in layout.groups},
+            layout=layout,
         )
 
     shapes = jax.eval_shape(step, carry, params)
@@ -91,49 +95,68 @@ def init_agent_transitions(
 
 
 def agent_transitions(
-    pending: Pending | tuple[()], trajectory: Transition
+    pending: Pending | tuple[()], trajectory: Transition, *, end: str = "agent"
 ) -> tuple[Pending | tuple[()], AgentRows]:
     """Turns a trajectory into each agent's transitions, inside or outside of `jit`.
 
     A transition stands at the step where the agent's action is answered: at its next
     turn, at its own end or at the end of the episode. Its `reward` is the sum of the
-    agent's rewards since the action, its `next_obs` the agent's own next observation,
-    and its flags say how the agent ended, or else how the episode did. The next call
-    answers the actions that are pending at the end of the trajectory: none is lost, and
-    none comes twice. Rewards before an agent's first action and after its end belong to
-    no transition.
+    agent's rewards since the action, and its `next_obs` the agent's own next
+    observation. The next call answers the actions that are pending at the end of the
+    trajectory: none is lost, and none comes twice.
+
+    `end` says how long an agent has transitions:
+
+    - "agent": until its own end. Flags say how the agent ended, or else how the episode
+      did. Rewards before its first action and after its end are in no transition: right
+      where whoever is out has nothing left to win.
+    - "episode": until the episode ends, with the flags of the episode only. At a step
+      at which the agent has no action to answer, because it has ended or has not acted
+      yet, there is a transition with that step's reward, and `extras["acting"]` is
+      False. So an agent that falls earns what its team wins later: right where agents
+      cooperate. Learn values from all transitions, and the policy from those where
+      `acting` is True.
 
     Args:
         pending: from `init_agent_transitions` or the previous call.
         trajectory: `[T, B, ...]`, the steps that follow, each passed once.
             An episode may be given up in between, as `collect_episodes` does.
+        end: "agent" or "episode", the same in all calls.
 
     Returns:
         The new `pending`, and the transitions by group, `[T, B * A_g, ...]`, agent i of
-        lane b in column `b * A_g + i`; where no action is answered `mask` is False.
-        Their `episode_return` and `episode_length` count the agent's transitions so
-        far, `info` is `()`, and `accumulated` has the `PerAgent` values. Their `extras`
-        are those of the policies with `policy_id`, `policy_index` for `for_policy`, and
-        `stale_next_obs`, `[T, B * A_g]` bool: the episode ended without an observation
-        for the agent, and `next_obs` repeats its last one.
+        lane b in column `b * A_g + i`; `mask` is False where there is none. Their
+        `episode_return` is the sum of the agent's transitions in the episode so far.
+        `episode_length` counts its actions, and with "episode" the steps of the
+        episode. `info` is `()`, and `accumulated` has the `PerAgent` values. Their
+        `extras` are those of the policies with `policy_id`, `policy_index` for
+        `for_policy`, and two of `[T, B * A_g]` bool: `acting`, the transition has an
+        action of the agent; and `stale_next_obs`, the episode ended without an
+        observation for the agent, and `next_obs` repeats its last one.
 
     Raises:
-        ValueError: if the trajectory is not one of several agents, or `pending` is of
+        ValueError: if `end` is not as above, the trajectory is not one of several
+            agents, or `pending` is of
             another collector; outside of `jit`, if the trajectory does not follow on
             `pending`, but repeats steps or leaves some out. Inside, `Pending.num_gaps`
             counts this; where every agent acts at every step it goes unnoticed.
     """
-    info = agents_of(trajectory)
+    if end not in ("agent", "episode"):
+        raise ValueError(f'`end` must be "agent" or "episode", got {end!r}.')
+    info, to_end = agents_of(trajectory), end == "episode"
     if info.layout.simultaneous:
+        here = jnp.broadcast_to(trajectory.mask[..., None], info.reward.shape)
+        acting = info.acted & here
         answers = _Answers(
-            mask=info.acted & trajectory.mask[..., None],
+            mask=here if to_end else acting,
+            acting=acting,
             reward=info.reward,
             total=info.agent_return,
             is_stale=jnp.zeros(info.reward.shape, bool),
         )
         return (), {
-            group.name: _rows(trajectory, answers, group, _source(trajectory, group))
-            for group in info.layout.groups
+            x.name: _rows(trajectory, answers, x, _source(trajectory, x), to_end)
+            for x in info.layout.groups
         }
     lanes = trajectory.mask.shape[1:]
     if not isinstance(pending, Pending) or pending.episode_id.shape != lanes:
@@ -146,7 +169,7 @@ def agent_transitions(
     what = "`pending` must be of `init_agent_transitions` of this collector"
     checks.same(what, sources, pending.source)
     pending = _follow(pending, trajectory)
-    pending, answers, taken_at = _match(pending, trajectory, info)
+    pending, answers, taken_at = _match(pending, trajectory, info, to_end)
     sources, rows = {}, {}
     for group in info.layout.groups:
         # Index 0 has the pending actions, index t + 1 those of step t.
@@ -157,9 +180,50 @@ def agent_transitions(
         )
         at = taken_at[..., list(group.members)]
         found = _rows_at(stacked, at)
-        rows[group.name] = _rows(trajectory, answers, group, found)
+        rows[group.name] = _rows(trajectory, answers, group, found, to_end)
         sources[group.name] = jax.tree.map(lambda x: x[-1], found)
     return pending.replace(source=sources), rows
+
+
+def last_values(
+    pending: Pending | tuple[()], values: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Returns the values that follow the last transitions, for `next_values`.
+
+    Where an action is pending, that is the `value` which the policy recorded with it.
+
+        pending, rows = rollout.agents.agent_transitions(pending, trajectory)
+        last = rollout.agents.last_values(pending, value_fn(params, carry.obs, memory))
+        next_value = rollout.next_values(rows["agents"], last["agents"])
+
+    Args:
+        pending: from `agent_transitions`.
+        values: by group `[B, A_g]` float, those of the observations of the carry after
+            the trajectory.
+
+    Returns:
+        By group `[B * A_g]` float.
+
+    Raises:
+        ValueError: if an action is pending that the policy recorded no `value` for.
+    """
+    if not isinstance(pending, Pending):
+        return {name: value.reshape(-1) for name, value in values.items()}
+    last = {}
+    for group in pending.layout.groups:
+        if group.name not in values:
+            continue
+        extras = pending.source[group.name][2]
+        if "value" not in extras:
+            raise ValueError(
+                "`pending` must have the `value` of each pending action among the "
+                f"policy's extras, got {', '.join(extras) or 'none'} of the group "
+                f"{group.name!r}."
+            )
+        is_open = pending.is_open[:, list(group.members)]
+        value = jnp.where(is_open, extras["value"], values[group.name])
+        last[group.name] = value.reshape(-1)
+    return last
 
 
 def for_policy(rows: AgentRows, name: str) -> AgentRows:
@@ -213,11 +277,12 @@ def agents_of(transition: Transition) -> AgentInfo:
 
 
 class _Answers(NamedTuple):
-    """Answers to the agents' actions, `[T, B, A]`."""
+    """Where the agents have transitions, `[T, B, A]`."""
 
-    mask: jax.Array  # bool, an action is answered here
-    reward: jax.Array  # float32, sum since that action
-    total: jax.Array  # float32, sum of the agent's answers in the episode so far
+    mask: jax.Array  # bool, there is a transition
+    acting: jax.Array  # bool, it answers an action
+    reward: jax.Array  # float32, sum since that action, or of this step
+    total: jax.Array  # float32, sum of the agent's transitions in the episode so far
     is_stale: jax.Array  # bool, the answer has no observation
 
 
@@ -268,13 +333,15 @@ def _follow(pending: Pending, trajectory: Transition) -> Pending:
 
 
 def _match(
-    pending: Pending, trajectory: Transition, info: AgentInfo
+    pending: Pending, trajectory: Transition, info: AgentInfo, to_end: bool
 ) -> tuple[Pending, _Answers, jax.Array]:
     """Matches answers and actions, step by step.
 
+    With `to_end`, steps without a pending action answer themselves.
+
     Returns:
         The new `pending` with the old `source`; the answers; and `[T, B, A]` int32, the
-        step of the latest action: t + 1 for step t, 0 for one before the trajectory.
+        step that is answered: t + 1 for step t, 0 for one before the trajectory.
     """
 
     def step(state: tuple, now: tuple) -> tuple:
@@ -287,18 +354,21 @@ def _match(
         # answered, all in one step.
         acted = agents.acted & mask
         is_open = (is_open & is_same) | acted
-        reward = jnp.where(acted, 0.0, reward) + jnp.where(mask, agents.reward, 0.0)
-        taken_at = jnp.where(acted, number + 1, taken_at)
+        begins = acted | (mask & ~is_open) if to_end else acted
+        reward = jnp.where(begins, 0.0, reward) + jnp.where(mask, agents.reward, 0.0)
+        taken_at = jnp.where(begins, number + 1, taken_at)
         answered = is_open & mask & (row.done[:, None] | ~agents.waiting)
-        total = jnp.where(is_same, total, 0.0) + jnp.where(answered, reward, 0.0)
+        here = answered | (mask & ~is_open) if to_end else answered
+        total = jnp.where(is_same, total, 0.0) + jnp.where(here, reward, 0.0)
         # Answered while it waits: the episode ended without an observation for it.
-        answers = _Answers(answered, reward, total, answered & agents.waiting)
+        is_stale = answered & agents.waiting
+        answers = _Answers(here, answered, reward, total, is_stale)
         is_open &= ~answered
         return (is_open, reward, total, taken_at, row.episode_id), (answers, taken_at)
 
     # Observations and actions stay out of the loop: `taken_at` says where to read them.
     rows = trajectory.replace(obs=(), next_obs=(), action=(), extras=(), info=())
-    rows = rows.replace(accumulated=())
+    rows = rows.replace(accumulated=(), final_value=())
     numbers = jnp.arange(trajectory.mask.shape[0], dtype=jnp.int32)
     start = (
         pending.is_open,
@@ -332,17 +402,25 @@ def _rows(
     answers: _Answers,
     group: AgentGroup,
     source: tuple[ArrayTree, ArrayTree, dict[str, Any]],
+    to_end: bool,
 ) -> Transition:
     """Makes the transitions of a group, `[T, B * A_g, ...]`."""
     info: Any = trajectory.info.agents
     members = list(group.members)
     obs, action, extras = source
-    mask, reward, total, is_stale = (x[..., members] for x in answers)
-    terminated, truncated = info.terminated[..., members], info.truncated[..., members]
-    # The episode's ending is that of the agents that had not ended before.
-    goes_on = ~(terminated | truncated)
-    terminated |= goes_on & trajectory.terminated[..., None]
-    truncated |= goes_on & trajectory.truncated[..., None]
+    mask, acting, reward, total, is_stale = (x[..., members] for x in answers)
+    terminated, truncated = (
+        trajectory.terminated[..., None],
+        trajectory.truncated[..., None],
+    )
+    length = trajectory.episode_length[..., None]
+    if not to_end:
+        # The episode's ending is that of the agents that had not ended before.
+        ended = info.terminated[..., members], info.truncated[..., members]
+        goes_on = ~(ended[0] | ended[1])
+        terminated = ended[0] | (goes_on & terminated)
+        truncated = ended[1] | (goes_on & truncated)
+        length = info.agent_length[..., members]
     next_obs = trajectory.next_obs[group.name]
     if not info.layout.simultaneous:
         next_obs = jax.tree.map(
@@ -352,6 +430,15 @@ def _rows(
             obs,
             next_obs,
         )
+    final_value: Any = trajectory.final_value
+    if isinstance(final_value, Mapping):
+        final_value = final_value.get(group.name, ())
+    elif not isinstance(final_value, tuple):  # one value for all agents
+        final_value = jnp.broadcast_to(final_value[..., None], mask.shape)
+    if not isinstance(final_value, tuple):
+        if "value" in extras:  # where `next_obs` repeats `obs`
+            final_value = jnp.where(is_stale, extras["value"], final_value)
+        final_value = jnp.where(truncated & ~terminated & mask, final_value, 0.0)
     rows = Transition(
         obs=obs,
         action=action,
@@ -362,10 +449,11 @@ def _rows(
         mask=mask,
         episode_id=jnp.broadcast_to(trajectory.episode_id[..., None], mask.shape),
         episode_return=total,
-        episode_length=info.agent_length[..., members],
-        extras={**extras, "stale_next_obs": is_stale},
+        episode_length=jnp.broadcast_to(length, mask.shape),
+        extras={**extras, "acting": acting, "stale_next_obs": is_stale},
         info=(),
         accumulated=_accumulated(trajectory.accumulated, members),
+        final_value=final_value,
     )
     return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), rows)
 

@@ -222,7 +222,7 @@ def _mask_idle(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
         reward=jnp.where(mask, row.reward, 0.0),
         terminated=row.terminated & mask,
         truncated=row.truncated & ~(cut & row.terminated) & mask,
-        final_value=jax.tree.map(lambda x: jnp.where(mask, x, 0.0), row.final_value),
+        final_value=prng.select(mask, row.final_value, prng.blank(row.final_value)),
     )
 
 

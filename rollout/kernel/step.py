@@ -17,6 +17,7 @@ from jax import lax
 
 from rollout import checks, platform
 from rollout.envs import masked_update, prng
+from rollout.envs.multi_agent import AgentInfo
 from rollout.envs.types import (
     RESET,
     ArrayTree,
@@ -157,6 +158,9 @@ def advance(
         # Nothing is reset yet, so the new carry has the true successor.
         with jax.named_scope("final_value"):
             goes_on = transition.truncated & ~transition.terminated
+            agents = getattr(transition.info, "agents", None)
+            if isinstance(agents, AgentInfo):  # one of them may be cut alone
+                goes_on |= jnp.any(agents.truncated, axis=-1)
             value = values_where(
                 env, value_fn, params, carry.obs, carry.policy_state, goes_on
             )
@@ -258,7 +262,7 @@ def values_where(
     obs: ArrayTree,
     policy_state: ArrayTree,
     flag: jax.Array,
-) -> jax.Array:
+) -> ArrayTree:
     """Computes the values of observations where a flag is set; 0 elsewhere.
 
     Truncations are rare, so a CPU computes `K` lanes at a time, mostly none, and a GPU
@@ -267,14 +271,14 @@ def values_where(
 
     Args:
         env: the environments.
-        value_fn: `(params, obs, policy_state)` to `[K]` float, each on its own.
+        value_fn: see `Collector.value_fn`.
         params: parameters of `value_fn`.
         obs: `[B, ...]`.
         policy_state: `[B, ...]`, state of the policy when it sees `obs`.
         flag: `[B]` bool.
 
     Returns:
-        `[B]`, of the dtype of the values.
+        `[B]`, or by group `[B, A_g]`, of the dtype of the values.
     """
     fixed = lax.stop_gradient((params, (obs, policy_state)))
     compute = functools.partial(_values_where, value_fn)
@@ -286,18 +290,18 @@ def values_where(
 
 def _values_where(
     value_fn: ValueFn, params: Any, inputs: tuple[ArrayTree, ArrayTree], flag: jax.Array
-) -> jax.Array:
+) -> ArrayTree:
     # Jitted, so that both branches below trace it once for each number of lanes.
     @jax.jit
-    def evaluate(params: Any, inputs: tuple[ArrayTree, ArrayTree]) -> jax.Array:
+    def evaluate(params: Any, inputs: tuple[ArrayTree, ArrayTree]) -> ArrayTree:
         values = value_fn(params, *inputs)
-        checks.values(values, len(jax.tree.leaves(inputs[0])[0]))
+        checks.values(values, inputs[0])
         return values
 
-    def fn(at: LaneIndex) -> jax.Array:
+    def fn(at: LaneIndex) -> ArrayTree:
         return evaluate(params, jax.tree.map(lambda x: x[at], inputs))
 
-    nothing = jnp.zeros(flag.shape, jax.eval_shape(evaluate, params, inputs).dtype)
+    nothing = prng.blank(jax.eval_shape(evaluate, params, inputs))
     rounds = functools.partial(masked_update.rounds, flag, fn)
     switch = functools.partial(masked_update.switch, flag, fn)
     return platform.choose(rounds, switch, nothing)

@@ -180,9 +180,13 @@ def _truncate(
         value = kernel.values_where(
             collector.env, value_fn, params, carry.obs, carry.policy_state, goes_on
         )
-        recorded = trajectory.final_value  # perhaps in another dtype
-        value = jnp.where(goes_on, value.astype(recorded.dtype), recorded[-1])
-        trajectory = trajectory.replace(final_value=recorded.at[-1].set(value))
+
+        def write(recorded: jax.Array, value: jax.Array) -> jax.Array:
+            value = value.astype(recorded.dtype)  # perhaps another one
+            return recorded.at[-1].set(prng.select(goes_on, value, recorded[-1]))
+
+        final_value = jax.tree.map(write, trajectory.final_value, value)
+        trajectory = trajectory.replace(final_value=final_value)
     truncated = trajectory.truncated
     return trajectory.replace(truncated=truncated.at[-1].set(truncated[-1] | goes_on))
 

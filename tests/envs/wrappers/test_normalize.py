@@ -123,8 +123,16 @@ def test_every_row_agrees_with_a_plain_loop(name):
         )
     )
     statistics = carries[-1].env_state.statistics.value
-    means, variances = map(jax.tree.leaves, (statistics.mean, statistics.var))
+    none = {"is_leaf": lambda x: x is None}
+    means, variances = (
+        jax.tree.leaves(x, **none) for x in (statistics.mean, statistics.var)
+    )
     for leaf in range(len(obs)):
+        if raw_obs[leaf].dtype == bool:  # flags stay
+            np.testing.assert_array_equal(obs[leaf], raw_obs[leaf])
+            np.testing.assert_array_equal(next_obs[leaf], raw_next_obs[leaf])
+            assert means[leaf] is variances[leaf] is None
+            continue
         plain = PlainStatistics()
         plain.take_in(raw_obs[leaf][0])
         for t in range(NUM_STEPS):
@@ -202,7 +210,7 @@ def test_all_lanes_share_one_mean():
         statistics = carry.env_state.statistics.value
         for part in (statistics.mean, statistics.var):
             shapes = [x.shape for x in jax.tree.leaves(part)]
-            assert shapes == [(), (), (), (2, 3)]
+            assert shapes == [(), (), (2, 3)]
         assert statistics.count.shape == ()
     # The first update is already that of the whole batch, in which this leaf is 2.
     first = carries[0].env_state.statistics.value
@@ -210,10 +218,10 @@ def test_all_lanes_share_one_mean():
     assert_close(first.mean["odd"][1], 2.0)
 
 
-def test_leaves_keep_their_float_dtype_or_become_float32():
+def test_leaves_keep_flags_and_float_dtypes_or_become_float32():
     carries, trajectory = collect("tree")
     dtypes = jax.tree.map(lambda x: x.dtype.name, trajectory.obs)
-    assert dtypes == {"n": "float32", "odd": ("float32", "float32", "float16")}
+    assert dtypes == {"n": "float32", "odd": ("bool", "float32", "float16")}
     kinds = jax.tree.map(lambda x: x.dtype.name, trajectory.info["raw_obs"])
     assert kinds == {"n": "int32", "odd": ("bool", "uint8", "float16")}
     statistics = carries[-1].env_state.statistics.value

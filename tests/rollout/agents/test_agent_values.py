@@ -1,0 +1,196 @@
+"""Values of each agent's successor, against the value of every `next_obs`."""
+
+import functools
+
+import agents
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import quick_jit
+
+import rollout
+from rollout import envs
+
+KEY = jax.random.key(5)
+T, B = 24, 4
+GROUP, MEMBERS = "two", [0, 2]  # of `ChanceEnv`
+PARAMS = {"count": jnp.float32(3.0), "random": None}
+
+
+def critic(weight, obs, state):
+    """Of small integers, so that no sum is rounded."""
+    return weight * obs + state
+
+
+def count(weight, obs, state, key):
+    """Its memory is the number of its actions in the episode."""
+    del key  # unused
+    return obs.astype(jnp.int32) % 4, state + 1, {"value": critic(weight, obs, state)}
+
+
+def value_by_agent(params, obs, state):
+    memory = rollout.agents.policy_state(state, "count")[GROUP]
+    value = critic(params["count"], obs[GROUP].reshape(-1), memory)
+    return {GROUP: value.reshape(-1, 2)}
+
+
+@jax.tree_util.register_static
+class AllAct(agents.ChanceEnv):
+    """Everyone who is left acts."""
+
+    simultaneous = True
+
+    def choose(self, word):
+        return jnp.ones(3, bool)
+
+
+CASES = {
+    "simultaneous": AllAct(),
+    "in turn": agents.ChanceEnv(is_turn_based=True),
+    "any": agents.ChanceEnv(),
+}
+
+
+def make_collector(env, num_envs=B, value_fn=value_by_agent, **changes):
+    env = envs.vectorize_agents(env, num_envs)
+    policies = {
+        "count": rollout.recurrent_policy(count, jnp.zeros),
+        "random": rollout.random_policy(env.action_spaces["one"]),
+    }
+    mapping = rollout.agents.fixed_mapping({"a": "count", "b": "random", "c": "count"})
+    policy = rollout.agents.policy_map(policies, mapping, env)
+    return rollout.Collector(env=env, policy=policy, value_fn=value_fn, **changes)
+
+
+@functools.partial(quick_jit, static_argnames=("end", "num_windows"))
+def next_values(collector, end, num_windows=1):
+    """The trajectory, the group's rows and the values of their successors."""
+    carry, every = collector.init(KEY), []
+    pending = rollout.agents.init_agent_transitions(collector, carry, PARAMS)
+    for _ in range(num_windows):
+        num_steps = T // num_windows
+        carry, trajectory = collector.collect_steps(carry, PARAMS, num_steps)
+        pending, rows = rollout.agents.agent_transitions(pending, trajectory, end=end)
+        values = value_by_agent(PARAMS, carry.obs, carry.policy_state)
+        last = rollout.agents.last_values(pending, values)
+        value = rollout.next_values(rows[GROUP], last[GROUP])
+        every.append((trajectory, rows[GROUP], value))
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *every)
+
+
+def check(trajectory, rows, value):
+    """Compares with the values of all successors, one by one."""
+    length = trajectory.info.agents.agent_length[..., MEMBERS].reshape(rows.mask.shape)
+    weight = float(PARAMS["count"])
+    # After the action, the memory counts it; an agent without a last observation has
+    # its last one again, and the value of that.
+    want = weight * rows.next_obs + length
+    want = np.where(rows.extras["stale_next_obs"], weight * rows.obs + length - 1, want)
+    here = np.asarray(rows.mask & ~rows.terminated)
+    np.testing.assert_array_equal(value[here], want[here])
+    assert np.any(rows.truncated & here)
+    assert np.any(~rows.truncated & here)
+
+
+@pytest.mark.parametrize("end", ["agent", "episode"])
+@pytest.mark.parametrize("name", CASES)
+def test_next_values_are_those_of_every_successor(name, end):
+    check(*jax.device_get(next_values(make_collector(CASES[name]), end)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_two_windows_give_the_values_of_one(name):
+    collector = make_collector(CASES[name])
+    _, rows, whole = next_values(collector, "agent")
+    trajectory, again, value = jax.device_get(next_values(collector, "agent", 2))
+    check(trajectory, again, value)
+    done = np.asarray(rows.mask & rows.done)
+    np.testing.assert_array_equal(value[done], whole[done])
+
+
+@pytest.mark.slow
+def test_four_devices_give_the_values_of_one():
+    types = {"axis_types": (jax.sharding.AxisType.Auto,)}
+    mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4], **types)
+    one = make_collector(CASES["any"], 8)
+    _, rows, value = next_values(rollout.shard(one, mesh), "episode")
+    _, _, want = next_values(one, "episode")
+    assert rows.final_value.sharding.device_set == set(mesh.devices.flat)
+    np.testing.assert_array_equal(value, want)
+
+
+def test_value_of_a_lane_is_that_of_each_agent():
+    def value_fn(params, obs, state):
+        return jnp.sum(obs[GROUP], axis=1)
+
+    collector = make_collector(AllAct(), value_fn=value_fn)
+    _, rows, _ = next_values(collector, "episode")
+    each = rows.final_value.reshape(T, B, 2)
+    assert np.count_nonzero(each) > 0
+    np.testing.assert_array_equal(each[..., 0], each[..., 1])
+
+
+def test_end_of_a_batch_and_whole_episodes_tell_final_values():
+    collector = make_collector(AllAct())
+    stream = rollout.Stream(
+        collector,
+        key=KEY,
+        params=PARAMS,
+        steps_per_batch=3 * B,
+        at_batch_end="truncate",
+    )
+    batch = next(stream).trajectory
+    cut = np.asarray(batch.truncated[-1] & ~batch.terminated[-1])
+    obs = np.asarray(batch.next_obs[GROUP][-1])
+    length = batch.info.agents.agent_length[-1][:, MEMBERS]
+    want = float(PARAMS["count"]) * obs + length
+    assert cut.any()
+    np.testing.assert_array_equal(batch.final_value[GROUP][-1][cut], want[cut])
+    carry = collector.init(KEY)
+    _, padded, _ = collector.collect_padded_episodes(carry, PARAMS, 3, max_length=4)
+    assert padded.final_value[GROUP].shape == (4, 3, 2)
+    assert not np.any(padded.final_value[GROUP][~padded.mask])
+
+
+def test_state_of_a_policy_is_read_inside_other_policies():
+    collector = make_collector(AllAct())
+    warmed = collector.replace(
+        policy=rollout.random_warmup(
+            collector.policy, collector.env.action_space, num_steps=2
+        )
+    )
+    carry = warmed.init(KEY)
+    memory = rollout.agents.policy_state(carry, "count")
+    np.testing.assert_array_equal(memory[GROUP], np.zeros(2 * B))
+    with pytest.raises(ValueError, match="`policy_map`, count, random, got"):
+        rollout.agents.policy_state(carry, "blue")
+    with pytest.raises(ValueError, match="`policy_map`, none, got 'count'"):
+        rollout.agents.policy_state((), "count")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({GROUP: jnp.zeros((B, 3))}, r"of shape \(\d, 2\) for the group 'two', got"),
+        ({"three": jnp.zeros((B, 2))}, "by group, acting, one, two, got the group"),
+    ],
+)
+def test_values_of_other_agents_are_refused(value, message):
+    collector = make_collector(AllAct(), value_fn=lambda params, obs, state: value)
+    carry = collector.init(KEY)
+    with pytest.raises(ValueError, match=message):
+        collector.step(carry, PARAMS)
+
+
+def test_what_is_missing_is_said():
+    collector = make_collector(CASES["any"])
+    carry = collector.init(KEY)
+    pending = rollout.agents.init_agent_transitions(collector, carry, PARAMS)
+    _, trajectory = collector.collect_steps(carry, PARAMS, 3)
+    trajectory = trajectory.replace(extras={"value": jnp.zeros((3, B))})
+    with pytest.raises(ValueError, match="must be the rows of one group"):
+        rollout.next_values(trajectory, jnp.zeros(B))
+    with pytest.raises(ValueError, match="must have the `value` of each pending"):
+        rollout.agents.last_values(pending, {"one": jnp.zeros((B, 1))})

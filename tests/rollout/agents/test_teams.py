@@ -1,0 +1,205 @@
+"""Rows that last until the episode ends: agents that fall earn what their team wins."""
+
+import functools
+import itertools
+
+import agents
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agents import schedule
+from cases import quick_jit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_np
+
+import rollout
+from rollout import envs
+
+KEY = jax.random.key(3)
+NUM_STEPS, NUM_AGENTS, B = 5, 3, 2
+NUM_ROWS = 3 * NUM_STEPS
+
+
+def collect(env, num_steps):
+    env = envs.vectorize_agents(env, B)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    carry = collector.init(KEY)
+    pending = rollout.agents.init_agent_transitions(collector, carry)
+    return pending, collector.collect_steps(carry, None, num_steps)[1]
+
+
+def team_of_two():
+    """The second falls at step 2; both get +1 at step 4, the last one."""
+    return schedule(
+        acting=[[1, 1], [1, 1], [1, 0], [1, 0], [1, 0]],
+        reward=[[0, 0], [0, 0], [0, 0], [1, 1]],
+        terminated=[[0, 0], [0, 1], [0, 0], [0, 0]],
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "fallen"), [("episode", [1, 1, 1, 1]), ("agent", [0, 0, 0, 0])]
+)
+def test_fallen_agent_earns_what_its_team_wins_later(end, fallen):
+    pending, trajectory = collect(team_of_two(), 4)
+    _, rows = rollout.agents.agent_transitions(pending, trajectory, end=end)
+    returns = rollout.discounted_returns(rows["all"], gamma=1.0)
+    np.testing.assert_array_equal(returns[:, 0], [1, 1, 1, 1])
+    np.testing.assert_array_equal(returns[:, 1], fallen)
+    acting = rows["all"].extras["acting"]
+    np.testing.assert_array_equal(acting[:, 1], [True, True, False, False])
+    assert rollout.agents.summarize_agents(trajectory).unassigned_reward == B
+
+
+def play_to_the_end(env):
+    """One episode of a `ScheduleEnv`, agent by agent in plain Python.
+
+    Returns:
+        Rows by agent, `(obs, reward, next_obs, terminated, truncated, acting)`, an
+        observation None where it is void, and the episode's length.
+    """
+    tables = jax.tree.map(np.asarray, env)
+    num_steps, num_agents = tables.reward.shape
+    rows, over = [[] for _ in range(num_agents)], np.zeros(num_agents, bool)
+    terminated = np.zeros(num_agents, bool)
+    pending = [None] * num_agents  # [obs, reward so far]
+    for n in range(num_steps):
+        acts = tables.acting[n] & ~over
+        ends = (tables.terminated[n] | tables.truncated[n]) & ~over
+        terminated |= ends & tables.terminated[n]
+        over = over | ends
+        is_cut = n == num_steps - 1 and not tables.episode_terminated[n]
+        flags = (
+            bool(tables.episode_terminated[n]) or (over.all() and terminated.all()),
+            is_cut or (over.all() and not terminated.all()),
+        )
+        for a in range(num_agents):
+            if acts[a]:
+                pending[a] = [10 * n + a, 0.0]
+            seen = ends[a] or (tables.acting[n + 1, a] and not over[a])
+            reward = float(tables.reward[n, a])
+            if pending[a] is None:
+                rows[a].append((None, reward, None, *flags, False))
+                continue
+            pending[a][1] += reward
+            if seen or any(flags):
+                obs, total = pending[a]
+                next_obs = 10 * (n + 1) + a if seen else obs
+                rows[a].append((obs, total, next_obs, *flags, True))
+                pending[a] = None
+        if any(flags):
+            return rows, n + 1
+    raise AssertionError("it must end")
+
+
+@functools.partial(quick_jit, static_argnames=("lengths", "end"))
+def windows(env, lengths, end):
+    """The trajectory, and the rows of windows of these lengths, joined."""
+    pending, trajectory = collect(env, NUM_ROWS)
+    every = []
+    for start, stop in itertools.pairwise(np.cumsum((0, *lengths))):
+        window = jax.tree.map(lambda x, a=start, b=stop: x[a:b], trajectory)
+        pending, rows = rollout.agents.agent_transitions(pending, window, end=end)
+        every.append(rows["all"])
+    return trajectory, jax.tree.map(lambda *x: jnp.concatenate(x), *every)
+
+
+def tables(num_rows, dtype, elements):
+    return st_np.arrays(dtype, (num_rows, NUM_AGENTS), elements=elements)
+
+
+RARE = st.integers(0, 7).map(lambda x: x == 7)
+TEAMS = {
+    "acting": tables(NUM_STEPS + 1, bool, st.booleans()),
+    "reward": tables(NUM_STEPS, np.float32, st.integers(-3, 9).map(float)),
+    "terminated": tables(NUM_STEPS, bool, RARE),
+    "truncated": tables(NUM_STEPS, bool, RARE),
+    "end": st.sampled_from(["terminated", "truncated"]),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(**TEAMS)
+def test_rows_are_those_of_a_plain_loop(acting, reward, terminated, truncated, end):
+    env = schedule(acting, reward, terminated=terminated, truncated=truncated, end=end)
+    want, length = play_to_the_end(env)
+    _, rows = jax.device_get(windows(env, (NUM_ROWS,), "episode"))
+    num_episodes = NUM_ROWS // length
+    for agent, lane in itertools.product(range(NUM_AGENTS), range(B)):
+        column = lane * NUM_AGENTS + agent
+        here = np.flatnonzero(rows.mask[:, column])
+        expected = want[agent] * num_episodes
+        for t, row in zip(here, expected, strict=False):
+            obs, reward_, next_obs, *flags = row
+            got = rows.terminated, rows.truncated, rows.extras["acting"]
+            assert [bool(x[t, column]) for x in got] == [bool(x) for x in flags]
+            assert rows.reward[t, column] == reward_
+            if obs is not None:
+                assert rows.obs[t, column] == obs
+                assert rows.next_obs[t, column] == next_obs
+        assert len(here) >= len(expected)
+
+
+@settings(max_examples=300, deadline=None)
+@given(**TEAMS, split=st.sampled_from([(15,), (7, 8), (5, 1, 9)]))
+def test_rewards_in_rows_sum_to_the_agents_return(
+    acting, reward, terminated, truncated, end, split
+):
+    env = schedule(acting, reward, terminated=terminated, truncated=truncated, end=end)
+    for mode in ("agent", "episode"):
+        trajectory, rows = jax.device_get(windows(env, split, mode))
+        info = trajectory.info.agents
+        missed = info.unassigned_reward if mode == "agent" else 0 * info.reward
+        in_rows = rows.reward.reshape(NUM_ROWS, B, NUM_AGENTS) + missed
+        for lane in range(B):
+            ends = np.flatnonzero(trajectory.done[:, lane])
+            for start, stop in itertools.pairwise((0, *(ends + 1))):
+                np.testing.assert_array_equal(
+                    in_rows[start:stop, lane].sum(0), info.agent_return[stop - 1, lane]
+                )
+
+
+@jax.tree_util.register_static
+class AllAct(agents.ChanceEnv):
+    """Everyone who is left acts."""
+
+    simultaneous = True
+
+    def choose(self, word):
+        return jnp.ones(3, bool)
+
+
+def test_simultaneous_rows_are_a_reshape_of_the_trajectory():
+    pending, trajectory = jax.jit(lambda: collect(AllAct(), 40))()
+    make = functools.partial(rollout.agents.agent_transitions, end="episode")
+    after, rows = make(pending, trajectory)
+    assert after == ()
+    row, info = rows["two"], trajectory.info.agents
+    columns = [0, 2]  # of the group's agents
+    assert row.mask.all()
+    assert not info.acted.all()
+    for got, want in {
+        "reward": info.reward[..., columns],
+        "episode_return": info.agent_return[..., columns],
+        "obs": trajectory.obs["two"],
+        "next_obs": trajectory.next_obs["two"],
+    }.items():
+        np.testing.assert_array_equal(getattr(row, got), want.reshape(40, -1))
+    acted = info.acted[..., columns].reshape(40, -1)
+    np.testing.assert_array_equal(row.extras["acting"], acted)
+    for name in ("terminated", "truncated", "episode_length", "episode_id"):
+        want = np.repeat(getattr(trajectory, name), 2, axis=1)
+        np.testing.assert_array_equal(getattr(row, name), want)
+    steps = jax.make_jaxpr(lambda t: make((), t)[1]["two"].reward)(trajectory)
+    names = {str(line.primitive) for line in steps.eqns}
+    assert not names & {"scan", "while", "concatenate"}
+
+
+def test_unknown_end_is_refused():
+    pending, trajectory = collect(team_of_two(), 4)
+    message = '`end` must be "agent" or "episode", got \'team\''
+    with pytest.raises(ValueError, match=message):
+        rollout.agents.agent_transitions(pending, trajectory, end="team")
