@@ -20,6 +20,11 @@ RNG = np.random.default_rng(0)
 JOINT = RNG.random((2, 3, 4)) < 0.4
 # A space, its mask in one lane, and whether the mask allows an element.
 CASES = {
+    "discrete": (
+        envs.Discrete(7),
+        np.isin(np.arange(7), [1, 4, 5]),
+        lambda x: x[0] in (1, 4, 5),
+    ),
     "entries": (
         envs.spaces.MultiDiscrete((2, 3)),
         (np.array([True, True]), np.array([True, False, True])),
@@ -100,29 +105,38 @@ def test_forbidden_action_of_a_policy_is_replaced_and_no_other(name):
             assert before == tuple(after)
 
 
-@pytest.mark.parametrize("mask", [(np.ones(2, bool),) * 2, np.ones((2, 2), bool)])
-def test_action_outside_of_the_space_is_not_allowed(mask):
-    space = envs.spaces.MultiDiscrete((2, 2))
-    sent = corrected(space, mask, [[2, 0], [0, -1], [1, 1]])
-    assert ((sent >= 0) & (sent < 2)).all()
-    assert sent[2].tolist() == [1, 1]
+TWO = np.ones(2, bool)
 
 
 @pytest.mark.parametrize(
-    ("nvec", "mask"),
+    ("space", "mask", "actions"),
     [
-        ((2, 3), (np.ones(2, bool), np.zeros(3, bool))),
-        ((2, 2), (np.ones(2, bool), np.zeros(2, bool))),
-        ((2, 3), np.zeros((2, 3), bool)),
+        (envs.spaces.MultiDiscrete((2, 2)), (TWO, TWO), [[2, 0], [0, -1], [1, 1]]),
+        (envs.spaces.MultiDiscrete((2, 2)), TWO & TWO[:, None], [[2, 0], [0, -1]]),
+        (envs.Discrete(2), TWO, [2, -1, 1]),
     ],
 )
-def test_where_nothing_is_allowed_it_is_flagged(nvec, mask):
-    space = envs.spaces.MultiDiscrete(nvec)
+def test_action_outside_of_the_space_is_not_allowed(space, mask, actions):
+    sent = corrected(space, mask, actions)
+    assert ((sent >= 0) & (sent < 2)).all()
+    np.testing.assert_array_equal(sent[2:], actions[2:])
+
+
+@pytest.mark.parametrize(
+    ("space", "mask"),
+    [
+        (envs.spaces.MultiDiscrete((2, 3)), (TWO, np.zeros(3, bool))),
+        (envs.spaces.MultiDiscrete((2, 2)), (TWO, ~TWO)),
+        (envs.spaces.MultiDiscrete((2, 3)), np.zeros((2, 3), bool)),
+        (envs.Discrete(7), np.zeros(7, bool)),
+    ],
+)
+def test_where_nothing_is_allowed_any_action_is_drawn_and_flagged(space, mask):
     policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
     decision = jax.jit(policy.apply)(None, LANES[:500], (), jax.random.key(0))
     assert decision.extras["none_allowed"].all()
     assert jax.jit(jax.vmap(space.contains))(decision.action).all()
-    assert len(np.unique(decision.action, axis=0)) == np.prod(nvec)
+    assert len(np.unique(decision.action, axis=0)) == len(elements(space))
 
 
 @pytest.mark.parametrize("kind", ["dict", "tuple", "tree"])
