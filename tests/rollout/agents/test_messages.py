@@ -36,19 +36,10 @@ def value(size):
     return policy(extras=lambda obs: {"value": jnp.zeros((len(obs), size))})
 
 
-def mapped(
-    mapping=MAPPING,
-    *,
-    policies=None,
-    params=None,
-    built_for=TABLE,
-    env=None,
-    groups=None,
-    **named,
-):
+def mapped(mapping=MAPPING, *, params=None, env=None, groups=None, **policies):
     """Traces the first step of a map."""
-    policies = named or {"x": policy()} if policies is None else policies
-    made = agents.policy_map(policies, mapping, built_for, groups=groups)
+    policies = policies or {"x": policy()}
+    made = agents.policy_map(policies, mapping, TABLE, groups=groups)
     collector = rollout.Collector(env=env or lanes(), policy=made)
     params = dict.fromkeys(policies) if params is None else params
     return jax.eval_shape(lambda: collector.step(collector.init(KEY), params))
@@ -112,7 +103,7 @@ AGENTS = "with the 3 agents of its `env`, got observations of"
 PENDING = "`pending` must be of `init_agent_transitions` of this collector"
 CASES = [
     # policy_map
-    (lambda: mapped(policies={}), "`policies` must be a dict with at least one"),
+    (lambda: agents.policy_map({}, MAPPING, TABLE), "must be a dict with at least one"),
     (lambda: mapped({"a": "x"}), "`mapping_fn` must be a function"),
     (lambda: mapped(by_name({"a": "x"})), "must map the agents a, b, c, got a"),
     (lambda: mapped(by_name("y")), "must use the policies x, got 'y' for 'a'"),
@@ -127,7 +118,7 @@ CASES = [
     (lambda: mapped(groups={"x": ["all"]}), "of a mapping function, none here,"),
     (lambda: mapped(params={"y": 0}), "must have an entry for each policy, x, got y"),
     (lambda: mapped(params=3), "an entry for each policy, x, got int32 of shape ()"),
-    (lambda: mapped(built_for=SINGLE), "`env` must have several agents"),
+    (lambda: agents.policy_map({"x": policy()}, MAPPING, SINGLE), "several agents, as"),
     (lambda: mapped(env=SINGLE), f"{AGENTS} float32 of shape (4, 1)"),
     (lambda: mapped(env=lanes(TWO)), f"{AGENTS} acting, all"),
     # population

@@ -493,10 +493,8 @@ def test_rows_for_a_policy_are_its_own():
         rollout.agents.for_policy(rows, "blue")
 
 
-@pytest.mark.parametrize(
-    "is_fixed", [True, pytest.param(False, marks=pytest.mark.slow)]
-)
 @pytest.mark.slow
+@pytest.mark.parametrize("is_fixed", [True, False])
 def test_rows_of_policies_that_share_a_group(is_fixed):
     env = schedule(acting=np.ones((6, 3)), reward=np.arange(15).reshape(5, 3))
     env = envs.vectorize_agents(env, LANES)
