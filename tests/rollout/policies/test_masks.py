@@ -105,14 +105,14 @@ def test_forbidden_action_of_a_policy_is_replaced_and_no_other(name):
             assert before == tuple(after)
 
 
-TWO = np.ones(2, bool)
+TWO, JOINT_TWO = np.ones(2, bool), np.ones((2, 2), bool)
 
 
 @pytest.mark.parametrize(
     ("space", "mask", "actions"),
     [
         (envs.spaces.MultiDiscrete((2, 2)), (TWO, TWO), [[2, 0], [0, -1], [1, 1]]),
-        (envs.spaces.MultiDiscrete((2, 2)), TWO & TWO[:, None], [[2, 0], [0, -1]]),
+        (envs.spaces.MultiDiscrete((2, 2)), JOINT_TWO, [[2, 0], [0, -1], [1, 1]]),
         (envs.Discrete(2), TWO, [2, -1, 1]),
     ],
 )

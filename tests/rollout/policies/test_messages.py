@@ -32,6 +32,7 @@ NO_STEP = rollout.Policy(init=lambda num_envs: (), apply=lambda *args: INTS)
 FORGETFUL = rollout.recurrent_policy(lambda *args: INTS, jnp.zeros)
 epsilon_greedy, warm_up = rollout.epsilon_greedy, partial(rollout.random_warmup, STILL)
 explore = partial(epsilon_greedy, policy(), DISCRETE)
+late = partial(rollout.random_warmup, policy())
 gaussian = partial(rollout.gaussian_noise, STILL, BOX)
 revert = partial(rollout.ornstein_uhlenbeck, STILL, BOX)
 item_policy, random_policy = rollout.recommendation.item_policy, rollout.random_policy
@@ -128,7 +129,7 @@ CASES = [
     (lambda: masked(jnp.ones((B, N))), "got float32 of shape (4, 5)"),
     (lambda: masked([True] * N), "got list"),
     (lambda: act(explore(0.5, mask_fn=lambda obs: TWO)), MASK),
-    (lambda: masked(TWO, make=partial(warm_up, num_steps=2)), MASK),
+    (lambda: act(late(DISCRETE, 2, mask_fn=lambda obs: TWO)), MASK),
     (lambda: masked(jnp.ones((B, 3, 2), bool), PAIR), f"{MASK} (4, 2, 3), got bool"),
     (lambda: masked((TWO,), PAIR), "must return a mask for each of 2 entries, got 1"),
     (lambda: masked((TWO, TWO), PAIR), f"{MASK} (4, 3), got bool of shape (4, 2)"),
