@@ -1,8 +1,8 @@
 """The arguments of `python -m rollout`: parses and checks them."""
 
-import argparse
 import ast
 import importlib.util
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,14 +17,14 @@ _EXCLUDED = {  # options that do not go with the option that sets the kind of ru
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> ArgumentParser:
     """Makes the parser; defaults that depend on the kind of run come later."""
     text = "Collects experience with the random policy and reports on it."
     parser = _Parser("python -m rollout", description=text, allow_abbrev=False)
@@ -33,36 +33,32 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num-envs", type=count, help="lanes (1024, of gymnasium: and envpool: 16)")
     add("--devices", type=count_or_all, help="devices for them, or all (the fastest)")
     kind = parser.add_mutually_exclusive_group().add_argument
-    kind("--num-steps", type=count, help="steps of every lane (1000)")
+    kind("--num-steps", type=count, default=1000, help="steps of every lane (1000)")
     kind("--num-episodes", type=count, help="play exactly so many episodes instead")
     kind("--gif", type=Path, help="play one episode and draw it as .gif")
-    text = "cut episodes after so many steps (1000000; for --gif 500)"
-    add("--max-steps", type=count, help=text)
+    add("--max-steps", type=count, help="longest episode (1000000; for --gif 500)")
     add("--seed", type=int, default=0, help="seed of everything random (0)")
     text = "NAME=VALUE of the environment, VALUE a Python literal; repeatable"
     add("--env-param", type=parameter, action="append", default=[], help=text)
     add("--save", type=Path, help="write the trajectory as .npz")
     add("--plot", type=Path, help="draw the episodes as .png, .svg or .pdf")
     add("--profile", type=Path, help="time parts of a batch, trace one to this folder")
-    text = "run nothing; report how the steps run on an accelerator, even if absent"
-    add("--inspect", choices=NAMES, help=text)
+    add("--inspect", choices=NAMES, help="report on an accelerator, run nothing")
     add("--list-envs", action="store_true", help="print the known ids and exit")
-    text = "compile the whole loop to one kernel on a CPU, often faster for few envs"
-    add("--xla-cpu-loop", action="store_true", help=text)
+    add("--xla-cpu-loop", action="store_true", help="make the loop one CPU kernel")
     return parser
 
 
-def parse(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None
-) -> argparse.Namespace:
+def parse(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
     """Parses and checks the arguments, and sets the defaults of their kind of run.
 
     Returns:
         The arguments; also `is_on_host`, whether the environments are not JAX,
-        `has_agents`, whether they have several, and `params`, theirs as text.
+        `has_agents`, whether they have several, and their `title`.
     """
     run = parser.parse_args(argv)
-    run.params = ", ".join(f"{name}={value!r}" for name, value in run.env_param)
+    given = ", ".join(f"{name}={value!r}" for name, value in run.env_param)
+    run.title = f"{run.env} ({given})" if given else run.env
     if run.list_envs:
         return run
 
@@ -80,8 +76,6 @@ def parse(
     for name in ("gif", "profile", "inspect", "devices"):
         if run.is_on_host and getattr(run, name) not in (None, 1):
             fail(name, f"only for environments in JAX, got {run.env}")
-    if run.gif and run.has_agents:
-        fail("gif", f"environments of several agents are not drawn, got {run.env}")
     for name in ("save", "plot", "gif"):
         path = getattr(run, name)
         if path and not path.parent.is_dir():
@@ -90,11 +84,8 @@ def parse(
         fail("gif", f"must end in .gif, got {run.gif}")
     if run.plot and importlib.util.find_spec("matplotlib") is None:
         fail("plot", "matplotlib is not installed")
-    if run.is_on_host:
-        run.devices = 1
     most_envs = 16 if run.is_on_host else 1024
     run.num_envs = run.num_envs or min(most_envs, run.num_episodes or most_envs)
-    run.num_steps = run.num_steps or 1000
     run.max_steps = run.max_steps or (500 if run.gif else 1_000_000)
     return run
 
@@ -102,7 +93,7 @@ def parse(
 def count(text: str) -> int:
     """Parses an int of at least 1; argparse says "invalid count value" of others."""
     if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+        raise ArgumentTypeError(f"must be at least 1, got {text}")
     return int(text)
 
 
@@ -120,4 +111,4 @@ def parameter(text: str) -> tuple[str, Any]:
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         pass
     must = "must be NAME=VALUE, VALUE a Python literal"
-    raise argparse.ArgumentTypeError(f"{must}, got {text!r}")
+    raise ArgumentTypeError(f"{must}, got {text!r}")

@@ -18,10 +18,14 @@ import jax
 import numpy as np
 
 from rollout import envs
-from rollout.cli import figure, runs, table
+from rollout.cli import runs, table
 from rollout.cli.arguments import make_parser, parse
+from rollout.cli.figure import make_figure
 from rollout.host import ctrl_c
 
+_XLA_CPU_LOOP = (
+    "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
+)
 _OTHER_IDS = "gymnasium:ID and envpool:ID, such as gymnasium:CartPole-v1"
 _INTERRUPTED, _PIPE_CLOSED = 130, 141  # as a shell counts SIGINT and SIGPIPE
 _JaxError = jax.errors.JaxRuntimeError
@@ -52,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _ERRORS as error:
         parser.error(str(error).partition("\n")[0])
     except Exception as error:
-        if run is None or not run.params:
+        if run is None or not run.env_param:
             raise
         # A wrong value fails wherever the environment first uses it.
-        parser.error(f"{run.env} with {run.params} fails: {error}")
+        parser.error(f"{run.title} fails: {error}")
 
 
 def run_and_exit() -> NoReturn:
@@ -77,20 +81,16 @@ def _execute(run: Namespace) -> None:
     """Executes a run, and prints each part of its table at once."""
     if run.xla_cpu_loop:  # before gymnax is imported, which starts the backend
         flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} {table.XLA_CPU_LOOP}".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} {_XLA_CPU_LOOP}".strip()
     if run.list_envs:
         _print(*envs.env_ids("installed"), _OTHER_IDS)
     elif run.inspect:
-        report = _aside(runs.inspect, run)
         sizes = {"envs": run.num_envs, "steps": run.num_envs * run.num_steps}
         rows = (table.line(name, f"{size:,}") for name, size in sizes.items())
-        _print(table.environment(run), *rows, report)
+        _print(table.line("environment", run.title), *rows, _aside(runs.inspect, run))
     elif run.gif:
-        episodes = _aside(runs.draw, run)
-        num_frames = int(episodes.episode_length[0]) + 1
-        drawn = table.line("gif", f"{run.gif} ({num_frames} frames)")
-        rows = *table.device(1), *table.one_episode(episodes)
-        _print(table.environment(run), *rows, drawn)
+        rows = table.episodes(_aside(runs.draw, run), None)
+        _print(*table.head(run, 1), *rows, table.line("gif", run.gif))
     else:
         _collect(run)
 
@@ -98,7 +98,7 @@ def _execute(run: Namespace) -> None:
 def _collect(run: Namespace) -> None:
     """Collects steps or exactly N episodes."""
     num_devices = _aside(runs.start_devices, run)
-    head = table.environment(run), *table.device(num_devices)
+    head = table.head(run, num_devices)
     if run.num_episodes:
         result = _aside(runs.play, run, num_devices)
     else:
@@ -108,23 +108,21 @@ def _collect(run: Namespace) -> None:
         except KeyboardInterrupt:
             if batches:
                 _end_line()
-                _print(*head, *table.collected(run, runs.join(run, batches[:])))
+                _print(*head, *table.collected(run, runs.join(batches[:])))
             raise
-        result = runs.join(run, batches)
+        result = runs.join(batches)
     _print(*head, *table.collected(run, result))
     if run.save:
         with run.save.open("wb") as file:
             np.savez(file, **result.saved)
         _print(table.line("saved", run.save))
     if run.profile:
-        seconds, trace = _aside(runs.profile, run, num_devices)
-        _print(*table.parts(seconds), table.line("profile", trace))
+        seconds = _aside(runs.profile, run, num_devices)
+        _print(*table.parts(seconds), table.line("profile", run.profile))
     if run.plot:
         if not result.stats.num_episodes:
             raise ValueError("argument --plot: no episode ended, nothing to draw")
-        title = f"{run.env}: random policy in {run.num_envs:,} envs"
-        order = "started" if run.num_episodes else "ended"
-        _aside(figure.draw, run.plot, title, order, result.drawn)
+        make_figure(run.title, result.drawn).savefig(run.plot)
         _print(table.line("plot", run.plot))
 
 

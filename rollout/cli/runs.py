@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,16 +19,16 @@ from rollout.host import HostCollector
 from rollout.moments import merge
 from rollout.policies import masks, random_policy
 from rollout.sharding import shard
-from rollout.stats import summarize
+from rollout.stats import CollectStats, summarize
 from rollout.stream.stream import Stream, StreamBatch
-from rollout.types import Episodes, Transition
+from rollout.types import Transition
 
 # Environments per CPU device; with a quarter, one device is as fast (docs/speed.md).
 _LEAST_ENVS = 2048
 _NUM_BATCHES = 20
 _MAX_ROWS = 1 << 22  # of a batch, so that its memory does not grow with the run
 _MAX_HOST_ROWS = 1 << 10  # where a loop in Python steps: Ctrl-C loses a batch
-_DRAWN = ("episode_return", "episode_length", "terminated")
+_DRAWN = ("episode_return", "episode_length", "terminated", "truncated")
 _OF_AGENTS = (
     *("reward", "agent_return", "agent_length", "acted", "waiting"),
     *("terminated", "truncated", "unassigned_reward"),
@@ -41,25 +40,21 @@ Batches = list[tuple[StreamBatch, float, float]]
 
 def start_devices(run: Namespace) -> int:
     """Starts jax with the devices for the lanes; returns the number of devices."""
-    cpus, number = os.cpu_count() or 1, run.devices
+    cpus = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
         cpus = len(os.sched_getaffinity(0))
-    if number is None:
-        # A queue of episodes makes devices wait for each other at every step.
-        most = 1 if run.num_episodes else max(1, min(cpus, run.num_envs // _LEAST_ENVS))
-        number = next(n for n in range(most, 0, -1) if run.num_envs % n == 0)
-    elif number == "all":
-        number = cpus
+    # A queue of episodes makes devices wait for each other at every step.
+    most = 1 if run.num_episodes or run.is_on_host else run.num_envs // _LEAST_ENVS
+    good = [n for n in range(1, min(cpus, most) + 1) if run.num_envs % n == 0]
+    number = {None: max(good, default=1), "all": cpus}.get(run.devices, run.devices)
     with contextlib.suppress(RuntimeError):  # jax has started already, in a notebook
         jax.config.update("jax_num_cpu_devices", number)
     found = jax.device_count()
     if jax.default_backend() != "cpu":  # the number of accelerators is fixed
         number = {None: 1, "all": found}.get(run.devices, number)
-    if run.devices is None:
-        return min(number, found)
-    if number > found:
+    if isinstance(run.devices, int) and number > found:
         raise ValueError(f"argument --devices: there are {found}, got {number}")
-    return number
+    return min(number, found)
 
 
 def make_collector(run: Namespace, num_devices: int = 1) -> tuple[Any, Any]:
@@ -106,13 +101,12 @@ def collect(run: Namespace, num_devices: int, batches: Batches) -> None:
     start = time.perf_counter()
     collector, params = make_collector(run, num_devices)
 
-    def keep(trajectory: Transition) -> tuple[Any, Any, Any]:
+    def keep(trajectory: Transition) -> tuple[Any, Any]:
         """Keeps the fields that a file needs; the others are not stored."""
-        drawn = {name: getattr(trajectory, name) for name in _DRAWN}
-        drawn = {**drawn, "finished": trajectory.done} if run.plot else {}
+        drawn = {name: getattr(trajectory, name) for name in _DRAWN if run.plot}
         saved = _by_name(trajectory, run.has_agents) if run.save else {}
         metrics = agents.summarize_agents(trajectory) if run.has_agents else None
-        return drawn, saved, metrics
+        return (drawn, saved), metrics
 
     with Stream(
         collector,
@@ -131,19 +125,20 @@ def collect(run: Namespace, num_devices: int, batches: Batches) -> None:
             batches.append((batch, compile_time, stream.stats.collect_seconds))
 
 
-def join(run: Namespace, batches: Batches) -> Result:
+def join(batches: Batches) -> Result:
     """Joins the batches of `collect`, at least one."""
     parts, compile_times, seconds = zip(*batches, strict=True)
-    drawn, saved, metrics = zip(*[batch.trajectory for batch in parts], strict=True)
-    drawn = jax.tree.map(lambda *x: np.concatenate(x), *drawn)
+    arrays, metrics = zip(*[batch.trajectory for batch in parts], strict=True)
+    drawn, saved = jax.tree.map(lambda *x: np.concatenate(x), *arrays)
+    ended = drawn and drawn["terminated"] | drawn["truncated"]
     return Result(
         stats=merge([batch.stats for batch in parts]),
-        agents=merge(metrics) if run.has_agents else None,
+        agents=merge(metrics),
         num_rows=sum(batch.steps for batch in parts),
         compile_time=compile_times[0],
         run_time=seconds[-1],
-        drawn=jax.tree.map(lambda x: x[drawn["finished"]], drawn),
-        saved=jax.tree.map(lambda *x: np.concatenate(x), *saved),
+        drawn={name: x[ended] for name, x in drawn.items()},
+        saved=saved,
     )
 
 
@@ -160,10 +155,10 @@ def play(run: Namespace, num_devices: int) -> Result:
             carry, params, run.num_episodes, max_steps=run.max_steps
         )
         metrics = agents.summarize_agents(episodes) if run.has_agents else None
-        drawn = {name: getattr(episodes, name) for name in (*_DRAWN, "finished")}
+        drawn = {name: getattr(episodes, name) for name in _DRAWN}
         return summarize(episodes), metrics, end.step - carry.step, drawn
 
-    if isinstance(collector, HostCollector):
+    if run.is_on_host:
         collector.compile(carry, params)
     else:
         program = jax.jit(program).lower(collector, carry, params).compile()
@@ -180,11 +175,11 @@ def play(run: Namespace, num_devices: int) -> Result:
     )
 
 
-def draw(run: Namespace) -> Episodes:
+def draw(run: Namespace) -> CollectStats:
     """Draws the first episode that `play` would play, as a GIF."""
     collector, params = make_collector(run)
-    key = jax.random.key(run.seed)
-    return record_gif(collector, key, params, run.gif, max_steps=run.max_steps)
+    key, max_steps = jax.random.key(run.seed), run.max_steps
+    return summarize(record_gif(collector, key, params, run.gif, max_steps=max_steps))
 
 
 def inspect(run: Namespace) -> inspection.Report:
@@ -196,16 +191,14 @@ def inspect(run: Namespace) -> inspection.Report:
     return inspection.inspect(collector, params, **options)
 
 
-def profile(run: Namespace, num_devices: int) -> tuple[profiling.Profile, Path]:
-    """Times the parts of a batch, and traces one more; returns the trace's folder."""
+def profile(run: Namespace, num_devices: int) -> profiling.Profile:
+    """Times the parts of a batch, and traces one more."""
     collector, params = make_collector(run, num_devices)
     carry, size = collector.init(jax.random.key(run.seed)), num_rows(run)
-    seconds = profiling.profile(collector, params, size)
     carry, _ = collector.collect_steps(carry, params, size)  # compiles
     with jax.profiler.trace(run.profile):
         jax.block_until_ready(collector.collect_steps(carry, params, size))
-    # The profiler names its folders by the time.
-    return seconds, max(run.profile.glob("plugins/profile/*"), default=run.profile)
+    return profiling.profile(collector, params, size)
 
 
 def num_rows(run: Namespace) -> int:
@@ -219,9 +212,9 @@ def _random_policy(observation_space: Any, action_space: Any) -> Any:
     return random_policy(action_space, mask_fn=mask_fn)
 
 
-def _by_name(trajectory: Transition, has_agents: bool) -> dict[str, jax.Array]:
-    info: Any = trajectory.info
+def _by_name(trajectory: Any, has_agents: bool) -> dict[str, jax.Array]:
     if has_agents:  # their flags and counts are one word
+        info = trajectory.info
         named = {name: getattr(info.agents, name) for name in _OF_AGENTS}
         trajectory = trajectory.replace(info={"agents": named, "env": info.env})
     leaves, keystr = jax.tree.leaves_with_path(trajectory), jax.tree_util.keystr

@@ -1,6 +1,5 @@
 """Formats the lines of the table that `python -m rollout` prints of a run."""
 
-import os
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,12 +10,6 @@ from rollout.agents.agent_stats import AgentStats
 from rollout.moments import Moments
 from rollout.profiling import Profile
 from rollout.stats import CollectStats
-from rollout.types import Episodes
-
-XLA_CPU_LOOP = (
-    "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000000"
-)
-_CUT = "cut by --max-steps"
 
 
 class Result(NamedTuple):
@@ -36,20 +29,11 @@ def line(label: str, value: object) -> str:
     return f"{label:<19} {value}".rstrip()
 
 
-def environment(run: Namespace) -> str:
-    """Formats the environment and its parameters."""
-    return line("environment", f"{run.env} ({run.params})" if run.params else run.env)
-
-
-def device(num_devices: int) -> Iterator[str]:
-    """Yields the lines about the device and jax."""
-    first = jax.devices()[0]
-    kind = "" if first.device_kind == first.platform else f" ({first.device_kind})"
+def head(run: Namespace, num_devices: int) -> list[str]:
+    """Formats the lines about the environment, the device and jax."""
     count = "" if num_devices == 1 else f", {num_devices} devices"
-    yield line("device", first.platform + kind + count)
-    yield line("jax", jax.__version__)
-    if XLA_CPU_LOOP in os.environ.get("XLA_FLAGS", ""):
-        yield line("xla cpu loop", "on")
+    device = line("device", jax.devices()[0].device_kind + count)
+    return [line("environment", run.title), device, line("jax", jax.__version__)]
 
 
 def collected(run: Namespace, result: Result) -> Iterator[str]:
@@ -67,11 +51,11 @@ def collected(run: Namespace, result: Result) -> Iterator[str]:
         yield line("masked-out rows", f"{num_out:,} (environments reset themselves)")
     if agents:
         yield line("agent steps", f"{agents.num_agent_steps:,}")
-    yield from _episodes(run, stats, agents)
-    if agents and agents.unassigned_reward:
         yield line("unassigned reward", f"{agents.unassigned_reward:.6g}")
-    if agents and agents.num_stale:
         yield line("stale endings", f"{agents.num_stale:,}")
+    yield from episodes(stats, agents)
+    if run.num_episodes:
+        yield line("mean return", stats.returns)  # with its interval
     yield line("compile time", f"{result.compile_time:.2f} s")
     yield line("run time", f"{seconds:.3f} s")
     if run.num_episodes:
@@ -79,52 +63,30 @@ def collected(run: Namespace, result: Result) -> Iterator[str]:
     yield line("steps per second", f"{num_steps / seconds:,.0f}")
 
 
-def one_episode(episodes: Episodes) -> Iterator[str]:
-    """Yields the lines about a single episode."""
-    (terminated,), (finished,) = episodes.terminated, episodes.finished
-    ending = "terminated" if terminated else "truncated" if finished else _CUT
-    yield line("return", f"{episodes.episode_return[0]:.6g}")
-    yield line("length", f"{episodes.episode_length[0]:,} ({ending})")
-
-
 def parts(seconds: Profile) -> Iterator[str]:
     """Yields the time of each part of a batch; run apart, they may take longer."""
-    times = seconds._asdict()
-    del times["unexplained"]
-    for name, value in times.items():
-        share = 100 * value / (sum(times.values()) - seconds.whole)
-        note = "" if name == "whole" else f" ({share:.0f} % of the parts)"
-        yield line(f"  {name}".replace("_", " "), f"{1e3 * value:.3f} ms{note}")
+    for name, value in seconds._asdict().items():
+        yield line(f"  {name}".replace("_", " "), f"{1e3 * value:.3f} ms")
 
 
-def _episodes(
-    run: Namespace, stats: CollectStats, agents: AgentStats | None
-) -> Iterator[str]:
+def episodes(stats: CollectStats, agents: AgentStats | None) -> Iterator[str]:
     """Yields metrics of the episodes, and below each those of agents and policies."""
-    count, num_cut = stats.num_episodes, stats.num_unfinished
-    if not count:
+    if not stats.num_episodes:
         yield line("episodes", "0 (no episode ended in this window)")
         return
+    num_cut = stats.num_unfinished
     truncated = f"{stats.num_truncated - num_cut:,} truncated"
-    cut = f", {num_cut:,} {_CUT}" if run.num_episodes else ""
+    cut = f", {num_cut:,} cut by --max-steps" if num_cut else ""
     endings = f"{stats.num_terminated:,} terminated, {truncated}{cut}"
-    yield line("episodes", f"{count:,} ({endings})")
+    yield line("episodes", f"{stats.num_episodes:,} ({endings})")
     yield line("", "".join(f"{name:<12}" for name in ("mean", "std", "min", "max")))
+    rows: dict[str, Any] = {}
+    if agents:
+        policies = {f"  policy {name}": x for name, x in agents.policies.items()}
+        rows = {f"  {name}": x for name, x in agents.agents.items()} | policies
     for label, name in (("return", "returns"), ("length", "lengths")):
-        yield line(label, _moments(getattr(stats, name)))
-        rows = {}
-        if agents:
-            groups = agents.policies if len(agents.policies) > 1 else {}
-            named = {f"policy {policy}": x for policy, x in groups.items()}
-            for who, x in (agents.agents | named).items():
-                rows[who] = _moments(getattr(x, name))
-        if label == "return" or len(set(rows.values())) > 1:  # lengths if they differ
-            yield from (line(f"  {who}", text) for who, text in rows.items())
-    if run.num_episodes:
-        ends = f"{stats.returns.ci_low:.6g} to {stats.returns.ci_high:.6g}"
-        interval = f"95 % confidence interval {ends}"
-        interval = "no confidence interval for one episode" if count < 2 else interval
-        yield line("mean return", f"{stats.returns.mean:.6g} ({interval})")
+        for row, x in ({label: stats} | rows).items():
+            yield line(row, _moments(getattr(x, name)))
 
 
 def _moments(x: Moments) -> str:

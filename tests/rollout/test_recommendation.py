@@ -11,7 +11,7 @@ from cases import quick_jit
 from plain_recommendation import Model, Setting, metrics
 
 import rollout
-from rollout import buffers, envs
+from rollout import buffers, envs, recommendation
 
 NUM_USERS, NUM_ITEMS, NUM_LANES, NUM_EPISODES = 7, 12, 8, 200
 SETTINGS = {
@@ -28,7 +28,7 @@ MODEL = Model(
     max_turn=9,
 )
 SCORES = RNG.normal(size=(NUM_USERS, NUM_ITEMS + 1, NUM_ITEMS)).astype(np.float32)
-CATALOGUE = rollout.recommendation.Catalogue(
+CATALOGUE = recommendation.Catalogue(
     features=RNG.normal(size=(NUM_ITEMS, 3)).astype(np.float32),
     popularity=RNG.uniform(0.1, 1.0, NUM_ITEMS).astype(np.float32),
     dominated=RNG.random(NUM_ITEMS) < 0.4,
@@ -40,7 +40,13 @@ def score(params, obs):
     return params[obs["user"], obs["item"]]
 
 
-POLICY = rollout.recommendation.item_policy(score)
+def read_mask(obs):
+    return obs["mask"]
+
+
+KEY = jax.random.key(0)
+POLICY = recommendation.item_policy(score)
+RANDOM = rollout.random_policy(envs.Discrete(NUM_ITEMS), mask_fn=read_mask)
 
 
 def make_env(model=MODEL, **options):
@@ -51,6 +57,16 @@ def make_env(model=MODEL, **options):
         max_turn=model.max_turn,
         **options,
     )
+
+
+def make_settings(force_length=10, **options):
+    return recommendation.recommendation_settings(make_env(**options), force_length)
+
+
+def evaluate(settings, num, catalogue=None):
+    """The metrics of settings, with or without tables of the catalogue."""
+    given = settings, KEY, SCORES, num
+    return recommendation.evaluate_settings(*given, catalogue=catalogue)
 
 
 def make_collector(env, num_lanes=NUM_LANES, policy=POLICY, **options):
@@ -77,8 +93,7 @@ def collect(collector, key, params, num_steps):
 
 @pytest.fixture(scope="module")
 def collectors():
-    made = rollout.recommendation.recommendation_settings(make_env())
-    return {name: make_collector(env) for name, env in made.items()}
+    return {name: make_collector(env) for name, env in make_settings().items()}
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +132,7 @@ def test_rows_are_those_of_a_plain_loop(played, name):
 
 
 def test_metrics_are_those_of_all_episodes_in_a_plain_loop(collectors, played):
-    stats = rollout.recommendation.evaluate_settings(
-        collectors, jax.random.key(0), SCORES, NUM_EPISODES, catalogue=CATALOGUE
-    )
+    stats = evaluate(collectors, NUM_EPISODES, CATALOGUE)
     assert list(stats) == list(SETTINGS)
     tables = CATALOGUE.features, CATALOGUE.popularity, CATALOGUE.dominated
     for name, setting in SETTINGS.items():
@@ -135,8 +148,7 @@ def test_metrics_are_those_of_all_episodes_in_a_plain_loop(collectors, played):
 
 
 def test_metric_without_its_table_is_none(collectors):
-    one = {"FB": collectors["FB"]}
-    stats = rollout.recommendation.evaluate_settings(one, jax.random.key(0), SCORES, 3)
+    stats = evaluate({"FB": collectors["FB"]}, 3)
     assert stats["FB"].diversity is stats["FB"].novelty is None
     logged = rollout.log_stats(stats, prefix="test/")
     assert "test/FB/click_through_rate" in logged
@@ -155,8 +167,7 @@ def test_last_reward_reaches_the_policy():
 
 
 def test_new_episode_begins_with_its_own_observation(collectors):
-    key = jax.random.key(0)
-    rows = jax.device_get(collect(collectors["NX_0"], key, SCORES, 60))
+    rows = jax.device_get(collect(collectors["NX_0"], KEY, SCORES, 60))
     first = rows.first
     assert first.sum() > 5 * NUM_LANES
     assert (rows.obs["item"][first] == NUM_ITEMS).all()
@@ -168,9 +179,7 @@ def test_new_episode_begins_with_its_own_observation(collectors):
 
 
 def test_forced_length_is_that_of_each_episode():
-    env = rollout.recommendation.recommendation_settings(make_env(), force_length=3)[
-        "NX_3"
-    ]
+    env = make_settings(force_length=3)["NX_3"]
     collector = make_collector(env, num_lanes=2)
     carry, flags = collector.init(jax.random.key(0)), []
     for _ in range(3):  # a call does not start over
@@ -181,9 +190,7 @@ def test_forced_length_is_that_of_each_episode():
 
 @pytest.mark.slow
 def test_random_first_item_is_not_shown_again():
-    env = rollout.recommendation.recommendation_settings(
-        make_env(random_first=True), 5
-    )["NX_5"]
+    env = make_settings(random_first=True, force_length=5)["NX_5"]
     rows, _ = play(make_collector(env), num_episodes=50)
     first = rows.obs["item"][0]
     assert len(set(first.tolist())) > 5
@@ -199,17 +206,15 @@ def test_items_that_are_used_up_are_flagged():
     env = envs.wrappers.ForceLength(envs.wrappers.NoRepeat(make_env()), NUM_ITEMS + 3)
     setting = Setting(no_repeats=True, force_length=NUM_ITEMS + 3)
     collector = make_collector(env)
-    key, num_steps = jax.random.key(0), NUM_ITEMS + 3  # one episode of every lane
-    rows = jax.device_get(collect(collector, key, SCORES, num_steps))
+    # One episode of every lane.
+    rows = jax.device_get(collect(collector, KEY, SCORES, NUM_ITEMS + 3))
     flags = rows.extras["none_allowed"]
     assert flags[NUM_ITEMS:].all()
     assert flags.sum() == 3 * NUM_LANES
     assert np.isfinite(rows.extras["log_prob"]).all()
     played = MODEL.play(SCORES, int(rows.obs["user"][0, 0]), setting)
     assert rows.action[:, 0].tolist() == played.item
-    stats = rollout.recommendation.evaluate_settings(
-        {"all": collector}, jax.random.key(0), SCORES, 20, catalogue=CATALOGUE
-    )["all"]
+    stats = evaluate({"all": collector}, 20, CATALOGUE)["all"]
     assert stats.none_allowed_share == np.float32(3 / (NUM_ITEMS + 3))
     assert all(np.isfinite(x) for x in rollout.log_stats(stats).values())
 
@@ -219,13 +224,10 @@ def test_items_that_are_used_up_are_flagged():
 def test_compact_is_select_and_lanes_do_not_matter(policy):
     made = {
         "greedy": POLICY,
-        "softmax": rollout.recommendation.item_policy(score, sample=True),
-        "random": rollout.random_policy(
-            make_env().action_space, mask_fn=lambda obs: obs["mask"]
-        ),
+        "softmax": recommendation.item_policy(score, sample=True),
+        "random": RANDOM,
     }[policy]
-    env = rollout.recommendation.recommendation_settings(make_env())["NX_0"]
-    rows = []
+    env, rows = make_settings()["NX_0"], []
     for num_lanes, auto_reset in ((64, "compact"), (64, "select"), (1, "compact")):
         collector = make_collector(env, num_lanes, made, auto_reset=auto_reset)
         rows.append(jax.device_get(collect(collector, jax.random.key(1), SCORES, 40)))
@@ -235,88 +237,45 @@ def test_compact_is_select_and_lanes_do_not_matter(policy):
     jax.tree.map(np.testing.assert_array_equal, first, alone)
 
 
+def over_four_devices(collector):
+    mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4])
+    return rollout.shard(collector, mesh)
+
+
 @pytest.mark.slow
-def test_rows_without_jit_and_over_devices_are_the_same():
-    env = rollout.recommendation.recommendation_settings(make_env())["NX_10"]
-    collector = make_collector(env)
-    _, rows = collector.collect_steps(collector.init(jax.random.key(2)), SCORES, 12)
+def test_rows_without_jit_over_devices_and_of_a_stream_are_the_same():
+    collector = make_collector(make_settings()["NX_10"])
+
+    def rows_of(collector):
+        carry = collector.init(jax.random.key(2))
+        return collector.collect_steps(carry, SCORES, 12)[1]
+
     with jax.disable_jit():
-        plain = make_collector(env)
-        _, slow = plain.collect_steps(plain.init(jax.random.key(2)), SCORES, 12)
-    jax.tree.map(np.testing.assert_array_equal, rows, slow)
-    sharded = rollout.shard(
-        collector, jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4])
-    )
-    _, far = sharded.collect_steps(sharded.init(jax.random.key(2)), SCORES, 12)
-    jax.tree.map(np.testing.assert_array_equal, rows, far)
+        slow = rows_of(collector)
+    sizes = {"steps_per_batch": 4 * NUM_LANES, "total_steps": 12 * NUM_LANES}
+    key = jax.random.key(2)
+    with rollout.Stream(collector, key=key, params=SCORES, **sizes) as stream:
+        batches = [batch.trajectory for batch in stream]
+    joined = jax.tree.map(lambda *x: jnp.concatenate(x), *batches)
+    rows = rows_of(collector)
+    for other in (slow, rows_of(over_four_devices(collector)), joined):
+        jax.tree.map(np.testing.assert_array_equal, rows, other)
 
 
 @pytest.mark.slow
 def test_devices_ask_each_other_nothing_about_many_items():
     feedback = RNG.random((5, 300), np.float32)
     env = envs.wrappers.NoRepeat(envs.RecommendationEnv(feedback, max_turn=8))
-    mask_fn = lambda obs: obs["mask"]  # noqa: E731
-    policy = rollout.random_policy(env.action_space, mask_fn=mask_fn)
+    policy = rollout.random_policy(env.action_space, mask_fn=read_mask)
     alone = make_collector(env, policy=policy)
-    mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4])
-    sharded, rows = rollout.shard(alone, mesh), []
-    for collector in (alone, sharded):
+    rows = []
+    for collector in (alone, over_four_devices(alone)):
         carry = collector.init(jax.random.key(0))
         run = jax.jit(lambda carry, x=collector: x.collect_steps(carry, None, 10)[1])
         compiled = run.lower(carry).compile()
         assert not re.search(r"all-\w+\(|collective-\w+\(", compiled.as_text())
         rows.append(compiled(carry))
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get(rows))
-
-
-@pytest.mark.slow
-def test_stream_has_the_rows_of_one_call():
-    env = rollout.recommendation.recommendation_settings(make_env())["NX_0"]
-    collector = make_collector(env)
-    _, rows = collector.collect_steps(collector.init(jax.random.key(3)), SCORES, 30)
-    stream = rollout.Stream(
-        collector,
-        key=jax.random.key(3),
-        params=SCORES,
-        steps_per_batch=10 * NUM_LANES,
-        total_steps=30 * NUM_LANES,
-    )
-    with stream:
-        batches = [batch.trajectory for batch in stream]
-    joined = jax.tree.map(lambda *x: jnp.concatenate(x), *batches)
-    jax.tree.map(np.testing.assert_array_equal, rows, joined)
-
-
-def test_settings_are_refused():
-    with pytest.raises(ValueError, match=r"`force_length` must be .*at least 1, got 0"):
-        rollout.recommendation.recommendation_settings(make_env(), force_length=0)
-    with pytest.raises(
-        ValueError, match=r"`force_length` must be at most .*12, got 13"
-    ):
-        rollout.recommendation.recommendation_settings(make_env(), force_length=13)
-    with pytest.raises(
-        ValueError, match=r"`force_length` must be at most .*11, got 12"
-    ):
-        rollout.recommendation.recommendation_settings(
-            make_env(random_first=True), force_length=12
-        )
-    with pytest.raises(ValueError, match=r"`catalogue.popularity` must have one entry"):
-        rollout.recommendation.evaluate_settings(
-            {"FB": make_collector(make_env())},
-            jax.random.key(0),
-            SCORES,
-            2,
-            catalogue=rollout.recommendation.Catalogue(
-                popularity=np.ones(3, np.float32)
-            ),
-        )
-    pendulum = envs.make_vec("Pendulum-v1", 2)
-    policy = rollout.random_policy(pendulum.action_space)
-    collector = rollout.Collector(env=pendulum, policy=policy)
-    with pytest.raises(ValueError, match="`settings` must have items as actions"):
-        rollout.recommendation.evaluate_settings(
-            {"FB": collector}, jax.random.key(0), None, 2
-        )
 
 
 def without_history(row):
@@ -372,42 +331,48 @@ def test_history_is_rebuilt_from_the_ring():
             assert got.tolist() == wanted[length - len(got) :].tolist()
 
 
-@pytest.mark.parametrize(
-    ("field", "table", "message"),
-    [
-        ("popularity", 2, "one entry for each of 12"),
-        ("popularity", np.full(NUM_ITEMS, 2.0), "above 0 and at most 1"),
-        ("popularity", np.zeros(NUM_ITEMS), "above 0 and at most 1"),
-        ("features", np.full((NUM_ITEMS, 2), np.nan), "of finite numbers"),
-        ("features", np.ones(NUM_ITEMS), "of finite numbers"),
-        ("dominated", np.ones(NUM_ITEMS), r"\[I\] bool"),
-    ],
-)
-def test_tables_of_a_catalogue_are_checked(field, table, message):
-    catalogue = rollout.recommendation.Catalogue(**{field: table})
-    settings = {"FB": make_collector(make_env())}
-    with pytest.raises(ValueError, match=f"`catalogue.{field}` must .*{message}"):
-        rollout.recommendation.evaluate_settings(
-            settings, jax.random.key(0), SCORES, 2, catalogue=catalogue
-        )
-
-
 @pytest.mark.slow
 def test_tables_of_a_catalogue_may_be_lists():
-    collector = make_collector(make_env())
-
-    def evaluate(catalogue):
-        key = jax.random.key(0)
-        given = {"FB": collector}, key, jnp.asarray(SCORES), 4
-        return rollout.recommendation.evaluate_settings(*given, catalogue=catalogue)
-
+    settings = {"FB": make_collector(make_env())}
     lists = {name: table.tolist() for name, table in vars(CATALOGUE).items()}
-    got = evaluate(rollout.recommendation.Catalogue(**lists))
-    jax.tree.map(np.testing.assert_array_equal, got, evaluate(CATALOGUE))
+    got = evaluate(settings, 4, recommendation.Catalogue(**lists))
+    want = evaluate(settings, 4, CATALOGUE)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_settings_are_of_environments_with_items():
-    with pytest.raises(ValueError, match=r"`env` must have items as actions.* got Box"):
-        rollout.recommendation.recommendation_settings(envs.make("Pendulum-v1"))
-    with pytest.raises(ValueError, match=r"`settings` must be a dict and `catalogue`"):
-        rollout.recommendation.evaluate_settings([], jax.random.key(0), None, 4)
+def evaluate_with(**tables):
+    settings = {"FB": make_collector(make_env())}
+    return evaluate(settings, 2, recommendation.Catalogue(**tables))
+
+
+PENDULUM = envs.make("Pendulum-v1")
+
+
+def pendulum():
+    policy = rollout.random_policy(PENDULUM.action_space)
+    return {"FB": make_collector(PENDULUM, policy=policy)}
+
+
+ITEMS = "must have items as actions, a `Discrete` space, got Box"
+RANGE = "`catalogue.popularity` must be [I] of floats above 0 and at most 1"
+FINITE = "`catalogue.features` must be [I, F] of finite numbers"
+REFUSED = [
+    (lambda: make_settings(0), "`force_length` must be an int of at least 1, got 0"),
+    (lambda: make_settings(13), "without a repeat, 12, got 13"),
+    (lambda: make_settings(12, random_first=True), "without a repeat, 11, got 12"),
+    (lambda: evaluate_with(popularity=np.ones(3)), "one entry for each of 12 items"),
+    (lambda: evaluate_with(popularity=np.full(NUM_ITEMS, 2.0)), RANGE),
+    (lambda: evaluate_with(popularity=np.zeros(NUM_ITEMS)), RANGE),
+    (lambda: evaluate_with(features=np.full((NUM_ITEMS, 2), np.nan)), FINITE),
+    (lambda: evaluate_with(features=np.ones(NUM_ITEMS)), FINITE),
+    (lambda: evaluate_with(dominated=np.ones(NUM_ITEMS)), "must be [I] bool, got"),
+    (lambda: evaluate([], 4), "`settings` must be a dict and `catalogue`"),
+    (lambda: evaluate(pendulum(), 2), f"`settings` {ITEMS}"),
+    (lambda: recommendation.recommendation_settings(PENDULUM), f"`env` {ITEMS}"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()

@@ -238,20 +238,11 @@ def play(env):
 def rows_of(trajectories, num_envs, num_agents):
     """The rows of `agent_transitions`, by lane and agent, in order of time."""
     found = {}
-    for lane in range(num_envs):
-        for agent in range(num_agents):
-            column = lane * num_agents + agent
-            found[lane, agent] = [
-                (
-                    float(rows.obs[t, column]),
-                    float(rows.reward[t, column]),
-                    float(rows.next_obs[t, column]),
-                    bool(rows.terminated[t, column]),
-                    bool(rows.truncated[t, column]),
-                    bool(rows.extras["stale_next_obs"][t, column]),
-                )
-                for rows in trajectories
-                for t in range(rows.mask.shape[0])
-                if rows.mask[t, column]
-            ]
+    for column in range(num_envs * num_agents):
+        found[divmod(column, num_agents)] = own = []
+        for rows in trajectories:
+            fields = rows.obs, rows.reward, rows.next_obs
+            flags = rows.terminated, rows.truncated, rows.extras["stale_next_obs"]
+            times = np.flatnonzero(rows.mask[:, column])
+            own += [tuple(x[t, column] for x in (*fields, *flags)) for t in times]
     return found

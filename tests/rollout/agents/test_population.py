@@ -124,14 +124,3 @@ def test_devices_put_their_agents_in_order_apart():
     text = run.lower(sharded, carry).compile().as_text()
     names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     assert not re.findall(rf" ({names})(?:-start)?\(", text)
-
-
-def test_what_is_no_population_is_refused():
-    with pytest.raises(ValueError, match="`policy` must be a `Policy`, got str"):
-        rollout.agents.population("x", 2)
-    with pytest.raises(ValueError, match="`size` must be an int of at least 1"):
-        rollout.agents.population(POLICY, 0)
-    collector = make_collector(2)
-    wrong = {**LEAGUE, "league": jnp.zeros((P + 1,), jnp.int32)}
-    with pytest.raises(ValueError, match=f"leading axis {P}, got shape"):
-        collector.step(collector.init(KEY), wrong)

@@ -65,8 +65,12 @@ def answered_rewards(rows):
     return [sum(row[1] for row in agent) for agent in rows]
 
 
+def row(obs, reward, next_obs, end="", *, stale=False):
+    return obs, reward, next_obs, end == "terminated", end == "truncated", stale
+
+
 def check(env, want, unassigned):
-    """The rows `(obs, reward, next_obs, terminated, truncated, stale)` by agent."""
+    """The rows of each agent, as `row` makes them."""
     rows, trajectory = by_agent(env)
     assert rows == [[tuple(map(float, row)) for row in agent] for agent in want]
     info, num = trajectory.info.agents, len(env.names)
@@ -79,30 +83,17 @@ def check(env, want, unassigned):
     assert [len(agent) for agent in rows] == info.agent_length[-1, 0, :num].tolist()
 
 
-def worked_example(end):
-    """RLlib's scenario A: b comes late, both skip steps."""
-    return schedule(
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_worked_example_of_rllib(end):
+    """Scenario A: b comes late, both skip steps."""
+    env = schedule(
         acting=[[1, 0], [1, 0], [0, 1], [0, 1], [1, 1], [0, 1]],
         reward=[[1, 5], [2, 7], [4, 8], [8, 9], [16, 10]],
         end=end,
     )
-
-
-@pytest.mark.parametrize("end", ["terminated", "truncated"])
-def test_worked_example_of_rllib(end):
-    """Observation n of agent a stands for 10 n + a here."""
-    last = (True, False) if end == "terminated" else (False, True)
-    a = [
-        (0, 1, 10, False, False, False),
-        (10, 2 + 4 + 8, 40, False, False, False),
-        (40, 16, 40, *last, True),  # no observation at the end: its last one again
-    ]
-    b = [
-        (21, 8, 31, False, False, False),
-        (31, 9, 41, False, False, False),
-        (41, 10, 51, *last, False),
-    ]
-    env = worked_example(end)
+    # No observation of a at the end: its last one again.
+    a = [row(0, 1, 10), row(10, 2 + 4 + 8, 40), row(40, 16, 40, end, stale=True)]
+    b = [row(21, 8, 31), row(31, 9, 41), row(41, 10, 51, end)]
     check(env, [a, b], [0, 5 + 7])
     _, trajectory = by_agent(env)
     alone = jax.tree.map(lambda x: x[:, :1], trajectory)
@@ -112,28 +103,54 @@ def test_worked_example_of_rllib(end):
     assert (stats.unassigned_reward, stats.num_stale) == (12, 1)
     returns = [stats.agents[name].returns.mean for name in "ab"]
     lengths = [stats.agents[name].lengths.mean for name in "ab"]
-    assert returns == [31, 27 + 12]
-    assert lengths == [3, 3]
+    assert (returns, lengths) == ([31, 27 + 12], [3, 3])
 
 
-def test_new_agent_that_is_over_already_has_no_row():
-    env = schedule(
-        acting=[[1, 0], [1, 0], [1, 0]],
-        reward=[[1, 2], [4, 8]],
-        terminated=[[0, 1], [0, 0]],
-    )
-    a = [(0, 1, 10, False, False, False), (10, 4, 20, True, False, False)]
-    check(env, [a, []], [0, 2 + 8])
+ENDED = row(0, 1, 10), row(10, 4, 20, "terminated")
+# Who acts, rewards, own endings; the rows of each agent and the rewards of no row.
+EPISODES = {
+    "new agent that is over already": (
+        ([[1, 0]] * 3, [[1, 2], [4, 8]], [[0, 1], [0, 0]]),
+        ([ENDED, []], [0, 2 + 8]),
+    ),
+    "reward after the own end": (
+        ([[1, 1], [1, 0], [1, 0]], [[1, 2], [4, 50]], [[0, 1], [0, 0]]),
+        ([ENDED, [row(1, 2, 11, "terminated")]], [0, 50]),
+    ),
+    "nobody ever acts": (
+        (np.zeros((4, 3)), [[1, 2, 4]] * 3, None),
+        ([[], [], []], [3, 6, 12]),
+    ),
+    "single agent": (
+        (np.ones((4, 1)), [[1], [2], [4]], None),
+        ([[row(0, 1, 10), row(10, 2, 20), row(20, 4, 30, "terminated")]], [0]),
+    ),
+    # The winner is known at the end, when only the next to move sees the board.
+    "game of three in turns": (
+        (np.eye(3)[[0, 1, 2, 0, 1, 2]], [[0, 0, 0]] * 4 + [[-1, 2, -1]], None),
+        (
+            [
+                [row(0, 0, 30), row(30, -1, 30, "terminated", stale=True)],
+                [row(11, 0, 41), row(41, 2, 41, "terminated", stale=True)],
+                [row(22, -1, 52, "terminated")],
+            ],
+            [0, 0, 0],
+        ),
+    ),
+}
 
 
-def test_reward_after_the_own_end_belongs_to_no_row():
-    env = schedule(
-        acting=[[1, 1], [1, 0], [1, 0]],
-        reward=[[1, 2], [4, 50]],
-        terminated=[[0, 1], [0, 0]],
-    )
-    a = [(0, 1, 10, False, False, False), (10, 4, 20, True, False, False)]
-    check(env, [a, [(1, 2, 11, True, False, False)]], [0, 50])
+@pytest.mark.parametrize("name", EPISODES)
+def test_rows_of_an_episode_are_those_written_down(name):
+    (acting, reward, terminated), (rows, unassigned) = EPISODES[name]
+    check(schedule(acting, reward, terminated=terminated), rows, unassigned)
+
+
+def test_agent_that_never_acts_has_no_mean_return():
+    _, trajectory = by_agent(schedule(np.zeros((4, 3)), np.ones((3, 3))))
+    stats = rollout.agents.summarize_agents(trajectory)
+    assert stats.num_agent_steps == 0
+    assert np.isnan(stats.agents["a"].returns.mean)
 
 
 @pytest.mark.parametrize("second", ["terminated", "truncated"])
@@ -147,42 +164,12 @@ def test_episode_ends_when_every_agent_has(second):
         **{**ends, "terminated": ends["terminated"]},
     )
     flags = second == "terminated", second == "truncated"
-    a = [(0, 1, 10, False, False, False), (10, 4, 20, *flags, False)]
-    check(env, [a, [(1, 2, 11, True, False, False)]], [0, 8])
+    a = [row(0, 1, 10), row(10, 4, 20, second)]
+    check(env, [a, [row(1, 2, 11, "terminated")]], [0, 8])
     _, trajectory = by_agent(env)
     ended = trajectory.terminated[-1, 0], trajectory.truncated[-1, 0]
     assert ended == flags
     assert trajectory.episode_length[-1, 0] == 2
-
-
-def test_nobody_ever_acts():
-    env = schedule(acting=np.zeros((4, 3)), reward=[[1, 2, 4]] * 3, end="truncated")
-    check(env, [[], [], []], [3, 6, 12])
-    _, trajectory = by_agent(env)
-    stats = rollout.agents.summarize_agents(trajectory)
-    assert stats.num_agent_steps == 0
-    assert np.isnan(stats.agents["a"].returns.mean)
-
-
-def test_single_agent_experiences_the_transitions():
-    env = schedule(acting=np.ones((4, 1)), reward=[[1], [2], [4]])
-    rows = [
-        (0, 1, 10, False, False, False),
-        (10, 2, 20, False, False, False),
-        (20, 4, 30, True, False, False),
-    ]
-    check(env, [rows], [0])
-
-
-def test_game_of_three_in_turns():
-    """The winner is known at the end, when only the next to move sees the board."""
-    env = schedule(
-        acting=np.eye(3)[[0, 1, 2, 0, 1, 2]],
-        reward=[[0, 0, 0]] * 4 + [[-1, 2, -1]],
-    )
-    a = [(0, 0, 30, False, False, False), (30, -1, 30, True, False, True)]
-    b = [(11, 0, 41, False, False, False), (41, 2, 41, True, False, True)]
-    check(env, [a, b, [(22, -1, 52, True, False, False)]], [0, 0, 0])
 
 
 def tables(num_rows, dtype, elements):
@@ -443,14 +430,6 @@ def test_gap_inside_jit_is_counted_and_nothing_is_pending_there():
         np.testing.assert_array_equal(rows.mask[:, lanes], want[group].mask[:, lanes])
 
 
-def test_pending_of_another_collector_is_refused():
-    pending, trajectory = collected()
-    one = pending.source["one"]
-    for source in ({"one": one}, {**pending.source, "two": one}):
-        with pytest.raises(ValueError, match="`pending` must be of `init_agent_"):
-            rollout.agents.agent_transitions(pending.replace(source=source), trajectory)
-
-
 def test_void_steps_answer_nothing():
     pending, trajectory = collected()
     void = trajectory.replace(mask=np.zeros_like(trajectory.mask))
@@ -467,32 +446,6 @@ class AllAct(ChanceEnv):
 
     def choose(self, word):
         return jnp.ones(3, bool)
-
-
-@jax.tree_util.register_static
-class InTurns(ChanceEnv):
-    """Says that all act."""
-
-    simultaneous = True
-
-    def choose(self, word):
-        return jnp.arange(3) == word % 3
-
-
-@jax.tree_util.register_static
-class InTurnsLater(InTurns):
-    """At the first step they do."""
-
-    def reset(self, key):
-        state, obs, _ = super().reset(key)
-        return state, obs, jnp.ones(3, bool)
-
-
-@pytest.mark.parametrize(("env", "number"), [(InTurns(), 0), (InTurnsLater(), 1)])
-def test_environment_that_is_simultaneous_by_its_own_word_only_is_refused(env, number):
-    message = rf"`simultaneous` must be True only .* before step {number}"
-    with pytest.raises(ValueError, match=message):
-        envs.vectorize_agents(env, 4)
 
 
 @pytest.mark.slow
@@ -540,10 +493,8 @@ def test_rows_for_a_policy_are_its_own():
         rollout.agents.for_policy(rows, "blue")
 
 
-@pytest.mark.parametrize(
-    "is_fixed", [True, pytest.param(False, marks=pytest.mark.slow)]
-)
 @pytest.mark.slow
+@pytest.mark.parametrize("is_fixed", [True, False])
 def test_rows_of_policies_that_share_a_group(is_fixed):
     env = schedule(acting=np.ones((6, 3)), reward=np.arange(15).reshape(5, 3))
     env = envs.vectorize_agents(env, LANES)
@@ -570,17 +521,3 @@ def test_rows_of_policies_that_share_a_group(is_fixed):
         np.testing.assert_array_equal(
             red.mask, every.mask & (every.extras["policy_id"] == 0)
         )
-
-
-def test_errors_say_what_is_missing():
-    from cases import make_collector as make_single
-
-    with pytest.raises(ValueError, match=r"`env` must have several agents"):
-        rollout.agents.init_agent_transitions(make_single("count"), None)
-    with pytest.raises(
-        ValueError, match=r"must be one of `rollout.envs.vectorize_agents`"
-    ):
-        rollout.agents.agent_transitions((), collected()[1].replace(info={}))
-    few = jax.tree.map(lambda x: x[:, :2], collected()[1])
-    with pytest.raises(ValueError, match="`pending` must be of"):
-        rollout.agents.agent_transitions(collected()[0], few)

@@ -79,37 +79,12 @@ def test_continuous_action_is_the_nearest_allowed_item():
     np.testing.assert_array_equal(decision.extras["point"], points)
 
 
-def test_random_and_epsilon_obey_the_mask():
-    policy = rollout.recommendation.item_policy(scores)
-    mask_fn = lambda obs: obs["mask"]  # noqa: E731
-    mask = np.random.default_rng(0).random((500, 6)) < 0.4
-    obs = {"mask": jnp.asarray(mask)}
-    made = [
-        rollout.random_policy(Discrete(6), mask_fn=mask_fn),
-        rollout.epsilon_greedy(policy, Discrete(6), 0.5, mask_fn=mask_fn),
-    ]
-    for each in made:
-        state = each.init(500)
-        decision = each.apply(jnp.arange(6.0), obs, state, jax.random.key(0))
-        is_any = mask.any(axis=1)
-        assert mask[np.arange(500), np.asarray(decision.action)][is_any].all()
-        np.testing.assert_array_equal(decision.extras["none_allowed"], ~is_any)
-
-
 def test_mask_is_found_where_wrappers_put_it():
     policy = rollout.recommendation.item_policy(lambda params, obs: params[None])
     obs = {"obs": {"obs": obs_of([0, 1])}, "length": jnp.zeros(1)}
     assert policy.apply(
         jnp.array([2.0, 1.0]), obs, (), jax.random.key(0)
     ).action.tolist() == [1]
-
-
-def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="`sample` must be False where `items`"):
-        rollout.recommendation.item_policy(scores, sample=True, items=np.ones((3, 2)))
-    policy = rollout.recommendation.item_policy(lambda params, obs: jnp.zeros((1, 4)))
-    with pytest.raises(ValueError, match="`mask_fn` must return one bool per lane"):
-        policy.apply(None, obs_of([1, 1, 1]), (), jax.random.key(0))
 
 
 @pytest.mark.slow

@@ -20,6 +20,11 @@ RNG = np.random.default_rng(0)
 JOINT = RNG.random((2, 3, 4)) < 0.4
 # A space, its mask in one lane, and whether the mask allows an element.
 CASES = {
+    "discrete": (
+        envs.Discrete(7),
+        np.isin(np.arange(7), [1, 4, 5]),
+        lambda x: x[0] in (1, 4, 5),
+    ),
     "entries": (
         envs.spaces.MultiDiscrete((2, 3)),
         (np.array([True, True]), np.array([True, False, True])),
@@ -76,57 +81,62 @@ def test_what_is_allowed_is_drawn_evenly_and_nothing_else(name):
     np.testing.assert_array_equal(few, decision.action[:7])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_forbidden_action_of_a_policy_is_replaced_and_no_other(name):
-    space, mask, is_allowed = CASES[name]
-    every = elements(space)
-    actions = jnp.asarray(every, space.dtype).reshape(-1, *space.shape)
+def corrected(space, mask, actions):
+    """What a mask makes of the actions of a policy."""
     policy = rollout.epsilon_greedy(
         rollout.stateless_policy(lambda params, obs, key: params),
         space,
         0.0,
         mask_fn=lambda obs: spread(mask, len(obs)),
     )
+    lanes, actions = LANES[: len(actions)], jnp.asarray(actions, space.dtype)
     apply = quick_jit(lambda obs, key: policy.apply(actions, obs, (), key).action)
-    sent = np.asarray(apply(LANES[: len(every)], jax.random.key(0)))
+    return np.asarray(apply(lanes, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forbidden_action_of_a_policy_is_replaced_and_no_other(name):
+    space, mask, is_allowed = CASES[name]
+    every = elements(space)
+    sent = corrected(space, mask, np.reshape(every, (-1, *space.shape)))
     for before, after in zip(every, sent.reshape(len(every), -1), strict=True):
         assert is_allowed(tuple(after))
         if is_allowed(before):
             assert before == tuple(after)
 
 
-def test_action_outside_of_the_space_is_not_allowed():
-    space = envs.spaces.MultiDiscrete((2, 2))
-    masks = [(np.ones(2, bool),) * 2, np.ones((2, 2), bool)]
-    action = jnp.array([[2, 0], [0, -1], [1, 1]])
-    for mask in masks:
-        policy = rollout.epsilon_greedy(
-            rollout.stateless_policy(lambda params, obs, key: params),
-            space,
-            0.0,
-            mask_fn=lambda obs, mask=mask: spread(mask, len(obs)),
-        )
-        apply = jax.jit(policy.apply)
-        sent = apply(action, LANES[:3], (), jax.random.key(0)).action
-        assert ((sent >= 0) & (sent < 2)).all()
-        assert sent[2].tolist() == [1, 1]
+TWO, JOINT_TWO = np.ones(2, bool), np.ones((2, 2), bool)
 
 
 @pytest.mark.parametrize(
-    ("nvec", "mask"),
+    ("space", "mask", "actions"),
     [
-        ((2, 3), (np.ones(2, bool), np.zeros(3, bool))),
-        ((2, 2), (np.ones(2, bool), np.zeros(2, bool))),
-        ((2, 3), np.zeros((2, 3), bool)),
+        (envs.spaces.MultiDiscrete((2, 2)), (TWO, TWO), [[2, 0], [0, -1], [1, 1]]),
+        (envs.spaces.MultiDiscrete((2, 2)), JOINT_TWO, [[2, 0], [0, -1], [1, 1]]),
+        (envs.Discrete(2), TWO, [2, -1, 1]),
     ],
 )
-def test_where_nothing_is_allowed_it_is_flagged(nvec, mask):
-    space = envs.spaces.MultiDiscrete(nvec)
+def test_action_outside_of_the_space_is_not_allowed(space, mask, actions):
+    sent = corrected(space, mask, actions)
+    assert ((sent >= 0) & (sent < 2)).all()
+    np.testing.assert_array_equal(sent[2:], actions[2:])
+
+
+@pytest.mark.parametrize(
+    ("space", "mask"),
+    [
+        (envs.spaces.MultiDiscrete((2, 3)), (TWO, np.zeros(3, bool))),
+        (envs.spaces.MultiDiscrete((2, 2)), (TWO, ~TWO)),
+        (envs.spaces.MultiDiscrete((2, 3)), np.zeros((2, 3), bool)),
+        (envs.Discrete(7), np.zeros(7, bool)),
+    ],
+)
+def test_where_nothing_is_allowed_any_action_is_drawn_and_flagged(space, mask):
     policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
     decision = jax.jit(policy.apply)(None, LANES[:500], (), jax.random.key(0))
     assert decision.extras["none_allowed"].all()
     assert jax.jit(jax.vmap(space.contains))(decision.action).all()
-    assert len(np.unique(decision.action, axis=0)) == np.prod(nvec)
+    assert len(np.unique(decision.action, axis=0)) == len(elements(space))
 
 
 @pytest.mark.parametrize("kind", ["dict", "tuple", "tree"])
@@ -153,53 +163,10 @@ def test_parts_have_masks_of_their_own_or_none(kind):
     assert set(jax.tree.leaves(sent)[0].tolist()) == {0, 2}  # 1 is not allowed
 
 
-def test_same_space_and_mask_make_the_same_policy():
-    mask_fn = lambda obs: obs["mask"]  # noqa: E731
-    made = [
-        rollout.random_policy(envs.spaces.MultiDiscrete([2, 3]), mask_fn=mask_fn)
-        for _ in range(2)
-    ]
-    assert made[0] is made[1]
-
-
-@pytest.mark.parametrize(
-    ("space", "mask", "message"),
-    [
-        (
-            envs.spaces.MultiDiscrete((2, 3)),
-            np.ones((5, 3, 2), bool),
-            "shape .5, 2, 3.",
-        ),
-        (
-            envs.spaces.MultiDiscrete((2, 3)),
-            (np.ones((5, 2), bool),),
-            "each of 2 entries",
-        ),
-        (
-            envs.spaces.MultiDiscrete((2, 3)),
-            (np.ones((5, 2), bool), np.ones((5, 2), bool)),
-            r"shape .5, 3., got bool of shape .5, 2.",
-        ),
-        (envs.spaces.MultiBinary((2,)), np.ones((5, 2), bool), "shape .5, 2, 2."),
-        (envs.Dict({"a": envs.Discrete(2)}), np.ones((5, 2), bool), "in the structure"),
-        (
-            envs.Tuple((envs.Discrete(2), envs.Box(0.0, 1.0, ()))),
-            (np.ones((5, 2), bool), np.ones((5, 2), bool)),
-            "None for a part",
-        ),
-        (envs.Dict({"a": envs.Discrete(2)}), {"a": None}, "for some part, got none"),
-    ],
-)
-def test_mask_of_another_shape_is_refused(space, mask, message):
-    policy = rollout.random_policy(space, mask_fn=lambda obs: mask)
-    with pytest.raises(ValueError, match=f"`mask_fn` must return .*{message}"):
-        policy.apply(None, LANES[:5], (), jax.random.key(0))
-
-
-def test_mask_of_parts_without_a_discrete_one_is_refused():
-    space = envs.Dict({"a": envs.Box(0.0, 1.0, ())})
-    with pytest.raises(ValueError, match="`action_space` must be discrete or have"):
-        rollout.random_policy(space, mask_fn=lambda obs: obs)
+def assert_same_draws(drawn, mask):
+    np.testing.assert_array_equal(drawn[0][0], drawn[1][0])
+    for _, none_allowed in drawn:
+        np.testing.assert_array_equal(none_allowed, ~mask.any(axis=1))
 
 
 @pytest.mark.parametrize("n", [2, 33, 127, 128, 255])
@@ -213,9 +180,7 @@ def test_draw_by_columns_has_the_bits_of_the_one_by_blocks(n, rate, monkeypatch)
         monkeypatch.setattr(uniform, "_WIDE", wide)
         draw = quick_jit(lambda mask, key: uniform.allowed(mask, key))
         drawn.append(draw(mask, jax.random.key(n)))
-    np.testing.assert_array_equal(drawn[0][0], drawn[1][0])
-    np.testing.assert_array_equal(drawn[0][1], drawn[1][1])
-    np.testing.assert_array_equal(drawn[0][1], ~mask.any(axis=1))
+    assert_same_draws(drawn, mask)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.02, 0.5, 1.0])
@@ -228,5 +193,4 @@ def test_draw_without_a_loop_has_the_bits_of_the_one_with_a_loop(rate):
             traced = jax.jit(lambda *x: uniform.allowed(*x)).trace(mask, KEY)
             drawn.append(traced.lower().compile()(mask, KEY))
         assert ("while[" in str(traced.jaxpr)) == (num_parts == 1)
-    np.testing.assert_array_equal(drawn[0][0], drawn[1][0])
-    np.testing.assert_array_equal(drawn[0][1], drawn[1][1])
+    assert_same_draws(drawn, mask)

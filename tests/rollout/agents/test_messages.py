@@ -1,0 +1,143 @@
+"""Messages of `rollout.agents`: what must hold, and what was got."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agents import ChanceEnv, schedule
+from cases import CountEnv
+
+import rollout
+from rollout import agents, envs
+
+KEY = jax.random.key(11)
+TABLE, TWO = (schedule(np.ones((4, n)), np.zeros((3, n))) for n in (3, 2))
+SINGLE = envs.vectorize(CountEnv(), 4)
+by_name, MAPPING = agents.fixed_mapping, agents.fixed_mapping("x")
+
+
+def lanes(env=TABLE):
+    return envs.vectorize_agents(env, 4)
+
+
+def drawn(key, names):
+    return jax.random.randint(key, (len(names),), 0, 2)
+
+
+def policy(action=lambda obs: obs.astype(jnp.int32), extras=lambda obs: ()):
+    """Acts by a function of the observations."""
+    return rollout.stateless_policy(lambda p, obs, k: (action(obs), extras(obs)))
+
+
+def value(size):
+    return policy(extras=lambda obs: {"value": jnp.zeros((len(obs), size))})
+
+
+def mapped(mapping=MAPPING, *, params=None, env=None, groups=None, **policies):
+    """Traces the first step of a map."""
+    policies = policies or {"x": policy()}
+    made = agents.policy_map(policies, mapping, TABLE, groups=groups)
+    collector = rollout.Collector(env=env or lanes(), policy=made)
+    params = dict.fromkeys(policies) if params is None else params
+    return jax.eval_shape(lambda: collector.step(collector.init(KEY), params))
+
+
+def league(members):
+    return mapped(drawn, x=agents.population(policy(), 5), params={"x": members})
+
+
+def single():
+    policy = rollout.random_policy(SINGLE.action_space)
+    return rollout.Collector(env=SINGLE, policy=policy)
+
+
+@functools.cache
+def collected():
+    """Nothing pending, and a trajectory after it."""
+    env = lanes(ChanceEnv())
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    carry = collector.init(KEY)
+    pending = agents.init_agent_transitions(collector, carry)
+    return pending, collector.collect_steps(carry, None, 2)[1]
+
+
+def answer(pending=None, *, lanes=4, info=None, **sources):
+    """The transitions where `pending` or the trajectory is another's."""
+    made, trajectory = collected()
+    names = {"one": "one", "two": "two"} | sources
+    groups = {group: made.source[name] for group, name in names.items() if name}
+    pending = made.replace(source=groups) if pending is None else pending
+    trajectory = trajectory if info is None else trajectory.replace(info=info)
+    few = jax.tree.map(lambda x: x[:, :lanes], trajectory)
+    return agents.agent_transitions(pending, few)
+
+
+@jax.tree_util.register_static
+class InTurns(ChanceEnv):
+    """Says that all act."""
+
+    simultaneous = True
+
+    def choose(self, word):
+        return jnp.arange(3) == word % 3
+
+
+@jax.tree_util.register_static
+class InTurnsLater(InTurns):
+    """At the first step they do."""
+
+    def reset(self, key):
+        state, obs, _ = super().reset(key)
+        return state, obs, jnp.ones(3, bool)
+
+
+SHAPE = "of shape (3,), got int32 of shape ()"
+ACTIONS = "policy 'x', which controls the group 'all', must return actions as int32"
+EXTRAS = "The extras of the policy 'x' must be () or a dict"
+GROUPS = "`groups` must map policies of a mapping function, x, to groups, all, got"
+AGENTS = "with the 3 agents of its `env`, got observations of"
+PENDING = "`pending` must be of `init_agent_transitions` of this collector"
+CASES = [
+    # policy_map
+    (lambda: agents.policy_map({}, MAPPING, TABLE), "must be a dict with at least one"),
+    (lambda: mapped({"a": "x"}), "`mapping_fn` must be a function"),
+    (lambda: mapped(by_name({"a": "x"})), "must map the agents a, b, c, got a"),
+    (lambda: mapped(by_name("y")), "must use the policies x, got 'y' for 'a'"),
+    (lambda: mapped(lambda key, names: jnp.int32(0)), SHAPE),
+    (lambda: mapped(x=policy(lambda obs: obs)), ACTIONS),
+    (lambda: mapped(x=policy(extras=lambda obs: obs)), EXTRAS),
+    (lambda: mapped(x=agents.population(policy(), 2)), "must not use a population"),
+    (lambda: mapped(drawn, x=value(1), y=value(2)), "the same kind of `value`"),
+    (lambda: mapped(drawn, groups={"y": ["all"]}), f"{GROUPS} {{'y': ['all']}}"),
+    (lambda: mapped(drawn, groups={"x": ["some"]}), f"{GROUPS} {{'x': ['some']}}"),
+    (lambda: mapped(drawn, groups={"x": []}), "leave each group a policy, got none"),
+    (lambda: mapped(groups={"x": ["all"]}), "of a mapping function, none here,"),
+    (lambda: mapped(params={"y": 0}), "must have an entry for each policy, x, got y"),
+    (lambda: mapped(params=3), "an entry for each policy, x, got int32 of shape ()"),
+    (lambda: agents.policy_map({"x": policy()}, MAPPING, SINGLE), "several agents, as"),
+    (lambda: mapped(env=SINGLE), f"{AGENTS} float32 of shape (4, 1)"),
+    (lambda: mapped(env=lanes(TWO)), f"{AGENTS} acting, all"),
+    # population
+    (lambda: agents.population("x", 2), "`policy` must be a `Policy`, got str 'x'"),
+    (lambda: agents.population(policy(), 0), "`size` must be an int of at least 1"),
+    (lambda: league(np.zeros(6)), "must have the leading axis 5, got shape (6,)"),
+    # agent_transitions
+    (lambda: agents.init_agent_transitions(single(), 0), "must have several agents"),
+    (lambda: answer((), info={}), "must be one of `rollout.envs.vectorize_agents`"),
+    (lambda: answer(one=None), PENDING),
+    (lambda: answer(two="one"), f"{PENDING}: float32 of shape (4, 2) at ['two']"),
+    (lambda: answer(lanes=2), "`pending` must be of `init_agent_transitions` for the"),
+    # vectorize_agents
+    (lambda: lanes(InTurns()), "acts at every step, got `acting` [False, True, False]"),
+    (lambda: lanes(InTurnsLater()), "[False, False, True] before step 1: leave it out"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CASES)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()

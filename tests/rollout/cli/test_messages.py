@@ -1,0 +1,81 @@
+"""Wrong arguments of the command line are rejected in one line."""
+
+import sys
+
+import pytest
+from command_line import error_line
+
+CARTPOLE, HOST = "CartPole-v1", "gymnasium:CartPole-v1"
+RUN = [CARTPOLE, "--num-envs=4"]
+NOT_BOTH = "argument --num-episodes: not allowed with argument --num-steps"
+IN_JAX = "only for environments in JAX"
+MISSING = "envpool", "jaxmarl", "pygame"  # as if they were not installed
+CASES = [
+    # Ids.
+    ([], "the environment is missing"),
+    (["CartPole"], "The nearest are CartPole-v1"),
+    (["CartPole", "--num-episodes=3"], "The nearest are CartPole-v1"),
+    (["CartPole", "--gif=a.gif"], "The nearest are CartPole-v1"),
+    (["foo:bar"], "or xminigrid:, got 'foo:bar'"),
+    (["pgx:tictactoe"], "The nearest are tic_tac_toe"),
+    (["gymnasium:Nope-v1"], "Environment `Nope` doesn't exist"),
+    (["gymnasium:nope:Nope-v1"], "No module named 'nope'"),
+    # Counts.
+    ([*RUN, "--num-envs=0"], "argument --num-envs: must be at least 1, got 0"),
+    ([*RUN, "--num-steps=many"], "--num-steps: invalid count value: 'many'"),
+    ([*RUN, "--seed=1.5"], "argument --seed: invalid int value: '1.5'"),
+    ([*RUN, "--devices=-1"], "argument --devices: must be at least 1, got -1"),
+    ([*RUN, "--devices=3"], "`num_envs` must be a multiple of the 3 devices"),
+    ([*RUN, "--devices=1000"], "argument --devices: there are "),
+    # Parameters of the environment.
+    ([*RUN, "--env-param=gravity"], "a Python literal, got 'gravity'"),
+    ([*RUN, "--env-param==1"], "must be NAME=VALUE, VALUE a Python"),
+    ([*RUN, "--env-param=gravity=g"], "a Python literal, got 'gravity=g'"),
+    ([*RUN, "--env-param=gravty=1"], "x_threshold; got gravty."),
+    ([*RUN, "--env-param=gravity='a'"], "`gravity` must be a number"),
+    ([*RUN, "--env-param=num_envs=3"], f"{CARTPOLE} (num_envs=3) fails: "),
+    ([*RUN, "--env-param=gravity=10**30"], "a Python literal"),
+    ([*RUN, f"--env-param=max_steps_in_episode={10**30}"], "verflow"),
+    (["pgx:tic_tac_toe", "--env-param=size=4"], "tic_tac_toe with size=4 fails: make"),
+    ([HOST, "--env-param=foo=1"], "got an unexpected keyword argument 'foo'"),
+    ([HOST, "--env-param=num_envs=3"], "multiple values for argument 'num_envs'"),
+    # Options that clash.
+    ([*RUN, "--num-steps=3", "--num-episodes=3"], NOT_BOTH),
+    ([*RUN, "--num-steps=1000", "--num-episodes=3"], NOT_BOTH),  # the default
+    ([*RUN, "--num-episodes=3", "--save=a.npz"], "--save: not allowed with argument"),
+    ([*RUN, "--num-episodes=3", "--profile=a"], "--profile: not allowed with argument"),
+    ([*RUN, "--max-steps=3"], "--max-steps: not allowed with argument --num-steps"),
+    ([*RUN, "--gif=a.gif"], "--num-envs: not allowed with argument --gif"),
+    ([CARTPOLE, "--gif=a.gif", "--plot=a.png"], "--plot: not allowed with argument"),
+    ([HOST, "--gif=a.gif"], f"argument --gif: {IN_JAX}, got {HOST}"),
+    ([HOST, "--devices=2"], f"argument --devices: {IN_JAX}"),
+    ([HOST, "--devices=all"], f"argument --devices: {IN_JAX}"),
+    ([HOST, "--profile=a"], f"argument --profile: {IN_JAX}"),
+    ([*RUN, "--nothing"], "unrecognized arguments: --nothing"),
+    # Drawings.
+    ([CARTPOLE, "--gif=a.png"], "must end in .gif, got a.png"),
+    ([CARTPOLE, "--gif=none/a.gif"], "--gif: there is no folder none"),
+    (["MemoryChain-bsuite", "--gif=a.gif"], "got MemoryChain-bsuite."),
+    (["pgx:tic_tac_toe", "--gif=a.gif"], "got TicTacToe."),
+    # Packages.
+    ([CARTPOLE, "--gif=a.gif"], 'pip install "rollout-jax[render]"'),
+    (["jaxmarl:coin_game", "--num-episodes=2"], 'pip install "rollout-jax[jaxmarl]"'),
+    (["envpool:A-v1"], 'envpool is not installed: pip install "rollout-jax[envpool]"'),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), CASES, ids=[str(x) for x, _ in CASES])
+def test_wrong_argument_is_rejected_in_one_line(
+    argv, message, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    for package in MISSING:
+        monkeypatch.setitem(sys.modules, package, None)
+    assert message in error_line(capsys, *argv)
+    assert not list(tmp_path.iterdir())
+
+
+def test_gymnasium_that_is_not_installed_is_named_with_the_command(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    message = 'gymnasium is not installed: pip install "rollout-jax[gymnasium]"'
+    assert message in error_line(capsys, HOST)

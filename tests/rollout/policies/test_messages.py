@@ -1,0 +1,167 @@
+"""Messages of policies: what must hold, and what was got."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv, make_collector
+
+import rollout
+from rollout import envs
+
+B, N = 4, 5
+KEY, OBS, INTS = jax.random.key(0), jnp.zeros((B, 1)), jnp.zeros(B, jnp.int32)
+NAN, INF = float("nan"), float("inf")
+DISCRETE, BOX = envs.Discrete(N), envs.Box(-1.0, 1.0, (2,))
+UNBOUNDED = envs.Box(-jnp.inf, jnp.inf, (2,))
+PAIR, BITS = envs.spaces.MultiDiscrete((2, 3)), envs.spaces.MultiBinary((2,))
+PARTS = envs.Dict({"a": envs.Discrete(2)})
+MIXED = envs.Tuple((envs.Discrete(2), envs.Box(0.0, 1.0, ())))
+EVERY, TWO = jnp.ones((B, N), bool), jnp.ones((B, 2), bool)
+
+
+def policy(action=INTS, extras=()):
+    return rollout.stateless_policy(lambda params, obs, key: (action, extras))
+
+
+STILL = policy(jnp.zeros((B, 2)))
+NO_STEP = rollout.Policy(init=lambda num_envs: (), apply=lambda *args: INTS)
+FORGETFUL = rollout.recurrent_policy(lambda *args: INTS, jnp.zeros)
+epsilon_greedy, warm_up = rollout.epsilon_greedy, partial(rollout.random_warmup, STILL)
+explore = partial(epsilon_greedy, policy(), DISCRETE)
+late = partial(rollout.random_warmup, policy())
+gaussian = partial(rollout.gaussian_noise, STILL, BOX)
+revert = partial(rollout.ornstein_uhlenbeck, STILL, BOX)
+item_policy, random_policy = rollout.recommendation.item_policy, rollout.random_policy
+
+
+def act(policy, obs=OBS):
+    return policy.apply(None, obs, policy.init(B), KEY)
+
+
+def masked(mask, space=DISCRETE, make=random_policy):
+    return act(make(space, mask_fn=lambda obs: mask))
+
+
+def wrapped(*args):
+    """Lets a policy explore within a mask."""
+    wrap = partial(epsilon_greedy, policy(*args), epsilon=0.5)
+    return masked(EVERY, make=wrap)
+
+
+def collect(policy, env=None):
+    """Traces a collection; wrong policies raise before anything is compiled."""
+    env = envs.vectorize(env or CountEnv(), B)
+    collector = rollout.Collector(env=env, policy=policy)
+    return jax.eval_shape(lambda: collector.step(collector.init(KEY), None))
+
+
+def stateful(change=lambda h: h, init=lambda num_envs: jnp.zeros((num_envs, 3))):
+    act = lambda params, obs, state, key: (INTS, change(state))  # noqa: E731
+    return collect(rollout.recurrent_policy(act, init))
+
+
+def refused(fn, message, *values):
+    """Entries of one rule, for values that break it."""
+    return [(partial(fn, x), f"{message}, got {x!r}.") for x in values]
+
+
+class Drifting(CountEnv):
+    """Another dtype of the state after the first step."""
+
+    def step(self, key, state, action):
+        step = super().step(key, state, action)
+        return step.replace(state={**step.state, "n": step.obs[0]})
+
+
+jax.tree_util.register_static(Drifting)
+
+ACTIONS = "must return actions as int32 of shape (4,), got"
+MASK = "`mask_fn` must return one bool per lane and action, bool of shape"
+STATE = "must return a state like the one it takes: float32 of shape (4, 3),"
+DRIFT = "must return the state as `env.reset` does: int32 of shape (4,) at"
+STEP = "`policy.apply` must return a `PolicyStep`"
+BOUNDS, KEYS = "`action_space` must have finite bounds", "`key` must be one typed key"
+MASKED = (
+    "`action_space` must be discrete or have discrete parts where `mask_fn` is given"
+)
+FLOATS = "`action_space` must be one of floats"
+EPSILON, LEAST = "`epsilon` must be in [0, 1]", "must be at least 0 and finite"
+OWN_FLAG = "must not have `none_allowed`"
+CASES = [
+    # What a policy returns.
+    (lambda: collect(policy(jnp.zeros(B))), f"{ACTIONS} float32 of shape (4,)"),
+    (lambda: collect(policy(INTS[:, None])), f"{ACTIONS} int32 of shape (4, 1)"),
+    (lambda: collect(policy(INTS[0])), f"{ACTIONS} int32 of shape ()"),
+    (
+        lambda: collect(policy(INTS, {"v": INTS[0]})),
+        "num_envs=4, got shape () at ['v']",
+    ),
+    (lambda: stateful(lambda h: (h, h)), f"{STATE} got another structure"),
+    (lambda: stateful(lambda h: h[:, :1]), f"{STATE} got float32 of shape (4, 1)"),
+    (lambda: stateful(init=lambda n: {"h": jnp.ones(3)}), "`policy.init` must return"),
+    (lambda: collect(FORGETFUL), "must return (action, state)"),
+    (lambda: collect(NO_STEP), STEP),
+    (lambda: collect(random_policy(envs.Discrete(3)), Drifting()), DRIFT),
+    (lambda: wrapped(INTS[:, None]), "wrapped `policy.apply` must return actions as"),
+    (lambda: act(rollout.gaussian_noise(NO_STEP, BOX, 0.5)), f"wrapped {STEP}"),
+    (lambda: rollout.greedy(random_policy(DISCRETE)), "`policy` must have a `mode`"),
+    # Keys.
+    (lambda: make_collector("count").init(np.zeros(2, np.uint32)), KEYS),
+    (lambda: make_collector("count").init(None), KEYS),
+    (lambda: make_collector("count").init(jax.random.split(KEY, 3)), KEYS),
+    # Spaces to draw from.
+    (lambda: random_policy(UNBOUNDED), BOUNDS),
+    (lambda: epsilon_greedy(STILL, UNBOUNDED, 0.1), BOUNDS),
+    (lambda: masked(EVERY, BOX), f"{MASKED}, got Box"),
+    (lambda: masked(EVERY, BOX, partial(epsilon_greedy, STILL, epsilon=0.1)), MASKED),
+    (lambda: masked(EVERY, BOX, partial(warm_up, num_steps=1)), MASKED),
+    (lambda: masked(EVERY, envs.Dict({"a": BOX})), MASKED),
+    (lambda: rollout.gaussian_noise(policy(), DISCRETE, 0.1), FLOATS),
+    (lambda: rollout.ornstein_uhlenbeck(policy(), DISCRETE, 0.1), FLOATS),
+    # Masks.
+    (lambda: masked(TWO), f"{MASK} (4, 5), got bool of shape (4, 2)"),
+    (lambda: masked(EVERY[0]), "got bool of shape (5,)"),
+    (lambda: masked(EVERY[:1]), "got bool of shape (1, 5)"),
+    (lambda: masked(jnp.ones((B, N))), "got float32 of shape (4, 5)"),
+    (lambda: masked([True] * N), "got list"),
+    (lambda: act(explore(0.5, mask_fn=lambda obs: TWO)), MASK),
+    (lambda: act(late(DISCRETE, 2, mask_fn=lambda obs: TWO)), MASK),
+    (lambda: masked(jnp.ones((B, 3, 2), bool), PAIR), f"{MASK} (4, 2, 3), got bool"),
+    (lambda: masked((TWO,), PAIR), "must return a mask for each of 2 entries, got 1"),
+    (lambda: masked((TWO, TWO), PAIR), f"{MASK} (4, 3), got bool of shape (4, 2)"),
+    (lambda: masked(TWO, BITS), f"{MASK} (4, 2, 2), got bool of shape (4, 2)"),
+    (lambda: masked(TWO, PARTS), "masks in the structure of the action space, PyTree"),
+    (lambda: masked((TWO, TWO), MIXED), "must return None for a part"),
+    (lambda: masked({"a": None}, PARTS), "a mask for some part, got none"),
+    (lambda: wrapped(INTS, (OBS,)), "extras must be () or a dict, got structure"),
+    (lambda: wrapped(INTS, {"none_allowed": INTS}), OWN_FLAG),
+    (lambda: wrapped(INTS, {"none_allowed": TWO}), OWN_FLAG),
+    # Amounts of exploration.
+    *refused(explore, f"{EPSILON}, or a schedule", -0.1, 1.5, NAN, True, "0.1", None),
+    *refused(gaussian, f"`scale` {LEAST}, or a schedule", -0.1, INF, NAN, False),
+    *refused(revert, f"`scale` {LEAST}, or a schedule", -0.1),
+    (lambda: explore(lambda step: OBS), "`epsilon` must return a scalar, got shape"),
+    (lambda: explore(lambda step: (step, step)), "a scalar, got tuple"),
+    (lambda: explore(lambda step: step > 3), "a real scalar, got bool"),
+    (lambda: gaussian(lambda step: step[None]), "`scale` must return a scalar, got"),
+    (lambda: revert(lambda step: step > 3), "`scale` must return a real scalar"),
+    *refused(lambda x: revert(1.0, theta=x), f"`theta` {LEAST}", -1.0, NAN),
+    *refused(lambda x: revert(1.0, dt=x), "`dt` must be above 0 and finite", 0.0, INF),
+    (lambda: revert(1.0, theta=4.0, dt=0.5), "`theta` * `dt` must be below 2"),
+    # Items.
+    (
+        lambda: item_policy(jnp.add, sample=True, items=OBS),
+        "`sample` must be False where",
+    ),
+    (lambda: act(item_policy(lambda p, obs: OBS), {"mask": TWO}), "one bool per lane"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CASES)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
