@@ -111,17 +111,3 @@ def test_collector_folds_into_it():
     plain, sharded = make_pair()
     got = fold(rollout.shard(collector, make_mesh()), sharded)
     assert_same(got, fold(collector, plain))
-
-
-def test_what_does_not_divide_and_other_buffers_are_refused():
-    plain, sharded = make_pair()
-    with pytest.raises(ValueError, match="`num_envs` must be a multiple of the 4 dev"):
-        buffers.shard(buffers.ReplayBuffer(60, 6), make_mesh())
-    with pytest.raises(ValueError, match="`batch_size` must be a multiple of the 4"):
-        sharded.sample(filled(sharded), jax.random.key(0), 6)
-    with pytest.raises(ValueError, match="`axis` must be one of the mesh, lanes, got"):
-        buffers.shard(plain, make_mesh(), "batch")
-    shared = buffers.ReplayBuffer(N * B, B, next_obs="shared")
-    for other in (shared, buffers.EpisodeBuffer(N * B, B, max_length=2), sharded):
-        with pytest.raises(ValueError, match='with next_obs="stored", got '):
-            buffers.shard(other, make_mesh())

@@ -116,20 +116,13 @@ class Model:
         done = rng.random() < done_rate
         kind = rng.integers(3)  # terminated, truncated or both
         flags = {"terminated": done and kind != 1, "truncated": done and kind != 0}
-        if last.done or rng.random() < break_rate:
-            step = Step(
-                last.number + 3,
-                episode_id=last.episode_id + self.num_envs,
-                episode_length=1,
-                **flags,
-            )
-        else:
-            step = Step(
-                last.number + 1,
-                episode_id=last.episode_id,
-                episode_length=last.episode_length + 1,
-                **flags,
-            )
+        begins = last.done or rng.random() < break_rate
+        step = Step(
+            last.number + (3 if begins else 1),
+            episode_id=last.episode_id + (self.num_envs if begins else 0),
+            episode_length=1 if begins else last.episode_length + 1,
+            **flags,
+        )
         self.last[lane] = step
         return step
 
