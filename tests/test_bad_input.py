@@ -26,7 +26,7 @@ COUNT, DISCRETE = CountEnv(), envs.Discrete(3)
 BOX, INFINITE = envs.Box(-1.0, 1.0, (2,)), envs.Box(-np.inf, 1.0, ())
 COUNTED = rollout.Accumulator(jnp.zeros, lambda count, t: count + 1)
 MANY = envs.vectorize(COUNT, B)
-ZEROS = jnp.zeros((B,), jnp.int32)
+ZEROS, VALUES = jnp.zeros((B,), jnp.int32), jnp.zeros((5, B))
 GYMNAX = ("reset_env", "step_env", "action_space", "observation_space")
 
 
@@ -158,7 +158,7 @@ FRACTIONS = {
         lambda x: rollout.discounted_returns(trajectory(), gamma=x),
         lambda x: envs.NormalizeReward(MANY, x),
     ],
-    "lam": [lambda x: rollout.gae(with_values(), jnp.zeros((5, B)), gamma=1.0, lam=x)],
+    "lam": [lambda x: rollout.gae(with_values(), VALUES, gamma=1.0, lam=x)],
 }
 REFUSED = {
     # What a collector is made of.
@@ -221,8 +221,8 @@ REFUSED = {
         lambda: act(jnp.int32(0)),
     ],
     "must return extras with the": [lambda: act((ZEROS, {"v": jnp.float32(0)}))],
-    "`policy.apply` must return a `PolicyStep`": [
-        lambda: step_with(policy=rollout.Policy(lambda n: (), lambda *args: ZEROS))
+    "must return a `PolicyStep`": [
+        lambda: step_with(policy=rollout.Policy(lambda n: (), lambda *args: 0))
     ],
     "return (action, state)": [
         lambda: step_with(policy=recurrent(lambda state: ZEROS))
@@ -231,7 +231,7 @@ REFUSED = {
         lambda: step_with(policy=recurrent(lambda state: (ZEROS, state[:, 0])))
     ],
     "`policy.init` must return leaves": [
-        lambda: step_with(policy=recurrent(jnp.add, lambda num_envs: jnp.zeros(3)))
+        lambda: step_with(policy=recurrent(max, lambda num_envs: ZEROS[:3]))
     ],
     # Environments.
     "`env` must have the methods `reset` and `step`": [lambda: envs.vectorize(3, B)],
@@ -265,8 +265,8 @@ REFUSED = {
         lambda: step_wrong(reset_fn=lambda state, obs: obs),
         lambda: step_wrong(reset_fn=lambda state, obs: (state, obs, {})),
     ],
-    "`env.step` must return a `rollout.envs.EnvStep`, got 5 values": [
-        lambda: step_wrong(step_fn=lambda r: (r.obs, r.reward, True, True, {}))
+    "must return a `rollout.envs.EnvStep`": [
+        lambda: step_wrong(step_fn=lambda r: (r.obs, 0, 0, 0, {}))
     ],
     "`env.step` must return `reward` as float32 of shape (4,)": [
         lambda: step_returns(reward=jnp.zeros(2)),
@@ -356,9 +356,7 @@ REFUSED = {
         lambda: rollout.split_trajectories([trajectory()]),
     ],
     "`stats` must have scalar leaves": [lambda: rollout.log_stats({"a": jnp.zeros(2)})],
-    "must have `value`": [
-        lambda: rollout.gae(trajectory(), jnp.zeros((5, B)), gamma=1, lam=1)
-    ],
+    "must have `value`": [lambda: rollout.gae(trajectory(), VALUES, gamma=1, lam=1)],
     "must divide the 20 items": [lambda: rollout.minibatches(KEY, trajectory(), 3)],
     "`axis` must be": [lambda: rollout.minibatches(KEY, trajectory(), 2, axis=2)],
     "`rows` must be the dict": [lambda: rollout.agents.for_policy(trajectory(), "a")],
@@ -432,7 +430,7 @@ REFUSED = {
 
 
 def with_values():
-    return trajectory().replace(extras={"value": jnp.zeros((5, B))})
+    return trajectory().replace(extras={"value": VALUES})
 
 
 @pytest.mark.usefixtures("key_reuse")

@@ -117,14 +117,12 @@ REFUSED = {
     # Options.
     "`capacity` must be an int of at least 4": [lambda: buffers.ReplayBuffer(3, 4)],
     f"must be at most {2**30}, got": [lambda: buffers.ReplayBuffer(2**30 + 1, 1)],
-    "`max_length` must be at most 10, got 11": [
-        lambda: buffers.EpisodeBuffer(40, 4, max_length=11)
-    ],
-    '`next_obs` must be "stored" or "shared"': [
+    "must be at most 10, got 11": [lambda: buffers.EpisodeBuffer(40, 4, max_length=11)],
+    'must be "stored" or "shared"': [
         lambda: buffers.ReplayBuffer(8, 4, next_obs="next")
     ],
-    'goes with next_obs="shared", got 9 with "stored"': [
-        lambda: buffers.ReplayBuffer(40, 4, final_obs_capacity=9)
+    'goes with next_obs="shared"': [
+        lambda: buffers.ReplayBuffer(8, 4, final_obs_capacity=9)
     ],
     "`final_obs_capacity` must be an int of at least 4": [
         lambda: shared(40, 4, final_obs_capacity=3),
@@ -136,8 +134,8 @@ REFUSED = {
         lambda: init(obs=jnp.zeros(3)),
     ],
     "`transition` must have at least one array": [init],
-    "`terminated` must be bool, got float32": [
-        lambda: init(obs=FLAGS, terminated=jnp.zeros(B), truncated=FLAGS)
+    "`terminated` must be bool": [
+        lambda: init(terminated=jnp.zeros(B), truncated=FLAGS)
     ],
     "`params` must be given, as `init(": [lambda: buffer().init(learned())],
     "`trajectory` must be like the rows of `init`: float32 of shape": [
@@ -150,9 +148,7 @@ REFUSED = {
         ),
     ],
     "at .reward, got another structure": [lambda: add(rows(reward=()))],
-    "`trajectory` must have at least one row": [
-        lambda: add(jax.tree.map(lambda x: x[:0], trajectory()))
-    ],
+    "must have at least one row": [lambda: add(jax.tree.map(lambda x: x[:0], rows()))],
     "`mask` must be bool of shape (5, 4), got": [
         lambda: add(rows(mask=jnp.ones((B, 5), bool))),
         lambda: add(rows(mask=jnp.ones((5, B)))),
@@ -166,11 +162,11 @@ REFUSED = {
         lambda: sample(n_step=2, gamma=True),
     ],
     "`relabel_fn` must be a function": [lambda: sample(relabel_fn=3)],
-    "`relabel_fn` must not be given with `n_step` or `stack`": [
-        lambda: sample(n_step=2, gamma=1.0, relabel_fn=jnp.where)
+    "must not be given with `n_step`": [
+        lambda: sample(n_step=2, gamma=1, relabel_fn=max)
     ],
-    "`relabel_fn` must return the experience as it came in": [
-        lambda: sample(relabel_fn=lambda key, x, y: x.replace(reward=x.obs))
+    "return the experience as it came in": [
+        lambda: sample(relabel_fn=lambda key, x, y: x.obs)
     ],
     "`key` must be one typed key as `jax.random.key(seed)` makes it, got": [
         lambda: sample(0, 2),
@@ -213,9 +209,7 @@ REFUSED = {
         lambda: buffers.EpisodeBuffer(8, 2).init({"reward": jnp.zeros(2)}),
     ],
     "needs the field `episode_length`": [lambda: bare("sample_episodes", KEY, 1, 2)],
-    'next_obs="shared" needs the field `next_obs`': [
-        lambda: shared(8, 2).init({"obs": jnp.zeros(2)})
-    ],
+    "needs the field `next_obs`": [lambda: shared(8, 2).init({"obs": jnp.zeros(2)})],
     # Devices.
     'must be a `ReplayBuffer` with next_obs="stored", got ': [
         lambda: buffers.shard(None, mesh()),
@@ -225,11 +219,9 @@ REFUSED = {
     ],
     "`mesh` must be a `jax.sharding.Mesh`": [lambda: shard(to="lanes")],
     "`axis` must be one of the mesh, lanes, got": [lambda: shard(axis="batch")],
-    "`num_envs` must be a multiple of the 4 devices": [
-        lambda: shard(buffers.ReplayBuffer(60, 6))
-    ],
-    "`batch_size` must be a multiple of the 4": [
-        lambda: shard().sample(shard().init({"obs": jnp.zeros(8)}), KEY, 6)
+    "must be a multiple of the 4": [lambda: shard(buffers.ReplayBuffer(60, 6))],
+    "`batch_size` must be a multiple of": [
+        lambda: shard().sample(shard().init({"a": jnp.zeros(8)}), KEY, 6)
     ],
     # Recorded data.
     "`reward` must have shape (5,), one": [lambda: from_data(reward=np.ones((5, 1)))],
@@ -237,15 +229,9 @@ REFUSED = {
     "`truncated` must have shape (5,)": [lambda: from_data(truncated=np.zeros(4))],
     "`terminated` must hold 0 and 1 only": [lambda: from_data(terminated=np.arange(5))],
     "`action` must have 5 rows, like `reward`": [lambda: from_data(action=np.ones(4))],
-    "`action` must fit into int32, got 10995": [
-        lambda: from_data(action=np.full(5, 2**40))
-    ],
-    "`action` must hold numbers, got <U": [
-        lambda: from_data(action=np.array(["a"] * 5))
-    ],
-    "`obs['short']` must have 5 rows, like `reward`, got shape (2,)": [
-        lambda: from_data(obs={"pair": np.zeros((5, 2)), "short": np.zeros(2)})
-    ],
+    "`action` must fit into int32": [lambda: from_data(action=np.full(5, 2**40))],
+    "`action` must hold numbers": [lambda: from_data(action=np.array(["a"] * 5))],
+    "`obs['short']` must have 5 rows": [lambda: from_data(obs={"short": np.zeros(2)})],
     "`next_obs` must be like `obs`: ": [
         lambda: from_data(next_obs=np.zeros((5, 2))),
         lambda: from_data(
@@ -257,10 +243,8 @@ REFUSED = {
             shared, obs={"pair": np.ones(5)}, next_obs={"pair": np.zeros(5)}
         )
     ],
-    "`capacity` must be at least 6 for 5 rows": [
-        lambda: from_data(capacity=5, num_envs=2)
-    ],
-    "`final_obs_capacity` must hold the ends of all 2": [
+    "must be at least 6 for 5 rows": [lambda: from_data(capacity=5, num_envs=2)],
+    "must hold the ends of all 2": [
         lambda: from_data(functools.partial(shared, final_obs_capacity=1))
     ],
 }

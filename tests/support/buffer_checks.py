@@ -97,7 +97,7 @@ def row_like(num_envs):
 
 @functools.cache
 def programs(kind, successor):
-    """A buffer, its `add`, and two programs that between them read all there is."""
+    """A buffer, its `add`, and a program that reads all there is."""
     make, _, options = KINDS[kind]
     buffer = make(NUM_SLOTS * NUM_ENVS, NUM_ENVS, **options, **SUCCESSORS[successor][0])
     beta = {"beta": BETA} if kind == "prioritized" else {}
@@ -106,30 +106,26 @@ def programs(kind, successor):
     every = jnp.arange(NUM_SLOTS * NUM_ENVS)
 
     def read(state, key):
+        keys = jax.random.split(key, 4)
         return {
             "size": buffer.size(state),
             "get": buffer.get(state, every),
             "previous": buffer.previous(state, every),
             "following": buffer.following(state, every),
             "unfinished": buffer.unfinished(state),
-            "n_step": draw(state, key, n_step=N_STEP, gamma=GAMMA, stack=STACK),
+            "n_step": draw(state, keys[0], n_step=N_STEP, gamma=GAMMA, stack=STACK),
             "num_lost": buffer.count_lost(state),
             "num_episodes": buffer.count_episodes(state, MAX_LENGTH),
             "can_stack": [buffer.can_sample(state, n, stack=STACK) for n in COUNTS],
-        }
-
-    def read_more(state, key):
-        keys = jax.random.split(key, 3)
-        return {
-            "plain": draw(state, keys[0]),
+            "plain": draw(state, keys[1]),
             "sequences": buffer.sample_sequences(
-                state, keys[1], NUM_DRAWS, LENGTH, **beta
+                state, keys[2], NUM_DRAWS, LENGTH, **beta
             ),
-            "episodes": buffer.sample_episodes(state, keys[2], NUM_DRAWS, MAX_LENGTH),
+            "episodes": buffer.sample_episodes(state, keys[3], NUM_DRAWS, MAX_LENGTH),
             "can_sample": [buffer.can_sample(state, n) for n in COUNTS],
         }
 
-    return buffer, *map(quick_jit, (buffer.add, read, read_more))
+    return buffer, quick_jit(buffer.add), quick_jit(read)
 
 
 def start(kind, successor):
@@ -276,28 +272,21 @@ def check_episodes(model, got):
     )
 
 
-def allowed_fn(model, positive):
-    """The rows that may be drawn; `positive` marks those with a priority."""
-    return lambda stack: [row for row in model.usable(stack) if positive(row)]
-
-
 def check(state, model, got, positive=lambda row: True):
-    """Checks the results of `read`."""
-    allowed = allowed_fn(model, positive)
+    """Checks what was read; `positive` marks the rows with a priority."""
+
+    def allowed(stack):
+        return [row for row in model.usable(stack) if positive(row)]
+
     check_held(state, model, got)
     check_unfinished(state, model, got)
     check_n_step(state, model, got, allowed)
-    assert got["num_episodes"] == len(model.whole_episodes(MAX_LENGTH))
-    assert list(got["can_stack"]) == [len(allowed(STACK)) >= n for n in COUNTS]
-    if isinstance(model, EpisodeModel):
-        assert state.num_too_long == model.num_too_long
-        assert state.num_abandoned == model.num_abandoned
-
-
-def check_more(state, model, got, positive=lambda row: True):
-    """Checks the results of `read_more`."""
-    allowed = allowed_fn(model, positive)
     check_transitions(state, model, got, allowed)
     check_sequences(state, model, got, allowed)
     check_episodes(model, got)
-    assert list(got["can_sample"]) == [len(allowed(1)) >= n for n in COUNTS]
+    assert got["num_episodes"] == len(model.whole_episodes(MAX_LENGTH))
+    for name, stack in (("can_stack", STACK), ("can_sample", 1)):
+        assert list(got[name]) == [len(allowed(stack)) >= n for n in COUNTS]
+    if isinstance(model, EpisodeModel):
+        assert state.num_too_long == model.num_too_long
+        assert state.num_abandoned == model.num_abandoned
