@@ -21,7 +21,7 @@ from rollout import checkpoint, envs, recommendation
 from rollout.envs import wrappers
 
 B = 4
-KEY, OLD_KEY = jax.random.key(0), jax.random.PRNGKey(0)
+KEY = jax.random.key(0)
 COUNT, DISCRETE = CountEnv(), envs.Discrete(3)
 BOX, INFINITE = envs.Box(-1.0, 1.0, (2,)), envs.Box(-np.inf, 1.0, ())
 COUNTED = rollout.Accumulator(jnp.zeros, lambda count, t: count + 1)
@@ -164,7 +164,6 @@ REFUSED = {
     # What a collector is made of.
     "`policy` must be a `Policy`, such as": [
         lambda: step_with(policy=lambda *args: 0),
-        lambda: rollout.Collector(env=MANY, policy=None),
         lambda: rollout.greedy(3),
         lambda: rollout.epsilon_greedy(jnp.add, DISCRETE, 0.1),
         lambda: rollout.random_warmup(3, DISCRETE, 2),
@@ -175,7 +174,6 @@ REFUSED = {
     "`env` must be many environments side by side": [lambda: step_with(env=COUNT)],
     "`accumulators` must map names to `Accumulator`s, got": [
         lambda: accumulate({"a": max}),
-        lambda: accumulate(None),
         lambda: accumulate(COUNTED),
     ],
     "must have different names": [
@@ -189,10 +187,8 @@ REFUSED = {
     "must return a `Transition`": [lambda: step_with(record_fn=lambda t: {})],
     # Keys and carries.
     "`key` must be one typed key as `jax.random.key(seed)` makes it, got": [
-        lambda: collector().init(0),
-        lambda: collector().init(OLD_KEY),
+        lambda: collector().init(jax.random.PRNGKey(0)),
         lambda: collector().init(jax.random.split(KEY)),
-        lambda: collector().init(None),
         lambda: rollout.evaluate(collector(), 1, None, 2),
         lambda: stream(key=0),
     ],
@@ -218,7 +214,6 @@ REFUSED = {
     "`policy.apply` must return actions as int32 of shape (4,)": [
         lambda: act(jnp.zeros((B, 1), jnp.int32)),
         lambda: act(jnp.zeros((B,))),
-        lambda: act(jnp.int32(0)),
     ],
     "must return extras with the": [lambda: act((ZEROS, {"v": jnp.float32(0)}))],
     "must return a `PolicyStep`": [
@@ -301,7 +296,6 @@ REFUSED = {
         lambda: envs.workers(HostCount, 2),
         lambda: envs.workers("CartPole-v1", 2),
         lambda: envs.workers([HostCount, "b"], 2),
-        lambda: envs.workers(3, 2),
     ],
     "`leave` must be a rule": [lambda: envs.RecommendationEnv([[1.0]], leave=jnp.add)],
     # Spaces.
@@ -344,8 +338,7 @@ REFUSED = {
     ],
     # Statistics, targets, trajectories.
     "`data` must be a trajectory or `Episodes`": [
-        lambda: rollout.summarize(next(stream())),
-        lambda: rollout.summarize({}),
+        lambda: rollout.summarize(next(stream()))
     ],
     "`trajectory` must be `[T, B, ...]`": [
         lambda: rollout.finished(one_step()),
@@ -381,7 +374,6 @@ REFUSED = {
     "must be a bool, got": [
         lambda: stream(recycle="no"),
         lambda: stream(check_finite=1),
-        lambda: stream(progress="yes"),
         lambda: recommendation.item_policy(jnp.add, sample="no"),
     ],
     # Streams.
@@ -399,24 +391,20 @@ REFUSED = {
         lambda: stream(params=jnp.zeros(2)).set_params(jnp.zeros(3))
     ],
     "`params` must hold arrays and numbers only": [
-        lambda: stream(params={"w": "0.5"}),
         lambda: stream(params=jnp.tanh),
         lambda: stream(params={"w": 0.5}).set_params({"w": "0.5"}),
     ],
     "outside of `jit`": [lambda: jax.jit(lambda: next(stream()).trajectory)()],
     "`state` must be one of a stream": [lambda: stream().restore({"carry": 3})],
     "`collector` must be a `Collector` or a `HostCollector`": [
-        lambda: rollout.Stream(MANY, key=KEY, steps_per_batch=8),
-        lambda: rollout.Stream("a", key=KEY, steps_per_batch=8),
+        lambda: rollout.Stream(MANY, key=KEY, steps_per_batch=8)
     ],
     # Devices and checkpoints.
     "`collector` must be a `Collector`, whose environments are in JAX": [
-        lambda: rollout.shard(MANY, mesh()),
-        lambda: rollout.shard("a", mesh()),
+        lambda: rollout.shard(MANY, mesh())
     ],
     "`mesh` must be a `jax.sharding.Mesh`": [
-        lambda: rollout.shard(collector(), "lanes"),
-        lambda: rollout.shard(collector(), jax.devices()),
+        lambda: rollout.shard(collector(), "lanes")
     ],
     "`tree` must have numbers": [lambda: checkpoint.save("nowhere", {"a": "text"})],
     "`tree` must have a leaf to save": [lambda: checkpoint.save("nowhere", {})],

@@ -141,7 +141,7 @@ REFUSED = {
     "`trajectory` must be like the rows of `init`: float32 of shape": [
         lambda: add([[1.0, 2.0]]),
         lambda: add(rows(reward=jnp.zeros((5, B, 1)))),
-        lambda: add(rows(reward=jnp.zeros((5, B), jnp.int32))),
+        lambda: add(rows(reward=jnp.zeros((5, B), int))),
         lambda: add(rows(reward=jnp.zeros((4, B)))),
         lambda: buffers.ReplayBuffer(32, 2).merge(
             buffers.ReplayBuffer(32, 2).init({"a": jnp.zeros(2)}), filled()[1]
@@ -170,7 +170,6 @@ REFUSED = {
     ],
     "`key` must be one typed key as `jax.random.key(seed)` makes it, got": [
         lambda: sample(0, 2),
-        lambda: sample(jax.random.PRNGKey(0), 2),
         lambda: buffer().sample_sequences(filled()[1], jax.random.split(KEY), 2, 2),
         lambda: buffer().sample_episodes(filled()[1], None, 2, 5),
     ],
