@@ -92,8 +92,6 @@ def check_agents(names, out):
     won, moves = (line.split() for line in out.splitlines())
     assert int(won[0]) > 64 * 64 // 9 - 64  # a game has at most nine moves
     assert -1 < float(won[1]) < 1
-    assert names["mine"].mask.any()
-    assert names["mine"].reward.shape == (64, 64)
     ends = names["mine"].mask & names["mine"].terminated
     np.testing.assert_array_equal(names["returns"][ends], names["mine"].reward[ends])
     assert 3 < float(moves[0]) < 11
@@ -196,10 +194,7 @@ def check_host_environments(names, out):
         assert image.n_frames == names["episode"].episode_length[0] + 1
     rows = jax.device_get(names["rows"])
     assert np.count_nonzero(~rows.mask) == lost.lost_steps
-    one = names["collector"].env.num_envs, names["episodes"].finished.size
-    assert one == (16, 32)
     assert names["ordered"].mask.sum() == names["served"].mask.sum() == 128
-    assert names["target"].shape == (64, 4)
 
 
 def check_learning(names, out):
@@ -345,6 +340,8 @@ def exported_as(path: str) -> tuple[str, str]:
 def test_every_public_name_is_on_one_page_of_the_api():
     api = "".join(text for name, text in TEXTS.items() if name.startswith("docs/api/"))
     paths = re.findall(r"^::: (\S+)$", api, re.MULTILINE)
+    for module, _, name in (path.rpartition(".") for path in paths):
+        assert hasattr(importlib.import_module(module), name), (module, name)
     names = [exported_as(path) for path in paths]
     assert len(set(names)) == len(names)
     public = {
@@ -353,13 +350,6 @@ def test_every_public_name_is_on_one_page_of_the_api():
         for name in importlib.import_module(package).__all__
     }
     assert public - set(names) == set()
-
-
-@pytest.mark.parametrize("name", [x for x in TEXTS if "\n::: " in TEXTS[x]])
-def test_pages_of_the_api_show_objects_that_exist(name):
-    for path in re.findall(r"^::: (\S+)$", TEXTS[name], re.MULTILINE):
-        module, _, attribute = path.rpartition(".")
-        assert hasattr(importlib.import_module(module), attribute), path
 
 
 def test_packages_export_what_most_programs_need():
@@ -389,8 +379,7 @@ def test_files_and_names_that_are_mentioned_exist(name):
     words = re.findall(r"\b(?:envs|rollout|buffers)(?:\.\w+)+\b", text)
     for dotted in (word for word in words if not word.endswith(".md")):
         found = rollout
-        rest = dotted.removeprefix("rollout.").split(".")
-        for attribute in rest:
+        for attribute in dotted.removeprefix("rollout.").split("."):
             if not hasattr(found, attribute):  # a module that its package leaves out
                 importlib.import_module(f"{found.__name__}.{attribute}")
             found = getattr(found, attribute)

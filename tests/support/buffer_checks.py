@@ -89,6 +89,15 @@ def random_chunk(model, rng):
     return model.make_chunk(rng, rng.choice(CHUNKS), **rates)
 
 
+def dumped(buffer, state):
+    """The rows of each lane, the oldest first."""
+    rows, mask = jax.device_get(buffer.dump(state))
+    return [
+        jax.tree.map(lambda x, lane=lane: x[mask[:, lane], lane], rows)
+        for lane in range(buffer.num_envs)
+    ]
+
+
 def row_like(num_envs):
     model = Model(1, num_envs)
     steps, mask = model.make_chunk(np.random.default_rng(0), 1)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from buffer_checks import dumped
 from cases import quick_jit
 
 from rollout import buffers
@@ -54,18 +55,9 @@ def decode(rows):
     return number
 
 
-def lanes(buffer, state):
-    """The rows of each lane, the oldest first."""
-    rows, mask = jax.device_get(buffer.dump(state))
-    return [
-        jax.tree.map(lambda x, lane=lane: x[mask[:, lane], lane], rows)
-        for lane in range(buffer.num_envs)
-    ]
-
-
 def rows_of(buffer, state):
     """The rows of a state, lane by lane, as data."""
-    rows = jax.tree.map(lambda *x: np.concatenate(x), *lanes(buffer, state))
+    rows = jax.tree.map(lambda *x: np.concatenate(x), *dumped(buffer, state))
     return {name: getattr(rows, name) for name in make_data([])}
 
 
@@ -111,7 +103,7 @@ def test_lanes_hold_whole_episodes_in_order(make, num_envs):
     data = make_data(lengths)
     state = buffers.from_data(buffer, **data)
     seen, sizes = [], []
-    for held in lanes(buffer, state):
+    for held in dumped(buffer, state):
         number = decode(held)
         seen.extend(number)
         sizes.append(len(number))
