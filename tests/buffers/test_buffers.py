@@ -276,10 +276,8 @@ def test_containers_of_other_kinds_serve_as_well():
         obs: jax.Array
         mask: jax.Array
 
-    buffer, plain = (
-        buffers.ReplayBuffer(8, 2),
-        Plain(np.float32([0, 1]), np.array([True, False])),
-    )
+    buffer = buffers.ReplayBuffer(8, 2)
+    plain = Plain(np.float32([0, 1]), np.array([True, False]))
     for row in (plain, plain._asdict()):
         state = buffer.add(buffer.init(row), row)
         np.testing.assert_array_equal(state.size, [1, 0])
