@@ -215,7 +215,7 @@ REFUSED = {
     ],
     "must return extras with the": [lambda: act((ZEROS, {"v": jnp.float32(0)}))],
     "return a `PolicyStep`": [
-        lambda: step_with(policy=rollout.Policy(lambda n: (), max))
+        lambda: step_with(policy=rollout.Policy(lambda n: (), lambda *args: 0))
     ],
     "return (action, state)": [lambda: act_with_state(ZEROS)],
     "a state like the one it takes": [lambda: act_with_state((ZEROS, ZEROS))],
