@@ -1,9 +1,11 @@
-"""Bad input is refused by name: what must hold, what was got, and by us, not by jax."""
+"""Bad input to `rollout` and `rollout.envs` is refused: each message, and its calls.
+
+Messages of buffers are in `buffers/test_messages.py`.
+"""
 
 import functools
-import pathlib
-import re
 import types
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +13,21 @@ import numpy as np
 import pytest
 from cases import CountEnv, make_collector
 from flax import struct
+from host_count import HostCount
+from refusals import check_refused, pairs
 
 import rollout
-from rollout import buffers, checkpoint, envs
+from rollout import checkpoint, envs, recommendation
+from rollout.envs import wrappers
 
-ROOT = pathlib.Path(__file__).parent.parent
-OURS = tuple(str(ROOT / package) for package in ("buffers", "envs", "rollout"))
 B = 4
 KEY = jax.random.key(0)
 COUNT, DISCRETE = CountEnv(), envs.Discrete(3)
-BOX = envs.Box(-1.0, 1.0, (2,))
+BOX, INFINITE = envs.Box(-1.0, 1.0, (2,)), envs.Box(-np.inf, 1.0, ())
 COUNTED = rollout.Accumulator(jnp.zeros, lambda count, t: count + 1)
-NOT_COUNTS = (0, 2.5, "3", True)
+MANY = envs.vectorize(COUNT, B)
+ZEROS, VALUES = jnp.zeros((B,), jnp.int32), jnp.zeros((5, B))
+GYMNAX = ("reset_env", "step_env", "action_space", "observation_space")
 
 
 @functools.cache
@@ -40,29 +45,12 @@ def trajectory():
     return collector().collect_steps(carry(), None, 5)[1]
 
 
-@functools.cache
-def buffer():
-    return buffers.ReplayBuffer(32, B)
-
-
-@functools.cache
-def stored():
-    return buffer().add(buffer().init(collector()), trajectory())
-
-
-@functools.cache
-def prioritized():
-    memory = buffers.PrioritizedReplayBuffer(32, B)
-    return memory, memory.add(memory.init(collector()), trajectory())
+def one_step():
+    return jax.tree.map(lambda x: x[0], trajectory())
 
 
 def mesh():
     return jax.make_mesh((2,), ("lanes",))
-
-
-def learned():
-    act = policy(lambda params, obs, key: (obs @ params["w"]).astype(jnp.int32)[:, 0])
-    return collector().replace(policy=act)
 
 
 def stream(**options):
@@ -70,431 +58,375 @@ def stream(**options):
     return rollout.Stream(collector(), **options)
 
 
-def policy(fn=lambda params, obs, key: jnp.zeros((B,), jnp.int32)):
+def policy(fn=lambda params, obs, key: ZEROS):
     return rollout.stateless_policy(fn)
 
 
-def step_with(acting=None, env=None, **fields):
+def step_with(**parts):
     """Takes a step of a collector some part of which is wrong."""
-    env = env or envs.vectorize(COUNT, B)
-    made = rollout.Collector(env=env, policy=acting or policy(), **fields)
+    made = rollout.Collector(**{"env": MANY, "policy": policy(), **parts})
     return made.step(made.init(KEY), None)
+
+
+def act(action):
+    return step_with(policy=policy(lambda params, obs, key: action))
+
+
+def act_with_state(result, init=lambda num_envs: jnp.zeros((num_envs, 1))):
+    return step_with(policy=rollout.recurrent_policy(lambda *args: result, init))
+
+
+def accumulate(accumulators):
+    return step_with(accumulators=accumulators)
+
+
+def record(**changes):
+    return step_with(record_fn=lambda t: t.replace(**changes))
 
 
 @struct.dataclass
 class Wrong(CountEnv):
     """A counting environment whose `reset` or `step` returns something else."""
 
-    reset_fn: object = struct.field(pytree_node=False, default=None)
-    step_fn: object = struct.field(pytree_node=False, default=None)
+    reset_fn: Callable = struct.field(pytree_node=False, default=lambda *result: result)
+    step_fn: Callable = struct.field(pytree_node=False, default=lambda result: result)
 
     def reset(self, key):
-        result = super().reset(key)
-        return self.reset_fn(*result) if self.reset_fn else result
+        return self.reset_fn(*super().reset(key))
 
     def step(self, key, state, action):
-        result = super().step(key, state, action)
-        return self.step_fn(result) if self.step_fn else result
+        return self.step_fn(super().step(key, state, action))
 
 
-def vector(**parts):
-    return envs.vectorize(Wrong(**parts), B)
+def step_wrong(**parts):
+    return step_with(env=envs.vectorize(Wrong(**parts), B))
+
+
+def step_returns(**changes):
+    return step_wrong(step_fn=lambda result: result.replace(**changes))
 
 
 def plain_class():
     return type("Plain", (), {"reset": lambda s, k: 0, "step": lambda s, k, x, a: 0})()
 
 
+NO_COUNTS = (0, 2.5, "3", True)
 COUNTS = {
-    "collect_steps": (
-        "num_steps",
+    "num_steps": [
         lambda n: collector().collect_steps(carry(), None, n),
-    ),
-    "fold_steps": (
-        "num_steps",
         lambda n: collector().fold_steps(carry(), None, max, 0, num_steps=n),
-    ),
-    "collect_episodes": (
-        "num_episodes",
+        lambda n: rollout.random_warmup(policy(), DISCRETE, n),
+        lambda n: envs.TimeLimit(COUNT, n),
+    ],
+    "num_episodes": [
         lambda n: collector().collect_episodes(carry(), None, n, max_steps=9),
-    ),
-    "max_steps": (
-        "max_steps",
-        lambda n: collector().collect_episodes(carry(), None, 2, max_steps=n),
-    ),
-    "min_steps": (
-        "min_steps",
-        lambda n: collector().collect_episodes(
-            carry(), None, 2, max_steps=9, min_steps=n
-        ),
-    ),
-    "collect_episodes_per_env": (
-        "episodes_per_env",
-        lambda n: collector().collect_episodes_per_env(carry(), None, n, max_steps=9),
-    ),
-    "fold_episodes": (
-        "num_episodes",
         lambda n: collector().fold_episodes(
             carry(), None, max, 0, num_episodes=n, max_steps=9
         ),
-    ),
-    "collect_padded_episodes": (
-        "max_length",
-        lambda n: collector().collect_padded_episodes(carry(), None, 2, max_length=n),
-    ),
-    "evaluate": ("num_episodes", lambda n: rollout.evaluate(collector(), KEY, None, n)),
-    "profile": (
-        "num_repeats",
+        lambda n: rollout.evaluate(collector(), KEY, None, n),
+    ],
+    "episodes_per_env": [
+        lambda n: collector().collect_episodes_per_env(carry(), None, n, max_steps=9)
+    ],
+    "max_steps": [
+        lambda n: collector().collect_episodes(carry(), None, 2, max_steps=n)
+    ],
+    "min_steps": [
+        lambda n: collector().collect_episodes(
+            carry(), None, 2, max_steps=9, min_steps=n
+        )
+    ],
+    "max_length": [
+        lambda n: collector().collect_padded_episodes(carry(), None, 2, max_length=n)
+    ],
+    "num_repeats": [
         lambda n: rollout.profile(collector(), None, 2, num_repeats=n),
-    ),
-    "minibatches": (
-        "epochs",
-        lambda n: rollout.minibatches(KEY, jnp.zeros((2, 2)), 2, n),
-    ),
-    "random_warmup": (
-        "num_steps",
-        lambda n: rollout.random_warmup(policy(), DISCRETE, n),
-    ),
-    "checkpoint": ("keep", lambda n: checkpoint.save("nowhere", {"n": 1}, keep=n)),
-    "stream steps": ("steps_per_batch", lambda n: stream(steps_per_batch=n)),
-    "stream total": ("total_steps", lambda n: stream(total_steps=n)),
-    "stream limit": ("max_episode_steps", lambda n: stream(max_episode_steps=n)),
-    "vectorize": ("num_envs", lambda n: envs.vectorize(COUNT, n)),
-    "TimeLimit": ("num_steps", lambda n: envs.TimeLimit(COUNT, n)),
-    "ActionRepeat": ("num_repeats", lambda n: envs.ActionRepeat(COUNT, n)),
-    "FrameStack": ("num_frames", lambda n: envs.FrameStack(COUNT, n)),
-    "Discrete": ("n", lambda n: envs.Discrete(n)),
-    "ReplayBuffer": ("capacity", lambda n: buffers.ReplayBuffer(n, 1)),
-    "buffer lanes": ("num_envs", lambda n: buffers.ReplayBuffer(8, n)),
-    "EpisodeBuffer": (
-        "max_length",
-        lambda n: buffers.EpisodeBuffer(8, 1, max_length=n),
-    ),
-    "sample": ("batch_size", lambda n: buffer().sample(stored(), KEY, n)),
-    "n_step": (
-        "n_step",
-        lambda n: buffer().sample(stored(), KEY, 2, n_step=n, gamma=1),
-    ),
-    "stack": ("stack", lambda n: buffer().sample(stored(), KEY, 2, stack=n)),
-    "can_sample": ("batch_size", lambda n: buffer().can_sample(stored(), n)),
-    "sequences": ("length", lambda n: buffer().sample_sequences(stored(), KEY, 2, n)),
-    "episodes": ("max_length", lambda n: buffer().count_episodes(stored(), n)),
+        lambda n: envs.ActionRepeat(COUNT, n),
+    ],
+    "epochs": [lambda n: rollout.minibatches(KEY, jnp.zeros((2, 2)), 2, n)],
+    "keep": [lambda n: checkpoint.save("nowhere", {"n": 1}, keep=n)],
+    "steps_per_batch": [lambda n: stream(steps_per_batch=n)],
+    "total_steps": [lambda n: stream(total_steps=n)],
+    "max_episode_steps": [lambda n: stream(max_episode_steps=n)],
+    "num_envs": [lambda n: envs.vectorize(COUNT, n)],
+    "num_frames": [lambda n: envs.FrameStack(COUNT, n)],
+    "n": [lambda n: envs.Discrete(n)],
 }
-OTHERS = {
+NO_FRACTIONS = ("0.6", True, None, 1.5, np.nan, jnp.bool_(True))
+FRACTIONS = {
+    "gamma": [
+        lambda x: rollout.discounted_returns(trajectory(), gamma=x),
+        lambda x: envs.NormalizeReward(MANY, x),
+    ],
+    "lam": [lambda x: rollout.gae(with_values(), VALUES, gamma=1.0, lam=x)],
+}
+REFUSED = {
     # What a collector is made of.
-    "function as policy": lambda: step_with(acting=lambda *args: 0),
-    "None as policy": lambda: rollout.Collector(env=collector().env, policy=None),
-    "one environment": lambda: step_with(env=COUNT),
-    "record_fn": lambda: step_with(record_fn=3),
-    "accumulators": lambda: step_with(accumulators={"a": max}),
-    "no accumulators": lambda: step_with(accumulators=None),
-    "one accumulator": lambda: step_with(accumulators=COUNTED),
-    "accumulators of one name": lambda: step_with(
-        accumulators=[("a", COUNTED), ("a", COUNTED)]
-    ),
-    "accumulator named like a part of another": lambda: step_with(
-        accumulators={"a/b": COUNTED}
-    ),
-    "accumulator of numbers": lambda: step_with(
-        accumulators={"a": rollout.Accumulator(0, 1)}
-    ),
-    "record_fn without lanes": lambda: step_with(
-        record_fn=lambda t: t.replace(extras={"sum": t.reward.sum()})
-    ),
-    "rewards that are no scalars": lambda: step_with(
-        env=envs.vectorize(envs.TransformReward(COUNT, lambda reward: reward[None]), B)
-    ),
-    "observations of another space": lambda: step_with(
-        env=envs.vectorize(
-            envs.TransformObs(COUNT, lambda obs: obs, envs.Box(0, 1, (7,))), B
-        )
-    ),
-    "record_fn drops a flag": lambda: step_with(
-        record_fn=lambda t: t.replace(terminated=~t.terminated)
-    ),
-    "record_fn returns a dict": lambda: step_with(record_fn=lambda t: {}),
+    "`policy` must be a `Policy`, such as": [
+        lambda: step_with(policy=lambda *args: 0),
+        lambda: rollout.greedy(3),
+        lambda: rollout.epsilon_greedy(jnp.add, DISCRETE, 0.1),
+        lambda: rollout.random_warmup(3, DISCRETE, 2),
+        lambda: rollout.gaussian_noise(3, BOX, 0.1),
+        lambda: rollout.ornstein_uhlenbeck(3, BOX, 0.1),
+    ],
+    "`policy` must have a `mode`": [lambda: rollout.greedy(policy())],
+    "`env` must be many environments side by side": [lambda: step_with(env=COUNT)],
+    "`accumulators` must map names to `Accumulator`s, got": [
+        lambda: accumulate({"a": max}),
+        lambda: accumulate(COUNTED),
+    ],
+    "must have different names": [
+        lambda: accumulate([("a", COUNTED), ("a", COUNTED)]),
+        lambda: rollout.log_stats({"a/b": 1, "a": {"b": 2}}),
+    ],
+    'must have names without "/"': [lambda: accumulate({"a/b": COUNTED})],
+    "`init` of the accumulator": [lambda: accumulate({"a": rollout.Accumulator(0, 1)})],
+    "`record_fn` must return leaves": [lambda: record(extras=jnp.zeros(()))],
+    "`record_fn` must leave `terminated` as it is": [lambda: record(terminated=~ZEROS)],
+    "must return a `Transition`": [lambda: step_with(record_fn=lambda t: {})],
     # Keys and carries.
-    "seed as key": lambda: collector().init(0),
-    "old key": lambda: collector().init(jax.random.PRNGKey(0)),
-    "several keys": lambda: collector().init(jax.random.split(KEY)),
-    "no key": lambda: collector().init(None),
-    "key of evaluate": lambda: rollout.evaluate(collector(), 1, None, 2),
-    "carry and params swapped": lambda: collector().collect_steps(None, carry(), 2),
-    "no carry, episodes": lambda: collector().collect_episodes(
-        None, None, 2, max_steps=3
-    ),
-    "no carry, whole episodes": lambda: collector().collect_padded_episodes(
-        None, None, 2, max_length=3
-    ),
-    "no carry, folded episodes": lambda: collector().fold_episodes(
-        None, None, max, 0, num_episodes=2, max_steps=3
-    ),
-    "carry is a state": lambda: collector().step(carry().env_state, None),
-    "carry of other lanes": lambda: make_collector("count", 8).step(carry(), None),
-    "carry of other lanes, episodes": lambda: make_collector(
-        "count", 8
-    ).collect_episodes(carry(), None, 2, max_steps=3),
-    "carry of another environment": lambda: make_collector("CartPole-v1", B).step(
-        carry(), None
-    ),
+    "`key` must be one typed key as `jax.random.key(seed)` makes it, got": [
+        lambda: collector().init(jax.random.PRNGKey(0)),
+        lambda: collector().init(jax.random.split(KEY)),
+        lambda: rollout.evaluate(collector(), 1, None, 2),
+        lambda: stream(key=0),
+    ],
+    "`carry` must be what `Collector.init` or an earlier call returned": [
+        lambda: collector().collect_steps(None, carry(), 2),
+        lambda: collector().collect_episodes(None, None, 2, max_steps=3),
+        lambda: collector().collect_padded_episodes(None, None, 2, max_length=3),
+        lambda: collector().fold_episodes(
+            None, None, max, 0, num_episodes=2, max_steps=3
+        ),
+        lambda: collector().step(carry().env_state, None),
+    ],
+    "`carry` must have the lanes of the collector, num_envs=8, got shape (4,)": [
+        lambda: make_collector("count", 8).step(carry(), None),
+        lambda: make_collector("count", 8).collect_episodes(
+            carry(), None, 2, max_steps=3
+        ),
+    ],
+    "collector's env": [lambda: make_collector("CartPole-v1", B).step(carry(), None)],
     # What policies return.
-    "action of another shape": lambda: step_with(
-        policy(lambda p, o, k: jnp.zeros((B, 1)))
-    ),
-    "action of another dtype": lambda: step_with(
-        policy(lambda p, o, k: jnp.zeros((B,)))
-    ),
-    "one action": lambda: step_with(policy(lambda p, o, k: jnp.int32(0))),
-    "extras without lanes": lambda: step_with(
-        policy(lambda p, o, k: (jnp.zeros((B,), jnp.int32), {"v": jnp.float32(0)}))
-    ),
-    "no PolicyStep": lambda: step_with(
-        rollout.Policy(
-            init=lambda n: (), apply=lambda *args: jnp.zeros((B,), jnp.int32)
-        )
-    ),
-    "recurrent policy without a state": lambda: step_with(
-        rollout.recurrent_policy(lambda *args: jnp.zeros((B,), jnp.int32), jnp.zeros)
-    ),
-    "state of another shape": lambda: step_with(
-        rollout.recurrent_policy(
-            lambda p, o, s, k: (jnp.zeros((B,), jnp.int32), s[:, 0]),
-            lambda n: jnp.zeros((n, 1)),
-        )
-    ),
-    "state without lanes": lambda: step_with(
-        rollout.recurrent_policy(
-            lambda p, o, s, k: (jnp.zeros((B,), jnp.int32), s), lambda n: jnp.zeros(3)
-        )
-    ),
-    "policy without a mode": lambda: rollout.greedy(policy()),
+    "`policy.apply` must return actions as int32 of shape (4,)": [
+        lambda: act(jnp.zeros((B, 1), jnp.int32)),
+        lambda: act(jnp.zeros((B,))),
+    ],
+    "must return extras with the": [lambda: act((ZEROS, {"v": jnp.float32(0)}))],
+    "return a `PolicyStep`": [
+        lambda: step_with(policy=rollout.Policy(lambda n: (), lambda *args: 0))
+    ],
+    "return (action, state)": [lambda: act_with_state(ZEROS)],
+    "a state like the one it takes": [lambda: act_with_state((ZEROS, ZEROS))],
+    "`policy.init` must return": [lambda: act_with_state(ZEROS, lambda n: ZEROS[:3])],
     # Environments.
-    "no environment": lambda: envs.vectorize(3, B),
-    "no pytree": lambda: envs.vectorize(plain_class(), B),
-    "many of many": lambda: envs.vectorize(collector().env, B),
-    "wrapper of many": lambda: envs.TimeLimit(collector().env, 3),
-    "stack of many": lambda: envs.FrameStack(collector().env, 3),
-    "observing many": lambda: envs.wrappers.ObservePrevious(collector().env),
-    "normalize one": lambda: envs.NormalizeObs(COUNT),
-    "normalize rewards of one": lambda: envs.NormalizeReward(COUNT),
-    "epsilon": lambda: envs.NormalizeObs(collector().env, epsilon=0.0),
-    "gamma": lambda: envs.NormalizeReward(collector().env, gamma=1.5),
-    "auto_reset of several": lambda: envs.vectorize(COUNT, B, auto_reset=["select"]),
-    "auto_reset": lambda: envs.vectorize(COUNT, B, auto_reset="never"),
-    "bound": lambda: envs.RescaleAction(COUNT, "sigmoid"),
-    "rescaled discrete": lambda: envs.RescaleAction(COUNT),
-    "reset of one": lambda: step_with(env=vector(reset_fn=lambda s, o: o)),
-    "reset of three": lambda: step_with(env=vector(reset_fn=lambda s, o: (s, o, {}))),
-    "Gymnasium's step": lambda: step_with(
-        env=vector(step_fn=lambda r: (r.obs, r.reward, r.terminated, r.truncated, {}))
-    ),
-    "reward of another shape": lambda: step_with(
-        env=vector(step_fn=lambda r: r.replace(reward=jnp.zeros(2)))
-    ),
-    "flag of another shape": lambda: step_with(
-        env=vector(step_fn=lambda r: r.replace(terminated=jnp.zeros(2, bool)))
-    ),
-    "obs of another dtype": lambda: step_with(
-        env=vector(step_fn=lambda r: r.replace(obs=r.obs.astype(jnp.int32)))
-    ),
-    "obs of another shape": lambda: step_with(
-        env=vector(step_fn=lambda r: r.replace(obs=jnp.zeros(3)))
-    ),
-    "state of another structure": lambda: step_with(
-        env=vector(step_fn=lambda r: r.replace(state={"n": r.state["n"]}))
-    ),
-    "no gymnax environment": lambda: envs.from_gymnax(object(), {}),
-    "limit_field": lambda: envs.from_gymnax(
-        types.SimpleNamespace(**dict.fromkeys(GYMNAX, max)), {}, limit_field="limit"
-    ),
-    "unknown id": lambda: envs.make("CartPole"),
-    "unknown parameter": lambda: envs.make("CartPole-v1", mass=3),
-    "parameter of another kind": lambda: envs.make("CartPole-v1", gravity="high"),
-    # Spaces and exploration.
-    "low above high": lambda: envs.Box(1, 0, ()),
-    "NaN bound": lambda: envs.Box(0.0, np.nan, ()),
-    "dtype that is too small": lambda: envs.Discrete(300, dtype=jnp.uint8),
-    "dtype without what is below 0": lambda: envs.Discrete(
-        3, start=-1, dtype=jnp.uint8
-    ),
-    "dtype of floats": lambda: envs.Discrete(3, dtype=jnp.float32),
-    "dtype of the largest": lambda: envs.spaces.MultiDiscrete(
-        [2, 300], dtype=jnp.uint8
-    ),
-    "environment for a space": lambda: rollout.random_policy(
-        envs.make_vec("CartPole-v1", 2)
-    ),
-    "infinite box": lambda: rollout.random_policy(envs.Box(-np.inf, 1.0, ())),
-    "mask of a box": lambda: rollout.random_policy(BOX, mask_fn=lambda obs: obs),
-    "epsilon above 1": lambda: rollout.epsilon_greedy(policy(), DISCRETE, 1.5),
-    "NaN epsilon": lambda: rollout.epsilon_greedy(policy(), DISCRETE, np.nan),
-    "epsilon of a word": lambda: rollout.epsilon_greedy(policy(), DISCRETE, "0.1"),
-    "schedule of a vector": lambda: rollout.epsilon_greedy(
-        policy(), DISCRETE, lambda step: jnp.zeros(2)
-    ),
-    "negative noise": lambda: rollout.gaussian_noise(policy(), BOX, -1.0),
-    "noise on integers": lambda: rollout.gaussian_noise(policy(), DISCRETE, 1.0),
-    "theta": lambda: rollout.ornstein_uhlenbeck(policy(), BOX, 1.0, theta=-1.0),
-    "dt": lambda: rollout.ornstein_uhlenbeck(policy(), BOX, 1.0, dt=0.0),
+    "`env` must have the methods `reset` and `step`": [lambda: envs.vectorize(3, B)],
+    "`env` must be a pytree, such as": [lambda: envs.vectorize(plain_class(), B)],
+    "`env` must be one environment, got many side by side": [
+        lambda: envs.vectorize(MANY, B),
+        lambda: envs.TimeLimit(MANY, 3),
+        lambda: envs.FrameStack(MANY, 3),
+        lambda: wrappers.ObservePrevious(MANY),
+    ],
+    "`env` must be a `VectorEnv`, such as": [
+        lambda: envs.NormalizeObs(COUNT),
+        lambda: envs.NormalizeReward(COUNT),
+    ],
+    "got HostCount: environments that step": [
+        lambda: envs.NormalizeObs(HostCount(2)),
+        lambda: envs.NormalizeReward(HostCount(2)),
+    ],
+    "`env` must be a `HostVectorEnv`": [lambda: rollout.probe(COUNT)],
+    "`epsilon` must be above 0": [
+        lambda: envs.NormalizeObs(MANY, epsilon=0.0),
+        lambda: envs.NormalizeObs(MANY, epsilon="1e-8"),
+    ],
+    '`auto_reset` must be "auto" or "compact" or "select"': [
+        lambda: envs.vectorize(COUNT, B, auto_reset=["select"]),
+        lambda: envs.vectorize(COUNT, B, auto_reset="never"),
+    ],
+    '`bound` must be "clip" or "tanh"': [lambda: envs.RescaleAction(COUNT, "sigmoid")],
+    "`env.action_space` must be a box": [lambda: envs.RescaleAction(COUNT)],
+    "`env.reset` must return (state, obs), got": [
+        lambda: step_wrong(reset_fn=lambda state, obs: obs),
+        lambda: step_wrong(reset_fn=lambda state, obs: (state, obs, {})),
+    ],
+    "return a `rollout.envs.EnvStep`": [lambda: step_wrong(step_fn=lambda r: (r, 0))],
+    "`env.step` must return `reward` as float32 of shape (4,)": [
+        lambda: step_returns(reward=jnp.zeros(2)),
+        lambda: step_with(
+            env=envs.vectorize(envs.TransformReward(COUNT, lambda x: x[None]), B)
+        ),
+    ],
+    "must return `terminated`": [lambda: step_returns(terminated=jnp.ones(2))],
+    "`env.step` must return `obs` as `env.reset` does": [
+        lambda: step_returns(obs=jnp.zeros(1, jnp.int32)),
+        lambda: step_returns(obs=jnp.zeros(3)),
+    ],
+    "the state as `env.reset`": [lambda: step_returns(state={"n": jnp.int32(0)})],
+    "must return the shape": [
+        lambda: envs.TransformObs(COUNT, jnp.abs, INFINITE).reset(KEY)
+    ],
+    "`env` must have reset_env, step_env": [lambda: envs.from_gymnax(object(), {})],
+    "`limit_field` must be a field of `env_params`": [
+        lambda: envs.from_gymnax(
+            types.SimpleNamespace(**dict.fromkeys(GYMNAX, max)), {}, limit_field="limit"
+        )
+    ],
+    "The nearest are CartPole-v1, Catch-bsuite": [lambda: envs.make("CartPole")],
+    "The parameters of CartPole-v1 are": [lambda: envs.make("CartPole-v1", mass=3)],
+    "or `rollout.envs.TimeLimit`": [lambda: envs.make("CartPole-v1", max_steps=200)],
+    "`gravity` must be a number": [lambda: envs.make("CartPole-v1", gravity="high")],
+    "`env_id` must be an id, text such as": [
+        lambda: envs.make(None),
+        lambda: envs.make_agents(COUNT),
+    ],
+    "one for each environment, such as `[make": [
+        lambda: envs.workers(HostCount, 2),
+        lambda: envs.workers("CartPole-v1", 2),
+        lambda: envs.workers([HostCount, "b"], 2),
+    ],
+    "`leave` must be a rule": [lambda: envs.RecommendationEnv([[1.0]], leave=jnp.add)],
+    # Spaces.
+    "`low` must be at most `high`": [
+        lambda: envs.Box(1, 0, ()),
+        lambda: envs.Box(0.0, np.nan, ()),
+    ],
+    "`low` and `high` must be numbers": [lambda: envs.Box("0", 1.0, ())],
+    "`shape` must be a tuple of ints": [
+        lambda: envs.Box(0.0, 1.0, 3),
+        lambda: envs.spaces.MultiBinary("3"),
+    ],
+    "`dtype` must hold the integers from": [
+        lambda: envs.Discrete(300, dtype=jnp.uint8),
+        lambda: envs.Discrete(3, start=-1, dtype=jnp.uint8),
+        lambda: envs.spaces.MultiDiscrete([2, 300], dtype=jnp.uint8),
+    ],
+    "`dtype` must be an integer": [lambda: envs.Discrete(3, dtype=jnp.float32)],
+    "`spaces` must be a dict of spaces": [lambda: envs.Dict([DISCRETE])],
+    "`spaces` must be a tuple of spaces": [lambda: envs.Tuple({"a": BOX})],
+    "`num` must be an int of at least 1": [lambda: envs.spaces.Repeated(BOX, "3")],
+    # Policies.
+    "`action_space` must be a Box, Discrete": [lambda: rollout.random_policy(MANY)],
+    "`action_space` must have finite": [lambda: rollout.random_policy(INFINITE)],
+    "space` must be discrete": [lambda: rollout.random_policy(BOX, mask_fn=max)],
+    "floats to add noise to": [lambda: rollout.gaussian_noise(policy(), DISCRETE, 1.0)],
+    "`epsilon` must": [
+        lambda: rollout.epsilon_greedy(policy(), DISCRETE, 1.5),
+        lambda: rollout.epsilon_greedy(policy(), DISCRETE, np.nan),
+        lambda: rollout.epsilon_greedy(policy(), DISCRETE, "0.1"),
+        lambda: rollout.epsilon_greedy(policy(), DISCRETE, lambda step: jnp.zeros(2)),
+    ],
+    "`scale` must": [lambda: rollout.gaussian_noise(policy(), BOX, -1.0)],
+    "`theta` must": [lambda: rollout.ornstein_uhlenbeck(policy(), BOX, 1.0, theta=-1)],
+    "`dt` must": [lambda: rollout.ornstein_uhlenbeck(policy(), BOX, 1.0, dt=0.0)],
+    "`mask` must be bool of": [lambda: recommendation.choose_items([[1]], [[1]])],
     # Statistics, targets, trajectories.
-    "summarize a batch": lambda: rollout.summarize(next(stream())),
-    "summarize a dict": lambda: rollout.summarize({}),
-    "fn": lambda: collector().fold_steps(carry(), None, 3, 0, num_steps=2),
-    "fn of episodes": lambda: collector().fold_episodes(
-        carry(), None, None, 0, num_episodes=2, max_steps=3
-    ),
-    "finished of one step": lambda: rollout.finished(
-        jax.tree.map(lambda x: x[0], trajectory())
-    ),
-    "split of one step": lambda: rollout.split_trajectories(
-        jax.tree.map(lambda x: x[0], trajectory())
-    ),
-    "log_stats of one name": lambda: rollout.log_stats({"a/b": 1, "a": {"b": 2}}),
-    "log_stats of arrays": lambda: rollout.log_stats({"a": jnp.zeros(2)}),
-    "gae without values": lambda: rollout.gae(
-        trajectory(), jnp.zeros((5, B)), gamma=1.0, lam=1.0
-    ),
-    "minibatches that do not divide": lambda: rollout.minibatches(KEY, trajectory(), 3),
-    "minibatches of an axis": lambda: rollout.minibatches(KEY, trajectory(), 2, axis=2),
+    "`data` must be a trajectory": [lambda: rollout.summarize(next(stream()))],
+    "`trajectory` must be `[T, B, ...]`": [
+        lambda: rollout.finished(one_step()),
+        lambda: rollout.split_trajectories(one_step()),
+    ],
+    "`trajectory` must be a `Transition`": [
+        lambda: rollout.finished(trajectory().reward),
+        lambda: rollout.split_trajectories([trajectory()]),
+    ],
+    "`stats` must have scalar leaves": [lambda: rollout.log_stats({"a": jnp.zeros(2)})],
+    "must have `value`": [lambda: rollout.gae(trajectory(), VALUES, gamma=1, lam=1)],
+    "must divide the 20 items": [lambda: rollout.minibatches(KEY, trajectory(), 3)],
+    "`axis` must be": [lambda: rollout.minibatches(KEY, trajectory(), 2, axis=2)],
+    "`rows` must be the dict": [lambda: rollout.agents.for_policy(trajectory(), "a")],
+    "must be of a `policy_map`": [lambda: rollout.agents.for_policy({"a": 3}, "a")],
+    # Functions and flags.
+    "must be a function, got": [
+        lambda: step_with(record_fn=3),
+        lambda: collector().fold_steps(carry(), None, 3, 0, num_steps=2),
+        lambda: collector().fold_episodes(
+            carry(), None, None, 0, num_episodes=2, max_steps=3
+        ),
+        lambda: rollout.random_policy(DISCRETE, mask_fn=[True, False]),
+        lambda: rollout.stateless_policy(3),
+        lambda: rollout.stateless_policy(jnp.add, mode_fn=3),
+        lambda: rollout.recurrent_policy(jnp.add, 3),
+        lambda: recommendation.item_policy(3),
+        lambda: envs.TransformObs(COUNT, 3),
+        lambda: envs.TransformReward(COUNT, 3),
+        lambda: envs.ObserveInfo(COUNT, jnp.add, 3),
+        lambda: stream(postprocess=3),
+    ],
+    "must be a bool, got": [
+        lambda: stream(recycle="no"),
+        lambda: stream(check_finite=1),
+        lambda: recommendation.item_policy(jnp.add, sample="no"),
+    ],
     # Streams.
-    "nothing asked for": lambda: stream(steps_per_batch=None),
-    "both asked for": lambda: stream(episodes_per_batch=3),
-    "word for a flag": lambda: stream(recycle="no"),
-    "number for a flag": lambda: stream(check_finite=1),
-    "word for progress": lambda: stream(progress="yes"),
-    "at_batch_end": lambda: stream(at_batch_end="stop"),
-    "on_fault": lambda: stream(on_fault="ignore"),
-    "prefetch": lambda: stream(prefetch=2),
-    "placement": lambda: stream(placement="disk"),
-    "postprocess": lambda: stream(postprocess=3),
-    "recycle on the host": lambda: stream(recycle=True, placement="host"),
-    "episodes without a limit": lambda: stream(
-        steps_per_batch=None, episodes_per_batch=3
-    ),
-    "other parameters": lambda: stream(params=jnp.zeros(2)).set_params(jnp.zeros(3)),
-    "words as parameters": lambda: stream(params={"w": "0.5"}),
-    "function as parameters": lambda: stream(params=jnp.tanh),
-    "words for new parameters": lambda: stream(params={"w": 0.5}).set_params(
-        {"w": "0.5"}
-    ),
-    "stream inside jit": lambda: jax.jit(lambda: next(stream()).trajectory)(),
-    "state of another stream": lambda: stream().restore({"carry": 3}),
-    "key of a stream": lambda: stream(key=0),
-    # Buffers.
-    "capacity below the lanes": lambda: buffers.ReplayBuffer(2, 4),
-    "successor": lambda: buffers.ReplayBuffer(8, 4, next_obs="next"),
-    "final_obs_capacity": lambda: buffers.ReplayBuffer(8, 4, final_obs_capacity=4),
-    "nothing to spread over": lambda: buffers.shard(None, mesh()),
-    "word as a mesh": lambda: buffers.shard(buffer(), "lanes"),
-    "alpha": lambda: buffers.PrioritizedReplayBuffer(8, 4, alpha=2.0),
-    "no array": lambda: buffer().init({"obs": 1.0}),
-    "empty transition": lambda: buffer().init({}),
-    "transition without lanes": lambda: buffer().init({"obs": jnp.zeros(3)}),
-    "flags that are floats": lambda: buffer().init(
-        {
-            "obs": jnp.zeros(B),
-            "terminated": jnp.zeros(B),
-            "truncated": jnp.zeros(B, bool),
-        }
-    ),
-    "lists": lambda: buffer().add(stored(), [[1.0, 2.0]]),
-    "rows of another shape": lambda: buffer().add(
-        stored(), trajectory().replace(reward=jnp.zeros((5, B, 1)))
-    ),
-    "rows of another dtype": lambda: buffer().add(
-        stored(), trajectory().replace(reward=jnp.zeros((5, B), jnp.int32))
-    ),
-    "no rows": lambda: buffer().add(
-        stored(), jax.tree.map(lambda x: x[:0], trajectory())
-    ),
-    "mask the other way round": lambda: buffer().add(
-        stored(), trajectory().replace(mask=jnp.ones((B, 5), bool))
-    ),
-    "mask of numbers": lambda: buffer().add(
-        stored(), trajectory().replace(mask=jnp.ones((5, B)))
-    ),
-    "gamma without n_step": lambda: buffer().sample(stored(), KEY, 2, gamma=0.9),
-    "gamma above 1": lambda: buffer().sample(stored(), KEY, 2, n_step=2, gamma=1.5),
-    "beta": lambda: prioritized()[0].sample(prioritized()[1], KEY, 2, 1.5),
-    "relabel_fn": lambda: buffer().sample(stored(), KEY, 2, relabel_fn=3),
-    "relabelled n_step": lambda: buffer().sample(
-        stored(), KEY, 2, n_step=2, gamma=1.0, relabel_fn=lambda key, x, y: x
-    ),
-    "relabelled to another kind": lambda: buffer().sample(
-        stored(), KEY, 2, relabel_fn=lambda key, x, y: x.replace(reward=x.obs)
-    ),
-    "merge of other lanes": lambda: buffers.ReplayBuffer(32, 2).merge(
-        buffers.ReplayBuffer(32, 2).init({"a": jnp.zeros(2)}), stored()
-    ),
-    "seed for a sample": lambda: buffer().sample(stored(), 0, 2),
-    "old key for a sample": lambda: buffer().sample(stored(), jax.random.PRNGKey(0), 2),
-    "keys for sequences": lambda: prioritized()[0].sample_sequences(
-        prioritized()[1], jax.random.split(KEY), 2, 2
-    ),
-    "no key for episodes": lambda: buffer().sample_episodes(stored(), None, 2, 5),
-    "no state": lambda: buffer().sample(None, KEY, 2),
-    "state and rows swapped": lambda: buffer().add(trajectory(), stored()),
-    "state of another capacity": lambda: buffers.EpisodeBuffer(16, B).add(
-        buffers.EpisodeBuffer(32, B).init(collector()), trajectory()
-    ),
-    "priorities of another capacity": lambda: buffers.PrioritizedReplayBuffer(
-        64, B
-    ).sample(prioritized()[1], KEY, 2),
-    "states of several buffers": lambda: buffer().add(
-        jax.tree.map(lambda x: jnp.stack([x, x]), stored()), trajectory()
-    ),
-    "floats as indices": lambda: buffer().get(stored(), jnp.zeros(2)),
-    "flags as indices": lambda: buffer().following(stored(), jnp.ones(2, bool)),
-    "priorities that are flags": lambda: prioritized()[0].update(
-        prioritized()[1], jnp.arange(2), jnp.ones(2, bool)
-    ),
-    "policy without its params": lambda: buffer().init(learned()),
-    # Checkpoints.
-    "save of text": lambda: checkpoint.save("nowhere", {"a": "text"}),
-    "save of nothing": lambda: checkpoint.save("nowhere", {}),
-    "restore of a word": lambda: checkpoint.restore("nowhere", {"n": 1}, step="0"),
-    # Wrong kinds of objects.
-    "environment as a collector": lambda: rollout.Stream(
-        collector().env, key=KEY, steps_per_batch=8
-    ),
-    "word as a collector": lambda: rollout.Stream("a", key=KEY, steps_per_batch=8),
-    "environment to shard": lambda: rollout.shard(collector().env, mesh()),
-    "word to shard": lambda: rollout.shard("a", mesh()),
-    "word for a mesh": lambda: rollout.shard(collector(), "lanes"),
-    "devices for a mesh": lambda: rollout.shard(collector(), jax.devices()),
-    "split of a list": lambda: rollout.split_trajectories([trajectory()]),
-    "finished of rewards": lambda: rollout.finished(trajectory().reward),
-    "step below": lambda: checkpoint.save("nowhere", {"n": 1}, step=-1),
-    "every without a step": lambda: checkpoint.save("nowhere", {"n": 1}, every=2),
-    "no checkpoint": lambda: checkpoint.restore("nowhere", {"n": 1}),
-}
-GYMNAX = ("reset_env", "step_env", "action_space", "observation_space")
-CASES = {
-    **{
-        f"{name} {value!r}": (functools.partial(call, value), f"`{option}`")
-        for name, (option, call) in COUNTS.items()
-        for value in NOT_COUNTS
-    },
-    **{name: (call, "") for name, call in OTHERS.items()},
+    "Either `steps_per_batch` or `episodes_per_batch` must be given": [
+        lambda: stream(steps_per_batch=None),
+        lambda: stream(episodes_per_batch=3),
+    ],
+    "`max_episode_steps`": [lambda: stream(episodes_per_batch=3, steps_per_batch=None)],
+    '`at_batch_end` must be "continue" or': [lambda: stream(at_batch_end="stop")],
+    '`on_fault` must be "raise" or "drop"': [lambda: stream(on_fault="ignore")],
+    "`prefetch` must be 0 or 1": [lambda: stream(prefetch=2)],
+    '`placement` must be "device"': [lambda: stream(placement="disk")],
+    'needs `placement="device"`': [lambda: stream(recycle=True, placement="host")],
+    "`params` must keep": [lambda: stream(params=ZEROS).set_params(ZEROS[0])],
+    "`params` must hold arrays and numbers only": [
+        lambda: stream(params=jnp.tanh),
+        lambda: stream(params={"w": 0.5}).set_params({"w": "0.5"}),
+    ],
+    "outside of `jit`": [lambda: jax.jit(lambda: next(stream()).trajectory)()],
+    "`state` must be one of a stream": [lambda: stream().restore({"carry": 3})],
+    "or a `HostCollector`": [lambda: rollout.Stream(MANY, key=KEY, steps_per_batch=8)],
+    # Devices and checkpoints.
+    "whose environments are in JAX": [lambda: rollout.shard(MANY, mesh())],
+    "must be a `jax.sharding.Mesh`": [lambda: rollout.shard(collector(), "lanes")],
+    "`tree` must have numbers": [lambda: checkpoint.save("nowhere", {"a": "text"})],
+    "`tree` must have a leaf to save": [lambda: checkpoint.save("nowhere", {})],
+    "`step` must be an int of at least 0": [
+        lambda: checkpoint.save("nowhere", {"n": 1}, step=-1),
+        lambda: checkpoint.restore("nowhere", {"n": 1}, step="0"),
+    ],
+    "if `every` is not 1": [lambda: checkpoint.save("nowhere", {"n": 1}, every=2)],
+    "`path` must hold a checkpoint": [lambda: checkpoint.restore("nowhere", {"n": 1})],
 }
 
 
-def test_there_are_two_hundred():
-    assert len(CASES) >= 200
+def with_values():
+    return trajectory().replace(extras={"value": VALUES})
 
 
 @pytest.mark.usefixtures("key_reuse")
-@pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_refused_by_name(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("message", "call"), pairs(REFUSED))
+def test_bad_input_is_refused_by_name(message, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    call, option = CASES[name]
-    with pytest.raises((ValueError, TypeError, FileNotFoundError)) as caught:
-        call()
-    message = str(caught.value)
-    assert re.search("must|needs|go together|goes with|counts by|are ", message), (
-        message
-    )
-    assert re.search(r"`\w[^`]*`|parameters of", message), message
-    assert option in message
-    assert str(caught.traceback[-1].path).startswith(OURS), caught.traceback[-1]
+    check_refused(message, call)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("key_reuse")
+@pytest.mark.parametrize(("name", "call"), pairs(COUNTS))
+def test_what_is_no_count_is_refused(name, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for value in NO_COUNTS:
+        check_refused(
+            f"`{name}` must be an int of at least 1, got {value!r}", call, value
+        )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "call"), pairs(FRACTIONS))
+def test_what_is_no_fraction_is_refused(name, call):
+    for value in NO_FRACTIONS:
+        check_refused(f"`{name}` must be a number in [0, 1], got", call, value)
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), jnp.float32(0.5), 1, np.int32(0)])
+def test_fraction_may_be_of_any_number_type(value):
+    rollout.discounted_returns(trajectory(), gamma=value)
+
+
+def test_mask_and_scores_may_be_lists():
+    scores, mask = [[0.0, 2.0, 1.0]], [[True, False, True]]
+    assert recommendation.choose_items(scores, mask)[0].tolist() == [2]

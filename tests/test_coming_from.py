@@ -5,15 +5,10 @@ import re
 
 import numpy as np
 import pytest
-
-import rollout
+from pages import blocks, run
 
 FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "coming_from"
 TEXTS = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
-
-
-def blocks(name: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXTS[name], re.DOTALL)
 
 
 def check_purejaxrl(names, out):
@@ -21,22 +16,6 @@ def check_purejaxrl(names, out):
     num_episodes, mean = (float(x) for x in out.split())
     assert num_episodes > 100
     assert 10 < mean < 40
-
-    # Without a time limit in the window, `gae` is the recursion over `done`.
-    collector, params = names["collector"], names["params"]
-    _, t = collector.collect_steps(names["carry"], params, num_steps=128)
-    next_value = names["read"](params, t.next_obs)[1]
-    got = rollout.gae(t, next_value, gamma=0.99, lam=0.95)
-    fields = t.reward, t.done, t.extras["value"], next_value
-    reward, done, value, next_value = (np.asarray(x, np.float64) for x in fields)
-    assert not t.truncated.any()
-    later, later_value, want = 0.0, next_value[-1], []
-    for row in reversed(range(128)):
-        delta = reward[row] + 0.99 * (1 - done[row]) * later_value - value[row]
-        later = delta + 0.99 * 0.95 * (1 - done[row]) * later
-        later_value = value[row]
-        want.insert(0, later)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)  # float32, sums of 128
 
 
 def check_tianshou(names, out):
@@ -93,27 +72,19 @@ def check_easyrl4rec(names, out):
     assert settings[2].split()[1] == "10.0"
 
 
-CHECKS = {
-    "purejaxrl": check_purejaxrl,
-    "tianshou": check_tianshou,
-    "torchrl": check_torchrl,
-    "rllib": check_rllib,
-    "easyrl4rec": check_easyrl4rec,
-}
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", TEXTS)
 def test_code_here_runs_and_does_what_is_said(name, capsys):
-    (code,), names = blocks(name, "python"), {}
-    exec(compile(code, f"docs/coming_from/{name}.md", "exec"), names)
-    CHECKS[name](names, capsys.readouterr().out)
+    (code,) = blocks(TEXTS[name])
+    names = run(f"docs/coming_from/{name}.md", code)
+    check = globals()[f"check_{name}"]  # of the same name
+    check(names, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_programs_and_pages_are_short(name):
-    (there,), (here,) = blocks(name, "py"), blocks(name, "python")
+    (there,), (here,) = blocks(TEXTS[name], "py"), blocks(TEXTS[name])
     compile(there, name, "exec")
     lengths = [len(re.findall(r"^.*\S", code, re.MULTILINE)) for code in (there, here)]
     assert 20 <= min(lengths) <= max(lengths) <= 50

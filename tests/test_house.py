@@ -91,11 +91,8 @@ def floor(name, below=()):
 def test_every_module_that_pickles_stands_on_the_page():
     pattern = re.compile(r"^\s*(?:import|from) (?:cloud)?pickle\b", re.M)
     paths = [path for name in FOLDERS for path in (ROOT / name).rglob("*.py")]
-    found = {
-        path.relative_to(ROOT).as_posix()
-        for path in paths
-        if pattern.search(path.read_text())
-    }
+    pickling = (path for path in paths if pattern.search(path.read_text()))
+    found = {path.relative_to(ROOT).as_posix() for path in pickling}
     page = (ROOT / "docs" / "streaming.md").read_text()
     assert found == set(re.findall(r"^\| `(\S+\.py)` \|", page, re.M))
 
@@ -266,9 +263,6 @@ def names_read(node):
     """The names that an import or an attribute reads, but not those of `self`."""
     if isinstance(node, ast.ImportFrom):
         return [alias.name for alias in node.names]
-    is_own = isinstance(node, ast.Attribute) and ast.unparse(node.value) in (
-        "self",
-        "cls",
-        "super()",
-    )
-    return [node.attr] if isinstance(node, ast.Attribute) and not is_own else []
+    if not isinstance(node, ast.Attribute):
+        return []
+    return [] if ast.unparse(node.value) in ("self", "cls", "super()") else [node.attr]

@@ -56,10 +56,6 @@ def spend_little(notebook: nbformat.NotebookNode) -> None:
             cell.source = cell.source.replace(number, smaller)
 
 
-def test_there_are_notebooks():
-    assert NOTEBOOKS
-
-
 @pytest.mark.parametrize("number", SMALLER)
 def test_number_that_is_lowered_is_there(number):
     notebooks = [nbformat.read(path, as_version=4) for path in NOTEBOOKS]

@@ -6,24 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from buffer_checks import dumped
 from cases import collect, make_collector, quick_jit, raw
 from compiles import count_compiles
 
 from rollout import buffers
 
 B = 16
-KINDS = {
-    "replay": buffers.ReplayBuffer,
-    "prioritized": buffers.PrioritizedReplayBuffer,
-    "episodic": buffers.EpisodeBuffer,
-}
+REPLAY, EPISODIC = buffers.ReplayBuffer, buffers.EpisodeBuffer
+PRIORITIZED = buffers.PrioritizedReplayBuffer
 
 
 @functools.cache
-def fill(kind="replay", capacity=40 * B, num_rows=64, **options):
+def fill(kind=REPLAY, capacity=40 * B, num_rows=64, **options):
     """A buffer with rows of a trajectory, the trajectory, and which of them it has."""
     collector, trajectory = make_collector("count", B), collect("count")[1]
-    buffer = KINDS[kind](capacity, B, **options)
+    buffer = kind(capacity, B, **options)
     chunk = jax.tree.map(lambda x: x[:num_rows], jax.device_get(trajectory))
     add = quick_jit(lambda chunk: buffer.add(buffer.init(collector), chunk))
     return buffer, add(chunk), chunk
@@ -32,48 +30,43 @@ def fill(kind="replay", capacity=40 * B, num_rows=64, **options):
 SHARED = {"next_obs": "shared"}
 slow = pytest.mark.slow
 CASES = [
-    ("replay", 64, SHARED),
-    ("episodic", 64, {}),
-    pytest.param("replay", 7, {}, marks=slow),
-    pytest.param("prioritized", 64, {}, marks=slow),
-    pytest.param("prioritized", 7, SHARED, marks=slow),
-    pytest.param("episodic", 64, SHARED, marks=slow),
+    (REPLAY, 64, SHARED),
+    (EPISODIC, 64, {}),
+    pytest.param(REPLAY, 7, {}, marks=slow),
+    pytest.param(PRIORITIZED, 64, {}, marks=slow),
+    pytest.param(PRIORITIZED, 7, SHARED, marks=slow),
+    pytest.param(EPISODIC, 64, SHARED, marks=slow),
 ]
 
 
 @pytest.mark.parametrize(("kind", "num_rows", "options"), CASES)
 def test_dump_is_the_newest_rows_in_the_order_of_time(kind, num_rows, options):
     buffer, state, chunk = fill(kind, num_rows=num_rows, **options)
-    rows, mask = jax.device_get(buffer.dump(state))
+    rows, mask = buffer.dump(state)
     np.testing.assert_array_equal(rows.mask, mask)
     seen = jax.tree.map(np.asarray, raw(chunk))
     done = seen.terminated | seen.truncated
-    for lane in range(B):
+    for lane, got in enumerate(dumped(buffer, state)):
         last = num_rows
-        if kind == "episodic":  # unfinished episodes do not show, and take slots
+        if kind is EPISODIC:  # unfinished episodes do not show, and take slots
             last = np.flatnonzero(done[:, lane]).max(initial=-1) + 1
         first = max(0, num_rows - 40)
         if options:  # a row within an episode needs the next one
             last = last if last and done[last - 1, lane] else last - 1
-        got = jax.tree.map(lambda x, i=lane: np.asarray(x)[mask[:, i], i], raw(rows))
         want = jax.tree.map(lambda x, at=(slice(first, last), lane): x[at], seen)
-        jax.tree.map(np.testing.assert_array_equal, got, want)
+        jax.tree.map(np.testing.assert_array_equal, raw(got), want)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", [REPLAY, PRIORITIZED, EPISODIC])
 def test_merged_rows_come_after_those_before(kind):
     buffer, state, _ = fill(kind, capacity=200 * B, num_rows=30)
     other, their_state, _ = fill(kind, num_rows=64)
     merged = buffer.merge(state, their_state)
-    parts = [buffer.dump(state), other.dump(their_state), buffer.dump(merged)]
-    ids = [np.asarray(rows.reward) for rows, _ in parts]
-    masks = [np.asarray(mask) for _, mask in parts]
-    for lane in range(B):
-        ours, theirs, both = (
-            x[m[:, lane], lane] for x, m in zip(ids, masks, strict=True)
-        )
-        np.testing.assert_array_equal(both, np.concatenate([ours, theirs]))
+    parts = dumped(buffer, state), dumped(other, their_state), dumped(buffer, merged)
+    for ours, theirs, both in zip(*parts, strict=True):
+        want = np.concatenate([ours.reward, theirs.reward])
+        np.testing.assert_array_equal(both.reward, want)
 
 
 def test_goals_are_later_rows_of_the_same_episode():
@@ -123,48 +116,18 @@ def test_relabelling_by_a_bound_method_reads_what_its_object_has_now():
         assert (quick_jit(fresh)(state, number) == number).all()
 
 
-def test_rows_whose_history_was_overwritten_are_not_stacked():
-    # One lane, nine slots, episodes of four, no episode length to mark the first row.
-    def row(number):
-        return {
-            "obs": jnp.float32(number)[None],
-            "terminated": jnp.asarray(number % 4 == 3)[None],
-            "truncated": jnp.array([False]),
-        }
-
-    buffer = buffers.EpisodeBuffer(9, 1)
-
-    @quick_jit
-    def fill_and_draw(key):
-        state = buffer.init(row(0))
-        step = lambda state, number: (buffer.add(state, row(number)), None)  # noqa: E731
-        state, _ = jax.lax.scan(step, state, jnp.arange(18))
-        return buffer.sample(state, key, 500, stack=4)
-
-    batch = jax.device_get(fill_and_draw(jax.random.key(0)))
-    assert batch.weights.all()
-    for stacked in np.unique(np.asarray(batch.experience["obs"]), axis=0):
-        start = stacked[-1] // 4 * 4
-        np.testing.assert_array_equal(
-            stacked, np.maximum(stacked[-1] - np.arange(3, -1, -1), start)
-        )
-
-
 def test_methods_are_compiled_once():
     buffer, state, chunk = fill()
-    step, keys = (
-        jax.tree.map(lambda x: x[0], chunk),
-        jax.random.split(jax.random.key(0), 4),
-    )
+    step = jax.tree.map(lambda x: x[0], chunk)
 
     def use(state, key):
         state = buffer.add(state, step)
         batch = buffer.sample(state, key, 8, n_step=2, gamma=0.9)
         return state, batch, buffer.can_sample(state, 8)
 
-    use(state, keys[0])
-    keys = list(keys)
+    first, *keys = list(jax.random.split(jax.random.key(0), 4))
+    use(state, first)
     with count_compiles() as compiled:
-        for key in keys[1:]:
+        for key in keys:
             state = use(state, key)[0]
     assert not compiled

@@ -17,9 +17,12 @@ from rollout.platform import BLOCK
 T, B, HIDDEN = 16, 2048, 64
 MINIBATCHES, EPOCHS = 4, 4
 
-pytestmark = pytest.mark.slow
-gpu = pytest.mark.compiles_for("h100")
+slow = pytest.mark.slow
 inspect = functools.partial(rollout.inspect, accelerator="h100")
+
+
+def gpu(test):
+    return slow(pytest.mark.compiles_for("h100")(test))
 
 
 def make(env_id="CartPole-v1", policy=None, **options):
@@ -169,6 +172,7 @@ def lower(collector, *platforms):
     return traced.lower(lowering_platforms=platforms).as_text()
 
 
+@slow
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_auto_reset_is_that_of_the_platform_that_is_lowered_for(platform):
     """The machine need not have the accelerator: here it has a CPU."""
@@ -180,7 +184,25 @@ def test_auto_reset_is_that_of_the_platform_that_is_lowered_for(platform):
     assert loops["auto"] == loops["compact" if platform == "cpu" else "select"]
 
 
+@slow
 def test_one_lowering_for_several_platforms_holds_the_programs_of_all():
     texts = [lower(make(), *names) for names in (("cpu",), ("cuda",), ("cpu", "cuda"))]
     alone, other, both = (text.count("while") for text in texts)
     assert both >= alone + other  # jax 0.11 writes some of them twice
+
+
+@pytest.mark.parametrize(
+    ("most", "call"),
+    [
+        (30, lambda c, key: c.collect_steps(c.init(key), None, 16)),
+        (42, lambda c, key: c.collect_episodes(c.init(key), None, 16, max_steps=50)),
+        (38, lambda c, key: rollout.evaluate(c, key, None, 16, max_steps=50)),
+    ],
+)
+def test_call_runs_few_operations_outside_its_loop(most, call):
+    """Each is a launch on a GPU; counted in a program for the CPU, which is here."""
+    call = jax.jit(functools.partial(call, make(auto_reset="select")))
+    text = call.lower(jax.random.key(0)).compile().as_text()
+    outside = text[text.index("\nENTRY") :].partition("\n}")[0]
+    assert outside.count(" while(") == 1
+    assert 0 < outside.count(" fusion(") <= most

@@ -1,8 +1,6 @@
 """Compares buffers with the slow models: their programs, and the checks."""
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +19,11 @@ BETA = 0.5
 COUNTS = (1, 7)  # transitions that `can_sample` is asked for
 # Lengths are few, so that few programs are compiled; 8 is longer than the ring.
 CHUNKS = (1, 3, 8)
+RATES = {
+    "mask_rate": [0.0, 0.0, 0.3, 0.9],
+    "done_rate": [0.0, 0.2, 0.5, 1.0],
+    "break_rate": [0.0, 0.0, 0.3],
+}
 
 
 class EpisodeModel(Model):
@@ -80,24 +83,30 @@ SUCCESSORS = {
 CASES = [(kind, successor) for kind in KINDS for successor in SUCCESSORS]
 
 
+def random_chunk(model, rng):
+    """A chunk, with other rates of masked rows, of endings and of breaks each time."""
+    rates = {name: rng.choice(values) for name, values in RATES.items()}
+    return model.make_chunk(rng, rng.choice(CHUNKS), **rates)
+
+
+def dumped(buffer, state):
+    """The rows of each lane, the oldest first."""
+    rows, mask = jax.device_get(buffer.dump(state))
+    return [
+        jax.tree.map(lambda x, lane=lane: x[mask[:, lane], lane], rows)
+        for lane in range(buffer.num_envs)
+    ]
+
+
 def row_like(num_envs):
     model = Model(1, num_envs)
     steps, mask = model.make_chunk(np.random.default_rng(0), 1)
     return jax.tree.map(lambda x: x[0], encode(steps, mask))
 
 
-class Programs(NamedTuple):
-    """A buffer, its `add`, and two programs that between them read all there is."""
-
-    buffer: object
-    add: Callable
-    read: Callable
-    read_more: Callable
-
-
 @functools.cache
 def programs(kind, successor):
-    """The compiled programs of a buffer."""
+    """A buffer, its `add`, and a program that reads all there is."""
     make, _, options = KINDS[kind]
     buffer = make(NUM_SLOTS * NUM_ENVS, NUM_ENVS, **options, **SUCCESSORS[successor][0])
     beta = {"beta": BETA} if kind == "prioritized" else {}
@@ -106,34 +115,30 @@ def programs(kind, successor):
     every = jnp.arange(NUM_SLOTS * NUM_ENVS)
 
     def read(state, key):
+        keys = jax.random.split(key, 4)
         return {
             "size": buffer.size(state),
             "get": buffer.get(state, every),
             "previous": buffer.previous(state, every),
             "following": buffer.following(state, every),
             "unfinished": buffer.unfinished(state),
-            "n_step": draw(state, key, n_step=N_STEP, gamma=GAMMA, stack=STACK),
+            "n_step": draw(state, keys[0], n_step=N_STEP, gamma=GAMMA, stack=STACK),
             "num_lost": buffer.count_lost(state),
             "num_episodes": buffer.count_episodes(state, MAX_LENGTH),
             "can_stack": [buffer.can_sample(state, n, stack=STACK) for n in COUNTS],
-        }
-
-    def read_more(state, key):
-        keys = jax.random.split(key, 3)
-        return {
-            "plain": draw(state, keys[0]),
+            "plain": draw(state, keys[1]),
             "sequences": buffer.sample_sequences(
-                state, keys[1], NUM_DRAWS, LENGTH, **beta
+                state, keys[2], NUM_DRAWS, LENGTH, **beta
             ),
-            "episodes": buffer.sample_episodes(state, keys[2], NUM_DRAWS, MAX_LENGTH),
+            "episodes": buffer.sample_episodes(state, keys[3], NUM_DRAWS, MAX_LENGTH),
             "can_sample": [buffer.can_sample(state, n) for n in COUNTS],
         }
 
-    return Programs(buffer, *map(quick_jit, (buffer.add, read, read_more)))
+    return buffer, quick_jit(buffer.add), quick_jit(read)
 
 
 def start(kind, successor):
-    buffer = programs(kind, successor).buffer
+    buffer = programs(kind, successor)[0]
     model = KINDS[kind][1](NUM_SLOTS, NUM_ENVS, SUCCESSORS[successor][1])
     return buffer.init(row_like(NUM_ENVS)), model
 
@@ -276,32 +281,21 @@ def check_episodes(model, got):
     )
 
 
-def check_counts(got, allowed):
-    np.testing.assert_array_equal(got, [len(allowed) >= n for n in COUNTS])
-
-
-def allowed_fn(model, positive):
-    """The rows that may be drawn; `positive` marks those with a priority."""
-    return lambda stack: [row for row in model.usable(stack) if positive(row)]
-
-
 def check(state, model, got, positive=lambda row: True):
-    """Checks the results of `read`."""
-    allowed = allowed_fn(model, positive)
+    """Checks what was read; `positive` marks the rows with a priority."""
+
+    def allowed(stack):
+        return [row for row in model.usable(stack) if positive(row)]
+
     check_held(state, model, got)
     check_unfinished(state, model, got)
     check_n_step(state, model, got, allowed)
-    assert got["num_episodes"] == len(model.whole_episodes(MAX_LENGTH))
-    check_counts(got["can_stack"], allowed(STACK))
-    if isinstance(model, EpisodeModel):
-        assert state.num_too_long == model.num_too_long
-        assert state.num_abandoned == model.num_abandoned
-
-
-def check_more(state, model, got, positive=lambda row: True):
-    """Checks the results of `read_more`."""
-    allowed = allowed_fn(model, positive)
     check_transitions(state, model, got, allowed)
     check_sequences(state, model, got, allowed)
     check_episodes(model, got)
-    check_counts(got["can_sample"], allowed(1))
+    assert got["num_episodes"] == len(model.whole_episodes(MAX_LENGTH))
+    for name, stack in (("can_stack", STACK), ("can_sample", 1)):
+        assert list(got[name]) == [len(allowed(stack)) >= n for n in COUNTS]
+    if isinstance(model, EpisodeModel):
+        assert state.num_too_long == model.num_too_long
+        assert state.num_abandoned == model.num_abandoned

@@ -9,24 +9,10 @@ import collections
 import dataclasses
 
 import numpy as np
-from flax import struct
+
+import rollout
 
 _LANE = 10_000  # numbers of a lane
-
-
-@struct.dataclass(kw_only=True)
-class Row:
-    """A transition whose leaves all say the same number."""
-
-    obs: dict
-    reward: object
-    terminated: object
-    truncated: object
-    next_obs: dict
-    mask: object
-    episode_id: object
-    episode_length: object
-    extras: dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,22 +52,25 @@ def reward_of(number):
 
 
 def encode(steps, mask):
-    """`[T, B]` steps of the model as a `Row`."""
+    """`[T, B]` steps of the model as rows."""
 
     def leaf(name, dtype):
         return np.array([[getattr(s, name) for s in row] for row in steps], dtype)
 
     number = leaf("number", int)
-    return Row(
+    return rollout.Transition(
         obs=encode_obs(number),
+        action=(),
         reward=reward_of(number).astype(np.float32),
         terminated=leaf("terminated", bool),
         truncated=leaf("truncated", bool),
         next_obs=encode_obs(number + 1),
         mask=np.array(mask, bool),
         episode_id=leaf("episode_id", np.int32),
+        episode_return=(),
         episode_length=leaf("episode_length", np.int32),
         extras={"policy_state": (number * 2).astype(np.int32)},
+        info=(),
     )
 
 
@@ -116,20 +105,13 @@ class Model:
         done = rng.random() < done_rate
         kind = rng.integers(3)  # terminated, truncated or both
         flags = {"terminated": done and kind != 1, "truncated": done and kind != 0}
-        if last.done or rng.random() < break_rate:
-            step = Step(
-                last.number + 3,
-                episode_id=last.episode_id + self.num_envs,
-                episode_length=1,
-                **flags,
-            )
-        else:
-            step = Step(
-                last.number + 1,
-                episode_id=last.episode_id,
-                episode_length=last.episode_length + 1,
-                **flags,
-            )
+        begins = last.done or rng.random() < break_rate
+        step = Step(
+            last.number + (3 if begins else 1),
+            episode_id=last.episode_id + (self.num_envs if begins else 0),
+            episode_length=1 if begins else last.episode_length + 1,
+            **flags,
+        )
         self.last[lane] = step
         return step
 

@@ -1,0 +1,263 @@
+"""Bad input to `rollout.buffers` is refused: each message, and its calls."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import make_collector
+from refusals import check_refused, pairs
+
+import rollout
+from rollout import buffers
+
+B = 4
+KEY = jax.random.key(0)
+FLAGS = jnp.zeros((B,), bool)
+
+
+@functools.cache
+def trajectory():
+    collector = make_collector("count", B)
+    return collector.collect_steps(collector.init(KEY), None, 5)[1]
+
+
+def rows(**changes):
+    return trajectory().replace(**changes)
+
+
+@functools.cache
+def filled(make=buffers.ReplayBuffer, capacity=32):
+    """A buffer and a state of it."""
+    buffer = make(capacity, B)
+    return buffer, buffer.add(buffer.init(make_collector("count", B)), trajectory())
+
+
+def buffer():
+    return filled()[0]
+
+
+def sample(*args, make=buffers.ReplayBuffer, **options):
+    made, state = filled(make)
+    return made.sample(state, *(args or (KEY, 2)), **options)
+
+
+def prioritized_sample(beta):
+    return sample(KEY, 2, beta, make=buffers.PrioritizedReplayBuffer)
+
+
+def update(priorities):
+    made, state = filled(buffers.PrioritizedReplayBuffer)
+    return made.update(state, jnp.arange(2), priorities)
+
+
+def add(rows):
+    made, state = filled()
+    return made.add(state, rows)
+
+
+def init(**rows):
+    return buffer().init(rows)
+
+
+def mesh():
+    return jax.make_mesh((4,), ("lanes",))
+
+
+def shard(made=None, to=None, axis="lanes"):
+    return buffers.shard(made or buffers.ReplayBuffer(32, 8), to or mesh(), axis)
+
+
+def bare(method, *args, **options):
+    """Calls a method of a buffer whose rows have a reward only."""
+    made = buffers.ReplayBuffer(8, 2)
+    return getattr(made, method)(made.init({"reward": jnp.zeros(2)}), *args, **options)
+
+
+def from_data(make=buffers.ReplayBuffer, capacity=8, num_envs=1, **changes):
+    """Makes a state of five rows in two episodes, of which something is wrong."""
+    data = {
+        "obs": {"pair": np.zeros((5, 2)), "short": np.zeros(5, np.int16)},
+        "next_obs": {"pair": np.zeros((5, 2)), "short": np.zeros(5, np.int16)},
+        "action": np.zeros(5, int),
+        "reward": np.arange(5.0),
+        "terminated": np.array([0, 0, 1, 0, 1]),
+        "truncated": np.zeros(5, bool),
+    }
+    return buffers.from_data(make(capacity, num_envs), **{**data, **changes})
+
+
+def learned():
+    act = lambda params, obs, key: (obs @ params["w"]).astype(jnp.int32)[:, 0]  # noqa: E731
+    return make_collector("count", B).replace(policy=rollout.stateless_policy(act))
+
+
+COUNTS = {
+    "capacity": [lambda n: buffers.ReplayBuffer(n, 1)],
+    "num_envs": [lambda n: buffers.ReplayBuffer(8, n)],
+    "max_length": [
+        lambda n: buffers.EpisodeBuffer(8, 1, max_length=n),
+        lambda n: buffer().count_episodes(filled()[1], n),
+    ],
+    "batch_size": [
+        lambda n: sample(KEY, n),
+        lambda n: buffer().can_sample(filled()[1], n),
+    ],
+    "n_step": [lambda n: sample(n_step=n, gamma=1)],
+    "stack": [lambda n: sample(stack=n)],
+    "length": [lambda n: buffer().sample_sequences(filled()[1], KEY, 2, n)],
+}
+FRACTIONS = {
+    "alpha": [lambda x: buffers.PrioritizedReplayBuffer(8, 4, alpha=x)],
+    "beta": [prioritized_sample],
+}
+shared = functools.partial(buffers.ReplayBuffer, next_obs="shared")
+REFUSED = {
+    # Options.
+    "`capacity` must be an int of at least 4": [lambda: buffers.ReplayBuffer(3, 4)],
+    f"must be at most {2**30}, got": [lambda: buffers.ReplayBuffer(2**30 + 1, 1)],
+    "must be at most 10, got 11": [lambda: buffers.EpisodeBuffer(40, 4, max_length=11)],
+    'be "stored" or "shared"': [lambda: buffers.ReplayBuffer(8, 4, next_obs="next")],
+    "goes with next_obs=": [lambda: buffers.ReplayBuffer(8, 4, final_obs_capacity=9)],
+    "`final_obs_capacity` must be an int of at least 4": [
+        lambda: shared(40, 4, final_obs_capacity=3),
+        lambda: shared(40, 4, final_obs_capacity=0),
+    ],
+    # Rows.
+    "`transition['obs']` must be an array with the leading axis num_envs=4, got": [
+        lambda: init(obs=1.0),
+        lambda: init(obs=jnp.zeros(3)),
+    ],
+    "`transition` must have at least one array": [init],
+    "`terminated` must be": [lambda: init(terminated=jnp.zeros(B), truncated=FLAGS)],
+    "`params` must be given, as `init(": [lambda: buffer().init(learned())],
+    "`trajectory` must be like the rows of `init`: float32 of shape": [
+        lambda: add([[1.0, 2.0]]),
+        lambda: add(rows(reward=jnp.zeros((5, B, 1)))),
+        lambda: add(rows(reward=jnp.zeros((5, B), int))),
+        lambda: add(rows(reward=jnp.zeros((4, B)))),
+        lambda: buffers.ReplayBuffer(32, 2).merge(
+            buffers.ReplayBuffer(32, 2).init({"a": jnp.zeros(2)}), filled()[1]
+        ),
+    ],
+    "at .reward, got another structure": [lambda: add(rows(reward=()))],
+    "must have at least one row": [lambda: add(jax.tree.map(lambda x: x[:0], rows()))],
+    "`mask` must be bool of shape (5, 4), got": [
+        lambda: add(rows(mask=jnp.ones((B, 5), bool))),
+        lambda: add(rows(mask=jnp.ones((5, B)))),
+    ],
+    # Draws.
+    "`n_step` and `gamma` go together, got only `n_step`": [lambda: sample(n_step=3)],
+    "`n_step` and `gamma` go together, got only `gamma`": [lambda: sample(gamma=0.9)],
+    "`gamma` must be a number in [0, 1], got": [
+        lambda: sample(n_step=2, gamma=1.5),
+        lambda: sample(n_step=2, gamma="0.9"),
+        lambda: sample(n_step=2, gamma=True),
+    ],
+    "`relabel_fn` must be a function": [lambda: sample(relabel_fn=3)],
+    "must not be given with": [lambda: sample(n_step=2, gamma=1, relabel_fn=max)],
+    "the experience as it came": [lambda: sample(relabel_fn=lambda key, x, y: x.obs)],
+    "`key` must be one typed key as `jax.random.key(seed)` makes it, got": [
+        lambda: sample(0, 2),
+        lambda: buffer().sample_sequences(filled()[1], jax.random.split(KEY), 2, 2),
+        lambda: buffer().sample_episodes(filled()[1], None, 2, 5),
+    ],
+    # States and row numbers.
+    "`state` must be what `init` or `add` of a buffer returned": [
+        lambda: buffer().sample(None, KEY, 2),
+        lambda: buffer().add(trajectory(), filled()[1]),
+    ],
+    "`state` must be of a buffer like this one": [
+        lambda: buffers.EpisodeBuffer(16, B).add(
+            filled(buffers.EpisodeBuffer)[1], trajectory()
+        ),
+        lambda: buffers.PrioritizedReplayBuffer(64, B).sample(
+            filled(buffers.PrioritizedReplayBuffer)[1], KEY, 2
+        ),
+        lambda: buffer().add(
+            jax.tree.map(lambda x: jnp.stack([x, x]), filled()[1]), trajectory()
+        ),
+    ],
+    "`indices` must be integers": [
+        lambda: buffer().get(filled()[1], jnp.zeros(2)),
+        lambda: buffer().following(filled()[1], FLAGS),
+    ],
+    "`indices` and `priorities` must be `[S]`, a number for each row, got shape (2,)": [
+        lambda: update(jnp.ones(2, bool)),
+        lambda: update(jnp.ones(1)),
+    ],
+    # Fields that are needed.
+    "needs the field `terminated`": [
+        lambda: bare("previous", jnp.zeros((1,), jnp.int32)),
+        lambda: bare("following", jnp.zeros((1,), jnp.int32)),
+        lambda: bare("unfinished"),
+        lambda: bare("sample", KEY, 1, n_step=1, gamma=1.0),
+        lambda: bare("sample", KEY, 1, stack=2),
+        lambda: bare("sample_sequences", KEY, 1, 2),
+        lambda: buffers.EpisodeBuffer(8, 2).init({"reward": jnp.zeros(2)}),
+    ],
+    "needs the field `episode_length`": [lambda: bare("sample_episodes", KEY, 1, 2)],
+    "needs the field `next_obs`": [lambda: shared(8, 2).init({"obs": jnp.zeros(2)})],
+    # Devices.
+    'must be a `ReplayBuffer` with next_obs="stored", got ': [
+        lambda: buffers.shard(None, mesh()),
+        lambda: shard(shared(32, 8)),
+        lambda: shard(buffers.EpisodeBuffer(32, 8, max_length=2)),
+        lambda: shard(shard()),
+    ],
+    "`mesh` must be a `jax.sharding.Mesh`": [lambda: shard(to="lanes")],
+    "`axis` must be one of the mesh, lanes, got": [lambda: shard(axis="batch")],
+    "must be a multiple of the 4": [lambda: shard(buffers.ReplayBuffer(60, 6))],
+    "`batch_size` must be a": [
+        lambda: shard().sample(shard().init({"a": jnp.zeros(8)}), KEY, 6)
+    ],
+    # Recorded data.
+    "`reward` must have shape (5,), one": [lambda: from_data(reward=np.ones((5, 1)))],
+    "`reward` must fit into float32": [lambda: from_data(reward=np.full(5, 1e40))],
+    "`truncated` must have shape (5,)": [lambda: from_data(truncated=np.zeros(4))],
+    "`terminated` must hold 0 and 1 only": [lambda: from_data(terminated=np.arange(5))],
+    "`action` must have 5 rows, like `reward`": [lambda: from_data(action=np.ones(4))],
+    "`action` must fit into int32": [lambda: from_data(action=np.full(5, 2**40))],
+    "`action` must hold numbers": [lambda: from_data(action=np.array(["a"] * 5))],
+    "`obs['short']` must have 5 rows": [lambda: from_data(obs={"short": np.zeros(2)})],
+    "`next_obs` must be like `obs`: ": [
+        lambda: from_data(next_obs=np.zeros((5, 2))),
+        lambda: from_data(
+            next_obs={"pair": np.zeros((5, 2)), "short": np.ones(5, int)}
+        ),
+    ],
+    "`next_obs['pair']` must": [
+        lambda: from_data(
+            shared, obs={"pair": np.ones(5)}, next_obs={"pair": np.zeros(5)}
+        )
+    ],
+    "must be at least 6 for 5 rows": [lambda: from_data(capacity=5, num_envs=2)],
+    "the ends of all 2": [
+        lambda: from_data(functools.partial(shared, final_obs_capacity=1))
+    ],
+}
+
+
+@pytest.mark.parametrize(("message", "call"), pairs(REFUSED))
+def test_bad_input_is_refused_by_name(message, call):
+    check_refused(message, call)
+
+
+@pytest.mark.parametrize(("name", "call"), pairs(COUNTS))
+def test_what_is_no_count_is_refused(name, call):
+    for value in (0, 2.5, "3", True):
+        check_refused(
+            f"`{name}` must be an int of at least 1, got {value!r}", call, value
+        )
+
+
+@pytest.mark.parametrize(("name", "call"), pairs(FRACTIONS))
+def test_what_is_no_fraction_is_refused(name, call):
+    for value in ("0.6", True, None, -0.1, 1.5, np.nan, jnp.bool_(True)):
+        check_refused(f"`{name}` must be a number in [0, 1], got", call, value)
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), jnp.float32(0.5), 1, np.int32(0)])
+def test_fraction_may_be_of_any_number_type(value):
+    hash(buffers.PrioritizedReplayBuffer(16, 2, alpha=value))  # static, in `jit`

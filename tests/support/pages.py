@@ -1,0 +1,15 @@
+"""The code of pages of the documentation, run as a reader would run it."""
+
+import re
+
+
+def blocks(text: str, language: str = "python") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def run(name: str, *programs: str) -> dict:
+    """Runs programs one after another, in one namespace of their own."""
+    names = {"__name__": "__main__"}
+    for code in programs:
+        exec(compile(code, name, "exec"), names)
+    return names
