@@ -50,7 +50,7 @@ class EpisodePlan:
         self._num_episodes = self._num_wanted = num_episodes
         self._num_started, self._num_over, self._num_steps = len(next_own), 0, 0
         self._index = self._lane.copy()  # [B], of the lanes' episodes; idle from N on
-        self._ended: list[Any] = []  # results by block
+        self._table: Any = None  # of `[N]` results
 
     @property
     def is_over(self) -> bool:
@@ -111,7 +111,6 @@ class EpisodePlan:
         here = (row["terminated"] | row["truncated"]) & row["mask"]
         truncated = row["truncated"] & ~cut
         result = {
-            "index": self.index_of(row["episode_id"]),
             "episode_return": row["episode_return"],
             "episode_length": row["episode_length"],
             "terminated": row["terminated"],
@@ -120,7 +119,14 @@ class EpisodePlan:
             "lane": lane,
             "accumulated": jax.device_get(trajectory.accumulated),
         }
-        self._ended.append(jax.tree.map(lambda x: x[here], result))
+        if self._table is None:
+            make = lambda x: np.zeros((self._num_episodes, *x.shape[2:]), x.dtype)  # noqa: E731
+            self._table = jax.tree.map(make, result)
+        index = self.index_of(row["episode_id"][here])
+        for table, new in zip(
+            *map(jax.tree.leaves, (self._table, result)), strict=True
+        ):
+            table[index] = new[here]
 
     def read(self, lost: Collection[int]) -> Episodes:
         """Returns the episodes, zero with `mask` False where they do not count.
@@ -128,20 +134,11 @@ class EpisodePlan:
         Args:
             lost: the ids of those that were lost to a fault.
         """
-        result = jax.tree.map(lambda *x: np.concatenate(x), *self._ended)
-        index = result.pop("index")
-
-        def scatter(values: np.ndarray) -> np.ndarray:
-            table = np.zeros((self._num_episodes, *values.shape[1:]), values.dtype)
-            table[index] = values
-            return table
-
-        table = jax.tree.map(scatter, result)
         kept = np.ones(self._num_episodes, bool)
         index = self.index_of(np.array(list(lost), np.int32))
         kept[index[index < len(kept)]] = False
-        num_steps = count_steps(table["episode_length"])
-        episodes = Episodes(**table, num_steps=num_steps, mask=kept)
+        num_steps = count_steps(self._table["episode_length"])
+        episodes = Episodes(**self._table, num_steps=num_steps, mask=kept)
         if self._min_steps is not None:
             episodes = _first_of(episodes, self._min_steps)
             self.num_used = int(episodes.mask.sum())

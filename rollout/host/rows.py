@@ -34,27 +34,23 @@ class RowBlock:
         size: number of rows to write.
         num: number of rows that are complete.
         width: B.
-        extras: by row, what the policy returned; on the host before `read`.
+        extras: by row, what the policy returned, perhaps on the device until `read`.
         lane: `[capacity, B]` int32, the lane of each column.
         reward, terminated, truncated, mask, episode_id, episode_return,
             episode_length: `[capacity, B]`, as `Transition` has them.
         cut: `[capacity, B]` bool, True where `max_steps` alone ended an episode.
-        stopped: `[capacity, B]` bool, True where the end of a batch cut an episode.
     """
 
     def __init__(self, width: int, size: int, capacity: int | None = None) -> None:
         self.width, self.size, self.num = width, size, 0
         self._shape = shape = capacity or size, width
         self.extras: list[ArrayTree] = []
-        self.reward = np.zeros(shape, np.float32)
-        self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
-        self.cut, self.stopped = np.zeros(shape, bool), np.zeros(shape, bool)
-        self.mask = np.zeros(shape, bool)
+        self.reward, self.episode_return = np.zeros((2, *shape), np.float32)
+        self.episode_id, self.episode_length = np.zeros((2, *shape), np.int32)
+        self.terminated, self.truncated = np.zeros((2, *shape), bool)
+        self.mask, self.cut = np.zeros((2, *shape), bool)
         self.lane = np.zeros(shape, np.int32) + np.arange(width, dtype=np.int32)
-        self.episode_id = np.zeros(shape, np.int32)
-        self.episode_return = np.zeros(shape, np.float32)
-        self.episode_length = np.zeros(shape, np.int32)
-        # By field: the tree's structure, None for a single array, and its leaves.
+        # By field: the tree's structure and its leaves.
         self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
 
     def write(self, name: str, tree: ArrayTree, row: int | None = None) -> None:
@@ -63,21 +59,16 @@ class RowBlock:
         if name not in self._trees:
             leaves, structure = jax.tree.flatten(tree)
             arrays = [np.zeros(self._shape + x.shape[1:], x.dtype) for x in leaves]
-            is_leaf = isinstance(tree, np.ndarray)
-            self._trees[name] = None if is_leaf else structure, arrays
+            self._trees[name] = structure, arrays
         structure, arrays = self._trees[name]
-        if structure is None:  # a single array: the usual case, kept fast
-            arrays[0][row, : len(tree)] = tree
-            return
-        leaves = structure.flatten_up_to(tree)
+        is_array = isinstance(tree, np.ndarray)  # the usual case, kept fast
+        leaves = [tree] if is_array else structure.flatten_up_to(tree)
         for array, leaf in zip(arrays, leaves, strict=True):
             array[row, : len(leaf)] = leaf
 
     def written(self, name: str) -> ArrayTree:
         """Returns a field of the current row, `[B, ...]`, as views."""
         structure, arrays = self._trees[name]
-        if structure is None:
-            return arrays[0][self.num]
         return structure.unflatten([array[self.num] for array in arrays])
 
     def mask_out(self, episode_ids: np.ndarray) -> int:
@@ -89,15 +80,14 @@ class RowBlock:
 
     def read(self) -> Transition:
         """Returns all rows, `[capacity, B, ...]`, not copied; masked-out ones zero."""
-        for row, extras in enumerate(self.extras[: self.num]):
+        # All together, and only now: usually nothing waits for them any more.
+        for row, extras in enumerate(jax.device_get(self.extras[: self.num])):
             self.write("extras", extras, row)
         self.mask[self.num :] = False  # part of a row, which does not count
         columns = "reward terminated truncated mask episode_id episode_return"
         fields = {x: getattr(self, x) for x in (*columns.split(), "episode_length")}
         for name, (structure, arrays) in self._trees.items():
-            fields[name] = (
-                arrays[0] if structure is None else structure.unflatten(arrays)
-            )
+            fields[name] = structure.unflatten(arrays)
         rows, is_out = Transition(**fields), ~self.mask
         if is_out[: self.num].any():
             for array in jax.tree.leaves(rows):
