@@ -71,8 +71,6 @@ class Loop:
         self.stats = FaultStats(0, 0, 0)
         self._everywhere = np.ones(env.num_envs, bool)
         self._nowhere = ~self._everywhere
-        for mask in (self._everywhere, self._nowhere):
-            mask.setflags(write=False)
         self._is_torn = False  # True while environments work
         self._failed = self._nowhere.copy()  # [B] bool, to be rebuilt
 

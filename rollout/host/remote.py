@@ -4,6 +4,7 @@ Ray starts the processes, moves arrays, and reports lost actors. This module add
 parameters made a batch, a limit of one waiting batch per actor, and replacements.
 """
 
+import contextlib
 import importlib
 import itertools
 import logging
@@ -11,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -71,7 +72,7 @@ class RemoteStats(NamedTuple):
     restarts: int = 0
 
 
-class RemoteBatches:
+class RemoteBatches(Iterator[RemoteBatch], contextlib.AbstractContextManager):
     """Collects in actors of Ray, each with its own collector.
 
         with rollout.remote_batches(make_collector, key=key, params=params,
@@ -156,9 +157,9 @@ class RemoteBatches:
         self._in_flight: dict[Any, tuple[int, int]] = {}
         self._stats = RemoteStats()
         self._setting, self._is_closed = threading.Lock(), False
-        if owns_ray := not ray.is_initialized():
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
             _init(ray)
-        self._owns_ray = owns_ray
         try:
             host = _on_host(params)
             self._kind = jax.eval_shape(lambda x: x, host)
@@ -169,17 +170,9 @@ class RemoteBatches:
             self.close()
             raise
 
-    def __enter__(self) -> Self:
-        """Closes the actors at the end of the `with` block."""
-        return self
-
     def __exit__(self, *_: object) -> None:
         """Closes the actors."""
         self.close()
-
-    def __iter__(self) -> Iterator[RemoteBatch]:
-        """Returns itself, which yields the batches that are left."""
-        return self
 
     def __next__(self) -> RemoteBatch:
         """Waits for the next batch, from whichever actor has one.
@@ -354,12 +347,12 @@ def _import() -> ModuleType:
         raise ImportError(f"ray is not installed: {line}") from error
 
 
-def _init(ray: ModuleType, **options: Any) -> None:
-    options |= {"log_to_driver": False, "logging_level": logging.ERROR}
+def _init(ray: Any) -> None:
     with warnings.catch_warnings():
         # Ray's forks only execute another program at once.
         warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-        ray.init(include_dashboard=False, **options)
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        ray.init(include_dashboard=False, **quiet)
 
 
 def _on_host(params: Any) -> Any:

@@ -215,6 +215,47 @@ def on_host(num_envs=4, **params):
     return HostCollector(env=HostCount(num_envs, **params), **OPTIONS)
 
 
+def count_rows(acc, transition):
+    """Counts steps, and adds rewards and all that is recorded beside them."""
+    num_steps, total = acc
+    recorded = transition.reward + sum(jax.tree.leaves(transition.extras))
+    num_steps = num_steps + transition.mask.sum(dtype=jnp.int32)
+    return num_steps, total + jnp.where(transition.mask, recorded, 0)
+
+
+NOTHING = np.int32(0), np.zeros(4, np.float32)
+
+
+def episodes(num_episodes, **options):
+    options = {"max_steps": 6, **options}
+    return lambda x, carry: x.collect_episodes(carry, None, num_episodes, **options)
+
+
+# Calls of a collector of four lanes.
+CALLS = {
+    "step": lambda x, carry: x.step(carry, None),
+    "steps": lambda x, carry: x.collect_steps(carry, None, 40),
+    "one episode": episodes(1),
+    "fewer episodes than lanes": episodes(3),
+    "an episode in each lane": episodes(4),
+    "more episodes than lanes": episodes(11, max_steps=4),
+    "few steps": episodes(9, min_steps=1),
+    "enough steps": episodes(9, min_steps=17),
+    "episodes of each lane": lambda x, carry: x.collect_episodes_per_env(
+        carry, None, 3, max_steps=6
+    ),
+    "padded episodes": lambda x, carry: x.collect_padded_episodes(
+        carry, None, 7, max_length=6
+    ),
+    "folded steps": lambda x, carry: x.fold_steps(
+        carry, None, count_rows, NOTHING, num_steps=150
+    ),
+    "folded episodes": lambda x, carry: x.fold_episodes(
+        carry, None, count_rows, NOTHING, num_episodes=40, max_steps=6
+    ),
+}
+
+
 def assert_same(host, kernel):
     """Equal but for the parts that only one has: keys, and environment states."""
     chex.assert_trees_all_equal(jax.device_get(host), jax.device_get(kernel))

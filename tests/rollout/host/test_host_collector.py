@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_count import (
+    CALLS,
     KEY,
     POLICY,
     HostCount,
@@ -18,46 +19,6 @@ from host_count import (
 import rollout
 from rollout import envs
 from rollout.host import HostCollector
-
-
-def count_rows(acc, transition):
-    return {
-        "steps": acc["steps"] + transition.mask.sum(dtype=jnp.int32),
-        "reward": acc["reward"] + jnp.where(transition.mask, transition.reward, 0),
-        "noise": acc["noise"] + jnp.where(transition.mask, transition.extras["two"], 0),
-    }
-
-
-NOTHING = {"steps": np.int32(0), "reward": np.zeros(4, np.float32)}
-NOTHING["noise"] = NOTHING["reward"]
-
-
-def episodes(num_episodes, **options):
-    options = {"max_steps": 6, **options}
-    return lambda x, carry: x.collect_episodes(carry, None, num_episodes, **options)
-
-
-CALLS = {
-    "steps": lambda x, carry: x.collect_steps(carry, None, 40),
-    "one episode": episodes(1),
-    "fewer episodes than lanes": episodes(3),
-    "an episode in each lane": episodes(4),
-    "more episodes than lanes": episodes(11, max_steps=4),
-    "few steps": episodes(9, min_steps=1),
-    "enough steps": episodes(9, min_steps=17),
-    "episodes of each lane": lambda x, carry: x.collect_episodes_per_env(
-        carry, None, 3, max_steps=6
-    ),
-    "padded episodes": lambda x, carry: x.collect_padded_episodes(
-        carry, None, 7, max_length=6
-    ),
-    "folded steps": lambda x, carry: x.fold_steps(
-        carry, None, count_rows, NOTHING, num_steps=150
-    ),
-    "folded episodes": lambda x, carry: x.fold_episodes(
-        carry, None, count_rows, NOTHING, num_episodes=40, max_steps=6
-    ),
-}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_count import CALLS
 from host_envs import Hangs, Steady
 
 import rollout
@@ -151,51 +152,24 @@ def test_no_row_is_lost(make, num_ready, num_rounds):
     assert num_lost < num_rounds / 10
 
 
-def add(total, row):
-    return total + row.mask.sum()
-
-
-def fold_steps(collector, carry):
-    return collector.fold_steps(carry, None, add, jnp.int32(0), num_steps=70)
-
-
-def fold_episodes(collector, carry):
-    options = {"num_episodes": 6, "max_steps": 9}
-    return collector.fold_episodes(carry, None, add, jnp.int32(0), **options)
-
-
-CALLS = {
-    "collect_episodes": lambda x, carry: x.collect_episodes(
-        carry, None, 6, max_steps=4
-    ),
-    "step": lambda x, carry: x.step(carry, None),
-    "fold_steps": fold_steps,
-    "collect_episodes_per_env": lambda x, carry: x.collect_episodes_per_env(
-        carry, None, 2, max_steps=9
-    ),
-    "fold_episodes": fold_episodes,
-    "collect_padded_episodes": lambda x, carry: x.collect_padded_episodes(
-        carry, None, 6, max_length=9
-    ),
-    "init": lambda x, carry: (x.init(KEY),),
-}
+INIT = {"init": lambda x, carry: (x.init(KEY),)}
 
 
 @pytest.mark.parametrize(
     ("name", "num_ready"),
     [
-        ("collect_episodes", None),
-        *(pytest.param(name, None, marks=pytest.mark.slow) for name in list(CALLS)[1:]),
-        pytest.param("collect_episodes", 2, marks=pytest.mark.slow),
+        ("fewer episodes than lanes", None),
+        *(pytest.param(x, None, marks=pytest.mark.slow) for x in (*CALLS, "init")),
+        pytest.param("more episodes than lanes", 2, marks=pytest.mark.slow),
     ],
 )
 def test_collector_goes_on_after_any_call(name, num_ready):
-    collector = in_process(num_ready)
-    carry, *_ = CALLS[name](collector, collector.init(KEY))
+    collector, fn = in_process(num_ready), (CALLS | INIT)[name]
+    carry, *_ = fn(collector, collector.init(KEY))
 
     def call():
         nonlocal carry
-        carry, *rest = CALLS[name](collector, carry)
+        carry, *rest = fn(collector, carry)
         return carry, *rest
 
     for result in interrupted(call, 50):

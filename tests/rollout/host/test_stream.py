@@ -123,19 +123,12 @@ def test_restoring_a_checkpoint_runs_no_code_unless_it_is_allowed(tmp_path):
 
 
 def test_restored_environments_have_the_settings_of_the_new_ones():
-    limit = lambda length: functools.partial(Arrays, length)  # noqa: E731
-    first, second = stream_of(limit(5)), stream_of(limit(2))
+    first, second = (stream_of(functools.partial(Arrays, x)) for x in (5, 2))
     next(first)
     second.restore(first.state())
     next(second)
     assert np.asarray(next(second).trajectory.episode_length).max() == 2
-    pickled = stream_of(functools.partial(Plain, 5))
-    other = stream_of(functools.partial(Plain, 2))
-    next(pickled)
-    with pytest.raises(ValueError, match=r"got Plain\.length 5 there and 2 here"):
-        other.restore(pickled.state(allow_pickle=True), allow_pickle=True)
-    for stream in (first, second, pickled, other):
-        stream.close()
+    first.close(), second.close()
 
 
 @pytest.mark.parametrize("make_env", [LocalEnvs, envs.workers], ids=["here", "apart"])
