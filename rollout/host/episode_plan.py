@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from rollout.envs.types import ArrayTree
+from rollout.host.rows import RowBlock, place_rows
 from rollout.kernel.episodes import count_steps, first_of
-from rollout.types import Episodes, Transition
+from rollout.types import Episodes
 
 _first_of = jax.jit(first_of)
 
@@ -98,35 +100,29 @@ class EpisodePlan:
         else:
             self._index[over] += len(self._lane)
 
-    def note(self, trajectory: Transition, lane: np.ndarray, cut: np.ndarray) -> None:
-        """Records the episodes that end in a block; `B` is the number of its columns.
+    def note(self, block: RowBlock, accumulated: ArrayTree) -> None:
+        """Records the episodes that end in a block of rows.
 
         Args:
-            trajectory: `[T, B, ...]`, its rows.
-            lane: `[T, B]` int32, their lanes.
-            cut: `[T, B]` bool, where `max_steps` alone ended an episode.
+            block: `[T, B]`, finished.
+            accumulated: `[T, B, ...]`, the accumulators after each row.
         """
-        names = "terminated truncated mask episode_id episode_return episode_length"
-        row = {x: np.asarray(getattr(trajectory, x)) for x in names.split()}
-        here = (row["terminated"] | row["truncated"]) & row["mask"]
-        truncated = row["truncated"] & ~cut
+        here = (block.terminated | block.truncated) & block.mask
+        truncated = block.truncated & ~block.cut
         result = {
-            "episode_return": row["episode_return"],
-            "episode_length": row["episode_length"],
-            "terminated": row["terminated"],
+            "episode_return": block.episode_return,
+            "episode_length": block.episode_length,
+            "terminated": block.terminated,
             "truncated": truncated,
-            "finished": row["terminated"] | truncated,
-            "lane": lane,
-            "accumulated": jax.device_get(trajectory.accumulated),
+            "finished": block.terminated | truncated,
+            "lane": block.lane,
+            "accumulated": jax.device_get(accumulated),
         }
+        ended = jax.tree.map(lambda x: x[here], result)
         if self._table is None:
-            make = lambda x: np.zeros((self._num_episodes, *x.shape[2:]), x.dtype)  # noqa: E731
-            self._table = jax.tree.map(make, result)
-        index = self.index_of(row["episode_id"][here])
-        for table, new in zip(
-            *map(jax.tree.leaves, (self._table, result)), strict=True
-        ):
-            table[index] = new[here]
+            make = lambda x: np.zeros((self._num_episodes, *x.shape[1:]), x.dtype)  # noqa: E731
+            self._table = jax.tree.map(make, ended)
+        place_rows(self._table, self.index_of(block.episode_id[here]), ended)
 
     def read(self, lost: Collection[int]) -> Episodes:
         """Returns the episodes, zero with `mask` False where they do not count.

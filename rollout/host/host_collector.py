@@ -18,7 +18,7 @@ from rollout.envs.host.types import HostVectorEnv
 from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
-from rollout.host.rows import RowBlock, finish, fold
+from rollout.host.rows import RowBlock, finish, fold, place_rows
 from rollout.kernel.step import accumulate_nothing
 from rollout.types import (
     Accumulator,
@@ -258,9 +258,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """Folds each transition of `num_episodes`; see `Collector.fold_episodes`."""
         checks.function("fn", fn)
 
-        def consume(plan: EpisodePlan, trajectory: Transition, num_rows: int) -> None:
+        def consume(plan: EpisodePlan, trajectory: Transition, block: RowBlock) -> None:
             nonlocal acc
-            acc = fold(fn, acc, trajectory, num_rows)
+            acc = fold(fn, acc, trajectory, block.num)
 
         carry, episodes = self._play(
             carry, params, num_episodes, max_steps, consume=consume
@@ -274,9 +274,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         max_length = checks.int_between("max_length", max_length)
         padded: Any = None
 
-        def consume(plan: EpisodePlan, trajectory: Transition, num_rows: int) -> None:
+        def consume(plan: EpisodePlan, trajectory: Transition, block: RowBlock) -> None:
             nonlocal padded
-            del num_rows  # unused: there is a mask
             rows = jax.device_get(trajectory)
             if padded is None:
                 shape = max_length, num_episodes
@@ -284,11 +283,10 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                     lambda x: np.zeros(shape + x.shape[2:], x.dtype), rows
                 )
             # A step's column is its episode, its row its number in the episode.
-            index = plan.index_of(rows.episode_id[rows.mask])
-            place = rows.episode_length[rows.mask] - 1, index
-            pairs = zip(*map(jax.tree.leaves, (padded, rows)), strict=True)
-            for table, new in pairs:
-                table[place] = new[rows.mask]
+            mask = block.mask
+            index = plan.index_of(block.episode_id[mask])
+            place = block.episode_length[mask] - 1, index
+            place_rows(padded, place, jax.tree.map(lambda x: x[mask], rows))
 
         carry, episodes = self._play(
             carry, params, num_episodes, max_length, consume=consume
@@ -543,7 +541,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         *,
         is_queue: bool = True,
         min_steps: int | None = None,
-        consume: Callable[[EpisodePlan, Transition, int], None] | None = None,
+        consume: Callable[[EpisodePlan, Transition, RowBlock], None] | None = None,
     ) -> tuple[Carry, Episodes]:
         """Plays assigned episodes; passes every block of rows to `consume`."""
         num_episodes = checks.int_between("num_episodes", num_episodes)
@@ -562,8 +560,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 loop.play(params, block, max_steps)
                 trajectory = self._count()
                 if consume is not None:
-                    consume(plan, trajectory, block.num)
-                plan.note(trajectory, block.lane, block.cut)
+                    consume(plan, trajectory, block)
+                plan.note(block, trajectory.accumulated)
             episodes, self._block, self._trajectory = plan.read(loop.lost), None, None
             self._next_episode += plan.num_used
             loop.dismiss()

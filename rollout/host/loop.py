@@ -17,8 +17,8 @@ import numpy as np
 from rollout.envs.host.observation_check import ObservationCheck
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.types import ArrayTree
-from rollout.host.policy_runner import PolicyRunner
-from rollout.host.rows import RowBlock
+from rollout.host.policy_runner import PolicyRunner, to_host
+from rollout.host.rows import RowBlock, place_rows
 from rollout.host.seeds import Seeds
 from rollout.host.served import Served
 from rollout.types import Carry
@@ -222,12 +222,12 @@ class Loop:
         at = np.minimum(padded, num_envs - 1)
         obs = jax.tree.map(lambda x: x[at], self.obs)
         decision = self.runner.act(params, obs, self.over, self.episode_id, padded)
-        chosen = jax.tree.map(lambda x: x[:count], (obs, *jax.device_get(decision)))
+        chosen = jax.tree.map(lambda x: x[:count], (obs, *to_host(decision)))
         if self._sent is None:
             self._sent = jax.tree.map(
                 lambda x: np.zeros((num_envs, *x.shape[1:]), x.dtype), chosen
             )
-        _place_rows(self._sent, env_id, chosen)
+        place_rows(self._sent, env_id, chosen)
         self.over = self.over.copy()
         self.over[env_id] = False
         self._is_torn = True
@@ -239,12 +239,14 @@ class Loop:
         """Writes a row, and ends the episodes that are over with it."""
         row, columns, plan = block.num, slice(len(result.reward)), self.plan
         terminated, truncated = result.terminated, result.truncated
-        ended, stepped = terminated | truncated, self._everywhere[at]
-        if result.mask is not None:
-            stepped, self.over = result.mask, self.over.copy()
+        ended, stepped, reward = terminated | truncated, result.mask, result.reward
+        if stepped is None:  # the usual case, kept fast
+            stepped = self._everywhere[at]
+        else:
+            reward, self.over = reward * stepped, self.over.copy()
             self.over[at] |= ~stepped  # these only got their first observation
         self.episode_length[at] += stepped
-        self.episode_return[at] += result.reward * stepped
+        self.episode_return[at] += reward
         # The mask of the row: neither lanes that only reset themselves nor idle ones.
         data = stepped if plan is None else stepped & plan.mask[at]
         if limit < NO_LIMIT:
@@ -267,7 +269,7 @@ class Loop:
         if at is _ALL:
             self.obs, over = result.obs, ended
         else:
-            _place_rows(self.obs, at, result.obs)
+            place_rows(self.obs, at, result.obs)
             over = self._nowhere.copy()
             over[at] = ended
         num_steps = 0 if plan is None else int(np.count_nonzero(data))
@@ -333,7 +335,7 @@ class Loop:
             else:
                 if self.obs is None:
                     self.obs = jax.tree.map(np.array, obs)
-                _place_rows(self.obs, lane, [x[lane] for x in jax.tree.leaves(obs)])
+                place_rows(self.obs, lane, [x[lane] for x in jax.tree.leaves(obs)])
                 self._in_flight &= ~self._begins  # a reset drops the step in flight
             self._begins = self._nowhere
         self._is_torn = False
@@ -390,9 +392,3 @@ class Loop:
         for number, reason in causes.items():
             text = f"{type(reason).__name__}: {reason}"
             _LOG.warning("environment %d is rebuilt after %s", number, text)
-
-
-def _place_rows(tree: ArrayTree, where: np.ndarray, rows: ArrayTree) -> None:
-    """Writes rows into arrays, in place."""
-    for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
-        array[where] = leaf

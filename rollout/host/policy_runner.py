@@ -79,7 +79,7 @@ class PolicyRunner:
         """
         state, action, extras = self._call(params, obs, over, episode_id, env_id)
         is_array = isinstance(action, jax.Array)  # the usual case, kept fast
-        action = np.asarray(action) if is_array else jax.device_get(action)
+        action = np.asarray(action) if is_array else to_host(action)
         self.step, self.state = self.step + 1, state
         return action, extras
 
@@ -155,6 +155,16 @@ class PolicyRunner:
         lanes = episode_keys.all_lanes(self._view.num_envs)
         key = episode_keys.keys_of(root, lanes, episode_id)
         return restart_policy(self._policy, self._view, state, over, key)
+
+
+def to_host(tree: ArrayTree) -> ArrayTree:
+    """Converts arrays of jax to NumPy, on a CPU without a copy."""
+    leaves, structure = jax.tree.flatten(tree)
+    first = next((x for x in leaves if isinstance(x, jax.Array)), None)
+    # The parameters decide where they are, whatever jax's default device is.
+    if first is not None and any(x.platform != "cpu" for x in first.devices()):
+        return jax.device_get(tree)  # begins all copies before it waits for one
+    return structure.unflatten([np.asarray(x) for x in leaves])
 
 
 @jax.jit

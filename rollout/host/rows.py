@@ -14,6 +14,7 @@ from jax import lax
 
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
+from rollout.host.policy_runner import to_host
 from rollout.kernel.step import (
     accumulate,
     accumulate_nothing,
@@ -61,9 +62,10 @@ class RowBlock:
             arrays = [np.zeros(self._shape + x.shape[1:], x.dtype) for x in leaves]
             self._trees[name] = structure, arrays
         structure, arrays = self._trees[name]
-        is_array = isinstance(tree, np.ndarray)  # the usual case, kept fast
-        leaves = [tree] if is_array else structure.flatten_up_to(tree)
-        for array, leaf in zip(arrays, leaves, strict=True):
+        if isinstance(tree, np.ndarray):  # the usual case, kept fast
+            arrays[0][row, : len(tree)] = tree
+            return
+        for array, leaf in zip(arrays, structure.flatten_up_to(tree), strict=True):
             array[row, : len(leaf)] = leaf
 
     def written(self, name: str) -> ArrayTree:
@@ -81,7 +83,7 @@ class RowBlock:
     def read(self) -> Transition:
         """Returns all rows, `[capacity, B, ...]`, not copied; masked-out ones zero."""
         # All together, and only now: usually nothing waits for them any more.
-        for row, extras in enumerate(jax.device_get(self.extras[: self.num])):
+        for row, extras in enumerate(to_host(self.extras[: self.num])):
             self.write("extras", extras, row)
         self.mask[self.num :] = False  # part of a row, which does not count
         columns = "reward terminated truncated mask episode_id episode_return"
@@ -93,6 +95,12 @@ class RowBlock:
             for array in jax.tree.leaves(rows):
                 array[is_out] = 0
         return rows
+
+
+def place_rows(tree: ArrayTree, where: Any, rows: ArrayTree) -> None:
+    """Writes rows into arrays, in place."""
+    for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
+        array[where] = leaf
 
 
 def finish(
