@@ -1,10 +1,11 @@
 """`HostCollector`: the methods of `Collector` over environments that are not JAX."""
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, Self, TypeVar
 
 import chex
@@ -21,8 +22,6 @@ from rollout.host.loop import NO_LIMIT, FaultStats, Loop
 from rollout.host.rows import RowBlock, finish, fold, place_rows
 from rollout.kernel.step import accumulate_nothing
 from rollout.types import (
-    Accumulator,
-    Accumulators,
     ActionT,
     Carry,
     Episode,
@@ -39,6 +38,7 @@ Acc = TypeVar("Acc")
 _BLOCK = 64  # rows that are collected before they are folded
 
 
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     """Collects experience from environments that are not JAX.
 
@@ -64,19 +64,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     Attributes:
         env: `B` environments side by side.
         policy: the policy that acts in them.
-        num_ready: number of environments in a row, None for all in step.
-        timeout: seconds to wait for `num_ready` environments, or None.
+        num_ready: number of environments in a row, at least 1 and at most B, None for
+            all in step. `env` must be an `AsyncHostVectorEnv`.
+        timeout: seconds to wait for `num_ready` environments, None for any time; after
+            that a `TimeoutError` is raised.
         record_fn: maps a transition to its recorded fields, as in `Collector`.
         accumulators: user-defined values that are accumulated per episode, as in
             `Collector`.
-        on_fault: "raise" or "restart", see below.
-        max_restarts: see below.
-
-    Args:
-        num_ready: number of environments in a row, at least 1 and at most B. `env` must
-            be an `AsyncHostVectorEnv`.
-        timeout: seconds to wait for `num_ready` environments, None for any time; after
-            that a `TimeoutError` is raised.
         on_fault: "raise" or "restart", where an environment fails: it raises, a worker
             process dies or does not answer, an observation is not finite or outside of
             its space. "raise" raises `rollout.envs.EnvFault`; "restart" masks out the
@@ -89,32 +83,29 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         ValueError: if an argument is not as above.
     """
 
-    def __init__(
-        self,
-        *,
-        env: HostVectorEnv,
-        policy: Policy[ParamsT, ObsT, ActionT],
-        num_ready: int | None = None,
-        timeout: float | None = None,
-        record_fn: RecordFn[ObsT, ActionT] | None = None,
-        accumulators: Mapping[str, Accumulator] | Accumulators = (),
-        on_fault: str = "raise",
-        max_restarts: int = 100,
-    ) -> None:
+    env: HostVectorEnv
+    policy: Policy[ParamsT, ObsT, ActionT]
+    num_ready: int | None = None
+    timeout: float | None = None
+    record_fn: RecordFn[ObsT, ActionT] | None = None
+    accumulators: Any = ()
+    on_fault: str = "raise"
+    max_restarts: int = 100
+
+    def __post_init__(self) -> None:
         checks.outside_of_jit("HostCollector")
-        checks.kind_of_env(env, is_host=True)
-        checks.collector(env, policy, record_fn)
-        checks.int_between("max_restarts", max_restarts, least=0)
-        checks.seconds("timeout", timeout)
-        if num_ready is not None:
-            num_ready = _check_ready(env, num_ready)
-        _check_on_fault(env, on_fault)
-        self.env, self.policy, self.record_fn = env, policy, record_fn
-        self.num_ready, self.timeout = num_ready, timeout
-        self.accumulators = checks.accumulators(accumulators)
-        self.on_fault, self.max_restarts = on_fault, max_restarts
+        checks.kind_of_env(self.env, is_host=True)
+        checks.collector(self.env, self.policy, self.record_fn)
+        checks.int_between("max_restarts", self.max_restarts, least=0)
+        checks.seconds("timeout", self.timeout)
+        if self.num_ready is not None:
+            _check_ready(self.env, self.num_ready)
+        _check_on_fault(self.env, self.on_fault)
+        self.accumulators = checks.accumulators(self.accumulators)
         self._loop = Loop(self)
-        self._finish = jax.jit(functools.partial(finish, self.accumulators, record_fn))
+        self._finish = jax.jit(
+            functools.partial(finish, self.accumulators, self.record_fn)
+        )
         self._ticket = 0  # of the latest carry; none before `init`
         self._next_episode = 0
         self._accumulated: Any = ()  # of every lane before `_block`
@@ -143,9 +134,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             ValueError: if one is not as there.
             TypeError: if there is no such argument.
         """
-        names = "env policy num_ready timeout record_fn accumulators on_fault"
-        same = {x: getattr(self, x) for x in (*names.split(), "max_restarts")}
-        return type(self)(**(same | changes))
+        return dataclasses.replace(self, **changes)
 
     def close(self) -> None:
         """Closes the environments."""
@@ -568,21 +557,20 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             return self._carry(), episodes
 
 
-def _check_ready(env: Any, num_ready: Any) -> int:
+def _check_ready(env: Any, num_ready: Any) -> None:
     """Checks the number of environments in a row."""
     if not hasattr(env, "receive"):
         raise ValueError(
             "`env` must be an `AsyncHostVectorEnv` for `num_ready`, as "
             f"`rollout.envs.workers` makes it, got {type(env).__name__}."
         )
-    num_ready = checks.int_between("num_ready", num_ready, most=env.num_envs)
+    checks.int_between("num_ready", num_ready, most=env.num_envs)
     fixed = getattr(env, "batch_size", num_ready)
     if fixed != num_ready:
         raise ValueError(
             f"`num_ready` must be the `batch_size` of the environment, {fixed}, "
             f"got {num_ready}."
         )
-    return num_ready
 
 
 def _check_on_fault(env: Any, on_fault: Any) -> None:
