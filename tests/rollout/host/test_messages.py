@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 import remote_cases
-from host_count import KEY, POLICY, HostCount, Late, on_host
+from host_count import KEY, POLICY, HostCount, Late, in_jax, on_host
 
 import rollout
 from rollout import buffers, envs
 from rollout.host import HostCollector
 
+BUFFER = buffers.ReplayBuffer(capacity=64, num_envs=4)
 OUTSIDE = "called outside of `jit`"
+CARTS = functools.partial(envs.make_vec, "CartPole-v1")
 IN_JAX = "`collector` must be a `Collector`"
 
 
@@ -26,6 +28,14 @@ def collector():
 @functools.cache
 def carry():
     return collector().init(KEY)
+
+
+def step(params=None):
+    return collector().step(carry(), params)
+
+
+def episodes(**options):
+    return collector().collect_episodes(carry(), None, 3, **options)
 
 
 def host(num_ready=None, kind=HostCount, **options):
@@ -58,10 +68,7 @@ def closed():
 
 CASES = {
     "HostCollector": (
-        (
-            lambda: HostCollector(env=envs.make_vec("CartPole-v1", 2), policy=POLICY),
-            "environments in JAX go into a `Collector`",
-        ),
+        (lambda: host(kind=CARTS), "environments in JAX go into a `Collector`"),
         (lambda: host(on_fault="drop"), "`on_fault` must be"),
         (lambda: host(max_restarts=-1), "`max_restarts` must be"),
         (lambda: host(6, Late), "`num_ready` must be at most 5, got 6"),
@@ -75,47 +82,28 @@ CASES = {
         (lambda: collector().replace(max_restarts=-1), "`max_restarts` must be"),
     ),
     "methods": (
-        (
-            lambda: jax.jit(lambda p: collector().step(carry(), p)[1].reward)(1.0),
-            OUTSIDE,
-        ),
+        (lambda: jax.jit(lambda p: step(params=p)[1].reward)(1.0), OUTSIDE),
         # Nothing is traced in here.
         (lambda: jax.jit(lambda x: x + collector().init(KEY).step)(1.0), OUTSIDE),
         (lambda: collector().collect_steps(carry(), None, 0), "`num_steps` must be"),
-        (
-            lambda: collector().collect_episodes(carry(), None, 3, max_steps=0),
-            "`max_steps` must be",
-        ),
+        (lambda: episodes(max_steps=0), "`max_steps` must be"),
         (lambda: on_host().recover(), "`recover` must follow `init`"),
     ),
     "by_env": (
-        (
-            lambda: rollout.by_env(carry()),
-            "`rows` must be of a `HostCollector` with `num_ready`",
-        ),
+        (lambda: rollout.by_env(carry()), "`rows` must be of a `HostCollector` with"),
     ),
     "Stream": (
         (lambda: stream(host(2, Late)), "must step all environments together"),
         (lambda: stream(steps_per_batch=41), "`steps_per_batch` must be a multiple"),
         (lambda: stream(total_steps=41), "`total_steps` must be a multiple"),
         (lambda: stream(recycle=True), "`recycle=True` is for"),
-        (
-            lambda: stream(on_fault="drop", check_finite=True),
-            '`on_fault="drop"` is for',
-        ),
+        (lambda: stream(on_fault="drop", check_finite=True), '"drop"` is for'),
     ),
     "what is for the other kind": (
-        (
-            lambda: rollout.Collector(env=HostCount(2), policy=POLICY),
-            "go into a `HostCollector`",
-        ),
+        (lambda: in_jax().replace(env=HostCount(2)), "go into a `HostCollector`"),
         (lambda: rollout.shard(collector(), jax.make_mesh((2,), ("lanes",))), IN_JAX),
         (lambda: rollout.profile(collector(), None, 10), IN_JAX),
-        (
-            lambda: buffers.ReplayBuffer(64, 4).init(collector()),
-            "got HostCollector",
-            TypeError,
-        ),
+        (lambda: BUFFER.init(collector()), "got HostCollector", TypeError),
     ),
     "remote_batches": (
         (lambda: batches(3), "`make_collector` must be a function, got int 3"),
@@ -125,20 +113,9 @@ CASES = {
         (lambda: batches(max_params_lag=-1), "`max_params_lag` must be an int of at l"),
         (lambda: batches(total_steps=0), "`total_steps` must be an int of at least 1"),
         (lambda: batches(max_restarts=True), "`max_restarts` must be an int of at lea"),
-        (
-            lambda: batches(params={"w": 1.0}).set_params({"w": jnp.ones(2)}),
-            "`params` must keep structure",
-        ),
-        (
-            lambda: closed().set_params(None),
-            "`set_params` must be called before `close`",
-            RuntimeError,
-        ),
-        (
-            lambda: next(closed()),
-            "`next` must be called before `close`",
-            RuntimeError,
-        ),
+        (lambda: batches(params=1.0).set_params(jnp.ones(2)), "`params` must keep st"),
+        (lambda: closed().set_params(None), "`set_params` must be call", RuntimeError),
+        (lambda: next(closed()), "`next` must be called before `close`", RuntimeError),
     ),
 }
 
