@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_count import CALLS
-from host_envs import Hangs, Steady
+from host_envs import Faultless, Hangs
 
 import rollout
 from rollout import envs
@@ -29,12 +29,12 @@ POLICY = rollout.recurrent_policy(
 
 
 def in_process(num_ready=None):
-    env = envs.from_gymnasium(Steady, NUM_ENVS)
+    env = envs.from_gymnasium(Faultless, NUM_ENVS)
     return rollout.HostCollector(env=env, policy=POLICY, num_ready=num_ready)
 
 
 def in_workers(num_ready=None):
-    env = envs.workers([Steady] * NUM_ENVS, num_workers=2)
+    env = envs.workers([Faultless] * NUM_ENVS, num_workers=2)
     return rollout.HostCollector(env=env, policy=POLICY, num_ready=num_ready)
 
 
@@ -241,7 +241,7 @@ def test_handler_of_the_caller_is_called_between_two_rows():
         calls.append("row")
         return jnp.ones(len(obs), jnp.int32)
 
-    env = envs.from_gymnasium(Steady, NUM_ENVS)
+    env = envs.from_gymnasium(Faultless, NUM_ENVS)
     collector = rollout.HostCollector(env=env, policy=rollout.stateless_policy(act))
     with jax.disable_jit():
         carry = collector.init(KEY)

@@ -1,7 +1,5 @@
 """Environments that fail: masks and counts of lost steps; the others go on."""
 
-import signal
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,29 +173,6 @@ def test_counts_add_up_over_a_thousand_faults():
     assert stats.restarts > 900
     assert num_masked == stats.lost_steps
     assert stats.faulty_episodes == stats.restarts
-
-
-def test_interrupt_comes_between_two_steps():
-    """Ctrl-C while environments step: the row is whole, and nothing of it is lost."""
-
-    def fault_fn(number, env):
-        if (number, env) == (4, 1):
-            signal.raise_signal(signal.SIGINT)
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        collector, whole = make(fault_fn), make()
-        carry = collector.init(KEY)
-        with pytest.raises(KeyboardInterrupt):
-            collector.collect_steps(carry, None, 20)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    carry, first = collector.recover()
-    assert first.mask.shape == (3, 3)
-    assert first.mask.all()
-    _, second = collect(collector, 17, carry)
-    both = jax.tree.map(lambda *x: np.concatenate(x), jax.device_get(first), second)
-    assert_same(both, collect(whole, 20)[1])
 
 
 ONE, TWO = envs.Box(0.0, 1e6, (1,)), envs.Box(0.0, 1e6, (2,))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_envs import Steady, Unreliable
+from host_envs import Faultless, Unreliable
 
 import rollout
 from rollout import envs
@@ -61,7 +61,7 @@ def test_exactly_so_many_episodes_start_and_those_that_are_lost_are_masked():
 
 
 def test_worker_that_died_between_two_calls_is_replaced():
-    env = envs.workers([Steady] * 2, num_workers=2)
+    env = envs.workers([Faultless] * 2, num_workers=2)
     collector = rollout.HostCollector(env=env, policy=POLICY)
     collector.collect_steps(collector.init(KEY), None, 5)
     for child in multiprocessing.active_children():
