@@ -171,9 +171,7 @@ class Loop:
 
     def _step(self, params: Any, block: RowBlock) -> tuple[HostStep, slice]:
         """Takes a step in all lanes."""
-        block.write("obs", self.obs)
-        # The row of the block is not overwritten, so jax may read it without a copy.
-        obs = block.written("obs")
+        obs = block.write("obs", self.obs)  # which jax may read without a copy
         action, extras = self.runner.act(params, obs, self.over, self.episode_id)
         self.over, self._is_torn = self._nowhere, True
         result = self._env.step(action)

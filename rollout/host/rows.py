@@ -54,8 +54,12 @@ class RowBlock:
         # By field: the tree's structure and its leaves.
         self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
 
-    def write(self, name: str, tree: ArrayTree, row: int | None = None) -> None:
-        """Writes a field of a row, of the current one whose number is `num`."""
+    def write(self, name: str, tree: ArrayTree, row: int | None = None) -> ArrayTree:
+        """Writes a field of a row, of the current one whose number is `num`.
+
+        Returns:
+            The field as it is in the block, `[B, ...]`: not overwritten by later rows.
+        """
         row = self.num if row is None else row
         if name not in self._trees:
             leaves, structure = jax.tree.flatten(tree)
@@ -63,15 +67,13 @@ class RowBlock:
             self._trees[name] = structure, arrays
         structure, arrays = self._trees[name]
         if isinstance(tree, np.ndarray):  # the usual case, kept fast
-            arrays[0][row, : len(tree)] = tree
-            return
-        for array, leaf in zip(arrays, structure.flatten_up_to(tree), strict=True):
-            array[row, : len(leaf)] = leaf
-
-    def written(self, name: str) -> ArrayTree:
-        """Returns a field of the current row, `[B, ...]`, as views."""
-        structure, arrays = self._trees[name]
-        return structure.unflatten([array[self.num] for array in arrays])
+            view = arrays[0][row]
+            view[: len(tree)] = tree
+            return view
+        views = [array[row] for array in arrays]
+        for view, leaf in zip(views, structure.flatten_up_to(tree), strict=True):
+            view[: len(leaf)] = leaf
+        return structure.unflatten(views)
 
     def mask_out(self, episode_ids: np.ndarray) -> int:
         """Masks out the rows of some episodes; returns how many there were."""
