@@ -5,7 +5,6 @@ order in which they start decides which ones count. One that is lost to a fault 
 played again, since the mean would then favour the episodes that do not fail.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -30,9 +29,9 @@ class EpisodePlan:
         min_steps: no episode starts after so many steps; None for all N.
 
     Attributes:
-        is_queue: whether the episodes are from the queue.
         after: `[B]` int32, the own episodes that lanes begin afterwards.
         num_used: positions of the queue that are used up so far.
+        lost: ids of the episodes that were lost to a fault.
     """
 
     def __init__(
@@ -46,12 +45,13 @@ class EpisodePlan:
         self._first_queued, self._min_steps = first_queued, min_steps
         self._lane = np.arange(len(next_own), dtype=np.int32)
         self._first_id = next_own
-        self.is_queue = first_queued is not None
-        self.after = next_own if self.is_queue else next_own + np.int32(num_episodes)
-        self.num_used = min(len(next_own), num_episodes) if self.is_queue else 0
+        is_queue = first_queued is not None
+        self.after = next_own if is_queue else next_own + np.int32(num_episodes)
+        self.num_used = min(len(next_own), num_episodes) if is_queue else 0
         self._num_episodes = self._num_wanted = num_episodes
         self._num_started, self._num_over, self._num_steps = len(next_own), 0, 0
         self._index = self._lane.copy()  # [B], of the lanes' episodes; idle from N on
+        self.lost: list[int] = []
         self._table: Any = None  # of `[N]` results
 
     @property
@@ -124,14 +124,10 @@ class EpisodePlan:
             self._table = jax.tree.map(make, ended)
         place_rows(self._table, self.index_of(block.episode_id[here]), ended)
 
-    def read(self, lost: Collection[int]) -> Episodes:
-        """Returns the episodes, zero with `mask` False where they do not count.
-
-        Args:
-            lost: the ids of those that were lost to a fault.
-        """
+    def read(self) -> Episodes:
+        """Returns the episodes, zero with `mask` False where they do not count."""
         kept = np.ones(self._num_episodes, bool)
-        index = self.index_of(np.array(list(lost), np.int32))
+        index = self.index_of(np.array(self.lost, np.int32))
         kept[index[index < len(kept)]] = False
         num_steps = count_steps(self._table["episode_length"])
         episodes = Episodes(**self._table, num_steps=num_steps, mask=kept)

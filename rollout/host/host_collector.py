@@ -551,7 +551,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 if consume is not None:
                     consume(plan, trajectory, block)
                 plan.note(block, trajectory.accumulated)
-            episodes, self._block, self._trajectory = plan.read(loop.lost), None, None
+            episodes, self._block, self._trajectory = plan.read(), None, None
             self._next_episode += plan.num_used
             loop.dismiss()
             return self._carry(), episodes

@@ -58,7 +58,6 @@ class Loop:
         episode_return, episode_length: `[B]` float32 and int32, theirs so far.
         over: `[B]` bool, True where the policy has not seen the episode yet.
         plan: the episodes that were assigned, None while lanes play their own.
-        lost: ids of the episodes that the call has lost.
     """
 
     def __init__(self, collector: Any) -> None:
@@ -81,7 +80,6 @@ class Loop:
         self._seeds = Seeds(key, num_envs)
         self._start_time = time.monotonic()
         self.plan: Any = None  # an `EpisodePlan`
-        self.lost: list[int] = []
         self.episode_id = np.arange(num_envs, dtype=np.int32)
         self.episode_return = np.zeros(num_envs, np.float32)
         self.episode_length = np.zeros(num_envs, np.int32)
@@ -105,8 +103,6 @@ class Loop:
     @property
     def next_own(self) -> np.ndarray:
         """`[B]` int32, the ids of the lanes' own next episodes."""
-        if self.plan is not None and self.plan.is_queue:
-            return self.plan.after
         return self.episode_id + np.int32(len(self.episode_id))
 
     def play(self, params: Any, block: RowBlock, limit: int = NO_LIMIT) -> None:
@@ -137,7 +133,7 @@ class Loop:
 
     def assign(self, plan: Any) -> None:
         """Begins the first episodes of a plan, in all lanes."""
-        self.plan, self.lost = plan, []
+        self.plan = plan
         self.begin(self._everywhere, plan.episode_id)
 
     def dismiss(self) -> None:
@@ -163,10 +159,9 @@ class Loop:
         Environments that failed are rebuilt, and lanes whose episode cannot go on begin
         new ones. With `restart_all`, or where episodes were assigned, all lanes do.
         """
-        next_own = self.next_own
-        if self._is_torn or self.plan is not None or restart_all:
-            self.plan, self.lost = None, []
-            self._mark(self._everywhere, next_own)
+        plan, self.plan = self.plan, None
+        if self._is_torn or plan is not None or restart_all:
+            self._mark(self._everywhere, self.next_own if plan is None else plan.after)
         self._settle(block)
 
     def _step(self, params: Any, block: RowBlock) -> tuple[HostStep, slice]:
@@ -366,9 +361,10 @@ class Loop:
         """
         lanes = list(causes)
         lost = self.episode_id[lanes]
-        counts = self._everywhere if self.plan is None else self.plan.mask
-        num_episodes = int(np.count_nonzero(counts[lanes]))
-        self.lost += lost.tolist()
+        num_episodes = len(lanes)
+        if self.plan is not None:
+            num_episodes = int(np.count_nonzero(self.plan.mask[lanes]))
+            self.plan.lost += lost.tolist()
         num_lost = 0 if block is None else block.mask_out(lost)
         self._failed[lanes] = over[lanes] = True
         self._end(over, num_steps)
