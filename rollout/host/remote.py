@@ -72,7 +72,9 @@ class RemoteStats(NamedTuple):
     restarts: int = 0
 
 
-class RemoteBatches(Iterator[RemoteBatch], contextlib.AbstractContextManager):
+class RemoteBatches(
+    Iterator[RemoteBatch], contextlib.AbstractContextManager["RemoteBatches"]
+):
     """Collects in actors of Ray, each with its own collector.
 
         with rollout.remote_batches(make_collector, key=key, params=params,
@@ -291,7 +293,7 @@ class RemoteBatches(Iterator[RemoteBatch], contextlib.AbstractContextManager):
         self._stats = RemoteStats(**{x: old[x] + more.get(x, 0) for x in old})
 
 
-remote_batches = RemoteBatches
+remote_batches = RemoteBatches  # the name under which programs call it
 
 
 class _Actor:
