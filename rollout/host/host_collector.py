@@ -344,7 +344,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             carry: the latest one.
             allow_pickle: whether environments without `save_state` may be pickled.
         """
-        saved, env = None, self.env
+        env: Any = self.env
+        saved = None
         is_current = np.array_equal(carry.env_state, self._mark)
         if is_current and is_claimed(env, self._ticket) and hasattr(env, "save"):
             saved = env.save(allow_pickle=allow_pickle)

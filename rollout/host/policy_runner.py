@@ -125,7 +125,7 @@ class PolicyRunner:
         words: jax.Array,
         state: ArrayTree,
         obs: ArrayTree,
-        lanes: tuple[jax.Array, ...],
+        lanes: tuple[()] | tuple[jax.Array, jax.Array, jax.Array],
         env_id: jax.Array | None,
     ) -> tuple[ArrayTree, ArrayTree, ArrayTree]:
         if lanes:

@@ -322,7 +322,7 @@ def _collect(
     make_collector: Callable[[], Collector | HostCollector],
     steps_per_batch: int,
     impl: str,
-    words: np.ndarray,
+    words: Any,
 ) -> Generator[Any, Any, None]:
     """Yields nothing, and then a batch for all parameters that are sent."""
     params = yield
