@@ -5,14 +5,15 @@ order in which they start decides which ones count. One that is lost to a fault 
 played again, since the mean would then favour the episodes that do not fail.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 import jax
 import numpy as np
 
+from rollout.envs.types import ArrayTree
+from rollout.host.rows import RowBlock, place_rows
 from rollout.kernel.episodes import count_steps, first_of
-from rollout.types import Episodes, Transition
+from rollout.types import Episodes
 
 _first_of = jax.jit(first_of)
 
@@ -28,9 +29,9 @@ class EpisodePlan:
         min_steps: no episode starts after so many steps; None for all N.
 
     Attributes:
-        is_queue: whether the episodes are from the queue.
         after: `[B]` int32, the own episodes that lanes begin afterwards.
         num_used: positions of the queue that are used up so far.
+        lost: ids of the episodes that were lost to a fault.
     """
 
     def __init__(
@@ -44,13 +45,14 @@ class EpisodePlan:
         self._first_queued, self._min_steps = first_queued, min_steps
         self._lane = np.arange(len(next_own), dtype=np.int32)
         self._first_id = next_own
-        self.is_queue = first_queued is not None
-        self.after = next_own if self.is_queue else next_own + np.int32(num_episodes)
-        self.num_used = min(len(next_own), num_episodes) if self.is_queue else 0
+        is_queue = first_queued is not None
+        self.after = next_own if is_queue else next_own + np.int32(num_episodes)
+        self.num_used = min(len(next_own), num_episodes) if is_queue else 0
         self._num_episodes = self._num_wanted = num_episodes
         self._num_started, self._num_over, self._num_steps = len(next_own), 0, 0
         self._index = self._lane.copy()  # [B], of the lanes' episodes; idle from N on
-        self._ended: list[Any] = []  # results by block
+        self.lost: list[int] = []
+        self._table: Any = None  # of `[N]` results
 
     @property
     def is_over(self) -> bool:
@@ -98,50 +100,37 @@ class EpisodePlan:
         else:
             self._index[over] += len(self._lane)
 
-    def note(self, trajectory: Transition, lane: np.ndarray, cut: np.ndarray) -> None:
-        """Records the episodes that end in a block; `B` is the number of its columns.
+    def note(self, block: RowBlock, accumulated: ArrayTree) -> None:
+        """Records the episodes that end in a block of rows.
 
         Args:
-            trajectory: `[T, B, ...]`, its rows.
-            lane: `[T, B]` int32, their lanes.
-            cut: `[T, B]` bool, where `max_steps` alone ended an episode.
+            block: `[T, B]`, finished.
+            accumulated: `[T, B, ...]`, the accumulators after each row.
         """
-        names = "terminated truncated mask episode_id episode_return episode_length"
-        row = {x: np.asarray(getattr(trajectory, x)) for x in names.split()}
-        here = (row["terminated"] | row["truncated"]) & row["mask"]
-        truncated = row["truncated"] & ~cut
+        here = (block.terminated | block.truncated) & block.mask
+        truncated = block.truncated & ~block.cut
         result = {
-            "index": self.index_of(row["episode_id"]),
-            "episode_return": row["episode_return"],
-            "episode_length": row["episode_length"],
-            "terminated": row["terminated"],
+            "episode_return": block.episode_return,
+            "episode_length": block.episode_length,
+            "terminated": block.terminated,
             "truncated": truncated,
-            "finished": row["terminated"] | truncated,
-            "lane": lane,
-            "accumulated": jax.device_get(trajectory.accumulated),
+            "finished": block.terminated | truncated,
+            "lane": block.lane,
+            "accumulated": jax.device_get(accumulated),
         }
-        self._ended.append(jax.tree.map(lambda x: x[here], result))
+        ended = jax.tree.map(lambda x: x[here], result)
+        if self._table is None:
+            make = lambda x: np.zeros((self._num_episodes, *x.shape[1:]), x.dtype)  # noqa: E731
+            self._table = jax.tree.map(make, ended)
+        place_rows(self._table, self.index_of(block.episode_id[here]), ended)
 
-    def read(self, lost: Collection[int]) -> Episodes:
-        """Returns the episodes, zero with `mask` False where they do not count.
-
-        Args:
-            lost: the ids of those that were lost to a fault.
-        """
-        result = jax.tree.map(lambda *x: np.concatenate(x), *self._ended)
-        index = result.pop("index")
-
-        def scatter(values: np.ndarray) -> np.ndarray:
-            table = np.zeros((self._num_episodes, *values.shape[1:]), values.dtype)
-            table[index] = values
-            return table
-
-        table = jax.tree.map(scatter, result)
+    def read(self) -> Episodes:
+        """Returns the episodes, zero with `mask` False where they do not count."""
         kept = np.ones(self._num_episodes, bool)
-        index = self.index_of(np.array(list(lost), np.int32))
+        index = self.index_of(np.array(self.lost, np.int32))
         kept[index[index < len(kept)]] = False
-        num_steps = count_steps(table["episode_length"])
-        episodes = Episodes(**table, num_steps=num_steps, mask=kept)
+        num_steps = count_steps(self._table["episode_length"])
+        episodes = Episodes(**self._table, num_steps=num_steps, mask=kept)
         if self._min_steps is not None:
             episodes = _first_of(episodes, self._min_steps)
             self.num_used = int(episodes.mask.sum())

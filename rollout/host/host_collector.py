@@ -1,10 +1,11 @@
 """`HostCollector`: the methods of `Collector` over environments that are not JAX."""
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, Self, TypeVar
 
 import chex
@@ -18,12 +19,9 @@ from rollout.envs.host.types import HostVectorEnv
 from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
-from rollout.host.policy_runner import PolicyRunner, to_host
-from rollout.host.rows import RowBlock, finish, fold
+from rollout.host.rows import RowBlock, finish, fold, place_rows
 from rollout.kernel.step import accumulate_nothing
 from rollout.types import (
-    Accumulator,
-    Accumulators,
     ActionT,
     Carry,
     Episode,
@@ -40,6 +38,7 @@ Acc = TypeVar("Acc")
 _BLOCK = 64  # rows that are collected before they are folded
 
 
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     """Collects experience from environments that are not JAX.
 
@@ -65,19 +64,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     Attributes:
         env: `B` environments side by side.
         policy: the policy that acts in them.
-        num_ready: number of environments in a row, None for all in step.
-        timeout: seconds to wait for `num_ready` environments, or None.
+        num_ready: number of environments in a row, at least 1 and at most B, None for
+            all in step. `env` must be an `AsyncHostVectorEnv`.
+        timeout: seconds to wait for `num_ready` environments, None for any time; after
+            that a `TimeoutError` is raised.
         record_fn: maps a transition to its recorded fields, as in `Collector`.
         accumulators: user-defined values that are accumulated per episode, as in
             `Collector`.
-        on_fault: "raise" or "restart", see below.
-        max_restarts: see below.
-
-    Args:
-        num_ready: number of environments in a row, at least 1 and at most B. `env` must
-            be an `AsyncHostVectorEnv`.
-        timeout: seconds to wait for `num_ready` environments, None for any time; after
-            that a `TimeoutError` is raised.
         on_fault: "raise" or "restart", where an environment fails: it raises, a worker
             process dies or does not answer, an observation is not finite or outside of
             its space. "raise" raises `rollout.envs.EnvFault`; "restart" masks out the
@@ -90,49 +83,37 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         ValueError: if an argument is not as above.
     """
 
-    def __init__(
-        self,
-        *,
-        env: HostVectorEnv,
-        policy: Policy[ParamsT, ObsT, ActionT],
-        num_ready: int | None = None,
-        timeout: float | None = None,
-        record_fn: RecordFn[ObsT, ActionT] | None = None,
-        accumulators: Mapping[str, Accumulator] | Accumulators = (),
-        on_fault: str = "raise",
-        max_restarts: int = 100,
-    ) -> None:
+    env: HostVectorEnv
+    policy: Policy[ParamsT, ObsT, ActionT]
+    num_ready: int | None = None
+    timeout: float | None = None
+    record_fn: RecordFn[ObsT, ActionT] | None = None
+    accumulators: Any = ()
+    on_fault: str = "raise"
+    max_restarts: int = 100
+
+    def __post_init__(self) -> None:
         checks.outside_of_jit("HostCollector")
-        checks.kind_of_env(env, is_host=True)
-        checks.collector(env, policy, record_fn)
-        checks.int_between("max_restarts", max_restarts, least=0)
-        checks.seconds("timeout", timeout)
-        if num_ready is not None:
-            num_ready = _check_ready(env, num_ready)
-        _check_on_fault(env, on_fault)
-        self.env, self.policy, self.record_fn = env, policy, record_fn
-        self.num_ready, self.timeout = num_ready, timeout
-        self.accumulators = checks.accumulators(accumulators)
-        self.on_fault, self.max_restarts = on_fault, max_restarts
-        self._runner = PolicyRunner(policy, env.action_space, env.num_envs)
-        self._loop = Loop(
-            env,
-            self._runner,
-            num_ready=num_ready,
-            timeout=timeout,
-            restarts=on_fault == "restart",
-            max_restarts=max_restarts,
+        checks.kind_of_env(self.env, is_host=True)
+        checks.collector(self.env, self.policy, self.record_fn)
+        checks.int_between("max_restarts", self.max_restarts, least=0)
+        checks.seconds("timeout", self.timeout)
+        if self.num_ready is not None:
+            _check_ready(self.env, self.num_ready)
+        _check_on_fault(self.env, self.on_fault)
+        self.accumulators = checks.accumulators(self.accumulators)
+        self._loop = Loop(self)
+        self._finish = jax.jit(
+            functools.partial(finish, self.accumulators, self.record_fn)
         )
-        self._finish = jax.jit(functools.partial(finish, self.accumulators, record_fn))
-        self._number, self._ticket = new_user(), 0  # no carry has ticket 0
+        self._ticket = 0  # of the latest carry; none before `init`
         self._next_episode = 0
         self._accumulated: Any = ()  # of every lane before `_block`
         # Of the current call, or of one that was cut short: its last rows, raw and
-        # finished; the mark of its carry; and whether it has returned.
+        # finished; and the mark of its carry.
         self._block: Any = None  # RowBlock
         self._trajectory: Any = None  # Transition
-        self._used: Any = None  # [2] uint32
-        self._is_whole = True
+        self._used: Any = None  # () uint32
         self._calling = threading.Lock()
 
     @property
@@ -153,9 +134,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             ValueError: if one is not as there.
             TypeError: if there is no such argument.
         """
-        names = "env policy num_ready timeout record_fn accumulators on_fault"
-        same = {x: getattr(self, x) for x in (*names.split(), "max_restarts")}
-        return type(self)(**(same | changes))
+        return dataclasses.replace(self, **changes)
 
     def close(self) -> None:
         """Closes the environments."""
@@ -177,8 +156,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def _start(self, key: chex.PRNGKey) -> None:
         """Takes the environments over, and forgets everything else."""
-        self._ticket += 1
-        claim(self.env, self._number)
+        self._take_over()
         self._next_episode, self._block, self._trajectory = 0, None, None
         self._accumulated = accumulate_nothing(self.accumulators, self.env.num_envs)
         self._loop.start(key)
@@ -187,10 +165,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         self, carry: Carry, params: ParamsT
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:
         """Takes one step in every lane; see `Collector.step`."""
-        with self._call(carry):
-            self._loop.play(params, self._begin_block(1))
-            trajectory = self._count()
-            return self._carry(), jax.tree.map(lambda x: x[0], trajectory)
+        carry, trajectory = self.collect_steps(carry, params, 1)
+        return carry, jax.tree.map(lambda x: x[0], trajectory)
 
     def collect_steps(
         self, carry: Carry, params: ParamsT, num_steps: int
@@ -246,23 +222,17 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
         One that is lost to a fault counts, with `mask` False and all else zero.
         """
-        num_episodes = checks.int_between("num_episodes", num_episodes)
-        max_steps = checks.int_between("max_steps", max_steps, most=None)
         if min_steps is not None:
             min_steps = checks.int_between("min_steps", min_steps)
-        with self._call(carry):
-            return self._play(params, self._queue(num_episodes, min_steps), max_steps)
+        return self._play(carry, params, num_episodes, max_steps, min_steps=min_steps)
 
     def collect_episodes_per_env(
         self, carry: Carry, params: ParamsT, episodes_per_env: int, *, max_steps: int
     ) -> tuple[Carry, Episodes]:
         """Plays episodes of every lane; see `Collector.collect_episodes_per_env`."""
         episodes_per_env = checks.int_between("episodes_per_env", episodes_per_env)
-        max_steps = checks.int_between("max_steps", max_steps, most=None)
-        with self._call(carry):
-            num_episodes = episodes_per_env * self.env.num_envs
-            plan = EpisodePlan(self._loop.next_own, num_episodes)
-            return self._play(params, plan, max_steps)
+        num_episodes = episodes_per_env * self.env.num_envs
+        return self._play(carry, params, num_episodes, max_steps, is_queue=False)
 
     def fold_episodes(
         self,
@@ -275,30 +245,26 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         max_steps: int,
     ) -> tuple[Carry, Acc, Episodes]:
         """Folds each transition of `num_episodes`; see `Collector.fold_episodes`."""
-        num_episodes = checks.int_between("num_episodes", num_episodes)
-        max_steps = checks.int_between("max_steps", max_steps, most=None)
         checks.function("fn", fn)
 
-        def consume(trajectory: Transition, num_rows: int) -> None:
+        def consume(plan: EpisodePlan, trajectory: Transition, block: RowBlock) -> None:
             nonlocal acc
-            acc = fold(fn, acc, trajectory, num_rows)
+            acc = fold(fn, acc, trajectory, block.num)
 
-        with self._call(carry):
-            plan = self._queue(num_episodes)
-            carry, episodes = self._play(params, plan, max_steps, consume)
-            return carry, acc, episodes
+        carry, episodes = self._play(
+            carry, params, num_episodes, max_steps, consume=consume
+        )
+        return carry, acc, episodes
 
     def collect_padded_episodes(
         self, carry: Carry, params: ParamsT, num_episodes: int, *, max_length: int
     ) -> tuple[Carry, Transition[ObsT, ActionT], Episodes]:
         """Collects `num_episodes` whole; see `Collector.collect_padded_episodes`."""
-        num_episodes = checks.int_between("num_episodes", num_episodes)
         max_length = checks.int_between("max_length", max_length)
         padded: Any = None
 
-        def consume(trajectory: Transition, num_rows: int) -> None:
+        def consume(plan: EpisodePlan, trajectory: Transition, block: RowBlock) -> None:
             nonlocal padded
-            del num_rows  # unused: there is a mask
             rows = jax.device_get(trajectory)
             if padded is None:
                 shape = max_length, num_episodes
@@ -306,19 +272,18 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                     lambda x: np.zeros(shape + x.shape[2:], x.dtype), rows
                 )
             # A step's column is its episode, its row its number in the episode.
-            index = plan.index_of(rows.episode_id[rows.mask])
-            place = rows.episode_length[rows.mask] - 1, index
-            pairs = zip(*map(jax.tree.leaves, (padded, rows)), strict=True)
-            for table, new in pairs:
-                table[place] = new[rows.mask]
+            mask = block.mask
+            index = plan.index_of(block.episode_id[mask])
+            place = block.episode_length[mask] - 1, index
+            place_rows(padded, place, jax.tree.map(lambda x: x[mask], rows))
 
-        with self._call(carry):
-            plan = self._queue(num_episodes)
-            carry, episodes = self._play(params, plan, max_length, consume)
-            lost = ~np.asarray(episodes.mask)
-            for table in jax.tree.leaves(padded):
-                table[:, lost] = 0
-            return carry, jax.device_put(padded), episodes
+        carry, episodes = self._play(
+            carry, params, num_episodes, max_length, consume=consume
+        )
+        lost = ~np.asarray(episodes.mask)
+        for table in jax.tree.leaves(padded):
+            table[:, lost] = 0
+        return carry, jax.device_put(padded), episodes
 
     def collect_batch(
         self,
@@ -357,38 +322,37 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                     loop.begin(loop.episode_length > 0, loop.next_own)
             block: Any = self._block
             loop.play(params, block, NO_LIMIT if limit is None else limit)
+            trajectory = self._count()
             if at_end == "truncate":
                 unfinished = loop.episode_length > 0
-                # Added, not set: after a fault this runs again, with new lengths.
-                block.stopped[num_steps - 1] |= unfinished
+                # After a fault this runs again, and keeps the marks.
+                truncated = trajectory.truncated.at[-1].max(unfinished)
+                self._trajectory = trajectory = trajectory.replace(truncated=truncated)
                 loop.begin(unfinished, loop.next_own)
-            trajectory = self._count()
-            truncated = trajectory.truncated | block.stopped
-            return self._carry(), trajectory.replace(truncated=truncated)
+            return self._carry(), trajectory
 
     def compile(self, carry: Carry, params: ParamsT) -> None:
         """Compiles the program of the policy, which otherwise the first call does."""
-        self._runner.compile(params, carry.obs)
+        self._loop.runner.compile(params, carry.obs)
 
-    def save(self, carry: Carry, *, allow_pickle: bool = False) -> bytes:
-        """Returns the state of the environments at `carry`, or `b""`.
+    def save(self, carry: Carry, *, allow_pickle: bool = False) -> list[bytes]:
+        """Returns the state of each environment at `carry`, or empty ones.
 
-        It is `b""` if the environments cannot save it, or have moved on since.
+        They are `b""` if the environments cannot save them, or have moved on since.
 
         Args:
             carry: the latest one.
             allow_pickle: whether environments without `save_state` may be pickled.
         """
-        is_current = np.array_equal(carry.env_state, self._mark)
-        is_current &= is_claimed(self.env, self._number)
         env: Any = self.env
-        if not is_current or not hasattr(env, "save"):
-            return b""
-        saved = env.save(allow_pickle=allow_pickle)
-        return _join(saved) if saved else b""
+        saved = None
+        is_current = np.array_equal(carry.env_state, self._mark)
+        if is_current and is_claimed(env, self._ticket) and hasattr(env, "save"):
+            saved = env.save(allow_pickle=allow_pickle)
+        return saved or [b""] * env.num_envs
 
     def restore(
-        self, carry: Carry, saved: bytes, *, allow_pickle: bool = False
+        self, carry: Carry, saved: list[bytes], *, allow_pickle: bool = False
     ) -> Carry:
         """Continues from a carry, in this process or another.
 
@@ -412,13 +376,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         # Ctrl-C leaves only once environments and collector are at the same place.
         with self._call():
             # What may raise comes first, while nothing has changed yet.
-            if saved and hasattr(env, "load"):
-                states = _split(saved, env.num_envs)
+            if any(saved) and hasattr(env, "load"):
                 obs = jax.tree.map(np.array, carry.obs)
-                is_loaded = env.load(states, obs, allow_pickle=allow_pickle)
+                is_loaded = env.load(saved, obs, allow_pickle=allow_pickle)
             if not is_loaded and num_unfinished:
                 why = "was pickled, and `allow_pickle` is False"
-                why = why if saved else "was not saved"
+                why = why if any(saved) else "was not saved"
                 warnings.warn(
                     f"The state of the environments {why}: {num_unfinished} unfinished "
                     "episodes restart.",
@@ -457,24 +420,20 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def resumed(self, carry: Carry) -> Carry:
         """Returns `carry`, or that of `recover` if the call with it was cut short."""
         is_used = np.array_equal(carry.env_state, self._used)
-        return self.recover()[0] if is_used and not self._is_whole else carry
+        return self.recover()[0] if is_used else carry
 
     def _recover_loop(self) -> None:
         """Recovers the loop, with new episodes if another collector stepped `env`."""
         if (plan := self._loop.plan) is not None:
             self._next_episode += plan.num_used  # the next call takes later ones
-        is_mine = is_claimed(self.env, self._number)
+        is_mine = is_claimed(self.env, self._ticket)
         self._loop.recover(self._block, restart_all=not is_mine)
-        claim(self.env, self._number)
+        self._take_over()
 
     def _begin_block(self, size: int, capacity: int | None = None) -> RowBlock:
         width = self.num_ready or self.env.num_envs
         self._block, self._trajectory = RowBlock(width, size, capacity), None
         return self._block
-
-    def _queue(self, num_episodes: int, min_steps: int | None = None) -> EpisodePlan:
-        options: Any = {"first_queued": self._next_episode, "min_steps": min_steps}
-        return EpisodePlan(self._loop.next_own, num_episodes, **options)
 
     @contextlib.contextmanager
     def _call(self, carry: Carry | None = None) -> Iterator[None]:
@@ -493,17 +452,17 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 if carry is not None:
                     self._check_carry(carry)
                     self._used = self._mark
-                    self._ticket += 1
-                self._is_whole, self._loop.check = False, check
+                    self._take_over()
+                self._loop.check = check
                 yield
             finally:
                 self._calling.release()
         # Ctrl-C at the end of the call leaves before this line, and loses nothing.
-        self._block, self._trajectory, self._is_whole = None, None, True
+        self._block = self._trajectory = self._used = None
 
     def _check_carry(self, carry: Carry) -> None:
         checks.host_call(carry)
-        if self._ticket and not is_claimed(self.env, self._number):
+        if self._ticket and not is_claimed(self.env, self._ticket):
             raise ValueError(
                 "`carry` must be of the collector that stepped `env` last, but another "
                 "one has stepped it since: give each its own environments, or call "
@@ -515,15 +474,19 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 "environments have moved on; after an error `recover` returns one."
             )
 
+    def _take_over(self) -> None:
+        """Makes all carries so far void, also those of other collectors."""
+        self._ticket = new_user()
+        claim(self.env, self._ticket)
+
     @property
     def _mark(self) -> np.ndarray:
         """The mark that only the latest carry has."""
-        return np.array([self._number, self._ticket], np.uint32)
+        return np.array(self._ticket, np.uint32)
 
     def _count(self) -> Transition:
         """Returns the transitions of the block, finished once."""
         if self._trajectory is None:
-            self._block.extras = to_host(self._block.extras)
             rows = self._block.read()
             if self.record_fn is None and not self.accumulators:
                 self._trajectory = jax.device_put(rows)
@@ -534,7 +497,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def _carry(self) -> Carry:
         """Makes the carry for the next call."""
-        loop, runner = self._loop, self._runner
+        loop, runner = self._loop, self._loop.runner
         episode: dict[str, Any] = {
             "key": (),  # host episodes have a seed instead
             "episode_return": loop.episode_return.copy(),
@@ -561,41 +524,54 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def _play(
         self,
+        carry: Carry,
         params: Any,
-        plan: EpisodePlan,
+        num_episodes: int,
         max_steps: int,
-        consume: Callable[[Transition, int], None] = lambda trajectory, num_rows: None,
+        *,
+        is_queue: bool = True,
+        min_steps: int | None = None,
+        consume: Callable[[EpisodePlan, Transition, RowBlock], None] | None = None,
     ) -> tuple[Carry, Episodes]:
         """Plays assigned episodes; passes every block of rows to `consume`."""
+        num_episodes = checks.int_between("num_episodes", num_episodes)
+        max_steps = checks.int_between("max_steps", max_steps, most=None)
         loop = self._loop
-        loop.assign(plan)
-        while not loop.is_over:
-            block = self._begin_block(_BLOCK)
-            loop.play(params, block, max_steps)
-            trajectory = self._count()
-            consume(trajectory, block.num)
-            plan.note(trajectory, block.lane, block.cut)
-        episodes, self._block, self._trajectory = plan.read(loop.lost), None, None
-        self._next_episode += plan.num_used
-        loop.dismiss()
-        return self._carry(), episodes
+        with self._call(carry):
+            plan = EpisodePlan(
+                loop.next_own,
+                num_episodes,
+                first_queued=self._next_episode if is_queue else None,
+                min_steps=min_steps,
+            )
+            loop.assign(plan)
+            while not loop.is_over:
+                block = self._begin_block(_BLOCK)
+                loop.play(params, block, max_steps)
+                trajectory = self._count()
+                if consume is not None:
+                    consume(plan, trajectory, block)
+                plan.note(block, trajectory.accumulated)
+            episodes, self._block, self._trajectory = plan.read(), None, None
+            self._next_episode += plan.num_used
+            loop.dismiss()
+            return self._carry(), episodes
 
 
-def _check_ready(env: Any, num_ready: Any) -> int:
+def _check_ready(env: Any, num_ready: Any) -> None:
     """Checks the number of environments in a row."""
     if not hasattr(env, "receive"):
         raise ValueError(
             "`env` must be an `AsyncHostVectorEnv` for `num_ready`, as "
             f"`rollout.envs.workers` makes it, got {type(env).__name__}."
         )
-    num_ready = checks.int_between("num_ready", num_ready, most=env.num_envs)
+    checks.int_between("num_ready", num_ready, most=env.num_envs)
     fixed = getattr(env, "batch_size", num_ready)
     if fixed != num_ready:
         raise ValueError(
             f"`num_ready` must be the `batch_size` of the environment, {fixed}, "
             f"got {num_ready}."
         )
-    return num_ready
 
 
 def _check_on_fault(env: Any, on_fault: Any) -> None:
@@ -607,16 +583,3 @@ def _check_on_fault(env: Any, on_fault: Any) -> None:
             "as those of `rollout.envs.workers` and of `rollout.envs.from_gymnasium` "
             f"with an id or a function, got {type(env).__name__}."
         )
-
-
-def _join(states: list[bytes]) -> bytes:
-    """Joins the states of `B` environments, after their `B` lengths."""
-    lengths = np.array([len(state) for state in states], np.int64)
-    return lengths.tobytes() + b"".join(states)
-
-
-def _split(saved: bytes, num_envs: int) -> list[bytes]:
-    lengths = np.frombuffer(saved, np.int64, num_envs)
-    ends = lengths.nbytes + np.cumsum(lengths)
-    pairs = zip(ends - lengths, ends, strict=True)
-    return [saved[start:stop] for start, stop in pairs]

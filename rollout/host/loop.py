@@ -18,7 +18,7 @@ from rollout.envs.host.observation_check import ObservationCheck
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.types import ArrayTree
 from rollout.host.policy_runner import PolicyRunner, to_host
-from rollout.host.rows import RowBlock
+from rollout.host.rows import RowBlock, place_rows
 from rollout.host.seeds import Seeds
 from rollout.host.served import Served
 from rollout.types import Carry
@@ -47,14 +47,10 @@ class Loop:
     """Steps `B` environments under a policy, and holds their state.
 
     Args:
-        env: the environments.
-        runner: the policy.
-        num_ready: how many environments are in a row, None for all.
-        timeout: seconds to wait for these, None for any time.
-        restarts: whether environments that fail are rebuilt; else the fault raises.
-        max_restarts: how many times environments are rebuilt in all.
+        collector: the `HostCollector`, whose environments, policy and options it reads.
 
     Attributes:
+        runner: calls the policy.
         check: called between two rows; raises if Ctrl-C was pressed.
         stats: counts of faults so far.
         obs: `[B, ...]`, perhaps the environments' own memory.
@@ -62,41 +58,28 @@ class Loop:
         episode_return, episode_length: `[B]` float32 and int32, theirs so far.
         over: `[B]` bool, True where the policy has not seen the episode yet.
         plan: the episodes that were assigned, None while lanes play their own.
-        lost: ids of the episodes that the call has lost.
     """
 
-    def __init__(
-        self,
-        env: Any,
-        runner: PolicyRunner,
-        *,
-        num_ready: int | None,
-        timeout: float | None,
-        restarts: bool,
-        max_restarts: int,
-    ) -> None:
-        self._env, self._runner = env, runner
-        self._num_ready: Any = num_ready
-        self._timeout = timeout
-        self._restarts, self._max_restarts = restarts, max_restarts
+    def __init__(self, collector: Any) -> None:
+        self._env, self._num_ready = collector.env, collector.num_ready
+        self._timeout, self._max_restarts = collector.timeout, collector.max_restarts
+        self._restarts, env = collector.on_fault == "restart", collector.env
+        self.runner = PolicyRunner(collector.policy, env.action_space, env.num_envs)
         self._obs_check = ObservationCheck(env.observation_space)
         self.check: Callable[[], None] = lambda: None
         self.stats = FaultStats(0, 0, 0)
         self._everywhere = np.ones(env.num_envs, bool)
         self._nowhere = ~self._everywhere
-        for mask in (self._everywhere, self._nowhere):
-            mask.setflags(write=False)
         self._is_torn = False  # True while environments work
         self._failed = self._nowhere.copy()  # [B] bool, to be rebuilt
 
     def start(self, key: chex.PRNGKey) -> None:
         """Prepares the first episode of every lane; `begin_all` begins them."""
         num_envs = self._env.num_envs
-        self._runner.start(key)
+        self.runner.start(key)
         self._seeds = Seeds(key, num_envs)
         self._start_time = time.monotonic()
         self.plan: Any = None  # an `EpisodePlan`
-        self.lost: list[int] = []
         self.episode_id = np.arange(num_envs, dtype=np.int32)
         self.episode_return = np.zeros(num_envs, np.float32)
         self.episode_length = np.zeros(num_envs, np.int32)
@@ -110,10 +93,7 @@ class Loop:
 
     def begin_all(self) -> None:
         """Begins the episode that every lane is to be in, wherever environments are."""
-        self._mark(self._everywhere, self.episode_id)
-        if self._is_torn:
-            self._rebuild(self._everywhere)
-        self._settle()
+        self.begin(self._everywhere, self.episode_id)
 
     @property
     def is_over(self) -> bool:
@@ -123,8 +103,6 @@ class Loop:
     @property
     def next_own(self) -> np.ndarray:
         """`[B]` int32, the ids of the lanes' own next episodes."""
-        if self.plan is not None and self.plan.is_queue:
-            return self.plan.after
         return self.episode_id + np.int32(len(self.episode_id))
 
     def play(self, params: Any, block: RowBlock, limit: int = NO_LIMIT) -> None:
@@ -144,9 +122,9 @@ class Loop:
             else:
                 result, at = self._serve(params, block)
             self._take(block, result, at, limit)
+            self._is_torn = False
             if np.count_nonzero(self._begins):  # faster than `any`
                 self._settle(block)
-            self._is_torn = False
 
     def begin(self, mask: np.ndarray, episode_id: np.ndarray) -> None:
         """Begins the episodes with these ids, `[B]`, where `mask`."""
@@ -155,7 +133,7 @@ class Loop:
 
     def assign(self, plan: Any) -> None:
         """Begins the first episodes of a plan, in all lanes."""
-        self.plan, self.lost = plan, []
+        self.plan = plan
         self.begin(self._everywhere, plan.episode_id)
 
     def dismiss(self) -> None:
@@ -165,7 +143,7 @@ class Loop:
 
     def resume(self, carry: Carry, *, is_loaded: bool) -> None:
         """Goes on from a carry, or restarts its episodes if `env` could not load it."""
-        self._runner.step, self._runner.state = int(carry.step), carry.policy_state
+        self.runner.step, self.runner.state = int(carry.step), carry.policy_state
         self.episode_id = np.array(carry.episode.episode_id)
         self.episode_return = np.array(carry.episode.episode_return)
         self.episode_length = np.array(carry.episode.episode_length)
@@ -181,20 +159,15 @@ class Loop:
         Environments that failed are rebuilt, and lanes whose episode cannot go on begin
         new ones. With `restart_all`, or where episodes were assigned, all lanes do.
         """
-        next_own = self.next_own
-        if self._is_torn or self.plan is not None or restart_all:
-            self.plan, self.lost = None, []
-            self._mark(self._everywhere, next_own)
-        if self._is_torn:
-            self._rebuild(self._everywhere)
+        plan, self.plan = self.plan, None
+        if self._is_torn or plan is not None or restart_all:
+            self._mark(self._everywhere, self.next_own if plan is None else plan.after)
         self._settle(block)
 
     def _step(self, params: Any, block: RowBlock) -> tuple[HostStep, slice]:
         """Takes a step in all lanes."""
-        block.write("obs", self.obs)
-        # The row of the block is not overwritten, so jax may read it without a copy.
-        obs = block.written("obs")
-        action, extras = self._runner.act(params, obs, self.over, self.episode_id)
+        obs = block.write("obs", self.obs)  # which jax may read without a copy
+        action, extras = self.runner.act(params, obs, self.over, self.episode_id)
         self.over, self._is_torn = self._nowhere, True
         result = self._env.step(action)
         block.write("action", action)
@@ -218,12 +191,9 @@ class Loop:
         self._is_torn = True
         try:
             result, at = self._env.receive(num_ready, self._timeout)
-        except TimeoutError as error:
+        except TimeoutError:
             self._is_torn = False  # nothing is lost: the next call receives them
-            raise TimeoutError(
-                f"`num_ready`={num_ready} environments must answer within "
-                f"`timeout`={self._timeout} s, got fewer."
-            ) from error
+            raise
         self._in_flight[at] = False
         obs, action, extras = jax.tree.map(lambda x: x[at], self._sent)
         block.write("obs", obs)
@@ -244,15 +214,13 @@ class Loop:
         padded[:count] = env_id
         at = np.minimum(padded, num_envs - 1)
         obs = jax.tree.map(lambda x: x[at], self.obs)
-        decision = self._runner.act(
-            params, obs, self.over[at], self.episode_id[at], padded
-        )
+        decision = self.runner.act(params, obs, self.over, self.episode_id, padded)
         chosen = jax.tree.map(lambda x: x[:count], (obs, *to_host(decision)))
         if self._sent is None:
             self._sent = jax.tree.map(
                 lambda x: np.zeros((num_envs, *x.shape[1:]), x.dtype), chosen
             )
-        _place_rows(self._sent, env_id, chosen)
+        place_rows(self._sent, env_id, chosen)
         self.over = self.over.copy()
         self.over[env_id] = False
         self._is_torn = True
@@ -262,22 +230,18 @@ class Loop:
 
     def _take(self, block: RowBlock, result: HostStep, at: Any, limit: int) -> None:
         """Writes a row, and ends the episodes that are over with it."""
-        row, columns, stepped = block.num, slice(len(result.reward)), result.mask
+        row, columns, plan = block.num, slice(len(result.reward)), self.plan
         terminated, truncated = result.terminated, result.truncated
-        plan, ended = self.plan, terminated | truncated
+        ended, stepped, reward = terminated | truncated, result.mask, result.reward
         if stepped is None:  # the usual case, kept fast
-            self.episode_length[at] += 1
-            self.episode_return[at] += result.reward
+            stepped = self._everywhere[at]
         else:
-            lanes = np.arange(len(self.over))[at]
-            self.over = self.over.copy()
-            self.over[lanes[~stepped]] = True  # these only got their first observation
-            self.episode_length[lanes[stepped]] += 1
-            self.episode_return[lanes[stepped]] += result.reward[stepped]
+            reward, self.over = reward * stepped, self.over.copy()
+            self.over[at] |= ~stepped  # these only got their first observation
+        self.episode_length[at] += stepped
+        self.episode_return[at] += reward
         # The mask of the row: neither lanes that only reset themselves nor idle ones.
-        data = self._everywhere[at] if stepped is None else stepped
-        if plan is not None:
-            data = data & plan.mask[at]
+        data = stepped if plan is None else stepped & plan.mask[at]
         if limit < NO_LIMIT:
             cut = data & (self.episode_length[at] >= limit) & ~truncated
             ended |= cut
@@ -298,17 +262,15 @@ class Loop:
         if at is _ALL:
             self.obs, over = result.obs, ended
         else:
-            _place_rows(self.obs, at, result.obs)
+            place_rows(self.obs, at, result.obs)
             over = self._nowhere.copy()
             over[at] = ended
         num_steps = 0 if plan is None else int(np.count_nonzero(data))
-        causes = self._obs_check.find(result.obs)
-        if causes and at is not _ALL:
-            causes = {int(at[column]): cause for column, cause in causes.items()}
-        if causes := causes | dict(result.causes):
-            counts = self._nowhere.copy()
-            counts[at] = data
-            self._lose(causes, counts, over, num_steps, block)
+        bad = self._obs_check.find(result.obs)
+        if bad or result.causes:
+            lane = np.arange(len(over))[at].tolist()
+            causes = {lane[column]: cause for column, cause in bad.items()}
+            self._lose(causes | dict(result.causes), over, num_steps, block)
         elif plan is not None or np.count_nonzero(over):
             self._end(over, num_steps)
 
@@ -340,18 +302,18 @@ class Loop:
         Args:
             block: the rows in which lost episodes are masked out.
         """
+        env: Any = self._env
+        if self._is_torn:
+            self._failed = self._everywhere.copy()
         self._is_torn = True
         while np.count_nonzero(self._begins):
-            if np.count_nonzero(self._failed):
-                failed = np.count_nonzero(self._failed)
-                restarts = self.stats.restarts + int(failed)
-                self.stats = self.stats._replace(restarts=restarts)
-                self._rebuild(self._failed)
+            if hasattr(env, "rebuild") and np.count_nonzero(self._failed):
+                self._rebuild()
                 continue
             lane, causes, obs = np.flatnonzero(self._begins), {}, None
             seeds = self._seeds.of(lane, self.episode_id[lane])
             try:
-                obs = self._env.reset(seeds, self._begins)
+                obs = env.reset(seeds, self._begins)
                 bad = self._obs_check.find(obs)
                 causes = {n: bad[n] for n in lane.tolist() if n in bad} if bad else {}
             except EnvFault as error:
@@ -359,25 +321,32 @@ class Loop:
             if causes:
                 # Its seed may be the cause, so the next episode takes its place. The
                 # other lanes are reset once more, with the same seeds.
-                counts = self._everywhere if self.plan is None else self.plan.mask
-                self._lose(causes, counts, self._nowhere.copy(), 0, block)
-            elif self._num_ready is None:
-                self.obs, self._begins = obs, self._nowhere
+                self._lose(causes, self._nowhere.copy(), 0, block)
+                continue
+            if self._num_ready is None:
+                self.obs = obs
             else:
                 if self.obs is None:
                     self.obs = jax.tree.map(np.array, obs)
-                for own, new in zip(
-                    *map(jax.tree.leaves, (self.obs, obs)), strict=True
-                ):
-                    own[lane] = new[lane]
+                place_rows(self.obs, lane, [x[lane] for x in jax.tree.leaves(obs)])
                 self._in_flight &= ~self._begins  # a reset drops the step in flight
-                self._begins = self._nowhere
+            self._begins = self._nowhere
         self._is_torn = False
+
+    def _rebuild(self) -> None:
+        """Rebuilds environments that failed, whatever `on_fault` says."""
+        mask, self._failed = self._failed, self._nowhere.copy()
+        restarts = self.stats.restarts + int(np.count_nonzero(mask))
+        self.stats = self.stats._replace(restarts=restarts)
+        try:
+            self._env.rebuild(mask)
+        except EnvFault as error:  # a new environment failed at once
+            self._failed[list(error.causes)] = True
+            self._report(error.causes, 0, 0)
 
     def _lose(
         self,
         causes: Mapping[int, BaseException],
-        counts: np.ndarray,
         over: np.ndarray,
         num_steps: int,
         block: RowBlock | None,
@@ -386,18 +355,20 @@ class Loop:
 
         Args:
             causes: by the number of the environment.
-            counts: `[B]` bool, lanes whose episode counts.
             over: `[B]` bool, lanes whose episode has ended by itself.
             num_steps: as in `_end`.
             block: as in `_settle`.
         """
         lanes = list(causes)
         lost = self.episode_id[lanes]
-        self.lost += lost.tolist()
+        num_episodes = len(lanes)
+        if self.plan is not None:
+            num_episodes = int(np.count_nonzero(self.plan.mask[lanes]))
+            self.plan.lost += lost.tolist()
         num_lost = 0 if block is None else block.mask_out(lost)
         self._failed[lanes] = over[lanes] = True
         self._end(over, num_steps)
-        self._report(causes, int(np.count_nonzero(counts[lanes])), num_lost)
+        self._report(causes, num_episodes, num_lost)
 
     def _report(
         self, causes: Mapping[int, BaseException], num_episodes: int, num_steps: int
@@ -415,21 +386,3 @@ class Loop:
         for number, reason in causes.items():
             text = f"{type(reason).__name__}: {reason}"
             _LOG.warning("environment %d is rebuilt after %s", number, text)
-
-    def _rebuild(self, mask: np.ndarray) -> None:
-        """Rebuilds environments, if they can be, whatever `on_fault` says."""
-        failed = self._nowhere.copy()
-        try:
-            if hasattr(self._env, "rebuild"):
-                self._env.rebuild(mask)
-        except EnvFault as error:  # a new environment failed at once
-            failed[list(error.causes)] = True
-            self._failed = failed
-            self._report(error.causes, 0, 0)
-        self._failed = failed
-
-
-def _place_rows(tree: ArrayTree, where: np.ndarray, rows: ArrayTree) -> None:
-    """Writes rows into arrays, in place."""
-    for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
-        array[where] = leaf

@@ -1,6 +1,5 @@
 """Calls the policy as one compiled program at every step of the host loop."""
 
-import functools
 from typing import Any, NamedTuple
 
 import chex
@@ -8,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rollout import checks
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.kernel import episode_keys
-from rollout.kernel.episode_keys import LaneIds
-from rollout.kernel.step import act, initial_policy_state, restart_policy
-from rollout.types import Carry, Episode, Policy
+from rollout.kernel.step import initial_policy_state, restart_policy
+from rollout.types import Policy
 
 _AHEAD = 256  # keys that are drawn at once
 
@@ -72,8 +71,8 @@ class PolicyRunner:
             obs: `[B, ...]`, NumPy; it must not be written to afterwards.
             over: `[B]` bool, lanes that are at the start of an episode.
             episode_id: `[B]` int32, the episodes they are in.
-            env_id: `[num_ready]` int32, the lanes to act for, which the other arrays
-                and the result then have instead of all B. The number B is padding.
+            env_id: `[num_ready]` int32, the lanes to act for, which `obs` and the
+                result then have instead of all B. The number B is padding.
 
         Returns:
             The actions, NumPy; and the extras, which stay on the device.
@@ -96,7 +95,7 @@ class PolicyRunner:
         """
         if not jax.tree.leaves(self.state) or not over.any():
             return self.state
-        return self._restart(self._root, self.state, over, episode_id)
+        return self._restart(self._root, over, episode_id, self.state)
 
     def _call(
         self,
@@ -126,42 +125,36 @@ class PolicyRunner:
         words: jax.Array,
         state: ArrayTree,
         obs: ArrayTree,
-        lanes: tuple[jax.Array, ...],
+        lanes: tuple[()] | tuple[jax.Array, jax.Array, jax.Array],
         env_id: jax.Array | None,
     ) -> tuple[ArrayTree, ArrayTree, ArrayTree]:
-        num_lanes, old = len(jax.tree.leaves(obs)[0]), state
-        view = self._view._replace(num_envs=num_lanes)
         if lanes:
-            root, over, episode_id = lanes
-            state = self._restarted(root, state, over, episode_id, env_id)
+            state = self._restarted(*lanes, state)
+        mine = state
+        if env_id is not None:
+            mine = jax.tree.map(lambda x: x[env_id], state)
         key = jax.random.wrap_key_data(words, impl=self._impl)
-        decision = act(view, self._policy, _carry(obs, state), params, key)
-        state = decision.state
+        decision = self._policy.apply(params, obs, mine, key)
+        view = self._view._replace(num_envs=len(jax.tree.leaves(obs)[0]))
+        checks.policy_step(decision, view, mine)
+        new = decision.state
         if env_id is not None:  # `drop`: padding is beyond the last lane
             put = lambda x, rows: x.at[env_id].set(rows, mode="drop")  # noqa: E731
-            state = jax.tree.map(put, old, state)
-        return state, decision.action, decision.extras
+            new = jax.tree.map(put, state, new)
+        return new, decision.action, decision.extras
 
     def _restarted(
         self,
         words: jax.Array,
-        state: ArrayTree,
         over: jax.Array,
         episode_id: jax.Array,
-        env_id: jax.Array | None = None,
+        state: ArrayTree,
     ) -> ArrayTree:
-        """Returns the state of the lanes that act, of new episodes where `over`."""
+        """Returns the state of all lanes, of new episodes where `over`."""
         root = jax.random.wrap_key_data(words, impl=self._impl)
         lanes = episode_keys.all_lanes(self._view.num_envs)
-        policy, take = self._policy, lambda tree: tree
-        if env_id is not None:
-            take = functools.partial(jax.tree.map, lambda x: jnp.asarray(x)[env_id])
-            lanes = LaneIds(lanes.number[env_id], lanes.total)
-            init, num_envs = policy.init, self._view.num_envs
-            policy = policy._replace(init=lambda _: take(init(num_envs)))
-        view = self._view._replace(num_envs=len(over))
         key = episode_keys.keys_of(root, lanes, episode_id)
-        return restart_policy(policy, view, take(state), over, key)
+        return restart_policy(self._policy, self._view, state, over, key)
 
 
 def to_host(tree: ArrayTree) -> ArrayTree:
@@ -180,18 +173,3 @@ def _policy_keys(root: chex.PRNGKey, step: jax.Array) -> jax.Array:
     steps = step + jnp.arange(_AHEAD, dtype=jnp.int32)
     key = episode_keys.at_step(episode_keys.policy_root(root), steps)
     return jax.random.key_data(key)
-
-
-def _carry(obs: ArrayTree, state: ArrayTree) -> Carry:
-    """Makes a carry with the fields that `kernel.act` reads."""
-    no: Any = ()
-    nothing = Episode(key=no, episode_return=no, episode_length=no, episode_id=no)
-    return Carry(
-        key=no,
-        step=no,
-        next_episode=no,
-        env_state=no,
-        obs=obs,
-        policy_state=state,
-        episode=nothing,
-    )

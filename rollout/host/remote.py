@@ -4,14 +4,15 @@ Ray starts the processes, moves arrays, and reports lost actors. This module add
 parameters made a batch, a limit of one waiting batch per actor, and replacements.
 """
 
+import contextlib
 import importlib
 import itertools
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -22,15 +23,12 @@ from flax import struct
 from rollout import checks
 from rollout.collector import Collector
 from rollout.envs import prng
-from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats, summarize
 from rollout.types import Transition
 
 _LOG = logging.getLogger("rollout")
 _summarize = jax.jit(summarize)
-# This module replaces lost actors itself, and actors have no names.
-_NO_OPTIONS = ("lifetime", "max_restarts", "max_task_retries", "name")
 
 
 class RemoteBatch(struct.PyTreeNode, kw_only=True):
@@ -74,18 +72,9 @@ class RemoteStats(NamedTuple):
     restarts: int = 0
 
 
-def remote_batches(
-    make_collector: Callable[[], Collector | HostCollector],
-    *,
-    key: chex.PRNGKey,
-    params: Any = None,
-    num_actors: int,
-    steps_per_batch: int,
-    max_params_lag: int | None = None,
-    total_steps: int | None = None,
-    max_restarts: int = 10,
-    ray_options: Mapping[str, Any] | None = None,
-) -> "RemoteBatches":
+class RemoteBatches(
+    Iterator[RemoteBatch], contextlib.AbstractContextManager["RemoteBatches"]
+):
     """Collects in actors of Ray, each with its own collector.
 
         with rollout.remote_batches(make_collector, key=key, params=params,
@@ -109,6 +98,9 @@ def remote_batches(
 
     The order of batches, and so the result of learning, depends on the actors' speed.
 
+    It is an iterator over `RemoteBatch`es. If Ray is not running, it starts Ray, and
+    `close` ends it.
+
     Args:
         make_collector: makes the collector, in the actor: it does its own imports and
             sets jax's options. It is sent by `cloudpickle`.
@@ -128,76 +120,48 @@ def remote_batches(
             assigns no accelerator, jax runs on the CPU. Ray waits silently until
             machines with these resources join.
 
-    Returns:
-        An iterator over `RemoteBatch`es. If Ray is not running, this starts it, and
-        `close` ends it.
-
     Raises:
         ImportError: if Ray is not installed.
         ValueError: if an option is not as above.
     """
-    checks.function("make_collector", make_collector)
-    checks.typed_key(key)
-    num_actors = checks.int_between("num_actors", num_actors)
-    steps_per_batch = checks.int_between("steps_per_batch", steps_per_batch)
-    if max_params_lag is not None:
-        max_params_lag = checks.int_between("max_params_lag", max_params_lag, least=0)
-    if total_steps is not None:
-        total_steps = checks.int_between("total_steps", total_steps, most=None)
-    max_restarts = checks.int_between("max_restarts", max_restarts, least=0)
-    ray_options = dict(ray_options or {})
-    if wrong := [name for name in _NO_OPTIONS if name in ray_options]:
-        raise ValueError(
-            f"`ray_options` must be without {', '.join(_NO_OPTIONS)}, for "
-            f"`max_restarts` replaces lost actors, got {', '.join(wrong)}."
-        )
-    ray = _import()
-    actor_class = ray.remote(_Actor).options(**ray_options)
-    if owns_ray := not ray.is_initialized():
-        _init(ray)
-
-    def make_actor(number: int) -> Any:
-        words = np.asarray(prng.words(jax.random.fold_in(key, number)))
-        impl = str(jax.random.key_impl(key))
-        return actor_class.remote(make_collector, words, impl, steps_per_batch)
-
-    return RemoteBatches(
-        ray,
-        make_actor,
-        params=params,
-        num_actors=num_actors,
-        max_params_lag=max_params_lag,
-        total_steps=total_steps,
-        max_restarts=max_restarts,
-        owns_ray=owns_ray,
-    )
-
-
-class RemoteBatches:
-    """Yields the batches of actors; `remote_batches` makes and describes it."""
 
     def __init__(
         self,
-        ray: ModuleType,
-        make_actor: Callable[[int], Any],
+        make_collector: Callable[[], Collector | HostCollector],
         *,
-        params: Any,
+        key: chex.PRNGKey,
+        params: Any = None,
         num_actors: int,
-        max_params_lag: int | None,
-        total_steps: int | None,
-        max_restarts: int,
-        owns_ray: bool,
+        steps_per_batch: int,
+        max_params_lag: int | None = None,
+        total_steps: int | None = None,
+        max_restarts: int = 10,
+        ray_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._ray, self._owns_ray, self._make_actor = ray, owns_ray, make_actor
-        self._total_steps, self._max_restarts = total_steps, max_restarts
-        self._max_lag = max_params_lag
-        self._numbers = itertools.count()
+        checks.function("make_collector", make_collector)
+        checks.typed_key(key)
+        num_actors = checks.int_between("num_actors", num_actors)
+        steps_per_batch = checks.int_between("steps_per_batch", steps_per_batch)
+        if max_params_lag is not None:
+            checks.int_between("max_params_lag", max_params_lag, least=0)
+        if total_steps is not None:
+            checks.int_between("total_steps", total_steps, most=None)
+        checks.int_between("max_restarts", max_restarts, least=0)
+        self._max_lag, self._total_steps = max_params_lag, total_steps
+        self._max_restarts = max_restarts
+        self._ray = ray = _import()
+        self._make_actor = ray.remote(_Actor).options(**(ray_options or {})).remote
+        self._args = make_collector, steps_per_batch, str(jax.random.key_impl(key))
+        self._key, self._numbers = key, itertools.count()
         self._actors: dict[int, Any] = {}  # by number
         self._proven: set[int] = set()  # actors that have returned a batch
         # By reference, the oldest first: actor, version of the parameters.
         self._in_flight: dict[Any, tuple[int, int]] = {}
         self._stats = RemoteStats()
         self._setting, self._is_closed = threading.Lock(), False
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            _init(ray)
         try:
             host = _on_host(params)
             self._kind = jax.eval_shape(lambda x: x, host)
@@ -208,17 +172,9 @@ class RemoteBatches:
             self.close()
             raise
 
-    def __enter__(self) -> Self:
-        """Closes the actors at the end of the `with` block."""
-        return self
-
     def __exit__(self, *_: object) -> None:
         """Closes the actors."""
         self.close()
-
-    def __iter__(self) -> Iterator[RemoteBatch]:
-        """Returns itself, which yields the batches that are left."""
-        return self
 
     def __next__(self) -> RemoteBatch:
         """Waits for the next batch, from whichever actor has one.
@@ -299,13 +255,14 @@ class RemoteBatches:
     def _start(self) -> None:
         """Starts an actor, and its first batch."""
         number = next(self._numbers)
-        self._actors[number] = self._make_actor(number)
+        words = np.asarray(prng.words(jax.random.fold_in(self._key, number)))
+        self._actors[number] = self._make_actor(*self._args, words)
         self._begin(number)
 
     def _begin(self, number: int) -> int:
         """Begins a batch of an actor; returns the version of the parameters."""
         params, version = self._params
-        reference = self._actors[number].collect.remote(params, version)
+        reference = self._actors[number].collect.remote(params)
         self._in_flight[reference] = number, version
         return version
 
@@ -336,50 +293,52 @@ class RemoteBatches:
         self._stats = RemoteStats(**{x: old[x] + more.get(x, 0) for x in old})
 
 
+remote_batches = RemoteBatches  # the name under which programs call it
+
+
 class _Actor:
     """Owns a collector, in its own process."""
 
     def __init__(
         self,
         make_collector: Callable[[], Collector | HostCollector],
-        words: Any,
-        impl: str,
         steps_per_batch: int,
+        impl: str,
+        words: np.ndarray,
     ) -> None:
         context = _import().get_runtime_context()
         if not any(context.get_accelerator_ids().values()):
             # Accelerators of the machine are for others. No jax array may come before.
             jax.config.update("jax_platforms", "cpu")
-        self._make_collector, self._words, self._impl = make_collector, words, impl
-        self._steps_per_batch = steps_per_batch
-        self._collector: Any = None
-        self._params, self._version = None, None
+        self._batches = _collect(make_collector, steps_per_batch, impl, words)
+        next(self._batches)
 
-    def collect(
-        self, params: ArrayTree, version: int
-    ) -> tuple[Transition, CollectStats]:
+    def collect(self, params: Any) -> tuple[Transition, CollectStats]:
         """Collects a batch, and returns it in NumPy: one object for Ray."""
-        if not self._collector:  # not in `__init__`, where Ray hides errors
-            self._begin()
-        if version != self._version:
-            self._params, self._version = jax.device_put(params), version
-        self._carry, trajectory = self._collector.collect_steps(
-            self._carry, self._params, self._num_steps
-        )
-        return jax.device_get((trajectory, _summarize(trajectory)))
+        return self._batches.send(params)
 
-    def _begin(self) -> None:
-        collector = self._make_collector()
-        if not isinstance(collector, Collector | HostCollector):
-            raise ValueError(
-                "`make_collector` must return a `Collector` or a `HostCollector`, got "
-                f"{checks.describe(collector)}."
-            )
-        num_columns = getattr(collector, "num_ready", None) or collector.env.num_envs
-        self._num_steps = -(-self._steps_per_batch // num_columns)
-        key = jax.random.wrap_key_data(self._words, impl=self._impl)
-        self._carry = collector.init(key)
-        self._collector = collector
+
+def _collect(
+    make_collector: Callable[[], Collector | HostCollector],
+    steps_per_batch: int,
+    impl: str,
+    words: Any,
+) -> Generator[Any, Any, None]:
+    """Yields nothing, and then a batch for all parameters that are sent."""
+    params = yield
+    collector: Any = make_collector()  # with parameters only: Ray hides earlier errors
+    if not isinstance(collector, Collector | HostCollector):
+        raise ValueError(
+            "`make_collector` must return a `Collector` or a `HostCollector`, got "
+            f"{checks.describe(collector)}."
+        )
+    num_columns = getattr(collector, "num_ready", None) or collector.env.num_envs
+    num_steps = -(-steps_per_batch // num_columns)
+    carry = collector.init(jax.random.wrap_key_data(words, impl=impl))
+    while True:
+        params = jax.device_put(params)
+        carry, trajectory = collector.collect_steps(carry, params, num_steps)
+        params = yield jax.device_get((trajectory, _summarize(trajectory)))
 
 
 def _import() -> ModuleType:
@@ -390,12 +349,12 @@ def _import() -> ModuleType:
         raise ImportError(f"ray is not installed: {line}") from error
 
 
-def _init(ray: ModuleType, **options: Any) -> None:
-    options |= {"log_to_driver": False, "logging_level": logging.ERROR}
+def _init(ray: Any) -> None:
     with warnings.catch_warnings():
         # Ray's forks only execute another program at once.
         warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-        ray.init(include_dashboard=False, **options)
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        ray.init(include_dashboard=False, **quiet)
 
 
 def _on_host(params: Any) -> Any:

@@ -14,6 +14,7 @@ from jax import lax
 
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
+from rollout.host.policy_runner import to_host
 from rollout.kernel.step import (
     accumulate,
     accumulate_nothing,
@@ -34,51 +35,45 @@ class RowBlock:
         size: number of rows to write.
         num: number of rows that are complete.
         width: B.
-        extras: by row, what the policy returned; on the host before `read`.
+        extras: by row, what the policy returned, perhaps on the device until `read`.
         lane: `[capacity, B]` int32, the lane of each column.
         reward, terminated, truncated, mask, episode_id, episode_return,
             episode_length: `[capacity, B]`, as `Transition` has them.
         cut: `[capacity, B]` bool, True where `max_steps` alone ended an episode.
-        stopped: `[capacity, B]` bool, True where the end of a batch cut an episode.
     """
 
     def __init__(self, width: int, size: int, capacity: int | None = None) -> None:
         self.width, self.size, self.num = width, size, 0
         self._shape = shape = capacity or size, width
         self.extras: list[ArrayTree] = []
-        self.reward = np.zeros(shape, np.float32)
-        self.terminated, self.truncated = np.zeros(shape, bool), np.zeros(shape, bool)
-        self.cut, self.stopped = np.zeros(shape, bool), np.zeros(shape, bool)
-        self.mask = np.zeros(shape, bool)
+        self.reward, self.episode_return = np.zeros((2, *shape), np.float32)
+        self.episode_id, self.episode_length = np.zeros((2, *shape), np.int32)
+        self.terminated, self.truncated = np.zeros((2, *shape), bool)
+        self.mask, self.cut = np.zeros((2, *shape), bool)
         self.lane = np.zeros(shape, np.int32) + np.arange(width, dtype=np.int32)
-        self.episode_id = np.zeros(shape, np.int32)
-        self.episode_return = np.zeros(shape, np.float32)
-        self.episode_length = np.zeros(shape, np.int32)
-        # By field: the tree's structure, None for a single array, and its leaves.
+        # By field: the tree's structure and its leaves.
         self._trees: dict[str, tuple[Any, list[np.ndarray]]] = {}
 
-    def write(self, name: str, tree: ArrayTree, row: int | None = None) -> None:
-        """Writes a field of a row, of the current one whose number is `num`."""
+    def write(self, name: str, tree: ArrayTree, row: int | None = None) -> ArrayTree:
+        """Writes a field of a row, of the current one whose number is `num`.
+
+        Returns:
+            The field as it is in the block, `[B, ...]`: not overwritten by later rows.
+        """
         row = self.num if row is None else row
         if name not in self._trees:
             leaves, structure = jax.tree.flatten(tree)
             arrays = [np.zeros(self._shape + x.shape[1:], x.dtype) for x in leaves]
-            is_leaf = isinstance(tree, np.ndarray)
-            self._trees[name] = None if is_leaf else structure, arrays
+            self._trees[name] = structure, arrays
         structure, arrays = self._trees[name]
-        if structure is None:  # a single array: the usual case, kept fast
-            arrays[0][row, : len(tree)] = tree
-            return
-        leaves = structure.flatten_up_to(tree)
-        for array, leaf in zip(arrays, leaves, strict=True):
-            array[row, : len(leaf)] = leaf
-
-    def written(self, name: str) -> ArrayTree:
-        """Returns a field of the current row, `[B, ...]`, as views."""
-        structure, arrays = self._trees[name]
-        if structure is None:
-            return arrays[0][self.num]
-        return structure.unflatten([array[self.num] for array in arrays])
+        if isinstance(tree, np.ndarray):  # the usual case, kept fast
+            view = arrays[0][row]
+            view[: len(tree)] = tree
+            return view
+        views = [array[row] for array in arrays]
+        for view, leaf in zip(views, structure.flatten_up_to(tree), strict=True):
+            view[: len(leaf)] = leaf
+        return structure.unflatten(views)
 
     def mask_out(self, episode_ids: np.ndarray) -> int:
         """Masks out the rows of some episodes; returns how many there were."""
@@ -89,20 +84,25 @@ class RowBlock:
 
     def read(self) -> Transition:
         """Returns all rows, `[capacity, B, ...]`, not copied; masked-out ones zero."""
-        for row, extras in enumerate(self.extras[: self.num]):
+        # All together, and only now: usually nothing waits for them any more.
+        for row, extras in enumerate(to_host(self.extras[: self.num])):
             self.write("extras", extras, row)
         self.mask[self.num :] = False  # part of a row, which does not count
         columns = "reward terminated truncated mask episode_id episode_return"
         fields = {x: getattr(self, x) for x in (*columns.split(), "episode_length")}
         for name, (structure, arrays) in self._trees.items():
-            fields[name] = (
-                arrays[0] if structure is None else structure.unflatten(arrays)
-            )
+            fields[name] = structure.unflatten(arrays)
         rows, is_out = Transition(**fields), ~self.mask
         if is_out[: self.num].any():
             for array in jax.tree.leaves(rows):
                 array[is_out] = 0
         return rows
+
+
+def place_rows(tree: ArrayTree, where: Any, rows: ArrayTree) -> None:
+    """Writes rows into arrays, in place."""
+    for array, leaf in zip(jax.tree.leaves(tree), jax.tree.leaves(rows), strict=True):
+        array[where] = leaf
 
 
 def finish(

@@ -3,13 +3,15 @@
 A call of jax for each reset would be slow, so tables of the next seeds are drawn ahead.
 """
 
+import functools
+
 import chex
 import jax
 import numpy as np
 
 from rollout.kernel import episode_keys
 
-_AHEAD = 256  # seeds that are drawn at once
+_AHEAD = 256  # rows of B seeds that are drawn at once
 
 
 class Seeds:
@@ -17,49 +19,29 @@ class Seeds:
 
     def __init__(self, key: chex.PRNGKey, num_envs: int) -> None:
         self._key, self._num_envs = key, num_envs
-        # Row k of a table has the seeds of the episodes k after the first ones: of the
-        # lanes' own first ones, `[B]`, or of one in the queue.
-        self._first = np.zeros(num_envs, np.int64)  # [B]
-        self._own = np.zeros((0, num_envs), np.uint32)
-        self._first_queued, self._queued = 0, np.zeros(0, np.uint32)
+        # Each lane may be in an episode of another table.
+        self._table = functools.lru_cache(num_envs + 1)(self._draw)
 
     def of(self, lane: np.ndarray, episode_id: np.ndarray) -> np.ndarray:
         """Returns `[B]` uint32, the seeds of the episodes of `n` lanes, zero elsewhere.
 
         Args:
             lane: `[n]` int.
-            episode_id: `[n]` int32, all of the queue, below 0, or all of the lanes'
-                own episodes.
+            episode_id: `[n]` int32, of the lanes' own episodes or of the queue's.
         """
         seeds = np.zeros(self._num_envs, np.uint32)
-        if episode_id[0] < 0:
-            position = -1 - episode_id  # ids of the queue count down from -1
-            row = position - self._first_queued
-            if not _are_rows(row, self._queued):
-                self._first_queued = int(position.min())
-                row = position - self._first_queued
-                # In the shape of the lanes' own seeds: one program draws both.
-                later = np.arange(_AHEAD * self._num_envs).reshape(_AHEAD, -1)
-                self._queued = self._draw(-1 - (self._first_queued + later)).ravel()
-            seeds[lane] = self._queued[row]
-            return seeds
-        number = episode_id // self._num_envs  # own ids are `number * B + lane`
-        row = number - self._first[lane]
-        if not _are_rows(row, self._own):
-            self._first[lane], row = number, np.zeros_like(row)  # others keep theirs
-            later = self._first + np.arange(_AHEAD)[:, None]
-            self._own = self._draw(later * self._num_envs + np.arange(self._num_envs))
-        seeds[lane] = self._own[row, lane]
+        for at, number in zip(lane.tolist(), episode_id.tolist(), strict=True):
+            # Ids count up from 0, and those of the queue down from -1: rows may be
+            # below 0, too.
+            row, column = divmod(number, self._num_envs)
+            seeds[at] = self._table(row // _AHEAD)[row % _AHEAD, column]
         return seeds
 
-    def _draw(self, episode_id: np.ndarray) -> np.ndarray:
-        return np.asarray(_seeds(self._key, episode_id.astype(np.int32)))
-
-
-def _are_rows(row: np.ndarray, table: np.ndarray) -> bool:
-    """Returns whether a table has all of these rows."""
-    numbers = row.tolist()  # often a single one, for which NumPy takes longer
-    return min(numbers) >= 0 and max(numbers) < len(table)
+    def _draw(self, table: int) -> np.ndarray:
+        """Draws a table of seeds, `[_AHEAD, B]`."""
+        row = table * _AHEAD + np.arange(_AHEAD, dtype=np.int32)
+        lane = np.arange(self._num_envs, dtype=np.int32)
+        return np.asarray(_seeds(self._key, row[:, None] * self._num_envs + lane))
 
 
 @jax.jit

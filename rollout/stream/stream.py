@@ -366,7 +366,7 @@ class Stream(Generic[ParamsT]):
         }
         if self._is_host:
             # The next batch moves the environments on.
-            saved = b""
+            saved = [b""] * self._options.num_envs
             if at.pending is None:
                 saved = self._collector.save(at.carry, allow_pickle=allow_pickle)
             state["saved_envs"] = saved

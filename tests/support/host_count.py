@@ -133,6 +133,51 @@ class HostCount:
         self.is_closed = True
 
 
+class Late(HostCount):
+    """Counting environments that answer after a latency, in virtual time.
+
+    Args:
+        latency_fn: draws the seconds of a step: `(rng, env)` to float.
+        slow: environments that do not answer while they are in it.
+    """
+
+    def __init__(
+        self, num_envs, *, latency_fn=lambda rng, env: 0.0, slow=(), **options
+    ):
+        super().__init__(num_envs, **options)
+        self.latency_fn, self.slow = latency_fn, set(slow)
+        self.rng, self.now = np.random.default_rng(0), 0.0
+        self.num_sent, self.queue = 0, []  # (time of the answer, number sent, env)
+
+    def reset(self, seeds, mask):
+        self.queue = [x for x in self.queue if not mask[x[-1]]]
+        return super().reset(seeds, mask)
+
+    def send(self, action, env_id):
+        for env in env_id.tolist():
+            assert env not in [x[-1] for x in self.queue]
+            time = self.now + self.latency_fn(self.rng, env)
+            self.queue.append((time, self.num_sent, env))
+            self.num_sent += 1
+
+    def receive(self, num_ready, timeout=None):
+        ready = sorted(x for x in self.queue if x[-1] not in self.slow)[:num_ready]
+        if len(ready) < num_ready:
+            raise TimeoutError(f"{len(ready)} answered within {timeout} s")
+        self.queue = [x for x in self.queue if x not in ready]
+        self.now = max(self.now, ready[-1][0])
+        env_id = np.array([x[-1] for x in ready], np.int32)
+        others = np.setdiff1d(np.arange(self.num_envs), env_id)
+        kept = {x: getattr(self, x)[others].copy() for x in ("obs", "over", "number")}
+        self.over[others] = False
+        result = self.step(np.zeros(self.num_envs, np.int32))
+        for name, value in kept.items():
+            getattr(self, name)[others] = value
+        causes = {i: x for i, x in result.causes.items() if i in env_id}
+        fields = [x[env_id] for x in result[:5]]
+        return type(result)(*fields, {}, None, causes), env_id
+
+
 KEY = jax.random.key(3)
 
 
@@ -168,6 +213,47 @@ def in_jax(num_envs=4, **params):
 
 def on_host(num_envs=4, **params):
     return HostCollector(env=HostCount(num_envs, **params), **OPTIONS)
+
+
+def count_rows(acc, transition):
+    """Counts steps, and adds rewards and all that is recorded beside them."""
+    num_steps, total = acc
+    recorded = transition.reward + sum(jax.tree.leaves(transition.extras))
+    num_steps = num_steps + transition.mask.sum(dtype=jnp.int32)
+    return num_steps, total + jnp.where(transition.mask, recorded, 0)
+
+
+NOTHING = np.int32(0), np.zeros(4, np.float32)
+
+
+def episodes(num_episodes, **options):
+    options = {"max_steps": 6, **options}
+    return lambda x, carry: x.collect_episodes(carry, None, num_episodes, **options)
+
+
+# Calls of a collector of four lanes.
+CALLS = {
+    "step": lambda x, carry: x.step(carry, None),
+    "steps": lambda x, carry: x.collect_steps(carry, None, 40),
+    "one episode": episodes(1),
+    "fewer episodes than lanes": episodes(3),
+    "an episode in each lane": episodes(4),
+    "more episodes than lanes": episodes(11, max_steps=4),
+    "few steps": episodes(9, min_steps=1),
+    "enough steps": episodes(9, min_steps=17),
+    "episodes of each lane": lambda x, carry: x.collect_episodes_per_env(
+        carry, None, 3, max_steps=6
+    ),
+    "padded episodes": lambda x, carry: x.collect_padded_episodes(
+        carry, None, 7, max_length=6
+    ),
+    "folded steps": lambda x, carry: x.fold_steps(
+        carry, None, count_rows, NOTHING, num_steps=150
+    ),
+    "folded episodes": lambda x, carry: x.fold_episodes(
+        carry, None, count_rows, NOTHING, num_episodes=40, max_steps=6
+    ),
+}
 
 
 def assert_same(host, kernel):

@@ -170,13 +170,6 @@ class Unreliable(Count):
         return super().reset(seed=seed_of("fine" if rest % 8 else self.WAYS[way]))
 
 
-class Steady(Count):
-    """Has no faults, whatever its seeds."""
-
-    def reset(self, *, seed=None, options=None):
-        return super().reset(seed=0)
-
-
 class Hangs(Count):
     """Does not answer at the sixth step while a file is there."""
 

@@ -5,8 +5,7 @@ import pathlib
 import types
 
 import jax
-from host_count import OPTIONS, POLICY, HostCount, SeedCount, in_jax, on_host
-from simulated import simulate_latency
+from host_count import OPTIONS, POLICY, HostCount, Late, in_jax, on_host
 
 from rollout import HostCollector
 
@@ -30,8 +29,7 @@ def noted(folder, num_envs=4):
 
 def served():
     """A collector with rows of the environments that are ready."""
-    env = simulate_latency(SeedCount(), 4)
-    return HostCollector(env=env, policy=POLICY, num_ready=3)
+    return HostCollector(env=Late(4), policy=POLICY, num_ready=3)
 
 
 def failing():
@@ -136,9 +134,9 @@ class _LocalActor:
 
         return types.SimpleNamespace(remote=remote)
 
-    def run(self, params, version):
+    def run(self, params):
         self.num_in_flight, self.params = self.num_in_flight - 1, params
-        return self.actor.collect(params, version)
+        return self.actor.collect(params)
 
 
 class _Reference:

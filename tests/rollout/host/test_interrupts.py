@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_envs import Hangs, Steady
+from host_count import CALLS
+from host_envs import Faultless, Hangs
 
 import rollout
 from rollout import envs
@@ -28,12 +29,12 @@ POLICY = rollout.recurrent_policy(
 
 
 def in_process(num_ready=None):
-    env = envs.from_gymnasium(Steady, NUM_ENVS)
+    env = envs.from_gymnasium(Faultless, NUM_ENVS)
     return rollout.HostCollector(env=env, policy=POLICY, num_ready=num_ready)
 
 
 def in_workers(num_ready=None):
-    env = envs.workers([Steady] * NUM_ENVS, num_workers=2)
+    env = envs.workers([Faultless] * NUM_ENVS, num_workers=2)
     return rollout.HostCollector(env=env, policy=POLICY, num_ready=num_ready)
 
 
@@ -150,51 +151,25 @@ def test_no_row_is_lost(make, num_ready, num_rounds):
     assert num_lost < num_rounds / 10
 
 
-def add(total, row):
-    return total + row.mask.sum()
-
-
-def fold_steps(collector, carry):
-    return collector.fold_steps(carry, None, add, jnp.int32(0), num_steps=70)
-
-
-def fold_episodes(collector, carry):
-    options = {"num_episodes": 6, "max_steps": 9}
-    return collector.fold_episodes(carry, None, add, jnp.int32(0), **options)
-
-
-CALLS = {
-    "collect_episodes": lambda x, carry: x.collect_episodes(
-        carry, None, 6, max_steps=4
-    ),
-    "step": lambda x, carry: x.step(carry, None),
-    "fold_steps": fold_steps,
-    "collect_episodes_per_env": lambda x, carry: x.collect_episodes_per_env(
-        carry, None, 2, max_steps=9
-    ),
-    "fold_episodes": fold_episodes,
-    "collect_padded_episodes": lambda x, carry: x.collect_padded_episodes(
-        carry, None, 6, max_length=9
-    ),
-    "init": lambda x, carry: (x.init(KEY),),
-}
+INIT = {"init": lambda x, carry: (x.init(KEY),)}
 
 
 @pytest.mark.parametrize(
     ("name", "num_ready"),
     [
-        ("collect_episodes", None),
-        *(pytest.param(name, None, marks=pytest.mark.slow) for name in list(CALLS)[1:]),
-        pytest.param("collect_episodes", 2, marks=pytest.mark.slow),
+        ("fewer episodes than lanes", None),
+        *(pytest.param(x, None, marks=pytest.mark.slow) for x in (*CALLS, "init")),
+        pytest.param("more episodes than lanes", 2, marks=pytest.mark.slow),
     ],
 )
 def test_collector_goes_on_after_any_call(name, num_ready):
     collector = (in_workers if num_ready else in_process)(num_ready)
-    carry, *_ = CALLS[name](collector, collector.init(KEY))
+    fn = (CALLS | INIT)[name]
+    carry, *_ = fn(collector, collector.init(KEY))
 
     def call():
         nonlocal carry
-        carry, *rest = CALLS[name](collector, carry)
+        carry, *rest = fn(collector, carry)
         return carry, *rest
 
     for result in interrupted(call, 50):
@@ -267,7 +242,7 @@ def test_handler_of_the_caller_is_called_between_two_rows():
         calls.append("row")
         return jnp.ones(len(obs), jnp.int32)
 
-    env = envs.from_gymnasium(Steady, NUM_ENVS)
+    env = envs.from_gymnasium(Faultless, NUM_ENVS)
     collector = rollout.HostCollector(env=env, policy=rollout.stateless_policy(act))
     with jax.disable_jit():
         carry = collector.init(KEY)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces as gym
-from simulated import simulate_latency
 from space_envs import Own, Sampled
 
 import rollout
@@ -69,19 +68,27 @@ def each(hows):
     ]
 
 
-@pytest.mark.parametrize(("how", "name"), each(["own", "gymnasium", "workers"]))
+@pytest.mark.parametrize(
+    ("how", "name"), each(["own", "gymnasium", "workers", "asynchronous"])
+)
 def test_space_goes_through_collector_buffer_and_checkpoint(how, name, tmp_path):
     space = as_space(OURS[name])
-    env = make(how, OURS[name])
+    num_ready = 1 if how == "asynchronous" else None
+    env = make("workers" if num_ready else how, OURS[name])
     policy = rollout.random_policy(env.action_space)
-    collector = rollout.HostCollector(env=env, policy=policy)
+    collector = rollout.HostCollector(env=env, policy=policy, num_ready=num_ready)
     try:
         _, rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 9)
     finally:
         env.close()
-    assert rows.terminated.sum() == 2 * 3
-    for tree in (rows.obs, rows.next_obs, rows.action):
-        assert_of(space, tree, (9, 3))
+    if num_ready:
+        rows = rollout.by_env(rows).replace(info=())
+    else:
+        assert rows.terminated.sum() == 2 * 3
+    kept = jax.tree.map(lambda x: x[rows.mask], rows)
+    assert kept.reward.sum() == kept.mask.size == 9 * (num_ready or 3)
+    for tree in (kept.obs, kept.next_obs, kept.action):
+        assert_of(space, tree, kept.mask.shape)
 
     buffer = buffers.ReplayBuffer(capacity=64, num_envs=3)
     state = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], rows)), rows)
@@ -93,24 +100,6 @@ def test_space_goes_through_collector_buffer_and_checkpoint(how, name, tmp_path)
     jax.tree.map(np.testing.assert_array_equal, saved["rows"], rows)
     again = buffer.sample(saved["buffer"], jax.random.key(1), batch_size=8)
     jax.tree.map(np.testing.assert_array_equal, again, drawn)
-
-
-@pytest.mark.parametrize(("how", "name"), each(["asynchronous"]))
-def test_space_goes_through_the_asynchronous_collector(how, name):
-    del how  # unused
-    space = as_space(THEIRS[name])
-    env = envs.workers([functools.partial(Sampled, THEIRS[name])] * 3, num_workers=3)
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.HostCollector(env=env, policy=policy, num_ready=1)
-    try:
-        _, rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 12)
-    finally:
-        env.close()
-    by_env = rollout.by_env(rows)
-    kept = jax.tree.map(lambda x: x[by_env.mask], by_env)
-    assert kept.reward.sum() == kept.mask.size == rows.mask.sum() > 0
-    for tree in (kept.obs, kept.next_obs, kept.action):
-        assert_of(space, tree, kept.mask.shape)
 
 
 @pytest.mark.parametrize(("how", "name"), each(["own", "gymnasium"]))
@@ -158,16 +147,3 @@ def test_names_of_one_dict_are_of_one_type():
     for name in (1, None):
         with pytest.raises(ValueError, match="`spaces` must have names of one type"):
             envs.Dict({"a": envs.Discrete(2), name: envs.Discrete(2)})
-
-
-@pytest.mark.slow
-def test_simulated_environments_take_spaces_of_several_parts():
-    env = envs.wrappers.ObservePrevious(envs.make("CartPole-v1"))
-    collector = rollout.HostCollector(
-        env=simulate_latency(env, 3),
-        policy=rollout.random_policy(env.action_space),
-        num_ready=2,
-    )
-    _, rows = collector.collect_steps(collector.init(jax.random.key(0)), None, 12)
-    obs = jax.tree.map(lambda x: x[rows.mask], rows.obs)
-    assert_of(env.observation_space, obs, (int(rows.mask.sum()),))
