@@ -43,7 +43,7 @@ def test_spaces_are_those_of_the_game():
     assert spaces["observation"].dtype == bool
 
 
-def test_one_player_has_a_game_of_its_own():
+def test_one_player_has_a_game_of_its_own(key_reuse):
     env = envs.suites.from_pgx(pgx.make("2048"))
     assert env.agents == ("player_0",)
     lanes = envs.vectorize_agents(env, 3)
