@@ -261,7 +261,7 @@ def test_lanes_have_models_of_their_own(env_id):
     plain, scale = plain_of(CASES, env_id), GRAVITY[env_id]
     env, scales = plain.adapt(), jnp.array([1.0, 2.0])
     each = jax.vmap(lambda x: env.replace(model=scale(env.model, x)))(scales)
-    keys = jax.random.split(suite_checks.KEY)
+    keys = jax.random.split(jax.random.key(3))
     state, _ = plain.begin(keys)
     state = jax.tree.map(lambda x: x[jnp.zeros(2, int)], state)  # the same in both
     action = jnp.zeros((2, 1))
