@@ -43,7 +43,7 @@ def from_playground(env: Any) -> Env:
 
 def ids() -> tuple[str, ...]:
     """Lists the names of Playground's environments."""
-    return tuple(load("mujoco_playground.registry", "playground").ALL_ENVS)
+    return tuple(load("mujoco_playground", "playground").registry.ALL_ENVS)
 
 
 def make_one(name: str, **options: Any) -> Env:
@@ -53,7 +53,7 @@ def make_one(name: str, **options: Any) -> Env:
     fields (`**{"reward_config.scales.termination": -1.0}`). `impl` is "jax" by default.
     Some environments download the model of their robot, which needs git.
     """
-    registry = load("mujoco_playground.registry", "playground")
+    registry = load("mujoco_playground", "playground").registry
     fields = _fields(registry.get_default_config(name))
     unknown = sorted(set(options) - set(fields))
     if unknown:

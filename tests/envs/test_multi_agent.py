@@ -1,7 +1,5 @@
 """The contract of several agents: the results of its lanes, and its errors."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,108 +104,6 @@ def test_space_of_several_parts_draws_each_from_a_key_of_its_own():
     assert not space.contains({**drawn, "x": drawn["x"].at[2].set(9)})
     assert space.shape is None
     assert envs.spaces.Repeated(envs.Box(0, 1, (2,)), 4).shape == (4, 2)
-
-
-class Changed:
-    """A `ChanceEnv` with one attribute or method replaced."""
-
-    def __init__(self, **changes):
-        for name, value in changes.items():
-            setattr(self, name, value)
-
-    def __getattr__(self, name):
-        return getattr(ChanceEnv(), name)
-
-
-jax.tree_util.register_static(Changed)
-
-
-def changed_step(**changes):
-    return Changed(step=lambda *args: ChanceEnv().step(*args).replace(**changes))
-
-
-WRONG_AGENTS = {
-    "none": ({"groups": {"two": ("a", "c")}}, "in one group, got 'b' in none"),
-    "twice": (
-        {"groups": {"two": ("a", "c"), "one": ("b", "a")}},
-        "in one group, got 'a' in two, one",
-    ),
-    "unknown": (
-        {"groups": {"two": ("a", "c"), "one": ("b", "d")}},
-        "got 'd' in and not in `env.agents`",
-    ),
-    "empty": (
-        {"groups": {"two": ("a", "c"), "one": ("b",), "no": ()}},
-        "must have agents in each group, got 'no' empty",
-    ),
-    "names": ({"agents": ("a", "b", "b")}, "must be names, each once"),
-    "spaces": (
-        {"action_spaces": {"two": envs.Discrete(2)}},
-        "`env.action_spaces` must have the groups two, one, got two",
-    ),
-    "acting": (
-        {
-            "groups": {"acting": ("a", "b", "c")},
-            "action_spaces": {"acting": envs.Discrete(2)},
-            "observation_spaces": {"acting": envs.Discrete(2)},
-        },
-        'must have other names than "acting"',
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_AGENTS)
-def test_agents_must_be_in_groups(case):
-    changes, match = WRONG_AGENTS[case]
-    with pytest.raises(ValueError, match=match):
-        envs.vectorize_agents(Changed(**changes), B)
-
-
-def spaces_of(**changes):
-    return types.MappingProxyType({**ChanceEnv().observation_spaces, **changes})
-
-
-WRONG_STEPS = {
-    "reset": (Changed(reset=lambda key: (0, 1)), r"return \(state, obs, acting\)"),
-    "step": (
-        Changed(step=lambda *args: 3),
-        "`rollout.envs.multi_agent.MultiAgentStep`, got int",
-    ),
-    "reward": (
-        changed_step(reward=jnp.zeros(2)),
-        r"`reward` must be one value per agent, shape \(3,\), got float32 of",
-    ),
-    "flag": (
-        changed_step(terminated=jnp.bool_(0)),
-        "`terminated` must be one value per",
-    ),
-    "obs": (
-        changed_step(obs={"two": jnp.zeros(2)}),
-        r"`obs` must be a dict of the groups one, two, got \['two'\]",
-    ),
-    # Agents of other spaces in one group.
-    "shape": (
-        Changed(observation_spaces=spaces_of(two=envs.Box(0.0, 1.0, (4,)))),
-        r"`obs` of the group 'two' must be of shape \(2, 4\), got float32 of shape",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_STEPS)
-def test_what_is_returned_must_fit(case):
-    env, match = WRONG_STEPS[case]
-    with pytest.raises(ValueError, match=match):
-        one_step(env)
-
-
-def test_action_must_be_of_the_groups():
-    env, *_ = one_step(ChanceEnv())
-    state, _ = quick_jit(env.reset)(keys())
-    two, one = jnp.zeros((B, 2), jnp.int32), jnp.zeros((B, 1, 2))
-    with pytest.raises(ValueError, match="`action` must be a dict of the groups"):
-        env.step(keys(), state, two)
-    with pytest.raises(ValueError, match=r"'two' must be of int32 and shape \(2,\)"):
-        env.step(keys(), state, {"two": two.astype(jnp.float32), "one": one})
 
 
 def test_lanes_of_one_agent_are_those_of_the_plain_environment():

@@ -10,6 +10,7 @@ import pytest
 
 import rollout
 from rollout import envs
+from rollout.envs.ratings import from_interactions
 
 RNG = np.random.default_rng(0)
 LOG = {  # gaps in the ids, and about two rows for each of many pairs
@@ -48,7 +49,7 @@ def plain_missing(pairs, user, item, missing):
 )
 def test_tables_are_those_of_a_dictionary(missing, duplicates, timestamp):
     options = {"missing": missing, "duplicates": duplicates, "timestamp": timestamp}
-    tables = envs.ratings.from_interactions(LOG, **options)
+    tables = from_interactions(LOG, **options)
     pairs = plain_pairs(LOG, duplicates, timestamp)
     assert list(tables.users) == sorted({user for user, _ in pairs})
     assert list(tables.items) == sorted({item for _, item in pairs})
@@ -73,9 +74,9 @@ def test_path_frame_and_tuple_give_the_same_as_a_mapping(tmp_path):
     columns = LOG["user_id"], LOG["item_id"], LOG["feedback"]
     frame = pd.DataFrame({"x": 1, **dict(zip(names.values(), columns, strict=True))})
     frame.to_csv(path, index=False)
-    want = envs.ratings.from_interactions(LOG, missing="user_mean")
+    want = from_interactions(LOG, missing="user_mean")
     for data in (path, str(path), frame, frame.set_index("x", drop=False), columns):
-        got = envs.ratings.from_interactions(data, missing="user_mean", **names)
+        got = from_interactions(data, missing="user_mean", **names)
         for name in ("feedback", "known", "users", "items", "popularity"):
             np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
 
@@ -88,7 +89,7 @@ def test_rows_that_do_not_count_are_dropped_with_one_warning(tmp_path):
     options = {"missing": 0, "duplicates": "last", "timestamp": "at"}
     message = "7 of 9 records: 2 .*id, 1 .*timestamp, 3 .*feedback, 1 duplicate"
     with pytest.warns(UserWarning, match=message) as caught:
-        tables = envs.ratings.from_interactions(path, **options)
+        tables = from_interactions(path, **options)
     assert [x.filename for x in caught] == [__file__]
     assert list(tables.num_dropped.values()) == [2, 1, 3, 1]
     assert (list(tables.users), list(tables.items)) == ([5, 7], ["a", "b"])
@@ -96,41 +97,20 @@ def test_rows_that_do_not_count_are_dropped_with_one_warning(tmp_path):
     np.testing.assert_array_equal(tables.feedback, [[0, 1], [4, 0]])
 
 
-def test_pair_of_several_rows_can_be_an_error():
-    data = [1, 2, 2, 1, 2], ["a", "b", "c", "a", "b"], [1, 2, 3, 4, 5]
-    message = "each pair once, got another record of user 1 and item a, and 1 more"
-    with pytest.raises(ValueError, match=message):
-        envs.ratings.from_interactions(data, missing=0, duplicates="error")
-    once = tuple(column[:3] for column in data)
-    tables = envs.ratings.from_interactions(once, missing=0, duplicates="error")
+def test_pairs_of_one_row_each_are_no_error():
+    once = [1, 2, 2], ["a", "b", "c"], [1, 2, 3]
+    tables = from_interactions(once, missing=0, duplicates="error")
     np.testing.assert_array_equal(tables.feedback, [[1, 0, 0], [0, 2, 3]])
-
-
-@pytest.mark.parametrize(
-    ("data", "options", "message"),
-    [
-        (LOG, {"feedback": "stars"}, r"have the columns \['stars'\], got .*'time'"),
-        (([1], [2], ["five"]), {}, "five"),
-        (([1, None], [1, 1], [np.nan, 1]), {}, "must have a record .* none in 2 rec"),
-        (LOG, {"missing": "mean"}, "`missing` must be a finite number or one of user_"),
-        (LOG, {"missing": np.nan}, "`missing` must be .* item_mean, mask, got nan"),
-        (LOG, {"duplicates": "first"}, "`duplicates` must be one of mean, last, error"),
-        (LOG, {"timestamp": "time"}, 'unless `duplicates` is "last"'),
-    ],
-)
-def test_what_is_wrong_is_named(data, options, message):
-    with pytest.raises(ValueError, match=message):
-        envs.ratings.from_interactions(data, **{"missing": 0, **options})
 
 
 def test_pandas_is_needed(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r'pip install "rollout-jax\[recommend\]"'):
-        envs.ratings.from_interactions(LOG, missing=0)
+        from_interactions(LOG, missing=0)
 
 
 def test_environment_plays_the_tables_and_masks_what_is_not_known():
-    tables = envs.ratings.from_interactions(LOG, missing="mask")
+    tables = from_interactions(LOG, missing="mask")
     env = envs.RecommendationEnv(tables.feedback, max_turn=3, known=tables.known)
     policy = rollout.recommendation.item_policy(
         lambda params, obs: jnp.zeros(obs["mask"].shape)
@@ -146,38 +126,18 @@ def test_environment_plays_the_tables_and_masks_what_is_not_known():
     np.testing.assert_array_equal(rows.reward, tables.feedback[user, rows.action])
 
 
-def test_item_outside_of_the_mask_may_be_recommended():
-    env = envs.RecommendationEnv(np.ones((1, 2)), known=np.array([[True, False]]))
+def test_masked_item_may_be_recommended_unless_no_item_is_shown_twice():
+    known = np.array([[True, False, True]])
+    env = envs.RecommendationEnv(np.ones((1, 3)), known=known)
     state, _ = env.reset(jax.random.key(0))
     result = env.step(jax.random.key(1), state, jnp.int32(1))
     assert result.reward == 1.0
     assert not result.terminated
-
-
-def test_items_are_shown_once_and_only_those_that_are_known():
-    known = np.array([[True, False, True]])
-    env = envs.wrappers.NoRepeat(envs.RecommendationEnv(np.ones((1, 3)), known=known))
-    state, obs = env.reset(jax.random.key(0))
+    once = envs.wrappers.NoRepeat(env)
+    state, obs = once.reset(jax.random.key(0))
     np.testing.assert_array_equal(obs["mask"], known[0])
-    result = env.step(jax.random.key(1), state, jnp.int32(0))
+    result = once.step(jax.random.key(1), state, jnp.int32(0))
     np.testing.assert_array_equal(result.obs["mask"], [False, False, True])
-
-
-@pytest.mark.parametrize(
-    ("known", "message"),
-    [
-        (np.ones((2, 4), bool), r"`known` must have the shape \(2, 3\) .* \(2, 4\)"),
-        (np.ones((2, 3)), r"`known` must be \[U, I\] bool, got float64"),
-        (np.ones(3, bool), r"`known` must be \[U, I\] bool, got bool of shape \(3,\)"),
-    ],
-)
-def test_mask_must_be_of_these_users_and_items(known, message):
-    with pytest.raises(ValueError, match=message):
-        envs.RecommendationEnv(np.ones((2, 3)), known=known)
-    with pytest.raises(ValueError, match=message):
-        envs.RecommendationEnv(
-            lambda user, item: jnp.float32(0), num_users=2, num_items=3, known=known
-        )
 
 
 def test_times_as_text_are_put_in_order_as_numbers_or_dates():
@@ -185,52 +145,29 @@ def test_times_as_text_are_put_in_order_as_numbers_or_dates():
         for at in ([0, 1], [1, 0]):  # in and out of order
             data = [1, 1], [1, 1], [float(x) for x in at], [times[x] for x in at]
             with pytest.warns(UserWarning, match="1 duplicate"):
-                tables = envs.ratings.from_interactions(
+                tables = from_interactions(
                     data, missing=0, duplicates="last", timestamp="time"
                 )
             assert tables.feedback == [[1.0]]
-    data = [1], [1], [1.0], ["1/2/2024"]
-    with pytest.raises(ValueError, match=r"`time` must be numbers or dates .* '1/2/"):
-        envs.ratings.from_interactions(
-            data, missing=0, duplicates="last", timestamp="time"
-        )
 
 
 LARGE = 2**53
 
 
 @pytest.mark.filterwarnings("ignore:`data` lost .* missing_id")
-def test_large_ids_stay_apart_where_others_are_missing():
-    users = [LARGE, LARGE + 1, None]
-    tables = envs.ratings.from_interactions(
-        (users, [1, 1, 1], [1.0, 2.0, 3.0]), missing=0
-    )
-    assert tables.users.tolist() == users[:2]
-    np.testing.assert_array_equal(tables.feedback, [[1.0], [2.0]])
-
-
-@pytest.mark.filterwarnings("ignore:`data` lost .* missing_id")
 @pytest.mark.parametrize(
-    ("users", "got"),
+    ("users", "ids"),
     [
-        (np.array([LARGE, LARGE + 1, np.nan]), "9007199254740992.0: beyond 900719"),
-        (np.array([2**24, 2**24 + 1], np.float32), "16777216.0: beyond 16777216"),
-        (np.array([1.5, 2.0]), "1.5"),
+        ([LARGE, LARGE + 1, None], [LARGE, LARGE + 1]),
+        (np.array([3.0, np.nan]), [3]),  # floats are integers again
     ],
 )
-def test_ids_that_are_one_float_are_refused(users, got):
-    data = {"user_id": users, "item_id": users * 0 + 1, "feedback": users * 0 + 1}
-    message = f"`user_id` must be integers or text, got the float {got}"
-    with pytest.raises(ValueError, match=message):
-        envs.ratings.from_interactions(data, missing=0)
-
-
-@pytest.mark.filterwarnings("ignore:`data` lost .* missing_id")
-def test_ids_as_floats_are_integers_again():
-    data = {"user_id": np.array([3.0, np.nan]), "item_id": [1, 2], "feedback": [1, 2]}
-    tables = envs.ratings.from_interactions(data, missing=0)
+def test_ids_are_integers_where_some_are_missing(users, ids):
+    number = np.arange(len(users))
+    tables = from_interactions((users, number, number), missing=0)
     assert tables.users.dtype == np.int64
-    assert tables.users.tolist() == [3]
+    assert tables.users.tolist() == ids
+    np.testing.assert_array_equal(tables.feedback.diagonal(), number[: len(ids)])
 
 
 @pytest.mark.parametrize(
@@ -247,13 +184,5 @@ def test_ids_of_a_file_are_as_they_are_written(tmp_path, written, ids):
     path = tmp_path / "log.csv"
     rows = [f"{x},a,{number}" for number, x in enumerate(written)]
     path.write_text("\n".join(["user_id,item_id,feedback", *rows]))
-    tables = envs.ratings.from_interactions(path, missing=0)
+    tables = from_interactions(path, missing=0)
     assert tables.users.tolist() == ids
-
-
-@pytest.mark.parametrize(
-    ("data", "got"), [(5, "int"), ([1, 2], "list"), (([1], [2]), "2 of them")]
-)
-def test_what_is_no_log_is_refused(data, got):
-    with pytest.raises(ValueError, match=f"`data` must be the path of .* got {got}"):
-        envs.ratings.from_interactions(data, missing=0)

@@ -17,31 +17,23 @@ NEEDS_DOWNLOAD = "MNISTBandit-bsuite"
 QUICK = ("MountainCarContinuous-v0", "DiscountingChain-bsuite", NEEDS_DOWNLOAD)
 
 
-def test_all_environments_of_gymnax_are_there():
-    assert len(IDS) >= 24
-    assert {"CartPole-v1", "Pendulum-v1", "Breakout-MinAtar", "Pong-misc"} <= set(IDS)
-
-
 @pytest.mark.parametrize(
     "env_id",
     [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in IDS],
 )
 def test_every_environment_collects(env_id):
-    env, message = make_or_say_why_not(env_id)
-    if env is None:
+    message = None
+    try:
+        env = envs.make_vec(env_id, 2)
+    except ValueError as error:
+        message = str(error)
+    if message is not None:
         assert env_id == NEEDS_DOWNLOAD
         assert "must download its data set when it is made, got: " in message
         return
     # Swimmer itself promotes ranks.
     with jax.numpy_rank_promotion("allow"):
         check_collects(env)
-
-
-def make_or_say_why_not(env_id):
-    try:
-        return envs.make_vec(env_id, 2), ""
-    except ValueError as error:
-        return None, str(error)
 
 
 def check_collects(env):
@@ -73,31 +65,6 @@ def check_collects(env):
     assert not np.any(result.truncated)
 
 
-def test_unknown_id_names_the_nearest():
-    with pytest.raises(ValueError, match=r"'CartPole'\. The nearest are CartPole-v1"):
-        envs.make("CartPole")
-    with pytest.raises(ValueError, match="`env_id` must be one of the 26 ids"):
-        envs.make_vec("zzzz", 2)
-
-
-def test_unknown_parameter_names_the_valid_ones():
-    message = "The parameters of CartPole-v1 are max_steps_in_episode, gravity, .*; got"
-    with pytest.raises(ValueError, match=message + " color, size"):
-        envs.make("CartPole-v1", size=2, color=1)
-
-
-@pytest.mark.parametrize("value", ["9.8", None, {}, jnp.ones(3)])
-def test_parameter_of_another_kind_or_shape_is_refused(value):
-    with pytest.raises(ValueError, match="`gravity` must"):
-        envs.make("CartPole-v1", gravity=value)
-
-
-def test_fractional_value_of_an_integer_parameter_is_refused():
-    message = "`max_steps_in_episode` must be an integer, got 1.5"
-    with pytest.raises(ValueError, match=message):
-        envs.make("CartPole-v1", max_steps_in_episode=1.5)
-
-
 def test_parameters_and_constructor_arguments_are_both_overridden_by_name():
     env = envs.make("Breakout-MinAtar", max_steps_in_episode=7)
     assert env.env_params.max_steps_in_episode == 7
@@ -121,42 +88,23 @@ def test_parameters_are_leaves_of_the_environment():
     assert speeds[0] != speeds[1]
 
 
-def test_environments_of_several_agents_by_id():
-    game = envs.make_agents("pgx:tic_tac_toe")
-    assert game.agents == ("player_0", "player_1")
-    message = r"20 ids of `rollout.envs.env_ids\('pgx'\)`, got 'pgx:go'. The nearest"
-    with pytest.raises(ValueError, match=message):
-        envs.make_agents("pgx:go")
-    for env_id in ("CartPole-v1", "gymnax:CartPole-v1", "brax:ant"):
-        message = f"must begin with jaxmarl:, jumanji: or pgx:, got '{env_id}', whose "
-        with pytest.raises(ValueError, match=f"{message}environments have one agent"):
-            envs.make_agents(env_id)
-
-
 def test_environments_of_suites_by_id():
     seat = envs.make("pgx:tic_tac_toe")
     assert seat.action_space == envs.Discrete(9)
     assert envs.make("pgx:tic_tac_toe") is seat  # so it is one program
     assert envs.make("gymnax:CartPole-v1") == envs.make("CartPole-v1")
-    message = r"20 ids of `rollout.envs.env_ids\('pgx'\)`, got 'pgx:go'. The nearest"
-    with pytest.raises(ValueError, match=message):
-        envs.make("pgx:go")
-    with pytest.raises(ValueError, match="got 'jaxmarl:hanabi', whose environments"):
-        envs.make("jaxmarl:hanabi")
-    with pytest.raises(ValueError, match=r"must begin with .*, got 'zzz:hanabi'"):
-        envs.make("zzz:hanabi")
-    with pytest.raises(ValueError, match=r"pgx:tic_tac_toe with speed=\[3\] fails"):
-        envs.make("pgx:tic_tac_toe", speed=[3])
+    game = envs.make_agents("pgx:tic_tac_toe")
+    assert game.agents == ("player_0", "player_1")
 
 
 def test_ids_of_a_suite_are_those_that_can_be_made():
+    assert len(IDS) >= 24
+    assert {"CartPole-v1", "Pendulum-v1", "Breakout-MinAtar", "Pong-misc"} <= set(IDS)
     ids = envs.env_ids("pgx")
     assert "pgx:tic_tac_toe" in ids
     installed = envs.env_ids("installed")
     assert installed[: len(IDS)] == IDS
     assert set(ids) <= set(installed)
-    with pytest.raises(ValueError, match="`suite` must be one of installed, gymnax, "):
-        envs.env_ids("zzz")
 
 
 def test_suite_that_is_not_installed_names_its_extra(monkeypatch):

@@ -6,41 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
-from flax import struct
 
 import rollout
 from rollout import envs
-
-
-@pytest.mark.parametrize("num_envs", [0, -1, 1.5, True, None])
-def test_bad_num_envs_is_refused(num_envs):
-    message = "`num_envs` must be an int of at least 1, got"
-    with pytest.raises(ValueError, match=message):
-        envs.vectorize(CountEnv(), num_envs)
-    with pytest.raises(ValueError, match=message):
-        envs.make_vec("CartPole-v1", num_envs)
-
-
-def test_unknown_auto_reset_is_refused():
-    message = '`auto_reset` must be "auto" or "compact" or "select", got \'lazy\'.'
-    with pytest.raises(ValueError, match=message):
-        envs.vectorize(CountEnv(), 2, auto_reset="lazy")
-
-
-@pytest.mark.parametrize("name", ["reward", "terminated", "truncated"])
-def test_flag_or_reward_that_is_no_scalar_is_refused(name):
-    class Wide(CountEnv):
-        def step(self, key, state, action):
-            step = super().step(key, state, action)
-            return step.replace(**{name: jnp.zeros((3,), bool)})
-
-    jax.tree_util.register_static(Wide)
-    env = envs.vectorize(Wide(), 2)
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
-    message = rf"`env.step` must return `{name}` as .* \(2,\), got .* shape \(2, 3\)"
-    with pytest.raises(ValueError, match=message):
-        collector.step(collector.init(jax.random.key(0)), None)
 
 
 def test_rewards_and_flags_are_cast_and_nothing_stays_weakly_typed():
@@ -52,13 +20,6 @@ def test_rewards_and_flags_are_cast_and_nothing_stays_weakly_typed():
     assert step.terminated.dtype == step.truncated.dtype == bool
     state.pop("key"), step.state.pop("key")
     assert not any(x.weak_type for x in jax.tree.leaves((state, obs, step)))
-
-
-def test_vector_env_is_a_pytree_of_the_parameters():
-    env = envs.make_vec("CartPole-v1", 2, gravity=1.25)
-    assert 1.25 in jax.tree.leaves(env)
-    assert env.num_envs == 2
-    assert env.observation_space.shape == (4,)
 
 
 def of_each(length, limit, auto_reset="compact"):
@@ -112,24 +73,3 @@ def test_lanes_with_equal_parameters_are_those_of_vectorize():
         return results
 
     chex.assert_trees_all_equal(*run(jax.random.split(jax.random.key(0), 4)))
-
-
-@struct.dataclass
-class NoParameters:
-    """An environment without a leaf."""
-
-    reset = step = None
-
-
-@pytest.mark.parametrize(
-    ("env", "got"),
-    [
-        (CountEnv(), r"shape \(\)"),
-        (jax.tree.map(lambda x: jnp.full(3, x), CountEnv()), r"shape \(3,\)"),
-        (NoParameters(), "no leaves"),
-    ],
-)
-def test_parameters_without_lanes_are_refused(env, got):
-    message = r"leaves with the leading axis num_envs=4, got " + got
-    with pytest.raises(ValueError, match=message):
-        envs.vectorize_each(env, 4)

@@ -1,82 +1,161 @@
-"""Shared by tests of suites: a plain loop through a suite's own functions."""
+"""Checks of any environment: rows against a plain loop, spaces, drawings."""
 
 import io
+import os
+import subprocess
+import sys
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from cases import quick_jit, raw
 from PIL import Image
+from plain_suites import choose
 
 import rollout
 from rollout import envs
-from rollout.kernel import episode_keys
 
 KEY = jax.random.key(5)
 
 
-def collect(env, mask_fn=None, *, num_envs=4, num_steps=250):
-    """A trajectory of the random policy, and the keys of its episodes by id."""
-    env = envs.vectorize(env, num_envs)
+def collect(env, mask_fn=None, *, num_steps=250):
+    """A trajectory of the random policy in the lanes of `env`."""
     policy = rollout.random_policy(env.action_space, mask_fn=mask_fn)
     collector = rollout.Collector(env=env, policy=policy)
     _, trajectory = collector.collect_steps(collector.init(KEY), None, num_steps)
     return jax.device_get(trajectory)
 
 
-def check_is_as_in_plain_loop(trajectory, begin, advance, *, rtol=0.0):
-    """Plays every row again with the same keys and actions, one lane after the other.
+def check_is_as_in_plain_loop(rows, plain, *, limit=0, atol=0.0):
+    """Plays every row again with the same keys and actions.
 
     Args:
-        trajectory: the collected trajectory.
-        begin: `key -> (state, obs)`, an episode of the suite.
-        advance: `(key, state, action) -> (state, obs, reward, terminated, truncated,
-            info)`, a step of the suite, which resets nothing.
-        rtol: how far floats may be off, where a batch is computed otherwise.
+        rows: the collected trajectory.
+        plain: a `plain_suites.Plain`.
+        limit: that of a `TimeLimit` around the environment, or 0.
+        atol: how far floats may be off, where another program rounds otherwise.
     """
-    num_steps, num_envs = trajectory.reward.shape
-    for lane in range(num_envs):
-        number, length = -1, 0
-        for t in range(num_steps):
-            if length == 0:
-                number, total = number + 1, np.float32(0.0)
-                episode_key = key_of(lane, number, num_envs)
-                state, obs = begin(jax.random.fold_in(episode_key, 0))
-            row = jax.tree.map(lambda x: x[t, lane], trajectory)  # noqa: B023
-            length += 1
-            key = jax.random.fold_in(episode_key, length)
-            after = advance(key, state, row.action)
-            state, next_obs, reward, terminated, truncated, info = after
-            total += np.float32(reward)
-            done = bool(terminated) or bool(truncated)
-            want = {
-                "obs": obs,
-                "next_obs": next_obs,
-                "reward": reward,
-                "terminated": terminated,
-                "truncated": truncated,
-                "info": info,
-                "episode_return": total,
-                "episode_length": length,
-                "episode_id": number * num_envs + lane,
-                "mask": True,
-            }
-            for name, value in want.items():
-                check_equal(getattr(row, name), value, rtol, (name, t, lane))
-            obs, length = next_obs, 0 if done else length
+    num_envs = rows.reward.shape[1]
+    number, length = np.zeros((2, num_envs), np.int32)
+    total = np.zeros(num_envs, np.float32)
+    state, obs = plain.begin(keys_of(number, length))
+    expected = []
+    for action in rows.action:
+        length = length + 1
+        after = plain.advance(keys_of(number, length), state, action)
+        state, next_obs, reward, terminated, truncated, info = after
+        total = total + np.asarray(reward, np.float32)
+        row = {
+            "obs": obs,
+            "next_obs": next_obs,
+            "reward": reward,
+            "terminated": terminated,
+            "truncated": np.asarray(truncated) | (length == limit),
+            "info": info,
+            "episode_return": total,
+            "episode_length": length,
+            "episode_id": number * num_envs + np.arange(num_envs),
+            "mask": np.ones(num_envs, bool),
+        }
+        expected.append(jax.device_get(row))
+        done = np.asarray(row["terminated"] | row["truncated"])
+        number, length = number + done, np.where(done, 0, length)
+        total = np.where(done, np.float32(0.0), total)
+        fresh = plain.begin(keys_of(number, np.zeros_like(number)))
+        state, obs = choose(done, fresh, (state, next_obs))
+    for name in expected[0]:
+        got, want = getattr(rows, name), [row[name] for row in expected]
+        want = jax.tree.map(lambda *x: np.stack(x), *want)
+        assert jax.tree.structure(got) == jax.tree.structure(want), name
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=name)
 
 
-def check_equal(got, want, rtol, where):
-    assert jax.tree.structure(got) == jax.tree.structure(want), where
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol, err_msg=str(where))
+@jax.jit
+def keys_of(number, step):
+    """The keys that `rollout.envs.types` promises to steps; step 0 is the reset.
+
+    Those of each lane's episode `number`, from 0.
+    """
+    fold = jax.random.fold_in
+
+    def one(lane, number, step):
+        return fold(fold(fold(fold(KEY, 1), lane), number), step)
+
+    return jax.vmap(one)(np.arange(len(number)), number, step)
 
 
-def key_of(lane, number, num_envs):
-    """The key of a lane's episode, from 0."""
-    lanes = episode_keys.LaneIds(jnp.array([lane], jnp.int32), num_envs)
-    ids = jnp.array([number * num_envs + lane], jnp.int32)
-    return episode_keys.keys_of(KEY, lanes, ids)[0]
+def check_successors(rows):
+    """Checks that `next_obs` is the next row, but at an ending, where it differs."""
+    done = (rows.terminated | rows.truncated)[:-1]
+    following = jax.tree.leaves(jax.tree.map(lambda x: x[1:], rows.obs))
+    successor = jax.tree.leaves(jax.tree.map(lambda x: x[:-1], rows.next_obs))
+    differ = [
+        (x != y).reshape(*done.shape, -1).any(axis=-1)
+        for x, y in zip(following, successor, strict=True)
+    ]
+    differ = np.any(differ, axis=0)
+    assert not differ[~done].any()
+    assert differ[done].any() or not done.any()
+
+
+def check_spaces(env, rows, excused=False):
+    """Checks that all values are in the spaces; `excused` are some successors."""
+    for space, values, is_excused in (
+        (env.observation_space, rows.obs, False),
+        (env.observation_space, rows.next_obs, excused),
+        (env.action_space, rows.action, False),
+    ):
+        assert (jax.vmap(jax.vmap(space.contains))(values) | is_excused).all()
+        drawn = jax.eval_shape(space.sample, KEY)
+        row = jax.tree.map(lambda x: x[0, 0], values)
+        chex.assert_trees_all_equal_shapes_and_dtypes(drawn, row)
+
+
+def check_steps_of_agents(plain, mask_fn=None, *, see=lambda obs: obs, num_steps):
+    """Compares each step of an adapter with that of the suite, to an ending.
+
+    Args:
+        plain: a `plain_suites.Plain` of several agents.
+        mask_fn: the allowed actions of a group's observation.
+        see: the suite's own part of the observation.
+        num_steps: the most steps.
+
+    Returns:
+        The last step.
+    """
+    env, rng = plain.adapt(), np.random.default_rng(1)
+    reset, step, advance = map(quick_jit, (env.reset, env.step, plain.advance))
+    first = reset(KEY)
+    state, obs, acting = first
+    want = jax.tree.map(jnp.asarray, plain.begin(KEY))
+    chex.assert_trees_all_equal(raw((state, see(obs), acting)), raw(want))
+    own_state = want[0]
+    for number in range(num_steps):
+        key = jax.random.fold_in(KEY, number)
+        action = draw(env, obs, mask_fn, rng)
+        got, want = step(key, state, action), advance(key, own_state, action)
+        chex.assert_trees_all_equal(raw(got.replace(obs=see(got.obs))), raw(want))
+        state, obs, own_state = got.state, got.obs, want.state
+        chex.assert_trees_all_equal_shapes_and_dtypes(first, (state, obs, got.acting))
+        assert got.reward.dtype == jnp.float32
+        if got.episode_terminated | got.episode_truncated:
+            break
+    return got
+
+
+def draw(env, obs, mask_fn, rng):
+    """Actions of all agents, also of those whose turn it is not."""
+    actions = {}
+    for group, names in env.groups.items():
+        num_actions = env.action_spaces[group].n
+        mask = np.ones((len(names), num_actions), bool)
+        mask = mask if mask_fn is None else np.asarray(mask_fn(obs[group]))
+        chosen = [rng.choice(np.flatnonzero(allowed)) for allowed in mask]
+        actions[group] = jnp.array(chosen, jnp.int32)
+    return actions
 
 
 def check_contract(env):
@@ -87,6 +166,8 @@ def check_contract(env):
     before, after = (state, obs), (step.state, step.obs)
     chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
     assert step.reward.shape == step.terminated.shape == step.truncated.shape == ()
+    drawn = jax.eval_shape(env.observation_space.sample, KEY)
+    chex.assert_trees_all_equal_shapes_and_dtypes(drawn, obs)
 
 
 def check_is_drawn(env):
@@ -104,3 +185,25 @@ def check_is_drawn(env):
     assert 200 <= first.shape[1] <= 600
     assert first[20:].std() > 1  # below the title
     assert (first != second).any()
+
+
+DRAW = """
+import sys, suite_checks
+from rollout import envs
+suite_checks.check_is_drawn(envs.make(sys.argv[1]))
+"""
+
+
+def check_is_drawn_with_egl(env_id):
+    """Draws in a process of its own: EGL must be chosen before mujoco is imported."""
+    support = os.path.dirname(__file__)
+    path = os.pathsep.join([support, os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", DRAW, env_id],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MUJOCO_GL": "egl", "PYTHONPATH": path},
+    )
+    if "EGL" in done.stderr or "Drawing needs OpenGL" in done.stderr:
+        pytest.skip("there is no EGL")
+    assert done.returncode == 0, done.stderr

@@ -11,15 +11,38 @@ from gymnax.environments import environment
 
 from rollout import envs
 
-PARAMS = types.SimpleNamespace(max_steps_in_episode=4)
-jax.tree_util.register_static(types.SimpleNamespace)
+
+@struct.dataclass
+class State:
+    time: jax.Array
+
+
+@struct.dataclass
+class OtherState:
+    timestep: jax.Array
+
+
+LIMIT = types.SimpleNamespace(max_steps_in_episode=4)
+OTHER_LIMIT = types.SimpleNamespace(max_timesteps=4)
+
+
+@struct.dataclass
+class Inherited(environment.EnvParams):
+    """Parameters of an old environment, with gymnax's own limit of one step."""
 
 
 class Base:
     """Counts; `obs` and the state are the number of steps."""
 
+    state_class = State
+
     def reset_env(self, key, params):
-        return jnp.float32(0), types_state(0)
+        return jnp.float32(0), self.state_class(jnp.int32(0))
+
+    def step_env(self, key, state, action, params):
+        time = jax.tree.leaves(state)[0] + 1
+        ends = self.endings(time, action == 1, params)
+        return jnp.float32(time), self.state_class(time), 1.0, *ends, {}
 
     def action_space(self, params):
         return envs.Discrete(2)
@@ -28,75 +51,66 @@ class Base:
         return envs.Box(0.0, 9.0, ())
 
 
-@jax.tree_util.register_pytree_node_class
-class types_state:  # noqa: N801
-    def __init__(self, time):
-        self.time = time
-
-    def tree_flatten(self):
-        return (self.time,), None
-
-    @classmethod
-    def tree_unflatten(cls, aux, leaves):
-        return cls(*leaves)
-
-
-class OldEnv(Base):
+class Old(Base):
     """gymnax before 1.0: `done` merges the time limit; action 1 terminates."""
 
-    def step_env(self, key, state, action, params):
-        state = types_state(state.time + 1)
-        done = (action == 1) | (state.time >= params.max_steps_in_episode)
-        return jnp.float32(state.time), state, 1.0, done, {}
+    def endings(self, time, is_over, params):
+        (limit,) = vars(params).values()
+        return (is_over | (time >= limit),)
 
 
-class SixEnv(Base):
-    """Both flags from `step_env`."""
-
-    def step_env(self, key, state, action, params):
-        state = types_state(state.time + 1)
-        flags = action == 1, state.time >= params.max_steps_in_episode
-        return jnp.float32(state.time), state, 1.0, *flags, {}
+class Six(Base):
+    def endings(self, time, is_over, params):
+        return is_over, time >= params.max_steps_in_episode
 
 
-class OldOnNewBase(OldEnv, environment.Environment):
+class OldOnNewBase(Old, environment.Environment):
     """Old code on the base class of gymnax 1: inherits `is_truncated`."""
 
     def is_terminal(self, state, params):
         return state.time >= params.max_steps_in_episode
 
 
-class NoLimit(OldEnv):
-    """An old environment whose parameters know no time limit."""
-
-    def step_env(self, key, state, action, params):
-        state = types_state(state.time + 1)
-        return jnp.float32(state.time), state, 1.0, action == 1, {}
+class Endless(Base):
+    def endings(self, time, is_over, params):
+        return (is_over,)
 
 
-class FourEnv(Base):
-    def step_env(self, key, state, action, params):
-        return jnp.float32(0), state, 1.0, {}
+class OtherNames(Old):
+    state_class = OtherState
 
 
-def endings(env, time, action):
-    step = env.step(jax.random.key(0), types_state(jnp.int32(time)), jnp.int32(action))
-    assert step.obs == time + 1
-    return bool(step.terminated), bool(step.truncated)
+class Four(Base):
+    def endings(self, time, is_over, params):
+        return ()
 
 
-@pytest.mark.parametrize("cls", [OldEnv, SixEnv, OldOnNewBase])
-def test_time_limit_is_a_truncation_and_the_task_a_termination(cls):
-    env = envs.from_gymnax(cls(), PARAMS)
-    assert endings(env, 0, 0) == (False, False)
-    assert endings(env, 0, 1) == (True, False)
-    assert endings(env, 3, 0) == (False, True)
+OTHER_NAMES = {"limit_field": "max_timesteps", "time_field": "timestep"}
 
 
-def test_environment_without_a_time_limit_only_terminates():
-    env = envs.from_gymnax(NoLimit(), types.SimpleNamespace())
-    assert endings(env, 3, 0) == (False, False)
-    assert endings(env, 3, 1) == (True, False)
+@pytest.mark.parametrize(
+    ("env", "params", "options", "has_limit"),
+    [
+        (Old(), LIMIT, {}, True),
+        (Six(), LIMIT, {}, True),
+        (OldOnNewBase(), LIMIT, {}, True),
+        (OtherNames(), OTHER_LIMIT, OTHER_NAMES, True),
+        (Endless(), types.SimpleNamespace(), {}, False),
+        # What its base class has alone is not its own limit.
+        (Endless(), Inherited(), {}, False),
+    ],
+)
+def test_time_limit_truncates_and_the_task_terminates(env, params, options, has_limit):
+    adapted = envs.from_gymnax(env, params, **options)
+    for time, action, ends in (
+        (0, 0, (False, False)),
+        (0, 1, (True, False)),
+        (3, 0, (False, has_limit)),
+    ):
+        state = env.state_class(jnp.int32(time))
+        step = adapted.step(jax.random.key(0), state, jnp.int32(action))
+        assert step.obs == time + 1
+        assert (bool(step.terminated), bool(step.truncated)) == ends
 
 
 def test_both_flags_may_be_set_by_gymnax_itself():
@@ -107,110 +121,35 @@ def test_both_flags_may_be_set_by_gymnax_itself():
     assert (bool(step.terminated), bool(step.truncated)) == (True, True)
 
 
-def test_step_env_of_another_length_is_refused():
-    env = envs.from_gymnax(FourEnv(), PARAMS)
+def test_what_does_not_fit_is_refused_while_tracing():
+    options = {"limit_field": "max_timesteps", "time_field": "clock"}
+    key, state = jax.random.key(0), OtherState(jnp.int32(0))
+    wrong = envs.from_gymnax(OtherNames(), OTHER_LIMIT, **options)
+    with pytest.raises(ValueError, match="`time_field` must be a field of the state"):
+        wrong.step(key, state, 0)
+    four = envs.from_gymnax(Four(), LIMIT)
     with pytest.raises(ValueError, match=r"`step_env` must return .*, got 4 values"):
-        env.step(jax.random.key(0), types_state(0), 0)
-
-
-def test_object_without_the_methods_is_refused():
-    with pytest.raises(TypeError, match=r"`env` must have .* got object"):
-        envs.from_gymnax(object(), PARAMS)
+        four.step(key, state, 0)
 
 
 def test_foreign_environment_gets_keys_of_the_caller():
     seen = []
 
-    class Foreign(OldEnv):
+    class Foreign(Old):
         def reset_env(self, key, params):
             seen.append(jax.random.key_impl(key))
-            return jnp.float32(jax.random.poisson(key, 3.0)), types_state(0)
+            return jnp.float32(jax.random.poisson(key, 3.0)), State(0)
 
-    envs.from_gymnax(Foreign(), PARAMS).reset(jax.random.key(0))
+    envs.from_gymnax(Foreign(), LIMIT).reset(jax.random.key(0))
     assert seen == ["threefry2x32"]
 
 
 def test_spaces_of_gymnax_become_ours():
-    pendulum = envs.make("Pendulum-v1")
-    assert pendulum.action_space.shape == (1,)
-    assert float(pendulum.action_space.high) == 2.0
-    sample = pendulum.action_space.sample(jax.random.key(0))
-    assert pendulum.action_space.contains(sample)
-    assert not pendulum.action_space.contains(jnp.array([3.0]))
+    torque = envs.make("Pendulum-v1").action_space
+    assert (torque.shape, float(torque.high)) == ((1,), 2.0)
+    assert not torque.contains(jnp.array([3.0]))
     space = envs.make("Acrobot-v1").action_space
     assert space == envs.Discrete(3)
     np.testing.assert_array_equal(
         space.contains(jnp.array([-1, 0, 2, 3])), [False, True, True, False]
     )
-    assert space.sample(jax.random.key(0)).dtype == jnp.int32
-
-
-@struct.dataclass
-class Inherited(environment.EnvParams):
-    """Parameters of an old environment, with gymnax's own limit of one step."""
-
-
-@struct.dataclass
-class OtherNames:
-    max_timesteps: int = 3
-
-
-class Endless(OldEnv):
-    """Merges nothing: its base class's limit is not its own."""
-
-    def step_env(self, key, state, action, params):
-        state = types_state(state.time + 1)
-        return jnp.float32(state.time), state, 1.0, action == 1, {}
-
-
-class OtherTime(Base):
-    """Keeps its time and its limit under other names, and merges them into `done`."""
-
-    def reset_env(self, key, params):
-        return jnp.float32(0), {"timestep": 0}
-
-    def step_env(self, key, state, action, params):
-        state = Timed(state.timestep + 1)
-        done = (action == 1) | (state.timestep >= params.max_timesteps)
-        return jnp.float32(state.timestep), state, 1.0, done, {}
-
-
-@struct.dataclass
-class Timed:
-    timestep: jax.Array
-
-
-def flags(env, state, action):
-    result = env.step(jax.random.key(0), state, jnp.int32(action))
-    return bool(result.terminated), bool(result.truncated), result.state
-
-
-def test_limit_of_the_base_class_alone_is_none():
-    env = envs.from_gymnax(Endless(), Inherited())
-    state = types_state(0)
-    for action, expected in (
-        (0, (False, False)),
-        (0, (False, False)),
-        (1, (True, False)),
-    ):
-        *got, state = flags(env, state, action)
-        assert tuple(got) == expected
-
-
-def test_limit_and_time_may_have_other_names():
-    env = envs.from_gymnax(
-        OtherTime(),
-        OtherNames(),
-        limit_field="max_timesteps",
-        time_field="timestep",
-    )
-    state = Timed(jnp.int32(0))
-    for expected in ((False, False), (False, False), (False, True)):
-        *got, state = flags(env, state, 0)
-        assert tuple(got) == expected
-    assert flags(env, Timed(jnp.int32(0)), 1)[:2] == (True, False)
-    wrong = envs.from_gymnax(
-        OtherTime(), OtherNames(), limit_field="max_timesteps", time_field="clock"
-    )
-    with pytest.raises(ValueError, match="`time_field` must be a field of the state"):
-        flags(wrong, Timed(jnp.int32(0)), 0)

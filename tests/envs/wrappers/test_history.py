@@ -3,21 +3,17 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import suite_checks
 
-import rollout
 from rollout import envs
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-def play(env, num_steps=40, num_lanes=4):
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=envs.vectorize(env, num_lanes), policy=policy)
-    carry = collector.init(jax.random.key(0))
-    return jax.device_get(collector.collect_steps(carry, None, num_steps)[1])
+def play(env, num_steps=40):
+    return suite_checks.collect(envs.vectorize(env, 4), num_steps=num_steps)
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", slow("Pendulum-v1")])
@@ -69,25 +65,3 @@ def test_forced_length_goes_on_after_the_end():
     assert not rows.terminated.any()
     assert rows.truncated[:, 0].tolist() == 4 * [*5 * [False], True]
     assert rows.info["left"][:, 0].tolist() == 4 * [*3 * [False], *3 * [True]]
-
-
-def test_no_repeat_needs_discrete_actions():
-    with pytest.raises(ValueError, match="`env` must have a discrete action space"):
-        envs.wrappers.NoRepeat(envs.make("Pendulum-v1"))
-
-
-@pytest.mark.parametrize("wrapper", [envs.wrappers.History, envs.wrappers.ForceLength])
-def test_counts_are_at_least_one(wrapper):
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        wrapper(envs.make("CartPole-v1"), 0)
-
-
-def test_left_is_refused_where_it_is_already():
-    env = envs.wrappers.ForceLength(
-        envs.wrappers.ForceLength(envs.make("CartPole-v1"), 3), 2
-    )
-    state, _ = env.reset(jax.random.key(0))
-    with pytest.raises(
-        ValueError, match="`info` must be a dict without the names left"
-    ):
-        env.step(jax.random.key(0), state, jnp.int32(0))

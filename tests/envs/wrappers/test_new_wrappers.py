@@ -53,12 +53,6 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     np.testing.assert_allclose(scale, scales[-1, 0], rtol=1e-4)
 
 
-def test_rewards_of_an_environment_without_dict_info_are_refused():
-    env = envs.NormalizeReward(envs.NormalizeReward(envs.vectorize(CountEnv(), B)))
-    with pytest.raises(ValueError, match="must be a dict without the names raw_reward"):
-        collect(env)
-
-
 @pytest.mark.slow
 def test_previous_action_and_reward_are_in_view():
     env = envs.vectorize(envs.wrappers.ObservePrevious(CountEnv()), B)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
 from flax import struct
+from suite_checks import check_successors
 
 import rollout
 from rollout import envs
@@ -113,15 +114,9 @@ def assert_close(got, want):
 @each_env
 def test_every_row_agrees_with_a_plain_loop(name):
     carries, trajectory = collect(name)
-    raw_obs, raw_next_obs, obs, next_obs = (
-        jax.tree.leaves(tree)
-        for tree in (
-            trajectory.info["raw_obs"],
-            trajectory.info["raw_next_obs"],
-            trajectory.obs,
-            trajectory.next_obs,
-        )
-    )
+    info = trajectory.info
+    seen = info["raw_obs"], info["raw_next_obs"], trajectory.obs, trajectory.next_obs
+    raw_obs, raw_next_obs, obs, next_obs = map(jax.tree.leaves, seen)
     statistics = carries[-1].env_state.statistics.value
     none = {"is_leaf": lambda x: x is None}
     means, variances = (
@@ -149,14 +144,9 @@ def test_next_obs_is_the_next_row_but_at_an_ending(name):
     _, trajectory = collect(name)
     done = trajectory.done[:-1]
     assert 0 < done.sum() < done.size
-    for now, then in (
-        (trajectory.next_obs, trajectory.obs),
-        (trajectory.info["raw_next_obs"], trajectory.info["raw_obs"]),
-    ):
-        successor, following = at(now, slice(-1)), at(then, slice(1, None))
-        chex.assert_trees_all_equal(at(successor, ~done), at(following, ~done))
-        for x, y in zip(*map(jax.tree.leaves, (successor, following)), strict=True):
-            assert (x[done] != y[done]).any()
+    raw_obs, raw_next = (trajectory.info[x] for x in ("raw_obs", "raw_next_obs"))
+    check_successors(trajectory)
+    check_successors(trajectory.replace(obs=raw_obs, next_obs=raw_next))
 
 
 def test_raw_observations_are_the_counts_of_the_environment():
@@ -305,42 +295,3 @@ def test_leaves_may_be_replaced_by_anything():
     assert jax.eval_shape(lambda env: jnp.ones(env.num_envs), env).shape == (
         env.num_envs,
     )
-
-
-def test_single_environment_is_refused():
-    message = "must be a `VectorEnv`, such as `rollout.envs.vectorize` makes, got Count"
-    with pytest.raises(ValueError, match=message):
-        envs.NormalizeObs(CountEnv())
-
-
-@pytest.mark.parametrize("epsilon", [0.0, -1e-8, float("nan")])
-def test_bad_epsilon_is_refused(epsilon):
-    with pytest.raises(ValueError, match="`epsilon` must be above 0, got"):
-        envs.NormalizeObs(make_inner("tree"), epsilon=epsilon)
-
-
-def step_with_info(info):
-    class Env(CountEnv):
-        def step(self, key, state, action):
-            return super().step(key, state, action).replace(info=info)
-
-    inner = envs.vectorize(jax.tree_util.register_static(Env)(), 2)
-    env = envs.NormalizeObs(inner)
-
-    def step(step_keys, reset_keys):
-        state, _ = env.reset(reset_keys)
-        return env.step(step_keys, state, jnp.zeros(2, jnp.int32))
-
-    pair = jax.random.split(jax.random.key(0))
-    jax.eval_shape(step, pair, pair)
-
-
-def test_info_that_is_no_dict_is_refused():
-    with pytest.raises(ValueError, match=r"`info` must be a dict .*, got tuple"):
-        step_with_info((jnp.zeros(()),))
-
-
-def test_names_of_the_raw_observations_must_be_free():
-    message = r"`info` must be .* the names raw_obs, raw_next_obs, got .'raw_obs'"
-    with pytest.raises(ValueError, match=message):
-        step_with_info({"raw_obs": jnp.zeros(())})

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import suite_checks
 from cases import CountEnv, make_env, quick_jit, raw
 from flax import struct
+from plain_suites import side_by_side
 
 import rollout
 from rollout import envs
@@ -127,7 +129,7 @@ def collect(name):
     def half(carry):
         return collector.collect_steps(carry, None, NUM_STEPS // 2)
 
-    carry, first = half(quick_jit(collector.init)(jax.random.key(7)))
+    carry, first = half(quick_jit(collector.init)(suite_checks.KEY))
     _, second = half(carry)
     return jax.tree.map(lambda *x: np.concatenate(x), first, second)
 
@@ -141,49 +143,22 @@ def at(tree, index):
 
 @each_case
 def test_next_obs_is_the_next_row_but_at_an_ending(name):
-    trajectory = collect(name)
-    done = trajectory.done[:-1]
+    done = collect(name).done
     assert 0 < done.sum() < done.size
-    successor = at(trajectory.next_obs, slice(-1))
-    following = at(trajectory.obs, slice(1, None))
-    chex.assert_trees_all_equal(at(successor, ~done), at(following, ~done))
-    differ = [
-        (x != y).reshape(len(x), -1).any(axis=1)
-        for x, y in zip(
-            jax.tree.leaves(at(successor, done)),
-            jax.tree.leaves(at(following, done)),
-            strict=True,
-        )
-    ]
-    assert np.any(differ, axis=0).all()
+    suite_checks.check_successors(collect(name))
 
 
 @each_case
 def test_every_row_agrees_with_a_plain_loop(name):
     env = wrapped(name)
-    reset, step = jax.jit(env.reset), jax.jit(env.step)
-    lane, root = 3, jax.random.key(7)
-    lane_key = jax.random.fold_in(jax.random.fold_in(root, 1), lane)
-    trajectory = at(collect(name), (slice(None), lane))
-    number, ended = -1, True
-    for t in range(NUM_STEPS):
-        row = at(trajectory, t)
-        if ended:
-            number, length = number + 1, 0
-            episode_key = jax.random.fold_in(lane_key, number)
-            state, obs = reset(jax.random.fold_in(episode_key, envs.types.RESET))
-        length += 1
-        # One environment compiles without vector instructions, whose sines and fused
-        # multiply-adds round differently: units in the last place, for few steps.
-        close = functools.partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-5)
-        close(row.obs, obs)
-        result = step(jax.random.fold_in(episode_key, length), state, row.action)
-        state, obs = result.state, result.obs
-        close((row.next_obs, row.reward, row.info), (obs, result.reward, result.info))
-        assert row.terminated == result.terminated
-        assert row.truncated == result.truncated
-        ended = row.done
-    assert number > 0
+
+    def advance(_, key, state, action):
+        result = env.step(key, state, action)
+        ends = result.terminated, result.truncated
+        return result.state, result.obs, result.reward, *ends, result.info
+
+    plain = side_by_side(env, lambda _, key: env.reset(key), advance)
+    suite_checks.check_is_as_in_plain_loop(collect(name), plain, atol=1e-5)
 
 
 @each_case
@@ -195,7 +170,7 @@ def test_halves_lanes_and_auto_reset_do_not_change_a_bit(name):
     def run(key):
         return collector.collect_steps(collector.init(key), None, NUM_STEPS)[1]
 
-    whole = run(jax.random.key(7))
+    whole = run(suite_checks.KEY)
     # Episode ids count lanes.
     want, got = (x.replace(episode_id=()) for x in (collect(name), whole))
     chex.assert_trees_all_equal(at(got, (slice(None), slice(NUM_LANES))), want)
@@ -203,93 +178,47 @@ def test_halves_lanes_and_auto_reset_do_not_change_a_bit(name):
 
 @each_case
 def test_spaces_are_those_of_what_is_recorded(name):
-    env = wrapped(name)
-    first = at(collect(name), (0, 0))
-    assert env.action_space.contains(first.action)
-    assert env.observation_space.contains(first.obs)
-    spaces = [env.action_space, env.observation_space]
-    for space, value in zip(spaces, (first.action, first.obs), strict=True):
-        if space.shape is not None:
-            assert tuple(space.shape) == value.shape
-            assert space.dtype == value.dtype
+    suite_checks.check_spaces(wrapped(name), collect(name))
 
 
 # The wrappers as pytrees.
 
 
 @each_wrapper
-def test_jit_takes_the_wrapper_as_an_argument(name):
-    env = WRAPPED[name]()
+@pytest.mark.usefixtures("key_reuse")
+def test_wrapper_is_a_pytree_of_its_parameters(name):
+    env, key = WRAPPED[name](), jax.random.key(0)
     start = jax.jit(lambda env, key: env.reset(key)[1])
-    want = env.reset(jax.random.key(0))[1]
-    chex.assert_trees_all_close(start(env, jax.random.key(0)), want, rtol=1e-6)
+    want = env.reset(key)[1]
+    for again in (env, WRAPPED[name]()):
+        chex.assert_trees_all_close(start(again, key), want, rtol=1e-6)
     assert start._cache_size() == 1
-    start(WRAPPED[name](), jax.random.key(0))
-    assert start._cache_size() == 1
-
-
-@each_wrapper
-def test_vmap_over_stacked_parameters(name):
-    env = WRAPPED[name]()
-    stacked = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), env, env)
-
-    def observe(env, key):
-        return env.reset(key)[1]
-
-    want = env.reset(jax.random.key(0))[1]
-    axes = jax.tree.map(lambda x: 0, env)
-    for in_axes in ((0, None), (axes, None)):
-        got = jax.vmap(observe, in_axes)(stacked, jax.random.key(0))
-        for i in range(2):
-            chex.assert_trees_all_close(at(got, i), want, rtol=1e-6)
-
-
-@each_wrapper
-@pytest.mark.parametrize("value", [None, object(), "x", 0])
-def test_leaves_may_be_replaced_by_anything(name, value):
-    got = jax.tree.map(lambda x: value, WRAPPED[name]())
-    assert all(leaf is value for leaf in jax.tree.leaves(got))
-    assert type(got) is type(WRAPPED[name]())
-
-
-def test_vmap_over_the_bounds_of_the_action():
-    def reward(high, action):
-        env = envs.RescaleAction(BoxEnv(low=0.0, high=high))
-        state, _ = env.reset(jax.random.key(0))
-        return env.step(jax.random.key(1), state, action).reward
-
-    # The action 0 goes to the middle of [0, high], in both of two entries.
-    rewards = jax.vmap(reward, (0, None))(jnp.array([1.0, 3.0]), jnp.zeros(2))
-    np.testing.assert_array_equal(rewards, [1.0, 3.0])
+    stacked = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 2), env)
+    for axes in (0, jax.tree.map(lambda x: 0, env)):
+        got = jax.vmap(lambda env: env.reset(key)[1], (axes,))(stacked)
+        for lane in range(2):
+            chex.assert_trees_all_close(at(got, lane), want, rtol=1e-6)
+    for value in (None, object(), "x", 0):
+        replaced = jax.tree.map(lambda x, value=value: value, env)
+        assert all(leaf is value for leaf in jax.tree.leaves(replaced))
+        assert type(replaced) is type(env)
 
 
 # Each wrapper alone.
 
 
-def play(env, actions=(0,) * 9, seed=0):
-    """Plays one episode; a list of what it showed first and each step gave."""
-    root, take = jax.random.key(seed), quick_jit(env.step)
+def play(env, actions=(0,) * 9):
+    """Plays one episode; what it showed first, and its steps."""
+    root, take = jax.random.key(0), quick_jit(env.step)
     state, obs = env.reset(jax.random.fold_in(root, 0))
     steps = []
     for n, action in enumerate(actions, 1):
-        key = jax.random.fold_in(root, n)
-        steps.append(take(key, state, jnp.int32(action)))
-        state = steps[-1].state
-        if steps[-1].terminated | steps[-1].truncated:
+        step = take(jax.random.fold_in(root, n), state, jnp.int32(action))
+        state = step.state
+        steps.append(step.replace(state=()))
+        if step.terminated | step.truncated:
             break
-    return obs, jax.tree.map(
-        lambda *x: np.stack(x),
-        *[
-            {
-                "obs": step.obs,
-                "reward": step.reward,
-                "terminated": step.terminated,
-                "truncated": step.truncated,
-                "info": step.info,
-            }
-            for step in steps
-        ],
-    )
+    return obs, jax.tree.map(lambda *x: np.stack(x), *steps)
 
 
 @pytest.mark.parametrize("length", [3, 4, 9])
@@ -297,14 +226,14 @@ def test_time_limit_truncates_and_keeps_both_flags(length):
     env = CountEnv(min_length=length, max_length=length)
     _, steps = play(envs.TimeLimit(env, 4))
     n = np.arange(1, min(length, 4) + 1)
-    np.testing.assert_array_equal(steps["obs"][:, 0], n)
-    np.testing.assert_array_equal(steps["truncated"], n == 4)
-    np.testing.assert_array_equal(steps["terminated"], n == length)
+    np.testing.assert_array_equal(steps.obs[:, 0], n)
+    np.testing.assert_array_equal(steps.truncated, n == 4)
+    np.testing.assert_array_equal(steps.terminated, n == length)
 
 
 def test_time_limit_leaves_the_own_limit_of_the_environment():
     _, steps = play(envs.TimeLimit(CountEnv(min_length=9), 100))
-    np.testing.assert_array_equal(steps["truncated"], np.arange(1, 8) == 7)
+    np.testing.assert_array_equal(steps.truncated, np.arange(1, 8) == 7)
 
 
 LOW, HIGH = np.array([-2.0, 0.1], np.float32), np.array([0.5, 0.7], np.float32)
@@ -394,7 +323,7 @@ def test_frames_are_the_last_ones_oldest_first():
     np.testing.assert_array_equal(first, np.zeros((3, 1)))
     # Observation n is n, and what lies before the first one is the first one, 0.
     want = np.maximum(np.arange(1, 8)[:, None] + np.arange(-2, 1), 0)
-    np.testing.assert_array_equal(steps["obs"][..., 0], want)
+    np.testing.assert_array_equal(steps.obs[..., 0], want)
 
 
 def test_frames_of_a_tree_are_stacked_leaf_by_leaf():
@@ -411,8 +340,7 @@ def test_frames_of_a_tree_are_stacked_leaf_by_leaf():
 
 def test_space_of_frames_has_the_bounds_of_each_frame():
     space = envs.FrameStack(BoxEnv(LOW, HIGH), 4).observation_space
-    assert space.shape == (4, 2)
-    assert space.dtype == jnp.float32
+    assert (space.shape, space.dtype) == ((4, 2), jnp.float32)
     np.testing.assert_array_equal(space.low, np.tile(LOW, (4, 1)))
     np.testing.assert_array_equal(space.high, np.tile(HIGH, (4, 1)))
     assert space.contains(space.sample(jax.random.key(0)))
@@ -460,19 +388,11 @@ def test_repetition_agrees_with_a_plain_loop(name):
     assert endings > 0
 
 
-def test_repetition_draws_from_a_new_key_each_time():
-    env = envs.ActionRepeat(CountEnv(min_length=9), 3)
-    state, _ = env.reset(jax.random.key(0))
-    key = jax.random.key(1)
-    noise = env.step(key, state, jnp.int32(0)).info["noise"]
-    assert noise == jax.random.uniform(jax.random.fold_in(key, 2))
-
-
 def test_observation_is_what_fn_makes_of_it():
     first, steps = play(envs.TransformObs(CountEnv(min_length=9), observed))
     assert (first["twice"], first["first"]) == (0.0, False)
-    np.testing.assert_array_equal(steps["obs"]["twice"][:, 0], 2.0 * np.arange(1, 8))
-    assert steps["obs"]["first"].all()
+    np.testing.assert_array_equal(steps.obs["twice"][:, 0], 2.0 * np.arange(1, 8))
+    assert steps.obs["first"].all()
 
 
 def test_space_of_a_transformed_observation_is_derived_or_given():
@@ -496,7 +416,7 @@ def test_sample_of_a_space_of_parts_draws_each():
 
 def test_reward_is_what_fn_makes_of_it():
     _, steps = play(envs.TransformReward(CountEnv(min_length=9), cube))
-    np.testing.assert_array_equal(steps["reward"], np.arange(1, 8) ** 3)
+    np.testing.assert_array_equal(steps.reward, np.arange(1, 8) ** 3)
     env = envs.TransformReward(CountEnv(), lambda reward: reward > 0)
     state, _ = env.reset(jax.random.key(0))
     reward = env.step(jax.random.key(1), state, jnp.int32(0)).reward
@@ -507,28 +427,9 @@ def test_info_of_the_last_step_stands_beside_the_observation():
     env = envs.ObserveInfo(CountEnv(min_length=9), all_info, no_noise)
     first, steps = play(env, (2, 0, 1))
     assert first == {"obs": 0.0, "info": {"noise": -1.0, "action": -1}}
-    np.testing.assert_array_equal(steps["obs"]["obs"][:, 0], [1, 2, 3])
-    np.testing.assert_array_equal(steps["obs"]["info"]["action"], [2, 0, 1])
-    chex.assert_trees_all_equal(steps["obs"]["info"], steps["info"])
-
-
-def test_policy_can_follow_an_action_mask():
-    def mask(info):
-        return jnp.arange(3) != info["action"]
-
-    def first_mask(state, obs):
-        return jnp.arange(3) == 2
-
-    env = envs.ObserveInfo(CountEnv(min_length=9), mask, first_mask)
-    state, obs = env.reset(jax.random.key(0))
-    actions = []
-    for n in range(1, 6):
-        actions.append(int(jnp.argmax(obs["info"])))
-        result = env.step(jax.random.key(n), state, jnp.int32(actions[-1]))
-        state, obs = result.state, result.obs
-    # From 2 on, always the first action that is not the last one.
-    assert actions == [2, 0, 1, 0, 1]
-    assert env.observation_space.spaces["info"].shape == (3,)
+    np.testing.assert_array_equal(steps.obs["obs"][:, 0], [1, 2, 3])
+    np.testing.assert_array_equal(steps.obs["info"]["action"], [2, 0, 1])
+    chex.assert_trees_all_equal(steps.obs["info"], steps.info)
 
 
 # Wrappers over wrappers.
@@ -539,20 +440,20 @@ def test_time_limit_counts_the_steps_it_sees():
     _, outside = play(envs.TimeLimit(envs.ActionRepeat(env, 2), 3))
     _, inside = play(envs.ActionRepeat(envs.TimeLimit(env, 3), 2))
     # Three actions of two steps each; three steps, so that the fourth is not taken.
-    np.testing.assert_array_equal(outside["obs"][:, 0], [2, 4, 6])
-    np.testing.assert_array_equal(outside["truncated"], [False, False, True])
-    np.testing.assert_array_equal(outside["reward"], [1 + 2, 3 + 4, 5 + 6])
-    np.testing.assert_array_equal(inside["obs"][:, 0], [2, 3])
-    np.testing.assert_array_equal(inside["truncated"], [False, True])
-    np.testing.assert_array_equal(inside["reward"], [1 + 2, 3])
+    np.testing.assert_array_equal(outside.obs[:, 0], [2, 4, 6])
+    np.testing.assert_array_equal(outside.truncated, [False, False, True])
+    np.testing.assert_array_equal(outside.reward, [1 + 2, 3 + 4, 5 + 6])
+    np.testing.assert_array_equal(inside.obs[:, 0], [2, 3])
+    np.testing.assert_array_equal(inside.truncated, [False, True])
+    np.testing.assert_array_equal(inside.reward, [1 + 2, 3])
 
 
 def test_reward_is_transformed_before_or_after_the_sum():
     env = CountEnv(min_length=9)
     _, after = play(envs.TransformReward(envs.ActionRepeat(env, 2), cube), (0, 0))
     _, before = play(envs.ActionRepeat(envs.TransformReward(env, cube), 2), (0, 0))
-    np.testing.assert_array_equal(after["reward"], [3**3, 7**3])
-    np.testing.assert_array_equal(before["reward"], [1 + 2**3, 3**3 + 4**3])
+    np.testing.assert_array_equal(after.reward, [3**3, 7**3])
+    np.testing.assert_array_equal(before.reward, [1 + 2**3, 3**3 + 4**3])
 
 
 def test_frames_and_info_combine_in_both_orders():
@@ -560,11 +461,9 @@ def test_frames_and_info_combine_in_both_orders():
     both = envs.FrameStack(envs.ObserveInfo(env, all_info, no_noise), 2)
     beside = envs.ObserveInfo(envs.FrameStack(env, 2), all_info, no_noise)
     (_, both), (_, beside) = (play(env, (2, 0, 1)) for env in (both, beside))
-    np.testing.assert_array_equal(both["obs"]["obs"], beside["obs"]["obs"])
-    np.testing.assert_array_equal(
-        both["obs"]["info"]["action"], [[-1, 2], [2, 0], [0, 1]]
-    )
-    np.testing.assert_array_equal(beside["obs"]["info"]["action"], [2, 0, 1])
+    np.testing.assert_array_equal(both.obs["obs"], beside.obs["obs"])
+    np.testing.assert_array_equal(both.obs["info"]["action"], [[-1, 2], [2, 0], [0, 1]])
+    np.testing.assert_array_equal(beside.obs["info"]["action"], [2, 0, 1])
 
 
 def test_observation_is_transformed_before_or_after_stacking():
@@ -572,8 +471,8 @@ def test_observation_is_transformed_before_or_after_stacking():
     before = envs.FrameStack(envs.TransformObs(env, lambda obs: obs + 1.0), 2)
     after = envs.TransformObs(envs.FrameStack(env, 2), lambda obs: obs.sum())
     n = np.arange(1, 4)
-    np.testing.assert_array_equal(play(after, (0,) * 3)[1]["obs"], n + n - 1)
-    np.testing.assert_array_equal(play(before, (0,) * 3)[1]["obs"][:, 0, 0], n)
+    np.testing.assert_array_equal(play(after, (0,) * 3)[1].obs, n + n - 1)
+    np.testing.assert_array_equal(play(before, (0,) * 3)[1].obs[:, 0, 0], n)
     assert after.observation_space.shape == ()
 
 
@@ -590,69 +489,3 @@ def test_action_is_rescaled_for_all_its_repeats():
     chex.assert_trees_all_equal(*results)
     # Both steps get the upper bounds, 0.5 and 0.7.
     np.testing.assert_allclose(results[0].reward, 2 * 1.2, rtol=1e-6)
-
-
-# Errors.
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
-@pytest.mark.parametrize(
-    ("wrapper", "option"),
-    [
-        (envs.TimeLimit, "num_steps"),
-        (envs.FrameStack, "num_frames"),
-        (envs.ActionRepeat, "num_repeats"),
-    ],
-)
-def test_bad_count_is_refused(wrapper, option, value):
-    message = f"`{option}` must be an int of at least 1, got {value}"
-    with pytest.raises(ValueError, match=message):
-        wrapper(CountEnv(), **{option: value})
-
-
-def test_unknown_bound_is_refused():
-    message = '`bound` must be "clip" or "tanh", got \'sigmoid\'.'
-    with pytest.raises(ValueError, match=message):
-        envs.RescaleAction(BoxEnv(), bound="sigmoid")
-
-
-@pytest.mark.parametrize("bound", ["clip", "tanh"])
-def test_action_space_that_is_no_bounded_box_is_refused(bound):
-    message = "`env.action_space` must be a box with `low` and `high`, got Discrete."
-    with pytest.raises(ValueError, match=message):
-        envs.RescaleAction(CountEnv(), bound)
-    message = "`env.action_space` must be a box with `low` and `high`, got TanhSpace."
-    with pytest.raises(ValueError, match=message):
-        envs.RescaleAction(envs.RescaleAction(BoxEnv(), "tanh"), bound)
-    for value in (np.inf, jnp.array([1.0, jnp.inf]), 1e300):
-        message = "`env.action_space` must have finite bounds, got low=-2.0, high="
-        with pytest.raises(ValueError, match=message):
-            envs.RescaleAction(BoxEnv(high=value), bound)
-
-
-def test_action_space_of_integers_is_refused():
-    class Steps(CountEnv):
-        action_space = envs.Box(0, 9, (1,), jnp.dtype(jnp.int32))
-
-    with pytest.raises(
-        ValueError, match=r"`env\.action_space` must be of floats, got int32\."
-    ):
-        envs.RescaleAction(jax.tree_util.register_static(Steps)())
-
-
-@pytest.mark.parametrize(
-    "initial",
-    [
-        lambda state, obs: {"noise": 0.0},
-        lambda state, obs: jnp.zeros(2),
-        lambda state, obs: jnp.int32(0),
-    ],
-)
-def test_info_unlike_the_initial_one_is_refused(initial):
-    env = envs.ObserveInfo(CountEnv(), lambda info: info["noise"], initial)
-    env = envs.vectorize(env, 2)
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
-    message = "`env.step` must return `obs` as `env.reset` does.*info"
-    with pytest.raises(ValueError, match=message):
-        collector.step(collector.init(jax.random.key(0)), None)

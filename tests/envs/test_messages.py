@@ -1,0 +1,295 @@
+"""Wrong calls of what is in `envs`, and by which message they are refused.
+
+`test_bad_input.py` and `test_wrong_kinds.py` have more of them.
+"""
+
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agents import ChanceEnv
+from cases import CountEnv
+
+import rollout
+from rollout import envs
+from rollout.envs import make, make_agents, ratings, vectorize, vectorize_each
+from rollout.envs.recommendation import LeaveByCategory, LeaveByDistance
+from rollout.envs.spaces import MultiDiscrete
+from rollout.envs.wrappers import ForceLength, History, NoRepeat
+
+KEY = jax.random.key(0)
+B = 3
+TABLE = np.arange(12, dtype=np.float32).reshape(3, 4)
+HOLES = np.where(TABLE == 3, np.nan, TABLE)
+FLAGS = np.ones((5, 2), bool)
+LARGE = 2**53
+
+
+class Agents:
+    """A `ChanceEnv` with some attributes or methods replaced."""
+
+    def __init__(self, **changes):
+        vars(self).update(changes)
+
+    def __getattr__(self, name):
+        return getattr(ChanceEnv(), name)
+
+
+jax.tree_util.register_static(Agents)
+
+
+def agents(action=None, **changes):
+    """Takes a step, with the action that the space draws."""
+    lanes, keys = envs.vectorize_agents(Agents(**changes), B), jax.random.split(KEY, B)
+    state, _ = lanes.reset(keys)
+    drawn = jax.vmap(lanes.action_space.sample)(keys)
+    return lanes.step(keys, state, drawn if action is None else action)
+
+
+def agents_returning(**changes):
+    return agents(step=lambda *args: ChanceEnv().step(*args).replace(**changes))
+
+
+def groups(**groups):
+    return agents(groups={"two": ("a", "c"), **groups})
+
+
+def acting():
+    """One group of the name that the lanes need."""
+    spaces = {"acting": envs.Discrete(2)}
+    members = {"acting": ("a", "b", "c")}
+    return agents(groups=members, action_spaces=spaces, observation_spaces=spaces)
+
+
+def wide_agents():
+    """Agents of other spaces in one group."""
+    spaces = {**ChanceEnv().observation_spaces, "two": envs.Box(0.0, 1.0, (4,))}
+    return agents(observation_spaces=types.MappingProxyType(spaces))
+
+
+def step(env):
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    return collector.step(collector.init(KEY), None)
+
+
+def observe_info(initial):
+    env = envs.ObserveInfo(CountEnv(), lambda info: info["noise"], lambda *_: initial)
+    return step(vectorize(env, 2))
+
+
+def of_three_lanes():
+    return jax.tree.map(lambda x: np.full(3, x), CountEnv())
+
+
+def returning(**changes):
+    """A `CountEnv` whose step returns something else."""
+
+    class Changed(CountEnv):
+        def step(self, key, state, action):
+            return super().step(key, state, action).replace(**changes)
+
+    return jax.tree_util.register_static(Changed)()
+
+
+def normalize(info, **options):
+    env = vectorize(returning(info=info), 2)
+    return step(envs.NormalizeObs(env, **options))
+
+
+def return_float(name, wrap):
+    return step(vectorize(wrap(returning(**{name: jnp.float32(0.3)})), 2))
+
+
+def rescale_integers():
+    class Steps(CountEnv):
+        action_space = envs.Box(0, 9, (1,), jnp.dtype(jnp.int32))
+
+    return envs.RescaleAction(jax.tree_util.register_static(Steps)())
+
+
+def rescale_twice():
+    return envs.RescaleAction(envs.RescaleAction(pendulum(), "tanh"))
+
+
+def pendulum(**params):
+    return make("Pendulum-v1", **params)
+
+
+def picture(obs):
+    """A `mask` that is not about actions."""
+    return {"obs": obs, "mask": jnp.ones((3, 3), bool)}
+
+
+def log(users=(1, 2), items=(3, 4), column=(1.0, 2.0), times=(0, 1), **options):
+    columns = {"user_id": users, "item_id": items, "feedback": column, "at": times}
+    return ratings.from_interactions(columns, **{"missing": 0, **options})
+
+
+def recommend(*args, **options):
+    return envs.RecommendationEnv(*args, **options)
+
+
+def show(item):
+    env = recommend(TABLE)
+    return env.step(KEY, env.reset(KEY)[0], jnp.int32(item))
+
+
+def users_by_fn(**options):
+    return recommend(lambda user, item: 0.0, num_items=3, **options)
+
+
+def normalize_twice():
+    once = envs.NormalizeReward(vectorize(CountEnv(), 2))
+    return step(envs.NormalizeReward(once))
+
+
+def force_twice():
+    return step(vectorize(ForceLength(ForceLength(CountEnv(), 3), 2), 2))
+
+
+WRAPPERS = [
+    lambda env: env,
+    lambda env: envs.TimeLimit(env, 5),
+    lambda env: ForceLength(env, 5),
+    lambda env: envs.ActionRepeat(env, 2),
+    envs.EndOnFault,
+]
+MESSAGES = [
+    # `make`, `make_agents`, `env_ids`, `render_gif`
+    (lambda: make("CartPole"), "'CartPole'. The nearest are CartPole-v1"),
+    (lambda: make("zzzz"), "`env_id` must be one of the 26 ids"),
+    (lambda: make("CartPole-v1", a=1), "parameters of CartPole-v1 are max_steps_in"),
+    (lambda: make("CartPole-v1", size=2, color=1), "; got color, size."),
+    (lambda: make("CartPole-v1", gravity=np.ones(3)), "`gravity` must have shape ()"),
+    (lambda: make("CartPole-v1", max_steps_in_episode=1.5), "be an integer, got 1.5"),
+    (lambda: make("jaxmarl:hanabi"), "whose environments have several agents"),
+    (lambda: make("zzz:hanabi"), "or xminigrid:, got 'zzz:hanabi'."),
+    (lambda: make("pgx:2048", speed=[3]), "pgx:2048 with speed=[3] fails"),
+    (lambda: make_agents("pgx:go"), "20 ids of `rollout.envs.env_ids('pgx')`, got"),
+    (lambda: make_agents("pgx:go"), "got 'pgx:go'. The nearest"),
+    (lambda: make_agents("CartPole-v1"), "must begin with jaxmarl:, jumanji: or pgx:"),
+    (lambda: make_agents("brax:ant"), "got 'brax:ant', whose environments have one"),
+    (lambda: envs.env_ids("zzz"), "`suite` must be one of installed, gymnax, "),
+    (lambda: envs.render_gif(CountEnv(), {}, TABLE), "Pong-misc), got CountEnv."),
+    # Spaces
+    (lambda: envs.Discrete(2, start=0.5), "`start` must be an int, got 0.5"),
+    (lambda: envs.Discrete(300, dtype=jnp.uint8), "integers from 0 to 299, got uint8"),
+    (lambda: envs.Box(1.0, 0.0, ()), "`low` must be at most `high`, got low=1.0"),
+    (lambda: MultiDiscrete((3, 0)), "`nvec` must be an array of ints of at least 1"),
+    (lambda: MultiDiscrete(5), "`nvec` must be an array of ints of at least 1, got 5"),
+    (lambda: MultiDiscrete((1.5, 2)), "`nvec` must be an array of ints"),
+    (lambda: MultiDiscrete((3, 4), start=(1, 2, 3)), "`start` must be an int, or an"),
+    (lambda: MultiDiscrete((3, 4), start=0.5), "`start` must be an int, or an array"),
+    # `vectorize`, `vectorize_each`, `vectorize_agents`
+    (lambda: vectorize(CountEnv(), 2, auto_reset="a"), '"compact" or "select", got'),
+    (lambda: vectorize_each(CountEnv(), 4), "leading axis num_envs=4, got shape ()"),
+    (lambda: vectorize_each(of_three_lanes(), 4), "num_envs=4, got shape (3,)"),
+    (lambda: vectorize_each(ChanceEnv(), 4), "leading axis num_envs=4, got no leaves"),
+    (lambda: groups(), "in one group, got 'b' in none"),
+    (lambda: groups(one=("b", "a")), "in one group, got 'a' in two, one"),
+    (lambda: groups(one=("b", "d")), "got 'd' in and not in `env.agents`"),
+    (lambda: groups(one=("b",), no=()), "agents in each group, got 'no' empty"),
+    (lambda: agents(agents=("a", "b", "b")), "must be names, each once"),
+    (lambda: agents(action_spaces={"two": 0}), "have the groups two, one, got two"),
+    (acting, 'must have other names than "acting"'),
+    (lambda: agents(reset=lambda key: (0, 1)), "return (state, obs, acting)"),
+    (lambda: agents(step=lambda *args: 3), "MultiAgentStep`, got int"),
+    (lambda: agents_returning(reward=np.ones(2)), "value per agent, shape (3,), got"),
+    (lambda: agents_returning(terminated=np.bool_(0)), "`terminated` must be one"),
+    (lambda: agents_returning(obs={"two": TABLE}), "the groups one, two, got ['two']"),
+    (wide_agents, "`obs` of the group 'two' must be of shape (2, 4), got float32"),
+    (lambda: agents(jnp.zeros((B, 2), int)), "`action` must be a dict of the groups"),
+    (
+        lambda: agents({"two": jnp.zeros((B, 2)), "one": jnp.zeros((B, 1, 2))}),
+        "'two' must be of int32 and shape (2,)",
+    ),
+    # Wrappers
+    *[
+        (functools.partial(return_float, name, wrap), f"return `{name}` as bool, got")
+        for name in ("terminated", "truncated")
+        for wrap in WRAPPERS
+    ],
+    (lambda: envs.RescaleAction(pendulum(), "a"), '`bound` must be "clip" or "tanh"'),
+    (lambda: envs.RescaleAction(CountEnv()), "with `low` and `high`, got Discrete"),
+    (rescale_twice, "a box with `low` and `high`, got TanhSpace"),
+    (lambda: envs.RescaleAction(pendulum(max_torque=np.inf)), "have finite bounds"),
+    (lambda: envs.RescaleAction(pendulum(max_torque=1e300)), "have finite bounds"),
+    (rescale_integers, "`env.action_space` must be of floats, got int32."),
+    (lambda: observe_info({"noise": 0.0}), "must return `obs` as `env.reset` does"),
+    (lambda: observe_info(jnp.zeros(2)), "must return `obs` as `env.reset` does"),
+    (lambda: observe_info(jnp.int32(0)), "must return `obs` as `env.reset` does"),
+    (lambda: History(CountEnv(), 0), "at least 1, got 0"),
+    (lambda: ForceLength(CountEnv(), 0), "at least 1, got 0"),
+    (force_twice, "`info` must be a dict without the names left"),
+    (lambda: NoRepeat(pendulum()), "`env` must have a discrete action space"),
+    (
+        lambda: NoRepeat(envs.TransformObs(CountEnv(), picture)).reset(KEY),
+        "`mask` in the observation must be bool of shape (3,), one for",
+    ),
+    (lambda: NoRepeat(CountEnv(), initial=1), "`initial` must be a bool, got"),
+    (lambda: envs.NormalizeObs(CountEnv()), "`rollout.envs.vectorize` makes, got"),
+    (lambda: normalize({}, epsilon=np.nan), "above 0, got nan"),
+    (lambda: normalize({}, epsilon=0.0), "above 0, got 0.0"),
+    (lambda: normalize(()), "`info` must be a dict without the names raw_obs"),
+    (lambda: normalize({"raw_obs": jnp.zeros(2)}), "raw_next_obs, got ['raw_obs']"),
+    (normalize_twice, "`info` must be a dict without the names raw_reward"),
+    # `from_interactions`
+    (lambda: log(feedback="stars"), "have the columns ['stars'], got ['user_id'"),
+    (lambda: log(column=["1", "five"]), "five"),
+    (lambda: log([None, None]), "must have a record"),
+    (lambda: log(missing="mean"), "`missing` must be a finite number or one of user_"),
+    (lambda: log(missing=np.nan), "item_mean, mask, got nan"),
+    (lambda: log(duplicates="first"), "`duplicates` must be one of mean, last, error"),
+    (lambda: log(timestamp="at"), 'unless `duplicates` is "last"'),
+    (
+        lambda: log(times=["1/2/2024", "1"], timestamp="at", duplicates="last"),
+        "`at` must be numbers or dates",
+    ),
+    (
+        lambda: log(
+            [1, 2, 2, 1, 2], [*"abcab"], [1, 2, 3, 4, 5], [0] * 5, duplicates="error"
+        ),
+        "each pair once, got another record of user 1 and item a, and 1 more",
+    ),
+    (lambda: log([1, 2**24 + 0.5]), "integers or text, got the float 16777216.5"),
+    (lambda: log(np.array([LARGE, np.nan])), "9007199254740992.0: beyond 900719"),
+    (lambda: log(np.float32([2**24, 1])), "the float 16777216.0: beyond 16777216"),
+    (lambda: ratings.from_interactions(5, missing=0), "`data` must be the path of"),
+    (lambda: ratings.from_interactions([1, 2], missing=0), "got list"),
+    (lambda: ratings.from_interactions(([1], [2]), missing=0), "got 2 of them"),
+    # `RecommendationEnv` and its rules
+    (lambda: recommend(HOLES), "nan for user 0 and item 3"),
+    (lambda: recommend(TABLE[0]), "`feedback` must be [U, I]"),
+    (lambda: recommend(log()), "got Interactions: pass its `feedback`"),
+    (lambda: users_by_fn(), "`num_users` must be an int"),
+    (lambda: recommend(TABLE, num_users=7), "`num_users` must be left out, or 3"),
+    (lambda: recommend(TABLE, num_items=3), "`num_items` must be left out, or 4"),
+    (lambda: recommend(TABLE, max_turn=0), "`max_turn`"),
+    (lambda: recommend(TABLE, random_first=1), "`random_first` must be a bool, got"),
+    (lambda: recommend(TABLE, LeaveByCategory(FLAGS, 5, 1)), "`leave` must be for"),
+    (lambda: recommend(TABLE, known=FLAGS), "`known` must have the shape (3, 4)"),
+    (lambda: recommend(TABLE, known=TABLE), "`known` must be [U, I] bool, got float32"),
+    (lambda: recommend(TABLE, known=FLAGS[0]), "[U, I] bool, got bool of shape (2,)"),
+    (lambda: users_by_fn(num_users=2, known=FLAGS), "must have the shape (2, 3)"),
+    (lambda: show(4), "from 0 to 3, got 4"),
+    (lambda: show(-1), "from 0 to 3, got -1"),
+    (lambda: LeaveByCategory(TABLE, 5, 1), "`categories` must be [I, C] bool"),
+    (lambda: LeaveByDistance(TABLE, 0, 1.0), "`window`"),
+    (lambda: LeaveByDistance(FLAGS, 5, 1.0), "`features` must be [I, F] of floats"),
+    (lambda: LeaveByDistance(HOLES, 5, 1.0), "`features` must be finite"),
+    (lambda: LeaveByDistance(TABLE, 5, np.nan), "`threshold` must be a number, got"),
+    (lambda: LeaveByDistance(TABLE, 5, "0.1"), "`threshold` must be a number, got '0"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:`data` lost .* missing_id")
+@pytest.mark.usefixtures("key_reuse")
+@pytest.mark.parametrize(("call", "message"), MESSAGES)
+def test_wrong_call_is_named(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
