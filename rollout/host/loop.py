@@ -236,7 +236,7 @@ class Loop:
         if stepped is None:  # the usual case, kept fast
             stepped = self._everywhere[at]
         else:
-            reward, self.over = reward * stepped, self.over.copy()
+            reward, self.over = np.where(stepped, reward, 0), self.over.copy()
             self.over[at] |= ~stepped  # these only got their first observation
         self.episode_length[at] += stepped
         self.episode_return[at] += reward
