@@ -44,6 +44,17 @@ def check_torchrl(names, out):
     assert (np.asarray(rows.episode_length)[np.asarray(mask)] <= 200).all()
 
 
+def check_jaxmarl(names, out):
+    num_episodes, mean = out.split()
+    assert num_episodes == "256"  # 64 lanes of 4 episodes of 26 steps, and 24 steps
+    assert -40 < float(mean) < -20
+    stats = names["stats"]
+    assert set(stats.agents) == {"agent_0", "agent_1", "agent_2"}
+    (code,) = blocks(TEXTS["jaxmarl"], "text")
+    exec(code, names)
+    assert names["win_rate"] == 0  # nothing to win in simple spread
+
+
 def check_rllib(names, out):
     counts, learner, rival = (line.split() for line in out.splitlines())
     assert counts == ["96", "1000", "1000"]  # 8 lanes of 12.5 episodes of ten rounds
@@ -73,7 +84,7 @@ def check_easyrl4rec(names, out):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.usefixtures("quick_compile", "rank_promotion")  # as JaxMARL's MPE does
 @pytest.mark.parametrize("name", TEXTS)
 def test_code_here_runs_and_does_what_is_said(name, capsys):
     (code,) = blocks(TEXTS[name])
