@@ -182,6 +182,8 @@ def _need(needed: tuple[str, ...], what: str) -> None:
 class _ExposedState(Wrapper):
     """An `Env` whose `info` holds its states."""
 
+    for_agents = "all"
+
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         result = self.env.step(key, state, action)
         info = {"state": state, "next_state": result.state, "info": result.info}

@@ -8,7 +8,8 @@ a loop in blocks of steps, `choose` takes an equal implementation without loops,
 `scan` computes several rows per iteration, which helps a TPU, too. On a CPU such loops
 cost little if they run few rounds, and code without them may compute more.
 
-`step_once` keeps XLA from computing an environment step several times.
+`step_once` keeps XLA from computing an environment step several times; `to_host`
+fetches results for a loop in Python.
 """
 
 import functools
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from rollout.envs import prng
@@ -183,3 +185,13 @@ def step_once(
     return lax.platform_dependent(
         *operands, cpu=in_a_conditional, default=between_barriers
     )
+
+
+def to_host(tree: ArrayTree) -> ArrayTree:
+    """Converts arrays of jax to NumPy, on a CPU without a copy."""
+    leaves, structure = jax.tree.flatten(tree)
+    first = next((x for x in leaves if isinstance(x, jax.Array)), None)
+    # The parameters decide where they are, whatever jax's default device is.
+    if first is not None and any(x.platform != "cpu" for x in first.devices()):
+        return jax.device_get(tree)  # begins all copies before it waits for one
+    return structure.unflatten([np.asarray(x) for x in leaves])

@@ -17,10 +17,11 @@ import numpy as np
 from rollout.envs.host.observation_check import ObservationCheck
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.types import ArrayTree
-from rollout.host.policy_runner import PolicyRunner, to_host
+from rollout.host.policy_runner import PolicyRunner
 from rollout.host.rows import RowBlock, place_rows
 from rollout.host.seeds import Seeds
 from rollout.host.served import Served
+from rollout.platform import to_host
 from rollout.types import Carry
 
 NO_LIMIT = 2**31 - 1  # no episode has so many steps

@@ -12,6 +12,7 @@ from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.kernel import episode_keys
 from rollout.kernel.step import initial_policy_state, restart_policy
+from rollout.platform import to_host
 from rollout.types import Policy
 
 _AHEAD = 256  # keys that are drawn at once
@@ -155,16 +156,6 @@ class PolicyRunner:
         lanes = episode_keys.all_lanes(self._view.num_envs)
         key = episode_keys.keys_of(root, lanes, episode_id)
         return restart_policy(self._policy, self._view, state, over, key)
-
-
-def to_host(tree: ArrayTree) -> ArrayTree:
-    """Converts arrays of jax to NumPy, on a CPU without a copy."""
-    leaves, structure = jax.tree.flatten(tree)
-    first = next((x for x in leaves if isinstance(x, jax.Array)), None)
-    # The parameters decide where they are, whatever jax's default device is.
-    if first is not None and any(x.platform != "cpu" for x in first.devices()):
-        return jax.device_get(tree)  # begins all copies before it waits for one
-    return structure.unflatten([np.asarray(x) for x in leaves])
 
 
 @jax.jit

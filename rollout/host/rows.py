@@ -14,13 +14,13 @@ from jax import lax
 
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
-from rollout.host.policy_runner import to_host
 from rollout.kernel.step import (
     accumulate,
     accumulate_nothing,
     apply_record_fn,
     mask_out,
 )
+from rollout.platform import to_host
 from rollout.types import Accumulators, RecordFn, Transition
 
 Acc = TypeVar("Acc")

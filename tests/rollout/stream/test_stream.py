@@ -13,6 +13,7 @@ from streams import B, by_lane, each_env, host, join, make_stream, straight
 import rollout
 from rollout import envs
 from rollout.stream.batch import make_batch
+from rollout.stream.options import Options
 
 slow = pytest.mark.slow
 
@@ -205,12 +206,16 @@ def test_postprocess_runs_in_the_same_program(name):
 def test_field_that_a_postprocess_does_not_read_has_no_array():
     env = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (5,)))
     collector = make_collector("count", B).replace(env=envs.vectorize(env, B))
-    stream = rollout.Stream(collector, key=jax.random.key(7), steps_per_batch=13 * B)
+    carry = collector.init(jax.random.key(7))
+    defaults = dict.fromkeys(x.name for x in dataclasses.fields(Options))
+    defaults |= {"num_envs": B, "steps_per_batch": 13 * B, "placement": "device"}
+    defaults |= {"recycle": False, "check_finite": False, "prefetch": 0}
+    defaults |= {"at_batch_end": "continue", "on_fault": "raise"}
+    defaults |= {"window_episodes": 0, "warmup_steps": 0}
 
     def text(**changes):
         program = jax.jit(make_batch, static_argnums=(0, 1))
-        options = dataclasses.replace(stream._options, **changes)
-        args = options, 13, collector, stream.state()["carry"], None, ()
+        args = Options(**defaults | changes), 13, collector, carry, None, ()
         return program.lower(*args).compile().as_text()
 
     stored = f"[13,{B},5]"  # 13 rows of observations
