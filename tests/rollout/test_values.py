@@ -255,6 +255,22 @@ def test_batch_that_is_cut_keeps_the_dtype_that_was_recorded():
     np.testing.assert_array_equal(np.asarray(t.final_value, float)[cut], expected[cut])
 
 
+@pytest.mark.slow
+def test_batches_of_sharded_lanes_have_the_values_of_one_device():
+    collector = make("some", "recurrent", num_envs=16)
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("lanes",))
+    options = {"steps_per_batch": 5 * 16, "at_batch_end": "truncate"}
+
+    def run(collector):
+        key = jax.random.key(3)
+        with rollout.Stream(collector, params=PARAMS, key=key, **options) as stream:
+            return next(stream).trajectory
+
+    one, sharded = run(collector), run(rollout.shard(collector, mesh))
+    assert (one.truncated & ~one.terminated)[-1].any()
+    np.testing.assert_array_equal(sharded.final_value, one.final_value)
+
+
 def test_values_are_not_computed_where_nobody_reads_them():
     collector = make(value_fn=lambda params, obs, state: jnp.tanh(obs[:, 0]))
     carry = collector.init(jax.random.key(0))
