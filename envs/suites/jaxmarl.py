@@ -322,8 +322,8 @@ def _find_limit(
     if not found:
         if is_asked:
             raise ValueError(
-                f"`limit_field` must be a field of `env`, got {' or '.join(known)!r} "
-                f"and {type(env).__name__}."
+                "`limit_field` must be a field of `env`, got "
+                f"{' or '.join(map(repr, known))} and {type(env).__name__}."
             )
         return None, None
     times = _LIMITS.get(found[0], _LIMITS["max_steps"])

@@ -12,6 +12,7 @@ import pytest
 import suite_checks
 from flax import struct
 from jaxmarl.environments import spaces
+from jaxmarl.wrappers import baselines
 
 from rollout import envs
 
@@ -236,7 +237,7 @@ class Nobody(Solo):
 
 MESSAGES = [
     ({"limit_field": "limit"}, "`limit_field` must be a field of `env`, got 'limit'"),
-    ({"time_field": "clock"}, "must be a field of `env`, got 'max_steps' and Solo"),
+    ({"time_field": "clock"}, "got 'max_steps' or 'num_outer_steps' and Solo"),
     ({"limit_field": "horizon"}, "`time_field` must be a field of the state, got 'st"),
     ({"limit_field": "horizon", "time_field": "age"}, "got 'age' and Clock"),
     ({"groups": {"all": ()}}, "`groups` must have agents in each group, got 'all' emp"),
@@ -260,6 +261,28 @@ def test_what_does_not_go_by_agents_and_their_spaces_is_refused():
     groups = {"red": ("red_0",), "blue": ("blue_0",)}
     with pytest.raises(ValueError, match=r"`env.groups` must have every agent in one"):
         envs.vectorize_agents(envs.suites.from_jaxmarl(Duel(), groups=groups), 2)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        baselines.LogWrapper,
+        baselines.SMAXLogWrapper,
+        lambda env: baselines.CTRolloutManager(env, batch_size=2),
+    ],
+)
+def test_wrappers_of_jaxmarl_are_refused_with_what_stands_for_them(wrap):
+    env = wrap(make("MPE_simple_spread_v3"))
+    message = f"without its wrappers, got {type(env).__name__}. Instead of `LogWrapper`"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        envs.suites.from_jaxmarl(env)
+
+
+def test_limit_of_coin_game_is_a_truncation():
+    env = envs.vectorize_agents(envs.make_agents("jaxmarl:coin_game"), 2)
+    rows = suite_checks.collect(env, num_steps=110)
+    assert set(rows.episode_length[rows.truncated]) == {100}
+    assert not rows.terminated.any()
 
 
 def test_shapes_of_smax_with_masks_and_world_state():
