@@ -143,10 +143,14 @@ def test_rows_are_those_of_a_plain_loop(acting, reward, terminated, truncated, e
         assert len(here) >= len(expected)
 
 
+@pytest.mark.parametrize(
+    "split",
+    [(7, 8), *(pytest.param(x, marks=pytest.mark.slow) for x in ((15,), (5, 1, 9)))],
+)
 @settings(max_examples=300, deadline=None)
-@given(**TEAMS, split=st.sampled_from([(15,), (7, 8), (5, 1, 9)]))
+@given(**TEAMS)
 def test_rewards_in_rows_sum_to_the_agents_return(
-    acting, reward, terminated, truncated, end, split
+    split, acting, reward, terminated, truncated, end
 ):
     env = schedule(acting, reward, terminated=terminated, truncated=truncated, end=end)
     for mode in ("agent", "episode"):
