@@ -46,7 +46,7 @@ def start_devices(run: Namespace) -> int:
     # A queue of episodes makes devices wait for each other at every step.
     most = 1 if run.num_episodes or run.is_on_host else run.num_envs // _LEAST_ENVS
     good = [n for n in range(1, min(cpus, most) + 1) if run.num_envs % n == 0]
-    number = {None: max(good, default=1), "all": cpus}.get(run.devices, run.devices)
+    number = cpus if run.devices == "all" else run.devices or max(good, default=1)
     with contextlib.suppress(RuntimeError):  # jax has started already, in a notebook
         jax.config.update("jax_num_cpu_devices", number)
     found = jax.device_count()
@@ -158,7 +158,7 @@ def play(run: Namespace, num_devices: int) -> Result:
         drawn = {name: getattr(episodes, name) for name in _DRAWN}
         return summarize(episodes), metrics, end.step - carry.step, drawn
 
-    if run.is_on_host:
+    if isinstance(collector, HostCollector):
         collector.compile(carry, params)
     else:
         program = jax.jit(program).lower(collector, carry, params).compile()
