@@ -424,7 +424,9 @@ def test_what_is_no_fraction_is_refused(name, call):
 
 @pytest.mark.parametrize("value", [np.float32(0.5), jnp.float32(0.5), 1, np.int32(0)])
 def test_fraction_may_be_of_any_number_type(value):
-    rollout.discounted_returns(trajectory(), gamma=value)
+    got = rollout.discounted_returns(trajectory(), gamma=value)
+    want = rollout.discounted_returns(trajectory(), gamma=float(value))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_mask_and_scores_may_be_lists():

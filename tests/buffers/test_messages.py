@@ -260,4 +260,5 @@ def test_what_is_no_fraction_is_refused(name, call):
 
 @pytest.mark.parametrize("value", [np.float32(0.5), jnp.float32(0.5), 1, np.int32(0)])
 def test_fraction_may_be_of_any_number_type(value):
-    hash(buffers.PrioritizedReplayBuffer(16, 2, alpha=value))  # static, in `jit`
+    buffer = buffers.PrioritizedReplayBuffer(16, 2, alpha=value)
+    assert isinstance(hash(buffer), int)  # static, in `jit`
