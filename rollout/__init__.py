@@ -39,7 +39,7 @@ from rollout.collector import Collector
 from rollout.evaluation import evaluate
 from rollout.gif import record_gif
 from rollout.host import HostCollector, by_env, probe, remote_batches
-from rollout.minibatches import minibatches
+from rollout.minibatches import scan_minibatches
 from rollout.moments import Moments
 from rollout.policies import (
     epsilon_greedy,
@@ -113,7 +113,6 @@ __all__ = [
     "inspect",
     "lambda_returns",
     "log_stats",
-    "minibatches",
     "next_values",
     "ornstein_uhlenbeck",
     "probe",
@@ -123,6 +122,7 @@ __all__ = [
     "record_gif",
     "recurrent_policy",
     "remote_batches",
+    "scan_minibatches",
     "shard",
     "split_trajectories",
     "stateless_policy",

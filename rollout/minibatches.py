@@ -1,6 +1,8 @@
-"""Splits a trajectory into shuffled minibatches, inside `jit`."""
+"""Gradient steps on shuffled minibatches of a trajectory, inside `jit`."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -10,17 +12,19 @@ from rollout import checks
 from rollout.envs.types import ArrayTree
 
 
-def minibatches(
+def scan_minibatches(
+    update_fn: Callable[[Any, Any], tuple[Any, Any]],
+    init: ArrayTree,
     key: chex.PRNGKey,
     tree: ArrayTree,
     num_minibatches: int,
     epochs: int = 1,
     *,
     axis: int | None = None,
-) -> ArrayTree:
-    """Shuffles a trajectory and splits it into minibatches, to `lax.scan` over.
+) -> tuple[Any, Any]:
+    """Scans an update over shuffled minibatches, with one in memory at a time.
 
-        params, losses = jax.lax.scan(update, params, minibatches(key, data, 4, 10))
+        learner, losses = scan_minibatches(update, learner, key, (t, gae), 4, epochs=4)
 
     Every step is in exactly one minibatch of each epoch, and each epoch is shuffled
     again. Masked-out steps come along, with their `mask`. Where lanes are sharded over
@@ -28,20 +32,21 @@ def minibatches(
     docs/devices.md has the program.
 
     Args:
+        update_fn: `(carry, minibatch) -> (carry, output)`, as the function of a
+            `jax.lax.scan`. A minibatch is `tree` with leaves `[T * B / M, ...]`; with
+            axis 1 `[T, B / M, ...]`, with axis 0 `[T / M, ...]`.
+        init: the first carry, such as `(params, opt_state)`.
         key: one typed key.
         tree: any pytree of `[T, B, ...]`, such as `(trajectory, advantages)`.
         num_minibatches: M, minibatches of an epoch, at least 1; it must divide the
             number of items to shuffle.
-        epochs: E, at least 1. The result takes the memory of E trees: for large
-            observations shuffle indices, `jnp.arange(T * B)` with `axis=0`, and gather
-            each minibatch in the update.
+        epochs: E, at least 1.
         axis: None shuffles all `T * B` steps; 1 shuffles whole lanes, for recurrent
             policies, where T may differ between leaves: an initial state of the lanes
             is `[1, B, ...]`; 0 shuffles the leading axis of any tree.
 
     Returns:
-        The tree with the leading axis `E * M`: `[E * M, T * B / M, ...]`; with axis 1
-        `[E * M, T, B / M, ...]`, with axis 0 `[E * M, T / M, ...]`.
+        The last carry, and the outputs `[E * M, ...]`.
 
     Raises:
         ValueError: if a count is not an int of at least 1, if `axis` is any other
@@ -62,14 +67,14 @@ def minibatches(
     shuffle = jax.vmap(lambda key: jax.random.permutation(key, num_items))
     order = shuffle(jax.random.split(key, epochs))
     order = order.reshape(epochs * num_minibatches, -1)  # each epoch is cut in M
+    if axis is None:
+        tree = jax.tree.map(lambda x: jnp.reshape(x, (-1, *jnp.shape(x)[2:])), tree)
 
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.asarray(x)
-        if axis == 1:
-            return jnp.moveaxis(x[:, order], 1, 0)
-        return (x.reshape(-1, *x.shape[2:]) if axis is None else x)[order]
+    def step(carry: Any, items: jax.Array) -> tuple[Any, Any]:
+        take = lambda x: jnp.take(x, items, axis=axis or 0, mode="clip")  # noqa: E731
+        return update_fn(carry, jax.tree.map(take, tree))
 
-    return jax.tree.map(split, tree)
+    return jax.lax.scan(step, init, order)
 
 
 def _count_items(tree: ArrayTree, axis: int | None) -> int:

@@ -45,6 +45,10 @@ def trajectory():
     return collector().collect_steps(carry(), None, 5)[1]
 
 
+def scan_minibatches(tree, *args, **options):
+    return rollout.scan_minibatches(lambda *x: x, (), KEY, tree, *args, **options)
+
+
 def one_step():
     return jax.tree.map(lambda x: x[0], trajectory())
 
@@ -143,7 +147,7 @@ COUNTS = {
         lambda n: rollout.profile(collector(), None, 2, num_repeats=n),
         lambda n: envs.ActionRepeat(COUNT, n),
     ],
-    "epochs": [lambda n: rollout.minibatches(KEY, jnp.zeros((2, 2)), 2, n)],
+    "epochs": [lambda n: scan_minibatches(jnp.zeros((2, 2)), 2, n)],
     "keep": [lambda n: checkpoint.save("nowhere", {"n": 1}, keep=n)],
     "steps_per_batch": [lambda n: stream(steps_per_batch=n)],
     "total_steps": [lambda n: stream(total_steps=n)],
@@ -334,8 +338,8 @@ REFUSED = {
     ],
     "`stats` must have scalar leaves": [lambda: rollout.log_stats({"a": jnp.zeros(2)})],
     "must have `value`": [lambda: rollout.gae(trajectory(), VALUES, gamma=1, lam=1)],
-    "must divide the 20 items": [lambda: rollout.minibatches(KEY, trajectory(), 3)],
-    "`axis` must be": [lambda: rollout.minibatches(KEY, trajectory(), 2, axis=2)],
+    "must divide the 20 items": [lambda: scan_minibatches(trajectory(), 3)],
+    "`axis` must be": [lambda: scan_minibatches(trajectory(), 2, axis=2)],
     "`rows` must be the dict": [lambda: rollout.agents.for_policy(trajectory(), "a")],
     "must be of a `policy_map`": [lambda: rollout.agents.for_policy({"a": 3}, "a")],
     # Functions and flags.

@@ -229,16 +229,13 @@ def ppo(config: PPO, *, limit_is_failure: bool = False, **options: Any) -> Learn
         next_value = rollout.next_values(t, critic(params, carry.obs, ()))
         gae = rollout.gae(t, next_value, gamma=config.gamma, lam=config.lam)
         batch = t.obs, t.extras, gae
-        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
-        def learn(state: Any, index: jax.Array) -> tuple[Any, None]:
-            minibatch = jax.tree.map(lambda x: x[index], rows)
+        def learn(state: Any, minibatch: Any) -> tuple[Any, None]:
             return ppo_step(network, config, state, minibatch), None
 
-        every = jnp.arange(config.num_steps * config.num_envs)
         counts = config.num_minibatches, config.num_epochs
-        indices = rollout.minibatches(key, every, *counts, axis=0)
-        learnt, _ = jax.lax.scan(learn, (params, opt_state), indices)
+        state = params, opt_state
+        learnt, _ = rollout.scan_minibatches(learn, state, key, batch, *counts)
         return (carry, *learnt), None
 
     def init(init_key: jax.Array, carry_key: jax.Array) -> Any:

@@ -155,8 +155,8 @@ def test_update_of_ppo_does_not_wait():
             grads = jax.grad(loss)(params, batch)
             return jax.tree.map(lambda x, g: x - 1e-3 * g, params, grads), None
 
-        batches = rollout.minibatches(key, batch, MINIBATCHES, EPOCHS)
-        params, _ = jax.lax.scan(descend, params, batches)
+        counts = MINIBATCHES, EPOCHS
+        params, _ = rollout.scan_minibatches(descend, params, key, batch, *counts)
         return carry, params, rollout.summarize(t)
 
     key = jax.eval_shape(lambda: jax.random.key(0))

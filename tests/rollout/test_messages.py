@@ -69,8 +69,9 @@ def shard(num_envs, num_devices, axis="lanes"):
     rollout.shard(rollout.shard(make_collector("count", num_envs), mesh), mesh)
 
 
-def minibatches(tree=ROWS, num_minibatches=4, **options):
-    rollout.minibatches(KEY, tree, num_minibatches, **options)
+def scan_minibatches(tree=ROWS, num_minibatches=4, **options):
+    step = lambda *args: args  # noqa: E731
+    rollout.scan_minibatches(step, (), KEY, tree, num_minibatches, **options)
 
 
 def inspect(program, *args, accelerator="h100", **options):
@@ -215,10 +216,13 @@ MESSAGES = [
         lambda: rollout.profile(make_collector("count"), None, 0),
         "`num_steps` must be an int of at least 1",
     ),
-    (lambda: minibatches(num_minibatches=0), "`num_minibatches` must be an int of at"),
-    (lambda: minibatches(num_minibatches=3, axis=1), "divide the 16 items, got 3"),
-    (lambda: minibatches({"a": ROWS, "b": jnp.zeros(64)}), "`[T, B, ...]`"),
-    (lambda: minibatches({}), "got none"),
+    (
+        lambda: scan_minibatches(num_minibatches=0),
+        "`num_minibatches` must be an int of at",
+    ),
+    (lambda: scan_minibatches(num_minibatches=3, axis=1), "divide the 16 items, got 3"),
+    (lambda: scan_minibatches({"a": ROWS, "b": jnp.zeros(64)}), "`[T, B, ...]`"),
+    (lambda: scan_minibatches({}), "got none"),
 ]
 
 

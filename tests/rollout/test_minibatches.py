@@ -12,38 +12,57 @@ IDS = jnp.arange(T * B).reshape(T, B)
 TREE = {"id": IDS, "row": jnp.stack([IDS, IDS + 1000], axis=-1), "mask": IDS % 5 > 0}
 
 
-def test_every_row_is_in_one_minibatch_of_each_epoch():
+def split(tree, *counts, **options):
+    """All minibatches, stacked."""
+    step = lambda carry, minibatch: (carry, minibatch)  # noqa: E731
     key = jax.random.key(0)
-    split = jax.jit(lambda key: rollout.minibatches(key, TREE, 4, 3))(key)
-    assert split["id"].shape == (12, 12)
-    assert split["row"].shape == (12, 12, 2)
-    epochs = np.asarray(split["id"]).reshape(3, -1)
+    return rollout.scan_minibatches(step, (), key, tree, *counts, **options)[1]
+
+
+def test_every_row_is_in_one_minibatch_of_each_epoch():
+    minibatches = jax.jit(lambda: split(TREE, 4, 3))()
+    assert minibatches["id"].shape == (12, 12)
+    assert minibatches["row"].shape == (12, 12, 2)
+    epochs = np.asarray(minibatches["id"]).reshape(3, -1)
     for epoch in epochs:
         np.testing.assert_array_equal(np.sort(epoch), np.arange(T * B))
     assert (epochs[0] != epochs[1]).any()
     assert (epochs[0] != np.arange(T * B)).any()
-    np.testing.assert_array_equal(split["row"][..., 1], split["id"] + 1000)
-    np.testing.assert_array_equal(split["mask"], split["id"] % 5 > 0)
+    np.testing.assert_array_equal(minibatches["row"][..., 1], minibatches["id"] + 1000)
+    np.testing.assert_array_equal(minibatches["mask"], minibatches["id"] % 5 > 0)
 
 
 def test_whole_lanes_stay_in_the_order_of_time():
-    split = rollout.minibatches(jax.random.key(0), TREE, 2, 2, axis=1)
-    ids = np.asarray(split["id"])
+    start = jnp.arange(B)[None]  # one row for each lane
+    tree, first = split((TREE, start), 2, 2, axis=1)
+    ids = np.asarray(tree["id"])
     assert ids.shape == (4, T, B // 2)
-    assert split["row"].shape == (4, T, B // 2, 2)
+    assert tree["row"].shape == (4, T, B // 2, 2)
     np.testing.assert_array_equal(ids // B, np.arange(T)[None, :, None] + 0 * ids)
+    np.testing.assert_array_equal(ids[:, :1] % B, first)
     for epoch in ids[:, 0].reshape(2, -1):
         np.testing.assert_array_equal(np.sort(epoch), np.arange(B))
 
 
 def test_leading_axis_of_any_tree_is_shuffled():
-    split = rollout.minibatches(jax.random.key(0), jnp.arange(10), 5, axis=0)
-    assert split.shape == (5, 2)
-    np.testing.assert_array_equal(np.sort(split.ravel()), np.arange(10))
+    minibatches = split(jnp.arange(10), 5, axis=0)
+    assert minibatches.shape == (5, 2)
+    np.testing.assert_array_equal(np.sort(minibatches.ravel()), np.arange(10))
+
+
+def test_one_minibatch_is_in_memory_beside_the_rows():
+    rows = jnp.zeros((16, 16, 2048))
+    step = lambda total, x: (total + jnp.tanh(x).sum(axis=0), ())  # noqa: E731
+    scan = lambda key, rows: rollout.scan_minibatches(  # noqa: E731
+        step, jnp.zeros(2048), key, rows, 8, epochs=4
+    )
+    memory = jax.jit(scan).lower(jax.random.key(0), rows).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2.5 * rows.nbytes / 8
 
 
 def test_trajectory_is_scanned_over():
     trajectory = collect("count")[1]
-    batches = rollout.minibatches(jax.random.key(1), trajectory, 8)
-    total = jax.lax.scan(lambda acc, b: (acc + b.reward.sum(), None), 0.0, batches)[0]
+    step = lambda total, rows: (total + rows.reward.sum(), ())  # noqa: E731
+    key = jax.random.key(1)
+    total, _ = rollout.scan_minibatches(step, 0.0, key, trajectory, 8)
     assert total == trajectory.reward.sum()
