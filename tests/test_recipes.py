@@ -20,10 +20,11 @@ import rollout
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "recipes"
 PAGES = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
-MOST_LINES = 70
+MOST_LINES, MOST_OF_TEAMS = 71, 90
 # What is lowered where a program runs small.
 SMALLER = {
     "gymnasium_workers": ("NUM_STEPS = 150, 8,", "NUM_STEPS = 32, 2,"),
+    "ippo": ("NUM_AGENTS = 146, 16, 128,", "NUM_AGENTS = 3, 4, 32,"),
     "recurrent_ppo": ("NUM_STEPS = 120, 64,", "NUM_STEPS = 3, 16,"),
     "sweep": ("NUM_SEEDS = 60, 16, 128, 8", "NUM_SEEDS = 3, 4, 64, 2"),
 }
@@ -79,7 +80,8 @@ def test_every_recipe_has_a_test_and_a_picture():
 @pytest.mark.parametrize("name", PAGES)
 def test_program_is_short(name):
     program = blocks(PAGES[name])[0]
-    assert len(program.splitlines()) <= MOST_LINES
+    is_team = "rollout.agents" in program or "import agents" in program
+    assert len(program.splitlines()) <= (MOST_OF_TEAMS if is_team else MOST_LINES)
     assert max(map(len, program.splitlines())) <= 88
 
 
@@ -96,6 +98,27 @@ def test_sweep_runs_small(folder, quick_compile, key_reuse):
     assert ((returns > 8) & (returns < 200)).all()
 
 
+@pytest.mark.parametrize("is_world", [False, True])
+def test_ippo_and_mappo_run_small(is_world, folder, quick_compile, rank_promotion):
+    """With `rank_promotion`: as MPE does."""
+    pytest.importorskip("jaxmarl")
+    code = make_small("ippo", blocks(PAGES["ippo"])[0])
+    if is_world:
+        code = make_mappo(code)
+    names = run("ippo.md", code)
+    critic = names["params"]["all"]["critic"]["params"]["Dense_0"]["kernel"]
+    assert critic.shape == ((54 if is_world else 18), 64)
+    assert np.isfinite(names["returns"][-1])
+
+
+def make_mappo(code: str) -> str:
+    """As the page says: another function of the same name."""
+    (own,) = re.findall(r"^def critic_input.*?\n\n", code, re.MULTILINE | re.DOTALL)
+    (world,) = blocks(PAGES["ippo"], "py")
+    assert world.startswith("def critic_input")
+    return code.replace(own, f"{world}\n")
+
+
 # Returns with room for another processor, whose floats differ in the last place.
 LEARNT = {
     "dqn": lambda names: names["returns"][-1] > 400,
@@ -103,8 +126,11 @@ LEARNT = {
         names["stream"].steps == np.loadtxt("log.csv", delimiter=",")[-1, 0] == 153_600
         and np.loadtxt("log.csv", delimiter=",")[-1, 1] > 400
     ),
+    "ippo": lambda names: names["returns"][-1] > -70,
     "recurrent_ppo": lambda names: names["returns"][-1] > 350,
     "sac": lambda names: np.mean(names["returns"][-5:]) > -200,
+    "smax": lambda names: names["wins"][-1] >= 0.7,
+    "vdn": lambda names: names["returns"][-1] > -70,
     # The best rate solves the task in each of the eight seeds; the lowest is too low.
     "sweep": lambda names: (
         names["returns"][:, :, -1].min(axis=1).max() > 400
@@ -116,10 +142,19 @@ LEARNT = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNT)
 def test_program_learns(name, folder, request):
+    if name in ("ippo", "smax", "vdn"):
+        pytest.importorskip("jaxmarl")
+        request.getfixturevalue("rank_promotion")
     if name == "sweep":
         request.getfixturevalue("key_reuse")
     names = run_page(name)
     assert LEARNT[name](names)
+
+
+@pytest.mark.slow
+def test_mappo_learns(folder, rank_promotion):
+    pytest.importorskip("jaxmarl")
+    assert run("mappo", make_mappo(blocks(PAGES["ippo"])[0]))["returns"][-1] > -70
 
 
 @pytest.mark.slow

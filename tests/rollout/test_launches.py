@@ -12,6 +12,7 @@ import pytest
 
 import rollout
 from rollout import buffers, envs
+from rollout.agents import agent_transitions
 from rollout.platform import BLOCK
 
 T, B, HIDDEN = 16, 2048, 64
@@ -162,6 +163,28 @@ def test_update_of_ppo_does_not_wait():
     key = jax.eval_shape(lambda: jax.random.key(0))
     report = inspect(update, start(collector), params, key)
     assert report.waits == ()
+
+
+@gpu
+@pytest.mark.usefixtures("rank_promotion")  # as MPE does
+def test_rows_of_a_team_are_no_launch_more_than_the_trajectory():
+    pytest.importorskip("jaxmarl")
+    env = envs.make_agents("jaxmarl:MPE_simple_spread_v3")
+    env = envs.vectorize_agents(env, B)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+
+    def steps(carry):
+        return collector.collect_steps(carry, None, num_steps=T)
+
+    def rows(carry):
+        carry, trajectory = steps(carry)
+        return carry, agent_transitions((), trajectory, end="episode")[1]
+
+    plain, by_agent = (inspect(fn, start(collector)) for fn in (steps, rows))
+    assert by_agent.waits == plain.waits == ()
+    assert by_agent.launches_per_step <= plain.launches_per_step
+    assert by_agent.program.launches <= plain.program.launches
 
 
 def lower(collector, *platforms):

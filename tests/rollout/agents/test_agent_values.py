@@ -52,10 +52,24 @@ CASES = {
 }
 
 
-def make_collector(env, num_envs=B, value_fn=value_by_agent, **changes):
+def react(weight, obs, key):
+    """Acts and values without a memory."""
+    return obs.astype(jnp.int32) % 4, {"value": weight * obs}
+
+
+def value_without_memory(params, obs, state):
+    return {GROUP: params["count"] * obs[GROUP]}
+
+
+COUNTING = rollout.recurrent_policy(count, jnp.zeros)
+
+
+def make_collector(
+    env, num_envs=B, value_fn=value_by_agent, policy=COUNTING, **changes
+):
     env = envs.vectorize_agents(env, num_envs)
     policies = {
-        "count": rollout.recurrent_policy(count, jnp.zeros),
+        "count": policy,
         "random": rollout.random_policy(env.action_spaces["one"]),
     }
     mapping = rollout.agents.fixed_mapping({"a": "count", "b": "random", "c": "count"})
@@ -72,21 +86,23 @@ def next_values(collector, end, num_windows=1):
         num_steps = T // num_windows
         carry, trajectory = collector.collect_steps(carry, PARAMS, num_steps)
         pending, rows = rollout.agents.agent_transitions(pending, trajectory, end=end)
-        values = value_by_agent(PARAMS, carry.obs, carry.policy_state)
+        values = collector.value_fn(PARAMS, carry.obs, carry.policy_state)
         last = rollout.agents.last_values(pending, values)
         value = rollout.next_values(rows[GROUP], last[GROUP])
         every.append((trajectory, rows[GROUP], value))
     return jax.tree.map(lambda *x: jnp.concatenate(x), *every)
 
 
-def check(trajectory, rows, value):
+def check(trajectory, rows, value, counts=True):
     """Compares with the values of all successors, one by one."""
     length = trajectory.info.agents.agent_length[..., MEMBERS].reshape(rows.mask.shape)
+    length = np.where(counts, length, 0)
     weight = float(PARAMS["count"])
     # After the action, the memory counts it; an agent without a last observation has
     # its last one again, and the value of that.
     want = weight * rows.next_obs + length
-    want = np.where(rows.extras["stale_next_obs"], weight * rows.obs + length - 1, want)
+    again = weight * rows.obs + length - counts
+    want = np.where(rows.extras["stale_next_obs"], again, want)
     here = np.asarray(rows.mask & ~rows.terminated)
     np.testing.assert_array_equal(value[here], want[here])
     assert np.any(rows.truncated & here)
@@ -97,6 +113,13 @@ def check(trajectory, rows, value):
 @pytest.mark.parametrize("name", CASES)
 def test_next_values_are_those_of_every_successor(name, end):
     check(*jax.device_get(next_values(make_collector(CASES[name]), end)))
+
+
+def test_next_values_of_a_critic_without_memory_are_those_of_every_successor():
+    policy = rollout.stateless_policy(react)
+    options = {"value_fn": value_without_memory, "policy": policy}
+    collector = make_collector(CASES["any"], **options)
+    check(*jax.device_get(next_values(collector, "episode", 2)), counts=False)
 
 
 @pytest.mark.slow

@@ -1,0 +1,238 @@
+"""How well and how fast do teams learn: our recipes and JaxMARL's own scripts?
+
+The scripts run as they are, with the settings of the recipes. Every run is compiled
+apart, those of a seed are interleaved, and seconds are CPU seconds without compiling.
+"agent" is the recipe of SMAX with `agent_transitions(..., end="agent")`.
+
+    pip install "rollout-jax[jaxmarl]" distrax flashbax matplotlib optax pyyaml
+    git clone https://github.com/FLAIROx/JaxMARL
+    python tests/benchmarks/teams.py docs/teams.json --jaxmarl JaxMARL \\
+        --plot docs/coming_from/jaxmarl.png
+
+Values that the file has are not computed again, so an interrupted run goes on.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import yaml
+
+matplotlib.use("agg")
+RECIPES = Path(__file__).resolve().parents[2] / "docs" / "recipes"
+OWN = "def critic_input(obs):  # [..., 3, 18]\n    return obs\n"
+WORLD = re.findall(r"```py\n(.*?)```", (RECIPES / "ippo.md").read_text(), re.DOTALL)[0]
+ENDS = {'end="episode"': 'end="agent"'}
+MPE = {"TOTAL_TIMESTEPS": 299_008, "LR": 2e-3, "NUM_ENVS": 16, "NUM_STEPS": 128}
+SMAX = {"TOTAL_TIMESTEPS": 600_064, "LR": 2e-3, "NUM_ENVS": 32, "NUM_STEPS": 64}
+# Recipe, what is replaced in it, its figure and steps; script, figure and settings.
+TASKS: dict[str, tuple[Any, ...]] = {
+    "IPPO, spread": (
+        ("ippo", {}, "returns", 299_008),
+        ("IPPO.ippo_ff_mpe", "ippo_ff_mpe", "returned_episode_returns", MPE),
+    ),
+    "MAPPO, spread": (
+        ("ippo", {OWN: WORLD}, "returns", 299_008),
+        ("MAPPO.mappo_rnn_mpe", "mappo_homogenous_rnn_mpe", "returns", MPE),
+    ),
+    "VDN, spread": (
+        ("vdn", {}, "returns", 299_520),
+        (
+            "QLearning.vdn_rnn",
+            "alg/ql_rnn_mpe",
+            "returned_episode_returns",
+            {"TOTAL_TIMESTEPS": 299_520, "NUM_EPOCHS": 2, "TEST_DURING_TRAINING": False}
+            | {"WANDB_MODE": "online"},
+        ),
+    ),
+    "IPPO, SMAX 3m": (
+        ("smax", {}, "wins", 600_064),
+        (
+            "IPPO.ippo_rnn_smax",
+            "ippo_rnn_smax",
+            "win_rate",
+            SMAX | {"MAP_NAME": "3m", "CLIP_EPS": 0.2},
+        ),
+    ),
+    "IPPO, SMAX 3m, agent": (("smax", ENDS, "wins", 600_064), None),
+}
+
+
+def run_recipe(name: str, changes: dict[str, str], figure: str, seed: int) -> Any:
+    """Runs the program of a page: figures of all updates, seconds, and the update."""
+    page = (RECIPES / f"{name}.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    changes = changes | {"jax.random.key(0)": f"jax.random.key({seed})"}
+    for old, new in changes.items():
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    names: dict[str, Any] = {"__name__": name}
+    parts = re.split(r"^(?=for |rates|plt)", code, flags=re.MULTILINE)
+    setup, loop = parts[:2]  # and the picture
+    exec(compile(setup, name, "exec"), names)
+    with_update = names["update"]
+
+    def timed_update(*args: Any) -> Any:
+        names.setdefault("arguments", args)
+        result = with_update(*args)
+        if "start" not in names:
+            names["start"] = (jax.block_until_ready(result), time.process_time())[1]
+        return result
+
+    names["update"] = timed_update
+    exec(compile(loop, name, "exec"), names)
+    curve = [float(x) for x in jax.block_until_ready(names[figure])]
+    seconds = time.process_time() - names["start"]
+    return curve, seconds, lambda: with_update.lower(*names["arguments"])
+
+
+def load_script(folder: Path, module: str, config: str, settings: dict) -> Any:
+    """Loads a script of JaxMARL and its settings; what it logs goes to a list."""
+    log: list[dict[str, Any]] = []
+    wandb, hydra, omegaconf = (
+        types.ModuleType(x) for x in ("wandb", "hydra", "omegaconf")
+    )
+    wandb.log = log.append  # type: ignore[attr-defined]
+    hydra.main = lambda **_: lambda fn: fn  # type: ignore[attr-defined]
+    omegaconf.OmegaConf = None  # type: ignore[attr-defined]
+    sys.modules |= {"wandb": wandb, "hydra": hydra, "omegaconf": omegaconf}
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    script = importlib.import_module(f"baselines.{module}")
+    script.wandb = wandb
+    base = folder / "baselines" / module.partition(".")[0] / "config"
+    values = yaml.safe_load((base / f"{config}.yaml").read_text())
+    values = {k: float(v) if k == "LR" else v for k, v in values.items()} | settings
+    if module != "QLearning.vdn_rnn":
+        return script.make_train(values), log
+    env = script.MPELogWrapper(script.make(values["ENV_NAME"]))
+    return script.make_train(values, env), log
+
+
+def run_script(folder: Path, script: tuple, seed: int) -> Any:
+    """Runs a script of JaxMARL: as `run_recipe`."""
+    module, config, figure, settings = script
+    train, log = load_script(folder, module, config, settings)
+    key = jax.random.PRNGKey(seed)
+    program = jax.jit(train).lower(key).compile()
+    start = time.process_time()
+    jax.block_until_ready(program(key))
+    jax.effects_barrier()
+    seconds = time.process_time() - start
+    # VDN's script logs the mean over all steps of what is 0 but at the last of 26.
+    scale = 26 if module == "QLearning.vdn_rnn" else 1
+    curve = [scale * float(np.mean(x[figure])) for x in log]
+    return curve, seconds, lambda: jax.jit(train).lower(key)
+
+
+def measure(run: Callable[[], Any]) -> dict[str, Any]:
+    """Runs once, compiles once more; returns what the file has of a run."""
+    curve, seconds, lower = run()
+    jax.clear_caches()
+    lowered = lower()
+    start = time.process_time()
+    memory = lowered.compile().memory_analysis()
+    compiling = time.process_time() - start
+    held = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+    held += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    jax.clear_caches()
+    return {"curve": curve, "s": seconds, "compile": compiling, "bytes": held}
+
+
+def last(curve: list[float]) -> float:
+    """The mean of the last tenth of a training."""
+    return statistics.mean(curve[-len(curve) // 10 :])
+
+
+def table(results: dict[str, Any]) -> str:
+    """Makes the table of the page; ratios are ours over theirs, of medians."""
+    lines = [
+        "| | here | JaxMARL | CPU time | memory | compile time |",
+        "|---" * 6 + "|",
+    ]
+    for task, found in results.items():
+        cells = []
+        for who in ("ours", "theirs"):
+            curves = [last(x["curve"]) for x in found.get(who, {}).values()]
+            cells.append(", ".join(f"{x:.2f}" for x in curves) or "")
+        ratios = ["", "", ""]
+        if found.get("theirs"):
+            ratios = []
+            for key in ("s", "bytes", "compile"):
+                median = {
+                    who: statistics.median(x[key] for x in runs.values())
+                    for who, runs in found.items()
+                }
+                ratios.append(f"{median['ours'] / median['theirs']:.2f}")
+        lines.append(f"| {task} | {' | '.join(cells + ratios)} |")
+    return "\n".join(lines)
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Draws every curve, smoothed over a twentieth of its updates."""
+    tasks = [x for x in results if TASKS[x][1]]
+    figure, every = plt.subplots(1, len(tasks), figsize=(13, 3.2), layout="tight")
+    for task, axes in zip(tasks, every, strict=True):
+        parts = [
+            ("ours", "here", "#0072B2", task),
+            ("theirs", "JaxMARL", "#D55E00", task),
+        ]
+        if f"{task}, agent" in results:
+            parts.append(("ours", 'here, end="agent"', "#999999", f"{task}, agent"))
+        for who, label, color, name in parts:
+            for seed, found in results[name].get(who, {}).items():
+                curve = np.nan_to_num(found["curve"], nan=found["curve"][-1])
+                width = max(1, len(curve) // 20)
+                smooth = np.convolve(curve, np.ones(width) / width, "valid")
+                steps = np.linspace(0, TASKS[name][0][3] / 1000, len(smooth))
+                shown = label if seed == "0" else None
+                axes.plot(steps, smooth, color=color, lw=1, label=shown)
+        axes.set(title=task, xlabel="environment steps, thousands")
+        is_won = "SMAX" in task
+        axes.set_ylabel("battles won" if is_won else "return of the team")
+    every[-1].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=80)
+
+
+def main() -> None:
+    """Runs what the file lacks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--jaxmarl", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    done = json.loads(args.file.read_text()) if args.file.exists() else {}
+    for seed in range(args.seeds):
+        for task in args.tasks:
+            (name, changes, figure, _), script = TASKS[task]
+            runs = {"ours": lambda: run_recipe(name, changes, figure, seed)}  # noqa: B023
+            if script and args.jaxmarl:
+                runs["theirs"] = lambda: run_script(args.jaxmarl, script, seed)  # noqa: B023
+            for who, run in runs.items():
+                found = done.setdefault(task, {}).setdefault(who, {})
+                if str(seed) not in found:
+                    found[str(seed)] = measure(run)
+                    curve = found[str(seed)]["curve"]
+                    print(task, who, seed, f"{last(curve):.2f}", flush=True)
+                    args.file.write_text(json.dumps(done))
+    print(table(done))
+    if args.plot:
+        plot(done, args.plot)
+
+
+if __name__ == "__main__":
+    main()
