@@ -18,10 +18,12 @@ class Work(NamedTuple):
     Attributes:
         operations: elements that are computed, those of loops in every round.
         rounds: rounds of loops, one after the other; infinite if unknown.
+        equations: operations of the program as it is written, each once.
     """
 
     operations: float
     rounds: float
+    equations: int
 
 
 def estimate(fn: Callable[..., Any], *args: Any) -> Work:
@@ -33,11 +35,12 @@ def _of(jaxpr: Any) -> Work:
     def is_jaxpr(x: Any) -> bool:
         return isinstance(x, core.ClosedJaxpr | core.Jaxpr)
 
-    operations, rounds = 0.0, 0.0
+    operations, rounds, equations = 0.0, 0.0, len(jaxpr.eqns)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         params = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
         inner = [_of(getattr(x, "jaxpr", x)) for x in params if is_jaxpr(x)]
+        equations += sum(part.equations for part in inner)
         if inner:
             # Loops multiply, and their rounds come one after the other. Of the branches
             # of a conditional the costliest counts.
@@ -57,4 +60,4 @@ def _of(jaxpr: Any) -> Work:
             operations += sum(written)
         else:  # a product of matrices or a sum reads more than it writes
             operations += max(sum(written), *read, 0)
-    return Work(operations, rounds)
+    return Work(operations, rounds, equations)
