@@ -412,6 +412,7 @@ def scan_steps(
     acc: Acc,
     *,
     limit: int | None = None,
+    cut_last: bool = False,
     drop_fn: Callable[[Transition], jax.Array] | None = None,
 ) -> tuple[Carry, Acc, Out]:
     """Takes `num_steps` steps in every lane, and scans `fn` over the recorded rows.
@@ -425,9 +426,11 @@ def scan_steps(
             output; the outputs are stacked, `[T, ...]`.
         acc: the first `acc`.
         limit: as in `kernel.step`.
+        cut_last: whether the last step truncates the episodes that it does not end.
         drop_fn: as in `kernel.step`.
     """
     roots = kernel.roots_of(collector.env, carry)
+    last = carry.step + num_steps - 1
 
     def step(
         state: tuple[Carry, Acc], policy_key: chex.PRNGKey
@@ -440,6 +443,7 @@ def scan_steps(
             roots=roots,
             policy_key=policy_key,
             limit=limit,
+            cut=before.step == last if cut_last else None,
             drop_fn=drop_fn,
         )
         acc, output = fn(before, acc, row)

@@ -118,8 +118,8 @@ class Stream(Generic[ParamsT]):
         at_batch_end: `"continue"`: episodes go on in the next batch. `"reset"`: every
             batch starts new episodes, and unfinished ones are given up without a mark.
             `"truncate"`: the same, but the last step of every unfinished episode is
-            marked as `truncated`; its `next_obs` is the true successor. A `record_fn`
-            and `info` do not see the mark.
+            marked as `truncated`, also for the accumulators and `record_fn`; its
+            `next_obs` is the true successor. `info` does not see the mark.
         postprocess: pure function from the `Transition`, `[T, B, ...]`, to any pytree
             of arrays. It is compiled into the program, and fields that it does not read
             are not stored.
