@@ -245,6 +245,15 @@ MESSAGES = [
     (lambda: draw_episode(on_host(), KEY, None, 0), "`max_steps` must be"),
     (lambda: rollout.record_gif(ROWS, KEY, None, "a.gif"), "`collector` must be a `C"),
     (
+        lambda: rollout.record_gif(on_host(), KEY, None, "a.png"),
+        "`path` must end in .gif, got a.png.",
+    ),
+    (
+        lambda: rollout.record_gif(on_host(), KEY, None, "gone/a.gif"),
+        "`path` must be in a folder that exists, got gone/a.gif.",
+        FileNotFoundError,
+    ),
+    (
         lambda: envs.render.expose_lane_states(CountEnv()),
         "must have lanes of one environment of one",
     ),
