@@ -121,8 +121,9 @@ class Box(_Bounded, struct.PyTreeNode):
         dtype: dtype of an element: floats, integers of at most 32 bits, or bool.
 
     Raises:
-        ValueError: if a bound is NaN or does not broadcast to `shape`, or `low` is
-            above `high`; only if the values of the bounds are known.
+        ValueError: if `dtype` is none of these; if a bound is NaN, no value of `dtype`
+            or does not broadcast to `shape`, or `low` is above `high`; only if the
+            values of the bounds are known.
     """
 
     low: jax.typing.ArrayLike
@@ -146,6 +147,14 @@ class Box(_Bounded, struct.PyTreeNode):
             raise ValueError(
                 f"`low` must be at most `high`, got low={self.low}, high={self.high}."
             )
+        dtype = narrow(self.dtype)
+        kinds = jnp.floating, jnp.integer, jnp.bool_
+        if not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+            raise ValueError(
+                f"`dtype` must be of floats, integers or flags, got {dtype}."
+            )
+        for bound in bounds if is_known else ():
+            _check_bound(dtype, np.asarray(bound, np.float64))
 
     def sample(self, key: chex.PRNGKey) -> jax.Array:
         """Draws one element, as Gymnasium does.
@@ -246,6 +255,9 @@ class MultiBinary(_Bounded, struct.PyTreeNode):
     Attributes:
         shape: shape of one element.
         dtype: dtype of an element: integer or bool.
+
+    Raises:
+        ValueError: if `dtype` is neither integer nor bool.
     """
 
     shape: tuple[int, ...] = struct.field(pytree_node=False)
@@ -257,6 +269,8 @@ class MultiBinary(_Bounded, struct.PyTreeNode):
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _shape(self.shape))
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        if self.dtype != bool:
+            checks.holds(self.dtype, self.low, self.high)
 
 
 class Repeated(Space, struct.PyTreeNode):
@@ -455,6 +469,19 @@ def _box_of(x: jax.ShapeDtypeStruct) -> Box:
 
 def _is_space(x: object) -> bool:
     return isinstance(x, Space)
+
+
+def _check_bound(dtype: np.dtype, bound: np.ndarray) -> None:
+    """Raises if a bound is none of the values of `dtype`, up to rounding of floats."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = bound.astype(dtype)
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    bad = np.isinf(cast) & ~np.isinf(bound) if is_float else cast != bound
+    if bad.any():
+        raise ValueError(
+            "`low` and `high` must be values of `dtype`, got "
+            f"{bound[bad][0]:g} and {dtype}."
+        )
 
 
 def _shape(shape: Any) -> tuple[int, ...]:

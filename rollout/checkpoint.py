@@ -5,13 +5,19 @@ once every byte is on disk. So a process may be killed at any moment: earlier
 checkpoints stay as they were, and half-written files are never read. It holds the path,
 dtype and shape of every leaf, and their checksums.
 
+A folder has one writer at a time, and any number of readers.
+
 With `jax.distributed` all processes save to and restore from one shared folder. Each
 briefly holds the whole tree in memory, and the first one writes.
 """
 
 import collections
+import contextlib
+import fcntl
 import itertools
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +48,8 @@ def save(
     before the checkpoint is on disk.
 
     Args:
-        path: folder for the checkpoints of one run; it is made if it does not exist.
+        path: folder for the checkpoints of one run, on a file system of this machine; a
+            leading `~` is the home folder. It is made if it does not exist.
         tree: any pytree of arrays of numbers, typed keys, numbers and bytes:
             `stream.state()`, the parameters, the state of an optimizer or of a buffer.
         step: number of the checkpoint, at least 0 and above those of earlier ones; None
@@ -55,44 +62,50 @@ def save(
         background.
 
     Raises:
-        ValueError: if `step` is not an int above those of earlier checkpoints, or None
-            where `every` is not 1; if `every` or `keep` is not an int of at least 1; if
-            the tree has no leaf, or a leaf of another kind, which the message names.
+        ValueError: if `path` is no folder; if `step` is not an int above those of
+            earlier checkpoints, or None where `every` is not 1; if `every` or `keep` is
+            not an int of at least 1; if the tree has no leaf, or a leaf of another
+            kind, which the message names; inside `jit`.
+        RuntimeError: if another process or thread of this machine is saving to the
+            folder.
     """
+    checks.outside_of_jit("checkpoint.save")
     every = checks.int_between("every", every)
     keep = checks.int_between("keep", keep)
-    found = steps(path)
-    if step is None and every > 1:
+    if step is not None:
+        step = checks.int_between("step", step, least=0, most=None)
+        if step % every:
+            return False
+    elif every > 1:
         raise ValueError(
             f"`step` must be an int if `every` is not 1, got None with every={every}."
         )
-    lowest = found[-1] + 1 if found else 0
-    step = lowest if step is None else step
-    # To replace a checkpoint would leave a moment with neither.
-    step = checks.int_between("step", step, least=lowest, most=None)
-    if step % every:
-        return False
     kinds = _describe("tree", tree)
     if not kinds:
         raise ValueError(f"`tree` must have a leaf to save, got {tree!r}.")
-    leaves = [multihost.gather(_words(leaf)) for leaf in jax.tree.leaves(tree)]
-    arrays = [_bits(np.asarray(leaf)) for leaf in jax.device_get(leaves)]
-    multihost_utils.sync_global_devices("all have listed the checkpoints")
-    if jax.process_index() == 0:
-        file = _file(path, step)
-        part = file.with_name(file.name + _UNFINISHED)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as stream:
-            np.savez(stream, np.array(kinds), *arrays)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.rename(file)
-        # Only now that the new one is on disk: a kill in between leaves one too many.
-        for old in [*found, step][:-keep]:
-            _file(path, old).unlink()
-        for part in file.parent.glob(f"*{_SUFFIX}{_UNFINISHED}"):
-            part.unlink()  # of a process that was killed
-    multihost_utils.sync_global_devices("the checkpoint is on disk")
+    with _locked(path):
+        found = steps(path)
+        lowest = found[-1] + 1 if found else 0
+        step = lowest if step is None else step
+        # To replace a checkpoint would leave a moment with neither.
+        step = checks.int_between("step", step, least=lowest, most=None)
+        leaves = [multihost.gather(_words(leaf)) for leaf in jax.tree.leaves(tree)]
+        arrays = [_bits(np.asarray(leaf)) for leaf in jax.device_get(leaves)]
+        multihost_utils.sync_global_devices("all have listed the checkpoints")
+        if jax.process_index() == 0:
+            file = _file(path, step)
+            part = file.with_name(file.name + _UNFINISHED)
+            with part.open("wb") as stream:
+                np.savez(stream, np.array(kinds), *arrays)
+                stream.flush()
+                os.fsync(stream.fileno())
+            part.rename(file)
+            # Only now that the new one is on disk: a kill leaves one too many.
+            for old in [*found, step][:-keep]:
+                _file(path, old).unlink()
+            for part in file.parent.glob(f"*{_SUFFIX}{_UNFINISHED}"):
+                part.unlink()  # of a process that was killed
+        multihost_utils.sync_global_devices("the checkpoint is on disk")
     return True
 
 
@@ -112,31 +125,13 @@ def restore(path: str | Path, like: ArrayTree, *, step: int | None = None) -> Ar
 
     Raises:
         FileNotFoundError: if there is no such checkpoint.
-        ValueError: if `step` is no such number; if the checkpoint has other leaves than
-            `like`: the message names the first; if it is damaged: the message names the
-            one before it.
+        ValueError: if `path` is no folder; if `step` is no such number; if the
+            checkpoint has other leaves than `like`: the message names the first; if it
+            is damaged: the message names the one before it.
     """
-    found = steps(path)
     if step is not None:
         step = checks.int_between("step", step, least=0, most=None)
-    step = found[-1] if step is None and found else step
-    if step not in found:
-        raise FileNotFoundError(
-            f"`path` must hold a checkpoint{'' if step is None else f' {step}'}, got "
-            f"{path} with {found or 'none'}."
-        )
-    try:
-        # NumPy compares checksums, too.
-        with _file(path, step).open("rb") as file, np.load(file) as archive:
-            kinds = archive["arr_0"].tolist()
-            saved = [archive[f"arr_{number}"] for number in range(1, len(kinds) + 1)]
-    except Exception as error:  # NumPy does not document which
-        before = [x for x in found if x < step]
-        hint = f"`step={before[-1]}` is the one before" if before else "it is the first"
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"Checkpoint {step} in {path} is damaged ({reason}); {hint}."
-        ) from error
+    kinds, saved = _read(path, step)
     wanted = _describe("like", like)
     for want, got in itertools.zip_longest(wanted, kinds, fillvalue="no more"):
         if want != got:
@@ -154,12 +149,73 @@ def steps(path: str | Path) -> list[int]:
 
     Files that `save` did not write are left out.
     """
-    names = [x.name.removesuffix(_SUFFIX) for x in Path(path).glob(f"*{_SUFFIX}")]
+    names = [x.name.removesuffix(_SUFFIX) for x in _folder(path).glob(f"*{_SUFFIX}")]
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _file(path: str | Path, step: int) -> Path:
-    return Path(path) / f"{step}{_SUFFIX}"
+def _folder(path: str | Path) -> Path:
+    """Returns the folder of a path, after `~` is expanded."""
+    is_text = isinstance(path, str | os.PathLike) and "\0" not in str(path)
+    if not is_text or re.match(r"\w+:/", str(path)):  # such as gs://bucket
+        raise ValueError(f"`path` must name a folder of this machine, got {path!r}.")
+    folder = Path(path).expanduser()
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ValueError(
+            f"`path` must be a folder, or new, got {path}, which is a file or a broken "
+            "link."
+        )
+    return folder
+
+
+def _file(path: str | Path, step: int | None) -> Path:
+    return _folder(path) / f"{step}{_SUFFIX}"
+
+
+@contextlib.contextmanager
+def _locked(path: str | Path) -> Iterator[None]:
+    """Makes the folder, and refuses a second writer until the block ends."""
+    folder = _folder(path)
+    if jax.process_index() > 0:  # the first one writes
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:  # no other thread gets it either, and it ends with the process
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(
+                f"`path` must have one writer at a time, got {path}, to which another "
+                "process or thread is saving."
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: str | Path, step: int | None) -> tuple[list[str], list[np.ndarray]]:
+    """Reads the descriptions and the leaves of a checkpoint."""
+    found = steps(path)
+    number = found[-1] if step is None and found else step
+    try:
+        # NumPy compares checksums, too.
+        with _file(path, number).open("rb") as file, np.load(file) as archive:
+            kinds = archive["arr_0"].tolist()
+            return kinds, [archive[f"arr_{1 + i}"] for i in range(len(kinds))]
+    except Exception as error:  # NumPy does not document which
+        if found != steps(path):  # it was replaced meanwhile
+            return _read(path, step)
+        if number not in found:
+            raise FileNotFoundError(
+                f"`path` must hold a checkpoint{'' if step is None else f' {step}'}, "
+                f"got {path} with {found or 'none'}."
+            ) from None
+        before = [x for x in found if x < number]
+        hint = f"`step={before[-1]}` is the one before" if before else "it is the first"
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"Checkpoint {number} in {path} is damaged ({reason}); {hint}."
+        ) from error
 
 
 def _words(leaf: Any) -> jax.Array | np.ndarray:
@@ -205,6 +261,11 @@ def _describe(name: str, tree: ArrayTree) -> list[str]:
     found = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         where = jax.tree_util.keystr(path) or "the root"
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise ValueError(
+                f"`{name}` must have arrays without a mask, got a masked array at "
+                f"{where}: use its `data` and its `mask`."
+            )
         if isinstance(leaf, bytes):
             found.append(f"{where} bytes")
             continue

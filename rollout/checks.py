@@ -226,8 +226,8 @@ def outside_of_jit(name: str) -> None:
     """Raises while jax traces: a loop in Python would run then, and never again."""
     if is_tracing():
         raise ValueError(
-            f"A `{name}` collects in a loop in Python, so it must be made and "
-            "called outside of `jit`, got a call while jax traces a function."
+            f"`{name}` runs in Python, so it must be used outside of `jit`, got a call "
+            "while jax traces a function."
         )
 
 

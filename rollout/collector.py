@@ -228,9 +228,14 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
 
         The lanes serve one queue: a lane whose episode is over takes the next one that
         has not started, and the call ends when all have ended. Episodes count in the
-        order in which they start, so short ones are not favoured. Episode k is the same
-        whichever lane plays it, and for any number of lanes if the policy draws
-        nothing; one call of N gives the episodes of two calls of N/2.
+        order in which they start, so short ones are not favoured.
+
+        If the policy draws nothing, or only from an `EpisodeKey`, and keeps nothing
+        `Persistent`, episode k is the same whichever lane plays it and for any number
+        of lanes, and one call of N gives the episodes of two calls of N/2. The key that
+        a policy is called with is that of a step: with one that draws from it, such as
+        `random_policy`, episode k begins alike, and its actions depend on when it is
+        played.
 
         Args:
             carry: the carry of `init` or of an earlier call. Its unfinished episodes
@@ -407,6 +412,7 @@ def scan_steps(
     acc: Acc,
     *,
     limit: int | None = None,
+    cut_last: bool = False,
     drop_fn: Callable[[Transition], jax.Array] | None = None,
 ) -> tuple[Carry, Acc, Out]:
     """Takes `num_steps` steps in every lane, and scans `fn` over the recorded rows.
@@ -420,9 +426,11 @@ def scan_steps(
             output; the outputs are stacked, `[T, ...]`.
         acc: the first `acc`.
         limit: as in `kernel.step`.
+        cut_last: whether the last step truncates the episodes that it does not end.
         drop_fn: as in `kernel.step`.
     """
     roots = kernel.roots_of(collector.env, carry)
+    last = carry.step + num_steps - 1
 
     def step(
         state: tuple[Carry, Acc], policy_key: chex.PRNGKey
@@ -435,6 +443,7 @@ def scan_steps(
             roots=roots,
             policy_key=policy_key,
             limit=limit,
+            cut=before.step == last if cut_last else None,
             drop_fn=drop_fn,
         )
         acc, output = fn(before, acc, row)

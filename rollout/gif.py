@@ -46,7 +46,7 @@ def record_gif(
             calls with an earlier carry of theirs raise.
         key: one typed key: the source of all randomness.
         params: parameters of the policy.
-        path: the file to write.
+        path: the file to write, which ends in .gif, in a folder that exists.
         max_steps: steps after which the episode is cut, at least 1; that many states
             are kept.
 
@@ -54,13 +54,19 @@ def record_gif(
         The episode, `[1]`: its return, its length and how it ended.
 
     Raises:
-        ValueError: if the environment cannot be drawn, `key` is not one typed key or
-            `max_steps` is not an int of at least 1.
+        ValueError: if the environment cannot be drawn, `key` is not one typed key,
+            `path` does not end in .gif or `max_steps` is not an int of at least 1.
+        FileNotFoundError: if the folder of `path` does not exist.
         ModuleNotFoundError: if a package that draws is not installed; the extra
             `render` has all of them.
     """
+    path = Path(path)
+    if path.suffix.lower() != ".gif":
+        raise ValueError(f"`path` must end in .gif, got {path}.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"`path` must be in a folder that exists, got {path}.")
     gif, episodes = draw_episode(collector, key, params, max_steps)
-    Path(path).write_bytes(gif)
+    path.write_bytes(gif)
     return episodes
 
 

@@ -1,8 +1,9 @@
 """Finds NaN and infinities in transitions, by the one rule of the whole package.
 
-Observations, actions, rewards and the extras `log_prob`, `value` and `next_value` must
-be finite. In other extras, such as logits, minus infinity marks an action that is not
-allowed, so only NaN and plus infinity count there.
+Observations, actions, rewards, final values and the extras `log_prob`, `value` and
+`next_value` must be finite. In other extras, such as logits, minus infinity marks an
+action that is not allowed, so only NaN and plus infinity count there. In accumulated
+values only NaN counts: a minimum starts at infinity.
 """
 
 import jax
@@ -10,6 +11,15 @@ import jax.numpy as jnp
 
 from rollout.types import Transition
 
+_FIELDS = (
+    "obs",
+    "action",
+    "next_obs",
+    "reward",
+    "extras",
+    "final_value",
+    "accumulated",
+)
 _NEVER_INFINITE = ("log_prob", "value", "next_value")
 
 
@@ -23,10 +33,7 @@ def nonfinite(trajectory: Transition) -> dict[str, jax.Array]:
     Returns:
         The names of its float fields, such as `extras.value`, to `[T, B]` bool.
     """
-    fields = {
-        name: getattr(trajectory, name)
-        for name in ("obs", "action", "next_obs", "reward", "extras")
-    }
+    fields = {name: getattr(trajectory, name) for name in _FIELDS}
     found = {}
     for path, leaf in jax.tree.leaves_with_path(fields):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -35,6 +42,8 @@ def nonfinite(trajectory: Transition) -> dict[str, jax.Array]:
         bad, parts = ~jnp.isfinite(leaf), name.split(".")
         if parts[0] == "extras" and parts[-1] not in _NEVER_INFINITE:
             bad = jnp.isnan(leaf) | (leaf == jnp.inf)
+        if parts[0] == "accumulated":
+            bad = jnp.isnan(leaf)
         axes = range(trajectory.mask.ndim, leaf.ndim)
         found[name] = jnp.any(bad, axis=tuple(axes))
     return found
@@ -48,7 +57,8 @@ def is_nonfinite(trajectory: Transition) -> jax.Array:
 def count_nonfinite(trajectory: Transition) -> jax.Array:
     """Counts the rows in which an action, reward or extra is not finite, `()` int32.
 
-    Skips observations: a program that reads none of them should not pay for them.
+    Skips the other fields: a program that reads none of them should not pay for them.
     """
-    bad = is_nonfinite(trajectory.replace(obs=(), next_obs=()))
+    unread = {"obs": (), "next_obs": (), "final_value": (), "accumulated": ()}
+    bad = is_nonfinite(trajectory.replace(**unread))
     return jnp.sum(trajectory.mask & bad, dtype=jnp.int32)

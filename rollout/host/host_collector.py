@@ -321,14 +321,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 if at_end == "reset":
                     loop.begin(loop.episode_length > 0, loop.next_own)
             block: Any = self._block
-            loop.play(params, block, NO_LIMIT if limit is None else limit)
+            loop.play(
+                params,
+                block,
+                NO_LIMIT if limit is None else limit,
+                cut_last=at_end == "truncate",
+            )
             trajectory = self._count()
-            if at_end == "truncate":
-                unfinished = loop.episode_length > 0
-                # After a fault this runs again, and keeps the marks.
-                truncated = trajectory.truncated.at[-1].max(unfinished)
-                self._trajectory = trajectory = trajectory.replace(truncated=truncated)
-                loop.begin(unfinished, loop.next_own)
             return self._carry(), trajectory
 
     def compile(self, carry: Carry, params: ParamsT) -> None:

@@ -106,7 +106,14 @@ class Loop:
         """`[B]` int32, the ids of the lanes' own next episodes."""
         return self.episode_id + np.int32(len(self.episode_id))
 
-    def play(self, params: Any, block: RowBlock, limit: int = NO_LIMIT) -> None:
+    def play(
+        self,
+        params: Any,
+        block: RowBlock,
+        limit: int = NO_LIMIT,
+        *,
+        cut_last: bool = False,
+    ) -> None:
         """Fills a block, or as much of it as the assigned episodes take.
 
         After an error the block has the complete rows; `recover` goes on.
@@ -115,6 +122,7 @@ class Loop:
             params: whatever the policy takes as its parameters.
             block: where the rows go.
             limit: steps after which an episode is cut.
+            cut_last: whether the last row truncates the episodes that it does not end.
         """
         while block.num < block.size and not self.is_over:
             self.check()
@@ -122,7 +130,8 @@ class Loop:
                 result, at = self._step(params, block)
             else:
                 result, at = self._serve(params, block)
-            self._take(block, result, at, limit)
+            is_cut = cut_last and block.num == block.size - 1
+            self._take(block, result, at, limit, is_cut=is_cut)
             self._is_torn = False
             if np.count_nonzero(self._begins):  # faster than `any`
                 self._settle(block)
@@ -229,8 +238,10 @@ class Loop:
         self._in_flight[env_id] = True
         self._is_torn = False
 
-    def _take(self, block: RowBlock, result: HostStep, at: Any, limit: int) -> None:
-        """Writes a row, and ends the episodes that are over with it."""
+    def _take(
+        self, block: RowBlock, result: HostStep, at: Any, limit: int, *, is_cut: bool
+    ) -> None:
+        """Writes a row, and ends the episodes that are over with it, or all."""
         row, columns, plan = block.num, slice(len(result.reward)), self.plan
         terminated, truncated = result.terminated, result.truncated
         ended, stepped, reward = terminated | truncated, result.mask, result.reward
@@ -250,6 +261,9 @@ class Loop:
             # A stream sets both flags where an episode terminates at the limit; an
             # assigned episode is then only terminated.
             truncated = truncated | (cut if plan is None else cut & ~terminated)
+        if is_cut:
+            truncated = truncated | (data & ~ended)
+            ended |= data
         block.reward[row, columns] = result.reward
         block.terminated[row, columns] = terminated
         block.truncated[row, columns] = truncated

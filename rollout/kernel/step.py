@@ -76,6 +76,7 @@ def step(
     roots: Roots | None = None,
     policy_key: chex.PRNGKey | None = None,
     limit: int | None = None,
+    cut: jax.Array | None = None,
     drop_fn: Callable[[Transition], jax.Array] | None = None,
 ) -> tuple[Carry, Transition]:
     """Takes one step in every lane, and starts new episodes where the old ones ended.
@@ -90,12 +91,19 @@ def step(
             here.
         policy_key: the policy's key at this step; None hashes it here.
         limit: steps after which an episode is truncated.
+        cut: `()` bool, whether to truncate every episode that this step does not end.
         drop_fn: the recorded transition to `[B]` bool, True where to give the episode
             up.
     """
     roots = roots or roots_of(collector.env, carry)
     stepped, transition, _ = advance(
-        collector, carry, params, roots=roots, policy_key=policy_key, limit=limit
+        collector,
+        carry,
+        params,
+        roots=roots,
+        policy_key=policy_key,
+        limit=limit,
+        cut=cut,
     )
     recorded = apply_record_fn(collector.record_fn, transition)
     over = transition.done
@@ -113,6 +121,7 @@ def advance(
     roots: Roots,
     policy_key: chex.PRNGKey | None = None,
     limit: int | None = None,
+    cut: jax.Array | None = None,
 ) -> tuple[Carry, Transition, jax.Array]:
     """Takes one step in every lane and resets none.
 
@@ -140,12 +149,15 @@ def advance(
                 episode_length=transition.episode_length,
             ),
         )
-        cut = jnp.zeros_like(transition.truncated)
-        # The limit comes before the accumulators, which must see the final flags.
+        by_limit = jnp.zeros_like(transition.truncated)
+        # Both come before the accumulators, which must see the final flags.
         if limit is not None:
             at_limit = transition.episode_length >= limit
-            cut = at_limit & ~transition.truncated
+            by_limit = at_limit & ~transition.truncated
             transition = transition.replace(truncated=transition.truncated | at_limit)
+        if cut is not None:
+            goes_on = cut & ~transition.done
+            transition = transition.replace(truncated=transition.truncated | goes_on)
         if collector.accumulators:
             accumulated = accumulate(
                 collector.accumulators, carry.episode.accumulated, transition
@@ -165,7 +177,7 @@ def advance(
                 env, value_fn, params, carry.obs, carry.policy_state, goes_on
             )
             transition = transition.replace(final_value=value)
-    return carry, transition, cut
+    return carry, transition, by_limit
 
 
 def restart(collector: Any, carry: Carry, over: jax.Array, start: Start) -> Carry:

@@ -64,12 +64,10 @@ def make_batch(
             stack,
             (),
             limit=options.max_episode_steps,
+            cut_last=options.at_batch_end == "truncate",
             drop_fn=is_faulty,
         )
         trajectory = kernel.unpack(rows)
-        if options.at_batch_end == "truncate":
-            trajectory = _truncate(collector, trajectory, carry, params)
-            carry = _restart_all(collector, carry)
         if options.on_fault == "drop":
             trajectory, num_faulty = _drop(trajectory)
     else:
@@ -168,27 +166,6 @@ def _restart_all(collector: Collector, carry: Carry) -> Carry:
     over, env = carry.episode.episode_length > 0, collector.env
     start = kernel.next_episodes(env, carry, kernel.roots_of(env, carry))
     return kernel.restart(collector, carry, over, start)
-
-
-def _truncate(
-    collector: Collector, trajectory: Transition, carry: Carry, params: Any
-) -> Transition:
-    """Marks the last step of every episode that goes on in `carry`."""
-    goes_on = carry.episode.episode_length > 0
-    value_fn = collector.value_fn
-    if value_fn is not None and not isinstance(trajectory.final_value, tuple):
-        value = kernel.values_where(
-            collector.env, value_fn, params, carry.obs, carry.policy_state, goes_on
-        )
-
-        def write(recorded: jax.Array, value: jax.Array) -> jax.Array:
-            value = value.astype(recorded.dtype)  # perhaps another one
-            return recorded.at[-1].set(prng.select(goes_on, value, recorded[-1]))
-
-        final_value = jax.tree.map(write, trajectory.final_value, value)
-        trajectory = trajectory.replace(final_value=final_value)
-    truncated = trajectory.truncated
-    return trajectory.replace(truncated=truncated.at[-1].set(truncated[-1] | goes_on))
 
 
 def _drop(trajectory: Transition) -> tuple[Transition, jax.Array]:

@@ -118,8 +118,8 @@ class Stream(Generic[ParamsT]):
         at_batch_end: `"continue"`: episodes go on in the next batch. `"reset"`: every
             batch starts new episodes, and unfinished ones are given up without a mark.
             `"truncate"`: the same, but the last step of every unfinished episode is
-            marked as `truncated`; its `next_obs` is the true successor. A `record_fn`
-            and `info` do not see the mark.
+            marked as `truncated`, also for the accumulators and `record_fn`; its
+            `next_obs` is the true successor. `info` does not see the mark.
         postprocess: pure function from the `Transition`, `[T, B, ...]`, to any pytree
             of arrays. It is compiled into the program, and fields that it does not read
             are not stored.
@@ -388,8 +388,9 @@ class Stream(Generic[ParamsT]):
 
         Raises:
             ValueError: if it is not from a stream of the same kind, with the same
-                environment parameters, or has more steps than `total_steps`; if the
-                pickled environments have other settings than these.
+                environment parameters; if it has more steps than `total_steps`, or
+                fewer than 0, or episodes of other lanes; if the pickled environments
+                have other settings than these.
         """
         what = "`state` must be one of a stream of the same kind"
         checks.same(what, self.state(), state)
@@ -399,9 +400,15 @@ class Stream(Generic[ParamsT]):
             )
         steps, version, next_version = (int(x) for x in state["counts"])
         total = self._options.total_steps
-        if total is not None and steps > total:
+        if not 0 <= steps <= (steps if total is None else total):
             raise ValueError(
-                f"`state` must have at most `total_steps`={total} steps, got {steps}."
+                f"`state` must have from 0 to `total_steps`={total} steps, got {steps}."
+            )
+        ids = np.asarray(multihost.gather(state["carry"].episode.episode_id))
+        if np.any(ids % ids.size != np.arange(ids.size)):
+            raise ValueError(
+                f"`state` must have an episode of each lane, from 0 to {ids.size - 1}, "
+                f"got `episode_id` {ids.tolist()}."
             )
         next_params = None
         if self._options.prefetch and next_version != _NEWEST:

@@ -159,6 +159,15 @@ WRAPPERS = [
     lambda env: envs.ActionRepeat(env, 2),
     envs.EndOnFault,
 ]
+BOUNDS = [
+    (0, 300, (), np.uint8, "must be values of `dtype`, got 300 and uint8."),
+    (-200, 5, (), np.int8, "must be values of `dtype`, got -200 and int8."),
+    (0.5, 1.5, (), np.int32, "must be values of `dtype`, got 0.5 and int32."),
+    (-np.inf, 0, (), np.int32, "must be values of `dtype`, got -inf and int32."),
+    ([0, -1e5], 0, (2,), np.float16, "got -100000 and float16."),
+    (0, 2**40, (), np.int64, "got 1.09951e+12 and int32."),
+    (0, 1, (), np.complex64, "`dtype` must be of floats, integers or flags, got com"),
+]
 MESSAGES = [
     # `make`, `make_agents`, `env_ids`, `render_gif`
     (lambda: make("CartPole"), "'CartPole'. The nearest are CartPole-v1"),
@@ -180,6 +189,11 @@ MESSAGES = [
     (lambda: envs.Discrete(2, start=0.5), "`start` must be an int, got 0.5"),
     (lambda: envs.Discrete(300, dtype=jnp.uint8), "integers from 0 to 299, got uint8"),
     (lambda: envs.Box(1.0, 0.0, ()), "`low` must be at most `high`, got low=1.0"),
+    *((functools.partial(envs.Box, *x), what) for *x, what in BOUNDS),
+    (
+        lambda: envs.spaces.MultiBinary((2,), np.float32),
+        "`dtype` must be an integer dtype, got float32.",
+    ),
     (lambda: MultiDiscrete((3, 0)), "`nvec` must be an array of ints of at least 1"),
     (lambda: MultiDiscrete(5), "`nvec` must be an array of ints of at least 1, got 5"),
     (lambda: MultiDiscrete((1.5, 2)), "`nvec` must be an array of ints"),
@@ -218,7 +232,7 @@ MESSAGES = [
     (lambda: envs.RescaleAction(CountEnv()), "with `low` and `high`, got Discrete"),
     (rescale_twice, "a box with `low` and `high`, got TanhSpace"),
     (lambda: envs.RescaleAction(pendulum(max_torque=np.inf)), "have finite bounds"),
-    (lambda: envs.RescaleAction(pendulum(max_torque=1e300)), "have finite bounds"),
+    (lambda: envs.RescaleAction(pendulum(max_torque=1e300)), "got -1e+300 and float32"),
     (rescale_integers, "`env.action_space` must be of floats, got int32."),
     (lambda: observe_info({"noise": 0.0}), "must return `obs` as `env.reset` does"),
     (lambda: observe_info(jnp.zeros(2)), "must return `obs` as `env.reset` does"),

@@ -172,6 +172,33 @@ def test_half_written_checkpoint_is_not_picked_up(tmp_path):
     assert [x.name for x in tmp_path.iterdir()] == ["3.checkpoint.npz"]  # nor kept
 
 
+def test_restore_looks_again_if_another_process_replaced_the_checkpoint(
+    tmp_path, monkeypatch
+):
+    checkpoint.save(tmp_path, {"n": 1})
+    steps = checkpoint.steps
+
+    def list_too_early(path):
+        found = steps(path)
+        monkeypatch.setattr(checkpoint, "steps", steps)
+        checkpoint.save(path, {"n": 2})
+        return found
+
+    monkeypatch.setattr(checkpoint, "steps", list_too_early)
+    assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 2
+    (tmp_path / "2.checkpoint.npz").symlink_to("nothing")
+    with pytest.raises(ValueError, match=r"Checkpoint 2 in .* is damaged"):
+        checkpoint.restore(tmp_path, {"n": 0})
+
+
+def test_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save("~/run", {"n": 1})
+    assert checkpoint.steps("~/run") == checkpoint.steps(tmp_path / "run") == [0]
+    assert checkpoint.restore("~/run", {"n": 0})["n"] == 1
+
+
 def test_kill_before_an_old_one_is_deleted_stops_nobody(tmp_path, monkeypatch):
     def kill(*_, **__):
         raise KeyboardInterrupt

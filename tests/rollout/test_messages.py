@@ -5,6 +5,8 @@
 
 import functools
 import re
+from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,22 @@ def restore(state=None, **options):
 def save(tree=1, times=1, **options):
     for _ in range(times):
         checkpoint.save("folder", tree, **options)
+
+
+def save_at(path, link_to=None):
+    if link_to:
+        Path(path).symlink_to(link_to)
+    checkpoint.save(path, 1)
+
+
+def save_within_save():
+    """Saves while another thread, or a signal handler, saves to the same folder."""
+    with mock.patch("os.fsync", side_effect=lambda _: save()):
+        save()
+
+
+def on_other_lanes(carry):
+    return carry.replace(episode=carry.episode.replace(episode_id=jnp.full(B, 99)))
 
 
 def load(saved, like, **options):
@@ -104,12 +122,17 @@ RESTORE = [
     ({"state": {"env": np.uint32(1)}}, "must be of the same environment parameters"),
     (
         {"state": {"counts": np.array([48, 0, 0])}, "total_steps": 32},
-        "`state` must have at most `total_steps`=32 steps, got 48",
+        "`state` must have from 0 to `total_steps`=32 steps, got 48",
+    ),
+    (
+        {"state": {"counts": np.array([-5, 0, 0])}},
+        "must have from 0 to `total_steps`=None steps, got -5",
     ),
 ]
 SAVE = [
     ({"tree": {"a": np.array([{}])}}, "got object of shape (1,) at ['a']"),
     ({"tree": {"a": object()}}, "`tree` must have numbers, arrays of numbers"),
+    ({"tree": {"a": np.ma.masked_equal([1, 2], 2)}}, "got a masked array at ['a']"),
     ({"every": 0}, "`every` must be an int of at least 1, got 0"),
     ({"times": 2, "step": 5}, "`step` must be an int of at least 6, got 5"),
 ]
@@ -126,6 +149,13 @@ LOAD = [
         jax.random.key(0, impl="unsafe_rbg"),
         "the root key<rbg>[]",
     ),
+]
+FOLDERS = [
+    ((3,), "`path` must name a folder of this machine, got 3"),
+    (("a\0b",), "`path` must name a folder of this machine, got 'a\\x00b'"),
+    (("gs://bucket/run",), "`path` must name a folder of this machine, got 'gs://"),
+    (("run", "nothing"), "`path` must be a folder, or new, got run, which is a file"),
+    ((__file__,), "`path` must be a folder, or new, got "),
 ]
 VALUE_FN = [
     (3, "`value_fn` must be a function, got int"),
@@ -160,6 +190,7 @@ MESSAGES = [
     *((functools.partial(new_stream, **options), what) for options, what in STREAM),
     *((functools.partial(restore, **options), what) for options, what in RESTORE),
     *((functools.partial(save, **options), what) for options, what in SAVE),
+    *((functools.partial(save_at, *x), what) for x, what in FOLDERS),
     *((functools.partial(load, *x), f"leaves that were saved: {y}") for *x, y in LOAD),
     *((functools.partial(step_with, value_fn=fn), what) for fn, what in VALUE_FN),
     *((functools.partial(inspect, *args, **x), what) for args, x, what in INSPECT),
@@ -167,6 +198,16 @@ MESSAGES = [
     (
         lambda: restore({"carry": make_collector("count", 2 * B).init(KEY)}),
         "`state` must be one of a stream of the same kind",
+    ),
+    (
+        lambda: restore({"carry": on_other_lanes(make_stream().state()["carry"])}),
+        "`state` must have an episode of each lane, from 0 to 3, got `episode_id`",
+    ),
+    (lambda: jax.jit(save)(ROWS), "`checkpoint.save` runs in Python, so it must"),
+    (
+        save_within_save,
+        "`path` must have one writer at a time, got folder, to which another process",
+        RuntimeError,
     ),
     (
         lambda: load({"n": 1}, {"n": 1}, step=4),
@@ -204,6 +245,15 @@ MESSAGES = [
     ),
     (lambda: draw_episode(on_host(), KEY, None, 0), "`max_steps` must be"),
     (lambda: rollout.record_gif(ROWS, KEY, None, "a.gif"), "`collector` must be a `C"),
+    (
+        lambda: rollout.record_gif(on_host(), KEY, None, "a.png"),
+        "`path` must end in .gif, got a.png.",
+    ),
+    (
+        lambda: rollout.record_gif(on_host(), KEY, None, "gone/a.gif"),
+        "`path` must be in a folder that exists, got gone/a.gif.",
+        FileNotFoundError,
+    ),
     (
         lambda: envs.render.expose_lane_states(CountEnv()),
         "must have lanes of one environment of one",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, TwoLengthEnv, make_env, of_episodes, raw
+from cases import CountEnv, TwoLengthEnv, last_word, make_env, of_episodes, raw
 
 import rollout
 from rollout import envs
@@ -233,6 +233,43 @@ def test_one_call_gives_the_episodes_of_two():
     for field in ("episode_return", "episode_length", "terminated", "truncated"):
         want = np.concatenate([getattr(part, field) for part in parts])
         np.testing.assert_array_equal(getattr(whole, field), want)
+
+
+def draw_twice(params, obs, state, key):
+    """Draws one number from the episode's key, and one from the step's."""
+    draw = jax.vmap(lambda key, n: last_word(jax.random.fold_in(key, n)))
+    drawn = {
+        "by_episode": draw(state["key"].value, state["n"]),
+        "by_step": jnp.broadcast_to(last_word(key), obs.shape[:1]),
+    }
+    state = {**state, "n": state["n"] + 1}
+    return rollout.PolicyStep(jnp.zeros(obs.shape[0], jnp.int32), state, drawn)
+
+
+@slow
+def test_draws_of_an_episode_depend_on_the_split_unless_made_from_its_key():
+    policy = rollout.Policy(
+        init=lambda n: {"key": rollout.EpisodeKey(), "n": jnp.zeros(n, jnp.int32)},
+        apply=draw_twice,
+    )
+    totals = {
+        name: rollout.Accumulator(
+            lambda n: jnp.zeros(n, jnp.int32),
+            lambda acc, t, name=name: acc + t.extras[name],
+        )
+        for name in ("by_episode", "by_step")
+    }
+    collector = make_collector(auto_reset="select")
+    collector = collector.replace(policy=policy, accumulators=totals)
+    play = functools.partial(collector.collect_episodes, params=None, max_steps=ENDLESS)
+    carry = collector.init(jax.random.key(1))
+    whole = play(carry, num_episodes=8)[1].accumulated
+    carry, first = play(carry, num_episodes=4)
+    second = play(carry, num_episodes=4)[1].accumulated
+    for name, total in whole.items():
+        assert total[:4].tolist() == first.accumulated[name].tolist()
+    assert whole["by_episode"][4:].tolist() == second["by_episode"].tolist()
+    assert whole["by_step"][4:].tolist() != second["by_step"].tolist()
 
 
 @pytest.mark.parametrize(

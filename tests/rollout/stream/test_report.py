@@ -222,6 +222,7 @@ def test_faulty_episode_is_dropped_and_the_lane_goes_on():
 
 
 FIELDS = ["obs.a", "next_obs.a", "reward", "extras.value", "extras.logits"]
+FIELDS += ["final_value", "accumulated.least"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -232,7 +233,11 @@ def test_everything_that_is_checked_is_found_in_its_row(field, value):
     extras = {name: np.zeros(B, np.float32) for name in ("log_prob", "value")}
     extras["logits"] = np.full((B, 2), -np.inf, np.float32)  # of those not allowed
     transition = transition.replace(
-        obs=obs, next_obs=jax.tree.map(np.copy, obs), extras=extras
+        obs=obs,
+        next_obs=jax.tree.map(np.copy, obs),
+        extras=extras,
+        final_value=np.zeros(B, np.float32),
+        accumulated={"least": np.full(B, np.inf, np.float32)},  # before the first value
     )
     assert not np.any(nonfinite.is_nonfinite(transition))
     name, _, key = field.partition(".")
@@ -241,7 +246,8 @@ def test_everything_that_is_checked_is_found_in_its_row(field, value):
     leaf[(2, *[1] * (leaf.ndim - 1))] = value
     found = nonfinite.nonfinite(transition)
     bad = {key: np.flatnonzero(rows).tolist() for key, rows in found.items()}
-    may_be = key == "logits" and value == -math.inf
+    may_be = (key, value) == ("logits", -math.inf)
+    may_be |= key == "least" and math.isinf(value)
     assert {key: rows for key, rows in bad.items() if rows} == (
         {} if may_be else {field: [2]}
     )

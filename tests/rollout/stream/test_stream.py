@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CountEnv, make_collector
+from host_count import KEY, in_jax, on_host
 from streams import B, by_lane, each_env, host, join, make_stream, straight
 
 import rollout
@@ -160,6 +161,32 @@ def test_cut_at_the_end_of_a_batch_is_a_truncation(name):
                 # The true successor is one more than the observation.
                 if name == "count":
                     np.testing.assert_array_equal(steps.next_obs, steps.obs + 1)
+
+
+def record_cut(t):
+    final_value = jax.tree.map(lambda x: x / 10, t.final_value)  # or ()
+    return t.replace(extras={"truncated": t.truncated}, final_value=final_value)
+
+
+@pytest.mark.parametrize("make", [in_jax, on_host])
+def test_cut_at_the_end_of_a_batch_is_recorded_and_accumulated(make):
+    num_cuts = rollout.Accumulator(jnp.zeros, lambda x, t: x + t.truncated)
+    changes = {"record_fn": record_cut, "accumulators": {"num_cuts": num_cuts}}
+    if make is in_jax:
+        changes["value_fn"] = lambda params, obs, state: obs[:, 0]
+    options = {"steps_per_batch": 4 * 5, "at_batch_end": "truncate"}
+    stream = rollout.Stream(make().replace(**changes), key=KEY, **options)
+    first, second = host(next(stream)), host(next(stream))
+    stream.close()
+    for rows in first, second:
+        cut = rows.truncated[-1] & ~rows.terminated[-1]
+        assert np.any(rows.episode_length[-1][cut] < 7)  # not by the environment
+        np.testing.assert_array_equal(rows.extras["truncated"], rows.truncated)
+        np.testing.assert_array_equal(rows.accumulated["num_cuts"], rows.truncated)
+        if make is in_jax:
+            want = rows.next_obs[-1, :, 0] / np.float32(10)
+            np.testing.assert_array_equal(rows.final_value[-1][cut], want[cut])
+    assert second.first[0].all()
 
 
 @pytest.mark.slow
