@@ -78,7 +78,8 @@ def switch(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
 
     count = jnp.sum(flag, dtype=jnp.int32)
     # 0: no lane, 1: up to K, 2: more.
-    branch = (count > 0).astype(jnp.int32) + (count > _num_slots(flag))
+    is_any, is_more = count > 0, count > _num_slots(flag)
+    branch = is_any.astype(jnp.int32) + is_more.astype(jnp.int32)
     return lax.switch(branch, (lambda lanes: lanes, some, every), lanes)
 
 

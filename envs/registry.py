@@ -25,6 +25,10 @@ from rollout.envs.vectorize import vectorize
 
 _GYMNAX = "gymnax"
 _INSTALLED = "installed"
+_OTHERS = (
+    " Other suites' ids begin with the suite, as brax:ant does; `from_gymnasium` makes "
+    "those of Gymnasium, for a `HostCollector`."
+)
 # Each has `ids`, and `make_one`, `make_agents` or both.
 _SUITES = {
     "gymnax": gymnax,
@@ -136,12 +140,13 @@ def _make(how: str, env_id: str, options: dict[str, Any]) -> Any:
         other = f", whose environments have {number}" if suite in _SUITES else ""
         raise ValueError(
             f"`env_id` must begin with {', '.join(first)} or {last}, got "
-            f"{env_id!r}{other}."
+            f"{env_id!r}{other}.{_OTHERS if suite == 'gymnasium' else ''}"
         )
     ids = _ids(suite)
     if name not in ids:
         near = difflib.get_close_matches(name, ids, n=3, cutoff=0.4)
         nearest = f" The nearest are {', '.join(near)}." if near else ""
+        nearest += "" if prefix else _OTHERS
         raise ValueError(
             f"`env_id` must be one of the {len(ids)} ids of "
             f"`rollout.envs.env_ids({suite!r})`, got {env_id!r}.{nearest}"

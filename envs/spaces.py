@@ -4,7 +4,7 @@
 a space and their `bounds`, whatever library it came from.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import chex
@@ -363,8 +363,8 @@ class Dict(Composite):
         spaces: the spaces, by name.
 
     Raises:
-        ValueError: if `spaces` is no dict, or its names are of several types, which
-            jax cannot sort.
+        ValueError: if `spaces` is no dict of spaces that `as_space` takes, is empty, or
+            has names of several types, which jax cannot sort.
     """
 
     spaces: Mapping[str, AnySpace]
@@ -373,7 +373,7 @@ class Dict(Composite):
         if not isinstance(self.spaces, Mapping):
             got = type(self.spaces).__name__
             raise ValueError(f"`spaces` must be a dict of spaces, got {got}.")
-        object.__setattr__(self, "spaces", dict(self.spaces))
+        object.__setattr__(self, "spaces", _parts(self.spaces, self.spaces.items()))
         if len({type(name) for name in self.spaces}) > 1:
             raise ValueError(
                 f"`spaces` must have names of one type, got {list(self.spaces)}."
@@ -387,7 +387,8 @@ class Tuple(Composite):
         spaces: the spaces, in order.
 
     Raises:
-        ValueError: if `spaces` is neither a tuple nor a list.
+        ValueError: if `spaces` is neither a tuple nor a list of spaces that `as_space`
+            takes, or is empty.
     """
 
     spaces: tuple[AnySpace, ...]
@@ -396,7 +397,8 @@ class Tuple(Composite):
         if not isinstance(self.spaces, tuple | list):
             got = type(self.spaces).__name__
             raise ValueError(f"`spaces` must be a tuple of spaces, got {got}.")
-        object.__setattr__(self, "spaces", tuple(self.spaces))
+        parts = _parts(self.spaces, enumerate(self.spaces))
+        object.__setattr__(self, "spaces", tuple(parts.values()))
 
 
 def as_space(space: Any, name: str = "space") -> AnySpace:
@@ -420,28 +422,27 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
     kinds = [base.__name__ for base in type(space).__mro__]
     kind = next((x for x in kinds if x in _KINDS), "")
     parts = space.spaces if kind in ("Dict", "Tuple") else space
+    is_empty = isinstance(parts, Mapping | tuple | list) and not parts
+    if is_empty or (isinstance(space, Composite) and not space.parts):
+        raise ValueError(f"`{name}` must have at least one part, got {space!r}.")
     if isinstance(space, Repeated):
         return space.replace(space=as_space(space.space, name))
     if isinstance(parts, Mapping):
-        made = Dict({key: as_space(part, name) for key, part in parts.items()})
-    elif type(parts) in (tuple, list):
-        made = Tuple(tuple(as_space(part, name) for part in parts))
-    elif isinstance(space, Composite):
+        return Dict({key: as_space(part, name) for key, part in parts.items()})
+    if type(parts) in (tuple, list):
+        return Tuple(tuple(as_space(part, name) for part in parts))
+    if isinstance(space, Composite):
         parts = [as_space(part, name) for part in space.parts]
-        made = Composite(space.structure.unflatten(parts))
-    elif isinstance(space, Space):
+        return Composite(space.structure.unflatten(parts))
+    if isinstance(space, Space):
         return space
-    elif kind:
+    if kind:
         return _converted(kind, space)
-    else:
-        raise ValueError(
-            f"`{name}` must be a Box, Discrete, MultiDiscrete, MultiBinary, Dict or "
-            "Tuple of `envs`, Gymnasium or gymnax, a dict or tuple of these, or a "
-            f"subclass of `rollout.envs.Space`, got {space!r}."
-        )
-    if not made.parts:
-        raise ValueError(f"`{name}` must have at least one part, got {space!r}.")
-    return made
+    raise ValueError(
+        f"`{name}` must be a Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple "
+        "of `envs`, Gymnasium or gymnax, a dict or tuple of these, or a subclass of "
+        f"`rollout.envs.Space`, got {space!r}."
+    )
 
 
 def space_of(tree: ArrayTree) -> AnySpace:
@@ -482,6 +483,13 @@ def _check_bound(dtype: np.dtype, bound: np.ndarray) -> None:
             "`low` and `high` must be values of `dtype`, got "
             f"{bound[bad][0]:g} and {dtype}."
         )
+
+
+def _parts(spaces: Any, items: Iterable[tuple[Any, Any]]) -> dict[Any, AnySpace]:
+    """Converts the parts of a space, by name or number."""
+    if not spaces:
+        raise ValueError(f"`spaces` must have at least one part, got {spaces!r}.")
+    return {at: as_space(part, f"spaces[{at!r}]") for at, part in items}
 
 
 def _shape(shape: Any) -> tuple[int, ...]:

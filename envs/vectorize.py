@@ -87,7 +87,7 @@ def cast_step(result: EnvStep) -> EnvStep:
     return EnvStep(
         state=_strong(result.state),
         obs=_strong(result.obs),
-        reward=jnp.asarray(result.reward, jnp.float32),
+        reward=checks.real("reward", result.reward).astype(jnp.float32),
         terminated=checks.flag("terminated", result.terminated),
         truncated=checks.flag("truncated", result.truncated),
         info=_strong(result.info),

@@ -4,13 +4,13 @@ Messages name the condition and the value. What looks at arrays does so while tr
 at no cost at run time.
 """
 
+import inspect
 import itertools
 import numbers
 import operator
 from collections.abc import Mapping
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +66,7 @@ def seconds(name: str, value: Any) -> float | None:
 
 def kind_of_env(env: Any, *, is_host: bool) -> None:
     """Raises if a JAX environment is given where a host one belongs, or vice versa."""
+    not_of_gymnasium(env)
     missing = [x for x in ("num_envs", "step", "close") if not hasattr(env, x)]
     if is_host and (hasattr(env, "reset_done") or missing):
         raise ValueError(
@@ -81,8 +82,19 @@ def kind_of_env(env: Any, *, is_host: bool) -> None:
         )
 
 
+def not_of_gymnasium(env: Any) -> None:
+    """Raises for an environment of Gymnasium as it is."""
+    modules = {kind.__module__.partition(".")[0] for kind in type(env).__mro__}
+    if modules & {"gym", "gymnasium"} and jax.tree_util.all_leaves([env]):
+        raise ValueError(
+            f"`env` must not be an environment of Gymnasium, got {type(env).__name__}: "
+            "`rollout.envs.from_gymnasium` adapts it, for a `HostCollector`."
+        )
+
+
 def single(env: Any) -> None:
     """Checks that `env` is one environment, and a pytree."""
+    not_of_gymnasium(env)
     if hasattr(env, "num_envs"):
         raise ValueError(
             "`env` must be one environment, got many side by side: wrap it before "
@@ -103,13 +115,24 @@ def single(env: Any) -> None:
 
 def flag(name: str, value: Any) -> jax.Array:
     """Checks that a flag of a step is a bool or an integer; returns it as a bool."""
-    value = jnp.asarray(value)
+    value = real(name, value)
     if jnp.issubdtype(value.dtype, jnp.inexact):
         raise ValueError(
             f"`env.step` must return `{name}` as bool, got {value.dtype}: compare it, "
             "as in `done > 0.5`."
         )
     return value.astype(bool)
+
+
+def real(name: str, value: Any) -> jax.Array:
+    """Checks that a part of a step is a real number, or an array of such."""
+    is_number = isinstance(value, _REAL) or hasattr(value, "dtype")
+    if not is_number or jnp.iscomplexobj(value):
+        raise ValueError(
+            f"`env.step` must return `{name}` as a real number or an array, got "
+            f"{describe(value)}."
+        )
+    return jnp.asarray(value)
 
 
 def integer(name: str, value: Any) -> int:
@@ -183,10 +206,21 @@ def policy(value: Any) -> None:
         )
 
 
-def function(name: str, value: Any) -> None:
-    """Checks that an option can be called."""
+def function(name: str, value: Any, *arguments: str) -> None:
+    """Checks that an option can be called, with these arguments if any are given."""
     if not callable(value):
         raise ValueError(f"`{name}` must be a function, got {describe(value)}.")
+    try:
+        signature = inspect.signature(value) if arguments else None
+    except (TypeError, ValueError):  # a builtin may have none
+        return
+    try:
+        _ = signature and signature.bind(*arguments)
+    except TypeError:
+        raise ValueError(
+            f"`{name}` must be a function of ({', '.join(arguments)}), got one of "
+            f"{signature}."
+        ) from None
 
 
 def max_steps(value: Any) -> int:
@@ -203,9 +237,10 @@ def collector(env: Any, acting: Any, record_fn: Any, value_fn: Any = None) -> No
             f"makes them, got one {type(env).__name__}."
         )
     policy(acting)
-    for name, fn in (("record_fn", record_fn), ("value_fn", value_fn)):
-        if fn is not None:
-            function(name, fn)
+    if record_fn is not None:
+        function("record_fn", record_fn, "transition")
+    if value_fn is not None:
+        function("value_fn", value_fn, "params", "obs", "policy_state")
 
 
 def collects_in_jax(value: Any) -> None:
@@ -241,19 +276,42 @@ def host_call(carry: Any) -> None:
         )
 
 
-def carry(value: Any, num_envs: int) -> None:
-    """Checks that a value is a carry with this number of lanes."""
+def carry(value: Any, collector: Any) -> None:
+    """Checks that a value is a carry such as `init` of this collector makes."""
     if not isinstance(value, Carry):
         raise ValueError(
             "`carry` must be what `Collector.init` or an earlier call returned, got "
             f"{describe(value)}."
         )
-    lanes = jnp.shape(value.episode.episode_id)
+    lanes, num_envs = jnp.shape(value.episode.episode_id), collector.env.num_envs
     if lanes != (num_envs,):
         raise ValueError(
             f"`carry` must have the lanes of the collector, num_envs={num_envs}, got "
             f"shape {lanes}."
         )
+    made = jax.eval_shape(collector.init, value.key)  # from the cache after an `init`
+    for name, expected in vars(made).items():
+        what = f"`carry.{name}` must be as `init` of this collector makes it"
+        same(what, expected, getattr(value, name))
+
+
+def readable(name: str, tree: Any) -> None:
+    """Checks an argument of a jitted function: arrays and numbers that still exist."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if isinstance(leaf, Tracer):
+            continue
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(
+                f"`{name}` must not be deleted or donated, got {describe(leaf)}"
+                f"{_at(path)} that is: use the result of the call that it was donated "
+                "to, or a copy."
+            )
+        if not hasattr(leaf, "__array__") and not isinstance(leaf, numbers.Number):
+            raise ValueError(
+                f"`{name}` must hold arrays and numbers only, got {describe(leaf)}"
+                f"{_at(path)}; keep functions and text in the policy, such as the "
+                "second part of `equinox.partition`."
+            )
 
 
 def accumulators(value: Any) -> Accumulators:
@@ -286,12 +344,6 @@ def accumulated(name: str, old: ArrayTree, new: ArrayTree) -> None:
     same(f"The accumulator `{name}` must return the kind of value it takes", old, new)
 
 
-def env_state(env: VectorEnv, state: ArrayTree, reset_keys: chex.PRNGKey) -> None:
-    """Checks that a state has the structure, shapes and dtypes of a reset."""
-    expected = jax.eval_shape(env.reset, reset_keys)[0]
-    same("`carry` must be of this collector's environment", expected, state)
-
-
 def recorded(before: Transition, after: Any) -> None:
     """Checks that `record_fn` left the lanes and the kernel's bookkeeping."""
     if not isinstance(after, Transition):
@@ -303,6 +355,11 @@ def recorded(before: Transition, after: Any) -> None:
             raise ValueError(
                 f"`record_fn` must leave `{name}` as it is, since the statistics read "
                 "it; put a value derived from it into `extras`."
+            )
+    for name, field in vars(after).items():
+        if field is None and getattr(before, name) is not None:
+            raise ValueError(
+                f"`record_fn` must drop a field by `()`, got `{name}=None`."
             )
     lanes = before.mask.shape
     for path, leaf in jax.tree.leaves_with_path(after):
@@ -325,14 +382,24 @@ def values(value: Any, obs: ArrayTree) -> None:
                 "`value_fn` must return one value for each agent in a dict by group, "
                 f"{', '.join(sorted(want)) or 'here none'}, got the group {name!r}."
             )
-        is_float = jnp.issubdtype(jnp.result_type(x), jnp.floating)
-        if jnp.shape(x) != want[name] or not is_float:
+        is_float = jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)
+        if not is_float or x.shape != want[name]:
             where = f" for the group {name!r}" if name else ""
             raise ValueError(
                 "`value_fn` must return one float per observation, of shape "
                 f"{want[name]}{where}, got {describe(x)}; it is called with only "
                 "those observations that need a value."
             )
+
+
+def own_values(error: Exception, obs: ArrayTree, num_envs: int) -> None:
+    """Explains an error of `value_fn` that it raises for a part of the lanes only."""
+    num = len(jax.tree.leaves(obs)[0])
+    if num < num_envs:  # for all of them it did not raise
+        raise ValueError(
+            "`value_fn` must compute each value from its own observation, without "
+            f"arrays of all {num_envs} lanes, got an error for {num} of them: {error}"
+        ) from error
 
 
 def policy_init(state: ArrayTree, num_envs: int) -> None:
@@ -354,9 +421,9 @@ def decision(who: str, result: PolicyStep, space: AnySpace, num_envs: int) -> No
             "function."
         )
     if space.shape is None:
-        return  # a composite space: the environment itself must check
+        return  # a composite space: see `policy_step`
     shape, dtype, action = (num_envs, *space.shape), space.dtype, result.action
-    if jnp.shape(action) != shape or jnp.result_type(action) != dtype:
+    if getattr(action, "dtype", None) != dtype or action.shape != shape:
         raise ValueError(
             f"{who} must return actions as {jnp.dtype(dtype).name} of shape {shape}, "
             f"got {describe(action)}."
@@ -365,7 +432,13 @@ def decision(who: str, result: PolicyStep, space: AnySpace, num_envs: int) -> No
 
 def policy_step(result: PolicyStep, env: VectorEnv, policy_state: ArrayTree) -> None:
     """Checks a policy's output against the environment and the policy's state."""
-    decision("`policy.apply`", result, env.action_space, env.num_envs)
+    space = env.action_space
+    decision("`policy.apply`", result, space, env.num_envs)
+    if space.shape is None:
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), env.num_envs))
+        drawn = jax.eval_shape(jax.vmap(space.sample), keys)
+        what = "`policy.apply` must return actions as the action space draws them"
+        same(f"{what}, a tuple together with extras", drawn, result.action)
     same(
         "`policy.apply` must return a state like the one it takes",
         policy_state,
@@ -411,6 +484,14 @@ def trajectory(value: Any) -> None:
         )
 
 
+def shaped(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    """Checks that a value is an array of this shape."""
+    if getattr(value, "shape", None) != shape or not hasattr(value, "dtype"):
+        raise ValueError(
+            f"`{name}` must be an array of shape {shape}, got {describe(value)}."
+        )
+
+
 def same(what: str, expected: ArrayTree, got: ArrayTree) -> None:
     """Checks that two trees agree in structure, shapes and dtypes.
 
@@ -452,6 +533,6 @@ def describe(value: Any) -> str:
         return f"{value.dtype} of shape {value.shape}"
     if type(value) is tuple:
         return f"{len(value)} values"
-    if isinstance(value, tuple | list | dict | bytes):
-        return type(value).__name__
+    if isinstance(value, bytes) or not jax.tree_util.all_leaves([value]):
+        return type(value).__name__  # the text of a pytree may be long
     return f"{type(value).__name__} {value!r}"

@@ -1,6 +1,8 @@
 """`Collector`: steps or whole episodes of a policy in environments written in JAX."""
 
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -34,10 +36,33 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 _GPU_UNROLL = 2
 
 
+def explain(fn: Any, jitted: Callable[..., Any]) -> Any:
+    """Calls `jitted`, the jitted `fn`; where jax raises, names a wrong argument of it.
+
+    A call that succeeds pays for one `try`, nothing else.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return jitted(*args, **options)
+        except (RuntimeError, TypeError) as error:
+            raised = error
+        given = inspect.signature(fn).bind(*args, **options).arguments
+        for name in ("carry", "params", "acc"):
+            checks.readable(name, given.get(name))
+        raise raised
+
+    return call
+
+
 def _jit(*static: str) -> Callable[[Fn], Fn]:
     """Returns `jax.jit` with static arguments, as a decorator that keeps the types."""
-    jit: Any = functools.partial(jax.jit, static_argnames=static)
-    return jit
+
+    def decorate(method: Fn) -> Fn:
+        return explain(method, jax.jit(method, static_argnames=static))
+
+    return decorate
 
 
 def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
@@ -50,7 +75,6 @@ def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
     def decorate(method: Any) -> Any:
         jitted = jax.jit(method, static_argnames=("fn", *static))
 
-        @functools.wraps(method)
         def call(
             self: Any, carry: Carry, params: Any, fn: Any, acc: Any, **options: Any
         ) -> Any:
@@ -65,12 +89,12 @@ def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
             run = method if is_traced else jitted
             return run(self, carry, params, fn, acc, **options)
 
-        return call
+        return explain(method, call)
 
     return decorate
 
 
-class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True):
+class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     """Collects the experience of a policy in a vector of environments.
 
     It is a pytree whose leaves are the environment's parameters, so your own jitted
@@ -99,6 +123,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
 
     env: VectorEnv
     policy: Policy[ParamsT, ObsT, ActionT] = struct.field(pytree_node=False)
+    _: dataclasses.KW_ONLY
     record_fn: RecordFn[ObsT, ActionT] | None = struct.field(
         pytree_node=False, default=None
     )
@@ -109,8 +134,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
     _types: int = struct.field(pytree_node=False, default=0, repr=False)
 
     def __post_init__(self) -> None:
-        checks.collector(self.env, self.policy, self.record_fn, self.value_fn)
         checks.kind_of_env(self.env, is_host=False)
+        checks.collector(self.env, self.policy, self.record_fn, self.value_fn)
         accumulators = checks.accumulators(self.accumulators)
         object.__setattr__(self, "accumulators", accumulators)
         object.__setattr__(self, "_types", hash_of_types(self.env))
@@ -208,7 +233,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             TypeError: if `fn` changes the structure, a shape or a dtype of `acc`.
         """
         num_steps = checks.int_between("num_steps", num_steps)
-        checks.function("fn", fn)
+        checks.function("fn", fn, "acc", "transition")
         carry, acc, _ = scan_steps(
             self, carry, params, num_steps, lambda _, acc, row: (fn(acc, row), ()), acc
         )
@@ -347,7 +372,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT], kw_only=True
             TypeError: if `fn` changes the structure, a shape or a dtype of `acc`.
         """
         num_episodes = checks.int_between("num_episodes", num_episodes)
-        checks.function("fn", fn)
+        checks.function("fn", fn, "acc", "transition")
         return episodes.play(
             self,
             carry,
@@ -429,7 +454,7 @@ def scan_steps(
         cut_last: whether the last step truncates the episodes that it does not end.
         drop_fn: as in `kernel.step`.
     """
-    roots = kernel.roots_of(collector.env, carry)
+    roots = kernel.roots_of(collector, carry)
     last = carry.step + num_steps - 1
 
     def step(

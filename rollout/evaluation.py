@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from rollout import checks
-from rollout.collector import Collector
+from rollout.collector import Collector, explain
 from rollout.host.host_collector import HostCollector
 from rollout.nonfinite import count_nonfinite
 from rollout.stats import CollectStats, summarize
@@ -83,4 +83,6 @@ def _evaluate(
     return summarize(played).replace(num_nonfinite=num_nonfinite)
 
 
-_evaluate_jitted = jax.jit(_evaluate, static_argnames=("num_episodes", "max_steps"))
+_evaluate_jitted = explain(
+    _evaluate, jax.jit(_evaluate, static_argnames=("num_episodes", "max_steps"))
+)

@@ -100,7 +100,7 @@ def _time(program: Callable[[_Given], Any], given: _Given) -> float:
 
 def _policy(given: _Given) -> Any:
     collector, carry, params, trajectory = given
-    roots = kernel.roots_of(collector.env, carry)
+    roots = kernel.roots_of(collector, carry)
 
     def step(state: Any, obs: ArrayTree) -> Any:
         carry, _ = state
@@ -137,7 +137,7 @@ def _env_step(given: _Given) -> Any:
 
 def _auto_reset(given: _Given) -> Any:
     collector, carry, _, trajectory = given
-    roots = kernel.roots_of(collector.env, carry)
+    roots = kernel.roots_of(collector, carry)
 
     def step(carry: Carry, done: jax.Array) -> tuple[Carry, None]:
         start = kernel.next_episodes(collector.env, carry, roots)

@@ -8,7 +8,6 @@ All functions are jitted, so that a notebook may call them as they are.
 
 from collections.abc import Mapping
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -43,8 +42,8 @@ def next_values(trajectory: Transition, last_value: jax.Array) -> jax.Array:
         False.
 
     Raises:
-        ValueError: if the extras have no `value`, or the trajectory no `final_value`.
-        AssertionError: while tracing, if a shape is not as above.
+        ValueError: if the extras have no `value`, or the trajectory no `final_value`,
+            or if a shape is not as above.
     """
     value = _values(trajectory)
     if isinstance(trajectory.final_value, tuple):
@@ -58,8 +57,8 @@ def next_values(trajectory: Transition, last_value: jax.Array) -> jax.Array:
             "value per agent, got those of whole steps: call "
             "`rollout.agents.agent_transitions` first."
         )
-    _check(trajectory, value, trajectory.final_value)
-    chex.assert_shape(last_value, value.shape[1:])
+    checks.shaped("trajectory.final_value", trajectory.final_value, value.shape)
+    checks.shaped("last_value", last_value, value.shape[1:])
     done = trajectory.terminated | trajectory.truncated
     rows = done, trajectory.mask, value, trajectory.final_value
     return _next_values(rows, jnp.asarray(last_value, value.dtype))
@@ -86,9 +85,8 @@ def gae(
         `[T, B]` float, in discounted reward; 0 where `mask` is False.
 
     Raises:
-        ValueError: if the extras have no `value`, or `gamma` or `lam` is no number in
-            [0, 1].
-        AssertionError: while tracing, if a shape is not as above.
+        ValueError: if the extras have no `value`, if `gamma` or `lam` is no number in
+            [0, 1], or if a shape is not as above.
 
     Source:
         "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
@@ -97,7 +95,7 @@ def gae(
     checks.fraction("gamma", gamma)
     checks.fraction("lam", lam)
     value = _values(trajectory)
-    _check(trajectory, next_value, value)
+    checks.shaped("next_value", next_value, value.shape)
     return _sum_up(_fields(trajectory), next_value, gamma, lam, value)
 
 
@@ -120,8 +118,8 @@ def lambda_returns(
         `[T, B]` float, in discounted reward; 0 where `mask` is False.
 
     Raises:
-        AssertionError: while tracing, if `next_value` is not `[T, B]`.
-        ValueError: if `gamma` or `lam` is no number in [0, 1].
+        ValueError: if `next_value` is not `[T, B]`, or if `gamma` or `lam` is no number
+            in [0, 1].
 
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., eq. 12.19 (without the
@@ -129,7 +127,8 @@ def lambda_returns(
     """
     checks.fraction("gamma", gamma)
     checks.fraction("lam", lam)
-    _check(trajectory, next_value)
+    checks.trajectory(trajectory)
+    checks.shaped("next_value", next_value, trajectory.mask.shape)
     return _sum_up(_fields(trajectory), next_value, gamma, lam)
 
 
@@ -150,33 +149,33 @@ def discounted_returns(
         `[T, B]` float, in discounted reward; 0 where `mask` is False.
 
     Raises:
-        AssertionError: while tracing, if `next_value` is not `[T, B]`.
-        ValueError: if `gamma` is no number in [0, 1].
+        ValueError: if `next_value` is not `[T, B]`, or if `gamma` is no number in
+            [0, 1].
 
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., eq. 3.9.
     """
+    checks.trajectory(trajectory)
     if next_value is None:
         next_value = jnp.zeros_like(trajectory.reward)
     return lambda_returns(trajectory, next_value, gamma=gamma, lam=1.0)
 
 
 def _values(trajectory: Transition) -> jax.Array:
-    """Returns V(obs) as the policy recorded it."""
+    """Returns V(obs) as the policy recorded it, `[T, B]`."""
+    checks.trajectory(trajectory)
     extras = trajectory.extras
     if not isinstance(extras, dict) or "value" not in extras:
         got = sorted(extras) if isinstance(extras, dict) else type(extras).__name__
         raise ValueError(f"`trajectory.extras` must have `value`, got {got}.")
+    name = 'trajectory.extras["value"]'
+    checks.shaped(name, extras["value"], trajectory.mask.shape)
     return extras["value"]
-
-
-def _check(trajectory: Transition, *values: jax.Array) -> None:
-    chex.assert_rank(trajectory.reward, 2)
-    chex.assert_equal_shape([trajectory.reward, trajectory.mask, *values])
 
 
 def _fields(trajectory: Transition) -> tuple[jax.Array, ...]:
     """Selects the fields that the targets read; the others, and ids, may be `()`."""
+    checks.shaped("trajectory.reward", trajectory.reward, trajectory.mask.shape)
     episode_id = trajectory.episode_id
     if isinstance(episode_id, tuple):  # then only the flags separate episodes
         episode_id = jnp.zeros(trajectory.reward.shape, jnp.int32)

@@ -102,6 +102,13 @@ class Wrong(CountEnv):
         return self.step_fn(super().step(key, state, action))
 
 
+@struct.dataclass
+class Pair(CountEnv):
+    """A counting environment whose action has two parts."""
+
+    action_space = envs.Tuple((DISCRETE, DISCRETE))
+
+
 def step_wrong(**parts):
     return step_with(env=envs.vectorize(Wrong(**parts), B))
 
@@ -211,13 +218,27 @@ REFUSED = {
             carry(), None, 2, max_steps=3
         ),
     ],
-    "collector's env": [lambda: make_collector("CartPole-v1", B).step(carry(), None)],
     # What policies return.
     "`policy.apply` must return actions as int32 of shape (4,)": [
         lambda: act(jnp.zeros((B, 1), jnp.int32)),
         lambda: act(jnp.zeros((B,))),
     ],
     "must return extras with the": [lambda: act((ZEROS, {"v": jnp.float32(0)}))],
+    "`fn` must return an action or (action, extras), a tuple of 2, got 3": [
+        lambda: act((ZEROS, ZEROS, {}))
+    ],
+    "must return actions as int32 of shape (4,), got list": [lambda: act([ZEROS, {}])],
+    "a tuple together with extras: int32 of shape (4,) at [0], got": [
+        lambda: step_with(
+            env=envs.vectorize(Pair(), B), policy=policy(lambda *x: (ZEROS, ZEROS))
+        )
+    ],
+    "must be a function of (": [
+        lambda: rollout.stateless_policy(lambda params, obs: ZEROS),
+        lambda: rollout.recurrent_policy(lambda *x: x, lambda: ZEROS),
+        lambda: step_with(record_fn=lambda: None),
+        lambda: collector().fold_steps(carry(), None, lambda x: x, 0, num_steps=2),
+    ],
     "return a `PolicyStep`": [
         lambda: step_with(policy=rollout.Policy(lambda n: (), lambda *args: 0))
     ],
@@ -263,7 +284,11 @@ REFUSED = {
             env=envs.vectorize(envs.TransformReward(COUNT, lambda x: x[None]), B)
         ),
     ],
-    "must return `terminated`": [lambda: step_returns(terminated=jnp.ones(2))],
+    "must return `terminated`": [
+        lambda: step_returns(terminated=jnp.ones(2)),
+        lambda: step_returns(terminated=None),
+    ],
+    "must return `reward` as a real number": [lambda: step_returns(reward=1j)],
     "`env.step` must return `obs` as `env.reset` does": [
         lambda: step_returns(obs=jnp.zeros(1, jnp.int32)),
         lambda: step_returns(obs=jnp.zeros(3)),
@@ -308,6 +333,8 @@ REFUSED = {
         lambda: envs.spaces.MultiDiscrete([2, 300], dtype=jnp.uint8),
     ],
     "`dtype` must be an integer": [lambda: envs.Discrete(3, dtype=jnp.float32)],
+    "`spaces` must have at least one part": [lambda: envs.Dict({})],
+    "`spaces[1]` must be a Box, Discrete": [lambda: envs.Tuple((DISCRETE, 3))],
     "`spaces` must be a dict of spaces": [lambda: envs.Dict([DISCRETE])],
     "`spaces` must be a tuple of spaces": [lambda: envs.Tuple({"a": BOX})],
     "`num` must be an int of at least 1": [lambda: envs.spaces.Repeated(BOX, "3")],

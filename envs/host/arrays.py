@@ -149,7 +149,8 @@ def leaf_at(tree: Any, path: Sequence[Any]) -> Any:
 def space_like(example: Any) -> AnySpace:
     """Returns the space of an example's shapes and dtypes, in numbers of 32 bits."""
     if isinstance(example, Mapping):
-        return Dict({name: space_like(part) for name, part in example.items()})
+        parts = {name: space_like(part) for name, part in example.items()}
+        return Dict(parts) if parts else Composite(parts)
     example = np.asarray(example)
     if example.dtype.kind not in "biuf":
         raise ValueError(

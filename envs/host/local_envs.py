@@ -188,7 +188,7 @@ class LocalEnvs:
         """Makes environments of saved ones for `swap`; changes nothing else."""
         request_checks.closed(not self._envs)
         request_checks.length("saved", saved, self.num_envs)
-        if not allow_pickle and any(map(saved_state.is_pickle, saved)):
+        if not all(saved_state.can_load(state, allow_pickle) for state in saved):
             return False
         self._drop_loaded()
         for at, state in enumerate(saved):

@@ -2,21 +2,24 @@
 
 An environment with `save_state` and `load_state` is saved as the arrays that it names,
 and loading them runs no code from the bytes. Any other can only be pickled, and
-`pickle.loads` runs any code in the bytes: both sides must allow it.
+`pickle.loads` runs any code in the bytes: both sides must allow it. Where neither keeps
+the state, the bytes say why.
 """
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+
+from rollout.envs.host.types import UNSAVED
 
 _ARRAYS, _PICKLE, _FAULT = b"a", b"p", b"f"  # the first byte of a state
 
 
 def save(env: Any, settings: Mapping[str, str], allow_pickle: bool) -> bytes | None:
-    """Saves an environment; returns None if neither arrays nor a pickle are possible.
+    """Saves an environment; returns None if only a pickle could, and is not allowed.
 
     Args:
         env: the environment, between two steps.
@@ -32,11 +35,17 @@ def save(env: Any, settings: Mapping[str, str], allow_pickle: bool) -> bytes | N
         return file.getvalue()
     if not allow_pickle:
         return None
+    inner = next((x for x in _chain(env) if _keeps_arguments_only(x)), None)
+    if inner is not None:
+        kind = type(inner).__name__
+        why = f"{kind} is an EzPickle, whose pickle has its arguments and no state"
+        return UNSAVED + why.encode()
     try:
         # Two pickles, so that `load` compares settings without making the environment.
         return _PICKLE + pickle.dumps(settings) + pickle.dumps(env)
-    except Exception:  # whatever the environment's own methods raise
-        return None
+    except Exception as error:  # whatever the environment's own methods raise
+        why = f"pickling {type(env).__name__} raises {type(error).__name__}: {error}"
+        return UNSAVED + why.encode()
 
 
 def save_fault(cause: BaseException) -> bytes:
@@ -44,9 +53,10 @@ def save_fault(cause: BaseException) -> bytes:
     return _FAULT + f"{type(cause).__name__}: {cause}".encode()
 
 
-def is_pickle(state: bytes) -> bool:
-    """Returns whether `load` would unpickle."""
-    return state[:1] == _PICKLE
+def can_load(state: bytes, allow_pickle: bool) -> bool:
+    """Returns whether `load` takes a state."""
+    kind = state[:1]
+    return kind != UNSAVED and (allow_pickle or kind != _PICKLE)
 
 
 def load(state: bytes, make: Callable[[], Any], settings: Mapping[str, str]) -> Any:
@@ -94,11 +104,23 @@ def load(state: bytes, make: Callable[[], Any], settings: Mapping[str, str]) -> 
 def settings_of(env: Any) -> dict[str, str]:
     """Returns the plain attributes of a new environment and of those it wraps."""
     found = {}
-    while env is not None:
-        own, kind = getattr(env, "__dict__", {}), type(env).__name__
-        found[kind] = f"{type(env).__module__}.{type(env).__qualname__}"
+    for part in _chain(env):
+        own, kind = getattr(part, "__dict__", {}), type(part).__name__
+        found[kind] = f"{type(part).__module__}.{type(part).__qualname__}"
         for name, value in own.items():
             if isinstance(value, bool | int | float | str):
                 found[f"{kind}.{name}"] = repr(value)  # NaN is equal, 1 is not True
-        env = own.get("env")
     return found
+
+
+def _chain(env: Any) -> Iterator[Any]:
+    """Yields an environment and those it wraps."""
+    while env is not None:
+        yield env
+        env = getattr(env, "__dict__", {}).get("env")
+
+
+def _keeps_arguments_only(env: Any) -> bool:
+    """Returns whether a pickle of it makes a new one, as those of MuJoCo and Atari."""
+    state_fn = getattr(type(env), "__getstate__", None)
+    return getattr(state_fn, "__qualname__", "") == "EzPickle.__getstate__"

@@ -13,6 +13,8 @@ import numpy as np
 from rollout.envs.host import exceptions
 from rollout.envs.types import AnySpace, ArrayTree
 
+UNSAVED = b"u"  # the first byte of a state that could not be saved; its text says why
+
 
 class HostStep(NamedTuple):
     """One step of `B` environments; after `receive`, of `num_ready` of the `B`.
@@ -80,9 +82,9 @@ class HostVectorEnv(Protocol):
     `save(allow_pickle=False)` returns `B` states as `bytes`, or None if that takes a
     pickle. `load(saved, obs, allow_pickle=False)` takes the states and the observations
     `[B, ...]` at the `save`. It returns True; or False, and unpickles nothing, if the
-    states are pickles and that is not allowed. Where it returns False, or raises
-    because they do not fit, nothing has changed. Environments that were faulty are
-    faulty again.
+    states are pickles and that is not allowed, or if one begins with `UNSAVED`.
+    Where it returns False, or raises because they do not fit, nothing has changed.
+    Environments that were faulty are faulty again.
 
     An implementation that can draw an environment also has `draw(number)`, which
     returns `[H, W, 3]` uint8, the environment as it is now.

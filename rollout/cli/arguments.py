@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,14 +36,15 @@ def make_parser() -> ArgumentParser:
     kind = parser.add_mutually_exclusive_group().add_argument
     kind("--num-steps", type=count, default=1000, help="steps of every lane (1000)")
     kind("--num-episodes", type=count, help="play exactly so many episodes instead")
-    kind("--gif", type=Path, help="play one episode and draw it as .gif")
+    kind("--gif", type=file_path, help="play one episode and draw it as .gif")
     add("--max-steps", type=count, help="longest episode (1000000; for --gif 500)")
     add("--seed", type=int, default=0, help="seed of everything random (0)")
     text = "NAME=VALUE of the environment, VALUE a Python literal; repeatable"
     add("--env-param", type=parameter, action="append", default=[], help=text)
-    add("--save", type=Path, help="write the trajectory as .npz")
-    add("--plot", type=Path, help="draw the episodes as .png, .svg or .pdf")
-    add("--profile", type=Path, help="time parts of a batch, trace one to this folder")
+    add("--save", type=file_path, help="write the trajectory as .npz")
+    add("--plot", type=file_path, help="draw the episodes as .png, .svg or .pdf")
+    text = "time parts of a batch, trace one to this folder"
+    add("--profile", type=file_path, help=text)
     add("--inspect", choices=NAMES, help="report on an accelerator, run nothing")
     add("--list-envs", action="store_true", help="print the known ids and exit")
     add("--xla-cpu-loop", action="store_true", help="make the loop one CPU kernel")
@@ -80,6 +82,8 @@ def parse(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
         path = getattr(run, name)
         if path and not path.parent.is_dir():
             fail(name, f"there is no folder {path.parent}")
+        if path and path.is_dir():
+            fail(name, f"must be a file, got the folder {path}")
     if run.gif and run.gif.suffix.lower() != ".gif":
         fail("gif", f"must end in .gif, got {run.gif}")
     if run.plot and importlib.util.find_spec("matplotlib") is None:
@@ -100,6 +104,20 @@ def count(text: str) -> int:
 def count_or_all(text: str) -> int | str:
     """Parses a count or "all"."""
     return text if text == "all" else count(text)
+
+
+def file_path(text: str) -> Path:
+    """Parses a path that the system accepts."""
+    if not text:
+        raise ArgumentTypeError("must be a path, got ''")
+    try:
+        os.stat(text)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", error)
+        raise ArgumentTypeError(f"must be a path, got {text[:40]!r}: {why}") from None
+    return Path(text)
 
 
 def parameter(text: str) -> tuple[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from rollout import checks
 from rollout.envs import prng
 from rollout.envs.host.ownership import claim, is_claimed, new_user
-from rollout.envs.host.types import HostVectorEnv
+from rollout.envs.host.types import UNSAVED, HostVectorEnv
 from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
@@ -38,7 +38,7 @@ Acc = TypeVar("Acc")
 _BLOCK = 64  # rows that are collected before they are folded
 
 
-@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     """Collects experience from environments that are not JAX.
 
@@ -85,6 +85,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     env: HostVectorEnv
     policy: Policy[ParamsT, ObsT, ActionT]
+    _: dataclasses.KW_ONLY
     num_ready: int | None = None
     timeout: float | None = None
     record_fn: RecordFn[ObsT, ActionT] | None = None
@@ -199,7 +200,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         Rows of a lost episode that were folded before the fault stay in `acc`.
         """
         num_steps = checks.int_between("num_steps", num_steps)
-        checks.function("fn", fn)
+        checks.function("fn", fn, "acc", "transition")
         capacity = min(_BLOCK, num_steps)
         with self._call(carry):
             for first in range(0, num_steps, capacity):
@@ -245,7 +246,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         max_steps: int,
     ) -> tuple[Carry, Acc, Episodes]:
         """Folds each transition of `num_episodes`; see `Collector.fold_episodes`."""
-        checks.function("fn", fn)
+        checks.function("fn", fn, "acc", "transition")
 
         def consume(plan: EpisodePlan, trajectory: Transition, block: RowBlock) -> None:
             nonlocal acc
@@ -337,7 +338,8 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def save(self, carry: Carry, *, allow_pickle: bool = False) -> list[bytes]:
         """Returns the state of each environment at `carry`, or empty ones.
 
-        They are `b""` if the environments cannot save them, or have moved on since.
+        They are `b""` if the environments cannot save them, or have moved on since. A
+        warning names those that cannot although they may be pickled, and says why.
 
         Args:
             carry: the latest one.
@@ -348,7 +350,16 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         is_current = np.array_equal(carry.env_state, self._mark)
         if is_current and is_claimed(env, self._ticket) and hasattr(env, "save"):
             saved = env.save(allow_pickle=allow_pickle)
-        return saved or [b""] * env.num_envs
+        states = enumerate(saved or ())
+        if unsaved := {at: x[1:] for at, x in states if x[:1] == UNSAVED}:
+            why = next(iter(unsaved.values())).decode()
+            warnings.warn(
+                f"The environments {', '.join(map(str, unsaved))} cannot be saved: "
+                f"{why}. After `restore` unfinished episodes of all environments begin "
+                "anew; the methods `save_state` and `load_state` would save them.",
+                stacklevel=3,
+            )
+        return [b""] * env.num_envs if unsaved or not saved else saved
 
     def restore(
         self, carry: Carry, saved: list[bytes], *, allow_pickle: bool = False

@@ -95,7 +95,7 @@ def step(
         drop_fn: the recorded transition to `[B]` bool, True where to give the episode
             up.
     """
-    roots = roots or roots_of(collector.env, carry)
+    roots = roots or roots_of(collector, carry)
     stepped, transition, _ = advance(
         collector,
         carry,
@@ -210,11 +210,11 @@ def restart(collector: Any, carry: Carry, over: jax.Array, start: Start) -> Carr
         return _place(env, fresh)
 
 
-def roots_of(env: VectorEnv, carry: Carry) -> Roots:
-    """Hashes the keys that those of all steps from this carry on derive from."""
-    checks.carry(carry, env.num_envs)
-    lanes = episode_keys.all_lanes(env.num_envs)
-    return _place(env, episode_keys.roots(carry.key, lanes))
+def roots_of(collector: Any, carry: Carry) -> Roots:
+    """Checks a carry, and hashes the keys from which those of all its steps derive."""
+    checks.carry(carry, collector)
+    lanes = episode_keys.all_lanes(collector.env.num_envs)
+    return _place(collector.env, episode_keys.roots(carry.key, lanes))
 
 
 def policy_keys(roots: Roots, carry: Carry, num_steps: int) -> chex.PRNGKey:
@@ -250,11 +250,7 @@ def step_env(env: VectorEnv, carry: Carry, action: ArrayTree) -> EnvStep:
     env = prng.barrier(env)
 
     def step(*args: ArrayTree) -> EnvStep:
-        try:
-            result = env.step(*args)
-        except Exception:
-            checks.env_state(env, carry.env_state, episode.key)
-            raise
+        result = env.step(*args)
         checks.env_step(result, env.num_envs, carry.env_state, carry.obs)
         return result
 
@@ -292,12 +288,13 @@ def values_where(
     Returns:
         `[B]`, or by group `[B, A_g]`, of the dtype of the values.
     """
-    fixed = lax.stop_gradient((params, (obs, policy_state)))
     compute = functools.partial(_values_where, value_fn)
-    sharding = sharding_of(env)
-    if sharding is None:
-        return compute(*fixed, flag)
-    return sharding.map(compute, *fixed, flag)
+    if (sharding := sharding_of(env)) is not None:
+        compute = functools.partial(sharding.map, compute)
+    fixed = *lax.stop_gradient((params, (obs, policy_state))), flag
+    # `value_fn` may also close over what is differentiated.
+    compute, closed_over = jax.closure_convert(compute, *fixed)
+    return compute(*fixed, *lax.stop_gradient(closed_over))
 
 
 def _values_where(
@@ -306,7 +303,11 @@ def _values_where(
     # Jitted, so that both branches below trace it once for each number of lanes.
     @jax.jit
     def evaluate(params: Any, inputs: tuple[ArrayTree, ArrayTree]) -> ArrayTree:
-        values = value_fn(params, *inputs)
+        try:
+            values = value_fn(params, *inputs)
+        except Exception as error:
+            checks.own_values(error, inputs[0], flag.size)
+            raise
         checks.values(values, inputs[0])
         return values
 

@@ -89,11 +89,17 @@ def stateless_policy(
     Raises:
         ValueError: if `fn` or `mode_fn` is not a function.
     """
-    _check_functions(fn=fn, mode_fn=mode_fn)
+    _check_functions(("params", "obs", "key"), fn=fn, mode_fn=mode_fn)
 
     def make(fn: Callable[..., Any]) -> PolicyFn:
         def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
             result = fn(params, obs, key)
+            if isinstance(result, tuple) and len(result) != 2:
+                raise ValueError(
+                    "A stateless policy's `fn` must return an action or (action, "
+                    f"extras), a tuple of 2, got {len(result)}: one with memory is a "
+                    "`recurrent_policy`, and an action that is a tuple needs extras."
+                )
             action, extras = result if isinstance(result, tuple) else (result, ())
             return PolicyStep(action, state, extras)
 
@@ -125,7 +131,8 @@ def recurrent_policy(
     Raises:
         ValueError: if `fn`, `init` or `mode_fn` is not a function.
     """
-    _check_functions(fn=fn, init=init, mode_fn=mode_fn)
+    _check_functions(("params", "obs", "state", "key"), fn=fn, mode_fn=mode_fn)
+    checks.function("init", init, "num_envs")
 
     def make(fn: Callable[..., Any]) -> PolicyFn:
         def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
@@ -191,10 +198,10 @@ _same_policy = functools.cache(_policy)
 _same_masked_policy = functools.cache(_masked_policy)
 
 
-def _check_functions(**functions: Any) -> None:
+def _check_functions(arguments: tuple[str, ...], **functions: Any) -> None:
     for name, fn in functions.items():
         if name != "mode_fn" or fn is not None:
-            checks.function(name, fn)
+            checks.function(name, fn, *arguments)
 
 
 def _no_state(num_envs: int) -> tuple[()]:

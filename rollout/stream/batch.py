@@ -164,7 +164,7 @@ _finish = jax.jit(finish, static_argnums=0)
 def _restart_all(collector: Collector, carry: Carry) -> Carry:
     """Starts a new episode in every lane that is inside one."""
     over, env = carry.episode.episode_length > 0, collector.env
-    start = kernel.next_episodes(env, carry, kernel.roots_of(env, carry))
+    start = kernel.next_episodes(env, carry, kernel.roots_of(collector, carry))
     return kernel.restart(collector, carry, over, start)
 
 

@@ -35,7 +35,6 @@ from rollout.stream.options import Options, Placement
 from rollout.stream.progress import Bar
 from rollout.types import Carry, Episodes, ParamsT, Transition
 
-_NUMBERS = bool | int | float | complex
 _NEWEST = -1  # version of parameters: those that are set when the batch begins
 
 
@@ -352,7 +351,9 @@ class Stream(Generic[ParamsT]):
 
         Args:
             allow_pickle: whether to pickle environments that are not JAX and have no
-                `save_state`. `restore` must then allow it, too.
+                `save_state`. `restore` must then allow it, too. A warning names those
+                whose pickle keeps no state, such as MuJoCo's in Gymnasium, and which
+                will begin anew.
         """
         at, (params, version) = self._at, self._params
         chosen = at.pending.params if at.pending else at.params
@@ -561,6 +562,7 @@ class Stream(Generic[ParamsT]):
 
     def _own(self, params: Any) -> Any:
         """Converts parameters to arrays; with `prefetch` to copies of its own."""
+        checks.readable("params", params)
         params = jax.tree.map(_strong, params)
         return _copy(params) if self._options.prefetch else params
 
@@ -635,11 +637,6 @@ def _strong(x: Any) -> jax.Array:
     """Converts to an array that is not weakly typed, so that kinds can be compared."""
     if isinstance(x, jax.Array) and not getattr(x, "weak_type", False):
         return x
-    if not hasattr(x, "__array__") and not isinstance(x, _NUMBERS):
-        raise ValueError(
-            "`params` must hold arrays and numbers only, got "
-            f"{checks.describe(x)}; functions and text belong in the policy."
-        )
     return jnp.asarray(x, jnp.result_type(x))
 
 

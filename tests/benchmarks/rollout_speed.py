@@ -75,7 +75,7 @@ def bare_loop(case: Case) -> Loop:
                 episode=episode,
             ), out
 
-        roots = kernel.roots_of(env, carry)
+        roots = kernel.roots_of(collector, carry)
         return lax.scan(step, carry, kernel.policy_keys(roots, carry, case.num_steps))
 
     return Loop(functools.partial(kernel.init, collector), run)

@@ -172,6 +172,8 @@ MESSAGES = [
     # `make`, `make_agents`, `env_ids`, `render_gif`
     (lambda: make("CartPole"), "'CartPole'. The nearest are CartPole-v1"),
     (lambda: make("zzzz"), "`env_id` must be one of the 26 ids"),
+    (lambda: make("ant"), "Other suites' ids begin with the suite, as brax:ant does"),
+    (lambda: make("gymnasium:A-v1"), "`from_gymnasium` makes those of Gymnasium, for"),
     (lambda: make("CartPole-v1", a=1), "parameters of CartPole-v1 are max_steps_in"),
     (lambda: make("CartPole-v1", size=2, color=1), "; got color, size."),
     (lambda: make("CartPole-v1", gravity=np.ones(3)), "`gravity` must have shape ()"),

@@ -18,6 +18,11 @@ each_env = pytest.mark.parametrize("name", ["count", *SLOW])
 PHILOX = {"impl": "philox2x32"}
 
 
+def test_environments_and_policy_may_be_given_by_position():
+    collector = make_collector("count")
+    assert rollout.Collector(collector.env, collector.policy) == collector
+
+
 @each_env
 def test_two_halves_equal_the_whole_bit_for_bit(name):
     collector = make_collector(name)

@@ -70,6 +70,48 @@ def next_values(last_value=None, **fields):
     return rollout.next_values(collect("count")[1].replace(**fields), last_value)
 
 
+def learn(target_fn, **arguments):
+    """Computes a target of a trajectory that has all it needs, with one part wrong."""
+    trajectory = collect("count")[1]
+    value = jnp.zeros_like(trajectory.reward)
+    whole = trajectory.replace(extras={"value": value}, final_value=value)
+    return target_fn(**{"trajectory": whole, "next_value": value} | arguments)
+
+
+def gae(**arguments):
+    return learn(functools.partial(rollout.gae, gamma=0.9, lam=0.9), **arguments)
+
+
+def from_carry(of=None, spoil_fn=lambda carry: carry, **fields):
+    """Takes a step from the carry of another collector, or one with a part replaced."""
+    collector = make_collector("count", B)
+    made = (of or collector).init(KEY)
+    collector.replace(**fields).collect_steps(spoil_fn(made), None, 2)
+
+
+def donated(carry):
+    jax.tree.map(lambda x: x.delete(), carry.obs)
+    return carry
+
+
+@jax.tree_util.register_pytree_node_class
+class Module:
+    """A module as Equinox has it: weights, and a function among its leaves."""
+
+    def tree_flatten(self):
+        return (jnp.ones(2), jnp.tanh), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls()
+
+
+def fold_text(method, **options):
+    collector = make_collector("count", B)
+    fold = getattr(collector, method)
+    fold(collector.init(KEY), None, lambda acc, t: acc, "x", **options)
+
+
 def summarize_agents():
     collector = make_collector("count")
     play = functools.partial(collector.collect_episodes, num_episodes=2, max_steps=3)
@@ -162,6 +204,31 @@ VALUE_FN = [
     (lambda params, obs, state: obs, "of shape (5,), got float32 of shape (5, 1)"),
     (lambda params, obs, state: obs.sum(), "got float32 of shape ()"),
     (lambda params, obs, state: obs[:, 0] > 0, "got bool of shape (5,)"),
+    (lambda params, obs, state: (obs[:, 0], obs), "of shape (5,), got 2 values"),
+    (lambda params, obs: obs[:, 0], "of (params, obs, policy_state), got one of (par"),
+]
+COUNTED = {"n": rollout.Accumulator(jnp.zeros, lambda count, t: count + 1)}
+MEMORY = rollout.recurrent_policy(
+    lambda params, obs, state, key: (jnp.zeros(len(obs), jnp.int32), state), jnp.zeros
+)
+CARRY = [
+    ({"policy": MEMORY}, "`carry.policy_state` must be as `init` of this collector ma"),
+    ({"accumulators": COUNTED}, "float32 of shape (4,) at .accumulated['n'], got ano"),
+    ({"of": make_collector("CartPole-v1", B)}, "`carry.env_state` must be as `init`"),
+    (
+        {"spoil_fn": lambda carry: carry.replace(obs=carry.obs[:, :0])},
+        "`carry.obs` must be as `init` of this collector makes it: float32 of shape (4",
+    ),
+    (
+        {"spoil_fn": lambda x: x.replace(key=jax.random.key(0, impl="rbg"))},
+        "key<rbg> of shape (4,) at ['key'], got key<fry> of shape (4,)",
+    ),
+    ({"spoil_fn": donated}, "`carry` must not be deleted or donated, got float32 of"),
+]
+TARGETS = [
+    ({"trajectory": 3}, "`trajectory` must be a `Transition`, `[T, B, ...]`, got int"),
+    ({"next_value": ROWS[0]}, "`next_value` must be an array of shape"),
+    ({"next_value": None}, "got NoneType"),
 ]
 KEPT = (
     "terminated",
@@ -194,6 +261,28 @@ MESSAGES = [
     *((functools.partial(load, *x), f"leaves that were saved: {y}") for *x, y in LOAD),
     *((functools.partial(step_with, value_fn=fn), what) for fn, what in VALUE_FN),
     *((functools.partial(inspect, *args, **x), what) for args, x, what in INSPECT),
+    *((functools.partial(from_carry, **x), what) for x, what in CARRY),
+    *((functools.partial(gae, **x), what) for x, what in TARGETS),
+    (
+        lambda: gae(trajectory=next(make_stream())),
+        "for a stream's batch, pass its `tra",
+    ),
+    (
+        lambda: step_with(record_fn=lambda t: t.replace(final_value=None, obs=None)),
+        "drop a",
+    ),
+    (
+        lambda: rollout.evaluate(make_collector("count"), KEY, Module(), 2),
+        "`params` must hold arrays and numbers only, got PjitFunction",
+    ),
+    (
+        lambda: fold_text("fold_steps", num_steps=2),
+        "`acc` must hold arrays and numbers",
+    ),
+    (
+        lambda: fold_text("fold_episodes", num_episodes=2, max_steps=3),
+        "`acc` must hold arrays and numbers only, got str 'x'",
+    ),
     *((functools.partial(record, x), f"must leave `{x}` as it is") for x in KEPT),
     (
         lambda: restore({"carry": make_collector("count", 2 * B).init(KEY)}),
@@ -227,9 +316,10 @@ MESSAGES = [
         "`Collector(value_fn=...)` records it",
     ),
     (
-        lambda: next_values(ROWS, extras={"value": ROWS}, final_value=ROWS),
-        "(64, 16)",
-        AssertionError,
+        lambda: learn(
+            lambda trajectory, next_value: rollout.next_values(trajectory, next_value)
+        ),
+        "`last_value` must be an array of shape",
     ),
     (lambda: rollout.EpisodeWindow.create(0), "`num_episodes` must be"),
     (add_to_windows, "got those of several runs"),

@@ -191,16 +191,38 @@ def test_lanes_under_vmap_have_values_of_their_own():
         np.testing.assert_array_equal(got, expected)
 
 
-def test_values_are_constants_to_derivatives():
-    collector = make()
-    carry = collector.init(jax.random.key(1))
+@pytest.mark.parametrize("is_closed_over", [False, True])
+def test_values_are_constants_to_derivatives(is_closed_over):
+    carry = make().init(jax.random.key(1))
 
     def total(params):
+        value_fn = lambda own, *args: critic(params, *args)  # noqa: E731
+        collector = make(value_fn=value_fn) if is_closed_over else make()
         trajectory = collector.collect_steps(carry, params, T)[1]
         return trajectory.final_value.sum() + 0.0 * params
 
     assert total(PARAMS) > 0
     assert jax.grad(total)(PARAMS) == 0
+
+
+def test_values_may_not_come_from_arrays_of_all_lanes():
+    def value_fn(params, obs, state):
+        return obs[:, 0] + jnp.arange(32.0)
+
+    with pytest.raises(ValueError, match="of all 32 lanes, got an error for 2 of them"):
+        collect(make(num_envs=32, value_fn=value_fn))
+
+
+class LongReset(CountEnv):
+    def reset(self, key):
+        state, obs = super().reset(key)
+        return state, jax.lax.fori_loop(0, 9, lambda _, x: -x, -obs)
+
+
+def test_values_and_expensive_resets_promote_no_dtypes():
+    env = envs.vectorize(jax.tree_util.register_static(LongReset)(), B)
+    with jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(collect, make().replace(env=env))
 
 
 def test_episode_that_is_cut_has_the_value_of_where_it_was_cut():

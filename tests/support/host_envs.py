@@ -105,6 +105,14 @@ class Faultless(Count):
         return super().reset(seed=0)
 
 
+class Rebuilt(gymnasium.utils.EzPickle, Faultless):
+    """Pickled, it has only its arguments, as MuJoCo's in Gymnasium."""
+
+    def __init__(self, *args):
+        gymnasium.utils.EzPickle.__init__(self, *args)
+        Faultless.__init__(self, *args)
+
+
 class OtherCount(Count):
     """Has another action space."""
 

@@ -170,8 +170,12 @@ def test_observations_are_there_after_a_load():
     np.testing.assert_array_equal(rows[:, 0], [0, 1, 1])
 
 
-def test_what_cannot_be_pickled_is_not_saved():
-    assert LocalEnvs([host_envs.Stubborn]).save(allow_pickle=True) is None
+def test_what_cannot_be_pickled_says_so_and_is_not_loaded():
+    env = LocalEnvs([host_envs.Stubborn])
+    assert env.save() is None
+    saved = env.save(allow_pickle=True)
+    assert b"pickling Stubborn raises TypeError: stubborn" in saved[0]
+    assert not env.load(saved, np.zeros((1, 2)), allow_pickle=True)
 
 
 @pytest.mark.parametrize("make_fn", [Count, host_envs.Described])

@@ -51,6 +51,11 @@ CASES = [
     ([HOST, "--devices=2"], f"argument --devices: {IN_JAX}"),
     ([HOST, "--devices=all"], f"argument --devices: {IN_JAX}"),
     ([HOST, "--profile=a"], f"argument --profile: {IN_JAX}"),
+    # Files.
+    ([*RUN, f"--save={300 * 'a'}"], "--save: must be a path, got 'aaa"),
+    ([*RUN, "--save="], "argument --save: must be a path, got ''"),
+    ([*RUN, "--profile="], "argument --profile: must be a path, got ''"),
+    ([*RUN, "--save=."], "argument --save: must be a file, got the folder ."),
     ([*RUN, "--nothing"], "unrecognized arguments: --nothing"),
     # Drawings.
     ([CARTPOLE, "--gif=a.png"], "must end in .gif, got a.png"),

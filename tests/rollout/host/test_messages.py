@@ -4,6 +4,7 @@ import functools
 import re
 import sys
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import pytest
@@ -16,6 +17,7 @@ from rollout.host import HostCollector
 
 BUFFER = buffers.ReplayBuffer(capacity=64, num_envs=4)
 OUTSIDE = "called outside of `jit`"
+cart = functools.partial(gymnasium.make, "CartPole-v1")
 CARTS = functools.partial(envs.make_vec, "CartPole-v1")
 IN_JAX = "`collector` must be a `Collector`"
 
@@ -66,7 +68,17 @@ def closed():
     return made
 
 
+GYMNASIUM = "`env` must not be an environment of Gymnasium, got "
 CASES = {
+    "of Gymnasium": (
+        (lambda: envs.vectorize(cart(), 2), GYMNASIUM),
+        (lambda: rollout.Collector(cart(), POLICY), GYMNASIUM),
+        (lambda: HostCollector(cart(), POLICY), GYMNASIUM),
+        (
+            lambda: HostCollector(gymnasium.make_vec("CartPole-v1", 2), POLICY),
+            GYMNASIUM,
+        ),
+    ),
     "HostCollector": (
         (lambda: host(kind=CARTS), "environments in JAX go into a `Collector`"),
         (lambda: host(on_fault="drop"), "`on_fault` must be"),

@@ -117,7 +117,7 @@ NONE = {
     "no space": 3,
     "empty dict": gym.Dict({}),
     "empty tuple": gym.Tuple([]),
-    "empty part": envs.Tuple((envs.Discrete(2), envs.Dict({}))),
+    "empty part": gym.Tuple((gym.Discrete(2), gym.Dict({}))),
 }
 
 

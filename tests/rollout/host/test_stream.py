@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from host_count import KEY, OPTIONS, POLICY, HostCount, assert_same, in_jax, on_host
-from host_envs import Described, Faultless
+from host_envs import Described, Faultless, Rebuilt
 
 import rollout
 from rollout import envs
@@ -120,6 +120,19 @@ def test_restoring_a_checkpoint_runs_no_code_unless_it_is_allowed(tmp_path):
     second.restore(state, allow_pickle=True)
     assert Bomb.went_off
     first.close(), second.close()
+
+
+@pytest.mark.parametrize("make_env", [envs.workers, LocalEnvs])
+def test_state_says_which_environments_begin_anew(make_env):
+    env = make_env([functools.partial(kind, 7) for kind in (Faultless, Rebuilt)])
+    stream = make_stream(HostCollector(env, rollout.random_policy(env.action_space)))
+    next(stream)
+    with pytest.warns(UserWarning, match="environments 1 cannot be saved: Rebuilt is"):
+        state = stream.state(allow_pickle=True)
+    with pytest.warns(UserWarning, match="2 unfinished episodes restart"):
+        stream.restore(state, allow_pickle=True)
+    assert next(stream).trajectory.first[0].all()
+    stream.close(), env.close()
 
 
 def test_restored_environments_have_the_settings_of_the_new_ones():
