@@ -147,7 +147,10 @@ COUNTS = {
     "keep": [lambda n: checkpoint.save("nowhere", {"n": 1}, keep=n)],
     "steps_per_batch": [lambda n: stream(steps_per_batch=n)],
     "total_steps": [lambda n: stream(total_steps=n)],
-    "max_episode_steps": [lambda n: stream(max_episode_steps=n)],
+    "max_episode_steps": [
+        lambda n: stream(max_episode_steps=n),
+        lambda n: envs.make("CartPole-v1", max_episode_steps=n),
+    ],
     "num_envs": [lambda n: envs.vectorize(COUNT, n)],
     "num_frames": [lambda n: envs.FrameStack(COUNT, n)],
     "n": [lambda n: envs.Discrete(n)],
@@ -275,8 +278,11 @@ REFUSED = {
         )
     ],
     "The nearest are CartPole-v1, Catch-bsuite": [lambda: envs.make("CartPole")],
-    "The parameters of CartPole-v1 are": [lambda: envs.make("CartPole-v1", mass=3)],
-    "or `rollout.envs.TimeLimit`": [lambda: envs.make("CartPole-v1", max_steps=200)],
+    "parameters of CartPole-v1 are": [lambda: envs.make("CartPole-v1", mass=3)],
+    "`max_episode_steps` limits": [
+        lambda: envs.make("CartPole-v1", max_steps=200),
+        lambda: envs.make("CartPole-v1", episode_length=200),
+    ],
     "`gravity` must be a number": [lambda: envs.make("CartPole-v1", gravity="high")],
     "`env_id` must be an id, text such as": [
         lambda: envs.make(None),

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import inspect
 import numbers
-from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -90,9 +89,9 @@ def make_one(name: str, **env_params: Any) -> Env:
     fields = [field.name for field in dataclasses.fields(params)]
     unknown = sorted(set(env_params) - set(fields) - set(arguments))
     if unknown:
-        raise ValueError(
-            f"The parameters of {name} are {', '.join([*fields, *arguments])}; got "
-            f"{', '.join(unknown)}.{_other_limit(unknown, fields)}"
+        raise TypeError(
+            f"the parameters of {name} are {', '.join([*fields, *arguments])}; got "
+            f"{', '.join(unknown)}."
         )
     changes = {key: env_params[key] for key in env_params if key not in chosen}
     for key, value in changes.items():
@@ -215,15 +214,6 @@ def _build_once(name: str, **arguments: Any) -> tuple[Any, Any]:
     if getattr(env, "supports_transition_gradients", False):
         env = env.with_transition_gradients()
     return env, params
-
-
-def _other_limit(unknown: Sequence[str], fields: Sequence[str]) -> str:
-    """Says how to limit episodes, if an unknown parameter looks like a limit."""
-    if not any("step" in name or "limit" in name for name in unknown):
-        return ""
-    own = "max_steps_in_episode"
-    own = f"`{own}`, or " if own in fields else ""
-    return f" A limit of steps is {own}`rollout.envs.TimeLimit` around any environment."
 
 
 def _check_parameter(name: str, value: Any, default: Any) -> None:

@@ -128,3 +128,13 @@ def test_import_of_a_suite_prints_nothing_and_leaves_the_streams(
     monkeypatch.delitem(sys.modules, "jaxmarl")
     assert (sys.stdout, sys.stderr, sys.__stdout__) == streams
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "pgx:tic_tac_toe"])
+def test_longest_episode_is_an_argument_for_every_suite(env_id):
+    made = envs.make_vec(env_id, 2, max_episode_steps=3)
+    want = envs.vectorize(envs.TimeLimit(envs.make(env_id), 3), 2)
+    assert jax.tree.structure(made) == jax.tree.structure(want)  # one program
+    chex.assert_trees_all_equal(made, want)
+    game = envs.make_agents("pgx:tic_tac_toe", max_episode_steps=3)
+    assert (type(game), game.num_steps) == (envs.TimeLimit, 3)
