@@ -228,6 +228,7 @@ REFUSED = {
     "`env` must be a pytree, such as": [lambda: envs.vectorize(plain_class(), B)],
     "`env` must be one environment, got many side by side": [
         lambda: envs.vectorize(MANY, B),
+        lambda: rollout.probe(MANY),
         lambda: envs.TimeLimit(MANY, 3),
         lambda: envs.FrameStack(MANY, 3),
         lambda: wrappers.ObservePrevious(MANY),
@@ -240,7 +241,6 @@ REFUSED = {
         lambda: envs.NormalizeObs(HostCount(2)),
         lambda: envs.NormalizeReward(HostCount(2)),
     ],
-    "`env` must be a `HostVectorEnv`": [lambda: rollout.probe(COUNT)],
     "`epsilon` must be above 0": [
         lambda: envs.NormalizeObs(MANY, epsilon=0.0),
         lambda: envs.NormalizeObs(MANY, epsilon="1e-8"),

@@ -29,6 +29,7 @@ from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.vectorize import strong
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
 _LIMIT = "max_steps_in_episode"
@@ -117,7 +118,7 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         obs, state = self.env.reset_env(self._cheap(key), self.env_params)
-        return jax.tree.map(jnp.asarray, (state, obs))
+        return strong((state, obs))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         # The true successor: gymnax's `step` would replace it by a reset.
