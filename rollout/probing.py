@@ -38,9 +38,9 @@ def probe(
 
         print(*rollout.probe(env), sep="\n")
 
-    It plays random actions; with an `action_mask` in the observation, allowed ones. An
-    exception of the environment is a finding too, and is not raised. The names of
-    findings in an `Env` or a `MultiAgentEnv`:
+    An exception of the environment is a finding too, and is not raised. An `Env` or a
+    `MultiAgentEnv` is traced and, if nothing was found by that, plays random actions;
+    with an `action_mask` in the observation, allowed ones. The names of findings:
 
     - `raises`: `reset` or `step` raised, for instance because Python's `if` reads an
       array; the message begins with the line.
@@ -111,7 +111,7 @@ def probe(
         )  # checks what the environment returns
         _check_spaces(found, lanes, jax.random.key(seed))
         _check_traces(found, one)
-        if "obs" not in found:
+        if not found:
             _play(found, collector, jax.random.key(seed), num_steps)
     return tuple(Finding(*item) for item in found.items())
 

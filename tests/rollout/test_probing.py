@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agents import OneAgent
 from cases import CountEnv
 from flax import struct
 
@@ -194,7 +195,14 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+PLAYED = ("bounds of observations", "an ending without a flag")
+PLAYED += ("observations that are not finite", "rewards that are not finite")
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [pytest.param(x, marks=pytest.mark.slow) if x in PLAYED else x for x in MISTAKES],
+)
 def test_mistake_is_found_and_nothing_else(mistake):
     change, name, message = MISTAKES[mistake]
     env = struct.dataclass(type("Broken", (Toy,), change))()
@@ -203,6 +211,21 @@ def test_mistake_is_found_and_nothing_else(mistake):
     assert message in findings[0].message
 
 
-@pytest.mark.parametrize("env", [Toy(), CountEnv(), envs.TimeLimit(Toy(), 3)])
+class Shapeless(Toy):
+    def change(self, step):
+        return step.replace(reward=jnp.zeros(2))
+
+
+def test_mistake_in_an_environment_of_several_agents_is_found():
+    """It has one, whose reward has no axis of agents."""
+    (finding,) = rollout.probe(OneAgent(struct.dataclass(Shapeless)()))
+    assert finding.name == "contract"
+    assert "`reward` must be one value per agent, shape (1,)" in finding.message
+
+
+SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in (Toy(), OneAgent(Toy()))]
+
+
+@pytest.mark.parametrize("env", [envs.TimeLimit(CountEnv(), 3), *SLOW])
 def test_nothing_is_found_where_all_is_well(env):
     assert rollout.probe(env, num_steps=60) == ()

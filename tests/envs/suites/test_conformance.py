@@ -189,7 +189,7 @@ MISTAKEN = {
 }
 
 
-@each([*CASES, *AGENTS], quick=(*OWN, *QUICK))
+@each(CASES | AGENTS)
 def test_probe_finds_only_the_mistakes_of_the_suite(env_id):
     for cases in (CASES, AGENTS):
         if env_id in cases:
