@@ -19,7 +19,6 @@ QUICK = ("MountainCarContinuous-v0", "DiscountingChain-bsuite", NEEDS_DOWNLOAD)
 MISTAKEN = {
     *("Catch-bsuite", "FourRooms-misc"),  # the dtype
     *("GaussianBandit-misc", "MemoryChain-bsuite", "MetaMaze-misc"),  # the bounds
-    "UmbrellaChain-bsuite",  # a bound, by a rounding
 }
 
 

@@ -185,6 +185,7 @@ def test_steps_of_agents_are_those_of_a_plain_loop(env_id):
 
 # What the suites do themselves.
 MISTAKEN = {
+    CRAFTAX: {"key"},  # a reset uses one twice
     "jumanji:Snake-v1": {"obs"},  # one step too few for the last successor
 }
 
