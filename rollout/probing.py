@@ -18,6 +18,7 @@ from rollout.envs import prng
 from rollout.envs.host import probe as host_probe
 from rollout.envs.host.observation_check import ObservationCheck
 from rollout.envs.host.probe import Finding
+from rollout.envs.spaces import as_space
 from rollout.envs.types import Env, VectorEnv
 from rollout.envs.vectorize import vectorize
 from rollout.envs.vectorize_agents import vectorize_agents
@@ -100,19 +101,17 @@ def probe(
         return host_probe.probe(env, num_steps, seed)
     found: dict[str, str] = {}
     with _reporting(found), jax.debug_key_reuse(False):
-        lanes: Any = (vectorize_agents if has_agents(env) else vectorize)(
-            env, _NUM_LANES
-        )
-        one = lanes.env.env if has_agents(env) else env
+        key, make_lanes = jax.random.key(seed), vectorize
+        if has_agents(env):
+            make_lanes = vectorize_agents
+        lanes: Any = make_lanes(env, _NUM_LANES)
         collector = Collector(env=lanes, policy=_random_policy(lanes))
-        carry = jax.eval_shape(collector.init, jax.random.key(seed))
-        jax.eval_shape(
-            collector.step, carry, None
-        )  # checks what the environment returns
-        _check_spaces(found, lanes, jax.random.key(seed))
-        _check_traces(found, one)
+        # A step checks what the environment returns.
+        jax.eval_shape(lambda key: collector.step(collector.init(key), None), key)
+        _check_spaces(found, lanes, key)
+        _check_traces(found, lanes.env.env if has_agents(env) else env)
         if not found:
-            _play(found, collector, jax.random.key(seed), num_steps)
+            _play(found, collector, key, num_steps)
     return tuple(Finding(*item) for item in found.items())
 
 
@@ -125,12 +124,9 @@ def _reporting(found: dict[str, str]) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         own = [x for x in frames if not x.filename.startswith(_NOT_THE_USERS)]
         if own:
-            where, first = (
-                f"{own[-1].filename}:{own[-1].lineno}",
-                str(error).split("\n")[0],
-            )
-            what = f"`{own[-1].line}` raised {type(error).__name__}: {first}"
-            found["raises"] = f"{where}: {what}"
+            where = f"{own[-1].filename}:{own[-1].lineno}: `{own[-1].line}`"
+            what = f"{type(error).__name__}: {error}".split("\n")[0]
+            found["raises"] = f"{where} raised {what}"
         else:  # one of our checks
             found["contract"] = str(error)
 
@@ -165,26 +161,22 @@ def _check_spaces(found: dict[str, str], env: VectorEnv, key: chex.PRNGKey) -> N
 def _check_traces(found: dict[str, str], env: Env) -> None:
     """Traces one environment: its types, and where its random numbers come from."""
     key = jax.eval_shape(jax.random.key, 0)
-    action = jax.eval_shape(env.action_space.sample, key)
+    action = jax.eval_shape(as_space(env.action_space).sample, key)
     state, obs = jax.eval_shape(env.reset, key)
     step = jax.eval_shape(env.step, key, state, action)
     for name, tree in (("obs", (obs, step.obs)), ("state", (state, step.state))):
         weak = [p for p, x in jax.tree.leaves_with_path(tree) if x.weak_type]
         if weak:
             where = jax.tree_util.keystr(weak[0][1:])
-            what = "is weakly typed: write `jnp.float32(0)`, say, and not `0.0`"
+            what = "must not be weakly typed: write `jnp.float32(0)`, not `0.0`"
             found.setdefault("weak_type", f"`{name}{where}` {what}")
     try:
-        drawn = jax.eval_shape(env.observation_space.sample, key)
+        drawn = jax.eval_shape(as_space(env.observation_space).sample, key)
         checks.same("an observation must be as its space has it", drawn, obs)
     except ValueError as error:
         found["obs"] = str(error)
-    for name, fn, args in (
-        ("reset", env.reset, ()),
-        ("step", env.step, (state, action)),
-    ):
-        message = _find_own_randomness(fn, key, *args)
-        if message:
+    for name, *args in (("reset", key), ("step", key, state, action)):
+        if message := _find_own_randomness(getattr(env, name), *args):
             found.setdefault("key", f"`{name}` {message}")
 
 
@@ -198,10 +190,9 @@ def _find_own_randomness(fn: Any, *args: Any) -> str:
     one, other = (jax.make_jaxpr(lambda *x: fn(*x))(*args) for _ in range(2))
     if "random_seed[" in str(one) or any(map(prng.has_keys, one.consts)):
         return "draws from a key of its own: derive all keys from its argument"
-    programs = [re.sub("0x[0-9a-f]+", "", str(x)) for x in (one, other)]
-    if programs[0] != programs[1] or not all(
-        map(np.array_equal, one.consts, other.consts)
-    ):
+    programs = {re.sub("0x[0-9a-f]+", "", str(x)) for x in (one, other)}
+    is_same = all(map(np.array_equal, one.consts, other.consts))
+    if len(programs) > 1 or not is_same:
         return "is another function when traced again: NumPy and Python draw only then"
     return ""
 
@@ -216,13 +207,13 @@ def _play(
     has_ended, size = False, min(num_steps, _CHUNK)
     for start in range(0, num_steps, size):
         carry, rows = collector.collect_steps(carry, None, size)
-        has_ended |= np.any(rows.terminated) or np.any(rows.truncated)
-        if not np.all(np.isfinite(rows.reward)):
-            found.setdefault("reward", f"it must be finite, got {rows.reward}")
+        rows = jax.device_get(rows)
+        has_ended |= (rows.terminated | rows.truncated).any()
+        if not np.isfinite(rows.reward).all():
+            what = f"it must be finite, got {rows.reward[~np.isfinite(rows.reward)][0]}"
+            found.setdefault("reward", what)
         for which in (rows.obs, rows.next_obs):
-            flat = jax.tree.map(
-                lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), which
-            )
+            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), which)
             bad = check.find(flat) or {
                 int(i): "it must be an element of its space"
                 for i in np.flatnonzero(~contains(flat))

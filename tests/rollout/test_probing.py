@@ -2,6 +2,7 @@
 
 import inspect
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,7 +140,7 @@ MISTAKES = {
     "weak types": (
         {"begin": lambda self, state: Toy.begin(self, {**state, "sum": 0})},
         "weak_type",
-        "`state['sum']` is weakly typed",
+        "`state['sum']` must not be weakly typed",
     ),
     "structure of the state": (
         with_step(state=lambda step: {**step.state, "last": 0}),
@@ -175,7 +176,7 @@ MISTAKES = {
     "rewards that are not finite": (
         with_step(reward=lambda step: jnp.inf),
         "reward",
-        "must be finite",
+        "it must be finite, got inf",
     ),
     "flags that are floats": (
         with_step(truncated=lambda step: jnp.float32(0)),
@@ -223,7 +224,17 @@ def test_mistake_in_an_environment_of_several_agents_is_found():
     assert "`reward` must be one value per agent, shape (1,)" in finding.message
 
 
-SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in (Toy(), OneAgent(Toy()))]
+@struct.dataclass
+class OfGymnasium(Toy):
+    """Its spaces are of Gymnasium."""
+
+    observation_space = gymnasium.spaces.Box(0.0, 20.0, (2,))
+    action_space = gymnasium.spaces.Discrete(3)
+
+
+SLOW = [
+    pytest.param(x, marks=pytest.mark.slow) for x in (OfGymnasium(), OneAgent(Toy()))
+]
 
 
 @pytest.mark.parametrize("env", [envs.TimeLimit(CountEnv(), 3), *SLOW])
