@@ -4,10 +4,12 @@ import contextlib
 import difflib
 import functools
 import io
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rollout import checks
 from rollout.envs.multi_agent import MultiAgentEnv
 from rollout.envs.suites import (
     brax,
@@ -22,6 +24,7 @@ from rollout.envs.suites import (
 )
 from rollout.envs.types import Env, VectorEnv
 from rollout.envs.vectorize import vectorize
+from rollout.envs.wrappers.endings import TimeLimit
 
 _GYMNAX = "gymnax"
 _INSTALLED = "installed"
@@ -70,13 +73,19 @@ def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
     return tuple(prefix + name for name in _ids(suite))
 
 
-def make(env_id: str, **env_params: Any) -> Env:
+def make(
+    env_id: str, *, max_episode_steps: int | None = None, **env_params: Any
+) -> Env:
     """Makes the environment `env_id` of gymnax, or of another installed suite.
 
     Args:
         env_id: an id of `env_ids()`, or the suite, a colon, and the suite's own id:
             "brax:ant", "jumanji:Snake-v1", "navix:Navix-Empty-8x8-v0". An id of pgx is
             one player's seat, against the others.
+        max_episode_steps: steps after which `TimeLimit` truncates an episode. It
+            replaces the limit of brax (1,000) and of MuJoCo Playground
+            (`episode_length`). Where the environment itself has a limit, the shorter
+            one holds: to lengthen its episodes, set its own parameter.
         **env_params: for gymnax, fields of the environment's parameters
             (`max_steps_in_episode`) or arguments of its constructor
             (`use_minimal_action_set`), by name. Values that gymnax derives from a
@@ -88,29 +97,39 @@ def make(env_id: str, **env_params: Any) -> Env:
 
     Raises:
         ValueError: if the id is unknown (the message names the nearest ids), if a
-            parameter is unknown, if the suite is not installed (the message names the
-            extra), if the environment has several agents, or if it cannot be built
-            here.
+            parameter is unknown, if `max_episode_steps` is not an int of at least 1, if
+            the suite is not installed (the message names the extra), if the environment
+            has several agents, or if it cannot be built here.
     """
-    return _make("make_one", env_id, env_params)
+    return _make("make_one", env_id, max_episode_steps, env_params)
 
 
 def make_vec(
-    env_id: str, num_envs: int, *, auto_reset: str = "auto", **env_params: Any
+    env_id: str,
+    num_envs: int,
+    *,
+    auto_reset: str = "auto",
+    max_episode_steps: int | None = None,
+    **env_params: Any,
 ) -> VectorEnv:
     """Makes `num_envs` environments `env_id` side by side.
 
-    Short for `vectorize(make(env_id, **env_params), num_envs, auto_reset=auto_reset)`.
+    Short for `vectorize(make(env_id, ...), num_envs, auto_reset=auto_reset)`, with the
+    other arguments those of `make`.
     """
-    return vectorize(make(env_id, **env_params), num_envs, auto_reset=auto_reset)
+    env = make(env_id, max_episode_steps=max_episode_steps, **env_params)
+    return vectorize(env, num_envs, auto_reset=auto_reset)
 
 
-def make_agents(env_id: str, **options: Any) -> MultiAgentEnv:
+def make_agents(
+    env_id: str, *, max_episode_steps: int | None = None, **options: Any
+) -> MultiAgentEnv:
     """Makes an environment of several agents, of an installed suite.
 
     Args:
         env_id: the suite, a colon, and the suite's own id:
             "jaxmarl:MPE_simple_spread_v3", "jumanji:Connector-v3", "pgx:tic_tac_toe".
+        max_episode_steps: as of `make`.
         **options: arguments of the suite's own `make`, by name.
 
     Returns:
@@ -121,10 +140,12 @@ def make_agents(env_id: str, **options: Any) -> MultiAgentEnv:
             extra), if it has no such id (the message names the nearest), if an option
             is unknown, or if the environment has one agent or cannot be made here.
     """
-    return _make("make_agents", env_id, options)
+    return _make("make_agents", env_id, max_episode_steps, options)
 
 
-def _make(how: str, env_id: str, options: dict[str, Any]) -> Any:
+def _make(
+    how: str, env_id: str, max_episode_steps: int | None, options: dict[str, Any]
+) -> Any:
     """Makes an environment by `how`, `make_one` or `make_agents`, of its suite."""
     if not isinstance(env_id, str):
         raise ValueError(
@@ -151,7 +172,17 @@ def _make(how: str, env_id: str, options: dict[str, Any]) -> Any:
             f"`env_id` must be one of the {len(ids)} ids of "
             f"`rollout.envs.env_ids({suite!r})`, got {env_id!r}.{nearest}"
         )
-    make_fn = getattr(_SUITES[suite], how)
+    env = _build(getattr(_SUITES[suite], how), env_id, name, options)
+    if max_episode_steps is None:
+        return env
+    limit = checks.int_between("max_episode_steps", max_episode_steps)
+    return TimeLimit(env.env if isinstance(env, TimeLimit) else env, limit)
+
+
+def _build(
+    make_fn: Callable[..., Any], env_id: str, name: str, options: dict[str, Any]
+) -> Any:
+    """Calls a suite, and explains why it made nothing."""
     try:
         return _once(make_fn, name, **options)
     except (ImportError, OSError) as error:  # it needs another package, or a download
@@ -161,7 +192,9 @@ def _make(how: str, env_id: str, options: dict[str, Any]) -> Any:
             return make_fn(name, **options)
         except TypeError as error:
             given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-            raise ValueError(f"{env_id} with {given} fails: {error}") from error
+            is_limit = any(re.search("step|limit|length", key) for key in options)
+            hint = " (`max_episode_steps` limits episodes)" if is_limit else ""
+            raise ValueError(f"{env_id} with {given} fails{hint}: {error}") from error
 
 
 @functools.lru_cache(maxsize=1024, typed=True)

@@ -85,12 +85,12 @@ def vectorize_each(env: Env, num_envs: int, *, auto_reset: str = "auto") -> Vect
 def cast_step(result: EnvStep) -> EnvStep:
     """Casts the reward to float32 and the flags to bool, and drops weak types."""
     return EnvStep(
-        state=_strong(result.state),
-        obs=_strong(result.obs),
+        state=strong(result.state),
+        obs=strong(result.obs),
         reward=checks.real("reward", result.reward).astype(jnp.float32),
         terminated=checks.flag("terminated", result.terminated),
         truncated=checks.flag("truncated", result.truncated),
-        info=_strong(result.info),
+        info=strong(result.info),
     )
 
 
@@ -127,7 +127,7 @@ class _VectorizedEnv(struct.PyTreeNode, kw_only=True):
         number = jnp.arange(self.num_envs)
         if self.first_lane is not None:
             number = number + self.first_lane
-        return _strong(self._reset(self.env, keys, number))
+        return strong(self._reset(self.env, keys, number))
 
     def step(self, keys: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         env, axes = self._lay_out(self.env, self.num_envs)
@@ -214,6 +214,6 @@ def _is_float(x: jax.typing.ArrayLike) -> bool:
     return jnp.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
-def _strong(tree: ArrayTree) -> ArrayTree:
+def strong(tree: ArrayTree) -> ArrayTree:
     """Drops weak types, with which a scan traces its body twice or raises an error."""
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)

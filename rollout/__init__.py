@@ -19,8 +19,9 @@ for environments that are not JAX; `rollout.recommendation` for items and users.
 `types` has the contracts; `checks` and `nonfinite` check arguments and recorded values;
 `platform` chooses implementations by device; `stats`, `moments`, `trajectories`,
 `targets` and `minibatches` compute on trajectories; `collector`, `evaluation`,
-`profiling` and `checkpoint` have the functions of these names; `sharding` spreads lanes
-over devices and `multihost` compares the processes of one run; `gif` draws an episode.
+`probing`, `profiling` and `checkpoint` have the functions of these names; `sharding`
+spreads lanes over devices and `multihost` compares the processes of one run; `gif`
+draws an episode.
 `policies`, `kernel`, `stream`, `inspection` and `cli` are packages that list their
 modules.
 """
@@ -38,7 +39,7 @@ from rollout import recommendation as recommendation
 from rollout.collector import Collector
 from rollout.evaluation import evaluate
 from rollout.gif import record_gif
-from rollout.host import HostCollector, by_env, probe, remote_batches
+from rollout.host import HostCollector, by_env, remote_batches
 from rollout.minibatches import scan_minibatches
 from rollout.moments import Moments
 from rollout.policies import (
@@ -51,6 +52,7 @@ from rollout.policies import (
     recurrent_policy,
     stateless_policy,
 )
+from rollout.probing import probe
 from rollout.profiling import Profile, profile
 from rollout.sharding import shard
 from rollout.stats import (

@@ -97,8 +97,8 @@ def single(env: Any) -> None:
     not_of_gymnasium(env)
     if hasattr(env, "num_envs"):
         raise ValueError(
-            "`env` must be one environment, got many side by side: wrap it before "
-            "`vectorize`."
+            "`env` must be one environment, got many side by side: wrap or probe it "
+            "before `vectorize`."
         )
     missing = [name for name in ("reset", "step") if not hasattr(env, name)]
     if missing:

@@ -158,7 +158,10 @@ COUNTS = {
     "keep": [lambda n: checkpoint.save("nowhere", {"n": 1}, keep=n)],
     "steps_per_batch": [lambda n: stream(steps_per_batch=n)],
     "total_steps": [lambda n: stream(total_steps=n)],
-    "max_episode_steps": [lambda n: stream(max_episode_steps=n)],
+    "max_episode_steps": [
+        lambda n: stream(max_episode_steps=n),
+        lambda n: envs.make("CartPole-v1", max_episode_steps=n),
+    ],
     "num_envs": [lambda n: envs.vectorize(COUNT, n)],
     "num_frames": [lambda n: envs.FrameStack(COUNT, n)],
     "n": [lambda n: envs.Discrete(n)],
@@ -250,6 +253,7 @@ REFUSED = {
     "`env` must be a pytree, such as": [lambda: envs.vectorize(plain_class(), B)],
     "`env` must be one environment, got many side by side": [
         lambda: envs.vectorize(MANY, B),
+        lambda: rollout.probe(MANY),
         lambda: envs.TimeLimit(MANY, 3),
         lambda: envs.FrameStack(MANY, 3),
         lambda: wrappers.ObservePrevious(MANY),
@@ -262,7 +266,6 @@ REFUSED = {
         lambda: envs.NormalizeObs(HostCount(2)),
         lambda: envs.NormalizeReward(HostCount(2)),
     ],
-    "`env` must be a `HostVectorEnv`": [lambda: rollout.probe(COUNT)],
     "`epsilon` must be above 0": [
         lambda: envs.NormalizeObs(MANY, epsilon=0.0),
         lambda: envs.NormalizeObs(MANY, epsilon="1e-8"),
@@ -304,8 +307,11 @@ REFUSED = {
         )
     ],
     "The nearest are CartPole-v1, Catch-bsuite": [lambda: envs.make("CartPole")],
-    "The parameters of CartPole-v1 are": [lambda: envs.make("CartPole-v1", mass=3)],
-    "or `rollout.envs.TimeLimit`": [lambda: envs.make("CartPole-v1", max_steps=200)],
+    "parameters of CartPole-v1 are": [lambda: envs.make("CartPole-v1", mass=3)],
+    "`max_episode_steps` limits": [
+        lambda: envs.make("CartPole-v1", max_steps=200),
+        lambda: envs.make("CartPole-v1", episode_length=200),
+    ],
     "`gravity` must be a number": [lambda: envs.make("CartPole-v1", gravity="high")],
     "`env_id` must be an id, text such as": [
         lambda: envs.make(None),

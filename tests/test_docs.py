@@ -160,6 +160,7 @@ def check_devices(names, out):
 
 
 def check_environments(names, out):
+    assert names["findings"] == ()
     assert out.strip() == "[7 9] ['a' 'b'] [0.5 1. ]"
     np.testing.assert_array_equal(names["shop"].known, [[True, True], [False, True]])
     assert np.unique(names["cartpoles"].env.env_params.gravity).size == 16

@@ -29,8 +29,8 @@ LADDER = (
     {"kernel"},
     {"collector"},
     {"host"},
-    {"agents", "evaluation", "gif", "profiling", "recommendation", "sharding"}
-    | {"stream"},
+    {"agents", "evaluation", "gif", "probing", "profiling", "recommendation"}
+    | {"sharding", "stream"},
     {"inspection"},
     {"cli"},
     {"__main__"},
@@ -45,6 +45,7 @@ KINDS = {
         "envs.host.probe",
         "envs.host.types",
     },
+    "probing": {"envs"},
     "recommendation": {"envs.wrappers"},
     "gif": {"envs.host.ownership", "envs.host.types", "envs.render"},
     "cli": {"envs"},

@@ -1,4 +1,4 @@
-"""`probe`: plays host environments and reports their mistakes, by name."""
+"""Plays host environments and finds their mistakes, for `rollout.probe`."""
 
 import contextlib
 import importlib
@@ -35,47 +35,9 @@ class Finding(NamedTuple):
         return f"{self.name}: {self.message}"
 
 
-def probe(
-    env: HostVectorEnv, *, num_steps: int = 200, seed: int = 0
-) -> tuple[Finding, ...]:
-    r"""Looks for common mistakes of new environments.
-
-        print(*rollout.probe(env), sep="\n")
-
-    Where they are of Gymnasium, one is first checked by `gymnasium.utils.env_checker`.
-    Then it plays random actions several times over. An exception of the environments is
-    a finding too, and is not raised. The names of findings:
-
-    - `gymnasium`: what its checker says, without its warnings.
-    - `observation_space`, `action_space`: its elements are not arrays of one kind.
-    - `raises`: a call raised. `fault`: an environment failed, for instance because a
-      flag is no bool, or an observation has another shape than its space.
-    - `step`, `obs`, `reward`, `terminated`, `truncated`, `faulty`, `mask`, `info`: its
-      structure, shape or dtype is not that of `HostStep`, or differs from the first
-      step; an observation is outside its space; a reward is not finite.
-    - `action`: `step` writes to it.
-    - `reset`: resetting some environments changes observations of the others.
-    - `shared`: environments share memory or state, so the first depends on the others.
-    - `seed`: the same seed starts another episode; or other seeds start the same one,
-      which is right only where nothing is random.
-    - `ending`: no episode ended; or an environment plays on after its end, for instance
-      because it resets itself: `obs` at an ending is then no true successor.
-
-    Args:
-        env: `B` environments, left in any state: use them for nothing else. One
-            environment alone cannot show `reset` and `shared`.
-        num_steps: steps of each pass, at least 1.
-        seed: of the actions and of the seeds of episodes, at least 0.
-
-    Returns:
-        The first finding of each name, in the order found; empty if there are none.
-
-    Raises:
-        ValueError: if `env` is no `HostVectorEnv`, or an option is not as above.
-    """
+def probe(env: HostVectorEnv, num_steps: int, seed: int) -> tuple[Finding, ...]:
+    """Looks for common mistakes of host environments; see `rollout.probe`."""
     checks.kind_of_env(env, is_host=True)
-    num_steps = checks.int_between("num_steps", num_steps)
-    seed = checks.int_between("seed", seed, least=0, most=None)
     claim(env, new_user())  # no carry of a collector is valid after this
     probing = _Probe(env, np.random.default_rng(seed))
     with contextlib.suppress(_Stop):

@@ -5,14 +5,18 @@ from typing import Any
 from rollout.envs.optional_import import load
 from rollout.envs.suites import physics
 from rollout.envs.types import Env
+from rollout.envs.wrappers.endings import TimeLimit
+
+_LIMIT = 1000  # the default of `brax.envs.create`
 
 
 def from_brax(env: Any) -> Env:
     """Makes an `Env` of an environment of brax.
 
     `done` is a termination. brax's time limit belongs to its wrapper, which is not
-    used: `TimeLimit` sets one. Actions lie in [-1, 1], as brax's own agents choose
-    them; its environments scale them to their actuators. `info` has brax's metrics.
+    used: `TimeLimit` sets one, which `rollout.envs.make` puts on. Actions lie in
+    [-1, 1], as brax's own agents choose them; its environments scale them to their
+    actuators. `info` has brax's metrics.
 
     Args:
         env: the result of `brax.envs.get_environment`, or another `brax.envs.Env`
@@ -37,4 +41,5 @@ def ids() -> tuple[str, ...]:
 
 def make_one(name: str, **options: Any) -> Env:
     """Makes the environment of this name; options are arguments of its class."""
-    return from_brax(load("brax.envs").get_environment(name, **options))
+    env = from_brax(load("brax.envs").get_environment(name, **options))
+    return TimeLimit(env, _LIMIT)

@@ -31,8 +31,7 @@ def check_no_reset(env: Any) -> None:
 
 def like(new: chex.Array, old: chex.Array) -> jax.Array:
     """Casts `new` to the dtype of `old`."""
-    same = jnp.result_type(new) == jnp.result_type(old)
-    return jnp.asarray(new) if same else jnp.asarray(new, jnp.result_type(old))
+    return jnp.asarray(new, jnp.result_type(old))
 
 
 class Held:

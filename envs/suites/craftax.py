@@ -17,6 +17,7 @@ from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.vectorize import strong
 
 _IDS = (
     "Craftax-Symbolic-v1",
@@ -81,7 +82,7 @@ class _CraftaxEnv(struct.PyTreeNode, kw_only=True):
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         obs, state = self.env.reset_env(key, self.env_params)
-        return jax.tree.map(jnp.asarray, (state, obs))
+        return strong((state, obs))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         # `step_env` returns the true successor; `step` may replace it by a reset.

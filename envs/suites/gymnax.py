@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import inspect
 import numbers
-from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -30,6 +29,7 @@ from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.vectorize import strong
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
 _LIMIT = "max_steps_in_episode"
@@ -90,9 +90,9 @@ def make_one(name: str, **env_params: Any) -> Env:
     fields = [field.name for field in dataclasses.fields(params)]
     unknown = sorted(set(env_params) - set(fields) - set(arguments))
     if unknown:
-        raise ValueError(
-            f"The parameters of {name} are {', '.join([*fields, *arguments])}; got "
-            f"{', '.join(unknown)}.{_other_limit(unknown, fields)}"
+        raise TypeError(
+            f"the parameters of {name} are {', '.join([*fields, *arguments])}; got "
+            f"{', '.join(unknown)}."
         )
     changes = {key: env_params[key] for key in env_params if key not in chosen}
     for key, value in changes.items():
@@ -118,7 +118,7 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         obs, state = self.env.reset_env(self._cheap(key), self.env_params)
-        return jax.tree.map(jnp.asarray, (state, obs))
+        return strong((state, obs))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         # The true successor: gymnax's `step` would replace it by a reset.
@@ -215,15 +215,6 @@ def _build_once(name: str, **arguments: Any) -> tuple[Any, Any]:
     if getattr(env, "supports_transition_gradients", False):
         env = env.with_transition_gradients()
     return env, params
-
-
-def _other_limit(unknown: Sequence[str], fields: Sequence[str]) -> str:
-    """Says how to limit episodes, if an unknown parameter looks like a limit."""
-    if not any("step" in name or "limit" in name for name in unknown):
-        return ""
-    own = "max_steps_in_episode"
-    own = f"`{own}`, or " if own in fields else ""
-    return f" A limit of steps is {own}`rollout.envs.TimeLimit` around any environment."
 
 
 def _check_parameter(name: str, value: Any, default: Any) -> None:

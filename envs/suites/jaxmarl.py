@@ -23,6 +23,7 @@ from rollout.envs.multi_agent import ACTING, MultiAgentEnv, MultiAgentStep
 from rollout.envs.optional_import import load
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree
+from rollout.envs.vectorize import strong
 
 # Time limits of the suite, and the counts of steps in its states that reach them.
 _LIMITS = {"max_steps": ("step", "time", "t"), "num_outer_steps": ("outer_t",)}
@@ -133,7 +134,7 @@ class _JaxmarlEnv(struct.PyTreeNode, kw_only=True):
         self, key: chex.PRNGKey
     ) -> tuple[ArrayTree, dict[str, ArrayTree], jax.Array]:
         obs, state = self.env.reset(self._cheap(key))
-        state = jax.tree.map(jnp.asarray, state)
+        state = strong(state)
         return state, self._observe(obs, state), jnp.ones((len(self.agents),), bool)
 
     def step(

@@ -19,6 +19,7 @@ from rollout.envs.optional_import import load
 from rollout.envs.spaces import Box, Composite, Discrete, MultiDiscrete, Space, space_of
 from rollout.envs.suites.convert import check_methods, check_no_reset
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.vectorize import strong
 
 _GROUP = "agents"
 
@@ -101,14 +102,14 @@ class _Jumanji(struct.PyTreeNode, kw_only=True):
 
     def begin(self, key: chex.PRNGKey) -> tuple[ArrayTree, Any]:
         state, timestep = self.env.reset(key)
-        return jax.tree.map(jnp.asarray, (state.replace(key=()), timestep))
+        return strong((state.replace(key=()), timestep))
 
     def advance(
         self, key: chex.PRNGKey, state: Any, action: jax.Array
     ) -> tuple[ArrayTree, Any]:
         # Without a wrapper, `timestep` has the true successor, also at an ending.
         next_state, timestep = self.env.step(state.replace(key=key), action)
-        return jax.tree.map(jnp.asarray, (next_state.replace(key=()), timestep))
+        return strong((next_state.replace(key=()), timestep))
 
     def render_frames(self, states: Sequence[Any]) -> Iterator[np.ndarray]:
         """Draws states with the viewer of Jumanji, `[H, W, 4]` uint8 each."""

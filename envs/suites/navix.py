@@ -17,6 +17,7 @@ from rollout.envs.optional_import import load
 from rollout.envs.spaces import Discrete, space_of
 from rollout.envs.suites.convert import Held, check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.vectorize import strong
 
 
 def from_navix(env: Any) -> Env:
@@ -68,7 +69,7 @@ class _NavixEnv(struct.PyTreeNode, kw_only=True):
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         timestep = self.held.value.reset(key)
-        return _slim(timestep), timestep.observation
+        return strong((_slim(timestep), timestep.observation))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         keyed = state.replace(state=state.state.replace(key=key))

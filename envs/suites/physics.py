@@ -22,6 +22,7 @@ from rollout.envs.optional_import import load
 from rollout.envs.spaces import Box, space_of
 from rollout.envs.suites.convert import check_methods, like
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.vectorize import strong
 
 # Modules of wrappers that reset, cut episodes or stack lanes.
 _WRAPPERS = ("brax.envs.wrappers.", "mujoco_playground._src.wrapper")
@@ -76,7 +77,7 @@ class _PhysicsEnv(struct.PyTreeNode, kw_only=True):
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         state = self._own().reset(_raw(key))
-        state = jax.tree.map(jnp.asarray, state)
+        state = strong(state)
         return state, state.obs
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:

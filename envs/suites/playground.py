@@ -6,15 +6,17 @@ from typing import Any
 from rollout.envs.optional_import import load
 from rollout.envs.suites import physics
 from rollout.envs.types import Env
+from rollout.envs.wrappers.endings import TimeLimit
 
 
 def from_playground(env: Any) -> Env:
     """Makes an `Env` of an environment of MuJoCo Playground.
 
     `done` is a termination. Playground's time limit belongs to its wrapper, which is
-    not used: `TimeLimit` sets one. Actions lie in [-1, 1], as the agents that
-    Playground trains choose them. `info` has Playground's metrics. A step draws from
-    its own key, which replaces `info["rng"]` in Playground's state.
+    not used: `TimeLimit` sets one, which `rollout.envs.make` puts on. Actions lie in
+    [-1, 1], as the agents that Playground trains choose them. `info` has Playground's
+    metrics. A step draws from its own key, which replaces `info["rng"]` in
+    Playground's state.
 
     Args:
         env: the result of `mujoco_playground.registry.load`, or another `MjxEnv`
@@ -54,19 +56,21 @@ def make_one(name: str, **options: Any) -> Env:
     Some environments download the model of their robot, which needs git.
     """
     registry = load("mujoco_playground", "playground").registry
-    fields = _fields(registry.get_default_config(name))
+    config = registry.get_default_config(name)
+    fields = _fields(config)
     unknown = sorted(set(options) - set(fields))
     if unknown:
-        raise ValueError(
-            f"The options of playground:{name} are {', '.join(fields)}; got "
+        raise TypeError(
+            f"the options of playground:{name} are {', '.join(fields)}; got "
             f"{', '.join(unknown)}."
         )
     if "impl" in fields:
         options = {"impl": "jax", **options}
     try:
-        return from_playground(registry.load(name, config_overrides=options))
+        env = from_playground(registry.load(name, config_overrides=options))
     except subprocess.CalledProcessError as error:
         raise OSError(f"its robot must be downloaded with git: {error}") from error
+    return TimeLimit(env, options.get("episode_length", config.episode_length))
 
 
 def _fields(config: Any, prefix: str = "") -> list[str]:

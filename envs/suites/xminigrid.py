@@ -17,6 +17,7 @@ from rollout.envs.optional_import import load
 from rollout.envs.spaces import Discrete, space_of
 from rollout.envs.suites.convert import check_methods, check_no_reset, like
 from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
+from rollout.envs.vectorize import strong
 
 
 def from_xminigrid(env: Any, env_params: ArrayTree) -> Env:
@@ -69,7 +70,7 @@ class _XminigridEnv(struct.PyTreeNode, kw_only=True):
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         timestep = self.env.reset(self.env_params, key)
-        return timestep.state.replace(key=()), timestep.observation
+        return strong((timestep.state.replace(key=()), timestep.observation))
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: jax.Array) -> EnvStep:
         # Without the suite's auto-reset, this is the true successor, also at an ending.

@@ -7,7 +7,7 @@ environments of different speed, and `ctrl_c` holds Ctrl-C back. `remote` runs
 collectors of either kind in actors of Ray.
 """
 
-from rollout.envs.host.probe import Finding, probe
+from rollout.envs.host.probe import Finding
 from rollout.host.host_collector import HostCollector
 from rollout.host.loop import FaultStats
 from rollout.host.remote import RemoteBatch, RemoteBatches, RemoteStats, remote_batches
@@ -22,6 +22,5 @@ __all__ = [
     "RemoteStats",
     "Served",
     "by_env",
-    "probe",
     "remote_batches",
 ]

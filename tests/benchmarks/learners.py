@@ -16,8 +16,6 @@ import optax
 
 import rollout
 
-LIMIT = 1000  # steps of an episode of a robot, which has no limit of its own
-
 
 class PPO(NamedTuple):
     """Settings of PPO, by default those of PureJaxRL's `ppo.py`."""
@@ -90,8 +88,7 @@ class Learner(NamedTuple):
 def make_env(env_id: str) -> Any:
     """Makes an environment whose observations are flat."""
     if env_id.startswith("brax:"):
-        env = rollout.envs.make(env_id, backend="positional")
-        return rollout.envs.TimeLimit(env, LIMIT)
+        return rollout.envs.make(env_id, backend="positional")
     return rollout.envs.TransformObs(rollout.envs.make(env_id), jnp.ravel)
 
 

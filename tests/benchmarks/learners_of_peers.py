@@ -14,7 +14,7 @@ from unittest import mock
 import gymnax
 import jax
 import jax.numpy as jnp
-from learners import DQN, LIMIT, PPO, Learner
+from learners import DQN, PPO, Learner
 
 # PureJaxRL calls it by this name, and gets `make_one_flag`.
 MAKE = gymnax.make
@@ -150,7 +150,7 @@ def _quiet(algorithm: Any) -> Any:
 def _make_robot(env_id: str) -> tuple[OneFlag, Any]:
     module = importlib.import_module("rejax.compat.brax2gymnax")
     name = env_id.removeprefix("brax:")
-    env, params = module.create_brax(name, episode_length=LIMIT, backend="positional")
+    env, params = module.create_brax(name, episode_length=1000, backend="positional")
     # gymnax 1 asks for it; the limit is in brax's own `done`.
     env.is_truncated = lambda state, params: jnp.array(False)
     return OneFlag(env), params

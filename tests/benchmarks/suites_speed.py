@@ -208,8 +208,6 @@ def run_peer(peer: Peer, num_envs: int) -> Program:
 def run_ours(env_id: str, num_envs: int, mask_fn: Callable | None) -> Program:
     """The same of ours."""
     env = envs.make(env_id)
-    if env_id.startswith(("brax", "playground")):
-        env = envs.TimeLimit(env, LIMIT)
     policy = rollout.random_policy(env.action_space, mask_fn=mask_fn)
     return steps(lanes(env, num_envs, policy), NUM_STEPS, read=rows_of)
 

@@ -181,6 +181,8 @@ MESSAGES = [
     (lambda: make("jaxmarl:hanabi"), "whose environments have several agents"),
     (lambda: make("zzz:hanabi"), "or xminigrid:, got 'zzz:hanabi'."),
     (lambda: make("pgx:2048", speed=[3]), "pgx:2048 with speed=[3] fails"),
+    (lambda: make("pgx:2048", max_steps_in_episode=9), "(`max_episode_steps` limits"),
+    (lambda: make_agents("pgx:chess", time_limit=9), "(`max_episode_steps` limits"),
     (lambda: make_agents("pgx:go"), "20 ids of `rollout.envs.env_ids('pgx')`, got"),
     (lambda: make_agents("pgx:go"), "got 'pgx:go'. The nearest"),
     (lambda: make_agents("CartPole-v1"), "must begin with jaxmarl:, jumanji: or pgx:"),

@@ -5,9 +5,7 @@ import sys
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from cases import quick_jit, raw
 
 import rollout
 from rollout import envs
@@ -17,52 +15,25 @@ NEEDS_DOWNLOAD = "MNISTBandit-bsuite"
 QUICK = ("MountainCarContinuous-v0", "DiscountingChain-bsuite", NEEDS_DOWNLOAD)
 
 
+# What gymnax itself declares of observations, and does not keep.
+MISTAKEN = {
+    *("Catch-bsuite", "FourRooms-misc"),  # the dtype
+    *("GaussianBandit-misc", "MemoryChain-bsuite", "MetaMaze-misc"),  # the bounds
+}
+
+
 @pytest.mark.parametrize(
     "env_id",
     [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in IDS],
 )
-def test_every_environment_collects(env_id):
-    message = None
-    try:
-        env = envs.make_vec(env_id, 2)
-    except ValueError as error:
-        message = str(error)
-    if message is not None:
-        assert env_id == NEEDS_DOWNLOAD
-        assert "must download its data set when it is made, got: " in message
+def test_probe_finds_only_the_mistakes_of_gymnax(env_id, rank_promotion, quick_compile):
+    """With `rank_promotion`: Swimmer itself does so."""
+    if env_id == NEEDS_DOWNLOAD:
+        with pytest.raises(ValueError, match="must download its data set when it is"):
+            envs.make(env_id)
         return
-    # Swimmer itself promotes ranks.
-    with jax.numpy_rank_promotion("allow"):
-        check_collects(env)
-
-
-def check_collects(env):
-    """Traces the collection of three steps, and compiles one step without it."""
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
-
-    def collect(key):
-        carry = collector.init(key)
-        return raw((carry, *collector.collect_steps(carry, None, 3)))
-
-    carry, after, trajectory = jax.eval_shape(collect, jax.random.key(0))
-    chex.assert_trees_all_equal_shapes_and_dtypes(carry, after)
-    chex.assert_shape(trajectory.reward, (3, 2))
-    chex.assert_type([trajectory.reward, trajectory.terminated], [jnp.float32, bool])
-
-    @quick_jit
-    def step(keys):
-        state, obs = env.reset(keys[0])
-        action = jax.vmap(env.action_space.sample)(keys[1])
-        inside = jax.vmap(env.action_space.contains)(action)
-        return raw((state, obs, env.step(keys[2], state, action), inside))
-
-    state, obs, result, inside = step(jax.random.split(jax.random.key(0), (3, 2)))
-    before, after = (state, obs), (result.state, result.obs)
-    chex.assert_trees_all_equal_shapes_and_dtypes(before, after)
-    assert inside.all()
-    assert np.isfinite(np.asarray(result.reward)).all()
-    assert not np.any(result.truncated)
+    findings = rollout.probe(envs.make(env_id, max_episode_steps=20), num_steps=100)
+    assert [x.name for x in findings] == ["obs"] * (env_id in MISTAKEN), findings
 
 
 def test_parameters_and_constructor_arguments_are_both_overridden_by_name():
@@ -128,3 +99,13 @@ def test_import_of_a_suite_prints_nothing_and_leaves_the_streams(
     monkeypatch.delitem(sys.modules, "jaxmarl")
     assert (sys.stdout, sys.stderr, sys.__stdout__) == streams
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "pgx:tic_tac_toe"])
+def test_longest_episode_is_an_argument_for_every_suite(env_id):
+    made = envs.make_vec(env_id, 2, max_episode_steps=3)
+    want = envs.vectorize(envs.TimeLimit(envs.make(env_id), 3), 2)
+    assert jax.tree.structure(made) == jax.tree.structure(want)  # one program
+    chex.assert_trees_all_equal(made, want)
+    game = envs.make_agents("pgx:tic_tac_toe", max_episode_steps=3)
+    assert (type(game), game.num_steps) == (envs.TimeLimit, 3)

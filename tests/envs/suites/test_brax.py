@@ -42,6 +42,16 @@ def test_every_backend_keeps_the_contract(backend):
     check_contract(env)
 
 
+def test_episodes_end_after_a_thousand_steps_or_as_asked():
+    """As in `brax.envs.create`."""
+    env = envs.make("brax:fast")
+    assert (type(env), env.num_steps) == (envs.TimeLimit, 1000)
+    longer = envs.make("brax:fast", max_episode_steps=2000)
+    assert longer == envs.TimeLimit(env.env, 2000)  # in the place of the other
+    with pytest.raises(ValueError, match="`max_episode_steps` limits episodes"):
+        envs.make("brax:inverted_pendulum", episode_length=5)
+
+
 def test_wrappers_of_training_are_refused():
     training = brax_envs.training
     fast = brax_envs.get_environment("fast")

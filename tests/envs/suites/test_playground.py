@@ -33,8 +33,18 @@ def test_warp_is_refused_and_is_not_the_default():
         envs.make("playground:PendulumSwingup", impl="warp")
     env = envs.make("playground:PendulumSwingup", sim_dt=0.005)
     assert env is envs.make("playground:PendulumSwingup", sim_dt=0.005)
-    assert env.env.mjx_model.impl.value == "jax"
-    assert env.env.sim_dt == 0.005
+    assert env.env.env.mjx_model.impl.value == "jax"
+    assert env.env.env.sim_dt == 0.005
+
+
+def test_episodes_end_as_the_configuration_says():
+    for options, limit in (
+        ({}, 1000),
+        ({"episode_length": 7}, 7),
+        ({"max_episode_steps": 9}, 9),
+    ):
+        env = envs.make("playground:PendulumSwingup", **options)
+        assert (type(env), env.num_steps) == (envs.TimeLimit, limit)
 
 
 def test_unknown_options_are_refused():

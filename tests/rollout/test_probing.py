@@ -1,0 +1,242 @@
+"""`probe` against environments in JAX that each make one mistake."""
+
+import inspect
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agents import OneAgent
+from cases import CountEnv
+from flax import struct
+
+import rollout
+from rollout import envs
+
+
+@struct.dataclass
+class Toy:
+    """Counts from a random number on, to be broken in one place."""
+
+    observation_space = envs.Box(0.0, 20.0, (2,))
+    action_space = envs.Discrete(3)
+
+    def reset(self, key):
+        count = jax.random.randint(key, (), 0, 5)
+        return self.begin({"count": count, "sum": jnp.zeros((), jnp.int32)})
+
+    def begin(self, state):
+        return state, self.see(state)
+
+    def step(self, key, state, action):
+        state = {"count": state["count"] + 1, "sum": state["sum"] + action}
+        return self.change(
+            envs.EnvStep(
+                state=state,
+                obs=self.see(state),
+                reward=1.0,
+                terminated=state["count"] >= 9,
+                truncated=False,
+                info={},
+            )
+        )
+
+    def see(self, state):
+        return jnp.full((2,), state["count"], jnp.float32)
+
+    def change(self, step):
+        return step
+
+
+def seeing(fn):
+    return {"see": lambda self, state: fn(Toy.see(self, state))}
+
+
+def with_step(**fields):
+    def change(self, step):
+        return step.replace(**{name: fn(step) for name, fn in fields.items()})
+
+    return {"change": change}
+
+
+class Escaping(envs.Space):
+    """Draws what it does not contain."""
+
+    shape, dtype = (), np.dtype(np.int32)
+
+    def sample(self, key):
+        return jnp.int32(3)
+
+    def contains(self, x):
+        return x < 3
+
+
+def draw_twice(self, key):
+    return self.begin(
+        {"count": jax.random.randint(key, (), 0, 5) + 0, "sum": more(key)}
+    )
+
+
+def more(key):
+    return jax.random.randint(key, (), 0, 2)
+
+
+def reset_by_own_key(self, key):
+    return Toy.reset(self, jax.random.key(0))
+
+
+def reset_by_numpy(self, key):
+    return Toy.begin(self, {"count": jnp.int32(np.random.randint(5)), "sum": more(key)})
+
+
+def branch(self, step):
+    if step.reward > step.state["count"]:
+        return step.replace(reward=0.0)
+    return step
+
+
+MISTAKES = {
+    "shape of observations": (
+        seeing(lambda obs: obs[:1]),
+        "obs",
+        "float32 of shape (2,), got float32 of shape (1,)",
+    ),
+    "dtype of observations": (
+        seeing(lambda obs: obs.astype(jnp.int32)),
+        "obs",
+        "float32 of shape (2,), got int32 of shape (2,)",
+    ),
+    "structure of observations": (
+        seeing(lambda obs: {"a": obs}),
+        "obs",
+        "another structure: float32 of shape (2,) at ['a']",
+    ),
+    "bounds of observations": (
+        seeing(lambda obs: obs - 4),
+        "obs",
+        "must be in [0, 20], got -",
+    ),
+    "observations that are not finite": (
+        seeing(jnp.log),
+        "obs",
+        "must be finite, got -inf",
+    ),
+    "later observations": (
+        with_step(obs=lambda step: step.obs[None]),
+        "contract",
+        "as `env.reset` does: float32 of shape (8, 2), got float32 of shape (8, 1, 2)",
+    ),
+    "space of actions": (
+        {"action_space": Escaping()},
+        "action_space",
+        "`contains` must be True of what `sample` draws",
+    ),
+    "actions that are not taken": (
+        {"action_space": envs.Box(-1.0, 1.0, (3,))},
+        "contract",
+        "got float32 of shape (8, 3) at ['sum']",
+    ),
+    "weak types": (
+        {"begin": lambda self, state: Toy.begin(self, {**state, "sum": 0})},
+        "weak_type",
+        "`state['sum']` must not be weakly typed",
+    ),
+    "structure of the state": (
+        with_step(state=lambda step: {**step.state, "last": 0}),
+        "contract",
+        "state as `env.reset` does",
+    ),
+    "dtype of the state": (
+        with_step(state=lambda step: {**step.state, "sum": step.obs[0]}),
+        "contract",
+        "int32 of shape (8,) at ['sum'], got float32 of shape (8,)",
+    ),
+    "a key of its own": (
+        {"reset": reset_by_own_key},
+        "key",
+        "`reset` draws from a key of its own",
+    ),
+    "a generator of NumPy": (
+        {"reset": reset_by_numpy},
+        "key",
+        "`reset` is another function when traced again",
+    ),
+    "a key used twice": ({"reset": draw_twice}, "key", "`reset` uses a key twice"),
+    "an ending without a flag": (
+        with_step(terminated=lambda step: False, obs=lambda step: step.obs % 9),
+        "ending",
+        "no episode ended in 40 steps",
+    ),
+    "rewards of shape (1,)": (
+        with_step(reward=lambda step: step.obs[:1]),
+        "contract",
+        "`reward` as float32 of shape (8,), got float32 of shape (8, 1)",
+    ),
+    "rewards that are not finite": (
+        with_step(reward=lambda step: jnp.inf),
+        "reward",
+        "it must be finite, got inf",
+    ),
+    "flags that are floats": (
+        with_step(truncated=lambda step: jnp.float32(0)),
+        "contract",
+        "`truncated` as bool, got float32",
+    ),
+    "a step of Gymnasium's kind": (
+        {"change": lambda self, step: (step.obs, 1.0, False, False, {})},
+        "contract",
+        "return a `rollout.envs.EnvStep`",
+    ),
+    "Python's `if` on an array": (
+        {"change": branch},
+        "raises",
+        f"{__file__}:{inspect.getsourcelines(branch)[1] + 1}: `if step.reward > step.",
+    ),
+}
+
+
+PLAYED = ("bounds of observations", "an ending without a flag")
+PLAYED += ("observations that are not finite", "rewards that are not finite")
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [pytest.param(x, marks=pytest.mark.slow) if x in PLAYED else x for x in MISTAKES],
+)
+def test_mistake_is_found_and_nothing_else(mistake):
+    change, name, message = MISTAKES[mistake]
+    env = struct.dataclass(type("Broken", (Toy,), change))()
+    findings = rollout.probe(env, num_steps=40)
+    assert [x.name for x in findings] == [name], findings
+    assert message in findings[0].message
+
+
+class Shapeless(Toy):
+    def change(self, step):
+        return step.replace(reward=jnp.zeros(2))
+
+
+def test_mistake_in_an_environment_of_several_agents_is_found():
+    """It has one, whose reward has no axis of agents."""
+    (finding,) = rollout.probe(OneAgent(struct.dataclass(Shapeless)()))
+    assert finding.name == "contract"
+    assert "`reward` must be one value per agent, shape (1,)" in finding.message
+
+
+@struct.dataclass
+class OfGymnasium(Toy):
+    """Its spaces are of Gymnasium."""
+
+    observation_space = gymnasium.spaces.Box(0.0, 20.0, (2,))
+    action_space = gymnasium.spaces.Discrete(3)
+
+
+SLOW = [
+    pytest.param(x, marks=pytest.mark.slow) for x in (OfGymnasium(), OneAgent(Toy()))
+]
+
+
+@pytest.mark.parametrize("env", [envs.TimeLimit(CountEnv(), 3), *SLOW])
+def test_nothing_is_found_where_all_is_well(env):
+    assert rollout.probe(env, num_steps=60) == ()
