@@ -22,6 +22,7 @@ from rollout.types import (
     Accumulator,
     Accumulators,
     Carry,
+    Episodes,
     Policy,
     PolicyStep,
     Transition,
@@ -408,6 +409,15 @@ def trajectory(value: Any) -> None:
         raise ValueError(
             "`trajectory` must be `[T, B, ...]`, got a `mask` of shape "
             f"{value.mask.shape}."
+        )
+
+
+def of_episodes(value: Any) -> None:
+    """Checks that a value is a trajectory or `Episodes`."""
+    if not isinstance(value, Transition | Episodes):
+        raise ValueError(
+            "`data` must be a trajectory or `Episodes`, got "
+            f"{type(value).__name__}; for a stream's batch, pass its `trajectory`."
         )
 
 
