@@ -26,7 +26,7 @@ from rollout.envs.vectorize import vectorize
 _GYMNAX = "gymnax"
 _INSTALLED = "installed"
 # Each has `ids`, and `make_one`, `make_agents` or both.
-_SUITES = {
+SUITES = {
     "gymnax": gymnax,
     "brax": brax,
     "craftax": craftax,
@@ -55,12 +55,12 @@ def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
     """
     if suite == _INSTALLED:
         found: list[str] = []
-        for name in _SUITES:
+        for name in SUITES:
             with contextlib.suppress(ValueError):
                 found += env_ids(name)
         return tuple(found)
-    if suite not in _SUITES:
-        known = ", ".join((_INSTALLED, *_SUITES))
+    if suite not in SUITES:
+        known = ", ".join((_INSTALLED, *SUITES))
         raise ValueError(f"`suite` must be one of {known}, got {suite!r}.")
     prefix = "" if suite == _GYMNAX else f"{suite}:"
     return tuple(prefix + name for name in _ids(suite))
@@ -129,11 +129,11 @@ def _make(how: str, env_id: str, options: dict[str, Any]) -> Any:
         )
     *prefix, name = env_id.rsplit(":", 1)
     suite = prefix[0] if prefix else _GYMNAX
-    able = [x for x, module in _SUITES.items() if hasattr(module, how)]
+    able = [x for x, module in SUITES.items() if hasattr(module, how)]
     if suite not in able:
         *first, last = (f"{x}:" for x in able)
         number = "several agents" if how == "make_one" else "one agent"
-        other = f", whose environments have {number}" if suite in _SUITES else ""
+        other = f", whose environments have {number}" if suite in SUITES else ""
         raise ValueError(
             f"`env_id` must begin with {', '.join(first)} or {last}, got "
             f"{env_id!r}{other}."
@@ -146,7 +146,7 @@ def _make(how: str, env_id: str, options: dict[str, Any]) -> Any:
             f"`env_id` must be one of the {len(ids)} ids of "
             f"`rollout.envs.env_ids({suite!r})`, got {env_id!r}.{nearest}"
         )
-    make_fn = getattr(_SUITES[suite], how)
+    make_fn = getattr(SUITES[suite], how)
     try:
         return _once(make_fn, name, **options)
     except (ImportError, OSError) as error:  # it needs another package, or a download
@@ -172,7 +172,7 @@ def _ids(suite: str) -> tuple[str, ...]:
     """Returns the suite's own ids, and imports it for that."""
     try:
         with _quiet():
-            return _SUITES[suite].ids()
+            return SUITES[suite].ids()
     except ModuleNotFoundError as error:
         raise ValueError(str(error)) from error
 
