@@ -85,15 +85,19 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
             ValueError: if `num_episodes` is not an int of at least 1.
         """
         size = checks.int_between("num_episodes", num_episodes)
-        zero, no_counts = jnp.zeros(size, jnp.float32), jnp.zeros(size, jnp.int32)
-        own = dict.fromkeys(accumulated, zero)
-        listed = _Listed(
-            num=jnp.int32(0),
-            start=no_counts,
-            lane=no_counts,
-            values=(zero, no_counts, own),
-        )
-        return cls(returns=zero, lengths=no_counts, accumulated=own, listed=listed)
+
+        def zero(dtype: Any = jnp.float32) -> jax.Array:
+            return jnp.zeros(
+                size, dtype
+            )  # each its own buffer, so that all are donated
+
+        def values() -> _Values:
+            return zero(), zero(jnp.int32), {name: zero() for name in accumulated}
+
+        returns, lengths, own = values()
+        start, lane = zero(jnp.int32), zero(jnp.int32)
+        listed = _Listed(num=jnp.int32(0), start=start, lane=lane, values=values())
+        return cls(returns=returns, lengths=lengths, accumulated=own, listed=listed)
 
     def add(self, data: Transition | Episodes) -> Self:
         """Moves the window on by the episodes that count after `data`. Pure.
@@ -193,15 +197,13 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
 def _values(data: Any, names: list[str]) -> _Values:
     """Checks what is added to a window; returns the values of its episodes so far."""
     checks.of_episodes(data)
-    axes = ("N",) if isinstance(data, Episodes) else ("T", "B", "...")
+    axes, num_axes = ("[N]", 1) if isinstance(data, Episodes) else ("[T, B, ...]", 2)
     fields = "episode_return", "episode_length", "terminated", "truncated"
     shapes = [jnp.shape(getattr(data, name)) for name in fields]
-    num_axes = 1 if isinstance(data, Episodes) else 2
     if len(set(shapes)) > 1 or len(shapes[0]) != num_axes or 0 in shapes[0]:
         got = ", ".join(f"`{x}` of {y}" for x, y in zip(fields, shapes, strict=True))
         raise ValueError(
-            f"`data` must be `[{', '.join(axes)}]`, of one run and not empty, got "
-            f"{got}."
+            f"`data` must be `{axes}`, of one run and not empty, got {got}."
         )
     if isinstance(data, Transition) and isinstance(data.info, Served):
         raise ValueError(

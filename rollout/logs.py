@@ -1,7 +1,6 @@
 """`log_stats`: flattens statistics into floats, for any logger."""
 
 import dataclasses
-import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -70,8 +69,9 @@ def log_stats(
         if defined.size:
             put(group + name, defined.mean())
         if value.ndim and defined.size > 1:
+            count: Any = np.int32(defined.size)
             over_seeds = Moments(
-                count=np.int32(defined.size),
+                count=count,
                 total=defined.sum(),
                 squared_deviations=np.sum((defined - defined.mean()) ** 2),
                 low=defined.min(),
@@ -88,7 +88,7 @@ def _check(name: str, value: Any, num_seeds: int | None) -> None:
         raise ValueError(f"`log_stats` must be called outside of `jit`, got {name}.")
     dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
     is_real = any(jnp.issubdtype(dtype, x) for x in (jnp.integer, jnp.floating, bool))
-    if not is_real and not isinstance(value, numbers.Real):
+    if not (is_real or type(value) is int):  # NumPy has no dtype for a large one
         raise ValueError(
             f"`stats` must have real numbers as leaves, got {checks.describe(value)} "
             f"at {name}."

@@ -145,7 +145,10 @@ def test_window_has_episodes_before_which_all_have_ended(size, num_rows):
     trajectory = played(LENGTHS, 56)
     window = rollout.EpisodeWindow.create(size, accumulated=["twice"])
     assert str(window) == "no episode counts yet"
-    add, wanted = jax.jit(lambda w, t: w.add(t)), list(counted(trajectory, size))
+    add, wanted = (
+        jax.jit(lambda w, t: w.add(t), donate_argnums=0),
+        list(counted(trajectory, size)),
+    )
     for i in range(0, 56, num_rows):
         window = add(window, part(trajectory, i, i + num_rows))
         want = wanted[i + num_rows - 1]
