@@ -33,7 +33,7 @@ _OTHERS = (
     "those of Gymnasium, for a `HostCollector`."
 )
 # Each has `ids`, and `make_one`, `make_agents` or both.
-_SUITES = {
+SUITES = {
     "gymnax": gymnax,
     "brax": brax,
     "craftax": craftax,
@@ -62,12 +62,12 @@ def env_ids(suite: str = _GYMNAX) -> tuple[str, ...]:
     """
     if suite == _INSTALLED:
         found: list[str] = []
-        for name in _SUITES:
+        for name in SUITES:
             with contextlib.suppress(ValueError):
                 found += env_ids(name)
         return tuple(found)
-    if suite not in _SUITES:
-        known = ", ".join((_INSTALLED, *_SUITES))
+    if suite not in SUITES:
+        known = ", ".join((_INSTALLED, *SUITES))
         raise ValueError(f"`suite` must be one of {known}, got {suite!r}.")
     prefix = "" if suite == _GYMNAX else f"{suite}:"
     return tuple(prefix + name for name in _ids(suite))
@@ -154,11 +154,11 @@ def _make(
         )
     *prefix, name = env_id.rsplit(":", 1)
     suite = prefix[0] if prefix else _GYMNAX
-    able = [x for x, module in _SUITES.items() if hasattr(module, how)]
+    able = [x for x, module in SUITES.items() if hasattr(module, how)]
     if suite not in able:
         *first, last = (f"{x}:" for x in able)
         number = "several agents" if how == "make_one" else "one agent"
-        other = f", whose environments have {number}" if suite in _SUITES else ""
+        other = f", whose environments have {number}" if suite in SUITES else ""
         raise ValueError(
             f"`env_id` must begin with {', '.join(first)} or {last}, got "
             f"{env_id!r}{other}.{_OTHERS if suite == 'gymnasium' else ''}"
@@ -172,7 +172,7 @@ def _make(
             f"`env_id` must be one of the {len(ids)} ids of "
             f"`rollout.envs.env_ids({suite!r})`, got {env_id!r}.{nearest}"
         )
-    env = _build(getattr(_SUITES[suite], how), env_id, name, options)
+    env = _build(getattr(SUITES[suite], how), env_id, name, options)
     if max_episode_steps is None:
         return env
     limit = checks.int_between("max_episode_steps", max_episode_steps)
@@ -210,7 +210,7 @@ def _ids(suite: str) -> tuple[str, ...]:
     """Returns the suite's own ids, and imports it for that."""
     try:
         with _quiet():
-            return _SUITES[suite].ids()
+            return SUITES[suite].ids()
     except ModuleNotFoundError as error:
         raise ValueError(str(error)) from error
 

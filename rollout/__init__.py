@@ -17,11 +17,11 @@ for environments that are not JAX; `rollout.recommendation` for items and users.
 `rollout.envs` has environments, and `rollout.buffers` replay buffers.
 
 `types` has the contracts; `checks` and `nonfinite` check arguments and recorded values;
-`platform` chooses implementations by device; `stats`, `moments`, `trajectories`,
-`targets` and `minibatches` compute on trajectories; `collector`, `evaluation`,
-`probing`, `profiling` and `checkpoint` have the functions of these names; `sharding`
-spreads lanes over devices and `multihost` compares the processes of one run; `gif`
-draws an episode.
+`platform` chooses implementations by device; `stats`, `moments`, `episode_window`,
+`trajectories`, `targets` and `minibatches` compute on trajectories, and `logs` flattens
+statistics; `collector`, `evaluation`, `probing`, `profiling` and `checkpoint` have the
+functions of these names; `sharding` spreads lanes over devices and `multihost` compares
+the processes of one run; `gif` draws an episode.
 `policies`, `kernel`, `stream`, `inspection` and `cli` are packages that list their
 modules.
 """
@@ -37,9 +37,11 @@ from rollout import agents as agents
 from rollout import checkpoint
 from rollout import recommendation as recommendation
 from rollout.collector import Collector
+from rollout.episode_window import EpisodeWindow
 from rollout.evaluation import evaluate
 from rollout.gif import record_gif
 from rollout.host import HostCollector, by_env, remote_batches
+from rollout.logs import log_stats
 from rollout.minibatches import scan_minibatches
 from rollout.moments import Moments
 from rollout.policies import (
@@ -57,9 +59,7 @@ from rollout.profiling import Profile, profile
 from rollout.sharding import shard
 from rollout.stats import (
     CollectStats,
-    EpisodeWindow,
     finished,
-    log_stats,
     summarize,
 )
 from rollout.stream import Stream, StreamBatch, StreamStats

@@ -22,6 +22,7 @@ from rollout.types import (
     Accumulator,
     Accumulators,
     Carry,
+    Episodes,
     Policy,
     PolicyStep,
     Transition,
@@ -489,6 +490,15 @@ def shaped(name: str, value: Any, shape: tuple[int, ...]) -> None:
     if getattr(value, "shape", None) != shape or not hasattr(value, "dtype"):
         raise ValueError(
             f"`{name}` must be an array of shape {shape}, got {describe(value)}."
+        )
+
+
+def of_episodes(value: Any) -> None:
+    """Checks that a value is a trajectory or `Episodes`."""
+    if not isinstance(value, Transition | Episodes):
+        raise ValueError(
+            "`data` must be a trajectory or `Episodes`, got "
+            f"{type(value).__name__}; for a stream's batch, pass its `trajectory`."
         )
 
 

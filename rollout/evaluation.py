@@ -39,6 +39,9 @@ def evaluate(
     leaves lanes out. Where lanes differ, as those of `rollout.envs.vectorize_each`,
     summarize `collect_episodes_per_env`, which plays equally many in each.
 
+    With several agents the return is that of the team, and 0 in a zero-sum game:
+    `rollout.agents.evaluate_agents` has that of each agent and policy.
+
     Args:
         collector: policy and environments; fastest with `num_envs` near
             `num_episodes`.

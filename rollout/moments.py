@@ -108,10 +108,15 @@ def moments(value: jax.Array, flag: jax.Array) -> Moments:
 
 def moments_by_name(tree: ArrayTree, flag: jax.Array) -> dict[str, Moments]:
     """Computes the moments of each leaf that has the shape of `flag`, by its path."""
+    return {name: moments(x, flag) for name, x in by_name(tree, flag.shape).items()}
+
+
+def by_name(tree: ArrayTree, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+    """Returns the leaves of this shape by their path, joined by "/"."""
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): moments(leaf, flag)
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
-        if leaf.shape == flag.shape
+        if leaf.shape == shape
     }
 
 

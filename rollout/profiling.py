@@ -1,5 +1,7 @@
 """`profile`: times the policy, the environment, the auto-reset and the recording."""
 
+import collections
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -13,12 +15,13 @@ from rollout import checks, kernel
 from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
+from rollout.host.host_collector import HostCollector
 from rollout.kernel import episode_keys
 from rollout.types import Carry, ParamsT, Transition
 
 
 class Profile(NamedTuple):
-    """Seconds that `num_steps` steps of every lane take.
+    """Seconds that `num_steps` steps of every lane take; printed, a table.
 
     Attributes:
         policy: applying the policy.
@@ -37,6 +40,11 @@ class Profile(NamedTuple):
     whole: float
     unexplained: float
 
+    def __str__(self) -> str:
+        """Formats a line for each part, in milliseconds."""
+        parts = {name.replace("_", " "): x for name, x in self._asdict().items()}
+        return "\n".join(f"  {x:<17} {1e3 * y:.3f} ms" for x, y in parts.items())
+
 
 class _Given(NamedTuple):
     """Inputs of every timed part."""
@@ -48,7 +56,7 @@ class _Given(NamedTuple):
 
 
 def profile(
-    collector: Collector[ParamsT],
+    collector: Collector[ParamsT] | HostCollector[ParamsT],
     params: ParamsT,
     num_steps: int,
     *,
@@ -62,10 +70,14 @@ def profile(
     faster or slower after its ending is timed wrongly. The parts are timed in turn, and
     each reports the median of its times.
 
+    The parts of a `HostCollector` are timed within whole collections, as often as
+    `num_repeats` says. They reset its environments, so a carry from before is void.
+
     Args:
         collector: policy and environments.
         params: parameters of the policy.
-        num_steps: T, steps per lane, at least 1. Takes the memory of two trajectories.
+        num_steps: T, steps per lane, or rows with `num_ready`, at least 1. Takes the
+            memory of two trajectories.
         key: one typed key, `jax.random.key(0)` if None.
         num_repeats: how often each part is timed, at least 1; compiling is not timed.
 
@@ -76,10 +88,13 @@ def profile(
         ValueError: if `num_steps` or `num_repeats` is not an int of at least 1, or as
             `Collector.step` does.
     """
-    checks.collects_in_jax(collector)
     num_steps = checks.int_between("num_steps", num_steps)
     num_repeats = checks.int_between("num_repeats", num_repeats)
-    carry = collector.init(jax.random.key(0) if key is None else key)
+    key = jax.random.key(0) if key is None else key
+    if isinstance(collector, HostCollector):
+        return _profile_host(collector, params, num_steps, key, num_repeats)
+    checks.collects_in_jax(collector)
+    carry = collector.init(key)
     _, trajectory = collector.collect_steps(carry, params, num_steps)
     given = _Given(collector, carry, params, trajectory)
     timed = _policy, _env_step, _auto_reset, _recording  # in the order of `Profile`
@@ -88,6 +103,53 @@ def profile(
     times = [[_time(x, given) for x in programs] for _ in range(num_repeats)]
     *parts, whole = map(statistics.median, zip(*times, strict=True))
     return Profile(*parts, whole=whole, unexplained=whole - sum(parts))
+
+
+def _profile_host(
+    collector: HostCollector,
+    params: Any,
+    num_steps: int,
+    key: chex.PRNGKey,
+    num_repeats: int,
+) -> Profile:
+    """Times the calls of which a collection over host environments consists."""
+    collector = collector.replace()  # with methods that keep their time
+    seconds: dict[str, float] = collections.defaultdict(float)
+    loop = collector._loop
+    parts = {
+        "policy": (loop.runner, "act"),
+        "all_steps": (loop, "_step"),
+        "served_steps": (loop, "_serve"),
+        "auto_reset": (loop, "_settle"),
+        "rows": (loop, "_take"),
+        "trajectory": (collector, "_count"),
+    }
+
+    def timed(part: str, fn: Callable[..., Any], *args: Any) -> Any:
+        start = time.perf_counter()
+        result = fn(*args)
+        seconds[part] += time.perf_counter() - start
+        return result
+
+    for part, (owner, name) in parts.items():
+        setattr(owner, name, functools.partial(timed, part, getattr(owner, name)))
+    carry, times = collector.init(key), []
+    for _ in range(num_repeats + 1):  # the first one compiles
+        seconds.clear()
+        start = time.perf_counter()
+        carry, trajectory = collector.collect_steps(carry, params, num_steps)
+        jax.block_until_ready(trajectory)
+        whole = time.perf_counter() - start
+        steps = seconds["all_steps"] + seconds["served_steps"]  # which call the policy
+        timed_parts = (
+            seconds["policy"],
+            steps - seconds["policy"],
+            seconds["auto_reset"],
+            seconds["rows"] + seconds["trajectory"],
+        )
+        times.append((*timed_parts, whole))
+    *found, whole = map(statistics.median, zip(*times[1:], strict=True))
+    return Profile(*found, whole=whole, unexplained=whole - sum(found))
 
 
 def _time(program: Callable[[_Given], Any], given: _Given) -> float:

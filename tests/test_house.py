@@ -29,9 +29,10 @@ LADDER = (
     {"kernel"},
     {"collector"},
     {"host"},
+    {"episode_window"},
     {"agents", "evaluation", "gif", "probing", "profiling", "recommendation"}
     | {"sharding", "stream"},
-    {"inspection"},
+    {"inspection", "logs"},
     {"cli"},
     {"__main__"},
 )

@@ -6,7 +6,13 @@ policy with many sets of parameters; `subgroups` joins the actions of all polici
 agents and policies.
 """
 
-from rollout.agents.agent_stats import AgentMetrics, AgentStats, summarize_agents
+from rollout.agents.agent_stats import (
+    AgentMetrics,
+    AgentStats,
+    Results,
+    evaluate_agents,
+    summarize_agents,
+)
 from rollout.agents.mapping import fixed_mapping
 from rollout.agents.policy_map import policy_map, policy_state
 from rollout.agents.population import Population, population
@@ -25,7 +31,9 @@ __all__ = [
     "Pending",
     "PerAgent",
     "Population",
+    "Results",
     "agent_transitions",
+    "evaluate_agents",
     "fixed_mapping",
     "for_policy",
     "init_agent_transitions",

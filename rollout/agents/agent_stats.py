@@ -1,21 +1,65 @@
 """`summarize_agents`: statistics of each agent and each policy, over ended episodes."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from rollout import checks
 from rollout.agents.transitions import agents_of
 from rollout.collector import Collector
 from rollout.envs.multi_agent import AgentInfo, layout_of
-from rollout.moments import Moments, moments, moments_by_name
+from rollout.moments import Moments, is_known, moments, moments_by_name, xp_of
 from rollout.stats import present
 from rollout.types import Accumulator, Episodes, PerAgent, Transition
 
 _NAME = "agents"  # of the accumulator
+
+
+class Results(struct.PyTreeNode, kw_only=True):
+    """Results of games: a win is a return above 0, a loss one below, a draw one of 0.
+
+    Where two agents of a game have the same policy, both count for it.
+
+    Attributes:
+        wins: `()` int32, how many there are.
+        draws: `()` int32, likewise.
+        losses: `()` int32, likewise.
+    """
+
+    wins: jax.Array  # ()
+    draws: jax.Array  # ()
+    losses: jax.Array  # ()
+
+    def interval(self, name: str) -> tuple[jax.Array, jax.Array]:
+        """Computes the 95 % confidence interval of the share of "wins", say.
+
+        Returns:
+            Both ends, in [0, 1], also for shares of 0 and 1. "Probable inference, the
+            law of succession, and statistical inference" (Wilson, 1927).
+        """
+        xp, z = xp_of(self), 1.959964
+        n = xp.maximum(self.wins + self.draws + self.losses, 1) * 1.0
+        share = getattr(self, name) / n
+        middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+        margin = z * xp.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+        margin /= 1 + z**2 / n
+        return xp.maximum(middle - margin, 0.0), xp.minimum(middle + margin, 1.0)
+
+    def __str__(self) -> str:
+        """Formats the counts, each with the 95 % interval of its share."""
+        if not is_known(self.wins):
+            return repr(self)
+        parts = []
+        for name in ("wins", "draws", "losses"):
+            low, high = (100 * x for x in self.interval(name))
+            parts += [f"{getattr(self, name):,} {name} ({low:.1f} to {high:.1f} %)"]
+        return ", ".join(parts)
 
 
 class AgentMetrics(struct.PyTreeNode, kw_only=True):
@@ -24,17 +68,21 @@ class AgentMetrics(struct.PyTreeNode, kw_only=True):
     Attributes:
         returns: of its undiscounted returns.
         lengths: of the number of its actions.
+        results: wins, draws and losses, by the sign of the return.
         accumulated: of each `PerAgent` value that is one number per agent, by its path
             in `accumulated`, joined by "/".
     """
 
     returns: Moments
     lengths: Moments
+    results: Results
     accumulated: dict[str, Moments] = struct.field(default_factory=dict)
 
 
 class AgentStats(struct.PyTreeNode, kw_only=True):
     """Statistics per agent.
+
+    `print` shows the results of every policy, or else of every agent.
 
     Attributes:
         num_steps: `()` int32, environment steps over all lanes, idle ones not counted.
@@ -60,24 +108,104 @@ class AgentStats(struct.PyTreeNode, kw_only=True):
     agents: dict[str, AgentMetrics]
     policies: dict[str, AgentMetrics]
 
+    def __str__(self) -> str:
+        """Formats the results and the mean return of each policy, or each agent."""
+        if not is_known(self.num_episodes):
+            return repr(self)
+        metrics = self.policies or self.agents
+        lines = [f"{x}: {y.results}, return {y.returns}" for x, y in metrics.items()]
+        return "\n".join(lines)
 
-def keep_agents(collector: Collector) -> Collector:
+
+def evaluate_agents(
+    collector: Collector,
+    key: chex.PRNGKey,
+    params: Any,
+    num_episodes: int,
+    *,
+    max_steps: int = 1_000_000,
+) -> AgentStats:
+    """Plays exactly `num_episodes`, and summarizes agents and policies. Jitted.
+
+    It plays the episodes of `rollout.evaluate`, whose return is that of the team: 0 in
+    every game that one wins and the other loses. Here each agent and each policy of a
+    `policy_map` has its own results and returns:
+
+        print(rollout.agents.evaluate_agents(collector, key, params, 1000))
+
+    Args:
+        collector: with an environment of `rollout.envs.vectorize_agents`.
+        key: one typed key: the source of all randomness.
+        params: parameters of the policy.
+        num_episodes: N, at least 1. Static: one trace per value.
+        max_steps: steps of an episode after which it is cut, at least 1; cut episodes
+            count with the returns until then.
+
+    Returns:
+        Statistics, as of `summarize_agents`; `num_unmapped` is 0.
+
+    Raises:
+        ValueError: if the environment has one agent, or as `rollout.evaluate` does.
+    """
+    checks.typed_key(key)
+    num_episodes = checks.int_between("num_episodes", num_episodes)
+    max_steps = checks.max_steps(max_steps)
+    return _evaluate(collector, key, params, num_episodes, max_steps)
+
+
+@functools.partial(jax.jit, static_argnames=("num_episodes", "max_steps"))
+def _evaluate(
+    collector: Collector,
+    key: chex.PRNGKey,
+    params: Any,
+    num_episodes: int,
+    max_steps: int,
+) -> AgentStats:
+    collector = keep_agents(collector, params)
+    carry = collector.init(key)
+    _, episodes = collector.collect_episodes(
+        carry, params, num_episodes, max_steps=max_steps
+    )
+    return summarize_agents(episodes)
+
+
+class _Kept(struct.PyTreeNode, kw_only=True):
+    """What `keep_agents` keeps of an episode."""
+
+    info: AgentInfo
+    unassigned_reward: jax.Array  # [B, A]
+    policies: Any  # `policy_id` and `policy_index` of a `policy_map`; else ()
+
+
+def keep_agents(collector: Collector, params: Any) -> Collector:
     """Adds the accumulator that `summarize_agents` reads in `Episodes` to a collector.
 
     Args:
         collector: with an environment of `rollout.envs.vectorize_agents`.
+        params: parameters of the policy.
     """
-    layout = layout_of(collector.env)
+    layout, plain = layout_of(collector.env), collector.replace(record_fn=None)
+    carry = jax.eval_shape(plain.init, jax.random.key(0))
+    row = jax.eval_shape(plain.step, carry, params)[1]
 
-    def init(num_envs: int) -> tuple[AgentInfo, jax.Array]:
+    def init(num_envs: int) -> _Kept:
         zero = jnp.zeros((num_envs, len(layout.agents)), jnp.float32)
         packed = zero.astype(jnp.uint32)
-        info = AgentInfo(reward=zero, agent_return=zero, packed=packed, layout=layout)
-        return info, zero
+        return _Kept(
+            info=AgentInfo(
+                reward=zero, agent_return=zero, packed=packed, layout=layout
+            ),
+            unassigned_reward=zero,
+            policies=jax.tree.map(lambda x: zero.astype(x.dtype), _policies_of(row)),
+        )
 
-    def update(kept: Any, transition: Transition) -> tuple[AgentInfo, jax.Array]:
+    def update(kept: Any, transition: Transition) -> _Kept:
         info = agents_of(transition)
-        return info, kept[1] + info.unassigned_reward
+        return _Kept(
+            info=info,
+            unassigned_reward=kept.unassigned_reward + info.unassigned_reward,
+            policies=_policies_of(transition),
+        )
 
     accumulators = {**dict(collector.accumulators), _NAME: Accumulator(init, update)}
     return collector.replace(accumulators=accumulators)
@@ -86,14 +214,14 @@ def keep_agents(collector: Collector) -> Collector:
 def summarize_agents(data: Transition | Episodes) -> AgentStats:
     """Summarizes agents and policies, inside or outside of `jit`.
 
-    Returns and lengths are those of the episodes that ended, each counted whole.
+    Returns, lengths and results are those of the episodes that ended, each counted
+    whole. Short episodes are favoured; `evaluate_agents` plays exactly N.
 
     Args:
         data: a trajectory, `[T, B, ...]`, of an environment of
             `rollout.envs.vectorize_agents`; masked-out rows do not count. Or the
             `Episodes` of a collector made by `rollout.agents.agent_stats.keep_agents`:
-            then `policies` has the metrics of the environment's groups, by name, and
-            `num_unmapped` is 0.
+            then `num_unmapped` is 0.
 
     Returns:
         Statistics, each `()`; means over no episode are NaN.
@@ -109,30 +237,34 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
                 "`data` must be a trajectory, or `Episodes` of a collector made by "
                 "`rollout.agents.agent_stats.keep_agents`, got others."
             )
-        info, unassigned_reward = accumulated[_NAME]
-        num_steps, num_actions = data.num_steps, info.agent_length
-        ended = present(data)[:, None]
-        took_part = ended & (info.agent_length > 0)
-        of_policies = {x.name: _only(x.members, took_part) for x in info.layout.groups}
+        kept: _Kept = accumulated[_NAME]
+        info, policies = kept.info, kept.policies
+        unassigned_reward, num_steps = kept.unassigned_reward, data.num_steps
+        num_actions, ended = info.agent_length, present(data)[:, None]
     else:
-        info, mask = agents_of(data), data.mask[..., None]
+        info, mask, policies = agents_of(data), data.mask[..., None], _policies_of(data)
         unassigned_reward = jnp.where(mask, info.unassigned_reward, 0.0)
         num_steps, num_actions = _count(mask), info.acted & mask
         ended = data.done[..., None] & mask
-        took_part, of_policies = ended & (info.agent_length > 0), {}
-        extras: dict[str, Any] = data.extras if isinstance(data.extras, dict) else {}
-        if (policy_index := extras.get("policy_index")) is not None:
-            policy_id = extras["policy_id"]
-            is_unmapped = num_actions & (policy_id < 0)
-            of_policies = {
-                name: took_part & policy_index.select(name, policy_id)
-                for name, *_ in policy_index.indices
-            }
+        if policies:
+            is_unmapped = num_actions & (policies[0] < 0)
+    took_part, of_policies = ended & (info.agent_length > 0), {}
+    if policies:
+        policy_id, policy_index = policies
+        of_policies = {
+            name: took_part & policy_index.select(name, policy_id)
+            for name, *_ in policy_index.indices
+        }
     agents = {x: _only([i], took_part) for i, x in enumerate(info.layout.agents)}
     own = {name: x.value for name, x in accumulated.items() if isinstance(x, PerAgent)}
 
     def metrics(flag: jax.Array) -> AgentMetrics:
         return AgentMetrics(
+            results=Results(
+                wins=_count(flag & (info.agent_return > 0)),
+                draws=_count(flag & (info.agent_return == 0)),
+                losses=_count(flag & (info.agent_return < 0)),
+            ),
             returns=moments(info.agent_return, flag),
             lengths=moments(info.agent_length, flag),
             accumulated=moments_by_name(own, flag),
@@ -148,6 +280,13 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
         agents={name: metrics(flag) for name, flag in agents.items()},
         policies={name: metrics(flag) for name, flag in of_policies.items()},
     )
+
+
+def _policies_of(transition: Transition) -> Any:
+    """Returns `(policy_id, policy_index)` of a `policy_map`, or ()."""
+    extras = transition.extras
+    is_mapped = isinstance(extras, dict) and "policy_index" in extras
+    return (extras["policy_id"], extras["policy_index"]) if is_mapped else ()
 
 
 def _only(members: Sequence[int], flag: jax.Array) -> jax.Array:

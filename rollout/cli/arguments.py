@@ -30,7 +30,8 @@ def make_parser() -> ArgumentParser:
     text = "Collects experience with the random policy and reports on it."
     parser = _Parser("python -m rollout", description=text, allow_abbrev=False)
     add = parser.add_argument
-    add("env", nargs="?", help="id, such as CartPole-v1, jumanji:Snake-v1, pgx:chess")
+    text = "id, such as CartPole-v1, jumanji:Snake-v1, pgx:chess; or your own, "
+    add("env", nargs="?", help=f"{text}module:Class or file.py:function")
     add("--num-envs", type=count, help="lanes (1024, of gymnasium: and envpool: 16)")
     add("--devices", type=count_or_all, help="devices for them, or all (the fastest)")
     kind = parser.add_mutually_exclusive_group().add_argument
@@ -55,8 +56,8 @@ def parse(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
     """Parses and checks the arguments, and sets the defaults of their kind of run.
 
     Returns:
-        The arguments; also `is_on_host`, whether the environments are not JAX,
-        `has_agents`, whether they have several, and their `title`.
+        The arguments; also `is_on_host`, whether the environments are not JAX, and
+        their `title`.
     """
     run = parser.parse_args(argv)
     given = ", ".join(f"{name}={value!r}" for name, value in run.env_param)
@@ -70,12 +71,11 @@ def parse(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
     if run.env is None:
         parser.error("the environment is missing; --list-envs prints the ids")
     run.is_on_host = run.env.startswith(("gymnasium:", "envpool:"))
-    run.has_agents = run.env.startswith(("jaxmarl:", "pgx:"))
     kind = next((name for name in _EXCLUDED if getattr(run, name)), "num_steps")
     for name in _EXCLUDED[kind].split():
         if getattr(run, name):
             fail(name, f"not allowed with argument --{kind.replace('_', '-')}")
-    for name in ("gif", "profile", "inspect", "devices"):
+    for name in ("gif", "inspect", "devices"):
         if run.is_on_host and getattr(run, name) not in (None, 1):
             fail(name, f"only for environments in JAX, got {run.env}")
     for name in ("save", "plot", "gif"):

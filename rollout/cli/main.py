@@ -120,8 +120,8 @@ def _collect(run: Namespace) -> None:
             np.savez(file, **result.saved)
         _print(table.line("saved", run.save))
     if run.profile:
-        seconds = _aside(runs.profile, run, num_devices)
-        _print(*table.parts(seconds), table.line("profile", run.profile))
+        found = _aside(runs.profile, run, num_devices)
+        _print(found, table.line("profile", run.profile))
     if run.plot:
         if not result.stats.num_episodes:
             raise ValueError("argument --plot: no episode ended, nothing to draw")

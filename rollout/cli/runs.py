@@ -1,10 +1,13 @@
 """Executes runs of `python -m rollout`: steps, episodes, a drawing, an inspection."""
 
 import contextlib
+import importlib
 import os
+import runpy
 import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +17,7 @@ from rollout import agents, envs, inspection, profiling
 from rollout.agents.agent_stats import keep_agents
 from rollout.cli.table import Result
 from rollout.collector import Collector
+from rollout.envs.registry import SUITES
 from rollout.gif import record_gif
 from rollout.host import HostCollector
 from rollout.moments import merge
@@ -72,15 +76,21 @@ def make_collector(run: Namespace, num_devices: int = 1) -> tuple[Any, Any]:
         else:
             env = envs.from_gymnasium(env_id, run.num_envs, **options)
         return HostCollector(env=env, policy=random_policy(env.action_space)), params
-    if run.has_agents:
-        env = envs.vectorize_agents(envs.make_agents(run.env, **options), run.num_envs)
+    if suite in ("jaxmarl", "pgx"):
+        one: Any = envs.make_agents(run.env, **options)
+    elif not env_id or suite in SUITES:
+        one = envs.make(run.env, **options)
+    else:
+        one = _make_own(run.env, options)
+    if hasattr(one, "agents"):
+        env = envs.vectorize_agents(one, run.num_envs)
         seen, spaces = env.observation_spaces, env.action_spaces
         every = {x: _random_policy(seen[x], spaces[x]) for x in env.groups}
         groups = {agent: x for x, names in env.groups.items() for agent in names}
         policy = agents.policy_map(every, agents.fixed_mapping(groups), env)
         params = dict.fromkeys(every)
     else:
-        env = envs.make_vec(run.env, run.num_envs, **options)
+        env = envs.vectorize(one, run.num_envs)
         policy = _random_policy(env.observation_space, env.action_space)
     collector = Collector(env=env, policy=policy)
     if num_devices == 1:
@@ -100,12 +110,13 @@ def collect(run: Namespace, num_devices: int, batches: Batches) -> None:
     """
     start = time.perf_counter()
     collector, params = make_collector(run, num_devices)
+    has_agents = hasattr(collector.env, "groups")
 
     def keep(trajectory: Transition) -> tuple[Any, Any]:
         """Keeps the fields that a file needs; the others are not stored."""
         drawn = {name: getattr(trajectory, name) for name in _DRAWN if run.plot}
-        saved = _by_name(trajectory, run.has_agents) if run.save else {}
-        metrics = agents.summarize_agents(trajectory) if run.has_agents else None
+        saved = _by_name(trajectory, has_agents) if run.save else {}
+        metrics = agents.summarize_agents(trajectory) if has_agents else None
         return (drawn, saved), metrics
 
     with Stream(
@@ -146,15 +157,16 @@ def play(run: Namespace, num_devices: int) -> Result:
     """Plays exactly `num_episodes` episodes of at most `max_steps` steps each."""
     start = time.perf_counter()
     collector, params = make_collector(run, num_devices)
-    if run.has_agents:
-        collector = keep_agents(collector)
+    has_agents = hasattr(collector.env, "groups")
+    if has_agents:
+        collector = keep_agents(collector, params)
     carry = collector.init(jax.random.key(run.seed))
 
     def program(collector: Any, carry: Any, params: Any) -> Any:
         end, episodes = collector.collect_episodes(
             carry, params, run.num_episodes, max_steps=run.max_steps
         )
-        metrics = agents.summarize_agents(episodes) if run.has_agents else None
+        metrics = agents.summarize_agents(episodes) if has_agents else None
         drawn = {name: getattr(episodes, name) for name in _DRAWN}
         return summarize(episodes), metrics, end.step - carry.step, drawn
 
@@ -205,6 +217,22 @@ def num_rows(run: Namespace) -> int:
     """Returns the number of rows in a batch."""
     most = (_MAX_HOST_ROWS if run.is_on_host else _MAX_ROWS) // run.num_envs
     return min(-(-run.num_steps // _NUM_BATCHES), max(1, most))
+
+
+def _make_own(text: str, options: dict[str, Any]) -> Any:
+    """Makes a user's own environment, of `module:Class` or `file.py:function`."""
+    where, _, name = text.rpartition(":")
+    is_file = where.endswith(".py")
+    sys.path.insert(0, str(Path(where).parent) if is_file else "")
+    try:
+        own = runpy.run_path(where) if is_file else vars(importlib.import_module(where))
+        make = own[name]
+    except (ImportError, OSError, KeyError) as error:
+        raise ValueError(
+            "the environment must be one of --list-envs, module:Class or "
+            f"file.py:function, got {text}: {error}"
+        ) from error
+    return make(**options)
 
 
 def _random_policy(observation_space: Any, action_space: Any) -> Any:

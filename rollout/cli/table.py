@@ -8,7 +8,6 @@ import jax
 
 from rollout.agents.agent_stats import AgentStats
 from rollout.moments import Moments
-from rollout.profiling import Profile
 from rollout.stats import CollectStats
 
 
@@ -61,12 +60,6 @@ def collected(run: Namespace, result: Result) -> Iterator[str]:
     if run.num_episodes:
         yield line("episodes per second", f"{run.num_episodes / seconds:,.0f}")
     yield line("steps per second", f"{num_steps / seconds:,.0f}")
-
-
-def parts(seconds: Profile) -> Iterator[str]:
-    """Yields the time of each part of a batch; run apart, they may take longer."""
-    for name, value in seconds._asdict().items():
-        yield line(f"  {name}".replace("_", " "), f"{1e3 * value:.3f} ms")
 
 
 def episodes(stats: CollectStats, agents: AgentStats | None) -> Iterator[str]:

@@ -81,7 +81,7 @@ def test_episodes_have_the_values_of_their_last_step():
         np.testing.assert_allclose(mean, length.mean(), rtol=1e-6)
     assert set(stats.accumulated) == {"best/highest", "discounted"}
     logged = rollout.log_stats(stats, prefix="eval/")
-    assert logged["eval/best/highest_mean"] == pytest.approx(float(mean))
+    assert logged["eval/accumulated/best/highest_mean"] == pytest.approx(float(mean))
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from streams import EPISODES, B, make_stream, new_stream
 import rollout
 from rollout import checkpoint, envs
 from rollout.gif import draw_episode
+from rollout.host import Served
 from rollout.inspection import devices
 
 KEY, ROWS = jax.random.key(0), jnp.zeros((64, 16))
@@ -122,6 +123,14 @@ def summarize_agents():
 def add_to_windows():
     windows = jax.vmap(lambda _: rollout.EpisodeWindow.create(4))(jnp.arange(2))
     windows.add(rollout.finished(collect("count")[1]))
+
+
+def add_to_window(data, **options):
+    rollout.EpisodeWindow.create(4, **options).add(data)
+
+
+def log(leaf):
+    rollout.log_stats({"a": {"b": leaf}})
 
 
 def shard(num_envs, num_devices, axis="lanes"):
@@ -323,6 +332,31 @@ MESSAGES = [
     ),
     (lambda: rollout.EpisodeWindow.create(0), "`num_episodes` must be"),
     (add_to_windows, "got those of several runs"),
+    (
+        lambda: add_to_window(next(make_stream())),
+        "for a stream's batch, pass its `traje",
+    ),
+    (
+        lambda: add_to_window(jax.tree.map(lambda x: x[0], collect("count")[1])),
+        "`data` must be `[T, B, ...]`, of one run and not empty, got `episode_return`",
+    ),
+    (
+        lambda: add_to_window(collect("count")[1].replace(episode_length=ROWS[0])),
+        "`episode_length` of (16,)",
+    ),
+    (
+        lambda: add_to_window(collect("count")[1].replace(info=Served(1, 2, 3, 4))),
+        "got rows of a `HostCollector` with `num_ready`",
+    ),
+    (
+        lambda: add_to_window(collect("count")[1], accumulated=["best"]),
+        "must have the accumulated value 'best' of the window",
+    ),
+    (lambda: log("text"), "real numbers as leaves, got str 'text' at a/b"),
+    (lambda: log(jnp.array(1j)), "leaves, got complex64 of shape () at a/b"),
+    (lambda: log(KEY), "leaves, got key<fry> of shape () at a/b"),
+    (lambda: log(ROWS[0]), "got shape (16,) at a/b and None"),
+    (lambda: jax.jit(log)(ROWS[0, 0]), "called outside of `jit`, got a/b"),
     (summarize_agents, "`data` must be a trajectory, or `Episodes`"),
     (lambda: shard(6, 4), "got 6; the nearest are 4 or 8"),
     (lambda: shard(2, 4), "got 2; the nearest are 4"),

@@ -1,8 +1,11 @@
+import time
+
 import jax
 import jax.numpy as jnp
 import pytest
 from cases import CountEnv, make_collector
 from flax import struct
+from host_count import HostCount
 
 import rollout
 from rollout import envs, profiling
@@ -15,6 +18,30 @@ def test_parts_and_the_rest_add_up_to_the_whole():
     parts = profile.policy + profile.env_step + profile.auto_reset + profile.recording
     assert min(profile[:5]) > 0
     assert profile.unexplained == pytest.approx(profile.whole - parts)
+
+
+class SlowCount(HostCount):
+    def step(self, action):
+        time.sleep(0.01)
+        return super().step(action)
+
+
+def test_work_of_a_host_environment_shows_as_its_step():
+    env, policy = SlowCount(4), make_collector("count").policy
+    collector = rollout.HostCollector(env=env, policy=policy)
+    profile = rollout.profile(collector, None, 5, num_repeats=2)
+    assert 5 * 0.01 <= profile.env_step < profile.whole
+    parts = profile.policy, profile.env_step, profile.auto_reset, profile.recording
+    assert min(parts) > 0
+    assert profile.unexplained == pytest.approx(profile.whole - sum(parts))
+
+
+def test_profile_is_printed_as_a_table():
+    profile = rollout.Profile(1e-3, 2e-3, 3e-4, 4e-5, 4e-3, 6.6e-4)
+    lines = str(profile).splitlines()
+    assert lines[0] == "  policy            1.000 ms"
+    assert lines[2] == "  auto reset        0.300 ms"
+    assert len(lines) == 6
 
 
 def work(x):

@@ -99,29 +99,101 @@ def test_statistics_of_several_runs_or_traced_ones_are_printed_as_they_are():
     assert traced[0].startswith("CollectStats(")
 
 
-@pytest.mark.parametrize("size", [1, 3, 50, 5000])
-def test_window_has_the_last_episodes_of_all_trajectories(size):
-    _, trajectory = collect("count")
-    done = np.asarray(trajectory.done)
-    window, add = rollout.EpisodeWindow.create(size), jax.jit(lambda w, t: w.add(t))
-    assert str(window) == "no episode has ended"
-    returns, lengths, cuts = [], [], (0, 1, 20, 21, 40, len(done))
-    for i, j in itertools.pairwise(cuts):
-        part = jax.tree.map(lambda x, i=i, j=j: x[i:j], trajectory)
-        window = add(window, part)
-        returns += np.asarray(part.episode_return)[done[i:j]].tolist()
-        lengths += np.asarray(part.episode_length)[done[i:j]].tolist()
-        assert window.num_episodes == min(size, len(returns))
-        if returns:
-            np.testing.assert_allclose(window.return_mean, np.mean(returns[-size:]))
-            np.testing.assert_allclose(window.length_mean, np.mean(lengths[-size:]))
-        else:
-            assert np.isnan(window.return_mean)
-            assert np.isnan(window.length_mean)
-    last = min(size, len(returns))
-    np.testing.assert_array_equal(window.returns[-last:], returns[-size:])
-    np.testing.assert_array_equal(window.lengths[-last:], lengths[-size:])
-    assert str(window).startswith(f"return {window.return_mean:.6g}, last {last} epis")
+def played(lengths, num_steps):
+    """A trajectory of lanes whose episodes have these lengths, and return the same."""
+    row = collect("count")[1]
+    count = np.zeros((num_steps, len(lengths)), np.int32)
+    done = np.zeros(count.shape, bool)
+    for lane, lane_lengths in enumerate(lengths):
+        steps = np.concatenate([np.arange(n) + 1 for n in lane_lengths])
+        count[:, lane] = steps[:num_steps]
+        done[:, lane] = (steps == np.repeat(lane_lengths, lane_lengths))[:num_steps]
+    return raw(row).replace(
+        **{"episode_length": count, "episode_return": count.astype(np.float32)},
+        **{"terminated": done, "truncated": done & False, "mask": done | True},
+        **{"accumulated": {"twice": 2 * count}},
+    )
+
+
+def part(trajectory, i, j):
+    fields = "mask", "terminated", "truncated", "episode_return", "episode_length"
+    cut = {name: getattr(trajectory, name)[i:j] for name in fields}
+    own = jax.tree.map(lambda x: x[i:j], trajectory.accumulated)
+    return trajectory.replace(**cut, accumulated=own)
+
+
+def counted(trajectory, size):
+    """After each row, the lengths that count, with room for all in the list."""
+    starts, lengths, ends = [], [], []
+    count, done = trajectory.episode_length, trajectory.done
+    for t, lane in np.argwhere(count == 1):
+        end = t + int(np.argmax(done[t:, lane])) if done[t:, lane].any() else np.inf
+        starts, ends = [*starts, t], [*ends, end]
+        lengths = [*lengths, 0 if end == np.inf else count[end, lane]]
+    for t in range(len(count)):
+        running = [s for s, end in zip(starts, ends, strict=True) if s <= t < end]
+        oldest = min(running, default=t + 1)
+        yield [x for x, s in zip(lengths, starts, strict=True) if s < oldest][-size:]
+
+
+LENGTHS = np.random.default_rng(0).integers(1, 8, (5, 60))
+
+
+@pytest.mark.parametrize("size", [25, 40])
+@pytest.mark.parametrize("num_rows", [1, 2, 7])
+def test_window_has_episodes_before_which_all_have_ended(size, num_rows):
+    trajectory = played(LENGTHS, 56)
+    window = rollout.EpisodeWindow.create(size, accumulated=["twice"])
+    assert str(window) == "no episode counts yet"
+    add, wanted = (
+        jax.jit(lambda w, t: w.add(t), donate_argnums=0),
+        list(counted(trajectory, size)),
+    )
+    for i in range(0, 56, num_rows):
+        window = add(window, part(trajectory, i, i + num_rows))
+        want = wanted[i + num_rows - 1]
+        assert window.num_episodes == len(want)
+        np.testing.assert_array_equal(window.lengths[size - len(want) :], want)
+    np.testing.assert_array_equal(window.returns, window.lengths)
+    np.testing.assert_array_equal(window.accumulated["twice"], 2 * window.lengths)
+    np.testing.assert_allclose(window.return_mean, np.mean(want))
+    np.testing.assert_allclose(window.length_mean, np.mean(want))
+    assert str(window) == f"return {np.mean(want):.6g}, last {size} episodes"
+    assert rollout.log_stats(window)["accumulated/twice_mean"] == pytest.approx(
+        2 * np.mean(want)
+    )
+
+
+@pytest.mark.parametrize(("num_lanes", "size"), [(200, 200), (200, 20), (4, 20)])
+def test_first_values_of_a_window_do_not_favour_short_episodes(num_lanes, size):
+    """Half of the episodes take 2 steps, half 20: the mean is 11 from the start."""
+    firsts, add = [], jax.jit(lambda w, t: w.add(t))
+    for seed in range(40 if num_lanes > 4 else 200):
+        rng = np.random.default_rng(seed)
+        trajectory = played(rng.choice((2, 20), (num_lanes, 40)), 60)
+        window = rollout.EpisodeWindow.create(size)
+        for i in range(0, 60, 6):
+            window = add(window, part(trajectory, i, i + 6))
+            if window.num_episodes:
+                break
+        firsts.append(float(window.length_mean))
+    error = np.std(firsts) / np.sqrt(len(firsts))
+    assert abs(np.mean(firsts) - 11) < 4 * error + 0.01
+
+
+def test_window_goes_on_after_a_trajectory_that_was_left_out():
+    trajectory, window = played(np.full((3, 9), 6), 54), rollout.EpisodeWindow.create(9)
+    window = window.add(part(trajectory, 0, 4))  # lists three episodes
+    window = window.add(part(trajectory, 8, 11))  # in which no listed one goes on
+    assert (window.num_episodes, window.listed.num) == (0, 0)
+    window = window.add(part(trajectory, 11, 30))
+    assert (window.num_episodes, window.length_mean) == (9, 6)
+
+
+def test_window_keeps_lengths_that_no_float_has():
+    length = np.array([2**24 + 1], np.int32)
+    episodes = of_episodes([1.0], episode_length=length)
+    assert rollout.EpisodeWindow.create(1).add(episodes).lengths[0] == 2**24 + 1
 
 
 def test_window_lives_in_a_scan_and_under_vmap():
@@ -151,6 +223,38 @@ def test_window_counts_episodes_that_are_there():
         "train/return_mean": 2.5,
         "train/length_mean": 5.0,
     }
+
+
+def test_log_leaves_out_what_no_episode_defines():
+    nothing = summarize(of_episodes([]))
+    one = summarize(of_episodes([np.nan]))
+    window = rollout.EpisodeWindow.create(2)
+    logged = rollout.log_stats({"none": nothing, "one": one, "last": window})
+    assert not any(name.startswith("none/return") for name in logged)
+    assert np.isnan(logged["one/return_mean"])  # a NaN of the data stays
+    assert "one/return_ci_low" not in logged
+    assert logged["last/num_episodes"] == 0
+    assert "last/return_mean" not in logged
+
+
+def test_log_of_seeds_has_the_mean_and_its_interval():
+    runs = [summarize(of_episodes(x)) for x in ([1.0, 3.0], [3.0, 5.0], [9.0, 9.0])]
+    empty = runs[0].replace(returns=summarize(of_episodes([])).returns)
+    stats = jax.tree.map(lambda *x: jnp.stack(x), *runs, empty)
+    logged = rollout.log_stats((stats, {"lr": 0.5}), prefix="a", num_seeds=4)
+    assert logged["a/0/return_mean"] == 5  # of three seeds: 2, 4 and 9
+    # 4.302653 * sqrt(13 / 3) = 8.956686, by Student's t with 2 degrees of freedom
+    assert logged["a/0/return_mean_ci_low"] == pytest.approx(5 - 8.956686, rel=1e-5)
+    assert logged["a/0/return_mean_ci_high"] == pytest.approx(5 + 8.956686, rel=1e-5)
+    assert logged["a/1/lr"] == 0.5
+
+
+def test_accumulator_does_not_take_the_place_of_a_return():
+    own = {"return": jnp.array([7.0, 7.0]), "length": jnp.array([8, 8])}
+    logged = rollout.log_stats(summarize(of_episodes([1.0, 2.0], accumulated=own)))
+    assert (logged["return_mean"], logged["length_mean"]) == (1.5, 5)
+    assert logged["accumulated/return_mean"] == 7
+    assert logged["accumulated/length_mean"] == 8
 
 
 def test_merged_statistics_of_parts_are_those_of_the_whole():

@@ -269,3 +269,42 @@ def test_wrapped_map_and_stream_with_a_warm_up():
     assert np.unique(got.action["all"][:2]).size == 2 * B * 3
     np.testing.assert_array_equal(got.action["all"][3:, 0, 0], [0, 1, 2])
     raw(carry)
+
+
+def game(mapping, num_lanes=4):
+    """The agent c never acts; a wins if its policy's actions say so."""
+    acting = np.array([[1, 1, 0], [1, 1, 0], [1, 1, 0]])
+    env = envs.vectorize_agents(make_table(acting, GAME_REWARD), num_lanes)
+    policies = {"x": constant(0), "y": constant(1)}
+    policy = rollout.agents.policy_map(policies, mapping, env)
+    return rollout.Collector(env=env, policy=policy), dict.fromkeys(policies)
+
+
+GAME_REWARD = [[1.0, -1.0, 0.0], [0.5, -0.5, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "mapping", [pytest.param("drawn", marks=pytest.mark.slow), "self-play"]
+)
+def test_results_of_exactly_n_episodes_by_policy(mapping):
+    """The agent a always wins, and the mapping draws who plays it."""
+    fn = drawn_mapping(2) if mapping == "drawn" else rollout.agents.fixed_mapping("x")
+    collector, params = game(fn)
+    stats = rollout.agents.evaluate_agents(collector, KEY, params, 30)
+    rows = quick_jit(
+        lambda key: collector.collect_padded_episodes(
+            collector.init(key), params, 30, max_length=4
+        )[1]
+    )(KEY)
+    player = np.asarray(rows.extras["policy_id"])[0]  # [30, 3], of whole episodes
+    for number, name in enumerate("xy"):
+        results, at = stats.policies[name].results, player[:, :2] == number
+        assert (results.wins, results.losses) == tuple(at.sum(axis=0))
+        assert (results.draws, stats.policies[name].returns.count) == (0, at.sum())
+    assert (stats.num_episodes, stats.agents["a"].results.wins) == (30, 30)
+    assert stats.agents["c"].results.wins + stats.agents["c"].results.draws == 0
+    if mapping == "self-play":  # by Wilson: 0.5 +- 1.96 / 2 / sqrt(60 + 1.96 ** 2)
+        assert str(stats).splitlines()[0] == (
+            "x: 30 wins (37.7 to 62.3 %), 0 draws (0.0 to 6.0 %), "
+            "30 losses (37.7 to 62.3 %), return 0 (95 %: -0.390761 to 0.390761)"
+        )

@@ -147,4 +147,3 @@ def test_kinds_of_ids_are_distinguished():
     ids = (ID, "envpool:A-v0", "pgx:chess", "gymnasium", "CartPole-v1")
     made = [parse(make_parser(), [env_id]) for env_id in ids]
     assert [x.is_on_host for x in made] == [True, True, False, False, False]
-    assert [x.has_agents for x in made] == [False, False, True, False, False]

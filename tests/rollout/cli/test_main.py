@@ -146,6 +146,20 @@ def test_files_are_named_in_the_table_and_no_others_are_left(one_run, queue_run)
 
 
 @slow
+def test_own_environment_is_of_a_module_or_a_file(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import agents, cases, numpy\n"
+        "def make(limit): return cases.CountEnv(limit=limit)\n"
+        "def pair(): return agents.schedule(*numpy.ones((2, 4, 2)), names='ab')\n"
+    )
+    own, size = f"{tmp_path}/own.py", ("--num-envs=2", "--num-steps=8")
+    table = run(f"{own}:make", *size, "--env-param=limit=2")
+    assert table["length"].split() == ["2", "0", "2", "2"]
+    assert run(f"{own}:pair", *size)["agent steps"] == "32"
+    assert run("cases:CountEnv", *size)["environment"] == "cases:CountEnv"
+
+
+@slow
 def test_profile_times_the_parts_and_writes_a_trace(tmp_path):
     table = run(*RUN, f"--num-steps={T}", f"--profile={tmp_path}/trace")
     assert table["profile"] == f"{tmp_path}/trace"

@@ -114,7 +114,6 @@ CASES = {
     "what is for the other kind": (
         (lambda: in_jax().replace(env=HostCount(2)), "go into a `HostCollector`"),
         (lambda: rollout.shard(collector(), jax.make_mesh((2,), ("lanes",))), IN_JAX),
-        (lambda: rollout.profile(collector(), None, 10), IN_JAX),
         (lambda: BUFFER.init(collector()), "got HostCollector", TypeError),
     ),
     "remote_batches": (

@@ -1,0 +1,154 @@
+"""`log_stats`: flattens statistics into floats, for any logger."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from rollout import checks
+from rollout.episode_window import EpisodeWindow
+from rollout.moments import Moments
+from rollout.stats import CollectStats
+from rollout.stream.stream_stats import StreamStats
+
+
+class _Figure(NamedTuple):
+    """A statistic that is defined only where there were enough episodes."""
+
+    value: Any
+    is_defined: Any
+
+
+def log_stats(
+    stats: Any, *, prefix: str = "", num_seeds: int | None = None
+) -> dict[str, float]:
+    """Flattens statistics into a dict of Python floats, for any logger.
+
+    Args:
+        stats: a `CollectStats`, a `StreamStats`, an `EpisodeWindow`, an `AgentStats`, a
+            mapping, or any of these nested; every leaf a number or a `()` array.
+        prefix: a group of names: "train" makes "train/return_mean" of "return_mean".
+        num_seeds: S, if the statistics are those of S runs, as `jax.vmap` makes them:
+            leaves may then be `[S]`. Each gives the mean over the seeds, and with
+            "_ci_low" and "_ci_high" behind its name the 95 % confidence interval of
+            that mean.
+
+    Returns:
+        Names to floats; a nested name is its path joined by "/". What no episode
+        defines, such as a mean before the first has ended, is left out, and seeds
+        without such an episode do not count in the mean.
+
+    Raises:
+        ValueError: if a leaf is not a scalar, if it is not a real number, if two have
+            the same name, or inside of `jit`.
+    """
+    flat: dict[str, float] = {}
+    group = f"{prefix.rstrip('/')}/" if prefix else ""
+
+    def put(name: str, value: Any) -> None:
+        if name in flat:
+            raise ValueError(
+                f"`stats` must have different names, got {name} twice, for nested ones "
+                'are joined by "/".'
+            )
+        flat[name] = float(value)
+
+    leaves = jax.tree.leaves_with_path(
+        _named(stats), is_leaf=lambda x: isinstance(x, _Figure)
+    )
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        value, is_defined = leaf if isinstance(leaf, _Figure) else (leaf, True)
+        _check(name, value, num_seeds)
+        value = np.asarray(value, float)
+        defined = value[np.broadcast_to(is_defined, value.shape)]
+        if defined.size:
+            put(group + name, defined.mean())
+        if value.ndim and defined.size > 1:
+            count: Any = np.int32(defined.size)
+            over_seeds = Moments(
+                count=count,
+                total=defined.sum(),
+                squared_deviations=np.sum((defined - defined.mean()) ** 2),
+                low=defined.min(),
+                high=defined.max(),
+            )
+            put(f"{group}{name}_ci_low", over_seeds.ci_low)
+            put(f"{group}{name}_ci_high", over_seeds.ci_high)
+    return flat
+
+
+def _check(name: str, value: Any, num_seeds: int | None) -> None:
+    """Checks that a leaf is a real number, or one per seed."""
+    if isinstance(value, Tracer):
+        raise ValueError(f"`log_stats` must be called outside of `jit`, got {name}.")
+    dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
+    is_real = any(jnp.issubdtype(dtype, x) for x in (jnp.integer, jnp.floating, bool))
+    if not (is_real or type(value) is int):  # NumPy has no dtype for a large one
+        raise ValueError(
+            f"`stats` must have real numbers as leaves, got {checks.describe(value)} "
+            f"at {name}."
+        )
+    if np.shape(value) not in ((), (num_seeds,)):
+        raise ValueError(
+            "`stats` must have scalar leaves, or `num_seeds` the size of their one "
+            f"axis, got shape {np.shape(value)} at {name} and {num_seeds}."
+        )
+
+
+def _named(stats: Any) -> Any:
+    """Converts statistics to plain dicts of numbers and `_Figure`s."""
+    if isinstance(stats, CollectStats):
+        named = {x: y for x, y in vars(stats).items() if x.startswith("num_")}
+        for of, its in (("return", stats.returns), ("length", stats.lengths)):
+            named |= {f"{of}_{name}": x for name, x in _moments(its).items()}
+        for name in ("ci_low", "ci_high"):
+            is_defined = np.greater(stats.returns.count, 1)
+            named[f"return_{name}"] = _Figure(getattr(stats.returns, name), is_defined)
+        own = {f"{name}_mean": x.mean for name, x in stats.accumulated.items()}
+        return named | {"accumulated": _figures(own, stats.num_episodes)}
+    if isinstance(stats, Moments):
+        return {"count": stats.count, **_moments(stats)}
+    if isinstance(stats, EpisodeWindow):
+        own = {f"{name}_mean": x for name, x in stats.accumulated_mean.items()}
+        means = {"return_mean": stats.return_mean, "length_mean": stats.length_mean}
+        count = stats.num_episodes
+        figures = {"accumulated": _figures(own, count), **_figures(means, count)}
+        return {"num_episodes": count, **figures}
+    if isinstance(stats, StreamStats):
+        counts = {
+            "steps_per_second": stats.collect_batches,
+            "return_mean": stats.collect_episodes,
+            "length_mean": stats.collect_episodes,
+            "window_return_mean": stats.window_episodes,
+            "window_length_mean": stats.window_episodes,
+        }
+        named = {
+            name: _Figure(x, counts.get(name, 1) > 0)
+            for name, x in stats._asdict().items()
+            if x is not None  # without a window
+        }
+        return named | {
+            "accumulated": _figures(stats.accumulated, stats.collect_episodes)
+        }
+    if dataclasses.is_dataclass(stats) and not isinstance(stats, type):
+        stats = vars(stats)
+    if isinstance(stats, tuple | list):
+        names = getattr(stats, "_fields", range(len(stats)))
+        stats = dict(zip(names, stats, strict=True))
+    if isinstance(stats, Mapping):  # not every mapping is a pytree
+        return {name: _named(value) for name, value in stats.items()}
+    return stats
+
+
+def _moments(x: Moments) -> dict[str, _Figure]:
+    named = {"mean": x.mean, "std": x.std, "min": x.min, "max": x.max}
+    return _figures(named, x.count)
+
+
+def _figures(values: Mapping[str, Any], count: Any) -> dict[str, _Figure]:
+    return {name: _Figure(x, np.greater(count, 0)) for name, x in values.items()}
