@@ -119,8 +119,9 @@ class Env(Protocol):
 class VectorEnv(Protocol):
     """`B` environments side by side, `[B, ...]` everywhere; a pytree like `Env`.
 
-    An implementation that learns, such as running statistics, may also have
-    `freeze(env_state)` and `learns`; see `rollout.envs.wrappers.VectorWrapper`.
+    An implementation that learns running statistics also has `learns`, True until they
+    are fixed, and `freeze(env_state)`, which returns it with those of `env_state`; see
+    `Collector.freeze`.
     """
 
     @property

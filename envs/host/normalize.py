@@ -65,6 +65,7 @@ class NormalizeHost:
             jax.eval_shape(space.sample, jax.random.key(0)),
         )
         self.restart(None)
+        self._obs = jax.tree.map(np.array, self._normalize(self._raw))
 
     @property
     def observation_space(self) -> AnySpace:
@@ -80,7 +81,7 @@ class NormalizeHost:
         return self.statistics is None
 
     def freeze(self, env_state: ArrayTree) -> Self:
-        """Fixes the statistics; see `rollout.envs.wrappers.VectorWrapper`."""
+        """Fixes the statistics; see `HostCollector.freeze`."""
         new = outermost(env_state, type(self).__name__).statistics.value
         checks.same("`env_state` must have statistics as of `env`", self._prior(), new)
         return dataclasses.replace(self, statistics=new)
@@ -103,7 +104,6 @@ class NormalizeHost:
         self._discounted = np.zeros(self.num_envs, np.float32)
         if shared is not None:
             self._discounted[:] = shared.memory
-        self._obs = jax.tree.map(np.array, self._normalize(self._raw))
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments; see `HostVectorEnv`."""

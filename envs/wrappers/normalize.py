@@ -53,7 +53,7 @@ class _Normalizer(VectorWrapper, kw_only=True):
         checks.positive("epsilon", self.epsilon)
 
     def freeze(self, env_state: ArrayTree) -> Self:
-        """Fixes the statistics, also of the environments inside; see `VectorWrapper`.
+        """Fixes the statistics, also those of wrappers inside; see `Collector.freeze`.
 
         Raises:
             ValueError: if `env_state` is not that of the same wrappers in the same
@@ -111,7 +111,7 @@ class NormalizeObs(_Normalizer):
     The statistics are shared, so the normalised observations of a lane depend on the
     observations and the number of the other lanes. Its raw observations do not, nor,
     under the same actions, do its dynamics. Every step of every lane counts, also in
-    masked-out rows. To evaluate, `freeze` first.
+    masked-out rows. To evaluate, fix them by `Collector.freeze`.
 
     If an entry of a batch is NaN or infinite, the statistics of that entry do not
     change. `info` must be a dict, and gains `raw_obs` and `raw_next_obs`, the

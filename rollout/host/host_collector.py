@@ -571,7 +571,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
 
 def _mark_of(carry: Carry) -> Any:
-    """Returns the mark of a carry, beside which there may be what environments share."""
+    """Returns the mark of a carry, which may also have `env.shared`."""
     state = carry.env_state
     return state[0] if isinstance(state, tuple) else state
 

@@ -50,7 +50,9 @@ def test_normalised_training_is_evaluated_by_fixed_statistics_and_raw_returns(
     length = np.asarray(rows.episode_length)  # step n has the reward n
     np.testing.assert_array_equal(rows.episode_return, length * (length + 1) // 2)
     assert (rows.reward != length).all()
-    with pytest.raises(ValueError, match="`collector.freeze.carry.` with the carry"):
+    with pytest.raises(
+        ValueError, match=r"`collector\.freeze\(carry\)` with the carry"
+    ):
         rollout.evaluate(training, key, None, NUM_EPISODES)
     stats = rollout.evaluate(training.freeze(carry), key, None, NUM_EPISODES)
     want = rollout.evaluate(collector.freeze(carry), key, None, NUM_EPISODES)

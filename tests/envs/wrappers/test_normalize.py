@@ -312,8 +312,9 @@ class Flags(CountEnv):
 
 def test_flags_alone_are_left_as_they_are():
     env = jax.tree_util.register_static(Flags)()
-    state, obs = envs.NormalizeObs(envs.vectorize(env, 2)).reset(KEYS)
-    assert obs.dtype == bool and obs.all()
+    _, obs = envs.NormalizeObs(envs.vectorize(env, 2)).reset(KEYS)
+    assert obs.dtype == bool
+    assert obs.all()
 
 
 def test_parts_that_only_leaves_out_stay_as_they_are():
@@ -322,7 +323,7 @@ def test_parts_that_only_leaves_out_stay_as_they_are():
     raw_obs, (_, obs) = inner.reset(KEYS)[1], env.reset(KEYS)
     assert (obs["n"].dtype, obs["odd"][1].dtype) == ("float32", "float32")
     chex.assert_trees_all_equal(obs["odd"][::2], raw_obs["odd"][::2])
-    with pytest.raises(ValueError, match="name parts of .* n, odd/0, .*, got speed"):
+    with pytest.raises(ValueError, match=r"name parts of .* n, odd/0, .*, got speed"):
         envs.NormalizeObs(inner, only=["n", "speed"]).reset(KEYS)
 
 
@@ -362,7 +363,8 @@ def test_one_call_freezes_all_normalisers(wrappers):
     learnt = quick_jit(play)(env, jax.random.key(0))
     # Of another number of lanes.
     frozen = nested(wrappers, num_envs=3).freeze(learnt)
-    assert env.learns and not frozen.learns
+    assert env.learns
+    assert not frozen.learns
     after = quick_jit(play)(frozen, jax.random.key(1))
     assert len(statistics_in(after)) == 2
     chex.assert_trees_all_equal(statistics_in(after), statistics_in(learnt))
@@ -383,7 +385,7 @@ def statistics_in(tree):
 @pytest.mark.parametrize("other", [NESTED[1], (envs.NormalizeObs,), ()])
 def test_statistics_of_another_kind_are_refused(other):
     carry = jax.eval_shape(collector_of(nested(other)).init, jax.random.key(0))
-    with pytest.raises(ValueError, match="collector of `Normalize.*same order"):
+    with pytest.raises(ValueError, match=r"collector of `Normalize.*same order"):
         collector_of(nested(NESTED[0])).freeze(carry)
 
 
