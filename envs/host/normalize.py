@@ -64,6 +64,7 @@ class NormalizeHost:
             lambda x: np.zeros((self.num_envs, *x.shape), x.dtype),
             jax.eval_shape(space.sample, jax.random.key(0)),
         )
+        self._discounted = np.zeros(self.num_envs, np.float32)
         self.restart(None)
         self._obs = jax.tree.map(np.array, self._normalize(self._raw))
 
@@ -101,9 +102,7 @@ class NormalizeHost:
         self._is_new = shared is None
         learnt = self._prior() if shared is None else shared.statistics.value
         self._statistics = self.statistics or learnt
-        self._discounted = np.zeros(self.num_envs, np.float32)
-        if shared is not None:
-            self._discounted[:] = shared.memory
+        self._discounted[:] = 0.0 if shared is None else shared.memory
 
     def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
         """Starts an episode in some environments; see `HostVectorEnv`."""
@@ -176,8 +175,7 @@ class NormalizeHost:
             return
         of_obs, of_rewards = self._statistics
         with np.errstate(all="ignore"):  # what is not finite does not count
-            numbers = running_stats.numbers(raw, self.only)
-            of_obs = running_stats.updated(of_obs, numbers, xp=np)
+            of_obs = running_stats.updated(of_obs, raw, xp=np)
             if discounted is not None:
                 of_rewards = running_stats.updated(of_rewards, discounted, xp=np)
         self._statistics = of_obs, of_rewards
@@ -193,6 +191,5 @@ class NormalizeHost:
             old[at] = new
 
     def _prior(self) -> tuple[Statistics, Statistics]:
-        numbers = running_stats.numbers(self._raw, self.only)
-        rewards = np.zeros(self.num_envs, np.float32)
-        return tuple(running_stats.prior(x, xp=np) for x in (numbers, rewards))
+        of_obs = running_stats.prior(self._raw, only=self.only, xp=np)
+        return of_obs, running_stats.prior(self._discounted, xp=np)

@@ -49,6 +49,12 @@ class _Normalizer(VectorWrapper, kw_only=True):
     statistics: Statistics | None = None
 
     def __post_init__(self) -> None:
+        if hasattr(self.env, "close") and not hasattr(self.env, "reset_done"):
+            raise ValueError(
+                f"`env` must be in JAX for `{type(self).__name__}`, got "
+                f"{type(self.env).__name__}: `rollout.envs.NormalizeHost` normalises "
+                "environments that step in NumPy."
+            )
         super().__post_init__()
         checks.positive("epsilon", self.epsilon)
 
@@ -171,17 +177,13 @@ class NormalizeObs(_Normalizer):
 
     def _prior(self) -> Statistics:
         return jax.eval_shape(
-            lambda keys: running_stats.prior(
-                self._numbers(self.env.reset(keys)[1]), self._num_axes
-            ),
-            _keys(self.num_envs),
+            lambda keys: self._prior_of(self.env.reset(keys)[1]), _keys(self.num_envs)
         )
 
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, raw_obs = self.env.reset(keys)
-        prior = running_stats.prior(self._numbers(raw_obs), self._num_axes)
-        statistics = self._take_in(prior, raw_obs)
+        statistics = self._take_in(self._prior_of(raw_obs), raw_obs)
         state = self._state(env_state, raw_obs, statistics)
         return state, self._normalize(statistics, raw_obs)
 
@@ -220,12 +222,11 @@ class NormalizeObs(_Normalizer):
         """Leading axes that share statistics: lanes, and the agents of a group."""
         return 2 if has_agents(self.env) else 1
 
-    def _numbers(self, raw: ArrayTree) -> ArrayTree:
-        return running_stats.numbers(raw, self.only)
+    def _prior_of(self, raw: ArrayTree) -> Statistics:
+        return running_stats.prior(raw, self._num_axes, only=self.only)
 
     def _take_in(self, old: Statistics, raw: ArrayTree) -> Statistics:
-        new = self._numbers(raw), self._num_axes
-        return self.statistics or running_stats.updated(old, *new)
+        return self.statistics or running_stats.updated(old, raw, self._num_axes)
 
     def _normalize(self, statistics: Statistics, raw: ArrayTree) -> ArrayTree:
         return running_stats.normalized(statistics, raw, self.epsilon, self._num_axes)

@@ -38,50 +38,53 @@ def names(name: str, value: Any) -> tuple[str, ...] | None:
     return tuple(value)
 
 
-def numbers(tree: ArrayTree, only: Collection[str] | None) -> ArrayTree:
-    """Returns the leaves that have statistics, and None in the place of the others.
+def prior(
+    value: ArrayTree,
+    num_axes: int = 1,
+    *,
+    only: Collection[str] | None = None,
+    xp: Any = jnp,
+) -> Statistics:
+    """Returns the statistics before the first batch, like `value`, `[B, ...]`.
 
-    Those are the leaves that `only` names, None for all, except for flags.
+    Args:
+        value: any pytree; flags have no statistics, and None in their place.
+        num_axes: how many of the first axes are those of the batch.
+        only: names of the parts that have statistics; None for all.
+        xp: `jnp`, or NumPy for statistics of NumPy.
 
     Raises:
         ValueError: if `only` has a name of which there is no leaf.
     """
-    unknown = set(only or ())
+    unknown, known = set(only or ()), []
 
-    def number(path: Any, x: jax.Array) -> jax.Array | None:
-        name = jax.tree_util.keystr(path, simple=True, separator="/") + "/"
-        names = {x for x in only or () if name.startswith(f"{x}/")}
-        unknown.difference_update(names)
-        return x if (names or only is None) and x.dtype != bool else None
+    def has_statistics(path: Any, x: jax.Array) -> bool:
+        known.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+        of = {name for name in only or () if f"{known[-1]}/".startswith(f"{name}/")}
+        unknown.difference_update(of)
+        return (only is None or bool(of)) and x.dtype != bool
 
-    found = jax.tree.map_with_path(number, tree)
+    chosen = jax.tree.map_with_path(has_statistics, value)
     if unknown:
-        names = [
-            jax.tree_util.keystr(path, simple=True, separator="/")
-            for path, _ in jax.tree.leaves_with_path(tree)
-        ]
         raise ValueError(
-            f"`only` must name parts of the observation, {', '.join(names)}, got "
+            f"`only` must name parts of the observation, {', '.join(known)}, got "
             f"{', '.join(sorted(unknown))}."
         )
-    return found
-
-
-def prior(value: ArrayTree, num_axes: int = 1, xp: Any = jnp) -> Statistics:
-    """Returns the statistics before the first batch, like `value`, `[B, ...]`.
-
-    The first `num_axes` axes are those of the batch; `xp` is `jnp` or NumPy.
-    """
 
     def full(number: float) -> ArrayTree:
         return jax.tree.map(
             # Half precision is too coarse for statistics.
-            lambda x: xp.full(
-                x.shape[num_axes:],
-                number,
-                jnp.promote_types(float_dtype(x), jnp.float32),
+            lambda x, is_chosen: (
+                xp.full(
+                    x.shape[num_axes:],
+                    number,
+                    jnp.promote_types(float_dtype(x), jnp.float32),
+                )
+                if is_chosen
+                else None
             ),
             value,
+            chosen,
         )
 
     return Statistics(mean=full(0.0), var=full(1.0), count=xp.float32(_PRIOR_COUNT))
@@ -95,16 +98,14 @@ def updated(
     The first `num_axes` axes are those of the batch, of which only B counts. An entry
     that is not finite in some lane keeps its mean and variance.
     """
-    if not jax.tree.leaves(value):
-        return old
     num_new = jax.tree.leaves(value)[0].shape[0]
     count = old.count + num_new
     # Weights stay in [0, 1]; sums would grow with the count.
     kept, new = old.count / count, num_new / count
 
-    def update(
-        x: jax.Array, mean: jax.Array, var: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def update(mean: Any, var: Any, x: Any) -> tuple[Any, Any]:
+        if mean is None:
+            return None, None
         x, axes = x.astype(mean.dtype), tuple(range(num_axes))
         delta = xp.mean(x, axes) - mean
         new_var = kept * var + new * xp.var(x, axes) + xp.square(delta) * kept * new
@@ -112,10 +113,10 @@ def updated(
         is_finite = xp.isfinite(new_var)
         return xp.where(is_finite, new_mean, mean), xp.where(is_finite, new_var, var)
 
-    pairs = jax.tree.map(update, value, old.mean, old.var)
-    mean, var = jax.tree.transpose(
-        jax.tree.structure(value), jax.tree.structure((0, 0)), pairs
-    )
+    means, structure = jax.tree.flatten(old.mean, is_leaf=lambda x: x is None)
+    others = structure.flatten_up_to(old.var), structure.flatten_up_to(value)
+    pairs = [update(*x) for x in zip(means, *others, strict=True)]
+    mean, var = (structure.unflatten(x) for x in zip(*pairs, strict=True))
     return Statistics(mean=mean, var=var, count=count)
 
 
