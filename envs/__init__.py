@@ -27,6 +27,7 @@ from rollout.envs import suites as suites
 from rollout.envs import wrappers as wrappers
 from rollout.envs.host.envpool import from_envpool
 from rollout.envs.host.gymnasium import from_gymnasium
+from rollout.envs.host.normalize_host import NormalizeHost
 from rollout.envs.host.types import EnvFault, HostVectorEnv
 from rollout.envs.host.worker_envs import workers
 from rollout.envs.multi_agent import MultiAgentEnv
@@ -63,6 +64,7 @@ __all__ = [
     "FrameStack",
     "HostVectorEnv",
     "MultiAgentEnv",
+    "NormalizeHost",
     "NormalizeObs",
     "NormalizeReward",
     "ObserveInfo",

@@ -51,6 +51,8 @@ class EnvStep(struct.PyTreeNode, Generic[StateT, ObsT], kw_only=True):
         truncated: `()` bool, cut from outside (time limit): bootstrap. Both flags may
             be set; `terminated` then wins.
         info: any pytree of arrays, `{}` if there is none.
+        raw_reward: `()` float32, what `episode_return` sums: the reward before a
+            wrapper of a `VectorEnv` scaled it. None stands for `reward`.
     """
 
     state: StateT
@@ -59,6 +61,7 @@ class EnvStep(struct.PyTreeNode, Generic[StateT, ObsT], kw_only=True):
     terminated: Any  # (), an array or a bool of Python
     truncated: Any  # (), an array or a bool of Python
     info: ArrayTree
+    raw_reward: Any = None  # ()
 
 
 class Shared(struct.PyTreeNode):
@@ -114,7 +117,12 @@ class Env(Protocol):
 
 
 class VectorEnv(Protocol):
-    """`B` environments side by side, `[B, ...]` everywhere; a pytree like `Env`."""
+    """`B` environments side by side, `[B, ...]` everywhere; a pytree like `Env`.
+
+    An implementation that learns running statistics also has `learns`, True until they
+    are fixed, and `freeze(env_state)`, which returns it with those of `env_state`; see
+    `Collector.freeze`.
+    """
 
     @property
     def num_envs(self) -> int:

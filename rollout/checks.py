@@ -149,6 +149,12 @@ def boolean(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be a bool, got {value!r}.")
 
 
+def positive(name: str, value: Any) -> None:
+    """Checks a number above 0."""
+    if not isinstance(value, int | float) or value is True or not value > 0:
+        raise ValueError(f"`{name}` must be above 0, got {value!r}.")
+
+
 def fraction(name: str, value: Any) -> None:
     """Checks a number in [0, 1], or a scalar array, whose value may not be known."""
     if isinstance(value, _REAL) and not isinstance(value, bool):
@@ -250,6 +256,26 @@ def collects_in_jax(value: Any) -> None:
         raise ValueError(
             "`collector` must be a `Collector`, whose environments are in JAX, got "
             f"{type(value).__name__}."
+        )
+
+
+def frozen(collector: Any, carry: Any) -> Any:
+    """Returns a collector whose environments no longer learn; see `freeze`."""
+    if not isinstance(carry, Carry):
+        raise ValueError(f"`carry` must be a `Carry`, got {describe(carry)}.")
+    freeze = getattr(collector.env, "freeze", None)
+    if freeze is None:
+        return collector
+    return collector.replace(env=freeze(carry.env_state))
+
+
+def statistics_are_fixed(collector: Any) -> None:
+    """Raises if observations depend on what the environments still learn."""
+    if getattr(collector.env, "learns", False):
+        raise ValueError(
+            "`collector` must have normalising wrappers with the statistics of "
+            f"training, got {type(collector.env).__name__} that learns them: pass "
+            "`collector.freeze(carry)` with the carry of the training."
         )
 
 
@@ -460,6 +486,7 @@ def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -
             f"`env.step` must return a `rollout.envs.EnvStep`, got {describe(result)}."
         )
     kinds = {"reward": jnp.float32, "terminated": jnp.bool_, "truncated": jnp.bool_}
+    kinds |= {} if result.raw_reward is None else {"raw_reward": jnp.float32}
     for name, dtype in kinds.items():
         leaf = getattr(result, name)
         if jnp.shape(leaf) != (num_envs,) or leaf.dtype != dtype:

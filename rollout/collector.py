@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import chex
 import jax
@@ -139,6 +139,22 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         accumulators = checks.accumulators(self.accumulators)
         object.__setattr__(self, "accumulators", accumulators)
         object.__setattr__(self, "_types", hash_of_types(self.env))
+
+    def freeze(self, carry: Carry) -> Self:
+        """Fixes the statistics of normalising wrappers, to evaluate with them.
+
+        Args:
+            carry: of a training with the same wrappers, with any number of lanes. Only
+                the statistics are read, and the collector begins with `init`.
+
+        Returns:
+            A collector whose environments never change these statistics; this one if
+            its environments have none.
+
+        Raises:
+            ValueError: if `carry` has statistics of other wrappers or observations.
+        """
+        return checks.frozen(self, carry)
 
     @_jit()
     def init(self, key: chex.PRNGKey) -> Carry:

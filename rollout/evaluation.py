@@ -42,6 +42,9 @@ def evaluate(
     With several agents the return is that of the team, and 0 in a zero-sum game:
     `rollout.agents.evaluate_agents` has that of each agent and policy.
 
+    Returns are those of raw rewards, also under `NormalizeReward`. Statistics of
+    `NormalizeObs` must be fixed, as by `collector.freeze(carry)`.
+
     Args:
         collector: policy and environments; fastest with `num_envs` near
             `num_episodes`.
@@ -56,9 +59,11 @@ def evaluate(
 
     Raises:
         ValueError: if `key` is not one typed key, if `num_episodes` or `max_steps` is
-            not an int of at least 1, or as `Collector.step` does.
+            not an int of at least 1, if the environments learn statistics, or as
+            `Collector.step` does.
     """
     checks.typed_key(key)
+    checks.statistics_are_fixed(collector)
     num_episodes = checks.int_between("num_episodes", num_episodes)
     if isinstance(collector, HostCollector):
         return _evaluate(collector, key, params, num_episodes, max_steps)

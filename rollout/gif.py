@@ -88,6 +88,7 @@ def draw_episode(
         raise ValueError(
             f"`collector` must be a `Collector` or a `HostCollector`, got {got}."
         )
+    checks.statistics_are_fixed(collector)
     draw: Any = _draw_on_host if is_host else _draw_states
     gif, episodes = draw(collector, key, params, max_steps)
     return gif, jax.device_get(episodes)

@@ -188,7 +188,8 @@ def check_episodes(names, out):
 
 
 def check_host_environments(names, out):
-    first, steps, *findings, stats = out.splitlines()
+    first, steps, *findings, stats, judged = out.splitlines()
+    assert judged.endswith(", 8 episodes")
     assert int(first.split()[0]) > 50
     assert int(steps) == 16 * 256
     assert findings == [""]  # `probe` found nothing
@@ -252,8 +253,14 @@ def check_streaming(names, out):
 
 
 def check_training(names, out):
-    returns = [float(line) for line in out.splitlines()]
+    *returns, raw, judged = out.splitlines()
+    returns = [float(line) for line in returns]
     assert len(returns) == 10
+    assert "return" in raw
+    assert judged.endswith(", 100 episodes")
+    t = names["trajectory"]
+    assert (t.episode_return == t.episode_length).all()  # raw rewards are 1
+    assert (t.reward != 1).all()
     assert returns[0] < 30
     assert returns[-1] > 100
     carry, weights, _ = names["training"]

@@ -6,6 +6,7 @@
   `shared_memory` is the memory that they share.
 - `gymnasium` and `envpool` adapt those packages, and import them when first used;
   `gymnasium_actions` converts actions for them.
+- `normalize_host` normalises observations and rewards.
 - `probe` looks for mistakes of new environments; `observation_check` finds observations
   that are not finite or not in their space.
 - Shared by these: `arrays`, the arrays that environments write to; `request_checks`;

@@ -32,6 +32,7 @@ class HostStep(NamedTuple):
         mask: `[B]` bool, False where the environment took no step but reset itself:
             `obs` is then the first of a new episode. None stands for True everywhere.
         causes: the exception of each faulty environment, by its number.
+        raw_reward: `[B]` float32, what `episode_return` sums; None for `reward`.
     """
 
     obs: ArrayTree  # [B, ...]
@@ -42,6 +43,7 @@ class HostStep(NamedTuple):
     info: ArrayTree  # [B, ...]
     mask: np.ndarray | None = None  # [B]
     causes: Mapping[int, BaseException] = {}
+    raw_reward: np.ndarray | None = None  # [B]
 
 
 class EnvFault(RuntimeError):  # noqa: N818
@@ -85,6 +87,11 @@ class HostVectorEnv(Protocol):
     states are pickles and that is not allowed, or if one begins with `UNSAVED`.
     Where it returns False, or raises because they do not fit, nothing has changed.
     Environments that were faulty are faulty again.
+
+    An implementation that learns of all its environments also has `learns` and
+    `freeze`, as a `VectorEnv` has them; `shared`, any pytree of arrays, which goes into
+    `carry.env_state`; and `restart(shared)`, which goes on with it, or from the start
+    if it is None.
 
     An implementation that can draw an environment also has `draw(number)`, which
     returns `[H, W, 3]` uint8, the environment as it is now.

@@ -1,6 +1,6 @@
 """`NormalizeObs`, `NormalizeReward`: normalise by running statistics of all lanes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import chex
@@ -28,6 +28,7 @@ class NormalizeState(struct.PyTreeNode, kw_only=True):
     """State of `NormalizeObs` or `NormalizeReward`.
 
     Attributes:
+        kind: the name of the wrapper.
         env_state: `[B, ...]`, state of the wrapped environment.
         memory: of `NormalizeObs`, `[B, ...]`, the wrapped environment's observation
             that the next action will be chosen from; of `NormalizeReward`, `[B]`
@@ -35,34 +36,71 @@ class NormalizeState(struct.PyTreeNode, kw_only=True):
         statistics: the `Statistics` of observations or of these sums, of all lanes.
     """
 
+    kind: str = struct.field(pytree_node=False)
     env_state: ArrayTree  # [B, ...]
     memory: ArrayTree  # [B, ...]
     statistics: Shared
 
 
 class _Normalizer(VectorWrapper, kw_only=True):
-    """Base of both: keeps the statistics, or uses fixed ones."""
+    """Base of both: learns the statistics, or uses fixed ones."""
 
     epsilon: float = struct.field(pytree_node=False, default=1e-8)
     statistics: Statistics | None = None
 
     def __post_init__(self) -> None:
+        if hasattr(self.env, "close") and not hasattr(self.env, "reset_done"):
+            raise ValueError(
+                f"`env` must be in JAX for `{type(self).__name__}`, got "
+                f"{type(self.env).__name__}: `rollout.envs.NormalizeHost` normalises "
+                "environments that step in NumPy."
+            )
         super().__post_init__()
-        value = self.epsilon
-        if not isinstance(value, int | float) or value is True or not value > 0:
-            raise ValueError(f"`epsilon` must be above 0, got {value!r}.")
+        checks.positive("epsilon", self.epsilon)
 
-    def freeze(self, env_state: NormalizeState) -> Self:
-        """Fixes the statistics, to evaluate with those of training.
+    def freeze(self, env_state: ArrayTree) -> Self:
+        """Fixes the statistics, also those of wrappers inside; see `Collector.freeze`.
 
-        Args:
-            env_state: state of this environment, `carry.env_state`.
-
-        Returns:
-            The same environment, which uses the statistics of `env_state` and never
-            changes them, also after a `reset`. It accepts carries of this one.
+        Raises:
+            ValueError: if `env_state` is not that of the same wrappers in the same
+                order, around environments of the same observations.
         """
-        return self.replace(statistics=env_state.statistics.value)
+        state = outermost(env_state, type(self).__name__)
+        new = state.statistics.value
+        checks.same("`env_state` must have statistics as of `env`", self._prior(), new)
+        inner = super().freeze(state.env_state)
+        return inner.replace(statistics=new)
+
+    def _prior(self) -> Statistics:
+        """Returns the structure, shapes and dtypes of the statistics."""
+        raise NotImplementedError
+
+    def _state(
+        self, env_state: ArrayTree, memory: ArrayTree, statistics: Statistics
+    ) -> NormalizeState:
+        return NormalizeState(
+            kind=type(self).__name__,
+            env_state=env_state,
+            memory=memory,
+            statistics=Shared(statistics),
+        )
+
+
+def outermost(env_state: ArrayTree, kind: str) -> NormalizeState:
+    """Finds the state of the outermost normalising wrapper, of the kind `kind`."""
+
+    def is_state(x: Any) -> bool:
+        return isinstance(x, NormalizeState)
+
+    states = filter(is_state, jax.tree.leaves(env_state, is_leaf=is_state))
+    state = next(states, None)
+    if state is None or state.kind != kind:
+        got = "one of no such wrapper" if state is None else f"one of `{state.kind}`"
+        raise ValueError(
+            f"`env_state` must be the `carry.env_state` of a collector of `{kind}`, "
+            f"got {got}: wrap the environments in the same order as in training."
+        )
+    return state
 
 
 class NormalizeObs(_Normalizer):
@@ -79,7 +117,7 @@ class NormalizeObs(_Normalizer):
     The statistics are shared, so the normalised observations of a lane depend on the
     observations and the number of the other lanes. Its raw observations do not, nor,
     under the same actions, do its dynamics. Every step of every lane counts, also in
-    masked-out rows. To evaluate, `freeze` first.
+    masked-out rows. To evaluate, fix them by `Collector.freeze`.
 
     If an entry of a batch is NaN or infinite, the statistics of that entry do not
     change. `info` must be a dict, and gains `raw_obs` and `raw_next_obs`, the
@@ -91,13 +129,15 @@ class NormalizeObs(_Normalizer):
             pytree: integers become float32, and flags, such as a mask of actions, stay
             as they are. Or simultaneous ones of several agents, made by
             `vectorize_agents`: all agents of a group share their statistics.
+        only: names of the parts of the observation to normalise, such as
+            `("position", "sensors/speed")`; None for all. The others stay as they are.
         epsilon: added to the variance, above 0, in squared units of the observation.
         statistics: fixed statistics, set by `freeze`; None if they are learnt.
 
     Raises:
         ValueError: if `env` is a single environment or one of agents that take turns,
-            or `epsilon` is not above 0; while tracing, if `info` is not a dict or
-            already has one of the two names.
+            or `epsilon` is not above 0; while tracing, if `only` names no part of the
+            observation, or if `info` is not a dict or already has one of the names.
 
     Source:
         "Updating formulae and a pairwise algorithm for computing sample variances"
@@ -105,8 +145,11 @@ class NormalizeObs(_Normalizer):
         Gymnasium's `NormalizeObservation`.
     """
 
+    only: Sequence[str] | None = struct.field(pytree_node=False, default=None)
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "only", running_stats.names("only", self.only))
         if has_agents(self.env) and not self.simultaneous:
             raise ValueError(
                 "`env` must be an environment whose agents act at every step for "
@@ -124,20 +167,24 @@ class NormalizeObs(_Normalizer):
         shapes: Any = self._shapes()
         return {name: _space_of(shapes[name], 2) for name in self.groups}
 
+    @property
+    def learns(self) -> bool:
+        """Whether observations depend on statistics that are not fixed yet."""
+        return self.statistics is None or super().learns
+
     def _shapes(self) -> ArrayTree:
-        keys = jax.eval_shape(
-            lambda: jax.random.split(jax.random.key(0), self.num_envs)
+        return jax.eval_shape(self.reset, _keys(self.num_envs))[1]
+
+    def _prior(self) -> Statistics:
+        return jax.eval_shape(
+            lambda keys: self._prior_of(self.env.reset(keys)[1]), _keys(self.num_envs)
         )
-        return jax.eval_shape(self.reset, keys)[1]
 
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, raw_obs = self.env.reset(keys)
-        prior = running_stats.prior(_numbers(raw_obs), self._num_axes)
-        statistics = self._take_in(prior, raw_obs)
-        state = NormalizeState(
-            env_state=env_state, memory=raw_obs, statistics=Shared(statistics)
-        )
+        statistics = self._take_in(self._prior_of(raw_obs), raw_obs)
+        state = self._state(env_state, raw_obs, statistics)
         return state, self._normalize(statistics, raw_obs)
 
     def step(
@@ -152,11 +199,7 @@ class NormalizeObs(_Normalizer):
         else:
             info = with_names(info, raw)
         return result.replace(
-            state=NormalizeState(
-                env_state=result.state,
-                memory=result.obs,
-                statistics=Shared(statistics),
-            ),
+            state=self._state(result.state, result.obs, statistics),
             obs=self._normalize(statistics, result.obs),
             info=info,
         )
@@ -179,26 +222,19 @@ class NormalizeObs(_Normalizer):
         """Leading axes that share statistics: lanes, and the agents of a group."""
         return 2 if has_agents(self.env) else 1
 
+    def _prior_of(self, raw: ArrayTree) -> Statistics:
+        return running_stats.prior(raw, self._num_axes, only=self.only)
+
     def _take_in(self, old: Statistics, raw: ArrayTree) -> Statistics:
-        new = _numbers(raw), self._num_axes
-        return self.statistics or running_stats.updated(old, *new)
+        return self.statistics or running_stats.updated(old, raw, self._num_axes)
 
     def _normalize(self, statistics: Statistics, raw: ArrayTree) -> ArrayTree:
-        axes = tuple(range(self._num_axes))
-
-        def normalize(x: jax.Array, mean: jax.Array, var: jax.Array) -> jax.Array:
-            centred = x.astype(mean.dtype) - jnp.expand_dims(mean, axes)
-            scale = jnp.expand_dims(jnp.sqrt(var + self.epsilon), axes)
-            return (centred / scale).astype(running_stats.float_dtype(x))
-
-        stats = statistics.mean, statistics.var
-        numbers = jax.tree.map(normalize, _numbers(raw), *stats)
-        return jax.tree.map(lambda x, new: x if new is None else new, raw, numbers)
+        return running_stats.normalized(statistics, raw, self.epsilon, self._num_axes)
 
 
-def _numbers(obs: ArrayTree) -> ArrayTree:
-    """Returns the leaves with statistics, and None in the place of flags."""
-    return jax.tree.map(lambda x: None if x.dtype == bool else x, obs)
+def _keys(num_envs: int) -> chex.PRNGKey:
+    """Returns the shape and dtype of the keys of a reset."""
+    return jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_envs))
 
 
 def _space_of(shapes: ArrayTree, num_axes: int) -> AnySpace:
@@ -216,9 +252,9 @@ class NormalizeReward(_Normalizer):
         reward = raw / sqrt(var(R) + epsilon),   R_t = γ R_{t-1} + raw_t
 
     within an episode. The mean is not subtracted, so the sign of a reward stays.
-    `episode_return` and other sums are those of normalised rewards: to evaluate, use
-    the wrapped environment. Statistics are shared as in `NormalizeObs`. `info` must be
-    a dict, and gains `raw_reward`, `[B]` float32.
+    `episode_return`, and with it all statistics, are those of raw rewards. The
+    statistics are shared as in `NormalizeObs`. `info` must be a dict, and gains
+    `raw_reward`, `[B]` float32.
 
     Attributes:
         env: `B` environments side by side, made by `vectorize`.
@@ -251,11 +287,8 @@ class NormalizeReward(_Normalizer):
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, obs = self.env.reset(keys)
         discounted = jnp.zeros((self.num_envs,), jnp.float32)
-        statistics = self.statistics or running_stats.prior(discounted)
-        state = NormalizeState(
-            env_state=env_state, memory=discounted, statistics=Shared(statistics)
-        )
-        return state, obs
+        statistics = self.statistics or self._prior()
+        return self._state(env_state, discounted, statistics), obs
 
     def step(
         self, keys: chex.PRNGKey, state: NormalizeState, action: ArrayTree
@@ -266,12 +299,9 @@ class NormalizeReward(_Normalizer):
         old = state.statistics.value
         statistics = self.statistics or running_stats.updated(old, discounted)
         return result.replace(
-            state=NormalizeState(
-                env_state=result.state,
-                memory=discounted,
-                statistics=Shared(statistics),
-            ),
+            state=self._state(result.state, discounted, statistics),
             reward=result.reward / jnp.sqrt(statistics.var + self.epsilon),
+            raw_reward=result.reward,
             info=with_names(result.info, {"raw_reward": result.reward}),
         )
 
@@ -285,3 +315,6 @@ class NormalizeReward(_Normalizer):
         return inner._replace(
             state=state.replace(env_state=inner.state, memory=discounted)
         )
+
+    def _prior(self) -> Statistics:
+        return running_stats.prior(jnp.zeros((self.num_envs,), jnp.float32))

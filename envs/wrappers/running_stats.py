@@ -1,5 +1,8 @@
 """Running mean and variance of batches, for the normalising wrappers."""
 
+from collections.abc import Collection
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -24,27 +27,72 @@ class Statistics(struct.PyTreeNode, kw_only=True):
     count: jax.Array  # ()
 
 
-def prior(value: ArrayTree, num_axes: int = 1) -> Statistics:
+def names(name: str, value: Any) -> tuple[str, ...] | None:
+    """Checks an option that names parts of a tree; None stands for all of it."""
+    if value is None:
+        return None
+    if isinstance(value, str) or not all(isinstance(x, str) for x in value):
+        raise ValueError(
+            f'`{name}` must be names, such as ("position", "speed"), got {value!r}.'
+        )
+    return tuple(value)
+
+
+def prior(
+    value: ArrayTree,
+    num_axes: int = 1,
+    *,
+    only: Collection[str] | None = None,
+    xp: Any = jnp,
+) -> Statistics:
     """Returns the statistics before the first batch, like `value`, `[B, ...]`.
 
-    The first `num_axes` axes are those of the batch.
+    Args:
+        value: any pytree; flags have no statistics, and None in their place.
+        num_axes: how many of the first axes are those of the batch.
+        only: names of the parts that have statistics; None for all.
+        xp: `jnp`, or NumPy for statistics of NumPy.
+
+    Raises:
+        ValueError: if `only` has a name of which there is no leaf.
     """
+    unknown, known = set(only or ()), []
+
+    def has_statistics(path: Any, x: jax.Array) -> bool:
+        known.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+        of = {name for name in only or () if f"{known[-1]}/".startswith(f"{name}/")}
+        unknown.difference_update(of)
+        return (only is None or bool(of)) and x.dtype != bool
+
+    chosen = jax.tree.map_with_path(has_statistics, value)
+    if unknown:
+        raise ValueError(
+            f"`only` must name parts of the observation, {', '.join(known)}, got "
+            f"{', '.join(sorted(unknown))}."
+        )
 
     def full(number: float) -> ArrayTree:
         return jax.tree.map(
             # Half precision is too coarse for statistics.
-            lambda x: jnp.full(
-                x.shape[num_axes:],
-                number,
-                jnp.promote_types(float_dtype(x), jnp.float32),
+            lambda x, is_chosen: (
+                xp.full(
+                    x.shape[num_axes:],
+                    number,
+                    jnp.promote_types(float_dtype(x), jnp.float32),
+                )
+                if is_chosen
+                else None
             ),
             value,
+            chosen,
         )
 
-    return Statistics(mean=full(0.0), var=full(1.0), count=jnp.float32(_PRIOR_COUNT))
+    return Statistics(mean=full(0.0), var=full(1.0), count=xp.float32(_PRIOR_COUNT))
 
 
-def updated(old: Statistics, value: ArrayTree, num_axes: int = 1) -> Statistics:
+def updated(
+    old: Statistics, value: ArrayTree, num_axes: int = 1, xp: Any = jnp
+) -> Statistics:
     """Updates the statistics with the batch `value`, `[B, ...]`.
 
     The first `num_axes` axes are those of the batch, of which only B counts. An entry
@@ -55,21 +103,42 @@ def updated(old: Statistics, value: ArrayTree, num_axes: int = 1) -> Statistics:
     # Weights stay in [0, 1]; sums would grow with the count.
     kept, new = old.count / count, num_new / count
 
-    def update(
-        x: jax.Array, mean: jax.Array, var: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def update(mean: Any, var: Any, x: Any) -> tuple[Any, Any]:
+        if mean is None:
+            return None, None
         x, axes = x.astype(mean.dtype), tuple(range(num_axes))
-        delta = jnp.mean(x, axes) - mean
-        new_var = kept * var + new * jnp.var(x, axes) + jnp.square(delta) * kept * new
+        delta = xp.mean(x, axes) - mean
+        new_var = kept * var + new * xp.var(x, axes) + xp.square(delta) * kept * new
         new_mean = mean + delta * new
-        is_finite = jnp.isfinite(new_var)
-        return jnp.where(is_finite, new_mean, mean), jnp.where(is_finite, new_var, var)
+        is_finite = xp.isfinite(new_var)
+        return xp.where(is_finite, new_mean, mean), xp.where(is_finite, new_var, var)
 
-    pairs = jax.tree.map(update, value, old.mean, old.var)
-    mean, var = jax.tree.transpose(
-        jax.tree.structure(value), jax.tree.structure((0, 0)), pairs
-    )
+    means, structure = jax.tree.flatten(old.mean, is_leaf=lambda x: x is None)
+    others = structure.flatten_up_to(old.var), structure.flatten_up_to(value)
+    pairs = [update(*x) for x in zip(means, *others, strict=True)]
+    mean, var = (structure.unflatten(x) for x in zip(*pairs, strict=True))
     return Statistics(mean=mean, var=var, count=count)
+
+
+def normalized(
+    statistics: Statistics,
+    raw: ArrayTree,
+    epsilon: float,
+    num_axes: int = 1,
+    xp: Any = jnp,
+) -> ArrayTree:
+    """Normalises the leaves that have statistics, and leaves the others as they are."""
+    axes = tuple(range(num_axes))
+
+    def normalize(mean: jax.Array, var: jax.Array, x: jax.Array) -> jax.Array:
+        if mean is None:
+            return x
+        centred = x.astype(mean.dtype) - xp.expand_dims(mean, axes)
+        scale = xp.expand_dims(xp.sqrt(var + epsilon), axes)
+        return (centred / scale).astype(float_dtype(x))
+
+    trees = statistics.mean, statistics.var, raw
+    return jax.tree.map(normalize, *trees, is_leaf=lambda x: x is None)
 
 
 def float_dtype(x: jax.Array) -> jnp.dtype:

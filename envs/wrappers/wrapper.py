@@ -155,6 +155,25 @@ class VectorWrapper(_Around):
         """Sharding of the lanes, if `rollout.shard` made one; else None."""
         return sharding_of(self.env)
 
+    @property
+    def learns(self) -> bool:
+        """Whether observations depend on statistics that are not fixed yet."""
+        return getattr(self.env, "learns", False)
+
+    def freeze(self, env_state: ArrayTree) -> Self:
+        """Fixes what the environments learn, to evaluate with it.
+
+        Args:
+            env_state: `carry.env_state` of the same wrappers, around any number of
+                environments. Only the statistics in it are read.
+
+        Returns:
+            The same environments, which use the statistics of `env_state` and never
+            change them, also after a `reset`. They accept carries of these.
+        """
+        freeze = getattr(self.env, "freeze", None)
+        return self if freeze is None else self.replace(env=freeze(env_state))
+
     def reset(self, keys: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
         """Starts an episode in every lane: `(state, obs)`."""
         return self.env.reset(keys)

@@ -103,6 +103,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             _check_ready(self.env, self.num_ready)
         _check_on_fault(self.env, self.on_fault)
         self.accumulators = checks.accumulators(self.accumulators)
+        self._shares = hasattr(self.env, "shared")
         self._loop = Loop(self)
         self._finish = jax.jit(
             functools.partial(finish, self.accumulators, self.record_fn)
@@ -137,6 +138,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         return dataclasses.replace(self, **changes)
 
+    def freeze(self, carry: Carry) -> Self:
+        """Fixes the statistics of `NormalizeHost`; see `Collector.freeze`.
+
+        The new collector has the same environments, like that of `replace`.
+        """
+        return checks.frozen(self, carry)
+
     def close(self) -> None:
         """Closes the environments."""
         self.env.close()
@@ -155,9 +163,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             self._loop.begin_all()
             return self._carry()
 
-    def _start(self, key: chex.PRNGKey) -> None:
-        """Takes the environments over, and forgets everything else."""
+    def _start(self, key: chex.PRNGKey, shared: Any = None) -> None:
+        """Takes the environments over, and forgets everything but what they share."""
         self._take_over()
+        env: Any = self.env
+        if self._shares:
+            env.restart(shared)
         self._next_episode, self._block, self._trajectory = 0, None, None
         self._accumulated = accumulate_nothing(self.accumulators, self.env.num_envs)
         self._loop.start(key)
@@ -310,7 +321,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             The next carry, and the trajectory, `[num_steps, B, ...]`.
         """
         loop = self._loop
-        is_mine = np.array_equal(carry.env_state, self._used)
+        is_mine = np.array_equal(_mark_of(carry), self._used)
         goes_on = self._block is not None and is_mine
         if not goes_on:
             carry = self.resumed(carry)
@@ -347,7 +358,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         env: Any = self.env
         saved = None
-        is_current = np.array_equal(carry.env_state, self._mark)
+        is_current = np.array_equal(_mark_of(carry), self._mark)
         if is_current and is_claimed(env, self._ticket) and hasattr(env, "save"):
             saved = env.save(allow_pickle=allow_pickle)
         states = enumerate(saved or ())
@@ -397,7 +408,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                     "episodes restart.",
                     stacklevel=3,
                 )
-            self._start(carry.key)
+            self._start(carry.key, carry.env_state[1] if self._shares else None)
             self._next_episode = int(carry.next_episode)
             if is_loaded:
                 self._accumulated = carry.episode.accumulated
@@ -429,7 +440,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
     def resumed(self, carry: Carry) -> Carry:
         """Returns `carry`, or that of `recover` if the call with it was cut short."""
-        is_used = np.array_equal(carry.env_state, self._used)
+        is_used = np.array_equal(_mark_of(carry), self._used)
         return self.recover()[0] if is_used else carry
 
     def _recover_loop(self) -> None:
@@ -478,7 +489,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 "one has stepped it since: give each its own environments, or call "
                 "`init` again."
             )
-        if not self._ticket or not np.array_equal(carry.env_state, self._mark):
+        if not self._ticket or not np.array_equal(_mark_of(carry), self._mark):
             raise ValueError(
                 "`carry` must be the one that the last call returned, for the "
                 "environments have moved on; after an error `recover` returns one."
@@ -520,13 +531,14 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 self._accumulated,
                 accumulate_nothing(self.accumulators, self.env.num_envs),
             )
+        env: Any = self.env
         step: Any = np.int32(runner.step)
         next_episode: Any = np.int32(self._next_episode)
         return Carry(
             key=runner.key,
             step=step,
             next_episode=next_episode,
-            env_state=self._mark,
+            env_state=(self._mark, env.shared) if self._shares else self._mark,
             obs=jax.tree.map(np.array, loop.obs),
             policy_state=runner.restarted(loop.over, loop.episode_id),
             episode=Episode(**episode, accumulated=self._accumulated),
@@ -566,6 +578,12 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             self._next_episode += plan.num_used
             loop.dismiss()
             return self._carry(), episodes
+
+
+def _mark_of(carry: Carry) -> Any:
+    """Returns the mark of a carry, which may also have `env.shared`."""
+    state = carry.env_state
+    return state[0] if isinstance(state, tuple) else state
 
 
 def _check_ready(env: Any, num_ready: Any) -> None:

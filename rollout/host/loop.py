@@ -244,7 +244,9 @@ class Loop:
         """Writes a row, and ends the episodes that are over with it, or all."""
         row, columns, plan = block.num, slice(len(result.reward)), self.plan
         terminated, truncated = result.terminated, result.truncated
-        ended, stepped, reward = terminated | truncated, result.mask, result.reward
+        ended, stepped, reward = terminated | truncated, result.mask, result.raw_reward
+        if reward is None:
+            reward = result.reward
         if stepped is None:  # the usual case, kept fast
             stepped = self._everywhere[at]
         else:

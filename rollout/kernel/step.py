@@ -399,6 +399,7 @@ def _make_transition(
     env: VectorEnv, carry: Carry, decision: PolicyStep, result: EnvStep
 ) -> Transition:
     episode = carry.episode
+    raw_reward = result.reward if result.raw_reward is None else result.raw_reward
     return Transition(
         obs=carry.obs,
         action=decision.action,
@@ -408,7 +409,7 @@ def _make_transition(
         next_obs=result.obs,
         mask=jnp.ones((env.num_envs,), bool),
         episode_id=episode.episode_id,
-        episode_return=episode.episode_return + result.reward,
+        episode_return=episode.episode_return + raw_reward,
         episode_length=episode.episode_length + 1,
         extras=decision.extras,
         info=result.info,

@@ -292,6 +292,11 @@ class Stream(Generic[ParamsT]):
         return self._params[0]
 
     @property
+    def carry(self) -> Carry:
+        """The carry after the last batch, for `collector.freeze`."""
+        return self._at.carry
+
+    @property
     def steps(self) -> int:
         """Environment steps in all batches so far, also before a `restore`."""
         return self._at.steps

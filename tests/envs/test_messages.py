@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from agents import ChanceEnv
 from cases import CountEnv
+from host_count import HostCount
 
 import rollout
 from rollout import envs
@@ -255,6 +256,8 @@ MESSAGES = [
     (lambda: normalize({}, epsilon=0.0), "above 0, got 0.0"),
     (lambda: normalize(()), "`info` must be a dict without the names raw_obs"),
     (lambda: normalize({"raw_obs": jnp.zeros(2)}), "raw_next_obs, got ['raw_obs']"),
+    (lambda: envs.NormalizeObs(HostCount(2)), "`rollout.envs.NormalizeHost` norm"),
+    (lambda: normalize({}, only="x"), "`only` must be names, such as"),
     (normalize_twice, "`info` must be a dict without the names raw_reward"),
     # `from_interactions`
     (lambda: log(feedback="stars"), "have the columns ['stars'], got ['user_id'"),

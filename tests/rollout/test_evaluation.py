@@ -41,6 +41,24 @@ def test_statistics_are_those_of_the_same_episodes(collector):
         np.testing.assert_allclose(got, want, rtol=1e-6)  # sums of a dozen float32
 
 
+def test_normalised_training_is_evaluated_by_fixed_statistics_and_raw_returns(
+    collector,
+):
+    env = envs.NormalizeReward(envs.NormalizeObs(collector.env))
+    training, key = collector.replace(env=env), jax.random.key(1)
+    carry, rows = training.collect_steps(training.init(key), None, 20)
+    length = np.asarray(rows.episode_length)  # step n has the reward n
+    np.testing.assert_array_equal(rows.episode_return, length * (length + 1) // 2)
+    assert (rows.reward != length).all()
+    with pytest.raises(
+        ValueError, match=r"`collector\.freeze\(carry\)` with the carry"
+    ):
+        rollout.evaluate(training, key, None, NUM_EPISODES)
+    stats = rollout.evaluate(training.freeze(carry), key, None, NUM_EPISODES)
+    want = rollout.evaluate(collector.freeze(carry), key, None, NUM_EPISODES)
+    chex.assert_trees_all_equal(stats, want)
+
+
 @jax.jit
 def summarize_first(returns, num_episodes):
     """Statistics of the first of many episodes."""

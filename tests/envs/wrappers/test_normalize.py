@@ -13,8 +13,10 @@ from suite_checks import check_successors
 
 import rollout
 from rollout import envs
+from rollout.envs.wrappers.wrapper import VectorWrapper
 
 NUM_LANES, NUM_STEPS = 16, 24
+KEYS = jax.random.split(jax.random.key(0), 2)
 EPSILON = 1e-3
 TRACES = []  # grows where the step of `TreeEnv` is traced
 
@@ -295,3 +297,100 @@ def test_leaves_may_be_replaced_by_anything():
     assert jax.eval_shape(lambda env: jnp.ones(env.num_envs), env).shape == (
         env.num_envs,
     )
+
+
+class Flags(CountEnv):
+    """`CountEnv` whose observation is flags only."""
+
+    def reset(self, key):
+        state, _ = super().reset(key)
+        return state, jnp.ones(2, bool)
+
+    def step(self, key, state, action):
+        return super().step(key, state, action).replace(obs=jnp.ones(2, bool))
+
+
+def test_flags_alone_are_left_as_they_are():
+    env = jax.tree_util.register_static(Flags)()
+    _, obs = envs.NormalizeObs(envs.vectorize(env, 2)).reset(KEYS)
+    assert obs.dtype == bool
+    assert obs.all()
+
+
+def test_parts_that_only_leaves_out_stay_as_they_are():
+    inner = envs.vectorize(TreeEnv(), 2)
+    env = envs.NormalizeObs(inner, only=("odd/1", "n"))
+    raw_obs, (_, obs) = inner.reset(KEYS)[1], env.reset(KEYS)
+    assert (obs["n"].dtype, obs["odd"][1].dtype) == ("float32", "float32")
+    chex.assert_trees_all_equal(obs["odd"][::2], raw_obs["odd"][::2])
+    with pytest.raises(ValueError, match=r"name parts of .* n, odd/0, .*, got speed"):
+        envs.NormalizeObs(inner, only=["n", "speed"]).reset(KEYS)
+
+
+class Passing(VectorWrapper):
+    """A user's wrapper, with a state of its own."""
+
+    def reset(self, keys):
+        state, obs = self.env.reset(keys)
+        return (jnp.zeros(self.num_envs), state), obs
+
+    def step(self, keys, state, action):
+        result = self.env.step(keys, state[1], action)
+        return result.replace(state=(state[0], result.state))
+
+    def reset_done(self, key_fn, done, lanes):
+        inner = self.env.reset_done(key_fn, done, lanes._replace(state=lanes.state[1]))
+        return inner._replace(state=(lanes.state[0], inner.state))
+
+
+NESTED = [
+    (envs.NormalizeReward, envs.NormalizeObs),
+    (envs.NormalizeObs, Passing, envs.NormalizeReward),
+    (Passing, envs.NormalizeReward, Passing, envs.NormalizeObs),
+]
+
+
+def nested(wrappers, num_envs=2):
+    env = envs.vectorize(CountEnv(), num_envs)
+    for wrapper in reversed(wrappers):
+        env = wrapper(env)
+    return env
+
+
+@pytest.mark.parametrize("wrappers", NESTED)
+def test_one_call_freezes_all_normalisers(wrappers):
+    env = nested(wrappers)
+    learnt = quick_jit(play)(env, jax.random.key(0))
+    # Of another number of lanes.
+    frozen = nested(wrappers, num_envs=3).freeze(learnt)
+    assert env.learns
+    assert not frozen.learns
+    after = quick_jit(play)(frozen, jax.random.key(1))
+    assert len(statistics_in(after)) == 2
+    chex.assert_trees_all_equal(statistics_in(after), statistics_in(learnt))
+
+
+def play(env, key):
+    """The state after a step."""
+    keys = jax.random.split(key, env.num_envs)
+    state, _ = env.reset(keys)
+    return env.step(keys, state, jnp.zeros(env.num_envs, jnp.int32)).state
+
+
+def statistics_in(tree):
+    is_shared = lambda x: isinstance(x, envs.Shared)  # noqa: E731
+    return list(filter(is_shared, jax.tree.leaves(tree, is_leaf=is_shared)))
+
+
+@pytest.mark.parametrize("other", [NESTED[1], (envs.NormalizeObs,), ()])
+def test_statistics_of_another_kind_are_refused(other):
+    carry = jax.eval_shape(collector_of(nested(other)).init, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"collector of `Normalize.*same order"):
+        collector_of(nested(NESTED[0])).freeze(carry)
+
+
+def test_statistics_of_other_observations_are_refused():
+    carry = jax.eval_shape(collector_of(nested(NESTED[0])).init, jax.random.key(0))
+    env = envs.NormalizeReward(envs.NormalizeObs(make_inner("tree")))
+    with pytest.raises(ValueError, match="`env_state` must have statistics as of"):
+        env.freeze(carry.env_state)

@@ -1,5 +1,6 @@
 """`HostCollector` against the kernel: the same rows, from NumPy."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,3 +149,54 @@ def test_change_without_other_environments_takes_them_over():
     other.init(KEY)
     with pytest.raises(ValueError, match="`carry` must be"):
         host.collect_steps(carry, None, 3)
+
+
+def normalising():
+    """In JAX and on the host."""
+    env = envs.NormalizeReward(envs.NormalizeObs(in_jax().env), gamma=0.9)
+    kernel = rollout.Collector(env=env, policy=POLICY)
+    env = envs.NormalizeHost(HostCount(4), gamma=0.9)
+    return kernel, HostCollector(env=env, policy=POLICY)
+
+
+def test_normalised_rows_are_those_of_the_kernel():
+    pair = normalising()
+    carries = [x.init(KEY) for x in pair]
+    for _ in range(2):
+        both = zip(pair, carries, strict=True)
+        results = [x.collect_steps(carry, None, 20) for x, carry in both]
+        carries = [carry for carry, _ in results]
+        rows = [x.replace(info=()) for _, x in results]
+        # Sums over four lanes in another order.
+        chex.assert_trees_all_close(*rows, rtol=1e-4, atol=1e-5)
+        chex.assert_trees_all_equal(*[x.episode_return for x in rows])
+
+
+@pytest.mark.slow
+def test_normalising_host_collector_is_evaluated_with_fixed_statistics():
+    kernel, host = normalising()
+    carries = [x.collect_steps(x.init(KEY), None, 20)[0] for x in (kernel, host)]
+    with pytest.raises(ValueError, match="that learns them: pass"):
+        rollout.evaluate(host, KEY, None, 9)
+    with pytest.raises(ValueError, match="of `NormalizeHost`, got one of `NormalizeR"):
+        host.freeze(carries[0])
+    learnt = carries[1].env_state[1].statistics
+    judge = host.freeze(carries[1])
+    stats = rollout.evaluate(judge, KEY, None, 9)
+    want = rollout.evaluate(kernel.freeze(carries[0]), KEY, None, 9)
+    assert stats.returns.mean == want.returns.mean
+    chex.assert_trees_all_equal(judge.init(KEY).env_state[1].statistics, learnt)
+    with pytest.raises(ValueError, match="another one has stepped it since"):
+        host.step(carries[1], None)
+
+
+def test_faulty_rows_do_not_count_in_normalised_observations():
+    def fault_fn(number, env):
+        return "nan" if (number, env) == (4, 1) else None
+
+    env = envs.NormalizeHost(HostCount(2, fault_fn=fault_fn))
+    host = HostCollector(env=env, policy=POLICY, on_fault="restart")
+    carry, _ = host.collect_steps(host.init(KEY), None, 10)
+    assert host.fault_stats.restarts == 1
+    leaves = jax.tree.leaves(carry.env_state)
+    assert all(np.isfinite(x).all() for x in leaves)

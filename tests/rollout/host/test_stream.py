@@ -66,8 +66,8 @@ def test_evaluation_is_that_of_the_kernel():
     assert rollout.log_stats(host)["num_episodes"] == 9
 
 
-def stream_of(make_fn, policy=None, **options):
-    env = LocalEnvs([make_fn] * 4)
+def stream_of(make_fn, policy=None, wrap=lambda env: env, **options):
+    env = wrap(LocalEnvs([make_fn] * 4))
     policy = policy or rollout.random_policy(env.action_space)
     return make_stream(HostCollector(env=env, policy=policy), **options)
 
@@ -83,9 +83,17 @@ class Arrays(Described):
         return super().reset(seed=0)
 
 
-@pytest.mark.parametrize(("kind", "allow_pickle"), [(Arrays, False), (Plain, True)])
-def test_state_that_was_saved_goes_on_exactly(kind, allow_pickle, tmp_path):
-    first, second = (stream_of(functools.partial(kind, 7), POLICY) for _ in "ab")
+@pytest.mark.parametrize(
+    ("kind", "allow_pickle", "wrap"),
+    [
+        (Arrays, False, lambda env: env),
+        (Plain, True, lambda env: env),
+        (Arrays, False, envs.NormalizeHost),
+    ],
+)
+def test_state_that_was_saved_goes_on_exactly(kind, allow_pickle, wrap, tmp_path):
+    make = functools.partial(kind, 7)
+    first, second = (stream_of(make, POLICY, wrap) for _ in "ab")
     next(first), next(first)
     saved = first.state(allow_pickle=allow_pickle)
     rollout.checkpoint.save(tmp_path, saved)

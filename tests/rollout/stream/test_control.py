@@ -11,10 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import raw
 from jax.sharding import NamedSharding, PartitionSpec
-from streams import EPISODES, each_env, host, learn, make_stream, new_stream, train
+from streams import (
+    EPISODES,
+    each_env,
+    host,
+    learn,
+    make_learner,
+    make_stream,
+    new_stream,
+    train,
+)
 
 import rollout
+from rollout import envs
 
 slow = pytest.mark.slow
 each_prefetch = pytest.mark.parametrize("prefetch", [0, 1])
@@ -275,6 +286,25 @@ def test_state_is_that_after_the_last_batch_also_while_one_is_made():
     want = host(next(stream))
     stream.restore(state)
     chex.assert_trees_all_equal(host(next(stream)), want)
+
+
+def test_normalising_stream_is_restored_with_its_statistics():
+    env = envs.NormalizeReward(envs.NormalizeObs(make_learner().env))
+    learner = make_learner().replace(env=env)
+    params = {"odds": jnp.float32(0.5)}
+    options = {"key": jax.random.key(7), "params": params, "steps_per_batch": 8}
+    stream = rollout.Stream(learner, **options)
+    next(stream)
+    state, carry = stream.state(), stream.carry
+    want = take(stream, 1)
+    assert not learner.freeze(carry).env.learns
+    stream.restore(state)
+    chex.assert_trees_all_equal(raw(stream.carry), raw(carry))
+    assert_same(take(stream, 1), want)
+    # Rewards of `CountEnv` are the numbers of the steps.
+    length = want[0].episode_length
+    returns = want[0].episode_return
+    np.testing.assert_array_equal(returns, length * (length + 1) // 2)
 
 
 def test_restored_statistics_go_on():

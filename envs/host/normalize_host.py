@@ -1,0 +1,195 @@
+"""`NormalizeHost`: normalises environments that are not JAX by running statistics."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from rollout import checks
+from rollout.envs.host import ownership
+from rollout.envs.host.types import HostStep, HostVectorEnv
+from rollout.envs.spaces import as_space, space_of
+from rollout.envs.types import AnySpace, ArrayTree, Shared
+from rollout.envs.wrappers import running_stats
+from rollout.envs.wrappers.normalize import NormalizeState, outermost
+from rollout.envs.wrappers.running_stats import Statistics
+
+
+@dataclasses.dataclass(eq=False)
+class NormalizeHost:
+    """Normalises observations and rewards of a `HostVectorEnv`.
+
+    It does what `NormalizeReward` and `NormalizeObs` do in JAX, with one set of
+    statistics for all environments, in this process or in workers. The statistics are
+    in `carry.env_state`, so a carry or a stream that is saved and restored goes on with
+    them. `HostCollector.freeze(carry)` fixes them, to evaluate.
+
+    Rows of faulty environments do not count. Bounds of the wrapped observation space
+    are not checked; a value that is not finite is a fault.
+
+    Attributes:
+        env: `B` environments side by side.
+        gamma: the learner's discount per step, in [0, 1], for the scale of the rewards;
+            None leaves rewards as they are.
+        only: names of the parts of the observation to normalise, as `NormalizeObs` has
+            it; None for all, `()` for none.
+        epsilon: added to variances, above 0.
+        statistics: fixed statistics, set by `freeze`; None if they are learnt.
+
+    Raises:
+        ValueError: if an argument is not as above.
+
+    Source:
+        As `NormalizeObs` and `NormalizeReward`.
+    """
+
+    env: HostVectorEnv
+    _: dataclasses.KW_ONLY
+    gamma: float | None = 0.99
+    only: Sequence[str] | None = None
+    epsilon: float = 1e-8
+    statistics: tuple[Statistics, Statistics] | None = None
+
+    def __post_init__(self) -> None:
+        checks.kind_of_env(self.env, is_host=True)
+        checks.positive("epsilon", self.epsilon)
+        if self.gamma is not None:
+            checks.fraction("gamma", self.gamma)
+        self.only = running_stats.names("only", self.only)
+        self.num_envs, self.action_space = self.env.num_envs, self.env.action_space
+        space = as_space(self.env.observation_space, "env.observation_space")
+        self._raw: ArrayTree = jax.tree.map(
+            lambda x: np.zeros((self.num_envs, *x.shape), x.dtype),
+            jax.eval_shape(space.sample, jax.random.key(0)),
+        )
+        self._discounted = np.zeros(self.num_envs, np.float32)
+        self.restart(None)
+        self._obs = jax.tree.map(np.array, self._normalize(self._raw))
+
+    @property
+    def observation_space(self) -> AnySpace:
+        """Space of one environment's observation: unbounded."""
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._obs
+        )
+        return space_of(shapes)
+
+    @property
+    def learns(self) -> bool:
+        """Whether observations depend on statistics that are not fixed yet."""
+        return self.statistics is None
+
+    def freeze(self, env_state: ArrayTree) -> Self:
+        """Fixes the statistics; see `HostCollector.freeze`."""
+        new = outermost(env_state, type(self).__name__).statistics.value
+        checks.same("`env_state` must have statistics as of `env`", self._prior(), new)
+        return dataclasses.replace(self, statistics=new)
+
+    @property
+    def shared(self) -> NormalizeState:
+        """The statistics, and the discounted sums `[B]` of rewards; see `restart`."""
+        return NormalizeState(
+            kind=type(self).__name__,
+            env_state=(),
+            memory=self._discounted.copy(),
+            statistics=Shared(self._statistics),
+        )
+
+    def restart(self, shared: NormalizeState | None) -> None:
+        """Goes on with what `shared` was, or from the start if it is None."""
+        self._is_new = shared is None
+        learnt = self._prior() if shared is None else shared.statistics.value
+        self._statistics = self.statistics or learnt
+        self._discounted[:] = 0.0 if shared is None else shared.memory
+
+    def reset(self, seeds: np.ndarray, mask: np.ndarray) -> ArrayTree:
+        """Starts an episode in some environments; see `HostVectorEnv`."""
+        raw = self.env.reset(seeds, mask)
+        if self._is_new:  # the first observations count
+            self._learn(jax.tree.map(lambda x: x[mask], raw), None)
+            self._is_new = False
+        self._place(mask, jax.tree.map(lambda x: x[mask], self._normalize(raw)))
+        self._discounted[mask] = 0
+        return self._obs
+
+    def step(self, action: ArrayTree) -> HostStep:
+        """Takes one step in every environment, `[B, ...]`, and resets none."""
+        return self._take(self.env.step(action), slice(None))
+
+    def close(self) -> None:
+        """Closes the environments."""
+        self.env.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what only some environments have, such as `rebuild` and `save`."""
+        if name == "env" or name.startswith("_"):
+            raise AttributeError(name)
+        value = getattr(self.env, name)
+        return {"receive": self._receive, "load": self._load}.get(name, value)
+
+    @property
+    def _rollout_user(self) -> int | None:
+        return getattr(self.env, "_rollout_user", None)
+
+    @_rollout_user.setter
+    def _rollout_user(self, user: int) -> None:
+        ownership.claim(self.env, user)  # also for a frozen one around the same
+
+    def _receive(
+        self, num_ready: int, timeout: float | None = None
+    ) -> tuple[HostStep, np.ndarray]:
+        env: Any = self.env
+        result, env_id = env.receive(num_ready, timeout)
+        return self._take(result, env_id), env_id
+
+    def _load(self, saved: Any, obs: ArrayTree, *, allow_pickle: bool = False) -> bool:
+        env: Any = self.env
+        # Raw observations are read only after a reset.
+        is_loaded = env.load(saved, self._raw, allow_pickle=allow_pickle)
+        if is_loaded:
+            self._obs = jax.tree.map(np.array, obs)
+        return is_loaded
+
+    def _take(self, result: HostStep, at: Any) -> HostStep:
+        """Learns from a step of the environments `at`, and normalises it."""
+        counts = ~result.faulty
+        if result.mask is not None:
+            counts &= result.mask
+        before = self._discounted[at]
+        discounted = (self.gamma or 0.0) * before + result.reward
+        self._discounted[at] = np.where(counts, discounted, before)
+        if counts.any():
+            raw = jax.tree.map(lambda x: x[counts], result.obs)
+            self._learn(raw, discounted[counts])
+        obs, reward = self._normalize(result.obs), result.reward
+        self._place(at, obs)
+        if self.gamma is not None:
+            reward = reward / np.sqrt(self._statistics[1].var + self.epsilon)
+        return result._replace(obs=obs, reward=reward, raw_reward=result.reward)
+
+    def _learn(self, raw: ArrayTree, discounted: np.ndarray | None) -> None:
+        """Updates the statistics, unless they are fixed."""
+        if self.statistics is not None:
+            return
+        of_obs, of_rewards = self._statistics
+        with np.errstate(all="ignore"):  # what is not finite does not count
+            of_obs = running_stats.updated(of_obs, raw, xp=np)
+            if discounted is not None:
+                of_rewards = running_stats.updated(of_rewards, discounted, xp=np)
+        self._statistics = of_obs, of_rewards
+
+    def _normalize(self, raw: ArrayTree) -> ArrayTree:
+        of_obs = self._statistics[0]
+        with np.errstate(all="ignore"):
+            return running_stats.normalized(of_obs, raw, self.epsilon, xp=np)
+
+    def _place(self, at: Any, obs: ArrayTree) -> None:
+        pairs = zip(jax.tree.leaves(self._obs), jax.tree.leaves(obs), strict=True)
+        for old, new in pairs:
+            old[at] = new
+
+    def _prior(self) -> tuple[Statistics, Statistics]:
+        of_obs = running_stats.prior(self._raw, only=self.only, xp=np)
+        return of_obs, running_stats.prior(self._discounted, xp=np)
