@@ -36,7 +36,7 @@ from rollout.envs.registry import env_ids, make, make_agents, make_vec
 from rollout.envs.render import render_gif
 from rollout.envs.spaces import Box, Dict, Discrete, Space, Tuple
 from rollout.envs.suites import from_gymnax
-from rollout.envs.types import Env, EnvStep, Shared, VectorEnv
+from rollout.envs.types import Env, EnvStep, VectorEnv
 from rollout.envs.vectorize import vectorize, vectorize_each
 from rollout.envs.vectorize_agents import vectorize_agents
 from rollout.envs.wrappers import (
@@ -70,7 +70,6 @@ __all__ = [
     "ObserveInfo",
     "RecommendationEnv",
     "RescaleAction",
-    "Shared",
     "Space",
     "TimeLimit",
     "TransformObs",

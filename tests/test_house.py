@@ -18,6 +18,7 @@ MOST_FLOORS = 14
 # What all rooms stand on.
 GROUND = {
     *("envs.types", "envs.prng", "envs.spaces", "envs.masked_update"),
+    "envs.cost_estimate",
     *("types", "checks", "platform", "multihost"),
 }
 # A room imports from those above it only; within one there is no circle.

@@ -402,14 +402,14 @@ class Mean(VectorWrapper):
 
     def reset(self, keys):
         state, obs = self.env.reset(keys)
-        return (state, envs.Shared((jnp.zeros(4), jnp.zeros(())))), obs
+        return (state, envs.types.Shared((jnp.zeros(4), jnp.zeros(())))), obs
 
     def step(self, keys, state, action):
         result = self.env.step(keys, state[0], action)
         total, count = state[1].value
         total, count = total + result.obs.sum(axis=0), count + len(result.obs)
         return result.replace(
-            state=(result.state, envs.Shared((total, count))),
+            state=(result.state, envs.types.Shared((total, count))),
             obs=result.obs - (total / count)[None],
         )
 

@@ -378,7 +378,7 @@ def play(env, key):
 
 
 def statistics_in(tree):
-    is_shared = lambda x: isinstance(x, envs.Shared)  # noqa: E731
+    is_shared = lambda x: isinstance(x, envs.types.Shared)  # noqa: E731
     return list(filter(is_shared, jax.tree.leaves(tree, is_leaf=is_shared)))
 
 
