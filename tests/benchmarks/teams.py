@@ -85,7 +85,8 @@ def run_recipe(name: str, changes: dict[str, str], figure: str, seed: int) -> An
     with_update = names["update"]
 
     def timed_update(*args: Any) -> Any:
-        names.setdefault("arguments", args)
+        if "arguments" not in names:
+            names["arguments"] = jax.eval_shape(lambda *x: x, *args)
         result = with_update(*args)
         if "start" not in names:
             names["start"] = (jax.block_until_ready(result), time.process_time())[1]
