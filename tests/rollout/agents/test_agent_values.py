@@ -87,6 +87,8 @@ def next_values(collector, end, num_windows=1):
         carry, trajectory = collector.collect_steps(carry, PARAMS, num_steps)
         pending, rows = rollout.agents.agent_transitions(pending, trajectory, end=end)
         values = collector.value_fn(PARAMS, carry.obs, carry.policy_state)
+        if not isinstance(values, dict):  # of each lane
+            values = {GROUP: jnp.repeat(values[:, None], 2, axis=1)}
         last = rollout.agents.last_values(pending, values)
         value = rollout.next_values(rows[GROUP], last[GROUP])
         every.append((trajectory, rows[GROUP], value))
