@@ -125,9 +125,9 @@ def _profile_host(
         "trajectory": (collector, "_count"),
     }
 
-    def timed(part: str, fn: Callable[..., Any], *args: Any) -> Any:
+    def timed(part: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
         start = time.perf_counter()
-        result = fn(*args)
+        result = fn(*args, **options)
         seconds[part] += time.perf_counter() - start
         return result
 

@@ -442,7 +442,7 @@ def test_error_of_an_environment_without_parameters_keeps_its_traceback(monkeypa
     def fail(*args):
         raise TypeError("a bug")
 
-    monkeypatch.setattr(envs, "make_vec", fail)
+    monkeypatch.setattr(envs, "make", fail)
     with pytest.raises(TypeError, match="a bug"):
         command.main(["CartPole-v1"])
 
