@@ -473,5 +473,5 @@ def initial_policy_state(
     state = jax.tree.map(
         make, policy.init(env.num_envs), is_leaf=lambda x: isinstance(x, EpisodeKey)
     )
-    checks.policy_init(state, env.num_envs)
+    checks.of_lanes("`policy.init` must return leaves", state, (env.num_envs,))
     return state

@@ -141,8 +141,8 @@ class Stream(Generic[ParamsT]):
             masked out and zero, the lane is reset, and the stream goes on. The masks
             then add up to less than `steps`, and `stats.faulty_episodes` counts the
             episodes.
-        window_episodes: K, the number of last episodes, over all batches, that
-            `stats.window_return_mean` averages; 0 for none.
+        window_episodes: K of the `EpisodeWindow` over all batches whose mean is
+            `stats.window_return_mean`; 0 for none. Not with `at_batch_end="reset"`.
         progress: shows a bar on stderr, with steps per second, episodes and their mean
             return.
 
@@ -470,7 +470,7 @@ class Stream(Generic[ParamsT]):
         options, version = self._options, pending.params[1]
         try:
             result, seconds = pending.wait()
-            small = result._replace(carry=(), output=(), episodes=())
+            small = result._replace(carry=(), output=(), episodes=(), counted=())
             small = jax.device_get(small)
             self._raise_fault(small.faults, version)
             output = _placed(result.output, options.placement)
@@ -493,7 +493,7 @@ class Stream(Generic[ParamsT]):
             totals=stream_stats.add(
                 at.totals,
                 small.stats,
-                small.newest,
+                result.counted,
                 steps=num_steps,
                 faulty=int(small.num_faulty),
                 seconds=seconds,
