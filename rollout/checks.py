@@ -75,6 +75,12 @@ def kind_of_env(env: Any, *, is_host: bool) -> None:
             f"makes, got {type(env).__name__}: environments in JAX go into a "
             "`Collector`."
         )
+    # The placeholders with which jax builds pytrees have no `step`.
+    if not is_host and hasattr(env, "step") and not hasattr(env, "num_envs"):
+        raise ValueError(
+            "`env` must be many environments side by side, as `rollout.envs.vectorize` "
+            f"makes them, got one {type(env).__name__}."
+        )
     if not is_host and hasattr(env, "num_envs") and not hasattr(env, "reset_done"):
         raise ValueError(
             "`env` must be a `VectorEnv` in JAX, such as `rollout.envs.vectorize` "
@@ -235,19 +241,22 @@ def max_steps(value: Any) -> int:
     return min(int_between("max_steps", value, most=None), INT32_MAX)
 
 
-def collector(env: Any, acting: Any, record_fn: Any, value_fn: Any = None) -> None:
+def collector(acting: Any, record_fn: Any, value_fn: Any = None) -> None:
     """Checks the parts of a collector."""
-    # The placeholders with which jax builds pytrees have no `step`.
-    if hasattr(env, "step") and not hasattr(env, "num_envs"):
-        raise ValueError(
-            "`env` must be many environments side by side, as `rollout.envs.vectorize` "
-            f"makes them, got one {type(env).__name__}."
-        )
     policy(acting)
     if record_fn is not None:
         function("record_fn", record_fn, "transition")
     if value_fn is not None:
         function("value_fn", value_fn, "params", "obs", "policy_state")
+
+
+def collects(value: Any) -> None:
+    """Checks that a value is a collector of any kind."""
+    if not hasattr(value, "collect_steps"):
+        raise ValueError(
+            "`collector` must be a `Collector` or a `HostCollector`, got "
+            f"{type(value).__name__}."
+        )
 
 
 def collects_in_jax(value: Any) -> None:
@@ -364,11 +373,6 @@ def accumulators(value: Any) -> Accumulators:
     if len(set(names)) < len(names):
         raise ValueError(f"`accumulators` must have different names, got {names}.")
     return items
-
-
-def accumulated(name: str, old: ArrayTree, new: ArrayTree) -> None:
-    """Checks that an accumulator keeps its structure, shapes and dtypes."""
-    same(f"The accumulator `{name}` must return the kind of value it takes", old, new)
 
 
 def recorded(before: Transition, after: Any) -> None:

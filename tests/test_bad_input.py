@@ -258,7 +258,7 @@ REFUSED = {
         lambda: envs.FrameStack(MANY, 3),
         lambda: wrappers.ObservePrevious(MANY),
     ],
-    "`env` must be a `VectorEnv`, such as": [
+    "`env` must be many environments side by side, as": [
         lambda: envs.NormalizeObs(COUNT),
         lambda: envs.NormalizeReward(COUNT),
     ],

@@ -49,7 +49,6 @@ class _Normalizer(VectorWrapper, kw_only=True):
     statistics: Statistics | None = None
 
     def __post_init__(self) -> None:
-        checks.kind_of_env(self.env, is_host=False)
         super().__post_init__()
         checks.positive("epsilon", self.epsilon)
 

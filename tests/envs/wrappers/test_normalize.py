@@ -219,7 +219,7 @@ def test_leaves_keep_flags_and_float_dtypes_or_become_float32():
     statistics = carries[-1].env_state.statistics.value
     assert {x.dtype.name for x in jax.tree.leaves(statistics)} == {"float32"}
     space = envs.NormalizeObs(make_inner("tree"), epsilon=EPSILON).observation_space
-    assert (space.spaces["odd"][2].shape, space.spaces["n"].dtype) == (
+    assert (space.spaces["odd"].spaces[2].shape, space.spaces["n"].dtype) == (
         (2, 3),
         "float32",
     )
