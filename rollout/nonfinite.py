@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from rollout.types import Transition
 
-_FIELDS = "obs action next_obs reward extras final_value accumulated"
+_FIELDS = "obs", "action", "next_obs", "reward", "extras", "final_value", "accumulated"
 _NEVER_INFINITE = ("log_prob", "value", "next_value")
 
 
@@ -25,7 +25,7 @@ def nonfinite(trajectory: Transition) -> dict[str, jax.Array]:
     Returns:
         The names of its float fields, such as `extras.value`, to `[T, B]` bool.
     """
-    fields = {name: getattr(trajectory, name) for name in _FIELDS.split()}
+    fields = {name: getattr(trajectory, name) for name in _FIELDS}
     found = {}
     for path, leaf in jax.tree.leaves_with_path(fields):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
