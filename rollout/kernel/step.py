@@ -26,8 +26,8 @@ from rollout.envs.types import (
     Lanes,
     VectorEnv,
     sharding_of,
+    strong,
 )
-from rollout.envs.vectorize import strong
 from rollout.kernel import episode_keys
 from rollout.kernel.episode_keys import POLICY_EPISODE, Roots, Start
 from rollout.types import (

@@ -17,8 +17,7 @@ from flax import struct
 from rollout import checks, multihost
 from rollout.collector import Collector
 from rollout.envs import prng
-from rollout.envs.types import ArrayTree, sharding_of
-from rollout.envs.vectorize import strong
+from rollout.envs.types import ArrayTree, sharding_of, strong
 from rollout.host import ctrl_c
 from rollout.host.host_collector import HostCollector
 from rollout.policies.exploration import random_warmup
