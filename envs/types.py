@@ -19,6 +19,7 @@ from typing import Any as ArrayTree
 
 import chex
 import jax
+import jax.numpy as jnp
 from flax import struct
 from typing_extensions import TypeVar
 
@@ -187,3 +188,8 @@ def hash_of_types(tree: ArrayTree) -> int:
     another environment's program.
     """
     return hash(jax.tree.structure(tree))
+
+
+def strong(tree: ArrayTree) -> ArrayTree:
+    """Drops weak types, with which a scan traces its body twice or raises an error."""
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)

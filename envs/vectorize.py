@@ -23,6 +23,7 @@ from rollout.envs.types import (
     Lanes,
     VectorEnv,
     hash_of_types,
+    strong,
 )
 
 
@@ -212,8 +213,3 @@ def _reset(
 
 def _is_float(x: jax.typing.ArrayLike) -> bool:
     return jnp.ndim(x) == 0 and jnp.issubdtype(jnp.result_type(x), jnp.floating)
-
-
-def strong(tree: ArrayTree) -> ArrayTree:
-    """Drops weak types, with which a scan traces its body twice or raises an error."""
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)

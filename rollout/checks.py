@@ -75,11 +75,17 @@ def kind_of_env(env: Any, *, is_host: bool) -> None:
             f"makes, got {type(env).__name__}: environments in JAX go into a "
             "`Collector`."
         )
+    # The placeholders with which jax builds pytrees have no `step`.
+    if not is_host and hasattr(env, "step") and not hasattr(env, "num_envs"):
+        raise ValueError(
+            "`env` must be many environments side by side, as `rollout.envs.vectorize` "
+            f"makes them, got one {type(env).__name__}."
+        )
     if not is_host and hasattr(env, "num_envs") and not hasattr(env, "reset_done"):
         raise ValueError(
             "`env` must be a `VectorEnv` in JAX, such as `rollout.envs.vectorize` "
             f"makes, got {type(env).__name__}: environments that step in NumPy go into "
-            "a `HostCollector`."
+            "a `HostCollector`, and `rollout.envs.NormalizeHost` normalises them."
         )
 
 
@@ -235,19 +241,22 @@ def max_steps(value: Any) -> int:
     return min(int_between("max_steps", value, most=None), INT32_MAX)
 
 
-def collector(env: Any, acting: Any, record_fn: Any, value_fn: Any = None) -> None:
+def collector(acting: Any, record_fn: Any, value_fn: Any = None) -> None:
     """Checks the parts of a collector."""
-    # The placeholders with which jax builds pytrees have no `step`.
-    if hasattr(env, "step") and not hasattr(env, "num_envs"):
-        raise ValueError(
-            "`env` must be many environments side by side, as `rollout.envs.vectorize` "
-            f"makes them, got one {type(env).__name__}."
-        )
     policy(acting)
     if record_fn is not None:
         function("record_fn", record_fn, "transition")
     if value_fn is not None:
         function("value_fn", value_fn, "params", "obs", "policy_state")
+
+
+def collects(value: Any) -> None:
+    """Checks that a value is a collector of any kind."""
+    if not hasattr(value, "collect_steps"):
+        raise ValueError(
+            "`collector` must be a `Collector` or a `HostCollector`, got "
+            f"{type(value).__name__}."
+        )
 
 
 def collects_in_jax(value: Any) -> None:
@@ -261,8 +270,7 @@ def collects_in_jax(value: Any) -> None:
 
 def frozen(collector: Any, carry: Any) -> Any:
     """Returns a collector whose environments no longer learn; see `freeze`."""
-    if not isinstance(carry, Carry):
-        raise ValueError(f"`carry` must be a `Carry`, got {describe(carry)}.")
+    is_carry(carry)
     freeze = getattr(collector.env, "freeze", None)
     if freeze is None:
         return collector
@@ -296,20 +304,21 @@ def outside_of_jit(name: str) -> None:
 def host_call(carry: Any) -> None:
     """Checks a call that steps host environments."""
     outside_of_jit("HostCollector")
-    if not isinstance(carry, Carry):
+    is_carry(carry)
+
+
+def is_carry(value: Any) -> None:
+    """Checks that a value is a carry."""
+    if not isinstance(value, Carry):
         raise ValueError(
-            "`carry` must be what `init` or the last call returned, got "
-            f"{describe(carry)}."
+            "`carry` must be what `init` or an earlier call returned, got "
+            f"{describe(value)}."
         )
 
 
 def carry(value: Any, collector: Any) -> None:
     """Checks that a value is a carry such as `init` of this collector makes."""
-    if not isinstance(value, Carry):
-        raise ValueError(
-            "`carry` must be what `Collector.init` or an earlier call returned, got "
-            f"{describe(value)}."
-        )
+    is_carry(value)
     lanes, num_envs = jnp.shape(value.episode.episode_id), collector.env.num_envs
     if lanes != (num_envs,):
         raise ValueError(
@@ -366,11 +375,6 @@ def accumulators(value: Any) -> Accumulators:
     return items
 
 
-def accumulated(name: str, old: ArrayTree, new: ArrayTree) -> None:
-    """Checks that an accumulator keeps its structure, shapes and dtypes."""
-    same(f"The accumulator `{name}` must return the kind of value it takes", old, new)
-
-
 def recorded(before: Transition, after: Any) -> None:
     """Checks that `record_fn` left the lanes and the kernel's bookkeeping."""
     if not isinstance(after, Transition):
@@ -388,12 +392,16 @@ def recorded(before: Transition, after: Any) -> None:
             raise ValueError(
                 f"`record_fn` must drop a field by `()`, got `{name}=None`."
             )
-    lanes = before.mask.shape
-    for path, leaf in jax.tree.leaves_with_path(after):
+    of_lanes("`record_fn` must return leaves", after, before.mask.shape)
+
+
+def of_lanes(what: str, tree: ArrayTree, lanes: tuple[int, ...]) -> None:
+    """Checks that all leaves begin with the axes of the lanes."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
         if jnp.shape(leaf)[: len(lanes)] != lanes:
             raise ValueError(
-                f"`record_fn` must return leaves with the leading axes {lanes} of the "
-                f"lanes, got {describe(leaf)}{_at(path)}."
+                f"{what} with the leading axes {lanes} of the lanes, got "
+                f"{describe(leaf)}{_at(path)}."
             )
 
 
@@ -429,16 +437,6 @@ def own_values(error: Exception, obs: ArrayTree, num_envs: int) -> None:
         ) from error
 
 
-def policy_init(state: ArrayTree, num_envs: int) -> None:
-    """Checks that an initial policy state has the lane axis."""
-    for path, leaf in jax.tree.leaves_with_path(state):
-        if jnp.shape(leaf)[:1] != (num_envs,):
-            raise ValueError(
-                "`policy.init` must return leaves with the leading axis "
-                f"num_envs={num_envs}, got shape {leaf.shape}{_at(path)}."
-            )
-
-
 def decision(who: str, result: PolicyStep, space: AnySpace, num_envs: int) -> None:
     """Checks that a result is a `PolicyStep` whose action fits the space."""
     if not isinstance(result, PolicyStep):
@@ -471,12 +469,7 @@ def policy_step(result: PolicyStep, env: VectorEnv, policy_state: ArrayTree) -> 
         policy_state,
         result.state,
     )
-    for path, leaf in jax.tree.leaves_with_path(result.extras):
-        if jnp.shape(leaf)[:1] != (env.num_envs,):
-            raise ValueError(
-                "`policy.apply` must return extras with the leading axis "
-                f"num_envs={env.num_envs}, got shape {jnp.shape(leaf)}{_at(path)}."
-            )
+    of_lanes("`policy.apply` must return extras", result.extras, (env.num_envs,))
 
 
 def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -> None:

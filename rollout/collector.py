@@ -36,8 +36,8 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 _GPU_UNROLL = 2
 
 
-def explain(fn: Any, jitted: Callable[..., Any]) -> Any:
-    """Calls `jitted`, the jitted `fn`; where jax raises, names a wrong argument of it.
+def explain(fn: Any) -> Any:
+    """Calls a jitted function; where jax raises, names a wrong argument of it.
 
     A call that succeeds pays for one `try`, nothing else.
     """
@@ -45,7 +45,7 @@ def explain(fn: Any, jitted: Callable[..., Any]) -> Any:
     @functools.wraps(fn)
     def call(*args: Any, **options: Any) -> Any:
         try:
-            return jitted(*args, **options)
+            return fn(*args, **options)
         except (RuntimeError, TypeError) as error:
             raised = error
         given = inspect.signature(fn).bind(*args, **options).arguments
@@ -58,11 +58,7 @@ def explain(fn: Any, jitted: Callable[..., Any]) -> Any:
 
 def _jit(*static: str) -> Callable[[Fn], Fn]:
     """Returns `jax.jit` with static arguments, as a decorator that keeps the types."""
-
-    def decorate(method: Fn) -> Fn:
-        return explain(method, jax.jit(method, static_argnames=static))
-
-    return decorate
+    return lambda method: explain(jax.jit(method, static_argnames=static))
 
 
 def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
@@ -75,6 +71,7 @@ def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
     def decorate(method: Any) -> Any:
         jitted = jax.jit(method, static_argnames=("fn", *static))
 
+        @functools.wraps(method)
         def call(
             self: Any, carry: Carry, params: Any, fn: Any, acc: Any, **options: Any
         ) -> Any:
@@ -89,7 +86,7 @@ def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
             run = method if is_traced else jitted
             return run(self, carry, params, fn, acc, **options)
 
-        return explain(method, call)
+        return explain(call)
 
     return decorate
 
@@ -135,7 +132,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
 
     def __post_init__(self) -> None:
         checks.kind_of_env(self.env, is_host=False)
-        checks.collector(self.env, self.policy, self.record_fn, self.value_fn)
+        checks.collector(self.policy, self.record_fn, self.value_fn)
         accumulators = checks.accumulators(self.accumulators)
         object.__setattr__(self, "accumulators", accumulators)
         object.__setattr__(self, "_types", hash_of_types(self.env))

@@ -87,9 +87,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         size = checks.int_between("num_episodes", num_episodes)
 
         def zero(dtype: Any = jnp.float32) -> jax.Array:
-            return jnp.zeros(
-                size, dtype
-            )  # each its own buffer, so that all are donated
+            return jnp.zeros(size, dtype)  # its own buffer, so that all are donated
 
         def values() -> _Values:
             return zero(), zero(jnp.int32), {name: zero() for name in accumulated}

@@ -63,6 +63,7 @@ def evaluate(
             `Collector.step` does.
     """
     checks.typed_key(key)
+    checks.collects(collector)
     checks.statistics_are_fixed(collector)
     num_episodes = checks.int_between("num_episodes", num_episodes)
     if isinstance(collector, HostCollector):
@@ -92,5 +93,5 @@ def _evaluate(
 
 
 _evaluate_jitted = explain(
-    _evaluate, jax.jit(_evaluate, static_argnames=("num_episodes", "max_steps"))
+    jax.jit(_evaluate, static_argnames=("num_episodes", "max_steps"))
 )

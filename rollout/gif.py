@@ -82,13 +82,9 @@ def draw_episode(
     checks.outside_of_jit("record_gif")
     checks.typed_key(key)
     max_steps = checks.int_between("max_steps", max_steps)
-    is_host = isinstance(collector, HostCollector)
-    if not is_host and not isinstance(collector, Collector):
-        got = type(collector).__name__
-        raise ValueError(
-            f"`collector` must be a `Collector` or a `HostCollector`, got {got}."
-        )
+    checks.collects(collector)
     checks.statistics_are_fixed(collector)
+    is_host = isinstance(collector, HostCollector)
     draw: Any = _draw_on_host if is_host else _draw_states
     gif, episodes = draw(collector, key, params, max_steps)
     return gif, jax.device_get(episodes)

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from rollout import checks
 from rollout.episode_window import EpisodeWindow
-from rollout.moments import Moments
+from rollout.moments import Moments, merge
 from rollout.stats import CollectStats
 from rollout.stream.stream_stats import StreamStats
 
@@ -69,13 +69,9 @@ def log_stats(
         if defined.size:
             put(group + name, defined.mean())
         if value.ndim and defined.size > 1:
-            count: Any = np.int32(defined.size)
-            over_seeds = Moments(
-                count=count,
-                total=defined.sum(),
-                squared_deviations=np.sum((defined - defined.mean()) ** 2),
-                low=defined.min(),
-                high=defined.max(),
+            one: Any = {"count": 1, "squared_deviations": 0.0}
+            over_seeds = merge(
+                [Moments(**one, total=x, low=x, high=x) for x in defined]
             )
             put(f"{group}{name}_ci_low", over_seeds.ci_low)
             put(f"{group}{name}_ci_high", over_seeds.ci_high)

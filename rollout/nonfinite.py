@@ -11,15 +11,7 @@ import jax.numpy as jnp
 
 from rollout.types import Transition
 
-_FIELDS = (
-    "obs",
-    "action",
-    "next_obs",
-    "reward",
-    "extras",
-    "final_value",
-    "accumulated",
-)
+_FIELDS = "obs", "action", "next_obs", "reward", "extras", "final_value", "accumulated"
 _NEVER_INFINITE = ("log_prob", "value", "next_value")
 
 

@@ -1,7 +1,6 @@
 """`probe`: plays environments of any kind and reports their mistakes, by name."""
 
 import contextlib
-import functools
 import os
 import re
 import traceback
@@ -101,9 +100,8 @@ def probe(
         return host_probe.probe(env, num_steps, seed)
     found: dict[str, str] = {}
     with _reporting(found), jax.debug_key_reuse(False):
-        key, make_lanes = jax.random.key(seed), vectorize
-        if has_agents(env):
-            make_lanes = vectorize_agents
+        key = jax.random.key(seed)
+        make_lanes = vectorize_agents if has_agents(env) else vectorize
         lanes: Any = make_lanes(env, _NUM_LANES)
         collector = Collector(env=lanes, policy=_random_policy(lanes))
         # A step checks what the environment returns.
@@ -147,14 +145,10 @@ def _random_policy(env: VectorEnv) -> Policy:
 
 def _check_spaces(found: dict[str, str], env: VectorEnv, key: chex.PRNGKey) -> None:
     """Draws elements of both spaces."""
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def holds(name: str, keys: chex.PRNGKey) -> jax.Array:
-        space = getattr(env, name)
-        return jax.vmap(lambda key: space.contains(space.sample(key)))(keys)
-
     for name in ("observation_space", "action_space"):
-        if not np.all(holds(name, jax.random.split(key, _NUM_LANES))):
+        space, keys = getattr(env, name), jax.random.split(key, _NUM_LANES)
+        drawn = jax.jit(jax.vmap(space.sample))(keys)
+        if not np.all(jax.jit(jax.vmap(space.contains))(drawn)):
             found[name] = "`contains` must be True of what `sample` draws"
 
 

@@ -116,14 +116,14 @@ def _profile_host(
     collector = collector.replace()  # with methods that keep their time
     seconds: dict[str, float] = collections.defaultdict(float)
     loop = collector._loop
-    parts = {
-        "policy": (loop.runner, "act"),
-        "all_steps": (loop, "_step"),
-        "served_steps": (loop, "_serve"),
-        "auto_reset": (loop, "_settle"),
-        "rows": (loop, "_take"),
-        "trajectory": (collector, "_count"),
-    }
+    parts = (
+        ("policy", loop.runner, "act"),
+        ("steps", loop, "_step"),  # which call the policy
+        ("steps", loop, "_serve"),
+        ("auto_reset", loop, "_settle"),
+        ("recording", loop, "_take"),
+        ("recording", collector, "_count"),
+    )
 
     def timed(part: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
         start = time.perf_counter()
@@ -131,7 +131,7 @@ def _profile_host(
         seconds[part] += time.perf_counter() - start
         return result
 
-    for part, (owner, name) in parts.items():
+    for part, owner, name in parts:
         setattr(owner, name, functools.partial(timed, part, getattr(owner, name)))
     carry, times = collector.init(key), []
     for _ in range(num_repeats + 1):  # the first one compiles
@@ -139,15 +139,10 @@ def _profile_host(
         start = time.perf_counter()
         carry, trajectory = collector.collect_steps(carry, params, num_steps)
         jax.block_until_ready(trajectory)
-        whole = time.perf_counter() - start
-        steps = seconds["all_steps"] + seconds["served_steps"]  # which call the policy
-        timed_parts = (
-            seconds["policy"],
-            steps - seconds["policy"],
-            seconds["auto_reset"],
-            seconds["rows"] + seconds["trajectory"],
-        )
-        times.append((*timed_parts, whole))
+        seconds["whole"] = time.perf_counter() - start
+        seconds["steps"] -= seconds["policy"]
+        names = "policy", "steps", "auto_reset", "recording", "whole"
+        times.append([seconds[name] for name in names])
     *found, whole = map(statistics.median, zip(*times[1:], strict=True))
     return Profile(*found, whole=whole, unexplained=whole - sum(found))
 

@@ -148,20 +148,6 @@ def finished(trajectory: Transition) -> Finished:
     )
 
 
-def newest(data: Transition | Episodes, size: int) -> jax.Array:
-    """Returns the last episodes that ended, `[size, 2]` float32: returns and lengths.
-
-    In the order in which they ended, or started in `Episodes`; zero before the first.
-    """
-    ended = data if isinstance(data, Episodes) else finished(data)
-    mask = present(data) if isinstance(data, Episodes) else ended.mask
-    number = jnp.cumsum(mask[::-1])[::-1]  # 1 for the last
-    place = jnp.where(mask & (number <= size), size - number, size)
-    values = (ended.episode_return, ended.episode_length.astype(jnp.float32))
-    blank = jnp.zeros((size, 2), jnp.float32)
-    return blank.at[place].set(jnp.stack(values, axis=1), mode="drop")
-
-
 def plural(count: Any, noun: str) -> str:
     """Returns "1 step", "1,280 steps"."""
     return f"{int(count):,} {noun}" + ("" if count == 1 else "s")

@@ -206,7 +206,7 @@ REFUSED = {
         lambda: rollout.evaluate(collector(), 1, None, 2),
         lambda: stream(key=0),
     ],
-    "`carry` must be what `Collector.init` or an earlier call returned": [
+    "`carry` must be what `init` or an earlier call returned": [
         lambda: collector().collect_steps(None, carry(), 2),
         lambda: collector().collect_episodes(None, None, 2, max_steps=3),
         lambda: collector().collect_padded_episodes(None, None, 2, max_length=3),
@@ -258,7 +258,7 @@ REFUSED = {
         lambda: envs.FrameStack(MANY, 3),
         lambda: wrappers.ObservePrevious(MANY),
     ],
-    "`env` must be a `VectorEnv`, such as": [
+    "`env` must be many environments side by side, as": [
         lambda: envs.NormalizeObs(COUNT),
         lambda: envs.NormalizeReward(COUNT),
     ],

@@ -190,7 +190,10 @@ class _Probe:
             what = f"got {type(step).__name__}"
             self._stop("step", f"it must return a `rollout.envs.host.HostStep`, {what}")
         if "info" not in self._kinds:
-            self._kinds["info"] = jax.tree.map(self._kind_of, step.info)
+            num_envs, info = self._env.num_envs, jax.tree.map(np.asarray, step.info)
+            self._kinds["info"] = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((num_envs, *x.shape[1:]), x.dtype), info
+            )
         for name in sorted(self._kinds):
             if name != "mask" or step.mask is not None:
                 self._check_kind(name, getattr(step, name))
@@ -234,10 +237,6 @@ class _Probe:
             if (np.shape(leaf), getattr(leaf, "dtype", 0)) != (want.shape, want.dtype):
                 what = f"{checks.describe(want)}, got {checks.describe(leaf)}"
                 self._stop(name, f"it must be {what}")
-
-    def _kind_of(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        leaf = np.asarray(leaf)
-        return jax.ShapeDtypeStruct((self._env.num_envs, *leaf.shape[1:]), leaf.dtype)
 
     def _seeds(self, num_steps: int) -> np.ndarray:
         shape = num_steps + 1, self._env.num_envs

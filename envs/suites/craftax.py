@@ -16,8 +16,7 @@ from flax import struct
 from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space
 from rollout.envs.suites.convert import check_methods, like
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
-from rollout.envs.vectorize import strong
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 
 _IDS = (
     "Craftax-Symbolic-v1",

@@ -28,8 +28,7 @@ from rollout.envs import prng
 from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space
 from rollout.envs.suites.convert import check_methods, like
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
-from rollout.envs.vectorize import strong
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 
 _BASE = "gymnax.environments.environment"  # the module of gymnax's base classes
 _LIMIT = "max_steps_in_episode"

@@ -22,8 +22,7 @@ from rollout.envs import prng, spaces
 from rollout.envs.multi_agent import ACTING, MultiAgentEnv, MultiAgentStep
 from rollout.envs.optional_import import load
 from rollout.envs.suites.convert import check_methods, like
-from rollout.envs.types import AnySpace, ArrayTree
-from rollout.envs.vectorize import strong
+from rollout.envs.types import AnySpace, ArrayTree, strong
 
 # Time limits of the suite, and the counts of steps in its states that reach them.
 _LIMITS = {"max_steps": ("step", "time", "t"), "num_outer_steps": ("outer_t",)}

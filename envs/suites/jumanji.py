@@ -18,8 +18,7 @@ from rollout.envs.multi_agent import MultiAgentEnv, MultiAgentStep
 from rollout.envs.optional_import import load
 from rollout.envs.spaces import Box, Composite, Discrete, MultiDiscrete, Space, space_of
 from rollout.envs.suites.convert import check_methods, check_no_reset
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
-from rollout.envs.vectorize import strong
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 
 _GROUP = "agents"
 

@@ -21,8 +21,7 @@ from flax import struct
 from rollout.envs.optional_import import load
 from rollout.envs.spaces import Box, space_of
 from rollout.envs.suites.convert import check_methods, like
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
-from rollout.envs.vectorize import strong
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 
 # Modules of wrappers that reset, cut episodes or stack lanes.
 _WRAPPERS = ("brax.envs.wrappers.", "mujoco_playground._src.wrapper")

@@ -16,8 +16,7 @@ from flax import struct
 from rollout.envs.optional_import import load
 from rollout.envs.spaces import Discrete, space_of
 from rollout.envs.suites.convert import check_methods, check_no_reset, like
-from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep
-from rollout.envs.vectorize import strong
+from rollout.envs.types import AnySpace, ArrayTree, Env, EnvStep, strong
 
 
 def from_xminigrid(env: Any, env_params: ArrayTree) -> Env:

@@ -49,12 +49,6 @@ class _Normalizer(VectorWrapper, kw_only=True):
     statistics: Statistics | None = None
 
     def __post_init__(self) -> None:
-        if hasattr(self.env, "close") and not hasattr(self.env, "reset_done"):
-            raise ValueError(
-                f"`env` must be in JAX for `{type(self).__name__}`, got "
-                f"{type(self.env).__name__}: `rollout.envs.NormalizeHost` normalises "
-                "environments that step in NumPy."
-            )
         super().__post_init__()
         checks.positive("epsilon", self.epsilon)
 
@@ -67,13 +61,10 @@ class _Normalizer(VectorWrapper, kw_only=True):
         """
         state = outermost(env_state, type(self).__name__)
         new = state.statistics.value
-        checks.same("`env_state` must have statistics as of `env`", self._prior(), new)
+        own = jax.eval_shape(self.reset, _keys(self.num_envs))[0].statistics.value
+        checks.same("`env_state` must have statistics as of `env`", own, new)
         inner = super().freeze(state.env_state)
         return inner.replace(statistics=new)
-
-    def _prior(self) -> Statistics:
-        """Returns the structure, shapes and dtypes of the statistics."""
-        raise NotImplementedError
 
     def _state(
         self, env_state: ArrayTree, memory: ArrayTree, statistics: Statistics
@@ -175,15 +166,11 @@ class NormalizeObs(_Normalizer):
     def _shapes(self) -> ArrayTree:
         return jax.eval_shape(self.reset, _keys(self.num_envs))[1]
 
-    def _prior(self) -> Statistics:
-        return jax.eval_shape(
-            lambda keys: self._prior_of(self.env.reset(keys)[1]), _keys(self.num_envs)
-        )
-
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, raw_obs = self.env.reset(keys)
-        statistics = self._take_in(self._prior_of(raw_obs), raw_obs)
+        prior = running_stats.prior(raw_obs, self._num_axes, only=self.only)
+        statistics = self._take_in(prior, raw_obs)
         state = self._state(env_state, raw_obs, statistics)
         return state, self._normalize(statistics, raw_obs)
 
@@ -221,9 +208,6 @@ class NormalizeObs(_Normalizer):
     def _num_axes(self) -> int:
         """Leading axes that share statistics: lanes, and the agents of a group."""
         return 2 if has_agents(self.env) else 1
-
-    def _prior_of(self, raw: ArrayTree) -> Statistics:
-        return running_stats.prior(raw, self._num_axes, only=self.only)
 
     def _take_in(self, old: Statistics, raw: ArrayTree) -> Statistics:
         return self.statistics or running_stats.updated(old, raw, self._num_axes)
@@ -287,7 +271,7 @@ class NormalizeReward(_Normalizer):
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, obs = self.env.reset(keys)
         discounted = jnp.zeros((self.num_envs,), jnp.float32)
-        statistics = self.statistics or self._prior()
+        statistics = self.statistics or running_stats.prior(discounted)
         return self._state(env_state, discounted, statistics), obs
 
     def step(
@@ -315,6 +299,3 @@ class NormalizeReward(_Normalizer):
         return inner._replace(
             state=state.replace(env_state=inner.state, memory=discounted)
         )
-
-    def _prior(self) -> Statistics:
-        return running_stats.prior(jnp.zeros((self.num_envs,), jnp.float32))

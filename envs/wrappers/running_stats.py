@@ -56,36 +56,27 @@ def prior(
     Raises:
         ValueError: if `only` has a name of which there is no leaf.
     """
-    unknown, known = set(only or ()), []
-
-    def has_statistics(path: Any, x: jax.Array) -> bool:
-        known.append(jax.tree_util.keystr(path, simple=True, separator="/"))
-        of = {name for name in only or () if f"{known[-1]}/".startswith(f"{name}/")}
-        unknown.difference_update(of)
-        return (only is None or bool(of)) and x.dtype != bool
-
-    chosen = jax.tree.map_with_path(has_statistics, value)
-    if unknown:
-        raise ValueError(
-            f"`only` must name parts of the observation, {', '.join(known)}, got "
-            f"{', '.join(sorted(unknown))}."
-        )
+    paths = jax.tree.map_with_path(
+        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), value
+    )
+    leaves = jax.tree.leaves(paths)
+    for name in only or ():
+        if not any(f"{path}/".startswith(f"{name}/") for path in leaves):
+            raise ValueError(
+                f"`only` must name parts of the observation, {', '.join(leaves)}, got "
+                f"{name}."
+            )
+    chosen = ("",) if only is None else tuple(f"{name}/" for name in only)
 
     def full(number: float) -> ArrayTree:
-        return jax.tree.map(
+        def make(x: jax.Array, path: str) -> Any:
+            if x.dtype == bool or not f"{path}/".startswith(chosen):
+                return None
             # Half precision is too coarse for statistics.
-            lambda x, is_chosen: (
-                xp.full(
-                    x.shape[num_axes:],
-                    number,
-                    jnp.promote_types(float_dtype(x), jnp.float32),
-                )
-                if is_chosen
-                else None
-            ),
-            value,
-            chosen,
-        )
+            dtype = jnp.promote_types(float_dtype(x), jnp.float32)
+            return xp.full(x.shape[num_axes:], number, dtype)
+
+        return jax.tree.map(make, value, paths)
 
     return Statistics(mean=full(0.0), var=full(1.0), count=xp.float32(_PRIOR_COUNT))
 

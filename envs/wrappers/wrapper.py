@@ -137,12 +137,6 @@ class VectorWrapper(_Around):
     env: VectorEnv
 
     def __post_init__(self) -> None:
-        # A placeholder that jax builds pytrees with has no `step`.
-        if hasattr(self.env, "step") and not hasattr(self.env, "num_envs"):
-            raise ValueError(
-                "`env` must be a `VectorEnv`, such as `rollout.envs.vectorize` makes, "
-                f"got {type(self.env).__name__} without `num_envs`."
-            )
         checks.kind_of_env(self.env, is_host=False)
 
     @property

@@ -1,7 +1,6 @@
 """`summarize_agents`: statistics of each agent and each policy, over ended episodes."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -169,14 +168,6 @@ def _evaluate(
     return summarize_agents(episodes)
 
 
-class _Kept(struct.PyTreeNode, kw_only=True):
-    """What `keep_agents` keeps of an episode."""
-
-    info: AgentInfo
-    unassigned_reward: jax.Array  # [B, A]
-    policies: Any  # `policy_id` and `policy_index` of a `policy_map`; else ()
-
-
 def keep_agents(collector: Collector, params: Any) -> Collector:
     """Adds the accumulator that `summarize_agents` reads in `Episodes` to a collector.
 
@@ -184,28 +175,24 @@ def keep_agents(collector: Collector, params: Any) -> Collector:
         collector: with an environment of `rollout.envs.vectorize_agents`.
         params: parameters of the policy.
     """
-    layout, plain = layout_of(collector.env), collector.replace(record_fn=None)
-    carry = jax.eval_shape(plain.init, jax.random.key(0))
-    row = jax.eval_shape(plain.step, carry, params)[1]
+    layout_of(collector.env)  # raises if there is one agent
+    plain = collector.replace(record_fn=None)
 
-    def init(num_envs: int) -> _Kept:
-        zero = jnp.zeros((num_envs, len(layout.agents)), jnp.float32)
-        packed = zero.astype(jnp.uint32)
-        return _Kept(
-            info=AgentInfo(
-                reward=zero, agent_return=zero, packed=packed, layout=layout
-            ),
-            unassigned_reward=zero,
-            policies=jax.tree.map(lambda x: zero.astype(x.dtype), _policies_of(row)),
-        )
-
-    def update(kept: Any, transition: Transition) -> _Kept:
+    def first(key: chex.PRNGKey) -> tuple[AgentInfo, jax.Array, Any]:
+        transition = plain.step(plain.init(key), params)[1]
         info = agents_of(transition)
-        return _Kept(
-            info=info,
-            unassigned_reward=kept.unassigned_reward + info.unassigned_reward,
-            policies=_policies_of(transition),
+        return info, info.unassigned_reward, _policies_of(transition)
+
+    shapes = jax.eval_shape(first, jax.random.key(0))
+
+    def init(num_envs: int) -> Any:
+        return jax.tree.map(
+            lambda x: jnp.zeros((num_envs, *x.shape[1:]), x.dtype), shapes
         )
+
+    def update(kept: Any, transition: Transition) -> Any:
+        info = agents_of(transition)
+        return info, kept[1] + info.unassigned_reward, _policies_of(transition)
 
     accumulators = {**dict(collector.accumulators), _NAME: Accumulator(init, update)}
     return collector.replace(accumulators=accumulators)
@@ -237,10 +224,9 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
                 "`data` must be a trajectory, or `Episodes` of a collector made by "
                 "`rollout.agents.agent_stats.keep_agents`, got others."
             )
-        kept: _Kept = accumulated[_NAME]
-        info, policies = kept.info, kept.policies
-        unassigned_reward, num_steps = kept.unassigned_reward, data.num_steps
-        num_actions, ended = info.agent_length, present(data)[:, None]
+        info, unassigned_reward, policies = accumulated[_NAME]
+        num_steps, num_actions = data.num_steps, info.agent_length
+        ended = present(data)[:, None]
     else:
         info, mask, policies = agents_of(data), data.mask[..., None], _policies_of(data)
         unassigned_reward = jnp.where(mask, info.unassigned_reward, 0.0)
@@ -255,7 +241,11 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
             name: took_part & policy_index.select(name, policy_id)
             for name, *_ in policy_index.indices
         }
-    agents = {x: _only([i], took_part) for i, x in enumerate(info.layout.agents)}
+    names = np.array(info.layout.agents)
+    agents = {
+        name: took_part & jnp.broadcast_to(names == name, took_part.shape)
+        for name in info.layout.agents
+    }
     own = {name: x.value for name, x in accumulated.items() if isinstance(x, PerAgent)}
 
     def metrics(flag: jax.Array) -> AgentMetrics:
@@ -287,12 +277,6 @@ def _policies_of(transition: Transition) -> Any:
     extras = transition.extras
     is_mapped = isinstance(extras, dict) and "policy_index" in extras
     return (extras["policy_id"], extras["policy_index"]) if is_mapped else ()
-
-
-def _only(members: Sequence[int], flag: jax.Array) -> jax.Array:
-    """Clears the flags, `[..., A]`, of all agents but the members."""
-    is_member = np.isin(np.arange(flag.shape[-1]), members)
-    return flag & is_member[(None,) * (flag.ndim - 1)]
 
 
 def _count(flag: jax.Array) -> jax.Array:

@@ -96,7 +96,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     def __post_init__(self) -> None:
         checks.outside_of_jit("HostCollector")
         checks.kind_of_env(self.env, is_host=True)
-        checks.collector(self.env, self.policy, self.record_fn)
+        checks.collector(self.policy, self.record_fn)
         checks.int_between("max_restarts", self.max_restarts, least=0)
         checks.seconds("timeout", self.timeout)
         if self.num_ready is not None:

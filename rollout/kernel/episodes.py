@@ -78,11 +78,8 @@ def play(
             held in the steps beyond the end.
     """
     env = collector.env
-    num_envs, sharding, roots = (
-        env.num_envs,
-        sharding_of(env),
-        roots_of(collector, carry),
-    )
+    num_envs, sharding = env.num_envs, sharding_of(env)
+    roots = roots_of(collector, carry)
     lane = jnp.arange(num_envs, dtype=jnp.int32)
     own_id = carry.episode.episode_id + num_envs  # of the lanes' next episodes
     if episodes_per_env is not None:

@@ -26,6 +26,7 @@ from rollout.envs.types import (
     Lanes,
     VectorEnv,
     sharding_of,
+    strong,
 )
 from rollout.kernel import episode_keys
 from rollout.kernel.episode_keys import POLICY_EPISODE, Roots, Start
@@ -419,7 +420,7 @@ def _make_transition(
 def accumulate_nothing(accumulators: Accumulators, num_envs: int) -> ArrayTree:
     """Initializes the accumulators for the start of an episode, `[B, ...]`."""
     accumulated = {name: x.init(num_envs) for name, x in accumulators}
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), accumulated or ())
+    return strong(accumulated or ())
 
 
 def accumulate(
@@ -430,8 +431,9 @@ def accumulate(
         name: x.update(accumulated[name], transition) for name, x in accumulators
     }
     for name, _ in accumulators:
-        checks.accumulated(name, accumulated[name], updated[name])
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), updated)
+        what = f"The accumulator `{name}` must return the kind of value it takes"
+        checks.same(what, accumulated[name], updated[name])
+    return strong(updated)
 
 
 def _place(env: VectorEnv, tree: _Tree) -> _Tree:
@@ -473,5 +475,5 @@ def initial_policy_state(
     state = jax.tree.map(
         make, policy.init(env.num_envs), is_leaf=lambda x: isinstance(x, EpisodeKey)
     )
-    checks.policy_init(state, env.num_envs)
+    checks.of_lanes("`policy.init` must return leaves", state, (env.num_envs,))
     return state

@@ -16,11 +16,12 @@ from rollout.collector import Collector, scan_steps, stack
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.host.host_collector import HostCollector
-from rollout.stats import CollectStats, newest, summarize
+from rollout.stats import CollectStats, summarize
 from rollout.stream.options import Options
 from rollout.types import Carry, Episodes, Transition
 
 NO_FAULT = 2**31 - 1  # no step of a batch has this number
+_UNCOUNTED = "obs", "action", "reward", "next_obs", "extras", "info", "final_value"
 
 
 class BatchResult(NamedTuple):
@@ -31,7 +32,7 @@ class BatchResult(NamedTuple):
     episodes: Episodes | None
     stats: CollectStats
     num_faulty: jax.Array  # () int32, episodes that were dropped
-    newest: jax.Array  # [K, 2], see `stats.newest`
+    counted: Any  # what an `EpisodeWindow` reads, or None without one
     # For each checked field, the first step that is not finite, or `NO_FAULT`.
     faults: dict[str, jax.Array]  # () int32
 
@@ -147,13 +148,16 @@ def finish(
     else:
         num_nonfinite = nonfinite.count_nonfinite(trajectory)
         stats = summarize(episodes).replace(num_nonfinite=num_nonfinite)
+    counted = None
+    if options.window_episodes:
+        counted = episodes or trajectory.replace(**dict.fromkeys(_UNCOUNTED, ()))
     return BatchResult(
         carry=carry,
         output=options.postprocess(trajectory) if options.postprocess else trajectory,
         episodes=episodes,
         stats=stats,
         num_faulty=num_faulty,
-        newest=newest(episodes or trajectory, options.window_episodes),
+        counted=counted,
         faults=faults,
     )
 

@@ -77,6 +77,11 @@ class Options:
             raise ValueError(
                 '`on_fault="drop"` needs `check_finite=True`, got `check_finite=False`.'
             )
+        if self.window_episodes and self.at_batch_end == "reset":
+            raise ValueError(
+                '`window_episodes` must be 0 with `at_batch_end="reset"`, which gives '
+                'up the longer episodes: use "truncate", or log `stats.return_mean`.'
+            )
         if self.episodes_per_batch is not None:
             self._check_episodes()
         self._check_placement()

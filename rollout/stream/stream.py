@@ -17,7 +17,7 @@ from flax import struct
 from rollout import checks, multihost
 from rollout.collector import Collector
 from rollout.envs import prng
-from rollout.envs.types import ArrayTree, sharding_of
+from rollout.envs.types import ArrayTree, sharding_of, strong
 from rollout.host import ctrl_c
 from rollout.host.host_collector import HostCollector
 from rollout.policies.exploration import random_warmup
@@ -141,8 +141,8 @@ class Stream(Generic[ParamsT]):
             masked out and zero, the lane is reset, and the stream goes on. The masks
             then add up to less than `steps`, and `stats.faulty_episodes` counts the
             episodes.
-        window_episodes: K, the number of last episodes, over all batches, that
-            `stats.window_return_mean` averages; 0 for none.
+        window_episodes: K of the `EpisodeWindow` over all batches whose mean is
+            `stats.window_return_mean`; 0 for none. Not with `at_batch_end="reset"`.
         progress: shows a bar on stderr, with steps per second, episodes and their mean
             return.
 
@@ -173,11 +173,7 @@ class Stream(Generic[ParamsT]):
         progress: bool = False,
     ) -> None:
         self._is_host = isinstance(collector, HostCollector)
-        if not isinstance(collector, Collector | HostCollector):
-            raise ValueError(
-                "`collector` must be a `Collector` or a `HostCollector`, got "
-                f"{type(collector).__name__}."
-            )
+        checks.collects(collector)
         if (num_ready := getattr(collector, "num_ready", None)) is not None:
             raise ValueError(
                 "`collector` must step all environments together, got "
@@ -443,7 +439,7 @@ class Stream(Generic[ParamsT]):
             # Its environments move on only once: after an interrupt the same carry
             # leads to the same call, which may already run.
             if self._job is None or self._job.carry is not at.carry:
-                make = functools.partial(_timed, make_host_batch, options, *args)
+                make = functools.partial(make_host_batch, options, *args)
                 self._job = _Once(at.carry, make)
             future = ctrl_c.submit(self._thread, self._job)
             wait = functools.partial(ctrl_c.result, future)
@@ -470,7 +466,7 @@ class Stream(Generic[ParamsT]):
         options, version = self._options, pending.params[1]
         try:
             result, seconds = pending.wait()
-            small = result._replace(carry=(), output=(), episodes=())
+            small = result._replace(carry=(), output=(), episodes=(), counted=())
             small = jax.device_get(small)
             self._raise_fault(small.faults, version)
             output = _placed(result.output, options.placement)
@@ -493,7 +489,7 @@ class Stream(Generic[ParamsT]):
             totals=stream_stats.add(
                 at.totals,
                 small.stats,
-                small.newest,
+                result.counted,
                 steps=num_steps,
                 faulty=int(small.num_faulty),
                 seconds=seconds,
@@ -568,7 +564,7 @@ class Stream(Generic[ParamsT]):
     def _own(self, params: Any) -> Any:
         """Converts parameters to arrays; with `prefetch` to copies of its own."""
         checks.readable("params", params)
-        params = jax.tree.map(_strong, params)
+        params = strong(params)
         return _copy(params) if self._options.prefetch else params
 
     def _close_bar(self) -> None:
@@ -577,21 +573,17 @@ class Stream(Generic[ParamsT]):
 
 
 class _Once:
-    """A call from a carry, made once however often it is submitted to a thread."""
+    """A timed call from a carry, made once however often a thread is given it."""
 
     def __init__(self, carry: Carry, fn: Callable[[], Any]) -> None:
         self.carry, self._fn, self._returned = carry, fn, []
 
     def __call__(self) -> Any:
         if not self._returned:  # after an error it goes on, as the collector does
-            self._returned.append(self._fn())
+            start = time.perf_counter()
+            result = jax.block_until_ready(self._fn())
+            self._returned.append((result, time.perf_counter() - start))
         return self._returned[0]
-
-
-def _timed(fn: Callable[..., BatchResult], *args: Any) -> tuple[BatchResult, float]:
-    start = time.perf_counter()
-    result = jax.block_until_ready(fn(*args))
-    return result, time.perf_counter() - start
 
 
 def _with_warmup(collector: Any, options: Options) -> Any:
@@ -619,12 +611,9 @@ def _placed(tree: ArrayTree, placement: Placement) -> ArrayTree:
     """Moves a batch to its placement; anywhere but on the device it is a copy."""
     if isinstance(placement, jax.sharding.Sharding):
         return jax.block_until_ready(jax.device_put(tree, placement))
-    return jax.tree.map(_to_host, tree) if placement == "host" else tree
-
-
-def _to_host(x: jax.Array) -> np.ndarray | jax.Array:
-    # NumPy has no typed keys.
-    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x)
+    if placement == "host":  # NumPy has no typed keys
+        return jax.tree.map(lambda x: x if prng.has_keys(x) else np.array(x), tree)
+    return tree
 
 
 def _checksum(tree: Any) -> int:
@@ -636,13 +625,6 @@ def _checksum(tree: Any) -> int:
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(prng.words(tree))]
     leaves = jax.device_get([multihost.gather(x) for x in leaves])
     return zlib.crc32(b"".join(np.asarray(x).tobytes() for x in leaves))
-
-
-def _strong(x: Any) -> jax.Array:
-    """Converts to an array that is not weakly typed, so that kinds can be compared."""
-    if isinstance(x, jax.Array) and not getattr(x, "weak_type", False):
-        return x
-    return jnp.asarray(x, jnp.result_type(x))
 
 
 def _copy(tree: Any) -> Any:

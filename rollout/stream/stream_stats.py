@@ -2,9 +2,12 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rollout import multihost
+from rollout.episode_window import EpisodeWindow
 from rollout.moments import Moments, merge, moments, moments_by_name
 from rollout.stats import CollectStats, plural
 from rollout.types import Carry
@@ -25,8 +28,8 @@ class StreamStats(NamedTuple):
         faulty_episodes: episodes that `on_fault="drop"` dropped.
         accumulated: the mean over these episodes of each value in
             `CollectStats.accumulated`, by name.
-        window_episodes: number of last episodes in the two means below, at most the
-            option `window_episodes`; None without it.
+        window_episodes: number of episodes in the two means below, at most the option
+            `window_episodes`; None without it. See `EpisodeWindow`.
         window_return_mean: mean return of these, NaN if there are none.
         window_length_mean: mean length of these in steps, NaN if there are none.
     """
@@ -71,8 +74,7 @@ class Totals(NamedTuple):
         batches: number of batches.
         seconds: time spent collecting.
         faulty: number of dropped episodes.
-        recent: `[K, 2]` float32, returns and lengths of the last episodes, zero before
-            the first.
+        window: the last episodes; None without `window_episodes`.
     """
 
     moments: tuple[Moments, Moments, dict[str, Moments]]
@@ -80,10 +82,10 @@ class Totals(NamedTuple):
     batches: int
     seconds: float
     faulty: int
-    recent: np.ndarray
+    window: EpisodeWindow | None
 
 
-def zero(carry: Carry, num_recent: int) -> Totals:
+def zero(carry: Carry, window_episodes: int) -> Totals:
     """Returns the totals before the first batch."""
     episode = carry.episode
     none = jnp.zeros_like(episode.episode_id, bool)
@@ -92,30 +94,34 @@ def zero(carry: Carry, num_recent: int) -> Totals:
         moments(episode.episode_length, none),
         moments_by_name(episode.accumulated, none),
     )
-    recent = np.zeros((num_recent, 2), np.float32)
-    return Totals(merge([nothing]), 0, 0, 0.0, 0, recent)
+    window = EpisodeWindow.create(window_episodes) if window_episodes else None
+    return Totals(merge([nothing]), 0, 0, 0.0, 0, jax.device_get(window))
 
 
 def add(
     totals: Totals,
     stats: CollectStats,
-    newest: np.ndarray,
+    counted: Any,
     *,
     steps: int,
     faulty: int,
     seconds: float,
 ) -> Totals:
-    """Adds a batch, whose numbers are on the host; see `stats.newest`."""
-    new, recent = (stats.returns, stats.lengths, stats.accumulated), totals.recent
+    """Adds a batch, whose statistics are on the host."""
+    new, window = (stats.returns, stats.lengths, stats.accumulated), totals.window
+    if window is not None:
+        window = jax.tree.map(multihost.gather, _move_on(window, counted))
     return Totals(
         moments=merge([totals.moments, new]),
         steps=totals.steps + steps,
         batches=totals.batches + 1,
         seconds=totals.seconds + seconds,
         faulty=totals.faulty + faulty,
-        # An episode has a length; those that went out of the window are cut off.
-        recent=np.concatenate((recent, newest[newest[:, 1] > 0]))[-len(recent) :],
+        window=jax.device_get(window),
     )
+
+
+_move_on = jax.jit(EpisodeWindow.add)
 
 
 def read(totals: Totals) -> StreamStats:
@@ -123,13 +129,11 @@ def read(totals: Totals) -> StreamStats:
     returns, lengths, accumulated = totals.moments
     seconds = float(totals.seconds)
     window: dict[str, Any] = {}
-    if len(totals.recent):
-        last = totals.recent[totals.recent[:, 1] > 0].astype(np.float64)
-        of_window = last.mean(axis=0) if len(last) else np.full(2, np.nan)
+    if totals.window is not None:
         window = {
-            "window_episodes": len(last),
-            "window_return_mean": float(of_window[0]),
-            "window_length_mean": float(of_window[1]),
+            "window_episodes": int(totals.window.num_episodes),
+            "window_return_mean": float(totals.window.return_mean),
+            "window_length_mean": float(totals.window.length_mean),
         }
     return StreamStats(
         collect_batches=int(totals.batches),

@@ -251,7 +251,7 @@ MESSAGES = [
         "`mask` in the observation must be bool of shape (3,), one for",
     ),
     (lambda: NoRepeat(CountEnv(), initial=1), "`initial` must be a bool, got"),
-    (lambda: envs.NormalizeObs(CountEnv()), "`rollout.envs.vectorize` makes, got"),
+    (lambda: envs.NormalizeObs(CountEnv()), "`rollout.envs.vectorize` makes them, got"),
     (lambda: normalize({}, epsilon=np.nan), "above 0, got nan"),
     (lambda: normalize({}, epsilon=0.0), "above 0, got 0.0"),
     (lambda: normalize(()), "`info` must be a dict without the names raw_obs"),

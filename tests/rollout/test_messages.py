@@ -157,6 +157,10 @@ STREAM = [
     ({"prefetch": True}, "`prefetch` must be 0 or 1, got True"),
     ({"on_fault": "drop"}, '`on_fault="drop"` needs `check_finite=True`'),
     (
+        {"window_episodes": 9, "at_batch_end": "reset"},
+        '`window_episodes` must be 0 with `at_batch_end="reset"`',
+    ),
+    (
         EPISODES | {"total_steps": 8},
         "`total_steps` must not be given with `episodes_per",
     ),
@@ -168,7 +172,7 @@ STREAM = [
 ]
 RESTORE = [
     ({"prefetch": 1}, "['next_params']['odds'], got another structure: float32 of"),
-    ({"window_episodes": 3}, "float32 of shape (3, 2) at ['totals']"),
+    ({"window_episodes": 3}, "float32 of shape (3,) at ['totals'].window.returns"),
     ({"params": {"odds": jnp.ones(7)}}, "(7,) at ['params']['odds'], got float32"),
     ({"state": {"env": np.uint32(1)}}, "must be of the same environment parameters"),
     (

@@ -16,7 +16,7 @@ from rollout import buffers, envs
 from rollout.host import HostCollector
 
 BUFFER = buffers.ReplayBuffer(capacity=64, num_envs=4)
-OUTSIDE = "used outside of `jit`"
+OUTSIDE = "must be used outside of `jit`"
 cart = functools.partial(gymnasium.make, "CartPole-v1")
 CARTS = functools.partial(envs.make_vec, "CartPole-v1")
 IN_JAX = "`collector` must be a `Collector`"

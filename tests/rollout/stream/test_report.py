@@ -13,7 +13,7 @@ from flax import struct
 from streams import B, each_env, host, join, make_stream, new_stream
 
 import rollout
-from rollout import envs, nonfinite
+from rollout import EpisodeWindow, envs, nonfinite
 
 slow = pytest.mark.slow
 
@@ -256,18 +256,18 @@ def test_everything_that_is_checked_is_found_in_its_row(field, value):
 
 
 @slow
-def test_window_is_of_the_last_episodes_of_all_batches():
+def test_window_is_an_episode_window_over_all_batches():
     options = {"steps_per_batch": 24, "window_episodes": 3}
-    stream, returns, size = new_stream(**options), [], 3
+    stream, window = new_stream(**options), EpisodeWindow.create(3)
     for number in range(8):
         if number == 4:
             state, stream = stream.state(), new_stream(**options)
             stream.restore(state)
-        trajectory = next(stream).trajectory
-        ended = np.asarray(trajectory.done & trajectory.mask)
-        returns += np.asarray(trajectory.episode_return)[ended].tolist()
-        assert stream.stats.window_episodes == min(size, len(returns))
-        expected = np.mean(returns[-size:]) if returns else np.nan
-        np.testing.assert_allclose(stream.stats.window_return_mean, expected, rtol=1e-6)
+        window = window.add(next(stream).trajectory)
+        stats = stream.stats
+        assert stats.window_episodes == window.num_episodes
+        np.testing.assert_equal(stats.window_return_mean, float(window.return_mean))
+        np.testing.assert_equal(stats.window_length_mean, float(window.length_mean))
+    assert stream.stats.window_episodes == 3
     stream.reset_stats()
     assert stream.stats.window_episodes == 0
