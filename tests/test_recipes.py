@@ -67,7 +67,8 @@ def check_picture(path: pathlib.Path) -> None:
         x, y = line.get_data()
         assert len(x) > 1
         assert (np.diff(x) > 0).all()
-        assert np.isfinite(y).all()
+        begin = np.isfinite(y).argmax()  # NaN while an `EpisodeWindow` is empty
+        assert np.isfinite(y[begin:]).all()
 
 
 def test_every_recipe_has_a_test_and_a_picture():
@@ -189,7 +190,7 @@ def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
     """With `key_reuse` and `rank_promotion`: Jumanji does both."""
     pytest.importorskip("jumanji")
     names = run_page("action_masks")
-    assert names["returns"][-1] > 3_000  # about 1,050 with random moves
+    assert names["returns"][-1] > 3_000  # about 1,100 with random moves
     carry, params, _, _ = names["state"]
     _, t = jax.device_get(names["collector"].collect_steps(carry, params, 64))
     allowed = np.take_along_axis(t.obs.action_mask, t.action[..., None], axis=-1)
