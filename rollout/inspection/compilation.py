@@ -145,7 +145,9 @@ def _program(
     sharding = sharding_of(program.env)
     if sharding is not None:
         carry = jax.tree.map(_shape, carry, sharding.shardings(carry))
-    return Collector.collect_steps, (program, carry, args[0], num_steps), num_steps
+    steps: Any = Collector.collect_steps
+    # The jitted function, in which `num_steps` is static.
+    return steps.__wrapped__, (program, carry, args[0], num_steps), num_steps
 
 
 def _given_devices(args: Any) -> list[accelerators.Device]:
