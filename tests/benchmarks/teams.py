@@ -15,6 +15,7 @@ Values that the file has are not computed again, so an interrupted run goes on.
 import argparse
 import importlib
 import json
+import math
 import re
 import statistics
 import sys
@@ -149,6 +150,7 @@ def measure(run: Callable[[], Any]) -> dict[str, Any]:
     held = memory.temp_size_in_bytes + memory.argument_size_in_bytes
     held += memory.output_size_in_bytes - memory.alias_size_in_bytes
     jax.clear_caches()
+    curve = [None if math.isnan(x) else round(x, 3) for x in curve]
     return {"curve": curve, "s": seconds, "compile": compiling, "bytes": held}
 
 
@@ -194,7 +196,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
             parts.append(("ours", 'here, end="agent"', "#999999", f"{task}, agent"))
         for who, label, color, name in parts:
             for seed, found in results[name].get(who, {}).items():
-                curve = np.nan_to_num(found["curve"], nan=found["curve"][-1])
+                curve = np.asarray(found["curve"], float)  # None before an episode
+                curve = curve[~np.isnan(curve)]
                 width = max(1, len(curve) // 20)
                 smooth = np.convolve(curve, np.ones(width) / width, "valid")
                 steps = np.linspace(0, TASKS[name][0][3] / 1000, len(smooth))
