@@ -262,7 +262,7 @@ REFUSED = {
         lambda: envs.NormalizeObs(COUNT),
         lambda: envs.NormalizeReward(COUNT),
     ],
-    "got HostCount: `rollout.envs.NormalizeHost` norm": [
+    "got HostCount: environments that step": [
         lambda: envs.NormalizeObs(HostCount(2)),
         lambda: envs.NormalizeReward(HostCount(2)),
     ],
