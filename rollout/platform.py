@@ -95,7 +95,8 @@ def scan(
         reverse: whether the last row comes first.
     """
     scan = functools.partial(lax.scan, step, reverse=reverse)
-    if jax.config.read("jax_disable_jit"):  # someone debugs, with values instead of tracers
+    config: Any = jax.config
+    if config.jax_disable_jit:  # someone debugs, with values instead of tracers
         return scan(start, rows)
     # This traces `step`, and the scans below take what JAX has then.
     is_large = cost_estimate.estimate(scan, start, rows).equations >= _LARGE
