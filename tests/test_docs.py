@@ -265,8 +265,8 @@ def check_training(names, out):
     assert returns[-1] > 100
     carry, weights, _ = names["training"]
     _, t = names["learner"].collect_steps(carry, weights, num_steps=16)
-    rows = t.replace(info=(), accumulated=()), t.extras["value"]
-    updated = jax.jit(names["update_by_index"])(weights, rows, jax.random.key(0))
+    args = weights, t, t.extras["value"], jax.random.key(0)
+    updated = jax.jit(names["learn"])(*args)
     assert jax.tree.structure(updated) == jax.tree.structure(weights)
     change = jax.tree.map(lambda x, y: abs(x - y).max(), updated, weights)
     assert all(0 < x < 1 for x in jax.tree.leaves(change))
