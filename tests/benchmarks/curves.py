@@ -1,0 +1,98 @@
+"""Draws the learning curves of the recipes: a mean over seeds and its 95 % interval.
+
+    python tests/benchmarks/curves.py docs/recipes/sac.json
+
+draws `docs/recipes/sac.png`. The file has `steps`, one list of environment steps, and
+`returns`, for each seed a list of the same length, null before the first value; or
+`lines`, such a pair for each line of the legend. `title`, `ylabel`, and `at`, a level to
+mark, are optional. A recipe's program leaves both lists, under these names, so
+
+    python tests/benchmarks/curves.py docs/recipes/sac.json --run --seeds 5
+
+runs the program of `docs/recipes/sac.md` with other seeds first, and writes the file.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import scipy.stats
+
+STYLE = Path(__file__).parents[2] / "docs" / "curves.mplstyle"
+
+
+def run_page(page: Path, seed: int) -> tuple[list[float], list[float]]:
+    """Runs the program of a recipe, whose seed is `SEED = 0`: its steps and returns."""
+    program = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
+    assert program.count("SEED = 0") == 1
+    sys.path.insert(0, str(page.parent.resolve()))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        exec(program.replace("SEED = 0", f"SEED = {seed}"), names)
+    return [np.asarray(names[x], float).tolist() for x in ("steps", "returns")]
+
+
+def band(returns: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The mean over seeds, `[U]`, and half of its 95 % interval (Student's t).
+
+    NaN where a seed has none.
+    """
+    values = np.asarray(returns, float)  # null becomes NaN
+    number = len(values)
+    student = scipy.stats.t.ppf(0.975, number - 1) if number > 1 else math.nan
+    half = student * values.std(axis=0, ddof=1) / math.sqrt(number)
+    return values.mean(axis=0), half
+
+
+def plot(axes: Any, steps: Any, returns: Any, label: str | None = None) -> None:
+    """Draws one line with its band."""
+    mean, half = band(returns)
+    thousands = np.asarray(steps) / 1000
+    (line,) = axes.plot(thousands, mean, label=label)
+    axes.fill_between(
+        thousands, mean - half, mean + half, color=line.get_color(), alpha=0.2, lw=0
+    )
+
+
+def draw(data: dict[str, Any], path: Path) -> None:
+    """Draws a file's curves into one picture."""
+    with plt.style.context(STYLE):
+        figure, axes = plt.subplots()
+        for label, line in data.get("lines", {None: data}).items():
+            plot(axes, line["steps"], line["returns"], label)
+        if "at" in data:
+            axes.axhline(data["at"], color="#777777", linestyle="--", linewidth=1)
+        if "lines" in data:
+            axes.legend()
+        axes.set_title(data.get("title", ""))
+        axes.set_xlabel("environment steps, thousands")
+        axes.set_ylabel(data.get("ylabel", "mean return"))
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+def main() -> None:
+    """Reads the command line, runs what is asked for, and draws."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--run", action="store_true")
+    parser.add_argument("--seeds", type=int, default=5)
+    args = parser.parse_args()
+    plt.switch_backend("agg")
+    if args.run:
+        pages = [run_page(args.file.with_suffix(".md"), x) for x in range(args.seeds)]
+        data = {"steps": pages[0][0], "returns": [returns for _, returns in pages]}
+        args.file.write_text(json.dumps(data) + "\n")
+    draw(json.loads(args.file.read_text()), args.file.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
