@@ -26,6 +26,7 @@ class Config(NamedTuple):
     entropy_weight: float = 0.01
     max_grad_norm: float = 0.5
     hidden: int = 64
+    activation: Any = nn.tanh
 
 
 class Categorical(NamedTuple):
@@ -68,13 +69,15 @@ class Gaussian(NamedTuple):
 class ActorCritic(nn.Module):
     action_space: Any
     hidden: int
+    activation: Any
 
     @nn.compact
     def __call__(self, obs):
         def mlp(num_outputs, scale):
             init, x = nn.initializers.orthogonal, obs
             for _ in range(2):
-                x = nn.tanh(nn.Dense(self.hidden, kernel_init=init(2**0.5))(x))
+                x = nn.Dense(self.hidden, kernel_init=init(2**0.5))(x)
+                x = self.activation(x)
             return nn.Dense(num_outputs, kernel_init=init(scale))(x)
 
         value = mlp(1, 1.0)[..., 0]
@@ -116,7 +119,7 @@ class PPO:
 
     def __init__(self, action_space, config):
         self.config = config
-        self.network = ActorCritic(action_space, config.hidden)
+        self.network = ActorCritic(action_space, config.hidden, config.activation)
         counts = config.num_updates, config.num_epochs, config.num_minibatches
         rate = optax.linear_schedule(config.learning_rate, 0.0, math.prod(counts))
         self.optimizer = optax.chain(

@@ -4,8 +4,8 @@
 
 draws `docs/recipes/sac.png`. The file has `steps`, one list of environment steps, and
 `returns`, for each seed a list of the same length, null before the first value; or
-`lines`, such a pair for each line of the legend. `title`, `ylabel`, and `at`, a level to
-mark, are optional. A recipe's program leaves both lists, under these names, so
+`lines`, such a pair for each line of the legend; and if wanted `title`, `ylabel`, and
+`at`, a level to mark. A recipe's program leaves both lists, under these names, so
 
     python tests/benchmarks/curves.py docs/recipes/sac.json --run --seeds 5
 

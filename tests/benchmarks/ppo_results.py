@@ -1,0 +1,295 @@
+"""How well does `docs/recipes/ppo.py` learn, and what is each of its details worth?
+
+Trains five seeds of every task, and plays 100 episodes with the last parameters of
+each, actions drawn as in training. PureJaxRL's script has the same settings. With
+`--details`, trains two tasks again, each time with one detail changed.
+
+    pip install ".[brax,mujoco,bench]" optax scipy
+    git clone https://github.com/luchris429/purejaxrl
+    taskset -c 0 python tests/benchmarks/ppo_results.py docs/recipes/ppo.json \\
+        --purejaxrl purejaxrl/purejaxrl
+    taskset -c 0 python tests/benchmarks/ppo_results.py docs/recipes/ppo.json --details
+
+Runs that the file has are not repeated. At the end it draws `docs/recipes/ppo.png` and
+prints the tables of the page.
+"""
+
+import argparse
+import functools
+import json
+import math
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import curves
+import jax
+import jax.numpy as jnp
+import learners
+import learners_of_peers
+import matplotlib.pyplot as plt
+import numpy as np
+
+import rollout
+from rollout import envs
+
+SOURCE = Path(__file__).parents[2] / "docs" / "recipes" / "ppo.py"
+NUM_EPISODES = 100
+CLASSIC = {"num_envs": 32, "num_steps": 64, "num_minibatches": 4}
+ROBOT = {
+    "num_updates": 122,
+    "num_envs": 64,
+    "num_steps": 128,
+    "num_minibatches": 16,
+    "learning_rate": 1e-3,
+    "entropy_weight": 0.0,
+}
+TASKS: dict[str, dict[str, Any]] = {
+    "CartPole-v1": {**CLASSIC, "num_updates": 244},
+    "Acrobot-v1": {**CLASSIC, "num_updates": 244},
+    "Pendulum-v1": {
+        **CLASSIC,
+        "num_updates": 48,
+        "learning_rate": 1e-3,
+        "gamma": 0.9,
+        "entropy_weight": 0.0,
+    },
+    "Breakout-MinAtar": {
+        "num_updates": 122,
+        "learning_rate": 5e-3,
+        "activation": jax.nn.relu,
+    },
+    "brax:hopper": ROBOT,
+    "brax:halfcheetah": ROBOT,
+    "HalfCheetah-v5": {
+        "num_updates": 488,
+        "num_envs": 8,
+        "num_steps": 256,
+        "num_epochs": 10,
+        "num_minibatches": 32,
+        "learning_rate": 3e-4,
+        "entropy_weight": 0.0,
+    },
+}
+# What takes the place of which text of the program, or which settings.
+DETAILS: dict[str, tuple[str, str] | dict[str, Any]] = {
+    "as it is": {},
+    "ratio not clipped": {"clip": math.inf},
+    "one epoch": {"num_epochs": 1},
+    "advantages not normalized": (
+        "(advantage - mean(advantage)) / (advantage.std(where=t.mask) + 1e-8)",
+        "advantage",
+    ),
+    "values clipped at 0.2": {"value_clip": 0.2},
+    "no entropy bonus": {"entropy_weight": 0.0},
+    "entropy bonus of 0.01": {"entropy_weight": 0.01},
+    "flax's own initialization": (
+        "init, x = nn.initializers.orthogonal, obs",
+        "init, x = lambda scale: nn.linear.default_kernel_init, obs",
+    ),
+    "constant learning rate": (
+        "(config.learning_rate, 0.0,",
+        "(*[config.learning_rate] * 2,",
+    ),
+    "gradients not clipped": {"max_grad_norm": math.inf},
+    "observations not normalized": {"only": "reward"},
+    "rewards not normalized": {"only": "obs"},
+}
+
+
+def load(detail: str = "as it is") -> Any:
+    """Loads the program, with one detail changed."""
+    source, change = SOURCE.read_text(), DETAILS[detail]
+    if isinstance(change, tuple):
+        assert source.count(change[0]) == 1
+        source = source.replace(*change)
+    module = types.ModuleType("ppo")
+    exec(compile(source, str(SOURCE), "exec"), module.__dict__)
+    return module
+
+
+def make_robot(env_id: str) -> Any:
+    """Makes an environment of Gymnasium, in a worker process."""
+    import gymnasium
+
+    return gymnasium.make(env_id)
+
+
+def make_env(env_id: str, config: Any, only: str = "") -> Any:
+    """Makes the lanes of a task; continuous ones are normalized."""
+    if env_id.endswith("-v5"):
+        lanes = [functools.partial(make_robot, env_id)] * config.num_envs
+        lanes = envs.workers(lanes, num_workers=2)
+        return envs.NormalizeHost(lanes, gamma=config.gamma)
+    options = {"backend": "positional"} if env_id.startswith("brax:") else {}
+    env = envs.make(env_id, **options)
+    if "MinAtar" in env_id:
+        env = envs.TransformObs(env, jnp.ravel)
+    is_discrete = hasattr(env.action_space, "n")
+    env = env if is_discrete else envs.RescaleAction(env)
+    env = envs.vectorize(env, config.num_envs)
+    if not is_discrete and only in ("", "obs"):
+        env = envs.NormalizeObs(env)
+    if not is_discrete and only in ("", "reward"):
+        env = envs.NormalizeReward(env, gamma=config.gamma)
+    return env
+
+
+def train_host(agent: Any, env: Any, key: jax.Array) -> tuple[Any, Any, dict[str, Any]]:
+    """Trains in an environment that is not JAX, as `ppo.train` does in others."""
+    config, (init_key, key) = agent.config, jax.random.split(key)
+    collector = rollout.HostCollector(env=env, policy=agent.policy)
+    learner = agent.init(init_key, jnp.zeros(env.observation_space.shape))
+    rows = config.num_envs * config.num_steps
+    stream = rollout.Stream(
+        collector,
+        key=key,
+        params=learner[0],
+        steps_per_batch=rows,
+        total_steps=config.num_updates * rows,
+        window_episodes=100,
+    )
+
+    @jax.jit
+    def learn(learner: Any, t: Any, key: jax.Array) -> Any:
+        next_value = agent.value(learner[0], t.next_obs)
+        return agent.learn(learner, t, next_value, key)
+
+    log: dict[str, list[float]] = {"steps": [], "return": []}
+    with stream:
+        for batch in stream:
+            key, learn_key = jax.random.split(key)
+            learner, _ = learn(learner, batch.trajectory, learn_key)
+            stream.set_params(learner[0])
+            log["steps"].append(stream.steps)
+            log["return"].append(float(stream.stats.window_return_mean))
+        return learner[0], stream.carry, log
+
+
+def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
+    """Trains one seed, and evaluates it."""
+    env_id, _, detail = name.partition(", ")
+    module, settings = load(detail or "as it is"), dict(TASKS[env_id])
+    change = DETAILS[detail or "as it is"]
+    settings.update(change if isinstance(change, dict) else {})
+    only = settings.pop("only", "")
+    config, key = module.Config(**settings), jax.random.key(seed)
+    env = make_env(env_id, config, only)
+    agent = module.PPO(env.action_space, config)
+    if env_id.endswith("-v5"):
+        start = time.process_time() + children()
+        params, carry, log = train_host(agent, env, key)
+        seconds = time.process_time() + children() - start
+        judge = rollout.HostCollector(
+            env=make_env(env_id, config), policy=agent.policy
+        ).freeze(carry)
+    else:
+        collector = rollout.Collector(
+            env=env, policy=agent.policy, value_fn=agent.value
+        )
+        if name not in programs:
+            train = jax.jit(lambda key: module.train(agent, collector, key))
+            programs[name] = train.lower(key).compile()
+        start = time.process_time()
+        params, carry, log = jax.block_until_ready(programs[name](key))
+        seconds = time.process_time() - start
+        judge = collector.freeze(carry)
+    stats = rollout.evaluate(judge, jax.random.key(1000 + seed), params, NUM_EPISODES)
+    print(f"{name}, seed {seed}: {stats}, {seconds:.1f} s", flush=True)
+    every = max(1, config.num_updates // 100)
+    curve = np.asarray(log["return"], float)[::every]
+    return {
+        "return": float(stats.returns.mean),
+        "seconds": seconds,
+        "steps": np.asarray(log["steps"], int)[::every].tolist(),
+        "curve": [None if np.isnan(x) else round(x, 2) for x in curve.tolist()],
+    }
+
+
+def children() -> float:
+    """CPU seconds of the worker processes that are alive."""
+    import psutil
+
+    times = [x.cpu_times() for x in psutil.Process().children(recursive=True)]
+    return sum(x.user + x.system for x in times)
+
+
+def run_peer(env_id: str, seed: int, programs: dict[str, Any], folder: Path) -> Any:
+    """Trains PureJaxRL's script with the same settings."""
+    settings = dict(TASKS[env_id])
+    settings["entropy"] = settings.pop("entropy_weight", 0.01)
+    settings["activation"] = "relu" if "activation" in settings else "tanh"
+    config = learners.PPO(env_id, **{"num_envs": 64, "num_minibatches": 8, **settings})
+    if env_id not in programs:
+        learner = learners_of_peers.make_purejaxrl(config, folder)
+        lowered = jax.jit(learner.train).lower(jax.random.key(0))
+        programs[env_id] = learner, lowered.compile()
+    learner, train = programs[env_id]
+    start = time.process_time()
+    params = jax.block_until_ready(train(jax.random.key(seed)))
+    seconds = time.process_time() - start
+    env = make_env(env_id, config._replace(num_envs=NUM_EPISODES), only="none")
+    policy = rollout.stateless_policy(learner.act)
+    judge = rollout.Collector(env=env, policy=policy)
+    stats = rollout.evaluate(judge, jax.random.key(1000 + seed), params, NUM_EPISODES)
+    print(f"PureJaxRL, {env_id}, seed {seed}: {stats}, {seconds:.1f} s", flush=True)
+    return {"return": float(stats.returns.mean), "seconds": seconds}
+
+
+def cell(runs: dict[str, Any], what: str) -> str:
+    """The mean over seeds, and half of its interval."""
+    mean, half = curves.band([[x[what]] for x in runs.values()])
+    return f"{mean[0]:,.1f} ± {half[0]:,.1f}"
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draws a panel for every task."""
+    with plt.style.context(curves.STYLE):
+        figure, grid = plt.subplots(2, 4, figsize=(12, 5))
+        for axes, name in zip(grid.flat, TASKS, strict=False):
+            runs = list(results[name].values())
+            curves.plot(axes, runs[0]["steps"], [x["curve"] for x in runs])
+            axes.set_title(name)
+        grid.flat[-1].set_visible(False)
+        figure.supxlabel("environment steps, thousands")
+        figure.supylabel("mean return of the last 100 episodes")
+        figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    """Runs what the file lacks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--details", action="store_true")
+    parser.add_argument("--purejaxrl", type=Path)
+    args = parser.parse_args()
+    results = json.loads(args.file.read_text()) if args.file.exists() else {}
+    makers = {name: functools.partial(run, name) for name in args.tasks}
+    if args.details:
+        every = [f"{x}, {y}" for x in args.tasks for y in DETAILS]
+        makers = {name: functools.partial(run, name) for name in every}
+    elif args.purejaxrl:
+        for name in args.tasks:
+            if name not in ("Pendulum-v1", "HalfCheetah-v5"):
+                peer = functools.partial(run_peer, name, folder=args.purejaxrl)
+                makers[f"PureJaxRL, {name}"] = peer
+    for name, make in makers.items():
+        programs: dict[str, Any] = {}
+        for seed in range(args.seeds):
+            runs = results.setdefault(name, {})
+            if str(seed) not in runs:
+                runs[str(seed)] = make(seed=seed, programs=programs)
+                args.file.write_text(json.dumps(results) + "\n")
+    for name, runs in results.items():
+        print(f"| {name} | {cell(runs, 'return')} | {cell(runs, 'seconds')} |")
+    if results.keys() >= TASKS.keys():
+        plt.switch_backend("agg")
+        draw(results, args.file.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
