@@ -1,8 +1,9 @@
 """How well does `docs/recipes/ppo.py` learn, and what is each of its details worth?
 
-Trains five seeds of every task, and plays 100 episodes with the last parameters of
-each, actions drawn as in training. PureJaxRL's script has the same settings. With
-`--details`, trains two tasks again, each time with one detail changed.
+Trains five seeds of every task, and plays 1,000 episodes (of robots 100) with the last
+parameters of each, actions drawn as in training. On brax, PureJaxRL's script trains
+with the same settings. With `--details`, trains tasks again, each time with one detail
+changed.
 
     pip install ".[brax,mujoco,bench]" optax scipy
     git clone https://github.com/luchris429/purejaxrl
@@ -36,13 +37,11 @@ import rollout
 from rollout import envs
 
 SOURCE = Path(__file__).parents[2] / "docs" / "recipes" / "ppo.py"
-NUM_EPISODES = 100
 CLASSIC = {"num_envs": 32, "num_steps": 64, "num_minibatches": 4}
 ROBOT = {
     "num_updates": 122,
-    "num_envs": 64,
-    "num_steps": 128,
-    "num_minibatches": 16,
+    "num_envs": 32,
+    "num_minibatches": 32,
     "learning_rate": 1e-3,
     "entropy_weight": 0.0,
 }
@@ -50,10 +49,12 @@ TASKS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {**CLASSIC, "num_updates": 244},
     "Acrobot-v1": {**CLASSIC, "num_updates": 244},
     "Pendulum-v1": {
-        **CLASSIC,
         "num_updates": 48,
-        "learning_rate": 1e-3,
-        "gamma": 0.9,
+        "num_envs": 16,
+        "num_epochs": 10,
+        "num_minibatches": 32,
+        "learning_rate": 2e-3,
+        "gamma": 0.95,
         "entropy_weight": 0.0,
     },
     "Breakout-MinAtar": {
@@ -196,7 +197,7 @@ def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
         params, carry, log = jax.block_until_ready(programs[name](key))
         seconds = time.process_time() - start
         judge = collector.freeze(carry)
-    stats = rollout.evaluate(judge, jax.random.key(1000 + seed), params, NUM_EPISODES)
+    stats = evaluate(judge, seed, params)
     print(f"{name}, seed {seed}: {stats}, {seconds:.1f} s", flush=True)
     every = max(1, config.num_updates // 100)
     curve = np.asarray(log["return"], float)[::every]
@@ -206,6 +207,13 @@ def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
         "steps": np.asarray(log["steps"], int)[::every].tolist(),
         "curve": [None if np.isnan(x) else round(x, 2) for x in curve.tolist()],
     }
+
+
+def evaluate(judge: Any, seed: int, params: Any) -> rollout.CollectStats:
+    """Plays exactly N episodes."""
+    is_robot = judge.env.action_space.shape not in ((), (1,))
+    num_episodes = 100 if is_robot else 1000
+    return rollout.evaluate(judge, jax.random.key(1000 + seed), params, num_episodes)
 
 
 def children() -> float:
@@ -218,10 +226,18 @@ def children() -> float:
 
 def run_peer(env_id: str, seed: int, programs: dict[str, Any], folder: Path) -> Any:
     """Trains PureJaxRL's script with the same settings."""
-    settings = dict(TASKS[env_id])
-    settings["entropy"] = settings.pop("entropy_weight", 0.01)
-    settings["activation"] = "relu" if "activation" in settings else "tanh"
-    config = learners.PPO(env_id, **{"num_envs": 64, "num_minibatches": 8, **settings})
+    config = load().Config(**TASKS[env_id])
+    config = learners.PPO(
+        env_id,
+        config.num_updates,
+        config.num_envs,
+        config.num_steps,
+        config.num_minibatches,
+        config.num_epochs,
+        config.learning_rate,
+        config.entropy_weight,
+        activation=config.activation.__name__,
+    )
     if env_id not in programs:
         learner = learners_of_peers.make_purejaxrl(config, folder)
         lowered = jax.jit(learner.train).lower(jax.random.key(0))
@@ -230,10 +246,10 @@ def run_peer(env_id: str, seed: int, programs: dict[str, Any], folder: Path) -> 
     start = time.process_time()
     params = jax.block_until_ready(train(jax.random.key(seed)))
     seconds = time.process_time() - start
-    env = make_env(env_id, config._replace(num_envs=NUM_EPISODES), only="none")
+    env = make_env(env_id, config, only="none")
     policy = rollout.stateless_policy(learner.act)
     judge = rollout.Collector(env=env, policy=policy)
-    stats = rollout.evaluate(judge, jax.random.key(1000 + seed), params, NUM_EPISODES)
+    stats = evaluate(judge, seed, params)
     print(f"PureJaxRL, {env_id}, seed {seed}: {stats}, {seconds:.1f} s", flush=True)
     return {"return": float(stats.returns.mean), "seconds": seconds}
 
@@ -274,7 +290,7 @@ def main() -> None:
         makers = {name: functools.partial(run, name) for name in every}
     elif args.purejaxrl:
         for name in args.tasks:
-            if name not in ("Pendulum-v1", "HalfCheetah-v5"):
+            if name.startswith("brax:"):  # `learning.json` has the others
                 peer = functools.partial(run_peer, name, folder=args.purejaxrl)
                 makers[f"PureJaxRL, {name}"] = peer
     for name, make in makers.items():
