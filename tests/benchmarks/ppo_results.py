@@ -254,6 +254,17 @@ def run_peer(env_id: str, seed: int, programs: dict[str, Any], folder: Path) -> 
     return {"return": float(stats.returns.mean), "seconds": seconds}
 
 
+def is_changed(env_id: str, detail: str) -> bool:
+    """Whether the task has the detail, and its training another one."""
+    change = DETAILS[detail]
+    if not isinstance(change, dict):
+        return True
+    if "only" in change:
+        return "activation" not in TASKS[env_id]  # a continuous task
+    defaults = load().Config()._asdict()
+    return any({**defaults, **TASKS[env_id]}[x] != y for x, y in change.items())
+
+
 def cell(runs: dict[str, Any], what: str) -> str:
     """The mean over seeds, and half of its interval."""
     mean, half = curves.band([[x[what]] for x in runs.values()])
@@ -286,7 +297,7 @@ def main() -> None:
     results = json.loads(args.file.read_text()) if args.file.exists() else {}
     makers = {name: functools.partial(run, name) for name in args.tasks}
     if args.details:
-        every = [f"{x}, {y}" for x in args.tasks for y in DETAILS]
+        every = [f"{x}, {y}" for x in args.tasks for y in DETAILS if is_changed(x, y)]
         makers = {name: functools.partial(run, name) for name in every}
     elif args.purejaxrl:
         for name in args.tasks:
