@@ -46,10 +46,8 @@ def check_printed(name, out):
 
 
 def check_readme(names, out):
-    example, learnt = out.splitlines()
-    assert f"print(stats)  # {example}\n" in README
-    assert re.fullmatch(r"return .* \(95 %: .*\), 100 episodes", learnt)
-    assert float(learnt.split()[1]) > 150
+    assert f"`{out.strip()}`" in README
+    assert pathlib.Path("agent.png").stat().st_size > 10_000
     with Image.open("agent.gif") as image:
         assert image.n_frames > 20
 

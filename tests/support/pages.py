@@ -1,6 +1,11 @@
 """The code of pages of the documentation, run as a reader would run it."""
 
+import pathlib
 import re
+import sys
+
+# Programs import `ppo`, which a reader has saved beside them.
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "docs" / "recipes"))
 
 
 def blocks(text: str, language: str = "python") -> list[str]:
