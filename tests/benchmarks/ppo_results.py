@@ -52,10 +52,9 @@ TASKS: dict[str, dict[str, Any]] = {
         "num_updates": 48,
         "num_envs": 16,
         "num_epochs": 10,
-        "num_minibatches": 32,
+        "num_minibatches": 16,
         "learning_rate": 2e-3,
         "gamma": 0.95,
-        "entropy_weight": 0.0,
     },
     "Breakout-MinAtar": {
         "num_updates": 122,
@@ -85,7 +84,6 @@ DETAILS: dict[str, tuple[str, str] | dict[str, Any]] = {
     ),
     "values clipped at 0.2": {"value_clip": 0.2},
     "no entropy bonus": {"entropy_weight": 0.0},
-    "entropy bonus of 0.01": {"entropy_weight": 0.01},
     "flax's own initialization": (
         "init, x = nn.initializers.orthogonal, obs",
         "init, x = lambda scale: nn.linear.default_kernel_init, obs",
