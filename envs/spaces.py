@@ -122,8 +122,8 @@ class Box(_Bounded, struct.PyTreeNode):
 
     Raises:
         ValueError: if `dtype` is none of these; if a bound is NaN, no value of `dtype`
-            or does not broadcast to `shape`, or `low` is above `high`; only if the
-            values of the bounds are known.
+            or, unless it is an array of jax, does not broadcast to `shape`, or `low` is
+            above `high`; only if the values of the bounds are known.
     """
 
     low: jax.typing.ArrayLike
@@ -141,8 +141,11 @@ class Box(_Bounded, struct.PyTreeNode):
             raise ValueError(
                 f"`low` and `high` must be numbers or arrays, got {bounds}."
             )
-        # Bounds stacked for `vmap` over environments have one axis more.
         is_known = checks.is_known(bounds)
+        for bound in bounds if is_known else ():
+            # Those of jax may be stacked, for `vmap` over environments.
+            if not isinstance(bound, jax.Array):
+                _check_shape(np.shape(bound), self.shape)
         if is_known and not np.all(np.asarray(self.low) <= np.asarray(self.high)):
             raise ValueError(
                 f"`low` must be at most `high`, got low={self.low}, high={self.high}."
@@ -482,6 +485,16 @@ def _check_bound(dtype: np.dtype, bound: np.ndarray) -> None:
         raise ValueError(
             "`low` and `high` must be values of `dtype`, got "
             f"{bound[bad][0]:g} and {dtype}."
+        )
+
+
+def _check_shape(got: tuple[int, ...], want: tuple[int, ...]) -> None:
+    """Raises if a bound of the shape `got` does not broadcast to the shape `want`."""
+    sizes = zip(reversed(got), reversed(want), strict=False)
+    if len(got) > len(want) or any(a not in (1, b) for a, b in sizes):
+        raise ValueError(
+            f"`low` and `high` must broadcast to `shape`, {want}, got a bound of shape "
+            f"{got}."
         )
 
 

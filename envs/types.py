@@ -53,7 +53,9 @@ class EnvStep(struct.PyTreeNode, Generic[StateT, ObsT], kw_only=True):
             be set; `terminated` then wins.
         info: any pytree of arrays, `{}` if there is none.
         raw_reward: `()` float32, what `episode_return` sums: the reward before a
-            wrapper of a `VectorEnv` scaled it. None stands for `reward`.
+            wrapper of a `VectorEnv` scaled it; where a wrapper replaces a reward, for
+            instance one that is not finite, it replaces this too. None stands for
+            `reward`, and is the only value of an `Env`.
     """
 
     state: StateT

@@ -85,6 +85,11 @@ def vectorize_each(env: Env, num_envs: int, *, auto_reset: str = "auto") -> Vect
 
 def cast_step(result: EnvStep) -> EnvStep:
     """Casts the reward to float32 and the flags to bool, and drops weak types."""
+    if result.raw_reward is not None:
+        raise ValueError(
+            "`env.step` must leave `raw_reward` as None, got one of a single "
+            "environment: only wrappers of a `VectorEnv` have it."
+        )
     return EnvStep(
         state=strong(result.state),
         obs=strong(result.obs),

@@ -40,7 +40,7 @@ from rollout.collector import Collector
 from rollout.episode_window import EpisodeWindow
 from rollout.evaluation import evaluate
 from rollout.gif import record_gif
-from rollout.host import HostCollector, by_env, remote_batches
+from rollout.host import HostCollector, RemoteBatches, by_env
 from rollout.logs import log_stats
 from rollout.minibatches import scan_minibatches
 from rollout.moments import Moments
@@ -99,6 +99,7 @@ __all__ = [
     "Policy",
     "PolicyStep",
     "Profile",
+    "RemoteBatches",
     "Stream",
     "StreamBatch",
     "StreamStats",
@@ -123,7 +124,6 @@ __all__ = [
     "random_warmup",
     "record_gif",
     "recurrent_policy",
-    "remote_batches",
     "scan_minibatches",
     "shard",
     "split_trajectories",

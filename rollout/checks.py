@@ -268,15 +268,6 @@ def collects_in_jax(value: Any) -> None:
         )
 
 
-def frozen(collector: Any, carry: Any) -> Any:
-    """Returns a collector whose environments no longer learn; see `freeze`."""
-    is_carry(carry)
-    freeze = getattr(collector.env, "freeze", None)
-    if freeze is None:
-        return collector
-    return collector.replace(env=freeze(carry.env_state))
-
-
 def statistics_are_fixed(collector: Any) -> None:
     """Raises if observations depend on what the environments still learn."""
     if getattr(collector.env, "learns", False):

@@ -151,7 +151,9 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         Raises:
             ValueError: if `carry` has statistics of other wrappers or observations.
         """
-        return checks.frozen(self, carry)
+        checks.is_carry(carry)
+        freeze: Any = getattr(self.env, "freeze", None)
+        return self if freeze is None else self.replace(env=freeze(carry.env_state))
 
     @_jit()
     def init(self, key: chex.PRNGKey) -> Carry:

@@ -14,6 +14,8 @@ from jax import lax
 from rollout import checks, kernel
 from rollout.collector import Collector
 from rollout.envs import prng
+from rollout.envs.host import ownership
+from rollout.envs.host.types import HostVectorEnv
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
 from rollout.kernel import episode_keys
@@ -70,8 +72,9 @@ def profile(
     faster or slower after its ending is timed wrongly. The parts are timed in turn, and
     each reports the median of its times.
 
-    The parts of a `HostCollector` are timed within whole collections, as often as
-    `num_repeats` says. They reset its environments, so a carry from before is void.
+    A `HostCollector` is timed in whole collections, at the calls of its environments:
+    `policy` is the time between them, moving arrays included, and `recording` that
+    after the last one. It resets the environments, so a carry from before is void.
 
     Args:
         collector: policy and environments.
@@ -105,6 +108,27 @@ def profile(
     return Profile(*parts, whole=whole, unexplained=whole - sum(parts))
 
 
+class _TimedEnv:
+    """Host environments that add up the time in and between their calls."""
+
+    def __init__(self, env: HostVectorEnv) -> None:
+        self._env, self.last = env, 0.0  # when the last call ended
+        self.seconds = collections.defaultdict[str, float](float)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._env, name)
+        return functools.partial(self._call, name, value) if callable(value) else value
+
+    def _call(self, name: str, method: Any, *args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        result = method(*args, **options)
+        self.seconds["policy"] += start - self.last
+        self.last = time.perf_counter()
+        part = "auto_reset" if name in ("reset", "rebuild") else "env_step"
+        self.seconds[part] += self.last - start
+        return result
+
+
 def _profile_host(
     collector: HostCollector,
     params: Any,
@@ -112,37 +136,19 @@ def _profile_host(
     key: chex.PRNGKey,
     num_repeats: int,
 ) -> Profile:
-    """Times the calls of which a collection over host environments consists."""
-    collector = collector.replace()  # with methods that keep their time
-    seconds: dict[str, float] = collections.defaultdict(float)
-    loop = collector._loop
-    parts = (
-        ("policy", loop.runner, "act"),
-        ("steps", loop, "_step"),  # which call the policy
-        ("steps", loop, "_serve"),
-        ("auto_reset", loop, "_settle"),
-        ("recording", loop, "_take"),
-        ("recording", collector, "_count"),
-    )
-
-    def timed(part: str, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        start = time.perf_counter()
-        result = fn(*args, **options)
-        seconds[part] += time.perf_counter() - start
-        return result
-
-    for part, owner, name in parts:
-        setattr(owner, name, functools.partial(timed, part, getattr(owner, name)))
-    carry, times = collector.init(key), []
+    """Times the calls of the environments, and what comes between and after them."""
+    ownership.claim(collector.env, ownership.new_user())  # voids carries from before
+    env = _TimedEnv(collector.env)
+    timed = collector.replace(env=env)
+    carry, times = timed.init(key), []
     for _ in range(num_repeats + 1):  # the first one compiles
-        seconds.clear()
-        start = time.perf_counter()
-        carry, trajectory = collector.collect_steps(carry, params, num_steps)
+        env.seconds.clear()
+        env.last = start = time.perf_counter()
+        carry, trajectory = timed.collect_steps(carry, params, num_steps)
         jax.block_until_ready(trajectory)
-        seconds["whole"] = time.perf_counter() - start
-        seconds["steps"] -= seconds["policy"]
-        names = "policy", "steps", "auto_reset", "recording", "whole"
-        times.append([seconds[name] for name in names])
+        end = time.perf_counter()
+        parts = [env.seconds[name] for name in ("policy", "env_step", "auto_reset")]
+        times.append([*parts, end - env.last, end - start])
     *found, whole = map(statistics.median, zip(*times[1:], strict=True))
     return Profile(*found, whole=whole, unexplained=whole - sum(found))
 

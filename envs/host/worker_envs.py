@@ -8,7 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,8 @@ class WorkerEnvs:
         # the modules of the functions, which may start threads or jax's backend.
         modules = {"gymnasium"}.intersection(sys.modules)
         modules |= {"__main__", "rollout.envs.host.worker_process"}
+        server: Any = forkserver._forkserver  # no public name has the user's own list
+        modules |= set(server._preload_modules)
         context.set_forkserver_preload(list(modules))
         # Each worker has a range of environments: a slice of rows of the shared memory.
         cuts = np.linspace(0, self.num_envs, num_workers + 1).astype(int).tolist()

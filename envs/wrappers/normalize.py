@@ -282,11 +282,12 @@ class NormalizeReward(_Normalizer):
         discounted = self.gamma * state.memory + result.reward
         old = state.statistics.value
         statistics = self.statistics or running_stats.updated(old, discounted)
+        raw = result.reward if result.raw_reward is None else result.raw_reward
         return result.replace(
             state=self._state(result.state, discounted, statistics),
             reward=result.reward / jnp.sqrt(statistics.var + self.epsilon),
-            raw_reward=result.reward,
-            info=with_names(result.info, {"raw_reward": result.reward}),
+            raw_reward=raw,
+            info=with_names(result.info, {"raw_reward": raw}),
         )
 
     def reset_done(

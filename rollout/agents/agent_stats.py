@@ -147,6 +147,8 @@ def evaluate_agents(
         ValueError: if the environment has one agent, or as `rollout.evaluate` does.
     """
     checks.typed_key(key)
+    checks.collects_in_jax(collector)
+    checks.statistics_are_fixed(collector)
     num_episodes = checks.int_between("num_episodes", num_episodes)
     max_steps = checks.max_steps(max_steps)
     return _evaluate(collector, key, params, num_episodes, max_steps)

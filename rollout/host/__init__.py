@@ -10,7 +10,7 @@ collectors of either kind in actors of Ray.
 from rollout.envs.host.probe import Finding
 from rollout.host.host_collector import HostCollector
 from rollout.host.loop import FaultStats
-from rollout.host.remote import RemoteBatch, RemoteBatches, RemoteStats, remote_batches
+from rollout.host.remote import RemoteBatch, RemoteBatches, RemoteStats
 from rollout.host.served import Served, by_env
 
 __all__ = [
@@ -22,5 +22,4 @@ __all__ = [
     "RemoteStats",
     "Served",
     "by_env",
-    "remote_batches",
 ]

@@ -143,7 +143,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
 
         The new collector has the same environments, like that of `replace`.
         """
-        return checks.frozen(self, carry)
+        checks.is_carry(carry)
+        freeze: Any = getattr(self.env, "freeze", None)
+        return self if freeze is None else self.replace(env=freeze(carry.env_state))
 
     def close(self) -> None:
         """Closes the environments."""

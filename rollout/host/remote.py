@@ -1,4 +1,4 @@
-"""`remote_batches`: batches from collectors in actors of Ray, on one machine or many.
+"""`RemoteBatches`: batches from collectors in actors of Ray, on one machine or many.
 
 Ray starts the processes, moves arrays, and reports lost actors. This module adds which
 parameters made a batch, a limit of one waiting batch per actor, and replacements.
@@ -77,8 +77,8 @@ class RemoteBatches(
 ):
     """Collects in actors of Ray, each with its own collector.
 
-        with rollout.remote_batches(make_collector, key=key, params=params,
-                                    num_actors=8, steps_per_batch=4096) as batches:
+        with rollout.RemoteBatches(make_collector, key=key, params=params,
+                                   num_actors=8, steps_per_batch=4096) as batches:
             for batch in batches:
                 params = update(params, batch.trajectory)
                 batches.set_params(params)
@@ -291,9 +291,6 @@ class RemoteBatches(
     def _count(self, **more: int) -> None:
         old = self._stats._asdict()
         self._stats = RemoteStats(**{x: old[x] + more.get(x, 0) for x in old})
-
-
-remote_batches = RemoteBatches  # the name under which programs call it
 
 
 class _Actor:

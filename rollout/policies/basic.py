@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, overload
 
 from rollout import checks
-from rollout.envs.spaces import Composite, Discrete, as_space
+from rollout.envs.spaces import Composite, as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import masks, uniform
 from rollout.policies.masks import MaskFn
@@ -52,7 +52,7 @@ def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> P
         is_composite = isinstance(space, Composite)  # which may not be hashable
         make = _masked_policy if is_composite else _same_masked_policy
         return make(space, mask_fn)
-    make: Any = _same_policy if isinstance(space, Discrete) else _policy
+    make: Any = _same_policy if isinstance(space, masks.DISCRETE) else _policy
     return make(space)
 
 

@@ -32,7 +32,7 @@ from rollout.policies import uniform
 MaskFn = Callable[[ArrayTree], ArrayTree]  # obs to a mask
 
 _NAME = "action_mask"
-_DISCRETE = Discrete | MultiDiscrete | MultiBinary
+DISCRETE = Discrete | MultiDiscrete | MultiBinary
 
 
 def check_maskable(space: AnySpace, mask_fn: Any) -> None:
@@ -130,7 +130,7 @@ def is_allowed(mask: Any, action: ArrayTree, space: AnySpace) -> jax.Array:
 def _is_maskable(space: AnySpace) -> bool:
     if isinstance(space, Composite):
         return any(map(_is_maskable, space.parts))
-    return isinstance(space, _DISCRETE)
+    return isinstance(space, DISCRETE)
 
 
 def _ranges(space: AnySpace) -> tuple[tuple[int, ...], np.ndarray]:
@@ -162,7 +162,7 @@ def _checked(mask: Any, num_envs: int, space: AnySpace) -> Any:
             None if each is None else _checked(each, num_envs, part)
             for each, part in zip(masks, space.parts, strict=True)
         )
-    if not isinstance(space, _DISCRETE):
+    if not isinstance(space, DISCRETE):
         raise ValueError(
             "`mask_fn` must return None for a part of the action space that is not "
             f"discrete, got {type(mask).__name__}."

@@ -193,6 +193,12 @@ MESSAGES = [
     # Spaces
     (lambda: envs.Discrete(2, start=0.5), "`start` must be an int, got 0.5"),
     (lambda: envs.Discrete(300, dtype=jnp.uint8), "integers from 0 to 299, got uint8"),
+    (lambda: envs.Box(np.zeros(3), 1.0, (2,)), "must broadcast to `shape`, (2,), got"),
+    (
+        lambda: envs.Box(np.zeros(2), np.ones(3), (2,)),
+        "(2,), got a bound of shape (3,)",
+    ),
+    (lambda: envs.Box(0.0, np.ones((1, 2)), (2,)), "got a bound of shape (1, 2)"),
     (lambda: envs.Box(1.0, 0.0, ()), "`low` must be at most `high`, got low=1.0"),
     *((functools.partial(envs.Box, *x), what) for *x, what in BOUNDS),
     (

@@ -50,6 +50,14 @@ def test_leading_axis_of_any_tree_is_shuffled():
     np.testing.assert_array_equal(np.sort(minibatches.ravel()), np.arange(10))
 
 
+def test_keys_go_with_their_rows_and_none_stays_none():
+    keys = jax.random.split(jax.random.key(2), (T, B))
+    got = split({"id": IDS, "key": keys, "none": None}, 4)
+    assert got["none"] is None
+    want = jax.random.key_data(keys).reshape(T * B, -1)[got["id"]]
+    np.testing.assert_array_equal(jax.random.key_data(got["key"]), want)
+
+
 def test_one_minibatch_is_in_memory_beside_the_rows():
     rows = jnp.zeros((16, 16, 2048))
     step = lambda total, x: (total + jnp.tanh(x).sum(axis=0), ())  # noqa: E731

@@ -87,7 +87,8 @@ def reset_by_own_key(self, key):
 
 
 def reset_by_numpy(self, key):
-    return Toy.begin(self, {"count": jnp.int32(np.random.randint(5)), "sum": more(key)})
+    count = jnp.int32(np.random.randint(1 << 30))  # never the same twice
+    return Toy.begin(self, {"count": count, "sum": more(key)})
 
 
 def branch(self, step):

@@ -29,7 +29,10 @@ class SlowCount(HostCount):
 def test_work_of_a_host_environment_shows_as_its_step():
     env, policy = SlowCount(4), make_collector("count").policy
     collector = rollout.HostCollector(env=env, policy=policy)
+    carry = collector.init(jax.random.key(0))
     profile = rollout.profile(collector, None, 5, num_repeats=2)
+    with pytest.raises(ValueError, match="another one has stepped it since"):
+        collector.step(carry, None)
     assert 5 * 0.01 <= profile.env_step < profile.whole
     parts = profile.policy, profile.env_step, profile.auto_reset, profile.recording
     assert min(parts) > 0

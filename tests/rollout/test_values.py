@@ -222,7 +222,9 @@ class LongReset(CountEnv):
 def test_values_and_expensive_resets_promote_no_dtypes():
     env = envs.vectorize(jax.tree_util.register_static(LongReset)(), B)
     with jax.numpy_dtype_promotion("strict"):
-        jax.eval_shape(collect, make().replace(env=env))
+        _, trajectory = jax.eval_shape(collect, make().replace(env=env))
+    fields = trajectory.obs, trajectory.next_obs, trajectory.final_value
+    assert [x.dtype for x in fields] == ["float32"] * 3
 
 
 def test_episode_that_is_cut_has_the_value_of_where_it_was_cut():

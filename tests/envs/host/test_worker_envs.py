@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from multiprocessing import forkserver
 from pathlib import Path
 
 import host_envs
@@ -55,6 +56,14 @@ def wait_until_gone(pids, seconds=10):
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.01)
     return not any(map(alive, pids))
+
+
+def test_modules_that_a_program_preloads_stay_so(make, monkeypatch):
+    server = forkserver._forkserver
+    monkeypatch.setattr(server, "_preload_modules", ["json"])
+    make((Count,), 1)
+    worker = "rollout.envs.host.worker_process"
+    assert {"json", worker} <= set(server._preload_modules)
 
 
 def named_files(pids):

@@ -3,11 +3,13 @@
 import functools
 
 import agents
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import quick_jit
+from cases import quick_jit, raw
+from jax.sharding import Mesh
 
 import rollout
 from rollout import envs
@@ -168,6 +170,39 @@ def test_normalised_agents_are_mapped_to_policies():
     want = trajectory.obs["two"].reshape(4, -1)
     np.testing.assert_array_equal(rows["two"].obs, want)
     assert lanes.observation_spaces["one"].shape == (2,)
+
+
+@pytest.mark.slow
+def test_statistics_of_agents_on_four_devices_are_those_of_one():
+    lanes = envs.NormalizeObs(envs.vectorize_agents(BARE, 8))
+    policy = rollout.random_policy(lanes.action_space)
+    plain = rollout.Collector(env=lanes, policy=policy)
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("lanes",))
+    found = []
+    for collector in (plain, rollout.shard(plain, mesh)):
+        carry, rows = collector.collect_steps(collector.init(KEY), None, 8)
+        frozen = collector.freeze(carry)
+        assert not frozen.env.learns
+        later, after = frozen.collect_steps(frozen.init(KEY), None, 8)
+        learnt, kept = (x.env_state.statistics for x in (carry, later))
+        chex.assert_trees_all_equal(learnt, kept)
+        found.append(jax.device_get((learnt, rows.obs, after.obs)))
+    # Sums over the lanes in another order.
+    chex.assert_trees_all_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_wrapped_agents_go_on_in_a_stream_that_is_restored():
+    lanes = envs.NormalizeObs(envs.vectorize_agents(stack(BARE), B))
+    policy = rollout.random_policy(lanes.action_space)
+    collector = rollout.Collector(env=lanes, policy=policy)
+    options = {"key": KEY, "params": None, "steps_per_batch": 5 * B}
+    streams = [rollout.Stream(collector, **options) for _ in "ab"]
+    next(streams[0])
+    state = streams[0].state()
+    streams[1].restore(state)
+    first, second = (raw(next(x).trajectory) for x in streams)
+    chex.assert_trees_all_equal(first, second)
 
 
 REFUSED = {

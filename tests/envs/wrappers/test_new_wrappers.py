@@ -9,6 +9,7 @@ from flax import struct
 
 import rollout
 from rollout import envs
+from rollout.envs.wrappers.wrapper import VectorWrapper
 
 B, T, GAMMA = 4, 30, 0.9
 
@@ -101,6 +102,66 @@ def test_step_that_is_not_finite_ends_the_episode(broken):
     assert (trajectory.next_obs[faulty] == 2).all()
     stats = rollout.summarize(trajectory)
     assert (int(stats.num_nonfinite), float(stats.returns.mean)) == (0, 3.0)
+
+
+class Mending(VectorWrapper):
+    """A user's wrapper: rewards that are not finite become 0, also in the returns."""
+
+    def step(self, keys, state, action):
+        result = self.env.step(keys, state, action)
+
+        def mend(x):
+            return jnp.where(jnp.isfinite(x), x, 0.0)
+
+        raw_reward = mend(result.raw_reward)
+        return result.replace(reward=mend(result.reward), raw_reward=raw_reward)
+
+
+class Halving(VectorWrapper):
+    """A user's wrapper: halves the rewards that a learner sees."""
+
+    def step(self, keys, state, action):
+        result = self.env.step(keys, state, action)
+        raw = result.reward if result.raw_reward is None else result.raw_reward
+        return result.replace(reward=result.reward / 2, raw_reward=raw)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_returns_are_of_raw_rewards_whatever_scales_them(order):
+    env = envs.vectorize(CountEnv(), B)
+    for wrapper in (Halving, envs.NormalizeReward)[::order]:
+        env = wrapper(env)
+    rows = collect(env, 6)[1]
+    length = np.asarray(rows.episode_length)
+    np.testing.assert_array_equal(rows.episode_return, length * (length + 1) / 2)
+
+
+def mended(env):
+    return Mending(envs.NormalizeReward(envs.vectorize(env, B)))
+
+
+def ended(env):
+    return envs.NormalizeReward(envs.vectorize(envs.EndOnFault(env), B))
+
+
+@pytest.mark.parametrize("wrap", [mended, ended])
+def test_rewards_that_are_replaced_leave_the_returns_finite(wrap):
+    rows = collect(wrap(Breaking(broken="reward")), 5)[1]
+    assert np.isfinite(rows.reward).all()
+    # Rewards 1 and 2, then 0 in place of NaN.
+    length = np.minimum(rows.episode_length, 2)
+    np.testing.assert_array_equal(rows.episode_return, length * (length + 1) / 2)
+
+
+class Raw(CountEnv):
+    def step(self, key, state, action):
+        return super().step(key, state, action).replace(raw_reward=1.0)
+
+
+def test_raw_reward_of_one_environment_is_refused():
+    env = jax.tree_util.register_static(Raw)()
+    with pytest.raises(ValueError, match="must leave `raw_reward` as None"):
+        collect(envs.vectorize(env, B), 1)
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Normalised observations against a plain NumPy loop over the raw ones."""
 
 import functools
+import importlib
+import pathlib
 
 import chex
 import jax
@@ -394,3 +396,30 @@ def test_statistics_of_other_observations_are_refused():
     env = envs.NormalizeReward(envs.NormalizeObs(make_inner("tree")))
     with pytest.raises(ValueError, match="`env_state` must have statistics as of"):
         env.freeze(carry.env_state)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("key_reuse")  # a mapped loop selects between keys
+def test_trainings_under_vmap_are_those_of_each_seed(monkeypatch):
+    recipes = pathlib.Path(__file__).parents[3] / "docs" / "recipes"
+    monkeypatch.syspath_prepend(recipes)
+    ppo = importlib.import_module("ppo")
+    robot = envs.RescaleAction(envs.make("Pendulum-v1", max_steps_in_episode=9))
+    env = envs.NormalizeObs(envs.vectorize(robot, 4, auto_reset="select"))
+    env = envs.NormalizeReward(env, gamma=0.99)
+    config = ppo.Config(
+        num_updates=2, num_envs=4, num_steps=16, num_epochs=2, num_minibatches=2
+    )
+    agent = ppo.PPO(env.action_space, config)
+    collector = rollout.Collector(env=env, policy=agent.policy, value_fn=agent.value)
+
+    def train(key):
+        params, carry, log = ppo.train(agent, collector, key)
+        return params, statistics_in(carry.env_state), log
+
+    keys = jax.random.split(jax.random.key(1), 3)
+    got = jax.jit(jax.vmap(train))(keys)
+    one = jax.jit(train)
+    want = jax.tree.map(lambda *x: jnp.stack(x), *map(one, keys))
+    # Products of matrices in another order, over eight gradient steps.
+    chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-3)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agents import ChanceEnv, schedule
+from agents import ChanceEnv, OneAgent, schedule
 from cases import CountEnv
+from host_count import HostCount
 
 import rollout
 from rollout import agents, envs
@@ -52,6 +53,15 @@ def league(members):
 def single():
     policy = rollout.random_policy(SINGLE.action_space)
     return rollout.Collector(env=SINGLE, policy=policy)
+
+
+def evaluate(collector):
+    return agents.evaluate_agents(collector, KEY, None, 2)
+
+
+def learning():
+    env = envs.NormalizeObs(lanes(OneAgent(CountEnv())))
+    return rollout.Collector(env=env, policy=policy())
 
 
 @functools.cache
@@ -131,6 +141,13 @@ CASES = [
     (lambda: answer(one=None), PENDING),
     (lambda: answer(two="one"), f"{PENDING}: float32 of shape (4, 2) at ['two']"),
     (lambda: answer(lanes=2), "`pending` must be of `init_agent_transitions` for the"),
+    # evaluate_agents
+    (lambda: evaluate(learning()), "with the statistics of training, got NormalizeObs"),
+    (
+        lambda: evaluate(rollout.HostCollector(HostCount(2), policy())),
+        "are in JAX, got",
+    ),
+    (lambda: evaluate(3), "must be a `Collector`, whose environments are in JAX, got"),
     # vectorize_agents
     (lambda: lanes(InTurns()), "acts at every step, got `acting` [False, True, False]"),
     (lambda: lanes(InTurnsLater()), "[False, False, True] before step 1: leave it out"),

@@ -9,6 +9,7 @@ import pytest
 from host_count import Late, assert_same
 
 import rollout
+from rollout import envs
 from rollout.envs.host.types import EnvFault
 
 KEY = jax.random.key(11)
@@ -117,6 +118,23 @@ def test_episodes_are_those_of_their_seeds_however_slow_a_lane_is():
     collector = make(num_envs=4, num_ready=3)
     _, got = collector.collect_episodes(collector.init(KEY), None, 12, max_steps=100)
     np.testing.assert_array_equal(got.episode_length, expected.episode_length)
+
+
+def test_observations_are_normalised_as_they_are_served():
+    collector = make(
+        kind=lambda *args, **options: envs.NormalizeHost(Late(*args, **options))
+    )
+    rows = collect(collector, 30, 1, 19)
+    for row, mask in columns(rows):
+        assert mask[: mask.sum()].all()
+        inside = ~row.first[1:]
+        np.testing.assert_array_equal(row.obs[1:][inside], row.next_obs[:-1][inside])
+    # The raw observation is the number of the step; the first five are 0.
+    n = np.asarray(rows.episode_length, np.float64)
+    np.testing.assert_array_equal(rows.episode_return, n * (n + 1) / 2)
+    of_obs = collector.env.shared.statistics.value[0]
+    np.testing.assert_allclose(of_obs.count, n.size + 5, rtol=1e-5)
+    np.testing.assert_allclose(of_obs.mean[0], n.sum() / (n.size + 5), rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -172,6 +172,21 @@ def test_normalised_rows_are_those_of_the_kernel():
         chex.assert_trees_all_equal(*[x.episode_return for x in rows])
 
 
+class Halved(HostCount):
+    """Halves the rewards that a learner sees."""
+
+    def step(self, action):
+        result = super().step(action)
+        return result._replace(reward=result.reward / 2, raw_reward=result.reward)
+
+
+def test_returns_are_of_raw_rewards_whatever_scales_them_first():
+    host = HostCollector(env=envs.NormalizeHost(Halved(4)), policy=POLICY)
+    rows = host.collect_steps(host.init(KEY), None, 6)[1]
+    length = np.asarray(rows.episode_length)
+    np.testing.assert_array_equal(rows.episode_return, length * (length + 1) / 2)
+
+
 @pytest.mark.slow
 def test_normalising_host_collector_is_evaluated_with_fixed_statistics():
     kernel, host = normalising()

@@ -58,7 +58,7 @@ def stream(made=None, **options):
 
 def batches(make_collector=on_host, **options):
     options = {"key": KEY, "num_actors": 2, "steps_per_batch": 24, **options}
-    return rollout.remote_batches(make_collector, **options)
+    return rollout.RemoteBatches(make_collector, **options)
 
 
 def closed():
@@ -116,7 +116,7 @@ CASES = {
         (lambda: rollout.shard(collector(), jax.make_mesh((2,), ("lanes",))), IN_JAX),
         (lambda: BUFFER.init(collector()), "got HostCollector", TypeError),
     ),
-    "remote_batches": (
+    "RemoteBatches": (
         (lambda: batches(3), "`make_collector` must be a function, got int 3"),
         (lambda: batches(key=0), "`key` must be one typed key"),
         (lambda: batches(num_actors=0), "`num_actors` must be an int of at least 1"),

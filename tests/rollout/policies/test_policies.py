@@ -71,6 +71,8 @@ def test_discrete_actions_are_uniform(n):
         (lambda: envs.Discrete(6), None),
         (lambda: envs.Discrete(6), even),
         (lambda: envs.spaces.MultiDiscrete([2, 3]), even),
+        (lambda: envs.spaces.MultiDiscrete([2, 3]), None),
+        (lambda: envs.spaces.MultiBinary((2,)), None),
     ],
 )
 def test_same_space_and_mask_make_the_same_policy(make_space, mask_fn):
