@@ -92,7 +92,7 @@ def on_page_markdown(markdown, page, config, **_):
     """Turns the links of a page, which are those of the repository, into the site's."""
     folder = posixpath.dirname(_in_repository(page.file.src_uri))
     if folder == "docs/api":  # the search finds the pages that show the use first
-        page.meta["search"] = {"boost": 0.5}
+        page.meta["search"] = {"boost": 0.05}
 
     def link(found):
         text, path, anchor = found.groups()

@@ -1,14 +1,30 @@
 """Pages for those who come from another library: code runs, tables tell the truth."""
 
+import importlib.util
 import pathlib
 import re
+import sys
 
+import jax
 import numpy as np
 import pytest
 from pages import blocks, run
 
-FOLDER = pathlib.Path(__file__).parent.parent / "docs" / "coming_from"
+import rollout
+
+ROOT = pathlib.Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "coming_from"
 TEXTS = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
+# Pages of one program, most of which train the agent of `ppo.py`.
+TRAINED = {
+    "brax": 2,
+    "cleanrl": 976,
+    "craftax_baselines": 2,
+    "gymnax": 30,
+    "purejaxql": 20,
+    "stable_baselines3": 20,
+}  # updates that the tests take
+NEEDED = {"craftax_baselines": "craftax"}
 
 
 def check_purejaxrl(names, out):
@@ -83,9 +99,100 @@ def check_easyrl4rec(names, out):
     assert settings[2].split()[1] == "10.0"
 
 
+def check_stable_baselines3(names, out):
+    steps, mean, *judged = out.split()
+    assert int(steps) == 8 * 128 * TRAINED["stable_baselines3"]
+    assert float(mean) > 50
+    assert judged[-2:] == ["100", "episodes"]
+    state, learner = names["stream"].state(), names["learner"]
+    saved = rollout.checkpoint.restore("cartpole", like=(state, learner))
+    np.testing.assert_array_equal(*map(flat, (saved[1], learner)))
+
+
+def check_cleanrl(names, out):
+    assert names["log"]["steps"][-1] == 976 * 512
+    assert out.startswith("51,200 ")
+    assert float(out.splitlines()[-1].split()[1]) > 450
+
+
+def check_craftax_baselines(names, out):
+    assert names["log"]["steps"][-1] == 2 * 64 * 4
+    assert out.splitlines()[-1].startswith("return ")
+    assert names["collector"].env.num_envs == 4
+
+
+def check_purejaxql(names, out):
+    assert names["returns"].shape == (20,)
+    assert out.splitlines()[-1].endswith(", 128 episodes")
+    epsilon = names["epsilon"]
+    assert epsilon(0) == 1.0
+    assert abs(epsilon(20 * 64) - 0.2) < 1e-6
+
+
+def check_gymnax(names, out):
+    scores = names["scores"]
+    assert scores[0] < 150 < 400 < scores[-1]
+    assert out.splitlines()[-1].startswith("(500, 16, 4) return ")
+
+
+def check_brax(names, out):
+    assert names["log"]["steps"][-1] == 2 * 64 * 64
+    assert names["env"].action_space.shape == (1,)
+    assert out.splitlines()[-1].endswith(", 128 episodes")
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Brax System")  # brax's, of its age
+@pytest.mark.usefixtures("key_reuse", "rank_promotion")  # as Craftax and brax do
+@pytest.mark.parametrize("name", TRAINED)
+def test_program_trains(name, request, capsys, tmp_path, monkeypatch):
+    """Where brax is not installed, an environment of gymnax stands in for the robot."""
+    if TRAINED[name] == 2:
+        request.getfixturevalue("quick_compile")
+    pytest.importorskip(NEEDED.get(name, "jax"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "docs" / "recipes")
+    monkeypatch.delitem(sys.modules, "ppo", raising=False)
+    (code,) = blocks(TEXTS[name])
+    updates = f"{TRAINED[name]}"
+    if name == "stable_baselines3":
+        code = replace(code, "8, 128, 100", f"8, 128, {updates}")
+    elif name == "purejaxql":
+        code = replace(code, "64, 244,", f"64, {updates},")
+    elif name != "gymnax":
+        code = re.sub(r"num_updates=\d+", f"num_updates={updates}", code)
+    if name == "craftax_baselines":
+        code = replace(code, "num_envs=64", "num_envs=4")
+        code = replace(code, "num_episodes=64", "num_episodes=4")
+    if name == "brax" and importlib.util.find_spec("brax") is None:
+        code = replace(code, "brax:inverted_pendulum", "Pendulum-v1")
+    names = run(f"docs/coming_from/{name}.md", code)
+    globals()[f"check_{name}"](names, capsys.readouterr().out)
+
+
+def replace(code: str, old: str, new: str) -> str:
+    assert code.count(old) == 1
+    return code.replace(old, new)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_page_of_one_program_is_short(name):
+    for code in blocks(TEXTS[name], "py"):
+        compile(code, name, "exec")
+    (here,) = blocks(TEXTS[name])
+    assert len(re.findall(r"^.*\S", here, re.MULTILINE)) <= 65
+    assert max(map(len, here.splitlines())) <= 88
+    prose = re.sub(r"^```.*?^```", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
+    assert len(prose.split()) <= 310
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile", "rank_promotion")  # as JaxMARL's MPE does
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", sorted(TEXTS.keys() - TRAINED))
 def test_code_here_runs_and_does_what_is_said(name, capsys):
     (code,) = blocks(TEXTS[name])
     names = run(f"docs/coming_from/{name}.md", code)
@@ -93,7 +200,7 @@ def test_code_here_runs_and_does_what_is_said(name, capsys):
     check(names, capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", sorted(TEXTS.keys() - TRAINED))
 def test_programs_and_pages_are_short(name):
     (there,), (here,) = blocks(TEXTS[name], "py"), blocks(TEXTS[name])
     compile(there, name, "exec")
