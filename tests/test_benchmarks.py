@@ -63,9 +63,17 @@ def data(speed_page):
 
 def test_tables_of_the_speed_page_are_those_of_its_data(speed_page, data):
     page = speed_page.PAGE.read_text()
-    assert speed_page.write_tables(page, data) == page
-    data["random policy"]["rows"][0][2] += "0"
-    assert speed_page.write_tables(page, data) != page
+    assert speed_page.write_table(page, data) == page
+    assert len(speed_page.SHOWN) <= 20
+    table = speed_page.table_of(data)
+    assert all(f"| {row.setting} |" in table for row in speed_page.SHOWN)
+    text = speed_page.TABLES.read_text()
+    assert speed_page.text_of(data, speed_page.NOTES, "docs/speed.md") == text
+    assert speed_page.NOTES.keys() <= data.keys()
+    assert all(f"\n{name.upper()}\n" in text for name in data)
+    data["random policy"]["rows"][2][2] += "0"
+    assert speed_page.write_table(page, data) != page
+    assert speed_page.text_of(data, speed_page.NOTES, "docs/speed.md") != text
 
 
 def test_chart_has_the_lines_and_the_ranges_of_the_data(speed_page, data):
@@ -88,7 +96,7 @@ def test_ranges_in_the_sentences_of_the_speed_page_are_those_of_the_chart(
     speed_page, data
 ):
     page = speed_page.PAGE.read_text()
-    sentences = page.partition("\n1. ")[2].partition("\nThe chart is drawn")[0]
+    sentences = page.partition("\n1. ")[2].partition("\n| Setting |")[0]
     ends = [set(), set()]
     for peers in speed_page.PEERS.values():
         for peer in peers.values():
@@ -103,6 +111,21 @@ def test_ranges_in_the_sentences_of_the_speed_page_are_those_of_the_chart(
         assert high in ends[1]
     assert "(48.9 times)" in sentences
     assert "48.9" in ends[1]
+
+
+def test_accelerator_page_and_its_chart_are_those_of_its_data(speed_page):
+    page = importlib.import_module("accelerators_page")
+    data, text = json.loads(page.DATA.read_text()), page.PAGE.read_text()
+    assert page.write_table(text, data) == text
+    full = speed_page.text_of(data, page.NOTES, "docs/accelerators.md")
+    assert page.TABLES.read_text() == full
+    assert page.NOTES.keys() == data.keys()
+    chart = re.findall(r">([^<>]+)</text>", page.CHART.read_text())
+    for name, pairs in page.launches(data).items():
+        assert name in chart
+        assert all(f"{sum(pair):g}" in chart for pair in pairs)
+    data["loops, h100"]["rows"][0][3] = "1 + 0 / 13 + 7"
+    assert page.write_table(text, data) != text
 
 
 @pytest.fixture
@@ -149,6 +172,6 @@ def test_tables_of_the_learning_page_are_those_of_its_values(learning_compared):
     )
     assert results.keys() <= learning_compared.TASKS.keys()
     assert learning_compared.table(results) in page
-    assert learning_compared.table_of_endings(results | more) in page
+    assert learning_compared.table_of_endings(more) in page
     results["PPO CartPole"]["ours"]["returns"]["0"] -= 1
     assert learning_compared.table(results) not in page

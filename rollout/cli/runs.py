@@ -27,7 +27,7 @@ from rollout.stats import CollectStats, summarize
 from rollout.stream.stream import Stream, StreamBatch
 from rollout.types import Transition
 
-# Environments per CPU device; with a quarter, one device is as fast (docs/speed.md).
+# Environments per CPU device; with a quarter, one is as fast (docs/speed_tables.txt).
 _LEAST_ENVS = 2048
 _NUM_BATCHES = 20
 _MAX_ROWS = 1 << 22  # of a batch, so that its memory does not grow with the run

@@ -1,6 +1,6 @@
 """What the benchmarks share: a timer of programs in turn, and tables of what they find.
 
-A script yields the rows of a table of `docs/speed.md`, with the columns of the page.
+A script yields the rows of a table of `docs/speed.json`, with its columns.
 `run` prints them, and with `--json docs/speed.json` replaces the table there;
 `speed_page.py` then writes the page and its chart.
 """

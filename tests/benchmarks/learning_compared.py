@@ -134,24 +134,19 @@ def interval(values: dict[str, float]) -> tuple[float, float]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Makes the table of the page: what every maker learnt, and how long it took."""
+    """Makes the table of the page: what every maker learnt; the plot has the time."""
     names = [x for x in COLORS if any(x in found for found in results.values())]
-    heads = [f"{NAMES[x]}, {what}" for what in ("return", "CPU s") for x in names]
+    heads = [NAMES[x] for x in names]
     lines = [f"| | steps | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for task, found in results.items():
-        cells = [
-            _cell(found, x, what) for what in ("returns", "seconds") for x in names
-        ]
+        cells = [_cell(found, x, "returns") for x in names]
         steps = f"{TASKS[task].total_steps:,}"
         lines.append(f"| {task} | {steps} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def table_of_endings(results: dict[str, Any]) -> str:
-    """Makes the table of returns with true endings and with one mistake in them.
-
-    The page takes a task that has more seeds from the file of those.
-    """
+    """Makes the table of returns with true endings and with one mistake in them."""
     names = "ours", "limit_is_failure", "purejaxrl"
     lines = [f"| | seeds | {' | '.join(NAMES[x] for x in names)} |", "|---" * 5 + "|"]
     for task, found in results.items():

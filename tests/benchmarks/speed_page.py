@@ -1,14 +1,16 @@
-"""Writes the tables and the chart of `docs/speed.md` from `docs/speed.json`.
+"""Writes the table and the chart of `docs/speed.md` from `docs/speed.json`.
 
-Nothing is measured or typed here: the scripts of this folder write the tables with
+Nothing is measured or typed here: the scripts of this folder write their tables with
 `--json docs/speed.json`. `PEERS` names, for each line of the chart, the tables and the
-columns that it shows, one dot per cell.
+columns that it shows, one dot per cell. `SHOWN` names the rows of the page; all rows of
+all tables go to `docs/speed_tables.txt`.
 
     python tests/benchmarks/speed_page.py
 """
 
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from matplotlib.figure import Figure
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 DATA, PAGE, CHART = DOCS / "speed.json", DOCS / "speed.md", DOCS / "speed.svg"
+TABLES = DOCS / "speed_tables.txt"
 
 GYMNAX, BARE = "`rollout` / `gymnax loop`", "`rollout` / `bare loop`"
 RANDOM = ("random policy", "jax 0.11", "one flag of XLA")
@@ -96,24 +99,286 @@ PEERS = {
 }
 
 
-def write_tables(page: str, data: dict[str, Any]) -> str:
-    """Replaces the tables of a page, which stand there in the order of the data."""
-    tables = iter(data.values())
+class Shown(NamedTuple):
+    """A row of the table on the page."""
 
-    def write(match: re.Match) -> str:
-        table = next(tables, None)
-        if table is None:  # those below are not measured
-            return match[0]
-        head = [cell.strip() for cell in match[0].partition("|\n")[0].split("|")[1:]]
-        if head != table["columns"]:
-            raise ValueError(f"the page has {head}, got {table['columns']}")
-        rows = table["columns"], ["---"] * len(table["columns"]), *table["rows"]
-        lines = (
-            "|".join(["", *(f" {x} " if x else " " for x in row), "\n"]) for row in rows
+    setting: str
+    peer: str
+    table: str
+    # The cells that begin our row; the peer's is another one if `their_row` is given.
+    row: tuple[str, ...]
+    ours: str  # columns
+    theirs: str
+    ratio: str
+    unit: str
+    their_row: tuple[str, ...] = ()
+    is_time: bool = False  # the ratio is one of times, so its inverse is one of speeds
+
+
+def on_host(
+    setting: str,
+    peer: str,
+    row: tuple[str, ...],
+    their_row: tuple[str, ...],
+    ratio: str,
+) -> Shown:
+    """A row of microseconds per row of all environments."""
+    cost = "us per row"
+    return Shown(setting, peer, *HOST, row, cost, cost, ratio, "us", their_row)
+
+
+SYNC, ASYNC = "plain, `SyncVectorEnv`", "plain, `AsyncVectorEnv`"
+HERE, WORKERS = "`from_gymnasium`, in this process", "`workers`, two processes"
+CHEETAH, ANT, ATARI = "`HalfCheetah-v5` x 8", "`Ant-v5` x 16", "`ALE/Breakout-v5` x 8"
+ENVPOOL = "`CartPole-v1` x 16, EnvPool"
+LOOP, PROCESSES = "plain `SyncVectorEnv` loop", "`AsyncVectorEnv`"
+PLAIN_LOOP, ASYNC_LOOP = "speed / plain loop", "speed / `AsyncVectorEnv`"
+OURS, THEIRS = "`rollout`, M/s", "`gymnax loop`, M/s"
+RUN = ("run, `rollout`", "run, PureJaxRL", "run, `rollout` / PureJaxRL", "CPU s")
+CARTPOLES, STEPS = "16 CartPoles of Gymnasium", ("steps/s", "steps/s")
+
+SHOWN = (
+    on_host(
+        f"{CHEETAH}, one process", LOOP, (CHEETAH, HERE), (CHEETAH, SYNC), PLAIN_LOOP
+    ),
+    on_host(
+        f"{CHEETAH}, two workers",
+        PROCESSES,
+        (CHEETAH, WORKERS),
+        (CHEETAH, ASYNC),
+        ASYNC_LOOP,
+    ),
+    on_host(f"{ANT}, one process", LOOP, (ANT, HERE), (ANT, SYNC), PLAIN_LOOP),
+    on_host(f"{ANT}, two workers", LOOP, (ANT, WORKERS), (ANT, SYNC), PLAIN_LOOP),
+    on_host(f"{ANT}, two workers", PROCESSES, (ANT, WORKERS), (ANT, ASYNC), ASYNC_LOOP),
+    on_host(f"{ATARI}, two workers", LOOP, (ATARI, WORKERS), (ATARI, SYNC), PLAIN_LOOP),
+    on_host(
+        "16 CartPoles of EnvPool",
+        "plain loop",
+        (ENVPOOL, "`HostCollector`"),
+        (ENVPOOL, "plain"),
+        PLAIN_LOOP,
+    ),
+    *(
+        Shown(
+            CARTPOLES,
+            peer,
+            "other libraries",
+            ("`HostCollector`",),
+            *STEPS,
+            LIBRARY[0],
+            "steps/s",
+            (peer,),
         )
-        return "".join(lines).replace(" --- ", "---")
+        for peer in ("Stable-Baselines3", "Tianshou")
+    ),
+    *(
+        Shown(f"PPO, {row[0]}", peer, "a whole PPO", row, *RUN, is_time=True)
+        for row, peer in (
+            (("CartPole, 256 environments", "1"), "PureJaxRL's script"),
+            (("Breakout, 64 environments", "8"), "the same, eight seeds"),
+        )
+    ),
+    *(
+        Shown(
+            f"{env_id}, {table}", "gymnax loop", table, row, OURS, THEIRS, GYMNAX, "M/s"
+        )
+        for env_id, table, row in (
+            ("CartPole", "random policy", ("`CartPole-v1`", "1,024")),
+            ("CartPole", "a network", ("`CartPole-v1`", "1,024")),
+            ("MinAtar Breakout", "a network", ("`Breakout-MinAtar`", "1,024")),
+        )
+    ),
+    Shown(
+        "Craftax Classic",
+        "its documented loop (its optimistic resets: 1.5)",
+        "suites",
+        ("`craftax:",),
+        "`rollout`, thousand steps/s",
+        "",
+        "`rollout` / the suite's own loop",
+        "thousand/s",
+    ),
+    Shown(
+        "MPE simple_spread",
+        "JaxMARL's loop",
+        "several agents",
+        ("1,024",),
+        "`rollout`, env steps/s",
+        "",
+        "`rollout` / JaxMARL's loop",
+        "steps/s",
+    ),
+    Shown(
+        "1,024 whole CartPole episodes",
+        "gymnax's `RolloutWrapper`",
+        "whole episodes",
+        ("0.10",),
+        "`rollout`, ms",
+        "`RolloutWrapper`, ms",
+        "speed, `rollout` / that",
+        "ms",
+    ),
+    Shown(
+        "1,000 items to recommend",
+        "EasyRL4Rec",
+        "recommendation",
+        ("1,000", "1,024"),
+        "`rollout`, steps/s",
+        "EasyRL4Rec, steps/s",
+        "`rollout` / EasyRL4Rec",
+        "steps/s",
+    ),
+    Shown(
+        "Replay: add 1,024, sample 256",
+        "flashbax `flat`",
+        "buffers",
+        ("100,000", "1,024"),
+        "`stored`, us",
+        "flashbax `flat`, us",
+        "flashbax `flat` / ours",
+        "us",
+    ),
+    Shown(
+        "The same by priority",
+        "flashbax `prioritised flat`",
+        "prioritised buffers",
+        ("100,000", "1,024"),
+        "`prioritized`, us",
+        "flashbax `prioritised flat`, us",
+        "flashbax / ours",
+        "us",
+    ),
+)
 
-    return re.sub(r"(?:^\|.*\n)+", write, page, flags=re.MULTILINE)
+# What the names and columns of a table do not say.
+NOTES = {
+    "environments that are not JAX": (
+        "HostCollector with a network of two layers of 64, 125 rows per call; the "
+        "plain loops call the same policy and store nothing. EnvPool 1.2.5, "
+        "Gymnasium 1.3.0. AMD EPYC, seven rounds in random order."
+    ),
+    "other libraries": (
+        "16 CartPoles, each in its own environment; RLlib on another day. Intel "
+        "Xeon, three rounds."
+    ),
+    "workers that are slow": (
+        "Eight workers whose steps take 5 ms, exponentially distributed; all in "
+        "step take 544 steps/s."
+    ),
+    "actors of Ray": "Ray 2.60 on one machine, five rounds; not over a network.",
+    "a whole PPO": (
+        "CPU seconds on one core of the Xeon, medians of five runs in turn; 128 "
+        "steps per update: 50 updates with 4 environments, 2 with 256, 3 of "
+        "Breakout. Eight seeds are one program under jax.vmap, ours with "
+        'auto_reset="select".'
+    ),
+    "random policy": (
+        "One compiled call of 128 steps of all lanes, in million steps per "
+        "second. All loops return obs, action, reward, done, return and length. "
+        "The gymnax loop is PureJaxRL's; the bare loop is our step without resets "
+        "and statistics."
+    ),
+    "a network": "The same with a 64x64 tanh actor-critic.",
+    "jax 0.11": "The random policy on Python 3.12.1 with jax 0.11.2.",
+    "one flag of XLA": (
+        "The random policy with XLA_FLAGS=-- "
+        "xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=100000 "
+        "0000, jax 0.10.2."
+    ),
+    "where the time goes": (
+        "rollout.profile, 128 steps, random policy, every field. The sum exceeds "
+        "the whole where XLA fuses parts; recording is the first touch of fresh "
+        "memory, and varies most between runs."
+    ),
+    "whole episodes": (
+        "1,024 CartPole episodes of the random policy on 1,024 lanes; "
+        "RolloutWrapper plays every environment to the limit of 500 steps."
+    ),
+    "suites": (
+        "256 lanes, 128 steps, random policy, against the loop in each suite's "
+        "documentation with its own auto-reset; single runs in random order."
+    ),
+    "several agents": (
+        "MPE simple_spread, random policy, 128 steps, against LogWrapper and "
+        "JaxMARL's auto-reset step in a scan. Xeon; rows move by 0.2."
+    ),
+    "one agent": (
+        "An environment treated as one with a single agent, against the plain "
+        "kernel; higher is slower."
+    ),
+    "population": (
+        "1,024 agents in 512 lanes, a network of two layers of 64; higher is slower."
+    ),
+    "recommendation": (
+        "A random item that the user has not seen, 64 steps. Memory is that of a "
+        "compiled call with a donated carry. Xeon; rounds differ by up to a "
+        "factor of two."
+    ),
+    "buffers": (
+        "A step of a compiled scan that adds rows and samples 256, against "
+        "flashbax 0.1.3; ours in the ratios is stored, for pixels shared. Eleven "
+        "rounds in turn."
+    ),
+    "prioritised buffers": "The same, each step also updates the priorities.",
+    "streams": (
+        "1,024 lanes x 128 steps, 16 times as many for prefetch=1; ratios of "
+        "times, with the smallest and largest of a round."
+    ),
+    "several devices": (
+        "Two CPU devices on two cores; higher is faster. 25 runs in random order, "
+        "mlp 11 and Breakout 7 in a fixed one; rows move by 0.2."
+    ),
+    "start": (
+        "A new process per run, from its first line; the batch is 64 CartPoles, "
+        "128 steps. Python 3.12.1, jax 0.11.2, beside other work; seven rounds."
+    ),
+}
+
+
+def row_of(data: dict[str, Any], table: str, begin: tuple[str, ...]) -> dict[str, str]:
+    """The first row of a table whose cells begin like this."""
+    columns, rows = data[table]["columns"], data[table]["rows"]
+    for row in rows:
+        if all(x.startswith(y) for x, y in zip(row, begin, strict=False)):
+            return dict(zip(columns, row, strict=True))
+    raise ValueError(f"`{table}` has no row {begin}")
+
+
+def table_of(data: dict[str, Any]) -> str:
+    """The table of the page, in Markdown."""
+    lines = ["| Setting | Against | Here | There | Times as fast |", "|---" * 5 + "|"]
+    for x in SHOWN:
+        ours = row_of(data, x.table, x.row)
+        theirs = row_of(data, x.table, x.their_row or x.row)
+        ratio = (theirs if x.table == "other libraries" else ours)[x.ratio]
+        if x.is_time:
+            ratio = f"{1 / float(ratio):.2f}"
+        there = f"{theirs[x.theirs]} {x.unit}" if x.theirs else ""
+        row = (x.setting, x.peer, f"{ours[x.ours]} {x.unit}", there, ratio)
+        lines.append("|".join(["", *(f" {y} " if y else " " for y in row), ""]))
+    return "\n".join([*lines, ""])
+
+
+def write_table(page: str, data: dict[str, Any]) -> str:
+    """Replaces the table of a page."""
+    return re.sub(r"(?:^\|.*\n)+", lambda _: table_of(data), page, flags=re.MULTILINE)
+
+
+def text_of(data: dict[str, Any], notes: dict[str, str], page: str) -> str:
+    """Every row of every table, in plain text."""
+    texts = [f"All rows behind {page}."]
+    for name, table in data.items():
+        rows = [table["columns"], *table["rows"]]
+        rows = [[cell.replace("`", "") for cell in row] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+        note = [textwrap.fill(notes[name], 88), ""] if name in notes else []
+        texts.append("\n".join([name.upper(), "", *note, *lines]))
+    return "\n\n\n".join(texts) + "\n"
 
 
 def cells(data: dict[str, Any], peer: Peer) -> list[str]:
@@ -179,9 +444,10 @@ def draw(data: dict[str, Any]) -> Figure:
 
 
 def main() -> None:
-    """Writes both files."""
+    """Writes the three files."""
     data = json.loads(DATA.read_text())
-    PAGE.write_text(write_tables(PAGE.read_text(), data))
+    PAGE.write_text(write_table(PAGE.read_text(), data))
+    TABLES.write_text(text_of(data, NOTES, "docs/speed.md"))
     # Text stays text, and the same data gives the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "rollout"}):
         draw(data).savefig(CHART, metadata={"Date": None})

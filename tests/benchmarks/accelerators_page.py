@@ -1,0 +1,118 @@
+"""Writes the table and the chart of `docs/accelerators.md` from its JSON file.
+
+Nothing is compiled or typed here: `accelerators.py` replaces its tables with
+`--json docs/accelerators.json`. Every row goes to `docs/accelerators_tables.txt`.
+
+    python tests/benchmarks/accelerators_page.py
+"""
+
+import json
+import re
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from speed_page import DOCS, text_of
+
+DATA, PAGE = DOCS / "accelerators.json", DOCS / "accelerators.md"
+CHART, TABLES = DOCS / "accelerators.svg", DOCS / "accelerators_tables.txt"
+LANES = "2,048"
+COLORS = {"in CUDA graphs": ("#0b63b5", "#8d99a6"), "loose": ("#7fb3e6", "#c2410c")}
+
+NOTES = {
+    "loops, h100": (
+        "Per step of all lanes, launches in graphs + loose, ours / PureJaxRL's "
+        "_env_step with LogWrapper. Both record the same, mlp with value and "
+        "log-probability. T = 128, of Breakout at 65,536 lanes 16. No program waits "
+        "for the host. jax 0.10.2."
+    ),
+    "loops, tpu-v5e": "The same, ours / PureJaxRL's.",
+    "programs, h100": (
+        "A loop 64 x (61 + 0) has 64 rounds, each with 61 launches in CUDA graphs and "
+        "none outside; the number of rounds of ? depends on data."
+    ),
+    "number of lanes": (
+        "CartPole under the random policy, every field returned, T = 128, per step of "
+        "all lanes."
+    ),
+    "resets": "Per step with 2,048 lanes and random actions.",
+}
+
+
+def rows(data: dict[str, Any], table: str) -> list[dict[str, str]]:
+    """The rows of a table with as many lanes as the page shows."""
+    columns = data[table]["columns"]
+    found = [dict(zip(columns, row, strict=True)) for row in data[table]["rows"]]
+    return [row for row in found if row["Lanes"] == LANES]
+
+
+def table_of(data: dict[str, Any]) -> str:
+    """The table of the page, in Markdown."""
+    head = (
+        "| Environment | Policy | H100: launches | us in kernels | TPU v5e: kilocycles"
+    )
+    lines = [f"{head} |", f"{'|---' * 5}|"]
+    both = rows(data, "loops, h100"), rows(data, "loops, tpu-v5e")
+    for gpu, tpu in zip(*both, strict=True):
+        cells = gpu["h100"], gpu["Policy"], gpu["Launches"], gpu["us in kernels"]
+        lines.append(f"| {' | '.join([*cells, tpu['Thousand cycles']])} |")
+    return "\n".join([*lines, ""])
+
+
+def write_table(page: str, data: dict[str, Any]) -> str:
+    """Replaces the table of a page."""
+    return re.sub(r"(?:^\|.*\n)+", lambda _: table_of(data), page, flags=re.MULTILINE)
+
+
+def launches(data: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """Launches in graphs and loose, here and in PureJaxRL, by setting."""
+    return {
+        f"{row['h100'].strip('`')}, {row['Policy']}": [
+            tuple(float(x) for x in cell.split("+"))
+            for cell in row["Launches"].split("/")
+        ]
+        for row in rows(data, "loops, h100")
+    }
+
+
+def draw(data: dict[str, Any]) -> Figure:
+    """Draws two bars for each setting, of launches in graphs and then loose ones."""
+    found = launches(data)
+    figure = Figure(figsize=(8.0, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for maker, name in enumerate(("here", "PureJaxRL's loop")):
+        heights = [y + 0.4 * maker for y in range(len(found))]
+        pairs = [pair[maker] for pair in found.values()]
+        starts = [0.0] * len(pairs)
+        for part, kind in enumerate(COLORS):
+            widths = [pair[part] for pair in pairs]
+            if any(widths):
+                style = {"color": COLORS[kind][maker], "label": f"{name}, {kind}"}
+                axes.barh(heights, widths, 0.36, starts, **style)
+            starts = [x + y for x, y in zip(starts, widths, strict=True)]
+        for y, total in zip(heights, starts, strict=True):
+            axes.text(total + 0.4, y, f"{total:g}", va="center", fontsize=8)
+    axes.set_yticks([y + 0.2 for y in range(len(found))], list(found))
+    axes.invert_yaxis()
+    axes.set_title(f"Launches per step of {LANES} lanes on an H100")
+    axes.grid(axis="x", color="#dde3e9")
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    axes.set_xlim(0, 65)
+    return figure
+
+
+def main() -> None:
+    """Writes the three files."""
+    data = json.loads(DATA.read_text())
+    PAGE.write_text(write_table(PAGE.read_text(), data))
+    TABLES.write_text(text_of(data, NOTES, "docs/accelerators.md"))
+    # Text stays text, and the same data gives the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "rollout"}):
+        draw(data).savefig(CHART, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
