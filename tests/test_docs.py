@@ -263,7 +263,9 @@ def check_training(names, out):
     assert (t.reward != 1).all()
     assert returns[0] < 30
     assert returns[-1] > 100
-    carry, weights = names["collector"].init(jax.random.key(0)), names["learner"]
+    carry = names["collector"].init(jax.random.key(0))
+    # New ones: the rate of those of the page has fallen to 0.
+    weights = names["agent"].init(jax.random.key(1), carry.obs)
     _, t = names["collector"].collect_steps(carry, weights[0], num_steps=16)
     args = weights, t, t.extras["value"], jax.random.key(0)
     updated = jax.jit(names["learn"])(*args)[0]
