@@ -254,15 +254,18 @@ def check_training(names, out):
     assert len(returns) == 10
     assert "return" in raw
     assert judged.endswith(", 100 episodes")
-    t = names["trajectory"]
+    t = names["t"]
     assert (t.episode_return == t.episode_length).all()  # raw rewards are 1
     assert (t.reward != 1).all()
     assert returns[0] < 30
     assert returns[-1] > 100
-    carry, weights, _ = names["training"]
-    _, t = names["learner"].collect_steps(carry, weights, num_steps=16)
+    carry = names["collector"].init(jax.random.key(0))
+    # New ones: the rate of those of the page has fallen to 0.
+    weights = names["agent"].init(jax.random.key(1), carry.obs)
+    _, t = names["collector"].collect_steps(carry, weights[0], num_steps=16)
     args = weights, t, t.extras["value"], jax.random.key(0)
-    updated = jax.jit(names["learn"])(*args)
+    updated = jax.jit(names["learn"])(*args)[0]
+    weights = weights[0]
     assert jax.tree.structure(updated) == jax.tree.structure(weights)
     change = jax.tree.map(lambda x, y: abs(x - y).max(), updated, weights)
     assert all(0 < x < 1 for x in jax.tree.leaves(change))

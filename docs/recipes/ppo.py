@@ -170,7 +170,8 @@ def train(agent, collector, key):
     def update(state, key):
         carry, window, learner = state
         carry, t = collector.collect_steps(carry, learner[0], agent.config.num_steps)
-        next_value = rollout.next_values(t, agent.value(learner[0], carry.obs))
+        last_value = agent.value(learner[0], carry.obs, carry.policy_state)
+        next_value = rollout.next_values(t, last_value)
         learner, log = agent.learn(learner, t, next_value, key)
         window = window.add(t)
         log |= {"return": window.return_mean, "steps": carry.step * t.mask.shape[1]}

@@ -33,7 +33,7 @@ import yaml
 
 matplotlib.use("agg")
 RECIPES = Path(__file__).resolve().parents[2] / "docs" / "recipes"
-OWN = "def critic_input(obs):  # [..., 3, 18]\n    return obs\n"
+OWN = "def see(obs):  # of all agents of all lanes, [..., 3 * n, 18]\n    return obs\n"
 WORLD = re.findall(r"```py\n(.*?)```", (RECIPES / "ippo.md").read_text(), re.DOTALL)[0]
 ENDS = {'end="episode"': 'end="agent"'}
 MPE = {"TOTAL_TIMESTEPS": 299_008, "LR": 2e-3, "NUM_ENVS": 16, "NUM_STEPS": 128}
@@ -59,7 +59,7 @@ TASKS: dict[str, tuple[Any, ...]] = {
         ),
     ),
     "IPPO, SMAX 3m": (
-        ("smax", {}, "wins", 600_064),
+        ("smax", {}, "returns", 600_064),
         (
             "IPPO.ippo_rnn_smax",
             "ippo_rnn_smax",
@@ -67,7 +67,7 @@ TASKS: dict[str, tuple[Any, ...]] = {
             SMAX | {"MAP_NAME": "3m", "CLIP_EPS": 0.2},
         ),
     ),
-    "IPPO, SMAX 3m, agent": (("smax", ENDS, "wins", 600_064), None),
+    "IPPO, SMAX 3m, agent": (("smax", ENDS, "returns", 600_064), None),
 }
 
 
@@ -75,10 +75,13 @@ def run_recipe(name: str, changes: dict[str, str], figure: str, seed: int) -> An
     """Runs the program of a page: figures of all updates, seconds, and the update."""
     page = (RECIPES / f"{name}.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    changes = changes | {"jax.random.key(0)": f"jax.random.key({seed})"}
+    (key,) = re.findall(r"^SEED.* = 0|jax\.random\.key\(0\)", code, re.MULTILINE)
+    changes = changes | {key: key.replace("0", str(seed))}
     for old, new in changes.items():
         assert code.count(old) == 1, old
         code = code.replace(old, new)
+    if str(RECIPES) not in sys.path:
+        sys.path.insert(0, str(RECIPES))
     names: dict[str, Any] = {"__name__": name}
     parts = re.split(r"^(?=for |rates|plt)", code, flags=re.MULTILINE)
     setup, loop = parts[:2]  # and the picture
