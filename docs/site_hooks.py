@@ -33,10 +33,10 @@ NOTEBOOK = nbconvert.MarkdownExporter(
 ```
 {% endblock %}
 {% block data_other %}
-![]({{ output.metadata.filenames["image/gif"] }})
+![{{ cell.metadata.alt }}]({{ output.metadata.filenames["image/gif"] }})
 {% endblock %}
 {% block data_png %}
-![]({{ output.metadata.filenames["image/png"] }})
+![{{ cell.metadata.alt }}]({{ output.metadata.filenames["image/png"] }})
 {% endblock %}""",
     config=Config(
         ExtractOutputPreprocessor=Config(extract_output_types=PICTURES),
@@ -82,6 +82,7 @@ def on_files(files, config):
         resources = {"unique_key": path.stem}
         text, resources = NOTEBOOK.from_filename(path, resources=resources)
         add(f"notebooks/{path.stem}.md", text, f"notebooks/{path.name}")
+        add(f"notebooks/{path.name}", path.read_bytes())
         for name, data in resources["outputs"].items():
             # Only pictures in PNG are decoded.
             is_gif = name.endswith(".gif")
@@ -119,7 +120,16 @@ def on_page_markdown(markdown, page, config, **_):
     markdown = markdown.replace("<!-- clone -->", clone)
     # Every other part is a block of code.
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
-    return "".join(x if i % 2 else adapt(x) for i, x in enumerate(parts))
+    text = "".join(x if i % 2 else adapt(x) for i, x in enumerate(parts))
+    return _download(page) + text
+
+
+def _download(page):
+    """A link to the notebook itself, at the top of its page."""
+    if not page.file.src_uri.startswith("notebooks/"):
+        return ""
+    name = posixpath.basename(page.file.src_uri).replace(".md", ".ipynb")
+    return f"[Download the notebook]({name}){{ download }}\n\n"
 
 
 def on_post_page(output, **_):
