@@ -33,9 +33,9 @@ SMALLER = {
         "num_updates=3, num_envs=16,",
     ),
     "sweep": (
-        "8, jnp.array([1e-4, 3e-4, 1e-3, 3e-3, 1e-2])\n"
+        "8, jnp.array([3e-4, 1e-3, 3e-3, 1e-2, 3e-2])\n"
         "config = Config(num_updates=60, num_envs=16, num_steps=128",
-        "2, jnp.array([1e-4, 3e-4, 1e-3, 3e-3, 1e-2])\n"
+        "2, jnp.array([3e-4, 1e-3, 3e-3, 1e-2, 3e-2])\n"
         "config = Config(num_updates=3, num_envs=4, num_steps=64",
     ),
 }
