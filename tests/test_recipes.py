@@ -183,7 +183,8 @@ def test_sac_runs_on_a_pendulum(folder, quick_compile):
 
 
 @pytest.mark.slow
-def test_a_clone_acts_like_its_expert(folder):
+def test_a_clone_acts_like_its_expert(folder, key_reuse):
+    """With `key_reuse`: all play the same 100 episodes."""
     names = run_page("cloning")
     assert names["best"] > -250
     assert names["returns"][-1] > names["best"] - 50
