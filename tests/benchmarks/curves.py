@@ -4,8 +4,9 @@
 
 draws `docs/recipes/sac.png`. The file has `steps`, one list of environment steps, and
 `returns`, for each seed a list of the same length, null before the first value; or
-`lines`, such a pair for each line of the legend; and if wanted `title`, `ylabel`, and
-`at`, a level to mark. A recipe's program leaves both lists, under these names, so
+`lines`, such a pair for each line of the legend; and if wanted `title`, `xlabel`,
+`ylabel`, and `at`, a level to mark. A recipe's program leaves both lists, under these
+names, so
 
     python tests/benchmarks/curves.py docs/recipes/sac.json --run --seeds 5
 
@@ -73,7 +74,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
         if "lines" in data:
             axes.legend()
         axes.set_title(data.get("title", ""))
-        axes.set_xlabel("environment steps, thousands")
+        axes.set_xlabel(data.get("xlabel", "environment steps, thousands"))
         axes.set_ylabel(data.get("ylabel", "mean return"))
         figure.savefig(path, dpi=110)
         plt.close(figure)
