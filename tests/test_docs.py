@@ -26,7 +26,7 @@ TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 MARKS = {name: [pytest.mark.slow] for name in TEXTS if name != "README.md"}
 MARKS["docs/accelerators.md"].append(pytest.mark.compiles_for("h100"))
 # Compiled as users compile them; the others are with few optimizations.
-OPTIMIZED = ("README.md", "docs/accelerators.md")
+OPTIMIZED = ("README.md", "docs/accelerators.md", "docs/tutorial.md")
 # Packages that only show numbers; the tests have no need of them.
 LOGGERS = ("tensorboardX", "wandb")
 
@@ -246,6 +246,25 @@ def check_streaming(names, out):
     assert run("docs/streaming.md", *blocks(page))["stream"].steps == 64 * 512
     assert returns.read_text() == whole
     assert run("docs/streaming.md", *blocks(more))["stream"].steps == 64 * 640
+
+
+def check_tutorial(names, out):
+    """What the page shows, but for the last digits of another processor."""
+    shown = "".join(
+        re.findall(r"```text\n(.*?)```", TEXTS["docs/tutorial.md"], re.DOTALL)
+    )
+    digits = re.compile(r"-?\d+\.\d+")
+    assert digits.sub("#", out) == digits.sub("#", shown)
+    best = 0.899  # the shortest ways from all places, counted by hand
+    values = [
+        float(x.split()[2])
+        for x in out.splitlines()
+        if "loaded" not in x and "PPO" in x
+    ]
+    assert abs(values[0] - best) < 0.03
+    assert pathlib.Path("tutorial.png").stat().st_size > 10_000
+    with Image.open("tutorial.gif") as image:
+        assert image.n_frames == 20
 
 
 def check_training(names, out):
