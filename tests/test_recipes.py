@@ -90,13 +90,25 @@ def check_picture(path: pathlib.Path) -> None:
 
 
 def test_every_recipe_has_a_test_and_a_picture():
-    assert PAGES.keys() == {"action_masks", "atari", "cloning"} | LEARNT.keys()
+    assert PAGES.keys() == {"action_masks", "atari", "cloning", "ppo"} | LEARNT.keys()
     for name, text in PAGES.items():
         assert f"]({name}.png)" in text
         assert (FOLDER / f"{name}.png").stat().st_size < 100_000
 
 
-@pytest.mark.parametrize("name", PAGES)
+def test_page_of_ppo_shows_the_file_that_others_import():
+    assert blocks(PAGES["ppo"])[0] == (FOLDER / "ppo.py").read_text()
+
+
+@pytest.mark.slow
+def test_programs_of_ppo_learn(folder, capsys):
+    run("ppo.md", *blocks(PAGES["ppo"]))
+    cartpole, pendulum = capsys.readouterr().out.splitlines()
+    assert float(cartpole.split()[1]) > 450
+    assert float(pendulum.split()[1]) > -250
+
+
+@pytest.mark.parametrize("name", PAGES.keys() - {"ppo"})
 def test_program_is_short(name):
     program = blocks(PAGES[name])[0]
     is_team = "rollout.agents" in program or "import agents" in program
