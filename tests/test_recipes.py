@@ -108,7 +108,7 @@ def test_programs_of_ppo_learn(folder, capsys):
     assert float(pendulum.split()[1]) > -250
 
 
-@pytest.mark.parametrize("name", PAGES.keys() - {"ppo"})
+@pytest.mark.parametrize("name", sorted(PAGES.keys() - {"ppo"}))
 def test_program_is_short(name):
     program = blocks(PAGES[name])[0]
     is_team = "rollout.agents" in program or "import agents" in program
