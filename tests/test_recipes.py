@@ -26,10 +26,13 @@ SMALLER = {
         "NUM_UPDATES, NUM_ENVS, RATE = 100, 8",
         "NUM_UPDATES, NUM_ENVS, RATE = 5, 2",
     ),
-    "gymnasium_workers": ("NUM_STEPS = 150, 8,", "NUM_STEPS = 32, 2,"),
     "ippo": (
         "num_updates=146, num_envs=16, num_steps=128,",
         "num_updates=3, num_envs=4, num_steps=32,",
+    ),
+    "mujoco_resume": (
+        '"num_updates": 98, "num_envs": 8, "num_steps": 256, "num_minibatches": 32',
+        '"num_updates": 32, "num_envs": 2, "num_steps": 128, "num_minibatches": 4',
     ),
     "recurrent_ppo": (
         "num_updates=120, num_envs=64,",
@@ -153,11 +156,11 @@ def make_mappo(code: str) -> str:
 # Returns with room for another processor, whose floats differ in the last place.
 LEARNT = {
     "dqn": lambda names: names["returns"][-1] > 20,
-    "gymnasium_workers": lambda names: (
-        names["stream"].steps == np.loadtxt("log.csv", delimiter=",")[-1, 0] == 153_600
-        and np.loadtxt("log.csv", delimiter=",")[-1, 1] > 400
-    ),
     "ippo": lambda names: names["returns"][-1] > -70,
+    "mujoco_resume": lambda names: (
+        names["stream"].steps == names["steps"][-1] == 200_704
+        and names["returns"][-1] > 200
+    ),
     "recurrent_ppo": lambda names: names["returns"][-1] > 350,
     "sac": lambda names: max(names["returns"]) > 900,
     "smax": lambda names: names["returns"][-1] >= 0.7,
@@ -186,6 +189,8 @@ def test_program_learns(name, folder, request):
         request.getfixturevalue("rank_promotion")
     if name == "sweep":
         request.getfixturevalue("key_reuse")
+    if name == "mujoco_resume":
+        pytest.importorskip("mujoco")
     names = run_page(name)
     assert LEARNT[name](names)
 
@@ -266,7 +271,8 @@ def test_recurrent_recipe_takes_an_lstm(folder, quick_compile):
 
 
 def start(folder: pathlib.Path) -> subprocess.Popen:
-    packages = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    known = str(ROOT), str(FOLDER), os.environ.get("PYTHONPATH", "")
+    packages = os.pathsep.join(known)
     environ = {**os.environ, "PYTHONPATH": packages}
     return subprocess.Popen([sys.executable, "train.py"], cwd=folder, env=environ)
 
@@ -275,9 +281,49 @@ def lines(path: pathlib.Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+@pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Ant-v5", "Humanoid-v5"])
+def test_wrapper_resumes_mujoco_to_the_bit(env_id):
+    gymnasium = pytest.importorskip("gymnasium")
+    pytest.importorskip("mujoco")
+    code, names = blocks(PAGES["mujoco_resume"])[0], {"__name__": "train"}
+    exec(compile(code, "train.py", "exec"), names)
+    old, new = [names["Resumable"](gymnasium.make(env_id)) for _ in range(2)]
+    old.reset(seed=3)
+    old.action_space.seed(0)
+    new.reset(seed=0)
+    actions = [old.action_space.sample() for _ in range(12)]
+    for action in actions[:4]:
+        old.step(action)
+    new.load_state({x: np.asarray(y) for x, y in old.save_state().items()})
+    for action in actions[4:]:
+        (obs, *rest, _), (same_obs, *same_rest, _) = old.step(action), new.step(action)
+        np.testing.assert_array_equal(obs, same_obs)
+        assert rest == same_rest
+    assert new.save_state()["steps"] == 12
+    assert old.np_random.random() == new.np_random.random()
+
+
+# An environment that can be pickled takes the place of MuJoCo's.
+PICKLED = {
+    "import mujoco\n": "",
+    "PARTS = mujoco.mjtState.mjSTATE_INTEGRATION\n": "",
+    'Resumable(gymnasium.make("HalfCheetah-v5"))': 'gymnasium.make("Pendulum-v1")',
+    "stream.state()": "stream.state(allow_pickle=True)",
+    "stream.restore(saved[0])": "stream.restore(saved[0], allow_pickle=True)",
+}
+
+
 @pytest.mark.slow
-def test_log_of_a_killed_and_resumed_run_is_that_of_an_undisturbed_one(tmp_path):
-    code = make_small("gymnasium_workers", blocks(PAGES["gymnasium_workers"])[0])
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_log_of_a_killed_and_resumed_run_is_that_of_an_undisturbed_one(
+    is_pickled, tmp_path
+):
+    code = make_small("mujoco_resume", blocks(PAGES["mujoco_resume"])[0])
+    if not is_pickled:
+        pytest.importorskip("mujoco")
+    for old, new in PICKLED.items() if is_pickled else ():
+        assert old in code
+        code = code.replace(old, new)
     killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
     for folder in (killed, undisturbed):
         folder.mkdir()
