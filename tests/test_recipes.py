@@ -144,9 +144,9 @@ def test_curriculum_runs_small(folder, quick_compile):
 # Returns with room for another processor, whose floats differ in the last place.
 LEARNT = {
     # It reaches the goal because it began with easier ones.
-    "curriculum": lambda names: [
-        line.get_ydata()[-1] > 70 for line in plt.gca().lines
-    ] == [True, False],
+    "curriculum": lambda names: (
+        [line.get_ydata()[-1] > 70 for line in plt.gca().lines] == [True, False]
+    ),
     "dqn": lambda names: names["returns"][-1] > 400,
     "gymnasium_workers": lambda names: (
         names["stream"].steps == np.loadtxt("log.csv", delimiter=",")[-1, 0] == 153_600
