@@ -26,6 +26,10 @@ SMALLER = {
         "NUM_UPDATES, NUM_ENVS, RATE = 100, 8",
         "NUM_UPDATES, NUM_ENVS, RATE = 5, 2",
     ),
+    "curriculum": (
+        "num_updates=60, num_envs=64, num_steps=128",
+        "num_updates=5, num_envs=8, num_steps=32",
+    ),
     "ippo": (
         "num_updates=146, num_envs=16, num_steps=128,",
         "num_updates=3, num_envs=4, num_steps=32,",
@@ -153,8 +157,18 @@ def make_mappo(code: str) -> str:
     return code.replace(own, f"{world}\n")
 
 
+def test_curriculum_runs_small(folder, quick_compile):
+    names = run_page("curriculum", small=True)
+    assert names["steps"] == 5 * 8 * 32
+    assert np.isfinite(names["returns"]).all()
+
+
 # Returns with room for another processor, whose floats differ in the last place.
 LEARNT = {
+    # It reaches the goal because it began with easier ones.
+    "curriculum": lambda names: (
+        [line.get_ydata()[-1] > 70 for line in plt.gca().lines] == [True, False]
+    ),
     "dqn": lambda names: names["returns"][-1] > 20,
     "ippo": lambda names: names["returns"][-1] > -70,
     "mujoco_resume": lambda names: (
