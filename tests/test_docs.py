@@ -203,6 +203,22 @@ def check_learning(names, out):
     assert norms[200] > 50 * norms[10]  # chaotic, so other machines have other digits
 
 
+def check_learning_problems(names, out):
+    """The numbers of a healthy run are in the ranges of the page."""
+    log = names["log"]
+    assert log["return"][0] < 30
+    assert log["return"][-1] > 450
+    assert log["kl"][:15].min() > 0.0005
+    assert log["kl"].max() < 0.02
+    assert log["clip_fraction"][:15].min() > 0.01
+    assert log["clip_fraction"].max() < 0.2
+    assert 0.5 < log["explained_variance"].max() < 1
+    assert 0.4 < log["entropy"][-1] < log["entropy"][0] < 0.7
+    assert "findings: ()\n" in out
+    with Image.open("agent.gif") as image:
+        assert image.n_frames == 200 + 1
+
+
 def check_many_machines(names, out):
     assert [line.split()[0] for line in out.splitlines()] == [*"12345678"]
     trajectory = names["batch"].trajectory
