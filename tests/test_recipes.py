@@ -9,6 +9,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -136,6 +137,22 @@ def test_sweep_runs_small(folder, quick_compile, key_reuse):
     assert ((returns > 8) & (returns < 200)).all()
 
 
+def test_episodes_of_domain_randomization_draw_their_own_length(quick_compile):
+    code = blocks(PAGES["domain_randomization"])[0]
+    names = run("domain_randomization.md", code.partition("\nreturns = {}")[0])
+    env = rollout.envs.vectorize(names["AnyPole"](0.25, 2.0), 8)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    carry = collector.init(jax.random.key(0))
+    old, _ = carry.env_state
+    carry, t = collector.collect_steps(carry, None, 24)
+    new, _ = carry.env_state
+    assert ((old != new) == t.done.any(axis=0)).all()
+    assert t.done.any()
+    assert np.unique(new).size == 8
+    assert ((new >= 0.25) & (new <= 2.0)).all()
+
+
 @pytest.mark.parametrize("is_world", [False, True])
 def test_ippo_and_mappo_run_small(is_world, folder, quick_compile, rank_promotion):
     """With `rank_promotion`: as MPE does."""
@@ -168,6 +185,12 @@ LEARNT = {
     # It reaches the goal because it began with easier ones.
     "curriculum": lambda names: (
         [line.get_ydata()[-1] > 70 for line in plt.gca().lines] == [True, False]
+    ),
+    # Poles of 0.5, 1, 1.5 and 2; see the page.
+    "domain_randomization": lambda names: (
+        names["returns"]["0.5"][4] > 400
+        and names["returns"]["0.5"][19] < 100
+        and names["returns"]["0.25 to 2"][jnp.array([4, 9, 14, 19])].min() > 400
     ),
     "dqn": lambda names: names["returns"][-1] > 20,
     "ippo": lambda names: names["returns"][-1] > -70,
