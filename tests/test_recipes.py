@@ -153,6 +153,12 @@ LEARNT = {
         and np.loadtxt("log.csv", delimiter=",")[-1, 1] > 400
     ),
     "ippo": lambda names: names["returns"][-1] > -70,
+    "league": lambda names: (
+        names["won"][-1] > 0.7
+        and names["lost"][-1] < 0.1
+        and names["stats"].num_episodes == 1000
+        and names["pending"].num_gaps == 0
+    ),
     "recurrent_ppo": lambda names: names["returns"][-1] > 350,
     "sac": lambda names: np.mean(names["returns"][-5:]) > -200,
     "smax": lambda names: names["returns"][-1] >= 0.7,
