@@ -20,6 +20,6 @@ def load(module: str, extra: str | None = None) -> Any:
     except ModuleNotFoundError as error:
         extra = module.partition(".")[0] if extra is None else extra
         raise ModuleNotFoundError(
-            f'{error.name} is not installed: pip install "rollout-jax[{extra}]"',
+            f'{error.name} is not installed: pip install ".[{extra}]"',
             name=error.name,
         ) from error

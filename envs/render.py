@@ -175,7 +175,7 @@ def _need(needed: tuple[str, ...], what: str) -> None:
     if missing:
         raise ModuleNotFoundError(
             f"Drawing {what} needs {', '.join(missing)}, which the extra `render` "
-            'installs: pip install "rollout-jax[render]".'
+            'installs: pip install ".[render]".'
         )
 
 

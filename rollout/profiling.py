@@ -14,8 +14,6 @@ from jax import lax
 from rollout import checks, kernel
 from rollout.collector import Collector
 from rollout.envs import prng
-from rollout.envs.host import ownership
-from rollout.envs.host.types import HostVectorEnv
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
 from rollout.kernel import episode_keys
@@ -111,7 +109,7 @@ def profile(
 class _TimedEnv:
     """Host environments that add up the time in and between their calls."""
 
-    def __init__(self, env: HostVectorEnv) -> None:
+    def __init__(self, env: Any) -> None:
         self._env, self.last = env, 0.0  # when the last call ended
         self.seconds = collections.defaultdict[str, float](float)
 
@@ -137,7 +135,7 @@ def _profile_host(
     num_repeats: int,
 ) -> Profile:
     """Times the calls of the environments, and what comes between and after them."""
-    ownership.claim(collector.env, ownership.new_user())  # voids carries from before
+    collector.init(key)  # voids carries from before
     env = _TimedEnv(collector.env)
     timed = collector.replace(env=env)
     carry, times = timed.init(key), []

@@ -26,7 +26,7 @@ TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 MARKS = {name: [pytest.mark.slow] for name in TEXTS if name != "README.md"}
 MARKS["docs/accelerators.md"].append(pytest.mark.compiles_for("h100"))
 # Compiled as users compile them; the others are with few optimizations.
-OPTIMIZED = ("README.md", "docs/accelerators.md")
+OPTIMIZED = ("README.md", "docs/accelerators.md", "docs/tutorial.md")
 # Packages that only show numbers; the tests have no need of them.
 LOGGERS = ("tensorboardX", "wandb")
 
@@ -203,6 +203,22 @@ def check_learning(names, out):
     assert norms[200] > 50 * norms[10]  # chaotic, so other machines have other digits
 
 
+def check_learning_problems(names, out):
+    """The numbers of a healthy run are in the ranges of the page."""
+    log = names["log"]
+    assert log["return"][0] < 30
+    assert log["return"][-1] > 450
+    assert log["kl"][:10].min() > 0.0005
+    assert log["kl"].max() < 0.02
+    assert log["clip_fraction"][:10].min() > 0.01
+    assert log["clip_fraction"].max() < 0.2
+    assert 0.5 < log["explained_variance"].max() < 1
+    assert 0.4 < log["entropy"][-1] < log["entropy"][0] < 0.7
+    assert "findings: ()\n" in out
+    with Image.open("agent.gif") as image:
+        assert image.n_frames == 200 + 1
+
+
 def check_many_machines(names, out):
     assert [line.split()[0] for line in out.splitlines()] == [*"12345678"]
     trajectory = names["batch"].trajectory
@@ -246,6 +262,25 @@ def check_streaming(names, out):
     assert run("docs/streaming.md", *blocks(page))["stream"].steps == 64 * 512
     assert returns.read_text() == whole
     assert run("docs/streaming.md", *blocks(more))["stream"].steps == 64 * 640
+
+
+def check_tutorial(names, out):
+    """What the page shows, but for the last digits of another processor."""
+    shown = "".join(
+        re.findall(r"```text\n(.*?)```", TEXTS["docs/tutorial.md"], re.DOTALL)
+    )
+    digits = re.compile(r"-?\d+\.\d+")
+    assert digits.sub("#", out) == digits.sub("#", shown)
+    best = 0.899  # the shortest ways from all places, counted by hand
+    values = [
+        float(x.split()[2])
+        for x in out.splitlines()
+        if "loaded" not in x and "PPO" in x
+    ]
+    assert abs(values[0] - best) < 0.03
+    assert pathlib.Path("tutorial.png").stat().st_size > 10_000
+    with Image.open("tutorial.gif") as image:
+        assert image.n_frames == 20
 
 
 def check_training(names, out):

@@ -249,10 +249,11 @@ def test_readme_runs_beside_packages_of_the_user(own_packages):
     assert "CartPole-v1" in table.split()
 
 
-# Of NumPy's and jax's kind, and what tests of suites read of these.
+# Of Python's, NumPy's and jax's kind, and what tests of suites read of these.
 OTHERS_PRIVATE = {
     *("_asdict", "_backends", "_board", "_cache_size", "_exit", "_fields"),
-    *("_mjx_model", "_observe", "_replace", "_src", "_x"),
+    *("_forkserver", "_mjx_model", "_observe", "_preload_modules", "_replace"),
+    *("_src", "_x"),
 }
 
 

@@ -119,7 +119,7 @@ def _import_minari() -> ModuleType:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "Datasets of Minari need the package `minari`, which the extra `minari` "
-            'installs: pip install "rollout-jax[minari]".'
+            'installs: pip install ".[minari]".'
         ) from error
 
 

@@ -139,7 +139,9 @@ class PPO:
         return self.network.apply(params, obs)[1]
 
     def init(self, key, obs):
-        params = self.network.init(key, obs)
+        # Under `vmap` one seed at a time: on few CPU cores, the decompositions of
+        # `orthogonal` wait for each other forever if they are batched (jax 0.10).
+        params = jax.custom_batching.sequential_vmap(self.network.init)(key, obs)
         return params, self.optimizer.init(params)
 
     def learn(self, learner, t, next_value, key):

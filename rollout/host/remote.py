@@ -342,7 +342,7 @@ def _import() -> ModuleType:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        line = 'pip install "rollout-jax[ray]"'
+        line = 'pip install ".[ray]"'
         raise ImportError(f"ray is not installed: {line}") from error
 
 

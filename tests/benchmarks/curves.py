@@ -5,7 +5,8 @@
 draws `docs/recipes/sac.png`. The file has `steps`, one list of environment steps, and
 `returns`, for each seed a list of the same length, null before the first value; or
 `lines`, such a pair for each line of the legend; and if wanted `title`, `ylabel`, and
-`at`, a level to mark. A recipe's program leaves both lists, under these names, so
+`at`, a level to mark, `ylim`, and `xlabel` and `unit` where `steps` counts something
+else. A recipe's program leaves both lists, under these names, so
 
     python tests/benchmarks/curves.py docs/recipes/sac.json --run --seeds 5
 
@@ -52,13 +53,15 @@ def band(returns: Any) -> tuple[np.ndarray, np.ndarray]:
     return values.mean(axis=0), half
 
 
-def plot(axes: Any, steps: Any, returns: Any, label: str | None = None) -> None:
+def plot(
+    axes: Any, steps: Any, returns: Any, label: str | None = None, unit: float = 1000
+) -> None:
     """Draws one line with its band."""
     mean, half = band(returns)
-    thousands = np.asarray(steps) / 1000
-    (line,) = axes.plot(thousands, mean, label=label)
+    x = np.asarray(steps) / unit
+    (line,) = axes.plot(x, mean, label=label)
     axes.fill_between(
-        thousands, mean - half, mean + half, color=line.get_color(), alpha=0.2, lw=0
+        x, mean - half, mean + half, color=line.get_color(), alpha=0.2, lw=0
     )
 
 
@@ -67,14 +70,15 @@ def draw(data: dict[str, Any], path: Path) -> None:
     with plt.style.context(STYLE):
         figure, axes = plt.subplots()
         for label, line in data.get("lines", {None: data}).items():
-            plot(axes, line["steps"], line["returns"], label)
+            plot(axes, line["steps"], line["returns"], label, data.get("unit", 1000))
         if "at" in data:
             axes.axhline(data["at"], color="#777777", linestyle="--", linewidth=1)
         if "lines" in data:
             axes.legend()
         axes.set_title(data.get("title", ""))
-        axes.set_xlabel("environment steps, thousands")
+        axes.set_xlabel(data.get("xlabel", "environment steps, thousands"))
         axes.set_ylabel(data.get("ylabel", "mean return"))
+        axes.set_ylim(data.get("ylim"))
         figure.savefig(path, dpi=110)
         plt.close(figure)
 

@@ -10,7 +10,7 @@ A small MLP; what is compared is run in turn, and ratios are of medians:
 - eight workers that are slow, in step and asynchronously;
 - other libraries, each in an environment of its own, as `host_peers.py` says:
 
-    pip install "rollout-jax[mujoco]" ale-py opencv-python-headless
+    pip install ".[mujoco]" ale-py opencv-python-headless
     python tests/benchmarks/host_speed.py
     python tests/benchmarks/host_speed.py --tables "other libraries" \\
         --peers tianshou=/path/to/its/python

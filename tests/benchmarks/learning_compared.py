@@ -5,7 +5,7 @@ Every training is compiled apart. The runs of a seed are interleaved, and timed 
 seconds. `rollout.evaluate` plays 100 episodes with the last parameters of each: drawn
 actions with PPO, greedy ones with DQN.
 
-    pip install "rollout-jax[brax]" flashbax matplotlib optax rejax==0.1.3
+    pip install ".[brax]" flashbax matplotlib optax rejax==0.1.3
     git clone https://github.com/luchris429/purejaxrl
     taskset -c 0 python tests/benchmarks/learning_compared.py docs/learning.json \\
         --purejaxrl purejaxrl/purejaxrl --plot docs/learning.png

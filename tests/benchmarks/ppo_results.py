@@ -280,7 +280,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         grid.flat[-1].set_visible(False)
         figure.supxlabel("environment steps, thousands")
         figure.supylabel("mean return of the last 100 episodes")
-        figure.savefig(path, dpi=100)
+        figure.savefig(path, dpi=80)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ same collector each and no Ray, take turns. Environment steps per second of all
 together, as seen by a learner that takes a batch and throws it away; the plain
 processes keep what they collect, so theirs is the speed of collecting alone.
 
-    pip install "rollout-jax[gymnasium,ray]"
+    pip install ".[gymnasium,ray]"
     python tests/benchmarks/remote_speed.py
 """
 

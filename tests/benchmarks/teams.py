@@ -4,7 +4,7 @@ The scripts run as they are, with the settings of the recipes. Every run is comp
 apart, those of a seed are interleaved, and seconds are CPU seconds without compiling.
 "agent" is the recipe of SMAX with `agent_transitions(..., end="agent")`.
 
-    pip install "rollout-jax[jaxmarl]" distrax flashbax matplotlib optax pyyaml
+    pip install ".[jaxmarl]" distrax flashbax matplotlib optax pyyaml
     git clone https://github.com/FLAIROx/JaxMARL
     python tests/benchmarks/teams.py docs/teams.json --jaxmarl JaxMARL \\
         --plot docs/coming_from/jaxmarl.png

@@ -63,9 +63,9 @@ CASES = [
     (["MemoryChain-bsuite", "--gif=a.gif"], "got MemoryChain-bsuite."),
     (["pgx:tic_tac_toe", "--gif=a.gif"], "got TicTacToe."),
     # Packages.
-    ([CARTPOLE, "--gif=a.gif"], 'pip install "rollout-jax[render]"'),
-    (["jaxmarl:coin_game", "--num-episodes=2"], 'pip install "rollout-jax[jaxmarl]"'),
-    (["envpool:A-v1"], 'envpool is not installed: pip install "rollout-jax[envpool]"'),
+    ([CARTPOLE, "--gif=a.gif"], 'pip install ".[render]"'),
+    (["jaxmarl:coin_game", "--num-episodes=2"], 'pip install ".[jaxmarl]"'),
+    (["envpool:A-v1"], 'envpool is not installed: pip install ".[envpool]"'),
 ]
 
 
@@ -82,5 +82,5 @@ def test_wrong_argument_is_rejected_in_one_line(
 
 def test_gymnasium_that_is_not_installed_is_named_with_the_command(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    message = 'gymnasium is not installed: pip install "rollout-jax[gymnasium]"'
+    message = 'gymnasium is not installed: pip install ".[gymnasium]"'
     assert message in error_line(capsys, HOST)

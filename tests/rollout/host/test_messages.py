@@ -148,6 +148,6 @@ def test_message_names_what_is_wrong(case, monkeypatch):
 
 def test_missing_ray_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    message = re.escape('ray is not installed: pip install "rollout-jax[ray]"')
+    message = re.escape('ray is not installed: pip install ".[ray]"')
     with pytest.raises(ImportError, match=message):
         batches()
