@@ -105,7 +105,7 @@ def test_pairs_of_one_row_each_are_no_error():
 
 def test_pandas_is_needed(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r'pip install "rollout-jax\[recommend\]"'):
+    with pytest.raises(ImportError, match=r'pip install "\.\[recommend\]"'):
         from_interactions(LOG, missing=0)
 
 

@@ -80,7 +80,7 @@ def test_ids_of_a_suite_are_those_that_can_be_made():
 
 def test_suite_that_is_not_installed_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jaxmarl", None)
-    with pytest.raises(ValueError, match=r'pip install "rollout-jax\[jaxmarl\]"'):
+    with pytest.raises(ValueError, match=r'pip install "\.\[jaxmarl\]"'):
         envs.make_agents("jaxmarl:coin_game")
     assert not any(x.startswith("jaxmarl:") for x in envs.env_ids("installed"))
 

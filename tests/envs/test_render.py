@@ -193,7 +193,7 @@ def test_missing_pygame_is_only_missed_where_it_draws(catch, monkeypatch):
     monkeypatch.setitem(sys.modules, "pygame", None)
     env = envs.make("CartPole-v1")
     assert envs.render.can_render(env)
-    message = r'CartPole-v1 needs pygame, .* install "rollout-jax\[render\]"'
+    message = r'CartPole-v1 needs pygame, .* install "\.\[render\]"'
     with pytest.raises(ModuleNotFoundError, match=message):
         envs.render_gif(env, zero_states(env, 2), jnp.zeros(1))
     assert envs.render_gif(*catch).startswith(b"GIF89a")

@@ -235,5 +235,5 @@ def test_call_is_refused_with_its_reason(case):
 def test_command_that_installs_a_package_is_in_the_message(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     make = getattr(envs, f"from_{name}")
-    with pytest.raises(ImportError, match=rf'pip install "rollout-jax\[{name}\]"'):
+    with pytest.raises(ImportError, match=rf'pip install "\.\[{name}\]"'):
         make("CartPole-v1", 2)
