@@ -327,6 +327,8 @@ each_with_code = pytest.mark.parametrize(
 def test_code_runs_block_by_block(name, request, capsys, tmp_path, monkeypatch):
     if name not in OPTIMIZED:
         request.getfixturevalue("quick_compile")
+    if name == "docs/tutorial.md":  # keys of a mapped `scan` are taken for used
+        request.getfixturevalue("key_reuse")
     if name == "docs/agents.md":  # JaxMARL's MPE adds arrays of different ranks
         request.getfixturevalue("rank_promotion")
     monkeypatch.chdir(tmp_path)  # some of it writes files
