@@ -193,7 +193,9 @@ def test_page_of_one_program_is_short(name):
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile", "rank_promotion")  # as JaxMARL's MPE does
 @pytest.mark.parametrize("name", sorted(TEXTS.keys() - TRAINED))
-def test_code_here_runs_and_does_what_is_said(name, capsys):
+def test_code_here_runs_and_does_what_is_said(name, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "recipes")
+    monkeypatch.delitem(sys.modules, "ppo", raising=False)
     (code,) = blocks(TEXTS[name])
     names = run(f"docs/coming_from/{name}.md", code)
     check = globals()[f"check_{name}"]  # of the same name
@@ -205,5 +207,5 @@ def test_programs_and_pages_are_short(name):
     (there,), (here,) = blocks(TEXTS[name], "py"), blocks(TEXTS[name])
     compile(there, name, "exec")
     lengths = [len(re.findall(r"^.*\S", code, re.MULTILINE)) for code in (there, here)]
-    assert 20 <= min(lengths) <= max(lengths) <= 50
+    assert 20 <= min(lengths) <= max(lengths) <= 55
     assert 100 <= len(TEXTS[name].splitlines()) <= 205
