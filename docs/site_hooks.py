@@ -134,6 +134,23 @@ def _download(page):
     return f"[Download the notebook]({name}){{ download }}\n\n"
 
 
+def on_page_content(html, **_):
+    """Tells each cell of a wide table its column, for phones, where rows are lists."""
+
+    def label(table):
+        rows = re.findall(r"<tr>.*?</tr>", table[0], re.DOTALL)
+        names = re.findall(r"<th\b.*?>(.*?)</th>", rows[0])
+        names = [re.sub(r"<.*?>", "", x) for x in names]
+        longest = max(len(re.sub(r"<.*?>|\s+", " ", row)) for row in rows)
+        if longest < 60:  # as it is, it fits
+            return table[0]
+        labels = iter(names * (len(rows) - 1))
+        html = re.sub(r"<td\b", lambda _: f'<td data-label="{next(labels)}"', table[0])
+        return html.replace("<table", "<table data-lists")
+
+    return re.sub(r"<table>.*?</table>", label, html, flags=re.DOTALL)
+
+
 def on_post_page(output, **_):
     """Keeps the theme from asking GitHub for stars and releases."""
     return output.replace(' data-md-component="source"', "")

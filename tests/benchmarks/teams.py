@@ -9,7 +9,8 @@ apart, those of a seed are interleaved, and seconds are CPU seconds without comp
     python tests/benchmarks/teams.py docs/teams.json --jaxmarl JaxMARL \\
         --plot docs/coming_from/jaxmarl.png
 
-Values that the file has are not computed again, so an interrupted run goes on.
+`--plot` draws the pictures of the recipes, too. Values that the file has are not
+computed again, so an interrupted run goes on.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import curves
 import jax
 import matplotlib
 import matplotlib.pyplot as plt
@@ -36,6 +38,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "docs" / "recipes"
 OWN = "def see(obs):  # of all agents of all lanes, [..., 3 * n, 18]\n    return obs\n"
 WORLD = re.findall(r"```py\n(.*?)```", (RECIPES / "ippo.md").read_text(), re.DOTALL)[0]
 ENDS = {'end="episode"': 'end="agent"'}
+ENDINGS = {'end="episode"': "", 'end="agent"': ", agent"}
 MPE = {"TOTAL_TIMESTEPS": 299_008, "LR": 2e-3, "NUM_ENVS": 16, "NUM_STEPS": 128}
 SMAX = {"TOTAL_TIMESTEPS": 600_064, "LR": 2e-3, "NUM_ENVS": 32, "NUM_STEPS": 64}
 # Recipe, what is replaced in it, its figure and steps; script, figure and settings.
@@ -75,7 +78,7 @@ def run_recipe(name: str, changes: dict[str, str], figure: str, seed: int) -> An
     """Runs the program of a page: figures of all updates, seconds, and the update."""
     page = (RECIPES / f"{name}.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (key,) = re.findall(r"^SEED.* = 0|jax\.random\.key\(0\)", code, re.MULTILINE)
+    (key,) = re.findall(r"^SEED.* = 0", code, re.MULTILINE)
     changes = changes | {key: key.replace("0", str(seed))}
     for old, new in changes.items():
         assert code.count(old) == 1, old
@@ -171,8 +174,9 @@ def table(results: dict[str, Any]) -> str:
     for task, found in results.items():
         cells = []
         for who in ("ours", "theirs"):
-            curves = [last(x["curve"]) for x in found.get(who, {}).values()]
-            cells.append(", ".join(f"{x:.2f}" for x in curves) or "")
+            ends = [[last(x["curve"])] for x in found.get(who, {}).values()]
+            mean, half = curves.band(ends) if ends else ([], [])
+            cells.append(f"{mean[0]:.2f} ± {half[0]:.2f}" if ends else "")
         ratios = ["", "", ""]
         if found.get("theirs"):
             ratios = []
@@ -186,31 +190,44 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def lines(results: dict[str, Any], *parts: tuple[str, str, str]) -> Any:
+    """A label, and the steps and curves of all seeds, for each part that was run."""
+    for label, task, who in parts:
+        runs = list(results[task].get(who, {}).values())
+        curves_of_seeds = np.asarray([x["curve"] for x in runs], float)
+        number, every = curves_of_seeds.shape[1], TASKS[task][0][3]
+        width = max(1, number // 100)  # points of a line
+        shape = len(runs), number // width, width
+        means = curves_of_seeds[:, : number // width * width].reshape(shape).mean(-1)
+        steps = every / number * width * np.arange(1, shape[1] + 1)
+        yield label, {"steps": steps, "returns": means}
+
+
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Draws every curve, smoothed over a twentieth of its updates."""
+    """Draws both libraries in one picture, and each recipe alone."""
     tasks = [x for x in results if TASKS[x][1]]
-    figure, every = plt.subplots(1, len(tasks), figsize=(13, 3.2), layout="tight")
-    for task, axes in zip(tasks, every, strict=True):
-        parts = [
-            ("ours", "here", "#0072B2", task),
-            ("theirs", "JaxMARL", "#D55E00", task),
-        ]
-        if f"{task}, agent" in results:
-            parts.append(("ours", 'here, end="agent"', "#999999", f"{task}, agent"))
-        for who, label, color, name in parts:
-            for seed, found in results[name].get(who, {}).items():
-                curve = np.asarray(found["curve"], float)  # None before an episode
-                curve = curve[~np.isnan(curve)]
-                width = max(1, len(curve) // 20)
-                smooth = np.convolve(curve, np.ones(width) / width, "valid")
-                steps = np.linspace(0, TASKS[name][0][3] / 1000, len(smooth))
-                shown = label if seed == "0" else None
-                axes.plot(steps, smooth, color=color, lw=1, label=shown)
-        axes.set(title=task, xlabel="environment steps, thousands")
-        is_won = "SMAX" in task
-        axes.set_ylabel("battles won" if is_won else "return of the team")
-    every[-1].legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=80)
+    with plt.style.context(curves.STYLE):
+        figure, every = plt.subplots(1, len(tasks), figsize=(13, 3.2))
+        for task, axes in zip(tasks, every, strict=True):
+            both = lines(results, ("here", task, "ours"), ("JaxMARL", task, "theirs"))
+            for label, line in both:
+                curves.plot(axes, line["steps"], line["returns"], label)
+            axes.set(title=task, xlabel="environment steps, thousands")
+            is_won = "SMAX" in task
+            axes.set_ylabel("battles won" if is_won else "return of the team")
+        every[-1].legend()
+        figure.savefig(path, dpi=80)
+        plt.close(figure)
+    team, won = {"ylabel": "return of the team"}, {"ylabel": "battles won"}
+    ends = [(x, f"IPPO, SMAX 3m{y}", "ours") for x, y in ENDINGS.items()]
+    pictures = {
+        "ippo": (team, [(x, f"{x}, spread", "ours") for x in ("IPPO", "MAPPO")]),
+        "vdn": (team, [("VDN", "VDN, spread", "ours")]),
+        "smax": ({**won, "ylim": [0, 1]}, ends),
+    }
+    for name, (options, parts) in pictures.items():
+        data = {"lines": dict(lines(results, *parts)), **options}
+        curves.draw(data, RECIPES / f"{name}.png")
 
 
 def main() -> None:
