@@ -77,7 +77,8 @@ def on_files(files, config):
         file.edit_uri = edited and f"../{edited}"
         files.append(file)
 
-    add("index.md", (ROOT / "README.md").read_text(), "README.md")
+    readme = (ROOT / "README.md").read_text().replace('src="docs/', 'src="')
+    add("index.md", readme, "README.md")
     for path in sorted(ROOT.glob("notebooks/*.ipynb")):
         resources = {"unique_key": path.stem}
         text, resources = NOTEBOOK.from_filename(path, resources=resources)
