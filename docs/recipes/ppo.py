@@ -117,6 +117,8 @@ def loss(config, dist, value, t, advantage):
 class PPO:
     """A policy, a critic, and how they learn; parameters are arguments."""
 
+    axis = None  # of the trajectory that minibatches split; None: single rows
+
     def __init__(self, action_space, config):
         self.config = config
         self.network = ActorCritic(action_space, config.hidden, config.activation)
@@ -138,22 +140,22 @@ class PPO:
     def value(self, params, obs, policy_state=()):
         return self.network.apply(params, obs)[1]
 
-    def init(self, key, obs):
+    def init(self, key, *inputs):
         # Under `vmap` one seed at a time: on few CPU cores, the decompositions of
         # `orthogonal` wait for each other forever if they are batched (jax 0.10).
-        params = jax.custom_batching.sequential_vmap(self.network.init)(key, obs)
+        params = jax.custom_batching.sequential_vmap(self.network.init)(key, *inputs)
         return params, self.optimizer.init(params)
+
+    def cost(self, params, t, advantage):
+        dist, value = self.network.apply(params, t.obs)
+        return loss(self.config, dist, value, t, advantage)
 
     def learn(self, learner, t, next_value, key):
         """Takes the gradient steps of one update from a trajectory `[T, B, ...]`."""
 
-        def cost(params, t, advantage):
-            dist, value = self.network.apply(params, t.obs)
-            return loss(self.config, dist, value, t, advantage)
-
         def step(learner, rows):
             params, opt_state = learner
-            grads, log = jax.grad(cost, has_aux=True)(params, *rows)
+            grads, log = jax.grad(self.cost, has_aux=True)(params, *rows)
             change, opt_state = self.optimizer.update(grads, opt_state)
             return (optax.apply_updates(params, change), opt_state), log
 
@@ -161,7 +163,7 @@ class PPO:
         advantage = rollout.gae(t, next_value, gamma=config.gamma, lam=config.lam)
         counts = config.num_minibatches, config.num_epochs
         learner, log = rollout.scan_minibatches(
-            step, learner, key, (t, advantage), *counts
+            step, learner, key, (t, advantage), *counts, axis=self.axis
         )
         return learner, jax.tree.map(jnp.mean, log)
 
