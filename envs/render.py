@@ -274,12 +274,15 @@ def _visualizer_frames(
 
 @contextlib.contextmanager
 def no_screen() -> Iterator[None]:
-    """Lets pygame and matplotlib draw without a screen, then restores the settings."""
+    """Lets pygame, matplotlib and MuJoCo draw without a screen, then restores all."""
     import matplotlib
 
-    before = {name: os.environ.get(name) for name in _NO_SCREEN}
+    settings = dict(_NO_SCREEN)
+    if "DISPLAY" not in os.environ:  # MuJoCo would look for a window
+        settings["MUJOCO_GL"] = os.environ.get("MUJOCO_GL", "egl")
+    before = {name: os.environ.get(name) for name in settings}
     backend = matplotlib.get_backend()
-    os.environ.update(_NO_SCREEN)
+    os.environ.update(settings)
     matplotlib.use("Agg")
     try:
         yield
