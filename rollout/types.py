@@ -76,7 +76,7 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
 
     @property
     def first(self) -> jax.Array:
-        """`[T, B]` bool, True at the first step of an episode."""
+        """`[T, B]` bool, True where an episode begins: `episode_length == 1`."""
         return self.episode_length == 1
 
 

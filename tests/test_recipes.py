@@ -290,6 +290,17 @@ def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
 
 
 @pytest.mark.slow
+def test_recurrent_loss_replays_the_memory_of_the_collection(folder, quick_compile):
+    """As the page says: without a step, no probability changes."""
+    code = make_small("recurrent_ppo", blocks(PAGES["recurrent_ppo"])[0])
+    assert code.count("num_minibatches=4)") == 1
+    code = code.replace("num_minibatches=4)", "num_minibatches=4, learning_rate=0.0)")
+    log = run("recurrent_ppo.md", code)["log"]
+    assert (log["kl"] == 0).all()
+    assert (log["clip_fraction"] == 0).all()
+
+
+@pytest.mark.slow
 def test_recurrent_recipe_takes_an_lstm(folder, quick_compile):
     """As the page says: another cell, and a pair of arrays as its first state."""
     code = make_small("recurrent_ppo", blocks(PAGES["recurrent_ppo"])[0])

@@ -30,8 +30,8 @@ def from_pgx(env: Any) -> MultiAgentEnv:
     The agents are "player_0", "player_1", ..., in one group, "players". All have the
     observation of the player who acts next, `{"observation": ..., "action_mask": [n]
     bool}`; at the end of a game nobody acts, but pgx still names a player, and so does
-    `acting`. Most games draw who begins. An action that is not allowed ends the game, with
-    pgx's penalty, and sets `info["illegal_action"]`, `()` bool.
+    `acting`. Most games draw who begins. An action that is not allowed ends the game,
+    with pgx's penalty, and sets `info["illegal_action"]`, `()` bool.
 
     Args:
         env: the result of `pgx.make`, or another `pgx.Env`.
