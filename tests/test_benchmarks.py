@@ -175,3 +175,45 @@ def test_tables_of_the_learning_page_are_those_of_its_values(learning_compared):
     assert learning_compared.table_of_endings(more) in page
     results["PPO CartPole"]["ours"]["returns"]["0"] -= 1
     assert learning_compared.table(results) not in page
+
+
+def test_tables_of_ppo_are_those_of_its_runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import ppo_results
+
+    number = r"-?\d+(?:\.\d+)?"
+    page = (DOCS / "recipes" / "ppo.md").read_text().split("## What it reaches")[1]
+    page = re.sub(r"(?<=\d),(?=\d)", "", page)
+    runs = json.loads((DOCS / "recipes" / "ppo.json").read_text())
+    assert all(len(x) == 5 for x in runs.values())
+
+    def columns(name):
+        (line,) = re.findall(rf"^\| {re.escape(name)}(?: .*|,.*)$", page, re.MULTILINE)
+        return [x.strip() for x in line.split("|")[2:-1]]
+
+    def check(cell, name):
+        """A mean over seeds, and half of its interval, as precise as the page is."""
+        found = re.findall(
+            number, ppo_results.cell(runs[name], "return").replace(",", "")
+        )
+        for text, value in zip(re.findall(number, cell), found, strict=True):
+            digits = len(text.partition(".")[2])
+            assert abs(float(text) - float(value)) <= 0.5 * 10**-digits + 0.05, name
+
+    for name, settings in ppo_results.TASKS.items():
+        steps, ours, reference, seconds = columns(name)
+        config = ppo_results.load().Config(**settings)
+        assert int(steps) == config.num_updates * config.num_envs * config.num_steps
+        check(ours, name)
+        if name.startswith("brax:"):
+            check(reference, f"PureJaxRL, {name}")
+        mean = sum(x["seconds"] for x in runs[name].values()) / 5
+        assert abs(float(seconds) - mean) <= max(0.06, 0.01 * mean)
+    details = [x for x in ppo_results.DETAILS if x != "as it is"]
+    for detail in details:
+        cells = columns(detail)[:2]
+        for cell, task in zip(cells, ("Pendulum-v1", "Breakout-MinAtar"), strict=True):
+            name = f"{task}, {detail}"
+            assert bool(cell) == (name in runs)
+            if cell:
+                check(cell, name)
