@@ -21,7 +21,7 @@ from rollout.envs.render import (
 )
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
-from rollout.types import Episodes, ParamsT
+from rollout.types import Episodes, ParamsT, Transition
 
 
 def record_gif(
@@ -34,6 +34,7 @@ def record_gif(
 ) -> Episodes:
     """Plays one episode and draws it: it is the first that `evaluate` plays with `key`.
 
+    The title of a frame has the number of the step and the raw return so far.
     gymnax draws 15 of its environments, most other suites all of theirs, and custom
     ones those that have `render_frames`; see `rollout.envs.render.can_render`.
     Environments that are not JAX must be in this process and have the `render_mode`
@@ -48,7 +49,7 @@ def record_gif(
         params: parameters of the policy.
         path: the file to write, which ends in .gif, in a folder that exists.
         max_steps: steps after which the episode is cut, at least 1; that many states
-            are kept.
+            are kept, and drawn: 1,000 frames of a robot are 30 MB.
 
     Returns:
         The episode, `[1]`: its return, its length and how it ended.
@@ -105,7 +106,13 @@ def _draw_states(
     info, num = trajectory.info, int(episodes.episode_length[0])
     join = lambda x, y: jnp.concatenate([x[:num, 0], y[num - 1 : num, 0]])  # noqa: E731
     states = jax.tree.map(join, info["state"], info["next_state"])
-    return render_gif(env, states, trajectory.reward[:num, 0]), episodes
+    return render_gif(env, states, _raw_rewards(trajectory, num)), episodes
+
+
+def _raw_rewards(trajectory: Transition, num: int) -> np.ndarray:
+    """Rewards of the first `num` steps, of which titles show the sum: not normalized."""
+    returns = np.asarray(trajectory.episode_return)[:num, 0]
+    return np.diff(returns, prepend=0)
 
 
 def _draw_on_host(
@@ -127,8 +134,7 @@ def _draw_on_host(
             exposed.init(key), params, 1, max_length=max_steps
         )
     num = int(episodes.episode_length[0])
-    rewards = np.asarray(trajectory.reward)[:num, 0]
-    return frames_to_gif(filmed.frames, rewards), episodes
+    return frames_to_gif(filmed.frames, _raw_rewards(trajectory, num)), episodes
 
 
 class _Filmed:

@@ -376,14 +376,14 @@ def test_log_of_a_killed_and_resumed_run_is_that_of_an_undisturbed_one(
         (folder / "train.py").write_text(code)
     process = start(killed)
     deadline = time.monotonic() + 300
-    # Beyond the checkpoint of batch 10, so that there are lines to drop.
-    while len(lines(killed / "log.csv")) < 14 and time.monotonic() < deadline:
+    # Beyond the checkpoint of batch 14, so that there are lines to drop.
+    while len(lines(killed / "log.csv")) < 17 and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     num_written = len(lines(killed / "log.csv"))
-    assert 14 <= num_written < 32
+    assert 17 <= num_written < 32
     (step,) = rollout.checkpoint.steps(killed / "run")
     assert step < 2 * 128 * num_written
 

@@ -70,6 +70,24 @@ def brightness(path):
     return shades
 
 
+@pytest.mark.parametrize("is_host", [False, True])
+def test_titles_show_the_raw_return_under_a_normalization(is_host):
+    if is_host:
+        plain = envs.from_gymnasium(Counter, 1, render_mode="rgb_array")
+        kind, scaled = rollout.HostCollector, envs.NormalizeHost
+    else:
+        plain = envs.vectorize(Drawn(limit=5), 1)
+        kind, scaled = rollout.Collector, envs.NormalizeReward
+    policy = rollout.random_policy(plain.action_space)
+    raw, _ = draw_episode(kind(env=plain, policy=policy), KEY, None, 100)
+    collector = kind(env=scaled(plain), policy=policy)
+    carry, t = collector.collect_steps(collector.init(KEY), None, 20)
+    assert (t.reward != 1).any()
+    gif, episodes = draw_episode(collector.freeze(carry), KEY, None, 100)
+    assert gif == raw
+    assert episodes.episode_return[0] > 1
+
+
 def lanes_of(kind):
     drawn = Drawn(limit=5)
     if kind == "each":
