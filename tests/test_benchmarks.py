@@ -188,7 +188,7 @@ def test_tables_of_ppo_are_those_of_its_runs(monkeypatch):
     assert all(len(x) == 5 for x in runs.values())
 
     def columns(name):
-        (line,) = re.findall(rf"^\| {re.escape(name)}(?: .*|,.*)$", page, re.MULTILINE)
+        line, *_ = re.findall(rf"^\| {re.escape(name)}(?: .*|,.*)$", page, re.MULTILINE)
         return [x.strip() for x in line.split("|")[2:-1]]
 
     def check(cell, name):
