@@ -237,6 +237,7 @@ def test_packages_of_the_user_may_have_the_names_of_our_folders(own_packages, me
     assert run(["train.py"], own_packages, PYTHONPATH=str(ROOT)).startswith("Box(")
 
 
+@pytest.mark.slow
 def test_readme_runs_beside_packages_of_the_user(own_packages):
     readme = (ROOT / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]

@@ -149,16 +149,12 @@ def test_episodes_of_domain_randomization_draw_their_own_length(quick_compile):
     assert ((new >= 0.25) & (new <= 2.0)).all()
 
 
-@pytest.mark.parametrize("is_world", [False, True])
-def test_ippo_and_mappo_run_small(is_world, folder, quick_compile, rank_promotion):
+def test_mappo_runs_small(folder, quick_compile, rank_promotion):
     """With `rank_promotion`: as MPE does."""
     pytest.importorskip("jaxmarl")
-    code = make_small("ippo", blocks(PAGES["ippo"])[0])
-    if is_world:
-        code = make_mappo(code)
-    names = run("ippo.md", code)
+    names = run("ippo.md", make_mappo(make_small("ippo", blocks(PAGES["ippo"])[0])))
     critic = names["state"][1][0]["params"]["ActorCritic_1"]["Dense_0"]["kernel"]
-    assert critic.shape == ((18 + 54 if is_world else 18), 64)
+    assert critic.shape == (18 + 54, 64)
     assert np.isfinite(names["returns"][-1])
 
 
