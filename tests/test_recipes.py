@@ -50,12 +50,22 @@ SMALLER = {
         "config = Config(num_updates=3, num_envs=4, num_steps=64",
     ),
 }
+# What is lowered where the whole program takes minutes: it learns much with less.
+SHORTER = {
+    "action_masks": ("num_updates=200,", "num_updates=100,"),
+    "dqn": ("= 1_024_000, 100", "= 409_600, 100"),
+    "smax": ("num_updates=293,", "num_updates=98,"),
+    "vdn": (
+        "NUM_UPDATES, NUM_ENVS, NUM_STEPS, GAMMA = 1_440,",
+        "NUM_UPDATES, NUM_ENVS, NUM_STEPS, GAMMA = 720,",
+    ),
+}
 BLUE = (31, 119, 180)  # matplotlib's first color
 
 
-def make_small(name: str, code: str) -> str:
-    assert code.count(SMALLER[name][0]) == 1
-    return code.replace(*SMALLER[name])
+def make_small(name: str, code: str, changes=SMALLER) -> str:
+    assert code.count(changes[name][0]) == 1
+    return code.replace(*changes[name])
 
 
 @pytest.fixture
@@ -70,7 +80,8 @@ def folder(tmp_path, monkeypatch):
 def run_page(name: str, small: bool = False) -> dict:
     """Runs the code of a page; checks the picture that it draws."""
     program, *others = blocks(PAGES[name])
-    program = make_small(name, program) if small else program
+    if small or name in SHORTER:
+        program = make_small(name, program, SMALLER if small else SHORTER)
     names = run(f"{name}.md", program, *others)
     check_picture(pathlib.Path(f"{name}.png"))
     return names
@@ -178,7 +189,7 @@ LEARNT = {
         and names["returns"]["0.5"][19] < 100
         and names["returns"]["0.25 to 2"][jnp.array([4, 9, 14, 19])].min() > 400
     ),
-    "dqn": lambda names: names["returns"][-1] > 20,
+    "dqn": lambda names: names["returns"][-1] > 15,
     "ippo": lambda names: names["returns"][-1] > -70,
     "league": lambda names: (
         names["won"][-1] > 0.7
@@ -192,8 +203,8 @@ LEARNT = {
     ),
     "recurrent_ppo": lambda names: names["returns"][-1] > 350,
     "sac": lambda names: max(names["returns"]) > 900,
-    "smax": lambda names: names["returns"][-1] >= 0.7,
-    "vdn": lambda names: names["returns"][-1] > -70,
+    "smax": lambda names: names["returns"][-1] >= 0.5,
+    "vdn": lambda names: names["returns"][-1] > -75,
     # The best rate solves the task in each of the eight seeds; the lowest is too low.
     "sweep": lambda names: (
         names["returns"][:, :, -1].min(axis=1).max() > 400
@@ -275,7 +286,7 @@ def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
     """With `key_reuse` and `rank_promotion`: Jumanji does both."""
     pytest.importorskip("jumanji")
     names = run_page("action_masks")
-    assert names["returns"][-1] > 3_000  # about 1,100 with random moves
+    assert names["returns"][-1] > 2_000  # about 1,100 with random moves
     args = names["carry"], names["params"], 64
     _, t = jax.device_get(names["collector"].collect_steps(*args))
     allowed = np.take_along_axis(t.obs.action_mask, t.action[..., None], axis=-1)
