@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import sys
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
@@ -278,7 +279,7 @@ def no_screen() -> Iterator[None]:
     import matplotlib
 
     settings = dict(_NO_SCREEN)
-    if "DISPLAY" not in os.environ:  # MuJoCo would look for a window
+    if sys.platform == "linux" and "DISPLAY" not in os.environ:  # MuJoCo wants a window
         settings["MUJOCO_GL"] = os.environ.get("MUJOCO_GL", "egl")
     before = {name: os.environ.get(name) for name in settings}
     backend = matplotlib.get_backend()

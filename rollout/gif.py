@@ -110,7 +110,7 @@ def _draw_states(
 
 
 def _raw_rewards(trajectory: Transition, num: int) -> np.ndarray:
-    """Rewards of the first `num` steps, of which titles show the sum: not normalized."""
+    """Rewards of the first `num` steps, whose sum titles show: not normalized."""
     returns = np.asarray(trajectory.episode_return)[:num, 0]
     return np.diff(returns, prepend=0)
 
