@@ -217,3 +217,14 @@ def test_tables_of_ppo_are_those_of_its_runs(monkeypatch):
             assert bool(cell) == (name in runs)
             if cell:
                 check(cell, name)
+
+
+def test_table_of_teams_is_that_of_its_runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import teams
+
+    results = json.loads((DOCS / "teams.json").read_text())
+    page = (DOCS / "coming_from" / "jaxmarl.md").read_text()
+    assert teams.table(results) in page
+    results["VDN, spread"]["ours"]["0"]["curve"][-1] -= 20
+    assert teams.table(results) not in page

@@ -186,7 +186,8 @@ def table(results: dict[str, Any]) -> str:
                     for who, runs in found.items()
                 }
                 ratios.append(f"{median['ours'] / median['theirs']:.2f}")
-        lines.append(f"| {task} | {' | '.join(cells + ratios)} |")
+        label = task.replace(", agent", ', `end="agent"`')
+        lines.append(f"| {label} | {' | '.join(cells + ratios)} |")
     return "\n".join(lines)
 
 
