@@ -191,7 +191,7 @@ SHOWN = (
     ),
     Shown(
         "Craftax Classic",
-        "its documented loop (its optimistic resets: 1.5)",
+        "its documented loop (its optimistic resets: 1.2)",
         "suites",
         ("`craftax:",),
         "`rollout`, thousand steps/s",
