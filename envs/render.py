@@ -275,11 +275,11 @@ def _visualizer_frames(
 
 @contextlib.contextmanager
 def no_screen() -> Iterator[None]:
-    """Lets pygame, matplotlib and MuJoCo draw without a screen, then restores all."""
+    """Lets pygame, matplotlib and Gymnasium draw without a screen, and restores all."""
     import matplotlib
 
     settings = dict(_NO_SCREEN)
-    if sys.platform == "linux" and "DISPLAY" not in os.environ:  # MuJoCo wants a window
+    if sys.platform == "linux" and "DISPLAY" not in os.environ:  # for its MuJoCo
         settings["MUJOCO_GL"] = os.environ.get("MUJOCO_GL", "egl")
     before = {name: os.environ.get(name) for name in settings}
     backend = matplotlib.get_backend()

@@ -281,6 +281,10 @@ def check_tutorial(names, out):
     assert pathlib.Path("tutorial.png").stat().st_size > 10_000
     with Image.open("tutorial.gif") as image:
         assert image.n_frames == 20
+    (of_seeds,) = re.findall(r"`like` is `(.*?)`", TEXTS["docs/tutorial.md"])
+    like, like_five = names["like"], eval(of_seeds, names)
+    shapes = [(5, *x.shape) for x in jax.tree.leaves(like)]
+    assert [x.shape for x in jax.tree.leaves(like_five)] == shapes
 
 
 def check_training(names, out):

@@ -53,8 +53,8 @@ SMALLER = {
 # What is lowered where the whole program takes minutes: it learns much with less.
 SHORTER = {
     "action_masks": ("num_updates=200,", "num_updates=100,"),
-    "dqn": ("= 1_024_000, 100", "= 409_600, 100"),
-    "smax": ("num_updates=293,", "num_updates=98,"),
+    "dqn": ("= 1_024_000, 100", "= 512_000, 100"),
+    "smax": ("num_updates=293,", "num_updates=195,"),
     "vdn": (
         "NUM_UPDATES, NUM_ENVS, NUM_STEPS, GAMMA = 1_440,",
         "NUM_UPDATES, NUM_ENVS, NUM_STEPS, GAMMA = 720,",
@@ -63,7 +63,7 @@ SHORTER = {
 BLUE = (31, 119, 180)  # matplotlib's first color
 
 
-def make_small(name: str, code: str, changes=SMALLER) -> str:
+def make_small(name: str, code: str, changes: dict = SMALLER) -> str:
     assert code.count(changes[name][0]) == 1
     return code.replace(*changes[name])
 
@@ -160,12 +160,18 @@ def test_episodes_of_domain_randomization_draw_their_own_length(quick_compile):
     assert ((new >= 0.25) & (new <= 2.0)).all()
 
 
-def test_mappo_runs_small(folder, quick_compile, rank_promotion):
+@pytest.mark.parametrize(
+    "is_world", [pytest.param(False, marks=pytest.mark.slow), True]
+)
+def test_ippo_and_mappo_run_small(is_world, folder, quick_compile, rank_promotion):
     """With `rank_promotion`: as MPE does."""
     pytest.importorskip("jaxmarl")
-    names = run("ippo.md", make_mappo(make_small("ippo", blocks(PAGES["ippo"])[0])))
+    code = make_small("ippo", blocks(PAGES["ippo"])[0])
+    if is_world:
+        code = make_mappo(code)
+    names = run("ippo.md", code)
     critic = names["state"][1][0]["params"]["ActorCritic_1"]["Dense_0"]["kernel"]
-    assert critic.shape == (18 + 54, 64)
+    assert critic.shape == ((18 + 54 if is_world else 18), 64)
     assert np.isfinite(names["returns"][-1])
 
 
@@ -189,7 +195,7 @@ LEARNT = {
         and names["returns"]["0.5"][19] < 100
         and names["returns"]["0.25 to 2"][jnp.array([4, 9, 14, 19])].min() > 400
     ),
-    "dqn": lambda names: names["returns"][-1] > 15,
+    "dqn": lambda names: names["returns"][-1] > 20,
     "ippo": lambda names: names["returns"][-1] > -70,
     "league": lambda names: (
         names["won"][-1] > 0.7
@@ -203,8 +209,8 @@ LEARNT = {
     ),
     "recurrent_ppo": lambda names: names["returns"][-1] > 350,
     "sac": lambda names: max(names["returns"]) > 900,
-    "smax": lambda names: names["returns"][-1] >= 0.5,
-    "vdn": lambda names: names["returns"][-1] > -75,
+    "smax": lambda names: names["returns"][-1] >= 0.7,
+    "vdn": lambda names: names["returns"][-1] > -70,
     # The best rate solves the task in each of the eight seeds; the lowest is too low.
     "sweep": lambda names: (
         names["returns"][:, :, -1].min(axis=1).max() > 400
@@ -286,7 +292,7 @@ def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
     """With `key_reuse` and `rank_promotion`: Jumanji does both."""
     pytest.importorskip("jumanji")
     names = run_page("action_masks")
-    assert names["returns"][-1] > 2_000  # about 1,100 with random moves
+    assert names["returns"][-1] > 3_000  # about 1,100 with random moves
     args = names["carry"], names["params"], 64
     _, t = jax.device_get(names["collector"].collect_steps(*args))
     allowed = np.take_along_axis(t.obs.action_mask, t.action[..., None], axis=-1)
@@ -294,6 +300,22 @@ def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
     # As the page says of the last observation of a game.
     assert t.done.any()
     assert not t.next_obs.action_mask[t.done].any()
+
+
+@pytest.mark.parametrize("name", ["ppo", "recurrent_ppo"])
+def test_parameters_of_many_seeds_are_decomposed_one_by_one(name, monkeypatch):
+    """Batched, the decompositions wait for each other forever, on few cores."""
+    monkeypatch.syspath_prepend(FOLDER)
+    program = blocks(PAGES[name])[0].partition("\nlearn = ")[0]
+    names = run(f"{name}.md", program)
+    agent, obs = names.get("agent"), jnp.zeros((3, 2))
+    if name == "ppo":
+        agent = names["PPO"](rollout.envs.Discrete(2), names["Config"]())
+    keys = jax.random.split(jax.random.key(0), 5)
+    jaxpr = jax.make_jaxpr(jax.vmap(agent.init, (0, None)))(keys, obs)
+    shapes = re.findall(r"f32\[([\d,]+)\] \S+ = qr\[", str(jaxpr))
+    assert shapes
+    assert all(len(x.split(",")) == 2 for x in shapes)
 
 
 @pytest.mark.slow

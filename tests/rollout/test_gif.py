@@ -88,6 +88,21 @@ def test_titles_show_the_raw_return_under_a_normalization(is_host):
     assert episodes.episode_return[0] > 1
 
 
+@pytest.mark.filterwarnings("ignore")  # of MuJoCo
+def test_normalized_robot_is_drawn_without_a_display(tmp_path, monkeypatch):
+    pytest.importorskip("mujoco")
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    env = envs.from_gymnasium("HalfCheetah-v5", 1, render_mode="rgb_array")
+    collector = collect(envs.NormalizeHost(env), rollout.HostCollector)
+    carry = collector.init(KEY)
+    path = tmp_path / "robot.gif"
+    judge = collector.freeze(carry)
+    episodes = rollout.record_gif(judge, KEY, None, path, max_steps=2)
+    assert episodes.episode_length[0] == 2
+    assert len(brightness(path)) == 3
+
+
 def lanes_of(kind):
     drawn = Drawn(limit=5)
     if kind == "each":
