@@ -9,8 +9,17 @@ import sys
 
 import pytest
 
-FOLDER = pathlib.Path(__file__).parent / "benchmarks"
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = ROOT / "benchmarks"
+DOCS = ROOT / "docs"
+
+
+def test_readme_of_the_benchmarks_lists_every_script():
+    text = (FOLDER / "README.md").read_text()
+    scripts = {path.name for path in FOLDER.glob("*.py")}
+    assert set(re.findall(r"`(\w+\.py)`", text)) == scripts
+    for file in re.findall(r"`((?:docs|tests)/[a-z_/]+\.\w+)`", text):
+        assert (ROOT / file).is_file(), file
 
 
 @pytest.mark.slow

@@ -426,7 +426,8 @@ def test_links_lead_to_files_and_headings(name):
 
 @each_text
 def test_files_and_names_that_are_mentioned_exist(name):
-    for file in re.findall(r"`((?:docs|notebooks|tests)/[^`\s]+)`", TEXTS[name]):
+    folders = "benchmarks|docs|notebooks|tests"
+    for file in re.findall(rf"`((?:{folders})/[^`\s]+)`", TEXTS[name]):
         assert (ROOT / file).exists(), file
     text = re.sub(r"^::: .*", "", TEXTS[name], flags=re.MULTILINE)  # tested above
     text = re.sub(r"```py\n.*?```", "", text, flags=re.DOTALL)  # of another library

@@ -1,6 +1,6 @@
 """Launches of programs on an H100, and the places where they wait: upper bounds.
 
-The numbers come from `tests/benchmarks/accelerators.py`. The programs are compiled for
+The numbers come from `benchmarks/accelerators.py`. The programs are compiled for
 a GPU that is absent, with the extra `accelerators`, and skipped without it.
 """
 

@@ -5,8 +5,8 @@ last items. The loop is what libraries with an environment in NumPy do: one envi
 after the other, the policy called once for all of them. Both take turns; ratios are of
 medians. Then the memory of the compiled program, against that of masks and rows.
 
-    python tests/benchmarks/recommendation_speed.py
-    python tests/benchmarks/recommendation_speed.py --easyrl4rec PYTHON FOLDER
+    python benchmarks/recommendation_speed.py
+    python benchmarks/recommendation_speed.py --easyrl4rec PYTHON FOLDER
 
 The second one also runs `easyrl4rec_speed.py`, which says what to install.
 """

@@ -6,7 +6,7 @@ together, as seen by a learner that takes a batch and throws it away; the plain
 processes keep what they collect, so theirs is the speed of collecting alone.
 
     pip install ".[gymnasium,ray]"
-    python tests/benchmarks/remote_speed.py
+    python benchmarks/remote_speed.py
 """
 
 import multiprocessing

@@ -11,8 +11,8 @@ A small MLP; what is compared is run in turn, and ratios are of medians:
 - other libraries, each in an environment of its own, as `host_peers.py` says:
 
     pip install ".[mujoco]" ale-py opencv-python-headless
-    python tests/benchmarks/host_speed.py
-    python tests/benchmarks/host_speed.py --tables "other libraries" \\
+    python benchmarks/host_speed.py
+    python benchmarks/host_speed.py --tables "other libraries" \\
         --peers tianshou=/path/to/its/python
 """
 

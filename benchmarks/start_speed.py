@@ -6,7 +6,7 @@ cache, with one that an earlier run has filled (JAX_COMPILATION_CACHE_DIR), in w
 keeps what took a second or more to compile, and with one in which everything is kept
 (JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0). Rows in turn, medians of the rounds.
 
-    python tests/benchmarks/start_speed.py
+    python benchmarks/start_speed.py
 """
 
 import os
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from harness import run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 KEEP_ALL = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 BEFORE = "import time\n_begin = time.perf_counter()\n"

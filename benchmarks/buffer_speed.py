@@ -12,8 +12,8 @@ process, in microseconds a step.
   successor, and `PrioritizedReplayBuffer`. `shared` has room for the final observations
   of a twentieth of the rows.
 
-    python tests/benchmarks/buffer_speed.py
-    python tests/benchmarks/buffer_speed.py --cases 1 --repeats 5
+    python benchmarks/buffer_speed.py
+    python benchmarks/buffer_speed.py --cases 1 --repeats 5
 """
 
 import functools

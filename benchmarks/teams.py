@@ -6,7 +6,7 @@ apart, those of a seed are interleaved, and seconds are CPU seconds without comp
 
     pip install ".[jaxmarl]" distrax flashbax matplotlib optax pyyaml
     git clone https://github.com/FLAIROx/JaxMARL
-    python tests/benchmarks/teams.py docs/teams.json --jaxmarl JaxMARL \\
+    python benchmarks/teams.py docs/teams.json --jaxmarl JaxMARL \\
         --plot docs/coming_from/jaxmarl.png
 
 `--plot` draws the pictures of the recipes, too. Values that the file has are not
@@ -34,7 +34,7 @@ import numpy as np
 import yaml
 
 matplotlib.use("agg")
-RECIPES = Path(__file__).resolve().parents[2] / "docs" / "recipes"
+RECIPES = Path(__file__).resolve().parents[1] / "docs" / "recipes"
 OWN = "def see(obs):  # of all agents of all lanes, [..., 3 * n, 18]\n    return obs\n"
 WORLD = re.findall(r"```py\n(.*?)```", (RECIPES / "ippo.md").read_text(), re.DOTALL)[0]
 ENDS = {'end="episode"': 'end="agent"'}

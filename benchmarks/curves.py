@@ -1,6 +1,6 @@
 """Draws the learning curves of the recipes: a mean over seeds and its 95 % interval.
 
-    python tests/benchmarks/curves.py docs/recipes/sac.json
+    python benchmarks/curves.py docs/recipes/sac.json
 
 draws `docs/recipes/sac.png`. The file has `steps`, one list of environment steps, and
 `returns`, for each seed a list of the same length, null before the first value; or
@@ -8,7 +8,7 @@ draws `docs/recipes/sac.png`. The file has `steps`, one list of environment step
 `at`, a level to mark, `ylim`, and `xlabel` and `unit` where `steps` counts something
 else. A recipe's program leaves both lists, under these names, so
 
-    python tests/benchmarks/curves.py docs/recipes/sac.json --run --seeds 5
+    python benchmarks/curves.py docs/recipes/sac.json --run --seeds 5
 
 runs the program of `docs/recipes/sac.md` with other seeds first, and writes the file.
 """
@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import scipy.stats
 
-STYLE = Path(__file__).parents[2] / "docs" / "curves.mplstyle"
+STYLE = Path(__file__).parents[1] / "docs" / "curves.mplstyle"
 
 
 def run_page(page: Path, seed: int) -> tuple[list[float], list[float]]:

@@ -9,8 +9,8 @@ here; of XLand-MiniGrid, Craftax, pgx, brax and Playground it is that of the res
 an episode ended, which costs them nothing. A reset in the wrappers of brax and
 Playground goes back to the first state of the lane, which costs nothing either.
 
-    python tests/benchmarks/suites_speed.py
-    python tests/benchmarks/suites_speed.py --only navix --num-envs 64 256
+    python benchmarks/suites_speed.py
+    python benchmarks/suites_speed.py --only navix --num-envs 64 256
 """
 
 import functools

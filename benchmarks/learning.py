@@ -4,8 +4,8 @@ Runs the code cells of the training notebooks as they are, without a kernel and 
 showing a picture, and prints what each left in its `results`: the mean return of every
 seed over 100 evaluation episodes, and the wall time, that of the first with compiling.
 
-    python tests/benchmarks/learning.py
-    python tests/benchmarks/learning.py --notebooks 04_ppo 06_dqn_replay
+    python benchmarks/learning.py
+    python benchmarks/learning.py --notebooks 04_ppo 06_dqn_replay
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import matplotlib
 import nbformat
 from harness import run
 
-FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = ("04_ppo", "05_recurrent_ppo", "06_dqn_replay")
 
 

@@ -13,8 +13,8 @@ The first three return the same fields: obs, action, reward, done, episode retur
 length. `bare loop` keeps no statistics and writes the reward in place of the return.
 Then, with `rollout.profile`, where the time goes.
 
-    python tests/benchmarks/rollout_speed.py --tables "random policy" "a network"
-    python tests/benchmarks/rollout_speed.py --num-steps 16000 --impl philox2x32
+    python benchmarks/rollout_speed.py --tables "random policy" "a network"
+    python benchmarks/rollout_speed.py --num-steps 16000 --impl philox2x32
 
 Each table of loops has more columns in a second one, "more on random policy". Tables
 "jax 0.11" and "one flag of XLA" are those of the random policy, made with this version

@@ -8,8 +8,8 @@ Times of one run of `collect_steps`, every field returned, in turns in one proce
 - `peer`: by hand, a `shard_map` over the same two around the plain collector with half
   of the lanes and a key of its own for each device, so with other random numbers.
 
-    python tests/benchmarks/devices_speed.py
-    python tests/benchmarks/devices_speed.py --envs CartPole-v1 --num-envs 4096
+    python benchmarks/devices_speed.py
+    python benchmarks/devices_speed.py --envs CartPole-v1 --num-envs 4096
 """
 
 import functools

@@ -12,8 +12,8 @@ Medians of single runs in random order, in one process:
   policy for all, or P members of which each agent plays one, against the same members
   with the parameters gathered per agent.
 
-    python tests/benchmarks/agents_speed.py
-    python tests/benchmarks/agents_speed.py --tables population --repeats 50
+    python benchmarks/agents_speed.py
+    python benchmarks/agents_speed.py --tables population --repeats 50
 """
 
 import contextlib
@@ -37,7 +37,7 @@ import rollout
 from rollout import envs
 from rollout.envs import prng
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from agents import OneAgent
 
 with contextlib.redirect_stdout(io.StringIO()):  # it says which parts are missing

@@ -9,7 +9,7 @@ Batches of 1,024 environments and 128 steps of each, in turn in one process:
   while the next batch begins: those of a batch are waited for with the next one;
 - `check_finite`: both.
 
-    python tests/benchmarks/stream_speed.py
+    python benchmarks/stream_speed.py
 """
 
 import statistics

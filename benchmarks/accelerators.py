@@ -8,10 +8,10 @@ launches and waits for the host on a GPU, cycles on a TPU. Nothing runs. Tables 
 - `programs`: what else the library is made of, see `accelerator_programs.py`;
 - `resets`: every `auto_reset` where a reset costs as much as 200 steps.
 
-    python tests/benchmarks/accelerators.py --accelerator h100      # all tables
-    python tests/benchmarks/accelerators.py --tables loops --envs CartPole-v1
-    python tests/benchmarks/accelerators.py --tables programs --programs gae ppo
-    python tests/benchmarks/accelerators.py --tables programs --purejaxrl FOLDER
+    python benchmarks/accelerators.py --accelerator h100      # all tables
+    python benchmarks/accelerators.py --tables loops --envs CartPole-v1
+    python benchmarks/accelerators.py --tables programs --programs gae ppo
+    python benchmarks/accelerators.py --tables programs --purejaxrl FOLDER
 
 The folder has PureJaxRL's `ppo.py`, of which a training of one update is compiled; see
 `learning_compared.py`.

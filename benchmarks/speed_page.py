@@ -5,7 +5,7 @@ Nothing is measured or typed here: the scripts of this folder write their tables
 columns that it shows, one dot per cell. `SHOWN` names the rows of the page; all rows of
 all tables go to `docs/speed_tables.txt`.
 
-    python tests/benchmarks/speed_page.py
+    python benchmarks/speed_page.py
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.figure import Figure
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 DATA, PAGE, CHART = DOCS / "speed.json", DOCS / "speed.md", DOCS / "speed.svg"
 TABLES = DOCS / "speed_tables.txt"
 

@@ -1,6 +1,6 @@
 """What does a mistake look like in the log? `docs/recipes/ppo.py` on CartPole.
 
-    python tests/benchmarks/learning_problems.py
+    python benchmarks/learning_problems.py
 
 trains three seeds of each mistake, prints the last row of each log, and draws
 `docs/learning_problems.png`.
@@ -18,7 +18,7 @@ import numpy as np
 import rollout
 from rollout import envs
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 sys.path.append(str(DOCS / "recipes"))
 import ppo  # noqa: E402
 

@@ -3,7 +3,7 @@
 Nothing is compiled or typed here: `accelerators.py` replaces its tables with
 `--json docs/accelerators.json`. Every row goes to `docs/accelerators_tables.txt`.
 
-    python tests/benchmarks/accelerators_page.py
+    python benchmarks/accelerators_page.py
 """
 
 import json

@@ -6,7 +6,7 @@ steps 1,024 environments 500 times each, whenever their first episode ends; and 
 inside a jit that reads only the returns, so that XLA drops the rest. Then how busy the
 lanes are when 256 of them serve 4,096 episodes.
 
-    python tests/benchmarks/episodes_speed.py
+    python benchmarks/episodes_speed.py
 """
 
 from argparse import Namespace

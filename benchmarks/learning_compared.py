@@ -7,9 +7,9 @@ actions with PPO, greedy ones with DQN.
 
     pip install ".[brax]" flashbax matplotlib optax rejax==0.1.3
     git clone https://github.com/luchris429/purejaxrl
-    taskset -c 0 python tests/benchmarks/learning_compared.py docs/learning.json \\
+    taskset -c 0 python benchmarks/learning_compared.py docs/learning.json \\
         --purejaxrl purejaxrl/purejaxrl --plot docs/learning.png
-    taskset -c 0 python tests/benchmarks/learning_compared.py \\
+    taskset -c 0 python benchmarks/learning_compared.py \\
         docs/learning_more_seeds.json \\
         --purejaxrl purejaxrl/purejaxrl --tasks "PPO CartPole" "DQN CartPole" \\
         --makers ours limit_is_failure purejaxrl --seeds 25

@@ -7,9 +7,9 @@ changed.
 
     pip install ".[brax,mujoco,bench]" optax scipy
     git clone https://github.com/luchris429/purejaxrl
-    taskset -c 0 python tests/benchmarks/ppo_results.py docs/recipes/ppo.json \\
+    taskset -c 0 python benchmarks/ppo_results.py docs/recipes/ppo.json \\
         --purejaxrl purejaxrl/purejaxrl
-    taskset -c 0 python tests/benchmarks/ppo_results.py docs/recipes/ppo.json --details
+    taskset -c 0 python benchmarks/ppo_results.py docs/recipes/ppo.json --details
 
 Runs that the file has are not repeated. At the end it draws `docs/recipes/ppo.png` and
 prints the tables of the page.
@@ -36,7 +36,7 @@ import numpy as np
 import rollout
 from rollout import envs
 
-SOURCE = Path(__file__).parents[2] / "docs" / "recipes" / "ppo.py"
+SOURCE = Path(__file__).parents[1] / "docs" / "recipes" / "ppo.py"
 CLASSIC = {"num_envs": 32, "num_steps": 64, "num_minibatches": 4}
 ROBOT = {
     "num_updates": 122,

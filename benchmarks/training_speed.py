@@ -5,7 +5,7 @@ under `jax.vmap`: CPU seconds to compile and to run, in turns, and ratios of med
 Then a batch of MinAtar's images through one layer and its gradient: `nn.Conv`, the same
 as a matrix product over patches, and a dense layer of as many outputs as the MLP's.
 
-    taskset -c 0 python tests/benchmarks/training_speed.py --purejaxrl FOLDER
+    taskset -c 0 python benchmarks/training_speed.py --purejaxrl FOLDER
 
 See `learning_compared.py` for what to install, and why `taskset`.
 """
