@@ -146,7 +146,6 @@ def flat(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Brax System")  # brax's, of its age
 @pytest.mark.usefixtures("key_reuse", "rank_promotion")  # as Craftax and brax do
 @pytest.mark.parametrize("name", TRAINED)
 def test_program_trains(name, request, capsys, tmp_path, monkeypatch):

@@ -11,12 +11,7 @@ from rollout import envs
 from rollout.envs.suites.brax import from_brax
 
 brax_envs = plain_suites.import_quietly("brax.envs")
-pytestmark = [
-    # brax says of itself that it is not maintained, and uses what mujoco-mjx renames.
-    pytest.mark.filterwarnings("ignore:Brax System:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Accessing `:DeprecationWarning"),
-    pytest.mark.usefixtures("rank_promotion"),
-]
+pytestmark = pytest.mark.usefixtures("rank_promotion")
 KEY = jax.random.key(3)
 
 

@@ -14,11 +14,6 @@ import suite_checks
 import rollout
 from rollout import envs
 
-# brax says of itself that it is not maintained, and uses what mujoco-mjx renames.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Brax System:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Accessing `:DeprecationWarning"),
-]
 # What the suites do with keys and ranks, and tests are not allowed otherwise.
 FIXTURES = {
     "gymnax": (),

@@ -8,11 +8,7 @@ from rollout.envs.suites.playground import from_playground
 
 suite = plain_suites.import_quietly("mujoco_playground")
 wrapper = suite.wrapper
-pytestmark = [
-    # What mujoco-mjx renames.
-    pytest.mark.filterwarnings("ignore:Accessing `:DeprecationWarning"),
-    pytest.mark.usefixtures("rank_promotion"),
-]
+pytestmark = pytest.mark.usefixtures("rank_promotion")
 
 
 def test_wrappers_of_training_are_refused_and_others_kept():
