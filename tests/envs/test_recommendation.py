@@ -1,9 +1,12 @@
 """The environment that recommends items: who comes, who leaves, and its errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import quick_jit
 from plain_recommendation import Model
 from suite_checks import check_spaces, collect
 
@@ -12,25 +15,36 @@ from rollout import envs
 FEEDBACK = np.arange(12, dtype=np.float32).reshape(3, 4) - 5.0
 
 
-def walk(env, items, user=0):
-    """Recommends items to one user; the steps."""
-    state, obs = env.reset(jax.random.key(0))
-    state = state.replace(user=jnp.int32(user))
-    steps = []
-    for item in items:
-        steps.append(env.step(jax.random.key(1), state, jnp.int32(item)))
-        state = steps[-1].state
-    return obs, steps
+def walk(**cases):
+    """Recommends items to one user of each environment; the steps, in one program.
+
+    Args:
+        cases: `(env, items, user)` by name.
+    """
+
+    def one(env, items, user):
+        def step(state, item):
+            result = env.step(jax.random.key(1), state, item)
+            return result.state, result.replace(state=())
+
+        state, obs = env.reset(jax.random.key(0))
+        state = state.replace(user=jnp.int32(user))
+        return obs, jax.lax.scan(step, state, np.int32(items))[1]
+
+    run = quick_jit(lambda: {name: one(*case) for name, case in cases.items()})
+    with jax.debug_key_reuse(False):
+        return jax.device_get(run())
 
 
 def test_reward_is_what_the_user_thinks():
-    obs, steps = walk(envs.RecommendationEnv(FEEDBACK, max_turn=3), [3, 1, 1], user=2)
+    env = envs.RecommendationEnv(FEEDBACK, max_turn=3)
+    obs, steps = walk(env=(env, [3, 1, 1], 2))["env"]
     assert obs["item"] == 4
     assert obs["mask"].all()
-    assert [float(x.reward) for x in steps] == [6.0, 4.0, 4.0]
-    assert [int(x.obs["item"]) for x in steps] == [3, 1, 1]
-    assert [bool(x.truncated) for x in steps] == [False, False, True]
-    assert not any(x.terminated for x in steps)
+    assert steps.reward.tolist() == [6.0, 4.0, 4.0]
+    assert steps.obs["item"].tolist() == [3, 1, 1]
+    assert steps.truncated.tolist() == [False, False, True]
+    assert not steps.terminated.any()
 
 
 def test_feedback_may_be_a_function():
@@ -38,15 +52,20 @@ def test_feedback_may_be_a_function():
     env = envs.RecommendationEnv(
         lambda user, item: 4.0 * user + item - 5.0, num_users=3, num_items=4
     )
-    one, other = (walk(x, [0, 2, 3], user=1)[1] for x in (table, env))
-    assert [float(x.reward) for x in one] == [float(x.reward) for x in other]
-    assert one[0].obs["mask"].shape == other[0].obs["mask"].shape == (4,)
+    found = walk(table=(table, [0, 2, 3], 1), function=(env, [0, 2, 3], 1))
+    (_, one), (_, other) = found.values()
+    assert one.reward.tolist() == other.reward.tolist()
+    assert one.obs["mask"].shape == other.obs["mask"].shape == (3, 4)
 
 
 def test_every_user_comes_and_every_item_may_be_first():
     env = envs.RecommendationEnv(FEEDBACK, random_first=True)
-    keys = jax.random.split(jax.random.key(0), 400)
-    obs = jax.vmap(env.reset)(keys)[1]
+
+    @quick_jit
+    def start(key):
+        return jax.vmap(env.reset)(jax.random.split(key, 400))[1]
+
+    obs = jax.device_get(start(jax.random.key(0)))
     for name, num in (("user", 3), ("item", 4)):
         counts = np.bincount(obs[name], minlength=num)
         assert len(counts) == num
@@ -61,30 +80,39 @@ BY_DISTANCE = envs.recommendation.LeaveByDistance(PLACES, window=5, threshold=1.
 BY_CATEGORY = LeaveByCategory(OF_CATEGORY, window=5, threshold=1)
 
 
-@pytest.mark.parametrize(
-    ("rule", "items", "leaves"),
-    [
-        # Turn t looks at the items of turns max(0, t - 5) to t - 1. Items 0 and 1 share
-        # a category, so do 2 and 3; a user leaves at the third of one within those and
-        # the last.
-        (BY_CATEGORY, [0, 1, 0, 2, 2, 2, 2], [0, 0, 1, 0, 0, 1, 1]),
-        (BY_CATEGORY, [0, 2, 1, 2, 0, 3, 2], [0, 0, 0, 0, 1, 1, 1]),
-        (BY_CATEGORY, [0, 1, 2, 3, 4, 4, 0], [0, 0, 0, 0, 0, 0, 0]),
-        (BY_CATEGORY, [0, 1, 4, 5, 4, 5, 0], [0, 0, 0, 0, 0, 0, 0]),
-        (BY_CATEGORY, [0, 4, 1, 5, 4, 0, 4], [0, 0, 0, 0, 0, 1, 1]),
-        (BY_DISTANCE, [0, 0, 1, 2, 3, 1, 1], [0, 1, 1, 0, 0, 1, 1]),
-        (BY_DISTANCE, [0, 2, 3, 4, 5, 1, 0], [0, 0, 0, 0, 0, 1, 1]),
-        (BY_DISTANCE, [0, 2, 3, 4, 5, 6, 0], [0, 0, 0, 0, 0, 0, 0]),
-        # As in KuaiEnv: the last items share two categories with it, each one once.
-        (LeaveByCategory(SHARED, window=5, threshold=0), [0, 1, 2], [0, 0, 1]),
-        (LeaveByCategory(SHARED, window=5, threshold=1), [0, 1, 2], [0, 0, 0]),
-    ],
-)
-def test_leave_rule_is_right_from_the_first_turn_on(rule, items, leaves):
-    num_items = len(jax.tree.leaves(rule)[0])
-    env = envs.RecommendationEnv(np.zeros((1, num_items), np.float32), rule)
-    _, steps = walk(env, items)
-    assert [int(x.terminated) for x in steps] == leaves
+RULES = [
+    # Turn t looks at the items of turns max(0, t - 5) to t - 1. Items 0 and 1 share
+    # a category, so do 2 and 3; a user leaves at the third of one within those and
+    # the last.
+    (BY_CATEGORY, [0, 1, 0, 2, 2, 2, 2], [0, 0, 1, 0, 0, 1, 1]),
+    (BY_CATEGORY, [0, 2, 1, 2, 0, 3, 2], [0, 0, 0, 0, 1, 1, 1]),
+    (BY_CATEGORY, [0, 1, 2, 3, 4, 4, 0], [0, 0, 0, 0, 0, 0, 0]),
+    (BY_CATEGORY, [0, 1, 4, 5, 4, 5, 0], [0, 0, 0, 0, 0, 0, 0]),
+    (BY_CATEGORY, [0, 4, 1, 5, 4, 0, 4], [0, 0, 0, 0, 0, 1, 1]),
+    (BY_DISTANCE, [0, 0, 1, 2, 3, 1, 1], [0, 1, 1, 0, 0, 1, 1]),
+    (BY_DISTANCE, [0, 2, 3, 4, 5, 1, 0], [0, 0, 0, 0, 0, 1, 1]),
+    (BY_DISTANCE, [0, 2, 3, 4, 5, 6, 0], [0, 0, 0, 0, 0, 0, 0]),
+    # As in KuaiEnv: the last items share two categories with it, each one once.
+    (LeaveByCategory(SHARED, window=5, threshold=0), [0, 1, 2], [0, 0, 1]),
+    (LeaveByCategory(SHARED, window=5, threshold=1), [0, 1, 2], [0, 0, 0]),
+]
+
+
+@functools.cache
+def walk_by_rules():
+    cases = {}
+    for number, (rule, items, _) in enumerate(RULES):
+        num_items = len(jax.tree.leaves(rule)[0])
+        env = envs.RecommendationEnv(np.zeros((1, num_items), np.float32), rule)
+        cases[str(number)] = env, items, 0
+    return list(walk(**cases).values())
+
+
+@pytest.mark.parametrize("number", range(len(RULES)))
+def test_leave_rule_is_right_from_the_first_turn_on(number):
+    rule, items, leaves = RULES[number]
+    _, steps = walk_by_rules()[number]
+    assert steps.terminated.tolist() == leaves
     if rule is BY_CATEGORY:
         model = Model(np.zeros((1, 6)), OF_CATEGORY, 5, 1, 100)
         assert [model.leaves(items[:t], items[t]) for t in range(7)] == leaves
@@ -92,10 +120,14 @@ def test_leave_rule_is_right_from_the_first_turn_on(rule, items, leaves):
 
 def test_action_outside_of_the_catalogue_is_no_data():
     env = envs.RecommendationEnv(FEEDBACK)
-    state, _ = env.reset(jax.random.key(0))
-    for item in (-1, 4):
-        step = jax.jit(env.step)(jax.random.key(0), state, jnp.int32(item))
-        assert np.isnan(step.reward)
+
+    @quick_jit
+    def act(keys, items):
+        state, _ = env.reset(keys[0])
+        return jax.vmap(lambda item: env.step(keys[1], state, item).reward)(items)
+
+    reward = act(jax.random.split(jax.random.key(0)), np.int32([-1, 4]))
+    assert np.isnan(reward).all()
 
 
 def test_spaces_contain_what_there_is():
@@ -109,15 +141,20 @@ def test_a_large_catalogue_has_many_lanes():
         lambda user, item: jnp.sin(user * 1.0 + item), num_users=50, num_items=num_items
     )
     vector = envs.vectorize(envs.wrappers.NoRepeat(env), num_lanes)
-    state, _ = vector.reset(jax.random.split(jax.random.key(0), num_lanes))
-    action = jnp.arange(num_lanes, dtype=jnp.int32)
-    keys = jax.random.split(jax.random.key(1), num_lanes)
-    result = jax.jit(vector.step)(keys, state, action)
-    assert (result.obs["mask"].sum(axis=1) == num_items - 1).all()
-    assert not result.obs["mask"][action, action].any()
+    action = np.arange(num_lanes, dtype=np.int32)
+
+    @quick_jit
+    def act(key):
+        reset_keys, step_keys = jax.random.split(key, (2, num_lanes))
+        state, _ = vector.reset(reset_keys)
+        return vector.step(step_keys, state, action).obs["mask"]
+
+    mask = np.asarray(act(jax.random.key(0)))
+    assert (mask.sum(axis=1) == num_items - 1).all()
+    assert not mask[action, action].any()
 
 
 def test_tables_may_be_lists():
     rule = envs.recommendation.LeaveByCategory([[True], [False]], 5, 1)
     env = envs.RecommendationEnv([[1.0, 2.0]], rule, known=[[True, False]])
-    assert env.reset(jax.random.key(0))[1]["mask"].tolist() == [True, False]
+    assert jax.jit(env.reset)(jax.random.key(0))[1]["mask"].tolist() == [True, False]
