@@ -5,6 +5,7 @@ import sys
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import rollout
@@ -12,7 +13,7 @@ from rollout import envs
 
 IDS = envs.env_ids()
 NEEDS_DOWNLOAD = "MNISTBandit-bsuite"
-QUICK = ("MountainCarContinuous-v0", "DiscountingChain-bsuite", NEEDS_DOWNLOAD)
+QUICK = ("DiscountingChain-bsuite", NEEDS_DOWNLOAD)
 
 
 # What gymnax itself declares of observations, and does not keep.
@@ -55,7 +56,7 @@ def test_parameters_are_leaves_of_the_environment():
         state, _ = env.reset(jax.random.key(0))
         return env.step(jax.random.key(1), state, jnp.int32(1)).state.theta_dot
 
-    speeds = jax.jit(jax.vmap(fall))(jnp.array([0.0, 50.0]))
+    speeds = np.asarray(jax.jit(jax.vmap(fall))(np.float32([0.0, 50.0])))
     assert speeds[0] != speeds[1]
 
 
