@@ -139,7 +139,7 @@ def check_steps_of_agents(plain, mask_fn=None, *, see=lambda obs: obs, num_steps
     reset, step, advance = map(quick_jit, (env.reset, env.step, plain.advance))
     first = reset(KEY)
     state, obs, acting = first
-    want = jax.tree.map(jnp.asarray, plain.begin(KEY))
+    want = quick_jit(plain.begin)(KEY)
     chex.assert_trees_all_equal(raw((state, see(obs), acting)), raw(want))
     own_state = want[0]
     for number in range(num_steps):
@@ -163,7 +163,7 @@ def draw(env, obs, mask_fn, rng):
         mask = np.ones((len(names), num_actions), bool)
         mask = mask if mask_fn is None else np.asarray(mask_fn(obs[group]))
         chosen = [rng.choice(np.flatnonzero(allowed)) for allowed in mask]
-        actions[group] = jnp.array(chosen, jnp.int32)
+        actions[group] = np.array(chosen, np.int32)
     return actions
 
 
