@@ -1,12 +1,9 @@
 """The environment that recommends items: who comes, who leaves, and its errors."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from cases import quick_jit
+from cases import in_one_program, quick_jit
 from plain_recommendation import Model
 from suite_checks import check_spaces, collect
 
@@ -16,34 +13,38 @@ FEEDBACK = np.arange(12, dtype=np.float32).reshape(3, 4) - 5.0
 
 
 def walk(**cases):
-    """Recommends items to one user of each environment; the steps, in one program.
+    """Recommends rows of items to a user of each environment, in one program.
 
     Args:
-        cases: `(env, items, user)` by name.
+        cases: `(env, rows, user)` by name.
     """
 
-    def one(env, items, user):
-        def step(state, item):
-            result = env.step(jax.random.key(1), state, item)
+    def one(case, key):
+        env, rows, user = case
+
+        def step(state, given):
+            result = env.step(given[0], state, given[1])
             return result.state, result.replace(state=())
 
-        state, obs = env.reset(jax.random.key(0))
-        state = state.replace(user=jnp.int32(user))
-        return obs, jax.lax.scan(step, state, np.int32(items))[1]
+        def play(items):
+            return jax.lax.scan(step, state, (keys[1:], items))[1]
 
-    run = quick_jit(lambda: {name: one(*case) for name, case in cases.items()})
-    with jax.debug_key_reuse(False):
-        return jax.device_get(run())
+        keys = jax.random.split(key, 1 + len(rows[0]))
+        state, obs = env.reset(keys[0])
+        state = state.replace(user=jnp.int32(user))
+        return obs, jax.vmap(play)(np.int32(rows))
+
+    return in_one_program(one, cases)
 
 
 def test_reward_is_what_the_user_thinks():
     env = envs.RecommendationEnv(FEEDBACK, max_turn=3)
-    obs, steps = walk(env=(env, [3, 1, 1], 2))["env"]
+    obs, steps = walk(env=(env, [[3, 1, 1]], 2))["env"]
     assert obs["item"] == 4
     assert obs["mask"].all()
-    assert steps.reward.tolist() == [6.0, 4.0, 4.0]
-    assert steps.obs["item"].tolist() == [3, 1, 1]
-    assert steps.truncated.tolist() == [False, False, True]
+    assert steps.reward.tolist() == [[6.0, 4.0, 4.0]]
+    assert steps.obs["item"].tolist() == [[3, 1, 1]]
+    assert steps.truncated.tolist() == [[False, False, True]]
     assert not steps.terminated.any()
 
 
@@ -52,10 +53,10 @@ def test_feedback_may_be_a_function():
     env = envs.RecommendationEnv(
         lambda user, item: 4.0 * user + item - 5.0, num_users=3, num_items=4
     )
-    found = walk(table=(table, [0, 2, 3], 1), function=(env, [0, 2, 3], 1))
+    found = walk(table=(table, [[0, 2, 3]], 1), function=(env, [[0, 2, 3]], 1))
     (_, one), (_, other) = found.values()
     assert one.reward.tolist() == other.reward.tolist()
-    assert one.obs["mask"].shape == other.obs["mask"].shape == (3, 4)
+    assert one.obs["mask"].shape == other.obs["mask"].shape == (1, 3, 4)
 
 
 def test_every_user_comes_and_every_item_may_be_first():
@@ -80,41 +81,46 @@ BY_DISTANCE = envs.recommendation.LeaveByDistance(PLACES, window=5, threshold=1.
 BY_CATEGORY = LeaveByCategory(OF_CATEGORY, window=5, threshold=1)
 
 
-RULES = [
+# A rule, rows of items, and where a user leaves.
+RULES = {
     # Turn t looks at the items of turns max(0, t - 5) to t - 1. Items 0 and 1 share
     # a category, so do 2 and 3; a user leaves at the third of one within those and
     # the last.
-    (BY_CATEGORY, [0, 1, 0, 2, 2, 2, 2], [0, 0, 1, 0, 0, 1, 1]),
-    (BY_CATEGORY, [0, 2, 1, 2, 0, 3, 2], [0, 0, 0, 0, 1, 1, 1]),
-    (BY_CATEGORY, [0, 1, 2, 3, 4, 4, 0], [0, 0, 0, 0, 0, 0, 0]),
-    (BY_CATEGORY, [0, 1, 4, 5, 4, 5, 0], [0, 0, 0, 0, 0, 0, 0]),
-    (BY_CATEGORY, [0, 4, 1, 5, 4, 0, 4], [0, 0, 0, 0, 0, 1, 1]),
-    (BY_DISTANCE, [0, 0, 1, 2, 3, 1, 1], [0, 1, 1, 0, 0, 1, 1]),
-    (BY_DISTANCE, [0, 2, 3, 4, 5, 1, 0], [0, 0, 0, 0, 0, 1, 1]),
-    (BY_DISTANCE, [0, 2, 3, 4, 5, 6, 0], [0, 0, 0, 0, 0, 0, 0]),
+    "category": (
+        BY_CATEGORY,
+        [
+            ([0, 1, 0, 2, 2, 2, 2], [0, 0, 1, 0, 0, 1, 1]),
+            ([0, 2, 1, 2, 0, 3, 2], [0, 0, 0, 0, 1, 1, 1]),
+            ([0, 1, 2, 3, 4, 4, 0], [0, 0, 0, 0, 0, 0, 0]),
+            ([0, 1, 4, 5, 4, 5, 0], [0, 0, 0, 0, 0, 0, 0]),
+            ([0, 4, 1, 5, 4, 0, 4], [0, 0, 0, 0, 0, 1, 1]),
+        ],
+    ),
+    "distance": (
+        BY_DISTANCE,
+        [
+            ([0, 0, 1, 2, 3, 1, 1], [0, 1, 1, 0, 0, 1, 1]),
+            ([0, 2, 3, 4, 5, 1, 0], [0, 0, 0, 0, 0, 1, 1]),
+            ([0, 2, 3, 4, 5, 6, 0], [0, 0, 0, 0, 0, 0, 0]),
+        ],
+    ),
     # As in KuaiEnv: the last items share two categories with it, each one once.
-    (LeaveByCategory(SHARED, window=5, threshold=0), [0, 1, 2], [0, 0, 1]),
-    (LeaveByCategory(SHARED, window=5, threshold=1), [0, 1, 2], [0, 0, 0]),
-]
+    "shared": (LeaveByCategory(SHARED, 5, 0), [([0, 1, 2], [0, 0, 1])]),
+    "shared twice": (LeaveByCategory(SHARED, 5, 1), [([0, 1, 2], [0, 0, 0])]),
+}
 
 
-@functools.cache
-def walk_by_rules():
+def test_leave_rule_is_right_from_the_first_turn_on():
     cases = {}
-    for number, (rule, items, _) in enumerate(RULES):
+    for name, (rule, rows) in RULES.items():
         num_items = len(jax.tree.leaves(rule)[0])
         env = envs.RecommendationEnv(np.zeros((1, num_items), np.float32), rule)
-        cases[str(number)] = env, items, 0
-    return list(walk(**cases).values())
-
-
-@pytest.mark.parametrize("number", range(len(RULES)))
-def test_leave_rule_is_right_from_the_first_turn_on(number):
-    rule, items, leaves = RULES[number]
-    _, steps = walk_by_rules()[number]
-    assert steps.terminated.tolist() == leaves
-    if rule is BY_CATEGORY:
-        model = Model(np.zeros((1, 6)), OF_CATEGORY, 5, 1, 100)
+        cases[name] = env, [items for items, _ in rows], 0
+    for name, (_, steps) in walk(**cases).items():
+        leaves = [leaves for _, leaves in RULES[name][1]]
+        np.testing.assert_array_equal(steps.terminated, leaves, err_msg=name)
+    model = Model(np.zeros((1, 6)), OF_CATEGORY, 5, 1, 100)
+    for items, leaves in RULES["category"][1]:
         assert [model.leaves(items[:t], items[t]) for t in range(7)] == leaves
 
 
@@ -132,7 +138,8 @@ def test_action_outside_of_the_catalogue_is_no_data():
 
 def test_spaces_contain_what_there_is():
     env = envs.wrappers.NoRepeat(envs.RecommendationEnv(FEEDBACK))
-    check_spaces(env, collect(envs.vectorize(env, 2), num_steps=3))
+    run = quick_jit(lambda: collect(envs.vectorize(env, 2), num_steps=3))
+    check_spaces(env, jax.device_get(run()))
 
 
 def test_a_large_catalogue_has_many_lanes():

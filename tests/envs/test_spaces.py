@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, quick_jit
+from cases import CountEnv, in_one_program, quick_jit
 from flax import struct
 
 import rollout
@@ -71,13 +71,7 @@ def drawn_integers():
         }
         return {x: (both[x], jax.vmap(space.contains)(both[x])) for x in both}
 
-    @quick_jit
-    def every(key):
-        keys = jax.random.split(key, len(INTEGERS))
-        pairs = zip(INTEGERS.items(), keys, strict=True)
-        return {name: draw(space, own) for (name, (space, *_)), own in pairs}
-
-    return jax.device_get(every(jax.random.key(0)))
+    return in_one_program(draw, {name: x[0] for name, x in INTEGERS.items()})
 
 
 @pytest.mark.parametrize("draw", ["sample", "act"])
@@ -200,17 +194,12 @@ BOUNDS = {
 }
 
 
-@pytest.mark.usefixtures("key_reuse")
 @pytest.mark.parametrize("name", BOUNDS)
 def test_box_whose_bounds_are_not_known_draws_the_same(name):
     low, high = map(np.float32, BOUNDS[name])
-
-    @jax.jit
-    def draw(*bounds):
-        key = jax.random.key(3)
-        return [envs.Box(*x, (2,)).sample(key) for x in (bounds, (low, high))]
-
-    got, want = draw(low, high)
+    key = jax.random.key(3)
+    want = jax.jit(lambda: envs.Box(low, high, (2,)).sample(key))()
+    got = jax.jit(lambda low, high: envs.Box(low, high, (2,)).sample(key))(low, high)
     np.testing.assert_array_equal(got, want)
     assert np.isfinite(got).all()
 

@@ -6,7 +6,7 @@ import gymnasium.spaces as gym_spaces
 import jax
 import numpy as np
 import pytest
-from cases import quick_jit
+from cases import in_one_program
 
 from rollout.envs.host.gymnasium_actions import batched_action, split_action
 from rollout.envs.spaces import as_space
@@ -45,17 +45,11 @@ DTYPES = {
 def drawn():
     """Twenty elements of each space of ours, and whether it contains them."""
 
-    def draw(space, keys):
-        actions = jax.vmap(space.sample)(keys)
-        return actions, jax.vmap(space.contains)(actions)
+    def draw(space, key):
+        actions = jax.vmap(as_space(space).sample)(jax.random.split(key, 20))
+        return actions, jax.vmap(as_space(space).contains)(actions)
 
-    @quick_jit
-    def every(key):
-        keys = jax.random.split(key, (len(EVERY), 20))
-        pairs = zip(EVERY.items(), keys, strict=True)
-        return {name: draw(as_space(space), own) for (name, space), own in pairs}
-
-    return jax.device_get(every(jax.random.key(0)))
+    return in_one_program(draw, EVERY)
 
 
 @pytest.mark.parametrize("name", DTYPES)

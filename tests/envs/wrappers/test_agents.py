@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import quick_jit, raw
+from cases import in_one_program, quick_jit, raw
 from jax.sharding import Mesh
 
 import rollout
@@ -57,7 +57,7 @@ def played():
         "one": rng.random((T, B, 1, 2), np.float32),
     }
 
-    def rows_of(env, first_key, keys, action):
+    def one(env, first_key, keys, action):
         def step(carry, given):
             (state, obs, acting), length = carry
             (step_key, reset_key), action = given
@@ -80,17 +80,13 @@ def played():
         start = env.reset(first_key), jnp.int32(0)
         return jax.lax.scan(step, start, (keys, action))[1]
 
-    @quick_jit
-    def run(key):
-        first, *keys = jax.random.split(key, (3, T, B))
-        found = {}
-        for name, env in ENVS.items():
-            lanes = jax.vmap(functools.partial(rows_of, env), (0, 1, 1), 1)
-            found[name] = lanes(first[0], tuple(keys), action)
-        return found
+    def lanes(env, _):
+        first, *keys = jax.random.split(KEY, (3, T, B))  # all have the same
+        fn = functools.partial(one, env)
+        return jax.vmap(fn, (0, 1, 1), 1)(first[0], tuple(keys), action)
 
-    with jax.debug_key_reuse(False):  # all have the same
-        return jax.device_get(run(KEY))
+    with jax.debug_key_reuse(False):
+        return in_one_program(lanes, ENVS)
 
 
 def play(env, wrap_lanes=None):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import suite_checks
-from cases import CountEnv, make_env, quick_jit, raw
+from cases import CountEnv, in_one_program, make_env, quick_jit, raw
 from flax import struct
 from plain_suites import side_by_side
 
@@ -184,7 +184,7 @@ def test_spaces_are_those_of_what_is_recorded(name):
 # The wrappers as pytrees.
 
 
-@jax.jit
+@quick_jit
 def start(every, stacked, key):
     """First observations: of constants, of arguments, and of two mapped ones twice."""
 
@@ -259,21 +259,16 @@ def played():
     """Nine steps of each environment, in one program."""
     actions = np.array([2, 0, 1, 0, 0, 0, 0, 0, 0], np.int32)
 
-    def one(env, keys):
+    def one(env, key):
         def step(state, given):
             result = env.step(given[0], state, given[1])
             return result.state, result.replace(state=())
 
+        keys = jax.random.split(key, 1 + len(actions))
         state, obs = env.reset(keys[0])
         return obs, jax.lax.scan(step, state, (keys[1:], actions))[1]
 
-    @quick_jit
-    def every(key):
-        keys = jax.random.split(key, (len(PLAYED), 1 + len(actions)))
-        pairs = zip(PLAYED, keys, strict=True)
-        return {name: one(PLAYED[name], own) for name, own in pairs}
-
-    return jax.device_get(every(jax.random.key(0)))
+    return in_one_program(one, PLAYED)
 
 
 def play(name):
@@ -311,38 +306,36 @@ def sent(env, action):
 
 @functools.cache
 def rescaled():
-    """Actions, boxes and what is sent, of both bounds in one program."""
+    """Actions, boxes and what is sent, by bound; XLA folds no arguments."""
     rng = np.random.default_rng(0)
     ends = np.sort(rng.normal(size=(2, 500, 2)) * 10.0 ** rng.integers(-9, 9), axis=0)
-    low, high = np.float32(ends)
-    near = 1.0 - np.float32(2.0**-24)
-    near = np.float32([-1e30, -20.0, -1.0, -near, near, 1.0, 20.0, 1e30])
-    near = np.stack([near, near], axis=1)
-    action = np.linspace(-4.0, 4.0, 33, dtype=np.float32)[:, None] * np.ones(2)
-    action = action.astype(np.float32)
+    below = 1.0 - np.float32(2.0**-24)
+    near = np.float32([-1e30, -20.0, -1.0, -below, below, 1.0, 20.0, 1e30])
+    even = np.linspace(-4.0, 4.0, 33, dtype=np.float32)
+    action, near = (np.stack([x, x], axis=1) for x in (even, near))
 
-    def one(bound, key):
-        def send(low, high):
-            return sent(envs.RescaleAction(BoxEnv(low, high), bound), near)
-
-        env = envs.RescaleAction(BoxEnv(LOW, HIGH), bound)
-        policy = rollout.random_policy(env.action_space)
-        drawn = policy.apply(None, jnp.zeros((4096, 2)), (), key).action
-        widest = envs.RescaleAction(BoxEnv(-3e38, 3e38), bound)
-        return {
-            "mapped": sent(env, action),
-            "near": jax.vmap(send, out_axes=1)(low, high),
-            "widest": sent(widest, jnp.zeros((1, 2))),
-            "drawn": drawn,
-            "sent": sent(env, drawn),
-        }
+    def send(bound, low, high, action):
+        return sent(envs.RescaleAction(BoxEnv(low, high), bound), action)
 
     @jax.jit
-    def both(key):
-        keys = zip(BOUNDS, jax.random.split(key), strict=True)
-        return {bound: one(bound, own) for bound, own in keys}
+    def both(key, ends, action, near):
+        found = {}
+        for bound, own in zip(BOUNDS, jax.random.split(key), strict=True):
+            space = envs.RescaleAction(BoxEnv(LOW, HIGH), bound).action_space
+            policy = rollout.random_policy(space)
+            drawn = policy.apply(None, jnp.zeros((4096, 2)), (), own).action
+            each = jax.vmap(functools.partial(send, bound), (0, 0, None), 1)
+            found[bound] = {
+                "mapped": send(bound, LOW, HIGH, action),
+                "near": each(*ends, near),
+                "widest": send(bound, -3e38, 3e38, jnp.zeros((1, 2))),
+                "drawn": drawn,
+                "sent": send(bound, LOW, HIGH, drawn),
+            }
+        return found
 
-    return action, low, high, jax.device_get(both(jax.random.key(0)))
+    ends = tuple(np.float32(ends))
+    return action, *ends, jax.device_get(both(jax.random.key(0), ends, action, near))
 
 
 @each_bound
@@ -457,12 +450,7 @@ def drawn():
         beyond = jax.tree.map(lambda x: x + 1, sample)
         return sample, space.contains(sample), space.contains(beyond)
 
-    @jax.jit
-    def every(key):
-        keys = zip(SPACES, jax.random.split(key, len(SPACES)), strict=True)
-        return {name: draw(SPACES[name], own) for name, own in keys}
-
-    return jax.device_get(every(jax.random.key(0)))
+    return in_one_program(draw, SPACES)
 
 
 def test_space_of_frames_has_the_bounds_of_each_frame():
@@ -486,12 +474,12 @@ def test_space_of_frames_of_integers_draws_each_frame():
 @pytest.mark.parametrize("name", ["count", "CartPole-v1"])
 def test_repetition_agrees_with_a_plain_loop(name):
     env, num_repeats = make_env(name), 3
-    one = jax.jit(env.step)
+    reset, one = jax.jit(env.reset), jax.jit(env.step)
     repeat = jax.jit(envs.ActionRepeat(env, num_repeats).step)
     endings = 0
     for seed in range(4):
         root = jax.random.key(seed)
-        state, _ = env.reset(jax.random.fold_in(root, 0))
+        state, _ = reset(jax.random.fold_in(root, 0))
         done, n = False, 0
         while not done:
             n += 1
