@@ -110,7 +110,7 @@ def check_spaces(env, rows, excused=False):
     )
     spaces, values, _ = zip(*given, strict=True)
 
-    @jax.jit
+    @quick_jit
     def contained(values):
         pairs = zip(spaces, values, strict=True)
         return [jax.vmap(jax.vmap(space.contains))(x) for space, x in pairs]
