@@ -44,11 +44,16 @@ jax.tree_util.register_static(Agents)
 
 
 def agents(action=None, **changes):
-    """Takes a step, with the action that the space draws."""
-    lanes, keys = envs.vectorize_agents(Agents(**changes), B), jax.random.split(KEY, B)
-    state, _ = lanes.reset(keys)
-    drawn = jax.vmap(lanes.action_space.sample)(keys)
-    return lanes.step(keys, state, drawn if action is None else action)
+    """Traces a step, with the action that the space draws."""
+    lanes = envs.vectorize_agents(Agents(**changes), B)
+
+    def play(key):
+        keys = jax.random.split(key, B)
+        state, _ = lanes.reset(keys)
+        drawn = jax.vmap(lanes.action_space.sample)(keys)
+        return lanes.step(keys, state, drawn if action is None else action)
+
+    return jax.eval_shape(play, KEY)
 
 
 def agents_returning(**changes):
@@ -75,7 +80,7 @@ def wide_agents():
 def step(env):
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
-    return collector.step(collector.init(KEY), None)
+    return jax.eval_shape(lambda key: collector.step(collector.init(key), None), KEY)
 
 
 def observe_info(initial):
@@ -137,7 +142,7 @@ def recommend(*args, **options):
 
 def show(item):
     env = recommend(TABLE)
-    return env.step(KEY, env.reset(KEY)[0], jnp.int32(item))
+    return env.step(KEY, jax.jit(env.reset)(KEY)[0], np.int32(item))
 
 
 def users_by_fn(**options):
@@ -228,9 +233,9 @@ MESSAGES = [
     (lambda: agents_returning(terminated=np.bool_(0)), "`terminated` must be one"),
     (lambda: agents_returning(obs={"two": TABLE}), "the groups one, two, got ['two']"),
     (wide_agents, "`obs` of the group 'two' must be of shape (2, 4), got float32"),
-    (lambda: agents(jnp.zeros((B, 2), int)), "`action` must be a dict of the groups"),
+    (lambda: agents(np.zeros((B, 2), int)), "`action` must be a dict of the groups"),
     (
-        lambda: agents({"two": jnp.zeros((B, 2)), "one": jnp.zeros((B, 1, 2))}),
+        lambda: agents({"two": np.zeros((B, 2)), "one": np.zeros((B, 1, 2))}),
         "'two' must be of int32 and shape (2,)",
     ),
     # Wrappers
@@ -253,7 +258,9 @@ MESSAGES = [
     (force_twice, "`info` must be a dict without the names left"),
     (lambda: NoRepeat(pendulum()), "`env` must have a discrete action space"),
     (
-        lambda: NoRepeat(envs.TransformObs(CountEnv(), picture)).reset(KEY),
+        lambda: jax.eval_shape(
+            NoRepeat(envs.TransformObs(CountEnv(), picture)).reset, KEY
+        ),
         "`mask` in the observation must be bool of shape (3,), one for",
     ),
     (lambda: NoRepeat(CountEnv(), initial=1), "`initial` must be a bool, got"),

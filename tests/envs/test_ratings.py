@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
+from cases import quick_jit
 
 import rollout
 from rollout import envs
@@ -116,8 +117,12 @@ def test_environment_plays_the_tables_and_masks_what_is_not_known():
         lambda params, obs: jnp.zeros(obs["mask"].shape)
     )
     collector = rollout.Collector(env=envs.vectorize(env, 8), policy=policy)
-    carry = collector.init(jax.random.key(0))
-    _, rows = jax.device_get(collector.collect_steps(carry, None, 12))
+
+    @quick_jit
+    def run(key):
+        return collector.collect_steps(collector.init(key), None, 12)[1]
+
+    rows = jax.device_get(run(jax.random.key(0)))
     user, next_user = rows.obs["user"], rows.next_obs["user"]
     assert len(np.unique(user)) > 3
     np.testing.assert_array_equal(rows.obs["mask"], tables.known[user])
@@ -129,15 +134,19 @@ def test_environment_plays_the_tables_and_masks_what_is_not_known():
 def test_masked_item_may_be_recommended_unless_no_item_is_shown_twice():
     known = np.array([[True, False, True]])
     env = envs.RecommendationEnv(np.ones((1, 3)), known=known)
-    state, _ = env.reset(jax.random.key(0))
-    result = env.step(jax.random.key(1), state, jnp.int32(1))
-    assert result.reward == 1.0
-    assert not result.terminated
     once = envs.wrappers.NoRepeat(env)
-    state, obs = once.reset(jax.random.key(0))
-    np.testing.assert_array_equal(obs["mask"], known[0])
-    result = once.step(jax.random.key(1), state, jnp.int32(0))
-    np.testing.assert_array_equal(result.obs["mask"], [False, False, True])
+
+    @jax.jit
+    def act(key):
+        keys = jax.random.split(key, 4)
+        masked = env.step(keys[1], env.reset(keys[0])[0], jnp.int32(1))
+        state, obs = once.reset(keys[2])
+        return masked, obs["mask"], once.step(keys[3], state, jnp.int32(0)).obs["mask"]
+
+    masked, *masks = jax.device_get(act(jax.random.key(0)))
+    assert masked.reward == 1.0
+    assert not masked.terminated
+    np.testing.assert_array_equal(masks, [known[0], [False, False, True]])
 
 
 def test_times_as_text_are_put_in_order_as_numbers_or_dates():

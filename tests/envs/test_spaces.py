@@ -1,5 +1,6 @@
 """Spaces: what is drawn covers them evenly, bounds included."""
 
+import functools
 import itertools
 
 import gymnasium
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, quick_jit
+from cases import CountEnv, in_one_program, quick_jit
 from flax import struct
 
 import rollout
@@ -24,13 +25,10 @@ def sample(space):
     return np.asarray(draw(jax.random.split(jax.random.key(0), NUM_DRAWS)))
 
 
-def act(space, num_envs=NUM_DRAWS):
-    return actions(rollout.random_policy(space), num_envs, jax.random.key(1))
-
-
-def actions(policy, num_envs, key):
+def act(space):
+    policy = rollout.random_policy(space)
     act = quick_jit(lambda obs, key: policy.apply(None, obs, (), key).action)
-    return np.asarray(act(np.zeros((num_envs, 1), np.float32), key))
+    return np.asarray(act(np.zeros((NUM_DRAWS, 1), np.float32), jax.random.key(1)))
 
 
 def integers(low, high, dtype):
@@ -59,14 +57,31 @@ INTEGERS = {
 }
 
 
-@pytest.mark.parametrize("draw", [sample, act])
+@functools.cache
+def drawn_integers():
+    """What each space and the random policy draw, and whether the space has it."""
+
+    def draw(space, key):
+        policy = rollout.random_policy(space)
+        obs = jnp.zeros((NUM_DRAWS, 1))
+        keys = jax.random.split(key, NUM_DRAWS + 1)
+        both = {
+            "sample": jax.vmap(space.sample)(keys[1:]),
+            "act": policy.apply(None, obs, (), keys[0]).action,
+        }
+        return {x: (both[x], jax.vmap(space.contains)(both[x])) for x in both}
+
+    return in_one_program(draw, {name: x[0] for name, x in INTEGERS.items()})
+
+
+@pytest.mark.parametrize("draw", ["sample", "act"])
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_are_drawn_evenly_with_both_bounds(name, draw):
     space, low, high = INTEGERS[name]
-    drawn = draw(space)
+    drawn, contained = drawn_integers()[name][draw]
     assert drawn.shape[1:] == np.shape(low)
     assert drawn.dtype == space.dtype
-    assert jax.vmap(space.contains)(drawn).all()
+    assert contained.all()
     rows = drawn.reshape(NUM_DRAWS, -1).astype(int)
     found, counts = np.unique(rows, axis=0, return_counts=True)
     ranges = map(lambda x, y: range(x, y + 1), np.ravel(low), np.ravel(high))
@@ -81,7 +96,7 @@ def test_integers_are_drawn_evenly_with_both_bounds(name, draw):
 def test_integers_beyond_the_bounds_are_not_contained(name):
     space, low, high = INTEGERS[name]
     for beyond in (np.asarray(low) - 1, np.asarray(high) + 1):
-        assert not space.contains(jnp.asarray(beyond, space.dtype))
+        assert not jax.jit(space.contains)(beyond.astype(space.dtype))
 
 
 @pytest.mark.slow
@@ -106,24 +121,31 @@ def test_widest_ranges_are_drawn_evenly(low, high, dtype, draw):
 
 
 def test_mask_counts_from_the_start_of_the_space():
-    space, allowed = envs.Discrete(3, start=5), jnp.array([[True, False, True]])
+    space, allowed = envs.Discrete(3, start=5), np.array([[True, False, True]])
 
     def mask(obs):
         return jnp.broadcast_to(allowed, (obs.shape[0], 3))
 
     policy = rollout.random_policy(space, mask_fn=mask)
-    key = jax.random.key(0)
-    assert set(np.unique(actions(policy, 500, key))) == {5, 7}
     wrong = rollout.stateless_policy(lambda params, obs, key: jnp.full((500,), 6))
     masked = rollout.epsilon_greedy(wrong, space, 0.0, mask_fn=mask)
-    assert set(np.unique(actions(masked, 500, key))) == {5, 7}
+
+    @quick_jit
+    def act(obs, keys):
+        pairs = zip((policy, masked), keys, strict=True)
+        return [x.apply(None, obs, (), key).action for x, key in pairs]
+
+    for found in act(np.zeros((500, 1), np.float32), jax.random.split(KEY)):
+        assert set(np.unique(found)) == {5, 7}
 
 
-@pytest.mark.parametrize("size", [7, 257, 513])
-def test_words_of_more_lanes_begin_with_those_of_fewer(size):
-    key = jax.random.key(3)
-    many, few = prng.bits(key, (1500, 2)), prng.bits(key, (size, 2))
-    np.testing.assert_array_equal(many[:size], few)
+def test_words_of_more_lanes_begin_with_those_of_fewer():
+    sizes = 1500, 7, 257, 513
+    with jax.debug_key_reuse(False):
+        draw = jax.jit(lambda key: [prng.bits(key, (size, 2)) for size in sizes])
+        many, *fewer = jax.device_get(draw(jax.random.key(3)))
+    for few in fewer:
+        np.testing.assert_array_equal(many[: len(few)], few)
     assert len(np.unique(many)) == many.size
 
 
@@ -152,11 +174,14 @@ def test_box_without_bounds_draws_as_gymnasium_does():
     )
     space = envs.Box(low, high, (4,))
 
-    sample = jax.jit(jax.vmap(space.sample))
-    drawn = np.asarray(sample(jax.random.split(jax.random.key(0), 4000)))
+    @quick_jit
+    def draw(key):
+        drawn = jax.vmap(space.sample)(jax.random.split(key, 4000))
+        return drawn, jax.vmap(space.contains)(drawn)
 
+    drawn, contained = map(np.asarray, draw(jax.random.key(0)))
     assert np.isfinite(drawn).all()
-    assert jax.jit(jax.vmap(space.contains))(drawn).all()
+    assert contained.all()
     # Means and deviations of a normal, two exponential and a uniform distribution; the
     # tolerance is five standard errors of the mean of 4,000.
     np.testing.assert_allclose(drawn.mean(axis=0), [0.0, 3.0, 2.0, 0.5], atol=0.08)
@@ -173,7 +198,7 @@ BOUNDS = {
 def test_box_whose_bounds_are_not_known_draws_the_same(name):
     low, high = map(np.float32, BOUNDS[name])
     key = jax.random.key(3)
-    want = envs.Box(low, high, (2,)).sample(key)
+    want = jax.jit(lambda: envs.Box(low, high, (2,)).sample(key))()
     got = jax.jit(lambda low, high: envs.Box(low, high, (2,)).sample(key))(low, high)
     np.testing.assert_array_equal(got, want)
     assert np.isfinite(got).all()
@@ -197,6 +222,7 @@ def test_each_of_several_environments_may_have_infinite_bounds():
     assert np.isfinite(drawn).all()
 
 
+@pytest.mark.usefixtures("key_reuse")
 def test_spaces_of_gymnax_are_taken_anywhere():
     from gymnax.environments import spaces as gymnax_spaces
 
@@ -205,8 +231,10 @@ def test_spaces_of_gymnax_are_taken_anywhere():
     ours = envs.Tuple(
         (envs.Dict({"a": envs.Discrete(3)}), envs.Dict({"b": envs.Discrete(2)}))
     )
-    drawn = [
-        rollout.random_policy(space).apply(None, np.zeros((50, 1)), (), KEY).action
-        for space in (nested, ours)
-    ]
-    jax.tree.map(np.testing.assert_array_equal, *drawn)
+    act = jax.jit(
+        lambda obs: [
+            rollout.random_policy(space).apply(None, obs, (), KEY).action
+            for space in (nested, ours)
+        ]
+    )
+    jax.tree.map(np.testing.assert_array_equal, *act(np.zeros((50, 1))))

@@ -13,9 +13,13 @@ from rollout import envs
 
 def test_rewards_and_flags_are_cast_and_nothing_stays_weakly_typed():
     env = envs.vectorize(CountEnv(), 2)
-    state, obs = env.reset(jax.random.split(jax.random.key(0)))
-    action = jnp.zeros(2, jnp.int32)
-    step = env.step(jax.random.split(jax.random.key(1)), state, action)
+
+    def play(key):
+        reset_keys, step_keys = jax.random.split(key, (2, 2))
+        state, obs = env.reset(reset_keys)
+        return state, obs, env.step(step_keys, state, jnp.zeros(2, jnp.int32))
+
+    state, obs, step = jax.eval_shape(play, jax.random.key(0))
     assert step.reward.dtype == jnp.float32
     assert step.terminated.dtype == step.truncated.dtype == bool
     state.pop("key"), step.state.pop("key")
@@ -24,8 +28,8 @@ def test_rewards_and_flags_are_cast_and_nothing_stays_weakly_typed():
 
 def of_each(length, limit, auto_reset="compact"):
     """Lanes that terminate after a length, which a reset sets, or stop at a limit."""
-    make = jax.vmap(lambda x, y: CountEnv(min_length=x, max_length=x, limit=y))
-    return envs.vectorize_each(make(length, limit), len(limit), auto_reset=auto_reset)
+    every = CountEnv(min_length=length, max_length=length, limit=limit)
+    return envs.vectorize_each(every, len(limit), auto_reset=auto_reset)
 
 
 # That both resets give the same bits is tested elsewhere too.
@@ -57,7 +61,7 @@ def test_every_lane_has_parameters_of_its_own(auto_reset):
 
 @pytest.mark.usefixtures("key_reuse")
 def test_lanes_with_equal_parameters_are_those_of_vectorize():
-    each = of_each(jnp.full(4, 9), jnp.full(4, 5))
+    each = of_each(np.full(4, 9), np.full(4, 5))
     same = envs.vectorize(CountEnv(min_length=9, max_length=9, limit=5), 4)
     assert each.action_space == same.action_space
 

@@ -146,6 +146,17 @@ def on_a_gpu():
     return mock.patch.object(jax.lax, "platform_dependent", choose)
 
 
+def in_one_program(fn, cases):
+    """Calls `fn(case, key)` for every case by name, each with a key of its own."""
+
+    @quick_jit
+    def run(keys):
+        pairs = zip(cases.items(), keys, strict=True)
+        return {name: fn(case, key) for (name, case), key in pairs}
+
+    return jax.device_get(run(jax.random.split(jax.random.key(0), len(cases))))
+
+
 # For large programs whose results alone count: a quarter less of compiling. The results
 # are the same but for roundings.
 quick_jit = functools.partial(

@@ -6,6 +6,7 @@ import gymnasium.spaces as gym_spaces
 import jax
 import numpy as np
 import pytest
+from cases import in_one_program
 
 from rollout.envs.host.gymnasium_actions import batched_action, split_action
 from rollout.envs.spaces import as_space
@@ -41,10 +42,14 @@ DTYPES = {
 
 
 @functools.cache
-def drawn(name):
-    """Twenty elements of one space of ours."""
-    ours = as_space(EVERY[name])
-    return jax.jit(jax.vmap(ours.sample))(jax.random.split(jax.random.key(0), 20))
+def drawn():
+    """Twenty elements of each space of ours, and whether it contains them."""
+
+    def draw(space, key):
+        actions = jax.vmap(as_space(space).sample)(jax.random.split(key, 20))
+        return actions, jax.vmap(as_space(space).contains)(actions)
+
+    return in_one_program(draw, EVERY)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -77,19 +82,18 @@ def test_bounds_beyond_32_bits_are_the_widest_there_are():
 
 @pytest.mark.parametrize("name", sorted({*EVERY} - {"float32"}))
 def test_what_ours_draws_is_an_element_of_gymnasiums(name):
-    space, actions = EVERY[name], drawn(name)
+    space, (actions, contained) = EVERY[name], drawn()[name]
     split = split_action(space)(actions)
     assert len(split) == 20
     for action in split:
         assert space.contains(action), action
-    ours = as_space(space)
-    assert np.all(jax.jit(jax.vmap(ours.contains))(actions))
+    assert contained.all()
 
 
 @pytest.mark.parametrize("name", sorted({*EVERY} - {"float32"}))
 def test_batch_is_what_a_vector_environment_takes(name):
     space = EVERY[name]
-    batch = batched_action(space)(drawn(name))
+    batch = batched_action(space)(drawn()[name][0])
     if name == "tree":
         assert set(batch) == {"a", "b"}
         assert batch["b"][0].shape == (20, 2)

@@ -117,13 +117,18 @@ BROKEN = {
 }
 
 
+def probe(env, num_steps=40):
+    """Of 3 environments and 40 steps, which all tests share if they can."""
+    return rollout.probe(env, num_steps=num_steps)
+
+
 def names(env, **options):
-    return [finding.name for finding in rollout.probe(env, **options)]
+    return [finding.name for finding in probe(env, **options)]
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_is_named(name):
-    assert names(BROKEN[name](3), num_steps=40)[0] == name
+    assert names(BROKEN[name](3))[0] == name
 
 
 @pytest.mark.parametrize(
@@ -136,11 +141,11 @@ def test_what_is_broken_is_named(name):
     ],
 )
 def test_nothing_is_found_where_all_is_well(make):
-    assert rollout.probe(make(), num_steps=60) == ()
+    assert probe(make()) == ()
 
 
 def test_finding_prints_as_its_name_and_what_was_met():
-    (finding,) = rollout.probe(Raises(2))
+    (finding,) = probe(Raises(3))
     assert str(finding) == ("raises: ZeroDivisionError: no such move, at step 1")
 
 
@@ -149,14 +154,14 @@ def test_finding_prints_as_its_name_and_what_was_met():
     [(Unseeded, "the same one starts another"), (Deaf, "others start the same")],
 )
 def test_seed_that_does_not_decide_the_episode_is_found(env_class, what):
-    (finding,) = rollout.probe(env_class(2), num_steps=40)
+    (finding,) = probe(env_class(3))
     assert finding.name == "seed"
     assert finding.message.startswith(what)
 
 
 def test_info_that_changes_is_found():
-    fields = iter([{"a": np.zeros(2)}, {"b": np.zeros(2)}])
-    (finding,) = rollout.probe(with_step(info=lambda step: next(fields))(2))
+    fields = iter([{"a": np.zeros(3)}, {"b": np.zeros(3)}])
+    (finding,) = probe(with_step(info=lambda step: next(fields))(3))
     assert finding.name == "info"
     assert "'a'" in finding.message
     assert "'b'" in finding.message
@@ -168,8 +173,8 @@ def test_observations_in_the_same_memory_are_found():
         def change(self, step):
             return step._replace(obs=np.broadcast_to(step.obs[:1], step.obs.shape))
 
-    assert "reset" in names(OneRow(3), num_steps=9)
-    assert "reset" not in names(OneRow(1), num_steps=9)
+    assert "reset" in names(OneRow(3))
+    assert "reset" not in names(OneRow(1))
 
 
 def test_numbers_that_are_not_finite_or_outside_are_found():
@@ -177,23 +182,23 @@ def test_numbers_that_are_not_finite_or_outside_are_found():
         obs=lambda step: step.obs * np.float32(np.nan),
         reward=lambda step: step.reward * np.float32(np.inf),
     )
-    assert names(nan(2), num_steps=9)[:2] == ["reward", "obs"]
+    assert names(nan(3))[:2] == ["reward", "obs"]
     low = with_step(obs=lambda step: -step.obs - 1)
-    assert names(low(2), num_steps=9)[0] == "obs"
+    assert names(low(3))[0] == "obs"
 
 
 def test_window_without_an_ending_says_that_nothing_is_known_of_it():
-    env = HostCount(2, min_length=10, max_length=20, limit=99)
+    env = HostCount(3, min_length=10, max_length=20, limit=99)
     assert names(env, num_steps=8) == ["seed", "ending"]  # it counts, so far
-    assert rollout.probe(env, num_steps=40) == ()
+    assert probe(env) == ()
 
 
 def test_fault_is_found_with_its_cause():
     def fail(number, env_id):
         return OSError("torn") if (number, env_id) == (9, 0) else None
 
-    env = HostCount(2, fault_fn=fail)
-    (finding,) = rollout.probe(env)
+    env = HostCount(3, fault_fn=fail)
+    (finding,) = probe(env)
     assert finding.name == "fault"
     assert "environment 0 failed: OSError: torn" in finding.message
 
@@ -244,8 +249,8 @@ class Shared(Gym):
     ],
 )
 def test_fault_of_an_environment_of_gymnasium_is_named(change, name, what):
-    env = envs.from_gymnasium(type("Broken", (Gym,), change), 2)
-    assert what in dict(rollout.probe(env))[name]
+    env = envs.from_gymnasium(type("Broken", (Gym,), change), 3)
+    assert what in dict(probe(env))[name]
 
 
 def test_gymnasium_has_the_first_word():
@@ -253,7 +258,7 @@ def test_gymnasium_has_the_first_word():
         def reset(self, *, seed=None):
             return super().reset(seed=seed)
 
-    finding, *others = rollout.probe(envs.from_gymnasium(Plain, 2))
+    finding, *others = probe(envs.from_gymnasium(Plain, 3))
     assert finding.name == "gymnasium"
     assert "`options`" in finding.message
     assert not others
@@ -270,4 +275,4 @@ def test_environments_with_one_state_for_all_are_found():
 def test_vector_environment_that_cannot_be_cut_short_is_found(mode, expected):
     mode = gymnasium.vector.AutoresetMode[mode]
     env = gymnasium.vector.SyncVectorEnv([Gym] * 3, autoreset_mode=mode)
-    assert names(envs.from_gymnasium(env), num_steps=40) == expected
+    assert names(envs.from_gymnasium(env)) == expected

@@ -7,39 +7,37 @@ from plain_suites import Suite
 from rollout import envs
 from rollout.envs.suites import physics
 
-KEY = jax.random.key(3)
-
 
 def adapt(env):
     return physics.adapt(env, model_field="model", frame_field=None)
 
 
-def first_step(env):
-    state, _ = env.reset(KEY)
-    return state, env.step(jax.random.key(4), state, jnp.zeros(2))
+@jax.jit
+def first_step(env, key):
+    reset_key, step_key = jax.random.split(key)
+    state, _ = env.reset(reset_key)
+    return state, env.step(step_key, state, jnp.zeros(2))
 
 
 def test_keys_of_another_kind_are_taken():
-    env = adapt(Suite())
-    state, _ = env.reset(jax.random.key(0, impl="rbg"))
-    step = env.step(jax.random.key(1, impl="rbg"), state, jnp.zeros(2))
+    _, step = first_step(adapt(Suite()), jax.random.key(0, impl="rbg"))
     assert 0 <= step.info["drawn"] < 1
 
 
 def test_state_that_is_passed_in_stays_as_it_is():
-    state, step = first_step(adapt(Suite()))
+    state, step = first_step(adapt(Suite()), jax.random.key(3))
     assert state.metrics["drawn"] == 0
     assert step.state.metrics["drawn"] != 0
 
 
 def test_model_of_a_lane_reaches_kept_methods_and_done_terminates():
     env = adapt(Suite())
-    _, step = first_step(env.replace(model=jnp.float32(5.0)))
+    _, step = first_step(env.replace(model=jnp.float32(5.0)), jax.random.key(3))
     assert (step.reward, step.obs["privileged_state"][0]) == (5.0, 5.0)
     assert (step.reward.dtype, step.terminated.dtype) == (jnp.float32, bool)
     assert step.terminated
     assert not step.truncated
-    _, step = first_step(env)
+    _, step = first_step(env, jax.random.key(3))
     assert step.reward == 2.0
     assert not step.terminated
 

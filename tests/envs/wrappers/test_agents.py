@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import quick_jit, raw
+from cases import in_one_program, quick_jit, raw
 from jax.sharding import Mesh
 
 import rollout
@@ -29,6 +29,64 @@ class AllAct(agents.ChanceEnv):
 
 
 BARE, IN_TURN = AllAct(), agents.ChanceEnv(is_turn_based=True)
+ENVS = {
+    "bare": BARE,
+    "limited": envs.TimeLimit(BARE, 3),
+    "limited in turn": envs.TimeLimit(IN_TURN, 3),
+    "reward": envs.TransformReward(BARE, lambda reward: 2 * reward + 1),
+    "one group": envs.TransformObs(BARE, lambda x: jnp.stack([x, -x]), group="two"),
+    "each group": envs.TransformObs(BARE, lambda obs: obs.sum().reshape(1)),
+    "frames": envs.FrameStack(BARE, 3),
+    "previous": envs.wrappers.ObservePrevious(BARE),
+    "number": envs.wrappers.AgentNumber(BARE),
+    "number in turn": envs.wrappers.AgentNumber(IN_TURN),
+    "number beside": envs.wrappers.AgentNumber(envs.wrappers.ObservePrevious(BARE)),
+}
+each_env = pytest.mark.parametrize("name", ENVS)
+
+
+@functools.cache
+def played():
+    """Rows `[T, B]` of every environment, in one program, with equal keys and actions.
+
+    A plain loop, which costs a quarter of a collector's compiling.
+    """
+    rng = np.random.default_rng(0)
+    action = {
+        "two": rng.integers(4, size=(T, B, 2), dtype=np.int32),
+        "one": rng.random((T, B, 1, 2), np.float32),
+    }
+
+    def one(env, first_key, keys, action):
+        def step(carry, given):
+            (state, obs, acting), length = carry
+            (step_key, reset_key), action = given
+            result, length = env.step(step_key, state, action), length + 1
+            done = result.episode_terminated | result.episode_truncated
+            row = {
+                "obs": obs,
+                "acting": acting,
+                "action": action,
+                "reward": result.reward,
+                "next_obs": result.obs,
+                "truncated": result.episode_truncated,
+                "done": done,
+                "length": length,
+            }
+            after = (result.state, result.obs, result.acting), length
+            fresh = env.reset(reset_key), 0
+            return jax.tree.map(lambda x, y: jnp.where(done, x, y), fresh, after), row
+
+        start = env.reset(first_key), jnp.int32(0)
+        return jax.lax.scan(step, start, (keys, action))[1]
+
+    def lanes(env, _):
+        first, *keys = jax.random.split(KEY, (3, T, B))  # all have the same
+        fn = functools.partial(one, env)
+        return jax.vmap(fn, (0, 1, 1), 1)(first[0], tuple(keys), action)
+
+    with jax.debug_key_reuse(False):
+        return in_one_program(lanes, ENVS)
 
 
 def play(env, wrap_lanes=None):
@@ -45,11 +103,6 @@ def play(env, wrap_lanes=None):
     return jax.device_get(run(collector))
 
 
-@functools.cache
-def bare():
-    return play(BARE)[1]
-
-
 def check_spaces(env):
     """Observations are of the spaces that the wrapped environment has."""
     obs = jax.eval_shape(env.reset, KEY)[1]
@@ -62,114 +115,116 @@ def check_spaces(env):
         assert got == want
 
 
-@pytest.mark.parametrize("env", [BARE, IN_TURN], ids=["all act", "in turn"])
-def test_time_limit_truncates_the_episode_of_all(env):
-    _, trajectory = play(envs.TimeLimit(env, 3))
-    assert trajectory.episode_length.max() == 3
-    at_limit = trajectory.episode_length == 3
-    assert trajectory.truncated[at_limit].all()
-    short = trajectory.done & ~at_limit
+@each_env
+def test_observations_are_of_the_spaces(name):
+    check_spaces(ENVS[name])
+
+
+@pytest.mark.parametrize("name", ["limited", "limited in turn"])
+def test_time_limit_truncates_the_episode_of_all(name):
+    rows = played()[name]
+    assert rows["length"].max() == 3
+    at_limit = rows["length"] == 3
+    assert rows["truncated"][at_limit].all()
+    short = rows["done"] & ~at_limit
     assert short.any()
 
 
 def test_reward_of_every_agent_is_transformed():
-    _, trajectory = play(envs.TransformReward(BARE, lambda reward: 2 * reward + 1))
-    want = 2 * bare().info.agents.reward + 1
-    np.testing.assert_array_equal(trajectory.info.agents.reward, want)
-    np.testing.assert_array_equal(trajectory.reward, want.sum(-1))
+    want = 2 * played()["bare"]["reward"] + 1
+    np.testing.assert_array_equal(played()["reward"]["reward"], want)
+    _, trajectory, _ = normalized()
+    reward = trajectory.info.agents.reward
+    assert (reward % 2 == 1).all()
+    np.testing.assert_array_equal(trajectory.reward, reward.sum(-1))
 
 
 def test_observations_of_one_group_or_all_are_transformed():
-    one = envs.TransformObs(BARE, lambda obs: jnp.stack([obs, -obs]), group="two")
-    check_spaces(one)
-    _, trajectory = play(one)
-    raw = bare().obs["two"]
-    np.testing.assert_array_equal(trajectory.obs["two"], np.stack([raw, -raw], -1))
-    np.testing.assert_array_equal(trajectory.obs["one"], bare().obs["one"])
-    every = envs.TransformObs(BARE, lambda obs: obs.sum(keepdims=True).reshape(1))
-    check_spaces(every)
-    _, trajectory = play(every)
-    want = bare().next_obs["one"].sum(-1, keepdims=True)
-    np.testing.assert_array_equal(trajectory.next_obs["one"], want)
-    np.testing.assert_array_equal(trajectory.obs["acting"], bare().obs["acting"])
+    bare, one, every = (played()[x] for x in ("bare", "one group", "each group"))
+    two = bare["obs"]["two"]
+    np.testing.assert_array_equal(one["obs"]["two"], np.stack([two, -two], -1))
+    np.testing.assert_array_equal(one["obs"]["one"], bare["obs"]["one"])
+    want = bare["next_obs"]["one"].sum(-1, keepdims=True)
+    np.testing.assert_array_equal(every["next_obs"]["one"], want)
+    np.testing.assert_array_equal(every["acting"], bare["acting"])
 
 
 def test_frames_of_every_agent_are_its_last_observations():
-    env = envs.FrameStack(BARE, 3)
-    check_spaces(env)
-    _, trajectory = play(env)
-    raw, frames = bare().obs["one"], trajectory.obs["one"]
+    raw, length = (played()["bare"][x] for x in ("obs", "length"))
+    frames = played()["frames"]["obs"]["one"]
     assert frames.shape == (T, B, 1, 3, 2)
     for lane in range(B):
         for t in range(T):
-            back = [min(k, bare().episode_length[t, lane] - 1) for k in (2, 1, 0)]
-            want = np.stack([raw[t - k, lane] for k in back], axis=1)
+            back = [min(k, length[t, lane] - 1) for k in (2, 1, 0)]
+            want = np.stack([raw["one"][t - k, lane] for k in back], axis=1)
             np.testing.assert_array_equal(frames[t, lane], want)
 
 
 def test_every_agent_sees_its_previous_action_and_reward():
-    env = envs.wrappers.ObservePrevious(BARE)
-    check_spaces(env)
-    _, trajectory = play(env)
-    seen, members = trajectory.next_obs["two"], [0, 2]
-    np.testing.assert_array_equal(seen["action"], trajectory.action["two"])
-    reward = trajectory.info.agents.reward[..., members]
-    np.testing.assert_array_equal(seen["reward"], reward)
-    first = np.repeat(trajectory.first[..., None], 2, -1)
-    np.testing.assert_array_equal(trajectory.obs["two"]["first"], first)
-    assert not trajectory.obs["two"]["action"][first].any()
+    rows, members = played()["previous"], [0, 2]
+    seen = rows["next_obs"]["two"]
+    np.testing.assert_array_equal(seen["action"], rows["action"]["two"])
+    np.testing.assert_array_equal(seen["reward"], rows["reward"][..., members])
+    first = np.repeat(rows["length"][..., None] == 1, 2, -1)
+    np.testing.assert_array_equal(rows["obs"]["two"]["first"], first)
+    assert not rows["obs"]["two"]["action"][first].any()
 
 
-def test_every_agent_sees_its_number_also_beside_other_entries():
-    for env in (envs.wrappers.AgentNumber(BARE), envs.wrappers.AgentNumber(IN_TURN)):
-        check_spaces(env)
-        _, obs, _ = env.reset(KEY)
-        np.testing.assert_array_equal(obs["two"]["agent"], np.eye(3)[[0, 2]])
-        np.testing.assert_array_equal(obs["one"]["agent"], np.eye(3)[[1]])
-    env = envs.wrappers.AgentNumber(envs.wrappers.ObservePrevious(BARE))
-    check_spaces(env)
-    assert set(env.reset(KEY)[1]["two"]) == {
-        "agent",
-        "obs",
-        "action",
-        "reward",
-        "first",
-    }
+@pytest.mark.parametrize("name", ["number", "number in turn", "number beside"])
+def test_every_agent_sees_its_number_also_beside_other_entries(name):
+    obs, eye = played()[name]["obs"], np.eye(3)
+    for group, members in (("two", [0, 2]), ("one", [1])):
+        want = np.broadcast_to(eye[members], (T, B, len(members), 3))
+        np.testing.assert_array_equal(obs[group]["agent"], want)
+    beside = {"action", "reward", "first"} if name == "number beside" else set()
+    assert set(obs["two"]) == {"agent", "obs"} | beside
 
 
-def test_statistics_are_those_of_all_agents_of_a_group():
-    carry, trajectory = play(BARE, envs.NormalizeObs)
-    statistics = carry.env_state.statistics.value
-    first = bare().obs["two"][:1]
-    # The observations of an auto-reset do not count.
-    seen = np.concatenate([first, bare().next_obs["two"]]).astype(np.float64)
-    # float32 sums of up to 10 * 9 over some 200 values.
-    np.testing.assert_allclose(statistics.mean["two"], seen.mean(), rtol=1e-4)
-    np.testing.assert_allclose(statistics.var["two"], seen.var(), rtol=1e-4)
-    assert statistics.mean["acting"] is None
-    np.testing.assert_array_equal(trajectory.obs["acting"], bare().obs["acting"])
-    assert trajectory.obs["acting"].dtype == bool
-    info = trajectory.info.env
-    np.testing.assert_array_equal(info["raw_next_obs"]["two"], bare().next_obs["two"])
-    last = np.asarray(trajectory.next_obs["two"][-1])
-    scale = np.sqrt(statistics.var["two"] + 1e-8)
-    want = (bare().next_obs["two"][-1] - statistics.mean["two"]) / scale
-    np.testing.assert_allclose(last, want, rtol=1e-5)
-
-
-def test_normalised_agents_are_mapped_to_policies():
-    lanes = envs.NormalizeObs(envs.vectorize_agents(BARE, B))
+@functools.cache
+def normalized():
+    """A carry and trajectory of mapped policies, and the rows of each group."""
+    lanes = envs.NormalizeObs(envs.vectorize_agents(ENVS["reward"], B))
     random = {x: rollout.random_policy(s) for x, s in lanes.action_spaces.items()}
     mapping = rollout.agents.fixed_mapping({"a": "two", "b": "one", "c": "two"})
     policy = rollout.agents.policy_map(random, mapping, lanes)
     collector = rollout.Collector(env=lanes, policy=policy)
-    params = {"one": None, "two": None}
-    carry = collector.init(KEY)
-    _, trajectory = collector.collect_steps(carry, params, 4)
-    _, rows = rollout.agents.agent_transitions((), trajectory, end="episode")
-    want = trajectory.obs["two"].reshape(4, -1)
-    np.testing.assert_array_equal(rows["two"].obs, want)
     assert lanes.observation_spaces["one"].shape == (2,)
+
+    @quick_jit
+    def run(key):
+        params = {"one": None, "two": None}
+        carry, trajectory = collector.collect_steps(collector.init(key), params, T)
+        _, rows = rollout.agents.agent_transitions((), trajectory, end="episode")
+        return carry, trajectory, rows
+
+    return jax.device_get(run(KEY))
+
+
+def test_statistics_are_those_of_all_agents_of_a_group():
+    carry, trajectory, _ = normalized()
+    statistics = carry.env_state.statistics.value
+    raw, raw_next = (trajectory.info.env[x] for x in ("raw_obs", "raw_next_obs"))
+    length = trajectory.episode_length[..., None]
+    # The observation of agent a after n steps is `10 n + a`.
+    np.testing.assert_array_equal(raw["two"], 10 * (length - 1) + np.array([0, 2]))
+    np.testing.assert_array_equal(raw_next["two"], 10 * length + np.array([0, 2]))
+    # The observations of an auto-reset do not count.
+    seen = np.concatenate([raw["two"][:1], raw_next["two"]]).astype(np.float64)
+    # float32 sums of up to 10 * 9 over some 200 values.
+    np.testing.assert_allclose(statistics.mean["two"], seen.mean(), rtol=1e-4)
+    np.testing.assert_allclose(statistics.var["two"], seen.var(), rtol=1e-4)
+    assert statistics.mean["acting"] is None
+    np.testing.assert_array_equal(trajectory.obs["acting"], raw["acting"])
+    assert trajectory.obs["acting"].dtype == bool
+    scale = np.sqrt(statistics.var["two"] + 1e-8)
+    want = (raw_next["two"][-1] - statistics.mean["two"]) / scale
+    np.testing.assert_allclose(trajectory.next_obs["two"][-1], want, rtol=1e-5)
+
+
+def test_normalised_agents_are_mapped_to_policies():
+    _, trajectory, rows = normalized()
+    want = trajectory.obs["two"].reshape(T, -1)
+    np.testing.assert_array_equal(rows["two"].obs, want)
 
 
 @pytest.mark.slow
@@ -242,7 +297,7 @@ def test_group_and_number_of_agents_are_checked():
     with pytest.raises(ValueError, match="`env` must be a `MultiAgentEnv` for"):
         envs.wrappers.AgentNumber(single)
     with pytest.raises(ValueError, match="without `agent` for `AgentNumber`"):
-        envs.wrappers.AgentNumber(envs.wrappers.AgentNumber(BARE)).reset(KEY)
+        jax.eval_shape(envs.wrappers.AgentNumber(ENVS["number"]).reset, KEY)
 
 
 def stack(env):

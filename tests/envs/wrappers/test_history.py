@@ -6,21 +6,43 @@ import jax
 import numpy as np
 import pytest
 import suite_checks
+from cases import CountEnv, quick_jit
 
+import rollout
 from rollout import envs
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-def play(env, num_steps=40):
-    return suite_checks.collect(envs.vectorize(env, 4), num_steps=num_steps)
+def make(env_id):
+    if env_id == "count":
+        return envs.wrappers.NoRepeat(envs.TimeLimit(CountEnv(min_length=9), 5))
+    return envs.TimeLimit(envs.make(env_id), 7)
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", slow("Pendulum-v1")])
+@functools.cache
+def play(env_id, window):
+    """The trajectory with a history, and whether the space has one of its rows."""
+    env = envs.wrappers.History(make(env_id), window)
+    lanes = envs.vectorize(env, 4)
+    collector = rollout.Collector(
+        env=lanes, policy=rollout.random_policy(lanes.action_space)
+    )
+
+    @quick_jit
+    def run(key):
+        rows = collector.collect_steps(collector.init(key), None, 40)[1]
+        obs = jax.tree.map(lambda x: x[3, 0], rows.obs)
+        return rows, env.observation_space.contains(obs)
+
+    return jax.device_get(run(suite_checks.KEY))
+
+
+@pytest.mark.parametrize("env_id", ["count", slow("CartPole-v1"), slow("Pendulum-v1")])
 @pytest.mark.parametrize("window", [slow(1), 3])
 def test_history_is_that_of_a_plain_list(env_id, window):
-    env = envs.wrappers.History(envs.TimeLimit(envs.make(env_id), 7), window)
-    rows = play(env)
+    rows, is_contained = play(env_id, window)
+    assert is_contained
     for lane in range(4):
         actions, rewards = [], []
         for row in range(40):
@@ -38,30 +60,27 @@ def test_history_is_that_of_a_plain_list(env_id, window):
             assert not shown[length:].any()
             actions.append(rows.action[row, lane])
             rewards.append(rows.reward[row, lane])
-    assert env.observation_space.contains(jax.tree.map(lambda x: x[3, 0], rows.obs))
 
 
 def test_no_repeat_masks_the_actions_of_the_episode():
-    env = envs.wrappers.NoRepeat(envs.TimeLimit(envs.make("Acrobot-v1"), 5))
-    rows = play(env)
-    assert rows.obs["obs"].shape == (40, 4, 6)
+    rows, _ = play("count", 3)
+    assert rows.obs["obs"]["obs"].shape == (40, 4, 1)
     for lane in range(4):
         taken = set()
         for row in range(40):
             if rows.first[row, lane]:
                 taken = set()
-            mask = rows.obs["mask"][row, lane]
+            mask = rows.obs["obs"]["mask"][row, lane]
             assert mask.tolist() == [x not in taken for x in range(3)]
             taken.add(int(rows.action[row, lane]))
-            mask = rows.next_obs["mask"][row, lane]
+            mask = rows.next_obs["obs"]["mask"][row, lane]
             assert mask.tolist() == [x not in taken for x in range(3)]
-    assert env.observation_space.contains(jax.tree.map(lambda x: x[3, 0], rows.obs))
 
 
 @pytest.mark.slow
 def test_forced_length_goes_on_after_the_end():
     env = envs.wrappers.ForceLength(envs.TimeLimit(envs.make("CartPole-v1"), 4), 6)
-    rows = play(env, 24)
+    rows = suite_checks.collect(envs.vectorize(env, 4), num_steps=24)
     assert not rows.terminated.any()
     assert rows.truncated[:, 0].tolist() == 4 * [*5 * [False], True]
     assert rows.info["left"][:, 0].tolist() == 4 * [*3 * [False], *3 * [True]]

@@ -1,10 +1,12 @@
 """Rewards on a common scale, the previous step in view, faults that end an episode."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv
+from cases import CountEnv, quick_jit
 from flax import struct
 
 import rollout
@@ -17,8 +19,12 @@ B, T, GAMMA = 4, 30, 0.9
 def collect(env, num_steps=T, seed=0):
     policy = rollout.random_policy(env.action_space)
     collector = rollout.Collector(env=env, policy=policy)
-    carry = collector.init(jax.random.key(seed))
-    return collector.collect_steps(carry, None, num_steps)
+
+    @quick_jit
+    def run(key):
+        return collector.collect_steps(collector.init(key), None, num_steps)
+
+    return jax.device_get(run(jax.random.key(seed)))
 
 
 def plain_scales(raw, done):
@@ -58,7 +64,7 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
 def test_previous_action_and_reward_are_in_view():
     env = envs.vectorize(envs.wrappers.ObservePrevious(CountEnv()), B)
     trajectory = collect(env)[1]
-    obs, first = trajectory.obs, np.asarray(trajectory.first)
+    obs, first = trajectory.obs, trajectory.first
     np.testing.assert_array_equal(obs["first"], first)
     going_on = ~first[1:]
     for name in ("action", "reward"):
@@ -74,33 +80,41 @@ def test_previous_action_and_reward_are_in_view():
 
 @struct.dataclass
 class Breaking(CountEnv):
-    """Counts, and is NaN from its third step on in what `broken` names."""
+    """Counts, and is NaN from its third step on in observations, or in rewards."""
 
-    broken: str = struct.field(pytree_node=False, default="obs")
+    breaks_obs: bool = True
     limit: int = 100
     min_length: int = 50
     max_length: int = 60
 
     def step(self, key, state, action):
-        result = super().step(key, state, action)
-        result = result.replace(reward=jnp.float32(result.reward))
-        value = getattr(result, self.broken)
-        bad = jnp.where(state["n"] >= 2, jnp.nan, value)
-        return result.replace(**{self.broken: bad})
+        result, is_late = super().step(key, state, action), state["n"] >= 2
+        is_bad, reward = is_late & self.breaks_obs, jnp.float32(result.reward)
+        return result.replace(
+            obs=jnp.where(is_bad, jnp.nan, result.obs),
+            reward=jnp.where(is_late & ~is_bad, jnp.nan, reward),
+        )
 
 
-@pytest.mark.parametrize("broken", ["obs", "reward"])
-def test_step_that_is_not_finite_ends_the_episode(broken):
-    env = envs.vectorize(envs.EndOnFault(Breaking(broken=broken)), B)
-    trajectory = collect(env)[1]
-    faulty = np.asarray(trajectory.info["faulty"])
+@functools.cache
+def ended():
+    """The trajectory of two lanes with faulty observations, two with rewards."""
+    env = jax.tree.map(lambda x: np.repeat(x, B), Breaking())
+    env = env.replace(breaks_obs=np.array([True, True, False, False]))
+    lanes = envs.vectorize_each(envs.EndOnFault(env), B)
+    return collect(envs.NormalizeReward(lanes))[1]
+
+
+def test_step_that_is_not_finite_ends_the_episode():
+    trajectory = ended()
+    faulty = trajectory.info["faulty"]
     np.testing.assert_array_equal(faulty, trajectory.episode_length == 3)
     np.testing.assert_array_equal(trajectory.truncated, faulty)
     assert not trajectory.terminated.any()
     assert not trajectory.reward[faulty].any()
     # The last finite observation stands for the faulty one.
     assert (trajectory.next_obs[faulty] == 2).all()
-    stats = rollout.summarize(trajectory)
+    stats = jax.jit(rollout.summarize)(trajectory)
     assert (int(stats.num_nonfinite), float(stats.returns.mean)) == (0, 3.0)
 
 
@@ -126,31 +140,22 @@ class Halving(VectorWrapper):
         return result.replace(reward=result.reward / 2, raw_reward=raw)
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_returns_are_of_raw_rewards_whatever_scales_them(order):
-    env = envs.vectorize(CountEnv(), B)
-    for wrapper in (Halving, envs.NormalizeReward)[::order]:
-        env = wrapper(env)
-    rows = collect(env, 6)[1]
-    length = np.asarray(rows.episode_length)
-    np.testing.assert_array_equal(rows.episode_return, length * (length + 1) / 2)
-
-
-def mended(env):
-    return Mending(envs.NormalizeReward(envs.vectorize(env, B)))
-
-
-def ended(env):
-    return envs.NormalizeReward(envs.vectorize(envs.EndOnFault(env), B))
-
-
-@pytest.mark.parametrize("wrap", [mended, ended])
-def test_rewards_that_are_replaced_leave_the_returns_finite(wrap):
-    rows = collect(wrap(Breaking(broken="reward")), 5)[1]
+def check_returns(rows):
     assert np.isfinite(rows.reward).all()
     # Rewards 1 and 2, then 0 in place of NaN.
     length = np.minimum(rows.episode_length, 2)
     np.testing.assert_array_equal(rows.episode_return, length * (length + 1) / 2)
+
+
+def test_returns_are_of_raw_rewards_whatever_scales_and_mends_them():
+    env = Halving(envs.vectorize(Breaking(breaks_obs=False), B))
+    rows = collect(Halving(Mending(envs.NormalizeReward(env))), 5)[1]
+    check_returns(rows)
+    np.testing.assert_array_equal(rows.info["raw_reward"][:2], [B * [1.0], B * [2.0]])
+
+
+def test_rewards_of_faulty_steps_leave_the_returns_finite():
+    check_returns(ended())
 
 
 class Raw(CountEnv):

@@ -238,14 +238,22 @@ def test_spaces_are_those_of_one_lane():
 
 @functools.cache
 def frozen():
+    """A frozen collector; the half after the first one, and another start."""
     carries, _ = collect("tree")
     env = envs.NormalizeObs(make_inner("tree"), epsilon=EPSILON)
-    return collector_of(env.freeze(carries[1].env_state))
+    collector = collector_of(env.freeze(carries[1].env_state))
+
+    @quick_jit
+    def run(carry, key):
+        return half_of(collector)(carry), collector.init(key)
+
+    (carry, rest), fresh = run(carries[1], jax.random.key(1))
+    return collector, carry, jax.device_get(rest), fresh
 
 
 def test_frozen_statistics_do_not_change_and_a_carry_goes_on():
     carries, trajectory = collect("tree")
-    carry, rest = quick_jit(half_of(frozen()))(carries[1])
+    _, carry, rest, _ = frozen()
     chex.assert_trees_all_equal_shapes_and_dtypes(carry, carries[1])
     statistics = carries[1].env_state.statistics.value
     chex.assert_trees_all_equal(carry.env_state.statistics.value, statistics)
@@ -261,10 +269,10 @@ def test_frozen_statistics_do_not_change_and_a_carry_goes_on():
 def test_frozen_environment_starts_again_with_its_statistics():
     carries, _ = collect("tree")
     statistics = carries[1].env_state.statistics.value
-    carry = quick_jit(frozen().init)(jax.random.key(1))
+    *_, carry = frozen()
     chex.assert_trees_all_equal(carry.env_state.statistics.value, statistics)
     # Every episode starts with the count 0.
-    want = -statistics.mean["n"] / jnp.sqrt(statistics.var["n"] + EPSILON)
+    want = -statistics.mean["n"] / np.sqrt(statistics.var["n"] + EPSILON)
     assert_close(carry.obs["n"], np.full(NUM_LANES, want))
     chex.assert_trees_all_equal_shapes_and_dtypes(carry, carries[0])
 
@@ -286,13 +294,13 @@ def test_unread_raw_observations_leave_no_buffer():
     def rewards(carry):
         return collector.collect_steps(carry, None, 1000)[1].reward
 
-    memory = jax.jit(rewards).lower(carry).compile().memory_analysis()
+    memory = quick_jit(rewards).lower(carry).compile().memory_analysis()
     # One raw observation of 16 lanes is 288 bytes; 1000 of them would be 288 kB.
     assert memory.temp_size_in_bytes < 100_000
 
 
 def test_leaves_may_be_replaced_by_anything():
-    env = frozen().env
+    env = frozen()[0].env
     for value in (None, object(), "x", 0):
         replaced = jax.tree.map(lambda x, value=value: value, env)
         assert replaced.num_envs == env.num_envs
@@ -314,7 +322,7 @@ class Flags(CountEnv):
 
 def test_flags_alone_are_left_as_they_are():
     env = jax.tree_util.register_static(Flags)()
-    _, obs = envs.NormalizeObs(envs.vectorize(env, 2)).reset(KEYS)
+    _, obs = jax.jit(envs.NormalizeObs(envs.vectorize(env, 2)).reset)(KEYS)
     assert obs.dtype == bool
     assert obs.all()
 
@@ -322,11 +330,17 @@ def test_flags_alone_are_left_as_they_are():
 def test_parts_that_only_leaves_out_stay_as_they_are():
     inner = envs.vectorize(TreeEnv(), 2)
     env = envs.NormalizeObs(inner, only=("odd/1", "n"))
-    raw_obs, (_, obs) = inner.reset(KEYS)[1], env.reset(KEYS)
+
+    @quick_jit
+    def start(keys):
+        return inner.reset(keys)[1], env.reset(keys)[1]
+
+    with jax.debug_key_reuse(False):
+        raw_obs, obs = start(KEYS)
     assert (obs["n"].dtype, obs["odd"][1].dtype) == ("float32", "float32")
     chex.assert_trees_all_equal(obs["odd"][::2], raw_obs["odd"][::2])
     with pytest.raises(ValueError, match=r"name parts of .* n, odd/0, .*, got speed"):
-        envs.NormalizeObs(inner, only=["n", "speed"]).reset(KEYS)
+        jax.eval_shape(envs.NormalizeObs(inner, only=["n", "speed"]).reset, KEYS)
 
 
 class Passing(VectorWrapper):
