@@ -40,18 +40,32 @@ def team_of_two():
     )
 
 
+@functools.cache
+def returns_of_two():
+    """The statistics of `team_of_two`, and its rows and returns by `end`."""
+
+    @quick_jit
+    def run(env):
+        (pending, trajectory), found = collect(env, 4), {}
+        for end in ("episode", "agent"):
+            _, rows = rollout.agents.agent_transitions(pending, trajectory, end=end)
+            found[end] = rows["all"], rollout.discounted_returns(rows["all"], gamma=1.0)
+        return rollout.agents.summarize_agents(trajectory), found
+
+    return jax.device_get(run(team_of_two()))
+
+
 @pytest.mark.parametrize(
     ("end", "fallen"), [("episode", [1, 1, 1, 1]), ("agent", [0, 0, 0, 0])]
 )
 def test_fallen_agent_earns_what_its_team_wins_later(end, fallen):
-    pending, trajectory = collect(team_of_two(), 4)
-    _, rows = rollout.agents.agent_transitions(pending, trajectory, end=end)
-    returns = rollout.discounted_returns(rows["all"], gamma=1.0)
+    stats, found = returns_of_two()
+    rows, returns = found[end]
     np.testing.assert_array_equal(returns[:, 0], [1, 1, 1, 1])
     np.testing.assert_array_equal(returns[:, 1], fallen)
-    acting = rows["all"].extras["acting"]
+    acting = rows.extras["acting"]
     np.testing.assert_array_equal(acting[:, 1], [True, True, False, False])
-    assert rollout.agents.summarize_agents(trajectory).unassigned_reward == B
+    assert stats.unassigned_reward == B
 
 
 def play_to_the_end(env):
@@ -177,9 +191,14 @@ class AllAct(agents.ChanceEnv):
 
 
 def test_simultaneous_rows_are_a_reshape_of_the_trajectory():
-    pending, trajectory = jax.jit(lambda: collect(AllAct(), 40))()
     make = functools.partial(rollout.agents.agent_transitions, end="episode")
-    after, rows = make(pending, trajectory)
+
+    @quick_jit
+    def run():
+        pending, trajectory = collect(AllAct(), 40)
+        return trajectory, *make(pending, trajectory)
+
+    trajectory, after, rows = jax.device_get(run())
     assert after == ()
     row, info = rows["two"], trajectory.info.agents
     columns = [0, 2]  # of the group's agents
@@ -203,7 +222,7 @@ def test_simultaneous_rows_are_a_reshape_of_the_trajectory():
 
 
 def test_unknown_end_is_refused():
-    pending, trajectory = collect(team_of_two(), 4)
+    pending, trajectory = jax.eval_shape(lambda: collect(team_of_two(), 4))
     message = '`end` must be "agent" or "episode", got \'team\''
     with pytest.raises(ValueError, match=message):
         rollout.agents.agent_transitions(pending, trajectory, end="team")
