@@ -109,16 +109,19 @@ def play_to_the_end(env):
     raise AssertionError("it must end")
 
 
-@functools.partial(quick_jit, static_argnames=("lengths", "end"))
-def windows(env, lengths, end):
-    """The trajectory, and the rows of windows of these lengths, joined."""
-    pending, trajectory = collect(env, NUM_ROWS)
-    every = []
-    for start, stop in itertools.pairwise(np.cumsum((0, *lengths))):
-        window = jax.tree.map(lambda x, a=start, b=stop: x[a:b], trajectory)
-        pending, rows = rollout.agents.agent_transitions(pending, window, end=end)
-        every.append(rows["all"])
-    return trajectory, jax.tree.map(lambda *x: jnp.concatenate(x), *every)
+@functools.partial(quick_jit, static_argnames="lengths")
+def windows(env, lengths):
+    """The trajectory, and by `end` the rows of windows of these lengths, joined."""
+    start, trajectory = collect(env, NUM_ROWS)
+    found = {}
+    for end in ("agent", "episode"):
+        pending, every = start, []
+        for first, stop in itertools.pairwise(np.cumsum((0, *lengths))):
+            window = jax.tree.map(lambda x, a=first, b=stop: x[a:b], trajectory)
+            pending, rows = rollout.agents.agent_transitions(pending, window, end=end)
+            every.append(rows["all"])
+        found[end] = jax.tree.map(lambda *x: jnp.concatenate(x), *every)
+    return trajectory, found
 
 
 def tables(num_rows, dtype, elements):
@@ -140,7 +143,7 @@ TEAMS = {
 def test_rows_are_those_of_a_plain_loop(acting, reward, terminated, truncated, end):
     env = schedule(acting, reward, terminated=terminated, truncated=truncated, end=end)
     want, length = play_to_the_end(env)
-    _, rows = jax.device_get(windows(env, (NUM_ROWS,), "episode"))
+    rows = jax.device_get(windows(env, (NUM_ROWS,))[1]["episode"])
     num_episodes = NUM_ROWS // length
     for agent, lane in itertools.product(range(NUM_AGENTS), range(B)):
         column = lane * NUM_AGENTS + agent
@@ -167,10 +170,10 @@ def test_rewards_in_rows_sum_to_the_agents_return(
     split, acting, reward, terminated, truncated, end
 ):
     env = schedule(acting, reward, terminated=terminated, truncated=truncated, end=end)
-    for mode in ("agent", "episode"):
-        trajectory, rows = jax.device_get(windows(env, split, mode))
-        info = trajectory.info.agents
-        missed = info.unassigned_reward if mode == "agent" else 0 * info.reward
+    trajectory, found = jax.device_get(windows(env, split))
+    info = trajectory.info.agents
+    for end, rows in found.items():
+        missed = info.unassigned_reward if end == "agent" else 0 * info.reward
         in_rows = rows.reward.reshape(NUM_ROWS, B, NUM_AGENTS) + missed
         for lane in range(B):
             ends = np.flatnonzero(trajectory.done[:, lane])
