@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, make_env, on_a_gpu, raw
+from cases import CountEnv, make_env, on_a_gpu, quick_jit, raw
 from jax.sharding import Mesh
 
 import rollout
@@ -55,13 +55,15 @@ def make(ending="some", policy="stateless", num_envs=B, **changes):
     return rollout.Collector(env=env, policy=POLICIES[policy], **options)
 
 
-@functools.partial(jax.jit, static_argnames="num_steps")
-def collect(collector, num_steps=T, seed=1):
+def start_and_collect(collector, num_steps=T, seed=1):
     carry = collector.init(jax.random.key(seed))
     return collector.collect_steps(carry, PARAMS, num_steps)
 
 
-@jax.jit
+collect = quick_jit(start_and_collect, static_argnames="num_steps")
+
+
+@quick_jit
 def next_values(carry, trajectory):
     last_value = critic(PARAMS, carry.obs, carry.policy_state)
     return rollout.next_values(trajectory, last_value)
@@ -148,7 +150,7 @@ def test_fold_and_step_tell_final_values():
     trajectory = jax.device_get(collect(collector)[1])
     total = lambda acc, t: acc + t.final_value  # noqa: E731
 
-    @jax.jit
+    @quick_jit
     def run(collector, key):
         start = collector.init(key), PARAMS
         _, folded = collector.fold_steps(*start, total, jnp.zeros(B), num_steps=T)
@@ -163,7 +165,7 @@ def test_program_of_a_gpu_gives_the_same_values():
     """No lane, some or all, as `lax.switch` chooses; run here."""
     env, obs = make().env, np.arange(40, dtype=np.float32)[:, None]
     compute = lambda flags: kernel.values_where(env, critic, PARAMS, obs, (), flags)  # noqa: E731
-    here, on_gpu = jax.jit(compute), jax.jit(lambda flags: compute(flags))
+    here, on_gpu = quick_jit(compute), quick_jit(lambda flags: compute(flags))
     for num_flags in (0, 2, 40):
         flags = np.arange(40) < num_flags
         expected = np.where(flags, critic(float(PARAMS), obs, ()), 0.0)
@@ -190,7 +192,9 @@ def test_devices_give_the_values_of_one(num_devices):
 def test_lanes_under_vmap_have_values_of_their_own():
     collector = make()
     seeds = jnp.arange(3)
-    many = jax.vmap(lambda seed: collect(collector, seed=seed)[1].final_value)(seeds)
+    many = jax.vmap(
+        lambda seed: start_and_collect(collector, seed=seed)[1].final_value
+    )(seeds)
     for seed, got in enumerate(many):
         expected = collect(collector, seed=seed)[1].final_value
         np.testing.assert_array_equal(got, expected)
@@ -198,7 +202,7 @@ def test_lanes_under_vmap_have_values_of_their_own():
 
 @pytest.mark.parametrize("is_closed_over", [False, True])
 def test_values_are_constants_to_derivatives(is_closed_over):
-    @jax.jit
+    @quick_jit
     @jax.value_and_grad
     def total(params):
         value_fn = lambda own, *args: critic(params, *args)  # noqa: E731
@@ -217,7 +221,7 @@ def test_values_may_not_come_from_arrays_of_all_lanes():
         return obs[:, 0] + jnp.arange(32.0)
 
     with pytest.raises(ValueError, match="of all 32 lanes, got an error for 2 of them"):
-        collect(make(num_envs=32, value_fn=value_fn))
+        jax.eval_shape(start_and_collect, make(num_envs=32, value_fn=value_fn))
 
 
 class LongReset(CountEnv):
@@ -229,13 +233,13 @@ class LongReset(CountEnv):
 def test_values_and_expensive_resets_promote_no_dtypes():
     env = envs.vectorize(jax.tree_util.register_static(LongReset)(), B)
     with jax.numpy_dtype_promotion("strict"):
-        _, trajectory = jax.eval_shape(collect, make().replace(env=env))
+        _, trajectory = jax.eval_shape(start_and_collect, make().replace(env=env))
     fields = trajectory.obs, trajectory.next_obs, trajectory.final_value
     assert [x.dtype for x in fields] == ["float32"] * 3
 
 
 def test_episode_that_is_cut_has_the_value_of_where_it_was_cut():
-    @jax.jit
+    @quick_jit
     def play(collector):
         carry = collector.init(jax.random.key(1))
         return collector.collect_padded_episodes(carry, PARAMS, 9, max_length=4)
@@ -269,7 +273,7 @@ def test_batches_of_a_stream_have_the_values_of_their_successors(policy, at_batc
 
 def test_record_fn_may_leave_out_final_values():
     drop = make(record_fn=lambda t: t.replace(final_value=(), next_obs=()))
-    trajectory = jax.eval_shape(collect, drop)[1]
+    trajectory = jax.eval_shape(start_and_collect, drop)[1]
     assert trajectory.final_value == ()
     assert trajectory.next_obs == ()
 
