@@ -137,7 +137,7 @@ IMPLS = {"threefry2x32": 2, "rbg": 4}  # words of a key
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3)])
-def test_leaf_of_any_dtype_and_shape_comes_back(shape, tmp_path):
+def test_leaf_of_any_dtype_and_shape_is_restored(shape, tmp_path):
     number = np.arange(np.prod(shape, dtype=int)).reshape(shape) + 1
     tree = {x: number.astype(jnp.dtype(x)) for x in DTYPES.split()}
     words = {x: np.full((*shape, n), 7, np.uint32) for x, n in IMPLS.items()}
@@ -208,7 +208,7 @@ def test_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
     assert checkpoint.restore("~/run", {"n": 0})["n"] == 1
 
 
-def test_kill_before_an_old_one_is_deleted_stops_nobody(tmp_path, monkeypatch):
+def test_save_killed_before_it_deletes_the_old_one_is_complete(tmp_path, monkeypatch):
     def kill(*_, **__):
         raise KeyboardInterrupt
 

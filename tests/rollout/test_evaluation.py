@@ -114,7 +114,7 @@ def test_cut_episodes_count_and_are_named():
     assert stats.returns.mean == 55
 
 
-def test_parameters_that_are_nan_are_counted_by_row_and_nothing_is_traced_again():
+def test_nan_parameters_are_counted_by_row_without_a_new_trace():
     num_traces = 0
 
     def act(params, obs, key):

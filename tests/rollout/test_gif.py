@@ -133,7 +133,7 @@ def test_gif_has_every_state_of_the_first_episode(kind, tmp_path):
     assert stats.lengths.mean == length
 
 
-def test_what_is_recorded_besides_does_not_matter(tmp_path):
+def test_gif_ignores_record_fn_accumulators_and_value_fn(tmp_path):
     total = rollout.Accumulator(jnp.zeros, lambda total, t: total + t.info["noise"])
     collector = collect(
         lanes_of("limited"),

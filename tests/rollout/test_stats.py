@@ -43,7 +43,7 @@ def test_statistics_are_those_of_the_episodes_that_ended(scale):
         assert leaf.dtype == jnp.int32
 
 
-def test_window_without_an_ending_says_so():
+def test_statistics_without_an_ended_episode_are_nan():
     _, trajectory = collect("count")
     none = np.zeros(trajectory.terminated.shape, bool)
     stats = summarize(trajectory.replace(terminated=none, truncated=none))
@@ -169,7 +169,7 @@ def test_window_has_episodes_before_which_all_have_ended(size, num_rows):
 
 
 @pytest.mark.parametrize(("num_lanes", "size"), [(200, 200), (200, 20), (4, 20)])
-def test_first_values_of_a_window_do_not_favour_short_episodes(num_lanes, size):
+def test_first_values_of_a_window_are_not_biased_to_short_episodes(num_lanes, size):
     """Half of the episodes take 2 steps, half 20: the mean is 11 from the start."""
     firsts = []
     for seed in range(40 if num_lanes > 4 else 200):
@@ -185,7 +185,7 @@ def test_first_values_of_a_window_do_not_favour_short_episodes(num_lanes, size):
     assert abs(np.mean(firsts) - 11) < 4 * error + 0.01
 
 
-def test_window_goes_on_after_a_trajectory_that_was_left_out():
+def test_window_survives_a_skipped_trajectory():
     trajectory, window = played(np.full((3, 9), 6), 54), rollout.EpisodeWindow.create(9)
     window = add(window, part(trajectory, 0, 4))  # lists three episodes
     window = add(window, part(trajectory, 8, 12))  # in which no listed one goes on
@@ -194,7 +194,7 @@ def test_window_goes_on_after_a_trajectory_that_was_left_out():
     assert (window.num_episodes, window.length_mean) == (9, 6)
 
 
-def test_window_keeps_lengths_that_no_float_has():
+def test_window_keeps_lengths_above_float32_precision():
     length = np.array([2**24 + 1], np.int32)
     episodes = of_episodes([1.0], episode_length=length)
     window = jax.device_get(add(rollout.EpisodeWindow.create(1), episodes))
@@ -217,7 +217,7 @@ def test_window_lives_in_a_scan_and_under_vmap():
     assert str(last) == repr(last)
 
 
-def test_window_counts_episodes_that_are_there():
+def test_window_ignores_masked_episodes():
     """A host may lose some, and other lanes may be idle."""
     window = rollout.EpisodeWindow.create(3)
     mask = np.array([True, False, True])

@@ -102,7 +102,7 @@ def test_rows_of_one_iteration_have_the_bits_of_those_one_by_one():
     jax.clear_caches()
 
 
-def test_row_does_not_look_into_another_episode_behind_void_rows():
+def test_target_does_not_cross_episodes_after_void_rows():
     """As where a stream drops the rest of an episode, with its end."""
     trajectory, next_value = make_trajectory()
     dropped = trajectory.mask.at[5:9].set(False) & ~trajectory.done
@@ -116,7 +116,7 @@ def test_row_does_not_look_into_another_episode_behind_void_rows():
     np.testing.assert_allclose(got, expected, **CLOSE)
 
 
-def test_trajectory_of_hand_needs_no_episode_ids():
+def test_handmade_trajectory_needs_no_episode_ids():
     trajectory, next_value = make_trajectory()
     want = rollout.gae(trajectory, next_value, gamma=GAMMA, lam=LAM)
     trajectory = trajectory.replace(episode_id=())

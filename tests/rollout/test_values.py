@@ -134,7 +134,7 @@ def test_other_fields_are_those_without_values():
     chex.assert_trees_all_equal(raw(got), raw(without))
 
 
-def test_calls_in_turn_give_the_values_of_one():
+def test_consecutive_calls_give_the_values_of_one():
     collector = make(policy="recurrent")
     whole = next_values(*collect(collector))
     carry, first = collect(collector, 1)
@@ -238,7 +238,7 @@ def test_values_and_expensive_resets_promote_no_dtypes():
     assert [x.dtype for x in fields] == ["float32"] * 3
 
 
-def test_episode_that_is_cut_has_the_value_of_where_it_was_cut():
+def test_cut_episode_has_the_value_of_its_last_observation():
     @quick_jit
     def play(collector):
         carry = collector.init(jax.random.key(1))
@@ -309,7 +309,7 @@ def test_batches_of_sharded_lanes_have_the_values_of_one_device():
     np.testing.assert_array_equal(sharded.final_value, one.final_value)
 
 
-def test_values_are_not_computed_where_nobody_reads_them():
+def test_unread_values_are_not_computed():
     collector = make(value_fn=lambda params, obs, state: jnp.tanh(obs[:, 0]))
     carry = jax.eval_shape(collector.init, jax.random.key(0))
     run = functools.partial(collector.collect_steps, num_steps=3)

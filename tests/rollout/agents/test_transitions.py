@@ -344,7 +344,7 @@ def test_rows_over_four_devices_are_the_same():
     assert_same(raw(rows), raw(windows(*collected(8))))
 
 
-def test_row_says_which_episode_and_which_step_of_it():
+def test_row_has_its_episode_and_its_step():
     """Within an agent's episode rows count up, and their return is the sum so far."""
     rows = compressed(windows(*collected()))["two"]
     assert set(rows.episode_id) <= set(np.unique(collected()[1].episode_id))
@@ -386,7 +386,7 @@ def test_cut_of_the_episode_truncates_who_is_left():
     assert got[0, 1] == [(1, 10, 1, False, True, True)]
 
 
-def test_what_is_pending_goes_with_an_episode_that_is_given_up():
+def test_abandoned_episode_drops_pending_transitions():
     pending, trajectory = collected()
     halves = part(trajectory, 0, T // 2), part(trajectory, T // 2, T)
     pending, _ = transitions(pending, halves[0])
@@ -400,7 +400,7 @@ def test_what_is_pending_goes_with_an_episode_that_is_given_up():
         np.testing.assert_array_equal(rows.reward, want[group].reward)
 
 
-def test_same_window_twice_or_a_gap_is_refused():
+def test_repeated_or_skipped_window_is_refused():
     pending, trajectory = collected()
     # Of one length, so that they are one program.
     parts = [part(trajectory, 7 * i, 7 * i + 7) for i in range(3)]

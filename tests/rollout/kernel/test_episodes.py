@@ -427,7 +427,7 @@ def test_step_count_saturates_at_int32_max():
 
 
 @pytest.mark.parametrize("min_steps", [1, 2**30 + 1, 2**31 - 2, MOST])
-def test_episodes_after_enough_steps_do_not_count_however_long_they_are(min_steps):
+def test_episodes_that_start_after_min_steps_do_not_count(min_steps):
     length = np.array(LONG * 3, np.int32)
 
     @jax.jit

@@ -62,7 +62,7 @@ def elements(space):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_allowed_is_drawn_evenly_and_nothing_else(name):
+def test_masked_draw_is_uniform_over_allowed_actions(name):
     space, mask, is_allowed = CASES[name]
     policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
     act = quick_jit(lambda obs, key: policy.apply(None, obs, (), key))
@@ -95,7 +95,7 @@ def corrected(space, mask, actions):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_forbidden_action_of_a_policy_is_replaced_and_no_other(name):
+def test_only_forbidden_actions_of_a_policy_are_replaced(name):
     space, mask, is_allowed = CASES[name]
     every = elements(space)
     sent = corrected(space, mask, np.reshape(every, (-1, *space.shape)))
