@@ -42,9 +42,10 @@ def discounted(length):
 def test_values_of_every_row_are_those_of_its_episode_so_far():
     collector = make_collector()
     carry, first = collector.collect_steps(collector.init(jax.random.key(0)), None, 13)
-    carry, second = collector.collect_steps(carry, None, 12)
-    trajectory = jax.tree.map(lambda *x: jnp.concatenate(x), first, second)
-    accumulated, length = trajectory.accumulated, np.asarray(trajectory.episode_length)
+    _, second = collector.collect_steps(carry, None, 13)
+    windows = jax.device_get((first, second))
+    trajectory = jax.tree.map(lambda *x: np.concatenate(x), *windows)
+    accumulated, length = trajectory.accumulated, trajectory.episode_length
     expected = np.vectorize(discounted)(length)
     np.testing.assert_allclose(accumulated["discounted"], expected, rtol=1e-6)
     np.testing.assert_array_equal(accumulated["best"]["highest"], length)

@@ -54,6 +54,17 @@ def collect(env, kind=rollout.Collector, **options):
     return kind(env=env, policy=policy, **options)
 
 
+def lanes_of(kind):
+    drawn = Drawn(limit=5)
+    if kind == "each":
+        return envs.vectorize_each(jax.tree.map(lambda x: np.full(3, x), drawn), 3)
+    if kind == "limited":
+        return envs.vectorize(envs.TimeLimit(drawn, 4), 3)
+    if kind == "wrapped":
+        return envs.NormalizeReward(envs.NormalizeObs(lanes_of("limited")))
+    return envs.vectorize(drawn, 3)
+
+
 def on_host(num_envs, **options):
     make = lambda **given: Counter(**given)  # noqa: E731
     env = envs.from_gymnasium(make, num_envs, **options)
@@ -76,14 +87,14 @@ def test_titles_show_the_raw_return_under_a_normalization(is_host):
         plain = envs.from_gymnasium(Counter, 1, render_mode="rgb_array")
         kind, scaled = rollout.HostCollector, envs.NormalizeHost
     else:
-        plain = envs.vectorize(Drawn(limit=5), 1)
-        kind, scaled = rollout.Collector, envs.NormalizeReward
+        plain, kind = lanes_of("limited"), rollout.Collector
+        scaled = lambda env: envs.NormalizeReward(envs.NormalizeObs(env))  # noqa: E731
     policy = rollout.random_policy(plain.action_space)
-    raw, _ = draw_episode(kind(env=plain, policy=policy), KEY, None, 100)
+    raw, _ = draw_episode(kind(env=plain, policy=policy), KEY, None, 1000)
     collector = kind(env=scaled(plain), policy=policy)
     carry, t = collector.collect_steps(collector.init(KEY), None, 20)
-    assert (t.reward != 1).any()
-    gif, episodes = draw_episode(collector.freeze(carry), KEY, None, 100)
+    assert (np.asarray(t.reward) != 1).any()
+    gif, episodes = draw_episode(collector.freeze(carry), KEY, None, 1000)
     assert gif == raw
     assert episodes.episode_return[0] > 1
 
@@ -103,16 +114,7 @@ def test_normalized_robot_is_drawn_without_a_display(tmp_path, monkeypatch):
     assert len(brightness(path)) == 3
 
 
-def lanes_of(kind):
-    drawn = Drawn(limit=5)
-    if kind == "each":
-        return envs.vectorize_each(jax.tree.map(lambda x: jnp.full(3, x), drawn), 3)
-    if kind == "wrapped":
-        return envs.NormalizeObs(envs.vectorize(envs.TimeLimit(drawn, 4), 3))
-    return envs.vectorize(drawn, 3)
-
-
-@pytest.mark.parametrize("kind", ["lanes", "each", "wrapped", "sharded"])
+@pytest.mark.parametrize("kind", ["limited", "each", "wrapped", "sharded"])
 def test_gif_has_every_state_of_the_first_episode(kind, tmp_path):
     collector = collect(lanes_of(kind))
     if kind == "sharded":
@@ -131,16 +133,18 @@ def test_gif_has_every_state_of_the_first_episode(kind, tmp_path):
     assert stats.lengths.mean == length
 
 
-def test_what_is_recorded_besides_does_not_matter(tmp_path):
+def test_gif_ignores_record_fn_accumulators_and_value_fn(tmp_path):
     total = rollout.Accumulator(jnp.zeros, lambda total, t: total + t.info["noise"])
     collector = collect(
-        lanes_of("lanes"),
+        lanes_of("limited"),
         record_fn=lambda t: t.replace(info=(), reward=()),
         accumulators={"noise": total},
         value_fn=lambda params, obs, state: obs[:, 0],
     )
     episode = rollout.record_gif(collector, KEY, None, tmp_path / "a.gif")
-    same = rollout.record_gif(collect(lanes_of("lanes")), KEY, None, tmp_path / "b.gif")
+    same = rollout.record_gif(
+        collect(lanes_of("limited")), KEY, None, tmp_path / "b.gif"
+    )
     np.testing.assert_array_equal(episode.episode_return, same.episode_return)
     assert (tmp_path / "a.gif").read_bytes() == (tmp_path / "b.gif").read_bytes()
 

@@ -225,7 +225,9 @@ def test_one_lowering_for_several_platforms_holds_the_programs_of_all():
 def test_call_runs_few_operations_outside_its_loop(most, call):
     """Each is a launch on a GPU; counted in a program for the CPU, which is here."""
     call = jax.jit(functools.partial(call, make(auto_reset="select")))
-    text = call.lower(jax.random.key(0)).compile().as_text()
+    # Fusions are made before the optimizations that this leaves out.
+    options = {"xla_backend_optimization_level": 0}
+    text = call.lower(jax.random.key(0)).compile(options).as_text()
     outside = text[text.index("\nENTRY") :].partition("\n}")[0]
     assert outside.count(" while(") == 1
     assert 0 < outside.count(" fusion(") <= most

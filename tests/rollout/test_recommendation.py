@@ -148,7 +148,8 @@ def test_metrics_are_those_of_all_episodes_in_a_plain_loop(collectors, played):
 
 
 def test_metric_without_its_table_is_none(collectors):
-    stats = evaluate({"FB": collectors["FB"]}, 3)
+    shapes = jax.eval_shape(lambda: evaluate({"FB": collectors["FB"]}, 3))
+    stats = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     assert stats["FB"].diversity is stats["FB"].novelty is None
     logged = rollout.log_stats(stats, prefix="test/")
     assert "test/FB/click_through_rate" in logged
@@ -181,9 +182,10 @@ def test_new_episode_begins_with_its_own_observation(collectors):
 def test_forced_length_is_that_of_each_episode():
     env = make_settings(force_length=3)["NX_3"]
     collector = make_collector(env, num_lanes=2)
+    run = quick_jit(lambda carry: collector.collect_steps(carry, SCORES, 2))
     carry, flags = collector.init(jax.random.key(0)), []
     for _ in range(3):  # a call does not start over
-        carry, rows = collector.collect_steps(carry, SCORES, 2)
+        carry, rows = run(carry)
         flags.extend(rows.truncated.tolist())
     assert flags == [[x, x] for x in [False, False, True] * 2]
 

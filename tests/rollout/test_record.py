@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv
+from cases import CountEnv, quick_jit
 
 import rollout
 from rollout import envs
@@ -34,11 +34,17 @@ def make_collector(record_fn):
     return rollout.Collector(env=env, policy=POLICY, record_fn=record_fn)
 
 
+@quick_jit
+def collect_steps(collector, carry):
+    return collector.collect_steps(carry, None, NUM_STEPS)[1]
+
+
 @pytest.fixture(scope="module")
 def raw():
     collector = make_collector(None)
     carry = collector.init(jax.random.key(0))
-    return carry, collector.collect_steps(carry, None, NUM_STEPS)[1]
+    trajectory = collect_steps(collector, carry)
+    return carry, jax.device_get(trajectory)
 
 
 summarize = jax.jit(rollout.summarize)
@@ -59,7 +65,7 @@ def check(recorded, raw):
 
 def test_steps_are_stored_as_recorded_and_statistics_count_the_raw_rewards(raw):
     carry, raw = raw
-    _, recorded = make_collector(record).collect_steps(carry, None, NUM_STEPS)
+    recorded = collect_steps(make_collector(record), carry)
     check(recorded, raw)
     assert np.max(recorded.reward) == 1 < np.max(raw.reward)
     got, want = summarize(recorded), summarize(raw)
@@ -70,7 +76,7 @@ def test_steps_are_stored_as_recorded_and_statistics_count_the_raw_rewards(raw):
 def test_fields_that_are_not_recorded_are_not_missed(raw):
     carry, raw = raw
     collector = make_collector(lambda t: t.replace(reward=(), action=(), info=()))
-    _, recorded = collector.collect_steps(carry, None, NUM_STEPS)
+    recorded = collect_steps(collector, carry)
     assert recorded.reward == recorded.action == ()
     got, want = summarize(recorded), summarize(raw)
     assert got.returns.mean == want.returns.mean
@@ -90,7 +96,7 @@ def test_single_steps_and_folds_hand_out_what_is_recorded(raw):
     def note(acc, transition):
         return acc + transition.extras["double"].sum()
 
-    @jax.jit
+    @quick_jit
     def run(carry):
         _, transition = collector.step(carry, None)
         return transition, collector.fold_steps(
@@ -104,9 +110,11 @@ def test_single_steps_and_folds_hand_out_what_is_recorded(raw):
 
 
 def test_episodes_are_stored_as_recorded_and_counted_raw(raw):
-    _, padded, episodes = make_collector(record).collect_padded_episodes(
-        raw[0], None, 5, max_length=7
-    )
+    @quick_jit
+    def play(collector, carry):
+        return collector.collect_padded_episodes(carry, None, 5, max_length=7)[1:]
+
+    padded, episodes = jax.device_get(play(make_collector(record), raw[0]))
     length = np.asarray(episodes.episode_length)
     np.testing.assert_array_equal(episodes.episode_return, length * (length + 1) / 2)
     step = np.arange(1, 8)[:, None]

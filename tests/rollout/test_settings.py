@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, collect, make_collector
+from cases import CountEnv, collect, make_collector, raw
 from compiles import count_compiles
 from flax import struct
 
@@ -186,10 +186,9 @@ def test_episodes_until_there_are_enough_steps_depend_on_no_lane():
 def test_finished_lists_the_episodes_that_ended():
     trajectory = collect("count")[1]
     found = jax.jit(rollout.finished)(trajectory)
-    ended = np.asarray(trajectory.done & trajectory.mask)
-    step, lane = np.nonzero(ended)
+    trajectory, found = jax.device_get((raw(trajectory), found))
+    step, lane = np.nonzero(trajectory.done & trajectory.mask)
     np.testing.assert_array_equal(found.lane[found.mask], lane)
-    expected = np.asarray(trajectory.episode_return)[step, lane]
-    np.testing.assert_array_equal(found.episode_return[found.mask], expected)
-    expected = np.asarray(trajectory.episode_length)[step, lane]
-    np.testing.assert_array_equal(found.episode_length[found.mask], expected)
+    for field in ("episode_return", "episode_length"):
+        expected = getattr(trajectory, field)[step, lane]
+        np.testing.assert_array_equal(getattr(found, field)[found.mask], expected)

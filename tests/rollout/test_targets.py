@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import collect, on_a_gpu
+from cases import collect, on_a_gpu, raw
 
 import rollout
 
@@ -19,16 +19,13 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 def make_trajectory(seed=0, void=0.0):
     """Random rewards and values over real endings, both flags among them."""
     rng = np.random.default_rng(seed)
-    trajectory = collect("count")[1]
+    trajectory = jax.device_get(raw(collect("count")[1]))
     mask = rng.random((T, B)) >= void
-    numbers = jnp.asarray(rng.normal(size=(3, T, B)), jnp.float32)
-    reward, value, next_value = numbers
+    reward, value, next_value = rng.normal(size=(3, T, B)).astype(np.float32)
     # A value that counts nowhere may be anything.
-    next_value = jnp.where(trajectory.terminated, jnp.nan, next_value)
-    trajectory = trajectory.replace(
-        reward=reward, mask=jnp.asarray(mask), extras={"value": value}
-    )
-    return trajectory, next_value
+    next_value = np.where(trajectory.terminated, np.float32(np.nan), next_value)
+    changes = {"reward": reward, "mask": mask, "extras": {"value": value}}
+    return jax.tree.map(jnp.asarray, (trajectory.replace(**changes), next_value))
 
 
 def find_next(trajectory):
@@ -60,7 +57,7 @@ def plain_lambda_returns(trajectory, next_value, gamma, lam):
 
 def plain_gae(trajectory, next_value, gamma, lam):
     mask, value = (np.asarray(x) for x in (trajectory.mask, trajectory.extras["value"]))
-    after = np.where(trajectory.terminated, 0.0, next_value)
+    after = np.where(trajectory.terminated, 0.0, np.asarray(next_value))
     error = np.asarray(trajectory.reward) + gamma * after - value
     advantage, following = np.zeros((T, B)), find_next(trajectory)
     for lane in range(B):
@@ -105,7 +102,7 @@ def test_rows_of_one_iteration_have_the_bits_of_those_one_by_one():
     jax.clear_caches()
 
 
-def test_row_does_not_look_into_another_episode_behind_void_rows():
+def test_target_does_not_cross_episodes_after_void_rows():
     """As where a stream drops the rest of an episode, with its end."""
     trajectory, next_value = make_trajectory()
     dropped = trajectory.mask.at[5:9].set(False) & ~trajectory.done
@@ -119,7 +116,7 @@ def test_row_does_not_look_into_another_episode_behind_void_rows():
     np.testing.assert_allclose(got, expected, **CLOSE)
 
 
-def test_trajectory_of_hand_needs_no_episode_ids():
+def test_handmade_trajectory_needs_no_episode_ids():
     trajectory, next_value = make_trajectory()
     want = rollout.gae(trajectory, next_value, gamma=GAMMA, lam=LAM)
     trajectory = trajectory.replace(episode_id=())
@@ -144,8 +141,10 @@ def test_targets_are_the_same_within_jit_and_are_differentiated():
         options = {"gamma": gamma, "lam": LAM}
         return rollout.gae(trajectory, next_value, **options).sum()
 
-    inside = jax.jit(total)(next_value, jnp.float32(GAMMA))
+    inside, gradient = jax.jit(jax.value_and_grad(total))(
+        next_value, jnp.float32(GAMMA)
+    )
     np.testing.assert_allclose(inside, total(next_value, GAMMA), rtol=1e-5)
-    gradient = jax.grad(total)(next_value, GAMMA)
-    assert not gradient[trajectory.terminated].any()
-    assert gradient[-1][~trajectory.terminated[-1]].all()
+    gradient, terminated = np.asarray(gradient), np.asarray(trajectory.terminated)
+    assert not gradient[terminated].any()
+    assert gradient[-1][~terminated[-1]].all()

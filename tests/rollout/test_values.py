@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, make_env, on_a_gpu, raw
+from cases import CountEnv, make_env, on_a_gpu, quick_jit, raw
 from jax.sharding import Mesh
 
 import rollout
@@ -55,15 +55,18 @@ def make(ending="some", policy="stateless", num_envs=B, **changes):
     return rollout.Collector(env=env, policy=POLICIES[policy], **options)
 
 
-def collect(collector, num_steps=T, seed=1):
-    return collector.collect_steps(
-        collector.init(jax.random.key(seed)), PARAMS, num_steps
-    )
+def start_and_collect(collector, num_steps=T, seed=1):
+    carry = collector.init(jax.random.key(seed))
+    return collector.collect_steps(carry, PARAMS, num_steps)
 
 
+collect = quick_jit(start_and_collect, static_argnames="num_steps")
+
+
+@quick_jit
 def next_values(carry, trajectory):
     last_value = critic(PARAMS, carry.obs, carry.policy_state)
-    return np.asarray(rollout.next_values(trajectory, last_value))
+    return rollout.next_values(trajectory, last_value)
 
 
 def plain_next_values(trajectory, *, is_recurrent):
@@ -86,7 +89,7 @@ def plain_next_values(trajectory, *, is_recurrent):
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("num_steps", [1, T])
 def test_next_values_are_those_of_every_successor(ending, policy, num_steps):
-    carry, trajectory = collect(make(ending, policy), num_steps)
+    carry, trajectory = jax.device_get(collect(make(ending, policy), num_steps))
     expected = plain_next_values(trajectory, is_recurrent=policy == "recurrent")
     np.testing.assert_array_equal(next_values(carry, trajectory), expected)
     if num_steps == T:
@@ -131,40 +134,44 @@ def test_other_fields_are_those_without_values():
     chex.assert_trees_all_equal(raw(got), raw(without))
 
 
-def test_calls_in_turn_give_the_values_of_one():
+def test_consecutive_calls_give_the_values_of_one():
     collector = make(policy="recurrent")
     whole = next_values(*collect(collector))
-    carry, first = collect(collector, T // 2)
+    carry, first = collect(collector, 1)
     parts = [next_values(carry, first)]
-    carry, second = collector.collect_steps(carry, PARAMS, T // 2)
-    parts.append(next_values(carry, second))
+    for _ in range(T - 1):
+        carry, row = collector.collect_steps(carry, PARAMS, 1)
+        parts.append(next_values(carry, row))
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
 def test_fold_and_step_tell_final_values():
     collector = make()
-    trajectory = collect(collector)[1]
+    trajectory = jax.device_get(collect(collector)[1])
     total = lambda acc, t: acc + t.final_value  # noqa: E731
-    start = collector.init(jax.random.key(1)), PARAMS
-    _, folded = collector.fold_steps(*start, total, jnp.zeros(B), num_steps=T)
+
+    @quick_jit
+    def run(collector, key):
+        start = collector.init(key), PARAMS
+        _, folded = collector.fold_steps(*start, total, jnp.zeros(B), num_steps=T)
+        return folded, collector.step(*start)[1].final_value
+
+    folded, row = run(collector, jax.random.key(1))
     np.testing.assert_array_equal(folded, trajectory.final_value.sum(0))
-    row = collector.step(*start)[1]
-    np.testing.assert_array_equal(row.final_value, trajectory.final_value[0])
+    np.testing.assert_array_equal(row, trajectory.final_value[0])
 
 
 def test_program_of_a_gpu_gives_the_same_values():
     """No lane, some or all, as `lax.switch` chooses; run here."""
-
-    env = make().env
+    env, obs = make().env, np.arange(40, dtype=np.float32)[:, None]
+    compute = lambda flags: kernel.values_where(env, critic, PARAMS, obs, (), flags)  # noqa: E731
+    here, on_gpu = quick_jit(compute), quick_jit(lambda flags: compute(flags))
     for num_flags in (0, 2, 40):
-        obs = jnp.arange(40.0)[:, None]
-        args = env, critic, PARAMS, obs, (), jnp.arange(40) < num_flags
-        expected = kernel.values_where(*args)
+        flags = np.arange(40) < num_flags
+        expected = np.where(flags, critic(float(PARAMS), obs, ()), 0.0)
+        np.testing.assert_array_equal(here(flags), expected)
         with on_a_gpu():
-            np.testing.assert_array_equal(kernel.values_where(*args), expected)
-        np.testing.assert_array_equal(
-            expected, jnp.where(args[-1], critic(PARAMS, obs, ()), 0.0)
-        )
+            np.testing.assert_array_equal(on_gpu(flags), expected)
 
 
 @pytest.mark.slow
@@ -185,7 +192,9 @@ def test_devices_give_the_values_of_one(num_devices):
 def test_lanes_under_vmap_have_values_of_their_own():
     collector = make()
     seeds = jnp.arange(3)
-    many = jax.vmap(lambda seed: collect(collector, seed=seed)[1].final_value)(seeds)
+    many = jax.vmap(
+        lambda seed: start_and_collect(collector, seed=seed)[1].final_value
+    )(seeds)
     for seed, got in enumerate(many):
         expected = collect(collector, seed=seed)[1].final_value
         np.testing.assert_array_equal(got, expected)
@@ -193,16 +202,18 @@ def test_lanes_under_vmap_have_values_of_their_own():
 
 @pytest.mark.parametrize("is_closed_over", [False, True])
 def test_values_are_constants_to_derivatives(is_closed_over):
-    carry = make().init(jax.random.key(1))
-
+    @quick_jit
+    @jax.value_and_grad
     def total(params):
         value_fn = lambda own, *args: critic(params, *args)  # noqa: E731
         collector = make(value_fn=value_fn) if is_closed_over else make()
+        carry = collector.init(jax.random.key(1))
         trajectory = collector.collect_steps(carry, params, T)[1]
         return trajectory.final_value.sum() + 0.0 * params
 
-    assert total(PARAMS) > 0
-    assert jax.grad(total)(PARAMS) == 0
+    value, gradient = total(PARAMS)
+    assert value > 0
+    assert gradient == 0
 
 
 def test_values_may_not_come_from_arrays_of_all_lanes():
@@ -210,7 +221,7 @@ def test_values_may_not_come_from_arrays_of_all_lanes():
         return obs[:, 0] + jnp.arange(32.0)
 
     with pytest.raises(ValueError, match="of all 32 lanes, got an error for 2 of them"):
-        collect(make(num_envs=32, value_fn=value_fn))
+        jax.eval_shape(start_and_collect, make(num_envs=32, value_fn=value_fn))
 
 
 class LongReset(CountEnv):
@@ -222,20 +233,23 @@ class LongReset(CountEnv):
 def test_values_and_expensive_resets_promote_no_dtypes():
     env = envs.vectorize(jax.tree_util.register_static(LongReset)(), B)
     with jax.numpy_dtype_promotion("strict"):
-        _, trajectory = jax.eval_shape(collect, make().replace(env=env))
+        _, trajectory = jax.eval_shape(start_and_collect, make().replace(env=env))
     fields = trajectory.obs, trajectory.next_obs, trajectory.final_value
     assert [x.dtype for x in fields] == ["float32"] * 3
 
 
-def test_episode_that_is_cut_has_the_value_of_where_it_was_cut():
-    collector = make("never")
-    carry = collector.init(jax.random.key(1))
-    _, t, episodes = collector.collect_padded_episodes(carry, PARAMS, 9, max_length=4)
+def test_cut_episode_has_the_value_of_its_last_observation():
+    @quick_jit
+    def play(collector):
+        carry = collector.init(jax.random.key(1))
+        return collector.collect_padded_episodes(carry, PARAMS, 9, max_length=4)
+
+    _, t, episodes = jax.device_get(play(make("never")))
     assert episodes.finished.any()
     assert not episodes.finished.all()
     cut = t.truncated & ~t.terminated
     assert cut.sum() == (~episodes.finished).sum()
-    expected = jnp.where(cut, critic(PARAMS, jnp.full((4 * 9, 1), 4.0), ())[0], 0.0)
+    expected = np.where(cut, critic(float(PARAMS), np.full((1, 1), 4.0), ()), 0.0)
     np.testing.assert_array_equal(t.final_value, expected)
 
 
@@ -257,9 +271,9 @@ def test_batches_of_a_stream_have_the_values_of_their_successors(policy, at_batc
             np.testing.assert_array_equal(found[mask], expected[mask])
 
 
-def test_what_is_recorded_may_leave_the_values_out():
+def test_record_fn_may_leave_out_final_values():
     drop = make(record_fn=lambda t: t.replace(final_value=(), next_obs=()))
-    trajectory = collect(drop)[1]
+    trajectory = jax.eval_shape(start_and_collect, drop)[1]
     assert trajectory.final_value == ()
     assert trajectory.next_obs == ()
 
@@ -295,11 +309,11 @@ def test_batches_of_sharded_lanes_have_the_values_of_one_device():
     np.testing.assert_array_equal(sharded.final_value, one.final_value)
 
 
-def test_values_are_not_computed_where_nobody_reads_them():
+def test_unread_values_are_not_computed():
     collector = make(value_fn=lambda params, obs, state: jnp.tanh(obs[:, 0]))
-    carry = collector.init(jax.random.key(0))
+    carry = jax.eval_shape(collector.init, jax.random.key(0))
     run = functools.partial(collector.collect_steps, num_steps=3)
     programs = jax.jit(run), jax.jit(lambda *args: run(*args)[1].reward)
-    whole, part = (x.lower(carry, PARAMS).compile().as_text() for x in programs)
+    whole, part = (x.lower(carry, PARAMS).as_text() for x in programs)
     assert "tanh" in whole
     assert "tanh" not in part

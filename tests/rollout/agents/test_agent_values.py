@@ -14,6 +14,7 @@ from rollout import envs
 
 KEY = jax.random.key(5)
 T, B = 24, 4
+ENDS = "agent", "episode"
 GROUP, MEMBERS = "two", [0, 2]  # of `ChanceEnv`
 PARAMS = {"count": jnp.float32(3.0), "random": None}
 
@@ -77,8 +78,14 @@ def make_collector(
     return rollout.Collector(env=env, policy=policy, value_fn=value_fn, **changes)
 
 
-@functools.partial(quick_jit, static_argnames=("end", "num_windows"))
-def next_values(collector, end, num_windows=1):
+@functools.cache
+def both_ends(name):
+    """`next_values` of a case for both ends, in one program."""
+    run = quick_jit(lambda collector: {x: find_values(collector, x) for x in ENDS})
+    return jax.device_get(run(make_collector(CASES[name])))
+
+
+def find_values(collector, end, num_windows=1):
     """The trajectory, the group's rows and the values of their successors."""
     carry, every = collector.init(KEY), []
     pending = rollout.agents.init_agent_transitions(collector, carry, PARAMS)
@@ -93,6 +100,9 @@ def next_values(collector, end, num_windows=1):
         value = rollout.next_values(rows[GROUP], last[GROUP])
         every.append((trajectory, rows[GROUP], value))
     return jax.tree.map(lambda *x: jnp.concatenate(x), *every)
+
+
+next_values = quick_jit(find_values, static_argnames=("end", "num_windows"))
 
 
 def check(trajectory, rows, value, counts=True):
@@ -111,10 +121,10 @@ def check(trajectory, rows, value, counts=True):
     assert np.any(~rows.truncated & here)
 
 
-@pytest.mark.parametrize("end", ["agent", "episode"])
+@pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("name", CASES)
 def test_next_values_are_those_of_every_successor(name, end):
-    check(*jax.device_get(next_values(make_collector(CASES[name]), end)))
+    check(*both_ends(name)[end])
 
 
 def test_next_values_of_a_critic_without_memory_are_those_of_every_successor():
@@ -151,7 +161,7 @@ def test_value_of_a_lane_is_that_of_each_agent():
         return jnp.sum(obs[GROUP], axis=1)
 
     collector = make_collector(AllAct(), value_fn=value_fn)
-    _, rows, _ = next_values(collector, "episode")
+    _, rows, _ = jax.device_get(next_values(collector, "episode"))
     each = rows.final_value.reshape(T, B, 2)
     assert np.count_nonzero(each) > 0
     np.testing.assert_array_equal(each[..., 0], each[..., 1])
@@ -166,15 +176,20 @@ def test_end_of_a_batch_and_whole_episodes_tell_final_values():
         steps_per_batch=3 * B,
         at_batch_end="truncate",
     )
-    batch = next(stream).trajectory
-    cut = np.asarray(batch.truncated[-1] & ~batch.terminated[-1])
-    obs = np.asarray(batch.next_obs[GROUP][-1])
+    batch = jax.device_get(next(stream).trajectory)
+    cut = batch.truncated[-1] & ~batch.terminated[-1]
+    obs = batch.next_obs[GROUP][-1]
     length = batch.info.agents.agent_length[-1][:, MEMBERS]
     want = float(PARAMS["count"]) * obs + length
     assert cut.any()
     np.testing.assert_array_equal(batch.final_value[GROUP][-1][cut], want[cut])
-    carry = collector.init(KEY)
-    _, padded, _ = collector.collect_padded_episodes(carry, PARAMS, 3, max_length=4)
+
+    @quick_jit
+    def play(collector):
+        carry = collector.init(KEY)
+        return collector.collect_padded_episodes(carry, PARAMS, 3, max_length=4)[1]
+
+    padded = jax.device_get(play(collector))
     assert padded.final_value[GROUP].shape == (4, 3, 2)
     assert not np.any(padded.final_value[GROUP][~padded.mask])
 
@@ -209,13 +224,17 @@ def test_values_of_other_agents_are_refused(value, message):
         collector.step(carry, PARAMS)
 
 
-def test_what_is_missing_is_said():
-    collector = make_collector(CASES["any"])
-    carry = collector.init(KEY)
-    pending = rollout.agents.init_agent_transitions(collector, carry, PARAMS)
-    _, trajectory = collector.collect_steps(carry, PARAMS, 3)
-    trajectory = trajectory.replace(extras={"value": jnp.zeros((3, B))})
-    with pytest.raises(ValueError, match="must be the rows of one group"):
-        rollout.next_values(trajectory, jnp.zeros(B))
-    with pytest.raises(ValueError, match="must have the `value` of each pending"):
-        rollout.agents.last_values(pending, {"one": jnp.zeros((B, 1))})
+def test_trajectories_and_missing_values_are_refused():
+    @jax.eval_shape
+    def refuse():
+        collector = make_collector(CASES["any"])
+        carry = collector.init(KEY)
+        pending = rollout.agents.init_agent_transitions(collector, carry, PARAMS)
+        _, trajectory = collector.collect_steps(carry, PARAMS, 3)
+        trajectory = trajectory.replace(extras={"value": jnp.zeros((3, B))})
+        with pytest.raises(ValueError, match="must be the rows of one group"):
+            rollout.next_values(trajectory, jnp.zeros(B))
+        with pytest.raises(ValueError, match="must have the `value` of each pending"):
+            rollout.agents.last_values(pending, {"one": jnp.zeros((B, 1))})
+
+    assert refuse is None

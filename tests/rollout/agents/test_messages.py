@@ -72,7 +72,7 @@ def collected():
     collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(KEY)
     pending = agents.init_agent_transitions(collector, carry)
-    return pending, collector.collect_steps(carry, None, 2)[1]
+    return jax.device_get((pending, collector.collect_steps(carry, None, 2)[1]))
 
 
 def answer(pending=None, *, lanes=4, info=None, **sources):
@@ -83,7 +83,7 @@ def answer(pending=None, *, lanes=4, info=None, **sources):
     pending = made.replace(source=groups) if pending is None else pending
     trajectory = trajectory if info is None else trajectory.replace(info=info)
     few = jax.tree.map(lambda x: x[:, :lanes], trajectory)
-    return agents.agent_transitions(pending, few)
+    return jax.eval_shape(agents.agent_transitions, pending, few)
 
 
 @jax.tree_util.register_static

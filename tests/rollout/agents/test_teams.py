@@ -40,18 +40,32 @@ def team_of_two():
     )
 
 
+@functools.cache
+def returns_of_two():
+    """The statistics of `team_of_two`, and its rows and returns by `end`."""
+
+    @quick_jit
+    def run(env):
+        (pending, trajectory), found = collect(env, 4), {}
+        for end in ("episode", "agent"):
+            _, rows = rollout.agents.agent_transitions(pending, trajectory, end=end)
+            found[end] = rows["all"], rollout.discounted_returns(rows["all"], gamma=1.0)
+        return rollout.agents.summarize_agents(trajectory), found
+
+    return jax.device_get(run(team_of_two()))
+
+
 @pytest.mark.parametrize(
     ("end", "fallen"), [("episode", [1, 1, 1, 1]), ("agent", [0, 0, 0, 0])]
 )
 def test_fallen_agent_earns_what_its_team_wins_later(end, fallen):
-    pending, trajectory = collect(team_of_two(), 4)
-    _, rows = rollout.agents.agent_transitions(pending, trajectory, end=end)
-    returns = rollout.discounted_returns(rows["all"], gamma=1.0)
+    stats, found = returns_of_two()
+    rows, returns = found[end]
     np.testing.assert_array_equal(returns[:, 0], [1, 1, 1, 1])
     np.testing.assert_array_equal(returns[:, 1], fallen)
-    acting = rows["all"].extras["acting"]
+    acting = rows.extras["acting"]
     np.testing.assert_array_equal(acting[:, 1], [True, True, False, False])
-    assert rollout.agents.summarize_agents(trajectory).unassigned_reward == B
+    assert stats.unassigned_reward == B
 
 
 def play_to_the_end(env):
@@ -95,16 +109,19 @@ def play_to_the_end(env):
     raise AssertionError("it must end")
 
 
-@functools.partial(quick_jit, static_argnames=("lengths", "end"))
-def windows(env, lengths, end):
-    """The trajectory, and the rows of windows of these lengths, joined."""
-    pending, trajectory = collect(env, NUM_ROWS)
-    every = []
-    for start, stop in itertools.pairwise(np.cumsum((0, *lengths))):
-        window = jax.tree.map(lambda x, a=start, b=stop: x[a:b], trajectory)
-        pending, rows = rollout.agents.agent_transitions(pending, window, end=end)
-        every.append(rows["all"])
-    return trajectory, jax.tree.map(lambda *x: jnp.concatenate(x), *every)
+@functools.partial(quick_jit, static_argnames="lengths")
+def windows(env, lengths):
+    """The trajectory, and by `end` the rows of windows of these lengths, joined."""
+    start, trajectory = collect(env, NUM_ROWS)
+    found = {}
+    for end in ("agent", "episode"):
+        pending, every = start, []
+        for first, stop in itertools.pairwise(np.cumsum((0, *lengths))):
+            window = jax.tree.map(lambda x, a=first, b=stop: x[a:b], trajectory)
+            pending, rows = rollout.agents.agent_transitions(pending, window, end=end)
+            every.append(rows["all"])
+        found[end] = jax.tree.map(lambda *x: jnp.concatenate(x), *every)
+    return trajectory, found
 
 
 def tables(num_rows, dtype, elements):
@@ -126,7 +143,7 @@ TEAMS = {
 def test_rows_are_those_of_a_plain_loop(acting, reward, terminated, truncated, end):
     env = schedule(acting, reward, terminated=terminated, truncated=truncated, end=end)
     want, length = play_to_the_end(env)
-    _, rows = jax.device_get(windows(env, (NUM_ROWS,), "episode"))
+    rows = jax.device_get(windows(env, (NUM_ROWS,))[1]["episode"])
     num_episodes = NUM_ROWS // length
     for agent, lane in itertools.product(range(NUM_AGENTS), range(B)):
         column = lane * NUM_AGENTS + agent
@@ -153,10 +170,10 @@ def test_rewards_in_rows_sum_to_the_agents_return(
     split, acting, reward, terminated, truncated, end
 ):
     env = schedule(acting, reward, terminated=terminated, truncated=truncated, end=end)
-    for mode in ("agent", "episode"):
-        trajectory, rows = jax.device_get(windows(env, split, mode))
-        info = trajectory.info.agents
-        missed = info.unassigned_reward if mode == "agent" else 0 * info.reward
+    trajectory, found = jax.device_get(windows(env, split))
+    info = trajectory.info.agents
+    for end, rows in found.items():
+        missed = info.unassigned_reward if end == "agent" else 0 * info.reward
         in_rows = rows.reward.reshape(NUM_ROWS, B, NUM_AGENTS) + missed
         for lane in range(B):
             ends = np.flatnonzero(trajectory.done[:, lane])
@@ -177,9 +194,14 @@ class AllAct(agents.ChanceEnv):
 
 
 def test_simultaneous_rows_are_a_reshape_of_the_trajectory():
-    pending, trajectory = jax.jit(lambda: collect(AllAct(), 40))()
     make = functools.partial(rollout.agents.agent_transitions, end="episode")
-    after, rows = make(pending, trajectory)
+
+    @quick_jit
+    def run():
+        pending, trajectory = collect(AllAct(), 40)
+        return trajectory, *make(pending, trajectory)
+
+    trajectory, after, rows = jax.device_get(run())
     assert after == ()
     row, info = rows["two"], trajectory.info.agents
     columns = [0, 2]  # of the group's agents
@@ -203,7 +225,7 @@ def test_simultaneous_rows_are_a_reshape_of_the_trajectory():
 
 
 def test_unknown_end_is_refused():
-    pending, trajectory = collect(team_of_two(), 4)
+    pending, trajectory = jax.eval_shape(lambda: collect(team_of_two(), 4))
     message = '`end` must be "agent" or "episode", got \'team\''
     with pytest.raises(ValueError, match=message):
         rollout.agents.agent_transitions(pending, trajectory, end="team")

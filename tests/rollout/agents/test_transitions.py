@@ -40,16 +40,15 @@ def pad(env):
     """The tables with steps that are never reached, and agents that end at once."""
 
     def fill(x, num_rows):
-        shape = (num_rows, NUM_AGENTS)[: x.ndim]
-        return jnp.zeros(shape, x.dtype).at[tuple(map(slice, x.shape))].set(x)
+        full = np.zeros((num_rows, NUM_AGENTS)[: x.ndim], x.dtype)
+        full[tuple(map(slice, x.shape))] = x
+        return full
 
-    num_agents = env.reward.shape[1]
+    env, num_agents = jax.device_get(env), env.reward.shape[1]
     tables = jax.tree.map(lambda x: fill(x, NUM_STEPS), env.replace(acting=()))
-    return tables.replace(
-        acting=fill(env.acting, NUM_STEPS + 1),
-        terminated=tables.terminated.at[0, num_agents:].set(True),
-        names=("a", "b", "c"),
-    )
+    tables.terminated[0, num_agents:] = True
+    acting = fill(env.acting, NUM_STEPS + 1)
+    return tables.replace(acting=acting, names=("a", "b", "c"))
 
 
 def by_agent(env):
@@ -59,6 +58,9 @@ def by_agent(env):
     first = jax.tree.map(lambda x: x[:length], (trajectory, rows))
     found = agents.rows_of([first[1]], 1, NUM_AGENTS)
     return [found[0, agent] for agent in range(len(env.names))], first[0]
+
+
+summarize_agents = quick_jit(rollout.agents.summarize_agents)
 
 
 def answered_rewards(rows):
@@ -97,7 +99,7 @@ def test_worked_example_of_rllib(end):
     check(env, [a, b], [0, 5 + 7])
     _, trajectory = by_agent(env)
     alone = jax.tree.map(lambda x: x[:, :1], trajectory)
-    stats = rollout.agents.summarize_agents(alone)
+    stats = jax.device_get(summarize_agents(alone))
     assert trajectory.episode_return[-1, 0] == 70
     assert (stats.num_steps, stats.num_agent_steps, stats.num_episodes) == (5, 6, 1)
     assert (stats.unassigned_reward, stats.num_stale) == (12, 1)
@@ -148,7 +150,7 @@ def test_rows_of_an_episode_are_those_written_down(name):
 
 def test_agent_that_never_acts_has_no_mean_return():
     _, trajectory = by_agent(schedule(np.zeros((4, 3)), np.ones((3, 3))))
-    stats = rollout.agents.summarize_agents(trajectory)
+    stats = jax.device_get(summarize_agents(trajectory))
     assert stats.num_agent_steps == 0
     assert np.isnan(stats.agents["a"].returns.mean)
 
@@ -342,7 +344,7 @@ def test_rows_over_four_devices_are_the_same():
     assert_same(raw(rows), raw(windows(*collected(8))))
 
 
-def test_row_says_which_episode_and_which_step_of_it():
+def test_row_has_its_episode_and_its_step():
     """Within an agent's episode rows count up, and their return is the sum so far."""
     rows = compressed(windows(*collected()))["two"]
     assert set(rows.episode_id) <= set(np.unique(collected()[1].episode_id))
@@ -384,7 +386,7 @@ def test_cut_of_the_episode_truncates_who_is_left():
     assert got[0, 1] == [(1, 10, 1, False, True, True)]
 
 
-def test_what_is_pending_goes_with_an_episode_that_is_given_up():
+def test_abandoned_episode_drops_pending_transitions():
     pending, trajectory = collected()
     halves = part(trajectory, 0, T // 2), part(trajectory, T // 2, T)
     pending, _ = transitions(pending, halves[0])
@@ -398,16 +400,16 @@ def test_what_is_pending_goes_with_an_episode_that_is_given_up():
         np.testing.assert_array_equal(rows.reward, want[group].reward)
 
 
-def test_same_window_twice_or_a_gap_is_refused():
+def test_repeated_or_skipped_window_is_refused():
     pending, trajectory = collected()
     # Of one length, so that they are one program.
     parts = [part(trajectory, 7 * i, 7 * i + 7) for i in range(3)]
-    after, _ = rollout.agents.agent_transitions(pending, parts[0])
+    after, _ = jax.device_get(transitions(pending, parts[0]))
     for window in (parts[0], parts[2]):
         with pytest.raises(ValueError, match="must begin where the one before ended"):
             rollout.agents.agent_transitions(after, window)
-    end, _ = rollout.agents.agent_transitions(after, parts[1])
-    end, _ = rollout.agents.agent_transitions(end, parts[2])
+    end, _ = transitions(after, parts[1])
+    end, _ = jax.device_get(transitions(end, parts[2]))
     assert end.num_gaps == 0
     for window in parts:
         with pytest.raises(ValueError, match="must begin where the one before ended"):

@@ -401,6 +401,7 @@ def test_default_number_of_devices_is_the_fastest(argv, cpus, number, monkeypatc
     assert runs.start_devices(parsed("CartPole-v1", *argv)) == number
 
 
+@pytest.mark.compiles(100)  # suites of others compile when they are imported
 def test_module_runs_as_a_program_and_lists_one_id_per_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["rollout", "--list-envs"])
     monkeypatch.delitem(sys.modules, "rollout.__main__", raising=False)

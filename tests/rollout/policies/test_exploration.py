@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CountEnv
+from cases import CountEnv, quick_jit
 from flax import struct
 
 import rollout
@@ -46,7 +46,7 @@ def num_lanes(obs):
 def apply(policy, obs, seed=0, state=None):
     """One step of a policy, jitted; without a state at the start of an episode."""
     state = policy.init(num_lanes(obs)) if state is None else state
-    return jax.jit(policy.apply)(None, obs, state, jax.random.key(seed))
+    return quick_jit(policy.apply)(None, obs, state, jax.random.key(seed))
 
 
 def assert_uniform(action, n):
@@ -145,9 +145,10 @@ def make_collector(policies):
 def collect():
     """NUM_STEPS steps of every policy, in two halves: last carry and trajectory."""
     collector = make_collector(POLICIES)
+    run = quick_jit(lambda carry: collector.collect_steps(carry, None, NUM_STEPS // 2))
     carry, halves = collector.init(jax.random.key(7)), []
     for _ in range(2):
-        carry, half = collector.collect_steps(carry, None, NUM_STEPS // 2)
+        carry, half = run(carry)
         halves.append(half)
     return carry, jax.tree.map(lambda *x: np.concatenate(x), *halves)
 

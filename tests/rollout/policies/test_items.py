@@ -4,13 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import quick_jit
 
 import rollout
 from rollout.envs import Discrete
 
 
 def obs_of(*mask):
-    return {"mask": jnp.array(mask, bool)}
+    return {"mask": np.array(mask, bool)}
+
+
+def apply(policy, params, obs, seed=0):
+    """The decision of a policy without a state, by one program."""
+    decide = quick_jit(lambda *args: policy.apply(args[0], args[1], (), args[2]))
+    return jax.device_get(decide(params, obs, jax.random.key(seed)))
 
 
 def scores(params, obs):
@@ -19,10 +26,8 @@ def scores(params, obs):
 
 def test_masked_item_does_not_win_against_negative_scores():
     policy = rollout.recommendation.item_policy(scores)
-    params = jnp.array([-1.0, -2.0, -3.0])
-    decision = policy.apply(
-        params, obs_of([0, 1, 1], [1, 1, 1], [0, 0, 1]), (), jax.random.key(0)
-    )
+    params = np.float32([-1.0, -2.0, -3.0])
+    decision = apply(policy, params, obs_of([0, 1, 1], [1, 1, 1], [0, 0, 1]))
     assert decision.action.tolist() == [1, 0, 2]
     assert not decision.extras["none_allowed"].any()
 
@@ -31,25 +36,22 @@ def test_masked_item_does_not_win_against_negative_scores():
 @pytest.mark.parametrize("worst", [-jnp.inf, float(np.finfo(np.float32).min), 0.0])
 def test_item_that_is_allowed_is_taken_whatever_its_score(sample, worst):
     policy = rollout.recommendation.item_policy(scores, sample=sample)
-    params = jnp.array([5.0, worst, 7.0])
-    decision = policy.apply(params, obs_of([0, 1, 0]), (), jax.random.key(0))
+    decision = apply(policy, np.float32([5.0, worst, 7.0]), obs_of([0, 1, 0]))
     assert decision.action.tolist() == [1]
     assert decision.extras["log_prob"].tolist() == [0.0]
 
 
 def test_softmax_draws_allowed_items_as_often_as_it_says():
-    policy, params = (
-        rollout.recommendation.item_policy(scores, sample=True),
-        jnp.log(jnp.arange(1, 5)),
-    )
-    obs = {"mask": jnp.broadcast_to(jnp.array([True, False, True, True]), (8_000, 4))}
-    decision = policy.apply(params, obs, (), jax.random.key(0))
+    policy = rollout.recommendation.item_policy(scores, sample=True)
+    params = np.log(np.arange(1, 5, dtype=np.float32))
+    obs = {"mask": np.broadcast_to([True, False, True, True], (8_000, 4))}
+    decision = apply(policy, params, obs)
     shares = np.bincount(decision.action, minlength=4) / 8_000
     wanted = np.array([1, 0, 3, 4]) / 8
     np.testing.assert_allclose(shares, wanted, atol=0.025)
     chosen = wanted[np.asarray(decision.action)]
     np.testing.assert_allclose(np.exp(decision.extras["log_prob"]), chosen, rtol=1e-5)
-    greedy = rollout.greedy(policy).apply(params, obs, (), jax.random.key(0))
+    greedy = apply(rollout.greedy(policy), params, obs)
     assert (greedy.action == 3).all()
 
 
@@ -57,7 +59,7 @@ def test_softmax_draws_allowed_items_as_often_as_it_says():
 def test_where_nothing_is_allowed_it_is_flagged(sample):
     policy = rollout.recommendation.item_policy(scores, sample=sample)
     obs = obs_of([0, 0, 0], [1, 0, 0])
-    decision = policy.apply(jnp.array([-1.0, -2.0, -3.0]), obs, (), jax.random.key(0))
+    decision = apply(policy, np.float32([-1.0, -2.0, -3.0]), obs)
     assert decision.extras["none_allowed"].tolist() == [True, False]
     assert decision.action[1] == 0
     assert 0 <= decision.action[0] < 3
@@ -70,9 +72,7 @@ def test_continuous_action_is_the_nearest_allowed_item():
     points = rng.normal(size=(100, 4)).astype(np.float32)
     mask = rng.random((100, 30)) < 0.5
     policy = rollout.recommendation.item_policy(lambda params, obs: params, items=items)
-    decision = policy.apply(
-        jnp.asarray(points), {"mask": jnp.asarray(mask)}, (), jax.random.key(0)
-    )
+    decision = apply(policy, points, {"mask": mask})
     distance = np.linalg.norm(points[:, None] - items[None], axis=-1)
     wanted = np.where(mask, distance, np.inf).argmin(axis=1)
     np.testing.assert_array_equal(decision.action, wanted)
@@ -81,10 +81,8 @@ def test_continuous_action_is_the_nearest_allowed_item():
 
 def test_mask_is_found_where_wrappers_put_it():
     policy = rollout.recommendation.item_policy(lambda params, obs: params[None])
-    obs = {"obs": {"obs": obs_of([0, 1])}, "length": jnp.zeros(1)}
-    assert policy.apply(
-        jnp.array([2.0, 1.0]), obs, (), jax.random.key(0)
-    ).action.tolist() == [1]
+    obs = {"obs": {"obs": obs_of([0, 1])}, "length": np.zeros(1)}
+    assert apply(policy, np.float32([2.0, 1.0]), obs).action.tolist() == [1]
 
 
 @pytest.mark.slow

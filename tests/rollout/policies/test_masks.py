@@ -62,11 +62,11 @@ def elements(space):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_allowed_is_drawn_evenly_and_nothing_else(name):
+def test_masked_draw_is_uniform_over_allowed_actions(name):
     space, mask, is_allowed = CASES[name]
     policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
     act = quick_jit(lambda obs, key: policy.apply(None, obs, (), key))
-    decision = act(LANES, jax.random.key(0))
+    decision = jax.device_get(act(LANES, KEY))
     assert decision.action.shape == (NUM_LANES, *space.shape)
     assert decision.action.dtype == space.dtype
     assert not decision.extras["none_allowed"].any()
@@ -77,7 +77,7 @@ def test_what_is_allowed_is_drawn_evenly_and_nothing_else(name):
     assert counts.sum() == NUM_LANES
     mean = NUM_LANES / len(wanted)
     assert np.abs(counts - mean).max() < 5 * np.sqrt(mean)
-    few = policy.apply(None, LANES[:7], (), jax.random.key(0)).action
+    few = act(LANES[:7], KEY).action
     np.testing.assert_array_equal(few, decision.action[:7])
 
 
@@ -89,13 +89,13 @@ def corrected(space, mask, actions):
         0.0,
         mask_fn=lambda obs: spread(mask, len(obs)),
     )
-    lanes, actions = LANES[: len(actions)], jnp.asarray(actions, space.dtype)
+    lanes, actions = LANES[: len(actions)], np.asarray(actions, space.dtype)
     apply = quick_jit(lambda obs, key: policy.apply(actions, obs, (), key).action)
-    return np.asarray(apply(lanes, jax.random.key(0)))
+    return np.asarray(apply(lanes, KEY))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_forbidden_action_of_a_policy_is_replaced_and_no_other(name):
+def test_only_forbidden_actions_of_a_policy_are_replaced(name):
     space, mask, is_allowed = CASES[name]
     every = elements(space)
     sent = corrected(space, mask, np.reshape(every, (-1, *space.shape)))
@@ -133,9 +133,15 @@ def test_action_outside_of_the_space_is_not_allowed(space, mask, actions):
 )
 def test_where_nothing_is_allowed_any_action_is_drawn_and_flagged(space, mask):
     policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
-    decision = jax.jit(policy.apply)(None, LANES[:500], (), jax.random.key(0))
+
+    @quick_jit
+    def act(obs, key):
+        decision = policy.apply(None, obs, (), key)
+        return decision, jax.vmap(space.contains)(decision.action)
+
+    decision, is_inside = jax.device_get(act(LANES[:500], KEY))
     assert decision.extras["none_allowed"].all()
-    assert jax.jit(jax.vmap(space.contains))(decision.action).all()
+    assert is_inside.all()
     assert len(np.unique(decision.action, axis=0)) == len(elements(space))
 
 
@@ -147,50 +153,57 @@ def test_parts_have_masks_of_their_own_or_none(kind):
     space = envs.Dict(parts) if kind == "dict" else envs.spaces.Composite(parts)
     if kind == "tuple":
         space, mask = envs.Tuple(tuple(parts.values())), tuple(mask.values())
-    policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
-    decision = policy.apply(None, LANES[:200], (), jax.random.key(0))
+    mask_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
+    policy = rollout.random_policy(space, mask_fn=mask_fn)
+    greedy = rollout.stateless_policy(lambda params, obs, key: (params, ()))
+    around = rollout.epsilon_greedy(greedy, space, 0.0, mask_fn=mask_fn)
+
+    @quick_jit
+    def act(obs, key, own_key):
+        decision = policy.apply(None, obs, (), key)
+        ones = jax.tree.map(jnp.ones_like, decision.action)
+        return decision, around.apply(ones, obs, (), own_key).action
+
+    keys = jax.random.key(0), jax.random.key(1)
+    decision, sent = jax.device_get(act(LANES[:200], *keys))
     a, b, c = jax.tree.leaves(decision.action)
     assert set(a.tolist()) == {0, 2}
     assert ((b >= 0) & (b <= 1)).all()
     assert set(c.tolist()) == {0, 1}
     assert not decision.extras["none_allowed"].any()
-    greedy = rollout.stateless_policy(lambda params, obs, key: (params, ()))
-    around = rollout.epsilon_greedy(
-        greedy, space, 0.0, mask_fn=lambda obs: spread(mask, len(obs))
-    )
-    ones = jax.tree.map(jnp.ones_like, decision.action)
-    sent = around.apply(ones, LANES[:200], (), jax.random.key(1)).action
     assert set(jax.tree.leaves(sent)[0].tolist()) == {0, 2}  # 1 is not allowed
 
 
-def assert_same_draws(drawn, mask):
-    np.testing.assert_array_equal(drawn[0][0], drawn[1][0])
-    for _, none_allowed in drawn:
-        np.testing.assert_array_equal(none_allowed, ~mask.any(axis=1))
+def assert_same_draws(programs, masks):
+    """Of two programs, for each mask."""
+    for mask in masks:
+        drawn = [jax.device_get(program(mask, KEY)) for program in programs]
+        np.testing.assert_array_equal(drawn[0][0], drawn[1][0])
+        for _, none_allowed in drawn:
+            np.testing.assert_array_equal(none_allowed, ~mask.any(axis=1))
 
 
 @pytest.mark.parametrize("n", [2, 33, 127, 128, 255])
-@pytest.mark.parametrize("rate", [0.0, 0.02, 0.5])
-def test_draw_by_columns_has_the_bits_of_the_one_by_blocks(n, rate, monkeypatch):
+def test_draw_by_columns_has_the_bits_of_the_one_by_blocks(n, monkeypatch):
     """Also where nothing is allowed."""
-    mask = np.random.default_rng(n).random((37, n)) < rate
-    mask[0], mask[1], mask[2, -1] = False, True, True
-    drawn = []
+    rng, programs = np.random.default_rng(n), []
+    masks = [rng.random((37, n)) < rate for rate in (0.0, 0.02, 0.5)]
+    for mask in masks:
+        mask[0], mask[1], mask[2, -1] = False, True, True
     for wide in (n + 1, n):
         monkeypatch.setattr(uniform, "_WIDE", wide)
         draw = quick_jit(lambda mask, key: uniform.allowed(mask, key))
-        drawn.append(draw(mask, jax.random.key(n)))
-    assert_same_draws(drawn, mask)
+        programs.append(draw.lower(masks[0], KEY).compile())
+    assert_same_draws(programs, masks)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.02, 0.5, 1.0])
-def test_draw_without_a_loop_has_the_bits_of_the_one_with_a_loop(rate):
+def test_draw_without_a_loop_has_the_bits_of_the_one_with_a_loop():
     """The program for a GPU and for several devices, run here."""
-    mask = np.random.default_rng(0).random((36, 1000)) < rate
-    drawn = []
+    rng, programs = np.random.default_rng(0), []
+    masks = [rng.random((36, 1000)) < rate for rate in (0.0, 0.02, 0.5, 1.0)]
     for num_parts in (1, 2):
         with prng.in_parts(num_parts):
-            traced = jax.jit(lambda *x: uniform.allowed(*x)).trace(mask, KEY)
-            drawn.append(traced.lower().compile()(mask, KEY))
+            traced = quick_jit(lambda *x: uniform.allowed(*x)).trace(masks[0], KEY)
+            programs.append(traced.lower().compile())
         assert ("while[" in str(traced.jaxpr)) == (num_parts == 1)
-    assert_same_draws(drawn, mask)
+    assert_same_draws(programs, masks)

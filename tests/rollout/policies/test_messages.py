@@ -13,7 +13,7 @@ import rollout
 from rollout import envs
 
 B, N = 4, 5
-KEY, OBS, INTS = jax.random.key(0), jnp.zeros((B, 1)), jnp.zeros(B, jnp.int32)
+KEY, OBS, INTS = jax.random.key(0), np.zeros((B, 1), np.float32), np.zeros(B, np.int32)
 NAN, INF = float("nan"), float("inf")
 DISCRETE, BOX = envs.Discrete(N), envs.Box(-1.0, 1.0, (2,))
 UNBOUNDED = envs.Box(-jnp.inf, jnp.inf, (2,))
@@ -39,7 +39,8 @@ item_policy, random_policy = rollout.recommendation.item_policy, rollout.random_
 
 
 def act(policy, obs=OBS):
-    return policy.apply(None, obs, policy.init(B), KEY)
+    """Traces a decision; what does not fit is refused before it is compiled."""
+    return jax.eval_shape(lambda: policy.apply(None, obs, policy.init(B), KEY))
 
 
 def masked(mask, space=DISCRETE, make=random_policy):
