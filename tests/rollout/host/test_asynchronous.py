@@ -13,6 +13,7 @@ from rollout import envs
 from rollout.envs.host.types import EnvFault
 
 KEY = jax.random.key(11)
+by_env = jax.jit(rollout.by_env)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
@@ -47,7 +48,7 @@ def collect(collector, *sizes):
 
 def columns(rows):
     """The rows of each environment, in the order of time."""
-    rows = jax.device_get(rollout.by_env(rows))
+    rows = jax.device_get(by_env(rows))
     for env in range(rows.mask.shape[1]):
         mask = rows.mask[:, env]
         yield jax.tree.map(lambda x, m=mask, e=env: x[: m.sum(), e], rows), mask
