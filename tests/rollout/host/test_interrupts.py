@@ -126,6 +126,8 @@ MANY = [
 ]
 
 
+# `recover` cuts its rows on the device: a program per leaf and length, at random.
+@pytest.mark.compiles(50)
 @pytest.mark.parametrize(
     ("make", "num_ready", "num_rounds"),
     [(in_process, None, 100), (in_workers, 2, 100), *MANY],
@@ -157,6 +159,7 @@ def test_no_row_is_lost(make, num_ready, num_rounds):
 INIT = {"init": lambda x, carry: (x.init(KEY),)}
 
 
+@pytest.mark.compiles(40)
 @pytest.mark.parametrize(
     ("name", "num_ready"),
     [
