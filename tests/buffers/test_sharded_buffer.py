@@ -28,8 +28,8 @@ def make_pair():
 
 def filled(buffer, num_rows=N, mask=None):
     """A buffer in which every row holds its slot and its lane."""
-    number = jnp.arange(num_rows * B).reshape(num_rows, B)
-    flags = jnp.zeros((num_rows, B), bool)
+    number = np.arange(num_rows * B, dtype=np.int32).reshape(num_rows, B)
+    flags = np.zeros((num_rows, B), bool)
     rows = {"number": number, "terminated": flags, "truncated": flags}
     if mask is not None:
         rows["mask"] = mask

@@ -34,7 +34,7 @@ def make_learner(name="count"):
 
 def new_stream(name="count", **options):
     """A stream that nobody else uses."""
-    defaults = {"key": jax.random.key(7), "params": {"odds": jnp.float32(0.5)}}
+    defaults = {"key": jax.random.key(7), "params": {"odds": np.float32(0.5)}}
     defaults["steps_per_batch"] = 8
     return rollout.Stream(make_learner(name), **{**defaults, **options})
 
@@ -57,7 +57,7 @@ def straight(name="count"):
     """The 12 rows that `collect_steps` gives from the same key."""
     collector = make_learner(name)
     carry = collector.init(jax.random.key(7))
-    params = {"odds": jnp.float32(0.5)}
+    params = {"odds": np.float32(0.5)}
     return jax.device_get(raw(collector.collect_steps(carry, params, 12)[1]))
 
 
@@ -79,8 +79,10 @@ def by_lane(trajectory, lane):
 
 def learn(batch):
     """Parameters that depend on every row of the batch."""
-    share = batch.trajectory.action.sum() + batch.trajectory.episode_return.sum() / 64
-    return {"odds": jnp.float32(share / 8 % 1)}
+    rows = batch.trajectory
+    action, returns = jax.device_get((rows.action, rows.episode_return))
+    share = action.sum() + returns.sum() / 64
+    return {"odds": np.float32(share / 8 % 1)}
 
 
 def train(stream, num_batches):

@@ -61,7 +61,7 @@ def rows_of(buffer, state):
     return {name: getattr(rows, name) for name in make_data([])}
 
 
-ONE = REPLAY(12, 1)  # the same object: its programs are traced once
+ONE, SMALL = REPLAY(12, 1), REPLAY(4, 1)  # the same objects: traced once
 
 
 def options(successor):
@@ -171,7 +171,7 @@ def test_types_are_those_that_jax_keeps():
     data["reward"] = data["reward"].astype(np.float64)
     data["terminated"] = data["terminated"].astype(np.int8)
     data["truncated"] = data["truncated"].astype(np.float32)
-    state = buffers.from_data(REPLAY(4, 1), **data)
+    state = buffers.from_data(SMALL, **data)
     rows = state.experience
     got = [rows.obs, rows.action, rows.reward, rows.terminated, rows.truncated]
     want = ["float32", "int32", "float32", "bool", "bool"]
@@ -250,13 +250,14 @@ def test_images_tuples_and_flags_keep_their_bits(datasets):
 
 
 def test_episodes_that_are_not_whole_are_left_out(datasets):
-    buffer = REPLAY(10, 1)
+    buffer = ONE
     state = buffers.from_data(buffer, **make_data([4, 3, 2], open_end=True))
     made = buffers.to_minari(buffer, state, "open-v0", **datasets)
     assert made.total_episodes == 2
     assert buffer.size(state) - made.total_steps == 2
-    rows = jax.tree.map(lambda x: x[:3], state.experience)  # replaces the oldest two
-    state = jax.jit(buffer.add)(state, rows.replace(episode_id=rows.episode_id + 9))
+    # Three slots are free: five rows, of two unfinished episodes, replace two.
+    rows = jax.tree.map(lambda x: x[[0, 1, 2, 4, 5]], jax.device_get(state.experience))
+    state = quick_jit(buffer.add)(state, rows.replace(episode_id=rows.episode_id + 9))
     made = buffers.to_minari(buffer, state, "cut-v0", **datasets)
     assert made.total_episodes == 1
     empty = buffers.from_data(buffer, **make_data([]))
@@ -268,7 +269,8 @@ def test_spaces_are_those_given_or_have_no_bounds(datasets):
     spaces = pytest.importorskip("gymnasium").spaces
     data = make_data([3])
     data["obs"], data["next_obs"] = data["obs"]["pair"], data["next_obs"]["pair"]
-    buffer = REPLAY(4, 1)
+    data["action"] = data["action"].astype(np.int32)  # as other tests have it
+    buffer = SMALL
     state = buffers.from_data(buffer, **data)
     made = buffers.to_minari(
         buffer, state, "given-v0", action_space=spaces.Discrete(9), **datasets

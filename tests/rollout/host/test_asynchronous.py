@@ -13,6 +13,7 @@ from rollout import envs
 from rollout.envs.host.types import EnvFault
 
 KEY = jax.random.key(11)
+by_env = jax.jit(rollout.by_env)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
@@ -47,7 +48,7 @@ def collect(collector, *sizes):
 
 def columns(rows):
     """The rows of each environment, in the order of time."""
-    rows = jax.device_get(rollout.by_env(rows))
+    rows = jax.device_get(by_env(rows))
     for env in range(rows.mask.shape[1]):
         mask = rows.mask[:, env]
         yield jax.tree.map(lambda x, m=mask, e=env: x[: m.sum(), e], rows), mask
@@ -193,13 +194,17 @@ def test_fault_that_is_raised_keeps_the_rows():
 
 
 def test_targets_of_each_environment_look_ahead():
-    rows = rollout.by_env(collect(make(), 50))
-    returns = rollout.discounted_returns(rows, gamma=1.0)
-    ended = np.asarray(rows.episode_return)
+    @jax.jit
+    def look(rows):
+        rows = rollout.by_env(rows)
+        return rows, rollout.discounted_returns(rows, gamma=1.0)
+
+    rows, returns = jax.device_get(look(collect(make(), 50)))
+    ended = rows.episode_return
     for env in range(5):
-        length = np.asarray(rows.episode_length)[:, env]
-        for t in np.flatnonzero(np.asarray(rows.first)[:, env]):
-            end = t + np.argmax(np.asarray(rows.done)[t:, env])
+        length = rows.episode_length[:, env]
+        for t in np.flatnonzero(rows.first[:, env]):
+            end = t + np.argmax(rows.done[t:, env])
             if rows.done[end, env] and length[end] == end - t + 1:
                 np.testing.assert_allclose(returns[t, env], ended[end, env])
 

@@ -1,10 +1,13 @@
 """`HostCollector` against the kernel: the same rows, from NumPy."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import quick_jit
 from host_count import (
     CALLS,
     KEY,
@@ -22,28 +25,39 @@ from rollout import envs
 from rollout.host import HostCollector
 
 
-@pytest.mark.parametrize("name", CALLS)
+@functools.cache
+def first_carry():
+    return in_jax().init(KEY)
+
+
+# Programs of their own on the same paths as "fewer episodes" and "enough steps".
+SLOW = {"one episode", "few steps"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in CALLS],
+)
 def test_call_returns_what_the_kernel_returns(name):
-    collectors = on_host(), in_jax()
-    carries = [x.init(KEY) for x in collectors]
-    assert_same_carry(*carries)
+    host, call = on_host(), CALLS[name]
+    kernel = quick_jit(functools.partial(call, in_jax()))
+    carry, want = host.init(KEY), first_carry()
+    assert_same_carry(carry, want)
     for _ in range(2):  # the second call goes on where the first one stopped
-        pairs = zip(collectors, carries, strict=True)
-        results = [CALLS[name](collector, carry) for collector, carry in pairs]
-        carries = [carry for carry, *_ in results]
-        assert_same_carry(*carries)
-        assert_same(results[0][1:], results[1][1:])
+        (carry, *results), (want, *expected) = call(host, carry), kernel(want)
+        assert_same_carry(carry, want)
+        assert_same(results, expected)
 
 
 def test_one_call_is_two_calls_is_single_steps():
     whole, parts = on_host(), on_host()
-    _, expected = whole.collect_steps(whole.init(KEY), None, 20)
-    carry, first = parts.collect_steps(parts.init(KEY), None, 13)
-    rows = [jax.tree.map(lambda x, i=i: x[i], first) for i in range(13)]
+    _, expected = jax.device_get(whole.collect_steps(whole.init(KEY), None, 20))
+    carry, *rows = parts.collect_steps(parts.init(KEY), None, 13)
     for _ in range(7):
         carry, row = parts.step(carry, None)
-        rows.append(row)
-    assert_same(jax.tree.map(lambda *x: jnp.stack(x), *rows), expected)
+        rows.append(jax.tree.map(lambda x: np.asarray(x)[None], row))
+    got = jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(rows))
+    assert_same(got, expected)
     assert expected.terminated.any()
     assert expected.truncated.any()
 
@@ -58,14 +72,13 @@ def test_environment_that_resets_itself_gives_masked_out_rows():
     collectors = on_host(2), on_host(2, resets_itself=True)
     rows = []
     for collector in collectors:
-        _, t = collector.collect_steps(collector.init(KEY), None, 60)
-        mask = np.asarray(t.mask)
-        assert all(not np.any(x[~mask]) for x in jax.tree.leaves(jax.device_get(t)))
+        t = jax.device_get(collector.collect_steps(collector.init(KEY), None, 60)[1])
+        mask = t.mask
+        assert all(not np.any(x[~mask]) for x in jax.tree.leaves(t))
         t = t.replace(extras={"count": t.extras["count"]}, action=(), info=())
         rows.append([lane_of(t, mask, lane) for lane in (0, 1)])
         if collector is collectors[1]:
-            over = np.asarray(t.done)[:-1]
-            np.testing.assert_array_equal(~mask[1:], over)
+            np.testing.assert_array_equal(~mask[1:], t.done[:-1])
     assert_same(rows[1], rows[0])
 
 

@@ -74,13 +74,16 @@ def check_rows(rows):
 
 def check_start(carry, rows):
     """The first row of each lane follows the carry."""
+    rows, episode_id, length = jax.device_get(
+        (rows, carry.episode.episode_id, carry.episode.episode_length)
+    )
     lanes = lanes_of(rows)
     for lane in range(NUM_ENVS):
-        here = np.asarray(rows.mask) & (lanes == lane)
+        here = rows.mask & (lanes == lane)
         if here.any():
             at = tuple(np.argwhere(here)[0])
-            assert rows.episode_id[at] == carry.episode.episode_id[lane]
-            assert rows.episode_length[at] == carry.episode.episode_length[lane] + 1
+            assert rows.episode_id[at] == episode_id[lane]
+            assert rows.episode_length[at] == length[lane] + 1
 
 
 def lanes_of(rows):
@@ -123,6 +126,8 @@ MANY = [
 ]
 
 
+# `recover` cuts its rows on the device: a program per leaf and length, at random.
+@pytest.mark.compiles(50)
 @pytest.mark.parametrize(
     ("make", "num_ready", "num_rounds"),
     [(in_process, None, 100), (in_workers, 2, 100), *MANY],
@@ -154,6 +159,7 @@ def test_no_row_is_lost(make, num_ready, num_rounds):
 INIT = {"init": lambda x, carry: (x.init(KEY),)}
 
 
+@pytest.mark.compiles(40)
 @pytest.mark.parametrize(
     ("name", "num_ready"),
     [
@@ -238,16 +244,19 @@ def test_handler_of_the_caller_is_called_between_two_rows():
     calls = []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append("pressed"))
 
-    def act(params, obs, key):
+    def choose():
         calls.append("row")
-        return jnp.ones(len(obs), jnp.int32)
+        return np.ones(NUM_ENVS, np.int32)
+
+    def act(params, obs, key):
+        action = jax.ShapeDtypeStruct((NUM_ENVS,), jnp.int32)
+        return jax.experimental.io_callback(choose, action)
 
     env = envs.from_gymnasium(Faultless, NUM_ENVS)
     collector = rollout.HostCollector(env=env, policy=rollout.stateless_policy(act))
-    with jax.disable_jit():
-        carry = collector.init(KEY)
-        env.step, step = lambda action: (press(), step(action))[1], env.step
-        collector.collect_steps(carry, None, 2)
+    carry = collector.init(KEY)
+    env.step, step = lambda action: (press(), step(action))[1], env.step
+    collector.collect_steps(carry, None, 2)
     signal.signal(signal.SIGINT, before)
     assert calls == ["row", "pressed", "row", "pressed"]
 

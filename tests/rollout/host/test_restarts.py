@@ -138,13 +138,14 @@ def test_lost_episode_is_among_the_episodes(num_episodes):
     carry, episodes = collector.collect_episodes(
         collector.init(KEY), None, num_episodes, max_steps=100
     )
+    episodes = jax.device_get(episodes)
     # Lane 1 is reset by `init` and by the call, so it fails at step 2 of episode 1.
     expected = np.arange(num_episodes) != 1
     np.testing.assert_array_equal(episodes.mask, expected)
     np.testing.assert_array_equal(episodes.episode_length, np.where(expected, 5, 0))
     assert int(episodes.num_steps) == 5 * expected.sum()
     assert collector.fault_stats.faulty_episodes == int(num_episodes > 1)
-    stats = rollout.summarize(episodes)
+    stats = jax.jit(rollout.summarize)(episodes)
     assert int(stats.num_episodes) == expected.sum()
     _, rows, padded = collector.collect_padded_episodes(carry, None, 2, max_length=9)
     assert rows.mask.sum() == 10
@@ -189,8 +190,10 @@ TWICE = envs.spaces.Repeated(envs.Box(0.0, 1e6, ()), 2)
     ],
 )
 def test_error_names_the_number_that_is_not_finite(space, name):
-    keys = jax.random.split(jax.random.key(0), 3)
-    obs = jax.tree.map(np.array, jax.vmap(space.sample)(keys))
+    draw = jax.jit(
+        lambda: jax.vmap(space.sample)(jax.random.split(jax.random.key(0), 3))
+    )
+    obs = jax.tree.map(np.array, draw())
     check = ObservationCheck(space)
     assert check.find(obs) == {}
     jax.tree.leaves(obs)[0][1] = np.nan

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import raw
-from streams import EPISODES, B, each_env, host, make_learner, make_stream
+from streams import EPISODES, B, each_env, host, make_learner, make_stream, straight
 
 import rollout
 
@@ -57,22 +57,20 @@ def test_postprocess_sees_the_padded_episodes():
 
 
 @each_env
-@pytest.mark.parametrize("per_batch", [44, pytest.param(48, marks=slow)])
-def test_pieces_are_those_of_a_plain_loop(name, per_batch):
-    batch = next(make_stream(name, steps_per_batch=per_batch))
-    trajectory = jax.device_get(raw(batch.trajectory))
+def test_pieces_are_those_of_a_plain_loop(name):
+    trajectory = straight(name)
     expected = []
     for lane in range(B):
-        for t in range(per_batch // B):
+        for t in range(len(trajectory.mask)):
             if trajectory.mask[t, lane]:
                 episode_id = trajectory.episode_id[t, lane]
                 if not expected or expected[-1][:2] != (lane, episode_id):
                     expected.append((lane, episode_id, []))
                 expected[-1][2].append(t)
-    pieces = rollout.split_trajectories(batch.trajectory)
+    pieces = rollout.split_trajectories(trajectory)
     longest = max(len(steps) for *_, steps in expected)
     assert pieces.mask.shape == (longest, len(expected))
-    assert pieces.mask.sum() == per_batch
+    assert pieces.mask.sum() == trajectory.mask.size
     for n, (lane, episode_id, steps) in enumerate(expected):
         assert (pieces.lane[n], pieces.episode_id[n]) == (lane, episode_id)
         assert pieces.mask[:, n].sum() == len(steps)
@@ -84,8 +82,7 @@ def test_pieces_are_those_of_a_plain_loop(name, per_batch):
 
 
 def test_trajectory_without_steps_has_no_pieces():
-    batch = next(make_stream())
-    masked_out = batch.trajectory.replace(mask=np.zeros((2, B), bool))
+    masked_out = straight().replace(mask=np.zeros((12, B), bool))
     pieces = rollout.split_trajectories(masked_out)
     assert pieces.mask.shape == (0, 0)
     assert pieces.trajectory.obs.shape == (0, 0, 1)

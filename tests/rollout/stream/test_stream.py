@@ -63,24 +63,6 @@ lowest.traces = 0
 LOWEST = rollout.stateless_policy(lowest)
 
 
-def only_one(obs):
-    """Allows one of two actions, by the position."""
-    return jnp.stack((obs[:, 0] < 0, obs[:, 0] >= 0), axis=-1)
-
-
-def test_warmup_takes_only_actions_that_are_allowed():
-    collector = make_collector("CartPole-v1", B).replace(policy=LOWEST)
-    options = {"key": jax.random.key(0), "steps_per_batch": 10 * B}
-    options |= {"warmup_steps": 5 * B, "mask_fn": only_one}
-    stream = rollout.Stream(collector, **options)
-    trajectory = host(next(stream))
-    is_right = trajectory.obs[..., 0] >= 0
-    assert 0 < is_right[:5].mean() < 1
-    # Afterwards the policy's own action, or the only one that is allowed.
-    np.testing.assert_array_equal(trajectory.action, is_right)
-    stream.close()
-
-
 @pytest.mark.parametrize(
     ("name", "warmup"),
     [
