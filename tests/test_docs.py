@@ -348,9 +348,17 @@ def test_readme_and_its_first_example_are_short():
     assert len(re.findall(r"^.*\S", blocks(README)[0], re.MULTILINE)) <= 25
 
 
-def test_continuous_integration_runs_the_command_of_the_readme():
-    assert README.count("<!-- ci: test -->\n```bash\n") == 1
-    assert "<!-- ci: test -->" in (ROOT / ".ci" / "run").read_text()
+def test_first_program_of_the_readme_is_the_file_that_its_command_names():
+    command = re.search(r"^python3 -m venv .*$", README, re.M).group()
+    path = ROOT / command.split()[-1]
+    assert path.read_text() == blocks(README)[0]
+
+
+def test_continuous_integration_runs_the_commands_of_the_readme():
+    script = (ROOT / ".ci" / "run").read_text()
+    for marker in ("<!-- clone -->", "<!-- ci: test -->"):
+        assert README.count(marker) == 1
+        assert marker in script
 
 
 def linked(name: str) -> set[str]:
