@@ -78,18 +78,20 @@ def _evaluate(
     num_episodes: int,
     max_steps: int,
 ) -> CollectStats:
-    def count(num_nonfinite: jax.Array, row: Transition) -> jax.Array:
-        return num_nonfinite + count_nonfinite(row)
-
     _, num_nonfinite, played = collector.fold_episodes(
         collector.init(key),
         params,
-        count,
+        _count,
         jnp.zeros((), jnp.int32),
         num_episodes=num_episodes,
         max_steps=max_steps,
     )
     return summarize(played).replace(num_nonfinite=num_nonfinite)
+
+
+# Here, and not inside: another function object would compile the fold again.
+def _count(num_nonfinite: jax.Array, row: Transition) -> jax.Array:
+    return num_nonfinite + count_nonfinite(row)
 
 
 _evaluate_jitted = explain(
