@@ -47,7 +47,7 @@ def alive(pid):
     """Whether a process runs; one that ended may wait for its parent to notice."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # or it went while we read
         return False
 
 
