@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout import checks
+from rollout import checks, programs
 from rollout.buffers import fields, gather, neighbours, ring, sampling
 from rollout.buffers.types import Batch, RingState, Sequences
 from rollout.envs.types import ArrayTree
@@ -145,7 +145,6 @@ class ReplayBuffer(struct.PyTreeNode):
         """Counts the transitions that are stored, `()` int32."""
         return jnp.sum(state.ring.size)
 
-    @jit_method("batch_size", "stack")
     def can_sample(
         self, state: ArrayTree, batch_size: int, *, stack: int | None = None
     ) -> jax.Array:
@@ -160,6 +159,12 @@ class ReplayBuffer(struct.PyTreeNode):
             `()` bool. It costs as much as a small sample.
         """
         batch_size = checks.int_between("batch_size", batch_size)
+        return self._can_sample(state, batch_size, stack=stack)
+
+    @jit_method("stack")
+    def _can_sample(
+        self, state: ArrayTree, batch_size: int, *, stack: int | None
+    ) -> jax.Array:
         usable_fn = self._usable_fn(state, stack)
         if usable_fn is None:
             return self.size(state) >= batch_size
@@ -228,10 +233,10 @@ class ReplayBuffer(struct.PyTreeNode):
         checks.fraction("beta", beta)
         if gamma is not None:
             checks.fraction("gamma", gamma)
-        if relabel_fn is not None and checks.is_tracing():
-            # It may read tracers, also by a bound method whose object has others at the
-            # next call: a new object, so that they are not found in the cache of `jit`.
-            relabel_fn = functools.partial(relabel_fn)
+        if relabel_fn is not None:
+            # If it is not to be found in the cache of `jit`: a new object.
+            known = programs.static(relabel_fn, state, key, beta, gamma)
+            relabel_fn = known or functools.partial(relabel_fn)
         options = gather.SampleOptions(
             batch_size=batch_size,
             beta=beta,
@@ -342,6 +347,7 @@ class ReplayBuffer(struct.PyTreeNode):
             ended & ~neighbours.has_successor(state.ring, row), dtype=jnp.int32
         )
 
+    @jit_method()
     def get(self, state: ArrayTree, indices: jax.Array) -> ArrayTree:
         """Reads rows.
 
@@ -355,6 +361,7 @@ class ReplayBuffer(struct.PyTreeNode):
         """
         return gather.get(state.ring, as_rows(indices))
 
+    @jit_method()
     def previous(self, state: ArrayTree, indices: jax.Array) -> jax.Array:
         """Finds the previous rows of the same episodes.
 
@@ -373,6 +380,7 @@ class ReplayBuffer(struct.PyTreeNode):
         found = neighbours.comes_from(state.ring, row)
         return jnp.where(found, neighbours.move(state.ring, row, -1), row)
 
+    @jit_method()
     def following(self, state: ArrayTree, indices: jax.Array) -> jax.Array:
         """Finds the next rows of the same episodes.
 
@@ -391,6 +399,7 @@ class ReplayBuffer(struct.PyTreeNode):
         found = neighbours.goes_on(state.ring, row)
         return jnp.where(found, neighbours.move(state.ring, row, 1), row)
 
+    @jit_method()
     def unfinished(self, state: ArrayTree) -> tuple[jax.Array, jax.Array]:
         """Finds the newest rows of unfinished episodes.
 

@@ -20,6 +20,7 @@ from rollout.envs import prng
 RowFn = Callable[[jax.Array], jax.Array]  # rows of any shape to flags or numbers
 _Round = tuple[jax.Array, jax.Array, jax.Array]  # its number, the rows, their flags
 
+_LOOK = 256  # rows that are looked at together
 _ROUNDS = 16  # if half of the rows are usable, these miss one draw in 65,536
 
 
@@ -112,12 +113,14 @@ def in_proportion_to(
     )
 
 
-def has_usable(ring: RingState, usable_fn: RowFn, number: int) -> jax.Array:
+def has_usable(
+    ring: RingState, usable_fn: RowFn, number: jax.typing.ArrayLike
+) -> jax.Array:
     """Returns whether at least `number` rows are usable, `()` bool.
 
     It goes back from the newest rows, no further than needed: nearly all are usable.
     """
-    num_ages = min(ring.num_slots, -(-number // ring.num_envs) + 1)
+    num_ages = min(ring.num_slots, -(-_LOOK // ring.num_envs) + 1)
     lane = jnp.arange(ring.num_envs, dtype=jnp.int32)[None]
     row_age = jnp.arange(num_ages, dtype=jnp.int32)[:, None]
 

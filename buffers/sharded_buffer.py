@@ -1,6 +1,5 @@
 """`shard`: shards a replay buffer over devices; each draws from its own lanes."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rollout import checks
+from rollout import checks, programs
 from rollout.buffers.gather import SampleOptions
 from rollout.buffers.replay import ReplayBuffer, jit_method
 from rollout.buffers.types import Batch, RingState, Sequences
@@ -95,9 +94,9 @@ class _Sharded(ReplayBuffer):
         return first, second, RingState(experience=second, head=first, size=first)
 
     def init(self, transition: ArrayTree, params: Any = None) -> RingState:
-        make = functools.partial(super().init, transition, params)
+        state = jax.eval_shape(super().init, transition, params)
         where = jax.tree.map(lambda x: NamedSharding(self.mesh, x), self._where[2])
-        return jax.jit(make, out_shardings=where)()
+        return programs.blank(state, where)()
 
     def _add(self, state: RingState, rows: ArrayTree, mask: jax.Array) -> RingState:
         _, second, ring = self._where
@@ -105,17 +104,23 @@ class _Sharded(ReplayBuffer):
             state, rows, mask
         )
 
-    @jit_method("batch_size", "stack")
     def can_sample(
         self, state: RingState, batch_size: int, *, stack: int | None = None
     ) -> jax.Array:
         share = self._share("batch_size", batch_size)
+        return self._can_sample(state, share, stack=stack)
+
+    @jit_method("stack")
+    def _can_sample(
+        self, state: RingState, batch_size: int, *, stack: int | None
+    ) -> jax.Array:
         first, _, ring = self._where
 
-        def can(state: RingState) -> jax.Array:
-            return self._local.can_sample(state, share, stack=stack)[None]
+        def can(state: RingState, share: jax.Array) -> jax.Array:
+            return self._local._can_sample(state, share, stack=stack)[None]
 
-        return jnp.all(self._map(can, (ring,), first)(state))
+        where = ring, PartitionSpec()
+        return jnp.all(self._map(can, where, first)(state, batch_size))
 
     def _draw_batch(
         self, state: RingState, key: chex.PRNGKey, options: SampleOptions

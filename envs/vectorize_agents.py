@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.core import Tracer
 
-from rollout import checks
+from rollout import checks, programs
 from rollout.envs.multi_agent import (
     ACTING,
     AgentInfo,
@@ -254,6 +254,7 @@ class _Joint(Wrapper):
                 )
 
 
+@programs.shared  # it compiles, for equal arguments once
 def _check_simultaneous(env: MultiAgentEnv, action_space: AnySpace) -> None:
     """Checks that all agents act at the first two steps; not inside `jit`."""
 

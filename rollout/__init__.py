@@ -17,7 +17,8 @@ for environments that are not JAX; `rollout.recommendation` for items and users.
 `rollout.envs` has environments, and `rollout.buffers` replay buffers.
 
 `types` has the contracts; `checks` and `nonfinite` check arguments and recorded values;
-`platform` chooses implementations by device; `stats`, `moments`, `episode_window`,
+`programs` lets equal objects share what is compiled, and `platform` chooses
+implementations by device; `stats`, `moments`, `episode_window`,
 `trajectories`, `targets` and `minibatches` compute on trajectories, and `logs` flattens
 statistics; `collector`, `evaluation`, `probing`, `profiling` and `checkpoint` have the
 functions of these names; `sharding` spreads lanes over devices and `multihost` compares

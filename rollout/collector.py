@@ -9,9 +9,8 @@ from typing import Any, Generic, Self, TypeVar
 import chex
 import jax
 from flax import struct
-from jax.core import Tracer
 
-from rollout import checks, kernel, platform
+from rollout import checks, kernel, platform, programs
 from rollout.envs.types import VectorEnv, hash_of_types
 from rollout.kernel import episodes
 from rollout.types import (
@@ -62,11 +61,7 @@ def _jit(*static: str) -> Callable[[Fn], Fn]:
 
 
 def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
-    """Jits a method that folds `fn`, unless jax is tracing or `fn` has no hash.
-
-    While jax traces, `fn` may read tracers, also by a bound method whose object has
-    others at the next call: they must not stay in the cache of `jit`.
-    """
+    """Jits a method that folds `fn`, unless jax is tracing or `fn` has no hash."""
 
     def decorate(method: Any) -> Any:
         jitted = jax.jit(method, static_argnames=("fn", *static))
@@ -75,16 +70,9 @@ def _jit_fold(*static: str) -> Callable[[Fn], Fn]:
         def call(
             self: Any, carry: Carry, params: Any, fn: Any, acc: Any, **options: Any
         ) -> Any:
-            args = self, carry, params, acc
-            is_traced = checks.is_tracing() or any(
-                isinstance(x, Tracer) for x in jax.tree.leaves(args)
-            )
-            try:
-                hash(fn)
-            except TypeError:
-                is_traced = True
-            run = method if is_traced else jitted
-            return run(self, carry, params, fn, acc, **options)
+            known = programs.static(fn, self, carry, params, acc)
+            run = method if known is None else jitted
+            return run(self, carry, params, known or fn, acc, **options)
 
         return explain(call)
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rollout import checks
 from rollout.collector import Collector
+from rollout.envs import prng
 from rollout.envs.host.ownership import claim, new_user
 from rollout.envs.host.types import HostStep
 from rollout.envs.render import (
@@ -104,8 +104,10 @@ def _draw_states(
     )
     # The states before each step, and the one after the last.
     info, num = trajectory.info, int(episodes.episode_length[0])
-    join = lambda x, y: jnp.concatenate([x[:num, 0], y[num - 1 : num, 0]])  # noqa: E731
-    states = jax.tree.map(join, info["state"], info["next_state"])
+    # NumPy joins them, without a program for each leaf; it has no typed keys.
+    before, after = jax.device_get(prng.words((info["state"], info["next_state"])))
+    join = lambda x, y: np.concatenate([x[:num, 0], y[num - 1 : num, 0]])  # noqa: E731
+    states = prng.like(jax.tree.map(join, before, after), info["state"])
     return render_gif(env, states, _raw_rewards(trajectory, num)), episodes
 
 

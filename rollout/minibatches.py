@@ -1,4 +1,4 @@
-"""Gradient steps on shuffled minibatches of a trajectory, inside `jit`."""
+"""Gradient steps on shuffled minibatches of a trajectory, inside `jit` or outside."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout import checks
+from rollout import checks, programs
 from rollout.envs.types import ArrayTree
 
 
@@ -33,7 +33,8 @@ def scan_minibatches(
 
     Args:
         update_fn: `(carry, minibatch) -> (carry, output)`, as the function of a
-            `jax.lax.scan`. A minibatch is `tree` with leaves `[T * B / M, ...]`; with
+            `jax.lax.scan`. Outside of `jit`, another function object compiles again.
+            A minibatch is `tree` with leaves `[T * B / M, ...]`; with
             axis 1 `[T, B / M, ...]`, with axis 0 `[T / M, ...]`.
         init: the first carry, such as `(params, opt_state)`.
         key: one typed key.
@@ -64,6 +65,22 @@ def scan_minibatches(
             f"`num_minibatches` must divide the {num_items} items, got "
             f"{num_minibatches}."
         )
+    known = programs.static(update_fn, init, key, tree)
+    scan: Any = _scan if known is None else _scan_jitted
+    fn = known or update_fn
+    return scan(fn, init, key, tree, num_minibatches, epochs, axis, num_items)
+
+
+def _scan(
+    update_fn: Callable[[Any, Any], tuple[Any, Any]],
+    init: ArrayTree,
+    key: chex.PRNGKey,
+    tree: ArrayTree,
+    num_minibatches: int,
+    epochs: int,
+    axis: int | None,
+    num_items: int,
+) -> tuple[Any, Any]:
     shuffle = jax.vmap(lambda key: jax.random.permutation(key, num_items))
     order = shuffle(jax.random.split(key, epochs))
     order = order.reshape(epochs * num_minibatches, -1)  # each epoch is cut in M
@@ -75,6 +92,9 @@ def scan_minibatches(
         return update_fn(carry, jax.tree.map(take, tree))
 
     return jax.lax.scan(step, init, order)
+
+
+_scan_jitted = jax.jit(_scan, static_argnums=(0, 4, 5, 6, 7))
 
 
 def _count_items(tree: ArrayTree, axis: int | None) -> int:

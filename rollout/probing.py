@@ -11,13 +11,13 @@ import chex
 import jax
 import numpy as np
 
-from rollout import checks
+from rollout import checks, programs
 from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.host import probe as host_probe
 from rollout.envs.host.observation_check import ObservationCheck
 from rollout.envs.host.probe import Finding
-from rollout.envs.spaces import as_space
+from rollout.envs.spaces import Space, as_space
 from rollout.envs.types import Env, VectorEnv
 from rollout.envs.vectorize import vectorize
 from rollout.envs.vectorize_agents import vectorize_agents
@@ -143,12 +143,21 @@ def _random_policy(env: VectorEnv) -> Policy:
     return stateless_policy(draw)
 
 
+@programs.shared
+def _contains(space: Space) -> Any:
+    return jax.jit(jax.vmap(space.contains))
+
+
+@programs.shared
+def _samples_itself(space: Space) -> Any:
+    return jax.jit(jax.vmap(lambda key: space.contains(space.sample(key))))
+
+
 def _check_spaces(found: dict[str, str], env: VectorEnv, key: chex.PRNGKey) -> None:
     """Draws elements of both spaces."""
     for name in ("observation_space", "action_space"):
         space, keys = getattr(env, name), jax.random.split(key, _NUM_LANES)
-        drawn = jax.jit(jax.vmap(space.sample))(keys)
-        if not np.all(jax.jit(jax.vmap(space.contains))(drawn)):
+        if not np.all(_samples_itself(space)(keys)):
             found[name] = "`contains` must be True of what `sample` draws"
 
 
@@ -196,8 +205,8 @@ def _play(
 ) -> None:
     """Collects steps, and looks at their observations, rewards and endings."""
     space = collector.env.observation_space
-    check, contains = ObservationCheck(space), jax.jit(jax.vmap(space.contains))
-    carry = jax.jit(collector.init)(key)
+    check, contains = ObservationCheck(space), _contains(space)
+    carry = collector.init(key)
     has_ended, size = False, min(num_steps, _CHUNK)
     for start in range(0, num_steps, size):
         carry, rows = collector.collect_steps(carry, None, size)

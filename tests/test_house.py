@@ -19,7 +19,7 @@ MOST_FLOORS = 14
 GROUND = {
     *("envs.types", "envs.prng", "envs.spaces", "envs.masked_update"),
     "envs.cost_estimate",
-    *("types", "checks", "platform", "multihost"),
+    *("types", "checks", "platform", "multihost", "programs"),
 }
 # A room imports from those above it only; within one there is no circle.
 LADDER = (

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 
-from rollout import checks
+from rollout import checks, programs
 from rollout.envs.host.local_envs import LocalEnvs
 from rollout.envs.host.observation_check import ObservationCheck
 from rollout.envs.host.ownership import claim, new_user
@@ -57,6 +57,11 @@ class _Plan(NamedTuple):
     cut: np.ndarray  # [T, B] bool, True where the episode is cut short after the step
 
 
+@programs.shared
+def _sampler(space: AnySpace) -> Any:
+    return jax.jit(jax.vmap(jax.vmap(space.sample)))
+
+
 class _Probe:
     """Plays, checks every answer, and keeps the first finding of each name."""
 
@@ -76,7 +81,7 @@ class _Probe:
         action_space = self._learn_spaces()
         shape = num_steps, self._env.num_envs
         keys = jax.random.split(jax.random.key(self._rng.integers(2**32)), shape)
-        action = jax.jit(jax.vmap(jax.vmap(action_space.sample)))(keys)
+        action = _sampler(action_space)(keys)
         action = jax.tree.map(np.asarray, action)
         plan = _Plan(action, self._seeds(num_steps), np.zeros(shape, bool))
         # Two passes must agree before the later ones, which change one thing each, can

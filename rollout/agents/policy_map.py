@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import checks
+from rollout import checks, programs
 from rollout.agents import mapping, subgroups
 from rollout.agents.mapping import Entry, FixedMapping, MappingFn, PolicyIndex
 from rollout.agents.population import Population
@@ -97,13 +97,7 @@ def policy_map(
         raise ValueError(
             f"`groups` must leave each group a policy, got none for {min(idle)!r}."
         )
-    this = _Map(entries, mapping_fn, layout, playing, by_agent)
-    has_mode = any(entry.policy.mode for entry in entries)
-    return Policy(
-        init=functools.partial(_init, this),
-        apply=functools.partial(_apply, this, False),
-        mode=functools.partial(_apply, this, True) if has_mode else None,
-    )
+    return _as_policy(_Map(entries, mapping_fn, layout, playing, by_agent))
 
 
 def policy_state(state: Carry | ArrayTree, name: str) -> dict[str, ArrayTree]:
@@ -147,6 +141,16 @@ class _MapState(struct.PyTreeNode, kw_only=True):
 
     key: Any  # the EpisodeKey that the mapping is drawn from, or ()
     inner: dict[str, dict[str, ArrayTree]]  # by policy and group
+
+
+@programs.shared
+def _as_policy(this: _Map) -> Policy:
+    has_mode = any(entry.policy.mode for entry in this.entries)
+    return Policy(
+        init=functools.partial(_init, this),
+        apply=functools.partial(_apply, this, False),
+        mode=functools.partial(_apply, this, True) if has_mode else None,
+    )
 
 
 def _init(this: _Map, num_envs: int) -> _MapState:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from rollout.envs.host.types import UNSAVED, HostVectorEnv
 from rollout.host.ctrl_c import held_back
 from rollout.host.episode_plan import EpisodePlan
 from rollout.host.loop import NO_LIMIT, FaultStats, Loop
-from rollout.host.rows import RowBlock, finish, fold, place_rows
+from rollout.host.rows import RowBlock, finisher, fold, place_rows
 from rollout.kernel.step import accumulate_nothing
 from rollout.types import (
     ActionT,
@@ -105,9 +104,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         self.accumulators = checks.accumulators(self.accumulators)
         self._shares = hasattr(self.env, "shared")
         self._loop = Loop(self)
-        self._finish = jax.jit(
-            functools.partial(finish, self.accumulators, self.record_fn)
-        )
+        self._finish = finisher(self.accumulators, self.record_fn)
         self._ticket = 0  # of the latest carry; none before `init`
         self._next_episode = 0
         self._accumulated: Any = ()  # of every lane before `_block`
@@ -437,8 +434,11 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             self._recover_loop()
             if self._block is None or not self._block.num:
                 return self._carry(), None
-            num_rows, trajectory = self._block.num, self._count()
-            return self._carry(), jax.tree.map(lambda x: x[:num_rows], trajectory)
+            num, trajectory = self._block.num, self._count()
+            # Cut by NumPy, which compiles nothing for the number of rows.
+            cut = lambda x: jax.device_put(np.asarray(x)[:num])  # noqa: E731
+            cut_all = lambda x: x[:num] if prng.has_keys(x) else cut(x)  # noqa: E731
+            return self._carry(), jax.tree.map(cut_all, trajectory)
 
     def resumed(self, carry: Carry) -> Carry:
         """Returns `carry`, or that of `recover` if the call with it was cut short."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout import checks
+from rollout import checks, programs
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.kernel import episode_keys
@@ -23,6 +23,14 @@ class View(NamedTuple):
 
     num_envs: int
     action_space: AnySpace
+
+
+class _Programs(NamedTuple):
+    """What is compiled of a policy, the same for all runners that are alike."""
+
+    act: Any
+    restart: Any
+    initial: Any
 
 
 class PolicyRunner:
@@ -42,16 +50,12 @@ class PolicyRunner:
     def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
         self._policy = policy
         self._view: Any = View(num_envs, as_space(action_space, "env.action_space"))
-        self._impl: Any = None
 
     def start(self, key: chex.PRNGKey) -> None:
         """Begins at step 0, with a typed root key."""
-        if self._impl != (impl := jax.random.key_impl(key)):
-            self._impl = impl
-            self._act = jax.jit(self._apply)
-            self._restart = jax.jit(self._restarted)
-            self._initial = jax.jit(self._initial_state)
-        self.key, self.step, self.state = key, 0, self._initial(key)
+        impl = jax.random.key_impl(key)
+        self._programs = _programs(self._policy, self._view, impl)
+        self.key, self.step, self.state = key, 0, self._programs.initial(key)
         # Words of the keys are faster to pass to jit than typed keys. They are drawn
         # ahead: in a small program two hashes would take most of the time.
         self._root = np.asarray(jax.random.key_data(key))
@@ -96,7 +100,7 @@ class PolicyRunner:
         """
         if not jax.tree.leaves(self.state) or not over.any():
             return self.state
-        return self._restart(self._root, over, episode_id, self.state)
+        return self._programs.restart(self._root, over, episode_id, self.state)
 
     def _call(
         self,
@@ -113,15 +117,27 @@ class PolicyRunner:
         lanes = ()
         if jax.tree.leaves(self.state):  # a stateless policy has nothing to restart
             lanes = self._root, over, episode_id
-        return self._act(params, self._words[row], self.state, obs, lanes, env_id)
+        act, words = self._programs.act, self._words[row]
+        return act(params, words, self.state, obs, lanes, env_id)
 
-    def _initial_state(self, key: chex.PRNGKey) -> ArrayTree:
-        lanes = episode_keys.all_lanes(self._view.num_envs)
-        first = episode_keys.keys_of(key, lanes, lanes.number)
-        return initial_policy_state(self._policy, self._view, first)
 
-    def _apply(
-        self,
+@programs.shared
+def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
+    def initial(key: chex.PRNGKey) -> ArrayTree:
+        every = episode_keys.all_lanes(view.num_envs)
+        first = episode_keys.keys_of(key, every, every.number)
+        return initial_policy_state(policy, view, first)
+
+    def restart(
+        words: jax.Array, over: jax.Array, episode_id: jax.Array, state: ArrayTree
+    ) -> ArrayTree:
+        """Returns the state of all lanes, of new episodes where `over`."""
+        root = jax.random.wrap_key_data(words, impl=impl)
+        every = episode_keys.all_lanes(view.num_envs)
+        key = episode_keys.keys_of(root, every, episode_id)
+        return restart_policy(policy, view, state, over, key)
+
+    def act(
         params: Any,
         words: jax.Array,
         state: ArrayTree,
@@ -130,32 +146,21 @@ class PolicyRunner:
         env_id: jax.Array | None,
     ) -> tuple[ArrayTree, ArrayTree, ArrayTree]:
         if lanes:
-            state = self._restarted(*lanes, state)
+            state = restart(*lanes, state)
         mine = state
         if env_id is not None:
             mine = jax.tree.map(lambda x: x[env_id], state)
-        key = jax.random.wrap_key_data(words, impl=self._impl)
-        decision = self._policy.apply(params, obs, mine, key)
-        view = self._view._replace(num_envs=len(jax.tree.leaves(obs)[0]))
-        checks.policy_step(decision, view, mine)
+        key = jax.random.wrap_key_data(words, impl=impl)
+        decision = policy.apply(params, obs, mine, key)
+        seen = view._replace(num_envs=len(jax.tree.leaves(obs)[0]))
+        checks.policy_step(decision, seen, mine)
         new = decision.state
         if env_id is not None:  # `drop`: padding is beyond the last lane
             put = lambda x, rows: x.at[env_id].set(rows, mode="drop")  # noqa: E731
             new = jax.tree.map(put, state, new)
         return new, decision.action, decision.extras
 
-    def _restarted(
-        self,
-        words: jax.Array,
-        over: jax.Array,
-        episode_id: jax.Array,
-        state: ArrayTree,
-    ) -> ArrayTree:
-        """Returns the state of all lanes, of new episodes where `over`."""
-        root = jax.random.wrap_key_data(words, impl=self._impl)
-        lanes = episode_keys.all_lanes(self._view.num_envs)
-        key = episode_keys.keys_of(root, lanes, episode_id)
-        return restart_policy(self._policy, self._view, state, over, key)
+    return _Programs(jax.jit(act), jax.jit(restart), jax.jit(initial))
 
 
 @jax.jit

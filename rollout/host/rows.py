@@ -4,6 +4,7 @@ A row has a column for each of the `B` lanes, or with `num_ready` for each envir
 that answered.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from rollout import programs
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
 from rollout.kernel.step import (
@@ -143,15 +145,19 @@ def finish(
     return lax.scan(step, accumulated, (rows, lane))
 
 
+@programs.shared
+def finisher(accumulators: Accumulators, record_fn: RecordFn | None) -> Any:
+    """Jits `finish` for a collector's accumulators and recorded fields."""
+    return jax.jit(functools.partial(finish, accumulators, record_fn))
+
+
 def fold(
     fn: Callable[[Acc, Transition], Acc], acc: Acc, trajectory: Transition, num: int
 ) -> Acc:
     """Folds the first `num` rows of a trajectory into `acc`."""
-    try:
-        hash(fn)  # as a static argument of `jit` must be
-    except TypeError:
-        return _fold(fn, acc, trajectory, num)
-    return _fold_jitted(fn, acc, trajectory, num)
+    known = programs.static(fn, acc)
+    run = _fold if known is None else _fold_jitted
+    return run(known or fn, acc, trajectory, num)
 
 
 def _fold(

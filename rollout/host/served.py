@@ -46,6 +46,11 @@ def by_env(rows: Transition) -> Transition:
             "`rows` must be of a `HostCollector` with `num_ready`, with its `info`, "
             f"got {checks.describe(getattr(rows, 'info', rows))}."
         )
+    return _by_env(rows)
+
+
+@jax.jit
+def _by_env(rows: Transition) -> Transition:
     num_rows, num_envs = rows.mask.shape[0], rows.info.num_envs
     # Masked-out ones get a column beyond the last, where `put` drops them.
     env_id = jnp.where(rows.mask, rows.info.env_id, num_envs).reshape(-1)

@@ -1,11 +1,10 @@
 """Makes policies from plain functions; the random policy, and the greedy mode."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, overload
 
-from rollout import checks
-from rollout.envs.spaces import Composite, as_space
+from rollout import checks, programs
+from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies import masks, uniform
 from rollout.policies.masks import MaskFn
@@ -23,6 +22,7 @@ from rollout.types import (
 )
 
 
+@programs.shared
 def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> Policy:
     """Makes the policy that draws every action uniformly from the action space.
 
@@ -35,11 +35,12 @@ def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> P
             For a `MultiDiscrete`, a tuple of one mask per entry, or `[B, *nvec]`; for a
             `MultiBinary`, `[B, *shape, 2]`; for a composite space, masks in its
             structure, None for a part without one. Where nothing is allowed, the action
-            is drawn from all. The same function makes the same policy object again.
+            is drawn from all.
 
     Returns:
         A policy without parameters or state; it ignores `params`. Its extras are `()`,
-        or with a `mask_fn` `{"none_allowed": [B] bool}`.
+        or with a `mask_fn` `{"none_allowed": [B] bool}`. Equal arguments make the same
+        policy object, here and below, so that jax does not trace again.
 
     Raises:
         ValueError: if `action_space` is no space; if a bound of a box is not finite; if
@@ -47,13 +48,21 @@ def random_policy(action_space: AnySpace, *, mask_fn: MaskFn | None = None) -> P
             while tracing, if the mask has another shape or is not bool.
     """
     space = as_space(action_space, "action_space")
-    if mask_fn is not None:
+    if mask_fn is None:
+        uniform.check_bounds(space)
+    else:
         masks.check_maskable(space, mask_fn)
-        is_composite = isinstance(space, Composite)  # which may not be hashable
-        make = _masked_policy if is_composite else _same_masked_policy
-        return make(space, mask_fn)
-    make: Any = _same_policy if isinstance(space, masks.DISCRETE) else _policy
-    return make(space)
+
+    def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
+        del params  # unused
+        if mask_fn is None:
+            action = uniform.uniform(space, uniform.num_lanes(obs), key)
+            return PolicyStep(action, state)
+        mask = masks.read(mask_fn, obs, space)
+        action, none_allowed = masks.draw(mask, space, key)
+        return PolicyStep(action, state, {"none_allowed": none_allowed})
+
+    return Policy(init=_no_state, apply=apply)
 
 
 @overload
@@ -72,6 +81,7 @@ def stateless_policy(
 ) -> Policy[ParamsT, ObsT, ActionT]: ...
 
 
+@programs.shared
 def stateless_policy(
     fn: Callable[..., Any], *, mode_fn: Callable[..., Any] | None = None
 ) -> Policy:
@@ -108,6 +118,7 @@ def stateless_policy(
     return Policy(_no_state, make(fn), make(mode_fn) if mode_fn else None)
 
 
+@programs.shared
 def recurrent_policy(
     fn: Callable[
         [ParamsT, ObsT, Any, Key],
@@ -171,31 +182,6 @@ def greedy(policy: Policy[ParamsT, ObsT, ActionT]) -> Policy[ParamsT, ObsT, Acti
             "`recurrent_policy` take it as `mode_fn`."
         )
     return Policy(init=policy.init, apply=policy.mode, mode=policy.mode)
-
-
-def _masked_policy(space: AnySpace, mask_fn: MaskFn) -> Policy:
-    def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
-        del params  # unused
-        mask = masks.read(mask_fn, obs, space)
-        action, none_allowed = masks.draw(mask, space, key)
-        return PolicyStep(action, state, {"none_allowed": none_allowed})
-
-    return Policy(init=_no_state, apply=apply)
-
-
-def _policy(space: AnySpace) -> Policy:
-    uniform.check_bounds(space)
-
-    def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
-        del params  # unused
-        return PolicyStep(uniform.uniform(space, uniform.num_lanes(obs), key), state)
-
-    return Policy(init=_no_state, apply=apply)
-
-
-# Cached, since jax traces again for another policy object.
-_same_policy = functools.cache(_policy)
-_same_masked_policy = functools.cache(_masked_policy)
 
 
 def _check_functions(arguments: tuple[str, ...], **functions: Any) -> None:

@@ -3,8 +3,7 @@
 A wrapper applies the wrapped policy at every step, with a key of its own, and passes on
 its extras unchanged: they belong to the wrapped policy's action (a `log_prob`, say, is
 not that of the action sent). Draws for lane i do not depend on the number of lanes.
-Build a wrapped policy once and keep it: another call makes another object, which jax
-traces again.
+Equal arguments make the same policy, so that jax does not trace again.
 
 The mode of an exploring policy is the mode of the wrapped one, without exploration.
 With a `mask_fn` its action is still an allowed one.
@@ -30,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rollout import checks
+from rollout import checks, programs
 from rollout.envs import prng
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
@@ -40,6 +39,7 @@ from rollout.policies.schedules import Schedule
 from rollout.types import ActionT, ObsT, ParamsT, Policy, PolicyStep
 
 
+@programs.shared
 def epsilon_greedy(
     policy: Policy[ParamsT, ObsT, ActionT],
     action_space: AnySpace,
@@ -96,6 +96,7 @@ def epsilon_greedy(
     return schedules.scheduled(epsilon, policy, act, policy.init)
 
 
+@programs.shared
 def random_warmup(
     policy: Policy[ParamsT, ObsT, ActionT],
     action_space: AnySpace,

@@ -14,7 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rollout import checks
+from rollout import checks, programs
 from rollout.envs.spaces import Discrete
 from rollout.envs.types import ArrayTree
 from rollout.policies import masks
@@ -35,6 +35,7 @@ def mask_of(obs: ArrayTree) -> jax.Array:
     return obs["mask"]
 
 
+@programs.shared
 def item_policy(
     fn: ScoreFn,
     *,

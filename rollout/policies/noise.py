@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from rollout import checks
+from rollout import checks, programs
 from rollout.envs import prng
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
@@ -28,6 +28,7 @@ class _Noisy(struct.PyTreeNode, kw_only=True):
     noise: jax.Array  # [B, ...]
 
 
+@programs.shared
 def gaussian_noise(
     policy: Policy[ParamsT, ObsT, ActionT],
     action_space: AnySpace,
@@ -77,6 +78,7 @@ def gaussian_noise(
     return schedules.scheduled(scale, policy, act, policy.init)
 
 
+@programs.shared
 def ornstein_uhlenbeck(
     policy: Policy[ParamsT, ObsT, ActionT],
     action_space: AnySpace,

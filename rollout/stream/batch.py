@@ -1,9 +1,11 @@
 """Makes a batch of a stream: collects, cuts episodes, finds faults, summarizes.
 
 One program makes a batch of environments in JAX, by `make_batch`; a loop in Python
-collects from others, by `make_host_batch`, and one program does the rest.
+collects from others, by `make_host_batch`, and one program does the rest. Streams of
+equal options share them.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rollout import kernel, nonfinite
+from rollout import kernel, nonfinite, programs
 from rollout.collector import Collector, scan_steps, stack
-from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of
 from rollout.host.host_collector import HostCollector
 from rollout.stats import CollectStats, summarize
@@ -86,15 +87,21 @@ def make_batch(
     return result
 
 
-def blank_memory(make: Any, collector: Collector) -> ArrayTree:
-    """Makes memory for the first batch of `make`, a function of `memory`."""
-    output = jax.eval_shape(make, ()).output
+def blank_memory(output: ArrayTree, collector: Collector) -> ArrayTree:
+    """Makes memory for the first batch, whose `output` is known by its shapes."""
     sharding, where = sharding_of(collector.env), None
     if sharding and not isinstance(output, Transition):
         return ()  # where XLA puts the result of a `postprocess` is its choice
     if sharding:
         where = sharding.shardings(output, lane_axis=1)
-    return jax.jit(lambda: prng.blank(output), out_shardings=where)()
+    return programs.blank(output, where)()
+
+
+@programs.shared
+def batch_program(options: Options) -> Any:
+    """Jits `make_batch` for the options that it reads, those `of_program`."""
+    make = functools.partial(make_batch, options)
+    return jax.jit(make, static_argnums=0, donate_argnums=4, keep_unused=True)
 
 
 def make_host_batch(
@@ -123,8 +130,14 @@ def make_host_batch(
             max_length=options.max_episode_steps,
         )
     num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
-    result = _finish(options, (), trajectory, episodes, num_faulty)
+    finish = _host_program(options.of_program())
+    result = finish((), trajectory, episodes, num_faulty)
     return result._replace(carry=carry)
+
+
+@programs.shared
+def _host_program(options: Options) -> Any:
+    return jax.jit(functools.partial(finish, options))
 
 
 def finish(
@@ -160,9 +173,6 @@ def finish(
         counted=counted,
         faults=faults,
     )
-
-
-_finish = jax.jit(finish, static_argnums=0)
 
 
 def _restart_all(collector: Collector, carry: Carry) -> Carry:

@@ -86,6 +86,15 @@ class Options:
             self._check_episodes()
         self._check_placement()
 
+    def of_program(self) -> "Options":
+        """Returns those that the program of a batch reads, and defaults for others."""
+        unread = {"total_steps": None, "warmup_steps": 0, "mask_fn": None}
+        unread |= {"placement": "device", "prefetch": 0, "recycle": False}
+        if self.episodes_per_batch is None:
+            unread["steps_per_batch"] = self.num_envs  # it takes the number of rows
+        window = min(self.window_episodes, 1)
+        return dataclasses.replace(self, **unread, window_episodes=window)
+
     def check_processes(self) -> None:
         """Raises unless lanes in several processes support the options."""
         if self.prefetch:

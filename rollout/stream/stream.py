@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import checks, multihost
+from rollout import checks, multihost, programs
 from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of, strong
@@ -27,13 +27,13 @@ from rollout.stream import stream_stats
 from rollout.stream.batch import (
     NO_FAULT,
     BatchResult,
+    batch_program,
     blank_memory,
-    make_batch,
     make_host_batch,
 )
 from rollout.stream.options import Options, Placement
 from rollout.stream.progress import Bar
-from rollout.types import Carry, Episodes, ParamsT, Transition
+from rollout.types import Carry, Episodes, ParamsT, Transition, ValueFn
 
 _NEWEST = -1  # version of parameters: those that are set when the batch begins
 
@@ -204,13 +204,7 @@ class Stream(Generic[ParamsT]):
             options.check_processes()
         if self._is_host:
             options.check_host()
-        # Its own, so that what is compiled goes with the stream.
-        self._make_batch = jax.jit(
-            functools.partial(make_batch, options),
-            static_argnums=0,
-            donate_argnums=4,
-            keep_unused=True,
-        )
+        self._make_batch = batch_program(options.of_program())
         self._collector: Any = _with_warmup(collector, options)
         carry = self._collector.init(key)
         totals = stream_stats.zero(carry, options.window_episodes)
@@ -517,9 +511,9 @@ class Stream(Generic[ParamsT]):
         if used is not None and num_rows * options.num_envs != used:
             return ()  # the last batch is shorter
         if memory is None or any(x.is_deleted() for x in jax.tree.leaves(memory)):
-            args = options, num_rows, self._collector, at.carry, self._params[0]
-            make = functools.partial(make_batch, *args)
-            memory = blank_memory(make, self._collector)
+            args = num_rows, self._collector, at.carry, self._params[0], ()
+            output = self._make_batch.eval_shape(*args).output
+            memory = blank_memory(output, self._collector)
         return memory
 
     def _compile(self, num_rows: int, at: _Position, params: Any, memory: Any) -> None:
@@ -600,11 +594,14 @@ def _with_warmup(collector: Any, options: Options) -> Any:
         )
     }
     if (value_fn := getattr(collector, "value_fn", None)) is not None:
-        # It gets the state of the policy that it was written for.
-        changes["value_fn"] = lambda params, obs, state: value_fn(
-            params, obs, state.inner
-        )
+        changes["value_fn"] = _of_inner(value_fn)
     return collector.replace(**changes)
+
+
+@programs.shared
+def _of_inner(value_fn: ValueFn) -> ValueFn:
+    """Passes a value function the state of the policy that it was written for."""
+    return lambda params, obs, state: value_fn(params, obs, state.inner)
 
 
 def _placed(tree: ArrayTree, placement: Placement) -> ArrayTree:

@@ -1,0 +1,312 @@
+"""Equal objects share programs: what was compiled once is not compiled again."""
+
+import functools
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from agents import OneAgent
+from cases import CountEnv
+from compiles import count_compiles
+from host_count import HostCount
+
+import rollout
+from rollout import buffers, envs, programs
+from rollout.agents import fixed_mapping, policy_map
+from rollout.envs import spaces
+from rollout.recommendation import item_policy
+
+B, T = 4, 16
+KEY = jax.random.key(0)
+
+
+def act(params, obs, key):
+    return jax.random.randint(key, obs.shape[:1], 0, 3) + 0 * params
+
+
+def make_collector(**options):
+    """An equal one at every call."""
+    env = envs.vectorize(CountEnv(), B)
+    policy = rollout.stateless_policy(act)
+    policy = rollout.epsilon_greedy(policy, env.action_space, 0.1)
+    return rollout.Collector(env=env, policy=policy, **options)
+
+
+def make_host(**options):
+    policy = rollout.stateless_policy(act)
+    policy = rollout.random_warmup(policy, HostCount.action_space, 3)
+    return rollout.HostCollector(env=HostCount(B), policy=policy, **options)
+
+
+def add_reward(acc, row):
+    return acc + row.reward.sum()
+
+
+def is_even(row):
+    return row.replace(extras={"even": row.episode_length % 2 == 0})
+
+
+def collects(make):
+    def call():
+        collector = make()
+        carry = collector.init(KEY)
+        carry, _ = collector.collect_steps(carry, 0, T)
+        collector.fold_steps(carry, 0, add_reward, jnp.float32(0), num_steps=T)
+
+    return call
+
+
+def streams(make, **options):
+    def call():
+        options.setdefault("steps_per_batch", B * T)
+        stream = rollout.Stream(make(), key=KEY, params=0, **options)
+        with stream:
+            next(stream), next(stream)
+
+    return call
+
+
+def evaluates(make):
+    return lambda: rollout.evaluate(make(), KEY, 0, 3)
+
+
+def evaluates_frozen():
+    collector = make_collector()
+    collector = collector.replace(env=envs.NormalizeObs(collector.env))
+    rollout.evaluate(collector.freeze(collector.init(KEY)), KEY, 0, 3)
+
+
+def evaluates_frozen_hosts():
+    collector = make_host()
+    env = rollout.envs.NormalizeHost(collector.env)
+    collector = collector.replace(env=env)
+    rollout.evaluate(collector.freeze(collector.init(KEY)), KEY, 0, 3)
+
+
+def folds_into_a_buffer():
+    buffer, collector = buffers.ReplayBuffer(64, B), make_collector()
+    carry = collector.init(KEY)
+    row = jax.eval_shape(collector.step, carry, 0)[1]
+    collector.fold_steps(carry, 0, buffer.add, buffer.init(row), num_steps=T)
+
+
+def update(carry, batch):
+    return carry + batch["x"].sum(), batch["x"].mean()
+
+
+def scans_minibatches():
+    tree = {"x": np.ones((T, B), np.float32)}
+    for axis in (None, 0, 1):
+        rollout.scan_minibatches(update, jnp.float32(0), KEY, tree, 2, axis=axis)
+
+
+@functools.cache
+def filled(next_obs):
+    buffer = buffers.ReplayBuffer(64, B, next_obs=next_obs)
+    row = {x: np.zeros((B,), bool) for x in ("terminated", "truncated")}
+    row |= {"obs": np.zeros((B, 1), np.float32)}
+    row["next_obs"] = row["obs"]
+    state = buffer.init(row)
+    for _ in range(T):
+        state = buffer.add(state, row)
+    return buffer, state
+
+
+def asks_for_samples(next_obs):
+    def call():
+        buffer, state = filled(next_obs)
+        most = T * B if next_obs == "stored" else (T - 1) * B
+        for size in range(1, 100, 3):
+            assert buffer.can_sample(state, size) == (size <= most)
+
+    return call
+
+
+CALLS = {
+    "collector": collects(make_collector),
+    "host collector": collects(make_host),
+    "recording host collector": collects(
+        functools.partial(make_host, record_fn=is_even)
+    ),
+    "stream": streams(make_collector),
+    "warm stream": streams(make_collector, warmup_steps=2 * B),
+    "recycling stream": streams(make_collector, recycle=True),
+    "stream of episodes": streams(
+        make_collector, steps_per_batch=None, episodes_per_batch=3, max_episode_steps=9
+    ),
+    "stream of hosts": streams(make_host, warmup_steps=2 * B),
+    "evaluate": evaluates(make_collector),
+    "evaluate hosts": evaluates(make_host),
+    "evaluate frozen": evaluates_frozen,
+    "evaluate frozen hosts": evaluates_frozen_hosts,
+    "fold into a buffer": folds_into_a_buffer,
+    "scan_minibatches": scans_minibatches,
+    "can_sample": asks_for_samples("stored"),
+    "can_sample of shared": asks_for_samples("shared"),
+}
+
+
+@pytest.mark.compiles(50)
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_compiled_for_equal_objects(name, key_reuse):
+    CALLS[name]()
+    with count_compiles() as events:
+        CALLS[name]()
+    assert set(events) <= {"/jax/core/compile/jaxpr_trace_duration"}  # of `eval_shape`
+
+
+def test_gif_compiles_at_most_four_programs_and_then_none(tmp_path):
+    env = envs.make_vec("CartPole-v1", 1, max_steps_in_episode=11)
+    collector = rollout.Collector(
+        env=env, policy=rollout.random_policy(envs.Discrete(2))
+    )
+    jax.clear_caches()
+    for most in (4, 0):
+        with count_compiles() as events:
+            rollout.record_gif(collector, KEY, None, tmp_path / "a.gif", max_steps=20)
+        assert events.count("/jax/core/compile/backend_compile_duration") <= most
+
+
+def remember(params, obs, state, key):
+    return act(params, obs, key), state + 1
+
+
+def start(num_envs):
+    return jnp.zeros(num_envs)
+
+
+def allow_all(obs):
+    return jnp.ones((*obs.shape[:1], 3), bool)
+
+
+def decay(step):
+    return 1 / (1 + step)
+
+
+POLICY = rollout.stateless_policy(act, mode_fn=act)
+BOX = functools.partial(envs.Box, -np.ones(2, np.float32), np.ones(2, np.float32), (2,))
+POLICIES = {
+    "random": lambda: rollout.random_policy(BOX()),
+    "masked": lambda: rollout.random_policy(envs.Discrete(3), mask_fn=allow_all),
+    "greedy": lambda: rollout.greedy(rollout.stateless_policy(act, mode_fn=act)),
+    "recurrent": lambda: rollout.recurrent_policy(remember, start, mode_fn=remember),
+    "epsilon": lambda: rollout.epsilon_greedy(POLICY, envs.Discrete(3), decay),
+    "warm": lambda: rollout.random_warmup(POLICY, envs.Discrete(3), 5),
+    "gaussian": lambda: rollout.gaussian_noise(POLICY, BOX(), 0.5),
+    "correlated": lambda: rollout.ornstein_uhlenbeck(POLICY, BOX(), 0.5, dt=0.1),
+    "items": lambda: item_policy(act, items=np.eye(3)),
+    "map": lambda: policy_map(
+        {"b": POLICY, "a": rollout.random_policy(envs.Discrete(2))},
+        fixed_mapping("b"),
+        OneAgent(CountEnv()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_equal_arguments_make_the_same_policy(name):
+    assert POLICIES[name]() == POLICIES[name]()
+
+
+def test_policies_of_a_map_in_another_order_are_another_map():
+    policies = {"b": POLICY, "a": rollout.random_policy(envs.Discrete(2))}
+    make = functools.partial(
+        policy_map, mapping_fn=fixed_mapping("b"), env=OneAgent(CountEnv())
+    )
+    assert make(policies) != make(dict(reversed(policies.items())))
+
+
+def test_objects_are_shared_by_the_values_of_all_arguments():
+    made = programs.shared(lambda *args, **options: object())
+    unlike = [
+        (1,), (1.0,), (True,), (0.0,), (-0.0,), (np.float32(1),), (np.ones(1),),
+        (np.ones(1, np.float32),), (jnp.ones(1),), (np.ones((1, 1)),), ((1,),), ([1],),
+        ({"a": 1},), (envs.Box(0, 1, (2,)),), (envs.Box(0, 2, (2,)),), (act,),
+        (envs.Discrete(2),), (envs.Discrete(2, start=1),), (1, 2), (2, 1),
+        (envs.Box(0, 1, (2,), np.int32),), (spaces.MultiBinary((2,)),), (None,), (),
+    ]  # fmt: skip
+    objects = {id(made(*args)) for args in unlike}
+    assert len(objects) == len(unlike)
+    copies = jax.tree.map(lambda x: x, unlike)
+    assert {id(made(*args)) for args in copies} == objects
+    assert made(a=1) is made(a=1) is not made(b=1)
+
+
+@pytest.mark.parametrize(
+    "unknown", [{1, 2}, KEY], ids=["without a hash", "a typed key"]
+)
+def test_objects_of_unknown_values_are_not_shared(unknown):
+    made = programs.shared(lambda x: object())
+    assert made(unknown) is not made(unknown)
+
+
+def test_objects_made_while_jax_traces_are_not_shared():
+    made, kept = programs.shared(lambda x: object()), []
+    for _ in range(2):
+        jax.make_jaxpr(lambda x: kept.append((made(x), made(1))))(1.0)
+    assert len({id(x) for pair in kept for x in pair}) == 4
+
+
+def test_error_of_what_is_made_comes_through_once():
+    calls = []
+
+    @programs.shared
+    def make(x):
+        calls.append(x)
+        raise TypeError("no")
+
+    with pytest.raises(TypeError, match="no"):
+        make(1)
+    assert calls == [1]
+
+
+def test_few_objects_are_kept():
+    made, alive = programs.shared(lambda x: Summing(x)), weakref.WeakSet()
+    for number in range(1000):
+        alive.add(made(number))
+    gc.collect()
+    assert len(alive) == 256
+    assert made(999) in alive
+
+
+class Summing:
+    """An object whose sums differ, but not as Python compares."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, acc, row):
+        return acc + self.factor * row.reward.sum()
+
+    def add(self, acc, row):
+        return self(acc, row)
+
+
+def test_functions_of_users_are_static_unless_they_may_read_tracers():
+    buffer = buffers.ReplayBuffer(64, B)
+    assert programs.static(act) is act
+    assert programs.static(buffer.add) is programs.static(
+        buffers.ReplayBuffer(64, B).add
+    )
+    assert programs.static(buffer.add) != programs.static(
+        buffers.ReplayBuffer(128, B).add
+    )
+    one, two = Summing(1), Summing(2)
+    assert programs.static(one.add) != programs.static(two.add)
+    dicts = {}
+    assert programs.static(dicts.get) == dicts.get  # of an object without a hash
+    jax.make_jaxpr(lambda x: np.testing.assert_equal(programs.static(act), None))(1.0)
+    one.__class__ = type("Unhashable", (Summing,), {"__hash__": None})
+    assert programs.static(one) is None
+
+
+def test_fold_of_a_function_without_a_hash_reads_it_at_every_call():
+    summing = type("Unhashable", (Summing,), {"__hash__": None})(1)
+    collector = make_collector()
+    carry, sums = collector.init(KEY), []
+    for summing.factor in (1, 2):
+        sums.append(collector.fold_steps(carry, 0, summing, 0.0, num_steps=T)[1])
+    assert 2 * sums[0] == sums[1] != 0
