@@ -2,14 +2,13 @@
 
 import contextlib
 import difflib
-import functools
 import io
 import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rollout import checks
+from rollout import checks, programs
 from rollout.envs.multi_agent import MultiAgentEnv
 from rollout.envs.suites import (
     brax,
@@ -187,22 +186,15 @@ def _build(
         return _once(make_fn, name, **options)
     except (ImportError, OSError) as error:  # it needs another package, or a download
         raise ValueError(f"{env_id} cannot be made here: {error}.") from error
-    except TypeError:  # an option that cannot be hashed, or is unknown
-        try:
-            return make_fn(name, **options)
-        except TypeError as error:
-            given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-            is_limit = any(re.search("step|limit|length", key) for key in options)
-            hint = " (`max_episode_steps` limits episodes)" if is_limit else ""
-            raise ValueError(f"{env_id} with {given} fails{hint}: {error}") from error
+    except TypeError as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        is_limit = any(re.search("step|limit|length", key) for key in options)
+        hint = " (`max_episode_steps` limits episodes)" if is_limit else ""
+        raise ValueError(f"{env_id} with {given} fails{hint}: {error}") from error
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
+@programs.shared  # most of it is a static part of every trace
 def _once(make_fn: Callable[..., Any], name: str, /, **options: Any) -> Any:
-    """Returns the same object again for the same options.
-
-    Most of it is a static part of every trace: another object is traced again.
-    """
     return make_fn(name, **options)
 
 

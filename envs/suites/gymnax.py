@@ -13,7 +13,6 @@ gymnax's own `step` is never called: it computes a reset at every step.
 """
 
 import dataclasses
-import functools
 import inspect
 import numbers
 from typing import Any
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from rollout import programs
 from rollout.envs import prng
 from rollout.envs.optional_import import load
 from rollout.envs.spaces import as_space
@@ -195,21 +195,14 @@ def _merges_time_limit(env: Any) -> bool:
     )
 
 
+@programs.shared
 def _build(name: str, **arguments: Any) -> tuple[Any, Any]:
-    """Builds an environment; returns the same object again for the same arguments."""
     try:
-        return _build_once(name, **arguments)
-    except TypeError:  # an argument that cannot be hashed, or is unknown
-        return _build_once.__wrapped__(name, **arguments)
+        env, params = load("gymnax").make(name, **arguments)
     except OSError as error:
         raise ValueError(
             f"{name} must download its data set when it is made, got: {error}."
         ) from error
-
-
-@functools.cache
-def _build_once(name: str, **arguments: Any) -> tuple[Any, Any]:
-    env, params = load("gymnax").make(name, **arguments)
     # gymnax stops the gradients of its differentiable environments by default.
     if getattr(env, "supports_transition_gradients", False):
         env = env.with_transition_gradients()

@@ -90,7 +90,7 @@ class Stream(Generic[ParamsT]):
     A batch is `[T, B, ...]` with T = `steps_per_batch / num_envs` rows. The batches are
     bit for bit the rows of `Collector.collect_steps`, unless an option below changes
     them. Episodes continue from batch to batch, and an `episode_id` is never used
-    again.
+    again. Streams with equal collectors and options share what is compiled.
 
     Args:
         collector: policy and environments.
