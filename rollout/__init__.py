@@ -43,7 +43,7 @@ from rollout.evaluation import evaluate
 from rollout.gif import record_gif
 from rollout.host import HostCollector, RemoteBatches, by_env
 from rollout.logs import log_stats
-from rollout.minibatches import scan_minibatches
+from rollout.minibatches import permutation, scan_minibatches
 from rollout.moments import Moments
 from rollout.policies import (
     epsilon_greedy,
@@ -119,6 +119,7 @@ __all__ = [
     "log_stats",
     "next_values",
     "ornstein_uhlenbeck",
+    "permutation",
     "probe",
     "profile",
     "random_policy",

@@ -1,8 +1,9 @@
-"""Minibatches: every row once per epoch, whole lanes, masks kept."""
+"""Minibatches: every row once per epoch, whole lanes, masks kept; random orders."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import collect, raw
 
 import rollout
@@ -78,3 +79,85 @@ def test_trajectory_is_scanned_over():
     scan = jax.jit(lambda *x: rollout.scan_minibatches(step, 0.0, *x, 8)[0])
     total = scan(jax.random.key(1), trajectory)
     assert total == np.asarray(trajectory.reward).sum()
+
+
+def test_order_of_an_epoch_is_the_permutation_of_its_key():
+    keys = jax.random.split(jax.random.key(0), 2)
+    want = [TREE["id"].ravel()[rollout.permutation(key, T * B)] for key in keys]
+    np.testing.assert_array_equal(split(TREE, 4, 2)["id"].reshape(2, -1), want)
+
+
+# Squares, products, a power of two, one item, a prime and twice a prime, which sort.
+@pytest.mark.parametrize("n", [1, 64, 60, 100, 4096, 97, 2 * 101])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_permutation_has_every_number_once_and_differs_by_key(n, impl):
+    keys = jax.random.split(jax.random.key(1, impl=impl), 8)
+    draw = jax.jit(jax.vmap(lambda key: rollout.permutation(key, n)))
+    orders = np.asarray(draw(keys))
+    assert orders.dtype == np.int32
+    np.testing.assert_array_equal(np.sort(orders), np.arange(n) + 0 * orders)
+    assert len(np.unique(orders, axis=0)) == (1 if n == 1 else 8)
+
+
+def statistics(orders, b):
+    """Statistics of `[K, n]` orders, each about standard normal if all are as likely.
+
+    Their means and variances are exact, for orders that are drawn evenly, but for those
+    whose variance is taken from the `K` samples.
+    """
+    num, n = orders.shape
+    every = np.arange(n)
+
+    def z(samples, mean, variance=None):
+        variance = samples.var() if variance is None else variance
+        return (samples.mean() - mean) / np.sqrt(variance / num)
+
+    def chi(counts, mean, freedom):
+        return (((counts - mean) ** 2 / mean).sum() - freedom) / np.sqrt(2 * freedom)
+
+    found = {"fixed points": z((orders == every).sum(axis=1), 1, 1)}
+    # Position by item: a matrix whose rows and columns have known sums.
+    counts = np.zeros((n, n), int)
+    np.add.at(counts, (np.broadcast_to(every, orders.shape), orders), 1)
+    found["positions"] = chi(counts, num / n, (n - 1) ** 2)
+    for apart in (1, 2, b):  # pairs at these distances that become neighbours, or rows
+        distance = abs(orders[:, apart:] - orders[:, :-apart])
+        for new in (1, b):
+            mean = (n - apart) * 2 * (n - new) / (n * (n - 1))
+            found[f"{apart} to {new}"] = z((distance == new).sum(axis=1), mean)
+    row = orders // b  # items of the first row that share a row again, in pairs
+    sizes = np.bincount(every // b)
+    together = np.stack([(row[:, :b] == x).sum(axis=1) for x in range(len(sizes))])
+    mean = b * (b - 1) / 2 * (sizes * (sizes - 1)).sum() / (n * (n - 1))
+    found["rows"] = z((together * (together - 1) / 2).sum(axis=0), mean)
+    quarter = n // 4  # the mean of a minibatch, and its variance without replacement
+    means = orders[:, :quarter].mean(axis=1)
+    variance = (n * n - 1) / 12 / quarter * (n - quarter) / (n - 1)
+    found["minibatch"] = z(means, (n - 1) / 2, variance)
+    found["spread"] = z((means - (n - 1) / 2) ** 2, variance)
+    if (free := n * (n - 1)) < num:  # where the first two items go
+        pairs = np.zeros((n, n), int)
+        np.add.at(pairs, (orders[:, 0], orders[:, 1]), 1)
+        found["pairs"] = chi(pairs[~np.eye(n, dtype=bool)], num / free, free - 1)
+    found["successive keys"] = z((orders[1:] == orders[:-1]).sum(axis=1), 1, 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("n", "b", "num"), [(64, 8, 40_000), (32, 8, 40_000), (100, 10, 20_000)]
+)
+def test_permutation_is_as_random_as_one_that_sorts(n, b, num):
+    keys = jax.random.split(jax.random.key(2), num)
+    draw = jax.jit(jax.vmap(lambda key: rollout.permutation(key, n)))
+    found = statistics(np.asarray(draw(keys)), b)
+    # A normal number is beyond 5 once in 1.7 million draws.
+    assert max(map(abs, found.values())) < 5, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "b"), [(1000, 40), (1024, 32), (992, 32), (1021, 32)])
+def test_long_permutation_is_as_random_as_one_that_sorts(n, b):
+    keys = jax.random.split(jax.random.key(3), 4000)
+    draw = jax.jit(jax.vmap(lambda key: rollout.permutation(key, n)))
+    found = statistics(np.asarray(draw(keys)), b)
+    assert max(map(abs, found.values())) < 5, found
