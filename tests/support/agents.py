@@ -10,8 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 from cases import last_word
 from flax import struct
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_np
 
 from rollout import envs
+
+NUM_STEPS, NUM_AGENTS, B = 5, 3, 2
+
+
+def _tables(num_rows, dtype, elements):
+    return st_np.arrays(dtype, (num_rows, NUM_AGENTS), elements=elements)
+
+
+_RARE = st.integers(0, 7).map(lambda x: x == 7)
+# Strategies for the arguments of `schedule`.
+TABLES = {
+    "acting": _tables(NUM_STEPS + 1, bool, st.booleans()),
+    "reward": _tables(NUM_STEPS, np.float32, st.integers(-3, 9).map(float)),
+    "terminated": _tables(NUM_STEPS, bool, _RARE),
+    "truncated": _tables(NUM_STEPS, bool, _RARE),
+    "end": st.sampled_from(["terminated", "truncated"]),
+}
 
 
 @struct.dataclass(kw_only=True)
