@@ -168,7 +168,10 @@ def test_window_has_episodes_before_which_all_have_ended(size, num_rows):
     )
 
 
-@pytest.mark.parametrize(("num_lanes", "size"), [(200, 200), (200, 20), (4, 20)])
+@pytest.mark.parametrize(
+    ("num_lanes", "size"),
+    [(200, 20), (4, 20), pytest.param(200, 200, marks=pytest.mark.slow)],
+)
 def test_first_values_of_a_window_are_not_biased_to_short_episodes(num_lanes, size):
     """Half of the episodes take 2 steps, half 20: the mean is 11 from the start."""
     firsts = []

@@ -183,6 +183,16 @@ class ChanceEnv:
         return {"two": obs[jnp.array([0, 2])], "one": jnp.repeat(obs[1:2], 2)[None]}
 
 
+@jax.tree_util.register_static
+class AllAct(ChanceEnv):
+    """Everyone who is left acts."""
+
+    simultaneous = True
+
+    def choose(self, word):
+        return jnp.ones(3, bool)
+
+
 def schedule(
     acting, reward, *, terminated=None, truncated=None, end="terminated", names="abc"
 ):

@@ -166,22 +166,12 @@ def test_rows_are_those_of_a_plain_loop_and_sum_to_the_returns(
     assert_rewards_sum_to_returns(found["episode"], trajectory, 0)
 
 
-@jax.tree_util.register_static
-class AllAct(agents.ChanceEnv):
-    """Everyone who is left acts."""
-
-    simultaneous = True
-
-    def choose(self, word):
-        return jnp.ones(3, bool)
-
-
 def test_simultaneous_rows_are_a_reshape_of_the_trajectory():
     make = functools.partial(rollout.agents.agent_transitions, end="episode")
 
     @quick_jit
     def run():
-        pending, trajectory = collect(AllAct(), 40)
+        pending, trajectory = collect(agents.AllAct(), 40)
         return trajectory, *make(pending, trajectory)
 
     trajectory, after, rows = jax.device_get(run())
