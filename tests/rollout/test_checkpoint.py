@@ -140,6 +140,7 @@ IMPLS = {"threefry2x32": 2, "rbg": 4}  # words of a key
 key_words = jax.jit(lambda tree: [jax.random.key_data(tree[x]) for x in IMPLS])
 
 
+@pytest.mark.compiles(30)  # two for each leaf that is restored
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3)])
 def test_leaf_of_any_dtype_and_shape_is_restored(shape, tmp_path):
     number = np.arange(np.prod(shape, dtype=int)).reshape(shape) + 1
