@@ -255,9 +255,8 @@ def test_unread_fields_leave_no_buffer():
     assert one.temp_size_in_bytes < 500_000
 
 
-@pytest.mark.parametrize(
-    "name", ["CartPole-v1", pytest.param("Breakout-MinAtar", marks=slow)]
-)
+@slow
+@pytest.mark.parametrize("name", ["CartPole-v1", "Breakout-MinAtar"])
 def test_peak_memory_is_what_is_returned(name):
     collector = make_collector(name, 256)
     carry = jax.eval_shape(collector.init, jax.random.key(0))
