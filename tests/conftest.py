@@ -2,7 +2,6 @@
 
 import gc
 import importlib.util
-import itertools
 import os
 import pathlib
 import signal
@@ -10,24 +9,23 @@ import tempfile
 
 import jax
 import pytest
+from compiles import check_programs, count_compiles
 
 # The modules without which a test that `compiles_for` an accelerator is skipped.
 COMPILERS = {"h100": "jax_cuda12_plugin", "v5e": "libtpu"}
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 _MANY_MAPPINGS = 30_000
-_TESTS = itertools.count(1)
+_EVENTS = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config):
-    """Shares what is compiled among the processes of a run.
+    """Shares what is compiled among the processes of a run, and with the next run.
 
-    Most of the time of the tests is compiling. A folder that
-    `JAX_COMPILATION_CACHE_DIR` names is kept, and makes the next run short.
+    Most of the time of the tests is compiling. `JAX_COMPILATION_CACHE_DIR` may name
+    another folder than the one in pytest's cache, which `--cache-clear` empties.
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        config.add_cleanup(folder.cleanup)
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = _compile_folder(config)
     settings = {
         "JAX_COMPILATION_CACHE_DIR": os.environ["JAX_COMPILATION_CACHE_DIR"],
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0,
@@ -50,16 +48,38 @@ def pytest_runtest_setup(item):
             pytest.skip("needs the extra `accelerators`")
 
 
-def pytest_runtest_teardown(item):
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Counts what a test compiles, with the fixtures that it is the first to use."""
+    with count_compiles() as item.stash[_EVENTS]:
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    yield
+    check_programs(item, item.stash[_EVENTS])
+
+
+def pytest_runtest_teardown(item, nextitem):
     """Drops compiled programs before there are too many for one process.
 
     jax keeps every one, with memory mappings of its own. Linux allows a process 65,530
     of these, and a few hundred tests in one process come near; beyond, XLA crashes.
+    Between files, so that a test needs as many programs in every run.
     """
-    del item  # every test counts
-    if next(_TESTS) % 8 == 0 and _num_mappings() > _MANY_MAPPINGS:
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last and _num_mappings() > _MANY_MAPPINGS:
         jax.clear_caches()
         gc.collect()
+
+
+def _compile_folder(config) -> str:
+    if hasattr(config, "cache"):
+        return str(config.cache.mkdir("jax"))
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)  # without pytest's cache
+    return folder.name
 
 
 def _num_mappings() -> int:

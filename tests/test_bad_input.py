@@ -76,10 +76,6 @@ def act(action):
     return step_with(policy=policy(lambda params, obs, key: action))
 
 
-def act_with_state(result, init=lambda num_envs: jnp.zeros((num_envs, 1))):
-    return step_with(policy=rollout.recurrent_policy(lambda *args: result, init))
-
-
 def accumulate(accumulators):
     return step_with(accumulators=accumulators)
 
@@ -184,7 +180,6 @@ REFUSED = {
         lambda: rollout.gaussian_noise(3, BOX, 0.1),
         lambda: rollout.ornstein_uhlenbeck(3, BOX, 0.1),
     ],
-    "`policy` must have a `mode`": [lambda: rollout.greedy(policy())],
     "`env` must be many environments side by side": [lambda: step_with(env=COUNT)],
     "`accumulators` must map names to `Accumulator`s, got": [
         lambda: accumulate({"a": max}),
@@ -221,12 +216,7 @@ REFUSED = {
             carry(), None, 2, max_steps=3
         ),
     ],
-    # What policies return.
-    "`policy.apply` must return actions as int32 of shape (4,)": [
-        lambda: act(jnp.zeros((B, 1), jnp.int32)),
-        lambda: act(jnp.zeros((B,))),
-    ],
-    "must return extras with the": [lambda: act((ZEROS, {"v": jnp.float32(0)}))],
+    # What policies return; see `rollout/policies/test_messages.py`, too.
     "`fn` must return an action or (action, extras), a tuple of 2, got 3": [
         lambda: act((ZEROS, ZEROS, {}))
     ],
@@ -242,12 +232,6 @@ REFUSED = {
         lambda: step_with(record_fn=lambda: None),
         lambda: collector().fold_steps(carry(), None, lambda x: x, 0, num_steps=2),
     ],
-    "return a `PolicyStep`": [
-        lambda: step_with(policy=rollout.Policy(lambda n: (), lambda *args: 0))
-    ],
-    "return (action, state)": [lambda: act_with_state(ZEROS)],
-    "a state like the one it takes": [lambda: act_with_state((ZEROS, ZEROS))],
-    "`policy.init` must return": [lambda: act_with_state(ZEROS, lambda n: ZEROS[:3])],
     # Environments.
     "`env` must have the methods `reset` and `step`": [lambda: envs.vectorize(3, B)],
     "`env` must be a pytree, such as": [lambda: envs.vectorize(plain_class(), B)],
@@ -348,16 +332,6 @@ REFUSED = {
     "`action_space` must be a Box, Discrete": [lambda: rollout.random_policy(MANY)],
     "`action_space` must have finite": [lambda: rollout.random_policy(INFINITE)],
     "space` must be discrete": [lambda: rollout.random_policy(BOX, mask_fn=max)],
-    "floats to add noise to": [lambda: rollout.gaussian_noise(policy(), DISCRETE, 1.0)],
-    "`epsilon` must": [
-        lambda: rollout.epsilon_greedy(policy(), DISCRETE, 1.5),
-        lambda: rollout.epsilon_greedy(policy(), DISCRETE, np.nan),
-        lambda: rollout.epsilon_greedy(policy(), DISCRETE, "0.1"),
-        lambda: rollout.epsilon_greedy(policy(), DISCRETE, lambda step: jnp.zeros(2)),
-    ],
-    "`scale` must": [lambda: rollout.gaussian_noise(policy(), BOX, -1.0)],
-    "`theta` must": [lambda: rollout.ornstein_uhlenbeck(policy(), BOX, 1.0, theta=-1)],
-    "`dt` must": [lambda: rollout.ornstein_uhlenbeck(policy(), BOX, 1.0, dt=0.0)],
     "`mask` must be bool of": [lambda: recommendation.choose_items([[1]], [[1]])],
     # Statistics, targets, trajectories.
     "`data` must be a trajectory": [lambda: rollout.summarize(next(stream()))],

@@ -109,19 +109,30 @@ def test_steps_without_jit_equal_those_under_jit(name):
     np.testing.assert_array_equal(got[0].key, carry.key)
 
 
-@pytest.mark.compiles(230)  # as above, where it runs alone
+@slow  # operation by operation
 def test_episodes_without_jit_equal_those_under_jit():
     collector = make_collector("count", 4)
 
+    def sum_rewards(total, transition):
+        return total + jnp.where(transition.mask, transition.reward, 0)
+
     def play():
         carry = collector.init(jax.random.key(7))
-        return raw(collector.collect_episodes(carry, None, 5, max_steps=4))
+        counts = {"num_episodes": 5, "max_steps": 4}
+        played = collector.collect_episodes(carry, None, **counts)
+        zero = np.zeros(4, np.float32)
+        return raw(
+            (played, collector.fold_episodes(carry, None, sum_rewards, zero, **counts))
+        )
 
     want = play()
     with jax.disable_jit():
         got = play()
     chex.assert_trees_all_equal(got, want)
-    assert 0 < np.sum(got[1].finished) < 5  # the others are cut
+    (_, episodes), (_, rewards, folded) = got
+    assert 0 < np.sum(episodes.finished) < 5  # the others are cut
+    chex.assert_trees_all_equal(folded, episodes)
+    assert rewards.sum() == episodes.episode_return.sum()
 
 
 @pytest.mark.parametrize("is_argument", [False, pytest.param(True, marks=slow)])
@@ -244,9 +255,8 @@ def test_unread_fields_leave_no_buffer():
     assert one.temp_size_in_bytes < 500_000
 
 
-@pytest.mark.parametrize(
-    "name", ["CartPole-v1", pytest.param("Breakout-MinAtar", marks=slow)]
-)
+@slow
+@pytest.mark.parametrize("name", ["CartPole-v1", "Breakout-MinAtar"])
 def test_peak_memory_is_what_is_returned(name):
     collector = make_collector(name, 256)
     carry = jax.eval_shape(collector.init, jax.random.key(0))

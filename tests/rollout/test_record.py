@@ -1,5 +1,7 @@
 """`record_fn` changes stored rows, and not what the policy and statistics see."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,98 +31,95 @@ def record(transition):
     )
 
 
+def drop(transition):
+    return transition.replace(reward=(), action=(), info=())
+
+
+def note(total, transition):
+    return total + transition.extras["double"].sum()
+
+
 def make_collector(record_fn):
     env = envs.vectorize(CountEnv(), 4, auto_reset="select")
     return rollout.Collector(env=env, policy=POLICY, record_fn=record_fn)
 
 
-@quick_jit
-def collect_steps(collector, carry):
-    return collector.collect_steps(carry, None, NUM_STEPS)[1]
+class Played(NamedTuple):
+    """Rows from one carry: as they are, recorded, and without some fields."""
+
+    raw: rollout.Transition
+    recorded: rollout.Transition
+    dropped: rollout.Transition
+    stats: list  # of the three
+    row: rollout.Transition  # recorded
+    total: jax.Array
+    padded: tuple
 
 
 @pytest.fixture(scope="module")
-def raw():
-    collector = make_collector(None)
-    carry = collector.init(jax.random.key(0))
-    trajectory = collect_steps(collector, carry)
-    return carry, jax.device_get(trajectory)
+def played():
+    collectors = raw, recording, _ = [make_collector(x) for x in (None, record, drop)]
 
+    @quick_jit
+    def run(key):
+        start = raw.init(key), None
+        rows = [x.collect_steps(*start, NUM_STEPS)[1] for x in collectors]
+        return Played(
+            *rows,
+            stats=[rollout.summarize(x) for x in rows],
+            row=recording.step(*start)[1],
+            total=recording.fold_steps(*start, note, 0.0, num_steps=NUM_STEPS)[1],
+            padded=recording.collect_padded_episodes(*start, 5, max_length=7)[1:],
+        )
 
-summarize = jax.jit(rollout.summarize)
+    return jax.device_get(run(jax.random.key(0)))
 
 
 def check(recorded, raw):
-    assert recorded.obs.dtype == jnp.uint8
-    np.testing.assert_array_equal(recorded.obs, 10 * np.asarray(raw.obs))
+    assert recorded.obs.dtype == np.uint8
+    np.testing.assert_array_equal(recorded.obs, 10 * raw.obs)
     assert recorded.next_obs == ()
     np.testing.assert_array_equal(recorded.reward, np.minimum(raw.reward, 1))
-    np.testing.assert_array_equal(recorded.extras["double"], 2 * np.asarray(raw.reward))
+    np.testing.assert_array_equal(recorded.extras["double"], 2 * raw.reward)
     np.testing.assert_array_equal(recorded.extras["seen"], raw.extras["seen"])
-    np.testing.assert_array_equal(recorded.action, raw.action)
-    np.testing.assert_array_equal(recorded.terminated, raw.terminated)
-    np.testing.assert_array_equal(recorded.truncated, raw.truncated)
-    np.testing.assert_array_equal(recorded.episode_return, raw.episode_return)
+    for name in ("action", "terminated", "truncated", "episode_return"):
+        np.testing.assert_array_equal(getattr(recorded, name), getattr(raw, name))
 
 
-def test_steps_are_stored_as_recorded_and_statistics_count_the_raw_rewards(raw):
-    carry, raw = raw
-    recorded = collect_steps(make_collector(record), carry)
-    check(recorded, raw)
-    assert np.max(recorded.reward) == 1 < np.max(raw.reward)
-    got, want = summarize(recorded), summarize(raw)
+def test_steps_are_stored_as_recorded_and_statistics_count_the_raw_rewards(played):
+    check(played.recorded, played.raw)
+    assert played.recorded.reward.max() == 1 < played.raw.reward.max()
+    want, got, _ = played.stats
     assert got.returns.mean == want.returns.mean > 1
     assert got.num_episodes == want.num_episodes > 0
 
 
-def test_fields_that_are_not_recorded_are_not_missed(raw):
-    carry, raw = raw
-    collector = make_collector(lambda t: t.replace(reward=(), action=(), info=()))
-    recorded = collect_steps(collector, carry)
-    assert recorded.reward == recorded.action == ()
-    got, want = summarize(recorded), summarize(raw)
+def test_fields_that_are_not_recorded_are_not_missed(played):
+    assert played.dropped.reward == played.dropped.action == ()
+    want, _, got = played.stats
     assert got.returns.mean == want.returns.mean
     assert got.num_nonfinite == 0
 
 
 @pytest.mark.slow
 def test_episodes_are_evaluated_without_what_is_not_recorded():
-    collector = make_collector(lambda t: t.replace(reward=(), action=(), info=()))
-    assert rollout.evaluate(collector, jax.random.key(0), None, 3).num_episodes == 3
+    stats = rollout.evaluate(make_collector(drop), jax.random.key(0), None, 3)
+    assert stats.num_episodes == 3
 
 
-def test_single_steps_and_folds_hand_out_what_is_recorded(raw):
-    carry, raw = raw
-    collector = make_collector(record)
-
-    def note(acc, transition):
-        return acc + transition.extras["double"].sum()
-
-    @quick_jit
-    def run(carry):
-        _, transition = collector.step(carry, None)
-        return transition, collector.fold_steps(
-            carry, None, note, 0.0, num_steps=NUM_STEPS
-        )
-
-    transition, (_, total) = run(carry)
-    raw = jax.tree.map(np.asarray, raw)
-    check(transition, jax.tree.map(lambda x: x[0], raw))
-    np.testing.assert_allclose(total, 2 * raw.reward.sum())
+def test_single_steps_and_folds_hand_out_what_is_recorded(played):
+    check(played.row, jax.tree.map(lambda x: x[0], played.raw))
+    np.testing.assert_allclose(played.total, 2 * played.raw.reward.sum())
 
 
-def test_episodes_are_stored_as_recorded_and_counted_raw(raw):
-    @quick_jit
-    def play(collector, carry):
-        return collector.collect_padded_episodes(carry, None, 5, max_length=7)[1:]
-
-    padded, episodes = jax.device_get(play(make_collector(record), raw[0]))
-    length = np.asarray(episodes.episode_length)
+def test_episodes_are_stored_as_recorded_and_counted_raw(played):
+    padded, episodes = played.padded
+    length = episodes.episode_length
     np.testing.assert_array_equal(episodes.episode_return, length * (length + 1) / 2)
     step = np.arange(1, 8)[:, None]
     mask = step <= length
     np.testing.assert_array_equal(padded.mask, mask)
-    assert padded.obs.dtype == jnp.uint8
+    assert padded.obs.dtype == np.uint8
     for got, want in (
         (padded.obs[..., 0], 10 * (step - 1)),
         (padded.reward, 1),

@@ -10,8 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 from cases import last_word
 from flax import struct
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_np
 
 from rollout import envs
+
+NUM_STEPS, NUM_AGENTS, B = 5, 3, 2
+
+
+def _tables(num_rows, dtype, elements):
+    return st_np.arrays(dtype, (num_rows, NUM_AGENTS), elements=elements)
+
+
+_RARE = st.integers(0, 7).map(lambda x: x == 7)
+# Strategies for the arguments of `schedule`.
+TABLES = {
+    "acting": _tables(NUM_STEPS + 1, bool, st.booleans()),
+    "reward": _tables(NUM_STEPS, np.float32, st.integers(-3, 9).map(float)),
+    "terminated": _tables(NUM_STEPS, bool, _RARE),
+    "truncated": _tables(NUM_STEPS, bool, _RARE),
+    "end": st.sampled_from(["terminated", "truncated"]),
+}
 
 
 @struct.dataclass(kw_only=True)
@@ -162,6 +181,16 @@ class ChanceEnv:
     def observe(self, n, valid):
         obs = jnp.where(valid, 10.0 * n + jnp.arange(3), -1.0)
         return {"two": obs[jnp.array([0, 2])], "one": jnp.repeat(obs[1:2], 2)[None]}
+
+
+@jax.tree_util.register_static
+class AllAct(ChanceEnv):
+    """Everyone who is left acts."""
+
+    simultaneous = True
+
+    def choose(self, word):
+        return jnp.ones(3, bool)
 
 
 def schedule(

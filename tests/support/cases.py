@@ -157,8 +157,13 @@ def in_one_program(fn, cases):
     return jax.device_get(run(jax.random.split(jax.random.key(0), len(cases))))
 
 
-# For large programs whose results alone count: a quarter less of compiling. The results
-# are the same but for roundings.
-quick_jit = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
-)
+# For large programs whose results alone count: less than half of the compiling. The
+# results are the same but for roundings.
+_QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_cpu_use_fusion_emitters": False,
+}
+if jax.__version_info__ >= (0, 11):
+    del _QUICK["xla_cpu_use_fusion_emitters"]  # there is nothing else to use
+quick_jit = functools.partial(jax.jit, compiler_options=_QUICK)

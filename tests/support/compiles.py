@@ -3,14 +3,16 @@
 import contextlib
 
 import jax
+import pytest
 
-_EVENTS: list[str] = []
-_IS_ON: list[bool] = []
+LIMIT = 25  # programs that a quick test may compile
+_OPEN: list[list[str]] = []  # the events of every block that is open, outermost first
 
 
 def _listen(name, *_, **__):
-    if _IS_ON and name.startswith("/jax/core/compile/"):
-        _EVENTS.append(name)
+    if name.startswith("/jax/core/compile/"):
+        for events in _OPEN:
+            events.append(name)
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)
@@ -18,10 +20,33 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 @contextlib.contextmanager
 def count_compiles():
-    """Yields the list of functions traced, lowered or compiled within the block."""
-    _EVENTS.clear()
-    _IS_ON.append(True)
+    """Yields the list of events of tracing, lowering and compiling in the block.
+
+    A block within another counts for both.
+    """
+    _OPEN.append([])
     try:
-        yield _EVENTS
+        yield _OPEN[-1]
     finally:
-        _IS_ON.pop()
+        _OPEN.pop()
+
+
+def check_programs(item, events):
+    """Fails a quick test with more programs than `LIMIT` or its mark `compiles`.
+
+    Not one that was picked by name, which may need the programs of those above it.
+    """
+    options, args = item.config.option, item.config.args
+    is_picked = options.keyword or any("::" in arg for arg in args)
+    is_slow = item.get_closest_marker("slow") or item.get_closest_marker("compiles_for")
+    if is_picked or is_slow:
+        return
+    mark = item.get_closest_marker("compiles")
+    most = mark.args[0] if mark else LIMIT
+    num_programs = events.count("/jax/core/compile/backend_compile_duration")
+    if num_programs > most:
+        pytest.fail(
+            f"The test and its fixtures compiled {num_programs} programs, and may "
+            f'compile {most}: see "Programs that tests compile" in CONTRIBUTING.md.',
+            pytrace=False,
+        )

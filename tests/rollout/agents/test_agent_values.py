@@ -36,18 +36,8 @@ def value_by_agent(params, obs, state):
     return {GROUP: value.reshape(-1, 2)}
 
 
-@jax.tree_util.register_static
-class AllAct(agents.ChanceEnv):
-    """Everyone who is left acts."""
-
-    simultaneous = True
-
-    def choose(self, word):
-        return jnp.ones(3, bool)
-
-
 CASES = {
-    "simultaneous": AllAct(),
+    "simultaneous": agents.AllAct(),
     "in turn": agents.ChanceEnv(is_turn_based=True),
     "any": agents.ChanceEnv(),
 }
@@ -160,7 +150,7 @@ def test_value_of_a_lane_is_that_of_each_agent():
     def value_fn(params, obs, state):
         return jnp.sum(obs[GROUP], axis=1)
 
-    collector = make_collector(AllAct(), value_fn=value_fn)
+    collector = make_collector(agents.AllAct(), value_fn=value_fn)
     _, rows, _ = jax.device_get(next_values(collector, "episode"))
     each = rows.final_value.reshape(T, B, 2)
     assert np.count_nonzero(each) > 0
@@ -168,7 +158,7 @@ def test_value_of_a_lane_is_that_of_each_agent():
 
 
 def test_end_of_a_batch_and_whole_episodes_tell_final_values():
-    collector = make_collector(AllAct())
+    collector = make_collector(agents.AllAct())
     stream = rollout.Stream(
         collector,
         key=KEY,
@@ -195,7 +185,7 @@ def test_end_of_a_batch_and_whole_episodes_tell_final_values():
 
 
 def test_state_of_a_policy_is_read_inside_other_policies():
-    collector = make_collector(AllAct())
+    collector = make_collector(agents.AllAct())
     warmed = collector.replace(
         policy=rollout.random_warmup(
             collector.policy, collector.env.action_space, num_steps=2
@@ -218,7 +208,9 @@ def test_state_of_a_policy_is_read_inside_other_policies():
     ],
 )
 def test_values_of_other_agents_are_refused(value, message):
-    collector = make_collector(AllAct(), value_fn=lambda params, obs, state: value)
+    collector = make_collector(
+        agents.AllAct(), value_fn=lambda params, obs, state: value
+    )
     carry = collector.init(KEY)
     with pytest.raises(ValueError, match=message):
         collector.step(carry, PARAMS)

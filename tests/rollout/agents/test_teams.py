@@ -8,17 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agents import schedule
+from agents import NUM_AGENTS, NUM_STEPS, TABLES, B, schedule
 from cases import quick_jit
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as st_np
 
 import rollout
 from rollout import envs
 
 KEY = jax.random.key(3)
-NUM_STEPS, NUM_AGENTS, B = 5, 3, 2
 NUM_ROWS = 3 * NUM_STEPS
 
 
@@ -124,40 +121,32 @@ def windows(env, lengths):
     return trajectory, found
 
 
-def tables(num_rows, dtype, elements):
-    return st_np.arrays(dtype, (num_rows, NUM_AGENTS), elements=elements)
-
-
-RARE = st.integers(0, 7).map(lambda x: x == 7)
-TEAMS = {
-    "acting": tables(NUM_STEPS + 1, bool, st.booleans()),
-    "reward": tables(NUM_STEPS, np.float32, st.integers(-3, 9).map(float)),
-    "terminated": tables(NUM_STEPS, bool, RARE),
-    "truncated": tables(NUM_STEPS, bool, RARE),
-    "end": st.sampled_from(["terminated", "truncated"]),
-}
-
-
-@settings(max_examples=300, deadline=None)
-@given(**TEAMS)
-def test_rows_are_those_of_a_plain_loop(acting, reward, terminated, truncated, end):
-    env = schedule(acting, reward, terminated=terminated, truncated=truncated, end=end)
-    want, length = play_to_the_end(env)
-    rows = jax.device_get(windows(env, (NUM_ROWS,))[1]["episode"])
+def assert_rows_of_a_plain_loop(rows, want, length):
     num_episodes = NUM_ROWS // length
     for agent, lane in itertools.product(range(NUM_AGENTS), range(B)):
         column = lane * NUM_AGENTS + agent
         here = np.flatnonzero(rows.mask[:, column])
         expected = want[agent] * num_episodes
         for t, row in zip(here, expected, strict=False):
-            obs, reward_, next_obs, *flags = row
+            obs, reward, next_obs, *flags = row
             got = rows.terminated, rows.truncated, rows.extras["acting"]
             assert [bool(x[t, column]) for x in got] == [bool(x) for x in flags]
-            assert rows.reward[t, column] == reward_
+            assert rows.reward[t, column] == reward
             if obs is not None:
                 assert rows.obs[t, column] == obs
                 assert rows.next_obs[t, column] == next_obs
         assert len(here) >= len(expected)
+
+
+def assert_rewards_sum_to_returns(rows, trajectory, missed):
+    in_rows = rows.reward.reshape(NUM_ROWS, B, NUM_AGENTS) + missed
+    for lane in range(B):
+        ends = np.flatnonzero(trajectory.done[:, lane])
+        for start, stop in itertools.pairwise((0, *(ends + 1))):
+            np.testing.assert_array_equal(
+                in_rows[start:stop, lane].sum(0),
+                trajectory.info.agents.agent_return[stop - 1, lane],
+            )
 
 
 @pytest.mark.parametrize(
@@ -165,32 +154,16 @@ def test_rows_are_those_of_a_plain_loop(acting, reward, terminated, truncated, e
     [(7, 8), *(pytest.param(x, marks=pytest.mark.slow) for x in ((15,), (5, 1, 9)))],
 )
 @settings(max_examples=300, deadline=None)
-@given(**TEAMS)
-def test_rewards_in_rows_sum_to_the_agents_return(
+@given(**TABLES)
+def test_rows_are_those_of_a_plain_loop_and_sum_to_the_returns(
     split, acting, reward, terminated, truncated, end
 ):
     env = schedule(acting, reward, terminated=terminated, truncated=truncated, end=end)
     trajectory, found = jax.device_get(windows(env, split))
-    info = trajectory.info.agents
-    for end, rows in found.items():
-        missed = info.unassigned_reward if end == "agent" else 0 * info.reward
-        in_rows = rows.reward.reshape(NUM_ROWS, B, NUM_AGENTS) + missed
-        for lane in range(B):
-            ends = np.flatnonzero(trajectory.done[:, lane])
-            for start, stop in itertools.pairwise((0, *(ends + 1))):
-                np.testing.assert_array_equal(
-                    in_rows[start:stop, lane].sum(0), info.agent_return[stop - 1, lane]
-                )
-
-
-@jax.tree_util.register_static
-class AllAct(agents.ChanceEnv):
-    """Everyone who is left acts."""
-
-    simultaneous = True
-
-    def choose(self, word):
-        return jnp.ones(3, bool)
+    assert_rows_of_a_plain_loop(found["episode"], *play_to_the_end(env))
+    missed = trajectory.info.agents.unassigned_reward
+    assert_rewards_sum_to_returns(found["agent"], trajectory, missed)
+    assert_rewards_sum_to_returns(found["episode"], trajectory, 0)
 
 
 def test_simultaneous_rows_are_a_reshape_of_the_trajectory():
@@ -198,7 +171,7 @@ def test_simultaneous_rows_are_a_reshape_of_the_trajectory():
 
     @quick_jit
     def run():
-        pending, trajectory = collect(AllAct(), 40)
+        pending, trajectory = collect(agents.AllAct(), 40)
         return trajectory, *make(pending, trajectory)
 
     trajectory, after, rows = jax.device_get(run())

@@ -8,19 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agents import ChanceEnv, schedule
+from agents import NUM_AGENTS, NUM_STEPS, TABLES, B, ChanceEnv, schedule
 from cases import quick_jit, raw
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as st_np
 
 import rollout
 from rollout import buffers, envs
 
 KEY = jax.random.key(3)
-
-
-NUM_STEPS, NUM_AGENTS, B = 5, 3, 2
 
 
 @quick_jit
@@ -174,21 +169,8 @@ def test_episode_ends_when_every_agent_has(second):
     assert trajectory.episode_length[-1, 0] == 2
 
 
-def tables(num_rows, dtype, elements):
-    return st_np.arrays(dtype, (num_rows, NUM_AGENTS), elements=elements)
-
-
-RARE = st.integers(0, 7).map(lambda x: x == 7)
-
-
 @settings(max_examples=150, deadline=None)
-@given(
-    acting=tables(NUM_STEPS + 1, bool, st.booleans()),
-    reward=tables(NUM_STEPS, np.float32, st.integers(-3, 9).map(float)),
-    terminated=tables(NUM_STEPS, bool, RARE),
-    truncated=tables(NUM_STEPS, bool, RARE),
-    end=st.sampled_from(["terminated", "truncated"]),
-)
+@given(**TABLES)
 def test_rows_are_those_of_a_plain_model(acting, reward, terminated, truncated, end):
     env = schedule(acting, reward, terminated=terminated, truncated=truncated, end=end)
     want, total, unassigned, length = agents.play(env)

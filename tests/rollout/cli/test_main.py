@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -37,6 +38,7 @@ class Run(NamedTuple):
     table: dict[str, str]
     saved: dict[str, np.ndarray]
     folder: Path
+    drawn: list  # the episodes of each figure
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +46,19 @@ def one_run(tmp_path_factory):
     """One run that does everything; the tests look at its files."""
     folder = tmp_path_factory.mktemp("run")
     files = f"--save={folder}/a.npz", f"--plot={folder}/a.png"
-    table = run(*RUN, f"--num-steps={T}", *files)
+    figure = mock.Mock(wraps=make_figure)
+    with mock.patch.object(command, "make_figure", figure):
+        table = run(*RUN, f"--num-steps={T}", *files)
+    drawn = [episodes for (_, episodes), _ in figure.call_args_list]
     with np.load(folder / "a.npz", allow_pickle=False) as file:
-        return Run(table, dict(file), folder)
+        return Run(table, dict(file), folder, drawn)
 
 
 @pytest.fixture(scope="module")
 def queue_run(tmp_path_factory):
     """One run of exactly N episodes with a figure."""
     folder = tmp_path_factory.mktemp("queue")
-    return Run(run(*QUEUE_RUN, f"--plot={folder}/a.png"), {}, folder)
+    return Run(run(*QUEUE_RUN, f"--plot={folder}/a.png"), {}, folder, [])
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +143,7 @@ def test_run_without_files_finds_the_same_episodes(one_run):
 
 
 def test_files_are_named_in_the_table_and_no_others_are_left(one_run, queue_run):
-    for (table, _, folder), names in ((one_run, "npz png"), (queue_run, "png")):
+    for (table, _, folder, _), names in ((one_run, "npz png"), (queue_run, "png")):
         files = {f"{folder}/a.{name}" for name in names.split()}
         assert {table[x] for x in ("saved", "plot") if x in table} == files
         assert {f"{path}" for path in folder.iterdir()} == files
@@ -288,23 +293,16 @@ def test_process_that_draws_a_cut_episode_says_so_and_keeps_stderr_clean(tmp_pat
     assert read_table(stdout)["episodes"] == f"1 ({endings})"
 
 
-def test_ended_episodes_are_those_of_a_plain_loop(one_run, monkeypatch, tmp_path):
-    drawn = []
-
-    def draw(title, given):
-        drawn.append(given)
-        return make_figure(title, given)
-
-    monkeypatch.setattr(command, "make_figure", draw)
-    run(*RUN, f"--num-steps={T}", f"--plot={tmp_path}/a.png")
+def test_figure_is_of_the_ended_episodes_of_a_plain_loop(one_run):
     names = ("terminated", "truncated", "episode_return", "episode_length")
-    expected = []
-    for t in range(T):
-        for lane in range(B):
-            row = [one_run.saved[name][t, lane] for name in names]
-            if row[0] or row[1]:
-                expected.append(tuple(row))
-    columns = [drawn[0][name] for name in names]
+    rows = (
+        tuple(one_run.saved[name][t, lane] for name in names)
+        for t in range(T)
+        for lane in range(B)
+    )
+    (drawn,) = one_run.drawn
+    columns = [drawn[name] for name in names]
+    expected = [row for row in rows if row[0] or row[1]]
     assert list(zip(*columns, strict=True)) == expected
 
 

@@ -19,6 +19,10 @@ from rollout.kernel import episode_keys
 KEY = jax.random.key(2)
 NUM_ENVS, NUM_STEPS = 4, 500
 LIMITS = {"CartPole-v1": 60, "Pendulum-v1": 70, "Acrobot-v1": 90}
+each_env = pytest.mark.parametrize(
+    "env_id",  # the third has actions and endings of the same kind as the first
+    ["CartPole-v1", "Pendulum-v1", pytest.param("Acrobot-v1", marks=pytest.mark.slow)],
+)
 
 
 def make_fns(env_id):
@@ -72,7 +76,7 @@ def seeds():
     return np.asarray(draw(np.arange(NUM_STEPS)))
 
 
-@pytest.mark.parametrize("env_id", LIMITS)
+@each_env
 def test_every_field_of_every_row_agrees_with_a_plain_loop(env_id):
     rows = in_this_process(env_id)
     assert rows.done.any()
@@ -104,7 +108,7 @@ def test_every_field_of_every_row_agrees_with_a_plain_loop(env_id):
 
 
 @pytest.mark.parametrize("way", ["workers", "sync", "async"])
-@pytest.mark.parametrize("env_id", LIMITS)
+@each_env
 def test_whoever_steps_them_the_rows_are_the_same(env_id, way):
     assert_same(collect(WAYS[way](env_id)), in_this_process(env_id))
 

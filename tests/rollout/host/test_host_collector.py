@@ -27,25 +27,28 @@ from rollout.host import HostCollector
 
 
 @functools.cache
-def first_carry():
-    return in_jax().init(KEY)
+def kernels_results():
+    """What two calls in a row return, by their name, and the carry at their start."""
+    collector = in_jax()
+
+    @quick_jit
+    def run(carries):
+        return {name: CALLS[name](collector, carries[name]) for name in CALLS}
+
+    start = collector.init(KEY)
+    first = run(dict.fromkeys(CALLS, start))
+    second = run({name: carry for name, (carry, *_) in first.items()})
+    return jax.device_get((start, first, second))
 
 
-# Programs of their own on the same paths as "fewer episodes" and "enough steps".
-SLOW = {"one episode", "few steps"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in CALLS],
-)
+@pytest.mark.parametrize("name", CALLS)
 def test_call_returns_what_the_kernel_returns(name):
-    host, call = on_host(), CALLS[name]
-    kernel = quick_jit(functools.partial(call, in_jax()))
-    carry, want = host.init(KEY), first_carry()
-    assert_same_carry(carry, want)
-    for _ in range(2):  # the second call goes on where the first one stopped
-        (carry, *results), (want, *expected) = call(host, carry), kernel(want)
+    start, *calls = kernels_results()
+    host = on_host()
+    carry = host.init(KEY)
+    assert_same_carry(carry, start)
+    for call in calls:  # the second call goes on where the first one stopped
+        (carry, *results), (want, *expected) = CALLS[name](host, carry), call[name]
         assert_same_carry(carry, want)
         assert_same(results, expected)
 

@@ -175,7 +175,7 @@ def slowly(trajectory):
 
 
 def test_stop_from_a_thread_returns_the_batch_in_flight():
-    stream = make_stream(postprocess=slowly)
+    stream = make_stream(prefetch=1, postprocess=slowly)
     timer = threading.Timer(0.1, stream.stop)
     timer.start()
     batches = list(stream)

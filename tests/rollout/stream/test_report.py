@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases import CountEnv, make_collector, raw
 from flax import struct
-from streams import B, each_env, host, join, make_stream, new_stream
+from streams import B, each_env, host, join, make_learner, make_stream, new_stream
 
 import rollout
 from rollout import EpisodeWindow, envs, nonfinite
@@ -124,15 +124,20 @@ def make_faulty(fault=math.nan):
 
 @pytest.mark.parametrize("fault", [math.nan, pytest.param(math.inf, marks=slow)])
 def test_first_fault_is_named(fault):
-    options = {"key": jax.random.key(7), "steps_per_batch": 32}
-    plain = rollout.Stream(make_faulty(fault), **options)
-    checked = rollout.Stream(make_faulty(fault), check_finite=True, **options)
-    while np.isfinite((batch := next(plain)).trajectory.reward).all():
-        got = raw(next(checked).trajectory)
-        chex.assert_trees_all_equal(got, raw(batch.trajectory))
-    step, lane = np.argwhere(~np.isfinite(batch.trajectory.reward))[0]
-    message = f"`reward` must be finite .* first at step {step} of lane {lane} "
+    learner = make_learner().replace(env=make_faulty(fault).env)
+    options = {"key": jax.random.key(7), "params": {"odds": np.float32(0.5)}}
+    checked = rollout.Stream(learner, steps_per_batch=8, check_finite=True, **options)
+    plain = make_stream()  # has the same episodes, without faults
+    batches = [host(next(plain)) for _ in range(16)]
+    rows = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    ids = rows.episode_id[rows.done & (rows.episode_length == 5)]
+    is_faulty = np.isin(rows.episode_id, ids) & (rows.episode_length == 3)
+    row, lane = np.argwhere(is_faulty)[0]
+    for want in batches[: row // 2]:
+        chex.assert_trees_all_equal(host(next(checked)), want)
+    message = f"`reward` must be finite .* first at step {row % 2} of lane {lane} "
     before = checked.steps
+    assert before > 0
     for _ in range(2):  # the stream stands where it stood
         with pytest.raises(FloatingPointError, match=message):
             next(checked)

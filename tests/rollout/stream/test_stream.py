@@ -1,6 +1,7 @@
 """Streams of steps: exact counts, with every option."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -52,65 +53,68 @@ def test_stream_without_a_total_is_endless_and_has_no_length():
         len(stream)
 
 
-def lowest(params, obs, key):
-    """Action 0, and an extra."""
+def lowest(params, obs, state, key):
+    """Action 0, a count of steps in its memory, and an extra."""
     lowest.traces += 1
     action = jnp.zeros(obs.shape[0], jnp.int32)
-    return action, {"log_prob": jnp.full(obs.shape[0], -0.5)}
+    return action, state + 1, {"log_prob": jnp.full(obs.shape[0], -0.5)}
 
 
 lowest.traces = 0
-LOWEST = rollout.stateless_policy(lowest)
+LOWEST = rollout.recurrent_policy(lowest, lambda num_envs: jnp.zeros(num_envs))
 
 
-@pytest.mark.parametrize(
+@functools.cache
+def warmed_up(name, warmup):
+    """All batches of a stream with a warm-up and a limit, and the traces of each."""
+    collector = make_collector(name, B).replace(
+        policy=LOWEST, value_fn=lambda params, obs, state: 10 * state
+    )
+    options = {"steps_per_batch": 8, "total_steps": 28, "warmup_steps": warmup}
+    options |= {"key": jax.random.key(7), "max_episode_steps": 3}
+    batches, traces = [], []
+    for batch in rollout.Stream(collector, **options):
+        batches.append(batch)
+        traces.append(lowest.traces)
+    return batches, join(batches), traces
+
+
+each_warmup = pytest.mark.parametrize(
     ("name", "warmup"),
     [
         ("count", 12),
         *[pytest.param(x, 28, marks=slow) for x in ("count", "CartPole-v1")],
     ],
 )
+
+
+@each_warmup
 def test_warmup_takes_exactly_so_many_random_steps(name, warmup):
-    collector = make_collector(name, B).replace(policy=LOWEST)
-    options = {"steps_per_batch": 8, "total_steps": 28, "warmup_steps": warmup}
-    stream = rollout.Stream(collector, key=jax.random.key(7), **options)
-    batches = [next(stream), next(stream)]
-    traces = lowest.traces
-    batches.append(next(stream))
-    assert lowest.traces == traces  # one program serves batches of equally many rows
-    batches += list(stream)
+    batches, trajectory, traces = warmed_up(name, warmup)
+    assert traces[1] == traces[2]  # one program serves batches of equally many rows
     plan = [8, 8, 8, 4]
+    assert [batch.steps for batch in batches] == plan
     left = [max(warmup - done, 0) for done in (0, 8, 16, 24)]
     assert [batch.warmup_steps for batch in batches] == list(map(min, left, plan))
-    trajectory = join(batches)
     assert trajectory.action[: warmup // B].any()
     assert not trajectory.action[warmup // B :].any()
     np.testing.assert_array_equal(trajectory.extras["log_prob"], np.float32(-0.5))
 
 
-def test_warmup_of_a_policy_with_a_memory_and_a_value_function():
-    """The value function gets the policy's own state, wrapped or not."""
-
-    def act(params, obs, state, key):
-        return jnp.zeros(obs.shape[0], jnp.int32), state + 1
-
-    policy = rollout.recurrent_policy(act, lambda num_envs: jnp.zeros(num_envs))
-    collector = make_collector("count", B).replace(
-        policy=policy, value_fn=lambda params, obs, state: 10 * state
-    )
-    options = {"steps_per_batch": 8 * B, "warmup_steps": 2 * B, "max_episode_steps": 3}
-    rows = host(next(rollout.Stream(collector, key=jax.random.key(7), **options)))
+def test_value_function_gets_the_policys_own_state_in_the_warmup_and_after():
+    _, rows, _ = warmed_up("count", 12)
     is_cut = rows.truncated & ~rows.terminated
-    assert is_cut.any()
+    assert is_cut[:3].any()
+    assert is_cut[3:].any()
     want = np.where(is_cut, 10.0 * rows.episode_length, 0.0)
     np.testing.assert_array_equal(rows.final_value, want)
 
 
-@each_env
-def test_episodes_are_truncated_across_batches(name):
+@each_warmup
+def test_episodes_are_truncated_across_batches(name, warmup):
     # Batches of 2 rows, a limit of 3: the first episode of a lane that the
     # environment does not end before has its third step in the second batch.
-    trajectory = join(make_stream(name, total_steps=48, max_episode_steps=3))
+    _, trajectory, _ = warmed_up(name, warmup)
     at_limit = trajectory.episode_length == 3
     assert trajectory.episode_length.max() == 3
     assert trajectory.truncated[at_limit].all()
