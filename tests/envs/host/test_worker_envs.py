@@ -18,7 +18,6 @@ import pytest
 from host_envs import AT, ENDS, Count, seed_of
 
 from rollout import envs
-from rollout.envs.host.local_envs import LocalEnvs
 
 EVERY = np.ones(4, bool)
 ACTION = np.int32([1, 2, 3, 1])
@@ -74,52 +73,6 @@ def named_files(pids):
         opened = Path(f"/proc/{pid}/fd").iterdir()
         lines += [os.readlink(file) for file in opened if file.is_symlink()]
     return [x for x in lines if "/dev/shm/" in x and not x.endswith("(deleted)")]
-
-
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_it_does_what_environments_in_this_process_do(make, num_workers):
-    fns = [functools.partial(Count, length) for length in (2, 3, 4, 5)]
-    info = {
-        "observe_info": {"even": np.bool_(0)},
-        "record_info": {"third": np.float32(0)},
-    }
-    ours, local = make(fns, num_workers, **info), LocalEnvs(fns, **info)
-    for env in (ours, local):
-        start(env)
-    for _ in range(4):
-        a, b = ours.step(ACTION), local.step(ACTION)
-        done = b.terminated | b.truncated
-        for x, y in [(a.obs["obs"], b.obs["obs"]), (a.reward, b.reward)]:
-            np.testing.assert_array_equal(x, y)
-        np.testing.assert_array_equal(a.obs["info"]["even"], b.obs["info"]["even"])
-        np.testing.assert_array_equal(a.info["third"], b.info["third"])
-        np.testing.assert_array_equal(a.terminated, b.terminated)
-        np.testing.assert_array_equal(a.truncated, b.truncated)
-        assert not a.faulty.any()
-        if done.any():
-            obs = start(ours, mask=done), start(local, mask=done)
-            np.testing.assert_array_equal(obs[0]["obs"], obs[1]["obs"])
-
-
-@pytest.mark.parametrize("fault", ["raise", "shape", "odd"])
-def test_exception_is_a_fault_of_one_row_that_is_rebuilt(make, fault):
-    env = make()
-    start(env, ("fine", fault, "fine", "fine"))
-    before = env.pids
-    for _ in range(AT + 1):
-        step = env.step(ACTION)
-    only = np.bool_([False, True, False, False])
-    np.testing.assert_array_equal(step.faulty, only)
-    np.testing.assert_array_equal(step.obs[~only, 0], [AT + 1] * 3)
-    assert list(step.causes) == [1]
-    kind = {"raise": ZeroDivisionError, "shape": ValueError, "odd": RuntimeError}
-    assert type(step.causes[1]) is kind[fault]
-    assert "\nTraceback" in str(step.causes[1].__cause__)
-    env.rebuild(only)
-    obs = start(env, mask=only)
-    np.testing.assert_array_equal(obs[:, 0], [AT + 1, 0, AT + 1, AT + 1])
-    assert not env.step(ACTION).faulty.any()
-    assert env.pids == before
 
 
 @pytest.mark.parametrize("fault", ENDS)
@@ -248,18 +201,6 @@ def test_no_worker_starts_a_backend_of_jax(make):
     env = make([host_envs.Backends], 1, record_info={"backends": np.int32(-1)})
     start(env, ("fine",), np.ones(1, bool))
     np.testing.assert_array_equal(env.step(np.int32([1])).info["backends"], [0])
-
-
-def test_fault_at_reset_leaves_the_others_reset(make):
-    env = make()
-    start(env)
-    env.step(ACTION)
-    with pytest.raises(envs.EnvFault, match="1 failed: RuntimeError: no start") as info:
-        start(env, ("fine", "reset", "fine", "fine"))
-    assert list(info.value.causes) == [1]
-    step = env.step(ACTION)
-    np.testing.assert_array_equal(step.obs[[0, 2, 3], 0], [1, 1, 1])
-    np.testing.assert_array_equal(step.faulty, [False, True, False, False])
 
 
 def test_first_to_answer_is_received_first(make):
