@@ -60,24 +60,6 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
     np.testing.assert_allclose(scale, scales[-1, 0], rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_previous_action_and_reward_are_in_view():
-    env = envs.vectorize(envs.wrappers.ObservePrevious(CountEnv()), B)
-    trajectory = collect(env)[1]
-    obs, first = trajectory.obs, trajectory.first
-    np.testing.assert_array_equal(obs["first"], first)
-    going_on = ~first[1:]
-    for name in ("action", "reward"):
-        seen = np.asarray(obs[name])
-        assert not seen[first].any()
-        before = np.asarray(getattr(trajectory, name))[:-1]
-        np.testing.assert_array_equal(seen[1:][going_on], before[going_on])
-        after = trajectory.next_obs[name]
-        np.testing.assert_array_equal(after, getattr(trajectory, name))
-    space = envs.wrappers.ObservePrevious(CountEnv()).observation_space
-    assert space.contains(jax.tree.map(lambda x: x[0, 0], obs))
-
-
 @struct.dataclass
 class Breaking(CountEnv):
     """Counts, and is NaN from its third step on in observations, or in rewards."""
