@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import in_one_program, quick_jit, raw
+from cases import CountEnv, in_one_program, quick_jit, raw
 from jax.sharding import Mesh
 
 import rollout
@@ -293,9 +293,8 @@ def test_wrapper_that_remembers_refuses_turns_by_name(name):
 def test_group_and_number_of_agents_are_checked():
     with pytest.raises(ValueError, match="`group` must be a group of `env`, two, one"):
         envs.TransformObs(BARE, lambda obs: obs, group="three")
-    single = envs.make("CartPole-v1")
     with pytest.raises(ValueError, match="`env` must be a `MultiAgentEnv` for"):
-        envs.wrappers.AgentNumber(single)
+        envs.wrappers.AgentNumber(CountEnv())
     with pytest.raises(ValueError, match="without `agent` for `AgentNumber`"):
         jax.eval_shape(envs.wrappers.AgentNumber(ENVS["number"]).reset, KEY)
 
