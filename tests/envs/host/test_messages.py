@@ -148,6 +148,7 @@ TABLE = {
     "workers": [
         (lambda: workers([]), "`make_fns` must be functions, one for each environment"),
         (lambda: workers([Count, 3]), "`make_fns` must be functions, one for each"),
+        (lambda: workers(Count), "`make_fns` must be functions, one for each environ"),
         (lambda: workers("CartPole-v1"), "`[make_one] * 8`, got 'CartPole-v1'"),
         (lambda: workers(num_workers=0), "`num_workers` must be an int of at least 1"),
         (lambda: workers(num_workers=5), "`num_workers` must be at most 3, got 5"),
