@@ -42,8 +42,10 @@ def small_buffer(num_envs):
     return buffer, ask
 
 
-@pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize("num_rows", [None, 1, 2, 5, 7, 17])  # None: a single step
+# None: a single step. Chunks of 1, 3 and 8 rows are those of the model below.
+@pytest.mark.parametrize(
+    ("num_rows", "num_envs"), [(None, 3), (2, 1), (5, 3), (7, 3), (17, 1)]
+)
 def test_chunks_are_held_over_exact_fill_one_past_and_many_wraps(num_rows, num_envs):
     num_slots = 7  # coprime to all chunks but its own length
     buffer, ask = small_buffer(num_envs)
