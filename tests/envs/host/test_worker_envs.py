@@ -75,18 +75,26 @@ def named_files(pids):
     return [x for x in lines if "/dev/shm/" in x and not x.endswith("(deleted)")]
 
 
-@pytest.mark.parametrize("fault", ENDS)
-def test_worker_that_ends_takes_along_its_own_environments_only(make, fault):
-    env = make()
+LOST = {
+    **{x: (RuntimeError, f"ended with exit code {ENDS[x]}$") for x in ENDS},
+    "hang": (TimeoutError, r"did not answer within 1\.0 s"),
+}
+
+
+@pytest.mark.parametrize("fault", LOST)
+def test_worker_that_is_lost_takes_along_its_own_environments_only(make, fault):
+    env = make(timeout=1.0) if fault == "hang" else make()
     start(env, ("fine", "fine", fault, "fine"))
+    pid = env.pids[1]
     for _ in range(AT):
         step = env.step(ACTION)
     np.testing.assert_array_equal(step.faulty, [False, False, True, True])
     np.testing.assert_array_equal(step.obs[:2, 0], [AT, AT])
-    words = rf"worker 1 \(environments 2 to 3\) ended with exit code {ENDS[fault]}$"
-    with pytest.raises(RuntimeError, match=words):
+    kind, words = LOST[fault]
+    with pytest.raises(kind, match=rf"worker 1 \(environments 2 to 3\) {words}"):
         raise step.causes[3]
-    with pytest.raises(envs.EnvFault, match="environment 2 failed: RuntimeError"):
+    assert not alive(pid)
+    with pytest.raises(envs.EnvFault, match=f"environment 2 failed: {kind.__name__}"):
         start(env)
     step = env.step(ACTION)
     np.testing.assert_array_equal(step.faulty, [False, False, True, True])
@@ -120,22 +128,6 @@ def test_worker_that_dies_between_calls_is_noticed_at_the_next(make):
     os.kill(pid, signal.SIGKILL)
     assert wait_until_gone([pid])
     np.testing.assert_array_equal(env.step(ACTION).faulty, [False, False, True, True])
-
-
-def test_hanging_worker_is_killed_after_the_timeout(make):
-    env = make(timeout=1.0)
-    start(env, ("hang", "fine", "fine", "fine"))
-    pid = env.pids[0]
-    for _ in range(AT):
-        step = env.step(ACTION)
-    np.testing.assert_array_equal(step.faulty, [True, True, False, False])
-    words = r"worker 0 \(environments 0 to 1\) did not answer within 1.0 s"
-    with pytest.raises(TimeoutError, match=words):
-        raise step.causes[0]
-    assert not alive(pid)
-    env.rebuild(step.faulty)
-    start(env)
-    assert not env.step(ACTION).faulty.any()
 
 
 def interrupt(*_):
@@ -333,25 +325,17 @@ def test_environments_go_on_where_they_were_saved(make):
     assert not other.step(ACTION).faulty.any()
 
 
-def test_timeout_does_not_count_while_environments_are_made_for_a_load(make):
-    env = make([host_envs.SlowlyMade] * 4, timeout=0.5)
-    start(env)
-    obs = np.copy(env.step(ACTION).obs)
-    assert env.load(env.save(), obs)
-    np.testing.assert_array_equal(env.step(ACTION).obs, np.full((4, 2), 2))
-
-
-@pytest.mark.parametrize("when", ["before", "while"])
-def test_worker_that_is_killed_before_or_while_it_loads(make, when):
-    make_fns = [host_envs.SlowlyMade] * 4
-    env = make(make_fns)
+@pytest.mark.parametrize("killed", ["never", "before", "while"])
+def test_worker_loads_though_it_is_slow_to_make_or_killed(make, killed):
+    """The timeout does not count while environments are made."""
+    env = make([host_envs.SlowlyMade] * 4, timeout=0.5 if killed == "never" else None)
     start(env)
     obs, states = np.copy(env.step(ACTION).obs), env.save()
     kill = functools.partial(os.kill, env.pids[1], signal.SIGKILL)
-    if when == "before":
+    if killed == "before":
         kill()
         assert wait_until_gone(env.pids[1:])
-    else:
+    elif killed == "while":
         threading.Timer(0.3, kill).start()
     assert env.load(states, obs)
     np.testing.assert_array_equal(env.step(ACTION).obs, np.full((4, 2), 2))
