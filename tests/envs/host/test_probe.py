@@ -203,7 +203,7 @@ FOUND = [
     (gym(flag=staticmethod(int)), "fault", "terminated must have dtype bool"),
     (gym(reward=np.ones(1)), "fault", "reward must have shape (), got (1,)"),
     (gym(obs=np.zeros(3, "f")), "gymnasium fault", "obs must have shape (2,)"),
-    (gym(obs=np.zeros(2, "D")), "gymnasium fault", "obs must have dtype float32"),
+    (gym(obs=np.zeros(2, "F")), "gymnasium fault", "obs must have dtype float32"),
     (gym(WithoutOptions), "gymnasium", "`options`"),  # has the first word
     (in_vector("NEXT_STEP"), "raises", ""),  # it cannot be cut short
     # All is well.

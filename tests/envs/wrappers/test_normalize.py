@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
-from flax import struct
 from suite_checks import check_successors
 
 import rollout
@@ -20,30 +19,19 @@ from rollout.envs.wrappers.wrapper import VectorWrapper
 NUM_LANES, NUM_STEPS = 16, 24
 KEYS = jax.random.split(jax.random.key(0), 2)
 EPSILON = 1e-3
-TRACES = []  # grows where the step of `TreeEnv` is traced
+TRACES = []  # grows where the observation is traced
 
 
-@struct.dataclass
-class TreeEnv(CountEnv):
-    """`CountEnv` whose observation is a tree of several dtypes."""
-
-    def reset(self, key):
-        state, _ = super().reset(key)
-        return state, self.show(state)
-
-    def step(self, key, state, action):
-        TRACES.append(1)
-        result = super().step(key, state, action)
-        return result.replace(obs=self.show(result.state))
-
-    def show(self, state):
-        n = state["n"]
-        table = jnp.full((2, 3), n, jnp.float16)
-        return {"n": n, "odd": (n % 2 == 1, jnp.uint8(2) + n.astype("uint8"), table)}
+def show(obs):
+    """The count of `CountEnv` as a tree of several dtypes."""
+    TRACES.append(1)
+    n = obs[0].astype(jnp.int32)
+    table = jnp.full((2, 3), n, jnp.float16)
+    return {"n": n, "odd": (n % 2 == 1, jnp.uint8(2) + n.astype("uint8"), table)}
 
 
 ENVS = {
-    "tree": TreeEnv(),
+    "tree": envs.TransformObs(CountEnv(), show),
     "Pendulum": envs.make("Pendulum-v1", max_steps_in_episode=9),
 }
 each_env = pytest.mark.parametrize(
@@ -82,26 +70,14 @@ def at(tree, index):
     return jax.tree.map(lambda x: x[index], tree)
 
 
-class PlainStatistics:
-    """All that was seen of one leaf, in float64, after a prior that counts 1e-4."""
-
-    def __init__(self):
-        self.seen = []
-
-    def take_in(self, batch):
-        self.seen.append(np.asarray(batch, np.float64))
-
-    def mean_and_var(self):
-        x = np.concatenate(self.seen)
-        count = 1e-4 + len(x)
-        mean = x.sum(axis=0) / count
-        # The prior has mean 0 and variance 1.
-        spread = 1e-4 * (1.0 + mean**2) + ((x - mean) ** 2).sum(axis=0)
-        return mean, spread / count
-
-    def normalize(self, batch):
-        mean, var = self.mean_and_var()
-        return (np.asarray(batch, np.float64) - mean) / np.sqrt(var + EPSILON)
+def plain_mean_and_var(seen):
+    """Of all batches that were seen, in float64, after a prior that counts 1e-4."""
+    x = np.concatenate(seen).astype(np.float64)
+    count = 1e-4 + len(x)
+    mean = x.sum(axis=0) / count
+    # The prior has mean 0 and variance 1.
+    spread = 1e-4 * (1.0 + mean**2) + ((x - mean) ** 2).sum(axis=0)
+    return mean, spread / count
 
 
 def assert_close(got, want):
@@ -122,9 +98,9 @@ def test_every_row_agrees_with_a_plain_loop(name):
     seen = info["raw_obs"], info["raw_next_obs"], trajectory.obs, trajectory.next_obs
     raw_obs, raw_next_obs, obs, next_obs = map(jax.tree.leaves, seen)
     statistics = carries[-1].env_state.statistics.value
-    none = {"is_leaf": lambda x: x is None}
     means, variances = (
-        jax.tree.leaves(x, **none) for x in (statistics.mean, statistics.var)
+        jax.tree.leaves(x, is_leaf=lambda x: x is None)
+        for x in (statistics.mean, statistics.var)
     )
     for leaf in range(len(obs)):
         if raw_obs[leaf].dtype == bool:  # flags stay
@@ -132,14 +108,16 @@ def test_every_row_agrees_with_a_plain_loop(name):
             np.testing.assert_array_equal(next_obs[leaf], raw_next_obs[leaf])
             assert means[leaf] is variances[leaf] is None
             continue
-        plain = PlainStatistics()
-        plain.take_in(raw_obs[leaf][0])
+        seen = [raw_obs[leaf][0]]
         for t in range(NUM_STEPS):
-            assert_close(obs[leaf][t], plain.normalize(raw_obs[leaf][t]))
-            plain.take_in(raw_next_obs[leaf][t])
-            assert_close(next_obs[leaf][t], plain.normalize(raw_next_obs[leaf][t]))
-        assert_close(means[leaf], plain.mean_and_var()[0])
-        assert_close(variances[leaf], plain.mean_and_var()[1])
+            for got, given in ((obs, raw_obs), (next_obs, raw_next_obs)):
+                if given is raw_next_obs:  # whose statistics are with it
+                    seen.append(given[leaf][t])
+                mean, var = plain_mean_and_var(seen)
+                want = (np.float64(given[leaf][t]) - mean) / np.sqrt(var + EPSILON)
+                assert_close(got[leaf][t], want)
+        assert_close(means[leaf], mean)
+        assert_close(variances[leaf], var)
     assert_close(statistics.count, NUM_LANES * (NUM_STEPS + 1) + 1e-4)
 
 
@@ -309,26 +287,15 @@ def test_leaves_may_be_replaced_by_anything():
     )
 
 
-class Flags(CountEnv):
-    """`CountEnv` whose observation is flags only."""
-
-    def reset(self, key):
-        state, _ = super().reset(key)
-        return state, jnp.ones(2, bool)
-
-    def step(self, key, state, action):
-        return super().step(key, state, action).replace(obs=jnp.ones(2, bool))
-
-
 def test_flags_alone_are_left_as_they_are():
-    env = jax.tree_util.register_static(Flags)()
+    env = envs.TransformObs(CountEnv(), lambda obs: jnp.ones(2, bool))
     _, obs = jax.jit(envs.NormalizeObs(envs.vectorize(env, 2)).reset)(KEYS)
     assert obs.dtype == bool
     assert obs.all()
 
 
 def test_parts_that_only_leaves_out_stay_as_they_are():
-    inner = envs.vectorize(TreeEnv(), 2)
+    inner = make_inner("tree", 2)
     env = envs.NormalizeObs(inner, only=("odd/1", "n"))
 
     @quick_jit
