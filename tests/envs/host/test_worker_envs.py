@@ -42,6 +42,21 @@ def start(env, faults=("fine",) * 4, mask=EVERY):
     return env.reset(np.uint32([seed_of(fault) for fault in faults]), mask)
 
 
+def go_wrong(env, faults, num_steps=AT):
+    """The last of the steps from a start with these faults."""
+    start(env, faults)
+    for _ in range(num_steps):
+        step = env.step(ACTION)
+    return step
+
+
+def check_renewed(env, mask):
+    """Rebuilds some environments, and takes a step of all."""
+    env.rebuild(mask)
+    start(env, mask=mask)
+    assert not env.step(ACTION).faulty.any()
+
+
 def alive(pid):
     """Whether a process runs; one that ended may wait for its parent to notice."""
     try:
@@ -84,10 +99,8 @@ LOST = {
 @pytest.mark.parametrize("fault", LOST)
 def test_worker_that_is_lost_takes_along_its_own_environments_only(make, fault):
     env = make(timeout=1.0) if fault == "hang" else make()
-    start(env, ("fine", "fine", fault, "fine"))
     pid = env.pids[1]
-    for _ in range(AT):
-        step = env.step(ACTION)
+    step = go_wrong(env, ("fine", "fine", fault, "fine"))
     np.testing.assert_array_equal(step.faulty, [False, False, True, True])
     np.testing.assert_array_equal(step.obs[:2, 0], [AT, AT])
     kind, words = LOST[fault]
@@ -98,16 +111,12 @@ def test_worker_that_is_lost_takes_along_its_own_environments_only(make, fault):
         start(env)
     step = env.step(ACTION)
     np.testing.assert_array_equal(step.faulty, [False, False, True, True])
-    env.rebuild(step.faulty)
-    start(env)
-    assert not env.step(ACTION).faulty.any()
+    check_renewed(env, step.faulty)
 
 
 def test_others_of_a_lost_worker_stay_faulty_until_they_are_rebuilt(make):
     env = make()
-    start(env, ("kill", "fine", "fine", "fine"))
-    for _ in range(AT):
-        env.step(ACTION)
+    go_wrong(env, ("kill", "fine", "fine", "fine"))
     first = np.bool_([True, False, False, False])
     env.rebuild(first)
     start(env, mask=first)
@@ -115,10 +124,7 @@ def test_others_of_a_lost_worker_stay_faulty_until_they_are_rebuilt(make):
         step = env.step(ACTION)
     np.testing.assert_array_equal(step.faulty, [False, True, False, False])
     np.testing.assert_array_equal(step.obs[[0, 2, 3], 0], [2, AT + 2, AT + 2])
-    second = np.bool_([False, True, False, False])
-    env.rebuild(second)
-    start(env, mask=second)
-    assert not env.step(ACTION).faulty.any()
+    check_renewed(env, np.bool_([False, True, False, False]))
 
 
 def test_worker_that_dies_between_calls_is_noticed_at_the_next(make):
@@ -149,11 +155,9 @@ def interrupted(call):
 def test_call_that_is_interrupted_ends_the_workers(make, name):
     """Workers themselves take no notice of Ctrl-C."""
     env = make()
-    start(env, ("slow", "fine", "fine", "hang"))
     for pid in env.pids:
         os.kill(pid, signal.SIGINT)
-    for _ in range(AT - 1):
-        env.step(ACTION)
+    go_wrong(env, ("slow", "fine", "fine", "hang"), AT - 1)
     running = env.pids
     if name != "step":
         env.send(ACTION, np.arange(4))
@@ -166,9 +170,7 @@ def test_call_that_is_interrupted_ends_the_workers(make, name):
     assert not any(map(alive, running))
     with pytest.raises(envs.EnvFault, match=r"worker 0 .* was interrupted"):
         start(env)
-    env.rebuild(EVERY)
-    np.testing.assert_array_equal(start(env), np.zeros((4, 2)))
-    assert not env.step(ACTION).faulty.any()
+    check_renewed(env, EVERY)
     env.send(ACTION, np.arange(4))
     step, _ = env.receive(4)
     np.testing.assert_array_equal(step.obs, np.full((4, 2), 2))
@@ -248,11 +250,7 @@ def test_asynchronous_faults_come_with_their_rows(make):
     env.send(ACTION[[3]], np.int32([3]))  # was with the one that was killed
     step, env_id = env.receive(1)
     assert step.faulty.all()
-    env.rebuild(np.bool_([True, False, True, True]))
-    start(env, mask=np.bool_([True, False, True, True]))
-    env.send(ACTION, np.arange(4))
-    step, env_id = env.receive(4)
-    assert not step.faulty.any()
+    check_renewed(env, np.bool_([True, False, True, True]))
 
 
 def test_worker_that_another_ends_during_a_rebuild_is_started_again(make):
@@ -308,21 +306,15 @@ def test_steps_of_each_environment_run_on_without_a_gap_through_all_faults(make)
 
 def test_environments_go_on_where_they_were_saved(make):
     env, other = make(), make(num_workers=3)
-    start(env, ("raise", "fine", "kill", "fine"))
-    for _ in range(AT):
-        obs = np.copy(env.step(ACTION).obs)
+    obs = np.copy(go_wrong(env, ("raise", "fine", "kill", "fine")).obs)
     states = env.save(allow_pickle=True)
-    start(other, ("fine", "fine", "fine", "kill"))
-    for _ in range(AT):
-        other.step(ACTION)
+    go_wrong(other, ("fine", "fine", "fine", "kill"))
     assert other.load(states, obs, allow_pickle=True)
     step = other.step(ACTION)
     np.testing.assert_array_equal(step.faulty, [True, False, True, True])
     np.testing.assert_array_equal(step.obs[1], [AT + 1, AT + 1])
     assert "ZeroDivisionError: at step 3" in str(step.causes[0])
-    other.rebuild(step.faulty)
-    start(other)
-    assert not other.step(ACTION).faulty.any()
+    check_renewed(other, step.faulty)
 
 
 @pytest.mark.parametrize("killed", ["never", "before", "while"])
