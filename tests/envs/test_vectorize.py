@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
+from suite_checks import play
 
-import rollout
 from rollout import envs
 
 
@@ -34,15 +34,7 @@ def of_each(length, limit):
 
 def test_every_lane_has_parameters_of_its_own():
     length, limit = np.array([3, 9, 2] * 6), np.array([9, 4, 9] * 6)
-    env = of_each(length, limit)
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
-
-    @quick_jit
-    def run(key):
-        return collector.collect_steps(collector.init(key), None, 12)[1]
-
-    trajectory = run(jax.random.key(0))
+    _, trajectory = play(of_each(length, limit), 12)
     step = np.arange(1, 13)[:, None]  # a multiple of 2, 3 and 4
     length, limit = length[None], limit[None]
     np.testing.assert_array_equal(

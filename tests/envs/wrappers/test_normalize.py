@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
-from suite_checks import check_successors
+from suite_checks import KEY, check_successors, play
 
 import rollout
 from rollout import envs
@@ -57,7 +57,7 @@ def collect(name):
     """Carries before, between and after two halves, and the trajectory."""
     collector = collector_of(envs.NormalizeObs(make_inner(name), epsilon=EPSILON))
     collect_half = quick_jit(half_of(collector))
-    carries = [quick_jit(collector.init)(jax.random.key(7))]
+    carries = [quick_jit(collector.init)(KEY)]
     halves = []
     for _ in range(2):
         carry, half = collect_half(carries[-1])
@@ -147,13 +147,7 @@ def test_raw_observations_are_the_counts_of_the_environment():
 @pytest.mark.slow
 def test_raw_observations_are_those_of_the_unwrapped_environment():
     _, trajectory = collect("tree")
-    collector = collector_of(make_inner("tree"))
-
-    @quick_jit
-    def run(key):
-        return collector.collect_steps(collector.init(key), None, NUM_STEPS)[1]
-
-    plain = run(jax.random.key(7))
+    _, plain = play(make_inner("tree"), NUM_STEPS)
     info = dict(trajectory.info)
     chex.assert_trees_all_equal(info.pop("raw_obs"), plain.obs)
     chex.assert_trees_all_equal(info.pop("raw_next_obs"), plain.next_obs)
@@ -165,13 +159,7 @@ def test_raw_observations_are_those_of_the_unwrapped_environment():
 def test_halves_and_auto_reset_do_not_change_a_bit(name):
     """One call of all steps, with the other auto-reset."""
     inner = make_inner(name, auto_reset="select")
-    collector = collector_of(envs.NormalizeObs(inner, epsilon=EPSILON))
-
-    @quick_jit
-    def run(key):
-        return collector.collect_steps(collector.init(key), None, NUM_STEPS)
-
-    carry, whole = run(jax.random.key(7))
+    carry, whole = play(envs.NormalizeObs(inner, epsilon=EPSILON), NUM_STEPS)
     carries, trajectory = collect(name)
     chex.assert_trees_all_equal(raw((carry, whole)), raw((carries[-1], trajectory)))
 
@@ -343,17 +331,17 @@ def nested(wrappers, num_envs=2):
 @pytest.mark.parametrize("wrappers", NESTED)
 def test_one_call_freezes_all_normalisers(wrappers):
     env = nested(wrappers)
-    learnt = quick_jit(play)(env, jax.random.key(0))
+    learnt = quick_jit(state_after)(env, jax.random.key(0))
     # Of another number of lanes.
     frozen = nested(wrappers, num_envs=3).freeze(learnt)
     assert env.learns
     assert not frozen.learns
-    after = quick_jit(play)(frozen, jax.random.key(1))
+    after = quick_jit(state_after)(frozen, jax.random.key(1))
     assert len(statistics_in(after)) == 2
     chex.assert_trees_all_equal(statistics_in(after), statistics_in(learnt))
 
 
-def play(env, key):
+def state_after(env, key):
     """The state after a step."""
     keys = jax.random.split(key, env.num_envs)
     state, _ = env.reset(keys)
@@ -377,6 +365,40 @@ def test_statistics_of_other_observations_are_refused():
     env = envs.NormalizeReward(envs.NormalizeObs(make_inner("tree")))
     with pytest.raises(ValueError, match="`env_state` must have statistics as of"):
         env.freeze(carry.env_state)
+
+
+@pytest.mark.slow
+def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
+    inner = envs.vectorize(CountEnv(), 4)
+    normalized = envs.NormalizeReward(inner, gamma=0.9)
+    (carry, got), (_, plain) = play(normalized, 30), play(inner, 30)
+    np.testing.assert_array_equal(got.info["raw_reward"], plain.reward)
+    np.testing.assert_array_equal(got.obs, plain.obs)
+    total, seen, scales = np.zeros(4), [], []
+    for reward, done in zip(plain.reward, plain.done, strict=True):
+        total = 0.9 * total + reward
+        seen.append(total)
+        scales.append(np.sqrt(plain_mean_and_var(seen)[1] + 1e-8))
+        total = np.where(done, 0.0, total)
+    # Float32 against float64, over thirty updates.
+    np.testing.assert_allclose(
+        got.reward, plain.reward / np.array(scales)[:, None], rtol=1e-4
+    )
+    end, later = play(normalized.freeze(carry.env_state), 30, jax.random.key(1))
+    np.testing.assert_array_equal(
+        end.env_state.statistics.value.var, carry.env_state.statistics.value.var
+    )
+    scale = later.info["raw_reward"] / later.reward
+    np.testing.assert_allclose(scale, scales[-1], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_one_nan_does_not_poison_the_statistics():
+    late = envs.TransformObs(CountEnv(), lambda obs: jnp.where(obs >= 3, jnp.nan, obs))
+    carry, trajectory = play(envs.NormalizeObs(envs.vectorize(late, 4)), 30)
+    assert np.isnan(trajectory.next_obs).any()
+    assert np.isfinite(carry.env_state.statistics.value.mean).all()
+    assert np.isfinite(carry.env_state.statistics.value.var).all()
 
 
 @pytest.mark.slow

@@ -114,16 +114,12 @@ def wrapped(name):
     return CASES[name]()
 
 
-def collector_of(env, num_envs, auto_reset="compact"):
-    vector_env = envs.vectorize(env, num_envs, auto_reset=auto_reset)
-    policy = rollout.random_policy(vector_env.action_space)
-    return rollout.Collector(env=vector_env, policy=policy)
-
-
 @functools.cache
 def collect(name):
     """The trajectory of a case, collected in two halves."""
-    collector = collector_of(wrapped(name), NUM_LANES)
+    env = envs.vectorize(wrapped(name), NUM_LANES, auto_reset="compact")
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
 
     @quick_jit
     def half(carry):
@@ -164,13 +160,8 @@ def test_every_row_agrees_with_a_plain_loop(name):
 @each_case
 def test_halves_lanes_and_auto_reset_do_not_change_a_bit(name):
     """One call of all steps, in twice the lanes, with the other auto-reset."""
-    collector = collector_of(wrapped(name), 2 * NUM_LANES, "select")
-
-    @quick_jit
-    def run(key):
-        return collector.collect_steps(collector.init(key), None, NUM_STEPS)[1]
-
-    whole = run(suite_checks.KEY)
+    env = envs.vectorize(wrapped(name), 2 * NUM_LANES, auto_reset="select")
+    _, whole = suite_checks.play(env, NUM_STEPS)
     # Episode ids count lanes.
     want, got = (x.replace(episode_id=()) for x in (collect(name), whole))
     chex.assert_trees_all_equal(at(got, (slice(None), slice(NUM_LANES))), want)
