@@ -42,7 +42,15 @@ def carry():
 
 @functools.cache
 def trajectory():
-    return collector().collect_steps(carry(), None, 5)[1]
+    """Five rows of nothing but ones: what they are like is all that matters."""
+    shapes = jax.eval_shape(lambda x: collector().collect_steps(x, None, 5)[1], carry())
+    return jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
+
+
+def batch():
+    return rollout.StreamBatch(
+        trajectory=trajectory(), stats=(), steps=5, warmup_steps=0, params_version=0
+    )
 
 
 def scan_minibatches(tree, *args, **options):
@@ -117,7 +125,6 @@ def plain_class():
     return type("Plain", (), {"reset": lambda s, k: 0, "step": lambda s, k, x, a: 0})()
 
 
-NO_COUNTS = (0, 2.5, "3", True)
 COUNTS = {
     "num_steps": [
         lambda n: collector().collect_steps(carry(), None, n),
@@ -162,7 +169,6 @@ COUNTS = {
     "num_frames": [lambda n: envs.FrameStack(COUNT, n)],
     "n": [lambda n: envs.Discrete(n)],
 }
-NO_FRACTIONS = ("0.6", True, None, 1.5, np.nan, jnp.bool_(True))
 FRACTIONS = {
     "gamma": [
         lambda x: rollout.discounted_returns(trajectory(), gamma=x),
@@ -192,7 +198,6 @@ REFUSED = {
     'must have names without "/"': [lambda: accumulate({"a/b": COUNTED})],
     "`init` of the accumulator": [lambda: accumulate({"a": rollout.Accumulator(0, 1)})],
     "`record_fn` must return leaves": [lambda: record(extras=jnp.zeros(()))],
-    "`record_fn` must leave `terminated` as it is": [lambda: record(terminated=~ZEROS)],
     "must return a `Transition`": [lambda: step_with(record_fn=lambda t: {})],
     # Keys and carries.
     "`key` must be one typed key as `jax.random.key(seed)` makes it, got": [
@@ -216,7 +221,7 @@ REFUSED = {
             carry(), None, 2, max_steps=3
         ),
     ],
-    # What policies return; see `rollout/policies/test_messages.py`, too.
+    # What policies return.
     "`fn` must return an action or (action, extras), a tuple of 2, got 3": [
         lambda: act((ZEROS, ZEROS, {}))
     ],
@@ -242,7 +247,7 @@ REFUSED = {
         lambda: envs.FrameStack(MANY, 3),
         lambda: wrappers.ObservePrevious(MANY),
     ],
-    "`env` must be many environments side by side, as": [
+    "`env` must be many environments side by side, as `rollout.envs.vectorize` makes": [
         lambda: envs.NormalizeObs(COUNT),
         lambda: envs.NormalizeReward(COUNT),
     ],
@@ -251,15 +256,12 @@ REFUSED = {
         lambda: envs.NormalizeReward(HostCount(2)),
     ],
     "`epsilon` must be above 0": [
-        lambda: envs.NormalizeObs(MANY, epsilon=0.0),
-        lambda: envs.NormalizeObs(MANY, epsilon="1e-8"),
+        lambda x=x: envs.NormalizeObs(MANY, epsilon=x) for x in (0.0, np.nan, "1e-8")
     ],
     '`auto_reset` must be "auto" or "compact" or "select"': [
         lambda: envs.vectorize(COUNT, B, auto_reset=["select"]),
         lambda: envs.vectorize(COUNT, B, auto_reset="never"),
     ],
-    '`bound` must be "clip" or "tanh"': [lambda: envs.RescaleAction(COUNT, "sigmoid")],
-    "`env.action_space` must be a box": [lambda: envs.RescaleAction(COUNT)],
     "`env.reset` must return (state, obs), got": [
         lambda: step_wrong(reset_fn=lambda state, obs: obs),
         lambda: step_wrong(reset_fn=lambda state, obs: (state, obs, {})),
@@ -290,8 +292,6 @@ REFUSED = {
             types.SimpleNamespace(**dict.fromkeys(GYMNAX, max)), {}, limit_field="limit"
         )
     ],
-    "The nearest are CartPole-v1, Catch-bsuite": [lambda: envs.make("CartPole")],
-    "parameters of CartPole-v1 are": [lambda: envs.make("CartPole-v1", mass=3)],
     "`max_episode_steps` limits": [
         lambda: envs.make("CartPole-v1", max_steps=200),
         lambda: envs.make("CartPole-v1", episode_length=200),
@@ -300,11 +300,6 @@ REFUSED = {
     "`env_id` must be an id, text such as": [
         lambda: envs.make(None),
         lambda: envs.make_agents(COUNT),
-    ],
-    "one for each environment, such as `[make": [
-        lambda: envs.workers(HostCount, 2),
-        lambda: envs.workers("CartPole-v1", 2),
-        lambda: envs.workers([HostCount, "b"], 2),
     ],
     "`leave` must be a rule": [lambda: envs.RecommendationEnv([[1.0]], leave=jnp.add)],
     # Spaces.
@@ -318,7 +313,6 @@ REFUSED = {
         lambda: envs.spaces.MultiBinary("3"),
     ],
     "`dtype` must hold the integers from": [
-        lambda: envs.Discrete(300, dtype=jnp.uint8),
         lambda: envs.Discrete(3, start=-1, dtype=jnp.uint8),
         lambda: envs.spaces.MultiDiscrete([2, 300], dtype=jnp.uint8),
     ],
@@ -330,11 +324,9 @@ REFUSED = {
     "`num` must be an int of at least 1": [lambda: envs.spaces.Repeated(BOX, "3")],
     # Policies.
     "`action_space` must be a Box, Discrete": [lambda: rollout.random_policy(MANY)],
-    "`action_space` must have finite": [lambda: rollout.random_policy(INFINITE)],
-    "space` must be discrete": [lambda: rollout.random_policy(BOX, mask_fn=max)],
     "`mask` must be bool of": [lambda: recommendation.choose_items([[1]], [[1]])],
     # Statistics, targets, trajectories.
-    "`data` must be a trajectory": [lambda: rollout.summarize(next(stream()))],
+    "`data` must be a trajectory": [lambda: rollout.summarize(batch())],
     "`trajectory` must be `[T, B, ...]`": [
         lambda: rollout.finished(one_step()),
         lambda: rollout.split_trajectories(one_step()),
@@ -343,9 +335,7 @@ REFUSED = {
         lambda: rollout.finished(trajectory().reward),
         lambda: rollout.split_trajectories([trajectory()]),
     ],
-    "`stats` must have scalar leaves": [lambda: rollout.log_stats({"a": jnp.zeros(2)})],
     "must have `value`": [lambda: rollout.gae(trajectory(), VALUES, gamma=1, lam=1)],
-    "must divide the 20 items": [lambda: scan_minibatches(trajectory(), 3)],
     "`axis` must be": [lambda: scan_minibatches(trajectory(), 2, axis=2)],
     "`rows` must be the dict": [lambda: rollout.agents.for_policy(trajectory(), "a")],
     "must be of a `policy_map`": [lambda: rollout.agents.for_policy({"a": 3}, "a")],
@@ -409,28 +399,11 @@ def with_values():
 
 
 @pytest.mark.usefixtures("key_reuse")
-@pytest.mark.parametrize(("message", "call"), pairs(REFUSED))
+@pytest.mark.parametrize(("message", "call"), pairs(REFUSED, COUNTS, FRACTIONS))
 def test_bad_input_is_refused_by_name(message, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_refused(message, call)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("key_reuse")
-@pytest.mark.parametrize(("name", "call"), pairs(COUNTS))
-def test_what_is_no_count_is_refused(name, call, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for value in NO_COUNTS:
-        check_refused(
-            f"`{name}` must be an int of at least 1, got {value!r}", call, value
-        )
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("name", "call"), pairs(FRACTIONS))
-def test_what_is_no_fraction_is_refused(name, call):
-    for value in NO_FRACTIONS:
-        check_refused(f"`{name}` must be a number in [0, 1], got", call, value)
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), jnp.float32(0.5), 1, np.int32(0)])

@@ -1,6 +1,5 @@
 """Every buffer against a slow model: random sequences of operations, row by row."""
 
-import functools
 from typing import NamedTuple
 
 import chex
@@ -25,47 +24,12 @@ from buffer_checks import (
     start,
 )
 from cases import make_collector, quick_jit
-from ring_model import Model, decode_obs, encode
+from ring_model import Model, encode
 from scipy import stats as scipy_stats
 
 from rollout import buffers
 
 slow = pytest.mark.slow
-
-
-@functools.cache
-def small_buffer(num_envs):
-    """A buffer of 7 slots, and a program that says which sizes may be sampled."""
-    buffer = buffers.ReplayBuffer(7 * num_envs, num_envs)
-    sizes = range(1, 7 * num_envs + 2)
-    ask = quick_jit(lambda state: [buffer.can_sample(state, n) for n in sizes])
-    return buffer, ask
-
-
-@pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize("num_rows", [None, 1, 2, 5, 7, 17])  # None: a single step
-def test_chunks_are_held_over_exact_fill_one_past_and_many_wraps(num_rows, num_envs):
-    num_slots = 7  # coprime to all chunks but its own length
-    buffer, ask = small_buffer(num_envs)
-    model, add = Model(num_slots, num_envs), quick_jit(buffer.add)
-    state, rng = buffer.init(row_like(num_envs)), np.random.default_rng(0)
-    assert not any(ask(state))
-    for _ in range(12):
-        steps, mask = model.make_chunk(rng, num_rows or 1, mask_rate=0.2)
-        model.add(steps, mask)
-        chunk = encode(steps, mask)
-        state = add(state, chunk if num_rows else jax.tree.map(lambda x: x[0], chunk))
-        got = jax.device_get(state)
-        held = decode_obs(got.experience.obs)
-        for lane, want in enumerate(model.lanes):
-            size, head = got.size[lane], got.head[lane]
-            slots = (head - size + np.arange(size)) % num_slots
-            assert held[slots, lane].tolist() == [step.number for step in want]
-        size = sum(map(len, model.lanes))
-        assert buffer.size(state) == size
-        sizes = range(1, num_slots * num_envs + 2)
-        assert jax.device_get(ask(state)) == [n <= size for n in sizes]
-    assert (got.size == num_slots).all()
 
 
 @pytest.mark.parametrize(

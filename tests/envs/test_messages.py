@@ -1,6 +1,6 @@
 """Wrong calls of what is in `envs`, and by which message they are refused.
 
-`test_bad_input.py` and `test_wrong_kinds.py` have more of them.
+`test_bad_input.py` has more of them.
 """
 
 import functools
@@ -19,7 +19,7 @@ import rollout
 from rollout import envs
 from rollout.envs import make, make_agents, ratings, vectorize, vectorize_each
 from rollout.envs.recommendation import LeaveByCategory, LeaveByDistance
-from rollout.envs.spaces import MultiDiscrete
+from rollout.envs.spaces import MultiBinary, MultiDiscrete
 from rollout.envs.wrappers import ForceLength, History, NoRepeat
 
 KEY = jax.random.key(0)
@@ -28,6 +28,8 @@ TABLE = np.arange(12, dtype=np.float32).reshape(3, 4)
 HOLES = np.where(TABLE == 3, np.nan, TABLE)
 FLAGS = np.ones((5, 2), bool)
 LARGE = 2**53
+FLOATS = {"two": np.zeros((B, 2)), "one": np.zeros((B, 1, 2))}
+TIMES = {"timestamp": "at", "duplicates": "last"}
 
 
 class Agents:
@@ -131,6 +133,11 @@ def picture(obs):
     return {"obs": obs, "mask": jnp.ones((3, 3), bool)}
 
 
+def mask_picture():
+    env = NoRepeat(envs.TransformObs(CountEnv(), picture))
+    return jax.eval_shape(env.reset, KEY)
+
+
 def log(users=(1, 2), items=(3, 4), column=(1.0, 2.0), times=(0, 1), **options):
     columns = {"user_id": users, "item_id": items, "feedback": column, "at": times}
     return ratings.from_interactions(columns, **{"missing": 0, **options})
@@ -176,7 +183,7 @@ BOUNDS = [
 ]
 MESSAGES = [
     # `make`, `make_agents`, `env_ids`, `render_gif`
-    (lambda: make("CartPole"), "'CartPole'. The nearest are CartPole-v1"),
+    (lambda: make("CartPole"), "'CartPole'. The nearest are CartPole-v1, Catch-bsuite"),
     (lambda: make("zzzz"), "`env_id` must be one of the 26 ids"),
     (lambda: make("ant"), "Other suites' ids begin with the suite, as brax:ant does"),
     (lambda: make("gymnasium:A-v1"), "`from_gymnasium` makes those of Gymnasium, for"),
@@ -199,24 +206,16 @@ MESSAGES = [
     (lambda: envs.Discrete(2, start=0.5), "`start` must be an int, got 0.5"),
     (lambda: envs.Discrete(300, dtype=jnp.uint8), "integers from 0 to 299, got uint8"),
     (lambda: envs.Box(np.zeros(3), 1.0, (2,)), "must broadcast to `shape`, (2,), got"),
-    (
-        lambda: envs.Box(np.zeros(2), np.ones(3), (2,)),
-        "(2,), got a bound of shape (3,)",
-    ),
+    (lambda: envs.Box(np.zeros(2), np.ones(3), (2,)), "got a bound of shape (3,)"),
     (lambda: envs.Box(0.0, np.ones((1, 2)), (2,)), "got a bound of shape (1, 2)"),
-    (lambda: envs.Box(1.0, 0.0, ()), "`low` must be at most `high`, got low=1.0"),
     *((functools.partial(envs.Box, *x), what) for *x, what in BOUNDS),
-    (
-        lambda: envs.spaces.MultiBinary((2,), np.float32),
-        "`dtype` must be an integer dtype, got float32.",
-    ),
+    (lambda: MultiBinary((2,), np.float32), "must be an integer dtype, got float32."),
     (lambda: MultiDiscrete((3, 0)), "`nvec` must be an array of ints of at least 1"),
     (lambda: MultiDiscrete(5), "`nvec` must be an array of ints of at least 1, got 5"),
     (lambda: MultiDiscrete((1.5, 2)), "`nvec` must be an array of ints"),
     (lambda: MultiDiscrete((3, 4), start=(1, 2, 3)), "`start` must be an int, or an"),
     (lambda: MultiDiscrete((3, 4), start=0.5), "`start` must be an int, or an array"),
     # `vectorize`, `vectorize_each`, `vectorize_agents`
-    (lambda: vectorize(CountEnv(), 2, auto_reset="a"), '"compact" or "select", got'),
     (lambda: vectorize_each(CountEnv(), 4), "leading axis num_envs=4, got shape ()"),
     (lambda: vectorize_each(of_three_lanes(), 4), "num_envs=4, got shape (3,)"),
     (lambda: vectorize_each(ChanceEnv(), 4), "leading axis num_envs=4, got no leaves"),
@@ -234,10 +233,7 @@ MESSAGES = [
     (lambda: agents_returning(obs={"two": TABLE}), "the groups one, two, got ['two']"),
     (wide_agents, "`obs` of the group 'two' must be of shape (2, 4), got float32"),
     (lambda: agents(np.zeros((B, 2), int)), "`action` must be a dict of the groups"),
-    (
-        lambda: agents({"two": np.zeros((B, 2)), "one": np.zeros((B, 1, 2))}),
-        "'two' must be of int32 and shape (2,)",
-    ),
+    (lambda: agents(FLOATS), "'two' must be of int32 and shape (2,)"),
     # Wrappers
     *[
         (functools.partial(return_float, name, wrap), f"return `{name}` as bool, got")
@@ -257,16 +253,8 @@ MESSAGES = [
     (lambda: ForceLength(CountEnv(), 0), "at least 1, got 0"),
     (force_twice, "`info` must be a dict without the names left"),
     (lambda: NoRepeat(pendulum()), "`env` must have a discrete action space"),
-    (
-        lambda: jax.eval_shape(
-            NoRepeat(envs.TransformObs(CountEnv(), picture)).reset, KEY
-        ),
-        "`mask` in the observation must be bool of shape (3,), one for",
-    ),
+    (mask_picture, "`mask` in the observation must be bool of shape (3,), one for"),
     (lambda: NoRepeat(CountEnv(), initial=1), "`initial` must be a bool, got"),
-    (lambda: envs.NormalizeObs(CountEnv()), "`rollout.envs.vectorize` makes them, got"),
-    (lambda: normalize({}, epsilon=np.nan), "above 0, got nan"),
-    (lambda: normalize({}, epsilon=0.0), "above 0, got 0.0"),
     (lambda: normalize(()), "`info` must be a dict without the names raw_obs"),
     (lambda: normalize({"raw_obs": jnp.zeros(2)}), "raw_next_obs, got ['raw_obs']"),
     (lambda: envs.NormalizeObs(HostCount(2)), "`rollout.envs.NormalizeHost` norm"),
@@ -280,10 +268,7 @@ MESSAGES = [
     (lambda: log(missing=np.nan), "item_mean, mask, got nan"),
     (lambda: log(duplicates="first"), "`duplicates` must be one of mean, last, error"),
     (lambda: log(timestamp="at"), 'unless `duplicates` is "last"'),
-    (
-        lambda: log(times=["1/2/2024", "1"], timestamp="at", duplicates="last"),
-        "`at` must be numbers or dates",
-    ),
+    (lambda: log(times=["1/2/2024", "1"], **TIMES), "`at` must be numbers or dates"),
     (
         lambda: log(
             [1, 2, 2, 1, 2], [*"abcab"], [1, 2, 3, 4, 5], [0] * 5, duplicates="error"

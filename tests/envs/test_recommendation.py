@@ -1,76 +1,17 @@
 """The environment that recommends items: who comes, who leaves, and its errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases import in_one_program, quick_jit
 from plain_recommendation import Model
-from suite_checks import check_spaces, collect
 
 from rollout import envs
 
 FEEDBACK = np.arange(12, dtype=np.float32).reshape(3, 4) - 5.0
-
-
-def walk(**cases):
-    """Recommends rows of items to a user of each environment, in one program.
-
-    Args:
-        cases: `(env, rows, user)` by name.
-    """
-
-    def one(case, key):
-        env, rows, user = case
-
-        def step(state, given):
-            result = env.step(given[0], state, given[1])
-            return result.state, result.replace(state=())
-
-        def play(items):
-            return jax.lax.scan(step, state, (keys[1:], items))[1]
-
-        keys = jax.random.split(key, 1 + len(rows[0]))
-        state, obs = env.reset(keys[0])
-        state = state.replace(user=jnp.int32(user))
-        return obs, jax.vmap(play)(np.int32(rows))
-
-    return in_one_program(one, cases)
-
-
-def test_reward_is_what_the_user_thinks():
-    env = envs.RecommendationEnv(FEEDBACK, max_turn=3)
-    obs, steps = walk(env=(env, [[3, 1, 1]], 2))["env"]
-    assert obs["item"] == 4
-    assert obs["mask"].all()
-    assert steps.reward.tolist() == [[6.0, 4.0, 4.0]]
-    assert steps.obs["item"].tolist() == [[3, 1, 1]]
-    assert steps.truncated.tolist() == [[False, False, True]]
-    assert not steps.terminated.any()
-
-
-def test_feedback_may_be_a_function():
-    table = envs.RecommendationEnv(FEEDBACK)
-    env = envs.RecommendationEnv(
-        lambda user, item: 4.0 * user + item - 5.0, num_users=3, num_items=4
-    )
-    found = walk(table=(table, [[0, 2, 3]], 1), function=(env, [[0, 2, 3]], 1))
-    (_, one), (_, other) = found.values()
-    assert one.reward.tolist() == other.reward.tolist()
-    assert one.obs["mask"].shape == other.obs["mask"].shape == (1, 3, 4)
-
-
-def test_every_user_comes_and_every_item_may_be_first():
-    env = envs.RecommendationEnv(FEEDBACK, random_first=True)
-
-    @quick_jit
-    def start(key):
-        return jax.vmap(env.reset)(jax.random.split(key, 400))[1]
-
-    obs = jax.device_get(start(jax.random.key(0)))
-    for name, num in (("user", 3), ("item", 4)):
-        counts = np.bincount(obs[name], minlength=num)
-        assert len(counts) == num
-        assert (np.abs(counts - 400 / num) < 60).all()
 
 
 PLACES = np.array([[0, 0], [0.6, 0], *([10 * x, 5] for x in range(5))], "f")
@@ -79,8 +20,6 @@ SHARED = np.array([[1, 0], [0, 1], [1, 1]], bool)
 LeaveByCategory = envs.recommendation.LeaveByCategory
 BY_DISTANCE = envs.recommendation.LeaveByDistance(PLACES, window=5, threshold=1.0)
 BY_CATEGORY = LeaveByCategory(OF_CATEGORY, window=5, threshold=1)
-
-
 # A rule, rows of items, and where a user leaves.
 RULES = {
     # Turn t looks at the items of turns max(0, t - 5) to t - 1. Items 0 and 1 share
@@ -110,36 +49,104 @@ RULES = {
 }
 
 
-def test_leave_rule_is_right_from_the_first_turn_on():
-    cases = {}
-    for name, (rule, rows) in RULES.items():
-        num_items = len(jax.tree.leaves(rule)[0])
-        env = envs.RecommendationEnv(np.zeros((1, num_items), np.float32), rule)
-        cases[name] = env, [items for items, _ in rows], 0
-    for name, (_, steps) in walk(**cases).items():
-        leaves = [leaves for _, leaves in RULES[name][1]]
-        np.testing.assert_array_equal(steps.terminated, leaves, err_msg=name)
+def lenient(rule):
+    """An environment whose users leave by a rule alone."""
+    num_items = len(jax.tree.leaves(rule)[0])
+    return envs.RecommendationEnv(np.zeros((1, num_items), np.float32), rule)
+
+
+TABLE = envs.RecommendationEnv(FEEDBACK, max_turn=3)
+FUNCTION = envs.RecommendationEnv(
+    lambda user, item: 4.0 * user + item - 5.0, num_users=3, num_items=4
+)
+# An environment, rows of items, and a user.
+WALKS = {
+    "table": (TABLE, [[3, 1, 1]], 2),
+    "function": (FUNCTION, [[3, 1, 1]], 2),
+    "no repeat": (envs.wrappers.NoRepeat(TABLE), [[3, 1, 1]], 2),
+    "beyond": (TABLE, [[-1], [4]], 0),
+    **{
+        x: (lenient(rule), [r for r, _ in rows], 0) for x, (rule, rows) in RULES.items()
+    },
+}
+
+
+@functools.cache
+def walked():
+    """What each shows first and at every step, and whether its space has both."""
+
+    def one(case, key):
+        env, rows, user = case
+
+        def step(state, given):
+            result = env.step(given[0], state, given[1])
+            inside = env.observation_space.contains(result.obs)
+            return result.state, (result.replace(state=()), inside)
+
+        def play(items):
+            return jax.lax.scan(step, state, (keys[1:], items))[1]
+
+        keys = jax.random.split(key, 1 + len(rows[0]))
+        state, obs = env.reset(keys[0])
+        if hasattr(state, "user"):
+            state = state.replace(user=jnp.int32(user))
+        steps, inside = jax.vmap(play)(np.int32(rows))
+        return obs, steps, inside.all() & env.observation_space.contains(obs)
+
+    return in_one_program(one, WALKS)
+
+
+def test_reward_is_what_the_user_thinks():
+    obs, steps, _ = walked()["table"]
+    assert obs["item"] == 4
+    assert obs["mask"].all()
+    assert steps.reward.tolist() == [[6.0, 4.0, 4.0]]
+    assert steps.obs["item"].tolist() == [[3, 1, 1]]
+    assert steps.truncated.tolist() == [[False, False, True]]
+    assert not steps.terminated.any()
+
+
+def test_feedback_may_be_a_function():
+    (_, table, _), (_, function, _) = (walked()[x] for x in ("table", "function"))
+    assert table.reward.tolist() == function.reward.tolist()
+    assert table.obs["mask"].shape == function.obs["mask"].shape == (1, 3, 4)
+
+
+@pytest.mark.parametrize("name", sorted({*WALKS} - {"beyond"}))
+def test_observations_are_in_the_space(name):
+    assert walked()[name][-1]
+
+
+def test_action_outside_of_the_catalogue_is_no_data():
+    assert np.isnan(walked()["beyond"][1].reward).all()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_leave_rule_is_right_from_the_first_turn_on(name):
+    _, steps, _ = walked()[name]
+    np.testing.assert_array_equal(
+        steps.terminated, [left for _, left in RULES[name][1]]
+    )
+
+
+def test_leave_rule_of_the_plain_model_is_that_of_the_library():
     model = Model(np.zeros((1, 6)), OF_CATEGORY, 5, 1, 100)
     for items, leaves in RULES["category"][1]:
         assert [model.leaves(items[:t], items[t]) for t in range(7)] == leaves
 
 
-def test_action_outside_of_the_catalogue_is_no_data():
-    env = envs.RecommendationEnv(FEEDBACK)
+def test_every_user_comes_and_every_item_may_be_first():
+    env = envs.RecommendationEnv(FEEDBACK, random_first=True)
 
     @quick_jit
-    def act(keys, items):
-        state, _ = env.reset(keys[0])
-        return jax.vmap(lambda item: env.step(keys[1], state, item).reward)(items)
+    def start(key):
+        return jax.vmap(env.reset)(jax.random.split(key, 400))[1]
 
-    reward = act(jax.random.split(jax.random.key(0)), np.int32([-1, 4]))
-    assert np.isnan(reward).all()
-
-
-def test_spaces_contain_what_there_is():
-    env = envs.wrappers.NoRepeat(envs.RecommendationEnv(FEEDBACK))
-    run = quick_jit(lambda: collect(envs.vectorize(env, 2), num_steps=3))
-    check_spaces(env, jax.device_get(run()))
+    obs = jax.device_get(start(jax.random.key(0)))
+    for name, num in (("user", 3), ("item", 4)):
+        counts = np.bincount(obs[name], minlength=num)
+        assert len(counts) == num
+        assert (np.abs(counts - 400 / num) < 60).all()
 
 
 def test_a_large_catalogue_has_many_lanes():

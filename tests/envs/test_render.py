@@ -195,20 +195,20 @@ def test_drawing_leaves_neither_figure_nor_setting_behind(catch, monkeypatch):
     assert "SDL_AUDIODRIVER" not in os.environ
 
 
-def test_mujoco_draws_by_egl_where_no_display_and_no_other_way_is_named(monkeypatch):
-    monkeypatch.delenv("DISPLAY", raising=False)
-    monkeypatch.delenv("MUJOCO_GL", raising=False)
+@pytest.mark.parametrize(
+    ("display", "named", "used"),
+    [(None, None, "egl"), (None, "osmesa", "osmesa"), (":0", None, None)],
+)
+def test_mujoco_draws_by_egl_where_no_display_and_no_other_way_is_named(
+    monkeypatch, display, named, used
+):
+    for name, value in (("DISPLAY", display), ("MUJOCO_GL", named)):
+        monkeypatch.delenv(name, raising=False)
+        if value:
+            monkeypatch.setenv(name, value)
     with envs.render.no_screen():
-        assert os.environ["MUJOCO_GL"] == "egl"
-    assert "MUJOCO_GL" not in os.environ
-    monkeypatch.setenv("MUJOCO_GL", "osmesa")
-    with envs.render.no_screen():
-        assert os.environ["MUJOCO_GL"] == "osmesa"
-    assert os.environ["MUJOCO_GL"] == "osmesa"
-    monkeypatch.delenv("MUJOCO_GL")
-    monkeypatch.setenv("DISPLAY", ":0")
-    with envs.render.no_screen():
-        assert "MUJOCO_GL" not in os.environ
+        assert os.environ.get("MUJOCO_GL") == used
+    assert os.environ.get("MUJOCO_GL") == named
 
 
 def test_missing_pygame_is_only_missed_where_it_draws(catch, monkeypatch):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, in_one_program, quick_jit
+from cases import CountEnv, quick_jit
 from flax import struct
 
 import rollout
@@ -16,7 +16,7 @@ from rollout import envs
 from rollout.envs import prng
 from rollout.envs.spaces import as_space
 
-NUM_DRAWS = 20_000
+NUM_DRAWS = 8_000
 KEY = jax.random.key(5)
 
 
@@ -59,26 +59,30 @@ INTEGERS = {
 
 @functools.cache
 def drawn_integers():
-    """What each space and the random policy draw, and whether the space has it."""
+    """What each space and the random policy draw, and whether the space has it.
 
-    def draw(space, key):
-        policy = rollout.random_policy(space)
-        obs = jnp.zeros((NUM_DRAWS, 1))
-        keys = jax.random.split(key, NUM_DRAWS + 1)
-        both = {
-            "sample": jax.vmap(space.sample)(keys[1:]),
-            "act": policy.apply(None, obs, (), keys[0]).action,
-        }
-        return {x: (both[x], jax.vmap(space.contains)(both[x])) for x in both}
+    All from the same keys, so that many share their random bits.
+    """
 
-    return in_one_program(draw, {name: x[0] for name, x in INTEGERS.items()})
+    @quick_jit
+    def draw(key, keys):
+        found = {}
+        for name, (space, *_) in INTEGERS.items():
+            policy, obs = rollout.random_policy(space), jnp.zeros((NUM_DRAWS, 1))
+            action = policy.apply(None, obs, (), key).action
+            for kind, x in (("sample", jax.vmap(space.sample)(keys)), ("act", action)):
+                found[name, kind] = x, jax.vmap(space.contains)(x)
+        return found
+
+    with jax.debug_key_reuse(False):
+        return jax.device_get(draw(KEY, jax.random.split(KEY, NUM_DRAWS)))
 
 
 @pytest.mark.parametrize("draw", ["sample", "act"])
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_are_drawn_evenly_with_both_bounds(name, draw):
     space, low, high = INTEGERS[name]
-    drawn, contained = drawn_integers()[name][draw]
+    drawn, contained = drawn_integers()[name, draw]
     assert drawn.shape[1:] == np.shape(low)
     assert drawn.dtype == space.dtype
     assert contained.all()

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
+from suite_checks import play
 
-import rollout
 from rollout import envs
 
 
@@ -26,27 +26,15 @@ def test_rewards_and_flags_are_cast_and_nothing_stays_weakly_typed():
     assert not any(x.weak_type for x in jax.tree.leaves((state, obs, step)))
 
 
-def of_each(length, limit, auto_reset="compact"):
+def of_each(length, limit):
     """Lanes that terminate after a length, which a reset sets, or stop at a limit."""
     every = CountEnv(min_length=length, max_length=length, limit=limit)
-    return envs.vectorize_each(every, len(limit), auto_reset=auto_reset)
+    return envs.vectorize_each(every, len(limit), auto_reset="compact")
 
 
-# That both resets give the same bits is tested elsewhere too.
-@pytest.mark.parametrize(
-    "auto_reset", ["compact", pytest.param("select", marks=pytest.mark.slow)]
-)
-def test_every_lane_has_parameters_of_its_own(auto_reset):
+def test_every_lane_has_parameters_of_its_own():
     length, limit = np.array([3, 9, 2] * 6), np.array([9, 4, 9] * 6)
-    env = of_each(length, limit, auto_reset)
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
-
-    @quick_jit
-    def run(key):
-        return collector.collect_steps(collector.init(key), None, 12)[1]
-
-    trajectory = run(jax.random.key(0))
+    _, trajectory = play(of_each(length, limit), 12)
     step = np.arange(1, 13)[:, None]  # a multiple of 2, 3 and 4
     length, limit = length[None], limit[None]
     np.testing.assert_array_equal(

@@ -16,9 +16,9 @@ STACK, N_STEP, GAMMA = 3, 3, 0.5  # powers of a half are exact
 LENGTH, MAX_LENGTH = 3, 4
 NUM_DRAWS = 256  # of at most 15 rows: one is missed once in three million samples
 BETA = 0.5
-COUNTS = (1, 7)  # transitions that `can_sample` is asked for
-# Lengths are few, so that few programs are compiled; 8 is longer than the ring.
-CHUNKS = (1, 3, 8)
+COUNTS = (1, 7, 15)  # transitions that `can_sample` is asked for
+# Lengths are few, so that few programs are compiled; 5 fill the ring, 8 are longer.
+CHUNKS = (1, 3, 5, 8)
 RATES = {
     "mask_rate": [0.0, 0.0, 0.3, 0.9],
     "done_rate": [0.0, 0.2, 0.5, 1.0],

@@ -28,6 +28,16 @@ def collect(env, mask_fn=None, *, num_steps=250):
     return jax.device_get(trajectory)
 
 
+def play(env, num_steps, key=KEY):
+    """The last carry and the trajectory of the random policy, in one program."""
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    run = quick_jit(
+        lambda x: collector.collect_steps(collector.init(x), None, num_steps)
+    )
+    return jax.device_get(run(key))
+
+
 def check_is_as_in_plain_loop(rows, plain, *, limit=0, atol=0.0):
     """Plays every row again with the same keys and actions.
 

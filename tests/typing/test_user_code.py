@@ -99,6 +99,7 @@ def make_params() -> Params:
 
 
 def test_params_obs_and_action_come_through():
+    """Traced only: what a type checker reads has the shapes that are said."""
     params, key = make_params(), jax.random.key(0)
     env = envs.vectorize(Walk(), 2)
     policy = rollout.stateless_policy(act)
@@ -106,20 +107,25 @@ def test_params_obs_and_action_come_through():
     collector = rollout.Collector(env=env, policy=policy)
     assert_type(collector, rollout.Collector[Params, jax.Array, jax.Array])
 
-    carry, trajectory = collector.collect_steps(collector.init(key), params, 3)
-    assert_type(trajectory, rollout.Transition[jax.Array, jax.Array])
-    assert_type(trajectory.next_obs, jax.Array)
-    assert_type(trajectory.action, jax.Array)
-    kept = trajectory.replace(extras=())
-    assert_type(kept, rollout.Transition[jax.Array, jax.Array])
-    assert kept.obs.shape == (3, 2, 4)
+    def use(key: jax.Array) -> None:
+        carry, trajectory = collector.collect_steps(collector.init(key), params, 3)
+        assert_type(trajectory, rollout.Transition[jax.Array, jax.Array])
+        assert_type(trajectory.next_obs, jax.Array)
+        assert_type(trajectory.action, jax.Array)
+        kept = trajectory.replace(extras=())
+        assert_type(kept, rollout.Transition[jax.Array, jax.Array])
+        assert kept.obs.shape == (3, 2, 4)
 
-    carry, total = collector.fold_steps(carry, params, count, jnp.int32(0), num_steps=2)
-    assert_type(total, jax.Array)
-    assert int(total) == 4
-    carry, episodes = collector.collect_episodes(carry, params, 2, max_steps=5)
-    assert_type(episodes, rollout.Episodes)
-    assert episodes.episode_return.shape == (2,)
+        carry, total = collector.fold_steps(
+            carry, params, count, jnp.int32(0), num_steps=2
+        )
+        assert_type(total, jax.Array)
+        assert total.shape == ()
+        carry, episodes = collector.collect_episodes(carry, params, 2, max_steps=5)
+        assert_type(episodes, rollout.Episodes)
+        assert episodes.episode_return.shape == (2,)
+
+    jax.eval_shape(use, key)
 
 
 def test_what_makes_other_policies_keeps_their_types():
@@ -142,8 +148,11 @@ def test_transition_without_types_is_of_anything():
         env=envs.vectorize(Walk(), 2), policy=rollout.random_policy(envs.Discrete(2))
     )
     assert_type(collector, rollout.Collector)
-    _, transition = collector.step(collector.init(jax.random.key(0)), None)
-    assert position(transition).shape == (2,)
+
+    def use(key: jax.Array) -> jax.Array:
+        return position(collector.step(collector.init(key), None)[1])
+
+    assert jax.eval_shape(use, jax.random.key(0)).shape == (2,)
 
 
 def position(transition: rollout.Transition) -> jax.Array:
@@ -153,13 +162,15 @@ def position(transition: rollout.Transition) -> jax.Array:
 
 def test_sample_is_of_what_it_is_said_to_be():
     buffer = buffers.ReplayBuffer(4, 2)
-    state = buffer.init({"x": jnp.zeros(2)})
-    state = buffer.add(state, {"x": jnp.ones(2)})
-    batch: buffers.Batch[dict[str, jax.Array]] = buffer.sample(
-        state, jax.random.key(0), 2
-    )
-    assert_type(batch.experience["x"], jax.Array)
-    assert batch.experience["x"].shape == (2,)
+
+    def use(key: jax.Array) -> None:
+        state = buffer.init({"x": jnp.zeros(2)})
+        state = buffer.add(state, {"x": jnp.ones(2)})
+        batch: buffers.Batch[dict[str, jax.Array]] = buffer.sample(state, key, 2)
+        assert_type(batch.experience["x"], jax.Array)
+        assert batch.experience["x"].shape == (2,)
+
+    jax.eval_shape(use, jax.random.key(0))
 
 
 if TYPE_CHECKING:

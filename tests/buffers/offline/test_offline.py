@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from buffer_checks import dumped
 from cases import quick_jit
+from ring_model import decode_obs, encode_obs
 
 from rollout import buffers
 from rollout.buffers.types import Experience
@@ -38,19 +39,11 @@ def make_data(lengths, open_end=False, seed=0):
     }
 
 
-def encode_obs(number):
-    return {
-        "pair": np.stack([number, -number], axis=-1).astype(np.float32),
-        "short": number.astype(np.int16),
-    }
-
-
 def decode(rows):
     """The numbers of rows, each leaf checked."""
-    number = np.asarray(rows.reward).astype(int)
-    for obs, want in ((rows.obs, number), (rows.next_obs, number + 1)):
-        want = encode_obs(want)
-        jax.tree.map(np.testing.assert_array_equal, obs, want)
+    number = decode_obs(rows.obs)
+    np.testing.assert_array_equal(decode_obs(rows.next_obs), number + 1)
+    np.testing.assert_array_equal(rows.reward, number)
     np.testing.assert_array_equal(rows.action, number % 251)
     return number
 
@@ -165,25 +158,22 @@ def test_no_rows_are_an_empty_state(make, num_envs):
 
 def test_types_are_those_that_jax_keeps():
     data = make_data([3])
-    data["obs"] = data["obs"]["pair"].astype(np.float64)
-    data["next_obs"] = data["next_obs"]["pair"].astype(np.float64)
-    data["action"] = data["action"].astype(np.int64)
-    data["reward"] = data["reward"].astype(np.float64)
-    data["terminated"] = data["terminated"].astype(np.int8)
-    data["truncated"] = data["truncated"].astype(np.float32)
-    state = buffers.from_data(SMALL, **data)
-    rows = state.experience
-    got = [rows.obs, rows.action, rows.reward, rows.terminated, rows.truncated]
-    want = ["float32", "int32", "float32", "bool", "bool"]
-    assert [leaf.dtype.name for leaf in got] == want
+    given = ("float64", "int64", "float64", "int8", "float32")
+    kept = ("float32", "int32", "float32", "bool", "bool")
+    names = ("obs", "action", "reward", "terminated", "truncated")
+    data |= {name: data[name]["pair"] for name in ("obs", "next_obs")}
+    data |= {x: data[x].astype(t) for x, t in zip(names, given, strict=True)}
+    data["next_obs"] = data["next_obs"].astype("float64")
+    rows = buffers.from_data(SMALL, **data).experience
+    assert tuple(getattr(rows, x).dtype.name for x in names) == kept
     np.testing.assert_array_equal(rows.terminated[:, 0], [False, False, True, False])
 
 
 def test_stored_successors_may_be_other_rows_and_shared_ones_may_be_nan():
     data = make_data([3, 1, 5])
-    data["next_obs"]["short"][5] += 1
+    data["next_obs"]["byte"][5] += 1
     state = buffers.from_data(ONE, **data)
-    assert state.experience.next_obs["short"][5, 0] == data["next_obs"]["short"][5]
+    assert state.experience.next_obs["byte"][5, 0] == data["next_obs"]["byte"][5]
     data = make_data([3, 1, 5])
     data["obs"]["pair"][1] = data["next_obs"]["pair"][0] = np.nan  # equal to itself
     buffers.from_data(REPLAY(12, 1, **options("shared")), **data)

@@ -4,6 +4,7 @@ import functools
 
 import gymnasium
 import host_envs
+import jax
 import numpy as np
 import pytest
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
@@ -72,7 +73,7 @@ def test_every_way_returns_what_gymnasium_does(way, env_id):
     for action in actions(env_id):
         step = env.step(action)
         assert not step.faulty.any()
-        assert step.mask is None
+        assert (step.mask, step.info, step.causes) == (None, {}, {})
         assert step.obs.dtype == step.reward.dtype == np.float32
         for ours in (step.obs, step.reward, step.terminated, step.truncated):
             np.testing.assert_array_equal(ours, next(rows))
@@ -141,28 +142,40 @@ def test_next_step_cannot_be_cut_short():
     np.testing.assert_array_equal(env.reset(SEEDS[:2], EVERY[:2]), np.zeros((2, 2)))
 
 
-def test_info_of_a_vector_environment_is_that_of_single_ones():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda fns, **info: envs.from_gymnasium(SyncVectorEnv(fns, **DISABLED), **info),
+        functools.partial(envs.workers, num_workers=1),
+        functools.partial(envs.workers, num_workers=3),
+    ],
+    ids=["vector", "one worker", "three workers"],
+)
+def test_info_is_that_of_environments_in_this_process(make):
     info = {
         "observe_info": {"even": np.bool_(0)},
         "record_info": {"third": np.int32(0), "none": np.zeros(2, np.float32)},
     }
     fns = [functools.partial(Count, length) for length in (2, 3, 4, 5)]
-    vector = envs.from_gymnasium(SyncVectorEnv(fns, **DISABLED), **info)
-    local = LocalEnvs(fns, **info)
-    for env in (vector, local):
+    other, local = make(fns, **info), LocalEnvs(fns, **info)
+    for env in (other, local):
         obs = env.reset(SEEDS, EVERY)
         np.testing.assert_array_equal(obs["info"]["even"], EVERY)
-    assert vector.observation_space.spaces.keys() == {"obs", "info"}
-    for _ in range(7):
-        a, b = vector.step(np.int32([1] * B)), local.step(np.int32([1] * B))
-        np.testing.assert_array_equal(a.obs["obs"], b.obs["obs"])
-        np.testing.assert_array_equal(a.obs["info"]["even"], b.obs["info"]["even"])
-        np.testing.assert_array_equal(a.info["third"], b.info["third"])
+        assert env.observation_space.spaces.keys() == {"obs", "info"}
+        assert env.observation_space.spaces["info"].spaces["even"].dtype == bool
+    for number in range(7):
+        a, b = other.step(np.int32([1, 2, 3, 1])), local.step(np.int32([1, 2, 3, 1]))
+        if number == 0:
+            np.testing.assert_array_equal(b.obs["obs"], np.ones((B, 2)))
+            assert not b.obs["info"]["even"].any()
+        jax.tree.map(np.testing.assert_array_equal, a, b)
         np.testing.assert_array_equal(a.info["none"], np.zeros((B, 2)))
+        assert not a.faulty.any()
         done = b.terminated | b.truncated
         if done.any():
-            x, y = vector.reset(SEEDS, done), local.reset(SEEDS, done)
-            np.testing.assert_array_equal(x["info"]["even"], y["info"]["even"])
+            rows = other.reset(SEEDS, done), local.reset(SEEDS, done)
+            jax.tree.map(np.testing.assert_array_equal, *rows)
+    other.close()
 
 
 def test_nested_info_is_recorded_from_both_kinds():

@@ -95,112 +95,25 @@ class Restless(Toy):
         return step._replace(obs=self.obs)
 
 
-def flags_of_another_kind(name):
-    return with_step(**{name: lambda step: getattr(step, name).astype(np.int64)})
+class OneRow(Toy):
+    """All observations are in the same memory."""
+
+    def change(self, step):
+        return step._replace(obs=np.broadcast_to(step.obs[:1], step.obs.shape))
 
 
-BROKEN = {
-    "observation_space": Unbounded,
-    "action_space": Wide,
-    "raises": Raises,
-    "step": type("Plain", (Toy,), {"change": lambda self, step: tuple(step)}),
-    "obs": with_step(obs=lambda step: step.obs.astype(np.float64)),
-    "reward": with_step(reward=lambda step: step.reward[:, None]),
-    "terminated": flags_of_another_kind("terminated"),
-    "truncated": flags_of_another_kind("truncated"),
-    "faulty": flags_of_another_kind("faulty"),
-    "mask": with_step(mask=lambda step: [True, True, True]),
-    "action": Greedy,
-    "reset": Neighbours,
-    "shared": OneReward,
-    "ending": Restless,
-}
+class Renamed(Toy):
+    """Its info has other names after the first step."""
+
+    num_steps = 0
+
+    def change(self, step):
+        self.num_steps += 1
+        return step._replace(info={"a" if self.num_steps == 1 else "b": np.zeros(3)})
 
 
-def probe(env, num_steps=40):
-    """Of 3 environments and 40 steps, which all tests share if they can."""
-    return rollout.probe(env, num_steps=num_steps)
-
-
-def names(env, **options):
-    return [finding.name for finding in probe(env, **options)]
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_is_broken_is_named(name):
-    assert names(BROKEN[name](3))[0] == name
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        functools.partial(HostCount, 3),
-        functools.partial(HostCount, 1),
-        functools.partial(Toy, 3),
-        functools.partial(envs.from_gymnasium, "CartPole-v1", 3),
-    ],
-)
-def test_nothing_is_found_where_all_is_well(make):
-    assert probe(make()) == ()
-
-
-def test_finding_prints_as_its_name_and_what_was_met():
-    (finding,) = probe(Raises(3))
-    assert str(finding) == ("raises: ZeroDivisionError: no such move, at step 1")
-
-
-@pytest.mark.parametrize(
-    ("env_class", "what"),
-    [(Unseeded, "the same one starts another"), (Deaf, "others start the same")],
-)
-def test_seed_that_does_not_decide_the_episode_is_found(env_class, what):
-    (finding,) = probe(env_class(3))
-    assert finding.name == "seed"
-    assert finding.message.startswith(what)
-
-
-def test_info_that_changes_is_found():
-    fields = iter([{"a": np.zeros(3)}, {"b": np.zeros(3)}])
-    (finding,) = probe(with_step(info=lambda step: next(fields))(3))
-    assert finding.name == "info"
-    assert "'a'" in finding.message
-    assert "'b'" in finding.message
-    assert finding.message.endswith("at step 2")
-
-
-def test_observations_in_the_same_memory_are_found():
-    class OneRow(Toy):
-        def change(self, step):
-            return step._replace(obs=np.broadcast_to(step.obs[:1], step.obs.shape))
-
-    assert "reset" in names(OneRow(3))
-    assert "reset" not in names(OneRow(1))
-
-
-def test_numbers_that_are_not_finite_or_outside_are_found():
-    nan = with_step(
-        obs=lambda step: step.obs * np.float32(np.nan),
-        reward=lambda step: step.reward * np.float32(np.inf),
-    )
-    assert names(nan(3))[:2] == ["reward", "obs"]
-    low = with_step(obs=lambda step: -step.obs - 1)
-    assert names(low(3))[0] == "obs"
-
-
-def test_window_without_an_ending_says_that_nothing_is_known_of_it():
-    env = HostCount(3, min_length=10, max_length=20, limit=99)
-    assert names(env, num_steps=8) == ["seed", "ending"]  # it counts, so far
-    assert probe(env) == ()
-
-
-def test_fault_is_found_with_its_cause():
-    def fail(number, env_id):
-        return OSError("torn") if (number, env_id) == (9, 0) else None
-
-    env = HostCount(3, fault_fn=fail)
-    (finding,) = probe(env)
-    assert finding.name == "fault"
-    assert "environment 0 failed: OSError: torn" in finding.message
+def torn(number, env_id):
+    return OSError("torn") if (number, env_id) == (9, 0) else None
 
 
 class Gym(gymnasium.Env):
@@ -223,6 +136,11 @@ class Gym(gymnasium.Env):
         return np.full(2, self.count, np.float32) if self.obs is None else self.obs
 
 
+class WithoutOptions(Gym):
+    def reset(self, *, seed=None):
+        return super().reset(seed=seed)
+
+
 class Shared(Gym):
     """Every environment has the same state, as one in a global variable."""
 
@@ -238,41 +156,101 @@ class Shared(Gym):
         return self.state, 1.0, bool(self.state[0] > 7), False, {}
 
 
-@pytest.mark.parametrize(
-    ("change", "name", "what"),
-    [
-        ({"flag": staticmethod(int)}, "fault", "terminated must have dtype bool"),
-        ({"reward": np.ones(1)}, "fault", "reward must have shape (), got (1,)"),
-        ({"obs": np.zeros(3, np.float32)}, "fault", "obs must have shape (2,)"),
-        ({"obs": np.full(2, 99.0, np.float32)}, "obs", "`obs[0]` must be in [-9, 9]"),
-        ({"obs": np.zeros(2, np.complex64)}, "fault", "obs must have dtype float32"),
-    ],
-)
-def test_fault_of_an_environment_of_gymnasium_is_named(change, name, what):
-    env = envs.from_gymnasium(type("Broken", (Gym,), change), 3)
-    assert what in dict(probe(env))[name]
+def gym(made=Gym, **changes):
+    """Makes as many as asked for, with some attributes replaced."""
+    return functools.partial(envs.from_gymnasium, type("Broken", (made,), changes))
 
 
-def test_gymnasium_has_the_first_word():
-    class Plain(Gym):
-        def reset(self, *, seed=None):
-            return super().reset(seed=seed)
+def in_vector(mode):
+    mode = gymnasium.vector.AutoresetMode[mode]
+    return lambda num: envs.from_gymnasium(
+        gymnasium.vector.SyncVectorEnv([Gym] * num, autoreset_mode=mode)
+    )
 
-    finding, *others = probe(envs.from_gymnasium(Plain, 3))
-    assert finding.name == "gymnasium"
-    assert "`options`" in finding.message
-    assert not others
+
+def kind_of(name):
+    """A class with a flag of another kind."""
+    return with_step(**{name: lambda step: getattr(step, name).astype(np.int64)})
+
+
+def scaled(**factors):
+    return with_step(
+        **{x: lambda step, x=x: getattr(step, x) * factors[x] for x in factors}
+    )
+
+
+NAN, INF = np.float32(np.nan), np.float32(np.inf)
+PLAIN = type("Plain", (Toy,), {"change": lambda self, step: tuple(step)})
+# What makes environments, the findings, and what one of them says.
+FOUND = [
+    (Unbounded, "observation_space", "its elements must be arrays"),
+    (Wide, "action_space", "its elements must be arrays"),
+    (Raises, "raises", "ZeroDivisionError: no such move, at step 1"),
+    (PLAIN, "step", "must return a `rollout.envs.host.HostStep`, got tuple"),
+    (with_step(obs=lambda step: step.obs.astype(np.float64)), "obs", "got float64"),
+    (with_step(reward=lambda step: step.reward[:, None]), "reward", "shape (3, 1)"),
+    *((kind_of(x), x, "got int64") for x in ("terminated", "truncated", "faulty")),
+    (with_step(mask=lambda step: [True, True, True]), "mask", "structure"),
+    (Greedy, "action", "`step` must not write to it, at step 1"),
+    (Neighbours, "reset shared", "a reset of others changes the observation of"),
+    (OneReward, "shared", "depends on the seeds and actions of the others"),
+    (Restless, "ending", "plays on after its end"),
+    (Unseeded, "seed", "the same one starts another"),
+    (Deaf, "seed", "others start the same"),
+    (Renamed, "info", "PyTreeDef({'a': *}), got PyTreeDef({'b': *}), at step 2"),
+    (functools.partial(HostCount, fault_fn=torn), "fault", "0 failed: OSError: torn"),
+    # Of Gymnasium's kind.
+    (gym(flag=staticmethod(int)), "fault", "terminated must have dtype bool"),
+    (gym(reward=np.ones(1)), "fault", "reward must have shape (), got (1,)"),
+    (gym(obs=np.zeros(3, "f")), "gymnasium fault", "obs must have shape (2,)"),
+    (gym(obs=np.zeros(2, "F")), "gymnasium fault", "obs must have dtype float32"),
+    (gym(WithoutOptions), "gymnasium", "`options`"),  # has the first word
+    (in_vector("NEXT_STEP"), "raises", ""),  # it cannot be cut short
+    # All is well.
+    *((x, "", "") for x in (HostCount, Toy, gym(), in_vector("DISABLED"))),
+    (functools.partial(envs.from_gymnasium, "CartPole-v1"), "", ""),
+]
+
+
+def probe(env, num_steps=40):
+    """Of 3 environments and 40 steps, which all tests share if they can."""
+    return rollout.probe(env, num_steps=num_steps)
+
+
+def names(env, **options):
+    return [finding.name for finding in probe(env, **options)]
+
+
+@pytest.mark.parametrize(("make", "expected", "message"), FOUND)
+def test_mistakes_are_found_by_name_and_nothing_else(make, expected, message):
+    findings = probe(make(3))
+    assert [finding.name for finding in findings] == expected.split()
+    assert not findings or any(message in finding.message for finding in findings)
+
+
+def test_finding_prints_as_its_name_and_what_was_met():
+    (finding,) = probe(Raises(3))
+    assert str(finding) == "raises: ZeroDivisionError: no such move, at step 1"
+
+
+def test_one_environment_has_no_others_to_depend_on():
+    assert probe(HostCount(1)) == ()
+    assert "reset" in names(OneRow(3))
+    assert "reset" not in names(OneRow(1))
+
+
+def test_numbers_that_are_not_finite_or_outside_are_found():
+    assert names(scaled(obs=NAN, reward=INF)(3))[:2] == ["reward", "obs"]
+    assert names(with_step(obs=lambda step: -step.obs - 1)(3))[0] == "obs"
+    findings = dict(probe(gym(obs=np.full(2, 99.0, np.float32))(3)))
+    assert "`obs[0]` must be in [-9, 9]" in findings["obs"]
 
 
 def test_environments_with_one_state_for_all_are_found():
-    assert "shared" in names(envs.from_gymnasium(Shared, 3))
-    assert names(envs.from_gymnasium(Gym, 3)) == []
+    assert "shared" in names(gym(Shared)(3))
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"), [("DISABLED", []), ("NEXT_STEP", ["raises"])]
-)
-def test_vector_environment_that_cannot_be_cut_short_is_found(mode, expected):
-    mode = gymnasium.vector.AutoresetMode[mode]
-    env = gymnasium.vector.SyncVectorEnv([Gym] * 3, autoreset_mode=mode)
-    assert names(envs.from_gymnasium(env)) == expected
+def test_window_without_an_ending_says_that_nothing_is_known_of_it():
+    env = HostCount(3, min_length=10, max_length=20, limit=99)
+    assert names(env, num_steps=8) == ["seed", "ending"]  # it counts, so far
+    assert probe(env) == ()

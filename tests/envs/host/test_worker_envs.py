@@ -18,7 +18,6 @@ import pytest
 from host_envs import AT, ENDS, Count, seed_of
 
 from rollout import envs
-from rollout.envs.host.local_envs import LocalEnvs
 
 EVERY = np.ones(4, bool)
 ACTION = np.int32([1, 2, 3, 1])
@@ -41,6 +40,21 @@ def make():
 
 def start(env, faults=("fine",) * 4, mask=EVERY):
     return env.reset(np.uint32([seed_of(fault) for fault in faults]), mask)
+
+
+def go_wrong(env, faults, num_steps=AT):
+    """The last of the steps from a start with these faults."""
+    start(env, faults)
+    for _ in range(num_steps):
+        step = env.step(ACTION)
+    return step
+
+
+def check_renewed(env, mask):
+    """Rebuilds some environments, and takes a step of all."""
+    env.rebuild(mask)
+    start(env, mask=mask)
+    assert not env.step(ACTION).faulty.any()
 
 
 def alive(pid):
@@ -76,77 +90,33 @@ def named_files(pids):
     return [x for x in lines if "/dev/shm/" in x and not x.endswith("(deleted)")]
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_it_does_what_environments_in_this_process_do(make, num_workers):
-    fns = [functools.partial(Count, length) for length in (2, 3, 4, 5)]
-    info = {
-        "observe_info": {"even": np.bool_(0)},
-        "record_info": {"third": np.float32(0)},
-    }
-    ours, local = make(fns, num_workers, **info), LocalEnvs(fns, **info)
-    for env in (ours, local):
-        start(env)
-    for _ in range(4):
-        a, b = ours.step(ACTION), local.step(ACTION)
-        done = b.terminated | b.truncated
-        for x, y in [(a.obs["obs"], b.obs["obs"]), (a.reward, b.reward)]:
-            np.testing.assert_array_equal(x, y)
-        np.testing.assert_array_equal(a.obs["info"]["even"], b.obs["info"]["even"])
-        np.testing.assert_array_equal(a.info["third"], b.info["third"])
-        np.testing.assert_array_equal(a.terminated, b.terminated)
-        np.testing.assert_array_equal(a.truncated, b.truncated)
-        assert not a.faulty.any()
-        if done.any():
-            obs = start(ours, mask=done), start(local, mask=done)
-            np.testing.assert_array_equal(obs[0]["obs"], obs[1]["obs"])
+LOST = {
+    **{x: (RuntimeError, f"ended with exit code {ENDS[x]}$") for x in ENDS},
+    "hang": (TimeoutError, r"did not answer within 1\.0 s"),
+}
 
 
-@pytest.mark.parametrize("fault", ["raise", "shape", "odd"])
-def test_exception_is_a_fault_of_one_row_that_is_rebuilt(make, fault):
-    env = make()
-    start(env, ("fine", fault, "fine", "fine"))
-    before = env.pids
-    for _ in range(AT + 1):
-        step = env.step(ACTION)
-    only = np.bool_([False, True, False, False])
-    np.testing.assert_array_equal(step.faulty, only)
-    np.testing.assert_array_equal(step.obs[~only, 0], [AT + 1] * 3)
-    assert list(step.causes) == [1]
-    kind = {"raise": ZeroDivisionError, "shape": ValueError, "odd": RuntimeError}
-    assert type(step.causes[1]) is kind[fault]
-    assert "\nTraceback" in str(step.causes[1].__cause__)
-    env.rebuild(only)
-    obs = start(env, mask=only)
-    np.testing.assert_array_equal(obs[:, 0], [AT + 1, 0, AT + 1, AT + 1])
-    assert not env.step(ACTION).faulty.any()
-    assert env.pids == before
-
-
-@pytest.mark.parametrize("fault", ENDS)
-def test_worker_that_ends_takes_along_its_own_environments_only(make, fault):
-    env = make()
-    start(env, ("fine", "fine", fault, "fine"))
-    for _ in range(AT):
-        step = env.step(ACTION)
+@pytest.mark.parametrize("fault", LOST)
+def test_worker_that_is_lost_takes_along_its_own_environments_only(make, fault):
+    env = make(timeout=1.0) if fault == "hang" else make()
+    pid = env.pids[1]
+    step = go_wrong(env, ("fine", "fine", fault, "fine"))
     np.testing.assert_array_equal(step.faulty, [False, False, True, True])
     np.testing.assert_array_equal(step.obs[:2, 0], [AT, AT])
-    words = rf"worker 1 \(environments 2 to 3\) ended with exit code {ENDS[fault]}$"
-    with pytest.raises(RuntimeError, match=words):
+    kind, words = LOST[fault]
+    with pytest.raises(kind, match=rf"worker 1 \(environments 2 to 3\) {words}"):
         raise step.causes[3]
-    with pytest.raises(envs.EnvFault, match="environment 2 failed: RuntimeError"):
+    assert not alive(pid)
+    with pytest.raises(envs.EnvFault, match=f"environment 2 failed: {kind.__name__}"):
         start(env)
     step = env.step(ACTION)
     np.testing.assert_array_equal(step.faulty, [False, False, True, True])
-    env.rebuild(step.faulty)
-    start(env)
-    assert not env.step(ACTION).faulty.any()
+    check_renewed(env, step.faulty)
 
 
 def test_others_of_a_lost_worker_stay_faulty_until_they_are_rebuilt(make):
     env = make()
-    start(env, ("kill", "fine", "fine", "fine"))
-    for _ in range(AT):
-        env.step(ACTION)
+    go_wrong(env, ("kill", "fine", "fine", "fine"))
     first = np.bool_([True, False, False, False])
     env.rebuild(first)
     start(env, mask=first)
@@ -154,10 +124,7 @@ def test_others_of_a_lost_worker_stay_faulty_until_they_are_rebuilt(make):
         step = env.step(ACTION)
     np.testing.assert_array_equal(step.faulty, [False, True, False, False])
     np.testing.assert_array_equal(step.obs[[0, 2, 3], 0], [2, AT + 2, AT + 2])
-    second = np.bool_([False, True, False, False])
-    env.rebuild(second)
-    start(env, mask=second)
-    assert not env.step(ACTION).faulty.any()
+    check_renewed(env, np.bool_([False, True, False, False]))
 
 
 def test_worker_that_dies_between_calls_is_noticed_at_the_next(make):
@@ -167,22 +134,6 @@ def test_worker_that_dies_between_calls_is_noticed_at_the_next(make):
     os.kill(pid, signal.SIGKILL)
     assert wait_until_gone([pid])
     np.testing.assert_array_equal(env.step(ACTION).faulty, [False, False, True, True])
-
-
-def test_hanging_worker_is_killed_after_the_timeout(make):
-    env = make(timeout=1.0)
-    start(env, ("hang", "fine", "fine", "fine"))
-    pid = env.pids[0]
-    for _ in range(AT):
-        step = env.step(ACTION)
-    np.testing.assert_array_equal(step.faulty, [True, True, False, False])
-    words = r"worker 0 \(environments 0 to 1\) did not answer within 1.0 s"
-    with pytest.raises(TimeoutError, match=words):
-        raise step.causes[0]
-    assert not alive(pid)
-    env.rebuild(step.faulty)
-    start(env)
-    assert not env.step(ACTION).faulty.any()
 
 
 def interrupt(*_):
@@ -204,11 +155,9 @@ def interrupted(call):
 def test_call_that_is_interrupted_ends_the_workers(make, name):
     """Workers themselves take no notice of Ctrl-C."""
     env = make()
-    start(env, ("slow", "fine", "fine", "hang"))
     for pid in env.pids:
         os.kill(pid, signal.SIGINT)
-    for _ in range(AT - 1):
-        env.step(ACTION)
+    go_wrong(env, ("slow", "fine", "fine", "hang"), AT - 1)
     running = env.pids
     if name != "step":
         env.send(ACTION, np.arange(4))
@@ -221,9 +170,7 @@ def test_call_that_is_interrupted_ends_the_workers(make, name):
     assert not any(map(alive, running))
     with pytest.raises(envs.EnvFault, match=r"worker 0 .* was interrupted"):
         start(env)
-    env.rebuild(EVERY)
-    np.testing.assert_array_equal(start(env), np.zeros((4, 2)))
-    assert not env.step(ACTION).faulty.any()
+    check_renewed(env, EVERY)
     env.send(ACTION, np.arange(4))
     step, _ = env.receive(4)
     np.testing.assert_array_equal(step.obs, np.full((4, 2), 2))
@@ -248,18 +195,6 @@ def test_no_worker_starts_a_backend_of_jax(make):
     env = make([host_envs.Backends], 1, record_info={"backends": np.int32(-1)})
     start(env, ("fine",), np.ones(1, bool))
     np.testing.assert_array_equal(env.step(np.int32([1])).info["backends"], [0])
-
-
-def test_fault_at_reset_leaves_the_others_reset(make):
-    env = make()
-    start(env)
-    env.step(ACTION)
-    with pytest.raises(envs.EnvFault, match="1 failed: RuntimeError: no start") as info:
-        start(env, ("fine", "reset", "fine", "fine"))
-    assert list(info.value.causes) == [1]
-    step = env.step(ACTION)
-    np.testing.assert_array_equal(step.obs[[0, 2, 3], 0], [1, 1, 1])
-    np.testing.assert_array_equal(step.faulty, [False, True, False, False])
 
 
 def test_first_to_answer_is_received_first(make):
@@ -315,11 +250,7 @@ def test_asynchronous_faults_come_with_their_rows(make):
     env.send(ACTION[[3]], np.int32([3]))  # was with the one that was killed
     step, env_id = env.receive(1)
     assert step.faulty.all()
-    env.rebuild(np.bool_([True, False, True, True]))
-    start(env, mask=np.bool_([True, False, True, True]))
-    env.send(ACTION, np.arange(4))
-    step, env_id = env.receive(4)
-    assert not step.faulty.any()
+    check_renewed(env, np.bool_([True, False, True, True]))
 
 
 def test_worker_that_another_ends_during_a_rebuild_is_started_again(make):
@@ -375,42 +306,28 @@ def test_steps_of_each_environment_run_on_without_a_gap_through_all_faults(make)
 
 def test_environments_go_on_where_they_were_saved(make):
     env, other = make(), make(num_workers=3)
-    start(env, ("raise", "fine", "kill", "fine"))
-    for _ in range(AT):
-        obs = np.copy(env.step(ACTION).obs)
+    obs = np.copy(go_wrong(env, ("raise", "fine", "kill", "fine")).obs)
     states = env.save(allow_pickle=True)
-    start(other, ("fine", "fine", "fine", "kill"))
-    for _ in range(AT):
-        other.step(ACTION)
+    go_wrong(other, ("fine", "fine", "fine", "kill"))
     assert other.load(states, obs, allow_pickle=True)
     step = other.step(ACTION)
     np.testing.assert_array_equal(step.faulty, [True, False, True, True])
     np.testing.assert_array_equal(step.obs[1], [AT + 1, AT + 1])
     assert "ZeroDivisionError: at step 3" in str(step.causes[0])
-    other.rebuild(step.faulty)
-    start(other)
-    assert not other.step(ACTION).faulty.any()
+    check_renewed(other, step.faulty)
 
 
-def test_timeout_does_not_count_while_environments_are_made_for_a_load(make):
-    env = make([host_envs.SlowlyMade] * 4, timeout=0.5)
-    start(env)
-    obs = np.copy(env.step(ACTION).obs)
-    assert env.load(env.save(), obs)
-    np.testing.assert_array_equal(env.step(ACTION).obs, np.full((4, 2), 2))
-
-
-@pytest.mark.parametrize("when", ["before", "while"])
-def test_worker_that_is_killed_before_or_while_it_loads(make, when):
-    make_fns = [host_envs.SlowlyMade] * 4
-    env = make(make_fns)
+@pytest.mark.parametrize("killed", ["never", "before", "while"])
+def test_worker_loads_though_it_is_slow_to_make_or_killed(make, killed):
+    """The timeout does not count while environments are made."""
+    env = make([host_envs.SlowlyMade] * 4, timeout=0.5 if killed == "never" else None)
     start(env)
     obs, states = np.copy(env.step(ACTION).obs), env.save()
     kill = functools.partial(os.kill, env.pids[1], signal.SIGKILL)
-    if when == "before":
+    if killed == "before":
         kill()
         assert wait_until_gone(env.pids[1:])
-    else:
+    elif killed == "while":
         threading.Timer(0.3, kill).start()
     assert env.load(states, obs)
     np.testing.assert_array_equal(env.step(ACTION).obs, np.full((4, 2), 2))

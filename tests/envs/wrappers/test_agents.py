@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import in_one_program, quick_jit, raw
+from cases import CountEnv, in_one_program, quick_jit, raw
 from jax.sharding import Mesh
+from suite_checks import play
 
 import rollout
 from rollout import envs
@@ -87,20 +88,6 @@ def played():
 
     with jax.debug_key_reuse(False):
         return in_one_program(lanes, ENVS)
-
-
-def play(env, wrap_lanes=None):
-    lanes = envs.vectorize_agents(env, B)
-    lanes = wrap_lanes(lanes) if wrap_lanes else lanes
-    policy = rollout.random_policy(envs.vectorize_agents(env, B).action_space)
-    collector = rollout.Collector(env=lanes, policy=policy)
-
-    @quick_jit
-    def run(collector):
-        carry = collector.init(KEY)
-        return collector.collect_steps(carry, None, T)
-
-    return jax.device_get(run(collector))
 
 
 def check_spaces(env):
@@ -293,9 +280,8 @@ def test_wrapper_that_remembers_refuses_turns_by_name(name):
 def test_group_and_number_of_agents_are_checked():
     with pytest.raises(ValueError, match="`group` must be a group of `env`, two, one"):
         envs.TransformObs(BARE, lambda obs: obs, group="three")
-    single = envs.make("CartPole-v1")
     with pytest.raises(ValueError, match="`env` must be a `MultiAgentEnv` for"):
-        envs.wrappers.AgentNumber(single)
+        envs.wrappers.AgentNumber(CountEnv())
     with pytest.raises(ValueError, match="without `agent` for `AgentNumber`"):
         jax.eval_shape(envs.wrappers.AgentNumber(ENVS["number"]).reset, KEY)
 
@@ -317,8 +303,8 @@ SUITES = ["jaxmarl:MPE_simple_spread_v3", "jaxmarl:SMAX", "pgx:tic_tac_toe"]
 def test_environments_of_suites_are_wrapped(name, key_reuse, rank_promotion):
     env = stack(envs.make_agents(name))
     check_spaces(env)
-    wrap = envs.NormalizeObs if env.simultaneous else None
-    _, trajectory = play(env, wrap)
+    lanes = envs.vectorize_agents(env, B)
+    _, trajectory = play(envs.NormalizeObs(lanes) if env.simultaneous else lanes, T)
     assert trajectory.episode_length.max() <= 7
     assert np.abs(trajectory.info.agents.reward).max() <= 1
     rows = trajectory.obs[next(iter(env.groups))]

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CountEnv, quick_jit, raw
-from flax import struct
-from suite_checks import check_successors
+from suite_checks import KEY, check_successors, play
 
 import rollout
 from rollout import envs
@@ -20,30 +19,19 @@ from rollout.envs.wrappers.wrapper import VectorWrapper
 NUM_LANES, NUM_STEPS = 16, 24
 KEYS = jax.random.split(jax.random.key(0), 2)
 EPSILON = 1e-3
-TRACES = []  # grows where the step of `TreeEnv` is traced
+TRACES = []  # grows where the observation is traced
 
 
-@struct.dataclass
-class TreeEnv(CountEnv):
-    """`CountEnv` whose observation is a tree of several dtypes."""
-
-    def reset(self, key):
-        state, _ = super().reset(key)
-        return state, self.show(state)
-
-    def step(self, key, state, action):
-        TRACES.append(1)
-        result = super().step(key, state, action)
-        return result.replace(obs=self.show(result.state))
-
-    def show(self, state):
-        n = state["n"]
-        table = jnp.full((2, 3), n, jnp.float16)
-        return {"n": n, "odd": (n % 2 == 1, jnp.uint8(2) + n.astype("uint8"), table)}
+def show(obs):
+    """The count of `CountEnv` as a tree of several dtypes."""
+    TRACES.append(1)
+    n = obs[0].astype(jnp.int32)
+    table = jnp.full((2, 3), n, jnp.float16)
+    return {"n": n, "odd": (n % 2 == 1, jnp.uint8(2) + n.astype("uint8"), table)}
 
 
 ENVS = {
-    "tree": TreeEnv(),
+    "tree": envs.TransformObs(CountEnv(), show),
     "Pendulum": envs.make("Pendulum-v1", max_steps_in_episode=9),
 }
 each_env = pytest.mark.parametrize(
@@ -69,7 +57,7 @@ def collect(name):
     """Carries before, between and after two halves, and the trajectory."""
     collector = collector_of(envs.NormalizeObs(make_inner(name), epsilon=EPSILON))
     collect_half = quick_jit(half_of(collector))
-    carries = [quick_jit(collector.init)(jax.random.key(7))]
+    carries = [quick_jit(collector.init)(KEY)]
     halves = []
     for _ in range(2):
         carry, half = collect_half(carries[-1])
@@ -82,26 +70,14 @@ def at(tree, index):
     return jax.tree.map(lambda x: x[index], tree)
 
 
-class PlainStatistics:
-    """All that was seen of one leaf, in float64, after a prior that counts 1e-4."""
-
-    def __init__(self):
-        self.seen = []
-
-    def take_in(self, batch):
-        self.seen.append(np.asarray(batch, np.float64))
-
-    def mean_and_var(self):
-        x = np.concatenate(self.seen)
-        count = 1e-4 + len(x)
-        mean = x.sum(axis=0) / count
-        # The prior has mean 0 and variance 1.
-        spread = 1e-4 * (1.0 + mean**2) + ((x - mean) ** 2).sum(axis=0)
-        return mean, spread / count
-
-    def normalize(self, batch):
-        mean, var = self.mean_and_var()
-        return (np.asarray(batch, np.float64) - mean) / np.sqrt(var + EPSILON)
+def plain_mean_and_var(seen):
+    """Of all batches that were seen, in float64, after a prior that counts 1e-4."""
+    x = np.concatenate(seen).astype(np.float64)
+    count = 1e-4 + len(x)
+    mean = x.sum(axis=0) / count
+    # The prior has mean 0 and variance 1.
+    spread = 1e-4 * (1.0 + mean**2) + ((x - mean) ** 2).sum(axis=0)
+    return mean, spread / count
 
 
 def assert_close(got, want):
@@ -122,9 +98,9 @@ def test_every_row_agrees_with_a_plain_loop(name):
     seen = info["raw_obs"], info["raw_next_obs"], trajectory.obs, trajectory.next_obs
     raw_obs, raw_next_obs, obs, next_obs = map(jax.tree.leaves, seen)
     statistics = carries[-1].env_state.statistics.value
-    none = {"is_leaf": lambda x: x is None}
     means, variances = (
-        jax.tree.leaves(x, **none) for x in (statistics.mean, statistics.var)
+        jax.tree.leaves(x, is_leaf=lambda x: x is None)
+        for x in (statistics.mean, statistics.var)
     )
     for leaf in range(len(obs)):
         if raw_obs[leaf].dtype == bool:  # flags stay
@@ -132,14 +108,16 @@ def test_every_row_agrees_with_a_plain_loop(name):
             np.testing.assert_array_equal(next_obs[leaf], raw_next_obs[leaf])
             assert means[leaf] is variances[leaf] is None
             continue
-        plain = PlainStatistics()
-        plain.take_in(raw_obs[leaf][0])
+        seen = [raw_obs[leaf][0]]
         for t in range(NUM_STEPS):
-            assert_close(obs[leaf][t], plain.normalize(raw_obs[leaf][t]))
-            plain.take_in(raw_next_obs[leaf][t])
-            assert_close(next_obs[leaf][t], plain.normalize(raw_next_obs[leaf][t]))
-        assert_close(means[leaf], plain.mean_and_var()[0])
-        assert_close(variances[leaf], plain.mean_and_var()[1])
+            for got, given in ((obs, raw_obs), (next_obs, raw_next_obs)):
+                if given is raw_next_obs:  # whose statistics are with it
+                    seen.append(given[leaf][t])
+                mean, var = plain_mean_and_var(seen)
+                want = (np.float64(given[leaf][t]) - mean) / np.sqrt(var + EPSILON)
+                assert_close(got[leaf][t], want)
+        assert_close(means[leaf], mean)
+        assert_close(variances[leaf], var)
     assert_close(statistics.count, NUM_LANES * (NUM_STEPS + 1) + 1e-4)
 
 
@@ -169,13 +147,7 @@ def test_raw_observations_are_the_counts_of_the_environment():
 @pytest.mark.slow
 def test_raw_observations_are_those_of_the_unwrapped_environment():
     _, trajectory = collect("tree")
-    collector = collector_of(make_inner("tree"))
-
-    @quick_jit
-    def run(key):
-        return collector.collect_steps(collector.init(key), None, NUM_STEPS)[1]
-
-    plain = run(jax.random.key(7))
+    _, plain = play(make_inner("tree"), NUM_STEPS)
     info = dict(trajectory.info)
     chex.assert_trees_all_equal(info.pop("raw_obs"), plain.obs)
     chex.assert_trees_all_equal(info.pop("raw_next_obs"), plain.next_obs)
@@ -187,13 +159,7 @@ def test_raw_observations_are_those_of_the_unwrapped_environment():
 def test_halves_and_auto_reset_do_not_change_a_bit(name):
     """One call of all steps, with the other auto-reset."""
     inner = make_inner(name, auto_reset="select")
-    collector = collector_of(envs.NormalizeObs(inner, epsilon=EPSILON))
-
-    @quick_jit
-    def run(key):
-        return collector.collect_steps(collector.init(key), None, NUM_STEPS)
-
-    carry, whole = run(jax.random.key(7))
+    carry, whole = play(envs.NormalizeObs(inner, epsilon=EPSILON), NUM_STEPS)
     carries, trajectory = collect(name)
     chex.assert_trees_all_equal(raw((carry, whole)), raw((carries[-1], trajectory)))
 
@@ -309,26 +275,15 @@ def test_leaves_may_be_replaced_by_anything():
     )
 
 
-class Flags(CountEnv):
-    """`CountEnv` whose observation is flags only."""
-
-    def reset(self, key):
-        state, _ = super().reset(key)
-        return state, jnp.ones(2, bool)
-
-    def step(self, key, state, action):
-        return super().step(key, state, action).replace(obs=jnp.ones(2, bool))
-
-
 def test_flags_alone_are_left_as_they_are():
-    env = jax.tree_util.register_static(Flags)()
+    env = envs.TransformObs(CountEnv(), lambda obs: jnp.ones(2, bool))
     _, obs = jax.jit(envs.NormalizeObs(envs.vectorize(env, 2)).reset)(KEYS)
     assert obs.dtype == bool
     assert obs.all()
 
 
 def test_parts_that_only_leaves_out_stay_as_they_are():
-    inner = envs.vectorize(TreeEnv(), 2)
+    inner = make_inner("tree", 2)
     env = envs.NormalizeObs(inner, only=("odd/1", "n"))
 
     @quick_jit
@@ -376,17 +331,17 @@ def nested(wrappers, num_envs=2):
 @pytest.mark.parametrize("wrappers", NESTED)
 def test_one_call_freezes_all_normalisers(wrappers):
     env = nested(wrappers)
-    learnt = quick_jit(play)(env, jax.random.key(0))
+    learnt = quick_jit(state_after)(env, jax.random.key(0))
     # Of another number of lanes.
     frozen = nested(wrappers, num_envs=3).freeze(learnt)
     assert env.learns
     assert not frozen.learns
-    after = quick_jit(play)(frozen, jax.random.key(1))
+    after = quick_jit(state_after)(frozen, jax.random.key(1))
     assert len(statistics_in(after)) == 2
     chex.assert_trees_all_equal(statistics_in(after), statistics_in(learnt))
 
 
-def play(env, key):
+def state_after(env, key):
     """The state after a step."""
     keys = jax.random.split(key, env.num_envs)
     state, _ = env.reset(keys)
@@ -410,6 +365,40 @@ def test_statistics_of_other_observations_are_refused():
     env = envs.NormalizeReward(envs.NormalizeObs(make_inner("tree")))
     with pytest.raises(ValueError, match="`env_state` must have statistics as of"):
         env.freeze(carry.env_state)
+
+
+@pytest.mark.slow
+def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
+    inner = envs.vectorize(CountEnv(), 4)
+    normalized = envs.NormalizeReward(inner, gamma=0.9)
+    (carry, got), (_, plain) = play(normalized, 30), play(inner, 30)
+    np.testing.assert_array_equal(got.info["raw_reward"], plain.reward)
+    np.testing.assert_array_equal(got.obs, plain.obs)
+    total, seen, scales = np.zeros(4), [], []
+    for reward, done in zip(plain.reward, plain.done, strict=True):
+        total = 0.9 * total + reward
+        seen.append(total)
+        scales.append(np.sqrt(plain_mean_and_var(seen)[1] + 1e-8))
+        total = np.where(done, 0.0, total)
+    # Float32 against float64, over thirty updates.
+    np.testing.assert_allclose(
+        got.reward, plain.reward / np.array(scales)[:, None], rtol=1e-4
+    )
+    end, later = play(normalized.freeze(carry.env_state), 30, jax.random.key(1))
+    np.testing.assert_array_equal(
+        end.env_state.statistics.value.var, carry.env_state.statistics.value.var
+    )
+    scale = later.info["raw_reward"] / later.reward
+    np.testing.assert_allclose(scale, scales[-1], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_one_nan_does_not_poison_the_statistics():
+    late = envs.TransformObs(CountEnv(), lambda obs: jnp.where(obs >= 3, jnp.nan, obs))
+    carry, trajectory = play(envs.NormalizeObs(envs.vectorize(late, 4)), 30)
+    assert np.isnan(trajectory.next_obs).any()
+    assert np.isfinite(carry.env_state.statistics.value.mean).all()
+    assert np.isfinite(carry.env_state.statistics.value.var).all()
 
 
 @pytest.mark.slow

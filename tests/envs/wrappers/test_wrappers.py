@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import suite_checks
-from cases import CountEnv, in_one_program, make_env, quick_jit, raw
+from cases import CountEnv, in_one_program, quick_jit, raw
 from flax import struct
 from plain_suites import side_by_side
 
@@ -114,16 +114,12 @@ def wrapped(name):
     return CASES[name]()
 
 
-def collector_of(env, num_envs, auto_reset="compact"):
-    vector_env = envs.vectorize(env, num_envs, auto_reset=auto_reset)
-    policy = rollout.random_policy(vector_env.action_space)
-    return rollout.Collector(env=vector_env, policy=policy)
-
-
 @functools.cache
 def collect(name):
     """The trajectory of a case, collected in two halves."""
-    collector = collector_of(wrapped(name), NUM_LANES)
+    env = envs.vectorize(wrapped(name), NUM_LANES, auto_reset="compact")
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
 
     @quick_jit
     def half(carry):
@@ -164,13 +160,8 @@ def test_every_row_agrees_with_a_plain_loop(name):
 @each_case
 def test_halves_lanes_and_auto_reset_do_not_change_a_bit(name):
     """One call of all steps, in twice the lanes, with the other auto-reset."""
-    collector = collector_of(wrapped(name), 2 * NUM_LANES, "select")
-
-    @quick_jit
-    def run(key):
-        return collector.collect_steps(collector.init(key), None, NUM_STEPS)[1]
-
-    whole = run(suite_checks.KEY)
+    env = envs.vectorize(wrapped(name), 2 * NUM_LANES, auto_reset="select")
+    _, whole = suite_checks.play(env, NUM_STEPS)
     # Episode ids count lanes.
     want, got = (x.replace(episode_id=()) for x in (collect(name), whole))
     chex.assert_trees_all_equal(at(got, (slice(None), slice(NUM_LANES))), want)
@@ -251,31 +242,65 @@ PLAYED = {
     "frames inside": envs.ObserveInfo(envs.FrameStack(SEVEN, 2), all_info, no_noise),
     "add inside": envs.FrameStack(envs.TransformObs(SEVEN, lambda obs: obs + 1.0), 2),
     "sum outside": envs.TransformObs(envs.FrameStack(SEVEN, 2), lambda obs: obs.sum()),
+    "frames of a tree": envs.FrameStack(envs.TransformObs(SEVEN, observed), 2),
+    "previous": envs.wrappers.ObservePrevious(SEVEN),
+    "forced": envs.wrappers.ForceLength(CountEnv(min_length=9, limit=4), 6),
+    "no repeat": envs.wrappers.NoRepeat(SEVEN),
+    **{f"history {n}": envs.wrappers.History(SEVEN, n) for n in (1, 3)},
+    "history of boxes": envs.wrappers.History(BoxEnv(), 2),
 }
+ACTIONS = np.array([2, 0, 1, 0, 0, 0, 0, 0, 0], np.int32)
+BOX_ACTION = np.float32([0.1, 0.2])  # times those
 
 
 @functools.cache
 def played():
-    """Nine steps of each environment, in one program."""
-    actions = np.array([2, 0, 1, 0, 0, 0, 0, 0, 0], np.int32)
+    """Nine steps of each, and whether a space of trees has what is shown.
 
-    def one(env, key):
-        def step(state, given):
-            result = env.step(given[0], state, given[1])
-            return result.state, result.replace(state=())
+    Side by side in one loop, with the same keys, so that one draw serves all.
+    """
+    each = lambda fn, *trees: {x: fn(PLAYED[x], *(t[x] for t in trees)) for x in PLAYED}  # noqa: E731
 
-        keys = jax.random.split(key, 1 + len(actions))
-        state, obs = env.reset(keys[0])
-        return obs, jax.lax.scan(step, state, (keys[1:], actions))[1]
+    def step(states, given):
+        key, action = given
 
-    return in_one_program(one, PLAYED)
+        def one(env, state):
+            is_box = isinstance(env.action_space, envs.Box)
+            return env.step(key, state, action * BOX_ACTION if is_box else action)
+
+        results = each(one, states)
+        states = each(lambda env, result: result.state, results)
+        return states, each(lambda env, result: result.replace(state=()), results)
+
+    def contained(env, obs, after):
+        if not isinstance(env.observation_space, envs.Dict):
+            return True
+        every = jax.tree.map(lambda x, y: jnp.append(x[None], y, 0), obs, after.obs)
+        return jax.vmap(env.observation_space.contains)(every)
+
+    @quick_jit
+    def run(key, keys):
+        begun = each(lambda env: env.reset(key))
+        states = each(lambda env, pair: pair[0], begun)
+        first = each(lambda env, pair: pair[1], begun)
+        _, steps = jax.lax.scan(step, states, (keys, ACTIONS))
+        return first, steps, each(contained, first, steps)
+
+    key, *keys = jax.random.split(jax.random.key(0), 1 + len(ACTIONS))
+    with jax.debug_key_reuse(False):
+        return jax.device_get(run(key, jnp.stack(keys)))
 
 
 def play(name):
     """One episode: what it showed first, and its steps."""
-    first, steps = played()[name]
+    first, steps, _ = (found[name] for found in played())
     ends = np.flatnonzero(steps.terminated | steps.truncated)
     return first, at(steps, slice(ends[0] + 1))
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_observations_are_in_the_space_of_the_wrapper(name):
+    assert np.all(played()[-1][name])
 
 
 @pytest.mark.parametrize("length", [3, 4, 9])
@@ -413,23 +438,15 @@ def test_frames_are_the_last_ones_oldest_first():
 
 
 def test_frames_of_a_tree_are_stacked_leaf_by_leaf():
-    env = envs.FrameStack(envs.TransformObs(BoxEnv(LOW, HIGH), observed), 2)
-    space = env.observation_space
-
-    @jax.jit
-    def act(key, action):
-        reset_key, step_key = jax.random.split(key)
-        state, first = env.reset(reset_key)
-        obs = env.step(step_key, state, action).obs
-        return first, obs, space.contains(obs)
-
-    first, obs, inside = act(jax.random.key(0), np.float32([0.25, 0.5]))
-    first, obs = jax.device_get((first, obs))
-    np.testing.assert_array_equal(obs["twice"], [first["twice"][1], [0.5, 1.0]])
-    np.testing.assert_array_equal(obs["first"], [first["first"][1], False])
+    first, steps = play("frames of a tree")
+    assert not first["twice"].any()
+    assert not first["first"].any()
+    n = np.arange(7)[:, None] + np.arange(2)
+    np.testing.assert_array_equal(steps.obs["twice"][..., 0], 2.0 * n)
+    np.testing.assert_array_equal(steps.obs["first"], n > 0)
+    space = PLAYED["frames of a tree"].observation_space
     shapes = {name: part.shape for name, part in space.spaces.items()}
-    assert shapes == {"twice": (2, 2), "first": (2,)}
-    assert inside
+    assert shapes == {"twice": (2, 1), "first": (2,)}
 
 
 BOX = envs.Box(0.0, 1.0, (2,))
@@ -453,27 +470,30 @@ def drawn():
     return in_one_program(draw, SPACES)
 
 
+@pytest.mark.parametrize("name", SPACES)
+def test_space_has_what_it_draws_and_nothing_beyond(name):
+    _, inside, beyond = drawn()[name]
+    assert (inside, beyond) == (True, False)
+
+
 def test_space_of_frames_has_the_bounds_of_each_frame():
     space = SPACES["boxes"]
     assert (space.shape, space.dtype) == ((4, 2), jnp.float32)
     np.testing.assert_array_equal(space.low, np.tile(LOW, (4, 1)))
     np.testing.assert_array_equal(space.high, np.tile(HIGH, (4, 1)))
-    _, inside, beyond = drawn()["boxes"]
-    assert (inside, beyond) == (True, False)
 
 
-def test_space_of_frames_of_integers_draws_each_frame():
-    space, (sample, inside, beyond) = SPACES["integers"], drawn()["integers"]
-    assert (
-        (space.shape, space.dtype) == ((50,), jnp.int32) == (sample.shape, sample.dtype)
-    )
+def test_each_frame_and_each_part_is_drawn_apart():
+    space, sample = SPACES["integers"], drawn()["integers"][0]
+    for each in (space, sample):
+        assert (each.shape, each.dtype) == ((50,), jnp.int32)
     assert set(sample) == {0, 1, 2}
-    assert (inside, beyond) == (True, False)
+    parts = drawn()["parts"][0]
+    assert (parts["a"] != parts["b"][1]).all()
 
 
-@pytest.mark.parametrize("name", ["count", "CartPole-v1"])
-def test_repetition_agrees_with_a_plain_loop(name):
-    env, num_repeats = make_env(name), 3
+def test_repetition_agrees_with_a_plain_loop():
+    env, num_repeats = CountEnv(), 3
     reset, one = jax.jit(env.reset), jax.jit(env.step)
     repeat = jax.jit(envs.ActionRepeat(env, num_repeats).step)
     endings = 0
@@ -491,12 +511,9 @@ def test_repetition_agrees_with_a_plain_loop(name):
                 state, taken = want.state, taken + 1
                 reward += np.float32(want.reward)
                 done = bool(want.terminated | want.truncated)
-            # Two programs: units in the last place.
-            chex.assert_trees_all_close(raw(got.state), raw(state), rtol=1e-6)
-            chex.assert_trees_all_close((got.obs, got.info), (want.obs, want.info))
-            assert got.reward == reward
+            want = want.replace(reward=reward)
+            chex.assert_trees_all_equal(raw(got), raw(want))
             assert got.reward.dtype == jnp.float32
-            assert (got.terminated, got.truncated) == (want.terminated, want.truncated)
             endings += done and taken < num_repeats
     assert endings > 0
 
@@ -518,12 +535,6 @@ def test_space_of_a_transformed_observation_is_derived_or_given():
     assert envs.TransformObs(CountEnv(), cube, given).observation_space == given
 
 
-def test_sample_of_a_space_of_parts_draws_each():
-    sample, inside, beyond = drawn()["parts"]
-    assert (inside, beyond) == (True, False)
-    assert (sample["a"] != sample["b"][1]).all()
-
-
 def test_reward_is_what_fn_makes_of_it():
     np.testing.assert_array_equal(play("reward")[1].reward, np.arange(1, 8) ** 3)
     reward = play("flags")[1].reward
@@ -537,6 +548,45 @@ def test_info_of_the_last_step_stands_beside_the_observation():
     np.testing.assert_array_equal(steps.obs["obs"][:, 0], np.arange(1, 8))
     np.testing.assert_array_equal(steps.obs["info"]["action"][:3], [2, 0, 1])
     chex.assert_trees_all_equal(steps.obs["info"], steps.info)
+
+
+def test_previous_action_and_reward_are_in_view():
+    first, steps = play("previous")
+    assert first == {"obs": 0.0, "action": 0, "reward": 0.0, "first": True}
+    np.testing.assert_array_equal(steps.obs["action"], ACTIONS[:7])
+    np.testing.assert_array_equal(steps.obs["reward"], np.arange(1, 8))
+    assert not steps.obs["first"].any()
+
+
+@pytest.mark.parametrize("name", ["history 1", "history 3", "history of boxes"])
+def test_history_is_that_of_a_plain_list(name):
+    first, steps = play(name)
+    window = PLAYED[name].window
+    actions = ACTIONS[:, None] * BOX_ACTION if "box" in name else ACTIONS
+    assert first["length"] == 0
+    shown = [first, *(at(steps.obs, n) for n in range(len(steps.reward)))]
+    for n, obs in enumerate(shown):
+        length = min(window, n)
+        assert obs["length"] == length
+        for name, values in (("actions", actions), ("rewards", steps.reward)):
+            np.testing.assert_array_equal(obs[name][:length], values[n - length : n])
+            assert not obs[name][length:].any()
+
+
+def test_no_repeat_masks_the_actions_of_the_episode():
+    first, steps = play("no repeat")
+    np.testing.assert_array_equal(steps.obs["obs"][:, 0], np.arange(1, 8))
+    masks = [first["mask"], *steps.obs["mask"]]
+    for n, mask in enumerate(masks):
+        assert mask.tolist() == [x not in ACTIONS[:n] for x in range(3)]
+
+
+def test_forced_length_goes_on_after_the_end():
+    _, steps = play("forced")
+    assert not steps.terminated.any()
+    assert steps.truncated.tolist() == [*5 * [False], True]
+    assert steps.info["left"].tolist() == [*3 * [False], *3 * [True]]
+    np.testing.assert_array_equal(steps.reward, np.arange(1, 7))
 
 
 # Wrappers over wrappers.

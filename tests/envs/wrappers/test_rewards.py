@@ -1,4 +1,4 @@
-"""Rewards on a common scale, the previous step in view, faults that end an episode."""
+"""Faults that end an episode, rewards as they came, and numbers of episodes."""
 
 import functools
 
@@ -6,76 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, quick_jit
+from cases import CountEnv
 from flax import struct
+from suite_checks import play
 
 import rollout
 from rollout import envs
 from rollout.envs.wrappers.wrapper import VectorWrapper
 
-B, T, GAMMA = 4, 30, 0.9
-
-
-def collect(env, num_steps=T, seed=0):
-    policy = rollout.random_policy(env.action_space)
-    collector = rollout.Collector(env=env, policy=policy)
-
-    @quick_jit
-    def run(key):
-        return collector.collect_steps(collector.init(key), None, num_steps)
-
-    return jax.device_get(run(jax.random.key(seed)))
-
-
-def plain_scales(raw, done):
-    """The scales that a plain loop over NumPy numbers gives, in float64."""
-    count, mean, var, total = 1e-4, 0.0, 1.0, np.zeros(B)
-    scales = []
-    for reward, over in zip(raw, done, strict=True):
-        total = GAMMA * total + reward
-        delta, all_seen = total.mean() - mean, count + B
-        second = var * count + total.var() * B + delta**2 * count * B / all_seen
-        mean, var, count = mean + delta * B / all_seen, second / all_seen, all_seen
-        scales.append(np.sqrt(var + 1e-8))
-        total = np.where(over, 0.0, total)
-    return np.array(scales)[:, None]
-
-
-@pytest.mark.slow
-def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
-    inner = envs.vectorize(CountEnv(), B)
-    carry, got = collect(envs.NormalizeReward(inner, gamma=GAMMA))
-    _, plain = collect(inner)
-    np.testing.assert_array_equal(got.info["raw_reward"], plain.reward)
-    np.testing.assert_array_equal(got.obs, plain.obs)
-    scales = plain_scales(np.asarray(plain.reward, np.float64), np.asarray(plain.done))
-    # Float32 against float64, over thirty updates.
-    np.testing.assert_allclose(got.reward, plain.reward / scales, rtol=1e-4)
-    frozen = envs.NormalizeReward(inner, gamma=GAMMA).freeze(carry.env_state)
-    end, later = collect(frozen, seed=1)
-    np.testing.assert_array_equal(
-        end.env_state.statistics.value.var, carry.env_state.statistics.value.var
-    )
-    scale = later.info["raw_reward"] / later.reward
-    np.testing.assert_allclose(scale, scales[-1, 0], rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_previous_action_and_reward_are_in_view():
-    env = envs.vectorize(envs.wrappers.ObservePrevious(CountEnv()), B)
-    trajectory = collect(env)[1]
-    obs, first = trajectory.obs, trajectory.first
-    np.testing.assert_array_equal(obs["first"], first)
-    going_on = ~first[1:]
-    for name in ("action", "reward"):
-        seen = np.asarray(obs[name])
-        assert not seen[first].any()
-        before = np.asarray(getattr(trajectory, name))[:-1]
-        np.testing.assert_array_equal(seen[1:][going_on], before[going_on])
-        after = trajectory.next_obs[name]
-        np.testing.assert_array_equal(after, getattr(trajectory, name))
-    space = envs.wrappers.ObservePrevious(CountEnv()).observation_space
-    assert space.contains(jax.tree.map(lambda x: x[0, 0], obs))
+B, T = 4, 30
 
 
 @struct.dataclass
@@ -102,7 +41,7 @@ def ended():
     env = jax.tree.map(lambda x: np.repeat(x, B), Breaking())
     env = env.replace(breaks_obs=np.array([True, True, False, False]))
     lanes = envs.vectorize_each(envs.EndOnFault(env), B)
-    return collect(envs.NormalizeReward(lanes))[1]
+    return play(envs.NormalizeReward(lanes), T)[1]
 
 
 def test_step_that_is_not_finite_ends_the_episode():
@@ -149,7 +88,7 @@ def check_returns(rows):
 
 def test_returns_are_of_raw_rewards_whatever_scales_and_mends_them():
     env = Halving(envs.vectorize(Breaking(breaks_obs=False), B))
-    rows = collect(Halving(Mending(envs.NormalizeReward(env))), 5)[1]
+    rows = play(Halving(Mending(envs.NormalizeReward(env))), 5)[1]
     check_returns(rows)
     np.testing.assert_array_equal(rows.info["raw_reward"][:2], [B * [1.0], B * [2.0]])
 
@@ -166,19 +105,7 @@ class Raw(CountEnv):
 def test_raw_reward_of_one_environment_is_refused():
     env = jax.tree_util.register_static(Raw)()
     with pytest.raises(ValueError, match="must leave `raw_reward` as None"):
-        collect(envs.vectorize(env, B), 1)
-
-
-@pytest.mark.slow
-def test_one_nan_does_not_poison_the_statistics():
-    env = envs.NormalizeObs(envs.vectorize(Breaking(), B))
-    carry, trajectory = collect(env, 2)
-    state = carry.env_state
-    assert np.isfinite(state.statistics.value.mean).all()
-    carry, trajectory = collect(env)
-    assert np.isnan(trajectory.next_obs).any()
-    assert np.isfinite(carry.env_state.statistics.value.mean).all()
-    assert np.isfinite(carry.env_state.statistics.value.var).all()
+        play(envs.vectorize(env, B), 1)
 
 
 @struct.dataclass
