@@ -23,6 +23,7 @@ SMALLER = {
         "KILLED_STEPS": 7_168,  # checkpoints, and a kill after 5
         "NUM_TIMED": 2,
         "TIMED_STEPS": 16,
+        "PROFILED": ["CartPole-v1"],
     },
     "04": {"NUM_UPDATES": 2, "NUM_SEEDS": 2},
     "05": {"TOTAL_STEPS": 4096, "NUM_SEEDS": 2},
