@@ -1,21 +1,19 @@
-"""Writes the table and the chart of `docs/accelerators.md` from its JSON file.
+"""Draws the chart of `docs/accelerators.md` from its JSON file, and makes its table.
 
 Nothing is compiled or typed here: `accelerators.py` replaces its tables with
-`--json docs/accelerators.json`. Every row goes to `docs/accelerators_tables.txt`.
+`--json docs/accelerators.json`, and `tables.py` writes that of the page.
 
     python benchmarks/accelerators_page.py
 """
 
 import json
-import re
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from speed_page import DOCS, text_of
+from speed_page import DOCS
 
-DATA, PAGE = DOCS / "accelerators.json", DOCS / "accelerators.md"
-CHART, TABLES = DOCS / "accelerators.svg", DOCS / "accelerators_tables.txt"
+DATA, CHART = DOCS / "accelerators.json", DOCS / "accelerators.svg"
 LANES = "2,048"
 COLORS = {"in CUDA graphs": ("#0b63b5", "#8d99a6"), "loose": ("#7fb3e6", "#c2410c")}
 
@@ -56,12 +54,7 @@ def table_of(data: dict[str, Any]) -> str:
     for gpu, tpu in zip(*both, strict=True):
         cells = gpu["h100"], gpu["Policy"], gpu["Launches"], gpu["us in kernels"]
         lines.append(f"| {' | '.join([*cells, tpu['Thousand cycles']])} |")
-    return "\n".join([*lines, ""])
-
-
-def write_table(page: str, data: dict[str, Any]) -> str:
-    """Replaces the table of a page."""
-    return re.sub(r"(?:^\|.*\n)+", lambda _: table_of(data), page, flags=re.MULTILINE)
+    return "\n".join(lines)
 
 
 def launches(data: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
@@ -105,10 +98,8 @@ def draw(data: dict[str, Any]) -> Figure:
 
 
 def main() -> None:
-    """Writes the three files."""
+    """Writes the chart."""
     data = json.loads(DATA.read_text())
-    PAGE.write_text(write_table(PAGE.read_text(), data))
-    TABLES.write_text(text_of(data, NOTES, "docs/accelerators.md"))
     # Text stays text, and the same data gives the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "rollout"}):
         draw(data).savefig(CHART, metadata={"Date": None})

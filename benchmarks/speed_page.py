@@ -1,15 +1,14 @@
-"""Writes the table and the chart of `docs/speed.md` from `docs/speed.json`.
+"""Draws the chart of `docs/speed.md` from `docs/speed.json`, and makes its table.
 
 Nothing is measured or typed here: the scripts of this folder write their tables with
 `--json docs/speed.json`. `PEERS` names, for each line of the chart, the tables and the
-columns that it shows, one dot per cell. `SHOWN` names the rows of the page; all rows of
-all tables go to `docs/speed_tables.txt`.
+columns that it shows, one dot per cell. `SHOWN` names the rows of the page, which
+`tables.py` writes.
 
     python benchmarks/speed_page.py
 """
 
 import json
-import re
 import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from matplotlib.figure import Figure
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DATA, PAGE, CHART = DOCS / "speed.json", DOCS / "speed.md", DOCS / "speed.svg"
-TABLES = DOCS / "speed_tables.txt"
 
 GYMNAX, BARE = "`rollout` / `gymnax loop`", "`rollout` / `bare loop`"
 RANDOM = ("random policy", "jax 0.11", "one flag of XLA")
@@ -357,12 +355,7 @@ def table_of(data: dict[str, Any]) -> str:
         there = f"{theirs[x.theirs]} {x.unit}" if x.theirs else ""
         row = (x.setting, x.peer, f"{ours[x.ours]} {x.unit}", there, ratio)
         lines.append("|".join(["", *(f" {y} " if y else " " for y in row), ""]))
-    return "\n".join([*lines, ""])
-
-
-def write_table(page: str, data: dict[str, Any]) -> str:
-    """Replaces the table of a page."""
-    return re.sub(r"(?:^\|.*\n)+", lambda _: table_of(data), page, flags=re.MULTILINE)
+    return "\n".join(lines)
 
 
 def text_of(data: dict[str, Any], notes: dict[str, str], page: str) -> str:
@@ -444,10 +437,8 @@ def draw(data: dict[str, Any]) -> Figure:
 
 
 def main() -> None:
-    """Writes the three files."""
+    """Writes the chart."""
     data = json.loads(DATA.read_text())
-    PAGE.write_text(write_table(PAGE.read_text(), data))
-    TABLES.write_text(text_of(data, NOTES, "docs/speed.md"))
     # Text stays text, and the same data gives the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "rollout"}):
         draw(data).savefig(CHART, metadata={"Date": None})

@@ -70,19 +70,15 @@ def data(speed_page):
     return json.loads(speed_page.DATA.read_text())
 
 
-def test_tables_of_the_speed_page_are_those_of_its_data(speed_page, data):
-    page = speed_page.PAGE.read_text()
-    assert speed_page.write_table(page, data) == page
+def test_tables_are_those_that_are_made_of_the_data(speed_page, data):
+    """`python benchmarks/tables.py` writes them."""
+    tables = importlib.import_module("tables")
+    for path, text in tables.written().items():
+        assert path.read_text() == text, path
     assert len(speed_page.SHOWN) <= 20
-    table = speed_page.table_of(data)
-    assert all(f"| {row.setting} |" in table for row in speed_page.SHOWN)
-    text = speed_page.TABLES.read_text()
-    assert speed_page.text_of(data, speed_page.NOTES, "docs/speed.md") == text
     assert speed_page.NOTES.keys() <= data.keys()
-    assert all(f"\n{name.upper()}\n" in text for name in data)
-    data["random policy"]["rows"][2][2] += "0"
-    assert speed_page.write_table(page, data) != page
-    assert speed_page.text_of(data, speed_page.NOTES, "docs/speed.md") != text
+    seeds = json.loads((DOCS / "recipes" / "ppo.json").read_text())
+    assert all(len(runs) == 5 for runs in seeds.values())
 
 
 def test_chart_has_the_lines_and_the_ranges_of_the_data(speed_page, data):
@@ -122,33 +118,21 @@ def test_ranges_in_the_sentences_of_the_speed_page_are_those_of_the_chart(
     assert "48.9" in ends[1]
 
 
-def test_accelerator_page_and_its_chart_are_those_of_its_data(speed_page):
+def test_chart_of_launches_is_that_of_its_data(speed_page):
     page = importlib.import_module("accelerators_page")
-    data, text = json.loads(page.DATA.read_text()), page.PAGE.read_text()
-    assert page.write_table(text, data) == text
-    full = speed_page.text_of(data, page.NOTES, "docs/accelerators.md")
-    assert page.TABLES.read_text() == full
+    data = json.loads(page.DATA.read_text())
     assert page.NOTES.keys() == data.keys()
     chart = re.findall(r">([^<>]+)</text>", page.CHART.read_text())
     for name, pairs in page.launches(data).items():
         assert name in chart
         assert all(f"{sum(pair):g}" in chart for pair in pairs)
-    data["loops, h100"]["rows"][0][3] = "1 + 0 / 13 + 7"
-    assert page.write_table(text, data) != text
-
-
-@pytest.fixture
-def learning_compared(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import learning_compared
-
-    return learning_compared
 
 
 @pytest.mark.slow
-def test_comparison_of_learning_runs_once_per_seed(
-    learning_compared, monkeypatch, tmp_path
-):
+def test_comparison_of_learning_runs_once_per_seed(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import learning_compared
+
     tasks = {
         "PPO": learning_compared.PPO("CartPole-v1", 2),
         "DQN": learning_compared.DQN("CartPole-v1", 60, learning_starts=100),
@@ -171,69 +155,3 @@ def test_comparison_of_learning_runs_once_per_seed(
         assert all(8 < x <= 500 for x in returns.values())
         assert all(x > 0 for x in seconds.values())
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_tables_of_the_learning_page_are_those_of_its_values(learning_compared):
-    page = (DOCS / "learning.md").read_text()
-    results, more = (
-        json.loads((DOCS / name).read_text())["results"]
-        for name in ("learning.json", "learning_more_seeds.json")
-    )
-    assert results.keys() <= learning_compared.TASKS.keys()
-    assert learning_compared.table(results) in page
-    assert learning_compared.table_of_endings(more) in page
-    results["PPO CartPole"]["ours"]["returns"]["0"] -= 1
-    assert learning_compared.table(results) not in page
-
-
-def test_tables_of_ppo_are_those_of_its_runs(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import ppo_results
-
-    number = r"-?\d+(?:\.\d+)?"
-    page = (DOCS / "recipes" / "ppo.md").read_text().split("## What it reaches")[1]
-    page = re.sub(r"(?<=\d),(?=\d)", "", page)
-    runs = json.loads((DOCS / "recipes" / "ppo.json").read_text())
-    assert all(len(x) == 5 for x in runs.values())
-
-    def columns(name):
-        line, *_ = re.findall(rf"^\| {re.escape(name)}(?: .*|,.*)$", page, re.MULTILINE)
-        return [x.strip() for x in line.split("|")[2:-1]]
-
-    def check(cell, name):
-        """A mean over seeds, and half of its interval, as precise as the page is."""
-        found = re.findall(
-            number, ppo_results.cell(runs[name], "return").replace(",", "")
-        )
-        for text, value in zip(re.findall(number, cell), found, strict=True):
-            digits = len(text.partition(".")[2])
-            assert abs(float(text) - float(value)) <= 0.5 * 10**-digits + 0.05, name
-
-    for name, settings in ppo_results.TASKS.items():
-        steps, ours, reference, seconds = columns(name)
-        config = ppo_results.load().Config(**settings)
-        assert int(steps) == config.num_updates * config.num_envs * config.num_steps
-        check(ours, name)
-        if name.startswith("brax:"):
-            check(reference, f"PureJaxRL, {name}")
-        mean = sum(x["seconds"] for x in runs[name].values()) / 5
-        assert abs(float(seconds) - mean) <= 0.5 * 10 ** -len(seconds.partition(".")[2])
-    details = [x for x in ppo_results.DETAILS if x != "as it is"]
-    for detail in details:
-        cells = columns(detail)[:2]
-        for cell, task in zip(cells, ("Pendulum-v1", "Breakout-MinAtar"), strict=True):
-            name = f"{task}, {detail}"
-            assert bool(cell) == (name in runs)
-            if cell:
-                check(cell, name)
-
-
-def test_table_of_teams_is_that_of_its_runs(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import teams
-
-    results = json.loads((DOCS / "teams.json").read_text())
-    page = (DOCS / "coming_from" / "jaxmarl.md").read_text()
-    assert teams.table(results) in page
-    results["VDN, spread"]["ours"]["0"]["curve"][-1] -= 20
-    assert teams.table(results) not in page

@@ -11,7 +11,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from pages import blocks, run
+from pages import blocks, inject, run
 from PIL import Image
 
 import rollout
@@ -22,11 +22,9 @@ README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
-# The quick tests run the README only.
-MARKS = {name: [pytest.mark.slow] for name in TEXTS if name != "README.md"}
-MARKS["docs/accelerators.md"].append(pytest.mark.compiles_for("h100"))
+MARKS = {"docs/accelerators.md": pytest.mark.compiles_for("h100")}
 # Compiled as users compile them; the others are with few optimizations.
-OPTIMIZED = ("README.md", "docs/accelerators.md", "docs/tutorial.md")
+OPTIMIZED = ("docs/accelerators.md", "docs/tutorial.md")
 # Packages that only show numbers; the tests have no need of them.
 LOGGERS = ("tensorboardX", "wandb")
 
@@ -42,13 +40,6 @@ def headings(name: str) -> set[str]:
 def check_printed(name, out):
     """The page shows what its code prints."""
     assert out == "".join(re.findall(r"```text\n(.*?)```", TEXTS[name], re.DOTALL))
-
-
-def check_readme(names, out):
-    assert f"`{out.strip()}`" in README
-    assert pathlib.Path("agent.png").stat().st_size > 10_000
-    with Image.open("agent.gif") as image:
-        assert image.n_frames > 20
 
 
 def check_accelerators(names, out):
@@ -256,12 +247,12 @@ def check_streaming(names, out):
         64 * 128 * number for number in range(1, 5)
     ]
     returns.write_text(whole + "1,2\n")  # written, and not yet saved: a kill
-    page = TEXTS["docs/streaming.md"]
-    more = page.replace("total_steps=64 * 512", "total_steps=64 * 640")
+    first, *others = blocks(TEXTS["docs/streaming.md"])
+    more = inject(first, "TOTAL_STEPS = 64 * 640")
     assert int(out) == 64 * 512
-    assert run("docs/streaming.md", *blocks(page))["stream"].steps == 64 * 512
+    assert run("docs/streaming.md", first, *others)["stream"].steps == 64 * 512
     assert returns.read_text() == whole
-    assert run("docs/streaming.md", *blocks(more))["stream"].steps == 64 * 640
+    assert run("docs/streaming.md", more)["stream"].steps == 64 * 640
 
 
 def check_tutorial(names, out):
@@ -321,12 +312,13 @@ each_with_code = pytest.mark.parametrize(
     [
         pytest.param(name, marks=MARKS.get(name, ()))
         for name, text in TEXTS.items()
-        # The others are in `test_coming_from.py` and `test_recipes.py`.
-        if blocks(text) and not re.search("coming_from|recipes", name)
+        # The others are in `test_coming_from.py`, `test_recipes.py` and `.ci/run`.
+        if blocks(text) and not re.search("coming_from|recipes|README", name)
     ],
 )
 
 
+@pytest.mark.slow
 @each_with_code
 def test_code_runs_block_by_block(name, request, capsys, tmp_path, monkeypatch):
     if name not in OPTIMIZED:

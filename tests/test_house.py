@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from pages import blocks, inject
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Folders of the repository; `rollout` has links to the other two.
@@ -237,8 +238,7 @@ def test_packages_of_the_user_may_have_the_names_of_our_folders(own_packages):
 @pytest.mark.slow
 def test_readme_runs_beside_packages_of_the_user(own_packages):
     readme = (ROOT / "README.md").read_text()
-    code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
-    code = code.replace("num_updates=40", "num_updates=1")
+    code = inject(blocks(readme)[0], "config = config._replace(num_updates=1)")
     (own_packages / "train.py").write_text(f"import buffers, envs\n{code}")
     paths = os.pathsep.join([str(ROOT), str(ROOT / "docs" / "recipes")])
     out = run(["train.py"], own_packages, PYTHONPATH=paths)

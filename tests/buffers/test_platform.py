@@ -29,7 +29,9 @@ from rollout import platform
 
 NUM_DRAWS = 32
 # Slots and lanes: those of the models, a single row, and chunks that always wrap.
-SIZES = [(NUM_SLOTS, NUM_ENVS), (1, 1), (2, 4)]
+SIZES = [(*case, (NUM_SLOTS, NUM_ENVS)) for case in CASES]
+SIZES += [(kind, "shared", (1, 1)) for kind in KINDS]
+SIZES += [(kind, "stored", (2, 4)) for kind in KINDS]
 
 
 def straight(fn):
@@ -85,8 +87,7 @@ def check_equal(one, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("kind", "successor"), CASES)
+@pytest.mark.parametrize(("kind", "successor", "size"), SIZES)
 def test_any_sequence_of_chunks_has_the_same_bits(kind, successor, size):
     """Every state and every draw; chunks are added both ways."""
     num_slots, num_envs = size

@@ -1,13 +1,12 @@
 """Normalised observations against a plain NumPy loop over the raw ones."""
 
 import functools
-import importlib
-import pathlib
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ppo
 import pytest
 from cases import CountEnv, quick_jit, raw
 from suite_checks import KEY, check_successors, play
@@ -403,10 +402,7 @@ def test_one_nan_does_not_poison_the_statistics():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("key_reuse")  # a mapped loop selects between keys
-def test_trainings_under_vmap_are_those_of_each_seed(monkeypatch):
-    recipes = pathlib.Path(__file__).parents[3] / "docs" / "recipes"
-    monkeypatch.syspath_prepend(recipes)
-    ppo = importlib.import_module("ppo")
+def test_trainings_under_vmap_are_those_of_each_seed():
     robot = envs.RescaleAction(envs.make("Pendulum-v1", max_steps_in_episode=9))
     env = envs.NormalizeObs(envs.vectorize(robot, 4, auto_reset="select"))
     env = envs.NormalizeReward(env, gamma=0.99)

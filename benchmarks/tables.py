@@ -1,0 +1,65 @@
+"""Writes the tables of the pages from the files of their data in `docs`.
+
+A table follows its comment, `<!-- table: NAME -->`. All rows behind two of the pages go
+to text files. The charts come from `speed_page.py` and `accelerators_page.py`.
+
+    python benchmarks/tables.py
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import accelerators_page
+import learning_compared
+import ppo_results
+import speed_page
+import teams
+from speed_page import DOCS
+
+
+def written() -> dict[Path, str]:
+    """The text that every file with tables has to have."""
+
+    def load(name: str) -> dict[str, Any]:
+        return json.loads((DOCS / name).read_text())
+
+    speed, accelerators = load("speed.json"), load("accelerators.json")
+    more, ppo = load("learning_more_seeds.json"), load("recipes/ppo.json")
+    tables = {
+        "speed": speed_page.table_of(speed),
+        "accelerators": accelerators_page.table_of(accelerators),
+        "learning": learning_compared.table(load("learning.json")["results"]),
+        "endings": learning_compared.table_of_endings(more["results"]),
+        "ppo": ppo_results.table(ppo),
+        "details": ppo_results.table_of_details(ppo),
+        "teams": teams.table(load("teams.json")),
+    }
+    files = {
+        DOCS / "speed_tables.txt": speed_page.text_of(
+            speed, speed_page.NOTES, "docs/speed.md"
+        ),
+        DOCS / "accelerators_tables.txt": speed_page.text_of(
+            accelerators, accelerators_page.NOTES, "docs/accelerators.md"
+        ),
+    }
+    mark, missing = re.compile(r"(<!-- table: (\w+) -->\n\n)(?:\|.*\n)*"), set(tables)
+    for path in sorted(DOCS.rglob("*.md")):
+        page = path.read_text()
+        if names := {found[2] for found in mark.finditer(page)}:
+            files[path] = mark.sub(lambda x: f"{x[1]}{tables[x[2]]}\n", page)
+            missing -= names
+    if missing:
+        raise ValueError(f"no page shows {sorted(missing)}")
+    return files
+
+
+def main() -> None:
+    """Writes the files."""
+    for path, text in written().items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
