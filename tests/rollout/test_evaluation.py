@@ -104,12 +104,14 @@ def test_one_episode_has_no_interval():
     assert np.isnan(stats.returns.ci_high)
 
 
-def test_cut_episodes_count_and_are_named():
-    collector = make_collector(min_length=100, max_length=100, limit=1000)
+# The environment's own limit is far away, or at the very step.
+@pytest.mark.parametrize(("limit", "unfinished"), [(1000, NUM_EPISODES), (10, 0)])
+def test_cut_episodes_count_and_are_named(limit, unfinished):
+    collector = make_collector(min_length=100, max_length=100, limit=limit)
     key = jax.random.key(0)
     stats = rollout.evaluate(collector, key, None, NUM_EPISODES, max_steps=10)
-    assert stats.num_unfinished == stats.num_truncated == NUM_EPISODES
-    assert stats.num_episodes == NUM_EPISODES
+    assert stats.num_unfinished == unfinished
+    assert stats.num_truncated == stats.num_episodes == NUM_EPISODES
     assert stats.lengths.mean == 10
     assert stats.returns.mean == 55
 

@@ -19,7 +19,7 @@ B, T = 4, 30
 
 @struct.dataclass
 class Breaking(CountEnv):
-    """Counts, and is NaN from its third step on in observations, or in rewards."""
+    """Counts; its third step terminates, and is NaN in observations or in rewards."""
 
     breaks_obs: bool = True
     limit: int = 100
@@ -32,6 +32,7 @@ class Breaking(CountEnv):
         return result.replace(
             obs=jnp.where(is_bad, jnp.nan, result.obs),
             reward=jnp.where(is_late & ~is_bad, jnp.nan, reward),
+            terminated=is_late,
         )
 
 

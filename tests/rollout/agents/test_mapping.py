@@ -65,12 +65,17 @@ def test_fixed_mapping_gives_every_agent_its_policy_and_no_policy_another_agent(
         seen.append(obs.shape)
         return jnp.full(obs.shape, 2, jnp.int32)
 
-    names = {"a": "one", "b": "two", "c": "one"}
     policies = {"two": rollout.stateless_policy(act), "one": constant(1)}
-    trajectory = collect(table(), policies, rollout.agents.fixed_mapping(names))
-    np.testing.assert_array_equal(trajectory.action["all"][3, 1], [1, 2, 1])
-    np.testing.assert_array_equal(trajectory.extras["policy_id"][3, 1], [1, 0, 1])
-    assert set(seen) == {(B,)}
+    for order in ([1, 2, 1], [1, 2, 2]):
+        seen.clear()
+        names = {
+            agent: ("one", "two")[x - 1] for agent, x in zip("abc", order, strict=True)
+        }
+        trajectory = collect(table(), policies, rollout.agents.fixed_mapping(names))
+        np.testing.assert_array_equal(trajectory.action["all"][3, 1], order)
+        policy_id = trajectory.extras["policy_id"][3, 1]
+        np.testing.assert_array_equal(policy_id, 2 - np.array(order))
+        assert set(seen) == {(order.count(2) * B,)}
 
 
 def test_one_agent_with_one_policy_has_the_bits_of_the_plain_kernel():
