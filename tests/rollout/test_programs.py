@@ -301,12 +301,3 @@ def test_functions_of_users_are_static_unless_they_may_read_tracers():
     jax.make_jaxpr(lambda x: np.testing.assert_equal(programs.static(act), None))(1.0)
     one.__class__ = type("Unhashable", (Summing,), {"__hash__": None})
     assert programs.static(one) is None
-
-
-def test_fold_of_a_function_without_a_hash_reads_it_at_every_call():
-    summing = type("Unhashable", (Summing,), {"__hash__": None})(1)
-    collector = make_collector()
-    carry, sums = collector.init(KEY), []
-    for summing.factor in (1, 2):
-        sums.append(collector.fold_steps(carry, 0, summing, 0.0, num_steps=T)[1])
-    assert 2 * sums[0] == sums[1] != 0
