@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from cases import CountEnv, make_collector
 from flax import struct
-from host_count import HostCount
+from host_count import HostCount, on_host
 from refusals import check_refused, pairs
 
 import rollout
-from rollout import checkpoint, envs, recommendation
+from rollout import checkpoint, envs, inspection, recommendation
 from rollout.envs import wrappers
+from rollout.gif import draw_episode
 
 B = 4
 KEY = jax.random.key(0)
@@ -124,8 +125,13 @@ COUNTS = {
         lambda n: collector().fold_steps(carry(), None, max, 0, num_steps=n),
         lambda n: rollout.random_warmup(policy(), DISCRETE, n),
         lambda n: envs.TimeLimit(COUNT, n),
+        lambda n: rollout.profile(collector(), None, n),
+        lambda n: rollout.inspect(collector(), None, accelerator="h100", num_steps=n),
     ],
+    "num_devices": [lambda n: inspection.devices("h100", n)],
+    "num_minibatches": [lambda n: scan_minibatches(VALUES, n)],
     "num_episodes": [
+        rollout.EpisodeWindow.create,
         lambda n: collector().collect_episodes(carry(), None, n, max_steps=9),
         lambda n: collector().fold_episodes(
             carry(), None, max, 0, num_episodes=n, max_steps=9
@@ -136,7 +142,9 @@ COUNTS = {
         lambda n: collector().collect_episodes_per_env(carry(), None, n, max_steps=9)
     ],
     "max_steps": [
-        lambda n: collector().collect_episodes(carry(), None, 2, max_steps=n)
+        lambda n: collector().collect_episodes(carry(), None, 2, max_steps=n),
+        lambda n: rollout.evaluate(collector(), KEY, None, 5, max_steps=n),
+        lambda n: draw_episode(on_host(), KEY, None, n),
     ],
     "min_steps": [
         lambda n: collector().collect_episodes(
@@ -151,6 +159,7 @@ COUNTS = {
         lambda n: envs.ActionRepeat(COUNT, n),
     ],
     "epochs": [lambda n: scan_minibatches(jnp.zeros((2, 2)), 2, n)],
+    "every": [lambda n: checkpoint.save("nowhere", {"n": 1}, step=1, every=n)],
     "keep": [lambda n: checkpoint.save("nowhere", {"n": 1}, keep=n)],
     "steps_per_batch": [lambda n: stream(steps_per_batch=n)],
     "total_steps": [lambda n: stream(total_steps=n)],
@@ -198,6 +207,7 @@ REFUSED = {
     "`key` must be one typed key as `jax.random.key(seed)` makes it, got": [
         lambda: collector().init(jax.random.PRNGKey(0)),
         lambda: collector().init(jax.random.split(KEY)),
+        lambda: collector().init(None),
         lambda: rollout.evaluate(collector(), 1, None, 2),
         lambda: stream(key=0),
     ],
@@ -330,8 +340,6 @@ REFUSED = {
     "`num` must be an int of at least 1": [lambda: envs.spaces.Repeated(BOX, "3")],
     # Policies.
     "`action_space` must be a Box, Discrete": [lambda: rollout.random_policy(MANY)],
-    "`action_space` must have finite": [lambda: rollout.random_policy(INFINITE)],
-    "space` must be discrete": [lambda: rollout.random_policy(BOX, mask_fn=max)],
     "`mask` must be bool of": [lambda: recommendation.choose_items([[1]], [[1]])],
     # Statistics, targets, trajectories.
     "`data` must be a trajectory": [lambda: rollout.summarize(next(stream()))],
@@ -345,7 +353,6 @@ REFUSED = {
     ],
     "`stats` must have scalar leaves": [lambda: rollout.log_stats({"a": jnp.zeros(2)})],
     "must have `value`": [lambda: rollout.gae(trajectory(), VALUES, gamma=1, lam=1)],
-    "must divide the 20 items": [lambda: scan_minibatches(trajectory(), 3)],
     "`axis` must be": [lambda: scan_minibatches(trajectory(), 2, axis=2)],
     "`rows` must be the dict": [lambda: rollout.agents.for_policy(trajectory(), "a")],
     "must be of a `policy_map`": [lambda: rollout.agents.for_policy({"a": 3}, "a")],
@@ -379,7 +386,6 @@ REFUSED = {
     "`max_episode_steps`": [lambda: stream(episodes_per_batch=3, steps_per_batch=None)],
     '`at_batch_end` must be "continue" or': [lambda: stream(at_batch_end="stop")],
     '`on_fault` must be "raise" or "drop"': [lambda: stream(on_fault="ignore")],
-    "`prefetch` must be 0 or 1": [lambda: stream(prefetch=2)],
     '`placement` must be "device"': [lambda: stream(placement="disk")],
     'needs `placement="device"`': [lambda: stream(recycle=True, placement="host")],
     "`params` must keep": [lambda: stream(params=ZEROS).set_params(ZEROS[0])],
@@ -393,7 +399,6 @@ REFUSED = {
     # Devices and checkpoints.
     "whose environments are in JAX": [lambda: rollout.shard(MANY, mesh())],
     "must be a `jax.sharding.Mesh`": [lambda: rollout.shard(collector(), "lanes")],
-    "`tree` must have numbers": [lambda: checkpoint.save("nowhere", {"a": "text"})],
     "`tree` must have a leaf to save": [lambda: checkpoint.save("nowhere", {})],
     "`step` must be an int of at least 0": [
         lambda: checkpoint.save("nowhere", {"n": 1}, step=-1),
