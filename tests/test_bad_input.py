@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from cases import CountEnv, make_collector
 from flax import struct
-from host_count import HostCount
+from host_count import HostCount, on_host
 from refusals import check_refused, pairs
 
 import rollout
-from rollout import checkpoint, envs, recommendation
+from rollout import checkpoint, envs, inspection, recommendation
 from rollout.envs import wrappers
+from rollout.gif import draw_episode
 
 B = 4
 KEY = jax.random.key(0)
@@ -131,8 +132,13 @@ COUNTS = {
         lambda n: collector().fold_steps(carry(), None, max, 0, num_steps=n),
         lambda n: rollout.random_warmup(policy(), DISCRETE, n),
         lambda n: envs.TimeLimit(COUNT, n),
+        lambda n: rollout.profile(collector(), None, n),
+        lambda n: rollout.inspect(collector(), None, accelerator="h100", num_steps=n),
     ],
+    "num_devices": [lambda n: inspection.devices("h100", n)],
+    "num_minibatches": [lambda n: scan_minibatches(VALUES, n)],
     "num_episodes": [
+        rollout.EpisodeWindow.create,
         lambda n: collector().collect_episodes(carry(), None, n, max_steps=9),
         lambda n: collector().fold_episodes(
             carry(), None, max, 0, num_episodes=n, max_steps=9
@@ -143,7 +149,9 @@ COUNTS = {
         lambda n: collector().collect_episodes_per_env(carry(), None, n, max_steps=9)
     ],
     "max_steps": [
-        lambda n: collector().collect_episodes(carry(), None, 2, max_steps=n)
+        lambda n: collector().collect_episodes(carry(), None, 2, max_steps=n),
+        lambda n: rollout.evaluate(collector(), KEY, None, 5, max_steps=n),
+        lambda n: draw_episode(on_host(), KEY, None, n),
     ],
     "min_steps": [
         lambda n: collector().collect_episodes(
@@ -158,6 +166,7 @@ COUNTS = {
         lambda n: envs.ActionRepeat(COUNT, n),
     ],
     "epochs": [lambda n: scan_minibatches(jnp.zeros((2, 2)), 2, n)],
+    "every": [lambda n: checkpoint.save("nowhere", {"n": 1}, step=1, every=n)],
     "keep": [lambda n: checkpoint.save("nowhere", {"n": 1}, keep=n)],
     "steps_per_batch": [lambda n: stream(steps_per_batch=n)],
     "total_steps": [lambda n: stream(total_steps=n)],
@@ -203,6 +212,7 @@ REFUSED = {
     "`key` must be one typed key as `jax.random.key(seed)` makes it, got": [
         lambda: collector().init(jax.random.PRNGKey(0)),
         lambda: collector().init(jax.random.split(KEY)),
+        lambda: collector().init(None),
         lambda: rollout.evaluate(collector(), 1, None, 2),
         lambda: stream(key=0),
     ],
@@ -369,7 +379,6 @@ REFUSED = {
     "`max_episode_steps`": [lambda: stream(episodes_per_batch=3, steps_per_batch=None)],
     '`at_batch_end` must be "continue" or': [lambda: stream(at_batch_end="stop")],
     '`on_fault` must be "raise" or "drop"': [lambda: stream(on_fault="ignore")],
-    "`prefetch` must be 0 or 1": [lambda: stream(prefetch=2)],
     '`placement` must be "device"': [lambda: stream(placement="disk")],
     'needs `placement="device"`': [lambda: stream(recycle=True, placement="host")],
     "`params` must keep": [lambda: stream(params=ZEROS).set_params(ZEROS[0])],
@@ -383,7 +392,6 @@ REFUSED = {
     # Devices and checkpoints.
     "whose environments are in JAX": [lambda: rollout.shard(MANY, mesh())],
     "must be a `jax.sharding.Mesh`": [lambda: rollout.shard(collector(), "lanes")],
-    "`tree` must have numbers": [lambda: checkpoint.save("nowhere", {"a": "text"})],
     "`tree` must have a leaf to save": [lambda: checkpoint.save("nowhere", {})],
     "`step` must be an int of at least 0": [
         lambda: checkpoint.save("nowhere", {"n": 1}, step=-1),

@@ -549,30 +549,3 @@ def test_command_line_prints_the_table(capsys):
     assert rows[2].split() == ["steps", "512"]
     assert rows[3].startswith("accelerator         tpu-v5e (")
     assert rows[-1].split() == ["waits", "none"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        *(
-            (
-                ["CartPole-v1", "--inspect=h100", option],
-                f"argument {option.partition('=')[0]}: not allowed with argument --ins",
-            )
-            for option in (
-                *("--num-episodes=3", "--gif=a.gif", "--save=a.npz", "--plot=a.png"),
-                *("--profile=a", "--max-steps=3", "--devices=2", "--xla-cpu-loop"),
-            )
-        ),
-        (["gymnasium:CartPole-v1", "--inspect=h100"], "only for environments in JAX"),
-        (["CartPole-v1", "--inspect=b200"], "h100"),
-        (["CartPole-v1", "--inspect=h100", "--num-envs=4"], "pip install"),
-    ],
-)
-def test_command_line_says_what_it_does_not_inspect(
-    arguments, text, capsys, monkeypatch
-):
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert text in capsys.readouterr().err

@@ -75,15 +75,16 @@ def make_collector(env, num_lanes=NUM_LANES, policy=POLICY, **options):
 
 
 @functools.partial(quick_jit, static_argnames="num_episodes")
-def run_episodes(collector, key, num_episodes):
-    return collector.collect_padded_episodes(
-        collector.init(key), SCORES, num_episodes, max_length=16
-    )[1:]
+def play(collectors, num_episodes=NUM_EPISODES):
+    """By name the rows of episodes, padded, and their table, from one key."""
 
+    def play_one(collector):
+        carry = collector.init(jax.random.key(0))
+        return collector.collect_padded_episodes(
+            carry, SCORES, num_episodes, max_length=16
+        )[1:]
 
-def play(collector, num_episodes=NUM_EPISODES):
-    """The rows of episodes, padded, and their table."""
-    return jax.device_get(run_episodes(collector, jax.random.key(0), num_episodes))
+    return {name: play_one(collector) for name, collector in collectors.items()}
 
 
 @functools.partial(quick_jit, static_argnames="num_steps")
@@ -98,7 +99,7 @@ def collectors():
 
 @pytest.fixture(scope="module")
 def played(collectors):
-    return {name: play(collector) for name, collector in collectors.items()}
+    return jax.device_get(play(collectors))
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
@@ -193,13 +194,15 @@ def test_forced_length_is_that_of_each_episode():
 @pytest.mark.slow
 def test_random_first_item_is_not_shown_again():
     env = make_settings(random_first=True, force_length=5)["NX_5"]
-    rows, _ = play(make_collector(env), num_episodes=50)
+    again = envs.wrappers.NoRepeat(make_env(random_first=True), initial=False)
+    collectors = {"once": make_collector(env), "again": make_collector(again)}
+    played = jax.device_get(play(collectors, num_episodes=50))
+    rows, _ = played["once"]
     first = rows.obs["item"][0]
     assert len(set(first.tolist())) > 5
     assert not (rows.action[:5] == first).any()
     assert not rows.obs["mask"][0][np.arange(50), first].any()
-    again = envs.wrappers.NoRepeat(make_env(random_first=True), initial=False)
-    rows, _ = play(make_collector(again), num_episodes=50)
+    rows, _ = played["again"]
     assert rows.obs["mask"][0].all()
 
 

@@ -1,13 +1,15 @@
 """Wrong arguments of the command line are rejected in one line."""
 
+import importlib.metadata
 import sys
 
 import pytest
 from command_line import error_line
 
 CARTPOLE, HOST = "CartPole-v1", "gymnasium:CartPole-v1"
-RUN = [CARTPOLE, "--num-envs=4"]
+RUN, H100 = [CARTPOLE, "--num-envs=4"], "--inspect=h100"
 NOT_BOTH = "argument --num-episodes: not allowed with argument --num-steps"
+NOT_INSPECTED = ": not allowed with argument --inspect"
 IN_JAX = "only for environments in JAX"
 MISSING = "envpool", "jaxmarl", "pygame"  # as if they were not installed
 CASES = [
@@ -62,11 +64,26 @@ CASES = [
     ([CARTPOLE, "--gif=none/a.gif"], "--gif: there is no folder none"),
     (["MemoryChain-bsuite", "--gif=a.gif"], "got MemoryChain-bsuite."),
     (["pgx:tic_tac_toe", "--gif=a.gif"], "got TicTacToe."),
+    # Inspection.
+    *(
+        ([CARTPOLE, H100, x], f"argument {x.partition('=')[0]}{NOT_INSPECTED}")
+        for x in (
+            *("--num-episodes=3", "--gif=a.gif", "--save=a.npz", "--plot=a.png"),
+            *("--profile=a", "--max-steps=3", "--devices=2", "--xla-cpu-loop"),
+        )
+    ),
+    ([HOST, H100], IN_JAX),
+    ([CARTPOLE, "--inspect=b200"], "h100"),
     # Packages.
+    ([*RUN, H100], "pip install"),
     ([CARTPOLE, "--gif=a.gif"], 'pip install ".[render]"'),
     (["jaxmarl:coin_game", "--num-episodes=2"], 'pip install ".[jaxmarl]"'),
     (["envpool:A-v1"], 'envpool is not installed: pip install ".[envpool]"'),
 ]
+
+
+def no_package(name):
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 @pytest.mark.parametrize(("argv", "message"), CASES, ids=[str(x) for x, _ in CASES])
@@ -74,6 +91,7 @@ def test_wrong_argument_is_rejected_in_one_line(
     argv, message, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.metadata, "version", no_package)
     for package in MISSING:
         monkeypatch.setitem(sys.modules, package, None)
     assert message in error_line(capsys, *argv)

@@ -1,12 +1,13 @@
 """Masks of spaces of several entries or parts, against lists of allowed actions."""
 
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import quick_jit
+from cases import in_one_program, quick_jit
 
 import rollout
 from rollout import envs
@@ -61,88 +62,99 @@ def elements(space):
     return list(itertools.product(*ranges))
 
 
+def random(space, mask):
+    return rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
+
+
+@functools.cache
+def drawn():
+    """Decisions of every case in all lanes, and the actions in the first seven."""
+
+    def draw(case, key):
+        policy, again = random(*case[:2]), jax.random.clone(key)
+        decision = policy.apply(None, LANES, (), key)
+        return decision, policy.apply(None, LANES[:7], (), again).action
+
+    return in_one_program(draw, CASES)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_masked_draw_is_uniform_over_allowed_actions(name):
-    space, mask, is_allowed = CASES[name]
-    policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
-    act = quick_jit(lambda obs, key: policy.apply(None, obs, (), key))
-    decision = jax.device_get(act(LANES, KEY))
+    space, _, is_allowed = CASES[name]
+    decision, few = drawn()[name]
     assert decision.action.shape == (NUM_LANES, *space.shape)
     assert decision.action.dtype == space.dtype
     assert not decision.extras["none_allowed"].any()
-    drawn = [tuple(x) for x in np.asarray(decision.action).reshape(NUM_LANES, -1)]
+    actions = [tuple(x) for x in decision.action.reshape(NUM_LANES, -1)]
     wanted = [x for x in elements(space) if is_allowed(x)]
     assert 1 < len(wanted) < len(elements(space))
-    counts = np.array([drawn.count(x) for x in wanted])
+    counts = np.array([actions.count(x) for x in wanted])
     assert counts.sum() == NUM_LANES
     mean = NUM_LANES / len(wanted)
     assert np.abs(counts - mean).max() < 5 * np.sqrt(mean)
-    few = act(LANES[:7], KEY).action
     np.testing.assert_array_equal(few, decision.action[:7])
 
 
-def corrected(space, mask, actions):
-    """What a mask makes of the actions of a policy."""
-    policy = rollout.epsilon_greedy(
-        rollout.stateless_policy(lambda params, obs, key: params),
-        space,
-        0.0,
-        mask_fn=lambda obs: spread(mask, len(obs)),
-    )
-    lanes, actions = LANES[: len(actions)], np.asarray(actions, space.dtype)
-    apply = quick_jit(lambda obs, key: policy.apply(actions, obs, (), key).action)
-    return np.asarray(apply(lanes, KEY))
+TWO, JOINT_TWO = np.ones(2, bool), np.ones((2, 2), bool)
+# The last action of each is in the space.
+OUTSIDE = {
+    "entry": (envs.spaces.MultiDiscrete((2, 2)), (TWO, TWO), [[2, 0], [0, -1], [1, 1]]),
+    "pair": (envs.spaces.MultiDiscrete((2, 2)), JOINT_TWO, [[2, 0], [0, -1], [1, 1]]),
+    "number": (envs.Discrete(2), TWO, [2, -1, 1]),
+}
+
+
+@functools.cache
+def corrected():
+    """What a mask makes of the actions of a policy, of all in the space or outside."""
+
+    def correct(case, key):
+        space, mask, actions = case
+        actions = np.reshape(actions, (-1, *space.shape)).astype(space.dtype)
+        policy = rollout.stateless_policy(lambda params, obs, key: params)
+        mask_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
+        policy = rollout.epsilon_greedy(policy, space, 0.0, mask_fn=mask_fn)
+        return policy.apply(actions, LANES[: len(actions)], (), key).action
+
+    inside = {name: (*x[:2], elements(x[0])) for name, x in CASES.items()}
+    return in_one_program(correct, inside | OUTSIDE)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_only_forbidden_actions_of_a_policy_are_replaced(name):
-    space, mask, is_allowed = CASES[name]
+    space, _, is_allowed = CASES[name]
     every = elements(space)
-    sent = corrected(space, mask, np.reshape(every, (-1, *space.shape)))
-    for before, after in zip(every, sent.reshape(len(every), -1), strict=True):
+    sent = corrected()[name].reshape(len(every), -1)
+    for before, after in zip(every, sent, strict=True):
         assert is_allowed(tuple(after))
         if is_allowed(before):
             assert before == tuple(after)
 
 
-TWO, JOINT_TWO = np.ones(2, bool), np.ones((2, 2), bool)
-
-
-@pytest.mark.parametrize(
-    ("space", "mask", "actions"),
-    [
-        (envs.spaces.MultiDiscrete((2, 2)), (TWO, TWO), [[2, 0], [0, -1], [1, 1]]),
-        (envs.spaces.MultiDiscrete((2, 2)), JOINT_TWO, [[2, 0], [0, -1], [1, 1]]),
-        (envs.Discrete(2), TWO, [2, -1, 1]),
-    ],
-)
-def test_action_outside_of_the_space_is_not_allowed(space, mask, actions):
-    sent = corrected(space, mask, actions)
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_action_outside_of_the_space_is_not_allowed(name):
+    sent = corrected()[name]
     assert ((sent >= 0) & (sent < 2)).all()
-    np.testing.assert_array_equal(sent[2:], actions[2:])
+    np.testing.assert_array_equal(sent[2:], OUTSIDE[name][-1][2:])
 
 
-@pytest.mark.parametrize(
-    ("space", "mask"),
-    [
-        (envs.spaces.MultiDiscrete((2, 3)), (TWO, np.zeros(3, bool))),
-        (envs.spaces.MultiDiscrete((2, 2)), (TWO, ~TWO)),
-        (envs.spaces.MultiDiscrete((2, 3)), np.zeros((2, 3), bool)),
-        (envs.Discrete(7), np.zeros(7, bool)),
-    ],
-)
-def test_where_nothing_is_allowed_any_action_is_drawn_and_flagged(space, mask):
-    policy = rollout.random_policy(space, mask_fn=lambda obs: spread(mask, len(obs)))
+def test_where_nothing_is_allowed_any_action_is_drawn_and_flagged():
+    cases = {
+        "one entry": (envs.spaces.MultiDiscrete((2, 3)), (TWO, np.zeros(3, bool))),
+        "equal entries": (envs.spaces.MultiDiscrete((2, 2)), (TWO, ~TWO)),
+        "joint": (envs.spaces.MultiDiscrete((2, 3)), np.zeros((2, 3), bool)),
+        "discrete": (envs.Discrete(7), np.zeros(7, bool)),
+    }
 
-    @quick_jit
-    def act(obs, key):
-        decision = policy.apply(None, obs, (), key)
-        return decision, jax.vmap(space.contains)(decision.action)
+    def act(case, key):
+        decision = random(*case).apply(None, LANES[:500], (), key)
+        return decision, jax.vmap(case[0].contains)(decision.action)
 
-    decision, is_inside = jax.device_get(act(LANES[:500], KEY))
-    assert decision.extras["none_allowed"].all()
-    assert is_inside.all()
-    assert len(np.unique(decision.action, axis=0)) == len(elements(space))
+    for name, (decision, is_inside) in in_one_program(act, cases).items():
+        assert decision.extras["none_allowed"].all(), name
+        assert is_inside.all(), name
+        num_drawn = len(np.unique(decision.action, axis=0))
+        assert num_drawn == len(elements(cases[name][0])), name
 
 
 @pytest.mark.parametrize("kind", ["dict", "tuple", "tree"])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CountEnv, make_collector
+from cases import CountEnv
 
 import rollout
 from rollout import envs
@@ -85,7 +85,7 @@ MASK = "`mask_fn` must return one bool per lane and action, bool of shape"
 STATE = "must return a state like the one it takes: float32 of shape (4, 3),"
 DRIFT = "must return the state as `env.reset` does: int32 of shape (4,) at"
 STEP = "`policy.apply` must return a `PolicyStep`"
-BOUNDS, KEYS = "`action_space` must have finite bounds", "`key` must be one typed key"
+BOUNDS = "`action_space` must have finite bounds"
 MASKED = (
     "`action_space` must be discrete or have discrete parts where `mask_fn` is given"
 )
@@ -110,10 +110,6 @@ CASES = [
     (lambda: wrapped(INTS[:, None]), "wrapped `policy.apply` must return actions as"),
     (lambda: act(rollout.gaussian_noise(NO_STEP, BOX, 0.5)), f"wrapped {STEP}"),
     (lambda: rollout.greedy(random_policy(DISCRETE)), "`policy` must have a `mode`"),
-    # Keys.
-    (lambda: make_collector("count").init(np.zeros(2, np.uint32)), KEYS),
-    (lambda: make_collector("count").init(None), KEYS),
-    (lambda: make_collector("count").init(jax.random.split(KEY, 3)), KEYS),
     # Spaces to draw from.
     (lambda: random_policy(UNBOUNDED), BOUNDS),
     (lambda: epsilon_greedy(STILL, UNBOUNDED, 0.1), BOUNDS),
