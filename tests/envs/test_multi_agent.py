@@ -5,17 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from agents import ChanceEnv, OneAgent, schedule
+from agents import ChanceEnv, OneAgent
 from cases import CountEnv, quick_jit, raw
 
 from rollout import envs
 
 B = 3
-
-
-def keys(num=B):
-    return jax.random.split(jax.random.key(0), num)
 
 
 @functools.cache
@@ -60,28 +55,6 @@ def test_reward_is_that_of_the_team():
     np.testing.assert_array_equal(
         info.unassigned_reward, np.where(obs["acting"], 0.0, info.reward)
     )
-
-
-@pytest.mark.slow
-def test_who_has_ended_acts_no_more_and_ends_no_more():
-    env = schedule(
-        acting=np.ones((5, 2)),
-        reward=np.ones((4, 2)),
-        terminated=[[0, 1], [0, 1], [0, 0], [0, 0]],
-        truncated=[[0, 0], [0, 0], [0, 1], [0, 0]],
-    )
-    env = envs.vectorize_agents(env, 1)
-    state, obs = quick_jit(env.reset)(keys(1))
-    take, seen = quick_jit(env.step), []
-    for _ in range(4):
-        action = {"all": jnp.zeros((1, 2), jnp.int32)}
-        step = take(keys(1), state, action)
-        info = step.info.agents
-        flags = info.terminated | info.truncated
-        seen.append((bool(info.acted[0, 1]), bool(flags[0, 1])))
-        state, obs = step.state, step.obs
-    assert seen == [(True, True), (False, False), (False, False), (False, False)]
-    assert not obs["acting"][0, 1]
 
 
 def test_word_of_an_agent_counts_to_its_end():
@@ -135,6 +108,8 @@ def test_lanes_of_one_agent_are_those_of_the_plain_environment():
         return (raw(state.env_state), obs), raw(want)
 
     with jax.debug_key_reuse(False):
-        (state, obs), (want_state, want) = jax.device_get(start(keys()))
+        (state, obs), (want_state, want) = jax.device_get(
+            start(jax.random.split(jax.random.key(0), B))
+        )
     np.testing.assert_array_equal(obs["all"][:, 0], want)
     jax.tree.map(np.testing.assert_array_equal, state, want_state)

@@ -21,6 +21,10 @@ DRAWS = {
     "permutation": lambda key: jax.random.permutation(key, 6),
     "split": lambda key: jax.random.key_data(jax.random.split(key, 5)),
     "fold_in": lambda key: jax.random.key_data(jax.random.fold_in(key, 123)),
+    **{
+        f"{dtype} {shape}": functools.partial(jax.random.bits, shape=shape, dtype=dtype)
+        for shape, dtype in BITS
+    },
 }
 NUM_LANES = 4
 
@@ -31,38 +35,25 @@ def words(key):
 
 @functools.cache
 def drawn():
-    """The draws of keys, inline and not, in one program."""
-
-    def bits(key):
-        return [jax.random.bits(key, shape, jnp.dtype(dtype)) for shape, dtype in BITS]
+    """What one and all of some keys draw, inline and not, in one program."""
 
     def draw(key):
         return {name: fn(key) for name, fn in DRAWS.items()}
 
     @quick_jit
-    def draw_all(batch):
-        inline = prng.inline(batch)
-        return {
-            "bits": (bits(inline[0]), bits(batch[0])),
-            "one": draw(inline[0]),
-            "batch": (jax.vmap(draw)(inline), jax.vmap(draw)(batch)),
-        }
+    def draw_all(keys):
+        inline = prng.inline(keys)
+        return draw(inline[0]), jax.vmap(draw)(inline), jax.vmap(draw)(keys)
 
     return jax.device_get(draw_all(jax.random.split(jax.random.key(2), NUM_LANES)))
 
 
-@pytest.mark.parametrize("number", range(len(BITS)))
-def test_bits_are_those_of_jax(number):
-    got, want = (bits[number] for bits in drawn()["bits"])
-    assert (got.shape, got.dtype) == BITS[number]
-    np.testing.assert_array_equal(got, want)
-
-
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_are_those_of_jax_also_under_vmap(name):
-    got, want = (batch[name] for batch in drawn()["batch"])
+    one, got, want = (found[name] for found in drawn())
+    assert got.dtype == want.dtype
     np.testing.assert_array_equal(got, want)
-    np.testing.assert_array_equal(drawn()["one"][name], want[0])
+    np.testing.assert_array_equal(one, want[0])
     assert (want[0] != want[1]).any()
 
 

@@ -253,38 +253,40 @@ ACTIONS = np.array([2, 0, 1, 0, 0, 0, 0, 0, 0], np.int32)
 BOX_ACTION = np.float32([0.1, 0.2])  # times those
 
 
+# Those whose observations are trees.
+TREES = ("obs", "info", "frames outside", "frames inside", "frames of a tree")
+TREES += ("previous", "no repeat", "history 1", "history 3", "history of boxes")
+
+
 @functools.cache
 def played():
-    """Nine steps of each, and whether a space of trees has what is shown.
+    """Nine steps of each, and whether the spaces of trees have what is shown.
 
     Side by side in one loop, with the same keys, so that one draw serves all.
     """
-    each = lambda fn, *trees: {x: fn(PLAYED[x], *(t[x] for t in trees)) for x in PLAYED}  # noqa: E731
 
     def step(states, given):
         key, action = given
-
-        def one(env, state):
+        results = {}
+        for name, env in PLAYED.items():
             is_box = isinstance(env.action_space, envs.Box)
-            return env.step(key, state, action * BOX_ACTION if is_box else action)
-
-        results = each(one, states)
-        states = each(lambda env, result: result.state, results)
-        return states, each(lambda env, result: result.replace(state=()), results)
+            sent = action * BOX_ACTION if is_box else action
+            results[name] = env.step(key, states[name], sent)
+        states = {name: result.state for name, result in results.items()}
+        return states, {name: x.replace(state=()) for name, x in results.items()}
 
     def contained(env, obs, after):
-        if not isinstance(env.observation_space, envs.Dict):
-            return True
-        every = jax.tree.map(lambda x, y: jnp.append(x[None], y, 0), obs, after.obs)
+        every = jax.tree.map(lambda x, y: jnp.append(x[None], y, 0), obs, after)
         return jax.vmap(env.observation_space.contains)(every)
 
     @quick_jit
     def run(key, keys):
-        begun = each(lambda env: env.reset(key))
-        states = each(lambda env, pair: pair[0], begun)
-        first = each(lambda env, pair: pair[1], begun)
+        begun = {name: env.reset(key) for name, env in PLAYED.items()}
+        states = {name: state for name, (state, _) in begun.items()}
+        first = {name: obs for name, (_, obs) in begun.items()}
         _, steps = jax.lax.scan(step, states, (keys, ACTIONS))
-        return first, steps, each(contained, first, steps)
+        inside = {x: contained(PLAYED[x], first[x], steps[x].obs) for x in TREES}
+        return first, steps, inside
 
     key, *keys = jax.random.split(jax.random.key(0), 1 + len(ACTIONS))
     with jax.debug_key_reuse(False):
@@ -293,14 +295,14 @@ def played():
 
 def play(name):
     """One episode: what it showed first, and its steps."""
-    first, steps, _ = (found[name] for found in played())
+    first, steps = (found[name] for found in played()[:2])
     ends = np.flatnonzero(steps.terminated | steps.truncated)
     return first, at(steps, slice(ends[0] + 1))
 
 
-@pytest.mark.parametrize("name", PLAYED)
+@pytest.mark.parametrize("name", TREES)
 def test_observations_are_in_the_space_of_the_wrapper(name):
-    assert np.all(played()[-1][name])
+    assert played()[-1][name].all()
 
 
 @pytest.mark.parametrize("length", [3, 4, 9])
