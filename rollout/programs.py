@@ -28,8 +28,8 @@ def shared(make: Fn) -> Fn:
     """Returns a function that makes one object for equal arguments.
 
     Functions are equal if they are the same; arrays if they have the same type, shape,
-    dtype and bits. The last 256 objects are kept. While jax traces, and for arguments
-    without a hash that are no pytrees, every call makes a new object.
+    dtype, bits and devices. The last 256 objects are kept. While jax traces, and for
+    arguments without a hash that are no pytrees, every call makes a new object.
     """
 
     @functools.lru_cache(_MOST)
@@ -119,6 +119,7 @@ def _value(leaf: Any) -> Any:
         ):
             raise _NoHashError
         digest = hashlib.sha256(np.asarray(leaf).tobytes()).digest()
-        return type(leaf), leaf.shape, leaf.dtype, digest
+        where = [getattr(leaf, name, None) for name in ("weak_type", "sharding")]
+        return type(leaf), leaf.shape, leaf.dtype, digest, *where
     # By its text, 0.0 is not -0.0, and not 0 either.
     return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf

@@ -228,6 +228,7 @@ def test_objects_are_shared_by_the_values_of_all_arguments():
         (envs.Discrete(2),), (envs.Discrete(2, start=1),), (1, 2), (2, 1),
         (envs.Box(0, 1, (2,), np.int32),), (spaces.MultiBinary((2,)),), (None,), (),
     ]  # fmt: skip
+    unlike.append((jax.device_put(np.ones(1), jax.devices()[1]),))
     objects = {id(made(*args)) for args in unlike}
     assert len(objects) == len(unlike)
     copies = jax.tree.map(lambda x: x, unlike)
