@@ -107,13 +107,26 @@ def key_reuse():
 @pytest.fixture
 def quick_compile(monkeypatch):
     """Compiles everything as `quick_jit` does, also what a page compiles itself."""
+    _compile_with(monkeypatch, QUICK_OPTIONS)
+
+
+@pytest.fixture
+def quick_training(monkeypatch):
+    """Compiles faster, and to programs as fast, for a test that trains for long."""
+    options = dict(QUICK_OPTIONS)
+    del options["xla_backend_optimization_level"]
+    _compile_with(monkeypatch, options)
+
+
+def _compile_with(monkeypatch, options):
+    """Passes options of the compiler also to programs whose `jit` names none."""
     get_options = compiler.get_compile_options
 
-    def get_quick_options(*args, env_options_overrides=None, **options):
-        overrides = {**QUICK_OPTIONS, **(env_options_overrides or {})}
-        return get_options(*args, env_options_overrides=overrides, **options)
+    def get(*args, env_options_overrides=None, **others):
+        overrides = {**options, **(env_options_overrides or {})}
+        return get_options(*args, env_options_overrides=overrides, **others)
 
-    monkeypatch.setattr(compiler, "get_compile_options", get_quick_options)
+    monkeypatch.setattr(compiler, "get_compile_options", get)
 
 
 @pytest.fixture
