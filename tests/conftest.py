@@ -9,7 +9,8 @@ import tempfile
 
 import jax
 import pytest
-from compiles import check_programs, count_compiles
+from compiles import QUICK_OPTIONS, check_programs, count_compiles
+from jax._src import compiler
 
 # The modules without which a test that `compiles_for` an accelerator is skipped.
 COMPILERS = {"h100": "jax_cuda12_plugin", "v5e": "libtpu"}
@@ -104,11 +105,28 @@ def key_reuse():
 
 
 @pytest.fixture
-def quick_compile():
-    """Compiles without most optimizations, a fifth less of the time of a page."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def quick_compile(monkeypatch):
+    """Compiles everything as `quick_jit` does, also what a page compiles itself."""
+    _compile_with(monkeypatch, QUICK_OPTIONS)
+
+
+@pytest.fixture
+def quick_training(monkeypatch):
+    """Compiles faster, and to programs as fast, for a test that trains for long."""
+    options = dict(QUICK_OPTIONS)
+    del options["xla_backend_optimization_level"]
+    _compile_with(monkeypatch, options)
+
+
+def _compile_with(monkeypatch, options):
+    """Passes options of the compiler also to programs whose `jit` names none."""
+    get_options = compiler.get_compile_options
+
+    def get(*args, env_options_overrides=None, **others):
+        overrides = {**options, **(env_options_overrides or {})}
+        return get_options(*args, env_options_overrides=overrides, **others)
+
+    monkeypatch.setattr(compiler, "get_compile_options", get)
 
 
 @pytest.fixture

@@ -149,8 +149,8 @@ def flat(tree):
 @pytest.mark.parametrize("name", TRAINED)
 def test_program_trains(name, request, capsys, tmp_path, monkeypatch):
     """Where brax is not installed, an environment of gymnax stands in for the robot."""
-    if name in ("brax", "craftax_baselines"):
-        request.getfixturevalue("quick_compile")
+    is_short = name in ("brax", "craftax_baselines")
+    request.getfixturevalue("quick_compile" if is_short else "quick_training")
     pytest.importorskip(NEEDED.get(name, "jax"))
     monkeypatch.chdir(tmp_path)
     (code,) = blocks(TEXTS[name])

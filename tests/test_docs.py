@@ -23,8 +23,8 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {"README.md": README}
 TEXTS |= {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 MARKS = {"docs/accelerators.md": pytest.mark.compiles_for("h100")}
-# Compiled as users compile them; the others are with few optimizations.
-OPTIMIZED = ("docs/accelerators.md", "docs/tutorial.md")
+# About what is compiled, and of equal bits; the others are with few optimizations.
+OPTIMIZED = ("docs/accelerators.md", "docs/concepts/keys.md")
 # Packages that only show numbers; the tests have no need of them.
 LOGGERS = ("tensorboardX", "wandb")
 

@@ -35,6 +35,7 @@ config = config._replace(num_updates=3, num_envs=16, learning_rate=0.0)""",
 SHORTER = {
     "action_masks": "config = config._replace(num_updates=100)",
     "dqn": "TOTAL_STEPS = 512_000",
+    "league": "NUM_ROUNDS, NUM_UPDATES = 10, 8",
     "smax": "config = config._replace(num_updates=195)",
     "sweep": "NUM_SEEDS = 2",
     "vdn": "NUM_UPDATES = 720",
@@ -107,6 +108,7 @@ def test_updates_of_ppo_change_the_policy_a_little(quick_compile):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_training")
 def test_programs_of_ppo_learn(folder, capsys):
     run("ppo.md", *blocks(PAGES["ppo"]))
     cartpole, pendulum = capsys.readouterr().out.splitlines()
@@ -217,6 +219,8 @@ BRAX = pytest.mark.filterwarnings("ignore")  # brax's own, of its age
     "name", [pytest.param(x, marks=BRAX if x == "sac" else ()) for x in LEARNT]
 )
 def test_program_learns(name, folder, request):
+    if name not in ("dqn", "smax", "vdn"):  # which run for longer than they compile
+        request.getfixturevalue("quick_training")
     if name == "league":
         pytest.importorskip("pgx")
     if name in ("ippo", "smax", "vdn"):
@@ -236,6 +240,7 @@ def test_program_learns(name, folder, request):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_training")
 def test_mappo_learns(folder, rank_promotion):
     pytest.importorskip("jaxmarl")
     names = run("mappo", make_mappo(blocks(PAGES["ippo"])[0]))
@@ -257,6 +262,7 @@ def test_sac_runs_on_a_pendulum(folder, quick_compile):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_training")
 def test_a_clone_acts_like_its_expert(folder, key_reuse):
     """With `key_reuse`: all play the same 100 episodes."""
     names = run_page("cloning")
@@ -282,6 +288,7 @@ def test_atari_returns_are_raw_and_a_lost_life_ends_for_the_loss_only(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_training")
 def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
     """With `key_reuse` and `rank_promotion`: Jumanji does both."""
     pytest.importorskip("jumanji")

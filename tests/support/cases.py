@@ -5,6 +5,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from compiles import QUICK_OPTIONS
 from flax import struct
 
 import rollout
@@ -157,13 +158,5 @@ def in_one_program(fn, cases):
     return jax.device_get(run(jax.random.split(jax.random.key(0), len(cases))))
 
 
-# For large programs whose results alone count: less than half of the compiling. The
-# results are the same but for roundings.
-_QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_parallel_codegen_split_count": 1,
-    "xla_cpu_use_fusion_emitters": False,
-}
-if jax.__version_info__ >= (0, 11):
-    del _QUICK["xla_cpu_use_fusion_emitters"]  # there is nothing else to use
-quick_jit = functools.partial(jax.jit, compiler_options=_QUICK)
+# For large programs whose results alone count; see `QUICK_OPTIONS`.
+quick_jit = functools.partial(jax.jit, compiler_options=QUICK_OPTIONS)

@@ -6,6 +6,14 @@ import jax
 import pytest
 
 LIMIT = 25  # programs that a quick test may compile
+# Less than half of the compiling, and the same results but for roundings.
+QUICK_OPTIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_cpu_use_fusion_emitters": False,
+}
+if jax.__version_info__ >= (0, 11):
+    del QUICK_OPTIONS["xla_cpu_use_fusion_emitters"]  # there is nothing else to use
 _OPEN: list[list[str]] = []  # the events of every block that is open, outermost first
 
 

@@ -50,7 +50,7 @@ def suite(request):
     """Skips what is not installed, and allows what the suite does."""
     name = request.getfixturevalue("env_id").partition(":")[0]
     plain_suites.import_quietly(MODULES.get(name, name))
-    for fixture in FIXTURES[name]:
+    for fixture in ("quick_compile", *FIXTURES[name]):
         request.getfixturevalue(fixture)
     return name
 

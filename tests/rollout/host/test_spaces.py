@@ -67,6 +67,7 @@ def each(hows):
     ]
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     ("how", "name"), each(["own", "gymnasium", "workers", "asynchronous"])
 )
@@ -103,6 +104,7 @@ def test_space_goes_through_collector_buffer_and_checkpoint(how, name, tmp_path)
     jax.tree.map(np.testing.assert_array_equal, again, drawn)
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(("how", "name"), each(["own", "gymnasium"]))
 def test_probe_finds_nothing_wrong_with_a_space(how, name):
     found = rollout.probe(make(how, OURS[name]), num_steps=20)
