@@ -107,7 +107,7 @@ def key_reuse():
 @pytest.fixture
 def quick_compile(monkeypatch):
     """Compiles everything as `quick_jit` does, also what a page compiles itself."""
-    _compile_with(monkeypatch, QUICK_OPTIONS)
+    yield from _compile_with(monkeypatch, QUICK_OPTIONS)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def quick_training(monkeypatch):
     """Compiles faster, and to programs as fast, for a test that trains for long."""
     options = dict(QUICK_OPTIONS)
     del options["xla_backend_optimization_level"]
-    _compile_with(monkeypatch, options)
+    yield from _compile_with(monkeypatch, options)
 
 
 def _compile_with(monkeypatch, options):
@@ -127,6 +127,8 @@ def _compile_with(monkeypatch, options):
         return get_options(*args, env_options_overrides=overrides, **others)
 
     monkeypatch.setattr(compiler, "get_compile_options", get)
+    yield
+    jax.clear_caches()  # another test may compare bits
 
 
 @pytest.fixture

@@ -154,7 +154,7 @@ def test_every_row_agrees_with_a_plain_loop(name):
         return result.state, result.obs, result.reward, *ends, result.info
 
     plain = side_by_side(env, lambda _, key: env.reset(key), advance)
-    suite_checks.check_is_as_in_plain_loop(collect(name), plain, atol=1e-5)
+    suite_checks.check_is_as_in_plain_loop(collect(name), plain, atol=3e-5)
 
 
 @each_case

@@ -627,7 +627,9 @@ def test_one_call_gives_the_bits_of_two_halves():
     collector = make_collector({name: POLICIES[name] for name in names})
     start = collector.init(jax.random.key(7))
     carry, once = collector.collect_steps(start, None, NUM_STEPS)
-    last, halves = collect()
+    last, first = collector.collect_steps(start, None, NUM_STEPS // 2)
+    last, second = collector.collect_steps(last, None, NUM_STEPS // 2)
+    halves = jax.tree.map(lambda *x: np.concatenate(x), first, second)
     for name in names:
         for got, want in (
             (carry.policy_state[name], last.policy_state[name]),
