@@ -41,6 +41,7 @@ SLOW_STREAMS = [
 ]
 
 
+@pytest.mark.compiles(50)
 @pytest.mark.parametrize(
     "options",
     [*STREAMS, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW_STREAMS)],
