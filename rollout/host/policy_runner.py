@@ -26,7 +26,7 @@ class View(NamedTuple):
 
 
 class _Programs(NamedTuple):
-    """What is compiled of a policy, the same for all runners that are alike."""
+    """The compiled functions of a policy, shared by equal runners."""
 
     act: Any
     restart: Any

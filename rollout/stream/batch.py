@@ -110,8 +110,12 @@ def make_host_batch(
     collector: HostCollector,
     carry: Carry,
     params: Any,
+    finish: Any,
 ) -> BatchResult:
-    """Does what `make_batch` does, for environments that are not JAX."""
+    """Does what `make_batch` does, for environments that are not JAX.
+
+    `finish` is the `host_program` of the options.
+    """
     episodes, before = None, collector.fault_stats.faulty_episodes
     if options.episodes_per_batch is None:
         carry, trajectory = collector.collect_batch(
@@ -130,13 +134,13 @@ def make_host_batch(
             max_length=options.max_episode_steps,
         )
     num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
-    finish = _host_program(options.of_program())
     result = finish((), trajectory, episodes, num_faulty)
     return result._replace(carry=carry)
 
 
 @programs.shared
-def _host_program(options: Options) -> Any:
+def host_program(options: Options) -> Any:
+    """Jits `finish` for the options that it reads, those `of_program`."""
     return jax.jit(functools.partial(finish, options))
 
 

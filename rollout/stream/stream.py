@@ -29,6 +29,7 @@ from rollout.stream.batch import (
     BatchResult,
     batch_program,
     blank_memory,
+    host_program,
     make_host_batch,
 )
 from rollout.stream.options import Options, Placement
@@ -204,7 +205,8 @@ class Stream(Generic[ParamsT]):
             options.check_processes()
         if self._is_host:
             options.check_host()
-        self._make_batch = batch_program(options.of_program())
+        make_program = host_program if self._is_host else batch_program
+        self._program = make_program(options.of_program())
         self._collector: Any = _with_warmup(collector, options)
         carry = self._collector.init(key)
         totals = stream_stats.zero(carry, options.window_episodes)
@@ -433,7 +435,8 @@ class Stream(Generic[ParamsT]):
             # Its environments move on only once: after an interrupt the same carry
             # leads to the same call, which may already run.
             if self._job is None or self._job.carry is not at.carry:
-                make = functools.partial(make_host_batch, options, *args)
+                args = options, *args, self._program
+                make = functools.partial(make_host_batch, *args)
                 self._job = _Once(at.carry, make)
             future = ctrl_c.submit(self._thread, self._job)
             wait = functools.partial(ctrl_c.result, future)
@@ -442,7 +445,7 @@ class Stream(Generic[ParamsT]):
             self._compile(num_rows, at, params[0], memory)
             start = time.perf_counter()
             with ctrl_c.held_back():  # jax's caches make other errors of an interrupt
-                result = self._make_batch(*args, memory)
+                result = self._program(*args, memory)
             for x in jax.tree.leaves(memory):
                 if not x.is_deleted():  # a view prevented the donation, and stays valid
                     x.delete()
@@ -512,7 +515,7 @@ class Stream(Generic[ParamsT]):
             return ()  # the last batch is shorter
         if memory is None or any(x.is_deleted() for x in jax.tree.leaves(memory)):
             args = num_rows, self._collector, at.carry, self._params[0], ()
-            output = self._make_batch.eval_shape(*args).output
+            output = self._program.eval_shape(*args).output
             memory = blank_memory(output, self._collector)
         return memory
 
@@ -524,7 +527,7 @@ class Stream(Generic[ParamsT]):
             self._collector.compile(at.carry, params)
         elif not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             args = num_rows, self._collector, at.carry, params, memory
-            lowered = self._make_batch.lower(*args)
+            lowered = self._program.lower(*args)
             if self._is_multi_process:
                 multihost.compare("stream", self._facts(params, lowered.as_text()))
             lowered.compile()

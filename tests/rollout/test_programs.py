@@ -158,6 +158,14 @@ def test_nothing_is_compiled_for_equal_objects(name, key_reuse):
     assert set(events) <= {"/jax/core/compile/jaxpr_trace_duration"}  # of `eval_shape`
 
 
+def test_equal_streams_in_turns_keep_their_own_memory():
+    options = {"key": KEY, "params": 0, "steps_per_batch": B * T, "recycle": True}
+    streams = [rollout.Stream(make_collector(), **options) for _ in range(2)]
+    for _ in range(4):  # copies, since a view would prevent that memory is used again
+        rows = [jax.tree.map(np.array, next(x).trajectory) for x in streams]
+        jax.tree.map(np.testing.assert_array_equal, *rows)
+
+
 def test_gif_compiles_at_most_four_programs_and_then_none(tmp_path):
     env = envs.make_vec("CartPole-v1", 1, max_steps_in_episode=11)
     collector = rollout.Collector(
