@@ -62,7 +62,8 @@ def reset(
     # Nothing inside the reset depends on a differentiated value, so its `while_loop` is
     # never transposed; `_attach` adds the derivative again, outside of the loop.
     fixed_env, fixed_words = lax.stop_gradient((env, words))
-    fresh = WAYS[way](done, lambda at: prng.words(start_fn(fixed_env, at)), fixed_words)
+    replace = masked_update.merged(WAYS[way])
+    fresh = replace(done, lambda at: prng.words(start_fn(fixed_env, at)), fixed_words)
     return prng.like(_attach(fresh, words, done), lanes)
 
 

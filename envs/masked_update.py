@@ -4,21 +4,23 @@ Each function here calls another one with lanes to compute, and writes the resul
 lanes whose flag is set; the bits are the same. `select` computes all lanes. `rounds`
 computes `K` at a time, in a loop that runs no round if no flag is set: for a CPU, and
 for a TPU, which controls loops by itself. `switch` computes no lane, up to `K`, or all,
-whichever suffices: for a GPU, where a loop of unknown length waits for the host. Under
-`vmap` use `select`: there a loop runs until the slowest ends, and a conditional
-computes every branch.
+whichever suffices: for a GPU, where a loop of unknown length waits for the host.
+`merged` makes either of the two fit for `vmap`.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
 from rollout.envs import prng
 from rollout.envs.types import ALL_LANES, ArrayTree, LaneIndex
 
 _Fn = Callable[[LaneIndex], ArrayTree]
+_Way = Callable[[jax.Array, _Fn, ArrayTree], ArrayTree]
 
 _WORD = 32  # bits of a word of lane flags
 
@@ -81,6 +83,83 @@ def switch(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
     is_any, is_more = count > 0, count > _num_slots(flag)
     branch = is_any.astype(jnp.int32) + is_more.astype(jnp.int32)
     return lax.switch(branch, (lambda lanes: lanes, some, every), lanes)
+
+
+def merged(way: _Way) -> _Way:
+    """Lets `rounds` or `switch` take V members of B lanes under `vmap` as V * B lanes.
+
+    `vmap` itself would run the loop for all lanes while one lane of one member needs
+    it, and every branch of the conditional. What `fn` closes over may differ between
+    members, as parameters of an environment do. It has no derivative: what is
+    differentiated must pass `stop_gradient` before.
+    """
+
+    def update(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
+        # Functions without closures, since `custom_vmap` takes no others.
+        one, of_one = _hoist(lambda lane: _first(fn(lane[None])), jnp.int32(0))
+        run, of_run = _hoist(lambda flag, lanes: way(flag, fn, lanes), flag, lanes)
+
+        @jax.custom_batching.custom_vmap
+        def call(
+            flag: jax.Array, lanes: ArrayTree, of_run: list, of_one: list
+        ) -> ArrayTree:
+            del of_one  # only for many members
+            return run(of_run, flag, lanes)
+
+        @call.def_vmap
+        def call_merged(
+            size: int, mapped: list, flag: jax.Array, lanes: ArrayTree, *closed: list
+        ) -> tuple[ArrayTree, ArrayTree]:
+            merge, num_lanes = functools.partial(_merge, size), flag.shape[-1]
+            flag, lanes = jax.tree.map(merge, (flag, lanes), tuple(mapped[:2]))
+            of_one, axes = closed[1], [0 if x else None for x in mapped[3]]
+
+            def of_members(at: LaneIndex) -> ArrayTree:
+                number = jnp.arange(size * num_lanes, dtype=jnp.int32)[at]
+                member, lane = jnp.divmod(number, num_lanes)
+                values = [
+                    x if axis is None else x[member]
+                    for x, axis in zip(of_one, axes, strict=True)
+                ]
+                return jax.vmap(one, (axes, 0))(values, lane)
+
+            new = jax.tree.map(
+                lambda x: x.reshape(size, num_lanes, *x.shape[1:]),
+                update(flag, of_members, lanes),
+            )
+            return new, jax.tree.map(lambda _: True, new)
+
+        return call(flag, lanes, of_run, of_one)
+
+    return update
+
+
+def _merge(size: int, x: jax.Array, is_mapped: bool) -> jax.Array:
+    """Reshapes `[V, B, ...]`, or `[B, ...]` of all V members, to `[V * B, ...]`."""
+    x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _first(tree: ArrayTree) -> ArrayTree:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _hoist(
+    fn: Callable[..., ArrayTree], *args: ArrayTree
+) -> tuple[Callable[..., ArrayTree], list[jax.Array]]:
+    """Returns `fn` with what it closes over as its first argument, and those values.
+
+    They are words instead of typed keys.
+    """
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    structure, consts = jax.tree.structure(shape), jax.eval_shape(lambda: closed.consts)
+
+    def hoisted(values: list[jax.Array], *args: ArrayTree) -> ArrayTree:
+        values = prng.like(values, prng.blank(consts))
+        whole = core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, values))
+        return structure.unflatten(whole(*jax.tree.leaves(args)))
+
+    return hoisted, prng.words(closed.consts)
 
 
 def _num_slots(flag: jax.Array) -> int:

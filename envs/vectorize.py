@@ -37,8 +37,7 @@ def vectorize(env: Env, num_envs: int, *, auto_reset: str = "auto") -> VectorEnv
         num_envs: B, at least 1.
         auto_reset: `"compact"` resets only the lanes that are done; `"select"` resets
             every lane at every step and keeps the done ones; `"auto"` chooses by the
-            platform that the program is lowered for. All return the same bits. Use
-            `"select"` under `vmap`.
+            platform that the program is lowered for. All return the same bits.
 
     Returns:
         A `VectorEnv`: a pytree whose leaves are those of `env`.

@@ -126,8 +126,9 @@ def steps_while(
     take = jax.jit(step, inline=True)
 
     def one_by_one(state: _State) -> _State:
-        every = jnp.ones((), bool)  # a constant, so XLA removes the selects of `hold`
-        return lax.while_loop(goes_on, lambda state: take(state, every), state)
+        return lax.while_loop(
+            goes_on, lambda state: take(state, _always(goes_on(state))), state
+        )
 
     def in_blocks(state: _State) -> _State:
         def block(state: _State) -> _State:
@@ -138,6 +139,18 @@ def steps_while(
         return lax.while_loop(goes_on, block, state)
 
     return choose(one_by_one, in_blocks, state)
+
+
+@jax.custom_batching.custom_vmap
+def _always(flag: jax.Array) -> jax.Array:
+    """Returns True, so that XLA removes the selects of `hold`; `flag` under `vmap`."""
+    return jnp.ones_like(flag)
+
+
+@_always.def_vmap
+def _always_of_each(size: int, is_mapped: list, flag: jax.Array) -> tuple:
+    del size
+    return flag, is_mapped[0]
 
 
 def hold(go: jax.Array, new: _State, old: _State) -> _State:

@@ -99,7 +99,7 @@ def play(
     # lanes, before the first step.
     # Beyond the end every lane is idle, so results and counts do not change.
     def step(run: _Run, go: jax.Array) -> _Run:
-        carry = restart(collector, run.carry, run.over, start(run.index))
+        carry = restart(collector, run.carry, run.over & go, start(run.index))
         carry, row, cut = advance(
             collector, carry, params, roots=roots, limit=max_steps
         )

@@ -1,5 +1,7 @@
 """Compact auto-reset: exact for any number of done lanes."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -94,6 +96,75 @@ def test_derivatives_pass_through_the_lanes_that_are_not_done():
         reset = auto_reset.reset("compact", (), start, done, lanes)
         return reset.state @ jnp.ones(3)
 
-    value, slope = jax.jit(jax.value_and_grad(total))(jnp.full(3, 10.0))
-    assert value == 10.0 + 1.0 + 10.0
-    np.testing.assert_array_equal(slope, [1.0, 0.0, 1.0])
+    every = jax.vmap(jax.value_and_grad(total))  # each of two members
+    value, slope = jax.jit(every)(jnp.full((2, 3), 10.0))
+    np.testing.assert_array_equal(value, 2 * [10.0 + 1.0 + 10.0])
+    np.testing.assert_array_equal(slope, 2 * [[1.0, 0.0, 1.0]])
+    forward = jax.jit(lambda x: jax.jvp(jax.vmap(total), (x,), (jnp.ones((2, 3)),)))
+    np.testing.assert_array_equal(forward(jnp.full((2, 3), 10.0))[1], [2.0, 2.0])
+
+
+def start_member(env, at):
+    lane = jnp.arange(33, dtype=jnp.int32)[at]
+    state = env["scale"] * lane + env["table"][lane % 3]
+    return Lanes(prng.fold_in(env["key"], lane), state, lane)
+
+
+@pytest.mark.parametrize("mapped", ["all", "lanes", "parameters", "twice"])
+def test_members_under_vmap_are_reset_as_each_alone(mapped):
+    rng = np.random.default_rng(0)
+    shape = (2, 3) if mapped == "twice" else (3,)
+    done = np.stack([rng.random((*shape, 33)) < chance for chance in (0.0, 0.1, 0.9)])
+    every = {
+        "lanes": (done, rng.random((3, *shape, 33), np.float32)),
+        "env": {
+            "scale": np.arange(3 * np.prod(shape)).reshape(3, *shape),
+            "table": rng.random((3, *shape, 3), np.float32),
+            "key": jax.random.split(jax.random.key(0), (3, *shape)),
+        },
+    }
+    shared = {"lanes": "env", "parameters": "lanes"}.get(mapped)
+    axes = {name: None if name == shared else 0 for name in every}
+
+    def reset(way, members):
+        (done, state), env = members["lanes"], members["env"]
+        lane = jnp.arange(33, dtype=jnp.int32)
+        lanes = Lanes(prng.fold_in(jax.random.key(1), lane), state, lane)
+        if way == "switch":
+            start = lambda at: prng.words(start_member(env, at))  # noqa: E731
+            switch = masked_update.merged(masked_update.switch)
+            return switch(done, start, prng.words(lanes))
+        return raw(auto_reset.reset(way, env, start_member, done, lanes))
+
+    def both(members):
+        if shared:
+            members = {**members, shared: jax.tree.map(lambda x: x[0], members[shared])}
+        found = []
+        for way in ("select", "compact", "auto", "switch"):
+            each = jax.vmap(functools.partial(reset, way), (axes,))
+            found.append((jax.vmap(each) if mapped == "twice" else each)(members))
+        return found
+
+    # One program for all flags, which come one after the other as steps do.
+    select, *others = quick_jit(lambda every: jax.lax.map(both, every))(every)
+    for other in others:
+        chex.assert_trees_all_equal(other, select)
+
+
+def test_members_without_a_done_lane_cost_no_reset():
+    computed = []
+
+    def start(env, lane):
+        jax.debug.callback(computed.append, lane[0])
+        return Lanes(lane, lane, lane)
+
+    def reset(done):
+        lane = jnp.arange(32, dtype=jnp.int32)
+        return auto_reset.reset("compact", (), start, done, Lanes(lane, lane, lane))
+
+    # 8 lanes of one member of four: 8 of all 128 are computed at a time, and 2 of 32.
+    done = np.zeros((4, 32), bool)
+    done[2, 5:13] = True
+    jax.block_until_ready(jax.jit(jax.vmap(reset))(done))
+    jax.effects_barrier()
+    assert sorted(map(int, computed)) == list(range(5, 13))

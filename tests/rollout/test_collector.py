@@ -227,7 +227,7 @@ def test_fold_steps_sees_the_transitions_of_collect_steps():
 @slow
 def test_collector_vmaps_over_environment_parameters():
     def last_length(limit):
-        env = envs.vectorize(CountEnv(limit=limit), 3, auto_reset="select")
+        env = envs.vectorize(CountEnv(limit=limit), 3)
         collector = make_collector("count", 3).replace(env=env)
         start = collector.init(jax.random.key(0))
         return collector.collect_steps(start, None, 30)[1].episode_length.max()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CountEnv, TwoLengthEnv, last_word, make_env, of_episodes, raw
+from flax import struct
 
 import rollout
 from rollout import envs
@@ -395,23 +396,31 @@ def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
             assert episodes.truncated[k] == result.truncated
 
 
-@slow
-@pytest.mark.usefixtures("key_reuse")  # a mapped loop selects between keys
+@pytest.mark.usefixtures("key_reuse")
 def test_population_is_evaluated_under_vmap():
-    # With the looping auto-reset; `vmap` makes its loop as long as the longest.
-    policy = rollout.stateless_policy(lambda params, obs, key: (obs @ params > 0) * 1)
-    collector = make_collector("CartPole-v1").replace(policy=policy)
-    carry = collector.init(jax.random.key(0))
+    resets = []
 
-    def play(params):
-        return collector.collect_episodes(carry, params, 6, max_steps=50)[1]
+    @struct.dataclass
+    class Counted(CountEnv):
+        def reset(self, key):
+            jax.debug.callback(lambda _: resets.append(1), key)
+            return super().reset(key)
 
-    population = jax.random.normal(jax.random.key(1), (3, 4))
-    together = jax.jit(jax.vmap(play))(population)
-    for member, params in enumerate(population):
-        alone = play(params)
-        got = together.episode_length[member], together.num_steps[member]
-        chex.assert_trees_all_equal(got, (alone.episode_length, alone.num_steps))
+    def evaluate(limit):
+        env = envs.vectorize(Counted(limit=limit, min_length=20, max_length=20), 2)
+        collector = make_collector("count", 2).replace(env=env)
+        return rollout.evaluate(collector, jax.random.key(0), None, 2)
+
+    # From 1 to 16 steps, so that most members wait for the last ones.
+    limits = 1 + jnp.arange(16)
+    together = jax.block_until_ready(jax.jit(jax.vmap(evaluate))(limits))
+    jax.effects_barrier()
+    np.testing.assert_array_equal(together.num_steps, 2 * limits)
+    # `init` resets the two lanes that all members share. Then every member's are reset
+    # at the start and at the end, and never while it waits for others.
+    assert len(resets) == 2 + 2 * 2 * limits.size
+    alone = jax.jit(lambda limits: jax.lax.map(evaluate, limits))(limits)
+    chex.assert_trees_all_equal(together, alone)
 
 
 MOST = 2**31 - 1
