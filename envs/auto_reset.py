@@ -11,7 +11,8 @@ order. `"auto"` chooses by the platform that the program is lowered for:
 | TPU and others | select | compact |
 
 `switch` resets no lane, up to `K` done ones, or all; see `rollout.envs.masked_update`.
-All ways are exact for any number of done lanes.
+All ways are exact for any number of done lanes. The kernel computes the values of
+truncated steps by the same rule.
 
 A reset is cheap if it takes at most 5,000 operations, about a step of Breakout, or 30
 million in all lanes together; on a GPU it must also have no loop of more than 8 rounds.

@@ -16,7 +16,6 @@ from rollout.types import Transition
 
 Scalar = float | jax.Array  # (), may be traced
 
-_SHIFT_UNROLL = 64  # rows of `next_values`, two selections each
 _UNROLL = 16  # rows; more would save launches, and take longer to compile
 
 
@@ -190,12 +189,16 @@ def _fields(trajectory: Transition) -> tuple[jax.Array, ...]:
 
 @jax.jit
 def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Array:
-    def step(later: jax.Array, row: tuple) -> tuple:
-        done, mask, value, final_value = row
-        return jnp.where(mask, value, later), jnp.where(done, final_value, later)
+    done, mask, value, final_value = rows
+    # Without a loop, which would be launches outside of CUDA graphs.
+    known = jnp.concatenate([mask, jnp.ones_like(mask[:1])])
+    value = jnp.concatenate([value, last_value[None]])
 
-    options = {"gpu": _SHIFT_UNROLL, "other": _SHIFT_UNROLL, "reverse": True}
-    return platform.scan(step, last_value, rows, **options)[1]
+    def nearest(later: tuple, row: tuple) -> tuple:
+        return later[0] | row[0], jnp.where(row[0], row[1], later[1])
+
+    _, later = jax.lax.associative_scan(nearest, (known, value), reverse=True)
+    return jnp.where(done, final_value, later[1:])
 
 
 @jax.jit

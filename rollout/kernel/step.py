@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rollout import checks, platform
-from rollout.envs import masked_update, prng
+from rollout.envs import auto_reset, prng
 from rollout.envs.multi_agent import AgentInfo
 from rollout.envs.types import (
     RESET,
@@ -274,9 +274,10 @@ def values_where(
 ) -> ArrayTree:
     """Computes the values of observations where a flag is set; 0 elsewhere.
 
-    Truncations are rare, so a CPU computes `K` lanes at a time, mostly none, and a GPU
-    none, `K` or all, without asking the host; see `rollout.envs.masked_update`. Sharded
-    lanes are computed on their devices. No derivative passes through.
+    Truncations are rare, like resets, so a CPU computes `K` lanes at a time, mostly
+    none; a GPU computes all lanes if a value is cheap, else none, `K` or all. See
+    `rollout.envs.auto_reset`, which has the rule. Sharded lanes are computed on their
+    devices. No derivative passes through.
 
     Args:
         env: the environments.
@@ -301,7 +302,7 @@ def values_where(
 def _values_where(
     value_fn: ValueFn, params: Any, inputs: tuple[ArrayTree, ArrayTree], flag: jax.Array
 ) -> ArrayTree:
-    # Jitted, so that both branches below trace it once for each number of lanes.
+    # Jitted, so that the ways below trace it once for each number of lanes.
     @jax.jit
     def evaluate(params: Any, inputs: tuple[ArrayTree, ArrayTree]) -> ArrayTree:
         try:
@@ -316,9 +317,7 @@ def _values_where(
         return evaluate(params, jax.tree.map(lambda x: x[at], inputs))
 
     nothing = prng.blank(jax.eval_shape(evaluate, params, inputs))
-    rounds = functools.partial(masked_update.rounds, flag, fn)
-    switch = functools.partial(masked_update.switch, flag, fn)
-    return platform.choose(rounds, switch, nothing)
+    return auto_reset.WAYS["auto"](flag, fn, nothing)
 
 
 def apply_record_fn(
