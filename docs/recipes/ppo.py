@@ -124,9 +124,9 @@ class PPO:
         self.network = ActorCritic(action_space, config.hidden, config.activation)
         counts = config.num_updates, config.num_epochs, config.num_minibatches
         rate = optax.linear_schedule(config.learning_rate, 0.0, math.prod(counts))
-        self.optimizer = optax.chain(
-            optax.clip_by_global_norm(config.max_grad_norm), optax.adam(rate, eps=1e-5)
-        )
+        clip = optax.clip_by_global_norm(config.max_grad_norm)
+        # Of all parameters as one vector, for a few large operations.
+        self.optimizer = optax.flatten(optax.chain(clip, optax.adam(rate, eps=1e-5)))
         self.policy = rollout.stateless_policy(self.act, mode_fn=self.mode)
 
     def act(self, params, obs, key):
