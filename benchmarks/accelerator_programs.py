@@ -5,6 +5,7 @@ shapes; nothing is computed.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from rollout import buffers, envs
 from rollout.envs import auto_reset, masked_update
 from rollout.envs.wrappers.wrapper import Wrapper
 from rollout.stream.batch import make_batch
+
+sys.path.append(str(Path(__file__).parents[1] / "docs" / "recipes"))
+import ppo as recipe
 
 ENV_ID, NUM_ENVS, NUM_STEPS = "CartPole-v1", 2048, 128
 CONFIG = learners.PPO(ENV_ID, num_updates=1, num_envs=NUM_ENVS)
@@ -57,9 +61,19 @@ def _network_policy() -> tuple[Any, Any]:
 
 
 def ppo() -> Made:
-    """An update of PPO with the parts of this library."""
-    learner = learners.ppo(CONFIG)
-    return learner.update, (jax.eval_shape(learner.init, KEY, KEY), KEY), {}
+    """An update of `docs/recipes/ppo.py`, four epochs of four minibatches."""
+    config = recipe.Config(num_updates=1, num_envs=NUM_ENVS, num_minibatches=4)
+    agent = recipe.PPO(envs.make(ENV_ID).action_space, config)
+    collector = _collector(policy=agent.policy, value_fn=agent.value)
+
+    def update(carry: Any, learner: Any, key: Any) -> Any:
+        carry, t = collector.collect_steps(carry, learner[0], config.num_steps)
+        next_value = rollout.next_values(t, agent.value(learner[0], carry.obs))
+        return carry, agent.learn(learner, t, next_value, key)
+
+    carry = _carry(collector)
+    learner = jax.eval_shape(agent.init, KEY, carry.obs)
+    return update, (carry, learner, KEY), {}
 
 
 def ppo_purejaxrl(folder: Path) -> Made:
