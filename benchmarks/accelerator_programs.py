@@ -5,7 +5,7 @@ shapes; nothing is computed.
 """
 
 import functools
-import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,7 @@ from rollout.envs import auto_reset, masked_update
 from rollout.envs.wrappers.wrapper import Wrapper
 from rollout.stream.batch import make_batch
 
-sys.path.append(str(Path(__file__).parents[1] / "docs" / "recipes"))
-import ppo as recipe
-
+SOURCE = Path(__file__).parents[1] / "docs" / "recipes" / "ppo.py"
 ENV_ID, NUM_ENVS, NUM_STEPS = "CartPole-v1", 2048, 128
 CONFIG = learners.PPO(ENV_ID, num_updates=1, num_envs=NUM_ENVS)
 CAPACITY, BATCH_SIZE, NUM_EPISODES, NUM_ACTIONS = 2**20, 256, 4096, 512
@@ -62,6 +60,9 @@ def _network_policy() -> tuple[Any, Any]:
 
 def ppo() -> Made:
     """An update of `docs/recipes/ppo.py`, four epochs of four minibatches."""
+    # Not imported, since PureJaxRL's script is called `ppo.py`, too.
+    recipe: Any = types.ModuleType("recipe")
+    exec(compile(SOURCE.read_text(), str(SOURCE), "exec"), recipe.__dict__)
     config = recipe.Config(num_updates=1, num_envs=NUM_ENVS, num_minibatches=4)
     agent = recipe.PPO(envs.make(ENV_ID).action_space, config)
     collector = _collector(policy=agent.policy, value_fn=agent.value)

@@ -121,7 +121,6 @@ def program_rows(args: Namespace, accelerator: str) -> Iterator[dict[str, str]]:
             "In all": told(found.program),
             "us in kernels": f"{1e6 * found.program.total('seconds'):,.0f}",
             "MB": f"{found.memory.total / 1e6:,.1f}",
-            "Compiling, s": f"{found.compile_seconds:.0f}",
             "Waits for the host": "; ".join(map(str, found.waits)) or "none",
         }
 

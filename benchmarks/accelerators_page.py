@@ -27,7 +27,8 @@ NOTES = {
     "loops, tpu-v5e": "The same, ours / PureJaxRL's.",
     "programs, h100": (
         "A loop 64 x (61 + 0) has 64 rounds, each with 61 launches in CUDA graphs and "
-        "none outside; the number of rounds of ? depends on data."
+        "none outside; the number of rounds of ? depends on data. Kernel time is XLA's "
+        "estimate, without the rounds of ?. PureJaxRL's program also initializes."
     ),
     "number of lanes": (
         "CartPole under the random policy, every field returned, T = 128, per step of "
