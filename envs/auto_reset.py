@@ -10,14 +10,8 @@ order. `"auto"` chooses by the platform that the program is lowered for:
 | GPU | select | switch |
 | TPU and others | select | compact |
 
-`switch` resets no lane, up to `K` done ones, or all; see `rollout.envs.masked_update`.
-All ways are exact for any number of done lanes. The kernel computes the values of
-truncated steps by the same rule.
-
-A reset is cheap if it takes at most 5,000 operations, about a step of Breakout, or 30
-million in all lanes together; on a GPU it must also have no loop of more than 8 rounds.
-Operations are counted in its jaxpr (`rollout.envs.cost_estimate`); a loop of unknown
-length is costly.
+`switch` resets no lane, up to `K` done ones, or all; see `rollout.envs.masked_update`,
+which has the rule for a cheap one. All ways are exact for any number of done lanes.
 """
 
 import functools
@@ -27,13 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rollout.envs import cost_estimate, masked_update, prng
+from rollout.envs import masked_update, prng
 from rollout.envs.types import ArrayTree, Env, LaneIndex, Lanes
-
-# Bounds of a cheap reset.
-_FEW_OPERATIONS = 5_000  # of one lane: a step of Breakout and its keys
-_FEW_IN_ALL = 30_000_000  # of all lanes together
-_FEW_ROUNDS = 8
 
 
 def reset(
@@ -68,24 +57,8 @@ def reset(
     return prng.like(_attach(fresh, words, done), lanes)
 
 
-def _by_platform(
-    done: jax.Array, fn: Callable[[LaneIndex], Lanes], lanes: Lanes
-) -> Lanes:
-    """Chooses the reset that suits the platform the program is lowered for."""
-    work = cost_estimate.estimate(fn, jnp.zeros((1,), jnp.int32))
-    is_cheap = work.operations <= max(_FEW_OPERATIONS, _FEW_IN_ALL / done.size)
-    select, switch, compact = (
-        functools.partial(way, done, fn)
-        for way in (masked_update.select, masked_update.switch, masked_update.rounds)
-    )
-    # On a GPU each round of a loop is a launch, and select runs it at every step.
-    gpu = select if is_cheap and work.rounds <= _FEW_ROUNDS else switch
-    other = select if is_cheap else compact
-    return lax.platform_dependent(lanes, cpu=compact, cuda=gpu, rocm=gpu, default=other)
-
-
 WAYS = {
-    "auto": _by_platform,
+    "auto": masked_update.by_platform,
     "compact": masked_update.rounds,
     "select": masked_update.select,
 }

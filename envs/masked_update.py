@@ -5,7 +5,8 @@ lanes whose flag is set; the bits are the same. `select` computes all lanes. `ro
 computes `K` at a time, in a loop that runs no round if no flag is set: for a CPU, and
 for a TPU, which controls loops by itself. `switch` computes no lane, up to `K`, or all,
 whichever suffices: for a GPU, where a loop of unknown length waits for the host.
-`merged` makes either of the two fit for `vmap`.
+`merged` makes either of the two fit for `vmap`. `by_platform` takes the one that suits
+the platform that the program is lowered for.
 """
 
 import functools
@@ -16,13 +17,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from rollout.envs import prng
+from rollout.envs import cost_estimate, prng
 from rollout.envs.types import ALL_LANES, ArrayTree, LaneIndex
 
 _Fn = Callable[[LaneIndex], ArrayTree]
 _Way = Callable[[jax.Array, _Fn, ArrayTree], ArrayTree]
 
 _WORD = 32  # bits of a word of lane flags
+# Bounds of cheap work.
+_FEW_OPERATIONS = 5_000  # of one lane: a step of Breakout and its keys
+_FEW_IN_ALL = 30_000_000  # of all lanes together
+_FEW_ROUNDS = 8
 
 
 def select(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
@@ -83,6 +88,33 @@ def switch(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
     is_any, is_more = count > 0, count > _num_slots(flag)
     branch = is_any.astype(jnp.int32) + is_more.astype(jnp.int32)
     return lax.switch(branch, (lambda lanes: lanes, some, every), lanes)
+
+
+def by_platform(flag: jax.Array, fn: _Fn, lanes: ArrayTree) -> ArrayTree:
+    """Takes `rounds` on a CPU, elsewhere `select` if `fn` is cheap.
+
+    If not, a GPU takes `switch`, and others `rounds`. Cheap are at most 5,000
+    operations, about a step of Breakout, or 30 million in all lanes together; on a GPU
+    there may also be no loop of more than 8 rounds. Operations are counted in the jaxpr
+    (`rollout.envs.cost_estimate`); a loop of unknown length is costly.
+
+    Args:
+        flag: `[B]` bool, the lanes that are replaced.
+        fn: as in `switch`.
+        lanes: as in `rounds`.
+
+    Returns:
+        `[B, ...]`, of the structure of `lanes`.
+    """
+    work = cost_estimate.estimate(fn, jnp.zeros((1,), jnp.int32))
+    is_cheap = work.operations <= max(_FEW_OPERATIONS, _FEW_IN_ALL / flag.size)
+    all_lanes, some, compact = (
+        functools.partial(way, flag, fn) for way in (select, switch, rounds)
+    )
+    # On a GPU each round of a loop is a launch, and select runs it at every step.
+    gpu = all_lanes if is_cheap and work.rounds <= _FEW_ROUNDS else some
+    other = all_lanes if is_cheap else compact
+    return lax.platform_dependent(lanes, cpu=compact, cuda=gpu, rocm=gpu, default=other)
 
 
 def merged(way: _Way) -> _Way:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rollout import checks, platform
-from rollout.envs import auto_reset, prng
+from rollout.envs import masked_update, prng
 from rollout.envs.multi_agent import AgentInfo
 from rollout.envs.types import (
     RESET,
@@ -274,10 +274,10 @@ def values_where(
 ) -> ArrayTree:
     """Computes the values of observations where a flag is set; 0 elsewhere.
 
-    Truncations are rare, like resets, so a CPU computes `K` lanes at a time, mostly
-    none; a GPU computes all lanes if a value is cheap, else none, `K` or all. See
-    `rollout.envs.auto_reset`, which has the rule. Sharded lanes are computed on their
-    devices. No derivative passes through.
+    Truncations are rare, so a CPU computes `K` lanes at a time, mostly none, and a GPU
+    all lanes if a value is cheap, else none, `K` or all: `masked_update.by_platform`
+    has the rule, which is that of resets. Sharded lanes are computed on their devices.
+    No derivative passes through.
 
     Args:
         env: the environments.
@@ -317,7 +317,7 @@ def _values_where(
         return evaluate(params, jax.tree.map(lambda x: x[at], inputs))
 
     nothing = prng.blank(jax.eval_shape(evaluate, params, inputs))
-    return auto_reset.WAYS["auto"](flag, fn, nothing)
+    return masked_update.by_platform(flag, fn, nothing)
 
 
 def apply_record_fn(
