@@ -12,8 +12,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import learners
 import learners_of_peers
+import recipes
 import recommendation_speed
 from flax import struct
 from gymnax_loops import KEY, Case, make_policy
@@ -26,7 +26,7 @@ from rollout.envs.wrappers.wrapper import Wrapper
 from rollout.stream.batch import make_batch
 
 ENV_ID, NUM_ENVS, NUM_STEPS = "CartPole-v1", 2048, 128
-CONFIG = learners.PPO(ENV_ID, num_updates=1, num_envs=NUM_ENVS)
+CONFIG = recipes.PUREJAXRL._replace(num_updates=1, num_envs=NUM_ENVS)
 CAPACITY, BATCH_SIZE, NUM_EPISODES, NUM_ACTIONS = 2**20, 256, 4096, 512
 DEAR = 200  # steps that a reset costs
 RESETS = ("flat", "loop")
@@ -57,14 +57,14 @@ def _network_policy() -> tuple[Any, Any]:
 
 
 def ppo() -> Made:
-    """An update of PPO with the parts of this library."""
-    learner = learners.ppo(CONFIG)
-    return learner.update, (jax.eval_shape(learner.init, KEY, KEY), KEY), {}
+    """The recipe of PPO, a training of one update."""
+    learner = recipes.make_ppo(envs.make_vec(ENV_ID, NUM_ENVS), CONFIG)
+    return learner.train, (KEY,), {}
 
 
 def ppo_purejaxrl(folder: Path) -> Made:
     """PureJaxRL's script, a training of one update."""
-    return learners_of_peers.make_purejaxrl(CONFIG, folder).train, (KEY,), {}
+    return learners_of_peers.make_purejaxrl(ENV_ID, CONFIG, folder).train, (KEY,), {}
 
 
 def gae() -> Made:

@@ -1,5 +1,7 @@
 """Benchmarks run; what pages show of them is what they found."""
 
+import argparse
+import functools
 import html
 import importlib
 import json
@@ -55,6 +57,22 @@ def test_every_loop_over_environments_of_gymnasium_runs(monkeypatch):
     # The chart finds the rows of ours by their names.
     peers = importlib.import_module("speed_page").PEERS["Gymnasium: MuJoCo and Atari"]
     assert {x.only for x in peers.values()} == set(loops[2:])
+
+
+@pytest.mark.slow
+def test_an_update_is_timed_with_its_parts(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import overhead
+
+    small = functools.partial(overhead.ppo, "CartPole-v1", 4, num_steps=16)
+    seeds = functools.partial(small, num_seeds=2)
+    monkeypatch.setattr(overhead, "RECIPES", {"one": small, "two": seeds})
+    rows = list(overhead.rows(argparse.Namespace(only=[""], repeats=1)))
+
+    data = json.loads((DOCS / "speed.json").read_text())
+    assert [x["recipe"] for x in rows] == ["one", "two"]
+    assert all(list(x) == data["overhead"]["columns"] for x in rows)
+    assert all(float(x["gradients alone"]) > 0 for x in rows)
 
 
 @pytest.fixture
@@ -134,8 +152,8 @@ def test_comparison_of_learning_runs_once_per_seed(monkeypatch, tmp_path):
     import learning_compared
 
     tasks = {
-        "PPO": learning_compared.PPO("CartPole-v1", 2),
-        "DQN": learning_compared.DQN("CartPole-v1", 60, learning_starts=100),
+        "PPO": ("CartPole-v1", learning_compared.CLASSIC._replace(num_updates=2)),
+        "DQN": ("CartPole-v1", learning_compared.DQN(150, learning_starts=500)),
     }
     values, plot = tmp_path / "values.json", tmp_path / "plot.png"
     # The others are not installed here.
