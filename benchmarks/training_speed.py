@@ -308,7 +308,11 @@ def row_of(training: Training, num_seeds: int, repeats: int) -> dict[str, str]:
         compiled[who] = time.process_time() - start
         programs[who] = functools.partial(program, inputs)
     ours, theirs = measure(programs, repeats).values()
-    ms = lambda taken: f"{1e3 * taken / training.num_updates:,.3g}"  # noqa: E731
+
+    def ms(taken: float) -> str:
+        each = 1e3 * taken / training.num_updates
+        return f"{each:,.0f}" if each >= 100 else f"{each:.3g}"
+
     return {
         "training": training.name,
         "against": training.peer,
