@@ -40,7 +40,9 @@ class Peer(NamedTuple):
 
 PEERS = {
     "Whole trainings, on a CPU": {
-        name: Peer(("trainings",), ("CPU time, there / here",), only=name)
+        name.replace("`", ""): Peer(
+            ("trainings",), ("CPU time, there / here",), only=name
+        )
         for name in (
             "PureJaxRL's `ppo.py`",
             "PureJaxRL's `ppo_continuous_action.py`",
