@@ -5,7 +5,6 @@ shapes; nothing is computed.
 """
 
 import functools
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import learners
 import learners_of_peers
+import recipes
 import recommendation_speed
 from flax import struct
 from gymnax_loops import KEY, Case, make_policy
@@ -26,9 +25,8 @@ from rollout.envs import auto_reset, masked_update
 from rollout.envs.wrappers.wrapper import Wrapper
 from rollout.stream.batch import make_batch
 
-SOURCE = Path(__file__).parents[1] / "docs" / "recipes" / "ppo.py"
 ENV_ID, NUM_ENVS, NUM_STEPS = "CartPole-v1", 2048, 128
-CONFIG = learners.PPO(ENV_ID, num_updates=1, num_envs=NUM_ENVS)
+CONFIG = recipes.PUREJAXRL._replace(num_updates=1, num_envs=NUM_ENVS)
 CAPACITY, BATCH_SIZE, NUM_EPISODES, NUM_ACTIONS = 2**20, 256, 4096, 512
 DEAR = 200  # steps that a reset costs
 RESETS = ("flat", "loop")
@@ -60,11 +58,8 @@ def _network_policy() -> tuple[Any, Any]:
 
 def ppo() -> Made:
     """An update of `docs/recipes/ppo.py`, four epochs of four minibatches."""
-    # Not imported, since PureJaxRL's script is called `ppo.py`, too.
-    recipe: Any = types.ModuleType("recipe")
-    exec(compile(SOURCE.read_text(), str(SOURCE), "exec"), recipe.__dict__)
-    config = recipe.Config(num_updates=1, num_envs=NUM_ENVS, num_minibatches=4)
-    agent = recipe.PPO(envs.make(ENV_ID).action_space, config)
+    config = recipes.Config(num_updates=1, num_envs=NUM_ENVS, num_minibatches=4)
+    agent = recipes.ppo.PPO(envs.make(ENV_ID).action_space, config)
     collector = _collector(policy=agent.policy, value_fn=agent.value)
 
     def update(carry: Any, learner: Any, key: Any) -> Any:
@@ -79,7 +74,7 @@ def ppo() -> Made:
 
 def ppo_purejaxrl(folder: Path) -> Made:
     """PureJaxRL's script, a training of one update."""
-    return learners_of_peers.make_purejaxrl(CONFIG, folder).train, (KEY,), {}
+    return learners_of_peers.make_purejaxrl(ENV_ID, CONFIG, folder).train, (KEY,), {}
 
 
 def gae() -> Made:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from flax import struct
 from harness import Program, lanes, measure, rows_of, run, steps
 from jax import lax
-from learners import ActorCritic
+from recipes import ppo
 
 import rollout
 from rollout import envs
@@ -50,7 +50,7 @@ ONE_ENVS = (128, 1024, 4096)
 SIZES = (1, 2, 8, 32)
 ONE_IDS = ("CartPole-v1", "Acrobot-v1", "Breakout-MinAtar")
 NUM_LANES, NUM_AGENTS, OBS_SIZE, NUM_ACTIONS = 512, 2, 18, 5
-NETWORK = ActorCritic(envs.Discrete(NUM_ACTIONS), 64, "tanh")
+NETWORK = ppo.ActorCritic(envs.Discrete(NUM_ACTIONS), 64, jnp.tanh)
 
 
 @struct.dataclass

@@ -17,14 +17,13 @@ import argparse
 import contextlib
 import json
 import math
-import re
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import recipes
 import scipy.stats
 
 STYLE = Path(__file__).parents[1] / "docs" / "curves.mplstyle"
@@ -32,12 +31,9 @@ STYLE = Path(__file__).parents[1] / "docs" / "curves.mplstyle"
 
 def run_page(page: Path, seed: int) -> tuple[list[float], list[float]]:
     """Runs the program of a recipe, whose seed is `SEED = 0`: its steps and returns."""
-    program = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
-    assert program.count("SEED = 0") == 1
-    sys.path.insert(0, str(page.parent.resolve()))
     names: dict[str, Any] = {"__name__": "__main__"}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        exec(program.replace("SEED = 0", f"SEED = {seed}"), names)
+        exec(recipes.source(page.stem, seed=seed), names)
     return [np.asarray(names[x], float).tolist() for x in ("steps", "returns")]
 
 

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from harness import Program, measure, run
-from learners import ActorCritic, Gaussian
+from recipes import ppo
 
 import rollout
 from rollout import envs
@@ -101,7 +101,7 @@ class Network:
     def __init__(self, make: MakeEnv) -> None:
         env = make()
         obs = jnp.zeros((1, int(np.prod(env.observation_space.shape))))
-        self.module = ActorCritic(as_space(env.action_space), 64, "tanh")
+        self.module = ppo.ActorCritic(as_space(env.action_space), 64, jnp.tanh)
         self.params = self.module.init(jax.random.key(0), obs)
         env.close()
 
@@ -109,7 +109,7 @@ class Network:
         """Draws actions, and says how likely they were."""
         pi, _ = self.module.apply(params, obs.reshape(len(obs), -1))
         action = pi.sample(key)
-        legal = action.clip(-1.0, 1.0) if isinstance(pi, Gaussian) else action
+        legal = action.clip(-1.0, 1.0) if isinstance(pi, ppo.Gaussian) else action
         return legal, {"log_prob": pi.log_prob(action)}
 
     def plain_loop(self, env: Any, *, resets: bool) -> Program:

@@ -1,20 +1,24 @@
-"""PureJaxRL's own scripts and rejax, with the settings of `learners.py`.
+"""PureJaxRL's own scripts and rejax, with the settings of the recipes.
 
 Their code is imported from where it is installed and runs as it is. Both expect the
 single flag of older versions of gymnax, which `OneFlag` gives them.
 """
 
+import functools
 import importlib
+import importlib.util
 import sys
 import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import flax.linen as nn
 import gymnax
 import jax
 import jax.numpy as jnp
-from learners import DQN, PPO, Learner
+import optax
+from recipes import DQN, Config, Learner, total_steps
 
 # PureJaxRL calls it by this name, and gets `make_one_flag`.
 MAKE = gymnax.make
@@ -54,7 +58,18 @@ def load_purejaxrl(folder: Path, name: str) -> Any:
         jax.tree_map = jax.tree.map
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    module = importlib.import_module(name)
+    # Under another name, since a recipe is called `ppo.py`, too.
+    spec = importlib.util.spec_from_file_location(
+        f"purejaxrl_{name}", folder / f"{name}.py"
+    )
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    # `ppo_rnn.py` calls the cell of older versions of flax.
+    cell: Any = functools.partial(nn.GRUCell, 128)
+    cell.initialize_carry = lambda key, batch, size: jnp.zeros((*batch, size))
+    module.nn = types.SimpleNamespace(**{**vars(nn), "GRUCell": cell})
     # `dqn.py` takes these from gymnax, whose present ones have two flags.
     wrappers = importlib.import_module("wrappers")
     module.LogWrapper = wrappers.LogWrapper
@@ -62,84 +77,104 @@ def load_purejaxrl(folder: Path, name: str) -> Any:
     return module
 
 
-def make_purejaxrl(config: PPO | DQN, folder: Path) -> Learner:
-    """Makes the learner of PureJaxRL."""
-    make = _purejaxrl_ppo if isinstance(config, PPO) else _purejaxrl_dqn
+def make_purejaxrl(
+    env_id: str,
+    config: Config | DQN,
+    folder: Path,
+    script: str = "",
+    *,
+    normalize: bool = False,
+) -> Learner:
+    """Makes the learner of PureJaxRL.
+
+    Args:
+        env_id: of gymnax or brax.
+        config: its settings.
+        folder: has `ppo.py`.
+        script: its name, if it is not that of the environment; `"ppo_rnn"` gives a
+            learner whose `act` cannot be called.
+        normalize: observations and rewards of robots.
+    """
+    is_robot = env_id.startswith("brax:")
+    script = script or ("ppo_continuous_action" if is_robot else "ppo")
     with mock.patch.object(gymnax, "make", make_one_flag):
-        return make(config, folder)
+        if isinstance(config, DQN):
+            return _purejaxrl_dqn(env_id, config, folder)
+        return _purejaxrl_ppo(env_id, config, load_purejaxrl(folder, script), normalize)
 
 
-def _purejaxrl_ppo(config: PPO, folder: Path) -> Learner:
-    is_robot = config.env_id.startswith("brax:")
-    name = "ppo_continuous_action" if is_robot else "ppo"
-    module = load_purejaxrl(folder, name)
+def _purejaxrl_ppo(
+    env_id: str, config: Config, module: Any, normalize: bool
+) -> Learner:
+    is_robot, activation = env_id.startswith("brax:"), config.activation.__name__
     train = module.make_train(
         {
             "LR": config.learning_rate,
             "NUM_ENVS": config.num_envs,
             "NUM_STEPS": config.num_steps,
-            "TOTAL_TIMESTEPS": config.total_steps,
+            "TOTAL_TIMESTEPS": total_steps(config),
             "UPDATE_EPOCHS": config.num_epochs,
             "NUM_MINIBATCHES": config.num_minibatches,
             "GAMMA": config.gamma,
             "GAE_LAMBDA": config.lam,
             "CLIP_EPS": config.clip,
-            "ENT_COEF": config.entropy,
-            "VF_COEF": config.value,
+            "ENT_COEF": config.entropy_weight,
+            "VF_COEF": config.value_weight,
             "MAX_GRAD_NORM": config.max_grad_norm,
-            "ACTIVATION": config.activation,
-            "ENV_NAME": config.env_id.removeprefix("brax:"),
+            "ACTIVATION": activation,
+            "ENV_NAME": env_id.removeprefix("brax:"),
             "ANNEAL_LR": True,
-            "NORMALIZE_ENV": False,
+            "NORMALIZE_ENV": normalize,
             "DEBUG": False,
         }
     )
     if is_robot:
-        env = module.BraxGymnaxWrapper(config.env_id.removeprefix("brax:"))
+        env = module.BraxGymnaxWrapper(env_id.removeprefix("brax:"))
         num_actions = env.action_space(None).shape[0]
     else:
-        num_actions = gymnax.make(config.env_id)[0].num_actions
-    network = module.ActorCritic(num_actions, activation=config.activation)
+        num_actions = gymnax.make(env_id)[0].num_actions
 
     def act(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
+        network = module.ActorCritic(num_actions, activation=activation)
         action = network.apply(params, obs)[0].sample(seed=key)
         return action.clip(-1.0, 1.0) if is_robot else action
 
-    return Learner(lambda key: train(key)["runner_state"][0].params, act)
+    return Learner(train, lambda found: found["runner_state"][0].params, act)
 
 
-def _purejaxrl_dqn(config: DQN, folder: Path) -> Learner:
+def _purejaxrl_dqn(env_id: str, config: DQN, folder: Path) -> Learner:
     module = load_purejaxrl(folder, "dqn")
     train = module.make_train(
         {
             "NUM_ENVS": config.num_envs,
-            "BUFFER_SIZE": config.capacity,
-            "BUFFER_BATCH_SIZE": config.batch_size,
-            "TOTAL_TIMESTEPS": config.total_steps,
+            "BUFFER_SIZE": 10_000,
+            "BUFFER_BATCH_SIZE": 128,
+            "TOTAL_TIMESTEPS": total_steps(config),
             "EPSILON_START": 1.0,
-            "EPSILON_FINISH": config.last_epsilon,
-            "EPSILON_ANNEAL_TIME": config.total_steps // 2,
-            "TARGET_UPDATE_INTERVAL": config.target_period,
-            "LR": config.learning_rate,
+            "EPSILON_FINISH": 0.05,
+            "EPSILON_ANNEAL_TIME": total_steps(config) // 2,
+            "TARGET_UPDATE_INTERVAL": 500,
+            "LR": 2.5e-4,
             "LEARNING_STARTS": config.learning_starts,
             "TRAINING_INTERVAL": config.num_envs,
             "LR_LINEAR_DECAY": False,
-            "GAMMA": config.gamma,
+            "GAMMA": 0.99,
             "TAU": 1.0,
-            "ENV_NAME": config.env_id,
+            "ENV_NAME": env_id,
         }
     )
-    network = module.QNetwork(gymnax.make(config.env_id)[0].num_actions)
+    network = module.QNetwork(gymnax.make(env_id)[0].num_actions)
 
     def act(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
         return network.apply(params, obs).argmax(axis=-1)
 
-    return Learner(lambda key: train(key)["runner_state"][0].params, act)
+    return Learner(train, lambda found: found["runner_state"][0].params, act)
 
 
-def make_rejax(config: PPO | DQN) -> Learner:
+def make_rejax(env_id: str, config: Config | DQN) -> Learner:
     """Makes the learner of rejax."""
-    return _rejax_ppo(config) if isinstance(config, PPO) else _rejax_dqn(config)
+    make: Any = _rejax_dqn if isinstance(config, DQN) else _rejax_ppo
+    return make(env_id, config)
 
 
 def _quiet(algorithm: Any) -> Any:
@@ -156,50 +191,54 @@ def _make_robot(env_id: str) -> tuple[OneFlag, Any]:
     return OneFlag(env), params
 
 
-def _rejax_ppo(config: PPO) -> Learner:
+def _rejax_ppo(env_id: str, config: Config) -> Learner:
     import rejax
 
-    is_robot = config.env_id.startswith("brax:")
+    is_robot = env_id.startswith("brax:")
     make_env = _make_robot if is_robot else make_one_flag
-    env, env_params = make_env(config.env_id)
+    env, env_params = make_env(env_id)
     algorithm = _quiet(
         rejax.PPO.create(
             env=env,
             env_params=env_params,
             agent_kwargs={
-                "activation": config.activation,
+                "activation": config.activation.__name__,
                 "hidden_layer_sizes": (config.hidden, config.hidden),
             },
             num_envs=config.num_envs,
             num_steps=config.num_steps,
             num_epochs=config.num_epochs,
             num_minibatches=config.num_minibatches,
-            learning_rate=config.rate,
+            learning_rate=optax.linear_schedule(
+                config.learning_rate,
+                0.0,
+                config.num_updates * config.num_epochs * config.num_minibatches,
+            ),
             max_grad_norm=config.max_grad_norm,
-            total_timesteps=config.total_steps,
-            eval_freq=config.total_steps,
+            total_timesteps=total_steps(config),
+            eval_freq=total_steps(config),
             gamma=config.gamma,
             gae_lambda=config.lam,
             clip_eps=config.clip,
-            ent_coef=config.entropy,
-            vf_coef=config.value,
+            ent_coef=config.entropy_weight,
+            vf_coef=config.value_weight,
         )
     )
 
     def act(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
         return algorithm.actor.apply(params, obs, key, method="act")
 
-    return Learner(lambda key: algorithm.train(key)[0].actor_ts.params, act)
+    return Learner(algorithm.train, lambda found: found[0].actor_ts.params, act)
 
 
-def _rejax_dqn(config: DQN) -> Learner:
+def _rejax_dqn(env_id: str, config: DQN) -> Learner:
     import rejax
     from flax import linen
     from rejax.networks import DiscreteQNetwork, EpsilonGreedyPolicy
 
-    env, env_params = make_one_flag(config.env_id)
+    env, env_params = make_one_flag(env_id)
     network = EpsilonGreedyPolicy(DiscreteQNetwork)(
-        hidden_layer_sizes=config.hidden,
+        hidden_layer_sizes=(120, 84),
         activation=linen.relu,
         action_dim=env.num_actions,
     )
@@ -208,19 +247,19 @@ def _rejax_dqn(config: DQN) -> Learner:
             env=env,
             env_params=env_params,
             num_envs=config.num_envs,
-            buffer_size=config.capacity,
+            buffer_size=10_000,
             fill_buffer=config.learning_starts,
-            batch_size=config.batch_size,
-            learning_rate=config.learning_rate,
+            batch_size=128,
+            learning_rate=2.5e-4,
             num_epochs=1,
-            total_timesteps=config.total_steps,
-            eval_freq=config.total_steps,
-            target_update_freq=config.target_period,
+            total_timesteps=total_steps(config),
+            eval_freq=total_steps(config),
+            target_update_freq=500,
             polyak=0.0,
             eps_start=1.0,
-            eps_end=config.last_epsilon,
+            eps_end=0.05,
             exploration_fraction=0.5,
-            gamma=config.gamma,
+            gamma=0.99,
             ddqn=False,
         ).replace(agent=network)
     )
@@ -228,4 +267,4 @@ def _rejax_dqn(config: DQN) -> Learner:
     def act(params: Any, obs: jax.Array, key: jax.Array) -> jax.Array:
         return network.apply(params, obs).argmax(axis=-1)
 
-    return Learner(lambda key: algorithm.train(key)[0].q_ts.params, act)
+    return Learner(algorithm.train, lambda found: found[0].q_ts.params, act)

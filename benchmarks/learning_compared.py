@@ -1,9 +1,9 @@
 """How well and how fast do PPO and DQN learn: ours, PureJaxRL's scripts, rejax?
 
-All have the settings of `TASKS`, and play the environments of the same gymnax and brax.
-Every training is compiled apart. The runs of a seed are interleaved, and timed in CPU
-seconds. `rollout.evaluate` plays 100 episodes with the last parameters of each: drawn
-actions with PPO, greedy ones with DQN.
+Ours are the recipes. All have the settings of `TASKS`, and play the environments of the
+same gymnax and brax. Every training is compiled apart. The runs of a seed are
+interleaved, and timed in CPU seconds. `rollout.evaluate` plays 100 episodes with the
+last parameters of each: drawn actions with PPO, greedy ones with DQN.
 
     pip install ".[brax]" flashbax matplotlib optax rejax==0.1.3
     git clone https://github.com/luchris429/purejaxrl
@@ -29,33 +29,48 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
-import learners
 import learners_of_peers
+import recipes
 import scipy.stats
 from harness import machine
-from learners import DQN, PPO, Learner
+from recipes import (
+    DQN,
+    PUREJAXRL,
+    Config,
+    Learner,
+    LimitIsFailure,
+    total_steps,
+)
 
 import rollout
+from rollout import envs
 
 NUM_EPISODES = 100
-MINATAR = {  # as in PureJaxRL's notebook of MinAtar
-    "num_envs": 64,
-    "num_minibatches": 8,
-    "learning_rate": 5e-3,
-    "activation": "relu",
-}
-ROBOT = {"num_envs": 16, "num_minibatches": 8, "learning_rate": 3e-4, "entropy": 0.0}
-TASKS = {
-    "PPO CartPole": PPO("CartPole-v1", 976),
-    "PPO Acrobot": PPO("Acrobot-v1", 976),
-    "DQN CartPole": DQN("CartPole-v1", 25_000),
-    "DQN Acrobot": DQN("Acrobot-v1", 25_000),
-    "PPO inverted pendulum": PPO("brax:inverted_pendulum", 196, hidden=256, **ROBOT),
-    "PPO Breakout": PPO("Breakout-MinAtar", 122, **MINATAR),
-    "PPO Space Invaders": PPO("SpaceInvaders-MinAtar", 122, **MINATAR),
-    "DQN Breakout": DQN("Breakout-MinAtar", 25_000),
-    "DQN Space Invaders": DQN("SpaceInvaders-MinAtar", 25_000),
+MINATAR = PUREJAXRL._replace(  # as in PureJaxRL's notebook of MinAtar
+    num_updates=122, num_minibatches=8, learning_rate=5e-3, activation=nn.relu
+)
+ROBOT = PUREJAXRL._replace(
+    num_updates=196,
+    num_envs=16,
+    num_minibatches=8,
+    learning_rate=3e-4,
+    entropy_weight=0.0,
+    hidden=256,
+)
+CLASSIC = PUREJAXRL._replace(num_updates=976, num_envs=4)
+Task = tuple[str, Config | DQN]
+TASKS: dict[str, Task] = {
+    "PPO CartPole": ("CartPole-v1", CLASSIC),
+    "PPO Acrobot": ("Acrobot-v1", CLASSIC),
+    "DQN CartPole": ("CartPole-v1", DQN(25_000)),
+    "DQN Acrobot": ("Acrobot-v1", DQN(25_000)),
+    "PPO inverted pendulum": ("brax:inverted_pendulum", ROBOT),
+    "PPO Breakout": ("Breakout-MinAtar", MINATAR),
+    "PPO Space Invaders": ("SpaceInvaders-MinAtar", MINATAR),
+    "DQN Breakout": ("Breakout-MinAtar", DQN(25_000)),
+    "DQN Space Invaders": ("SpaceInvaders-MinAtar", DQN(25_000)),
 }
 NAMES = {
     "ours": "rollout",
@@ -64,17 +79,28 @@ NAMES = {
     "limit_is_failure": "rollout, limits as failures",
 }
 COLORS = {"ours": "#0072B2", "purejaxrl": "#D55E00", "rejax": "#009E73"}
-Makers = dict[str, Callable[[PPO | DQN], Learner]]
+Makers = dict[str, Callable[[str, Config | DQN], Learner]]
+
+
+def make(
+    env_id: str, config: Config | DQN, *, limit_is_failure: bool = False
+) -> Learner:
+    """Makes the recipe with these settings."""
+    env = recipes.make_env(env_id)
+    env = LimitIsFailure(env) if limit_is_failure else env
+    if isinstance(config, DQN):
+        return recipes.make_dqn(env, config)
+    return recipes.make_ppo(envs.vectorize(env, config.num_envs), config)
 
 
 def makers(folder: Path | None) -> Makers:
     """Returns who makes learners, by the keys of `NAMES`."""
-    made: Makers = {"ours": learners.make, "rejax": learners_of_peers.make_rejax}
+    made: Makers = {"ours": make, "rejax": learners_of_peers.make_rejax}
     if folder:
         made["purejaxrl"] = functools.partial(
             learners_of_peers.make_purejaxrl, folder=folder
         )
-    made["limit_is_failure"] = functools.partial(learners.make, limit_is_failure=True)
+    made["limit_is_failure"] = functools.partial(make, limit_is_failure=True)
     return made
 
 
@@ -85,15 +111,15 @@ def timed(fn: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.process_time() - start
 
 
-def make_judge(learner: Learner, config: PPO | DQN) -> rollout.Collector:
+def make_judge(learner: Learner, env_id: str) -> rollout.Collector:
     """Makes the collector that plays the episodes of an evaluation."""
-    env = rollout.envs.vectorize(learners.make_env(config.env_id), NUM_EPISODES)
+    env = envs.vectorize(recipes.make_env(env_id), NUM_EPISODES)
     policy = rollout.stateless_policy(learner.act)
     return rollout.Collector(env=env, policy=policy)
 
 
 def run(
-    config: PPO | DQN,
+    task: Task,
     made: Makers,
     num_seeds: int,
     done: dict[str, Any],
@@ -101,7 +127,7 @@ def run(
 ) -> None:
     """Trains every seed with every maker; adds what it finds to `done`, and saves."""
     jax.clear_caches()  # each program takes mappings, and a process has 65,530
-    programs, judges = {}, {}
+    programs, learners, judges = {}, {}, {}
     for seed in range(num_seeds):
         for name, make in made.items():
             values = done.setdefault(
@@ -111,12 +137,13 @@ def run(
                 continue
             key, judge_key = jax.random.key(seed), jax.random.key(1000 + seed)
             if name not in programs:
-                learner = make(config)
-                judges[name] = make_judge(learner, config)
+                learner = learners[name] = make(*task)
+                judges[name] = make_judge(learner, task[0])
                 lowered = jax.jit(learner.train).lower(key)
                 programs[name], values["compile"] = timed(lowered.compile)
             program = functools.partial(programs[name], key)
-            params, seconds = timed(program)
+            found, seconds = timed(program)
+            params = learners[name].params(found)
             stats = rollout.evaluate(judges[name], judge_key, params, NUM_EPISODES)
             values["seconds"][str(seed)] = seconds
             values["returns"][str(seed)] = float(stats.returns.mean)
@@ -140,7 +167,7 @@ def table(results: dict[str, Any]) -> str:
     lines = [f"| | steps | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for task, found in results.items():
         cells = [_cell(found, x, "returns") for x in names]
-        steps = f"{TASKS[task].total_steps:,}"
+        steps = f"{total_steps(TASKS[task][1]):,}"
         lines.append(f"| {task} | {steps} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -6,7 +6,6 @@ trains three seeds of each mistake, prints the last row of each log, and draws
 `docs/learning_problems.png`.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from recipes import ppo
 
 import rollout
 from rollout import envs
 
 DOCS = Path(__file__).parents[1] / "docs"
-sys.path.append(str(DOCS / "recipes"))
-import ppo  # noqa: E402
 
 SEEDS = 3
 CONFIG = ppo.Config(num_updates=30, num_envs=64)

@@ -29,15 +29,15 @@ from typing import Any
 import curves
 import jax
 import jax.numpy as jnp
-import learners
 import learners_of_peers
 import matplotlib.pyplot as plt
 import numpy as np
+import recipes
 
 import rollout
 from rollout import envs
 
-SOURCE = Path(__file__).parents[1] / "docs" / "recipes" / "ppo.py"
+SOURCE = recipes.FOLDER / "ppo.py"
 CLASSIC = {"num_envs": 32, "num_steps": 64, "num_minibatches": 4}
 ROBOT = {
     "num_updates": 122,
@@ -151,18 +151,7 @@ def make_env(env_id: str, config: Any, only: str = "") -> Any:
         lanes = [functools.partial(make_robot, env_id)] * config.num_envs
         lanes = envs.workers(lanes, num_workers=2)
         return envs.NormalizeHost(lanes, gamma=config.gamma)
-    options = {"backend": "positional"} if env_id.startswith("brax:") else {}
-    env = envs.make(env_id, **options)
-    if "MinAtar" in env_id:
-        env = envs.TransformObs(env, jnp.ravel)
-    is_discrete = hasattr(env.action_space, "n")
-    env = env if is_discrete else envs.RescaleAction(env)
-    env = envs.vectorize(env, config.num_envs)
-    if not is_discrete and only in ("", "obs"):
-        env = envs.NormalizeObs(env)
-    if not is_discrete and only in ("", "reward"):
-        env = envs.NormalizeReward(env, gamma=config.gamma)
-    return env
+    return recipes.make_lanes(env_id, config, only)
 
 
 def train_host(agent: Any, env: Any, key: jax.Array) -> tuple[Any, Any, dict[str, Any]]:
@@ -253,25 +242,14 @@ def children() -> float:
 
 def run_peer(env_id: str, seed: int, programs: dict[str, Any], folder: Path) -> Any:
     """Trains PureJaxRL's script with the same settings."""
-    config = load().Config(**TASKS[env_id])
-    config = learners.PPO(
-        env_id,
-        config.num_updates,
-        config.num_envs,
-        config.num_steps,
-        config.num_minibatches,
-        config.num_epochs,
-        config.learning_rate,
-        config.entropy_weight,
-        activation=config.activation.__name__,
-    )
+    config = recipes.Config(**TASKS[env_id])
     if env_id not in programs:
-        learner = learners_of_peers.make_purejaxrl(config, folder)
+        learner = learners_of_peers.make_purejaxrl(env_id, config, folder)
         lowered = jax.jit(learner.train).lower(jax.random.key(0))
         programs[env_id] = learner, lowered.compile()
     learner, train = programs[env_id]
     start = time.process_time()
-    params = jax.block_until_ready(train(jax.random.key(seed)))
+    params = learner.params(jax.block_until_ready(train(jax.random.key(seed))))
     seconds = time.process_time() - start
     env = make_env(env_id, config, only="none")
     policy = rollout.stateless_policy(learner.act)

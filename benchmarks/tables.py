@@ -29,6 +29,8 @@ def written() -> dict[Path, str]:
     more, ppo = load("learning_more_seeds.json"), load("recipes/ppo.json")
     tables = {
         "speed": speed_page.table_of(speed),
+        "trainings": speed_page.columns_of(speed, "trainings", speed_page.TRAININGS),
+        "overhead": speed_page.columns_of(speed, "overhead", speed_page.OVERHEAD),
         "accelerators": accelerators_page.table_of(accelerators),
         "learning": learning_compared.table(load("learning.json")["results"]),
         "endings": learning_compared.table_of_endings(more["results"]),

@@ -31,10 +31,11 @@ import jax
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
+import recipes
 import yaml
+from recipes import FOLDER as RECIPES
 
 matplotlib.use("agg")
-RECIPES = Path(__file__).resolve().parents[1] / "docs" / "recipes"
 OWN = "def see(obs):  # of all agents of all lanes, [..., 3 * n, 18]\n    return obs\n"
 WORLD = re.findall(r"```py\n(.*?)```", (RECIPES / "ippo.md").read_text(), re.DOTALL)[0]
 ENDS = {'end="episode"': 'end="agent"'}
@@ -76,18 +77,10 @@ TASKS: dict[str, tuple[Any, ...]] = {
 
 def run_recipe(name: str, changes: dict[str, str], figure: str, seed: int) -> Any:
     """Runs the program of a page: figures of all updates, seconds, and the update."""
-    page = (RECIPES / f"{name}.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (key,) = re.findall(r"^SEED.* = 0", code, re.MULTILINE)
-    changes = changes | {key: key.replace("0", str(seed))}
-    for old, new in changes.items():
-        assert code.count(old) == 1, old
-        code = code.replace(old, new)
-    if str(RECIPES) not in sys.path:
-        sys.path.insert(0, str(RECIPES))
-    names: dict[str, Any] = {"__name__": name}
+    code = recipes.source(name, changes, seed)
     parts = re.split(r"^(?=for |rates|plt)", code, flags=re.MULTILINE)
     setup, loop = parts[:2]  # and the picture
+    names: dict[str, Any] = {"__name__": name}
     exec(compile(setup, name, "exec"), names)
     with_update = names["update"]
 

@@ -1,37 +1,95 @@
-"""How fast is a whole PPO, and how slow a convolution on a CPU?
+"""How fast are whole trainings, and how slow a convolution on a CPU?
 
-Compares the PPO of `learners.py` with PureJaxRL's own script, one training and eight
-under `jax.vmap`: CPU seconds to compile and to run, in turns, and ratios of medians.
+Runs the recipes and the programs of others with the same settings, each from a key to
+all that it returns, in turns: CPU and wall time of an update, CPU time to trace, lower
+and compile; ratios are of medians.
+
 Then a batch of MinAtar's images through one layer and its gradient: `nn.Conv`, the same
 as a matrix product over patches, and a dense layer of as many outputs as the MLP's.
 
-    taskset -c 0 python benchmarks/training_speed.py --purejaxrl FOLDER
+    pip install ".[brax,jaxmarl]" distrax evosax flashbax optax \\
+        pyyaml rejax==0.1.3
+    git clone https://github.com/luchris429/purejaxrl
+    git clone https://github.com/FLAIROx/JaxMARL
+    taskset -c 0 python benchmarks/training_speed.py \\
+        --purejaxrl purejaxrl/purejaxrl --jaxmarl JaxMARL --rejax 1 --evosax 1
 
-See `learning_compared.py` for what to install, and why `taskset`.
+`--only` takes the beginnings of rows. See `learning_compared.py` for why `taskset`.
 """
 
 import functools
-import itertools
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import flax.linen as nn
+import gymnax
 import jax
 import jax.numpy as jnp
-import learners
-import learners_of_peers
+import learners_of_peers as peers
+import recipes
+import teams
 from harness import Program, measure, run
-from learners import PPO
-from learning_compared import MINATAR, timed
+from recipes import DQN, PUREJAXRL, make_env
 
-CASES = {
-    "CartPole, 4 environments": PPO("CartPole-v1", 50),
-    "CartPole, 256 environments": PPO("CartPole-v1", 2, num_envs=256),
-    "Breakout, 64 environments": PPO("Breakout-MinAtar", 3, **MINATAR),
-}
+import rollout
+from rollout import envs
+
 STEPS = 20
+SIZES = {  # of the lanes of CartPole: updates of a training
+    4: 50,
+    64: 10,
+    256: 4,
+    1024: 2,
+}
+Train = Callable[[jax.Array], Any]
+
+
+class Training(NamedTuple):
+    """Two programs with the same settings, each a function of a key.
+
+    Attributes:
+        name: such as `"PPO, CartPole, 64 lanes"`.
+        peer: whose program the other one is.
+        num_updates: of both.
+        ours: makes a recipe.
+        theirs: makes the peer's.
+    """
+
+    name: str
+    peer: str
+    num_updates: int
+    ours: Callable[[], Train]
+    theirs: Callable[[], Train]
+    seeds: tuple[int, ...] = (1,)
+
+
+class Memory(nn.Module):
+    """The network of PureJaxRL's `ppo_rnn.py`."""
+
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, memory: jax.Array, obs: jax.Array) -> Any:
+        """Maps memories and observations to new memories, policies and values."""
+        memory, x = nn.GRUCell(128)(memory, nn.relu(nn.Dense(128)(obs)))
+        logits, value = (
+            nn.Dense(n)(nn.relu(nn.Dense(128)(x))) for n in (self.num_actions, 1)
+        )
+        return memory, (recipes.ppo.Categorical(logits), value[..., 0])
+
+
+class Greedy(nn.Module):
+    """A policy for evosax, which passes a key."""
+
+    @nn.compact
+    def __call__(self, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """Maps observations to actions of two."""
+        x = nn.tanh(nn.Dense(64)(nn.tanh(nn.Dense(64)(obs))))
+        return nn.Dense(2)(x).argmax(axis=-1)
 
 
 class Patches(nn.Module):
@@ -55,30 +113,219 @@ LAYERS = {
 }
 
 
+def of_purejaxrl(folder: Path) -> Iterator[Training]:
+    """PureJaxRL's scripts."""
+    cartpole = functools.partial(train_ppo, "CartPole-v1")
+    breakout = PUREJAXRL._replace(
+        num_updates=2, num_minibatches=8, learning_rate=5e-3, activation=nn.relu
+    )
+    robot = PUREJAXRL._replace(
+        num_updates=2,
+        num_minibatches=8,
+        learning_rate=3e-4,
+        entropy_weight=0.0,
+        hidden=256,
+    )
+    two, both = PUREJAXRL._replace(num_updates=2), (1, 8)
+    for name, env_id, config, ours, script, seeds in (
+        *(
+            (
+                f"PPO, CartPole, {num_envs:,} lanes",
+                "CartPole-v1",
+                PUREJAXRL._replace(num_envs=num_envs, num_updates=num_updates),
+                cartpole,
+                "ppo",
+                both if num_envs in (4, 64) else (1,),
+            )
+            for num_envs, num_updates in SIZES.items()
+        ),
+        (
+            "PPO, Breakout, 64 lanes",
+            "Breakout-MinAtar",
+            breakout,
+            functools.partial(train_ppo, "Breakout-MinAtar"),
+            "ppo",
+            both,
+        ),
+        (
+            "PPO, hopper, 64 lanes",
+            "brax:hopper",
+            robot,
+            functools.partial(train_ppo, "brax:hopper"),
+            "ppo_continuous_action",
+            (1,),
+        ),
+        (
+            "Recurrent PPO, CartPole, 64 lanes",
+            "CartPole-v1",
+            two,
+            train_recurrent,
+            "ppo_rnn",
+            (1,),
+        ),
+        ("DQN, CartPole, 10 lanes", "CartPole-v1", DQN(4000), train_dqn, "dqn", both),
+    ):
+        theirs = functools.partial(
+            peers.make_purejaxrl, env_id, config, folder, script, normalize=True
+        )
+        yield Training(
+            name,
+            f"PureJaxRL's `{script}.py`",
+            config.num_updates,
+            functools.partial(ours, config),
+            lambda theirs=theirs: theirs().train,
+            seeds,
+        )
+
+
+def train_ppo(env_id: str, config: recipes.Config) -> Train:
+    """Makes the whole program of `ppo.py`; robots are normalized."""
+    return recipes.make_ppo(recipes.make_lanes(env_id, config), config).train
+
+
+def train_recurrent(config: recipes.Config) -> Train:
+    """Makes that of the page of recurrent PPO, with the network of PureJaxRL."""
+    names = recipes.setup("recurrent_ppo", "agent = ")
+    env = envs.vectorize(make_env("CartPole-v1"), config.num_envs)
+    num_actions = env.action_space.n
+    names["ActorCritic"] = functools.partial(Memory, num_actions)
+    names["empty"] = lambda num_envs: jnp.zeros((num_envs, 128))
+    agent = names["RecurrentPPO"](env.action_space, config)
+    collector = recipes.make_collector(env, agent)
+    return lambda key: recipes.ppo.train(agent, collector, key)
+
+
+def train_dqn(config: DQN) -> Train:
+    """Makes that of the page of DQN."""
+    return recipes.make_dqn(make_env("CartPole-v1"), config).train
+
+
+def of_rejax() -> Iterator[Training]:
+    """Programs of rejax."""
+    config = PUREJAXRL._replace(num_updates=10)
+    yield Training(
+        "PPO, CartPole, 64 lanes",
+        "rejax",
+        10,
+        functools.partial(train_ppo, "CartPole-v1", config),
+        lambda: peers.make_rejax("CartPole-v1", config).train,
+    )
+    yield Training(
+        "DQN, CartPole, 10 lanes",
+        "rejax",
+        4000,
+        functools.partial(train_dqn, DQN(4000)),
+        lambda: peers.make_rejax("CartPole-v1", DQN(4000)).train,
+    )
+
+
+def of_jaxmarl(folder: Path) -> Iterator[Training]:
+    """A script of JaxMARL."""
+    num_updates = 10
+    module, config, _, settings = teams.TASKS["IPPO, spread"][1]
+    settings = settings | {"TOTAL_TIMESTEPS": num_updates * 16 * 128}
+
+    def ours() -> Train:
+        names = recipes.setup("ippo", "carry_key, ")
+
+        def train(key: jax.Array) -> Any:
+            carry_key, init_key, key = jax.random.split(key, 3)
+            carry = names["collector"].init(carry_key)
+            learner = names["agent"].init(init_key, carry.obs["agents"])
+            window = names["rollout"].EpisodeWindow.create(200)
+            step = lambda state, key: (names["update"](*state, key), None)  # noqa: E731
+            keys = jax.random.split(key, num_updates)
+            return jax.lax.scan(step, (carry, learner, window), keys)[0]
+
+        return train
+
+    theirs = lambda: teams.load_script(folder, module, config, settings)[0]  # noqa: E731
+    peer = "JaxMARL's `ippo_ff_mpe.py`"
+    yield Training("IPPO, MPE spread, 16 lanes", peer, num_updates, ours, theirs)
+
+
+def of_evosax() -> Iterator[Training]:
+    """A generation of an evolution strategy, one episode for each of 256 policies."""
+    from evosax.problems import GymnaxProblem
+
+    network, key = Greedy(), jax.random.key(0)
+    obs = jnp.zeros(4)
+    make = lambda key: network.init(key, obs)  # noqa: E731
+    population = jax.vmap(make)(jax.random.split(key, 256))
+
+    def ours() -> Train:
+        policy = rollout.stateless_policy(
+            lambda params, obs, key: jax.vmap(network.apply)(params, obs)
+        )
+        env = envs.make_vec("CartPole-v1", 256)
+        collector = rollout.Collector(env=env, policy=policy)
+
+        def train(key: jax.Array) -> Any:
+            carry = collector.init(key)
+            return collector.collect_episodes_per_env(
+                carry, population, 1, max_steps=500
+            )[1]
+
+        return train
+
+    def theirs() -> Train:
+        with mock.patch.object(gymnax, "make", peers.make_one_flag):
+            problem = GymnaxProblem("CartPole-v1", network, use_normalize_obs=False)
+        return lambda key: problem.eval(key, population, problem.init(key))
+
+    yield Training("256 policies, CartPole, untrained", "evosax", 1, ours, theirs)
+
+
 def training_rows(args: Namespace) -> Iterator[dict[str, str]]:
     """Compiles and times every training, and as many of them as a sweep has."""
-    for (name, config), num_seeds in itertools.product(CASES.items(), (1, 8)):
-        # Under `vmap` a loop over the lanes that are done runs for all seeds.
-        options = {"auto_reset": "select"} if num_seeds > 1 else {}
-        made = {"`rollout`": learners.ppo(config, **options)}
-        if args.purejaxrl[0]:
-            folder = Path(args.purejaxrl[0])
-            made["PureJaxRL"] = learners_of_peers.make_purejaxrl(config, folder)
-        keys = jax.random.split(jax.random.key(0), num_seeds)
-        compiled, programs = {}, {}
-        for maker, learner in made.items():
-            train = jax.vmap(learner.train) if num_seeds > 1 else learner.train
-            inputs = keys if num_seeds > 1 else keys[0]
-            program, compiled[maker] = timed(jax.jit(train).lower(inputs).compile)
-            programs[maker] = functools.partial(program, inputs)
-        taken = {x: y.cpu for x, y in measure(programs, args.repeats).items()}
-        row = {"": name, "seeds": f"{num_seeds}"}
-        for what, found in {"compile": compiled, "run": taken}.items():
-            row |= {f"{what}, {x}": f"{seconds:.2f}" for x, seconds in found.items()}
-            ours, *theirs = found.values()
-            ratio = f"{ours / theirs[0]:.2f}" if theirs else ""
-            row[f"{what}, `rollout` / PureJaxRL"] = ratio
-        yield row
+    every: list[Training] = []
+    if args.purejaxrl[0]:
+        every += of_purejaxrl(Path(args.purejaxrl[0]))
+    if args.rejax[0]:
+        every += of_rejax()
+    if args.evosax[0]:
+        every += of_evosax()
+    if args.jaxmarl[0]:
+        every += of_jaxmarl(Path(args.jaxmarl[0]))
+    for training in every:
+        for num_seeds in training.seeds:
+            name = f"{training.peer}, {training.name}, {num_seeds}"
+            if any(name.startswith(x) for x in args.only):
+                yield row_of(training, num_seeds, args.repeats)
+
+
+def row_of(training: Training, num_seeds: int, repeats: int) -> dict[str, str]:
+    """Compiles and times one training, or `num_seeds` of them under `jax.vmap`."""
+    jax.clear_caches()
+    keys = jax.random.split(jax.random.key(0), num_seeds)
+    compiled, programs = {}, {}
+    for who in ("ours", "theirs"):
+        train = getattr(training, who)()
+        train = jax.vmap(train) if num_seeds > 1 else train
+        inputs = keys if num_seeds > 1 else keys[0]
+        start = time.process_time()
+        program = jax.jit(train).lower(inputs).compile()
+        compiled[who] = time.process_time() - start
+        programs[who] = functools.partial(program, inputs)
+    ours, theirs = measure(programs, repeats).values()
+
+    def ms(taken: float) -> str:
+        each = 1e3 * taken / training.num_updates
+        return f"{each:,.0f}" if each >= 100 else f"{each:.3g}"
+
+    return {
+        "training": training.name,
+        "against": training.peer,
+        "seeds": f"{num_seeds}",
+        "here, CPU ms": ms(ours.cpu),
+        "there, CPU ms": ms(theirs.cpu),
+        "CPU time, there / here": f"{theirs.cpu / ours.cpu:.2f}",
+        "wall time, there / here": f"{theirs.wall / ours.wall:.2f}",
+        "compiling here, CPU s": f"{compiled['ours']:.1f}",
+        "compiling there, CPU s": f"{compiled['theirs']:.1f}",
+        "compiling, there / here": f"{compiled['theirs'] / compiled['ours']:.2f}",
+        "repeats": f"{repeats}",
+    }
 
 
 def layer_rows(args: Namespace) -> Iterator[dict[str, str]]:
@@ -112,5 +359,6 @@ def descend(network: nn.Module) -> Callable[[Any, jax.Array], Any]:
 
 
 if __name__ == "__main__":
-    tables = {"a whole PPO": training_rows, "convolutions": layer_rows}
-    run(__doc__, 5, tables, purejaxrl=("",))
+    tables = {"trainings": training_rows, "convolutions": layer_rows}
+    folders = {"purejaxrl": ("",), "jaxmarl": ("",)}
+    run(__doc__, 7, tables, **folders, rejax=(0,), evosax=(0,), only=("",))

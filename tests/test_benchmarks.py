@@ -1,5 +1,7 @@
 """Benchmarks run; what pages show of them is what they found."""
 
+import argparse
+import functools
 import html
 import importlib
 import json
@@ -7,6 +9,7 @@ import pathlib
 import re
 import sys
 
+import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -55,6 +58,23 @@ def test_every_loop_over_environments_of_gymnasium_runs(monkeypatch):
     # The chart finds the rows of ours by their names.
     peers = importlib.import_module("speed_page").PEERS["Gymnasium: MuJoCo and Atari"]
     assert {x.only for x in peers.values()} == set(loops[2:])
+
+
+@pytest.mark.slow
+def test_an_update_is_timed_with_its_parts(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import overhead
+
+    small = functools.partial(overhead.ppo, "CartPole-v1", 4, num_steps=16)
+    seeds = functools.partial(small, num_seeds=2)
+    monkeypatch.setattr(overhead, "RECIPES", {"one": small, "two": seeds})
+    with jax.debug_key_reuse(False):  # every repeat has the same key
+        rows = list(overhead.rows(argparse.Namespace(only=[""], repeats=1)))
+
+    data = json.loads((DOCS / "speed.json").read_text())
+    assert [x["recipe"] for x in rows] == ["one", "two"]
+    assert all(list(x) == data["overhead"]["columns"] for x in rows)
+    assert all(float(x["gradients alone"]) > 0 for x in rows)
 
 
 @pytest.fixture
@@ -110,7 +130,7 @@ def test_ranges_in_the_sentences_of_the_speed_page_are_those_of_the_chart(
             ends[0].add(min(cells, key=float))
             ends[1].add(max(cells, key=float))
     ranges = re.findall(r"([\d.]+)\s+to\s+([\d.]+)(?: times|\s+of)", sentences)
-    assert len(ranges) == 7
+    assert len(ranges) == 8
     for low, high in ranges:
         assert low in ends[0]
         assert high in ends[1]
@@ -134,8 +154,8 @@ def test_comparison_of_learning_runs_once_per_seed(monkeypatch, tmp_path):
     import learning_compared
 
     tasks = {
-        "PPO": learning_compared.PPO("CartPole-v1", 2),
-        "DQN": learning_compared.DQN("CartPole-v1", 60, learning_starts=100),
+        "PPO": ("CartPole-v1", learning_compared.CLASSIC._replace(num_updates=2)),
+        "DQN": ("CartPole-v1", learning_compared.DQN(150, learning_starts=500)),
     }
     values, plot = tmp_path / "values.json", tmp_path / "plot.png"
     # The others are not installed here.
