@@ -301,7 +301,6 @@ SUITES = ["jaxmarl:MPE_simple_spread_v3", "jaxmarl:SMAX", "pgx:tic_tac_toe"]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", SUITES)
 def test_environments_of_suites_are_wrapped(name, key_reuse, rank_promotion):
     env = stack(envs.make_agents(name))

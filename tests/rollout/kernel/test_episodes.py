@@ -247,6 +247,7 @@ def draw_twice(params, obs, state, key):
 
 
 @slow
+@pytest.mark.usefixtures("quick_compile")
 def test_draws_of_an_episode_depend_on_the_split_unless_made_from_its_key():
     policy = rollout.Policy(
         init=lambda n: {"key": rollout.EpisodeKey(), "n": jnp.zeros(n, jnp.int32)},
@@ -396,6 +397,7 @@ def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
 
 
 @slow
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.usefixtures("key_reuse")  # a mapped loop selects between keys
 def test_population_is_evaluated_under_vmap():
     # With the looping auto-reset; `vmap` makes its loop as long as the longest.
