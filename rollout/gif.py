@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from rollout import checks
-from rollout.collector import Collector
+from rollout.collector import Collector, explain
 from rollout.envs import prng
 from rollout.envs.host.ownership import claim, new_user
 from rollout.envs.host.types import HostStep
@@ -21,7 +21,7 @@ from rollout.envs.render import (
 )
 from rollout.envs.types import ArrayTree
 from rollout.host.host_collector import HostCollector
-from rollout.types import Episodes, ParamsT, Transition
+from rollout.types import Episodes, ParamsT
 
 
 def record_gif(
@@ -99,22 +99,33 @@ def _draw_states(
     check_render(env)
     plain = {"record_fn": None, "accumulators": (), "value_fn": None}
     exposed = collector.replace(env=lanes, **plain)
-    _, trajectory, episodes = exposed.collect_padded_episodes(
-        exposed.init(key), params, 1, max_length=max_steps
-    )
+    info, returns, episodes = _play_jitted(exposed, key, params, max_steps)
     # The states before each step, and the one after the last.
-    info, num = trajectory.info, int(episodes.episode_length[0])
+    num = episodes.episode_length.item()
     # NumPy joins them, without a program for each leaf; it has no typed keys.
     before, after = jax.device_get(prng.words((info["state"], info["next_state"])))
     join = lambda x, y: np.concatenate([x[:num, 0], y[num - 1 : num, 0]])  # noqa: E731
     states = prng.like(jax.tree.map(join, before, after), info["state"])
-    return render_gif(env, states, _raw_rewards(trajectory, num)), episodes
+    return render_gif(env, states, _raw_rewards(returns, num)), episodes
 
 
-def _raw_rewards(trajectory: Transition, num: int) -> np.ndarray:
+def _play(
+    collector: Any, key: chex.PRNGKey, params: Any, max_steps: int
+) -> tuple[ArrayTree, jax.Array, Episodes]:
+    """Plays one episode: its info and the return so far, `[T, 1, ...]`, and itself."""
+    _, trajectory, episodes = collector.collect_padded_episodes(
+        collector.init(key), params, 1, max_length=max_steps
+    )
+    return trajectory.info, trajectory.episode_return, episodes
+
+
+# What is returned is all that XLA compiles.
+_play_jitted = explain(jax.jit(_play, static_argnames="max_steps"))
+
+
+def _raw_rewards(returns: ArrayTree, num: int) -> np.ndarray:
     """Rewards of the first `num` steps, whose sum titles show: not normalized."""
-    returns = np.asarray(trajectory.episode_return)[:num, 0]
-    return np.diff(returns, prepend=0)
+    return np.diff(np.asarray(returns)[:num, 0], prepend=0)
 
 
 def _draw_on_host(
@@ -132,11 +143,9 @@ def _draw_on_host(
     filmed: Any = _Filmed(collector.env, max_steps)
     exposed = HostCollector(env=filmed, policy=collector.policy)
     with no_screen():
-        _, trajectory, episodes = exposed.collect_padded_episodes(
-            exposed.init(key), params, 1, max_length=max_steps
-        )
-    num = int(episodes.episode_length[0])
-    return frames_to_gif(filmed.frames, _raw_rewards(trajectory, num)), episodes
+        _, returns, episodes = _play(exposed, key, params, max_steps)
+    num = episodes.episode_length.item()
+    return frames_to_gif(filmed.frames, _raw_rewards(returns, num)), episodes
 
 
 class _Filmed:

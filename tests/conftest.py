@@ -17,6 +17,7 @@ COMPILERS = {"h100": "jax_cuda12_plugin", "v5e": "libtpu"}
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 _MANY_MAPPINGS = 30_000
 _EVENTS = pytest.StashKey[list[str]]()
+_QUICK = pytest.StashKey[str]()
 
 
 def pytest_configure(config):
@@ -68,9 +69,14 @@ def pytest_runtest_teardown(item, nextitem):
     jax keeps every one, with memory mappings of its own. Linux allows a process 65,530
     of these, and a few hundred tests in one process come near; beyond, XLA crashes.
     Between files, so that a test needs as many programs in every run.
+
+    Those of `quick_compile` and `quick_training` serve tests of the same fixture only:
+    others may compare bits.
     """
     is_last = nextitem is None or nextitem.path != item.path
-    if is_last and _num_mappings() > _MANY_MAPPINGS:
+    quick = item.stash.get(_QUICK, None)
+    is_over = quick and (nextitem is None or quick not in nextitem.fixturenames)
+    if is_over or (is_last and _num_mappings() > _MANY_MAPPINGS):
         jax.clear_caches()
         gc.collect()
 
@@ -105,20 +111,20 @@ def key_reuse():
 
 
 @pytest.fixture
-def quick_compile(monkeypatch):
+def quick_compile(monkeypatch, request):
     """Compiles everything as `quick_jit` does, also what a page compiles itself."""
-    yield from _compile_with(monkeypatch, QUICK_OPTIONS)
+    _compile_with(monkeypatch, request, QUICK_OPTIONS)
 
 
 @pytest.fixture
-def quick_training(monkeypatch):
+def quick_training(monkeypatch, request):
     """Compiles faster, and to programs as fast, for a test that trains for long."""
     options = dict(QUICK_OPTIONS)
     del options["xla_backend_optimization_level"]
-    yield from _compile_with(monkeypatch, options)
+    _compile_with(monkeypatch, request, options)
 
 
-def _compile_with(monkeypatch, options):
+def _compile_with(monkeypatch, request, options):
     """Passes options of the compiler also to programs whose `jit` names none."""
     get_options = compiler.get_compile_options
 
@@ -127,8 +133,7 @@ def _compile_with(monkeypatch, options):
         return get_options(*args, env_options_overrides=overrides, **others)
 
     monkeypatch.setattr(compiler, "get_compile_options", get)
-    yield
-    jax.clear_caches()  # another test may compare bits
+    request.node.stash[_QUICK] = request.fixturename
 
 
 @pytest.fixture

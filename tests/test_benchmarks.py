@@ -26,6 +26,7 @@ def test_readme_of_the_benchmarks_lists_every_script():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("policy", ["random", "mlp"])
 def test_every_loop_of_the_kernel_benchmark_runs(policy, monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -42,6 +43,7 @@ def test_every_loop_of_the_kernel_benchmark_runs(policy, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_every_loop_over_environments_of_gymnasium_runs(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import host_speed
@@ -149,6 +151,7 @@ def test_chart_of_launches_is_that_of_its_data(speed_page):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_comparison_of_learning_runs_once_per_seed(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(FOLDER))
     import learning_compared

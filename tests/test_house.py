@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from compiles import QUICK_FLAGS
 from pages import blocks, inject
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -241,7 +242,7 @@ def test_readme_runs_beside_packages_of_the_user(own_packages):
     code = inject(blocks(readme)[0], "config = config._replace(num_updates=1)")
     (own_packages / "train.py").write_text(f"import buffers, envs\n{code}")
     paths = os.pathsep.join([str(ROOT), str(ROOT / "docs" / "recipes")])
-    out = run(["train.py"], own_packages, PYTHONPATH=paths)
+    out = run(["train.py"], own_packages, PYTHONPATH=paths, XLA_FLAGS=QUICK_FLAGS)
     assert out.endswith(", 100 episodes\n")
     table = run(["-m", "rollout", "--list-envs"], own_packages, PYTHONPATH=str(ROOT))
     assert "CartPole-v1" in table.split()

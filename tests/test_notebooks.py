@@ -7,7 +7,7 @@ import sys
 
 import nbformat
 import pytest
-from compiles import QUICK_OPTIONS
+from compiles import QUICK_FLAGS
 from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
@@ -120,8 +120,7 @@ def run(path, tmp_path):
     environ = {**os.environ, "PYTHONPATH": packages, "IPYTHONDIR": str(tmp_path)}
     # Most of the time is compiling, and nothing here asks how fast the code is that
     # comes out, nor for its last bit.
-    flags = [f"--{name}={value}" for name, value in QUICK_OPTIONS.items()]
-    environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+    environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}"
     client.execute(cleanup_kc=True, env=environ)  # raises what a cell raises
 
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

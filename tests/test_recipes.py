@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import ppo
 import pytest
+from compiles import QUICK_FLAGS
 from pages import blocks, inject, run
 
 import rollout
@@ -33,12 +34,12 @@ config = config._replace(num_updates=3, num_envs=16, learning_rate=0.0)""",
     "sac": "NUM_CHUNKS, CHUNK = 2, 20",
 }
 SHORTER = {
-    "action_masks": "config = config._replace(num_updates=100)",
-    "dqn": "TOTAL_STEPS = 512_000",
+    "action_masks": "config = config._replace(num_updates=60)",
+    "dqn": "TOTAL_STEPS = 204_800",
     "league": "NUM_ROUNDS, NUM_UPDATES = 10, 8",
-    "smax": "config = config._replace(num_updates=195)",
+    "smax": "config = config._replace(num_updates=49)",
     "sweep": "NUM_SEEDS = 2",
-    "vdn": "NUM_UPDATES = 720",
+    "vdn": "NUM_UPDATES = 480",
 }
 BLUE = (31, 119, 180)  # matplotlib's first color
 
@@ -146,7 +147,7 @@ LEARNT = {
         and names["returns"]["0.5"][19] < 100
         and names["returns"]["0.25 to 2"][jnp.array([4, 9, 14, 19])].min() > 400
     ),
-    "dqn": lambda names: names["returns"][-1] > 20,
+    "dqn": lambda names: names["returns"][-1] > 5,  # below 1 at random
     "ippo": lambda names: names["returns"][-1] > -70,
     "league": lambda names: (
         names["won"][-1] > 0.7
@@ -160,7 +161,7 @@ LEARNT = {
     ),
     "recurrent_ppo": lambda names: names["returns"][-1] > 350,
     "sac": lambda names: max(names["returns"]) > 900,
-    "smax": lambda names: names["returns"][-1] >= 0.7,
+    "smax": lambda names: names["returns"][-1] > 0.4,  # 0 at random
     "vdn": lambda names: names["returns"][-1] > -70,
     # The best rate solves the task in each of the seeds; the lowest is too low.
     "sweep": lambda names: (
@@ -220,9 +221,7 @@ BRAX = pytest.mark.filterwarnings("ignore")  # brax's own, of its age
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=BRAX if x == "sac" else ()) for x in LEARNT]
 )
-def test_program_learns(name, folder, request):
-    if name not in ("dqn", "smax", "vdn"):  # which run for longer than they compile
-        request.getfixturevalue("quick_training")
+def test_program_learns(name, folder, request, quick_training):
     if name == "league":
         pytest.importorskip("pgx")
     if name in ("ippo", "smax", "vdn"):
@@ -295,7 +294,7 @@ def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
     """With `key_reuse` and `rank_promotion`: Jumanji does both."""
     pytest.importorskip("jumanji")
     names = run_page("action_masks")
-    assert names["returns"][-1] > 3_000  # about 1,100 with random moves
+    assert names["returns"][-1] > 1_700  # about 1,100 with random moves
     args = names["carry"], names["params"], 64
     _, t = jax.device_get(names["collector"].collect_steps(*args))
     allowed = np.take_along_axis(t.obs.action_mask, t.action[..., None], axis=-1)
@@ -340,7 +339,7 @@ def test_recurrent_recipe_takes_an_lstm(folder, quick_compile):
 def start(folder: pathlib.Path) -> subprocess.Popen:
     known = str(ROOT), str(FOLDER), os.environ.get("PYTHONPATH", "")
     packages = os.pathsep.join(known)
-    environ = {**os.environ, "PYTHONPATH": packages}
+    environ = {**os.environ, "PYTHONPATH": packages, "XLA_FLAGS": QUICK_FLAGS}
     return subprocess.Popen([sys.executable, "train.py"], cwd=folder, env=environ)
 
 

@@ -130,6 +130,16 @@ def test_classic_control_looks_as_gymnax_draws_it(env_id):
         np.testing.assert_allclose(frame[20:].astype(int), plain, atol=1)
 
 
+@pytest.mark.parametrize(("num_colors", "error"), [(2, 0), (100, 0), (400, 64)])
+def test_gif_keeps_the_colors_of_a_frame_with_few(num_colors, error):
+    pixels = np.zeros((200, 200, 3), np.uint8)
+    pixels.reshape(-1, 3)[:num_colors] = np.random.default_rng(0).integers(
+        256, size=(num_colors, 3)
+    )
+    (frame,), _ = open_frames(envs.render.frames_to_gif([pixels], []))
+    np.testing.assert_allclose(frame[20:].astype(int), pixels, atol=error)
+
+
 def test_frames_show_the_states_in_order(catch):
     env, states, rewards = catch
     forth, _ = open_frames(envs.render_gif(env, states, 0 * rewards))

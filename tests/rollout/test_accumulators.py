@@ -54,6 +54,7 @@ def test_values_of_every_row_are_those_of_its_episode_so_far():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_accumulators_change_nothing_else():
     results = []
     for collector in (make_collector({}), make_collector()):
@@ -68,6 +69,7 @@ def test_accumulators_change_nothing_else():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_episodes_have_the_values_of_their_last_step():
     collector = make_collector()
     carry = collector.init(jax.random.key(1))
@@ -86,6 +88,7 @@ def test_episodes_have_the_values_of_their_last_step():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_stream_counts_the_values_of_all_batches():
     options = {"steps_per_batch": 10, "total_steps": 75}
     stream = rollout.Stream(make_collector(), key=jax.random.key(2), **options)
@@ -106,6 +109,7 @@ def test_stream_counts_the_values_of_all_batches():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_value_may_be_one_per_agent():
     """Rewards above 10 of each agent, against the trajectory's own."""
     rewards = [[1, 20], [11, 30], [12, 5]]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compiles import QUICK_FLAGS
 
 import rollout
 
@@ -52,6 +53,7 @@ def start(script, folder, numbers):
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(script)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    env["XLA_FLAGS"] = QUICK_FLAGS  # the bits are compared with one another
     processes = []
     for number in numbers:
         with (

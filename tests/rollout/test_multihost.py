@@ -40,6 +40,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.usefixtures("quick_compile")
 def test_stream_of_parameters_per_lane_has_the_bits_of_one_process(folder):
     parts = [dict(np.load(folder / f"{number}.npz")) for number in NUMBERS]
     for name, want in processes.arrays(processes.make_batch()).items():

@@ -19,6 +19,7 @@ def collect(kind):
 
 
 @pytest.mark.slow  # it clears compiled programs
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("kind", ["steps", "padded", "fold"])
 def test_programs_of_a_gpu_have_the_same_bits(kind):
     expected = collect(kind)

@@ -205,6 +205,7 @@ PLAYED += ("observations that are not finite", "rewards that are not finite")
     "mistake",
     [pytest.param(x, marks=pytest.mark.slow) if x in PLAYED else x for x in MISTAKES],
 )
+@pytest.mark.usefixtures("quick_compile")
 def test_mistake_is_found_and_nothing_else(mistake):
     change, name, message = MISTAKES[mistake]
     env = struct.dataclass(type("Broken", (Toy,), change))()
@@ -239,5 +240,6 @@ SLOW = [
 
 
 @pytest.mark.parametrize("env", [envs.TimeLimit(CountEnv(), 3), *SLOW])
+@pytest.mark.usefixtures("quick_compile")
 def test_nothing_is_found_where_all_is_well(env):
     assert rollout.probe(env, num_steps=60) == ()

@@ -225,6 +225,7 @@ def test_items_that_are_used_up_are_flagged():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("policy", ["softmax", "greedy", "random"])
 def test_compact_is_select_and_lanes_do_not_matter(policy):
     made = {
@@ -248,6 +249,7 @@ def over_four_devices(collector):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_rows_without_jit_over_devices_and_of_a_stream_are_the_same():
     collector = make_collector(make_settings()["NX_10"])
 

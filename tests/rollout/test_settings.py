@@ -89,6 +89,7 @@ def test_pendulum_steps_with_wide_floats():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_derivative_of_a_return_is_that_of_finite_differences():
     @struct.dataclass
     class Pay(CountEnv):
@@ -155,6 +156,7 @@ def test_second_thread_within_next_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_episodes_until_there_are_enough_steps_depend_on_no_lane():
     played = {}
     for num_envs in (2, 5):

@@ -147,6 +147,7 @@ def methods(collector, carry):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_every_method_has_the_bits_of_one_device():
     collector = CASES["select"]()
     sharded = shard(collector, 2)
@@ -167,6 +168,7 @@ def make_stream(collector, **options):
 
 # With parameters of the environment that float32 rounds, or a policy that explores.
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     ("env_id", "before", "after", "is_saved"),
     [
@@ -199,6 +201,7 @@ def test_stream_goes_on_over_another_number_of_devices(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_batches_land_where_they_are_wanted_and_memory_is_used_again():
     collector = make_case("count", "net")
     options = {"prefetch": 1, "steps_per_batch": 2 * B}
@@ -212,6 +215,7 @@ def test_batches_land_where_they_are_wanted_and_memory_is_used_again():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_evaluation_inside_jit_beside_replicated_parameters():
     collector = make_case("count", "net")
     mesh = make_mesh(4)
@@ -420,6 +424,7 @@ class Mean(VectorWrapper):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     ("wrapper", "compare"),  # means of floats may round differently on each device
     [(Mean, assert_same), (envs.NormalizeObs, assert_near)],

@@ -99,6 +99,7 @@ def test_next_values_are_those_of_every_successor(ending, policy, num_steps):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Breakout-MinAtar"])
 def test_network_gives_the_value_of_every_successor(name):
     env = envs.vectorize(make_env(name), 20)  # more truncations in a step than slots
@@ -175,6 +176,7 @@ def test_program_of_a_gpu_gives_the_same_values():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
 def test_devices_give_the_values_of_one(num_devices):
     collector = make("some", "recurrent", num_envs=16)
@@ -189,6 +191,7 @@ def test_devices_give_the_values_of_one(num_devices):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_lanes_under_vmap_have_values_of_their_own():
     collector = make()
     seeds = jnp.arange(3)
@@ -254,6 +257,7 @@ def test_cut_episode_has_the_value_of_its_last_observation():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("at_batch_end", ["continue", "truncate", "reset"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_batches_of_a_stream_have_the_values_of_their_successors(policy, at_batch_end):
@@ -294,6 +298,7 @@ def test_batch_that_is_cut_keeps_the_dtype_that_was_recorded():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_batches_of_sharded_lanes_have_the_values_of_one_device():
     collector = make("some", "recurrent", num_envs=16)
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("lanes",))

@@ -14,6 +14,8 @@ QUICK_OPTIONS = {
 }
 if jax.__version_info__ >= (0, 11):
     del QUICK_OPTIONS["xla_cpu_use_fusion_emitters"]  # there is nothing else to use
+# The same, for the environment of a process that a test starts.
+QUICK_FLAGS = " ".join(f"--{name}={value}" for name, value in QUICK_OPTIONS.items())
 _OPEN: list[list[str]] = []  # the events of every block that is open, outermost first
 
 

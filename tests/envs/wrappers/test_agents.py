@@ -215,6 +215,7 @@ def test_normalised_agents_are_mapped_to_policies():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_statistics_of_agents_on_four_devices_are_those_of_one():
     lanes = envs.NormalizeObs(envs.vectorize_agents(BARE, 8))
     policy = rollout.random_policy(lanes.action_space)
@@ -234,6 +235,7 @@ def test_statistics_of_agents_on_four_devices_are_those_of_one():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_wrapped_agents_go_on_in_a_stream_that_is_restored():
     lanes = envs.NormalizeObs(envs.vectorize_agents(stack(BARE), B))
     policy = rollout.random_policy(lanes.action_space)

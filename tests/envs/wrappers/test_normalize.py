@@ -401,6 +401,7 @@ def test_one_nan_does_not_poison_the_statistics():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.usefixtures("key_reuse")  # a mapped loop selects between keys
 def test_trainings_under_vmap_are_those_of_each_seed():
     robot = envs.RescaleAction(envs.make("Pendulum-v1", max_steps_in_episode=9))

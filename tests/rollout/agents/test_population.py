@@ -114,6 +114,7 @@ def test_members_have_the_indices_after_the_policies_before_them():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_devices_put_their_agents_in_order_apart():
     types = {"axis_types": (jax.sharding.AxisType.Auto,)}
     mesh = jax.make_mesh((4,), ("lanes",), devices=jax.devices()[:4], **types)

@@ -55,6 +55,7 @@ def test_table_agrees_with_numpy_over_the_saved_file(chance, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 def test_table_of_episodes_is_that_of_their_rows(chance):
     argv = "pgx:thing", f"--num-envs={B}", f"--num-episodes={N}", "--max-steps=7"
     table = run(*argv)

@@ -248,6 +248,7 @@ def draw_twice(params, obs, state, key):
 
 
 @slow
+@pytest.mark.usefixtures("quick_compile")
 def test_draws_of_an_episode_depend_on_the_split_unless_made_from_its_key():
     policy = rollout.Policy(
         init=lambda n: {"key": rollout.EpisodeKey(), "n": jnp.zeros(n, jnp.int32)},

@@ -145,6 +145,7 @@ def test_first_fault_is_named(fault):
 
 
 @slow
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("is_seen", [False, True])
 def test_first_fault_in_whole_episodes_is_named(is_seen):
     # The reward of a faulty episode is not finite at its third step, so the first
@@ -192,6 +193,7 @@ def lengths_by_id():
 
 
 @slow
+@pytest.mark.usefixtures("quick_compile")
 def test_faulty_episode_is_dropped_and_the_lane_goes_on():
     options = {"key": jax.random.key(7), "steps_per_batch": 400}
     stream = rollout.Stream(

@@ -130,6 +130,7 @@ def test_episodes_are_truncated_across_batches(name, warmup):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 @each_env
 def test_cut_at_the_end_of_a_batch_is_a_truncation(name):
     options = {"steps_per_batch": 8, "total_steps": 28}
@@ -176,6 +177,7 @@ def test_cut_at_the_end_of_a_batch_is_recorded_and_accumulated(make):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
 @each_env
 def test_reset_at_the_end_of_a_batch_starts_new_episodes_and_marks_nothing(name):
     trajectory = join(make_stream(name, total_steps=48, at_batch_end="reset"))
@@ -216,6 +218,7 @@ def test_postprocess_runs_in_the_same_program(name):
 
 
 @slow
+@pytest.mark.usefixtures("quick_compile")
 def test_field_that_a_postprocess_does_not_read_has_no_array():
     env = envs.TransformObs(CountEnv(), lambda obs: jnp.broadcast_to(obs, (5,)))
     collector = make_collector("count", B).replace(env=envs.vectorize(env, B))
