@@ -190,12 +190,28 @@ def step_once(
         return barred.replace(info=result.info)
 
     def in_a_conditional(*operands: ArrayTree) -> EnvStep:
-        shapes = jax.eval_shape(take, *operands).replace(state=())
+        shapes = jax.eval_shape(take, *operands)
+        traced = jax.make_jaxpr(take)(*operands)
 
-        def never(*operands: ArrayTree) -> EnvStep:
-            return prng.blank(shapes).replace(state=operands[1])
+        def always(consts: list[jax.Array], *operands: ArrayTree) -> EnvStep:
+            leaves = eval_jaxpr(traced.jaxpr, consts, *jax.tree.leaves(operands))
+            return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
-        return lax.cond((counter | 1) != 0, take, never, *operands)
+        def never(_: list[jax.Array], *operands: ArrayTree) -> EnvStep:
+            return prng.blank(shapes.replace(state=())).replace(state=operands[1])
+
+        # Differentiated it is no conditional, which would fill what the derivative
+        # reads with zeros in `never`: what is kept for it holds the step together, too.
+        @jax.custom_jvp
+        def apart(flag: jax.Array, *args: ArrayTree) -> EnvStep:
+            return lax.cond(flag, always, never, *args)
+
+        @apart.defjvp
+        def _(primals: tuple, tangents: tuple) -> tuple[EnvStep, EnvStep]:
+            return jax.jvp(always, primals[1:], tangents[1:])
+
+        # `custom_jvp` takes nothing that is differentiated from outside.
+        return apart((counter | 1) != 0, traced.consts, *operands)
 
     operands = (step_keys, state, action)
     if jax.__version_info__ >= (0, 11):
