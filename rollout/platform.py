@@ -192,26 +192,30 @@ def step_once(
     def in_a_conditional(*operands: ArrayTree) -> EnvStep:
         shapes = jax.eval_shape(take, *operands)
         traced = jax.make_jaxpr(take)(*operands)
+        # `custom_jvp` takes nothing that is differentiated from outside, and jax's
+        # checker of key reuse takes it for a use of its keys: so words, not keys.
+        args = traced.consts, *operands
 
-        def always(consts: list[jax.Array], *operands: ArrayTree) -> EnvStep:
+        def always(*words: ArrayTree) -> EnvStep:
+            consts, *operands = prng.like(words, args)
             leaves = eval_jaxpr(traced.jaxpr, consts, *jax.tree.leaves(operands))
             return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
-        def never(_: list[jax.Array], *operands: ArrayTree) -> EnvStep:
-            return prng.blank(shapes.replace(state=())).replace(state=operands[1])
+        def never(*words: ArrayTree) -> EnvStep:
+            _, _, state, _ = prng.like(words, args)
+            return prng.blank(shapes.replace(state=())).replace(state=state)
 
         # Differentiated it is no conditional, which would fill what the derivative
         # reads with zeros in `never`: what is kept for it holds the step together, too.
         @jax.custom_jvp
-        def apart(flag: jax.Array, *args: ArrayTree) -> EnvStep:
-            return lax.cond(flag, always, never, *args)
+        def apart(flag: jax.Array, *words: ArrayTree) -> EnvStep:
+            return lax.cond(flag, always, never, *words)
 
         @apart.defjvp
         def _(primals: tuple, tangents: tuple) -> tuple[EnvStep, EnvStep]:
             return jax.jvp(always, primals[1:], tangents[1:])
 
-        # `custom_jvp` takes nothing that is differentiated from outside.
-        return apart((counter | 1) != 0, traced.consts, *operands)
+        return apart((counter | 1) != 0, *prng.words(args))
 
     operands = (step_keys, state, action)
     if jax.__version_info__ >= (0, 11):
