@@ -11,7 +11,8 @@ Times in turn, in one process:
 
 The first three return the same fields: obs, action, reward, done, episode return and
 length. `bare loop` keeps no statistics and writes the reward in place of the return.
-Then, with `rollout.profile`, where the time goes.
+Then, with `rollout.profile`, where the time goes; and `a learned model`: rollouts of a
+network that stands for an environment, and their gradient, against a plain scan.
 
     python benchmarks/rollout_speed.py --tables "random policy" "a network"
     python benchmarks/rollout_speed.py --num-steps 16000 --impl philox2x32
@@ -30,12 +31,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from gymnax_loops import ENVS, Case, Loop, gymnax_loop, make_policy, our_loop
 from harness import Program, lanes, measure, run, steps
 from jax import lax
 
 import rollout
-from rollout import kernel
+from rollout import envs, kernel
 
 NUM_ENVS = (16, 128, 1024, 4096)
 NUM_STEPS = 128
@@ -162,6 +164,78 @@ def measure_parts(env_id: str, num_envs: int, repeats: int) -> dict[str, str]:
     }
 
 
+def mlp(params: list[jax.Array], x: jax.Array) -> jax.Array:
+    """A network without biases."""
+    for weights in params[:-1]:
+        x = jnp.tanh(x @ weights)
+    return x @ params[-1]
+
+
+@struct.dataclass
+class Model:
+    """An environment that is a network, and never ends."""
+
+    params: list[jax.Array]
+    observation_space = envs.Box(-jnp.inf, jnp.inf, (8,))
+    action_space = envs.Box(-1.0, 1.0, (2,))
+
+    def reset(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Draws eight numbers."""
+        obs = jax.random.normal(key, (8,))
+        return obs, obs
+
+    def step(self, key: jax.Array, state: jax.Array, action: jax.Array) -> envs.EnvStep:
+        """Adds what the network says."""
+        del key
+        obs, never = state + mlp(self.params, jnp.append(state, action)), jnp.bool_(0)
+        return envs.EnvStep(
+            state=obs,
+            obs=obs,
+            reward=-jnp.square(obs).sum(),
+            terminated=never,
+            truncated=never,
+            info=(),
+        )
+
+
+def model_rows(args: Namespace) -> Iterator[dict[str, str]]:
+    """Times rollouts of 15 steps in 256 lanes of a `Model`, and their gradient."""
+    policy = rollout.stateless_policy(lambda params, obs, _: jnp.tanh(mlp(params, obs)))
+
+    def ours(params: Any, model: Any, carry: rollout.Carry) -> jax.Array:
+        collector = lanes(Model(model), 256, policy)
+        return collector.collect_steps(carry, params, 15)[1].reward.mean()
+
+    def plain(params: Any, model: Any, carry: rollout.Carry) -> jax.Array:
+        def step(obs: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            action = jnp.tanh(mlp(params, obs))
+            obs += mlp(model, jnp.concatenate([obs, action], axis=-1))
+            return obs, -jnp.square(obs).sum(axis=-1)
+
+        return lax.scan(step, carry.obs, length=15)[1].mean()
+
+    draw = jax.nn.initializers.lecun_normal()
+    params, model = (
+        [draw(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+        for shapes in (((8, 128), (128, 2)), ((10, 128), (128, 128), (128, 8)))
+    )
+    inputs = params, model, lanes(Model(model), 256, policy).init(jax.random.key(0))
+    for name, of in {"forward": lambda fn: fn, "gradient": jax.value_and_grad}.items():
+        seconds, lines, programs = [], [], dict[str, Program]()
+        for fn in (ours, plain):
+            start = time.process_time()
+            program = jax.jit(of(fn)).lower(*inputs).compile()
+            seconds.append(time.process_time() - start)
+            lines.append(str(program.as_text()).count("\n"))
+            programs[fn.__name__] = functools.partial(program, *inputs)
+        cpu = [1e3 * timing.cpu for timing in measure(programs, args.repeats).values()]
+        row = {"": name}
+        kinds = {"CPU time, ms": cpu, "compiling, CPU s": seconds, "lines": lines}
+        for kind, (mine, scans) in kinds.items():
+            row |= {f"{kind}": f"{mine:.4g}", f"{kind}, a plain scan": f"{scans:.4g}"}
+        yield row
+
+
 def loop_rows(args: Namespace, policy: str, part: int) -> Iterator[dict[str, str]]:
     """Times the loops for one of both tables."""
     sizes = args.envs, args.num_envs, args.impl, args.num_steps
@@ -177,7 +251,7 @@ def part_rows(args: Namespace) -> Iterator[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    tables = {"where the time goes": part_rows}
+    tables = {"where the time goes": part_rows, "a learned model": model_rows}
     for name, policy in POLICY.items():
         for part, table in enumerate((name, f"more on {name}")):
             tables[table] = functools.partial(loop_rows, policy=policy, part=part)

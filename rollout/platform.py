@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import eval_jaxpr
+from jax.interpreters import partial_eval
 
 from rollout.envs import cost_estimate, prng
 from rollout.envs.types import ArrayTree, EnvStep
@@ -100,11 +102,15 @@ def scan(
         return scan(start, rows)
     # This traces `step`, and the scans below take what JAX has then.
     is_large = cost_estimate.estimate(scan, start, rows).equations >= _LARGE
-    on_gpu = functools.partial(scan, unroll=1 if is_large else gpu)
-    elsewhere = functools.partial(scan, unroll=other)
-    return lax.platform_dependent(
-        start, rows, cpu=scan, cuda=on_gpu, rocm=on_gpu, default=elsewhere
-    )
+    gpu = 1 if is_large else gpu
+    unrolled = {n: functools.partial(scan, unroll=n) for n in {1, gpu, other}}
+    # JAX differentiates and transposes every branch, so no two are equal.
+    branches = {
+        name: unrolled[n]
+        for name, n in (("cpu", 1), ("cuda", gpu), ("rocm", gpu))
+        if n != other
+    }
+    return lax.platform_dependent(start, rows, default=unrolled[other], **branches)
 
 
 def steps_while(
@@ -178,9 +184,12 @@ def step_once(
     inputs pass a barrier: a step that is fused with its consumers takes fewer cycles
     there.
 
+    If both flags depend on no argument, such as those of a task without an end, they
+    are constants, whose values may be read while tracing.
+
     `counter` is any `()` int32 whose value is unknown at compile time.
     """
-    # Jitted, so that both functions below trace it once; inlined, since XLA:CPU rounds
+    # Jitted, so that the functions below trace it once; inlined, since XLA:CPU rounds
     # differently in a separate function.
     take = jax.jit(step, inline=True)
 
@@ -194,19 +203,56 @@ def step_once(
         return barred.replace(info=result.info)
 
     def in_a_conditional(*operands: ArrayTree) -> EnvStep:
-        shapes = jax.eval_shape(take, *operands).replace(state=())
+        shapes = jax.eval_shape(take, *operands)
+        traced = jax.make_jaxpr(take)(*operands)
+        # `custom_jvp` takes nothing that is differentiated from outside, and jax's
+        # checker of key reuse takes it for a use of its keys: so words, not keys.
+        args = traced.consts, *operands
 
-        def never(*operands: ArrayTree) -> EnvStep:
-            return prng.blank(shapes).replace(state=operands[1])
+        def always(*words: ArrayTree) -> EnvStep:
+            consts, *operands = prng.like(words, args)
+            leaves = eval_jaxpr(traced.jaxpr, consts, *jax.tree.leaves(operands))
+            return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
-        return lax.cond((counter | 1) != 0, take, never, *operands)
+        def never(*words: ArrayTree) -> EnvStep:
+            _, _, state, _ = prng.like(words, args)
+            return prng.blank(shapes.replace(state=())).replace(state=state)
+
+        # Differentiated it is no conditional, which would fill what the derivative
+        # reads with zeros in `never`: what is kept for it holds the step together, too.
+        @jax.custom_jvp
+        def apart(flag: jax.Array, *words: ArrayTree) -> EnvStep:
+            return lax.cond(flag, always, never, *words)
+
+        @apart.defjvp
+        def _(primals: tuple, tangents: tuple) -> tuple[EnvStep, EnvStep]:
+            return jax.jvp(always, primals[1:], tangents[1:])
+
+        return apart((counter | 1) != 0, *prng.words(args))
 
     operands = (step_keys, state, action)
     if jax.__version_info__ >= (0, 11):
-        return between_barriers(*operands)
-    return lax.platform_dependent(
-        *operands, cpu=in_a_conditional, default=between_barriers
+        result = between_barriers(*operands)
+    else:
+        result = lax.platform_dependent(
+            *operands, cpu=in_a_conditional, default=between_barriers
+        )
+    return result.replace(**_constant_flags(take.trace(*operands)))
+
+
+def _constant_flags(step: Any) -> dict[str, jax.Array]:
+    """Returns both flags of a traced step if they depend on no argument, else none."""
+    names = ("terminated", "truncated")
+    leaves, structure = jax.tree.flatten(step.out_info)
+    numbered = structure.unflatten(range(len(leaves)))
+    places = [getattr(numbered, name) for name in names]
+    jaxpr, used_consts, used_inputs = partial_eval.dce_jaxpr_consts(
+        step.jaxpr.jaxpr, [i in places for i in range(len(leaves))]
     )
+    if any(used_consts) or any(used_inputs) or jaxpr.effects:
+        return {}
+    with jax.ensure_compile_time_eval():
+        return dict(zip(names, eval_jaxpr(jaxpr, ()), strict=True))
 
 
 def to_host(tree: ArrayTree) -> ArrayTree:

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from rollout import checks, platform
 from rollout.envs import masked_update, prng
@@ -107,6 +109,8 @@ def step(
         cut=cut,
     )
     recorded = apply_record_fn(collector.record_fn, transition)
+    if drop_fn is None and _never_set(transition.terminated, transition.truncated):
+        return stepped, recorded
     over = transition.done
     if drop_fn is not None:
         over |= drop_fn(recorded)
@@ -414,6 +418,11 @@ def _make_transition(
         extras=decision.extras,
         info=result.info,
     )
+
+
+def _never_set(*flags: jax.Array) -> bool:
+    """Returns whether flags are known to be False when tracing; see `step_once`."""
+    return not any(isinstance(x, Tracer) or np.asarray(x).any() for x in flags)
 
 
 def accumulate_nothing(accumulators: Accumulators, num_envs: int) -> ArrayTree:

@@ -213,13 +213,13 @@ class Line:
         return jnp.ones(1), jnp.ones(1)
 
     def step(self, key, state, action):
-        state, never = state + self.scale * action, jnp.bool_(False)
+        state = state + self.scale * action
         return envs.EnvStep(
             state=state,
             obs=state,
             reward=-jnp.sum(state**2),
-            terminated=never,
-            truncated=never,
+            terminated=jnp.any(state > 100.0),
+            truncated=jnp.bool_(False),
             info={},
         )
 
@@ -239,6 +239,57 @@ def test_gradients_of_parameters_flow_through_the_kernel(auto_reset):
     # -(2 (1 + g s) + 4 (1 + g s)^3) = -1.5 at g = -0.5, s = 1.
     gradient = jax.jit(jax.grad(total, argnums=(0, 1)))(-0.5, 1.0)
     np.testing.assert_allclose(gradient, (-1.5 * 1.0, -1.5 * -0.5), rtol=1e-6)
+
+
+@struct.dataclass
+class Model:
+    """A network that stands for an environment, in which no episode ends."""
+
+    scale: jax.Array  # [4, 4]
+    observation_space = action_space = envs.Box(-1.0, 1.0, (4,))
+
+    def reset(self, key):
+        obs = jax.random.normal(key, (4,))
+        return obs, obs
+
+    def step(self, key, state, action):
+        state, never = jnp.tanh((state + action) @ self.scale), jnp.bool_(False)
+        return envs.EnvStep(
+            state=state,
+            obs=state,
+            reward=-jnp.sum(state**2),
+            terminated=never,
+            truncated=never,
+            info={},
+        )
+
+
+def test_task_without_an_end_is_a_plain_scan_without_resets():
+    policy = rollout.stateless_policy(lambda params, obs, key: jnp.tanh(obs @ params))
+
+    def total(params, scale, carry):
+        env = envs.vectorize(Model(scale), 8)
+        collector = rollout.Collector(env=env, policy=policy)
+        return collector.collect_steps(carry, params, 6)[1].reward.sum()
+
+    def plain(params, scale, carry):
+        def step(obs, _):
+            obs = jnp.tanh((obs + jnp.tanh(obs @ params)) @ scale)
+            return obs, -jnp.sum(obs**2)
+
+        return jax.lax.scan(step, carry.obs, length=6)[1].sum()
+
+    params, scale = jax.random.normal(jax.random.key(0), (2, 4, 4))
+    collector = rollout.Collector(env=envs.vectorize(Model(scale), 8), policy=policy)
+    carry = collector.init(jax.random.key(1))
+    ours, theirs = (
+        jax.jit(jax.value_and_grad(fn, argnums=(0, 1))).lower(params, scale, carry)
+        for fn in (total, plain)
+    )
+    assert "auto_reset" not in ours.as_text(debug_info=True)
+    # Sums of 48 products, in another order.
+    got, want = (x.compile()(params, scale, carry) for x in (ours, theirs))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, want)
 
 
 def test_keys_in_info_are_collected_like_anything_else():
