@@ -60,11 +60,11 @@ def ppo() -> Made:
     """An update of `docs/recipes/ppo.py`, four epochs of four minibatches."""
     config = recipes.Config(num_updates=1, num_envs=NUM_ENVS, num_minibatches=4)
     agent = recipes.ppo.PPO(envs.make(ENV_ID).action_space, config)
-    collector = _collector(policy=agent.policy, value_fn=agent.value)
+    collector = _collector(policy=agent.policy)
 
     def update(carry: Any, learner: Any, key: Any) -> Any:
         carry, t = collector.collect_steps(carry, learner[0], config.num_steps)
-        next_value = rollout.next_values(t, agent.value(learner[0], carry.obs))
+        next_value = rollout.next_values(t, collector.value(carry, learner[0]))
         return carry, agent.learn(learner, t, next_value, key)
 
     carry = _carry(collector)

@@ -59,7 +59,7 @@ class Changed(ppo.PPO):
 def train(agent: Any, key: Any) -> Any:
     """The log of a training, `[U]` each."""
     env = envs.make_vec("CartPole-v1", CONFIG.num_envs, auto_reset="select")
-    collector = rollout.Collector(env=env, policy=agent.policy, value_fn=agent.value)
+    collector = rollout.Collector(env=env, policy=agent.policy)
     return ppo.train(agent, collector, key)[2]
 
 
@@ -67,7 +67,7 @@ def train_from_one_carry(key: Any) -> Any:
     """The log of a loop that passes the first carry to every update."""
     agent = Changed(*VARIANTS["healthy"])
     env = envs.make_vec("CartPole-v1", CONFIG.num_envs, auto_reset="select")
-    collector = rollout.Collector(env=env, policy=agent.policy, value_fn=agent.value)
+    collector = rollout.Collector(env=env, policy=agent.policy)
     carry_key, agent_key, key = jax.random.split(key, 3)
     carry = collector.init(carry_key)
 

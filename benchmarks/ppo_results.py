@@ -203,9 +203,7 @@ def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
             env=make_env(env_id, config), policy=agent.policy
         ).freeze(carry)
     else:
-        collector = rollout.Collector(
-            env=env, policy=agent.policy, value_fn=agent.value
-        )
+        collector = rollout.Collector(env=env, policy=agent.policy)
         if name not in programs:
             train = jax.jit(lambda key: module.train(agent, collector, key))
             programs[name] = train.lower(key).compile()

@@ -137,7 +137,7 @@ def make_lanes(env_id: str, config: Config, only: str = "") -> Any:
 
 def make_collector(env: Any, agent: ppo.PPO) -> rollout.Collector:
     """Makes the collector that plays an agent of `ppo.py`."""
-    return rollout.Collector(env=env, policy=agent.policy, value_fn=agent.value)
+    return rollout.Collector(env=env, policy=agent.policy)
 
 
 def make_ppo(env: Any, config: Config) -> Learner:

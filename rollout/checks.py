@@ -241,13 +241,23 @@ def max_steps(value: Any) -> int:
     return min(int_between("max_steps", value, most=None), INT32_MAX)
 
 
-def collector(acting: Any, record_fn: Any, value_fn: Any = None) -> None:
+def collector(acting: Any, record_fn: Any) -> None:
     """Checks the parts of a collector."""
     policy(acting)
     if record_fn is not None:
         function("record_fn", record_fn, "transition")
-    if value_fn is not None:
-        function("value_fn", value_fn, "params", "obs", "policy_state")
+    if acting.value is not None:
+        function("policy.value", acting.value, "params", "obs", "state")
+
+
+def critic(acting: Policy) -> Any:
+    """Returns the critic of a policy, which must have one."""
+    if acting.value is None:
+        raise ValueError(
+            "`policy` must have a critic, got one without: `stateless_policy` and "
+            "`recurrent_policy` take it as `value_fn`."
+        )
+    return acting.value
 
 
 def collects(value: Any) -> None:
@@ -405,25 +415,25 @@ def values(value: Any, obs: ArrayTree) -> None:
     for name, x in value.items() if isinstance(value, Mapping) else [("", value)]:
         if name not in want:
             raise ValueError(
-                "`value_fn` must return one value for each agent in a dict by group, "
+                "A critic must return one value for each agent in a dict by group, "
                 f"{', '.join(sorted(want)) or 'here none'}, got the group {name!r}."
             )
         is_float = jnp.issubdtype(getattr(x, "dtype", bool), jnp.floating)
         if not is_float or x.shape != want[name]:
             where = f" for the group {name!r}" if name else ""
             raise ValueError(
-                "`value_fn` must return one float per observation, of shape "
+                "A critic must return one float per observation, of shape "
                 f"{want[name]}{where}, got {describe(x)}; it is called with only "
                 "those observations that need a value."
             )
 
 
 def own_values(error: Exception, obs: ArrayTree, num_envs: int) -> None:
-    """Explains an error of `value_fn` that it raises for a part of the lanes only."""
+    """Explains an error of a critic that it raises for a part of the lanes only."""
     num = len(jax.tree.leaves(obs)[0])
     if num < num_envs:  # for all of them it did not raise
         raise ValueError(
-            "`value_fn` must compute each value from its own observation, without "
+            "A critic must compute each value from its own observation, without "
             f"arrays of all {num_envs} lanes, got an error for {num} of them: {error}"
         ) from error
 

@@ -22,7 +22,6 @@ from rollout.types import (
     Policy,
     RecordFn,
     Transition,
-    ValueFn,
 )
 
 Acc = TypeVar("Acc")
@@ -97,13 +96,6 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         accumulators: custom values to accumulate per episode, by name, besides
             `episode_return` and `episode_length`; transitions, episodes and statistics
             have them in `accumulated`.
-        value_fn: the value of observations, `(params, obs, policy_state)` to `[K]`
-            float, each computed on its own; `policy_state` is `()` for a policy without
-            one. With several agents it may return one value for each, a dict by group
-            of `[K, A_g]`; `rollout.agents.policy_state` reads the state of a policy
-            map. It is called for the few lanes whose episode was truncated, and its
-            result is `final_value` of transitions, for `next_values`. No derivative
-            passes through it.
     """
 
     env: VectorEnv
@@ -114,13 +106,12 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
     )
     # A mapping from names to `Accumulator`s, kept as `Accumulators`.
     accumulators: Any = struct.field(pytree_node=False, default=())
-    value_fn: ValueFn | None = struct.field(pytree_node=False, default=None)
     # Tells classes of environments apart; see `hash_of_types`.
     _types: int = struct.field(pytree_node=False, default=0, repr=False)
 
     def __post_init__(self) -> None:
         checks.kind_of_env(self.env, is_host=False)
-        checks.collector(self.policy, self.record_fn, self.value_fn)
+        checks.collector(self.policy, self.record_fn)
         accumulators = checks.accumulators(self.accumulators)
         object.__setattr__(self, "accumulators", accumulators)
         object.__setattr__(self, "_types", hash_of_types(self.env))
@@ -179,6 +170,29 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
                 something of the wrong structure, shape or dtype.
         """
         return kernel.step(self, carry, params)
+
+    @_jit()
+    def value(self, carry: Carry, params: ParamsT) -> Any:
+        """Values what the lanes see now, by the policy's critic. Jitted.
+
+        After a call of `collect_steps` these are the values of the observations that
+        follow its last row, the `last_value` of `next_values`.
+
+        Args:
+            carry: the carry of `init` or of an earlier call.
+            params: parameters of the policy.
+
+        Returns:
+            `[B]` float, or by group `[B, A_g]`, as `Policy.value` returns them.
+
+        Raises:
+            ValueError: if the policy has no critic; while tracing, if it does not
+                return one float per lane, or per agent.
+        """
+        checks.carry(carry, self)
+        values = checks.critic(self.policy)(params, carry.obs, carry.policy_state)
+        checks.values(values, carry.obs)
+        return values
 
     @_jit("num_steps")
     def collect_steps(

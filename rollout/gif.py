@@ -97,8 +97,7 @@ def _draw_states(
     """Plays an episode of an environment in JAX, and draws its states."""
     lanes, env = expose_lane_states(collector.env)
     check_render(env)
-    plain = {"record_fn": None, "accumulators": (), "value_fn": None}
-    exposed = collector.replace(env=lanes, **plain)
+    exposed = collector.replace(env=lanes, record_fn=None, accumulators=())
     info, returns, episodes = _play_jitted(exposed, key, params, max_steps)
     # The states before each step, and the one after the last.
     num = episodes.episode_length.item()

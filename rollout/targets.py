@@ -23,15 +23,14 @@ def next_values(trajectory: Transition, last_value: jax.Array) -> jax.Array:
     """Computes V(next_obs) of every step from values that are already known.
 
     Where a step does not end its episode, the policy recorded the value of its
-    successor in the next row. Only two kinds of values are computed apart:
-    `Collector.value_fn` computes those of truncated steps, and the caller that of the
-    observation after the last step.
+    successor in the next row. Only two kinds of values are computed apart: those of
+    truncated steps, `final_value`, and that of the observation after the last step.
 
-        next_value = rollout.next_values(t, critic(params, carry.obs, ()))
+        next_value = rollout.next_values(t, collector.value(carry, params))
 
     Args:
-        trajectory: `[T, B, ...]` of a collector with a `value_fn`, with V(obs) in
-            `extras["value"]`, `[T, B]` float.
+        trajectory: `[T, B, ...]` of a policy with a critic, `Policy.value`, with V(obs)
+            in `extras["value"]`, `[T, B]` float.
         last_value: `[B]` float, V(obs) of the carry after the last step; for the rows
             of agents see `rollout.agents.last_values`.
 
@@ -47,12 +46,13 @@ def next_values(trajectory: Transition, last_value: jax.Array) -> jax.Array:
     value = _values(trajectory)
     if isinstance(trajectory.final_value, tuple):
         raise ValueError(
-            "`trajectory` must have `final_value`, got none: `Collector(value_fn=...)` "
-            "records it. Without one, compute V(next_obs) from `next_obs`."
+            "`trajectory` must have `final_value`, got none: it is recorded where the "
+            "policy has a critic, as `stateless_policy(..., value_fn=...)`. Without "
+            "one, compute V(next_obs) from `next_obs`."
         )
     if isinstance(trajectory.final_value, Mapping):
         raise ValueError(
-            "`trajectory` must be the rows of one group where `value_fn` returns one "
+            "`trajectory` must be the rows of one group where the critic returns one "
             "value per agent, got those of whole steps: call "
             "`rollout.agents.agent_transitions` first."
         )

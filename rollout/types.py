@@ -49,8 +49,8 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
         accumulated: `[T, B, ...]` by name, the values of the collector's accumulators
             for the episode, this step included; `()` if it has none.
         final_value: `[T, B]` float, the value of `next_obs` where the episode was
-            `truncated` and not `terminated`, 0 elsewhere; `()` if the collector has no
-            `value_fn`. With several agents it may be `[T, B, A_g]` by group, and is
+            `truncated` and not `terminated`, 0 elsewhere; `()` if the policy has no
+            `value`. With several agents it may be `[T, B, A_g]` by group, and is
             also there where an agent alone was truncated.
     """
 
@@ -80,8 +80,7 @@ class Transition(struct.PyTreeNode, Generic[ObsT, ActionT], kw_only=True):
         return self.episode_length == 1
 
 
-# `(params, obs, policy_state)` to `[K]` float, or by group `[K, A_g]`; see
-# `Collector.value_fn`.
+# `(params, obs, policy_state)` to `[K]` float, or by group `[K, A_g]`; see `Policy`.
 ValueFn = Callable[[Any, Any, Any], ArrayTree]
 
 RecordFn = Callable[[Transition[ObsT, ActionT]], Transition[ObsT, ActionT]]
@@ -235,7 +234,7 @@ PolicyFn = Callable[[ParamsT, ObsT, PolicyState, Key], PolicyStep[ActionT]]
 
 
 class Policy(NamedTuple, Generic[ParamsT, ObsT, ActionT]):
-    """A policy, batched over lanes: two functions.
+    """A policy, batched over lanes: two functions, and two more that it may have.
 
     Attributes:
         init: `num_envs` to the `[B, ...]` state at the start of an episode, `()` if
@@ -245,8 +244,14 @@ class Policy(NamedTuple, Generic[ParamsT, ObsT, ActionT]):
             `[B, ...]`; `key` is one typed key for the whole batch, new at every step.
         mode: as `apply`, with a result of the same structure, but with the most likely
             action instead of a sampled one, for `greedy`; None if there is none.
+        value: the critic, `(params, obs, state)` to the values of `[K]` lanes, float32,
+            each computed on its own; with several agents also a dict by group of
+            `[K, A_g]`. A collector calls it for the few lanes whose episode was
+            truncated, and records `final_value`. None if there is none. `_replace`
+            exchanges it, as for the critic of a team.
     """
 
     init: Callable[[int], PolicyState]
     apply: PolicyFn[ParamsT, ObsT, ActionT]
     mode: PolicyFn[ParamsT, ObsT, ActionT] | None = None
+    value: ValueFn | None = None

@@ -188,5 +188,5 @@ def test_programs_and_pages_are_short(name):
     (there,), (here,) = blocks(TEXTS[name], "py"), blocks(TEXTS[name])
     compile(there, name, "exec")
     lengths = [len(re.findall(r"^.*\S", code, re.MULTILINE)) for code in (there, here)]
-    assert 20 <= min(lengths) <= max(lengths) <= 55
+    assert 15 <= min(lengths) <= max(lengths) <= 55
     assert 100 <= len(TEXTS[name].splitlines()) <= 205

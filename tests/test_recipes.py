@@ -100,7 +100,7 @@ def test_updates_of_ppo_change_the_policy_a_little(quick_compile):
     config = ppo.Config(num_updates=2, num_envs=4, num_steps=16, num_minibatches=2)
     env = rollout.envs.make_vec("CartPole-v1", config.num_envs)
     agent = ppo.PPO(env.action_space, config)
-    collector = rollout.Collector(env=env, policy=agent.policy, value_fn=agent.value)
+    collector = rollout.Collector(env=env, policy=agent.policy)
     learn = jax.jit(lambda key: ppo.train(agent, collector, key))
     params, carry, log = jax.device_get(learn(jax.random.key(0)))
     assert carry.obs.shape == (4, 4)

@@ -7,7 +7,7 @@ import rollout
 config = Config(num_updates=40, num_envs=64, num_steps=128)
 env = rollout.envs.make_vec("CartPole-v1", config.num_envs)
 agent = PPO(env.action_space, config)
-collector = rollout.Collector(env=env, policy=agent.policy, value_fn=agent.value)
+collector = rollout.Collector(env=env, policy=agent.policy)
 
 key = jax.random.key(0)
 params, carry, log = jax.jit(lambda key: train(agent, collector, key))(key)

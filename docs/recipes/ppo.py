@@ -127,7 +127,11 @@ class PPO:
         clip = optax.clip_by_global_norm(config.max_grad_norm)
         # Of all parameters as one vector, for a few large operations.
         self.optimizer = optax.flatten(optax.chain(clip, optax.adam(rate, eps=1e-5)))
-        self.policy = rollout.stateless_policy(self.act, mode_fn=self.mode)
+        self.policy = self.make_policy()
+
+    def make_policy(self):
+        functions = {"mode_fn": self.mode, "value_fn": self.value}
+        return rollout.stateless_policy(self.act, **functions)
 
     def act(self, params, obs, key):
         dist, value = self.network.apply(params, obs)
@@ -137,7 +141,7 @@ class PPO:
     def mode(self, params, obs, key):
         return self.network.apply(params, obs)[0].mode()
 
-    def value(self, params, obs, policy_state=()):
+    def value(self, params, obs):
         return self.network.apply(params, obs)[1]
 
     def init(self, key, *inputs):
@@ -174,8 +178,7 @@ def train(agent, collector, key):
     def update(state, key):
         carry, window, learner = state
         carry, t = collector.collect_steps(carry, learner[0], agent.config.num_steps)
-        last_value = agent.value(learner[0], carry.obs, carry.policy_state)
-        next_value = rollout.next_values(t, last_value)
+        next_value = rollout.next_values(t, collector.value(carry, learner[0]))
         learner, log = agent.learn(learner, t, next_value, key)
         window = window.add(t)
         log |= {"return": window.return_mean, "steps": carry.step * t.mask.shape[1]}

@@ -54,7 +54,9 @@ def policy_map(
         A]` int32, the index of the policy of each agent, -1 (and a zero action) where
         the mapping gave none that can act for it; `agents`, the extras of the policies
         by group, `[B, A_g, ...]`; and `policy_index`, which names the indices. Its mode
-        uses the modes of those policies that have one.
+        uses the modes of those policies that have one. Its critic, if a policy has one,
+        returns the values of the groups of such policies, `[K, A_g]` by name, 0 for
+        agents whose own has none; that of a team takes its place by `_replace`.
 
     Raises:
         ValueError: if `policies` are not policies by name, or a population under a
@@ -104,7 +106,7 @@ def policy_state(state: Carry | ArrayTree, name: str) -> dict[str, ArrayTree]:
     """Returns the recurrent state of one policy of a `policy_map`.
 
     Args:
-        state: a carry, or its `policy_state`, as `Collector.value_fn` gets it.
+        state: a carry, or its `policy_state`, as `Policy.value` gets it.
         name: of the policy.
 
     Returns:
@@ -145,11 +147,15 @@ class _MapState(struct.PyTreeNode, kw_only=True):
 
 @programs.shared
 def _as_policy(this: _Map) -> Policy:
-    has_mode = any(entry.policy.mode for entry in this.entries)
+    has_mode, has_value = (
+        any(getattr(entry.policy, name) for entry in this.entries)
+        for name in ("mode", "value")
+    )
     return Policy(
         init=functools.partial(_init, this),
         apply=functools.partial(_apply, this, False),
         mode=functools.partial(_apply, this, True) if has_mode else None,
+        value=functools.partial(_value, this) if has_value else None,
     )
 
 
@@ -170,26 +176,12 @@ def _init(this: _Map, num_envs: int) -> _MapState:
 def _apply(
     this: _Map, use_mode: bool, params: Params, obs: Obs, state: _MapState, key: Key
 ) -> PolicyStep:
-    entries, mapping_fn, layout, playing, by_agent = this
+    entries, _, layout, playing, by_agent = this
     _check_params(params, entries)
     _check_agents(obs, layout)
     acting = obs[ACTING]
-    # First the policy of each agent, `[B, A]`.
-    if by_agent is not None:
-        first = {entry.name: entry.first for entry in entries}
-        fixed = [first[by_agent[agent]] for agent in layout.agents]
-        policy_id = jnp.broadcast_to(jnp.asarray(fixed, jnp.int32)[None], acting.shape)
-    else:
-        # Drawn at every step. Keeping it in the state saves nothing: then all lanes
-        # draw at every step too, for those that restart.
-        draw = jax.vmap(lambda key: mapping_fn(key, layout.agents))
-        drawn = draw(prng.inline(state.key.value))
-        is_mapped = jnp.zeros(acting.shape, bool)
-        for entry, group, _ in playing:
-            is_member = np.isin(np.arange(len(layout.agents)), group.members)
-            is_mapped |= entry.controls(drawn) & is_member[None]
-        policy_id = jnp.where(is_mapped, drawn, -1)
-    # Then each policy acts; states change only where an agent acts under that policy.
+    policy_id = _policy_ids(this, state, acting.shape)
+    # Each policy acts; states change only where an agent acts under that policy.
     inner = {name: dict(groups) for name, groups in state.inner.items()}
     made: dict[str, subgroups.Made] = {group.name: [] for group in layout.groups}
     for number, subgroup in enumerate(playing):
@@ -220,6 +212,50 @@ def _apply(
             ),
         },
     )
+
+
+def _policy_ids(this: _Map, state: _MapState, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the policy of each agent, `[B, A]` int32."""
+    entries, mapping_fn, layout, playing, by_agent = this
+    if by_agent is not None:
+        first = {entry.name: entry.first for entry in entries}
+        fixed = [first[by_agent[agent]] for agent in layout.agents]
+        return jnp.broadcast_to(jnp.asarray(fixed, jnp.int32)[None], shape)
+    # Drawn at every step. Keeping it in the state saves nothing: then all lanes draw at
+    # every step too, for those that restart.
+    draw = jax.vmap(lambda key: mapping_fn(key, layout.agents))
+    drawn = draw(prng.inline(state.key.value))
+    is_mapped = jnp.zeros(shape, bool)
+    for entry, group, _ in playing:
+        is_member = np.isin(np.arange(len(layout.agents)), group.members)
+        is_mapped |= entry.controls(drawn) & is_member[None]
+    return jnp.where(is_mapped, drawn, -1)
+
+
+def _value(
+    this: _Map, params: Params, obs: Obs, state: _MapState
+) -> dict[str, jax.Array]:
+    """Values the observations of the groups with a critic, `[K, A_g]` by group."""
+    _check_params(params, this.entries)
+    _check_agents(obs, this.layout)
+    policy_id = _policy_ids(this, state, obs[ACTING].shape)
+    valued = {x.group.name for x in this.subgroups if x.entry.policy.value is not None}
+    groups = (x.name for x in this.layout.groups if x.name in valued)
+    made: dict[str, subgroups.Made] = {name: [] for name in groups}
+    for subgroup in this.subgroups:
+        entry, group, columns = subgroup
+        if group.name not in valued:
+            continue
+        values = jnp.zeros((policy_id.shape[0], len(columns)), jnp.float32)
+        if entry.policy.value is not None:
+            own = state.inner[entry.name][group.name]
+            values = subgroups.value(subgroup, policy_id, params, obs, own)
+        made[group.name].append((subgroup, values))
+    join = subgroups.join_chosen if this.by_agent is None else subgroups.join_columns
+    return {
+        name: join(of, [values for _, values in of], policy_id)
+        for name, of in made.items()
+    }
 
 
 def _check_params(params: Params, entries: tuple[Entry, ...]) -> None:

@@ -6,7 +6,8 @@ of `P` members fill at most `N / K + P` blocks of `K`, however many each member 
 shapes stay static, and no agent is left out.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from rollout import checks
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree
-from rollout.types import Key, Obs, Params, Policy, PolicyState, PolicyStep
+from rollout.types import Key, Obs, Params, Policy, PolicyState
 
 # Blocks per member on average. Few large ones are mostly padding, many small ones are
 # slow.
@@ -55,25 +56,25 @@ def population(policy: Policy, size: int) -> Population:
 
 
 def apply_members(
-    policy: Policy,
+    apply: Callable[..., ArrayTree],
     size: int,
     member: jax.Array,
     params: Params,
     obs: Obs,
     state: PolicyState,
     key: Key,
-) -> PolicyStep:
-    """Acts for `[N, ...]` agents, agent i with the parameters of `member[i]`."""
+) -> Any:
+    """Calls a policy's function for `[N, ...]` agents, agent i of `member[i]`."""
     _check_members(params, size)
     num_agents = member.shape[0]
     agent_keys = prng.fold_in(key, jnp.arange(num_agents, dtype=jnp.int32))
 
-    def apply_one(params: Params, *inputs: ArrayTree) -> PolicyStep:
+    def apply_one(params: Params, *inputs: ArrayTree) -> ArrayTree:
         obs, state, key = inputs
         obs, state = jax.tree.map(lambda x: x[None], (obs, state))
-        return jax.tree.map(lambda x: x[0], policy.apply(params, obs, state, key))
+        return jax.tree.map(lambda x: x[0], apply(params, obs, state, key))
 
-    def apply_local(member: jax.Array, *inputs: ArrayTree) -> PolicyStep:
+    def apply_local(member: jax.Array, *inputs: ArrayTree) -> ArrayTree:
         agent, block_member, place = blocks_of(member, size)
         block_params = jax.tree.map(lambda x: x[block_member], params)
         blocks = jax.tree.map(lambda x: x[agent], inputs)

@@ -7,7 +7,7 @@ each agent's action is chosen afterwards; only a population costs one member per
 """
 
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,8 @@ class Subgroup(NamedTuple):
     columns: tuple[int, ...]
 
 
-Made = list[tuple[Subgroup, PolicyStep]]  # the subgroups of a group, and their steps
+# The subgroups of a group, each with its step, or with its values.
+Made = list[tuple[Subgroup, Any]]
 Join = Callable[[Made, list[ArrayTree]], ArrayTree]
 
 
@@ -71,29 +72,66 @@ def decide(
 
     With `use_mode` it takes its mode, if the policy has one.
     """
-    entry, group = subgroup.entry, subgroup.group
+    who, policy = _name_of(subgroup), subgroup.entry.policy
+    apply = policy.mode if use_mode and policy.mode is not None else policy.apply
+    decision = _call(subgroup, apply, policy_id, params, obs, state, key)
     num_envs, num = policy_id.shape[0], len(subgroup.columns)
+    checks.decision(who, decision, subgroup.group, num_envs * num)
+    merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state)
+    checks.same(f"{who} must return the state as it came in", merged, decision.state)
+    return unmerge(decision, num_envs)
+
+
+def value(
+    subgroup: Subgroup,
+    policy_id: jax.Array,
+    params: Params,
+    obs: Obs,
+    state: ArrayTree,
+) -> jax.Array:
+    """Applies the critic of a subgroup to its agents, `[B, n, ...]`: `[B, n]`."""
+    value_fn: Any = subgroup.entry.policy.value
+
+    def apply(params: Params, obs: Obs, state: ArrayTree, key: Key) -> jax.Array:
+        del key  # unused
+        values = value_fn(params, obs, state)
+        checks.values(values, obs)
+        return values
+
+    no_key = jax.random.key(0)
+    values = _call(subgroup, apply, policy_id, params, obs, state, no_key)
+    return unmerge(values, policy_id.shape[0])
+
+
+def _call(
+    subgroup: Subgroup,
+    apply: Callable[..., Any],
+    policy_id: jax.Array,
+    params: Params,
+    obs: Obs,
+    state: ArrayTree,
+    key: Key,
+) -> Any:
+    """Calls a function of a policy for its agents, `[B, n, ...]` as `[B * n, ...]`."""
+    entry, group = subgroup.entry, subgroup.group
     seen = _take(obs[group.name], subgroup.columns)
     seen, state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (seen, state))
-    own, policy = params[entry.name], entry.policy
-    if use_mode and policy.mode is not None:
-        policy = policy._replace(apply=policy.mode)
-    who = f"The policy {entry.name!r}, which controls the group {group.name!r},"
+    own = params[entry.name]
     try:
         if entry.size is None:
-            decision = policy.apply(own, seen, state, key)
-        else:
-            # An agent of another policy gets any member; `join_chosen` drops its
-            # action.
-            member = columns_of(policy_id, subgroup) - entry.first
-            member = jnp.clip(member, 0, entry.size - 1).reshape(-1)
-            decision = apply_members(policy, entry.size, member, own, seen, state, key)
+            return apply(own, seen, state, key)
+        # An agent of another policy gets any member; `join_chosen` drops its action.
+        member = columns_of(policy_id, subgroup) - entry.first
+        member = jnp.clip(member, 0, entry.size - 1).reshape(-1)
+        return apply_members(apply, entry.size, member, own, seen, state, key)
     except Exception as error:
-        error.add_note(f"{who} raised this.")
+        error.add_note(f"{_name_of(subgroup)} raised this.")
         raise
-    checks.decision(who, decision, group, num_envs * num)
-    checks.same(f"{who} must return the state as it came in", state, decision.state)
-    return unmerge(decision, num_envs)
+
+
+def _name_of(subgroup: Subgroup) -> str:
+    name, group = subgroup.entry.name, subgroup.group.name
+    return f"The policy {name!r}, which controls the group {group!r},"
 
 
 def columns_of(per_agent: jax.Array, subgroup: Subgroup) -> jax.Array:

@@ -193,7 +193,7 @@ def last_values(
     Where an action is pending, that is the `value` which the policy recorded with it.
 
         pending, rows = rollout.agents.agent_transitions(pending, trajectory)
-        last = rollout.agents.last_values(pending, value_fn(params, carry.obs, memory))
+        last = rollout.agents.last_values(pending, collector.value(carry, params))
         next_value = rollout.next_values(rows["agents"], last["agents"])
 
     Args:

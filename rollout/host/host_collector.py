@@ -179,6 +179,17 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         carry, trajectory = self.collect_steps(carry, params, 1)
         return carry, jax.tree.map(lambda x: x[0], trajectory)
 
+    def value(self, carry: Carry, params: ParamsT) -> Any:
+        """Values what the lanes see now; see `Collector.value`.
+
+        Raises:
+            ValueError: if the policy has no critic, or `carry` is not that of the last
+                call.
+        """
+        checks.critic(self.policy)
+        self._check_carry(carry)
+        return self._loop.runner.values_of(params, carry.obs, carry.policy_state)
+
     def collect_steps(
         self, carry: Carry, params: ParamsT, num_steps: int
     ) -> tuple[Carry, Transition[ObsT, ActionT]]:

@@ -131,7 +131,7 @@ class Loop:
             else:
                 result, at = self._serve(params, block)
             is_cut = cut_last and block.num == block.size - 1
-            self._take(block, result, at, limit, is_cut=is_cut)
+            self._take(params, block, result, at, limit, is_cut=is_cut)
             self._is_torn = False
             if np.count_nonzero(self._begins):  # faster than `any`
                 self._settle(block)
@@ -239,7 +239,14 @@ class Loop:
         self._is_torn = False
 
     def _take(
-        self, block: RowBlock, result: HostStep, at: Any, limit: int, *, is_cut: bool
+        self,
+        params: Any,
+        block: RowBlock,
+        result: HostStep,
+        at: Any,
+        limit: int,
+        *,
+        is_cut: bool,
     ) -> None:
         """Writes a row, and ends the episodes that are over with it, or all."""
         row, columns, plan = block.num, slice(len(result.reward)), self.plan
@@ -275,6 +282,12 @@ class Loop:
         block.episode_length[row, columns] = self.episode_length[at]
         block.write("next_obs", result.obs)
         block.write("info", result.info)
+        if self.runner.has_critic:
+            goes_on = truncated & ~terminated & data
+            if row == 0 or np.count_nonzero(goes_on):  # the other rows are zero
+                env_id = None if at is _ALL else np.resize(at, self._num_ready)
+                value = self.runner.values(params, result.obs, goes_on, env_id)
+                block.write("final_value", value)
         block.num = row + 1
         if at is _ALL:
             self.obs, over = result.obs, ended

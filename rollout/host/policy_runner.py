@@ -31,6 +31,7 @@ class _Programs(NamedTuple):
     act: Any
     restart: Any
     initial: Any
+    value: Any
 
 
 class PolicyRunner:
@@ -42,13 +43,15 @@ class PolicyRunner:
         num_envs: B, the number of lanes; a call may act for some of them.
 
     Attributes:
+        has_critic: whether `values` can be called.
         key: the root key.
         step: how often it has acted.
         state: `[B, ...]`, on the device.
     """
 
     def __init__(self, policy: Policy, action_space: AnySpace, num_envs: int) -> None:
-        self._policy = policy
+        self._policy, self.has_critic = policy, policy.value is not None
+        self._value_dtype: Any = None
         self._view: Any = View(num_envs, as_space(action_space, "env.action_space"))
 
     def start(self, key: chex.PRNGKey) -> None:
@@ -87,6 +90,41 @@ class PolicyRunner:
         action = np.asarray(action) if is_array else to_host(action)
         self.step, self.state = self.step + 1, state
         return action, extras
+
+    def values(
+        self,
+        params: Any,
+        obs: ArrayTree,
+        flag: np.ndarray,
+        env_id: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """Values observations where `flag`, by the critic; 0 elsewhere.
+
+        Args:
+            params: whatever the policy takes as its parameters.
+            obs: `[B, ...]`, NumPy, what the policy sees next.
+            flag: `[B]` bool.
+            env_id: `[num_ready]` int32, the lanes of `obs` and `flag`, which may be
+                fewer than that; None for all.
+
+        Returns:
+            `[B]` float, NumPy.
+        """
+        num = len(flag)
+        if env_id is not None:
+            pad = lambda x: np.resize(x, (len(env_id), *x.shape[1:]))  # noqa: E731
+            obs = jax.tree.map(pad, obs)
+        args = params, obs, self.state, env_id
+        if not np.count_nonzero(flag):
+            if self._value_dtype is None:
+                self._value_dtype = jax.eval_shape(self._programs.value, *args).dtype
+            return np.zeros(num, self._value_dtype)
+        values = np.asarray(self._programs.value(*args))[:num]
+        return np.where(flag, values, np.zeros((), values.dtype))
+
+    def values_of(self, params: Any, obs: ArrayTree, state: ArrayTree) -> jax.Array:
+        """Values what all lanes see, `[B]`, in the state of a carry."""
+        return self._programs.value(params, obs, state, None)
 
     def compile(self, params: Any, obs: ArrayTree) -> None:
         """Compiles `act`."""
@@ -160,7 +198,17 @@ def _programs(policy: Policy, view: Any, impl: Any) -> _Programs:
             new = jax.tree.map(put, state, new)
         return new, decision.action, decision.extras
 
-    return _Programs(jax.jit(act), jax.jit(restart), jax.jit(initial))
+    def value(
+        params: Any, obs: ArrayTree, state: ArrayTree, env_id: jax.Array | None
+    ) -> ArrayTree:
+        if env_id is not None:
+            state = jax.tree.map(lambda x: x[env_id], state)
+        values = checks.critic(policy)(params, obs, state)
+        checks.values(values, obs)
+        return values
+
+    jitted = map(jax.jit, (act, restart, initial, value))
+    return _Programs(*jitted)
 
 
 @jax.jit

@@ -2,7 +2,7 @@
 
 Every fold over time folds `step`, which does everything else: it steps the environment
 by `platform.step_once`, derives the keys and applies the limit. The functions take the
-collector, and read its environment, policy, accumulators and value function.
+collector, and read its environment, policy and accumulators.
 """
 
 import functools
@@ -87,7 +87,7 @@ def step(
     Returns the next carry, and the recorded transition.
 
     Args:
-        collector: environments, policy, accumulators and value function.
+        collector: environments, policy and accumulators.
         carry: the carry of `init` or of an earlier step.
         params: parameters of the policy.
         roots: the keys that others derive from, hashed once per call; None hashes them
@@ -136,7 +136,7 @@ def advance(
         The carry of step t + 1, the transition, and `[B]` bool, True where only `limit`
         truncated.
     """
-    env, policy, value_fn = collector.env, collector.policy, collector.value_fn
+    env, policy = collector.env, collector.policy
     with jax.named_scope("policy"):
         policy_key = _policy_key(roots, carry.step, policy_key)
         decision = act(env, policy, carry, params, policy_key)
@@ -171,7 +171,7 @@ def advance(
             carry = carry.replace(
                 episode=carry.episode.replace(accumulated=accumulated)
             )
-    if value_fn is not None:
+    if policy.value is not None:
         # Nothing is reset yet, so the new carry has the true successor.
         with jax.named_scope("final_value"):
             goes_on = transition.truncated & ~transition.terminated
@@ -179,7 +179,7 @@ def advance(
             if isinstance(agents, AgentInfo):  # one of them may be cut alone
                 goes_on |= jnp.any(agents.truncated, axis=-1)
             value = values_where(
-                env, value_fn, params, carry.obs, carry.policy_state, goes_on
+                env, policy.value, params, carry.obs, carry.policy_state, goes_on
             )
             transition = transition.replace(final_value=value)
     return carry, transition, by_limit
@@ -285,8 +285,8 @@ def values_where(
 
     Args:
         env: the environments.
-        value_fn: see `Collector.value_fn`.
-        params: parameters of `value_fn`.
+        value_fn: see `Policy.value`.
+        params: parameters of the policy.
         obs: `[B, ...]`.
         policy_state: `[B, ...]`, state of the policy when it sees `obs`.
         flag: `[B]` bool.

@@ -70,6 +70,7 @@ def stateless_policy(
     fn: Callable[[ParamsT, ObsT, Key], tuple[ActionT, Any]],
     *,
     mode_fn: Callable[[ParamsT, ObsT, Key], Any] | None = None,
+    value_fn: Callable[[ParamsT, ObsT], Any] | None = None,
 ) -> Policy[ParamsT, ObsT, ActionT]: ...
 
 
@@ -78,12 +79,16 @@ def stateless_policy(
     fn: Callable[[ParamsT, ObsT, Key], ActionT],
     *,
     mode_fn: Callable[[ParamsT, ObsT, Key], Any] | None = None,
+    value_fn: Callable[[ParamsT, ObsT], Any] | None = None,
 ) -> Policy[ParamsT, ObsT, ActionT]: ...
 
 
 @programs.shared
 def stateless_policy(
-    fn: Callable[..., Any], *, mode_fn: Callable[..., Any] | None = None
+    fn: Callable[..., Any],
+    *,
+    mode_fn: Callable[..., Any] | None = None,
+    value_fn: Callable[..., Any] | None = None,
 ) -> Policy:
     """Makes a policy from a function without memory.
 
@@ -92,14 +97,17 @@ def stateless_policy(
             are batched, `[B, ...]`. If the action is itself a tuple, return it with
             extras, even if only `()`.
         mode_fn: as `fn`, but the most likely action, for `greedy`.
+        value_fn: the critic, `(params, obs)` to `[K]` float32, the value of any number
+            of observations, `[K, ...]`, each computed on its own; see `Policy.value`.
 
     Returns:
         A policy whose state is `()`.
 
     Raises:
-        ValueError: if `fn` or `mode_fn` is not a function.
+        ValueError: if a function is none, or does not take these arguments.
     """
     _check_functions(("params", "obs", "key"), fn=fn, mode_fn=mode_fn)
+    _check_functions(("params", "obs"), value_fn=value_fn)
 
     def make(fn: Callable[..., Any]) -> PolicyFn:
         def apply(params: Params, obs: Obs, state: PolicyState, key: Key) -> PolicyStep:
@@ -115,7 +123,12 @@ def stateless_policy(
 
         return apply
 
-    return Policy(_no_state, make(fn), make(mode_fn) if mode_fn else None)
+    def value(params: Params, obs: Obs, state: PolicyState) -> ArrayTree:
+        assert value_fn is not None
+        return value_fn(params, obs)
+
+    mode = make(mode_fn) if mode_fn else None
+    return Policy(_no_state, make(fn), mode, value if value_fn else None)
 
 
 @programs.shared
@@ -127,6 +140,7 @@ def recurrent_policy(
     init: Callable[[int], ArrayTree],
     *,
     mode_fn: Callable[[ParamsT, ObsT, Any, Key], Any] | None = None,
+    value_fn: Callable[[ParamsT, ObsT, Any], Any] | None = None,
 ) -> Policy[ParamsT, ObsT, ActionT]:
     """Makes a policy from a function with memory.
 
@@ -135,14 +149,18 @@ def recurrent_policy(
             extras)`; all are batched, `[B, ...]`.
         init: `num_envs` to the `[B, ...]` state at the start of an episode, any pytree.
         mode_fn: as `fn`, but the most likely action, for `greedy`.
+        value_fn: the critic, `(params, obs, state)` to `[K]` float32, the value of any
+            number of observations, `[K, ...]`, that the policy sees in that state, each
+            computed on its own; see `Policy.value`.
 
     Returns:
         A policy whose state goes back to `init` in every lane whose episode ends.
 
     Raises:
-        ValueError: if `fn`, `init` or `mode_fn` is not a function.
+        ValueError: if a function is none, or does not take these arguments.
     """
     _check_functions(("params", "obs", "state", "key"), fn=fn, mode_fn=mode_fn)
+    _check_functions(("params", "obs", "state"), value_fn=value_fn)
     checks.function("init", init, "num_envs")
 
     def make(fn: Callable[..., Any]) -> PolicyFn:
@@ -158,7 +176,7 @@ def recurrent_policy(
 
         return apply
 
-    return Policy(init, make(fn), make(mode_fn) if mode_fn else None)
+    return Policy(init, make(fn), make(mode_fn) if mode_fn else None, value_fn)
 
 
 def greedy(policy: Policy[ParamsT, ObsT, ActionT]) -> Policy[ParamsT, ObsT, ActionT]:
@@ -169,8 +187,8 @@ def greedy(policy: Policy[ParamsT, ObsT, ActionT]) -> Policy[ParamsT, ObsT, Acti
             that it wraps.
 
     Returns:
-        A policy with the same state and extras; equal for an equal `policy`, so jax
-        does not trace again.
+        A policy with the same state, extras and critic; equal for an equal `policy`, so
+        jax does not trace again.
 
     Raises:
         ValueError: if `policy` is no policy, or has no `mode`.
@@ -181,12 +199,12 @@ def greedy(policy: Policy[ParamsT, ObsT, ActionT]) -> Policy[ParamsT, ObsT, Acti
             "`policy` must have a `mode`, got one without; `stateless_policy` and "
             "`recurrent_policy` take it as `mode_fn`."
         )
-    return Policy(init=policy.init, apply=policy.mode, mode=policy.mode)
+    return policy._replace(apply=policy.mode)
 
 
 def _check_functions(arguments: tuple[str, ...], **functions: Any) -> None:
     for name, fn in functions.items():
-        if name != "mode_fn" or fn is not None:
+        if name == "fn" or fn is not None:
             checks.function(name, fn, *arguments)
 
 

@@ -1,9 +1,9 @@
 """Wraps policies to explore: epsilon-greedy actions, and a random warm-up.
 
 A wrapper applies the wrapped policy at every step, with a key of its own, and passes on
-its extras unchanged: they belong to the wrapped policy's action (a `log_prob`, say, is
-not that of the action sent). Draws for lane i do not depend on the number of lanes.
-Equal arguments make the same policy, so that jax does not trace again.
+its critic and its extras unchanged: they belong to the wrapped policy's action (a
+`log_prob`, say, is not that of the action sent). Draws for lane i do not depend on the
+number of lanes. Equal arguments make the same policy, so that jax does not trace again.
 
 The mode of an exploring policy is the mode of the wrapped one, without exploration.
 With a `mask_fn` its action is still an allowed one.
@@ -93,7 +93,7 @@ def epsilon_greedy(
         draw = prng.uniform(flag_key, 0.0, 1.0, (uniform.num_lanes(obs),))
         return replace(decision, obs, draw < epsilon, action_key)
 
-    return schedules.scheduled(epsilon, policy, act, policy.init)
+    return schedules.scheduled(epsilon, policy, act, policy.init, policy.value)
 
 
 @programs.shared
@@ -163,7 +163,8 @@ def random_warmup(
         return decision._replace(action=action)
 
     apply = functools.partial(act, policy, num_steps)
-    return schedules.counted(policy.init, apply, schedules.act_by_mode(policy, act, 0))
+    mode = schedules.act_by_mode(policy, act, 0)
+    return schedules.counted(policy.init, apply, mode, policy.value)
 
 
 def _replacer(

@@ -42,6 +42,7 @@ def item_policy(
     sample: bool = False,
     items: jax.typing.ArrayLike | None = None,
     mask_fn: MaskFn = mask_of,
+    value_fn: Callable[[Any, Any], Any] | None = None,
 ) -> Policy:
     """Makes a policy from a function that scores items.
 
@@ -55,6 +56,7 @@ def item_policy(
             `sample`.
         mask_fn: `obs`, `[B, ...]`, to `[B, I]` bool, the allowed items; by default the
             `mask` in `obs`.
+        value_fn: the critic, as `stateless_policy` takes it.
 
     Returns:
         A policy without state. Its extras are those of `fn` and of `choose_items`; with
@@ -91,7 +93,9 @@ def item_policy(
         return action, {**extras, **more}
 
     return stateless_policy(
-        functools.partial(choose, sample), mode_fn=functools.partial(choose, False)
+        functools.partial(choose, sample),
+        mode_fn=functools.partial(choose, False),
+        value_fn=value_fn,
     )
 
 

@@ -75,7 +75,7 @@ def gaussian_noise(
         noise = _normal(scale, decision.action, noise_key)
         return decision._replace(action=add(decision.action, noise))
 
-    return schedules.scheduled(scale, policy, act, policy.init)
+    return schedules.scheduled(scale, policy, act, policy.init, policy.value)
 
 
 @programs.shared
@@ -149,7 +149,8 @@ def ornstein_uhlenbeck(
             state=_Noisy(inner=decision.state, noise=noise),
         )
 
-    return schedules.scheduled(scale, policy, act, init)
+    value_fn = schedules.of_inner(policy.value)
+    return schedules.scheduled(scale, policy, act, init, value_fn)
 
 
 def _adder(space: AnySpace) -> Callable[[jax.Array, jax.Array], jax.Array]:

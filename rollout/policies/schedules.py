@@ -15,7 +15,16 @@ from rollout import checks
 from rollout.envs import prng
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.policies.uniform import num_lanes
-from rollout.types import Key, Obs, Params, Persistent, Policy, PolicyFn, PolicyStep
+from rollout.types import (
+    Key,
+    Obs,
+    Params,
+    Persistent,
+    Policy,
+    PolicyFn,
+    PolicyStep,
+    ValueFn,
+)
 
 Schedule = Callable[[jax.Array], jax.Array]  # steps taken, `()` int32, to `()` float
 
@@ -31,8 +40,10 @@ class Counted(struct.PyTreeNode, kw_only=True):
     step: Persistent  # [B] int32, steps taken so far
 
 
-def counted(init: _Init, apply: _Apply, mode: _Apply | None) -> Policy:
-    """Makes a policy from functions that first take the `[B]` int32 step count."""
+def counted(
+    init: _Init, apply: _Apply, mode: _Apply | None, value: ValueFn | None
+) -> Policy:
+    """Makes a policy from functions of which two first take the `[B]` step count."""
 
     def counted_init(num_envs: int) -> Counted:
         step = jnp.zeros((num_envs,), jnp.int32)
@@ -52,11 +63,26 @@ def counted(init: _Init, apply: _Apply, mode: _Apply | None) -> Policy:
         init=counted_init,
         apply=functools.partial(count, apply),
         mode=mode and functools.partial(count, mode),
+        value=of_inner(value),
     )
 
 
+def of_inner(value_fn: ValueFn | None) -> ValueFn | None:
+    """Makes a critic take the `inner` part of a wrapper's state."""
+
+    def value(params: Params, obs: Obs, state: Any) -> ArrayTree:
+        assert value_fn is not None
+        return value_fn(params, obs, state.inner)
+
+    return value if value_fn else None
+
+
 def scheduled(
-    value: float | Schedule, policy: Policy, act: _Act, init: _Init
+    value: float | Schedule,
+    policy: Policy,
+    act: _Act,
+    init: _Init,
+    value_fn: ValueFn | None,
 ) -> Policy:
     """Makes a policy from an `act` that first takes the wrapped policy and the value.
 
@@ -65,7 +91,8 @@ def scheduled(
     """
     mode = act_by_mode(policy, act, 0.0)
     if not callable(value):
-        return Policy(init, functools.partial(act, policy, float(value)), mode)
+        apply = functools.partial(act, policy, float(value))
+        return Policy(init, apply, mode, value_fn)
 
     def apply_schedule(
         step: jax.Array, params: Params, obs: Obs, state: ArrayTree, key: Key
@@ -74,7 +101,7 @@ def scheduled(
         return act(policy, now, params, obs, state, key)
 
     if mode is None:
-        return counted(init, apply_schedule, None)
+        return counted(init, apply_schedule, None, value_fn)
 
     def counted_mode(
         step: jax.Array, params: Params, obs: Obs, state: ArrayTree, key: Key
@@ -82,7 +109,7 @@ def scheduled(
         del step  # unused
         return mode(params, obs, state, key)
 
-    return counted(init, apply_schedule, counted_mode)
+    return counted(init, apply_schedule, counted_mode, value_fn)
 
 
 def act_by_mode(policy: Policy, act: _Act, value: float) -> PolicyFn | None:

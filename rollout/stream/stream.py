@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from rollout import checks, multihost, programs
+from rollout import checks, multihost
 from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.types import ArrayTree, sharding_of, strong
@@ -34,7 +34,7 @@ from rollout.stream.batch import (
 )
 from rollout.stream.options import Options, Placement
 from rollout.stream.progress import Bar
-from rollout.types import Carry, Episodes, ParamsT, Transition, ValueFn
+from rollout.types import Carry, Episodes, ParamsT, Transition
 
 _NEWEST = -1  # version of parameters: those that are set when the batch begins
 
@@ -584,27 +584,18 @@ class _Once:
 
 
 def _with_warmup(collector: Any, options: Options) -> Any:
-    """Wraps the policy of a collector in a warm-up, and its value function alike."""
+    """Wraps the policy of a collector in a warm-up."""
     if not options.warmup_steps:
         return collector
     num_steps = options.warmup_steps // options.num_envs
-    changes: dict[str, Any] = {
-        "policy": random_warmup(
+    return collector.replace(
+        policy=random_warmup(
             collector.policy,
             collector.env.action_space,
             num_steps,
             mask_fn=options.mask_fn,
         )
-    }
-    if (value_fn := getattr(collector, "value_fn", None)) is not None:
-        changes["value_fn"] = _of_inner(value_fn)
-    return collector.replace(**changes)
-
-
-@programs.shared
-def _of_inner(value_fn: ValueFn) -> ValueFn:
-    """Passes a value function the state of the policy that it was written for."""
-    return lambda params, obs, state: value_fn(params, obs, state.inner)
+    )
 
 
 def _placed(tree: ArrayTree, placement: Placement) -> ArrayTree:

@@ -133,14 +133,15 @@ def test_gif_has_every_state_of_the_first_episode(kind, tmp_path):
     assert stats.lengths.mean == length
 
 
-def test_gif_ignores_record_fn_accumulators_and_value_fn(tmp_path):
+def test_gif_ignores_record_fn_accumulators_and_critic(tmp_path):
     total = rollout.Accumulator(jnp.zeros, lambda total, t: total + t.info["noise"])
     collector = collect(
         lanes_of("limited"),
         record_fn=lambda t: t.replace(info=(), reward=()),
         accumulators={"noise": total},
-        value_fn=lambda params, obs, state: obs[:, 0],
     )
+    policy = collector.policy._replace(value=lambda params, obs, state: obs[:, 0])
+    collector = collector.replace(policy=policy)
     episode = rollout.record_gif(collector, KEY, None, tmp_path / "a.gif")
     same = rollout.record_gif(
         collect(lanes_of("limited")), KEY, None, tmp_path / "b.gif"

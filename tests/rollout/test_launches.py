@@ -134,11 +134,11 @@ def test_update_of_ppo_is_one_graph_after_another():
     """Few launches, all in graphs: 16 gradient steps of 69, 128 steps of 20.5."""
     config = ppo.Config(num_updates=1, num_envs=B, num_minibatches=4)
     agent = ppo.PPO(envs.Discrete(2), config)
-    collector = make(policy=agent.policy).replace(value_fn=agent.value)
+    collector = make(policy=agent.policy)
 
     def update(carry, learner, key):
         carry, t = collector.collect_steps(carry, learner[0], config.num_steps)
-        next_value = rollout.next_values(t, agent.value(learner[0], carry.obs))
+        next_value = rollout.next_values(t, collector.value(carry, learner[0]))
         return carry, agent.learn(learner, t, next_value, key)
 
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -56,8 +56,10 @@ def load(saved, like, **options):
     checkpoint.restore("folder", like, **options)
 
 
-def step_with(**fields):
-    collector = make_collector("count", 5).replace(**fields)
+def step_with(value_fn=None, **fields):
+    collector = make_collector("count", 5)
+    policy = collector.policy._replace(value=value_fn)
+    collector = collector.replace(policy=policy, **fields)
     return collector.step(collector.init(KEY), None)
 
 
@@ -211,12 +213,12 @@ FOLDERS = [
     ((__file__,), "`path` must be a folder, or new, got "),
 ]
 VALUE_FN = [
-    (3, "`value_fn` must be a function, got int"),
+    (3, "`policy.value` must be a function, got int"),
     (lambda params, obs, state: obs, "of shape (5,), got float32 of shape (5, 1)"),
     (lambda params, obs, state: obs.sum(), "got float32 of shape ()"),
     (lambda params, obs, state: obs[:, 0] > 0, "got bool of shape (5,)"),
     (lambda params, obs, state: (obs[:, 0], obs), "of shape (5,), got 2 values"),
-    (lambda params, obs: obs[:, 0], "of (params, obs, policy_state), got one of (par"),
+    (lambda params, obs: obs[:, 0], "of (params, obs, state), got one of (par"),
 ]
 COUNTED = {"n": rollout.Accumulator(jnp.zeros, lambda count, t: count + 1)}
 MEMORY = rollout.recurrent_policy(
@@ -318,7 +320,7 @@ MESSAGES = [
     ),
     (
         lambda: next_values(extras={"value": ROWS}),
-        "`Collector(value_fn=...)` records it",
+        "it is recorded where the policy has a critic",
     ),
     (
         lambda: learn(

@@ -44,15 +44,22 @@ def remember(params, obs, state, key):
 
 
 POLICIES = {
-    "stateless": rollout.stateless_policy(act),
-    "recurrent": rollout.recurrent_policy(remember, jnp.zeros),
+    "stateless": rollout.stateless_policy(
+        act, value_fn=lambda params, obs: critic(params, obs, ())
+    ),
+    "recurrent": rollout.recurrent_policy(remember, jnp.zeros, value_fn=critic),
 }
 
 
 def make(ending="some", policy="stateless", num_envs=B, **changes):
     env = envs.vectorize(CountEnv(**ENDINGS[ending]), num_envs)
-    options = {"value_fn": critic} | changes
-    return rollout.Collector(env=env, policy=POLICIES[policy], **options)
+    return rollout.Collector(env=env, policy=POLICIES[policy], **changes)
+
+
+def make_with(value_fn, **options):
+    """A collector with another critic, or with none."""
+    collector = make(**options)
+    return collector.replace(policy=collector.policy._replace(value=value_fn))
 
 
 def start_and_collect(collector, num_steps=T, seed=1):
@@ -106,23 +113,23 @@ def test_network_gives_the_value_of_every_successor(name):
     size = int(np.prod(env.observation_space.shape))
     weights = jax.random.normal(jax.random.key(0), (size,))
 
-    def value_fn(weights, obs, state):
+    def value_fn(weights, obs, state=()):
         return jnp.tanh(obs.reshape(len(obs), -1) @ weights)
 
     random = rollout.random_policy(env.action_space)
 
     def apply(weights, obs, state, key):
         step = random.apply(None, obs, (), key)
-        return step._replace(extras={"value": value_fn(weights, obs, ())})
+        return step._replace(extras={"value": value_fn(weights, obs)})
 
-    policy = rollout.Policy(init=random.init, apply=apply)
-    collector = rollout.Collector(env=env, policy=policy, value_fn=value_fn)
+    policy = rollout.Policy(init=random.init, apply=apply, value=value_fn)
+    collector = rollout.Collector(env=env, policy=policy)
     carry = collector.init(jax.random.key(2))
     carry, t = collector.collect_steps(carry, weights, 60)
     assert t.truncated.any()
-    got = rollout.next_values(t, value_fn(weights, carry.obs, ()))
+    got = rollout.next_values(t, collector.value(carry, weights))
     rows = t.next_obs.reshape(-1, *t.next_obs.shape[2:])
-    every = value_fn(weights, rows, ()).reshape(t.reward.shape)
+    every = value_fn(weights, rows).reshape(t.reward.shape)
     expected = jnp.where(t.terminated, 0.0, every)
     # A product of a few rows is not rounded as that of many.
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
@@ -130,7 +137,7 @@ def test_network_gives_the_value_of_every_successor(name):
 
 def test_other_fields_are_those_without_values():
     carry, trajectory = collect(make())
-    without = collect(make(value_fn=None))
+    without = collect(make_with(None))
     got = carry, trajectory.replace(final_value=())
     chex.assert_trees_all_equal(raw(got), raw(without))
 
@@ -205,7 +212,7 @@ def test_lanes_under_vmap_have_values_of_their_own():
 
 def test_values_are_constants_to_derivatives():
     def total(params, value_fn):
-        collector = make(value_fn=value_fn or (lambda _, *args: critic(params, *args)))
+        collector = make_with(value_fn or (lambda _, *args: critic(params, *args)))
         carry = collector.init(jax.random.key(1))
         trajectory = collector.collect_steps(carry, params, T)[1]
         return trajectory.final_value.sum() + 0.0 * params
@@ -224,7 +231,7 @@ def test_values_may_not_come_from_arrays_of_all_lanes():
         return jnp.eye(32) @ obs[:, 0]
 
     with pytest.raises(ValueError, match="of all 32 lanes, got an error for 1 of them"):
-        jax.eval_shape(start_and_collect, make(num_envs=32, value_fn=value_fn))
+        jax.eval_shape(start_and_collect, make_with(value_fn, num_envs=32))
 
 
 class LongReset(CountEnv):
@@ -315,7 +322,7 @@ def test_batches_of_sharded_lanes_have_the_values_of_one_device():
 
 
 def test_unread_values_are_not_computed():
-    collector = make(value_fn=lambda params, obs, state: jnp.tanh(obs[:, 0]))
+    collector = make_with(lambda params, obs, state: jnp.tanh(obs[:, 0]))
     carry = jax.eval_shape(collector.init, jax.random.key(0))
     run = functools.partial(collector.collect_steps, num_steps=3)
     programs = jax.jit(run), jax.jit(lambda *args: run(*args)[1].reward)

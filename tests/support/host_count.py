@@ -188,7 +188,16 @@ def act(params, obs, count, key):
     return action, count + 1, {"count": count, "noise": noise}
 
 
-POLICY = rollout.recurrent_policy(act, lambda num_envs: jnp.zeros(num_envs, int))
+def critic(params, obs, count):
+    """Of small integers, so that no sum is rounded."""
+    return 10.0 * obs[:, 0] + count
+
+
+def empty(num_envs):
+    return jnp.zeros(num_envs, int)
+
+
+POLICY = rollout.recurrent_policy(act, empty, value_fn=critic)
 
 
 def add_square(transition):
@@ -231,10 +240,16 @@ def episodes(num_episodes, **options):
     return lambda x, carry: x.collect_episodes(carry, None, num_episodes, **options)
 
 
+def values(collector, carry):
+    carry, _ = collector.collect_steps(carry, None, 5)
+    return carry, collector.value(carry, None)
+
+
 # Calls of a collector of four lanes.
 CALLS = {
     "step": lambda x, carry: x.step(carry, None),
     "steps": lambda x, carry: x.collect_steps(carry, None, 40),
+    "values": values,
     "one episode": episodes(1),
     "fewer episodes than lanes": episodes(3),
     "an episode in each lane": episodes(4),

@@ -411,7 +411,7 @@ def test_trainings_under_vmap_are_those_of_each_seed():
         num_updates=2, num_envs=4, num_steps=16, num_epochs=2, num_minibatches=2
     )
     agent = ppo.PPO(env.action_space, config)
-    collector = rollout.Collector(env=env, policy=agent.policy, value_fn=agent.value)
+    collector = rollout.Collector(env=env, policy=agent.policy)
 
     def train(key):
         params, carry, log = ppo.train(agent, collector, key)

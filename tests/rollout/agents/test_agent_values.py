@@ -30,12 +30,6 @@ def count(weight, obs, state, key):
     return obs.astype(jnp.int32) % 4, state + 1, {"value": critic(weight, obs, state)}
 
 
-def value_by_agent(params, obs, state):
-    memory = rollout.agents.policy_state(state, "count")[GROUP]
-    value = critic(params["count"], obs[GROUP].reshape(-1), memory)
-    return {GROUP: value.reshape(-1, 2)}
-
-
 CASES = {
     "simultaneous": agents.AllAct(),
     "in turn": agents.ChanceEnv(is_turn_based=True),
@@ -48,16 +42,10 @@ def react(weight, obs, key):
     return obs.astype(jnp.int32) % 4, {"value": weight * obs}
 
 
-def value_without_memory(params, obs, state):
-    return {GROUP: params["count"] * obs[GROUP]}
+COUNTING = rollout.recurrent_policy(count, jnp.zeros, value_fn=critic)
 
 
-COUNTING = rollout.recurrent_policy(count, jnp.zeros)
-
-
-def make_collector(
-    env, num_envs=B, value_fn=value_by_agent, policy=COUNTING, **changes
-):
+def make_collector(env, num_envs=B, policy=COUNTING, team_value=None):
     env = envs.vectorize_agents(env, num_envs)
     policies = {
         "count": policy,
@@ -65,7 +53,9 @@ def make_collector(
     }
     mapping = rollout.agents.fixed_mapping({"a": "count", "b": "random", "c": "count"})
     policy = rollout.agents.policy_map(policies, mapping, env)
-    return rollout.Collector(env=env, policy=policy, value_fn=value_fn, **changes)
+    if team_value is not None:
+        policy = policy._replace(value=team_value)
+    return rollout.Collector(env=env, policy=policy)
 
 
 @functools.cache
@@ -83,7 +73,7 @@ def find_values(collector, end, num_windows=1):
         num_steps = T // num_windows
         carry, trajectory = collector.collect_steps(carry, PARAMS, num_steps)
         pending, rows = rollout.agents.agent_transitions(pending, trajectory, end=end)
-        values = collector.value_fn(PARAMS, carry.obs, carry.policy_state)
+        values = collector.value(carry, PARAMS)
         if not isinstance(values, dict):  # of each lane
             values = {GROUP: jnp.repeat(values[:, None], 2, axis=1)}
         last = rollout.agents.last_values(pending, values)
@@ -118,9 +108,8 @@ def test_next_values_are_those_of_every_successor(name, end):
 
 
 def test_next_values_of_a_critic_without_memory_are_those_of_every_successor():
-    policy = rollout.stateless_policy(react)
-    options = {"value_fn": value_without_memory, "policy": policy}
-    collector = make_collector(CASES["any"], **options)
+    policy = rollout.stateless_policy(react, value_fn=lambda weight, obs: weight * obs)
+    collector = make_collector(CASES["any"], policy=policy)
     check(*jax.device_get(next_values(collector, "episode", 2)), counts=False)
 
 
@@ -147,10 +136,10 @@ def test_four_devices_give_the_values_of_one():
 
 
 def test_value_of_a_lane_is_that_of_each_agent():
-    def value_fn(params, obs, state):
+    def value(params, obs, state):
         return jnp.sum(obs[GROUP], axis=1)
 
-    collector = make_collector(agents.AllAct(), value_fn=value_fn)
+    collector = make_collector(agents.AllAct(), team_value=value)
     _, rows, _ = jax.device_get(next_values(collector, "episode"))
     each = rows.final_value.reshape(T, B, 2)
     assert np.count_nonzero(each) > 0
@@ -209,7 +198,7 @@ def test_state_of_a_policy_is_read_inside_other_policies():
 )
 def test_values_of_other_agents_are_refused(value, message):
     collector = make_collector(
-        agents.AllAct(), value_fn=lambda params, obs, state: value
+        agents.AllAct(), team_value=lambda params, obs, state: value
     )
     carry = collector.init(KEY)
     with pytest.raises(ValueError, match=message):

@@ -34,7 +34,7 @@ PARAMS = {"w": jnp.asarray(np.random.default_rng(0).integers(-9, 9, (P, D)), "fl
 @functools.partial(jax.jit, static_argnames=("size", "blocks"))
 def apply(member, params, obs, state, size=P, blocks=True):
     if blocks:
-        return apply_members(POLICY, size, member, params, obs, state, KEY)
+        return apply_members(POLICY.apply, size, member, params, obs, state, KEY)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(member.shape[0]))
 
     def one(member, obs, state, key):
