@@ -64,7 +64,8 @@ def ppo() -> Made:
 
     def update(carry: Any, learner: Any, key: Any) -> Any:
         carry, t = collector.collect_steps(carry, learner[0], config.num_steps)
-        next_value = rollout.next_values(t, collector.value(carry, learner[0]))
+        last_value = collector.value(carry, learner[0])
+        next_value = rollout.next_values(t, t.extras["value"], last_value)
         return carry, agent.learn(learner, t, next_value, key)
 
     carry = _carry(collector)
@@ -81,8 +82,9 @@ def gae() -> Made:
     """Advantages alone."""
     params, policy = _network_policy()
     trajectory = _rows(_collector(policy=policy), params)
+    t, value = trajectory, trajectory.extras["value"]
     fn = functools.partial(rollout.gae, gamma=CONFIG.gamma, lam=CONFIG.lam)
-    return fn, (trajectory, trajectory.extras["value"]), {}
+    return fn, (t.reward, value, value, t.terminated, t.truncated), {}
 
 
 def collect_episodes() -> Made:

@@ -58,7 +58,7 @@ class Changed(ppo.PPO):
 
 def train(agent: Any, key: Any) -> Any:
     """The log of a training, `[U]` each."""
-    env = envs.make_vec("CartPole-v1", CONFIG.num_envs, auto_reset="select")
+    env = envs.make_vec("CartPole-v1", CONFIG.num_envs)
     collector = rollout.Collector(env=env, policy=agent.policy)
     return ppo.train(agent, collector, key)[2]
 
@@ -66,14 +66,15 @@ def train(agent: Any, key: Any) -> Any:
 def train_from_one_carry(key: Any) -> Any:
     """The log of a loop that passes the first carry to every update."""
     agent = Changed(*VARIANTS["healthy"])
-    env = envs.make_vec("CartPole-v1", CONFIG.num_envs, auto_reset="select")
+    env = envs.make_vec("CartPole-v1", CONFIG.num_envs)
     collector = rollout.Collector(env=env, policy=agent.policy)
     carry_key, agent_key, key = jax.random.split(key, 3)
     carry = collector.init(carry_key)
 
     def update(learner: Any, key: Any) -> Any:
         new, t = collector.collect_steps(carry, learner[0], CONFIG.num_steps)
-        next_value = rollout.next_values(t, agent.value(learner[0], new.obs))
+        last_value = collector.value(new, learner[0])
+        next_value = rollout.next_values(t, t.extras["value"], last_value)
         learner, log = agent.learn(learner, t, next_value, key)
         log["return"] = rollout.summarize(t).returns.mean
         return learner, log | {"steps": new.step * CONFIG.num_envs}

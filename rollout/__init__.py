@@ -64,7 +64,13 @@ from rollout.stats import (
     summarize,
 )
 from rollout.stream import Stream, StreamBatch, StreamStats
-from rollout.targets import discounted_returns, gae, lambda_returns, next_values
+from rollout.targets import (
+    discounted_returns,
+    gae,
+    lambda_returns,
+    next_values,
+    vtrace,
+)
 from rollout.trajectories import split_trajectories
 from rollout.types import (
     Accumulator,
@@ -131,6 +137,7 @@ __all__ = [
     "split_trajectories",
     "stateless_policy",
     "summarize",
+    "vtrace",
 ]
 
 

@@ -161,15 +161,16 @@ def positive(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be above 0, got {value!r}.")
 
 
-def fraction(name: str, value: Any) -> None:
-    """Checks a number in [0, 1], or a scalar array, whose value may not be known."""
+def fraction(name: str, value: Any, *, lowest: int = 0) -> None:
+    """Checks a number up to 1, or a scalar array, whose value may not be known."""
     if isinstance(value, _REAL) and not isinstance(value, bool):
-        is_wrong = not 0 <= value <= 1
+        is_wrong = not lowest <= value <= 1
     else:
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", bool)
         is_wrong = shape != () or not jnp.issubdtype(dtype, jnp.number)
     if is_wrong:
-        raise ValueError(f"`{name}` must be a number in [0, 1], got {value!r}.")
+        bounds = f"[{lowest}, 1]"
+        raise ValueError(f"`{name}` must be a number in {bounds}, got {value!r}.")
 
 
 def holds(dtype: Any, low: int, high: int) -> None:

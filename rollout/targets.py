@@ -1,12 +1,14 @@
-"""Computes advantages and returns of a trajectory, to learn from.
+"""Computes advantages and returns from arrays of a rollout, to learn from.
 
-Each row bootstraps from the next row of its episode that is not masked out: an agent
-that waits for its turn has masked-out rows between its own. The last row of an episode
-or of the window bootstraps from `next_value` instead, unless the task terminated there.
-All functions are jitted, so that a notebook may call them as they are.
+All functions take arrays `[T, ...]` of one shape, time first: those of a `Transition`,
+of agents' rows, or of a rollout of your own. Each row bootstraps from the next one that
+is not masked out: an agent that waits for its turn has masked-out rows between its own.
+A row that ends an episode, and the last one, bootstraps from `next_value` instead,
+unless the task terminated there. All are jitted, so that a notebook may call them.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,31 +21,33 @@ Scalar = float | jax.Array  # (), may be traced
 _UNROLL = 16  # rows; more would save launches, and take longer to compile
 
 
-def next_values(trajectory: Transition, last_value: jax.Array) -> jax.Array:
+def next_values(
+    trajectory: Transition, value: jax.Array, last_value: jax.Array
+) -> jax.Array:
     """Computes V(next_obs) of every step from values that are already known.
 
-    Where a step does not end its episode, the policy recorded the value of its
-    successor in the next row. Only two kinds of values are computed apart: those of
-    truncated steps, `final_value`, and that of the observation after the last step.
+    Where a step does not end its episode, the value of its successor is that of the
+    next row. Only two kinds of values are computed apart: those of truncated steps,
+    `final_value`, and that of the observation after the last step.
 
-        next_value = rollout.next_values(t, collector.value(carry, params))
+        value, last_value = t.extras["value"], collector.value(carry, params)
+        next_value = rollout.next_values(t, value, last_value)
 
     Args:
-        trajectory: `[T, B, ...]` of a policy with a critic, `Policy.value`, with V(obs)
-            in `extras["value"]`, `[T, B]` float.
+        trajectory: `[T, B, ...]` of a policy with a critic, `Policy.value`.
+        value: `[T, B]` float, V(obs), as the policy recorded it.
         last_value: `[B]` float, V(obs) of the carry after the last step; for the rows
             of agents see `rollout.agents.last_values`.
 
     Returns:
-        `[T, B]` float, the `next_value` of `gae`, `lambda_returns` and
-        `discounted_returns`: 0 where the task terminated, arbitrary where `mask` is
-        False.
+        `[T, B]` float, the `next_value` of the functions below: 0 where the task
+        terminated, arbitrary where `mask` is False.
 
     Raises:
-        ValueError: if the extras have no `value`, or the trajectory no `final_value`,
-            or if a shape is not as above.
+        ValueError: if the trajectory has no `final_value`, or if a shape is not as
+            above.
     """
-    value = _values(trajectory)
+    checks.trajectory(trajectory)
     if isinstance(trajectory.final_value, tuple):
         raise ValueError(
             "`trajectory` must have `final_value`, got none: it is recorded where the "
@@ -56,15 +60,25 @@ def next_values(trajectory: Transition, last_value: jax.Array) -> jax.Array:
             "value per agent, got those of whole steps: call "
             "`rollout.agents.agent_transitions` first."
         )
-    checks.shaped("trajectory.final_value", trajectory.final_value, value.shape)
-    checks.shaped("last_value", last_value, value.shape[1:])
-    done = trajectory.terminated | trajectory.truncated
-    rows = done, trajectory.mask, value, trajectory.final_value
+    shape = trajectory.mask.shape
+    checks.shaped("value", value, shape)
+    checks.shaped("trajectory.final_value", trajectory.final_value, shape)
+    checks.shaped("last_value", last_value, shape[1:])
+    value = jnp.asarray(value)
+    rows = trajectory.done, trajectory.mask, value, trajectory.final_value
     return _next_values(rows, jnp.asarray(last_value, value.dtype))
 
 
 def gae(
-    trajectory: Transition, next_value: jax.Array, *, gamma: Scalar, lam: Scalar
+    reward: jax.Array,
+    value: jax.Array,
+    next_value: jax.Array,
+    terminated: jax.Array,
+    truncated: jax.Array,
+    *,
+    gamma: Scalar,
+    lam: Scalar,
+    mask: jax.Array | None = None,
 ) -> jax.Array:
     """Computes the generalized advantage estimate of every step.
 
@@ -75,31 +89,44 @@ def gae(
     V(obs) is the λ-return, the usual target of the value function.
 
     Args:
-        trajectory: `[T, B, ...]`, with V(obs) in `extras["value"]`, `[T, B]` float.
+        reward: `[T, B]` float.
+        value: `[T, B]` float, V(obs).
         next_value: `[T, B]` float, V(next_obs): the value of the true successors.
-        gamma: γ, discount per step, in [0, 1].
+        terminated: `[T, B]` bool, the task ended.
+        truncated: `[T, B]` bool, the episode was cut, as by a time limit.
+        gamma: γ, discount per step, in [-1, 1]: negative where two players alternate,
+            and each has the other's loss.
         lam: λ, in [0, 1]: 0 for the one-step error, 1 for return minus value.
+        mask: `[T, B]` bool, False where there was no step; None for all.
 
     Returns:
         `[T, B]` float, in discounted reward; 0 where `mask` is False.
 
     Raises:
-        ValueError: if the extras have no `value`, if `gamma` or `lam` is no number in
-            [0, 1], or if a shape is not as above.
+        ValueError: if `gamma` or `lam` is no number in its range, or if the shapes
+            differ.
 
     Source:
         "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
         eq. 11 and 16, arXiv:1506.02438.
     """
-    checks.fraction("gamma", gamma)
+    checks.fraction("gamma", gamma, lowest=-1)
     checks.fraction("lam", lam)
-    value = _values(trajectory)
-    checks.shaped("next_value", next_value, value.shape)
-    return _sum_up(_fields(trajectory), next_value, gamma, lam, value)
+    rows = _rows(
+        reward, terminated, truncated, mask, value=value, next_value=next_value
+    )
+    return _gae(*rows, jnp.asarray(value), next_value, gamma, lam)
 
 
 def lambda_returns(
-    trajectory: Transition, next_value: jax.Array, *, gamma: Scalar, lam: Scalar
+    reward: jax.Array,
+    next_value: jax.Array,
+    terminated: jax.Array,
+    truncated: jax.Array,
+    *,
+    gamma: Scalar,
+    lam: Scalar,
+    mask: jax.Array | None = None,
 ) -> jax.Array:
     """Computes the λ-return of every step.
 
@@ -108,83 +135,150 @@ def lambda_returns(
     with V(next_obs_t) for G_{t+1} in the last row of an episode or of the window.
 
     Args:
-        trajectory: `[T, B, ...]`.
-        next_value: `[T, B]` float, V(next_obs): the value of the true successors.
-        gamma: γ, discount per step, in [0, 1].
+        reward: as in `gae`.
+        next_value: as in `gae`.
+        terminated: as in `gae`.
+        truncated: as in `gae`.
+        gamma: as in `gae`.
         lam: λ, in [0, 1].
+        mask: as in `gae`.
 
     Returns:
         `[T, B]` float, in discounted reward; 0 where `mask` is False.
 
     Raises:
-        ValueError: if `next_value` is not `[T, B]`, or if `gamma` or `lam` is no number
-            in [0, 1].
+        ValueError: as `gae` does.
 
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., eq. 12.19 (without the
         approximation) and "High-Dimensional Continuous Control", arXiv:1506.02438.
     """
-    checks.fraction("gamma", gamma)
+    checks.fraction("gamma", gamma, lowest=-1)
     checks.fraction("lam", lam)
-    checks.trajectory(trajectory)
-    checks.shaped("next_value", next_value, trajectory.mask.shape)
-    return _sum_up(_fields(trajectory), next_value, gamma, lam)
+    rows = _rows(reward, terminated, truncated, mask, next_value=next_value)
+    return _lambda_returns(*rows, next_value, gamma, lam)
 
 
 def discounted_returns(
-    trajectory: Transition, next_value: jax.Array | None = None, *, gamma: Scalar
+    reward: jax.Array,
+    terminated: jax.Array,
+    truncated: jax.Array,
+    *,
+    gamma: Scalar,
+    next_value: jax.Array | None = None,
+    mask: jax.Array | None = None,
 ) -> jax.Array:
     """Computes the discounted sum of the rewards from every step onwards.
 
         G_t = r_t + γ (1 - done_t) G_{t+1}
 
     Args:
-        trajectory: `[T, B, ...]`.
+        reward: as in `gae`.
+        terminated: as in `gae`.
+        truncated: as in `gae`.
+        gamma: as in `gae`.
         next_value: `[T, B]` float, V(next_obs), in place of the missing rewards where
             an episode was truncated or goes on after the window; None counts them as 0.
-        gamma: γ, discount per step, in [0, 1].
+        mask: as in `gae`.
 
     Returns:
         `[T, B]` float, in discounted reward; 0 where `mask` is False.
 
     Raises:
-        ValueError: if `next_value` is not `[T, B]`, or if `gamma` is no number in
-            [0, 1].
+        ValueError: as `gae` does.
 
     Source:
         "Reinforcement Learning: An Introduction", 2nd ed., eq. 3.9.
     """
-    checks.trajectory(trajectory)
     if next_value is None:
-        next_value = jnp.zeros_like(trajectory.reward)
-    return lambda_returns(trajectory, next_value, gamma=gamma, lam=1.0)
+        next_value = jnp.zeros(jnp.shape(reward), jnp.result_type(reward))
+    options: Any = {"gamma": gamma, "lam": 1.0, "mask": mask}
+    return lambda_returns(reward, next_value, terminated, truncated, **options)
 
 
-def _values(trajectory: Transition) -> jax.Array:
-    """Returns V(obs) as the policy recorded it, `[T, B]`."""
-    checks.trajectory(trajectory)
-    extras = trajectory.extras
-    if not isinstance(extras, dict) or "value" not in extras:
-        got = sorted(extras) if isinstance(extras, dict) else type(extras).__name__
-        raise ValueError(f"`trajectory.extras` must have `value`, got {got}.")
-    name = 'trajectory.extras["value"]'
-    checks.shaped(name, extras["value"], trajectory.mask.shape)
-    return extras["value"]
+def vtrace(
+    reward: jax.Array,
+    value: jax.Array,
+    next_value: jax.Array,
+    terminated: jax.Array,
+    truncated: jax.Array,
+    *,
+    log_ratio: jax.Array,
+    gamma: Scalar,
+    lam: Scalar = 1.0,
+    clip: Scalar = 1.0,
+    mask: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Corrects advantages and targets for actions of an older policy, by V-trace.
+
+        ρ_t = min(clip, π(a_t) / μ(a_t)), c_t = λ min(1, π(a_t) / μ(a_t))
+        δ_t = ρ_t (r_t + γ (1 - terminated_t) V(next_obs_t) - V(obs_t))
+        v_t = V(obs_t) + δ_t + γ c_t (1 - done_t) (v_{t+1} - V(obs_{t+1}))
+        A_t = ρ_t (r_t + γ (1 - terminated_t) v_{t+1} - V(obs_t))
+
+    with V(next_obs_t) for v_{t+1} in the last row of an episode or of the window. Where
+    both policies are the same, v - V is the advantage of `gae`. Actors that lag behind,
+    as those of `Stream(prefetch=1)` and of Ray do, act by μ.
+
+    Args:
+        reward: as in `gae`.
+        value: as in `gae`, by the critic that learns.
+        next_value: likewise.
+        terminated: as in `gae`.
+        truncated: as in `gae`.
+        log_ratio: `[T, B]` float, log π(a) - log μ(a): of the policy that learns, minus
+            that of the policy that acted. No derivative passes through.
+        gamma: as in `gae`.
+        lam: λ, in [0, 1].
+        clip: the largest ρ, at least 0: which policy's value is learned, μ's near 0 and
+            π's at infinity.
+        mask: as in `gae`.
+
+    Returns:
+        The advantages A and the targets v of the critic, `[T, B]` float, in discounted
+        reward; 0 where `mask` is False.
+
+    Raises:
+        ValueError: as `gae` does.
+
+    Source:
+        "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner
+        Architectures", eq. 1 and section 4.2, arXiv:1802.01561.
+    """
+    checks.fraction("gamma", gamma, lowest=-1)
+    checks.fraction("lam", lam)
+    others = {"value": value, "next_value": next_value, "log_ratio": log_ratio}
+    rows = _rows(reward, terminated, truncated, mask, **others)
+    ratio = jnp.exp(jax.lax.stop_gradient(jnp.asarray(log_ratio)))
+    return _vtrace(*rows, jnp.asarray(value), next_value, ratio, gamma, lam, clip)
 
 
-def _fields(trajectory: Transition) -> tuple[jax.Array, ...]:
-    """Selects the fields that the targets read; the others, and ids, may be `()`."""
-    checks.shaped("trajectory.reward", trajectory.reward, trajectory.mask.shape)
-    episode_id = trajectory.episode_id
-    if isinstance(episode_id, tuple):  # then only the flags separate episodes
-        episode_id = jnp.zeros(trajectory.reward.shape, jnp.int32)
-    return (
-        trajectory.reward,
-        trajectory.terminated,
-        trajectory.terminated | trajectory.truncated,
-        trajectory.mask,
-        episode_id,
-    )
+def _rows(
+    reward: Any, terminated: Any, truncated: Any, mask: Any, **others: Any
+) -> tuple[jax.Array, ...]:
+    """Checks that all have one shape; returns reward, terminated, done and mask."""
+    if isinstance(reward, Transition):
+        raise ValueError(
+            "`reward` must be an array, got a trajectory `t`: pass `t.reward`, "
+            "`t.terminated`, `t.truncated` and, where rows are masked out, `t.mask`."
+        )
+    shape = jnp.shape(reward)
+    named = {"reward": reward, "terminated": terminated, "truncated": truncated}
+    named |= others if mask is None else {**others, "mask": mask}
+    for name, x in named.items():
+        checks.shaped(name, x, shape)
+    if not shape:
+        raise ValueError("`reward` must be `[T, ...]`, got a scalar.")
+    reward, terminated, truncated = map(jnp.asarray, (reward, terminated, truncated))
+    mask = jnp.ones(shape, bool) if mask is None else jnp.asarray(mask)
+    for name, x in {
+        "terminated": terminated,
+        "truncated": truncated,
+        "mask": mask,
+    }.items():
+        if x.dtype != bool:
+            raise ValueError(f"`{name}` must be bool, got {x.dtype}.")
+    return reward, terminated, terminated | truncated, mask
 
 
 @jax.jit
@@ -202,44 +296,99 @@ def _next_values(rows: tuple[jax.Array, ...], last_value: jax.Array) -> jax.Arra
 
 
 @jax.jit
-def _sum_up(
-    fields: tuple[jax.Array, ...],
+def _gae(
+    reward: jax.Array,
+    terminated: jax.Array,
+    done: jax.Array,
+    mask: jax.Array,
+    value: jax.Array,
     next_value: jax.Array,
     gamma: jax.Array,
     lam: jax.Array,
-    value: jax.Array | None = None,
 ) -> jax.Array:
-    """x_t = term_t + γ λ (x of the next row - instead_t), `[T, B]`.
+    error, _ = _errors(reward, terminated, mask, next_value, gamma)
+    error = error - value
+    weight = jnp.asarray(gamma * lam, error.dtype)
+    return _sum_up(error, weight, jnp.zeros_like(error), done, mask)[0]
 
-    The next row is the next one of the same episode that is not masked out; without one
-    x_t is term_t. Where `mask` is False, x_t is 0.
 
-    For an advantage, the one-step error of `value`, `instead` is 0. For a λ-return
-    `term` bootstraps from all of V, and `instead` is V: where there is a next row, λ of
-    it gives way to that row's return.
-    """
-    reward, terminated, done, mask, episode_id = fields
-    # A masked-out row may hold anything.
-    instead = jnp.where(terminated | ~mask, 0.0, next_value)
-    term = reward + jnp.asarray(gamma, reward.dtype) * instead
-    if value is not None:
-        term, instead = term - value, jnp.zeros_like(value)
+@jax.jit
+def _lambda_returns(
+    reward: jax.Array,
+    terminated: jax.Array,
+    done: jax.Array,
+    mask: jax.Array,
+    next_value: jax.Array,
+    gamma: jax.Array,
+    lam: jax.Array,
+) -> jax.Array:
+    # `term` bootstraps from all of V: where there is a next row, λ of it gives way to
+    # that row's return.
+    term, instead = _errors(reward, terminated, mask, next_value, gamma)
     weight = jnp.asarray(gamma * lam, term.dtype)
+    return _sum_up(term, weight, instead, done, mask)[0]
 
-    # Backwards in time. The carry is the next row that is not masked out: its x, its
-    # episode, and whether there is one; a masked-out row passes it on.
+
+@jax.jit
+def _vtrace(
+    reward: jax.Array,
+    terminated: jax.Array,
+    done: jax.Array,
+    mask: jax.Array,
+    value: jax.Array,
+    next_value: jax.Array,
+    ratio: jax.Array,
+    gamma: jax.Array,
+    lam: jax.Array,
+    clip: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    error, _ = _errors(reward, terminated, mask, next_value, gamma)
+    error, rho = error - value, jnp.minimum(ratio, clip)
+    weight = jnp.asarray(gamma * lam, error.dtype) * jnp.minimum(ratio, 1.0)
+    # The sum is v - V; `later` is that of the next row.
+    total, later = _sum_up(rho * error, weight, jnp.zeros_like(error), done, mask)
+    advantage = rho * (error + jnp.asarray(gamma, error.dtype) * later)
+    return jnp.where(mask, advantage, 0.0), jnp.where(mask, value + total, 0.0)
+
+
+def _errors(
+    reward: jax.Array,
+    terminated: jax.Array,
+    mask: jax.Array,
+    next_value: jax.Array,
+    gamma: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns r + γ V(next_obs), and V(next_obs), 0 where the task terminated."""
+    # A masked-out row may hold anything.
+    after = jnp.where(terminated | ~mask, 0.0, next_value)
+    return reward + jnp.asarray(gamma, reward.dtype) * after, after
+
+
+def _sum_up(
+    term: jax.Array,
+    weight: jax.Array,
+    instead: jax.Array,
+    done: jax.Array,
+    mask: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """x_t = term_t + weight_t (x of the next row - instead_t), and that x, `[T, ...]`.
+
+    `weight` may be a scalar. The next row is the next one of the same episode that is
+    not masked out; without one x_t is term_t, and x of the next row 0. Where `mask` is
+    False, x_t is 0.
+    """
+
+    # Backwards in time. The carry is the next row that is not masked out: its x, and
+    # whether there is one; a masked-out row passes it on.
     def step(following: tuple, row: tuple) -> tuple:
-        later, later_id, is_there = following
-        term, instead, done, mask, episode_id = row
-        goes_on = is_there & ~done & (episode_id == later_id)
-        here = term + jnp.where(goes_on, weight * (later - instead), 0.0)
-        following = (
-            jnp.where(mask, here, later),
-            jnp.where(mask, episode_id, later_id),
-            is_there | mask,
-        )
-        return following, jnp.where(mask, here, 0.0)
+        later, is_there = following
+        term, own_weight, instead, done, mask = row
+        goes_on, scale = is_there & ~done, own_weight if weight.ndim else weight
+        here = term + jnp.where(goes_on, scale * (later - instead), 0.0)
+        out = jnp.where(mask, here, 0.0), jnp.where(goes_on, later, 0.0)
+        return (jnp.where(mask, here, later), is_there | mask), out
 
-    nothing = jnp.zeros_like(term[0]), episode_id[0], jnp.zeros_like(mask[0])
-    rows, unroll = (term, instead, done, mask, episode_id), _UNROLL
-    return platform.scan(step, nothing, rows, gpu=unroll, other=unroll, reverse=True)[1]
+    nothing = jnp.zeros_like(term[0]), jnp.zeros_like(mask[0])
+    rows = term, weight if weight.ndim else (), instead, done, mask
+    unroll = {"gpu": _UNROLL, "other": _UNROLL, "reverse": True}
+    return platform.scan(step, nothing, rows, **unroll)[1]

@@ -28,6 +28,7 @@ BOX, INFINITE = envs.Box(-1.0, 1.0, (2,)), envs.Box(-np.inf, 1.0, ())
 COUNTED = rollout.Accumulator(jnp.zeros, lambda count, t: count + 1)
 MANY = envs.vectorize(COUNT, B)
 ZEROS, VALUES = jnp.zeros((B,), jnp.int32), jnp.zeros((5, B))
+FLAGS = 2 * (jnp.zeros((5, B), bool),)
 GYMNAX = ("reset_env", "step_env", "action_space", "observation_space")
 
 
@@ -180,10 +181,9 @@ COUNTS = {
 }
 FRACTIONS = {
     "gamma": [
-        lambda x: rollout.discounted_returns(trajectory(), gamma=x),
         lambda x: envs.NormalizeReward(MANY, x),
     ],
-    "lam": [lambda x: rollout.gae(with_values(), VALUES, gamma=1.0, lam=x)],
+    "lam": [lambda x: rollout.lambda_returns(VALUES, VALUES, *FLAGS, gamma=1.0, lam=x)],
 }
 REFUSED = {
     # What a collector is made of.
@@ -345,7 +345,9 @@ REFUSED = {
         lambda: rollout.finished(trajectory().reward),
         lambda: rollout.split_trajectories([trajectory()]),
     ],
-    "must have `value`": [lambda: rollout.gae(trajectory(), VALUES, gamma=1, lam=1)],
+    "`gamma` must be a number in [-1, 1]": [
+        lambda: rollout.discounted_returns(VALUES, *FLAGS, gamma=-1.1),
+    ],
     "`axis` must be": [lambda: scan_minibatches(trajectory(), 2, axis=2)],
     "`rows` must be the dict": [lambda: rollout.agents.for_policy(trajectory(), "a")],
     "must be of a `policy_map`": [lambda: rollout.agents.for_policy({"a": 3}, "a")],
@@ -402,10 +404,6 @@ REFUSED = {
 }
 
 
-def with_values():
-    return trajectory().replace(extras={"value": VALUES})
-
-
 @pytest.mark.usefixtures("key_reuse")
 @pytest.mark.parametrize(("message", "call"), pairs(REFUSED, COUNTS, FRACTIONS))
 def test_bad_input_is_refused_by_name(message, call, tmp_path, monkeypatch):
@@ -416,8 +414,8 @@ def test_bad_input_is_refused_by_name(message, call, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("value", [np.float32(0.5), jnp.float32(0.5), 1, np.int32(0)])
 def test_fraction_may_be_of_any_number_type(value):
-    got = rollout.discounted_returns(trajectory(), gamma=value)
-    want = rollout.discounted_returns(trajectory(), gamma=float(value))
+    got = rollout.discounted_returns(VALUES + 1.0, *FLAGS, gamma=value)
+    want = rollout.discounted_returns(VALUES + 1.0, *FLAGS, gamma=float(value))
     np.testing.assert_array_equal(got, want)
 
 

@@ -164,7 +164,9 @@ class PPO:
             return (optax.apply_updates(params, change), opt_state), log
 
         config = self.config
-        advantage = rollout.gae(t, next_value, gamma=config.gamma, lam=config.lam)
+        value, flags = t.extras["value"], (t.terminated, t.truncated)
+        options = {"gamma": config.gamma, "lam": config.lam, "mask": t.mask}
+        advantage = rollout.gae(t.reward, value, next_value, *flags, **options)
         counts = config.num_minibatches, config.num_epochs
         learner, log = rollout.scan_minibatches(
             step, learner, key, (t, advantage), *counts, axis=self.axis
@@ -178,7 +180,8 @@ def train(agent, collector, key):
     def update(state, key):
         carry, window, learner = state
         carry, t = collector.collect_steps(carry, learner[0], agent.config.num_steps)
-        next_value = rollout.next_values(t, collector.value(carry, learner[0]))
+        last_value = collector.value(carry, learner[0])
+        next_value = rollout.next_values(t, t.extras["value"], last_value)
         learner, log = agent.learn(learner, t, next_value, key)
         window = window.add(t)
         log |= {"return": window.return_mean, "steps": carry.step * t.mask.shape[1]}

@@ -194,7 +194,8 @@ def last_values(
 
         pending, rows = rollout.agents.agent_transitions(pending, trajectory)
         last = rollout.agents.last_values(pending, collector.value(carry, params))
-        next_value = rollout.next_values(rows["agents"], last["agents"])
+        t = rows["agents"]
+        next_value = rollout.next_values(t, t.extras["value"], last["agents"])
 
     Args:
         pending: from `agent_transitions`.

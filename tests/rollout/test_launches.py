@@ -120,11 +120,9 @@ def test_adding_to_a_replay_buffer_does_not_wait():
 
 @gpu
 def test_advantages_are_few_launches_without_a_wait():
-    trajectory = stacked(make(policy=learner), weights(4, 2))
-    value = trajectory.extras["value"]
-    report = inspect(
-        functools.partial(rollout.gae, gamma=0.99, lam=0.95), trajectory, value
-    )
+    t = stacked(make(policy=learner), weights(4, 2))
+    value, fn = t.extras["value"], functools.partial(rollout.gae, gamma=0.99, lam=0.95)
+    report = inspect(fn, t.reward, value, value, t.terminated, t.truncated)
     assert report.waits == ()
     assert report.program.launches <= 4 * T
 
@@ -138,7 +136,8 @@ def test_update_of_ppo_is_one_graph_after_another():
 
     def update(carry, learner, key):
         carry, t = collector.collect_steps(carry, learner[0], config.num_steps)
-        next_value = rollout.next_values(t, collector.value(carry, learner[0]))
+        last_value = collector.value(carry, learner[0])
+        next_value = rollout.next_values(t, t.extras["value"], last_value)
         return carry, agent.learn(learner, t, next_value, key)
 
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -68,20 +68,16 @@ def record(field):
     step_with(record_fn=lambda t: t.replace(**{field: getattr(t, field) * 1}))
 
 
-def next_values(last_value=None, **fields):
-    return rollout.next_values(collect("count")[1].replace(**fields), last_value)
-
-
-def learn(target_fn, **arguments):
-    """Computes a target of a trajectory that has all it needs, with one part wrong."""
-    trajectory = collect("count")[1]
-    value = jnp.zeros_like(trajectory.reward)
-    whole = trajectory.replace(extras={"value": value}, final_value=value)
-    return target_fn(**{"trajectory": whole, "next_value": value} | arguments)
+def next_values(value=ROWS, last_value=ROWS[0], **fields):
+    trajectory = collect("count")[1].replace(**fields)
+    return rollout.next_values(trajectory, value, last_value)
 
 
 def gae(**arguments):
-    return learn(functools.partial(rollout.gae, gamma=0.9, lam=0.9), **arguments)
+    """Computes advantages of all that they need, with one part wrong."""
+    floats = dict.fromkeys(["reward", "value", "next_value"], ROWS)
+    flags = dict.fromkeys(["terminated", "truncated"], ROWS > 0)
+    return rollout.gae(**{**floats, **flags, **arguments}, gamma=0.9, lam=0.9)
 
 
 def from_carry(of=None, spoil_fn=lambda carry: carry, **fields):
@@ -239,9 +235,11 @@ CARRY = [
     ({"spoil_fn": donated}, "`carry` must not be deleted or donated, got float32 of"),
 ]
 TARGETS = [
-    ({"trajectory": 3}, "`trajectory` must be a `Transition`, `[T, B, ...]`, got int"),
+    ({"reward": collect("count")[1]}, "got a trajectory `t`: pass `t.reward`, `t.term"),
     ({"next_value": ROWS[0]}, "`next_value` must be an array of shape"),
     ({"next_value": None}, "got NoneType"),
+    ({"truncated": ROWS}, "`truncated` must be bool, got float32"),
+    ({"mask": ROWS}, "`mask` must be bool, got float32"),
 ]
 KEPT = (
     "terminated",
@@ -271,8 +269,9 @@ MESSAGES = [
     *((functools.partial(inspect, *args, **x), what) for args, x, what in INSPECT),
     *((functools.partial(from_carry, **x), what) for x, what in CARRY),
     *((functools.partial(gae, **x), what) for x, what in TARGETS),
+    (lambda: rollout.next_values(3, ROWS, ROWS[0]), "must be a `Transition`, `[T, B"),
     (
-        lambda: gae(trajectory=next(make_stream())),
+        lambda: rollout.next_values(next(make_stream()), ROWS, ROWS[0]),
         "for a stream's batch, pass its `tra",
     ),
     (
@@ -319,13 +318,11 @@ MESSAGES = [
         "The accumulator `wrong` must return",
     ),
     (
-        lambda: next_values(extras={"value": ROWS}),
+        lambda: next_values(),
         "it is recorded where the policy has a critic",
     ),
     (
-        lambda: learn(
-            lambda trajectory, next_value: rollout.next_values(trajectory, next_value)
-        ),
+        lambda: next_values(last_value=ROWS, final_value=ROWS),
         "`last_value` must be an array of shape",
     ),
     (add_to_windows, "got those of several runs"),

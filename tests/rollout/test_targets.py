@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import collect, on_a_gpu, raw
+from cases import CountEnv, collect, last_word, on_a_gpu, raw
+from flax import struct
 
 import rollout
+from rollout import envs
 
 T, B, GAMMA, LAM = 64, 16, 0.9, 0.7
 # Float32 sums of at most 64 terms against float64.
@@ -20,7 +22,8 @@ def make_trajectory(seed=0, void=0.0):
     """Random rewards and values over real endings, both flags among them."""
     rng = np.random.default_rng(seed)
     trajectory = jax.device_get(raw(collect("count")[1]))
-    mask = rng.random((T, B)) >= void
+    # An episode is masked out with its end, or not at all.
+    mask = (rng.random((T, B)) >= void) | trajectory.done
     reward, value, next_value = rng.normal(size=(3, T, B)).astype(np.float32)
     # A value that counts nowhere may be anything.
     next_value = np.where(trajectory.terminated, np.float32(np.nan), next_value)
@@ -55,6 +58,34 @@ def plain_lambda_returns(trajectory, next_value, gamma, lam):
     return returns
 
 
+def plain_vtrace(trajectory, next_value, log_ratio, gamma, lam, clip):
+    """By the sum of the paper's equation 1, from every row on."""
+    x = jax.tree.map(lambda x: np.asarray(x, np.float64), trajectory.replace(info=()))
+    ratio, value = np.exp(np.asarray(log_ratio, np.float64)), x.extras["value"]
+    after = np.where(x.terminated, 0.0, np.asarray(next_value, np.float64))
+    rho, error = np.minimum(ratio, clip), x.reward + gamma * after - value
+    target, advantage = np.zeros((2, T, B))
+    following = find_next(trajectory)
+    for t, lane in np.ndindex(T, B):
+        at, factor = t, 1.0
+        if not x.mask[t, lane]:
+            continue
+        target[t, lane] = value[t, lane]
+        while at is not None:
+            target[t, lane] += factor * rho[at, lane] * error[at, lane]
+            factor *= gamma * lam * min(1.0, ratio[at, lane])
+            at = following[at][lane]
+    for t, lane in np.ndindex(T, B):
+        if not x.mask[t, lane]:
+            continue
+        later, then = after[t, lane], following[t][lane]
+        if then is not None:
+            later += target[then, lane] - value[then, lane]
+        gain = x.reward[t, lane] + gamma * later - value[t, lane]
+        advantage[t, lane] = rho[t, lane] * gain
+    return advantage, target
+
+
 def plain_gae(trajectory, next_value, gamma, lam):
     mask, value = (np.asarray(x) for x in (trajectory.mask, trajectory.extras["value"]))
     after = np.where(trajectory.terminated, 0.0, np.asarray(next_value))
@@ -70,19 +101,57 @@ def plain_gae(trajectory, next_value, gamma, lam):
     return advantage
 
 
+def arrays(trajectory, next_value, *, with_value=True):
+    """The arguments of a target."""
+    t = trajectory
+    value = (t.extras["value"],) if with_value else ()
+    args = t.reward, *value, next_value, t.terminated, t.truncated
+    return args, {"mask": t.mask}
+
+
+def gae(trajectory, next_value, **options):
+    args, mask = arrays(trajectory, next_value)
+    return rollout.gae(*args, **options, **mask)
+
+
 @pytest.mark.parametrize("void", [0.0, 0.2])
-@pytest.mark.parametrize(("gamma", "lam"), [(GAMMA, LAM), (1.0, 1.0), (0.9, 0.0)])
+@pytest.mark.parametrize(
+    ("gamma", "lam"), [(GAMMA, LAM), (1.0, 1.0), (0.9, 0.0), (-1.0, LAM)]
+)
 def test_targets_agree_with_plain_loops(gamma, lam, void):
     trajectory, next_value = make_trajectory(void=void)
     assert trajectory.terminated.any()
     assert trajectory.truncated.any()
     options = {"gamma": gamma, "lam": lam}
-    advantage = rollout.gae(trajectory, next_value, **options)
+    advantage = gae(trajectory, next_value, **options)
     expected = plain_gae(trajectory, next_value, gamma, lam)
     np.testing.assert_allclose(advantage, expected, **CLOSE)
-    returns = rollout.lambda_returns(trajectory, next_value, **options)
+    args, mask = arrays(trajectory, next_value, with_value=False)
+    returns = rollout.lambda_returns(*args, **options, **mask)
     expected = plain_lambda_returns(trajectory, next_value, gamma, lam)
     np.testing.assert_allclose(returns, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("void", [0.0, 0.2])
+@pytest.mark.parametrize(("lam", "clip"), [(1.0, 1.0), (LAM, 2.0)])
+def test_vtrace_agrees_with_the_sums_of_the_paper(lam, clip, void):
+    trajectory, next_value = make_trajectory(void=void)
+    log_ratio = np.random.default_rng(1).normal(size=(T, B)).astype(np.float32)
+    (args, mask), options = arrays(trajectory, next_value), {"gamma": GAMMA, "lam": lam}
+    got = rollout.vtrace(*args, log_ratio=log_ratio, clip=clip, **options, **mask)
+    want = plain_vtrace(trajectory, next_value, log_ratio, GAMMA, lam, clip)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_vtrace_of_the_policy_that_acted_has_the_advantages_of_gae():
+    trajectory, next_value = make_trajectory(void=0.2)
+    args, mask = arrays(trajectory, next_value)
+    options = {"log_ratio": jnp.zeros((T, B)), "gamma": GAMMA, "lam": LAM, **mask}
+    _, target = rollout.vtrace(*args, **options)
+    want = gae(trajectory, next_value, gamma=GAMMA, lam=LAM)
+    got = jnp.where(trajectory.mask, target - trajectory.extras["value"], 0.0)
+    np.testing.assert_allclose(got, want, **CLOSE)
 
 
 @pytest.mark.slow
@@ -93,7 +162,7 @@ def test_rows_of_one_iteration_have_the_bits_of_those_one_by_one():
 
     for rows in (T, 41):
         some = jax.tree.map(operator.itemgetter(slice(rows)), trajectory)
-        compute = functools.partial(rollout.gae, gamma=GAMMA, lam=0.9)
+        compute = functools.partial(gae, gamma=GAMMA, lam=0.9)
         expected = compute(some, next_value[:rows])
         jax.clear_caches()  # so that it is traced again
         with on_a_gpu():
@@ -102,26 +171,39 @@ def test_rows_of_one_iteration_have_the_bits_of_those_one_by_one():
     jax.clear_caches()
 
 
-def test_target_does_not_cross_episodes_after_void_rows():
-    """As where a stream drops the rest of an episode, with its end."""
-    trajectory, next_value = make_trajectory()
-    dropped = trajectory.mask.at[5:9].set(False) & ~trajectory.done
-    dropped = trajectory.replace(
-        mask=dropped,
-        terminated=jnp.zeros_like(trajectory.terminated),
-        truncated=jnp.zeros_like(trajectory.truncated),
-    )
-    got = rollout.lambda_returns(dropped, next_value, gamma=GAMMA, lam=LAM)
-    expected = plain_lambda_returns(dropped, next_value, GAMMA, LAM)
+@struct.dataclass
+class FaultyEnv(CountEnv):
+    """An observation in six is not finite."""
+
+    def step(self, key, state, action):
+        result = super().step(key, state, action)
+        is_bad = last_word(key) % 6 == 0
+        return result.replace(obs=jnp.where(is_bad, jnp.nan, result.obs))
+
+
+def test_targets_do_not_cross_an_episode_that_a_stream_has_dropped():
+    env = envs.vectorize(FaultyEnv(), B)
+    policy = rollout.random_policy(env.action_space)
+    collector = rollout.Collector(env=env, policy=policy)
+    options = {"steps_per_batch": T * B, "key": jax.random.key(1), "on_fault": "drop"}
+    options["check_finite"] = True
+    trajectory = raw(next(rollout.Stream(collector, **options)).trajectory)
+    assert 0 < trajectory.mask.sum() < T * B
+    next_value = jnp.ones((T, B))
+    args, mask = arrays(trajectory, next_value, with_value=False)
+    got = rollout.lambda_returns(*args, gamma=GAMMA, lam=LAM, **mask)
+    # By the ids of episodes, which the target does not see.
+    expected = plain_lambda_returns(trajectory, next_value, GAMMA, LAM)
     np.testing.assert_allclose(got, expected, **CLOSE)
 
 
-def test_handmade_trajectory_needs_no_episode_ids():
+def test_rows_without_lanes_are_those_of_one_lane():
     trajectory, next_value = make_trajectory()
-    want = rollout.gae(trajectory, next_value, gamma=GAMMA, lam=LAM)
-    trajectory = trajectory.replace(episode_id=())
-    got = rollout.gae(trajectory, next_value, gamma=GAMMA, lam=LAM)
-    np.testing.assert_array_equal(got, want)
+    whole, one = (
+        gae(jax.tree.map(take, trajectory), take(next_value), gamma=GAMMA, lam=LAM)
+        for take in (lambda x: x[:, 3:4], lambda x: x[:, 3])
+    )
+    np.testing.assert_array_equal(whole[:, 0], one)
 
 
 def test_discounted_returns_agree_with_a_plain_loop():
@@ -129,7 +211,10 @@ def test_discounted_returns_agree_with_a_plain_loop():
     for after in (None, next_value):
         values = jnp.zeros((T, B)) if after is None else after
         expected = plain_lambda_returns(trajectory, values, GAMMA, 1.0)
-        returns = rollout.discounted_returns(trajectory, after, gamma=GAMMA)
+        t, options = trajectory, {"gamma": GAMMA, "next_value": after}
+        returns = rollout.discounted_returns(
+            t.reward, t.terminated, t.truncated, **options
+        )
         np.testing.assert_allclose(returns, expected, **CLOSE)
 
 
@@ -139,7 +224,7 @@ def test_targets_are_the_same_within_jit_and_are_differentiated():
 
     def total(next_value, gamma):
         options = {"gamma": gamma, "lam": LAM}
-        return rollout.gae(trajectory, next_value, **options).sum()
+        return gae(trajectory, next_value, **options).sum()
 
     inside, gradient = jax.jit(jax.value_and_grad(total))(
         next_value, jnp.float32(GAMMA)

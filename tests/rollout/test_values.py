@@ -73,7 +73,7 @@ collect = quick_jit(start_and_collect, static_argnames="num_steps")
 @quick_jit
 def next_values(carry, trajectory):
     last_value = critic(PARAMS, carry.obs, carry.policy_state)
-    return rollout.next_values(trajectory, last_value)
+    return rollout.next_values(trajectory, trajectory.extras["value"], last_value)
 
 
 def plain_next_values(trajectory, *, is_recurrent):
@@ -127,7 +127,7 @@ def test_network_gives_the_value_of_every_successor(name):
     carry = collector.init(jax.random.key(2))
     carry, t = collector.collect_steps(carry, weights, 60)
     assert t.truncated.any()
-    got = rollout.next_values(t, collector.value(carry, weights))
+    got = rollout.next_values(t, t.extras["value"], collector.value(carry, weights))
     rows = t.next_obs.reshape(-1, *t.next_obs.shape[2:])
     every = value_fn(weights, rows).reshape(t.reward.shape)
     expected = jnp.where(t.terminated, 0.0, every)

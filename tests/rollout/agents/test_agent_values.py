@@ -77,7 +77,8 @@ def find_values(collector, end, num_windows=1):
         if not isinstance(values, dict):  # of each lane
             values = {GROUP: jnp.repeat(values[:, None], 2, axis=1)}
         last = rollout.agents.last_values(pending, values)
-        value = rollout.next_values(rows[GROUP], last[GROUP])
+        t = rows[GROUP]
+        value = rollout.next_values(t, t.extras["value"], last[GROUP])
         every.append((trajectory, rows[GROUP], value))
     return jax.tree.map(lambda *x: jnp.concatenate(x), *every)
 
@@ -212,9 +213,8 @@ def test_trajectories_and_missing_values_are_refused():
         carry = collector.init(KEY)
         pending = rollout.agents.init_agent_transitions(collector, carry, PARAMS)
         _, trajectory = collector.collect_steps(carry, PARAMS, 3)
-        trajectory = trajectory.replace(extras={"value": jnp.zeros((3, B))})
         with pytest.raises(ValueError, match="must be the rows of one group"):
-            rollout.next_values(trajectory, jnp.zeros(B))
+            rollout.next_values(trajectory, jnp.zeros((3, B)), jnp.zeros(B))
         with pytest.raises(ValueError, match="must have the `value` of each pending"):
             rollout.agents.last_values(pending, {"one": jnp.zeros((B, 1))})
 

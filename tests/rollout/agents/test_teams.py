@@ -46,7 +46,10 @@ def returns_of_two():
         (pending, trajectory), found = collect(env, 4), {}
         for end in ("episode", "agent"):
             _, rows = rollout.agents.agent_transitions(pending, trajectory, end=end)
-            found[end] = rows["all"], rollout.discounted_returns(rows["all"], gamma=1.0)
+            t = rows["all"]
+            flags, options = (t.terminated, t.truncated), {"mask": t.mask}
+            returns = rollout.discounted_returns(t.reward, *flags, gamma=1.0, **options)
+            found[end] = t, returns
         return rollout.agents.summarize_agents(trajectory), found
 
     return jax.device_get(run(team_of_two()))

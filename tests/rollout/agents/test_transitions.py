@@ -457,8 +457,10 @@ def test_rows_go_where_transitions_go():
     assert stats.num_steps == np.sum(rows.mask)
     assert stats.num_episodes == np.sum(rows.done)
     value = jnp.zeros(rows.reward.shape)
-    learned = rows.replace(extras={**rows.extras, "value": value})
-    advantage = rollout.gae(learned, value, gamma=0.5, lam=0.0)
+    flags, options = (rows.terminated, rows.truncated), {"mask": rows.mask}
+    advantage = rollout.gae(
+        rows.reward, value, value, *flags, gamma=0.5, lam=0.0, **options
+    )
     np.testing.assert_array_equal(advantage[rows.mask], rows.reward[rows.mask])
     buffer = buffers.ReplayBuffer(capacity=64, num_envs=rows.mask.shape[1])
     state = buffer.init(jax.tree.map(lambda x: x[0], rows))

@@ -197,7 +197,10 @@ def test_targets_of_each_environment_look_ahead():
     @jax.jit
     def look(rows):
         rows = rollout.by_env(rows)
-        return rows, rollout.discounted_returns(rows, gamma=1.0)
+        flags, options = (rows.terminated, rows.truncated), {"mask": rows.mask}
+        return rows, rollout.discounted_returns(
+            rows.reward, *flags, gamma=1.0, **options
+        )
 
     rows, returns = jax.device_get(look(collect(make(), 50)))
     ended = rows.episode_return
