@@ -223,7 +223,7 @@ def run(name: str, seed: int, programs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def evaluate(judge: Any, seed: int, params: Any) -> rollout.CollectStats:
+def evaluate(judge: Any, seed: int, params: Any) -> rollout.stats.CollectStats:
     """Plays exactly N episodes."""
     is_robot = judge.env.action_space.shape not in ((), (1,))
     num_episodes = 100 if is_robot else 1000

@@ -1,10 +1,9 @@
 """Collects reinforcement-learning experience in JAX, as a pure function.
 
 `Collector` folds one pure step over time; `random_policy`, `stateless_policy` and
-`recurrent_policy` make its policy, and `epsilon_greedy`, `random_warmup`,
-`gaussian_noise` and `ornstein_uhlenbeck` make one explore; `summarize` computes
-statistics of the episodes that ended. Everything runs inside your own `jit`, or jitted
-from a notebook.
+`recurrent_policy` make its policy, and `epsilon_greedy`, `random_warmup` and those of
+`policies` make one explore; `summarize` computes statistics of the episodes that ended.
+Everything runs inside your own `jit`, or jitted from a notebook.
 
 `Stream` yields batches to a training loop in Python; `checkpoint` saves and restores
 it; `shard` shards the lanes over devices. `profile` times the parts of a step, and
@@ -36,34 +35,35 @@ from rollout import envs as envs
 # isort: split
 from rollout import agents as agents
 from rollout import checkpoint
+from rollout import host as host
+from rollout import moments as moments
+from rollout import policies as policies
+from rollout import profiling as profiling
 from rollout import recommendation as recommendation
+from rollout import stats as stats
+from rollout import stream as stream
+from rollout import trajectories as trajectories
+from rollout import types as types
 from rollout.collector import Collector
 from rollout.episode_window import EpisodeWindow
 from rollout.evaluation import evaluate
 from rollout.gif import record_gif
-from rollout.host import HostCollector, RemoteBatches, by_env
+from rollout.host import HostCollector
 from rollout.logs import log_stats
 from rollout.minibatches import permutation, scan_minibatches
-from rollout.moments import Moments
 from rollout.policies import (
     epsilon_greedy,
-    gaussian_noise,
     greedy,
-    ornstein_uhlenbeck,
     random_policy,
     random_warmup,
     recurrent_policy,
     stateless_policy,
 )
 from rollout.probing import probe
-from rollout.profiling import Profile, profile
+from rollout.profiling import profile
 from rollout.sharding import shard
-from rollout.stats import (
-    CollectStats,
-    finished,
-    summarize,
-)
-from rollout.stream import Stream, StreamBatch, StreamStats
+from rollout.stats import summarize
+from rollout.stream import Stream
 from rollout.targets import (
     discounted_returns,
     gae,
@@ -71,18 +71,7 @@ from rollout.targets import (
     next_values,
     vtrace,
 )
-from rollout.trajectories import split_trajectories
-from rollout.types import (
-    Accumulator,
-    Carry,
-    Episode,
-    EpisodeKey,
-    Episodes,
-    Persistent,
-    Policy,
-    PolicyStep,
-    Transition,
-)
+from rollout.types import Accumulator, Carry, Policy, Transition
 
 if TYPE_CHECKING:
     from rollout import buffers as buffers
@@ -94,37 +83,22 @@ __version__ = "0.1.0"
 __all__ = [
     "Accumulator",
     "Carry",
-    "CollectStats",
     "Collector",
-    "Episode",
-    "EpisodeKey",
     "EpisodeWindow",
-    "Episodes",
     "HostCollector",
-    "Moments",
-    "Persistent",
     "Policy",
-    "PolicyStep",
-    "Profile",
-    "RemoteBatches",
     "Stream",
-    "StreamBatch",
-    "StreamStats",
     "Transition",
-    "by_env",
     "checkpoint",
     "discounted_returns",
     "epsilon_greedy",
     "evaluate",
-    "finished",
     "gae",
-    "gaussian_noise",
     "greedy",
     "inspect",
     "lambda_returns",
     "log_stats",
     "next_values",
-    "ornstein_uhlenbeck",
     "permutation",
     "probe",
     "profile",
@@ -134,7 +108,6 @@ __all__ = [
     "recurrent_policy",
     "scan_minibatches",
     "shard",
-    "split_trajectories",
     "stateless_policy",
     "summarize",
     "vtrace",

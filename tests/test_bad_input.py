@@ -50,7 +50,7 @@ def trajectory():
 
 
 def batch():
-    return rollout.StreamBatch(
+    return rollout.stream.StreamBatch(
         trajectory=trajectory(), stats=(), steps=5, warmup_steps=0, params_version=0
     )
 
@@ -192,8 +192,8 @@ REFUSED = {
         lambda: rollout.greedy(3),
         lambda: rollout.epsilon_greedy(jnp.add, DISCRETE, 0.1),
         lambda: rollout.random_warmup(3, DISCRETE, 2),
-        lambda: rollout.gaussian_noise(3, BOX, 0.1),
-        lambda: rollout.ornstein_uhlenbeck(3, BOX, 0.1),
+        lambda: rollout.policies.gaussian_noise(3, BOX, 0.1),
+        lambda: rollout.policies.ornstein_uhlenbeck(3, BOX, 0.1),
     ],
     "`env` must be many environments side by side": [lambda: step_with(env=COUNT)],
     "`accumulators` must map names to `Accumulator`s, got": [
@@ -338,12 +338,12 @@ REFUSED = {
     # Statistics, targets, trajectories.
     "`data` must be a trajectory": [lambda: rollout.summarize(batch())],
     "`trajectory` must be `[T, B, ...]`": [
-        lambda: rollout.finished(one_step()),
-        lambda: rollout.split_trajectories(one_step()),
+        lambda: rollout.stats.finished(one_step()),
+        lambda: rollout.trajectories.split_trajectories(one_step()),
     ],
     "`trajectory` must be a `Transition`": [
-        lambda: rollout.finished(trajectory().reward),
-        lambda: rollout.split_trajectories([trajectory()]),
+        lambda: rollout.stats.finished(trajectory().reward),
+        lambda: rollout.trajectories.split_trajectories([trajectory()]),
     ],
     "`gamma` must be a number in [-1, 1]": [
         lambda: rollout.discounted_returns(VALUES, *FLAGS, gamma=-1.1),

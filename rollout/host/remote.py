@@ -77,7 +77,7 @@ class RemoteBatches(
 ):
     """Collects in actors of Ray, each with its own collector.
 
-        with rollout.RemoteBatches(make_collector, key=key, params=params,
+        with rollout.host.RemoteBatches(make_collector, key=key, params=params,
                                    num_actors=8, steps_per_batch=4096) as batches:
             for batch in batches:
                 params = update(params, batch.trajectory)

@@ -40,7 +40,7 @@ def test_work_of_a_host_environment_shows_as_its_step():
 
 
 def test_profile_is_printed_as_a_table():
-    profile = rollout.Profile(1e-3, 2e-3, 3e-4, 4e-5, 4e-3, 6.6e-4)
+    profile = rollout.profiling.Profile(1e-3, 2e-3, 3e-4, 4e-5, 4e-3, 6.6e-4)
     lines = str(profile).splitlines()
     assert lines[0] == "  policy            1.000 ms"
     assert lines[2] == "  auto reset        0.300 ms"

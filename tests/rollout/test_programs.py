@@ -203,8 +203,10 @@ POLICIES = {
     "recurrent": lambda: rollout.recurrent_policy(remember, start, mode_fn=remember),
     "epsilon": lambda: rollout.epsilon_greedy(POLICY, envs.Discrete(3), decay),
     "warm": lambda: rollout.random_warmup(POLICY, envs.Discrete(3), 5),
-    "gaussian": lambda: rollout.gaussian_noise(POLICY, BOX(), 0.5),
-    "correlated": lambda: rollout.ornstein_uhlenbeck(POLICY, BOX(), 0.5, dt=0.1),
+    "gaussian": lambda: rollout.policies.gaussian_noise(POLICY, BOX(), 0.5),
+    "correlated": lambda: rollout.policies.ornstein_uhlenbeck(
+        POLICY, BOX(), 0.5, dt=0.1
+    ),
     "items": lambda: item_policy(act, items=np.eye(3)),
     "map": lambda: policy_map(
         {"b": POLICY, "a": rollout.random_policy(envs.Discrete(2))},

@@ -84,7 +84,7 @@ def make_policy(name: str, space: envs.Space) -> rollout.Policy:
     policy = rollout.recurrent_policy(apply, lambda num_envs: jnp.zeros((num_envs, 1)))
     if hasattr(space, "n"):
         return rollout.epsilon_greedy(policy, space, lambda step: 1.0 / (1 + step / 9))
-    return rollout.ornstein_uhlenbeck(policy, space, 0.2)
+    return rollout.policies.ornstein_uhlenbeck(policy, space, 0.2)
 
 
 def hash_stream(collector, *, resume: bool = False, **options) -> str:

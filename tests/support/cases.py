@@ -123,7 +123,7 @@ def of_episodes(returns, **fields):
         "lane": jnp.zeros(returns.shape, jnp.int32),
         "num_steps": jnp.int32(5 * returns.size),
     }
-    return rollout.Episodes(**(given | fields))
+    return rollout.types.Episodes(**(given | fields))
 
 
 def raw(tree):

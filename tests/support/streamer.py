@@ -17,7 +17,7 @@ import rollout
 EVERY = 2
 
 
-def digest(batch: rollout.StreamBatch) -> str:
+def digest(batch: rollout.stream.StreamBatch) -> str:
     """Hashes every bit of a batch, and the parameters that made it."""
     parts = [np.asarray(x).tobytes() for x in jax.tree.leaves(batch.trajectory)]
     text = b"".join(parts) + f"{batch.steps} {batch.params_version}".encode()

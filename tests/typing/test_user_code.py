@@ -122,7 +122,7 @@ def test_params_obs_and_action_come_through():
         assert_type(total, jax.Array)
         assert total.shape == ()
         carry, episodes = collector.collect_episodes(carry, params, 2, max_steps=5)
-        assert_type(episodes, rollout.Episodes)
+        assert_type(episodes, rollout.types.Episodes)
         assert episodes.episode_return.shape == (2,)
 
     jax.eval_shape(use, key)

@@ -14,12 +14,13 @@ import pytest
 from command_line import assert_figures, error_line, output, read_table, run, spawn
 from PIL import Image
 
-from rollout import Collector, Episodes, envs, random_policy, summarize
+from rollout import Collector, envs, random_policy, summarize
 from rollout.cli import main as command
 from rollout.cli import runs
 from rollout.cli.arguments import make_parser, parse
 from rollout.cli.figure import make_figure
 from rollout.cli.table import Result, collected
+from rollout.types import Episodes
 
 B, T, SEED, LIMIT = 4, 47, 3, 20  # 15 batches of 3 steps and one of 2
 N, CUT = 34, 18  # some of the episodes are cut; the limit then truncates none

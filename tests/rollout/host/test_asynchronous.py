@@ -13,7 +13,7 @@ from rollout import envs
 from rollout.envs.host.types import EnvFault
 
 KEY = jax.random.key(11)
-by_env = jax.jit(rollout.by_env)
+by_env = jax.jit(rollout.host.by_env)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
@@ -196,7 +196,7 @@ def test_fault_that_is_raised_keeps_the_rows():
 def test_targets_of_each_environment_look_ahead():
     @jax.jit
     def look(rows):
-        rows = rollout.by_env(rows)
+        rows = rollout.host.by_env(rows)
         flags, options = (rows.terminated, rows.truncated), {"mask": rows.mask}
         return rows, rollout.discounted_returns(
             rows.reward, *flags, gamma=1.0, **options

@@ -91,9 +91,11 @@ def test_policy_that_draws_per_episode_gets_the_kernels_keys():
     def apply(params, obs, state, key):
         drawn = jax.vmap(jax.random.uniform)(state.value)
         action = jnp.zeros(len(obs), jnp.int32)
-        return rollout.PolicyStep(action, state, {"drawn": drawn})
+        return rollout.types.PolicyStep(action, state, {"drawn": drawn})
 
-    policy = rollout.Policy(init=lambda num_envs: rollout.EpisodeKey(), apply=apply)
+    policy = rollout.Policy(
+        init=lambda num_envs: rollout.types.EpisodeKey(), apply=apply
+    )
     env = envs.vectorize(SeedCount(), 4, auto_reset="select")
     kernel = rollout.Collector(env=env, policy=policy)
     host = HostCollector(env=HostCount(4), policy=policy)

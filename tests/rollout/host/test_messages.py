@@ -58,7 +58,7 @@ def stream(made=None, **options):
 
 def batches(make_collector=on_host, **options):
     options = {"key": KEY, "num_actors": 2, "steps_per_batch": 24, **options}
-    return rollout.RemoteBatches(make_collector, **options)
+    return rollout.host.RemoteBatches(make_collector, **options)
 
 
 def closed():
@@ -102,7 +102,10 @@ CASES = {
         (lambda: on_host().recover(), "`recover` must follow `init`"),
     ),
     "by_env": (
-        (lambda: rollout.by_env(carry()), "`rows` must be of a `HostCollector` with"),
+        (
+            lambda: rollout.host.by_env(carry()),
+            "`rows` must be of a `HostCollector` with",
+        ),
     ),
     "Stream": (
         (lambda: stream(host(2, Late)), "must step all environments together"),

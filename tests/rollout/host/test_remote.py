@@ -26,7 +26,7 @@ SCRIPT = """
 import functools, sys, jax, ray, remote_cases, rollout
 make = functools.partial(remote_cases.noted, sys.argv[1], 64)
 options = {"num_actors": 1, "steps_per_batch": 64_000, "key": jax.random.key(0)}
-with rollout.RemoteBatches(make, **options) as batches:
+with rollout.host.RemoteBatches(make, **options) as batches:
     batch = next(batches)
     total = batch.trajectory.obs.sum()
 print(ray.is_initialized(), total == batch.trajectory.obs.sum())
@@ -45,7 +45,7 @@ def local_ray(monkeypatch):
 
 
 def start(make_collector=cases.on_host, **options):
-    return rollout.RemoteBatches(make_collector, **{**OPTIONS, **options})
+    return rollout.host.RemoteBatches(make_collector, **{**OPTIONS, **options})
 
 
 def take(batches, number):

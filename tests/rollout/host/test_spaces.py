@@ -82,7 +82,7 @@ def test_space_goes_through_collector_buffer_and_checkpoint(how, name, tmp_path)
     finally:
         env.close()
     if num_ready:
-        rows = jax.jit(rollout.by_env)(rows).replace(info=())
+        rows = jax.jit(rollout.host.by_env)(rows).replace(info=())
     rows = jax.device_get(rows)
     if not num_ready:
         assert rows.terminated.sum() == 2 * 3

@@ -244,14 +244,17 @@ def draw_twice(params, obs, state, key):
         "by_step": jnp.broadcast_to(last_word(key), obs.shape[:1]),
     }
     state = {**state, "n": state["n"] + 1}
-    return rollout.PolicyStep(jnp.zeros(obs.shape[0], jnp.int32), state, drawn)
+    return rollout.types.PolicyStep(jnp.zeros(obs.shape[0], jnp.int32), state, drawn)
 
 
 @slow
 @pytest.mark.usefixtures("quick_compile")
 def test_draws_of_an_episode_depend_on_the_split_unless_made_from_its_key():
     policy = rollout.Policy(
-        init=lambda n: {"key": rollout.EpisodeKey(), "n": jnp.zeros(n, jnp.int32)},
+        init=lambda n: {
+            "key": rollout.types.EpisodeKey(),
+            "n": jnp.zeros(n, jnp.int32),
+        },
         apply=draw_twice,
     )
     totals = {

@@ -317,8 +317,11 @@ def test_keys_in_info_are_padded_like_anything_else():
 @slow
 def test_policy_has_a_key_of_each_episode():
     policy = rollout.Policy(
-        init=lambda num_envs: {"key": rollout.EpisodeKey(), "n": jnp.zeros(num_envs)},
-        apply=lambda params, obs, state, key: rollout.PolicyStep(
+        init=lambda num_envs: {
+            "key": rollout.types.EpisodeKey(),
+            "n": jnp.zeros(num_envs),
+        },
+        apply=lambda params, obs, state, key: rollout.types.PolicyStep(
             action=jnp.zeros(obs.shape[:1], jnp.int32),
             state=state,
             extras=jax.random.key_data(state["key"].value),

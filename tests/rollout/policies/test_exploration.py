@@ -93,8 +93,8 @@ WRAPS = {
     "epsilon": (lambda p: rollout.epsilon_greedy(p, DISCRETE, 0.5), DISCRETE),
     "epsilon decay": (lambda p: rollout.epsilon_greedy(p, DISCRETE, decay), DISCRETE),
     "warmup": (lambda p: rollout.random_warmup(p, DISCRETE, 20), DISCRETE),
-    "gaussian": (lambda p: rollout.gaussian_noise(p, BOX, 0.5), BOX),
-    "ornstein": (lambda p: rollout.ornstein_uhlenbeck(p, BOX, decay), BOX),
+    "gaussian": (lambda p: rollout.policies.gaussian_noise(p, BOX, 0.5), BOX),
+    "ornstein": (lambda p: rollout.policies.ornstein_uhlenbeck(p, BOX, decay), BOX),
 }
 epsilon_masked = rollout.epsilon_greedy(greedy, DISCRETE, decay, mask_fn=first_allowed)
 POLICIES = {
@@ -105,12 +105,14 @@ POLICIES = {
     "warmup masked": rollout.random_warmup(
         epsilon_masked, DISCRETE, 10, mask_fn=first_allowed
     ),
-    "gaussian": rollout.gaussian_noise(free, FREE, 1.0),
-    "gaussian decay": rollout.gaussian_noise(free, FREE, decay),
-    "ornstein": rollout.ornstein_uhlenbeck(free, FREE, 0.3, theta=0.4, dt=0.5),
+    "gaussian": rollout.policies.gaussian_noise(free, FREE, 1.0),
+    "gaussian decay": rollout.policies.gaussian_noise(free, FREE, decay),
+    "ornstein": rollout.policies.ornstein_uhlenbeck(free, FREE, 0.3, theta=0.4, dt=0.5),
     # θ dt = 1: no memory is left, so that the noise of every step stands by itself.
-    "white": rollout.ornstein_uhlenbeck(free, FREE, 1.0, theta=1.0, dt=1.0),
-    "white decay": rollout.ornstein_uhlenbeck(free, FREE, decay, theta=1.0, dt=1.0),
+    "white": rollout.policies.ornstein_uhlenbeck(free, FREE, 1.0, theta=1.0, dt=1.0),
+    "white decay": rollout.policies.ornstein_uhlenbeck(
+        free, FREE, decay, theta=1.0, dt=1.0
+    ),
     **{f"count {name}": wrap(counting_policy(s)) for name, (wrap, s) in WRAPS.items()},
 }
 
@@ -168,19 +170,21 @@ def draw_normal(params, obs, key):
 
 NARROW = envs.Box(jnp.array([-0.1, -2.0]), jnp.array([0.2, 0.5]), (2,))
 near = constant_policy(0.3, BOX)
-noisy = rollout.gaussian_noise(rollout.stateless_policy(draw_normal), FREE, 1.0)
+noisy = rollout.policies.gaussian_noise(
+    rollout.stateless_policy(draw_normal), FREE, 1.0
+)
 SAMPLED = {
     "epsilon": rollout.epsilon_greedy(greedy, DISCRETE, 0.3),
     "epsilon 0": rollout.epsilon_greedy(greedy, DISCRETE, 0.0),
     "epsilon 1": rollout.epsilon_greedy(greedy, DISCRETE, 1),
     "epsilon in a box": rollout.epsilon_greedy(upper, BOX, 0.5),
-    "gaussian": rollout.gaussian_noise(constant_policy(3.0, FREE), FREE, 0.7),
-    "gaussian clipped": rollout.gaussian_noise(still, NARROW, 1.0),
-    "ornstein clipped": rollout.ornstein_uhlenbeck(still, NARROW, 1.0, dt=1.0),
-    "gaussian 0": rollout.gaussian_noise(near, BOX, 0),
-    "ornstein 0": rollout.ornstein_uhlenbeck(near, BOX, 0),
+    "gaussian": rollout.policies.gaussian_noise(constant_policy(3.0, FREE), FREE, 0.7),
+    "gaussian clipped": rollout.policies.gaussian_noise(still, NARROW, 1.0),
+    "ornstein clipped": rollout.policies.ornstein_uhlenbeck(still, NARROW, 1.0, dt=1.0),
+    "gaussian 0": rollout.policies.gaussian_noise(near, BOX, 0),
+    "ornstein 0": rollout.policies.ornstein_uhlenbeck(near, BOX, 0),
     "noise on noise": noisy,
-    "noise on noise on noise": rollout.gaussian_noise(noisy, FREE, 1.0),
+    "noise on noise on noise": rollout.policies.gaussian_noise(noisy, FREE, 1.0),
 }
 
 
@@ -247,7 +251,7 @@ def test_scale_zero_leaves_the_action():
 @functools.cache
 def ornstein(num_steps):
     """`[T, B, 2]` noise of 4096 lanes at θ dt = 0.3 and scale √dt = 0.5 √0.6."""
-    policy = rollout.ornstein_uhlenbeck(free, FREE, 0.5, theta=0.5, dt=0.6)
+    policy = rollout.policies.ornstein_uhlenbeck(free, FREE, 0.5, theta=0.5, dt=0.6)
     obs = np.zeros((4096, 1), np.float32)
 
     def step(state, key):
@@ -325,10 +329,10 @@ def test_schedule_of_scale_is_read_at_the_step_of_the_lane(name):
 
 
 def test_schedule_may_differ_between_lanes():
-    policy = rollout.gaussian_noise(free, FREE, halt)
+    policy = rollout.policies.gaussian_noise(free, FREE, halt)
     state = policy.init(4)
     steps = np.array([0, 9, 10, 500], np.int32)
-    state = state.replace(step=rollout.Persistent(steps))
+    state = state.replace(step=rollout.types.Persistent(steps))
     decision = apply(policy, np.zeros((4, 1), np.float32), state=state)
     np.testing.assert_array_equal(
         (decision.action != 0).all(axis=1), [True, True, False, False]
@@ -339,7 +343,7 @@ def test_schedule_may_differ_between_lanes():
 def test_count_of_steps_stays_at_the_largest_integer():
     policy = rollout.random_warmup(greedy, DISCRETE, 3)
     largest = np.full((2,), np.iinfo(np.int32).max, np.int32)
-    state = policy.init(2).replace(step=rollout.Persistent(largest))
+    state = policy.init(2).replace(step=rollout.types.Persistent(largest))
     decision = apply(policy, np.zeros((2, 1), np.float32), state=state)
     np.testing.assert_array_equal(decision.state.step.value, largest)
 
@@ -354,7 +358,7 @@ def test_warmup_is_random_for_the_given_number_of_steps():
 def test_state_of_a_number_is_that_of_the_policy():
     policy = counting_policy(DISCRETE)
     assert rollout.epsilon_greedy(policy, DISCRETE, 0.5).init(3).shape == (3,)
-    assert rollout.gaussian_noise(still, BOX, 0.5).init(3) == ()
+    assert rollout.policies.gaussian_noise(still, BOX, 0.5).init(3) == ()
 
 
 @pytest.mark.parametrize("name", WRAPS)
@@ -372,7 +376,7 @@ def test_wrapped_policy_gets_a_key_of_its_own_at_every_step():
     assert len(np.unique(words[0], axis=0)) == NUM_STEPS
     for other in words:  # the same in every wrapper
         np.testing.assert_array_equal(other, words[0])
-    policy = rollout.gaussian_noise(counting_policy(BOX), BOX, 0.5)
+    policy = rollout.policies.gaussian_noise(counting_policy(BOX), BOX, 0.5)
     words = apply(policy, jnp.zeros((1, 1)), seed=5).extras["words"][0]
     assert (words != jax.random.key_data(jax.random.key(5))).all()
 
@@ -416,7 +420,7 @@ EXPLORING = {
 }
 NOISY = {
     (wrap, amount, sent): wrap(policy, BOX, amount)
-    for wrap in (rollout.gaussian_noise, rollout.ornstein_uhlenbeck)
+    for wrap in (rollout.policies.gaussian_noise, rollout.policies.ornstein_uhlenbeck)
     for amount in (1.0, decay)
     for policy, sent in ((within, 0.5), (beyond, 1.0))
 }
@@ -469,8 +473,8 @@ def test_policy_without_a_mode_has_none_when_it_explores():
     assert rollout.epsilon_greedy(greedy, DISCRETE, 0.5).mode is None
     assert rollout.epsilon_greedy(greedy, DISCRETE, decay).mode is None
     assert rollout.random_warmup(greedy, DISCRETE, 3).mode is None
-    assert rollout.gaussian_noise(still, BOX, 0.5).mode is None
-    assert rollout.ornstein_uhlenbeck(still, BOX, decay).mode is None
+    assert rollout.policies.gaussian_noise(still, BOX, 0.5).mode is None
+    assert rollout.policies.ornstein_uhlenbeck(still, BOX, decay).mode is None
 
 
 # Masks

@@ -33,8 +33,8 @@ FORGETFUL = rollout.recurrent_policy(lambda *args: INTS, jnp.zeros)
 epsilon_greedy, warm_up = rollout.epsilon_greedy, partial(rollout.random_warmup, STILL)
 explore = partial(epsilon_greedy, policy(), DISCRETE)
 late = partial(rollout.random_warmup, policy())
-gaussian = partial(rollout.gaussian_noise, STILL, BOX)
-revert = partial(rollout.ornstein_uhlenbeck, STILL, BOX)
+gaussian = partial(rollout.policies.gaussian_noise, STILL, BOX)
+revert = partial(rollout.policies.ornstein_uhlenbeck, STILL, BOX)
 item_policy, random_policy = rollout.recommendation.item_policy, rollout.random_policy
 
 
@@ -108,7 +108,10 @@ CASES = [
     (lambda: collect(NO_STEP), STEP),
     (lambda: collect(random_policy(envs.Discrete(3)), Drifting()), DRIFT),
     (lambda: wrapped(INTS[:, None]), "wrapped `policy.apply` must return actions as"),
-    (lambda: act(rollout.gaussian_noise(NO_STEP, BOX, 0.5)), f"wrapped {STEP}"),
+    (
+        lambda: act(rollout.policies.gaussian_noise(NO_STEP, BOX, 0.5)),
+        f"wrapped {STEP}",
+    ),
     (lambda: rollout.greedy(random_policy(DISCRETE)), "`policy` must have a `mode`"),
     # Spaces to draw from.
     (lambda: random_policy(UNBOUNDED), BOUNDS),
@@ -117,8 +120,8 @@ CASES = [
     (lambda: masked(EVERY, BOX, partial(epsilon_greedy, STILL, epsilon=0.1)), MASKED),
     (lambda: masked(EVERY, BOX, partial(warm_up, num_steps=1)), MASKED),
     (lambda: masked(EVERY, envs.Dict({"a": BOX})), MASKED),
-    (lambda: rollout.gaussian_noise(policy(), DISCRETE, 0.1), FLOATS),
-    (lambda: rollout.ornstein_uhlenbeck(policy(), DISCRETE, 0.1), FLOATS),
+    (lambda: rollout.policies.gaussian_noise(policy(), DISCRETE, 0.1), FLOATS),
+    (lambda: rollout.policies.ornstein_uhlenbeck(policy(), DISCRETE, 0.1), FLOATS),
     # Masks.
     (lambda: masked(TWO), f"{MASK} (4, 5), got bool of shape (4, 2)"),
     (lambda: masked(EVERY[0]), "got bool of shape (5,)"),

@@ -67,7 +67,7 @@ def test_pieces_are_those_of_a_plain_loop(name):
                 if not expected or expected[-1][:2] != (lane, episode_id):
                     expected.append((lane, episode_id, []))
                 expected[-1][2].append(t)
-    pieces = rollout.split_trajectories(trajectory)
+    pieces = rollout.trajectories.split_trajectories(trajectory)
     longest = max(len(steps) for *_, steps in expected)
     assert pieces.mask.shape == (longest, len(expected))
     assert pieces.mask.sum() == trajectory.mask.size
@@ -83,6 +83,6 @@ def test_pieces_are_those_of_a_plain_loop(name):
 
 def test_trajectory_without_steps_has_no_pieces():
     masked_out = straight().replace(mask=np.zeros((12, B), bool))
-    pieces = rollout.split_trajectories(masked_out)
+    pieces = rollout.trajectories.split_trajectories(masked_out)
     assert pieces.mask.shape == (0, 0)
     assert pieces.trajectory.obs.shape == (0, 0, 1)
