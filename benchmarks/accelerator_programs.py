@@ -92,7 +92,7 @@ def collect_episodes() -> Made:
     collector = _collector()
 
     def fn(carry: Any) -> Any:
-        counts = {"num_episodes": NUM_EPISODES, "max_steps": 500}
+        counts = {"num_episodes": NUM_EPISODES, "max_episode_steps": 500}
         return collector.collect_episodes(carry, None, **counts)
 
     return fn, (_carry(collector),), {}
@@ -103,7 +103,9 @@ def evaluate() -> Made:
     collector = _collector()
 
     def fn(key: jax.Array) -> Any:
-        return rollout.evaluate(collector, key, None, NUM_EPISODES, max_steps=500)
+        return rollout.evaluate(
+            collector, key, None, NUM_EPISODES, max_episode_steps=500
+        )
 
     return fn, (KEY,), {}
 

@@ -25,7 +25,7 @@ def rows(args: Namespace) -> Iterator[dict[str, str]]:
     carry, keys = collector.init(key), jax.random.split(key, NUM_EPISODES)
     wrapper = RolloutWrapper(env_name=ENV_ID, num_env_steps=HORIZON)
     lean = jax.jit(lambda keys: wrapper.batch_rollout(keys, None)[-1])
-    counts = {"num_episodes": NUM_EPISODES, "max_steps": MAX_STEPS}
+    counts = {"num_episodes": NUM_EPISODES, "max_episode_steps": MAX_STEPS}
     programs = {
         "ours": lambda: collector.collect_episodes(carry, None, **counts),
         "whole": lambda: wrapper.batch_rollout(keys, None),
@@ -42,7 +42,9 @@ def rows(args: Namespace) -> Iterator[dict[str, str]]:
     }
     collector = lanes(ENV_ID, 256)
     carry = collector.init(key)
-    after, episodes = collector.collect_episodes(carry, None, 4096, max_steps=MAX_STEPS)
+    after, episodes = collector.collect_episodes(
+        carry, None, 4096, max_episode_steps=MAX_STEPS
+    )
     busy = float(episodes.num_steps / ((after.step - carry.step) * 256))
     print(f"\n256 lanes serve 4,096 episodes: {busy:.1%} of the lane-steps are busy")
 

@@ -263,7 +263,7 @@ def of_evosax() -> Iterator[Training]:
         def train(key: jax.Array) -> Any:
             carry = collector.init(key)
             return collector.collect_episodes_per_env(
-                carry, population, 1, max_steps=500
+                carry, population, 1, max_episode_steps=500
             )[1]
 
         return train

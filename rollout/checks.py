@@ -237,9 +237,9 @@ def function(name: str, value: Any, *arguments: str) -> None:
         ) from None
 
 
-def max_steps(value: Any) -> int:
+def max_episode_steps(value: Any) -> int:
     """Checks a number of steps; one beyond int32 becomes the largest int32."""
-    return min(int_between("max_steps", value, most=None), INT32_MAX)
+    return min(int_between("max_episode_steps", value, most=None), INT32_MAX)
 
 
 def collector(acting: Any, record_fn: Any) -> None:

@@ -256,14 +256,14 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         )
         return carry, acc
 
-    @_jit("num_episodes", "max_steps", "min_steps")
+    @_jit("num_episodes", "max_episode_steps", "min_steps")
     def collect_episodes(
         self,
         carry: Carry,
         params: ParamsT,
         num_episodes: int,
         *,
-        max_steps: int,
+        max_episode_steps: int,
         min_steps: int | None = None,
     ) -> tuple[Carry, Episodes]:
         """Plays exactly `num_episodes` new episodes. Jitted.
@@ -284,8 +284,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
                 are given up.
             params: parameters of the policy.
             num_episodes: N, at least 1. Static: one trace per value.
-            max_steps: steps of an episode after which it is cut, at least 1. A large
-                one costs nothing. It bounds the call if an episode may never end.
+            max_episode_steps: steps of an episode after which it is cut, at least 1. A
+                large one costs nothing. It bounds the call if an episode may never end.
             min_steps: plays only the first episodes, in the order of their start, that
                 have this many steps together, at least 1; which ones does not depend on
                 the lanes. `Episodes.mask` is True for them; N is the most there can
@@ -296,8 +296,8 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             the episodes, `[N]`, in the order in which they started.
 
         Raises:
-            ValueError: if `num_episodes` or `max_steps` is not an int of at least 1, or
-                as `step` does.
+            ValueError: if `num_episodes` or `max_episode_steps` is not an int of at
+                least 1, or as `step` does.
         """
         num_episodes = checks.int_between("num_episodes", num_episodes)
         if min_steps is not None:
@@ -309,19 +309,19 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             lambda acc, transition: acc,
             (),
             num_episodes=num_episodes,
-            max_steps=checks.max_steps(max_steps),
+            max_episode_steps=checks.max_episode_steps(max_episode_steps),
             min_steps=min_steps,
         )
         return carry, played
 
-    @_jit("episodes_per_env", "max_steps")
+    @_jit("episodes_per_env", "max_episode_steps")
     def collect_episodes_per_env(
         self,
         carry: Carry,
         params: ParamsT,
         episodes_per_env: int,
         *,
-        max_steps: int,
+        max_episode_steps: int,
     ) -> tuple[Carry, Episodes]:
         """Plays `episodes_per_env` new episodes in every lane. Jitted.
 
@@ -334,7 +334,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
                 are given up.
             params: parameters of the policy.
             episodes_per_env: M, at least 1. Static: one trace per value.
-            max_steps: steps of an episode after which it is cut, at least 1.
+            max_episode_steps: steps of an episode after which it is cut, at least 1.
 
         Returns:
             The next carry, every lane at the start of a new episode, and the episodes,
@@ -351,11 +351,11 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             lambda acc, transition: acc,
             (),
             episodes_per_env=episodes_per_env,
-            max_steps=checks.max_steps(max_steps),
+            max_episode_steps=checks.max_episode_steps(max_episode_steps),
         )
         return carry, played
 
-    @_jit_fold("num_episodes", "max_steps")
+    @_jit_fold("num_episodes", "max_episode_steps")
     def fold_episodes(
         self,
         carry: Carry,
@@ -364,7 +364,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
         acc: Acc,
         *,
         num_episodes: int,
-        max_steps: int,
+        max_episode_steps: int,
     ) -> tuple[Carry, Acc, Episodes]:
         """Plays `num_episodes` episodes and folds each transition. Jitted.
 
@@ -373,12 +373,12 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             params: parameters of the policy.
             fn: `(acc, transition)` to the next `acc`, of unchanged structure, shapes
                 and dtypes. The transition is `[B, ...]`; where its `mask` is False the
-                lane is idle: no reward, no flag. The step at which `max_steps` runs out
-                is `truncated`. The episode at position e of the queue has the
+                lane is idle: no reward, no flag. The step at which `max_episode_steps`
+                runs out is `truncated`. The episode at position e of the queue has the
                 `episode_id` `-1 - e`. Static, as in `fold_steps`.
             acc: the initial `acc`, any pytree of arrays.
             num_episodes: N, at least 1.
-            max_steps: steps of an episode after which it is cut, at least 1.
+            max_episode_steps: steps of an episode after which it is cut, at least 1.
 
         Returns:
             The next carry, `acc` after the last step, and the episodes, as
@@ -397,12 +397,17 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             fn,
             acc,
             num_episodes=num_episodes,
-            max_steps=checks.max_steps(max_steps),
+            max_episode_steps=checks.max_episode_steps(max_episode_steps),
         )
 
-    @_jit("num_episodes", "max_length")
+    @_jit("num_episodes", "max_episode_steps")
     def collect_padded_episodes(
-        self, carry: Carry, params: ParamsT, num_episodes: int, *, max_length: int
+        self,
+        carry: Carry,
+        params: ParamsT,
+        num_episodes: int,
+        *,
+        max_episode_steps: int,
     ) -> tuple[Carry, Transition[ObsT, ActionT], Episodes]:
         """Plays `num_episodes` episodes and returns them whole. Jitted.
 
@@ -410,7 +415,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             carry: the carry of `init` or of an earlier call.
             params: parameters of the policy.
             num_episodes: N, at least 1. Static: one trace per value.
-            max_length: L, steps of an episode after which it is cut, at least 1.
+            max_episode_steps: L, steps of an episode after which it is cut, at least 1.
                 Static. Memory is that of L x N transitions.
 
         Returns:
@@ -419,13 +424,13 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             episodes, as `collect_episodes` returns them.
 
         Raises:
-            ValueError: if `num_episodes` or `max_length` is not an int of at least 1,
-                or as `step` does.
+            ValueError: if `num_episodes` or `max_episode_steps` is not an int of at
+                least 1, or as `step` does.
         """
         num_episodes = checks.int_between("num_episodes", num_episodes)
-        max_length = checks.int_between("max_length", max_length)
+        max_episode_steps = checks.int_between("max_episode_steps", max_episode_steps)
         row = jax.eval_shape(Collector.step, self, carry, params)[1]
-        blank, write = episodes.pad(row, carry, num_episodes, max_length)
+        blank, write = episodes.pad(row, carry, num_episodes, max_episode_steps)
         return episodes.play(
             self,
             carry,
@@ -433,7 +438,7 @@ class Collector(struct.PyTreeNode, Generic[ParamsT, ObsT, ActionT]):
             write,
             blank,
             num_episodes=num_episodes,
-            max_steps=max_length,
+            max_episode_steps=max_episode_steps,
             holds=False,
         )
 

@@ -20,7 +20,7 @@ def evaluate(
     params: ParamsT,
     num_episodes: int,
     *,
-    max_steps: int = 1_000_000,
+    max_episode_steps: int = 1_000_000,
 ) -> CollectStats:
     """Plays exactly `num_episodes` and summarizes them. Jitted for a `Collector`.
 
@@ -51,24 +51,24 @@ def evaluate(
         key: one typed key: the source of all randomness.
         params: parameters of the policy.
         num_episodes: N, at least 1. Static: one trace per value.
-        max_steps: steps of an episode after which it is cut, at least 1; cut episodes
-            count, and `num_unfinished` is their number.
+        max_episode_steps: steps of an episode after which it is cut, at least 1; cut
+            episodes count, and `num_unfinished` is their number.
 
     Returns:
         Statistics of the N episodes, each `()`.
 
     Raises:
-        ValueError: if `key` is not one typed key, if `num_episodes` or `max_steps` is
-            not an int of at least 1, if the environments learn statistics, or as
-            `Collector.step` does.
+        ValueError: if `key` is not one typed key, if `num_episodes` or
+            `max_episode_steps` is not an int of at least 1, if the environments learn
+            statistics, or as `Collector.step` does.
     """
     checks.typed_key(key)
     checks.collects(collector)
     checks.statistics_are_fixed(collector)
     num_episodes = checks.int_between("num_episodes", num_episodes)
     if isinstance(collector, HostCollector):
-        return _evaluate(collector, key, params, num_episodes, max_steps)
-    return _evaluate_jitted(collector, key, params, num_episodes, max_steps)
+        return _evaluate(collector, key, params, num_episodes, max_episode_steps)
+    return _evaluate_jitted(collector, key, params, num_episodes, max_episode_steps)
 
 
 def _evaluate(
@@ -76,7 +76,7 @@ def _evaluate(
     key: chex.PRNGKey,
     params: Any,
     num_episodes: int,
-    max_steps: int,
+    max_episode_steps: int,
 ) -> CollectStats:
     _, num_nonfinite, played = collector.fold_episodes(
         collector.init(key),
@@ -84,7 +84,7 @@ def _evaluate(
         _count,
         jnp.zeros((), jnp.int32),
         num_episodes=num_episodes,
-        max_steps=max_steps,
+        max_episode_steps=max_episode_steps,
     )
     return summarize(played).replace(num_nonfinite=num_nonfinite)
 
@@ -95,5 +95,5 @@ def _count(num_nonfinite: jax.Array, row: Transition) -> jax.Array:
 
 
 _evaluate_jitted = explain(
-    jax.jit(_evaluate, static_argnames=("num_episodes", "max_steps"))
+    jax.jit(_evaluate, static_argnames=("num_episodes", "max_episode_steps"))
 )

@@ -30,7 +30,7 @@ def record_gif(
     params: ParamsT,
     path: str | Path,
     *,
-    max_steps: int = 1000,
+    max_episode_steps: int = 1000,
 ) -> Episodes:
     """Plays one episode and draws it: it is the first that `evaluate` plays with `key`.
 
@@ -48,15 +48,16 @@ def record_gif(
         key: one typed key: the source of all randomness.
         params: parameters of the policy.
         path: the file to write, which ends in .gif, in a folder that exists.
-        max_steps: steps after which the episode is cut, at least 1; that many states
-            are kept, and drawn: 1,000 frames of a robot are 30 MB.
+        max_episode_steps: steps after which the episode is cut, at least 1; that many
+            states are kept, and drawn: 1,000 frames of a robot are 30 MB.
 
     Returns:
         The episode, `[1]`: its return, its length and how it ended.
 
     Raises:
         ValueError: if the environment cannot be drawn, `key` is not one typed key,
-            `path` does not end in .gif or `max_steps` is not an int of at least 1.
+            `path` does not end in .gif or `max_episode_steps` is not an int of at least
+            1.
         FileNotFoundError: if the folder of `path` does not exist.
         ModuleNotFoundError: if a package that draws is not installed; the extra
             `render` has all of them.
@@ -66,13 +67,13 @@ def record_gif(
         raise ValueError(f"`path` must end in .gif, got {path}.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"`path` must be in a folder that exists, got {path}.")
-    gif, episodes = draw_episode(collector, key, params, max_steps)
+    gif, episodes = draw_episode(collector, key, params, max_episode_steps)
     path.write_bytes(gif)
     return episodes
 
 
 def draw_episode(
-    collector: Any, key: chex.PRNGKey, params: Any, max_steps: int
+    collector: Any, key: chex.PRNGKey, params: Any, max_episode_steps: int
 ) -> tuple[bytes, Episodes]:
     """Plays and draws one episode; returns the contents of the file, and the episode.
 
@@ -82,23 +83,23 @@ def draw_episode(
     """
     checks.outside_of_jit("record_gif")
     checks.typed_key(key)
-    max_steps = checks.int_between("max_steps", max_steps)
+    max_episode_steps = checks.int_between("max_episode_steps", max_episode_steps)
     checks.collects(collector)
     checks.statistics_are_fixed(collector)
     is_host = isinstance(collector, HostCollector)
     draw: Any = _draw_on_host if is_host else _draw_states
-    gif, episodes = draw(collector, key, params, max_steps)
+    gif, episodes = draw(collector, key, params, max_episode_steps)
     return gif, jax.device_get(episodes)
 
 
 def _draw_states(
-    collector: Collector, key: chex.PRNGKey, params: Any, max_steps: int
+    collector: Collector, key: chex.PRNGKey, params: Any, max_episode_steps: int
 ) -> tuple[bytes, Episodes]:
     """Plays an episode of an environment in JAX, and draws its states."""
     lanes, env = expose_lane_states(collector.env)
     check_render(env)
     exposed = collector.replace(env=lanes, record_fn=None, accumulators=())
-    info, returns, episodes = _play_jitted(exposed, key, params, max_steps)
+    info, returns, episodes = _play_jitted(exposed, key, params, max_episode_steps)
     # The states before each step, and the one after the last.
     num = episodes.episode_length.item()
     # NumPy joins them, without a program for each leaf; it has no typed keys.
@@ -109,17 +110,17 @@ def _draw_states(
 
 
 def _play(
-    collector: Any, key: chex.PRNGKey, params: Any, max_steps: int
+    collector: Any, key: chex.PRNGKey, params: Any, max_episode_steps: int
 ) -> tuple[ArrayTree, jax.Array, Episodes]:
     """Plays one episode: its info and the return so far, `[T, 1, ...]`, and itself."""
     _, trajectory, episodes = collector.collect_padded_episodes(
-        collector.init(key), params, 1, max_length=max_steps
+        collector.init(key), params, 1, max_episode_steps=max_episode_steps
     )
     return trajectory.info, trajectory.episode_return, episodes
 
 
 # What is returned is all that XLA compiles.
-_play_jitted = explain(jax.jit(_play, static_argnames="max_steps"))
+_play_jitted = explain(jax.jit(_play, static_argnames="max_episode_steps"))
 
 
 def _raw_rewards(returns: ArrayTree, num: int) -> np.ndarray:
@@ -128,7 +129,7 @@ def _raw_rewards(returns: ArrayTree, num: int) -> np.ndarray:
 
 
 def _draw_on_host(
-    collector: HostCollector, key: chex.PRNGKey, params: Any, max_steps: int
+    collector: HostCollector, key: chex.PRNGKey, params: Any, max_episode_steps: int
 ) -> tuple[bytes, Episodes]:
     """Plays an episode in the first of some environments, which draws itself."""
     if not hasattr(collector.env, "draw"):
@@ -139,10 +140,10 @@ def _draw_on_host(
             'render_mode="rgb_array"))`.'
         )
     claim(collector.env, new_user())  # earlier carries no longer fit the environments
-    filmed: Any = _Filmed(collector.env, max_steps)
+    filmed: Any = _Filmed(collector.env, max_episode_steps)
     exposed = HostCollector(env=filmed, policy=collector.policy)
     with no_screen():
-        _, returns, episodes = _play(exposed, key, params, max_steps)
+        _, returns, episodes = _play(exposed, key, params, max_episode_steps)
     num = episodes.episode_length.item()
     return frames_to_gif(filmed.frames, _raw_rewards(returns, num)), episodes
 
@@ -150,8 +151,8 @@ def _draw_on_host(
 class _Filmed:
     """Draws the first of some environments, until its episode ends or is cut."""
 
-    def __init__(self, env: Any, max_steps: int) -> None:
-        self._env, self._max_steps, self._is_over = env, max_steps, False
+    def __init__(self, env: Any, max_episode_steps: int) -> None:
+        self._env, self._max_steps, self._is_over = env, max_episode_steps, False
         self.frames: list[np.ndarray] = []
 
     def __getattr__(self, name: str) -> Any:

@@ -142,7 +142,7 @@ def evaluate_settings(
     num_episodes: int,
     *,
     catalogue: Catalogue | None = None,
-    max_steps: int = 1_000_000,
+    max_episode_steps: int = 1_000_000,
 ) -> dict[str, RecommendationStats]:
     """Plays exactly `num_episodes` in each of several settings. Jitted, as one program.
 
@@ -154,7 +154,7 @@ def evaluate_settings(
         params: parameters of the policies.
         num_episodes: N, at least 1. Static: one trace per value.
         catalogue: tables about the items.
-        max_steps: steps of an episode after which it is cut, at least 1.
+        max_episode_steps: steps of an episode after which it is cut, at least 1.
 
     Returns:
         Statistics by setting; `log_stats` flattens them for loggers, with the names of
@@ -165,7 +165,7 @@ def evaluate_settings(
     """
     checks.typed_key(key)
     num_episodes = checks.int_between("num_episodes", num_episodes)
-    max_steps = checks.max_steps(max_steps)
+    max_episode_steps = checks.max_episode_steps(max_episode_steps)
     catalogue = Catalogue() if catalogue is None else catalogue
     if not isinstance(settings, Mapping) or not isinstance(catalogue, Catalogue):
         raise ValueError(
@@ -177,17 +177,19 @@ def evaluate_settings(
     catalogue = jax.tree.map(
         jnp.asarray, catalogue, is_leaf=lambda x: isinstance(x, list)
     )
-    return _evaluate(dict(settings), key, params, num_episodes, catalogue, max_steps)
+    return _evaluate(
+        dict(settings), key, params, num_episodes, catalogue, max_episode_steps
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("num_episodes", "max_steps"))
+@functools.partial(jax.jit, static_argnames=("num_episodes", "max_episode_steps"))
 def _evaluate(
     settings: dict[str, Collector],
     key: chex.PRNGKey,
     params: Any,
     num_episodes: int,
     catalogue: Catalogue,
-    max_steps: int,
+    max_episode_steps: int,
 ) -> dict[str, RecommendationStats]:
     features, popularity = catalogue.features, catalogue.popularity
     directions = jnp.zeros((1, 0))
@@ -197,7 +199,7 @@ def _evaluate(
     found = {}
     for name, collector in settings.items():
         shown, played = _play(
-            collector, key, params, num_episodes, directions, max_steps
+            collector, key, params, num_episodes, directions, max_episode_steps
         )
         counts, num_shown = shown.counts, jnp.sum(shown.counts)
         num_different, novelty, dominated_share = jnp.sum(counts > 0), None, None
@@ -224,7 +226,7 @@ def _play(
     params: Any,
     num_episodes: int,
     directions: jax.Array,
-    max_steps: int,
+    max_episode_steps: int,
 ) -> tuple[_Shown, Episodes]:
     """Plays the episodes of a setting, and adds up what was recommended."""
     num_envs, num_items = collector.env.num_envs, collector.env.action_space.n
@@ -241,7 +243,7 @@ def _play(
         lambda shown, row: _add(shown, row, directions),
         nothing,
         num_episodes=num_episodes,
-        max_steps=max_steps,
+        max_episode_steps=max_episode_steps,
     )
     return shown, played
 

@@ -23,9 +23,9 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
         num_episodes: `()` int32, episodes that ended, also if they began before.
         num_terminated: `()` int32, episodes that terminated.
         num_truncated: `()` int32, episodes that were only truncated, also by
-            `max_steps`.
-        num_unfinished: `()` int32, episodes that `max_steps` cut: their return and
-            length cover the steps played.
+            `max_episode_steps`.
+        num_unfinished: `()` int32, episodes that `max_episode_steps` cut: their return
+            and length cover the steps played.
         num_nonfinite: `()` int32, rows with a NaN or infinity in the reward, the action
             or the extras (minus infinity in logits and the like does not count): NaN
             parameters show here, for a discrete policy if it records its log_prob or
@@ -56,7 +56,7 @@ class CollectStats(struct.PyTreeNode, kw_only=True):
         else:
             text = f"return {self.returns}, {plural(self.num_episodes, 'episode')}"
         if self.num_unfinished:
-            text += f", {self.num_unfinished:,} cut by `max_steps`"
+            text += f", {self.num_unfinished:,} cut by `max_episode_steps`"
         if self.num_nonfinite:
             text += f", {self.num_nonfinite:,} with NaN or infinity"
         return text

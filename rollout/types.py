@@ -165,8 +165,8 @@ class Episodes(struct.PyTreeNode, kw_only=True):
         episode_length: `[N]` int32, steps.
         terminated: `[N]` bool, the task ended.
         truncated: `[N]` bool, the environment's own time limit cut it.
-        finished: `[N]` bool, False where `max_steps` ran out before the environment
-            ended the episode: return and length cover the steps played.
+        finished: `[N]` bool, False where `max_episode_steps` ran out before the
+            environment ended the episode: return and length cover the steps played.
         lane: `[N]` int32, the lane that played it.
         num_steps: `()` int32, steps of all lanes that were not idle; 2^31 - 1 stands
             for that many or more.

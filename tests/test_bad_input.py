@@ -140,27 +140,31 @@ COUNTS = {
     "num_minibatches": [lambda n: scan_minibatches(VALUES, n)],
     "num_episodes": [
         rollout.EpisodeWindow.create,
-        lambda n: collector().collect_episodes(carry(), None, n, max_steps=9),
+        lambda n: collector().collect_episodes(carry(), None, n, max_episode_steps=9),
         lambda n: collector().fold_episodes(
-            carry(), None, max, 0, num_episodes=n, max_steps=9
+            carry(), None, max, 0, num_episodes=n, max_episode_steps=9
         ),
         lambda n: rollout.evaluate(collector(), KEY, None, n),
     ],
     "episodes_per_env": [
-        lambda n: collector().collect_episodes_per_env(carry(), None, n, max_steps=9)
+        lambda n: collector().collect_episodes_per_env(
+            carry(), None, n, max_episode_steps=9
+        )
     ],
-    "max_steps": [
-        lambda n: collector().collect_episodes(carry(), None, 2, max_steps=n),
-        lambda n: rollout.evaluate(collector(), KEY, None, 5, max_steps=n),
+    "max_episode_steps": [
+        lambda n: collector().collect_episodes(carry(), None, 2, max_episode_steps=n),
+        lambda n: rollout.evaluate(collector(), KEY, None, 5, max_episode_steps=n),
         lambda n: draw_episode(on_host(), KEY, None, n),
+        lambda n: collector().collect_padded_episodes(
+            carry(), None, 2, max_episode_steps=n
+        ),
+        lambda n: stream(max_episode_steps=n),
+        lambda n: envs.make("CartPole-v1", max_episode_steps=n),
     ],
     "min_steps": [
         lambda n: collector().collect_episodes(
-            carry(), None, 2, max_steps=9, min_steps=n
+            carry(), None, 2, max_episode_steps=9, min_steps=n
         )
-    ],
-    "max_length": [
-        lambda n: collector().collect_padded_episodes(carry(), None, 2, max_length=n)
     ],
     "num_repeats": [
         lambda n: rollout.profile(collector(), None, 2, num_repeats=n),
@@ -171,10 +175,6 @@ COUNTS = {
     "keep": [lambda n: checkpoint.save("nowhere", {"n": 1}, keep=n)],
     "steps_per_batch": [lambda n: stream(steps_per_batch=n)],
     "total_steps": [lambda n: stream(total_steps=n)],
-    "max_episode_steps": [
-        lambda n: stream(max_episode_steps=n),
-        lambda n: envs.make("CartPole-v1", max_episode_steps=n),
-    ],
     "num_envs": [lambda n: envs.vectorize(COUNT, n)],
     "num_frames": [lambda n: envs.FrameStack(COUNT, n)],
     "n": [lambda n: envs.Discrete(n)],
@@ -218,17 +218,17 @@ REFUSED = {
     ],
     "`carry` must be what `init` or an earlier call returned": [
         lambda: collector().collect_steps(None, carry(), 2),
-        lambda: collector().collect_episodes(None, None, 2, max_steps=3),
-        lambda: collector().collect_padded_episodes(None, None, 2, max_length=3),
+        lambda: collector().collect_episodes(None, None, 2, max_episode_steps=3),
+        lambda: collector().collect_padded_episodes(None, None, 2, max_episode_steps=3),
         lambda: collector().fold_episodes(
-            None, None, max, 0, num_episodes=2, max_steps=3
+            None, None, max, 0, num_episodes=2, max_episode_steps=3
         ),
         lambda: collector().step(carry().env_state, None),
     ],
     "`carry` must have the lanes of the collector, num_envs=8, got shape (4,)": [
         lambda: make_collector("count", 8).step(carry(), None),
         lambda: make_collector("count", 8).collect_episodes(
-            carry(), None, 2, max_steps=3
+            carry(), None, 2, max_episode_steps=3
         ),
     ],
     # What policies return.
@@ -356,7 +356,7 @@ REFUSED = {
         lambda: step_with(record_fn=3),
         lambda: collector().fold_steps(carry(), None, 3, 0, num_steps=2),
         lambda: collector().fold_episodes(
-            carry(), None, None, 0, num_episodes=2, max_steps=3
+            carry(), None, None, 0, num_episodes=2, max_episode_steps=3
         ),
         lambda: rollout.random_policy(DISCRETE, mask_fn=[True, False]),
         lambda: rollout.stateless_policy(3),

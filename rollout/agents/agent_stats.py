@@ -122,7 +122,7 @@ def evaluate_agents(
     params: Any,
     num_episodes: int,
     *,
-    max_steps: int = 1_000_000,
+    max_episode_steps: int = 1_000_000,
 ) -> AgentStats:
     """Plays exactly `num_episodes`, and summarizes agents and policies. Jitted.
 
@@ -137,8 +137,8 @@ def evaluate_agents(
         key: one typed key: the source of all randomness.
         params: parameters of the policy.
         num_episodes: N, at least 1. Static: one trace per value.
-        max_steps: steps of an episode after which it is cut, at least 1; cut episodes
-            count with the returns until then.
+        max_episode_steps: steps of an episode after which it is cut, at least 1; cut
+            episodes count with the returns until then.
 
     Returns:
         Statistics, as of `summarize_agents`; `num_unmapped` is 0.
@@ -150,22 +150,22 @@ def evaluate_agents(
     checks.collects_in_jax(collector)
     checks.statistics_are_fixed(collector)
     num_episodes = checks.int_between("num_episodes", num_episodes)
-    max_steps = checks.max_steps(max_steps)
-    return _evaluate(collector, key, params, num_episodes, max_steps)
+    max_episode_steps = checks.max_episode_steps(max_episode_steps)
+    return _evaluate(collector, key, params, num_episodes, max_episode_steps)
 
 
-@functools.partial(jax.jit, static_argnames=("num_episodes", "max_steps"))
+@functools.partial(jax.jit, static_argnames=("num_episodes", "max_episode_steps"))
 def _evaluate(
     collector: Collector,
     key: chex.PRNGKey,
     params: Any,
     num_episodes: int,
-    max_steps: int,
+    max_episode_steps: int,
 ) -> AgentStats:
     collector = keep_agents(collector, params)
     carry = collector.init(key)
     _, episodes = collector.collect_episodes(
-        carry, params, num_episodes, max_steps=max_steps
+        carry, params, num_episodes, max_episode_steps=max_episode_steps
     )
     return summarize_agents(episodes)
 

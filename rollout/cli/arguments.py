@@ -11,10 +11,12 @@ from typing import Any, NoReturn
 from rollout.inspection.accelerators import NAMES
 
 _EXCLUDED = {  # options that do not go with the option that sets the kind of run
-    "inspect": "num_episodes gif save plot profile max_steps devices xla_cpu_loop",
+    "inspect": (
+        "num_episodes gif save plot profile max_episode_steps devices xla_cpu_loop"
+    ),
     "gif": "num_envs save plot profile devices",
     "num_episodes": "save profile",
-    "num_steps": "max_steps",  # the kind by default
+    "num_steps": "max_episode_steps",  # the kind by default
 }
 
 
@@ -38,7 +40,8 @@ def make_parser() -> ArgumentParser:
     kind("--num-steps", type=count, default=1000, help="steps of every lane (1000)")
     kind("--num-episodes", type=count, help="play exactly so many episodes instead")
     kind("--gif", type=file_path, help="play one episode and draw it as .gif")
-    add("--max-steps", type=count, help="longest episode (1000000; for --gif 500)")
+    text = "longest episode (1000000; for --gif 500)"
+    add("--max-episode-steps", type=count, help=text)
     add("--seed", type=int, default=0, help="seed of everything random (0)")
     text = "NAME=VALUE of the environment, VALUE a Python literal; repeatable"
     add("--env-param", type=parameter, action="append", default=[], help=text)
@@ -90,7 +93,7 @@ def parse(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
         fail("plot", "matplotlib is not installed")
     most_envs = 16 if run.is_on_host else 1024
     run.num_envs = run.num_envs or min(most_envs, run.num_episodes or most_envs)
-    run.max_steps = run.max_steps or (500 if run.gif else 1_000_000)
+    run.max_episode_steps = run.max_episode_steps or (500 if run.gif else 1_000_000)
     return run
 
 

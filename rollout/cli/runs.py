@@ -154,7 +154,7 @@ def join(batches: Batches) -> Result:
 
 
 def play(run: Namespace, num_devices: int) -> Result:
-    """Plays exactly `num_episodes` episodes of at most `max_steps` steps each."""
+    """Plays exactly `num_episodes` episodes of at most `max_episode_steps`."""
     start = time.perf_counter()
     collector, params = make_collector(run, num_devices)
     has_agents = hasattr(collector.env, "groups")
@@ -164,7 +164,7 @@ def play(run: Namespace, num_devices: int) -> Result:
 
     def program(collector: Any, carry: Any, params: Any) -> Any:
         end, episodes = collector.collect_episodes(
-            carry, params, run.num_episodes, max_steps=run.max_steps
+            carry, params, run.num_episodes, max_episode_steps=run.max_episode_steps
         )
         metrics = agents.summarize_agents(episodes) if has_agents else None
         drawn = {name: getattr(episodes, name) for name in _DRAWN}
@@ -190,8 +190,10 @@ def play(run: Namespace, num_devices: int) -> Result:
 def draw(run: Namespace) -> CollectStats:
     """Draws the first episode that `play` would play, as a GIF."""
     collector, params = make_collector(run)
-    key, max_steps = jax.random.key(run.seed), run.max_steps
-    return summarize(record_gif(collector, key, params, run.gif, max_steps=max_steps))
+    key, max_episode_steps = jax.random.key(run.seed), run.max_episode_steps
+    return summarize(
+        record_gif(collector, key, params, run.gif, max_episode_steps=max_episode_steps)
+    )
 
 
 def inspect(run: Namespace) -> inspection.Report:

@@ -69,7 +69,7 @@ def episodes(stats: CollectStats, agents: AgentStats | None) -> Iterator[str]:
         return
     num_cut = stats.num_unfinished
     truncated = f"{stats.num_truncated - num_cut:,} truncated"
-    cut = f", {num_cut:,} cut by --max-steps" if num_cut else ""
+    cut = f", {num_cut:,} cut by --max-episode-steps" if num_cut else ""
     endings = f"{stats.num_terminated:,} terminated, {truncated}{cut}"
     yield line("episodes", f"{stats.num_episodes:,} ({endings})")
     yield line("", "".join(f"{name:<12}" for name in ("mean", "std", "min", "max")))

@@ -237,7 +237,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         params: ParamsT,
         num_episodes: int,
         *,
-        max_steps: int,
+        max_episode_steps: int,
         min_steps: int | None = None,
     ) -> tuple[Carry, Episodes]:
         """Plays exactly `num_episodes` episodes; see `Collector.collect_episodes`.
@@ -246,15 +246,24 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         """
         if min_steps is not None:
             min_steps = checks.int_between("min_steps", min_steps)
-        return self._play(carry, params, num_episodes, max_steps, min_steps=min_steps)
+        return self._play(
+            carry, params, num_episodes, max_episode_steps, min_steps=min_steps
+        )
 
     def collect_episodes_per_env(
-        self, carry: Carry, params: ParamsT, episodes_per_env: int, *, max_steps: int
+        self,
+        carry: Carry,
+        params: ParamsT,
+        episodes_per_env: int,
+        *,
+        max_episode_steps: int,
     ) -> tuple[Carry, Episodes]:
         """Plays episodes of every lane; see `Collector.collect_episodes_per_env`."""
         episodes_per_env = checks.int_between("episodes_per_env", episodes_per_env)
         num_episodes = episodes_per_env * self.env.num_envs
-        return self._play(carry, params, num_episodes, max_steps, is_queue=False)
+        return self._play(
+            carry, params, num_episodes, max_episode_steps, is_queue=False
+        )
 
     def fold_episodes(
         self,
@@ -264,7 +273,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         acc: Acc,
         *,
         num_episodes: int,
-        max_steps: int,
+        max_episode_steps: int,
     ) -> tuple[Carry, Acc, Episodes]:
         """Folds each transition of `num_episodes`; see `Collector.fold_episodes`."""
         checks.function("fn", fn, "acc", "transition")
@@ -274,22 +283,27 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             acc = fold(fn, acc, trajectory, block.num)
 
         carry, episodes = self._play(
-            carry, params, num_episodes, max_steps, consume=consume
+            carry, params, num_episodes, max_episode_steps, consume=consume
         )
         return carry, acc, episodes
 
     def collect_padded_episodes(
-        self, carry: Carry, params: ParamsT, num_episodes: int, *, max_length: int
+        self,
+        carry: Carry,
+        params: ParamsT,
+        num_episodes: int,
+        *,
+        max_episode_steps: int,
     ) -> tuple[Carry, Transition[ObsT, ActionT], Episodes]:
         """Collects `num_episodes` whole; see `Collector.collect_padded_episodes`."""
-        max_length = checks.int_between("max_length", max_length)
+        max_episode_steps = checks.int_between("max_episode_steps", max_episode_steps)
         padded: Any = None
 
         def consume(plan: EpisodePlan, trajectory: Transition, block: RowBlock) -> None:
             nonlocal padded
             rows = jax.device_get(trajectory)
             if padded is None:
-                shape = max_length, num_episodes
+                shape = max_episode_steps, num_episodes
                 padded = jax.tree.map(
                     lambda x: np.zeros(shape + x.shape[2:], x.dtype), rows
                 )
@@ -300,7 +314,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             place_rows(padded, place, jax.tree.map(lambda x: x[mask], rows))
 
         carry, episodes = self._play(
-            carry, params, num_episodes, max_length, consume=consume
+            carry, params, num_episodes, max_episode_steps, consume=consume
         )
         lost = ~np.asarray(episodes.mask)
         for table in jax.tree.leaves(padded):
@@ -562,7 +576,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         carry: Carry,
         params: Any,
         num_episodes: int,
-        max_steps: int,
+        max_episode_steps: int,
         *,
         is_queue: bool = True,
         min_steps: int | None = None,
@@ -570,7 +584,9 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     ) -> tuple[Carry, Episodes]:
         """Plays assigned episodes; passes every block of rows to `consume`."""
         num_episodes = checks.int_between("num_episodes", num_episodes)
-        max_steps = checks.int_between("max_steps", max_steps, most=None)
+        max_episode_steps = checks.int_between(
+            "max_episode_steps", max_episode_steps, most=None
+        )
         loop = self._loop
         with self._call(carry):
             plan = EpisodePlan(
@@ -582,7 +598,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             loop.assign(plan)
             while not loop.is_over:
                 block = self._begin_block(_BLOCK)
-                loop.play(params, block, max_steps)
+                loop.play(params, block, max_episode_steps)
                 trajectory = self._count()
                 if consume is not None:
                     consume(plan, trajectory, block)

@@ -41,7 +41,7 @@ class RowBlock:
         lane: `[capacity, B]` int32, the lane of each column.
         reward, terminated, truncated, mask, episode_id, episode_return,
             episode_length: `[capacity, B]`, as `Transition` has them.
-        cut: `[capacity, B]` bool, True where `max_steps` alone ended an episode.
+        cut: `[capacity, B]` bool, True where `max_episode_steps` alone ended it.
     """
 
     def __init__(self, width: int, size: int, capacity: int | None = None) -> None:

@@ -58,7 +58,7 @@ def play(
     *,
     num_episodes: int | None = None,
     episodes_per_env: int | None = None,
-    max_steps: int,
+    max_episode_steps: int,
     min_steps: int | None = None,
     holds: bool = True,
 ) -> tuple[Carry, Acc, Episodes]:
@@ -72,7 +72,7 @@ def play(
         acc: as there.
         num_episodes: N, of one queue for all lanes: a free lane takes the next one.
         episodes_per_env: or the number of next own episodes of every lane.
-        max_steps: as there.
+        max_episode_steps: as there.
         min_steps: as in `Collector.collect_episodes`.
         holds: False if `fn` ignores lanes where `mask` is False: then `acc` need not be
             held in the steps beyond the end.
@@ -101,7 +101,7 @@ def play(
     def step(run: _Run, go: jax.Array) -> _Run:
         carry = restart(collector, run.carry, run.over & go, start(run.index))
         carry, row, cut = advance(
-            collector, carry, params, roots=roots, limit=max_steps
+            collector, carry, params, roots=roots, limit=max_episode_steps
         )
         mask = run.index < number
         played = _mask_idle(row, mask, cut)
@@ -217,7 +217,7 @@ def _count(sharding: Any, *flags: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _mask_idle(row: Transition, mask: jax.Array, cut: jax.Array) -> Transition:
-    """Masks out idle lanes, and drops a `max_steps` truncation where the task ended."""
+    """Masks out idle lanes, and drops a truncation by `cut` where the task ended."""
     return row.replace(
         mask=mask,
         reward=jnp.where(mask, row.reward, 0.0),

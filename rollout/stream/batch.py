@@ -78,7 +78,7 @@ def make_batch(
             carry,
             params,
             options.episodes_per_batch,
-            max_length=options.max_episode_steps,
+            max_episode_steps=options.max_episode_steps,
         )
     result = finish(options, carry, trajectory, episodes, num_faulty)
     if (sharding := sharding_of(collector.env)) and options.postprocess is None:
@@ -131,7 +131,7 @@ def make_host_batch(
             collector.resumed(carry),  # an interrupted batch starts again
             params,
             options.episodes_per_batch,
-            max_length=options.max_episode_steps,
+            max_episode_steps=options.max_episode_steps,
         )
     num_faulty = np.int32(collector.fault_stats.faulty_episodes - before)
     result = finish((), trajectory, episodes, num_faulty)

@@ -160,7 +160,7 @@ def test_kernel_fills_it_in_one_program(kind, successor):
             carry, None, buffer.add, state, num_steps=20
         )
         carry, state, episodes = collector.fold_episodes(
-            carry, None, buffer.add, state, num_episodes=6, max_steps=99
+            carry, None, buffer.add, state, num_episodes=6, max_episode_steps=99
         )
         return state, episodes
 

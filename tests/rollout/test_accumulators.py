@@ -60,7 +60,7 @@ def test_accumulators_change_nothing_else():
     for collector in (make_collector({}), make_collector()):
         carry = collector.init(jax.random.key(0))
         carry, trajectory = collector.collect_steps(carry, None, 9)
-        episodes = collector.collect_episodes(carry, None, 7, max_steps=5)[1]
+        episodes = collector.collect_episodes(carry, None, 7, max_episode_steps=5)[1]
         results.append((trajectory.replace(accumulated=()), episodes))
     (rows, episodes), (own_rows, own_episodes) = results
     jax.tree.map(np.testing.assert_array_equal, *map(raw, (rows, own_rows)))
@@ -74,7 +74,7 @@ def test_episodes_have_the_values_of_their_last_step():
     collector = make_collector()
     carry = collector.init(jax.random.key(1))
     for play in ("collect_episodes", "collect_episodes_per_env"):
-        carry, episodes = getattr(collector, play)(carry, None, 4, max_steps=6)
+        carry, episodes = getattr(collector, play)(carry, None, 4, max_episode_steps=6)
         accumulated, length = episodes.accumulated, np.asarray(episodes.episode_length)
         expected = np.vectorize(discounted)(length)
         np.testing.assert_allclose(accumulated["discounted"], expected, rtol=1e-6)

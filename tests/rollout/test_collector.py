@@ -118,7 +118,7 @@ def test_episodes_without_jit_equal_those_under_jit():
 
     def play():
         carry = collector.init(jax.random.key(7))
-        counts = {"num_episodes": 5, "max_steps": 4}
+        counts = {"num_episodes": 5, "max_episode_steps": 4}
         played = collector.collect_episodes(carry, None, **counts)
         zero = np.zeros(4, np.float32)
         return raw(

@@ -29,7 +29,9 @@ def test_statistics_are_those_of_the_same_episodes(collector):
     key = jax.random.key(1)
     evaluated = rollout.evaluate(collector, key, None, NUM_EPISODES)
     carry = collector.init(key)
-    _, episodes = collector.collect_episodes(carry, None, NUM_EPISODES, max_steps=10**9)
+    _, episodes = collector.collect_episodes(
+        carry, None, NUM_EPISODES, max_episode_steps=10**9
+    )
     wanted = jax.jit(rollout.summarize)(episodes)
     chex.assert_trees_all_close(evaluated, wanted, rtol=1e-6)
     assert evaluated.num_episodes == NUM_EPISODES
@@ -109,7 +111,7 @@ def test_one_episode_has_no_interval():
 def test_cut_episodes_count_and_are_named(limit, unfinished):
     collector = make_collector(min_length=100, max_length=100, limit=limit)
     key = jax.random.key(0)
-    stats = rollout.evaluate(collector, key, None, NUM_EPISODES, max_steps=10)
+    stats = rollout.evaluate(collector, key, None, NUM_EPISODES, max_episode_steps=10)
     assert stats.num_unfinished == unfinished
     assert stats.num_truncated == stats.num_episodes == NUM_EPISODES
     assert stats.lengths.mean == 10
@@ -128,8 +130,8 @@ def test_nan_parameters_are_counted_by_row_without_a_new_trace():
 
     collector = make_collector(rollout.stateless_policy(act))
     key, params = jax.random.key(0), np.zeros(3, np.float32)
-    good = rollout.evaluate(collector, key, params, 6, max_steps=100)
-    bad = rollout.evaluate(collector, key, params + np.nan, 6, max_steps=100)
+    good = rollout.evaluate(collector, key, params, 6, max_episode_steps=100)
+    bad = rollout.evaluate(collector, key, params + np.nan, 6, max_episode_steps=100)
     assert good.num_nonfinite == 0
     assert bad.num_nonfinite == bad.num_steps > 0
     assert num_traces == 1

@@ -109,7 +109,7 @@ def test_normalized_robot_is_drawn_without_a_display(tmp_path, monkeypatch):
     carry = collector.init(KEY)
     path = tmp_path / "robot.gif"
     judge = collector.freeze(carry)
-    episodes = rollout.record_gif(judge, KEY, None, path, max_steps=2)
+    episodes = rollout.record_gif(judge, KEY, None, path, max_episode_steps=2)
     assert episodes.episode_length[0] == 2
     assert len(brightness(path)) == 3
 
@@ -151,13 +151,17 @@ def test_gif_ignores_record_fn_accumulators_and_critic(tmp_path):
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize(("max_steps", "length"), [(1000, 4), (4, 4), (2, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("max_episode_steps", "length"), [(1000, 4), (4, 4), (2, 2), (1, 1)]
+)
 def test_environments_that_are_not_jax_draw_themselves(
-    num_envs, max_steps, length, tmp_path
+    num_envs, max_episode_steps, length, tmp_path
 ):
     collector = on_host(num_envs, render_mode="rgb_array")
     path = tmp_path / "a.gif"
-    episode = rollout.record_gif(collector, KEY, None, path, max_steps=max_steps)
+    episode = rollout.record_gif(
+        collector, KEY, None, path, max_episode_steps=max_episode_steps
+    )
     assert brightness(path) == [10 * n for n in range(length + 1)]
     assert episode.episode_return == [1.5 * length]
     assert episode.truncated == [length == 4]

@@ -94,7 +94,7 @@ def test_whole_episodes_wait_once_in_eight_steps_at_most():
     collector = make()
 
     def play(carry):
-        counts = {"num_episodes": 2 * B, "max_steps": 500}
+        counts = {"num_episodes": 2 * B, "max_episode_steps": 500}
         return collector.collect_episodes(carry, None, **counts)
 
     report = inspect(play, start(collector))
@@ -215,8 +215,13 @@ def test_one_lowering_for_several_platforms_holds_the_programs_of_all():
     ("most", "call"),
     [
         (30, lambda c, key: c.collect_steps(c.init(key), None, 16)),
-        (42, lambda c, key: c.collect_episodes(c.init(key), None, 16, max_steps=50)),
-        (38, lambda c, key: rollout.evaluate(c, key, None, 16, max_steps=50)),
+        (
+            42,
+            lambda c, key: c.collect_episodes(
+                c.init(key), None, 16, max_episode_steps=50
+            ),
+        ),
+        (38, lambda c, key: rollout.evaluate(c, key, None, 16, max_episode_steps=50)),
     ],
 )
 def test_call_runs_few_operations_outside_its_loop(most, call):

@@ -112,7 +112,9 @@ def fold_text(method, **options):
 
 def summarize_agents():
     collector = make_collector("count")
-    play = functools.partial(collector.collect_episodes, num_episodes=2, max_steps=3)
+    play = functools.partial(
+        collector.collect_episodes, num_episodes=2, max_episode_steps=3
+    )
     episodes = jax.eval_shape(lambda: play(collector.init(KEY), None)[1])
     rollout.agents.summarize_agents(episodes)
 
@@ -287,7 +289,7 @@ MESSAGES = [
         "`acc` must hold arrays and numbers",
     ),
     (
-        lambda: fold_text("fold_episodes", num_episodes=2, max_steps=3),
+        lambda: fold_text("fold_episodes", num_episodes=2, max_episode_steps=3),
         "`acc` must hold arrays and numbers only, got str 'x'",
     ),
     *((functools.partial(record, x), f"must leave `{x}` as it is") for x in KEPT),

@@ -12,10 +12,12 @@ def collect(kind):
     if kind == "steps":
         return raw(collector.collect_steps(carry, None, 9))
     if kind == "padded":
-        return raw(collector.collect_padded_episodes(carry, None, 7, max_length=11))
+        return raw(
+            collector.collect_padded_episodes(carry, None, 7, max_episode_steps=11)
+        )
     count = lambda acc, row: acc + 1  # noqa: E731  (also rows that are void)
     args = carry, None, count, 0
-    return raw(collector.fold_episodes(*args, num_episodes=7, max_steps=11))
+    return raw(collector.fold_episodes(*args, num_episodes=7, max_episode_steps=11))
 
 
 @pytest.mark.slow  # it clears compiled programs

@@ -174,7 +174,9 @@ def test_gif_compiles_at_most_two_programs_and_then_none(tmp_path):
     jax.clear_caches()
     for most in (2, 0):
         with count_compiles() as events:
-            rollout.record_gif(collector, KEY, None, tmp_path / "a.gif", max_steps=20)
+            rollout.record_gif(
+                collector, KEY, None, tmp_path / "a.gif", max_episode_steps=20
+            )
         assert events.count("/jax/core/compile/backend_compile_duration") <= most
 
 

@@ -32,8 +32,8 @@ def test_eager_calls_compile_once():
 
     def use(carry):
         carry, _ = collector.step(carry, None)
-        carry, _ = collector.collect_episodes(carry, None, 2, max_steps=9)
-        zero, counts = jnp.int32(0), {"num_episodes": 2, "max_steps": 9}
+        carry, _ = collector.collect_episodes(carry, None, 2, max_episode_steps=9)
+        zero, counts = jnp.int32(0), {"num_episodes": 2, "max_episode_steps": 9}
         carry, _ = collector.fold_steps(carry, None, count_steps, zero, num_steps=3)
         return collector.fold_episodes(carry, None, count_steps, zero, **counts)[0]
 
@@ -104,7 +104,7 @@ def test_derivative_of_a_return_is_that_of_finite_differences():
         env = envs.vectorize(Pay(pay=pay), 4)
         collector = make_collector("count", 4).replace(env=env)
         carry = collector.init(jax.random.key(0))
-        episodes = collector.collect_episodes(carry, None, 6, max_steps=20)[1]
+        episodes = collector.collect_episodes(carry, None, 6, max_episode_steps=20)[1]
         return episodes.episode_return.mean(), episodes.episode_length.mean()
 
     (value, length), (slope, _) = jax.jvp(mean_return, (2.0,), (1.0,))
@@ -164,7 +164,7 @@ def test_episodes_until_there_are_enough_steps_depend_on_no_lane():
         carry, parts = collector.init(jax.random.key(3)), []
         for _ in range(2):
             carry, episodes = collector.collect_episodes(
-                carry, None, 40, max_steps=20, min_steps=50
+                carry, None, 40, max_episode_steps=20, min_steps=50
             )
             mask = np.asarray(episodes.mask)
             length = np.asarray(episodes.episode_length)
@@ -177,7 +177,7 @@ def test_episodes_until_there_are_enough_steps_depend_on_no_lane():
             assert stats.lengths.mean == pytest.approx(length[mask].mean())
             parts.append(length[mask])
         whole = collector.collect_episodes(
-            collector.init(jax.random.key(3)), None, 80, max_steps=20
+            collector.init(jax.random.key(3)), None, 80, max_episode_steps=20
         )[1]
         joined = np.concatenate(parts)
         np.testing.assert_array_equal(joined, whole.episode_length[: joined.size])

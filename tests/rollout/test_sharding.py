@@ -134,7 +134,10 @@ def test_every_field_has_the_bits_of_one_device(name, devices):
 
 def methods(collector, carry):
     """The results of the other methods."""
-    buffer, limit = buffers.ReplayBuffer(capacity=8 * B, num_envs=B), {"max_steps": 15}
+    buffer, limit = (
+        buffers.ReplayBuffer(capacity=8 * B, num_envs=B),
+        {"max_episode_steps": 15},
+    )
     empty = buffer.init(jax.eval_shape(collector.step, carry, PARAMS)[1])
     args = carry, PARAMS
     return {
@@ -142,7 +145,9 @@ def methods(collector, carry):
         "fold": collector.fold_steps(*args, buffer.add, empty, num_steps=T),
         "episodes": collector.collect_episodes(*args, 3 * B + 1, **limit),
         "per env": collector.collect_episodes_per_env(*args, 2, **limit),
-        "padded": collector.collect_padded_episodes(*args, 2 * B + 3, max_length=15),
+        "padded": collector.collect_padded_episodes(
+            *args, 2 * B + 3, max_episode_steps=15
+        ),
     }
 
 
@@ -223,7 +228,7 @@ def test_evaluation_inside_jit_beside_replicated_parameters():
     params = jax.device_put(PARAMS, everywhere)
 
     def run(collector, params):
-        return rollout.evaluate(collector, KEY, params, 2 * B, max_steps=20)
+        return rollout.evaluate(collector, KEY, params, 2 * B, max_episode_steps=20)
 
     got = jax.jit(run)(shard(collector, 4), params)
     want = jax.jit(run)(collector, PARAMS)
@@ -250,7 +255,7 @@ def test_devices_tell_each_other_nothing_in_the_loop_over_time():
 @pytest.mark.slow
 def test_devices_tell_each_other_two_counts_per_step_of_whole_episodes():
     def run(collector, carry):
-        return collector.collect_episodes(carry, None, 2 * B, max_steps=9)[1]
+        return collector.collect_episodes(carry, None, 2 * B, max_episode_steps=9)[1]
 
     sharded = shard(make_collector("count", B), 2)
     found = collectives(run, sharded, sharded.init(KEY))
@@ -363,8 +368,8 @@ APART = {
     "step": lambda x, *args: x.step(*args),
     "steps": lambda x, *args: x.collect_steps(*args, 2),
     "fold": lambda x, *args: x.fold_steps(*args, lambda acc, _: acc, 0, num_steps=2),
-    "episodes": lambda x, *args: x.collect_episodes(*args, 2, max_steps=3),
-    "padded": lambda x, *args: x.collect_padded_episodes(*args, 2, max_length=3),
+    "episodes": lambda x, *args: x.collect_episodes(*args, 2, max_episode_steps=3),
+    "padded": lambda x, *args: x.collect_padded_episodes(*args, 2, max_episode_steps=3),
     "evaluate": lambda x, carry, params: rollout.evaluate(x, carry.key, params, 2),
     "Stream": lambda x, carry, params: next(
         rollout.Stream(x, key=carry.key, params=params, steps_per_batch=B)

@@ -94,7 +94,9 @@ def test_statistics_are_printed_in_one_line():
     assert three == "return 200 (95 %: 175.159 to 224.841), 3 episodes"
     assert one == "return 0.5, 1 episode"
     assert nothing == "no episode ended in 1,280 steps"
-    assert cut.endswith(", 2 episodes, 1 cut by `max_steps`, 1 with NaN or infinity")
+    assert cut.endswith(
+        ", 2 episodes, 1 cut by `max_episode_steps`, 1 with NaN or infinity"
+    )
 
 
 def test_statistics_of_several_runs_or_traced_ones_are_printed_as_they_are():

@@ -236,7 +236,7 @@ NOTHING = np.int32(0), np.zeros(4, np.float32)
 
 
 def episodes(num_episodes, **options):
-    options = {"max_steps": 6, **options}
+    options = {"max_episode_steps": 6, **options}
     return lambda x, carry: x.collect_episodes(carry, None, num_episodes, **options)
 
 
@@ -253,20 +253,20 @@ CALLS = {
     "one episode": episodes(1),
     "fewer episodes than lanes": episodes(3),
     "an episode in each lane": episodes(4),
-    "more episodes than lanes": episodes(11, max_steps=4),
+    "more episodes than lanes": episodes(11, max_episode_steps=4),
     "few steps": episodes(9, min_steps=1),
     "enough steps": episodes(9, min_steps=17),
     "episodes of each lane": lambda x, carry: x.collect_episodes_per_env(
-        carry, None, 3, max_steps=6
+        carry, None, 3, max_episode_steps=6
     ),
     "padded episodes": lambda x, carry: x.collect_padded_episodes(
-        carry, None, 7, max_length=6
+        carry, None, 7, max_episode_steps=6
     ),
     "folded steps": lambda x, carry: x.fold_steps(
         carry, None, count_rows, NOTHING, num_steps=150
     ),
     "folded episodes": lambda x, carry: x.fold_episodes(
-        carry, None, count_rows, NOTHING, num_episodes=40, max_steps=6
+        carry, None, count_rows, NOTHING, num_episodes=40, max_episode_steps=6
     ),
 }
 

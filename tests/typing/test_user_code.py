@@ -121,7 +121,9 @@ def test_params_obs_and_action_come_through():
         )
         assert_type(total, jax.Array)
         assert total.shape == ()
-        carry, episodes = collector.collect_episodes(carry, params, 2, max_steps=5)
+        carry, episodes = collector.collect_episodes(
+            carry, params, 2, max_episode_steps=5
+        )
         assert_type(episodes, rollout.types.Episodes)
         assert episodes.episode_return.shape == (2,)
 

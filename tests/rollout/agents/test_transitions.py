@@ -357,7 +357,7 @@ def test_cut_of_the_episode_truncates_who_is_left():
         carry = collector.init(KEY)
         pending = rollout.agents.init_agent_transitions(collector, carry)
         _, trajectory, played = collector.collect_padded_episodes(
-            carry, None, 1, max_length=2
+            carry, None, 1, max_episode_steps=2
         )
         return played, rollout.agents.agent_transitions(pending, trajectory)[1]
 

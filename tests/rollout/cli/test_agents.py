@@ -57,11 +57,14 @@ def test_table_agrees_with_numpy_over_the_saved_file(chance, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_table_of_episodes_is_that_of_their_rows(chance):
-    argv = "pgx:thing", f"--num-envs={B}", f"--num-episodes={N}", "--max-steps=7"
+    counts = f"--num-envs={B}", f"--num-episodes={N}", "--max-episode-steps=7"
+    argv = "pgx:thing", *counts
     table = run(*argv)
     made, params = runs.make_collector(parse(make_parser(), argv))
     carry = made.init(jax.random.key(0))
-    _, trajectory, _ = made.collect_padded_episodes(carry, params, N, max_length=7)
+    _, trajectory, _ = made.collect_padded_episodes(
+        carry, params, N, max_episode_steps=7
+    )
     stats = rollout.agents.summarize_agents(trajectory)
     info = jax.device_get(trajectory.info.agents)
     last = (trajectory.mask.sum(axis=0) - 1, np.arange(N))

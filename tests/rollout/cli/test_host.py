@@ -56,7 +56,7 @@ def test_episodes_are_those_of_collect_episodes(tmp_path):
     table = run(*RUN, "--num-episodes=7", f"--plot={tmp_path}/a.png")
     host = make()
     carry = host.init(jax.random.key(SEED))
-    _, episodes = host.collect_episodes(carry, None, 7, max_steps=1000)
+    _, episodes = host.collect_episodes(carry, None, 7, max_episode_steps=1000)
     assert table["episodes"].startswith("7 (7 terminated")
     assert_figures(table["length"], episodes.episode_length)
     assert table["steps"].split()[0] == f"{episodes.episode_length.sum()}"

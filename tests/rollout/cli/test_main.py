@@ -26,7 +26,7 @@ B, T, SEED, LIMIT = 4, 47, 3, 20  # 15 batches of 3 steps and one of 2
 N, CUT = 34, 18  # some of the episodes are cut; the limit then truncates none
 RUN = ["CartPole-v1", "--num-envs", f"{B}", "--seed", f"{SEED}"]
 RUN += ["--env-param", f"max_steps_in_episode={LIMIT}"]
-QUEUE_RUN = [*RUN, f"--num-episodes={N}", f"--max-steps={CUT}"]
+QUEUE_RUN = [*RUN, f"--num-episodes={N}", f"--max-episode-steps={CUT}"]
 PNG = b"\x89PNG"
 slow = pytest.mark.slow
 FIELDS = {
@@ -78,7 +78,9 @@ def episodes():
     """The episodes of `queue_run`, by the library."""
     collector = make_collector()
     carry = collector.init(jax.random.key(SEED))
-    return jax.device_get(collector.collect_episodes(carry, None, N, max_steps=CUT)[1])
+    return jax.device_get(
+        collector.collect_episodes(carry, None, N, max_episode_steps=CUT)[1]
+    )
 
 
 def assert_episodes(table, rows, num_steps):
@@ -212,7 +214,8 @@ def test_batches_are_a_twentieth_of_the_run(num_envs, num_steps, num_rows, suite
 def test_queue_run_reports_the_episodes_of_collect_episodes(queue_run, episodes):
     num_terminated, num_cut = episodes.terminated.sum(), N - episodes.finished.sum()
     assert min(num_terminated, num_cut) > 0
-    flags = f"{num_terminated} terminated, 0 truncated, {num_cut} cut by --max-steps"
+    cut = f"{num_cut} cut by --max-episode-steps"
+    flags = f"{num_terminated} terminated, 0 truncated, {cut}"
     assert queue_run.table["episodes"] == f"{N} ({flags})"
     assert_figures(queue_run.table["return"], episodes.episode_return)
     assert_figures(queue_run.table["length"], episodes.episode_length)
@@ -252,21 +255,23 @@ def test_queue_run_of_one_episode_has_one_lane_and_no_interval(one_episode):
 
 
 @pytest.mark.parametrize(
-    ("given", "num_envs", "num_steps", "max_steps"),
+    ("given", "num_envs", "num_steps", "max_episode_steps"),
     [
         ([], 1024, 1000, None),
         (["--num-envs=7"], 7, 1000, None),
         (["--num-episodes=9"], 9, None, 1_000_000),
         (["--num-episodes=5000"], 1024, None, 1_000_000),
-        (["--num-episodes=9", "--num-envs=12", "--max-steps=3"], 12, None, 3),
+        (["--num-episodes=9", "--num-envs=12", "--max-episode-steps=3"], 12, None, 3),
         (["--gif=a.gif"], None, None, 500),
     ],
 )
-def test_defaults_are_those_of_the_kind_of_run(given, num_envs, num_steps, max_steps):
+def test_defaults_are_those_of_the_kind_of_run(
+    given, num_envs, num_steps, max_episode_steps
+):
     made = parsed("CartPole-v1", *given)
     assert num_envs in (None, made.num_envs)
     assert num_steps in (None, made.num_steps)
-    assert max_steps in (None, made.max_steps)
+    assert max_episode_steps in (None, made.max_episode_steps)
 
 
 @slow
@@ -285,12 +290,12 @@ def test_gif_shows_the_first_episode_of_the_queue(one_episode, tmp_path):
 def test_process_that_draws_a_cut_episode_says_so_and_keeps_stderr_clean(tmp_path):
     hidden = {"SDL_VIDEODRIVER", "SDL_AUDIODRIVER", "MPLBACKEND", "DISPLAY"}
     environ = {name: os.environ[name] for name in set(os.environ) - hidden}
-    argv = ["MountainCar-v0", "--max-steps=2", f"--gif={tmp_path}/a.GIF"]
+    argv = ["MountainCar-v0", "--max-episode-steps=2", f"--gif={tmp_path}/a.GIF"]
     process = spawn(*argv, env=environ)
     stdout, stderr = output(process)
     assert (process.returncode, stderr) == (0, "")
     assert "pygame" not in stdout
-    endings = "0 terminated, 0 truncated, 1 cut by --max-steps"
+    endings = "0 terminated, 0 truncated, 1 cut by --max-episode-steps"
     assert read_table(stdout)["episodes"] == f"1 ({endings})"
 
 
@@ -326,7 +331,8 @@ def test_every_ending_is_counted_once():
     result = Result(stats, None, 40, 1.0, 1.0, {}, {})
     rows = collected(parsed("CartPole-v1", "--num-episodes=8"), result)
     table = read_table("\n".join(rows))
-    assert table["episodes"] == "8 (2 terminated, 5 truncated, 1 cut by --max-steps)"
+    endings = "2 terminated, 5 truncated, 1 cut by --max-episode-steps"
+    assert table["episodes"] == f"8 ({endings})"
     assert table["steps"] == "36 (10.0 % of the lane-steps idle)"
 
 

@@ -47,7 +47,10 @@ CASES = [
     ([*RUN, "--num-steps=1000", "--num-episodes=3"], NOT_BOTH),  # the default
     ([*RUN, "--num-episodes=3", "--save=a.npz"], "--save: not allowed with argument"),
     ([*RUN, "--num-episodes=3", "--profile=a"], "--profile: not allowed with argument"),
-    ([*RUN, "--max-steps=3"], "--max-steps: not allowed with argument --num-steps"),
+    (
+        [*RUN, "--max-episode-steps=3"],
+        "--max-episode-steps: not allowed with argument --num-steps",
+    ),
     ([*RUN, "--gif=a.gif"], "--num-envs: not allowed with argument --gif"),
     ([CARTPOLE, "--gif=a.gif", "--plot=a.png"], "--plot: not allowed with argument"),
     ([HOST, "--gif=a.gif"], f"argument --gif: {IN_JAX}, got {HOST}"),
@@ -69,7 +72,7 @@ CASES = [
         ([CARTPOLE, H100, x], f"argument {x.partition('=')[0]}{NOT_INSPECTED}")
         for x in (
             *("--num-episodes=3", "--gif=a.gif", "--save=a.npz", "--plot=a.png"),
-            *("--profile=a", "--max-steps=3", "--devices=2", "--xla-cpu-loop"),
+            *("--profile=a", "--max-episode-steps=3", "--devices=2", "--xla-cpu-loop"),
         )
     ),
     ([HOST, H100], IN_JAX),

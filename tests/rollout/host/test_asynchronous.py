@@ -96,7 +96,7 @@ def test_first_episodes_that_start_are_played(num_episodes):
     carry = collector.init(KEY)
     for _ in range(2):
         carry, episodes = collector.collect_episodes(
-            carry, None, num_episodes, max_steps=100
+            carry, None, num_episodes, max_episode_steps=100
         )
         assert episodes.mask.all()
         assert episodes.finished.all()
@@ -104,7 +104,9 @@ def test_first_episodes_that_start_are_played(num_episodes):
         np.testing.assert_array_equal(
             episodes.episode_return, length * (length + 1) / 2
         )
-    carry, rows, _ = collector.collect_padded_episodes(carry, None, 5, max_length=9)
+    carry, rows, _ = collector.collect_padded_episodes(
+        carry, None, 5, max_episode_steps=9
+    )
     lengths = np.asarray(rows.mask).sum(axis=0)
     assert (lengths >= 2).all()
     np.testing.assert_array_equal(rows.done.sum(axis=0), 1)
@@ -115,9 +117,11 @@ def test_first_episodes_that_start_are_played(num_episodes):
 def test_episodes_are_those_of_their_seeds_however_slow_a_lane_is():
     """Episode k has the length that it has where all step at once."""
     host = make(num_envs=4, num_ready=None)
-    _, expected = host.collect_episodes(host.init(KEY), None, 12, max_steps=100)
+    _, expected = host.collect_episodes(host.init(KEY), None, 12, max_episode_steps=100)
     collector = make(num_envs=4, num_ready=3)
-    _, got = collector.collect_episodes(collector.init(KEY), None, 12, max_steps=100)
+    _, got = collector.collect_episodes(
+        collector.init(KEY), None, 12, max_episode_steps=100
+    )
     np.testing.assert_array_equal(got.episode_length, expected.episode_length)
 
 
@@ -145,7 +149,9 @@ def test_short_episodes_are_not_favoured():
     collector = make(num_envs=16, num_ready=4, **lengths)
     carry, lengths = collector.init(KEY), []
     for _ in range(25):
-        carry, episodes = collector.collect_episodes(carry, None, 40, max_steps=100)
+        carry, episodes = collector.collect_episodes(
+            carry, None, 40, max_episode_steps=100
+        )
         lengths.append(np.asarray(episodes.episode_length))
     lengths = np.concatenate(lengths)
     assert abs(lengths.mean() - 11.0) < 4 * 5.5 / np.sqrt(1000)
@@ -217,7 +223,9 @@ def test_episodes_begin_while_steps_are_in_flight():
     for _ in range(2):
         carry, _ = collector.collect_steps(collector.init(KEY), None, 7)
         for _ in range(2):
-            carry, episodes = collector.collect_episodes(carry, None, 3, max_steps=9)
+            carry, episodes = collector.collect_episodes(
+                carry, None, 3, max_episode_steps=9
+            )
             assert episodes.mask.all()
 
 
@@ -236,6 +244,6 @@ def test_where_the_number_is_fixed_idle_environments_play_on():
     carry = collector.init(KEY)
     for num_episodes in (1, 7):
         carry, episodes = collector.collect_episodes(
-            carry, None, num_episodes, max_steps=100
+            carry, None, num_episodes, max_episode_steps=100
         )
         assert episodes.finished.all()

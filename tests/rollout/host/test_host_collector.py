@@ -103,7 +103,7 @@ def test_policy_that_draws_per_episode_gets_the_kernels_keys():
         rows = [x.collect_steps(x.init(KEY), None, 20)[1] for x in (host, kernel)]
         assert_same(*rows)
         episodes = [
-            x.collect_padded_episodes(x.init(KEY), None, 5, max_length=5)[1:]
+            x.collect_padded_episodes(x.init(KEY), None, 5, max_episode_steps=5)[1:]
             for x in (host, kernel)
         ]
         assert_same(*episodes)
@@ -125,7 +125,7 @@ def test_carry_is_rejected_once_another_collector_has_stepped_the_environments()
     env = HostCount(4)
     training, testing = (HostCollector(env=env, policy=POLICY) for _ in range(2))
     carry, _ = training.step(training.init(KEY), None)
-    rollout.evaluate(testing, KEY, None, 3, max_steps=6)
+    rollout.evaluate(testing, KEY, None, 3, max_episode_steps=6)
     with pytest.raises(ValueError, match="another one has stepped it since"):
         training.step(carry, None)
     carry, _ = training.step(training.init(KEY), None)
@@ -138,7 +138,7 @@ def test_rows_of_a_call_that_was_cut_short_outlive_another_collector():
     carry = training.init(KEY)
     with pytest.raises(ZeroDivisionError):
         training.fold_steps(carry, None, lambda acc, row: 1 // 0, 0, num_steps=5)
-    rollout.evaluate(testing, KEY, None, 3, max_steps=6)
+    rollout.evaluate(testing, KEY, None, 3, max_episode_steps=6)
     carry, rows = training.recover()
     assert rows.mask.sum() == 20
     _, rows = training.step(carry, None)
@@ -238,7 +238,7 @@ def test_faulty_rows_do_not_count_in_normalised_observations():
 
 def test_second_evaluation_compiles_nothing():
     host = HostCollector(env=HostCount(4), policy=POLICY)
-    evaluate = functools.partial(rollout.evaluate, host, max_steps=9)
+    evaluate = functools.partial(rollout.evaluate, host, max_episode_steps=9)
     evaluate(jax.random.key(0), None, 3)
     with count_compiles() as events:
         evaluate(jax.random.key(1), None, 3)

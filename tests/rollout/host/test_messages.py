@@ -98,7 +98,7 @@ CASES = {
         # Nothing is traced in here.
         (lambda: jax.jit(lambda x: x + collector().init(KEY).step)(1.0), OUTSIDE),
         (lambda: collector().collect_steps(carry(), None, 0), "`num_steps` must be"),
-        (lambda: episodes(max_steps=0), "`max_steps` must be"),
+        (lambda: episodes(max_episode_steps=0), "`max_episode_steps` must be"),
         (lambda: on_host().recover(), "`recover` must follow `init`"),
     ),
     "by_env": (

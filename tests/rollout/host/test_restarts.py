@@ -121,7 +121,7 @@ def test_lanes_begin_episodes_of_their_own_after_a_call_for_some():
     collector = make(fails_at(4))
     carry = collector.init(KEY)
     with pytest.raises(EnvFault):
-        collector.collect_episodes(carry, None, 8, max_steps=10)
+        collector.collect_episodes(carry, None, 8, max_episode_steps=10)
     carry, _ = collector.recover()
     assert (carry.episode.episode_id >= 0).all()
     np.testing.assert_array_equal(carry.episode.episode_length, 0)
@@ -136,7 +136,7 @@ def test_lanes_begin_episodes_of_their_own_after_a_call_for_some():
 def test_lost_episode_is_among_the_episodes(num_episodes):
     collector = make(fails_at(4), on_fault="restart")
     carry, episodes = collector.collect_episodes(
-        collector.init(KEY), None, num_episodes, max_steps=100
+        collector.init(KEY), None, num_episodes, max_episode_steps=100
     )
     episodes = jax.device_get(episodes)
     # Lane 1 is reset by `init` and by the call, so it fails at step 2 of episode 1.
@@ -147,7 +147,9 @@ def test_lost_episode_is_among_the_episodes(num_episodes):
     assert collector.fault_stats.faulty_episodes == int(num_episodes > 1)
     stats = jax.jit(rollout.summarize)(episodes)
     assert int(stats.num_episodes) == expected.sum()
-    _, rows, padded = collector.collect_padded_episodes(carry, None, 2, max_length=9)
+    _, rows, padded = collector.collect_padded_episodes(
+        carry, None, 2, max_episode_steps=9
+    )
     assert rows.mask.sum() == 10
     assert padded.mask.all()
 

@@ -65,8 +65,8 @@ def test_batches_are_those_of_the_kernel(options):
 @pytest.mark.slow
 def test_evaluation_is_that_of_the_kernel():
     args = KEY, None, 9
-    host = rollout.evaluate(on_host(), *args, max_steps=6)
-    kernel = rollout.evaluate(in_jax(), *args, max_steps=6)
+    host = rollout.evaluate(on_host(), *args, max_episode_steps=6)
+    kernel = rollout.evaluate(in_jax(), *args, max_episode_steps=6)
     # Its sums are one program there, and operations one by one here.
     chex.assert_trees_all_close(host, kernel, rtol=1e-6)
     assert rollout.log_stats(host)["num_episodes"] == 9
@@ -210,7 +210,7 @@ def test_collector_is_busy_while_a_batch_is_in_flight():
     Slow.is_stepping.clear()
     assert Slow.is_stepping.wait(10)
     with pytest.raises(RuntimeError, match="one call at a time, and a batch of a `St"):
-        rollout.evaluate(collector, KEY, None, 3, max_steps=9)
+        rollout.evaluate(collector, KEY, None, 3, max_episode_steps=9)
     chex.assert_trees_all_equal(next(stream).trajectory, next(plain).trajectory)
     stream.close(), plain.close()
 

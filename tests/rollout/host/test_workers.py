@@ -51,7 +51,7 @@ def test_no_row_of_a_faulty_episode_is_data(num_ready):
 def test_exactly_so_many_episodes_start_and_those_that_are_lost_are_masked():
     collector = make()
     _, episodes = collector.collect_episodes(
-        collector.init(KEY), None, 40, max_steps=100
+        collector.init(KEY), None, 40, max_episode_steps=100
     )
     lost = int((~episodes.mask).sum())
     assert 0 < lost < 20

@@ -66,8 +66,8 @@ SCHEDULE = [
 MAX_ROWS = 40
 
 
-@functools.partial(jax.jit, static_argnames=("num_episodes", "max_steps"))
-def fold(collector, carry, *, num_episodes, max_steps):
+@functools.partial(jax.jit, static_argnames=("num_episodes", "max_episode_steps"))
+def fold(collector, carry, *, num_episodes, max_episode_steps):
     """The carry afterwards, the rows that a fold saw, their number, the episodes."""
 
     def note(acc, transition):
@@ -77,16 +77,21 @@ def fold(collector, carry, *, num_episodes, max_steps):
     row = jax.eval_shape(collector.step, carry, None)[1]
     blank = jax.tree.map(lambda x: jnp.zeros((MAX_ROWS, *x.shape), x.dtype), row)
     after, (rows, num_rows), episodes = collector.fold_episodes(
-        carry, None, note, (blank, 0), num_episodes=num_episodes, max_steps=max_steps
+        carry,
+        None,
+        note,
+        (blank, 0),
+        num_episodes=num_episodes,
+        max_episode_steps=max_episode_steps,
     )
     return after, rows, num_rows, episodes
 
 
 @functools.cache
-def played(num_episodes, max_steps=ENDLESS):
+def played(num_episodes, max_episode_steps=ENDLESS):
     """The carry after a fold over `fixed_lengths`, its rows and its episodes."""
     after, rows, num_rows, episodes = fold(
-        *fixed_lengths(), num_episodes=num_episodes, max_steps=max_steps
+        *fixed_lengths(), num_episodes=num_episodes, max_episode_steps=max_episode_steps
     )
     return after, jax.tree.map(lambda x: np.asarray(x)[:num_rows], rows), episodes
 
@@ -128,7 +133,7 @@ def mean_length(collector, play, num_steps=0):
             carry = collector.init(key)
             if num_steps:
                 carry, _ = collector.collect_steps(carry, None, num_steps)
-            episodes = play(collector, carry, None, max_steps=ENDLESS)[1]
+            episodes = play(collector, carry, None, max_episode_steps=ENDLESS)[1]
             return episodes.episode_length
 
         return jax.lax.map(one, keys)
@@ -181,7 +186,7 @@ def test_every_lane_plays_its_number_of_episodes():
     for _ in range(2):
         carry, _ = collector.collect_steps(carry, None, 3)
     after, episodes = collector.collect_episodes_per_env(
-        carry, None, 3, max_steps=ENDLESS
+        carry, None, 3, max_episode_steps=ENDLESS
     )
     np.testing.assert_array_equal(episodes.lane, list(range(4)) * 3)
     np.testing.assert_array_equal(episodes.episode_length, [2, 3, 4, 5] * 3)
@@ -199,7 +204,7 @@ def calls(name, num_envs, num_episodes, num_calls=2, **options):
     carry, found = collector.init(jax.random.key(1, **options)), []
     for _ in range(num_calls):
         carry, episodes = collector.collect_episodes(
-            carry, None, num_episodes, max_steps=ENDLESS
+            carry, None, num_episodes, max_episode_steps=ENDLESS
         )
         found.append(episodes)
     return found
@@ -225,7 +230,7 @@ def test_episode_is_the_same_whichever_lanes_serve_it(name, few, many, options):
 def test_steps_before_do_not_change_the_episodes():
     collector, carry = fixed_lengths()
     carry, _ = collector.collect_steps(carry, None, 3)
-    _, _, _, got = fold(collector, carry, num_episodes=12, max_steps=ENDLESS)
+    _, _, _, got = fold(collector, carry, num_episodes=12, max_episode_steps=ENDLESS)
     chex.assert_trees_all_equal(got, played(12)[2])
 
 
@@ -266,7 +271,9 @@ def test_draws_of_an_episode_depend_on_the_split_unless_made_from_its_key():
     }
     collector = make_collector(auto_reset="select")
     collector = collector.replace(policy=policy, accumulators=totals)
-    play = functools.partial(collector.collect_episodes, params=None, max_steps=ENDLESS)
+    play = functools.partial(
+        collector.collect_episodes, params=None, max_episode_steps=ENDLESS
+    )
     carry = collector.init(jax.random.key(1))
     whole = play(carry, num_episodes=8)[1].accumulated
     carry, first = play(carry, num_episodes=4)
@@ -285,7 +292,9 @@ def test_compact_equals_select_bit_for_bit(name):
     for auto_reset in ("compact", "select"):
         collector = make_collector(name, 4, auto_reset)
         start = collector.init(jax.random.key(2))
-        results.append(raw(collector.collect_episodes(start, None, 9, max_steps=15)))
+        results.append(
+            raw(collector.collect_episodes(start, None, 9, max_episode_steps=15))
+        )
     chex.assert_trees_all_equal(*results)
 
 
@@ -298,9 +307,11 @@ def test_carry_is_ready_for_steps_and_ids_are_never_reused(method):
         carry, trajectory = collector.collect_steps(carry, None, 3)
         assert np.all(trajectory.first[0])
         seen.append(np.unique(trajectory.episode_id))
-        carry, _ = getattr(collector, method)(carry, None, 3, max_steps=ENDLESS)
+        carry, _ = getattr(collector, method)(carry, None, 3, max_episode_steps=ENDLESS)
         chex.assert_trees_all_equal_shapes_and_dtypes(raw(start), raw(carry))
-        carry, rows, _, _ = fold(collector, carry, num_episodes=12, max_steps=ENDLESS)
+        carry, rows, _, _ = fold(
+            collector, carry, num_episodes=12, max_episode_steps=ENDLESS
+        )
         seen.append(np.unique(rows.episode_id[np.asarray(rows.mask)]))
         num_queued += 12 + (3 if method == "collect_episodes" else 0)
     every = np.concatenate(seen)
@@ -309,15 +320,15 @@ def test_carry_is_ready_for_steps_and_ids_are_never_reused(method):
 
 
 def test_recurrent_count_restarts_at_each_episode_and_in_idle_lanes():
-    for max_steps in (ENDLESS, 3):
-        _, rows, _ = played(12, max_steps)
+    for max_episode_steps in (ENDLESS, 3):
+        _, rows, _ = played(12, max_episode_steps)
         count = rows.extras["count"]
         np.testing.assert_array_equal(count, rows.episode_length)
         assert (count[~rows.mask] == 1).any()  # idle lanes start over, too
 
 
 def test_max_steps_cuts_and_says_so():
-    _, rows, episodes = played(12, max_steps=3)
+    _, rows, episodes = played(12, max_episode_steps=3)
     # Lanes of 2, 3, 3 (of 4) and 3 (of 5) steps; lane 0 takes 4 after step 2, lanes 1,
     # 2 and 3 take 5, 6 and 7 after 3; lane 0 takes 8 after 4; after 6 all lanes are
     # free and the lower three take the rest.
@@ -340,7 +351,7 @@ def test_padded_episodes_hold_every_row_and_are_cut_at_max_length():
 
     @jax.jit
     def play(carry):
-        played = collector.collect_padded_episodes(carry, None, 10, max_length=4)
+        played = collector.collect_padded_episodes(carry, None, 10, max_episode_steps=4)
         return *played, rollout.summarize(played[1]).num_episodes
 
     for call in range(2):
@@ -381,7 +392,7 @@ def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
     collector = make_collector(name, num_envs)
     root = jax.random.key(11)
     _, episodes = collector.collect_episodes(
-        collector.init(root), None, num_episodes, max_steps=ENDLESS
+        collector.init(root), None, num_episodes, max_episode_steps=ENDLESS
     )
     step, reset, fold_in = jax.jit(env.step), jax.jit(env.reset), jax.random.fold_in
     with jax.debug_key_reuse(False):

@@ -22,7 +22,7 @@ def test_batches_of_episodes_are_those_of_the_queue(name, prefetch):
     carry = collector.init(jax.random.key(7))
     for number, batch in enumerate(batches):
         carry, trajectory, episodes = collector.collect_padded_episodes(
-            carry, params, 5, max_length=6
+            carry, params, 5, max_episode_steps=6
         )
         chex.assert_trees_all_equal(raw(batch.trajectory), raw(trajectory))
         chex.assert_trees_all_equal(batch.episodes, episodes)
