@@ -111,7 +111,7 @@ class Env(Protocol):
         ...
 
     def reset(self, key: chex.PRNGKey) -> tuple[ArrayTree, ArrayTree]:
-        """Starts an episode: `(state, obs)`."""
+        """Starts an episode: `(state, obs)`, where gymnax has `(obs, state)`."""
         ...
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:

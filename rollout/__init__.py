@@ -1,9 +1,10 @@
 """Collects reinforcement-learning experience in JAX, as a pure function.
 
-`Collector` folds one pure step over time; `random_policy`, `stateless_policy` and
-`recurrent_policy` make its policy, and `epsilon_greedy`, `random_warmup` and those of
-`policies` make one explore; `summarize` computes statistics of the episodes that ended.
-Everything runs inside your own `jit`, or jitted from a notebook.
+A rollout is a fold over time of one pure step. `Collector` folds it; `random_policy`,
+`stateless_policy` and `recurrent_policy` make its policy, and `epsilon_greedy`,
+`random_warmup` and those of `policies` make one explore; `summarize` computes
+statistics of the episodes that ended. Everything runs inside your own `jit`, or jitted
+from a notebook.
 
 `Stream` yields batches to a training loop in Python; `checkpoint` saves and restores
 it; `shard` shards the lanes over devices. `profile` times the parts of a step, and
