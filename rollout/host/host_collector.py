@@ -44,7 +44,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
     The methods, the arguments and the results are those of `Collector`, but a loop in
     Python steps the environments, so no method works inside `jit`. The policy is one
     jitted program, called once per step. A carry is valid for one call: afterwards the
-    environments have moved on.
+    environments have moved on. Its `policy_state` may be replaced, and nothing else.
 
     `mask` is False where an environment only reset itself, and where an episode was
     lost to a fault. Masked-out rows are zero.
@@ -113,6 +113,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         self._block: Any = None  # RowBlock
         self._trajectory: Any = None  # Transition
         self._used: Any = None  # () uint32
+        self._returned: Any = None  # Carry, the latest one
         self._calling = threading.Lock()
 
     @property
@@ -499,6 +500,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             try:
                 if carry is not None:
                     self._check_carry(carry)
+                    self._loop.runner.state = carry.policy_state
                     self._used = self._mark
                     self._take_over()
                 self._loop.check = check
@@ -521,6 +523,13 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
                 "`carry` must be the one that the last call returned, for the "
                 "environments have moved on; after an error `recover` returns one."
             )
+        for name in ("key", "step", "next_episode", "obs", "episode"):
+            given, returned = (getattr(x, name) for x in (carry, self._returned))
+            if not _is_same(given, returned):
+                raise ValueError(
+                    f"`carry.{name}` must be as the last call returned it, which the "
+                    "environments have: only `policy_state` may be replaced."
+                )
 
     def _take_over(self) -> None:
         """Makes all carries so far void, also those of other collectors."""
@@ -561,7 +570,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
         env: Any = self.env
         step: Any = np.int32(runner.step)
         next_episode: Any = np.int32(self._next_episode)
-        return Carry(
+        self._returned = Carry(
             key=runner.key,
             step=step,
             next_episode=next_episode,
@@ -570,6 +579,7 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             policy_state=runner.restarted(loop.over, loop.episode_id),
             episode=Episode(**episode, accumulated=self._accumulated),
         )
+        return self._returned
 
     def _play(
         self,
@@ -607,6 +617,19 @@ class HostCollector(Generic[ParamsT, ObsT, ActionT]):
             self._next_episode += plan.num_used
             loop.dismiss()
             return self._carry(), episodes
+
+
+def _is_same(given: Any, returned: Any) -> bool:
+    """Compares two trees; of the same arrays without reading them."""
+    leaves, structure = jax.tree.flatten(given)
+    others, other = jax.tree.flatten(returned)
+
+    def is_same(x: Any, y: Any) -> bool:
+        first, second = map(np.asarray, prng.words((x, y)))
+        return np.array_equal(first, second, equal_nan=True)
+
+    pairs = zip(leaves, others, strict=True) if structure == other else ()
+    return structure == other and all(x is y or is_same(x, y) for x, y in pairs)
 
 
 def _mark_of(carry: Carry) -> Any:

@@ -53,6 +53,27 @@ def test_call_returns_what_the_kernel_returns(name):
         assert_same(results, expected)
 
 
+def test_policy_state_of_a_carry_may_be_replaced_and_nothing_else():
+    def go_on(collector):
+        carry, _ = collector.collect_steps(collector.init(KEY), None, 5)
+        carry = carry.replace(policy_state=carry.policy_state + 100)
+        return collector.collect_steps(carry, None, 9)
+
+    host = on_host()
+    (carry, rows), (want, expected) = go_on(host), go_on(in_jax())
+    assert_same(rows, expected)
+    assert_same_carry(carry, want)
+    assert rows.extras["count"].max() >= 100
+    changes = {"obs": carry.obs + 1, "step": 3, "key": jax.random.key(9)}
+    changes["episode"] = carry.episode.replace(episode_length=np.zeros(4, np.int32))
+    for name, value in changes.items():
+        with pytest.raises(
+            ValueError, match=rf"`carry.{name}` must be as the last call"
+        ):
+            host.collect_steps(carry.replace(**{name: value}), None, 1)
+    host.collect_steps(jax.device_get(carry), None, 1)  # equal, in other arrays
+
+
 def test_one_call_is_two_calls_is_single_steps():
     whole, parts = on_host(), on_host()
     _, expected = jax.device_get(whole.collect_steps(whole.init(KEY), None, 20))
