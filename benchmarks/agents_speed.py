@@ -66,12 +66,12 @@ class Still:
         return {"agents": self.agents}
 
     @property
-    def observation_spaces(self) -> dict[str, envs.Space]:
+    def observation_spaces(self) -> dict[str, envs.spaces.Space]:
         """Of one agent."""
         return {"agents": envs.Box(-10.0, 10.0, (OBS_SIZE,))}
 
     @property
-    def action_spaces(self) -> dict[str, envs.Space]:
+    def action_spaces(self) -> dict[str, envs.spaces.Space]:
         """Of one agent."""
         return {"agents": envs.Discrete(NUM_ACTIONS)}
 

@@ -88,7 +88,7 @@ def make_collector(num_items: int, num_lanes: int) -> rollout.Collector:
     feedback, categories = tables(num_items)
     rule = envs.recommendation.LeaveByCategory(categories, WINDOW, THRESHOLD)
     env = envs.wrappers.NoRepeat(
-        envs.RecommendationEnv(feedback, rule, max_turn=MAX_TURN)
+        envs.recommendation.RecommendationEnv(feedback, rule, max_turn=MAX_TURN)
     )
     policy = rollout.random_policy(env.action_space, mask_fn=lambda obs: obs["mask"])
     return lanes(env, num_lanes, policy, record_fn=without_masks)

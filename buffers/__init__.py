@@ -13,24 +13,18 @@ fields by name. `rollout.buffers.offline` fills buffers with recorded data, and 
 their episodes as datasets.
 """
 
+from rollout.buffers import offline as offline
 from rollout.buffers import types as types
 from rollout.buffers.episodic import EpisodeBuffer
-from rollout.buffers.offline import from_data, from_minari, to_minari
+from rollout.buffers.offline import from_data
 from rollout.buffers.prioritized import PrioritizedReplayBuffer
 from rollout.buffers.replay import ReplayBuffer
 from rollout.buffers.sharded_buffer import shard
-from rollout.buffers.types import Batch, PrioritizedState, RingState, Sequences
 
 __all__ = [
-    "Batch",
     "EpisodeBuffer",
     "PrioritizedReplayBuffer",
-    "PrioritizedState",
     "ReplayBuffer",
-    "RingState",
-    "Sequences",
     "from_data",
-    "from_minari",
     "shard",
-    "to_minari",
 ]

@@ -19,29 +19,29 @@ random numbers, `masked_update` computes something for few lanes, `cost_estimate
 the operations of a reset, and `optional_import` imports suites.
 """
 
+from rollout.envs import multi_agent as multi_agent
 from rollout.envs import ratings as ratings
 from rollout.envs import recommendation as recommendation
+from rollout.envs import registry as registry
 from rollout.envs import render as render
 from rollout.envs import spaces as spaces
 from rollout.envs import suites as suites
+from rollout.envs import types as types
 from rollout.envs import wrappers as wrappers
 from rollout.envs.host.envpool import from_envpool
 from rollout.envs.host.gymnasium import from_gymnasium
 from rollout.envs.host.normalize_host import NormalizeHost
-from rollout.envs.host.types import EnvFault, HostVectorEnv
+from rollout.envs.host.types import EnvFault
 from rollout.envs.host.worker_envs import workers
-from rollout.envs.multi_agent import MultiAgentEnv
-from rollout.envs.recommendation import RecommendationEnv
 from rollout.envs.registry import env_ids, make, make_agents, make_vec
 from rollout.envs.render import render_gif
-from rollout.envs.spaces import Box, Dict, Discrete, Space, Tuple
+from rollout.envs.spaces import Box, Discrete
 from rollout.envs.suites import from_gymnax
-from rollout.envs.types import Env, EnvStep, VectorEnv
+from rollout.envs.types import EnvStep
 from rollout.envs.vectorize import vectorize, vectorize_each
 from rollout.envs.vectorize_agents import vectorize_agents
 from rollout.envs.wrappers import (
     ActionRepeat,
-    EndOnFault,
     FrameStack,
     NormalizeObs,
     NormalizeReward,
@@ -55,27 +55,18 @@ from rollout.envs.wrappers import (
 __all__ = [
     "ActionRepeat",
     "Box",
-    "Dict",
     "Discrete",
-    "EndOnFault",
-    "Env",
     "EnvFault",
     "EnvStep",
     "FrameStack",
-    "HostVectorEnv",
-    "MultiAgentEnv",
     "NormalizeHost",
     "NormalizeObs",
     "NormalizeReward",
     "ObserveInfo",
-    "RecommendationEnv",
     "RescaleAction",
-    "Space",
     "TimeLimit",
     "TransformObs",
     "TransformReward",
-    "Tuple",
-    "VectorEnv",
     "env_ids",
     "from_envpool",
     "from_gymnasium",

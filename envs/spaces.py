@@ -444,7 +444,7 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
     raise ValueError(
         f"`{name}` must be a Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple "
         "of `envs`, Gymnasium or gymnax, a dict or tuple of these, or a subclass of "
-        f"`rollout.envs.Space`, got {space!r}."
+        f"`rollout.envs.spaces.Space`, got {space!r}."
     )
 
 

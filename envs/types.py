@@ -31,7 +31,7 @@ RESET = 0  # folded into an episode key for the reset; steps count from 1
 
 # Other names of `Any`. `ArrayTree` is a pytree of arrays: no annotation can say which
 # structure it has, and with `chex.ArrayTree`, a union, a checker rejects all access to
-# a part. `AnySpace` is a `rollout.envs.Space`, or anything that
+# a part. `AnySpace` is a `rollout.envs.spaces.Space`, or anything that
 # `rollout.envs.spaces.as_space` converts to one. They are imported under these names,
 # since pyright takes `a | b` of the values of an alias for a union of types.
 

@@ -110,8 +110,9 @@ def single(env: Any) -> None:
     missing = [name for name in ("reset", "step") if not hasattr(env, name)]
     if missing:
         raise ValueError(
-            "`env` must have the methods `reset` and `step` of `rollout.envs.Env`, got "
-            f"{type(env).__name__} without {missing[0]}: `from_gymnax` adapts others."
+            "`env` must have the methods `reset` and `step` of "
+            f"`rollout.envs.types.Env`, got {type(env).__name__} without {missing[0]}: "
+            "`from_gymnax` adapts others."
         )
     if jax.tree_util.all_leaves([env]):
         raise ValueError(

@@ -100,7 +100,7 @@ def recommendation_settings(env: Env, force_length: int = 10) -> dict[str, Env]:
 
     Args:
         env: an environment whose users leave by themselves, such as
-            `rollout.envs.RecommendationEnv`.
+            `rollout.envs.recommendation.RecommendationEnv`.
         force_length: X, recommendations per episode in the third setting.
 
     Returns:

@@ -112,7 +112,7 @@ class Wrong(CountEnv):
 class Pair(CountEnv):
     """A counting environment whose action has two parts."""
 
-    action_space = envs.Tuple((DISCRETE, DISCRETE))
+    action_space = envs.spaces.Tuple((DISCRETE, DISCRETE))
 
 
 def step_wrong(**parts):
@@ -311,7 +311,9 @@ REFUSED = {
         lambda: envs.make(None),
         lambda: envs.make_agents(COUNT),
     ],
-    "`leave` must be a rule": [lambda: envs.RecommendationEnv([[1.0]], leave=jnp.add)],
+    "`leave` must be a rule": [
+        lambda: envs.recommendation.RecommendationEnv([[1.0]], leave=jnp.add)
+    ],
     # Spaces.
     "`low` must be at most `high`": [
         lambda: envs.Box(1, 0, ()),
@@ -327,10 +329,10 @@ REFUSED = {
         lambda: envs.spaces.MultiDiscrete([2, 300], dtype=jnp.uint8),
     ],
     "`dtype` must be an integer": [lambda: envs.Discrete(3, dtype=jnp.float32)],
-    "`spaces` must have at least one part": [lambda: envs.Dict({})],
-    "`spaces[1]` must be a Box, Discrete": [lambda: envs.Tuple((DISCRETE, 3))],
-    "`spaces` must be a dict of spaces": [lambda: envs.Dict([DISCRETE])],
-    "`spaces` must be a tuple of spaces": [lambda: envs.Tuple({"a": BOX})],
+    "`spaces` must have at least one part": [lambda: envs.spaces.Dict({})],
+    "`spaces[1]` must be a Box, Discrete": [lambda: envs.spaces.Tuple((DISCRETE, 3))],
+    "`spaces` must be a dict of spaces": [lambda: envs.spaces.Dict([DISCRETE])],
+    "`spaces` must be a tuple of spaces": [lambda: envs.spaces.Tuple({"a": BOX})],
     "`num` must be an int of at least 1": [lambda: envs.spaces.Repeated(BOX, "3")],
     # Policies.
     "`action_space` must be a Box, Discrete": [lambda: rollout.random_policy(MANY)],

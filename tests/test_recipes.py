@@ -34,7 +34,7 @@ config = config._replace(num_updates=3, num_envs=16, learning_rate=0.0)""",
     "sac": "NUM_CHUNKS, CHUNK = 2, 20",
 }
 SHORTER = {
-    "action_masks": "config = config._replace(num_updates=60)",
+    "action_masks": "config = config._replace(num_updates=100)",
     "dqn": "TOTAL_STEPS = 204_800",
     "league": "NUM_ROUNDS, NUM_UPDATES = 10, 8",
     "smax": "config = config._replace(num_updates=49)",
@@ -294,7 +294,7 @@ def test_program_with_action_masks_learns(folder, key_reuse, rank_promotion):
     """With `key_reuse` and `rank_promotion`: Jumanji does both."""
     pytest.importorskip("jumanji")
     names = run_page("action_masks")
-    assert names["returns"][-1] > 1_700  # about 1,100 with random moves
+    assert names["returns"][-1] > 3_000  # about 1,100 with random moves
     args = names["carry"], names["params"], 64
     _, t = jax.device_get(names["collector"].collect_steps(*args))
     allowed = np.take_along_axis(t.obs.action_mask, t.action[..., None], axis=-1)

@@ -144,7 +144,7 @@ def log(users=(1, 2), items=(3, 4), column=(1.0, 2.0), times=(0, 1), **options):
 
 
 def recommend(*args, **options):
-    return envs.RecommendationEnv(*args, **options)
+    return envs.recommendation.RecommendationEnv(*args, **options)
 
 
 def show(item):
@@ -170,7 +170,7 @@ WRAPPERS = [
     lambda env: envs.TimeLimit(env, 5),
     lambda env: ForceLength(env, 5),
     lambda env: envs.ActionRepeat(env, 2),
-    envs.EndOnFault,
+    envs.wrappers.EndOnFault,
 ]
 BOUNDS = [
     (0, 300, (), np.uint8, "must be values of `dtype`, got 300 and uint8."),
@@ -196,11 +196,17 @@ MESSAGES = [
     (lambda: make("pgx:2048", speed=[3]), "pgx:2048 with speed=[3] fails"),
     (lambda: make("pgx:2048", max_steps_in_episode=9), "(`max_episode_steps` limits"),
     (lambda: make_agents("pgx:chess", time_limit=9), "(`max_episode_steps` limits"),
-    (lambda: make_agents("pgx:go"), "20 ids of `rollout.envs.env_ids('pgx')`, got"),
+    (
+        lambda: make_agents("pgx:go"),
+        "20 ids of `rollout.envs.env_ids('pgx')`, got",
+    ),
     (lambda: make_agents("pgx:go"), "got 'pgx:go'. The nearest"),
     (lambda: make_agents("CartPole-v1"), "must begin with jaxmarl:, jumanji: or pgx:"),
     (lambda: make_agents("brax:ant"), "got 'brax:ant', whose environments have one"),
-    (lambda: envs.env_ids("zzz"), "`suite` must be one of installed, gymnax, "),
+    (
+        lambda: envs.env_ids("zzz"),
+        "`suite` must be one of installed, gymnax, ",
+    ),
     (lambda: envs.render_gif(CountEnv(), {}, TABLE), "Pong-misc), got CountEnv."),
     # Spaces
     (lambda: envs.Discrete(2, start=0.5), "`start` must be an int, got 0.5"),

@@ -80,7 +80,7 @@ def test_word_of_an_agent_counts_to_its_end():
 
 def test_space_of_several_parts_draws_each_from_a_key_of_its_own():
     space = envs.spaces.Repeated(
-        envs.Dict({"x": envs.Discrete(9), "y": envs.Box(0, 1, (2,))}), 4
+        envs.spaces.Dict({"x": envs.Discrete(9), "y": envs.Box(0, 1, (2,))}), 4
     )
 
     @quick_jit

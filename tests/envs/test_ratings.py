@@ -112,7 +112,9 @@ def test_pandas_is_needed(monkeypatch):
 
 def test_environment_plays_the_tables_and_masks_what_is_not_known():
     tables = from_interactions(LOG, missing="mask")
-    env = envs.RecommendationEnv(tables.feedback, max_turn=3, known=tables.known)
+    env = envs.recommendation.RecommendationEnv(
+        tables.feedback, max_turn=3, known=tables.known
+    )
     policy = rollout.recommendation.item_policy(
         lambda params, obs: jnp.zeros(obs["mask"].shape)
     )
@@ -133,7 +135,7 @@ def test_environment_plays_the_tables_and_masks_what_is_not_known():
 
 def test_masked_item_may_be_recommended_unless_no_item_is_shown_twice():
     known = np.array([[True, False, True]])
-    env = envs.RecommendationEnv(np.ones((1, 3)), known=known)
+    env = envs.recommendation.RecommendationEnv(np.ones((1, 3)), known=known)
     once = envs.wrappers.NoRepeat(env)
 
     @jax.jit

@@ -52,11 +52,13 @@ RULES = {
 def lenient(rule):
     """An environment whose users leave by a rule alone."""
     num_items = len(jax.tree.leaves(rule)[0])
-    return envs.RecommendationEnv(np.zeros((1, num_items), np.float32), rule)
+    return envs.recommendation.RecommendationEnv(
+        np.zeros((1, num_items), np.float32), rule
+    )
 
 
-TABLE = envs.RecommendationEnv(FEEDBACK, max_turn=3)
-FUNCTION = envs.RecommendationEnv(
+TABLE = envs.recommendation.RecommendationEnv(FEEDBACK, max_turn=3)
+FUNCTION = envs.recommendation.RecommendationEnv(
     lambda user, item: 4.0 * user + item - 5.0, num_users=3, num_items=4
 )
 # An environment, rows of items, and a user.
@@ -136,7 +138,7 @@ def test_leave_rule_of_the_plain_model_is_that_of_the_library():
 
 
 def test_every_user_comes_and_every_item_may_be_first():
-    env = envs.RecommendationEnv(FEEDBACK, random_first=True)
+    env = envs.recommendation.RecommendationEnv(FEEDBACK, random_first=True)
 
     @quick_jit
     def start(key):
@@ -151,7 +153,7 @@ def test_every_user_comes_and_every_item_may_be_first():
 
 def test_a_large_catalogue_has_many_lanes():
     num_items, num_lanes = 10_000, 1_024
-    env = envs.RecommendationEnv(
+    env = envs.recommendation.RecommendationEnv(
         lambda user, item: jnp.sin(user * 1.0 + item), num_users=50, num_items=num_items
     )
     vector = envs.vectorize(envs.wrappers.NoRepeat(env), num_lanes)
@@ -170,5 +172,7 @@ def test_a_large_catalogue_has_many_lanes():
 
 def test_tables_may_be_lists():
     rule = envs.recommendation.LeaveByCategory([[True], [False]], 5, 1)
-    env = envs.RecommendationEnv([[1.0, 2.0]], rule, known=[[True, False]])
+    env = envs.recommendation.RecommendationEnv(
+        [[1.0, 2.0]], rule, known=[[True, False]]
+    )
     assert jax.jit(env.reset)(jax.random.key(0))[1]["mask"].tolist() == [True, False]

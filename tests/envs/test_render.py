@@ -70,7 +70,7 @@ def zero_states(env, num_states):
 class Around:
     """A wrapper as `can_render` looks through it."""
 
-    env: envs.Env
+    env: envs.types.Env
 
 
 @pytest.mark.parametrize(

@@ -230,8 +230,11 @@ def test_spaces_of_gymnax_are_taken_anywhere():
 
     theirs = gymnax_spaces.Dict({"a": gymnax_spaces.Discrete(3)})
     nested = theirs, {"b": gymnasium.spaces.Discrete(2)}
-    ours = envs.Tuple(
-        (envs.Dict({"a": envs.Discrete(3)}), envs.Dict({"b": envs.Discrete(2)}))
+    ours = envs.spaces.Tuple(
+        (
+            envs.spaces.Dict({"a": envs.Discrete(3)}),
+            envs.spaces.Dict({"b": envs.Discrete(2)}),
+        )
     )
     act = jax.jit(
         lambda obs: [

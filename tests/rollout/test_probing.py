@@ -60,7 +60,7 @@ def with_step(**fields):
     return {"change": change}
 
 
-class Escaping(envs.Space):
+class Escaping(envs.spaces.Space):
     """Draws what it does not contain."""
 
     shape, dtype = (), np.dtype(np.int32)

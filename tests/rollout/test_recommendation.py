@@ -51,7 +51,7 @@ RANDOM = rollout.random_policy(envs.Discrete(NUM_ITEMS), mask_fn=read_mask)
 
 def make_env(model=MODEL, **options):
     rule = model.categories, model.window, model.threshold
-    return envs.RecommendationEnv(
+    return envs.recommendation.RecommendationEnv(
         model.feedback,
         envs.recommendation.LeaveByCategory(*rule),
         max_turn=model.max_turn,
@@ -272,7 +272,9 @@ def test_rows_without_jit_over_devices_and_of_a_stream_are_the_same():
 @pytest.mark.slow
 def test_devices_ask_each_other_nothing_about_many_items():
     feedback = RNG.random((5, 300), np.float32)
-    env = envs.wrappers.NoRepeat(envs.RecommendationEnv(feedback, max_turn=8))
+    env = envs.wrappers.NoRepeat(
+        envs.recommendation.RecommendationEnv(feedback, max_turn=8)
+    )
     policy = rollout.random_policy(env.action_space, mask_fn=read_mask)
     alone = make_collector(env, policy=policy)
     rows = []

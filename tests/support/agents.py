@@ -97,7 +97,7 @@ class ScheduleEnv:
 class OneAgent:
     """An `Env` as an environment of one agent."""
 
-    env: envs.Env
+    env: envs.types.Env
     agents = ("only",)
     simultaneous = True
 

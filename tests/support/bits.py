@@ -45,7 +45,7 @@ def chaos() -> jax.Array:
     return jax.lax.scan(step, jnp.linspace(0.1, 0.9, 24).reshape(6, 4), length=100)
 
 
-def make_vector_env(name: str) -> envs.VectorEnv:
+def make_vector_env(name: str) -> envs.types.VectorEnv:
     if name == "normalized":
         return envs.NormalizeObs(envs.vectorize(make_env("CartPole-v1"), B))
     if name == "Acrobot-v1":
@@ -59,7 +59,7 @@ def features(obs: jax.Array) -> jax.Array:
     return mixed.sum(axis=1, keepdims=True)
 
 
-def head(space: envs.Space, scores: jax.Array, key) -> tuple[jax.Array, dict]:
+def head(space: envs.spaces.Space, scores: jax.Array, key) -> tuple[jax.Array, dict]:
     """An action and its extras, from `[B, 1]` scores."""
     if hasattr(space, "n"):
         logits = scores * jnp.arange(space.n, dtype=jnp.float32)[None]
@@ -69,7 +69,7 @@ def head(space: envs.Space, scores: jax.Array, key) -> tuple[jax.Array, dict]:
     return jnp.tanh(scores + noise).astype(space.dtype), {"value": scores[:, 0]}
 
 
-def make_policy(name: str, space: envs.Space) -> rollout.Policy:
+def make_policy(name: str, space: envs.spaces.Space) -> rollout.Policy:
     if name == "random":
         return rollout.random_policy(space)
     if name == "net":

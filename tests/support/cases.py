@@ -82,7 +82,7 @@ class TwoLengthEnv(CountEnv):
         return {**state, "length": length.astype(jnp.int32)}, obs
 
 
-def make_env(name: str, **params) -> envs.Env:
+def make_env(name: str, **params) -> envs.types.Env:
     if name == "count":
         return CountEnv(**params)
     return envs.make(name, **{**PARAMS[name], **params})

@@ -31,7 +31,7 @@ class Plain(NamedTuple):
             info)`, which resets nothing.
     """
 
-    adapt: Callable[[], envs.Env]
+    adapt: Callable[[], envs.types.Env]
     begin: Callable[..., Any]
     advance: Callable[..., Any]
 

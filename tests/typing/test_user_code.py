@@ -168,7 +168,7 @@ def test_sample_is_of_what_it_is_said_to_be():
     def use(key: jax.Array) -> None:
         state = buffer.init({"x": jnp.zeros(2)})
         state = buffer.add(state, {"x": jnp.ones(2)})
-        batch: buffers.Batch[dict[str, jax.Array]] = buffer.sample(state, key, 2)
+        batch: buffers.types.Batch[dict[str, jax.Array]] = buffer.sample(state, key, 2)
         assert_type(batch.experience["x"], jax.Array)
         assert batch.experience["x"].shape == (2,)
 

@@ -214,11 +214,11 @@ def test_episodes_go_to_minari_and_back(datasets, make, successor):
     data = make_data([3, 1, 5, 2])
     buffer = make(24, 2, **options(successor))
     state = buffers.from_data(buffer, **data)
-    made = buffers.to_minari(buffer, state, "numbers/test-v0", **datasets)
+    made = buffers.offline.to_minari(buffer, state, "numbers/test-v0", **datasets)
     assert made.total_episodes == 4
     assert made.total_steps == 11
     for dataset in ("numbers/test-v0", made):
-        back = buffers.from_minari(ONE, dataset)
+        back = buffers.offline.from_minari(ONE, dataset)
         assert episodes(rows_of(ONE, back)) == episodes(data)
 
 
@@ -234,8 +234,8 @@ def test_images_tuples_and_flags_keep_their_bits(datasets):
     data["action"] = {"a": rng.random((5, 2)) < 0.5, "b": np.arange(5, dtype=np.int32)}
     buffer = REPLAY(8, 1)
     state = buffers.from_data(buffer, **data)
-    buffers.to_minari(buffer, state, "images-v0", **datasets)
-    back = buffers.from_minari(buffer, "images-v0")
+    buffers.offline.to_minari(buffer, state, "images-v0", **datasets)
+    back = buffers.offline.from_minari(buffer, "images-v0")
     assert jax.tree.structure(back) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, back, state)
 
@@ -243,17 +243,17 @@ def test_images_tuples_and_flags_keep_their_bits(datasets):
 def test_episodes_that_are_not_whole_are_left_out(datasets):
     buffer = ONE
     state = buffers.from_data(buffer, **make_data([4, 3, 2], open_end=True))
-    made = buffers.to_minari(buffer, state, "open-v0", **datasets)
+    made = buffers.offline.to_minari(buffer, state, "open-v0", **datasets)
     assert made.total_episodes == 2
     assert buffer.size(state) - made.total_steps == 2
     # Three slots are free: five rows, of two unfinished episodes, replace two.
     rows = jax.tree.map(lambda x: x[[0, 1, 2, 4, 5]], jax.device_get(state.experience))
     state = quick_jit(buffer.add)(state, rows.replace(episode_id=rows.episode_id + 9))
-    made = buffers.to_minari(buffer, state, "cut-v0", **datasets)
+    made = buffers.offline.to_minari(buffer, state, "cut-v0", **datasets)
     assert made.total_episodes == 1
     empty = buffers.from_data(buffer, **make_data([]))
     with pytest.raises(ValueError, match="`state` must hold at least one whole epi"):
-        buffers.to_minari(buffer, empty, "none-v0", **datasets)
+        buffers.offline.to_minari(buffer, empty, "none-v0", **datasets)
 
 
 def test_spaces_are_those_given_or_have_no_bounds(datasets):
@@ -263,7 +263,7 @@ def test_spaces_are_those_given_or_have_no_bounds(datasets):
     data["action"] = data["action"].astype(np.int32)  # as other tests have it
     buffer = SMALL
     state = buffers.from_data(buffer, **data)
-    made = buffers.to_minari(
+    made = buffers.offline.to_minari(
         buffer, state, "given-v0", action_space=spaces.Discrete(9), **datasets
     )
     assert made.action_space == spaces.Discrete(9)
@@ -295,7 +295,7 @@ def test_dataset_of_others_is_read(datasets):
     }
     ended = episode | {"terminations": np.array([False, True])}
     dataset = make_minari(datasets, "others-v0", episode, ended)
-    state = buffers.from_minari(ONE, dataset)
+    state = buffers.offline.from_minari(ONE, dataset)
     rows = rows_of(ONE, state)
     np.testing.assert_array_equal(rows["obs"][:, 0], [0, 1, 0, 1])
     np.testing.assert_array_equal(rows["next_obs"][:, 0], [1, 2, 1, 2])
@@ -307,12 +307,15 @@ def test_dataset_of_others_is_read(datasets):
     broken = episode | {"observations": np.zeros((2, 1))}
     dataset = make_minari(datasets, "broken-v0", broken)
     with pytest.raises(ValueError, match="`dataset` must have 3 observations in"):
-        buffers.from_minari(REPLAY(5, 1), dataset)
+        buffers.offline.from_minari(REPLAY(5, 1), dataset)
 
 
 def test_minari_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "minari", None)
-    for call in (buffers.from_minari, functools.partial(buffers.to_minari, ONE)):
+    for call in (
+        buffers.offline.from_minari,
+        functools.partial(buffers.offline.to_minari, ONE),
+    ):
         with pytest.raises(ModuleNotFoundError, match="the extra `minari` installs"):
             call(ONE, "any-v0")
 
@@ -328,4 +331,4 @@ def test_what_minari_cannot_hold_is_refused(datasets):
     ):
         state = buffers.from_data(buffer, **{**data, **changed})
         with pytest.raises(ValueError, match=message):
-            buffers.to_minari(buffer, state, "refused-v0", **datasets)
+            buffers.offline.to_minari(buffer, state, "refused-v0", **datasets)

@@ -186,7 +186,7 @@ def test_64_bits_become_32_and_info_is_recorded():
 
 def test_observations_by_name():
     env = make("CartpoleBalance-v1", 2)
-    assert isinstance(env.observation_space, envs.Dict)
+    assert isinstance(env.observation_space, envs.spaces.Dict)
     env.reset(SEEDS[:2], ALL[:2])
     env.step(np.zeros((2, 1), np.float32))
     obs = env.reset(SEEDS[:2], ALL[:2])

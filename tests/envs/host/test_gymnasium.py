@@ -66,7 +66,7 @@ def reference(env_id):
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_returns_what_gymnasium_does(way, env_id):
     env = WAYS[way](make_fns(env_id))
-    assert isinstance(env, envs.HostVectorEnv)
+    assert isinstance(env, envs.host.types.HostVectorEnv)
     rows = iter(reference(env_id))
     np.testing.assert_array_equal(env.reset(SEEDS, EVERY), next(rows))
     seeds = SEEDS

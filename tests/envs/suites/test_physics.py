@@ -44,5 +44,5 @@ def test_model_of_a_lane_reaches_kept_methods_and_done_terminates():
 
 def test_observations_by_name_have_a_space_by_name():
     env = adapt(Suite())
-    assert isinstance(env.observation_space, envs.Dict)
+    assert isinstance(env.observation_space, envs.spaces.Dict)
     assert len(repr(env)) < 1000

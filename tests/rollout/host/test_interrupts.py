@@ -25,6 +25,7 @@ POLICY = rollout.recurrent_policy(
         {"count": count},
     ),
     lambda num_envs: jnp.zeros(num_envs, int),
+    value_fn=lambda params, obs, count: count.astype(jnp.float32),
 )
 
 

@@ -185,10 +185,16 @@ TWICE = envs.spaces.Repeated(envs.Box(0.0, 1e6, ()), 2)
 @pytest.mark.parametrize(
     ("space", "name"),
     [
-        (envs.Dict({"a": envs.Dict({"one": ONE}), "b": TWICE}), "obs['a']['one'][0]"),
-        (envs.Tuple((ONE, TWICE)), "obs[0][0]"),
+        (
+            envs.spaces.Dict({"a": envs.spaces.Dict({"one": ONE}), "b": TWICE}),
+            "obs['a']['one'][0]",
+        ),
+        (envs.spaces.Tuple((ONE, TWICE)), "obs[0][0]"),
         (envs.spaces.Composite({"a": {"one": ONE}, "b": TWO}), "obs['a']['one'][0]"),
-        (envs.Dict({"a": envs.spaces.Composite({"one": ONE})}), "obs['a']['one'][0]"),
+        (
+            envs.spaces.Dict({"a": envs.spaces.Composite({"one": ONE})}),
+            "obs['a']['one'][0]",
+        ),
     ],
 )
 def test_error_names_the_number_that_is_not_finite(space, name):

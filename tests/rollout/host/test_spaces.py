@@ -23,13 +23,13 @@ THEIRS = {
         {"b": gym.Tuple([gym.Dict({"c": BOX}), gym.Discrete(2)]), "a": gym.Discrete(4)}
     ),
 }
-PAIR = envs.Dict({"one": envs.Discrete(3), "two": envs.Box(0.0, 1.0, (2,))})
+PAIR = envs.spaces.Dict({"one": envs.Discrete(3), "two": envs.Box(0.0, 1.0, (2,))})
 # As a `HostVectorEnv` of one's own may have them, beside those of Gymnasium.
 OURS = {
     **THEIRS,
     "repeated": envs.spaces.Repeated(envs.Discrete(3), 2),
     "repeated dict": envs.spaces.Repeated(PAIR, 2),
-    "repeated in a tuple": envs.Tuple(
+    "repeated in a tuple": envs.spaces.Tuple(
         (envs.spaces.Repeated(envs.Box(0, 1, (2,)), 3), PAIR)
     ),
     "composite": envs.spaces.Composite({"a": {"b": envs.Discrete(3)}, "c": (PAIR,)}),
@@ -149,4 +149,4 @@ def test_space_without_arrays_is_rejected(name):
 def test_names_of_one_dict_are_of_one_type():
     for name in (1, None):
         with pytest.raises(ValueError, match="`spaces` must have names of one type"):
-            envs.Dict({"a": envs.Discrete(2), name: envs.Discrete(2)})
+            envs.spaces.Dict({"a": envs.Discrete(2), name: envs.Discrete(2)})

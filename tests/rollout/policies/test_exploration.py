@@ -22,7 +22,7 @@ BOX = envs.Box(-1.0, 1.0, (2,))
 
 
 @struct.dataclass
-class Free(envs.Space):
+class Free(envs.spaces.Space):
     """Vectors of floats without bounds."""
 
     shape: tuple[int, ...] = struct.field(pytree_node=False, default=(2,))

@@ -162,9 +162,9 @@ def test_parts_have_masks_of_their_own_or_none(kind):
     box = envs.Box(0.0, 1.0, (2,))
     parts = {"a": envs.Discrete(3), "b": box, "c": envs.Discrete(2)}
     mask = {"a": np.array([True, False, True]), "b": None, "c": None}
-    space = envs.Dict(parts) if kind == "dict" else envs.spaces.Composite(parts)
+    space = envs.spaces.Dict(parts) if kind == "dict" else envs.spaces.Composite(parts)
     if kind == "tuple":
-        space, mask = envs.Tuple(tuple(parts.values())), tuple(mask.values())
+        space, mask = envs.spaces.Tuple(tuple(parts.values())), tuple(mask.values())
     mask_fn = lambda obs: spread(mask, len(obs))  # noqa: E731
     policy = rollout.random_policy(space, mask_fn=mask_fn)
     greedy = rollout.stateless_policy(lambda params, obs, key: (params, ()))

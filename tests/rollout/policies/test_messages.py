@@ -18,8 +18,8 @@ NAN, INF = float("nan"), float("inf")
 DISCRETE, BOX = envs.Discrete(N), envs.Box(-1.0, 1.0, (2,))
 UNBOUNDED = envs.Box(-jnp.inf, jnp.inf, (2,))
 PAIR, BITS = envs.spaces.MultiDiscrete((2, 3)), envs.spaces.MultiBinary((2,))
-PARTS = envs.Dict({"a": envs.Discrete(2)})
-MIXED = envs.Tuple((envs.Discrete(2), envs.Box(0.0, 1.0, ())))
+PARTS = envs.spaces.Dict({"a": envs.Discrete(2)})
+MIXED = envs.spaces.Tuple((envs.Discrete(2), envs.Box(0.0, 1.0, ())))
 EVERY, TWO = jnp.ones((B, N), bool), jnp.ones((B, 2), bool)
 
 
@@ -119,7 +119,7 @@ CASES = [
     (lambda: masked(EVERY, BOX), f"{MASKED}, got Box"),
     (lambda: masked(EVERY, BOX, partial(epsilon_greedy, STILL, epsilon=0.1)), MASKED),
     (lambda: masked(EVERY, BOX, partial(warm_up, num_steps=1)), MASKED),
-    (lambda: masked(EVERY, envs.Dict({"a": BOX})), MASKED),
+    (lambda: masked(EVERY, envs.spaces.Dict({"a": BOX})), MASKED),
     (lambda: rollout.policies.gaussian_noise(policy(), DISCRETE, 0.1), FLOATS),
     (lambda: rollout.policies.ornstein_uhlenbeck(policy(), DISCRETE, 0.1), FLOATS),
     # Masks.

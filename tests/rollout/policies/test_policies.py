@@ -19,7 +19,7 @@ def all_allowed(obs):
     return jnp.ones((obs.shape[0], 7), bool)
 
 
-class Pair(envs.Space):
+class Pair(envs.spaces.Space):
     """A space of two parts, without shape and dtype."""
 
     def sample(self, key):
