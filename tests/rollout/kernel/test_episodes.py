@@ -411,6 +411,7 @@ def test_episodes_are_those_of_a_plain_loop_that_plays_them_one_by_one(
             assert episodes.truncated[k] == result.truncated
 
 
+@slow
 @pytest.mark.usefixtures("key_reuse")
 def test_population_is_evaluated_under_vmap():
     resets = []

@@ -120,7 +120,9 @@ def check_all(space, kind, chains):
         check(*found)
 
 
-@pytest.mark.parametrize("kind", ["stateless", "recurrent"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("stateless", marks=pytest.mark.slow), "recurrent"]
+)
 @pytest.mark.parametrize("space", SPACES)
 def test_wrapped_policy_has_the_critic_of_the_policy(space, kind):
     check_all(space, kind, lambda wrappers: [(), *((name,) for name in wrappers)])
