@@ -89,7 +89,7 @@ def gae(
     V(obs) is the λ-return, the usual target of the value function.
 
     Args:
-        reward: `[T, B]` float.
+        reward: `[T, B]`; integers count as floats.
         value: `[T, B]` float, V(obs).
         next_value: `[T, B]` float, V(next_obs): the value of the true successors.
         terminated: `[T, B]` bool, the task ended.
@@ -191,7 +191,7 @@ def discounted_returns(
         "Reinforcement Learning: An Introduction", 2nd ed., eq. 3.9.
     """
     if next_value is None:
-        next_value = jnp.zeros(jnp.shape(reward), jnp.result_type(reward))
+        next_value = jnp.zeros(jnp.shape(reward))
     options: Any = {"gamma": gamma, "lam": 1.0, "mask": mask}
     return lambda_returns(reward, next_value, terminated, truncated, **options)
 
@@ -270,6 +270,8 @@ def _rows(
     if not shape:
         raise ValueError("`reward` must be `[T, ...]`, got a scalar.")
     reward, terminated, truncated = map(jnp.asarray, (reward, terminated, truncated))
+    if not jnp.issubdtype(reward.dtype, jnp.floating):  # discounts have its dtype
+        reward = reward.astype(float)
     mask = jnp.ones(shape, bool) if mask is None else jnp.asarray(mask)
     for name, x in {
         "terminated": terminated,

@@ -197,6 +197,21 @@ def test_targets_do_not_cross_an_episode_that_a_stream_has_dropped():
     np.testing.assert_allclose(got, expected, **CLOSE)
 
 
+def test_rewards_may_be_integers():
+    trajectory, next_value = make_trajectory()
+    whole = jnp.round(3 * trajectory.reward)
+    options = {"gamma": GAMMA, "lam": LAM}
+    want, got = (
+        gae(trajectory.replace(reward=x), next_value, **options)
+        for x in (whole, whole.astype(jnp.int32))
+    )
+    np.testing.assert_array_equal(got, want)
+    assert float(jnp.abs(want).max()) > 1
+    rewards, flags = jnp.full((3, 1), 2), 2 * (jnp.zeros((3, 1), bool),)
+    returns = rollout.discounted_returns(rewards, *flags, gamma=0.5)
+    np.testing.assert_array_equal(returns[:, 0], [3.5, 3.0, 2.0])
+
+
 def test_rows_without_lanes_are_those_of_one_lane():
     trajectory, next_value = make_trajectory()
     whole, one = (
