@@ -22,7 +22,14 @@ def act(params, obs, count, key):
     return jnp.zeros(len(obs), jnp.int32), count + 1, {"count": count}
 
 
-POLICY = rollout.recurrent_policy(act, lambda num_envs: jnp.zeros(num_envs, int))
+def critic(params, obs, count):
+    """Of small integers, so that no sum is rounded."""
+    return 10.0 * obs[:, 0] + count
+
+
+POLICY = rollout.recurrent_policy(
+    act, lambda num_envs: jnp.zeros(num_envs, int), value_fn=critic
+)
 
 
 def exponential(rng, env):
@@ -52,6 +59,15 @@ def columns(rows):
     for env in range(rows.mask.shape[1]):
         mask = rows.mask[:, env]
         yield jax.tree.map(lambda x, m=mask, e=env: x[: m.sum(), e], rows), mask
+
+
+def test_values_of_truncated_rows_are_of_the_environment_and_its_memory():
+    rows = collect(make(num_ready=3), 40, 20)
+    cut = rows.truncated & ~rows.terminated
+    assert cut.any(axis=0).all()  # in every column
+    assert len(set(rows.info.env_id[cut])) == 5
+    want = 10.0 * rows.next_obs[..., 0] + rows.episode_length
+    np.testing.assert_array_equal(rows.final_value, np.where(cut, want, 0.0))
 
 
 def test_each_environment_has_every_row_once_and_in_order():
