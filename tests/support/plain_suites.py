@@ -113,7 +113,7 @@ def navix(name: str) -> Plain:
 
 @functools.cache
 def xminigrid(name: str) -> Plain:
-    grid, params = pytest.importorskip("xminigrid").make(name, max_episode_steps=20)
+    grid, params = pytest.importorskip("xminigrid").make(name, max_steps=20)
 
     def begin(params, key):
         timestep = grid.reset(params, key)
