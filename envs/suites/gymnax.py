@@ -3,8 +3,10 @@
 It distinguishes three kinds of environments by their methods and results:
 
 - gymnax 1.x: `step_env` returns `(obs, state, reward, terminated, info)` and
-  `is_truncated` says whether the time limit was reached.
-- Written for gymnax before 1.0: the fourth value merges the time limit into `done`.
+  `is_truncated` says whether the time limit was reached. The class itself defines
+  `is_truncated`, or `is_terminated` and no `is_terminal`; methods that it inherits from
+  gymnax's base class say nothing about its `step_env`.
+- All others, as before gymnax 1.0: the fourth value merges the time limit into `done`.
   If `params.max_steps_in_episode` and `state.time` exist, reaching the limit counts as
   truncation, and `done` before it as termination.
 - `step_env` returns six values, including both flags.
@@ -36,7 +38,7 @@ _LIMIT = "max_steps_in_episode"
 
 def from_gymnax(
     env: Any,
-    env_params: ArrayTree,
+    env_params: ArrayTree | None = None,
     *,
     limit_field: str | None = None,
     time_field: str | None = None,
@@ -46,7 +48,8 @@ def from_gymnax(
     Args:
         env: an object with `reset_env(key, params)`, `step_env(key, state, action,
             params)`, `action_space(params)` and `observation_space(params)`.
-        env_params: its parameters, a pytree: they become the leaves of the `Env`.
+        env_params: its parameters, a pytree: they become the leaves of the `Env`. By
+            default `env.default_params`.
         limit_field: the name of the time limit in `env_params`, for environments that
             merge the time limit into `done`. By default `max_steps_in_episode`, if the
             class of the parameters defines it: that of gymnax's base class is no limit.
@@ -58,10 +61,14 @@ def from_gymnax(
     Raises:
         TypeError: if `env` lacks one of these methods.
         ValueError: if `env_params` has no such `limit_field`; while tracing, if the
-            state has no such `time_field`.
+            state has no such `time_field`, or a class from before gymnax 1.0 needs one
+            more line for gymnax's new `discount`.
     """
     needed = ("reset_env", "step_env", "action_space", "observation_space")
+    if env_params is None:
+        needed += ("default_params",)
     check_methods(env, "gymnax", needed)
+    env_params = env.default_params if env_params is None else env_params
     if limit_field is not None and not hasattr(env_params, limit_field):
         raise ValueError(
             "`limit_field` must be a field of `env_params`, got "
@@ -121,7 +128,18 @@ class _GymnaxEnv(struct.PyTreeNode, kw_only=True):
 
     def step(self, key: chex.PRNGKey, state: ArrayTree, action: ArrayTree) -> EnvStep:
         # The true successor: gymnax's `step` would replace it by a reset.
-        result = self.env.step_env(self._cheap(key), state, action, self.env_params)
+        try:
+            result = self.env.step_env(self._cheap(key), state, action, self.env_params)
+        except NotImplementedError as error:
+            if _defines(self.env, "is_terminated") or not _defines(
+                self.env, "is_terminal"
+            ):
+                raise
+            raise ValueError(
+                f"`{type(self.env).__name__}` must define `is_terminated`, which "
+                "gymnax calls since 1.0, got only `is_terminal`: write `is_terminated "
+                "= is_terminal` below it. Endings at the time limit stay truncations."
+            ) from error
         obs, next_state, reward, *flags, info = result
         if len(flags) == 2:
             terminated, truncated = flags
@@ -180,19 +198,19 @@ def _has_own_limit(env_params: Any) -> bool:
 
 
 def _merges_time_limit(env: Any) -> bool:
-    """Returns whether `env` follows the gymnax API before 1.0."""
+    """Returns whether one flag of `step_env` stands for both endings."""
     if not callable(getattr(env, "is_truncated", None)):
         return True
-    # Old code on the new base class overrides the method that was renamed.
-    overridden = {
-        name
-        for cls in type(env).__mro__[:-1]
-        for name in vars(cls)
-        if not cls.__module__.startswith(_BASE)
-    }
-    return "is_terminal" in overridden and not (
-        overridden & {"is_terminated", "is_truncated"}
-    )
+    # Old code on the new base class has the method that was renamed, perhaps under both
+    # names, and inherits the rest.
+    renamed = _defines(env, "is_terminated") and not _defines(env, "is_terminal")
+    return not (renamed or _defines(env, "is_truncated"))
+
+
+def _defines(env: Any, name: str) -> bool:
+    """Returns whether a method is not the one of gymnax's base class."""
+    method = getattr(env, name, None)
+    return method is not None and not method.__module__.startswith(_BASE)
 
 
 @programs.shared

@@ -2,6 +2,7 @@
 
 import types
 
+import gymnax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +72,42 @@ class OldOnNewBase(Old, environment.Environment):
         return state.time >= params.max_steps_in_episode
 
 
+class OldAlone(Old, environment.Environment):
+    """Defines `step_env` and none of the methods that the base class has."""
+
+
+class OldRenamed(OldOnNewBase):
+    """Old code whose `info` has the discount, which asks `is_terminated` since 1.0."""
+
+    is_terminated = OldOnNewBase.is_terminal
+
+    def step_env(self, key, state, action, params):
+        *result, info = super().step_env(key, state, action, params)
+        return *result, {**info, "discount": self.discount(result[1], params)}
+
+
+class NotRenamed(OldRenamed):
+    is_terminated = environment.Environment.is_terminated
+
+
+class New(Base, environment.Environment):
+    def endings(self, time, is_over, params):
+        return (is_over,)
+
+    def is_terminated(self, state, params):
+        return jnp.bool_(False)
+
+
+class Delegating:
+    """A wrapper that has everything from the environment inside."""
+
+    def __init__(self, env):
+        self._env = env
+
+    def __getattr__(self, name):
+        return getattr(self._env, name)
+
+
 class Endless(Base):
     def endings(self, time, is_over, params):
         return (is_over,)
@@ -94,6 +131,11 @@ OTHER_NAMES = {"limit_field": "max_timesteps", "time_field": "timestep"}
         (Old(), LIMIT, {}, True),
         (Six(), LIMIT, {}, True),
         (OldOnNewBase(), LIMIT, {}, True),
+        (OldAlone(), LIMIT, {}, True),
+        (OldRenamed(), LIMIT, {}, True),
+        (New(), LIMIT, {}, True),
+        (Delegating(New()), LIMIT, {}, True),
+        (Delegating(OldAlone()), LIMIT, {}, True),
         (OtherNames(), OTHER_LIMIT, OTHER_NAMES, True),
         (Endless(), types.SimpleNamespace(), {}, False),
         # What its base class has alone is not its own limit.
@@ -133,9 +175,19 @@ def test_what_does_not_fit_is_refused_while_tracing():
     wrong = envs.from_gymnax(OtherNames(), OTHER_LIMIT, **options)
     with pytest.raises(ValueError, match="`time_field` must be a field of the state"):
         wrong.step(key, state, 0)
+    renamed = envs.from_gymnax(NotRenamed(), LIMIT)
+    with pytest.raises(ValueError, match="write `is_terminated = is_terminal` below"):
+        renamed.step(key, State(jnp.int32(0)), 0)
     four = envs.from_gymnax(Four(), LIMIT)
     with pytest.raises(ValueError, match=r"`step_env` must return .*, got 4 values"):
         four.step(key, state, 0)
+
+
+def test_parameters_are_those_of_the_environment_by_default():
+    env, params = gymnax.make("CartPole-v1")
+    assert envs.from_gymnax(env).env_params == params
+    with pytest.raises(TypeError, match="got Old without default_params"):
+        envs.from_gymnax(Old())
 
 
 def test_foreign_environment_gets_keys_of_the_caller():
