@@ -449,9 +449,14 @@ def as_space(space: Any, name: str = "space") -> AnySpace:
 
 
 def space_of(tree: ArrayTree) -> AnySpace:
-    """Returns the space of all trees of arrays with these shapes and dtypes."""
-    boxes = jax.tree.map(_box_of, tree)
-    if isinstance(boxes, Box):
+    """Returns the space of all trees of arrays with these shapes and dtypes.
+
+    A leaf of `tree` that is a space stays that space.
+    """
+    boxes = jax.tree.map(
+        lambda x: x if _is_space(x) else _box_of(x), tree, is_leaf=_is_space
+    )
+    if isinstance(boxes, Space):
         return boxes
     return Dict(boxes) if type(boxes) is dict else Composite(boxes)
 

@@ -10,7 +10,7 @@ import numpy as np
 from rollout import checks
 from rollout.envs.host import ownership
 from rollout.envs.host.types import HostStep, HostVectorEnv
-from rollout.envs.spaces import as_space, space_of
+from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree, Shared
 from rollout.envs.wrappers import running_stats
 from rollout.envs.wrappers.normalize import NormalizeState, outermost
@@ -34,7 +34,7 @@ class NormalizeHost:
         gamma: the learner's discount per step, in [0, 1], for the scale of the rewards;
             None leaves rewards as they are.
         only: names of the parts of the observation to normalise, as `NormalizeObs` has
-            it; None for all, `()` for none.
+            it; None for floats and images, `()` for none.
         epsilon: added to variances, above 0.
         statistics: fixed statistics, set by `freeze`; None if they are learnt.
 
@@ -59,10 +59,10 @@ class NormalizeHost:
             checks.fraction("gamma", self.gamma)
         self.only = running_stats.names("only", self.only)
         self.num_envs, self.action_space = self.env.num_envs, self.env.action_space
-        space = as_space(self.env.observation_space, "env.observation_space")
+        self._space = as_space(self.env.observation_space, "env.observation_space")
         self._raw: ArrayTree = jax.tree.map(
             lambda x: np.zeros((self.num_envs, *x.shape), x.dtype),
-            jax.eval_shape(space.sample, jax.random.key(0)),
+            jax.eval_shape(self._space.sample, jax.random.key(0)),
         )
         self._discounted = np.zeros(self.num_envs, np.float32)
         self.restart(None)
@@ -70,11 +70,9 @@ class NormalizeHost:
 
     @property
     def observation_space(self) -> AnySpace:
-        """Space of one environment's observation: unbounded."""
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._obs
-        )
-        return space_of(shapes)
+        """Space of one environment's observation: unbounded where it is normalised."""
+        mean = self._statistics[0].mean
+        return running_stats.normalized_space(self._space, mean, self._obs)
 
     @property
     def learns(self) -> bool:
@@ -192,5 +190,7 @@ class NormalizeHost:
             old[at] = new
 
     def _prior(self) -> tuple[Statistics, Statistics]:
-        of_obs = running_stats.prior(self._raw, only=self.only, xp=np)
+        of_obs = running_stats.prior(
+            self._raw, space=self._space, only=self.only, xp=np
+        )
         return of_obs, running_stats.prior(self._discounted, xp=np)

@@ -10,7 +10,7 @@ from flax import struct
 
 from rollout import checks
 from rollout.envs import prng as env_keys
-from rollout.envs.spaces import space_of
+from rollout.envs.spaces import as_space
 from rollout.envs.types import (
     AnySpace,
     ArrayTree,
@@ -117,18 +117,22 @@ class NormalizeObs(_Normalizer):
 
     Attributes:
         env: `B` environments side by side, made by `vectorize`. Observations may be a
-            pytree: integers become float32, and flags, such as a mask of actions, stay
-            as they are. Or simultaneous ones of several agents, made by
+            pytree: its floats and images are normalised, to float32 from integers.
+            Other integers are if `only` names them, or if they are all there is.
+            Flags, `Discrete`, `MultiDiscrete` and `MultiBinary`, such as masks of
+            actions, stay as they are. Or simultaneous ones of several agents, made by
             `vectorize_agents`: all agents of a group share their statistics.
         only: names of the parts of the observation to normalise, such as
-            `("position", "sensors/speed")`; None for all. The others stay as they are.
+            `("position", "sensors/speed")`; None for floats and images. The others
+            stay as they are.
         epsilon: added to the variance, above 0, in squared units of the observation.
         statistics: fixed statistics, set by `freeze`; None if they are learnt.
 
     Raises:
         ValueError: if `env` is a single environment or one of agents that take turns,
             or `epsilon` is not above 0; while tracing, if `only` names no part of the
-            observation, or if `info` is not a dict or already has one of the names.
+            observation that is a number, or if `info` is not a dict or already has one
+            of the names.
 
     Source:
         "Updating formulae and a pairwise algorithm for computing sample variances"
@@ -149,27 +153,39 @@ class NormalizeObs(_Normalizer):
 
     @property
     def observation_space(self) -> AnySpace:
-        """Space of one lane's observation: unbounded."""
-        return _space_of(self._shapes(), 1)
+        """Space of one lane's observation: unbounded where it is normalised."""
+        mean, obs = self._shapes()
+        space = as_space(self.env.observation_space)
+        return running_stats.normalized_space(space, mean, obs)
 
     @property
     def observation_spaces(self) -> dict[str, AnySpace]:
-        """Space of one agent's observation, by group: unbounded."""
-        shapes: Any = self._shapes()
-        return {name: _space_of(shapes[name], 2) for name in self.groups}
+        """Space of one agent's observation, by group: unbounded where normalised."""
+        mean, obs = self._shapes()
+        return {
+            name: running_stats.normalized_space(
+                as_space(space), mean[name], obs[name], 2
+            )
+            for name, space in super().observation_spaces.items()
+        }
 
     @property
     def learns(self) -> bool:
         """Whether observations depend on statistics that are not fixed yet."""
         return self.statistics is None or super().learns
 
-    def _shapes(self) -> ArrayTree:
-        return jax.eval_shape(self.reset, _keys(self.num_envs))[1]
+    def _shapes(self) -> tuple[Any, Any]:
+        """Returns the shapes of the means, and of `[B, ...]` observations."""
+        state, obs = jax.eval_shape(self.reset, _keys(self.num_envs))
+        return state.statistics.value.mean, obs
 
     def reset(self, keys: chex.PRNGKey) -> tuple[NormalizeState, ArrayTree]:
         """Starts an episode in every lane, and the statistics: `(state, obs)`."""
         env_state, raw_obs = self.env.reset(keys)
-        prior = running_stats.prior(raw_obs, self._num_axes, only=self.only)
+        space = as_space(self.env.observation_space)
+        prior = running_stats.prior(
+            raw_obs, self._num_axes, space=space, only=self.only
+        )
         statistics = self._take_in(prior, raw_obs)
         state = self._state(env_state, raw_obs, statistics)
         return state, self._normalize(statistics, raw_obs)
@@ -219,15 +235,6 @@ class NormalizeObs(_Normalizer):
 def _keys(num_envs: int) -> chex.PRNGKey:
     """Returns the shape and dtype of the keys of a reset."""
     return jax.eval_shape(lambda: jax.random.split(jax.random.key(0), num_envs))
-
-
-def _space_of(shapes: ArrayTree, num_axes: int) -> AnySpace:
-    """Returns the space of a tree without its leading axes."""
-    return space_of(
-        jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[num_axes:], x.dtype), shapes
-        )
-    )
 
 
 class NormalizeReward(_Normalizer):

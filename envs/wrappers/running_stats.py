@@ -5,9 +5,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
-from rollout.envs.types import ArrayTree
+from rollout.envs.spaces import (
+    Box,
+    Discrete,
+    MultiBinary,
+    MultiDiscrete,
+    Repeated,
+    space_of,
+)
+from rollout.envs.types import AnySpace, ArrayTree
 
 _PRIOR_COUNT = 1e-4  # as Gymnasium's RunningMeanStd
 
@@ -42,35 +51,52 @@ def prior(
     value: ArrayTree,
     num_axes: int = 1,
     *,
+    space: AnySpace | None = None,
     only: Collection[str] | None = None,
     xp: Any = jnp,
 ) -> Statistics:
     """Returns the statistics before the first batch, like `value`, `[B, ...]`.
 
+    A leaf without statistics has None in their place. Flags, `Discrete`,
+    `MultiDiscrete` and `MultiBinary` never have any: they number or mark things. Other
+    integers have if they are an image, if `only` names them, or if they are all there
+    is.
+
     Args:
-        value: any pytree; flags have no statistics, and None in their place.
+        value: any pytree.
         num_axes: how many of the first axes are those of the batch.
-        only: names of the parts that have statistics; None for all.
+        space: the space of one entry of the batch; None for floats.
+        only: names of the parts that have statistics; None for floats and images.
         xp: `jnp`, or NumPy for statistics of NumPy.
 
     Raises:
-        ValueError: if `only` has a name of which there is no leaf.
+        ValueError: if `only` has a name of which no leaf can have statistics.
     """
     paths = jax.tree.map_with_path(
         lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), value
     )
-    leaves = jax.tree.leaves(paths)
+    names, leaves = jax.tree.leaves(paths), jax.tree.leaves(value)
+    spaces = [] if space is None else space.leaves()
+    if len(spaces) != len(leaves):  # a user-defined space without known leaves
+        spaces = [None] * len(leaves)
+    pairs = list(zip(names, leaves, spaces, strict=True))
+    numbers = [path for path, x, part in pairs if _is_number(x, part)]
     for name in only or ():
-        if not any(f"{path}/".startswith(f"{name}/") for path in leaves):
+        if not any(f"{path}/".startswith(f"{name}/") for path in numbers):
             raise ValueError(
-                f"`only` must name parts of the observation, {', '.join(leaves)}, got "
-                f"{name}."
+                "`only` must name parts of the observation that are numbers, "
+                f"{', '.join(numbers) or 'of which there are none'}, got {name}."
             )
-    chosen = ("",) if only is None else tuple(f"{name}/" for name in only)
+    if only is not None:
+        parts = tuple(f"{name}/" for name in only)
+        chosen = [path for path in numbers if f"{path}/".startswith(parts)]
+    else:
+        is_float = {path: _is_float(x) or _is_image(part) for path, x, part in pairs}
+        chosen = [path for path in numbers if is_float[path] or len(leaves) == 1]
 
     def full(number: float) -> ArrayTree:
         def make(x: jax.Array, path: str) -> Any:
-            if x.dtype == bool or not f"{path}/".startswith(chosen):
+            if path not in chosen:
                 return None
             # Half precision is too coarse for statistics.
             dtype = jnp.promote_types(float_dtype(x), jnp.float32)
@@ -132,6 +158,55 @@ def normalized(
     return jax.tree.map(normalize, *trees, is_leaf=lambda x: x is None)
 
 
+def normalized_space(
+    space: AnySpace, mean: ArrayTree, obs: ArrayTree, num_axes: int = 1
+) -> AnySpace:
+    """Returns the space of normalised observations: leaves without a mean keep theirs.
+
+    Args:
+        space: the space of one raw observation.
+        mean: `mean` of the `Statistics` of the observations.
+        obs: normalised observations, or their shapes and dtypes, `[B, ...]`.
+        num_axes: how many of the first axes are those of the batch.
+    """
+    leaves, structure = jax.tree.flatten(obs)
+    means, spaces = structure.flatten_up_to(mean), space.leaves()
+    if len(spaces) != len(leaves):
+        spaces = [None] * len(leaves)
+    parts = [
+        jax.ShapeDtypeStruct(x.shape[num_axes:], x.dtype)
+        if mean is not None or part is None
+        else part
+        for x, mean, part in zip(leaves, means, spaces, strict=True)
+    ]
+    return space_of(structure.unflatten(parts))
+
+
+def _is_number(x: jax.Array, space: AnySpace | None) -> bool:
+    """Returns whether a leaf measures something, and does not number or mark it."""
+    names = Discrete | MultiDiscrete | MultiBinary
+    return x.dtype != bool and not isinstance(_one_of(space), names)
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _is_image(space: AnySpace | None) -> bool:
+    space = _one_of(space)
+    return (
+        isinstance(space, Box)
+        and np.dtype(space.dtype) == np.uint8
+        and len(space.shape) >= 2
+    )
+
+
+def _one_of(space: AnySpace | None) -> AnySpace | None:
+    while isinstance(space, Repeated):
+        space = space.space
+    return space
+
+
 def float_dtype(x: jax.Array) -> jnp.dtype:
     """Returns the dtype of a normalised leaf."""
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.dtype(jnp.float32)
+    return x.dtype if _is_float(x) else jnp.dtype(jnp.float32)

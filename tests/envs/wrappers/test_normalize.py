@@ -38,6 +38,15 @@ each_env = pytest.mark.parametrize(
 )
 
 
+NUMBERS = {"tree": ("n", "odd/1", "odd/2"), "Pendulum": None}
+
+
+def normalizing(name, **options):
+    return envs.NormalizeObs(
+        make_inner(name, **options), only=NUMBERS[name], epsilon=EPSILON
+    )
+
+
 def make_inner(name, num_envs=NUM_LANES, auto_reset="compact"):
     return envs.vectorize(ENVS[name], num_envs, auto_reset=auto_reset)
 
@@ -54,7 +63,7 @@ def half_of(collector):
 @functools.cache
 def collect(name):
     """Carries before, between and after two halves, and the trajectory."""
-    collector = collector_of(envs.NormalizeObs(make_inner(name), epsilon=EPSILON))
+    collector = collector_of(normalizing(name))
     collect_half = quick_jit(half_of(collector))
     carries = [quick_jit(collector.init)(KEY)]
     halves = []
@@ -157,8 +166,7 @@ def test_raw_observations_are_those_of_the_unwrapped_environment():
 @each_env
 def test_halves_and_auto_reset_do_not_change_a_bit(name):
     """One call of all steps, with the other auto-reset."""
-    inner = make_inner(name, auto_reset="select")
-    carry, whole = play(envs.NormalizeObs(inner, epsilon=EPSILON), NUM_STEPS)
+    carry, whole = play(normalizing(name, auto_reset="select"), NUM_STEPS)
     carries, trajectory = collect(name)
     chex.assert_trees_all_equal(raw((carry, whole)), raw((carries[-1], trajectory)))
 
@@ -185,7 +193,7 @@ def test_leaves_keep_flags_and_float_dtypes_or_become_float32():
     assert kinds == {"n": "int32", "odd": ("bool", "uint8", "float16")}
     statistics = carries[-1].env_state.statistics.value
     assert {x.dtype.name for x in jax.tree.leaves(statistics)} == {"float32"}
-    space = envs.NormalizeObs(make_inner("tree"), epsilon=EPSILON).observation_space
+    space = normalizing("tree").observation_space
     assert (space.spaces["odd"].spaces[2].shape, space.spaces["n"].dtype) == (
         (2, 3),
         "float32",
@@ -205,7 +213,7 @@ def test_spaces_are_those_of_one_lane():
 def frozen():
     """A frozen collector; the half after the first one, and another start."""
     carries, _ = collect("tree")
-    env = envs.NormalizeObs(make_inner("tree"), epsilon=EPSILON)
+    env = normalizing("tree")
     collector = collector_of(env.freeze(carries[1].env_state))
 
     @quick_jit
@@ -246,7 +254,7 @@ def test_collecting_again_does_not_trace_again():
     carries, _ = collect("tree")
     num_traces = len(TRACES)
     assert num_traces > 0
-    collector = collector_of(envs.NormalizeObs(make_inner("tree"), epsilon=EPSILON))
+    collector = collector_of(normalizing("tree"))
     # Another program around it is traced, but not what was traced before.
     jax.eval_shape(half_of(collector), carries[-1])
     assert len(TRACES) == num_traces
@@ -293,8 +301,55 @@ def test_parts_that_only_leaves_out_stay_as_they_are():
         raw_obs, obs = start(KEYS)
     assert (obs["n"].dtype, obs["odd"][1].dtype) == ("float32", "float32")
     chex.assert_trees_all_equal(obs["odd"][::2], raw_obs["odd"][::2])
-    with pytest.raises(ValueError, match=r"name parts of .* n, odd/0, .*, got speed"):
+    with pytest.raises(ValueError, match=r"are numbers, n, odd/1, odd/2, got speed"):
         jax.eval_shape(envs.NormalizeObs(inner, only=["n", "speed"]).reset, KEYS)
+
+
+MARKED = {
+    "mask": envs.spaces.MultiBinary((3,)),
+    "place": envs.Discrete(9),
+    "places": envs.spaces.MultiDiscrete([9, 9]),
+    "number": envs.Box(0, 9, (), jnp.int32),
+    "pixels": envs.Box(0, 255, (2, 2), jnp.uint8),
+    "speed": envs.Box(0.0, 9.0, (1,)),
+}
+
+
+def mark(obs):
+    """The count of `CountEnv` as an element of every kind of space."""
+    return {
+        name: jnp.broadcast_to(
+            obs[0] % 2 if name == "mask" else obs[0], space.shape
+        ).astype(space.dtype)
+        for name, space in MARKED.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("only", "want"),
+    [
+        (None, {"pixels", "speed"}),
+        (("number", "speed"), {"number", "speed"}),
+        ((), set()),
+    ],
+)
+def test_what_numbers_or_marks_things_is_not_normalised(only, want):
+    env = envs.vectorize(envs.TransformObs(CountEnv(), mark, MARKED), 2)
+    env = envs.NormalizeObs(env, only=only)
+    _, rows = play(env, 5)
+    is_raw = {x: np.array_equal(rows.obs[x], rows.info["raw_obs"][x]) for x in MARKED}
+    assert {name for name in MARKED if not is_raw[name]} == want
+    unbounded = {x: envs.Box(-np.inf, np.inf, MARKED[x].shape) for x in want}
+    assert env.observation_space.spaces == MARKED | unbounded
+    for name in ("mask", "place", "places"):
+        with pytest.raises(ValueError, match="numbers, number, pixels, speed, got"):
+            jax.eval_shape(envs.NormalizeObs(env.env, only=[name]).reset, KEYS)
+
+
+def test_integers_are_normalised_where_they_are_the_whole_observation():
+    env = envs.TransformObs(CountEnv(), lambda obs: obs.astype(jnp.int32))
+    _, obs = jax.jit(envs.NormalizeObs(envs.vectorize(env, 2)).reset)(KEYS)
+    assert obs.dtype == "float32"
 
 
 class Passing(VectorWrapper):

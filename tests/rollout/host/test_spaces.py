@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -150,3 +151,20 @@ def test_names_of_one_dict_are_of_one_type():
     for name in (1, None):
         with pytest.raises(ValueError, match="`spaces` must have names of one type"):
             envs.spaces.Dict({"a": envs.Discrete(2), name: envs.Discrete(2)})
+
+
+def test_normalised_host_observations_keep_masks_and_numbers():
+    space = gym.Dict(
+        mask=gym.Box(0, 1, (3,), np.int8),
+        binary=gym.MultiBinary(3),
+        place=gym.Discrete(500),
+        speed=gym.Box(0.0, 9.0, (2,)),
+    )
+    raw, env = Own(space), envs.NormalizeHost(Own(space))
+    seeds, every = np.arange(3, dtype=np.uint32), np.ones(3, bool)
+    want, got = (dict(x.reset(seeds, every)) for x in (raw, env))
+    assert not np.array_equal(got.pop("speed"), want.pop("speed"))
+    chex.assert_trees_all_equal(got, want)
+    own, normalised = (as_space(x.observation_space).spaces for x in (raw, env))
+    unbounded = envs.Box(-np.inf, np.inf, (2,))
+    assert normalised == own | {"speed": unbounded}
