@@ -17,6 +17,7 @@ import fcntl
 import itertools
 import os
 import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,17 +95,21 @@ def save(
         multihost_utils.sync_global_devices("all have listed the checkpoints")
         if jax.process_index() == 0:
             file = _file(path, step)
+            for part in file.parent.glob(f"*{_SUFFIX}{_UNFINISHED}"):
+                part.unlink()  # of a process that was killed: it takes up the disk
             part = file.with_name(file.name + _UNFINISHED)
-            with part.open("wb") as stream:
-                np.savez(stream, np.array(kinds), *arrays)
-                stream.flush()
-                os.fsync(stream.fileno())
+            try:
+                with part.open("wb") as stream:
+                    np.savez(stream, np.array(kinds), *arrays)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            except BaseException:  # such as a full disk
+                part.unlink(missing_ok=True)
+                raise
             part.rename(file)
             # Only now that the new one is on disk: a kill leaves one too many.
             for old in [*found, step][:-keep]:
                 _file(path, old).unlink()
-            for part in file.parent.glob(f"*{_SUFFIX}{_UNFINISHED}"):
-                part.unlink()  # of a process that was killed
         multihost_utils.sync_global_devices("the checkpoint is on disk")
     return True
 
@@ -198,10 +203,9 @@ def _read(path: str | Path, step: int | None) -> tuple[list[str], list[np.ndarra
     found = steps(path)
     number = found[-1] if step is None and found else step
     try:
-        # NumPy compares checksums, too.
-        with _file(path, number).open("rb") as file, np.load(file) as archive:
-            kinds = archive["arr_0"].tolist()
-            return kinds, [archive[f"arr_{1 + i}"] for i in range(len(kinds))]
+        with zipfile.ZipFile(_file(path, number)) as archive:
+            kinds = _read_array(archive, 0).tolist()
+            return kinds, [_read_array(archive, 1 + i) for i in range(len(kinds))]
     except Exception as error:  # NumPy does not document which
         if found != steps(path):  # it was replaced meanwhile
             return _read(path, step)
@@ -214,8 +218,17 @@ def _read(path: str | Path, step: int | None) -> tuple[list[str], list[np.ndarra
         hint = f"`step={before[-1]}` is the one before" if before else "it is the first"
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"Checkpoint {number} in {path} is damaged ({reason}); {hint}."
+            f"Checkpoint {number} in {path} is damaged or no checkpoint ({reason}); "
+            f"{hint}. To go on without it, delete {_file(path, number).name}."
         ) from error
+
+
+def _read_array(archive: zipfile.ZipFile, number: int) -> np.ndarray:
+    with archive.open(f"arr_{number}.npy") as member:
+        array = np.lib.format.read_array(member)
+        # The checksum is compared at the end, which a damaged shape may not reach.
+        member.read()
+        return array
 
 
 def _words(leaf: Any) -> jax.Array | np.ndarray:

@@ -127,6 +127,7 @@ class EpisodeWindow(struct.PyTreeNode, kw_only=True):
         first = jnp.arange(1, num_rows + 1, dtype=jnp.int32)[:, None] - length
         lane, start = listed.lane, listed.start
         is_own = mask[:, lane] & (first[:, lane] == start[None])
+        is_own &= (lane < mask.shape[1])[None]  # else it is lost
         is_end = is_own & done[:, lane]
         end, ends = jnp.argmax(is_end, axis=0), jnp.any(is_end, axis=0)
         values: _Values = jax.tree.map(

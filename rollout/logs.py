@@ -33,9 +33,9 @@ def log_stats(
             mapping, or any of these nested; every leaf a number or a `()` array.
         prefix: a group of names: "train" makes "train/return_mean" of "return_mean".
         num_seeds: S, if the statistics are those of S runs, as `jax.vmap` makes them:
-            leaves may then be `[S]`. Each gives the mean over the seeds, and with
-            "_ci_low" and "_ci_high" behind its name the 95 % confidence interval of
-            that mean.
+            leaves may then be `[S]`. Each gives the mean over the seeds, and floats
+            with "_ci_low" and "_ci_high" behind their name the 95 % confidence interval
+            of that mean, in place of each seed's own.
 
     Returns:
         Names to floats; a nested name is its path joined by "/". What no episode
@@ -46,6 +46,8 @@ def log_stats(
         ValueError: if a leaf is not a scalar, if it is not a real number, if two have
             the same name, or inside of `jit`.
     """
+    if num_seeds is not None:
+        num_seeds = checks.int_between("num_seeds", num_seeds)
     flat: dict[str, float] = {}
     group = f"{prefix.rstrip('/')}/" if prefix else ""
 
@@ -64,11 +66,15 @@ def log_stats(
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         value, is_defined = leaf if isinstance(leaf, _Figure) else (leaf, True)
         _check(name, value, num_seeds)
-        value = np.asarray(value, float)
+        value = np.asarray(value)
+        if value.ndim and name.endswith(("_ci_low", "_ci_high")):
+            continue  # of one seed's episodes
+        is_float = value.dtype.kind not in "iub"
+        value = value.astype(float)
         defined = value[np.broadcast_to(is_defined, value.shape)]
         if defined.size:
             put(group + name, defined.mean())
-        if value.ndim and defined.size > 1:
+        if value.ndim and is_float and defined.size > 1:
             one: Any = {"count": 1, "squared_deviations": 0.0}
             over_seeds = merge(
                 [Moments(**one, total=x, low=x, high=x) for x in defined]

@@ -95,16 +95,17 @@ def scan_minibatches(
             number of items to shuffle.
         epochs: E, at least 1.
         axis: None shuffles all `T * B` steps; 1 shuffles whole lanes, for recurrent
-            policies, where T may differ between leaves: an initial state of the lanes
-            is `[1, B, ...]`; 0 shuffles the leading axis of any tree.
+            policies, where T may differ between leaves: pass an initial state
+            `[B, ...]` as `state[None]`, or its features are shuffled where there are B
+            of them; 0 shuffles the leading axis of any tree.
 
     Returns:
         The last carry, and the outputs `[E * M, ...]`.
 
     Raises:
         ValueError: if a count is not an int of at least 1, if `axis` is any other
-            value, if the leaves differ in the shuffled axes, or if M does not divide
-            their size.
+            value, if the leaves differ in the shuffled axes, or if these have no item
+            or a number of them that M does not divide.
     """
     checks.typed_key(key)
     num_minibatches = checks.int_between("num_minibatches", num_minibatches)
@@ -165,11 +166,12 @@ def _count_items(tree: ArrayTree, axis: int | None) -> int:
     """Counts the items to shuffle; raises if the leaves disagree."""
     first, last = (0, 2) if axis is None else (axis, axis + 1)
     counts = {jnp.shape(x)[first:last] for x in jax.tree.leaves(tree)}
-    if len(counts) != 1 or len(min(counts)) != last - first:
+    if len(counts) != 1 or len(min(counts)) != last - first or 0 in min(counts):
         what = "`[T, ...]`" if axis == 0 else "`[T, B, ...]`"
         shapes = sorted({jnp.shape(x) for x in jax.tree.leaves(tree)})
         got = ", ".join(map(str, shapes)) or "none"
         raise ValueError(
-            f"`tree` must have leaves {what} with equal shuffled axes, got {got}."
+            f"`tree` must have leaves {what} with equal shuffled axes, not empty, got "
+            f"{got}."
         )
     return math.prod(min(counts))

@@ -350,6 +350,7 @@ REFUSED = {
     "`gamma` must be a number in [-1, 1]": [
         lambda: rollout.discounted_returns(VALUES, *FLAGS, gamma=-1.1),
     ],
+    "`tree` must have leaves": [lambda: scan_minibatches(jnp.zeros((0, 4)), 2)],
     "`axis` must be": [lambda: scan_minibatches(trajectory(), 2, axis=2)],
     "`rows` must be the dict": [lambda: rollout.agents.for_policy(trajectory(), "a")],
     "must be of a `policy_map`": [lambda: rollout.agents.for_policy({"a": 3}, "a")],

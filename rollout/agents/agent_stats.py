@@ -236,7 +236,9 @@ def summarize_agents(data: Transition | Episodes) -> AgentStats:
         ended = data.done[..., None] & mask
         if policies:
             is_unmapped = num_actions & (policies[0] < 0)
-    took_part, of_policies = ended & (info.agent_length > 0), {}
+    # An agent may win or lose before its first action.
+    took_part = ended & ((info.agent_length > 0) | (info.agent_return != 0))
+    of_policies = {}
     if policies:
         policy_id, policy_index = policies
         of_policies = {

@@ -1,5 +1,6 @@
 """Checkpoints: the bits that were saved, and runs that are killed and resumed."""
 
+import errno
 import multiprocessing
 import os
 import random
@@ -205,6 +206,46 @@ def test_restore_looks_again_if_another_process_replaced_the_checkpoint(
     (tmp_path / "2.checkpoint.npz").symlink_to("nothing")
     with pytest.raises(ValueError, match=r"Checkpoint 2 in .* is damaged"):
         checkpoint.restore(tmp_path, {"n": 0})
+
+
+def test_damaged_shape_is_no_smaller_array(tmp_path):
+    tree = {"w": jnp.ones((900, 40))}
+    checkpoint.save(tmp_path, tree)
+    path = tmp_path / "0.checkpoint.npz"
+    content = path.read_bytes()
+    assert content.count(b"(900, 40)") == 1
+    path.write_bytes(content.replace(b"(900, 40)", b"(800, 40)"))
+    with pytest.raises(ValueError, match="is damaged"):
+        checkpoint.restore(tmp_path, tree)
+
+
+def test_save_that_fails_leaves_nothing_and_the_next_one_fits(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkpoint.save(tmp_path, {"n": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint.save(tmp_path, {"n": 2})
+    assert [x.name for x in tmp_path.iterdir()] == ["0.checkpoint.npz"]
+    (tmp_path / "4.checkpoint.npz.part").write_bytes(b"half")  # of a killed process
+
+    def look(descriptor):
+        assert [x.name for x in tmp_path.glob("*.part")] == ["1.checkpoint.npz.part"]
+
+    monkeypatch.setattr(os, "fsync", look)
+    checkpoint.save(tmp_path, {"n": 2})
+    assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 2
+
+
+def test_foreign_file_under_the_name_of_a_checkpoint_is_named(tmp_path):
+    checkpoint.save(tmp_path, {"n": 1})
+    np.savez(tmp_path / "3.checkpoint.npz", mine=np.ones(3))
+    with pytest.raises(ValueError, match=r"no checkpoint .* delete 3\.checkpoint\.npz"):
+        checkpoint.restore(tmp_path, {"n": 0})
+    (tmp_path / "3.checkpoint.npz").unlink()
+    assert checkpoint.restore(tmp_path, {"n": 0})["n"] == 1
 
 
 def test_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):

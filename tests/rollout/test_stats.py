@@ -199,6 +199,13 @@ def test_window_survives_a_skipped_trajectory():
     assert (window.num_episodes, window.length_mean) == (9, 6)
 
 
+def test_window_takes_no_other_lane_for_one_that_is_gone():
+    trajectory, window = played(np.full((3, 9), 6), 54), rollout.EpisodeWindow.create(9)
+    window = add(window, part(trajectory, 0, 4))  # lists three episodes
+    window = add(window, part(jax.tree.map(lambda x: x[:, :2], trajectory), 4, 6))
+    assert (window.num_episodes, window.listed.num) == (0, 0)
+
+
 def test_window_keeps_lengths_above_float32_precision():
     length = np.array([2**24 + 1], np.int32)
     episodes = of_episodes([1.0], episode_length=length)
@@ -257,6 +264,13 @@ def test_log_of_seeds_has_the_mean_and_its_interval():
     assert logged["a/0/return_mean_ci_low"] == pytest.approx(5 - 8.956686, rel=1e-5)
     assert logged["a/0/return_mean_ci_high"] == pytest.approx(5 + 8.956686, rel=1e-5)
     assert logged["a/1/lr"] == 0.5
+    assert not [
+        x for x in logged if "ci" in x and not x.endswith(("_ci_low", "_ci_high"))
+    ]
+    intervals = {x.removesuffix("_ci_low") for x in logged if x.endswith("_ci_low")}
+    assert not [x for x in intervals if "_ci_" in x or "num_" in x]
+    with pytest.raises(ValueError, match="`num_seeds` must be an int of at least 1"):
+        rollout.log_stats(stats, num_seeds=-1)
 
 
 def test_accumulator_does_not_take_the_place_of_a_return():

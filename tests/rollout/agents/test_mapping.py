@@ -1,6 +1,7 @@
 """Who plays whom: fixed and drawn mappings, states, extras, and errors."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -283,6 +284,50 @@ def game(mapping, num_lanes=4):
     policies = {"x": constant(0), "y": constant(1)}
     policy = rollout.agents.policy_map(policies, mapping, env)
     return rollout.Collector(env=env, policy=policy), dict.fromkeys(policies)
+
+
+def test_players_who_lose_before_their_first_move_have_lost():
+    """The agent a moves first and wins at once in every second episode."""
+    env = envs.vectorize_agents(TwoMoves(), 4)
+    collector = rollout.Collector(
+        env=env, policy=rollout.random_policy(env.action_space)
+    )
+    stats = rollout.agents.evaluate_agents(collector, KEY, None, 40)
+    results = {name: stats.agents[name].results for name in "abc"}
+    at_once = 40 - stats.agents["b"].lengths.total
+    assert 5 < at_once < 35
+    assert (results["a"].wins, results["a"].losses) == (at_once, 40 - at_once)
+    assert (results["b"].wins, results["b"].losses) == (40 - at_once, at_once)
+    assert sum(jax.tree.leaves(results["c"])) == 0  # who is never there
+
+
+class TwoMoves:
+    """One of two players wins after one move or two, by chance; c is not there."""
+
+    agents = ("a", "b", "c")
+    groups = types.MappingProxyType({"all": agents})
+    observation_spaces = types.MappingProxyType({"all": envs.Box(0.0, 1.0, ())})
+    action_spaces = types.MappingProxyType({"all": envs.Discrete(2)})
+
+    def reset(self, key):
+        acting = jnp.arange(3) == 0
+        is_short = jax.random.bernoulli(key)
+        return (jnp.int32(0), is_short), {"all": jnp.zeros(3)}, acting
+
+    def step(self, key, state, action):
+        (n, is_short), none = state, jnp.zeros(3, bool)
+        end = is_short | (n == 1)
+        won = jnp.array([1.0, -1.0, 0.0])
+        return envs.multi_agent.MultiAgentStep(
+            state=(n + 1, is_short),
+            obs={"all": jnp.zeros(3)},
+            acting=jnp.arange(3) == 1,
+            reward=jnp.where(end, jnp.where(is_short, won, -won), 0.0),
+            terminated=none,
+            truncated=none,
+            episode_terminated=end,
+            episode_truncated=jnp.bool_(False),
+        )
 
 
 GAME_REWARD = [[1.0, -1.0, 0.0], [0.5, -0.5, 0.0]]
