@@ -142,7 +142,7 @@ def make_robot(env_id: str) -> Any:
     """Makes an environment of Gymnasium, in a worker process."""
     import gymnasium
 
-    return gymnasium.make(env_id)
+    return gymnasium.wrappers.ClipAction(gymnasium.make(env_id))
 
 
 def make_env(env_id: str, config: Any, only: str = "") -> Any:

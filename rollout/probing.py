@@ -15,8 +15,8 @@ from rollout import checks, programs
 from rollout.collector import Collector
 from rollout.envs import prng
 from rollout.envs.host import probe as host_probe
-from rollout.envs.host.observation_check import ObservationCheck
 from rollout.envs.host.probe import Finding
+from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.spaces import Space, as_space
 from rollout.envs.types import Env, VectorEnv
 from rollout.envs.vectorize import vectorize
@@ -205,7 +205,7 @@ def _play(
 ) -> None:
     """Collects steps, and looks at their observations, rewards and endings."""
     space = collector.env.observation_space
-    check, contains = ObservationCheck(space), _contains(space)
+    check, contains = SpaceCheck(space), _contains(space)
     carry = collector.init(key)
     has_ended, size = False, min(num_steps, _CHUNK)
     for start in range(0, num_steps, size):

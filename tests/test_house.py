@@ -44,7 +44,7 @@ KINDS = {
     "agents": {"envs.multi_agent"},
     "kernel": {"envs.multi_agent"},
     "host": {
-        "envs.host.observation_check",
+        "envs.host.space_check",
         "envs.host.ownership",
         "envs.host.probe",
         "envs.host.types",

@@ -373,7 +373,9 @@ def test_wrapper_resumes_mujoco_to_the_bit(env_id):
 PICKLED = {
     "import mujoco\n": "",
     "PARTS = mujoco.mjtState.mjSTATE_INTEGRATION\n": "",
-    'Resumable(gymnasium.make("HalfCheetah-v5"))': 'gymnasium.make("Pendulum-v1")',
+    'Resumable(gymnasium.make("HalfCheetah-v5"))': (
+        'gymnasium.wrappers.ClipAction(gymnasium.make("Pendulum-v1"))'
+    ),
     "stream.state()": "stream.state(allow_pickle=True)",
     "stream.restore(saved[0])": "stream.restore(saved[0], allow_pickle=True)",
 }

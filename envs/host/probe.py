@@ -13,8 +13,8 @@ import numpy as np
 
 from rollout import checks, programs
 from rollout.envs.host.local_envs import LocalEnvs
-from rollout.envs.host.observation_check import ObservationCheck
 from rollout.envs.host.ownership import claim, new_user
+from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.host.types import EnvFault, HostStep, HostVectorEnv
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
@@ -133,7 +133,7 @@ class _Probe:
             except Exception as error:
                 self._stop(name, f"its elements must be arrays, got {_say(error)}")
             if name == "observation_space":
-                self._kinds["obs"], self._obs_check = kind, ObservationCheck(space)
+                self._kinds["obs"], self._obs_check = kind, SpaceCheck(space)
         return space
 
     def _beside_others(self, plan: _Plan) -> _Plan:

@@ -14,7 +14,7 @@ import chex
 import jax
 import numpy as np
 
-from rollout.envs.host.observation_check import ObservationCheck
+from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.host.types import EnvFault, HostStep
 from rollout.envs.types import ArrayTree
 from rollout.host.policy_runner import PolicyRunner
@@ -66,7 +66,7 @@ class Loop:
         self._timeout, self._max_restarts = collector.timeout, collector.max_restarts
         self._restarts, env = collector.on_fault == "restart", collector.env
         self.runner = PolicyRunner(collector.policy, env.action_space, env.num_envs)
-        self._obs_check = ObservationCheck(env.observation_space)
+        self._obs_check = SpaceCheck(env.observation_space)
         self.check: Callable[[], None] = lambda: None
         self.stats = FaultStats(0, 0, 0)
         self._everywhere = np.ones(env.num_envs, bool)
@@ -297,6 +297,10 @@ class Loop:
             over[at] = ended
         num_steps = 0 if plan is None else int(np.count_nonzero(data))
         bad = self._obs_check.find(result.obs)
+        if not np.isfinite(reward).all():
+            for column in np.flatnonzero(~np.isfinite(reward)).tolist():
+                what = f"`reward` must be finite, got {reward[column]}"
+                bad.setdefault(column, ValueError(what))
         if bad or result.causes:
             lane = np.arange(len(over))[at].tolist()
             causes = {lane[column]: cause for column, cause in bad.items()}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rollout import checks, programs
+from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 from rollout.kernel import episode_keys
@@ -53,6 +54,8 @@ class PolicyRunner:
         self._policy, self.has_critic = policy, policy.value is not None
         self._value_dtype: Any = None
         self._view: Any = View(num_envs, as_space(action_space, "env.action_space"))
+        # A policy may compute an action from the bounds, and round it.
+        self._check = SpaceCheck(action_space, "action", slack=4e-7)
 
     def start(self, key: chex.PRNGKey) -> None:
         """Begins at step 0, with a typed root key."""
@@ -84,10 +87,23 @@ class PolicyRunner:
 
         Returns:
             The actions, NumPy; and the extras, which stay on the device.
+
+        Raises:
+            ValueError: if an action is not in the action space.
         """
         state, action, extras = self._call(params, obs, over, episode_id, env_id)
         is_array = isinstance(action, jax.Array)  # the usual case, kept fast
         action = np.asarray(action) if is_array else to_host(action)
+        if bad := self._check.find(action):
+            row = min(bad)
+            lane = row if env_id is None else env_id[row]
+            raise ValueError(
+                f"`policy.apply` must return actions of {self._view.action_space}, but "
+                f"in lane {lane} {bad[row]}. Count from `space.start` where it is not "
+                "0; clip or rescale in the environment, as "
+                "`gymnasium.wrappers.ClipAction` does, so that the log-probability "
+                "stays that of the action that was drawn."
+            )
         self.step, self.state = self.step + 1, state
         return action, extras
 

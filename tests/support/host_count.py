@@ -43,7 +43,7 @@ class HostCount:
         resets_itself: an environment whose episode is over takes no step but resets
             itself, as those of EnvPool do.
         fault_fn: `(number of the step or reset, env)` to the fault there: an
-            exception, "nan", or None.
+            exception, "nan", "nan reward", or None.
     """
 
     observation_space = envs.Box(0.0, 1e6, (1,))
@@ -100,10 +100,13 @@ class HostCount:
         self.obs += 1.0
         n = self.obs[:, 0]
         faulty, causes = np.zeros(self.num_envs, bool), {}
+        reward = np.where(stepped, n, 0.0).astype(np.float32)
         for env in range(self.num_envs):
             self.number[env] += 1
             fault = self.fault_fn(int(self.number[env]), env)
-            if isinstance(fault, str):
+            if fault == "nan reward":
+                reward[env] = np.nan
+            elif fault == "nan":
                 self.obs[env] = np.nan
             elif fault:
                 faulty[env], causes[env] = True, fault
@@ -114,7 +117,7 @@ class HostCount:
         self.itself = ~stepped & False
         return HostStep(
             obs=self.obs,
-            reward=np.where(stepped, n, 0.0).astype(np.float32),
+            reward=reward,
             terminated=terminated & ~faulty,
             truncated=truncated & ~faulty,
             faulty=faulty,

@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,7 @@ from host_count import (
     in_jax,
     on_host,
 )
+from space_envs import Own
 
 import rollout
 from rollout import envs
@@ -189,6 +191,53 @@ def test_change_without_other_environments_takes_them_over():
     other.init(KEY)
     with pytest.raises(ValueError, match="`carry` must be"):
         host.collect_steps(carry, None, 3)
+
+
+SPACES = {
+    "start": (
+        gymnasium.spaces.Discrete(2, start=10),
+        lambda number: jnp.int32([10, 11, 10]) - 10 * number,
+        r"in lane 0 `action` must be in \[10, 11\], got 0\. Count from `space.start`",
+    ),
+    "bounds": (
+        gymnasium.spaces.Box(1, 5, (2,)),
+        lambda number: jnp.float32([[1, 5], [2, 2], [1, 1 - 9 * number]]),
+        r"in lane 2 `action\[1\]` must be in \[1, 5\], got -8\. .* clip or rescale in",
+    ),
+    "nan": (
+        gymnasium.spaces.Box(-np.inf, np.inf, ()),
+        lambda number: jnp.float32([0, jnp.where(number, jnp.nan, 1e30), 0]),
+        r"in lane 1 `action` must be finite, got nan",
+    ),
+    "part": (
+        gymnasium.spaces.Dict(
+            a=gymnasium.spaces.MultiDiscrete([2, 3]), b=gymnasium.spaces.Box(0, 1, ())
+        ),
+        lambda number: {
+            "a": jnp.int32([[1, 2], [0, 0], [0, 2 + number]]),
+            "b": jnp.float32([0, 1, 1]),
+        },
+        r"in lane 2 `action\['a'\]\[1\]` must be in \[0, 2\], got 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_actions_outside_of_the_space_never_reach_the_environments(name):
+    space, make, message = SPACES[name]
+
+    def act(first_bad, obs, step, key):
+        return make((step[0] >= first_bad).astype(jnp.int32)), step + 1
+
+    policy = rollout.recurrent_policy(act, lambda num_envs: jnp.zeros(num_envs, int))
+    host = HostCollector(env=Own(space), policy=policy)
+    carry = host.init(KEY)
+    with pytest.raises(ValueError, match=message):
+        host.collect_steps(carry, np.int32(2), 3)
+    carry, rows = host.recover()
+    np.testing.assert_array_equal(rows.episode_length[:, 0], [1, 2])
+    _, rows = host.collect_steps(carry, np.int32(9), 2)
+    np.testing.assert_array_equal(rows.episode_length[:, 0], [3, 4])
 
 
 def normalising():

@@ -8,7 +8,7 @@ from host_count import HostCount, assert_same
 
 import rollout
 from rollout import envs
-from rollout.envs.host.observation_check import ObservationCheck
+from rollout.envs.host.space_check import SpaceCheck
 from rollout.envs.host.types import EnvFault
 from rollout.host import HostCollector
 
@@ -40,7 +40,7 @@ def collect(collector, num_steps, carry=None):
 
 # The calls of an environment: 1 is a reset, 2 to 6 the steps of the first episode, 7 a
 # reset, 8 to 12 the second episode. So call 4 is step 3 of the first one, in row 2.
-@pytest.mark.parametrize("what", [BROKEN, "nan"])
+@pytest.mark.parametrize("what", [BROKEN, "nan", "nan reward"])
 @pytest.mark.parametrize(("call", "lost"), [(2, (0,)), (4, (0, 1, 2)), (10, (5, 6, 7))])
 def test_episode_is_masked_from_its_first_row(call, lost, what):
     collector = make(fails_at(call, what=what), on_fault="restart")
@@ -202,8 +202,15 @@ def test_error_names_the_number_that_is_not_finite(space, name):
         lambda: jax.vmap(space.sample)(jax.random.split(jax.random.key(0), 3))
     )
     obs = jax.tree.map(np.array, draw())
-    check = ObservationCheck(space)
+    check = SpaceCheck(space)
     assert check.find(obs) == {}
     jax.tree.leaves(obs)[0][1] = np.nan
     ((row, cause),) = check.find(obs).items()
     assert (row, str(cause)) == (1, f"`{name}` must be finite, got nan")
+
+
+def test_actions_may_be_out_by_rounding():
+    check = SpaceCheck(envs.Box(-0.3, 0.7, ()), "action", slack=4e-7)
+    action = np.nextafter(np.float32([-0.3, 0.7, 0.7]), np.float32([-1, 1, 0]))
+    assert check.find(action) == {}
+    assert list(check.find(action * np.float32(1.00001))) == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""`ObservationCheck`: finds observations that are not finite, or not in their space."""
+"""`SpaceCheck`: finds observations and actions that are not in their space."""
 
 import jax
 import numpy as np
@@ -6,21 +6,32 @@ import numpy as np
 from rollout.envs.spaces import as_space
 from rollout.envs.types import AnySpace, ArrayTree
 
+_SPACES = {"obs": "observation_space", "action": "action_space"}
 
-class ObservationCheck:
-    """Finds observations that are not finite, or not in their space."""
 
-    def __init__(self, space: AnySpace) -> None:
-        space = as_space(space, "env.observation_space")
-        self._bounds = [_finite_bounds(leaf) for leaf in space.leaves()]
+class SpaceCheck:
+    """Finds elements that are not finite, or not in their space.
 
-    def find(self, obs: ArrayTree) -> dict[int, ValueError]:
-        """Returns the error of each bad observation, by its row; empty if all are good.
+    Args:
+        space: of one environment's element.
+        name: of the element in error messages.
+        slack: how far a float may be beyond a bound, in parts of that bound.
+    """
+
+    def __init__(
+        self, space: AnySpace, name: str = "obs", *, slack: float = 0.0
+    ) -> None:
+        space = as_space(space, f"env.{_SPACES[name]}")
+        self._name = name
+        self._bounds = [_finite_bounds(leaf, slack) for leaf in space.leaves()]
+
+    def find(self, value: ArrayTree) -> dict[int, ValueError]:
+        """Returns the error of each bad element, by its row; empty if all are good.
 
         Args:
-            obs: `[K, ...]` leaves, those of `K` environments.
+            value: `[K, ...]` leaves, those of `K` environments.
         """
-        leaves = [obs] if isinstance(obs, np.ndarray) else jax.tree.leaves(obs)
+        leaves = [value] if isinstance(value, np.ndarray) else jax.tree.leaves(value)
         causes = {}
         if len(leaves) != len(self._bounds):
             return causes  # a user-defined space without known leaves
@@ -30,8 +41,8 @@ class ObservationCheck:
             # Bounds are finite, and a NaN compares as False: one test finds both.
             inside = (leaf >= bounds[0]) & (leaf <= bounds[1])
             if np.count_nonzero(inside) < inside.size:
-                path, _ = jax.tree.leaves_with_path(obs)[number]
-                name = "obs" + jax.tree_util.keystr(path)
+                path, _ = jax.tree.leaves_with_path(value)[number]
+                name = self._name + jax.tree_util.keystr(path)
                 for row in np.unique(np.argwhere(~inside)[:, 0]).tolist():
                     cause = _explain(name, leaf[row], inside[row], bounds)
                     causes.setdefault(row, cause)
@@ -49,13 +60,17 @@ def _explain(
     return ValueError(f"`{name}{where}` must be {what}, got {obs[index]:g}")
 
 
-def _finite_bounds(space: AnySpace) -> tuple[np.ndarray, np.ndarray] | None:
+def _finite_bounds(
+    space: AnySpace, slack: float
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Returns the bounds, clipped to the dtype's; None if every value is inside."""
     if space.bounds is None:
         return None
     dtype, (low, high) = np.dtype(space.dtype), map(np.asarray, space.bounds)
     if dtype.kind == "b":
         return None
+    if dtype.kind == "f" and slack:
+        low, high = low - slack * np.abs(low), high + slack * np.abs(high)
     most = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
     if dtype.kind != "f" and (low <= most.min).all() and (high >= most.max).all():
         return None
