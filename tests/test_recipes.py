@@ -370,11 +370,20 @@ def test_wrapper_resumes_mujoco_to_the_bit(env_id):
 
 
 # An environment that can be pickled takes the place of MuJoCo's.
+CLIPPED = """
+class Clipped(gymnasium.ActionWrapper):  # Gymnasium's own cannot be pickled
+    def __init__(self, env):
+        super().__init__(env)
+        self.action_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,))
+
+    def action(self, action):
+        return action.clip(-2.0, 2.0)
+"""
 PICKLED = {
     "import mujoco\n": "",
-    "PARTS = mujoco.mjtState.mjSTATE_INTEGRATION\n": "",
+    "PARTS = mujoco.mjtState.mjSTATE_INTEGRATION\n": CLIPPED,
     'Resumable(gymnasium.make("HalfCheetah-v5"))': (
-        'gymnasium.wrappers.ClipAction(gymnasium.make("Pendulum-v1"))'
+        'Clipped(gymnasium.make("Pendulum-v1"))'
     ),
     "stream.state()": "stream.state(allow_pickle=True)",
     "stream.restore(saved[0])": "stream.restore(saved[0], allow_pickle=True)",

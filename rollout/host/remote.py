@@ -42,8 +42,8 @@ class RemoteBatch(struct.PyTreeNode, kw_only=True):
         warmup_steps: 0; a `random_warmup` of the policy is counted by each actor.
         params_version: version of the parameters it was made with: 0 for the first
             ones, n for those of the n-th `set_params`.
-        actor: number of the actor. A replacement has a new number, so `actor` and
-            `episode_id` identify an episode.
+        actor: number of the actor; a replacement has a new one. An `episode_id` is that
+            of one actor only, so one buffer may take the batches of all.
     """
 
     trajectory: Transition  # [T, B, ...]
@@ -148,7 +148,7 @@ class RemoteBatches(
             checks.int_between("total_steps", total_steps, most=None)
         checks.int_between("max_restarts", max_restarts, least=0)
         self._max_lag, self._total_steps = max_params_lag, total_steps
-        self._max_restarts = max_restarts
+        self._num_actors, self._max_restarts = num_actors, max_restarts
         self._ray = ray = _import()
         self._make_actor = ray.remote(_Actor).options(**(ray_options or {})).remote
         self._args = make_collector, steps_per_batch, str(jax.random.key_impl(key))
@@ -206,6 +206,11 @@ class RemoteBatches(
                 self._count(stale_batches=1)
                 continue
             steps = int(np.size(trajectory.mask))
+            if not isinstance(trajectory.episode_id, tuple):  # it is recorded
+                # As many actors as there can ever be; int32 may wrap around.
+                most = np.int32(self._num_actors + self._max_restarts)
+                episode_id = np.asarray(trajectory.episode_id) * most + np.int32(number)
+                trajectory = trajectory.replace(episode_id=episode_id)
             self._count(collect_batches=1, collect_steps=steps)
             return RemoteBatch(
                 trajectory=trajectory,
