@@ -322,6 +322,13 @@ def is_carry(value: Any) -> None:
 def carry(value: Any, collector: Any) -> None:
     """Checks that a value is a carry such as `init` of this collector makes."""
     is_carry(value)
+    kinds: Any = map(jax.typeof, jax.tree.leaves(value))
+    if varying := frozenset[str]().union(*(x.mat.varying for x in kinds)):
+        raise ValueError(
+            "a collector inside of `jax.shard_map` needs `check_vma=False`, got a "
+            f"carry that varies over {', '.join(map(repr, sorted(varying)))} with the "
+            "check on: its branches for platforms vary over different axes."
+        )
     lanes, num_envs = jnp.shape(value.episode.episode_id), collector.env.num_envs
     if lanes != (num_envs,):
         raise ValueError(
@@ -351,6 +358,22 @@ def readable(name: str, tree: Any) -> None:
                 f"{_at(path)}; keep functions and text in the policy, such as the "
                 "second part of `equinox.partition`."
             )
+
+
+def same_devices(carry: Any, sharding: Any) -> None:
+    """Checks that a carry lies where the lanes of a sharded collector do."""
+    arrays = [x for x in jax.tree.leaves(carry) if isinstance(x, jax.Array)]
+    known = [x for x in arrays if not isinstance(x, Tracer)]
+    if sharding is None or not known:
+        return
+    here, there = (set(x) for x in (sharding.mesh.devices.flat, known[0].devices()))
+    if here != there:
+        raise ValueError(
+            "`carry` must lie on the devices of the collector's mesh, "
+            f"{sorted(x.id for x in here)}, got one on {sorted(x.id for x in there)}: "
+            "save it as a checkpoint and restore it like `init` of this collector, or "
+            "begin anew."
+        )
 
 
 def accumulators(value: Any) -> Accumulators:

@@ -11,7 +11,7 @@ import jax
 from flax import struct
 
 from rollout import checks, kernel, platform, programs
-from rollout.envs.types import VectorEnv, hash_of_types
+from rollout.envs.types import VectorEnv, hash_of_types, sharding_of
 from rollout.kernel import episodes
 from rollout.types import (
     ActionT,
@@ -44,11 +44,13 @@ def explain(fn: Any) -> Any:
     def call(*args: Any, **options: Any) -> Any:
         try:
             return fn(*args, **options)
-        except (RuntimeError, TypeError) as error:
+        except Exception as error:
             raised = error
         given = inspect.signature(fn).bind(*args, **options).arguments
         for name in ("carry", "params", "acc"):
             checks.readable(name, given.get(name))
+        env = getattr(given.get("self"), "env", None)
+        checks.same_devices(given.get("carry"), sharding_of(env))
         raise raised
 
     return call

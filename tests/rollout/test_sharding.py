@@ -356,6 +356,43 @@ def linear():
     return make_collector("count", B).replace(policy=rollout.stateless_policy(act))
 
 
+def test_carry_of_another_mesh_is_named():
+    collector = linear()
+    meshes = [Mesh(np.array(x), ("lanes",)) for x in (jax.devices()[:2], jax.devices())]
+    carry = rollout.shard(collector, meshes[0]).init(KEY)
+    other = rollout.shard(collector, meshes[1])
+    with pytest.raises(
+        ValueError, match=r"`carry` must lie on .*7\], got one on \[0, 1"
+    ):
+        other.collect_steps(carry, PARAMS, 3)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_each_device_may_have_a_collector_of_its_own(check_vma):
+    """What a program of `pmap` becomes; docs/devices.md has it."""
+    collector, keys = linear(), jax.random.split(jax.random.key(check_vma), 4)
+
+    def collect(keys):
+        carry = collector.init(keys[0])
+        rows = collector.collect_steps(carry, PARAMS, 5)[1]
+        return jax.tree.map(lambda x: x[None], rows)
+
+    spread = jax.shard_map(
+        collect,
+        mesh=make_mesh(4),
+        in_specs=P("lanes"),
+        out_specs=P("lanes"),
+        check_vma=check_vma,
+    )
+    if check_vma:
+        with pytest.raises(ValueError, match=r"`check_vma=False`, got .* over 'lanes'"):
+            jax.eval_shape(spread, keys)
+        return
+    alone = jax.jit(lambda keys: jax.lax.map(lambda key: collect(key[None]), keys))
+    want = jax.tree.map(lambda x: x[:, 0], alone(keys))
+    assert_same(jax.jit(spread)(keys), want)
+
+
 def test_parameters_may_lie_on_another_device():
     collector, params = linear(), jax.device_put(PARAMS, jax.devices()[3])
     carry, trajectory = collector.collect_steps(collector.init(KEY), params, 4)
