@@ -92,7 +92,7 @@ class EpisodeBuffer(ReplayBuffer):
             jax.tree.map(lambda x: x[None], row),
             jnp.where(written, slot, self.num_slots)[None],
         )
-        pending = pending + (mask & ~skipping)
+        pending = pending + (mask & ~skipping).astype(jnp.int32)
         # In a full lane the slots after the head are those of its oldest visible rows.
         size = jnp.minimum(memory.size, self.num_slots - pending)
         lost = memory.lost | (size < memory.size)

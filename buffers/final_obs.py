@@ -51,7 +51,7 @@ def write(
     # If there are more of them than places, the last ones stay: none is written twice.
     stays = is_final & (number > total - capacity)
     place = jnp.where(stays, (final_obs.head + number - 1) % capacity, -1)
-    row = (slot * num_envs + jnp.arange(num_envs)[None]).reshape(-1)
+    row = (slot * num_envs + jnp.arange(num_envs, dtype=jnp.int32)[None]).reshape(-1)
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), next_obs), row
     # The rows that stay are numbered from 0 on, the oldest first.
     order = jnp.where(stays, number - 1 - jnp.maximum(total - capacity, 0), -1)

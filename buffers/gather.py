@@ -69,7 +69,7 @@ def transitions(
         # number bounds the draw.
         rows, valid = neighbours.window(ring, row, options.horizon + 1)
         ahead_key, relabel_key = jax.random.split(key)
-        count = jnp.sum(valid, axis=0)
+        count = jnp.sum(valid, axis=0, dtype=jnp.int32)
         ahead = jax.random.randint(ahead_key, count.shape, 0, count)
         later = jnp.take_along_axis(rows, ahead[None], axis=0)[0]
         future = _complete(ring, later, weights > 0, later)

@@ -143,7 +143,7 @@ def window(ring: RingState, row: jax.Array, length: int) -> tuple[jax.Array, jax
     # The product stays 0 after the first break. After one lap the rows would repeat.
     on = goes_on(ring, rows[:-1]) & has_successor(ring, rows[1:])
     on = jnp.cumprod(on & (step[1:] < ring.num_slots), axis=0, dtype=jnp.int32)
-    last = move(ring, row, jnp.sum(on, axis=0))
+    last = move(ring, row, jnp.sum(on, axis=0, dtype=jnp.int32))
     valid = jnp.concatenate([jnp.ones((1, row.shape[0]), bool), on.astype(bool)])
     return jnp.where(valid, rows, last[None]), valid
 
@@ -163,7 +163,7 @@ def history(
         return rows, jnp.ones(row.shape, bool)
     on = is_stored(ring, rows[1:]) & goes_on(ring, rows[1:])
     on = jnp.cumprod(on & (step[1:] < ring.num_slots), axis=0, dtype=jnp.int32)
-    oldest = move(ring, row, -jnp.sum(on, axis=0))
+    oldest = move(ring, row, -jnp.sum(on, axis=0, dtype=jnp.int32))
     # Whole if all rows go back, or if they stop at the episode's first one.
     whole = on[-1].astype(bool) | is_first(ring, oldest)
     valid = jnp.concatenate([jnp.ones((1, row.shape[0]), bool), on.astype(bool)])

@@ -171,7 +171,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
                 lambda key: sum_tree.draw_apart(tree, key, num_draws),
                 usable_fn,
                 lambda key: sampling.in_proportion_to(
-                    lambda row: tree[0][row] * usable_fn(row),
+                    lambda row: jnp.where(usable_fn(row), tree[0][row], 0.0),
                     state.ring,
                     key,
                     num_draws,

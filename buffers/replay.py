@@ -143,7 +143,7 @@ class ReplayBuffer(struct.PyTreeNode):
 
     def size(self, state: ArrayTree) -> jax.Array:
         """Counts the transitions that are stored, `()` int32."""
-        return jnp.sum(state.ring.size)
+        return jnp.sum(state.ring.size, dtype=jnp.int32)
 
     def can_sample(
         self, state: ArrayTree, batch_size: int, *, stack: int | None = None

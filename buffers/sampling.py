@@ -32,7 +32,7 @@ def evenly(ring: RingState, key: chex.PRNGKey, num_draws: int) -> jax.Array:
     # `jax.random.randint` draws two words and divides; the bias, below one in 2**32
     # times their number, is the same.
     word = jax.random.bits(key, (num_draws,), jnp.uint32)
-    number = prng.product(word, jnp.sum(ring.size).astype(jnp.uint32))[0]
+    number = prng.product(word, jnp.sum(ring.size, dtype=jnp.uint32))[0]
     number = number.astype(jnp.int32)
     lane, age = lax.cond(
         jnp.all(ring.size == ring.size[0]),
@@ -107,10 +107,9 @@ def in_proportion_to(
 ) -> jax.Array:
     """Draws `[S]` int32 rows in proportion to `weight_fn(row)`: O(capacity)."""
     row = neighbours.all_rows(ring)
-    weight = jnp.where(neighbours.is_stored(ring, row), weight_fn(row), 0)
-    return sum_tree.draw_apart(
-        sum_tree.build(weight.astype(jnp.float32)), key, num_draws
-    )
+    weight = weight_fn(row).astype(jnp.float32)
+    weight = jnp.where(neighbours.is_stored(ring, row), weight, 0.0)
+    return sum_tree.draw_apart(sum_tree.build(weight), key, num_draws)
 
 
 def has_usable(
@@ -150,7 +149,7 @@ def has_usable(
 
 def _find(size: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns lane and age of the rows `number`, counted lane after lane."""
-    end = jnp.cumsum(size)
+    end = jnp.cumsum(size, dtype=jnp.int32)
     lane = jnp.searchsorted(end, number, side="right", method="scan_unrolled")
     # If the ring is empty, the search ends beyond the last lane.
     lane = jnp.minimum(lane, end.shape[0] - 1).astype(jnp.int32)

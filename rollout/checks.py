@@ -463,8 +463,15 @@ def own_values(error: Exception, obs: ArrayTree, num_envs: int) -> None:
         ) from error
 
 
-def decision(who: str, result: PolicyStep, space: AnySpace, num_envs: int) -> None:
-    """Checks that a result is a `PolicyStep` whose action fits the space."""
+def decision(
+    who: str, result: PolicyStep, space: AnySpace, num_envs: int
+) -> PolicyStep:
+    """Checks that a result is a `PolicyStep` whose action fits the space.
+
+    Returns:
+        It, with the action in the dtypes of the space where those of the policy are of
+        the same kind, such as the int64 of a categorical draw under `jax_enable_x64`.
+    """
     if not isinstance(result, PolicyStep):
         raise ValueError(
             f"{who} must return a `PolicyStep`, got {type(result).__name__}; "
@@ -472,22 +479,42 @@ def decision(who: str, result: PolicyStep, space: AnySpace, num_envs: int) -> No
             "function."
         )
     if space.shape is None:
-        return  # a composite space: see `policy_step`
-    shape, dtype, action = (num_envs, *space.shape), space.dtype, result.action
-    if getattr(action, "dtype", None) != dtype or action.shape != shape:
+        return result  # a composite space: see `policy_step`
+    wanted = jax.ShapeDtypeStruct((num_envs, *space.shape), space.dtype)
+    action = _cast(result.action, wanted)
+    if getattr(action, "dtype", None) != wanted.dtype or action.shape != wanted.shape:
         raise ValueError(
-            f"{who} must return actions as {jnp.dtype(dtype).name} of shape {shape}, "
-            f"got {describe(action)}."
+            f"{who} must return actions as {jnp.dtype(wanted.dtype).name} of shape "
+            f"{wanted.shape}, got {describe(action)}."
         )
+    return result._replace(action=action)
 
 
-def policy_step(result: PolicyStep, env: VectorEnv, policy_state: ArrayTree) -> None:
-    """Checks a policy's output against the environment and the policy's state."""
+def _cast(action: Any, wanted: Any) -> Any:
+    """Casts an action among integers, or among floats; others stay as they are."""
+    if hasattr(action, "dtype"):
+        for kind in (jnp.integer, jnp.floating):
+            if all(jnp.issubdtype(x.dtype, kind) for x in (action, wanted)):
+                return jnp.asarray(action, wanted.dtype)
+    return action
+
+
+def policy_step(
+    result: PolicyStep, env: VectorEnv, policy_state: ArrayTree
+) -> PolicyStep:
+    """Checks a policy's output against the environment and the policy's state.
+
+    Returns:
+        It, with the action in the dtypes of the space; see `decision`.
+    """
     space = env.action_space
-    decision("`policy.apply`", result, space, env.num_envs)
+    result = decision("`policy.apply`", result, space, env.num_envs)
     if space.shape is None:
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), env.num_envs))
         drawn = jax.eval_shape(jax.vmap(space.sample), keys)
+        if jax.tree.structure(drawn) == jax.tree.structure(result.action):
+            action = jax.tree.map(_cast, result.action, drawn)
+            result = result._replace(action=action)
         what = "`policy.apply` must return actions as the action space draws them"
         same(f"{what}, a tuple together with extras", drawn, result.action)
     same(
@@ -496,6 +523,7 @@ def policy_step(result: PolicyStep, env: VectorEnv, policy_state: ArrayTree) -> 
         result.state,
     )
     of_lanes("`policy.apply` must return extras", result.extras, (env.num_envs,))
+    return result
 
 
 def env_step(result: EnvStep, num_envs: int, state: ArrayTree, obs: ArrayTree) -> None:

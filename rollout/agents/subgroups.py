@@ -76,7 +76,7 @@ def decide(
     apply = policy.mode if use_mode and policy.mode is not None else policy.apply
     decision = _call(subgroup, apply, policy_id, params, obs, state, key)
     num_envs, num = policy_id.shape[0], len(subgroup.columns)
-    checks.decision(who, decision, subgroup.group, num_envs * num)
+    decision = checks.decision(who, decision, subgroup.group, num_envs * num)
     merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state)
     checks.same(f"{who} must return the state as it came in", merged, decision.state)
     return unmerge(decision, num_envs)

@@ -244,8 +244,7 @@ def act(
     sharding = sharding_of(env)
     with prng.in_parts(sharding.num_devices if sharding else 1):
         decision = policy.apply(params, carry.obs, carry.policy_state, policy_key)
-    checks.policy_step(decision, env, carry.policy_state)
-    return decision
+    return checks.policy_step(decision, env, carry.policy_state)
 
 
 def step_env(env: VectorEnv, carry: Carry, action: ArrayTree) -> EnvStep:

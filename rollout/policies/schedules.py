@@ -152,8 +152,8 @@ def decide(
 ) -> PolicyStep:
     """Applies the wrapped policy, and checks that its action fits the space."""
     decision = policy.apply(params, obs, state, key)
-    checks.decision("The wrapped `policy.apply`", decision, space, num_lanes(obs))
-    return decision
+    who = "The wrapped `policy.apply`"
+    return checks.decision(who, decision, space, num_lanes(obs))
 
 
 def _check_schedule(name: str, schedule: Schedule) -> None:

@@ -50,7 +50,9 @@ class CountEnv:
     def reset(self, key):
         number = last_word(key) % (self.max_length - self.min_length + 1)
         length = jnp.int32(self.min_length + number)
-        return {"n": jnp.int32(0), "length": length, "key": key}, jnp.zeros((1,))
+        return {"n": jnp.int32(0), "length": length, "key": key}, jnp.zeros(
+            (1,), jnp.float32
+        )
 
     def step(self, key, state, action):
         n = state["n"] + 1

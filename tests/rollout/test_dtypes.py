@@ -1,0 +1,130 @@
+"""Numbers of 64 bits, and strict promotion: the same rows, nothing promoted."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CountEnv, collect
+from host_count import HostCount
+
+import rollout
+from rollout import buffers, envs
+
+KEY = jax.random.key(3)
+
+
+def categorical(params, obs, key):
+    return jax.random.categorical(key, obs * params[None])
+
+
+def gaussian(params, obs, key):
+    return {"push": jax.random.normal(key, (4,)), "turn": obs[:, 0].astype(int) % 3}
+
+
+@jax.tree_util.register_static
+class TwoPart(CountEnv):
+    """Its actions are a float and an integer, which its info shows."""
+
+    action_space = envs.spaces.Dict(
+        {"push": envs.Box(-9.0, 9.0, ()), "turn": envs.Discrete(3)}
+    )
+
+    def step(self, key, state, action):
+        result = super().step(key, state, action["turn"])
+        return result.replace(info={"action": action})
+
+
+@pytest.mark.compiles(40)
+@pytest.mark.parametrize(
+    ("env", "act", "dtypes"),
+    [
+        (CountEnv(), categorical, {"int32"}),
+        (TwoPart(), gaussian, {"int32", "float32"}),
+    ],
+)
+def test_actions_of_64_bits_become_those_of_the_space(env, act, dtypes):
+    def play():
+        lanes = envs.vectorize(env, 4)
+        policy = rollout.stateless_policy(act)
+        collector = rollout.Collector(env=lanes, policy=policy)
+        params = jnp.arange(3.0)
+        rows = collector.collect_steps(collector.init(KEY), params, 6)[1]
+        return jax.device_get(rows)
+
+    with jax.enable_x64(True):
+        rows = play()
+        drawn = jax.eval_shape(act, jnp.arange(3.0), rows.obs[0], KEY)
+    assert {x.dtype.name for x in jax.tree.leaves(rows.action)} == dtypes
+    assert any(x.dtype.itemsize == 8 for x in jax.tree.leaves(drawn))
+    chex.assert_trees_all_equal(rows.info["action"], rows.action)
+
+
+@pytest.mark.compiles(40)
+def test_host_takes_actions_of_64_bits():
+    policy = rollout.stateless_policy(categorical)
+    with jax.enable_x64(True):
+        host = rollout.HostCollector(env=HostCount(4), policy=policy)
+        rows = host.collect_steps(host.init(KEY), jnp.arange(3.0), 3)[1]
+    assert rows.action.dtype == "int32"
+
+
+def test_another_kind_of_number_is_still_an_error():
+    policy = rollout.stateless_policy(lambda params, obs, key: obs[:, 0])
+    collector = rollout.Collector(env=envs.vectorize(CountEnv(), 4), policy=policy)
+    with pytest.raises(ValueError, match=r"actions as int32 of shape .* got float32"):
+        collector.step(collector.init(KEY), None)
+
+
+BUFFERS = [
+    buffers.ReplayBuffer(64, 4),
+    buffers.ReplayBuffer(64, 4, next_obs="shared"),
+    buffers.PrioritizedReplayBuffer(64, 4),
+    buffers.EpisodeBuffer(64, 4),
+]
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@jax.debug_key_reuse(False)
+@pytest.mark.compiles(60)
+@pytest.mark.parametrize("buffer", BUFFERS, ids=lambda x: f"{type(x).__name__}")
+def test_buffers_neither_widen_nor_promote(buffer):
+    rows = jax.tree.map(lambda x: x[:12, :4], collect("count")[1])
+
+    def use(key):
+        state = buffer.init(jax.tree.map(lambda x: x[0], rows))
+        state = buffer.add(state, rows)
+        n_step = {"n_step": 3, "gamma": 0.9} if buffer.next_obs == "stored" else {}
+        return state, [
+            buffer.sample(state, key, 8, **n_step),
+            buffer.sample(state, key, 8, stack=2),
+            buffer.sample(state, key, 8, relabel_fn=lambda key, rows, future: rows),
+            buffer.sample_sequences(state, key, 8, 3),
+            buffer.sample_episodes(state, key, 8, 9),
+            buffer.can_sample(state, 8),
+            buffer.size(state),
+        ]
+
+    want = jax.eval_shape(use, KEY)
+    with jax.enable_x64(True):
+        chex.assert_trees_all_equal_dtypes(jax.eval_shape(use, KEY), want)
+    with jax.numpy_dtype_promotion("strict"):
+        chex.assert_trees_all_equal_dtypes(jax.eval_shape(use, KEY), want)
+
+
+@pytest.mark.compiles(60)
+def test_targets_and_statistics_promote_nothing():
+    env = envs.vectorize(CountEnv(), 4)
+    collector = rollout.Collector(
+        env=env, policy=rollout.random_policy(env.action_space)
+    )
+    with jax.numpy_dtype_promotion("strict"):
+        rows = collector.collect_steps(collector.init(KEY), None, 12)[1]
+        flags, value = (rows.terminated, rows.truncated), jnp.zeros(rows.mask.shape)
+        advantage = rollout.gae(
+            rows.reward, value, value, *flags, gamma=0.9, lam=0.9, mask=rows.mask
+        )
+        rollout.scan_minibatches(lambda *x: x, (), KEY, (rows, advantage), 4)
+        stats = rollout.evaluate(collector, KEY, None, 5)
+    assert advantage.dtype == np.float32
+    assert stats.num_episodes == 5
