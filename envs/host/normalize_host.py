@@ -182,7 +182,7 @@ class NormalizeHost:
     def _normalize(self, raw: ArrayTree) -> ArrayTree:
         of_obs = self._statistics[0]
         with np.errstate(all="ignore"):
-            return running_stats.normalized(of_obs, raw, self.epsilon, xp=np)
+            return of_obs.normalize(raw, self.epsilon, xp=np)
 
     def _place(self, at: Any, obs: ArrayTree) -> None:
         pairs = zip(jax.tree.leaves(self._obs), jax.tree.leaves(obs), strict=True)

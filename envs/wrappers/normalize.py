@@ -110,10 +110,11 @@ class NormalizeObs(_Normalizer):
     under the same actions, do its dynamics. Every step of every lane counts, also in
     masked-out rows. To evaluate, fix them by `Collector.freeze`.
 
-    If an entry of a batch is NaN or infinite, the statistics of that entry do not
-    change. `info` must be a dict, and gains `raw_obs` and `raw_next_obs`, the
-    observation the action was chosen from and the true successor, not normalised.
-    Inside `jit` they cost nothing if they are not read.
+    If an entry of a batch is NaN or infinite, or beyond 1.8e19, whose square is no
+    float32, the statistics of that entry do not change. `info` must be a dict, and
+    gains `raw_obs` and `raw_next_obs`, the observation the action was chosen from and
+    the true successor, not normalised. Inside `jit` they cost nothing if they are not
+    read.
 
     Attributes:
         env: `B` environments side by side, made by `vectorize`. Observations may be a
@@ -229,7 +230,7 @@ class NormalizeObs(_Normalizer):
         return self.statistics or running_stats.updated(old, raw, self._num_axes)
 
     def _normalize(self, statistics: Statistics, raw: ArrayTree) -> ArrayTree:
-        return running_stats.normalized(statistics, raw, self.epsilon, self._num_axes)
+        return statistics.normalize(raw, self.epsilon, self._num_axes)
 
 
 def _keys(num_envs: int) -> chex.PRNGKey:

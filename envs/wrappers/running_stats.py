@@ -35,6 +35,32 @@ class Statistics(struct.PyTreeNode, kw_only=True):
     var: ArrayTree
     count: jax.Array  # ()
 
+    def normalize(
+        self, raw: ArrayTree, epsilon: float = 1e-8, num_axes: int = 1, xp: Any = jnp
+    ) -> ArrayTree:
+        """Normalises values; leaves without statistics stay as they are.
+
+        Args:
+            raw: `[S, ...]`, in the structure of one lane's value.
+            epsilon: added to the variance.
+            num_axes: how many of the first axes are those of the batch.
+            xp: `jnp`, or NumPy for statistics of NumPy.
+
+        Returns:
+            `(raw - mean) / sqrt(var + epsilon)`, in the dtypes of `NormalizeObs`.
+        """
+        axes = tuple(range(num_axes))
+
+        def normalize(mean: jax.Array, var: jax.Array, x: jax.Array) -> jax.Array:
+            if mean is None:
+                return x
+            centred = x.astype(mean.dtype) - xp.expand_dims(mean, axes)
+            scale = xp.expand_dims(xp.sqrt(var + epsilon), axes)
+            return (centred / scale).astype(float_dtype(x))
+
+        trees = self.mean, self.var, raw
+        return jax.tree.map(normalize, *trees, is_leaf=lambda x: x is None)
+
 
 def names(name: str, value: Any) -> tuple[str, ...] | None:
     """Checks an option that names parts of a tree; None stands for all of it."""
@@ -135,27 +161,6 @@ def updated(
     pairs = [update(*x) for x in zip(means, *others, strict=True)]
     mean, var = (structure.unflatten(x) for x in zip(*pairs, strict=True))
     return Statistics(mean=mean, var=var, count=count)
-
-
-def normalized(
-    statistics: Statistics,
-    raw: ArrayTree,
-    epsilon: float,
-    num_axes: int = 1,
-    xp: Any = jnp,
-) -> ArrayTree:
-    """Normalises the leaves that have statistics, and leaves the others as they are."""
-    axes = tuple(range(num_axes))
-
-    def normalize(mean: jax.Array, var: jax.Array, x: jax.Array) -> jax.Array:
-        if mean is None:
-            return x
-        centred = x.astype(mean.dtype) - xp.expand_dims(mean, axes)
-        scale = xp.expand_dims(xp.sqrt(var + epsilon), axes)
-        return (centred / scale).astype(float_dtype(x))
-
-    trees = statistics.mean, statistics.var, raw
-    return jax.tree.map(normalize, *trees, is_leaf=lambda x: x is None)
 
 
 def normalized_space(

@@ -478,3 +478,13 @@ def test_trainings_under_vmap_are_those_of_each_seed():
     want = jax.tree.map(lambda *x: jnp.stack(x), *map(one, keys))
     # Products of matrices in another order, over eight gradient steps.
     chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_raw_observations_are_normalised_as_those_of_the_policy_are():
+    carries, rows = collect("tree")
+    statistics = carries[-1].env_state.statistics.value
+    last = jax.tree.map(lambda x: x[-1], rows.info["raw_next_obs"])
+    got = quick_jit(functools.partial(type(statistics).normalize, epsilon=EPSILON))(
+        statistics, last
+    )
+    chex.assert_trees_all_close(got, at(rows.next_obs, -1), rtol=1e-5, atol=1e-5)
